@@ -16,7 +16,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         first = arguments[0] if arguments else "none"
-        said = answer(PROGRAM, arguments, lambda: dict.fromkeys(VERBS, ("--help", "--json", "--out")))
+        said = answer(
+            PROGRAM, arguments, lambda: dict.fromkeys(VERBS, ("--help", "--json", "--out"))
+        )
         if said is not None:
             print(said)
             return 0

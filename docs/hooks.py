@@ -21,8 +21,15 @@ sys.path.insert(0, str(ROOT))
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Replace each `<!-- name -->` that names a generated part, and `<!-- include FILE -->` by the file's code."""
-    markdown = re.sub(r"^<!-- include (\S+) -->$", lambda m: _code(ROOT / m[1]), markdown, flags=re.M)
-    return re.sub(r"^<!-- ([a-z-]+) -->$", lambda m: PARTS[m[1]]() if m[1] in PARTS else m[0], markdown, flags=re.M)
+    markdown = re.sub(
+        r"^<!-- include (\S+) -->$", lambda m: _code(ROOT / m[1]), markdown, flags=re.M
+    )
+    return re.sub(
+        r"^<!-- ([a-z-]+) -->$",
+        lambda m: PARTS[m[1]]() if m[1] in PARTS else m[0],
+        markdown,
+        flags=re.M,
+    )
 
 
 def _code(path: Path) -> str:
@@ -41,9 +48,15 @@ def configuration() -> str:
     sections = ["## Top level\n\n" + _key_table(top)]
     for name, group in (*groups.items(), ("study", StudyConfig)):
         options = options_of(name)
-        chosen = f"\n\nOptions, `{name}=`: " + ", ".join(f"`{option}`" for option in options) + "." if options else ""
+        chosen = (
+            f"\n\nOptions, `{name}=`: " + ", ".join(f"`{option}`" for option in options) + "."
+            if options
+            else ""
+        )
         mine = [key for key in found if key.name.startswith(f"{name}.")]
-        sections.append(f"## {name}\n\n{_docstring(group)}{chosen}\n\n{_key_table(mine) if mine else ''}")
+        sections.append(
+            f"## {name}\n\n{_docstring(group)}{chosen}\n\n{_key_table(mine) if mine else ''}"
+        )
     return "\n\n".join(sections)
 
 
@@ -59,7 +72,8 @@ def _key_table(found: Iterable[Key]) -> str:
         allowed = _escaped(key.rule.allowed(key.entry).removeprefix("must be "))
         help_text = _escaped(key.rule.help)
         rows.append(
-            f"| `{key.name}` | `{kind}{' or null' * key.is_optional}` | `{default}` | {help_text} | {allowed} |"
+            f"| `{key.name}` | `{kind}{' or null' * key.is_optional}` | `{default}` | {help_text} |"
+            f" {allowed} |"
         )
     return "\n".join(rows)
 
@@ -79,7 +93,10 @@ def commands() -> str:
     from gems.cli.framework import command_name
     from jobs.__main__ import VERBS as JOBS
 
-    analysis_help = {choice.dest: choice.help for choice in parser()._subparsers._group_actions[0]._choices_actions}  # type: ignore[union-attr]
+    analysis_help = {
+        choice.dest: choice.help
+        for choice in parser()._subparsers._group_actions[0]._choices_actions
+    }  # type: ignore[union-attr]
     programs = {
         "gems": {name: verb.help for name, verb in GEMS.items()},
         "jobs": {name: verb.help for name, verb in JOBS.items()},
@@ -88,14 +105,20 @@ def commands() -> str:
     tables = []
     for program, verbs in programs.items():
         rows = [f"| `{name}` | {_escaped(text)} |" for name, text in verbs.items()]
-        tables.append("\n".join([f"## {program}", "", f"| `{command_name(program)}` | |", "|---|---|", *rows]))
+        tables.append(
+            "\n".join([f"## {program}", "", f"| `{command_name(program)}` | |", "|---|---|", *rows])
+        )
     return "\n\n".join(tables)
 
 
 def make_help() -> str:
     """Return what `make help` prints."""
     return subprocess.run(
-        ["make", "--no-print-directory", "help"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["make", "--no-print-directory", "help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout.rstrip()
 
 
@@ -116,7 +139,11 @@ def _folder_order() -> list[str]:
     """Return the folders in the order that tests/test_structure.py holds."""
     tree = ast.parse((ROOT / "tests" / "test_structure.py").read_text())
     for node in tree.body:
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == "FOLDERS":
+        if (
+            isinstance(node, ast.AnnAssign)
+            and isinstance(node.target, ast.Name)
+            and node.target.id == "FOLDERS"
+        ):
             assert isinstance(node.value, ast.Dict)
             return [str(key.value) for key in node.value.keys if isinstance(key, ast.Constant)]
     raise LookupError("tests/test_structure.py has no FOLDERS")
@@ -128,8 +155,21 @@ def trace_columns() -> str:
 
     tables = []
     for name, columns in COLUMNS.items():
-        rows = [f"| `{column}` | `{kind}` | {units} | {_escaped(text)} |" for column, kind, units, text in columns]
-        tables.append("\n".join([f"## /{name}", "", "| column | type | units | meaning |", "|---|---|---|---|", *rows]))
+        rows = [
+            f"| `{column}` | `{kind}` | {units} | {_escaped(text)} |"
+            for column, kind, units, text in columns
+        ]
+        tables.append(
+            "\n".join(
+                [
+                    f"## /{name}",
+                    "",
+                    "| column | type | units | meaning |",
+                    "|---|---|---|---|",
+                    *rows,
+                ]
+            )
+        )
     return "\n\n".join(tables)
 
 

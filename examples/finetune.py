@@ -1,8 +1,8 @@
 """Fine-tuning: a network that freezes its batch norm, and weights for it that are trained on another task.
 
-`python -m examples.finetune FILE.safetensors` is a training script in plain torch: on one half of a tissue picture it
-learns by how many quarters a tile is turned, and writes a state dict with a head of four classes.
-conf/experiment/finetune.yaml starts from that file with a new head.
+`python -m examples.finetune FILE.safetensors` is a training script in plain torch: on one half of a
+tissue picture it learns by how many quarters a tile is turned, and writes a state dict with a head
+of four classes. conf/experiment/finetune.yaml starts from that file with a new head.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from safetensors.torch import save_file
 from skimage import data
 from torch import Tensor, nn
 
-SIDE_PX, TILES, STEPS = 48, 24, 80
+SIDE_PX = 48
+TILES = 24
+STEPS = 80
 
 
 class Block(nn.Module):
@@ -40,7 +42,10 @@ class Block(nn.Module):
 
 
 class Network(nn.Module):
-    """A small ResNet. Frozen, its batch norm keeps the statistics, scale and shift that it is given."""
+    """A small ResNet.
+
+    Frozen, its batch norm keeps the statistics, scale and shift that it is given.
+    """
 
     def __init__(self, num_classes: int = 2, width: int = 16, is_frozen: bool = True) -> None:
         super().__init__()
@@ -80,9 +85,12 @@ def main(path: Path) -> None:
     for step in range(STEPS):
         corners = draw.integers(0, [half.shape[0] - SIDE_PX, half.shape[1] - SIDE_PX], (TILES, 2))
         turns = draw.integers(0, 4, TILES)
-        tiles = np.stack([
-            np.rot90(half[y : y + SIDE_PX, x : x + SIDE_PX], turn) for (y, x), turn in zip(corners, turns, strict=True)
-        ])  # fmt: skip
+        tiles = np.stack(
+            [
+                np.rot90(half[y : y + SIDE_PX, x : x + SIDE_PX], turn)
+                for (y, x), turn in zip(corners, turns, strict=True)
+            ]
+        )
         images = (torch.from_numpy(tiles).permute(0, 3, 1, 2).float() - 127.5) / 64
         loss = functional.cross_entropy(model(images), torch.from_numpy(turns))
         optimizer.zero_grad()

@@ -1,7 +1,8 @@
 """A folder of tiles by class, cut out of one large picture: `python -m examples.make_tiles FOLDER`.
 
-Here the picture ships with scikit-image (real histology, haematoxylin and DAB), and a tile's class is whether it is
-stained more than the median tile is. Replace both by your slides and your annotations; `data=folder` reads the result.
+Here the picture ships with scikit-image (real histology, haematoxylin and DAB), and a tile's class
+is whether it is stained more than the median tile is. Replace both by your slides and your
+annotations; `data=folder` reads the result.
 """
 
 from __future__ import annotations
@@ -31,7 +32,12 @@ def main(folder: Path) -> None:
     draw = np.random.default_rng(0).random(len(tiles))
     for (row, column), tile, dark, number in zip(corners, tiles, darkness, draw, strict=True):
         split = "validation" if number < VALIDATION_SHARE else "train"
-        path = folder / split / ("stained" if dark > middle else "pale") / f"{row:04d}-{column:04d}.png"
+        path = (
+            folder
+            / split
+            / ("stained" if dark > middle else "pale")
+            / f"{row:04d}-{column:04d}.png"
+        )
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(tile).save(path)
 

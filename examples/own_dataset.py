@@ -1,6 +1,7 @@
 """Define your own data set of tiles.
 
-The tiles are one array, PATH/images.npy, uint8 of (N, C, H, W), with their classes in PATH/labels.npy.
+The tiles are one array, PATH/images.npy, uint8 of (N, C, H, W), with their classes in
+PATH/labels.npy.
 
 The arrays are mapped, not read: a rank touches only the tiles of its own micro-batches.
 """
@@ -33,11 +34,18 @@ class NpyTiles(Dataset):
         shape = (data.channels, data.height_px, data.width_px)
         if self._images.shape[1:] != shape:
             raise ConfigError(
-                "data.path", data.path, f"has tiles of {self._images.shape[1:]}, and the keys say {shape}"
+                "data.path",
+                data.path,
+                f"has tiles of {self._images.shape[1:]}, and the keys say {shape}",
             )
         num_validation = len(self._images) // 4
         super().__init__(
-            shape, data.num_classes, len(self._images) - num_validation, num_validation, seed, data.augment
+            shape,
+            data.num_classes,
+            len(self._images) - num_validation,
+            num_validation,
+            seed,
+            data.augment,
         )
 
     def _pixels(self, split: Split, index: int) -> Image:

@@ -1,7 +1,8 @@
 """A network of one's own: `model.target=examples.own_model.TileNet model.kwargs={width:8}`.
 
-Any module that takes images (N, channels, height, width) and returns logits (N, classes) will do. It is traced between
-its blocks, and cut there; the tensor that skips a block, `shortcut`, is carried to the stage that adds it.
+Any module that takes images (N, channels, height, width) and returns logits (N, classes) will do.
+It is traced between its blocks, and cut there; the tensor that skips a block, `shortcut`, is
+carried to the stage that adds it.
 """
 
 from __future__ import annotations

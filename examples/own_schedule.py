@@ -1,8 +1,10 @@
 """Define your own schedule.
 
-Use it with `plugins=[examples.own_schedule] schedule=waves parallel.partitions=4 parallel.micro_batches=8`.
+Use it with `plugins=[examples.own_schedule] schedule=waves parallel.partitions=4
+parallel.micro_batches=8`.
 
-GPipe in waves of P micro-batches: it holds P of them in place of N, and pays for the idle time of each wave.
+GPipe in waves of P micro-batches: it holds P of them in place of N, and pays for the idle time of
+each wave.
 """
 
 from __future__ import annotations
@@ -16,14 +18,19 @@ from gems.schedule.schedule import Schedule
 
 @schedule_family(
     "waves",
-    step_units=lambda s: s.n // s.p * (2 * s.p - 1) * (s.f + s.b),  # gems simulate and the tests compare with it
+    step_units=lambda s: (
+        s.n // s.p * (2 * s.p - 1) * (s.f + s.b)
+    ),  # gems simulate and the tests compare with it
     peak_units=lambda s: s.p,
 )
 def waves(request: Request) -> Schedule:
     """Build the compute actions of each rank, in order; sends, sums and the step are added to them."""
-    num_ranks, num_micro_batches = request.num_ranks, request.num_micro_batches
+    num_ranks = request.num_ranks
+    num_micro_batches = request.num_micro_batches
     if num_micro_batches % num_ranks:
-        raise ConfigError("parallel.micro_batches", num_micro_batches, f"must be a multiple of {num_ranks} ranks")
+        raise ConfigError(
+            "parallel.micro_batches", num_micro_batches, f"must be a multiple of {num_ranks} ranks"
+        )
     rows: list[tuple[Action, ...]] = []
     for stage in range(num_ranks):
         row: list[Action] = []

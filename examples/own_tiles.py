@@ -1,8 +1,8 @@
 """A dataset of one's own: `data.target=examples.own_tiles.Tiles data.kwargs={root:FOLDER}`.
 
-Any map-style `torch.utils.data.Dataset` that gives (image, label) will do. Its argument `split` (or `train`) makes it
-give one split; `num_classes`, `class_counts` and `label` are optional. It may draw random numbers: they depend on the
-seed, the sample and the epoch alone.
+Any map-style `torch.utils.data.Dataset` that gives (image, label) will do. Its argument `split` (or
+`train`) makes it give one split; `num_classes`, `class_counts` and `label` are optional. It may
+draw random numbers: they depend on the seed, the sample and the epoch alone.
 """
 
 from __future__ import annotations
@@ -34,5 +34,8 @@ class Tiles(Dataset[tuple[Tensor, int]]):
         return image, self.label(index)
 
     def label(self, index: int) -> int:
-        """Return a label without reading the image: on the last stage's ranks, which need no images."""
+        """Return a label without reading the image.
+
+        On the last stage's ranks, which need no images.
+        """
         return int(self.labels[index])

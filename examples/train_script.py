@@ -1,7 +1,8 @@
-"""Train your own network on your own data from a script: `mpiexec -n 2 python -m examples.train_script FOLDER`.
+"""Train your own network on your own data from a script.
 
-`gems.compose` takes what a configuration has; the network and the data are objects of this program. FOLDER holds tiles
-as examples/own_tiles.py reads them.
+`mpiexec -n 2 python -m examples.train_script FOLDER`.
+`gems.compose` takes what a configuration has; the network and the data are objects of this program.
+FOLDER holds tiles as examples/own_tiles.py reads them.
 """
 
 from __future__ import annotations
@@ -29,11 +30,23 @@ class Net(nn.Module):
 
 def main(folder: str) -> None:
     """Train in the ranks that mpiexec has started."""
-    spec = gems.compose(["schedule=1f1b", "parallel.partitions=2", "data.height_px=32", "data.width_px=32",
-                         "train.steps=8", "name=script", f"runs_dir={folder}/runs"])  # fmt: skip
+    spec = gems.compose(
+        [
+            "schedule=1f1b",
+            "parallel.partitions=2",
+            "data.height_px=32",
+            "data.width_px=32",
+            "train.steps=8",
+            "name=script",
+            f"runs_dir={folder}/runs",
+        ]
+    )
     train, validation = (Tiles(folder, split) for split in ("train", "validation"))
     result = gems.train(spec, model=Net, dataset=train, validation_dataset=validation)
-    print(f"loss {result.first_loss:.3f} to {result.last_loss:.3f}, accuracy {result.validation_accuracy:.2f}")
+    print(
+        f"loss {result.first_loss:.3f} to {result.last_loss:.3f}, accuracy"
+        f" {result.validation_accuracy:.2f}"
+    )
 
 
 if __name__ == "__main__":

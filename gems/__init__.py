@@ -1,7 +1,7 @@
 """Training of deep networks on very large images, split over the ranks of a supercomputer.
 
-The names in `__all__` are the public API. Each is imported when it is first used, so that `import gems` loads neither
-torch nor MPI nor Hydra, and a login node can use what needs none of them.
+The names in `__all__` are the public API. Each is imported when it is first used, so that `import
+gems` loads neither torch nor MPI nor Hydra, and a login node can use what needs none of them.
 """
 
 from __future__ import annotations

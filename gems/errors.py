@@ -33,7 +33,10 @@ class ConfigError(GemsError):
 
 
 class TryLaterError(ConfigError):
-    """A run that would be taken later: the queue is full, SLURM cannot be reached, or the run folder is in use."""
+    """A run that would be taken later.
+
+    The queue is full, SLURM cannot be reached, or the run folder is in use.
+    """
 
 
 class DoesNotFitError(GemsError):
@@ -45,7 +48,12 @@ class DoesNotFitError(GemsError):
     exit_code = 3
 
     def __init__(
-        self, where: str, needed_bytes: int, limit_bytes: int, advice: str, key: str = "machine.device_bytes"
+        self,
+        where: str,
+        needed_bytes: int,
+        limit_bytes: int,
+        advice: str,
+        key: str = "machine.device_bytes",
     ) -> None:
         self.where = where
         self.needed_bytes = needed_bytes
@@ -64,7 +72,8 @@ class DoesNotFitError(GemsError):
 class ScheduleError(GemsError):
     """A schedule that would not run: names the rank and the action at fault.
 
-    `schedule` is the one that was validated, for a drawing of the fault; None where that is not known.
+    `schedule` is the one that was validated, for a drawing of the fault; None where that is not
+    known.
     """
 
     exit_code = 2
@@ -93,7 +102,9 @@ class LostPeerError(RankFailedError):
 class NodeFailedError(RankFailedError):
     """A job has too few nodes that can run its ranks; `faults` has the bad ones, `good` the others."""
 
-    def __init__(self, text: str, good: tuple[str, ...] = (), faults: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, text: str, good: tuple[str, ...] = (), faults: Mapping[str, str] | None = None
+    ) -> None:
         self.good = good
         self.faults = dict(faults or {})
         super().__init__(text)
@@ -110,16 +121,25 @@ class StalledError(GemsError):
 
 
 def of_the_system(error: OSError | RecursionError) -> ConfigError:
-    """Describe what the system refuses: a file that is closed to us, a path that is too long, a disk that is full."""
+    """Describe what the system refuses.
+
+    A file that is closed to us, a path that is too long, a disk that is full.
+    """
     if isinstance(error, RecursionError):
-        return ConfigError("file", "a file that was read", "holds lists within lists, too deep to be read")
-    return ConfigError("file", error.filename, f"cannot be read or written ({error.strerror or error})")
+        return ConfigError(
+            "file", "a file that was read", "holds lists within lists, too deep to be read"
+        )
+    return ConfigError(
+        "file", error.filename, f"cannot be read or written ({error.strerror or error})"
+    )
 
 
 def one_line(text: str) -> str:
     """Return a text on one line, with escapes for what no terminal should be sent."""
     joined = " ".join(text.split())
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in joined)
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in joined
+    )
 
 
 def _shown(value: object) -> str:

@@ -1,14 +1,16 @@
 """Calibrate a machine: short probes of its messages, sums and computes become a machine's file with the fits' errors.
 
-`python -m scripts.calibrate --out DIR/machine/NAME.yaml` starts two ranks here (`--ranks`); the file then serves as
-`--config-dir DIR machine=NAME`. On a cluster the probe runs as a job, `srun -N 2 -n 2 python -m
-gems.engine.transport.speed_probe probe.json`, and `--probe probe.json` reads it. `--kind emulated` calibrates emulated
-devices, whose messages wait for ranks to wake up. `--base NAME` takes the rest from a machine of conf/. `--runs RUN
-...` takes the noise from finished runs. The copy engines of a GPU are timed too. `--held-out ANSWER.json` records the
-error that `scripts.bench.fidelity` found with such a calibration.
+`python -m scripts.calibrate --out DIR/machine/NAME.yaml` starts two ranks here (`--ranks`); the
+file then serves as `--config-dir DIR machine=NAME`. On a cluster the probe runs as a job, `srun -N
+2 -n 2 python -m gems.engine.transport.speed_probe probe.json`, and `--probe probe.json` reads it.
+`--kind emulated` calibrates emulated devices, whose messages wait for ranks to wake up. `--base
+NAME` takes the rest from a machine of conf/. `--runs RUN ...` takes the noise from finished runs.
+The copy engines of a GPU are timed too. `--held-out ANSWER.json` records the error that
+`scripts.bench.fidelity` found with such a calibration.
 
-Four real runs of two ranks then tell the pace, how much longer layers take in a run than alone (`--steps`, 0 for none).
-It is written to the file, and kept in the cache for every prediction from layers that were measured on this node.
+Four real runs of two ranks then tell the pace, how much longer layers take in a run than alone
+(`--steps`, 0 for none). It is written to the file, and kept in the cache for every prediction from
+layers that were measured on this node.
 """
 
 from __future__ import annotations
@@ -52,12 +54,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Calibrate and write the file: one line on stderr and exit code 2 for bad input."""
     file: dict[str, Any] = {"type": Path, "metavar": "FILE"}
     given = options(
-        __doc__, argv, out=file | {"required": True}, kind=("real", "emulated"), probe=file,
+        __doc__,
+        argv,
+        out=file | {"required": True},
+        kind=("real", "emulated"),
+        probe=file,
         ranks={"type": int, "help": "default 2, and 8 for emulated devices"},
-        runs={"type": Path, "nargs": "*", "default": [], "metavar": "RUN"}, base={"metavar": "NAME"},
-        device=("auto", "cpu", "cuda"), held_out=file,
-        steps={"type": int, "default": 20, "metavar": "N", "help": "steps of each run that tells the pace"},
-    )  # fmt: skip
+        runs={"type": Path, "nargs": "*", "default": [], "metavar": "RUN"},
+        base={"metavar": "NAME"},
+        device=("auto", "cpu", "cuda"),
+        held_out=file,
+        steps={
+            "type": int,
+            "default": 20,
+            "metavar": "N",
+            "help": "steps of each run that tells the pace",
+        },
+    )
     try:
         probe = read_probe(given.probe) if given.probe else take_probe(given.kind, given.ranks)
         copies = copy_rates() if given.device != "cpu" and given.kind == "real" else None
@@ -95,7 +108,9 @@ def take_probe(kind: str, num_ranks: int | None = None) -> dict[str, Any]:
     ranks = num_ranks or (2 if kind == "real" else 8)
     with tempfile.TemporaryDirectory() as scratch:
         result = Path(scratch) / "probe.json"
-        argv = mpiexec_argv(ranks, [sys.executable, "-m", "gems.engine.transport.speed_probe", str(result), kind])
+        argv = mpiexec_argv(
+            ranks, [sys.executable, "-m", "gems.engine.transport.speed_probe", str(result), kind]
+        )
         ended = run_ranks(argv, rank_environment(1), log=None, timeout_s=LIMIT_S, echo=False)
         if ended.returncode:
             raise ConfigError("--ranks", ranks, "the probe failed: " + " ".join(ended.tail[-3:]))
@@ -118,7 +133,9 @@ def compute_seconds(run: Path) -> np.ndarray:
         ConfigError: no trace there.
     """
     trace = read_trace(run / "trace.h5" if run.is_dir() else run)
-    codes = [code for code, name in enumerate(KINDS) if name in {kind.value for kind in COMPUTE_KINDS}]
+    codes = [
+        code for code, name in enumerate(KINDS) if name in {kind.value for kind in COMPUTE_KINDS}
+    ]
     steps = trace.steps["step"][trace.steps["is_warmup"] == 0]
     mine = trace.events[np.isin(trace.events["kind"], codes) & np.isin(trace.events["step"], steps)]
     times_s = np.zeros((len(steps), int(mine["rank"].max(initial=0)) + 1))
@@ -140,10 +157,12 @@ def copy_rates() -> dict[str, float] | None:
 def bandwidth(
     device: torch.device, copy_bytes: int, is_pinned: bool = True, round_bytes: int = ROUND_BYTES
 ) -> dict[str, float]:
-    """Measure copies between a GPU and host memory: each way alone, and both at once on streams of their own.
+    """Measure copies between a GPU and host memory.
 
-    Return the size of a copy and medians of bytes per second; `duplex` ones are while the other way is busy too. Copies
-    of pageable memory (not `is_pinned`) wait for each other. A timing moves `round_bytes` or a copy more.
+    Each way alone, and both at once on streams of their own.
+    Return the size of a copy and medians of bytes per second; `duplex` ones are while the other way
+    is busy too. Copies of pageable memory (not `is_pinned`) wait for each other. A timing moves
+    `round_bytes` or a copy more.
     """
     import torch
 
@@ -157,9 +176,15 @@ def bandwidth(
     }
 
     def rates(*ways: str, copies: int = count) -> list[float]:
-        """Return the bytes per second of each way while all of them copy; copies are posted in turn."""
+        """Return the bytes per second of each way while all of them copy.
+
+        Copies are posted in turn.
+        """
         torch.cuda.synchronize(device)
-        spans = {way: (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for way in ways}
+        spans = {
+            way: (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+            for way in ways
+        }
         for way in ways:
             spans[way][0].record(lanes[way][2])
         for _ in range(copies):
@@ -170,7 +195,9 @@ def bandwidth(
         for way in ways:
             spans[way][1].record(lanes[way][2])
         torch.cuda.synchronize(device)
-        return [copies * copy_bytes / (start.elapsed_time(end) * 1e-3) for start, end in spans.values()]
+        return [
+            copies * copy_bytes / (start.elapsed_time(end) * 1e-3) for start, end in spans.values()
+        ]
 
     rates("d2h", "h2d", copies=1)  # warms up
     rounds = [(*rates("d2h"), *rates("h2d"), *rates("d2h", "h2d")) for _ in range(ROUNDS)]
@@ -180,17 +207,28 @@ def bandwidth(
 
 
 def write(
-    out: Path, found: Calibration, probe: dict[str, Any], base: str | None, device: str, error: float | None
+    out: Path,
+    found: Calibration,
+    probe: dict[str, Any],
+    base: str | None,
+    device: str,
+    error: float | None,
 ) -> None:
     """Write the machine's file.
 
     Raises:
         ConfigError: it cannot be written.
     """
-    nodes, is_emulated = probe["nodes"], probe["kind"] == "emulated"
-    origin = f"{counted(len(nodes), 'node')} ({', '.join(nodes)[:80]}), {datetime.now(UTC):%Y-%m-%d}"
+    nodes = probe["nodes"]
+    is_emulated = probe["kind"] == "emulated"
+    origin = (
+        f"{counted(len(nodes), 'node')} ({', '.join(nodes)[:80]}), {datetime.now(UTC):%Y-%m-%d}"
+    )
     comments = [
-        f"python -m scripts.calibrate, gems {__version__}, Python {platform.python_version()}, {probe['mpi']},",
+        (
+            f"python -m scripts.calibrate, gems {__version__}, Python {platform.python_version()},"
+            f" {probe['mpi']},"
+        ),
         f"{probe['sums']['ranks']} ranks on {platform.processor() or platform.machine()}",
     ]
     kind, device = ("emulated", "cpu") if is_emulated else ("real", device)

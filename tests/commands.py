@@ -34,7 +34,9 @@ def note(spec: RunSpec | list[str], options: Options) -> int | None:
     """The body of the verbs of the tests."""
     SEEN.append((spec, options))
     if isinstance(spec, RunSpec) and spec.name.startswith("fail"):
-        raise {"fail4": RankFailedError, "fail5": StalledError, "fail": GemsError}[spec.name]("it went wrong")
+        raise {"fail4": RankFailedError, "fail5": StalledError, "fail": GemsError}[spec.name](
+            "it went wrong"
+        )
     if isinstance(spec, RunSpec) and spec.name == "stop":
         raise KeyboardInterrupt
     return 3 if isinstance(spec, RunSpec) and spec.name == "three" else None
@@ -43,14 +45,19 @@ def note(spec: RunSpec | list[str], options: Options) -> int | None:
 NOTE = "tests.commands:note"
 MINE = {
     "note": Verb(
-        NOTE, "notes the run", flags=("level=lowered", "--dry-run"), choices={"--pick": ("red", "blue"), "--file": ()}
+        NOTE,
+        "notes the run",
+        flags=("level=lowered", "--dry-run"),
+        choices={"--pick": ("red", "blue"), "--file": ()},
     ),
     "words": Verb(NOTE, "takes words", takes_words=True, flags=("--all",)),
     "gone": Verb("gems.no_such_module:act", "cannot be loaded"),
 }
 
 
-def runner(capfd: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Gems:
+def runner(
+    capfd: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> Gems:
     """Return the function that runs a command in this process, in a folder."""
     monkeypatch.chdir(folder)
 
@@ -58,11 +65,15 @@ def runner(capfd: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.
         SEEN.clear()
         before = list(sys.argv), _environment()
         log = logging.getLogger()
-        handlers, level = list(log.handlers), log.level
+        handlers = list(log.handlers)
+        level = log.level
         try:
             code = cli.main("gems", verbs, argv)
         finally:
-            log.handlers[:], log.level = handlers, level  # Hydra's --info logs to this test's own output
+            log.handlers[:], log.level = (
+                handlers,
+                level,
+            )  # Hydra's --info logs to this test's own output
         assert (sys.argv, _environment()) == before, "the process is as it was"
         return Said(code, *capfd.readouterr())
 

@@ -1,6 +1,7 @@
 """Set up what all tests share.
 
-Tests have a cache of their own, and ranks that give way to each other, since there are more of them than cores.
+Tests have a cache of their own, and ranks that give way to each other, since there are more of them
+than cores.
 """
 
 from __future__ import annotations
@@ -17,14 +18,17 @@ from gems.utils.targets import import_module
 from tests.fake_cuda.build import why_not
 from tests.fake_cuda.load import install
 
-# Files that take a minute or more, or wait most of it: started last, they would leave workers of pytest-xdist idle.
+# Files that take a minute or more, or wait most of it: started last, they would leave workers of
+# pytest-xdist idle.
 FIRST = ("test_mpi.py", "test_hangs.py", "test_run.py")
 
 # Hundreds of processes and ranks start: each would compile all modules anew, and pytest its tests.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded: the workers of pytest-xdist share the cores
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # before torch is loaded: the workers of pytest-xdist share the cores
 
 
 IS_FAKE = os.environ.get("GEMS_TEST_DEVICE") == "fake_cuda"
@@ -42,16 +46,23 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--every", type=int, default=1, metavar="N", help="run every Nth test only: a sample")
+    parser.addoption(
+        "--every", type=int, default=1, metavar="N", help="run every Nth test only: a sample"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: FIRST.index(name) if (name := item.path.name) in FIRST else len(FIRST))
-    gc.freeze()  # what was imported and collected stays: each full collection would look through it again
+    items.sort(
+        key=lambda item: FIRST.index(name) if (name := item.path.name) in FIRST else len(FIRST)
+    )
+    # what was imported and collected stays: each full collection would look through it again
+    gc.freeze()
     gc.set_threshold(50_000, 20, 20)
     every = config.getoption("--every")
     if every > 1:
-        config.hook.pytest_deselected(items=[item for number, item in enumerate(items) if number % every])
+        config.hook.pytest_deselected(
+            items=[item for number, item in enumerate(items) if number % every]
+        )
         items[:] = items[::every]
 
 
@@ -63,7 +74,10 @@ def own_environment(tmp_path_factory: pytest.TempPathFactory) -> None:
     """
     patch = pytest.MonkeyPatch()
     base = tmp_path_factory.getbasetemp()
-    patch.setenv("GEMS_CACHE_DIR", str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"))
+    patch.setenv(
+        "GEMS_CACHE_DIR",
+        str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"),
+    )
     patch.delenv("COLUMNS", raising=False)  # which pytest-xdist sets: output would be wrapped
     patch.setenv("MPIR_CVAR_POLLS_BEFORE_YIELD", "10")  # MPICH's own is 1000
 

@@ -1,6 +1,7 @@
 """What tests of the engine run on.
 
-GEMS_TEST_DEVICE is fake_cuda (see tests/fake_cuda), cuda, or cpu by default; GEMS_TEST_TRANSPORT is machine.transport.
+GEMS_TEST_DEVICE is fake_cuda (see tests/fake_cuda), cuda, or cpu by default; GEMS_TEST_TRANSPORT is
+machine.transport.
 """
 
 from __future__ import annotations

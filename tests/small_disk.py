@@ -50,9 +50,14 @@ def small_disk(path: Path, kib: int) -> Iterator[SmallDisk]:
 
 @contextlib.contextmanager
 def read_only(folder: Path) -> Iterator[None]:
-    """Let nothing be written to a folder, though files beside it are open; the test is skipped where one cannot."""
+    """Let nothing be written to a folder, though files beside it are open.
+
+    The test is skipped where one cannot.
+    """
     try:
-        subprocess.run(["mount", "--bind", folder, folder], check=True, capture_output=True, timeout=20)
+        subprocess.run(
+            ["mount", "--bind", folder, folder], check=True, capture_output=True, timeout=20
+        )
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("no right to mount a folder")
     try:

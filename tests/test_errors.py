@@ -6,7 +6,15 @@ import pickle
 
 import pytest
 
-from gems.errors import ConfigError, GemsError, RankFailedError, ScheduleError, StalledError, nearest, one_of
+from gems.errors import (
+    ConfigError,
+    GemsError,
+    RankFailedError,
+    ScheduleError,
+    StalledError,
+    nearest,
+    one_of,
+)
 from gems.schedule.action import Action
 
 
@@ -18,8 +26,9 @@ def test_config_error_names_key_value_allowed_and_advice() -> None:
 
 def test_a_value_of_many_lines_stays_one_line() -> None:
     assert str(ConfigError("name", "a\n b\tc\r\nd", "no")) == "name=a b c d: no"
-    assert str(ConfigError("run folder", "r", "no yaml (line 1\n  ^)", "look\nthere")) == (
-        "run folder=r: no yaml (line 1 ^); look there"
+    assert (
+        str(ConfigError("run folder", "r", "no yaml (line 1\n  ^)", "look\nthere"))
+        == "run folder=r: no yaml (line 1 ^); look there"
     )
 
 
@@ -43,7 +52,12 @@ def test_exit_codes(error: GemsError, code: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [ConfigError("a", [1], "b", "c"), ScheduleError(1, Action.parse("1B2/1"), "why"), StalledError("x")]
+    "error",
+    [
+        ConfigError("a", [1], "b", "c"),
+        ScheduleError(1, Action.parse("1B2/1"), "why"),
+        StalledError("x"),
+    ],
 )
 def test_errors_go_between_processes(error: GemsError) -> None:
     copy = pickle.loads(pickle.dumps(error))

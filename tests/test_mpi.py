@@ -16,7 +16,10 @@ LIMIT_S = 1500
 
 @pytest.mark.timeout(LIMIT_S + 30)
 def test_under_mpiexec() -> None:
-    """In one start, which takes as long as many a test; `make test-gloo` has messages by gloo in place of MPI."""
+    """In one start, which takes as long as many a test.
+
+    `make test-gloo` has messages by gloo in place of MPI.
+    """
     paths = sorted(map(str, FOLDER.glob("mpi_*.py")))
     words = ["-q", "-x", "-p", "no:cacheprovider", "--timeout=240"]
     argv = mpiexec_argv(NUM_RANKS, [sys.executable, "-m", "pytest", *words, *paths])

@@ -14,17 +14,25 @@ from gems.launch.local_launcher import mpiexec_argv, rank_environment
 
 ROOT = Path(gems.__file__).resolve().parent.parent
 SMALL = [
-    "data=synthetic", "data.height_px=16", "data.width_px=16", "schedule=1f1b", "parallel.micro_batches=2",
+    "data=synthetic",
+    "data.height_px=16",
+    "data.width_px=16",
+    "schedule=1f1b",
+    "parallel.micro_batches=2",
     "train.steps=3",
-]  # fmt: skip
+]
 
 
 def run(program: str, num_ranks: int = 1) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, "-c", program]
     return subprocess.run(
         argv if num_ranks == 1 else mpiexec_argv(num_ranks, argv),
-        cwd=ROOT, env=rank_environment(1), capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=rank_environment(1),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
 
 
 def test_import_loads_nothing_heavy() -> None:
@@ -105,7 +113,12 @@ def test_a_world_of_another_size(tmp_path: Path) -> None:
 
 def test_a_rank_that_fails_ends_all(tmp_path: Path) -> None:
     (tmp_path / "stage0000.pt").write_text("no weights")
-    words = [*SMALL, "parallel.partitions=2", f"runs_dir={tmp_path}", f"train.initial_checkpoint={tmp_path}"]
+    words = [
+        *SMALL,
+        "parallel.partitions=2",
+        f"runs_dir={tmp_path}",
+        f"train.initial_checkpoint={tmp_path}",
+    ]
     ended = run(f"import gems; gems.train(gems.compose({words!r}))", num_ranks=2)
     assert ended.returncode == 2
     assert "cannot be read" in ended.stderr
@@ -120,6 +133,10 @@ def test_plan_simulate_and_verify() -> None:
     assert prediction.step.span == 9
     assert prediction.to_json()["efficiency"] == pytest.approx(6 / 9)
     verification = gems.verify(spec)
-    assert verification.is_equal and verification.has_predicted_bytes and verification.dtype == "float64"
+    assert (
+        verification.is_equal
+        and verification.has_predicted_bytes
+        and verification.dtype == "float64"
+    )
     with pytest.raises(gems.ConfigError):
         gems.compose(["parallel.partitions=0"])

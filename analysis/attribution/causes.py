@@ -20,28 +20,52 @@ from gems.utils.tables import table
 from gems.utils.units import counted, time_unit
 
 CAUSES = (
-    "bubble", "imbalance", "point_to_point", "all_reduce", "memory", "recompute", "input", "host", "noise",
-)  # fmt: skip
+    "bubble",
+    "imbalance",
+    "point_to_point",
+    "all_reduce",
+    "memory",
+    "recompute",
+    "input",
+    "host",
+    "noise",
+)
 COLUMNS = ("rank", "part", "time_s", "share_of_step", "own_s")
-LABELS = {cause: {"point_to_point": "point-to-point", "all_reduce": "all-reduce"}.get(cause, cause) for cause in CAUSES}
+LABELS = {
+    cause: {"point_to_point": "point-to-point", "all_reduce": "all-reduce"}.get(cause, cause)
+    for cause in CAUSES
+}
 # A cause that is removed first is also charged with its interactions with those removed later.
 ORDER = (
-    "noise", "input", "host", "memory", "recompute", "all_reduce", "point_to_point", "imbalance", "bubble",
-)  # fmt: skip
+    "noise",
+    "input",
+    "host",
+    "memory",
+    "recompute",
+    "all_reduce",
+    "point_to_point",
+    "imbalance",
+    "bubble",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Attribution:
-    """Where the time of a step goes: ideal_s + sum(run_s.values()) = step_s, and the same on each rank.
+    """Where the time of a step goes.
+
+    Ideal_s + sum(run_s.values()) = step_s, and the same on each rank.
 
     Attributes:
         num_steps: steps counted, without warm-up steps.
         step_s: mean time of a step, the last rank's end counted.
-        ideal_s: useful compute (F, B, I, W) of a rank in undisturbed times, if all ranks had an equal share.
-        causes_s: seconds of a step that each cause takes on each world rank; below 0 if a cause saved time.
+        ideal_s: useful compute (F, B, I, W) of a rank in undisturbed times, if all ranks had an
+            equal share.
+        causes_s: seconds of a step that each cause takes on each world rank; below 0 if a cause
+            saved time.
         own_s: the part of it that the rank itself spent, whether or not the others waited for it.
         residual_s: measured step time less that of the replay with nothing removed; part of `host`.
-        times_from: source of the undisturbed times, see `analysis.attribution.stage_times.undisturbed_times`.
+        times_from: source of the undisturbed times, see
+            `analysis.attribution.stage_times.undisturbed_times`.
     """
 
     source: str
@@ -72,13 +96,14 @@ class Attribution:
 def attribute(trace: Trace) -> Attribution:
     """Decompose the time of a trace's counted steps exactly into ideal compute and nine causes.
 
-    The schedule is replayed with the measured times of all actions and messages, and then with one cause after another
-    removed; each is charged with the time that this saves:
+    The schedule is replayed with the measured times of all actions and messages, and then with one
+    cause after another removed; each is charged with the time that this saves:
 
-    1. noise: each action takes its undisturbed time (`undisturbed_times`); so a rank slower than its peers is noise;
+    1. noise: each action takes its undisturbed time (`undisturbed_times`); so a rank slower than
+       its peers is noise;
     2. input: data are available at once;
-    3. host: no optimizer step, no gaps while nothing is waited for, no late begin, no end after the last action; the
-       residual of the replay is added to it;
+    3. host: no optimizer step, no gaps while nothing is waited for, no late begin, no end after the
+       last action; the residual of the replay is added to it;
     4. memory: copies take no time, nor does waiting for free memory;
     5. recompute: R takes none;
     6. all_reduce: reductions end with the arrival of the last rank of their group;
@@ -86,47 +111,71 @@ def attribute(trace: Trace) -> Attribution:
     8. imbalance: all stages take as long as their mean;
     9. bubble: what then remains above the useful compute of a rank.
 
-    All ranks lose the same time in total, since they end the step together: some spend it and others wait. A rank's
-    share of a cause is the mean plus what the rank itself spent beyond it; the difference in idle time is distributed
-    over the causes in proportion to the run's idle time.
+    All ranks lose the same time in total, since they end the step together: some spend it and
+    others wait. A rank's share of a cause is the mean plus what the rank itself spent beyond it;
+    the difference in idle time is distributed over the causes in proportion to the run's idle time.
 
     Raises:
-        ConfigError: a trace without counted steps, without its schedule, or with ranks that do not match it.
+        ConfigError: a trace without counted steps, without its schedule, or with ranks that do not
+        match it.
     """
     on_processor = trace.source == "measured" and trace.attributes.get("device") == "cpu"
     graph = build_graph(schedule_from(trace.schedule_rows), copies_block=on_processor)
     measured = measure(trace, graph)
-    times, step_s = measured.times, float(measured.window.step_s.mean())
+    times = measured.times
+    step_s = float(measured.window.step_s.mean())
     undisturbed_s, times_from = undisturbed_times(trace, graph, times.work_s)
     balanced_s = balanced(graph, undisturbed_s)
     ideal_s = float(balanced_s.sum()) / graph.num_ranks
-    spans = [float(replay(graph, level).mean()) for level in _levels(graph, times, undisturbed_s, balanced_s)]
+    spans = [
+        float(replay(graph, level).mean())
+        for level in _levels(graph, times, undisturbed_s, balanced_s)
+    ]
     residual_s = step_s - spans[0]
-    lost = {cause: before - after for cause, (before, after) in zip(ORDER, pairwise((*spans, ideal_s)), strict=True)}
+    lost = {
+        cause: before - after
+        for cause, (before, after) in zip(ORDER, pairwise((*spans, ideal_s)), strict=True)
+    }
     lost["host"] += residual_s
     own = _own(graph, measured, undisturbed_s, ideal_s)
-    # A rank loses what it spent beyond the mean; what it waited less for that is taken from the causes of waiting.
+    # A rank loses what it spent beyond the mean; what it waited less for that is taken from the
+    # causes of waiting.
     beyond = {cause: own[cause] - own[cause].mean() for cause in CAUSES}
     spent = np.sum(list(beyond.values()), axis=0)
     waits = {cause: max(0.0, lost[cause] - float(own[cause].mean())) for cause in CAUSES}
     total = sum(waits.values())
-    shares = {cause: wait / total if total else float(cause == "bubble") for cause, wait in waits.items()}
+    shares = {
+        cause: wait / total if total else float(cause == "bubble") for cause, wait in waits.items()
+    }
     causes = {cause: lost[cause] + beyond[cause] - spent * shares[cause] for cause in CAUSES}
     copies = trace.world_size // ranks_written(trace)
-    lost_s, own_s = ({cause: tuple(each[cause].tolist()) * copies for cause in CAUSES} for each in (causes, own))
+    lost_s, own_s = (
+        {cause: tuple(each[cause].tolist()) * copies for cause in CAUSES} for each in (causes, own)
+    )
     num_steps = len(measured.window.steps)
-    return Attribution(trace.source, num_steps, step_s, ideal_s, lost_s, own_s, residual_s, times_from)
+    return Attribution(
+        trace.source, num_steps, step_s, ideal_s, lost_s, own_s, residual_s, times_from
+    )
 
 
-def _levels(graph: Graph, times: Times, undisturbed_s: np.ndarray, balanced_s: np.ndarray) -> Iterator[Times]:
-    """Yield the times as measured, then without one cause after the other of `ORDER`; they share arrays that change."""
+def _levels(
+    graph: Graph, times: Times, undisturbed_s: np.ndarray, balanced_s: np.ndarray
+) -> Iterator[Times]:
+    """Yield the times as measured, then without one cause after the other of `ORDER`.
+
+    They share arrays that change.
+    """
     times = replace(times, work_s=times.work_s.copy(), lag_s=times.lag_s.copy())
-    work, lag = times.work_s, times.lag_s
+    work = times.work_s
+    lag = times.lag_s
     compute = graph.of_kinds(*COMPUTE_KINDS)
     yield times
     work[compute] = undisturbed_s[compute, None, None]
     yield times
-    times = replace(times, **{name: np.full_like(getattr(times, name), -np.inf) for name in ("data_s", "input_s")})
+    times = replace(
+        times,
+        **{name: np.full_like(getattr(times, name), -np.inf) for name in ("data_s", "input_s")},
+    )
     yield times
     none = np.zeros_like(times.begin_s)
     times = replace(times, begin_s=none, tail_s=none)
@@ -147,7 +196,10 @@ def _levels(graph: Graph, times: Times, undisturbed_s: np.ndarray, balanced_s: n
 
 
 def nodes_awaiting_memory(graph: Graph) -> np.ndarray:
-    """Return the nodes whose lag is waiting for free memory: those that bring activations while copies free it."""
+    """Return the nodes whose lag is waiting for free memory.
+
+    Those that bring activations while copies free it.
+    """
     schedule = graph.schedule
     if not schedule.has_copies or schedule.has_any(Kind.FREE):
         return np.empty(0, dtype=np.int64)
@@ -160,9 +212,15 @@ def _with_gaps(graph: Graph) -> np.ndarray:  # nodes whose lag is charged to the
     return np.setdiff1d(found, nodes_awaiting_memory(graph))
 
 
-def _own(graph: Graph, measured: Measured, undisturbed_s: np.ndarray, ideal_s: float) -> dict[str, np.ndarray]:
-    """Return what each rank itself spent on each cause, (ranks x R,) in seconds a step; on the bubble it is 0."""
-    times, of_kinds = measured.times, graph.of_kinds
+def _own(
+    graph: Graph, measured: Measured, undisturbed_s: np.ndarray, ideal_s: float
+) -> dict[str, np.ndarray]:
+    """Return what each rank itself spent on each cause, (ranks x R,) in seconds a step.
+
+    On the bubble it is 0.
+    """
+    times = measured.times
+    of_kinds = graph.of_kinds
 
     def summed(nodes: np.ndarray, node_s: np.ndarray) -> np.ndarray:
         sums = np.zeros_like(times.begin_s)
@@ -179,34 +237,59 @@ def _own(graph: Graph, measured: Measured, undisturbed_s: np.ndarray, ideal_s: f
         "memory": measured.copies_s + summed(nodes_awaiting_memory(graph), times.lag_s) + copies_s,
         "recompute": summed(of_kinds(Kind.R), undisturbed),
         "input": measured.input_s,
-        "host": summed(_with_gaps(graph), times.lag_s) + summed(of_kinds(Kind.STEP), times.work_s) + times.begin_s,
+        "host": (
+            summed(_with_gaps(graph), times.lag_s)
+            + summed(of_kinds(Kind.STEP), times.work_s)
+            + times.begin_s
+        ),
         "noise": summed(of_kinds(*COMPUTE_KINDS), times.work_s - undisturbed),
     }
     return {cause: own[cause].mean(axis=2).T.ravel() for cause in CAUSES}
 
 
 def attribution_dict(found: Attribution) -> dict[str, Any]:
-    """Return an attribution as plain data: seconds of a step for the run, and lists of them by rank."""
+    """Return an attribution as plain data.
+
+    Seconds of a step for the run, and lists of them by rank.
+    """
     return {
-        **{name: getattr(found, name) for name in ("source", "num_steps", "step_s", "ideal_s", "efficiency")},
-        "causes_s": found.run_s, "rank_causes_s": found.causes_s, "rank_own_s": found.own_s,
-        "residual_s": found.residual_s, "pace": found.times_from,
-    }  # fmt: skip
+        **{
+            name: getattr(found, name)
+            for name in ("source", "num_steps", "step_s", "ideal_s", "efficiency")
+        },
+        "causes_s": found.run_s,
+        "rank_causes_s": found.causes_s,
+        "rank_own_s": found.own_s,
+        "residual_s": found.residual_s,
+        "pace": found.times_from,
+    }
 
 
 def attribution_table(found: Attribution, with_ranks: bool = False) -> str:
     """Return a row for each part of the step, in time and percent of it, and if asked for one for each rank."""
     unit = time_unit([found.step_s])
-    parts = {"ideal": found.ideal_s} | {LABELS[cause]: time_s for cause, time_s in found.run_s.items()}
+    parts = {"ideal": found.ideal_s} | {
+        LABELS[cause]: time_s for cause, time_s in found.run_s.items()
+    }
     parts["step"] = found.step_s
     rows = [(name, time_s / unit.size, _percent(time_s, found)) for name, time_s in parts.items()]
-    head = f"{found.source} run, mean of {counted(found.num_steps, 'step')}; undisturbed times from {found.times_from}"
-    shown = table({"": "", f"time [{unit.name}]": ".3f", "of the step [%]": ".2f"}, rows, title=head, indent=2)
+    head = (
+        f"{found.source} run, mean of {counted(found.num_steps, 'step')}; undisturbed times from"
+        f" {found.times_from}"
+    )
+    shown = table(
+        {"": "", f"time [{unit.name}]": ".3f", "of the step [%]": ".2f"}, rows, title=head, indent=2
+    )
     if not with_ranks:
         return shown
-    shares = {cause: [_percent(time_s, found) for time_s in found.causes_s[cause]] for cause in CAUSES}
-    used = {LABELS[cause]: of_ranks for cause, of_ranks in shares.items() if any(map(abs, of_ranks))}
-    ideal, of_ranks = _percent(found.ideal_s, found), zip(*used.values(), strict=True)
+    shares = {
+        cause: [_percent(time_s, found) for time_s in found.causes_s[cause]] for cause in CAUSES
+    }
+    used = {
+        LABELS[cause]: of_ranks for cause, of_ranks in shares.items() if any(map(abs, of_ranks))
+    }
+    ideal = _percent(found.ideal_s, found)
+    of_ranks = zip(*used.values(), strict=True)
     by_rank = [(rank, ideal, *shares_of_rank) for rank, shares_of_rank in enumerate(of_ranks)]
     columns = {"rank": "d", "ideal": ".2f"} | dict.fromkeys(used, ".2f")
     return f"{shown}\n\n{table(columns, by_rank, title='% of the step', indent=2)}"
@@ -214,7 +297,9 @@ def attribution_table(found: Attribution, with_ranks: bool = False) -> str:
 
 def largest_line(found: Attribution, count: int = 3) -> str:
     """Return the largest causes in one line: `bubble 27.3, host 1.2`."""
-    parts = [f"{LABELS[cause]} {_percent(time_s, found):.1f}" for cause, time_s in found.largest(count)]
+    parts = [
+        f"{LABELS[cause]} {_percent(time_s, found):.1f}" for cause, time_s in found.largest(count)
+    ]
     return ", ".join(parts) or "nothing"
 
 

@@ -8,7 +8,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from gems.errors import ConfigError
-from gems.schedule.action import BLOCKING_KINDS, COPY_KINDS, RANK_KINDS, RECV_KINDS, SEND_KINDS, Action, Kind
+from gems.schedule.action import (
+    BLOCKING_KINDS,
+    COPY_KINDS,
+    RANK_KINDS,
+    RECV_KINDS,
+    SEND_KINDS,
+    Action,
+    Kind,
+)
 from gems.schedule.dependencies import dependencies
 from gems.schedule.placement import Placement
 from gems.schedule.schedule import Schedule
@@ -20,9 +28,10 @@ _CODE_OF = {kind: code for code, kind in enumerate(Kind)}
 class Graph:
     """What each node of one pipeline's step waits for.
 
-    A node is an action on its rank, except sends, which only post; a gradient reduction has two, the rank's arrival and
-    its end. Nodes wait for rows of a table of M + P + I + 1: the M nodes, the beginnings of the P ranks, the inputs of
-    the I forwards that read one, and a last row that is always ready.
+    A node is an action on its rank, except sends, which only post; a gradient reduction has two,
+    the rank's arrival and its end. Nodes wait for rows of a table of M + P + I + 1: the M nodes,
+    the beginnings of the P ranks, the inputs of the I forwards that read one, and a last row that
+    is always ready.
 
     Attributes:
         schedule: lowered.
@@ -30,9 +39,10 @@ class Graph:
         kind: (M,) index of each node's kind.
         is_arrival: (M,) whether a node is the arrival at a reduction.
         before: (M,) row of the rank's previous action.
-        waits: (M, K) rows that a node waits for, `before` among them; of a receive, the previous actions of both sides.
-        batches: nodes independent of each other, in an order in which they can be computed; with each, whether they
-            are ends of reductions, which wait for their rows in all replicas.
+        waits: (M, K) rows that a node waits for, `before` among them; of a receive, the previous
+            actions of both sides.
+        batches: nodes independent of each other, in an order in which they can be computed; with
+            each, whether they are ends of reductions, which wait for their rows in all replicas.
         readers: the I nodes that read an input.
         last: (P,) the row of each rank's last action.
     """
@@ -81,19 +91,29 @@ def schedule_from(rows: Sequence[str]) -> Schedule:
     """
     if not rows:
         raise ConfigError(
-            "trace", "without a schedule", "holds no schedule of the ranks, from which dependencies follow",
+            "trace",
+            "without a schedule",
+            "holds no schedule of the ranks, from which dependencies follow",
             "give the run folder or trace.h5 of a run that has ended",
-        )  # fmt: skip
+        )
     parsed = tuple(tuple(Action.parse(word) for word in row.split()) for row in rows)
-    ranks = {(a.direction, a.stage): rank for rank, row in enumerate(parsed) for a in row if a.kind is Kind.F}
+    ranks = {
+        (a.direction, a.stage): rank
+        for rank, row in enumerate(parsed)
+        for a in row
+        if a.kind is Kind.F
+    }
     num_directions = 1 + max((direction for direction, _ in ranks), default=0)
     num_stages = 1 + max((stage for _, stage in ranks), default=0)
     if len(ranks) != num_directions * num_stages:
         raise ConfigError("trace", "schedule", "has stages without a forward")
     placement = Placement(
-        len(parsed), tuple(tuple(ranks[d, s] for s in range(num_stages)) for d in range(num_directions))
+        len(parsed),
+        tuple(tuple(ranks[d, s] for s in range(num_stages)) for d in range(num_directions)),
     )
-    micro_batches = {action.micro_batch for row in parsed for action in row if action.kind is Kind.F}
+    micro_batches = {
+        action.micro_batch for row in parsed for action in row if action.kind is Kind.F
+    }
     return Schedule("trace", len(micro_batches), placement, parsed, passes=("add_transfers",))
 
 
@@ -109,18 +129,24 @@ def build_graph(schedule: Schedule, copies_block: bool = False) -> Graph:
     for rank, row in enumerate(schedule.rows):
         if builder.following[rank] < len(row):
             action = row[builder.following[rank]]
-            raise ConfigError("trace", "schedule", f"{action} of rank {rank} waits for something that never happens")
+            raise ConfigError(
+                "trace",
+                "schedule",
+                f"{action} of rank {rank} waits for something that never happens",
+            )
     return builder.graph()
 
 
 class _Builder:
-    """Adds nodes after those that they wait for; until all are added, rows -1 - r are the beginnings of the ranks r.
+    """Adds nodes after those that they wait for.
 
+    Until all are added, rows -1 - r are the beginnings of the ranks r.
     The rows after these, -1 - P - i, are the inputs.
     """
 
     def __init__(self, schedule: Schedule, copies_block: bool) -> None:
-        self.schedule, self.copies_block = schedule, copies_block
+        self.schedule = schedule
+        self.copies_block = copies_block
         self.blocking = BLOCKING_KINDS | COPY_KINDS if copies_block else BLOCKING_KINDS
         self.nodes: list[tuple[int, Action, bool, int, tuple[int, ...]]] = []
         self.place: dict[Action, int] = {}
@@ -132,8 +158,12 @@ class _Builder:
         self.readers: list[int] = []
 
     def advance(self, rank: int) -> bool:
-        """Add the next actions of a rank as far as all that they wait for has been added; return whether any was."""
-        row, first = self.schedule.rows[rank], self.following[rank]
+        """Add the next actions of a rank as far as all that they wait for has been added.
+
+        Return whether any was.
+        """
+        row = self.schedule.rows[rank]
+        first = self.following[rank]
         while self.following[rank] < len(row) and self.try_next(rank, row[self.following[rank]]):
             pass
         return self.following[rank] > first
@@ -149,7 +179,9 @@ class _Builder:
         elif kind in SEND_KINDS:
             self.sends[action] = self.before[rank]
             self.meet(action)
-        elif kind is not Kind.START_REDUCE:  # what is left of it counts as the reduction that waits for it
+        elif (
+            kind is not Kind.START_REDUCE
+        ):  # what is left of it counts as the reduction that waits for it
             needs = () if kind in RANK_KINDS else dependencies(action, self.schedule)
             if any(need not in self.place for need in needs):
                 return False
@@ -172,8 +204,13 @@ class _Builder:
 
     def reduce(self, rank: int) -> bool:
         """Add the reductions of a group once all of its ranks have arrived."""
-        peers, rows = self.schedule.placement.peers_of(rank), self.schedule.rows
-        come = [rows[peer][self.following[peer]] for peer in peers if self.following[peer] < len(rows[peer])]
+        peers = self.schedule.placement.peers_of(rank)
+        rows = self.schedule.rows
+        come = [
+            rows[peer][self.following[peer]]
+            for peer in peers
+            if self.following[peer] < len(rows[peer])
+        ]
         if len(come) < len(peers) or any(action.kind is not Kind.REDUCE_GRAD for action in come):
             return False
         arrivals = range(len(self.nodes), len(self.nodes) + len(peers))
@@ -185,8 +222,13 @@ class _Builder:
         return True
 
     def add(self, rank: int, action: Action, waits: list[int], is_arrival: bool = False) -> None:
-        before, place = self.before[rank], len(self.nodes)
-        if action.kind is Kind.F and action.stage == 0 and action.segment == self.schedule.first_segment(0):
+        before = self.before[rank]
+        place = len(self.nodes)
+        if (
+            action.kind is Kind.F
+            and action.stage == 0
+            and action.segment == self.schedule.first_segment(0)
+        ):
             waits = [*waits, -1 - self.schedule.num_ranks - len(self.readers)]
             self.readers.append(place)
         self.nodes.append((rank, action, is_arrival, before, (before, *waits)))
@@ -204,16 +246,27 @@ class _Builder:
         for place, row in enumerate(rows):
             waits[place, : len(row)] = _table_rows(row, num_nodes)
             depth[place] = 1 + max((depth[wait] for wait in row if wait >= 0), default=0)
-        kind, is_arrival = np.array([_CODE_OF[action.kind] for action in actions]), np.array(are_arrivals, dtype=bool)
+        kind = np.array([_CODE_OF[action.kind] for action in actions])
+        is_arrival = np.array(are_arrivals, dtype=bool)
         is_end = (kind == _CODE_OF[Kind.REDUCE_GRAD]) & ~is_arrival
         order = np.lexsort((is_end, depth))
         cuts = np.flatnonzero(np.diff(depth[order]) | np.diff(is_end[order].astype(np.int64))) + 1
-        batches = tuple((batch, bool(is_end[batch[0]])) for batch in np.split(order, cuts) if len(batch))
+        batches = tuple(
+            (batch, bool(is_end[batch[0]])) for batch in np.split(order, cuts) if len(batch)
+        )
         return Graph(
-            self.schedule, self.copies_block, actions, kind, np.array(ranks), is_arrival,
-            _table_rows(befores, num_nodes), waits, batches, np.array(self.readers, dtype=np.int64),
+            self.schedule,
+            self.copies_block,
+            actions,
+            kind,
+            np.array(ranks),
+            is_arrival,
+            _table_rows(befores, num_nodes),
+            waits,
+            batches,
+            np.array(self.readers, dtype=np.int64),
             _table_rows(self.before, num_nodes),
-        )  # fmt: skip
+        )
 
 
 def _table_rows(rows: Sequence[int], num_nodes: int) -> np.ndarray:
@@ -228,10 +281,11 @@ class Times:
 
     Attributes:
         work_s: (nodes, R, N) what an action takes once all that it waits for is ready.
-        lag_s: (nodes, R, N) delay before an action begins although nothing is waited for; of a receive, the time from
-            the moment at which both sides were ready to its arrival.
+        lag_s: (nodes, R, N) delay before an action begins although nothing is waited for; of a
+            receive, the time from the moment at which both sides were ready to its arrival.
         begin_s: (ranks, R, N) when a rank begins, from the step's begin.
-        data_s: (ranks, R, N) when the data of the whole step are ready, -inf if they are not waited for.
+        data_s: (ranks, R, N) when the data of the whole step are ready, -inf if they are not waited
+            for.
         input_s: (readers, R, N) when the input of a forward is ready, -inf if it is not waited for.
         tail_s: (ranks, R, N) from a rank's last action to the end of its step.
     """
@@ -244,8 +298,13 @@ class Times:
     tail_s: np.ndarray
 
 
-def start_table(graph: Graph, begin_s: np.ndarray, data_s: np.ndarray, input_s: np.ndarray) -> np.ndarray:
-    """Return the rows of `Graph`, (rows, R, N) in seconds: times known before the first action, and NaN for nodes."""
+def start_table(
+    graph: Graph, begin_s: np.ndarray, data_s: np.ndarray, input_s: np.ndarray
+) -> np.ndarray:
+    """Return the rows of `Graph`, (rows, R, N) in seconds.
+
+    Times known before the first action, and NaN for nodes.
+    """
     nodes = np.full((graph.num_nodes, *begin_s.shape[1:]), np.nan)
     always = np.full((1, *begin_s.shape[1:]), -np.inf)
     return np.concatenate([nodes, np.maximum(begin_s, data_s), input_s, always])
@@ -260,8 +319,9 @@ def ready_times(graph: Graph, table: np.ndarray, batch: np.ndarray, is_end: bool
 def replay(graph: Graph, times: Times) -> np.ndarray:
     """Return when each step ends, (N,) in seconds from its begin.
 
-    Every action begins when what the rank did before it and all that it needs have ended. Copies follow each other on
-    their engines; messages do not wait for each other; a reduction waits for its group in all replicas.
+    Every action begins when what the rank did before it and all that it needs have ended. Copies
+    follow each other on their engines; messages do not wait for each other; a reduction waits for
+    its group in all replicas.
     """
     table = start_table(graph, times.begin_s, times.data_s, times.input_s)
     takes_s = times.lag_s + times.work_s

@@ -1,4 +1,7 @@
-"""The measured times of the counted steps: when each action of the graph ran, and what each rank waited for."""
+"""The measured times of the counted steps.
+
+When each action of the graph ran, and what each rank waited for.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ NS = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The counted steps of all replicas: number, begin and length, as `run_metrics.step_times_s` charges it."""
+    """The counted steps of all replicas.
+
+    Number, begin and length, as `run_metrics.step_times_s` charges it.
+    """
 
     steps: np.ndarray
     begin_ns: np.ndarray
@@ -28,11 +34,17 @@ class Window:
 
     def at(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return rank in the pipeline, replica and number of the step of some rows."""
-        return rows["rank"] % self.num_ranks, rows["rank"] // self.num_ranks, np.searchsorted(self.steps, rows["step"])
+        return (
+            rows["rank"] % self.num_ranks,
+            rows["rank"] // self.num_ranks,
+            np.searchsorted(self.steps, rows["step"]),
+        )
 
     def since_begin_s(self, rows: np.ndarray, column: str) -> np.ndarray:
         """Return a time of some rows in seconds from the begin of their step."""
-        since: np.ndarray = (rows[column] - self.begin_ns[np.searchsorted(self.steps, rows["step"])]) * NS
+        since: np.ndarray = (
+            rows[column] - self.begin_ns[np.searchsorted(self.steps, rows["step"])]
+        ) * NS
         return since
 
     def filled(self, count: int, value: float) -> np.ndarray:
@@ -55,33 +67,49 @@ def measure(trace: Trace, graph: Graph) -> Measured:
     """Read the times of the graph's nodes from the events of a trace.
 
     Raises:
-        ConfigError: no counted step, a number of ranks that is no multiple of the schedule's, or a compute action that
-            a counted step lacks.
+        ConfigError: no counted step, a number of ranks that is no multiple of the schedule's, or a
+            compute action that a counted step lacks.
     """
-    num_ranks, written = graph.num_ranks, ranks_written(trace)
+    num_ranks = graph.num_ranks
+    written = ranks_written(trace)
     if written % num_ranks:
-        raise ConfigError("trace", f"{written} ranks", f"is no multiple of the {num_ranks} rows of its schedule")
+        raise ConfigError(
+            "trace", f"{written} ranks", f"is no multiple of the {num_ranks} rows of its schedule"
+        )
     steps = np.sort(trace.steps, order="step")
     counted = steps["is_warmup"] == 0
     if not counted.any():
-        raise ConfigError("trace", trace.source, "holds no step that every rank finished, warm-up steps aside")
+        raise ConfigError(
+            "trace", trace.source, "holds no step that every rank finished, warm-up steps aside"
+        )
     step_s = step_times_s(steps)
     begin_ns = steps["end_ns"] - np.rint(step_s / NS).astype(np.int64)
-    window = Window(steps["step"][counted], begin_ns[counted], step_s[counted], num_ranks, written // num_ranks)
+    window = Window(
+        steps["step"][counted], begin_ns[counted], step_s[counted], num_ranks, written // num_ranks
+    )
     events = trace.events[np.isin(trace.events["step"], window.steps)]
     is_input = of_kinds(events, "INPUT")
     starts, ends = _spans(events[~is_input], graph, window)
     # In a trace without the ranks' own steps they begin with the step; their ends are not known.
-    begin, over = window.filled(num_ranks, 0.0), window.filled(num_ranks, np.nan)
+    begin = window.filled(num_ranks, 0.0)
+    over = window.filled(num_ranks, np.nan)
     rows = trace.rank_steps[np.isin(trace.rank_steps["step"], window.steps)]
     begin[window.at(rows)] = window.since_begin_s(rows, "start_ns")
     over[window.at(rows)] = window.since_begin_s(rows, "end_ns")
     data, inputs, waited = _inputs(events[is_input], graph, window)
-    table, ready = start_table(graph, begin, data, inputs), np.empty_like(ends)
-    for batch, is_end in graph.batches:  # a node without an event (a wait for a copy, say) ends as soon as it is ready
+    table = start_table(graph, begin, data, inputs)
+    ready = np.empty_like(ends)
+    for (
+        batch,
+        is_end,
+    ) in (
+        graph.batches
+    ):  # a node without an event (a wait for a copy, say) ends as soon as it is ready
         ready[batch] = ready_times(graph, table, batch, is_end)
         table[batch] = np.where(np.isnan(ends[batch]), ready[batch], ends[batch])
-    lag, work = _taken(graph, np.where(np.isnan(starts), ready, starts), table[: graph.num_nodes], ready)
+    lag, work = _taken(
+        graph, np.where(np.isnan(starts), ready, starts), table[: graph.num_nodes], ready
+    )
     messages, copies = _exposed(graph, table, ready)
     _shorten_unseen(graph, table, lag)
     tail = np.where(np.isnan(over), 0.0, over - table[graph.last])
@@ -89,48 +117,79 @@ def measure(trace: Trace, graph: Graph) -> Measured:
 
 
 def _spans(events: np.ndarray, graph: Graph, window: Window) -> tuple[np.ndarray, np.ndarray]:
-    """Return begin and end of each node, (nodes, R, N) in seconds from the step's begin; NaN without an event."""
-    schedule, actions = graph.schedule, graph.actions
+    """Return begin and end of each node, (nodes, R, N) in seconds from the step's begin.
+
+    NaN without an event.
+    """
+    schedule = graph.schedule
+    actions = graph.actions
     last_micro_batch = max((action.micro_batch or 0 for action in actions), default=0)
     most_segments = max((count or 0 for count in schedule.num_segments), default=0)
-    sizes = graph.num_ranks, len(KINDS), schedule.num_stages, most_segments + 1, 2, last_micro_batch + 2
+    sizes = (
+        graph.num_ranks,
+        len(KINDS),
+        schedule.num_stages,
+        most_segments + 1,
+        2,
+        last_micro_batch + 2,
+    )
     nodes = np.flatnonzero(~graph.is_arrival)
-    fields = np.array([
-        (
-            rank, KINDS.index(a.kind.value), a.stage, 0 if a.segment is None else a.segment + 1, a.direction,
-            0 if a.micro_batch is None else a.micro_batch + 1,
-        )
-        for rank, a in zip(graph.rank[nodes], (actions[node] for node in nodes), strict=True)
-    ]).T  # fmt: skip
+    fields = np.array(
+        [
+            (
+                rank,
+                KINDS.index(a.kind.value),
+                a.stage,
+                0 if a.segment is None else a.segment + 1,
+                a.direction,
+                0 if a.micro_batch is None else a.micro_batch + 1,
+            )
+            for rank, a in zip(graph.rank[nodes], (actions[node] for node in nodes), strict=True)
+        ]
+    ).T
     codes = np.ravel_multi_index(tuple(fields), sizes)
     order = np.argsort(codes)
-    seen = np.stack([
-        events["rank"] % graph.num_ranks, events["kind"], events["stage"], events["segment"] + 1, events["direction"],
-        events["micro_batch"] + 1,
-    ]).astype(np.int64)  # fmt: skip
+    seen = np.stack(
+        [
+            events["rank"] % graph.num_ranks,
+            events["kind"],
+            events["stage"],
+            events["segment"] + 1,
+            events["direction"],
+            events["micro_batch"] + 1,
+        ]
+    ).astype(np.int64)
     inside = ((seen >= 0) & (seen < np.array(sizes)[:, None])).all(axis=0)
-    events, found = events[inside], np.ravel_multi_index(tuple(seen[:, inside]), sizes)
+    events = events[inside]
+    found = np.ravel_multi_index(tuple(seen[:, inside]), sizes)
     spot = order[np.minimum(np.searchsorted(codes, found, sorter=order), len(codes) - 1)]
     is_node = codes[spot] == found
     events = events[is_node]
     place = nodes[spot[is_node]], *window.at(events)[1:]
     starts, ends = (window.filled(graph.num_nodes, np.nan) for _ in range(2))
-    starts[place], ends[place] = (window.since_begin_s(events, column) for column in ("start_ns", "end_ns"))
+    starts[place], ends[place] = (
+        window.since_begin_s(events, column) for column in ("start_ns", "end_ns")
+    )
     compute = graph.of_kinds(*COMPUTE_KINDS)
     missing = np.argwhere(np.isnan(ends[compute]))
     if len(missing):
         node, where, step = (int(index) for index in missing[0])
         rank = where * graph.num_ranks + graph.rank[compute[node]]
-        raise ConfigError("trace", f"step {window.steps[step]}", f"lacks {actions[compute[node]]} on rank {rank}")
+        raise ConfigError(
+            "trace", f"step {window.steps[step]}", f"lacks {actions[compute[node]]} on rank {rank}"
+        )
     arrivals = {int(graph.rank[node]): int(node) for node in np.flatnonzero(graph.is_arrival)}
     for reduction in graph.of_kinds(Kind.REDUCE_GRAD):
         ends[arrivals[int(graph.rank[reduction])]] = starts[reduction]
     return starts, ends
 
 
-def _inputs(events: np.ndarray, graph: Graph, window: Window) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _inputs(
+    events: np.ndarray, graph: Graph, window: Window
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return when the data of whole steps are ready, when those of single forwards are, and the waits for them."""
-    data, waited = window.filled(graph.num_ranks, -np.inf), window.filled(graph.num_ranks, 0.0)
+    data = window.filled(graph.num_ranks, -np.inf)
+    waited = window.filled(graph.num_ranks, 0.0)
     inputs = window.filled(len(graph.readers), -np.inf)
     ready_s = window.since_begin_s(events, "end_ns")
     np.add.at(waited, window.at(events), ready_s - window.since_begin_s(events, "start_ns"))
@@ -141,16 +200,21 @@ def _inputs(events: np.ndarray, graph: Graph, window: Window) -> tuple[np.ndarra
         for number, node in enumerate(graph.readers)
     }
     single = events[~whole]
-    for row, rank, replica, step, time_s in zip(single, *window.at(single), ready_s[~whole], strict=True):
+    for row, rank, replica, step, time_s in zip(
+        single, *window.at(single), ready_s[~whole], strict=True
+    ):
         place = places.get((rank, int(row["direction"]), int(row["micro_batch"])))
         if place is not None:
             inputs[place, replica, step] = time_s
     return data, inputs, waited
 
 
-def _taken(graph: Graph, starts: np.ndarray, ends: np.ndarray, ready: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _taken(
+    graph: Graph, starts: np.ndarray, ends: np.ndarray, ready: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Return each node's lag before it began and its duration, (nodes, R, N) in seconds."""
-    lag, work = starts - ready, ends - starts
+    lag = starts - ready
+    work = ends - starts
     planned = () if graph.copies_block else COPY_KINDS
     in_one = graph.of_kinds(*planned, *WAIT_KINDS, Kind.REDUCE_GRAD)
     lag[in_one], work[in_one] = 0.0, ends[in_one] - ready[in_one]
@@ -176,7 +240,8 @@ def _exposed(graph: Graph, table: np.ndarray, ready: np.ndarray) -> tuple[np.nda
         waits = np.zeros((graph.num_ranks, *ready.shape[1:]))
         users, needs = graph.needed(kinds)
         is_blocked = blocks[users]
-        users, needs = users[is_blocked], needs[is_blocked]
+        users = users[is_blocked]
+        needs = needs[is_blocked]
         waited = np.minimum(until[users], table[needs]) - np.maximum(free[users], departed[needs])
         waited = np.minimum(np.clip(waited, 0.0, None), left[users])
         left[users] -= waited
@@ -188,7 +253,8 @@ def _exposed(graph: Graph, table: np.ndarray, ready: np.ndarray) -> tuple[np.nda
 def _shorten_unseen(graph: Graph, table: np.ndarray, lag: np.ndarray) -> None:
     """Bound the flight times of messages that nobody waited for: a busy rank sees them late.
 
-    They count at most as the median of those on the same link that were waited for, or else as the shortest.
+    They count at most as the median of those on the same link that were waited for, or else as the
+    shortest.
     """
     users, receives = graph.needed(RECV_KINDS)
     exposed = table[receives] > table[graph.before[users]]
@@ -197,7 +263,8 @@ def _shorten_unseen(graph: Graph, table: np.ndarray, lag: np.ndarray) -> None:
         action = graph.actions[receive]
         links.setdefault((action.kind, action.stage, action.direction), []).append(number)
     for numbers in links.values():
-        places, is_exposed = receives[numbers], exposed[numbers]
+        places = receives[numbers]
+        is_exposed = exposed[numbers]
         flights = lag[places]
         bound = np.median(flights[is_exposed]) if is_exposed.any() else flights.min()
         lag[places] = np.where(is_exposed, flights, np.minimum(flights, bound))

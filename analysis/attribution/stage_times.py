@@ -14,7 +14,10 @@ from gems.simulation.costs import schedule_costs
 from gems.trace import Trace
 
 USEFUL = (Kind.F, Kind.B, Kind.I, Kind.W)
-COSTS, PEERS, OWN, PROFILE = "costs", "peers", "own median", "own median and profile"
+COSTS = "costs"
+PEERS = "peers"
+OWN = "own median"
+PROFILE = "own median and profile"
 # A measured profile predicts the ranks' shares of the time to within about this factor.
 STRAGGLES = 1.25
 Part = tuple[Kind, int, int | None]
@@ -23,11 +26,12 @@ Part = tuple[Kind, int, int | None]
 def undisturbed_times(trace: Trace, graph: Graph, work_s: np.ndarray) -> tuple[np.ndarray, str]:
     """Return the undisturbed time of each node, (nodes,) in seconds, 0 unless it computes, and the source of the times.
 
-    Of an emulated or simulated run these are the configured costs. Otherwise, among the ranks that run the same stage
-    in any replica or direction, it is the fastest one's median over steps and micro-batches, so that a rank that is
-    always slow stands out against its peers. Without a peer it is the rank's own median; if the trace has a measured
-    profile, a rank that is slower against it than most by more than STRAGGLES is scaled to their ratio. Without a
-    profile, a rank that is always slow counts as a slow stage.
+    Of an emulated or simulated run these are the configured costs. Otherwise, among the ranks that
+    run the same stage in any replica or direction, it is the fastest one's median over steps and
+    micro-batches, so that a rank that is always slow stands out against its peers. Without a peer
+    it is the rank's own median; if the trace has a measured profile, a rank that is slower against
+    it than most by more than STRAGGLES is scaled to their ratio. Without a profile, a rank that is
+    always slow counts as a slow stage.
     """
     places = graph.of_kinds(*COMPUTE_KINDS)
     found = np.zeros(graph.num_nodes)
@@ -35,7 +39,9 @@ def undisturbed_times(trace: Trace, graph: Graph, work_s: np.ndarray) -> tuple[n
         spec = RunSpec.from_dict(read_document(trace.run_yaml))
         costs = schedule_costs(spec, graph.schedule.placement)
         if graph.schedule.num_stages == costs.num_stages and not costs.segments:
-            found[places] = [costs.time(graph.actions[place]) * spec.cost.unit_s for place in places]
+            found[places] = [
+                costs.time(graph.actions[place]) * spec.cost.unit_s for place in places
+            ]
             return found, COSTS
     runs: dict[Part, dict[int, list[int]]] = {}
     for place in places:
@@ -54,11 +60,14 @@ def undisturbed_times(trace: Trace, graph: Graph, work_s: np.ndarray) -> tuple[n
 
 
 def _scales(trace: Trace, graph: Graph, own_s: np.ndarray) -> np.ndarray | None:
-    """Return the factor on each rank's own median, (ranks,): below 1 for a straggler against the profile.
+    """Return the factor on each rank's own median, (ranks,).
 
-    None without a measured profile: a predicted one cannot distinguish a slow rank from a layer that it misjudges.
+    Below 1 for a straggler against the profile.
+    None without a measured profile: a predicted one cannot distinguish a slow rank from a layer
+    that it misjudges.
     """
-    times, cuts = trace.layer_times, trace.boundaries
+    times = trace.layer_times
+    cuts = trace.boundaries
     if times is None or times.source != "measured" or len(cuts) != graph.schedule.num_stages + 1:
         return None
     if cuts[-1] != len(times.forward_s):
@@ -69,10 +78,17 @@ def _scales(trace: Trace, graph: Graph, own_s: np.ndarray) -> np.ndarray | None:
     for place in graph.of_kinds(*USEFUL):
         kind, stage, *_ = graph.actions[place]
         forward_s, input_s, weight_s = stages_s[stage]
-        whole_s = {Kind.F: forward_s, Kind.B: input_s + weight_s, Kind.I: input_s, Kind.W: weight_s}[kind]
+        whole_s = {
+            Kind.F: forward_s,
+            Kind.B: input_s + weight_s,
+            Kind.I: input_s,
+            Kind.W: weight_s,
+        }[kind]
         predicted_s[place] = whole_s / len(graph.schedule.segments_of(stage))
     useful = graph.of_kinds(*USEFUL)
-    measured, predicted = (np.bincount(graph.rank[useful], s[useful], graph.num_ranks) for s in (own_s, predicted_s))
+    measured, predicted = (
+        np.bincount(graph.rank[useful], s[useful], graph.num_ranks) for s in (own_s, predicted_s)
+    )
     if not predicted.all():
         return None
     ratios = measured / predicted
@@ -83,7 +99,8 @@ def _scales(trace: Trace, graph: Graph, own_s: np.ndarray) -> np.ndarray | None:
 def balanced(graph: Graph, times_s: np.ndarray) -> np.ndarray:
     """Return the time of each node if all stages took as long as their mean, (nodes,) in seconds.
 
-    Each kind of useful compute by itself; the segments of a stage keep their shares of it. Recomputation takes no time.
+    Each kind of useful compute by itself; the segments of a stage keep their shares of it.
+    Recomputation takes no time.
     """
     found = np.zeros_like(times_s)
     for kind in USEFUL:

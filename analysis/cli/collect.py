@@ -20,17 +20,25 @@ from gems.utils.atomic_io import read_json
 
 LEARNING_PNG = "learning_curve.png"
 RESULTS = (
-    "validation_accuracy", "validation_majority", "validation_loss", "validation_dice", "validation_dice_constant",
-    "validation_mean_absolute_error", "validation_mean_absolute_error_constant", "num_validation",
-    "peak_activation_bytes", "predicted_activation_bytes",
-)  # fmt: skip
+    "validation_accuracy",
+    "validation_majority",
+    "validation_loss",
+    "validation_dice",
+    "validation_dice_constant",
+    "validation_mean_absolute_error",
+    "validation_mean_absolute_error_constant",
+    "num_validation",
+    "peak_activation_bytes",
+    "predicted_activation_bytes",
+)
 
 
 def collect(path: Path) -> tuple[Loaded, Metrics, dict[str, str]]:
     """Merge the parts in a run folder into trace.h5, draw its pictures, and return the files by name.
 
-    A simulated run has no parts, and its trace.h5 is complete from the start. Of a run that was stopped, the steps that
-    every rank finished are drawn; without one there is no picture, but the trace is written.
+    A simulated run has no parts, and its trace.h5 is complete from the start. Of a run that was
+    stopped, the steps that every rank finished are drawn; without one there is no picture, but the
+    trace is written.
 
     Raises:
         ConfigError: no run folder, or none of its parts is readable.
@@ -57,7 +65,8 @@ def collect(path: Path) -> tuple[Loaded, Metrics, dict[str, str]]:
 def _merged(folder: RunFolder) -> Loaded:
     """Join the parts, add rank 0's results, and write the trace."""
     loaded = load_parts(folder.path)
-    trace, result = loaded.trace, read_json(folder.result_json)
+    trace = loaded.trace
+    result = read_json(folder.result_json)
     trace.attributes |= {name: result[name] for name in RESULTS if result.get(name) is not None}
     if "schedule_rows" in result:
         trace.schedule_rows = tuple(result["schedule_rows"])

@@ -22,7 +22,13 @@ from analysis.scaling.points import (
     scaling_kind,
     title,
 )
-from analysis.scaling.projection import Projection, place_rows, project, projection_table, sensitivity_rows
+from analysis.scaling.projection import (
+    Projection,
+    place_rows,
+    project,
+    projection_table,
+    sensitivity_rows,
+)
 from analysis.scaling.rules import Rule, check_rules, rule_lines
 from gems.utils.tables import RIGHT, table
 from gems.utils.units import Unit, number, time_unit
@@ -34,8 +40,9 @@ PICTURE_SUFFIXES = (".png", ".pdf")
 class Study:
     """The points of a study, their fits, why others were not fitted, which claims the plot supports, and the files.
 
-    `tables` are CSVs of the points, and of the curves of the fits if there are any; `pictures` are PNG and PDF, with
-    the tables of a projection. A study that is not simulated throughout has no projection.
+    `tables` are CSVs of the points, and of the curves of the fits if there are any; `pictures` are
+    PNG and PDF, with the tables of a projection. A study that is not simulated throughout has no
+    projection.
     """
 
     points: list[Point]
@@ -50,11 +57,13 @@ class Study:
 def write_study(paths: Sequence[Path], out: Path, fit: str = "all") -> Study:
     """Read runs and write scaling.png, scaling.pdf and scaling.csv into the folder `out`, which is made.
 
-    `fit` is a law, all of them or none. The curves of the fits go to scaling-fits.csv. A study that is simulated
-    throughout gets projection.png, .pdf and .csv, and sensitivity.csv, see `analysis.scaling.projection`.
+    `fit` is a law, all of them or none. The curves of the fits go to scaling-fits.csv. A study that
+    is simulated throughout gets projection.png, .pdf and .csv, and sensitivity.csv, see
+    `analysis.scaling.projection`.
 
     Raises:
-        ConfigError: a run that cannot be read, a law that has too few points, or a folder that cannot be written.
+        ConfigError: a run that cannot be read, a law that has too few points, or a folder that
+        cannot be written.
     """
     points = read_points(paths)
     fits = fit_laws(points, fit)
@@ -66,40 +75,66 @@ def write_study(paths: Sequence[Path], out: Path, fit: str = "all") -> Study:
             tables.append(write_csv(curve_rows(fits), curves))
         else:
             curves.unlink(missing_ok=True)
-    figures, beside = {"scaling": scaling_figure(points, fits)}, []
+    figures = {"scaling": scaling_figure(points, fits)}
+    beside = []
     projection = project(points, paths)
     if projection is not None:
         figures["projection"] = projection_figure(projection)
-        for name, rows in (("projection", place_rows(projection)), ("sensitivity", sensitivity_rows(projection))):
+        for name, rows in (
+            ("projection", place_rows(projection)),
+            ("sensitivity", sensitivity_rows(projection)),
+        ):
             beside.append(write_csv(rows, out / f"{name}.csv"))
     pictures = []
     for name, figure in figures.items():
         for suffix in PICTURE_SUFFIXES:
             pictures.append(out / f"{name}{suffix}")
             save_figure(figure, pictures[-1])
-    return Study(points, fits, why_not_fitted(points, fit), check_rules(points), tables, pictures + beside, projection)
+    return Study(
+        points,
+        fits,
+        why_not_fitted(points, fit),
+        check_rules(points),
+        tables,
+        pictures + beside,
+        projection,
+    )
 
 
 def study_answer(study: Study) -> dict[str, Any]:
     """Return a study as plain data."""
-    kind, projection = scaling_kind(study.points), study.projection
+    kind = scaling_kind(study.points)
+    projection = study.projection
     predicted = {}
     if projection is not None:
         predicted = {"bands": place_rows(projection), "sensitivities": sensitivity_rows(projection)}
     return {
-        "scaling": kind, "kind": kind, "base": base_rows(study.points), "points": point_rows(study.points),
+        "scaling": kind,
+        "kind": kind,
+        "base": base_rows(study.points),
+        "points": point_rows(study.points),
         "agreement": agreements(study.points),
-        "fits": fit_rows(study.fits), "unfitted": study.unfitted, "rules": [asdict(rule) for rule in study.rules],
-        "pictures": [str(picture) for picture in study.pictures], "csv": str(study.tables[0]),
-        "tables": [str(table) for table in study.tables], **predicted,
-    }  # fmt: skip
+        "fits": fit_rows(study.fits),
+        "unfitted": study.unfitted,
+        "rules": [asdict(rule) for rule in study.rules],
+        "pictures": [str(picture) for picture in study.pictures],
+        "csv": str(study.tables[0]),
+        "tables": [str(table) for table in study.tables],
+        **predicted,
+    }
 
 
 def study_report(study: Study) -> str:
     """Return the text to print: the table, the fits, and the rules that do not hold."""
     projected = [] if study.projection is None else [projection_table(study.projection)]
     unfitted = [f"not fitted: {reason}" for reason in study.unfitted]
-    lines = [study_table(study.points), *projected, *fit_lines(study.fits), *unfitted, *rule_lines(study.rules)]
+    lines = [
+        study_table(study.points),
+        *projected,
+        *fit_lines(study.fits),
+        *unfitted,
+        *rule_lines(study.rules),
+    ]
     return "\n".join(lines)
 
 
@@ -107,18 +142,35 @@ def study_table(points: Sequence[Point]) -> str:
     """Return a line for each point with the 95 % interval of its median; efficiencies in %."""
     unit = time_unit([point.step_median_s for point in points])
     columns = {
-        "schedule": "", "source": "", "ranks": "d", "images/s": RIGHT, f"step [{unit.name}]": RIGHT,
-        "95 % interval": RIGHT, "p95": RIGHT, "parallel [%]": ".1f", "compute [%]": ".1f",
-    }  # fmt: skip
+        "schedule": "",
+        "source": "",
+        "ranks": "d",
+        "images/s": RIGHT,
+        f"step [{unit.name}]": RIGHT,
+        "95 % interval": RIGHT,
+        "p95": RIGHT,
+        "parallel [%]": ".1f",
+        "compute [%]": ".1f",
+    }
     rows = [
         (
-            row["schedule"], row["source"], row["ranks"], number(row["images_per_s"]), unit.show(row["step_median_s"]),
-            _bounds(point, unit), unit.show(row["step_p95_s"]),
-            *(None if row[name] is None else 100 * row[name] for name in ("parallel_efficiency", "compute_efficiency")),
+            row["schedule"],
+            row["source"],
+            row["ranks"],
+            number(row["images_per_s"]),
+            unit.show(row["step_median_s"]),
+            _bounds(point, unit),
+            unit.show(row["step_p95_s"]),
+            *(
+                None if row[name] is None else 100 * row[name]
+                for name in ("parallel_efficiency", "compute_efficiency")
+            ),
         )
         for point, row in zip(points, point_rows(points), strict=True)
-    ]  # fmt: skip
-    bases = sorted(f"base of {line}: {describe_base(base)}" for line, base in base_points(points).items())
+    ]
+    bases = sorted(
+        f"base of {line}: {describe_base(base)}" for line, base in base_points(points).items()
+    )
     is_range = any(point.has_range for point in points)
     note = ["a to b: fewer than 6 steps, so their range and no interval"] if is_range else []
     return "\n".join([table(columns, rows, title=title(points)[0]), *note, *bases])

@@ -18,17 +18,22 @@ from gems.utils.tables import name_values
 from gems.utils.units import UNKNOWN, Unit, bytes_unit, counted, number, percent, time_unit
 
 MAX_RANK_ROWS = 16
-SOURCE_NOTES = {"emulated": "real MPI, timed sleeps for compute", "simulated": "a prediction, nothing was run"}
-COUNTED, PREDICTED = "peak_activation_bytes", "predicted_activation_bytes"
+SOURCE_NOTES = {
+    "emulated": "real MPI, timed sleeps for compute",
+    "simulated": "a prediction, nothing was run",
+}
+COUNTED = "peak_activation_bytes"
+PREDICTED = "predicted_activation_bytes"
 Row = tuple[str, str]
 
 
 def summary_table(metrics: Metrics, trace: Trace, extra: Mapping[str, str]) -> str:
-    """Return the closing table of a run: one figure a line, its unit in its name, `-` if it is unknown.
+    """Return the closing table of a run.
 
-    The first line names the source of the figures. `extra` (file paths, say) is appended unchanged. The root attribute
-    `validation_accuracy` is shown with the share of the majority class (`validation_majority`) for comparison. Both are
-    fractions of 1.
+    One figure a line, its unit in its name, `-` if it is unknown.
+    The first line names the source of the figures. `extra` (file paths, say) is appended unchanged.
+    The root attribute `validation_accuracy` is shown with the share of the majority class
+    (`validation_majority`) for comparison. Both are fractions of 1.
     """
     rows = [
         *_speed_rows(metrics, trace),
@@ -46,15 +51,24 @@ def summary_table(metrics: Metrics, trace: Trace, extra: Mapping[str, str]) -> s
 
 
 def summary_dict(metrics: Metrics, trace: Trace) -> dict[str, Any]:
-    """Return the same as plain data: units are in the names, lists have an item for each rank, null is unknown.
+    """Return the same as plain data.
 
+    Units are in the names, lists have an item for each rank, null is unknown.
     Shares (bubble, validation accuracy) are fractions of 1. A loss that is not finite is null.
     """
     attributes = trace.attributes
-    values = {"source": trace.source, "signature": attributes.get("signature"), "world_size": trace.world_size}
+    values = {
+        "source": trace.source,
+        "signature": attributes.get("signature"),
+        "world_size": trace.world_size,
+    }
     values |= {**asdict(run_facts(trace)), **asdict(metrics)}
     values |= {name: value for name, value in attributes.items() if name.startswith("validation_")}
-    values |= {name: tuple(map(int, attributes[name])) for name in (COUNTED, PREDICTED) if name in attributes}
+    values |= {
+        name: tuple(map(int, attributes[name]))
+        for name in (COUNTED, PREDICTED)
+        if name in attributes
+    }
     return {name: _plain(value) for name, value in values.items()}
 
 
@@ -69,24 +83,37 @@ def _headline(trace: Trace) -> str:
     note = SOURCE_NOTES.get(trace.source)
     size = counted(trace.world_size, "rank")
     if facts.partitions and facts.replicas:
-        size += f" ({counted(facts.partitions, 'partition')} x {counted(facts.replicas, 'replica')})"
-    work = f", {counted(facts.micro_batches, 'micro-batch', 'es')} a step" if facts.micro_batches else ""
+        size += (
+            f" ({counted(facts.partitions, 'partition')} x {counted(facts.replicas, 'replica')})"
+        )
+    work = (
+        f", {counted(facts.micro_batches, 'micro-batch', 'es')} a step"
+        if facts.micro_batches
+        else ""
+    )
     source = trace.source + (f" ({note})" if note else "")
     return f"{facts.schedule or 'run'} on {size}{work}: {source}"
 
 
 def _speed_rows(metrics: Metrics, trace: Trace) -> list[Row]:
-    is_in_units, source = TIME_UNIT in trace.attributes, trace.source
+    is_in_units = TIME_UNIT in trace.attributes
+    source = trace.source
     unit = Unit("units", 1.0) if is_in_units else time_unit([metrics.step_p95_s])
     images = UNKNOWN if metrics.images_per_s is None else number(metrics.images_per_s)
-    left_out = f" ({counted(metrics.num_warmup_steps, 'warm-up step')} left out)" if metrics.num_warmup_steps else ""
+    left_out = (
+        f" ({counted(metrics.num_warmup_steps, 'warm-up step')} left out)"
+        if metrics.num_warmup_steps
+        else ""
+    )
     rows = [
         ("steps", f"{metrics.num_steps}{left_out}"),
         *([] if is_in_units else [("images/s", images)]),
         (f"step time, median [{unit.name}]", unit.show(metrics.step_median_s)),
     ]
     if metrics.step_low_s != metrics.step_high_s:
-        name = "median's 95 % interval" if metrics.num_steps >= min_values() else "fastest to slowest"
+        name = (
+            "median's 95 % interval" if metrics.num_steps >= min_values() else "fastest to slowest"
+        )
         bounds = f"{unit.show(metrics.step_low_s)} to {unit.show(metrics.step_high_s)}"
         rows.append((f"step time, {name} [{unit.name}]", bounds))
     rows += [
@@ -94,7 +121,8 @@ def _speed_rows(metrics: Metrics, trace: Trace) -> list[Row]:
         (f"bubble, {source} [%]", percent(metrics.bubble_measured)),
         ("bubble, by formula [%]", percent(metrics.bubble_formula)),
     ]
-    bubble, efficiency = metrics.bubble_measured, metrics.efficiency
+    bubble = metrics.bubble_measured
+    efficiency = metrics.efficiency
     if bubble is not None and efficiency is not None and abs(1.0 - bubble - efficiency) >= 1e-6:
         rows.append((f"efficiency without recomputation, {source} [%]", percent(efficiency)))
     if metrics.joules_per_image is not None:
@@ -107,8 +135,15 @@ def _speed_rows(metrics: Metrics, trace: Trace) -> list[Row]:
 def _training_rows(metrics: Metrics, trace: Trace) -> list[Row]:
     rows: list[Row] = []
     if metrics.loss_first is not None and metrics.loss_last is not None:
-        rows.append(("training loss, first to last step", f"{metrics.loss_first:.4g} to {metrics.loss_last:.4g}"))
-    accuracy, majority = (trace.attributes.get(f"validation_{name}") for name in ("accuracy", "majority"))
+        rows.append(
+            (
+                "training loss, first to last step",
+                f"{metrics.loss_first:.4g} to {metrics.loss_last:.4g}",
+            )
+        )
+    accuracy, majority = (
+        trace.attributes.get(f"validation_{name}") for name in ("accuracy", "majority")
+    )
     if accuracy is not None:
         beside = "" if majority is None else f" (majority class {percent(float(majority))})"
         rows.append(("validation accuracy [%]", percent(float(accuracy)) + beside))
@@ -116,7 +151,9 @@ def _training_rows(metrics: Metrics, trace: Trace) -> list[Row]:
     if dice is not None:
         beside = "" if constant is None else f" (constant predictor {percent(float(constant))})"
         rows.append(("validation Dice, mean of classes [%]", percent(float(dice)) + beside))
-    error, constant = (trace.attributes.get(f"validation_mean_absolute_error{name}") for name in ("", "_constant"))
+    error, constant = (
+        trace.attributes.get(f"validation_mean_absolute_error{name}") for name in ("", "_constant")
+    )
     if error is not None:
         beside = "" if constant is None else f" (always the mean {number(float(constant))})"
         rows.append(("validation mean absolute error", number(float(error)) + beside))
@@ -143,12 +180,22 @@ def _memory_rows(metrics: Metrics, trace: Trace) -> list[Row]:
             rows += [(f"{label}, rank {-rank}", unit.show(peak)) for peak, rank in known]
         else:
             for which, (peak, rank) in (("highest", most), ("lowest", least)):
-                rows.append((f"{label}, {which} of {len(known)} ranks", f"{unit.show(peak)} on rank {-rank}"))
+                rows.append(
+                    (
+                        f"{label}, {which} of {len(known)} ranks",
+                        f"{unit.show(peak)} on rank {-rank}",
+                    )
+                )
     rows = rows or [("peak, device ledger", UNKNOWN)]
     held, predicted = (trace.attributes.get(name) for name in (COUNTED, PREDICTED))
     if held is not None and max(map(int, held), default=0):
         rank = max(range(len(held)), key=lambda rank: int(held[rank]))
         unit = bytes_unit([int(held[rank])])
         beside = "" if predicted is None else f"(predicted {unit.show(int(predicted[rank]))}) "
-        rows.append((f"peak, activations [{unit.name}]", f"{unit.show(int(held[rank]))} {beside}on rank {rank}"))
+        rows.append(
+            (
+                f"peak, activations [{unit.name}]",
+                f"{unit.show(int(held[rank]))} {beside}on rank {rank}",
+            )
+        )
     return rows

@@ -1,6 +1,7 @@
 """The verbs of `gems-analysis`: what each takes, and the functions that it puts together.
 
-Modules are imported by the verb that needs them, so that a verb without pictures does not load matplotlib.
+Modules are imported by the verb that needs them, so that a verb without pictures does not load
+matplotlib.
 """
 
 from __future__ import annotations
@@ -20,14 +21,25 @@ from gems.errors import ConfigError
 PROGRAM = "gems-analysis"
 Options = argparse.Namespace
 PICTURE_HELP = ".png, .pdf or .svg"
-# Verbs that draw an answer of `gems ... --json`: the figure in `analysis.plots.answers`, the command, the help.
+# Verbs that draw an answer of `gems ... --json`: the figure in `analysis.plots.answers`, the
+# command, the help.
 DRAWN_ANSWERS = {
-    "partition": ("partition_figure", "gems partition", "draw an answer of `gems partition --json` with its layers"),
-    "memory": ("memory_plans_figure", "gems memory", "draw an answer of `gems memory`: bytes over time by policy"),
-    "placement": (
-        "placement_figure", "gems place", "draw an answer of `gems place --json`: operators on devices over time",
+    "partition": (
+        "partition_figure",
+        "gems partition",
+        "draw an answer of `gems partition --json` with its layers",
     ),
-}  # fmt: skip
+    "memory": (
+        "memory_plans_figure",
+        "gems memory",
+        "draw an answer of `gems memory`: bytes over time by policy",
+    ),
+    "placement": (
+        "placement_figure",
+        "gems place",
+        "draw an answer of `gems place --json`: operators on devices over time",
+    ),
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -42,7 +54,9 @@ def parser() -> argparse.ArgumentParser:
     top = _Parser(prog=PROGRAM, description="Figures and pictures from trace files.")
     verbs = top.add_subparsers(dest="verb", required=True)
 
-    def verb(name: str, about: str, out: str = "", *, default: Path | None = None) -> argparse.ArgumentParser:
+    def verb(
+        name: str, about: str, out: str = "", *, default: Path | None = None
+    ) -> argparse.ArgumentParser:
         made = verbs.add_parser(name, help=about)
         if name not in DRAWN_ANSWERS:
             made.add_argument("--json", action="store_true", help="one object on stdout")
@@ -52,16 +66,32 @@ def parser() -> argparse.ArgumentParser:
 
     about_out = f"{PICTURE_HELP}; default timeline.png beside the trace"
     timeline = verb("timeline", "draw one step, rank x time, to a file", about_out)
-    timeline.add_argument("--step", type=int, help="optimizer step; default the last whole one after warm-up")
+    timeline.add_argument(
+        "--step", type=int, help="optimizer step; default the last whole one after warm-up"
+    )
     summary = verb("summary", "print the closing table of a run")
     about_out = "folder to write to; default the one that holds the first run"
-    scaling = verb("scaling", "draw images/s and efficiency over ranks, and write them as CSV", about_out)
-    scaling.add_argument("paths", type=Path, nargs="*", metavar="RUN", help="run folder or trace.h5")
-    about_table = "CSV of published step times, or folder of MLPerf's results: fit them in place of runs"
+    scaling = verb(
+        "scaling", "draw images/s and efficiency over ranks, and write them as CSV", about_out
+    )
+    scaling.add_argument(
+        "paths", type=Path, nargs="*", metavar="RUN", help="run folder or trace.h5"
+    )
+    about_table = (
+        "CSV of published step times, or folder of MLPerf's results: fit them in place of runs"
+    )
     scaling.add_argument("--table", type=Path, metavar="FILE", help=about_table)
-    scaling.add_argument("--series", metavar="NAME", help="series of the table, or a part of their names; default all")
-    scaling.add_argument("--fit-to", type=int, metavar="P", help="fit rows of up to P accelerators; default all")
-    about_laws = "law of scaling: amdahl, gustafson, usl, pmnf, all (the default; the best is drawn) or none"
+    scaling.add_argument(
+        "--series",
+        metavar="NAME",
+        help="series of the table, or a part of their names; default all",
+    )
+    scaling.add_argument(
+        "--fit-to", type=int, metavar="P", help="fit rows of up to P accelerators; default all"
+    )
+    about_laws = (
+        "law of scaling: amdahl, gustafson, usl, pmnf, all (the default; the best is drawn) or none"
+    )
     scaling.add_argument("--fit", default="all", metavar="LAW", help=about_laws)
     draw = verb("draw", "draw a schedule's file, rank x time, to a picture")
     about_file = ".json of `gems schedule --json`, or torch's .csv"
@@ -69,7 +99,9 @@ def parser() -> argparse.ArgumentParser:
     draw.add_argument("out", type=Path, metavar="OUT", help=".svg, .png or .pdf")
     for name, (_, command, about) in DRAWN_ANSWERS.items():
         drawn = verb(name, about, PICTURE_HELP, default=Path(f"{name}.png"))
-        drawn.add_argument("answer", type=Path, metavar=name.upper(), help=f"the file that {command} writes")
+        drawn.add_argument(
+            "answer", type=Path, metavar=name.upper(), help=f"the file that {command} writes"
+        )
     collect = verb("collect", "merge a run's parts into trace.h5, draw it, print the table")
     about_out = f"{PICTURE_HELP} of the waterfall, with a .csv beside it"
     attribution = verb("attribution", "show where the time of a step goes, and draw it", about_out)
@@ -79,17 +111,29 @@ def parser() -> argparse.ArgumentParser:
     hybrid = verb("hybrid", about, f"picture: {PICTURE_HELP}")
     about_file = "a file of `gems plan --hybrid --json`, to draw"
     hybrid.add_argument("answer", type=Path, nargs="?", metavar="ANSWER", help=about_file)
-    about_out = ".html (.pdf with --proposal, with a .csv beside it); default in the folder of the run or study"
+    about_out = (
+        ".html (.pdf with --proposal, with a .csv beside it); default in the folder of the run or"
+        " study"
+    )
     report = verb("report", "write one HTML page about runs, which needs no network", about_out)
-    report.add_argument("--proposal", action="store_true", help="a page for a proposal of compute time instead, as PDF")
+    report.add_argument(
+        "--proposal",
+        action="store_true",
+        help="a page for a proposal of compute time instead, as PDF",
+    )
     for name, about in (
-        ("--num-steps", "steps of a run that the proposal asks time for; default: the study once more"),
+        (
+            "--num-steps",
+            "steps of a run that the proposal asks time for; default: the study once more",
+        ),
         ("--num-runs", "how many such runs; default 1"),
         ("--gpus", "GPUs of such a run, as many as a run of the study has; default the most"),
     ):
         report.add_argument(name, type=int, metavar="N", help=f"with --proposal: {about}")
     about_out = "file to write; default perfetto.json, events.csv or extrap.jsonl"
-    export = verb("export", "write events for Perfetto or a table, or step times for Extra-P", about_out)
+    export = verb(
+        "export", "write events for Perfetto or a table, or step times for Extra-P", about_out
+    )
     export.add_argument("--format", choices=("perfetto", "csv", "extrap"), required=True)
     runs_help = {
         report: "run folder, trace file, or name of a run or study",
@@ -97,14 +141,22 @@ def parser() -> argparse.ArgumentParser:
     }
     for made, about in runs_help.items():
         made.add_argument("runs", nargs="+", metavar="RUN", help=about)
-        made.add_argument("--runs-dir", type=Path, default=Path("runs"), help="folder in which names are looked up")
+        made.add_argument(
+            "--runs-dir",
+            type=Path,
+            default=Path("runs"),
+            help="folder in which names are looked up",
+        )
     for made in (timeline, summary, collect, attribution):
         made.add_argument("path", type=Path, metavar="PATH", help="run folder or trace file")
     return top
 
 
 def _print(options: Options, answer: dict[str, Any] | list[dict[str, Any]], *lines: object) -> None:
-    """Print the answer as JSON if asked for, or else the lines; a function is called for its line only then."""
+    """Print the answer as JSON if asked for, or else the lines.
+
+    A function is called for its line only then.
+    """
     if options.json:
         print(json.dumps(answer, allow_nan=False, default=os.fspath))
     else:
@@ -127,16 +179,23 @@ def _timeline(options: Options) -> None:
     from analysis.plots.figure import save_figure
     from analysis.plots.timeline import timeline_figure
 
-    path, trace = options.path, _load(options.path).trace
+    path = options.path
+    trace = _load(options.path).trace
     # of a run folder or its trace.h5 timeline.png, of another trace named after that file
-    name = "timeline.png" if path.is_dir() or path.name == "trace.h5" else f"{path.stem}-timeline.png"
+    name = (
+        "timeline.png" if path.is_dir() or path.name == "trace.h5" else f"{path.stem}-timeline.png"
+    )
     out = options.out or (path / name if path.is_dir() else path.with_name(name))
     window = step_window(trace, options.step)
     save_figure(timeline_figure(trace, window.step), out)
     answer = {
-        "timeline": out, "source": trace.source, "step": window.step, "is_whole": window.is_whole,
-        "span_s": window.span_s, "bubble": window.bubble,
-    }  # fmt: skip
+        "timeline": out,
+        "source": trace.source,
+        "step": window.step,
+        "is_whole": window.is_whole,
+        "span_s": window.span_s,
+        "bubble": window.bubble,
+    }
     _print(options, answer, out)
 
 
@@ -145,7 +204,8 @@ def _summary(options: Options) -> None:
     from analysis.metrics.run_metrics import run_metrics
 
     loaded = _load(options.path)
-    metrics, paths = run_metrics(loaded.trace), loaded.paths
+    metrics = run_metrics(loaded.trace)
+    paths = loaded.paths
     answer = {**summary_dict(metrics, loaded.trace), "paths": paths, "notes": loaded.notes}
     shown = paths[0] if len(paths) == 1 else f"{len(paths)} parts in {paths[0].parent}"
     _print(options, answer, lambda: summary_table(metrics, loaded.trace, {"trace": str(shown)}))
@@ -162,16 +222,27 @@ def _collect(options: Options) -> None:
 
 
 def _attribution(options: Options) -> None:
-    from analysis.attribution.causes import attribute, attribution_dict, attribution_rows, attribution_table
+    from analysis.attribution.causes import (
+        attribute,
+        attribution_dict,
+        attribution_rows,
+        attribution_table,
+    )
     from analysis.io.files import write_csv
     from analysis.plots.figure import save_figure
     from analysis.plots.waterfall import waterfall_figure
 
-    found, files = attribute(_load(options.path).trace), []
+    found = attribute(_load(options.path).trace)
+    files = []
     if options.out is not None:
         save_figure(waterfall_figure(found), options.out)
         files = [options.out, write_csv(attribution_rows(found), options.out.with_suffix(".csv"))]
-    _print(options, {**attribution_dict(found), "files": files}, attribution_table(found, options.ranks), *files)
+    _print(
+        options,
+        {**attribution_dict(found), "files": files},
+        attribution_table(found, options.ranks),
+        *files,
+    )
 
 
 def _scaling(options: Options) -> None:
@@ -182,7 +253,9 @@ def _scaling(options: Options) -> None:
         raise ConfigError("RUN", "none", "takes runs, or --table", f"see {PROGRAM} scaling --help")
     from analysis.cli.scaling import study_answer, study_report, write_study
 
-    study = write_study(options.paths, options.out or options.paths[0].resolve().parent, options.fit)
+    study = write_study(
+        options.paths, options.out or options.paths[0].resolve().parent, options.fit
+    )
     _print(options, study_answer(study), study_report(study), *study.pictures, *study.tables)
 
 
@@ -192,12 +265,17 @@ def _published(options: Options) -> None:
     from analysis.scaling.published import choose_series, read_table
 
     if options.paths:
-        raise ConfigError("--table", options.table, "is fitted in place of runs", "leave the runs out")
+        raise ConfigError(
+            "--table", options.table, "is fitted in place of runs", "leave the runs out"
+        )
     notes: list[str] = []
     series = choose_series(read_table(options.table, notes.append), options.series)
     answers = forecast_series(series, options.fit_to)
     left_out = sorted(series.keys() - {answer["series"] for answer in answers})
-    notes += (f"left out: {name} has no row of {options.fit_to} accelerators or fewer" for name in left_out)
+    notes += (
+        f"left out: {name} has no row of {options.fit_to} accelerators or fewer"
+        for name in left_out
+    )
     _print_notes(notes)
     _print(options, answers, lambda: published_report(answers))
 
@@ -207,9 +285,11 @@ def _draw(options: Options) -> None:
 
     simulated = draw_schedule(options.schedule, options.out)
     answer = {
-        "drawing": options.out, "span_units": simulated.span, "efficiency": simulated.efficiency,
+        "drawing": options.out,
+        "span_units": simulated.span,
+        "efficiency": simulated.efficiency,
         "peak_units": simulated.peak,
-    }  # fmt: skip
+    }
     _print(options, answer, options.out)
 
 
@@ -233,7 +313,12 @@ def _report(options: Options) -> None:
         return
     for name in ("num_steps", "num_runs", "gpus"):
         if getattr(options, name) is not None:
-            raise ConfigError(name.replace("_", "-"), getattr(options, name), "is of a proposal alone", "--proposal")
+            raise ConfigError(
+                name.replace("_", "-"),
+                getattr(options, name),
+                "is of a proposal alone",
+                "--proposal",
+            )
     made = build_report(runs, out)
     _print_notes(made.notes)
     _print(options, asdict(made), made.path)
@@ -249,8 +334,18 @@ def _proposal(options: Options, runs: list[Path], out: Path) -> None:
     made = propose(runs, Ask(options.num_runs, options.num_steps, options.gpus))
     save_figure(proposal_figure(made), out)
     table = write_csv(made.rows, out.with_suffix(".csv"))
-    answer = {"path": out, "csv": table, "gpu_hours": asdict(made.gpu_hours), "request": made.request}
-    answer |= {"missing": made.missing, "points": made.rows, "sources": made.sources, "method": made.method}
+    answer = {
+        "path": out,
+        "csv": table,
+        "gpu_hours": asdict(made.gpu_hours),
+        "request": made.request,
+    }
+    answer |= {
+        "missing": made.missing,
+        "points": made.rows,
+        "sources": made.sources,
+        "method": made.method,
+    }
     _print_notes(made.missing)
     _print(options, answer, made.request, out, table)
 
@@ -281,7 +376,8 @@ def _hybrid(options: Options) -> None:
         draw_answer_file(options.answer, out, "answer", "gems plan --hybrid --json", plan_figure)
         _print(options, {"picture": out}, out)
         return
-    found, made = projections(), {}
+    found = projections()
+    made = {}
     if options.out is not None:
         made["picture"] = options.out
         save_figure(projections_figure(found), options.out)

@@ -32,14 +32,17 @@ def csv_pieces(trace: Trace) -> Iterator[str]:
     yield ",".join(columns) + "\r\n"
     for first in range(0, len(trace.events), ROWS):
         part = trace.events[first : first + ROWS]
-        shown = [(NAMES[name][part[name]] if name in NAMES else part[name]).tolist() for name in columns]
+        shown = [
+            (NAMES[name][part[name]] if name in NAMES else part[name]).tolist() for name in columns
+        ]
         yield "".join(",".join(map(str, row)) + "\r\n" for row in zip(*shown, strict=True))
 
 
 def extrap_lines(runs: Sequence[Path]) -> Iterator[str]:
     """Yield `{"params": {"p": ranks}, "metric": "time", "callpath": "step", "value": seconds}` for each counted step.
 
-    With several schedules, or runs of several sources, the callpath distinguishes them: `step->1f1b, simulated`.
+    With several schedules, or runs of several sources, the callpath distinguishes them:
+    `step->1f1b, simulated`.
 
     Raises:
         ConfigError: a run without a trace, or without a step after warm-up.
@@ -49,15 +52,22 @@ def extrap_lines(runs: Sequence[Path]) -> Iterator[str]:
     for point in points:
         callpath = "step" if len(lines) == 1 else f"step->{point.line}, {point.source}"
         for seconds in point.step_s:
-            measured = {"params": {"p": point.ranks}, "metric": "time", "callpath": callpath, "value": seconds}
+            measured = {
+                "params": {"p": point.ranks},
+                "metric": "time",
+                "callpath": callpath,
+                "value": seconds,
+            }
             yield json.dumps(measured) + "\n"
 
 
 def perfetto_pieces(trace: Trace) -> Iterator[str]:
-    """Yield the document in pieces: names, then the events of each rank with counters of the bytes held at their ends.
+    """Yield the document in pieces.
 
-    Times are in microseconds from the first event. Events of a thread must not overlap there, and transfers do: those
-    that overlap on a stream get threads of their own beside it (`link`, `link 2` ...).
+    Names, then the events of each rank with counters of the bytes held at their ends.
+    Times are in microseconds from the first event. Events of a thread must not overlap there, and
+    transfers do: those that overlap on a stream get threads of their own beside it (`link`, `link
+    2` ...).
     """
     origin_ns = int(trace.events["start_ns"].min()) if len(trace.events) else 0
     about = {
@@ -70,24 +80,32 @@ def perfetto_pieces(trace: Trace) -> Iterator[str]:
     yield json.dumps({"name": "trace", "ph": "M", "pid": 0, "args": {"name": mark}})
     hosts = trace.attributes.get("hostnames", ())
     ranks, firsts = np.unique(trace.events["rank"], return_index=True)
-    for rank, first, end in zip(ranks.tolist(), firsts, np.append(firsts, len(trace.events))[1:], strict=True):
+    for rank, first, end in zip(
+        ranks.tolist(), firsts, np.append(firsts, len(trace.events))[1:], strict=True
+    ):
         events = trace.events[first:end]
         threads = thread_numbers(events)
         host = f" on {hosts[rank]}" if rank < len(hosts) and hosts[rank] else ""
         yield _names(rank, f"rank {rank}{host}, {trace.source}", np.unique(threads).tolist())
         for begin in range(0, len(events), ROWS):
-            yield _rows(rank, events[begin : begin + ROWS], threads[begin : begin + ROWS], origin_ns)
+            yield _rows(
+                rank, events[begin : begin + ROWS], threads[begin : begin + ROWS], origin_ns
+            )
         yield from _counters(rank, events, origin_ns)
     yield "\n]}\n"
 
 
 def thread_numbers(events: np.ndarray) -> np.ndarray:
-    """Return a thread for each event of a rank: 100 x its stream, plus a number if it overlaps with others there."""
+    """Return a thread for each event of a rank.
+
+    100 x its stream, plus a number if it overlaps with others there.
+    """
     found = events["stream"].astype(np.int64) * THREADS
     for stream in np.unique(events["stream"]).tolist():
         mine = np.flatnonzero(events["stream"] == stream)
         mine = mine[np.argsort(events["start_ns"][mine], kind="stable")]
-        starts, ends = events["start_ns"][mine], events["end_ns"][mine]
+        starts = events["start_ns"][mine]
+        ends = events["end_ns"][mine]
         if not (starts[1:] < ends[:-1]).any():
             continue
         free: list[tuple[int, int]] = [(int(ends[0]), 0)]  # when each thread is free again
@@ -114,15 +132,29 @@ def _names(rank: int, name: str, threads: list[int]) -> str:
         name = STREAMS[stream] + (f" {more + 1}" if more else "")
         rows += [
             {"name": "thread_name", "ph": "M", "pid": rank, "tid": thread, "args": {"name": name}},
-            {"name": "thread_sort_index", "ph": "M", "pid": rank, "tid": thread, "args": {"sort_index": thread}},
+            {
+                "name": "thread_sort_index",
+                "ph": "M",
+                "pid": rank,
+                "tid": thread,
+                "args": {"sort_index": thread},
+            },
         ]
     return "".join(",\n" + json.dumps(row) for row in rows)
 
 
 def _rows(rank: int, events: np.ndarray, threads: np.ndarray, origin_ns: int) -> str:
     columns = ("kind", "stage", "segment", "direction", "micro_batch", "step", "moved_bytes")
-    times = ((events["start_ns"] - origin_ns) * 1e-3, (events["end_ns"] - events["start_ns"]) * 1e-3, threads)
-    rows = zip(*(column.tolist() for column in times), *(events[name].tolist() for name in columns), strict=True)
+    times = (
+        (events["start_ns"] - origin_ns) * 1e-3,
+        (events["end_ns"] - events["start_ns"]) * 1e-3,
+        threads,
+    )
+    rows = zip(
+        *(column.tolist() for column in times),
+        *(events[name].tolist() for name in columns),
+        strict=True,
+    )
     return "".join(
         f',\n{{"name":"{KINDS[kind]}","cat":"{KINDS[kind]}","ph":"X","pid":{rank},"tid":{thread},"ts":{at_us:.3f},"dur":{us:.3f},'
         f'"args":{{"stage":{stage},"segment":{segment},"direction":{direction},"micro_batch":{micro_batch},"step":{step},'
@@ -141,7 +173,9 @@ def _counters(rank: int, events: np.ndarray, origin_ns: int) -> Iterator[str]:
             continue
         for first in range(0, len(changes), ROWS):
             part = changes[first : first + ROWS]
-            rows = zip(((part["end_ns"] - origin_ns) * 1e-3).tolist(), part[name].tolist(), strict=True)
+            rows = zip(
+                ((part["end_ns"] - origin_ns) * 1e-3).tolist(), part[name].tolist(), strict=True
+            )
             yield "".join(
                 f',\n{{"name":"{name}","ph":"C","pid":{rank},"ts":{at_us:.3f},"args":{{"bytes":{held}}}}}'
                 for at_us, held in rows
@@ -152,7 +186,8 @@ OF_ONE_RUN: dict[str, tuple[str, Callable[[Trace], Iterator[str]]]] = {
     "perfetto": ("perfetto.json", perfetto_pieces),
     "csv": ("events.csv", csv_pieces),
 }
-EXTRAP, EXTRAP_FILE = "extrap", "extrap.jsonl"
+EXTRAP = "extrap"
+EXTRAP_FILE = "extrap.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,15 +205,19 @@ def export_runs(runs: Sequence[Path], name: str, out: Path | None = None) -> Exp
     The default file is beside the trace, or of several runs beside the folder of the first.
 
     Raises:
-        ConfigError: no such format, several runs for a format of one, a run that cannot be read, or a file that cannot
-            be written.
+        ConfigError: no such format, several runs for a format of one, a run that cannot be read, or
+            a file that cannot be written.
     """
     if name == EXTRAP:
-        first, file_name, pieces = runs[0].resolve(), EXTRAP_FILE, extrap_lines(runs)
+        first = runs[0].resolve()
+        file_name = EXTRAP_FILE
+        pieces = extrap_lines(runs)
     elif name not in OF_ONE_RUN:
         raise ConfigError("format", name, one_of((*OF_ONE_RUN, EXTRAP)))
     elif len(runs) != 1:
-        raise ConfigError("export", f"{len(runs)} runs", f"{name} takes one run", "name one, or --format extrap")
+        raise ConfigError(
+            "export", f"{len(runs)} runs", f"{name} takes one run", "name one, or --format extrap"
+        )
     else:
         first, (file_name, write) = runs[0], OF_ONE_RUN[name]
         pieces = write(load_trace(first).trace)

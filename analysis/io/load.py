@@ -1,4 +1,7 @@
-"""Finding and opening what the user names: studies, run folders, complete traces, or the parts of a killed run."""
+"""Finding and opening what the user names.
+
+Studies, run folders, complete traces, or the parts of a killed run.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +35,13 @@ class Loaded:
 
 
 def load_trace(path: Path) -> Loaded:
-    """Read a run folder or a trace file; of a run that was killed it joins the ranks' parts in memory.
+    """Read a run folder or a trace file.
+
+    Of a run that was killed it joins the ranks' parts in memory.
 
     Raises:
-        ConfigError: nothing to read there, an unreadable file, a newer schema, or a file of another layout.
+        ConfigError: nothing to read there, an unreadable file, a newer schema, or a file of another
+        layout.
     """
     if not path.exists():
         raise ConfigError("path", path, "does not exist", "give a run folder or a trace file")
@@ -65,7 +71,9 @@ def _read_whole(path: Path) -> Trace:
         ) from error
     missing = {"source", "world_size"} - set(trace.attributes)
     if missing:
-        raise ConfigError("trace", path, f"without the root attributes {', '.join(sorted(missing))}")
+        raise ConfigError(
+            "trace", path, f"without the root attributes {', '.join(sorted(missing))}"
+        )
     return trace
 
 
@@ -79,13 +87,15 @@ def _part_or_none(path: Path) -> Trace | None:
 def load_parts(folder: Path) -> Loaded:
     """Join the ranks' parts in a run folder with those of the attempts that it goes on from, and with the run's files.
 
-    Attempts on another layout, whose ranks and stages are others, are named in the notes and left out.
+    Attempts on another layout, whose ranks and stages are others, are named in the notes and left
+    out.
 
     Raises:
         ConfigError: there is none, or none of the last attempt is readable.
     """
     attempts = [loaded := _load_attempt(folder)]
-    trace, notes = loaded.trace, [*loaded.notes]
+    trace = loaded.trace
+    notes = [*loaded.notes]
     for path in sorted(folder.glob(ATTEMPTS), reverse=True):
         if not attempts[0].trace.attributes.get("continues"):
             break
@@ -93,7 +103,10 @@ def load_parts(folder: Path) -> Loaded:
             earlier = _load_attempt(path)
             if _layout(earlier.trace) != _layout(trace):
                 first = attempts[0].trace.attributes.get("first_step", 0)
-                notes.append(f"steps before {first} ran on another layout; their traces are {path} and before")
+                notes.append(
+                    f"steps before {first} ran on another layout; their traces are {path} and"
+                    " before"
+                )
                 break
             attempts.insert(0, earlier)
     if len(attempts) > 1:
@@ -101,7 +114,9 @@ def load_parts(folder: Path) -> Loaded:
         numbers = ", ".join(map(str, np.unique(trace.steps["attempt"])))
         notes.append(f"{len(trace.steps)} steps are whole, of the attempts {numbers}")
     notes += _add_run_files(trace, RunFolder(folder))
-    return Loaded(trace, tuple(path for attempt in attempts for path in attempt.paths), tuple(notes))
+    return Loaded(
+        trace, tuple(path for attempt in attempts for path in attempt.paths), tuple(notes)
+    )
 
 
 def _layout(trace: Trace) -> tuple[int, int]:
@@ -113,7 +128,10 @@ def _load_attempt(folder: Path) -> Loaded:
     found = sorted(folder.glob(PARTS))
     if not found:
         raise ConfigError(
-            "path", folder, f"holds neither {WHOLE_TRACE} nor {PARTS}", "give a run folder or a trace file"
+            "path",
+            folder,
+            f"holds neither {WHOLE_TRACE} nor {PARTS}",
+            "give a run folder or a trace file",
         )
     parts = {path: part for path in found if (part := _part_or_none(path)) is not None}
     if not parts:
@@ -123,12 +141,22 @@ def _load_attempt(folder: Path) -> Loaded:
     run = RunFolder(folder)
     if run.run_yaml.is_file():
         trace.run_yaml = run.traced_yaml()
-    done = {int(part.attributes.get("rank", -1)): len(np.unique(part.rank_steps["step"])) for part in parts.values()}
+    done = {
+        int(part.attributes.get("rank", -1)): len(np.unique(part.rank_steps["step"]))
+        for part in parts.values()
+    }
     most = max(done.values())
     notes = [
-        f"joined {len(parts)} parts of {trace.world_size} ranks, {len(trace.steps)} steps are whole",
+        (
+            f"joined {len(parts)} parts of {trace.world_size} ranks, {len(trace.steps)} steps are"
+            " whole"
+        ),
         *(f"left out {path.name}: not readable" for path in found if path not in parts),
-        *(f"rank {rank} finished {steps} steps, others {most}" for rank, steps in sorted(done.items()) if steps < most),
+        *(
+            f"rank {rank} finished {steps} steps, others {most}"
+            for rank, steps in sorted(done.items())
+            if steps < most
+        ),
     ]
     return Loaded(trace, tuple(parts), tuple(notes))
 
@@ -136,11 +164,13 @@ def _load_attempt(folder: Path) -> Loaded:
 def _add_run_files(trace: Trace, folder: RunFolder) -> list[str]:
     """Add to a trace the commit, schedule, partition, memory plan and layers' times that its run was prepared with.
 
-    The changes of its layout are added too. Without a file the trace stays as it was; a damaged file is named in the
-    notes that are returned.
+    The changes of its layout are added too. Without a file the trace stays as it was; a damaged
+    file is named in the notes that are returned.
     """
     notes = []
-    commit, schedule, partition = folder.provenance_json, folder.schedule_json, folder.partition_json
+    commit = folder.provenance_json
+    schedule = folder.schedule_json
+    partition = folder.partition_json
     for path in (commit, schedule, partition, folder.memory_json, folder.profile_json):
         if not path.exists():
             continue
@@ -160,7 +190,9 @@ def _add_run_files(trace: Trace, folder: RunFolder) -> list[str]:
             else:
                 profile = ModelProfile.from_json(read_json(path), path)
                 names = ("forward_s", "input_grad_s", "weight_grad_s")
-                times = (tuple(float(getattr(layer, name)) for layer in profile.layers) for name in names)
+                times = (
+                    tuple(float(getattr(layer, name)) for layer in profile.layers) for name in names
+                )
                 trace.layer_times = LayerTimes(profile.source, *times)
         except (ConfigError, ValueError) as error:
             notes.append(f"left out {path.name}: not readable ({' '.join(str(error).split())})")
@@ -169,15 +201,17 @@ def _add_run_files(trace: Trace, folder: RunFolder) -> list[str]:
             trace.attributes["layouts"] = changes
             notes += changes
     except ConfigError as error:
-        notes.append(f"left out {folder.layouts_json.name}: not readable ({' '.join(str(error).split())})")
+        notes.append(
+            f"left out {folder.layouts_json.name}: not readable ({' '.join(str(error).split())})"
+        )
     return notes
 
 
 def find_runs(names: Sequence[str], runs_dir: Path) -> list[Path]:
     """Return the run folders and trace files that `names` name, each once.
 
-    A name is a path, or the name of a run or a study below `runs_dir`; a run's name without its signature stands for
-    all runs of that name. Of a study those points are taken that have a trace.
+    A name is a path, or the name of a run or a study below `runs_dir`; a run's name without its
+    signature stands for all runs of that name. Of a study those points are taken that have a trace.
 
     Raises:
         ConfigError: there is none of a name, or a study none of whose points has a trace.
@@ -207,7 +241,9 @@ def _named(name: str, runs_dir: Path) -> Iterator[Path]:
             yield from _points(path)
             return
     problem = f"is no run, no study and no trace file, here or in {runs_dir}"
-    yield from runs_of_name(name, runs_dir, _is_run, _is_study, problem, "another folder of runs: --runs-dir FOLDER")
+    yield from runs_of_name(
+        name, runs_dir, _is_run, _is_study, problem, "another folder of runs: --runs-dir FOLDER"
+    )
 
 
 def _points(study: Path) -> Iterator[Path]:
@@ -215,16 +251,26 @@ def _points(study: Path) -> Iterator[Path]:
         rows = read_json(study / STUDY_JSON).get("points")
     except ValueError as error:
         raise ConfigError("study", study, f"its {STUDY_JSON} is damaged ({error})") from error
-    names = [row.get("run_folder") for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
-    folders = [study.parent / name for name in names if isinstance(name, str) and name and "/" not in name]
+    names = (
+        [row.get("run_folder") for row in rows if isinstance(row, dict)]
+        if isinstance(rows, list)
+        else []
+    )
+    folders = [
+        study.parent / name for name in names if isinstance(name, str) and name and "/" not in name
+    ]
     finished = [folder for folder in folders if (folder / WHOLE_TRACE).is_file()]
     if not finished:
-        raise ConfigError("study", study.name, "none of its points has a trace", f"make study CONF={study.name}")
+        raise ConfigError(
+            "study", study.name, "none of its points has a trace", f"make study CONF={study.name}"
+        )
     yield from finished
 
 
 def _is_run(path: Path) -> bool:
-    return any((path / name).is_file() for name in ("run.yaml", WHOLE_TRACE)) or any(path.glob(PARTS))
+    return any((path / name).is_file() for name in ("run.yaml", WHOLE_TRACE)) or any(
+        path.glob(PARTS)
+    )
 
 
 def _is_study(path: Path) -> bool:

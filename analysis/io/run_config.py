@@ -34,41 +34,58 @@ class RunFacts:
     def bubble(
         self, forward_s: float | None, backward_s: float | None, weight_grad_s: float | None = None
     ) -> float | None:
-        """Return the schedule's bubble by its closed form; None if that or a fact is not known, or in strips.
+        """Return the schedule's bubble by its closed form.
 
+        None if that or a fact is not known, or in strips.
         Times are those of a stage; `weight_grad_s` is W's part of a split backward.
         """
-        name, partitions, micro_batches = self.schedule, self.partitions, self.micro_batches
+        name = self.schedule
+        partitions = self.partitions
+        micro_batches = self.micro_batches
         if self.strips > 1 or name is None or partitions is None or micro_batches is None:
             return None
         if forward_s is None or backward_s is None:
             return None
         w_s = backward_s / 2 if weight_grad_s is None else weight_grad_s
         times_s = forward_s, backward_s - w_s, w_s
-        span_s = step_units(name, Terms(partitions, micro_batches, self.parts or 1, self.chunks, self.cap, *times_s))
+        span_s = step_units(
+            name, Terms(partitions, micro_batches, self.parts or 1, self.chunks, self.cap, *times_s)
+        )
         return None if not span_s else 1.0 - micro_batches * (forward_s + backward_s) / span_s
 
 
 def run_facts(trace: Trace) -> RunFacts:
-    """Return the facts in `trace.run_yaml`, the resolved `gems.config.schema.RunSpec`; all None for an empty text.
+    """Return the facts in `trace.run_yaml`, the resolved `gems.config.schema.RunSpec`.
+
+    All None for an empty text.
 
     Raises:
-        ConfigError: the text is no YAML, no mapping of groups, or a figure in it is not a number that is allowed.
+        ConfigError: the text is no YAML, no mapping of groups, or a figure in it is not a number
+        that is allowed.
     """
     document = read_document(trace.run_yaml)
     schedule, parallel, cost = (_group(document, name) for name in ("schedule", "parallel", "cost"))
-    name, cap, cap_bytes = (schedule.get(key) for key in ("name", "activation_cap", "activation_cap_bytes"))
-    counts = {key: _count(parallel, key) for key in ("partitions", "replicas", "micro_batches", "parts")}
+    name, cap, cap_bytes = (
+        schedule.get(key) for key in ("name", "activation_cap", "activation_cap_bytes")
+    )
+    counts = {
+        key: _count(parallel, key) for key in ("partitions", "replicas", "micro_batches", "parts")
+    }
     unit_bytes = cost.get("activation_bytes")
     try:  # in units of activations
-        units = float(cap_bytes) / float(unit_bytes) if cap_bytes is not None and unit_bytes else cap
+        units = (
+            float(cap_bytes) / float(unit_bytes) if cap_bytes is not None and unit_bytes else cap
+        )
         units = None if units is None else float(units)
     except (TypeError, ValueError) as error:
         raise ConfigError("run_yaml.schedule.activation_cap", cap, "allowed: a number") from error
     return RunFacts(
-        None if name is None else str(name), **counts, chunks=_count(schedule, "chunks") or 2, cap=units,
+        None if name is None else str(name),
+        **counts,
+        chunks=_count(schedule, "chunks") or 2,
+        cap=units,
         strips=_count(parallel, "strips") or 1,
-    )  # fmt: skip
+    )
 
 
 def read_document(run_yaml: str) -> dict[str, Any]:
@@ -80,14 +97,20 @@ def read_document(run_yaml: str) -> dict[str, Any]:
     try:
         document = yaml.safe_load(run_yaml) if run_yaml else {}
     except yaml.YAMLError as error:
-        raise ConfigError("run_yaml", "unreadable", f"not YAML ({' '.join(str(error).split())})") from error
+        raise ConfigError(
+            "run_yaml", "unreadable", f"not YAML ({' '.join(str(error).split())})"
+        ) from error
     if not isinstance(document, dict):
-        raise ConfigError("run_yaml", type(document).__name__, "allowed: a mapping of configuration groups")
+        raise ConfigError(
+            "run_yaml", type(document).__name__, "allowed: a mapping of configuration groups"
+        )
     return with_new_names(document)
 
 
 def read_section(document: dict[str, Any], name: str, section: type[Section]) -> Section:
-    """Read a group of a resolved configuration as its class; keys that another version added are ignored.
+    """Read a group of a resolved configuration as its class.
+
+    Keys that another version added are ignored.
 
     Raises:
         ConfigError: the group is no mapping.
@@ -115,7 +138,9 @@ def read_head(path: Path) -> tuple[dict[str, Any], np.ndarray, dict[str, Any]]:
             steps[column] = read_column(file, "steps", column)
         document = read_document(file["run_yaml"].asstr()[()])
     if not document:
-        raise ConfigError("trace", path, "holds no configuration of its run", "collect the run again")
+        raise ConfigError(
+            "trace", path, "holds no configuration of its run", "collect the run again"
+        )
     return attributes, np.sort(steps, order="step"), document
 
 

@@ -24,11 +24,16 @@ def by_rank(events: np.ndarray) -> dict[int, np.ndarray]:
     if (np.diff(events["rank"]) < 0).any():
         events = events[np.argsort(events["rank"], kind="stable")]
     ranks, firsts = np.unique(events["rank"], return_index=True)
-    return dict(zip(ranks.tolist(), np.split(events, firsts[1:]), strict=True)) if len(events) else {}
+    return (
+        dict(zip(ranks.tolist(), np.split(events, firsts[1:]), strict=True)) if len(events) else {}
+    )
 
 
 def ranks_written(trace: Trace) -> int:
-    """Return the number of ranks whose events a trace holds: those of one replica if all are identical."""
+    """Return the number of ranks whose events a trace holds.
+
+    Those of one replica if all are identical.
+    """
     return trace.world_size // int(trace.attributes.get("identical_replicas", 1))
 
 
@@ -36,7 +41,8 @@ def ranks_written(trace: Trace) -> int:
 class StepWindow:
     """The events of one step and the time that it spans, from the first rank's begin to the last rank's end.
 
-    `is_whole` is False for a step that some rank did not finish; it then spans the events that are there.
+    `is_whole` is False for a step that some rank did not finish; it then spans the events that are
+    there.
     """
 
     step: int
@@ -76,17 +82,33 @@ def step_window(trace: Trace, step: int | None = None) -> StepWindow:
     """
     with_events = np.unique(trace.events["step"])
     if not len(with_events):
-        raise ConfigError("trace", trace.source, "holds no events", "did the run end before its first step?")
+        raise ConfigError(
+            "trace", trace.source, "holds no events", "did the run end before its first step?"
+        )
     if step is None:
         whole = trace.steps[np.isin(trace.steps["step"], with_events)]
         counted = whole[whole["is_warmup"] == 0]
-        step = next(int(found.max()) for found in (counted["step"], whole["step"], with_events) if len(found))
+        step = next(
+            int(found.max())
+            for found in (counted["step"], whole["step"], with_events)
+            if len(found)
+        )
     if step not in with_events:
-        low, high = int(with_events[0]), int(with_events[-1])
+        low = int(with_events[0])
+        high = int(with_events[-1])
         raise ConfigError("step", step, f"allowed: {low} to {high}, the steps with events")
     events = trace.events[trace.events["step"] == step]
     row = trace.steps[trace.steps["step"] == step]
     if len(row):
         first = row[0]
-        return StepWindow(step, int(first["start_ns"]), int(first["end_ns"]), True, bool(first["is_warmup"]), events)
-    return StepWindow(step, int(events["start_ns"].min()), int(events["end_ns"].max()), False, False, events)
+        return StepWindow(
+            step,
+            int(first["start_ns"]),
+            int(first["end_ns"]),
+            True,
+            bool(first["is_warmup"]),
+            events,
+        )
+    return StepWindow(
+        step, int(events["start_ns"].min()), int(events["end_ns"].max()), False, False, events
+    )

@@ -16,29 +16,33 @@ NS = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """Figures over the whole steps of a run that are not warm-up steps; None if the trace does not contain them.
+    """Figures over the whole steps of a run that are not warm-up steps.
 
-    Tuples have an item for each world rank; in a trace of one replica for all, its ranks represent the others. Peaks
-    cover the whole trace, warm-up and unfinished steps included.
+    None if the trace does not contain them.
+    Tuples have an item for each world rank; in a trace of one replica for all, its ranks represent
+    the others. Peaks cover the whole trace, warm-up and unfinished steps included.
 
     Attributes:
         num_warmup_steps: whole steps left out.
         num_images: images of the counted steps, all directions and replicas.
-        time_s: from the first counted step's start to the last one's end with the gaps between, attempt by attempt.
+        time_s: from the first counted step's start to the last one's end with the gaps between,
+            attempt by attempt.
         step_median_s: median of the step times, see `step_times_s`.
         step_low_s, step_high_s: bounds of its 95 % interval; of fewer than 6 steps the extremes.
         step_p95_s: 95th percentile of the same, linear between neighbours.
         busy_s: time in F, B, I, W and R on the compute stream; None for a rank without events.
         bubble_measured: 1 - sum(busy_s) / (world size x time_s), of the trace's `source`.
-        efficiency: useful compute (F, B, I and W, but not the recomputation R) over world size x time_s.
+        efficiency: useful compute (F, B, I and W, but not the recomputation R) over world size x
+            time_s.
         bubble_formula: the closed form of the schedule at `forward_s` and `backward_s`.
-        forward_s: median duration of F of a stage, mean over the stages; backward_s that of B, or of I and W together.
-        peak_device_bytes: most bytes held on the device: the allocator's peak on a GPU and the simulation's own, else
-            the ledger's when an action ended.
+        forward_s: median duration of F of a stage, mean over the stages; backward_s that of B, or
+            of I and W together.
+        peak_device_bytes: most bytes held on the device: the allocator's peak on a GPU and the
+            simulation's own, else the ledger's when an action ended.
         peak_rss_bytes: most resident memory of the process, from samples.
         peak_driver_bytes: most device memory in use as the driver reports it, from samples.
-        joules_per_image: energy of the ranks' GPUs in the counted steps over their images, by samples of their power;
-            None unless all ranks have some.
+        joules_per_image: energy of the ranks' GPUs in the counted steps over their images, by
+            samples of their power; None unless all ranks have some.
     """
 
     num_steps: int
@@ -73,20 +77,27 @@ def run_metrics(trace: Trace, facts: RunFacts | None = None) -> Metrics:
     facts = run_facts(trace) if facts is None else facts
     steps = np.sort(trace.steps, order="step")
     is_counted = steps["is_warmup"] == 0
-    counted, step_s = steps[is_counted], step_times_s(steps)[is_counted]
-    num_images, time_s, energy_j = int(counted["images"].sum()), None, None
+    counted = steps[is_counted]
+    step_s = step_times_s(steps)[is_counted]
+    num_images = int(counted["images"].sum())
+    time_s = None
+    energy_j = None
     median = p95 = None
     losses: list[float | None] = [None, None]
     if len(counted):
-        ends = np.flatnonzero(np.diff(counted["attempt"], append=-1))  # of the attempts: no time passes between them
+        ends = np.flatnonzero(
+            np.diff(counted["attempt"], append=-1)
+        )  # of the attempts: no time passes between them
         starts = np.concatenate([[0], ends[:-1] + 1])
         time_s = float((counted["end_ns"][ends] - counted["start_ns"][starts]).sum()) * NS
         energy_j = _energy_j(trace, counted["start_ns"][starts], counted["end_ns"][ends])
-        median, p95 = median_interval(step_s), percentile(step_s, 95)
+        median = median_interval(step_s)
+        p95 = percentile(step_s, 95)
         losses = [None if np.isnan(loss) else float(loss) for loss in counted["loss"][[0, -1]]]
     events = trace.events[np.isin(trace.events["step"], counted["step"])]
     busy_s = _times_s(trace, events, COMPUTE)
-    forward_s, backward_s = stage_mean_s(events, "F"), backward_mean_s(events)
+    forward_s = stage_mean_s(events, "F")
+    backward_s = backward_mean_s(events)
     return Metrics(
         num_steps=len(counted),
         num_warmup_steps=len(steps) - len(counted),
@@ -115,8 +126,8 @@ def run_metrics(trace: Trace, facts: RunFacts | None = None) -> Metrics:
 def step_times_s(steps: np.ndarray) -> np.ndarray:
     """Return the time of each step in seconds; `steps` are rows of `/steps`, sorted by step.
 
-    Without a barrier a rank begins step k + 1 while another still ends step k. A step is charged from the
-    previous step's last end (or its own begin if that is later) to its own last end.
+    Without a barrier a rank begins step k + 1 while another still ends step k. A step is charged
+    from the previous step's last end (or its own begin if that is later) to its own last end.
     """
     begin = steps["start_ns"].copy()
     begin[1:] = np.maximum(begin[1:], steps["end_ns"][:-1])
@@ -125,7 +136,10 @@ def step_times_s(steps: np.ndarray) -> np.ndarray:
 
 
 def _energy_j(trace: Trace, starts_ns: np.ndarray, ends_ns: np.ndarray) -> float | None:
-    """Return the energy of all GPUs between times, by the trapezoidal rule over samples of power; None if unknown."""
+    """Return the energy of all GPUs between times, by the trapezoidal rule over samples of power.
+
+    None if unknown.
+    """
     known = trace.samples[np.isfinite(trace.samples["power_w"])]
     total_j = 0.0
     for rank in range(trace.world_size):
@@ -141,18 +155,26 @@ def _energy_j(trace: Trace, starts_ns: np.ndarray, ends_ns: np.ndarray) -> float
 
 
 def _times_s(trace: Trace, events: np.ndarray, kinds: tuple[str, ...]) -> tuple[float | None, ...]:
-    """Return each rank's time in actions of some kinds on the compute stream; None for a rank without events."""
+    """Return each rank's time in actions of some kinds on the compute stream.
+
+    None for a rank without events.
+    """
     compute = events[events["stream"] == STREAMS.index("compute")]
     compute = compute[of_kinds(compute, *kinds)]
     num_ranks = ranks_written(trace)
-    times_ns = np.bincount(compute["rank"], compute["end_ns"] - compute["start_ns"], minlength=num_ranks)
+    times_ns = np.bincount(
+        compute["rank"], compute["end_ns"] - compute["start_ns"], minlength=num_ranks
+    )
     present = np.bincount(events["rank"], minlength=num_ranks)
     written = [float(times_ns[rank]) * NS if present[rank] else None for rank in range(num_ranks)]
     return tuple(written * (trace.world_size // num_ranks))
 
 
 def _share(times_s: tuple[float | None, ...], time_s: float | None) -> float | None:
-    """Return a time's share of all ranks' time; None if a rank's part is missing: unknown is not idle."""
+    """Return a time's share of all ranks' time.
+
+    None if a rank's part is missing: unknown is not idle.
+    """
     known = [time for time in times_s if time is not None]
     if not time_s or not known or len(known) < len(times_s):
         return None
@@ -160,7 +182,10 @@ def _share(times_s: tuple[float | None, ...], time_s: float | None) -> float | N
 
 
 def stage_mean_s(events: np.ndarray, kind: str) -> float | None:
-    """Return the median duration of a kind of action on a stage, in seconds, mean over the stages; None without any."""
+    """Return the median duration of a kind of action on a stage, in seconds, mean over the stages.
+
+    None without any.
+    """
     mine = events[of_kinds(events, kind)]
     if not len(mine):
         return None
@@ -170,7 +195,10 @@ def stage_mean_s(events: np.ndarray, kind: str) -> float | None:
 
 
 def backward_mean_s(events: np.ndarray) -> float | None:
-    """Return the median duration of a stage's backward, in seconds, mean over the stages: B, or I and W together."""
+    """Return the median duration of a stage's backward, in seconds, mean over the stages.
+
+    B, or I and W together.
+    """
     whole = stage_mean_s(events, "B")
     halves = stage_mean_s(events, "I"), stage_mean_s(events, "W")
     if whole is not None or halves[0] is None or halves[1] is None:
@@ -186,10 +214,15 @@ def _peaks(table: np.ndarray, column: str, world_size: int) -> tuple[int | None,
 
 
 def _device_peaks(trace: Trace) -> tuple[int | None, ...]:
-    """Return the allocator's own peaks if the trace has them: they include what an action held only while it ran."""
+    """Return the allocator's own peaks if the trace has them.
+
+    They include what an action held only while it ran.
+    """
     written = _peaks(trace.events, "device_bytes", ranks_written(trace))
     counted = written * (trace.world_size // len(written))
     allocated = trace.attributes.get("peak_allocated_bytes")
     if allocated is None:
         return counted
-    return tuple(held if peak < 0 else int(peak) for peak, held in zip(allocated, counted, strict=True))
+    return tuple(
+        held if peak < 0 else int(peak) for peak, held in zip(allocated, counted, strict=True)
+    )

@@ -1,7 +1,7 @@
 """Statistics of repeated measurements: bootstrap intervals, percentiles and means of rates.
 
-Nothing here assumes a normal distribution. Values are assumed to be independent, which steps of one run are only
-approximately: repetitions as jobs of their own tell more than as many further steps.
+Nothing here assumes a normal distribution. Values are assumed to be independent, which steps of one
+run are only approximately: repetitions as jobs of their own tell more than as many further steps.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ NUM_DRAWS = 2000
 class Interval:
     """An estimate between its bounds.
 
-    With `is_range` the bounds are the least and the largest value, as there are too few for an interval. `level` is the
-    share of cases in which such an interval contains the true value; meaningless for a range.
+    With `is_range` the bounds are the least and the largest value, as there are too few for an
+    interval. `level` is the share of cases in which such an interval contains the true value;
+    meaningless for a range.
     """
 
     low: float
@@ -38,7 +39,9 @@ class Interval:
 
     def scaled(self, factor: float) -> Interval:
         """Return the interval of the value times a factor above 0."""
-        return replace(self, low=factor * self.low, value=factor * self.value, high=factor * self.high)
+        return replace(
+            self, low=factor * self.low, value=factor * self.value, high=factor * self.high
+        )
 
     def overlaps(self, other: Interval) -> bool:
         """Return whether the two have a value in common."""
@@ -48,8 +51,9 @@ class Interval:
 def min_values(level: float = LEVEL) -> int:
     """Return how many values an interval of the median needs: 6 for 95 %.
 
-    The least and the largest of n values hold the median between them in all but 2^(1 - n) of cases, whatever the
-    distribution; with fewer values than this no interval between them reaches the level.
+    The least and the largest of n values hold the median between them in all but 2^(1 - n) of
+    cases, whatever the distribution; with fewer values than this no interval between them reaches
+    the level.
 
     Raises:
         ConfigError: a level that is no share between 0 and 1.
@@ -59,38 +63,48 @@ def min_values(level: float = LEVEL) -> int:
     return 1 + int(np.ceil(np.log2(1.0 / (1.0 - level)) - 1e-9))
 
 
-def median_draws(values: Sequence[float] | np.ndarray, num_draws: int = NUM_DRAWS, seed: int = 0) -> np.ndarray:
+def median_draws(
+    values: Sequence[float] | np.ndarray, num_draws: int = NUM_DRAWS, seed: int = 0
+) -> np.ndarray:
     """Return medians of resamples of `values`, shape (num_draws,), in the unit of the values.
 
-    A resample's median is an order statistic of it, or the mean of two, so the places of these among the sorted
-    values are drawn, from their beta distribution. That is exactly the bootstrap of the median (Efron 1979), at a cost
-    that does not grow with the number of values.
+    A resample's median is an order statistic of it, or the mean of two, so the places of these
+    among the sorted values are drawn, from their beta distribution. That is exactly the bootstrap
+    of the median (Efron 1979), at a cost that does not grow with the number of values.
 
     Raises:
         ConfigError: no value.
     """
     ordered = _sorted(values)
-    count, rng = len(ordered), np.random.default_rng(seed)
+    count = len(ordered)
+    rng = np.random.default_rng(seed)
     upper = count // 2 + 1  # of 1..count
     lower = upper - 1 if count % 2 == 0 else upper
     first = rng.beta(lower, count - lower + 1, num_draws)
-    last = first if lower == upper else first + (1.0 - first) * rng.beta(1.0, count - lower, num_draws)
+    last = (
+        first if lower == upper else first + (1.0 - first) * rng.beta(1.0, count - lower, num_draws)
+    )
     places = [np.minimum((share * count).astype(int), count - 1) for share in (first, last)]
     drawn: np.ndarray = (ordered[places[0]] + ordered[places[1]]) / 2.0
     return drawn
 
 
-def median_interval(values: Sequence[float] | np.ndarray, level: float = LEVEL, seed: int = 0) -> Interval:
+def median_interval(
+    values: Sequence[float] | np.ndarray, level: float = LEVEL, seed: int = 0
+) -> Interval:
     """Return the median with its bootstrap interval: the percentiles of the medians of resamples.
 
-    With fewer than `min_values` the bounds are the least and the largest value, and `is_range` is set.
+    With fewer than `min_values` the bounds are the least and the largest value, and `is_range` is
+    set.
 
     Raises:
         ConfigError: no value, or a level that is no share between 0 and 1.
     """
     ordered = _sorted(values)
     if len(ordered) < min_values(level):
-        return Interval(float(ordered[0]), float(np.median(ordered)), float(ordered[-1]), True, level)
+        return Interval(
+            float(ordered[0]), float(np.median(ordered)), float(ordered[-1]), True, level
+        )
     return percentile_interval(median_draws(ordered, seed=seed), float(np.median(ordered)), level)
 
 
@@ -122,7 +136,8 @@ def harmonic_mean(rates: Sequence[float] | np.ndarray) -> float:
 def further_values(interval: Interval, count: int, relative_half_width: float) -> int:
     """Return how many values more it would take, about, to bring an interval from `count` values to a half width.
 
-    The width falls with the square root of the count. For a range it is the number that an interval needs at all.
+    The width falls with the square root of the count. For a range it is the number that an interval
+    needs at all.
     """
     if interval.is_range:
         return max(1, min_values(interval.level) - count)

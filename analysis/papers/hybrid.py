@@ -1,4 +1,7 @@
-"""The projections of Pal et al. (2019) recomputed from their inputs, each input with how well it is known."""
+"""The projections of Pal et al.
+
+(2019) recomputed from their inputs, each input with how well it is known.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,15 @@ from gems.planner.hybrid.device_allocation import NUM_DRAWS, device_counts
 from gems.planner.hybrid.end_to_end_time import BreakEven
 from gems.planner.hybrid.epochs import fit_noise_scale
 from gems.planner.hybrid.inputs import published_series
-from gems.planner.hybrid.pal import DEGREE, GROWN_FROM, MEASURED, NETWORKS, Network, Published, Verdict
+from gems.planner.hybrid.pal import (
+    DEGREE,
+    GROWN_FROM,
+    MEASURED,
+    NETWORKS,
+    Network,
+    Published,
+    Verdict,
+)
 from gems.planner.hybrid.quantity import Quantity, band, drawn
 from gems.utils.tables import RIGHT
 from gems.utils.tables import table as render
@@ -70,7 +81,8 @@ def projections(networks: tuple[Network, ...] = NETWORKS, seed: int = 0) -> list
 
 
 def _projection(network: Network, seed: int) -> Projection:
-    rng, case = np.random.default_rng(seed), network.case
+    rng = np.random.default_rng(seed)
+    case = network.case
     draws = [drawn(case, rng) for _ in range(NUM_DRAWS)]
     published = {each.devices: each for each in network.published}
     gains = []
@@ -86,7 +98,8 @@ def _projection(network: Network, seed: int) -> Projection:
 class MeasuredGain:
     """A gain by epochs that others have measured, where their noise scale says what the batches between take.
 
-    `published` is the paper's figure for the network and the devices, recalled for other epochs; None if it has none.
+    `published` is the paper's figure for the network and the devices, recalled for other epochs;
+    None if it has none.
     """
 
     name: str
@@ -103,21 +116,37 @@ class MeasuredGain:
 
 def measured_gains(seed: int = 0) -> list[MeasuredGain]:
     """Recompute projections with published epochs in place of those derived or recalled."""
-    networks, series = {network.title: network for network in NETWORKS}, published_series()
+    networks = {network.title: network for network in NETWORKS}
+    series = published_series()
     found = []
     for title, name, shown, counts in MEASURED:
-        network, law = networks[title], fit_noise_scale(series[name]).law
+        network = networks[title]
+        law = fit_noise_scale(series[name]).law
         case = replace(network.case, epochs=law)
         rng = np.random.default_rng(seed)
         draws = [replace(drawn(case, rng), epochs=law.drawn(rng)) for _ in range(NUM_DRAWS)]
         published = {each.devices: each for each in network.published} if shown == title else {}
         for devices in counts:
-            workers, batch = devices // DEGREE, devices * case.worker_batch
-            bounds = band(case.gain(workers, DEGREE), [draw.gain(workers, DEGREE) for draw in draws])
+            workers = devices // DEGREE
+            batch = devices * case.worker_batch
+            bounds = band(
+                case.gain(workers, DEGREE), [draw.gain(workers, DEGREE) for draw in draws]
+            )
             value, low, high = (end - 1.0 for end in (bounds.value, bounds.low, bounds.high))
             outside = batch > max(known for known, _ in series[name])
             found.append(
-                MeasuredGain(shown, title, name, devices, batch, value, low, high, outside, published.get(devices))
+                MeasuredGain(
+                    shown,
+                    title,
+                    name,
+                    devices,
+                    batch,
+                    value,
+                    low,
+                    high,
+                    outside,
+                    published.get(devices),
+                )
             )
     return found
 
@@ -125,27 +154,42 @@ def measured_gains(seed: int = 0) -> list[MeasuredGain]:
 def table(found: list[Projection]) -> str:
     """Return the projections as text: gains, crossing points, and every input with its mark."""
     columns = {
-        "network": "", "devices": "d", "N x M": RIGHT, "gain": RIGHT, "95 %": RIGHT, "published": "", "which is": "",
+        "network": "",
+        "devices": "d",
+        "N x M": RIGHT,
+        "gain": RIGHT,
+        "95 %": RIGHT,
+        "published": "",
+        "which is": "",
         "shows": "",
-    }  # fmt: skip
+    }
     gains = [
         (
-            one.network.title, each.devices, f"{each.devices // DEGREE} x {DEGREE}", f"{100 * each.gain:+.1f} %",
-            f"{100 * each.low:+.1f} to {100 * each.high:+.1f}", f"{100 * each.published.gain:+.1f} %",
-            f"{each.published.mark} (its devices: {each.published.devices_mark})", str(one.network.verdict),
+            one.network.title,
+            each.devices,
+            f"{each.devices // DEGREE} x {DEGREE}",
+            f"{100 * each.gain:+.1f} %",
+            f"{100 * each.low:+.1f} to {100 * each.high:+.1f}",
+            f"{100 * each.published.gain:+.1f} %",
+            f"{each.published.mark} (its devices: {each.published.devices_mark})",
+            str(one.network.verdict),
         )
         for one in found
         for each in one.gains
         if each.published is not None
-    ]  # fmt: skip
+    ]
     inputs = [
         (
-            " " if each.mark.is_confirmed else "!", one.network.title, each.name,
-            UNKNOWN if each.unit == "1" else each.unit, each.value, str(each.mark),
+            " " if each.mark.is_confirmed else "!",
+            one.network.title,
+            each.name,
+            UNKNOWN if each.unit == "1" else each.unit,
+            each.value,
+            str(each.mark),
         )
         for one in found
         for each in one.network.inputs
-    ]  # fmt: skip
+    ]
     lines = [
         HEAD,
         "",
@@ -155,28 +199,55 @@ def table(found: list[Projection]) -> str:
         *map(_describe_crossing, found),
     ]
     measured_columns = {
-        "epochs of": "", "workers of": "", "devices": "d", "batch": "d", "gain": RIGHT, "95 %": RIGHT,
+        "epochs of": "",
+        "workers of": "",
+        "devices": "d",
+        "batch": "d",
+        "gain": RIGHT,
+        "95 %": RIGHT,
         "published (recalled)": RIGHT,
-    }  # fmt: skip
+    }
     measured = [
         (
-            each.series, each.network, each.devices, int(each.global_batch), f"{100 * each.gain:+.1f} %",
-            f"{100 * each.low:+.1f} to {100 * each.high:+.1f}{' (extrapolated)' if each.is_extrapolated else ''}",
+            each.series,
+            each.network,
+            each.devices,
+            int(each.global_batch),
+            f"{100 * each.gain:+.1f} %",
+            (
+                f"{100 * each.low:+.1f} to"
+                f" {100 * each.high:+.1f}{' (extrapolated)' if each.is_extrapolated else ''}"
+            ),
             UNKNOWN if each.published is None else f"{100 * each.published.gain:+.1f} %",
         )
         for each in measured_gains()
-    ]  # fmt: skip
-    lines += ["", "By epochs that others have measured (not verified by MLCommons), and a noise scale fitted to them:",
-              render(measured_columns, measured)]  # fmt: skip
+    ]
+    lines += [
+        "",
+        (
+            "By epochs that others have measured (not verified by MLCommons), and a noise scale"
+            " fitted to them:"
+        ),
+        render(measured_columns, measured),
+    ]
     input_columns = {"": "", "network": "", "input": "", "unit": "", "value": "g", "is": ""}
-    return "\n".join([*lines, "", "Inputs (! is not confirmed):", render(input_columns, inputs), "", CAUTION])
+    return "\n".join(
+        [*lines, "", "Inputs (! is not confirmed):", render(input_columns, inputs), "", CAUTION]
+    )
 
 
 def answer(found: list[Projection]) -> dict[str, Any]:
-    """Return the same as one object; gains are parts of 1, and every input is marked as confirmed or not."""
+    """Return the same as one object.
+
+    Gains are parts of 1, and every input is marked as confirmed or not.
+    """
     return {
-        "schema": SCHEMA, "source": "predicted", "paper": PAPER, "method": " ".join(HEAD.split()),
-        "caution": " ".join(CAUTION.split()), "networks": [_network(one) for one in found],
+        "schema": SCHEMA,
+        "source": "predicted",
+        "paper": PAPER,
+        "method": " ".join(HEAD.split()),
+        "caution": " ".join(CAUTION.split()),
+        "networks": [_network(one) for one in found],
         "measured_epochs": [_measured(each) for each in measured_gains()],
         "unconfirmed": [
             f"{one.network.title}: {each.name} ({each.mark})"
@@ -184,26 +255,41 @@ def answer(found: list[Projection]) -> dict[str, Any]:
             for each in one.network.inputs
             if not each.mark.is_confirmed
         ],
-    }  # fmt: skip
+    }
 
 
 def _network(one: Projection) -> dict[str, Any]:
-    network, law, crossing = one.network, one.network.noise_scale, one.crossing
+    network = one.network
+    law = one.network.noise_scale
+    crossing = one.crossing
     is_inside = crossing.below is not None
     return {
-        "network": network.title, "method": network.method, "verdict": str(network.verdict),
+        "network": network.title,
+        "method": network.method,
+        "verdict": str(network.verdict),
         "is_independent": network.verdict is Verdict.REPRODUCED,
         "inputs": [
-            {**asdict(each), "mark": str(each.mark), "is_confirmed": each.mark.is_confirmed} for each in network.inputs
+            {**asdict(each), "mark": str(each.mark), "is_confirmed": each.mark.is_confirmed}
+            for each in network.inputs
         ],
-        "gains": [_gain(each) for each in one.gains], "needed_epochs_ratio": network.needed_ratio,
+        "gains": [_gain(each) for each in one.gains],
+        "needed_epochs_ratio": network.needed_ratio,
         "crossing": {
-            **{name: getattr(crossing, name) if is_inside else None for name in ("devices", "low", "high")},
-            "above": crossing.below, "at_most": crossing.listed, "by_noise_scale": one.noise_devices,
+            **{
+                name: getattr(crossing, name) if is_inside else None
+                for name in ("devices", "low", "high")
+            },
+            "above": crossing.below,
+            "at_most": crossing.listed,
+            "by_noise_scale": one.noise_devices,
             "is_modelled": True,
         },
-        "noise_scale": None if law is None else {"e_min": law.least_epochs.value, "b_crit": law.critical_batch.value},
-    }  # fmt: skip
+        "noise_scale": (
+            None
+            if law is None
+            else {"e_min": law.least_epochs.value, "b_crit": law.critical_batch.value}
+        ),
+    }
 
 
 def _measured(each: MeasuredGain) -> dict[str, Any]:
@@ -218,23 +304,42 @@ def _stated(published: Published | None) -> dict[str, Any] | None:
     if published is None:
         return None
     return {
-        "gain": published.gain, "mark": str(published.mark), "is_confirmed": published.mark.is_confirmed,
-        "devices_mark": str(published.devices_mark), "source": published.source,
-    }  # fmt: skip
+        "gain": published.gain,
+        "mark": str(published.mark),
+        "is_confirmed": published.mark.is_confirmed,
+        "devices_mark": str(published.devices_mark),
+        "source": published.source,
+    }
 
 
 def _gain(each: Gain) -> dict[str, Any]:
-    return {**asdict(each), "workers": each.devices // DEGREE, "ways": DEGREE, "published": _stated(each.published)}
+    return {
+        **asdict(each),
+        "workers": each.devices // DEGREE,
+        "ways": DEGREE,
+        "published": _stated(each.published),
+    }
 
 
 def _describe_crossing(one: Projection) -> str:
-    network, found = one.network, one.crossing
-    ratio = f"where a doubling of the workers takes more than {network.needed_ratio:.3f} times the epochs"
+    network = one.network
+    found = one.crossing
+    ratio = (
+        f"where a doubling of the workers takes more than {network.needed_ratio:.3f} times the"
+        " epochs"
+    )
     if found.below is None:
         where = f"at {found.listed} devices or fewer, below which the inputs do not reach"
     else:
-        ends = "" if found.low is None or found.high is None else f", {found.low:.0f} to {found.high:.0f}"
-        where = f"between {found.below} and {found.listed} devices (at {found.devices} by interpolated epochs{ends})"
+        ends = (
+            ""
+            if found.low is None or found.high is None
+            else f", {found.low:.0f} to {found.high:.0f}"
+        )
+        where = (
+            f"between {found.below} and {found.listed} devices (at {found.devices} by interpolated"
+            f" epochs{ends})"
+        )
     if one.noise_devices is None:
         law = "no noise scale: the epochs double with the batch"
     else:
@@ -244,8 +349,12 @@ def _describe_crossing(one: Projection) -> str:
 
 
 def speedups(network: Network, seed: int = 0) -> dict[int, list[tuple[int, Quantity]]]:
-    """Return what the picture shows, by ways: devices, and the speed-up over the fewest data-parallel workers known."""
-    rng, case = np.random.default_rng(seed), network.case
+    """Return what the picture shows, by ways.
+
+    Devices, and the speed-up over the fewest data-parallel workers known.
+    """
+    rng = np.random.default_rng(seed)
+    case = network.case
     base = min(network.epochs)
     draws = [drawn(case, rng) for _ in range(NUM_DRAWS)]
     every = sorted({*network.devices, base, *network.epochs})
@@ -268,14 +377,19 @@ def speedups(network: Network, seed: int = 0) -> dict[int, list[tuple[int, Quant
 def law_speedups(network: Network) -> dict[int, list[tuple[int, float]]]:
     """Return the same by the noise scale that the epochs imply, empty if they imply none.
 
-    Given epochs are drawn in the range of the fit; a derived ratio from an eighth of its devices to twice.
+    Given epochs are drawn in the range of the fit; a derived ratio from an eighth of its devices to
+    twice.
     """
     law = network.noise_scale
     if law is None:
         return {}
-    case, known = network.case, sorted(network.epochs)
+    case = network.case
+    known = sorted(network.epochs)
     by_law = replace(case, epochs=law)
     first, last = (known[0] // 8, 2 * known[-1]) if network.is_ratio else (GROWN_FROM, known[-1])
     base = case.cost(known[0], 1)
     counts = [count for count in device_counts((), last) if count >= first]
-    return {ways: [(count, base / by_law.cost(count // ways, ways)) for count in counts] for ways in (1, DEGREE)}
+    return {
+        ways: [(count, base / by_law.cost(count // ways, ways)) for count in counts]
+        for ways in (1, DEGREE)
+    }

@@ -18,7 +18,8 @@ from gems.utils.units import number
 
 MACHINE = "titan_x"
 GB = 1e9
-_CHANNELS, _CLASSES = 3, 1000
+_CHANNELS = 3
+_CLASSES = 1000
 
 METRIC = """\
 What is counted: the bytes that vDNN manages. These are the images, the feature maps, their gradients and the
@@ -81,19 +82,29 @@ LOADS = (ALEXNET, OVERFEAT, GOOGLENET, VGG16_64, VGG16_128, VGG16, *DEEP)
 _SAVED = {ALEXNET: 89.0, OVERFEAT: 91.0, GOOGLENET: 95.0}  # abstract
 _SHARES = {ALEXNET: 81.0, VGG16: 96.0}
 _TOTALS = {VGG16: (28.0, "paper"), VGG416: (67.1, "paper, recalled")}
-# Forward and backward in ms on this card: cuDNN 4 in the public convnet-benchmarks, and neon for VGG-16.
-_TIMING, _RATE = "public timing", "public timing, gives the rate"
+# Forward and backward in ms on this card: cuDNN 4 in the public convnet-benchmarks, and neon for
+# VGG-16.
+_TIMING = "public timing"
+_RATE = "public timing, gives the rate"
 _STEPS = {
-    ALEXNET: (90.1, _TIMING), OVERFEAT: (276.5, _TIMING), GOOGLENET: (450.6, _TIMING), VGG16_64: (1133.0, _RATE),
-}  # fmt: skip
-_LOSS, _MIN_LOSS = 18.0, 1.0
+    ALEXNET: (90.1, _TIMING),
+    OVERFEAT: (276.5, _TIMING),
+    GOOGLENET: (450.6, _TIMING),
+    VGG16_64: (1133.0, _RATE),
+}
+_LOSS = 18.0
+_MIN_LOSS = 1.0
 _CARD = 12.0
-_BEYOND, _SAVED_BEYOND = 6, (73.0, 98.0)
+_BEYOND = 6
+_SAVED_BEYOND = (73.0, 98.0)
 
 
 def device_rates(machine: MachineConfig) -> Device:
     """Return the rates that a machine reaches."""
-    reached = (machine.flops_per_s * machine.efficiency, machine.memory_bytes_per_s * machine.efficiency)
+    reached = (
+        machine.flops_per_s * machine.efficiency,
+        machine.memory_bytes_per_s * machine.efficiency,
+    )
     return Device(*reached, machine.d2h_bytes_per_s, machine.h2d_bytes_per_s)
 
 
@@ -101,10 +112,17 @@ def simulate_networks(loads: tuple[Load, ...] = LOADS) -> tuple[dict[Load, Study
     """Simulate the networks on the paper's device, and return both."""
     made: dict[Load, Study] = {}
     for load in loads:
-        spec = compose([
-            f"model={load.model}", f"machine={MACHINE}", "data=synthetic", f"data.height_px={load.side_px}",
-            f"data.width_px={load.side_px}", f"data.channels={_CHANNELS}", f"data.num_classes={_CLASSES}",
-        ])  # fmt: skip
+        spec = compose(
+            [
+                f"model={load.model}",
+                f"machine={MACHINE}",
+                "data=synthetic",
+                f"data.height_px={load.side_px}",
+                f"data.width_px={load.side_px}",
+                f"data.channels={_CHANNELS}",
+                f"data.num_classes={_CLASSES}",
+            ]
+        )
         image = (_CHANNELS, load.side_px, load.side_px)
         network = network_of(layers_of(spec.model, spec.data), image, load.num_images)
         made[load] = study(network, device_rates(spec.machine))
@@ -119,28 +137,57 @@ def table_rows(made: dict[Load, Study], machine: MachineConfig) -> list[Row]:
     rows += [
         _row(VGG16, "vdnn_conv: throughput lost", "%", 100 * conv.loss, _LOSS),
         _row(VGG16, "vdnn_all: throughput lost", "%", 100 * every.loss, _LOSS),
-        _row(VGG16, "vdnn_all: peak with parameters", "GB", peak_bytes / GB, _CARD, "paper, the card's memory"),
+        _row(
+            VGG16,
+            "vdnn_all: peak with parameters",
+            "GB",
+            peak_bytes / GB,
+            _CARD,
+            "paper, the card's memory",
+        ),
     ]
     for load, share in _SHARES.items():
         rows.append(_row(load, "feature layers' share", "%", 100 * made[load].feature_share, share))
     for load, (total, source) in _TOTALS.items():
         bare_bytes = made[load].total_bytes
         rows.append(_row(load, "baseline without workspace", "GB", bare_bytes / GB, total, source))
-        rows.append(_row(load, "baseline", "GB", (bare_bytes + made[load].workspace_bytes) / GB, total, source))
+        rows.append(
+            _row(
+                load,
+                "baseline",
+                "GB",
+                (bare_bytes + made[load].workspace_bytes) / GB,
+                total,
+                source,
+            )
+        )
     rows += _beyond_rows(made.values(), machine)
     for load, (step_ms, source) in _STEPS.items():
-        rows.append(_row(load, "step without vDNN", "ms", 1e3 * made[load].steps[Policy.NONE].step_s, step_ms, source))
+        rows.append(
+            _row(
+                load,
+                "step without vDNN",
+                "ms",
+                1e3 * made[load].steps[Policy.NONE].step_s,
+                step_ms,
+                source,
+            )
+        )
     return rows
 
 
 def _memory_rows(made: dict[Load, Study]) -> Iterator[Row]:
     for load, policy in product(_SAVED, (Policy.ALL, Policy.CONV, Policy.NONE)):
-        found, step = made[load], made[load].steps[policy]
+        found = made[load]
+        step = made[load].steps[policy]
         published = _SAVED[load] if policy is Policy.ALL else None
         for how, saved in (
             ("average saved, over calls", found.saved(step.call_average_bytes)),
             ("average saved, over time", found.saved(step.average_bytes)),
-            ("average saved, over time, without workspace", found.saved(step.average_bytes, has_workspace=False)),
+            (
+                "average saved, over time, without workspace",
+                found.saved(step.average_bytes, has_workspace=False),
+            ),
         ):
             yield _row(load, f"vdnn_{policy}: {how}", "%", 100 * saved, published)
         yield _row(load, f"vdnn_{policy}: peak saved", "%", 100 * found.saved(step.peak_bytes))
@@ -149,22 +196,45 @@ def _memory_rows(made: dict[Load, Study]) -> Iterator[Row]:
 def _beyond_rows(made: Iterable[Study], machine: MachineConfig) -> list[Row]:
     """Return the paper's figures on those of its ten networks that the device cannot hold."""
     assert machine.device_bytes is not None
-    beyond = [found for found in made if found.total_bytes + found.workspace_bytes > machine.device_bytes]
-    steps = [(found, found.steps[policy]) for found in beyond for policy in (Policy.CONV, Policy.ALL)]
+    beyond = [
+        found for found in made if found.total_bytes + found.workspace_bytes > machine.device_bytes
+    ]
+    steps = [
+        (found, found.steps[policy]) for found in beyond for policy in (Policy.CONV, Policy.ALL)
+    ]
     saved = [100 * found.saved(step.average_bytes) for found, step in steps]
     lost = [100 * step.loss for _, step in steps]
     name = f"those beyond {number(machine.device_bytes / GB)} GB"
     return [
         Row(name, None, "how many of the ten", "networks", len(beyond), _BEYOND),
-        Row(name, None, "conv and all: average saved, over time, least", "%", min(saved), _SAVED_BEYOND[0]),
-        Row(name, None, "conv and all: average saved, over time, most", "%", max(saved), _SAVED_BEYOND[1]),
+        Row(
+            name,
+            None,
+            "conv and all: average saved, over time, least",
+            "%",
+            min(saved),
+            _SAVED_BEYOND[0],
+        ),
+        Row(
+            name,
+            None,
+            "conv and all: average saved, over time, most",
+            "%",
+            max(saved),
+            _SAVED_BEYOND[1],
+        ),
         Row(name, None, "conv and all: throughput lost, least", "%", min(lost), _MIN_LOSS),
         Row(name, None, "conv and all: throughput lost, most", "%", max(lost), _LOSS),
     ]
 
 
 def _row(
-    load: Load, quantity: str, unit: str, ours: float, published: float | None = None, source: str = "paper"
+    load: Load,
+    quantity: str,
+    unit: str,
+    ours: float,
+    published: float | None = None,
+    source: str = "paper",
 ) -> Row:
     return Row(load.title, load.num_images, quantity, unit, ours, published, source)
 
@@ -172,9 +242,15 @@ def _row(
 def table(rows: list[Row]) -> str:
     """Return the rows as text, after the metric and before the reasons for differences."""
     columns = {
-        "network": "", "images": "d", "quantity": "", "unit": "", "ours": RIGHT, "published": RIGHT,
-        "difference": RIGHT, "source": "",
-    }  # fmt: skip
+        "network": "",
+        "images": "d",
+        "quantity": "",
+        "unit": "",
+        "ours": RIGHT,
+        "published": RIGHT,
+        "difference": RIGHT,
+        "source": "",
+    }
     return "\n".join((METRIC, "", render(columns, map(_cells, rows)), "", DIFFERENCES))
 
 
@@ -188,25 +264,37 @@ def _cells(row: Row) -> tuple[Cell, ...]:
 
 
 def answer(rows: list[Row], made: dict[Load, Study], machine: MachineConfig) -> dict[str, Any]:
-    """Return the same as one object, with the memory over time of each network and policy: seconds and bytes."""
+    """Return the same as one object, with the memory over time of each network and policy.
+
+    Seconds and bytes.
+    """
     return {
-        "schema": "gems.vdnn/1", "source": "simulated", "machine": asdict(machine), "metric": " ".join(METRIC.split()),
+        "schema": "gems.vdnn/1",
+        "source": "simulated",
+        "machine": asdict(machine),
+        "metric": " ".join(METRIC.split()),
         "differences": " ".join(DIFFERENCES.split()),
         "rows": [{**asdict(row), "difference": row.difference} for row in rows],
         "networks": [
             {
-                "network": load.title, "num_images": load.num_images, "maps_bytes": found.maps_bytes,
-                "gradients_bytes": found.gradients_bytes, "workspace_bytes": found.workspace_bytes,
+                "network": load.title,
+                "num_images": load.num_images,
+                "maps_bytes": found.maps_bytes,
+                "gradients_bytes": found.gradients_bytes,
+                "workspace_bytes": found.workspace_bytes,
                 "params_bytes": found.params_bytes,
                 "policies": {f"vdnn_{policy}": _step(step) for policy, step in found.steps.items()},
             }
             for load, found in made.items()
         ],
-    }  # fmt: skip
+    }
 
 
 def _step(step: Timeline) -> dict[str, Any]:
     timed = [moment for moment in step.moments if moment.seconds]
     fields = step._asdict()
     del fields["moments"]
-    return fields | {"seconds": [each.seconds for each in timed], "device_bytes": [each.device_bytes for each in timed]}
+    return fields | {
+        "seconds": [each.seconds for each in timed],
+        "device_bytes": [each.device_bytes for each in timed],
+    }

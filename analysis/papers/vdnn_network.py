@@ -1,6 +1,7 @@
 """A network as calls: the convolutions, activations, poolings and norms that cuDNN runs one by one, and their buffers.
 
-vDNN decides for each such call (Rhu et al. 2016, arXiv 1602.08124, section III), and a layer of the zoo may hold many.
+vDNN decides for each such call (Rhu et al. 2016, arXiv 1602.08124, section III), and a layer of the
+zoo may hold many.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from gems.models.steps import Conv, Fork, Pool, Step, channels_after, side_after
 
 ITEM_BYTES = 4  # float32
 _CHAIN = "Chain"
-_CLASSIFIER = {"FullyConnected": ("in_features", "out_features"), "Head": ("in_channels", "num_classes")}
+_CLASSIFIER = {
+    "FullyConnected": ("in_features", "out_features"),
+    "Head": ("in_channels", "num_classes"),
+}
 
 
 class CallKind(StrEnum):
@@ -32,7 +36,10 @@ class CallKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The shape of a convolution: images (N, in_channels, in_px) to maps (N, channels, out_px), sides in pixels."""
+    """The shape of a convolution.
+
+    Images (N, in_channels, in_px) to maps (N, channels, out_px), sides in pixels.
+    """
 
     images: int
     in_channels: int
@@ -46,7 +53,14 @@ class Window:
     @property
     def flops(self) -> int:
         """Multiplication and additions of forward."""
-        return 2 * self.images * self.in_channels * self.channels * prod(self.kernel) * prod(self.out_px)
+        return (
+            2
+            * self.images
+            * self.in_channels
+            * self.channels
+            * prod(self.kernel)
+            * prod(self.out_px)
+        )
 
     @property
     def param_bytes(self) -> int:
@@ -58,8 +72,8 @@ class Window:
 class Call:
     """One call: it reads one buffer and writes one, whole or, in a branch of a fork, a slice of the joined one.
 
-    `flops` and `moved_bytes` are those of forward, the bytes what it reads and writes; a ReLU is counted with its
-    convolution.
+    `flops` and `moved_bytes` are those of forward, the bytes what it reads and writes; a ReLU is
+    counted with its convolution.
     """
 
     name: str
@@ -81,8 +95,13 @@ class Network:
 
     @property
     def managed(self) -> frozenset[int]:
-        """The buffers that vDNN manages: the images, and what the calls before the classifier write."""
-        return frozenset({0, *(call.writes for call in self.calls if call.kind is not CallKind.LINEAR)})
+        """The buffers that vDNN manages.
+
+        The images, and what the calls before the classifier write.
+        """
+        return frozenset(
+            {0, *(call.writes for call in self.calls if call.kind is not CallKind.LINEAR)}
+        )
 
     @property
     def map_bytes(self) -> int:
@@ -114,7 +133,8 @@ def network_of(layers: Sequence[Layer], image: tuple[int, int, int], num_images:
     made = _Builder(num_images)
     now = made.new(image[0], image[1:])
     for layer in layers:
-        options, target = dict(layer.options), layer.target.rpartition(":")[2]
+        options = dict(layer.options)
+        target = layer.target.rpartition(":")[2]
         if target == _CHAIN and options["norm"] == "none" and not options["carried"]:
             for step in options["steps"]:
                 now = made.step(layer.name, step, now)
@@ -122,7 +142,9 @@ def network_of(layers: Sequence[Layer], image: tuple[int, int, int], num_images:
             now = made.linear(layer.name, now, *(options[key] for key in _CLASSIFIER[target]))
         else:
             raise ConfigError(
-                "model", layer.name, "vDNN's study has chains of convolution, pooling and inception without norm"
+                "model",
+                layer.name,
+                "vDNN's study has chains of convolution, pooling and inception without norm",
             )
     return Network(tuple(made.calls), tuple(made.buffer_bytes))
 
@@ -150,13 +172,16 @@ class _Builder:
         flops = 2 * self.num_images * in_features * out_features
         params = ITEM_BYTES * out_features * (in_features + 1)
         moved = params + self._moved(given, into)
-        self.calls.append(Call(name, CallKind.LINEAR, given.buffer, into.buffer, moved, flops, params))
+        self.calls.append(
+            Call(name, CallKind.LINEAR, given.buffer, into.buffer, moved, flops, params)
+        )
         return into
 
     def step(self, name: str, step: Step, given: _Map, into: _Map | None = None) -> _Map:
         """Add the calls of a step that reads `given` and writes `into`, a slice of it, or a map of its own."""
         height_px, width_px = (side_after(px, (step,)) for px in given.px)
-        channels, px = channels_after(given.channels, (step,)), (height_px, width_px)
+        channels = channels_after(given.channels, (step,))
+        px = (height_px, width_px)
         into = into or self.new(channels, px)
         if isinstance(step, Fork):
             for number, branch in enumerate(step.branches, 1):
@@ -168,10 +193,20 @@ class _Builder:
         moved = self._moved(given, _Map(into.buffer, channels, px))
         if isinstance(step, Conv):
             window = Window(
-                self.num_images, given.channels, channels, step.kernel, step.stride, step.padding, given.px, px
+                self.num_images,
+                given.channels,
+                channels,
+                step.kernel,
+                step.stride,
+                step.padding,
+                given.px,
+                px,
             )
-            flops, params = window.flops, window.param_bytes
-            self.calls.append(Call(name, CallKind.CONV, given.buffer, into.buffer, moved, flops, params, window))
+            flops = window.flops
+            params = window.param_bytes
+            self.calls.append(
+                Call(name, CallKind.CONV, given.buffer, into.buffer, moved, flops, params, window)
+            )
             self.calls.append(Call(f"{name}.relu", CallKind.RELU, into.buffer, into.buffer))
         else:
             kind = CallKind.POOL if isinstance(step, Pool) else CallKind.NORM
@@ -192,8 +227,9 @@ class Device:
     h2d_bytes_per_s: float
 
     def forward_s(self, call: Call) -> float:
-        """Return the seconds of a call: of a convolution by its arithmetic alone, of others by the bytes they move.
+        """Return the seconds of a call.
 
+        Of a convolution by its arithmetic alone, of others by the bytes they move.
         A ReLU takes none: the rate of convolutions is that of whole networks, their ReLUs among it.
         """
         if call.kind is CallKind.CONV:
@@ -201,6 +237,9 @@ class Device:
         return max(call.flops / self.flops_per_s, call.moved_bytes / self.memory_bytes_per_s)
 
     def backward_s(self, call: Call) -> float:
-        """Return the seconds of a backward call: twice forward's, except that images need no gradient."""
+        """Return the seconds of a backward call.
+
+        Twice forward's, except that images need no gradient.
+        """
         is_first = call.kind is CallKind.CONV and call.reads == 0
         return (1 if is_first else 2) * self.forward_s(call)

@@ -1,4 +1,7 @@
-"""One network of the vDNN paper on one device: what it needs without vDNN, and a step under each policy."""
+"""One network of the vDNN paper on one device.
+
+What it needs without vDNN, and a step under each policy.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,9 @@ PARAM_COPIES = 2  # the parameters and their gradients
 class Study:
     """The bytes of the baseline, which allocates all of a step at its start, and the step of each policy.
 
-    `maps_bytes` are the images and all feature maps, `gradients_bytes` the two buffers that all gradient maps share,
-    `workspace_bytes` the one that all convolutions share, `params_bytes` parameters and their gradients.
+    `maps_bytes` are the images and all feature maps, `gradients_bytes` the two buffers that all
+    gradient maps share, `workspace_bytes` the one that all convolutions share, `params_bytes`
+    parameters and their gradients.
     """
 
     maps_bytes: int
@@ -30,12 +34,18 @@ class Study:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of the baseline without workspace: maps, gradient maps, parameters and their gradients."""
+        """Bytes of the baseline without workspace.
+
+        Maps, gradient maps, parameters and their gradients.
+        """
         return self.maps_bytes + self.gradients_bytes + self.params_bytes
 
     @property
     def managed_bytes(self) -> int:
-        """What of the baseline vDNN manages: maps, gradient maps and workspace, not parameters, not the classifier."""
+        """What of the baseline vDNN manages.
+
+        Maps, gradient maps and workspace, not parameters, not the classifier.
+        """
         return self.maps_bytes + self.gradients_bytes + self.workspace_bytes
 
     @property
@@ -52,7 +62,8 @@ class Study:
 def study(network: Network, device: Device) -> Study:
     """Simulate a step of a network under each policy.
 
-    Under vDNN convolutions run without workspace, as its memory-optimal algorithms do; the baseline's are the fastest.
+    Under vDNN convolutions run without workspace, as its memory-optimal algorithms do; the
+    baseline's are the fastest.
     """
     return Study(
         network.map_bytes,
@@ -64,7 +75,10 @@ def study(network: Network, device: Device) -> Study:
 
 
 class Policy(StrEnum):
-    """Whose inputs leave the device: nobody's, those of all feature calls, or those that a convolution reads."""
+    """Whose inputs leave the device.
+
+    Nobody's, those of all feature calls, or those that a convolution reads.
+    """
 
     NONE = "none"
     ALL = "all"
@@ -81,9 +95,10 @@ class Moment(NamedTuple):
 class Timeline(NamedTuple):
     """A step: its moments, the bytes copied out in it, its seconds, and those of compute alone.
 
-    `loss` is the share of the throughput that is lost against a device with memory enough. The managed bytes on the
-    device are averaged over the time of the step, and over the calls, each once, however long it takes: a ReLU takes no
-    time and is not counted, unless a copy makes it wait. `peak_bytes` are the most at once.
+    `loss` is the share of the throughput that is lost against a device with memory enough. The
+    managed bytes on the device are averaged over the time of the step, and over the calls, each
+    once, however long it takes: a ReLU takes no time and is not counted, unless a copy makes it
+    wait. `peak_bytes` are the most at once.
     """
 
     moments: tuple[Moment, ...]
@@ -98,7 +113,9 @@ class Timeline(NamedTuple):
 
 def play(network: Network, policy: Policy, device: Device) -> Timeline:
     """Simulate one step: forward, then backward, each call with the barrier at its end."""
-    calls, leaving, managed = network.calls, offloads(network, policy), network.managed
+    calls = network.calls
+    leaving = offloads(network, policy)
+    managed = network.managed
     window = prefetch_window([call.kind is CallKind.CONV for call in calls], leaving)
     first_writer: dict[int, int] = {}
     last_need: dict[int, int] = {}  # in backward, which goes from the last call to the first
@@ -107,7 +124,9 @@ def play(network: Network, policy: Policy, device: Device) -> Timeline:
         last_need.setdefault(call.reads, at)
         if call.kind in (CallKind.POOL, CallKind.NORM):
             last_need.setdefault(call.writes, at)
-    maps, gradients = {0}, set[int]()  # those on the device
+    # those on the device
+    maps = {0}
+    gradients = set[int]()
     moments: list[Moment] = []
     offloaded_bytes = 0
 
@@ -143,17 +162,24 @@ def play(network: Network, policy: Policy, device: Device) -> Timeline:
             if first_writer.get(buffer) == at:
                 gradients.discard(buffer)
     compute_s = sum(device.forward_s(call) + device.backward_s(call) for call in calls)
-    step_s, timed = sum(moment.seconds for moment in moments), [moment for moment in moments if moment.seconds]
+    step_s = sum(moment.seconds for moment in moments)
+    timed = [moment for moment in moments if moment.seconds]
     return Timeline(
-        tuple(moments), offloaded_bytes, step_s, compute_s, 1.0 - compute_s / step_s,
+        tuple(moments),
+        offloaded_bytes,
+        step_s,
+        compute_s,
+        1.0 - compute_s / step_s,
         sum(moment.seconds * moment.device_bytes for moment in moments) / step_s,
-        sum(moment.device_bytes for moment in timed) / len(timed), max(moment.device_bytes for moment in moments),
-    )  # fmt: skip
+        sum(moment.device_bytes for moment in timed) / len(timed),
+        max(moment.device_bytes for moment in moments),
+    )
 
 
 def offloads(network: Network, policy: Policy) -> tuple[bool, ...]:
-    """Return for each call whether the buffer that it reads leaves with it: it is the last to read it in forward.
+    """Return for each call whether the buffer that it reads leaves with it.
 
+    It is the last to read it in forward.
     What the classifier reads stays, and so does what nobody reads but the ReLU that works in place.
     """
     leaving = [False] * len(network.calls)
@@ -176,7 +202,9 @@ _FLOPS_A_PRODUCT = 8  # of two complex numbers, and the addition behind it
 
 def workspace_bytes(network: Network, device: Device) -> int:
     """Return the bytes of the one workspace that all convolutions share, each with its fastest algorithm."""
-    return max((fastest(call.window, device)[1] for call in network.calls if call.window), default=0)
+    return max(
+        (fastest(call.window, device)[1] for call in network.calls if call.window), default=0
+    )
 
 
 def fastest(window: Window, device: Device) -> tuple[float, int]:
@@ -195,11 +223,19 @@ def _transforms(window: Window) -> Iterator[tuple[tuple[int, int], int]]:
         yield (height_px, width_px), 1
     if max(window.kernel) <= TILE_PX:
         sides = zip(window.out_px, window.kernel, strict=True)
-        yield ((TILE_PX, TILE_PX), math.prod(math.ceil(side / (TILE_PX - kernel + 1)) for side, kernel in sides))
+        yield (
+            (TILE_PX, TILE_PX),
+            math.prod(math.ceil(side / (TILE_PX - kernel + 1)) for side, kernel in sides),
+        )
 
 
-def _transformed(window: Window, px: tuple[int, int], num_tiles: int, device: Device) -> tuple[float, int]:
-    """Return seconds and workspace bytes of one convolution by transforms: there, product of spectra, and back."""
+def _transformed(
+    window: Window, px: tuple[int, int], num_tiles: int, device: Device
+) -> tuple[float, int]:
+    """Return seconds and workspace bytes of one convolution by transforms.
+
+    There, product of spectra, and back.
+    """
     maps = num_tiles * window.images * (window.in_channels + window.channels)
     transforms = maps + window.in_channels * window.channels
     size = math.prod(px)

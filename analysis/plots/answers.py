@@ -17,25 +17,38 @@ BLUE, VERMILION, GREEN, PINK, ORANGE, SKY, _ = LINE_COLOURS
 POLICY_COLOURS = (TEXT_COLOUR, BLUE, SKY, GREEN, ORANGE, VERMILION, PINK, "#7f7f7f")
 STAGE_COLOURS = ("#d9e6f2", "#f2e3cc")
 MAX_NAMES = 40
-ROW_IN, BARS_IN, DEVICE_IN = 0.42, 1.7, 0.55
+ROW_IN = 0.42
+BARS_IN = 1.7
+DEVICE_IN = 0.55
 FAR = 2.0  # a limit this many times above all curves is not drawn: it would flatten them
 
 
 def partition_figure(answer: dict[str, Any]) -> Figure:
-    """Build the figure of a partition: times and bytes of the layers side by side, and a row for each method.
+    """Build the figure of a partition.
 
-    A row shows the method's stages, with the peaks of their ranks if a rank has one stage or a pair of them.
+    Times and bytes of the layers side by side, and a row for each method.
+    A row shows the method's stages, with the peaks of their ranks if a rank has one stage or a pair
+    of them.
     """
-    layers, methods = answer["drawn_layers"], answer["methods"]
+    layers = answer["drawn_layers"]
+    methods = answer["methods"]
     rows_in = ROW_IN * len(methods)
     about = "layers, first to last; in each stage the peak of its rank (MiB), the largest framed"
     figure, (times, sizes, cuts) = new_figure(
-        WIDTH_IN, 2 * BARS_IN + rows_in + 1.4, 3, x=about, y=("time (ms)", "size (MiB)"), size_pt=7, sharex=True,
+        WIDTH_IN,
+        2 * BARS_IN + rows_in + 1.4,
+        3,
+        x=about,
+        y=("time (ms)", "size (MiB)"),
+        size_pt=7,
+        sharex=True,
         height_ratios=[BARS_IN, BARS_IN, rows_in + 0.3],
-    )  # fmt: skip
+    )
     places = np.arange(len(layers)) + 0.5
     times.bar(places, [layer["time_s"] * 1e3 for layer in layers], width=0.9, color=BLUE)
-    stash, params = ([layer[name] / MIB for layer in layers] for name in ("stash_bytes", "param_bytes"))
+    stash, params = (
+        [layer[name] / MIB for layer in layers] for name in ("stash_bytes", "param_bytes")
+    )
     sizes.bar(places, stash, width=0.9, color=ORANGE, label="activations of one micro-batch")
     sizes.bar(places, params, width=0.9, bottom=stash, color=PINK, label="parameters")
     sizes.legend(fontsize=7, frameon=False)
@@ -44,63 +57,86 @@ def partition_figure(answer: dict[str, Any]) -> Figure:
             axes.axvline(cut, color=TEXT_COLOUR, linewidth=0.8, linestyle=":")
     has_peaks = answer["stages"] == answer["partitions"]
     for row, method in enumerate(methods):
-        boundaries, peaks = method["boundaries"], method["peak_bytes"]
+        boundaries = method["boundaries"]
+        peaks = method["peak_bytes"]
         for stage, (first, end) in enumerate(pairwise(boundaries)):
             is_largest = has_peaks and peaks[stage] == max(peaks)
             cuts.barh(
-                -row, end - first, left=first, height=0.8, color=STAGE_COLOURS[stage % 2],
-                edgecolor=TEXT_COLOUR, linewidth=1.6 if is_largest else 0.6,
-            )  # fmt: skip
+                -row,
+                end - first,
+                left=first,
+                height=0.8,
+                color=STAGE_COLOURS[stage % 2],
+                edgecolor=TEXT_COLOUR,
+                linewidth=1.6 if is_largest else 0.6,
+            )
             if has_peaks and end - first > 0.04 * boundaries[-1]:
                 cuts.text(
-                    (first + end) / 2, -row, number(peaks[stage] / MIB), ha="center", va="center",
-                    fontsize=7, color=TEXT_COLOUR, fontweight="bold" if is_largest else "normal",
-                )  # fmt: skip
-    names = [f"{method['method']}  {number(max(method['peak_bytes']) / MIB)} MiB" for method in methods]
+                    (first + end) / 2,
+                    -row,
+                    number(peaks[stage] / MIB),
+                    ha="center",
+                    va="center",
+                    fontsize=7,
+                    color=TEXT_COLOUR,
+                    fontweight="bold" if is_largest else "normal",
+                )
+    names = [
+        f"{method['method']}  {number(max(method['peak_bytes']) / MIB)} MiB" for method in methods
+    ]
     cuts.set_yticks([-row for row in range(len(methods))], names)
     cuts.set_xlim(0, len(layers))
     if len(layers) <= MAX_NAMES:
         cuts.set_xticks(places, [layer["name"] for layer in layers], rotation=90)
     set_title(
-        figure, times,
-        f"{answer['model']} at {answer['height_px']}x{answer['width_px']} px: "
-        f"{counted(len(layers), 'layer')} in {counted(answer['stages'], 'stage')}, {answer['schedule']}",
+        figure,
+        times,
+        f"{answer['model']} at {answer['height_px']}x{answer['width_px']} px:"
+        f" {counted(len(layers), 'layer')} in {counted(answer['stages'], 'stage')},"
+        f" {answer['schedule']}",
         f"PREDICTED from a {answer['profile_source']} profile ({answer['profile_device']}); "
         f"dotted: the cuts of {methods[0]['method']}",
-    )  # fmt: skip
+    )
     return figure
 
 
 def memory_plans_figure(answer: dict[str, Any]) -> Figure:
-    """Build the figure of memory plans: a line for each policy, over one simulated step, with the device's limit.
+    """Build the figure of memory plans.
 
+    A line for each policy, over one simulated step, with the device's limit.
     It is the rank that holds most: the device's bytes above, those in host memory below.
     """
     curves = answer["curves"]
     most = max((size for curve in curves for _, size in curve["device"]), default=0.0)
     unit = bytes_unit([most])
     labels = (f"device ({unit.name})", f"host ({unit.name})")
-    figure, (device, host) = new_figure(WIDTH_IN, 5.6, 2, y=labels, sharex=True, height_ratios=(3, 1))
+    figure, (device, host) = new_figure(
+        WIDTH_IN, 5.6, 2, y=labels, sharex=True, height_ratios=(3, 1)
+    )
     for place, curve in enumerate(curves):
         colour = POLICY_COLOURS[place % len(POLICY_COLOURS)]
         for axes, name, label in ((device, "device", curve["policy"]), (host, "host", None)):
-            times_ms, sizes = [time * 1e3 for time, _ in curve[name]], [size / unit.size for _, size in curve[name]]
+            times_ms = [time * 1e3 for time, _ in curve[name]]
+            sizes = [size / unit.size for _, size in curve[name]]
             axes.step(times_ms, sizes, where="post", color=colour, linewidth=1.2, label=label)
     limit = answer["limit_bytes"]
     if limit is not None and limit > FAR * most:
         limit = None
     if limit is not None:
-        device.axhline(limit / unit.size, color="#b00020", linestyle="--", linewidth=1, label="limit")
+        device.axhline(
+            limit / unit.size, color="#b00020", linestyle="--", linewidth=1, label="limit"
+        )
     host.set_ylim(bottom=0)
     device.legend(fontsize=8, frameon=False, ncols=4, loc="upper right")
     device.set_ylim(0, 1.25 * max(most, limit or 0.0) / unit.size)
     set_title(
-        figure, device,
-        f"{answer['model']} at {answer['height_px']}x{answer['width_px']} px, {answer['schedule']} on "
-        f"{counted(answer['partitions'], 'rank')}",
-        f"the rank that holds most, SIMULATED, a prediction "
+        figure,
+        device,
+        f"{answer['model']} at {answer['height_px']}x{answer['width_px']} px, {answer['schedule']}"
+        f" on {counted(answer['partitions'], 'rank')}",
+        "the rank that holds most, SIMULATED, a prediction "
         f"({answer['profile_source']} profile, {answer['profile_device']})",
-    )  # fmt: skip
+    )
     return figure
 
 
@@ -113,19 +149,31 @@ def placement_figure(answer: dict[str, Any]) -> Figure:
             rows = [row for row in answer["placement"] if row["device"] == device]
             spans = [(row[f"{name}_start_s"] * 1e3, row[f"{name}_s"] * 1e3) for row in rows]
             axes.broken_barh(
-                spans, (-device - 0.4, 0.8), facecolors=colour, edgecolors="white", linewidth=0.3,
+                spans,
+                (-device - 0.4, 0.8),
+                facecolors=colour,
+                edgecolors="white",
+                linewidth=0.3,
                 label=None if device else name,
-            )  # fmt: skip
+            )
     axes.set_yticks([-device for device in devices], [f"device {device}" for device in devices])
     axes.set_xlim(0, answer["step_s"] * 1e3)
     axes.legend(
-        fontsize=8, frameon=False, labelcolor=TEXT_COLOUR, ncols=2, loc="lower right", bbox_to_anchor=(1.0, 1.0)
+        fontsize=8,
+        frameon=False,
+        labelcolor=TEXT_COLOUR,
+        ncols=2,
+        loc="lower right",
+        bbox_to_anchor=(1.0, 1.0),
     )
-    proof = "optimal" if answer["optimal"] else f"within {100 * answer['gap']:.1f} % of the shortest"
+    proof = (
+        "optimal" if answer["optimal"] else f"within {100 * answer['gap']:.1f} % of the shortest"
+    )
     set_title(
-        figure, axes,
+        figure,
+        axes,
         f"{answer['model']}: {answer['operators']} operators on {answer['devices']} devices, "
         f"{answer['speed_up']:.2f} times as fast as one",
         f"PREDICTED for {answer['machine']}; {proof}",
-    )  # fmt: skip
+    )
     return figure

@@ -21,26 +21,44 @@ FORMATS = (".png", ".pdf", ".svg")
 TIME_AXIS = "time from the step's start (ms)"
 TEXT_COLOUR = "#222222"
 LINE_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#666666")
-SOURCE_MARKS = {"measured": "measured", "emulated": "EMULATED compute", "simulated": "SIMULATED, a prediction"}
+SOURCE_MARKS = {
+    "measured": "measured",
+    "emulated": "EMULATED compute",
+    "simulated": "SIMULATED, a prediction",
+}
 
 
 def source_mark(source: str, attributes: Mapping[str, object]) -> str:
     """Return the text that marks the source of a picture's figures, with the error of predictions if it is known.
 
-    `attributes` are the root attributes of the trace; a calibrated machine's predictions carry `held_out_error`.
+    `attributes` are the root attributes of the trace; a calibrated machine's predictions carry
+    `held_out_error`.
     """
-    mark, error = SOURCE_MARKS.get(source, source), attributes.get("held_out_error")
-    return mark if source != "simulated" or error is None else f"{mark}; {format_error(float(str(error)))}"
+    mark = SOURCE_MARKS.get(source, source)
+    error = attributes.get("held_out_error")
+    return (
+        mark
+        if source != "simulated" or error is None
+        else f"{mark}; {format_error(float(str(error)))}"
+    )
 
 
 def new_figure(
-    width_in: float, height_in: float, rows: int = 1, columns: int = 1, *, x: str | Sequence[str] = TIME_AXIS,
-    y: Sequence[str] = (), size_pt: float = 8, has_grid: bool = False, **layout: Any,
-) -> tuple[Figure, list[Axes]]:  # fmt: skip
+    width_in: float,
+    height_in: float,
+    rows: int = 1,
+    columns: int = 1,
+    *,
+    x: str | Sequence[str] = TIME_AXIS,
+    y: Sequence[str] = (),
+    size_pt: float = 8,
+    has_grid: bool = False,
+    **layout: Any,
+) -> tuple[Figure, list[Axes]]:
     """Build a figure of panels without a frame above and to the right, without pyplot's global state.
 
-    `x` labels the panels of the lowest row, `y` the first panels; `size_pt` is the size of tick labels; `layout` goes
-    to `Figure.subplots`.
+    `x` labels the panels of the lowest row, `y` the first panels; `size_pt` is the size of tick
+    labels; `layout` goes to `Figure.subplots`.
     """
     from matplotlib.figure import Figure
 
@@ -53,7 +71,9 @@ def new_figure(
             axes.grid(True, color="#e5e5e5", linewidth=0.6)
             axes.set_axisbelow(True)
     label_pt = scaled_pt(figure, size_pt + 1)
-    for axes, text in zip(panels[-columns:], [x] * columns if isinstance(x, str) else x, strict=True):
+    for axes, text in zip(
+        panels[-columns:], [x] * columns if isinstance(x, str) else x, strict=True
+    ):
         axes.set_xlabel(text, fontsize=label_pt, color=TEXT_COLOUR)
     for axes, text in zip(panels, y, strict=False):
         axes.set_ylabel(text, fontsize=label_pt, color=TEXT_COLOUR)
@@ -77,21 +97,34 @@ def label_counts(axes: Axes, counts: Iterable[int], max_ticks: int = 99) -> None
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
 
 
-def add_legend(figure: Figure, handles: Sequence[Any], size_pt: float = 7.5, columns: int = 2, **style: Any) -> None:
+def add_legend(
+    figure: Figure, handles: Sequence[Any], size_pt: float = 7.5, columns: int = 2, **style: Any
+) -> None:
     """Write a legend below the panels."""
     figure.legend(
-        handles=handles, loc="outside lower center", ncols=columns, fontsize=scaled_pt(figure, size_pt), frameon=False,
+        handles=handles,
+        loc="outside lower center",
+        ncols=columns,
+        fontsize=scaled_pt(figure, size_pt),
+        frameon=False,
         **style,
-    )  # fmt: skip
+    )
 
 
 def set_title(figure: Figure, axes: Axes, headline: str, detail: str) -> None:
     """Write a bold line and one below it above the top panel, from its left edge on."""
     axes.set_title(detail, loc="left", fontsize=scaled_pt(figure, 9), color=TEXT_COLOUR)
     axes.annotate(
-        headline, (0, 1), (0, scaled_pt(figure, 19)), "axes fraction", "offset points",
-        fontsize=scaled_pt(figure, 10), fontweight="bold", color=TEXT_COLOUR, annotation_clip=False,
-    )  # fmt: skip
+        headline,
+        (0, 1),
+        (0, scaled_pt(figure, 19)),
+        "axes fraction",
+        "offset points",
+        fontsize=scaled_pt(figure, 10),
+        fontweight="bold",
+        color=TEXT_COLOUR,
+        annotation_clip=False,
+    )
 
 
 def check_picture_path(path: Path) -> None:
@@ -117,7 +150,9 @@ def save_figure(figure: Figure, path: Path) -> None:
         figure.savefig(path, dpi=DPI, facecolor="white")
 
 
-def draw_answer_file(path: Path, out: Path, key: str, command: str, build: Callable[[dict[str, Any]], Figure]) -> None:
+def draw_answer_file(
+    path: Path, out: Path, key: str, command: str, build: Callable[[dict[str, Any]], Figure]
+) -> None:
     """Draw an answer of `command` in a file, which `key` names, to a picture (PNG, PDF or SVG by the suffix).
 
     Raises:

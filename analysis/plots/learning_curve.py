@@ -22,7 +22,8 @@ MAX_POINTS = 2000  # of the drawn loss: means over neighbouring steps
 
 def validation_curves(trace: Trace) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Return the steps and the values of each validation metric, in the order of the run."""
-    rows, curves = trace.validations, {}
+    rows = trace.validations
+    curves = {}
     for index, name in enumerate(trace.attributes.get("metrics", ())):
         mine = rows[rows["metric"] == index]
         if len(mine):
@@ -43,19 +44,37 @@ def learning_figure(trace: Trace) -> Figure:
     others = {name: curve for name, curve in curves.items() if name != LOSS}
     panels_in = 2 if others else 1
     figure, panels = new_figure(
-        WIDTH_IN, 1.2 + 2.2 * panels_in, panels_in, sharex=True, x="optimizer step", y=("loss", "metric"), has_grid=True
+        WIDTH_IN,
+        1.2 + 2.2 * panels_in,
+        panels_in,
+        sharex=True,
+        x="optimizer step",
+        y=("loss", "metric"),
+        has_grid=True,
     )
     at, values = _thinned(steps["step"] + 1, steps["loss"])
     panels[0].plot(at, values, color=LINE_COLOURS[0], linewidth=0.9, label="training")
     if LOSS in curves:
-        panels[0].plot(*curves[LOSS], "o-", color=LINE_COLOURS[1], markersize=3, linewidth=1.0, label="validation")
+        panels[0].plot(
+            *curves[LOSS],
+            "o-",
+            color=LINE_COLOURS[1],
+            markersize=3,
+            linewidth=1.0,
+            label="validation",
+        )
         panels[0].legend(frameon=False, fontsize=7.5)
     for colour, (name, curve) in zip(LINE_COLOURS[2:] * len(others), others.items(), strict=False):
-        panels[1].plot(*curve, "o-", color=colour, markersize=3, linewidth=1.0, label=name.removeprefix(PREFIX))
+        panels[1].plot(
+            *curve, "o-", color=colour, markersize=3, linewidth=1.0, label=name.removeprefix(PREFIX)
+        )
     if others:
         panels[1].legend(frameon=False, fontsize=7.5)
     name = run_facts(trace).schedule or "run"
-    headline = f"{name}, {counted(trace.world_size, 'rank')}: {source_mark(trace.source, trace.attributes)}"
+    headline = (
+        f"{name}, {counted(trace.world_size, 'rank')}:"
+        f" {source_mark(trace.source, trace.attributes)}"
+    )
     last = f"last training loss {float(steps['loss'][-1]):.4g}"
     set_title(figure, panels[0], headline, f"{counted(len(steps), 'step')}, {last}")
     return figure

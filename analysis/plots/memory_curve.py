@@ -9,7 +9,14 @@ import numpy as np
 
 from analysis.io.run_config import run_facts
 from analysis.metrics.events import StepWindow, by_rank, of_kinds, step_window
-from analysis.plots.figure import TEXT_COLOUR, WIDTH_IN, add_legend, new_figure, set_title, source_mark
+from analysis.plots.figure import (
+    TEXT_COLOUR,
+    WIDTH_IN,
+    add_legend,
+    new_figure,
+    set_title,
+    source_mark,
+)
 from gems.errors import ConfigError
 from gems.trace import Trace
 from gems.utils.units import Unit, bytes_unit, counted
@@ -33,8 +40,8 @@ MESSAGE = ("step", "stage", "direction", "micro_batch")
 class Curve:
     """Bytes on one rank's device: `held_bytes[i]` from `time_ms[i]` on, time from the step's start.
 
-    `buffer_bytes` are the buffers of messages among them (0 in a measured run, which does not distinguish them),
-    `host_bytes` the copies in host memory.
+    `buffer_bytes` are the buffers of messages among them (0 in a measured run, which does not
+    distinguish them), `host_bytes` the copies in host memory.
     """
 
     rank: int
@@ -52,10 +59,11 @@ class Curve:
 def memory_figure(trace: Trace, step: int | None = None) -> Figure:
     """Build the picture of device bytes over one step, by default the last whole one after warm-up.
 
-    One stepped curve a rank, each in a panel with the same axes, its peak marked and named; beside it the peaks over
-    the whole run of resident memory and of the driver's figure, if samples carry them. In emulated and simulated runs
-    the buffers of messages are on top of the activations in a colour of their own, and the parameters, which stay, are
-    named beside the panel. Copies in host memory are a dashed line. Of more than 16 ranks the 16 highest are shown.
+    One stepped curve a rank, each in a panel with the same axes, its peak marked and named; beside
+    it the peaks over the whole run of resident memory and of the driver's figure, if samples carry
+    them. In emulated and simulated runs the buffers of messages are on top of the activations in a
+    colour of their own, and the parameters, which stay, are named beside the panel. Copies in host
+    memory are a dashed line. Of more than 16 ranks the 16 highest are shown.
 
     Raises:
         ConfigError: no such step, or the trace has no device bytes in it.
@@ -64,7 +72,11 @@ def memory_figure(trace: Trace, step: int | None = None) -> Figure:
 
     window = step_window(trace, step)
     parts = {rank: replace(trace, events=events) for rank, events in by_rank(trace.events).items()}
-    curves = [curve for rank, part in parts.items() if (curve := rank_curve(part, window, rank)) is not None]
+    curves = [
+        curve
+        for rank, part in parts.items()
+        if (curve := rank_curve(part, window, rank)) is not None
+    ]
     if not curves:
         raise ConfigError("trace", trace.source, "its events carry no device_bytes")
     highest = sorted(curves, key=lambda curve: -curve.peak_bytes)[:MAX_PANELS]
@@ -81,8 +93,11 @@ def memory_figure(trace: Trace, step: int | None = None) -> Figure:
     figure.supylabel(f"held on the device ({unit.name})", fontsize=9, color=TEXT_COLOUR)
     low, high = (unit.show(pick(curve.peak_bytes for curve in curves)) for pick in (min, max))
     peaks = f"peak {high} {unit.name}" if low == high else f"peaks {low} to {high} {unit.name}"
-    of_many = f", the {MAX_PANELS} highest of {len(curves)} ranks" if len(curves) > MAX_PANELS else ""
-    name, size = run_facts(trace).schedule or "unnamed schedule", counted(trace.world_size, "rank")
+    of_many = (
+        f", the {MAX_PANELS} highest of {len(curves)} ranks" if len(curves) > MAX_PANELS else ""
+    )
+    name = run_facts(trace).schedule or "unnamed schedule"
+    size = counted(trace.world_size, "rank")
     headline = f"{name}, {size}: {source_mark(trace.source, trace.attributes)}"
     set_title(figure, panels[0], headline, f"{window.label}: device memory, {peaks}{of_many}")
     return figure
@@ -97,7 +112,9 @@ def rank_curve(trace: Trace, window: StepWindow, rank: int) -> Curve | None:
         return None
     before = mine[(mine["step"] < window.step) & (mine["end_ns"] <= inside["end_ns"][0])]
     first_bytes = before["device_bytes"][-1:] if len(before) else inside["device_bytes"][:1]
-    time_ns = np.concatenate([[window.start_ns], inside["end_ns"], [window.end_ns]]) - window.start_ns
+    time_ns = (
+        np.concatenate([[window.start_ns], inside["end_ns"], [window.end_ns]]) - window.start_ns
+    )
     held_bytes = np.concatenate([first_bytes, inside["device_bytes"], inside["device_bytes"][-1:]])
     host_bytes = np.concatenate([[0], inside["host_bytes"], inside["host_bytes"][-1:]])
     buffers = np.zeros(len(time_ns), np.int64)
@@ -108,7 +125,10 @@ def rank_curve(trace: Trace, window: StepWindow, rank: int) -> Curve | None:
 
 
 def thinned(curve: Curve) -> Curve:
-    """Thin a long curve to what is drawn: each column of pixels keeps its first, least, most and last bytes."""
+    """Thin a long curve to what is drawn.
+
+    Each column of pixels keeps its first, least, most and last bytes.
+    """
     if len(curve.time_ms) <= 4 * MAX_COLUMNS:
         return curve
     column = np.floor(curve.time_ms / max(curve.time_ms[-1], 1e-12) * MAX_COLUMNS).astype(np.int64)
@@ -116,24 +136,45 @@ def thinned(curve: Curve) -> Curve:
     is_first = np.diff(column[by_bytes], prepend=-1) > 0
     is_last = np.append(is_first[1:], True)
     starts = np.flatnonzero(np.diff(column, prepend=-1) > 0)
-    kept = np.unique(np.concatenate([by_bytes[is_first], by_bytes[is_last], starts, starts[1:] - 1, [len(column) - 1]]))
+    kept = np.unique(
+        np.concatenate(
+            [by_bytes[is_first], by_bytes[is_last], starts, starts[1:] - 1, [len(column) - 1]]
+        )
+    )
     columns = ("time_ms", "held_bytes", "buffer_bytes", "host_bytes")
     return replace(curve, **{name: getattr(curve, name)[kept] for name in columns})
 
 
 def _draw_curve(axes: Axes, trace: Trace, curve: Curve, unit: Unit) -> None:
     """Draw the curve of a rank, and name the rank and its peaks to the right of the panel."""
-    drawn, lines = thinned(curve), [f"rank {curve.rank}: peak {_human(curve.peak_bytes)}"]
-    held, below = drawn.held_bytes / unit.size, (drawn.held_bytes - drawn.buffer_bytes) / unit.size
+    drawn = thinned(curve)
+    lines = [f"rank {curve.rank}: peak {_human(curve.peak_bytes)}"]
+    held = drawn.held_bytes / unit.size
+    below = (drawn.held_bytes - drawn.buffer_bytes) / unit.size
     axes.fill_between(drawn.time_ms, below, step="post", color=AREA_COLOUR, linewidth=0)
     axes.fill_between(drawn.time_ms, below, held, step="post", color=BUFFER_COLOUR, linewidth=0)
     if curve.host_bytes.any():
         host = drawn.host_bytes / unit.size
-        axes.step(drawn.time_ms, host, where="post", color=HOST_COLOUR, linewidth=1.0, linestyle=HOST_STYLE)
+        axes.step(
+            drawn.time_ms,
+            host,
+            where="post",
+            color=HOST_COLOUR,
+            linewidth=1.0,
+            linestyle=HOST_STYLE,
+        )
         lines.append(f"host copies {_human(int(curve.host_bytes.max()))}")
     axes.step(drawn.time_ms, held, where="post", color=CURVE_COLOUR, linewidth=1.0)
     peak = int(np.argmax(held))
-    axes.plot(drawn.time_ms[peak], held[peak], "o", color=PEAK_COLOUR, markersize=4, clip_on=False, zorder=3)
+    axes.plot(
+        drawn.time_ms[peak],
+        held[peak],
+        "o",
+        color=PEAK_COLOUR,
+        markersize=4,
+        clip_on=False,
+        zorder=3,
+    )
     parameters = trace.attributes.get("param_bytes", ())
     if curve.rank < len(parameters) and parameters[curve.rank]:
         lines.append(f"beside parameters {_human(int(parameters[curve.rank]))}")
@@ -143,9 +184,17 @@ def _draw_curve(axes: Axes, trace: Trace, curve: Curve, unit: Unit) -> None:
         if most >= 0:
             lines.append(f"{name} {_human(most)}")
     axes.annotate(
-        "\n".join(lines), (1, 0.5), (8, 0), "axes fraction", "offset points",
-        fontsize=7.5, color=TEXT_COLOUR, va="center", linespacing=1.25, annotation_clip=False,
-    )  # fmt: skip
+        "\n".join(lines),
+        (1, 0.5),
+        (8, 0),
+        "axes fraction",
+        "offset points",
+        fontsize=7.5,
+        color=TEXT_COLOUR,
+        va="center",
+        linespacing=1.25,
+        annotation_clip=False,
+    )
 
 
 def _name_parts(figure: Figure, shown: list[Curve]) -> None:
@@ -157,7 +206,9 @@ def _name_parts(figure: Figure, shown: list[Curve]) -> None:
     if any(curve.buffer_bytes.any() for curve in shown):
         handles.append(Patch(facecolor=BUFFER_COLOUR, label="buffers of messages"))
     if any(curve.host_bytes.any() for curve in shown):
-        handles.append(Line2D([], [], color=HOST_COLOUR, linestyle=HOST_STYLE, label="copies in host memory"))
+        handles.append(
+            Line2D([], [], color=HOST_COLOUR, linestyle=HOST_STYLE, label="copies in host memory")
+        )
     if len(handles) > 1:
         add_legend(figure, handles, columns=3)
 
@@ -170,11 +221,12 @@ def _human(size_bytes: int) -> str:
 def buffer_bytes(events: np.ndarray, times_ns: np.ndarray) -> np.ndarray:
     """Return the bytes of boundary buffers that a rank with these events holds just after each of `times_ns`.
 
-    A send's buffer is held from its posting until it is complete, a receive's from its posting until the compute
-    that reads it has ended; so it is in emulated and simulated runs.
+    A send's buffer is held from its posting until it is complete, a receive's from its posting
+    until the compute that reads it has ended; so it is in emulated and simulated runs.
     """
     sends = events[of_kinds(events, "SEND_F", "SEND_B")]
-    messages, until_ns = [sends], [sends["end_ns"]]
+    messages = [sends]
+    until_ns = [sends["end_ns"]]
     for kind, readers in READERS.items():
         messages.append(events[of_kinds(events, kind)])
         until_ns.append(_read_ns(messages[-1], events[of_kinds(events, *readers)]))

@@ -1,4 +1,7 @@
-"""The page of a proposal for compute time: strong and weak scaling, a table, what is asked for, and the method."""
+"""The page of a proposal for compute time.
+
+Strong and weak scaling, a table, what is asked for, and the method.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +22,38 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PAGE_IN = (8.27, 11.69)  # A4
-LEFT_IN, RIGHT_IN, TOP_IN, BOTTOM_IN = 0.55, 0.41, 0.5, 0.4
+LEFT_IN = 0.55
+RIGHT_IN = 0.41
+TOP_IN = 0.5
+BOTTOM_IN = 0.4
 PANEL_IN = (3.05, 3.0)
-LINE_IN, CELL_PT, SMALL_PT, TEXT_PT = 0.145, 6.6, 7.0, 8.0
-CHARACTERS, BOLD_CHARACTERS = 142, 106  # of a line of small text, and of bold text
+LINE_IN = 0.145
+CELL_PT = 6.6
+SMALL_PT = 7.0
+TEXT_PT = 8.0
+# of a line of small text, and of bold text
+CHARACTERS = 142
+BOLD_CHARACTERS = 106
 MAX_SERIES = 4  # of a kind: the page has room for these, and the CSV for all
-MAX_NAME, MAX_METHOD_LINES = 44, 16
+MAX_NAME = 44
+MAX_METHOD_LINES = 16
 TITLES = {
     STRONG: ("Strong scaling: fixed images a step", "images/s"),
     WEAK: ("Weak scaling: fixed images a GPU", "step, median [{}]"),
-}  # fmt: skip
+}
 # Columns of the table: heading, and where it ends (texts: begins), of the page's width.
 COLUMNS = {
-    "scaling": 0.066, "series": 0.12, "source": 0.4, "GPUs": 0.505, "step": 0.567, "interval": 0.653,
-    "images/s": 0.72, "efficiency [%]": 0.813, "interval ": 0.88, "GPU-hours": 0.95,
-}  # fmt: skip
+    "scaling": 0.066,
+    "series": 0.12,
+    "source": 0.4,
+    "GPUs": 0.505,
+    "step": 0.567,
+    "interval": 0.653,
+    "images/s": 0.72,
+    "efficiency [%]": 0.813,
+    "interval ": 0.88,
+    "GPU-hours": 0.95,
+}
 TEXT_COLUMNS = ("scaling", "series", "source")
 ASKED_COLUMN = "GPU-hours"
 
@@ -45,7 +65,9 @@ def proposal_figure(proposal: Proposal) -> Figure:
     figure = Figure(figsize=PAGE_IN, dpi=DPI)
     height = PAGE_IN[1]
     shown = [
-        each for kind in (STRONG, WEAK) for each in [each for each in proposal.series if each.kind == kind][:MAX_SERIES]
+        each
+        for kind in (STRONG, WEAK)
+        for each in [each for each in proposal.series if each.kind == kind][:MAX_SERIES]
     ]
     marks = " and ".join(SOURCE_MARKS[source] for source in SOURCES if source in proposal.sources)
     _write(figure, TOP_IN, "Scaling, for a compute-time proposal", size=13, weight="bold")
@@ -53,14 +75,21 @@ def proposal_figure(proposal: Proposal) -> Figure:
     top = TOP_IN + 0.85
     for place, kind in enumerate((STRONG, WEAK)):
         left = LEFT_IN + 0.25 + place * (PANEL_IN[0] + 0.8)
-        box = (left / PAGE_IN[0], 1 - (top + PANEL_IN[1]) / height, PANEL_IN[0] / PAGE_IN[0], PANEL_IN[1] / height)
+        box = (
+            left / PAGE_IN[0],
+            1 - (top + PANEL_IN[1]) / height,
+            PANEL_IN[0] / PAGE_IN[0],
+            PANEL_IN[1] / height,
+        )
         _draw_panel(figure.add_axes(box), kind, [each for each in shown if each.kind == kind])
     used = top + PANEL_IN[1] + 0.5
     used = _draw_legend(figure, used, shown) + 0.25
     notes = [line for text in proposal.missing for line in textwrap.wrap(text, CHARACTERS)]
     request = textwrap.wrap(f"Asked for: {proposal.request}", BOLD_CHARACTERS)
     more = " ... (--json has all of it)"
-    method = textwrap.wrap(f"Method. {proposal.method}", CHARACTERS, max_lines=MAX_METHOD_LINES, placeholder=more)
+    method = textwrap.wrap(
+        f"Method. {proposal.method}", CHARACTERS, max_lines=MAX_METHOD_LINES, placeholder=more
+    )
     tail = LINE_IN * (len(notes) + len(request) + len(method) + 5)
     max_rows = max(3, int((height - BOTTOM_IN - tail - used) / LINE_IN))
     names = {(each.kind, each.name) for each in shown}
@@ -78,9 +107,16 @@ def proposal_figure(proposal: Proposal) -> Figure:
     return figure
 
 
-def _write(figure: Figure, down_in: float, text: str, at: float = LEFT_IN / PAGE_IN[0], **style: Any) -> None:
+def _write(
+    figure: Figure, down_in: float, text: str, at: float = LEFT_IN / PAGE_IN[0], **style: Any
+) -> None:
     """Write a line whose top is so far down the page."""
-    figure.text(at, 1 - down_in / PAGE_IN[1], text, **{"color": TEXT_COLOUR, "va": "top", "parse_math": False, **style})
+    figure.text(
+        at,
+        1 - down_in / PAGE_IN[1],
+        text,
+        **{"color": TEXT_COLOUR, "va": "top", "parse_math": False, **style},
+    )
 
 
 def _draw_panel(axes: Axes, kind: str, series: Sequence[Series]) -> None:
@@ -91,7 +127,14 @@ def _draw_panel(axes: Axes, kind: str, series: Sequence[Series]) -> None:
     axes.tick_params(labelsize=SMALL_PT, colors=TEXT_COLOUR)
     if not series:
         axes.set_axis_off()
-        axes.text(0.5, 0.5, f"no {kind} scaling in these runs", ha="center", fontsize=TEXT_PT, color=TEXT_COLOUR)
+        axes.text(
+            0.5,
+            0.5,
+            f"no {kind} scaling in these runs",
+            ha="center",
+            fontsize=TEXT_PT,
+            color=TEXT_COLOUR,
+        )
         return
     axes.grid(True, color="#e5e5e5", linewidth=0.6)
     axes.set_axisbelow(True)
@@ -128,17 +171,28 @@ def _draw_legend(figure: Figure, down_in: float, series: Sequence[Series]) -> fl
     first = {point.source: point for each in series for point in each.points}
     for source, point in first.items():
         handles.append(Line2D([], [], **point_marks(point, "#444444"), label=SOURCE_NAMES[source]))
-    handles.append(Line2D([], [], color="#444444", linewidth=0.9, linestyle=":", label="ideal, from the base on"))
+    handles.append(
+        Line2D(
+            [], [], color="#444444", linewidth=0.9, linestyle=":", label="ideal, from the base on"
+        )
+    )
     rows = -(-len(handles) // 2)
     box = (LEFT_IN / PAGE_IN[0], 1 - down_in / PAGE_IN[1])
     figure.legend(
-        handles=handles, loc="upper left", bbox_to_anchor=box, ncols=2, fontsize=SMALL_PT, frameon=False,
+        handles=handles,
+        loc="upper left",
+        bbox_to_anchor=box,
+        ncols=2,
+        fontsize=SMALL_PT,
+        frameon=False,
         borderaxespad=0.0,
-    )  # fmt: skip
+    )
     return down_in + LINE_IN * (rows + 1)
 
 
-def _draw_table(figure: Figure, down_in: float, rows: Sequence[dict[str, Any]], max_rows: int) -> float:
+def _draw_table(
+    figure: Figure, down_in: float, rows: Sequence[dict[str, Any]], max_rows: int
+) -> float:
     """Write the first rows, and return how far down the page they end."""
     from matplotlib.lines import Line2D
 
@@ -158,7 +212,13 @@ def _draw_table(figure: Figure, down_in: float, rows: Sequence[dict[str, Any]], 
             rule = [LEFT_IN / PAGE_IN[0], 1 - RIGHT_IN / PAGE_IN[0]]
             figure.add_artist(Line2D(rule, [y, y], color=TEXT_COLOUR, linewidth=0.6))
     if len(shown) < len(rows):
-        _write(figure, down_in, f"and {len(rows) - len(shown)} more points, in the CSV", size=SMALL_PT, style="italic")
+        _write(
+            figure,
+            down_in,
+            f"and {len(rows) - len(shown)} more points, in the CSV",
+            size=SMALL_PT,
+            style="italic",
+        )
         down_in += LINE_IN
     return down_in + LINE_IN
 
@@ -172,13 +232,23 @@ def _cells(row: dict[str, Any], unit_s: float) -> dict[str, Any]:
         if low is None or low == high:
             return UNKNOWN
         ends = [number(end / size) for end in (low, high)]
-        is_exact = row["source"] == "simulated" and ends[0] == ends[1]  # but for the trace's nanoseconds
+        is_exact = (
+            row["source"] == "simulated" and ends[0] == ends[1]
+        )  # but for the trace's nanoseconds
         return UNKNOWN if is_exact else (" to " if is_range else "-").join(ends)
 
-    share, name = row["parallel_efficiency"], textwrap.shorten(row["series"], MAX_NAME, placeholder=" ...")
+    share = row["parallel_efficiency"]
+    name = textwrap.shorten(row["series"], MAX_NAME, placeholder=" ...")
     texts = (
-        row["scaling"], name, row["source"], str(row["ranks"]), number(row["step_s"] / unit_s),
-        between("step_s", unit_s), number(row["images_per_s"]), UNKNOWN if share is None else f"{100 * share:.1f}",
-        between("parallel_efficiency", 0.01), number(row["gpu_hours"]),
-    )  # fmt: skip
+        row["scaling"],
+        name,
+        row["source"],
+        str(row["ranks"]),
+        number(row["step_s"] / unit_s),
+        between("step_s", unit_s),
+        number(row["images_per_s"]),
+        UNKNOWN if share is None else f"{100 * share:.1f}",
+        between("parallel_efficiency", 0.01),
+        number(row["gpu_hours"]),
+    )
     return dict(zip(COLUMNS, texts, strict=True)) | {"is_asked": row["is_asked"]}

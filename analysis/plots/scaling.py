@@ -1,4 +1,7 @@
-"""The pictures of a scaling study: rates and efficiencies with the best fit, and bands of what is predicted."""
+"""The pictures of a scaling study.
+
+Rates and efficiencies with the best fit, and bands of what is predicted.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from analysis.metrics.statistics import Interval
-from analysis.plots.figure import LINE_COLOURS, TEXT_COLOUR, WIDTH_IN, add_legend, label_counts, new_figure, set_title
+from analysis.plots.figure import (
+    LINE_COLOURS,
+    TEXT_COLOUR,
+    WIDTH_IN,
+    add_legend,
+    label_counts,
+    new_figure,
+    set_title,
+)
 from analysis.scaling.fits import MAX_EXTRAPOLATION, Fit, best_fits, curve_ranks
-from analysis.scaling.points import Point, base_points, describe_base, may_join, most_real, scaling_kind, title
+from analysis.scaling.points import (
+    Point,
+    base_points,
+    describe_base,
+    may_join,
+    most_real,
+    scaling_kind,
+    title,
+)
 from analysis.scaling.projection import SHARE, Place, Projection, describe_error
 from gems.trace import SOURCES
 
@@ -27,42 +46,60 @@ SOURCE_NAMES = {
     "simulated": "simulated: a prediction",
 }
 MAX_TICKS = 14
-FIT_WIDTH, BAND, BAND_ALPHA = 1.0, "extrapolation", 0.15
+FIT_WIDTH = 1.0
+BAND = "extrapolation"
+BAND_ALPHA = 0.15
 
 
 def scaling_figure(points: Sequence[Point], fits: Sequence[Fit] = ()) -> Figure:
     """Build the picture: images/s above, parallel efficiency below, over ranks.
 
-    One colour a line, one marker a source. A line joins the most real point of each number of ranks, dashed where
-    an end of it is simulated, and none where ranks are far apart; a dotted line goes on from its base in proportion to
-    the ranks. Bars are 95 % intervals of the median (the range, below 6 steps). The base of each line is in the legend,
-    with its images/s. The best fit of each line is drawn over its points, and up to four times beyond them with a
-    shaded 95 % band.
+    One colour a line, one marker a source. A line joins the most real point of each number of
+    ranks, dashed where an end of it is simulated, and none where ranks are far apart; a dotted line
+    goes on from its base in proportion to the ranks. Bars are 95 % intervals of the median (the
+    range, below 6 steps). The base of each line is in the legend, with its images/s. The best fit
+    of each line is drawn over its points, and up to four times beyond them with a shaded 95 % band.
     """
     labels = ("images/s", "parallel efficiency, of 1")
     figure, (rate, share) = new_figure(
         WIDTH_IN, 7.6, 2, x="ranks", y=labels, has_grid=True, sharex=True, height_ratios=(3, 2)
     )
-    bases, kind = base_points(points), scaling_kind(points)
+    bases = base_points(points)
+    kind = scaling_kind(points)
     lines = list(dict.fromkeys(point.line for point in points))
     best = best_fits(fits)
     for place, line in enumerate(lines):
         mine = [point for point in points if point.line == line]
-        colour, base, fit = LINE_COLOURS[place % len(LINE_COLOURS)], bases[line], best.get(line)
-        if kind != "capability":  # there the images of the points differ, and one line of images/s would mislead
+        colour = LINE_COLOURS[place % len(LINE_COLOURS)]
+        base = bases[line]
+        fit = best.get(line)
+        if (
+            kind != "capability"
+        ):  # there the images of the points differ, and one line of images/s would mislead
             largest = max(*(point.ranks for point in mine), fit.limit_ranks if fit else 0)
             span = np.array([base.ranks, largest])
-            rate.plot(span, span / base.rank_s_per_image, color=colour, linewidth=0.8, linestyle=":")
+            rate.plot(
+                span, span / base.rank_s_per_image, color=colour, linewidth=0.8, linestyle=":"
+            )
         draw_points(rate, {point: point.images_per_s_interval for point in mine}, colour, kind)
         shares = {point: point.efficiency_interval(base) for point in mine}
-        draw_points(share, {point: bounds for point, bounds in shares.items() if bounds is not None}, colour, kind)
+        draw_points(
+            share,
+            {point: bounds for point, bounds in shares.items() if bounds is not None},
+            colour,
+            kind,
+        )
         if fit and kind != "capability":
             _draw_fit(rate, fit, colour, curve_ranks(fit))
         if fit:
             _draw_fit(share, fit, colour, base.rank_s_per_image)
     rate.set_yscale("log")
     plain_ticks(rate)
-    label_counts(share, [*(point.ranks for point in points), *(fit.limit_ranks for fit in best.values())], MAX_TICKS)
+    label_counts(
+        share,
+        [*(point.ranks for point in points), *(fit.limit_ranks for fit in best.values())],
+        MAX_TICKS,
+    )
     share.axhline(1.0, color=TEXT_COLOUR, linewidth=0.8, linestyle=":")
     share.set_ylim(0.0, max(1.08, share.get_ylim()[1]))
     set_title(figure, rate, *title(points))
@@ -86,10 +123,19 @@ def draw_points(axes: Axes, values: Mapping[Point, Interval], colour: str, kind:
         if may_join(kind, point, after):
             style = (0, (4, 2)) if "simulated" in (point.source, after.source) else "-"
             ends = [values[point].value, values[after].value]
-            axes.plot([point.ranks, after.ranks], ends, color=colour, linewidth=1.3, linestyle=style)
+            axes.plot(
+                [point.ranks, after.ranks], ends, color=colour, linewidth=1.3, linestyle=style
+            )
     for point, bounds in values.items():
         reach = [[bounds.value - bounds.low], [bounds.high - bounds.value]]
-        axes.errorbar([point.ranks], [bounds.value], reach, **point_marks(point, colour), capsize=2, elinewidth=0.9)
+        axes.errorbar(
+            [point.ranks],
+            [bounds.value],
+            reach,
+            **point_marks(point, colour),
+            capsize=2,
+            elinewidth=0.9,
+        )
 
 
 def _draw_fit(axes: Axes, fit: Fit, colour: str, scale: np.ndarray | float) -> None:
@@ -98,7 +144,15 @@ def _draw_fit(axes: Axes, fit: Fit, colour: str, scale: np.ndarray | float) -> N
     low, value, high = scale / fit.curve(ranks)
     axes.plot(ranks, value, color=colour, linewidth=FIT_WIDTH, linestyle="-.", alpha=0.8)
     beyond = ranks >= fit.last_ranks
-    axes.fill_between(ranks[beyond], low[beyond], high[beyond], color=colour, alpha=BAND_ALPHA, linewidth=0, gid=BAND)
+    axes.fill_between(
+        ranks[beyond],
+        low[beyond],
+        high[beyond],
+        color=colour,
+        alpha=BAND_ALPHA,
+        linewidth=0,
+        gid=BAND,
+    )
 
 
 def point_marks(point: Point, colour: str) -> dict[str, Any]:
@@ -106,36 +160,59 @@ def point_marks(point: Point, colour: str) -> dict[str, Any]:
     face = "none" if point.source == "simulated" else colour
     size = 7.0 if point.source == "simulated" else 5.0
     return {
-        "marker": MARKERS[point.source], "color": colour, "markerfacecolor": face, "markersize": size,
+        "marker": MARKERS[point.source],
+        "color": colour,
+        "markerfacecolor": face,
+        "markersize": size,
         "linestyle": "none",
-    }  # fmt: skip
+    }
 
 
-def _name_parts(figure: Figure, points: Sequence[Point], lines: Sequence[str], best: Mapping[str, Fit]) -> None:
+def _name_parts(
+    figure: Figure, points: Sequence[Point], lines: Sequence[str], best: Mapping[str, Fit]
+) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     bases = base_points(points)
     handles: list[Artist] = [
         Line2D(
-            [], [], color=LINE_COLOURS[place % len(LINE_COLOURS)], label=f"{line} (base {describe_base(bases[line])})"
+            [],
+            [],
+            color=LINE_COLOURS[place % len(LINE_COLOURS)],
+            label=f"{line} (base {describe_base(bases[line])})",
         )
         for place, line in enumerate(lines)
     ]
     for source in SOURCES:
         found = next((point for point in points if point.source == source), None)
         if found is not None:
-            handles.append(Line2D([], [], **point_marks(found, "#444444"), label=SOURCE_NAMES[source]))
-    handles.append(Line2D([], [], color="#444444", linewidth=0.8, linestyle=":", label="ideal, from the base on"))
+            handles.append(
+                Line2D([], [], **point_marks(found, "#444444"), label=SOURCE_NAMES[source])
+            )
+    handles.append(
+        Line2D(
+            [], [], color="#444444", linewidth=0.8, linestyle=":", label="ideal, from the base on"
+        )
+    )
     if best:
         laws = ", ".join(f"{line}: {fit.law}" for line, fit in sorted(best.items()))
         handles += [
-            Line2D([], [], color="#444444", linewidth=FIT_WIDTH, linestyle="-.", label=f"best fit ({laws})"),
+            Line2D(
+                [],
+                [],
+                color="#444444",
+                linewidth=FIT_WIDTH,
+                linestyle="-.",
+                label=f"best fit ({laws})",
+            ),
             Patch(
-                color="#444444", alpha=BAND_ALPHA, linewidth=0,
+                color="#444444",
+                alpha=BAND_ALPHA,
+                linewidth=0,
                 label=f"extrapolated, at most {MAX_EXTRAPOLATION} times beyond the data: 95 % band",
             ),
-        ]  # fmt: skip
+        ]
     add_legend(figure, handles)
 
 
@@ -143,9 +220,16 @@ def projection_figure(found: Projection) -> Figure:
     """Build the picture: efficiency over ranks with its bands on the left, sensitivities on the right."""
     ranks = " and ".join(dict.fromkeys(str(each.ranks) for each in found.sensitivities))
     figure, (left, right) = new_figure(
-        1.25 * WIDTH_IN, 4.6, 1, 2, y=["parallel efficiency [%]"], size_pt=6.4, has_grid=True, width_ratios=(3, 2),
+        1.25 * WIDTH_IN,
+        4.6,
+        1,
+        2,
+        y=["parallel efficiency [%]"],
+        size_pt=6.4,
+        has_grid=True,
+        width_ratios=(3, 2),
         x=("ranks", f"efficiency [%] on {ranks} ranks, constant {SHARE:.0%} less or more"),
-    )  # fmt: skip
+    )
     lines = dict.fromkeys(place.point.line for place in found.places)
     colours = {line: LINE_COLOURS[number % len(LINE_COLOURS)] for number, line in enumerate(lines)}
     for line, colour in colours.items():
@@ -154,30 +238,56 @@ def projection_figure(found: Projection) -> Figure:
     low = left.get_ylim()[0]
     left.set_ylim(low - 0.6 * (100 - low), 100.5)  # room for the legend
     left.legend(fontsize=7.5, frameon=False, loc="lower left")
-    for row, each in enumerate(found.sensitivities):  # from the efficiency with less of a constant to that with more
+    for row, each in enumerate(
+        found.sensitivities
+    ):  # from the efficiency with less of a constant to that with more
         low, high = sorted((100 * each.less, 100 * each.more))
         right.barh(row, high - low, left=low, color=colours[each.line], height=0.6)
         right.plot([low, high], [row, row], color=colours[each.line], marker="|", linestyle="none")
-    names = [f"{each.constant.removeprefix('machine.')} ({each.value:.3g})" for each in found.sensitivities]
+    names = [
+        f"{each.constant.removeprefix('machine.')} ({each.value:.3g})"
+        for each in found.sensitivities
+    ]
     right.set_yticks(range(len(names)), names)
     right.invert_yaxis()
-    detail = f"{describe_error(found)}; bands: 95 % of draws, all constants off by up to {SHARE:.0%}"
+    detail = (
+        f"{describe_error(found)}; bands: 95 % of draws, all constants off by up to {SHARE:.0%}"
+    )
     set_title(figure, left, "SIMULATED, a prediction: scaling efficiency", detail)
     return figure
 
 
 def _draw_band(axes: Axes, places: Sequence[Place], colour: str) -> None:
-    base, line, ranks = places[0].point, places[0].point.line, [place.point.ranks for place in places]
-    lows, values, highs = ([100 * getattr(place, name) for place in places] for name in ("low", "efficiency", "high"))
+    base = places[0].point
+    line = places[0].point.line
+    ranks = [place.point.ranks for place in places]
+    lows, values, highs = (
+        [100 * getattr(place, name) for place in places] for name in ("low", "efficiency", "high")
+    )
     axes.fill_between(ranks, lows, highs, color=colour, alpha=0.2, linewidth=0)
     axes.plot(
-        ranks, values, color=colour, linewidth=1.3, linestyle=(0, (4, 2)), marker="^", markerfacecolor="none",
+        ranks,
+        values,
+        color=colour,
+        linewidth=1.3,
+        linestyle=(0, (4, 2)),
+        marker="^",
+        markerfacecolor="none",
         label=f"{line} (base {base.images_per_s:.3g} images/s on {base.ranks} ranks)",
-    )  # fmt: skip
+    )
     for place in places:
         if place.published is not None:
             value = 100 * place.published[0]
-            label = f"published for {line}: {value:.2f} % on {place.point.ranks}\n({place.published[1]})"
+            label = (
+                f"published for {line}: {value:.2f} % on"
+                f" {place.point.ranks}\n({place.published[1]})"
+            )
             axes.plot(
-                [place.point.ranks], [value], color=colour, marker="*", markersize=12, linestyle="none", label=label
+                [place.point.ranks],
+                [value],
+                color=colour,
+                marker="*",
+                markersize=12,
+                linestyle="none",
+                label=label,
             )

@@ -31,8 +31,9 @@ _STREAM_OF = {Kind.OFFLOAD: STREAMS.index("copy_out"), Kind.PREFETCH: STREAMS.in
 def draw_schedule(path: Path, out: Path) -> Simulation:
     """Draw a schedule's file to a picture (PNG, PDF or SVG by the suffix) and return its simulation.
 
-    The compute actions are drawn at their simulated times, without links: by the costs in the file (as
-    `gems schedule --json` writes them), or else with f = i = w = 1 for a rank's part of the model.
+    The compute actions are drawn at their simulated times, without links: by the costs in the file
+    (as `gems schedule --json` writes them), or else with f = i = w = 1 for a rank's part of the
+    model.
 
     Raises:
         ConfigError: the file holds no schedule, or the picture cannot be written.
@@ -43,10 +44,14 @@ def draw_schedule(path: Path, out: Path) -> Simulation:
     made = compute_only(validate(schedule))
     simulated = simulate(made, costs)
     title = (
-        f"{made.name}: {counted(made.num_ranks, 'rank')}, {counted(made.num_stages, 'stage')}, "
-        f"{counted(made.num_micro_batches, 'micro-batch', 'es')}",
-        f"{number(simulated.span)} units, efficiency {100 * simulated.efficiency:.1f} %, "
-        f"peak {number(max(simulated.peak))} micro-batches of activations",
+        (
+            f"{made.name}: {counted(made.num_ranks, 'rank')}, {counted(made.num_stages, 'stage')}, "
+            f"{counted(made.num_micro_batches, 'micro-batch', 'es')}"
+        ),
+        (
+            f"{number(simulated.span)} units, efficiency {100 * simulated.efficiency:.1f} %, "
+            f"peak {number(max(simulated.peak))} micro-batches of activations"
+        ),
     )
     trace, window = _as_trace(made, simulated)
     ranks = np.arange(min(made.num_ranks, MAX_LANES))
@@ -79,20 +84,34 @@ def read_schedule(path: Path) -> tuple[Schedule, StageCosts]:
         raise ConfigError("costs", path, f"are not costs of stages ({error})") from error
     lengths = {len(value) for field in fields(costs) if (value := getattr(costs, field.name))}
     if lengths != {schedule.num_stages}:
-        raise ConfigError("costs", path, f"must have {schedule.num_stages} entries each, one a stage")
+        raise ConfigError(
+            "costs", path, f"must have {schedule.num_stages} entries each, one a stage"
+        )
     return schedule, costs
 
 
 def _as_trace(schedule: Schedule, simulated: Simulation) -> tuple[Trace, StepWindow]:
     """Return the compute actions and copies as the events of one step."""
     rows = [
-        (rank, 0, KINDS.index(action.kind.value), action.stage, -1 if action.segment is None else action.segment,
-        action.direction, action.micro_batch,
-         _STREAM_OF.get(action.kind, STREAMS.index("compute")), round(start * UNIT_NS), round(end * UNIT_NS), 0, 0, 0)
+        (
+            rank,
+            0,
+            KINDS.index(action.kind.value),
+            action.stage,
+            -1 if action.segment is None else action.segment,
+            action.direction,
+            action.micro_batch,
+            _STREAM_OF.get(action.kind, STREAMS.index("compute")),
+            round(start * UNIT_NS),
+            round(end * UNIT_NS),
+            0,
+            0,
+            0,
+        )
         for rank, row in enumerate(schedule.rows)
         for action, start, end in zip(row, simulated.start[rank], simulated.end[rank], strict=True)
         if action.kind in COMPUTE_KINDS or action.kind in COPY_KINDS
-    ]  # fmt: skip
+    ]
     events = np.array(rows, DTYPES["events"])
     trace = Trace(root_attributes("simulated", "", schedule.num_ranks), events)
     return trace, StepWindow(0, 0, round(simulated.span * UNIT_NS), True, False, events)

@@ -10,7 +10,16 @@ import numpy as np
 from analysis.io.run_config import RunFacts, run_facts
 from analysis.metrics.events import StepWindow, of_kinds, ranks_written, step_window
 from analysis.metrics.run_metrics import backward_mean_s, stage_mean_s
-from analysis.plots.figure import DPI, TEXT_COLOUR, WIDTH_IN, add_legend, new_figure, scaled_pt, set_title, source_mark
+from analysis.plots.figure import (
+    DPI,
+    TEXT_COLOUR,
+    WIDTH_IN,
+    add_legend,
+    new_figure,
+    scaled_pt,
+    set_title,
+    source_mark,
+)
 from gems.trace import Trace
 from gems.utils.units import counted
 
@@ -23,7 +32,8 @@ MAX_BOXES = 40_000  # more are drawn by columns of pixels
 IDLE_COLOUR = "#f0f0f0"
 MS = 1e-6
 STAGE_NAMES: dict[int, tuple[str, ...]] = {1: (), 2: ("1st stage of a rank", "2nd stage")}
-MIN_LABEL_PT, MAX_LABEL_PT = 4.5, 8.0
+MIN_LABEL_PT = 4.5
+MAX_LABEL_PT = 8.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +67,17 @@ LOOKS = (
     Look(("STEP",), None, "optimizer step", "#4d4d4d"),
     Look(("INPUT",), None, "waiting for input", "#e377a2"),
     Look(("SEND_F", "SEND_B"), None, "send", "#5e3c99", top=0.31, bottom=0.38),
-    Look(("START_REDUCE",), None, "gradient reduction beside compute", "#7f7f7f", top=0.31, bottom=0.38),
-    Look(("RECV_F", "RECV_B"), None, "receive, from its posting on", "#cbbfe0", top=0.39, bottom=0.44),
+    Look(
+        ("START_REDUCE",),
+        None,
+        "gradient reduction beside compute",
+        "#7f7f7f",
+        top=0.31,
+        bottom=0.38,
+    ),
+    Look(
+        ("RECV_F", "RECV_B"), None, "receive, from its posting on", "#cbbfe0", top=0.39, bottom=0.44
+    ),
     Look(("OFFLOAD",), None, "copy to host memory", "#b8860b", top=0.45, bottom=0.49),
     Look(("PREFETCH",), None, "copy back", "#117a8b", top=0.50, bottom=0.54),
 )
@@ -67,10 +86,11 @@ LOOKS = (
 def timeline_figure(trace: Trace, step: int | None = None) -> Figure:
     """Build the picture of one step, by default the last whole one that is not a warm-up step.
 
-    One lane a world rank, the first 64 of them; F in blue, B in orange, I in red, W in green and R in purple, light
-    and dark for the two directions or for the stages of a rank, with the micro-batch in the box if it fits; idle time
-    is the grey of the lane; transfers are thin bars below the lane, from posting to completion, and copies to and from
-    host memory below these. Time is in ms from the first rank's begin.
+    One lane a world rank, the first 64 of them; F in blue, B in orange, I in red, W in green and R
+    in purple, light and dark for the two directions or for the stages of a rank, with the
+    micro-batch in the box if it fits; idle time is the grey of the lane; transfers are thin bars
+    below the lane, from posting to completion, and copies to and from host memory below these. Time
+    is in ms from the first rank's begin.
 
     Raises:
         ConfigError: no such step, or the trace has no events.
@@ -86,18 +106,29 @@ def timeline_figure(trace: Trace, step: int | None = None) -> Figure:
     return figure
 
 
-def lanes_figure(trace: Trace, window: StepWindow, ranks: np.ndarray, title: tuple[str, str]) -> tuple[Figure, Axes]:
-    """Build the picture of one step: a lane for each of `ranks`, boxes, micro-batches, legend, two lines of title."""
+def lanes_figure(
+    trace: Trace, window: StepWindow, ranks: np.ndarray, title: tuple[str, str]
+) -> tuple[Figure, Axes]:
+    """Build the picture of one step.
+
+    A lane for each of `ranks`, boxes, micro-batches, legend, two lines of title.
+    """
     events, shade_names = shaded(window.events[np.isin(window.events["rank"], ranks)])
     forwards = events[of_kinds(events, "F")]
-    typical_s = float(np.median(forwards["end_ns"] - forwards["start_ns"])) * 1e-9 if len(forwards) else 0.0
-    width_in = 0.115 * window.span_s / typical_s if typical_s else WIDTH_IN  # wide enough to see a forward
+    typical_s = (
+        float(np.median(forwards["end_ns"] - forwards["start_ns"])) * 1e-9 if len(forwards) else 0.0
+    )
+    width_in = (
+        0.115 * window.span_s / typical_s if typical_s else WIDTH_IN
+    )  # wide enough to see a forward
     lane_in = 0.50 if len(ranks) <= 8 else 0.36 if len(ranks) <= 16 else 0.20
     height_in = 1.55 + lane_in * max(len(ranks), 2)
     figure, (axes,) = new_figure(min(max(width_in, WIDTH_IN), 12.0), height_in, y=["rank"])
     rows = trace.rank_steps[trace.rank_steps["step"] == window.step]
     own = {int(row["rank"]): (int(row["start_ns"]), int(row["end_ns"])) for row in rows}
-    for lane, rank in enumerate(ranks):  # each rank's own step; what is not covered later is a bubble
+    for lane, rank in enumerate(
+        ranks
+    ):  # each rank's own step; what is not covered later is a bubble
         start, end = own.get(int(rank), (window.start_ns, window.end_ns))
         span = ((start - window.start_ns) * MS, (end - start) * MS)
         axes.broken_barh([span], (lane - 0.40, 0.68), facecolors=IDLE_COLOUR, linewidth=0)
@@ -110,7 +141,8 @@ def lanes_figure(trace: Trace, window: StepWindow, ranks: np.ndarray, title: tup
     axes.spines["left"].set_visible(False)
     set_title(figure, axes, *title)
     _name_looks(figure, drawn, shade_names)
-    figure.draw_without_rendering()  # settles the layout, so that the size of a box in points is known
+    # settles the layout, so that the size of a box in points is known
+    figure.draw_without_rendering()
     _label_boxes(figure, axes, window, events, ranks)
     return figure, axes
 
@@ -133,7 +165,9 @@ def shaded(events: np.ndarray) -> tuple[np.ndarray, tuple[str, ...]]:
     return events, STAGE_NAMES.get(most, ("1st, 3rd ... stage of a rank", "2nd, 4th ... stage"))
 
 
-def _draw_boxes(figure: Figure, axes: Axes, window: StepWindow, events: np.ndarray, ranks: np.ndarray) -> list[Look]:
+def _draw_boxes(
+    figure: Figure, axes: Axes, window: StepWindow, events: np.ndarray, ranks: np.ndarray
+) -> list[Look]:
     """Draw all events, too many by columns of pixels, and return the looks that were used."""
     if len(events) > MAX_BOXES:
         return _draw_dense(figure, axes, window, events, ranks)
@@ -144,19 +178,30 @@ def _draw_boxes(figure: Figure, axes: Axes, window: StepWindow, events: np.ndarr
             boxes = events[look_mask(events, look) & (events["rank"] == rank)]
             if not len(boxes):
                 continue
-            start_ms, width_ms = (boxes["start_ns"] - window.start_ns) * MS, (boxes["end_ns"] - boxes["start_ns"]) * MS
+            start_ms = (boxes["start_ns"] - window.start_ns) * MS
+            width_ms = (boxes["end_ns"] - boxes["start_ns"]) * MS
             typical_pt = float(np.median(width_ms)) * pt_per_ms
-            edge_pt = 0.6 if typical_pt > 4 else 0.25 if typical_pt > 1.5 else 0.0  # no edge that would cover the box
+            edge_pt = (
+                0.6 if typical_pt > 4 else 0.25 if typical_pt > 1.5 else 0.0
+            )  # no edge that would cover the box
             axes.broken_barh(
-                np.stack([start_ms, width_ms], axis=1).tolist(), (lane + look.top, look.bottom - look.top),
-                facecolors=look.colour, edgecolors="white", linewidth=edge_pt if look.top < 0 else 0,
-            )  # fmt: skip
+                np.stack([start_ms, width_ms], axis=1).tolist(),
+                (lane + look.top, look.bottom - look.top),
+                facecolors=look.colour,
+                edgecolors="white",
+                linewidth=edge_pt if look.top < 0 else 0,
+            )
             drawn[look] = True
     return list(drawn)
 
 
-def _draw_dense(figure: Figure, axes: Axes, window: StepWindow, events: np.ndarray, ranks: np.ndarray) -> list[Look]:
-    """Draw each lane of each track as an image: a column's colour is the mean of what happens in it."""
+def _draw_dense(
+    figure: Figure, axes: Axes, window: StepWindow, events: np.ndarray, ranks: np.ndarray
+) -> list[Look]:
+    """Draw each lane of each track as an image.
+
+    A column's colour is the mean of what happens in it.
+    """
     from matplotlib.colors import to_rgb
 
     num_columns = round(figure.get_figwidth() * DPI)
@@ -167,15 +212,20 @@ def _draw_dense(figure: Figure, axes: Axes, window: StepWindow, events: np.ndarr
     for look in LOOKS:
         is_mine = look_mask(events, look)
         if is_mine.any():
-            shares[look] = coverage(start[is_mine], end[is_mine], lane[is_mine], len(ranks), num_columns)
+            shares[look] = coverage(
+                start[is_mine], end[is_mine], lane[is_mine], len(ranks), num_columns
+            )
     for top, bottom in dict.fromkeys((look.top, look.bottom) for look in shares):
         mine = {look: share for look, share in shares.items() if look.top == top}
         colours = np.array([to_rgb(look.colour) for look in mine])
         for place, pixels in enumerate(blended(np.stack(list(mine.values())), colours)):
             axes.imshow(
-                pixels[None], extent=(0.0, window.span_s * 1e3, place + bottom, place + top),
-                aspect="auto", interpolation="nearest", zorder=1.5,
-            )  # fmt: skip
+                pixels[None],
+                extent=(0.0, window.span_s * 1e3, place + bottom, place + top),
+                aspect="auto",
+                interpolation="nearest",
+                zorder=1.5,
+            )
     return list(shares)
 
 
@@ -198,7 +248,11 @@ def _title(trace: Trace, window: StepWindow, facts: RunFacts, num_lanes: int) ->
         details[0] += f": {window.span_s * 1e3:.4g} ms"
     if window.bubble is not None:
         details.append(f"bubble {100 * window.bubble:.1f} %")
-    times_s = [stage_mean_s(window.events, "F"), backward_mean_s(window.events), stage_mean_s(window.events, "W")]
+    times_s = [
+        stage_mean_s(window.events, "F"),
+        backward_mean_s(window.events),
+        stage_mean_s(window.events, "W"),
+    ]
     formula = facts.bubble(*times_s)
     if formula is not None and window.is_whole:
         details.append(f"closed form {100 * formula:.1f} %")
@@ -210,14 +264,24 @@ def _name_looks(figure: Figure, drawn: list[Look], shade_names: tuple[str, ...])
 
     patches = []
     for look in drawn:
-        text = look.legend if look.shade is None or not shade_names else f"{look.legend}, {shade_names[look.shade]}"
+        text = (
+            look.legend
+            if look.shade is None or not shade_names
+            else f"{look.legend}, {shade_names[look.shade]}"
+        )
         patches.append(Patch(facecolor=look.colour, label=text))
-    patches.append(Patch(facecolor=IDLE_COLOUR, edgecolor="#bbbbbb", linewidth=0.5, label="idle (bubble)"))
-    columns = len(patches) if len(patches) <= 6 else (len(patches) + 1) // 2 if len(patches) <= 8 else 4
+    patches.append(
+        Patch(facecolor=IDLE_COLOUR, edgecolor="#bbbbbb", linewidth=0.5, label="idle (bubble)")
+    )
+    columns = (
+        len(patches) if len(patches) <= 6 else (len(patches) + 1) // 2 if len(patches) <= 8 else 4
+    )
     add_legend(figure, patches, columns=columns, columnspacing=1.4, handlelength=1.4)
 
 
-def _label_boxes(figure: Figure, axes: Axes, window: StepWindow, events: np.ndarray, ranks: np.ndarray) -> None:
+def _label_boxes(
+    figure: Figure, axes: Axes, window: StepWindow, events: np.ndarray, ranks: np.ndarray
+) -> None:
     """Write micro-batch numbers, all of a kind in one size, if that size fits the typical box."""
     corner_px, far_px = axes.transData.transform([(0.0, 0.0), (1.0, 1.0)])
     pt_per_ms, pt_per_lane = abs(far_px - corner_px) * 72 / figure.dpi
@@ -228,7 +292,11 @@ def _label_boxes(figure: Figure, axes: Axes, window: StepWindow, events: np.ndar
             continue
         digits = len(str(int(of_kind["micro_batch"].max())))
         room_pt = float(np.median(of_kind["end_ns"] - of_kind["start_ns"])) * MS * pt_per_ms
-        size_pt = min(scaled_pt(figure, MAX_LABEL_PT), 0.8 * 0.68 * pt_per_lane, (room_pt - 1.5) / (0.62 * digits))
+        size_pt = min(
+            scaled_pt(figure, MAX_LABEL_PT),
+            0.8 * 0.68 * pt_per_lane,
+            (room_pt - 1.5) / (0.62 * digits),
+        )
         if size_pt < MIN_LABEL_PT:
             continue
         for event in of_kind[of_kind["direction"] == look.shade]:
@@ -238,24 +306,37 @@ def _label_boxes(figure: Figure, axes: Axes, window: StepWindow, events: np.ndar
                 continue
             middle_ms = (event["start_ns"] - window.start_ns) * MS + width_ms / 2
             axes.text(
-                middle_ms, lane_of[int(event["rank"])] - 0.06, text,
-                fontsize=size_pt, color=look.text_colour, ha="center", va="center_baseline", clip_on=True,
-            )  # fmt: skip
+                middle_ms,
+                lane_of[int(event["rank"])] - 0.06,
+                text,
+                fontsize=size_pt,
+                color=look.text_colour,
+                ha="center",
+                va="center_baseline",
+                clip_on=True,
+            )
 
 
-def coverage(start: np.ndarray, end: np.ndarray, row: np.ndarray, num_rows: int, num_columns: int) -> np.ndarray:
-    """Return how much of each column the boxes of each row cover, `[row, column]`: 1 is all of it once.
+def coverage(
+    start: np.ndarray, end: np.ndarray, row: np.ndarray, num_rows: int, num_columns: int
+) -> np.ndarray:
+    """Return how much of each column the boxes of each row cover, `[row, column]`.
 
+    1 is all of it once.
     Begins and ends of the boxes are in columns; what is outside of 0 to `num_columns` is cut off.
     """
-    width = num_columns + 2  # a box may end at the last edge, and the columns after it begin with the next
+    width = (
+        num_columns + 2
+    )  # a box may end at the last edge, and the columns after it begin with the next
 
     def covered_from(edge: np.ndarray) -> np.ndarray:
         """Return what the boxes would cover without an end."""
         edge = np.clip(edge, 0, num_columns)
         column = edge.astype(np.int64)
         place = row.astype(np.int64) * width + column
-        part = np.bincount(place, column + 1 - edge, minlength=num_rows * width).reshape(num_rows, width)
+        part = np.bincount(place, column + 1 - edge, minlength=num_rows * width).reshape(
+            num_rows, width
+        )
         whole = np.bincount(place + 1, minlength=num_rows * width).reshape(num_rows, width)
         begun: np.ndarray = part + np.cumsum(whole, axis=1)
         return begun[:, :num_columns]
@@ -265,11 +346,15 @@ def coverage(start: np.ndarray, end: np.ndarray, row: np.ndarray, num_rows: int,
 
 
 def blended(shares: np.ndarray, colours: np.ndarray) -> np.ndarray:
-    """Return the colour and opacity of each pixel, `[..., 4]`: the mean of what covers it, as opaque as it is covered.
+    """Return the colour and opacity of each pixel, `[..., 4]`.
 
-    `shares[kind, ...]` is how much each kind covers, `colours[kind]` its red, green and blue from 0 to 1.
+    The mean of what covers it, as opaque as it is covered.
+    `shares[kind, ...]` is how much each kind covers, `colours[kind]` its red, green and blue from 0
+    to 1.
     """
     total = shares.sum(axis=0)
     mean = np.einsum("k...,kc->...c", shares, colours) / np.maximum(total, 1e-12)[..., None]
-    mixed: np.ndarray = np.clip(np.concatenate([mean, np.minimum(total, 1.0)[..., None]], axis=-1), 0.0, 1.0)
+    mixed: np.ndarray = np.clip(
+        np.concatenate([mean, np.minimum(total, 1.0)[..., None]], axis=-1), 0.0, 1.0
+    )
     return mixed

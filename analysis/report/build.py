@@ -16,7 +16,14 @@ from analysis.report.canvas_data import TRACKS, looks_json
 from analysis.report.html import Cell, Html, Table, data_element, element, joined, svg_image
 from analysis.report.run_section import MAX_EVENTS, RunSection, run_section, source_mark
 from analysis.scaling.fits import fit_laws, fit_lines, why_not_fitted
-from analysis.scaling.points import agreements, base_points, describe_base, point_rows, read_points, title
+from analysis.scaling.points import (
+    agreements,
+    base_points,
+    describe_base,
+    point_rows,
+    read_points,
+    title,
+)
 from analysis.scaling.rules import check_rules
 from gems.errors import ConfigError
 from gems.utils.atomic_io import atomic_write
@@ -24,12 +31,24 @@ from gems.utils.atomic_io import atomic_write
 MAX_RUNS = 16
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 POINT_COLUMNS = {
-    "schedule": "schedule", "source": "source", "ranks": "ranks", "partitions": "partitions", "replicas": "replicas",
-    "micro_batches": "micro-batches", "images_per_step": "images/step", "num_steps": "steps",
-    "step_median_s": "step, median [s]", "step_low_s": "from [s]", "step_high_s": "to [s]", "step_bounds": "these are",
-    "images_per_s": "images/s", "parallel_efficiency": "parallel efficiency",
-    "compute_efficiency": "compute efficiency", "base_ranks": "base, ranks", "base_images_per_s": "base, images/s",
-}  # fmt: skip
+    "schedule": "schedule",
+    "source": "source",
+    "ranks": "ranks",
+    "partitions": "partitions",
+    "replicas": "replicas",
+    "micro_batches": "micro-batches",
+    "images_per_step": "images/step",
+    "num_steps": "steps",
+    "step_median_s": "step, median [s]",
+    "step_low_s": "from [s]",
+    "step_high_s": "to [s]",
+    "step_bounds": "these are",
+    "images_per_s": "images/s",
+    "parallel_efficiency": "parallel efficiency",
+    "compute_efficiency": "compute efficiency",
+    "base_ranks": "base, ranks",
+    "base_images_per_s": "base, images/s",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +65,9 @@ class Report:
 def build_report(runs: Sequence[Path], out: Path) -> Report:
     """Write one page about a run, or about several with a section that compares them.
 
-    Up to 16 runs have sections of their own; of more, the first and the last by their order, spread evenly between. All
-    runs are in the table of the study. Runs share the room for events, see `select_events`.
+    Up to 16 runs have sections of their own; of more, the first and the last by their order, spread
+    evenly between. All runs are in the table of the study. Runs share the room for events, see
+    `select_events`.
 
     Raises:
         ConfigError: a run that cannot be read, or a page that cannot be written.
@@ -55,12 +75,18 @@ def build_report(runs: Sequence[Path], out: Path) -> Report:
     if not runs:
         raise ConfigError("report", "none", "name at least one run")
     shown = spread(runs, MAX_RUNS)
-    notes = [f"{len(shown)} of {len(runs)} runs have a section of their own"] if len(shown) < len(runs) else []
+    notes = (
+        [f"{len(shown)} of {len(runs)} runs have a section of their own"]
+        if len(shown) < len(runs)
+        else []
+    )
     sections: list[RunSection] = []
     for place, path in enumerate(shown):
         loaded = load_trace(path)
         notes += [f"{path.name}: {note}" for note in loaded.notes]
-        name = path.resolve().parent.name if path.resolve().name == "trace.h5" else path.resolve().name
+        name = (
+            path.resolve().parent.name if path.resolve().name == "trace.h5" else path.resolve().name
+        )
         sections.append(run_section(place, name, loaded, MAX_EVENTS // len(shown)))
     study = []
     if len(runs) > 1:
@@ -72,7 +98,13 @@ def build_report(runs: Sequence[Path], out: Path) -> Report:
         with atomic_write(out) as partial:
             partial.write_text(_page(sections, study, notes), encoding="utf-8")
         size_bytes = out.stat().st_size
-    return Report(out, size_bytes, sum(each.num_events for each in sections), tuple(map(str, runs)), tuple(notes))
+    return Report(
+        out,
+        size_bytes,
+        sum(each.num_events for each in sections),
+        tuple(map(str, runs)),
+        tuple(notes),
+    )
 
 
 def spread(runs: Sequence[Path], count: int) -> list[Path]:
@@ -86,7 +118,8 @@ def _study_section(runs: Sequence[Path]) -> Html:
     """Build the section that compares runs, from their steps and configurations alone.
 
     Raises:
-        ConfigError: a run without a whole step after warm-up, or one whose trace does not hold its configuration.
+        ConfigError: a run without a whole step after warm-up, or one whose trace does not hold its
+        configuration.
     """
     points = read_points(runs)
     fits = fit_laws(points)
@@ -97,15 +130,37 @@ def _study_section(runs: Sequence[Path]) -> Html:
     lines = dict.fromkeys(point.line for point in points)
     stated = [element("li", f"base of {line}: {describe_base(bases[line])}") for line in lines]
     laws = [*fit_lines(fits), *(f"not fitted: {reason}" for reason in why_not_fitted(points))]
-    rows: list[tuple[Cell, ...]] = [tuple(row[key] for key in POINT_COLUMNS) for row in point_rows(points)]
-    tables = [Table("points", "Points of the study", tuple(POINT_COLUMNS.values()), rows, (4,) * len(POINT_COLUMNS))]
+    rows: list[tuple[Cell, ...]] = [
+        tuple(row[key] for key in POINT_COLUMNS) for row in point_rows(points)
+    ]
+    tables = [
+        Table(
+            "points",
+            "Points of the study",
+            tuple(POINT_COLUMNS.values()),
+            rows,
+            (4,) * len(POINT_COLUMNS),
+        )
+    ]
     found: list[tuple[Cell, ...]] = [
-        (*(each[name] for name in ("line", "ranks", "source", "step_s", "simulated_s")), 100 * each["error"])
+        (
+            *(each[name] for name in ("line", "ranks", "source", "step_s", "simulated_s")),
+            100 * each["error"],
+        )
         for each in agreements(points)
     ]
     if found:
-        names = ("schedule", "ranks", "run", "step of the run [s]", "simulated step [s]", "error [%]")
-        tables.append(Table("agreement", "Simulated beside what ran", names, found, (0, 0, 0, 4, 4, 2)))
+        names = (
+            "schedule",
+            "ranks",
+            "run",
+            "step of the run [s]",
+            "simulated step [s]",
+            "error [%]",
+        )
+        tables.append(
+            Table("agreement", "Simulated beside what ran", names, found, (0, 0, 0, 4, 4, 2))
+        )
     verdicts = {True: "kept", False: "not kept", None: "not applicable"}
     rules: list[tuple[Cell, ...]] = [
         (rule.number, rule.title, verdicts[rule.holds], rule.text) for rule in check_rules(points)
@@ -113,14 +168,25 @@ def _study_section(runs: Sequence[Path]) -> Html:
     asked = ("rule", "it asks for", "verdict", "why")
     tables.append(Table("rules", "Which claims this picture supports", asked, rules, (0,) * 4))
     return element(
-        "section", element("h2", headline), element("p", detail), element("ul", *stated),
-        element("figure", svg_image(picture.getvalue(), f"{headline}: images/s and efficiency over ranks")),
-        element("ul", *(element("li", text) for text in laws)), *(table.html() for table in tables), id="study",
-    )  # fmt: skip
+        "section",
+        element("h2", headline),
+        element("p", detail),
+        element("ul", *stated),
+        element(
+            "figure",
+            svg_image(picture.getvalue(), f"{headline}: images/s and efficiency over ranks"),
+        ),
+        element("ul", *(element("li", text) for text in laws)),
+        *(table.html() for table in tables),
+        id="study",
+    )
 
 
 def _page(sections: Sequence[RunSection], study: Sequence[Html], notes: Sequence[str]) -> str:
-    """Return the whole page, one file that loads nothing else; every text in it that a run brought along is escaped."""
+    """Return the whole page, one file that loads nothing else.
+
+    Every text in it that a run brought along is escaped.
+    """
     name = sections[0].title if len(sections) == 1 else f"{len(sections)} runs"
     head = element(
         "head",
@@ -135,16 +201,20 @@ def _page(sections: Sequence[RunSection], study: Sequence[Html], notes: Sequence
     sources = dict.fromkeys(section.source for section in sections)
     marks = joined(joined([source_mark(source), " "]) for source in sources)
     header = element(
-        "header", element("h1", "gems-train report"), element("p", marks, f"page made {made}"),
+        "header",
+        element("h1", "gems-train report"),
+        element("p", marks, f"page made {made}"),
         *(element("p", note, class_="note") for note in notes if len(sections) > 1),
-    )  # fmt: skip
+    )
     overview = []
     if len(sections) > 1:
         rows: list[tuple[Cell, ...]] = [
             (place, section.title, section.source, *section.overview.values())
             for place, section in enumerate(sections, start=1)
         ]
-        overview = [Table("overview", "Runs", ("no.", "run", "source", *sections[0].overview), rows).html()]
+        overview = [
+            Table("overview", "Runs", ("no.", "run", "source", *sections[0].overview), rows).html()
+        ]
     main = element("main", *overview, *study, *(section.html for section in sections))
     body = element(
         "body",

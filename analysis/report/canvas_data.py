@@ -1,4 +1,7 @@
-"""The data that the page's canvases draw: events and bytes over time, in columns small enough for a million events."""
+"""The data that the page's canvases draw.
+
+Events and bytes over time, in columns small enough for a million events.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ from gems.trace import KINDS, STREAMS, Trace
 LEVEL = 3
 # Types of JavaScript's typed arrays for whole numbers, narrow before wide.
 TYPES = ("i1", "u1", "i2", "u2", "i4", "u4")
-SAMPLED = {"rss_bytes": "resident memory, sampled", "device_bytes": "device memory by the driver, sampled"}
+SAMPLED = {
+    "rss_bytes": "resident memory, sampled",
+    "device_bytes": "device memory by the driver, sampled",
+}
 TRACKS = tuple(dict.fromkeys((look.top, look.bottom) for look in LOOKS))
 NOT_DRAWN = 255
 PLAIN = ("kind", "stage", "segment", "direction", "micro_batch", "step", "stream", "moved_bytes")
@@ -25,11 +31,14 @@ def looks_json() -> list[dict[str, Any]]:
     """Return the colours and tracks that the page draws with: those of the printed timeline."""
     return [
         {
-            "legend": look.legend, "colour": look.colour, "text": look.text_colour, "shade": look.shade,
+            "legend": look.legend,
+            "colour": look.colour,
+            "text": look.text_colour,
+            "shade": look.shade,
             "track": TRACKS.index((look.top, look.bottom)),
         }
         for look in LOOKS
-    ]  # fmt: skip
+    ]
 
 
 def look_numbers(events: np.ndarray) -> np.ndarray:
@@ -45,17 +54,23 @@ def look_numbers(events: np.ndarray) -> np.ndarray:
 def timeline_block(trace: Trace, events: np.ndarray) -> dict[str, Any]:
     """Return the block: `columns` of the events, and `offsets[lane * tracks + track]` where each track's begin in them.
 
-    Times are in ns from `origin_ns`. Within a track events are sorted by their begin. Events that have no look or no
-    length are left out.
+    Times are in ns from `origin_ns`. Within a track events are sorted by their begin. Events that
+    have no look or no length are left out.
     """
     light_dark, shade_names = shaded(events)
     looks = look_numbers(light_dark)
     is_drawn = (looks != NOT_DRAWN) & (events["end_ns"] > events["start_ns"])
-    events, looks = events[is_drawn], looks[is_drawn]
+    events = events[is_drawn]
+    looks = looks[is_drawn]
     ranks, lanes = np.unique(events["rank"], return_inverse=True)
-    places = lanes * len(TRACKS) + np.array([TRACKS.index((look.top, look.bottom)) for look in LOOKS])[looks]
+    places = (
+        lanes * len(TRACKS)
+        + np.array([TRACKS.index((look.top, look.bottom)) for look in LOOKS])[looks]
+    )
     order = np.lexsort((events["start_ns"], places))
-    events, looks, places = events[order], looks[order], places[order]
+    events = events[order]
+    looks = looks[order]
+    places = places[order]
     origin_ns = int(events["start_ns"].min()) if len(events) else 0
     offsets = np.searchsorted(places, np.arange(len(ranks) * len(TRACKS) + 1))
     columns = {name: packed(events[name]) for name in PLAIN}
@@ -63,9 +78,15 @@ def timeline_block(trace: Trace, events: np.ndarray) -> dict[str, Any]:
     columns["start_ns"] = packed(events["start_ns"] - origin_ns, is_sum=True)
     columns |= {"duration_ns": packed(events["end_ns"] - events["start_ns"]), "look": packed(looks)}
     return {
-        "kinds": list(KINDS), "streams": list(STREAMS), "shades": list(shade_names), "origin_ns": origin_ns,
-        "ranks": ranks.tolist(), "offsets": packed(offsets), "columns": columns, "count": len(events),
-    }  # fmt: skip
+        "kinds": list(KINDS),
+        "streams": list(STREAMS),
+        "shades": list(shade_names),
+        "origin_ns": origin_ns,
+        "ranks": ranks.tolist(),
+        "offsets": packed(offsets),
+        "columns": columns,
+        "count": len(events),
+    }
 
 
 def windows_json(trace: Trace, events: np.ndarray, origin_ns: int) -> dict[str, Any]:
@@ -82,45 +103,67 @@ def windows_json(trace: Trace, events: np.ndarray, origin_ns: int) -> dict[str, 
 
 
 def memory_block(trace: Trace, events: np.ndarray, origin_ns: int) -> dict[str, Any] | None:
-    """Return the curves of bytes held on the device and in host memory, and the samples; None without any byte.
+    """Return the curves of bytes held on the device and in host memory, and the samples.
 
-    Each curve has `offsets[lane]` where a rank's points begin in `time_ns` (from `origin_ns`) and `value_bytes`; a
-    value holds until the next point.
+    None without any byte.
+    Each curve has `offsets[lane]` where a rank's points begin in `time_ns` (from `origin_ns`) and
+    `value_bytes`; a value holds until the next point.
     """
     ranks = np.unique(events["rank"])
     curves = []
-    for column, name in (("device_bytes", "held on the device"), ("host_bytes", "held in host memory")):
+    for column, name in (
+        ("device_bytes", "held on the device"),
+        ("host_bytes", "held in host memory"),
+    ):
         known = events[events[column] >= 0]
         if known[column].any():
-            curves.append(_curve(name, ranks, known["rank"], known["end_ns"] - origin_ns, known[column], True))
+            curves.append(
+                _curve(name, ranks, known["rank"], known["end_ns"] - origin_ns, known[column], True)
+            )
     samples = trace.samples[np.isin(trace.samples["rank"], ranks)]
     for column, name in SAMPLED.items():
         known = samples[samples[column] > 0]
         if len(known):
-            curves.append(_curve(name, ranks, known["rank"], known["t_ns"] - origin_ns, known[column], False))
+            curves.append(
+                _curve(name, ranks, known["rank"], known["t_ns"] - origin_ns, known[column], False)
+            )
     return {"ranks": ranks.tolist(), "curves": curves} if curves else None
 
 
 def _curve(
-    name: str, ranks: np.ndarray, rank: np.ndarray, time_ns: np.ndarray, value: np.ndarray, is_ledger: bool
+    name: str,
+    ranks: np.ndarray,
+    rank: np.ndarray,
+    time_ns: np.ndarray,
+    value: np.ndarray,
+    is_ledger: bool,
 ) -> dict[str, Any]:
     order = np.lexsort((time_ns, rank))
-    rank, time_ns, value = rank[order], time_ns[order], value[order]
+    rank = rank[order]
+    time_ns = time_ns[order]
+    value = value[order]
     is_new = np.ones(len(value), bool)
     is_new[1:] = (value[1:] != value[:-1]) | (rank[1:] != rank[:-1])
-    rank, time_ns, value = rank[is_new], time_ns[is_new], value[is_new]
+    rank = rank[is_new]
+    time_ns = time_ns[is_new]
+    value = value[is_new]
     offsets = np.searchsorted(rank, [*ranks, ranks[-1] + 1])
     return {
-        "name": name, "is_ledger": is_ledger, "peak_bytes": int(value.max()), "offsets": packed(offsets),
-        "time_ns": packed(time_ns, is_sum=True), "value_bytes": packed(value, is_sum=True),
-    }  # fmt: skip
+        "name": name,
+        "is_ledger": is_ledger,
+        "peak_bytes": int(value.max()),
+        "offsets": packed(offsets),
+        "time_ns": packed(time_ns, is_sum=True),
+        "value_bytes": packed(value, is_sum=True),
+    }
 
 
 def packed(values: np.ndarray, *, is_sum: bool = False) -> dict[str, Any]:
     """Return a column as `{type, count, is_sum, data}`, in the narrowest type that holds it.
 
-    `data` is base64 of the deflated bytes, first those of all values, then the second ones and so on: similar bytes are
-    adjacent and compress well. With `is_sum` differences are stored, from 0 on, which are small where values grow.
+    `data` is base64 of the deflated bytes, first those of all values, then the second ones and so
+    on: similar bytes are adjacent and compress well. With `is_sum` differences are stored, from 0
+    on, which are small where values grow.
 
     Raises:
         ValueError: whole numbers that are not exact in a double.
@@ -129,8 +172,16 @@ def packed(values: np.ndarray, *, is_sum: bool = False) -> dict[str, Any]:
     kind = "f8"
     if stored.dtype.kind in "iub":
         low, high = (int(stored.min()), int(stored.max())) if len(stored) else (0, 0)
-        kind = next((kind for kind in TYPES if np.iinfo(kind).min <= low and high <= np.iinfo(kind).max), "f8")
-    if kind == "f8" and stored.dtype.kind in "iu" and len(stored) and int(np.abs(values).max()) > 1 << 53:
+        kind = next(
+            (kind for kind in TYPES if np.iinfo(kind).min <= low and high <= np.iinfo(kind).max),
+            "f8",
+        )
+    if (
+        kind == "f8"
+        and stored.dtype.kind in "iu"
+        and len(stored)
+        and int(np.abs(values).max()) > 1 << 53
+    ):
         raise ValueError("whole numbers beyond 2^53 are not exact in JavaScript")
     little = np.ascontiguousarray(stored.astype(f"<{kind}"))
     planes = little.view(np.uint8).reshape(len(little), little.itemsize).T

@@ -17,13 +17,22 @@ from gems.utils.units import UNKNOWN
 Cell = str | float | int | None
 VOID = ("meta", "input", "img", "br")
 LONG_CHARS = 40  # a longer text in a table is broken into lines
-WIDTH_PX, HEIGHT_PX = 560, 190  # of a chart
-LEFT_PX, RIGHT_PX, TOP_PX, BOTTOM_PX = 64, 10, 14, 34
-MAX_POINTS, MAX_DOTS = 1000, 40
+# of a chart
+WIDTH_PX = 560
+HEIGHT_PX = 190
+LEFT_PX = 64
+RIGHT_PX = 10
+TOP_PX = 14
+BOTTOM_PX = 34
+MAX_POINTS = 1000
+MAX_DOTS = 40
 
 
 class Html(str):
-    """A text that is HTML already; only functions of this module and the readers of our own files make one."""
+    """A text that is HTML already.
+
+    Only functions of this module and the readers of our own files make one.
+    """
 
     __slots__ = ()
 
@@ -31,10 +40,14 @@ class Html(str):
 def element(tag: str, /, *children: str, **attributes: object) -> Html:
     """Return an element; children that are not `Html` are texts, and are escaped, as attributes are.
 
-    An underscore in an attribute's name becomes a dash, and one at its end is dropped (`class_`); True sets the name
-    alone.
+    An underscore in an attribute's name becomes a dash, and one at its end is dropped (`class_`);
+    True sets the name alone.
     """
-    named = [(key.rstrip("_").replace("_", "-"), value) for key, value in attributes.items() if value is not False]
+    named = [
+        (key.rstrip("_").replace("_", "-"), value)
+        for key, value in attributes.items()
+        if value is not False
+    ]
     parts = [key if value is True else f'{key}="{html.escape(str(value))}"' for key, value in named]
     opened = f"<{' '.join([tag, *parts])}>"
     return Html(opened if tag in VOID else f"{opened}{joined(children)}</{tag}>")
@@ -42,7 +55,9 @@ def element(tag: str, /, *children: str, **attributes: object) -> Html:
 
 def joined(children: Iterable[str]) -> Html:
     """Return the children one after another, texts escaped."""
-    return Html("".join(child if isinstance(child, Html) else html.escape(child) for child in children))
+    return Html(
+        "".join(child if isinstance(child, Html) else html.escape(child) for child in children)
+    )
 
 
 def data_element(name: str, document: Any) -> Html:
@@ -61,8 +76,9 @@ def svg_image(svg: bytes, alt: str) -> Html:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table: an id of the page, a heading, names of columns with units, and rows; None is a figure that is not known.
+    """A table: an id of the page, a heading, names of columns with units, and rows.
 
+    None is a figure that is not known.
     `digits` are the decimals of each column's numbers; whole numbers are shown whole.
     """
 
@@ -73,17 +89,28 @@ class Table:
     digits: tuple[int, ...] = ()
 
     def html(self) -> Html:
-        """Return the table, sorted by a click on a column's name; the cells carry what they are sorted by."""
+        """Return the table, sorted by a click on a column's name.
+
+        The cells carry what they are sorted by.
+        """
         head = []
         for place, name in enumerate(self.columns):
             kind = "words" if any(isinstance(row[place], str) for row in self.rows) else "number"
-            head.append(element("th", element("button", name, type="button"), scope="col", class_=kind))
+            head.append(
+                element("th", element("button", name, type="button"), scope="col", class_=kind)
+            )
         digits = self.digits or (3,) * len(self.columns)
         body = [element("tr", *map(_cell, row, digits)) for row in self.rows]
         table = element(
-            "table", element("thead", element("tr", *head)), element("tbody", *body), class_="sorts", id=self.name
+            "table",
+            element("thead", element("tr", *head)),
+            element("tbody", *body),
+            class_="sorts",
+            id=self.name,
         )
-        return element("figure", element("figcaption", self.title), element("div", table, class_="wide"))
+        return element(
+            "figure", element("figcaption", self.title), element("div", table, class_="wide")
+        )
 
 
 def _cell(cell: Cell, digits: int) -> Html:
@@ -96,14 +123,22 @@ def _cell(cell: Cell, digits: int) -> Html:
 
 
 def line_chart(
-    name: str, x: np.ndarray, y: np.ndarray, x_label: str, y_label: str, *, is_from_zero: bool = False
+    name: str,
+    x: np.ndarray,
+    y: np.ndarray,
+    x_label: str,
+    y_label: str,
+    *,
+    is_from_zero: bool = False,
 ) -> Html:
-    """Return a chart of finite values over x; of more than 1000 points, least and most of neighbours are drawn.
+    """Return a chart of finite values over x.
 
+    Of more than 1000 points, least and most of neighbours are drawn.
     With `is_from_zero` the axis of y begins at 0.
     """
     finite = np.isfinite(y)
-    x, y = x[finite].astype(float), y[finite].astype(float)
+    x = x[finite].astype(float)
+    y = y[finite].astype(float)
     if not len(x):
         return Html("")
     low = 0.0 if is_from_zero else float(y.min())
@@ -116,20 +151,36 @@ def line_chart(
     parts = []
     for share in (0.0, 1.0, 0.5):
         at_px = HEIGHT_PX - BOTTOM_PX - share * (HEIGHT_PX - TOP_PX - BOTTOM_PX)
-        parts.append(element("line", x1=LEFT_PX, x2=WIDTH_PX - RIGHT_PX, y1=f"{at_px:.1f}", y2=f"{at_px:.1f}"))
+        parts.append(
+            element(
+                "line", x1=LEFT_PX, x2=WIDTH_PX - RIGHT_PX, y1=f"{at_px:.1f}", y2=f"{at_px:.1f}"
+            )
+        )
         value = f"{low + share * (high - low):.4g}"
         parts.append(element("text", value, x=LEFT_PX - 6, y=f"{at_px + 4:.1f}", text_anchor="end"))
     for place, anchor in ((0, "start"), (-1, "end")):
-        parts.append(element("text", f"{x[place]:g}", x=f"{across[place]:.0f}", y=HEIGHT_PX - 20, text_anchor=anchor))
+        parts.append(
+            element(
+                "text",
+                f"{x[place]:g}",
+                x=f"{across[place]:.0f}",
+                y=HEIGHT_PX - 20,
+                text_anchor=anchor,
+            )
+        )
     middle_px = (LEFT_PX + WIDTH_PX) // 2
     parts.append(element("text", x_label, x=middle_px, y=HEIGHT_PX - 5, text_anchor="middle"))
     parts.append(element("polyline", points=" ".join(map(",".join, points))))
     if len(points) <= MAX_DOTS:
         parts += [element("circle", cx=px, cy=py, r="2.5") for px, py in points]
     drawing = element(
-        "svg", *parts,
-        viewBox=f"0 0 {WIDTH_PX} {HEIGHT_PX}", role="img", aria_label=f"{y_label} over {x_label}", class_="chart",
-    )  # fmt: skip
+        "svg",
+        *parts,
+        viewBox=f"0 0 {WIDTH_PX} {HEIGHT_PX}",
+        role="img",
+        aria_label=f"{y_label} over {x_label}",
+        class_="chart",
+    )
     return element("figure", element("figcaption", y_label), drawing, id=name)
 
 

@@ -19,7 +19,14 @@ from analysis.plots.learning_curve import validation_curves
 from analysis.plots.waterfall import waterfall_figure
 from analysis.report.canvas_data import memory_block, timeline_block, windows_json
 from analysis.report.html import Cell, Html, data_element, element, joined, line_chart, svg_image
-from analysis.report.run_tables import cause_table, key_figures, overview_row, prediction_table, rank_table, stage_table
+from analysis.report.run_tables import (
+    cause_table,
+    key_figures,
+    overview_row,
+    prediction_table,
+    rank_table,
+    stage_table,
+)
 from gems.errors import ConfigError
 from gems.trace import Trace
 from gems.utils.units import counted
@@ -30,12 +37,17 @@ CANVASES = (
     ("memory", "Memory over time", "Memory of each rank over time"),
 )
 BUTTONS = (
-    ("in", "+", "zoom in"), ("out", "\u2212", "zoom out"), ("left", "\u2190", "earlier"), ("right", "\u2192", "later"),
-    ("previous", "previous step", ""), ("next", "next step", ""), ("all", "all steps", ""),
-)  # fmt: skip
+    ("in", "+", "zoom in"),
+    ("out", "\u2212", "zoom out"),
+    ("left", "\u2190", "earlier"),
+    ("right", "\u2192", "later"),
+    ("previous", "previous step", ""),
+    ("next", "next step", ""),
+    ("all", "all steps", ""),
+)
 HELP = (
-    "Wheel or + and \u2212: zoom. Drag or arrow keys: move. Shift and wheel, or Page Up and Page Down: other ranks. "
-    "Hover: what it is."
+    "Wheel or + and \u2212: zoom. Drag or arrow keys: move. Shift and wheel, or Page Up and Page"
+    " Down: other ranks. Hover: what it is."
 )
 
 
@@ -51,18 +63,24 @@ class RunSection:
 
 
 def run_section(place: int, name: str, loaded: Loaded, max_events: int) -> RunSection:
-    """Build the section of the run at a place of the page; its pictures hold at most `max_events` events.
+    """Build the section of the run at a place of the page.
+
+    Its pictures hold at most `max_events` events.
 
     Raises:
         ConfigError: the trace's configuration is malformed.
     """
     trace = loaded.trace
-    metrics, causes = run_metrics(trace), None
+    metrics = run_metrics(trace)
+    causes = None
     with contextlib.suppress(ConfigError):  # the trace lacks what the attribution needs
         causes = attribute(trace)
-    facts, size = run_facts(trace), counted(trace.world_size, "rank")
+    facts = run_facts(trace)
+    size = counted(trace.world_size, "rank")
     if facts.partitions and facts.replicas:
-        size += f" ({counted(facts.partitions, 'partition')} x {counted(facts.replicas, 'replica')})"
+        size += (
+            f" ({counted(facts.partitions, 'partition')} x {counted(facts.replicas, 'replica')})"
+        )
     heading = f"{name}: {facts.schedule or 'run'} on {size}"
     events, left_out = select_events(trace, max_events)
     waterfall = []
@@ -80,11 +98,14 @@ def run_section(place: int, name: str, loaded: Loaded, max_events: int) -> RunSe
     )
     keys = [
         element(
-            "div", element("dt", figure.name), element("dd", figure.value, class_="value"),
-            *([element("dd", figure.detail)] if figure.detail else []), class_="key",
+            "div",
+            element("dt", figure.name),
+            element("dd", figure.value, class_="value"),
+            *([element("dd", figure.detail)] if figure.detail else []),
+            class_="key",
         )
         for figure in key_figures(metrics, trace)
-    ]  # fmt: skip
+    ]
     pictures, num_drawn = _pictures(place, trace, events)
     body = [
         element("h2", heading, " ", source_mark(trace.source)),
@@ -112,12 +133,18 @@ def select_events(trace: Trace, max_events: int = MAX_EVENTS) -> tuple[np.ndarra
     fitting = int((np.cumsum(counts[::-1]) <= max_events).sum())
     if fitting:
         first = int(steps[len(steps) - fitting])
-        note = f"shown: {counted(fitting, 'step')} from {first} on, of {counted(len(steps), 'step')} in the trace"
+        note = (
+            f"shown: {counted(fitting, 'step')} from {first} on, of {counted(len(steps), 'step')}"
+            " in the trace"
+        )
         return events[events["step"] >= first], note
     last = events[events["step"] == steps[-1]]
     ranks, counts = np.unique(last["rank"], return_counts=True)
     fitting = max(int((np.cumsum(counts) <= max_events).sum()), 1)
-    note = f"shown: step {int(steps[-1])} of the first {counted(fitting, 'rank')}, of {len(ranks)} in the trace"
+    note = (
+        f"shown: step {int(steps[-1])} of the first {counted(fitting, 'rank')}, of {len(ranks)} in"
+        " the trace"
+    )
     return last[last["rank"] <= ranks[fitting - 1]][:max_events], note
 
 
@@ -135,20 +162,26 @@ def _pictures(place: int, trace: Trace, events: np.ndarray) -> tuple[Html, int]:
     windows = windows_json(trace, events, timeline["origin_ns"])
     data = {"source": trace.source, "timeline": timeline, "memory": memory, "windows": windows}
     buttons = [
-        element("button", shown, type="button", data_act=act, title=title or shown) for act, shown, title in BUTTONS
+        element("button", shown, type="button", data_act=act, title=title or shown)
+        for act, shown, title in BUTTONS
     ]
     drawn = [
         element(
             "figure",
             element("figcaption", caption, " ", source_mark(trace.source)),
             element(
-                "canvas", "This picture needs JavaScript.", id=f"{kind}-{place}", class_=kind, tabindex="0", role="img",
+                "canvas",
+                "This picture needs JavaScript.",
+                id=f"{kind}-{place}",
+                class_=kind,
+                tabindex="0",
+                role="img",
                 aria_label=f"{label}. {HELP}",
             ),
         )
         for kind, caption, label in CANVASES
         if kind != "memory" or memory is not None
-    ]  # fmt: skip
+    ]
     bar = element("div", *buttons, element("output", "", class_="range"), class_="bar")
     legend = element("ul", class_="legend")
     parts = (bar, *drawn[:1], legend, *drawn[1:], element("p", HELP, class_="help"))
@@ -161,11 +194,21 @@ def _charts(place: int, trace: Trace) -> list[Html]:
     if not len(steps):
         return []
     name = "optimizer step"
-    loss = line_chart(f"loss-{place}", steps["step"], steps["loss"], name, f"Training loss, {trace.source}")
-    times_ms, about = step_times_s(steps) * 1e3, f"Step time in ms, {trace.source}"
-    times = line_chart(f"step-times-{place}", steps["step"], times_ms, name, about, is_from_zero=True)
+    loss = line_chart(
+        f"loss-{place}", steps["step"], steps["loss"], name, f"Training loss, {trace.source}"
+    )
+    times_ms = step_times_s(steps) * 1e3
+    about = f"Step time in ms, {trace.source}"
+    times = line_chart(
+        f"step-times-{place}", steps["step"], times_ms, name, about, is_from_zero=True
+    )
     validations = [
-        line_chart(f"{metric}-{place}", *curve, name, f"{metric.replace('_', ' ').capitalize()}, {trace.source}")
+        line_chart(
+            f"{metric}-{place}",
+            *curve,
+            name,
+            f"{metric.replace('_', ' ').capitalize()}, {trace.source}",
+        )
         for metric, curve in validation_curves(trace).items()
     ]
     return [loss, *validations, times]
@@ -174,7 +217,11 @@ def _charts(place: int, trace: Trace) -> list[Html]:
 def _texts(trace: Trace) -> list[Html]:
     """Return the texts that a trace holds; lists that have an item a rank are cut at 64 of them."""
     shortened = {
-        key: [*value[:64], f"... {len(value)} in all"] if isinstance(value, list) and len(value) > 64 else value
+        key: (
+            [*value[:64], f"... {len(value)} in all"]
+            if isinstance(value, list) and len(value) > 64
+            else value
+        )
         for key, value in trace.attributes.items()
     }
     plan = trace.memory_plan

@@ -1,4 +1,7 @@
-"""Key figures of one run and its tables: ranks, stages, causes of lost time, predictions beside observations."""
+"""Key figures of one run and its tables.
+
+Ranks, stages, causes of lost time, predictions beside observations.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +40,21 @@ def key_figures(metrics: Metrics, trace: Trace) -> list[Figure]:
         Figure("images/s", rate, f"{metrics.num_images} images in {metrics.num_steps} steps"),
         _step_time(metrics),
         Figure("efficiency", _percent(metrics.efficiency), "useful compute over ranks x time"),
-        Figure("bubble", _percent(metrics.bubble_measured), f"by formula {_percent(metrics.bubble_formula)}"),
+        Figure(
+            "bubble",
+            _percent(metrics.bubble_measured),
+            f"by formula {_percent(metrics.bubble_formula)}",
+        ),
         *_peaks(metrics),
         Figure("energy", _joules(metrics), "of the GPUs, by samples of their power"),
     ]
     if metrics.loss_first is not None and metrics.loss_last is not None:
-        found.append(Figure("training loss", f"{metrics.loss_last:.4g}", f"first {metrics.loss_first:.4g}"))
-    accuracy, majority = (trace.attributes.get(f"validation_{name}") for name in ("accuracy", "majority"))
+        found.append(
+            Figure("training loss", f"{metrics.loss_last:.4g}", f"first {metrics.loss_first:.4g}")
+        )
+    accuracy, majority = (
+        trace.attributes.get(f"validation_{name}") for name in ("accuracy", "majority")
+    )
     if accuracy is not None:
         beside = "" if majority is None else f"majority class {_percent(float(majority))}"
         found.append(Figure("validation accuracy", _percent(float(accuracy)), beside))
@@ -65,17 +76,26 @@ def overview_row(metrics: Metrics) -> dict[str, Cell]:
 
 
 def _joules(metrics: Metrics) -> str:
-    return UNKNOWN if metrics.joules_per_image is None else f"{number(metrics.joules_per_image)} J/image"
+    return (
+        UNKNOWN
+        if metrics.joules_per_image is None
+        else f"{number(metrics.joules_per_image)} J/image"
+    )
 
 
 def _step_time(metrics: Metrics) -> Figure:
-    unit, bounds = time_unit([metrics.step_p95_s]), ""
-    low, high = metrics.step_low_s, metrics.step_high_s
+    unit = time_unit([metrics.step_p95_s])
+    bounds = ""
+    low = metrics.step_low_s
+    high = metrics.step_high_s
     if low is not None and high is not None and low < high:
         name = "95 % interval" if metrics.num_steps >= min_values() else "fastest to slowest"
         bounds = f"{name} {unit.show(low)} to {unit.show(high)}; "
     warm_up = f", {metrics.num_warmup_steps} warm-up left out" if metrics.num_warmup_steps else ""
-    detail = f"{bounds}95th percentile {_with_unit(metrics.step_p95_s, unit)}; {metrics.num_steps} steps{warm_up}"
+    detail = (
+        f"{bounds}95th percentile {_with_unit(metrics.step_p95_s, unit)}; {metrics.num_steps}"
+        f" steps{warm_up}"
+    )
     return Figure("step time, median", _with_unit(metrics.step_median_s, unit), detail)
 
 
@@ -89,7 +109,11 @@ def _peaks(metrics: Metrics) -> list[Figure]:
         known = [(peak, rank) for rank, peak in enumerate(peaks) if peak]
         if known:
             (most, rank), (least, _), unit = max(known), min(known), bytes_unit([max(known)[0]])
-            found.append(Figure(name, _with_unit(most, unit), f"rank {rank}; least {_with_unit(least, unit)}"))
+            found.append(
+                Figure(
+                    name, _with_unit(most, unit), f"rank {rank}; least {_with_unit(least, unit)}"
+                )
+            )
     return found
 
 
@@ -102,28 +126,48 @@ def _percent(share: float | None) -> str:
 
 
 def rank_table(name: str, metrics: Metrics, trace: Trace, causes: Attribution | None) -> Table:
-    """Return a row for each rank: host, time in compute and its share, peaks, and the lost time by cause if known."""
+    """Return a row for each rank.
+
+    Host, time in compute and its share, peaks, and the lost time by cause if known.
+    """
     hosts = trace.attributes.get("hostnames", ())
-    lost = {} if causes is None else {f"{cause} [ms/step]": found for cause, found in causes.causes_s.items()}
+    lost = (
+        {}
+        if causes is None
+        else {f"{cause} [ms/step]": found for cause, found in causes.causes_s.items()}
+    )
     peaks = (metrics.peak_device_bytes, metrics.peak_driver_bytes, metrics.peak_rss_bytes)
     rows: list[tuple[Cell, ...]] = [
         (
-            rank, str(hosts[rank]) if rank < len(hosts) else None, busy_s,
+            rank,
+            str(hosts[rank]) if rank < len(hosts) else None,
+            busy_s,
             _scaled(busy_s, 100 / metrics.time_s) if metrics.time_s else None,
             *(_scaled(peak[rank], 1 / MIB) for peak in peaks),
             *(1e3 * found[rank] if rank < len(found) else None for found in lost.values()),
         )
         for rank, busy_s in enumerate(metrics.busy_s)
-    ]  # fmt: skip
+    ]
     columns = (
-        "rank", "host", "in compute [s]", "in compute [%]", "peak, ledger [MiB]", "peak, driver [MiB]",
-        "peak, resident [MiB]", *lost,
-    )  # fmt: skip
-    return Table(name, f"Ranks, {trace.source}", columns, rows, (0, 0, 3, 1, 2, 1, 1, *(3 for _ in lost)))
+        "rank",
+        "host",
+        "in compute [s]",
+        "in compute [%]",
+        "peak, ledger [MiB]",
+        "peak, driver [MiB]",
+        "peak, resident [MiB]",
+        *lost,
+    )
+    return Table(
+        name, f"Ranks, {trace.source}", columns, rows, (0, 0, 3, 1, 2, 1, 1, *(3 for _ in lost))
+    )
 
 
 def stage_table(name: str, trace: Trace) -> Table | None:
-    """Return a row for each stage: layers, medians of each kind of compute, and their sum over the stages' mean."""
+    """Return a row for each stage.
+
+    Layers, medians of each kind of compute, and their sum over the stages' mean.
+    """
     medians = stage_medians_s(trace)
     if not medians:
         return None
@@ -141,7 +185,13 @@ def stage_table(name: str, trace: Trace) -> Table | None:
         )
         for stage, found in sorted(medians.items())
     ]
-    columns = ("stage", "layers", *(f"{kind} [ms]" for kind in kinds), "together [ms]", "over the mean")
+    columns = (
+        "stage",
+        "layers",
+        *(f"{kind} [ms]" for kind in kinds),
+        "together [ms]",
+        "over the mean",
+    )
     return Table(name, f"Stages, medians of one pass, {trace.source}", columns, rows)
 
 
@@ -157,7 +207,8 @@ def stage_medians_s(trace: Trace) -> dict[int, dict[str, float]]:
     group = events["stage"].astype(np.int64) * len(KINDS) + events["kind"]
     keys = ("micro_batch", "direction", "step", "rank")
     order = np.lexsort([*(events[key] for key in keys), group])
-    events, group = events[order], group[order]
+    events = events[order]
+    group = group[order]
     is_new = np.ones(len(events), bool)
     is_new[1:] = group[1:] != group[:-1]
     for key in keys:
@@ -176,12 +227,24 @@ def cause_table(name: str, causes: Attribution, source: str) -> Table:
     """Return a row for each cause: its part of the step, mean over the ranks."""
     step_s = causes.step_s or 1.0
     parts = {"useful compute, ideal": causes.ideal_s, **causes.run_s}
-    rows = [(cause.replace("_", " "), 1e3 * seconds, 100 * seconds / step_s) for cause, seconds in parts.items()]
-    return Table(name, f"Where a step's time went, {source}", ("cause", "ms/step", "of the step [%]"), rows, (0, 3, 2))
+    rows = [
+        (cause.replace("_", " "), 1e3 * seconds, 100 * seconds / step_s)
+        for cause, seconds in parts.items()
+    ]
+    return Table(
+        name,
+        f"Where a step's time went, {source}",
+        ("cause", "ms/step", "of the step [%]"),
+        rows,
+        (0, 3, 2),
+    )
 
 
 def prediction_table(name: str, metrics: Metrics, trace: Trace) -> Table | None:
-    """Return a row for each predicted quantity: prediction, observation and relative difference; None without any."""
+    """Return a row for each predicted quantity: prediction, observation and relative difference.
+
+    None without any.
+    """
     rows: list[tuple[Cell, ...]] = []
 
     def add(quantity: str, rank: int | None, predicted: float | None, found: float | None) -> None:
@@ -189,8 +252,18 @@ def prediction_table(name: str, metrics: Metrics, trace: Trace) -> Table | None:
             rows.append((quantity, rank, predicted, found, 100 * (predicted / found - 1.0)))
 
     planned = _planned(trace)
-    add("step time [ms]", None, _scaled(planned.get("step_s"), 1e3), _scaled(metrics.step_median_s, 1e3))
-    add("bubble, by formula [%]", None, _scaled(metrics.bubble_formula, 100), _scaled(metrics.bubble_measured, 100))
+    add(
+        "step time [ms]",
+        None,
+        _scaled(planned.get("step_s"), 1e3),
+        _scaled(metrics.step_median_s, 1e3),
+    )
+    add(
+        "bubble, by formula [%]",
+        None,
+        _scaled(metrics.bubble_formula, 100),
+        _scaled(metrics.bubble_measured, 100),
+    )
     for quantity, predicted_name, found_name in PEAKS:
         predicted = trace.attributes.get(predicted_name, planned.get(predicted_name, ()))
         found = trace.attributes.get(found_name, ())
@@ -199,9 +272,18 @@ def prediction_table(name: str, metrics: Metrics, trace: Trace) -> Table | None:
                 if peak is None or peak < 0:  # of a rank whose part is missing
                     continue
                 of_rank = predicted[rank % len(predicted)] if predicted else None
-                add(f"peak, {quantity} [MiB]", rank, _scaled(of_rank, 1 / MIB), _scaled(peak, 1 / MIB))
+                add(
+                    f"peak, {quantity} [MiB]",
+                    rank,
+                    _scaled(of_rank, 1 / MIB),
+                    _scaled(peak, 1 / MIB),
+                )
     columns = ("quantity", "rank", "predicted", trace.source, "difference [%]")
-    return Table(name, f"Predicted beside {trace.source}", columns, rows, (0, 0, 3, 3, 2)) if rows else None
+    return (
+        Table(name, f"Predicted beside {trace.source}", columns, rows, (0, 0, 3, 3, 2))
+        if rows
+        else None
+    )
 
 
 def _planned(trace: Trace) -> dict[str, Any]:

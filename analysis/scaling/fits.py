@@ -1,4 +1,7 @@
-"""Laws of scaling fitted to the lines of a study: parameters with intervals, residuals, errors, and range of ranks."""
+"""Laws of scaling fitted to the lines of a study.
+
+Parameters with intervals, residuals, errors, and range of ranks.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,8 @@ MIN_POINTS = 3
 NUM_DRAWS = 1000
 NUM_CURVE_POINTS = 41
 CHOICES = (*LAWS, "all", "none")
-_FLOOR, _HANDICAP = 1e-4, 1.1
+_FLOOR = 1e-4
+_HANDICAP = 1.1
 _MAX_LOG = 2.0  # of a resampled deviation: beyond it a law is meaningless, and exp() would overflow
 
 
@@ -31,9 +35,10 @@ class Series:
 
     Attributes:
         ranks: shape (num_points,), rising.
-        rank_s_per_image: what an image of the base costs, in seconds of one rank, shape (num_points,).
-        deviations: how far the medians of resampled steps lie from the medians, as logarithms of their ratio; shape
-            (num_draws, num_points), 0 where steps are all alike.
+        rank_s_per_image: what an image of the base costs, in seconds of one rank, shape
+            (num_points,).
+        deviations: how far the medians of resampled steps lie from the medians, as logarithms of
+            their ratio; shape (num_draws, num_points), 0 where steps are all alike.
     """
 
     line: str
@@ -66,8 +71,10 @@ class Fit:
         formula: of what an image costs in seconds of one rank.
         parameters: with 95 % bootstrap intervals, over steps and over the law's residuals.
         residuals: one a point.
-        r2: 1 - squares of relative residuals over those of the best constant; None if nothing changes.
-        error: mean over the points of the relative error of the law that was fitted without the point.
+        r2: 1 - squares of relative residuals over those of the best constant; None if nothing
+            changes.
+        error: mean over the points of the relative error of the law that was fitted without the
+            point.
         num_fitted: degrees of freedom that the fit used.
         coefficients: of the law, shape (1, num_coefficients).
         draws: the same of resamples, shape (num_draws, num_coefficients).
@@ -104,13 +111,17 @@ class Fit:
         """Return what an image of the base costs on `ranks` ranks, in seconds of one rank, with its 95 % interval.
 
         Raises:
-            ConfigError: fewer ranks than the smallest point has, or more than four times those of the largest.
+            ConfigError: fewer ranks than the smallest point has, or more than four times those of
+            the largest.
         """
         low, value, high = self.curve([ranks])[:, 0]
         return Interval(float(low), float(value), float(high))
 
     def curve(self, ranks: Sequence[float] | np.ndarray) -> np.ndarray:
-        """Return the same over many ranks, as `cost_s`: rows low, value and high, shape (3, num_ranks)."""
+        """Return the same over many ranks, as `cost_s`.
+
+        Rows low, value and high, shape (3, num_ranks).
+        """
         asked = np.asarray(ranks, dtype=float)
         refused = asked[(asked < self.first_ranks) | (asked > self.limit_ranks)]
         if len(refused):
@@ -127,8 +138,9 @@ class Fit:
 def make_series(points: Sequence[Point]) -> list[Series]:
     """Return a series for each line that has three numbers of ranks of one source, of the most real such source.
 
-    A comparison and a study in which images and ranks change apart have none: there what an image costs is no
-    function of the ranks. Points whose work cannot be compared with that of the base are left out.
+    A comparison and a study in which images and ranks change apart have none: there what an image
+    costs is no function of the ranks. Points whose work cannot be compared with that of the base
+    are left out.
     """
     if scaling_kind(points) in ("comparison", "mixed"):
         return []
@@ -143,14 +155,19 @@ def _series(line: str, source: str, base: Point, points: Sequence[Point]) -> Ser
     shares = {
         point: share
         for point in sorted(points, key=lambda point: point.ranks)
-        if (point.line, point.source) == (line, source) and (share := point.work_beside(base)) is not None
+        if (point.line, point.source) == (line, source)
+        and (share := point.work_beside(base)) is not None
     }
     deviations = np.zeros((NUM_DRAWS, len(shares)))
     for place, point in enumerate(shares):
         if min(point.step_s) < max(point.step_s):
-            deviations[:, place] = np.log(median_draws(point.step_s, NUM_DRAWS, seed=place) / point.step_median_s)
+            deviations[:, place] = np.log(
+                median_draws(point.step_s, NUM_DRAWS, seed=place) / point.step_median_s
+            )
     costs_s = np.array([point.rank_s_per_image / share for point, share in shares.items()])
-    return Series(line, source, np.array([point.ranks for point in shares], dtype=float), costs_s, deviations)
+    return Series(
+        line, source, np.array([point.ranks for point in shares], dtype=float), costs_s, deviations
+    )
 
 
 def fit_law(law: Law, series: Series, seed: int = 0) -> Fit:
@@ -160,8 +177,11 @@ def fit_law(law: Law, series: Series, seed: int = 0) -> Fit:
         ConfigError: the series has fewer numbers of ranks than the law needs.
     """
     if series.num_ranks < law.min_points:
-        raise ConfigError("fit", law.name, too_few(law, series.num_ranks), "add points to the study")
-    ranks, costs_s = series.ranks, series.rank_s_per_image
+        raise ConfigError(
+            "fit", law.name, too_few(law, series.num_ranks), "add points to the study"
+        )
+    ranks = series.ranks
+    costs_s = series.rank_s_per_image
     coefficients = law.solve(ranks, 1.0 / costs_s, costs_s[None])
     fitted_s = law.predict(coefficients, ranks)[0]
     num_fitted = law.num_fitted(coefficients[0])
@@ -175,7 +195,10 @@ def fit_law(law: Law, series: Series, seed: int = 0) -> Fit:
         source=series.source,
         law=law.name,
         formula=law.formula,
-        parameters={name: percentile_interval(values[1:], float(values[0])) for name, values in named.items()},
+        parameters={
+            name: percentile_interval(values[1:], float(values[0]))
+            for name, values in named.items()
+        },
         residuals=tuple(
             Residual(int(count), float(cost_s), float(on_law_s), float(on_law_s / cost_s - 1.0))
             for count, cost_s, on_law_s in zip(ranks, costs_s, fitted_s, strict=True)
@@ -190,15 +213,19 @@ def fit_law(law: Law, series: Series, seed: int = 0) -> Fit:
 
 def too_few(law: Law, num_ranks: int) -> str:
     """Report how many numbers of ranks a law needs, and how many there are."""
-    return f"needs points on {law.min_points} numbers of ranks of one source; the most on a line are {num_ranks}"
+    return (
+        f"needs points on {law.min_points} numbers of ranks of one source; the most on a line are"
+        f" {num_ranks}"
+    )
 
 
 def _resampled(series: Series, fitted_s: np.ndarray, num_fitted: int, seed: int) -> np.ndarray:
     """Return resampled costs, shape (num_draws, num_points).
 
-    Each point moves by the uncertainty of its own steps, and by a residual of some point for what they do not explain:
-    runs that differ from each other, and a law that does not hold. Few residuals determine their size poorly, so each
-    draw scales them by the root of a variance with as many degrees of freedom as the fit left.
+    Each point moves by the uncertainty of its own steps, and by a residual of some point for what
+    they do not explain: runs that differ from each other, and a law that does not hold. Few
+    residuals determine their size poorly, so each draw scales them by the root of a variance with
+    as many degrees of freedom as the fit left.
     """
     rng = np.random.default_rng(seed)
     num_draws, num_points = series.deviations.shape
@@ -208,7 +235,10 @@ def _resampled(series: Series, fitted_s: np.ndarray, num_fitted: int, seed: int)
     explained = float(np.mean(np.mean(series.deviations**2, axis=0)))
     share = np.sqrt(max(0.0, 1.0 - explained / variance)) if variance > 0.0 else 0.0
     sizes = np.sqrt(num_points / rng.chisquare(freedom, (num_draws, 1)))
-    moved = series.deviations + share * sizes * residuals[rng.integers(0, num_points, (num_draws, num_points))]
+    moved = (
+        series.deviations
+        + share * sizes * residuals[rng.integers(0, num_points, (num_draws, num_points))]
+    )
     costs_s: np.ndarray = fitted_s * np.exp(np.clip(moved, -_MAX_LOG, _MAX_LOG))
     return costs_s
 
@@ -216,7 +246,9 @@ def _resampled(series: Series, fitted_s: np.ndarray, num_fitted: int, seed: int)
 def _left_out_error(law: Law, series: Series) -> float:
     missed = []
     for place in range(len(series.ranks)):
-        ranks, costs_s = (np.delete(values, place) for values in (series.ranks, series.rank_s_per_image))
+        ranks, costs_s = (
+            np.delete(values, place) for values in (series.ranks, series.rank_s_per_image)
+        )
         coefficients = law.solve(ranks, 1.0 / costs_s, costs_s[None])
         guessed_s = law.predict(coefficients, series.ranks[place : place + 1])[0, 0]
         missed.append(abs(guessed_s / series.rank_s_per_image[place] - 1.0))
@@ -236,15 +268,23 @@ def fit_laws(points: Sequence[Point], choice: str = "all", seed: int = 0) -> lis
     laws = _laws(choice)
     series = make_series(points)
     if choice in LAWS and not any(each.num_ranks >= LAWS[choice].min_points for each in series):
-        raise ConfigError("fit", choice, "; ".join(why_not_fitted(points, choice)), "add points to the study")
-    fits = [fit_law(law, each, seed) for each in series for law in laws if each.num_ranks >= law.min_points]
+        raise ConfigError(
+            "fit", choice, "; ".join(why_not_fitted(points, choice)), "add points to the study"
+        )
+    fits = [
+        fit_law(law, each, seed)
+        for each in series
+        for law in laws
+        if each.num_ranks >= law.min_points
+    ]
     return sorted(fits, key=lambda fit: (fit.line, _merit(fit)))
 
 
 def best_fits(fits: Iterable[Fit]) -> dict[str, Fit]:
     """Return the best fit of each line: that with the smallest leave-one-out error.
 
-    A law with one more parameter must be better by a tenth; below 0.01 % the one with the fewest is best.
+    A law with one more parameter must be better by a tenth; below 0.01 % the one with the fewest is
+    best.
     """
     best: dict[str, Fit] = {}
     for fit in sorted(fits, key=_merit):
@@ -253,7 +293,10 @@ def best_fits(fits: Iterable[Fit]) -> dict[str, Fit]:
 
 
 def why_not_fitted(points: Sequence[Point], choice: str = "all") -> list[str]:
-    """Return a reason for each law for which no line has enough points; of a comparison only if a law was chosen."""
+    """Return a reason for each law for which no line has enough points.
+
+    Of a comparison only if a law was chosen.
+    """
     if choice == "none" or (choice == "all" and scaling_kind(points) == "comparison"):
         return []
     most = max((each.num_ranks for each in make_series(points)), default=None)
@@ -276,45 +319,72 @@ def fit_rows(fits: Sequence[Fit]) -> list[dict[str, Any]]:
     best = best_fits(fits)
     return [
         {
-            "schedule": fit.line, "source": fit.source, "name": fit.law, "is_best": fit is best[fit.line],
+            "schedule": fit.line,
+            "source": fit.source,
+            "name": fit.law,
+            "is_best": fit is best[fit.line],
             "formula": fit.formula,
             "parameters": {name: _finite(bounds.value) for name, bounds in fit.parameters.items()},
-            "intervals": {name: [_finite(bounds.low), _finite(bounds.high)] for name, bounds in fit.parameters.items()},
+            "intervals": {
+                name: [_finite(bounds.low), _finite(bounds.high)]
+                for name, bounds in fit.parameters.items()
+            },
             "residuals": [asdict(residual) for residual in fit.residuals],
             "extrapolation": [
                 {"ranks": ranks, **_costs(fit.cost_s(ranks))}
                 for ranks in (2 * fit.last_ranks, MAX_EXTRAPOLATION * fit.last_ranks)
             ],
-            **{name: getattr(fit, name) for name in ("r2", "error", "first_ranks", "last_ranks", "limit_ranks")},
+            **{
+                name: getattr(fit, name)
+                for name in ("r2", "error", "first_ranks", "last_ranks", "limit_ranks")
+            },
         }
         for fit in fits
-    ]  # fmt: skip
+    ]
 
 
 def _costs(cost_s: Interval) -> dict[str, float]:
     return {
-        "rank_s_per_image": cost_s.value, "rank_s_per_image_low": cost_s.low, "rank_s_per_image_high": cost_s.high,
-    }  # fmt: skip
+        "rank_s_per_image": cost_s.value,
+        "rank_s_per_image_low": cost_s.low,
+        "rank_s_per_image_high": cost_s.high,
+    }
 
 
 def curve_ranks(fit: Fit) -> np.ndarray:
-    """Return the ranks at which a fit is drawn: even on a logarithmic axis, the ends of data and limit among them."""
+    """Return the ranks at which a fit is drawn.
+
+    Even on a logarithmic axis, the ends of data and limit among them.
+    """
     within = np.geomspace(fit.first_ranks, fit.last_ranks, NUM_CURVE_POINTS)
     beyond = np.geomspace(fit.last_ranks, fit.limit_ranks, NUM_CURVE_POINTS // 2)
-    within[[0, -1]], beyond[[0, -1]] = (fit.first_ranks, fit.last_ranks), (fit.last_ranks, fit.limit_ranks)
+    within[[0, -1]], beyond[[0, -1]] = (
+        (fit.first_ranks, fit.last_ranks),
+        (fit.last_ranks, fit.limit_ranks),
+    )
     return np.concatenate([within, beyond[1:]])
 
 
 def curve_rows(fits: Sequence[Fit]) -> list[dict[str, Any]]:
-    """Return the curves of fits as a table: images/s and what an image costs, of images as large as the base's."""
+    """Return the curves of fits as a table.
+
+    Images/s and what an image costs, of images as large as the base's.
+    """
     return [
         {
-            "schedule": fit.line, "source": fit.source, "law": fit.law, "ranks": ranks, **_costs(Interval(*bounds)),
-            "images_per_s": ranks / bounds[1], "is_extrapolated": int(ranks > fit.last_ranks),
+            "schedule": fit.line,
+            "source": fit.source,
+            "law": fit.law,
+            "ranks": ranks,
+            **_costs(Interval(*bounds)),
+            "images_per_s": ranks / bounds[1],
+            "is_extrapolated": int(ranks > fit.last_ranks),
         }
         for fit in fits
-        for ranks, bounds in zip(curve_ranks(fit).tolist(), fit.curve(curve_ranks(fit)).T.tolist(), strict=True)
-    ]  # fmt: skip
+        for ranks, bounds in zip(
+            curve_ranks(fit).tolist(), fit.curve(curve_ranks(fit)).T.tolist(), strict=True
+        )
+    ]
 
 
 def fit_lines(fits: Sequence[Fit]) -> list[str]:
@@ -334,9 +404,9 @@ def _describe(fit: Fit) -> str:
     r2 = "" if fit.r2 is None else f", R2 {fit.r2:.3f}"
     largest = max(abs(residual.relative) for residual in fit.residuals)
     return (
-        f"{fit.law}, {shown}; {fit.source}, {fit.first_ranks} to {fit.last_ranks} ranks, not valid beyond "
-        f"{fit.limit_ranks}; largest residual {100 * largest:.1f} %{r2}, "
-        f"misses a left-out point by {100 * fit.error:.1f} %"
+        f"{fit.law}, {shown}; {fit.source}, {fit.first_ranks} to {fit.last_ranks} ranks, not valid"
+        f" beyond {fit.limit_ranks}; largest residual {100 * largest:.1f} %{r2}, misses a left-out"
+        f" point by {100 * fit.error:.1f} %"
     )
 
 

@@ -1,4 +1,7 @@
-"""Points of a scaling study: runs that are alike, their step times and efficiencies, bases, and kinds of scaling."""
+"""Points of a scaling study.
+
+Runs that are alike, their step times and efficiencies, bases, and kinds of scaling.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +37,8 @@ DOCUMENTED = ("git_commit", "versions", "created_utc")
 class Setting:
     """How the traces of a point's runs were taken; tuples are sorted, without duplicates.
 
-    `missing` are root attributes that a trace lacks, `num_warmup_steps` those that the run with the fewest left out,
-    `clock_error_s` is the largest error of a rank's clock against that of rank 0.
+    `missing` are root attributes that a trace lacks, `num_warmup_steps` those that the run with the
+    fewest left out, `clock_error_s` is the largest error of a rank's clock against that of rank 0.
     """
 
     missing: tuple[str, ...] = ()
@@ -59,7 +62,8 @@ class Point:
         num_images: images of all these steps together; None if each has `images_per_step`.
         run_steps: how many of the step times are of each run; empty if all are of one run.
         model: the network's name, depth and version, if costs are those of a network.
-        held_out_error: how far predictions with the machine's calibration were off, of 1; None if unknown.
+        held_out_error: how far predictions with the machine's calibration were off, of 1; None if
+            unknown.
     """
 
     line: str
@@ -135,25 +139,33 @@ class Point:
     def efficiency(self, base: Point) -> float | None:
         """Return the parallel efficiency: work done per rank and time, over that of `base`.
 
-        For one problem that is T(p0) p0 / (T(p) p) in strong scaling and T(p0) / T(p) in weak scaling. If the
-        problem grows, an image counts by its compute time, or of one model by its pixels; None for two models.
+        For one problem that is T(p0) p0 / (T(p) p) in strong scaling and T(p0) / T(p) in weak
+        scaling. If the problem grows, an image counts by its compute time, or of one model by its
+        pixels; None for two models.
         """
         share = self.work_beside(base)
-        return None if share is None else share * self.images_per_s / self.ranks / (base.images_per_s / base.ranks)
+        return (
+            None
+            if share is None
+            else share * self.images_per_s / self.ranks / (base.images_per_s / base.ranks)
+        )
 
     def efficiency_interval(self, base: Point) -> Interval | None:
         """Return the parallel efficiency with its 95 % interval, both step times being uncertain.
 
-        If one has too few steps for an interval, the bounds are the extremes of both ranges. None without an
-        efficiency; for the base itself it is exactly 1.
+        If one has too few steps for an interval, the bounds are the extremes of both ranges. None
+        without an efficiency; for the base itself it is exactly 1.
         """
         value = self.efficiency(base)
         if value is None or self is base:
             return None if value is None else Interval(value, value, value)
-        mine, its = self.step_interval_s, base.step_interval_s
+        mine = self.step_interval_s
+        its = base.step_interval_s
         if mine.is_range or its.is_range:
             low = value * min(1.0, its.low / its.value * mine.value / mine.high)
-            return Interval(low, value, value * max(1.0, its.high / its.value * mine.value / mine.low), True)
+            return Interval(
+                low, value, value * max(1.0, its.high / its.value * mine.value / mine.low), True
+            )
         draws = median_draws(base.step_s, seed=1) / median_draws(self.step_s)
         return percentile_interval(draws * value * mine.value / its.value, value)
 
@@ -176,15 +188,18 @@ def read_point(path: Path) -> Point:
     """Read one run, its steps and configuration alone.
 
     Raises:
-        ConfigError: no trace there, an unreadable one, one without its configuration, or no step after warm-up.
+        ConfigError: no trace there, an unreadable one, one without its configuration, or no step
+        after warm-up.
     """
     attributes, steps, document = read_head(path)
     is_counted = steps["is_warmup"] == 0
     images = steps["images"][is_counted]
     if not len(images):
         raise ConfigError("trace", path, "holds no whole step after warm-up", "raise train.steps")
-    parallel, cost = read_section(document, "parallel", ParallelConfig), read_section(document, "cost", CostConfig)
-    model, source = read_section(document, "model", ModelConfig), str(attributes["source"])
+    parallel = read_section(document, "parallel", ParallelConfig)
+    cost = read_section(document, "cost", CostConfig)
+    model = read_section(document, "model", ModelConfig)
+    source = str(attributes["source"])
     units = parallel.partitions * (cost.forward + cost.input_grad + cost.weight_grad)
     work_s = None if source == "measured" else units * cost.unit_s / parallel.micro_batch_size
     return Point(
@@ -195,9 +210,11 @@ def read_point(path: Path) -> Point:
         replicas=parallel.replicas,
         micro_batches=parallel.micro_batches or 0,
         images_per_step=int(images[0]),
-        problem=_problem(model, read_section(document, "data", DataConfig))
-        if work_s is None
-        else (float(f"{work_s:.9g}"),),
+        problem=(
+            _problem(model, read_section(document, "data", DataConfig))
+            if work_s is None
+            else (float(f"{work_s:.9g}"),)
+        ),
         work_s=work_s,
         step_s=tuple(step_times_s(steps)[is_counted].tolist()),
         signatures=(str(attributes.get("signature", "")),),
@@ -205,14 +222,17 @@ def read_point(path: Path) -> Point:
         setting=_setting(attributes, len(steps) - len(images)),
         run_steps=(len(images),),
         model=_model_name(model) if work_s is None or cost.name == "profile" else "",
-        held_out_error=None if (error := attributes.get("held_out_error")) is None else float(error),
+        held_out_error=(
+            None if (error := attributes.get("held_out_error")) is None else float(error)
+        ),
     )
 
 
 def read_points(paths: Iterable[Path]) -> list[Point]:
     """Read runs and return their points by line, ranks and source; runs of one point are pooled.
 
-    If a line has several models, or pipelines of several lengths, on as many ranks, each of them is a line of its own.
+    If a line has several models, or pipelines of several lengths, on as many ranks, each of them is
+    a line of its own.
 
     Raises:
         ConfigError: as `read_point`.
@@ -220,7 +240,9 @@ def read_points(paths: Iterable[Path]) -> list[Point]:
     pooled: dict[Point, Point] = {}
     for path in paths:
         read = read_point(path)
-        place = replace(read, step_s=(), signatures=(), num_images=None, setting=Setting(), run_steps=())
+        place = replace(
+            read, step_s=(), signatures=(), num_images=None, setting=Setting(), run_steps=()
+        )
         known = pooled.get(place)
         pooled[place] = read if known is None else _together(known, read)
     points = _apart(list(pooled.values()), lambda point: point.model, if_alike=False)
@@ -229,7 +251,8 @@ def read_points(paths: Iterable[Path]) -> list[Point]:
 
 
 def _together(point: Point, other: Point) -> Point:
-    mine, its = point.setting, other.setting
+    mine = point.setting
+    its = other.setting
     names = ("missing", "commits", "versions")
     setting = Setting(
         **{name: tuple(sorted({*getattr(mine, name), *getattr(its, name)})) for name in names},
@@ -247,13 +270,22 @@ def _together(point: Point, other: Point) -> Point:
 
 
 def _apart(points: Sequence[Point], name: Callable[[Point], str], *, if_alike: bool) -> list[Point]:
-    """Add names to the lines in which several points have one place: only if their names differ, or also if alike."""
+    """Add names to the lines in which several points have one place.
+
+    Only if their names differ, or also if alike.
+    """
     places: dict[tuple[str, str, int], list[str]] = {}
     for point in points:
         places.setdefault((point.line, point.source, point.ranks), []).append(name(point))
-    lines = {line for (line, *_), names in places.items() if len(names if if_alike else set(names)) > 1}
+    lines = {
+        line for (line, *_), names in places.items() if len(names if if_alike else set(names)) > 1
+    }
     return [
-        replace(point, line=f"{point.line}, {name(point)}") if point.line in lines and name(point) else point
+        (
+            replace(point, line=f"{point.line}, {name(point)}")
+            if point.line in lines and name(point)
+            else point
+        )
         for point in points
     ]
 
@@ -289,21 +321,25 @@ def _line(schedule: ScheduleConfig, parallel: ParallelConfig) -> str:
 
 
 def _problem(model: ModelConfig, data: DataConfig) -> tuple[Any, ...]:
-    seen = ((key, str(value)) for key, value in sorted(asdict(model).items()))  # values may be lists and mappings
+    seen = (
+        (key, str(value)) for key, value in sorted(asdict(model).items())
+    )  # values may be lists and mappings
     return (*seen, data.channels, data.height_px * data.width_px)
 
 
 def base_points(points: Sequence[Point]) -> dict[str, Point]:
     """Return the base of each line: its smallest point, of the most real of several sources."""
-    ordered = sorted(points, key=lambda point: (point.ranks, SOURCES.index(point.source)), reverse=True)
+    ordered = sorted(
+        points, key=lambda point: (point.ranks, SOURCES.index(point.source)), reverse=True
+    )
     return {point.line: point for point in ordered}
 
 
 def scaling_kind(points: Sequence[Point]) -> str:
     """Return the kind of a scaling study: strong, weak, capability, comparison or mixed.
 
-    Strong keeps the images of a step, weak those of a rank; in capability scaling the model or its images grow in a
-    line; a comparison has one number of ranks.
+    Strong keeps the images of a step, weak those of a rank; in capability scaling the model or its
+    images grow in a line; a comparison has one number of ranks.
     """
     if len({point.ranks for point in points}) == 1:
         return "comparison"
@@ -330,22 +366,29 @@ def most_real(points: Sequence[Point]) -> list[Point]:
 
 
 def may_join(kind: str, point: Point, after: Point) -> bool:
-    """Return whether neighbours may be joined: at most four times the ranks, and images do not change independently."""
+    """Return whether neighbours may be joined.
+
+    At most four times the ranks, and images do not change independently.
+    """
     return kind != "mixed" and after.ranks <= MAX_JOINED * point.ranks
 
 
 def agreements(points: Sequence[Point]) -> list[dict[str, Any]]:
-    """Return every simulated point that has run too: `error` is predicted over observed step time, less 1."""
+    """Return every simulated point that has run too.
+
+    `error` is predicted over observed step time, less 1.
+    """
     return [
         {
             **{name: getattr(point, name) for name in ("line", "ranks", "source")},
-            "step_s": point.step_median_s, "simulated_s": other.step_median_s,
+            "step_s": point.step_median_s,
+            "simulated_s": other.step_median_s,
             "error": other.step_median_s / point.step_median_s - 1.0,
         }
         for point in points
         for other in points
         if other.source == "simulated" and point.source != "simulated" and _same_work(point, other)
-    ]  # fmt: skip
+    ]
 
 
 def _same_work(point: Point, other: Point) -> bool:
@@ -355,22 +398,39 @@ def _same_work(point: Point, other: Point) -> bool:
 
 
 def point_rows(points: Sequence[Point]) -> list[dict[str, Any]]:
-    """Return the table of points, with units in the names of its columns; None for an unknown figure."""
-    kind, bases = scaling_kind(points), base_points(points)
+    """Return the table of points, with units in the names of its columns.
+
+    None for an unknown figure.
+    """
+    kind = scaling_kind(points)
+    bases = base_points(points)
     rows = []
     for point in points:
-        base, step = bases[point.line], point.step_interval_s
+        base = bases[point.line]
+        step = point.step_interval_s
         share = point.efficiency_interval(base)
         row: dict[str, Any] = {"schedule": point.line}
-        for name in ("source", "ranks", "partitions", "replicas", "micro_batches", "images_per_step"):
+        for name in (
+            "source",
+            "ranks",
+            "partitions",
+            "replicas",
+            "micro_batches",
+            "images_per_step",
+        ):
             row[name] = getattr(point, name)
         row |= {
-            "num_steps": len(point.step_s), "step_median_s": step.value, "step_low_s": step.low,
-            "step_high_s": step.high, "step_bounds": "range" if step.is_range else f"{100 * step.level:g} % interval",
-            "step_min_s": min(point.step_s), "step_p95_s": point.step_p95_s, "step_max_s": max(point.step_s),
+            "num_steps": len(point.step_s),
+            "step_median_s": step.value,
+            "step_low_s": step.low,
+            "step_high_s": step.high,
+            "step_bounds": "range" if step.is_range else f"{100 * step.level:g} % interval",
+            "step_min_s": min(point.step_s),
+            "step_p95_s": point.step_p95_s,
+            "step_max_s": max(point.step_s),
             "images_per_s": point.images_per_s,
             "images_per_s_mean": harmonic_mean(point.images_per_step / np.asarray(point.step_s)),
-        }  # fmt: skip
+        }
         for end, name in (("value", ""), ("low", "_low"), ("high", "_high")):
             row[f"parallel_efficiency{name}"] = None if share is None else getattr(share, end)
         row |= {"compute_efficiency": point.compute_efficiency, "scaling": kind}
@@ -391,7 +451,9 @@ def base_rows(points: Sequence[Point]) -> list[dict[str, Any]]:
 def title(points: Sequence[Point]) -> tuple[str, str]:
     """Return the headline, which names the kind of scaling, and the line below it."""
     first = points[0]
-    images = " or ".join(f"{float(images):g}" for images in sorted({images for _, images in images_per_rank(points)}))
+    images = " or ".join(
+        f"{float(images):g}" for images in sorted({images for _, images in images_per_rank(points)})
+    )
     headline = {
         "strong": f"strong scaling, {first.images_per_step} images a step",
         "weak": f"weak scaling, {images} images a rank",
@@ -402,13 +464,20 @@ def title(points: Sequence[Point]) -> tuple[str, str]:
     is_range = any(point.has_range for point in points)
     bars = "95 % intervals, below 6 steps the range" if is_range else "95 % intervals"
     detail = f"median step, bars are {bars}, warm-up left out"
-    known = [error for point in points if point.source == "simulated" and (error := point.held_out_error) is not None]
+    known = [
+        error
+        for point in points
+        if point.source == "simulated" and (error := point.held_out_error) is not None
+    ]
     if known:
         detail += f"; {format_error(max(known))}"
     found = [each["error"] for each in agreements(points)]
     if found:
         low, high = (round(100 * pick(found), 1) + 0.0 for pick in (min, max))  # no "-0.0"
-        detail += f"; simulated step times are off by {low:+.1f} to {high:+.1f} % ({counted(len(found), 'point')})"
+        detail += (
+            f"; simulated step times are off by {low:+.1f} to {high:+.1f} %"
+            f" ({counted(len(found), 'point')})"
+        )
     return headline, detail
 
 

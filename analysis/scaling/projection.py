@@ -1,4 +1,7 @@
-"""How far a prediction may be off: a study simulated again with each constant of its machine changed, and with all."""
+"""How far a prediction may be off.
+
+A study simulated again with each constant of its machine changed, and with all.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +30,20 @@ BAND = (0.025, 0.975)
 COMPUTE = "machine.efficiency"
 COMPUTE_TIMES = ("forward", "input_grad", "weight_grad", "recompute")
 CONSTANTS = (
-    COMPUTE, "machine.link_latency_s", "machine.link_bytes_per_s", "machine.node_latency_s", "machine.node_bytes_per_s",
+    COMPUTE,
+    "machine.link_latency_s",
+    "machine.link_bytes_per_s",
+    "machine.node_latency_s",
+    "machine.node_bytes_per_s",
     "machine.noise",
-)  # fmt: skip
+)
 # Published scaling efficiencies, of 1, with their sources: by schedule, model and ranks.
 PUBLISHED = {
-    ("gems_master", "resnet-1001-v2", 1024): (0.9732, "Jain et al., SC 2020, abstract; base not stated there")
-}  # fmt: skip
+    ("gems_master", "resnet-1001-v2", 1024): (
+        0.9732,
+        "Jain et al., SC 2020, abstract; base not stated there",
+    )
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +80,11 @@ class Projection:
 
 
 def project(points: Sequence[Point], paths: Sequence[Path]) -> Projection | None:
-    """Return the bands of a study that is simulated throughout on a calibrated machine; None for any other study.
+    """Return the bands of a study that is simulated throughout on a calibrated machine.
 
-    Each constant that the machine has is changed by 20 %, alone for the sensitivities, and all of them at once, evenly
-    and independently, for the bands, with other draws of the noise each time.
+    None for any other study.
+    Each constant that the machine has is changed by 20 %, alone for the sensitivities, and all of
+    them at once, evenly and independently, for the bands, with other draws of the noise each time.
     """
     if any(point.source != "simulated" for point in points):
         return None
@@ -88,13 +99,23 @@ def project(points: Sequence[Point], paths: Sequence[Path]) -> Projection | None
         if len(mine) < 2 or any(point.efficiency(base) is None for point in mine):
             continue
         runs = [specs[point.signatures[0]] for point in mine]
-        first, last = runs[mine.index(base)], max(runs, key=lambda run: run.world_size)
+        first = runs[mine.index(base)]
+        last = max(runs, key=lambda run: run.world_size)
         schedules: dict[tuple[int, int | None], Schedule] = {}
-        constants, rng, drawn = machine_constants(first), np.random.default_rng(runs[0].seed), []
+        constants = machine_constants(first)
+        rng = np.random.default_rng(runs[0].seed)
+        drawn = []
         for draw in range(NUM_DRAWS):
             factors = rng.uniform(1 - SHARE, 1 + SHARE, len(constants)).tolist()
             drawn.append(
-                _efficiencies(runs, first, dict(zip(constants, factors, strict=True)), schedules, draw, NUM_BAND_STEPS)
+                _efficiencies(
+                    runs,
+                    first,
+                    dict(zip(constants, factors, strict=True)),
+                    schedules,
+                    draw,
+                    NUM_BAND_STEPS,
+                )
             )
         for point, low, high in zip(mine, *np.quantile(drawn, BAND, axis=0).tolist(), strict=True):
             beside = PUBLISHED.get((runs[0].schedule.name, point.model, point.ranks))
@@ -113,12 +134,18 @@ def project(points: Sequence[Point], paths: Sequence[Path]) -> Projection | None
 
 
 def varied(spec: RunSpec, factors: Mapping[str, float]) -> RunSpec:
-    """Return a run whose machine has each named constant times its factor; a faster one takes less time to compute."""
-    machine, cost = spec.machine, spec.cost
+    """Return a run whose machine has each named constant times its factor.
+
+    A faster one takes less time to compute.
+    """
+    machine = spec.machine
+    cost = spec.cost
     for constant, factor in factors.items():
         if constant == COMPUTE:
             times = {name: getattr(cost, name) for name in COMPUTE_TIMES}
-            cost = replace(cost, **{name: time / factor for name, time in times.items() if time is not None})
+            cost = replace(
+                cost, **{name: time / factor for name, time in times.items() if time is not None}
+            )
             given = {name: cost.stages[name] for name in COMPUTE_TIMES if name in cost.stages}
             faster = {name: [time / factor for time in some] for name, some in given.items()}
             cost = replace(cost, stages=cost.stages | faster)
@@ -135,18 +162,24 @@ def machine_constants(spec: RunSpec) -> dict[str, float]:
 
 
 def _efficiencies(
-    runs: Sequence[RunSpec], base: RunSpec, factors: Mapping[str, float],
-    schedules: dict[tuple[int, int | None], Schedule], seed: int, num_steps: int,
-) -> list[float]:  # fmt: skip
+    runs: Sequence[RunSpec],
+    base: RunSpec,
+    factors: Mapping[str, float],
+    schedules: dict[tuple[int, int | None], Schedule],
+    seed: int,
+    num_steps: int,
+) -> list[float]:
     """Return each run's work done per rank and time over that of the base, all with the same changed constants.
 
-    Runs of one line differ in their number of replicas alone or are simulated each by itself, so schedules are shared
-    by partitions and micro-batches, and the arrivals of replicas by partitions and the node that they begin on.
+    Runs of one line differ in their number of replicas alone or are simulated each by itself, so
+    schedules are shared by partitions and micro-batches, and the arrivals of replicas by partitions
+    and the node that they begin on.
     """
     arrivals: dict[tuple[int, int], Arrivals] = {}
 
     def speed(run: RunSpec) -> float:
-        spec, parallel = varied(run, factors), run.parallel
+        spec = varied(run, factors)
+        parallel = run.parallel
         noise = spec.machine.noise
         shape = parallel.partitions, parallel.micro_batches
         if shape not in schedules:
@@ -154,13 +187,18 @@ def _efficiencies(
         schedule = schedules[shape]
         network, step = simulate_step(spec, schedule)
         if noise:
-            costs, cap = schedule_costs(spec, schedule.placement), activation_cap(spec)
+            costs = schedule_costs(spec, schedule.placement)
+            cap = activation_cap(spec)
             place = parallel.partitions, network.first_rank
             if place not in arrivals and parallel.replicas > 1:
-                arrivals[place] = arrivals_of(schedule, costs, network, cap, noise, np.random.default_rng(seed))
+                arrivals[place] = arrivals_of(
+                    schedule, costs, network, cap, noise, np.random.default_rng(seed)
+                )
             known = arrivals.get(place) if parallel.replicas > 1 else None
             step = median_of(
-                noisy_steps(schedule, costs, network, cap, noise, parallel.replicas, seed, num_steps, known)
+                noisy_steps(
+                    schedule, costs, network, cap, noise, parallel.replicas, seed, num_steps, known
+                )
             )
         images = (parallel.micro_batches or 0) * parallel.micro_batch_size
         return images / parallel.partitions / (step.span * spec.cost.unit_s)
@@ -185,9 +223,15 @@ def place_rows(found: Projection) -> list[dict[str, Any]]:
     for place in found.places:
         row: dict[str, Any] = {"schedule": place.point.line}
         row |= {name: getattr(place.point, name) for name in ("source", "ranks", "images_per_s")}
-        row |= {"parallel_efficiency": place.efficiency, "band_low": place.low, "band_high": place.high}
+        row |= {
+            "parallel_efficiency": place.efficiency,
+            "band_low": place.low,
+            "band_high": place.high,
+        }
         row["published_efficiency"], row["published_source"] = place.published or (None, "")
-        rows.append(row | {"calibrated_from": found.calibrated_from, "held_out_error": found.held_out_error})
+        rows.append(
+            row | {"calibrated_from": found.calibrated_from, "held_out_error": found.held_out_error}
+        )
     return rows
 
 
@@ -195,19 +239,29 @@ def sensitivity_rows(found: Projection) -> list[dict[str, Any]]:
     """Return a row a line and constant; efficiencies are of 1, of the largest point of the line."""
     return [
         {
-            "schedule": each.line, "ranks": each.ranks, "constant": each.constant, "value": each.value,
-            f"efficiency_less_{SHARE:.0%}": each.less, f"efficiency_more_{SHARE:.0%}": each.more,
+            "schedule": each.line,
+            "ranks": each.ranks,
+            "constant": each.constant,
+            "value": each.value,
+            f"efficiency_less_{SHARE:.0%}": each.less,
+            f"efficiency_more_{SHARE:.0%}": each.more,
         }
         for each in found.sensitivities
-    ]  # fmt: skip
+    ]
 
 
 def projection_table(found: Projection) -> str:
     """Return both tables for people, in %."""
     places = []
     for place in found.places:
-        low, value, high = (f"{100 * share:.2f}" for share in (place.low, place.efficiency, place.high))
-        shown = f"published {100 * place.published[0]:.2f} ({place.published[1]})" if place.published else ""
+        low, value, high = (
+            f"{100 * share:.2f}" for share in (place.low, place.efficiency, place.high)
+        )
+        shown = (
+            f"published {100 * place.published[0]:.2f} ({place.published[1]})"
+            if place.published
+            else ""
+        )
         places.append((place.point.line, place.point.ranks, value, f"{low} to {high}", shown))
     constants = [
         (each.line, each.ranks, each.constant, each.value, 100 * each.less, 100 * each.more)
@@ -217,10 +271,16 @@ def projection_table(found: Projection) -> str:
     changes = {f"{SHARE:.0%} less [%]": ".2f", f"{SHARE:.0%} more [%]": ".2f"}
     head = f"simulated on constants from {found.calibrated_from}; {describe_error(found)}"
     about = f"efficiency of the largest points with a constant {SHARE:.0%} less, {SHARE:.0%} more"
-    return "\n".join([
-        table(columns, places, title=head),
-        table({"schedule": "", "ranks": "d", "constant": "", "value": ".4g", **changes}, constants, title=about),
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            table(columns, places, title=head),
+            table(
+                {"schedule": "", "ranks": "d", "constant": "", "value": ".4g", **changes},
+                constants,
+                title=about,
+            ),
+        ]
+    )
 
 
 def describe_error(projection: Projection) -> str:

@@ -10,14 +10,22 @@ from typing import Any
 
 from analysis.io.run_config import read_head, read_section
 from analysis.metrics.statistics import Interval
-from analysis.scaling.points import Point, base_points, describe_base, most_real, read_point, read_points
+from analysis.scaling.points import (
+    Point,
+    base_points,
+    describe_base,
+    most_real,
+    read_point,
+    read_points,
+)
 from analysis.scaling.rules import check_rules
 from gems.config.schema import MachineConfig
 from gems.errors import ConfigError, one_of
 from gems.trace import SOURCES
 from gems.utils.units import counted, number
 
-STRONG, WEAK = "strong", "weak"
+STRONG = "strong"
+WEAK = "weak"
 HOUR_S = 3600.0
 MAX_BASES = 6  # that the method names
 Key = Callable[[Point], Fraction]
@@ -44,7 +52,11 @@ class Series:
     def name(self) -> str:
         """The schedule, and the images that the series keeps."""
         base = self.base
-        images = base.images_per_step if self.kind == STRONG else float(Fraction(base.images_per_step, base.ranks))
+        images = (
+            base.images_per_step
+            if self.kind == STRONG
+            else float(Fraction(base.images_per_step, base.ranks))
+        )
         return f"{_title(base)}, {images:g} images a {'step' if self.kind == STRONG else 'GPU'}"
 
     def ideal_images_per_s(self, ranks: int) -> float:
@@ -54,7 +66,10 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What compute time is asked for: runs of some steps on some GPUs; without steps the study once more."""
+    """What compute time is asked for: runs of some steps on some GPUs.
+
+    Without steps the study once more.
+    """
 
     num_runs: int | None = None
     num_steps: int | None = None
@@ -71,14 +86,17 @@ class Ask:
             if value is not None and value < 1:
                 raise ConfigError(name.replace("_", "-"), value, "allowed: a whole number from 1")
             if value is not None and self.num_steps is None:
-                raise ConfigError(name.replace("_", "-"), value, "needs the steps of a run", "--num-steps N")
+                raise ConfigError(
+                    name.replace("_", "-"), value, "needs the steps of a run", "--num-steps N"
+                )
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
     """All that the page shows; `request` and `method` are sentences, `missing` a line for each kind without a series.
 
-    `rows` are those of the CSV: a point of a series each. `gpu_hours` has the bounds that follow from the step's.
+    `rows` are those of the CSV: a point of a series each. `gpu_hours` has the bounds that follow
+    from the step's.
     """
 
     series: tuple[Series, ...]
@@ -94,13 +112,19 @@ def propose(paths: Sequence[Path], ask: Ask) -> Proposal:
     """Read runs and return what the page of a proposal shows.
 
     Raises:
-        ConfigError: a run that cannot be read, runs of which no two belong together, or GPUs that no point has.
+        ConfigError: a run that cannot be read, runs of which no two belong together, or GPUs that
+        no point has.
     """
     runs = [(path, read_point(path)) for path in paths]
     series = tuple(made for kind, key in KINDS.items() for made in _series(kind, key, runs))
     if not series:
-        fault = f"{counted(len(runs), 'run')} without two of one schedule and problem on different numbers of ranks"
-        raise ConfigError("proposal", fault, "allowed: a strong or a weak series", _next_run(runs, STRONG))
+        fault = (
+            f"{counted(len(runs), 'run')} without two of one schedule and problem on different"
+            " numbers of ranks"
+        )
+        raise ConfigError(
+            "proposal", fault, "allowed: a strong or a weak series", _next_run(runs, STRONG)
+        )
     missing = tuple(
         f"No {kind} scaling in these runs. {_next_run(runs, kind)}"
         for kind in KINDS
@@ -110,13 +134,18 @@ def propose(paths: Sequence[Path], ask: Ask) -> Proposal:
     hours, request = _request([point for _, point in runs], asked, ask)
     rows = tuple(_row(each, point, asked, ask) for each in series for point in each.points)
     sources = tuple(dict.fromkeys(point.source for each in series for point in each.points))
-    counted_hours = "of its own counted steps" if asked is None else "that the runs asked for would take there"
+    counted_hours = (
+        "of its own counted steps" if asked is None else "that the runs asked for would take there"
+    )
     method = f"{_method(paths, series)} A point's GPU-hours are those {counted_hours}."
     return Proposal(series, missing, rows, hours, request, method, sources)
 
 
 def _series(kind: str, key: Key, runs: Sequence[tuple[Path, Point]]) -> list[Series]:
-    """Return the series of a kind: alike runs on two numbers of ranks or more, what ran first, then the largest."""
+    """Return the series of a kind.
+
+    Alike runs on two numbers of ranks or more, what ran first, then the largest.
+    """
     groups: dict[Hashable, list[Path]] = {}
     for path, point in runs:
         groups.setdefault((point.line, point.model, point.problem, key(point)), []).append(path)
@@ -125,13 +154,20 @@ def _series(kind: str, key: Key, runs: Sequence[tuple[Path, Point]]) -> list[Ser
         lines: dict[str, list[Point]] = {}
         for point in read_points(group):
             lines.setdefault(point.line, []).append(point)
-        found += [Series(kind, tuple(mine)) for mine in lines.values() if len({point.ranks for point in mine}) > 1]
+        found += [
+            Series(kind, tuple(mine))
+            for mine in lines.values()
+            if len({point.ranks for point in mine}) > 1
+        ]
     return sorted(
         found,
         key=lambda each: (
-            SOURCES.index(each.base.source), -max(point.ranks for point in each.points), each.base.line, key(each.base),
+            SOURCES.index(each.base.source),
+            -max(point.ranks for point in each.points),
+            each.base.line,
+            key(each.base),
         ),
-    )  # fmt: skip
+    )
 
 
 def _title(point: Point) -> str:
@@ -141,13 +177,18 @@ def _title(point: Point) -> str:
 
 def _next_run(runs: Sequence[tuple[Path, Point]], kind: str) -> str:
     """Return which run would make a series of a kind with the smallest run that there is."""
-    point = min((point for _, point in runs), key=lambda point: (point.ranks, point.images_per_step))
-    ranks, images = 2 * point.ranks, point.images_per_step * (1 if kind == STRONG else 2)
+    point = min(
+        (point for _, point in runs), key=lambda point: (point.ranks, point.images_per_step)
+    )
+    ranks = 2 * point.ranks
+    images = point.images_per_step * (1 if kind == STRONG else 2)
     return f"Run {_title(point)} on {ranks} ranks with {images} images a step as well."
 
 
 def _asked_point(series: Sequence[Series], ask: Ask) -> Point | None:
-    """Return the point whose step the request counts: the most real that has so many GPUs, by default its most.
+    """Return the point whose step the request counts.
+
+    The most real that has so many GPUs, by default its most.
 
     Raises:
         ConfigError: no point has so many GPUs.
@@ -162,12 +203,18 @@ def _asked_point(series: Sequence[Series], ask: Ask) -> Point | None:
                 return point
     known = sorted({point.ranks for each in series for point in each.points})
     raise ConfigError(
-        "gpus", gpus, one_of(map(str, known)), "run a point of this size, or simulate it (machine.kind=simulated)"
+        "gpus",
+        gpus,
+        one_of(map(str, known)),
+        "run a point of this size, or simulate it (machine.kind=simulated)",
     )
 
 
 def _hours(point: Point, ask: Ask) -> Interval:
-    """Return the GPU-hours of the runs asked for at a point; without any those of the point's own steps."""
+    """Return the GPU-hours of the runs asked for at a point.
+
+    Without any those of the point's own steps.
+    """
     if ask.num_steps is None:
         own = sum(point.step_s) * point.ranks / HOUR_S
         return Interval(own, own, own)
@@ -179,40 +226,58 @@ def _request(points: Sequence[Point], asked: Point | None, ask: Ask) -> tuple[In
         total = sum(_hours(point, ask).value for point in points)
         kinds = " and ".join(dict.fromkeys(point.source for point in points))
         text = (
-            f"{number(total)} GPU-hours: the {counted(len(points), 'run')} of this study once more, by their {kinds} "
-            "steps; warm-up, start and checkpoints come on top."
+            f"{number(total)} GPU-hours: the {counted(len(points), 'run')} of this study once more,"
+            f" by their {kinds} steps; warm-up, start and checkpoints come on top."
         )
         return Interval(total, total, total), text
-    hours, step = _hours(asked, ask), asked.step_interval_s
+    hours = _hours(asked, ask)
+    step = asked.step_interval_s
     bounds = "range" if step.is_range else f"{100 * step.level:g} % interval"
-    between = "" if asked.is_deterministic else f" ({number(hours.low)} to {number(hours.high)}, {bounds} of the step)"
+    between = (
+        ""
+        if asked.is_deterministic
+        else f" ({number(hours.low)} to {number(hours.high)}, {bounds} of the step)"
+    )
     figure = "predicted by simulation" if asked.source == "simulated" else f"{asked.source}, median"
     text = (
-        f"{number(hours.value)} GPU-hours{between}: {counted(ask.num_runs or 1, 'run')} of {ask.num_steps} steps on "
-        f"{asked.ranks} GPUs, {asked.images_per_step} images and {number(step.value)} s a step ({figure}; "
-        f"{_title(asked)}); warm-up, start and checkpoints come on top."
+        f"{number(hours.value)} GPU-hours{between}: {counted(ask.num_runs or 1, 'run')} of"
+        f" {ask.num_steps} steps on {asked.ranks} GPUs, {asked.images_per_step} images and"
+        f" {number(step.value)} s a step ({figure}; {_title(asked)}); warm-up, start and"
+        " checkpoints come on top."
     )
     return hours, text
 
 
 def _row(series: Series, point: Point, asked: Point | None, ask: Ask) -> dict[str, Any]:
-    base, step, rate = series.base, point.step_interval_s, point.images_per_s_interval
-    share, hours = point.efficiency_interval(base), _hours(point, ask)
+    base = series.base
+    step = point.step_interval_s
+    rate = point.images_per_s_interval
+    share = point.efficiency_interval(base)
+    hours = _hours(point, ask)
     row: dict[str, Any] = {"scaling": series.kind, "series": series.name, "source": point.source}
     names = ("ranks", "partitions", "replicas", "micro_batches", "images_per_step")
     row |= {name: getattr(point, name) for name in names}
     row |= {
-        "num_runs": len(point.signatures), "num_steps": len(point.step_s),
+        "num_runs": len(point.signatures),
+        "num_steps": len(point.step_s),
         "num_warmup_steps": point.setting.num_warmup_steps,
         "bounds": "range" if step.is_range else f"{100 * step.level:g} % interval",
-    }  # fmt: skip
-    figures = {"step_s": step, "images_per_s": rate, "parallel_efficiency": share, "gpu_hours": hours}
+    }
+    figures = {
+        "step_s": step,
+        "images_per_s": rate,
+        "parallel_efficiency": share,
+        "gpu_hours": hours,
+    }
     for name, bounds in figures.items():
         for end, column in (("value", name), ("low", f"{name}_low"), ("high", f"{name}_high")):
             row[column] = None if bounds is None else getattr(bounds, end)
     row["ideal_images_per_s"] = series.ideal_images_per_s(point.ranks)
     row |= {f"base_{name}": getattr(base, name) for name in ("ranks", "source", "images_per_s")}
-    row |= {"asked_runs": None if asked is None else ask.num_runs or 1, "asked_steps": ask.num_steps}
+    row |= {
+        "asked_runs": None if asked is None else ask.num_runs or 1,
+        "asked_steps": ask.num_steps,
+    }
     return row | {"is_asked": point is asked}
 
 
@@ -226,21 +291,33 @@ def _method(paths: Sequence[Path], series: Sequence[Series]) -> str:
     if len(bases) > MAX_BASES:
         bases[MAX_BASES:] = [f"{len(bases) - MAX_BASES} more in the CSV"]
     broken = dict.fromkeys(
-        f"{rule.number} ({rule.title})" for each in series for rule in check_rules(each.points) if rule.holds is False
+        f"{rule.number} ({rule.title})"
+        for each in series
+        for rule in check_rules(each.points)
+        if rule.holds is False
     )
     commits = sorted({commit[:12] for point in points for commit in point.setting.commits})
     versions = sorted({version for point in points for version in point.setting.versions})
     sentences = [
-        f"A step ends with its slowest rank. Each figure is the median of {steps} from {runs}; {warmups} of each run "
-        "left out. Intervals are 95 % bootstrap intervals of the median, below 6 steps the range, and assume no "
-        "distribution; a simulation without noise has none.",
+        (
+            f"A step ends with its slowest rank. Each figure is the median of {steps} from {runs};"
+            f" {warmups} of each run left out. Intervals are 95 % bootstrap intervals of the"
+            " median, below 6 steps the range, and assume no distribution; a simulation without"
+            " noise has none."
+        ),
         "Efficiency is the work of a rank and second over that of the base; one rank is one GPU.",
         f"Bases: {'; '.join(bases)}.",
         _machines(paths),
-        f"Software: {', '.join(versions) or 'not recorded'}; commit {', '.join(commits) or 'not recorded'}.",
-        f"Of the rules of Hoefler and Belli (SC 2015) not kept: {', '.join(broken)}; analysis scaling says why."
-        if broken
-        else "The rules of Hoefler and Belli (SC 2015) that can be checked are kept.",
+        (
+            f"Software: {', '.join(versions) or 'not recorded'}; commit"
+            f" {', '.join(commits) or 'not recorded'}."
+        ),
+        (
+            f"Of the rules of Hoefler and Belli (SC 2015) not kept: {', '.join(broken)}; analysis"
+            " scaling says why."
+            if broken
+            else "The rules of Hoefler and Belli (SC 2015) that can be checked are kept."
+        ),
     ]
     return " ".join(sentences)
 
@@ -251,15 +328,20 @@ def _machines(paths: Sequence[Path]) -> str:
     origins: dict[tuple[str, str], str] = {}
     for path in paths:
         attributes, _, document = read_head(path)
-        machine, source = read_section(document, "machine", MachineConfig), str(attributes["source"])
+        machine = read_section(document, "machine", MachineConfig)
+        source = str(attributes["source"])
         place = machine.name, source
         found.setdefault(place, set()).update(map(str, attributes.get("hostnames", ())))
         if source == "simulated":
-            origins[place] = f", constants from {machine.calibrated_from}" if machine.calibrated_from else ""
+            origins[place] = (
+                f", constants from {machine.calibrated_from}" if machine.calibrated_from else ""
+            )
     clauses = [
-        f"{name}, {source}{origins[name, source]}"
-        if source == "simulated"
-        else f"{name}, {source} on {counted(len(hosts), 'host')}"
+        (
+            f"{name}, {source}{origins[name, source]}"
+            if source == "simulated"
+            else f"{name}, {source} on {counted(len(hosts), 'host')}"
+        )
         for (name, source), hosts in found.items()
     ]
     return f"Machine: {'; '.join(clauses)}."
@@ -267,5 +349,6 @@ def _machines(paths: Sequence[Path]) -> str:
 
 def _span(values: Sequence[int], noun: str) -> str:
     """Return the least and the most of counts as text."""
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     return counted(low, noun) if low == high else f"{low} to {counted(high, noun)}"

@@ -1,6 +1,7 @@
 """Which claims a plot of a study supports: the twelve rules of Hoefler and Belli as checks.
 
-SC 2015, doi 10.1145/2807591.2807644. Their advice to measure until the median is known well enough is the thirteenth.
+SC 2015, doi 10.1145/2807591.2807644. Their advice to measure until the median is known well enough
+is the thirteenth.
 """
 
 from __future__ import annotations
@@ -10,7 +11,14 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise
 
 from analysis.metrics.statistics import further_values, min_values
-from analysis.scaling.points import Point, base_points, describe_base, may_join, most_real, scaling_kind
+from analysis.scaling.points import (
+    Point,
+    base_points,
+    describe_base,
+    may_join,
+    most_real,
+    scaling_kind,
+)
 from gems.trace import SOURCES
 from gems.utils.units import counted
 
@@ -43,22 +51,33 @@ def check_rules(points: Sequence[Point]) -> list[Rule]:
     rules = []
     for number, (title, kept, check) in enumerate(_RULES, start=1):
         found = None if check is None else check(points)
-        holds, text = found if isinstance(found, tuple) else (found is None, kept if found is None else found)
+        holds, text = (
+            found if isinstance(found, tuple) else (found is None, kept if found is None else found)
+        )
         rules.append(Rule(number, title, holds, text))
     return rules
 
 
 def rule_lines(rules: Sequence[Rule]) -> list[str]:
     """Return a line for each rule that does not hold."""
-    return [f"rule {rule.number}, {rule.title}: {rule.text}" for rule in rules if rule.holds is False]
+    return [
+        f"rule {rule.number}, {rule.title}: {rule.text}" for rule in rules if rule.holds is False
+    ]
 
 
 def _base(points: Sequence[Point]) -> Finding:
     bases = base_points(points)
     source_of = SOURCES.index
-    unreal = {point.line for point in points if source_of(point.source) < source_of(bases[point.line].source)}
+    unreal = {
+        point.line
+        for point in points
+        if source_of(point.source) < source_of(bases[point.line].source)
+    }
     if unreal:
-        return f"the base of {_named(sorted(unreal))} is less real than other points; run it as these were run"
+        return (
+            f"the base of {_named(sorted(unreal))} is less real than other points; run it as these"
+            " were run"
+        )
     stated = "; ".join(f"{line}: {describe_base(base)}" for line, base in sorted(bases.items()))
     return True, f"the base of each line is stated with its figure: {stated}"
 
@@ -73,7 +92,8 @@ def _subset(points: Sequence[Point]) -> Finding:
     if not gaps:
         return None
     return (
-        f"not every line has every number of ranks ({'; '.join(gaps)}); run these points, or say why they are left out"
+        f"not every line has every number of ranks ({'; '.join(gaps)}); run these points, or say"
+        " why they are left out"
     )
 
 
@@ -91,7 +111,8 @@ def _intervals(points: Sequence[Point]) -> Finding:
     return _failing(
         points,
         lambda point: point.has_range,
-        f"{{}} have fewer than {min_values()} steps, so bars are ranges; raise train.steps, or repeat the runs",
+        f"{{}} have fewer than {min_values()} steps, so bars are ranges; raise train.steps, or"
+        " repeat the runs",
     ) or _failing(
         points,
         _has_unlike_runs,
@@ -102,7 +123,9 @@ def _intervals(points: Sequence[Point]) -> Finding:
 
 def _has_unlike_runs(point: Point) -> bool:
     """Return whether the intervals of two runs do not overlap; ranges of few steps are ignored."""
-    runs = [] if point.is_deterministic else [run for run in point.run_intervals_s if not run.is_range]
+    runs = (
+        [] if point.is_deterministic else [run for run in point.run_intervals_s if not run.is_range]
+    )
     return any(not run.overlaps(other) for run, other in combinations(runs, 2))
 
 
@@ -120,7 +143,11 @@ def _comparisons(points: Sequence[Point]) -> Finding:
         if not (point.is_deterministic and other.is_deterministic)
         and point.images_per_s_interval.overlaps(other.images_per_s_interval)
     ]
-    return f"intervals of {_named(alike)} overlap; call neither faster, or measure more steps" if alike else None
+    return (
+        f"intervals of {_named(alike)} overlap; call neither faster, or measure more steps"
+        if alike
+        else None
+    )
 
 
 def _tails(points: Sequence[Point]) -> Finding:
@@ -137,20 +164,33 @@ def _documentation(points: Sequence[Point]) -> Finding:
     missing = sorted({name for point in points for name in point.setting.missing})
     if missing:
         advice = f"lack {_named(missing)}; collect them anew, from a checkout of the code"
-        return _failing(points, lambda point: bool(point.setting.missing), f"traces of {{}} {advice}")
+        return _failing(
+            points, lambda point: bool(point.setting.missing), f"traces of {{}} {advice}"
+        )
     commits = sorted({commit for point in points for commit in point.setting.commits})
     if len(commits) > 1:
         shown = _named(commit[:10] for commit in commits)
-        return f"the points were run by different code ({shown}); run all by one commit, or say what changed"
+        return (
+            f"the points were run by different code ({shown}); run all by one commit, or say what"
+            " changed"
+        )
     torn = [commit[:10] for commit in commits if commit.endswith("-dirty")]
     if torn:
-        return f"the code differed from its commit {torn[0]}; commit it, or keep each run's provenance/ with the figure"
+        return (
+            f"the code differed from its commit {torn[0]}; commit it, or keep each run's"
+            " provenance/ with the figure"
+        )
     for source in SOURCES:
-        versions = {each for point in points if point.source == source for each in point.setting.versions}
+        versions = {
+            each for point in points if point.source == source for each in point.setting.versions
+        }
         names = [each.split(" ")[0] for each in versions]
         mixed = sorted({name for name in names if names.count(name) > 1})
         if mixed:
-            return f"{source} points were run by different versions of {_named(mixed)}; run all by the same"
+            return (
+                f"{source} points were run by different versions of {_named(mixed)}; run all by the"
+                " same"
+            )
     return None
 
 
@@ -162,7 +202,8 @@ def _summary(points: Sequence[Point]) -> Finding:
     ) or _failing(
         points,
         lambda point: point.setting.clock_error_s > CLOCK_SHARE * point.step_median_s,
-        f"clocks of {{}} are known to worse than {100 * CLOCK_SHARE:.0f} % of a step; take longer steps",
+        f"clocks of {{}} are known to worse than {100 * CLOCK_SHARE:.0f} % of a step; take longer"
+        " steps",
     )
 
 
@@ -196,7 +237,11 @@ def _lines(points: Sequence[Point]) -> Finding:
         for point, after in pairwise(most_real([point for point in points if point.line == line]))
         if not may_join(kind, point, after)
     ]
-    return f"{_named(apart)} are too far apart to be joined; run a point between them" if apart else None
+    return (
+        f"{_named(apart)} are too far apart to be joined; run a point between them"
+        if apart
+        else None
+    )
 
 
 def _precision(points: Sequence[Point]) -> Finding:
@@ -215,7 +260,10 @@ def _steps_needed(point: Point) -> int:
 
 
 def _failing(
-    points: Sequence[Point], fails: Callable[[Point], bool], text: str, detail: Callable[[Point], str] = lambda _: ""
+    points: Sequence[Point],
+    fails: Callable[[Point], bool],
+    text: str,
+    detail: Callable[[Point], str] = lambda _: "",
 ) -> str | None:
     """Return `text` with the names of the points that fail in place of `{}`, or None if all pass."""
     names = [
@@ -229,33 +277,83 @@ def _failing(
 def _named(names: Iterable[str]) -> str:
     """Join names, of many the first few."""
     named = list(names)
-    shown = named if len(named) <= MAX_NAMED else [*named[:MAX_NAMED], f"{len(named) - MAX_NAMED} more"]
+    shown = (
+        named if len(named) <= MAX_NAMED else [*named[:MAX_NAMED], f"{len(named) - MAX_NAMED} more"]
+    )
     return ", ".join(shown[:-1]) + (" and " if len(shown) > 1 else "") + shown[-1]
 
 
 # Title, text if the rule is kept, and check; a rule that every study keeps has none.
 _RULES: tuple[tuple[str, str, Callable[[Sequence[Point]], Finding] | None], ...] = (
     ("state the base case and its absolute figure", "", _base),
-    ("leave out no part of the system without saying why",
-     "every line has a point on every number of ranks; all points that were given are shown", _subset),
-    ("means: arithmetic of costs, harmonic of rates",
-     "images/s are the images of a step over its median time; their mean in the CSV is the harmonic one", _means),
-    ("average no ratios", "an efficiency is the ratio of two medians of time; no ratios are averaged", None),
-    ("intervals for what is not deterministic",
-     "every point that is not deterministic has the 95 % interval of its median", _intervals),
-    ("assume no normal distribution", "intervals are bootstrapped and assume no distribution", None),
-    ("compare by intervals", "where two lines differ on as many ranks, their intervals do not overlap", _comparisons),
-    ("check whether the median is sufficient",
-     "the 95th percentile is shown with the median and is close to it", _tails),
-    ("document factors and set-up",
-     "traces hold configuration, commit, versions and hosts; each run's folder holds the rest", _documentation),
-    ("say how times are taken and summarised over ranks",
-     "a step lasts from the last rank's end of the one before to its own last rank's end: the slowest rank counts, "
-     "on clocks synchronised with rank 0; warm-up steps are left out", _summary),
-    ("show bounds",
-     "the ideal from the base on is drawn, and the compute efficiency is in the table if it is known", _bounds),
-    ("join points only where interpolation is valid",
-     "lines join neighbours that are at most four times apart", _lines),
-    (f"know the median to within {100 * PRECISION:.0f} %",
-     f"every median is known to within {100 * PRECISION:.0f} %, at 95 %", _precision),
-)  # fmt: skip
+    (
+        "leave out no part of the system without saying why",
+        "every line has a point on every number of ranks; all points that were given are shown",
+        _subset,
+    ),
+    (
+        "means: arithmetic of costs, harmonic of rates",
+        (
+            "images/s are the images of a step over its median time; their mean in the CSV is the"
+            " harmonic one"
+        ),
+        _means,
+    ),
+    (
+        "average no ratios",
+        "an efficiency is the ratio of two medians of time; no ratios are averaged",
+        None,
+    ),
+    (
+        "intervals for what is not deterministic",
+        "every point that is not deterministic has the 95 % interval of its median",
+        _intervals,
+    ),
+    (
+        "assume no normal distribution",
+        "intervals are bootstrapped and assume no distribution",
+        None,
+    ),
+    (
+        "compare by intervals",
+        "where two lines differ on as many ranks, their intervals do not overlap",
+        _comparisons,
+    ),
+    (
+        "check whether the median is sufficient",
+        "the 95th percentile is shown with the median and is close to it",
+        _tails,
+    ),
+    (
+        "document factors and set-up",
+        "traces hold configuration, commit, versions and hosts; each run's folder holds the rest",
+        _documentation,
+    ),
+    (
+        "say how times are taken and summarised over ranks",
+        (
+            "a step lasts from the last rank's end of the one before to its own last rank's end:"
+            " the slowest rank counts, on clocks synchronised with rank 0; warm-up steps are"
+            " left out"
+        ),
+        _summary,
+    ),
+    (
+        "show bounds",
+        (
+            "the ideal from the base on is drawn, and the compute efficiency is in the table if it"
+            " is known"
+        ),
+        _bounds,
+    ),
+    (
+        "join points only where interpolation is valid",
+        "lines join neighbours that are at most four times apart",
+        _lines,
+    ),
+    (
+        f"know the median to within {100 * PRECISION:.0f} %",
+        f"every median is known to within {100 * PRECISION:.0f} %, at 95 %",
+        _precision,
+    ),
+)

@@ -1,19 +1,22 @@
 """Laws of step time for series in which ranks and samples a rank vary independently, as in most published ones.
 
-`analysis.scaling.laws` fits what an image costs over ranks, which is no function of the ranks alone once the samples a
-rank change with them. Here a step's time is a function of both: a fixed part, a part by samples a rank, and terms by
-log2 of the ranks, of each level of the network where nodes are known, or by ranks. Coefficients are never negative.
+`analysis.scaling.laws` fits what an image costs over ranks, which is no function of the ranks alone
+once the samples a rank change with them. Here a step's time is a function of both: a fixed part, a
+part by samples a rank, and terms by log2 of the ranks, of each level of the network where nodes are
+known, or by ranks. Coefficients are never negative.
 
-Few rows cannot tell all terms, so each term has a prior, a normal one: of a step at the first row 10 % +- 9 % are
-fixed; twice the samples take 2^(.75 +- .07) times as long; twice the ranks 5 % +- 2 % longer. A squared error counts
-in proportion to the ranks of its row. The priors and the errors of a forecast maximise the density of the measured
-steps in `scripts/data/mlperf_scaling.csv`, averaged over ten resamples of its series; the laws, the limits and how
-rows are weighted were chosen before, with `scripts/data/measured_scaling.csv` at hand.
+Few rows cannot tell all terms, so each term has a prior, a normal one: of a step at the first row
+10 % +- 9 % are fixed; twice the samples take 2^(.75 +- .07) times as long; twice the ranks 5 % +- 2
+% longer. A squared error counts in proportion to the ranks of its row. The priors and the errors of
+a forecast maximise the density of the measured steps in `scripts/data/mlperf_scaling.csv`, averaged
+over ten resamples of its series; the laws, the limits and how rows are weighted were chosen before,
+with `scripts/data/measured_scaling.csv` at hand.
 
-No law is chosen by how well it fits. Each is judged by its forecasts from a rolling origin: fitted to the rows up to
-some number of ranks, what did it say of those up to four times as many (Tashman, International Journal of Forecasting
-16, 2000)? The laws' forecasts are averaged, with weights by the density that each gave to what was measured then. The
-interval holds each law's own errors, what its coefficients leave open, and how far the laws are apart.
+No law is chosen by how well it fits. Each is judged by its forecasts from a rolling origin: fitted
+to the rows up to some number of ranks, what did it say of those up to four times as many (Tashman,
+International Journal of Forecasting 16, 2000)? The laws' forecasts are averaged, with weights by
+the density that each gave to what was measured then. The interval holds each law's own errors, what
+its coefficients leave open, and how far the laws are apart.
 """
 
 from __future__ import annotations
@@ -30,14 +33,20 @@ MAX_RATIO = 4.0  # of the ranks asked for over those fitted to, up to which a la
 WIDEST = 0.4  # the largest relative half-width of a usable interval
 _NOISE = 0.01  # of a published step time, and of a law that holds
 # Prior error of a forecast and its weight in forecasts: for comparing laws, and for the interval.
-_LAW_ERROR, _LAW_ERROR_WEIGHT = 0.01, 4.0
-_ERROR, _ERROR_WEIGHT = 0.08, 7.0
+_LAW_ERROR = 0.01
+_LAW_ERROR_WEIGHT = 4.0
+_ERROR = 0.08
+_ERROR_WEIGHT = 7.0
 _PENALTY = 0.15  # added for each term to minus twice the log density
 _RECENT = 0.5
-_LEAST = 0.01  # of the first step: below it, a sum of terms makes no sense, and its variance becomes large
+# of the first step: below it, a sum of terms makes no sense, and its variance becomes large
+_LEAST = 0.01
 _Z = 2.0  # standard deviations of a 95 % interval
-_FIXED, _ELASTICITY = (0.1, 0.09), (0.75, 0.07)  # mean and standard deviation
-_BY_DOUBLING, _BY_RANKS = (0.05, 0.02), (0.0, 0.0003)
+# mean and standard deviation
+_FIXED = (0.1, 0.09)
+_ELASTICITY = (0.75, 0.07)
+_BY_DOUBLING = (0.05, 0.02)
+_BY_RANKS = (0.0, 0.0003)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +78,19 @@ def _doublings(of: Callable[[Row], float]) -> Callable[[Row, Row], float]:
     return lambda row, first: math.log2(of(row) / of(first))
 
 
-_INSIDE = Term("log2(ranks of a node)", _doublings(lambda row: row.accelerators / (row.nodes or 1)), _BY_DOUBLING)
+_INSIDE = Term(
+    "log2(ranks of a node)",
+    _doublings(lambda row: row.accelerators / (row.nodes or 1)),
+    _BY_DOUBLING,
+)
 _AMONG = Term("log2(nodes)", _doublings(lambda row: row.nodes or 1), _BY_DOUBLING)
 _TREE = Term("log2(ranks)", _doublings(lambda row: row.accelerators), _BY_DOUBLING)
 _RING = Term("ranks", lambda row, first: row.accelerators / first.accelerators - 1.0, _BY_RANKS)
 _SAMPLES = Term("samples a rank", lambda row, first: row.samples / first.samples)
 _CONSTANT = Term("1", lambda row, first: 1.0, _FIXED)
-_LOG_SAMPLES = Term("log(samples a rank)", lambda row, first: math.log(row.samples / first.samples), _ELASTICITY)
+_LOG_SAMPLES = Term(
+    "log(samples a rank)", lambda row, first: math.log(row.samples / first.samples), _ELASTICITY
+)
 _LOG_SCALE = Term("log(scale)", lambda row, first: 1.0)
 
 
@@ -90,12 +105,20 @@ class StepLaw:
 
 
 def step_laws(rows: Sequence[Row]) -> tuple[StepLaw, ...]:
-    """Return the laws for some rows; where all of them know their nodes, the network has two levels."""
+    """Return the laws for some rows.
+
+    Where all of them know their nodes, the network has two levels.
+    """
     levels = (_INSIDE, _AMONG) if all(row.nodes for row in rows) else (_TREE,)
     growth = " + ".join(f"c {term.name}" for term in levels)
     return (
         StepLaw("power", "a samples^e", (_LOG_SCALE, _LOG_SAMPLES), is_product=True),
-        StepLaw("power_tree", f"a samples^e exp({growth})", (_LOG_SCALE, _LOG_SAMPLES, *levels), is_product=True),
+        StepLaw(
+            "power_tree",
+            f"a samples^e exp({growth})",
+            (_LOG_SCALE, _LOG_SAMPLES, *levels),
+            is_product=True,
+        ),
         StepLaw("fixed", "a + b samples", (_CONSTANT, _SAMPLES)),
         StepLaw("tree", f"a + b samples + {growth}", (_CONSTANT, _SAMPLES, *levels)),
         StepLaw("ring", "a + b samples + c ranks", (_CONSTANT, _SAMPLES, _RING)),
@@ -126,13 +149,15 @@ def fit_step_law(law: StepLaw, rows: Sequence[Row]) -> StepFit:
     """Fit a law to rows by weighted least squares of relative errors, with the priors of its terms as further rows."""
     from scipy.optimize import lsq_linear
 
-    first, last = rows[0], rows[-1]
+    first = rows[0]
+    last = rows[-1]
     values = np.array([[term.value(row, first) for term in law.terms] for row in rows])
     times = np.array([row.step_s / first.step_s for row in rows])
     weights = np.array([(row.accelerators / last.accelerators) ** _RECENT for row in rows])
     targets = np.log(times) if law.is_product else np.ones(len(rows))
     design = values if law.is_product else values / times[:, None]
-    design, targets = design * weights[:, None], targets * weights
+    design = design * weights[:, None]
+    targets = targets * weights
     for place, term in enumerate(law.terms):
         if term.prior is not None:
             mean, deviation = term.prior
@@ -166,21 +191,28 @@ class StepModel:
         """
         log_s, deviation = self._forecast(row)
         middle = math.exp(log_s)
-        return Interval(max(0.0, middle * (1.0 - _Z * deviation)), middle, middle * (1.0 + _Z * deviation))
+        return Interval(
+            max(0.0, middle * (1.0 - _Z * deviation)), middle, middle * (1.0 + _Z * deviation)
+        )
 
     def is_narrow(self, row: Row) -> bool:
         """Return whether the interval is at most WIDEST to either side."""
         return _Z * self._forecast(row)[1] <= WIDEST
 
     def disagreement(self, row: Row) -> float:
-        """Return how far the laws are apart at a row, as a standard deviation of logarithms: what it would decide."""
+        """Return how far the laws are apart at a row, as a standard deviation of logarithms.
+
+        What it would decide.
+        """
         found = np.array([fit.forecast(row)[0] for fit in self.fits])
         return float(np.sqrt(self.weights @ (found - self.weights @ found) ** 2))
 
     def _forecast(self, row: Row) -> tuple[float, float]:
         found = np.array([fit.forecast(row) for fit in self.fits])
         middle = float(self.weights @ found[:, 0])
-        variance = float(self.weights @ (self.variances + found[:, 1] + (found[:, 0] - middle) ** 2))
+        variance = float(
+            self.weights @ (self.variances + found[:, 1] + (found[:, 0] - middle) ** 2)
+        )
         beyond = max(1.0, math.log(row.accelerators / self.last_ranks, MAX_RATIO))
         return middle, math.sqrt(variance) * beyond
 
@@ -188,20 +220,31 @@ class StepModel:
 def fit_steps(rows: Sequence[Row]) -> StepModel:
     """Fit all laws to rows, and weight them by how well they would have foreseen the larger ones from the smaller."""
     ordered = sorted(rows, key=lambda row: (row.accelerators, row.global_batch))
-    fits, scores, variances, num_forecasts = [], [], [], 0
+    fits = []
+    scores = []
+    variances = []
+    num_forecasts = 0
     for law in step_laws(ordered):
         seen = np.array(_forecast_errors(law, ordered)).reshape(-1, 3)
         errors, known, weights = seen.T
         total = float(weights.sum())
         excess = float(weights @ np.maximum(0.0, errors**2 - known))
-        compared = known + (excess + _LAW_ERROR_WEIGHT * _LAW_ERROR**2) / (total + _LAW_ERROR_WEIGHT)
+        compared = known + (excess + _LAW_ERROR_WEIGHT * _LAW_ERROR**2) / (
+            total + _LAW_ERROR_WEIGHT
+        )
         density = float(weights @ (np.log(compared) + errors**2 / compared))
         fits.append(fit_step_law(law, ordered))
         scores.append(density + _PENALTY * len(law.terms))
         variances.append((excess + _ERROR_WEIGHT * _ERROR**2) / (total + _ERROR_WEIGHT))
         num_forecasts = len(seen)
     shares = np.exp(-(np.array(scores) - min(scores)) / 2.0)
-    return StepModel(tuple(fits), shares / shares.sum(), np.array(variances), num_forecasts, ordered[-1].accelerators)
+    return StepModel(
+        tuple(fits),
+        shares / shares.sum(),
+        np.array(variances),
+        num_forecasts,
+        ordered[-1].accelerators,
+    )
 
 
 def _forecast_errors(law: StepLaw, rows: Sequence[Row]) -> list[tuple[float, float, float]]:
@@ -218,7 +261,10 @@ def _forecast_errors(law: StepLaw, rows: Sequence[Row]) -> list[tuple[float, flo
 
 
 def next_row(model: StepModel, rows: Sequence[Row]) -> Row:
-    """Return the row to measure next: on at most twice the ranks, where the laws are farthest apart."""
+    """Return the row to measure next.
+
+    On at most twice the ranks, where the laws are farthest apart.
+    """
     last = max(rows, key=lambda row: row.accelerators)
     candidates = [
         Row(ranks, max(1, round(last.samples * factor)) * ranks, 0.0, _nodes_of(last, ranks))

@@ -1,1 +1,4 @@
-"""How layers run forward and backward: split backward passes, recompute and strips. Needs torch, no MPI."""
+"""How layers run forward and backward: split backward passes, recompute and strips.
+
+Needs torch, no MPI.
+"""

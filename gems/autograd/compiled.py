@@ -1,4 +1,7 @@
-"""Layers as torch.compile makes them: forward and backward of each are kernels of its own, compiled on first use."""
+"""Layers as torch.compile makes them.
+
+Forward and backward of each are kernels of its own, compiled on first use.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,11 @@ from gems.autograd.torch_internals import dynamo_settings
 from gems.errors import ConfigError
 from gems.models.build import as_tuple
 
-KEY, NO = "train.compile", "set train.compile=false"
-RECOMPILES = 8  # of one layer at most: for training, for evaluation, and where a shape or type differs
+KEY = "train.compile"
+NO = "set train.compile=false"
+RECOMPILES = (
+    8  # of one layer at most: for training, for evaluation, and where a shape or type differs
+)
 
 
 def check_compiler(device: torch.device) -> None:
@@ -28,10 +34,15 @@ def check_compiler(device: torch.device) -> None:
     compiler = os.environ.get("CXX", "g++")
     if device.type == "cpu" and shutil.which(compiler) is None:
         raise ConfigError(
-            KEY, "true", f"needs a C++ compiler, and {compiler} is not here", f"install it, set CXX, or {NO}"
+            KEY,
+            "true",
+            f"needs a C++ compiler, and {compiler} is not here",
+            f"install it, set CXX, or {NO}",
         )
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
-        raise ConfigError(KEY, "true", "needs the package triton on a GPU, which this torch came without", NO)
+        raise ConfigError(
+            KEY, "true", "needs the package triton on a GPU, which this torch came without", NO
+        )
 
 
 def compile_layers(
@@ -42,15 +53,18 @@ def compile_layers(
 ) -> list[nn.Module]:
     """Compile the layers of a stage, which takes `inputs`, and return those that stay as they are.
 
-    These draw random numbers, of which compiled kernels draw others. Which layers do is known after a forward: one runs
-    here without a graph, and leaves buffers and generators as they were.
+    These draw random numbers, of which compiled kernels draw others. Which layers do is known after
+    a forward: one runs here without a graph, and leaves buffers and generators as they were.
     """
     _run_without_trace(layers, inputs)
     left = [layer for layer in layers if is_drawing(layer)]
     settings: Any = dynamo_settings()
-    # layers of one class share their count, and beyond the limit would run as they are without a word
+    # layers of one class share their count, and beyond the limit would run as they are without a
+    # word
     settings.recompile_limit = max(settings.recompile_limit, RECOMPILES * len(layers))
-    settings.accumulated_recompile_limit = max(settings.accumulated_recompile_limit, settings.recompile_limit)
+    settings.accumulated_recompile_limit = max(
+        settings.accumulated_recompile_limit, settings.recompile_limit
+    )
     for layer in layers:
         if layer not in left:
             # not the call with the layer's own hooks, which switch autocast on and count draws
@@ -62,7 +76,9 @@ def _run_without_trace(layers: Sequence[nn.Module], inputs: Sequence[Tensor]) ->
     buffers = [(buffer, buffer.clone()) for layer in layers for buffer in layer.buffers()]
     devices = {tensor.device for tensor in inputs if tensor.device.type == "cuda"}
     with torch.no_grad(), torch.random.fork_rng(devices=devices):
-        output: Any = tuple(tensor.clone() for tensor in inputs)  # a layer may change its input in place
+        output: Any = tuple(
+            tensor.clone() for tensor in inputs
+        )  # a layer may change its input in place
         for layer in layers:
             output = layer(*as_tuple(output))
         for buffer, before in buffers:

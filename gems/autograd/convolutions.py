@@ -17,7 +17,10 @@ class ConvolutionWatch:
     def __init__(self, *roots: nn.Module) -> None:
         self._num_running = 0
         convolutions = {
-            module: None for root in roots for module in root.modules() if isinstance(module, nn.modules.conv._ConvNd)
+            module: None
+            for root in roots
+            for module in root.modules()
+            if isinstance(module, nn.modules.conv._ConvNd)
         }
         self._handles = [
             handle
@@ -42,7 +45,10 @@ class ConvolutionWatch:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 

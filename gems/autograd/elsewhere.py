@@ -1,7 +1,8 @@
 """Autocast of a device that need not be here, acting on the processor's tensors without memory.
 
-A build of torch for processors has CUDA's autocast, but no autograd for CUDA's tensors. So what is cast is found by
-running each operation without autograd on tensors of CUDA without memory, and is cast in those of the processor.
+A build of torch for processors has CUDA's autocast, but no autograd for CUDA's tensors. So what is
+cast is found by running each operation without autograd on tensors of CUDA without memory, and is
+cast in those of the processor.
 """
 
 from __future__ import annotations
@@ -87,12 +88,17 @@ class _Finder:
         """Return the types to which the arguments are cast, by their place, and options that are set."""
         leaves, form = tree_flatten((args, kwargs))
         low = torch.get_autocast_dtype(_HERE)
-        kinds = tuple(_Like.of(each) if isinstance(each, Tensor) else (type(each), each) for each in leaves)
+        kinds = tuple(
+            _Like.of(each) if isinstance(each, Tensor) else (type(each), each) for each in leaves
+        )
         key = func, low, form, kinds
         if key not in self._known:
             with disable_current_modes(), self.autocast(is_enabled=False):
                 with self._mode:
-                    like = [each.made(self.device) if isinstance(each, _Like) else each[1] for each in kinds]
+                    like = [
+                        each.made(self.device) if isinstance(each, _Like) else each[1]
+                        for each in kinds
+                    ]
                 args, kwargs = tree_unflatten(like, form)
                 casts = find_casts(self._mode, [self.autocast()], func, args, kwargs)
             dtypes, options = casts or Casts({}, {})  # what is cast on the way only stays as it is
@@ -126,16 +132,22 @@ class _CastsElsewhere(SchemaCheckMode):
     def _cast_all(self, func: Any, args: Any, kwargs: Any) -> Any:
         dtypes, options = self._finder.find(func, args, kwargs)
         leaves, form = tree_flatten((args, kwargs))
-        cast = [each if dtype is None else self._cast(each, dtype) for each, dtype in zip(leaves, dtypes, strict=True)]
+        cast = [
+            each if dtype is None else self._cast(each, dtype)
+            for each, dtype in zip(leaves, dtypes, strict=True)
+        ]
         args, kwargs = tree_unflatten(cast, form)
         return args, {**kwargs, **options}
 
     def _cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Cast a tensor; a weight that becomes of the low type once, as autocast does."""
         is_kept = (
-            tensor.is_leaf and tensor.requires_grad and not tensor._is_view() and torch.is_autocast_cache_enabled()
+            tensor.is_leaf
+            and tensor.requires_grad
+            and not tensor._is_view()
+            and torch.is_autocast_cache_enabled()
             and (tensor.dtype, dtype) == (torch.float32, torch.get_autocast_dtype(_HERE))
-        )  # fmt: skip
+        )
         key = id(tensor), dtype
         if is_kept and key in self._cast_weights:
             return self._cast_weights[key][1]

@@ -1,8 +1,9 @@
 """Random numbers of layers (dropout, stochastic depth) that do not depend on how a run is split.
 
-Each module that draws has a stream of its own: on entry the generators are seeded by the run's seed, the step, the
-micro-batch and the module's name, on exit they go back to where they were. So any partition, schedule, direction or
-number of replicas, a recomputation and a resumed run draw the same.
+Each module that draws has a stream of its own: on entry the generators are seeded by the run's
+seed, the step, the micro-batch and the module's name, on exit they go back to where they were. So
+any partition, schedule, direction or number of replicas, a recomputation and a resumed run draw the
+same.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ _MASK = 2**63 - 1
 def draws_numbers(module: nn.Module) -> bool:
     """Return whether a module is known to draw random numbers in training, by its class or a rate above 0."""
     rates = (getattr(module, name, None) for name in _RATES)
-    return isinstance(module, _ALWAYS) or any(isinstance(rate, int | float) and rate > 0 for rate in rates)
+    return isinstance(module, _ALWAYS) or any(
+        isinstance(rate, int | float) and rate > 0 for rate in rates
+    )
 
 
 class RandomDraws:
@@ -30,17 +33,25 @@ class RandomDraws:
 
     def __init__(self, seed: int, has_paths: bool = False) -> None:
         """Take whether modules of a layer are named by paths in the whole network, as those of a user's own are."""
-        self._seed, self._has_paths = seed, has_paths
+        self._seed = seed
+        self._has_paths = has_paths
         self._now = (0, 0)
         self._watched: dict[nn.Module, _Stream] = {}
 
     def watch(self, layer: str, root: nn.Module) -> None:
-        """Watch the modules of a layer that draw, or may: those that are not torch's, until one has run without."""
+        """Watch the modules of a layer that draw, or may.
+
+        Those that are not torch's, until one has run without.
+        """
         for path, module in root.named_modules():
             is_known = draws_numbers(module)
-            if module in self._watched or (type(module).__module__.startswith("torch.") and not is_known):
+            if module in self._watched or (
+                type(module).__module__.startswith("torch.") and not is_known
+            ):
                 continue
-            self._watched[module] = _Stream(self, zlib.crc32(self.name_of(layer, path).encode()), is_known)
+            self._watched[module] = _Stream(
+                self, zlib.crc32(self.name_of(layer, path).encode()), is_known
+            )
             self._watched[module].attach(module)
 
     def is_drawing(self, layer: nn.Module) -> bool:
@@ -58,23 +69,32 @@ class RandomDraws:
 
     def seed_of(self, name: int) -> int:
         """Return the seed of a module's stream for the present micro-batch."""
-        return hash((self._seed, *self._now, name)) & _MASK  # of whole numbers, so the same in every process
+        return (
+            hash((self._seed, *self._now, name)) & _MASK
+        )  # of whole numbers, so the same in every process
 
 
 class _Stream:
-    """The random numbers of one module; hooks that are removed if a first forward draws none, unless it `is_known`.
+    """The random numbers of one module.
+
+    Hooks that are removed if a first forward draws none, unless it `is_known`.
 
     Attributes:
         is_attached: whether the hooks are there.
     """
 
     def __init__(self, draws: RandomDraws, name: int, is_known: bool) -> None:
-        self._draws, self._name, self._is_known = draws, name, is_known
+        self._draws = draws
+        self._name = name
+        self._is_known = is_known
         self.is_attached = True
         self._outer: list[list[tuple[torch.Generator, Tensor]]] = []
 
     def attach(self, module: nn.Module) -> None:
-        self._hooks = module.register_forward_pre_hook(self._enter), module.register_forward_hook(self._leave)
+        self._hooks = (
+            module.register_forward_pre_hook(self._enter),
+            module.register_forward_hook(self._leave),
+        )
 
     def _enter(self, module: nn.Module, given: Any) -> None:
         if not module.training:
@@ -94,7 +114,9 @@ class _Stream:
         for generator, state in self._outer.pop():
             if not self._is_known:
                 drawn = generator.get_state()
-                has_drawn |= not torch.equal(drawn, generator.manual_seed(self._draws.seed_of(self._name)).get_state())
+                has_drawn |= not torch.equal(
+                    drawn, generator.manual_seed(self._draws.seed_of(self._name)).get_state()
+                )
             generator.set_state(state)
         self._is_known = has_drawn
         if not has_drawn:

@@ -11,7 +11,9 @@ from torch import Tensor
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the storages of tensors, each storage counted once."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors
+    }
     return sum(storages.values())
 
 
@@ -22,7 +24,9 @@ def storage_addresses(tensors: Iterable[Tensor]) -> set[int]:
 
 def new_bytes(tensors: Iterable[Tensor], known: set[int]) -> int:
     """Return the bytes of the storages of tensors, without those whose addresses are in `known`."""
-    return tensor_bytes(tensor for tensor in tensors if tensor.untyped_storage().data_ptr() not in known)
+    return tensor_bytes(
+        tensor for tensor in tensors if tensor.untyped_storage().data_ptr() not in known
+    )
 
 
 def check_unchanged(tensor: Tensor, version: int, what: str) -> Tensor:
@@ -33,14 +37,16 @@ def check_unchanged(tensor: Tensor, version: int, what: str) -> Tensor:
     """
     if tensor._version != version:
         raise RuntimeError(
-            f"{what}: a tensor of shape {tuple(tensor.shape)} that backward needs was changed in place "
-            f"(version {tensor._version}, expected {version})"
+            f"{what}: a tensor of shape {tuple(tensor.shape)} that backward needs was changed in"
+            f" place (version {tensor._version}, expected {version})"
         )
     return tensor
 
 
 class StashMeter(torch.autograd.graph.saved_tensors_hooks):
-    """Measures what autograd saves inside a `with` block: each storage once, without those of `known`.
+    """Measures what autograd saves inside a `with` block.
+
+    Each storage once, without those of `known`.
 
     Attributes:
         saved: the bytes of storages by address.
@@ -50,7 +56,9 @@ class StashMeter(torch.autograd.graph.saved_tensors_hooks):
         self._known = storage_addresses(known)
         self.saved: dict[int, int] = {}
         # saved-tensor hooks switch off autograd's own check for changes in place
-        super().__init__(self._pack, lambda packed: check_unchanged(packed[0], packed[1], "forward"))
+        super().__init__(
+            self._pack, lambda packed: check_unchanged(packed[0], packed[1], "forward")
+        )
 
     def _pack(self, tensor: Tensor) -> tuple[Tensor, int]:
         storage = tensor.untyped_storage()

@@ -1,7 +1,7 @@
 """The private names of torch that the packages use; no other module takes one.
 
-Each comment says what serves instead if a release of torch has the name no longer. `import torch` itself
-loads all of them, except for `mem_tracker` and SchemaCheckMode, which takes a millisecond.
+Each comment says what serves instead if a release of torch has the name no longer. `import torch`
+itself loads all of them, except for `mem_tracker` and SchemaCheckMode, which takes a millisecond.
 """
 
 from __future__ import annotations
@@ -11,15 +11,33 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 from torch._C import DispatchKey  # has no public name: torch.library takes its members as texts
-from torch._dispatch.python import enable_python_dispatcher, no_python_dispatcher  # none: drop gems.autograd.elsewhere
+from torch._dispatch.python import (
+    enable_python_dispatcher,
+    no_python_dispatcher,
+)  # none: drop gems.autograd.elsewhere
 from torch._ops import OpOverload  # type(torch.ops.aten.add.Tensor)
-from torch._subclasses import FakeTensorMode  # torch.device("meta"), which loses the device of a tensor
-from torch._subclasses.schema_check_mode import SchemaCheckMode  # none: drop gems.autograd.elsewhere
-from torch.amp.autocast_mode import _enter_autocast as enter_autocast  # torch.autocast(...).__enter__
+from torch._subclasses import (
+    FakeTensorMode,
+)  # torch.device("meta"), which loses the device of a tensor
+from torch._subclasses.schema_check_mode import (
+    SchemaCheckMode,
+)  # none: drop gems.autograd.elsewhere
+from torch.amp.autocast_mode import (
+    _enter_autocast as enter_autocast,
+)  # torch.autocast(...).__enter__
 from torch.amp.autocast_mode import _exit_autocast as exit_autocast  # torch.autocast(...).__exit__
-from torch.utils._python_dispatch import TorchDispatchMode  # none: count bytes by torch.autograd.graph's hooks
-from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes  # leave the modes first
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten  # the package optree
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+)  # none: count bytes by torch.autograd.graph's hooks
+from torch.utils._python_dispatch import (
+    _disable_current_modes as disable_current_modes,
+)  # leave the modes first
+from torch.utils._pytree import (
+    TreeSpec,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+)  # the package optree
 
 __all__ = [
     "SET_GRAD_MODE",
@@ -48,11 +66,16 @@ __all__ = [
     "without_autocast",
 ]
 
-SET_GRAD_MODE: Any = torch._C._set_grad_enabled  # the node that a graph has for torch.set_grad_enabled
+SET_GRAD_MODE: Any = (
+    torch._C._set_grad_enabled
+)  # the node that a graph has for torch.set_grad_enabled
 
 
 def current_autograd_node() -> Any:
-    """Return the node of the graph that autograd runs now, or None. If it is gone: count no sums in place."""
+    """Return the node of the graph that autograd runs now, or None.
+
+    If it is gone: count no sums in place.
+    """
     return torch._C._current_autograd_node()
 
 
@@ -62,12 +85,18 @@ def has_kernel(operation: str, key: DispatchKey) -> bool:
 
 
 def without_autocast() -> Any:
-    """Return a guard that keeps the autocast of a processor away. If it is gone: torch.autocast(enabled=False)."""
+    """Return a guard that keeps the autocast of a processor away.
+
+    If it is gone: torch.autocast(enabled=False).
+    """
     return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(DispatchKey.AutocastCPU))
 
 
 def use_counts(tensor: Tensor) -> tuple[int, int]:
-    """Return how many hold a tensor and its storage. If it is gone: take every sum as one that is not in place."""
+    """Return how many hold a tensor and its storage.
+
+    If it is gone: take every sum as one that is not in place.
+    """
     storage = tensor.untyped_storage()
     return int(tensor._use_count()), int(torch._C._storage_Use_Count(storage._cdata))  # type: ignore[attr-defined]
 
@@ -89,7 +118,10 @@ def dynamo_settings() -> Any:
 
 
 def mem_tracker() -> Any:
-    """Return the class that counts the memory of a model; loading it takes seconds. If it is gone: LiveBytes alone."""
+    """Return the class that counts the memory of a model; loading it takes seconds.
+
+    If it is gone: LiveBytes alone.
+    """
     from torch.distributed._tools.mem_tracker import MemTracker
 
     return MemTracker

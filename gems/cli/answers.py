@@ -26,11 +26,19 @@ PICTURES = (".png", ".pdf", ".svg")
 def case_facts(profile: ModelProfile, schedule: Schedule) -> dict[str, Any]:
     """Return what a prediction is about: a profile's model and a schedule."""
     return {
-        "source": "predicted", "model": profile.model, "height_px": profile.height_px, "width_px": profile.width_px,
-        "micro_batch_size": profile.micro_batch_size, "dtype": profile.dtype, "profile_source": profile.source,
-        "profile_device": profile.device, "schedule": schedule.name, "partitions": schedule.num_ranks,
-        "micro_batches": schedule.num_whole, "strips": schedule.num_strips,
-    }  # fmt: skip
+        "source": "predicted",
+        "model": profile.model,
+        "height_px": profile.height_px,
+        "width_px": profile.width_px,
+        "micro_batch_size": profile.micro_batch_size,
+        "dtype": profile.dtype,
+        "profile_source": profile.source,
+        "profile_device": profile.device,
+        "schedule": schedule.name,
+        "partitions": schedule.num_ranks,
+        "micro_batches": schedule.num_whole,
+        "strips": schedule.num_strips,
+    }
 
 
 def picture_path(options: Options, default: str | None = None) -> Path | None:
@@ -55,6 +63,14 @@ def draw(verb: str, answer: Mapping[str, Any], path: Path) -> str:
     with tempfile.TemporaryDirectory(prefix=f"gems-{verb}-") as scratch:
         document = Path(scratch) / f"{verb}.json"
         document.write_text(json.dumps(answer))
-        argv = [sys.executable, *RUN_MODULE, "analysis", verb, str(document), "--out", str(path.absolute())]
+        argv = [
+            sys.executable,
+            *RUN_MODULE,
+            "analysis",
+            verb,
+            str(document),
+            "--out",
+            str(path.absolute()),
+        ]
         subprocess.run(argv, check=True, timeout=LIMIT_S, stdout=subprocess.DEVNULL)
     return str(path)

@@ -20,7 +20,9 @@ from gems.utils.tables import RIGHT, name_values, table
 from gems.utils.units import UNKNOWN
 
 EVALUATE = "gems.engine.evaluation.evaluate_run:evaluate_run"
-LAST, BEST, AVERAGE = "last", "best", "average"
+LAST = "last"
+BEST = "best"
+AVERAGE = "average"
 
 
 def evaluate(words: Sequence[str], options: Options) -> int:
@@ -35,25 +37,46 @@ def evaluate(words: Sequence[str], options: Options) -> int:
     if options.json:
         print_json({"run": str(path), "data": spec.data.name, **found})
     else:
-        print(metric_tables(found, names_of_values(spec.data), title=f"{path.name} on data={spec.data.name}"))
+        print(
+            metric_tables(
+                found, names_of_values(spec.data), title=f"{path.name} on data={spec.data.name}"
+            )
+        )
     return 0
 
 
 def metric_tables(values: Mapping[str, Any], classes: Sequence[str], *, title: str) -> str:
-    """Return metrics for people: numbers by name, figures of each class as columns, and matrices by class."""
+    """Return metrics for people.
+
+    Numbers by name, figures of each class as columns, and matrices by class.
+    """
     by_class = {name: value for name, value in values.items() if _is_list(value, len(classes))}
-    matrices = {name: rows for name, rows in by_class.items() if all(_is_list(row, len(classes)) for row in rows)}
-    columns = {name: of for name, of in by_class.items() if not any(isinstance(each, list) for each in of)}
-    rest = [(_words(name), _figure(value)) for name, value in values.items() if name not in matrices | columns]
+    matrices = {
+        name: rows
+        for name, rows in by_class.items()
+        if all(_is_list(row, len(classes)) for row in rows)
+    }
+    columns = {
+        name: of for name, of in by_class.items() if not any(isinstance(each, list) for each in of)
+    }
+    rest = [
+        (_words(name), _figure(value))
+        for name, value in values.items()
+        if name not in matrices | columns
+    ]
     parts = [name_values(rest, title=title)]
     if columns:
         heads = {"class": "", **{_words(name): RIGHT for name in columns}}
-        rows = [(name, *map(_figure, of)) for name, *of in zip(classes, *columns.values(), strict=True)]
+        rows = [
+            (name, *map(_figure, of)) for name, *of in zip(classes, *columns.values(), strict=True)
+        ]
         parts.append(table(heads, rows, indent=2))
     for name, matrix in matrices.items():
         heads = {"class": "", **{label: RIGHT for label in _different(classes)}}
         rows = [(label, *map(_figure, of)) for label, of in zip(classes, matrix, strict=True)]
-        parts.append(f"  {_words(name)}: a row for each true class, a column for each predicted one")
+        parts.append(
+            f"  {_words(name)}: a row for each true class, a column for each predicted one"
+        )
         parts.append(table(heads, rows, indent=2))
     return "\n".join(parts)
 
@@ -82,7 +105,10 @@ def _figure(value: object) -> str:
 
 def names_of_values(data: DataConfig) -> list[str]:
     """Return a name for each class, label or value that a model of this task gives."""
-    if task_of(data) in ("multi_label", "regression") and len(data.label_columns) == data.num_classes:
+    if (
+        task_of(data) in ("multi_label", "regression")
+        and len(data.label_columns) == data.num_classes
+    ):
         return list(data.label_columns)
     return class_names(data)
 
@@ -105,15 +131,24 @@ def read_run(words: Sequence[str], weights: str, verb: str) -> tuple[RunSpec, li
     """
     names = [word for word in words if "=" not in word]
     if len(names) != 1:
-        raise ConfigError("run", " ".join(names) or "none", "must be one run", f"gems {verb} RUN [key=value ...]")
+        raise ConfigError(
+            "run", " ".join(names) or "none", "must be one run", f"gems {verb} RUN [key=value ...]"
+        )
     overrides = [word for word in words if "=" in word]
     check_overrides(overrides)
     path = find_run(names[0])
     spec = RunFolder(path).read_spec()
     train = replace(
-        spec.train, initial_checkpoint=str(weights_folder(path, weights)), initial_strict=True, initial_new=[],
-        initial_prefix=None, resume="never", evaluate=True, monitor=None, patience=None,
-    )  # fmt: skip
+        spec.train,
+        initial_checkpoint=str(weights_folder(path, weights)),
+        initial_strict=True,
+        initial_new=[],
+        initial_prefix=None,
+        resume="never",
+        evaluate=True,
+        monitor=None,
+        patience=None,
+    )
     # what was derived from the run's own sizes is derived again
     parallel = replace(spec.parallel, replications=None, parts=None)
     cluster = replace(spec.cluster, nodes=None, ranks_per_node=None)
@@ -131,9 +166,13 @@ def weights_folder(path: Path, weights: str) -> Path:
     if weights == AVERAGE:
         average = RunFolder(path).average
         if not average.is_dir():
-            raise ConfigError("--weights", weights, f"{path} has none", "train with train.ema_decay=0.999")
+            raise ConfigError(
+                "--weights", weights, f"{path} has none", "train with train.ema_decay=0.999"
+            )
         return average
     best = RunFolder(path).best_weights()
     if best is None:
-        raise ConfigError("--weights", weights, f"{path} has none", "train with train.monitor=METRIC")
+        raise ConfigError(
+            "--weights", weights, f"{path} has none", "train with train.monitor=METRIC"
+        )
     return best

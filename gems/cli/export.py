@@ -20,11 +20,15 @@ def export(words: Sequence[str], options: Options) -> int:
     """Write the weights of a run, or of its newest checkpoint, to the file of --out.
 
     Raises:
-        ConfigError: no run, none or no such file to write, or weights that do not fit the network's class.
+        ConfigError: no run, none or no such file to write, or weights that do not fit the network's
+        class.
     """
     if len(words) != 1:
         raise ConfigError(
-            "run", " ".join(words) or "none", "must be one run", "gems export RUN --out model.safetensors"
+            "run",
+            " ".join(words) or "none",
+            "must be one run",
+            "gems export RUN --out model.safetensors",
         )
     out = Path(options.chosen.get("--out", f"model{SAFETENSORS}"))
     if out.suffix not in SUFFIXES:
@@ -40,7 +44,18 @@ def export(words: Sequence[str], options: Options) -> int:
     num_bytes = sum(value.nbytes for value in state.values())
     name = spec.model.target or title_of(spec.model)
     if options.json:
-        print_json({"run": str(path), "out": str(out), "tensors": len(state), "bytes": num_bytes, "model": name})
+        print_json(
+            {
+                "run": str(path),
+                "out": str(out),
+                "tensors": len(state),
+                "bytes": num_bytes,
+                "model": name,
+            }
+        )
     else:
-        print(f"{out}: {len(state)} tensors, {num_bytes / 1e6:.1f} MB, for load_state_dict(strict=True) of {name}")
+        print(
+            f"{out}: {len(state)} tensors, {num_bytes / 1e6:.1f} MB, for"
+            f" load_state_dict(strict=True) of {name}"
+        )
     return 0

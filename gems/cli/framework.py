@@ -24,12 +24,19 @@ HYDRA_DIRECTORY = ("--config-dir", "-cd")
 HELP = ("-h", "--help")
 _CFG = ("job", "hydra", "all")
 _INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
-# Values of Hydra's options: none (None), one of these, or any word (). Shell completion is left out: it knows a program
-# by one word, and ours have three.
+# Values of Hydra's options: none (None), one of these, or any word (). Shell completion is left
+# out: it knows a program by one word, and ours have three.
 HYDRA_FLAGS: dict[str, tuple[str, ...] | None] = {
-    "--cfg": _CFG, "-c": _CFG, "--info": _INFO, "-i": _INFO, "--package": (), "-p": (),
-    **dict.fromkeys((*HELP, "--hydra-help", "--multirun", "-m", "--resolve", "--version", "--run", "-r")),
-}  # fmt: skip
+    "--cfg": _CFG,
+    "-c": _CFG,
+    "--info": _INFO,
+    "-i": _INFO,
+    "--package": (),
+    "-p": (),
+    **dict.fromkeys(
+        (*HELP, "--hydra-help", "--multirun", "-m", "--resolve", "--version", "--run", "-r")
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +52,9 @@ class Options:
 class Verb:
     """A command: `module:function`, called with (RunSpec, Options), or with (words, Options) if `takes_words`.
 
-    `flags` take no value; `choices` take one of some values, or any value if none is listed. The function returns an
-    exit code, or None for 0. `completes` is the function that makes what a run leaves open to its plan.
+    `flags` take no value; `choices` take one of some values, or any value if none is listed. The
+    function returns an exit code, or None for 0. `completes` is the function that makes what a run
+    leaves open to its plan.
     """
 
     target: str
@@ -76,7 +84,9 @@ def _imported(target: str) -> Any:
 def main(program: str, verbs: Mapping[str, Verb], argv: Sequence[str]) -> int:
     """Run one command and return its exit code; a GemsError is one line on stderr."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # file names may have characters that a terminal's encoding lacks
+        if isinstance(
+            stream, io.TextIOWrapper
+        ):  # file names may have characters that a terminal's encoding lacks
             stream.reconfigure(errors="backslashreplace")
     try:
         return _dispatch(program, verbs, list(argv))
@@ -94,16 +104,24 @@ def main(program: str, verbs: Mapping[str, Verb], argv: Sequence[str]) -> int:
 
 
 def _dispatch(program: str, verbs: Mapping[str, Verb], argv: list[str]) -> int:
-    said = answer(command_name(program), argv, lambda: {name: _words_of(verb) for name, verb in verbs.items()})
+    said = answer(
+        command_name(program), argv, lambda: {name: _words_of(verb) for name, verb in verbs.items()}
+    )
     if said is not None:
         print(said)
         return 0
     if not argv or argv[0] in HELP:
         print(_usage(program, verbs))
         return 0 if argv else 2
-    name, words = argv[0], argv[1:]
+    name = argv[0]
+    words = argv[1:]
     if name not in verbs:
-        raise ConfigError("command", name, "allowed: " + ", ".join(verbs), f"nearest: {nearest(name, verbs, 1)[0]}")
+        raise ConfigError(
+            "command",
+            name,
+            "allowed: " + ", ".join(verbs),
+            f"nearest: {nearest(name, verbs, 1)[0]}",
+        )
     verb = verbs[name]
     if verb.takes_words and any(word in HELP for word in words):
         print(wrapped(verb.help, f"{command_name(program)} {name}: ", terminal_width()))
@@ -117,7 +135,9 @@ def _dispatch(program: str, verbs: Mapping[str, Verb], argv: list[str]) -> int:
 
     default_cluster = AUTO if AUTO_CLUSTER in options.flags else LOCAL
     if any(word in HELP for word in hydra_options):
-        choices = [f"{option} {'|'.join(allowed) or 'VALUE'}" for option, allowed in verb.choices.items()]
+        choices = [
+            f"{option} {'|'.join(allowed) or 'VALUE'}" for option, allowed in verb.choices.items()
+        ]
         own = " ".join(f"[{option}]" for option in ("--json", *verb.flags, *choices))
         head = [f"usage: {command_name(program)} {name} [key=value ...] {own}", "", verb.help, ""]
         print("\n".join([*head, key_help(composed(words))]))
@@ -150,7 +170,9 @@ def _words_of(verb: Verb) -> list[str]:
 
 
 def _parse(given: Sequence[str], verb: Verb) -> tuple[list[str], list[str], Options]:
-    """Separate words or overrides, Hydra's options, and those of the verb; --config-dir becomes an override.
+    """Separate words or overrides, Hydra's options, and those of the verb.
+
+    --config-dir becomes an override.
 
     Raises:
         ConfigError: an unknown option, or a value that an option cannot have.
@@ -169,8 +191,16 @@ def _parse(given: Sequence[str], verb: Verb) -> tuple[list[str], list[str], Opti
         if name in verb.choices:
             chosen[name] = value if equals or not rest else rest.popleft()
             allowed = verb.choices[name]
-            if not chosen[name] or chosen[name].startswith("-") or (allowed and chosen[name] not in allowed):
-                raise ConfigError(name, chosen[name] or "none", one_of(allowed) if allowed else "must have a value")
+            if (
+                not chosen[name]
+                or chosen[name].startswith("-")
+                or (allowed and chosen[name] not in allowed)
+            ):
+                raise ConfigError(
+                    name,
+                    chosen[name] or "none",
+                    one_of(allowed) if allowed else "must have a value",
+                )
         elif name in directory:
             folder = value or (rest.popleft() if rest else "")
             if not Path(folder).is_dir() or not folder:
@@ -181,7 +211,9 @@ def _parse(given: Sequence[str], verb: Verb) -> tuple[list[str], list[str], Opti
             hydra_options += [name, *_hydra_value(word, hydra_flags[name], rest)]
         elif word.startswith("-"):
             known = ("--json", *verb.flags, *verb.choices, *hydra_flags, *directory)
-            raise ConfigError("option", word, "unknown; nearest: " + ", ".join(nearest(word, known)))
+            raise ConfigError(
+                "option", word, "unknown; nearest: " + ", ".join(nearest(word, known))
+            )
         else:
             words.append(word)
     flags = frozenset(word for word in given if word in verb.flags)
@@ -205,7 +237,9 @@ def _hydra_value(word: str, choices: tuple[str, ...] | None, rest: deque[str]) -
     if not value and is_optional:
         return []
     if not value or value.startswith("-") or (choices and value not in choices):
-        raise ConfigError(flag, value, one_of(choices) if choices else "must name a part of the configuration")
+        raise ConfigError(
+            flag, value, one_of(choices) if choices else "must name a part of the configuration"
+        )
     return [value]
 
 
@@ -221,7 +255,10 @@ def _usage(program: str, verbs: Mapping[str, Verb]) -> str:
     lines += [f"       {command} --version | --completion {'|'.join(SHELLS)}", ""]
     columns = terminal_width()
     lines += [wrapped(verb.help, f"  {name:<{width}}  ", columns) for name, verb in verbs.items()]
-    hint = f"`{command} VERB --help` lists every key with its limits; --cfg job prints the configuration."
+    hint = (
+        f"`{command} VERB --help` lists every key with its limits; --cfg job prints the"
+        " configuration."
+    )
     lines += ["", wrapped(hint, "", columns)]
     return "\n".join(lines)
 

@@ -21,21 +21,30 @@ from gems.utils.tables import table
 from gems.utils.units import MIB, counted
 
 POLICY_COLUMNS = {
-    "policy": "", "peak [MiB]": ".1f", "host [MiB]": ".1f", "saved [%]": ".1f", "step [ms]": ".3f",
-    "overhead [%]": ".1f", "fits": "",
-}  # fmt: skip
+    "policy": "",
+    "peak [MiB]": ".1f",
+    "host [MiB]": ".1f",
+    "saved [%]": ".1f",
+    "step [ms]": ".3f",
+    "overhead [%]": ".1f",
+    "fits": "",
+}
 SEGMENT_COLUMNS = {
-    "stage": "d", "layers": "", "choice": "", "kept [MiB]": ".2f",
+    "stage": "d",
+    "layers": "",
+    "choice": "",
+    "kept [MiB]": ".2f",
     **{f"{name} [ms]": ".3f" for name in ("out", "back", "hidden", "exposed", "again")},
-}  # fmt: skip
+}
 _POSTED = COPY_KINDS | SEND_KINDS | RECV_KINDS
 
 
 def show_memory(spec: RunSpec, options: Options) -> int:
-    """Print a plan as a table (a row a segment), or with --compare a row for each policy; --picture draws both.
+    """Print a plan as a table (a row a segment), or with --compare a row for each policy.
 
-    Policies that need a limit are left out of a comparison where none is given, and those that cannot keep it are named
-    with the reason.
+    --picture draws both.
+    Policies that need a limit are left out of a comparison where none is given, and those that
+    cannot keep it are named with the reason.
     """
     is_comparison = "--compare" in options.flags
     picture = picture_path(options)
@@ -49,20 +58,33 @@ def show_memory(spec: RunSpec, options: Options) -> int:
         try:
             check_memory(replace(spec, memory=memory))
             is_kept = name == "keep"
-            outcomes.append(keeping if is_kept else case.as_run(case.outcome(plan_of(memory, case))))
+            outcomes.append(
+                keeping if is_kept else case.as_run(case.outcome(plan_of(memory, case)))
+            )
         except (ConfigError, DoesNotFitError) as error:
             if not is_comparison:
                 raise
             refused[name] = str(error)
     entries = [_entry(spec, case, keeping, outcome) for outcome in outcomes]
-    entries.sort(key=lambda entry: (not entry["fits"], float(f"{entry['step_s']:.9g}"), max(entry["peak_bytes"])))
+    entries.sort(
+        key=lambda entry: (
+            not entry["fits"],
+            float(f"{entry['step_s']:.9g}"),
+            max(entry["peak_bytes"]),
+        )
+    )
     answer = case_facts(case.profile, case.schedule) | {
-        "limit_bytes": case.limit_bytes, "d2h_bytes_per_s": case.d2h_bytes_per_s,
-        "h2d_bytes_per_s": case.h2d_bytes_per_s, "boundaries": list(case.boundaries), "choices": entries,
+        "limit_bytes": case.limit_bytes,
+        "d2h_bytes_per_s": case.d2h_bytes_per_s,
+        "h2d_bytes_per_s": case.h2d_bytes_per_s,
+        "boundaries": list(case.boundaries),
+        "choices": entries,
         "refused": refused,
-    }  # fmt: skip
+    }
     if picture is not None:
-        answer["picture"] = draw("memory", {**answer, "curves": [_curve(each) for each in outcomes]}, picture)
+        answer["picture"] = draw(
+            "memory", {**answer, "curves": [_curve(each) for each in outcomes]}, picture
+        )
     if options.json:
         print_json(answer)
         return 0
@@ -73,20 +95,31 @@ def show_memory(spec: RunSpec, options: Options) -> int:
     return 0
 
 
-def _entry(spec: RunSpec, case: MemoryCase, keeping: PlanOutcome, outcome: PlanOutcome) -> dict[str, Any]:
-    """Return one policy's figures; `saved` is the share of the kept activations' peak that it takes off the device."""
+def _entry(
+    spec: RunSpec, case: MemoryCase, keeping: PlanOutcome, outcome: PlanOutcome
+) -> dict[str, Any]:
+    """Return one policy's figures.
+
+    `saved` is the share of the kept activations' peak that it takes off the device.
+    """
     kept = max(rank.peak_activation_bytes for rank in keeping.ranks)
     held = max(rank.peak_activation_bytes for rank in outcome.ranks)
     peaks = list(outcome.peak_bytes)
     return {
-        "policy": outcome.plan.policy, "step_s": outcome.step_s,
+        "policy": outcome.plan.policy,
+        "step_s": outcome.step_s,
         "images_per_s": global_batch(spec) / outcome.step_s if outcome.step_s else None,
-        "overhead": round(outcome.step_s / keeping.step_s - 1.0, 9) + 0.0 if keeping.step_s else None,
-        "peak_bytes": peaks, "peak_activation_bytes": [rank.peak_activation_bytes for rank in outcome.ranks],
-        "host_bytes": list(outcome.host_bytes), "saved": 1.0 - held / kept if kept else 0.0,
+        "overhead": (
+            round(outcome.step_s / keeping.step_s - 1.0, 9) + 0.0 if keeping.step_s else None
+        ),
+        "peak_bytes": peaks,
+        "peak_activation_bytes": [rank.peak_activation_bytes for rank in outcome.ranks],
+        "host_bytes": list(outcome.host_bytes),
+        "saved": 1.0 - held / kept if kept else 0.0,
         "fits": case.limit_bytes is None or max(peaks) <= case.limit_bytes,
-        "counters": dict(outcome.plan.counters or {}), "segments": _segments(case, outcome),
-    }  # fmt: skip
+        "counters": dict(outcome.plan.counters or {}),
+        "segments": _segments(case, outcome),
+    }
 
 
 def _segments(case: MemoryCase, outcome: PlanOutcome) -> list[dict[str, Any]]:
@@ -97,13 +130,28 @@ def _segments(case: MemoryCase, outcome: PlanOutcome) -> list[dict[str, Any]]:
         for number, segment in enumerate(segments):
             cost = costs.get((stage, number), Exposure())
             last = names[segment.end - 1]
-            layers = names[segment.first] if segment.end - segment.first == 1 else f"{names[segment.first]} .. {last}"
-            listed.append({
-                "stage": stage, "segment": number, "layers": layers, "first": segment.first, "end": segment.end,
-                "choice": segment.choice.value, "kept_bytes": round(outcome.costs.segments[stage][number].activation),
-                "moved_bytes": cost.moved_bytes, "out_s": cost.out_s, "back_s": cost.back_s, "copy_s": cost.copy_s,
-                "exposed_s": cost.exposed_s, "again_s": cost.again_s,
-            })  # fmt: skip
+            layers = (
+                names[segment.first]
+                if segment.end - segment.first == 1
+                else f"{names[segment.first]} .. {last}"
+            )
+            listed.append(
+                {
+                    "stage": stage,
+                    "segment": number,
+                    "layers": layers,
+                    "first": segment.first,
+                    "end": segment.end,
+                    "choice": segment.choice.value,
+                    "kept_bytes": round(outcome.costs.segments[stage][number].activation),
+                    "moved_bytes": cost.moved_bytes,
+                    "out_s": cost.out_s,
+                    "back_s": cost.back_s,
+                    "copy_s": cost.copy_s,
+                    "exposed_s": cost.exposed_s,
+                    "again_s": cost.again_s,
+                }
+            )
     return listed
 
 
@@ -113,9 +161,13 @@ def _curve(outcome: PlanOutcome) -> dict[str, Any]:
     What is posted, copies and messages, counts from the next action on that the rank itself runs.
     """
     worst = outcome.fullest_rank
-    points, host = [], []
+    points = []
+    host = []
     for point, start, end in zip(
-        outcome.ranks[worst].points, outcome.simulation.start[worst], outcome.simulation.end[worst], strict=True
+        outcome.ranks[worst].points,
+        outcome.simulation.start[worst],
+        outcome.simulation.end[worst],
+        strict=True,
     ):
         if point.action.kind in _POSTED:
             continue
@@ -125,23 +177,33 @@ def _curve(outcome: PlanOutcome) -> dict[str, Any]:
 
 
 def _head(answer: dict[str, Any]) -> str:
-    limit = "no limit" if answer["limit_bytes"] is None else f"limit {answer['limit_bytes'] / MIB:.0f} MiB a rank"
+    limit = (
+        "no limit"
+        if answer["limit_bytes"] is None
+        else f"limit {answer['limit_bytes'] / MIB:.0f} MiB a rank"
+    )
+    strips = f" of {answer['strips']} strips" if answer["strips"] > 1 else ""
     return (
-        f"{answer['model']} at {answer['height_px']}x{answer['width_px']} px, {answer['schedule']} on "
-        f"{counted(answer['partitions'], 'rank')}, {counted(answer['micro_batches'], 'micro-batch', 'es')}"
-        f"{' of ' + str(answer['strips']) + ' strips' if answer['strips'] > 1 else ''}, "
-        f"{limit}: predicted ({answer['profile_source']} profile, {answer['profile_device']})"
+        f"{answer['model']} at {answer['height_px']}x{answer['width_px']} px, {answer['schedule']}"
+        f" on {counted(answer['partitions'], 'rank')},"
+        f" {counted(answer['micro_batches'], 'micro-batch', 'es')}{strips},"
+        f" {limit}: predicted ({answer['profile_source']} profile, {answer['profile_device']})"
     )
 
 
 def _comparison(answer: dict[str, Any]) -> str:
     rows = [
         (
-            each["policy"], max(each["peak_bytes"]) / MIB, max(each["host_bytes"]) / MIB, 100 * each["saved"],
-            each["step_s"] * 1e3, 100 * (each["overhead"] or 0.0), "yes" if each["fits"] else "no",
+            each["policy"],
+            max(each["peak_bytes"]) / MIB,
+            max(each["host_bytes"]) / MIB,
+            100 * each["saved"],
+            each["step_s"] * 1e3,
+            100 * (each["overhead"] or 0.0),
+            "yes" if each["fits"] else "no",
         )
         for each in answer["choices"]
-    ]  # fmt: skip
+    ]
     lines = [table(POLICY_COLUMNS, rows, title=_head(answer))]
     return "\n".join([*lines, *(f"{name}: {why}" for name, why in answer["refused"].items())])
 
@@ -154,13 +216,21 @@ def _table(answer: dict[str, Any]) -> str:
         if Choice(row["choice"]).is_copied and row["out_s"] is not None:
             exposed_s = row["exposed_s"]
             times_s = [row["out_s"], row["back_s"], max(0.0, row["copy_s"] - exposed_s), exposed_s]
-        times_ms = [None if time_s is None else 1e3 * time_s for time_s in (*times_s, row["again_s"] or None)]
-        rows.append((row["stage"], row["layers"], row["choice"], row["kept_bytes"] / MIB, *times_ms))
+        times_ms = [
+            None if time_s is None else 1e3 * time_s
+            for time_s in (*times_s, row["again_s"] or None)
+        ]
+        rows.append(
+            (row["stage"], row["layers"], row["choice"], row["kept_bytes"] / MIB, *times_ms)
+        )
     lines = [
         _head(answer),
-        f"{entry['policy']}: peak {max(entry['peak_bytes']) / MIB:.1f} MiB, "
-        f"host {max(entry['host_bytes']) / MIB:.1f} MiB, {100 * entry['saved']:.1f} % of activations saved, "
-        f"step {entry['step_s'] * 1e3:.3f} ms ({100 * (entry['overhead'] or 0.0):+.1f} % over keep)",
+        (
+            f"{entry['policy']}: peak {max(entry['peak_bytes']) / MIB:.1f} MiB, host"
+            f" {max(entry['host_bytes']) / MIB:.1f} MiB, {100 * entry['saved']:.1f} % of"
+            f" activations saved, step {entry['step_s'] * 1e3:.3f} ms"
+            f" ({100 * (entry['overhead'] or 0.0):+.1f} % over keep)"
+        ),
         table(SEGMENT_COLUMNS, rows),
     ]
     return "\n".join([*lines, *(f"{name}: {value}" for name, value in entry["counters"].items())])

@@ -38,14 +38,22 @@ def show_partition(spec: RunSpec, options: Options) -> int:
         evaluated = [evaluate(case, partition_model(spec, schedule))]
     entries = [_entry(spec, case, each, evaluated[0]) for each in evaluated]
     answer = case_facts(case.profile, case.schedule) | {
-        "stages": case.num_stages, "layers": case.profile.num_layers, "objective": spec.partition.objective,
-        "limit_bytes": case.limit_bytes, **({"methods": entries} if is_comparison else entries[0]),
-    }  # fmt: skip
+        "stages": case.num_stages,
+        "layers": case.profile.num_layers,
+        "objective": spec.partition.objective,
+        "limit_bytes": case.limit_bytes,
+        **({"methods": entries} if is_comparison else entries[0]),
+    }
     if not options.json:
         print(_table(answer, entries))
     if picture is not None:
         layers = [
-            {"name": each.name, "time_s": each.time_s, "param_bytes": each.param_bytes, "stash_bytes": each.kept_bytes}
+            {
+                "name": each.name,
+                "time_s": each.time_s,
+                "param_bytes": each.param_bytes,
+                "stash_bytes": each.kept_bytes,
+            }
             for each in case.profile.layers
         ]
         drawn = {**answer, "methods": entries, "drawn_layers": layers}
@@ -62,44 +70,68 @@ def _entry(
 ) -> dict[str, Any]:
     """Return one method's answer; `peak_ratio` and `time_ratio` are over the exact method's.
 
-    `peak_bytes` are those allocated, `reserved_bytes` what torch's allocator would take from a GPU to serve them.
+    `peak_bytes` are those allocated, `reserved_bytes` what torch's allocator would take from a GPU
+    to serve them.
     """
-    found, step_s = evaluated.partition, evaluated.step_s
+    found = evaluated.partition
+    step_s = evaluated.step_s
     is_exact = found.method == "exact"
     return {
-        "method": found.method, "boundaries": list(found.boundaries),
-        "layers_per_stage": list(evaluated.layers_per_stage), "peak_bytes": list(evaluated.peak_bytes),
-        "reserved_bytes": list(case.reserved_bytes(found.boundaries)), "step_s": step_s,
-        "images_per_s": global_batch(spec) / step_s if step_s else None, "optimal": found.is_optimal,
-        "bound": found.bound if is_exact else None, "gap": found.gap if is_exact else None, "solve_s": found.solve_s,
+        "method": found.method,
+        "boundaries": list(found.boundaries),
+        "layers_per_stage": list(evaluated.layers_per_stage),
+        "peak_bytes": list(evaluated.peak_bytes),
+        "reserved_bytes": list(case.reserved_bytes(found.boundaries)),
+        "step_s": step_s,
+        "images_per_s": global_batch(spec) / step_s if step_s else None,
+        "optimal": found.is_optimal,
+        "bound": found.bound if is_exact else None,
+        "gap": found.gap if is_exact else None,
+        "solve_s": found.solve_s,
         "peak_ratio": max(evaluated.peak_bytes) / max(1, max(ours.peak_bytes)),
         "time_ratio": step_s / ours.step_s if ours.step_s else None,
         **({"facts": found.facts} if found.facts else {}),
-    }  # fmt: skip
+    }
 
 
 def _table(answer: dict[str, Any], entries: Sequence[dict[str, Any]]) -> str:
     head = (
-        f"{answer['model']} at {answer['height_px']}x{answer['width_px']} px, {answer['layers']} layers in "
-        f"{answer['stages']} stages on {answer['partitions']} ranks, {answer['schedule']}: predicted "
-        f"({answer['profile_source']} profile, {answer['profile_device']})"
+        f"{answer['model']} at {answer['height_px']}x{answer['width_px']} px, {answer['layers']}"
+        f" layers in {answer['stages']} stages on {answer['partitions']} ranks,"
+        f" {answer['schedule']}: predicted ({answer['profile_source']} profile,"
+        f" {answer['profile_device']})"
     )
     columns = {
-        "method": "", "peak [MiB]": ".1f", "peak ratio": ".2f", "reserved [MiB]": ".1f", "step [ms]": ".2f",
-        "step ratio": ".2f", "solved [s]": ".2f", "proof": "",
-    }  # fmt: skip
+        "method": "",
+        "peak [MiB]": ".1f",
+        "peak ratio": ".2f",
+        "reserved [MiB]": ".1f",
+        "step [ms]": ".2f",
+        "step ratio": ".2f",
+        "solved [s]": ".2f",
+        "proof": "",
+    }
     rows = [
         (
-            each["method"], max(each["peak_bytes"]) / MIB, each["peak_ratio"], max(each["reserved_bytes"]) / MIB,
-            each["step_s"] * 1e3, each["time_ratio"], each["solve_s"], _proof(each),
+            each["method"],
+            max(each["peak_bytes"]) / MIB,
+            each["peak_ratio"],
+            max(each["reserved_bytes"]) / MIB,
+            each["step_s"] * 1e3,
+            each["time_ratio"],
+            each["solve_s"],
+            _proof(each),
         )
         for each in entries
-    ]  # fmt: skip
+    ]
     lines = [table(columns, rows, title=head)]
     for each in entries:
         lines += [
             f"{each['method']}: layers a stage {' '.join(map(str, each['layers_per_stage']))}",
-            f"{'':<{len(each['method'])}}  MiB a rank {' '.join(f'{p / MIB:.1f}' for p in each['peak_bytes'])}",
+            (
+                f"{'':<{len(each['method'])}}  MiB a rank"
+                f" {' '.join(f'{p / MIB:.1f}' for p in each['peak_bytes'])}"
+            ),
         ]
     return "\n".join(lines)
 
@@ -130,48 +162,71 @@ def _show_largest(spec: RunSpec, axis: str, as_json: bool) -> int:
     print(file=sys.stderr)
     ours = found[0]
     answer: dict[str, Any] = {
-        "source": "predicted", "model": spec.model.name, "axis": axis, "schedule": spec.schedule.name,
-        "partitions": spec.parallel.partitions, "limit_bytes": spec.machine.device_bytes,
+        "source": "predicted",
+        "model": spec.model.name,
+        "axis": axis,
+        "schedule": spec.schedule.name,
+        "partitions": spec.parallel.partitions,
+        "limit_bytes": spec.machine.device_bytes,
         "methods": [
-            {"method": each.method, axis: each.value, "num_parameters": each.num_parameters,
-             "peak_bytes": each.peak_bytes}
+            {
+                "method": each.method,
+                axis: each.value,
+                "num_parameters": each.num_parameters,
+                "peak_bytes": each.peak_bytes,
+            }
             for each in found
         ],
         "parameters_over": {
             each.method: {
-                "parameters": round(ours.num_parameters / each.num_parameters, 3) if each.num_parameters else None,
+                "parameters": (
+                    round(ours.num_parameters / each.num_parameters, 3)
+                    if each.num_parameters
+                    else None
+                ),
                 "value": round(ours.value / each.value, 3) if each.value else None,
             }
             for each in found
             if each.method in PEERS
         },
         **({"strips": asdict(strips)} if strips else {}),
-    }  # fmt: skip
+    }
     if as_json:
         print_json(answer)
         return 0
     rows = [
         (
-            each.method, each.value, each.num_parameters, each.peak_bytes / GIB,
+            each.method,
+            each.value,
+            each.num_parameters,
+            each.peak_bytes / GIB,
             each.value / ours.value if ours.value else None,
             each.num_parameters / ours.num_parameters if ours.num_parameters else None,
         )
         for each in found
-    ]  # fmt: skip
+    ]
     columns = {
-        "method": "", axis: "d", "parameters": "d", "peak [GiB]": ".2f", "value/ours": ".3f", "params/ours": ".3f"
-    }  # fmt: skip
+        "method": "",
+        axis: "d",
+        "parameters": "d",
+        "peak [GiB]": ".2f",
+        "value/ours": ".3f",
+        "params/ours": ".3f",
+    }
     head = (
         f"{spec.model.name}, {spec.schedule.name} on {spec.parallel.partitions} ranks of "
         f"{(spec.machine.device_bytes or 0) / GIB:.2f} GiB: the largest that trains (predicted)"
     )
     print(table(columns, rows, title=head))
     for peer, ratio in answer["parameters_over"].items():
-        print(f"ours over {peer}: {ratio['parameters']} x the parameters, {ratio['value']} x the {axis}")
+        print(
+            f"ours over {peer}: {ratio['parameters']} x the parameters, {ratio['value']} x the"
+            f" {axis}"
+        )
     if strips:
         more = f", {strips.side_px / ours.value:.2f} x the side of ours" if ours.value else ""
         print(
-            f"in strips (parallel.strips={strips.strips} memory={strips.memory}): {strips.side_px} px, "
-            f"{strips.peak_bytes / GIB:.2f} GiB{more}"
+            f"in strips (parallel.strips={strips.strips} memory={strips.memory}): {strips.side_px}"
+            f" px, {strips.peak_bytes / GIB:.2f} GiB{more}"
         )
     return 0

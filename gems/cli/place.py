@@ -20,18 +20,28 @@ MAX_DEVICES = 64
 # Pal et al. 2019 (arXiv 1907.13257), DGX-1 with V100: recalled, not read again from the paper.
 PUBLISHED = {("inception_v3", 2): 1.32}
 COLUMNS = {
-    "operator": "", "device": "d", "F from [ms]": ".3f", "F takes [ms]": ".3f", "B from [ms]": ".3f",
-    "B takes [ms]": ".3f", "holds [MiB]": ".1f",
-}  # fmt: skip
+    "operator": "",
+    "device": "d",
+    "F from [ms]": ".3f",
+    "F takes [ms]": ".3f",
+    "B from [ms]": ".3f",
+    "B takes [ms]": ".3f",
+    "holds [MiB]": ".1f",
+}
 
 
 def show_dlplacer(spec: RunSpec, options: Options) -> int:
-    """Print a resolved run's placement on --devices: a row an operator, the speed-up over one device, bound and gap."""
+    """Print a resolved run's placement on --devices.
+
+    A row an operator, the speed-up over one device, bound and gap.
+    """
     word = options.chosen.get("--devices", "2")
     if not word.isdecimal() or not 1 <= int(word) <= MAX_DEVICES:
         raise ConfigError("--devices", word, f"must be a whole number from 1 to {MAX_DEVICES}")
     picture = picture_path(options)
-    found = placement_of(spec, int(word), network_in_seconds(spec), options.chosen.get("--method", "auto"))
+    found = placement_of(
+        spec, int(word), network_in_seconds(spec), options.chosen.get("--method", "auto")
+    )
     answer = _answer(spec, found)
     if picture is not None:
         answer["picture"] = draw("placement", answer, picture)
@@ -43,37 +53,70 @@ def show_dlplacer(spec: RunSpec, options: Options) -> int:
 
 
 def _answer(spec: RunSpec, found: Placement) -> dict[str, Any]:
-    graph, timed, devices = found.graph, found.timed, found.devices
+    graph = found.graph
+    timed = found.timed
+    devices = found.devices
     one_s = graph.time_s
     gradients = [u for u, v in graph.edges if timed.places[u] != timed.places[v]]
-    outputs = [u for u, _ in {(u, timed.places[v]) for u, v in graph.edges if timed.places[u] != timed.places[v]}]
+    outputs = [
+        u
+        for u, _ in {
+            (u, timed.places[v]) for u, v in graph.edges if timed.places[u] != timed.places[v]
+        }
+    ]
     closed_s = closed_form_s(graph, devices.num)
     return {
-        "source": "predicted", "model": title_of(spec.model), "height_px": spec.data.height_px,
-        "width_px": spec.data.width_px, "micro_batch_size": spec.parallel.micro_batch_size,
-        "dtype": spec.train.layer_dtype, "machine": spec.machine.name, "devices": devices.num,
-        "link_latency_s": devices.latency_s, "link_bytes_per_s": 1 / devices.s_per_byte if devices.s_per_byte else None,
-        "limit_bytes": devices.limit_bytes, "contention": devices.has_contention, "operators": graph.num_ops,
+        "source": "predicted",
+        "model": title_of(spec.model),
+        "height_px": spec.data.height_px,
+        "width_px": spec.data.width_px,
+        "micro_batch_size": spec.parallel.micro_batch_size,
+        "dtype": spec.train.layer_dtype,
+        "machine": spec.machine.name,
+        "devices": devices.num,
+        "link_latency_s": devices.latency_s,
+        "link_bytes_per_s": 1 / devices.s_per_byte if devices.s_per_byte else None,
+        "limit_bytes": devices.limit_bytes,
+        "contention": devices.has_contention,
+        "operators": graph.num_ops,
         "pieces": found.num_pieces,
-        "method": found.method, "step_s": timed.span_s, "one_device_s": one_s, "speed_up": found.speed_up,
-        "bound_s": found.bound_s, "gap": found.gap, "optimal": found.is_optimal, "solve_s": found.solve_s,
+        "method": found.method,
+        "step_s": timed.span_s,
+        "one_device_s": one_s,
+        "speed_up": found.speed_up,
+        "bound_s": found.bound_s,
+        "gap": found.gap,
+        "optimal": found.is_optimal,
+        "solve_s": found.solve_s,
         "closed_form_speed_up": one_s / closed_s if closed_s else 1.0,
-        "published_speed_up": PUBLISHED.get((spec.model.name, devices.num)), "published_is": "recalled, not confirmed",
+        "published_speed_up": PUBLISHED.get((spec.model.name, devices.num)),
+        "published_is": "recalled, not confirmed",
         "moved_bytes": sum(graph.ops[u].output_bytes for u in (*outputs, *gradients)),
         "messages": len(outputs) + len(gradients),
         "held_bytes": devices.held(graph, timed.places),
         "busy_s": [
-            sum(op.time_s for op, place in zip(graph.ops, timed.places, strict=True) if place == device)
+            sum(
+                op.time_s
+                for op, place in zip(graph.ops, timed.places, strict=True)
+                if place == device
+            )
             for device in range(devices.num)
         ],
         "placement": [
-            {"operator": op.name, "device": place, "forward_start_s": forward, "forward_s": op.forward_s,
-             "backward_start_s": backward, "backward_s": op.backward_s, "held_bytes": op.held_bytes}
+            {
+                "operator": op.name,
+                "device": place,
+                "forward_start_s": forward,
+                "forward_s": op.forward_s,
+                "backward_start_s": backward,
+                "backward_s": op.backward_s,
+                "held_bytes": op.held_bytes,
+            }
             for op, place, forward, backward in zip(
                 graph.ops, timed.places, timed.forward_start_s, timed.backward_start_s, strict=True
             )
         ],
-    }  # fmt: skip
+    }
 
 
 def _table(answer: dict[str, Any]) -> str:
@@ -82,31 +125,49 @@ def _table(answer: dict[str, Any]) -> str:
     if rate is not None:
         links = f"links of {rate / 1e9:g} GB/s and {answer['link_latency_s'] * 1e6:g} us"
     head = (
-        f"{answer['model']} at {answer['height_px']}x{answer['width_px']} px, "
-        f"micro-batch {answer['micro_batch_size']}, {answer['operators']} operators in {answer['pieces']} pieces "
-        f"on {answer['devices']} x {answer['machine']}, {links}: predicted"
+        f"{answer['model']} at {answer['height_px']}x{answer['width_px']} px, micro-batch"
+        f" {answer['micro_batch_size']}, {answer['operators']} operators in {answer['pieces']}"
+        f" pieces on {answer['devices']} x {answer['machine']}, {links}: predicted"
     )
     rows = [
         (
-            row["operator"], row["device"], row["forward_start_s"] * 1e3, row["forward_s"] * 1e3,
-            row["backward_start_s"] * 1e3, row["backward_s"] * 1e3, row["held_bytes"] / MIB,
+            row["operator"],
+            row["device"],
+            row["forward_start_s"] * 1e3,
+            row["forward_s"] * 1e3,
+            row["backward_start_s"] * 1e3,
+            row["backward_s"] * 1e3,
+            row["held_bytes"] / MIB,
         )
         for row in answer["placement"]
-    ]  # fmt: skip
+    ]
     busy = " ".join(f"{1e3 * busy_s:.2f}" for busy_s in answer["busy_s"])
     held = " ".join(f"{held_bytes / MIB:.0f}" for held_bytes in answer["held_bytes"])
-    proof = "optimal" if answer["optimal"] else f"at most {100 * answer['gap']:.2f} % above the shortest"
+    proof = (
+        "optimal"
+        if answer["optimal"]
+        else f"at most {100 * answer['gap']:.2f} % above the shortest"
+    )
     lines = [
         table(COLUMNS, rows, title=head),
-        f"busy ms a device {busy}, holds MiB {held}, {answer['messages']} messages of "
-        f"{answer['moved_bytes'] / MIB:.1f} MiB in all",
-        f"step {answer['step_s'] * 1e3:.3f} ms, one device {answer['one_device_s'] * 1e3:.3f} ms: "
-        f"speed-up {answer['speed_up']:.3f} "
-        f"(min of devices and work over critical path: {answer['closed_form_speed_up']:.3f})",
-        f"{proof}: bound {answer['bound_s'] * 1e3:.3f} ms, by {answer['method']} in {answer['solve_s']:.1f} s",
+        (
+            f"busy ms a device {busy}, holds MiB {held}, {answer['messages']} messages of "
+            f"{answer['moved_bytes'] / MIB:.1f} MiB in all"
+        ),
+        (
+            f"step {answer['step_s'] * 1e3:.3f} ms, one device {answer['one_device_s'] * 1e3:.3f}"
+            f" ms: speed-up {answer['speed_up']:.3f} (min of devices and work over critical path:"
+            f" {answer['closed_form_speed_up']:.3f})"
+        ),
+        (
+            f"{proof}: bound {answer['bound_s'] * 1e3:.3f} ms, by {answer['method']} in"
+            f" {answer['solve_s']:.1f} s"
+        ),
     ]
     if answer["pieces"] == answer["operators"]:
         lines.append("a chain without branches: more devices gain nothing")
     if answer["published_speed_up"] is not None:
-        lines.append(f"published speed-up {answer['published_speed_up']} ({answer['published_is']})")
+        lines.append(
+            f"published speed-up {answer['published_speed_up']} ({answer['published_is']})"
+        )
     return "\n".join(lines)

@@ -26,29 +26,43 @@ from gems.simulation.calibration import confidence_of
 from gems.utils.tables import table
 from gems.utils.units import GIB
 
-HYBRID, STRIPS = "--hybrid", "--strips"
+HYBRID = "--hybrid"
+STRIPS = "--strips"
 COLUMNS = {
-    "": "d", "step [s]": ".4g", "images/s": ".4g", "peak [GiB]": ".2f", "eff. [%]": ".1f", "ranks x copies": "",
-    "micro-batches": "", "schedule": "", "memory": "", "loses to the first by": "",
-}  # fmt: skip
+    "": "d",
+    "step [s]": ".4g",
+    "images/s": ".4g",
+    "peak [GiB]": ".2f",
+    "eff. [%]": ".1f",
+    "ranks x copies": "",
+    "micro-batches": "",
+    "schedule": "",
+    "memory": "",
+    "loses to the first by": "",
+}
 
 
 def show_plan(spec: RunSpec, options: Options) -> int:
     """Print the best configurations on parallel.gpus GPUs (by default those of the run), best first.
 
-    --global-batch gives the images of a step (by default the run's own), and with --epochs FILE several of them, which
-    are then compared by the time to the target. --top is how many are printed, --budget how many seconds the search may
-    take, --write FILE writes the first as an experiment. --strips also tries the best in strips, for two minutes at
-    most. --hybrid compares data with model parallelism instead.
+    --global-batch gives the images of a step (by default the run's own), and with --epochs FILE
+    several of them, which are then compared by the time to the target. --top is how many are
+    printed, --budget how many seconds the search may take, --write FILE writes the first as an
+    experiment. --strips also tries the best in strips, for two minutes at most. --hybrid compares
+    data with model parallelism instead.
 
     Raises:
-        ConfigError: an option that cannot be, a batch that does not divide, or a profile that cannot be had.
-        DoesNotFitError: no configuration fits; the line says what would.
+        ConfigError: an option that cannot be, a batch that does not divide, or a profile that
+        cannot be had. DoesNotFitError: no configuration fits; the line says what would.
     """
     if not spec.parallel.strips:
-        raise ConfigError("parallel.strips", 0, "is for one pipeline", f"gems plan {STRIPS} tries strips for many")
+        raise ConfigError(
+            "parallel.strips", 0, "is for one pipeline", f"gems plan {STRIPS} tries strips for many"
+        )
     if HYBRID in options.flags:
-        shown: Callable[[RunSpec, Options], int] = importlib.import_module("gems.cli.plan_hybrid").show_hybrid
+        shown: Callable[[RunSpec, Options], int] = importlib.import_module(
+            "gems.cli.plan_hybrid"
+        ).show_hybrid
         return shown(spec, options)
     chosen = options.chosen
     num_best = _whole("--top", chosen.get("--top", str(NUM_BEST)))
@@ -62,7 +76,9 @@ def show_plan(spec: RunSpec, options: Options) -> int:
     if path is not None:
         check_experiment(path)
     planner = Planner(spec, spec.memory.limit_bytes or spec.machine.device_bytes, epochs)
-    answer, found = fastest(planner, batches, num_best, budget_s, in_strips if STRIPS in options.flags else None)
+    answer, found = fastest(
+        planner, batches, num_best, budget_s, in_strips if STRIPS in options.flags else None
+    )
     confidence = confidence_of(spec)
     answer["is_calibrated"] = confidence.is_calibrated
     answer["step_range_s"] = confidence.range_s(found.best[0].step_s)
@@ -75,30 +91,47 @@ def show_plan(spec: RunSpec, options: Options) -> int:
     print(_table(answer, found))
     print(f"step times are {confidence.words}")
     if path is not None:
-        print(f"written: {path}" + (f" (make submit CONF={path.stem})" if path.parent.name == "experiment" else ""))
+        print(
+            f"written: {path}"
+            + (f" (make submit CONF={path.stem})" if path.parent.name == "experiment" else "")
+        )
     return 0
 
 
 def _table(answer: dict[str, Any], found: Found[Choice]) -> str:
-    first, device_bytes = found.best[0], answer["device_bytes"]
-    device = ", memory unlimited" if device_bytes is None else f", {device_bytes / GIB:.1f} GiB each"
+    first = found.best[0]
+    device_bytes = answer["device_bytes"]
+    device = (
+        ", memory unlimited" if device_bytes is None else f", {device_bytes / GIB:.1f} GiB each"
+    )
     head = (
-        f"{answer['model']} {answer['height_px']} x {answer['width_px']} px on {answer['gpus']} GPUs "
-        f"({answer['machine']}{device}), {first.candidate.global_batch} images a step: simulated, a prediction"
+        f"{answer['model']} {answer['height_px']} x {answer['width_px']} px on {answer['gpus']}"
+        f" GPUs ({answer['machine']}{device}), {first.candidate.global_batch} images a step:"
+        " simulated, a prediction"
     )
     rows = [
         (
-            place, choice.step_s, choice.images_per_s, max(choice.peak_bytes) / GIB, 100 * choice.efficiency,
-            f"{one.partitions} x {one.replicas}", f"{one.micro_batches} of {one.micro_batch_size}", one.label,
-            one.policy, ", ".join(reasons(first, choice)),
+            place,
+            choice.step_s,
+            choice.images_per_s,
+            max(choice.peak_bytes) / GIB,
+            100 * choice.efficiency,
+            f"{one.partitions} x {one.replicas}",
+            f"{one.micro_batches} of {one.micro_batch_size}",
+            one.label,
+            one.policy,
+            ", ".join(reasons(first, choice)),
         )
         for place, choice in enumerate(found.best, 1)
         for one in (choice.candidate,)
-    ]  # fmt: skip
+    ]
     exact = (
         "no other can be better as modelled"
         if found.is_exact
-        else f"ended by its budget with {found.num_left} not looked at: they may be better (--budget)"
+        else (
+            f"ended by its budget with {found.num_left} not looked at: they may be better"
+            " (--budget)"
+        )
     )
     counts = (
         f"{found.num_candidates} configurations: {found.num_simulated} simulated, "
@@ -109,21 +142,31 @@ def _table(answer: dict[str, Any], found: Found[Choice]) -> str:
     lines = [table(COLUMNS, rows, title=head), counts]
     if first.epochs is not None:
         hours = f"{first.score_s / 3600:.4g} h"
-        lines.insert(1, f"ranked by the time to the target: {hours}, {first.epochs:g} epochs, for the first")
+        lines.insert(
+            1, f"ranked by the time to the target: {hours}, {first.epochs:g} epochs, for the first"
+        )
     return "\n".join(lines)
 
 
 def _write(path: Path, planner: Planner, first: Choice, num_gpus: int) -> None:
     one = first.candidate
-    run, base = planner.run_of(one, first.boundaries), compose([])
+    run = planner.run_of(one, first.boundaries)
+    base = compose([])
     if one.parts == 1:
         run = replace(run, parallel=replace(run.parallel, replications=None, parts=None))
-    base = replace(base, parallel=replace(base.parallel, micro_batches=None, replications=None, parts=None))
+    base = replace(
+        base, parallel=replace(base.parallel, micro_batches=None, replications=None, parts=None)
+    )
     comments = [
-        f"Made by `gems plan` of gems-train {__version__} on {datetime.now(UTC):%Y-%m-%d}, "
-        f"for {num_gpus} GPUs of {planner.spec.machine.name} and {one.global_batch} images a step.",
-        f"Predicted by simulation: {first.step_s:.4g} s a step, {first.images_per_s:.4g} images/s, "
-        f"efficiency {100 * first.efficiency:.1f} %, at most {max(first.peak_bytes)} bytes on a device.",
+        (
+            f"Made by `gems plan` of gems-train {__version__} on {datetime.now(UTC):%Y-%m-%d}, for"
+            f" {num_gpus} GPUs of {planner.spec.machine.name} and {one.global_batch} images a step."
+        ),
+        (
+            f"Predicted by simulation: {first.step_s:.4g} s a step, {first.images_per_s:.4g}"
+            f" images/s, efficiency {100 * first.efficiency:.1f} %, at most {max(first.peak_bytes)}"
+            " bytes on a device."
+        ),
         "The same as: " + " ".join(first.overrides),
     ]
     write_experiment(path, experiment_text(run, base, path.stem, comments))
@@ -151,6 +194,9 @@ def _batches(text: str | None, spec: RunSpec, has_epochs: bool) -> list[int]:
     words = text.split(",")
     if len(words) > 1 and not has_epochs:
         raise ConfigError(
-            "--global-batch", text, "must be one number", "several compare by the time to a target: give --epochs FILE"
+            "--global-batch",
+            text,
+            "must be one number",
+            "several compare by the time to a target: give --epochs FILE",
         )
     return sorted({_whole("--global-batch", word) for word in words})

@@ -24,18 +24,28 @@ SCHEMA = "gems.hybrid/1"
 MAX_DEVICES = 1024
 WAYS = (2, 4, 8)
 COLUMNS = {
-    "devices": "d", "best N x M": RIGHT, "batch": "g", "epochs": RIGHT, "speed-up": ".3g", "time [h]": ".3g",
-    "GPU-hours": ".3g", "over data parallelism (95 %)": "",
-}  # fmt: skip
+    "devices": "d",
+    "best N x M": RIGHT,
+    "batch": "g",
+    "epochs": RIGHT,
+    "speed-up": ".3g",
+    "time [h]": ".3g",
+    "GPU-hours": ".3g",
+    "over data parallelism (95 %)": "",
+}
 
 
 def show_hybrid(spec: RunSpec, options: Options) -> int:
-    """Print the plan of a resolved run: a row for each number of devices, where hybrid begins to win, and the inputs.
+    """Print the plan of a resolved run.
+
+    A row for each number of devices, where hybrid begins to win, and the inputs.
 
     Raises:
-        ConfigError: an option's file or value that cannot be read, or nothing that is known and fits.
+        ConfigError: an option's file or value that cannot be read, or nothing that is known and
+        fits.
     """
-    chosen, parallel = options.chosen, spec.parallel
+    chosen = options.chosen
+    parallel = spec.parallel
     given = inputs.read_epochs(Path(chosen[inputs.EPOCHS])) if inputs.EPOCHS in chosen else None
     losses = (
         inputs.read_efficiency(Path(chosen[inputs.EFFICIENCY]), spec.schedule.name)
@@ -51,31 +61,48 @@ def show_hybrid(spec: RunSpec, options: Options) -> int:
     case = HybridCase(
         float((parallel.micro_batches or 1) * parallel.micro_batch_size),
         EQUAL_EPOCHS if given is None else given.law,
-        speedups or {ways: Quantity.exact(alone_s / step.step_s) for ways, step in steps.items() if ways > 1},
+        speedups
+        or {
+            ways: Quantity.exact(alone_s / step.step_s) for ways, step in steps.items() if ways > 1
+        },
         modelled_efficiency(spec) if losses is None else losses[0],
         Quantity.exact(alone_s),
         (None if given is None else given.num_samples) or spec.data.train_samples,
         {ways: step.misfit for ways, step in steps.items() if step.misfit is not None},
     )
     plan = plan_hybrid(case, device_counts(case.degrees, most), seed=spec.seed)
-    samples, picked, is_in_units = case.num_samples, picks(plan), counts_units(with_degree(spec, 1))
+    samples = case.num_samples
+    picked = picks(plan)
+    is_in_units = counts_units(with_degree(spec, 1))
     answer = {
-        "schema": SCHEMA, "source": "predicted", "model": spec.model.name, "height_px": spec.data.height_px,
-        "width_px": spec.data.width_px, "schedule": spec.schedule.name, "memory": spec.memory.name,
-        "machine": spec.machine.name, "time_unit": "unit" if is_in_units else "s",
-        "worker_batch": case.worker_batch, "samples_per_epoch": samples,
+        "schema": SCHEMA,
+        "source": "predicted",
+        "model": spec.model.name,
+        "height_px": spec.data.height_px,
+        "width_px": spec.data.width_px,
+        "schedule": spec.schedule.name,
+        "memory": spec.memory.name,
+        "machine": spec.machine.name,
+        "time_unit": "unit" if is_in_units else "s",
+        "worker_batch": case.worker_batch,
+        "samples_per_epoch": samples,
         "epochs": None if given is None else inputs.epochs_json(given),
         "speedups": {str(ways): asdict(each) for ways, each in case.speedups.items()},
         "speedup_source": "simulated" if speedups is None else "given",
         "efficiency_source": "simulated" if losses is None else losses[1],
         "steps": {
-            str(ways): {"step_s": step.step_s, "peak_bytes": step.peak_bytes, "fits": step.misfit is None}
+            str(ways): {
+                "step_s": step.step_s,
+                "peak_bytes": step.peak_bytes,
+                "fits": step.misfit is None,
+            }
             for ways, step in steps.items()
         },
         "base": {"workers": plan.base[0], "ways": plan.base[1]},
         "rows": [
             {
-                "devices": row.devices, "choices": [_choice(choice, samples, is_in_units) for choice in row.choices],
+                "devices": row.devices,
+                "choices": [_choice(choice, samples, is_in_units) for choice in row.choices],
                 "left_out": {str(ways): why for ways, why in row.left_out.items()},
             }
             for row in plan.rows
@@ -86,7 +113,7 @@ def show_hybrid(spec: RunSpec, options: Options) -> int:
             for name, choice in picked.items()
         },
         "refused": {str(ways): why for ways, why in refused.items() if ways not in case.degrees},
-    }  # fmt: skip
+    }
     if options.json:
         print_json(answer)
     else:
@@ -99,7 +126,9 @@ def _by_ways(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _choice(choice: Choice, num_samples: int | None, is_in_units: bool) -> dict[str, Any]:
-    step_s, batch, fields = choice.step_s, choice.global_batch, _by_ways(asdict(choice))
+    step_s = choice.step_s
+    batch = choice.global_batch
+    fields = _by_ways(asdict(choice))
     fields["over_data_parallel"] = fields.pop("gain")
     fields["images_per_s"] = None if step_s is None or is_in_units else batch / step_s
     fields["steps_per_epoch"] = None if num_samples is None else num_samples / batch
@@ -109,20 +138,30 @@ def _choice(choice: Choice, num_samples: int | None, is_in_units: bool) -> dict[
 def _table(answer: Mapping[str, Any]) -> str:
     shown = [row for row in answer["rows"] if row["choices"]]
     is_in_units = answer["time_unit"] == "unit"
-    hour, time, cost_name = (1.0, "units", "GPU-units") if is_in_units else (3600.0, "h", "GPU-hours")
+    hour, time, cost_name = (
+        (1.0, "units", "GPU-units") if is_in_units else (3600.0, "h", "GPU-hours")
+    )
     columns = {
-        {"time [h]": f"time [{time}]", "GPU-hours": cost_name}.get(key, key): how for key, how in COLUMNS.items()
+        {"time [h]": f"time [{time}]", "GPU-hours": cost_name}.get(key, key): how
+        for key, how in COLUMNS.items()
     }
     rows = []
     for row in shown:
         best = row["choices"][0]
-        time_s, cost = best["time_s"], best["gpu_hours"]
-        rows.append((
-            row["devices"], f"{best['workers']} x {best['ways']}", best["global_batch"],
-            f"{best['epochs']:.3g}{'*' if best['is_extrapolated'] else ''}", best["speedup"]["value"],
-            None if time_s is None else time_s["value"] / hour, None if cost is None else cost["value"] * 3600.0 / hour,
-            _over(best, answer["steps"]["1"]["fits"]),
-        ))  # fmt: skip
+        time_s = best["time_s"]
+        cost = best["gpu_hours"]
+        rows.append(
+            (
+                row["devices"],
+                f"{best['workers']} x {best['ways']}",
+                best["global_batch"],
+                f"{best['epochs']:.3g}{'*' if best['is_extrapolated'] else ''}",
+                best["speedup"]["value"],
+                None if time_s is None else time_s["value"] / hour,
+                None if cost is None else cost["value"] * 3600.0 / hour,
+                _over(best, answer["steps"]["1"]["fits"]),
+            )
+        )
     lines = [*_head(answer), table(columns, rows), *map(_crossing, answer["crossings"])]
     for name, pick in answer["picks"].items():
         choice = f"{pick['workers']} x {pick['ways']} on {counted(pick['devices'], 'device')}"
@@ -146,13 +185,20 @@ def _head(answer: Mapping[str, Any]) -> list[str]:
         )
     else:
         known = f"a table of {len(epochs['runs'])} global batches"
-    speedups = ", ".join(f"SU^{ways} {each['value']:.3g}" for ways, each in answer["speedups"].items())
+    speedups = ", ".join(
+        f"SU^{ways} {each['value']:.3g}" for ways, each in answer["speedups"].items()
+    )
     return [
-        f"{answer['model']} at {answer['height_px']}x{answer['width_px']} px, {answer['schedule']}, "
-        f"{answer['worker_batch']:g} samples a step of a worker: C = T x S x E, predicted",
+        (
+            f"{answer['model']} at {answer['height_px']}x{answer['width_px']} px,"
+            f" {answer['schedule']}, {answer['worker_batch']:g} samples a step of a worker: C = T x"
+            " S x E, predicted"
+        ),
         f"epochs: {known}",
-        f"speed-up of a step by M devices ({answer['speedup_source']}): {speedups or 'none'}; "
-        f"scaling efficiency of N workers: {answer['efficiency_source']}",
+        (
+            f"speed-up of a step by M devices ({answer['speedup_source']}): {speedups or 'none'}; "
+            f"scaling efficiency of N workers: {answer['efficiency_source']}"
+        ),
     ]
 
 
@@ -172,13 +218,17 @@ def _over(best: Mapping[str, Any], has_rival: bool) -> str:
 
 
 def _crossing(found: Mapping[str, Any]) -> str:
-    ways, devices = found["ways"], found["devices"]
+    ways = found["ways"]
+    devices = found["devices"]
     if devices is None:
         last = "" if found["below"] is None else f" up to {counted(found['below'], 'device')}"
         return f"{ways} ways: not faster than data parallelism{last}"
-    low, high = found["low"], found["high"]
+    low = found["low"]
+    high = found["high"]
     between = "" if low is None else f" ({low:.0f} to {'never' if high is None else f'{high:.0f}'})"
-    return f"{ways} ways: faster than data parallelism from {counted(devices, 'device')} on{between}"
+    return (
+        f"{ways} ways: faster than data parallelism from {counted(devices, 'device')} on{between}"
+    )
 
 
 def _left_out(answer: Mapping[str, Any]) -> list[str]:
@@ -187,7 +237,11 @@ def _left_out(answer: Mapping[str, Any]) -> list[str]:
     for row in answer["rows"]:
         for ways, why in row["left_out"].items():
             fits = answer["steps"].get(ways, {"fits": True})["fits"]
-            name = f"{row['devices'] // int(ways)} x {ways}" if fits else f"N x {ways}, which does not fit"
+            name = (
+                f"{row['devices'] // int(ways)} x {ways}"
+                if fits
+                else f"N x {ways}, which does not fit"
+            )
             found.setdefault(why, {})[name] = None
     found |= {why: {f"N x {ways}": None} for ways, why in answer["refused"].items()}
     return [f"left out {', '.join(names)}: {why}" for why, names in found.items()]

@@ -23,19 +23,37 @@ from gems.errors import ConfigError
 from gems.launch.scratch_run import run_program
 
 # Of the files that are taken of a folder.
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp", ".webp", ".gif", ".ppm", ".pgm", ".jp2")
-UNLABELLED, UNLABELLED_SLIDE, SLIDE = "unlabelled", "unlabelled_slide", "slide"
+IMAGE_SUFFIXES = (
+    ".png",
+    ".jpg",
+    ".jpeg",
+    ".tif",
+    ".tiff",
+    ".bmp",
+    ".webp",
+    ".gif",
+    ".ppm",
+    ".pgm",
+    ".jp2",
+)
+UNLABELLED = "unlabelled"
+UNLABELLED_SLIDE = "unlabelled_slide"
+SLIDE = "slide"
 
 
 def predict(words: Sequence[str], options: Options) -> int:
     """Write what the weights of a run say of the images of --input, or of its validation split, to the folder of --out.
 
     Raises:
-        ConfigError: no run, no weights, no image, one that cannot be read, or a folder that holds files.
-        RankFailedError: a rank ended before all was written.
+        ConfigError: no run, no weights, no image, one that cannot be read, or a folder that holds
+        files. RankFailedError: a rank ended before all was written.
     """
     given = options.chosen.get("--input")
-    inputs = [] if given is None else [given, *(word for word in words[1:] if "=" not in word or Path(word).exists())]
+    inputs = (
+        []
+        if given is None
+        else [given, *(word for word in words[1:] if "=" not in word or Path(word).exists())]
+    )
     out = Path(options.chosen.get("--out", "predictions")).absolute()
     weights = options.chosen.get("--weights", LAST)
     run_words = [word for word in words if word not in inputs[1:]]
@@ -53,7 +71,9 @@ def predict(words: Sequence[str], options: Options) -> int:
             check_files(files, spec.data)
         make_folder(out)
         request = {"out": str(out), "classes": classes}
-        found = run_program(spec, EVALUATE, "predict", request, timeout_s=None, needs_labels=False, trains=False)
+        found = run_program(
+            spec, EVALUATE, "predict", request, timeout_s=None, needs_labels=False, trains=False
+        )
     if options.json:
         print_json({"run": str(path), **found})
     else:
@@ -75,10 +95,18 @@ def input_files(inputs: Sequence[str], suffixes: Collection[str]) -> list[Path]:
         elif path.exists():
             files = [path]
         else:
-            files = sorted(Path(each) for each in glob.glob(str(path), recursive=True) if Path(each).is_file())
+            files = sorted(
+                Path(each) for each in glob.glob(str(path), recursive=True) if Path(each).is_file()
+            )
         if not files:
-            what = f"holds no file that ends with {', '.join(suffixes)}" if path.is_dir() else "no such file"
-            raise ConfigError("--input", text, what, "name images, folders of images, or a pattern as '*.png'")
+            what = (
+                f"holds no file that ends with {', '.join(suffixes)}"
+                if path.is_dir()
+                else "no such file"
+            )
+            raise ConfigError(
+                "--input", text, what, "name images, folders of images, or a pattern as '*.png'"
+            )
         found += [each.absolute() for each in files]
     return list(dict.fromkeys(found))
 
@@ -112,19 +140,35 @@ def unlabelled(spec: RunSpec, listed: Path) -> DataConfig:
     """
     data = spec.data
     if data.target is not None or kind_of(data) != IMAGES:
-        what = f"the samples of this run are no image files but come from {data.target or f'data={data.name}'}"
-        advice = "leave --input out, and say by data.kwargs or data.path what its validation split holds"
+        what = (
+            "the samples of this run are no image files but come from"
+            f" {data.target or f'data={data.name}'}"
+        )
+        advice = (
+            "leave --input out, and say by data.kwargs or data.path what its validation split holds"
+        )
         raise ConfigError("--input", "given", what, advice)
     changes: dict[str, Any] = {"task": task_of(data), "transform": None, "transform_kwargs": {}}
     if data.name == SLIDE:
         unread: set[str] = set()
-        changes |= {"name": UNLABELLED_SLIDE, "path": str(listed.parent), "labels_path": str(listed), "region": None}
+        changes |= {
+            "name": UNLABELLED_SLIDE,
+            "path": str(listed.parent),
+            "labels_path": str(listed),
+            "region": None,
+        }
     else:
         unread = set(find_source(data).keys) - set(KEYS)
         changes |= {"name": UNLABELLED, "path": str(listed)}
-    kept = {field.name: getattr(data, field.name) for field in fields(data) if field.name not in unread}
+    kept = {
+        field.name: getattr(data, field.name) for field in fields(data) if field.name not in unread
+    }
     made = DataConfig(**kept | changes)
-    dataset = open_dataset(data, spec.seed) if data.normalization == "computed" and data.mean is None else None
+    dataset = (
+        open_dataset(data, spec.seed)
+        if data.normalization == "computed" and data.mean is None
+        else None
+    )
     if not isinstance(dataset, ImageDataset):
         return made
     mean, deviation = (part.ravel().tolist() for part in dataset.statistics())
@@ -140,6 +184,10 @@ def make_folder(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError("--out", out, f"cannot be made ({error.strerror})", "choose another folder") from error
+        raise ConfigError(
+            "--out", out, f"cannot be made ({error.strerror})", "choose another folder"
+        ) from error
     if any(out.iterdir()):
-        raise ConfigError("--out", out, "is not empty", "choose another folder, for maps of two calls would mix")
+        raise ConfigError(
+            "--out", out, "is not empty", "choose another folder, for maps of two calls would mix"
+        )

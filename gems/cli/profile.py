@@ -17,16 +17,23 @@ from gems.utils.tables import Cell, table
 from gems.utils.units import format_bytes
 
 COLUMNS = {
-    "layer": "", "kind": "", "F [ms]": ".3f", "I [ms]": ".3f", "W [ms]": ".3f", "params [MB]": ".2f",
-    "stash [MB]": ".2f", "output [MB]": ".2f", "workspace [MB]": ".2f",
-}  # fmt: skip
+    "layer": "",
+    "kind": "",
+    "F [ms]": ".3f",
+    "I [ms]": ".3f",
+    "W [ms]": ".3f",
+    "params [MB]": ".2f",
+    "stash [MB]": ".2f",
+    "output [MB]": ".2f",
+    "workspace [MB]": ".2f",
+}
 
 
 def show_profile(spec: RunSpec, options: Options) -> int:
     """Print the profile: a table, or with --json the document that `profile.path` reads.
 
-    With --from FILE,FILE,... it is extrapolated to the run's shape from profiles at others; with --hdf5 FILE it is
-    written there too.
+    With --from FILE,FILE,... it is extrapolated to the run's shape from profiles at others; with
+    --hdf5 FILE it is written there too.
     """
     if "--from" in options.chosen:
         points = [read_document(Path(path)) for path in options.chosen["--from"].split(",")]
@@ -37,7 +44,10 @@ def show_profile(spec: RunSpec, options: Options) -> int:
         _write_hdf5(profile, Path(options.chosen["--hdf5"]))
     if options.json:
         composed = whole_peak_bytes(profile)
-        peaks = {"peak_bytes": profile.facts.get("peak_bytes", composed), "composed_peak_bytes": composed}
+        peaks = {
+            "peak_bytes": profile.facts.get("peak_bytes", composed),
+            "composed_peak_bytes": composed,
+        }
         print_json({**profile.to_json(), **peaks, **_totals(profile)})
         return 0
     print(_table(profile))
@@ -55,10 +65,14 @@ def extrapolated(spec: RunSpec, points: Sequence[ModelProfile]) -> ModelProfile:
     data = spec.data
     found = extrapolate(points, data.height_px, data.width_px, spec.parallel.micro_batch_size)
     error = found.facts["error"]
-    said = "not known: it takes three sizes" if error is None else (
-        f"at most {100 * error['time_s']:.1f} % of time and {100 * error['stash_bytes']:.1f} % of bytes "
-        "at the points themselves"
-    )  # fmt: skip
+    said = (
+        "not known: it takes three sizes"
+        if error is None
+        else (
+            f"at most {100 * error['time_s']:.1f} % of time and {100 * error['stash_bytes']:.1f} %"
+            " of bytes at the points themselves"
+        )
+    )
     print(f"gems: extrapolated from {len(points)} profiles; error {said}", file=sys.stderr)
     return found
 
@@ -72,32 +86,42 @@ def _write_hdf5(profile: ModelProfile, path: Path) -> None:
         with h5py.File(path, "w") as file:
             write_profile(file.create_group("profile"), profile)
     except OSError as error:
-        raise ConfigError("--hdf5", path, f"cannot be written ({error.strerror or error})") from error
+        raise ConfigError(
+            "--hdf5", path, f"cannot be written ({error.strerror or error})"
+        ) from error
 
 
 def whole_peak_bytes(profile: ModelProfile) -> int:
     """Return what the unsplit model holds at most on one device for one micro-batch, by the sum over its layers.
 
-    Parameters and their gradients, buffers, images, activations, transient tensors; the optimizer's state is not in it.
+    Parameters and their gradients, buffers, images, activations, transient tensors; the optimizer's
+    state is not in it.
     """
-    spans, end = Spans(profile), profile.num_layers
+    spans = Spans(profile)
+    end = profile.num_layers
     moving = max(spans.forward_peak[0, end], spans.backward_peak[0, end])
     return int(2 * spans.params[0, end] + spans.buffers[0, end] + profile.input_bytes + moving)
 
 
 def _table(profile: ModelProfile) -> str:
     head = (
-        f"{profile.model}: {profile.micro_batch_size} x {profile.height_px} x {profile.width_px} px, {profile.dtype}, "
-        f"{profile.source} on {profile.device}"
+        f"{profile.model}: {profile.micro_batch_size} x {profile.height_px} x {profile.width_px}"
+        f" px, {profile.dtype}, {profile.source} on {profile.device}"
     )
     rows = [
         _row(
-            layer.name[:23], layer.kind[:11], (layer.forward_s, layer.input_grad_s, layer.weight_grad_s),
-            (layer.param_bytes, layer.stash_bytes + sum(num_bytes for _, num_bytes in layer.saved_later),
-             layer.output_bytes, layer.workspace_bytes),
+            layer.name[:23],
+            layer.kind[:11],
+            (layer.forward_s, layer.input_grad_s, layer.weight_grad_s),
+            (
+                layer.param_bytes,
+                layer.stash_bytes + sum(num_bytes for _, num_bytes in layer.saved_later),
+                layer.output_bytes,
+                layer.workspace_bytes,
+            ),
         )
         for layer in profile.layers
-    ]  # fmt: skip
+    ]
     totals = _totals(profile)
     times_s = (totals["forward_s"], totals["input_grad_s"], totals["weight_grad_s"])
     rows.append((*_row("all", "", times_s, (totals["param_bytes"], totals["stash_bytes"])), "", ""))
@@ -107,11 +131,16 @@ def _table(profile: ModelProfile) -> str:
         f"{peak} {format_bytes(whole_peak_bytes(profile))}, summed up from the layers",
     ]
     if "peak_bytes" in profile.facts:
-        lines.append(f"{peak} {format_bytes(profile.facts['peak_bytes'])}, of the unsplit model under torch's tracker")
+        lines.append(
+            f"{peak} {format_bytes(profile.facts['peak_bytes'])}, of the unsplit model under"
+            " torch's tracker"
+        )
     return "\n".join(lines)
 
 
-def _row(name: str, kind: str, times_s: Iterable[float], sizes_bytes: Iterable[float]) -> tuple[Cell, ...]:
+def _row(
+    name: str, kind: str, times_s: Iterable[float], sizes_bytes: Iterable[float]
+) -> tuple[Cell, ...]:
     return name, kind, *(1e3 * time_s for time_s in times_s), *(size / 1e6 for size in sizes_bytes)
 
 

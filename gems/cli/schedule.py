@@ -27,18 +27,21 @@ TERMINAL_CHARS = 120  # where there is no terminal to ask
 
 
 def show_schedule(spec: RunSpec, options: Options) -> int:
-    """Print the schedule of a resolved run: compute actions, or with level=lowered the list that ranks run.
+    """Print the schedule of a resolved run.
 
-    The JSON carries the costs of the stages beside the schedule, for drawings. format=torch gives the compute actions
-    as the CSV that torch.distributed.pipelining loads.
+    Compute actions, or with level=lowered the list that ranks run.
+    The JSON carries the costs of the stages beside the schedule, for drawings. format=torch gives
+    the compute actions as the CSV that torch.distributed.pipelining loads.
 
     Raises:
-        ConfigError: counts or a cap that the family cannot serve, or a format that cannot say the schedule.
-        ScheduleError: a schedule that would not run; its grid with the fault marked is on stderr.
+        ConfigError: counts or a cap that the family cannot serve, or a format that cannot say the
+        schedule. ScheduleError: a schedule that would not run; its grid with the fault marked is on
+        stderr.
     """
     with draw_faults():
         plan = plan_simulation(spec)
-        made, costs = compute_only(plan.schedule), plan.stage_costs
+        made = compute_only(plan.schedule)
+        costs = plan.stage_costs
         lowered = plan.schedule
     if TORCH in options.flags:
         print(to_torch_csv(made), end="")
@@ -58,10 +61,10 @@ def show_schedule(spec: RunSpec, options: Options) -> int:
     print(drawn(lowered, costs, step, is_profiled))
     cost = plan.costs
     print(
-        f"{made.name}: {made.num_ranks} ranks x {spec.parallel.replicas} replicas, {made.num_stages} stages, "
-        f"{made.num_micro_batches} micro-batches, step {step.span:g} {unit} (forward {cost.forward:g}, backward "
-        f"{cost.input_grad + cost.weight_grad:g}), efficiency {step.efficiency:.3f}, "
-        f"peak {max(step.peak):g} micro-batches of activations"
+        f"{made.name}: {made.num_ranks} ranks x {spec.parallel.replicas} replicas,"
+        f" {made.num_stages} stages, {made.num_micro_batches} micro-batches, step {step.span:g}"
+        f" {unit} (forward {cost.forward:g}, backward {cost.input_grad + cost.weight_grad:g}),"
+        f" efficiency {step.efficiency:.3f}, peak {max(step.peak):g} micro-batches of activations"
     )
     return 0
 
@@ -80,8 +83,9 @@ def draw_faults() -> Iterator[None]:
 def drawn(schedule: Schedule, costs: StageCosts, step: Simulation, is_profiled: bool) -> str:
     """Return a step as a grid, with a column for the shortest action.
 
-    Measured times have no common unit, and the shortest of them may be a thousandth of the others: the grid of such
-    costs is scaled to the terminal, or left out where a rank has more actions than fit.
+    Measured times have no common unit, and the shortest of them may be a thousandth of the others:
+    the grid of such costs is scaled to the terminal, or left out where a rank has more actions than
+    fit.
     """
     unit = shortest_time(schedule, costs)
     chars = shutil.get_terminal_size((TERMINAL_CHARS, 0)).columns
@@ -89,8 +93,8 @@ def drawn(schedule: Schedule, costs: StageCosts, step: Simulation, is_profiled: 
     if fitted is None:
         most = max(map(len, schedule.rows))
         return (
-            f"(grid left out: up to {most} actions of a rank do not fit {chars} characters; `gems schedule "
-            "level=lowered` lists them, COLUMNS=1000 before the command makes room)"
+            f"(grid left out: up to {most} actions of a rank do not fit {chars} characters; `gems"
+            " schedule level=lowered` lists them, COLUMNS=1000 before the command makes room)"
         )
     text = grid(schedule, step, unit=max(unit, fitted))
     if fitted <= unit:

@@ -36,16 +36,31 @@ def show_simulation(spec: RunSpec, options: Options) -> int:
 
 
 def assumed(found: Prediction) -> str:
-    """Return in words what the bound holds for: the orders, what may become of activations, and the links."""
-    run, schedule = found.run, found.schedule
+    """Return in words what the bound holds for.
+
+    The orders, what may become of activations, and the links.
+    """
+    run = found.run
+    schedule = found.schedule
     if schedule.name == CAPPED:
-        orders = f"any schedule with a split backward on {', '.join(run.schedule.placements or PLACEMENTS)}"
+        orders = (
+            "any schedule with a split backward on"
+            f" {', '.join(run.schedule.placements or PLACEMENTS)}"
+        )
     else:
-        orders = f"any order on this placement with a {'split' if schedule.has_split_backward else 'full'} backward"
+        orders = (
+            "any order on this placement with a"
+            f" {'split' if schedule.has_split_backward else 'full'} backward"
+        )
     actions = [
-        {"recompute": "recomputed", "offload": "copied to host"}[name] for name in allowed_actions(run, schedule)
+        {"recompute": "recomputed", "offload": "copied to host"}[name]
+        for name in allowed_actions(run, schedule)
     ]
-    links = "links without contention" if found.network.takes_time(found.costs.boundary_bytes) else "free links"
+    links = (
+        "links without contention"
+        if found.network.takes_time(found.costs.boundary_bytes)
+        else "free links"
+    )
     noise = "; compute without noise" if run.machine.noise else ""
     if schedule.num_strips > 1:
         orders += f" of {schedule.num_strips} strips a micro-batch"
@@ -53,7 +68,8 @@ def assumed(found: Prediction) -> str:
 
 
 def _summary(answer: dict[str, Any], assumptions: str, confidence: Confidence | None) -> str:
-    low, high = answer["step_low_s"], answer["step_high_s"]
+    low = answer["step_low_s"]
+    high = answer["step_high_s"]
     is_in_units = answer["time_unit"] == "unit"
     unit = "units" if is_in_units else "s"
     images = "" if is_in_units else f"{answer['images_per_s']:.4g}"
@@ -63,17 +79,26 @@ def _summary(answer: dict[str, Any], assumptions: str, confidence: Confidence | 
     if answer["step_range_s"] is not None:
         least, most = answer["step_range_s"]
         step = f"{least:.3g} to {most:.3g}"
-        images = " to ".join(f"{answer['images_per_s'] * answer['step_s'] / each:.3g}" for each in (most, least))
+        images = " to ".join(
+            f"{answer['images_per_s'] * answer['step_s'] / each:.3g}" for each in (most, least)
+        )
     strips = f"{answer['strips']} strips" if answer["strips"] > 1 else ""
     most = answer["bound_any_strips"]
     rows = [
         (f"step [{unit}]", step),
         *([] if confidence is None else [("this time is", confidence.words)]),
-        *([(f"95 % of steps [{unit}]", f"{low:g} to {high:g} (machine.noise)")] if low < high else []),
+        *(
+            [(f"95 % of steps [{unit}]", f"{low:g} to {high:g} (machine.noise)")]
+            if low < high
+            else []
+        ),
         *([("images/s", images)] if images else []),
         ("efficiency [%]", percent(answer["efficiency"])),
         ("bubble [%]", percent(answer["bubble"])),
-        (f"largest possible efficiency under the cap{strips and f' in {strips}'} [%]", percent(answer["bound"])),
+        (
+            f"largest possible efficiency under the cap{strips and f' in {strips}'} [%]",
+            percent(answer["bound"]),
+        ),
         ("  which holds for", assumptions),
         ("missed of that [%]", percent(answer["gap"])),
         *([] if most is None else [("  in any number of strips [%]", percent(most))]),
@@ -81,9 +106,9 @@ def _summary(answer: dict[str, Any], assumptions: str, confidence: Confidence | 
         ("peak [units]", f"{max(answer['peak_units']):g}"),
     ]
     title = (
-        f"{answer['schedule']}: {answer['partitions']} ranks x {answer['replicas']} replicas, "
-        f"{answer['stages']} stages, {answer['micro_batches']} micro-batches{strips and f' of {strips}'}: "
-        "simulated, a prediction"
+        f"{answer['schedule']}: {answer['partitions']} ranks x {answer['replicas']} replicas,"
+        f" {answer['stages']} stages, {answer['micro_batches']}"
+        f" micro-batches{strips and f' of {strips}'}: simulated, a prediction"
     )
     return name_values(rows, title=title)
 
@@ -100,5 +125,10 @@ def _rank_table(answer: dict[str, Any]) -> str:
         )
         for rank in range(min(answer["partitions"], MAX_RANK_ROWS))
     ]
-    columns = {"rank": "d", **dict.fromkeys(PARTS, ".1f"), "peak [units]": ".4g", "peak [MiB]": ".1f"}
+    columns = {
+        "rank": "d",
+        **dict.fromkeys(PARTS, ".1f"),
+        "peak [units]": ".4g",
+        "peak [MiB]": ".1f",
+    }
     return table(columns, rows, title="times in % of the step", indent=2)

@@ -12,7 +12,9 @@ from gems.models import title_of
 
 
 def verify(spec: RunSpec, options: Options) -> int:
-    """Print the largest relative error; exit code 1 if it is too large, or if a rank's bytes are not those predicted.
+    """Print the largest relative error.
+
+    Exit code 1 if it is too large, or if a rank's bytes are not those predicted.
 
     Raises:
         RankFailedError: a rank ended before the comparison was done.
@@ -20,22 +22,30 @@ def verify(spec: RunSpec, options: Options) -> int:
     found = verify_run(spec)
     is_wrong = int(not (found.is_equal and found.has_predicted_bytes))
     if options.json:
-        print_json({
-            "schedule": spec.schedule.name, "partitions": spec.parallel.partitions, "replicas": spec.parallel.replicas,
-            "micro_batches": spec.parallel.micro_batches, "model": title_of(spec.model),
-            "steps": steps_of(spec.train.precision),
-            **asdict(found),
-        })  # fmt: skip
+        print_json(
+            {
+                "schedule": spec.schedule.name,
+                "partitions": spec.parallel.partitions,
+                "replicas": spec.parallel.replicas,
+                "micro_batches": spec.parallel.micro_batches,
+                "model": title_of(spec.model),
+                "steps": steps_of(spec.train.precision),
+                **asdict(found),
+            }
+        )
         return is_wrong
     print(
-        f"{spec.schedule.name}, {spec.parallel.partitions} partitions x {spec.parallel.replicas} replicas: "
-        f"{'equal' if found.is_equal else 'DIFFERENT'}, max relative error {found.max_rel_error:.2e} in {found.dtype} "
-        f"({found.worst})"
+        f"{spec.schedule.name}, {spec.parallel.partitions} partitions x {spec.parallel.replicas}"
+        f" replicas: {'equal' if found.is_equal else 'DIFFERENT'}, max relative error"
+        f" {found.max_rel_error:.2e} in {found.dtype} ({found.worst})"
     )
     if found.rounding_error:
-        print(f"the last digit of the images alone changes one process by {found.rounding_error:.2e}")
+        print(
+            f"the last digit of the images alone changes one process by {found.rounding_error:.2e}"
+        )
     held, predicted = (
-        " ".join(map(str, sizes)) for sizes in (found.peak_activation_bytes, found.predicted_activation_bytes or ())
+        " ".join(map(str, sizes))
+        for sizes in (found.peak_activation_bytes, found.predicted_activation_bytes or ())
     )
     agreement = f"{'predicted' if found.has_predicted_bytes else 'PREDICTED'} {predicted}"
     if found.peak_activation_bytes == found.predicted_activation_bytes:

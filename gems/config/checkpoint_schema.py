@@ -13,7 +13,10 @@ MANIFEST_JSON = "manifest.json"
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """Return the newest checkpoint with a manifest: the folder itself, or one in a run or a folder of checkpoints."""
+    """Return the newest checkpoint with a manifest.
+
+    The folder itself, or one in a run or a folder of checkpoints.
+    """
     if (folder / MANIFEST_JSON).exists():
         return folder
     inner = folder / "checkpoints"
@@ -23,9 +26,14 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def other_schema(checkpoint: Path | None) -> str | None:
-    """Return the schema of a checkpoint that this version cannot read; None if it can, or if nothing is readable."""
+    """Return the schema of a checkpoint that this version cannot read.
+
+    None if it can, or if nothing is readable.
+    """
     try:
-        document = json.loads((checkpoint / MANIFEST_JSON).read_text()) if checkpoint is not None else None
+        document = (
+            json.loads((checkpoint / MANIFEST_JSON).read_text()) if checkpoint is not None else None
+        )
     except (OSError, ValueError):
         return None
     schema = document.get("schema", SCHEMA) if isinstance(document, dict) else SCHEMA
@@ -35,9 +43,13 @@ def other_schema(checkpoint: Path | None) -> str | None:
 def schema_error(key: str, value: object, checkpoint: Path, schema: str) -> ConfigError:
     """Return the error for a checkpoint of a schema that this version does not read."""
     return ConfigError(
-        key, value, f"{checkpoint} is a checkpoint of schema {schema}, and this version of gems-train reads {SCHEMA}",
-        f"use the version that saved it (this is {gems.__version__}), or start anew with train.resume=never",
-    )  # fmt: skip
+        key,
+        value,
+        f"{checkpoint} is a checkpoint of schema {schema}, and this version of gems-train reads"
+        f" {SCHEMA}",
+        f"use the version that saved it (this is {gems.__version__}), or start anew with"
+        " train.resume=never",
+    )
 
 
 def check_schema(key: str, value: object, folder: Path) -> None:

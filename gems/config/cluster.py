@@ -29,9 +29,12 @@ MAP = (
     r"(?:map_(?:cpu|ldom):(?P<map>\d+(?:,\d+)*)|"
     r"mask_(?:cpu|ldom):(?P<mask>(?:0x)?[0-9a-fA-F]+(?:,(?:0x)?[0-9a-fA-F]+)*))"
 )
-CPU_BIND = re.compile(rf"(?:(?:verbose|quiet),)*(?:none|cores|threads|sockets|ldoms|rank|rank_ldom|{MAP})")
+CPU_BIND = re.compile(
+    rf"(?:(?:verbose|quiet),)*(?:none|cores|threads|sockets|ldoms|rank|rank_ldom|{MAP})"
+)
 CPU_BINDS = (
-    "none, cores, threads, sockets, ldoms, rank, rank_ldom, map_cpu:LIST, mask_cpu:LIST, map_ldom:LIST, mask_ldom:LIST"
+    "none, cores, threads, sockets, ldoms, rank, rank_ldom, map_cpu:LIST, mask_cpu:LIST,"
+    " map_ldom:LIST, mask_ldom:LIST"
 )
 MODULE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./+=@-]*")
 NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}(\[[0-9]+([,-][0-9]+)*\])?")
@@ -56,7 +59,10 @@ def _lines(help: str, in_run_id: bool = True) -> list[str]:
 
 @dataclass(slots=True)
 class QueueLimit:
-    """What a site allows to jobs of some size; a row without a partition or QOS counts for jobs of any."""
+    """What a site allows to jobs of some size.
+
+    A row without a partition or QOS counts for jobs of any.
+    """
 
     partition: str | None = text(None, "partition of the jobs; null: any")
     qos: str | None = text(None, "QOS of the jobs; null: any")
@@ -69,7 +75,12 @@ class QueueLimit:
     @property
     def is_of_size(self) -> bool:
         """Whether the row says which jobs may run, and not only how many may be queued."""
-        return (self.min_nodes, self.max_nodes, self.minutes, self.node_hours) != (1, None, None, None)
+        return (self.min_nodes, self.max_nodes, self.minutes, self.node_hours) != (
+            1,
+            None,
+            None,
+            None,
+        )
 
 
 @dataclass(slots=True)
@@ -80,105 +91,177 @@ class ClusterConfig:
     scheduler: str = choice("slurm", SCHEDULERS, "batch system of the jobs", in_run_id=False)
     launcher: str = choice("mpiexec", LAUNCHERS, "program that starts the ranks")
     hosts: list[str] = text(
-        [], "patterns of the names of login nodes, by which cluster=auto finds the preset", accepts=HOST.fullmatch,
-        form="must be patterns of host names, as in [login*.site.org]", in_run_id=False,
-    )  # fmt: skip
-    nodes: int | None = number(None, "nodes of a job; null: as few as hold its ranks", min=1, max=MAX_NODES)
-    ranks_per_node: int | None = number(None, "ranks of a node; null: one for each GPU", min=1, max=MAX_NODES)
-    cpus_per_rank: int = number(1, "CPUs of a rank, as the site's SLURM counts them", min=1, max=MAX_PER_NODE)
+        [],
+        "patterns of the names of login nodes, by which cluster=auto finds the preset",
+        accepts=HOST.fullmatch,
+        form="must be patterns of host names, as in [login*.site.org]",
+        in_run_id=False,
+    )
+    nodes: int | None = number(
+        None, "nodes of a job; null: as few as hold its ranks", min=1, max=MAX_NODES
+    )
+    ranks_per_node: int | None = number(
+        None, "ranks of a node; null: one for each GPU", min=1, max=MAX_NODES
+    )
+    cpus_per_rank: int = number(
+        1, "CPUs of a rank, as the site's SLURM counts them", min=1, max=MAX_PER_NODE
+    )
     gpus_per_node: int = number(0, "GPUs of a node", max=MAX_PER_NODE)
     usable_cpus_per_node: int | None = number(
-        None, "CPUs of a node that jobs may use, as the site's SLURM counts them", min=1, max=MAX_NODES
+        None,
+        "CPUs of a node that jobs may use, as the site's SLURM counts them",
+        min=1,
+        max=MAX_NODES,
     )
     node_memory_bytes: int | None = number(None, "host memory of a node", min=1)
     minutes: int = number(60, "time limit of a job", min=1, max=MAX_MINUTES, in_run_id=False)
     partition: str | None = _word("partition of a job")
     account: str | None = _word("account that a job is charged to", in_run_id=False)
-    account_required: bool = flag(False, "whether the site takes no job without an account", in_run_id=False)
+    account_required: bool = flag(
+        False, "whether the site takes no job without an account", in_run_id=False
+    )
     account_suffix: str | None = _word("suffix that the site wants at the end of an account")
     mpi: str | None = _word("srun's --mpi")
-    python: str | None = text(None, "interpreter of the ranks, in the container if there is one; null: this one",
-                              accepts=str.isprintable, form=LINE)  # fmt: skip
+    python: str | None = text(
+        None,
+        "interpreter of the ranks, in the container if there is one; null: this one",
+        accepts=str.isprintable,
+        form=LINE,
+    )
     gpu_request: str = choice(
         "gpus-per-node", GPU_REQUESTS, "option that asks for GPUs; none: they come with the queue"
     )
     gpu_bind: str | None = text(
-        "none", "srun's --gpu-bind", accepts=GPU_BIND.fullmatch,
+        "none",
+        "srun's --gpu-bind",
+        accepts=GPU_BIND.fullmatch,
         form="allowed: none, closest, single:N, per_task:N, map_gpu:LIST, mask_gpu:LIST",
-    )  # fmt: skip
-    cpu_bind: str | None = text(None, "srun's --cpu-bind", accepts=CPU_BIND.fullmatch, form=f"allowed: {CPU_BINDS}")
-    device_order: list[int] = number([], "GPU of each local rank, among those visible; empty: in order")
+    )
+    cpu_bind: str | None = text(
+        None, "srun's --cpu-bind", accepts=CPU_BIND.fullmatch, form=f"allowed: {CPU_BINDS}"
+    )
+    device_order: list[int] = number(
+        [], "GPU of each local rank, among those visible; empty: in order"
+    )
     supports_mem_option: bool = flag(True, "whether the site takes --mem")
     modules: list[str] = text(
-        [], "environment modules to load", accepts=MODULE.fullmatch,
+        [],
+        "environment modules to load",
+        accepts=MODULE.fullmatch,
         form="must be names of modules, as in [gcc/13.2,openmpi]",
-    )  # fmt: skip
+    )
     setup: list[str] = text([], "shell lines to run before the ranks")
     environment: dict[str, str] = text({}, "environment variables of the ranks")
     sbatch: dict[str, Any] = text({}, "more options of sbatch")
     srun: list[str] = _lines("more options of srun")
     flux_batch: dict[str, Any] = text({}, "more options of flux batch", in_run_id=False)
     flux_run: list[str] = _lines("more options of flux run", in_run_id=False)
-    qsub: dict[str, Any] = text({}, "more options of qsub by letter, and resources of -l by name", in_run_id=False)
-    mpiexec: list[str] = _lines("more options of the site's mpiexec (launcher hydra or pals)", in_run_id=False)
-    container: str = choice("none", CONTAINERS, "the site's container runtime, used with cluster.container_image")
+    qsub: dict[str, Any] = text(
+        {}, "more options of qsub by letter, and resources of -l by name", in_run_id=False
+    )
+    mpiexec: list[str] = _lines(
+        "more options of the site's mpiexec (launcher hydra or pals)", in_run_id=False
+    )
+    container: str = choice(
+        "none", CONTAINERS, "the site's container runtime, used with cluster.container_image"
+    )
     container_image: str | None = text(
-        None, "image that ranks run in", accepts=lambda word: word.isprintable() and not word.startswith("-"),
+        None,
+        "image that ranks run in",
+        accepts=lambda word: word.isprintable() and not word.startswith("-"),
         form="must be an image's path or name on one line",
-    )  # fmt: skip
+    )
     container_options: list[str] = _lines("the site's options of the container runtime")
     limits: list[QueueLimit] = text(
         [],
-        "limits of the site's queues, as [{partition: a, minutes: 60}]; the first that fits a job counts",
+        "limits of the site's queues, as [{partition: a, minutes: 60}]; the first that fits a job"
+        " counts",
         in_run_id=False,
     )
     charge_per: str | None = choice(None, CHARGED, "what is charged", in_run_id=False)
     charge_rate: float | None = number(None, "price of one cluster.charge_per", in_run_id=False)
     charge_unit: str | None = text(None, "unit of the price", in_run_id=False)
-    archive_code: bool = flag(True, "run a job from the code as it was at submission", in_run_id=False)
+    archive_code: bool = flag(
+        True, "run a job from the code as it was at submission", in_run_id=False
+    )
     stage: list[str] = text(
-        ["code"], "what jobs of many nodes copy to each node's own disk: code, image (the container's, if a file)",
-        accepts=STAGED.__contains__, form=f"may have {' and '.join(STAGED)}", in_run_id=False,
-    )  # fmt: skip
+        ["code"],
+        "what jobs of many nodes copy to each node's own disk: code, image (the container's, if a"
+        " file)",
+        accepts=STAGED.__contains__,
+        form=f"may have {' and '.join(STAGED)}",
+        in_run_id=False,
+    )
     stage_dir: str = text(
-        "/tmp", "folder of each node for these copies", accepts=LOCAL_DIR.fullmatch,
-        form="must be an absolute path of letters, digits and ._-/", in_run_id=False,
-    )  # fmt: skip
-    stage_above_nodes: int = number(64, "nodes up to which a job copies nothing", max=MAX_NODES, in_run_id=False)
+        "/tmp",
+        "folder of each node for these copies",
+        accepts=LOCAL_DIR.fullmatch,
+        form="must be an absolute path of letters, digits and ._-/",
+        in_run_id=False,
+    )
+    stage_above_nodes: int = number(
+        64, "nodes up to which a job copies nothing", max=MAX_NODES, in_run_id=False
+    )
     exclude: list[str] = text(
-        [], "nodes not to use", accepts=NODE.fullmatch, form="must be names of nodes, as in [n001,'n[003-005]']",
+        [],
+        "nodes not to use",
+        accepts=NODE.fullmatch,
+        form="must be names of nodes, as in [n001,'n[003-005]']",
         in_run_id=False,
-    )  # fmt: skip
-    array: bool = flag(True, "submit points of a study with equal jobs as one job array", in_run_id=False)
-    runs_per_job: int = number(1, "one-node points of a study that share a job, in turn", min=1, in_run_id=False)
-    confirm_above_gpu_hours: float | None = number(None, "GPU-hours above which to ask; null: never", in_run_id=False)
+    )
+    array: bool = flag(
+        True, "submit points of a study with equal jobs as one job array", in_run_id=False
+    )
+    runs_per_job: int = number(
+        1, "one-node points of a study that share a job, in turn", min=1, in_run_id=False
+    )
+    confirm_above_gpu_hours: float | None = number(
+        None, "GPU-hours above which to ask; null: never", in_run_id=False
+    )
     signal_before_end_s: int = number(
-        120, "seconds before the time limit at which a run is asked to save and stop; 0: never", max=MAX_SIGNAL_S,
+        120,
+        "seconds before the time limit at which a run is asked to save and stop; 0: never",
+        max=MAX_SIGNAL_S,
         in_run_id=False,
-    )  # fmt: skip
+    )
     notify: list[str] = text(
-        [], "whom to tell that a run has ended, stalled or was requeued: mail or mail:ADDRESS (by the batch system), a "
-        "web address that gets a POST of JSON, command:WORDS that get it on stdin",
+        [],
+        "whom to tell that a run has ended, stalled or was requeued: mail or mail:ADDRESS (by the"
+        " batch system), a web address that gets a POST of JSON, command:WORDS that get it on"
+        " stdin",
         accepts=lambda word: word.isprintable() and NOTIFY.fullmatch(word),
-        form="must be mail, mail:ADDRESS, http(s)://ADDRESS or command:WORDS", in_run_id=False,
-    )  # fmt: skip
-    max_requeues: int = number(3, "how often a stopped run is requeued by itself", max=MAX_REQUEUES, in_run_id=False)
+        form="must be mail, mail:ADDRESS, http(s)://ADDRESS or command:WORDS",
+        in_run_id=False,
+    )
+    max_requeues: int = number(
+        3, "how often a stopped run is requeued by itself", max=MAX_REQUEUES, in_run_id=False
+    )
     elastic: list[int] = number(
-        [], "smaller numbers of nodes, falling, on which the run goes on by itself if nodes are lost or the queue is "
-        "long; empty: only on its own", min=1, max=MAX_NODES, in_run_id=False,
-    )  # fmt: skip
+        [],
+        "smaller numbers of nodes, falling, on which the run goes on by itself if nodes are lost or"
+        " the queue is long; empty: only on its own",
+        min=1,
+        max=MAX_NODES,
+        in_run_id=False,
+    )
     elastic_wait_h: float | None = number(
-        None, "hours until a job's estimated start above which a submission takes fewer nodes of cluster.elastic; "
-        "null: it waits", in_run_id=False,
-    )  # fmt: skip
+        None,
+        "hours until a job's estimated start above which a submission takes fewer nodes of"
+        " cluster.elastic; null: it waits",
+        in_run_id=False,
+    )
     spare_nodes: int = number(
-        0, "nodes that a job has beside those of the ranks, to take the place of bad ones", max=MAX_NODES,
+        0,
+        "nodes that a job has beside those of the ranks, to take the place of bad ones",
+        max=MAX_NODES,
         in_run_id=False,
-    )  # fmt: skip
+    )
     check_nodes: bool | None = flag(
-        None, "check each node of a job before its ranks start; null: with cluster.elastic or cluster.spare_nodes",
+        None,
+        "check each node of a job before its ranks start; null: with cluster.elastic or"
+        " cluster.spare_nodes",
         in_run_id=False,
-    )  # fmt: skip
+    )
 
     @property
     def outlives_nodes(self) -> bool:
@@ -196,16 +279,29 @@ class ClusterConfig:
 
     @property
     def max_ranks_per_node(self) -> int:
-        """How many ranks a node can hold, by its GPUs or else its CPUs; those of the run if neither is known."""
+        """How many ranks a node can hold, by its GPUs or else its CPUs.
+
+        Those of the run if neither is known.
+        """
         own = self.ranks_per_node or 1
         if self.gpus_per_node:
             return max(own, self.gpus_per_node)
-        return own if self.usable_cpus_per_node is None else max(own, self.usable_cpus_per_node // self.cpus_per_rank)
+        return (
+            own
+            if self.usable_cpus_per_node is None
+            else max(own, self.usable_cpus_per_node // self.cpus_per_rank)
+        )
 
     @property
     def mail_to(self) -> str | None:
-        """The address that the batch system sends mail to: empty for the user's own, None for no mail."""
-        return next((word.partition(":")[2] for word in self.notify if word.partition(":")[0] == "mail"), None)
+        """The address that the batch system sends mail to.
+
+        Empty for the user's own, None for no mail.
+        """
+        return next(
+            (word.partition(":")[2] for word in self.notify if word.partition(":")[0] == "mail"),
+            None,
+        )
 
     @property
     def full_account(self) -> str | None:

@@ -43,7 +43,9 @@ def matching(folders: Sequence[Path], names: Sequence[str]) -> dict[str, str]:
         try:
             values = yaml.safe_load(path.read_text())
         except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-            raise ConfigError(GROUP, path, f"cannot be read ({' '.join(str(error).split())})") from error
+            raise ConfigError(
+                GROUP, path, f"cannot be read ({' '.join(str(error).split())})"
+            ) from error
         hosts = values.get("hosts") if isinstance(values, dict) else None
         for pattern in hosts if isinstance(hosts, list) else ():
             fitting = [name for name in names if fnmatchcase(name, str(pattern).lower())]
@@ -58,14 +60,23 @@ def _choose(folders: tuple[Path, ...], names: tuple[str, ...]) -> str:
     here = " or ".join(names)
     if not found:
         raise ConfigError(
-            GROUP, AUTO, f"no preset knows the host {here}",
-            "give cluster=local to run here, cluster=NAME for a known machine, or draft a preset of this one: "
-            "gems-jobs discover",
-        )  # fmt: skip
+            GROUP,
+            AUTO,
+            f"no preset knows the host {here}",
+            "give cluster=local to run here, cluster=NAME for a known machine, or draft a preset of"
+            " this one: gems-jobs discover",
+        )
     if len(found) > 1:
         raise ConfigError(
-            GROUP, AUTO, f"the host {here} fits several presets: {', '.join(sorted(found))}", "give cluster=NAME"
+            GROUP,
+            AUTO,
+            f"the host {here} fits several presets: {', '.join(sorted(found))}",
+            "give cluster=NAME",
         )
     ((preset, name),) = found.items()
-    print(f"gems: cluster={preset}, by the host name {name}; cluster=NAME overrides it", file=sys.stderr, flush=True)
+    print(
+        f"gems: cluster={preset}, by the host name {name}; cluster=NAME overrides it",
+        file=sys.stderr,
+        flush=True,
+    )
     return preset

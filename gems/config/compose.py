@@ -1,4 +1,7 @@
-"""Composition: from `conf/` and overrides to a resolved run, with errors in one line; and the text of --help."""
+"""Composition: from `conf/` and overrides to a resolved run, with errors in one line.
+
+And the text of --help.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,9 @@ LOCAL = "local"
 MICRO_BATCHES = "parallel.micro_batches"
 COUNTS = (MICRO_BATCHES, "parallel.replications", "parallel.parts")
 WIDTH = 120  # of a line of help
-warnings.filterwarnings("ignore", message="The version_base parameter is deprecated")  # which Hydra 1.3 asks for
+warnings.filterwarnings(
+    "ignore", message="The version_base parameter is deprecated"
+)  # which Hydra 1.3 asks for
 
 
 def compose(overrides: Sequence[str], cluster: str = LOCAL) -> RunSpec:
@@ -70,22 +75,28 @@ def compose(overrides: Sequence[str], cluster: str = LOCAL) -> RunSpec:
 def composed(overrides: Sequence[str], cluster: str = LOCAL) -> RunSpec:
     """Compose `conf/config.yaml` with overrides, without checking or deriving values.
 
-    `cluster` is the preset if neither an override nor an experiment chooses one: a name, or auto for this machine's.
+    `cluster` is the preset if neither an override nor an experiment chooses one: a name, or auto
+    for this machine's.
 
     Raises:
-        ConfigError: an unknown key or option (with the nearest valid ones), a value of another type, or no preset for
-            this machine.
+        ConfigError: an unknown key or option (with the nearest valid ones), a value of another
+            type, or no preset for this machine.
     """
     overrides = rewritten(overrides)
     check_overrides(overrides)
-    given, folders = parsed(overrides), config_folders(overrides)
+    given = parsed(overrides)
+    folders = config_folders(overrides)
     values = [override for override in given if _is_value(override, folders)]
     choices = tuple(str(override.input_line) for override in given if override not in values)
     try:
-        if cluster == AUTO or any(PACKAGE in word for word in choices):  # which depend on more than files
+        if cluster == AUTO or any(
+            PACKAGE in word for word in choices
+        ):  # which depend on more than files
             config = _with_options(choices, cluster)
         else:
-            config = pickle.loads(_kept_options(choices, cluster, _option_files(folders), _registered_names()))
+            config = pickle.loads(
+                _kept_options(choices, cluster, _option_files(folders), _registered_names())
+            )
         ConfigLoaderImpl._apply_overrides_to_config(values, config)  # as Hydra itself does last
         _give_way(config, given)
         spec = _to_spec(config)
@@ -100,8 +111,15 @@ def _give_way(config: DictConfig, given: Sequence[Override]) -> None:
     """Take away an experiment's replications and parts if they contradict the user's own micro-batches."""
     own = {str(override.key_or_group) for override in given}
     parallel = config.parallel
-    runs, parts, total = parallel.replications, parallel.parts, parallel.micro_batches
-    if "experiment" in own and MICRO_BATCHES in own and None not in (runs, parts, total) and runs * parts != total:
+    runs = parallel.replications
+    parts = parallel.parts
+    total = parallel.micro_batches
+    if (
+        "experiment" in own
+        and MICRO_BATCHES in own
+        and None not in (runs, parts, total)
+        and runs * parts != total
+    ):
         for name in {"replications", "parts"} - {key.removeprefix("parallel.") for key in own}:
             parallel[name] = None
 
@@ -112,7 +130,9 @@ def _with_experiment(error: ConfigError, overrides: Sequence[str]) -> ConfigErro
     if "experiment" not in given or error.key not in COUNTS or error.key in given:
         return error
     line = given["experiment"].input_line
-    return ConfigError(error.key, error.value, f"is set by {line}, and {error.allowed}", error.advice)
+    return ConfigError(
+        error.key, error.value, f"is set by {line}, and {error.allowed}", error.advice
+    )
 
 
 def _is_value(override: Override, folders: Sequence[Path]) -> bool:
@@ -129,14 +149,21 @@ def _with_options(choices: Sequence[str], cluster: str) -> DictConfig:
 
 @functools.lru_cache(maxsize=256)
 def _kept_options(choices: Sequence[str], cluster: str, *_: Hashable) -> bytes:
-    """Return the options' configuration for `pickle`: Hydra takes 0.1 s to compose it, and a study has many runs."""
+    """Return the options' configuration for `pickle`.
+
+    Hydra takes 0.1 s to compose it, and a study has many runs.
+    """
     return pickle.dumps(_with_options(choices, cluster))
 
 
 def _option_files(folders: Sequence[Path]) -> Hashable:
     """Return the files of options, as they are now."""
     files = (path for folder in folders for path in folder.absolute().rglob("*.yaml"))
-    return tuple((str(path), (stat := path.stat()).st_mtime_ns, stat.st_size) for path in files if path.exists())
+    return tuple(
+        (str(path), (stat := path.stat()).st_mtime_ns, stat.st_size)
+        for path in files
+        if path.exists()
+    )
 
 
 def _registered_names() -> Hashable:
@@ -146,7 +173,8 @@ def _registered_names() -> Hashable:
 def changed(spec: RunSpec, overrides: Sequence[str], takes_options: bool = False) -> RunSpec:
     """Return a resolved run with some keys changed and resolved again.
 
-    If it `takes_options`, an option of a group sets the keys that it names and leaves the others of the group.
+    If it `takes_options`, an option of a group sets the keys that it names and leaves the others of
+    the group.
 
     Raises:
         ConfigError: as `compose`, or a word that is no plain key=value.
@@ -165,7 +193,10 @@ def changed(spec: RunSpec, overrides: Sequence[str], takes_options: bool = False
                 continue
             if "." not in key or override.is_sweep_override():
                 raise ConfigError(
-                    key, override.input_line or "", "is not one value of one key", "as in cluster.minutes=90"
+                    key,
+                    override.input_line or "",
+                    "is not one value of one key",
+                    "as in cluster.minutes=90",
                 )
             OmegaConf.update(config, key, override.value(), force_add=FREE.match(key) is not None)
         made = OmegaConf.to_object(config)
@@ -183,18 +214,22 @@ def _option_values(group: str, option: str) -> dict[str, Any]:
     return {**({"target": None} if has_target else {}), **values}
 
 
-def hydra_app(argv: Sequence[str], program: str, act: Callable[[RunSpec, str], None], cluster: str = LOCAL) -> None:
+def hydra_app(
+    argv: Sequence[str], program: str, act: Callable[[RunSpec, str], None], cluster: str = LOCAL
+) -> None:
     """Run `act` under `hydra.main`, for Hydra's own options (--cfg, --info, --multirun, ...).
 
-    In `argv` overrides come before options, for Hydra's parser takes them in one piece. `cluster` is that of `compose`.
-    `act` takes a run, and in a sweep its overrides. The first job of a sweep that fails ends the sweep.
+    In `argv` overrides come before options, for Hydra's parser takes them in one piece. `cluster`
+    is that of `compose`. `act` takes a run, and in a sweep its overrides. The first job of a sweep
+    that fails ends the sweep.
 
     Raises:
         ConfigError: as `compose`; and whatever `act` raises.
     """
     argv = rewritten(argv)
     count = next((index for index, word in enumerate(argv) if word.startswith("-")), len(argv))
-    words, options = argv[:count], argv[count:]
+    words = argv[:count]
+    options = argv[count:]
     import_plugins(parsed([word for word in words if word.startswith("plugins")]))
     _register(words)
     failed: list[BaseException] = []
@@ -212,7 +247,9 @@ def hydra_app(argv: Sequence[str], program: str, act: Callable[[RunSpec, str], N
             failed.append(error)
 
     before = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra's own errors come out, instead of as text and SystemExit
+    os.environ["HYDRA_FULL_ERROR"] = (
+        "1"  # Hydra's own errors come out, instead of as text and SystemExit
+    )
     try:
         words = with_target_files(_with_cluster(words, cluster))
         sys.argv = [program, *words, *options]
@@ -239,13 +276,18 @@ def _with_cluster(words: Sequence[str], cluster: str) -> list[str]:
     """Return overrides, with a preset of the cluster unless one of them or an experiment chooses it.
 
     Raises:
-        ConfigError: no preset for this machine, or several experiments, of which each may choose one.
+        ConfigError: no preset for this machine, or several experiments, of which each may choose
+        one.
     """
     given = parsed(words)
     if cluster == LOCAL or any(override.key_or_group == GROUP for override in given):
         return list(words)
-    if any(override.key_or_group == "experiment" and override.is_sweep_override() for override in given):
-        raise ConfigError(GROUP, cluster, "is not chosen for several experiments at once", f"add {GROUP}=NAME")
+    if any(
+        override.key_or_group == "experiment" and override.is_sweep_override() for override in given
+    ):
+        raise ConfigError(
+            GROUP, cluster, "is not chosen for several experiments at once", f"add {GROUP}=NAME"
+        )
     document = yaml.safe_load((CONF / "config.yaml").read_text())
     for entry in document["defaults"]:
         if isinstance(entry, dict) and GROUP in entry:
@@ -254,7 +296,10 @@ def _with_cluster(words: Sequence[str], cluster: str) -> list[str]:
     _store(GROUP, AUTO, {"name": AUTO})
     if _hydra_compose("config_auto", words)[GROUP].name != AUTO:
         return list(words)
-    return [*words, f"{GROUP}={choose_preset(config_folders(words)) if cluster == AUTO else cluster}"]
+    return [
+        *words,
+        f"{GROUP}={choose_preset(config_folders(words)) if cluster == AUTO else cluster}",
+    ]
 
 
 def _hydra_compose(name: str, words: Sequence[str]) -> DictConfig:
@@ -306,12 +351,21 @@ def key_help(spec: RunSpec) -> str:
     groups = sorted({folder.name for folder in CONF.iterdir() if folder.is_dir()} | set(REGISTERED))
 
     def wrapped(text: str, indent: int = 0) -> str:
-        return textwrap.fill(text, WIDTH, initial_indent=" " * indent, subsequent_indent=" " * (indent + 2))
+        return textwrap.fill(
+            text, WIDTH, initial_indent=" " * indent, subsequent_indent=" " * (indent + 2)
+        )
 
     def lines() -> Iterator[str]:
-        yield "Choose an option of a group: group=option. Set a key: key=value; null derives the value."
+        yield (
+            "Choose an option of a group: group=option. Set a key: key=value; null derives the"
+            " value."
+        )
         yield from ("", "== Groups ==")
-        yield from (wrapped(f"{group}: {', '.join(options_of(group))}") for group in groups if options_of(group))
+        yield from (
+            wrapped(f"{group}: {', '.join(options_of(group))}")
+            for group in groups
+            if options_of(group)
+        )
         yield from ("", "== Keys ==")
         for key in keys(RunSpec):
             value: Any = functools.reduce(getattr, key.name.split("."), spec)

@@ -1,4 +1,7 @@
-"""Constraints between fields of a configuration; what one field may hold alone is declared at the field."""
+"""Constraints between fields of a configuration.
+
+What one field may hold alone is declared at the field.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +38,17 @@ def check_constraints(spec: RunSpec) -> None:
     check_memory(spec)
     check_stages(spec.cost.stages)
     _refuse_first(_machine_checks(spec))
-    _refuse_first([
-        (spec.model.norm == "ghost_batch" and not spec.parallel.strips, "parallel.strips", 0,
-         "leaves open how many strips there are, by which model.norm=ghost_batch normalizes", "give their number"),
-    ])  # fmt: skip
+    _refuse_first(
+        [
+            (
+                spec.model.norm == "ghost_batch" and not spec.parallel.strips,
+                "parallel.strips",
+                0,
+                "leaves open how many strips there are, by which model.norm=ghost_batch normalizes",
+                "give their number",
+            )
+        ]
+    )
     _check_train(spec)
     check_cluster(spec.cluster)
 
@@ -53,9 +63,12 @@ def check_memory(spec: RunSpec) -> None:
     """Check the memory policy against machine and schedule.
 
     Raises:
-        ConfigError: a policy without its limit, or one that the machine or the schedule cannot have.
+        ConfigError: a policy without its limit, or one that the machine or the schedule cannot
+        have.
     """
-    memory, machine, actions = spec.memory, spec.machine, spec.schedule.memory_actions
+    memory = spec.memory
+    machine = spec.machine
+    actions = spec.schedule.memory_actions
     strips = spec.parallel.strips  # if still open, each number that is tried is checked
     if memory.name == "keep":
         return
@@ -63,55 +76,123 @@ def check_memory(spec: RunSpec) -> None:
     has_limit = memory.limit_bytes is not None or machine.device_bytes is not None
     has_target = policy.takes_target and memory.target_reduction is not None
     target = ", or memory.target_reduction" if policy.takes_target else ""
-    _refuse_first([
-        (policy.needs_limit and not has_limit and not has_target, "memory.limit_bytes", "null",
-         f"must be given for memory={memory.name}",
-         f"give it, a machine of known memory (machine.device_bytes){target}"),
-        (machine.kind != "real", "memory", memory.name,
-         f"needs a profile of real layers, and machine.kind={machine.kind} has none",
-         "use memory=keep, or a machine of kind real"),
-        (memory.name == "recompute" and memory.offload_inputs and memory.recompute == "selective",
-         "memory.offload_inputs", "true", "needs memory.recompute=segment or stage, and it is selective",
-         "what selected layers keep stays on the device"),
-        (strips > 1 and not policy.in_strips, "memory", memory.name, f"cannot plan parallel.strips={strips}",
-         f"use {' or '.join(sorted(name for name, each in POLICIES.items() if each.in_strips))}"),
-        (strips > 1 and memory.name == "recompute" and (memory.recompute == "selective" or memory.segments is not None),
-         "memory.recompute", memory.recompute, "acts on parts of a stage, and a strip of a stage is recomputed as one",
-         "set memory.recompute=strip, and leave memory.segments out"),
-        (strips == 1 and memory.name == "recompute" and memory.recompute == "strip", "memory.recompute", "strip",
-         "needs parallel.strips above 1", "set it, or memory.recompute=stage"),
-        (strips > 1 and spec.schedule.name == CAPPED and spec.schedule.activation_cap is None
-         and spec.schedule.activation_cap_bytes is None, "schedule.activation_cap", "null",
-         f"must be given for schedule={CAPPED} in strips", "give it, or another schedule"),
-        (actions, "memory", memory.name, f"excludes schedule.memory_actions={list(actions)}",
-         "let either the schedule's search or the policy choose what leaves the device"),
-    ])  # fmt: skip
+    _refuse_first(
+        [
+            (
+                policy.needs_limit and not has_limit and not has_target,
+                "memory.limit_bytes",
+                "null",
+                f"must be given for memory={memory.name}",
+                f"give it, a machine of known memory (machine.device_bytes){target}",
+            ),
+            (
+                machine.kind != "real",
+                "memory",
+                memory.name,
+                f"needs a profile of real layers, and machine.kind={machine.kind} has none",
+                "use memory=keep, or a machine of kind real",
+            ),
+            (
+                memory.name == "recompute"
+                and memory.offload_inputs
+                and memory.recompute == "selective",
+                "memory.offload_inputs",
+                "true",
+                "needs memory.recompute=segment or stage, and it is selective",
+                "what selected layers keep stays on the device",
+            ),
+            (
+                strips > 1 and not policy.in_strips,
+                "memory",
+                memory.name,
+                f"cannot plan parallel.strips={strips}",
+                (
+                    f"use {' or '.join(sorted(name for name, each in POLICIES.items() if each.in_strips))}"
+                ),
+            ),
+            (
+                strips > 1
+                and memory.name == "recompute"
+                and (memory.recompute == "selective" or memory.segments is not None),
+                "memory.recompute",
+                memory.recompute,
+                "acts on parts of a stage, and a strip of a stage is recomputed as one",
+                "set memory.recompute=strip, and leave memory.segments out",
+            ),
+            (
+                strips == 1 and memory.name == "recompute" and memory.recompute == "strip",
+                "memory.recompute",
+                "strip",
+                "needs parallel.strips above 1",
+                "set it, or memory.recompute=stage",
+            ),
+            (
+                strips > 1
+                and spec.schedule.name == CAPPED
+                and spec.schedule.activation_cap is None
+                and spec.schedule.activation_cap_bytes is None,
+                "schedule.activation_cap",
+                "null",
+                f"must be given for schedule={CAPPED} in strips",
+                "give it, or another schedule",
+            ),
+            (
+                actions,
+                "memory",
+                memory.name,
+                f"excludes schedule.memory_actions={list(actions)}",
+                "let either the schedule's search or the policy choose what leaves the device",
+            ),
+        ]
+    )
 
 
 def check_stages(stages: Mapping[str, object]) -> None:
-    """Check the costs of stages in `cost.stages`: lists of equal length by the names of `StageCosts`.
+    """Check the costs of stages in `cost.stages`.
+
+    Lists of equal length by the names of `StageCosts`.
 
     Raises:
         ConfigError: they are not.
     """
     needed = ("forward", "input_grad", "weight_grad", "activation")
     allowed = (*STAGE_TIMES, *STAGE_SIZES, *STAGE_BYTES, STRIP_LOADS)
-    lengths = {name: len(values) if isinstance(values, list) else 0 for name, values in stages.items()}
+    lengths = {
+        name: len(values) if isinstance(values, list) else 0 for name, values in stages.items()
+    }
     for name, values in stages.items():
         key = f"cost.stages.{name}"
         numbers = values if isinstance(values, list) else []
         is_long = len(numbers) == lengths.get("forward")
         if name == STRIP_LOADS:
-            numbers = [value for of_stage in numbers for value in (of_stage if isinstance(of_stage, list) else [None])]
-        is_number = all(isinstance(value, int | float) and not isinstance(value, bool) for value in numbers)
-        _refuse_first([
-            (name not in allowed, key, values, one_of(allowed), ""),
-            (not numbers, key, values, "must be a list of numbers, one for each stage", ""),
-            (not is_number or any(not 0 <= value < math.inf for value in numbers), key, values,
-             "must hold numbers of 0 or more", ""),
-            (not is_long, key, f"of {lengths[name]} stages",
-             f"must be as long as cost.stages.forward, of {lengths.get('forward', 0)}", ""),
-        ])  # fmt: skip
+            numbers = [
+                value
+                for of_stage in numbers
+                for value in (of_stage if isinstance(of_stage, list) else [None])
+            ]
+        is_number = all(
+            isinstance(value, int | float) and not isinstance(value, bool) for value in numbers
+        )
+        _refuse_first(
+            [
+                (name not in allowed, key, values, one_of(allowed), ""),
+                (not numbers, key, values, "must be a list of numbers, one for each stage", ""),
+                (
+                    not is_number or any(not 0 <= value < math.inf for value in numbers),
+                    key,
+                    values,
+                    "must hold numbers of 0 or more",
+                    "",
+                ),
+                (
+                    not is_long,
+                    key,
+                    f"of {lengths[name]} stages",
+                    f"must be as long as cost.stages.forward, of {lengths.get('forward', 0)}",
+                    "",
+                ),
+            ]
+        )
     missing = [name for name in needed if name not in stages] if stages else []
     _refuse_first([(missing, "cost.stages", sorted(stages), f"must have {', '.join(missing)}", "")])
 
@@ -122,76 +203,178 @@ def check_cluster(cluster: ClusterConfig) -> None:
     Raises:
         ConfigError: the first that does not suit another.
     """
-    order, image, rate = cluster.device_order, cluster.container_image, cluster.charge_rate
-    _refuse_first([
-        (order and sorted(order) != list(range(len(order))), "cluster.device_order", order,
-         f"must hold each of 0 to {len(order) - 1} once", "as in [3,2,1,0]"),
-        (order and len(order) != cluster.gpus_per_node, "cluster.device_order", order,
-         f"must list the {cluster.gpus_per_node} GPUs of a node", "change it, or cluster.gpus_per_node"),
-        (image is not None and cluster.container == "none", "cluster.container_image", image,
-         "needs a container runtime", f"set cluster.container: {', '.join(CONTAINERS[1:])}"),
-        (image is not None and cluster.container in ("pyxis", "uenv") and cluster.launcher != "srun",
-         "cluster.container", cluster.container, f"is a plug-in of srun, not of {cluster.launcher}", "use apptainer"),
-        (rate is not None and cluster.charge_per is None, "cluster.charge_per", "null",
-         f"must be given beside cluster.charge_rate={rate or 0:g}", one_of(CHARGED)),
-        (cluster.elastic != sorted({*cluster.elastic}, reverse=True), "cluster.elastic", cluster.elastic,
-         "must be numbers of nodes, each smaller than the one before", "as in [8,6,4]"),
-        *((bool(value) and cluster.launcher != "srun", f"cluster.{name}", value,
-           f"needs cluster.launcher=srun, and it is {cluster.launcher}", "leave it out")
-          for name, value in (("elastic", cluster.elastic), ("spare_nodes", cluster.spare_nodes),
-                              ("check_nodes", cluster.check_nodes))),
-    ])  # fmt: skip
+    order = cluster.device_order
+    image = cluster.container_image
+    rate = cluster.charge_rate
+    _refuse_first(
+        [
+            (
+                order and sorted(order) != list(range(len(order))),
+                "cluster.device_order",
+                order,
+                f"must hold each of 0 to {len(order) - 1} once",
+                "as in [3,2,1,0]",
+            ),
+            (
+                order and len(order) != cluster.gpus_per_node,
+                "cluster.device_order",
+                order,
+                f"must list the {cluster.gpus_per_node} GPUs of a node",
+                "change it, or cluster.gpus_per_node",
+            ),
+            (
+                image is not None and cluster.container == "none",
+                "cluster.container_image",
+                image,
+                "needs a container runtime",
+                f"set cluster.container: {', '.join(CONTAINERS[1:])}",
+            ),
+            (
+                image is not None
+                and cluster.container in ("pyxis", "uenv")
+                and cluster.launcher != "srun",
+                "cluster.container",
+                cluster.container,
+                f"is a plug-in of srun, not of {cluster.launcher}",
+                "use apptainer",
+            ),
+            (
+                rate is not None and cluster.charge_per is None,
+                "cluster.charge_per",
+                "null",
+                f"must be given beside cluster.charge_rate={rate or 0:g}",
+                one_of(CHARGED),
+            ),
+            (
+                cluster.elastic != sorted({*cluster.elastic}, reverse=True),
+                "cluster.elastic",
+                cluster.elastic,
+                "must be numbers of nodes, each smaller than the one before",
+                "as in [8,6,4]",
+            ),
+            *(
+                (
+                    bool(value) and cluster.launcher != "srun",
+                    f"cluster.{name}",
+                    value,
+                    f"needs cluster.launcher=srun, and it is {cluster.launcher}",
+                    "leave it out",
+                )
+                for name, value in (
+                    ("elastic", cluster.elastic),
+                    ("spare_nodes", cluster.spare_nodes),
+                    ("check_nodes", cluster.check_nodes),
+                )
+            ),
+        ]
+    )
     for number, limit in enumerate(cluster.limits):
         if limit.max_nodes is not None and limit.max_nodes < limit.min_nodes:
             key = f"cluster.limits[{number}].max_nodes"
-            raise ConfigError(key, limit.max_nodes, f"must be {limit.min_nodes} or more, the row's min_nodes")
+            raise ConfigError(
+                key, limit.max_nodes, f"must be {limit.min_nodes} or more, the row's min_nodes"
+            )
 
 
-def check_boundaries(boundaries: tuple[int, ...], num_layers: int, num_stages: int) -> tuple[int, ...]:
+def check_boundaries(
+    boundaries: tuple[int, ...], num_layers: int, num_stages: int
+) -> tuple[int, ...]:
     """Return `boundaries` back when they cut `num_layers` layers into `num_stages` stages of one layer or more.
 
     Raises:
         ConfigError: they do not.
     """
     rising = all(a < b for a, b in itertools.pairwise(boundaries))
-    if len(boundaries) != num_stages + 1 or boundaries[0] != 0 or boundaries[-1] != num_layers or not rising:
+    if (
+        len(boundaries) != num_stages + 1
+        or boundaries[0] != 0
+        or boundaries[-1] != num_layers
+        or not rising
+    ):
         raise ConfigError(
-            "parallel.boundaries", list(boundaries),
-            f"must be {num_stages + 1} rising numbers from 0 to {num_layers} (the number of layers)",
-        )  # fmt: skip
+            "parallel.boundaries",
+            list(boundaries),
+            f"must be {num_stages + 1} rising numbers from 0 to {num_layers} (the number of"
+            " layers)",
+        )
     return boundaries
 
 
 def _schedule_checks(spec: RunSpec) -> Iterator[Check]:
     """Yield what a schedule that fits the host's memory, and its search, need."""
-    schedule, cost, parallel = spec.schedule, spec.cost, spec.parallel
-    cap, cap_bytes, max_stages = schedule.activation_cap, schedule.activation_cap_bytes, schedule.max_stages
-    partitions, family = parallel.partitions, FAMILIES.get(schedule.name)
+    schedule = spec.schedule
+    cost = spec.cost
+    parallel = spec.parallel
+    cap = schedule.activation_cap
+    cap_bytes = schedule.activation_cap_bytes
+    max_stages = schedule.max_stages
+    partitions = parallel.partitions
+    family = FAMILIES.get(schedule.name)
     num_stages = partitions * (family.stages(schedule.chunks) if family else 1)
     forwards = num_stages * (parallel.micro_batches or 1)
     has_cap = cap is not None or cap_bytes is not None
-    is_profiled = cost.name == "profile" or (schedule.name == "capped" and spec.machine.kind == "real")
+    is_profiled = cost.name == "profile" or (
+        schedule.name == "capped" and spec.machine.kind == "real"
+    )
     memory = spec.memory
     is_under_policy = memory.name != "keep" and memory.target_reduction is None and is_profiled
     yield from (
-        (spec.world_size > MAX_WORLD, "parallel.replicas", parallel.replicas,
-         f"times parallel.partitions={partitions} must be at most {MAX_WORLD} ranks", ""),
-        (forwards > MAX_FORWARDS, "parallel.micro_batches", parallel.micro_batches,
-         f"times {num_stages} stages is {forwards} forwards in a step, and there may be {MAX_FORWARDS}",
-         "use fewer micro-batches, partitions or chunks"),
-        (max_stages is not None and max_stages < partitions, "schedule.max_stages", max_stages,
-         f"must be {partitions} or more, a stage for each partition", ""),
-        (cap is not None and cap_bytes is not None, "schedule.activation_cap", cap,
-         f"excludes schedule.activation_cap_bytes={cap_bytes}", "give one of them"),
-        (cap_bytes is not None and not cost.activation_bytes and not is_profiled,
-         "schedule.activation_cap_bytes", cap_bytes, "needs cost.activation_bytes, the bytes of one unit",
-         "give it, use cost=profile, or give schedule.activation_cap in units"),
-        (schedule.name == "capped" and not has_cap and not is_under_policy, "schedule.activation_cap", "null",
-         "must be given for schedule=capped",
-         "1 is what GEMS holds: one micro-batch on a rank's part of the model; or let memory=plan decide"),
-        (schedule.name == "file" and not schedule.path, "schedule.path", "null", "must be given for schedule=file",
-         "a file of `gems schedule --json`"),
-    )  # fmt: skip
+        (
+            spec.world_size > MAX_WORLD,
+            "parallel.replicas",
+            parallel.replicas,
+            f"times parallel.partitions={partitions} must be at most {MAX_WORLD} ranks",
+            "",
+        ),
+        (
+            forwards > MAX_FORWARDS,
+            "parallel.micro_batches",
+            parallel.micro_batches,
+            (
+                f"times {num_stages} stages is {forwards} forwards in a step, and there may be"
+                f" {MAX_FORWARDS}"
+            ),
+            "use fewer micro-batches, partitions or chunks",
+        ),
+        (
+            max_stages is not None and max_stages < partitions,
+            "schedule.max_stages",
+            max_stages,
+            f"must be {partitions} or more, a stage for each partition",
+            "",
+        ),
+        (
+            cap is not None and cap_bytes is not None,
+            "schedule.activation_cap",
+            cap,
+            f"excludes schedule.activation_cap_bytes={cap_bytes}",
+            "give one of them",
+        ),
+        (
+            cap_bytes is not None and not cost.activation_bytes and not is_profiled,
+            "schedule.activation_cap_bytes",
+            cap_bytes,
+            "needs cost.activation_bytes, the bytes of one unit",
+            "give it, use cost=profile, or give schedule.activation_cap in units",
+        ),
+        (
+            schedule.name == "capped" and not has_cap and not is_under_policy,
+            "schedule.activation_cap",
+            "null",
+            "must be given for schedule=capped",
+            (
+                "1 is what GEMS holds: one micro-batch on a rank's part of the model; or let"
+                " memory=plan decide"
+            ),
+        ),
+        (
+            schedule.name == "file" and not schedule.path,
+            "schedule.path",
+            "null",
+            "must be given for schedule=file",
+            "a file of `gems schedule --json`",
+        ),
+    )
     if schedule.name != PLACED:
         return
     for key, value, usual in (
@@ -203,26 +386,47 @@ def _schedule_checks(spec: RunSpec) -> Iterator[Check]:
         ("cost", cost.name, "uniform"),
     ):
         yield value != usual, key, value, SCHEDULES_OF_STAGES, "leave it out"
-    yield partitions < 2, "parallel.partitions", partitions, "must be 2 or more for schedule=placed", ""
+    yield (
+        partitions < 2,
+        "parallel.partitions",
+        partitions,
+        "must be 2 or more for schedule=placed",
+        "",
+    )
 
 
 def _machine_checks(spec: RunSpec) -> Iterator[Check]:
     """Yield what the straggler and the input load need, which only an emulated or simulated machine has, and links."""
-    machine, slow = spec.machine, spec.machine.slow_rank
+    machine = spec.machine
+    slow = spec.machine.slow_rank
     for key, value, default in (
         ("machine.slow_rank", slow, None),
         ("machine.slowdown", machine.slowdown, 1.0),
         ("cost.input_load", spec.cost.input_load, 0.0),
     ):
-        problem = f"is for a machine without devices, and machine.kind={machine.kind} has its own times"
+        problem = (
+            f"is for a machine without devices, and machine.kind={machine.kind} has its own times"
+        )
         is_wrong = value != default and machine.kind not in PREDICTED
         yield is_wrong, key, value, problem, "use machine=emulated or machine=simulated"
     transport = machine.transport
     by_groups = transport in ORDERED_TRANSPORTS
     problem = "is for ranks with devices, and emulated messages are MPI's"
-    yield by_groups and machine.kind == "emulated", "machine.transport", transport, problem, "leave it out"
+    yield (
+        by_groups and machine.kind == "emulated",
+        "machine.transport",
+        transport,
+        problem,
+        "leave it out",
+    )
     without_gpu = transport == NCCL and machine.device == "cpu"
-    yield without_gpu, "machine.transport", transport, "needs GPUs, and machine.device=cpu has none", "use mpi or gloo"
+    yield (
+        without_gpu,
+        "machine.transport",
+        transport,
+        "needs GPUs, and machine.device=cpu has none",
+        "use mpi or gloo",
+    )
     slowdown = machine.slowdown
     needs = "needs machine.slow_rank, the rank that is slow"
     yield slow is None and slowdown != 1, "machine.slowdown", slowdown, needs, ""
@@ -235,23 +439,30 @@ def _check_metrics(spec: RunSpec) -> None:
         key = f"metrics.{name}"
         if not isinstance(options, dict):
             raise ConfigError(
-                key, options, "must be a mapping", f"give {key}.target, or metrics=[{', '.join(METRICS)}]"
+                key,
+                options,
+                "must be a mapping",
+                f"give {key}.target, or metrics=[{', '.join(METRICS)}]",
             )
         for option in options:
             if option not in METRIC_KEYS:
                 raise ConfigError(f"{key}.{option}", options[option], one_of(METRIC_KEYS))
         if not options.get("target") and options.get("name", name) not in METRICS:
-            raise ConfigError(key, options.get("name", name), one_of(METRICS), f"or give {key}.target")
+            raise ConfigError(
+                key, options.get("name", name), one_of(METRICS), f"or give {key}.target"
+            )
 
 
 def check_metrics(spec: RunSpec, task: str) -> None:
     """Check the metrics of a run and train.monitor against the task of its data.
 
     Raises:
-        ConfigError: a metric that is none or for another task, or a monitor that validation gives no number of.
+        ConfigError: a metric that is none or for another task, or a monitor that validation gives
+        no number of.
     """
     _check_metrics(spec)
-    figures, own = list(FIGURES_OF_TASK[task]), []
+    figures = list(FIGURES_OF_TASK[task])
+    own = []
     for name, options in spec.metrics.items():
         kind = str(options.get("name", name))
         if options.get("target"):
@@ -265,46 +476,81 @@ def check_metrics(spec: RunSpec, task: str) -> None:
     if monitor is None:
         return
     figure = monitor.removeprefix("validation_")
-    if figure not in figures and not any(figure == name or figure.startswith(f"{name}_") for name in own):
-        more = [name for name, tasks in METRICS.items() if task in tasks and name not in (*TABLES, *figures)]
+    if figure not in figures and not any(
+        figure == name or figure.startswith(f"{name}_") for name in own
+    ):
+        more = [
+            name
+            for name, tasks in METRICS.items()
+            if task in tasks and name not in (*TABLES, *figures)
+        ]
         advice = f"ask for another: metrics=[{','.join(more)}]" if more else "give one of them"
         raise ConfigError("train.monitor", monitor, one_of([*figures, *own]), advice)
 
 
 def _check_train(spec: RunSpec) -> None:
     _check_metrics(spec)
-    train, resume = spec.train, spec.train.resume
+    train = spec.train
+    resume = spec.train.resume
     if train.validate_steps is not None and train.validate_epochs is not None:
-        raise ConfigError("train.validate_epochs", train.validate_epochs, "excludes train.validate_steps", "give one")
+        raise ConfigError(
+            "train.validate_epochs",
+            train.validate_epochs,
+            "excludes train.validate_steps",
+            "give one",
+        )
     every = train.validate_steps or train.validate_epochs
     for key, value in (("train.patience", train.patience), ("train.monitor", train.monitor)):
         if value is not None and not (every or (key == "train.monitor" and train.evaluate)):
-            raise ConfigError(key, value, "needs validations", "give train.validate_steps or train.validate_epochs")
-    if train.patience is not None and train.monitor is None:
-        raise ConfigError("train.patience", train.patience, "needs a metric to judge by", "give train.monitor")
-    if train.initial_checkpoint is not None:
-        weights = ("checkpoint/stage*.pt", "stage*.pt")  # of a run's folder, or of that of the weights
-        is_file = Path(train.initial_checkpoint).suffix in STATE_DICTS and Path(train.initial_checkpoint).is_file()
-        if not is_file and not _has_any("train.initial_checkpoint", train.initial_checkpoint, weights):
             raise ConfigError(
-                "train.initial_checkpoint", train.initial_checkpoint,
-                "holds no checkpoint (stage*.pt)" if os.path.lexists(train.initial_checkpoint) else
-                "no such file or folder",
+                key,
+                value,
+                "needs validations",
+                "give train.validate_steps or train.validate_epochs",
+            )
+    if train.patience is not None and train.monitor is None:
+        raise ConfigError(
+            "train.patience", train.patience, "needs a metric to judge by", "give train.monitor"
+        )
+    if train.initial_checkpoint is not None:
+        weights = (
+            "checkpoint/stage*.pt",
+            "stage*.pt",
+        )  # of a run's folder, or of that of the weights
+        is_file = (
+            Path(train.initial_checkpoint).suffix in STATE_DICTS
+            and Path(train.initial_checkpoint).is_file()
+        )
+        if not is_file and not _has_any(
+            "train.initial_checkpoint", train.initial_checkpoint, weights
+        ):
+            raise ConfigError(
+                "train.initial_checkpoint",
+                train.initial_checkpoint,
+                (
+                    "holds no checkpoint (stage*.pt)"
+                    if os.path.lexists(train.initial_checkpoint)
+                    else "no such file or folder"
+                ),
                 f"give a finished run's folder, or a state dict ({', '.join(STATE_DICTS)})",
-            )  # fmt: skip
+            )
     manifests = ("checkpoints/step*/manifest.json", "step*/manifest.json", "manifest.json")
     if resume in (RESUME_AUTO, RESUME_NEVER, RESUME_FORCE):
         return
     if not _has_any("train.resume", resume, manifests):
         raise ConfigError(
-            "train.resume", resume, "is neither auto nor never, nor a folder with a checkpoint (manifest.json)",
+            "train.resume",
+            resume,
+            "is neither auto nor never, nor a folder with a checkpoint (manifest.json)",
             "give the folder of a run that saved its state, or of one checkpoint",
-        )  # fmt: skip
+        )
     check_schema("train.resume", resume, Path(resume))
 
 
 def _has_any(key: str, folder: str, patterns: tuple[str, ...]) -> bool:
     try:
-        return Path(folder).is_dir() and any(True for pattern in patterns for _ in Path(folder).glob(pattern))
+        return Path(folder).is_dir() and any(
+            True for pattern in patterns for _ in Path(folder).glob(pattern)
+        )
     except OSError as error:
         raise ConfigError(key, folder, f"cannot be read ({error.strerror})") from error

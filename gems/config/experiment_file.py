@@ -17,7 +17,10 @@ LEFT_OUT = ("runs_dir", "cache_dir", "cluster", "name")
 
 
 def experiment_text(spec: RunSpec, base: RunSpec, name: str, comments: Sequence[str]) -> str:
-    """Return the text of an experiment that composes to a resolved run; `base` is what composes without it."""
+    """Return the text of an experiment that composes to a resolved run.
+
+    `base` is what composes without it.
+    """
     values = {"name": name, **_differing(spec.to_dict(), base.to_dict(), LEFT_OUT)}
     cluster = spec.cluster.name
     if cluster != base.cluster.name and cluster in options_of("cluster"):
@@ -35,9 +38,11 @@ def check_experiment(path: Path) -> None:
     """
     if path.suffix != ".yaml" or not path.parent.is_dir():
         raise ConfigError(
-            "--write", path, "must be a file NAME.yaml in an existing folder",
-            "conf/experiment/NAME.yaml for make submit CONF=NAME"
-        )  # fmt: skip
+            "--write",
+            path,
+            "must be a file NAME.yaml in an existing folder",
+            "conf/experiment/NAME.yaml for make submit CONF=NAME",
+        )
 
 
 def write_experiment(path: Path, text: str) -> None:
@@ -52,12 +57,16 @@ def write_experiment(path: Path, text: str) -> None:
         raise ConfigError("--write", path, f"cannot be written ({error.strerror})") from error
 
 
-def _differing(values: Mapping[str, Any], base: Mapping[str, Any], left_out: Sequence[str] = ()) -> dict[str, Any]:
+def _differing(
+    values: Mapping[str, Any], base: Mapping[str, Any], left_out: Sequence[str] = ()
+) -> dict[str, Any]:
     found = {}
     for key, value in values.items():
         if key in left_out or value == base[key]:
             continue
         # a mapping with keys of the user's own is written whole
-        is_section = isinstance(value, Mapping) and isinstance(base[key], Mapping) and key != "kwargs"
+        is_section = (
+            isinstance(value, Mapping) and isinstance(base[key], Mapping) and key != "kwargs"
+        )
         found[key] = _differing(value, base[key]) if is_section else value
     return found

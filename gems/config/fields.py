@@ -1,4 +1,7 @@
-"""Fields of the configuration: declarations of what each may hold and what it is for, and checks by them."""
+"""Fields of the configuration.
+
+Declarations of what each may hold and what it is for, and checks by them.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,18 @@ from gems.errors import ConfigError, nearest, one_of
 T = TypeVar("T")
 MAX_INT = 2**63 - 1
 # Products and quotients of a few numbers between these two stay finite.
-MIN_REAL, MAX_REAL = 1e-30, 1e30
-_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list",
-dict: "a mapping"}  # fmt: skip
-# Keys and values with new names. Old ones are read from a run.yaml, and taken as overrides with one line of warning.
+MIN_REAL = 1e-30
+MAX_REAL = 1e30
+_KINDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    list: "a list",
+    dict: "a mapping",
+}
+# Keys and values with new names. Old ones are read from a run.yaml, and taken as overrides with one
+# line of warning.
 RENAMED = {
     "cluster.ask_above_gpu_hours": "cluster.confirm_above_gpu_hours",
     "cluster.no_mem": "cluster.supports_mem_option",
@@ -49,8 +60,9 @@ INVERTED = ("cluster.no_mem",)  # true of the old key is false of the new one
 class Rule:
     """What a field may hold, or each entry of a list.
 
-    `choices` may be a function, so that a registry is asked when a value is checked. `accepts` judges a text, and
-    `form` describes the texts that it accepts. A field with `in_run_id=False` changes no result of a run.
+    `choices` may be a function, so that a registry is asked when a value is checked. `accepts`
+    judges a text, and `form` describes the texts that it accepts. A field with `in_run_id=False`
+    changes no result of a run.
     """
 
     help: str = ""
@@ -69,7 +81,11 @@ class Rule:
             return one_of(self.choices())
         if kind not in (int, float):
             return self.form
-        return self._lower if self.max == math.inf else f"{self._lower.removesuffix(' or more')} to {_plain(self.max)}"
+        return (
+            self._lower
+            if self.max == math.inf
+            else f"{self._lower.removesuffix(' or more')} to {_plain(self.max)}"
+        )
 
     @property
     def _lower(self) -> str:
@@ -86,7 +102,10 @@ class Rule:
             if value not in valid:
                 shown = key if key == "data.name" else key.removesuffix(".name")
                 raise ConfigError(
-                    shown, value, one_of(valid), f"{self.help}; did you mean {nearest(value, valid, 1)[0]}?"
+                    shown,
+                    value,
+                    one_of(valid),
+                    f"{self.help}; did you mean {nearest(value, valid, 1)[0]}?",
                 )
         elif isinstance(value, str):
             try:
@@ -99,13 +118,26 @@ class Rule:
                 raise ConfigError(key, repr(value), self.form, self.help)
         elif isinstance(value, int | float) and not isinstance(value, bool):
             is_real = isinstance(value, float)
-            is_finite = not is_real or math.isfinite(value)  # isfinite refuses whole numbers that no float holds
-            if not is_finite or value < self.min or (self.above is not None and value <= self.above):
-                raise ConfigError(key, value, f"must be {self._lower}{' and finite' if is_real else ''}", self.help)
+            is_finite = not is_real or math.isfinite(
+                value
+            )  # isfinite refuses whole numbers that no float holds
+            if (
+                not is_finite
+                or value < self.min
+                or (self.above is not None and value <= self.above)
+            ):
+                raise ConfigError(
+                    key,
+                    value,
+                    f"must be {self._lower}{' and finite' if is_real else ''}",
+                    self.help,
+                )
             if value > (most := min(self.max, MAX_REAL if is_real else MAX_INT)):
                 raise ConfigError(key, value, f"must be at most {_plain(most)}", self.help)
             if is_real and 0 < value < MIN_REAL:
-                raise ConfigError(key, value, f"must be 0 or from {MIN_REAL:g} to {MAX_REAL:g}", self.help)
+                raise ConfigError(
+                    key, value, f"must be 0 or from {MIN_REAL:g} to {MAX_REAL:g}", self.help
+                )
 
 
 def _plain(number: float) -> str:
@@ -119,24 +151,47 @@ def _field(default: Any, rule: Rule) -> Any:
 
 
 def number(
-    default: T, help: str, *, min: float = 0, max: float = math.inf, above: float | None = None,
-    needs_entries: bool = False, in_run_id: bool = True,
-) -> T:  # fmt: skip
+    default: T,
+    help: str,
+    *,
+    min: float = 0,
+    max: float = math.inf,
+    above: float | None = None,
+    needs_entries: bool = False,
+    in_run_id: bool = True,
+) -> T:
     """Declare a number or a list of numbers from `min` (or above `above`) to `max`."""
     rule = Rule(help, min, max, above, needs_entries=needs_entries, in_run_id=in_run_id)
     return cast(T, _field(default, rule))
 
 
-def choice(default: T, choices: Callable[[], Iterable[str]] | Iterable[str], help: str, *, in_run_id: bool = True) -> T:
-    """Declare a text, or a list of texts, that is one of `choices`; a function is asked at each check."""
+def choice(
+    default: T,
+    choices: Callable[[], Iterable[str]] | Iterable[str],
+    help: str,
+    *,
+    in_run_id: bool = True,
+) -> T:
+    """Declare a text, or a list of texts, that is one of `choices`.
+
+    A function is asked at each check.
+    """
     valid = choices if callable(choices) else lambda: choices
     return cast(T, _field(default, Rule(help, choices=valid, in_run_id=in_run_id)))
 
 
 def text(
-    default: T, help: str, *, accepts: Callable[[str], object] | None = None, form: str = "", in_run_id: bool = True
+    default: T,
+    help: str,
+    *,
+    accepts: Callable[[str], object] | None = None,
+    form: str = "",
+    in_run_id: bool = True,
 ) -> T:
-    """Declare a text, list or mapping whose texts `accepts` takes; `form` describes them ("must be ...")."""
+    """Declare a text, list or mapping whose texts `accepts` takes.
+
+    `form` describes them ("must be ...").
+    """
     return cast(T, _field(default, Rule(help, accepts=accepts, form=form, in_run_id=in_run_id)))
 
 
@@ -147,7 +202,10 @@ def flag(default: T, help: str, *, in_run_id: bool = True) -> T:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key of the configuration: its dotted name, the type of its values without None, its default and its rule."""
+    """One key of the configuration.
+
+    Its dotted name, the type of its values without None, its default and its rule.
+    """
 
     name: str
     kind: Any
@@ -173,7 +231,9 @@ def keys(schema: type, prefix: str = "") -> tuple[Key, ...]:
             continue
         default = field.default_factory() if field.default_factory is not MISSING else field.default
         bare = _without_none(kind)
-        found.append(Key(f"{prefix}{field.name}", bare, bare is not kind, default, field.metadata["rule"]))
+        found.append(
+            Key(f"{prefix}{field.name}", bare, bare is not kind, default, field.metadata["rule"])
+        )
     return tuple(found)
 
 
@@ -193,7 +253,12 @@ def check_fields(config: Any, prefix: str = "", types_only: bool = False) -> Non
     hints = type_hints(schema)
     for field in fields(config):
         rule = field.metadata.get("rule", Rule())
-        _check(f"{prefix}{field.name}", getattr(config, field.name), hints[field.name], None if types_only else rule)
+        _check(
+            f"{prefix}{field.name}",
+            getattr(config, field.name),
+            hints[field.name],
+            None if types_only else rule,
+        )
 
 
 def _check(key: str, value: Any, kind: Any, rule: Rule | None) -> None:
@@ -242,7 +307,8 @@ def build(schema: type[T], values: Any, key: str = "") -> T:
 def _build(schema: type[T], values: Any, key: str) -> T:
     if not isinstance(values, Mapping):
         raise ConfigError(key, values, "must be a mapping of keys to values")
-    hints, prefix = type_hints(cast(Any, schema)), f"{key}." if key else ""
+    hints = type_hints(cast(Any, schema))
+    prefix = f"{key}." if key else ""
     made = {}
     for name, value in values.items():
         if name not in hints:
@@ -251,7 +317,10 @@ def _build(schema: type[T], values: Any, key: str) -> T:
         if is_dataclass(hints[name]):
             value = _build(cast(Any, hints[name]), value, f"{prefix}{name}")
         elif isinstance(value, list) and entry and is_dataclass(entry[0]):
-            value = [_build(cast(Any, entry[0]), row, f"{prefix}{name}[{index}]") for index, row in enumerate(value)]
+            value = [
+                _build(cast(Any, entry[0]), row, f"{prefix}{name}[{index}]")
+                for index, row in enumerate(value)
+            ]
         made[name] = value
     return schema(**made)
 
@@ -263,13 +332,19 @@ def renamed_error(key: str, value: object) -> ConfigError | None:
     if key not in RENAMED:
         return None
     return ConfigError(
-        key, value, f"is now called {RENAMED[key]}", "true and false are swapped" if key in INVERTED else ""
+        key,
+        value,
+        f"is now called {RENAMED[key]}",
+        "true and false are swapped" if key in INVERTED else "",
     )
 
 
 def with_new_names(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return a run.yaml as a mapping of sections, with old keys and values under their new names."""
-    found = {name: dict(value) if isinstance(value, Mapping) else value for name, value in document.items()}
+    found = {
+        name: dict(value) if isinstance(value, Mapping) else value
+        for name, value in document.items()
+    }
     for (key, old_value), value in VALUES.items():
         section, _, name = key.partition(".")
         if isinstance(found.get(section), dict) and found[section].get(name) == old_value:

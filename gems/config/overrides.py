@@ -34,7 +34,8 @@ IN_CONF = "(in conf/)"
 # What OmegaConf says of a value of another type, and the type that the key has.
 WRONG_KIND = re.compile(r"could not be converted to (Integer|Float)|is not a valid (bool)")
 KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
-FILE, PACKAGE = "file://", "pkg://"
+FILE = "file://"
+PACKAGE = "pkg://"
 # Mappings whose keys are the user's own.
 FREE = re.compile(r"(cluster\.(environment|sbatch)|metrics|\w+\.(\w+_)?kwargs|data\.class_map)\.")
 KWARGS = re.compile(r"metrics\.|(\w+\.(\w+_)?kwargs|data\.class_map)[.=]")
@@ -42,8 +43,12 @@ _log = logging.getLogger(__name__)
 
 
 def rewritten(words: Sequence[str]) -> list[str]:
-    """Return overrides as Hydra takes them: sizes in bytes, keys that may be added, this machine's preset."""
-    words, auto = [hydra_word(word) for word in words], f"{CLUSTER}={AUTO}"
+    """Return overrides as Hydra takes them.
+
+    Sizes in bytes, keys that may be added, this machine's preset.
+    """
+    words = [hydra_word(word) for word in words]
+    auto = f"{CLUSTER}={AUTO}"
     chosen = [word for word in words if word.startswith(f"{CLUSTER}=")]
     if not chosen or chosen[-1] != auto:
         return [word for word in words if word != auto]
@@ -54,9 +59,10 @@ def rewritten(words: Sequence[str]) -> list[str]:
 def hydra_word(override: str) -> str:
     """Return an override as Hydra takes it.
 
-    The key of a keyword argument of the user's own may be new and gets a ++. A size or a time becomes a plain number:
-    machine.device_bytes=16GB is 16000000000, cluster.minutes=1h is 60. Hydra's `_target_` is our `target`. An old key
-    is taken under its new name, with one line of warning.
+    The key of a keyword argument of the user's own may be new and gets a ++. A size or a time
+    becomes a plain number: machine.device_bytes=16GB is 16000000000, cluster.minutes=1h is 60.
+    Hydra's `_target_` is our `target`. An old key is taken under its new name, with one line of
+    warning.
     """
     given, equals, value = override.partition("=")
     key, value = renamed_word(given.replace("._target_", ".target"), value)
@@ -70,13 +76,18 @@ def hydra_word(override: str) -> str:
 
 def config_folders(words: Sequence[str]) -> list[Path]:
     """Return the folders of options: ours, and those of the user in hydra.searchpath."""
-    return [CONF, *search_path(parsed([word for word in words if word.startswith("hydra.searchpath=")]))]
+    return [
+        CONF,
+        *search_path(parsed([word for word in words if word.startswith("hydra.searchpath=")])),
+    ]
 
 
 def with_target_files(words: Sequence[str]) -> list[str]:
     """Return overrides for Hydra, which then takes `_target_` in the files of the user's folders."""
     schemes = FILE, f"{SCHEME}://"
-    return [word.replace(*schemes) if word.startswith("hydra.searchpath=") else word for word in words]
+    return [
+        word.replace(*schemes) if word.startswith("hydra.searchpath=") else word for word in words
+    ]
 
 
 def options_of(group: str, folders: Sequence[Path] = (CONF,)) -> list[str]:
@@ -86,16 +97,26 @@ def options_of(group: str, folders: Sequence[Path] = (CONF,)) -> list[str]:
 
 
 def registered_options(group: str) -> Iterable[str]:
-    """Return the names that a group takes without a file: those of its registry, or the choices of its field `name`."""
+    """Return the names that a group takes without a file.
+
+    Those of its registry, or the choices of its field `name`.
+    """
     return REGISTERED[group]() if group in REGISTERED else ()
 
 
 REGISTERED: dict[str, Callable[[], Iterable[str]]] = {
-    "schedule": lambda: (*FAMILIES, FROM_FILE, PLACED), "memory": lambda: POLICIES, "partition": lambda: METHODS,
-    "data": lambda: DATASETS, "model": lambda: MODELS, "profile": lambda: PROFILES, "cost": lambda: COSTS,
-    "loss": lambda: (AUTO_LOSS, *LOSSES), "optimizer": lambda: OPTIMIZERS, "lr_scheduler": lambda: LR_SCHEDULERS,
+    "schedule": lambda: (*FAMILIES, FROM_FILE, PLACED),
+    "memory": lambda: POLICIES,
+    "partition": lambda: METHODS,
+    "data": lambda: DATASETS,
+    "model": lambda: MODELS,
+    "profile": lambda: PROFILES,
+    "cost": lambda: COSTS,
+    "loss": lambda: (AUTO_LOSS, *LOSSES),
+    "optimizer": lambda: OPTIMIZERS,
+    "lr_scheduler": lambda: LR_SCHEDULERS,
     "metrics": lambda: METRICS,
-}  # fmt: skip
+}
 
 
 def import_plugins(given: Sequence[Override]) -> None:
@@ -107,14 +128,19 @@ def import_plugins(given: Sequence[Override]) -> None:
     values = {str(override.key_or_group): override.value() for override in given}
     named = values.get("plugins") or []
     if not isinstance(named, list):
-        raise ConfigError("plugins", named, "must be a list of modules, as in plugins=[my_schedules]")
+        raise ConfigError(
+            "plugins", named, "must be a list of modules, as in plugins=[my_schedules]"
+        )
     names = [str(name) for name in named]
     folder = values.get("plugins_dir")
     load_plugins(names, str(folder) if folder else plugin_folder(names))
 
 
 def valid_keys(folders: Sequence[Path] = (CONF,)) -> Iterator[str]:
-    """Yield every key that an override may name: groups in `folders`, and fields of the schema with their dots."""
+    """Yield every key that an override may name.
+
+    Groups in `folders`, and fields of the schema with their dots.
+    """
     files = (path for folder in folders for path in folder.glob("*/*.yaml"))
     yield from sorted({*REGISTERED, *(path.parent.name for path in files)})
     yield from (key.name for key in keys(RunSpec))
@@ -142,13 +168,18 @@ def parsed(overrides: Sequence[str]) -> list[Override]:
     """
     found: list[Override] = []
     for text in overrides:
-        if any("\ud800" <= char <= "\udfff" for char in text):  # the command line's bytes are not UTF-8
+        if any(
+            "\ud800" <= char <= "\udfff" for char in text
+        ):  # the command line's bytes are not UTF-8
             raise ConfigError("override", ascii(text), "is no text in UTF-8")
         try:
             found += _parsed(text)
         except HydraException as error:
             raise ConfigError(
-                "override", text, "not of the form key=value", "quote special characters: 'key=\"a b\"'"
+                "override",
+                text,
+                "not of the form key=value",
+                "quote special characters: 'key=\"a b\"'",
             ) from error
     return found
 
@@ -168,7 +199,9 @@ def search_path(given: Sequence[Override]) -> Iterator[Path]:
             if str(entry).startswith(PACKAGE):
                 package = None
                 with contextlib.suppress(ImportError, ValueError, AttributeError):
-                    package = importlib.util.find_spec(str(entry).removeprefix(PACKAGE).replace("/", "."))
+                    package = importlib.util.find_spec(
+                        str(entry).removeprefix(PACKAGE).replace("/", ".")
+                    )
                 if package is None:
                     raise ConfigError("hydra.searchpath", entry, "is no package of Python's")
             elif path.is_dir():
@@ -184,14 +217,18 @@ def _check_override(override: Override, valid: Sequence[str], folders: Sequence[
         return
     if key == "study":
         value = override.get_value_element_as_str()
-        raise ConfigError(key, value, "names many runs, and this is one", f"gems-jobs study study={value}")
+        raise ConfigError(
+            key, value, "names many runs, and this is one", f"gems-jobs study study={value}"
+        )
     if override.is_delete():
         raise ConfigError(f"~{key}", "", "a key cannot be taken away", f"set it instead: {key}=...")
     if (error := renamed_error(key, str(override.input_line).partition("=")[2])) is not None:
         raise error
     if key not in valid and not FREE.match(key):
         raise ConfigError(
-            key, override.get_value_element_as_str(), "unknown key; nearest: " + ", ".join(nearest(key, valid))
+            key,
+            override.get_value_element_as_str(),
+            "unknown key; nearest: " + ", ".join(nearest(key, valid)),
         )
     options = options_of(key, folders) + ([AUTO] if key == CLUSTER else [])
     if options and override.value() == []:
@@ -199,7 +236,9 @@ def _check_override(override: Override, valid: Sequence[str], folders: Sequence[
     for option in _options_in(override) if options else ():
         if option not in options:
             shown = "null" if option is None else str(option)
-            raise ConfigError(key, shown, one_of(options), f"nearest: {nearest(shown, options, 1)[0]}")
+            raise ConfigError(
+                key, shown, one_of(options), f"nearest: {nearest(shown, options, 1)[0]}"
+            )
 
 
 def _options_in(override: Override) -> list[object]:
@@ -225,7 +264,9 @@ def translate(error: Exception, words: Sequence[str]) -> ConfigError:
     key = named[1] if named else "configuration"
     if not named and "interpolation" in first:
         # OmegaConf cannot name the key of a recursion that reaches Python's limit before its own
-        key = next((word.partition("=")[0].lstrip("+") for word in reversed(words) if "${" in word), key)
+        key = next(
+            (word.partition("=")[0].lstrip("+") for word in reversed(words) if "${" in word), key
+        )
     given = [word.partition("=")[2] for word in words if word.partition("=")[0].lstrip("+") == key]
     wrong = re.search(r"Value '(.*?)' of type", first)
     value = wrong[1] if wrong else given[-1] if given else IN_CONF
@@ -234,7 +275,9 @@ def translate(error: Exception, words: Sequence[str]) -> ConfigError:
             return renamed
         if FREE.match(key):
             return ConfigError(key, value, "is not there yet", f"add it with a plus: +{key}=...")
-        return ConfigError(key, value, "unknown key; nearest: " + ", ".join(nearest(key, valid_keys())))
+        return ConfigError(
+            key, value, "unknown key; nearest: " + ", ".join(nearest(key, valid_keys()))
+        )
     if (kind := WRONG_KIND.search(first)) is not None:
         name = next((word for text, word in KINDS.items() if text in kind[0]), "")
         return ConfigError(key, value, f"must be {name}{forms(key)}")

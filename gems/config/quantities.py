@@ -6,7 +6,16 @@ import re
 
 SIZES = ("_bytes", "_bytes_per_s")
 MINUTES = "minutes"
-_UNITS = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_UNITS = {
+    "k": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+    "Ki": 2**10,
+    "Mi": 2**20,
+    "Gi": 2**30,
+    "Ti": 2**40,
+}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([kMGT]|[KMGT]i)B(?:/s)?")
 _SECONDS = {"d": 86400, "h": 3600, "min": 60, "m": 60, "s": 1}
 _TIME = re.compile(r"(?:\d+(?:\.\d+)?(?:d|h|min|m|s))+")
@@ -27,7 +36,10 @@ def is_time(key: str) -> bool:
 
 
 def plain_number(key: str, text: str) -> str:
-    """Return a size in bytes, or a time in the key's unit, without its unit; any other text as it is."""
+    """Return a size in bytes, or a time in the key's unit, without its unit.
+
+    Any other text as it is.
+    """
     if is_size(key) and (size := _SIZE.fullmatch(text)) is not None:
         return str(round(float(size[1]) * _UNITS[size[2]]))
     seconds = _seconds(text) if is_time(key) else None

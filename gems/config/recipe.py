@@ -1,7 +1,8 @@
 """The recipe of a training: loss, optimizer, learning-rate scheduler and metrics, by name or as targets of the user's.
 
-A name stands for a class of torch or of this toolkit. `target` names one of the user's own instead, as Hydra's
-`_target_`: package.module.Class, found in `path` or on Python's path, called with `kwargs`.
+A name stands for a class of torch or of this toolkit. `target` names one of the user's own instead,
+as Hydra's `_target_`: package.module.Class, found in `path` or on Python's path, called with
+`kwargs`.
 """
 
 from __future__ import annotations
@@ -63,14 +64,21 @@ LOGGERS = ("tensorboard", "wandb", "mlflow")
 
 @dataclass(slots=True)
 class LossConfig:
-    """The loss of a micro-batch. A mean is taken over everything in the step, whatever the micro-batches are."""
+    """The loss of a micro-batch.
+
+    A mean is taken over everything in the step, whatever the micro-batches are.
+    """
 
     name: str = choice(AUTO, (AUTO, *LOSSES), "loss; auto: that of data.task")
     target: str | None = text(None, "a loss of your own, as package.module.Class or a function")
-    kwargs: dict[str, Any] = text({}, "keyword arguments of the loss, such as label_smoothing or weight")
+    kwargs: dict[str, Any] = text(
+        {}, "keyword arguments of the loss, such as label_smoothing or weight"
+    )
     path: str | None = text(None, "folder that holds the package of loss.target")
     output: str | None = text(
-        None, "part of the model's output that the loss takes, a key or an index; null: all of it, or its only tensor"
+        None,
+        "part of the model's output that the loss takes, a key or an index; null: all of it, or its"
+        " only tensor",
     )
 
 
@@ -86,8 +94,12 @@ class OptimizerConfig:
     kwargs: dict[str, Any] = text({}, "more keyword arguments of the optimizer, such as betas")
     path: str | None = text(None, "folder that holds the package of optimizer.target")
     decay_norms_and_biases: bool = flag(True, "decay the weights of norms and biases too")
-    layer_decay: float = number(1.0, "factor of the learning rate from each layer to the one before it", above=0, max=1)
-    frozen: list[str] = text([], "layers or parameters that are not trained, by patterns as in layer1.* or *.bias")
+    layer_decay: float = number(
+        1.0, "factor of the learning rate from each layer to the one before it", above=0, max=1
+    )
+    frozen: list[str] = text(
+        [], "layers or parameters that are not trained, by patterns as in layer1.* or *.bias"
+    )
 
     @property
     def num_states(self) -> int:
@@ -100,12 +112,22 @@ class LrSchedulerConfig:
     """How the learning rate changes, after a linear warm-up."""
 
     name: str = choice("constant", LR_SCHEDULERS, "scheduler of the learning rate")
-    target: str | None = text(None, "a scheduler of your own, as package.module.Class, called with the optimizer")
-    kwargs: dict[str, Any] = text({}, "keyword arguments of the scheduler; what is left out and known is filled in")
+    target: str | None = text(
+        None, "a scheduler of your own, as package.module.Class, called with the optimizer"
+    )
+    kwargs: dict[str, Any] = text(
+        {}, "keyword arguments of the scheduler; what is left out and known is filled in"
+    )
     path: str | None = text(None, "folder that holds the package of lr_scheduler.target")
-    interval: str = choice("step", INTERVALS, "when the scheduler advances: after each step or each epoch")
-    warmup_steps: int = number(0, "first steps, in which the learning rate rises linearly", max=MAX_STEPS)
-    warmup_start: float = number(0.01, "share of the learning rate at which the warm-up begins", above=0, max=1)
+    interval: str = choice(
+        "step", INTERVALS, "when the scheduler advances: after each step or each epoch"
+    )
+    warmup_steps: int = number(
+        0, "first steps, in which the learning rate rises linearly", max=MAX_STEPS
+    )
+    warmup_start: float = number(
+        0.01, "share of the learning rate at which the warm-up begins", above=0, max=1
+    )
 
 
 @dataclass(slots=True)

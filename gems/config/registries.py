@@ -1,7 +1,9 @@
-"""What a configuration may choose by name: registries whose entries belong to the folders above this one.
+"""What a configuration may choose by name.
 
-They are here so that a name can be checked where the configuration is composed, with no import of who registers it.
-Each folder gives its registry the type of its entries: `gems.models.MODELS`, `gems.data.DATASETS`, ...
+Registries whose entries belong to the folders above this one.
+They are here so that a name can be checked where the configuration is composed, with no import of
+who registers it. Each folder gives its registry the type of its entries: `gems.models.MODELS`,
+`gems.data.DATASETS`, ...
 """
 
 from __future__ import annotations

@@ -19,9 +19,18 @@ from gems.utils.targets import locate
 
 # Fields of `cost` that a profile fills: what is measured is no part of what the user asked for.
 PROFILED = (
-    "forward", "input_grad", "weight_grad", "recompute", "times", "activations", "unit_s", "activation_bytes",
-    "boundary_bytes", "param_bytes", "stages",
-)  # fmt: skip
+    "forward",
+    "input_grad",
+    "weight_grad",
+    "recompute",
+    "times",
+    "activations",
+    "unit_s",
+    "activation_bytes",
+    "boundary_bytes",
+    "param_bytes",
+    "stages",
+)
 
 
 def resolve(spec: RunSpec) -> RunSpec:
@@ -48,11 +57,20 @@ def _resolve_targets(spec: RunSpec) -> RunSpec:
     for section in ("loss", "optimizer", "lr_scheduler"):
         config = getattr(spec, section)
         if config.target is not None:
-            changed[section] = replace(config, path=locate(f"{section}.target", config.target, config.path)[1])
+            changed[section] = replace(
+                config, path=locate(f"{section}.target", config.target, config.path)[1]
+            )
     metrics = {
-        name: {**options, "path": locate(f"metrics.{name}.target", str(options["target"]), options.get("path"))[1]}
-        if isinstance(options, dict) and options.get("target")
-        else options
+        name: (
+            {
+                **options,
+                "path": locate(
+                    f"metrics.{name}.target", str(options["target"]), options.get("path")
+                )[1],
+            }
+            if isinstance(options, dict) and options.get("target")
+            else options
+        )
         for name, options in spec.metrics.items()
     }
     return replace(spec, metrics=metrics, **changed)
@@ -67,8 +85,8 @@ def global_batch(spec: RunSpec) -> int:
 def run_id(spec: RunSpec) -> str:
     """Return 8 hexadecimal digits of the values of a resolved run that differ from the schema's defaults.
 
-    Fields with `in_run_id=False` are left out, and so is all that a profile fills. A key that a later version adds
-    changes no ID as long as it has its default.
+    Fields with `in_run_id=False` are left out, and so is all that a profile fills. A key that a
+    later version adds changes no ID as long as it has its default.
     """
     values = {}
     for key in keys(RunSpec):
@@ -85,21 +103,29 @@ def run_id(spec: RunSpec) -> str:
 
 def resolve_counts(spec: RunSpec) -> ParallelConfig:
     """Derive replications, parts and micro-batches, their product, from those given (GEMS: 2 replications or more)."""
-    parallel, family = spec.parallel, FAMILIES.get(spec.schedule.name)
+    parallel = spec.parallel
+    family = FAMILIES.get(spec.schedule.name)
     is_gems = family is not None and family.has_runs
-    total, runs, parts = parallel.micro_batches, parallel.replications, parallel.parts
+    total = parallel.micro_batches
+    runs = parallel.replications
+    parts = parallel.parts
     if spec.schedule.name == "gems_mast":
         if runs not in (None, 2):
             raise ConfigError(
-                "parallel.replications", runs, "must be 2 for gems_mast", "use schedule=gems_master for more"
+                "parallel.replications",
+                runs,
+                "must be 2 for gems_mast",
+                "use schedule=gems_master for more",
             )
         runs = 2
     if total is not None:
         if is_gems and total % 2:
             raise ConfigError(
-                "parallel.micro_batches", total, f"must be even for {spec.schedule.name}: half run in each direction",
+                "parallel.micro_batches",
+                total,
+                f"must be even for {spec.schedule.name}: half run in each direction",
                 f"use {total - 1} or {total + 1}" if total > 1 else "use 2",
-            )  # fmt: skip
+            )
         if runs is None:
             parts = parts or 1
             runs = total // parts
@@ -107,18 +133,22 @@ def resolve_counts(spec: RunSpec) -> ParallelConfig:
             parts = total // runs
         if runs * parts != total:
             raise ConfigError(
-                "parallel.micro_batches", total, f"must be replications x parts = {runs} x {parts}",
+                "parallel.micro_batches",
+                total,
+                f"must be replications x parts = {runs} x {parts}",
                 "give two of the three, or numbers that agree",
-            )  # fmt: skip
+            )
     else:
         runs = runs or (2 if is_gems else 1)
         parts = parts or (1 if is_gems else max(2, 2 * parallel.partitions))
         total = runs * parts
     if is_gems and runs % 2:
         raise ConfigError(
-            "parallel.replications", runs, f"must be even for {spec.schedule.name}: the two directions take turns",
+            "parallel.replications",
+            runs,
+            f"must be even for {spec.schedule.name}: the two directions take turns",
             f"use {runs + 1}, or change parallel.micro_batches or parallel.parts",
-        )  # fmt: skip
+        )
     return replace(parallel, micro_batches=total, replications=runs, parts=parts)
 
 
@@ -131,14 +161,18 @@ def check_gpus(spec: RunSpec) -> None:
     parallel = spec.parallel
     if parallel.gpus not in (None, spec.world_size):
         raise ConfigError(
-            "parallel.gpus", parallel.gpus,
-            f"must be partitions x replicas = {parallel.partitions} x {parallel.replicas} for a run",
+            "parallel.gpus",
+            parallel.gpus,
+            f"must be partitions x replicas = {parallel.partitions} x {parallel.replicas} for"
+            " a run",
             "let `gems plan` choose both, or leave it out",
-        )  # fmt: skip
+        )
 
 
 def check_batch(spec: RunSpec) -> None:
-    """Check that the data has the samples of one step of a resolved run; only a real machine reads them.
+    """Check that the data has the samples of one step of a resolved run.
+
+    Only a real machine reads them.
 
     Raises:
         ConfigError: it has fewer.
@@ -149,10 +183,11 @@ def check_batch(spec: RunSpec) -> None:
     counts_itself = data.target is not None or DATASETS[data.name].counts_itself
     if global_batch(spec) > data.train_samples and not counts_itself:
         raise ConfigError(
-            "data.train_samples", data.train_samples,
+            "data.train_samples",
+            data.train_samples,
             f"must be {global_batch(spec)} or more, the samples of one step",
             "use more samples, or fewer micro-batches or replicas",
-        )  # fmt: skip
+        )
 
 
 def _resolve_nodes(spec: RunSpec) -> RunSpec:
@@ -162,15 +197,22 @@ def _resolve_nodes(spec: RunSpec) -> RunSpec:
         per_node = max(1, cluster.usable_cpus_per_node // cluster.cpus_per_rank)
     nodes = cluster.nodes
     if nodes is None:
-        nodes = 1 if per_node is None or spec.world_size <= per_node else -(-spec.world_size // per_node)
+        nodes = (
+            1
+            if per_node is None or spec.world_size <= per_node
+            else -(-spec.world_size // per_node)
+        )
     if per_node is None or cluster.ranks_per_node is None:
         per_node = min(per_node or spec.world_size, -(-spec.world_size // nodes))
     if nodes * per_node != spec.world_size:
         raise ConfigError(
-            "cluster.nodes", nodes,
-            f"times {per_node} ranks a node must be the world size, partitions x replicas = {spec.world_size}",
-            "change cluster.nodes, cluster.ranks_per_node, parallel.partitions or parallel.replicas",
-        )  # fmt: skip
+            "cluster.nodes",
+            nodes,
+            f"times {per_node} ranks a node must be the world size, partitions x replicas ="
+            f" {spec.world_size}",
+            "change cluster.nodes, cluster.ranks_per_node, parallel.partitions or"
+            " parallel.replicas",
+        )
     if cluster.gpus_per_node and per_node > cluster.gpus_per_node:
         raise ConfigError(
             "cluster.ranks_per_node",

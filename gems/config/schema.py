@@ -1,7 +1,7 @@
 """The configuration: a dataclass schema that Hydra fills, and the resolved `RunSpec` that ranks read.
 
-A field's default is the toolkit's default; `conf/` only chooses among them. `None` means "derive it":
-`gems.config.resolve` fills every such field, so a `RunSpec` holds none that the engine needs.
+A field's default is the toolkit's default; `conf/` only chooses among them. `None` means "derive
+it": `gems.config.resolve` fills every such field, so a `RunSpec` holds none that the engine needs.
 """
 
 from __future__ import annotations
@@ -40,8 +40,13 @@ MAX_STRIPS = 2**12
 MAX_SIDE = 2**20
 MAX_COUNT = 2**31 - 1
 # Linux's limits, with room for what a run adds to its name and folder.
-MAX_NAME_BYTES, MAX_PART_BYTES, MAX_PATH_BYTES = 200, 255, 3000
-NAME = f"must be a folder's name: printable, at most {MAX_NAME_BYTES} bytes, without '/', not starting with '.'"
+MAX_NAME_BYTES = 200
+MAX_PART_BYTES = 255
+MAX_PATH_BYTES = 3000
+NAME = (
+    f"must be a folder's name: printable, at most {MAX_NAME_BYTES} bytes, without '/', not starting"
+    " with '.'"
+)
 FOLDER = "must be a folder, whose path is not longer than a file system allows"
 
 
@@ -69,25 +74,41 @@ def _is_folder(path: str) -> bool:
 
 @dataclass(slots=True)
 class ModelConfig:
-    """A network by family and size, of which a family reads what it has; or a user's own, by `target`."""
+    """A network by family and size, of which a family reads what it has.
 
-    name: str = text("resnet", "family of the network; of a network of your own, the name of its class")
+    Or a user's own, by `target`.
+    """
+
+    name: str = text(
+        "resnet", "family of the network; of a network of your own, the name of its class"
+    )
     depth: int = number(20, "layers, as the family counts them", min=1, max=MAX_LAYERS)
     version: int = number(1, "which of the two published forms of a ResNet", min=1, max=2)
-    block: str = text("auto", "residual block of a ResNet: basic, bottleneck, or auto, by depth and version")
-    shortcut: str = text("auto", "shortcut of a ResNet: identity, projection, or auto, by block and version")
+    block: str = text(
+        "auto", "residual block of a ResNet: basic, bottleneck, or auto, by depth and version"
+    )
+    shortcut: str = text(
+        "auto", "shortcut of a ResNet: identity, projection, or auto, by block and version"
+    )
     width: int = number(
-        16, "channels of the first convolution, to which the others keep their proportion; of a language model, "
-        "the size of hidden states", min=1, max=MAX_SIDE,
-    )  # fmt: skip
+        16,
+        "channels of the first convolution, to which the others keep their proportion; of a"
+        " language model, the size of hidden states",
+        min=1,
+        max=MAX_SIDE,
+    )
     norm: str = text(
         "batch",
-        "normalization: batch, ghost_batch (by strip), frozen_batch (by running statistics; these of any network), "
-        "group, layer (over channels), none; of a ResNet of version 2 normalizer_free (weights standardized)",
+        "normalization: batch, ghost_batch (by strip), frozen_batch (by running statistics; these"
+        " of any network), group, layer (over channels), none; of a ResNet of version 2"
+        " normalizer_free (weights standardized)",
     )
     dropout: float = number(0.0, "share of values that the classifier drops, below 1", max=1)
     stochastic_depth: float = number(
-        0.0, "share of samples that skip the last residual branch of a ConvNeXt, earlier ones less; below 1", max=1
+        0.0,
+        "share of samples that skip the last residual branch of a ConvNeXt, earlier ones less;"
+        " below 1",
+        max=1,
     )
     auxiliary: bool = flag(False, "add the auxiliary classifier of Inception v3")
     vocabulary: int = number(32000, "tokens that a language model knows", max=MAX_COUNT)
@@ -100,66 +121,121 @@ class ModelConfig:
 class DataConfig:
     """Where samples come from, and their shape: images, or sequences of tokens."""
 
-    name: str = text("synthetic", "source of the samples; of a dataset of your own, the name of its class")
-    task: str | None = choice(None, TASKS, "what the labels of the samples are; null: as the source gives them")
+    name: str = text(
+        "synthetic", "source of the samples; of a dataset of your own, the name of its class"
+    )
+    task: str | None = choice(
+        None, TASKS, "what the labels of the samples are; null: as the source gives them"
+    )
     height_px: int = number(32, "height of an image", min=1, max=MAX_SIDE)
     width_px: int = number(32, "width of an image", min=1, max=MAX_SIDE)
     channels: int = number(3, "channels of an image", min=1, max=MAX_SIDE)
     num_classes: int = number(
-        2, "classes of the labels, values of a label of several (multi_label, regression), or different tokens", min=1,
+        2,
+        "classes of the labels, values of a label of several (multi_label, regression), or"
+        " different tokens",
+        min=1,
         max=MAX_COUNT,
-    )  # fmt: skip
-    ignore_label: int | None = number(None, "value of a mask whose pixels count for nothing, as negative ones do")
+    )
+    ignore_label: int | None = number(
+        None, "value of a mask whose pixels count for nothing, as negative ones do"
+    )
     length: int = number(64, "tokens of a sequence", min=1, max=MAX_SIDE)
-    path: str | None = text(None, "folder or file of the samples, or folder that holds the package of data.target")
+    path: str | None = text(
+        None, "folder or file of the samples, or folder that holds the package of data.target"
+    )
     target: str | None = text(None, "a map-style dataset of your own, as package.module.Class")
     kwargs: dict[str, Any] = text({}, "keyword arguments of data.target")
     validation_target: str | None = text(None, "dataset of the validation split; null: data.target")
-    validation_kwargs: dict[str, Any] = text({}, "keyword arguments of the validation split, over data.kwargs")
+    validation_kwargs: dict[str, Any] = text(
+        {}, "keyword arguments of the validation split, over data.kwargs"
+    )
     split_path: str | None = text(
-        None, "file that says which samples are for validation: CSV (index,split) or JSON (lists train, validation)"
+        None,
+        "file that says which samples are for validation: CSV (index,split) or JSON (lists train,"
+        " validation)",
     )
     labels_path: str | None = text(
-        None, "CSV file (file,label, and split if wanted) in place of a folder for each class; of slides also x,y"
+        None,
+        "CSV file (file,label, and split if wanted) in place of a folder for each class; of slides"
+        " also x,y",
     )
-    class_map: dict[Any, int] = number({}, "number of each class by its name, or by its value in a mask")
+    class_map: dict[Any, int] = number(
+        {}, "number of each class by its name, or by its value in a mask"
+    )
     image_column: str = text("file", "column of a table that names the image files")
     label_columns: list[str] = text([], "columns of a table that hold the labels")
-    image_key: str = text("images", "HDF5 dataset of the images, first axis samples; {split} stands for the split")
-    label_key: str = text("labels", "HDF5 dataset of the labels or masks; {split} stands for the split")
-    layout: str = choice("auto", LAYOUTS, "axes of an HDF5 image; auto: by its attribute layout or its shape")
-    bits: int | None = number(None, "bits of a value of the files; null: 8, and wider ones are refused", min=1, max=16)
-    page: int | None = number(None, "page of the files that is read; null: the only one", max=MAX_COUNT)
-    nodata: str | None = text(
-        None, "value of pixels without data, which are 0 after normalisation and ignored in masks; null: by the tag "
-        "GDAL_NODATA of a TIFF file, or the attribute _FillValue of HDF5", accepts=_is_number,
-        form="must be a number, or nan",
-    )  # fmt: skip
-    normalization: str = choice(
-        "fixed", NORMALIZATIONS, "mean and deviation of image files: 0.5 and 64/255 of the range, ImageNet's, those of "
-        "the training split, or none (values from 0 to 1)",
-    )  # fmt: skip
-    mean: list[float] | None = number(None, "mean of each channel as a share of the range, over data.normalization")
-    std: list[float] | None = number(None, "deviation of each channel as a share of the range", above=0)
-    transform: str | None = text(
-        None, "random transform of training images in place of flips, as torchvision.transforms.v2.Class, "
-        "albumentations.Class or a function of your own",
-    )  # fmt: skip
-    transform_kwargs: dict[str, Any] = text({}, "keyword arguments of data.transform")
-    field_of_view_px: int | None = number(None, "side of the slide that a tile shows; null: the tile's, 8 to 64", min=1)
-    level: int | None = number(None, "level of a slide's pyramid, 0 the finest; null: 0, unless another key says it")
-    mpp: float | None = number(None, "microns per pixel at which slides are read, from a finer level", above=0)
-    coords_path: str | None = text(None, "folder of files of coords by TRIDENT or CLAM, one a slide, or one file")
-    region: list[int] | None = number(
-        None, "part of each slide that is divided into samples, as [x,y,width,height] at level 0; null: the tissue"
+    image_key: str = text(
+        "images", "HDF5 dataset of the images, first axis samples; {split} stands for the split"
     )
-    tissue_share: float = number(0.1, "share of a region that must show tissue; 0: regions of the whole slide", max=1)
+    label_key: str = text(
+        "labels", "HDF5 dataset of the labels or masks; {split} stands for the split"
+    )
+    layout: str = choice(
+        "auto", LAYOUTS, "axes of an HDF5 image; auto: by its attribute layout or its shape"
+    )
+    bits: int | None = number(
+        None, "bits of a value of the files; null: 8, and wider ones are refused", min=1, max=16
+    )
+    page: int | None = number(
+        None, "page of the files that is read; null: the only one", max=MAX_COUNT
+    )
+    nodata: str | None = text(
+        None,
+        "value of pixels without data, which are 0 after normalisation and ignored in masks; null:"
+        " by the tag GDAL_NODATA of a TIFF file, or the attribute _FillValue of HDF5",
+        accepts=_is_number,
+        form="must be a number, or nan",
+    )
+    normalization: str = choice(
+        "fixed",
+        NORMALIZATIONS,
+        "mean and deviation of image files: 0.5 and 64/255 of the range, ImageNet's, those of "
+        "the training split, or none (values from 0 to 1)",
+    )
+    mean: list[float] | None = number(
+        None, "mean of each channel as a share of the range, over data.normalization"
+    )
+    std: list[float] | None = number(
+        None, "deviation of each channel as a share of the range", above=0
+    )
+    transform: str | None = text(
+        None,
+        "random transform of training images in place of flips, as torchvision.transforms.v2.Class,"
+        " albumentations.Class or a function of your own",
+    )
+    transform_kwargs: dict[str, Any] = text({}, "keyword arguments of data.transform")
+    field_of_view_px: int | None = number(
+        None, "side of the slide that a tile shows; null: the tile's, 8 to 64", min=1
+    )
+    level: int | None = number(
+        None, "level of a slide's pyramid, 0 the finest; null: 0, unless another key says it"
+    )
+    mpp: float | None = number(
+        None, "microns per pixel at which slides are read, from a finer level", above=0
+    )
+    coords_path: str | None = text(
+        None, "folder of files of coords by TRIDENT or CLAM, one a slide, or one file"
+    )
+    region: list[int] | None = number(
+        None,
+        "part of each slide that is divided into samples, as [x,y,width,height] at level 0; null:"
+        " the tissue",
+    )
+    tissue_share: float = number(
+        0.1, "share of a region that must show tissue; 0: regions of the whole slide", max=1
+    )
     train_samples: int = number(1024, "samples of an epoch", min=1, max=MAX_COUNT)
     validation_samples: int = number(256, "samples of the validation split", min=1, max=MAX_COUNT)
     augment: bool = flag(True, "flip and rotate training images at random")
-    prefetch_steps: int = number(2, "steps whose samples are read ahead, or strips whose rows are", max=10**4)
+    prefetch_steps: int = number(
+        2, "steps whose samples are read ahead, or strips whose rows are", max=10**4
+    )
     num_workers: int = number(
-        0, "processes of a rank that read its samples; 0: a thread of the rank", max=10**4, in_run_id=False
+        0,
+        "processes of a rank that read its samples; 0: a thread of the rank",
+        max=10**4,
+        in_run_id=False,
     )
 
     def __post_init__(self) -> None:
@@ -177,24 +253,39 @@ class ParallelConfig:
     partitions: int = number(1, "ranks of one pipeline", min=1, max=MAX_WORLD)
     replicas: int = number(1, "data-parallel copies of the pipeline", min=1, max=MAX_WORLD)
     replications: int | None = number(
-        None, "GEMS's eta, how often the directions take turns in a step; null: from micro_batches and parts",
-        min=1, max=MAX_FORWARDS,
-    )  # fmt: skip
-    parts: int | None = number(None, "micro-batches of a replication; null: derived", min=1, max=MAX_FORWARDS)
+        None,
+        "GEMS's eta, how often the directions take turns in a step; null: from micro_batches and"
+        " parts",
+        min=1,
+        max=MAX_FORWARDS,
+    )
+    parts: int | None = number(
+        None, "micro-batches of a replication; null: derived", min=1, max=MAX_FORWARDS
+    )
     micro_batches: int | None = number(
-        None, "micro-batches of a pipeline's step; null: replications x parts", min=1, max=MAX_FORWARDS
+        None,
+        "micro-batches of a pipeline's step; null: replications x parts",
+        min=1,
+        max=MAX_FORWARDS,
     )
     micro_batch_size: int = number(1, "samples of a micro-batch", min=1, max=MAX_WORLD)
     strips: int = number(
-        1, "strips of rows in which a micro-batch runs, one after the other; 0: as many as make the step fastest",
-        min=0, max=MAX_STRIPS,
-    )  # fmt: skip
+        1,
+        "strips of rows in which a micro-batch runs, one after the other; 0: as many as make the"
+        " step fastest",
+        min=0,
+        max=MAX_STRIPS,
+    )
     min_strip_positions: int = number(
-        256, "rows x columns x samples of a map that a convolution or linear layer takes at least: it waits for strips "
-        "until there are so many; 1: it runs in each strip", min=1, max=2**31,
-    )  # fmt: skip
+        256,
+        "rows x columns x samples of a map that a convolution or linear layer takes at least: it"
+        " waits for strips until there are so many; 1: it runs in each strip",
+        min=1,
+        max=2**31,
+    )
     boundaries: list[int] | None = number(
-        None, "first layer of each stage and the number of layers, rising from 0; null: by partition="
+        None,
+        "first layer of each stage and the number of layers, rising from 0; null: by partition=",
     )
     gpus: int | None = number(
         None, "GPUs that a plan may spend and a run must use", min=1, max=MAX_WORLD, in_run_id=False
@@ -206,19 +297,29 @@ class ScheduleConfig:
     """The order of work."""
 
     name: str = choice(
-        "gems_master", _schedules, "order of the work: a published one, capped (found under a cap) or file"
+        "gems_master",
+        _schedules,
+        "order of the work: a published one, capped (found under a cap) or file",
     )
-    chunks: int = number(2, "stages of a rank under schedules that let it be chosen", min=1, max=MAX_LAYERS)
+    chunks: int = number(
+        2, "stages of a rank under schedules that let it be chosen", min=1, max=MAX_LAYERS
+    )
     activation_cap: float | None = number(
         None,
-        "activations that a rank may hold; 1 is one micro-batch on the heaviest rank; null: any, or of capped "
-        "with a memory policy what is fastest under it",
+        "activations that a rank may hold; 1 is one micro-batch on the heaviest rank; null: any, or"
+        " of capped with a memory policy what is fastest under it",
         above=0,
     )
     activation_cap_bytes: int | None = number(None, "the same in bytes", min=1)
-    memory_actions: list[str] = choice([], ACTIONS, "what schedule=capped may do with activations under its cap")
-    placements: list[str] = choice([], PLACEMENTS, "placements of stages that schedule=capped tries; empty: all")
-    max_stages: int | None = number(None, "stages that schedule=capped may make", min=1, max=MAX_LAYERS)
+    memory_actions: list[str] = choice(
+        [], ACTIONS, "what schedule=capped may do with activations under its cap"
+    )
+    placements: list[str] = choice(
+        [], PLACEMENTS, "placements of stages that schedule=capped tries; empty: all"
+    )
+    max_stages: int | None = number(
+        None, "stages that schedule=capped may make", min=1, max=MAX_LAYERS
+    )
     budget_s: float = number(5.0, "seconds of the search of schedule=capped", above=0)
     path: str | None = text(None, "file of schedule=file, from `gems schedule --json`")
 
@@ -228,13 +329,21 @@ class ProfileConfig:
     """What the layers cost, and how that is found out."""
 
     name: str = choice(
-        "fake", PROFILES, "where a profile comes from: fake tensors and the rates of machine=, this device, or "
+        "fake",
+        PROFILES,
+        "where a profile comes from: fake tensors and the rates of machine=, this device, or "
         "layers added to a device one by one (mCAP)",
-    )  # fmt: skip
+    )
     path: str | None = text(None, "file of `gems profile --json` to use instead")
     repetitions: int = number(5, "how often each layer is measured at least", min=1, max=10**6)
-    on: str = choice("real", ("real", "fake"), "where profile=incremental adds layers: a real device or fake tensors")
-    whole_model_peak: bool = flag(False, "add the peak of the unsplit model by torch's tracker, slow for deep models")
+    on: str = choice(
+        "real",
+        ("real", "fake"),
+        "where profile=incremental adds layers: a real device or fake tensors",
+    )
+    whole_model_peak: bool = flag(
+        False, "add the peak of the unsplit model by torch's tracker, slow for deep models"
+    )
 
 
 @dataclass(slots=True)
@@ -243,10 +352,12 @@ class PartitionConfig:
 
     name: str = choice("exact", METHODS, "method of partitioning")
     objective: str = choice(
-        "auto", OBJECTIVES, "what the exact method minimizes: peak_bytes or compute (rank_time) of the worst rank, or "
-        "the simulated step (time); times among the partitions that fit machine.device_bytes; auto: time for a run, "
-        "peak_bytes for `gems partition`",
-    )  # fmt: skip
+        "auto",
+        OBJECTIVES,
+        "what the exact method minimizes: peak_bytes or compute (rank_time) of the worst rank, or"
+        " the simulated step (time); times among the partitions that fit machine.device_bytes;"
+        " auto: time for a run, peak_bytes for `gems partition`",
+    )
     budget_s: float = number(30.0, "seconds of the exact method's search", above=0)
 
 
@@ -257,59 +368,85 @@ class MemoryConfig:
     name: str = choice("keep", POLICIES, "what becomes of activations between forward and backward")
     asynchronous: bool = flag(False, "let vDNN's copies go on past the end of their layer")
     swapout_threshold: int | None = number(
-        None, "lms: distance in levels of the graph from which tensors are swapped; null: tuned", min=1
+        None,
+        "lms: distance in levels of the graph from which tensors are swapped; null: tuned",
+        min=1,
     )
     swapin_ahead: int | None = number(
         None, "lms: levels ahead of its use at which a tensor comes back; null: tuned", min=1
     )
-    swapin_groupby: int | None = number(None, "lms: levels whose tensors come back together; null: tuned")
-    sync_mode: int | None = number(None, "lms: copies that compute waits for: 0 none, 1 out, 2 in, 3 both", max=3)
+    swapin_groupby: int | None = number(
+        None, "lms: levels whose tensors come back together; null: tuned"
+    )
+    sync_mode: int | None = number(
+        None, "lms: copies that compute waits for: 0 none, 1 out, 2 in, 3 both", max=3
+    )
     ratio: float | None = number(
         None,
         "lms: share of the memory left by parameters that it may use; null: 0.9, with replicas 0.8",
         above=0,
         max=1,
     )
-    reclaim: str = choice("first", RECLAIMS, "lms_limit: swap the first tensor that is large enough, or the best fit")
+    reclaim: str = choice(
+        "first", RECLAIMS, "lms_limit: swap the first tensor that is large enough, or the best fit"
+    )
     recompute: str = choice(
         "segment",
         RECOMPUTES,
-        "what memory=recompute computes again: whole stages, segments of them, selected layers, or (parallel.strips) "
-        "strips of stages",
+        "what memory=recompute computes again: whole stages, segments of them, selected layers, or"
+        " (parallel.strips) strips of stages",
     )
     segments: int | None = number(
-        None, "segments of a stage under memory=recompute; null: the root of its layers", min=1, max=MAX_LAYERS
+        None,
+        "segments of a stage under memory=recompute; null: the root of its layers",
+        min=1,
+        max=MAX_LAYERS,
     )
     offload_inputs: bool = flag(
-        False, "let the inputs of segments that memory=recompute computes again leave for host memory until then"
+        False,
+        "let the inputs of segments that memory=recompute computes again leave for host memory"
+        " until then",
     )
     target_reduction: float | None = number(
         None, "share by which memory=plan must lower the peak of activations", above=0, max=1
     )
-    limit_bytes: int | None = number(None, "bytes that a rank may use; null: machine.device_bytes", min=1)
+    limit_bytes: int | None = number(
+        None, "bytes that a rank may use; null: machine.device_bytes", min=1
+    )
     min_offload_bytes: int = number(65536, "smaller storages are never offloaded")
-    budget_s: float = number(10.0, "seconds of the search of memory=plan; above 10 its bound is refined too", above=0)
+    budget_s: float = number(
+        10.0, "seconds of the search of memory=plan; above 10 its bound is refined too", above=0
+    )
 
 
 @dataclass(slots=True)
 class CostConfig:
     """Costs of one micro-batch on one of P equal parts of the model, in units of time, activations and bytes."""
 
-    name: str = choice("uniform", COSTS, "where costs come from: the keys below, or the model's profile")
+    name: str = choice(
+        "uniform", COSTS, "where costs come from: the keys below, or the model's profile"
+    )
     forward: float = number(1.0, "time of a forward", above=0)
     input_grad: float = number(1.0, "time of a backward for the input's gradient", above=0)
     weight_grad: float = number(1.0, "time of a backward for the weights' gradient")
     link: float = number(0.0, "time of a message between neighbouring ranks")
     recompute: float | None = number(None, "time of a recompute; null: that of a forward")
     offload: float = number(0.0, "time of a copy of one rank's activations to or from the host")
-    input_load: float = number(0.0, "time in which a direction's first rank reads a micro-batch, emulated or simulated")
-    times: list[float] = number([1.0], "relative time of equal parts of the depth", above=0, needs_entries=True)
-    activations: list[float] = number([1.0], "relative activations of equal depth parts", above=0, needs_entries=True)
+    input_load: float = number(
+        0.0, "time in which a direction's first rank reads a micro-batch, emulated or simulated"
+    )
+    times: list[float] = number(
+        [1.0], "relative time of equal parts of the depth", above=0, needs_entries=True
+    )
+    activations: list[float] = number(
+        [1.0], "relative activations of equal depth parts", above=0, needs_entries=True
+    )
     stages: dict[str, Any] = text(
-        {}, "what each stage costs, over the keys above: a list for each of forward, input_grad, weight_grad and "
-        "activation, and of recompute, copy, split, movable, held_for_weights, boundary, boundary_bytes and "
-        "param_bytes if known",
-    )  # fmt: skip
+        {},
+        "what each stage costs, over the keys above: a list for each of forward, input_grad,"
+        " weight_grad and activation, and of recompute, copy, split, movable, held_for_weights,"
+        " boundary, boundary_bytes and param_bytes if known",
+    )
     unit_s: float = number(1.0, "seconds of a unit of time", above=0)
     activation_bytes: int = number(0, "bytes of a unit of activations")
     boundary_bytes: int = number(0, "bytes of a message between stages")
@@ -318,55 +455,107 @@ class CostConfig:
 
 @dataclass(slots=True)
 class MachineConfig:
-    """What a rank computes on, and how its messages travel. The defaults are one core of a server's processor."""
+    """What a rank computes on, and how its messages travel.
+
+    The defaults are one core of a server's processor.
+    """
 
     name: str = text("auto", "name of the machine in reports")
     kind: str = choice(
-        "real", MACHINES, "real; emulated: compute is a timed wait, messages are real; simulated: nothing runs; "
+        "real",
+        MACHINES,
+        "real; emulated: compute is a timed wait, messages are real; simulated: nothing runs; "
         "probe: each rank checks its place and ends",
-    )  # fmt: skip
-    device: str = choice("auto", DEVICES, "device of a rank; auto: its GPU if there is one")
-    threads_per_rank: int = number(1, "threads of a rank's compute on a processor", min=1, max=2**12)
-    deterministic: bool = flag(False, "let a GPU compute the same bits in each run; what has no such kernel fails")
-    cudnn_benchmark: bool = flag(False, "let cuDNN time its kernels for each shape once, and take the fastest")
-    tf32: bool | None = flag(None, "round float32 convolutions and products to TF32; null: as torch, convolutions only")
-    channels_last: bool = flag(False, "keep images, maps and weights in torch.channels_last, between ranks too")
-    transport: str = choice("auto", TRANSPORTS, "what carries messages; auto: MPI, from a GPU's memory if it can")
-    link_latency_s: float = number(0.0, "latency of a message; with machine.ranks_per_node, of one between nodes")
-    link_bytes_per_s: float | None = number(
-        None, "rate of a link; with machine.ranks_per_node, of one between nodes; null: no time per byte", above=0
     )
-    ranks_per_node: int | None = number(None, "ranks of a node, which have links of their own", min=1, max=MAX_WORLD)
+    device: str = choice("auto", DEVICES, "device of a rank; auto: its GPU if there is one")
+    threads_per_rank: int = number(
+        1, "threads of a rank's compute on a processor", min=1, max=2**12
+    )
+    deterministic: bool = flag(
+        False, "let a GPU compute the same bits in each run; what has no such kernel fails"
+    )
+    cudnn_benchmark: bool = flag(
+        False, "let cuDNN time its kernels for each shape once, and take the fastest"
+    )
+    tf32: bool | None = flag(
+        None, "round float32 convolutions and products to TF32; null: as torch, convolutions only"
+    )
+    channels_last: bool = flag(
+        False, "keep images, maps and weights in torch.channels_last, between ranks too"
+    )
+    transport: str = choice(
+        "auto", TRANSPORTS, "what carries messages; auto: MPI, from a GPU's memory if it can"
+    )
+    link_latency_s: float = number(
+        0.0, "latency of a message; with machine.ranks_per_node, of one between nodes"
+    )
+    link_bytes_per_s: float | None = number(
+        None,
+        "rate of a link; with machine.ranks_per_node, of one between nodes; null: no time per byte",
+        above=0,
+    )
+    ranks_per_node: int | None = number(
+        None, "ranks of a node, which have links of their own", min=1, max=MAX_WORLD
+    )
     node_latency_s: float = number(0.0, "latency of a message inside a node")
-    node_bytes_per_s: float | None = number(None, "rate of a link inside a node; null: no time per byte", above=0)
-    contention: bool = flag(False, "let a rank's messages pass one at a time each way, and a node's through one link")
-    slow_rank: int | None = number(None, "world rank that is a straggler, emulated or simulated", max=MAX_WORLD)
+    node_bytes_per_s: float | None = number(
+        None, "rate of a link inside a node; null: no time per byte", above=0
+    )
+    contention: bool = flag(
+        False, "let a rank's messages pass one at a time each way, and a node's through one link"
+    )
+    slow_rank: int | None = number(
+        None, "world rank that is a straggler, emulated or simulated", max=MAX_WORLD
+    )
     slowdown: float = number(1.0, "how many times longer machine.slow_rank computes", min=1)
     device_bytes: int | None = number(None, "memory of a device", min=1)
-    host_bytes: int | None = number(None, "host memory of a node for the activations of its ranks together", min=1)
+    host_bytes: int | None = number(
+        None, "host memory of a node for the activations of its ranks together", min=1
+    )
     d2h_bytes_per_s: float = number(5e9, "rate of pinned copies out of a device", above=0)
     h2d_bytes_per_s: float = number(5e9, "rate of pinned copies to a device", above=0)
-    flops_per_s: float = number(6e10, "rate in float32, as torch's convolutions compute it", above=0)
-    bfloat16_flops_per_s: float | None = number(None, "rate in bfloat16; null: the device has none", above=0)
-    float64_flops_per_s: float | None = number(None, "rate in float64; null: half that of float32", above=0)
+    flops_per_s: float = number(
+        6e10, "rate in float32, as torch's convolutions compute it", above=0
+    )
+    bfloat16_flops_per_s: float | None = number(
+        None, "rate in bfloat16; null: the device has none", above=0
+    )
+    float64_flops_per_s: float | None = number(
+        None, "rate in float64; null: half that of float32", above=0
+    )
     memory_bytes_per_s: float = number(1e10, "rate of the device's memory", above=0)
-    efficiency: float = number(1.0, "share of the rates that kernels reach, for times of profile=fake", above=0)
-    noise: float = number(0.0, "relative standard deviation of a compute's time, drawn by seed in predictions", max=0.5)
+    efficiency: float = number(
+        1.0, "share of the rates that kernels reach, for times of profile=fake", above=0
+    )
+    noise: float = number(
+        0.0,
+        "relative standard deviation of a compute's time, drawn by seed in predictions",
+        max=0.5,
+    )
     pace_factor: float | None = number(
-        None, "how many times longer layers take in a run than alone (profile=measured); null: as calibrated here",
-        above=0, in_run_id=False,
-    )  # fmt: skip
-    pace_pass_s: float = number(0.0, "host time of each layer's pass beside, with machine.pace_factor", in_run_id=False)
+        None,
+        "how many times longer layers take in a run than alone (profile=measured); null: as"
+        " calibrated here",
+        above=0,
+        in_run_id=False,
+    )
+    pace_pass_s: float = number(
+        0.0, "host time of each layer's pass beside, with machine.pace_factor", in_run_id=False
+    )
     calibrated_from: str | None = text(None, "what the figures were measured on")
-    held_out_error: float | None = number(None, "median error of step times predicted for runs not used to calibrate")
+    held_out_error: float | None = number(
+        None, "median error of step times predicted for runs not used to calibrate"
+    )
 
 
 @dataclass(slots=True)
 class StudyConfig:
-    """A study: runs that differ in some keys. It is no part of a `RunSpec`: each point is a run by itself.
+    """A study: runs that differ in some keys.
 
-    A point's overrides are `base`, then one choice of every axis, then one entry of `points`: all products of these.
-    A choice is a value of the key that names the axis, or a list of overrides. Each of `repetitions` has its own seed.
+    It is no part of a `RunSpec`: each point is a run by itself.
+    A point's overrides are `base`, then one choice of every axis, then one entry of `points`: all
+    products of these. A choice is a value of the key that names the axis, or a list of overrides.
+    Each of `repetitions` has its own seed.
     """
 
     base: list[str] = field(default_factory=list)
@@ -377,17 +566,27 @@ class StudyConfig:
 
 @dataclass(slots=True)
 class RunSpec:
-    """One run, whole. Built by `gems.config.resolve.resolve`, written to run.yaml, read by every rank."""
+    """One run, whole.
+
+    Built by `gems.config.resolve.resolve`, written to run.yaml, read by every rank.
+    """
 
     name: str = text("run", "name of the run, and of its folder", accepts=_is_name, form=NAME)
     seed: int = number(0, "seed of all that is drawn at random")
-    runs_dir: str = text("runs", "folder of run folders", accepts=_is_folder, form=FOLDER, in_run_id=False)
+    runs_dir: str = text(
+        "runs", "folder of run folders", accepts=_is_folder, form=FOLDER, in_run_id=False
+    )
     cache_dir: str | None = text(
-        None, "folder of profiles, partitions and plans; null: $GEMS_CACHE_DIR or ~/.cache/gems",
-        accepts=_is_folder, form=FOLDER, in_run_id=False,
-    )  # fmt: skip
+        None,
+        "folder of profiles, partitions and plans; null: $GEMS_CACHE_DIR or ~/.cache/gems",
+        accepts=_is_folder,
+        form=FOLDER,
+        in_run_id=False,
+    )
     plugins: list[str] = text([], "your modules that register schedules, policies, data and so on")
-    plugins_dir: str | None = text(None, "folder of plugins that are not installed; null: current", in_run_id=False)
+    plugins_dir: str | None = text(
+        None, "folder of plugins that are not installed; null: current", in_run_id=False
+    )
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -398,9 +597,10 @@ class RunSpec:
     cost: CostConfig = field(default_factory=CostConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     metrics: dict[str, Any] = text(
-        {}, "metrics of validation beside those of the task, by name (auc, balanced_accuracy, confusion_matrix, r2) "
-        "or by metrics.NAME.target with kwargs and path",
-    )  # fmt: skip
+        {},
+        "metrics of validation beside those of the task, by name (auc, balanced_accuracy,"
+        " confusion_matrix, r2) or by metrics.NAME.target with kwargs and path",
+    )
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lr_scheduler: LrSchedulerConfig = field(default_factory=LrSchedulerConfig)
     benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)
@@ -422,6 +622,7 @@ class RunSpec:
         """Return the run of a dictionary of `to_dict`, also of one with old names of keys.
 
         Raises:
-            ConfigError: a key that the schema does not know, a section that is no mapping, or a value of another type.
+            ConfigError: a key that the schema does not know, a section that is no mapping, or a
+            value of another type.
         """
         return build(cls, with_new_names(values) if isinstance(values, dict) else values)

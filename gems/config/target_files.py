@@ -1,4 +1,7 @@
-"""Files of a user's configuration folder in Hydra's own spelling: `_target_` beside its keyword arguments."""
+"""Files of a user's configuration folder in Hydra's own spelling.
+
+`_target_` beside its keyword arguments.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf
 
 SCHEME = "gems-file"
-_TARGET, _HYDRA = "_target_", ("_target_", "_partial_", "_convert_", "_recursive_")
+_TARGET = "_target_"
+_HYDRA = ("_target_", "_partial_", "_convert_", "_recursive_")
 # What stays a key of the group beside `_target_`; all others are keyword arguments of the target.
 _KEYS = {
     "model": ("path",),
@@ -35,7 +39,9 @@ class TargetFileSource(FileConfigSource):
         if group in _KEYS and isinstance(found.config, DictConfig) and _TARGET in found.config:
             values = OmegaConf.to_container(found.config)
             assert isinstance(values, dict)
-            found.config = OmegaConf.create(_translated(group, {str(key): value for key, value in values.items()}))
+            found.config = OmegaConf.create(
+                _translated(group, {str(key): value for key, value in values.items()})
+            )
         return found
 
 

@@ -17,7 +17,9 @@ PRECISIONS = {
 }
 ON_NONFINITE = ("stop", "skip", "ignore")
 LOG_LEVELS = ("debug", "info", "warning", "error")
-RESUME_AUTO, RESUME_NEVER, RESUME_FORCE = "auto", "never", "force"
+RESUME_AUTO = "auto"
+RESUME_NEVER = "never"
+RESUME_FORCE = "force"
 
 
 @dataclass(slots=True)
@@ -26,72 +28,117 @@ class TrainConfig:
 
     steps: int = number(100, "optimizer steps of the run", min=1, max=MAX_STEPS)
     epochs: float | None = number(
-        None, "epochs of the run, before train.steps: as many whole steps as they have samples", above=0
-    )  # fmt: skip
+        None,
+        "epochs of the run, before train.steps: as many whole steps as they have samples",
+        above=0,
+    )
     precision: str = choice(
-        "float32", PRECISIONS, "types of parameters and activations; mixed: float32 parameters and optimizer, layers "
+        "float32",
+        PRECISIONS,
+        "types of parameters and activations; mixed: float32 parameters and optimizer, layers "
         "under autocast, messages in the low type",
-    )  # fmt: skip
+    )
     compile: bool = flag(
-        False, "run each layer through torch.compile, whose kernels keep other tensors than predictions count; for "
-        "schedules with a whole backward, without memory policy, strips and 16 bits",
-    )  # fmt: skip
+        False,
+        "run each layer through torch.compile, whose kernels keep other tensors than predictions"
+        " count; for schedules with a whole backward, without memory policy, strips and 16 bits",
+    )
     evaluate: bool = flag(True, "measure the metrics on the validation split at the end")
-    validate_steps: int | None = number(None, "steps between validations; null: only at the end", min=1)
+    validate_steps: int | None = number(
+        None, "steps between validations; null: only at the end", min=1
+    )
     validate_epochs: int | None = number(None, "epochs between validations", min=1)
     monitor: str | None = text(
-        None, "validation metric whose best weights are kept, such as accuracy or loss (lower is better); null: none"
+        None,
+        "validation metric whose best weights are kept, such as accuracy or loss (lower is better);"
+        " null: none",
     )
-    min_improvement: float = number(0.0, "by how much train.monitor must improve to count as better")
+    min_improvement: float = number(
+        0.0, "by how much train.monitor must improve to count as better"
+    )
     patience: int | None = number(
-        None, "validations in a row without a better train.monitor after which training ends; null: none", min=1
+        None,
+        "validations in a row without a better train.monitor after which training ends; null: none",
+        min=1,
     )
     hang_timeout_s: float = number(
         600.0, "seconds after which an action, or a wait without progress, is a hang", above=0
     )
     sample_interval_s: float = number(0.5, "seconds between samples of memory and power", above=0)
     initial_checkpoint: str | None = text(
-        None, "weights to start from: a state dict (.pt, .pth, .safetensors), or the folder of a run or of weights"
+        None,
+        "weights to start from: a state dict (.pt, .pth, .safetensors), or the folder of a run or"
+        " of weights",
     )
     initial_prefix: str | None = text(
-        None, "prefix of the names in train.initial_checkpoint that the model's lack, such as module.; null: found"
+        None,
+        "prefix of the names in train.initial_checkpoint that the model's lack, such as module.;"
+        " null: found",
     )
-    initial_strict: bool = flag(True, "refuse weights that lack a tensor of the model, or have others")
+    initial_strict: bool = flag(
+        True, "refuse weights that lack a tensor of the model, or have others"
+    )
     initial_new: list[str] = text(
-        [], "parameters drawn anew, whatever train.initial_checkpoint has: patterns, such as fc.* for a new head"
+        [],
+        "parameters drawn anew, whatever train.initial_checkpoint has: patterns, such as fc.* for a"
+        " new head",
     )
-    checkpoint_steps: int | None = number(None, "steps between whole checkpoints; null: none", min=1, in_run_id=False)
+    checkpoint_steps: int | None = number(
+        None, "steps between whole checkpoints; null: none", min=1, in_run_id=False
+    )
     checkpoint_s: float | None = number(
-        None, "seconds between checkpoints; null with checkpoint_steps=null: only when the run is asked to stop",
-        above=0, in_run_id=False,
-    )  # fmt: skip
+        None,
+        "seconds between checkpoints; null with checkpoint_steps=null: only when the run is asked"
+        " to stop",
+        above=0,
+        in_run_id=False,
+    )
     keep_checkpoints: int = number(
-        2, "newest checkpoints that stay; one where the disk has no room for more", min=1, in_run_id=False
-    )  # fmt: skip
+        2,
+        "newest checkpoints that stay; one where the disk has no room for more",
+        min=1,
+        in_run_id=False,
+    )
     max_failed_saves: int = number(
-        5, "tries in a row to save a checkpoint, 30 s apart and without a step between them, after which the run stops",
-        min=1, in_run_id=False,
-    )  # fmt: skip
+        5,
+        "tries in a row to save a checkpoint, 30 s apart and without a step between them, after"
+        " which the run stops",
+        min=1,
+        in_run_id=False,
+    )
     max_grad_norm: float | None = number(
-        None, "norm of the gradients of all stages to which larger ones are scaled; null: none", above=0
-    )  # fmt: skip
+        None,
+        "norm of the gradients of all stages to which larger ones are scaled; null: none",
+        above=0,
+    )
     ema_decay: float | None = number(
-        None, "decay of a moving average of the weights, which evaluation uses; null: none", above=0, max=1
+        None,
+        "decay of a moving average of the weights, which evaluation uses; null: none",
+        above=0,
+        max=1,
     )
     on_nonfinite: str = choice(
-        "stop", ON_NONFINITE, "what a loss or gradient that is not finite does: stop the run (exit code 4), skip the "
+        "stop",
+        ON_NONFINITE,
+        "what a loss or gradient that is not finite does: stop the run (exit code 4), skip the "
         "optimizer's step, or nothing",
-    )  # fmt: skip
+    )
     resume: str = text(
-        RESUME_AUTO, "where the run begins: at the newest complete checkpoint of its folder (force: also if your code "
-        "has changed), at the first step, or at the newest checkpoint of another folder",
+        RESUME_AUTO,
+        "where the run begins: at the newest complete checkpoint of its folder (force: also if your"
+        " code has changed), at the first step, or at the newest checkpoint of another folder",
         accepts=lambda word: word and word.isprintable(),
         form="must be auto, force, never, or the folder of a run or a checkpoint",
-    )  # fmt: skip
-    loggers: list[str] = choice(
-        [], LOGGERS, "trackers that get the figures of each step, beside metrics.csv", in_run_id=False
     )
-    log_level: str = choice("info", LOG_LEVELS, "least level of the messages on stderr", in_run_id=False)
+    loggers: list[str] = choice(
+        [],
+        LOGGERS,
+        "trackers that get the figures of each step, beside metrics.csv",
+        in_run_id=False,
+    )
+    log_level: str = choice(
+        "info", LOG_LEVELS, "least level of the messages on stderr", in_run_id=False
+    )
 
     @property
     def dtype(self) -> str:
@@ -105,5 +152,8 @@ class TrainConfig:
 
     @property
     def layer_dtype(self) -> str:
-        """The one type of parameters and computation, or the name of a mixed precision; what a profile is of."""
+        """The one type of parameters and computation, or the name of a mixed precision.
+
+        What a profile is of.
+        """
         return self.dtype if self.dtype == self.compute_dtype else self.precision

@@ -7,7 +7,17 @@ from dataclasses import replace
 
 from gems.config.fields import check_fields
 from gems.config.schema import DataConfig
-from gems.data.dataset import DATASETS, IMAGES, TOKEN_PAIRS, Dataset, Image, Source, Split, Tokens, dataset
+from gems.data.dataset import (
+    DATASETS,
+    IMAGES,
+    TOKEN_PAIRS,
+    Dataset,
+    Image,
+    Source,
+    Split,
+    Tokens,
+    dataset,
+)
 from gems.data.target import SOURCE as TARGET
 from gems.data.target import describe, resolve_target
 from gems.errors import ConfigError, nearest, one_of
@@ -48,8 +58,9 @@ def resolve_data(data: DataConfig) -> DataConfig:
 
 
 def open_dataset(data: DataConfig, seed: int) -> Dataset:
-    """Open the configured data set; the same (data, seed) gives the same images and labels on every rank.
+    """Open the configured data set.
 
+    The same (data, seed) gives the same images and labels on every rank.
     Raises ConfigError as `check_data`, and for a bad image file, which it names.
     """
     if data.target is None:
@@ -60,7 +71,10 @@ def open_dataset(data: DataConfig, seed: int) -> Dataset:
 
 
 def class_names(data: DataConfig) -> list[str]:
-    """Return the names of the classes as the source or data.class_map has them; numbers where there are none."""
+    """Return the names of the classes as the source or data.class_map has them.
+
+    Numbers where there are none.
+    """
     numbers = dict(data.class_map) if task_of(data) == "classification" else {}
     with contextlib.suppress(ConfigError, OSError):  # as data that are no longer there
         numbers = find_source(data).class_numbers(data) or numbers
@@ -75,7 +89,11 @@ def num_train(data: DataConfig, seed: int) -> int:
     """
     if not find_source(data).counts_itself:
         return data.train_samples
-    return int(describe(data)["num_train"]) if data.target is not None else open_dataset(data, seed).num_train
+    return (
+        int(describe(data)["num_train"])
+        if data.target is not None
+        else open_dataset(data, seed).num_train
+    )
 
 
 def find_source(data: DataConfig) -> Source:
@@ -113,7 +131,10 @@ def sources_of(kind: str) -> list[str]:
 
 
 def sample_shape(data: DataConfig) -> tuple[int, ...]:
-    """Return the shape of one sample: (channels, height, width) of an image, (length,) or (2, length) of tokens."""
+    """Return the shape of one sample.
+
+    (channels, height, width) of an image, (length,) or (2, length) of tokens.
+    """
     if kind_of(data) == IMAGES:
         return data.channels, data.height_px, data.width_px
     return (2, data.length) if kind_of(data) == TOKEN_PAIRS else (data.length,)
@@ -123,10 +144,19 @@ def _check_keys(data: DataConfig) -> None:
     check_fields(data, "data.")
     if task_of(data) in ("classification", "segmentation") and data.num_classes < 2:
         raise ConfigError("data.num_classes", data.num_classes, "must be 2 or more for classes")
-    usual, source = DataConfig(), find_source(data)
-    readers = {"data.target=package.module.Class": TARGET, **{f"data={name}": each for name, each in DATASETS.items()}}
+    usual = DataConfig()
+    source = find_source(data)
+    readers = {
+        "data.target=package.module.Class": TARGET,
+        **{f"data={name}": each for name, each in DATASETS.items()},
+    }
     for key in sorted({key for each in readers.values() for key in each.keys} - set(source.keys)):
         if getattr(data, key) != getattr(usual, key):
             names = [name for name, each in readers.items() if key in each.keys]
             text = f"is not read by {data.target or f'data={data.name}'}"
-            raise ConfigError(f"data.{key}", getattr(data, key), text, f"leave it out, or use {' or '.join(names)}")
+            raise ConfigError(
+                f"data.{key}",
+                getattr(data, key),
+                text,
+                f"leave it out, or use {' or '.join(names)}",
+            )

@@ -25,7 +25,9 @@ Split = Literal["train", "validation"]
 Image = NDArray[np.float32]
 Tokens = NDArray[np.int64]
 Label = int | Tokens | Image
-IMAGES, TOKENS, TOKEN_PAIRS = "images", "tokens", "token_pairs"
+IMAGES = "images"
+TOKENS = "tokens"
+TOKEN_PAIRS = "token_pairs"
 NO_LABEL = -1  # of a pixel that is ignored
 _SPREAD = 4  # times as many numbers as values: the values of a mask are no numbers of classes
 
@@ -41,18 +43,27 @@ class Box(NamedTuple):
 
 
 class Dataset(ABC):
-    """Labelled samples of one shape in two splits, read by index in any order: images (channels, height, width).
+    """Labelled samples of one shape in two splits, read by index in any order.
 
-    `seed` fixes everything random. Subclasses give the pixels and labels; augmentation and bounds are here. Where
-    samples are tokens, `dtype` is int64, and a label is an array: a class for each of several places.
+    Images (channels, height, width).
+    `seed` fixes everything random. Subclasses give the pixels and labels; augmentation and bounds
+    are here. Where samples are tokens, `dtype` is int64, and a label is an array: a class for each
+    of several places.
     """
 
     dtype: ClassVar[type[np.float32] | type[np.int64]] = np.float32
-    # Whether reading a sample seeds the generators of the whole process, so that no other thread may draw meanwhile.
+    # Whether reading a sample seeds the generators of the whole process, so that no other thread
+    # may draw meanwhile.
     seeds_process: bool = False
 
     def __init__(
-        self, shape: tuple[int, ...], num_classes: int, num_train: int, num_validation: int, seed: int, augment: bool
+        self,
+        shape: tuple[int, ...],
+        num_classes: int,
+        num_train: int,
+        num_validation: int,
+        seed: int,
+        augment: bool,
     ) -> None:
         self.shape = shape
         self.num_classes = num_classes
@@ -68,8 +79,8 @@ class Dataset(ABC):
     def image(self, split: Split, index: int, draw: int = 0) -> Image | Tokens:
         """Return one sample: an image, float32 of shape (channels, height, width), about zero mean and unit variance.
 
-        Training images are flipped (and turned by 90 degrees when square) as (seed, index, draw) says;
-        validation images never. Raises IndexError outside the split.
+        Training images are flipped (and turned by 90 degrees when square) as (seed, index, draw)
+        says; validation images never. Raises IndexError outside the split.
         """
         self._check(split, index)
         pixels: Any = self._pixels(split, index)
@@ -99,24 +110,31 @@ class Dataset(ABC):
         self._check(split, index)
         channels, height, width = self.shape
         made = np.empty((channels, end - first, width), dtype=np.float32)
-        upright, box = made, Box(slice(first, end), slice(0, width))
+        upright = made
+        box = Box(slice(first, end), slice(0, width))
         if split == "train" and self.augment:
-            upright, box = unturned(made, first, (height, width), generator(self.seed, "augment", index, draw))
+            upright, box = unturned(
+                made, first, (height, width), generator(self.seed, "augment", index, draw)
+            )
         self._write(split, index, box, upright)
         return made
 
     def label(self, split: Split, index: int, draw: int = 0) -> Label:
         """Return the label of one sample, without reading its pixels.
 
-        It is a class, 0 <= label < num_classes; several as an array (a token each, or a pixel each, flipped and turned
-        as the image of the same `draw`); or float32 values of shape (num_classes,), for several labels and regression.
+        It is a class, 0 <= label < num_classes; several as an array (a token each, or a pixel each,
+        flipped and turned as the image of the same `draw`); or float32 values of shape
+        (num_classes,), for several labels and regression.
         """
         self._check(split, index)
         found = self._label(split, index)
         if split != "train" or not self.augment or np.ndim(found) != 2:
             return found
         mask: Any = np.asarray(found)[np.newaxis]
-        return cast(Label, np.ascontiguousarray(turned(mask, generator(self.seed, "augment", index, draw))[0]))
+        return cast(
+            Label,
+            np.ascontiguousarray(turned(mask, generator(self.seed, "augment", index, draw))[0]),
+        )
 
     def sample(self, split: Split, index: int, draw: int = 0) -> tuple[Image | Tokens, Label]:
         """Return a sample and its label, which come from one reading where both are in one place."""
@@ -125,8 +143,9 @@ class Dataset(ABC):
     def batch(
         self, split: Split, samples: NDArray[np.int64], images: bool = True, labels: bool = True
     ) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
-        """Return the images and labels of (index, draw) pairs, stacked; None for what is not wanted.
+        """Return the images and labels of (index, draw) pairs, stacked.
 
+        None for what is not wanted.
         A single image is not copied, unless it is a part of another array.
         """
         stacked: NDArray[Any] | None = None
@@ -185,13 +204,16 @@ Opener = TypeVar("Opener", bound=Callable[[DataConfig, int], Dataset])
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A source of samples, whose `kind` is what the families of models read: images, tokens or token_pairs.
+    """A source of samples, whose `kind` is what the families of models read.
 
-    `open` opens the data set from its configuration and a seed: a subclass of Dataset, or a function. `check` raises
-    ConfigError for data that cannot be opened, without decoding an image; `field_of_view_px` derives that of `data`. If
-    it `counts_itself`, the number of samples is that of the files, whatever data.train_samples is. The source gives the
-    labels of the first of its `tasks`, unless data.task says another. `keys` are those that only some sources read.
-    Samples that are not `labelled` can be predicted, not trained on. `class_numbers` gives classes by name, if any.
+    Images, tokens or token_pairs.
+    `open` opens the data set from its configuration and a seed: a subclass of Dataset, or a
+    function. `check` raises ConfigError for data that cannot be opened, without decoding an image;
+    `field_of_view_px` derives that of `data`. If it `counts_itself`, the number of samples is that
+    of the files, whatever data.train_samples is. The source gives the labels of the first of its
+    `tasks`, unless data.task says another. `keys` are those that only some sources read. Samples
+    that are not `labelled` can be predicted, not trained on. `class_numbers` gives classes by name,
+    if any.
     """
 
     open: Callable[[DataConfig, int], Dataset]
@@ -209,7 +231,10 @@ DATASETS: Registry[Source] = registries.DATASETS
 
 
 def dataset(name: str, **known: Any) -> Callable[[Opener], Opener]:
-    """Register the class or function below as data=`name`; `known` are the other fields of `Source`."""
+    """Register the class or function below as data=`name`.
+
+    `known` are the other fields of `Source`.
+    """
 
     def register(opener: Opener) -> Opener:
         DATASETS.register(name, Source(opener, **known))
@@ -219,7 +244,10 @@ def dataset(name: str, **known: Any) -> Callable[[Opener], Opener]:
 
 
 def generator(seed: int, purpose: str, *key: int) -> np.random.Generator:
-    """Return a fresh generator for (seed, purpose, key); other purposes or keys are independent streams."""
+    """Return a fresh generator for (seed, purpose, key).
+
+    Other purposes or keys are independent streams.
+    """
     return np.random.default_rng((seed, zlib.crc32(purpose.encode()), *key))
 
 
@@ -251,38 +279,59 @@ def as_label(value: Any, data: DataConfig, task: str, name: str) -> Label:
     Pixels that are negative or have the value data.ignore_label become NO_LABEL.
 
     Raises:
-        ConfigError: a class outside 0 <= label < num_classes, another shape, or a value that is not finite.
+        ConfigError: a class outside 0 <= label < num_classes, another shape, or a value that is not
+        finite.
     """
     given = np.asarray(value.detach() if hasattr(value, "detach") else value)
-    shape = {"classification": (), "segmentation": (data.height_px, data.width_px)}.get(task, (data.num_classes,))
+    shape = {"classification": (), "segmentation": (data.height_px, data.width_px)}.get(
+        task, (data.num_classes,)
+    )
     if given.shape != shape:
-        if given.ndim > len(shape) and [side for side in given.shape if side != 1] == [s for s in shape if s != 1]:
+        if given.ndim > len(shape) and [side for side in given.shape if side != 1] == [
+            s for s in shape if s != 1
+        ]:
             given = given.reshape(shape)  # as (1,) or (1, height, width)
         else:
             text = f"{name} has a label of shape {given.shape}, and data.task={task} takes {shape}"
-            advice = "set data.task, or data.num_classes for the number of values" if given.shape != () else (
-                "set data.task=classification, or let the label be an array")  # fmt: skip
+            advice = (
+                "set data.task, or data.num_classes for the number of values"
+                if given.shape != ()
+                else ("set data.task=classification, or let the label be an array")
+            )
             raise ConfigError("data.task", task, text, advice)
     if task in ("classification", "segmentation"):
         if not np.issubdtype(given.dtype, np.integer) and given.dtype != bool:
             text = f"{name} has a label of type {given.dtype}, and a class is a whole number"
-            raise ConfigError("data.task", task, text, "set data.task=regression, or convert the label")
+            raise ConfigError(
+                "data.task", task, text, "set data.task=regression, or convert the label"
+            )
         classes = given.astype(np.int64)
         ignored = np.zeros_like(classes, dtype=bool)
         if task == "segmentation":
-            ignored = classes < 0 if data.ignore_label is None else (classes < 0) | (classes == data.ignore_label)
+            ignored = (
+                classes < 0
+                if data.ignore_label is None
+                else (classes < 0) | (classes == data.ignore_label)
+            )
         wrong = classes[((classes < 0) | (classes >= data.num_classes)) & ~ignored]
         if wrong.size:
-            text = f"{name} has label {wrong.flat[0]}, and there are classes 0 to {data.num_classes - 1}"
+            text = (
+                f"{name} has label {wrong.flat[0]}, and there are classes 0 to"
+                f" {data.num_classes - 1}"
+            )
             values = np.unique(classes[~ignored]).tolist()
-            raise ConfigError("data.num_classes", data.num_classes, text, _advice_for_values(values, data, task))
+            raise ConfigError(
+                "data.num_classes", data.num_classes, text, _advice_for_values(values, data, task)
+            )
         classes[ignored] = NO_LABEL
         return classes if task == "segmentation" else int(classes)
     values = given.astype(np.float32)
     if not np.isfinite(values).all():
         raise ConfigError("data", name, "has a label that is not finite", "repair or remove it")
     if task == "multi_label" and not np.isin(values, (0, 1)).all():
-        raise ConfigError("data.task", task, f"{name} has a label other than 0 and 1", "set data.task=regression")
+        raise ConfigError(
+            "data.task", task, f"{name} has a label other than 0 and 1", "set data.task=regression"
+        )
     return values
 
 
@@ -295,8 +344,13 @@ def _advice_for_values(values: list[int], data: DataConfig, task: str) -> str:
     inside = [value for value in values if value < data.num_classes]
     others = values[len(inside) :]
     if values[-1] < _SPREAD * len(values):
-        return f"set data.num_classes={values[-1] + 1} or more, or data.ignore_label if that value is to be ignored"
-    count = max(data.num_classes, len(values))  # the values stand for classes and are spread, as 0 and 255 are
+        return (
+            f"set data.num_classes={values[-1] + 1} or more, or data.ignore_label if that value is"
+            " to be ignored"
+        )
+    count = max(
+        data.num_classes, len(values)
+    )  # the values stand for classes and are spread, as 0 and 255 are
     classes = dict(zip(others, range(count - len(others), count), strict=True))
     pairs = ",".join(f"{value}:{number}" for value, number in classes.items())
     if data.target is not None:
@@ -314,11 +368,16 @@ def _advice_for_values(values: list[int], data: DataConfig, task: str) -> str:
 
 def _as_array(label: Label) -> NDArray[Any]:
     found = np.asarray(label)
-    return found.astype(np.float32 if np.issubdtype(found.dtype, np.floating) else np.int64, copy=False)
+    return found.astype(
+        np.float32 if np.issubdtype(found.dtype, np.floating) else np.int64, copy=False
+    )
 
 
 def turned(image: Image, rng: np.random.Generator) -> Image:
-    """Return a (channels, height, width) image flipped and, when square, turned: one of 8 ways, else of 4."""
+    """Return a (channels, height, width) image flipped and, when square, turned.
+
+    One of 8 ways, else of 4.
+    """
     flip_rows, flip_columns, swap = rng.integers(2, size=3)
     if flip_rows:
         image = image[:, ::-1, :]
@@ -329,7 +388,9 @@ def turned(image: Image, rng: np.random.Generator) -> Image:
     return image
 
 
-def unturned(part: Image, first: int, sides_px: tuple[int, int], rng: np.random.Generator) -> tuple[Image, Box]:
+def unturned(
+    part: Image, first: int, sides_px: tuple[int, int], rng: np.random.Generator
+) -> tuple[Image, Box]:
     """Return where the rows from `first` on of what `turned` makes, with an equal generator, are in the image.
 
     Args:
@@ -343,22 +404,25 @@ def unturned(part: Image, first: int, sides_px: tuple[int, int], rng: np.random.
     """
     height, width = sides_px
     flip_rows, flip_columns, swap = rng.integers(2, size=3)
-    rows, columns = slice(first, first + part.shape[1]), slice(0, width)
+    rows = slice(first, first + part.shape[1])
+    columns = slice(0, width)
     if swap and height == width:
         part, rows, columns = part.transpose(0, 2, 1), columns, rows
     if flip_columns:
-        part, columns = part[:, :, ::-1], slice(width - columns.stop, width - columns.start)
+        part = part[:, :, ::-1]
+        columns = slice(width - columns.stop, width - columns.start)
     if flip_rows:
-        part, rows = part[:, ::-1, :], slice(height - rows.stop, height - rows.start)
+        part = part[:, ::-1, :]
+        rows = slice(height - rows.stop, height - rows.start)
     return part, Box(rows, columns)
 
 
 def batch_indices(num_images: int, seed: int, step: int, global_batch: int) -> NDArray[np.int64]:
     """Return the (index, draw) pairs of optimizer step `step`, an array of shape (global_batch, 2).
 
-    The run is one sequence of epochs, each a permutation of all images drawn from (seed, epoch); a step takes
-    the next `global_batch` of it and may straddle epochs. `draw` is the epoch, which seeds the augmentation.
-    Raises ValueError for counts below 1 or a negative step.
+    The run is one sequence of epochs, each a permutation of all images drawn from (seed, epoch); a
+    step takes the next `global_batch` of it and may straddle epochs. `draw` is the epoch, which
+    seeds the augmentation. Raises ValueError for counts below 1 or a negative step.
     """
     if num_images < 1 or global_batch < 1 or step < 0:
         raise ValueError(f"num_images={num_images}, global_batch={global_batch}, step={step}")
@@ -371,7 +435,9 @@ def batch_indices(num_images: int, seed: int, step: int, global_batch: int) -> N
     return np.stack([index, epoch], axis=1)
 
 
-def micro_batch_slice(replica: int, micro_batch: int, num_micro_batches: int, micro_batch_size: int) -> slice:
+def micro_batch_slice(
+    replica: int, micro_batch: int, num_micro_batches: int, micro_batch_size: int
+) -> slice:
     """Return where a micro-batch of a replica lies in the global batch.
 
     A global batch is replicas x num_micro_batches x micro_batch_size samples in that order;

@@ -21,10 +21,11 @@ Files = list[tuple[Path, int]]
 class FolderDataset(FileDataset):
     """Images of PATH/train/CLASS/* and PATH/validation/CLASS/* (or val), or of PATH/CLASS/* split by the seed.
 
-    A class has all files below its folder. Without a split each class gives the share data.validation_samples /
-    (data.train_samples + data.validation_samples) of its images to validation; all images are used, whatever those two
-    counts are. Classes are numbered by sorted name, or by data.class_map. With data.labels_path the files and their
-    classes are those of a table.
+    A class has all files below its folder. Without a split each class gives the share
+    data.validation_samples / (data.train_samples + data.validation_samples) of its images to
+    validation; all images are used, whatever those two counts are. Classes are numbered by sorted
+    name, or by data.class_map. With data.labels_path the files and their classes are those of a
+    table.
     """
 
     def __init__(self, data: DataConfig, seed: int) -> None:
@@ -49,7 +50,10 @@ class FolderDataset(FileDataset):
 
 
 class UnlabelledDataset(FileDataset):
-    """The images that the text file data.path names, a line each: the validation split of a data set without labels."""
+    """The images that the text file data.path names, a line each.
+
+    The validation split of a data set without labels.
+    """
 
     needs_training = False
 
@@ -74,7 +78,12 @@ def check_unlabelled(data: DataConfig) -> None:
     """Raise ConfigError for a list of images that is missing; opens no image."""
     check_images(data)
     if data.path is None or not Path(data.path).is_file():
-        raise ConfigError("data.path", data.path, "must be a text file that names an image a line", "give its path")
+        raise ConfigError(
+            "data.path",
+            data.path,
+            "must be a text file that names an image a line",
+            "give its path",
+        )
 
 
 def numbers_of_classes(data: DataConfig) -> dict[str, int]:
@@ -86,7 +95,10 @@ def numbers_of_classes(data: DataConfig) -> dict[str, int]:
 
 
 def check(data: DataConfig) -> None:
-    """Raise ConfigError for a missing folder, an empty class or another number of them; opens no image."""
+    """Raise ConfigError for a missing folder, an empty class or another number of them.
+
+    Opens no image.
+    """
     check_images(data)
     root = _root(data)
     if data.labels_path is not None:
@@ -118,7 +130,12 @@ def _classes_of(data: DataConfig, names: list[str]) -> dict[str, int]:
 
 def _root(data: DataConfig) -> Path:
     if data.path is None:
-        raise ConfigError("data.path", None, "data=folder needs a directory of images", f"lay it out as {_LAYOUTS}")
+        raise ConfigError(
+            "data.path",
+            None,
+            "data=folder needs a directory of images",
+            f"lay it out as {_LAYOUTS}",
+        )
     root = expanded("data.path", data.path)
     if not root.is_dir():
         raise ConfigError("data.path", data.path, "no such directory", f"lay it out as {_LAYOUTS}")
@@ -141,20 +158,28 @@ def _split(data: DataConfig, seed: int) -> dict[Split, Files]:
     if data.labels_path is not None:
         rows = _rows(data)
         numbers = _classes_of(data, [row["label"] for row in rows])
-        for split, chosen in split_rows(data, "data.labels_path", rows, [row["label"] for row in rows], seed).items():
-            files[split] += [(root / row[data.image_column], numbers[row["label"]]) for row in chosen]
+        for split, chosen in split_rows(
+            data, "data.labels_path", rows, [row["label"] for row in rows], seed
+        ).items():
+            files[split] += [
+                (root / row[data.image_column], numbers[row["label"]]) for row in chosen
+            ]
         return files
     folders = split_folders(root, layouts=_LAYOUTS)
     names = folders_in(_training_folder(root))
     numbers = _classes_of(data, names)
     if folders is not None:
         for split, folder in folders.items():
-            files[split] += [(path, numbers[name]) for name in names for path in files_below(folder / name)]
+            files[split] += [
+                (path, numbers[name]) for name in names for path in files_below(folder / name)
+            ]
         return files
     for order, name in enumerate(names):
         paths = files_below(root / name)
         num_validation = num_held_out(data, len(paths))
-        held_out = set(generator(seed, "split", order).permutation(len(paths))[:num_validation].tolist())
+        held_out = set(
+            generator(seed, "split", order).permutation(len(paths))[:num_validation].tolist()
+        )
         for number, path in enumerate(paths):
             files["validation" if number in held_out else "train"].append((path, numbers[name]))
     return files
@@ -177,5 +202,12 @@ DATASETS.register(
 )
 DATASETS.register(
     "unlabelled",
-    Source(UnlabelledDataset, check_unlabelled, tasks=TASKS, counts_itself=True, keys=KEYS, labelled=False),
+    Source(
+        UnlabelledDataset,
+        check_unlabelled,
+        tasks=TASKS,
+        counts_itself=True,
+        keys=KEYS,
+        labelled=False,
+    ),
 )

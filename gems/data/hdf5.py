@@ -50,21 +50,25 @@ class _Part:
 class Hdf5Dataset(ImageDataset):
     """Images of data.image_key and labels of data.label_key, sample by sample, in the files that data.path names.
 
-    The path is a file or a pattern with *; `{split}` in path or keys stands for train and validation (or val), else
-    data.split_path or the seed divides the samples. A mask of each image is a label of data.task=segmentation. Texts as
-    labels are names of classes. Each process opens the files that it reads, when it does.
+    The path is a file or a pattern with *; `{split}` in path or keys stands for train and
+    validation (or val), else data.split_path or the seed divides the samples. A mask of each image
+    is a label of data.task=segmentation. Texts as labels are names of classes. Each process opens
+    the files that it reads, when it does.
     """
 
     def __init__(self, data: DataConfig, seed: int) -> None:
         check_images(data)
         self._task = data.task or TASKS[0]
-        parts = {split: _parts(data, split) for split in (_SPLITS if _is_split(data) else _SPLITS[:1])}
+        parts = {
+            split: _parts(data, split) for split in (_SPLITS if _is_split(data) else _SPLITS[:1])
+        }
         places = {split: _places(found) for split, found in parts.items()}
         if not _is_split(data):
             indices = split_indices(data, len(places["train"]), seed)
             parts = {split: parts["train"] for split in _SPLITS}
             places = {split: places["train"][indices[split]] for split in _SPLITS}
-        self._parts, self._places = parts, places
+        self._parts = parts
+        self._places = places
         self._numbers = _numbers_of(data, [part for found in parts.values() for part in found])
         self._open: dict[str, Any] = {}
         self._process = os.getpid()
@@ -84,10 +88,17 @@ class Hdf5Dataset(ImageDataset):
         return sorted({Path(part.path) for parts in self._parts.values() for part in parts})
 
     def examine(self, split: Split, index: int) -> None:
-        """Read an image whose type does not say its range, and a mask; raises ConfigError for what would be misread."""
+        """Read an image whose type does not say its range, and a mask.
+
+        Raises ConfigError for what would be misread.
+        """
         part, _ = self._place(split, index)
-        if part.dtype.kind == "f" or range_of(part.dtype, self.config.bits) < np.iinfo(part.dtype).max:
-            nodata, name = self.nodata(split, index), self.name_of(split, index)
+        if (
+            part.dtype.kind == "f"
+            or range_of(part.dtype, self.config.bits) < np.iinfo(part.dtype).max
+        ):
+            nodata = self.nodata(split, index)
+            name = self.name_of(split, index)
             for box in self.bands() if part.gives_parts else (_WHOLE,):
                 first = box.rows.start or 0
                 checked(self._stored(split, index, box), self.config, name, nodata, first)
@@ -96,7 +107,8 @@ class Hdf5Dataset(ImageDataset):
 
     def values(self, split: Split, index: int) -> Values:
         """Return an image as it is stored, channels first, fitted as those of image files."""
-        stored, nodata = self._stored(split, index, _WHOLE), self.nodata(split, index)
+        stored = self._stored(split, index, _WHOLE)
+        nodata = self.nodata(split, index)
         return fitted(stored, self.config, self.name_of(split, index), nodata)
 
     def nodata(self, split: Split, index: int) -> float | None:
@@ -105,11 +117,14 @@ class Hdf5Dataset(ImageDataset):
 
     def reads_rows(self, split: Split) -> bool:
         """Return whether all images have the wanted sides and small chunks or none, and nothing transforms them."""
-        return not self._is_transformed(split) and all(part.gives_parts for part in self._parts[split])
+        return not self._is_transformed(split) and all(
+            part.gives_parts for part in self._parts[split]
+        )
 
     def part(self, split: Split, index: int, box: Box) -> Values:
         """Return a part of `values`."""
-        stored, nodata = self._stored(split, index, box), self.nodata(split, index)
+        stored = self._stored(split, index, box)
+        nodata = self.nodata(split, index)
         return checked(stored, self.config, self.name_of(split, index), nodata, box.rows.start)
 
     def identity(self, split: Split) -> str:
@@ -119,12 +134,17 @@ class Hdf5Dataset(ImageDataset):
 
     def _label(self, split: Split, index: int) -> Label:
         part, row = self._place(split, index)
-        given, name = self._read(part.path, part.label_key, row), self.name_of(split, index)
+        given = self._read(part.path, part.label_key, row)
+        name = self.name_of(split, index)
         if part.has_text:
             return self._numbers[_texts(given)[0]]
         if self._task == "segmentation" and given.ndim in (2, 3):
-            planes = np.moveaxis(given, -1, 0) if given.ndim == 3 and given.shape[-1] == 1 else given
-            given = fitted(planes if planes.ndim == 3 else planes[np.newaxis], self.config, name, is_mask=True)
+            planes = (
+                np.moveaxis(given, -1, 0) if given.ndim == 3 and given.shape[-1] == 1 else given
+            )
+            given = fitted(
+                planes if planes.ndim == 3 else planes[np.newaxis], self.config, name, is_mask=True
+            )
         if self._task in ("segmentation", TASKS[0]):
             given = mapped(given, self.config.class_map)
         return self._without_nodata(as_label(given, self.config, self._task, name), split, index)
@@ -136,7 +156,9 @@ class Hdf5Dataset(ImageDataset):
     def _stored(self, split: Split, index: int, box: Box) -> Values:
         """Return a part of an image as it is stored, channels first."""
         part, row = self._place(split, index)
-        given = self._read(part.path, part.image_key, (row, *(box if part.is_channels_last else (..., *box))))
+        given = self._read(
+            part.path, part.image_key, (row, *(box if part.is_channels_last else (..., *box)))
+        )
         if given.ndim == 2:
             given = given[np.newaxis]
         elif part.is_channels_last:
@@ -161,8 +183,14 @@ def check(data: DataConfig) -> None:
 
 def numbers_of_classes(data: DataConfig) -> dict[str, int]:
     """Return the number of each class by its name, if labels are names."""
-    return _numbers_of(data, [part for split in (_SPLITS if _is_split(data) else _SPLITS[:1])
-                              for part in _parts(data, split)])  # fmt: skip
+    return _numbers_of(
+        data,
+        [
+            part
+            for split in (_SPLITS if _is_split(data) else _SPLITS[:1])
+            for part in _parts(data, split)
+        ],
+    )
 
 
 def _numbers_of(data: DataConfig, parts: list[_Part]) -> dict[str, int]:
@@ -179,7 +207,10 @@ def _numbers_of(data: DataConfig, parts: list[_Part]) -> dict[str, int]:
 
 def _texts(labels: Any) -> list[str]:
     """Return labels of text, as h5py gives them, without spaces around them."""
-    return [(text.decode() if isinstance(text, bytes) else str(text)).strip() for text in np.asarray(labels).ravel()]
+    return [
+        (text.decode() if isinstance(text, bytes) else str(text)).strip()
+        for text in np.asarray(labels).ravel()
+    ]
 
 
 def _is_split(data: DataConfig) -> bool:
@@ -188,18 +219,27 @@ def _is_split(data: DataConfig) -> bool:
 
 def _places(parts: list[_Part]) -> NDArray[np.int64]:
     """Return (part, row) of each sample, shape (samples, 2)."""
-    return np.concatenate([
-        np.stack([np.full(part.count, number), np.arange(part.count)], axis=1) for number, part in enumerate(parts)
-    ])  # fmt: skip
+    return np.concatenate(
+        [
+            np.stack([np.full(part.count, number), np.arange(part.count)], axis=1)
+            for number, part in enumerate(parts)
+        ]
+    )
 
 
 def _parts(data: DataConfig, split: Split) -> list[_Part]:
     """Return what each file holds of a split, without reading samples."""
     if data.path is None:
-        raise ConfigError("data.path", None, "data=hdf5 needs a file", "or a pattern, as in tiles/*.h5")
+        raise ConfigError(
+            "data.path", None, "data=hdf5 needs a file", "or a pattern, as in tiles/*.h5"
+        )
     patterns = [str(expanded("data.path", text)) for text in _by_split(data.path, split)]
     matches = (sorted(glob.glob(pattern, recursive=True)) for pattern in patterns)
-    paths = [path for path in next(filter(None, matches), []) if not any(map(is_left_over, Path(path).parts[-2:]))]
+    paths = [
+        path
+        for path in next(filter(None, matches), [])
+        if not any(map(is_left_over, Path(path).parts[-2:]))
+    ]
     if not paths:
         raise ConfigError("data.path", data.path, f"no file is called {' or '.join(patterns)}")
     found = [_part(data, path, split) for path in paths]
@@ -216,18 +256,37 @@ def _by_split(text: str, split: Split) -> list[str]:
 def _part(data: DataConfig, path: str, split: Split) -> _Part:
     with _opened(path) as file:
         choices = [_by_split(key, split) for key in (data.image_key, data.label_key)]
-        image_key, label_key = (next((key for key in keys if key in file), keys[0]) for keys in choices)
+        image_key, label_key = (
+            next((key for key in keys if key in file), keys[0]) for keys in choices
+        )
         for name, key in (("data.image_key", image_key), ("data.label_key", label_key)):
             if key not in file or not hasattr(file[key], "shape"):
                 names: list[str] = []
                 file.visititems(
-                    lambda name, entry, names=names: names.append(name) if hasattr(entry, "shape") else None
+                    lambda name, entry, names=names: (
+                        names.append(name) if hasattr(entry, "shape") else None
+                    )
                 )
-                raise ConfigError(name, key, f"is no dataset of {path}", f"it has {', '.join(names[:8]) or 'none'}")
-        images, labels = file[image_key], file[label_key]
-        if len(images.shape) not in (3, 4) or not labels.shape or labels.shape[0] != images.shape[0]:
-            text = f"{path} has {image_key} of shape {images.shape} and {label_key} of shape {labels.shape}"
-            raise ConfigError("data.image_key", image_key, text, "must be samples first, as many in both")
+                raise ConfigError(
+                    name,
+                    key,
+                    f"is no dataset of {path}",
+                    f"it has {', '.join(names[:8]) or 'none'}",
+                )
+        images = file[image_key]
+        labels = file[label_key]
+        if (
+            len(images.shape) not in (3, 4)
+            or not labels.shape
+            or labels.shape[0] != images.shape[0]
+        ):
+            text = (
+                f"{path} has {image_key} of shape {images.shape} and {label_key} of shape"
+                f" {labels.shape}"
+            )
+            raise ConfigError(
+                "data.image_key", image_key, text, "must be samples first, as many in both"
+            )
         layout = str(images.attrs.get("layout", "auto")) if data.layout == "auto" else data.layout
         is_last = _is_channels_last(data, path, images.shape, layout)
         axis = 1 if is_last else -2
@@ -238,26 +297,43 @@ def _part(data: DataConfig, path: str, split: Split) -> _Part:
         if data.task == "segmentation":
             mask_sides = tuple(side for side in labels.shape[1:] if side != 1)
             if len(mask_sides) == 2 and not have_one_shape(mask_sides, sides):
-                text = f"{path} has masks of {mask_sides} in {label_key}, and images of {sides} in {image_key}"
+                text = (
+                    f"{path} has masks of {mask_sides} in {label_key}, and images of {sides} in"
+                    f" {image_key}"
+                )
                 raise ConfigError("data.label_key", label_key, text, "give both one size")
         nodata = as_nodata(images.attrs.get("_FillValue") if data.nodata is None else data.nodata)
         return _Part(
-            path, image_key, label_key, images.shape[0], is_last, gives_parts, images.dtype, nodata,
+            path,
+            image_key,
+            label_key,
+            images.shape[0],
+            is_last,
+            gives_parts,
+            images.dtype,
+            nodata,
             labels.dtype.kind in _TEXT,
-        )  # fmt: skip
+        )
 
 
 def _check_types(data: DataConfig, path: str, images: Any, labels: Any) -> None:
     if images.dtype.kind != "f" and not (images.dtype.kind == "u" and images.dtype.itemsize <= 2):
         text = f"{path} has values of type {images.dtype}"
-        raise ConfigError("data.image_key", images.name.lstrip("/"), text, "use uint8, uint16 or float32")
+        raise ConfigError(
+            "data.image_key", images.name.lstrip("/"), text, "use uint8, uint16 or float32"
+        )
     if labels.dtype.kind not in _TEXT:
         check_values_of_map(data)
         return
     task = data.task or TASKS[0]
     if task != TASKS[0] or math.prod(labels.shape) != labels.shape[0]:
         text = f"{path} has labels of text, of shape {labels.shape}"
-        raise ConfigError("data.task", task, text, "texts are names of classes: one a sample, data.task=classification")
+        raise ConfigError(
+            "data.task",
+            task,
+            text,
+            "texts are names of classes: one a sample, data.task=classification",
+        )
 
 
 def _is_channels_last(data: DataConfig, path: str, shape: tuple[int, ...], layout: str) -> bool:
@@ -269,17 +345,28 @@ def _is_channels_last(data: DataConfig, path: str, shape: tuple[int, ...], layou
     if len(shape) == 3:
         if data.channels != 1:
             raise ConfigError(
-                "data.channels", data.channels, f"{path} has grey images {shape[1:]}", "set data.channels=1"
+                "data.channels",
+                data.channels,
+                f"{path} has grey images {shape[1:]}",
+                "set data.channels=1",
             )
         return False
-    first, last = shape[1] == data.channels, shape[3] == data.channels
+    first = shape[1] == data.channels
+    last = shape[3] == data.channels
     if layout.lower() in ("chw", "hwc"):
-        first, last = layout.lower() == "chw" and first, layout.lower() == "hwc" and last
+        first = layout.lower() == "chw" and first
+        last = layout.lower() == "hwc" and last
     if not first and not last:
-        text = f"{path} has images of shape {shape[1:]}" + ("" if layout == "auto" else f", layout {layout}")
-        raise ConfigError("data.channels", data.channels, text, "set data.channels, or data.layout=chw or hwc")
+        text = f"{path} has images of shape {shape[1:]}" + (
+            "" if layout == "auto" else f", layout {layout}"
+        )
+        raise ConfigError(
+            "data.channels", data.channels, text, "set data.channels, or data.layout=chw or hwc"
+        )
     if first and last:
-        raise ConfigError("data.layout", "auto", f"{path} has images of shape {shape[1:]}", "say chw or hwc")
+        raise ConfigError(
+            "data.layout", "auto", f"{path} has images of shape {shape[1:]}", "say chw or hwc"
+        )
     return last
 
 

@@ -39,8 +39,9 @@ EXTRA = {"torchvision": "vision", "albumentations": "albumentations"}
 class ImageDataset(Dataset):
     """Images of files, whose labels are by image or masks.
 
-    Subclasses give the values of an image, fitted to the shape but not normalised, and its label. With data.transform a
-    training image is transformed instead of flipped, its mask alike. Data without labels are a validation split alone.
+    Subclasses give the values of an image, fitted to the shape but not normalised, and its label.
+    With data.transform a training image is transformed instead of flipped, its mask alike. Data
+    without labels are a validation split alone.
     """
 
     needs_training: ClassVar[bool] = True
@@ -51,7 +52,9 @@ class ImageDataset(Dataset):
         super().__init__(shape, data.num_classes, num_train, num_validation, seed, augment)
         for split, count in (("train", num_train), ("validation", num_validation)):
             if not count and (split == "validation" or self.needs_training):
-                raise ConfigError("data.path", data.path, f"no image is left for {split}", "add images")
+                raise ConfigError(
+                    "data.path", data.path, f"no image is left for {split}", "add images"
+                )
         self.config = data
         self.seeds_process = data.transform is not None
         self._transform: Any = None
@@ -112,7 +115,9 @@ class ImageDataset(Dataset):
     def _write(self, split: Split, index: int, box: Box, out: Image) -> None:
         self._normalised(self.part(split, index, box), self.nodata(split, index), out)
 
-    def _normalised(self, values: Values, nodata: float | None = None, out: Image | None = None) -> Image:
+    def _normalised(
+        self, values: Values, nodata: float | None = None, out: Image | None = None
+    ) -> Image:
         """Return float32 values of about zero mean and unit variance, 0 without data, in `out` or one new array."""
         mean, deviation = self.statistics()
         peak = np.float32(range_of(values.dtype, self.config.bits))
@@ -131,7 +136,10 @@ class ImageDataset(Dataset):
         return np.where(is_nodata(values, nodata), mean, values).astype(values.dtype)
 
     def _without_nodata(self, label: Label, split: Split, index: int) -> Label:
-        """Return a mask in which the pixels without data in all channels have NO_LABEL; another label as it is."""
+        """Return a mask in which the pixels without data in all channels have NO_LABEL.
+
+        Another label as it is.
+        """
         nodata = self.nodata(split, index) if np.ndim(label) == 2 else None
         if nodata is None:
             return label
@@ -142,26 +150,36 @@ class ImageDataset(Dataset):
     def statistics(self) -> tuple[Image, Image]:
         """Return mean and deviation of each channel, as shares of the range, of shape (channels, 1, 1)."""
         if self._normalization is None:
-            data, channels = self.config, self.shape[0]
+            data = self.config
+            channels = self.shape[0]
             if data.mean is not None or data.std is not None:
                 found: tuple[Any, Any] = data.mean or 0.0, data.std or 1.0
             else:
                 known = {"fixed": FIXED, "imagenet": IMAGENET, "none": (0.0, 1.0)}
-                found = known[data.normalization] if data.normalization in known else self._computed()
-            mean, deviation = (np.resize(np.asarray(part, dtype=np.float64), (channels, 1, 1)) for part in found)
+                found = (
+                    known[data.normalization] if data.normalization in known else self._computed()
+                )
+            mean, deviation = (
+                np.resize(np.asarray(part, dtype=np.float64), (channels, 1, 1)) for part in found
+            )
             self._normalization = mean.astype(np.float32), deviation.astype(np.float32)
         return self._normalization
 
     def _computed(self) -> tuple[list[float], list[float]]:
         """Return mean and deviation of each channel over the training split, which the cache keeps."""
-        channels, data = self.shape[0], self.config
-        key = repr((data.name, self.shape, data.bits, data.page, data.nodata, self.identity("train")))
+        channels = self.shape[0]
+        data = self.config
+        key = repr(
+            (data.name, self.shape, data.bits, data.page, data.nodata, self.identity("train"))
+        )
 
         def sums(index: int) -> NDArray[np.float64]:
             """Return count, sum and sum of squares of each channel."""
             found = np.zeros((3, channels))
             nodata = self.nodata("train", index)
-            for values in self._bands_of(index):  # as float64 the whole would be eight times the file's bytes
+            for values in self._bands_of(
+                index
+            ):  # as float64 the whole would be eight times the file's bytes
                 band = values.reshape(channels, -1).astype(np.float64)
                 band /= range_of(values.dtype, data.bits)
                 known = np.full(channels, band.shape[1])
@@ -180,7 +198,12 @@ class ImageDataset(Dataset):
             mean, square = total[1:] / np.maximum(total[0], 1)
             deviation = np.sqrt(np.maximum(square - mean**2, 0))
             if not deviation.all():
-                raise ConfigError("data.normalization", "computed", "a channel is the same everywhere", "give data.std")
+                raise ConfigError(
+                    "data.normalization",
+                    "computed",
+                    "a channel is the same everywhere",
+                    "give data.std",
+                )
             return {"mean": mean.tolist(), "std": deviation.tolist()}
 
         kept = cached(None, "normalization", key, make)
@@ -195,15 +218,19 @@ class ImageDataset(Dataset):
     def _transformed(
         self, values: Values, mask: NDArray[Any] | None, number: int, name: str
     ) -> tuple[Values, NDArray[np.int64] | None]:
-        """Return an image and its mask by data.transform, called as its library wants; values keep their type.
+        """Return an image and its mask by data.transform, called as its library wants.
 
+        Values keep their type.
         Images that are not of bytes are given as float32 from 0 to 1.
         """
-        key, target = "data.transform", str(self.config.transform)
+        key = "data.transform"
+        target = str(self.config.transform)
         if self._transform is None:
             self._transform = load_transform(self.config)
         peak = range_of(values.dtype, self.config.bits)
-        given = values if values.dtype == np.uint8 else (values / np.float32(peak)).astype(np.float32)
+        given = (
+            values if values.dtype == np.uint8 else (values / np.float32(peak)).astype(np.float32)
+        )
         try:
             if is_of_albumentations(self._transform):
                 found = _by_albumentations(self._transform, given, mask, number)
@@ -214,10 +241,21 @@ class ImageDataset(Dataset):
         made, made_mask = found
         if made.dtype != given.dtype:
             text = f"gives values of type {made.dtype} for {given.dtype}"
-            raise ConfigError(key, target, text, "leave the scaling to data.normalization, data.mean and data.std")
-        if made.shape != self.shape or (mask is not None and (made_mask is None or made_mask.shape != mask.shape)):
-            shapes = f"an image of {made.shape}" + ("" if made_mask is None else f" and a mask of {made_mask.shape}")
-            raise ConfigError(key, target, f"gives {shapes}, and the keys say {self.shape}", "crop and resize to these")
+            raise ConfigError(
+                key, target, text, "leave the scaling to data.normalization, data.mean and data.std"
+            )
+        if made.shape != self.shape or (
+            mask is not None and (made_mask is None or made_mask.shape != mask.shape)
+        ):
+            shapes = f"an image of {made.shape}" + (
+                "" if made_mask is None else f" and a mask of {made_mask.shape}"
+            )
+            raise ConfigError(
+                key,
+                target,
+                f"gives {shapes}, and the keys say {self.shape}",
+                "crop and resize to these",
+            )
         if made.dtype != values.dtype:
             made = (made * np.float32(peak)).astype(values.dtype)
         return made, None if made_mask is None else made_mask.astype(np.int64)
@@ -250,7 +288,10 @@ class FileDataset(ImageDataset):
         return self._nodata[path]
 
     def examine(self, split: Split, index: int) -> None:
-        """Read an image, and its mask if it has one, through; raises ConfigError for what would be misread."""
+        """Read an image, and its mask if it has one, through.
+
+        Raises ConfigError for what would be misread.
+        """
         read_through(self.path(split, index), self.config, self.nodata(split, index))
 
     def reads_rows(self, split: Split) -> bool:
@@ -259,13 +300,15 @@ class FileDataset(ImageDataset):
             return False
         if split not in self._by_rows:
             self._by_rows[split] = all(
-                gives_parts(self.path(split, index), self.config) for index in range(self.num_images(split))
+                gives_parts(self.path(split, index), self.config)
+                for index in range(self.num_images(split))
             )
         return self._by_rows[split]
 
     def part(self, split: Split, index: int, box: Box) -> Values:
         """Return a part of `values`."""
-        path, data = self.path(split, index), self.config
+        path = self.path(split, index)
+        data = self.config
         values = read_tiff(path, data.page, data.channels, box)
         return checked(values, data, str(path), self.nodata(split, index), box.rows.start)
 
@@ -274,25 +317,38 @@ def check_images(data: DataConfig) -> None:
     """Raise ConfigError for keys of normalisation and transform that do not fit together."""
     for key, given in (("data.mean", data.mean), ("data.std", data.std)):
         if given is not None and len(given) not in (1, data.channels):
-            raise ConfigError(key, given, f"has {len(given)} entries", f"give one, or data.channels={data.channels}")
+            raise ConfigError(
+                key,
+                given,
+                f"has {len(given)} entries",
+                f"give one, or data.channels={data.channels}",
+            )
     if data.normalization == "imagenet" and data.channels != 3 and data.mean is None:
         text = f"is of 3 channels, and data.channels={data.channels}"
-        raise ConfigError("data.normalization", "imagenet", text, "use computed, or give data.mean and data.std")
+        raise ConfigError(
+            "data.normalization", "imagenet", text, "use computed, or give data.mean and data.std"
+        )
     if data.transform_kwargs and data.transform is None:
-        raise ConfigError("data.transform_kwargs", data.transform_kwargs, "is for data.transform", "name it")
+        raise ConfigError(
+            "data.transform_kwargs", data.transform_kwargs, "is for data.transform", "name it"
+        )
     if data.transform is not None:
         library = data.transform.replace(":", ".").partition(".")[0]
         if library in EXTRA and find_spec(library) is None:
             advice = f"pip install gems-train[{EXTRA[library]}], from the same place as torch"
-            raise ConfigError("data.transform", data.transform, f"needs {library}, which is not installed", advice)
+            raise ConfigError(
+                "data.transform", data.transform, f"needs {library}, which is not installed", advice
+            )
 
 
 def load_transform(data: DataConfig) -> Callable[..., Any]:
     """Return what data.transform names: a class or a factory is called with the keyword arguments.
 
-    A factory is a function that takes no more than these; another function is the transform, and gets them too.
+    A factory is a function that takes no more than these; another function is the transform, and
+    gets them too.
     """
-    key, target = "data.transform", str(data.transform)
+    key = "data.transform"
+    target = str(data.transform)
     found = load_target(key, target)
     if not isinstance(found, type):
         try:
@@ -317,14 +373,21 @@ def _by_albumentations(
     if mask is not None:
         given["mask"] = mask.astype(np.int32)
     found = transform(**given)
-    return np.asarray(found["image"]).transpose(2, 0, 1), np.asarray(found["mask"]) if mask is not None else None
+    return np.asarray(found["image"]).transpose(2, 0, 1), (
+        np.asarray(found["mask"]) if mask is not None else None
+    )
 
 
-def _by_torch(transform: Any, values: Values, mask: NDArray[Any] | None) -> tuple[Values, NDArray[Any] | None]:
-    torch, wrap = sys.modules["torch"], sys.modules.get("torchvision.tv_tensors")
+def _by_torch(
+    transform: Any, values: Values, mask: NDArray[Any] | None
+) -> tuple[Values, NDArray[Any] | None]:
+    torch = sys.modules["torch"]
+    wrap = sys.modules.get("torchvision.tv_tensors")
     tensors = [torch.from_numpy(np.array(each)) for each in (values, mask) if each is not None]
     if wrap is not None:
-        tensors = [kind(tensor) for kind, tensor in zip((wrap.Image, wrap.Mask), tensors, strict=False)]
+        tensors = [
+            kind(tensor) for kind, tensor in zip((wrap.Image, wrap.Mask), tensors, strict=False)
+        ]
     found = transform(*tensors)
     arrays = [each.numpy() for each in (found if isinstance(found, tuple | list) else (found,))]
     return arrays[0], arrays[1] if mask is not None else None

@@ -1,5 +1,6 @@
-"""What is checked of the data before a run is queued, once: the first images of each class, every file, every label.
+"""What is checked of the data before a run is queued, once.
 
+The first images of each class, every file, every label.
 The user's code is run in a child process where torch is not loaded.
 """
 
@@ -31,7 +32,8 @@ def inspect_data(data: DataConfig, seed: int) -> None:
     Files that were read once are not read again until one of them changes.
 
     Raises:
-        ConfigError: a file that cannot be read or would be misread, a label out of range, a split that is empty.
+        ConfigError: a file that cannot be read or would be misread, a label out of range, a split
+        that is empty.
     """
     if data.target is not None:
         find_source(data).check(data)
@@ -61,8 +63,16 @@ def _inspect(data: DataConfig, seed: int) -> None:
                 continue
             image, _ = dataset.sample(split, index)
             if image.shape != dataset.shape:
-                text = f"{dataset.name_of(split, index)} has shape {image.shape}, and the keys say {dataset.shape}"
-                raise ConfigError("data.height_px", data.height_px, text, "set data.channels, height_px and width_px")
+                text = (
+                    f"{dataset.name_of(split, index)} has shape {image.shape}, and the keys say"
+                    f" {dataset.shape}"
+                )
+                raise ConfigError(
+                    "data.height_px",
+                    data.height_px,
+                    text,
+                    "set data.channels, height_px and width_px",
+                )
     if files:
         _examine(dataset)
         keep_cached(None, "examination", key, {"num_files": len(files)})
@@ -73,18 +83,25 @@ def _examine(dataset: Any) -> None:
     places = [(split, index) for split in SPLITS for index in range(dataset.num_images(split))]
     is_terminal = sys.stderr.isatty()
     pause_s, end = (_PAUSES_S[0], "\r") if is_terminal else (_PAUSES_S[1], "\n")
-    told_at, line = time.monotonic(), ""
+    told_at = time.monotonic()
+    line = ""
     with threads() as pool:
-        for count, _ in enumerate(ordered(pool, lambda number: dataset.examine(*places[number]), len(places)), 1):
+        for count, _ in enumerate(
+            ordered(pool, lambda number: dataset.examine(*places[number]), len(places)), 1
+        ):
             if time.monotonic() > told_at + pause_s:
-                told_at, line = time.monotonic(), f"gems: checked {count} of {len(places)} samples before training"
+                told_at = time.monotonic()
+                line = f"gems: checked {count} of {len(places)} samples before training"
                 print(line, end=end, file=sys.stderr, flush=True)
     if line and is_terminal:
         print(" " * len(line), end=end, file=sys.stderr, flush=True)
 
 
 def _first_of_each_class(dataset: Dataset, split: Split, task: str) -> list[int]:
-    """Return the first sample of each class, having looked at every label; of masks and values the first sample."""
+    """Return the first sample of each class, having looked at every label.
+
+    Of masks and values the first sample.
+    """
     if task == "segmentation":
         return [0]
     first: dict[int, int] = {}
@@ -98,7 +115,9 @@ def _stamps(files: list[Path]) -> str:
     try:
         return stamps(files)
     except OSError as error:
-        raise ConfigError("data.path", error.filename, f"cannot be read ({error.strerror})") from error
+        raise ConfigError(
+            "data.path", error.filename, f"cannot be read ({error.strerror})"
+        ) from error
 
 
 def main(argv: Sequence[str]) -> None:
@@ -111,7 +130,12 @@ def main(argv: Sequence[str]) -> None:
         _inspect(data, int(argv[1]))
         return {"torch": torch.__version__}
 
-    answer(inspect, lambda error: target_error("data.transform", str(data.transform), "cannot be applied", error))
+    answer(
+        inspect,
+        lambda error: target_error(
+            "data.transform", str(data.transform), "cannot be applied", error
+        ),
+    )
 
 
 if __name__ == "__main__":

@@ -21,10 +21,11 @@ Pair = tuple[Path, Path]
 
 
 class MaskDataset(FileDataset):
-    """Images of PATH/images and the masks of PATH/masks with the same stems; both in train/ and validation/ if split.
+    """Images of PATH/images and the masks of PATH/masks with the same stems.
 
-    A mask holds the number of each pixel's class, or a value that data.class_map maps to it. Pixels of the value
-    data.ignore_label count for nothing.
+    Both in train/ and validation/ if split.
+    A mask holds the number of each pixel's class, or a value that data.class_map maps to it. Pixels
+    of the value data.ignore_label count for nothing.
     """
 
     def __init__(self, data: DataConfig, seed: int) -> None:
@@ -52,7 +53,9 @@ class MaskDataset(FileDataset):
     def _label(self, split: Split, index: int) -> Label:
         image, path = self._pairs[split][index]
         mask = mapped(read_mask(path, self.config, image), self.config.class_map)
-        return self._without_nodata(as_label(mask, self.config, "segmentation", str(path)), split, index)
+        return self._without_nodata(
+            as_label(mask, self.config, "segmentation", str(path)), split, index
+        )
 
 
 def mapped(mask: NDArray[Any], class_map: dict[str, int]) -> NDArray[Any]:
@@ -94,8 +97,10 @@ def _split(data: DataConfig, seed: int) -> dict[Split, list[Pair]]:
     found = [_pairs_of(folder, data) for folder in _folders(data)]
     if len(found) == 2:
         return {"train": found[0], "validation": found[1]}
-    return {split: [found[0][index] for index in indices]
-            for split, indices in split_indices(data, len(found[0]), seed).items()}  # fmt: skip
+    return {
+        split: [found[0][index] for index in indices]
+        for split, indices in split_indices(data, len(found[0]), seed).items()
+    }
 
 
 def _pairs_of(folder: Path, data: DataConfig) -> list[Pair]:
@@ -104,13 +109,17 @@ def _pairs_of(folder: Path, data: DataConfig) -> list[Pair]:
     for here, other, name in ((images, masks, "mask"), (masks, images, "image")):
         lonely = sorted(set(here) - set(other))
         if lonely:
-            raise ConfigError("data.path", data.path, f"{here[lonely[0]]} has no {name} of the same name")
+            raise ConfigError(
+                "data.path", data.path, f"{here[lonely[0]]} has no {name} of the same name"
+            )
     return [(images[stem], masks[stem]) for stem in sorted(images)]
 
 
 def _by_stem(folder: Path, data: DataConfig) -> dict[str, Path]:
     if not folder.is_dir():
-        raise ConfigError("data.path", data.path, f"has no folder {folder}", f"lay it out as {_LAYOUTS}")
+        raise ConfigError(
+            "data.path", data.path, f"has no folder {folder}", f"lay it out as {_LAYOUTS}"
+        )
     return {str(path.relative_to(folder).with_suffix("")): path for path in files_below(folder)}
 
 

@@ -1,4 +1,7 @@
-"""Loads the samples of coming steps while the current step computes: what is read, and a thread that reads ahead."""
+"""Loads the samples of coming steps while the current step computes.
+
+What is read, and a thread that reads ahead.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,8 @@ T = TypeVar("T")
 class Request:
     """The (index, draw) pairs of one micro-batch, shape (size, 2), and what a rank needs of them.
 
-    Those after the first `num_known` only fill the micro-batch and have no label; None: all have one. With `rows`, from
-    the first to the end, only these of the images are read, and no labels.
+    Those after the first `num_known` only fill the micro-batch and have no label; None: all have
+    one. With `rows`, from the first to the end, only these of the images are read, and no labels.
     """
 
     split: Split
@@ -40,7 +43,9 @@ class MicroBatchReader:
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
 
-    def __getitem__(self, request: Request) -> tuple[NDArray[Any] | None, NDArray[Any] | None] | ConfigError:
+    def __getitem__(
+        self, request: Request
+    ) -> tuple[NDArray[Any] | None, NDArray[Any] | None] | ConfigError:
         """Return images and labels, or the error of a sample that cannot be read, which crosses processes so."""
         try:
             return self._read(request, request.samples)
@@ -53,10 +58,15 @@ class MicroBatchReader:
         """Return the samples of both splits."""
         return self._dataset.num_train + self._dataset.num_validation
 
-    def _read(self, request: Request, samples: NDArray[np.int64]) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
+    def _read(
+        self, request: Request, samples: NDArray[np.int64]
+    ) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
         if request.rows is None:
             return self._dataset.batch(request.split, samples, request.images, request.labels)
-        found = [self._dataset.rows(request.split, index, draw, *request.rows) for index, draw in samples.tolist()]
+        found = [
+            self._dataset.rows(request.split, index, draw, *request.rows)
+            for index, draw in samples.tolist()
+        ]
         return found[0][np.newaxis] if len(found) == 1 else np.stack(found), None
 
     def _error(self, request: Request, whole: Exception) -> ConfigError:
@@ -70,18 +80,27 @@ class MicroBatchReader:
             except Exception as error:
                 return target_error("data", name, "cannot be read", error)
         name = self._dataset.name_of(request.split, int(request.samples[0, 0]))
-        return ConfigError("data", name, f"cannot be stacked with the others of its micro-batch ({whole})")
+        return ConfigError(
+            "data", name, f"cannot be stacked with the others of its micro-batch ({whole})"
+        )
 
 
 class Prefetcher(Generic[T]):
     """Calls `load(step)` in a daemon thread, at most `depth` steps ahead of what was taken.
 
-    Loading begins at `first_step`. Steps are taken in rising order; those jumped over are dropped. With
-    `last_step` nothing beyond it is loaded. With depth 0 there is no thread and `get` loads in place. When
-    `load` raises, the thread ends, and `get` of that step or a later one raises the same exception.
+    Loading begins at `first_step`. Steps are taken in rising order; those jumped over are dropped.
+    With `last_step` nothing beyond it is loaded. With depth 0 there is no thread and `get` loads in
+    place. When `load` raises, the thread ends, and `get` of that step or a later one raises the
+    same exception.
     """
 
-    def __init__(self, load: Callable[[int], T], depth: int, first_step: int = 0, last_step: int | None = None) -> None:
+    def __init__(
+        self,
+        load: Callable[[int], T],
+        depth: int,
+        first_step: int = 0,
+        last_step: int | None = None,
+    ) -> None:
         if depth < 0:
             raise ValueError(f"depth={depth}")
         self._load = load
@@ -100,8 +119,8 @@ class Prefetcher(Generic[T]):
     def get(self, step: int) -> T:
         """Return the item of `step`, waiting for it if need be.
 
-        Raises what `load` raised, ValueError for a step already given or beyond the last, RuntimeError once
-        closed.
+        Raises what `load` raised, ValueError for a step already given or beyond the last,
+        RuntimeError once closed.
         """
         with self._changed:
             if not self._wanted <= step < self._end:
@@ -113,7 +132,9 @@ class Prefetcher(Generic[T]):
             self._next = max(self._next, step)
             self._ready = {ahead: item for ahead, item in self._ready.items() if ahead >= step}
             self._changed.notify_all()
-            self._changed.wait_for(lambda: step in self._ready or self._failed(step) or self._closed)
+            self._changed.wait_for(
+                lambda: step in self._ready or self._failed(step) or self._closed
+            )
             if step in self._ready:
                 self._wanted = step + 1
                 self._changed.notify_all()
@@ -143,7 +164,9 @@ class Prefetcher(Generic[T]):
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._next < min(self._end, self._wanted + self._depth))
+                self._changed.wait_for(
+                    lambda: self._closed or self._next < min(self._end, self._wanted + self._depth)
+                )
                 if self._closed:
                     return
                 step = self._next

@@ -1,4 +1,7 @@
-"""Pyramids of whole-slide images: levels, microns per pixel, and regions read in bands by openslide or tiffslide."""
+"""Pyramids of whole-slide images.
+
+Levels, microns per pixel, and regions read in bands by openslide or tiffslide.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,8 @@ SAME_SCALE = 0.01
 _WHITE = 255
 _THUMBNAIL_PX = 1024
 _MIN_SATURATION = 8.0
-_TILE_PX, _MAX_TILE_PX = 256, 1024
+_TILE_PX = 256
+_MAX_TILE_PX = 1024
 _MAX_OPEN = 8
 _CACHE_BYTES = 8 * 2**20
 
@@ -36,7 +40,10 @@ Bytes = NDArray[np.uint8]  # (height, width, 3)
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """One level of a slide's pyramid; `downsample` is the pixels of level 0 on a side of one of its pixels."""
+    """One level of a slide's pyramid.
+
+    `downsample` is the pixels of level 0 on a side of one of its pixels.
+    """
 
     width_px: int
     height_px: int
@@ -80,7 +87,10 @@ class Handles:
 
     @contextmanager
     def opened(self, path: Path) -> Iterator[Any]:
-        """Yield an open slide, while no other thread reads; beyond _MAX_OPEN that unused for longest is closed."""
+        """Yield an open slide, while no other thread reads.
+
+        Beyond _MAX_OPEN that unused for longest is closed.
+        """
         with self._lock:
             if self._process != os.getpid():  # handles of a process that forked are not its own
                 self._open, self._process = {}, os.getpid()
@@ -107,7 +117,9 @@ def library() -> Any:
         except (ImportError, OSError):  # the latter for openslide without its library in C
             continue
     advice = "pip install gems-train[slide], or gems-train[tiffslide], which is pure Python"
-    raise ConfigError("data.name", "slide", f"needs {' or '.join(LIBRARIES)}, and neither is installed", advice)
+    raise ConfigError(
+        "data.name", "slide", f"needs {' or '.join(LIBRARIES)}, and neither is installed", advice
+    )
 
 
 def open_slide(path: Path) -> Any:
@@ -121,7 +133,9 @@ def open_slide(path: Path) -> Any:
         if found.__name__ == "tiffslide":
             return found.TiffSlide(path)
         handle = found.OpenSlide(path)
-        if int(found.__library_version__.split(".")[0]) >= 4:  # its cache holds 32 MiB otherwise, and bands need none
+        if (
+            int(found.__library_version__.split(".")[0]) >= 4
+        ):  # its cache holds 32 MiB otherwise, and bands need none
             handle.set_cache(found.OpenSlideCache(_CACHE_BYTES))
         return handle
     except Exception as error:
@@ -142,10 +156,15 @@ def read_facts(path: Path) -> Slide:
         levels = []
         for number, (width, height) in enumerate(handle.level_dimensions):
             tile_px = int(properties.get(f"{prefix}.level[{number}].tile-height") or _TILE_PX)
-            levels.append(asdict(Level(width, height, float(handle.level_downsamples[number]), tile_px)))
+            levels.append(
+                asdict(Level(width, height, float(handle.level_downsamples[number]), tile_px))
+            )
         mpp = [properties.get(f"{prefix}.mpp-{axis}") for axis in "xy"]
         handle.close()
-        return {"levels": levels, "mpp": float(np.mean([float(each) for each in mpp])) if all(mpp) else None}
+        return {
+            "levels": levels,
+            "mpp": float(np.mean([float(each) for each in mpp])) if all(mpp) else None,
+        }
 
     kept = cached(None, "slide", repr((library().__name__, stamps([path]))), make)
     return Slide(path, tuple(Level(**each) for each in kept["levels"]), kept["mpp"])
@@ -161,9 +180,9 @@ def read_bands(
 ) -> Iterator[tuple[slice, Bytes]]:
     """Yield the rows and the pixels of each band of a region, or of a part of it, downwards.
 
-    They are read from the coarsest level that is not coarser than `downsample`, and resampled (bilinear, smoothed) if
-    it is another: then bands are those of the whole region, in all columns, so that a part has the same pixels. What
-    lies beyond the slide is white.
+    They are read from the coarsest level that is not coarser than `downsample`, and resampled
+    (bilinear, smoothed) if it is another: then bands are those of the whole region, in all columns,
+    so that a part has the same pixels. What lies beyond the slide is white.
 
     Args:
         handle: The open slide.
@@ -180,18 +199,25 @@ def read_bands(
 
     height, width = shape_px
     rows, columns = box or Box(slice(0, height), slice(0, width))
-    fine = [n for n, each in enumerate(slide.levels) if each.downsample <= downsample * (1 + SAME_SCALE)]
+    fine = [
+        n for n, each in enumerate(slide.levels) if each.downsample <= downsample * (1 + SAME_SCALE)
+    ]
     number = max(fine, key=lambda n: slide.levels[n].downsample, default=0)
     level = slide.levels[number]
     ratio = downsample / level.downsample
     left, top = (side / level.downsample for side in corner)
     tile_px = min(level.tile_px, _MAX_TILE_PX)
     if abs(ratio - 1) < SAME_SCALE:
-        column, row = round(left), round(top)
+        column = round(left)
+        row = round(top)
         part = rows, columns
-        if not level.downsample.is_integer():  # pixels may then depend on where a read begins: all begin as the whole's
+        if (
+            not level.downsample.is_integer()
+        ):  # pixels may then depend on where a read begins: all begin as the whole's
             part = slice(0, height), slice(0, width)
-        start, left_px, size_px = part[0].start, column + part[1].start, part[1].stop - part[1].start
+        start = part[0].start
+        left_px = column + part[1].start
+        size_px = part[1].stop - part[1].start
         # bands end where the file's own tiles do, so that none is decoded twice
         begins = [start, *range(start + tile_px - (row + start) % tile_px, part[0].stop, tile_px)]
         for first, end in zip(begins, [*begins[1:], part[0].stop], strict=True):
@@ -200,27 +226,38 @@ def read_bands(
                 yield _cut(band, first, part[1].start, rows, columns)
         return
     margin = ceil(ratio) + 1  # of pixels around a band that its own are made of
-    right, bottom = left + width * ratio, top + height * ratio
+    right = left + width * ratio
+    bottom = top + height * ratio
     # beyond the slide only where the region is
     first_column = max(floor(left) - margin, min(0, floor(left)))
     end_column = min(ceil(right) + margin, max(level.width_px, ceil(right)))
     rows_px = max(1, int(tile_px / ratio))
     for first in range(rows.start // rows_px * rows_px, rows.stop, rows_px):
         end = min(first + rows_px, height)
-        upper, lower = top + first * ratio, top + end * ratio
+        upper = top + first * ratio
+        lower = top + end * ratio
         first_row = max(floor(upper) - margin, min(0, floor(top)))
         end_row = min(ceil(lower) + margin, max(level.height_px, ceil(bottom)))
         size = end_column - first_column, end_row - first_row
-        source = fromarray(np.ascontiguousarray(_read(handle, slide, number, (first_column, first_row), size)))
+        source = fromarray(
+            np.ascontiguousarray(_read(handle, slide, number, (first_column, first_row), size))
+        )
         sides = (left - first_column, upper - first_row, right - first_column, lower - first_row)
         band = np.asarray(source.resize((width, end - first), Resampling.BILINEAR, box=sides))
         yield _cut(band, first, 0, rows, columns)
 
 
 def _cut(band: Bytes, first: int, column: int, rows: slice, columns: slice) -> tuple[slice, Bytes]:
-    """Return which of some rows a band has, and their pixels in some columns; it begins at row `first` and `column`."""
-    begin, end = max(first, rows.start), min(first + len(band), rows.stop)
-    return slice(begin, end), band[begin - first : end - first, columns.start - column : columns.stop - column]
+    """Return which of some rows a band has, and their pixels in some columns.
+
+    It begins at row `first` and `column`.
+    """
+    begin = max(first, rows.start)
+    end = min(first + len(band), rows.stop)
+    return (
+        slice(begin, end),
+        band[begin - first : end - first, columns.start - column : columns.stop - column],
+    )
 
 
 def thumbnail(slide: Slide) -> tuple[Bytes, float]:
@@ -247,12 +284,19 @@ def tissue_mask(slide: Slide) -> tuple[NDArray[np.bool_], float]:
     return saturation > max(_MIN_SATURATION, float(otsu(saturation))), scale
 
 
-def _read(handle: Any, slide: Slide, number: int, corner: tuple[int, int], size: tuple[int, int]) -> Bytes:
-    """Return the pixels of a level at `corner` (x, y, of that level), of `size` (width, height); white beyond it."""
+def _read(
+    handle: Any, slide: Slide, number: int, corner: tuple[int, int], size: tuple[int, int]
+) -> Bytes:
+    """Return the pixels of a level at `corner` (x, y, of that level), of `size` (width, height).
+
+    White beyond it.
+    """
     level = slide.levels[number]
     begin = [max(0, side) for side in corner]
-    end = [min(side + length, most) for side, length, most in
-           zip(corner, size, (level.width_px, level.height_px), strict=True)]  # fmt: skip
+    end = [
+        min(side + length, most)
+        for side, length, most in zip(corner, size, (level.width_px, level.height_px), strict=True)
+    ]
     inside = end[0] - begin[0], end[1] - begin[1]
     pixels = np.empty((0, 0, 3), dtype=np.uint8)
     if min(inside) > 0:
@@ -266,13 +310,17 @@ def _read(handle: Any, slide: Slide, number: int, corner: tuple[int, int], size:
             return pixels
     made = np.full((size[1], size[0], 3), _WHITE, dtype=np.uint8)
     if pixels.size:
-        row, column = begin[1] - corner[1], begin[0] - corner[0]
+        row = begin[1] - corner[1]
+        column = begin[0] - corner[0]
         made[row : row + inside[1], column : column + inside[0]] = pixels
     return made
 
 
 def _opaque(pixels: Bytes) -> Bytes:
-    """Return colours without their alpha, over white where that is below 255: the scanner saw nothing there."""
+    """Return colours without their alpha, over white where that is below 255.
+
+    The scanner saw nothing there.
+    """
     if pixels.shape[2] == 3 or int(pixels[:, :, 3].min()) == _WHITE:
         return pixels[:, :, :3]
     alpha = pixels[:, :, 3:].astype(np.float32) / _WHITE
@@ -283,7 +331,9 @@ def _saturation(pixels: Bytes) -> NDArray[np.uint8]:
     """Return the saturation of colours, as HSV has it, in bytes."""
     most = pixels.max(axis=2).astype(np.float32)
     least = pixels.min(axis=2).astype(np.float32)
-    saturation: NDArray[np.uint8] = np.rint(_WHITE * (most - least) / np.maximum(most, 1)).astype(np.uint8)
+    saturation: NDArray[np.uint8] = np.rint(_WHITE * (most - least) / np.maximum(most, 1)).astype(
+        np.uint8
+    )
     return saturation
 
 

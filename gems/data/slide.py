@@ -1,4 +1,7 @@
-"""Regions of whole-slide images: only the pixels of a sample's region are read, at the level that it needs."""
+"""Regions of whole-slide images.
+
+Only the pixels of a sample's region are read, at the level that it needs.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +21,53 @@ from gems.data.files.paths import expanded
 from gems.data.files.reader import MODES
 from gems.data.files.values import Values
 from gems.data.images import ImageDataset, check_images, stamps
-from gems.data.pyramid import SAME_SCALE, Handles, Slide, library, read_bands, read_facts, tissue_mask
+from gems.data.pyramid import (
+    SAME_SCALE,
+    Handles,
+    Slide,
+    library,
+    read_bands,
+    read_facts,
+    tissue_mask,
+)
 from gems.data.table import Row, Rows, class_numbers, read_rows, split_rows
 from gems.data.tissue import TISSUE_SLIDE, tissue_slide
 from gems.errors import ConfigError
 from gems.utils.cache import cached
 
 KEYS = (
-    "level", "mpp", "coords_path", "region", "tissue_share", "labels_path", "image_column", "class_map",
-    "normalization", "mean", "std", "transform", "transform_kwargs",
-)  # fmt: skip
+    "level",
+    "mpp",
+    "coords_path",
+    "region",
+    "tissue_share",
+    "labels_path",
+    "image_column",
+    "class_map",
+    "normalization",
+    "mean",
+    "std",
+    "transform",
+    "transform_kwargs",
+)
 LABELS = "labels.csv"
 # Files that a table may name without their suffix.
-SUFFIXES = (".svs", ".tif", ".tiff", ".ndpi", ".mrxs", ".scn", ".vms", ".vmu", ".svslide", ".bif", ".dcm", ".czi")
-_COORDS, _ATTRIBUTES = "coords", ("patch_size", "patch_level", "patch_size_level0")
+SUFFIXES = (
+    ".svs",
+    ".tif",
+    ".tiff",
+    ".ndpi",
+    ".mrxs",
+    ".scn",
+    ".vms",
+    ".vmu",
+    ".svslide",
+    ".bif",
+    ".dcm",
+    ".czi",
+)
+_COORDS = "coords"
+_ATTRIBUTES = ("patch_size", "patch_level", "patch_size_level0")
 _CHANNELS = (1, 3)
 
 Corners = NDArray[np.int64]  # (regions, 2): x and y of the upper left corners, in pixels of level 0
@@ -39,7 +75,10 @@ Corners = NDArray[np.int64]  # (regions, 2): x and y of the upper left corners, 
 
 @dataclass(frozen=True, slots=True)
 class _Regions:
-    """The regions of a row of the table: corners on a slide, and pixels of level 0 on a side of a sample's pixel."""
+    """The regions of a row of the table.
+
+    Corners on a slide, and pixels of level 0 on a side of a sample's pixel.
+    """
 
     slide: Slide
     downsample: float
@@ -49,10 +88,10 @@ class _Regions:
 class SlideDataset(ImageDataset):
     """Regions of the slides of a table, each with the label of its row.
 
-    The regions are those of data.coords_path, those at columns x and y of the table, or a grid over data.region or the
-    tissue. All regions of a slide are in one split, unless the table divides them. Each process opens the slides that
-    it reads, when it does; rows of pixels are normalised one band after another into the sample, which is all that is
-    held whole.
+    The regions are those of data.coords_path, those at columns x and y of the table, or a grid over
+    data.region or the tissue. All regions of a slide are in one split, unless the table divides
+    them. Each process opens the slides that it reads, when it does; rows of pixels are normalised
+    one band after another into the sample, which is all that is held whole.
     """
 
     def __init__(self, data: DataConfig, seed: int) -> None:
@@ -60,20 +99,30 @@ class SlideDataset(ImageDataset):
         numbers = numbers_of_classes(data, rows)
         places = dict(zip(map(id, rows), _regions(data, rows), strict=True))
         self._regions: dict[Split, list[_Regions]] = {}
-        self._places: dict[Split, NDArray[np.int64]] = {}  # (samples, 2): the row, and the region of it
+        self._places: dict[
+            Split, NDArray[np.int64]
+        ] = {}  # (samples, 2): the row, and the region of it
         self._labels: dict[Split, NDArray[np.int64]] = {}  # of each row
         for split, chosen in _split(data, rows, seed).items():
             regions = [places[id(row)] for row in chosen]
             counts = np.array([len(found.corners) for found in regions], dtype=np.int64)
             starts = np.repeat(np.cumsum(counts) - counts, counts)
             self._regions[split] = regions
-            self._labels[split] = np.array([numbers[row["label"]] for row in chosen], dtype=np.int64)
+            self._labels[split] = np.array(
+                [numbers[row["label"]] for row in chosen], dtype=np.int64
+            )
             self._places[split] = np.stack(
-                [np.repeat(np.arange(len(regions)), counts), np.arange(counts.sum()) - starts], axis=1
+                [np.repeat(np.arange(len(regions)), counts), np.arange(counts.sum()) - starts],
+                axis=1,
             ).astype(np.int64)
             if not len(self._places[split]) and (split == "validation" or self.needs_training):
                 advice = "add slides, or a column split to the table"
-                raise ConfigError("data.labels_path", str(_labels_path(data)), f"no region is left for {split}", advice)
+                raise ConfigError(
+                    "data.labels_path",
+                    str(_labels_path(data)),
+                    f"no region is left for {split}",
+                    advice,
+                )
         self._handles = Handles()
         super().__init__(data, len(self._places["train"]), len(self._places["validation"]), seed)
 
@@ -93,7 +142,10 @@ class SlideDataset(ImageDataset):
         return not self._is_transformed(split)
 
     def image(self, split: Split, index: int, draw: int = 0) -> Image | Tokens:
-        """Return one sample as `ImageDataset.image`; its bands go straight to where a flip or turn has them."""
+        """Return one sample as `ImageDataset.image`.
+
+        Its bands go straight to where a flip or turn has them.
+        """
         if not self.reads_rows(split):
             return super().image(split, index, draw)
         return self.rows(split, index, draw, 0, self.shape[1])
@@ -115,7 +167,9 @@ class SlideDataset(ImageDataset):
         regions = self._regions[split]
         digest = sha256()
         for found in regions:
-            digest.update(f"{found.downsample} {len(found.corners)} ".encode() + found.corners.tobytes())
+            digest.update(
+                f"{found.downsample} {len(found.corners)} ".encode() + found.corners.tobytes()
+            )
         return f"{stamps([found.slide.path for found in regions])} {digest.hexdigest()}"
 
     def class_counts(self, split: Split) -> tuple[int, ...]:
@@ -143,7 +197,9 @@ class SlideDataset(ImageDataset):
         found, corner = self._place(split, index)
         first = box.rows.start
         with self._handles.opened(found.slide.path) as handle:
-            for rows, band in read_bands(handle, found.slide, corner, found.downsample, self.shape[1:], box):
+            for rows, band in read_bands(
+                handle, found.slide, corner, found.downsample, self.shape[1:], box
+            ):
                 here = slice(rows.start - first, rows.stop - first)
                 if self.shape[0] == 1:
                     yield here, np.asarray(fromarray(band).convert(MODES[1]))[np.newaxis]
@@ -158,7 +214,10 @@ class UnlabelledSlides(SlideDataset):
 
 
 def check(data: DataConfig) -> None:
-    """Raise ConfigError for slides, labels or regions that are not as `data` says; reads thumbnails at most."""
+    """Raise ConfigError for slides, labels or regions that are not as `data` says.
+
+    Reads thumbnails at most.
+    """
     rows = _checked_rows(data)
     numbers_of_classes(data, rows)
     _regions(data, rows)
@@ -177,7 +236,8 @@ def _root(data: DataConfig) -> Path:
     found = None if data.path is None else expanded("data.path", data.path)
     if found is None or not found.exists():
         advice = (
-            f"give a folder of slides, or one slide; {TISSUE_SLIDE} is a small one made from scikit-image's picture"
+            f"give a folder of slides, or one slide; {TISSUE_SLIDE} is a small one made from"
+            " scikit-image's picture"
         )
         raise ConfigError("data.path", data.path, "no such folder or file", advice)
     return found
@@ -198,23 +258,37 @@ def _checked_rows(data: DataConfig) -> Rows:
     """
     library()
     if data.channels not in _CHANNELS:
-        raise ConfigError("data.channels", data.channels, "slides have 3 channels (colour), or 1 (grey)")
+        raise ConfigError(
+            "data.channels", data.channels, "slides have 3 channels (colour), or 1 (grey)"
+        )
     check_images(data)
     if data.region is not None and (len(data.region) != 4 or not all(data.region[2:])):
-        raise ConfigError("data.region", data.region, "must be [x,y,width,height], in pixels of level 0")
-    key, path = "data.labels_path", str(_labels_path(data))
+        raise ConfigError(
+            "data.region", data.region, "must be [x,y,width,height], in pixels of level 0"
+        )
+    key = "data.labels_path"
+    path = str(_labels_path(data))
     rows = read_rows(key, path, [data.image_column, "label"])
     is_listed = "x" in rows[0] and "y" in rows[0]
-    scales = [("data.level", data.level), ("data.mpp", data.mpp), ("data.coords_path", data.coords_path)]
-    places = [("data.coords_path", data.coords_path), ("data.region", data.region),
-              ("columns x and y of the table", "given" if is_listed else None)]  # fmt: skip
+    scales = [
+        ("data.level", data.level),
+        ("data.mpp", data.mpp),
+        ("data.coords_path", data.coords_path),
+    ]
+    places = [
+        ("data.coords_path", data.coords_path),
+        ("data.region", data.region),
+        ("columns x and y of the table", "given" if is_listed else None),
+    ]
     for subject, keys in (("scale", scales), ("place", places)):
         given = [(name, value) for name, value in keys if value is not None]
         if len(given) > 1:
             text = f"cannot be combined with {given[1][0]}, as both say the {subject} of regions"
             raise ConfigError(given[0][0], given[0][1], text, "use one of them")
     if data.coords_path is not None and data.height_px != data.width_px:
-        text = f"is not data.width_px={data.width_px}, and the patches of data.coords_path are square"
+        text = (
+            f"is not data.width_px={data.width_px}, and the patches of data.coords_path are square"
+        )
         raise ConfigError("data.height_px", data.height_px, text, "set both alike")
     for line, row in enumerate(rows, start=2):
         if is_listed and not (row["x"].isdecimal() and row["y"].isdecimal()):
@@ -223,7 +297,9 @@ def _checked_rows(data: DataConfig) -> Rows:
     names = [row[data.image_column] for row in rows]
     if not is_listed and len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise ConfigError(key, path, f"names {twice} twice", "one row a slide, or add columns x and y")
+        raise ConfigError(
+            key, path, f"names {twice} twice", "one row a slide, or add columns x and y"
+        )
     return rows
 
 
@@ -237,14 +313,18 @@ def _split(data: DataConfig, rows: Rows, seed: int) -> dict[Split, Rows]:
     slides = list(firsts.values())
     found = split_rows(data, "data.labels_path", slides, [row["label"] for row in slides], seed)
     names = {split: {row[data.image_column] for row in chosen} for split, chosen in found.items()}
-    return {split: [row for row in rows if row[data.image_column] in chosen] for split, chosen in names.items()}
+    return {
+        split: [row for row in rows if row[data.image_column] in chosen]
+        for split, chosen in names.items()
+    }
 
 
 def _regions(data: DataConfig, rows: Rows) -> list[_Regions]:
     """Return the regions of each row.
 
     Raises:
-        ConfigError: a slide that is missing or cannot be read, or lacks the level, the microns per pixel or the region.
+        ConfigError: a slide that is missing or cannot be read, or lacks the level, the microns per
+        pixel or the region.
     """
     root = _root(data)
     by_stem: dict[str, list[Path]] = {}
@@ -262,7 +342,11 @@ def _regions(data: DataConfig, rows: Rows) -> list[_Regions]:
         if "x" in row and "y" in row:
             corners = np.array([[int(row["x"]), int(row["y"])]], dtype=np.int64)
             _check_inside(
-                slide, "data.labels_path", str(_labels_path(data)), corners[0].tolist(), _side_px(data, downsample)
+                slide,
+                "data.labels_path",
+                str(_labels_path(data)),
+                corners[0].tolist(),
+                _side_px(data, downsample),
             )
         else:
             corners = _grid(data, slide, downsample)
@@ -271,7 +355,10 @@ def _regions(data: DataConfig, rows: Rows) -> list[_Regions]:
 
 
 def _slide_path(data: DataConfig, root: Path, name: str, by_stem: dict[str, list[Path]]) -> Path:
-    """Return the file of a slide that the table names, with or without its suffix; `by_stem` is filled when needed."""
+    """Return the file of a slide that the table names, with or without its suffix.
+
+    `by_stem` is filled when needed.
+    """
     folder = root if root.is_dir() else root.parent
     if (folder / name).is_file():
         return folder / name
@@ -284,11 +371,17 @@ def _slide_path(data: DataConfig, root: Path, name: str, by_stem: dict[str, list
         return found[0]
     if found:
         raise ConfigError(
-            "data.path", data.path, f"has {len(found)} slides called {name}", "name them with folder and suffix"
+            "data.path",
+            data.path,
+            f"has {len(found)} slides called {name}",
+            "name them with folder and suffix",
         )
     text = f"names {name}, and there is no such slide in {folder}"
     raise ConfigError(
-        "data.labels_path", str(_labels_path(data)), text, "correct the table, data.path or data.image_column"
+        "data.labels_path",
+        str(_labels_path(data)),
+        text,
+        "correct the table, data.path or data.image_column",
     )
 
 
@@ -297,14 +390,19 @@ def _downsample(data: DataConfig, slide: Slide) -> float:
     if data.mpp is None:
         number = data.level or 0
         if number >= len(slide.levels):
-            raise ConfigError("data.level", number, f"{slide.path} has levels 0 to {len(slide.levels) - 1}")
+            raise ConfigError(
+                "data.level", number, f"{slide.path} has levels 0 to {len(slide.levels) - 1}"
+            )
         return slide.levels[number].downsample
     if slide.mpp is None:
         text = f"{slide.path} does not say its microns per pixel"
         raise ConfigError("data.mpp", data.mpp, text, "use data.level, or record them in the file")
     if data.mpp < slide.mpp * (1 - SAME_SCALE):
         raise ConfigError(
-            "data.mpp", data.mpp, f"{slide.path} has {slide.mpp:g} at its finest", f"set {slide.mpp:g} or more"
+            "data.mpp",
+            data.mpp,
+            f"{slide.path} has {slide.mpp:g} at its finest",
+            f"set {slide.mpp:g} or more",
         )
     return data.mpp / slide.mpp
 
@@ -314,11 +412,17 @@ def _side_px(data: DataConfig, downsample: float) -> tuple[float, float]:
     return data.width_px * downsample, data.height_px * downsample
 
 
-def _check_inside(slide: Slide, key: str, value: object, corner: list[int], side_px: tuple[float, float]) -> None:
+def _check_inside(
+    slide: Slide, key: str, value: object, corner: list[int], side_px: tuple[float, float]
+) -> None:
     x, y = corner
-    width, height = slide.levels[0].width_px, slide.levels[0].height_px
+    width = slide.levels[0].width_px
+    height = slide.levels[0].height_px
     if x + floor(side_px[0]) > width or y + floor(side_px[1]) > height:
-        text = f"a region of {side_px[0]:.0f} x {side_px[1]:.0f} px at x={x}, y={y} is not inside {slide.path}"
+        text = (
+            f"a region of {side_px[0]:.0f} x {side_px[1]:.0f} px at x={x}, y={y} is not inside"
+            f" {slide.path}"
+        )
         raise ConfigError(key, value, text, f"which has {width} x {height} px at level 0")
 
 
@@ -326,17 +430,23 @@ def _from_coords(data: DataConfig, slide: Slide) -> _Regions:
     """Return the patches that TRIDENT or CLAM wrote for a slide."""
     import h5py
 
-    root, stem = expanded("data.coords_path", str(data.coords_path)), slide.path.stem
+    root = expanded("data.coords_path", str(data.coords_path))
+    stem = slide.path.stem
     tried = [root] if root.is_file() else [root / f"{stem}.h5", root / f"{stem}_patches.h5"]
     path = next((each for each in tried if each.is_file()), None)
     if path is None:
         text = f"has no coords of slide {stem}"
-        raise ConfigError("data.coords_path", data.coords_path, text, f"expected {' or '.join(map(str, tried))}")
+        raise ConfigError(
+            "data.coords_path", data.coords_path, text, f"expected {' or '.join(map(str, tried))}"
+        )
     try:
         with h5py.File(path, "r") as file:
             if _COORDS not in file:
                 raise ConfigError(
-                    "data.coords_path", path, f"has no dataset {_COORDS}", f"it has {', '.join(file) or 'none'}"
+                    "data.coords_path",
+                    path,
+                    f"has no dataset {_COORDS}",
+                    f"it has {', '.join(file) or 'none'}",
                 )
             corners = np.asarray(file[_COORDS], dtype=np.int64).reshape(-1, 2)
             said = {
@@ -345,12 +455,19 @@ def _from_coords(data: DataConfig, slide: Slide) -> _Regions:
                 if name in _ATTRIBUTES and np.size(value) == 1
             }
     except (OSError, ValueError) as error:
-        raise ConfigError("data.coords_path", path, f"no readable file of coords ({error})") from error
+        raise ConfigError(
+            "data.coords_path", path, f"no readable file of coords ({error})"
+        ) from error
     side = _patch_side_px(path, slide, said)
-    outside = corners[(corners < 0).any(1) | (corners >= [slide.levels[0].width_px, slide.levels[0].height_px]).any(1)]
+    outside = corners[
+        (corners < 0).any(1)
+        | (corners >= [slide.levels[0].width_px, slide.levels[0].height_px]).any(1)
+    ]
     if len(outside):
         x, y = outside[0].tolist()
-        raise ConfigError("data.coords_path", path, f"has a patch at x={x}, y={y}, which is outside {slide.path}")
+        raise ConfigError(
+            "data.coords_path", path, f"has a patch at x={x}, y={y}, which is outside {slide.path}"
+        )
     return _Regions(slide, side / data.height_px, corners)
 
 
@@ -360,24 +477,33 @@ def _patch_side_px(path: Path, slide: Slide, said: dict[str, int]) -> float:
         return said["patch_size_level0"]
     if not {"patch_size", "patch_level"} <= said.keys():
         text = "does not say the size of patches"
-        advice = "coords has an attribute patch_size_level0 (TRIDENT), or patch_size and patch_level (CLAM)"
+        advice = (
+            "coords has an attribute patch_size_level0 (TRIDENT), or patch_size and patch_level"
+            " (CLAM)"
+        )
         raise ConfigError("data.coords_path", path, text, advice)
     if said["patch_level"] >= len(slide.levels):
-        text = f"is of level {said['patch_level']}, and {slide.path} has levels 0 to {len(slide.levels) - 1}"
+        text = (
+            f"is of level {said['patch_level']}, and {slide.path} has levels 0 to"
+            f" {len(slide.levels) - 1}"
+        )
         raise ConfigError("data.coords_path", path, text)
     return said["patch_size"] * slide.levels[said["patch_level"]].downsample
 
 
 def _grid(data: DataConfig, slide: Slide, downsample: float) -> Corners:
     """Return the regions of a grid over data.region, or over the tissue, those left out that show too little of it."""
-    side_px, whole = _side_px(data, downsample), slide.levels[0]
+    side_px = _side_px(data, downsample)
+    whole = slide.levels[0]
     if data.region is not None:
         x, y, width, height = data.region
         _check_inside(slide, "data.region", data.region, [x, y], (width, height))
         corners = _corners((x, y, width, height), side_px)
         if not len(corners):
             text = f"is less than a sample, {side_px[0]:.0f} x {side_px[1]:.0f} px at level 0"
-            raise ConfigError("data.region", data.region, text, "give a larger one, or a finer data.level")
+            raise ConfigError(
+                "data.region", data.region, text, "give a larger one, or a finer data.level"
+            )
         return corners
     if side_px[0] > whole.width_px + 1 or side_px[1] > whole.height_px + 1:
         sides = f"{slide.path} has {whole.width_px} x {whole.height_px} px at level 0"
@@ -397,9 +523,13 @@ def _grid(data: DataConfig, slide: Slide, downsample: float) -> Corners:
 
 def _corners(box: tuple[int, int, int, int], side_px: tuple[float, float]) -> Corners:
     """Return the corners of as many regions as fit into a box (x, y, width, height), row by row."""
-    columns, rows = (int(length / side + 1e-6) for length, side in zip(box[2:], side_px, strict=True))
+    columns, rows = (
+        int(length / side + 1e-6) for length, side in zip(box[2:], side_px, strict=True)
+    )
     found = [
-        (box[0] + round(n * side_px[0]), box[1] + round(m * side_px[1])) for m in range(rows) for n in range(columns)
+        (box[0] + round(n * side_px[0]), box[1] + round(m * side_px[1]))
+        for m in range(rows)
+        for n in range(columns)
     ]
     return np.array(found, dtype=np.int64).reshape(-1, 2)
 
@@ -411,12 +541,19 @@ def _tissue_corners(slide: Slide, side_px: tuple[float, float], share: float) ->
     """
     mask, scale = tissue_mask(slide)
     if not mask.any():
-        raise ConfigError("data.tissue_share", share, f"{slide.path} shows no tissue", "set it to 0 for regions of all")
+        raise ConfigError(
+            "data.tissue_share",
+            share,
+            f"{slide.path} shows no tissue",
+            "set it to 0 for regions of all",
+        )
     whole = slide.levels[0].width_px, slide.levels[0].height_px
-    begin, length = [], []
+    begin = []
+    length = []
     for axis, side, most in zip((0, 1), side_px, whole, strict=True):
         seen = np.flatnonzero(mask.any(axis=axis))
-        first, end = int(seen[0] * scale), min(ceil((seen[-1] + 1) * scale), most)
+        first = int(seen[0] * scale)
+        end = min(ceil((seen[-1] + 1) * scale), most)
         count = max(1, int((end - first) / side + 1e-6))
         if end - first < side:
             first = max(0, min(round((first + end - side) / 2), floor(most - side)))
@@ -427,11 +564,19 @@ def _tissue_corners(slide: Slide, side_px: tuple[float, float], share: float) ->
         return corners
     shares = []
     for x, y in corners.tolist():
-        rows, columns = (slice(int(first / scale), max(int(first / scale) + 1, round((first + side) / scale)))
-                         for first, side in ((y, side_px[1]), (x, side_px[0])))  # fmt: skip
+        rows, columns = (
+            slice(int(first / scale), max(int(first / scale) + 1, round((first + side) / scale)))
+            for first, side in ((y, side_px[1]), (x, side_px[0]))
+        )
         shares.append(mask[rows, columns].mean())
     return corners[np.array(shares) >= share]
 
 
-DATASETS.register("slide", Source(SlideDataset, check, counts_itself=True, keys=KEYS, class_numbers=numbers_of_classes))
-DATASETS.register("unlabelled_slide", Source(UnlabelledSlides, check, counts_itself=True, keys=KEYS, labelled=False))
+DATASETS.register(
+    "slide",
+    Source(SlideDataset, check, counts_itself=True, keys=KEYS, class_numbers=numbers_of_classes),
+)
+DATASETS.register(
+    "unlabelled_slide",
+    Source(UnlabelledSlides, check, counts_itself=True, keys=KEYS, labelled=False),
+)

@@ -14,8 +14,12 @@ from gems.data.files.paths import expanded
 from gems.errors import ConfigError
 
 NAMES: dict[str, Split | None] = {
-    "train": "train", "validation": "validation", "val": "validation", "valid": "validation", "test": None
-}  # fmt: skip
+    "train": "train",
+    "validation": "validation",
+    "val": "validation",
+    "valid": "validation",
+    "test": None,
+}
 _FORMS = "CSV with columns index,split, or JSON with the lists train and validation"
 
 Indices = dict[Split, NDArray[np.int64]]
@@ -31,7 +35,11 @@ def split_indices(data: DataConfig, count: int, seed: int) -> Indices:
         return read_split(data.split_path, count)
     num_validation = num_held_out(data, count)
     if num_validation == 0 or count < 2:
-        raise ConfigError("data.validation_samples", data.validation_samples, f"leaves none of {count} for validation")
+        raise ConfigError(
+            "data.validation_samples",
+            data.validation_samples,
+            f"leaves none of {count} for validation",
+        )
     order = generator(seed, "split").permutation(count)
     return {"train": np.sort(order[num_validation:]), "validation": np.sort(order[:num_validation])}
 
@@ -43,28 +51,41 @@ def num_held_out(data: DataConfig, count: int) -> int:
 
 
 def read_split(path: str, count: int) -> Indices:
-    """Read the indices of both splits from a file; those that it does not name, or calls test, are left out.
+    """Read the indices of both splits from a file.
+
+    Those that it does not name, or calls test, are left out.
 
     Raises:
-        ConfigError: a file that cannot be read or says something else, an index twice or beyond `count`, or an empty
-            split.
+        ConfigError: a file that cannot be read or says something else, an index twice or beyond
+            `count`, or an empty split.
     """
     found: dict[Split, list[int]] = {"train": [], "validation": []}
     for name, index in _rows(path):
         if name not in NAMES:
-            raise ConfigError("data.split_path", path, f"names a split {name!r}", f"use {', '.join(NAMES)}")
+            raise ConfigError(
+                "data.split_path", path, f"names a split {name!r}", f"use {', '.join(NAMES)}"
+            )
         if not 0 <= index < count:
-            raise ConfigError("data.split_path", path, f"names sample {index}, and there are {count}", "count from 0")
+            raise ConfigError(
+                "data.split_path",
+                path,
+                f"names sample {index}, and there are {count}",
+                "count from 0",
+            )
         split = NAMES[name]
         if split is not None:
             found[split].append(index)
     for split, indices in found.items():
         if not indices:
-            raise ConfigError("data.split_path", path, f"has no sample for {split}", f"expected {_FORMS}")
+            raise ConfigError(
+                "data.split_path", path, f"has no sample for {split}", f"expected {_FORMS}"
+            )
     every = [index for indices in found.values() for index in indices]
     if len(every) != len(set(every)):
         twice = next(index for index in every if every.count(index) > 1)
-        raise ConfigError("data.split_path", path, f"names sample {twice} twice", "each sample is in one split")
+        raise ConfigError(
+            "data.split_path", path, f"names sample {twice} twice", "each sample is in one split"
+        )
     return {split: np.array(indices, dtype=np.int64) for split, indices in found.items()}
 
 
@@ -73,11 +94,19 @@ def _rows(path: str) -> list[tuple[str, int]]:
     try:
         text = expanded("data.split_path", path).read_text()
         if path.endswith(".json"):
-            return [(str(name), int(index)) for name, indices in json.loads(text).items() for index in indices]
-        return [(row["split"].strip(), int(row["index"])) for row in csv.DictReader(text.splitlines())]
+            return [
+                (str(name), int(index))
+                for name, indices in json.loads(text).items()
+                for index in indices
+            ]
+        return [
+            (row["split"].strip(), int(row["index"])) for row in csv.DictReader(text.splitlines())
+        ]
     except OSError as error:
         raise ConfigError(
             "data.split_path", path, f"cannot be read ({error.strerror})", f"expected {_FORMS}"
         ) from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ConfigError("data.split_path", path, f"is of another form ({error})", f"expected {_FORMS}") from error
+        raise ConfigError(
+            "data.split_path", path, f"is of another form ({error})", f"expected {_FORMS}"
+        ) from error

@@ -8,7 +8,18 @@ import numpy as np
 
 from gems.config.recipe import TASKS
 from gems.config.schema import DataConfig
-from gems.data.dataset import TOKEN_PAIRS, TOKENS, Box, Dataset, Image, Label, Split, Tokens, dataset, generator
+from gems.data.dataset import (
+    TOKEN_PAIRS,
+    TOKENS,
+    Box,
+    Dataset,
+    Image,
+    Label,
+    Split,
+    Tokens,
+    dataset,
+    generator,
+)
 
 _CELLS = 8
 _NOISE_PX = 64
@@ -20,15 +31,18 @@ _WHOLE = Box(slice(None), slice(None))
 class SyntheticDataset(Dataset):
     """Classes are random patterns of 8 x 8 cells stretched over the image, under noise.
 
-    A pattern looks the same after flips and quarter turns. An image is 0.6 x pattern + 0.8 x noise, so unit
-    variance; classes take turns by index. The noise is one 64 px patch repeated from a random offset, which
-    costs a copy and not a draw for each pixel. A mask is the class where its pattern is positive, and elsewhere 0; of
-    several labels or values, an image is the sum of the patterns by their labels.
+    A pattern looks the same after flips and quarter turns. An image is 0.6 x pattern + 0.8 x noise,
+    so unit variance; classes take turns by index. The noise is one 64 px patch repeated from a
+    random offset, which costs a copy and not a draw for each pixel. A mask is the class where its
+    pattern is positive, and elsewhere 0; of several labels or values, an image is the sum of the
+    patterns by their labels.
     """
 
     def __init__(self, data: DataConfig, seed: int) -> None:
         shape = (data.channels, data.height_px, data.width_px)
-        super().__init__(shape, data.num_classes, data.train_samples, data.validation_samples, seed, data.augment)
+        super().__init__(
+            shape, data.num_classes, data.train_samples, data.validation_samples, seed, data.augment
+        )
         self._rows = np.arange(data.height_px) * _CELLS // data.height_px
         self._columns = np.arange(data.width_px) * _CELLS // data.width_px
         self._patterns = [self._pattern(number) for number in range(data.num_classes)]
@@ -58,7 +72,8 @@ class SyntheticDataset(Dataset):
         patch = rng.standard_normal((channels, _NOISE_PX, _NOISE_PX), dtype=np.float32)
         patch *= np.float32((1 - _SIGNAL**2) ** 0.5)
         top, left = rng.integers(_NOISE_PX, size=2)
-        rows, columns = np.arange(height)[box.rows], np.arange(width)[box.columns]
+        rows = np.arange(height)[box.rows]
+        columns = np.arange(width)[box.columns]
         noise: Image = patch[:, (rows + top) % _NOISE_PX][:, :, (columns + left) % _NOISE_PX]
         label = self._label(split, index)
         if isinstance(label, np.ndarray) and label.ndim == 1:
@@ -90,22 +105,30 @@ START = 0
 
 @dataset("tokens", kind=TOKENS)
 class TokenDataset(Dataset):
-    """Sequences of `data.length` tokens, int64 of shape (length,); the labels are the next tokens, (length,).
+    """Sequences of `data.length` tokens, int64 of shape (length,).
 
-    A token has three successors, taken with the chances 0.7, 0.2 and 0.1. Each is given by a permutation of all
-    `data.num_classes` tokens, which the seed draws, so that every token is as frequent as any other: the entropy is
-    0.80 nats a token, and always guessing one token is right for one in num_classes.
+    The labels are the next tokens, (length,).
+    A token has three successors, taken with the chances 0.7, 0.2 and 0.1. Each is given by a
+    permutation of all `data.num_classes` tokens, which the seed draws, so that every token is as
+    frequent as any other: the entropy is 0.80 nats a token, and always guessing one token is right
+    for one in num_classes.
     """
 
     dtype: ClassVar[type[np.int64]] = np.int64
 
     def __init__(self, data: DataConfig, seed: int) -> None:
         super().__init__(
-            (data.length,), data.num_classes, data.train_samples, data.validation_samples, seed, augment=False
+            (data.length,),
+            data.num_classes,
+            data.train_samples,
+            data.validation_samples,
+            seed,
+            augment=False,
         )
         self._length = data.length
         self._next = [
-            generator(seed, "successor", number).permutation(data.num_classes) for number in range(len(CHANCES))
+            generator(seed, "successor", number).permutation(data.num_classes)
+            for number in range(len(CHANCES))
         ]
 
     def _pixels(self, split: Split, index: int) -> Tokens:
@@ -128,16 +151,20 @@ class TokenDataset(Dataset):
 
 @dataset("token_pairs", kind=TOKEN_PAIRS)
 class TokenPairDataset(TokenDataset):
-    """A sequence and its translation, int64 of shape (2, length); the labels are the translation, (length,).
+    """A sequence and its translation, int64 of shape (2, length).
 
-    The translation replaces each token by that of a dictionary, a permutation which the seed draws. Row 0 is the
-    source; row 1 the translation one place later, behind a start token: what a decoder reads in training.
+    The labels are the translation, (length,).
+    The translation replaces each token by that of a dictionary, a permutation which the seed draws.
+    Row 0 is the source; row 1 the translation one place later, behind a start token: what a decoder
+    reads in training.
     """
 
     def __init__(self, data: DataConfig, seed: int) -> None:
         super().__init__(data, seed)
         self.shape = (2, data.length)
-        self._dictionary = generator(seed, "dictionary").permutation(data.num_classes).astype(np.int64)
+        self._dictionary = (
+            generator(seed, "dictionary").permutation(data.num_classes).astype(np.int64)
+        )
 
     def _pixels(self, split: Split, index: int) -> Tokens:
         source = super()._pixels(split, index)

@@ -42,7 +42,11 @@ class TableDataset(FileDataset):
 
     def files(self) -> list[Path]:
         """Return all files that the dataset reads."""
-        return [self.path(split, index) for split, rows in self._rows.items() for index in range(len(rows))]
+        return [
+            self.path(split, index)
+            for split, rows in self._rows.items()
+            for index in range(len(rows))
+        ]
 
     def identity(self, split: Split) -> str:
         """Return names, sizes and times of a split's files."""
@@ -52,7 +56,12 @@ class TableDataset(FileDataset):
         cells = [self._rows[split][index][column] for column in self.config.label_columns]
         if self._task == TASKS[0]:
             return self._numbers[cells[0]]
-        return as_label(np.array([float(cell) for cell in cells]), self.config, self._task, self.name_of(split, index))
+        return as_label(
+            np.array([float(cell) for cell in cells]),
+            self.config,
+            self._task,
+            self.name_of(split, index),
+        )
 
 
 def check(data: DataConfig) -> None:
@@ -62,22 +71,34 @@ def check(data: DataConfig) -> None:
 
 def _checked_rows(data: DataConfig) -> Rows:
     check_images(data)
-    columns, task = data.label_columns, data.task or TASKS[0]
+    columns = data.label_columns
+    task = data.task or TASKS[0]
     if not columns:
-        raise ConfigError("data.label_columns", columns, "must name the columns of the labels", "as in [grade]")
+        raise ConfigError(
+            "data.label_columns", columns, "must name the columns of the labels", "as in [grade]"
+        )
     if data.path is None:
-        raise ConfigError("data.path", None, "data=table needs a CSV file", "its rows name image files and labels")
+        raise ConfigError(
+            "data.path", None, "data=table needs a CSV file", "its rows name image files and labels"
+        )
     rows = read_rows("data.path", data.path, [data.image_column, *columns])
     if task == TASKS[0]:
         if len(columns) != 1:
             raise ConfigError(
-                "data.label_columns", columns, "is one column for classes", "set data.task=multi_label or regression"
+                "data.label_columns",
+                columns,
+                "is one column for classes",
+                "set data.task=multi_label or regression",
             )
-        class_numbers(data, [row[columns[0]] for row in rows], f"column {columns[0]}", is_table=True)
+        class_numbers(
+            data, [row[columns[0]] for row in rows], f"column {columns[0]}", is_table=True
+        )
         return rows
     if len(columns) != data.num_classes:
         text = f"must be {len(columns)}, the columns of data.label_columns"
-        raise ConfigError("data.num_classes", data.num_classes, text, f"set data.num_classes={len(columns)}")
+        raise ConfigError(
+            "data.num_classes", data.num_classes, text, f"set data.num_classes={len(columns)}"
+        )
     for line, row in enumerate(rows, start=2):
         for column in columns:
             try:
@@ -102,12 +123,19 @@ def read_rows(key: str, path: str, columns: list[str]) -> Rows:
             names = list(reader.fieldnames or ())
             rows = [(reader.line_num, row) for row in reader]
     except OSError as error:
-        raise ConfigError(key, path, f"cannot be read ({error.strerror})", "give a CSV file") from error
+        raise ConfigError(
+            key, path, f"cannot be read ({error.strerror})", "give a CSV file"
+        ) from error
     except (csv.Error, UnicodeDecodeError) as error:
         raise ConfigError(key, path, f"is no CSV file ({error})") from error
     for column in columns:
         if column not in names:
-            raise ConfigError(key, path, f"has no column {column}", f"its columns: {one_of(names)}" if names else "")
+            raise ConfigError(
+                key,
+                path,
+                f"has no column {column}",
+                f"its columns: {one_of(names)}" if names else "",
+            )
     for line, row in rows:
         if any(row[column] is None for column in columns):
             raise ConfigError(key, path, f"line {line} has too few cells")
@@ -117,7 +145,10 @@ def read_rows(key: str, path: str, columns: list[str]) -> Rows:
             raise ConfigError(key, path, f"line {line} has no {empty}", advice)
     if not rows:
         raise ConfigError(key, path, "has no rows")
-    return [{name: (cell or "").strip() for name, cell in row.items() if isinstance(name, str)} for _, row in rows]
+    return [
+        {name: (cell or "").strip() for name, cell in row.items() if isinstance(name, str)}
+        for _, row in rows
+    ]
 
 
 def numbers_of_classes(data: DataConfig, rows: Rows | None = None) -> dict[str, int]:
@@ -134,30 +165,46 @@ def class_numbers(data: DataConfig, names: list[str], where: str, is_table: bool
     Names in a table that are all numbers of classes stand for themselves.
 
     Raises:
-        ConfigError: another number of classes than data.num_classes, or a data.class_map that lacks one of them.
+        ConfigError: another number of classes than data.num_classes, or a data.class_map that lacks
+        one of them.
     """
     found = sorted(set(names))
     if data.class_map:
         missing = [name for name in found if name not in data.class_map]
         if missing:
-            raise ConfigError("data.class_map", data.class_map, f"lacks the class {missing[0]}", "name every class")
+            raise ConfigError(
+                "data.class_map",
+                data.class_map,
+                f"lacks the class {missing[0]}",
+                "name every class",
+            )
         wrong = [number for number in data.class_map.values() if number >= data.num_classes]
         if wrong:
             text = f"numbers a class {wrong[0]}"
-            raise ConfigError("data.class_map", data.class_map, text, f"data.num_classes is {data.num_classes}")
+            raise ConfigError(
+                "data.class_map", data.class_map, text, f"data.num_classes is {data.num_classes}"
+            )
         return {name: data.class_map[name] for name in found}
     if is_table and all(name.isdecimal() and int(name) < data.num_classes for name in found):
         return {name: int(name) for name in found}
     if len(found) != data.num_classes:
         shown = ", ".join(found[:5]) + (", ..." if len(found) > 5 else "")
         text = f"{where} has {len(found)} classes ({shown})" if found else f"{where} has no classes"
-        advice = f"set data.num_classes={len(found)}" if len(found) > 1 else "add one, or choose another data.path"
+        advice = (
+            f"set data.num_classes={len(found)}"
+            if len(found) > 1
+            else "add one, or choose another data.path"
+        )
         raise ConfigError("data.num_classes", data.num_classes, text, advice)
     return {name: number for number, name in enumerate(found)}
 
 
-def split_rows(data: DataConfig, key: str, rows: Rows, kinds: list[str], seed: int) -> dict[Split, Rows]:
-    """Return the rows of each split: by their column `split`, or of each kind the share of validation by the seed.
+def split_rows(
+    data: DataConfig, key: str, rows: Rows, kinds: list[str], seed: int
+) -> dict[Split, Rows]:
+    """Return the rows of each split.
+
+    By their column `split`, or of each kind the share of validation by the seed.
 
     Raises:
         ConfigError: the column holds another word.
@@ -167,7 +214,9 @@ def split_rows(data: DataConfig, key: str, rows: Rows, kinds: list[str], seed: i
         for line, row in enumerate(rows, start=2):
             if row["split"] not in NAMES:
                 text = f"line {line} names a split {row['split']!r}"
-                raise ConfigError(key, data.labels_path or data.path, text, f"use {', '.join(NAMES)}")
+                raise ConfigError(
+                    key, data.labels_path or data.path, text, f"use {', '.join(NAMES)}"
+                )
             split = NAMES[row["split"]]
             if split is not None:
                 found[split].append(row)
@@ -178,7 +227,9 @@ def split_rows(data: DataConfig, key: str, rows: Rows, kinds: list[str], seed: i
     for order, kind in enumerate(sorted(by_kind)):
         group = by_kind[kind]
         held_out = set(
-            generator(seed, "split", order).permutation(len(group))[: num_held_out(data, len(group))].tolist()
+            generator(seed, "split", order)
+            .permutation(len(group))[: num_held_out(data, len(group))]
+            .tolist()
         )
         for number, row in enumerate(group):
             found["validation" if number in held_out else "train"].append(row)

@@ -1,5 +1,6 @@
-"""A user's own map-style dataset, named by data.target: (sample, label) by index, as `torch.utils.data.Dataset`.
+"""A user's own map-style dataset, named by data.target.
 
+(sample, label) by index, as `torch.utils.data.Dataset`.
 A process without torch asks a child about it, which constructs it and reads its first samples.
 """
 
@@ -25,7 +26,15 @@ from gems.data.dataset import Dataset, Image, Label, Source, Split, Tokens, as_l
 from gems.data.splits import split_indices
 from gems.errors import ConfigError
 from gems.utils.cache import cached
-from gems.utils.targets import answer, ask_child, call_target, load_target, locate, source_of, target_error
+from gems.utils.targets import (
+    answer,
+    ask_child,
+    call_target,
+    load_target,
+    locate,
+    source_of,
+    target_error,
+)
 
 KEY = "data.target"
 SPLITS: tuple[Split, Split] = ("train", "validation")
@@ -39,8 +48,9 @@ ARGUMENTS: dict[str, dict[Split, object]] = {
 class TargetDataset(Dataset):
     """The samples of a user's dataset, checked and seeded.
 
-    Around each reading the generators of Python, numpy and torch are seeded by (seed, split, index, draw), so that the
-    rank that reads images and the one that reads labels get the same sample, and so does a run that is resumed.
+    Around each reading the generators of Python, numpy and torch are seeded by (seed, split, index,
+    draw), so that the rank that reads images and the one that reads labels get the same sample, and
+    so does a run that is resumed.
     """
 
     seeds_process = True
@@ -49,18 +59,27 @@ class TargetDataset(Dataset):
         self._config, self._target = data, str(data.target)
         self._task = data.task or TASKS[0]
         self._splits = _open_splits(data, seed)
-        counts = [len(_measured(self._target, given)) if some is None else len(some)
-                  for given, some in self._splits.values()]  # fmt: skip
+        counts = [
+            len(_measured(self._target, given)) if some is None else len(some)
+            for given, some in self._splits.values()
+        ]
         shape = (data.channels, data.height_px, data.width_px)
         super().__init__(shape, data.num_classes, counts[0], counts[1], seed, augment=False)
         train = self._splits["train"][0]
         num_classes = getattr(train, "num_classes", None)
         if isinstance(num_classes, int) and num_classes != data.num_classes:
             text = f"{self._target} has num_classes={num_classes}"
-            raise ConfigError("data.num_classes", data.num_classes, text, f"set data.num_classes={num_classes}")
+            raise ConfigError(
+                "data.num_classes", data.num_classes, text, f"set data.num_classes={num_classes}"
+            )
         for split, count in zip(SPLITS, counts, strict=True):
             if not count:
-                raise ConfigError(KEY, self._target, f"has no sample for {split}", "set data.kwargs, or another split")
+                raise ConfigError(
+                    KEY,
+                    self._target,
+                    f"has no sample for {split}",
+                    "set data.kwargs, or another split",
+                )
         self._collate: Callable[[list[Any]], Any] | None = getattr(train, "collate", None)
 
     def image(self, split: Split, index: int, draw: int = 0) -> Image | Tokens:
@@ -75,7 +94,9 @@ class TargetDataset(Dataset):
         self._check(split, index)
         given, place = self._place(split, index)
         quick = None if self._task == "segmentation" else _labels_of(given)
-        return self._as_label(self._read(split, index, draw)[1] if quick is None else quick(place), split, index)
+        return self._as_label(
+            self._read(split, index, draw)[1] if quick is None else quick(place), split, index
+        )
 
     def sample(self, split: Split, index: int, draw: int = 0) -> tuple[Image | Tokens, Label]:
         """Return a sample and its label by one reading."""
@@ -92,16 +113,27 @@ class TargetDataset(Dataset):
         try:
             with seeded(self.seed, f"collate {split}", *samples.ravel().tolist()):
                 made = self._collate(pairs)
-            first, second = (np.asarray(part.detach() if hasattr(part, "detach") else part) for part in made)
+            first, second = (
+                np.asarray(part.detach() if hasattr(part, "detach") else part) for part in made
+            )
         except Exception as error:
             raise target_error(KEY, self._target, "has a collate that fails", error) from error
         expected = (len(samples), *self.shape)
         if first.shape != expected or len(second) != len(samples):
-            text = f"its collate gives samples of shape {first.shape} and labels of shape {second.shape}"
-            raise ConfigError(KEY, self._target, text, f"must be {expected} and ({len(samples)}, ...)")
+            text = (
+                f"its collate gives samples of shape {first.shape} and labels of shape"
+                f" {second.shape}"
+            )
+            raise ConfigError(
+                KEY, self._target, text, f"must be {expected} and ({len(samples)}, ...)"
+            )
         is_class = np.issubdtype(second.dtype, np.integer)
         return (
-            self._finite(first.astype(np.float32, copy=False), f"a micro-batch of {split}") if images else None,
+            (
+                self._finite(first.astype(np.float32, copy=False), f"a micro-batch of {split}")
+                if images
+                else None
+            ),
             second.astype(np.int64 if is_class else np.float32, copy=False) if labels else None,
         )
 
@@ -146,7 +178,9 @@ class TargetDataset(Dataset):
         except ConfigError:
             raise
         except Exception as error:
-            raise target_error(KEY, self._target, f"{self.name_of(split, index)} cannot be read", error) from error
+            raise target_error(
+                KEY, self._target, f"{self.name_of(split, index)} cannot be read", error
+            ) from error
         if not isinstance(found, tuple | list) or len(found) != 2:
             text = f"{self.name_of(split, index)} is of type {type(found).__name__}"
             raise ConfigError(KEY, self._target, text, "must be a pair (sample, label)")
@@ -156,13 +190,21 @@ class TargetDataset(Dataset):
         is_tensor = hasattr(value, "detach")
         given = value.detach().float().numpy() if is_tensor else np.asarray(value)
         if given.shape == self.shape:
-            return self._finite(np.ascontiguousarray(given, dtype=np.float32), self.name_of(split, index))
-        text = f"{self.name_of(split, index)} has shape {given.shape}, and the keys say {self.shape}"
+            return self._finite(
+                np.ascontiguousarray(given, dtype=np.float32), self.name_of(split, index)
+            )
+        text = (
+            f"{self.name_of(split, index)} has shape {given.shape}, and the keys say {self.shape}"
+        )
         if given.ndim != 3:
-            raise ConfigError(KEY, self._target, text, "must be an array or tensor (channels, height, width)")
+            raise ConfigError(
+                KEY, self._target, text, "must be an array or tensor (channels, height, width)"
+            )
         channels, height, width = given.shape
         if not is_tensor and width <= 4 < channels:
-            raise ConfigError(KEY, self._target, text, "give channels first, as a tensor or by transpose(2, 0, 1)")
+            raise ConfigError(
+                KEY, self._target, text, "give channels first, as a tensor or by transpose(2, 0, 1)"
+            )
         advice = f"set data.channels={channels} data.height_px={height} data.width_px={width}"
         raise ConfigError(KEY, self._target, text, advice)
 
@@ -171,15 +213,22 @@ class TargetDataset(Dataset):
             return image
         wrong = ~np.isfinite(image)
         first = np.unravel_index(int(wrong.argmax()), wrong.shape)
-        text = f"{name} has {wrong.sum()} values that are not finite, the first ({image[first]}) in row {first[-2]}, "
-        raise ConfigError(KEY, self._target, f"{text}column {first[-1]}", "repair the sample, or leave it out")
+        text = (
+            f"{name} has {wrong.sum()} values that are not finite, the first ({image[first]}) in"
+            f" row {first[-2]}, "
+        )
+        raise ConfigError(
+            KEY, self._target, f"{text}column {first[-1]}", "repair the sample, or leave it out"
+        )
 
     def _as_label(self, value: Any, split: Split, index: int) -> Label:
         return as_label(value, self._config, self._task, self.name_of(split, index))
 
 
 def resolve_target(data: DataConfig) -> DataConfig:
-    """Return the configuration of a user's dataset: `name` is that of the class, `path` the folder of its package.
+    """Return the configuration of a user's dataset.
+
+    `name` is that of the class, `path` the folder of its package.
 
     Raises:
         ConfigError: a target that is no dotted name, or a path that is no folder.
@@ -196,16 +245,23 @@ def check(data: DataConfig) -> None:
 def describe(data: DataConfig) -> dict[str, Any]:
     """Return the numbers of samples, num_train and num_validation; raises ConfigError as `check`.
 
-    This process does so where torch is loaded, else a child whose answer is kept until the code or the data change.
+    This process does so where torch is loaded, else a child whose answer is kept until the code or
+    the data change.
     """
     data = resolve_target(data)
-    known = {name: value for name, value in asdict(data).items() if name not in ("prefetch_steps", "num_workers")}
+    known = {
+        name: value
+        for name, value in asdict(data).items()
+        if name not in ("prefetch_steps", "num_workers")
+    }
     try:
         text = json.dumps(known, sort_keys=True)
     except TypeError as error:
         raise ConfigError("data.kwargs", data.kwargs, f"must be plain values ({error})") from error
     return _described(
-        text, source_of(str(data.target), data.path), tuple(_stamps([data.kwargs, data.validation_kwargs]))
+        text,
+        source_of(str(data.target), data.path),
+        tuple(_stamps([data.kwargs, data.validation_kwargs])),
     )
 
 
@@ -216,25 +272,46 @@ def _described(text: str, source: str | None, stamps: tuple[str, ...]) -> dict[s
         return _describe(text)
     if source is None:
         return dict(ask_child(KEY, target, __name__, text))
-    return dict(cached(None, "data", repr((text, source, stamps)), lambda: ask_child(KEY, target, __name__, text)))
+    return dict(
+        cached(
+            None,
+            "data",
+            repr((text, source, stamps)),
+            lambda: ask_child(KEY, target, __name__, text),
+        )
+    )
 
 
 def _describe(text: str) -> dict[str, Any]:
     """Construct the dataset, read its first sample of each split, and return the number of samples.
 
     Raises:
-        ConfigError: what cannot be constructed or read, or samples that differ when they are read again.
+        ConfigError: what cannot be constructed or read, or samples that differ when they are read
+        again.
     """
     dataset = TargetDataset(DataConfig(**json.loads(text)), 0)
     for split in SPLITS:
         image, label = dataset.sample(split, 0)
-        if dataset._collate is None and not np.array_equal(np.asarray(dataset.label(split, 0)), np.asarray(label)):
-            why = f"label(index) or targets and {dataset.name_of(split, 0)} itself give different labels"
-            raise ConfigError(KEY, dataset._target, why, "let label(index) return what the sample has")
+        if dataset._collate is None and not np.array_equal(
+            np.asarray(dataset.label(split, 0)), np.asarray(label)
+        ):
+            why = (
+                f"label(index) or targets and {dataset.name_of(split, 0)} itself give different"
+                " labels"
+            )
+            raise ConfigError(
+                KEY, dataset._target, why, "let label(index) return what the sample has"
+            )
         again, _ = dataset.sample(split, 0)
         if not np.array_equal(image, again):
-            why = f"{dataset.name_of(split, 0)} differs when it is read again under the same random numbers"
-            advice = "draw from random, numpy.random or torch; a generator of its own would differ from rank to rank"
+            why = (
+                f"{dataset.name_of(split, 0)} differs when it is read again under the same random"
+                " numbers"
+            )
+            advice = (
+                "draw from random, numpy.random or torch; a generator of its own would differ from"
+                " rank to rank"
+            )
             raise ConfigError(KEY, dataset._target, why, advice)
         dataset.batch(split, np.zeros((1, 2), dtype=np.int64))
     return {"num_train": dataset.num_train, "num_validation": dataset.num_validation}
@@ -242,7 +319,8 @@ def _describe(text: str) -> dict[str, Any]:
 
 def _open_splits(data: DataConfig, seed: int) -> dict[Split, tuple[Any, NDArray[np.int64] | None]]:
     """Return the user's dataset of each split, and which of its samples belong to it (None: all)."""
-    target, path = str(data.target), data.path
+    target = str(data.target)
+    path = data.path
     argument = {split: _argument(target, path, split) for split in SPLITS}
     if data.split_path is None and (data.validation_target or data.validation_kwargs):
         other = data.validation_target or target
@@ -254,18 +332,30 @@ def _open_splits(data: DataConfig, seed: int) -> dict[Split, tuple[Any, NDArray[
             "train": (train, None),
             "validation": (call_target("data.validation_target", other, kwargs, path), None),
         }
-    if data.split_path is None and argument["train"] and not argument["train"].keys() & data.kwargs.keys():
-        return {split: (call_target(KEY, target, data.kwargs | argument[split], path), None) for split in SPLITS}
+    if (
+        data.split_path is None
+        and argument["train"]
+        and not argument["train"].keys() & data.kwargs.keys()
+    ):
+        return {
+            split: (call_target(KEY, target, data.kwargs | argument[split], path), None)
+            for split in SPLITS
+        }
     whole = call_target(KEY, target, data.kwargs, path)
     indices = split_indices(data, len(_measured(target, whole)), seed)
     return {split: (whole, indices[split]) for split in SPLITS}
 
 
 def _argument(target: str, path: str | None, split: Split) -> dict[str, Any]:
-    """Return the keyword argument, split or train, that makes a dataset give one split; nothing if it takes none."""
+    """Return the keyword argument, split or train, that makes a dataset give one split.
+
+    Nothing if it takes none.
+    """
     with contextlib.suppress(TypeError, ValueError):
         parameters = inspect.signature(load_target(KEY, target, path)).parameters
-        return next(({name: values[split]} for name, values in ARGUMENTS.items() if name in parameters), {})
+        return next(
+            ({name: values[split]} for name, values in ARGUMENTS.items() if name in parameters), {}
+        )
     return {}
 
 
@@ -277,7 +367,9 @@ def _measured(target: str, given: Any) -> Any:
     """
     if not hasattr(given, "__len__") or not hasattr(given, "__getitem__"):
         text = f"is a {type(given).__name__} without __len__ and __getitem__"
-        raise ConfigError(KEY, target, text, "must be a map-style dataset: samples by index, and their number")
+        raise ConfigError(
+            KEY, target, text, "must be a map-style dataset: samples by index, and their number"
+        )
     return given
 
 
@@ -287,8 +379,12 @@ def _labels_of(given: Any) -> Callable[[int], Any] | None:
     if callable(quick):
         return cast("Callable[[int], Any]", quick)
     targets = getattr(given, "targets", None)
-    joint = getattr(given, "transforms", None)  # of image and label; torchvision's own wrapper is of both apart
-    changes_label = getattr(given, "target_transform", None) or (joint and not hasattr(joint, "target_transform"))
+    joint = getattr(
+        given, "transforms", None
+    )  # of image and label; torchvision's own wrapper is of both apart
+    changes_label = getattr(given, "target_transform", None) or (
+        joint and not hasattr(joint, "target_transform")
+    )
     if targets is None or changes_label:
         return None
     return cast("Callable[[int], Any]", targets.__getitem__)
@@ -323,7 +419,9 @@ def main(argv: Sequence[str]) -> None:
     """Print what a process without torch asks about a dataset."""
     answer(
         lambda: _describe(argv[0]),
-        lambda error: target_error(KEY, str(json.loads(argv[0])["target"]), "cannot be read", error),
+        lambda error: target_error(
+            KEY, str(json.loads(argv[0])["target"]), "cannot be read", error
+        ),
     )
 
 

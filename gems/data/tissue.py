@@ -24,7 +24,9 @@ _VALIDATION_SEED = 0
 # The pyramid that `tissue_slide` writes; its name changes with what it holds.
 TISSUE_SLIDE = "tissue"
 _FOLDER = "tissue-slide-1"
-_ENLARGED, _DOWNSAMPLES, _TILE_PX = 4, (1, 2, 4), (256, 256)
+_ENLARGED = 4
+_DOWNSAMPLES = (1, 2, 4)
+_TILE_PX = (256, 256)
 _NUM_REGIONS: dict[Split, int] = {"train": 256, "validation": 64}
 
 
@@ -35,15 +37,16 @@ COLUMNS_PX: dict[Split, tuple[int, int]] = {
 
 
 class TissueDataset(Dataset):
-    """Tiles of a colon section stained by immunohistochemistry (hematoxylin and DAB): stained (1) or not (0).
+    """Tiles of a colon section stained by immunohistochemistry (hematoxylin and DAB).
 
-    Colour deconvolution (Ruifrok and Johnston 2001) gives the DAB density; a pixel is positive above Otsu's
-    threshold of the training region, and a tile is stained when its share of positive pixels is above Otsu's
-    threshold of the shares there. Training tiles lie in the left 70 % of the columns, validation tiles in the
-    rest; none crosses. Positions are random, half of them on stained tissue; those of training follow the
-    seed, those of validation never change, so that accuracies of different seeds compare. `data.field_of_view_px`
-    source pixels on the longer side are resampled to the tile. For data.task=segmentation the label is the mask of
-    positive pixels.
+    Stained (1) or not (0).
+    Colour deconvolution (Ruifrok and Johnston 2001) gives the DAB density; a pixel is positive
+    above Otsu's threshold of the training region, and a tile is stained when its share of positive
+    pixels is above Otsu's threshold of the shares there. Training tiles lie in the left 70 % of the
+    columns, validation tiles in the rest; none crosses. Positions are random, half of them on
+    stained tissue; those of training follow the seed, those of validation never change, so that
+    accuracies of different seeds compare. `data.field_of_view_px` source pixels on the longer side
+    are resampled to the tile. For data.task=segmentation the label is the mask of positive pixels.
     """
 
     def __init__(self, data: DataConfig, seed: int) -> None:
@@ -57,7 +60,8 @@ class TissueDataset(Dataset):
         self.field_shape_px = field_shape_px(data)
         density = rgb2hed(self.slide)[:, :, 2]
         known = density[:, :TRAIN_COLUMNS_PX]
-        # A few specks ten times as dark as any tissue would stretch the histogram that Otsu's method reads.
+        # A few specks ten times as dark as any tissue would stretch the histogram that Otsu's
+        # method reads.
         self.pixel_threshold = float(otsu(np.minimum(known, np.quantile(known, 0.999))))
         self.is_positive = density > self.pixel_threshold
         self._has_masks = data.task == "segmentation"
@@ -68,7 +72,9 @@ class TissueDataset(Dataset):
         splits: tuple[tuple[Split, int], ...] = (("train", seed), ("validation", _VALIDATION_SEED))
         for split, split_seed in splits:
             self._choose(split, split_seed, self._inside(share, split) > self.share_threshold)
-        pixels = np.asarray(self._resample(self.slide[:, :TRAIN_COLUMNS_PX], None), dtype=np.float64)
+        pixels = np.asarray(
+            self._resample(self.slide[:, :TRAIN_COLUMNS_PX], None), dtype=np.float64
+        )
         self._mean = pixels.mean(axis=(0, 1)).astype(np.float32)
         self._deviation = pixels.std(axis=(0, 1)).astype(np.float32)
 
@@ -100,7 +106,9 @@ class TissueDataset(Dataset):
     def _pixels(self, split: Split, index: int) -> Image:
         top, left = self.position_px(split, index)
         height, width = self.field_shape_px
-        tile = self._resample(self.slide[top : top + height, left : left + width], (self.shape[1], self.shape[2]))
+        tile = self._resample(
+            self.slide[top : top + height, left : left + width], (self.shape[1], self.shape[2])
+        )
         normalised = (np.asarray(tile, dtype=np.float32) - self._mean) / self._deviation
         channels_first: Image = normalised.transpose(2, 0, 1)
         return channels_first
@@ -112,12 +120,16 @@ class TissueDataset(Dataset):
         # the source pixel in which the middle of each of the tile's pixels is
         rows, columns = (
             first + (2 * np.arange(side_px) + 1) * field_px // (2 * side_px)
-            for first, side_px, field_px in zip((top, left), self.shape[1:], self.field_shape_px, strict=True)
+            for first, side_px, field_px in zip(
+                (top, left), self.shape[1:], self.field_shape_px, strict=True
+            )
         )
         mask: NDArray[np.int64] = self.is_positive[np.ix_(rows, columns)].astype(np.int64)
         return mask
 
-    def _resample(self, pixels: NDArray[np.uint8], shape_px: tuple[int, int] | None) -> NDArray[np.uint8]:
+    def _resample(
+        self, pixels: NDArray[np.uint8], shape_px: tuple[int, int] | None
+    ) -> NDArray[np.uint8]:
         """Return (height, width, channels) bytes, bilinear, smoothed first when it shrinks."""
         from PIL.Image import Resampling, fromarray
 
@@ -130,9 +142,13 @@ class TissueDataset(Dataset):
 def check(data: DataConfig) -> None:
     """Raise ConfigError for channels, classes or a field of view that the slide does not have."""
     if data.channels not in _MODES:
-        raise ConfigError("data.channels", data.channels, "tissue has 3 channels (colour), or 1 (grey)")
+        raise ConfigError(
+            "data.channels", data.channels, "tissue has 3 channels (colour), or 1 (grey)"
+        )
     if data.num_classes != 2:
-        raise ConfigError("data.num_classes", data.num_classes, "tissue has 2 classes: stained or not")
+        raise ConfigError(
+            "data.num_classes", data.num_classes, "tissue has 2 classes: stained or not"
+        )
     if data.field_of_view_px is not None and not 8 <= data.field_of_view_px <= MAX_FIELD_PX:
         text = f"a field of view has 8 to {MAX_FIELD_PX} source pixels on its longer side"
         advice = "a larger tile needs no larger field: it is resampled"
@@ -140,7 +156,10 @@ def check(data: DataConfig) -> None:
 
 
 def field_of_view_px(data: DataConfig) -> int:
-    """Return `data.field_of_view_px`; where it is None, the tile's longer side cut off to 8 to 64 source pixels."""
+    """Return `data.field_of_view_px`.
+
+    Where it is None, the tile's longer side cut off to 8 to 64 source pixels.
+    """
     if data.field_of_view_px is not None:
         return data.field_of_view_px
     return min(max(data.height_px, data.width_px, 8), _DERIVED_FIELD_PX)
@@ -149,7 +168,10 @@ def field_of_view_px(data: DataConfig) -> int:
 def field_shape_px(data: DataConfig) -> tuple[int, int]:
     """Return height and width of the field of view in source pixels, of the tile's proportions."""
     longer = max(data.height_px, data.width_px)
-    height, width = (max(1, round(field_of_view_px(data) * side / longer)) for side in (data.height_px, data.width_px))
+    height, width = (
+        max(1, round(field_of_view_px(data) * side / longer))
+        for side in (data.height_px, data.width_px)
+    )
     return height, width
 
 
@@ -167,17 +189,22 @@ def read_slide() -> NDArray[np.uint8]:
         with PIL.Image.open(path) as picture:
             slide = np.asarray(picture.convert("RGB"))
     except OSError as error:
-        raise ConfigError("data.name", "tissue", f"the slide cannot be read: {error}", advice) from error
+        raise ConfigError(
+            "data.name", "tissue", f"the slide cannot be read: {error}", advice
+        ) from error
     if slide.shape != (SLIDE_PX, SLIDE_PX, 3):
-        raise ConfigError("data.name", "tissue", f"{path} has shape {slide.shape}, not 512x512 in colour", advice)
+        raise ConfigError(
+            "data.name", "tissue", f"{path} has shape {slide.shape}, not 512x512 in colour", advice
+        )
     return slide
 
 
 def tissue_slide() -> Path:
     """Return a folder of the cache with slide.tif and labels.csv, written if it is not there yet.
 
-    The slide is the picture enlarged to 2048 x 2048 px, a tiled TIFF file of three levels; the table has regions of 256
-    px at level 0, stained or not, of which those for validation are right of those for training.
+    The slide is the picture enlarged to 2048 x 2048 px, a tiled TIFF file of three levels; the
+    table has regions of 256 px at level 0, stained or not, of which those for validation are right
+    of those for training.
     """
     import tifffile
     from PIL.Image import Resampling, fromarray
@@ -186,8 +213,13 @@ def tissue_slide() -> Path:
     if (folder / "labels.csv").exists():
         return folder
     sides = (_DERIVED_FIELD_PX, _DERIVED_FIELD_PX)
-    data = DataConfig(name="tissue", height_px=sides[0], width_px=sides[1], train_samples=_NUM_REGIONS["train"],
-                      validation_samples=_NUM_REGIONS["validation"])  # fmt: skip
+    data = DataConfig(
+        name="tissue",
+        height_px=sides[0],
+        width_px=sides[1],
+        train_samples=_NUM_REGIONS["train"],
+        validation_samples=_NUM_REGIONS["validation"],
+    )
     dataset = TissueDataset(data, _VALIDATION_SEED)
     picture = fromarray(dataset.slide)
     rows = ["file,label,split,x,y"]
@@ -203,13 +235,19 @@ def tissue_slide() -> Path:
                 side_px = SLIDE_PX * _ENLARGED // downsample
                 pixels = np.asarray(picture.resize((side_px, side_px), Resampling.BICUBIC))
                 file.write(
-                    pixels, photometric="rgb", tile=_TILE_PX, compression="zlib", subfiletype=int(downsample > 1)
+                    pixels,
+                    photometric="rgb",
+                    tile=_TILE_PX,
+                    compression="zlib",
+                    subfiletype=int(downsample > 1),
                 )
         with atomic_write(folder / "labels.csv") as path:
             path.write_text("\n".join(rows) + "\n")
     except OSError as error:
         text = f"{folder} cannot be written ({error.strerror})"
-        raise ConfigError("data.path", TISSUE_SLIDE, text, "set GEMS_CACHE_DIR to another folder") from error
+        raise ConfigError(
+            "data.path", TISSUE_SLIDE, text, "set GEMS_CACHE_DIR to another folder"
+        ) from error
     return folder
 
 
@@ -218,7 +256,12 @@ def _window_means(mask: NDArray[np.bool_], shape_px: tuple[int, int]) -> NDArray
     height, width = shape_px
     total = np.zeros((mask.shape[0] + 1, mask.shape[1] + 1), dtype=np.int64)
     total[1:, 1:] = mask.cumsum(axis=0).cumsum(axis=1)
-    inside = total[height:, width:] - total[:-height, width:] - total[height:, :-width] + total[:-height, :-width]
+    inside = (
+        total[height:, width:]
+        - total[:-height, width:]
+        - total[height:, :-width]
+        + total[:-height, :-width]
+    )
     return inside / (height * width)
 
 

@@ -1,4 +1,7 @@
-"""The loop over a rank's schedule: the one place that runs actions, on real and on emulated devices."""
+"""The loop over a rank's schedule.
+
+The one place that runs actions, on real and on emulated devices.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,9 @@ class ActionLoop:
         """
         for action in actions:
             if action.kind not in handlers:
-                raise ScheduleError(rank, action, f"is of kind {action.kind}, which cannot run here")
+                raise ScheduleError(
+                    rank, action, f"is of kind {action.kind}, which cannot run here"
+                )
         self._items = [(handlers[action.kind], action, str(action)) for action in actions]
         self._poll = poll
         self._heartbeat = heartbeat

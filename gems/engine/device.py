@@ -15,16 +15,23 @@ from gems.engine.transport.environment import local_rank
 from gems.errors import ConfigError
 from gems.utils.host_memory import keep_freed_memory
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 def seed_generators(device: torch.device, seed: int, replica: int, rank: int) -> None:
-    """Seed the generators that layers draw from while they train, such as dropout; weights do not depend on them.
+    """Seed the generators that layers draw from while they train, such as dropout.
 
-    Torch's default seed would make all replicas drop the same values. Python's and numpy's generators are seeded for
-    layers of a user's own.
+    Weights do not depend on them.
+    Torch's default seed would make all replicas drop the same values. Python's and numpy's
+    generators are seeded for layers of a user's own.
     """
-    # the last number tells these states from those that weights are drawn from: numpy fills up with zeros
+    # the last number tells these states from those that weights are drawn from: numpy fills up with
+    # zeros
     state = np.random.SeedSequence((seed, replica, rank, 1)).generate_state(2, np.uint64)
     torch.default_generator.manual_seed(int(state[0]))
     if device.type == "cuda":
@@ -35,33 +42,46 @@ def seed_generators(device: torch.device, seed: int, replica: int, rank: int) ->
 
 
 def open_device(machine: MachineConfig, order: Sequence[int] = ()) -> torch.device:
-    """Open the rank's device and set its number of threads; more ranks on a node than visible GPUs share them.
+    """Open the rank's device and set its number of threads.
 
-    `order` is the GPU of each local rank (`cluster.device_order`): at some sites the GPUs nearest to the first cores,
-    or to the first network card, are not the first ones. It has no effect if the scheduler bound the rank to one GPU.
-    torch's allocator gives at most `machine.device_bytes`, also of a larger GPU.
+    More ranks on a node than visible GPUs share them.
+    `order` is the GPU of each local rank (`cluster.device_order`): at some sites the GPUs nearest
+    to the first cores, or to the first network card, are not the first ones. It has no effect if
+    the scheduler bound the rank to one GPU. torch's allocator gives at most `machine.device_bytes`,
+    also of a larger GPU.
 
     Raises:
-        ConfigError: machine.device=cuda and torch sees no GPU, or `order` names other GPUs than are visible.
+        ConfigError: machine.device=cuda and torch sees no GPU, or `order` names other GPUs than are
+        visible.
     """
     torch.set_num_threads(machine.threads_per_rank)
-    if machine.transport == NCCL:  # each edge has a stream, and streams that share a queue wait for one another
+    if (
+        machine.transport == NCCL
+    ):  # each edge has a stream, and streams that share a queue wait for one another
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if machine.device == "cpu" or (machine.device == "auto" and not torch.cuda.is_available()):
         keep_freed_memory()
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError(
-            "machine.device", "cuda", "torch sees no GPU here", "use machine=cpu, or a torch built for this GPU"
+            "machine.device",
+            "cuda",
+            "torch sees no GPU here",
+            "use machine=cpu, or a torch built for this GPU",
         )
     num_visible = torch.cuda.device_count()
     index = local_rank() % num_visible
     if num_visible > 1 and order:
-        if len(order) != num_visible:  # some of the node's GPUs are hidden: the order would name the wrong ones
+        if (
+            len(order) != num_visible
+        ):  # some of the node's GPUs are hidden: the order would name the wrong ones
             raise ConfigError(
-                "cluster.device_order", list(order), f"names {len(order)} GPUs, and this rank sees {num_visible}",
-                "set cluster.device_order=[], or let ranks see all GPUs of a node (cluster.gpu_bind=none)",
-            )  # fmt: skip
+                "cluster.device_order",
+                list(order),
+                f"names {len(order)} GPUs, and this rank sees {num_visible}",
+                "set cluster.device_order=[], or let ranks see all GPUs of a node"
+                " (cluster.gpu_bind=none)",
+            )
         index = order[index]
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
@@ -77,7 +97,8 @@ class Arrival:
     """A tensor on its way to a GPU, and the event that it has arrived."""
 
     def __init__(self, tensor: torch.Tensor, event: torch.cuda.Event) -> None:
-        self.tensor, self.event = tensor, event
+        self.tensor = tensor
+        self.event = event
 
     def take(self) -> torch.Tensor:
         """Return the tensor, for which the current stream waits; the host does not."""
@@ -90,7 +111,8 @@ class Arrival:
 class CopyIn:
     """Copies from pinned memory to a GPU on a stream of its own, and in memory of that stream.
 
-    So a copy waits for no compute: memory that compute has freed may be in use until all that is posted has run.
+    So a copy waits for no compute: memory that compute has freed may be in use until all that is
+    posted has run.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -116,7 +138,9 @@ class CopyIn:
         """Post the copy of a piece of a tensor, from element `first` on, beside those of an earlier `arrival`."""
         with torch.cuda.stream(self._stream):
             made = (
-                torch.empty(tuple(shape), dtype=piece.dtype, device=self._device) if arrival is None else arrival.tensor
+                torch.empty(tuple(shape), dtype=piece.dtype, device=self._device)
+                if arrival is None
+                else arrival.tensor
             )
             made.view(-1)[first : first + piece.numel()].copy_(piece, non_blocking=True)
         return Arrival(made, self._stream.record_event())  # which is after the pieces before

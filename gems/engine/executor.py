@@ -33,10 +33,11 @@ from gems.schedule.schedule import Schedule
 class Batch:
     """What a rank reads of one step, by micro-batch.
 
-    Samples are images (N, C, H, W) or tokens (N, T) or (N, 2, T). Labels are int64 of shape (N,) or (N, T), integers of
-    shape (N, H, W), or float32 of shape (N, K). In validation there may be fewer labels than samples: the last ones
-    count for nothing. If `rows` is given, it returns the rows of each strip in place of images, in the order in which
-    the list takes them. `arrive` is called before images of a micro-batch are read that are on their way to the device.
+    Samples are images (N, C, H, W) or tokens (N, T) or (N, 2, T). Labels are int64 of shape (N,) or
+    (N, T), integers of shape (N, H, W), or float32 of shape (N, K). In validation there may be
+    fewer labels than samples: the last ones count for nothing. If `rows` is given, it returns the
+    rows of each strip in place of images, in the order in which the list takes them. `arrive` is
+    called before images of a micro-batch are read that are on their way to the device.
     """
 
     images: Mapping[int, Tensor]
@@ -48,8 +49,8 @@ class Batch:
 class Executor:
     """Runs the actions of `rank` in order, each by the handler of its kind.
 
-    Stages run whole, or in `segments` whose saved tensors are in a store. Transfers and copies are only posted; the
-    action that needs the data waits for it.
+    Stages run whole, or in `segments` whose saved tensors are in a store. Transfers and copies are
+    only posted; the action that needs the data waits for it.
 
     Attributes:
         metrics: what gets the outputs and labels of a schedule without backward.
@@ -71,22 +72,27 @@ class Executor:
     ) -> None:
         """Prepare the handlers.
 
-        To train, there are a `loss` and the `step_weight`, the weight of all labels of a step by which summed gradients
-        are those of the mean loss. There are `segments` if the schedule needs a store. `draws` is called with step and
-        micro-batch before each forward and recomputation, which may draw random numbers.
+        To train, there are a `loss` and the `step_weight`, the weight of all labels of a step by
+        which summed gradients are those of the mean loss. There are `segments` if the schedule
+        needs a store. `draws` is called with step and micro-batch before each forward and
+        recomputation, which may draw random numbers.
         """
         self.schedule = schedule
         self.rank = rank
-        self._segments: dict[SegmentKey, Stage] = {(*key, None): stage for key, stage in stages.items()}
+        self._segments: dict[SegmentKey, Stage] = {
+            (*key, None): stage for key, stage in stages.items()
+        }
         self._store = None if segments is None else segments.store
         if segments is not None:
             self._segments.update(segments.by_key)
         self._channels = channels
         self._recorder = recorder
-        self._loss_function, self._step_weight = loss, step_weight
+        self._loss_function = loss
+        self._step_weight = step_weight
         self._weight = 1.0
         self.metrics: Sequence[Metric] = ()
-        self._update, self._draws = update, draws
+        self._update = update
+        self._draws = draws
         self._last_stage = schedule.num_stages - 1
         # what stages keep between F and the end of backward
         if segments is not None:
@@ -96,7 +102,9 @@ class Executor:
         self._samples = recorder.open_counter("samples")
         self.router = open_router(schedule, rank, channels, recorder)
         actions = schedule.rows[rank]
-        for key in {(action.direction, action.stage) for action in actions if action.kind is Kind.I}:
+        for key in {
+            (action.direction, action.stage) for action in actions if action.kind is Kind.I
+        }:
             stages[key].split_layers()
         self._batch = Batch({}, {})
         self._step = 0
@@ -118,9 +126,11 @@ class Executor:
         if self._store is not None:
             handlers[Kind.R] = self._recompute
             self._copies = {
-                Kind.OFFLOAD: self._store.offload, Kind.FREE: self._store.free,
-                Kind.PREFETCH: self._store.prefetch, Kind.AWAIT: self._store.await_copy,
-            }  # fmt: skip
+                Kind.OFFLOAD: self._store.offload,
+                Kind.FREE: self._store.free,
+                Kind.PREFETCH: self._store.prefetch,
+                Kind.AWAIT: self._store.await_copy,
+            }
             handlers |= dict.fromkeys(self._copies, self._copy)
             if schedule.has_any(Kind.OFFLOAD) and not schedule.has_any(Kind.FREE):
                 poll = self._poll_and_free
@@ -128,7 +138,8 @@ class Executor:
 
     def run(self, step: int, batch: Batch) -> float:
         """Run all actions once, and return the summed loss of the last stages on this rank; collective."""
-        self._batch, self._step = batch, step
+        self._batch = batch
+        self._step = step
         self._sums = LossSums()
         if self._step_weight is not None:
             self._weight = self._step_weight(batch.labels)
@@ -149,7 +160,9 @@ class Executor:
         return self._sums.read()
 
     def _forward(self, action: Action) -> None:
-        segment, micro_batch, loss = self._segment(action), _micro_batch(action), self._loss(action)
+        segment = self._segment(action)
+        micro_batch = _micro_batch(action)
+        loss = self._loss(action)
         inputs = [self._inputs(action)]
         run = segment.forward
         if isinstance(segment, StoredSegment | StoredStrips) and self._has(Kind.R, action):
@@ -175,8 +188,10 @@ class Executor:
         self._recorder.compute(action, start)
 
     def _backward(self, action: Action) -> None:
-        segment, received = self._segment(action), self.router.take(action) or ()
-        start, micro_batch = self._recorder.timestamp(), _micro_batch(action)
+        segment = self._segment(action)
+        received = self.router.take(action) or ()
+        start = self._recorder.timestamp()
+        micro_batch = _micro_batch(action)
         gradients, inputs = segment.backward(micro_batch, self._output_gradients(action, received))
         self.activations.count_bytes(-segment.kept_bytes(micro_batch))
         self._put_gradients(action, gradients, received)
@@ -186,10 +201,16 @@ class Executor:
         self._recorder.compute(action, start)
 
     def _input_gradient(self, action: Action) -> None:
-        segment, received = self._segment(action), self.router.take(action) or ()
-        start, micro_batch = self._recorder.timestamp(), _micro_batch(action)
-        gradients, inputs = segment.backward_input(micro_batch, self._output_gradients(action, received))
-        self.activations.count_bytes(segment.held_bytes(micro_batch) - segment.kept_bytes(micro_batch))
+        segment = self._segment(action)
+        received = self.router.take(action) or ()
+        start = self._recorder.timestamp()
+        micro_batch = _micro_batch(action)
+        gradients, inputs = segment.backward_input(
+            micro_batch, self._output_gradients(action, received)
+        )
+        self.activations.count_bytes(
+            segment.held_bytes(micro_batch) - segment.kept_bytes(micro_batch)
+        )
         self._put_gradients(action, gradients, received)
         self.router.borrow(inputs, action._replace(kind=Kind.F))
         self.router.borrow(received, action)
@@ -248,7 +269,9 @@ class Executor:
             self._draws(self._step, self._whole(action))
 
     def _has(self, kind: Kind, action: Action) -> bool:
-        return self.schedule.has(kind, action.stage, action.micro_batch, action.direction, action.segment)
+        return self.schedule.has(
+            kind, action.stage, action.micro_batch, action.direction, action.segment
+        )
 
     def _whole(self, action: Action) -> int:
         """Return the micro-batch, where actions run strips of one."""
@@ -258,10 +281,15 @@ class Executor:
         return self._segments[action.direction, action.stage, action.segment]
 
     def _ends_in_loss(self, action: Action) -> bool:
-        return action.stage == self._last_stage and action.segment == self.schedule.last_segment(action.stage)
+        return action.stage == self._last_stage and action.segment == self.schedule.last_segment(
+            action.stage
+        )
 
     def _loss(self, action: Action) -> Loss | None:
-        """Return the loss function of a micro-batch at the end of the model; recomputation counts no metrics."""
+        """Return the loss function of a micro-batch at the end of the model.
+
+        Recomputation counts no metrics.
+        """
         if not self._ends_in_loss(action):
             return None
         labels = self._batch.labels[self._whole(action)]
@@ -292,7 +320,9 @@ class Executor:
         gradient = self._sums.loss_gradient(self._weight)
         return (gradient if self._update is None else gradient * self._update.loss_scale,)
 
-    def _put_gradients(self, action: Action, gradients: tuple[Tensor, ...], received: tuple[Tensor, ...]) -> None:
+    def _put_gradients(
+        self, action: Action, gradients: tuple[Tensor, ...], received: tuple[Tensor, ...]
+    ) -> None:
         if action.stage or self.router.stays_in_stage(action):
             self.router.put(action, copy_shared(gradients, received))
 

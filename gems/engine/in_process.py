@@ -24,10 +24,11 @@ from gems.utils.logs import set_up_rank_logging
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """What a finished training left: the run folder, with trace, weights and logs, and its main figures.
+    """What a finished training left.
 
-    Steps are those of all attempts together; losses are means over labels. There is no validation with
-    train.evaluate=false.
+    The run folder, with trace, weights and logs, and its main figures.
+    Steps are those of all attempts together; losses are means over labels. There is no validation
+    with train.evaluate=false.
     """
 
     folder: Path
@@ -39,40 +40,50 @@ class TrainResult:
 
 
 def train(
-    spec: RunSpec, model: Any = None, dataset: Any = None, validation_dataset: Any = None, loss: Any = None
+    spec: RunSpec,
+    model: Any = None,
+    dataset: Any = None,
+    validation_dataset: Any = None,
+    loss: Any = None,
 ) -> TrainResult:
     """Train a configured run in the ranks of this MPI world; collective.
 
-    `model` is the class of a network, a function that makes one, or a network, whose weights are then the first ones;
-    `dataset` a map-style dataset of (sample, label), or its class; `loss` as in loss.target. They take the place of
-    what the configuration names. Each rank keeps its own layers of the network, and only ranks that read samples use
-    the dataset.
+    `model` is the class of a network, a function that makes one, or a network, whose weights are
+    then the first ones; `dataset` a map-style dataset of (sample, label), or its class; `loss` as
+    in loss.target. They take the place of what the configuration names. Each rank keeps its own
+    layers of the network, and only ranks that read samples use the dataset.
 
-    A process that no launcher started is a world of one rank. Rank 0 writes the run folder, in which the run continues
-    from its newest checkpoint if there is one. A failure in a world of several ranks ends all of them with the exit
-    code of the error, since the others would wait for this rank; alone it is raised.
+    A process that no launcher started is a world of one rank. Rank 0 writes the run folder, in
+    which the run continues from its newest checkpoint if there is one. A failure in a world of
+    several ranks ends all of them with the exit code of the error, since the others would wait for
+    this rank; alone it is raised.
 
     Raises:
-        ConfigError: a configuration that cannot be run, or another number of ranks than partitions x replicas.
-        DoesNotFitError: a rank would hold more than its device.
+        ConfigError: a configuration that cannot be run, or another number of ranks than partitions
+        x replicas. DoesNotFitError: a rank would hold more than its device.
     """
     spec = _with_objects(spec, model, dataset, validation_dataset, loss)
     if spec.machine.kind == "simulated":
-        raise ConfigError("machine.kind", "simulated", "has no ranks to train in", "call gems.simulate")
+        raise ConfigError(
+            "machine.kind", "simulated", "has no ranks to train in", "call gems.simulate"
+        )
     if spec.machine.kind == "real":
         from gems.engine.device import open_device
 
-        open_device(spec.machine, spec.cluster.device_order)  # before MPI, which looks at the current device
+        open_device(
+            spec.machine, spec.cluster.device_order
+        )  # before MPI, which looks at the current device
     from gems.engine.transport.mpi import broadcast, world
 
     comm = world()
     if comm.size != spec.world_size:
         raise ConfigError(
-            "parallel.partitions", spec.parallel.partitions,
+            "parallel.partitions",
+            spec.parallel.partitions,
             f"with parallel.replicas={spec.parallel.replicas} needs {spec.world_size} ranks, "
             f"and this world has {comm.size}",
             f"start the program by mpiexec -n {spec.world_size}",
-        )  # fmt: skip
+        )
     mine: RunFolder | GemsError | None = None
     if comm.rank == 0:
         try:
@@ -100,15 +111,20 @@ def train(
         release(found)
     comm.Barrier()
     known = {field.name for field in fields(TrainResult)}
-    values: dict[str, Any] = {key: value for key, value in read_json(found.result_json).items() if key in known}
+    values: dict[str, Any] = {
+        key: value for key, value in read_json(found.result_json).items() if key in known
+    }
     return TrainResult(folder=found.path, **values)
 
 
-def _with_objects(spec: RunSpec, model: Any, dataset: Any, validation_dataset: Any, loss: Any) -> RunSpec:
+def _with_objects(
+    spec: RunSpec, model: Any, dataset: Any, validation_dataset: Any, loss: Any
+) -> RunSpec:
     """Return the run with targets for the objects of a script."""
     if all(value is None for value in (model, dataset, validation_dataset, loss)):
         return spec
-    found, data = spec.model, spec.data
+    found = spec.model
+    data = spec.data
     if model is not None:
         target, kwargs, path = target_of("model", model)
         found = replace(found, target=target, kwargs=found.kwargs | kwargs, path=path or found.path)
@@ -117,7 +133,9 @@ def _with_objects(spec: RunSpec, model: Any, dataset: Any, validation_dataset: A
         data = replace(data, target=target, kwargs=data.kwargs | kwargs, path=path or data.path)
     if validation_dataset is not None:
         target, kwargs, _ = target_of("data.validation", validation_dataset)
-        data = replace(data, validation_target=target, validation_kwargs=data.validation_kwargs | kwargs)
+        data = replace(
+            data, validation_target=target, validation_kwargs=data.validation_kwargs | kwargs
+        )
     spec = replace(spec, model=found, data=data)
     if loss is not None:
         target, kwargs, path = target_of("loss", loss)

@@ -1,7 +1,7 @@
 """The loss of a run as a sum over a micro-batch and the weight of its labels, of which sum / weight is the mean.
 
-The gradient of a step is that of one mean over its whole global batch, whatever the micro-batches, directions and
-replicas: sums of micro-batches are divided by the weight of all labels of the step.
+The gradient of a step is that of one mean over its whole global batch, whatever the micro-batches,
+directions and replicas: sums of micro-batches are divided by the weight of all labels of the step.
 """
 
 from __future__ import annotations
@@ -34,13 +34,30 @@ Outputs = Any  # of a model: a tensor, or tensors in tuples, lists and dicts
 LossFunction = Callable[[Outputs, Tensor], Tensor]
 _BY_CLASS = (nn.CrossEntropyLoss, nn.NLLLoss)
 _BY_ELEMENT = (
-    nn.BCEWithLogitsLoss, nn.BCELoss, nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.SoftMarginLoss,
-)  # fmt: skip
-_TENSORS = ("weight", "pos_weight")  # arguments of torch's losses that a configuration gives as lists
-_SAMPLES, _SIDE_PX = 4, 64  # of the probe
-_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}  # a loss may compute in float32 whatever it is given
+    nn.BCEWithLogitsLoss,
+    nn.BCELoss,
+    nn.MSELoss,
+    nn.L1Loss,
+    nn.SmoothL1Loss,
+    nn.HuberLoss,
+    nn.SoftMarginLoss,
+)
+_TENSORS = (
+    "weight",
+    "pos_weight",
+)  # arguments of torch's losses that a configuration gives as lists
+# of the probe
+_SAMPLES = 4
+_SIDE_PX = 64
+_TOLERANCES = {
+    torch.float64: 1e-6,
+    torch.float32: 1e-4,
+}  # a loss may compute in float32 whatever it is given
 _REFUSAL = "cannot be summed over micro-batches"
-_ADVICE = "give it an argument `reduction` (mean or sum), or a method weight(labels) by which its mean is a sum"
+_ADVICE = (
+    "give it an argument `reduction` (mean or sum), or a method weight(labels) by which its mean is"
+    " a sum"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +96,13 @@ class Loss:
         """
         if isinstance(outputs, Tensor):
             return outputs
-        output, names = self.config.output, part_names(outputs)
+        output = self.config.output
+        names = part_names(outputs)
         if output is not None:
             if output not in names:
-                raise ConfigError("loss.output", output, one_of(names), "name a part of the model's output")
+                raise ConfigError(
+                    "loss.output", output, one_of(names), "name a part of the model's output"
+                )
             return named_part(outputs, output)
         if not self.takes_one_tensor:
             return outputs
@@ -90,14 +110,20 @@ class Loss:
         if len(tensors) == 1:
             return tensors[0]
         raise ConfigError(
-            "loss.output", "null", f"must be given, for the model gives several tensors; {one_of(names)}",
+            "loss.output",
+            "null",
+            f"must be given, for the model gives several tensors; {one_of(names)}",
             "or set loss.target to a loss of your own that takes them all",
-        )  # fmt: skip
+        )
 
     def known(self, labels: Tensor) -> Tensor:
         """Return labels as the loss takes them: what has none has the index that the loss ignores."""
         ignored = getattr(self.function, "ignore_index", NO_LABEL)
-        if isinstance(self.function, _BY_CLASS) and ignored != NO_LABEL and not labels.is_floating_point():
+        if (
+            isinstance(self.function, _BY_CLASS)
+            and ignored != NO_LABEL
+            and not labels.is_floating_point()
+        ):
             return labels.masked_fill(labels == NO_LABEL, ignored)
         return labels
 
@@ -124,7 +150,8 @@ def open_loss(config: LossConfig, task: str, dtype: torch.dtype, device: torch.d
     """Return the configured loss; one that has tensors has them in `dtype` on `device`.
 
     Raises:
-        ConfigError: no such loss, arguments that it does not take, or one with parameters of its own.
+        ConfigError: no such loss, arguments that it does not take, or one with parameters of its
+        own.
     """
     key = "loss.name" if config.target is None else "loss.target"
     name = config.name if config.target is None else config.target
@@ -133,7 +160,9 @@ def open_loss(config: LossConfig, task: str, dtype: torch.dtype, device: torch.d
     kwargs = dict(config.kwargs)
     if getattr(made, "__module__", "").startswith("torch.nn."):
         lists = {each: kwargs[each] for each in _TENSORS if isinstance(kwargs.get(each), list)}
-        kwargs |= {each: torch.tensor(value, dtype=dtype, device=device) for each, value in lists.items()}
+        kwargs |= {
+            each: torch.tensor(value, dtype=dtype, device=device) for each, value in lists.items()
+        }
     is_by_class = inspect.isclass(made) and issubclass(made, _BY_CLASS)
     if is_by_class and config.target is None:
         kwargs.setdefault("ignore_index", NO_LABEL)
@@ -145,15 +174,21 @@ def open_loss(config: LossConfig, task: str, dtype: torch.dtype, device: torch.d
         found = call_target(key, target, kwargs | more, config.path)
         if isinstance(found, nn.Module):
             if next(found.parameters(), None) is not None:
-                raise ConfigError(key, name, "has parameters, and only those of the model are trained",
-                                  "make them buffers, or parameters of the model")  # fmt: skip
+                raise ConfigError(
+                    key,
+                    name,
+                    "has parameters, and only those of the model are trained",
+                    "make them buffers, or parameters of the model",
+                )
             found = found.to(device, dtype)
         return cast(LossFunction, found)
 
     function = build({})
     summed: LossFunction | None = None
     if "reduction" in _parameters(made):
-        summed = build({"reduction": "sum"}) if config.kwargs.get("reduction") != "sum" else function
+        summed = (
+            build({"reduction": "sum"}) if config.kwargs.get("reduction") != "sum" else function
+        )
     elif hasattr(function, "reduction"):
         changed: Any = copy.deepcopy(function)
         changed.reduction = "sum"
@@ -177,17 +212,28 @@ class SummedLoss:
     """
 
     def __init__(
-        self, config: LossConfig, data: DataConfig, dtype: torch.dtype, device: torch.device, like: Outputs
+        self,
+        config: LossConfig,
+        data: DataConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        like: Outputs,
     ) -> None:
-        """Open the loss and probe it on made-up outputs; `like` has the shapes of the model's output.
+        """Open the loss and probe it on made-up outputs.
+
+        `like` has the shapes of the model's output.
 
         Raises:
-            ConfigError: as `open_loss`, a loss that cannot take such outputs, or one that cannot be summed.
+            ConfigError: as `open_loss`, a loss that cannot take such outputs, or one that cannot be
+            summed.
         """
-        self._task, self._data, self._like = task_of(data), data, like
+        self._task = task_of(data)
+        self._data = data
+        self._like = like
         self._dtype = torch.float64 if dtype is torch.float64 else torch.float32
         self.loss = open_loss(config, self._task, self._dtype, device)
-        self._exact, self._exact_dtype = self.loss, self._dtype
+        self._exact = self.loss
+        self._exact_dtype = self._dtype
         self.is_sum = self.loss.reduction == "sum"
         own = getattr(self.loss.function, "weight", None)
         self._own_weight = own if callable(own) and not isinstance(own, Tensor) else None
@@ -199,9 +245,12 @@ class SummedLoss:
     def __call__(self, outputs: Outputs, labels: Tensor) -> Tensor:
         """Return the loss of a micro-batch, summed over its labels and computed in float32 at least."""
         wide = map_tensors(
-            lambda each: each.float() if each.dtype in (torch.bfloat16, torch.float16) else each, outputs
+            lambda each: each.float() if each.dtype in (torch.bfloat16, torch.float16) else each,
+            outputs,
         )
-        return self._sum(self.loss, wide, labels.to(self._dtype) if labels.is_floating_point() else labels.long())
+        return self._sum(
+            self.loss, wide, labels.to(self._dtype) if labels.is_floating_point() else labels.long()
+        )
 
     def weight(self, labels: Tensor, like: Outputs | None = None) -> Tensor:
         """Return the weight of labels, a scalar in float64 on their device, which depends on nothing else.
@@ -211,12 +260,18 @@ class SummedLoss:
         function = self._exact.function
         labels = labels if labels.is_floating_point() else labels.long()
         if self._own_weight is not None:
-            return torch.as_tensor(self._own_weight(labels), dtype=torch.float64, device=labels.device)
+            return torch.as_tensor(
+                self._own_weight(labels), dtype=torch.float64, device=labels.device
+            )
         if self.loss.summed is None or self.is_sum:
             return torch.tensor(float(len(labels)), dtype=torch.float64, device=labels.device)
         if type(function) in _BY_ELEMENT and self.loss.reduction == "mean":
             return torch.tensor(float(labels.numel()), dtype=torch.float64, device=labels.device)
-        if isinstance(function, _BY_CLASS) and type(function) in _BY_CLASS and self.loss.reduction == "mean":
+        if (
+            isinstance(function, _BY_CLASS)
+            and type(function) in _BY_CLASS
+            and self.loss.reduction == "mean"
+        ):
             return _class_weight(function, self._exact.known(labels))
         return self._ratio(labels, self._like if like is None else like)
 
@@ -235,9 +290,11 @@ class SummedLoss:
         function: Any = self.loss.function
         if self._own_weight is not None:
             return False
-        if self.loss.summed is None or self.is_sum or (
-            type(function) in _BY_ELEMENT and self.loss.reduction == "mean"
-        ):  # fmt: skip
+        if (
+            self.loss.summed is None
+            or self.is_sum
+            or (type(function) in _BY_ELEMENT and self.loss.reduction == "mean")
+        ):
             return True
         if type(function) not in _BY_CLASS or self._task != "classification":
             return False
@@ -248,7 +305,12 @@ class SummedLoss:
             return loss.summed(loss.part(outputs), loss.known(labels))
         weight = self.weight(labels)
         if not float(weight):  # whose mean does not exist
-            return torch.stack([tensor.sum() for tensor in tensors_in(outputs) if tensor.is_floating_point()]).sum() * 0
+            return (
+                torch.stack(
+                    [tensor.sum() for tensor in tensors_in(outputs) if tensor.is_floating_point()]
+                ).sum()
+                * 0
+            )
         return loss(outputs, labels) * weight.to(self._dtype)
 
     def _ratio(self, labels: Tensor, like: Outputs, seed: int = 0) -> Tensor:
@@ -257,11 +319,15 @@ class SummedLoss:
         labels = labels.to(self._exact_dtype) if labels.is_floating_point() else labels
         outputs = _made_up(like, len(labels), seed, labels.device, self._exact_dtype)
         with torch.no_grad():
-            part, known = self._exact.part(outputs), self._exact.known(labels)
+            part = self._exact.part(outputs)
+            known = self._exact.known(labels)
             return self._exact.summed(part, known) / self._exact.function(part, known)
 
     def _take_more_digits(self, config: LossConfig, device: torch.device) -> None:
-        """Weigh labels in float64, and check the sum so, if the loss runs in it; its constants may be of float32."""
+        """Weigh labels in float64, and check the sum so, if the loss runs in it.
+
+        Its constants may be of float32.
+        """
         self._exact = open_loss(config, self._task, torch.float64, device)
         self._exact_dtype = torch.float64
         try:
@@ -269,7 +335,8 @@ class SummedLoss:
         except ConfigError as error:
             if error.allowed.startswith(_REFUSAL):
                 raise
-            self._exact, self._exact_dtype = self.loss, self._dtype
+            self._exact = self.loss
+            self._exact_dtype = self._dtype
 
     def _check_sum(self, device: torch.device) -> None:
         """Compare made-up samples with two parts of them.
@@ -277,10 +344,15 @@ class SummedLoss:
         Raises:
             ConfigError: the loss fails on such outputs, is no scalar, or is no sum over samples.
         """
-        key, name, exact = self.loss.key, self.loss.name, self._exact
+        key = self.loss.key
+        name = self.loss.name
+        exact = self._exact
         if self.loss.reduction == "none":
             raise ConfigError(
-                "loss.kwargs", dict(self.loss.config.kwargs), "reduction=none gives no scalar", "use mean"
+                "loss.kwargs",
+                dict(self.loss.config.kwargs),
+                "reduction=none gives no scalar",
+                "use mean",
             )
         labels, like = self._made_up_labels(device)
         outputs = _made_up(like, _SAMPLES, 0, device, self._exact_dtype)
@@ -291,36 +363,60 @@ class SummedLoss:
                 some = map_tensors(operator.itemgetter(part), outputs)
                 value = self._sum(exact, some, labels[part])
                 if not isinstance(value, Tensor) or value.numel() != 1 or value.ndim:
-                    raise ConfigError(key, name, f"must give a scalar tensor, gives {_describe(value)}", _ADVICE)
+                    raise ConfigError(
+                        key, name, f"must give a scalar tensor, gives {_describe(value)}", _ADVICE
+                    )
                 found.append((float(value), float(self.weight(labels[part], like))))
-            ratios = [found[0][1]] if exact.summed is None else [float(self._ratio(labels, like, n)) for n in (1, 2)]
+            ratios = (
+                [found[0][1]]
+                if exact.summed is None
+                else [float(self._ratio(labels, like, n)) for n in (1, 2)]
+            )
         except ConfigError:
             raise
         except Exception as error:
-            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors_in(exact.part(outputs)))
-            what = f"cannot take outputs of shape {shapes} and {labels.dtype} labels of shape {tuple(labels.shape)}"
+            shapes = ", ".join(
+                str(tuple(tensor.shape)) for tensor in tensors_in(exact.part(outputs))
+            )
+            what = (
+                f"cannot take outputs of shape {shapes} and {labels.dtype} labels of shape"
+                f" {tuple(labels.shape)}"
+            )
             raise target_error(key, name, what.replace("torch.", ""), error) from error
         for whole, first, second in zip(*found, strict=True):
             if not math.isclose(whole, first + second, rel_tol=tolerance, abs_tol=tolerance):
-                why = f"{whole:.6g} of {_SAMPLES} samples, {first + second:.6g} of 1 and of the other {_SAMPLES - 1}"
+                why = (
+                    f"{whole:.6g} of {_SAMPLES} samples, {first + second:.6g} of 1 and of the other"
+                    f" {_SAMPLES - 1}"
+                )
                 raise ConfigError(key, name, f"{_REFUSAL} ({why})", _ADVICE)
         has_ratio = not self.is_sum and self._own_weight is None and exact.summed is not None
         if has_ratio and not math.isclose(ratios[0], ratios[-1], rel_tol=tolerance):
-            raise ConfigError(key, name, f"{_REFUSAL}: its sum / mean depends on the outputs", _ADVICE)
+            raise ConfigError(
+                key, name, f"{_REFUSAL}: its sum / mean depends on the outputs", _ADVICE
+            )
 
     def _made_up_labels(self, device: torch.device) -> tuple[Tensor, Outputs]:
-        """Return labels of some samples, and the outputs' shapes; of large maps both are cut to a corner."""
-        data, generator = self._data, torch.Generator().manual_seed(0)
+        """Return labels of some samples, and the outputs' shapes.
+
+        Of large maps both are cut to a corner.
+        """
+        data = self._data
+        generator = torch.Generator().manual_seed(0)
         like = self._like
         shape: tuple[int, ...] = (_SAMPLES, data.num_classes)
         if self._task in ("multi_label", "regression"):
-            values = torch.rand(shape, generator=generator, dtype=torch.float64).to(device, self._exact_dtype)
+            values = torch.rand(shape, generator=generator, dtype=torch.float64).to(
+                device, self._exact_dtype
+            )
             return (values.round() if self._task == "multi_label" else values), like
         shape = (_SAMPLES,) if kind_of(data) == IMAGES else (_SAMPLES, data.length)
         if self._task == "segmentation":
             sides = data.height_px, data.width_px
             tensors = list(tensors_in(like))
-            if max(sides) > _SIDE_PX and all(tuple(tensor.shape[2:]) == sides for tensor in tensors):
+            if max(sides) > _SIDE_PX and all(
+                tuple(tensor.shape[2:]) == sides for tensor in tensors
+            ):
                 like = map_tensors(lambda each: each[:, :, :_SIDE_PX, :_SIDE_PX], like)
                 sides = min(sides[0], _SIDE_PX), min(sides[1], _SIDE_PX)
             shape = (_SAMPLES, *sides)
@@ -329,14 +425,18 @@ class SummedLoss:
 
 def _class_weight(loss: nn.CrossEntropyLoss | nn.NLLLoss, labels: Tensor) -> Tensor:
     if labels.is_floating_point():  # shares of each class, (N, classes, ...)
-        return torch.tensor(labels.numel() / labels.shape[1], dtype=torch.float64, device=labels.device)
+        return torch.tensor(
+            labels.numel() / labels.shape[1], dtype=torch.float64, device=labels.device
+        )
     is_known = labels != loss.ignore_index
     if loss.weight is None:
         return is_known.sum().double()
     return loss.weight.double()[labels[is_known]].sum()
 
 
-def _made_up(like: Outputs, num: int, seed: int, device: torch.device, dtype: torch.dtype) -> Outputs:
+def _made_up(
+    like: Outputs, num: int, seed: int, device: torch.device, dtype: torch.dtype
+) -> Outputs:
     """Return random outputs of `num` samples, which may be scores or probabilities."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -344,7 +444,9 @@ def _made_up(like: Outputs, num: int, seed: int, device: torch.device, dtype: to
         shape = (num, *tensor.shape[1:])
         if not tensor.is_floating_point():
             return torch.zeros(shape, dtype=tensor.dtype, device=device)
-        return (0.05 + 0.9 * torch.rand(shape, generator=generator, dtype=torch.float64)).to(device, dtype)
+        return (0.05 + 0.9 * torch.rand(shape, generator=generator, dtype=torch.float64)).to(
+            device, dtype
+        )
 
     return map_tensors(make, like)
 
@@ -356,8 +458,12 @@ def _describe(value: object) -> str:
 class StepWeight:
     """The weight of all labels of a step, over all ranks that read labels."""
 
-    def __init__(self, loss: SummedLoss, global_batch: int, transport: Transport | None = None) -> None:
-        self._loss, self._global_batch, self._transport = loss, global_batch, transport
+    def __init__(
+        self, loss: SummedLoss, global_batch: int, transport: Transport | None = None
+    ) -> None:
+        self._loss = loss
+        self._global_batch = global_batch
+        self._transport = transport
         self.mine = 0.0  # of the labels of this rank
 
     def __call__(self, labels: Mapping[int, Tensor]) -> float:

@@ -22,7 +22,10 @@ Values = dict[str, Any]  # numbers, or lists of a number for each class; None wh
 
 @dataclass(slots=True)
 class LossSums:
-    """The summed losses of micro-batches as tensors: reading each would make the host wait for a GPU."""
+    """The summed losses of micro-batches as tensors.
+
+    Reading each would make the host wait for a GPU.
+    """
 
     losses: list[Tensor] = field(default_factory=list)
 
@@ -32,7 +35,10 @@ class LossSums:
         return loss
 
     def loss_gradient(self, weight: float) -> Tensor:
-        """Return the gradient of a micro-batch's summed loss in the mean over labels of a weight; NaN of none."""
+        """Return the gradient of a micro-batch's summed loss in the mean over labels of a weight.
+
+        NaN of none.
+        """
         return torch.full_like(self.losses[-1], 1.0 / weight if weight else math.nan)
 
     def read(self) -> float:
@@ -70,7 +76,9 @@ class Metric(ABC):
         self.rows = [torch.from_numpy(part) for _, parts in states for part in parts]
 
     def _count(self, *counts: Tensor) -> None:
-        self.sums = self.sums.to(counts[0].device) + torch.cat([each.reshape(-1).double() for each in counts])
+        self.sums = self.sums.to(counts[0].device) + torch.cat(
+            [each.reshape(-1).double() for each in counts]
+        )
 
 
 class MeanLoss(Metric):
@@ -94,7 +102,8 @@ class ClassAccuracy(Metric):
 
     def __init__(self, num_classes: int, scores: Scores = first_tensor) -> None:
         super().__init__(1 + num_classes)
-        self._num_classes, self._scores = num_classes, scores
+        self._num_classes = num_classes
+        self._scores = scores
 
     def update(self, outputs: Outputs, labels: Tensor) -> None:
         """Count some samples."""
@@ -104,19 +113,24 @@ class ClassAccuracy(Metric):
     def compute(self) -> Values:
         """Return the figures by name."""
         correct, *counts = self.sums.tolist()
-        return {"accuracy": _ratio(correct, sum(counts)), "majority": _ratio(max(counts), sum(counts))}
+        return {
+            "accuracy": _ratio(correct, sum(counts)),
+            "majority": _ratio(max(counts), sum(counts)),
+        }
 
 
 class Dice(Metric):
     """The Dice coefficient 2 |A and B| / (|A| + |B|) of each class over all pixels, and its mean over classes.
 
-    Beside it are those of constant predictors: by class of always predicting that class, and of the one whose mean over
-    classes is the best. A class that is neither in the masks nor predicted has none.
+    Beside it are those of constant predictors: by class of always predicting that class, and of the
+    one whose mean over classes is the best. A class that is neither in the masks nor predicted has
+    none.
     """
 
     def __init__(self, num_classes: int, scores: Scores = first_tensor) -> None:
         super().__init__(3 * num_classes)
-        self._num_classes, self._scores = num_classes, scores
+        self._num_classes = num_classes
+        self._scores = scores
 
     def update(self, outputs: Outputs, labels: Tensor) -> None:
         """Count some samples."""
@@ -128,14 +142,19 @@ class Dice(Metric):
         """Return the figures by name."""
         right, found, known = self.sums.reshape(3, -1).tolist()
         total = sum(known)
-        by_class = [2 * a / (b + c) if b + c else None for a, b, c in zip(right, found, known, strict=True)]
+        by_class = [
+            2 * a / (b + c) if b + c else None for a, b, c in zip(right, found, known, strict=True)
+        ]
         constant = [2 * c / (total + c) if c else None for c in known]
         present = sum(c > 0 for c in known)
         return {
-            "accuracy": _ratio(sum(right), total), "majority": _ratio(max(known), total),
-            "dice": _mean(by_class), "dice_constant": _ratio(max(each or 0.0 for each in constant), present),
-            "dice_by_class": by_class, "dice_constant_by_class": constant,
-        }  # fmt: skip
+            "accuracy": _ratio(sum(right), total),
+            "majority": _ratio(max(known), total),
+            "dice": _mean(by_class),
+            "dice_constant": _ratio(max(each or 0.0 for each in constant), present),
+            "dice_by_class": by_class,
+            "dice_constant_by_class": constant,
+        }
 
 
 class LabelAccuracy(Metric):
@@ -154,13 +173,16 @@ class LabelAccuracy(Metric):
     def compute(self) -> Values:
         """Return the figures by name."""
         count, *rest = self.sums.tolist()
-        right, positive = rest[: len(rest) // 2], rest[len(rest) // 2 :]
+        right = rest[: len(rest) // 2]
+        positive = rest[len(rest) // 2 :]
         by_label = [_ratio(number, count) for number in right]
         majority = [_ratio(max(number, count - number), count) for number in positive]
         return {
-            "accuracy": _mean(by_label), "majority": _mean(majority),
-            "accuracy_by_label": by_label, "majority_by_label": majority,
-        }  # fmt: skip
+            "accuracy": _mean(by_label),
+            "majority": _mean(majority),
+            "accuracy_by_label": by_label,
+            "majority_by_label": majority,
+        }
 
 
 class AbsoluteError(Metric):
@@ -184,7 +206,10 @@ class AbsoluteError(Metric):
         if self.rows:
             labels = torch.cat([part.double() for part in self.rows])
             constant = float((labels - labels.mean(0)).abs().mean())
-        return {"mean_absolute_error": _ratio(total, count), "mean_absolute_error_constant": constant}
+        return {
+            "mean_absolute_error": _ratio(total, count),
+            "mean_absolute_error_constant": constant,
+        }
 
 
 def metrics_of(task: str, num_classes: int, loss: SummedLoss) -> list[Metric]:
@@ -194,15 +219,19 @@ def metrics_of(task: str, num_classes: int, loss: SummedLoss) -> list[Metric]:
         made = AbsoluteError(loss.scores)
     else:
         by_task: dict[str, Callable[[int, Scores], Metric]] = {
-            "classification": ClassAccuracy, "segmentation": Dice, "multi_label": LabelAccuracy,
-        }  # fmt: skip
+            "classification": ClassAccuracy,
+            "segmentation": Dice,
+            "multi_label": LabelAccuracy,
+        }
         made = by_task[task](num_classes, loss.scores)
     return [MeanLoss(loss), made]
 
 
 def compute(metrics: Sequence[Metric]) -> Values:
     """Return the figures of all metrics, named as those of validation."""
-    return {f"{PREFIX}{name}": value for metric in metrics for name, value in metric.compute().items()}
+    return {
+        f"{PREFIX}{name}": value for metric in metrics for name, value in metric.compute().items()
+    }
 
 
 def _classes(scores: Tensor, labels: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:

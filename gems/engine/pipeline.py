@@ -93,7 +93,10 @@ class Pipeline:
 
     @property
     def strip_order(self) -> list[int]:
-        """Strips whose rows this rank reads, in the order of their forwards; none if images run whole."""
+        """Strips whose rows this rank reads, in the order of their forwards.
+
+        None if images run whole.
+        """
         if self.schedule.num_strips == 1:
             return []
         return [
@@ -104,7 +107,11 @@ class Pipeline:
 
     def _micro_batches(self, stage: int) -> list[int]:
         rank_of = self.schedule.placement.rank_of
-        return [m for m, way in sorted(self.schedule.whole_directions().items()) if rank_of(way, stage) == self.rank]
+        return [
+            m
+            for m, way in sorted(self.schedule.whole_directions().items())
+            if rank_of(way, stage) == self.rank
+        ]
 
     def named_layers(self, key: StageKey) -> list[tuple[str, nn.Module]]:
         """Return the modules of a stage on this rank, in order, with the names of their layers."""
@@ -115,7 +122,10 @@ class Pipeline:
         return self.schedule.placement.rank_of(0, stage) == self.rank
 
     def close(self) -> None:
-        """Free communicators, of which MPI has a limited number; collective, when nothing is under way."""
+        """Free communicators, of which MPI has a limited number.
+
+        Collective, when nothing is under way.
+        """
         for transport in self.transports:
             transport.close()
 
@@ -139,34 +149,49 @@ def build_pipeline(
 ) -> Pipeline:
     """Build the share of one rank; collective over `comm`.
 
-    Layers that run in strips in evaluation alone are refused if it `trains`. A rank builds the layers of its own stages
-    only. Seed and layer index determine the weights, so all copies start equal. The run is planned anew without a
-    `schedule`, which comes with `boundaries` and `plan` from the run folder.
+    Layers that run in strips in evaluation alone are refused if it `trains`. A rank builds the
+    layers of its own stages only. Seed and layer index determine the weights, so all copies start
+    equal. The run is planned anew without a `schedule`, which comes with `boundaries` and `plan`
+    from the run folder.
 
     Raises:
-        ConfigError: another number of ranks, ranks that disagree about the schedule, or a plan of another schedule.
+        ConfigError: another number of ranks, ranks that disagree about the schedule, or a plan of
+        another schedule.
     """
     if schedule is None:
         run = plan_run(spec)
-        schedule, boundaries, plan = run.schedule, run.boundaries, run.memory_plan
+        schedule = run.schedule
+        boundaries = run.boundaries
+        plan = run.memory_plan
     check_ranks(spec, schedule, comm)
     if device.type == "cuda" and plan is not None and "cudnn_benchmark" in (plan.counters or {}):
         torch.backends.cudnn.benchmark = bool((plan.counters or {})["cudnn_benchmark"])
-    parallel, placement = spec.parallel, schedule.placement
+    parallel = spec.parallel
+    placement = schedule.placement
     replica, rank = divmod(comm.rank, parallel.partitions)
-    dtype, precision = DTYPES[spec.train.dtype], Precision.of(spec.train.precision)
+    dtype = DTYPES[spec.train.dtype]
+    precision = Precision.of(spec.train.precision)
     if placement.feeders is None:
         boundaries = boundaries or partition_model(spec, schedule).boundaries
     stage_modules = StageModules.from_spec(spec, placement, boundaries or ())
     num_sharers = ranks_here(comm)
-    hang_timeout_s, spin_s = spec.train.hang_timeout_s, spin_time_s(num_sharers)
+    hang_timeout_s = spec.train.hang_timeout_s
+    spin_s = spin_time_s(num_sharers)
     reduce_timer_slack()
     recorder = Recorder(part, device)
-    open_group = partial(Transport.of_group, comm, hang_timeout_s=hang_timeout_s, spin_s=spin_s, wait_state=wait_state)
+    open_group = partial(
+        Transport.of_group,
+        comm,
+        hang_timeout_s=hang_timeout_s,
+        spin_s=spin_s,
+        wait_state=wait_state,
+    )
     transport = spec.machine.transport
     if transport in ORDERED_TRANSPORTS:
         check_message_order(schedule, transport)
-        groups = open_groups(transport, comm, device, placement, parallel.replicas, hang_timeout_s, wait_state)
+        groups = open_groups(
+            transport, comm, device, placement, parallel.replicas, hang_timeout_s, wait_state
+        )
         links: Sequence[Links] = groups.links
         sums: Sums = groups.gradients
     else:
@@ -175,7 +200,9 @@ def build_pipeline(
     staging = open_staging(transport, device, comm)
     mine = placement.stages_on(rank)
     built = [
-        stage_modules.build([stage for way, stage in mine if way == direction], spec.seed, precision, device)
+        stage_modules.build(
+            [stage for way, stage in mine if way == direction], spec.seed, precision, device
+        )
         for direction in range(placement.num_directions)
     ]
     modules = {(direction, stage): built[direction][stage] for direction, stage in mine}
@@ -184,14 +211,25 @@ def build_pipeline(
             of_stage.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     layers = [layer for key in modules for layer in stage_modules.numbered(key[1], modules[key])]
     _freeze(spec, comm, layers)
-    in_strips = find_forms(spec, stage_modules, modules, precision, trains) if schedule.num_strips > 1 else None
-    output_specs = stage_modules.output_specs(spec, precision) if in_strips is None else in_strips.specs
+    in_strips = (
+        find_forms(spec, stage_modules, modules, precision, trains)
+        if schedule.num_strips > 1
+        else None
+    )
+    output_specs = (
+        stage_modules.output_specs(spec, precision) if in_strips is None else in_strips.specs
+    )
     open_channels = ChannelsLast if spec.machine.channels_last else P2PChannels
     channels = open_channels(schedule, rank, output_specs, links, staging, recorder)
     draws = RandomDraws(spec.seed, spec.model.target is not None)
-    named = {key: list(zip(stage_modules.layer_names(key[1]), modules[key], strict=True)) for key in modules}
+    named = {
+        key: list(zip(stage_modules.layer_names(key[1]), modules[key], strict=True))
+        for key in modules
+    }
     compiles = spec.train.compile and trains
-    open_stage = partial(CompiledStage, device=device, is_drawing=draws.is_drawing) if compiles else Stage
+    open_stage = (
+        partial(CompiledStage, device=device, is_drawing=draws.is_drawing) if compiles else Stage
+    )
     stages: dict[StageKey, Stage] = {
         key: open_stage(of_stage, key[1] == 0, channels.poll) for key, of_stage in modules.items()
     }
@@ -208,30 +246,57 @@ def build_pipeline(
     optimizer = build_optimizer(spec.optimizer, layers, len(stage_modules.layers))
     average = None
     if spec.train.ema_decay is not None:
-        average = WeightAverage(trained(p for layer in layers for p in layer.module.parameters()), spec.train.ema_decay)
+        average = WeightAverage(
+            trained(p for layer in layers for p in layer.module.parameters()), spec.train.ema_decay
+        )
     control = Transport(comm, hang_timeout_s, spin_s, wait_state=wait_state)
     update = Update(
-        spec.train, modules, gradients, optimizer, control, rank, parallel.partitions, replica,
-        LrSchedule(spec, optimizer, _samples_per_epoch(spec, comm)), average,
-    )  # fmt: skip
+        spec.train,
+        modules,
+        gradients,
+        optimizer,
+        control,
+        rank,
+        parallel.partitions,
+        replica,
+        LrSchedule(spec, optimizer, _samples_per_epoch(spec, comm)),
+        average,
+    )
     recorder.weights.count_bytes(sum(stage.state_bytes for stage in stages.values()))
     segments = None
     if needs_store(schedule):
         host_bytes = spec.machine.host_bytes
         segments = open_segments(
-            schedule, rank, stages, plan, recorder, device, channels.poll, spec.memory.min_offload_bytes,
+            schedule,
+            rank,
+            stages,
+            plan,
+            recorder,
+            device,
+            channels.poll,
+            spec.memory.min_offload_bytes,
             None if host_bytes is None else host_bytes // num_sharers,
-        )  # fmt: skip
+        )
     loss = SummedLoss(spec.loss, spec.data, dtype, device, stage_modules.output(spec, dtype))
     reads_labels = any(stage == schedule.num_stages - 1 for _, stage in mine)
     label_transport = open_group(int(reads_labels))
     step_weight = StepWeight(loss, global_batch(spec), label_transport)
     train = Executor(
-        schedule, rank, stages, channels, recorder, heartbeat,
-        loss=loss, step_weight=step_weight, update=update, segments=segments,
+        schedule,
+        rank,
+        stages,
+        channels,
+        recorder,
+        heartbeat,
+        loss=loss,
+        step_weight=step_weight,
+        update=update,
+        segments=segments,
         draws=lambda step, micro_batch: draws.at(step, first + micro_batch),
-    )  # fmt: skip
-    by_strips, strips, last = in_strips, 1, placement.num_stages - 1
+    )
+    by_strips = in_strips
+    strips = 1
+    last = placement.num_stages - 1
     if in_strips is not None and trains:
         by_strips = find_evaluation_forms(spec, stage_modules, modules, precision, comm.rank == 0)
     if by_strips is None:
@@ -239,19 +304,43 @@ def build_pipeline(
         specs = stage_modules.output_specs(spec, precision, training=False)
     else:
         evaluated = by_strips.open_evaluation(modules, channels.poll, device, last)
-        specs, strips = by_strips.specs, schedule.num_strips
+        specs = by_strips.specs
+        strips = schedule.num_strips
     num_at_once = min(schedule.num_whole, math.ceil(2 * placement.num_stages / strips))
     forward = validate(lower(forward_only(placement, num_at_once, strips)))
     evaluate = Executor(
-        forward, rank, evaluated, open_channels(forward, rank, specs, links, staging, recorder), recorder, heartbeat
+        forward,
+        rank,
+        evaluated,
+        open_channels(forward, rank, specs, links, staging, recorder),
+        recorder,
+        heartbeat,
     )
     seed_generators(device, spec.seed, replica, rank)
     start_up.end()
     return Pipeline(
-        spec, comm, rank, replica, device, schedule, stage_modules, modules, stages, layers, update, recorder,
-        control, (*links, sums, label_transport, control), loss, step_weight, train, evaluate, plan,
-        segments, {} if in_strips is None else in_strips.norm_ends,
-    )  # fmt: skip
+        spec,
+        comm,
+        rank,
+        replica,
+        device,
+        schedule,
+        stage_modules,
+        modules,
+        stages,
+        layers,
+        update,
+        recorder,
+        control,
+        (*links, sums, label_transport, control),
+        loss,
+        step_weight,
+        train,
+        evaluate,
+        plan,
+        segments,
+        {} if in_strips is None else in_strips.norm_ends,
+    )
 
 
 def _freeze(spec: RunSpec, comm: Comm, layers: Sequence[NumberedLayer]) -> None:
@@ -263,7 +352,9 @@ def _freeze(spec: RunSpec, comm: Comm, layers: Sequence[NumberedLayer]) -> None:
     patterns = spec.optimizer.frozen
     if not patterns:
         return
-    used = set().union(*allgather(comm, freeze(((each.name, each.module) for each in layers), patterns)))
+    used = set().union(
+        *allgather(comm, freeze(((each.name, each.module) for each in layers), patterns))
+    )
     check_frozen(patterns, used)
 
 
@@ -271,4 +362,6 @@ def _samples_per_epoch(spec: RunSpec, comm: Comm) -> int:
     """Return the training samples; collective if a learning rate by epoch needs to ask the source."""
     if spec.lr_scheduler.interval != EPOCH or not find_source(spec.data).counts_itself:
         return spec.data.train_samples
-    return int(broadcast(comm, open_dataset(spec.data, spec.seed).num_train if comm.rank == 0 else None))
+    return int(
+        broadcast(comm, open_dataset(spec.data, spec.seed).num_train if comm.rank == 0 else None)
+    )

@@ -1,6 +1,8 @@
-"""The program of the ranks of a scratch run: `python -m gems.engine.program MODULE:FUNCTION RUN_FOLDER`.
+"""The program of the ranks of a scratch run.
 
-The function gets the folder, the world and the device; what it returns on rank 0 is the run's result.json.
+`python -m gems.engine.program MODULE:FUNCTION RUN_FOLDER`.
+The function gets the folder, the world and the device; what it returns on rank 0 is the run's
+result.json.
 """
 
 from __future__ import annotations

@@ -21,14 +21,17 @@ from gems.utils.logs import set_log_level, set_up_rank_logging
 def main(argv: list[str]) -> None:
     """Run one rank. A failure is reported in one line and a file, and aborts all ranks.
 
-    Without the abort the others would wait for this one in MPI_Finalize until the job's time is over.
+    Without the abort the others would wait for this one in MPI_Finalize until the job's time is
+    over.
     """
     if len(argv) != 1:
         print("usage: python -m gems.engine.run RUN_FOLDER", file=sys.stderr)
         sys.exit(2)
     start_up.begin()
     set_up_rank_logging(launched_rank())
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # whose default action would end the process
+    faulthandler.register(
+        signal.SIGUSR1, all_threads=True
+    )  # whose default action would end the process
     folder = RunFolder(Path(argv[0]))
     stop = stop_listener(folder.stop_json, launched_rank())
     stop.start()  # before MPI and anything else that has threads
@@ -42,7 +45,10 @@ def main(argv: list[str]) -> None:
 
 
 def run_rank(folder: RunFolder, stop: StopListener) -> None:
-    """Run this rank of a prepared run, real or emulated; collective. An emulated run does not load torch."""
+    """Run this rank of a prepared run, real or emulated; collective.
+
+    An emulated run does not load torch.
+    """
     spec = folder.read_spec()
     set_log_level(spec.train.log_level)
     device = None
@@ -62,7 +68,8 @@ def run_rank(folder: RunFolder, stop: StopListener) -> None:
         for path in (folder.progress_json, folder.stopped_json, folder.failed_json(0)):
             reserve(path)
     write_affinity(comm, device, folder.affinity_json, spec.cluster.cpus_per_rank)
-    heartbeat, waits = Heartbeat(folder.heartbeat(comm.rank)), WaitState()
+    heartbeat = Heartbeat(folder.heartbeat(comm.rank))
+    waits = WaitState()
     peers = gather_here(comm, LocalPeer.this_process(comm.rank))
     with Watchdog(folder, comm.rank, comm.size, heartbeat, spec.train.hang_timeout_s, peers, waits):
         if device is None:

@@ -19,14 +19,19 @@ from gems.models.build import as_tuple
 from gems.models.mixed import low_copies
 from gems.models.outputs import tensors_in
 
-Loss = Callable[[Any], Tensor]  # of what the last layer gives: a tensor, or tensors in tuples, lists and dicts
+Loss = Callable[
+    [Any], Tensor
+]  # of what the last layer gives: a tensor, or tensors in tuples, lists and dicts
 StageKey = tuple[int, int]  # direction, stage
-POLL_EVERY_S = 0.005  # of a forward, and of its backward: a hook after each layer of 1 ms took 4 % of a step
+POLL_EVERY_S = (
+    0.005  # of a forward, and of its backward: a hook after each layer of 1 ms took 4 % of a step
+)
 
 
 class Stash(NamedTuple):
-    """What is left of a forward; its graph is kept by its edges, so the memory of outputs is free once they are sent.
+    """What is left of a forward.
 
+    Its graph is kept by its edges, so the memory of outputs is free once they are sent.
     `inputs` are the leaves, or the `SegmentInput` of a segment.
     """
 
@@ -38,12 +43,14 @@ class Stash(NamedTuple):
 class Stage:
     """Runs forward and backward of its layers, for several micro-batches in flight.
 
-    Backward is whole, or split into `backward_input` and `backward_weight` (Qi et al. 2023, section 2).
+    Backward is whole, or split into `backward_input` and `backward_weight` (Qi et al. 2023, section
+    2).
 
     Attributes:
-        stash_bytes: what a forward keeps, without parameters, buffers and inputs; as the two below, measured on the
-            first micro-batch.
-        held_for_weights_bytes: what `backward_input` leaves for `backward_weight`, also without gradients received.
+        stash_bytes: what a forward keeps, without parameters, buffers and inputs; as the two below,
+            measured on the first micro-batch.
+        held_for_weights_bytes: what `backward_input` leaves for `backward_weight`, also without
+            gradients received.
         input_bytes: the inputs.
     """
 
@@ -65,15 +72,23 @@ class Stage:
         return self._layers
 
     def forward(
-        self, micro_batch: int, inputs: Sequence[Tensor], loss: Loss | None = None, is_split: bool = False
+        self,
+        micro_batch: int,
+        inputs: Sequence[Tensor],
+        loss: Loss | None = None,
+        is_split: bool = False,
     ) -> tuple[Tensor, ...]:
-        """Run the layers and keep what backward needs; return the tensors of the next boundary, detached.
+        """Run the layers and keep what backward needs.
 
-        On the last stage `loss` makes a scalar of the model's output, which is returned. If `is_split`,
-        `backward_input` and `backward_weight` will follow, and not `backward`.
+        Return the tensors of the next boundary, detached.
+        On the last stage `loss` makes a scalar of the model's output, which is returned. If
+        `is_split`, `backward_input` and `backward_weight` will follow, and not `backward`.
         """
         has_gradient = not self.is_first
-        leaves = tuple(tensor.detach().requires_grad_(has_gradient and tensor.is_floating_point()) for tensor in inputs)
+        leaves = tuple(
+            tensor.detach().requires_grad_(has_gradient and tensor.is_floating_point())
+            for tensor in inputs
+        )
         deferred = DeferredGradients() if is_split else None
         with self._deferring_to(deferred):
             if self.stash_bytes is None:
@@ -85,11 +100,13 @@ class Stage:
         self._stash[micro_batch] = Stash(leaves, gradient_edges(outputs), deferred)
         return tuple(tensor.detach() for tensor in outputs)
 
-    def backward(self, micro_batch: int, gradients: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def backward(
+        self, micro_batch: int, gradients: Sequence[Tensor]
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Add to the parameters' gradients, and free what forward kept.
 
-        Takes the gradients of the floating-point outputs, and returns those of the floating-point inputs and the
-        inputs themselves, which nothing reads any more.
+        Takes the gradients of the floating-point outputs, and returns those of the floating-point
+        inputs and the inputs themselves, which nothing reads any more.
         """
         return self._backward(micro_batch, self._stash.pop(micro_batch), gradients)
 
@@ -98,8 +115,8 @@ class Stage:
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Compute the input gradients as `backward`, and keep only what the weight gradients need.
 
-        Weight gradients of layers that cannot be split are added now. Until `backward_weight` the storages in
-        `still_read` must not change.
+        Weight gradients of layers that cannot be split are added now. Until `backward_weight` the
+        storages in `still_read` must not change.
 
         Raises:
             RuntimeError: a tensor that is needed was changed in place.
@@ -124,7 +141,11 @@ class Stage:
 
     def still_read(self, micro_batch: int) -> set[int]:
         """Return the addresses of the storages that `backward_weight` of a micro-batch will read."""
-        return storage_addresses(self._deferred[micro_batch].tensors()) if micro_batch in self._deferred else set()
+        return (
+            storage_addresses(self._deferred[micro_batch].tensors())
+            if micro_batch in self._deferred
+            else set()
+        )
 
     def brought_bytes(self, micro_batch: int) -> int:
         """Return by how much forward of a micro-batch changed the bytes that are kept."""
@@ -166,7 +187,12 @@ class Stage:
         return len(self._stash) + len(self._deferred)
 
     def _known(self, more: Iterable[Tensor]) -> list[Tensor]:
-        return [*more, *self.modules.parameters(), *self.modules.buffers(), *low_copies(self.modules)]
+        return [
+            *more,
+            *self.modules.parameters(),
+            *self.modules.buffers(),
+            *low_copies(self.modules),
+        ]
 
     def _deferring_to(self, deferred: DeferredGradients | None) -> AbstractContextManager[None]:
         return nullcontext() if deferred is None else self.split_layers().defer_to(deferred)
@@ -177,7 +203,9 @@ class Stage:
         run_backward(stash.edges, gradients)
         leaves: tuple[Tensor, ...] = stash.inputs
         input_gradients = tuple(
-            torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves if leaf.requires_grad
+            torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            for leaf in leaves
+            if leaf.requires_grad
         )
         for leaf in leaves:
             leaf.grad = None  # an input that is read until W must not keep its gradient
@@ -219,9 +247,16 @@ class CompiledStage(Stage):
         self._is_drawing = is_drawing
 
     def forward(
-        self, micro_batch: int, inputs: Sequence[Tensor], loss: Loss | None = None, is_split: bool = False
+        self,
+        micro_batch: int,
+        inputs: Sequence[Tensor],
+        loss: Loss | None = None,
+        is_split: bool = False,
     ) -> tuple[Tensor, ...]:
-        """Run the layers as `Stage.forward`; the first time compile them, so that what they then keep is measured."""
+        """Run the layers as `Stage.forward`.
+
+        The first time compile them, so that what they then keep is measured.
+        """
         assert not is_split, "a layer's backward is compiled as a whole"
         if self.stash_bytes is None:
             compile_layers(list(self.modules), inputs, self._is_drawing)
@@ -229,16 +264,22 @@ class CompiledStage(Stage):
 
 
 def gradient_edges(outputs: Sequence[Tensor]) -> tuple[GradientEdge | None, ...]:
-    """Return where gradients of floating-point outputs enter the graph; None for one that needs no gradient."""
+    """Return where gradients of floating-point outputs enter the graph.
+
+    None for one that needs no gradient.
+    """
     return tuple(
-        get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in outputs if tensor.is_floating_point()
+        get_gradient_edge(tensor) if tensor.requires_grad else None
+        for tensor in outputs
+        if tensor.is_floating_point()
     )
 
 
 def run_backward(edges: Sequence[GradientEdge | None], gradients: Sequence[Tensor | None]) -> None:
     """Run the backward of a graph from its edges.
 
-    There may be a gradient for an output that needs none, such as images passed on, and none for one that is unused.
+    There may be a gradient for an output that needs none, such as images passed on, and none for
+    one that is unused.
     """
     pairs = [
         (edge, gradient)

@@ -31,14 +31,19 @@ from gems.schedule.placement import Placement
 
 @dataclass(frozen=True, slots=True)
 class StageModules:
-    """What each stage consists of: `layers[boundaries[s]:boundaries[s + 1]]`, or `operators[s]` if there are any."""
+    """What each stage consists of.
+
+    `layers[boundaries[s]:boundaries[s + 1]]`, or `operators[s]` if there are any.
+    """
 
     layers: tuple[Layer, ...]
     boundaries: tuple[int, ...]
     operators: tuple[Operator, ...] = ()
 
     @classmethod
-    def from_spec(cls, spec: RunSpec, placement: Placement, boundaries: tuple[int, ...]) -> StageModules:
+    def from_spec(
+        cls, spec: RunSpec, placement: Placement, boundaries: tuple[int, ...]
+    ) -> StageModules:
         """Return those of a run; `boundaries` are empty if the stages form a graph."""
         layers = layers_of(spec.model, spec.data)
         return cls(layers, boundaries, () if placement.feeders is None else operators_of(layers))
@@ -47,7 +52,9 @@ class StageModules:
         """Return the names of the layers of which a stage has all, or a part."""
         if self.operators:
             return [self.layers[self.operators[stage].layer].name]
-        return [layer.name for layer in self.layers[self.boundaries[stage] : self.boundaries[stage + 1]]]
+        return [
+            layer.name for layer in self.layers[self.boundaries[stage] : self.boundaries[stage + 1]]
+        ]
 
     def unit_names(self, stage: int) -> list[str]:
         """Return the names of what only this stage has: layers, or an operator."""
@@ -62,16 +69,27 @@ class StageModules:
     def build(
         self, stages: Iterable[int], seed: int, dtype: Dtype, device: torch.device | str
     ) -> dict[int, nn.ModuleList]:
-        """Build the modules of stages; parameters depend on seed and layer alone, wherever they are built."""
+        """Build the modules of stages.
+
+        Parameters depend on seed and layer alone, wherever they are built.
+        """
         if not self.operators:
             return {
                 stage: nn.ModuleList(
-                    build_layers(self.layers, self.boundaries[stage], self.boundaries[stage + 1], seed, dtype, device)
+                    build_layers(
+                        self.layers,
+                        self.boundaries[stage],
+                        self.boundaries[stage + 1],
+                        seed,
+                        dtype,
+                        device,
+                    )
                 )
                 for stage in stages
             }
         built: dict[int, nn.ModuleList] = {}
-        precision, whole = as_precision(dtype), nn.Module()
+        precision = as_precision(dtype)
+        whole = nn.Module()
         last: int | None = None
         for stage in sorted(stages):
             operator = self.operators[stage]
@@ -79,7 +97,9 @@ class StageModules:
                 last = operator.layer
                 whole = build_layer(self.layers[last], last, seed, precision.parameters, device)
             part = operator_module(operator, whole)
-            built[stage] = nn.ModuleList([part if device == "meta" else compute_in(part, precision)])
+            built[stage] = nn.ModuleList(
+                [part if device == "meta" else compute_in(part, precision)]
+            )
         return built
 
     def output(self, spec: RunSpec, dtype: torch.dtype) -> Any:
@@ -101,7 +121,10 @@ class StageModules:
         outputs: list[tuple[torch.Tensor, ...]] = []
         with torch.no_grad():
             for stage, operator in enumerate(self.operators[:-1]):
-                inputs = tuple(tensor for feeder in operator.feeders for tensor in outputs[feeder]) or start
+                inputs = (
+                    tuple(tensor for feeder in operator.feeders for tensor in outputs[feeder])
+                    or start
+                )
                 outputs.append(as_tuple(modules[stage].eval()[0](*inputs)))
         return [
             tuple(

@@ -1,4 +1,7 @@
-"""What real and emulated runs share: the checks before the first step, the loop over steps, and facts for the trace."""
+"""What real and emulated runs share.
+
+The checks before the first step, the loop over steps, and facts for the trace.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,8 @@ from gems.errors import ConfigError
 from gems.schedule.schedule import Schedule
 from gems.trace import TracePart, root_attributes
 
-CLOCK_ROUNDS, CLOCK_POLL_S = 10, 0.001
+CLOCK_ROUNDS = 10
+CLOCK_POLL_S = 0.001
 
 
 class StepResult(NamedTuple):
@@ -50,17 +54,21 @@ def check_ranks(spec: RunSpec, schedule: Schedule, comm: Comm) -> None:
     """
     if comm.size != spec.world_size:
         raise ConfigError(
-            "parallel", f"{spec.parallel.partitions} partitions x {spec.parallel.replicas} replicas",
-            f"needs {spec.world_size} ranks and was started with {comm.size}", f"start {spec.world_size} ranks",
-        )  # fmt: skip
+            "parallel",
+            f"{spec.parallel.partitions} partitions x {spec.parallel.replicas} replicas",
+            f"needs {spec.world_size} ranks and was started with {comm.size}",
+            f"start {spec.world_size} ranks",
+        )
     digests = allgather(comm, schedule.digest())
     for rank, digest in enumerate(digests):
         if digest != digests[0]:
             raise ConfigError(
-                "schedule", schedule.name,
-                f"rank {rank} has another schedule than rank 0 ({digest[:8]}, not {digests[0][:8]})",
+                "schedule",
+                schedule.name,
+                f"rank {rank} has another schedule than rank 0 ({digest[:8]}, not"
+                f" {digests[0][:8]})",
                 "use the same code and run.yaml on all ranks",
-            )  # fmt: skip
+            )
 
 
 def run_steps(
@@ -77,11 +85,14 @@ def run_steps(
 ) -> bool:
     """Run the steps from `first_step` on, and return whether the run stops on request; collective.
 
-    Rank 0 shows the progress, appends each loss to `losses` and hands it to `loggers` with the metrics of a validation;
-    an emulated run has none, and returns NaN.
+    Rank 0 shows the progress, appends each loss to `losses` and hands it to `loggers` with the
+    metrics of a validation; an emulated run has none, and returns NaN.
     """
-    images, num_steps = global_batch(spec), spec.train.steps
-    progress = Progress(spec.name, num_steps, images, progress_json, first_step) if rank == 0 else None
+    images = global_batch(spec)
+    num_steps = spec.train.steps
+    progress = (
+        Progress(spec.name, num_steps, images, progress_json, first_step) if rank == 0 else None
+    )
     with contextlib.nullcontext() if progress is None else contextlib.closing(progress):
         for step in range(first_step, num_steps):
             saver.begin()
@@ -89,7 +100,9 @@ def run_steps(
             is_warmup = step - first_step < spec.benchmark.skip_steps
             recipe = {"grad_norm": done.grad_norm, "learning_rate": done.learning_rate}
             span = done.start_ns, done.end_ns
-            part.add("rank_steps", (rank, step, *span, images, done.loss, is_warmup, *recipe.values()))
+            part.add(
+                "rank_steps", (rank, step, *span, images, done.loss, is_warmup, *recipe.values())
+            )
             part.flush()
             metrics = {} if validator is None else validator.after(step + 1)
             if progress is not None:
@@ -97,7 +110,9 @@ def run_steps(
                     losses.append(done.loss)
                 if loggers is not None:
                     step_s = (done.end_ns - done.start_ns) / 1e9
-                    loggers.log(step + 1, {"train_loss": done.loss, "step_s": step_s, **recipe, **metrics})
+                    loggers.log(
+                        step + 1, {"train_loss": done.loss, "step_s": step_s, **recipe, **metrics}
+                    )
                 progress.show(step + 1, done.loss, done.learning_rate)
             if saver.end(step + 1, losses or (), None if progress is None else progress.show_error):
                 return True
@@ -106,33 +121,48 @@ def run_steps(
     return False
 
 
-def trace_attributes(source: str, signature: str, comm: Comm, device: str, **versions: str) -> dict[str, object]:
+def trace_attributes(
+    source: str, signature: str, comm: Comm, device: str, **versions: str
+) -> dict[str, object]:
     """Return the root attributes of a rank's trace part; `versions` are those of more libraries."""
     versions = {
-        "gems": __version__, **versions, "mpi4py": mpi4py_version, "mpi": library(), "h5py": h5py.__version__,
+        "gems": __version__,
+        **versions,
+        "mpi4py": mpi4py_version,
+        "mpi": library(),
+        "h5py": h5py.__version__,
         "numpy": np.__version__,
-    }  # fmt: skip
+    }
     return root_attributes(
-        source, signature, comm.size, hostname=socket.gethostname(), device=device,
-        versions=[f"{key} {value}" for key, value in versions.items()], clock="perf_counter_ns",
-    )  # fmt: skip
+        source,
+        signature,
+        comm.size,
+        hostname=socket.gethostname(),
+        device=device,
+        versions=[f"{key} {value}" for key, value in versions.items()],
+        clock="perf_counter_ns",
+    )
 
 
 def schedule_record(schedule: Schedule) -> dict[str, object]:
     """Return what result.json says of the schedule."""
-    return {"schedule_sha256": schedule.digest(), "schedule_rows": [" ".join(map(str, row)) for row in schedule.rows]}
+    return {
+        "schedule_sha256": schedule.digest(),
+        "schedule_rows": [" ".join(map(str, row)) for row in schedule.rows],
+    }
 
 
 def measure_offset(comm: Comm, prefix: str) -> dict[str, int]:
     """Measure this rank's clock minus rank 0's; collective.
 
-    The fastest of some round trips counts, and half of it bounds the error (Cristian 1989). Measured at the start and
-    at the end of a run, since clocks drift.
+    The fastest of some round trips counts, and half of it bounds the error (Cristian 1989).
+    Measured at the start and at the end of a run, since clocks drift.
 
     Returns:
         Attributes of a trace part: the offset, its error, and what this rank's clock read then.
     """
-    offset, error = 0, 0
+    offset = 0
+    error = 0
     if comm.rank == 0:
         for rank in range(1, comm.size):
             best = (1 << 62, 0)
@@ -144,11 +174,17 @@ def measure_offset(comm: Comm, prefix: str) -> dict[str, int]:
                 best = min(best, (trip, theirs - (asked + trip // 2)))
             comm.send(best, rank, 2)
     else:
-        while not comm.Iprobe(source=0, tag=1):  # ranks that spin here would keep others from their cores
+        while not comm.Iprobe(
+            source=0, tag=1
+        ):  # ranks that spin here would keep others from their cores
             time.sleep(CLOCK_POLL_S)
         for _ in range(CLOCK_ROUNDS):
             comm.recv(source=0, tag=1)
             comm.send(time.perf_counter_ns(), 0, 1)
         trip, offset = comm.recv(source=0, tag=2)
         error = trip // 2
-    return {f"{prefix}_offset_ns": offset, f"{prefix}_error_ns": error, f"{prefix}_at_ns": time.perf_counter_ns()}
+    return {
+        f"{prefix}_offset_ns": offset,
+        f"{prefix}_error_ns": error,
+        f"{prefix}_at_ns": time.perf_counter_ns(),
+    }

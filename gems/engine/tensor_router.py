@@ -20,17 +20,22 @@ Tensors = tuple[Tensor, ...]
 class TensorRouter:
     """Routes between the stages of a chain: each output has one taker.
 
-    The taker is a send, the next stage if it is on this rank too, or the next segment of the stage. Inside of a stage
-    a gradient may be None, for an output that was not used.
+    The taker is a send, the next stage if it is on this rank too, or the next segment of the stage.
+    Inside of a stage a gradient may be None, for an output that was not used.
 
     Attributes:
         between_stages: bytes passed between stages on this rank, until the taker's backward.
         between_segments: bytes passed between segments that nobody has saved.
-        input_rows: bytes of the rows of images that the first stage was given by strip, and still reads.
+        input_rows: bytes of the rows of images that the first stage was given by strip, and still
+            reads.
     """
 
     def __init__(
-        self, schedule: Schedule, actions: Iterable[Action], channels: P2PChannels, recorder: Recorder
+        self,
+        schedule: Schedule,
+        actions: Iterable[Action],
+        channels: P2PChannels,
+        recorder: Recorder,
     ) -> None:
         self.between_stages = MemoryCounter(recorder.count_bytes)
         self.between_segments = MemoryCounter(recorder.count_bytes)
@@ -46,9 +51,12 @@ class TensorRouter:
     def _prepare(self, actions: Sequence[Action]) -> None:
         """Look up who takes what from whom, once for all steps."""
         self._sources = {action: self._source(action) for action in actions}
-        # the send that takes what a compute action makes; the action itself if that stays on this rank
+        # the send that takes what a compute action makes; the action itself if that stays on this
+        # rank
         transfers = {action: transfer_after(action, self._schedule) for action in actions}
-        self._takers = {action: action if found is None else found[0] for action, found in transfers.items()}
+        self._takers = {
+            action: action if found is None else found[0] for action, found in transfers.items()
+        }
         self._stays = {
             source
             for action, source in self._sources.items()
@@ -83,7 +91,10 @@ class TensorRouter:
             self.between_stages.count_bytes(total_bytes(tensors))
 
     def release(self, tensors: Sequence[Tensor], action: Action) -> None:
-        """Release inputs of an action, which nothing reads any more: of a receive, of another stage, or an image's."""
+        """Release inputs of an action, which nothing reads any more.
+
+        Of a receive, of another stage, or an image's.
+        """
         source = self._sources[action]
         if source is None:
             for tensor in tensors:
@@ -111,8 +122,12 @@ class TensorRouter:
         """Release what the stage and micro-batch of an action borrowed, except the storages at `still_read`."""
         left = []
         for tensors, taken_by in self._borrowed.pop(micro_batch_key(action), []):
-            self.release([tensor for tensor in tensors if _address(tensor) not in still_read], taken_by)
-            left.append(([tensor for tensor in tensors if _address(tensor) in still_read], taken_by))
+            self.release(
+                [tensor for tensor in tensors if _address(tensor) not in still_read], taken_by
+            )
+            left.append(
+                ([tensor for tensor in tensors if _address(tensor) in still_read], taken_by)
+            )
         if any(tensors for tensors, _ in left):
             self._borrowed[micro_batch_key(action)] = left
 
@@ -141,25 +156,39 @@ class TensorRouter:
             self.between_stages.count_bytes(-total_bytes(tensors))
 
     def _source(self, action: Action) -> Action | None:
-        """Return the action whose data it takes: a receive, a stage on this rank, or a segment of its own stage."""
+        """Return the action whose data it takes.
+
+        A receive, a stage on this rank, or a segment of its own stage.
+        """
         if action.kind not in (Kind.F, Kind.B, Kind.I):
             return None
-        own, needs = (action.stage, action.segment), dependencies(action, self._schedule)
-        return next((need for need in needs if (need.stage, need.segment) != own or need.kind in RECV_KINDS), None)
+        own = (action.stage, action.segment)
+        needs = dependencies(action, self._schedule)
+        return next(
+            (
+                need
+                for need in needs
+                if (need.stage, need.segment) != own or need.kind in RECV_KINDS
+            ),
+            None,
+        )
 
 
 class GraphTensorRouter(TensorRouter):
     """Routes between the stages of a graph, which have neither segments nor a split backward.
 
-    An output has several readers, and is kept until the last one on this rank is done; what comes from another rank
-    comes once. Gradients of an output are added from its last reader to its first, in autograd's order.
+    An output has several readers, and is kept until the last one on this rank is done; what comes
+    from another rank comes once. Gradients of an output are added from its last reader to its
+    first, in autograd's order.
     """
 
     def _prepare(self, actions: Sequence[Action]) -> None:
         self._needs = {action: self._data_needs(action) for action in actions}
         self._num_readers = Counter(need for needs in self._needs.values() for need in needs)
         self._num_left: dict[Action, int] = {}
-        self._unsummed: set[Action] = set()  # backwards whose gradient is the one of their only reader
+        self._unsummed: set[Action] = (
+            set()
+        )  # backwards whose gradient is the one of their only reader
 
     def take(self, action: Action) -> Tensors | None:
         """Return the outputs that an F's stage reads, in their order, or the sum of the gradients of a B's readers."""
@@ -235,7 +264,11 @@ class GraphTensorRouter(TensorRouter):
 
     def _gradient(self, need: Action, stage: int | None) -> Tensors:
         """Return the gradient of a stage's output that one reader made here, or wait for that of another rank."""
-        return self._channels.wait(need) if need.kind in RECV_KINDS else self._out.pop(need._replace(segment=stage))
+        return (
+            self._channels.wait(need)
+            if need.kind in RECV_KINDS
+            else self._out.pop(need._replace(segment=stage))
+        )
 
     def _drop_reader(self, need: Action) -> None:
         """Count one reader of an output as done, and release the output after the last one."""
@@ -252,7 +285,9 @@ class GraphTensorRouter(TensorRouter):
         return placement.rank_of(direction, stage) in readers_by_rank(placement, direction, stage)
 
 
-def open_router(schedule: Schedule, rank: int, channels: P2PChannels, recorder: Recorder) -> TensorRouter:
+def open_router(
+    schedule: Schedule, rank: int, channels: P2PChannels, recorder: Recorder
+) -> TensorRouter:
     """Return the router of a rank, for stages in a chain or in a graph."""
     router = TensorRouter if schedule.placement.feeders is None else GraphTensorRouter
     return router(schedule, schedule.rows[rank], channels, recorder)
@@ -279,4 +314,7 @@ def copy_shared(made: Tensors, received: Sequence[Tensor]) -> Tensors:
     A layer may return a view of its input (flatten, identity), and autograd a view of the gradient.
     """
     taken = {_address(tensor) for tensor in received if tensor is not None}
-    return tuple(tensor.clone() if tensor is not None and _address(tensor) in taken else tensor for tensor in made)
+    return tuple(
+        tensor.clone() if tensor is not None and _address(tensor) in taken else tensor
+        for tensor in made
+    )

@@ -27,7 +27,13 @@ from gems.engine.evaluation.validator import Validator
 from gems.engine.metrics import Metric, Values, compute, metrics_of
 from gems.engine.optimization.nonfinite import raise_nonfinite
 from gems.engine.pipeline import Pipeline, build_pipeline
-from gems.engine.step_loop import StepResult, measure_offset, run_steps, schedule_record, trace_attributes
+from gems.engine.step_loop import (
+    StepResult,
+    measure_offset,
+    run_steps,
+    schedule_record,
+    trace_attributes,
+)
 from gems.engine.supervision.loggers import Loggers, open_loggers
 from gems.engine.supervision.memory_report import memory_report
 from gems.engine.supervision.monitor import Monitor
@@ -55,17 +61,26 @@ def train(
 ) -> None:
     """Run a whole training on one rank: set-up, steps, evaluation, weights, trace part; collective.
 
-    It continues from the state that an earlier attempt saved. If `stop` of any rank has a reason, all ranks save their
-    state after the same step and end, without evaluation and result.
+    It continues from the state that an earlier attempt saved. If `stop` of any rank has a reason,
+    all ranks save their state after the same step and end, without evaluation and result.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    attributes = trace_attributes("measured", folder.run_id(spec), comm, name, torch=torch.__version__)
+    attributes = trace_attributes(
+        "measured", folder.run_id(spec), comm, name, torch=torch.__version__
+    )
     part = TracePart(part_path(folder.path, comm.rank), comm.rank, attributes)
     try:
         pipeline = build_pipeline(
-            spec, comm, device, part, heartbeat, folder.read_schedule(), folder.read_boundaries(),
-            folder.read_memory_plan(), wait_state,
-        )  # fmt: skip
+            spec,
+            comm,
+            device,
+            part,
+            heartbeat,
+            folder.read_schedule(),
+            folder.read_boundaries(),
+            folder.read_memory_plan(),
+            wait_state,
+        )
         start = find_start(spec, folder, comm)
         losses: list[float] = []
         if start.checkpoint is not None:
@@ -77,8 +92,12 @@ def train(
                 _log.info("starts with %s", match.describe(spec.train.initial_checkpoint))
         part.set_attributes(start.attributes() | measure_offset(comm, "clock"))
         loader, num_validation, num_train = open_loader(pipeline, start.step)
-        manifest = start.manifest(spec, pipeline.schedule, pipeline.stage_modules.boundaries, layer_owners(pipeline))
-        saver = Saver(folder, spec.train, pipeline.control, manifest, heartbeat, PipelineState(pipeline), stop)
+        manifest = start.manifest(
+            spec, pipeline.schedule, pipeline.stage_modules.boundaries, layer_owners(pipeline)
+        )
+        saver = Saver(
+            folder, spec.train, pipeline.control, manifest, heartbeat, PipelineState(pipeline), stop
+        )
         monitor = Monitor(device, spec.train.sample_interval_s)
         recorder = pipeline.recorder
 
@@ -102,12 +121,16 @@ def train(
             for sample in monitor.take():
                 part.add("samples", (comm.rank, *sample))
             loss = float("nan") if total is None else pipeline.loss.mean(*total)
-            return StepResult(start_ns, end_ns, loss, pipeline.update.grad_norm, pipeline.update.learning_rate)
+            return StepResult(
+                start_ns, end_ns, loss, pipeline.update.grad_norm, pipeline.update.learning_rate
+            )
 
         def measure() -> dict[str, float]:
             heartbeat.beat(spec.train.steps, "validate")
             picture.maps.clear()
-            measured.append(evaluate(pipeline, loader, num_validation, [picture] if has_maps else ()))
+            measured.append(
+                evaluate(pipeline, loader, num_validation, [picture] if has_maps else ())
+            )
             return {name: value for name, value in measured[-1].items() if isinstance(value, float)}
 
         def save(path: Path) -> None:
@@ -115,9 +138,12 @@ def train(
                 weights.save(pipeline, path)
 
         measured: list[Values] = []
-        picture, has_maps = Predictions(pipeline.loss.scores), task_of(spec.data) == "segmentation"
+        picture = Predictions(pipeline.loss.scores)
+        has_maps = task_of(spec.data) == "segmentation"
         steps_per_epoch = max(1, num_train // global_batch(spec))
-        validator = Validator(spec.train, folder, comm, steps_per_epoch, start.step, part, measure, save)
+        validator = Validator(
+            spec.train, folder, comm, steps_per_epoch, start.step, part, measure, save
+        )
         known = compute(validation_metrics(pipeline))
         logged = (*LOGGED, *(name for name, value in known.items() if isinstance(value, float)))
         loggers = open_loggers(spec, folder, logged, start.step) if comm.rank == 0 else Loggers(())
@@ -125,9 +151,17 @@ def train(
             pipeline.set_training(True)
             try:
                 stops = run_steps(
-                    spec, comm.rank, part, folder.progress_json, saver, start.step, run_step, losses, loggers,
+                    spec,
+                    comm.rank,
+                    part,
+                    folder.progress_json,
+                    saver,
+                    start.step,
+                    run_step,
+                    losses,
+                    loggers,
                     validator,
-                )  # fmt: skip
+                )
             finally:
                 for sample in monitor.close():
                     part.add("samples", (comm.rank, *sample))
@@ -136,15 +170,20 @@ def train(
             pipeline.control.barrier()
             part.set_attributes(measure_offset(comm, "clock_end"))
             if device.type == "cuda":  # peaks of torch's allocator, within actions too
-                part.set_attributes({
-                    "peak_allocated_bytes": torch.cuda.max_memory_allocated(device),
-                    "peak_reserved_bytes": torch.cuda.max_memory_reserved(device),
-                })  # fmt: skip
+                part.set_attributes(
+                    {
+                        "peak_allocated_bytes": torch.cuda.max_memory_allocated(device),
+                        "peak_reserved_bytes": torch.cuda.max_memory_reserved(device),
+                    }
+                )
             if stops:
                 return
             report = memory_report(pipeline, folder.profile_json)
             if comm.rank == 0 and report["unsplit_layers"]:
-                _log.info("full backward at I, because it cannot be split: %s", ", ".join(report["unsplit_layers"]))
+                _log.info(
+                    "full backward at I, because it cannot be split: %s",
+                    ", ".join(report["unsplit_layers"]),
+                )
             if spec.train.evaluate:
                 validator.validate()
             if picture.maps and pipeline.replica == 0 and loader.dataset is not None:
@@ -157,47 +196,72 @@ def train(
                 weights.save(pipeline, folder.average)
         energies_j = comm.gather(energy_j)
         if energies_j is not None:
-            write_json(folder.result_json, {
-                "num_steps": len(losses), "first_loss": losses[0], "last_loss": losses[-1],
-                **schedule_record(pipeline.schedule), "energy_j": energies_j, **report,
-                **(measured[-1] if measured else {}),
-                **({} if validator.best is None else {"best": asdict(validator.best)}),
-            })  # fmt: skip
+            write_json(
+                folder.result_json,
+                {
+                    "num_steps": len(losses),
+                    "first_loss": losses[0],
+                    "last_loss": losses[-1],
+                    **schedule_record(pipeline.schedule),
+                    "energy_j": energies_j,
+                    **report,
+                    **(measured[-1] if measured else {}),
+                    **({} if validator.best is None else {"best": asdict(validator.best)}),
+                },
+            )
         pipeline.close()
     finally:
         part.close()
 
 
 def open_loader(
-    pipeline: Pipeline, first_step: int = 0, view: Callable[[Dataset], Dataset] = lambda dataset: dataset
+    pipeline: Pipeline,
+    first_step: int = 0,
+    view: Callable[[Dataset], Dataset] = lambda dataset: dataset,
 ) -> tuple[BatchLoader, int, int]:
     """Open the data of a run, if this rank reads any, and load what `view` makes of them; collective.
 
     Returns:
         The loader; the numbers of validation and of training samples, on all ranks.
     """
-    spec, comm = pipeline.spec, pipeline.comm
+    spec = pipeline.spec
+    comm = pipeline.comm
     reads = bool(pipeline.image_micro_batches or pipeline.label_micro_batches)
     dataset = view(open_dataset(spec.data, spec.seed)) if reads else None
     counts = (dataset.num_validation, dataset.num_train) if dataset and not comm.rank else None
     num_validation, num_train = broadcast(comm, counts)
     loader = BatchLoader(
-        spec, dataset, pipeline.replica, pipeline.image_micro_batches, pipeline.label_micro_batches,
-        DTYPES[spec.train.compute_dtype], pipeline.device, first_step, pipeline.strip_order,
-    )  # fmt: skip
+        spec,
+        dataset,
+        pipeline.replica,
+        pipeline.image_micro_batches,
+        pipeline.label_micro_batches,
+        DTYPES[spec.train.compute_dtype],
+        pipeline.device,
+        first_step,
+        pipeline.strip_order,
+    )
     return loader, num_validation, num_train
 
 
 def validation_metrics(pipeline: Pipeline) -> list[Metric]:
     """Return the metrics of the task, and those that the run asks for beside them."""
     spec = pipeline.spec
-    task, num_classes, loss = task_of(spec.data), spec.data.num_classes, pipeline.loss
-    return [*metrics_of(task, num_classes, loss), *open_metrics(spec.metrics, task, num_classes, loss.scores)]
+    task = task_of(spec.data)
+    num_classes = spec.data.num_classes
+    loss = pipeline.loss
+    return [
+        *metrics_of(task, num_classes, loss),
+        *open_metrics(spec.metrics, task, num_classes, loss.scores),
+    ]
 
 
-def evaluate(pipeline: Pipeline, loader: BatchLoader, num_validation: int, more: Sequence[Metric] = ()) -> Values:
-    """Run the validation samples through direction 0 of every replica; collective, the same result on all ranks.
+def evaluate(
+    pipeline: Pipeline, loader: BatchLoader, num_validation: int, more: Sequence[Metric] = ()
+) -> Values:
+    """Run the validation samples through direction 0 of every replica.
 
+    Collective, the same result on all ranks.
     `more` metrics get the outputs of this rank too.
 
     Returns:
@@ -209,23 +273,33 @@ def evaluate(pipeline: Pipeline, loader: BatchLoader, num_validation: int, more:
 
 
 def measure(
-    pipeline: Pipeline, loader: BatchLoader, num_validation: int, metrics: Sequence[Metric], more: Sequence[Metric] = ()
+    pipeline: Pipeline,
+    loader: BatchLoader,
+    num_validation: int,
+    metrics: Sequence[Metric],
+    more: Sequence[Metric] = (),
 ) -> None:
     """Run the validation samples as `evaluate`; collective.
 
     Metrics get what all ranks gave them, and `more` metrics the outputs of this rank alone.
     """
-    last, executor = pipeline.schedule.num_stages - 1, pipeline.evaluate
+    last = pipeline.schedule.num_stages - 1
+    executor = pipeline.evaluate
     executor.metrics = [*metrics, *more]
     pipeline.set_training(False)
     pipeline.recorder.is_on = False
     batches = loader.validation(
-        num_validation, executor.schedule.num_whole, pipeline.has_in_evaluation(0),
-        pipeline.has_in_evaluation(last), executor.schedule.num_strips,
-    )  # fmt: skip
+        num_validation,
+        executor.schedule.num_whole,
+        pipeline.has_in_evaluation(0),
+        pipeline.has_in_evaluation(last),
+        executor.schedule.num_strips,
+    )
     with torch.no_grad(), pipeline.update.averaged():
         for batch in batches:
-            executor.run(pipeline.spec.train.steps, batch)  # which the heartbeat shows as after the last step
+            executor.run(
+                pipeline.spec.train.steps, batch
+            )  # which the heartbeat shows as after the last step
     pipeline.recorder.is_on = True
     pipeline.set_training(True)
     executor.metrics = ()

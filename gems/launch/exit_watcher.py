@@ -1,11 +1,12 @@
 """The exit watcher: records when a rank's process ends, before its launcher can know.
 
-MPICH's mpiexec kills the other ranks as soon as one is gone, by the same signal as may have ended that one, and reports
-the lowest of them, not the first. It learns of a death when the rank's connections close. A watcher inherits these
-connections, waits for the rank's end and writes the time before it closes them: so the earliest time is that of the
-rank that ended by itself.
+MPICH's mpiexec kills the other ranks as soon as one is gone, by the same signal as may have ended
+that one, and reports the lowest of them, not the first. It learns of a death when the rank's
+connections close. A watcher inherits these connections, waits for the rank's end and writes the
+time before it closes them: so the earliest time is that of the rank that ended by itself.
 
-`python -m gems.launch.exit_watcher RUN_FOLDER PROGRAM...` becomes PROGRAM, under the same process number.
+`python -m gems.launch.exit_watcher RUN_FOLDER PROGRAM...` becomes PROGRAM, under the same process
+number.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ import sys
 from pathlib import Path
 
 FOLDER = "witness"
-# neither a module of ours nor the program's name: a search for the ranks' processes shall not find this one
-PROGRAM = "import sys, time\nsys.stdin.buffer.read()\nopen(sys.argv[1], 'w').write(str(time.time_ns()))"
+# neither a module of ours nor the program's name: a search for the ranks' processes shall not find
+# this one
+PROGRAM = (
+    "import sys, time\nsys.stdin.buffer.read()\nopen(sys.argv[1], 'w').write(str(time.time_ns()))"
+)
 
 
 def main(argv: list[str]) -> None:
@@ -34,7 +38,9 @@ def main(argv: list[str]) -> None:
 def start(note: Path) -> None:
     """Start a process that writes the time into `note` when this process, whatever it becomes, has ended."""
     read_end, write_end = os.pipe()
-    subprocess.Popen([sys.executable, "-IS", "-c", PROGRAM, str(note)], stdin=read_end, close_fds=False)
+    subprocess.Popen(
+        [sys.executable, "-IS", "-c", PROGRAM, str(note)], stdin=read_end, close_fds=False
+    )
     os.close(read_end)
     os.set_inheritable(write_end, True)
 

@@ -1,5 +1,6 @@
-"""Ranks as children of this process: the launcher's command line, their environment, and how they ended.
+"""Ranks as children of this process.
 
+The launcher's command line, their environment, and how they ended.
 Needs the standard library only, so that login nodes and `gems verify` can use it.
 """
 
@@ -25,16 +26,32 @@ from typing import IO
 from gems.errors import ConfigError
 from gems.utils.process_tree import end_family
 
-LEFTOVERS = ("SLURM_", "SLURMD_", "SRUN_", "SALLOC_", "SBATCH_", "SUBMITIT_", "PMI", "HYDI_", "MPI_LOCAL",
-             "OMPI_COMM_WORLD_", "PALS_", "PBS_", "FLUX_")  # fmt: skip
+LEFTOVERS = (
+    "SLURM_",
+    "SLURMD_",
+    "SRUN_",
+    "SALLOC_",
+    "SBATCH_",
+    "SUBMITIT_",
+    "PMI",
+    "HYDI_",
+    "MPI_LOCAL",
+    "OMPI_COMM_WORLD_",
+    "PALS_",
+    "PBS_",
+    "FLUX_",
+)
 KEPT = ("SLURM_CONF", "PMIX_MCA_", "PBS_CONF_FILE", "PBS_SERVER", "PBS_DEFAULT", "PBS_EXEC")
 GRACE_S = 5.0
 POLL_S = 0.1
 TAIL_LINES = 200
-# What hydra writes at the end helps to find the rank at fault. On a screen it is noise, and may name another.
+# What hydra writes at the end helps to find the rank at fault. On a screen it is noise, and may
+# name another.
 NOISE = re.compile(
-    rb"\[mpiexec@[^\]]*\] Exit codes:|={80,}\s*$|=   (BAD TERMINATION|PID|EXIT CODE|CLEANING UP|YOU CAN IGNORE)"
-    rb"|YOUR APPLICATION TERMINATED WITH|This typically refers to a problem|Please see the FAQ page for debugging"
+    rb"\[mpiexec@[^\]]*\] Exit codes:|={80,}\s*$|=   (BAD TERMINATION|PID|EXIT CODE|CLEANING UP|YOU"
+    rb" CAN IGNORE)"
+    rb"|YOUR APPLICATION TERMINATED WITH|This typically refers to a problem|Please see the FAQ page"
+    rb" for debugging"
 )
 NOISE_STARTS = (b"[mpiexec@", b"=", b"YOUR APPLICATION", b"This typically", b"Please see the")
 
@@ -67,9 +84,11 @@ def _find_mpiexec() -> str:
     found = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpiexec")
     if found is None:
         raise ConfigError(
-            "cluster.launcher", "mpiexec", "there is no mpiexec beside the interpreter or on PATH",
+            "cluster.launcher",
+            "mpiexec",
+            "there is no mpiexec beside the interpreter or on PATH",
             "`pip install mpich`, or load the site's MPI module",
-        )  # fmt: skip
+        )
     return found
 
 
@@ -86,7 +105,10 @@ def _flags(mpiexec: str) -> tuple[str, ...]:
 
 
 def mpi_family() -> str | None:
-    """Return the family of the mpiexec that starts ranks here, mpich or openmpi; None for another, or none."""
+    """Return the family of the mpiexec that starts ranks here, mpich or openmpi.
+
+    None for another, or none.
+    """
     try:
         return _family(_find_mpiexec())
     except ConfigError:
@@ -94,7 +116,8 @@ def mpi_family() -> str | None:
 
 
 def _family(mpiexec: str) -> str | None:
-    argv, no_input = [mpiexec, "--version"], subprocess.DEVNULL
+    argv = [mpiexec, "--version"]
+    no_input = subprocess.DEVNULL
     try:
         ended = subprocess.run(argv, stdin=no_input, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
@@ -108,24 +131,31 @@ def _family(mpiexec: str) -> str | None:
 def without_leftovers(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment without what an enclosing allocation or MPI process left in it.
 
-    mpiexec takes SLURM_* as an order to start ranks by srun, sbatch takes SBATCH_* before the script's own
-    lines, and PMI_* makes a process believe that it is a rank of another world. By
+    mpiexec takes SLURM_* as an order to start ranks by srun, sbatch takes SBATCH_* before the
+    script's own lines, and PMI_* makes a process believe that it is a rank of another world. By
     PBS_NODEFILE mpiexec finds the nodes of a job. What finds a server, as SLURM_CONF, stays.
     """
     return {
-        name: value for name, value in environment.items() if name.startswith(KEPT) or not name.startswith(LEFTOVERS)
+        name: value
+        for name, value in environment.items()
+        if name.startswith(KEPT) or not name.startswith(LEFTOVERS)
     }
 
 
 def rank_environment(threads_per_rank: int, *, keep_slurm: bool = False) -> dict[str, str]:
-    """Return the environment of ranks: this process's, with thread counts and switches that ranks rely on.
+    """Return the environment of ranks.
 
-    `keep_slurm` is for srun, which must see its allocation. mpiexec must not: its ranks belong on this
-    machine, also when it is called inside an allocation.
+    This process's, with thread counts and switches that ranks rely on.
+    `keep_slurm` is for srun, which must see its allocation. mpiexec must not: its ranks belong on
+    this machine, also when it is called inside an allocation.
     """
     base = dict(os.environ) if keep_slurm else without_leftovers(os.environ)
     threads = {f"{name}_NUM_THREADS": str(threads_per_rank) for name in ("OMP", "MKL", "OPENBLAS")}
-    switches = {"HDF5_USE_FILE_LOCKING": "FALSE", "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
+    switches = {
+        "HDF5_USE_FILE_LOCKING": "FALSE",
+        "PYTHONFAULTHANDLER": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
     return base | threads | switches
 
 
@@ -144,8 +174,9 @@ def run_ranks(
 
     Its input is the file descriptor `source`, empty unless it is given.
 
-    On time-out, SIGTERM, SIGHUP, KeyboardInterrupt or when `give_up` (polled) returns true, the launcher and every
-    process under it end, by SIGTERM and after `grace_s` by SIGKILL; KeyboardInterrupt is raised again.
+    On time-out, SIGTERM, SIGHUP, KeyboardInterrupt or when `give_up` (polled) returns true, the
+    launcher and every process under it end, by SIGTERM and after `grace_s` by SIGKILL;
+    KeyboardInterrupt is raised again.
 
     Raises:
         ConfigError: the launcher's program cannot be started.
@@ -157,11 +188,17 @@ def run_ranks(
         file = stack.enter_context(log.open("ab", buffering=0)) if log is not None else None
         try:
             process = subprocess.Popen(
-                list(argv), env=dict(environment), stdin=source, stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
+                list(argv),
+                env=dict(environment),
+                stdin=source,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
         except OSError as error:
-            raise ConfigError("launcher", argv[0], f"cannot be started ({error.strerror})") from error
+            raise ConfigError(
+                "launcher", argv[0], f"cannot be started ({error.strerror})"
+            ) from error
         assert process.stdout is not None
         pump = _Pump(process.stdout, file, echo, on_line)
         try:
@@ -173,16 +210,25 @@ def run_ranks(
         finally:
             end_family(process, grace_s)
             pump.finish()
-    return Ended(process.returncode, tuple(pump.tail), timed_out, gave_up, stopped[0] if stopped else None)
+    return Ended(
+        process.returncode, tuple(pump.tail), timed_out, gave_up, stopped[0] if stopped else None
+    )
 
 
 class _Pump:
     """Reads a launcher's output to its end in a thread of its own, so that ranks never wait for a reader."""
 
     def __init__(
-        self, source: IO[bytes], log: IO[bytes] | None, echo: bool, on_line: Callable[[str], None] | None
+        self,
+        source: IO[bytes],
+        log: IO[bytes] | None,
+        echo: bool,
+        on_line: Callable[[str], None] | None,
     ) -> None:
-        self._source, self._log, self._echo, self._on_line = source, log, echo, on_line
+        self._source = source
+        self._log = log
+        self._echo = echo
+        self._on_line = on_line
         self._rest = b""
         self._shown = 0
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)  # the last lines, without the empty ones

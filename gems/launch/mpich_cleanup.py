@@ -1,4 +1,7 @@
-"""MPICH's shared-memory files that outlive killed ranks; `python -m gems.launch.mpich_cleanup` removes them."""
+"""MPICH's shared-memory files that outlive killed ranks.
+
+`python -m gems.launch.mpich_cleanup` removes them.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,9 @@ MIN_AGE_S = 2.0
 def remove_stale_shared_memory(folder: Path = FOLDER, min_age_s: float = MIN_AGE_S) -> list[Path]:
     """Remove MPICH's shared-memory files of this user that no process maps, and return their paths.
 
-    They are left when ranks are killed, and named by SLURM's job and step: a requeued job on the same node attaches to
-    the old file and hangs. Files that processes map, or that may have just been made (younger than `min_age_s`), are
-    another run's and stay.
+    They are left when ranks are killed, and named by SLURM's job and step: a requeued job on the
+    same node attaches to the old file and hangs. Files that processes map, or that may have just
+    been made (younger than `min_age_s`), are another run's and stay.
     """
     now_s = time.time()
     stale = []
@@ -39,13 +42,18 @@ def remove_stale_shared_memory(folder: Path = FOLDER, min_age_s: float = MIN_AGE
 
 
 def _mapped_by_own_processes() -> set[str]:
-    # a process that hides its memory is no rank, and losing the name of a file that it has mapped would not harm it
+    # a process that hides its memory is no rank, and losing the name of a file that it has mapped
+    # would not harm it
     mapped: set[str] = set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if process.stat().st_uid == os.getuid():
                 lines = (process / "maps").read_text(errors="replace").splitlines()
-                mapped.update(fields[5].strip() for line in lines if len(fields := line.split(maxsplit=5)) == 6)
+                mapped.update(
+                    fields[5].strip()
+                    for line in lines
+                    if len(fields := line.split(maxsplit=5)) == 6
+                )
     return mapped
 
 

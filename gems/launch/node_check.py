@@ -1,8 +1,10 @@
-"""The check of a job's nodes before its ranks start: `python -m gems.launch.node_check RUN_FOLDER GPUS`, once a node.
+"""The check of a job's nodes before its ranks start.
 
-It prints what it found as one line of JSON, reads a line with the addresses of all nodes, tries the link to the next
-one, prints that, and ends with its input. The launcher has both ends: srun gives its input to every task. What earlier
-ranks left in shared memory is removed first. Needs the standard library only.
+`python -m gems.launch.node_check RUN_FOLDER GPUS`, once a node.
+It prints what it found as one line of JSON, reads a line with the addresses of all nodes, tries the
+link to the next one, prints that, and ends with its input. The launcher has both ends: srun gives
+its input to every task. What earlier ranks left in shared memory is removed first. Needs the
+standard library only.
 """
 
 from __future__ import annotations
@@ -65,11 +67,16 @@ def node_fault(folder: Path, gpus: int, shared_memory: Path) -> str | None:
         return f"the run folder cannot be read ({error.strerror})"
     if not is_seen:
         return f"it does not see the run folder {folder}"
-    return shared_memory_fault(shared_memory) or (gpu_fault(gpus, os.environ, run_tool) if gpus else None)
+    return shared_memory_fault(shared_memory) or (
+        gpu_fault(gpus, os.environ, run_tool) if gpus else None
+    )
 
 
 def shared_memory_fault(folder: Path) -> str | None:
-    """Return what is wrong with the folder of shared memory, by which MPI sends inside a node; None if it is fine."""
+    """Return what is wrong with the folder of shared memory, by which MPI sends inside a node.
+
+    None if it is fine.
+    """
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(PROBE_BYTES))
@@ -87,14 +94,19 @@ def run_tool(argv: list[str]) -> str | None:
     if shutil.which(argv[0]) is None:
         return None
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        ended = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TOOL_LIMIT_S)
+        ended = subprocess.run(
+            argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TOOL_LIMIT_S
+        )
         if ended.returncode == 0:
             return ended.stdout
     return None
 
 
 def gpu_fault(gpus: int, environment: Mapping[str, str], run: Run) -> str | None:
-    """Return what is wrong with this job's GPUs of a node, by nvidia-smi or rocm-smi; None without both tools."""
+    """Return what is wrong with this job's GPUs of a node, by nvidia-smi or rocm-smi.
+
+    None without both tools.
+    """
     visible = next((environment[name] for name in VISIBLE if environment.get(name)), None)
     chosen = [f"--id={visible}"] if visible is not None else []
     listed = run(["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader", *chosen])
@@ -102,7 +114,9 @@ def gpu_fault(gpus: int, environment: Mapping[str, str], run: Run) -> str | None
         if (count := len(listed.split())) < gpus:
             return f"it has {count} of {gpus} GPUs"
         fields = "--query-compute-apps=pid,process_name"
-        for line in (run(["nvidia-smi", fields, "--format=csv,noheader", *chosen]) or "").splitlines():
+        for line in (
+            run(["nvidia-smi", fields, "--format=csv,noheader", *chosen]) or ""
+        ).splitlines():
             pid, _, name = (word.strip() for word in line.partition(","))
             if pid.isdecimal() and not os.path.basename(name).startswith(IGNORED):
                 return f"another process is on its GPUs: {pid} ({name})"
@@ -117,7 +131,10 @@ def gpu_fault(gpus: int, environment: Mapping[str, str], run: Run) -> str | None
 
 
 def own_address() -> str:
-    """Return the address under which other nodes reach this one: of its name, or else of its way out."""
+    """Return the address under which other nodes reach this one.
+
+    Of its name, or else of its way out.
+    """
     with contextlib.suppress(OSError):
         found = socket.gethostbyname(os.uname().nodename)
         if not found.startswith("127."):

@@ -1,8 +1,10 @@
-"""The program of a probing rank: `gems/launch/placement_check.py RUN_FOLDER RANKS RANKS_PER_NODE GPUS_PER_NODE`.
+"""The program of a probing rank.
 
-It asks whether the launcher gave this rank the place that the run wants, by the variables that launchers set. It starts
-no MPI and imports two modules, so that a thousand ranks start in seconds where the real program would take minutes. A
-rank that finds something wrong leaves FAILED.rank<k>.json; the first one leaves result.json.
+`gems/launch/placement_check.py RUN_FOLDER RANKS RANKS_PER_NODE GPUS_PER_NODE`.
+It asks whether the launcher gave this rank the place that the run wants, by the variables that
+launchers set. It starts no MPI and imports two modules, so that a thousand ranks start in seconds
+where the real program would take minutes. A rank that finds something wrong leaves
+FAILED.rank<k>.json; the first one leaves result.json.
 """
 
 from __future__ import annotations
@@ -15,10 +17,28 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any
 
-RANK = ("SLURM_PROCID", "PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PALS_RANKID", "FLUX_TASK_RANK")
-NUM_RANKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "FLUX_JOB_SIZE")
-LOCAL_RANK = ("SLURM_LOCALID", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "PALS_LOCAL_RANKID",
-              "FLUX_TASK_LOCAL_ID")  # fmt: skip
+RANK = (
+    "SLURM_PROCID",
+    "PMI_RANK",
+    "PMIX_RANK",
+    "OMPI_COMM_WORLD_RANK",
+    "PALS_RANKID",
+    "FLUX_TASK_RANK",
+)
+NUM_RANKS = (
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_NTASKS",
+    "PMI_SIZE",
+    "OMPI_COMM_WORLD_SIZE",
+    "FLUX_JOB_SIZE",
+)
+LOCAL_RANK = (
+    "SLURM_LOCALID",
+    "MPI_LOCALRANKID",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "PALS_LOCAL_RANKID",
+    "FLUX_TASK_LOCAL_ID",
+)
 NUM_NODES = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "FLUX_JOB_NNODES")
 GPUS_ON_NODE = ("SLURM_GPUS_ON_NODE",)
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
@@ -28,39 +48,68 @@ WRONG_PLACE = 2
 def main(argv: Sequence[str]) -> int:
     """Check this rank's place; return 0, or 2 if it is not the one that was asked for."""
     if len(argv) != 4 or not all(word.isdecimal() for word in argv[1:]):
-        print("usage: placement_check.py RUN_FOLDER RANKS RANKS_PER_NODE GPUS_PER_NODE", file=sys.stderr)
+        print(
+            "usage: placement_check.py RUN_FOLDER RANKS RANKS_PER_NODE GPUS_PER_NODE",
+            file=sys.stderr,
+        )
         return WRONG_PLACE
     folder, (ranks, per_node, gpus) = argv[0], (int(word) for word in argv[1:])
-    rank, node = _number(os.environ, RANK) or 0, os.uname().nodename
+    rank = _number(os.environ, RANK) or 0
+    node = os.uname().nodename
     fault = fault_of(os.environ, ranks, per_node, gpus)
     if fault is not None:
         from datetime import UTC, datetime
 
-        print(f"gems: rank {rank} on node {node} is in the wrong place: {fault}", file=sys.stderr, flush=True)
-        _write(os.path.join(folder, f"FAILED.rank{rank:04d}.json"), {
-            "rank": rank, "node": node, "pid": os.getpid(), "step": -1, "action": "start", "cause": fault,
-            "exit_code": WRONG_PLACE, "utc": datetime.now(UTC).isoformat(timespec="milliseconds"),
-        })  # fmt: skip
+        print(
+            f"gems: rank {rank} on node {node} is in the wrong place: {fault}",
+            file=sys.stderr,
+            flush=True,
+        )
+        _write(
+            os.path.join(folder, f"FAILED.rank{rank:04d}.json"),
+            {
+                "rank": rank,
+                "node": node,
+                "pid": os.getpid(),
+                "step": -1,
+                "action": "start",
+                "cause": fault,
+                "exit_code": WRONG_PLACE,
+                "utc": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            },
+        )
         return WRONG_PLACE
     if rank == 0:
-        _write(os.path.join(folder, "result.json"), {
-            "num_steps": 0, "num_ranks": ranks, "num_nodes": _number(os.environ, NUM_NODES) or 1, "node": node,
-            "visible_gpus": next((os.environ[name] for name in VISIBLE if name in os.environ), None),
-            "gpus_on_node": _number(os.environ, GPUS_ON_NODE),
-        })  # fmt: skip
+        _write(
+            os.path.join(folder, "result.json"),
+            {
+                "num_steps": 0,
+                "num_ranks": ranks,
+                "num_nodes": _number(os.environ, NUM_NODES) or 1,
+                "node": node,
+                "visible_gpus": next(
+                    (os.environ[name] for name in VISIBLE if name in os.environ), None
+                ),
+                "gpus_on_node": _number(os.environ, GPUS_ON_NODE),
+            },
+        )
     return 0
 
 
 def fault_of(environment: Mapping[str, str], ranks: int, per_node: int, gpus: int) -> str | None:
     """Return what is wrong with the place of the rank that has these variables, or None.
 
-    The run wants a world of `ranks`, `per_node` of them on a node, and `gpus` of a node's GPUs, 0 for none. Without a
-    list of the visible GPUs a rank sees all of its node.
+    The run wants a world of `ranks`, `per_node` of them on a node, and `gpus` of a node's GPUs, 0
+    for none. Without a list of the visible GPUs a rank sees all of its node.
     """
-    rank, size = _number(environment, RANK), _number(environment, NUM_RANKS)
-    local, nodes = _number(environment, LOCAL_RANK), _number(environment, NUM_NODES)
+    rank = _number(environment, RANK)
+    size = _number(environment, NUM_RANKS)
+    local = _number(environment, LOCAL_RANK)
+    nodes = _number(environment, NUM_NODES)
     if rank is None or size is None:
-        return "the launcher says neither rank nor world size: none of " + ", ".join((*RANK, *NUM_RANKS))
+        return "the launcher says neither rank nor world size: none of " + ", ".join(
+            (*RANK, *NUM_RANKS)
+        )
     if size != ranks:
         return f"it is rank {rank} of {size}, and the run wants {ranks}"
     if rank >= size:
@@ -71,11 +120,14 @@ def fault_of(environment: Mapping[str, str], ranks: int, per_node: int, gpus: in
         return f"the ranks are on {nodes} nodes, and the run wants {-(-ranks // per_node)}"
     if not gpus:
         return None
-    listed, on_node = next((environment[name] for name in VISIBLE if name in environment), None), None
+    listed = next((environment[name] for name in VISIBLE if name in environment), None)
+    on_node = None
     if listed is None:
         on_node = _number(environment, GPUS_ON_NODE)
     elif (count := len([word for word in listed.split(",") if word])) not in (1, gpus):
-        return f"it sees {count} GPUs ({listed!r}), and the run wants {gpus} of a node, or one a rank"
+        return (
+            f"it sees {count} GPUs ({listed!r}), and the run wants {gpus} of a node, or one a rank"
+        )
     if on_node is not None and on_node < gpus:
         return f"its node has {on_node} GPUs for this job, and the run wants {gpus}"
     return None
@@ -87,7 +139,10 @@ def _number(environment: Mapping[str, str], names: Sequence[str]) -> int | None:
 
 
 def _write(path: str, document: dict[str, Any]) -> None:
-    """Write a JSON file that appears complete or not at all. Modules that few ranks need are imported by those."""
+    """Write a JSON file that appears complete or not at all.
+
+    Modules that few ranks need are imported by those.
+    """
     import json
 
     partial = f"{path}.{os.getpid()}.partial"

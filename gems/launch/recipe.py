@@ -35,7 +35,8 @@ def needs_check(spec: RunSpec) -> bool:
 def check_recipe(spec: RunSpec) -> str:
     """Check the recipe of a resolved run as its ranks would, and return what was checked.
 
-    A child process does so once for each configuration and state of the code, unless torch is loaded here.
+    A child process does so once for each configuration and state of the code, unless torch is
+    loaded here.
 
     Raises:
         ConfigError: the first part of it that a rank would refuse.
@@ -49,7 +50,11 @@ def check_recipe(spec: RunSpec) -> str:
 
 
 def _own_metrics(spec: RunSpec) -> dict[str, str | None]:
-    return {str(options["target"]): options.get("path") for options in spec.metrics.values() if options.get("target")}
+    return {
+        str(options["target"]): options.get("path")
+        for options in spec.metrics.values()
+        if options.get("target")
+    }
 
 
 def _key(spec: RunSpec) -> str:
@@ -60,17 +65,32 @@ def _key(spec: RunSpec) -> str:
         "momentum": 0.0,
         "weight_decay": bool(spec.optimizer.weight_decay),
     }
-    parts = [optimizer, *(asdict(part) for part in (spec.model, spec.data, spec.loss, spec.lr_scheduler))]
+    parts = [
+        optimizer,
+        *(asdict(part) for part in (spec.model, spec.data, spec.loss, spec.lr_scheduler)),
+    ]
     is_constant = spec.lr_scheduler == LrSchedulerConfig()
     length = None if is_constant else (spec.train.steps, global_batch(spec))
     hashes = [source_of(target, path) for target, path in _own_code(spec)]
-    return repr((parts, spec.metrics, spec.train.precision, spec.machine.device, length, spec.plugins, hashes))
+    return repr(
+        (
+            parts,
+            spec.metrics,
+            spec.train.precision,
+            spec.machine.device,
+            length,
+            spec.plugins,
+            hashes,
+        )
+    )
 
 
 def _own_code(spec: RunSpec) -> Iterator[tuple[str, str]]:
     """Yield the targets whose code is in a folder of the user's, with the folder."""
     parts = (spec.model, spec.data, spec.loss, spec.optimizer, spec.lr_scheduler)
-    targets = {part.target: part.path for part in parts if part.target is not None} | _own_metrics(spec)
+    targets = {part.target: part.path for part in parts if part.target is not None} | _own_metrics(
+        spec
+    )
     if spec.data.transform is not None:
         targets[spec.data.transform] = locate("data.transform", spec.data.transform, None)[1]
     yield from ((target, path) for target, path in targets.items() if path is not None)

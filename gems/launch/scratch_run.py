@@ -1,4 +1,7 @@
-"""Short runs in ranks of this machine, in a folder that is thrown away: to verify, to evaluate and to predict."""
+"""Short runs in ranks of this machine, in a folder that is thrown away.
+
+To verify, to evaluate and to predict.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +35,14 @@ def run_program(
 ) -> dict[str, Any]:
     """Prepare a resolved run in a scratch folder, run a function in its ranks, and return their result.json.
 
-    The function, as module:name, is one that `gems.engine.program` takes; it finds `request` as request.json in the
-    folder. Nothing is counted, so no step is left out of figures.
+    The function, as module:name, is one that `gems.engine.program` takes; it finds `request` as
+    request.json in the folder. Nothing is counted, so no step is left out of figures.
 
     Raises:
         ConfigError: a configuration that cannot be run here.
         DoesNotFitError: a rank would hold more than its device.
-        RankFailedError: a rank ended before there was a result; with the exit code of the first that failed.
+        RankFailedError: a rank ended before there was a result; with the exit code of the first
+        that failed.
     """
     with tempfile.TemporaryDirectory(prefix=f"gems-{verb}-") as scratch:
         scratch_spec = replace(spec, runs_dir=scratch, benchmark=BenchmarkConfig(skip_steps=0))
@@ -47,7 +51,9 @@ def run_program(
             write_json(folder.path / REQUEST_JSON, dict(request))
         program = [sys.executable, *RUN_MODULE, "gems.engine.program", function, str(folder.path)]
         argv = mpiexec_argv(spec.world_size, program)
-        ended = run_ranks(argv, rank_environment(spec.machine.threads_per_rank), log=None, timeout_s=timeout_s)
+        ended = run_ranks(
+            argv, rank_environment(spec.machine.threads_per_rank), log=None, timeout_s=timeout_s
+        )
         found = read_json(folder.result_json)
         if ended.returncode or not found:
             raise _failure(folder, ended.returncode, verb)
@@ -59,7 +65,9 @@ def _failure(folder: RunFolder, returncode: int, verb: str) -> RankFailedError:
     records = [read_json(path) for path in sorted(folder.path.glob("FAILED.rank*.json"))]
     records.sort(key=lambda record: str(record["utc"]))
     if not records:
-        return RankFailedError(f"{verb}: the ranks ended with code {returncode} and left no record of why")
+        return RankFailedError(
+            f"{verb}: the ranks ended with code {returncode} and left no record of why"
+        )
     error = RankFailedError(f"{verb}: rank {records[0]['rank']} failed: {records[0]['cause']}")
     error.exit_code = int(records[0]["exit_code"])
     return error

@@ -25,10 +25,11 @@ from gems.schedule.simulate import EVEN, Simulation, simulate
 
 @dataclass(frozen=True)
 class MemoryCase:
-    """What a policy plans for: `schedule` is the compute-only one, in whole stages. Rates are bytes per second.
+    """What a policy plans for: `schedule` is the compute-only one, in whole stages.
 
-    `limit_bytes` is what a rank may hold; `network` has times in seconds. In `strips` each stage is a layer of the
-    profile (`gems.memory.strips`).
+    Rates are bytes per second.
+    `limit_bytes` is what a rank may hold; `network` has times in seconds. In `strips` each stage is
+    a layer of the profile (`gems.memory.strips`).
     """
 
     profile: ModelProfile
@@ -60,19 +61,27 @@ class MemoryCase:
 
     def static_blocks(self, rank: int) -> Iterator[int]:
         """Yield the sizes in bytes of what a rank holds throughout a step."""
-        return static_blocks(self.profile, self.schedule, rank, self.boundaries, OPTIMIZERS[self.optimizer])
+        return static_blocks(
+            self.profile, self.schedule, rank, self.boundaries, OPTIMIZERS[self.optimizer]
+        )
 
     def outcome(self, plan: MemoryPlan, schedule: Schedule | None = None) -> PlanOutcome:
-        """Simulate a plan: bytes by the order of the schedule, time by simulation; it is `lowered` unless given."""
+        """Simulate a plan: bytes by the order of the schedule, time by simulation.
+
+        It is `lowered` unless given.
+        """
         plan = replace(plan, least_bytes=self.least_bytes)
         schedule = schedule or self.lowered(plan)
-        costs = segment_costs(self.profile, plan, schedule, self.d2h_bytes_per_s, self.h2d_bytes_per_s)
+        costs = segment_costs(
+            self.profile, plan, schedule, self.d2h_bytes_per_s, self.h2d_bytes_per_s
+        )
         ranks = tuple(self.timelines(plan, schedule))
         return PlanOutcome(plan, schedule, costs, ranks, simulate(schedule, costs, self.network))
 
     def with_early_receives(self, outcome: PlanOutcome) -> PlanOutcome:
         """Return the outcome with receives posted in time for their links, if that is faster and the buffers fit."""
-        plan, costs = outcome.plan, outcome.costs
+        plan = outcome.plan
+        costs = outcome.costs
         schedule = lower(compute_only(outcome.schedule), costs, self.network)
         if schedule.rows == outcome.schedule.rows:
             return outcome
@@ -80,16 +89,21 @@ class MemoryCase:
         if step.span >= outcome.step_s * (1 - TOLERANCE):
             return outcome
         early = PlanOutcome(plan, schedule, costs, tuple(self.timelines(plan, schedule)), step)
-        limit = sys.maxsize if self.limit_bytes is None else max(self.limit_bytes, *outcome.peak_bytes)
+        limit = (
+            sys.maxsize if self.limit_bytes is None else max(self.limit_bytes, *outcome.peak_bytes)
+        )
         return early if max(early.peak_bytes) <= limit else outcome
 
     def as_run(self, outcome: PlanOutcome) -> PlanOutcome:
-        """Return the outcome as it runs: with receives in time for the links, and the slowest of all replicas.
+        """Return the outcome as it runs.
 
-        Policies plan for one replica, which reduces nothing, and with as few posted buffers as can be.
+        With receives in time for the links, and the slowest of all replicas.
+        Policies plan for one replica, which reduces nothing, and with as few posted buffers as can
+        be.
         """
         outcome = self.with_early_receives(outcome)
-        schedule, network = outcome.schedule, self.network
+        schedule = outcome.schedule
+        network = self.network
         costs = with_all_reduce(outcome.costs, schedule.placement, network, self.num_replicas)
         _, step = slowest_replica(schedule, costs, network, [EVEN] * self.num_replicas)
         return replace(outcome, costs=costs, simulation=step)
@@ -99,7 +113,9 @@ class MemoryCase:
     ) -> Iterator[RankTimeline]:
         """Yield the bytes along a lowered schedule under a plan, for each of the ranks (default: all)."""
         for rank in range(schedule.num_ranks) if ranks is None else ranks:
-            yield rank_timeline(self.profile, plan, schedule, rank, OPTIMIZERS[self.optimizer], self.strips)
+            yield rank_timeline(
+                self.profile, plan, schedule, rank, OPTIMIZERS[self.optimizer], self.strips
+            )
 
 
 @dataclass(frozen=True)
@@ -158,11 +174,13 @@ def exposures(outcome: PlanOutcome) -> dict[Place, Exposure]:
     """Return the cost of each segment of a plan in the simulated step."""
     found: dict[Place, Exposure] = {}
     for rank, timeline in enumerate(outcome.ranks):
-        starts, ends = outcome.simulation.start[rank], outcome.simulation.end[rank]
+        starts = outcome.simulation.start[rank]
+        ends = outcome.simulation.end[rank]
         arrival: dict[Action, float] = {}
         free = 0.0
         for point, start, end in zip(timeline.points, starts, ends, strict=True):
-            action, kind = point.action, point.action.kind
+            action = point.action
+            kind = point.action.kind
             if action.segment is None:
                 free = max(free, end) if kind in COMPUTE_KINDS else free
                 continue
@@ -178,7 +196,11 @@ def exposures(outcome: PlanOutcome) -> dict[Place, Exposure]:
             elif kind in COMPUTE_KINDS or kind in WAIT_KINDS:
                 ready = start
                 if kind is not Kind.FREE:
-                    copies = [arrival[need] for need in dependencies(action, outcome.schedule) if need in arrival]
+                    copies = [
+                        arrival[need]
+                        for need in dependencies(action, outcome.schedule)
+                        if need in arrival
+                    ]
                     ready = min(start, max(copies, default=free))
                 one.exposed_s += max(0.0, ready - free)
                 one.again_s += end - start if kind is Kind.R else 0.0

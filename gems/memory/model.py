@@ -18,28 +18,44 @@ from gems.schedule.costs import StageCosts
 from gems.schedule.ledger import Ledger
 from gems.schedule.schedule import Schedule
 
-_F, _B, _I, _W, _STEP, _PREFETCH = Kind.F, Kind.B, Kind.I, Kind.W, Kind.STEP, Kind.PREFETCH
+_F = Kind.F
+_B = Kind.B
+_I = Kind.I
+_W = Kind.W
+_STEP = Kind.STEP
+_PREFETCH = Kind.PREFETCH
 StageKey = tuple[int, int]  # (direction, stage)
 Where = tuple[int, int] | EllipsisType  # one entry of a table, or all of it
-MESSAGE_COPIES = 2  # a buffer such as a running mean is in the layer, and in the message that averages it
+MESSAGE_COPIES = (
+    2  # a buffer such as a running mean is in the layer, and in the message that averages it
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """What training keeps for each byte of parameters: itself, its gradient, and `states` of the optimizer.
+    """What training keeps for each byte of parameters.
 
-    The average of the weights is one more of them. In mixed precision there is a copy of half the size.
+    Itself, its gradient, and `states` of the optimizer.
+    The average of the weights is one more of them. In mixed precision there is a copy of half the
+    size.
     """
 
     states: int
     has_low_copy: bool = False
 
     def static_bytes(self, params: Any, buffers: Any) -> Any:
-        """Return the bytes that parameters and buffers take throughout a step; of numbers or of whole tables."""
-        return (2 + self.states) * params + self.has_low_copy * params // 2 + MESSAGE_COPIES * buffers
+        """Return the bytes that parameters and buffers take throughout a step.
+
+        Of numbers or of whole tables.
+        """
+        return (
+            (2 + self.states) * params + self.has_low_copy * params // 2 + MESSAGE_COPIES * buffers
+        )
 
 
-AVERAGED, MIXED = "+average", "+mixed"  # after the name of an optimizer
+# after the name of an optimizer
+AVERAGED = "+average"
+MIXED = "+mixed"
 OPTIMIZERS = {
     f"{name}{average}{mixed}": Optimizer(states + bool(average), bool(mixed))
     for name, states in (("sgd", 1), ("sgd_plain", 0), ("adam", 2))
@@ -49,11 +65,16 @@ OPTIMIZERS = {
 
 
 def static_blocks(
-    profile: ModelProfile, schedule: Schedule, rank: int, boundaries: Sequence[int], optimizer: Optimizer
+    profile: ModelProfile,
+    schedule: Schedule,
+    rank: int,
+    boundaries: Sequence[int],
+    optimizer: Optimizer,
 ) -> Iterator[int]:
     """Yield the sizes in bytes of all that a rank holds throughout a step, allocation by allocation.
 
-    These are parameters, their gradients and the optimizer's state, buffers, and the images of the step.
+    These are parameters, their gradients and the optimizer's state, buffers, and the images of the
+    step.
     """
     directions = list(schedule.whole_directions().values())
     for direction, stage in schedule.placement.stages_on(rank):
@@ -70,23 +91,33 @@ class HeldCounts(NamedTuple):
 
     stashes: int = 0  # saved tensors, between forward and backward
     weights: int = 0  # what W needs, between I and W
-    # from the posting of their receive to the end of the backward (of W if it is split; of the forward if they leave)
+    # from the posting of their receive to the end of the backward (of W if it is split; of the
+    # forward if they leave)
     inputs: int = 0
-    gradients: int = 0  # received ones likewise, except the one that is used by the running backward
+    gradients: int = (
+        0  # received ones likewise, except the one that is used by the running backward
+    )
     outputs: int = 0  # given to a send that may not have left before the next action ends
     input_gradients: int = 0  # likewise
     images: int = 0  # of the whole step
 
 
-# the tables of `Spans` with the bytes of each field of HeldCounts, and with the transients of each kind of action
+# the tables of `Spans` with the bytes of each field of HeldCounts, and with the transients of each
+# kind of action
 TABLES = ("stash", "held_for_weights", "given", "given_back", "handed_on", "handed_back", "given")
 _TRANSIENTS = {
-    Kind.F: "forward_peak", Kind.R: "forward_peak", Kind.B: "backward_peak", Kind.I: "input_gradient_peak",
+    Kind.F: "forward_peak",
+    Kind.R: "forward_peak",
+    Kind.B: "backward_peak",
+    Kind.I: "input_gradient_peak",
     Kind.W: "weight_gradient_peak",
-}  # fmt: skip
+}
 _TRANSFERRED = {
-    Kind.RECV_F: "inputs", Kind.RECV_B: "gradients", Kind.SEND_F: "outputs", Kind.SEND_B: "input_gradients",
-}  # fmt: skip
+    Kind.RECV_F: "inputs",
+    Kind.RECV_B: "gradients",
+    Kind.SEND_F: "outputs",
+    Kind.SEND_B: "input_gradients",
+}
 
 
 Counts = dict[StageKey, dict[str, int]]  # the fields of HeldCounts by stage
@@ -95,11 +126,13 @@ Counts = dict[StageKey, dict[str, int]]  # the fields of HeldCounts by stage
 def boundary_tensors(schedule: Schedule, rank: int) -> tuple[Counts, Iterator[tuple[Action, bool]]]:
     """Return counts of the tensors between stages, and of the images, and the actions of a rank that change them.
 
-    A compute action comes twice, while it runs (False) and after it has run (True), others once (True). Of a stage in
-    segments the first one reads the stage's inputs and makes their gradients, the last one makes the outputs and reads
-    their gradients.
+    A compute action comes twice, while it runs (False) and after it has run (True), others once
+    (True). Of a stage in segments the first one reads the stage's inputs and makes their gradients,
+    the last one makes the outputs and reads their gradients.
     """
-    counts = {held: dict.fromkeys(HeldCounts._fields, 0) for held in schedule.placement.stages_on(rank)}
+    counts = {
+        held: dict.fromkeys(HeldCounts._fields, 0) for held in schedule.placement.stages_on(rank)
+    }
     directions = list(schedule.whole_directions().values())
     for (direction, stage), mine in counts.items():
         mine["images"] = directions.count(direction) if stage == 0 else 0
@@ -109,13 +142,17 @@ def boundary_tensors(schedule: Schedule, rank: int) -> tuple[Counts, Iterator[tu
 def _count_boundary(schedule: Schedule, rank: int, counts: Counts) -> Iterator[tuple[Action, bool]]:
     for action in schedule.rows[rank]:
         kind, stage, _, direction, segment = action
-        is_compute, is_backward = kind in COMPUTE_KINDS, kind is _B or kind is _I
+        is_compute = kind in COMPUTE_KINDS
+        is_backward = kind is _B or kind is _I
         if kind in _TRANSFERRED:
             counts[direction, stage][_TRANSFERRED[kind]] += 1
         elif is_compute:
-            is_at_end, has_next = segment == schedule.last_segment(stage), stage < schedule.num_stages - 1
+            is_at_end = segment == schedule.last_segment(stage)
+            has_next = stage < schedule.num_stages - 1
             if is_backward and is_at_end:
-                counts[direction, stage]["gradients"] -= has_next  # they are among what the backward needs
+                counts[direction, stage]["gradients"] -= (
+                    has_next  # they are among what the backward needs
+                )
             yield action, False
         if is_compute or kind in RANK_KINDS:
             for each in counts.values():  # all that was sent before is gone
@@ -123,7 +160,9 @@ def _count_boundary(schedule: Schedule, rank: int, counts: Counts) -> Iterator[t
         if is_compute:
             if is_at_end and has_next:
                 counts[direction, stage]["gradients"] += (kind is _I) - (kind is _W)
-            is_last_reader = kind is _F if schedule.inputs_leave(*action[1:4]) else kind is _B or kind is _W
+            is_last_reader = (
+                kind is _F if schedule.inputs_leave(*action[1:4]) else kind is _B or kind is _W
+            )
             if is_last_reader and not segment:
                 counts[direction, stage]["inputs"] -= stage > 0
             # what another stage of this rank receives without a message
@@ -136,7 +175,10 @@ def _count_boundary(schedule: Schedule, rank: int, counts: Counts) -> Iterator[t
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a rank holds, by stage, during an action of kind `kind` on stage `active`; None at the optimizer step."""
+    """What a rank holds, by stage, during an action of kind `kind` on stage `active`.
+
+    None at the optimizer step.
+    """
 
     counts: tuple[tuple[StageKey, HeldCounts], ...]
     active: StageKey | None
@@ -156,21 +198,27 @@ def peak_snapshots(schedule: Schedule, rank: int) -> tuple[Snapshot, ...]:
 
     What a copy moves to host memory counts as freed when the copy is posted.
     """
-    ones, zeros = (1.0,) * schedule.num_stages, (0.0,) * schedule.num_stages
+    ones = (1.0,) * schedule.num_stages
+    zeros = (0.0,) * schedule.num_stages
     # in units of one stash; what W needs is counted apart
-    ledger = Ledger(schedule, StageCosts(zeros, zeros, zeros, ones, held_for_weights=zeros, boundary=zeros))
+    ledger = Ledger(
+        schedule, StageCosts(zeros, zeros, zeros, ones, held_for_weights=zeros, boundary=zeros)
+    )
     counts, actions = boundary_tensors(schedule, rank)
     seen: set[Snapshot] = set()
     found: list[Snapshot] = []
 
     def record(active: StageKey | None, kind: Kind) -> None:
-        snapshot = Snapshot(tuple((held, HeldCounts(**mine)) for held, mine in counts.items()), active, kind)
+        snapshot = Snapshot(
+            tuple((held, HeldCounts(**mine)) for held, mine in counts.items()), active, kind
+        )
         if snapshot not in seen and not any(other.covers(snapshot) for other in found):
             found[:] = [*(other for other in found if not snapshot.covers(other)), snapshot]
         seen.add(snapshot)
 
     for action, has_run in actions:
-        kind, held = action.kind, (action.direction, action.stage)
+        kind = action.kind
+        held = (action.direction, action.stage)
         if kind in RANK_KINDS:
             record(None, _STEP)
         elif kind in COPY_KINDS:
@@ -187,9 +235,10 @@ def peak_snapshots(schedule: Schedule, rank: int) -> tuple[Snapshot, ...]:
 class MemoryModel:
     """Predicts the peak of each rank in bytes allocated, in the order of its schedule.
 
-    Counted are parameters, gradients and optimizer state, buffers, activations in flight, boundary tensors, the largest
-    transient and what waits to be sent. The images of a step are on the device from its beginning to its end; what
-    torch's allocator reserves beyond is another prediction (`gems.memory.reserved`).
+    Counted are parameters, gradients and optimizer state, buffers, activations in flight, boundary
+    tensors, the largest transient and what waits to be sent. The images of a step are on the device
+    from its beginning to its end; what torch's allocator reserves beyond is another prediction
+    (`gems.memory.reserved`).
     """
 
     def __init__(self, spans: Spans, optimizer: Optimizer) -> None:
@@ -201,14 +250,24 @@ class MemoryModel:
         made: dict[object, RankCosts] = {}
         listed = []
         for rank in range(schedule.num_ranks):
-            held, snapshots = schedule.placement.stages_on(rank), peak_snapshots(schedule, rank)
+            held = schedule.placement.stages_on(rank)
+            snapshots = peak_snapshots(schedule, rank)
             if (held, snapshots) not in made:
                 stages = tuple(sorted({stage for _, stage in held}))
                 tables = tuple(
-                    tuple(cache(partial(self._of_stage, each, stage, ...)) for stage in stages) for each in snapshots
+                    tuple(cache(partial(self._of_stage, each, stage, ...)) for stage in stages)
+                    for each in snapshots
                 )
                 if len(stages) == 1:
-                    tables = ((cache(lambda each=tables: reduce(np.maximum, (table() for (table,) in each))),),)
+                    tables = (
+                        (
+                            cache(
+                                lambda each=tables: reduce(
+                                    np.maximum, (table() for (table,) in each)
+                                )
+                            ),
+                        ),
+                    )
                 made[held, snapshots] = RankCosts(stages, tables)
             listed.append(made[held, snapshots])
         return tuple(listed)
@@ -220,7 +279,12 @@ class MemoryModel:
         for rank in range(schedule.num_ranks):
             stages = sorted({stage for _, stage in schedule.placement.stages_on(rank)})
             snapshots = peak_snapshots(schedule, rank)
-            found.append(max(sum(float(self._of_stage(each, s, spans[s])) for s in stages) for each in snapshots))
+            found.append(
+                max(
+                    sum(float(self._of_stage(each, s, spans[s])) for s in stages)
+                    for each in snapshots
+                )
+            )
         return tuple(map(round, found))
 
     def _of_stage(self, snapshot: Snapshot, stage: int, where: Where) -> Any:

@@ -21,13 +21,14 @@ Place = tuple[int, int]  # stage, and number of the segment in it
 class Choice(StrEnum):
     """The policy of a segment.
 
-    `KEEP` leaves what forward saved on the device. `OFFLOAD` copies it to host memory and back. `RECOMPUTE` keeps the
-    segment's inputs only and runs its forward again; `SELECTIVE` also keeps what convolutions and matrix products gave,
-    so that only normalisation, activation and pooling are recomputed. `OFFLOAD_INPUTS` recomputes too, and copies the
-    inputs to host memory and back before the second run: activation checkpointing with offloaded checkpoints, which
-    DeepSpeed calls `cpu_checkpointing` and FairScale `offload_to_cpu` of a checkpoint wrapper. What a stage is given by
-    another one leaves only if it came in a message and the stage is one segment; else the first segment is recomputed
-    and nothing else.
+    `KEEP` leaves what forward saved on the device. `OFFLOAD` copies it to host memory and back.
+    `RECOMPUTE` keeps the segment's inputs only and runs its forward again; `SELECTIVE` also keeps
+    what convolutions and matrix products gave, so that only normalisation, activation and pooling
+    are recomputed. `OFFLOAD_INPUTS` recomputes too, and copies the inputs to host memory and back
+    before the second run: activation checkpointing with offloaded checkpoints, which DeepSpeed
+    calls `cpu_checkpointing` and FairScale `offload_to_cpu` of a checkpoint wrapper. What a stage
+    is given by another one leaves only if it came in a message and the stage is one segment; else
+    the first segment is recomputed and nothing else.
     """
 
     KEEP = "keep"
@@ -53,18 +54,22 @@ class Choice(StrEnum):
     @property
     def uncopied(self) -> Choice:
         """The choice that is left of it where no copy takes anything."""
-        return {Choice.OFFLOAD: Choice.KEEP, Choice.OFFLOAD_INPUTS: Choice.RECOMPUTE}.get(self, self)
+        return {Choice.OFFLOAD: Choice.KEEP, Choice.OFFLOAD_INPUTS: Choice.RECOMPUTE}.get(
+            self, self
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Neighbouring layers of a stage under one policy: `first` up to `end`, counted over the whole model.
+    """Neighbouring layers of a stage under one policy.
 
-    Of one that is copied, distances are counted in compute actions of the rank's list: `free_after` is how many may run
-    between the posting of the copy out and the waiting for its end, after which the device memory is free (0: the
-    rank waits at once); `ahead` how many run between the posting of the copy back and the backward that needs it, or
-    the recompute right before that backward (0: on demand). With `is_awaited` the rank waits for the end of the copy
-    back after the action that was posted next.
+    `first` up to `end`, counted over the whole model.
+    Of one that is copied, distances are counted in compute actions of the rank's list: `free_after`
+    is how many may run between the posting of the copy out and the waiting for its end, after which
+    the device memory is free (0: the rank waits at once); `ahead` how many run between the posting
+    of the copy back and the backward that needs it, or the recompute right before that backward (0:
+    on demand). With `is_awaited` the rank waits for the end of the copy back after the action that
+    was posted next.
     """
 
     first: int
@@ -77,11 +82,13 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The segments of every stage, first layer to last; all micro-batches and directions of a stage are alike.
+    """The segments of every stage, first layer to last.
 
-    `policy` names who made the plan. `least_bytes` is the size from which a saved storage is moved at all. With
-    `only_conv_inputs` an offloaded segment moves of what it saved what its convolutions read, and no more. `counters`
-    are figures that the policy gives of itself, such as what LMS reclaims in a step.
+    All micro-batches and directions of a stage are alike.
+    `policy` names who made the plan. `least_bytes` is the size from which a saved storage is moved
+    at all. With `only_conv_inputs` an offloaded segment moves of what it saved what its
+    convolutions read, and no more. `counters` are figures that the policy gives of itself, such as
+    what LMS reclaims in a step.
     """
 
     policy: str
@@ -96,7 +103,9 @@ class MemoryPlan:
         return cls.by_layer("keep", boundaries, {}).joined()
 
     @classmethod
-    def by_layer(cls, policy: str, boundaries: tuple[int, ...], layers: Mapping[int, Segment]) -> MemoryPlan:
+    def by_layer(
+        cls, policy: str, boundaries: tuple[int, ...], layers: Mapping[int, Segment]
+    ) -> MemoryPlan:
         """Return the plan with a segment per layer, kept unless `layers` has another."""
         stages = tuple(
             tuple(layers.get(layer, Segment(layer, layer + 1)) for layer in range(first, end))
@@ -110,7 +119,10 @@ class MemoryPlan:
         return (*(stage[0].first for stage in self.stages), self.stages[-1][-1].end)
 
     def joined(self) -> MemoryPlan:
-        """Return the plan with neighbouring kept segments in one: fewer actions, and the same memory."""
+        """Return the plan with neighbouring kept segments in one.
+
+        Fewer actions, and the same memory.
+        """
         stages = []
         for stage in self.stages:
             joined: list[Segment] = []
@@ -124,7 +136,9 @@ class MemoryPlan:
     def between(self, boundaries: Sequence[int]) -> MemoryPlan:
         """Return the plan with other boundaries, of one with a segment for each stage."""
         cuts = list(pairwise(boundaries))
-        return self.changed(lambda place, segment: replace(segment, first=cuts[place[0]][0], end=cuts[place[0]][1]))
+        return self.changed(
+            lambda place, segment: replace(segment, first=cuts[place[0]][0], end=cuts[place[0]][1])
+        )
 
     def segment(self, place: Place) -> Segment:
         """Return a segment."""
@@ -154,15 +168,23 @@ class MemoryPlan:
             raise ConfigError("memory plan", found, f"must be of schema {SCHEMA}")
         try:
             stages = tuple(
-                tuple(Segment(**(dict(entry) | {"choice": Choice(entry["choice"])})) for entry in stage)
+                tuple(
+                    Segment(**(dict(entry) | {"choice": Choice(entry["choice"])}))
+                    for entry in stage
+                )
                 for stage in document["stages"]
             )
             return cls(
-                str(document["policy"]), stages, int(document["least_bytes"]), document.get("counters"),
+                str(document["policy"]),
+                stages,
+                int(document["least_bytes"]),
+                document.get("counters"),
                 bool(document.get("only_conv_inputs", False)),
-            )  # fmt: skip
+            )
         except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError("memory plan", "json", f"not of schema {SCHEMA} ({error!r})") from error
+            raise ConfigError(
+                "memory plan", "json", f"not of schema {SCHEMA} ({error!r})"
+            ) from error
 
 
 def place_of(action: Action) -> Place:
@@ -181,7 +203,13 @@ def plan_of_schedule(schedule: Schedule, boundaries: tuple[int, ...]) -> MemoryP
 
     def choice(place: Place, segment: Segment) -> Segment:
         found = kinds[place[0]]
-        choice = Choice.OFFLOAD if Kind.OFFLOAD in found else Choice.RECOMPUTE if Kind.R in found else Choice.KEEP
+        choice = (
+            Choice.OFFLOAD
+            if Kind.OFFLOAD in found
+            else Choice.RECOMPUTE
+            if Kind.R in found
+            else Choice.KEEP
+        )
         return replace(segment, choice=choice)
 
     return replace(MemoryPlan.keeping(boundaries), policy=schedule.name).changed(choice)
@@ -190,12 +218,14 @@ def plan_of_schedule(schedule: Schedule, boundaries: tuple[int, ...]) -> MemoryP
 def add_memory(schedule: Schedule, plan: MemoryPlan) -> Schedule:
     """Split the compute actions of a compute-only schedule into segments, and add the plan's memory actions.
 
-    A schedule that has such actions already (`plan_of_schedule`) keeps them, and only gets the segments.
+    A schedule that has such actions already (`plan_of_schedule`) keeps them, and only gets the
+    segments.
 
-    A segment that is copied gets OFFLOAD after its forward, FREE and PREFETCH at the plan's distances, and AWAIT where
-    the plan says so; one that is recomputed gets R before its backward, and after its PREFETCH. Copies that are posted
-    at one place come back in the order in which they are needed. Where a copy would have to come back before it has
-    left, there is none for that micro-batch: so it is for the last ones before the turn.
+    A segment that is copied gets OFFLOAD after its forward, FREE and PREFETCH at the plan's
+    distances, and AWAIT where the plan says so; one that is recomputed gets R before its backward,
+    and after its PREFETCH. Copies that are posted at one place come back in the order in which they
+    are needed. Where a copy would have to come back before it has left, there is none for that
+    micro-batch: so it is for the last ones before the turn.
     """
     if schedule.has_memory_actions:
         rows = tuple(tuple(action._replace(segment=0) for action in row) for row in schedule.rows)
@@ -205,8 +235,13 @@ def add_memory(schedule: Schedule, plan: MemoryPlan) -> Schedule:
 
 
 def is_received(placement: Placement, direction: int, stage: int) -> bool:
-    """Whether a stage is given its inputs in a message. Others belong to another stage of the rank, or to the step."""
-    return stage > 0 and placement.rank_of(direction, stage - 1) != placement.rank_of(direction, stage)
+    """Whether a stage is given its inputs in a message.
+
+    Others belong to another stage of the rank, or to the step.
+    """
+    return stage > 0 and placement.rank_of(direction, stage - 1) != placement.rank_of(
+        direction, stage
+    )
 
 
 def _can_inputs_leave(plan: MemoryPlan, placement: Placement, direction: int, place: Place) -> bool:
@@ -215,12 +250,17 @@ def _can_inputs_leave(plan: MemoryPlan, placement: Placement, direction: int, pl
     return number > 0 or (is_received(placement, direction, stage) and len(plan.stages[stage]) == 1)
 
 
-def _with_memory(row: tuple[Action, ...], plan: MemoryPlan, placement: Placement) -> Iterator[Action]:
+def _with_memory(
+    row: tuple[Action, ...], plan: MemoryPlan, placement: Placement
+) -> Iterator[Action]:
     """Yield a rank's schedule in segments, and the actions before and after each."""
     compute: list[Action] = []
     for action in row:
         numbers = range(len(plan.stages[action.stage]))
-        compute += [action._replace(segment=each) for each in (numbers if action.kind is Kind.F else reversed(numbers))]
+        compute += [
+            action._replace(segment=each)
+            for each in (numbers if action.kind is Kind.F else reversed(numbers))
+        ]
     index_of = {action: index for index, action in enumerate(compute)}
     before: dict[int, list[Action]] = {}
     after: dict[int, list[Action]] = {}

@@ -29,10 +29,11 @@ Maker = Callable[[MemoryConfig, MemoryCase], MemoryPlan]
 class MemoryPolicy:
     """A policy and what is known of it.
 
-    `make` makes the plan of a case, or raises DoesNotFitError if nothing that the policy can do keeps the limit. One
-    that `needs_limit` must know how much a device has; of one that `takes_target` memory.target_reduction may replace
-    it. `quick_ways` and `slow_ways` are values of memory.recompute with which `gems plan` tries it, by what one
-    evaluation takes ("" for a policy that does not read it). One that runs `in_strips` then chooses by stage.
+    `make` makes the plan of a case, or raises DoesNotFitError if nothing that the policy can do
+    keeps the limit. One that `needs_limit` must know how much a device has; of one that
+    `takes_target` memory.target_reduction may replace it. `quick_ways` and `slow_ways` are values
+    of memory.recompute with which `gems plan` tries it, by what one evaluation takes ("" for a
+    policy that does not read it). One that runs `in_strips` then chooses by stage.
     """
 
     make: Maker
@@ -66,11 +67,15 @@ def plan_of(memory: MemoryConfig, case: MemoryCase) -> MemoryPlan:
 
 def _with_key(error: DoesNotFitError, memory: MemoryConfig, case: MemoryCase) -> DoesNotFitError:
     """Return the error by the key that sets the limit, if that is not the device's size."""
-    where, target = error.where, memory.target_reduction
+    where = error.where
+    target = memory.target_reduction
     if target is not None and error.limit_bytes < (case.limit_bytes or sys.maxsize):
-        where, key, advice = f"{where} with memory.target_reduction={target:g}", "its limit", "lower the target; "
+        where = f"{where} with memory.target_reduction={target:g}"
+        key = "its limit"
+        advice = "lower the target; "
     elif memory.limit_bytes is not None:
-        key, advice = "memory.limit_bytes", ""
+        key = "memory.limit_bytes"
+        advice = ""
     else:
         return error
     return DoesNotFitError(where, error.needed_bytes, error.limit_bytes, advice + error.advice, key)
@@ -80,35 +85,65 @@ def plan_within(memory: MemoryConfig, case: MemoryCase) -> MemoryPlan:
     """Return the plan of the configured policy, stopping early if recomputed segments miss the limit.
 
     Raises:
-        DoesNotFitError: the plan does not keep the case's limit, or nothing that the policy can do does.
+        DoesNotFitError: the plan does not keep the case's limit, or nothing that the policy can do
+        does.
     """
     limit = case.limit_bytes
     if limit is None or (memory.name, memory.recompute) != ("recompute", "segment"):
         return plan_of(memory, case)
     choice = Choice.OFFLOAD_INPUTS if memory.offload_inputs else Choice.RECOMPUTE
-    plan, peaks = run_again(case, memory.segments, choice), list[int]()
+    plan = run_again(case, memory.segments, choice)
+    peaks = list[int]()
     for rank, peak in enumerate(case.peak_bytes(plan)):
         if peak > limit:
             raise DoesNotFitError(
-                f"rank {rank} under memory=recompute", peak, limit, "use memory=plan, or more partitions"
+                f"rank {rank} under memory=recompute",
+                peak,
+                limit,
+                "use memory=plan, or more partitions",
             )
         peaks.append(peak)
     return keep_last(case, plan, peaks)
 
 
 _PUBLISHED: tuple[tuple[str, Maker, dict[str, Any]], ...] = (
-    ("keep", lambda memory, case: MemoryPlan.keeping(case.boundaries),
-     {"quick_ways": ("",), "slow_ways": (), "in_strips": True}),
-    ("vdnn_all", lambda memory, case: vdnn_all(case, memory.asynchronous), {"slow_ways": (), "in_strips": True}),
+    (
+        "keep",
+        lambda memory, case: MemoryPlan.keeping(case.boundaries),
+        {"quick_ways": ("",), "slow_ways": (), "in_strips": True},
+    ),
+    (
+        "vdnn_all",
+        lambda memory, case: vdnn_all(case, memory.asynchronous),
+        {"slow_ways": (), "in_strips": True},
+    ),
     ("vdnn_conv", lambda memory, case: vdnn_conv(case, memory.asynchronous), {"slow_ways": ()}),
     ("vdnn_dyn", lambda memory, case: vdnn_dyn(case, memory.asynchronous), {"needs_limit": True}),
-    ("lms", lambda memory, case: lms(case, memory.swapout_threshold, memory.swapin_ahead, memory.swapin_groupby,
-        memory.sync_mode, memory.ratio), {"needs_limit": True, "slow_ways": ()}),
-    ("lms_limit", lambda memory, case: lms_limit(case, memory.limit_bytes, memory.reclaim),
-     {"needs_limit": True, "slow_ways": ()}),
-    ("recompute", lambda memory, case: recompute(case, memory.recompute, memory.segments,
-        memory.offload_inputs), {"quick_ways": ("stage",), "slow_ways": ("selective", "segment"), "in_strips": True}),
-)  # fmt: skip
+    (
+        "lms",
+        lambda memory, case: lms(
+            case,
+            memory.swapout_threshold,
+            memory.swapin_ahead,
+            memory.swapin_groupby,
+            memory.sync_mode,
+            memory.ratio,
+        ),
+        {"needs_limit": True, "slow_ways": ()},
+    ),
+    (
+        "lms_limit",
+        lambda memory, case: lms_limit(case, memory.limit_bytes, memory.reclaim),
+        {"needs_limit": True, "slow_ways": ()},
+    ),
+    (
+        "recompute",
+        lambda memory, case: recompute(
+            case, memory.recompute, memory.segments, memory.offload_inputs
+        ),
+        {"quick_ways": ("stage",), "slow_ways": ("selective", "segment"), "in_strips": True},
+    ),
+)
 for _name, _make, _known in _PUBLISHED:
     memory_policy(_name, **_known)(_make)
 
@@ -128,13 +163,22 @@ def _plan(memory: MemoryConfig, case: MemoryCase) -> MemoryPlan:
     recomputing = (partial(recompute, how=how) for how in RECOMPUTES if how != "strip")
     makers: tuple[Callable[[MemoryCase], MemoryPlan], ...]
     makers = (
-        vdnn_dyn, partial(vdnn_dyn, asynchronous=True), lms, lms_limit, *recomputing,
+        vdnn_dyn,
+        partial(vdnn_dyn, asynchronous=True),
+        lms,
+        lms_limit,
+        *recomputing,
         *(partial(recompute, how=how, offload_inputs=True) for how in ("stage", "segment")),
-    )  # fmt: skip
+    )
     rivals = []
     for make in makers:
         with suppress(DoesNotFitError):
             rivals.append(make(limited))
     found = plan(limited, limit, memory.budget_s, rivals)
-    counters = {"limit_bytes": limit, "bound_s": found.bound_s, "gap": found.gap, "method": found.method}
+    counters = {
+        "limit_bytes": limit,
+        "bound_s": found.bound_s,
+        "gap": found.gap,
+        "method": found.method,
+    }
     return replace(found.plan, policy="plan", counters=counters)

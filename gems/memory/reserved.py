@@ -1,4 +1,7 @@
-"""What torch's allocator reserves on a rank's GPU: its requests, served by a model of the caching allocator."""
+"""What torch's allocator reserves on a rank's GPU.
+
+Its requests, served by a model of the caching allocator.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +38,9 @@ class Block:
 class CachingAllocator:
     """Simulate torch's CUDA caching allocator (torch.cuda memory management notes) with its default settings.
 
-    Two pools, best fit, blocks split and joined with free neighbours, segments never given back. `reserved_bytes` is
-    what has been taken from the device, `allocated_bytes` what is in use, rounded as the allocator counts it.
+    Two pools, best fit, blocks split and joined with free neighbours, segments never given back.
+    `reserved_bytes` is what has been taken from the device, `allocated_bytes` what is in use,
+    rounded as the allocator counts it.
     """
 
     def __init__(self) -> None:
@@ -55,7 +59,8 @@ class CachingAllocator:
             rest = Block(left, block.segment_bytes, is_small, before=block, after=block.after)
             if block.after is not None:
                 block.after.before = rest
-            block.num_bytes, block.after = size, rest
+            block.num_bytes = size
+            block.after = rest
             self._keep(rest)
         block.is_free = False
         self.allocated_bytes += block.num_bytes
@@ -118,12 +123,17 @@ def _rounded(num_bytes: int, step: int) -> int:
 
 
 def reserved_bytes(
-    profile: ModelProfile, schedule: Schedule, rank: int, boundaries: Sequence[int], optimizer: Optimizer
+    profile: ModelProfile,
+    schedule: Schedule,
+    rank: int,
+    boundaries: Sequence[int],
+    optimizer: Optimizer,
 ) -> int:
     """Return the bytes that the allocator of a rank has taken from the device after two steps.
 
-    A layer's requests are those that its profile tells apart: what it keeps, what others keep of it, its output, and
-    its workspace; so fragmentation is seen between layers and micro-batches and not within a layer.
+    A layer's requests are those that its profile tells apart: what it keeps, what others keep of
+    it, its output, and its workspace; so fragmentation is seen between layers and micro-batches and
+    not within a layer.
     """
     allocator = CachingAllocator()
     for num_bytes in static_blocks(profile, schedule, rank, boundaries, optimizer):
@@ -163,7 +173,10 @@ def _forward(allocator: CachingAllocator, layers: Sequence[LayerProfile]) -> lis
 
 
 def _backward(
-    allocator: CachingAllocator, layers: Sequence[LayerProfile], kept: list[list[Block]], passing: list[Block]
+    allocator: CachingAllocator,
+    layers: Sequence[LayerProfile],
+    kept: list[list[Block]],
+    passing: list[Block],
 ) -> None:
     for layer, blocks in zip(reversed(layers), reversed(kept), strict=True):
         gradient, rest = backward_requests(layer)

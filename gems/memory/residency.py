@@ -1,6 +1,8 @@
-"""Where the storages are that a micro-batch has saved on a stage: on the device, in host memory, or both.
+"""Where the storages are that a micro-batch has saved on a stage.
 
-These are the rules of the activation store, without tensors. The engine and the predictions both follow them.
+On the device, in host memory, or both.
+These are the rules of the activation store, without tensors. The engine and the predictions both
+follow them.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ from dataclasses import dataclass, field
 from gems.schedule.action import Kind
 
 Key = Hashable
-Script = tuple[tuple[Kind, int], ...]  # the actions of one micro-batch on a stage in order: kind and segment
+Script = tuple[
+    tuple[Kind, int], ...
+]  # the actions of one micro-batch on a stage in order: kind and segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,9 @@ class StorageState:
     """A saved storage."""
 
     num_bytes: int
-    savers: set[int] = field(default_factory=set)  # whose backward has still to read it, `~segment` for a segment's W
+    savers: set[int] = field(
+        default_factory=set
+    )  # whose backward has still to read it, `~segment` for a segment's W
     is_movable: bool = True  # may be copied: one that saved it allows that
     is_pinned: bool = False  # stays on the device: a segment that is not offloaded has saved it too
     moved_with: int | None = None  # the segment whose copy took it
@@ -46,10 +52,11 @@ class StorageState:
 class Residency:
     """The saved storages of one micro-batch, in one stage and direction.
 
-    A storage belongs to the last segment that saves it (vDNN's reference count, Rhu et al. 2016, section III): it
-    leaves with that segment's copy, is back for that segment's backward, and stays until the backward of the first
-    segment that saved it. So no storage is copied twice in one direction. `device_bytes` are those of saved storages on
-    the device, `host_bytes` those of copies in host memory, `states` those that a backward has still to read.
+    A storage belongs to the last segment that saves it (vDNN's reference count, Rhu et al. 2016,
+    section III): it leaves with that segment's copy, is back for that segment's backward, and stays
+    until the backward of the first segment that saved it. So no storage is copied twice in one
+    direction. `device_bytes` are those of saved storages on the device, `host_bytes` those of
+    copies in host memory, `states` those that a backward has still to read.
     """
 
     def __init__(self, offloaded: Collection[int] = ()) -> None:
@@ -69,8 +76,8 @@ class Residency:
     def save(self, key: Key, num_bytes: int, segment: int, is_movable: bool = True) -> bool:
         """Record that a segment saves a storage, and return whether it is new on the device.
 
-        A storage that has left the device stays in host memory if it is saved again, except by a segment that is not
-        offloaded.
+        A storage that has left the device stays in host memory if it is saved again, except by a
+        segment that is not offloaded.
         """
         state = self.states.get(key)
         is_new = state is None
@@ -89,16 +96,19 @@ class Residency:
             self._bring_back(state)
             is_new = True
         if state.is_pinned and not stays:
-            # it is copied already: the device memory is free after the copy of the segment that is now its last
+            # it is copied already: the device memory is free after the copy of the segment that is
+            # now its last
             state.moved_with = segment
             self._moved.setdefault(segment, []).append(key)
         state.is_pinned = stays
         return is_new
 
     def offload(self, segment: int, outputs: Collection[Key] = ()) -> list[Key]:
-        """Return what the copy of a segment moves: what it and earlier segments saved, each storage once.
+        """Return what the copy of a segment moves.
 
-        Its `outputs` are left to the next segment, unless that one is offloaded too and may share the copy.
+        What it and earlier segments saved, each storage once.
+        Its `outputs` are left to the next segment, unless that one is offloaded too and may share
+        the copy.
         """
         stays = () if segment + 1 in self._offloaded else set(outputs)
         taken = []
@@ -109,7 +119,8 @@ class Residency:
                 taken.append(key)
         for key in taken:
             state = self.states[key]
-            state.moved_with, state.on_host = segment, True
+            state.moved_with = segment
+            state.on_host = True
             self.host_bytes += state.num_bytes
             del self._unmoved[key]
         self._moved.setdefault(segment, []).extend(taken)
@@ -120,17 +131,23 @@ class Residency:
         gone = []
         for key in self._moved.pop(segment, ()):
             state = self.states.get(key)
-            if state is not None and state.moved_with == segment and state.on_device and not state.is_pinned:
+            if (
+                state is not None
+                and state.moved_with == segment
+                and state.on_device
+                and not state.is_pinned
+            ):
                 gone.append(key)
                 state.on_device = False
                 self.device_bytes -= state.num_bytes
         return gone
 
     def prefetch(self, segment: int) -> list[Key]:
-        """Return what is copied back for the backward of a segment: what it saved that is not on the device.
+        """Return what is copied back for the backward of a segment.
 
-        What has not left yet, because the shared copy is still running, stays. So does what the segment saves from now
-        on, in a recompute.
+        What it saved that is not on the device.
+        What has not left yet, because the shared copy is still running, stays. So does what the
+        segment saves from now on, in a recompute.
         """
         back = []
         self._offloaded.discard(segment)
@@ -151,7 +168,8 @@ class Residency:
     def done(self, segment: int) -> list[Key]:
         """Return what is no longer needed once the backward of a segment has run.
 
-        What only weight gradients have still to read is on the device, so that its copy in host memory is freed.
+        What only weight gradients have still to read is on the device, so that its copy in host
+        memory is freed.
         """
         gone = []
         for key in self._saved_by.pop(segment, ()):

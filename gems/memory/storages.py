@@ -1,4 +1,7 @@
-"""The storages that the layers of a stage make: who makes, saves and passes them on, by layer and by segment."""
+"""The storages that the layers of a stage make.
+
+Who makes, saves and passes them on, by layer and by segment.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +25,16 @@ _MAX_PROFILES = 4  # likewise
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """`count` equal storages of `num_bytes` each that layer `maker` makes; layers are counted over the model.
+    """`count` equal storages of `num_bytes` each that layer `maker` makes.
 
-    `savers` are the layers of the stage whose backward reads them, first to last: they leave with the last one, and are
-    needed until the first. `last_use` is the last layer of the stage that saves or is given them, and `is_passed_on`
-    whether a later stage is given them too. `readers` are later layers of the stage whose weight gradients read them,
-    `conv_savers` the savers in which a convolution saves them.
-    Only those that are `is_movable` are large enough to leave; products are what convolutions and matrix products gave.
-    `number` tells storages of a stage apart.
+    Layers are counted over the model.
+    `savers` are the layers of the stage whose backward reads them, first to last: they leave with
+    the last one, and are needed until the first. `last_use` is the last layer of the stage that
+    saves or is given them, and `is_passed_on` whether a later stage is given them too. `readers`
+    are later layers of the stage whose weight gradients read them, `conv_savers` the savers in
+    which a convolution saves them. Only those that are `is_movable` are large enough to leave;
+    products are what convolutions and matrix products gave. `number` tells storages of a stage
+    apart.
     """
 
     number: int
@@ -55,17 +60,23 @@ class Storage:
         return self.savers[-1]
 
 
-def saved_storages(profile: ModelProfile, first: int, end: int, least_bytes: int = 0) -> tuple[Storage, ...]:
+def saved_storages(
+    profile: ModelProfile, first: int, end: int, least_bytes: int = 0
+) -> tuple[Storage, ...]:
     """Return what layers `first` up to `end` make and a backward of them reads; see `Layers.made`."""
-    return tuple(one for one in profile_storages(profile).made(first, end, least_bytes) if one.savers)
+    return tuple(
+        one for one in profile_storages(profile).made(first, end, least_bytes) if one.savers
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Storages of a stage that share one fate: made in segment `maker`, saved by `savers`, last given to `last_use`.
+    """Storages of a stage that share one fate.
 
-    What the stage passes on is given last to the segment after its last one. `readers` are the later segments whose
-    weight gradients read them. They may leave only once a segment of `movers` has saved them; None stands for any.
+    Made in segment `maker`, saved by `savers`, last given to `last_use`.
+    What the stage passes on is given last to the segment after its last one. `readers` are the
+    later segments whose weight gradients read them. They may leave only once a segment of `movers`
+    has saved them; None stands for any.
     """
 
     maker: int
@@ -87,8 +98,11 @@ class Layers:
     def __init__(self, profile: ModelProfile) -> None:
         self.profile = profile
         self.spans = Spans(profile)
-        self.storages = tuple(_layer_storages(profile, index) for index in range(profile.num_layers))
-        # a stage by its segments and the size from which storages are moved: plans differ in few stages
+        self.storages = tuple(
+            _layer_storages(profile, index) for index in range(profile.num_layers)
+        )
+        # a stage by its segments and the size from which storages are moved: plans differ in few
+        # stages
         self.stage = lru_cache(MAX_STAGES)(partial(StageStorages, self))
         self.made = lru_cache(MAX_STAGES)(self._made)
         self.first_forward_peak_bytes = cache(self._first_forward_peak_bytes)
@@ -96,8 +110,8 @@ class Layers:
     def _made(self, first: int, end: int, least_bytes: int) -> tuple[Storage, ...]:
         """Return what layers `first` up to `end` make that is saved, kept for a recompute or passed on.
 
-        What a stage is given by another is in its receive buffer whatever the plan, and not among them. Storages below
-        `least_bytes` stay.
+        What a stage is given by another is in its receive buffer whatever the plan, and not among
+        them. Storages below `least_bytes` stay.
         """
         found: list[Storage] = []
         for maker in range(first, end):
@@ -110,10 +124,19 @@ class Layers:
                 if savers or one.is_product or last_use > maker:
                     found.append(
                         Storage(
-                            len(found), one.num_bytes, one.count, maker, savers, last_use,
-                            one.num_bytes >= least_bytes, one.is_product, maker + one.last_use >= end, readers, convs,
+                            len(found),
+                            one.num_bytes,
+                            one.count,
+                            maker,
+                            savers,
+                            last_use,
+                            one.num_bytes >= least_bytes,
+                            one.is_product,
+                            maker + one.last_use >= end,
+                            readers,
+                            convs,
                         )
-                    )  # fmt: skip
+                    )
         return tuple(found)
 
     def _first_forward_peak_bytes(self, first: int, end: int, is_selective: bool) -> int:
@@ -125,9 +148,13 @@ class Layers:
         most = kept = 0
         for index in range(first, end):
             passing = [(maker, one) for maker, one in passing if maker + one.last_use >= index]
-            earlier = sum(one.total_bytes for _, one in passing if not (is_selective and one.is_product))
+            earlier = sum(
+                one.total_bytes for _, one in passing if not (is_selective and one.is_product)
+            )
             layer = self.profile.layers[index]
-            own = (layer.cheap_first_peak_bytes if is_selective else layer.plain_peak_bytes) or layer.forward_peak_bytes
+            own = (
+                layer.cheap_first_peak_bytes if is_selective else layer.plain_peak_bytes
+            ) or layer.forward_peak_bytes
             most = max(most, kept + earlier + own)
             passing += [(index, one) for one in self.storages[index] if one.last_use]
             kept += layer.cheap_bytes if is_selective else 0
@@ -136,7 +163,8 @@ class Layers:
     def recompute_peak_bytes(self, first: int, end: int, is_selective: bool) -> int:
         """Return the peak bytes that a recompute of layers makes, beyond its inputs and what the forward kept.
 
-        Of a selective one, what products gave is freed where it is used, unless it is saved or passed on.
+        Of a selective one, what products gave is freed where it is used, unless it is saved or
+        passed on.
         """
         if not is_selective:
             return as_bytes(self.spans.forward_peak[first, end])
@@ -146,9 +174,13 @@ class Layers:
             before = unsaved = 0
             if index > first:
                 before = as_bytes(self.spans.stash[first, index])
-                given = sum(num_bytes for back, num_bytes in layer.unsaved_from if index - back < first)
+                given = sum(
+                    num_bytes for back, num_bytes in layer.unsaved_from if index - back < first
+                )
                 unsaved = layer.unsaved_input_bytes - given
-            most = max(most, before - kept + unsaved + (layer.cheap_peak_bytes or layer.forward_peak_bytes))
+            most = max(
+                most, before - kept + unsaved + (layer.cheap_peak_bytes or layer.forward_peak_bytes)
+            )
             kept += layer.cheap_bytes
         return most
 
@@ -157,7 +189,11 @@ class StageStorages:
     """The storages that a stage makes, in groups, by the segments of a plan."""
 
     def __init__(
-        self, layers: Layers, segments: Sequence[Segment], least_bytes: int, only_conv_inputs: bool = False
+        self,
+        layers: Layers,
+        segments: Sequence[Segment],
+        least_bytes: int,
+        only_conv_inputs: bool = False,
     ) -> None:
         self.layers = layers
         self.num_segments = len(segments)
@@ -169,19 +205,27 @@ class StageStorages:
         self.takes: list[list[Group]] = [[] for _ in segments]
         self.hands: list[list[Group]] = [[] for _ in segments]
         self.weights_read: list[list[Group]] = [[] for _ in segments]
-        # what the stage is given, where that leaves: what its first layer's weight gradient reads, and the rest
-        given, first_layer = layers.profile.given_bytes(segments[0].first), layers.profile.layers[segments[0].first]
+        # what the stage is given, where that leaves: what its first layer's weight gradient reads,
+        # and the rest
+        given = layers.profile.given_bytes(segments[0].first)
+        first_layer = layers.profile.layers[segments[0].first]
         read = min(given, first_layer.held_input_bytes)
-        self.given = tuple(Group(-1, (0,), 0, given >= least_bytes, False, (0,) * is_read) for is_read in (True, False))
+        self.given = tuple(
+            Group(-1, (0,), 0, given >= least_bytes, False, (0,) * is_read)
+            for is_read in (True, False)
+        )
         self.num_bytes |= dict(zip(self.given, (read, given - read), strict=True))
         # inputs of a segment that the weight gradients of its other layers than the first read
         self._inputs_further_on = [0 for _ in segments]
         groups: dict[Group, None] = {}
-        segment_of = {layer: number for number, span in enumerate(self.spans_of) for layer in range(*span)}
+        segment_of = {
+            layer: number for number, span in enumerate(self.spans_of) for layer in range(*span)
+        }
         for one in layers.made(segments[0].first, segments[-1].end, least_bytes):
             maker = segment_of[one.maker]
             savers, readers, convs = (
-                tuple(sorted({segment_of[at] for at in each})) for each in (one.savers, one.readers, one.conv_savers)
+                tuple(sorted({segment_of[at] for at in each}))
+                for each in (one.savers, one.readers, one.conv_savers)
             )
             last_use = len(segments) if one.is_passed_on else segment_of[one.last_use]
             later = tuple(reader for reader in readers if reader > maker)
@@ -206,7 +250,10 @@ class StageStorages:
     def held_for_weights_bytes(self, segment: int) -> int:
         """Return the bytes that a segment keeps from I to W, except its inputs and the stage's output gradient."""
         first, end = self.spans_of[segment]
-        held = as_bytes(self.layers.spans.held_for_weights[first, end]) - self._inputs_further_on[segment]
+        held = (
+            as_bytes(self.layers.spans.held_for_weights[first, end])
+            - self._inputs_further_on[segment]
+        )
         is_last = segment == self.num_segments - 1
         return held + (0 if is_last else self.layers.profile.layers[end - 1].held_output_grad_bytes)
 
@@ -215,8 +262,13 @@ class StageStorages:
         return sum(self.num_bytes[group] for group in groups)
 
 
-def stage_storages(profile: ModelProfile, plan: MemoryPlan, schedule: Schedule, stage: int) -> StageStorages:
-    """Return the storages of a stage by the segments in which it runs: one if the schedule has it whole."""
+def stage_storages(
+    profile: ModelProfile, plan: MemoryPlan, schedule: Schedule, stage: int
+) -> StageStorages:
+    """Return the storages of a stage by the segments in which it runs.
+
+    One if the schedule has it whole.
+    """
     segments = plan.stages[stage]
     if schedule.num_segments[stage] is None and len(segments) > 1:
         segments = (replace(segments[0], end=segments[-1].end),)
@@ -238,15 +290,19 @@ def profile_storages(profile: ModelProfile) -> Layers:
 def _layer_storages(profile: ModelProfile, index: int) -> tuple[Saved, ...]:
     """Return the storages that a layer makes and that are saved or passed on.
 
-    A profile that only knows sums does not say what of its output a layer saves itself, nor what nobody saves: the sums
-    of the next layer tell, for tensors that are not carried further.
+    A profile that only knows sums does not say what of its output a layer saves itself, nor what
+    nobody saves: the sums of the next layer tell, for tensors that are not carried further.
     """
     layer = profile.layers[index]
-    is_known = layer.passing or layer.saved != saved_from(layer.stash_bytes, layer.saved_later, layer.cheap_bytes)
+    is_known = layer.passing or layer.saved != saved_from(
+        layer.stash_bytes, layer.saved_later, layer.cheap_bytes
+    )
     if is_known or index + 1 == profile.num_layers:
         return (*layer.saved, *layer.passing)
     after = profile.layers[index + 1]
-    unsaved = max(0, after.unsaved_input_bytes - sum(num_bytes for _, num_bytes in after.unsaved_from))
+    unsaved = max(
+        0, after.unsaved_input_bytes - sum(num_bytes for _, num_bytes in after.unsaved_from)
+    )
     saved_next = sum(one.total_bytes for one in layer.saved if one.last_use)
     unsaved = min(max(unsaved, saved_next), layer.output_bytes)
     handed = layer.output_bytes - unsaved
@@ -254,7 +310,10 @@ def _layer_storages(profile: ModelProfile, index: int) -> tuple[Saved, ...]:
     for one in layer.saved:
         part = 0 if one.last_use else min(handed, one.num_bytes)
         handed -= part
-        storages += [replace(one, num_bytes=part, last_use=1), replace(one, num_bytes=one.num_bytes - part)]
+        storages += [
+            replace(one, num_bytes=part, last_use=1),
+            replace(one, num_bytes=one.num_bytes - part),
+        ]
     if after.held_input_bytes:
         storages = [replace(one, weight_readers=(1,)) if one.last_use else one for one in storages]
     storages.append(Saved(max(0, unsaved - saved_next), (), 1))

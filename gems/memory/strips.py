@@ -1,5 +1,6 @@
-"""What a rank holds in strips: each strip is a micro-batch with bytes of its own, and leaves some to the next.
+"""What a rank holds in strips.
 
+Each strip is a micro-batch with bytes of its own, and leaves some to the next.
 Under strips a segment is a stage: what becomes of a strip of it becomes of all its layers.
 """
 
@@ -20,20 +21,34 @@ from gems.profile.model_profile import TIMES, Saved
 from gems.profile.strip_profile import STRIP_SHARES, StripBytes, StripProfile
 from gems.schedule.action import Action, Kind
 
-_PEAKS = {Kind.F: "forward_peak", Kind.R: "forward_peak", Kind.B: "backward_peak", Kind.I: "input_gradient_peak"}
-_SIZES = {"inputs": "given", "gradients": "given_back", "outputs": "handed_on", "input_gradients": "handed_back"}
+_PEAKS = {
+    Kind.F: "forward_peak",
+    Kind.R: "forward_peak",
+    Kind.B: "backward_peak",
+    Kind.I: "input_gradient_peak",
+}
+_SIZES = {
+    "inputs": "given",
+    "gradients": "given_back",
+    "outputs": "handed_on",
+    "input_gradients": "handed_back",
+}
 
 
 @cache
 def strip_states(strip: StripBytes, script: Script, least_bytes: int) -> tuple[State, ...]:
     """Return the state of a strip at each of its actions, by the rules that the engine's store follows.
 
-    A strip that is recomputed keeps what it was left, and what the loss saves. Storages below `least_bytes` are not
-    copied.
+    A strip that is recomputed keeps what it was left, and what the loss saves. Storages below
+    `least_bytes` are not copied.
     """
     kinds = {kind for kind, _ in script}
     residency = Residency({0} if Kind.OFFLOAD in kinds else ())
-    pending = {("carried", number): size for number, size in enumerate(strip.carried)} if Kind.R in kinds else {}
+    pending = (
+        {("carried", number): size for number, size in enumerate(strip.carried)}
+        if Kind.R in kinds
+        else {}
+    )
     if inputs_leave(script):
         pending["given", 0] = strip.given
     own = {("saved", number): size for number, size in enumerate(strip.saved)}
@@ -41,7 +56,9 @@ def strip_states(strip: StripBytes, script: Script, least_bytes: int) -> tuple[S
     carried = {("kept", number): size for number, size in enumerate(strip.saved_carried)}
     loss = {("loss", number): size for number, size in enumerate(strip.saved_by_loss)}
     outputs = [key for key in own if key[0] == "output"]
-    held, used_up, states = 0, 0, []
+    held = 0
+    used_up = 0
+    states = []
 
     def save(sizes: dict[tuple[str, int], int]) -> None:
         for key, size in sizes.items():
@@ -49,13 +66,20 @@ def strip_states(strip: StripBytes, script: Script, least_bytes: int) -> tuple[S
 
     for kind, _ in script:
         moved = 0
-        during = residency.device_bytes + held - used_up + (getattr(strip, _PEAKS[kind]) if kind in _PEAKS else 0)
+        during = (
+            residency.device_bytes
+            + held
+            - used_up
+            + (getattr(strip, _PEAKS[kind]) if kind in _PEAKS else 0)
+        )
         if kind is Kind.F:
             save(pending if Kind.R in kinds else own | carried)
             save(loss)
         elif kind is Kind.R:
             save(own)
-            used_up = sum(pending.values()) - sum(strip.saved_carried)  # kept only for what has run now
+            used_up = sum(pending.values()) - sum(
+                strip.saved_carried
+            )  # kept only for what has run now
         elif kind in (Kind.B, Kind.I):
             moved = _total(residency, residency.prefetch(0))
             during += moved
@@ -84,7 +108,10 @@ def _total(residency: Residency, keys: Iterable[object]) -> int:
 
 
 class Change(NamedTuple):
-    """By how much an action changes what is held between strips; `counted_bytes` of that its own peak has already."""
+    """By how much an action changes what is held between strips.
+
+    `counted_bytes` of that its own peak has already.
+    """
 
     activation_bytes: int = 0
     device_bytes: int = 0
@@ -92,10 +119,14 @@ class Change(NamedTuple):
 
 
 class BetweenStrips:
-    """What a rank holds of its images between strips: what the next one is left, or its gradient on the way back."""
+    """What a rank holds of its images between strips.
+
+    What the next one is left, or its gradient on the way back.
+    """
 
     def __init__(self, strips: StripProfile) -> None:
-        self._strips, self._num = strips, strips.num_strips
+        self._strips = strips
+        self._num = strips.num_strips
         self._held: dict[tuple[int, int, int], tuple[int, int]] = {}  # activations, and gradients
 
     def act(self, action: Action) -> Change:
@@ -103,10 +134,13 @@ class BetweenStrips:
         kind, stage, micro_batch, direction, _ = action
         assert micro_batch is not None
         number, strip = divmod(micro_batch, self._num)
-        key, of_stage = (direction, stage, number), self._strips.stages[stage]
+        key = (direction, stage, number)
+        of_stage = self._strips.stages[stage]
         before = self._held.get(key, (0, 0))
         if kind is Kind.F:
-            waiting = sum(each.waiting for each in of_stage[: strip + 1]) if strip < self._num - 1 else 0
+            waiting = (
+                sum(each.waiting for each in of_stage[: strip + 1]) if strip < self._num - 1 else 0
+            )
             after = of_stage[strip].left + waiting, 0
         elif kind in (Kind.B, Kind.I):
             after = 0, (of_stage[strip].carried_back + of_stage[-1].loss_gradient) * (strip > 0)
@@ -126,13 +160,16 @@ def boundary_sizes(strips: StripProfile, held: Counts) -> Iterator[tuple[dict[st
 
 
 def stages_as_layers(strips: StripProfile, profile: ModelProfile | None = None) -> ModelProfile:
-    """Return the profile of one strip, in which each stage is a layer: its times shared evenly, its bytes the mean.
+    """Return the profile of one strip, in which each stage is a layer.
 
+    Its times shared evenly, its bytes the mean.
     Times and parameters come from the profile of the model's layers, if it is given.
     """
-    num, stages = strips.num_strips, []
+    num = strips.num_strips
+    stages = []
     for number, (first, end) in enumerate(pairwise(strips.boundaries)):
-        layers, of_stage = profile.layers[first:end] if profile else (), strips.stages[number]
+        layers = profile.layers[first:end] if profile else ()
+        of_stage = strips.stages[number]
         saved = tuple(Saved(size) for size in _means(of_stage, "saved"))
         outputs = tuple(Saved(size, last_use=1) for size in _means(of_stage, "saved_outputs"))
         stages.append(
@@ -159,8 +196,12 @@ def stages_as_layers(strips: StripProfile, profile: ModelProfile | None = None) 
 
 
 def strip_shares(profile: ModelProfile, boundaries: Sequence[int]) -> list[list[float]]:
-    """Return how much of the work of each stage is in each strip; nothing of a profile that does not say so."""
-    shares, found = profile.facts.get(STRIP_SHARES, ()), []
+    """Return how much of the work of each stage is in each strip.
+
+    Nothing of a profile that does not say so.
+    """
+    shares = profile.facts.get(STRIP_SHARES, ())
+    found = []
     if len(shares) != profile.num_layers:
         return []
     for first, end in pairwise(boundaries):

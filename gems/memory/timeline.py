@@ -11,7 +11,14 @@ from typing import Any, NamedTuple
 from gems.memory.model import TABLES, HeldCounts, Optimizer, boundary_tensors
 from gems.memory.plan import MemoryPlan, Segment
 from gems.memory.residency import Residency, Script, State, inputs_leave
-from gems.memory.storages import MAX_STAGES, Group, StageStorages, as_bytes, profile_storages, stage_storages
+from gems.memory.storages import (
+    MAX_STAGES,
+    Group,
+    StageStorages,
+    as_bytes,
+    profile_storages,
+    stage_storages,
+)
 from gems.memory.strips import BetweenStrips, boundary_sizes, strip_shares, strip_states
 from gems.profile import LayerProfile, ModelProfile
 from gems.profile.spans import Spans
@@ -24,15 +31,19 @@ MicroBatchKey = tuple[int, int, int | None]  # direction, stage, micro-batch
 OWN_KINDS = COMPUTE_KINDS | COPY_KINDS | WAIT_KINDS
 _TIMES = ("forward", "input_grad", "weight_grad", "recompute", "split")
 # of a micro-batch on a stage that leaves the device whole
-_COPIED: Script = tuple((kind, 0) for kind in (Kind.F, Kind.OFFLOAD, Kind.FREE, Kind.PREFETCH, Kind.I, Kind.W))
-_BETWEEN_STAGES = tuple(zip(HeldCounts._fields, TABLES, strict=True))[2:]  # all but stashes and weights
+_COPIED: Script = tuple(
+    (kind, 0) for kind in (Kind.F, Kind.OFFLOAD, Kind.FREE, Kind.PREFETCH, Kind.I, Kind.W)
+)
+_BETWEEN_STAGES = tuple(zip(HeldCounts._fields, TABLES, strict=True))[
+    2:
+]  # all but stashes and weights
 
 
 class Point(NamedTuple):
     """What a rank holds during an action, its transients included, and after it, in bytes.
 
-    `activation_bytes` are the saved storages on the device after the action, `moved_bytes` the size of a copy. A tuple,
-    as an action is.
+    `activation_bytes` are the saved storages on the device after the action, `moved_bytes` the size
+    of a copy. A tuple, as an action is.
     """
 
     action: Action
@@ -75,25 +86,33 @@ def rank_timeline(
 ) -> RankTimeline:
     """Return the bytes along a rank's lowered schedule, by the rules that the engine's store follows (`Residency`).
 
-    Counted are parameters, gradients and optimizer state, buffers, the images of the step, tensors between stages,
-    saved storages, values and gradients between segments, and the transients of each action. If the schedule does not
-    wait for a copy to host memory (no FREE), what it moves counts as freed when the copy is posted. In `strips` the
-    profile and the plan are those of stages (`stages_as_layers`), and what is held between stages is that of the
-    largest strip.
+    Counted are parameters, gradients and optimizer state, buffers, the images of the step, tensors
+    between stages, saved storages, values and gradients between segments, and the transients of
+    each action. If the schedule does not wait for a copy to host memory (no FREE), what it moves
+    counts as freed when the copy is posted. In `strips` the profile and the plan are those of
+    stages (`stages_as_layers`), and what is held between stages is that of the largest strip.
     """
-    spans, cuts = profile_storages(profile).spans, plan.boundaries
+    spans = profile_storages(profile).spans
+    cuts = plan.boundaries
     held, actions = boundary_tensors(schedule, rank)
-    static_bytes, sizes = 0, []
+    static_bytes = 0
+    sizes = []
     for (_, stage), counts in held.items():
         span = (cuts[stage], cuts[stage + 1])
         static_bytes += as_bytes(optimizer.static_bytes(spans.params[span], spans.buffers[span]))
         if strips is None:
-            sizes += [(counts, name, as_bytes(getattr(spans, table)[span])) for name, table in _BETWEEN_STAGES]
+            sizes += [
+                (counts, name, as_bytes(getattr(spans, table)[span]))
+                for name, table in _BETWEEN_STAGES
+            ]
     if strips is not None:
         sizes += boundary_sizes(strips, held)
 
     def outside() -> int:
-        """Return the bytes that belong to no micro-batch's own actions; only compute and transfers change them."""
+        """Return the bytes that belong to no micro-batch's own actions.
+
+        Only compute and transfers change them.
+        """
         total = static_bytes
         for counts, name, num_bytes in sizes:
             total += counts[name] * num_bytes
@@ -102,11 +121,16 @@ def rank_timeline(
     scripts = micro_batch_scripts(schedule.rows[rank])
     if strips is None:
         storages = {stage: stage_storages(profile, plan, schedule, stage) for _, stage in held}
-        states = {key: iter(micro_batch_states(storages[key[1]], script)) for key, script in scripts.items()}
+        states = {
+            key: iter(micro_batch_states(storages[key[1]], script))
+            for key, script in scripts.items()
+        }
     else:
         num = strips.num_strips
         states = {
-            (way, stage, strip): iter(strip_states(strips.stages[stage][(strip or 0) % num], script, plan.least_bytes))
+            (way, stage, strip): iter(
+                strip_states(strips.stages[stage][(strip or 0) % num], script, plan.least_bytes)
+            )
             for (way, stage, strip), script in scripts.items()
         }
     between = None if strips is None else BetweenStrips(strips)
@@ -117,16 +141,24 @@ def rank_timeline(
     for action, has_run in actions:
         kind, stage, micro_batch, direction, _ = action
         if kind not in OWN_KINDS or kind in COMPUTE_KINDS:
-            during_bytes, outside_bytes = outside_bytes, outside()
+            during_bytes = outside_bytes
+            outside_bytes = outside()
         if not has_run:
             continue
         if kind not in OWN_KINDS:
-            points.append(Point(action, outside_bytes + device, outside_bytes + device, activations, host))
+            points.append(
+                Point(action, outside_bytes + device, outside_bytes + device, activations, host)
+            )
             continue
         key = (direction, stage, micro_batch)
-        before, state = last.get(key, _NOTHING), next(states[key])
+        before = last.get(key, _NOTHING)
+        state = next(states[key])
         last[key] = state
-        during = (during_bytes if kind in COMPUTE_KINDS else outside_bytes) + device - before.device_bytes
+        during = (
+            (during_bytes if kind in COMPUTE_KINDS else outside_bytes)
+            + device
+            - before.device_bytes
+        )
         device += state.device_bytes - before.device_bytes
         activations += state.activation_bytes - before.activation_bytes
         host += state.host_bytes - before.host_bytes
@@ -136,7 +168,9 @@ def rank_timeline(
             during -= change.counted_bytes
             device += change.device_bytes
             activations += change.activation_bytes
-        points.append(Point(action, during, outside_bytes + device, activations, host, state.moved_bytes))
+        points.append(
+            Point(action, during, outside_bytes + device, activations, host, state.moved_bytes)
+        )
     return RankTimeline(tuple(points))
 
 
@@ -146,8 +180,8 @@ _NOTHING = State()
 class MicroBatch:
     """Replays the actions of a micro-batch on a stage.
 
-    Besides saved storages it holds values between segments until the last segment that reads them has run, the gradient
-    between two segments, and from I to W what W reads.
+    Besides saved storages it holds values between segments until the last segment that reads them
+    has run, the gradient between two segments, and from I to W what W reads.
     """
 
     def __init__(self, storages: StageStorages, script: Script) -> None:
@@ -166,8 +200,10 @@ class MicroBatch:
 
     def act(self, kind: Kind, segment: int) -> State:
         """Run an action and return what is held."""
-        storages, residency = self._storages, self._residency
-        layers, span = storages.layers, storages.spans_of[segment]
+        storages = self._storages
+        residency = self._residency
+        layers = storages.layers
+        span = storages.spans_of[segment]
         self._moved_bytes = 0
         during = self._device_bytes
         if kind is Kind.F:
@@ -178,7 +214,10 @@ class MicroBatch:
                 during += layers.first_forward_peak_bytes(*span, is_selective)
             if self._has_backward:
                 is_kept = segment not in self._recomputed
-                self._save(storages.saves[segment] if is_kept else self._kept_for_recompute(segment), segment)
+                self._save(
+                    storages.saves[segment] if is_kept else self._kept_for_recompute(segment),
+                    segment,
+                )
             is_last = segment == storages.num_segments - 1
             self._passing = {} if is_last else dict.fromkeys(storages.hands[segment])
         elif kind is Kind.R:
@@ -208,7 +247,9 @@ class MicroBatch:
 
     @property
     def _device_bytes(self) -> int:
-        passing = self._storages.total(each for each in self._passing if not self._residency.is_on_device(each))
+        passing = self._storages.total(
+            each for each in self._passing if not self._residency.is_on_device(each)
+        )
         # what was kept only for a recompute that has run: the store counts it until the backward
         used_up = self._storages.total(
             group
@@ -220,11 +261,17 @@ class MicroBatch:
 
     def _save(self, groups: Sequence[Group], segment: int) -> None:
         for group in groups:
-            self._residency.save(group, self._storages.num_bytes[group], segment, group.is_movable_by(segment))
+            self._residency.save(
+                group, self._storages.num_bytes[group], segment, group.is_movable_by(segment)
+            )
 
     def _kept_for_recompute(self, segment: int) -> list[Group]:
         storages = self._storages
-        products = [each for each in storages.makes[segment] if each.is_product and storages.is_selective[segment]]
+        products = [
+            each
+            for each in storages.makes[segment]
+            if each.is_product and storages.is_selective[segment]
+        ]
         return [*(() if segment else self._given), *storages.takes[segment], *products]
 
     def _save_recomputed(self, segment: int) -> None:
@@ -234,12 +281,18 @@ class MicroBatch:
             is_kept = group.maker < segment or (storages.is_selective[segment] and group.is_product)
             is_second = not is_kept and group in self._residency.states
             key = ("second", group) if is_second else group
-            self._residency.save(key, storages.num_bytes[group], segment, group.is_movable_by(segment))
-        self._used_up[segment] = [each for each in self._kept_for_recompute(segment) if segment not in each.savers]
+            self._residency.save(
+                key, storages.num_bytes[group], segment, group.is_movable_by(segment)
+            )
+        self._used_up[segment] = [
+            each for each in self._kept_for_recompute(segment) if segment not in each.savers
+        ]
 
     def _backward(self, kind: Kind, segment: int) -> int:
         """Run the backward of a segment and return the bytes held during it."""
-        storages, spans, span = self._storages, self._storages.layers.spans, self._storages.spans_of[segment]
+        storages = self._storages
+        spans = self._storages.layers.spans
+        span = self._storages.spans_of[segment]
         self._moved_bytes = storages.total(self._residency.prefetch(segment))
         self._gradient_bytes = 0
         peak = spans.backward_peak if kind is Kind.B else spans.input_gradient_peak
@@ -280,12 +333,19 @@ def stage_costs(spans: Spans, boundaries: Sequence[int]) -> StageCosts:
     cuts = list(pairwise(boundaries))
     stages = [spans.profile.layers[first:end] for first, end in cuts]
     given = tuple(float(spans.profile.given_bytes(first)) for first in boundaries[:-1])
-    times: dict[str, Any] = {name: tuple(_sum(stage, f"{name}_s") for stage in stages) for name in _TIMES}
-    loads = tuple(tuple(share * len(each) for share in each) for each in strip_shares(spans.profile, boundaries))
+    times: dict[str, Any] = {
+        name: tuple(_sum(stage, f"{name}_s") for stage in stages) for name in _TIMES
+    }
+    loads = tuple(
+        tuple(share * len(each) for share in each)
+        for each in strip_shares(spans.profile, boundaries)
+    )
     return StageCosts(
         **times,
         strip_loads=loads,
-        activation=tuple(float(spans.stash[cut]) + more for cut, more in zip(cuts, given, strict=True)),
+        activation=tuple(
+            float(spans.stash[cut]) + more for cut, more in zip(cuts, given, strict=True)
+        ),
         held_for_weights=tuple(
             float(spans.held_for_weights[cut]) + more for cut, more in zip(cuts, given, strict=True)
         ),
@@ -296,7 +356,11 @@ def stage_costs(spans: Spans, boundaries: Sequence[int]) -> StageCosts:
 
 
 def acting_stage_costs(
-    profile: ModelProfile, boundaries: Sequence[int], least_bytes: int, d2h_bytes_per_s: float, h2d_bytes_per_s: float
+    profile: ModelProfile,
+    boundaries: Sequence[int],
+    least_bytes: int,
+    d2h_bytes_per_s: float,
+    h2d_bytes_per_s: float,
 ) -> StageCosts:
     """Return what `stage_costs` does, with the copying of all that a stage saves to the host."""
     layers = profile_storages(profile)
@@ -312,12 +376,17 @@ def acting_stage_costs(
 
 
 def segment_costs(
-    profile: ModelProfile, plan: MemoryPlan, schedule: Schedule, d2h_bytes_per_s: float, h2d_bytes_per_s: float
+    profile: ModelProfile,
+    plan: MemoryPlan,
+    schedule: Schedule,
+    d2h_bytes_per_s: float,
+    h2d_bytes_per_s: float,
 ) -> StageCosts:
     """Return the costs of the stages and segments of a plan, in seconds and bytes.
 
-    What segments keep and move is that of the micro-batch of which most is moved or recomputed. A storage that several
-    segments save counts in the first of them, which frees it; the stage's input counts in its first segment.
+    What segments keep and move is that of the micro-batch of which most is moved or recomputed. A
+    storage that several segments save counts in the first of them, which frees it; the stage's
+    input counts in its first segment.
     """
     scripts: dict[int, Script] = {}
     most: dict[int, int] = {}
@@ -331,7 +400,10 @@ def segment_costs(
         _segments(stage_storages(profile, plan, schedule, stage), scripts[stage], *rates)
         for stage in range(schedule.num_stages)
     )
-    copy = tuple(max(sum(each.copy_out for each in stage), sum(each.copy_in for each in stage)) for stage in segments)
+    copy = tuple(
+        max(sum(each.copy_out for each in stage), sum(each.copy_in for each in stage))
+        for stage in segments
+    )
     stages = stage_costs(profile_storages(profile).spans, plan.boundaries)
     return replace(stages, copy=copy, segments=segments)
 
@@ -349,11 +421,13 @@ def _segments(
     found = []
     for number, (first, end) in enumerate(storages.spans_of):
         profile = storages.layers.profile
-        layers, given = profile.layers[first:end], 0 if number else profile.given_bytes(first)
+        layers = profile.layers[first:end]
+        given = 0 if number else profile.given_bytes(first)
         times = {name: _sum(layers, f"{name}_s") for name in _TIMES}
         if storages.is_selective[number]:
             times["recompute"] = _sum(layers, "cheap_s")
-        forward, again = saved.get((Kind.F, number), 0), saved.get((Kind.R, number))
+        forward = saved.get((Kind.F, number), 0)
+        again = saved.get((Kind.R, number))
         apart = 0 if inputs_leave(script) else given  # else they are saved
         out, back = (moved.get((kind, number), 0) for kind in (Kind.OFFLOAD, Kind.PREFETCH))
         found.append(

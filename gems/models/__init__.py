@@ -35,19 +35,25 @@ def _family(model: ModelConfig) -> ModelFamily:
 def layers_of(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
     """Return the layers of the configured network, first to last.
 
-    Raises ConfigError for an unknown `model.name`, for whatever the family refuses (a depth, a block, ...) and for
-    a network of the user's own that cannot be cut into layers.
+    Raises ConfigError for an unknown `model.name`, for whatever the family refuses (a depth, a
+    block, ...) and for a network of the user's own that cannot be cut into layers.
     """
     return _family(model).layers(model, data)
 
 
 def num_outputs(model: ModelConfig, data: DataConfig) -> int:
-    """Return how many tensors the network gives, one of the zoo a single one; raises ConfigError as `layers_of`."""
+    """Return how many tensors the network gives, one of the zoo a single one.
+
+    Raises ConfigError as `layers_of`.
+    """
     return 1 if model.target is None else imported.num_outputs(model, data)
 
 
 def takes_of(model: ModelConfig) -> str:
-    """Return what the first layer reads: images, tokens or token_pairs; images for a user's own network."""
+    """Return what the first layer reads: images, tokens or token_pairs.
+
+    Images for a user's own network.
+    """
     return _family(model).takes
 
 
@@ -57,21 +63,27 @@ def tasks_of(model: ModelConfig) -> tuple[str, ...]:
 
 
 def stride_of(model: ModelConfig) -> int:
-    """Return how many source pixels a side one pixel of the last feature map is for; 1 for a user's own network."""
+    """Return how many source pixels a side one pixel of the last feature map is for.
+
+    1 for a user's own network.
+    """
     return _family(model).stride_px(model)
 
 
 def title_of(model: ModelConfig) -> str:
-    """Return what a resolved model is called in tables: family and what it varies in, or the user's own class."""
+    """Return what a resolved model is called in tables.
+
+    Family and what it varies in, or the user's own class.
+    """
     return _family(model).title.format(name=model.name, depth=model.depth, version=model.version)
 
 
 def check_image(model: ModelConfig, data: DataConfig, micro_batch_size: int | None = None) -> None:
     """Raise ConfigError when a side of the image is smaller than the network can take.
 
-    With `micro_batch_size` also when batch norm would see a single value a channel in the last feature map,
-    whose variance does not exist. A user's own network is run on the image without computing. A model that reads no
-    images passes.
+    With `micro_batch_size` also when batch norm would see a single value a channel in the last
+    feature map, whose variance does not exist. A user's own network is run on the image without
+    computing. A model that reads no images passes.
     """
     if takes_of(model) != "images":
         return
@@ -83,18 +95,28 @@ def check_image(model: ModelConfig, data: DataConfig, micro_batch_size: int | No
         normed_px = _normed_px(model, side_px)
         if not normed_px:
             least_px = _least_side(model, 1)
-            text = f"{model.name} shrinks an image {stride_of(model)} times, so a side has at least {least_px} px"
+            text = (
+                f"{model.name} shrinks an image {stride_of(model)} times, so a side has at least"
+                f" {least_px} px"
+            )
             raise ConfigError(key, side_px, text, f"set {key}={least_px} or more")
         last_px *= normed_px
     if model.norm == "batch" and micro_batch_size is not None and micro_batch_size * last_px == 1:
-        text = f"an image of {data.height_px}x{data.width_px} px leaves batch norm one value a channel, too few"
+        text = (
+            f"an image of {data.height_px}x{data.width_px} px leaves batch norm one value a"
+            " channel, too few"
+        )
         least_px = _least_side(model, 2)
-        advice = f"set data.height_px={least_px} or more, parallel.micro_batch_size=2 or model.norm=group"
+        advice = (
+            f"set data.height_px={least_px} or more, parallel.micro_batch_size=2 or"
+            " model.norm=group"
+        )
         raise ConfigError("data.height_px", data.height_px, text, advice)
 
 
 def _normed_px(model: ModelConfig, side_px: int) -> int:
-    normed_px, stride_px = MODELS[model.name].normed_px, stride_of(model)
+    normed_px = MODELS[model.name].normed_px
+    stride_px = stride_of(model)
     if normed_px is not None:
         return normed_px(model, side_px)
     return math.ceil(side_px / stride_px) if side_px >= stride_px else 0

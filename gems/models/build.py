@@ -41,25 +41,32 @@ class TensorSpec:
 
 
 def build_layer(
-    layer: Layer, index: int, seed: int, dtype: Dtype = torch.float32, device: torch.device | str = "cpu"
+    layer: Layer,
+    index: int,
+    seed: int,
+    dtype: Dtype = torch.float32,
+    device: torch.device | str = "cpu",
 ) -> nn.Module:
     """Build the module of `layer`, the `index`-th of its model, in `dtype` on `device`.
 
-    Its parameters depend on (seed, index) alone, of a part of a whole on the seed: any cut of the model, any rank
-    and both directions get the same values, and no dtype or device changes them but by rounding, for they are drawn
-    in float32 on the host. The global random state is left as it was. A layer of mixed precision computes and returns
-    the low type; without memory it does not.
+    Its parameters depend on (seed, index) alone, of a part of a whole on the seed: any cut of the
+    model, any rank and both directions get the same values, and no dtype or device changes them but
+    by rounding, for they are drawn in float32 on the host. The global random state is left as it
+    was. A layer of mixed precision computes and returns the low type; without memory it does not.
     """
     precision = as_precision(dtype)
     module_name, _, class_name = layer.target.partition(":")
-    construct = partial(getattr(importlib.import_module(module_name), class_name), **dict(layer.options))
+    construct = partial(
+        getattr(importlib.import_module(module_name), class_name), **dict(layer.options)
+    )
     module: nn.Module
     if torch.device(device).type == "meta":
         with torch.device("meta"):
             module = construct()
         return module.to(precision.parameters)
     with torch.random.fork_rng(devices=[]):
-        # torch.manual_seed would reseed the accelerators too, which no fork of the host's state undoes.
+        # torch.manual_seed would reseed the accelerators too, which no fork of the host's state
+        # undoes.
         torch.default_generator.manual_seed(layer_seed(seed, 0 if layer.is_part else index))
         module = construct()
     return compute_in(module.to(device=device, dtype=precision.parameters), precision)
@@ -87,20 +94,30 @@ def build_layers(
 def freeze(layers: Iterable[tuple[str, nn.Module]], patterns: Sequence[str]) -> set[str]:
     """Exclude parameters of named layers from training, and return the patterns that matched one.
 
-    A pattern is that of a layer's name, of a parameter's name in the user's class, or of both with a dot between.
+    A pattern is that of a layer's name, of a parameter's name in the user's class, or of both with
+    a dot between.
     """
     used = set()
     for layer, module in layers:
         for name, parameter in module.named_parameters():
-            found = {p for p in patterns if any(fnmatchcase(word, p) for word in (layer, name, f"{layer}.{name}"))}
+            found = {
+                p
+                for p in patterns
+                if any(fnmatchcase(word, p) for word in (layer, name, f"{layer}.{name}"))
+            }
             if found:
                 parameter.requires_grad_(False)
             used |= found
     return used
 
 
-def input_spec(data: DataConfig, micro_batch_size: int, dtype: torch.dtype = torch.float32) -> TensorSpec:
-    """Return what the first layer takes of a micro-batch: images (N, C, H, W) in `dtype`, or int64 tokens (N, ...)."""
+def input_spec(
+    data: DataConfig, micro_batch_size: int, dtype: torch.dtype = torch.float32
+) -> TensorSpec:
+    """Return what the first layer takes of a micro-batch.
+
+    Images (N, C, H, W) in `dtype`, or int64 tokens (N, ...).
+    """
     is_image = kind_of(data) == IMAGES
     name, kept = ("image", dtype) if is_image else ("tokens", torch.int64)
     return TensorSpec(name, (micro_batch_size, *sample_shape(data)), kept)
@@ -115,12 +132,13 @@ def boundary_shapes(
 ) -> list[tuple[TensorSpec, ...]]:
     """Return, for each layer, the tensors it hands on when the model takes a batch, such as images (N, C, H, W).
 
-    `dtype` is that of the parameters, and of the input too unless `input_dtype` says another (tokens: int64). In mixed
-    precision layers hand on the low type.
+    `dtype` is that of the parameters, and of the input too unless `input_dtype` says another
+    (tokens: int64). In mixed precision layers hand on the low type.
 
-    The layers run on torch's meta device, so no memory is used at any resolution; equal layers on equal input
-    run once in a process. A layer's tensors are named after it, with a number when it gives several, or as its module's
-    `output_names` says; the parts of a user's network may give others when they are not `training`.
+    The layers run on torch's meta device, so no memory is used at any resolution; equal layers on
+    equal input run once in a process. A layer's tensors are named after it, with a number when it
+    gives several, or as its module's `output_names` says; the parts of a user's network may give
+    others when they are not `training`.
     """
     wide, low = as_precision(dtype)
     given = wide if input_dtype in (None, low) else input_dtype
@@ -129,10 +147,15 @@ def boundary_shapes(
     for layer in layers:
         with _noting(layer, specs):
             unnamed = tuple(replace(spec, name="") for spec in specs)
-            specs = _outputs(replace(layer, name="", kind=""), unnamed, wide, training and layer.is_part)
+            specs = _outputs(
+                replace(layer, name="", kind=""), unnamed, wide, training and layer.is_part
+            )
         specs = tuple(replace(spec, name=f"{layer.name}{spec.name}") for spec in specs)
         out.append(specs)
-    return [tuple(replace(spec, dtype=low if spec.dtype is wide else spec.dtype) for spec in specs) for specs in out]
+    return [
+        tuple(replace(spec, dtype=low if spec.dtype is wide else spec.dtype) for spec in specs)
+        for specs in out
+    ]
 
 
 def as_precision(dtype: Dtype) -> Precision:
@@ -145,7 +168,9 @@ def as_tuple(output: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return (output,) if isinstance(output, Tensor) else tuple(output)
 
 
-def model_output(layer: Layer, inputs: Sequence[TensorSpec], dtype: torch.dtype, training: bool = True) -> Any:
+def model_output(
+    layer: Layer, inputs: Sequence[TensorSpec], dtype: torch.dtype, training: bool = True
+) -> Any:
     """Return what a model's last layer gives for such inputs, with tensors of torch's meta device.
 
     It is a tensor, or tensors in tuples, lists and dicts, which may differ in training.
@@ -167,7 +192,10 @@ def _noting(layer: Layer, inputs: Sequence[TensorSpec]) -> Iterator[None]:
 def _run_on_meta(
     layer: Layer, inputs: Sequence[TensorSpec], dtype: torch.dtype, training: bool
 ) -> tuple[nn.Module, Any]:
-    """Return the module of a layer, and what it gives; only parts of a user's network differ in training."""
+    """Return the module of a layer, and what it gives.
+
+    Only parts of a user's network differ in training.
+    """
     module = build_layer(layer, 0, 0, dtype, "meta").train(training and layer.is_part)
     tensors = [torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in inputs]
     with torch.no_grad(), torch.device("meta"):
@@ -175,12 +203,15 @@ def _run_on_meta(
 
 
 @functools.lru_cache(maxsize=4096)
-def _outputs(layer: Layer, specs: tuple[TensorSpec, ...], dtype: torch.dtype, training: bool) -> tuple[TensorSpec, ...]:
+def _outputs(
+    layer: Layer, specs: tuple[TensorSpec, ...], dtype: torch.dtype, training: bool
+) -> tuple[TensorSpec, ...]:
     """Return what a layer gives, named by what follows its own name."""
     module, output = _run_on_meta(layer, specs, dtype, training)
     tensors = tuple(tensors_in(output))
     names = getattr(module, "output_names", ()) or (range(len(tensors)) if len(tensors) > 1 else ())
     suffixes = [f".{name}" for name in names] or [""]
     return tuple(
-        TensorSpec(suffix, tuple(tensor.shape), tensor.dtype) for suffix, tensor in zip(suffixes, tensors, strict=True)
+        TensorSpec(suffix, tuple(tensor.shape), tensor.dtype)
+        for suffix, tensor in zip(suffixes, tensors, strict=True)
     )

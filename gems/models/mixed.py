@@ -14,7 +14,8 @@ from gems.config.training import PRECISIONS
 from gems.models.outputs import map_tensors
 
 _MIXED = "_gems_mixed"
-# Layers whose products autocast computes in the low type; what others read is cast by it at each use.
+# Layers whose products autocast computes in the low type; what others read is cast by it at each
+# use.
 _PRODUCTS = (nn.modules.conv._ConvNd, nn.Linear, nn.Bilinear, nn.MultiheadAttention)
 
 
@@ -36,7 +37,10 @@ class Precision(NamedTuple):
 
 
 class Elsewhere(NamedTuple):
-    """A device that layers are profiled for; inside what `casts` makes, its autocast acts on tensors of another."""
+    """A device that layers are profiled for.
+
+    Inside what `casts` makes, its autocast acts on tensors of another.
+    """
 
     device: torch.device
     casts: Callable[[], AbstractContextManager[Any]]
@@ -48,7 +52,9 @@ class _Copy:
     name: str
     weight: nn.Parameter
     low: nn.Parameter
-    seen: tuple[int, int] | None = None  # the memory of the weight, and its version, of which `low` is the copy
+    seen: tuple[int, int] | None = (
+        None  # the memory of the weight, and its version, of which `low` is the copy
+    )
 
     def fresh(self) -> nn.Parameter:
         """Return the copy, made again if the weight has changed."""
@@ -63,8 +69,9 @@ class _Copy:
 class Mixed:
     """Runs the forward of a layer under autocast, on copies of its weights of the low type.
 
-    Autocast alone would copy the weights anew for each micro-batch, and keep the copies until its backward. These are
-    copied again only after the weights have changed. Their gradients are added to those of the weights at once.
+    Autocast alone would copy the weights anew for each micro-batch, and keep the copies until its
+    backward. These are copied again only after the weights have changed. Their gradients are added
+    to those of the weights at once.
 
     Attributes:
         dtype: the low type.
@@ -72,7 +79,9 @@ class Mixed:
         low_copies: the copies of weights.
     """
 
-    def __init__(self, layer: nn.Module, dtype: torch.dtype, elsewhere: Elsewhere | None = None) -> None:
+    def __init__(
+        self, layer: nn.Module, dtype: torch.dtype, elsewhere: Elsewhere | None = None
+    ) -> None:
         self.dtype = dtype
         self.elsewhere = elsewhere
         self._copies: dict[tuple[int, str], _Copy] = {}
@@ -99,7 +108,9 @@ class Mixed:
 
     def cast(self, made: Any) -> Any:
         """Return what the layer's modules have made in the type that the layer gives."""
-        return map_tensors(lambda tensor: tensor.to(self.dtype) if tensor.dtype is torch.float32 else tensor, made)
+        return map_tensors(
+            lambda tensor: tensor.to(self.dtype) if tensor.dtype is torch.float32 else tensor, made
+        )
 
     def _begin(self, layer: nn.Module, given: Any) -> None:
         for each in self._copies.values():
@@ -117,8 +128,13 @@ class Mixed:
         return self.cast(made)
 
 
-def compute_in(layer: nn.Module, precision: Precision, elsewhere: Elsewhere | None = None) -> nn.Module:
-    """Let a layer compute in the low type of a mixed precision, perhaps as `elsewhere`; return the layer."""
+def compute_in(
+    layer: nn.Module, precision: Precision, elsewhere: Elsewhere | None = None
+) -> nn.Module:
+    """Let a layer compute in the low type of a mixed precision, perhaps as `elsewhere`.
+
+    Return the layer.
+    """
     if precision.is_mixed:
         setattr(layer, _MIXED, Mixed(layer, precision.compute, elsewhere))
     return layer
@@ -142,7 +158,8 @@ def _low_copy(weight: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
     low.master = weight  # type: ignore[attr-defined]  # to whose gradient a split backward adds
 
     def give(copy: Tensor) -> None:
-        gradient, copy.grad = copy.grad, None
+        gradient = copy.grad
+        copy.grad = None
         if gradient is None:  # which a split backward adds later
             return
         if weight.grad is None:

@@ -1,4 +1,7 @@
-"""Resolution of model and data: what a configuration derives from its network and its samples, and refuses."""
+"""Resolution of model and data.
+
+What a configuration derives from its network and its samples, and refuses.
+"""
 
 from __future__ import annotations
 
@@ -20,22 +23,36 @@ _log = logging.getLogger(__name__)
 
 
 def resolve_model_and_data(spec: RunSpec) -> RunSpec:
-    """Return the run with the derived fields of `model` and `data`; raises ConfigError if they do not fit together."""
+    """Return the run with the derived fields of `model` and `data`.
+
+    Raises ConfigError if they do not fit together.
+    """
     if spec.model.target is not None:
         spec = replace(spec, model=resolve_target(spec.model))
     for key, value in (("model.kwargs", spec.model.kwargs), ("model.path", spec.model.path)):
         if value and spec.model.target is None:
-            raise ConfigError(key, value, "is for a network of your own", "name it: model.target=package.module.Class")
+            raise ConfigError(
+                key,
+                value,
+                "is for a network of your own",
+                "name it: model.target=package.module.Class",
+            )
     check_data(spec.data)
-    reads, gives = takes_of(spec.model), kind_of(spec.data)
+    reads = takes_of(spec.model)
+    gives = kind_of(spec.data)
     if reads != gives:
         sources = [f"data={name}" for name in sources_of(reads)]
         text = f"gives {gives}, but model {spec.model.name} reads {reads}"
-        raise ConfigError("data", spec.data.name, text, f"set {' or '.join(sources)}, or another model")
-    task, tasks = task_of(spec.data), tasks_of(spec.model)
+        raise ConfigError(
+            "data", spec.data.name, text, f"set {' or '.join(sources)}, or another model"
+        )
+    task = task_of(spec.data)
+    tasks = tasks_of(spec.model)
     if task not in tasks:
         able = [f"model={name}" for name, family in sorted(MODELS.items()) if task in family.tasks]
-        text = f"model {spec.model.name} gives one score for each class of an image; {one_of(tasks)}"
+        text = (
+            f"model {spec.model.name} gives one score for each class of an image; {one_of(tasks)}"
+        )
         raise ConfigError("data.task", task, text, f"set {' or '.join([*able, 'model.target'])}")
     check_metrics(spec, task)
     check_image(spec.model, spec.data, spec.parallel.micro_batch_size)
@@ -53,8 +70,12 @@ def resolve_model_and_data(spec: RunSpec) -> RunSpec:
 
 
 def resolve_epochs(spec: RunSpec) -> RunSpec:
-    """Return the run with the steps of train.epochs, which go before train.steps; raises ConfigError for none."""
-    epochs, default = spec.train.epochs, TrainConfig().steps
+    """Return the run with the steps of train.epochs, which go before train.steps.
+
+    Raises ConfigError for none.
+    """
+    epochs = spec.train.epochs
+    default = TrainConfig().steps
     if epochs is None:
         return spec
     samples = num_train(spec.data, spec.seed)

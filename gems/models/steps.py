@@ -1,11 +1,13 @@
-"""What a convolutional layer does, step by step, as plain data: convolve, pool, normalise, fork into branches.
+"""What a convolutional layer does, step by step, as plain data.
 
-A layer of the chain families (AlexNet, VGG, inception, ...) is a tuple of steps, which `blocks.chain.Chain` runs. The
-same tuple gives the size of its feature map, so that no size stands anywhere twice.
+Convolve, pool, normalise, fork into branches.
+A layer of the chain families (AlexNet, VGG, inception, ...) is a tuple of steps, which
+`blocks.chain.Chain` runs. The same tuple gives the size of its feature map, so that no size stands
+anywhere twice.
 
-Operators are the finest parts of a model's layers, with who reads whom. A layer whose steps fork is taken apart into
-its steps, each branch's among them, and the joins of its forks; any other layer is one operator. So a model is a chain
-of layers, with branches inside of some.
+Operators are the finest parts of a model's layers, with who reads whom. A layer whose steps fork is
+taken apart into its steps, each branch's among them, and the joins of its forks; any other layer is
+one operator. So a model is a chain of layers, with branches inside of some.
 """
 
 from __future__ import annotations
@@ -20,7 +22,10 @@ _CHAIN = "gems.models.blocks.chain:Chain"
 
 
 class Conv(NamedTuple):
-    """A convolution, then, if it `activates`, the configured norm and ReLU; sizes are (height, width) in pixels."""
+    """A convolution, then, if it `activates`, the configured norm and ReLU.
+
+    Sizes are (height, width) in pixels.
+    """
 
     channels: int
     kernel: tuple[int, int]
@@ -53,7 +58,9 @@ class Fork(NamedTuple):
 Step = Conv | Pool | LocalNorm | Fork
 
 
-def conv(channels: int, kernel: int | tuple[int, int] = 1, stride: int = 1, is_padded: bool = True) -> Conv:
+def conv(
+    channels: int, kernel: int | tuple[int, int] = 1, stride: int = 1, is_padded: bool = True
+) -> Conv:
     """Return a convolution; padded, it has ceil(side / stride) pixels a side for an odd kernel."""
     sizes = (kernel, kernel) if isinstance(kernel, int) else kernel
     padding = (sizes[0] // 2, sizes[1] // 2) if is_padded else (0, 0)
@@ -66,7 +73,12 @@ def max_pool(kernel: int, stride: int, padding: int = 0) -> Pool:
 
 
 def chain_layer(
-    name: str, kind: str, in_channels: int, steps: tuple[Step, ...], norm: str, carried: tuple[str, ...] = ()
+    name: str,
+    kind: str,
+    in_channels: int,
+    steps: tuple[Step, ...],
+    norm: str,
+    carried: tuple[str, ...] = (),
 ) -> Layer:
     """Return the layer that runs `steps`, and hands on, beside its output, the tensors named in `carried`."""
     options = (("in_channels", in_channels), ("steps", steps), ("norm", norm), ("carried", carried))
@@ -84,8 +96,9 @@ def channels_after(in_channels: int, steps: Sequence[Step]) -> int:
 
 
 def side_after(side_px: int, steps: Iterable[Step]) -> int:
-    """Return the height of the feature map after `steps`, 0 when a window does not fit; so too for the width.
+    """Return the height of the feature map after `steps`, 0 when a window does not fit.
 
+    So too for the width.
     Kernels that are no squares are padded, so that either side sees the same.
     """
     for step in steps:
@@ -99,7 +112,10 @@ def side_after(side_px: int, steps: Iterable[Step]) -> int:
 
 
 def normed_side(side_px: int, steps: Iterable[Step]) -> int:
-    """Return a side of the last map that a convolution makes, and its norm sees; 0 when the image is too small."""
+    """Return a side of the last map that a convolution makes, and its norm sees.
+
+    0 when the image is too small.
+    """
     normed_px = side_px
     for step in steps:
         side_px = side_after(side_px, (step,))
@@ -145,9 +161,9 @@ def _windows(side_px: int, kernel_px: int, stride_px: int, padding_px: int) -> i
 class Operator:
     """A part of a layer.
 
-    `path` is where the module of a step stands in that of its layer, "" for a whole layer, None for a join, which puts
-    what it reads together along the channels. `feeders` are the operators that it reads, in order; none for the first
-    of all.
+    `path` is where the module of a step stands in that of its layer, "" for a whole layer, None for
+    a join, which puts what it reads together along the channels. `feeders` are the operators that
+    it reads, in order; none for the first of all.
     """
 
     name: str
@@ -175,12 +191,21 @@ def num_branching(operators: Sequence[Operator]) -> int:
     return len({each.layer for each in operators if each.path is None})
 
 
-def _add_steps(found: list[Operator], name: str, layer: int, steps: Sequence[Step], path: str, last: int) -> int:
+def _add_steps(
+    found: list[Operator], name: str, layer: int, steps: Sequence[Step], path: str, last: int
+) -> int:
     """Add steps that run one after the other, behind operator `last`, and gives the number of the last of them."""
     for number, step in enumerate(steps):
         here = f"{path}.{number}"
         if not isinstance(step, Fork):
-            found.append(Operator(f"{name}.{here.removeprefix('steps.')}", layer, here, (last,) if last >= 0 else ()))
+            found.append(
+                Operator(
+                    f"{name}.{here.removeprefix('steps.')}",
+                    layer,
+                    here,
+                    (last,) if last >= 0 else (),
+                )
+            )
             last = len(found) - 1
             continue
         ends = tuple(

@@ -16,7 +16,10 @@ PLAIN = "exact_plain"
 
 @dataclass(frozen=True, slots=True)
 class EvaluatedPartition:
-    """A partition and what it means: the peak of each rank in bytes, and the predicted time of a step in seconds."""
+    """A partition and what it means.
+
+    The peak of each rank in bytes, and the predicted time of a step in seconds.
+    """
 
     partition: Partition
     peak_bytes: tuple[int, ...]
@@ -35,7 +38,10 @@ def evaluate(case: PartitionCase, partition: Partition) -> EvaluatedPartition:
 
 
 def plain_pipeline(case: PartitionCase, budget_s: float) -> Partition:
-    """Return the least peak of a plain pipeline: what is lost without looking at the stages of a rank together."""
+    """Return the least peak of a plain pipeline.
+
+    What is lost without looking at the stages of a rank together.
+    """
     begin = time.perf_counter()
     boundaries = solve(case.plain.problem("peak_bytes"), budget_s).boundaries
     cost = case.problem("peak_bytes").cost(boundaries)
@@ -45,7 +51,8 @@ def plain_pipeline(case: PartitionCase, budget_s: float) -> Partition:
 def compare(case: PartitionCase, objective: str, budget_s: float) -> list[EvaluatedPartition]:
     """Partition by every method and evaluate each; the exact one first.
 
-    The exact one also takes the others' partitions for candidates, so that it is never above any, proven or not.
+    The exact one also takes the others' partitions for candidates, so that it is never above any,
+    proven or not.
     """
     others = [partition_by(name, case, objective) for name in METHODS if name != "exact"]
     if objective == "peak_bytes" and any(len(costs.stages) > 1 for costs in case.memory):
@@ -59,4 +66,6 @@ def at_most(ours: Partition, others: Sequence[Partition]) -> Partition:
     best = min(others, key=lambda each: each.cost, default=ours)
     if best.cost >= ours.cost:
         return ours
-    return replace(ours, boundaries=best.boundaries, cost=best.cost, facts={**ours.facts, "from": best.method})
+    return replace(
+        ours, boundaries=best.boundaries, cost=best.cost, facts={**ours.facts, "from": best.method}
+    )

@@ -19,20 +19,21 @@ METHOD = "exact"
 def solve(problem: Problem, budget_s: float = 10.0) -> Partition:
     """Return the partition of the least cost and, among those, of the fewest bytes that cross.
 
-    Chains are always solved to the end. Of pairs and other placements the answer is the best partition found in
-    `budget_s` seconds; `bound`, `gap` and `is_optimal` say how far from the least it may be. Tables are built once,
-    whatever time that takes. facts: `solver` is chain, pairs or several; `has_fewest_bytes` says whether ties are
-    settled for sure.
+    Chains are always solved to the end. Of pairs and other placements the answer is the best
+    partition found in `budget_s` seconds; `bound`, `gap` and `is_optimal` say how far from the
+    least it may be. Tables are built once, whatever time that takes. facts: `solver` is chain,
+    pairs or several; `has_fewest_bytes` says whether ties are settled for sure.
 
     Raises:
-        InfeasibleError: no partition keeps the limits; of pairs and other placements also when none was found in the
-        time. ValueError: more stages than layers.
+        InfeasibleError: no partition keeps the limits; of pairs and other placements also when none
+        was found in the time. ValueError: more stages than layers.
     """
     begin = time.perf_counter()
     if not 1 <= problem.num_stages <= problem.num_layers:
         raise ValueError(f"{problem.num_layers} layers make no {problem.num_stages} stages")
     problem = kept(problem)
-    deadline, start = begin + budget_s, None
+    deadline = begin + budget_s
+    start = None
     limits_only = replace(problem, ranks=problem.limits, limits=(), limit=float("inf"))
     if problem.limits and _solver(problem) in ("pairs", "several"):
         now = time.perf_counter()
@@ -46,7 +47,9 @@ def solve(problem: Problem, budget_s: float = 10.0) -> Partition:
         raise InfeasibleError(fit.cost, problem.limit, fit.bound)
     facts = {"solver": _solver(problem), "has_fewest_bytes": answer.has_fewest_bytes}
     solve_s = time.perf_counter() - begin
-    return Partition(METHOD, answer.boundaries, answer.cost, answer.bound, answer.is_proven, solve_s, facts)
+    return Partition(
+        METHOD, answer.boundaries, answer.cost, answer.bound, answer.is_proven, solve_s, facts
+    )
 
 
 def _solver(problem: Problem) -> str:
@@ -58,7 +61,10 @@ def _solver(problem: Problem) -> str:
 
 
 def _solve(
-    problem: Problem, deadline: float, start: Sequence[int] | None = None, enough: float = float("-inf")
+    problem: Problem,
+    deadline: float,
+    start: Sequence[int] | None = None,
+    enough: float = float("-inf"),
 ) -> Solution:
     match _solver(problem):
         case "pairs":

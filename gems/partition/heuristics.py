@@ -10,14 +10,18 @@ MESSAGES = 2  # activations one way, as many bytes of gradients back
 
 
 def pipedream(
-    times_s: Sequence[float], boundary_bytes: Sequence[int], num_stages: int, link_bytes_per_s: float | None = None
+    times_s: Sequence[float],
+    boundary_bytes: Sequence[int],
+    num_stages: int,
+    link_bytes_per_s: float | None = None,
 ) -> tuple[int, ...]:
     """Return the boundaries of the fastest pipeline of stages without copies.
 
-    (Narayanan et al. 2019, "PipeDream: Generalized Pipeline Parallelism for DNN Training", section 3.1, with one worker
-    a stage.) A(j, s), the time between two mini-batches of layers up to j in s stages, is the least over i of the
-    largest of A(i, s - 1), the seconds of the messages over boundary i both ways, and those of layers i up to j.
-    `times_s` are forward and backward of each layer; without `link_bytes_per_s` messages take no time.
+    (Narayanan et al. 2019, "PipeDream: Generalized Pipeline Parallelism for DNN Training", section
+    3.1, with one worker a stage.) A(j, s), the time between two mini-batches of layers up to j in s
+    stages, is the least over i of the largest of A(i, s - 1), the seconds of the messages over
+    boundary i both ways, and those of layers i up to j. `times_s` are forward and backward of each
+    layer; without `link_bytes_per_s` messages take no time.
 
     Raises:
         ValueError: more stages than layers, or none.
@@ -26,7 +30,9 @@ def pipedream(
     if not 1 <= num_stages <= num_layers:
         raise ValueError(f"{num_layers} layers make no {num_stages} stages")
     total = np.concatenate(([0.0], np.cumsum(times_s)))
-    compute = np.where(np.tri(num_layers + 1, k=0, dtype=bool), np.inf, total[None, :] - total[:, None])
+    compute = np.where(
+        np.tri(num_layers + 1, k=0, dtype=bool), np.inf, total[None, :] - total[:, None]
+    )
     messages = np.zeros(num_layers + 1)
     if link_bytes_per_s is not None:
         messages[1:-1] = MESSAGES * np.asarray(boundary_bytes, dtype=float) / link_bytes_per_s
@@ -45,17 +51,19 @@ def pipedream(
 def block_partition(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
     """Return the boundaries that torchgpipe's balance_by_time or balance_by_size would take for these costs.
 
-    (Kim et al. 2020, "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant Models".) Costs are mapped onto
-    0 to 1, the cheapest layer to 0 and the dearest to 1. Then, after Barany and Grinberg 2015, "Block partitions of
-    sequences", the smallest block takes layers from the side of the largest one, again and again, until the two differ
-    by 1 at most, which is always reached. That is no promise about the highest sum, of the mapped costs or of the true.
+    (Kim et al. 2020, "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant Models".)
+    Costs are mapped onto 0 to 1, the cheapest layer to 0 and the dearest to 1. Then, after Barany
+    and Grinberg 2015, "Block partitions of sequences", the smallest block takes layers from the
+    side of the largest one, again and again, until the two differ by 1 at most, which is always
+    reached. That is no promise about the highest sum, of the mapped costs or of the true.
 
     Raises:
         ValueError: more stages than layers, or none.
     """
     if not 1 <= num_stages <= len(costs):
         raise ValueError(f"{len(costs)} layers make no {num_stages} stages")
-    least, spread = min(costs), max(costs) - min(costs)
+    least = min(costs)
+    spread = max(costs) - min(costs)
     sizes = [(cost - least) / spread if spread else 0.0 for cost in costs]
     each = len(sizes) // num_stages
     ends = [*(each * block for block in range(1, num_stages)), len(sizes)]

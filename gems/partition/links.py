@@ -7,15 +7,19 @@ from dataclasses import replace
 from gems.config.schema import GLOO, RunSpec
 from gems.schedule.costs import Network
 
-STAGED_PIECE_BYTES = 2**22  # of a message through host memory: .1 ms on a link, and near its full rate
+STAGED_PIECE_BYTES = (
+    2**22
+)  # of a message through host memory: .1 ms on a link, and near its full rate
 
 
 def network_in_units(run: RunSpec) -> Network:
     """Return the links of the configured machine, in units of time.
 
-    Messages of a GPU that go through host memory (`machine.transport=host` or gloo) are copied there and back besides.
+    Messages of a GPU that go through host memory (`machine.transport=host` or gloo) are copied
+    there and back besides.
     """
-    machine, unit_s = run.machine, run.cost.unit_s
+    machine = run.machine
+    unit_s = run.cost.unit_s
     link = run.cost.link / run.parallel.strips
     copies: tuple[float, ...] = ()
     if machine.device == "cuda" and machine.transport in ("host", GLOO):

@@ -18,7 +18,13 @@ RESOLUTION = "resolution"
 MAX_VALUES = {"depth": 100_000, RESOLUTION: 1 << 20, "micro_batch": 1 << 20}
 DEPTH_REACH = 2000  # how far above a number the next depth that exists may be
 PROBES_ABOVE = 2
-ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "bf16_mixed": 4, "fp16_mixed": 4}  # of a parameter
+ITEM_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "bf16_mixed": 4,
+    "fp16_mixed": 4,
+}  # of a parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +42,9 @@ def max_model_sizes(
 ) -> list[MaxModelSize]:
     """Return for each method the largest `axis` whose partition keeps every rank within machine.device_bytes.
 
-    Doubling, then halving the interval; since a heuristic's peak may fall when the model grows, the next values above
-    the answer are tried as well. Value 0 if not even the smallest one trains. `axis` is depth, resolution or
-    micro_batch; `case_of` gives the case of a changed run.
+    Doubling, then halving the interval; since a heuristic's peak may fall when the model grows, the
+    next values above the answer are tried as well. Value 0 if not even the smallest one trains.
+    `axis` is depth, resolution or micro_batch; `case_of` gives the case of a changed run.
 
     Raises:
         ConfigError: no machine.device_bytes, or a model that has no such axis.
@@ -46,8 +52,11 @@ def max_model_sizes(
     limit = spec.machine.device_bytes
     if limit is None:
         raise ConfigError(
-            "machine.device_bytes", "null", "must be given for --largest", "machine.device_bytes=16GB, or machine=v100"
-        )  # fmt: skip
+            "machine.device_bytes",
+            "null",
+            "must be given for --largest",
+            "machine.device_bytes=16GB, or machine=v100",
+        )
 
     if spec.model.target is None and spec.model.name == "resnet":
         # the block of its own depth, which "auto" would change from one depth to another
@@ -73,7 +82,9 @@ def max_model_sizes(
             continue
         profile = case(value).profile
         num_bytes = sum(layer.param_bytes for layer in profile.layers)
-        answers.append(MaxModelSize(method, value, num_bytes // ITEM_BYTES[profile.dtype], peak(method, value)))
+        answers.append(
+            MaxModelSize(method, value, num_bytes // ITEM_BYTES[profile.dtype], peak(method, value))
+        )
     return answers
 
 
@@ -82,8 +93,12 @@ def least_bytes(case: PartitionCase) -> int:
 
     It needs no table, so that a model that is far too large is refused at once.
     """
-    optimizer, layers = OPTIMIZERS[case.optimizer], case.profile.layers
-    total: int = sum(optimizer.static_bytes(each.param_bytes, each.buffer_bytes) + each.stash_bytes for each in layers)
+    optimizer = OPTIMIZERS[case.optimizer]
+    layers = case.profile.layers
+    total: int = sum(
+        optimizer.static_bytes(each.param_bytes, each.buffer_bytes) + each.stash_bytes
+        for each in layers
+    )
     return total // case.schedule.num_ranks
 
 
@@ -96,16 +111,23 @@ def with_value(spec: RunSpec, axis: str, value: int) -> RunSpec:
     return replace(spec, parallel=replace(spec.parallel, micro_batch_size=value))
 
 
-def search(spec: RunSpec, axis: str, fits: Callable[[int], bool], first: int = 1, tolerance: float = 0.0) -> int:
-    """Return the largest value found that fits, from `first` on and to a share of itself; 0 if none does."""
-    good, bad = 0, MAX_VALUES[axis] + 1
+def search(
+    spec: RunSpec, axis: str, fits: Callable[[int], bool], first: int = 1, tolerance: float = 0.0
+) -> int:
+    """Return the largest value found that fits, from `first` on and to a share of itself.
+
+    0 if none does.
+    """
+    good = 0
+    bad = MAX_VALUES[axis] + 1
     step = max(first, stride_of(spec.model) if axis == RESOLUTION else 1)
     while step < bad:
         value = _at_least(spec, axis, step)
         if value is None or value >= bad:
             break
         if fits(value):
-            good, step = value, 2 * value
+            good = value
+            step = 2 * value
         else:
             bad = value
     while True:

@@ -21,11 +21,12 @@ ROUNDING = 1e-12
 
 
 def mcap(measure: Measure, num_layers: int, num_stages: int) -> Boundaries:
-    """Return the boundaries that mCAP recommends; `measure` gives the peak bytes of each stage of a run with some.
+    """Return the boundaries that mCAP recommends.
 
-    (Dreuning, Bal and van Nieuwpoort 2022, "mCAP: Memory-Centric Partitioning for Large-Scale Pipeline-Parallel DNN
-    Training", Euro-Par.) Brute force where there are not too many partitions, else the search of CAPSlog (Dreuning,
-    Verstoep, Bal and van Nieuwpoort 2024, PDP).
+    `measure` gives the peak bytes of each stage of a run with some.
+    (Dreuning, Bal and van Nieuwpoort 2022, "mCAP: Memory-Centric Partitioning for Large-Scale
+    Pipeline-Parallel DNN Training", Euro-Par.) Brute force where there are not too many partitions,
+    else the search of CAPSlog (Dreuning, Verstoep, Bal and van Nieuwpoort 2024, PDP).
     """
     isolated, added = profile(measure, num_layers, num_stages)
     if math.comb(num_layers - 1, num_stages - 1) <= MAX_CUTS:
@@ -36,44 +37,57 @@ def mcap(measure: Measure, num_layers: int, num_stages: int) -> Boundaries:
 def profile(measure: Measure, num_layers: int, num_stages: int) -> tuple[list[float], list[float]]:
     """Return for each layer the bytes of a stage that holds it alone, and those that it adds after others.
 
-    Both are means over the runs of `profiling_runs`: `isolated` of stages of one layer, `added` of the differences
-    between stages that begin alike and end one layer apart. With two stages an inner layer is never alone, and with
-    hardly more layers than stages some differences are never seen; what a stage holds beside its layers is then taken
-    to be as on average.
+    Both are means over the runs of `profiling_runs`: `isolated` of stages of one layer, `added` of
+    the differences between stages that begin alike and end one layer apart. With two stages an
+    inner layer is never alone, and with hardly more layers than stages some differences are never
+    seen; what a stage holds beside its layers is then taken to be as on average.
     """
     seen: dict[tuple[int, int], list[float]] = defaultdict(list)
     for boundaries in profiling_runs(num_layers, num_stages):
         for span, peak in zip(itertools.pairwise(boundaries), measure(boundaries), strict=True):
             seen[span].append(float(peak))
     peaks = {span: _mean(values) for span, values in seen.items()}
-    alone = {layer: peaks[layer, layer + 1] for layer in range(num_layers) if (layer, layer + 1) in peaks}
+    alone = {
+        layer: peaks[layer, layer + 1] for layer in range(num_layers) if (layer, layer + 1) in peaks
+    }
     more: dict[int, float] = {}
     for layer in range(num_layers):
         pairs = [((first, layer), (first, layer + 1)) for first in range(layer)]
-        steps = [peaks[longer] - peaks[shorter] for shorter, longer in pairs if {shorter, longer} <= peaks.keys()]
+        steps = [
+            peaks[longer] - peaks[shorter]
+            for shorter, longer in pairs
+            if {shorter, longer} <= peaks.keys()
+        ]
         if steps:
             more[layer] = _mean(steps)
     both = [alone[layer] - more[layer] for layer in alone if layer in more]
     beside = _mean(both) if both else _mean(alone.values()) - _mean(more.values())
     isolated = [alone.get(layer, more.get(layer, 0.0) + beside) for layer in range(num_layers)]
-    added = [more.get(layer, max(0.0, alone.get(layer, 0.0) - beside)) for layer in range(num_layers)]
+    added = [
+        more.get(layer, max(0.0, alone.get(layer, 0.0) - beside)) for layer in range(num_layers)
+    ]
     return isolated, added
 
 
 def profiling_runs(num_layers: int, num_stages: int) -> list[Boundaries]:
-    """Return the partitions to run: for every layer one in which it is alone, with growing stages before it.
+    """Return the partitions to run.
 
-    The stages before the layer are filled with q = (L - 2) div (S - 2) + 1 layers each, so that neighbouring runs
-    differ by one layer in a stage; the layers after it are spread evenly. Where too few are left for that, and where
-    a layer is never the last of two stages that begin alike, a run with the stage that is missing takes the place.
-    About L runs.
+    For every layer one in which it is alone, with growing stages before it.
+    The stages before the layer are filled with q = (L - 2) div (S - 2) + 1 layers each, so that
+    neighbouring runs differ by one layer in a stage; the layers after it are spread evenly. Where
+    too few are left for that, and where a layer is never the last of two stages that begin alike, a
+    run with the stage that is missing takes the place. About L runs.
     """
     if num_stages <= 2:
-        return [(0, *cut, num_layers) for cut in itertools.combinations(range(1, num_layers), num_stages - 1)]
+        return [
+            (0, *cut, num_layers)
+            for cut in itertools.combinations(range(1, num_layers), num_stages - 1)
+        ]
     size = (num_layers - 2) // (num_stages - 2) + 1
     runs: list[Boundaries | None] = []
     for alone in range(num_layers):
-        before, behind = list(range(0, alone, size)), num_layers - alone - 1
+        before = list(range(0, alone, size))
+        behind = num_layers - alone - 1
         left = num_stages - len(before) - 1
         if min(1, behind) <= left <= behind:
             runs.append((*before, alone, *_evenly(alone + 1, num_layers, left), num_layers))
@@ -87,19 +101,31 @@ def profiling_runs(num_layers: int, num_stages: int) -> list[Boundaries]:
 
 
 def _around(first: int, end: int, num_layers: int, num_stages: int) -> Boundaries | None:
-    """Return a partition with a stage of layers `first` up to `end` and the others even; None if there is none."""
-    others, behind = num_stages - 1, num_layers - end
-    least, most = max(min(1, first), others - behind), min(first, others - min(1, behind))
+    """Return a partition with a stage of layers `first` up to `end` and the others even.
+
+    None if there is none.
+    """
+    others = num_stages - 1
+    behind = num_layers - end
+    least = max(min(1, first), others - behind)
+    most = min(first, others - min(1, behind))
     if least > most:
         return None
     before = min(max(round(others * first / (first + behind)), least), most)
-    return (*_evenly(0, first, before), first, *_evenly(end, num_layers, others - before), num_layers)
+    return (
+        *_evenly(0, first, before),
+        first,
+        *_evenly(end, num_layers, others - before),
+        num_layers,
+    )
 
 
 def brute_force(isolated: Sequence[float], added: Sequence[float], num_stages: int) -> Boundaries:
-    """Return the best of all partitions: the one whose predicted peaks, highest first, are lexicographically least.
+    """Return the best of all partitions.
 
-    Partitions with a stage above the least highest peak are left out as soon as it is placed, which changes no answer.
+    The one whose predicted peaks, highest first, are lexicographically least.
+    Partitions with a stage above the least highest peak are left out as soon as it is placed, which
+    changes no answer.
     """
     table = _table(isolated, added)
     num_layers = len(table)
@@ -108,7 +134,11 @@ def brute_force(isolated: Sequence[float], added: Sequence[float], num_stages: i
     most = least_cost(Chain(problem)) * (1 + ROUNDING)
     best: tuple[tuple[float, ...], Boundaries] | None = None
     for first_end in range(1, num_layers - num_stages + 2) if num_stages > 1 else (num_layers,):
-        cuts = np.array([[0, first_end]]) if table[0, first_end] <= most else np.empty((0, 2), dtype=np.int64)
+        cuts = (
+            np.array([[0, first_end]])
+            if table[0, first_end] <= most
+            else np.empty((0, 2), dtype=np.int64)
+        )
         for stage in range(1, num_stages):
             last = num_layers - (num_stages - stage - 1)
             low = cuts[:, -1] + 1 if stage < num_stages - 1 else np.full(len(cuts), last)
@@ -117,7 +147,9 @@ def brute_force(isolated: Sequence[float], added: Sequence[float], num_stages: i
             cuts = np.column_stack((cuts[which[fits]], end[fits]))
         if len(cuts):
             peaks = np.sort(table[cuts[:, :-1], cuts[:, 1:]], axis=1)
-            least = np.lexsort(peaks.T)[0]  # the last key of lexsort, the highest peak, counts first
+            least = np.lexsort(peaks.T)[
+                0
+            ]  # the last key of lexsort, the highest peak, counts first
             found = (tuple(map(float, peaks[least][::-1])), tuple(map(int, cuts[least])))
             best = found if best is None else min(best, found)
     assert best is not None
@@ -125,10 +157,11 @@ def brute_force(isolated: Sequence[float], added: Sequence[float], num_stages: i
 
 
 def recommend(isolated: Sequence[float], added: Sequence[float], num_stages: int) -> Boundaries:
-    """Return the partition of CAPSlog: the least peak for which filling stage after stage comes to the end.
+    """Return the partition of CAPSlog.
 
-    The stage of the highest peak stays; what is left and right of it is split in the same way again. The peak is found
-    by halves, to a byte.
+    The least peak for which filling stage after stage comes to the end.
+    The stage of the highest peak stays; what is left and right of it is split in the same way
+    again. The peak is found by halves, to a byte.
     """
     return (0, *_recommend(_table(isolated, added), 0, len(isolated), num_stages))
 
@@ -137,9 +170,11 @@ def _recommend(table: Table, first: int, end: int, num_stages: int) -> list[int]
     if num_stages == 0:
         return []
     alone = table[np.arange(first, end), np.arange(first, end) + 1]
-    low, high = 0.0, max(float(table[first, first + 1 : end + 1].max()), float(alone.max()), 1.0)
+    low = 0.0
+    high = max(float(table[first, first + 1 : end + 1].max()), float(alone.max()), 1.0)
     while (ends := _fill(table, first, end, num_stages, high)) is None:
-        low, high = high, 2 * high
+        low = high
+        high = 2 * high
     while high - low > max(1.0, high * ROUNDING):
         middle = (low + high) / 2
         tried = _fill(table, first, end, num_stages, middle)

@@ -38,12 +38,22 @@ from gems.schedule.strips import strip_costs, without_strips
 from gems.utils.cache import cached
 from gems.utils.registry import Registry
 
-HELP = "use recompute or offload for it, a smaller image or micro-batch, or split the image between ranks"
-SMALLER = "use more partitions, fewer micro-batches in flight (schedule.activation_cap), a smaller image or micro-batch"
-# torchgpipe's balance_by_size counts the parameters so many times, for gradients and the optimizer's state.
+HELP = (
+    "use recompute or offload for it, a smaller image or micro-batch, or split the image between"
+    " ranks"
+)
+SMALLER = (
+    "use more partitions, fewer micro-batches in flight (schedule.activation_cap), a smaller image"
+    " or micro-batch"
+)
+# torchgpipe's balance_by_size counts the parameters so many times, for gradients and the
+# optimizer's state.
 PARAM_SCALES = {"sgd": 3, "adam": 5}
 
-QUICK, NUM_STARTS = ("even", "torchgpipe_time", "torchgpipe_size", "pipedream"), 2  # where a shorter step is sought
+QUICK, NUM_STARTS = (
+    ("even", "torchgpipe_time", "torchgpipe_size", "pipedream"),
+    2,
+)  # where a shorter step is sought
 CUTS = 2  # another number for methods that would cut elsewhere
 
 Boundaries = Callable[["PartitionCase"], tuple[int, ...]]
@@ -81,7 +91,8 @@ def partition_method(name: str, needs_profile: bool = True) -> Callable[[Boundar
 class PartitionCase:
     """A model to partition: its profile, the lowered schedule that will run it, and the limit in bytes, if any.
 
-    Of a run in strips `schedule` is the list of whole micro-batches, which hold as much, and `in_strips` what runs.
+    Of a run in strips `schedule` is the list of whole micro-batches, which hold as much, and
+    `in_strips` what runs.
     """
 
     profile: ModelProfile
@@ -100,7 +111,9 @@ class PartitionCase:
     @property
     def plain(self) -> PartitionCase:
         """The same stages as a plain pipeline of one micro-batch, which knows of no other stage on its rank."""
-        return PartitionCase(self.profile, lower(gpipe(Request(self.num_stages, 1))), self.optimizer)
+        return PartitionCase(
+            self.profile, lower(gpipe(Request(self.num_stages, 1))), self.optimizer
+        )
 
     @cached_property
     def spans(self) -> Spans:
@@ -113,8 +126,9 @@ class PartitionCase:
         return MemoryModel(self.spans, OPTIMIZERS[self.optimizer]).rank_costs(self.schedule)
 
     def problem(self, objective: str) -> Problem:
-        """Return what is to be made least: peak_bytes, or compute of the worst rank, if the partition fits the device.
+        """Return what is to be made least.
 
+        Peak_bytes, or compute of the worst rank, if the partition fits the device.
         The latter also bounds the time of a step.
         """
         return self._problems[0 if objective == "peak_bytes" else 1]
@@ -122,14 +136,19 @@ class PartitionCase:
     @cached_property
     def _problems(self) -> tuple[Problem, Problem]:
         memory = tuple({id(costs): costs for costs in self.memory}.values())
-        by_bytes = Problem(self.profile.num_layers, self.num_stages, memory, self.spans.boundary_bytes())
+        by_bytes = Problem(
+            self.profile.num_layers, self.num_stages, memory, self.spans.boundary_bytes()
+        )
         by_time = replace(by_bytes, ranks=time_costs(self.spans, self.schedule))
         if self.limit_bytes is not None:
             by_time = replace(by_time, limits=memory, limit=float(self.limit_bytes))
         return by_bytes, by_time
 
     def cost(self, objective: str, boundaries: Sequence[int]) -> float:
-        """Return what an objective makes of a partition: bytes, or seconds; infinite if it does not fit the device."""
+        """Return what an objective makes of a partition: bytes, or seconds.
+
+        Infinite if it does not fit the device.
+        """
         least = self.problem(objective).cost(boundaries)
         if objective != "time" or least == math.inf or self.num_actions > MAX_SIMULATED // 2:
             return least
@@ -137,7 +156,8 @@ class PartitionCase:
 
     def step_s(self, boundaries: Sequence[int]) -> float:
         """Return the seconds of a step of the slowest replica, with the all-reduce of each stage's gradients."""
-        timed, network = self._timed, self.network
+        timed = self._timed
+        network = self.network
         stages = strip_costs(stage_costs(self.spans, boundaries), timed.num_strips)
         costs = with_all_reduce(stages, timed.placement, network, self.num_replicas)
         return slowest_replica(timed, costs, network, [EVEN] * self.num_replicas)[1].span
@@ -164,7 +184,9 @@ class PartitionCase:
         )
 
 
-def partition_case(spec: RunSpec, schedule: Schedule, profile: ModelProfile | None = None) -> PartitionCase:
+def partition_case(
+    spec: RunSpec, schedule: Schedule, profile: ModelProfile | None = None
+) -> PartitionCase:
     """Return the case of a resolved run and its lowered schedule.
 
     Raises:
@@ -175,7 +197,9 @@ def partition_case(spec: RunSpec, schedule: Schedule, profile: ModelProfile | No
     # other policies make room after the partition is made
     limit_bytes = spec.machine.device_bytes if spec.memory.name == "keep" else None
     network = network_in_seconds(spec)
-    return PartitionCase(profile, schedule, optimizer_name(spec), limit_bytes, network, spec.parallel.replicas)
+    return PartitionCase(
+        profile, schedule, optimizer_name(spec), limit_bytes, network, spec.parallel.replicas
+    )
 
 
 def optimizer_name(spec: RunSpec) -> str:
@@ -196,22 +220,30 @@ def profile_used(spec: RunSpec, schedule: Schedule) -> ModelProfile | None:
 
 
 def _needs_profile(spec: RunSpec, schedule: Schedule) -> bool:
-    return spec.parallel.boundaries is None and METHODS[spec.partition.name].needs_profile and schedule.num_stages > 1
+    return (
+        spec.parallel.boundaries is None
+        and METHODS[spec.partition.name].needs_profile
+        and schedule.num_stages > 1
+    )
 
 
 def partition_model(spec: RunSpec, schedule: Schedule) -> Partition:
-    """Return the partition of a resolved run: as given in parallel.boundaries, or by the configured method.
+    """Return the partition of a resolved run.
 
-    It depends on what the ranks compute, and not on how early they post their receives, which depends on its costs: a
-    compute-only schedule and all that it is lowered to have the same partition.
+    As given in parallel.boundaries, or by the configured method.
+    It depends on what the ranks compute, and not on how early they post their receives, which
+    depends on its costs: a compute-only schedule and all that it is lowered to have the same
+    partition.
 
     Raises:
-        ConfigError: more stages than layers, boundaries that do not make the schedule's stages, or a profile that
-            cannot be had.
+        ConfigError: more stages than layers, boundaries that do not make the schedule's stages, or
+            a profile that cannot be had.
         DoesNotFitError: a rank would hold more than machine.device_bytes.
     """
-    given, num_stages = spec.parallel.boundaries, schedule.num_stages
-    num_layers, needs_profile = len(layers_of(spec.model, spec.data)), _needs_profile(spec, schedule)
+    given = spec.parallel.boundaries
+    num_stages = schedule.num_stages
+    num_layers = len(layers_of(spec.model, spec.data))
+    needs_profile = _needs_profile(spec, schedule)
     check_depth(spec, num_stages, num_layers)
     case = None
     if spec.machine.device_bytes is not None or needs_profile:
@@ -224,14 +256,30 @@ def partition_model(spec: RunSpec, schedule: Schedule) -> Partition:
         boundaries = check_boundaries(tuple(given), num_layers, num_stages)
         partition = Partition("given", boundaries, float("nan"), float("nan"), False)
     elif case is None or not needs_profile:
-        partition = Partition("even", even(num_layers, num_stages), float("nan"), float("nan"), num_stages == 1)
+        partition = Partition(
+            "even", even(num_layers, num_stages), float("nan"), float("nan"), num_stages == 1
+        )
     else:
-        method, budget_s = spec.partition.name, spec.partition.budget_s
+        method = spec.partition.name
+        budget_s = spec.partition.budget_s
         objective = "time" if spec.partition.objective == "auto" else spec.partition.objective
-        facts = (CUTS, method, objective, case.limit_bytes, case.network, case.num_replicas, case.optimizer, budget_s)
-        key, method_case = repr((facts, case.profile, timed.digest())), case
+        facts = (
+            CUTS,
+            method,
+            objective,
+            case.limit_bytes,
+            case.network,
+            case.num_replicas,
+            case.optimizer,
+            budget_s,
+        )
+        key = repr((facts, case.profile, timed.digest()))
+        method_case = case
         kept = cached(
-            spec.cache_dir, "partition", key, lambda: asdict(partition_by(method, method_case, objective, budget_s))
+            spec.cache_dir,
+            "partition",
+            key,
+            lambda: asdict(partition_by(method, method_case, objective, budget_s)),
         )
         partition = Partition(**(kept | {"boundaries": tuple(kept["boundaries"])}))
     if case is not None:
@@ -239,11 +287,16 @@ def partition_model(spec: RunSpec, schedule: Schedule) -> Partition:
     return partition
 
 
-def partition_by(method: str, case: PartitionCase, objective: str = "peak_bytes", budget_s: float = 30.0) -> Partition:
-    """Partition by the name of a method; `cost` and `bound` are of the objective, in seconds or bytes.
+def partition_by(
+    method: str, case: PartitionCase, objective: str = "peak_bytes", budget_s: float = 30.0
+) -> Partition:
+    """Partition by the name of a method.
+
+    `cost` and `bound` are of the objective, in seconds or bytes.
 
     Raises:
-        DoesNotFitError: no partition keeps every rank within the limit (exact method, objective time).
+        DoesNotFitError: no partition keeps every rank within the limit (exact method, objective
+        time).
     """
     begin = time.perf_counter()
     partition = METHODS[method].cut(case, objective, budget_s)
@@ -260,12 +313,17 @@ def check_fits(case: PartitionCase, partition: Partition) -> None:
         return
     peaks = case.peak_bytes(partition.boundaries)
     if max(peaks) > case.limit_bytes:
-        where = f"rank {peaks.index(max(peaks))} of {len(peaks)} with the {partition.method} partition"
+        where = (
+            f"rank {peaks.index(max(peaks))} of {len(peaks)} with the {partition.method} partition"
+        )
         raise _too_large(case, where, max(peaks))
 
 
 def _too_large(case: PartitionCase, where: str, needed_bytes: int) -> DoesNotFitError:
-    """Return the error, of a layer that no partition can make fit if there is one: above the limit on a rank alone."""
+    """Return the error, of a layer that no partition can make fit if there is one.
+
+    Above the limit on a rank alone.
+    """
     limit = case.limit_bytes
     assert limit is not None
     for index, layer in enumerate(case.profile.layers):
@@ -288,16 +346,25 @@ def check_depth(spec: RunSpec, num_stages: int, num_layers: int) -> None:
     if num_stages <= num_layers:
         return
     on_a_rank = num_stages // spec.parallel.partitions
-    placed = f" (schedule {spec.schedule.name} puts {on_a_rank} stages on a rank)" if on_a_rank > 1 else ""
+    placed = (
+        f" (schedule {spec.schedule.name} puts {on_a_rank} stages on a rank)"
+        if on_a_rank > 1
+        else ""
+    )
     raise ConfigError(
-        "parallel.partitions", spec.parallel.partitions,
-        f"makes {num_stages} stages{placed}, and must make at most {num_layers}, the layers of {spec.model.name}",
+        "parallel.partitions",
+        spec.parallel.partitions,
+        f"makes {num_stages} stages{placed}, and must make at most {num_layers}, the layers of"
+        f" {spec.model.name}",
         "use fewer partitions or a deeper model",
-    )  # fmt: skip
+    )
 
 
 def _exact(case: PartitionCase, objective: str, budget_s: float) -> Partition:
-    """Return the partition of least cost; of objective time the shortest step near the most even compute of ranks."""
+    """Return the partition of least cost.
+
+    Of objective time the shortest step near the most even compute of ranks.
+    """
     try:
         found = solve(case.problem(objective), budget_s)
         if objective != "time":
@@ -306,7 +373,10 @@ def _exact(case: PartitionCase, objective: str, budget_s: float) -> Partition:
         def cost(boundaries: tuple[int, ...]) -> Cost:
             return case.cost(objective, boundaries), float(max(case.peak_bytes(boundaries)))
 
-        starts = {found.boundaries, *(METHODS[name].cut(case, "rank_time", 0.0).boundaries for name in QUICK)}
+        starts = {
+            found.boundaries,
+            *(METHODS[name].cut(case, "rank_time", 0.0).boundaries for name in QUICK),
+        }
         nearest = sorted(starts, key=lambda start: (*cost(start), start))[:NUM_STARTS]
         ends = (shortest_step(start, cost, case.num_actions) for start in nearest)
         boundaries, (step_s, _) = min(ends, key=itemgetter(1))
@@ -329,7 +399,8 @@ def _even(case: PartitionCase) -> tuple[int, ...]:
 def _mcap(case: PartitionCase) -> tuple[int, ...]:
     """Partition by mCAP, whose measured runs are predicted with the schedule's own peaks.
 
-    Where a rank holds several, its method knows of no such pairing, so that its runs are plain ones of one micro-batch.
+    Where a rank holds several, its method knows of no such pairing, so that its runs are plain ones
+    of one micro-batch.
     """
     runs = case.plain if any(len(costs.stages) > 1 for costs in case.memory) else case
     return mcap(runs.peak_bytes, case.profile.num_layers, case.num_stages)

@@ -18,7 +18,9 @@ from gems.schedule.schedule import Schedule
 from gems.utils.cache import cached
 
 
-def placement_of(spec: RunSpec, num_devices: int, network: Network, method: str = "auto") -> Placement:
+def placement_of(
+    spec: RunSpec, num_devices: int, network: Network, method: str = "auto"
+) -> Placement:
     """Place the operators of a resolved run's model, one micro-batch of a step, within partition.budget_s.
 
     `network` is that of the machine, in seconds.
@@ -27,7 +29,13 @@ def placement_of(spec: RunSpec, num_devices: int, network: Network, method: str 
         ConfigError: operators that cannot be profiled, or a method that is not there.
         DoesNotFitError: nothing that was found keeps machine.device_bytes.
     """
-    return place(graph_of(spec), devices_of(spec, num_devices, network), spec.partition.budget_s, method, spec.seed)
+    return place(
+        graph_of(spec),
+        devices_of(spec, num_devices, network),
+        spec.partition.budget_s,
+        method,
+        spec.seed,
+    )
 
 
 def graph_of(spec: RunSpec) -> OpGraph:
@@ -38,9 +46,11 @@ def graph_of(spec: RunSpec) -> OpGraph:
     """
     if spec.profile.name != "fake" or spec.profile.path is not None:
         raise ConfigError(
-            "profile", spec.profile.path or spec.profile.name, "knows whole layers only",
+            "profile",
+            spec.profile.path or spec.profile.name,
+            "knows whole layers only",
             "use profile=fake, which takes operators by the rates of machine=",
-        )  # fmt: skip
+        )
     return OpGraph.from_json(operators_taken(spec))
 
 
@@ -51,15 +61,17 @@ def devices_of(spec: RunSpec, num: int, network: Network) -> Devices:
 
 
 def placed_on(spec: RunSpec, network: Network) -> Schedule:
-    """Return the compute-only schedule of schedule=placed: a stage an operator, on the ranks of the placement.
+    """Return the compute-only schedule of schedule=placed.
 
+    A stage an operator, on the ranks of the placement.
     The placement is kept in the cache, so that all who ask get the same one.
 
     Raises:
-        ConfigError: as `placement_of`, or a model without branches, of which no rank would run beside another.
-        DoesNotFitError: as `placement_of`.
+        ConfigError: as `placement_of`, or a model without branches, of which no rank would run
+        beside another. DoesNotFitError: as `placement_of`.
     """
-    graph, num_ranks = graph_of(spec), spec.parallel.partitions
+    graph = graph_of(spec)
+    num_ranks = spec.parallel.partitions
     devices = devices_of(spec, num_ranks, network)
     key = repr((graph, devices, spec.partition.budget_s, spec.seed))
 
@@ -70,10 +82,12 @@ def placed_on(spec: RunSpec, network: Network) -> Schedule:
     unused = sorted(set(range(num_ranks)) - set(timed.places))
     if unused:
         raise ConfigError(
-            "parallel.partitions", num_ranks, f"is more than the branches of {spec.model.name} can use: "
+            "parallel.partitions",
+            num_ranks,
+            f"is more than the branches of {spec.model.name} can use: "
             f"the fastest placement leaves rank {unused[0]} without work",
             "use fewer, or a model with branches (inception_v3, googlenet)",
-        )  # fmt: skip
+        )
     by_forward = sorted(graph.order, key=lambda v: timed.forward_start_s[v])
     by_backward = sorted(graph.order[::-1], key=lambda v: timed.backward_start_s[v])
     placement = StagePlacement(num_ranks, (tuple(timed.places),), graph.predecessors)
@@ -82,7 +96,8 @@ def placed_on(spec: RunSpec, network: Network) -> Schedule:
 
 def stage_costs_of(spec: RunSpec) -> StageCosts:
     """Return the costs of the stages of schedule=placed, in units of cost.unit_s and bytes."""
-    graph, unit_s = graph_of(spec), spec.cost.unit_s
+    graph = graph_of(spec)
+    unit_s = spec.cost.unit_s
     backward = tuple(op.backward_s / unit_s for op in graph.ops)
     return StageCosts(
         forward=tuple(op.forward_s / unit_s for op in graph.ops),

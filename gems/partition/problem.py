@@ -16,13 +16,16 @@ from gems.profile.spans import RankCosts
 class InfeasibleError(ValueError):
     """No partition keeps the limits, as far as was found.
 
-    `least` is the cost of the best partition by the limits alone: what the limit must be for that one. `bound` is below
-    or at what it must be for any; where `bound` is not above the limit, the search ended before it was proven.
+    `least` is the cost of the best partition by the limits alone: what the limit must be for that
+    one. `bound` is below or at what it must be for any; where `bound` is not above the limit, the
+    search ended before it was proven.
     """
 
     def __init__(self, least: float, limit: float, bound: float) -> None:
         super().__init__(least, limit, bound)
-        self.least, self.limit, self.bound = least, limit, bound
+        self.least = least
+        self.limit = limit
+        self.bound = bound
 
     def __str__(self) -> str:
         needs = f"the best one needs {self.least:g}, and none less than {self.bound:g}"
@@ -33,9 +36,10 @@ class InfeasibleError(ValueError):
 class Problem:
     """How to partition `num_layers` layers into `num_stages` stages so that the most expensive rank costs least.
 
-    `ranks` holds one entry for each group of stages that is judged together; several ranks of the same stages are one
-    entry. With `limits` a partition is allowed only when no rank's cost there is above `limit`. `boundary_bytes[b]` is
-    the size of the tensors between layers b and b + 1, which settles ties.
+    `ranks` holds one entry for each group of stages that is judged together; several ranks of the
+    same stages are one entry. With `limits` a partition is allowed only when no rank's cost there
+    is above `limit`. `boundary_bytes[b]` is the size of the tensors between layers b and b + 1,
+    which settles ties.
     """
 
     num_layers: int
@@ -80,8 +84,8 @@ class Problem:
 class Solution:
     """What a search found: boundaries, None if no partition keeps the limits, and their cost.
 
-    `bound` is below or at every partition's cost; `is_proven` says that nothing better exists, and `has_fewest_bytes`
-    that no partition of this cost has fewer bytes that cross.
+    `bound` is below or at every partition's cost; `is_proven` says that nothing better exists, and
+    `has_fewest_bytes` that no partition of this cost has fewer bytes that cross.
     """
 
     boundaries: tuple[int, ...] | None
@@ -95,8 +99,8 @@ class Solution:
 class Partition:
     """An answer: stage s holds layers boundaries[s] up to boundaries[s + 1].
 
-    `bound` is below or at the cost of every partition; `is_optimal` says that `cost` is the least there is. `facts` are
-    what the method has to say beside that.
+    `bound` is below or at the cost of every partition; `is_optimal` says that `cost` is the least
+    there is. `facts` are what the method has to say beside that.
     """
 
     method: str

@@ -10,26 +10,39 @@ from gems.schedule.ledger import TOLERANCE
 
 MAX_SIMULATED = 100_000  # actions in all, of one schedule with several cuts
 Boundaries = tuple[int, ...]
-Cost = tuple[float, float]  # time of a step, infinite if the cut is not allowed, and the most that a rank holds
+Cost = tuple[
+    float, float
+]  # time of a step, infinite if the cut is not allowed, and the most that a rank holds
 
 
-def shortest_step(start: Boundaries, cost: Callable[[Boundaries], Cost], num_actions: int) -> tuple[Boundaries, Cost]:
-    """Return the best cut that small moves lead to from `start`, with its cost: the least peak among the shortest.
+def shortest_step(
+    start: Boundaries, cost: Callable[[Boundaries], Cost], num_actions: int
+) -> tuple[Boundaries, Cost]:
+    """Return the best cut that small moves lead to from `start`, with its cost.
 
-    A move shifts one boundary or a run of them by a layer, or two boundaries against each other, and is kept if the
-    step gets shorter, or no longer and the peak lower, until none does. `num_actions` are those of the schedule, which
-    limit how many cuts are simulated.
+    The least peak among the shortest.
+    A move shifts one boundary or a run of them by a layer, or two boundaries against each other,
+    and is kept if the step gets shorter, or no longer and the peak lower, until none does.
+    `num_actions` are those of the schedule, which limit how many cuts are simulated.
     """
-    best, least = start, cost(start)
-    moves, num_refused = _moves(len(start) - 1), 0
+    best = start
+    least = cost(start)
+    moves = _moves(len(start) - 1)
+    num_refused = 0
     for move in islice(cycle(moves), MAX_SIMULATED // num_actions):
         moved = tuple(boundary + shift for boundary, shift in zip(best, move, strict=True))
-        found = cost(moved) if all(first < end for first, end in pairwise(moved)) else (math.inf, math.inf)
+        found = (
+            cost(moved)
+            if all(first < end for first, end in pairwise(moved))
+            else (math.inf, math.inf)
+        )
         is_shorter = found[0] < least[0] * (1 - TOLERANCE)
         is_lower = found[0] <= least[0] * (1 + TOLERANCE) and found[1] < least[1]
         num_refused += 1
         if is_shorter or is_lower:
-            best, least, num_refused = moved, found, 0
+            best = moved
+            least = found
+            num_refused = 0
         if num_refused == len(moves):
             break
     return best, least

@@ -40,7 +40,13 @@ from gems.schedule.placement import Placement, looped
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import Simulation, simulate
 from gems.simulation.build import compute_schedule, lowered_within, search_schedule
-from gems.simulation.costs import activation_cap, parts_s, replica_pace, schedule_costs, simulate_step
+from gems.simulation.costs import (
+    activation_cap,
+    parts_s,
+    replica_pace,
+    schedule_costs,
+    simulate_step,
+)
 from gems.simulation.memory_case import fits_host, memory_case
 from gems.simulation.model_costs import PROFILE
 from gems.simulation.profiled_costs import profiled_costs
@@ -49,11 +55,19 @@ ESTIMATE_ERROR = 1.25  # times the limit, up to which what is estimated to be he
 EFFORT = 128  # in actions, up to which candidates are tried in the order of their bounds alone
 ROUNDING = 1e-8  # of sums in another order, and of scores to nine digits
 PROFILED_SIZES = (1, 2)  # micro-batches of other sizes follow from these
-PLAN_BUDGET_S, SEARCH_BUDGET_S = (3.0, 1.0)  # of memory=plan and schedule=capped, of which there are many candidates
+PLAN_BUDGET_S, SEARCH_BUDGET_S = (
+    3.0,
+    1.0,
+)  # of memory=plan and schedule=capped, of which there are many candidates
 CHANGED = (
-    "schedule.activation_cap", "schedule.activation_cap_bytes", "schedule.memory_actions", "schedule.budget_s",
-    "memory.offload_inputs", "memory.budget_s", "parallel.strips",
-)  # fmt: skip
+    "schedule.activation_cap",
+    "schedule.activation_cap_bytes",
+    "schedule.memory_actions",
+    "schedule.budget_s",
+    "memory.offload_inputs",
+    "memory.budget_s",
+    "parallel.strips",
+)
 CUT_BUDGET_S = 1.0  # of a partition
 MAX_TABLE_BYTES = 2**29  # of the tables in which a partition within bytes is sought
 Epochs = Callable[[int], float]
@@ -77,11 +91,14 @@ class ProfiledModel:
     def _by_time(self, placement: Placement) -> tuple[tuple[int, ...], float]:
         """Return the partition whose heaviest rank computes least, and the seconds that this takes it at least.
 
-        It is exact where ranks hold one stage or a pair of them; where they hold several in a row of chunks, each stage
-        is weighed by itself.
+        It is exact where ranks hold one stage or a pair of them; where they hold several in a row
+        of chunks, each stage is weighed by itself.
         """
-        num_stages, num_ranks = placement.num_stages, placement.num_ranks
-        is_alone = num_stages > 2 * num_ranks or (num_stages > num_ranks and placement == looped(num_ranks, 2))
+        num_stages = placement.num_stages
+        num_ranks = placement.num_ranks
+        is_alone = num_stages > 2 * num_ranks or (
+            num_stages > num_ranks and placement == looped(num_ranks, 2)
+        )
         ranks = []
         for rank in range(num_stages if is_alone else num_ranks):
             held = ((0, rank),) if is_alone else placement.stages_on(rank)
@@ -93,21 +110,28 @@ class ProfiledModel:
         return best.boundaries, 0.0 if is_alone else best.cost if best.is_optimal else best.bound
 
     def _by_bytes(self, counts: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the partition whose stages hold alike: what one micro-batch keeps, as often as `counts` has it."""
+        """Return the partition whose stages hold alike.
+
+        What one micro-batch keeps, as often as `counts` has it.
+        """
         ranks = tuple(
             RankCosts((stage,), ((partial(np.multiply, float(count), self.spans.stash),),))
             for stage, count in enumerate(counts)
         )
         return solve(self._problem(len(counts), ranks)).boundaries
 
-    def within(self, schedule: Schedule, optimizer: str, limit_bytes: int) -> tuple[int, ...] | None:
+    def within(
+        self, schedule: Schedule, optimizer: str, limit_bytes: int
+    ) -> tuple[int, ...] | None:
         """Return the exact partition for a lowered schedule, of the least time within the bytes.
 
         None where its tables are too large, or nothing fits.
         """
         case = PartitionCase(self.profile, schedule, optimizer, limit_bytes)
         case.__dict__["spans"] = self.spans
-        num_tables = sum(len(rank.moments) * len(rank.stages) for rank in dict.fromkeys(case.memory))
+        num_tables = sum(
+            len(rank.moments) * len(rank.stages) for rank in dict.fromkeys(case.memory)
+        )
         if num_tables * 8 * self.spans.num_layers**2 > MAX_TABLE_BYTES:
             return None
         try:
@@ -130,7 +154,10 @@ def stashes(schedule: Schedule) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _Scheduled:
-    """A candidate with a partition: its run and its compute-only schedule; `is_by_bytes` tells the two partitions."""
+    """A candidate with a partition: its run and its compute-only schedule.
+
+    `is_by_bytes` tells the two partitions.
+    """
 
     boundaries: tuple[int, ...]
     run: RunSpec
@@ -146,15 +173,21 @@ class _Scheduled:
 def _keeps_cap(made: _Scheduled) -> bool:
     """Return whether a schedule that is cut so would not be refused under its cap."""
     cap = activation_cap(made.run)
-    return cap is None or max(peaks(made.compute, schedule_costs(made.run, made.compute.placement))) <= cap + TOLERANCE
+    return (
+        cap is None
+        or max(peaks(made.compute, schedule_costs(made.run, made.compute.placement)))
+        <= cap + TOLERANCE
+    )
 
 
 @dataclass(frozen=True)
 class Planner:
-    """Judges candidates for a run: `spec` is the resolved one that has everything that no candidate chooses.
+    """Judges candidates for a run.
 
-    `epochs` gives the epochs to the target by global batch, where they are known: then choices are ranked by the
-    seconds to it. `models` holds profiles and partitions by micro-batch size, which do not depend on the limit.
+    `spec` is the resolved one that has everything that no candidate chooses.
+    `epochs` gives the epochs to the target by global batch, where they are known: then choices are
+    ranked by the seconds to it. `models` holds profiles and partitions by micro-batch size, which
+    do not depend on the limit.
     """
 
     spec: RunSpec
@@ -169,7 +202,9 @@ class Planner:
         return (self.spec.parallel.micro_batch_size,) if given else PROFILED_SIZES
 
     def model(self, size: int) -> ProfiledModel:
-        """Return the model at a micro-batch size; beyond two images its profile follows from those of one and two.
+        """Return the model at a micro-batch size.
+
+        Beyond two images its profile follows from those of one and two.
 
         Raises:
             ConfigError: a profile that cannot be had.
@@ -179,7 +214,9 @@ class Planner:
                 profile = self._own_profile(size)
             else:
                 points = [self.model(each).profile for each in self.sizes]
-                profile = extrapolate(points, self.spec.data.height_px, self.spec.data.width_px, size)
+                profile = extrapolate(
+                    points, self.spec.data.height_px, self.spec.data.width_px, size
+                )
             self.models[size] = ProfiledModel(profile, self._optimizer)
         return self.models[size]
 
@@ -192,10 +229,15 @@ class Planner:
 
         Choices stay as they are if none fits, or if a profile cannot be had.
         """
-        sizes = {choice.candidate.micro_batch_size for choice in best if choice.candidate.strips == 1}
+        sizes = {
+            choice.candidate.micro_batch_size for choice in best if choice.candidate.strips == 1
+        }
         guessed = sizes.difference(self.sizes)
         try:
-            own = {size: ProfiledModel(self._own_profile(size), self._optimizer) for size in sorted(guessed)}
+            own = {
+                size: ProfiledModel(self._own_profile(size), self._optimizer)
+                for size in sorted(guessed)
+            }
         except ConfigError:
             return tuple(best)
         judge = replace(self, models=self.models | own)
@@ -205,12 +247,16 @@ class Planner:
             for one in (choice.candidate,)
         ]
         fitting = [choice for choice in judged if isinstance(choice, Choice)]
-        return tuple(sorted(fitting, key=lambda each: (each.score_s, each.most_bytes))) or tuple(best)
+        return tuple(sorted(fitting, key=lambda each: (each.score_s, each.most_bytes))) or tuple(
+            best
+        )
 
     def rules(self) -> Rules[Candidate, Choice]:
         """Return how the search judges candidates: by seconds of a step, or to the target."""
         return Rules(
-            lambda one: self.score(one, bounds.least_step_s(one, self.model(one.micro_batch_size).load)),
+            lambda one: self.score(
+                one, bounds.least_step_s(one, self.model(one.micro_batch_size).load)
+            ),
             lambda one: self.score(one, self._refined_s(one)),
             lambda one: self.limit_bytes is not None and self.least_bytes(one) > self.limit_bytes,
             self.evaluate,
@@ -218,15 +264,19 @@ class Planner:
         )
 
     def priority(self, one: Candidate) -> int:
-        """Return when a candidate is tried: in steps of four times the effort, and last what is likely too large.
+        """Return when a candidate is tried.
 
+        In steps of four times the effort, and last what is likely too large.
         What takes little finds the times soon that spare the search most of what takes long.
         """
         effort = bounds.effort(one, self.model(one.micro_batch_size).load)
         return ceil(log(max(effort, EFFORT) / EFFORT, 4)) + 100 * self.is_unlikely(one)
 
     def least_bytes(self, one: Candidate, held: Sequence[float] = ()) -> int:
-        """Return bytes below which a candidate's fullest rank cannot be; `held` are micro-batches in flight by rank."""
+        """Return bytes below which a candidate's fullest rank cannot be.
+
+        `held` are micro-batches in flight by rank.
+        """
         return bounds.least_bytes(one, self.model(one.micro_batch_size).load, held)
 
     def estimated_bytes(self, one: Candidate) -> float:
@@ -239,36 +289,62 @@ class Planner:
 
     def is_unlikely(self, one: Candidate) -> bool:
         """Return whether a candidate is estimated to be too large for its devices or a node's host memory."""
-        if self.limit_bytes is not None and self.estimated_bytes(one) > ESTIMATE_ERROR * self.limit_bytes:
+        if (
+            self.limit_bytes is not None
+            and self.estimated_bytes(one) > ESTIMATE_ERROR * self.limit_bytes
+        ):
             return True
         on_host = bounds.estimated_host_bytes(one, self.model(one.micro_batch_size).load)
-        return on_host > 0 and not fits_host(self.run_of(one), [round(on_host / ESTIMATE_ERROR)] * one.partitions)
+        return on_host > 0 and not fits_host(
+            self.run_of(one), [round(on_host / ESTIMATE_ERROR)] * one.partitions
+        )
 
     def run_of(self, one: Candidate, boundaries: tuple[int, ...] = ()) -> RunSpec:
-        """Return the resolved run of a candidate and partition; its costs are still to be taken from its profile."""
-        spec, on_node = self.spec, self.spec.cluster.gpus_per_node or self.spec.machine.ranks_per_node
+        """Return the resolved run of a candidate and partition.
+
+        Its costs are still to be taken from its profile.
+        """
+        spec = self.spec
+        on_node = self.spec.cluster.gpus_per_node or self.spec.machine.ranks_per_node
         parallel = replace(
-            spec.parallel, partitions=one.partitions, replicas=one.replicas, micro_batches=one.micro_batches,
-            replications=one.micro_batches // one.parts, parts=one.parts, micro_batch_size=one.micro_batch_size,
-            boundaries=None if one.schedule == CAPPED else list(boundaries) or None, gpus=None, strips=one.strips,
-        )  # fmt: skip
+            spec.parallel,
+            partitions=one.partitions,
+            replicas=one.replicas,
+            micro_batches=one.micro_batches,
+            replications=one.micro_batches // one.parts,
+            parts=one.parts,
+            micro_batch_size=one.micro_batch_size,
+            boundaries=None if one.schedule == CAPPED else list(boundaries) or None,
+            gpus=None,
+            strips=one.strips,
+        )
         schedule = replace(
-            spec.schedule, name=one.schedule, chunks=one.chunks if one.chunks > 1 else spec.schedule.chunks,
-            activation_cap=one.cap, activation_cap_bytes=None, path=None, memory_actions=[],
-        )  # fmt: skip
+            spec.schedule,
+            name=one.schedule,
+            chunks=one.chunks if one.chunks > 1 else spec.schedule.chunks,
+            activation_cap=one.cap,
+            activation_cap_bytes=None,
+            path=None,
+            memory_actions=[],
+        )
         if one.schedule == CAPPED:
             schedule = replace(schedule, budget_s=min(schedule.budget_s, SEARCH_BUDGET_S))
         how = one.how or spec.memory.recompute
-        memory = replace(spec.memory, name=one.memory, recompute=how, offload_inputs=False)  # not among the candidates
+        memory = replace(
+            spec.memory, name=one.memory, recompute=how, offload_inputs=False
+        )  # not among the candidates
         if one.memory == "plan":
             memory = replace(memory, budget_s=min(memory.budget_s, PLAN_BUDGET_S))
         cost = replace(spec.cost, name=PROFILE, activation_bytes=0)
         cluster = replace(spec.cluster, ranks_per_node=on_node or None)
-        return replace(spec, parallel=parallel, schedule=schedule, memory=memory, cost=cost, cluster=cluster)
+        return replace(
+            spec, parallel=parallel, schedule=schedule, memory=memory, cost=cost, cluster=cluster
+        )
 
     def changes(self, one: Candidate) -> tuple[str, ...]:
         """Return what a candidate's run has otherwise than the planner's spec, beside its own overrides."""
-        run, own = self.run_of(one), {word.partition("=")[0] for word in one.overrides()}
+        run = self.run_of(one)
+        own = {word.partition("=")[0] for word in one.overrides()}
         names = (*CHANGED, "parallel.boundaries") if one.schedule == CAPPED else CHANGED
         values = ((name, attrgetter(name)(run)) for name in names if name not in own)
         words = ((name, value) for name, value in values if value != attrgetter(name)(self.spec))
@@ -311,7 +387,8 @@ class Planner:
 
         On free links, with everything kept, no list takes longer than as it runs.
         """
-        partitions, slower = self._scheduled(one), []
+        partitions = self._scheduled(one)
+        slower = []
         if worst_s == inf or one.schedule == CAPPED:
             return partitions
         for made in partitions:
@@ -338,7 +415,8 @@ class Planner:
         return stage_costs(spans, made.boundaries)
 
     def _keeping(self, one: Candidate, partitions: Iterable[_Scheduled]) -> Choice | TooLarge:
-        limit, least = self.limit_bytes or sys.maxsize, sys.maxsize
+        limit = self.limit_bytes or sys.maxsize
+        least = sys.maxsize
         for made in partitions:
             at_least = self.least_bytes(one, bounds.held_at_once(made.compute))
             if at_least > limit:
@@ -349,14 +427,19 @@ class Planner:
                 if made.is_by_bytes:
                     made, peaks = self._faster(one, made, peaks, limit)
                 peak_bytes = partial(self._peak_bytes, one, made)
-                schedule, peaks = lowered_within(made.run, made.compute, peak_bytes, self.limit_bytes)
+                schedule, peaks = lowered_within(
+                    made.run, made.compute, peak_bytes, self.limit_bytes
+                )
                 network, step = simulate_step(made.run, schedule)
-                costs, pace = schedule_costs(made.run, schedule.placement), replica_pace(made.run, 0)
+                costs = schedule_costs(made.run, schedule.placement)
+                pace = replica_pace(made.run, 0)
                 split = partial(parts_s, schedule, costs, step, network, pace)
                 return self._choice(one, made, step, peaks, (0,) * len(peaks), split)
         return TooLarge(least)
 
-    def _peak_bytes(self, one: Candidate, made: _Scheduled, schedule: Schedule | None = None) -> tuple[int, ...]:
+    def _peak_bytes(
+        self, one: Candidate, made: _Scheduled, schedule: Schedule | None = None
+    ) -> tuple[int, ...]:
         model = MemoryModel(self.model(one.micro_batch_size).spans, self._optimizer)
         return model.peak_bytes(schedule or lower(made.compute), made.boundaries)
 
@@ -373,7 +456,8 @@ class Planner:
         return (other, others) if max(others) <= limit and _keeps_cap(other) else (made, peaks)
 
     def _under_policy(self, one: Candidate, partitions: Iterable[_Scheduled]) -> Choice | TooLarge:
-        limit, least = self.limit_bytes or sys.maxsize, sys.maxsize
+        limit = self.limit_bytes or sys.maxsize
+        least = sys.maxsize
         model = self.model(one.micro_batch_size)
         for made in partitions:
             run = made.run
@@ -387,7 +471,9 @@ class Planner:
             schedule = case.lowered(plan)
             timelines = []
             for rank in range(schedule.num_ranks):
-                timelines.append(rank_timeline(model.profile, plan, schedule, rank, self._optimizer))
+                timelines.append(
+                    rank_timeline(model.profile, plan, schedule, rank, self._optimizer)
+                )
                 if timelines[-1].peak_bytes > limit:
                     break
             peaks = tuple(each.peak_bytes for each in timelines)
@@ -407,16 +493,24 @@ class Planner:
     def _scheduled(self, one: Candidate) -> Iterator[_Scheduled]:
         """Yield the candidate by its partition of least time, and if another is asked for, by that of least bytes."""
         if one.schedule == CAPPED:
-            run, profile = self.run_of(one), self.model(one.micro_batch_size).profile
+            run = self.run_of(one)
+            profile = self.model(one.micro_batch_size).profile
             found = search_schedule(run, profile)
-            run = replace(run, cost=profiled_costs(run, profile, found["boundaries"], unit_bytes=found["unit_bytes"]))
+            run = replace(
+                run,
+                cost=profiled_costs(
+                    run, profile, found["boundaries"], unit_bytes=found["unit_bytes"]
+                ),
+            )
             yield _Scheduled(tuple(found["boundaries"]), run, found=from_json(found["schedule"]))
             return
         made = self._scheduled_at(one, self._by_time(one)[0])
         if _keeps_cap(made):
             yield made
         elif self.limit_bytes is None or one.num_stages == 1:
-            raise ConfigError("schedule.activation_cap", one.cap, f"is less than {one.schedule} holds")
+            raise ConfigError(
+                "schedule.activation_cap", one.cap, f"is less than {one.schedule} holds"
+            )
         if self.limit_bytes is None or one.num_stages == 1:
             return
         # what is recomputed is there for one micro-batch at a time
@@ -427,30 +521,55 @@ class Planner:
             yield other
 
     def _scheduled_at(self, one: Candidate, boundaries: tuple[int, ...]) -> _Scheduled:
-        spans, run = self.model(one.micro_batch_size).spans, self.run_of(one, boundaries)
-        return _Scheduled(boundaries, replace(run, cost=profiled_costs(run, spans.profile, boundaries)))
+        spans = self.model(one.micro_batch_size).spans
+        run = self.run_of(one, boundaries)
+        return _Scheduled(
+            boundaries, replace(run, cost=profiled_costs(run, spans.profile, boundaries))
+        )
 
     def _choice(
-        self, one: Candidate, made: _Scheduled, step: Simulation, peaks: tuple[int, ...], on_host: tuple[int, ...],
+        self,
+        one: Candidate,
+        made: _Scheduled,
+        step: Simulation,
+        peaks: tuple[int, ...],
+        on_host: tuple[int, ...],
         split: Callable[[], Mapping[str, float]],
-    ) -> Choice:  # fmt: skip
-        score_s, epochs = self.score(one, step.span), None if self.epochs is None else self.epochs(one.global_batch)
+    ) -> Choice:
+        score_s = self.score(one, step.span)
+        epochs = None if self.epochs is None else self.epochs(one.global_batch)
         changes = self.changes(one)
-        return Choice(one, made.boundaries, step.span, score_s, step.efficiency, peaks, on_host, split, epochs, changes)
+        return Choice(
+            one,
+            made.boundaries,
+            step.span,
+            score_s,
+            step.efficiency,
+            peaks,
+            on_host,
+            split,
+            epochs,
+            changes,
+        )
 
     def score(self, one: Candidate, step_s: float) -> float:
         """Return what a candidate is ranked by: seconds of a step, or of all steps to the target."""
         if self.epochs is None:
             return step_s
-        return step_s * self.epochs(one.global_batch) * self.spec.data.train_samples / one.global_batch
+        return (
+            step_s * self.epochs(one.global_batch) * self.spec.data.train_samples / one.global_batch
+        )
 
     def _refined_s(self, one: Candidate) -> float:
         bottleneck_s = 0.0 if one.schedule == CAPPED else self._by_time(one)[1]
         return bounds.least_step_s(one, self.model(one.micro_batch_size).load, bottleneck_s)
 
-    def _by_time(self, one: Candidate, placement: Placement | None = None) -> tuple[tuple[int, ...], float]:
-        """Return the partition of least time, that of the smallest micro-batch: layers' times grow nearly alike.
+    def _by_time(
+        self, one: Candidate, placement: Placement | None = None
+    ) -> tuple[tuple[int, ...], float]:
+        """Return the partition of least time, that of the smallest micro-batch.
 
+        Layers' times grow nearly alike.
         For another size the seconds of the heaviest rank are bounded by the layer that grows least.
         """
         placement = placement or one.family.place(one.partitions, one.chunks)
@@ -458,6 +577,10 @@ class Planner:
         boundaries, bottleneck_s = smallest.by_time(placement)
         if one.micro_batch_size == self.sizes[0]:
             return boundaries, bottleneck_s
-        pairs = zip(self.model(one.micro_batch_size).profile.layers, smallest.profile.layers, strict=True)
-        grows = min((layer.time_s / base.time_s for layer, base in pairs if base.time_s), default=0.0)
+        pairs = zip(
+            self.model(one.micro_batch_size).profile.layers, smallest.profile.layers, strict=True
+        )
+        grows = min(
+            (layer.time_s / base.time_s for layer, base in pairs if base.time_s), default=0.0
+        )
         return boundaries, grows * bottleneck_s

@@ -1,4 +1,7 @@
-"""The fastest configurations of a run on so many GPUs: every candidate of its batches, searched within a budget."""
+"""The fastest configurations of a run on so many GPUs.
+
+Every candidate of its batches, searched within a budget.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,12 @@ from gems.planner.search.best_first import Found, TooLarge, TooSlow, search
 from gems.planner.search.candidate import Candidate, candidates
 from gems.planner.search.choice import Choice
 
-NUM_BEST, BUDGET_S = 10, 10.0
-# Of the budget, while nothing fits: when the search gives way to one for anything that fits, and that one to what would
-# make it fit.
-SEARCH_SHARE, LEAN_SHARE = 0.5, 0.75
+NUM_BEST = 10
+BUDGET_S = 10.0
+# Of the budget, while nothing fits: when the search gives way to one for anything that fits, and
+# that one to what would make it fit.
+SEARCH_SHARE = 0.5
+LEAN_SHARE = 0.75
 
 
 def fastest(
@@ -31,14 +36,15 @@ def fastest(
 ) -> tuple[dict[str, Any], Found[Choice]]:
     """Search parallel.gpus GPUs (by default those of the run), and return the answer as plain data and as found.
 
-    `also` gives other choices that fit, from the best and all candidates; only candidates that `accepts` takes are
-    searched.
+    `also` gives other choices that fit, from the best and all candidates; only candidates that
+    `accepts` takes are searched.
 
     Raises:
         ConfigError: a batch that does not divide, or a profile that cannot be had.
         DoesNotFitError: no configuration fits; the line says what would.
     """
-    begin, spec = time.perf_counter(), planner.spec
+    begin = time.perf_counter()
+    spec = planner.spec
     num_layers = planner.model(planner.sizes[0]).profile.num_layers
     num_gpus = spec.parallel.gpus or spec.world_size
     asked = [one for batch in batches for one in _candidates(planner, num_gpus, batch, num_layers)]
@@ -50,29 +56,49 @@ def fastest(
     found = _search(planner, asked, num_best, search_begin + budget_s)
     if also is not None:
         more = also(planner, found.best, asked)
-        best = tuple(sorted((*found.best, *more), key=lambda each: (each.score_s, each.most_bytes))[:num_best])
-        found = replace(found, best=best, num_simulated=found.num_simulated + len(more),
-                        num_candidates=found.num_candidates + len(more))  # fmt: skip
+        best = tuple(
+            sorted((*found.best, *more), key=lambda each: (each.score_s, each.most_bytes))[
+                :num_best
+            ]
+        )
+        found = replace(
+            found,
+            best=best,
+            num_simulated=found.num_simulated + len(more),
+            num_candidates=found.num_candidates + len(more),
+        )
     search_s = time.perf_counter() - search_begin
     found = replace(found, best=planner.confirmed(found.best))
     if not found.best:
         lean = leanest_or_refuse(planner, asked, found, num_gpus, search_begin + budget_s)
         found = replace(found, best=(lean,), num_simulated=found.num_simulated + 1)
     answer = {
-        "source": "simulated", "model": spec.model.name, "height_px": spec.data.height_px,
-        "width_px": spec.data.width_px, "machine": spec.machine.name, "device_bytes": spec.machine.device_bytes,
-        "gpus": num_gpus, "choices": [choice.to_json(found.best[0]) for choice in found.best],
-        "is_exact": found.is_exact, "candidates": found.num_candidates, "simulated": found.num_simulated,
-        "too_large": found.num_too_large, "pruned_by_bytes": found.num_pruned_bytes,
-        "pruned_by_time": found.num_pruned_time, "impossible": found.num_impossible, "left": found.num_left,
-        "profile_s": search_begin - begin, "search_s": search_s,
-    }  # fmt: skip
+        "source": "simulated",
+        "model": spec.model.name,
+        "height_px": spec.data.height_px,
+        "width_px": spec.data.width_px,
+        "machine": spec.machine.name,
+        "device_bytes": spec.machine.device_bytes,
+        "gpus": num_gpus,
+        "choices": [choice.to_json(found.best[0]) for choice in found.best],
+        "is_exact": found.is_exact,
+        "candidates": found.num_candidates,
+        "simulated": found.num_simulated,
+        "too_large": found.num_too_large,
+        "pruned_by_bytes": found.num_pruned_bytes,
+        "pruned_by_time": found.num_pruned_time,
+        "impossible": found.num_impossible,
+        "left": found.num_left,
+        "profile_s": search_begin - begin,
+        "search_s": search_s,
+    }
     return answer, found
 
 
 def _search(planner: Planner, asked: list[Candidate], num_best: int, end: float) -> Found[Choice]:
     """Search until `end`; while nothing fits, a part of the time is left to find anything that does, or what would."""
-    rules, begin = planner.rules(), time.perf_counter()
+    rules = planner.rules()
+    begin = time.perf_counter()
     last = begin + (end - begin) * SEARCH_SHARE
     fitting: list[bool] = []
     tried: set[Candidate] = set()
@@ -94,7 +120,9 @@ def _search(planner: Planner, asked: list[Candidate], num_best: int, end: float)
     lean = leanest(planner, rest, planner.limit_bytes, begin + (end - begin) * LEAN_SHARE)
     if lean is None:
         return found
-    return replace(found, best=(lean,), num_simulated=found.num_simulated + 1, num_left=found.num_left - 1)
+    return replace(
+        found, best=(lean,), num_simulated=found.num_simulated + 1, num_left=found.num_left - 1
+    )
 
 
 def _candidates(planner: Planner, num_gpus: int, batch: int, num_layers: int) -> list[Candidate]:
@@ -104,9 +132,11 @@ def _candidates(planner: Planner, num_gpus: int, batch: int, num_layers: int) ->
         asked = [one for one in asked if one.micro_batch_size == spec.parallel.micro_batch_size]
     if not asked:
         raise ConfigError(
-            "--global-batch", batch, f"has no split over {num_gpus} GPUs "
+            "--global-batch",
+            batch,
+            f"has no split over {num_gpus} GPUs "
             f"into whole micro-batches and at most {num_layers} stages",
             "use a multiple of the GPUs",
-        )  # fmt: skip
+        )
     check_batch(planner.run_of(asked[0]))
     return asked

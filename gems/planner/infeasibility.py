@@ -33,9 +33,11 @@ def leanest_or_refuse(
     limit = planner.limit_bytes
     if limit is None or not (found.num_too_large or found.num_pruned_bytes):
         raise ConfigError(
-            "parallel.gpus", num_gpus, f"none of {len(asked)} configurations could be judged",
-            "give more time: --budget S"
-        )  # fmt: skip
+            "parallel.gpus",
+            num_gpus,
+            f"none of {len(asked)} configurations could be judged",
+            "give more time: --budget S",
+        )
     begin = time.perf_counter()
     end = max(end, begin + MIN_S)
     quick = [one for one in asked if one.slowness < 2]
@@ -44,7 +46,11 @@ def leanest_or_refuse(
         return memory[1]
     needed = found.least_needed_bytes if memory is None else memory[0]
     needed = max(needed or min(planner.least_bytes(one) for one in asked), limit + 1)
-    advice = [] if memory is None else [f"devices of {memory[0] / GIB:.2f} GiB work ({_describe(memory[1])})"]
+    advice = (
+        []
+        if memory is None
+        else [f"devices of {memory[0] / GIB:.2f} GiB work ({_describe(memory[1])})"]
+    )
     gpus = _more_gpus(planner, asked, num_gpus, end)
     if gpus is not None:
         advice.append(f"{gpus[0]} GPUs of this memory work ({_describe(gpus[1])})")
@@ -52,15 +58,25 @@ def leanest_or_refuse(
     cut_off = f", and {found.num_left} were not looked at (--budget)" if found.num_left else ""
     leanest_is = "the leanest found" if memory is not None else "by its bound the leanest"
     raise DoesNotFitError(
-        f"{leanest_is} of {len(asked)} configurations on {num_gpus} GPUs", needed, limit, ", ".join(advice) + cut_off
+        f"{leanest_is} of {len(asked)} configurations on {num_gpus} GPUs",
+        needed,
+        limit,
+        ", ".join(advice) + cut_off,
     )
 
 
-def _least_memory(planner: Planner, asked: Sequence[Candidate], limit: int, end: float) -> tuple[int, Choice] | None:
-    """Return the smallest device memory that works, to within 5 %, with what fits there; None if none was found."""
-    low, high = limit, 2 * limit
+def _least_memory(
+    planner: Planner, asked: Sequence[Candidate], limit: int, end: float
+) -> tuple[int, Choice] | None:
+    """Return the smallest device memory that works, to within 5 %, with what fits there.
+
+    None if none was found.
+    """
+    low = limit
+    high = 2 * limit
     while (best := leanest(planner, asked, high, end)) is None and time.perf_counter() < end:
-        low, high = high, 2 * high
+        low = high
+        high = 2 * high
     if best is None:
         return None
     high = max(best.peak_bytes)
@@ -70,14 +86,18 @@ def _least_memory(planner: Planner, asked: Sequence[Candidate], limit: int, end:
         if fitting is None:
             low = middle
         else:
-            best, high = fitting, max(fitting.peak_bytes)
+            best = fitting
+            high = max(fitting.peak_bytes)
     return high, best
 
 
-def _more_gpus(planner: Planner, asked: Sequence[Candidate], num_gpus: int, end: float) -> tuple[int, Choice] | None:
+def _more_gpus(
+    planner: Planner, asked: Sequence[Candidate], num_gpus: int, end: float
+) -> tuple[int, Choice] | None:
     """Return the least of two, four and eight times the GPUs that fits, with what fits there."""
     assert planner.limit_bytes is not None
-    batch, num_layers = asked[0].global_batch, planner.model(planner.sizes[0]).profile.num_layers
+    batch = asked[0].global_batch
+    num_layers = planner.model(planner.sizes[0]).profile.num_layers
     has_policies = planner.spec.machine.kind == "real"
     for times in MORE_GPUS:
         more = candidates(times * num_gpus, batch, num_layers, has_policies)
@@ -104,7 +124,9 @@ def leanest(planner: Planner, asked: Sequence[Candidate], limit: int, end: float
 
     tried = [one for one in asked if one.schedule != CAPPED and one.memory != "plan"]
     lean = judge.estimated_bytes
-    rules = replace(judge.rules(), least_s=lean, refined_s=lean, evaluate=evaluate, priority=judge.is_unlikely)
+    rules = replace(
+        judge.rules(), least_s=lean, refined_s=lean, evaluate=evaluate, priority=judge.is_unlikely
+    )
     search(tried, rules, 1, lambda: bool(fitting) or time.perf_counter() > end)
     return fitting[0] if fitting else None
 

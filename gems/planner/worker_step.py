@@ -1,4 +1,7 @@
-"""A worker of several devices: its step, what it loses among others, and whether it fits, by simulation."""
+"""A worker of several devices.
+
+Its step, what it loses among others, and whether it fits, by simulation.
+"""
 
 from __future__ import annotations
 
@@ -32,17 +35,23 @@ class Step:
 def with_degree(spec: RunSpec, degree: int) -> RunSpec:
     """Return a resolved run with one pipeline of `degree` partitions and the same mini-batch of a worker.
 
-    On one device the layers run one after another. A real machine has the costs of its profile unless others are given.
-    Those of cost=uniform are of equal parts, so that more parts are smaller ones.
+    On one device the layers run one after another. A real machine has the costs of its profile
+    unless others are given. Those of cost=uniform are of equal parts, so that more parts are
+    smaller ones.
     """
-    cost, before = spec.cost, spec.parallel.partitions
+    cost = spec.cost
+    before = spec.parallel.partitions
     if spec.machine.kind == "real" and cost == CostConfig():
         cost = CostConfig(name=PROFILE)
     if cost.name != PROFILE and degree != before:
         share = before / degree
         names = ("forward", "input_grad", "weight_grad", "recompute", "offload")
-        times = {name: getattr(cost, name) * share for name in names if getattr(cost, name) is not None}
-        sizes = {name: round(getattr(cost, name) * share) for name in ("activation_bytes", "param_bytes")}
+        times = {
+            name: getattr(cost, name) * share for name in names if getattr(cost, name) is not None
+        }
+        sizes = {
+            name: round(getattr(cost, name) * share) for name in ("activation_bytes", "param_bytes")
+        }
         cost = replace(cost, **times, **sizes)
     boundaries = spec.parallel.boundaries if degree == before else None
     parallel = replace(spec.parallel, partitions=degree, replicas=1, boundaries=boundaries)
@@ -51,12 +60,15 @@ def with_degree(spec: RunSpec, degree: int) -> RunSpec:
 
 
 def worker_step(spec: RunSpec, degree: int, predict: Predict) -> Step:
-    """Simulate one step of a worker of `degree` devices; what does not fit machine.device_bytes, without that limit.
+    """Simulate one step of a worker of `degree` devices.
+
+    What does not fit machine.device_bytes, without that limit.
 
     Raises:
         ConfigError: counts that the schedule cannot serve, or more stages than layers.
     """
-    changed, limit = with_degree(spec, degree), spec.machine.device_bytes
+    changed = with_degree(spec, degree)
+    limit = spec.machine.device_bytes
     misfit: str | None = None
     try:
         found = predict(changed)
@@ -66,17 +78,26 @@ def worker_step(spec: RunSpec, degree: int, predict: Predict) -> Step:
     peak = None if found.peak_bytes is None else round(max(found.peak_bytes))
     if misfit is None and limit is not None and peak is not None and peak > limit:
         where = f"a rank of {degree} partitions" if degree > 1 else "a worker of one device"
-        misfit = str(DoesNotFitError(where, peak, limit, "use a higher degree, or a smaller image or micro-batch"))
+        misfit = str(
+            DoesNotFitError(
+                where, peak, limit, "use a higher degree, or a smaller image or micro-batch"
+            )
+        )
     return Step(found.step_s, peak, misfit)
 
 
-def worker_steps(spec: RunSpec, degrees: Iterable[int], predict: Predict) -> tuple[dict[int, Step], dict[int, str]]:
-    """Simulate a worker of each degree; return the steps, and why other degrees are refused: stages, odd counts.
+def worker_steps(
+    spec: RunSpec, degrees: Iterable[int], predict: Predict
+) -> tuple[dict[int, Step], dict[int, str]]:
+    """Simulate a worker of each degree.
+
+    Return the steps, and why other degrees are refused: stages, odd counts.
 
     Raises:
         ConfigError: one device alone cannot be simulated.
     """
-    steps, refused = {}, {}
+    steps = {}
+    refused = {}
     for degree in degrees:
         try:
             steps[degree] = worker_step(spec, degree, predict)
@@ -90,9 +111,10 @@ def worker_steps(spec: RunSpec, degrees: Iterable[int], predict: Predict) -> tup
 def modelled_efficiency(spec: RunSpec) -> Callable[[int, int], float]:
     """Return SE_N by simulation, a function of the workers and the partitions of each.
 
-    It is the step of one worker over that of N, whose gradients are summed over the run's links. Activations are kept,
-    whatever the run's policy, and devices have no limit: the sum is of gradients alone. It raises ConfigError for
-    counts that the schedule cannot serve, or more stages than layers.
+    It is the step of one worker over that of N, whose gradients are summed over the run's links.
+    Activations are kept, whatever the run's policy, and devices have no limit: the sum is of
+    gradients alone. It raises ConfigError for counts that the schedule cannot serve, or more stages
+    than layers.
     """
 
     @cache
@@ -110,4 +132,8 @@ def modelled_efficiency(spec: RunSpec) -> Callable[[int, int], float]:
 
 
 def _unlimited(spec: RunSpec) -> RunSpec:
-    return replace(spec, machine=replace(spec.machine, device_bytes=None), memory=replace(spec.memory, name="keep"))
+    return replace(
+        spec,
+        machine=replace(spec.machine, device_bytes=None),
+        memory=replace(spec.memory, name="keep"),
+    )

@@ -1,4 +1,7 @@
-"""Whether a network in strips, or with a split backward, equals itself: asked once for its code and configuration."""
+"""Whether a network in strips, or with a split backward, equals itself.
+
+Asked once for its code and configuration.
+"""
 
 from __future__ import annotations
 
@@ -38,15 +41,25 @@ def check_exact(spec: RunSpec, has_split_backward: bool) -> None:
         ConfigError: a layer that differs, by its name.
     """
     layers = layers_of(spec.model, spec.data)
-    targets = {layer.target for layer in layers if layer.is_part or not layer.target.startswith("gems.")}
+    targets = {
+        layer.target for layer in layers if layer.is_part or not layer.target.startswith("gems.")
+    }
     if not targets or (spec.parallel.strips == 1 and not has_split_backward):
         return
     code = [source_of(target, None) for target in sorted(targets) if not target.startswith("gems.")]
     known = {
-        **subject_of(spec), "code": code, "is_in_strips": spec.parallel.strips > 1,
-        "frozen": list(spec.optimizer.frozen), "check": CHECK, **versions(),
-    }  # fmt: skip
+        **subject_of(spec),
+        "code": code,
+        "is_in_strips": spec.parallel.strips > 1,
+        "frozen": list(spec.optimizer.frozen),
+        "check": CHECK,
+        **versions(),
+    }
     key = json.dumps(known, sort_keys=True, default=str)
-    found = cached(spec.cache_dir, "exactness", key, lambda: take_profile(spec, EXACTNESS_TAKER, "exact"))
+    found = cached(
+        spec.cache_dir, "exactness", key, lambda: take_profile(spec, EXACTNESS_TAKER, "exact")
+    )
     if found["left_out"]:
-        _log.warning("not all layers were compared with themselves in strips: %s", found["left_out"])
+        _log.warning(
+            "not all layers were compared with themselves in strips: %s", found["left_out"]
+        )

@@ -1,4 +1,7 @@
-"""A profile in a trace file: a group with a column for each field of its layers, each with its unit and long name."""
+"""A profile in a trace file.
+
+A group with a column for each field of its layers, each with its unit and long name.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,35 @@ from typing import Any
 import h5py
 import numpy as np
 
-from gems.profile.model_profile import LONG_NAMES, PAIRS, SCHEMA, SIZES, STORAGES, TIMES, ModelProfile, Saved
+from gems.profile.model_profile import (
+    LONG_NAMES,
+    PAIRS,
+    SCHEMA,
+    SIZES,
+    STORAGES,
+    TIMES,
+    ModelProfile,
+    Saved,
+)
 
-ROOT = ("model", "height_px", "width_px", "micro_batch_size", "dtype", "device", "source", "input_bytes")
+ROOT = (
+    "model",
+    "height_px",
+    "width_px",
+    "micro_batch_size",
+    "dtype",
+    "device",
+    "source",
+    "input_bytes",
+)
 
 
 def write_profile(group: h5py.Group, profile: ModelProfile) -> None:
-    """Write a profile into an empty group: attributes of the model, and columns with an entry per layer.
+    """Write a profile into an empty group.
 
-    Pairs are tables of three columns: layer, how many layers away, bytes. Storages are tables of five columns, with a
-    table of three for the layers that save or read them.
+    Attributes of the model, and columns with an entry per layer.
+    Pairs are tables of three columns: layer, how many layers away, bytes. Storages are tables of
+    five columns, with a table of three for the layers that save or read them.
     """
     group.attrs["schema"] = SCHEMA
     for name in ROOT:
@@ -27,15 +49,27 @@ def write_profile(group: h5py.Group, profile: ModelProfile) -> None:
     group.attrs["versions"] = json.dumps(dict(profile.versions))
     group.attrs["facts"] = json.dumps(dict(profile.facts))
     for name in ("name", "kind"):
-        words = np.array([getattr(layer, name) for layer in profile.layers], dtype=h5py.string_dtype())
+        words = np.array(
+            [getattr(layer, name) for layer in profile.layers], dtype=h5py.string_dtype()
+        )
         _write(group, name, words, "1", f"{name} of the layer")
     for names, kind, units in ((TIMES, "f8", "s"), (SIZES, "i8", "byte")):
         for name in names:
             values = np.array([getattr(layer, name) for layer in profile.layers], dtype=kind)
             _write(group, name, values, units, LONG_NAMES[name])
     for name in PAIRS:
-        rows = [(index, *pair) for index, layer in enumerate(profile.layers) for pair in getattr(layer, name)]
-        _write(group, name, _table(rows, 3), "1, 1, byte", f"{LONG_NAMES[name]}: layer, layers away, bytes")
+        rows = [
+            (index, *pair)
+            for index, layer in enumerate(profile.layers)
+            for pair in getattr(layer, name)
+        ]
+        _write(
+            group,
+            name,
+            _table(rows, 3),
+            "1, 1, byte",
+            f"{LONG_NAMES[name]}: layer, layers away, bytes",
+        )
     for name in STORAGES:
         _write_storages(group, name, [getattr(layer, name) for layer in profile.layers])
 
@@ -80,11 +114,13 @@ def _write_storages(group: h5py.Group, name: str, layers: Sequence[Sequence[Save
     ]
     columns = "layer, bytes of one, layer of the last use, how many, whether a product gave it"
     readers = (
-        "row of the storage, layers away, 0 for who saves it, 1 for whose weight gradient reads it, "
-        "2 for whose convolution saves it"
+        "row of the storage, layers away, 0 for who saves it, 1 for whose weight gradient reads it,"
+        " 2 for whose convolution saves it"
     )
     _write(group, name, _table(rows, 5), "1, byte, 1, 1, 1", f"{LONG_NAMES[name]}: {columns}")
-    _write(group, f"{name}_by", _table(savers, 3), "1, 1, 1", f"{LONG_NAMES[name]}, by whom: {readers}")
+    _write(
+        group, f"{name}_by", _table(savers, 3), "1, 1, 1", f"{LONG_NAMES[name]}, by whom: {readers}"
+    )
 
 
 def _read_storages(group: h5py.Group, name: str, layers: list[dict[str, Any]]) -> None:
@@ -94,7 +130,9 @@ def _read_storages(group: h5py.Group, name: str, layers: list[dict[str, Any]]) -
     for row, (layer, *values) in enumerate(group[name][:].tolist()):
         found = dict(zip(("num_bytes", "last_use", "count", "is_product"), values, strict=True))
         parts = ("savers", "weight_readers", "conv_savers")
-        layers[layer][name].append(found | {of: by.get((row, part), []) for part, of in enumerate(parts)})
+        layers[layer][name].append(
+            found | {of: by.get((row, part), []) for part, of in enumerate(parts)}
+        )
 
 
 def _table(rows: Sequence[tuple[int, ...]], width: int) -> np.ndarray:

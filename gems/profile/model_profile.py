@@ -1,4 +1,7 @@
-"""A model's profile as plain data: the time and the bytes of every layer, and the storages that it makes."""
+"""A model's profile as plain data.
+
+The time and the bytes of every layer, and the storages that it makes.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,12 @@ from gems.errors import ConfigError
 class Saved:
     """`count` equal storages that a layer makes, each of `num_bytes`.
 
-    Layers are counted from the one that makes them, which is 0: `savers` are those that save it for backward, in order,
-    `weight_readers` those after the maker whose weight gradient reads it, `last_use` the last one that is given it, to
-    read it or to carry it on. `is_product` says that a convolution or a
-    matrix product gave it, so that a selective recompute keeps it from the first; `conv_savers` are the savers in which
-    a convolution saves it, as its input. With no savers it is memory that backward never reads.
+    Layers are counted from the one that makes them, which is 0: `savers` are those that save it for
+    backward, in order, `weight_readers` those after the maker whose weight gradient reads it,
+    `last_use` the last one that is given it, to read it or to carry it on. `is_product` says that a
+    convolution or a matrix product gave it, so that a selective recompute keeps it from the first;
+    `conv_savers` are the savers in which a convolution saves it, as its input. With no savers it is
+    memory that backward never reads.
     """
 
     num_bytes: int
@@ -72,7 +76,9 @@ def product_bytes_of(storages: Iterable[Saved]) -> int:
     return sum(storage.total_bytes for storage in storages if storage.is_product)
 
 
-def saved_from(stash_bytes: int, saved_later: Iterable[tuple[int, int]], cheap_bytes: int = 0) -> tuple[Saved, ...]:
+def saved_from(
+    stash_bytes: int, saved_later: Iterable[tuple[int, int]], cheap_bytes: int = 0
+) -> tuple[Saved, ...]:
     """Return storages that a stash may be made of, one per first saver, for a profile that has only sums."""
     cheap = min(cheap_bytes, stash_bytes)
     own = (Saved(cheap, is_product=True), Saved(stash_bytes - cheap))
@@ -90,24 +96,29 @@ def _value(default: Any, long_name: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class LayerProfile:
-    """One layer on one micro-batch. Times are seconds, sizes bytes; pairs are (how many layers away, bytes).
+    """One layer on one micro-batch.
 
-    Each storage that backward needs is counted once, at the layer that makes it: in `stash_bytes` if that layer saves
-    it, in `saved_later` if a later layer is the first to save it. So a stage of layers i..j keeps the stashes of its
-    layers, and of `saved_later` what is first saved up to j. `saved` lists these storages one by one with all that save
-    them; by default it is made from the two. `passing` has those that nobody saves but a recomputed segment keeps:
-    outputs, and results of convolutions and matrix products.
+    Times are seconds, sizes bytes; pairs are (how many layers away, bytes).
+    Each storage that backward needs is counted once, at the layer that makes it: in `stash_bytes`
+    if that layer saves it, in `saved_later` if a later layer is the first to save it. So a stage of
+    layers i..j keeps the stashes of its layers, and of `saved_later` what is first saved up to j.
+    `saved` lists these storages one by one with all that save them; by default it is made from the
+    two. `passing` has those that nobody saves but a recomputed segment keeps: outputs, and results
+    of convolutions and matrix products.
 
     Peaks of forward count what the layer makes, its stash and outputs included, besides its inputs.
-    `backward_peak_bytes` counts gradients of outputs and inputs, beyond all that is saved when it begins; gradients of
-    parameters always stay and are not in it. `backward_peak_at` has the stage ends at which the peak is another one,
-    beyond the output gradients that the stage holds throughout, and `passed_at` what of those a stage that begins here
-    passes on in a copy. `held_for_weights_bytes` includes `held_input_bytes` and `held_output_grad_bytes`, which the
-    stage counts itself where they are its own. Values named `cheap` are those of selective recomputation, which keeps
-    the results of convolutions and matrix products from the first forward.
+    `backward_peak_bytes` counts gradients of outputs and inputs, beyond all that is saved when it
+    begins; gradients of parameters always stay and are not in it. `backward_peak_at` has the stage
+    ends at which the peak is another one, beyond the output gradients that the stage holds
+    throughout, and `passed_at` what of those a stage that begins here passes on in a copy.
+    `held_for_weights_bytes` includes `held_input_bytes` and `held_output_grad_bytes`, which the
+    stage counts itself where they are its own. Values named `cheap` are those of selective
+    recomputation, which keeps the results of convolutions and matrix products from the first
+    forward.
 
     Raises:
-        ValueError: `saved` and `passing` do not add up to `stash_bytes`, `saved_later` and `cheap_bytes`.
+        ValueError: `saved` and `passing` do not add up to `stash_bytes`, `saved_later` and
+        `cheap_bytes`.
     """
 
     name: str
@@ -121,11 +132,15 @@ class LayerProfile:
     param_bytes: int = _value(0, "parameters")
     buffer_bytes: int = _value(0, "buffers, such as running statistics")
     stash_bytes: int = _value(0, "made and saved by the layer itself")
-    saved_later: tuple[tuple[int, int], ...] = _value((), "made here, and saved first by the layer so many further on")
+    saved_later: tuple[tuple[int, int], ...] = _value(
+        (), "made here, and saved first by the layer so many further on"
+    )
     output_bytes: int = _value(0, "tensors handed on")
     output_grad_bytes: int = _value(0, "gradients of the tensors handed on")
     unsaved_input_bytes: int = _value(0, "given and saved by no earlier layer")
-    unsaved_from: tuple[tuple[int, int], ...] = _value((), "given and not yet saved, made by the layer so many back")
+    unsaved_from: tuple[tuple[int, int], ...] = _value(
+        (), "given and not yet saved, made by the layer so many back"
+    )
     workspace_bytes: int = _value(0, "used and let go within the layer")
     forward_peak_bytes: int = _value(0, "most made at once in forward")
     backward_peak_bytes: int = _value(0, "most at once in backward")
@@ -137,7 +152,9 @@ class LayerProfile:
     )
     held_for_weights_bytes: int = _value(0, "kept between input gradient and weight gradient")
     held_input_bytes: int = _value(0, "inputs among what is kept for the weight gradient")
-    held_output_grad_bytes: int = _value(0, "gradients of outputs among what is kept for the weight gradient")
+    held_output_grad_bytes: int = _value(
+        0, "gradients of outputs among what is kept for the weight gradient"
+    )
     plain_peak_bytes: int = _value(0, "most made at once in a forward that keeps nothing")
     cheap_bytes: int = _value(0, "given by convolutions and matrix products")
     cheap_first_peak_bytes: int = _value(0, "most made at once in a forward that keeps only those")
@@ -147,9 +164,15 @@ class LayerProfile:
 
     def __post_init__(self) -> None:
         if not self.saved:
-            object.__setattr__(self, "saved", saved_from(self.stash_bytes, self.saved_later, self.cheap_bytes))
+            object.__setattr__(
+                self, "saved", saved_from(self.stash_bytes, self.saved_later, self.cheap_bytes)
+            )
             return
-        stated = (self.stash_bytes, tuple(pair for pair in self.saved_later if pair[1]), self.cheap_bytes)
+        stated = (
+            self.stash_bytes,
+            tuple(pair for pair in self.saved_later if pair[1]),
+            self.cheap_bytes,
+        )
         found = (*stash_of(self.saved), product_bytes_of((*self.saved, *self.passing)))
         if stated != found:
             raise ValueError(
@@ -172,8 +195,12 @@ def _names(kind: str) -> tuple[str, ...]:
     return tuple(each.name for each in fields(LayerProfile) if each.type == kind)
 
 
-TIMES, SIZES, PAIRS, STORAGES = map(_names, ("float", "int", "tuple[tuple[int, int], ...]", "tuple[Saved, ...]"))
-LONG_NAMES = {each.name: each.metadata["long_name"] for each in fields(LayerProfile) if each.metadata}
+TIMES, SIZES, PAIRS, STORAGES = map(
+    _names, ("float", "int", "tuple[tuple[int, int], ...]", "tuple[Saved, ...]")
+)
+LONG_NAMES = {
+    each.name: each.metadata["long_name"] for each in fields(LayerProfile) if each.metadata
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,10 +234,15 @@ class ModelProfile:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any], path: object = "document") -> ModelProfile:
-        """Read a document of `to_json`; raises ConfigError for another schema, a wrong field, or no layers."""
+        """Read a document of `to_json`.
+
+        Raises ConfigError for another schema, a wrong field, or no layers.
+        """
 
         def refusal(text: str) -> ConfigError:
-            return ConfigError("profile.path", path, text, "make it again with `gems profile --json`")
+            return ConfigError(
+                "profile.path", path, text, "make it again with `gems profile --json`"
+            )
 
         schema = document.get("schema")
         if schema != SCHEMA:
@@ -229,9 +261,16 @@ class ModelProfile:
 
 def _check_fields(kind: type, values: Mapping[str, Any]) -> None:
     """Raise TypeError or ValueError for a field of the wrong type, or a number that is not a time or a size."""
-    takes = {"str": str, "int": int, "float": int | float, "Mapping[str, str]": Mapping, "Mapping[str, Any]": Mapping}
+    takes = {
+        "str": str,
+        "int": int,
+        "float": int | float,
+        "Mapping[str, str]": Mapping,
+        "Mapping[str, Any]": Mapping,
+    }
     for each in fields(kind):
-        wanted, value = takes.get(str(each.type)), values.get(each.name)
+        wanted = takes.get(str(each.type))
+        value = values.get(each.name)
         if wanted is None or each.name not in values:
             continue
         if not isinstance(value, wanted) or isinstance(value, bool):
@@ -244,6 +283,12 @@ def _layer(entry: Mapping[str, Any]) -> LayerProfile:
     if not isinstance(entry, Mapping):
         raise TypeError(f"a layer is {entry!r}, no mapping")
     _check_fields(LayerProfile, entry)
-    pairs = {name: tuple((int(layers), int(num_bytes)) for layers, num_bytes in entry.get(name, ())) for name in PAIRS}
-    storages = {name: tuple(Saved.from_json(storage) for storage in entry.get(name, ())) for name in STORAGES}
+    pairs = {
+        name: tuple((int(layers), int(num_bytes)) for layers, num_bytes in entry.get(name, ()))
+        for name in PAIRS
+    }
+    storages = {
+        name: tuple(Saved.from_json(storage) for storage in entry.get(name, ()))
+        for name in STORAGES
+    }
     return LayerProfile(**(dict(entry) | pairs | storages))

@@ -17,10 +17,10 @@ SCHEMA = "gems.operators/1"
 class Op:
     """One operator on one micro-batch.
 
-    `backward_s` is its whole backward, which runs on the device of its forward. `output_bytes` go once to each other
-    device that reads the output, and as many come back from each reader there as its gradient. `held_bytes` stay on its
-    device from forward to backward; of them `state_bytes` all the time, parameters with gradients and optimizer's
-    state.
+    `backward_s` is its whole backward, which runs on the device of its forward. `output_bytes` go
+    once to each other device that reads the output, and as many come back from each reader there as
+    its gradient. `held_bytes` stay on its device from forward to backward; of them `state_bytes`
+    all the time, parameters with gradients and optimizer's state.
     """
 
     name: str
@@ -40,11 +40,12 @@ class Op:
 class OpGraph:
     """Operators and their edges (reader's feeder, reader), by their numbers; no circles.
 
-    `predecessors[v]` and `successors[v]` are ascending, and `order` is a topological order: by depth first come, lowest
-    number first.
+    `predecessors[v]` and `successors[v]` are ascending, and `order` is a topological order: by
+    depth first come, lowest number first.
 
     Raises:
-        ConfigError: an edge to nowhere, twice or in a circle, or a time or size that is negative or not finite.
+        ConfigError: an edge to nowhere, twice or in a circle, or a time or size that is negative or
+        not finite.
     """
 
     ops: tuple[Op, ...]
@@ -60,7 +61,11 @@ class OpGraph:
         for op in self.ops:
             for key in ("forward_s", "backward_s", "output_bytes", "held_bytes", "state_bytes"):
                 value = getattr(op, key)
-                if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+                if (
+                    isinstance(value, bool)
+                    or not isinstance(value, int | float)
+                    or not 0 <= value < math.inf
+                ):
                     raise ConfigError(f"{op.name}.{key}", value, "must be 0 or more and finite")
         predecessors: list[list[int]] = [[] for _ in self.ops]
         successors: list[list[int]] = [[] for _ in self.ops]
@@ -71,7 +76,9 @@ class OpGraph:
                 raise ConfigError("edges", (source, target), "stands in the graph twice")
             successors[source].append(target)
             predecessors[target].append(source)
-        object.__setattr__(self, "predecessors", tuple(tuple(sorted(some)) for some in predecessors))
+        object.__setattr__(
+            self, "predecessors", tuple(tuple(sorted(some)) for some in predecessors)
+        )
         object.__setattr__(self, "successors", tuple(tuple(sorted(some)) for some in successors))
         object.__setattr__(self, "order", self._sorted())
 
@@ -97,11 +104,18 @@ class OpGraph:
 
     def to_json(self) -> dict[str, Any]:
         """Return the dictionary of schema gems.operators/1."""
-        return {"schema": SCHEMA, "ops": [asdict(op) for op in self.ops], "edges": [list(edge) for edge in self.edges]}
+        return {
+            "schema": SCHEMA,
+            "ops": [asdict(op) for op in self.ops],
+            "edges": [list(edge) for edge in self.edges],
+        }
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> OpGraph:
-        """Read what `to_json` wrote; raises ConfigError for another schema, a malformed field or a wrong graph."""
+        """Read what `to_json` wrote.
+
+        Raises ConfigError for another schema, a malformed field or a wrong graph.
+        """
         found = document.get("schema") if isinstance(document, Mapping) else None
         if found != SCHEMA:
             raise ConfigError("schema", found, f"allowed: {SCHEMA}")
@@ -132,5 +146,7 @@ class OpGraph:
                     heapq.heappush(ready, user)
         if len(found) < self.num_ops:
             stuck = next(v for v, count in enumerate(missing) if count)
-            raise ConfigError("edges", self.ops[stuck].name, "waits for itself: the graph has a circle")
+            raise ConfigError(
+                "edges", self.ops[stuck].name, "waits for itself: the graph has a circle"
+            )
         return tuple(found)

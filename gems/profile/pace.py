@@ -1,4 +1,7 @@
-"""How much longer layers take in a run than alone: a machine's pace, which calibration fits to runs."""
+"""How much longer layers take in a run than alone.
+
+A machine's pace, which calibration fits to runs.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +35,11 @@ class RunPace:
 
     def _layer(self, layer: LayerProfile) -> LayerProfile:
         return replace(
-            layer, forward_s=self.time_s(layer.forward_s), input_grad_s=self.time_s(layer.input_grad_s),
-            weight_grad_s=self.time_s(layer.weight_grad_s), split_s=self.time_s(layer.split_s, 0.0),
+            layer,
+            forward_s=self.time_s(layer.forward_s),
+            input_grad_s=self.time_s(layer.input_grad_s),
+            weight_grad_s=self.time_s(layer.weight_grad_s),
+            split_s=self.time_s(layer.split_s, 0.0),
             recompute_s=self.time_s(layer.recompute_s),
             cheap_s=self.time_s(layer.cheap_s),
-        )  # fmt: skip
+        )

@@ -8,15 +8,27 @@ from typing import Any
 
 from gems.errors import ConfigError
 from gems.profile import LayerProfile, ModelProfile
-from gems.profile.model_profile import PAIRS, SIZES, STORAGES, TIMES, Saved, product_bytes_of, stash_of
+from gems.profile.model_profile import (
+    PAIRS,
+    SIZES,
+    STORAGES,
+    TIMES,
+    Saved,
+    product_bytes_of,
+    stash_of,
+)
 
 
-def extrapolate(points: Sequence[ModelProfile], height_px: int, width_px: int, micro_batch_size: int) -> ModelProfile:
-    """Return the profile at another shape: every time and size as a + b x pixels of the micro-batch, by least squares.
+def extrapolate(
+    points: Sequence[ModelProfile], height_px: int, width_px: int, micro_batch_size: int
+) -> ModelProfile:
+    """Return the profile at another shape.
 
-    Of a convolutional network that is what times and sizes are, except for rounding where a side is no multiple of the
-    network's stride. `facts["error"]` has the largest relative error of the whole's time and stash when one point
-    after the other is left out and predicted from the rest; None with fewer than three points.
+    Every time and size as a + b x pixels of the micro-batch, by least squares.
+    Of a convolutional network that is what times and sizes are, except for rounding where a side is
+    no multiple of the network's stride. `facts["error"]` has the largest relative error of the
+    whole's time and stash when one point after the other is left out and predicted from the rest;
+    None with fewer than three points.
 
     Raises:
         ConfigError: fewer than two sizes, or points of different models.
@@ -35,7 +47,9 @@ def extrapolate(points: Sequence[ModelProfile], height_px: int, width_px: int, m
     return replace(found, facts={"extrapolated_from": shapes, "error": error})
 
 
-def _fit(points: Sequence[ModelProfile], height_px: int, width_px: int, micro_batch_size: int) -> ModelProfile:
+def _fit(
+    points: Sequence[ModelProfile], height_px: int, width_px: int, micro_batch_size: int
+) -> ModelProfile:
     """Return the profile on the line nearest to the points; no value is below 0."""
     pixels = [_pixels(point) for point in points]
     mean = sum(pixels) / len(pixels)
@@ -53,19 +67,25 @@ def _fit(points: Sequence[ModelProfile], height_px: int, width_px: int, micro_ba
         fitted: dict[str, Any] = {name: at(getattr(one, name) for one in several) for name in TIMES}
         fitted |= {name: round(at(getattr(one, name) for one in several)) for name in SIZES}
         fitted |= {
-            name: tuple((row[0][0], round(at(num_bytes for _, num_bytes in row))) for row in rows(name))
+            name: tuple(
+                (row[0][0], round(at(num_bytes for _, num_bytes in row))) for row in rows(name)
+            )
             for name in PAIRS
         }
         if any(_structure(one) != _structure(several[0]) for one in several):
             return replace(several[0], **fitted, saved=(), passing=())
         found = {
-            name: tuple(replace(row[0], num_bytes=round(at(one.num_bytes for one in row))) for row in rows(name))
+            name: tuple(
+                replace(row[0], num_bytes=round(at(one.num_bytes for one in row)))
+                for row in rows(name)
+            )
             for name in STORAGES
         }
         stash, later = stash_of(found["saved"])
         cheap = product_bytes_of((*found["saved"], *found["passing"]))
         return replace(
-            several[0], **(fitted | found | {"stash_bytes": stash, "saved_later": later, "cheap_bytes": cheap})
+            several[0],
+            **(fitted | found | {"stash_bytes": stash, "saved_later": later, "cheap_bytes": cheap}),
         )
 
     return replace(
@@ -73,7 +93,9 @@ def _fit(points: Sequence[ModelProfile], height_px: int, width_px: int, micro_ba
         height_px=height_px,
         width_px=width_px,
         micro_batch_size=micro_batch_size,
-        layers=tuple(layer(several) for several in zip(*(point.layers for point in points), strict=True)),
+        layers=tuple(
+            layer(several) for several in zip(*(point.layers for point in points), strict=True)
+        ),
         input_bytes=round(at(point.input_bytes for point in points)),
     )
 
@@ -89,11 +111,16 @@ def _check(points: Sequence[ModelProfile]) -> None:
                 text = f"must all be of one {name}, and one is of {getattr(first, name)}"
                 raise ConfigError("points", getattr(point, name), text)
         if _aheads(point) != _aheads(first):
-            raise ConfigError("points", point.model, "must all have the same layers, sharing the same tensors")
+            raise ConfigError(
+                "points", point.model, "must all have the same layers, sharing the same tensors"
+            )
 
 
 def _aheads(profile: ModelProfile) -> list[tuple[object, ...]]:
-    return [(layer.name, *([ahead for ahead, _ in getattr(layer, name)] for name in PAIRS)) for layer in profile.layers]
+    return [
+        (layer.name, *([ahead for ahead, _ in getattr(layer, name)] for name in PAIRS))
+        for layer in profile.layers
+    ]
 
 
 def _structure(layer: LayerProfile) -> list[list[Saved]]:
@@ -106,4 +133,6 @@ def _pixels(profile: ModelProfile) -> int:
 
 
 def _whole(profile: ModelProfile, name: str) -> float:
-    return float(sum(layer.time_s if name == "time_s" else layer.kept_bytes for layer in profile.layers))
+    return float(
+        sum(layer.time_s if name == "time_s" else layer.kept_bytes for layer in profile.layers)
+    )

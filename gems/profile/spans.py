@@ -15,8 +15,9 @@ Table = NDArray[np.float64]
 
 
 class Spans:
-    """Tables (L, L + 1) over all runs of neighbouring layers of a profile; entry [i, e] is of layers i up to e.
+    """Tables (L, L + 1) over all runs of neighbouring layers of a profile.
 
+    Entry [i, e] is of layers i up to e.
     Only entries with e > i mean anything; the others are 0.
     """
 
@@ -27,7 +28,8 @@ class Spans:
     @cached_property
     def stash(self) -> Table:
         """Bytes that a stage keeps from forward to backward, its inputs not among them."""
-        layers, num = self.profile.layers, self.num_layers
+        layers = self.profile.layers
+        num = self.num_layers
         table = np.zeros((num + 1, num + 1))
         for i in range(num - 1, -1, -1):
             own = np.zeros(num + 1)
@@ -41,14 +43,17 @@ class Spans:
     @cached_property
     def held_for_weights(self) -> Table:
         """Bytes that a split backward keeps between I and W, the stage's inputs and given gradients not among them."""
-        own = self._of("held_input_bytes")[:, None] + np.append(0.0, self._of("held_output_grad_bytes"))
+        own = self._of("held_input_bytes")[:, None] + np.append(
+            0.0, self._of("held_output_grad_bytes")
+        )
         table: Table = np.maximum(self._sums("held_for_weights_bytes") - own, 0.0)
         return table
 
     @cached_property
     def forward_peak(self) -> Table:
         """The most bytes in use during a stage's forward, its inputs not among them."""
-        peaks, unsaved = self._of("forward_peak_bytes"), self._of("unsaved_input_bytes")
+        peaks = self._of("forward_peak_bytes")
+        unsaved = self._of("unsaved_input_bytes")
         carried = [
             (index, index - back, size)
             for index, layer in enumerate(self.profile.layers)
@@ -65,19 +70,28 @@ class Spans:
 
     @cached_property
     def backward_peak(self) -> Table:
-        """The most bytes in use during a stage's backward: what it still keeps, gradients, workspace; no inputs.
+        """The most bytes in use during a stage's backward.
 
+        What it still keeps, gradients, workspace; no inputs.
         The gradient of the stage's output, which the stage was given, is in use throughout.
         """
         layers = self.profile.layers
-        peaks, gradients = self._of("backward_peak_bytes"), self._of("output_grad_bytes")
-        alone = np.array([dict(layer.backward_peak_at).get(0, -np.inf) for layer in layers]) + gradients
+        peaks = self._of("backward_peak_bytes")
+        gradients = self._of("output_grad_bytes")
+        alone = (
+            np.array([dict(layer.backward_peak_at).get(0, -np.inf) for layer in layers]) + gradients
+        )
         last = np.where(alone > -np.inf, alone, peaks)
         table = np.zeros_like(self.stash)
         for i in range(self.num_layers):
-            within = np.append(-np.inf, np.maximum.accumulate(self.stash[i, i + 1 :] + peaks[i:])[:-1])
-            table[i, i + 1 :] = np.maximum(self.stash[i, i + 1 :] + last[i:], within + gradients[i:])
-        # the ends of stages at which layers before the last have a backward peak of their own, and those peaks
+            within = np.append(
+                -np.inf, np.maximum.accumulate(self.stash[i, i + 1 :] + peaks[i:])[:-1]
+            )
+            table[i, i + 1 :] = np.maximum(
+                self.stash[i, i + 1 :] + last[i:], within + gradients[i:]
+            )
+        # the ends of stages at which layers before the last have a backward peak of their own, and
+        # those peaks
         cases: dict[int, dict[int, int]] = {}
         for index, layer in enumerate(layers):
             for ahead, num_bytes in layer.backward_peak_at:
@@ -97,8 +111,12 @@ class Spans:
 
     @cached_property
     def input_gradient_peak(self) -> Table:
-        """The most bytes in use during I of a split backward: as `backward_peak`, and what is left for W so far."""
-        peaks, gradients = self._of("backward_peak_bytes"), self._of("output_grad_bytes")
+        """The most bytes in use during I of a split backward.
+
+        As `backward_peak`, and what is left for W so far.
+        """
+        peaks = self._of("backward_peak_bytes")
+        gradients = self._of("output_grad_bytes")
         left = np.cumsum(self._of("held_for_weights_bytes"))
         table = np.zeros_like(self.stash)
         for i in range(self.num_layers):
@@ -108,7 +126,10 @@ class Spans:
 
     @cached_property
     def weight_gradient_peak(self) -> Table:
-        """The most bytes that W needs beyond what I left: the gradient of the largest layer's parameters."""
+        """The most bytes that W needs beyond what I left.
+
+        The gradient of the largest layer's parameters.
+        """
         params = self._of("param_bytes")
         table = np.zeros_like(self.stash)
         for i in range(self.num_layers):
@@ -168,12 +189,13 @@ class Spans:
 
 @dataclass(frozen=True, slots=True)
 class RankCosts:
-    """What the stages of one rank cost together: the largest over `moments` of a sum over its stages.
+    """What the stages of one rank cost together.
 
-    `stages` names them. `moments[m][k]` gives, when called, the table of stage `stages[k]` at moment m of the
-    step: an array (L, L + 1) whose entry [i, e] is the cost of that stage when it holds layers i up to e (e > i; the
-    rest is not read). Where a rank has one stage, all its moments may be folded into one table, the largest of each
-    entry.
+    The largest over `moments` of a sum over its stages.
+    `stages` names them. `moments[m][k]` gives, when called, the table of stage `stages[k]` at
+    moment m of the step: an array (L, L + 1) whose entry [i, e] is the cost of that stage when it
+    holds layers i up to e (e > i; the rest is not read). Where a rank has one stage, all its
+    moments may be folded into one table, the largest of each entry.
     """
 
     stages: tuple[int, ...]
@@ -182,11 +204,15 @@ class RankCosts:
     def at(self, spans: Sequence[tuple[int, int]]) -> float:
         """Return the cost with `spans[k]` = (first layer, end) of its k-th stage."""
         return max(
-            sum(float(table()[span]) for table, span in zip(tables, spans, strict=True)) for tables in self.moments
+            sum(float(table()[span]) for table, span in zip(tables, spans, strict=True))
+            for tables in self.moments
         )
 
     def spans(self, boundaries: Sequence[int]) -> list[tuple[int, int]]:
-        """Return the layers of each of its stages: stage s is layers boundaries[s] up to boundaries[s + 1]."""
+        """Return the layers of each of its stages.
+
+        Stage s is layers boundaries[s] up to boundaries[s + 1].
+        """
         return [(boundaries[stage], boundaries[stage + 1]) for stage in self.stages]
 
     def under(self, boundaries: Sequence[int]) -> float:

@@ -1,4 +1,7 @@
-"""Where profiles come from: a file, the cache, or taken: by a child process if torch is not loaded here."""
+"""Where profiles come from: a file, the cache, or taken.
+
+By a child process if torch is not loaded here.
+"""
 
 from __future__ import annotations
 
@@ -35,21 +38,42 @@ REFUSED = "refused"
 PACE = "pace"
 ERROR = re.compile(r"[\w.]+(Error|Exception|Interrupt)\b")
 TAKER, OPERATORS_TAKER, STRIPS_TAKER, STRIP_WORK_TAKER, EXACTNESS_TAKER = (
-    f"gems.profile.profilers.{name}" for name in ("take", "operators", "strips", "strip_work", "exactness")
-)  # fmt: skip
-_SEEN = ("height_px", "width_px", "channels", "num_classes", "length")  # of the data, by the layers and the loss
+    f"gems.profile.profilers.{name}"
+    for name in ("take", "operators", "strips", "strip_work", "exactness")
+)
+_SEEN = (
+    "height_px",
+    "width_px",
+    "channels",
+    "num_classes",
+    "length",
+)  # of the data, by the layers and the loss
 # the keys of the configuration that a profile depends on beside its subject
 _ON_FAKE = (
-    "machine.name", "machine.device", "machine.float64_flops_per_s", "machine.flops_per_s",
-    "machine.bfloat16_flops_per_s", "machine.memory_bytes_per_s", "machine.efficiency", "profile.whole_model_peak",
-)  # fmt: skip
+    "machine.name",
+    "machine.device",
+    "machine.float64_flops_per_s",
+    "machine.flops_per_s",
+    "machine.bfloat16_flops_per_s",
+    "machine.memory_bytes_per_s",
+    "machine.efficiency",
+    "profile.whole_model_peak",
+)
 _ON_STRIPS = (
-    "parallel.strips", "parallel.min_strip_positions", "parallel.boundaries", "machine.device", "optimizer.frozen",
-)  # fmt: skip
+    "parallel.strips",
+    "parallel.min_strip_positions",
+    "parallel.boundaries",
+    "machine.device",
+    "optimizer.frozen",
+)
 _ON_DEVICE = (
-    "machine.device", "machine.threads_per_rank", "machine.deterministic", "machine.cudnn_benchmark", "machine.tf32",
+    "machine.device",
+    "machine.threads_per_rank",
+    "machine.deterministic",
+    "machine.cudnn_benchmark",
+    "machine.tf32",
     "profile.repetitions",
-)  # fmt: skip
+)
 _INCREMENTAL = ("profile.on", "machine.device_bytes", "optimizer.num_states", "parallel.partitions")
 
 
@@ -66,9 +90,15 @@ def _version(distribution: str) -> str:
         return "none"
 
 
-def subject(model: ModelConfig, data: DataConfig, micro_batch_size: int, dtype: str) -> dict[str, Any]:
+def subject(
+    model: ModelConfig, data: DataConfig, micro_batch_size: int, dtype: str
+) -> dict[str, Any]:
     """Return the model, and of the data and the run all that its layers see, by the keys of the configuration."""
-    code = {"code of model.target": source_of(model.target, model.path)} if model.target is not None else {}
+    code = (
+        {"code of model.target": source_of(model.target, model.path)}
+        if model.target is not None
+        else {}
+    )
     return {
         **code,
         **{f"model.{key}": value for key, value in asdict(model).items()},
@@ -90,17 +120,32 @@ def is_fake(profile: ProfileConfig) -> bool:
 
 
 def key_of(spec: RunSpec) -> dict[str, Any]:
-    """Return everything that the profile of a resolved run depends on: subject, profiler, machine, versions."""
+    """Return everything that the profile of a resolved run depends on.
+
+    Subject, profiler, machine, versions.
+    """
     name = spec.profile.name
     where = (
-        _on_fake(spec, _ON_FAKE) if is_fake(spec.profile) else {"node": platform.node(), **_values(spec, _ON_DEVICE)}
+        _on_fake(spec, _ON_FAKE)
+        if is_fake(spec.profile)
+        else {"node": platform.node(), **_values(spec, _ON_DEVICE)}
     )
     more = _values(spec, _INCREMENTAL) if name == "incremental" else {}
-    return {**subject_of(spec), **where, **more, "profile": name, "profiler": PROFILER, **versions()}
+    return {
+        **subject_of(spec),
+        **where,
+        **more,
+        "profile": name,
+        "profiler": PROFILER,
+        **versions(),
+    }
 
 
 def _on_fake(spec: RunSpec, keys: Sequence[str]) -> dict[str, Any]:
-    """Return the values of keys, and whether machine.device=auto stands for a GPU: nodes may share a cache."""
+    """Return the values of keys, and whether machine.device=auto stands for a GPU.
+
+    Nodes may share a cache.
+    """
     more = {"has_gpu": may_have_gpu()} if spec.machine.device == "auto" else {}
     return {**_values(spec, keys), **more}
 
@@ -112,12 +157,14 @@ def _values(spec: RunSpec, keys: Sequence[str]) -> dict[str, Any]:
 def profile_of(spec: RunSpec) -> ModelProfile:
     """Return the profile of a resolved run, with the times of layers in a run where the machine's pace is known.
 
-    In strips the times are those of as many strips one after the other: thin ones read weights more often.
+    In strips the times are those of as many strips one after the other: thin ones read weights more
+    often.
 
     Raises:
         ConfigError: as `profile_alone`.
     """
-    profile, pace = profile_alone(spec), known_pace(spec)
+    profile = profile_alone(spec)
+    pace = known_pace(spec)
     if spec.parallel.strips > 1 and spec.profile.path is None:
         profile = _with_times_of_strips(spec, profile)
     return profile if pace is None or profile.source != "measured" else pace.of(profile)
@@ -126,15 +173,17 @@ def profile_of(spec: RunSpec) -> ModelProfile:
 def _with_times_of_strips(spec: RunSpec, profile: ModelProfile) -> ModelProfile:
     """Return a profile with the times of layers that run on strips, and how much of them is in each strip.
 
-    A layer takes the time that it takes for an image of the rows of the strips that it takes at once, as often as there
-    are so many. Strips thinner than what the model shrinks to one row count as so thick. Where the model does not take
-    an image so short, or has no streaming form, times stay.
+    A layer takes the time that it takes for an image of the rows of the strips that it takes at
+    once, as often as there are so many. Strips thinner than what the model shrinks to one row count
+    as so thick. Where the model does not take an image so short, or has no streaming form, times
+    stay.
     """
     try:
         work = strip_work_of(spec)
     except ConfigError:
         return profile
-    height, stride = spec.data.height_px, stride_of(spec.model)
+    height = spec.data.height_px
+    stride = stride_of(spec.model)
     by_rows: dict[int, ModelProfile] = {}
     layers = []
     for number, (layer, of_layer) in enumerate(zip(profile.layers, work.layers, strict=True)):
@@ -143,7 +192,9 @@ def _with_times_of_strips(spec: RunSpec, profile: ModelProfile) -> ModelProfile:
             by_rows[rows] = _shorter(spec, profile, rows)
         short = by_rows[rows]
         share = height / short.height_px
-        layers.append(replace(layer, **{name: getattr(short.layers[number], name) * share for name in TIMES}))
+        layers.append(
+            replace(layer, **{name: getattr(short.layers[number], name) * share for name in TIMES})
+        )
     shares = [list(of_layer.shares) for of_layer in work.layers]
     return replace(profile, layers=tuple(layers), facts={**profile.facts, STRIP_SHARES: shares})
 
@@ -156,20 +207,30 @@ def _shorter(spec: RunSpec, profile: ModelProfile, rows: int) -> ModelProfile:
         short = profile_alone(replace(spec, data=replace(spec.data, height_px=rows)))
     except ConfigError:
         return profile
-    return short if [layer.name for layer in short.layers] == [layer.name for layer in profile.layers] else profile
+    return (
+        short
+        if [layer.name for layer in short.layers] == [layer.name for layer in profile.layers]
+        else profile
+    )
 
 
 def known_pace(spec: RunSpec) -> RunPace | None:
-    """Return how much longer measured layers take in a resolved run: by its machine, or as calibrated on this node.
+    """Return how much longer measured layers take in a resolved run.
 
-    None if neither says. A profile in a file may be of another machine, and takes nothing from this node.
+    By its machine, or as calibrated on this node.
+    None if neither says. A profile in a file may be of another machine, and takes nothing from this
+    node.
     """
     machine = spec.machine
     if machine.kind != "real" or (spec.profile.path is None and is_fake(spec.profile)):
         return None
     if machine.pace_factor is not None:
         return RunPace(machine.pace_factor, machine.pace_pass_s)
-    found = None if spec.profile.path is not None else read_cached(spec.cache_dir, PACE, _pace_key(machine))
+    found = (
+        None
+        if spec.profile.path is not None
+        else read_cached(spec.cache_dir, PACE, _pace_key(machine))
+    )
     try:
         return None if found is None else RunPace(**found)
     except TypeError:  # of another version
@@ -186,24 +247,30 @@ def _pace_key(machine: MachineConfig) -> str:
 
 
 def profile_alone(spec: RunSpec) -> ModelProfile:
-    """Return the profile of a resolved run: of its file `profile.path`, from the cache, or taken now.
+    """Return the profile of a resolved run.
 
+    Of its file `profile.path`, from the cache, or taken now.
     A measured one has the times of layers that run alone.
 
     Raises:
-        ConfigError: a file without a profile, or with one of another model, shape, dtype or version; or a profile that
-            could not be taken.
+        ConfigError: a file without a profile, or with one of another model, shape, dtype or
+            version; or a profile that could not be taken.
     """
     if spec.profile.path is not None:
         profile = read_document(Path(spec.profile.path))
         check(profile, spec, Path(spec.profile.path))
         return profile
     key = json.dumps(key_of(spec), sort_keys=True, default=str)
-    return ModelProfile.from_json(cached(spec.cache_dir, "profile", key, lambda: take_profile(spec)))
+    return ModelProfile.from_json(
+        cached(spec.cache_dir, "profile", key, lambda: take_profile(spec))
+    )
 
 
 def read_document(path: Path) -> ModelProfile:
-    """Read what `gems profile --json` printed, or (.h5) `--hdf5` wrote; raises ConfigError if there is no profile."""
+    """Read what `gems profile --json` printed, or (.h5) `--hdf5` wrote.
+
+    Raises ConfigError if there is no profile.
+    """
     advice = "give a file of `gems profile --json` or --hdf5"
     try:
         if path.suffix == ".h5":
@@ -230,7 +297,11 @@ def check(profile: ModelProfile, spec: RunSpec, path: Path) -> None:
         "train.dtype": profile.dtype,
         "layers": [layer.name for layer in profile.layers],
         **{f"version of {name}": text for name, text in profile.versions.items()},
-        **{key: value for key, value in dict(profile.facts.get("subject", {})).items() if value is not None},
+        **{
+            key: value
+            for key, value in dict(profile.facts.get("subject", {})).items()
+            if value is not None
+        },
     }
     wanted = {
         **subject_of(spec),
@@ -238,12 +309,16 @@ def check(profile: ModelProfile, spec: RunSpec, path: Path) -> None:
         **{f"version of {name}": text for name, text in versions().items()},
     }
     several = [
-        f"{key}={found[key]} instead of {wanted[key]}" for key in wanted if key in found and found[key] != wanted[key]
+        f"{key}={found[key]} instead of {wanted[key]}"
+        for key in wanted
+        if key in found and found[key] != wanted[key]
     ]
     if several:
         named = [text for text in several if not text.startswith("layers=")] or ["other layers"]
         advice = "make it again with `gems profile --json`, or leave profile.path out"
-        raise ConfigError("profile.path", path, f"is of another run: {', '.join(named[:3])}", advice)
+        raise ConfigError(
+            "profile.path", path, f"is of another run: {', '.join(named[:3])}", advice
+        )
 
 
 def operators_taken(spec: RunSpec) -> dict[str, Any]:
@@ -253,7 +328,9 @@ def operators_taken(spec: RunSpec) -> dict[str, Any]:
     """
     known = key_of(spec) | _values(spec, ("optimizer.num_states",))
     key = json.dumps(known, sort_keys=True, default=str)
-    return cached(spec.cache_dir, "operators", key, lambda: take_profile(spec, OPERATORS_TAKER, "ops"))
+    return cached(
+        spec.cache_dir, "operators", key, lambda: take_profile(spec, OPERATORS_TAKER, "ops")
+    )
 
 
 def strips_of(spec: RunSpec, boundaries: Sequence[int]) -> StripProfile:
@@ -273,7 +350,9 @@ def strip_work_of(spec: RunSpec) -> StripWork:
         ConfigError: as `strips_of`.
     """
     parallel = replace(spec.parallel, boundaries=None)  # the same wherever it is cut
-    return StripWork.from_json(_strips_taken(replace(spec, parallel=parallel), STRIP_WORK_TAKER, "layers"))
+    return StripWork.from_json(
+        _strips_taken(replace(spec, parallel=parallel), STRIP_WORK_TAKER, "layers")
+    )
 
 
 def _strips_taken(spec: RunSpec, taker: str, wanted: str) -> dict[str, Any]:
@@ -283,14 +362,19 @@ def _strips_taken(spec: RunSpec, taker: str, wanted: str) -> dict[str, Any]:
 
 
 def take_in_this_process() -> None:
-    """Load torch, for one who asks for many profiles on fake tensors: a process for each would take longer."""
+    """Load torch, for one who asks for many profiles on fake tensors.
+
+    A process for each would take longer.
+    """
     import_module(STRIPS_TAKER)
 
 
 def take_profile(spec: RunSpec, taker: str | None = None, wanted: str = "layers") -> dict[str, Any]:
-    """Take the profile and return its document; raises ConfigError for what the profiler refused, or how it failed.
+    """Take the profile and return its document.
 
-    A measured one is always taken in a child process; one on fake tensors in this process if torch is loaded already.
+    Raises ConfigError for what the profiler refused, or how it failed.
+    A measured one is always taken in a child process; one on fake tensors in this process if torch
+    is loaded already.
     """
     is_strips = taker in (STRIPS_TAKER, STRIP_WORK_TAKER, EXACTNESS_TAKER)
     what = "profile of strips" if is_strips else f"profile ({spec.profile.name})"
@@ -298,7 +382,9 @@ def take_profile(spec: RunSpec, taker: str | None = None, wanted: str = "layers"
     print(f"gems: {doing} ...", file=sys.stderr, flush=True)
     if "torch" in sys.modules and (is_strips or spec.profile.name == "fake"):
         try:
-            document: dict[str, Any] = json.loads(json.dumps(import_module(taker or TAKER).take(spec).to_json()))
+            document: dict[str, Any] = json.loads(
+                json.dumps(import_module(taker or TAKER).take(spec).to_json())
+            )
         except ConfigError:
             raise
         except Exception as error:
@@ -307,8 +393,10 @@ def take_profile(spec: RunSpec, taker: str | None = None, wanted: str = "layers"
         return document
     ended = subprocess.run(
         [sys.executable, *RUN_MODULE, taker or TAKER],
-        input=json.dumps(spec.to_dict()), capture_output=True, text=True,
-    )  # fmt: skip
+        input=json.dumps(spec.to_dict()),
+        capture_output=True,
+        text=True,
+    )
     try:
         answer = json.loads(ended.stdout.splitlines()[-1]) if ended.stdout.strip() else {}
     except ValueError:

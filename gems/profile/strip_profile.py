@@ -8,7 +8,9 @@ from typing import Any
 
 SCHEMA = "gems.strips/1"
 WORK_SCHEMA = "gems.strip_work/1"
-STRIP_SHARES = "strip_shares"  # fact of a profile: how much of the work of each layer is in each strip
+STRIP_SHARES = (  # fact of a profile: how much of the work of each layer is in each strip
+    "strip_shares"
+)
 Sizes = tuple[int, ...]  # bytes of storages
 
 
@@ -27,11 +29,13 @@ class StripBytes:
         saved_by_loss: the storages that the loss makes and saves; of the last strip.
         left: what it leaves the next strip.
         waiting: what only the loss will read, until it has run.
-        loss_gradient: the gradients of what earlier strips gave the loss, until the backward of the first has run; of
-            the last strip.
-        carried_back: the gradients of what it was left, until the backward of the strip before has read them.
+        loss_gradient: the gradients of what earlier strips gave the loss, until the backward of the
+            first has run; of the last strip.
+        carried_back: the gradients of what it was left, until the backward of the strip before has
+            read them.
         held_for_weights: what its input gradient leaves for its weight gradient.
-        forward_peak: the most that its forward makes at once; the three below likewise, beyond what is saved.
+        forward_peak: the most that its forward makes at once; the three below likewise, beyond what
+            is saved.
     """
 
     given: int
@@ -85,7 +89,8 @@ class StripProfile:
 
         def read(strip: Mapping[str, Any]) -> StripBytes:
             fields: dict[str, Any] = {
-                name: tuple(value) if isinstance(value, list) else value for name, value in strip.items()
+                name: tuple(value) if isinstance(value, list) else value
+                for name, value in strip.items()
             }
             return StripBytes(**fields)
 
@@ -114,4 +119,8 @@ class StripWork:
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> StripWork:
         """Read a document of `to_json`."""
-        return cls(tuple(LayerWork(entry["at_once"], tuple(entry["shares"])) for entry in document["layers"]))
+        return cls(
+            tuple(
+                LayerWork(entry["at_once"], tuple(entry["shares"])) for entry in document["layers"]
+            )
+        )

@@ -1,8 +1,9 @@
 """The code snapshot: one archive of this code, which a job runs, whatever becomes of the files it was made from.
 
-A rank opens one file where it would open hundreds, which counts when a thousand ranks start at once, and a byte-code
-file beside each source spares them the compiling. The archive is the same to the byte for the same code and version of
-Python, so that runs of the same code share one file by hard links.
+A rank opens one file where it would open hundreds, which counts when a thousand ranks start at
+once, and a byte-code file beside each source spares them the compiling. The archive is the same to
+the byte for the same code and version of Python, so that runs of the same code share one file by
+hard links.
 """
 
 from __future__ import annotations
@@ -26,8 +27,12 @@ CODE_ZIP = "code.zip"
 PACKAGES = ("gems", "jobs", "analysis", "conf")
 SUFFIXES = (".py", ".yaml", ".json", ".csv", ".txt", ".js", ".css", ".typed")
 MAIN = "gems/runs/code_archive_main.py"  # the archive's own __main__.py
-UNCHECKED_HASH = (1).to_bytes(4, "little")  # PEP 552: byte-code that is never compared with its source
-WITHOUT_REFERENCES = 2  # version of marshal: later ones note how often an object is in use, which differs by process
+UNCHECKED_HASH = (1).to_bytes(
+    4, "little"
+)  # PEP 552: byte-code that is never compared with its source
+WITHOUT_REFERENCES = (
+    2  # version of marshal: later ones note how often an object is in use, which differs by process
+)
 EPOCH = (1980, 1, 1, 0, 0, 0)
 MODE = 0o644
 
@@ -42,11 +47,13 @@ def from_snapshot(code_zip: Path, module: str) -> list[str]:
     return [str(code_zip), module]
 
 
-def take_snapshot(target: Path, cache_dir: str | None = None, own: Iterable[tuple[str, bytes]] = ()) -> str:
+def take_snapshot(
+    target: Path, cache_dir: str | None = None, own: Iterable[tuple[str, bytes]] = ()
+) -> str:
     """Put an archive of this code, and of `own` files of the user's, at `target` and return its BLAKE2b hash.
 
-    An archive of the same code that is in the cache is linked to, or copied where the file system cannot link. Files of
-    the user's that have a name of ours are left out.
+    An archive of the same code that is in the cache is linked to, or copied where the file system
+    cannot link. Files of the user's that have a name of ours are left out.
 
     Raises:
         OSError: the target cannot be written.
@@ -56,7 +63,11 @@ def take_snapshot(target: Path, cache_dir: str | None = None, own: Iterable[tupl
         share(root, target)
         return hash_of(target)
     sources = list(_sources(root))
-    sources += sorted((name, data) for name, data in own if name.partition("/")[0] not in (*PACKAGES, "__main__.py"))
+    sources += sorted(
+        (name, data)
+        for name, data in own
+        if name.partition("/")[0] not in (*PACKAGES, "__main__.py")
+    )
     kept = cache_folder(cache_dir).absolute() / "code" / f"{_key(sources)}.zip"
     try:
         if not zipfile.is_zipfile(kept):
@@ -69,7 +80,10 @@ def take_snapshot(target: Path, cache_dir: str | None = None, own: Iterable[tupl
 
 
 def hash_of(path: Path) -> str:
-    """Return the BLAKE2b hash of a file's bytes, 64 hexadecimal digits; `b2sum --length=256` gives the same."""
+    """Return the BLAKE2b hash of a file's bytes, 64 hexadecimal digits.
+
+    `b2sum --length=256` gives the same.
+    """
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
 
@@ -90,16 +104,29 @@ def _key(sources: Sequence[tuple[str, bytes]]) -> str:
 
 
 def _archive(sources: Sequence[tuple[str, bytes]]) -> bytes:
-    """Return the bytes of the archive. Stored, not packed: packed bytes would differ with the version of zlib."""
+    """Return the bytes of the archive.
+
+    Stored, not packed: packed bytes would differ with the version of zlib.
+    """
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
         for name, data in sources:
             for entry in (name, "__main__.py") if name == MAIN else (name,):
                 contents = {entry: data}
-                if entry.endswith(".py"):  # the file name is within the archive, so that no file of a job shadows it
-                    with contextlib.suppress(SyntaxError, ValueError):  # of a user's file that nobody may import
-                        code = compile(data, f"{CODE_ZIP}/{entry}", "exec", dont_inherit=True, optimize=0)
-                        header = importlib.util.MAGIC_NUMBER + UNCHECKED_HASH + importlib.util.source_hash(data)
+                if entry.endswith(
+                    ".py"
+                ):  # the file name is within the archive, so that no file of a job shadows it
+                    with contextlib.suppress(
+                        SyntaxError, ValueError
+                    ):  # of a user's file that nobody may import
+                        code = compile(
+                            data, f"{CODE_ZIP}/{entry}", "exec", dont_inherit=True, optimize=0
+                        )
+                        header = (
+                            importlib.util.MAGIC_NUMBER
+                            + UNCHECKED_HASH
+                            + importlib.util.source_hash(data)
+                        )
                         contents[f"{entry}c"] = header + marshal.dumps(code, WITHOUT_REFERENCES)
                 for inner, content in contents.items():
                     info = zipfile.ZipInfo(inner, EPOCH)
@@ -116,7 +143,10 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def share(kept: Path, target: Path) -> None:
-    """Put a file that nobody changes at `target` too: by a hard link, or as a copy where there are none."""
+    """Put a file that nobody changes at `target` too.
+
+    By a hard link, or as a copy where there are none.
+    """
     with atomic_write(target) as partial:
         try:
             os.link(kept, partial)

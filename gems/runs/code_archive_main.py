@@ -1,7 +1,9 @@
-"""The first program of a code snapshot: `python code.zip MODULE WORD...` runs a module of it, as `python -m` would.
+"""The first program of a code snapshot.
 
-Python puts the archive in front of everything it may import from, so neither the folder that a job is started in nor
-PYTHONPATH can bring in other code of that name. What the module starts by `python -m` comes from the archive too.
+`python code.zip MODULE WORD...` runs a module of it, as `python -m` would.
+Python puts the archive in front of everything it may import from, so neither the folder that a job
+is started in nor PYTHONPATH can bring in other code of that name. What the module starts by `python
+-m` comes from the archive too.
 """
 
 from __future__ import annotations
@@ -31,7 +33,10 @@ def main() -> None:
 
 
 def _show_lines_of(module: str, archive: str) -> None:
-    """Let tracebacks show the lines of the module that runs: by its name, `__main__`, they would find this file's."""
+    """Let tracebacks show the lines of the module that runs.
+
+    By its name, `__main__`, they would find this file's.
+    """
     for name in (module, f"{module}.__main__"):
         path = f"{name.replace('.', '/')}.py"
         linecache.cache[f"code.zip/{path}"] = (functools.partial(_source, archive, path),)

@@ -11,9 +11,18 @@ from gems.config.schema import RunSpec
 from gems.errors import ConfigError, DoesNotFitError, NodeFailedError, StalledError
 
 FILE_SYSTEM_ERRORS = (
-    errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EROFS, errno.ENODEV, errno.ENOTCONN, errno.EREMOTEIO,
-)  # fmt: skip
-DEVICE_FULL = re.compile(r"(?:CUDA|HIP) error: out of memory")  # of a library beside torch's allocator
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EIO,
+    errno.ESTALE,
+    errno.EROFS,
+    errno.ENODEV,
+    errno.ENOTCONN,
+    errno.EREMOTEIO,
+)
+DEVICE_FULL = re.compile(
+    r"(?:CUDA|HIP) error: out of memory"
+)  # of a library beside torch's allocator
 HOST_FULL = re.compile(r"DefaultCPUAllocator: .*you tried to allocate")
 
 
@@ -76,21 +85,33 @@ def _classify(error: BaseException) -> ErrorClass:
     if isinstance(error, DoesNotFitError):
         return ErrorClass(FailureCause.DOES_NOT_FIT)
     if isinstance(error, ConfigError):
-        return ErrorClass(FailureCause.WRONG_MPI if error.key == "cluster.mpi" else FailureCause.CONFIGURATION)
+        return ErrorClass(
+            FailureCause.WRONG_MPI if error.key == "cluster.mpi" else FailureCause.CONFIGURATION
+        )
     text = str(error) if isinstance(error, RuntimeError) else ""
     if "OutOfMemoryError" in names or DEVICE_FULL.search(text):
         return ErrorClass(FailureCause.DEVICE_MEMORY, "the device's memory is full")
     is_full = isinstance(error, OSError) and error.errno == errno.ENOMEM
     if isinstance(error, MemoryError) or is_full or HOST_FULL.search(text):
-        return ErrorClass(FailureCause.HOST_MEMORY, "the node's memory, or the job's share of it, is full")
-    if isinstance(error, OSError) and error.errno in FILE_SYSTEM_ERRORS and not _is_of_socket(error):
+        return ErrorClass(
+            FailureCause.HOST_MEMORY, "the node's memory, or the job's share of it, is full"
+        )
+    if (
+        isinstance(error, OSError)
+        and error.errno in FILE_SYSTEM_ERRORS
+        and not _is_of_socket(error)
+    ):
         name = errno.errorcode[error.errno]
-        return ErrorClass(FailureCause.FILE_SYSTEM, f"{name}: the file system's fault, or the quota's")
+        return ErrorClass(
+            FailureCause.FILE_SYSTEM, f"{name}: the file system's fault, or the quota's"
+        )
     if isinstance(error, ImportError):
         missing = getattr(error, "name", None) or str(error)
         text = f"{missing} {error}".lower()
         if "libmpi" in text or "mpi4py" in text or "libpmi" in text:
-            return ErrorClass(FailureCause.WRONG_MPI, "mpi4py and this node's MPI library do not match")
+            return ErrorClass(
+                FailureCause.WRONG_MPI, "mpi4py and this node's MPI library do not match"
+            )
         hint = f"the environment of this node lacks {missing}: modules, container, cluster.python"
         return ErrorClass(FailureCause.CONFIGURATION, hint)
     if type(error).__module__.startswith("mpi4py"):
@@ -100,24 +121,29 @@ def _classify(error: BaseException) -> ErrorClass:
 
 def _is_of_socket(error: OSError) -> bool:
     # a file's mount may be gone as well, but then the file has a name
-    return isinstance(error, ConnectionError) or (error.errno == errno.ENOTCONN and error.filename is None)
+    return isinstance(error, ConnectionError) or (
+        error.errno == errno.ENOTCONN and error.filename is None
+    )
 
 
 def device_memory_remedies(spec: RunSpec | None, is_fragmented: bool = False) -> tuple[str, ...]:
-    """Return what to change where a device's memory was full, most promising first; `spec` is None if not known.
+    """Return what to change where a device's memory was full, most promising first.
 
+    `spec` is None if not known.
     It `is_fragmented` if free pieces of torch's allocator would have been enough, in one.
     """
     advice = []
     if is_fragmented:
         advice.append(
-            "+cluster.environment.PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: the allocator's free pieces "
-            "would have been enough"
+            "+cluster.environment.PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: the allocator's"
+            " free pieces would have been enough"
         )
     if spec is not None and spec.memory.name != "keep":
         advice.append(f"a smaller memory.limit_bytes, now under memory={spec.memory.name}")
     else:
-        advice.append("memory=plan with machine.device_bytes, which recomputes or offloads what does not fit")
+        advice.append(
+            "memory=plan with machine.device_bytes, which recomputes or offloads what does not fit"
+        )
     if spec is None or spec.parallel.micro_batch_size > 1:
         now = "" if spec is None else f", now {spec.parallel.micro_batch_size}"
         advice.append(f"parallel.micro_batch_size: fewer images at once{now}")

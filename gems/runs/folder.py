@@ -25,10 +25,24 @@ from gems.utils.atomic_io import RESERVE, read_json, write_json
 from gems.utils.registry import load_plugins
 
 OF_ALL_ATTEMPTS = (
-    "run.yaml", "costs.json", "schedule.json", "partition.json", "profile.json", "memory.json", "attempts",
-    "owners", "checkpoints", "metrics.csv", "tensorboard", "wandb", "best", "best.json", RESERVE, "layouts",
+    "run.yaml",
+    "costs.json",
+    "schedule.json",
+    "partition.json",
+    "profile.json",
+    "memory.json",
+    "attempts",
+    "owners",
+    "checkpoints",
+    "metrics.csv",
+    "tensorboard",
+    "wandb",
+    "best",
+    "best.json",
+    RESERVE,
+    "layouts",
     "layouts.json",
-)  # fmt: skip
+)
 CANCELLED_JSON = "cancelled.json"
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml takes a tenth of the time
 DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
@@ -56,18 +70,27 @@ class _PlanEntry(_Entry):
 class RunFolder:
     """The paths of one run.
 
-    A run has the layout that its user gave it, whose plan is in the folder itself, until it goes on with other ranks:
-    then the configuration and the plan of its present layout are in `layouts/<number>/`, and layouts.json says which
-    layouts it has had, when and why. run.yaml stays what the user said.
+    A run has the layout that its user gave it, whose plan is in the folder itself, until it goes on
+    with other ranks: then the configuration and the plan of its present layout are in
+    `layouts/<number>/`, and layouts.json says which layouts it has had, when and why. run.yaml
+    stays what the user said.
     """
 
     path: Path
 
     run_yaml = _Entry("run.yaml")  # the resolved configuration as its user gave it
-    layouts_json = _Entry("layouts.json")  # the layouts that the run has had after its own, the present one last
-    costs_json = _PlanEntry("costs.json")  # of the run's profile, with cost=profile or a search over its stages
-    schedule_json = _PlanEntry("schedule.json")  # lowered and validated: the one list that every rank runs
-    partition_json = _PlanEntry("partition.json")  # where the model is cut, and the predicted peaks of ranks
+    layouts_json = _Entry(
+        "layouts.json"
+    )  # the layouts that the run has had after its own, the present one last
+    costs_json = _PlanEntry(
+        "costs.json"
+    )  # of the run's profile, with cost=profile or a search over its stages
+    schedule_json = _PlanEntry(
+        "schedule.json"
+    )  # lowered and validated: the one list that every rank runs
+    partition_json = _PlanEntry(
+        "partition.json"
+    )  # where the model is cut, and the predicted peaks of ranks
     profile_json = _PlanEntry("profile.json")  # from which it was cut, if the cut needed one
     memory_json = _PlanEntry("memory.json")  # what becomes of activations, unless they are kept
     status_json = _Entry("status.json")  # the run's state, written by the launcher
@@ -75,20 +98,30 @@ class RunFolder:
     result_json = _Entry("result.json")  # what rank 0 knew at the end
     provenance_json = _Entry("provenance.json")  # summary of the folder `provenance`
     provenance = _Entry("provenance")  # how the run was made
-    code_zip = _Entry(f"provenance/{CODE_ZIP}")  # the code when the run was prepared, which a job runs
+    code_zip = _Entry(
+        f"provenance/{CODE_ZIP}"
+    )  # the code when the run was prepared, which a job runs
     job_sh = _Entry("provenance/job.sh")  # the batch script as submitted
     slurm_json = _Entry("provenance/slurm.json")  # SLURM's record of the job, at each start and end
     affinity_json = _Entry("provenance/affinity.json")  # cores and GPU of each rank
     cancelled_json = _Entry(CANCELLED_JSON)  # who cancelled the run, and when
-    stop_json = _Entry("stop.json")  # who asked the run to save and stop at the end of a step, and why
+    stop_json = _Entry(
+        "stop.json"
+    )  # who asked the run to save and stop at the end of a step, and why
     stopped_json = _Entry("stopped.json")  # before which step the ranks stopped on request, and why
     stalled_json = _Entry("STALLED.json")  # the hang that a rank detected
     trace_h5 = _Entry("trace.h5")  # the merged trace
     logs = _Entry("logs")  # the ranks' output
-    metrics_csv = _Entry("metrics.csv")  # loss and other figures of each step, of all attempts together
-    predictions_png = _Entry("predictions.png")  # images, masks and predicted classes of some validation samples
+    metrics_csv = _Entry(
+        "metrics.csv"
+    )  # loss and other figures of each step, of all attempts together
+    predictions_png = _Entry(
+        "predictions.png"
+    )  # images, masks and predicted classes of some validation samples
     checkpoint = _Entry("checkpoint")  # the weights at the end
-    average = _Entry("checkpoint/average")  # the weights averaged over the steps, by train.ema_decay
+    average = _Entry(
+        "checkpoint/average"
+    )  # the weights averaged over the steps, by train.ema_decay
     best = _Entry("best")  # the weights of the best validation, in a folder that best.json names
     best_json = _Entry("best.json")
     checkpoints = _Entry("checkpoints")  # the whole states to resume from, a folder for each step
@@ -104,15 +137,28 @@ class RunFolder:
         return None if step is None else self.best / f"step{step:08d}"
 
     def layouts(self) -> list[dict[str, Any]]:
-        """Read the layouts that the run has had after its own: number, nodes, ranks, when, from which and why."""
+        """Read the layouts that the run has had after its own.
+
+        Number, nodes, ranks, when, from which and why.
+        """
         rows = self._read_optional(self.layouts_json).get("layouts", [])
         return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
 
     def add_layout(self, number: int, spec: RunSpec, why: str, by: str, **more: Any) -> None:
         """Record a layout as the present one, 1 for the run's own; its files must be there."""
-        rows, before = self.layouts(), self.read_spec()
-        row = {"number": number, "utc": datetime.now(UTC).isoformat(timespec="seconds"), "by": by, "why": why}
-        shapes = {"from": describe_layout(before), "to": describe_layout(spec), "nodes": spec.cluster.nodes}
+        rows = self.layouts()
+        before = self.read_spec()
+        row = {
+            "number": number,
+            "utc": datetime.now(UTC).isoformat(timespec="seconds"),
+            "by": by,
+            "why": why,
+        }
+        shapes = {
+            "from": describe_layout(before),
+            "to": describe_layout(spec),
+            "nodes": spec.cluster.nodes,
+        }
         write_json(self.layouts_json, {"layouts": [*rows, {**row, **shapes, **more}]})
 
     @property
@@ -176,7 +222,8 @@ class RunFolder:
         Raises:
             ConfigError: as `read_spec`, or a damaged costs.json.
         """
-        spec, costs = self.read_spec(), self._read_optional(self.costs_json)
+        spec = self.read_spec()
+        costs = self._read_optional(self.costs_json)
         return RunSpec.from_dict(spec.to_dict() | {"cost": costs}) if costs else spec
 
     def traced_yaml(self) -> str:
@@ -205,16 +252,25 @@ class RunFolder:
             ConfigError: it is missing, or holds no boundaries.
         """
         with self._refusing(self.partition_json):
-            return tuple(int(cut) for cut in json.loads(self.partition_json.read_text())["boundaries"])
+            return tuple(
+                int(cut) for cut in json.loads(self.partition_json.read_text())["boundaries"]
+            )
 
-    def write_boundaries(self, boundaries: tuple[int, ...], peak_bytes: tuple[int, ...] | None = None) -> None:
+    def write_boundaries(
+        self, boundaries: tuple[int, ...], peak_bytes: tuple[int, ...] | None = None
+    ) -> None:
         """Write partition.json, with the peak bytes predicted for each rank of a pipeline where they are known."""
         write_json(
-            self.partition_json, {"boundaries": list(boundaries), "predicted_peak_bytes": peak_bytes}, indent=None
+            self.partition_json,
+            {"boundaries": list(boundaries), "predicted_peak_bytes": peak_bytes},
+            indent=None,
         )
 
     def predicted_peak_bytes(self, rank: int) -> int | None:
-        """Return the peak bytes that partition.json predicts for a rank of any replica; None if it predicts none."""
+        """Return the peak bytes that partition.json predicts for a rank of any replica.
+
+        None if it predicts none.
+        """
         peaks = self._read_optional(self.partition_json).get("predicted_peak_bytes")
         return int(peaks[rank % len(peaks)]) if peaks else None
 
@@ -240,19 +296,29 @@ class RunFolder:
         now = datetime.now(UTC).isoformat(timespec="seconds")
         write_json(self.status_json, {"state": state, "updated_utc": now, **more})
 
-    def change_status(self, status: Mapping[str, Any], state: str, without: Collection[str] = (), **more: Any) -> None:
+    def change_status(
+        self, status: Mapping[str, Any], state: str, without: Collection[str] = (), **more: Any
+    ) -> None:
         """Write status.json with another state than in `status`, whose other fields stay, and with `more`."""
         left_out = ("state", "updated_utc", *without)
-        self.write_status(state, **{**{key: status[key] for key in status if key not in left_out}, **more})
+        self.write_status(
+            state, **{**{key: status[key] for key in status if key not in left_out}, **more}
+        )
 
     def archive(self, keep: Collection[str] = (), also: Iterable[Path] = ()) -> None:
         """Move what an earlier attempt left to attempts/<number>/, so that nothing recorded is lost.
 
-        Entries named in `keep` stay; files in `also` go with the rest. A folder that was only prepared stays as it is.
+        Entries named in `keep` stay; files in `also` go with the rest. A folder that was only
+        prepared stays as it is.
         """
-        left = [entry for entry in self.path.iterdir() if entry.name not in (*OF_ALL_ATTEMPTS, *keep)]
+        left = [
+            entry for entry in self.path.iterdir() if entry.name not in (*OF_ALL_ATTEMPTS, *keep)
+        ]
         left += [path for path in also if path.exists()]
-        if not any(each.name not in OF_PREPARATION and (each.is_file() or any(each.iterdir())) for each in left):
+        if not any(
+            each.name not in OF_PREPARATION and (each.is_file() or any(each.iterdir()))
+            for each in left
+        ):
             return
         attempts = self.path / "attempts"
         attempts.mkdir(exist_ok=True)
@@ -268,25 +334,34 @@ class RunFolder:
             yield
         except (OSError, ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError) as error:
             raise ConfigError(
-                "run folder", self.path, f"holds no readable {path.name} ({error})", "prepare it first"
+                "run folder",
+                self.path,
+                f"holds no readable {path.name} ({error})",
+                "prepare it first",
             ) from error
 
     def _read_optional(self, path: Path, advice: str = "prepare it again") -> dict[str, Any]:
         try:
             return read_json(path)
         except ValueError as error:
-            raise ConfigError("run folder", self.path, f"its {path.name} is damaged ({error})", advice) from error
+            raise ConfigError(
+                "run folder", self.path, f"its {path.name} is damaged ({error})", advice
+            ) from error
 
 
 def describe_layout(spec: RunSpec) -> str:
     """Describe how a resolved run is spread over nodes and ranks."""
-    parallel, nodes = spec.parallel, spec.cluster.nodes or 1
+    parallel = spec.parallel
+    nodes = spec.cluster.nodes or 1
     ranks = f"{parallel.partitions} x {parallel.replicas} ranks"
     return f"{ranks} on {nodes} node{'s' if nodes > 1 else ''}"
 
 
 def describe_change(row: Mapping[str, Any]) -> str:
-    """Describe in one line a row of layouts.json: from what to what, from which step, when, by whom and why."""
+    """Describe in one line a row of layouts.json.
+
+    From what to what, from which step, when, by whom and why.
+    """
     step = "its start" if row.get("step") is None else f"step {row['step']}"
     shapes = f"{row.get('from')} became {row.get('to')} from {step}"
     return f"{shapes} ({row.get('utc')}, {row.get('by')}: {row.get('why')})"
@@ -298,16 +373,26 @@ def to_yaml(spec: RunSpec) -> str:
 
 
 def older_folders(spec: RunSpec) -> list[Path]:
-    """Return the folders beside a resolved run's own that hold the same configuration: earlier versions' IDs differ."""
-    own, found = RunFolder.of(spec).path, []
+    """Return the folders beside a resolved run's own that hold the same configuration.
+
+    Earlier versions' IDs differ.
+    """
+    own = RunFolder.of(spec).path
+    found = []
     for path in sorted(own.parent.glob(f"{escape(spec.name)}-{'[0-9a-f]' * 8}")):
         with contextlib.suppress(ConfigError, OSError):  # no run, or one that cannot be read
-            if path != own and _id_in(path, (path / "run.yaml").stat().st_mtime_ns) == own.name[-8:]:
+            if (
+                path != own
+                and _id_in(path, (path / "run.yaml").stat().st_mtime_ns) == own.name[-8:]
+            ):
                 found.append(path)
     return found
 
 
 @functools.cache
 def _id_in(path: Path, mtime_ns: int) -> str:
-    """Return the ID of the configuration in a folder, read once: each point of a study looks at all the others."""
+    """Return the ID of the configuration in a folder, read once.
+
+    Each point of a study looks at all the others.
+    """
     return run_id(RunFolder(path).read_own_spec())

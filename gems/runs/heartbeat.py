@@ -1,7 +1,8 @@
 """The heartbeat: the action that a rank is in, in a small file that outlives the rank.
 
-Its times are comparable between the ranks of a run, whose nodes' clocks may differ or be set meanwhile: they are of the
-clock that rank 0 had at the start. Who is no rank must not compare them with its own clock, and may see them change.
+Its times are comparable between the ranks of a run, whose nodes' clocks may differ or be set
+meanwhile: they are of the clock that rank 0 had at the start. Who is no rank must not compare them
+with its own clock, and may see them change.
 """
 
 from __future__ import annotations
@@ -33,15 +34,18 @@ def set_clock(time_ns: int) -> None:
 class Heartbeat:
     """Marks step and action in a memory-mapped file, so that also a rank killed by SIGKILL leaves its last mark.
 
-    After the mark comes a sign of life, which a thread of its own renews while the process runs, with what the rank
-    waits for. A process that is stopped, or whose interpreter is held, leaves it old.
+    After the mark comes a sign of life, which a thread of its own renews while the process runs,
+    with what the rank waits for. A process that is stopped, or whose interpreter is held, leaves it
+    old.
     """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._head = f"{os.getpid()} {os.uname().nodename}"
         with path.open("w+b") as file:
-            file.write(b" " * SIZE_BYTES)  # not a hole: on a full file system that would end the rank by SIGBUS
+            file.write(
+                b" " * SIZE_BYTES
+            )  # not a hole: on a full file system that would end the rank by SIGBUS
             file.flush()
             self._map = mmap.mmap(file.fileno(), SIZE_BYTES)
         self.beat(-1, "start")
@@ -71,8 +75,9 @@ class Heartbeat:
 class Beat:
     """The last mark of a rank: step -1 is outside of training; action "finished" is a clean end.
 
-    `alive_ns` is its last sign of life, or 0; `waits_for` what it waits for, empty while it works or if that is not
-    known; `moved_ns` when it last began an action, or to wait or to work within one.
+    `alive_ns` is its last sign of life, or 0; `waits_for` what it waits for, empty while it works
+    or if that is not known; `moved_ns` when it last began an action, or to wait or to work within
+    one.
     """
 
     pid: int
@@ -110,10 +115,15 @@ def _parse(content: bytes) -> Beat | None:
         return None
     pid, node, step, action, time_ns = words
     life = content[MARK_BYTES:SIZE_BYTES].decode(errors="replace").strip().split(" ", 2)
-    begun_ns, alive_ns, moved_ns = int(time_ns), 0, 0
+    begun_ns = int(time_ns)
+    alive_ns = 0
+    moved_ns = 0
     if len(life) >= 2 and life[0].isdecimal() and life[1].isdecimal():
-        alive_ns, moved_ns = int(life[0]), int(life[1])
+        alive_ns = int(life[0])
+        moved_ns = int(life[1])
     # what was said of the mark before this one is over
     waits_for = life[2] if len(life) == 3 and alive_ns >= begun_ns else ""
     moved_ns = max(begun_ns, moved_ns)
-    return Beat(int(pid), node.decode(), int(step), action.decode(), begun_ns, alive_ns, waits_for, moved_ns)
+    return Beat(
+        int(pid), node.decode(), int(step), action.decode(), begun_ns, alive_ns, waits_for, moved_ns
+    )

@@ -10,8 +10,8 @@ from gems.errors import ConfigError, DoesNotFitError
 from gems.partition.max_model_size import RESOLUTION, search, with_value
 from gems.runs.run_plan import KEY, plan_run, predict_peak
 
-# Thicker strips hold more of one, thinner ones more of what is carried between them: for a ResNet-50 of 12 000 to
-# 50 000 px about so many rows take least.
+# Thicker strips hold more of one, thinner ones more of what is carried between them: for a
+# ResNet-50 of 12 000 to 50 000 px about so many rows take least.
 STRIP_ROWS = 256
 PRECISION = 0.01  # of the answer
 
@@ -31,7 +31,9 @@ def largest_image(spec: RunSpec) -> LargestImage | None:
 
     None if a layer needs the whole image, or not even a small one fits.
     """
-    memory = MemoryConfig("recompute", recompute="strip") if spec.memory.name == "keep" else spec.memory
+    memory = (
+        MemoryConfig("recompute", recompute="strip") if spec.memory.name == "keep" else spec.memory
+    )
     given = spec.parallel.strips
 
     @cache
@@ -39,14 +41,18 @@ def largest_image(spec: RunSpec) -> LargestImage | None:
         strips = given if given > 1 else max(2, side_px // STRIP_ROWS)
         sized = with_value(replace(spec, memory=memory), RESOLUTION, side_px)
         try:
-            peak = predict_peak(plan_run(replace(sized, parallel=replace(sized.parallel, strips=strips))))
+            peak = predict_peak(
+                plan_run(replace(sized, parallel=replace(sized.parallel, strips=strips)))
+            )
         except DoesNotFitError:
             return None
         assert peak is not None
         return LargestImage(side_px, strips, memory.name, peak.device_bytes)
 
     try:
-        side_px = search(spec, RESOLUTION, lambda value: trained(value) is not None, STRIP_ROWS, PRECISION)
+        side_px = search(
+            spec, RESOLUTION, lambda value: trained(value) is not None, STRIP_ROWS, PRECISION
+        )
     except ConfigError as error:
         if error.key != KEY:
             raise

@@ -19,7 +19,9 @@ def run_name(path: Path) -> str:
 
 
 def folders(runs_dir: Path) -> Iterator[Path]:
-    """Yield the folders below `runs_dir`, unordered; those that we may not enter are left out (as by os.path).
+    """Yield the folders below `runs_dir`, unordered.
+
+    Those that we may not enter are left out (as by os.path).
 
     Raises:
         ConfigError: `runs_dir` cannot be read.
@@ -43,19 +45,23 @@ def runs_of_name(
     """Return all runs below a folder that have a name, whatever their ids, in order.
 
     Raises:
-        ConfigError: there is none. `problem` describes that; the nearest names are given, or `advice` if there are
-            none.
+        ConfigError: there is none. `problem` describes that; the nearest names are given, or
+            `advice` if there are none.
     """
     entries = sorted(folders(runs_dir))
     same = [path for path in entries if is_run(path) and run_name(path) == name]
     if not same:
         known = [path.name for path in entries if is_run(path) or is_study(path)]
-        raise ConfigError("run", name, problem, "nearest: " + ", ".join(nearest(name, known)) if known else advice)
+        raise ConfigError(
+            "run", name, problem, "nearest: " + ", ".join(nearest(name, known)) if known else advice
+        )
     return same
 
 
 def find_run(word: str, runs_dir: Path = Path("runs")) -> Path:
-    """Return the folder of one run: a path, or the name of a run below `runs_dir`, with or without its ID.
+    """Return the folder of one run.
+
+    A path, or the name of a run below `runs_dir`, with or without its ID.
 
     Raises:
         ConfigError: there is none, or several have the name.

@@ -1,8 +1,9 @@
-"""The owner of a run folder: the one process or job that may write there, on file systems that nodes share too.
+"""The owner of a run folder.
 
-`owners/0001.json`, `0002.json` and so on say who owned the folder, one after another; the last one does until it is
-released or gone. To take the folder is to create the next file, which succeeds for one process only. No file is ever
-removed: of several that find the same owner gone, one follows it.
+The one process or job that may write there, on file systems that nodes share too.
+`owners/0001.json`, `0002.json` and so on say who owned the folder, one after another; the last one
+does until it is released or gone. To take the folder is to create the next file, which succeeds for
+one process only. No file is ever removed: of several that find the same owner gone, one follows it.
 """
 
 from __future__ import annotations
@@ -27,9 +28,19 @@ from gems.utils.atomic_io import read_json, write_json
 from gems.utils.process_tree import is_alive, start_time
 from gems.utils.units import now_utc
 
-ENDED = ("finished", "failed", "cancelled", "stopped")  # states that are recorded once no rank is left
+ENDED = (
+    "finished",
+    "failed",
+    "cancelled",
+    "stopped",
+)  # states that are recorded once no rank is left
 SUBMITTING = "submitting"
-UNFINISHED = (SUBMITTING, "submitted", "requeued", "running")  # of a run that has not recorded its end
+UNFINISHED = (
+    SUBMITTING,
+    "submitted",
+    "requeued",
+    "running",
+)  # of a run that has not recorded its end
 FRESH_S = 60.0  # NFS shows other nodes what changed in a mapped file after half a minute
 CLOCKS_S = 5.0  # by which clocks of nodes may differ
 TRIES = 5
@@ -40,8 +51,9 @@ NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EM
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A row of a run folder's owners: a job if `job_id` is known, else the process; `number` is the file's.
+    """A row of a run folder's owners: a job if `job_id` is known, else the process.
 
+    `number` is the file's.
     `token` names one submission: it is known to the batch system too, which finds the job by it.
     """
 
@@ -82,10 +94,11 @@ Verify = Callable[[RunFolder, Owner], None]
 
 
 def own_job_id() -> str | None:
-    """Return the ID of the job that this process is in, as 41_7@serial in a job array of SLURM's; None outside of one.
+    """Return the ID of the job that this process is in, as 41_7@serial in a job array of SLURM's.
 
-    The cluster is named if the submission has chosen it. A Flux instance may run in a job of another system, and not
-    the other way round.
+    None outside of one.
+    The cluster is named if the submission has chosen it. A Flux instance may run in a job of
+    another system, and not the other way round.
     """
     if flux_id := os.environ.get(FLUX_VARIABLE):
         return ascii_flux_id(flux_id)
@@ -98,27 +111,45 @@ def own_job_id() -> str | None:
 
 
 def ascii_flux_id(text: str) -> str:
-    """Return an ID of Flux's in the form of plain letters; its own begins with the sign of the florin."""
+    """Return an ID of Flux's in the form of plain letters.
+
+    Its own begins with the sign of the florin.
+    """
     return re.sub(r"^[^\x00-\x7f]+", "f", text)
 
 
 def is_alive_here(record: Mapping[str, Any]) -> bool | None:
-    """Return whether the process that a record names by pid, start and host is alive; None on another host."""
+    """Return whether the process that a record names by pid, start and host is alive.
+
+    None on another host.
+    """
     if record.get("host") != os.uname().nodename:
         return None
-    pid, started = record.get("pid"), record.get("pid_started")
+    pid = record.get("pid")
+    started = record.get("pid_started")
     if not isinstance(pid, int) or pid <= 0:
         return False
     return is_alive(pid, str(started or start_time(pid)))
 
 
 def verify_gone(folder: RunFolder, owner: Owner) -> None:
-    """Raise TryLaterError unless the owner's process has ended; of jobs `jobs.status.ownership` knows more."""
+    """Raise TryLaterError unless the owner's process has ended.
+
+    Of jobs `jobs.status.ownership` knows more.
+    """
     if owner.is_released or (owner.job_id is None and owner.is_alive_here is False):
         return
     if owner.job_id is not None:
-        raise in_use(folder, f"is that of job {owner.job_id}, which may not have ended", "cancel it, or change name=")
-    where = f"process {owner.pid} on {owner.host}" if owner.host else f"owners/{owner.number:04d}.json is damaged"
+        raise in_use(
+            folder,
+            f"is that of job {owner.job_id}, which may not have ended",
+            "cancel it, or change name=",
+        )
+    where = (
+        f"process {owner.pid} on {owner.host}"
+        if owner.host
+        else f"owners/{owner.number:04d}.json is damaged"
+    )
     raise in_use(folder, f"a run goes on there ({where})", "wait for it, or change name=")
 
 
@@ -130,9 +161,12 @@ def in_use(folder: RunFolder, why: str, advice: str) -> TryLaterError:
 def read_owner(folder: RunFolder) -> Owner | None:
     """Return the last owner of a folder, released or not; None if it had none.
 
-    A folder of an earlier version has its owner in status.json alone. Of a file that is not readable nothing is known.
+    A folder of an earlier version has its owner in status.json alone. Of a file that is not
+    readable nothing is known.
     """
-    number = max((int(path.stem) for path in (folder.path / "owners").glob("[0-9]*.json")), default=0)
+    number = max(
+        (int(path.stem) for path in (folder.path / "owners").glob("[0-9]*.json")), default=0
+    )
     owner = None
     if number:
         try:
@@ -147,7 +181,8 @@ def check_free(folder: RunFolder, verify: Verify = verify_gone) -> Owner | None:
     """Return the last owner of a folder that this process may take.
 
     Raises:
-        TryLaterError: its owner is not proven gone, or its ranks show signs of life, whatever is said of their job.
+        TryLaterError: its owner is not proven gone, or its ranks show signs of life, whatever is
+        said of their job.
     """
     owner = read_owner(folder)
     if owner is None or not owner.is_mine:
@@ -155,12 +190,21 @@ def check_free(folder: RunFolder, verify: Verify = verify_gone) -> Owner | None:
             verify(folder, owner)
         if (beat := _sign_of_life(folder)) is not None:
             age_s = max(0.0, time.time() - _seen_ns(beat) / 1e9)
-            why = f"process {beat.pid} on {beat.node} was at work there {age_s:.0f} s ago, whatever is known of its job"
-            raise in_use(folder, why, f"wait for its end; it counts as gone after {FRESH_S:.0f} s without a sign")
+            why = (
+                f"process {beat.pid} on {beat.node} was at work there {age_s:.0f} s ago, whatever"
+                " is known of its job"
+            )
+            raise in_use(
+                folder,
+                why,
+                f"wait for its end; it counts as gone after {FRESH_S:.0f} s without a sign",
+            )
     return owner
 
 
-def take(folder: RunFolder, verify: Verify = verify_gone, *, token: str = "", job_id: str | None = None) -> Owner:
+def take(
+    folder: RunFolder, verify: Verify = verify_gone, *, token: str = "", job_id: str | None = None
+) -> Owner:
     """Make this process, or the job `job_id`, the owner of a folder, which is made if it is missing.
 
     A run whose owner has gone without recording its end is marked as failed.
@@ -170,7 +214,9 @@ def take(folder: RunFolder, verify: Verify = verify_gone, *, token: str = "", jo
         ConfigError: one cannot write there.
     """
     pid = os.getpid()
-    made = Owner(0, token or new_token(), os.uname().nodename, pid, start_time(pid), job_id, now_utc())
+    made = Owner(
+        0, token or new_token(), os.uname().nodename, pid, start_time(pid), job_id, now_utc()
+    )
     for _ in range(TRIES):
         before = check_free(folder, verify)
         made = replace(made, number=1 if before is None else before.number + 1)
@@ -178,7 +224,9 @@ def take(folder: RunFolder, verify: Verify = verify_gone, *, token: str = "", jo
             is_ours = _create(_file(folder, made.number), made)
         except OSError as error:
             text = f"cannot write there ({error.strerror}: {error.filename})"
-            raise ConfigError("runs_dir", folder.path.parent, text, "give runs_dir= a folder of yours") from error
+            raise ConfigError(
+                "runs_dir", folder.path.parent, text, "give runs_dir= a folder of yours"
+            ) from error
         if is_ours:
             if before is not None and not before.is_released and not before.is_mine:
                 _record_loss(folder, before)
@@ -214,7 +262,10 @@ def _document(owner: Owner) -> dict[str, Any]:
 
 
 def _create(path: Path, owner: Owner) -> bool:
-    """Create a file that appears complete, and return whether this call did; NFS has link for that, and no locks."""
+    """Create a file that appears complete, and return whether this call did.
+
+    NFS has link for that, and no locks.
+    """
     text = json.dumps(_document(owner), indent=1) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{owner.token}")
@@ -242,14 +293,22 @@ def _recorded_owner(folder: RunFolder, number: int) -> Owner | None:
         status = folder.read_status()
     except (ConfigError, OSError):
         return None  # the preparation of the folder reports what is wrong with it
-    state, job_id, pid = status.get("state"), status.get("job_id"), status.get("pid")
+    state = status.get("state")
+    job_id = status.get("job_id")
+    pid = status.get("pid")
     is_active = state in UNFINISHED
     if state in (None, "prepared", "finished") or (job_id is None and not is_active):
         return None
     return Owner(
-        number, "", str(status.get("host", "")), pid if isinstance(pid, int) else 0, str(status.get("pid_started", "")),
-        None if job_id is None else str(job_id), str(status.get("updated_utc", "")), not is_active,
-    )  # fmt: skip
+        number,
+        "",
+        str(status.get("host", "")),
+        pid if isinstance(pid, int) else 0,
+        str(status.get("pid_started", "")),
+        None if job_id is None else str(job_id),
+        str(status.get("updated_utc", "")),
+        not is_active,
+    )
 
 
 def _record_loss(folder: RunFolder, owner: Owner) -> None:
@@ -262,9 +321,14 @@ def _record_loss(folder: RunFolder, owner: Owner) -> None:
 
 
 def _sign_of_life(folder: RunFolder) -> Beat | None:
-    """Return the mark of a rank that may be alive: fresh, later than the recorded end, and of no process that ended."""
+    """Return the mark of a rank that may be alive.
+
+    Fresh, later than the recorded end, and of no process that ended.
+    """
     status: dict[str, Any] = {}
-    with contextlib.suppress(OSError):  # the preparation of the folder reports what is wrong with it
+    with contextlib.suppress(
+        OSError
+    ):  # the preparation of the folder reports what is wrong with it
         status = folder.read_status()
     ended_s = 0.0
     if status.get("state") in ENDED:
@@ -273,7 +337,12 @@ def _sign_of_life(folder: RunFolder) -> Beat | None:
         seen_s = _seen_ns(beat) / 1e9
         is_dead = beat.node == os.uname().nodename and not is_alive(beat.pid, start_time(beat.pid))
         is_own = beat.pid == os.getpid() and beat.node == os.uname().nodename
-        if beat.action != FINISHED and seen_s > max(time.time() - FRESH_S, ended_s) and not is_dead and not is_own:
+        if (
+            beat.action != FINISHED
+            and seen_s > max(time.time() - FRESH_S, ended_s)
+            and not is_dead
+            and not is_own
+        ):
             return beat
     return None
 

@@ -1,7 +1,9 @@
-"""Strips for the pipelines of a plan: the same ranks and micro-batches, each image as a row of strips.
+"""Strips for the pipelines of a plan.
 
-What ranks hold of strips is found on fake tensors, which takes seconds for each cut. So strips are tried for the few
-pipelines that the search found best, or where nothing fits for those with the most partitions.
+The same ranks and micro-batches, each image as a row of strips.
+What ranks hold of strips is found on fake tensors, which takes seconds for each cut. So strips are
+tried for the few pipelines that the search found best, or where nothing fits for those with the
+most partitions.
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ BUDGET_S = 120.0
 def in_strips(
     planner: Planner, best: Sequence[Choice], asked: Sequence[Candidate], budget_s: float = BUDGET_S
 ) -> list[Choice]:
-    """Return configurations in strips that fit, of those judged in `budget_s`; none if the model has no strips.
+    """Return configurations in strips that fit, of those judged in `budget_s`.
 
+    None if the model has no strips.
     Strips are kept; where that does not fit, they are run again.
 
     Raises:
@@ -54,18 +57,27 @@ def in_strips(
     return found
 
 
-def _candidates(best: Sequence[Choice], asked: Sequence[Candidate], height_px: int) -> Iterator[Candidate]:
+def _candidates(
+    best: Sequence[Choice], asked: Sequence[Candidate], height_px: int
+) -> Iterator[Candidate]:
     """Yield shapes of pipelines with each number of strips and each schedule."""
     shapes: dict[tuple[int, int, int, int], Candidate] = {}
     ordered = [choice.candidate for choice in best] or sorted(asked, key=_by_leanness)
     for one in ordered:
-        shapes.setdefault((one.partitions, one.replicas, one.micro_batch_size, one.micro_batches), one)
+        shapes.setdefault(
+            (one.partitions, one.replicas, one.micro_batch_size, one.micro_batches), one
+        )
     numbers = sorted({height_px // rows for rows in ROWS if height_px // rows > 1})
     for one in list(shapes.values())[:NUM_SHAPES]:
         for schedule in SCHEDULES if one.partitions > 1 else SCHEDULES[:1]:
             for strips in numbers:
                 yield Candidate(
-                    one.partitions, one.replicas, schedule, one.micro_batch_size, one.micro_batches, strips=strips
+                    one.partitions,
+                    one.replicas,
+                    schedule,
+                    one.micro_batch_size,
+                    one.micro_batches,
+                    strips=strips,
                 )
 
 
@@ -82,10 +94,18 @@ def _choice(planner: Planner, one: Candidate) -> Choice:
     """
     run = planner.run_of(one)
     plan = plan_run(replace(run, machine=replace(run.machine, device_bytes=planner.limit_bytes)))
-    held, found = plan.held, predict(plan)
+    held = plan.held
+    found = predict(plan)
     assert held is not None
     return Choice(
-        one, plan.boundaries, found.step_s, planner.score(one, found.step_s), found.step.efficiency, held.peak_bytes,
-        held.host_bytes, partial(parts_s, found.schedule, found.costs, found.step, found.network),
-        None if planner.epochs is None else planner.epochs(one.global_batch), planner.changes(one),
-    )  # fmt: skip
+        one,
+        plan.boundaries,
+        found.step_s,
+        planner.score(one, found.step_s),
+        found.step.efficiency,
+        held.peak_bytes,
+        held.host_bytes,
+        partial(parts_s, found.schedule, found.costs, found.step, found.network),
+        None if planner.epochs is None else planner.epochs(one.global_batch),
+        planner.changes(one),
+    )

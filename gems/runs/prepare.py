@@ -29,18 +29,23 @@ def prepare(
     own: Callable[[RunFolder], object] = check_free,
     like: RunFolder | None = None,
 ) -> RunFolder:
-    """Make the folder of a resolved run and write what its ranks read: configuration, schedule, partition, memory plan.
+    """Make the folder of a resolved run and write what its ranks read.
 
-    A folder that already holds this configuration is used again: what the earlier attempt left moves to
-    attempts/<number>/, so nothing recorded is lost. `own` is called before anything is written: it makes the caller the
-    owner of the folder, or checks that nobody is. `like` is a run just prepared, whose code is taken for this one.
+    Configuration, schedule, partition, memory plan.
+    A folder that already holds this configuration is used again: what the earlier attempt left
+    moves to attempts/<number>/, so nothing recorded is lost. `own` is called before anything is
+    written: it makes the caller the owner of the folder, or checks that nobody is. `like` is a run
+    just prepared, whose code is taken for this one.
 
     Raises:
-        ConfigError: no permission, another configuration in the folder, another owner of it, a schedule that cannot
-            be made or does not suit the model, or data that cannot be read or have no labels.
+        ConfigError: no permission, another configuration in the folder, another owner of it, a
+            schedule that cannot be made or does not suit the model, or data that cannot be read or
+            have no labels.
     """
     if needs_labels and not find_source(spec.data).labelled:
-        raise ConfigError("data", spec.data.name, "has no labels", "predict it: gems predict RUN --input FILES")
+        raise ConfigError(
+            "data", spec.data.name, "has no labels", "predict it: gems predict RUN --input FILES"
+        )
     spec = plan.spec if plan else with_strips_chosen(spec)
     folder = RunFolder.of(spec)
     for older in older_folders(spec) if not folder.path.exists() else ():
@@ -67,20 +72,27 @@ def prepare(
         _write_plan(folder, made)
         folder.logs.mkdir(exist_ok=True)
         folder.heartbeat(0).parent.mkdir(exist_ok=True)
-        summary = write_bundle(folder.provenance, spec) if like is None else share_bundle(folder, like)
-        write_json(folder.provenance_json, {**summary, "run_yaml_blake2b": hash_of(folder.run_yaml)})
+        summary = (
+            write_bundle(folder.provenance, spec) if like is None else share_bundle(folder, like)
+        )
+        write_json(
+            folder.provenance_json, {**summary, "run_yaml_blake2b": hash_of(folder.run_yaml)}
+        )
         folder.write_status("prepared")
     except OSError as error:
         raise ConfigError(
-            "runs_dir", spec.runs_dir, f"cannot write there ({error.strerror}: {error.filename})",
+            "runs_dir",
+            spec.runs_dir,
+            f"cannot write there ({error.strerror}: {error.filename})",
             "give runs_dir= a folder of yours",
-        ) from error  # fmt: skip
+        ) from error
     return folder
 
 
 def change_layout(folder: RunFolder, plan: RunPlan, why: str, by: str, step: int | None) -> None:
-    """Let a prepared run go on by another plan of the same steps: its files are written first, then it is recorded.
+    """Let a prepared run go on by another plan of the same steps.
 
+    Its files are written first, then it is recorded.
     `step` is that of the checkpoint from which it goes on, if there is one.
 
     Raises:
@@ -91,7 +103,9 @@ def change_layout(folder: RunFolder, plan: RunPlan, why: str, by: str, step: int
     target = RunFolder(folder.path / "layouts" / f"{number:04d}")
     target.path.mkdir(parents=True)
     _write_plan(target, plan)
-    folder.add_layout(number, plan.spec, why, by, step=step, run_yaml_blake2b=hash_of(target.run_yaml))
+    folder.add_layout(
+        number, plan.spec, why, by, step=step, run_yaml_blake2b=hash_of(target.run_yaml)
+    )
 
 
 def _write_plan(folder: RunFolder, plan: RunPlan) -> None:
@@ -107,13 +121,17 @@ def _write_plan(folder: RunFolder, plan: RunPlan) -> None:
     if plan.profile is not None:
         write_json(folder.profile_json, plan.profile.to_json(), indent=None)
     if plan.memory is not None and plan.memory_plan is not None:
-        write_json(folder.memory_json, plan.memory_plan.to_json() | {"predicted": plan.memory.to_json()})
+        write_json(
+            folder.memory_json, plan.memory_plan.to_json() | {"predicted": plan.memory.to_json()}
+        )
 
 
 def _check_configuration(folder: RunFolder, spec: RunSpec) -> None:
     held = run_id(folder.read_own_spec())
     if held != run_id(spec):
         raise ConfigError(
-            "run folder", folder.path, f"holds another configuration ({held}, not {run_id(spec)})",
+            "run folder",
+            folder.path,
+            f"holds another configuration ({held}, not {run_id(spec)})",
             "choose another name= or runs_dir=, or move that folder away",
-        )  # fmt: skip
+        )

@@ -1,4 +1,7 @@
-"""Provenance: which code, packages and environment made a run. `provenance/` in its folder, and a summary beside it."""
+"""Provenance: which code, packages and environment made a run.
+
+`provenance/` in its folder, and a summary beside it.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,13 @@ from gems.runs.folder import RunFolder
 from gems.utils.atomic_io import read_json, write_json
 from gems.utils.targets import source_of, sources_of
 
-CODE_DIFF, PACKAGES_TXT, ENVIRONMENT_JSON = "code.diff", "packages.txt", "environment.json"
+CODE_DIFF = "code.diff"
+PACKAGES_TXT = "packages.txt"
+ENVIRONMENT_JSON = "environment.json"
 GIT_LIMIT_S = 10
 MAX_DIFF_BYTES = 4 << 20
-# What bears on how a run runs. Nothing else of the environment is kept: it may hold what is nobody's business.
+# What bears on how a run runs. Nothing else of the environment is kept: it may hold what is
+# nobody's business.
 VARIABLES = re.compile(
     r"(SLURM|SRUN|SBATCH|PBS|FLUX|MPI|MPICH|OMPI|PRTE|PMIX|PMI|MV2|UCX|FI|OMP|KMP|MKL|OPENBLAS|NCCL|RCCL|GEMS|PYTORCH|TORCH|HSA"
     r"|MIOPEN|HDF5|I_MPI)_.*"
@@ -37,8 +43,9 @@ PRIVATE = re.compile(r"JWT|TOKEN|SECRET|PASS|KEY|CRED|AUTH|_USER$|_UID$|_GID$|MA
 def write_bundle(folder: Path, spec: RunSpec) -> dict[str, Any]:
     """Write to `folder` what is known of a run when it is prepared, and return the summary.
 
-    These are `code.zip`, the code itself; `code.diff`, its difference from its commit (none outside of a checkout);
-    `packages.txt`; and `environment.json`. The user's own packages are in the archive, unless they are installed.
+    These are `code.zip`, the code itself; `code.diff`, its difference from its commit (none outside
+    of a checkout); `packages.txt`; and `environment.json`. The user's own packages are in the
+    archive, unless they are installed.
 
     Raises:
         OSError: the folder cannot be written.
@@ -63,7 +70,10 @@ def write_bundle(folder: Path, spec: RunSpec) -> dict[str, Any]:
 
 
 def share_bundle(folder: RunFolder, like: RunFolder) -> dict[str, Any]:
-    """Give a run the bundle of another that has the same code, and return its summary: git and archive take 0.2 s."""
+    """Give a run the bundle of another that has the same code, and return its summary.
+
+    Git and archive take 0.2 s.
+    """
     folder.provenance.mkdir(parents=True, exist_ok=True)
     for name in (CODE_ZIP, CODE_DIFF, PACKAGES_TXT, ENVIRONMENT_JSON):
         if (like.provenance / name).exists():
@@ -72,7 +82,10 @@ def share_bundle(folder: RunFolder, like: RunFolder) -> dict[str, Any]:
 
 
 def own_code(spec: RunSpec) -> Iterator[tuple[str, str]]:
-    """Yield each target of a run whose code is in a folder of the user's, with the folder; plugins too."""
+    """Yield each target of a run whose code is in a folder of the user's, with the folder.
+
+    Plugins too.
+    """
     sections = (spec.model, spec.data, spec.loss, spec.optimizer, spec.lr_scheduler)
     found = [(section.target, section.path) for section in sections]
     found += [(f"{name}.plugin", spec.plugins_dir) for name in spec.plugins]
@@ -89,7 +102,10 @@ def check_code(folder: Path, summary: dict[str, Any]) -> str | None:
     except OSError as error:
         return f"{folder / CODE_ZIP} cannot be read ({error.strerror})"
     if expected is not None and found != expected:
-        return f"{folder / CODE_ZIP} is not what was prepared (BLAKE2b {found[:16]}, not {expected[:16]})"
+        return (
+            f"{folder / CODE_ZIP} is not what was prepared (BLAKE2b {found[:16]}, not"
+            f" {expected[:16]})"
+        )
     return None
 
 
@@ -98,22 +114,37 @@ def check_run_yaml(run_yaml: Path, summary: dict[str, Any]) -> str | None:
     expected = summary.get("run_yaml_blake2b")
     if expected is None or hash_of(run_yaml) == expected:
         return None
-    return f"its {run_yaml.name} is not what was prepared: it was edited, and schedule and partition were not made anew"
+    return (
+        f"its {run_yaml.name} is not what was prepared: it was edited, and schedule and partition"
+        " were not made anew"
+    )
 
 
 def commit(root: Path) -> str:
-    """Return the commit of a checkout, with "-dirty" if files differ from it; "unknown" outside of a checkout."""
+    """Return the commit of a checkout, with "-dirty" if files differ from it.
+
+    "unknown" outside of a checkout.
+    """
     output = _git(root, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     return output.decode(errors="replace").strip() if output else "unknown"
 
 
 def code_diff(root: Path) -> bytes | None:
-    """Return how our packages in a checkout differ from its commit, with new files; None outside of a checkout.
+    """Return how our packages in a checkout differ from its commit, with new files.
 
+    None outside of a checkout.
     `git apply` takes it, unless it was cut at MAX_DIFF_BYTES, as its last line then tells.
     """
     diff = _git(root, "diff", "--no-color", "--no-ext-diff", "--binary", "HEAD", "--", *PACKAGES)
-    new = _git(root, "ls-files", "-z", "--others", "--exclude-standard", "--", *(f"{name}/*.py" for name in PACKAGES))
+    new = _git(
+        root,
+        "ls-files",
+        "-z",
+        "--others",
+        "--exclude-standard",
+        "--",
+        *(f"{name}/*.py" for name in PACKAGES),
+    )
     if diff is None or new is None:
         return None
     for name in filter(None, new.decode(errors="surrogateescape").split("\0")):
@@ -122,7 +153,10 @@ def code_diff(root: Path) -> bytes | None:
         words = ("diff", "--no-color", "--no-ext-diff", "--no-index", "--", "/dev/null", name)
         diff += _git(root, *words, fine=(0, 1)) or b""
     if len(diff) > MAX_DIFF_BYTES:
-        diff = diff[:MAX_DIFF_BYTES].rpartition(b"\n")[0] + b"\n# cut here: the code itself is in code.zip\n"
+        diff = (
+            diff[:MAX_DIFF_BYTES].rpartition(b"\n")[0]
+            + b"\n# cut here: the code itself is in code.zip\n"
+        )
     return diff
 
 
@@ -132,7 +166,9 @@ def _git(root: Path, *words: str, fine: tuple[int, ...] = (0,)) -> bytes | None:
         return None
     try:
         command = ["git", "-C", str(root), *words]
-        ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=GIT_LIMIT_S)
+        ended = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=GIT_LIMIT_S
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return ended.stdout if ended.returncode in fine else None
@@ -141,8 +177,15 @@ def _git(root: Path, *words: str, fine: tuple[int, ...] = (0,)) -> bytes | None:
 @functools.cache
 def packages() -> str:
     """Return the installed packages with their versions, one a line, as a requirements file."""
-    known = ((each.metadata["Name"], each.metadata["Version"]) for each in importlib.metadata.distributions())
-    return "".join(sorted({f"{name}=={version}\n" for name, version in known if name and version}, key=str.lower))
+    known = (
+        (each.metadata["Name"], each.metadata["Version"])
+        for each in importlib.metadata.distributions()
+    )
+    return "".join(
+        sorted(
+            {f"{name}=={version}\n" for name, version in known if name and version}, key=str.lower
+        )
+    )
 
 
 def environment() -> dict[str, Any]:
@@ -156,7 +199,8 @@ def environment() -> dict[str, Any]:
         "executable": sys.executable,
         "modules": [name for name in modules.split(":") if name],
         "variables": {
-            name: value for name, value in sorted(os.environ.items())
+            name: value
+            for name, value in sorted(os.environ.items())
             if VARIABLES.fullmatch(name) and not PRIVATE.search(name)
         },
-    }  # fmt: skip
+    }

@@ -1,7 +1,8 @@
 """The plan of a run: from a resolved configuration to all that its ranks are given, one stage after another.
 
-Costs (from the profile, if asked), schedule, partition and memory plan are made in this order; `predict` then says what
-a step takes. Everything that needs a run's plan gets it here, so that it is the same for all.
+Costs (from the profile, if asked), schedule, partition and memory plan are made in this order;
+`predict` then says what a step takes. Everything that needs a run's plan gets it here, so that it
+is the same for all.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ from gems.simulation.profiled_costs import profiled_costs, with_profiled_costs
 MAX_ACTIONS = 200_000  # simulated in some seconds
 KEY = "parallel.strips"
 HAS_CLOCK = ("real", "emulated")
-WITHOUT_RATES = ("auto", "cuda")  # machines with the default rates, which are those of a processor's core
+WITHOUT_RATES = (
+    "auto",
+    "cuda",
+)  # machines with the default rates, which are those of a processor's core
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +50,16 @@ class RunPlan:
     """What a resolved configuration becomes.
 
     Raises:
-        ConfigError: links that match messages by order, and a schedule whose ranks do not send in the order in which
-            others receive.
+        ConfigError: links that match messages by order, and a schedule whose ranks do not send in
+            the order in which others receive.
     """
 
     spec: RunSpec  # as its user resolved it, from which the run has its identity
     costs: CostConfig  # those configured, or with cost=profile those of the profile
     schedule: Schedule  # lowered and validated: the one list that ranks run
-    boundaries: tuple[int, ...] = ()  # where layers are cut; none without devices, or if operators are placed
+    boundaries: tuple[
+        int, ...
+    ] = ()  # where layers are cut; none without devices, or if operators are placed
     profile: ModelProfile | None = None  # what the partition was made from, if it needed one
     memory: PlanOutcome | None = None  # of the memory policy; None if activations are kept
     kept: PlanOutcome | None = None  # in strips, where they are kept: what that takes
@@ -75,8 +81,15 @@ class RunPlan:
 
     @property
     def stage_costs(self) -> StageCosts:
-        """What the schedule is simulated with: in the units of `costs`, under a memory policy in seconds and bytes."""
-        return schedule_costs(self.run, self.schedule.placement) if self.memory is None else self.memory.costs
+        """What the schedule is simulated with.
+
+        In the units of `costs`, under a memory policy in seconds and bytes.
+        """
+        return (
+            schedule_costs(self.run, self.schedule.placement)
+            if self.memory is None
+            else self.memory.costs
+        )
 
     @property
     def network(self) -> Network:
@@ -88,7 +101,11 @@ class RunPlan:
         """The segments of each stage, None if stages run whole."""
         if self.memory is None:
             return None
-        return self.memory.plan if self.schedule.num_strips == 1 else self.memory.plan.between(self.boundaries)
+        return (
+            self.memory.plan
+            if self.schedule.num_strips == 1
+            else self.memory.plan.between(self.boundaries)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +122,16 @@ def plan_run(spec: RunSpec, trains: bool = True) -> RunPlan:
 
     Unless it `trains`, what training in strips would need of the layers and of memory is not asked.
 
-    A search of the schedule is one over the stages of the model, by its profile unless costs are configured, and finds
-    the partition too. What is found is kept in the cache, so that all who ask get the same.
+    A search of the schedule is one over the stages of the model, by its profile unless costs are
+    configured, and finds the partition too. What is found is kept in the cache, so that all who ask
+    get the same.
 
     Raises:
-        ConfigError: counts or a cap that the schedule cannot serve, more stages than layers, a profile that cannot be
-            had, other ranks than parallel.gpus, or less data than one step takes.
-        DoesNotFitError: a rank would hold more than its device, or a node's ranks more than its host memory.
-        ScheduleError: a schedule that would not run.
+        ConfigError: counts or a cap that the schedule cannot serve, more stages than layers, a
+            profile that cannot be had, other ranks than parallel.gpus, or less data than one step
+            takes.
+        DoesNotFitError: a rank would hold more than its device, or a node's ranks more than its
+        host memory. ScheduleError: a schedule that would not run.
     """
     check_gpus(spec)
     is_compiled = spec.train.compile and trains and spec.machine.kind == "real"
@@ -137,12 +156,15 @@ def plan_run(spec: RunSpec, trains: bool = True) -> RunPlan:
         return RunPlan(spec, run.cost, schedule, boundaries, _profile(run, schedule))
     case = memory_case(run, compute_only(schedule), boundaries)
     outcome = memory_outcome(run, case)
-    return RunPlan(spec, run.cost, validate(outcome.schedule, outcome.costs), boundaries, case.profile, outcome)
+    return RunPlan(
+        spec, run.cost, validate(outcome.schedule, outcome.costs), boundaries, case.profile, outcome
+    )
 
 
 def with_strips_chosen(spec: RunSpec) -> RunSpec:
-    """Return a resolved run with a number of strips: its own, or if that is open the one that trains fastest.
+    """Return a resolved run with a number of strips.
 
+    Its own, or if that is open the one that trains fastest.
     Layers take the times of their profile, unless costs are configured.
 
     Raises:
@@ -166,7 +188,8 @@ def with_strips_chosen_on_paper(spec: RunSpec) -> RunSpec:
 
 def step_s(plan: RunPlan) -> float:
     """Return the seconds of a step, of a run with devices by the profile of its layers unless costs are configured."""
-    spec, run = plan.spec, plan.run
+    spec = plan.spec
+    run = plan.run
     if plan.memory is not None:
         return plan.memory.step_s
     if plan.boundaries and run.cost == CostConfig():
@@ -175,9 +198,14 @@ def step_s(plan: RunPlan) -> float:
 
 
 def _by_profile(plan: RunPlan, profile: ModelProfile) -> RunSpec:
-    """Return the run with costs by its layers: the cap was kept by the plan's, and has another unit by these."""
+    """Return the run with costs by its layers.
+
+    The cap was kept by the plan's, and has another unit by these.
+    """
     free = replace(plan.spec.schedule, activation_cap=None, activation_cap_bytes=None)
-    return replace(plan.spec, cost=profiled_costs(plan.spec, profile, plan.boundaries), schedule=free)
+    return replace(
+        plan.spec, cost=profiled_costs(plan.spec, profile, plan.boundaries), schedule=free
+    )
 
 
 def _check_strips(spec: RunSpec) -> None:
@@ -186,7 +214,8 @@ def _check_strips(spec: RunSpec) -> None:
     Raises:
         ConfigError: it cannot.
     """
-    strips, data = spec.parallel.strips, spec.data
+    strips = spec.parallel.strips
+    data = spec.data
     if strips == 1 or spec.machine.kind != "real":
         return
     faults = {
@@ -203,32 +232,61 @@ def _check_compiled(spec: RunSpec, schedule: Schedule | None = None) -> None:
     """Check that layers can be compiled in a run, as far as that is known without its schedule.
 
     Raises:
-        ConfigError: it runs parts of a layer's own forward or backward, or counts on what that keeps.
+        ConfigError: it runs parts of a layer's own forward or backward, or counts on what that
+        keeps.
     """
-    strips, name, precision = spec.parallel.strips, spec.schedule.name, spec.train.precision
+    strips = spec.parallel.strips
+    name = spec.schedule.name
+    precision = spec.train.precision
     cap = spec.schedule.activation_cap_bytes
     for is_so, fault, advice in (
-        (strips != 1, f"parallel.strips={strips}, for which each operation of a layer has a form of its own",
-         "leave parallel.strips out"),
-        (spec.memory.name != "keep", f"memory={spec.memory.name}, which plans by what layers keep as they are",
-         "use memory=keep"),
-        (cap is not None, f"schedule.activation_cap_bytes={cap}, which counts what layers keep as they are",
-         "give schedule.activation_cap, in micro-batches"),
-        (spec.train.compute_dtype in ("bfloat16", "float16"),
-         f"train.precision={precision}, whose rounding between operations compiled kernels leave out",
-         "use train.precision=float32"),
-        (schedule is not None and schedule.has_split_backward,
-         f"schedule={name}, which runs the backward of each layer in two parts",
-         "use a schedule with a whole backward, such as 1f1b or gems_master"),
-        (schedule is not None and schedule.has_memory_actions,
-         f"schedule={name}, whose list recomputes or moves what layers keep", "use another schedule"),
-    ):  # fmt: skip
+        (
+            strips != 1,
+            f"parallel.strips={strips}, for which each operation of a layer has a form of its own",
+            "leave parallel.strips out",
+        ),
+        (
+            spec.memory.name != "keep",
+            f"memory={spec.memory.name}, which plans by what layers keep as they are",
+            "use memory=keep",
+        ),
+        (
+            cap is not None,
+            f"schedule.activation_cap_bytes={cap}, which counts what layers keep as they are",
+            "give schedule.activation_cap, in micro-batches",
+        ),
+        (
+            spec.train.compute_dtype in ("bfloat16", "float16"),
+            (
+                f"train.precision={precision}, whose rounding between operations compiled kernels"
+                " leave out"
+            ),
+            "use train.precision=float32",
+        ),
+        (
+            schedule is not None and schedule.has_split_backward,
+            f"schedule={name}, which runs the backward of each layer in two parts",
+            "use a schedule with a whole backward, such as 1f1b or gems_master",
+        ),
+        (
+            schedule is not None and schedule.has_memory_actions,
+            f"schedule={name}, whose list recomputes or moves what layers keep",
+            "use another schedule",
+        ),
+    ):
         if is_so:
-            raise ConfigError("train.compile", "true", f"excludes {fault}", f"{advice}, or set train.compile=false")
+            raise ConfigError(
+                "train.compile",
+                "true",
+                f"excludes {fault}",
+                f"{advice}, or set train.compile=false",
+            )
 
 
 def plan_simulation(spec: RunSpec) -> RunPlan:
-    """Return the plan of a resolved run that is only simulated: its stages may outnumber the layers of its model.
+    """Return the plan of a resolved run that is only simulated.
+
+    Its stages may outnumber the layers of its model.
 
     Raises:
         ConfigError, DoesNotFitError, ScheduleError: as `plan_run`.
@@ -240,16 +298,23 @@ def plan_simulation(spec: RunSpec) -> RunPlan:
     schedule = lowered_schedule(run)
     if run.cost.name == PROFILE and schedule.has_memory_actions:
         return _acting_plan(spec, run, schedule)
-    if run.cost.name == PROFILE and run.machine.device_bytes is not None and schedule.num_strips == 1:
+    if (
+        run.cost.name == PROFILE
+        and run.machine.device_bytes is not None
+        and schedule.num_strips == 1
+    ):
         schedule = _within_device(run, schedule, partition_of(run, schedule).boundaries)
     return RunPlan(spec, run.cost, schedule)
 
 
 def plan_policies(spec: RunSpec) -> MemoryCase:
-    """Return what any memory policy of a resolved run would plan for: the device does not limit its partition.
+    """Return what any memory policy of a resolved run would plan for.
+
+    The device does not limit its partition.
 
     Raises:
-        ConfigError: counts that the schedule cannot serve, more stages than layers, or a profile that cannot be had.
+        ConfigError: counts that the schedule cannot serve, more stages than layers, or a profile
+        that cannot be had.
     """
     run = with_profiled_costs(_of_model(with_strips_chosen(spec)))
     compute = compute_schedule(run)
@@ -271,7 +336,11 @@ def predict(plan: RunPlan) -> Prediction:
     Raises:
         DoesNotFitError: a rank would hold more than its device, by the profile of its layers.
     """
-    return predict_schedule(plan.run, plan.schedule) if plan.memory is None else predict_outcome(plan.run, plan.memory)
+    return (
+        predict_schedule(plan.run, plan.schedule)
+        if plan.memory is None
+        else predict_outcome(plan.run, plan.memory)
+    )
 
 
 def predict_peaks(plan: RunPlan) -> tuple[int, ...] | None:
@@ -288,21 +357,27 @@ def predict_peak(plan: RunPlan) -> Peak | None:
     peaks = predict_peaks(plan)
     if peaks is None:
         return None
-    rank, host_bytes = peaks.index(max(peaks)), (0,) if plan.held is None else plan.held.host_bytes
+    rank = peaks.index(max(peaks))
+    host_bytes = (0,) if plan.held is None else plan.held.host_bytes
     return Peak(rank, peaks[rank], node_host_bytes(plan.spec, host_bytes))
 
 
 def predict_steps_s(plan: RunPlan) -> float | None:
     """Return the seconds of all steps of a planned run, None if its costs are not known.
 
-    They are known for a run with timed waits, and if a profile measured them or the machine has rates.
+    They are known for a run with timed waits, and if a profile measured them or the machine has
+    rates.
     """
-    spec, profile, steps = plan.spec, plan.profile, plan.spec.train.steps
+    spec = plan.spec
+    profile = plan.profile
+    steps = plan.spec.train.steps
     if spec.machine.kind not in HAS_CLOCK or sum(map(len, plan.schedule.rows)) > MAX_ACTIONS:
         return None
     run = plan.run
     if spec.machine.kind == "real":
-        is_guess = profile is not None and profile.source == "fake" and spec.machine.name in WITHOUT_RATES
+        is_guess = (
+            profile is not None and profile.source == "fake" and spec.machine.name in WITHOUT_RATES
+        )
         if profile is None or (is_guess and spec.cluster.gpus_per_node):
             return None
         if plan.memory is not None:
@@ -315,7 +390,8 @@ def predict_steps_s(plan: RunPlan) -> float | None:
 def _of_model(spec: RunSpec) -> RunSpec:
     """Return the run with what the search of a schedule that will run needs to know of its model.
 
-    Unless costs are configured that is its profile, with configured ones only how many stages its layers can make.
+    Unless costs are configured that is its profile, with configured ones only how many stages its
+    layers can make.
     """
     if spec.machine.kind != "real" or spec.schedule.name != CAPPED or spec.cost.name == PROFILE:
         return spec
@@ -327,15 +403,18 @@ def _of_model(spec: RunSpec) -> RunSpec:
 
 def _unlimited_partition(run: RunSpec, schedule: Schedule) -> tuple[int, ...]:
     """Return the boundaries of a run in which more than the partition decides what fits the device."""
-    return partition_of(replace(run, machine=replace(run.machine, device_bytes=None)), schedule).boundaries
+    return partition_of(
+        replace(run, machine=replace(run.machine, device_bytes=None)), schedule
+    ).boundaries
 
 
 def _plan_in_strips(spec: RunSpec, run: RunSpec, schedule: Schedule, trains: bool) -> RunPlan:
     """Return the plan of a run in strips, whose memory policy has a choice for each stage.
 
     Raises:
-        ConfigError: a layer that needs the whole image, or a list from a file that recomputes or moves activations.
-        DoesNotFitError: a rank would hold more than its device, or a node's ranks more than its host memory.
+        ConfigError: a layer that needs the whole image, or a list from a file that recomputes or
+        moves activations. DoesNotFitError: a rank would hold more than its device, or a node's
+        ranks more than its host memory.
     """
     if schedule.has_memory_actions:
         _refuse_strips(spec, "a list that recomputes or moves activations")
@@ -346,7 +425,9 @@ def _plan_in_strips(spec: RunSpec, run: RunSpec, schedule: Schedule, trains: boo
     case = memory_case(run, compute_only(schedule), boundaries, profile)
     if spec.memory.name != "keep":
         outcome = memory_outcome(run, case)
-        return RunPlan(spec, run.cost, validate(outcome.schedule, outcome.costs), boundaries, profile, outcome)
+        return RunPlan(
+            spec, run.cost, validate(outcome.schedule, outcome.costs), boundaries, profile, outcome
+        )
     kept = case.outcome(MemoryPlan.keeping(case.boundaries), schedule)
     check_fits(run, kept)
     return RunPlan(spec, run.cost, schedule, boundaries, profile, kept=kept)
@@ -370,7 +451,14 @@ def _acting_plan(spec: RunSpec, run: RunSpec, schedule: Schedule) -> RunPlan:
     case = memory_case(run, compute_only(schedule), _unlimited_partition(run, schedule))
     outcome = case.as_run(case.outcome(plan_of_schedule(case.schedule, case.boundaries)))
     check_fits(run, outcome)
-    return RunPlan(spec, run.cost, validate(outcome.schedule, outcome.costs), case.boundaries, case.profile, outcome)
+    return RunPlan(
+        spec,
+        run.cost,
+        validate(outcome.schedule, outcome.costs),
+        case.boundaries,
+        case.profile,
+        outcome,
+    )
 
 
 def _within_device(run: RunSpec, schedule: Schedule, boundaries: tuple[int, ...]) -> Schedule:

@@ -17,13 +17,26 @@ from gems.config.resolve import global_batch, run_id
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, GemsError
 from gems.runs.folder import RunFolder
-from gems.schedule.action import BLOCKING_KINDS, COMPUTE_KINDS, COPY_KINDS, RECV_KINDS, SEND_KINDS, Kind
+from gems.schedule.action import (
+    BLOCKING_KINDS,
+    COMPUTE_KINDS,
+    COPY_KINDS,
+    RECV_KINDS,
+    SEND_KINDS,
+    Kind,
+)
 from gems.schedule.costs import StageCosts
 from gems.schedule.dependencies import boundary_of
 from gems.schedule.memory import RankMemory, memory_over_time
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import Simulation
-from gems.simulation.costs import activation_cap, counts_units, replica_pace, schedule_costs, simulate_step
+from gems.simulation.costs import (
+    activation_cap,
+    counts_units,
+    replica_pace,
+    schedule_costs,
+    simulate_step,
+)
 from gems.simulation.jitter import noisy_steps
 from gems.trace import DTYPES, KINDS, STREAMS, TIME_UNIT, Trace, root_attributes, write_trace
 from gems.utils.atomic_io import read_json, write_json
@@ -51,7 +64,9 @@ def main(argv: list[str]) -> int:
         schedule = folder.read_schedule()
         trace = simulated_trace(spec, schedule)
         trace.run_yaml = folder.traced_yaml()
-        trace.attributes["git_commit"] = read_json(folder.provenance_json).get("git_commit", "unknown")
+        trace.attributes["git_commit"] = read_json(folder.provenance_json).get(
+            "git_commit", "unknown"
+        )
         write_trace(folder.trace_h5, trace)
         write_json(folder.result_json, _result(trace))
     except (OSError, GemsError) as error:
@@ -65,49 +80,95 @@ def main(argv: list[str]) -> int:
 def simulated_trace(spec: RunSpec, schedule: Schedule) -> Trace:
     """Build the trace of a simulated run: one step is simulated, and repeated.
 
-    With machine.noise steps differ: `MAX_NOISY_STEPS` of them are drawn, and repeated after that. Replicas are alike,
-    so the events are those of replica 0; the root attribute `identical_replicas` is the number that it stands for. Of a
-    very long run fewer steps are written. Bytes on the device are activations and the buffers of messages; parameters
-    are in the attribute `param_bytes`, a rank's.
+    With machine.noise steps differ: `MAX_NOISY_STEPS` of them are drawn, and repeated after that.
+    Replicas are alike, so the events are those of replica 0; the root attribute
+    `identical_replicas` is the number that it stands for. Of a very long run fewer steps are
+    written. Bytes on the device are activations and the buffers of messages; parameters are in the
+    attribute `param_bytes`, a rank's.
 
     Raises:
         ScheduleError: the schedule would not run.
     """
-    costs, cost, replicas = schedule_costs(spec, schedule.placement), spec.cost, spec.parallel.replicas
+    costs = schedule_costs(spec, schedule.placement)
+    cost = spec.cost
+    replicas = spec.parallel.replicas
     network, quiet = simulate_step(spec, schedule)
-    images, warmup, noise = global_batch(spec), spec.benchmark.skip_steps, spec.machine.noise
-    num_steps = min(spec.train.steps, max(warmup + 1, MAX_EVENTS // max(1, sum(map(len, schedule.rows)))))
+    images = global_batch(spec)
+    warmup = spec.benchmark.skip_steps
+    noise = spec.machine.noise
+    num_steps = min(
+        spec.train.steps, max(warmup + 1, MAX_EVENTS // max(1, sum(map(len, schedule.rows))))
+    )
     drawn = [quiet]
     if noise:
-        count, pace = min(num_steps, MAX_NOISY_STEPS), replica_pace(spec, 0)
+        count = min(num_steps, MAX_NOISY_STEPS)
+        pace = replica_pace(spec, 0)
         drawn = noisy_steps(
-            schedule, costs, network, activation_cap(spec), noise, replicas, spec.seed, count, pace=pace
-        )  # fmt: skip
+            schedule,
+            costs,
+            network,
+            activation_cap(spec),
+            noise,
+            replicas,
+            spec.seed,
+            count,
+            pace=pace,
+        )
     spans_ns = [round(drawn[k % len(drawn)].span * cost.unit_s * 1e9) for k in range(num_steps)]
     starts_ns = [0, *accumulate(spans_ns)]
     untrained = math.nan, math.nan  # norm of the gradient, learning rate
-    steps = [(k, starts_ns[k], starts_ns[k + 1], images, math.nan, k < warmup, 1, *untrained) for k in range(num_steps)]
-    ends_ns = [[round(max(row, default=0.0) * cost.unit_s * 1e9) for row in step.end] for step in drawn]
+    steps = [
+        (k, starts_ns[k], starts_ns[k + 1], images, math.nan, k < warmup, 1, *untrained)
+        for k in range(num_steps)
+    ]
+    ends_ns = [
+        [round(max(row, default=0.0) * cost.unit_s * 1e9) for row in step.end] for step in drawn
+    ]
     rank_steps = [
-        (rank, k, starts_ns[k], starts_ns[k] + ends_ns[k % len(drawn)][rank], images, math.nan, k < warmup, *untrained)
+        (
+            rank,
+            k,
+            starts_ns[k],
+            starts_ns[k] + ends_ns[k % len(drawn)][rank],
+            images,
+            math.nan,
+            k < warmup,
+            *untrained,
+        )
         for rank in range(schedule.num_ranks)
         for k in range(num_steps)
     ]
-    held = [memory_over_time(schedule, costs, step, cost.activation_bytes, cost.param_bytes) for step in drawn]
-    events = [_events(spec, schedule, costs, step, memory) for step, memory in zip(drawn, held, strict=True)]
-    peaks = [round(max(rank.peak - rank.parameters for rank in each)) for each in zip(*held, strict=True)]
+    held = [
+        memory_over_time(schedule, costs, step, cost.activation_bytes, cost.param_bytes)
+        for step in drawn
+    ]
+    events = [
+        _events(spec, schedule, costs, step, memory)
+        for step, memory in zip(drawn, held, strict=True)
+    ]
+    peaks = [
+        round(max(rank.peak - rank.parameters for rank in each)) for each in zip(*held, strict=True)
+    ]
     machine = spec.machine
     known = {  # of the machine, and of how far predictions with it were off
-        "calibrated_from": machine.calibrated_from, "held_out_error": machine.held_out_error, "noise": noise or None,
+        "calibrated_from": machine.calibrated_from,
+        "held_out_error": machine.held_out_error,
+        "noise": noise or None,
         TIME_UNIT: "unit" if counts_units(spec) else None,
-    }  # fmt: skip
+    }
     attributes = root_attributes(
-        "simulated", run_id(spec), spec.world_size, device="simulated", clock="simulated",
+        "simulated",
+        run_id(spec),
+        spec.world_size,
+        device="simulated",
+        clock="simulated",
         versions=[f"gems {__version__}", f"numpy {np.__version__}"],
-        identical_replicas=replicas, param_bytes=[round(rank.parameters) for rank in held[0]] * replicas,
-        peak_allocated_bytes=peaks * replicas, steps_asked=spec.train.steps,
+        identical_replicas=replicas,
+        param_bytes=[round(rank.parameters) for rank in held[0]] * replicas,
+        peak_allocated_bytes=peaks * replicas,
+        steps_asked=spec.train.steps,
         **{name: value for name, value in known.items() if value is not None},
-    )  # fmt: skip
+    )
     return Trace(
         attributes=attributes,
         events=_all_steps(events, starts_ns[:-1]),
@@ -120,32 +181,65 @@ def simulated_trace(spec: RunSpec, schedule: Schedule) -> Trace:
 
 
 def _events(
-    spec: RunSpec, schedule: Schedule, costs: StageCosts, step: Simulation, memory: tuple[RankMemory, ...]
+    spec: RunSpec,
+    schedule: Schedule,
+    costs: StageCosts,
+    step: Simulation,
+    memory: tuple[RankMemory, ...],
 ) -> np.ndarray:
     """Return the events of one step of replica 0, sorted by (rank, start_ns)."""
-    unit_ns, pace, rows = spec.cost.unit_s * 1e9, replica_pace(spec, 0), []
+    unit_ns = spec.cost.unit_s * 1e9
+    pace = replica_pace(spec, 0)
+    rows = []
     for rank, row in enumerate(schedule.rows):
-        inputs_ready, free = pace.inputs_ready(schedule, rank), 0.0
+        inputs_ready = pace.inputs_ready(schedule, rank)
+        free = 0.0
         for action, start, end in zip(row, step.start[rank], step.end[rank], strict=True):
             kind, stage, micro_batch, direction, segment = action
             ready = inputs_ready.get(action, 0.0)
             if ready > free:
                 held = memory[rank].at(ready)
-                rows.append((
-                    rank, 0, _INPUT, stage, -1, direction, micro_batch, STREAMS.index("compute"),
-                    round(free * unit_ns), round(ready * unit_ns), 0, round(held.device), round(held.host),
-                ))  # fmt: skip
+                rows.append(
+                    (
+                        rank,
+                        0,
+                        _INPUT,
+                        stage,
+                        -1,
+                        direction,
+                        micro_batch,
+                        STREAMS.index("compute"),
+                        round(free * unit_ns),
+                        round(ready * unit_ns),
+                        0,
+                        round(held.device),
+                        round(held.host),
+                    )
+                )
             free = end if kind in BLOCKING_KINDS else free
-            held, moved_bytes = memory[rank].at(end), 0.0
+            held = memory[rank].at(end)
+            moved_bytes = 0.0
             if kind in SEND_KINDS | RECV_KINDS:
                 moved_bytes = costs.boundary_bytes[boundary_of(action)]
             elif kind in COPY_KINDS:
                 moved_bytes = costs.activation[stage] * spec.cost.activation_bytes
-            rows.append((
-                rank, 0, _CODE_OF[kind], stage, -1 if segment is None else segment, direction,
-                -1 if micro_batch is None else micro_batch, _STREAM_OF[kind], round(start * unit_ns),
-                round(end * unit_ns), round(moved_bytes), round(held.device), round(held.host),
-            ))  # fmt: skip
+            rows.append(
+                (
+                    rank,
+                    0,
+                    _CODE_OF[kind],
+                    stage,
+                    -1 if segment is None else segment,
+                    direction,
+                    -1 if micro_batch is None else micro_batch,
+                    _STREAM_OF[kind],
+                    round(start * unit_ns),
+                    round(end * unit_ns),
+                    round(moved_bytes),
+                    round(held.device),
+                    round(held.host),
+                )
+            )
     events = np.array(rows, DTYPES["events"])
     sorted_events: np.ndarray = events[np.lexsort((events["start_ns"], events["rank"]))]
     return sorted_events
@@ -154,7 +248,8 @@ def _events(
 def _all_steps(events: list[np.ndarray], starts_ns: list[int]) -> np.ndarray:
     """Return the events of all steps, sorted by (rank, start_ns); drawn steps repeat."""
     steps = [events[k % len(events)] for k in range(len(starts_ns))]
-    lengths, made = list(map(len, steps)), np.concatenate(steps)
+    lengths = list(map(len, steps))
+    made = np.concatenate(steps)
     starts = np.repeat(np.array(starts_ns), lengths)
     made["step"] = np.repeat(np.arange(len(starts_ns)), lengths)
     made["start_ns"] += starts
@@ -168,9 +263,12 @@ def _result(trace: Trace) -> dict[str, object]:
     counted = trace.steps[trace.steps["is_warmup"] == 0]
     step_s = float(np.median(counted["end_ns"] - counted["start_ns"])) * 1e-9
     return {
-        "num_steps": len(trace.steps), "step_s": step_s, "images_per_s": float(trace.steps[0]["images"]) / step_s,
-        "schedule_sha256": trace.schedule_sha256, "schedule_rows": list(trace.schedule_rows),
-    }  # fmt: skip
+        "num_steps": len(trace.steps),
+        "step_s": step_s,
+        "images_per_s": float(trace.steps[0]["images"]) / step_s,
+        "schedule_sha256": trace.schedule_sha256,
+        "schedule_rows": list(trace.schedule_rows),
+    }
 
 
 if __name__ == "__main__":

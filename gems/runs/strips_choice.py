@@ -1,4 +1,7 @@
-"""The number of strips of a run that leaves it open (parallel.strips=0): the one whose simulated step is fastest."""
+"""The number of strips of a run that leaves it open (parallel.strips=0).
+
+The one whose simulated step is fastest.
+"""
 
 from __future__ import annotations
 
@@ -18,27 +21,31 @@ PATIENCE = 2  # slower ones in a row, after which there are no more
 def with_fastest_strips(spec: RunSpec, step_s: Callable[[RunSpec], float]) -> RunSpec:
     """Return a resolved run with 1, 2, 4, ... strips, of those that it can have the ones with the shortest step.
 
-    `step_s` plans and simulates a run. More strips nearly always win a little where links are free, so each doubling
-    must shorten the step by a part of `GAIN`. The search ends at the first that shortens it by less, or where
-    `PATIENCE` in a row are slower.
+    `step_s` plans and simulates a run. More strips nearly always win a little where links are free,
+    so each doubling must shorten the step by a part of `GAIN`. The search ends at the first that
+    shortens it by less, or where `PATIENCE` in a row are slower.
 
     Raises:
-        ConfigError: the run can have no number of strips, by what the fewest of them is refused for.
-        DoesNotFitError: with none of them it fits, by the number that needs least.
+        ConfigError: the run can have no number of strips, by what the fewest of them is refused
+        for. DoesNotFitError: with none of them it fits, by the number that needs least.
     """
     quiet = replace(spec, machine=replace(spec.machine, noise=0.0))
     best: RunSpec | None = None
     faults: list[ConfigError] = []
     too_large: list[DoesNotFitError] = []
-    least, num_slower = math.inf, 0
+    least = math.inf
+    num_slower = 0
     for doublings in range(most_strips(spec).bit_length()):
         asked = replace(spec.parallel, strips=2**doublings)
         try:
             check_constraints(replace(quiet, parallel=asked))
             found = step_s(replace(quiet, parallel=asked))
         except DoesNotFitError as error:
-            # the whole image, which comes first, may be refused for one layer that strips cannot shrink
-            is_smaller = len(too_large) < 2 or error.needed_bytes < (1 - GAIN) * too_large[-1].needed_bytes
+            # the whole image, which comes first, may be refused for one layer that strips cannot
+            # shrink
+            is_smaller = (
+                len(too_large) < 2 or error.needed_bytes < (1 - GAIN) * too_large[-1].needed_bytes
+            )
             too_large.append(error)
             if best is not None or not is_smaller:
                 break
@@ -48,8 +55,12 @@ def with_fastest_strips(spec: RunSpec, step_s: Callable[[RunSpec], float]) -> Ru
             if doublings:  # one that cannot be whole may yet be in strips
                 break
             continue
-        if best is None or found <= least * (1 - GAIN) ** (doublings - best.parallel.strips.bit_length() + 1):
-            best, least, num_slower = replace(spec, parallel=asked), found, 0
+        if best is None or found <= least * (1 - GAIN) ** (
+            doublings - best.parallel.strips.bit_length() + 1
+        ):
+            best = replace(spec, parallel=asked)
+            least = found
+            num_slower = 0
             continue
         num_slower += 1
         if found < least or num_slower == PATIENCE:
@@ -60,7 +71,10 @@ def with_fastest_strips(spec: RunSpec, step_s: Callable[[RunSpec], float]) -> Ru
 
 
 def most_strips(spec: RunSpec) -> int:
-    """Return the most strips that are tried: of a row where the costs are of the image, and of not too long lists."""
+    """Return the most strips that are tried.
+
+    Of a row where the costs are of the image, and of not too long lists.
+    """
     parallel = spec.parallel
     rows = spec.data.height_px if spec.cost.name == PROFILE else MAX_STRIPS
     longest = MAX_FORWARDS // (parallel.partitions * (parallel.micro_batches or 1))

@@ -61,9 +61,15 @@ class WaitGraph:
     """The ranks of a run at one moment. Reads of `beats` only those that a question needs."""
 
     def __init__(
-        self, schedule: Schedule, beats: Mapping[int, Beat], now_ns: int, silent_after_s: float = SILENT_AFTER_S
+        self,
+        schedule: Schedule,
+        beats: Mapping[int, Beat],
+        now_ns: int,
+        silent_after_s: float = SILENT_AFTER_S,
     ) -> None:
-        self._schedule, self._beats, self._now_ns = schedule, beats, now_ns
+        self._schedule = schedule
+        self._beats = beats
+        self._now_ns = now_ns
         self._silent_ns = silent_after_s * 1e9
         self._index: dict[int, dict[Action, int]] = {}
 
@@ -73,17 +79,26 @@ class WaitGraph:
         Raises:
             KeyError: it has left no mark.
         """
-        beat, state = self._beats[rank], self._state(rank)
+        beat = self._beats[rank]
+        state = self._state(rank)
         waits = state is State.WAITS
         since_s = max(0.0, (self._now_ns - max(beat.time_ns, beat.moved_ns)) * 1e-9)
         return RankState(
-            rank, beat.node, beat.pid, beat.step, beat.action, since_s, state,
-            (beat.waits_for or self._guess(rank)) if waits else "", self._awaited(rank) if waits else (),
-        )  # fmt: skip
+            rank,
+            beat.node,
+            beat.pid,
+            beat.step,
+            beat.action,
+            since_s,
+            state,
+            (beat.waits_for or self._guess(rank)) if waits else "",
+            self._awaited(rank) if waits else (),
+        )
 
     def held_up_by(self, rank: int) -> Iterator[Beat]:
         """Yield the marks of all ranks that `rank` waits for, directly or through others."""
-        seen, queue = {rank}, [rank]
+        seen = {rank}
+        queue = [rank]
         for at in queue:
             if at not in self._beats:
                 continue
@@ -104,10 +119,15 @@ class WaitGraph:
         return State.WORKS if beat.alive_ns or not self._guess(rank) else State.WAITS
 
     def _is_silent(self, beat: Beat) -> bool:
-        return beat.alive_ns > 0 and self._now_ns - max(beat.alive_ns, beat.time_ns) > self._silent_ns
+        return (
+            beat.alive_ns > 0 and self._now_ns - max(beat.alive_ns, beat.time_ns) > self._silent_ns
+        )
 
     def _guess(self, rank: int) -> str:
-        """Return what a rank whose heartbeat does not tell must be waiting for; empty if it need not wait."""
+        """Return what a rank whose heartbeat does not tell must be waiting for.
+
+        Empty if it need not wait.
+        """
         action = parse_action(self._beats[rank].action)
         if action is None or action not in self._row(rank):
             return ""
@@ -116,7 +136,9 @@ class WaitGraph:
         if action.kind in COMPUTE_KINDS:
             for need in dependencies(action, self._schedule):
                 if need.kind in RECV_KINDS and (other := self._peer(rank, need)) in self._beats:
-                    index = self._row(other).get(partner_of(need))  # of the send, which has yet to be posted
+                    index = self._row(other).get(
+                        partner_of(need)
+                    )  # of the send, which has yet to be posted
                     if index is not None and self._point(other) < (self._beats[rank].step, index):
                         return str(need)
         return ""
@@ -131,7 +153,8 @@ class WaitGraph:
 
     def _late(self, rank: int) -> tuple[int, ...]:
         """Return who has not come to the collective operation that `rank` is in, or is there and does not wait."""
-        action, num_ranks = parse_action(self._beats[rank].action), self._schedule.num_ranks
+        action = parse_action(self._beats[rank].action)
+        num_ranks = self._schedule.num_ranks
         is_sum = action is not None and action.kind is Kind.REDUCE_GRAD
         ranks: Iterable[int] = self._beats
         if is_sum:
@@ -142,10 +165,14 @@ class WaitGraph:
         for other in ranks:
             if other == rank or other not in self._beats:
                 continue
-            row, point, beat = self._row(other), self._point(other), self._beats[other]
+            row = self._row(other)
+            point = self._point(other)
+            beat = self._beats[other]
             meets = -1 if index < 0 else len(row) - 1
             if is_sum:
-                meets = next((i for action, i in row.items() if action.kind is Kind.REDUCE_GRAD), meets)
+                meets = next(
+                    (i for action, i in row.items() if action.kind is Kind.REDUCE_GRAD), meets
+                )
             is_there = point == (step, meets) and (beat.waits_for != "" or not beat.alive_ns)
             if self._is_silent(beat) or (point <= (step, meets) and not is_there):
                 late.append(other)
@@ -157,7 +184,10 @@ class WaitGraph:
         for action in self._row(rank):
             if action.kind in SEND_KINDS and (other := self._peer(rank, action)) in self._beats:
                 index = self._row(other).get(partner_of(action), -1)
-                if self._is_silent(self._beats[other]) or self._point(other) <= (self._beats[rank].step, index):
+                if self._is_silent(self._beats[other]) or self._point(other) <= (
+                    self._beats[rank].step,
+                    index,
+                ):
                     found[other] = None
         return tuple(found)
 
@@ -181,7 +211,10 @@ class WaitGraph:
 
 
 def parse_action(mark: str) -> Action | None:
-    """Return the action of the schedule that a mark names; None for a phase outside of it, such as a checkpoint."""
+    """Return the action of the schedule that a mark names.
+
+    None for a phase outside of it, such as a checkpoint.
+    """
     try:
         return Action.parse(mark)
     except ConfigError:
@@ -190,10 +223,12 @@ def parse_action(mark: str) -> Action | None:
 
 @dataclass(frozen=True, slots=True)
 class WaitingChain:
-    """Who waits for whom. `roots` are the ranks that hold others up and wait for nobody, the likeliest first.
+    """Who waits for whom.
 
-    Silent ones come before those that work, and of these first who has been longest in one action. `cycle` are ranks
-    that wait for each other in a ring, if nobody else holds them up. `states` are those of all ranks.
+    `roots` are the ranks that hold others up and wait for nobody, the likeliest first.
+    Silent ones come before those that work, and of these first who has been longest in one action.
+    `cycle` are ranks that wait for each other in a ring, if nobody else holds them up. `states` are
+    those of all ranks.
     """
 
     states: Mapping[int, RankState]
@@ -205,7 +240,10 @@ class WaitingChain:
         return [asdict(root) | {"state": root.state.value} for root in self.roots[:RECORDED_ROOTS]]
 
     def path(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks from `rank` to a root, each waiting for the next; a ring ends where it began."""
+        """Return the ranks from `rank` to a root, each waiting for the next.
+
+        A ring ends where it began.
+        """
         paths: dict[int, tuple[int, ...]] = {rank: (rank,)}
         queue = [rank]
         for at in queue:
@@ -222,11 +260,17 @@ class WaitingChain:
         return max(paths.values(), key=len)
 
     def text(self, rank: int | None = None) -> str:
-        """Describe in one line for whom `rank` waits, and that one, to the root; by default who waits longest."""
+        """Describe in one line for whom `rank` waits, and that one, to the root.
+
+        By default who waits longest.
+        """
         if rank is None or rank not in self.states:
             waiting = [one for one in self.states.values() if one.state is State.WAITS]
             if not waiting:
-                return "; ".join(root.text(f"rank {root.rank}") for root in self.roots[:SHOWN]) or "no rank waits"
+                return (
+                    "; ".join(root.text(f"rank {root.rank}") for root in self.roots[:SHOWN])
+                    or "no rank waits"
+                )
             rank = max(waiting, key=lambda one: one.since_s).rank
         path = self.path(rank)
         parts = [self.states[rank].text(f"rank {rank}", path[1:2])]
@@ -236,17 +280,23 @@ class WaitingChain:
             elif i < SHOWN or i >= len(path) - SHOWN + 1:
                 parts.append(self.states[at].text("which", path[i + 1 : i + 2]))
             elif i == SHOWN:
-                parts.append(f"and so on over {len(path) - 2 * SHOWN + 1} ranks to rank {path[-SHOWN + 1]}")
+                parts.append(
+                    f"and so on over {len(path) - 2 * SHOWN + 1} ranks to rank {path[-SHOWN + 1]}"
+                )
         return ", ".join(parts)
 
 
 def waiting_chain(
-    schedule: Schedule, beats: Mapping[int, Beat], now_ns: int | None = None, silent_after_s: float = SILENT_AFTER_S
+    schedule: Schedule,
+    beats: Mapping[int, Beat],
+    now_ns: int | None = None,
+    silent_after_s: float = SILENT_AFTER_S,
 ) -> WaitingChain:
     """Find who waits for whom, from each rank's last mark.
 
-    `beats` are by rank of the world, pipeline by pipeline. `now_ns` is the wall clock, by default the last mark or sign
-    of life of any rank. A rank without a sign of life for `silent_after_s` is silent: stopped, dead, or held.
+    `beats` are by rank of the world, pipeline by pipeline. `now_ns` is the wall clock, by default
+    the last mark or sign of life of any rank. A rank without a sign of life for `silent_after_s` is
+    silent: stopped, dead, or held.
     """
     if now_ns is None:
         now_ns = max((max(beat.time_ns, beat.alive_ns) for beat in beats.values()), default=0)
@@ -271,7 +321,9 @@ def _cycle(states: Mapping[int, RankState]) -> tuple[int, ...]:
     """Return ranks that wait for each other in a ring, if any do."""
     for start in states:
         path = [start]
-        while (after := next((r for r in states[path[-1]].of_ranks if r in states), None)) is not None:
+        while (
+            after := next((r for r in states[path[-1]].of_ranks if r in states), None)
+        ) is not None:
             if after in path:
                 return tuple(path[path.index(after) :])
             path.append(after)

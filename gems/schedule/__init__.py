@@ -15,9 +15,20 @@ from gems.schedule.registry import (
 from gems.schedule.schedule import Schedule
 
 __all__ = [
-    "ACTIONS", "CAPPED", "FAMILIES", "FROM_FILE", "PLACED", "PLACEMENTS", "Family", "Request", "Schedule", "Terms",
-    "generate", "published", "schedule_family",
-]  # fmt: skip
+    "ACTIONS",
+    "CAPPED",
+    "FAMILIES",
+    "FROM_FILE",
+    "PLACED",
+    "PLACEMENTS",
+    "Family",
+    "Request",
+    "Schedule",
+    "Terms",
+    "generate",
+    "published",
+    "schedule_family",
+]
 
 ACTIONS = ("recompute", "offload")
 PLACEMENTS = ("linear", "bidirectional", "v", "wave")

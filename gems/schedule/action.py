@@ -13,8 +13,8 @@ from gems.errors import ConfigError, one_of
 class Kind(StrEnum):
     """What an action does; the value is its name in text, JSON and traces.
 
-    Modules with loops over all actions of a schedule give members names of their own: reading one off the class of an
-    Enum takes longer than looking an action up.
+    Modules with loops over all actions of a schedule give members names of their own: reading one
+    off the class of an Enum takes longer than looking an action up.
     """
 
     F = "F"
@@ -42,7 +42,8 @@ COMPUTE_KINDS = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.R})
 SEND_KINDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 RECV_KINDS = frozenset({Kind.RECV_F, Kind.RECV_B})
 COPY_KINDS = frozenset({Kind.OFFLOAD, Kind.PREFETCH})
-# These wait for a copy on the rank itself: FREE for the copy out, whose memory is free after it, AWAIT for that back.
+# These wait for a copy on the rank itself: FREE for the copy out, whose memory is free after it,
+# AWAIT for that back.
 WAIT_KINDS = frozenset({Kind.FREE, Kind.AWAIT})
 RANK_KINDS = frozenset({Kind.REDUCE_GRAD, Kind.STEP})
 # A rank goes on after these have ended; the others only post.
@@ -56,11 +57,13 @@ _TEXT = re.compile(
 class Action(NamedTuple):
     """One item of a rank's list.
 
-    Text form: `[stage][.segment]KIND[micro_batch][/direction]`, as in `2F5`, `0SEND_B3/1`; direction 0 is not written.
-    A segment is a part of its stage, counted from 0. A transfer carries the stage of the rank that runs it: `0SEND_F5`
-    pairs with `1RECV_F5`. START_REDUCE begins to sum the gradients of its stage over the replicas, while the rank
-    computes for others. REDUCE_GRAD, which sums the rest and waits for all, and STEP act on all that a rank holds and
-    carry its lowest stage. A tuple and not a dataclass: equal in use, and several times cheaper to make and to hash.
+    Text form: `[stage][.segment]KIND[micro_batch][/direction]`, as in `2F5`, `0SEND_B3/1`;
+    direction 0 is not written. A segment is a part of its stage, counted from 0. A transfer carries
+    the stage of the rank that runs it: `0SEND_F5` pairs with `1RECV_F5`. START_REDUCE begins to sum
+    the gradients of its stage over the replicas, while the rank computes for others. REDUCE_GRAD,
+    which sums the rest and waits for all, and STEP act on all that a rank holds and carry its
+    lowest stage. A tuple and not a dataclass: equal in use, and several times cheaper to make and
+    to hash.
     """
 
     kind: Kind
@@ -85,14 +88,22 @@ class Action(NamedTuple):
         match = _TEXT.fullmatch(text.strip())
         if match is None:
             raise ConfigError(
-                "action", text, "allowed: [stage][.segment]KIND[micro_batch][/direction], as in 2F5 or 0B3/1"
+                "action",
+                text,
+                "allowed: [stage][.segment]KIND[micro_batch][/direction], as in 2F5 or 0B3/1",
             )
         if match["kind"] not in Kind.__members__:
             raise ConfigError("action", text, f"kind {match['kind']}: " + one_of(Kind.__members__))
         micro_batch, segment = (
             None if match[name] is None else int(match[name]) for name in ("micro_batch", "segment")
         )
-        return cls(Kind(match["kind"]), int(match["stage"]), micro_batch, int(match["direction"] or 0), segment)
+        return cls(
+            Kind(match["kind"]),
+            int(match["stage"]),
+            micro_batch,
+            int(match["direction"] or 0),
+            segment,
+        )
 
 
 # Builders of a micro-batch's actions on a stage: (stage, micro_batch, direction=0).

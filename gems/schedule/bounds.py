@@ -8,23 +8,31 @@ from gems.schedule.costs import FREE, Network, StageCosts
 from gems.schedule.placement import Placement
 
 _BISECTIONS = 60
-Saving = tuple[float, float]  # memory-time saved by leaving out a stage's activations, and the time that it costs
+Saving = tuple[
+    float, float
+]  # memory-time saved by leaving out a stage's activations, and the time that it costs
 
 
 def memory_time_bound(
-    costs: StageCosts, placement: Placement, cap: float | None, is_split: bool, network: Network = FREE,
+    costs: StageCosts,
+    placement: Placement,
+    cap: float | None,
+    is_split: bool,
+    network: Network = FREE,
     allow: tuple[str, ...] = (),
-) -> float:  # fmt: skip
+) -> float:
     """Return an efficiency that no schedule of this placement exceeds while it keeps the cap.
 
-    A stage's activations stay from its forward until the gradient has come back through all later stages, so a
-    micro-batch takes at least size x that time of a rank's cap x step time. The step is at least as long as all
-    micro-batches' products over the cap, and as a rank's compute. With f = i = w = 1 and one stage a rank that is
-    cap x 3 / (2 P + 1) split, cap / P whole; V: cap x 3 / (P + 1) split.
+    A stage's activations stay from its forward until the gradient has come back through all later
+    stages, so a micro-batch takes at least size x that time of a rank's cap x step time. The step
+    is at least as long as all micro-batches' products over the cap, and as a rank's compute. With f
+    = i = w = 1 and one stage a rank that is cap x 3 / (2 P + 1) split, cap / P whole; V: cap x 3 /
+    (P + 1) split.
 
-    Sizes of `costs` are in the unit of the cap. `is_split` lets the weight gradient come later than the input gradient,
-    delays of the network prolong what is held, and `allow` ("recompute", "offload") lets the best part of each rank's
-    activations go in between, at the price of time on the rank and on each copy engine.
+    Sizes of `costs` are in the unit of the cap. `is_split` lets the weight gradient come later than
+    the input gradient, delays of the network prolong what is held, and `allow` ("recompute",
+    "offload") lets the best part of each rank's activations go in between, at the price of time on
+    the rank and on each copy engine.
     """
     share = 1.0 / placement.num_directions
     held_for = [_times_held(costs, row, placement, is_split, network) for row in placement.ranks]
@@ -34,13 +42,18 @@ def memory_time_bound(
         recompute: list[Saving] = []
         offload: list[Saving] = []
         for direction, stage in placement.stages_on(rank):
-            time, size = held_for[direction][stage], costs.activation[stage]
+            time = held_for[direction][stage]
+            size = costs.activation[stage]
             after = costs.held_for_weights[stage] * costs.weight_grad[stage] if is_split else 0.0
-            busy += share * (costs.forward[stage] + costs.input_grad[stage] + costs.weight_grad[stage])
+            busy += share * (
+                costs.forward[stage] + costs.input_grad[stage] + costs.weight_grad[stage]
+            )
             product += share * (size * time + after)
             backward = costs.input_grad[stage] + (0.0 if is_split else costs.weight_grad[stage])
             idle = max(0.0, time - costs.recompute[stage] - backward)
-            recompute.append((share * (size - costs.boundary[stage]) * idle, share * costs.recompute[stage]))
+            recompute.append(
+                (share * (size - costs.boundary[stage]) * idle, share * costs.recompute[stage])
+            )
             idle = max(0.0, time - costs.forward[stage] - 2 * costs.copy[stage] - backward)
             offload.append((share * costs.movable[stage] * idle, share * costs.copy[stage]))
         allowed = recompute if "recompute" in allow else [], offload if "offload" in allow else []
@@ -55,9 +68,12 @@ def _times_held(
     """Return for each stage the least time from the begin of F to the end of B or I."""
     held = [0.0] * costs.num_stages
     for stage in reversed(range(costs.num_stages)):
-        here, size, longest = ranks[stage], costs.boundary_bytes[stage], 0.0
+        here = ranks[stage]
+        size = costs.boundary_bytes[stage]
+        longest = 0.0
         for reader in placement.users_of(stage):
-            there, delay = ranks[reader], 0.0
+            there = ranks[reader]
+            delay = 0.0
             if there != here:
                 delay = network.delay(here, there, size) + network.delay(there, here, size)
             longest = max(longest, held[reader] + delay)
@@ -67,16 +83,22 @@ def _times_held(
 
 
 def least_time(
-    busy: float, product: float, cap: float, recompute: Sequence[Saving] = (), offload: Sequence[Saving] = ()
+    busy: float,
+    product: float,
+    cap: float,
+    recompute: Sequence[Saving] = (),
+    offload: Sequence[Saving] = (),
 ) -> float:
-    """Return the time for which a rank must have its memory: its work, or what it holds (`product`) over the cap.
+    """Return the time for which a rank must have its memory.
 
-    Recomputation lowers the product at the price of the rank's time, offloading at that of its copy engines' time.
-    Each is taken at its best rate, in fractions of a micro-batch.
+    Its work, or what it holds (`product`) over the cap.
+    Recomputation lowers the product at the price of the rank's time, offloading at that of its copy
+    engines' time. Each is taken at its best rate, in fractions of a micro-batch.
     """
     if product <= cap * busy:
         return busy
-    low, high = busy, product / cap if cap else float("inf")
+    low = busy
+    high = product / cap if cap else float("inf")
     if not recompute and not offload:
         return high
     for _ in range(_BISECTIONS):
@@ -89,9 +111,14 @@ def least_time(
 
 
 def most_in(items: Sequence[tuple[float, float]], budget: float) -> float:
-    """Return the most that a budget buys of items (gain, cost): those that give most for it, the last one in part."""
+    """Return the most that a budget buys of items (gain, cost).
+
+    Those that give most for it, the last one in part.
+    """
     total = 0.0
-    for gain, cost in sorted(items, key=lambda item: -item[0] / item[1] if item[1] else -float("inf")):
+    for gain, cost in sorted(
+        items, key=lambda item: -item[0] / item[1] if item[1] else -float("inf")
+    ):
         part = min(1.0, budget / cost) if cost else 1.0
         total += part * gain
         budget -= part * cost

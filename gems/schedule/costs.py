@@ -12,16 +12,18 @@ from typing import Any
 from gems.schedule.action import COMPUTE_KINDS, RECV_KINDS, SEND_KINDS, Action, Kind
 from gems.schedule.placement import Placement
 
-_B, _I = Kind.B, Kind.I
+_B = Kind.B
+_I = Kind.I
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentCosts:
     """One micro-batch on one segment of a stage, in the units of `StageCosts`.
 
-    `activation` is what its forward keeps (or its second run, where it is recomputed), `boundary` what the first run of
-    a recomputed one keeps, `moved` what its copy to host memory carries, `copy_out` and `copy_in` the times of it,
-    `split` what the input gradient takes more where the weight gradient is computed apart.
+    `activation` is what its forward keeps (or its second run, where it is recomputed), `boundary`
+    what the first run of a recomputed one keeps, `moved` what its copy to host memory carries,
+    `copy_out` and `copy_in` the times of it, `split` what the input gradient takes more where the
+    weight gradient is computed apart.
     """
 
     forward: float
@@ -46,12 +48,19 @@ class SegmentCosts:
 
 
 _SEGMENT_FIELDS = {
-    Kind.F: "forward", Kind.W: "weight_grad", Kind.R: "recompute",
-    Kind.OFFLOAD: "copy_out", Kind.PREFETCH: "copy_in",
-}  # fmt: skip
+    Kind.F: "forward",
+    Kind.W: "weight_grad",
+    Kind.R: "recompute",
+    Kind.OFFLOAD: "copy_out",
+    Kind.PREFETCH: "copy_in",
+}
 _FIELDS = {
-    **_SEGMENT_FIELDS, Kind.OFFLOAD: "copy", Kind.PREFETCH: "copy", Kind.START_REDUCE: "reduce", Kind.STEP: "step",
-}  # fmt: skip
+    **_SEGMENT_FIELDS,
+    Kind.OFFLOAD: "copy",
+    Kind.PREFETCH: "copy",
+    Kind.START_REDUCE: "reduce",
+    Kind.STEP: "step",
+}
 
 
 # the fields of `StageCosts` that each stage has: in units of time, in units of size, and in bytes
@@ -63,17 +72,19 @@ STRIP_LOADS = "strip_loads"
 
 @dataclass(frozen=True, slots=True)
 class StageCosts:
-    """One micro-batch on each of S stages. Times are in any one unit, sizes in another; each tuple has S entries.
+    """One micro-batch on each of S stages.
 
-    `activation` is what forward keeps, `held_for_weights` what is left of it between I and W, `boundary_bytes[s]` what
-    stage s hands to stage s + 1 (and gets back as gradient), `movable` the part of `activation` that a copy to host
-    memory carries and `copy` its time one way, `boundary` the part that a recomputed stage keeps. A whole backward
-    takes `input_grad` + `weight_grad`; where the two are apart the former takes `split` more. `reduce` is the time to
-    sum the gradients of a stage (in two directions of both of a rank, at the lower one), `reduce_link` the part of it
-    in which the links between nodes are full, and `step` that of the optimizer, found by the lowest stage of the rank.
-    `param_bytes` are the bytes of its parameters, empty if not known.
-    `segments` has the parts of each stage that runs in segments. Where strips differ, `strip_loads` has for each stage
-    how much longer than the mean each strip takes.
+    Times are in any one unit, sizes in another; each tuple has S entries.
+    `activation` is what forward keeps, `held_for_weights` what is left of it between I and W,
+    `boundary_bytes[s]` what stage s hands to stage s + 1 (and gets back as gradient), `movable` the
+    part of `activation` that a copy to host memory carries and `copy` its time one way, `boundary`
+    the part that a recomputed stage keeps. A whole backward takes `input_grad` + `weight_grad`;
+    where the two are apart the former takes `split` more. `reduce` is the time to sum the gradients
+    of a stage (in two directions of both of a rank, at the lower one), `reduce_link` the part of it
+    in which the links between nodes are full, and `step` that of the optimizer, found by the lowest
+    stage of the rank. `param_bytes` are the bytes of its parameters, empty if not known. `segments`
+    has the parts of each stage that runs in segments. Where strips differ, `strip_loads` has for
+    each stage how much longer than the mean each strip takes.
     """
 
     forward: tuple[float, ...]
@@ -97,10 +108,17 @@ class StageCosts:
     def __post_init__(self) -> None:
         none = (0.0,) * len(self.forward)
         for name, default in (
-            ("recompute", self.forward), ("copy", none), ("movable", self.activation),
-            ("held_for_weights", self.activation), ("boundary", none), ("boundary_bytes", none), ("reduce", none),
-            ("reduce_link", none), ("step", none), ("split", none),
-        ):  # fmt: skip
+            ("recompute", self.forward),
+            ("copy", none),
+            ("movable", self.activation),
+            ("held_for_weights", self.activation),
+            ("boundary", none),
+            ("boundary_bytes", none),
+            ("reduce", none),
+            ("reduce_link", none),
+            ("step", none),
+            ("split", none),
+        ):
             if not getattr(self, name):
                 object.__setattr__(self, name, default)
 
@@ -112,7 +130,10 @@ class StageCosts:
             for name, values in document.items()
             if name not in ("segments", STRIP_LOADS)
         }
-        segments = tuple(tuple(SegmentCosts(**entry) for entry in stage) for stage in document.get("segments", ()))
+        segments = tuple(
+            tuple(SegmentCosts(**entry) for entry in stage)
+            for stage in document.get("segments", ())
+        )
         loads = tuple(tuple(map(float, of_stage)) for of_stage in document.get(STRIP_LOADS, ()))
         return cls(**given, segments=segments, strip_loads=loads)
 
@@ -129,18 +150,36 @@ class StageCosts:
     def in_units(self, time: float, size: float) -> StageCosts:
         """Return the same stages with times and sizes in larger units, given in the present ones."""
         units = dict.fromkeys(STAGE_TIMES, time) | dict.fromkeys(STAGE_SIZES, size)
-        parts = {name: tuple(value / unit for value in getattr(self, name)) for name, unit in units.items()}
+        parts = {
+            name: tuple(value / unit for value in getattr(self, name))
+            for name, unit in units.items()
+        }
         return replace(self, **parts)
 
     def in_segments(self, counts: Sequence[int]) -> StageCosts:
         """Return the same with each stage in so many equal segments."""
-        return replace(self, segments=tuple((self._part(stage, count),) * count for stage, count in enumerate(counts)))
+        return replace(
+            self,
+            segments=tuple(
+                (self._part(stage, count),) * count for stage, count in enumerate(counts)
+            ),
+        )
 
     def _part(self, stage: int, count: int) -> SegmentCosts:
-        names = ("forward", "input_grad", "weight_grad", "activation", "recompute", "held_for_weights", "split")
+        names = (
+            "forward",
+            "input_grad",
+            "weight_grad",
+            "activation",
+            "recompute",
+            "held_for_weights",
+            "split",
+        )
         parts = {name: getattr(self, name)[stage] / count for name in names}
         copy = self.copy[stage] / count
-        return SegmentCosts(**parts, moved=self.activation[stage] / count, copy_out=copy, copy_in=copy)
+        return SegmentCosts(
+            **parts, moved=self.activation[stage] / count, copy_out=copy, copy_in=copy
+        )
 
     def time(self, action: Action) -> float:
         """Return the time of an action on its rank or copy engine; transfers take none here."""
@@ -177,12 +216,14 @@ class StageCosts:
 class Network:
     """Messages between ranks: `latency` + bytes x `per_byte`, with other figures inside a node where they are given.
 
-    Messages that are copied on their way, each byte in the times of `copies`, travel in pieces of `piece_bytes`: the
-    slowest of link and copies sets the pace, and the first piece takes all of them one after the other.
+    Messages that are copied on their way, each byte in the times of `copies`, travel in pieces of
+    `piece_bytes`: the slowest of link and copies sets the pace, and the first piece takes all of
+    them one after the other.
 
-    With `has_contention` a rank's outgoing messages and its incoming ones each pass one at a time; between nodes it is
-    all messages out of a node, and all into it, that do, and the all-reduces of its ranks with them. `first_rank` is
-    the world rank of the pipeline's rank 0, which tells how its ranks lie over the nodes.
+    With `has_contention` a rank's outgoing messages and its incoming ones each pass one at a time;
+    between nodes it is all messages out of a node, and all into it, that do, and the all-reduces of
+    its ranks with them. `first_rank` is the world rank of the pipeline's rank 0, which tells how
+    its ranks lie over the nodes.
     """
 
     latency: float = 0.0
@@ -196,27 +237,43 @@ class Network:
     piece_bytes: float = 0.0
 
     def node_of(self, rank: int) -> int:
-        """Return the node of a rank of the pipeline; where `ranks_per_node` is not given each rank has its own."""
+        """Return the node of a rank of the pipeline.
+
+        Where `ranks_per_node` is not given each rank has its own.
+        """
         return (self.first_rank + rank) // (self.ranks_per_node or 1)
 
     def parts(self, sender: int, receiver: int, num_bytes: float) -> tuple[float, float]:
         """Return latency and transmission time of a message from one rank to another."""
-        latency, per_byte = self.latency, self.per_byte
+        latency = self.latency
+        per_byte = self.per_byte
         if self.ranks_per_node and self.node_of(sender) == self.node_of(receiver):
-            latency, per_byte = self.node_latency, self.node_per_byte
+            latency = self.node_latency
+            per_byte = self.node_per_byte
         if self.copies:
-            slowest, first = max(per_byte, *self.copies), min(num_bytes, self.piece_bytes)
-            latency += first * (per_byte + sum(self.copies)) + (num_bytes - first) * slowest - num_bytes * per_byte
+            slowest = max(per_byte, *self.copies)
+            first = min(num_bytes, self.piece_bytes)
+            latency += (
+                first * (per_byte + sum(self.copies))
+                + (num_bytes - first) * slowest
+                - num_bytes * per_byte
+            )
         return latency, num_bytes * per_byte
 
     def lanes(self, sender: int, receiver: int) -> tuple[int, int]:
-        """Return who competes for the way out and for the way in: ranks, or between nodes all ranks of a node."""
+        """Return who competes for the way out and for the way in.
+
+        Ranks, or between nodes all ranks of a node.
+        """
         if self.ranks_per_node and self.node_of(sender) == self.node_of(receiver):
             return sender, receiver
         return self.outer_lane(sender), self.outer_lane(receiver)
 
     def outer_lane(self, rank: int) -> int:
-        """Return the lane of a rank to other nodes: -1 - node, or the rank itself where nodes are not told apart."""
+        """Return the lane of a rank to other nodes.
+
+        -1 - node, or the rank itself where nodes are not told apart.
+        """
         return -1 - self.node_of(rank) if self.ranks_per_node else rank
 
     def delay(self, sender: int, receiver: int, num_bytes: float) -> float:
@@ -237,10 +294,11 @@ FREE = Network()
 class DepthCosts:
     """Costs of a whole model over its depth, that can be cut into any number of stages of equal depth.
 
-    `forward`, `input_grad`, `weight_grad`, `recompute` and `copy` are the time of one of `num_ranks` equal parts of
-    the model, so a stage of S = 2P costs half. `times` and `activations` weigh equal pieces of the depth against
-    each other, first layer to last; times are scaled to a mean of 1, activations so that the largest of P stages
-    holds 1 unit (the unit of a cap). `given` are the costs of one cut, for placements of as many stages.
+    `forward`, `input_grad`, `weight_grad`, `recompute` and `copy` are the time of one of
+    `num_ranks` equal parts of the model, so a stage of S = 2P costs half. `times` and `activations`
+    weigh equal pieces of the depth against each other, first layer to last; times are scaled to a
+    mean of 1, activations so that the largest of P stages holds 1 unit (the unit of a cap). `given`
+    are the costs of one cut, for placements of as many stages.
     """
 
     num_ranks: int
@@ -297,15 +355,26 @@ def _cut(density: Sequence[float], num_stages: int) -> list[Fraction]:
     pieces = len(density)
     parts = []
     for stage in range(num_stages):
-        low, high = Fraction(stage * pieces, num_stages), Fraction((stage + 1) * pieces, num_stages)
-        first, last = int(low), min(pieces, ceil(high))
-        overlaps = ((density[i], min(high, Fraction(i + 1)) - max(low, Fraction(i))) for i in range(first, last))
-        parts.append(sum((Fraction(value) * width for value, width in overlaps), Fraction()) / pieces)
+        low = Fraction(stage * pieces, num_stages)
+        high = Fraction((stage + 1) * pieces, num_stages)
+        first = int(low)
+        last = min(pieces, ceil(high))
+        overlaps = (
+            (density[i], min(high, Fraction(i + 1)) - max(low, Fraction(i)))
+            for i in range(first, last)
+        )
+        parts.append(
+            sum((Fraction(value) * width for value, width in overlaps), Fraction()) / pieces
+        )
     return parts
 
 
 def uniform(
-    num_ranks: int, num_stages: int, forward: float = 1.0, input_grad: float = 1.0, weight_grad: float = 1.0
+    num_ranks: int,
+    num_stages: int,
+    forward: float = 1.0,
+    input_grad: float = 1.0,
+    weight_grad: float = 1.0,
 ) -> StageCosts:
     """Return equal costs: times of whole-rank work, activations of 1 for a rank's part of the model."""
     return DepthCosts(num_ranks, forward, input_grad, weight_grad).stages(num_stages)

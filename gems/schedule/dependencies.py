@@ -1,10 +1,12 @@
-"""What must be complete before an action may start, and the two ends of a transfer; the only place that knows it.
+"""What must be complete before an action may start, and the two ends of a transfer.
 
-In a chain a transfer joins neighbours. Between the stages of a graph (`Placement.feeders`) it names the stage at the
-other end in place of a segment: `2.5SEND_F0` carries what stage 2 made to the rank of stage 5, and pairs with
-`5.2RECV_F0`. What a stage makes goes once to each other rank that reads it, in the name of the lowest stage that does
-so there. Each reader's gradient comes back by itself, so that all are added up where autograd would, in its order. The
-stages of a graph run whole, with a full backward.
+The only place that knows it.
+In a chain a transfer joins neighbours. Between the stages of a graph (`Placement.feeders`) it names
+the stage at the other end in place of a segment: `2.5SEND_F0` carries what stage 2 made to the rank
+of stage 5, and pairs with `5.2RECV_F0`. What a stage makes goes once to each other rank that reads
+it, in the name of the lowest stage that does so there. Each reader's gradient comes back by itself,
+so that all are added up where autograd would, in its order. The stages of a graph run whole, with a
+full backward.
 """
 
 from __future__ import annotations
@@ -13,26 +15,29 @@ from gems.schedule.action import SEND_KINDS, Action, Kind
 from gems.schedule.placement import Placement
 from gems.schedule.schedule import Schedule
 
-_F, _B, _I, _R, _FREE, _OFFLOAD, _PREFETCH = (
-    Kind.F, Kind.B, Kind.I, Kind.R, Kind.FREE, Kind.OFFLOAD, Kind.PREFETCH
-)  # fmt: skip
-_SEND_F, _RECV_F, _SEND_B, _RECV_B = Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B
+_F = Kind.F
+_B = Kind.B
+_I = Kind.I
+_R = Kind.R
+_FREE = Kind.FREE
+_OFFLOAD = Kind.OFFLOAD
+_PREFETCH = Kind.PREFETCH
+_SEND_F = Kind.SEND_F
+_RECV_F = Kind.RECV_F
+_SEND_B = Kind.SEND_B
+_RECV_B = Kind.RECV_B
 _TO_STAGE = {_SEND_F: 1, _RECV_F: -1, _SEND_B: -1, _RECV_B: 1}
-_PARTNER = {
-    _SEND_F: _RECV_F, _RECV_F: _SEND_F, _SEND_B: _RECV_B, _RECV_B: _SEND_B,
-}  # fmt: skip
-_SAME = {
-    Kind.W: Kind.I, Kind.OFFLOAD: Kind.F, Kind.FREE: Kind.OFFLOAD, Kind.AWAIT: Kind.PREFETCH,
-}  # fmt: skip
+_PARTNER = {_SEND_F: _RECV_F, _RECV_F: _SEND_F, _SEND_B: _RECV_B, _RECV_B: _SEND_B}
+_SAME = {Kind.W: Kind.I, Kind.OFFLOAD: Kind.F, Kind.FREE: Kind.OFFLOAD, Kind.AWAIT: Kind.PREFETCH}
 
 
 def dependencies(action: Action, schedule: Schedule) -> tuple[Action, ...]:
     """Return the actions whose data `action` needs.
 
-    A receive needs the send that it pairs with, whose data the message carries. REDUCE_GRAD needs every backward
-    of its own rank, which precedes it in the list, so only those of other ranks would be named: there are none.
-    Segments of a stage run one after the other, forward from its first and backward from its last; so do the strips
-    of a micro-batch on each stage.
+    A receive needs the send that it pairs with, whose data the message carries. REDUCE_GRAD needs
+    every backward of its own rank, which precedes it in the list, so only those of other ranks
+    would be named: there are none. Segments of a stage run one after the other, forward from its
+    first and backward from its last; so do the strips of a micro-batch on each stage.
     """
     found = schedule.needs.get(action)
     if found is None:
@@ -97,12 +102,16 @@ def _carry(action: Action, schedule: Schedule) -> tuple[Action, ...]:
     return ()
 
 
-def _named(kind: Kind, stage: int, micro_batch: int | None, direction: int, segment: int | None = None) -> Action:
+def _named(
+    kind: Kind, stage: int, micro_batch: int | None, direction: int, segment: int | None = None
+) -> Action:
     """Build an action; the constructor of a named tuple takes three times as long."""
     return tuple.__new__(Action, (kind, stage, micro_batch, direction, segment))
 
 
-def _from_stage(action: Action, other: int, compute: Kind, receive: Kind, schedule: Schedule) -> Action:
+def _from_stage(
+    action: Action, other: int, compute: Kind, receive: Kind, schedule: Schedule
+) -> Action:
     """Return the neighbour's compute, or the receive of its data if transfers are in the list."""
     _, stage, micro_batch, direction, _ = action
     ranks = schedule.placement.ranks[direction]
@@ -113,7 +122,10 @@ def _from_stage(action: Action, other: int, compute: Kind, receive: Kind, schedu
 
 
 def stages_summed(action: Action, schedule: Schedule) -> tuple[int, ...]:
-    """Return the stages whose gradients START_REDUCE or REDUCE_GRAD sums: the latter those that no START_REDUCE has."""
+    """Return the stages whose gradients START_REDUCE or REDUCE_GRAD sums.
+
+    The latter those that no START_REDUCE has.
+    """
     if action.kind is Kind.START_REDUCE:
         return (action.stage,)
     rank = schedule.placement.rank_of(0, action.stage)
@@ -134,14 +146,19 @@ def transfers_after(action: Action, schedule: Schedule) -> tuple[tuple[Action, A
         transfer = transfer_after(action, schedule)
         return () if transfer is None else (transfer,)
     kind, stage, micro_batch, direction, _ = action
-    here, sends = placement.rank_of(direction, stage), []
+    here = placement.rank_of(direction, stage)
+    sends = []
     if kind is _F:
         readers = readers_by_rank(placement, direction, stage)
         sends = [(_SEND_F, some[0], rank) for rank, some in readers.items()]
     elif kind is _B:
         feeders = placement.feeders_of(stage)
         sends = [(_SEND_B, feeder, placement.rank_of(direction, feeder)) for feeder in feeders]
-    made = [(Action(name, stage, micro_batch, direction, other), rank) for name, other, rank in sends if rank != here]
+    made = [
+        (Action(name, stage, micro_batch, direction, other), rank)
+        for name, other, rank in sends
+        if rank != here
+    ]
     return tuple((send, partner_of(send), rank) for send, rank in made)
 
 
@@ -153,10 +170,14 @@ def transfer_after(action: Action, schedule: Schedule) -> tuple[Action, Action, 
     kind, stage, micro_batch, direction, segment = action
     if kind is _F:
         at_end = schedule.last_segment(stage)
-        other, send, receive = stage + 1, _SEND_F, _RECV_F
+        other = stage + 1
+        send = _SEND_F
+        receive = _RECV_F
     elif kind is _B or kind is _I:
         at_end = schedule.first_segment(stage)
-        other, send, receive = stage - 1, _SEND_B, _RECV_B
+        other = stage - 1
+        send = _SEND_B
+        receive = _RECV_B
     else:
         return None
     if segment != at_end or not 0 <= other < schedule.num_stages:
@@ -165,12 +186,18 @@ def transfer_after(action: Action, schedule: Schedule) -> tuple[Action, Action, 
     there = ranks[other]
     if ranks[stage] == there:
         return None
-    return (_named(send, stage, micro_batch, direction), _named(receive, other, micro_batch, direction), there)
+    return (
+        _named(send, stage, micro_batch, direction),
+        _named(receive, other, micro_batch, direction),
+        there,
+    )
 
 
 def other_stage(transfer: Action) -> int:
     """Return the stage at the other end of a transfer."""
-    return transfer.stage + _TO_STAGE[transfer.kind] if transfer.segment is None else transfer.segment
+    return (
+        transfer.stage + _TO_STAGE[transfer.kind] if transfer.segment is None else transfer.segment
+    )
 
 
 def partner_of(transfer: Action) -> Action:
@@ -186,7 +213,10 @@ def sender_of(transfer: Action) -> int:
 
 
 def boundary_of(transfer: Action) -> int:
-    """Return the stage whose output a transfer carries, or whose output's gradient: the lower one of its ends."""
+    """Return the stage whose output a transfer carries, or whose output's gradient.
+
+    The lower one of its ends.
+    """
     return min(transfer.stage, other_stage(transfer))
 
 
@@ -199,9 +229,11 @@ def _graph_needs(action: Action, placement: Placement, has_transfers: bool) -> t
 
     if kind is _F:
         return tuple(
-            of(_F, feeder)
-            if not has_transfers or placement.rank_of(direction, feeder) == here
-            else of(_RECV_F, readers_by_rank(placement, direction, feeder)[here][0], feeder)
+            (
+                of(_F, feeder)
+                if not has_transfers or placement.rank_of(direction, feeder) == here
+                else of(_RECV_F, readers_by_rank(placement, direction, feeder)[here][0], feeder)
+            )
             for feeder in placement.feeders_of(stage)
         )
     if kind is _B:

@@ -51,13 +51,16 @@ def check_message_order(schedule: Schedule, transport: str) -> None:
         elif action.kind in RECV_KINDS:
             (send,) = dependencies(action, schedule)
             peer = schedule.placement.rank_of(action.direction, other_stage(action))
-            received.setdefault(Edge(peer, rank, action.kind in BACKWARD_KINDS), []).append((action, send))
+            received.setdefault(Edge(peer, rank, action.kind in BACKWARD_KINDS), []).append(
+                (action, send)
+            )
     for edge, receives in sorted(received.items()):
         for (receive, expected), send in zip(receives, sent[edge], strict=True):
             if send != expected:
                 raise ConfigError(
-                    "machine.transport", transport,
-                    f"matches messages by their order, and rank {edge.destination} of {schedule.name} posts {receive} "
-                    f"where rank {edge.source} sends {send}",
+                    "machine.transport",
+                    transport,
+                    f"matches messages by their order, and rank {edge.destination} of"
+                    f" {schedule.name} posts {receive} where rank {edge.source} sends {send}",
                     "use machine.transport=mpi or host",
-                )  # fmt: skip
+                )

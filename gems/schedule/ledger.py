@@ -1,7 +1,8 @@
-"""The activations of a rank along its schedule: what each action allocates and frees, and micro-batches in flight.
+"""The activations of a rank along its schedule.
 
-Every count of activations follows these rules: the simulation, the timeline of memory, the tables of the memory model
-and the planner's bounds.
+What each action allocates and frees, and micro-batches in flight.
+Every count of activations follows these rules: the simulation, the timeline of memory, the tables
+of the memory model and the planner's bounds.
 """
 
 from __future__ import annotations
@@ -15,7 +16,13 @@ from gems.schedule.costs import StageCosts
 from gems.schedule.schedule import Schedule
 
 TOLERANCE = 1e-9
-_F, _B, _I, _W, _R, _FREE, _PREFETCH = Kind.F, Kind.B, Kind.I, Kind.W, Kind.R, Kind.FREE, Kind.PREFETCH
+_F = Kind.F
+_B = Kind.B
+_I = Kind.I
+_W = Kind.W
+_R = Kind.R
+_FREE = Kind.FREE
+_PREFETCH = Kind.PREFETCH
 BRINGING_KINDS = frozenset({_F, _I, _R, _PREFETCH})
 LEAVING_KINDS = frozenset({_B, _I, _W, _FREE})
 
@@ -23,12 +30,22 @@ LEAVING_KINDS = frozenset({_B, _I, _W, _FREE})
 class Ledger:
     """Counts the activations that a rank holds, in the unit of `StageCosts.activation`, and their peak.
 
-    F allocates the activations of a stage or segment (only its boundary if R follows), R the rest of them, PREFETCH
-    what OFFLOAD moved out. I frees all but what W needs, or allocates what W needs beside it; B and W free everything.
-    What OFFLOAD moved is freed by FREE if the schedule has one, otherwise when the copy ends.
+    F allocates the activations of a stage or segment (only its boundary if R follows), R the rest
+    of them, PREFETCH what OFFLOAD moved out. I frees all but what W needs, or allocates what W
+    needs beside it; B and W free everything. What OFFLOAD moved is freed by FREE if the schedule
+    has one, otherwise when the copy ends.
     """
 
-    __slots__ = ("_cap", "_costs", "_granted", "_has_recompute", "_leaving", "_schedule", "held", "peak")
+    __slots__ = (
+        "_cap",
+        "_costs",
+        "_granted",
+        "_has_recompute",
+        "_leaving",
+        "_schedule",
+        "held",
+        "peak",
+    )
 
     def __init__(self, schedule: Schedule, costs: StageCosts, cap: float | None = None) -> None:
         self._schedule = schedule
@@ -43,7 +60,8 @@ class Ledger:
     def take(self, rank: int, action: Action, now: float) -> float:
         """Count what an action allocates, and return the time, `now` or later, at which there is room for it.
 
-        Under a cap an action waits for copies that make room; room is given in the order of the schedule.
+        Under a cap an action waits for copies that make room; room is given in the order of the
+        schedule.
 
         Raises:
             ScheduleError: there will never be room.
@@ -60,7 +78,9 @@ class Ledger:
             while self.held + size > self._cap + TOLERANCE:
                 if not self._leaving:
                     raise ScheduleError(
-                        rank, action, f"brings {size:g} to {self.held:g} held, above the cap of {self._cap:g}"
+                        rank,
+                        action,
+                        f"brings {size:g} to {self.held:g} held, above the cap of {self._cap:g}",
                     )
                 now, freed = heapq.heappop(self._leaving)
                 self.held -= freed
@@ -83,7 +103,8 @@ class Ledger:
 
     def brings(self, action: Action) -> float:
         """Return the size that an action allocates before it starts."""
-        kind, costs = action[0], self._costs
+        kind = action[0]
+        costs = self._costs
         if kind is _F:
             if self._schedule.forward_only:
                 return 0.0
@@ -92,16 +113,21 @@ class Ledger:
         if kind is _R:
             return costs.held("activation", action) - costs.held("boundary", action)
         if kind is _I:
-            return max(0.0, costs.held("held_for_weights", action) - costs.held("activation", action))
+            return max(
+                0.0, costs.held("held_for_weights", action) - costs.held("activation", action)
+            )
         return costs.moved(action) if kind is _PREFETCH else 0.0
 
     def leaves(self, action: Action) -> float:
         """Return the size that an action frees when it ends."""
-        kind, costs = action[0], self._costs
+        kind = action[0]
+        costs = self._costs
         if kind is _B:
             return costs.held("activation", action)
         if kind is _I:
-            return max(0.0, costs.held("activation", action) - costs.held("held_for_weights", action))
+            return max(
+                0.0, costs.held("activation", action) - costs.held("held_for_weights", action)
+            )
         if kind is _FREE:
             return costs.moved(action)
         return costs.held("held_for_weights", action) if kind is _W else 0.0
@@ -137,11 +163,13 @@ def peaks(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
 def in_flight(row: Sequence[Action]) -> Iterator[tuple[Action, Mapping[int, int]]]:
     """Yield each action of a rank with the micro-batches in flight during it, by stage.
 
-    A micro-batch is in flight on a stage from the start of its forward to the end of its (input-gradient) backward.
+    A micro-batch is in flight on a stage from the start of its forward to the end of its
+    (input-gradient) backward.
     """
     counts = dict.fromkeys((action.stage for action in row), 0)
     for action in row:
-        kind, stage = action[0], action[1]
+        kind = action[0]
+        stage = action[1]
         counts[stage] += kind is _F
         yield action, counts
         counts[stage] -= kind is _B or kind is _I

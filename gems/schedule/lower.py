@@ -12,7 +12,15 @@ from itertools import accumulate, chain
 from operator import add
 
 from gems.errors import ScheduleError
-from gems.schedule.action import COMPUTE_KINDS, COPY_KINDS, RECV_KINDS, SEND_KINDS, WAIT_KINDS, Action, Kind
+from gems.schedule.action import (
+    COMPUTE_KINDS,
+    COPY_KINDS,
+    RECV_KINDS,
+    SEND_KINDS,
+    WAIT_KINDS,
+    Action,
+    Kind,
+)
 from gems.schedule.costs import FREE, Network, StageCosts
 from gems.schedule.dependencies import boundary_of, dependencies, transfers_after
 from gems.schedule.ledger import TOLERANCE
@@ -22,7 +30,9 @@ from gems.schedule.simulate import simulate
 RECEIVES_AHEAD = 1
 GRAPH_RECEIVES_AHEAD = 8  # stages of a graph are single operators
 MADE_KINDS = COMPUTE_KINDS | COPY_KINDS | WAIT_KINDS
-Receives = list[tuple[Action, int]]  # of a rank, each with the index in its row of the first action that needs it
+Receives = list[
+    tuple[Action, int]
+]  # of a rank, each with the index in its row of the first action that needs it
 
 
 def add_transfers(
@@ -34,21 +44,27 @@ def add_transfers(
 ) -> Schedule:
     """Insert sends after the compute whose data they carry, and receives ahead of the compute that needs it.
 
-    A message sets out when both of its sides are posted. With `costs`, each receive is posted as late as it may be
-    without making its message late in the simulated step: the longer the link takes, the earlier. It is posted at least
-    `receives_ahead` compute actions early, by default 1 in a chain and 8 in a graph of stages. More would only hold
-    more buffers. What several actions need comes ahead of the first. Receives from a rank are posted in the order in
-    which it sends, forward and backward apart.
+    A message sets out when both of its sides are posted. With `costs`, each receive is posted as
+    late as it may be without making its message late in the simulated step: the longer the link
+    takes, the earlier. It is posted at least `receives_ahead` compute actions early, by default 1
+    in a chain and 8 in a graph of stages. More would only hold more buffers. What several actions
+    need comes ahead of the first. Receives from a rank are posted in the order in which it sends,
+    forward and backward apart.
 
-    Posting never blocks, and a receive always precedes what needs it, so no posting time makes a deadlock.
+    Posting never blocks, and a receive always precedes what needs it, so no posting time makes a
+    deadlock.
     """
     if receives_ahead is None:
-        receives_ahead = RECEIVES_AHEAD if schedule.placement.feeders is None else GRAPH_RECEIVES_AHEAD
+        receives_ahead = (
+            RECEIVES_AHEAD if schedule.placement.feeders is None else GRAPH_RECEIVES_AHEAD
+        )
     posted = replace(schedule, passes=(*schedule.passes, "add_transfers"))
     readers = [_first_readers(row, posted) for row in schedule.rows]
     places = [[max(0, reader - receives_ahead) for _, reader in needed] for needed in readers]
     if costs is not None and network.takes_time(costs.boundary_bytes):
-        with contextlib.suppress(ScheduleError):  # of a list that would not run, which is for the validator to name
+        with contextlib.suppress(
+            ScheduleError
+        ):  # of a list that would not run, which is for the validator to name
             latest = _latest_places(schedule, posted, readers, costs, network, cap)
             places = [list(map(min, *both)) for both in zip(places, latest, strict=True)]
     return _with_receives(posted, readers, places)
@@ -74,9 +90,9 @@ def _latest_places(
 ) -> list[list[int]]:
     """Return for each receive of each rank the last index in its row at which the posting delays nothing.
 
-    The step is simulated with receives that are never late. A receive is then posted by the start of the action that
-    needs it less the time on the link; if messages compete for links, by the end of the action that makes the data, so
-    that all of them set out as in that step.
+    The step is simulated with receives that are never late. A receive is then posted by the start
+    of the action that needs it less the time on the link; if messages compete for links, by the end
+    of the action that makes the data, so that all of them set out as in that step.
     """
     if network.has_contention:
         schedule = _with_receives(posted, readers, [[0] * len(needed) for needed in readers])
@@ -85,15 +101,22 @@ def _latest_places(
         [time for time in zip(row, starts, ends, strict=True) if time[0].kind in MADE_KINDS]
         for row, starts, ends in zip(schedule.rows, step.start, step.end, strict=True)
     ]
-    made = {action: end for row in times for action, _, end in row} if network.has_contention else {}
+    made = (
+        {action: end for row in times for action, _, end in row} if network.has_contention else {}
+    )
     found = []
     for rank, (needed, row) in enumerate(zip(readers, times, strict=True)):
         # when the rank comes to each action
-        free = list(accumulate((0.0 if a.kind in COPY_KINDS else end for a, _, end in row[:-1]), max, initial=0.0))
+        free = list(
+            accumulate(
+                (0.0 if a.kind in COPY_KINDS else end for a, _, end in row[:-1]), max, initial=0.0
+            )
+        )
         latest = []
         for receive, reader in needed:
             (send,) = dependencies(receive, posted)
-            delay, limit = 0.0, row[reader][1]
+            delay = 0.0
+            limit = row[reader][1]
             if network.has_contention:
                 limit = made[dependencies(send, posted)[0]]
             else:
@@ -104,7 +127,9 @@ def _latest_places(
     return found
 
 
-def _with_receives(posted: Schedule, readers: Sequence[Receives], places: Sequence[Sequence[int]]) -> Schedule:
+def _with_receives(
+    posted: Schedule, readers: Sequence[Receives], places: Sequence[Sequence[int]]
+) -> Schedule:
     """Return the lowered list with each receive ahead of the compute action at its place in the rank's row."""
     rows = []
     after = [[transfers_after(action, posted) for action in row] for row in posted.rows]
@@ -115,7 +140,9 @@ def _with_receives(posted: Schedule, readers: Sequence[Receives], places: Sequen
     }
     for rank, row in enumerate(posted.rows):
         receives: dict[int, list[Action]] = {}
-        for receive, place in _in_sent_order([receive for receive, _ in readers[rank]], places[rank], sent):
+        for receive, place in _in_sent_order(
+            [receive for receive, _ in readers[rank]], places[rank], sent
+        ):
             receives.setdefault(place, []).append(receive)
         lowered: list[Action] = []
         for place, action in enumerate(row):
@@ -131,8 +158,8 @@ def _in_sent_order(
 ) -> list[tuple[Action, int]]:
     """Return receives of a rank with their places, each at its own or earlier, in the order of the sends on each edge.
 
-    `sent` has the rank that sends each, and which of its messages it is. Process groups match messages by their order,
-    where MPI matches them by tags.
+    `sent` has the rank that sends each, and which of its messages it is. Process groups match
+    messages by their order, where MPI matches them by tags.
     """
     edges: dict[tuple[int, Kind], list[int]] = {}
     for at, receive in enumerate(receives):
@@ -148,13 +175,17 @@ def _in_sent_order(
 
 
 def lower(
-    schedule: Schedule, costs: StageCosts | None = None, network: Network = FREE, cap: float | None = None
+    schedule: Schedule,
+    costs: StageCosts | None = None,
+    network: Network = FREE,
+    cap: float | None = None,
 ) -> Schedule:
     """Run all passes: transfers, and for training the gradient reduction of each rank and the optimizer step.
 
-    With `costs`, receives are posted early enough for the time on the links of `network`; see `add_transfers`. Where a
-    rank computes on after a stage's last weight gradient, the sum of that stage over the replicas starts there. In two
-    directions a sum needs both ranks of a pair, of which one ends last, and so there is one for all.
+    With `costs`, receives are posted early enough for the time on the links of `network`; see
+    `add_transfers`. Where a rank computes on after a stage's last weight gradient, the sum of that
+    stage over the replicas starts there. In two directions a sum needs both ranks of a pair, of
+    which one ends last, and so there is one for all.
     """
     lowered = add_transfers(schedule, costs, network, cap)
     if schedule.forward_only:
@@ -182,20 +213,30 @@ def _with_starts(row: Sequence[Action]) -> list[Action]:
     return started
 
 
-def _with_needs(schedule: Schedule, rows: tuple[tuple[Action, ...], ...], passes: tuple[str, ...]) -> Schedule:
-    """Return the schedule with rows that hold more; what its actions need is the same, and not derived again."""
+def _with_needs(
+    schedule: Schedule, rows: tuple[tuple[Action, ...], ...], passes: tuple[str, ...]
+) -> Schedule:
+    """Return the schedule with rows that hold more.
+
+    What its actions need is the same, and not derived again.
+    """
     more = replace(schedule, rows=rows, passes=passes)
     more.needs.update(schedule.needs)
     return more
 
 
 def compute_only(schedule: Schedule) -> Schedule:
-    """Take out again what lowering put in: all but the compute actions and what copies to host memory."""
+    """Take out again what lowering put in.
+
+    All but the compute actions and what copies to host memory.
+    """
     rows = tuple(tuple(a for a in row if a.kind in MADE_KINDS) for row in schedule.rows)
     return replace(schedule, rows=rows, passes=())
 
 
-def check_receives(schedule: Schedule, costs: StageCosts, network: Network = FREE, cap: float | None = None) -> None:
+def check_receives(
+    schedule: Schedule, costs: StageCosts, network: Network = FREE, cap: float | None = None
+) -> None:
     """Check that no rank of a lowered list waits for a message that a late receive has delayed.
 
     Raises:
@@ -219,9 +260,13 @@ def check_receives(schedule: Schedule, costs: StageCosts, network: Network = FRE
         if action.kind not in MADE_KINDS or late <= TOLERANCE * max(1.0, start):
             continue
         for need in dependencies(action, schedule):
-            sent = times[dependencies(need, schedule)[0]][0] if need.kind in RECV_KINDS else math.inf
+            sent = (
+                times[dependencies(need, schedule)[0]][0] if need.kind in RECV_KINDS else math.inf
+            )
             if times[need][0] > sent:
                 raise ScheduleError(
-                    rank, need,
-                    f"is posted at {times[need][0]:g} and its message ready at {sent:g}: {action} starts {late:g} late",
-                )  # fmt: skip
+                    rank,
+                    need,
+                    f"is posted at {times[need][0]:g} and its message ready at {sent:g}: {action}"
+                    f" starts {late:g} late",
+                )

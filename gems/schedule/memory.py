@@ -1,4 +1,7 @@
-"""Memory over the time of a simulated step: activations, boundary buffers and copies in host memory, rank by rank."""
+"""Memory over the time of a simulated step.
+
+Activations, boundary buffers and copies in host memory, rank by rank.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,8 @@ Change = tuple[float, int, float]
 class Held:
     """What a rank holds from `time` on, in bytes, `time` in the unit of the costs.
 
-    `activations` and `boundaries` (messages that leave or arrive) are on the device, `host` is in host memory.
+    `activations` and `boundaries` (messages that leave or arrive) are on the device, `host` is in
+    host memory.
     """
 
     time: float
@@ -53,16 +57,22 @@ class RankMemory:
 
 
 def memory_over_time(
-    schedule: Schedule, costs: StageCosts, result: Simulation, activation_bytes: float = 1.0, param_bytes: float = 0.0
+    schedule: Schedule,
+    costs: StageCosts,
+    result: Simulation,
+    activation_bytes: float = 1.0,
+    param_bytes: float = 0.0,
 ) -> tuple[RankMemory, ...]:
     """Return each rank's memory over a simulated step.
 
-    An action's activations come when it starts and go when it ends, those of a copy to host memory when the copy
-    ends. A send's buffer is held until the message has arrived, a receive's from its posting until the compute that
-    needs it has ended. Host memory is held from the end of the copy out to the end of the copy back.
+    An action's activations come when it starts and go when it ends, those of a copy to host memory
+    when the copy ends. A send's buffer is held until the message has arrived, a receive's from its
+    posting until the compute that needs it has ended. Host memory is held from the end of the copy
+    out to the end of the copy back.
 
-    `result` is that of this schedule, whose transfers in the list have the boundary buffers. `activation_bytes` is
-    the size of one unit of activations, `param_bytes` that of the parameters of one direction's stages on a rank.
+    `result` is that of this schedule, whose transfers in the list have the boundary buffers.
+    `activation_bytes` is the size of one unit of activations, `param_bytes` that of the parameters
+    of one direction's stages on a rank.
     """
     found = []
     for rank, row in enumerate(schedule.rows):
@@ -70,7 +80,10 @@ def memory_over_time(
         changes: list[Change] = []
         arriving: dict[Action, float] = {}
         last_reader = {
-            need: action for action in row if action.kind in COMPUTE_KINDS for need in dependencies(action, schedule)
+            need: action
+            for action in row
+            if action.kind in COMPUTE_KINDS
+            for need in dependencies(action, schedule)
         }
         for action, start, end in zip(row, result.start[rank], result.end[rank], strict=True):
             kind = action.kind
@@ -81,7 +94,9 @@ def memory_over_time(
                 arriving[action] = costs.boundary_bytes[boundary_of(action)]
                 changes.append((start, BOUNDARIES, arriving[action]))
             elif kind is Kind.OFFLOAD:
-                changes.append((end, ACTIVATIONS, -ledger.leaves_at_once(action) * activation_bytes))
+                changes.append(
+                    (end, ACTIVATIONS, -ledger.leaves_at_once(action) * activation_bytes)
+                )
                 changes.append((end, HOST, costs.moved(action) * activation_bytes))
             else:
                 for need in dependencies(action, schedule) if kind in COMPUTE_KINDS else ():
@@ -97,7 +112,10 @@ def memory_over_time(
 
 
 def _summed(changes: list[Change]) -> tuple[Held, ...]:
-    """Add the changes up, one point for all that happens at one time; what goes then makes room for what comes."""
+    """Add the changes up, one point for all that happens at one time.
+
+    What goes then makes room for what comes.
+    """
     held: list[Held] = []
     sums = [0.0, 0.0, 0.0]
     at = 0.0
@@ -107,6 +125,7 @@ def _summed(changes: list[Change]) -> tuple[Held, ...]:
             held.append(Held(at, *sums))
             is_open = False
         if not is_open:
-            at, is_open = time, True
+            at = time
+            is_open = True
         sums[category] += size
     return (*held, Held(at, *sums)) if is_open else ()

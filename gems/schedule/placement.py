@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 class Placement:
     """Ranks of one pipeline by direction and stage: `ranks[direction][stage]`.
 
-    Ranks here are places inside one pipeline, 0 to `num_ranks` - 1. With `replicas` copies of the pipeline, world
-    rank = replica x num_ranks + rank.
+    Ranks here are places inside one pipeline, 0 to `num_ranks` - 1. With `replicas` copies of the
+    pipeline, world rank = replica x num_ranks + rank.
 
-    Stages form a chain, unless `feeders` names, for each stage, the lower ones whose outputs it reads, ascending. Only
-    stage 0 reads none there (it reads the data), and only the last is read by none (it makes the loss).
+    Stages form a chain, unless `feeders` names, for each stage, the lower ones whose outputs it
+    reads, ascending. Only stage 0 reads none there (it reads the data), and only the last is read
+    by none (it makes the loss).
 
     Raises:
         ValueError: `feeders` are no such graph.
@@ -26,9 +27,15 @@ class Placement:
     _users: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_users", () if self.feeders is None else _users_of(self.feeders, self.num_stages))
+        object.__setattr__(
+            self, "_users", () if self.feeders is None else _users_of(self.feeders, self.num_stages)
+        )
         held: list[list[tuple[int, int]]] = [[] for _ in range(self.num_ranks)]
-        places = sorted((stage, way, rank) for way, row in enumerate(self.ranks) for stage, rank in enumerate(row))
+        places = sorted(
+            (stage, way, rank)
+            for way, row in enumerate(self.ranks)
+            for stage, rank in enumerate(row)
+        )
         for stage, way, rank in places:
             if 0 <= rank < self.num_ranks:
                 held[rank].append((way, stage))
@@ -76,15 +83,19 @@ class Placement:
     def peers_of(self, rank: int) -> tuple[int, ...]:
         """Return the ranks of the pipeline, `rank` among them, that hold copies of the same stages.
 
-        For two directions that is the pair {r, P-1-r} (GEMS, section "layout"): the same two ranks hold both
-        stages, so one fused all-reduce serves the two.
+        For two directions that is the pair {r, P-1-r} (GEMS, section "layout"): the same two ranks
+        hold both stages, so one fused all-reduce serves the two.
         """
         mine = {stage for _, stage in self.stages_on(rank)}
         return tuple(sorted({row[stage] for row in self.ranks for stage in mine}))
 
     def reduce_group(self, rank: int, num_replicas: int) -> tuple[int, ...]:
         """Return the world ranks whose gradients are summed with those of `rank`, in every replica."""
-        return tuple(replica * self.num_ranks + peer for replica in range(num_replicas) for peer in self.peers_of(rank))
+        return tuple(
+            replica * self.num_ranks + peer
+            for replica in range(num_replicas)
+            for peer in self.peers_of(rank)
+        )
 
 
 def _users_of(feeders: tuple[tuple[int, ...], ...], num_stages: int) -> tuple[tuple[int, ...], ...]:
@@ -93,14 +104,18 @@ def _users_of(feeders: tuple[tuple[int, ...], ...], num_stages: int) -> tuple[tu
     users: list[list[int]] = [[] for _ in feeders]
     for stage, some in enumerate(feeders):
         if list(some) != sorted(set(some)) or any(not 0 <= feeder < stage for feeder in some):
-            raise ValueError(f"stage {stage} reads {list(some)}, which must be lower stages, ascending")
+            raise ValueError(
+                f"stage {stage} reads {list(some)}, which must be lower stages, ascending"
+            )
         if bool(some) != bool(stage):
             raise ValueError(f"stage {stage} reads {list(some)}: stage 0 alone reads the data")
         for feeder in some:
             users[feeder].append(stage)
     for stage, readers in enumerate(users):
         if bool(readers) == (stage == num_stages - 1):
-            raise ValueError(f"stage {stage} is read by {readers}: the last stage alone makes the loss")
+            raise ValueError(
+                f"stage {stage} is read by {readers}: the last stage alone makes the loss"
+            )
     return tuple(map(tuple, users))
 
 
@@ -116,7 +131,10 @@ def bidirectional(num_ranks: int) -> Placement:
 
 
 def looped(num_ranks: int, chunks: int) -> Placement:
-    """Place stage s on rank s mod P: every rank holds `chunks` stages (Narayanan et al. 2021, section 2.2)."""
+    """Place stage s on rank s mod P.
+
+    Every rank holds `chunks` stages (Narayanan et al. 2021, section 2.2).
+    """
     return Placement(num_ranks, (tuple(range(num_ranks)) * chunks,))
 
 
@@ -126,9 +144,14 @@ def wave(num_ranks: int, chunks: int) -> Placement:
     Two stages in sequence at a turn lie on one rank, where no transfer is needed.
     """
     down = tuple(range(num_ranks))
-    return Placement(num_ranks, (tuple(rank for chunk in range(chunks) for rank in down[:: (-1) ** chunk]),))
+    return Placement(
+        num_ranks, (tuple(rank for chunk in range(chunks) for rank in down[:: (-1) ** chunk]),)
+    )
 
 
 def v(num_ranks: int) -> Placement:
-    """Place stage s on rank s and stage 2P-1-s beside it: a wave of two (Qi et al. 2024, section 3)."""
+    """Place stage s on rank s and stage 2P-1-s beside it.
+
+    A wave of two (Qi et al. 2024, section 3).
+    """
     return wave(num_ranks, 2)

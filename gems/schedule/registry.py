@@ -17,7 +17,10 @@ PLACED = "placed"
 
 
 class Costs(Protocol):
-    """What a model costs on any placement of its stages: those of equal depth, or each with a cut of its own."""
+    """What a model costs on any placement of its stages.
+
+    Those of equal depth, or each with a cut of its own.
+    """
 
     def of(self, placement: Placement) -> StageCosts:
         """Return the costs of the stages of a placement, sizes in the unit of a cap."""
@@ -25,13 +28,15 @@ class Costs(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a generator is asked for. `num_parts` is GEMS's micro-batches a run, `chunks` the stages of a rank if free.
+    """What a generator is asked for.
 
-    `cap` is the most activations a rank may hold, in units of one micro-batch on the heaviest of P equal parts of the
-    model. The rest is for generators that search: `seed` and `budget_s` bound their search, `allow` names the memory
-    actions that they may use ("recompute", "offload"), `max_stages` is the most stages of the model, if known,
-    `num_stages` their number, if the model's cut is given, and `num_strips` the strips of each micro-batch, between
-    which `shared_latency` of the network's latency is shared: with more strips a message has less of it.
+    `num_parts` is GEMS's micro-batches a run, `chunks` the stages of a rank if free.
+    `cap` is the most activations a rank may hold, in units of one micro-batch on the heaviest of P
+    equal parts of the model. The rest is for generators that search: `seed` and `budget_s` bound
+    their search, `allow` names the memory actions that they may use ("recompute", "offload"),
+    `max_stages` is the most stages of the model, if known, `num_stages` their number, if the
+    model's cut is given, and `num_strips` the strips of each micro-batch, between which
+    `shared_latency` of the network's latency is shared: with more strips a message has less of it.
     """
 
     num_ranks: int
@@ -61,8 +66,9 @@ class Request:
 class Terms:
     """The terms of a closed form, named as in the papers.
 
-    P ranks, N micro-batches, GEMS's parts, chunks of a rank, a cap in micro-batches if any; and the times of forward
-    (f), input gradient (i) and weight gradient (w) of one micro-batch on a rank's part of the model.
+    P ranks, N micro-batches, GEMS's parts, chunks of a rank, a cap in micro-batches if any; and the
+    times of forward (f), input gradient (i) and weight gradient (w) of one micro-batch on a rank's
+    part of the model.
     """
 
     p: int
@@ -107,7 +113,10 @@ def as_asked(request: Request) -> Iterable[Request]:
 
 
 def forward_and_input_grad(s: Terms, recompute: float, share: float) -> float:
-    """Return the least that any schedule takes: one micro-batch goes down the stages and its gradient comes back."""
+    """Return the least that any schedule takes.
+
+    One micro-batch goes down the stages and its gradient comes back.
+    """
     return s.f + s.i
 
 
@@ -115,22 +124,36 @@ def forward_and_input_grad(s: Terms, recompute: float, share: float) -> float:
 class Family:
     """A named schedule and what is known of it."""
 
-    build: Generator  # makes the compute-only schedule; raises ConfigError for counts that it cannot serve
-    step_units: ClosedForm | None = None  # time of a step with equal stages, free links; None outside of its range
-    peak_units: ClosedForm | None = None  # most activations of a rank, in micro-batches on one of P equal parts
-    # Time below which no step is, whatever the partition; links are free, and f, i, w the whole model's. The other
-    # arguments are the least factor by which recomputing lengthens a layer's time, and the least share of forward.
+    # makes the compute-only schedule; raises ConfigError for counts that it cannot serve
+    build: Generator
+    step_units: ClosedForm | None = (
+        None  # time of a step with equal stages, free links; None outside of its range
+    )
+    peak_units: ClosedForm | None = (
+        None  # most activations of a rank, in micro-batches on one of P equal parts
+    )
+    # Time below which no step is, whatever the partition; links are free, and f, i, w the whole
+    # model's. The other arguments are the least factor by which recomputing lengthens a layer's
+    # time, and the least share of forward.
     chain_bound: ChainBound = forward_and_input_grad
     # The fewest micro-batches that each rank has in flight on each of its stages at its peak.
     least_in_flight: Callable[[Terms], Sequence[float]] = lambda s: [1] * s.p
     placement: Callable[..., Placement] = linear  # a function of `gems.schedule.placement`
-    stages_per_rank: int | None = 1  # in one direction; None if `schedule.chunks` sets it, 0 if a search does
+    stages_per_rank: int | None = (
+        1  # in one direction; None if `schedule.chunks` sets it, 0 if a search does
+    )
     num_directions: int = 1  # 2 if the pipeline runs both ways, each with half of the micro-batches
     has_runs: bool = False  # whether GEMS's replications x parts make its micro-batches
     planned: Sizes | None = as_asked  # sizes that `gems plan` tries; None to leave the family out
-    rival: Sizes | None = as_asked  # sizes that a search under a cap must beat; None to leave the family out
-    siblings: str | None = None  # such families trade memory for time alone: the largest that fits is the fastest
-    is_quick: bool = False  # whether the planner tries it first, and at any size: it takes no time to build
+    rival: Sizes | None = (
+        as_asked  # sizes that a search under a cap must beat; None to leave the family out
+    )
+    siblings: str | None = (
+        None  # such families trade memory for time alone: the largest that fits is the fastest
+    )
+    is_quick: bool = (
+        False  # whether the planner tries it first, and at any size: it takes no time to build
+    )
 
     def stages(self, chunks: int) -> int:
         """Return the stages of a rank in one direction, 0 if they are known only once the schedule is built."""
@@ -138,15 +161,23 @@ class Family:
 
     def place(self, num_ranks: int, chunks: int) -> Placement:
         """Return where the stages are."""
-        return self.placement(num_ranks, chunks) if self.stages_per_rank is None else self.placement(num_ranks)
+        return (
+            self.placement(num_ranks, chunks)
+            if self.stages_per_rank is None
+            else self.placement(num_ranks)
+        )
 
     def terms(self, request: Request) -> Terms:
         """Return the terms of this family's closed forms at the size of a request, with f = i = w = 1."""
         chunks = self.stages(request.chunks)
-        return Terms(request.num_ranks, request.num_micro_batches, request.num_parts, chunks, request.cap)
+        return Terms(
+            request.num_ranks, request.num_micro_batches, request.num_parts, chunks, request.cap
+        )
 
 
-FAMILIES: Registry[Family] = Registry("schedule", "gems.schedule.families.*", "gems.schedule.synthesis")
+FAMILIES: Registry[Family] = Registry(
+    "schedule", "gems.schedule.families.*", "gems.schedule.synthesis"
+)
 
 
 def schedule_family(name: str, **known: Any) -> Callable[[Generator], Generator]:
@@ -170,12 +201,18 @@ def step_units(name: str, terms: Terms) -> float | None:
     None for a family without a closed form, or outside of the form's range.
     """
     family: Family | None = FAMILIES.get(name)
-    if family is None or family.step_units is None or (family.num_directions == 2 and terms.n % (2 * terms.parts)):
+    if (
+        family is None
+        or family.step_units is None
+        or (family.num_directions == 2 and terms.n % (2 * terms.parts))
+    ):
         return None
     return family.step_units(terms)
 
 
-def generate(name: str, num_ranks: int, num_micro_batches: int, num_parts: int = 1, **more: object) -> Schedule:
+def generate(
+    name: str, num_ranks: int, num_micro_batches: int, num_parts: int = 1, **more: object
+) -> Schedule:
     """Build the compute-only schedule of a family; `more` are further fields of `Request`.
 
     Raises:

@@ -9,20 +9,24 @@ from dataclasses import dataclass, field
 from gems.schedule.action import RECV_KINDS, SEND_KINDS, Action, Kind
 from gems.schedule.placement import Placement
 
-_B, _I = Kind.B, Kind.I
+_B = Kind.B
+_I = Kind.I
 _TRANSFERS = SEND_KINDS | RECV_KINDS
-_MARKS = frozenset({Kind.I, Kind.R, Kind.OFFLOAD, Kind.PREFETCH, Kind.FREE, Kind.AWAIT, Kind.START_REDUCE})
+_MARKS = frozenset(
+    {Kind.I, Kind.R, Kind.OFFLOAD, Kind.PREFETCH, Kind.FREE, Kind.AWAIT, Kind.START_REDUCE}
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """The program of one step: what each rank does, in order.
 
-    `num_micro_batches` counts all of a step over both directions; a micro-batch runs in one direction.
-    With `num_strips` above 1, so many that follow each other are the strips of one (`gems.schedule.strips`).
-    `passes` names what has been done to the compute-only list that a generator made. `num_segments` are those of each
-    stage (None if it runs whole). With `has_transfers` data of other ranks comes only through transfers in the list.
-    `needs` caches the answers of `gems.schedule.dependencies`.
+    `num_micro_batches` counts all of a step over both directions; a micro-batch runs in one
+    direction. With `num_strips` above 1, so many that follow each other are the strips of one
+    (`gems.schedule.strips`). `passes` names what has been done to the compute-only list that a
+    generator made. `num_segments` are those of each stage (None if it runs whole). With
+    `has_transfers` data of other ranks comes only through transfers in the list. `needs` caches the
+    answers of `gems.schedule.dependencies`.
     """
 
     name: str
@@ -36,7 +40,9 @@ class Schedule:
     num_segments: tuple[int | None, ...] = field(init=False, repr=False, compare=False)
     has_transfers: bool = field(init=False, repr=False, compare=False)
     needs: dict[Action, tuple[Action, ...]] = field(init=False, repr=False, compare=False)
-    _marks: frozenset[tuple[object, ...]] = field(init=False, repr=False, compare=False)  # actions of _MARKS
+    _marks: frozenset[tuple[object, ...]] = field(
+        init=False, repr=False, compare=False
+    )  # actions of _MARKS
     _marked: frozenset[Kind] = field(init=False, repr=False, compare=False)  # their kinds
 
     def __post_init__(self) -> None:
@@ -54,13 +60,23 @@ class Schedule:
             ("_marks", marks),
             ("_marked", frozenset(action[0] for action in marks)),
             ("num_stages", num_stages),
-            ("num_segments", tuple(last[s] + 1 if s in in_segments else None for s in range(num_stages))),
+            (
+                "num_segments",
+                tuple(last[s] + 1 if s in in_segments else None for s in range(num_stages)),
+            ),
             ("has_transfers", "add_transfers" in self.passes),
             ("needs", {}),
         ):
             object.__setattr__(self, name, value)
 
-    def has(self, kind: Kind, stage: int, micro_batch: int | None, direction: int, segment: int | None = None) -> bool:
+    def has(
+        self,
+        kind: Kind,
+        stage: int,
+        micro_batch: int | None,
+        direction: int,
+        segment: int | None = None,
+    ) -> bool:
         """Whether an I, R or action of a copy of this stage (or segment), micro-batch and direction is in the list."""
         return (kind, stage, micro_batch, direction, segment) in self._marks
 
@@ -71,7 +87,8 @@ class Schedule:
     def inputs_leave(self, stage: int, micro_batch: int | None, direction: int) -> bool:
         """Whether what a stage is given leaves for host memory between its forward and its recompute.
 
-        Then it counts among the activations from the end of the forward on, and no more as a message received.
+        Then it counts among the activations from the end of the forward on, and no more as a
+        message received.
         """
         place = stage, micro_batch, direction, self.first_segment(stage)
         return self.has(Kind.R, *place) and self.has(Kind.OFFLOAD, *place)
@@ -147,7 +164,9 @@ class Schedule:
 
     def whole_directions(self) -> dict[int, int]:
         """Return the direction of each micro-batch with all of its strips."""
-        return {number // self.num_strips: direction for number, direction in self.directions().items()}
+        return {
+            number // self.num_strips: direction for number, direction in self.directions().items()
+        }
 
     def digest(self) -> str:
         """Return the SHA-256 of the text of all rows, which ranks compare before the first step."""

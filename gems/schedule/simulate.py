@@ -14,9 +14,13 @@ from gems.schedule.dependencies import dependencies, stages_summed
 from gems.schedule.ledger import BRINGING_KINDS, LEAVING_KINDS, Ledger
 from gems.schedule.schedule import Schedule
 
-_I, _R, _STEP, _REDUCE_GRAD, _START_REDUCE, _OFFLOAD, _PREFETCH = (
-    Kind.I, Kind.R, Kind.STEP, Kind.REDUCE_GRAD, Kind.START_REDUCE, Kind.OFFLOAD, Kind.PREFETCH
-)  # fmt: skip
+_I = Kind.I
+_R = Kind.R
+_STEP = Kind.STEP
+_REDUCE_GRAD = Kind.REDUCE_GRAD
+_START_REDUCE = Kind.START_REDUCE
+_OFFLOAD = Kind.OFFLOAD
+_PREFETCH = Kind.PREFETCH
 _USEFUL_KINDS = COMPUTE_KINDS - {_R}
 Span = tuple[float, float]
 Posting = tuple[int, int, float]  # rank, place in its row, and time
@@ -26,10 +30,10 @@ Posting = tuple[int, int, float]  # rank, place in its row, and time
 class Pace:
     """What disturbs one pipeline beside the costs of its stages.
 
-    Compute on `slow_rank`, a rank of the pipeline, takes `slowdown` times as long, and all that rank r does
-    `slowdowns[r]` times as long, if given. A rank where a direction begins reads one input after the other from the
-    beginning of the step on, each in `input` units of time. `late` is, by reduction, when peers in other replicas join
-    it at the earliest.
+    Compute on `slow_rank`, a rank of the pipeline, takes `slowdown` times as long, and all that
+    rank r does `slowdowns[r]` times as long, if given. A rank where a direction begins reads one
+    input after the other from the beginning of the step on, each in `input` units of time. `late`
+    is, by reduction, when peers in other replicas join it at the earliest.
     """
 
     slow_rank: int | None = None
@@ -41,14 +45,22 @@ class Pace:
     def factor(self, rank: int, action: Action) -> float:
         """Return how many times longer than its cost an action takes on `rank`."""
         usual = self.slowdowns[rank] if self.slowdowns else 1.0
-        return usual * self.slowdown if rank == self.slow_rank and action.kind in COMPUTE_KINDS else usual
+        return (
+            usual * self.slowdown
+            if rank == self.slow_rank and action.kind in COMPUTE_KINDS
+            else usual
+        )
 
     def inputs_ready(self, schedule: Schedule, rank: int) -> dict[Action, float]:
         """Return when the input of each forward that reads one is ready, in units from the beginning of the step."""
         if not self.input:
             return {}
         first = schedule.first_segment(0)
-        readers = (a for a in schedule.rows[rank] if a.kind is Kind.F and a.stage == 0 and a.segment == first)
+        readers = (
+            a
+            for a in schedule.rows[rank]
+            if a.kind is Kind.F and a.stage == 0 and a.segment == first
+        )
         return {action: (number + 1) * self.input for number, action in enumerate(readers)}
 
 
@@ -59,9 +71,9 @@ EVEN = Pace()
 class Simulation:
     """When each action ran, in the units of the costs.
 
-    `start` and `end` follow `Schedule.rows`; for a transfer they are the posting and the arrival, for a reduction that
-    is started its posting and its end, for a copy the begin and the end on its engine. `peak` is the most activations
-    that each rank held at once, in their unit.
+    `start` and `end` follow `Schedule.rows`; for a transfer they are the posting and the arrival,
+    for a reduction that is started its posting and its end, for a copy the begin and the end on its
+    engine. `peak` is the most activations that each rank held at once, in their unit.
     """
 
     start: tuple[tuple[float, ...], ...]
@@ -72,29 +84,45 @@ class Simulation:
 
     @property
     def efficiency(self) -> float:
-        """Useful compute over ranks x span; recomputation is not useful, nor what a backward takes more if split."""
+        """Useful compute over ranks x span.
+
+        Recomputation is not useful, nor what a backward takes more if split.
+        """
         return sum(self.busy) / (len(self.busy) * self.span) if self.span else 1.0
 
 
 def simulate(
-    schedule: Schedule, costs: StageCosts, network: Network = FREE, cap: float | None = None, pace: Pace = EVEN
+    schedule: Schedule,
+    costs: StageCosts,
+    network: Network = FREE,
+    cap: float | None = None,
+    pace: Pace = EVEN,
 ) -> Simulation:
     """Simulate all ranks forward at once. Transfers and copies post; who needs the data waits.
 
-    Without transfers in the list, data still takes the network's time. `cap` is the most activations a rank may hold:
-    an action that brings some waits, in the order of the list, for copies to host memory to make room.
+    Without transfers in the list, data still takes the network's time. `cap` is the most
+    activations a rank may hold: an action that brings some waits, in the order of the list, for
+    copies to host memory to make room.
 
     Raises:
-        ScheduleError: an action waits for something that never comes (a deadlock, a missing partner, or no room).
+        ScheduleError: an action waits for something that never comes (a deadlock, a missing
+        partner, or no room).
     """
     return _Simulator(schedule, costs, network, cap, pace).run()
 
 
 class _Simulator:
-    def __init__(self, schedule: Schedule, costs: StageCosts, network: Network, cap: float | None, pace: Pace) -> None:
+    def __init__(
+        self, schedule: Schedule, costs: StageCosts, network: Network, cap: float | None, pace: Pace
+    ) -> None:
         ranks = range(schedule.num_ranks)
-        self.schedule, self.costs, self.network, self.pace = schedule, costs, network, pace
-        self.inputs_ready = dict(item for rank in ranks for item in pace.inputs_ready(schedule, rank).items())
+        self.schedule = schedule
+        self.costs = costs
+        self.network = network
+        self.pace = pace
+        self.inputs_ready = dict(
+            item for rank in ranks for item in pace.inputs_ready(schedule, rank).items()
+        )
         self.reduced: dict[int, float] = {}
         self.clock = [0.0] * schedule.num_ranks
         self.next = [0] * schedule.num_ranks
@@ -116,7 +144,10 @@ class _Simulator:
         self.is_delayed = self.has_delay and not schedule.has_transfers
 
     def run(self) -> Simulation:
-        rows, ready, clock, following = self.schedule.rows, self.ready, self.clock, self.next
+        rows = self.schedule.rows
+        ready = self.ready
+        clock = self.clock
+        following = self.next
         # Only if messages compete for a link does it matter that ranks run in the order of time.
         keeps_time = self.network.has_contention
         while ready:
@@ -132,14 +163,18 @@ class _Simulator:
         self.refuse_stuck()
         span = max((max(row, default=0.0) for row in self.end), default=0.0)
         peak = tuple(ledger.peak for ledger in self.ledgers)
-        return Simulation(tuple(map(tuple, self.start)), tuple(map(tuple, self.end)), span, tuple(self.busy), peak)
+        return Simulation(
+            tuple(map(tuple, self.start)), tuple(map(tuple, self.end)), span, tuple(self.busy), peak
+        )
 
     def advance(self, rank: int, action: Action) -> bool:
         """Run one action if it can run; otherwise note what must wake this rank."""
-        kind, needs = action[0], dependencies(action, self.schedule)
+        kind = action[0]
+        needs = dependencies(action, self.schedule)
         if kind in RECV_KINDS:
             (send,) = needs
-            mine, sent = self.post(rank), self.sends.pop(send, None)
+            mine = self.post(rank)
+            sent = self.sends.pop(send, None)
             if sent is None:
                 self.receives[send] = mine, action
             else:
@@ -148,7 +183,9 @@ class _Simulator:
         if kind is _REDUCE_GRAD:
             return self.reduce(rank, action)
         if kind is _START_REDUCE:
-            self.stamp(rank, self.clock[rank], self.sum_gradients(action, (rank,), self.clock[rank]))
+            self.stamp(
+                rank, self.clock[rank], self.sum_gradients(action, (rank,), self.clock[rank])
+            )
             return True
         begin = self.clock[rank]
         for need in needs:
@@ -157,14 +194,16 @@ class _Simulator:
                 self.waiting.setdefault(need, []).append(rank)
                 return False
             if self.is_delayed and need.stage != action.stage:
-                here, there = self.schedule.rank_of(need), self.schedule.rank_of(action)
+                here = self.schedule.rank_of(need)
+                there = self.schedule.rank_of(action)
                 if here != there:
                     size = self.costs.boundary_bytes[min(need.stage, action.stage)]
                     ended += self.network.delay(here, there, size)
             if ended > begin:
                 begin = ended
         if kind in SEND_KINDS:
-            mine, received = self.post(rank), self.receives.pop(action, None)
+            mine = self.post(rank)
+            received = self.receives.pop(action, None)
             if received is None:
                 self.sends[action] = mine
             else:
@@ -193,7 +232,8 @@ class _Simulator:
 
     def post(self, rank: int) -> Posting:
         """Post one side of a transfer."""
-        now, start = self.clock[rank], self.start[rank]
+        now = self.clock[rank]
+        start = self.start[rank]
         start.append(now)
         self.end[rank].append(now)
         return rank, len(start) - 1, now
@@ -206,7 +246,9 @@ class _Simulator:
             latency, transmission = self.network.parts(sender[0], receiver[0], size)
             if self.network.has_contention:
                 out, into = self.network.lanes(sender[0], receiver[0])
-                arrival = self.pass_through([(out, Kind.SEND_F), (into, Kind.RECV_F)], arrival, transmission)
+                arrival = self.pass_through(
+                    [(out, Kind.SEND_F), (into, Kind.RECV_F)], arrival, transmission
+                )
             arrival += latency + transmission
         self.end[sender[0]][sender[1]] = self.end[receiver[0]][receiver[1]] = arrival
         self.finish(receive, arrival)
@@ -246,7 +288,8 @@ class _Simulator:
     def sum_gradients(self, action: Action, ranks: Sequence[int], ready: float) -> float:
         """Sum over ranks that are ready, after what they sum already, and return when that ends."""
         begin = max(ready, self.pace.late.get(action, 0.0))
-        stages, ways = stages_summed(action, self.schedule), [(rank, _REDUCE_GRAD) for rank in ranks]
+        stages = stages_summed(action, self.schedule)
+        ways = [(rank, _REDUCE_GRAD) for rank in ranks]
         begin = max(begin, *(self.engines.get(way, 0.0) for way in ways))
         link_time = sum(self.costs.reduce_link[stage] for stage in stages)
         if self.network.has_contention and link_time:
@@ -275,12 +318,18 @@ class _Simulator:
     def refuse_stuck(self) -> None:
         """Refuse an action of a circle of ranks that wait for each other, or one that waits for nothing to come."""
         rows = self.schedule.rows
-        stuck = {rank: row[self.next[rank]] for rank, row in enumerate(rows) if self.next[rank] < len(row)}
+        stuck = {
+            rank: row[self.next[rank]]
+            for rank, row in enumerate(rows)
+            if self.next[rank] < len(row)
+        }
         path: list[int] = []
         rank = min(stuck, default=None)
         while rank is not None and rank not in path:
             path.append(rank)
-            rank = next((other for other in self.awaited(rank, stuck[rank]) if other in stuck), None)
+            rank = next(
+                (other for other in self.awaited(rank, stuck[rank]) if other in stuck), None
+            )
         if not path:
             return
         rank = path[-1] if rank is None else min(path[path.index(rank) :])
@@ -304,10 +353,11 @@ class _Simulator:
 class RankTime:
     """The time of one rank in one step, in the unit of the costs; the parts add up to the step.
 
-    `useful` is F, B, I and W; `recompute` is R; `link` is waiting while the awaited message was under way, the exposed
-    communication; `input` is waiting for the input of a micro-batch; `reduce` is the gradient reduction with its
-    waiting for peers; `step` the optimizer's; `idle` the rest, in which the rank waits for others to compute, for room
-    under the cap, or for copies to come back.
+    `useful` is F, B, I and W; `recompute` is R; `link` is waiting while the awaited message was
+    under way, the exposed communication; `input` is waiting for the input of a micro-batch;
+    `reduce` is the gradient reduction with its waiting for peers; `step` the optimizer's; `idle`
+    the rest, in which the rank waits for others to compute, for room under the cap, or for copies
+    to come back.
     """
 
     useful: float
@@ -320,9 +370,16 @@ class RankTime:
 
 
 def rank_times(
-    schedule: Schedule, costs: StageCosts, simulation: Simulation, network: Network = FREE, pace: Pace = EVEN
+    schedule: Schedule,
+    costs: StageCosts,
+    simulation: Simulation,
+    network: Network = FREE,
+    pace: Pace = EVEN,
 ) -> tuple[RankTime, ...]:
-    """Split each rank's step into its parts; `network` and `pace` are those that `simulation` was simulated with."""
+    """Split each rank's step into its parts.
+
+    `network` and `pace` are those that `simulation` was simulated with.
+    """
     spans = {
         action: (start, end)
         for row, starts, ends in zip(schedule.rows, simulation.start, simulation.end, strict=True)
@@ -330,7 +387,9 @@ def rank_times(
         if action.kind is not Kind.STEP and action.kind is not Kind.REDUCE_GRAD
     }
     times = []
-    for rank, (row, starts, ends) in enumerate(zip(schedule.rows, simulation.start, simulation.end, strict=True)):
+    for rank, (row, starts, ends) in enumerate(
+        zip(schedule.rows, simulation.start, simulation.end, strict=True)
+    ):
         free = 0.0
         parts = dict.fromkeys(("useful", "recompute", "link", "input", "reduce", "step"), 0.0)
         inputs_ready = pace.inputs_ready(schedule, rank)
@@ -351,15 +410,24 @@ def rank_times(
     return tuple(times)
 
 
-def _flight(action: Action, schedule: Schedule, costs: StageCosts, network: Network, spans: dict[Action, Span]) -> Span:
+def _flight(
+    action: Action,
+    schedule: Schedule,
+    costs: StageCosts,
+    network: Network,
+    spans: dict[Action, Span],
+) -> Span:
     """Return when the last message that an action needs set out and arrived."""
     last = (0.0, 0.0)
     for need in dependencies(action, schedule):
         if need.kind in RECV_KINDS:
             (send,) = dependencies(need, schedule)
-            last = max(last, (max(spans[need][0], spans[send][0]), spans[need][1]), key=itemgetter(1))
+            last = max(
+                last, (max(spans[need][0], spans[send][0]), spans[need][1]), key=itemgetter(1)
+            )
         elif need.stage != action.stage and need.kind not in COPY_KINDS:
-            here, there = schedule.rank_of(need), schedule.rank_of(action)
+            here = schedule.rank_of(need)
+            there = schedule.rank_of(action)
             size = costs.boundary_bytes[min(need.stage, action.stage)]
             delay = network.delay(here, there, size) if here != there else 0.0
             last = max(last, (spans[need][1], spans[need][1] + delay), key=itemgetter(1))

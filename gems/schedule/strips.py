@@ -1,9 +1,9 @@
 """Strips: the rows of a micro-batch's images as a row of smaller micro-batches, which have an order.
 
-Layers keep the rows that they have not used up from one strip for the next (the carry), so on each stage forward runs
-from the first strip to the last and backward from the last to the first. In a list with `num_strips` k the strips of
-micro-batch m are numbered m k to m k + k - 1, in the place of micro-batches (`gems.schedule.dependencies` knows their
-order).
+Layers keep the rows that they have not used up from one strip for the next (the carry), so on each
+stage forward runs from the first strip to the last and backward from the last to the first. In a
+list with `num_strips` k the strips of micro-batch m are numbered m k to m k + k - 1, in the place
+of micro-batches (`gems.schedule.dependencies` knows their order).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from gems.schedule.schedule import Schedule
 def with_strips(schedule: Schedule, num_strips: int) -> Schedule:
     """Return a compute-only schedule of whole micro-batches with the strips of each action in its place.
 
-    Any order of whole micro-batches that runs does so in strips: what a rank may hold stays, and the way through the
-    stages takes a strip's time a stage in place of a micro-batch's. With whole backwards and a cap of one micro-batch
-    the efficiency is k / (k + P - 1).
+    Any order of whole micro-batches that runs does so in strips: what a rank may hold stays, and
+    the way through the stages takes a strip's time a stage in place of a micro-batch's. With whole
+    backwards and a cap of one micro-batch the efficiency is k / (k + P - 1).
 
     Raises:
         ConfigError: stages that form a graph.
@@ -32,25 +32,37 @@ def with_strips(schedule: Schedule, num_strips: int) -> Schedule:
     if num_strips == 1:
         return schedule
     if schedule.placement.feeders is not None:
-        raise ConfigError("parallel.strips", num_strips, f"must be 1 for schedule={schedule.name}, a graph of stages")
+        raise ConfigError(
+            "parallel.strips",
+            num_strips,
+            f"must be 1 for schedule={schedule.name}, a graph of stages",
+        )
     rows = tuple(tuple(_strips_of(row, num_strips)) for row in schedule.rows)
     num = schedule.num_micro_batches * num_strips
     return replace(schedule, num_micro_batches=num, num_strips=num_strips, rows=rows)
 
 
 def without_strips(schedule: Schedule) -> Schedule:
-    """Return the compute-only list of whole micro-batches: each forward where its last strip is, and so backward."""
-    num, rows = schedule.num_strips, []
+    """Return the compute-only list of whole micro-batches.
+
+    Each forward where its last strip is, and so backward.
+    """
+    num = schedule.num_strips
+    rows = []
     for row in schedule.rows:
         ends = (num - 1 if action.kind is Kind.F else 0 for action in row)
         rows.append(
             tuple(
                 action._replace(micro_batch=action.micro_batch // num)
                 for action, end in zip(row, ends, strict=True)
-                if action.kind in COMPUTE_KINDS and action.micro_batch is not None and action.micro_batch % num == end
+                if action.kind in COMPUTE_KINDS
+                and action.micro_batch is not None
+                and action.micro_batch % num == end
             )
         )
-    return replace(schedule, num_micro_batches=schedule.num_whole, num_strips=1, rows=tuple(rows), passes=())
+    return replace(
+        schedule, num_micro_batches=schedule.num_whole, num_strips=1, rows=tuple(rows), passes=()
+    )
 
 
 def _strips_of(row: tuple[Action, ...], num_strips: int) -> Iterator[Action]:

@@ -6,40 +6,59 @@ from collections import Counter
 from collections.abc import Sequence
 
 from gems.errors import ScheduleError
-from gems.schedule.action import COMPUTE_KINDS, COPY_KINDS, RANK_KINDS, RECV_KINDS, SEND_KINDS, WAIT_KINDS, Action, Kind
+from gems.schedule.action import (
+    COMPUTE_KINDS,
+    COPY_KINDS,
+    RANK_KINDS,
+    RECV_KINDS,
+    SEND_KINDS,
+    WAIT_KINDS,
+    Action,
+    Kind,
+)
 from gems.schedule.costs import StageCosts, uniform
 from gems.schedule.dependencies import dependencies, transfers_after
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import simulate
 
 _MADE_KINDS = COMPUTE_KINDS | COPY_KINDS | WAIT_KINDS
-_F, _I = Kind.F, Kind.I
-_WHOLE, _SPLIT = (_F, Kind.B), (_F, _I, Kind.W)
+_F = Kind.F
+_I = Kind.I
+_WHOLE = (_F, Kind.B)
+_SPLIT = (_F, _I, Kind.W)
 _MEMORY_KINDS = (Kind.R, *COPY_KINDS, *WAIT_KINDS)
 _TRANSFER_KINDS = SEND_KINDS | RECV_KINDS
 _STAGE_KINDS = RANK_KINDS | {Kind.START_REDUCE}
 _GRAPH_KINDS = _TRANSFER_KINDS | RANK_KINDS | {Kind.F, Kind.B}
 
 
-def validate(schedule: Schedule, costs: StageCosts | None = None, cap: float | None = None) -> Schedule:
+def validate(
+    schedule: Schedule, costs: StageCosts | None = None, cap: float | None = None
+) -> Schedule:
     """Check a compute-only or lowered schedule and return it.
 
-    Checked: every stage of every micro-batch runs forward and backward once (whole, or its two halves), on the rank
-    that holds it and in one direction (with all strips of its micro-batch), so that all activations are freed; what is
-    recomputed or copied to host memory comes back before its backward, and a segment that is both is copied back first;
-    the forwards of a stage keep the order of the micro-batches, as statistics and random numbers do in one process, and
-    its backwards that of strips from the last to the first; nothing runs before its data; each transfer has its partner
-    and each need its transfer; the gradients are reduced after the last backward and the step follows; peers reduce the
-    same stages, once and at the same place of their lists; a sum that starts before them is of a stage that is done; no
-    rank waits for ever, with sends that complete only against a posted receive; and with a cap, no rank holds more
-    activations (in the unit of `costs`, by default one micro-batch on one of P equal parts).
+    Checked: every stage of every micro-batch runs forward and backward once (whole, or its two
+    halves), on the rank that holds it and in one direction (with all strips of its micro-batch), so
+    that all activations are freed; what is recomputed or copied to host memory comes back before
+    its backward, and a segment that is both is copied back first; the forwards of a stage keep the
+    order of the micro-batches, as statistics and random numbers do in one process, and its
+    backwards that of strips from the last to the first; nothing runs before its data; each transfer
+    has its partner and each need its transfer; the gradients are reduced after the last backward
+    and the step follows; peers reduce the same stages, once and at the same place of their lists; a
+    sum that starts before them is of a stage that is done; no rank waits for ever, with sends that
+    complete only against a posted receive; and with a cap, no rank holds more activations (in the
+    unit of `costs`, by default one micro-batch on one of P equal parts).
 
     Raises:
         ScheduleError: names the first fault, and carries the schedule.
     """
     try:
         if len(schedule.rows) != schedule.num_ranks:
-            raise ScheduleError(len(schedule.rows), "none", f"{len(schedule.rows)} rows for {schedule.num_ranks} ranks")
+            raise ScheduleError(
+                len(schedule.rows),
+                "none",
+                f"{len(schedule.rows)} rows for {schedule.num_ranks} ranks",
+            )
         _check_peers(schedule)
         if schedule.placement.feeders is not None:
             _check_graph(schedule)
@@ -52,7 +71,9 @@ def validate(schedule: Schedule, costs: StageCosts | None = None, cap: float | N
             _check_tail(schedule, rank, row)
             _check_starts(schedule, rank, row)
         equal = uniform(schedule.num_ranks, schedule.num_stages)
-        simulate(schedule, costs or equal.in_segments([n or 1 for n in schedule.num_segments]), cap=cap)
+        simulate(
+            schedule, costs or equal.in_segments([n or 1 for n in schedule.num_segments]), cap=cap
+        )
     except ScheduleError as error:
         error.schedule = schedule
         raise
@@ -68,13 +89,19 @@ def _check_peers(schedule: Schedule) -> None:
         for stage in stages:
             peer, theirs = held.setdefault(stage, (rank, stages))
             if theirs != stages:
-                raise ScheduleError(rank, "none", f"shares stage {stage} with rank {peer}, but holds others beside it")
+                raise ScheduleError(
+                    rank,
+                    "none",
+                    f"shares stage {stage} with rank {peer}, but holds others beside it",
+                )
 
 
 def _check_graph(schedule: Schedule) -> None:
     for rank, action in schedule.actions():
         if action.kind not in _GRAPH_KINDS or action.direction:
-            raise ScheduleError(rank, action, "stages of a graph run whole, in one direction, with a full backward")
+            raise ScheduleError(
+                rank, action, "stages of a graph run whole, in one direction, with a full backward"
+            )
         if action.segment is not None and action.kind not in _TRANSFER_KINDS:
             raise ScheduleError(rank, action, "stages of a graph have no segments")
 
@@ -90,10 +117,14 @@ def _check_places(schedule: Schedule) -> None:
             if not 0 <= stage < schedule.num_stages or not 0 <= direction < len(ranks):
                 raise ScheduleError(rank, action, "no such stage or direction")
             if micro_batch is None or not 0 <= micro_batch < schedule.num_micro_batches:
-                raise ScheduleError(rank, action, f"micro-batches run from 0 to {schedule.num_micro_batches - 1}")
+                raise ScheduleError(
+                    rank, action, f"micro-batches run from 0 to {schedule.num_micro_batches - 1}"
+                )
             home = ranks[direction][stage]
             if home != rank:
-                raise ScheduleError(rank, action, f"stage {stage} in direction {direction} is on rank {home}")
+                raise ScheduleError(
+                    rank, action, f"stage {stage} in direction {direction} is on rank {home}"
+                )
             num_seen = len(seen)
             seen.add(action)
             if len(seen) == num_seen:
@@ -101,18 +132,27 @@ def _check_places(schedule: Schedule) -> None:
 
 
 def _check_compute_is_whole(schedule: Schedule) -> None:
-    left: set[tuple[object, ...]] = {action for row in schedule.rows for action in row if action[0] in _MADE_KINDS}
+    left: set[tuple[object, ...]] = {
+        action for row in schedule.rows for action in row if action[0] in _MADE_KINDS
+    }
     directions = schedule.directions()
     if schedule.num_micro_batches % schedule.num_strips:
-        fault = f"{schedule.num_micro_batches} strips are no whole micro-batches of {schedule.num_strips}"
+        fault = (
+            f"{schedule.num_micro_batches} strips are no whole micro-batches of"
+            f" {schedule.num_strips}"
+        )
         raise ScheduleError(0, "none", fault)
     kinds = _kinds if any(map(schedule.has_any, _MEMORY_KINDS)) else _compute_kinds
     for m in range(schedule.num_micro_batches):
         if m not in directions:
-            raise ScheduleError(schedule.placement.rank_of(0, 0), Action(Kind.F, 0, m), "is missing")
+            raise ScheduleError(
+                schedule.placement.rank_of(0, 0), Action(Kind.F, 0, m), "is missing"
+            )
         if directions[m] != directions[m - m % schedule.num_strips]:
             first = Action(Kind.F, 0, m, directions[m])
-            raise ScheduleError(schedule.rank_of(first), first, "runs in another direction than strips before it")
+            raise ScheduleError(
+                schedule.rank_of(first), first, "runs in another direction than strips before it"
+            )
         for stage in range(schedule.num_stages):
             for segment in schedule.segments_of(stage):
                 for kind in kinds(schedule, stage, m, directions[m], segment):
@@ -134,7 +174,9 @@ def _compute_kinds(
     return _SPLIT if schedule.backward_kind(stage, micro_batch, direction) is _I else _WHOLE
 
 
-def _kinds(schedule: Schedule, stage: int, micro_batch: int, direction: int, segment: int | None) -> Sequence[Kind]:
+def _kinds(
+    schedule: Schedule, stage: int, micro_batch: int, direction: int, segment: int | None
+) -> Sequence[Kind]:
     """Return the same with what moves or recomputes the activations."""
     found = list(_compute_kinds(schedule, stage, micro_batch, direction, segment))
     place = (stage, micro_batch, direction, segment)
@@ -157,11 +199,15 @@ def _check_transfers(schedule: Schedule) -> None:
             if send not in left:
                 raise ScheduleError(rank, action, f"its data is never sent: {send} is missing")
             if receive not in left:
-                raise ScheduleError(there, receive, f"is missing, the partner of {send} on rank {rank}")
+                raise ScheduleError(
+                    there, receive, f"is missing, the partner of {send} on rank {rank}"
+                )
             left.discard(send)
             left.discard(receive)
     for action in sorted(left):
-        raise ScheduleError(schedule.rank_of(action), action, "carries data that no rank makes or needs")
+        raise ScheduleError(
+            schedule.rank_of(action), action, "carries data that no rank makes or needs"
+        )
 
 
 def _check_order(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> None:
@@ -181,7 +227,9 @@ def _check_forwards(rank: int, row: tuple[Action, ...]) -> None:
         if action[0] is _F:
             before = last.get(place := (action.direction, action.stage, action.segment))
             if before is not None and (before.micro_batch or 0) > (action.micro_batch or 0):
-                raise ScheduleError(rank, action, f"comes after {before}, a later micro-batch of its stage")
+                raise ScheduleError(
+                    rank, action, f"comes after {before}, a later micro-batch of its stage"
+                )
             last[place] = action
 
 
@@ -195,7 +243,9 @@ def _check_tail(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> None:
         expected = int(name in schedule.passes)
         if counts[kind] != expected or (action in index_of) != bool(expected):
             raise ScheduleError(
-                rank, action, f"must stand in the list {expected} times, and {kind} stands {counts[kind]} times"
+                rank,
+                action,
+                f"must stand in the list {expected} times, and {kind} stands {counts[kind]} times",
             )
         if not expected:
             continue
@@ -209,17 +259,25 @@ def _check_starts(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> Non
     if not schedule.has_any(Kind.START_REDUCE):
         return
     left = {stage for _, stage in schedule.placement.stages_on(rank)}
-    last = {action.stage: (i, action) for i, action in enumerate(row) if action.kind in COMPUTE_KINDS}
+    last = {
+        action.stage: (i, action) for i, action in enumerate(row) if action.kind in COMPUTE_KINDS
+    }
     end = next((i for i, action in enumerate(row) if action.kind is Kind.REDUCE_GRAD), -1)
     for i, action in enumerate(row):
         if action.kind is not Kind.START_REDUCE:
             continue
         if not schedule.placement.is_chain_one_way:
-            raise ScheduleError(rank, action, "sums start early only where stages form a chain in one direction")
+            raise ScheduleError(
+                rank, action, "sums start early only where stages form a chain in one direction"
+            )
         if action.stage not in left or action != Action(Kind.START_REDUCE, action.stage):
             raise ScheduleError(rank, action, "must name a stage of this rank, and that once")
         if i > end:
-            raise ScheduleError(rank, action, "comes after the reduction that waits for it, or there is none")
+            raise ScheduleError(
+                rank, action, "comes after the reduction that waits for it, or there is none"
+            )
         if i < last[action.stage][0]:
-            raise ScheduleError(rank, action, f"comes before {last[action.stage][1]}, on which it rests")
+            raise ScheduleError(
+                rank, action, f"comes before {last[action.stage][1]}, on which it rests"
+            )
         left.discard(action.stage)

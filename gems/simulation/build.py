@@ -36,11 +36,13 @@ SEARCH = 7  # another number for searches that would find other schedules
 
 
 def compute_schedule(spec: RunSpec) -> Schedule:
-    """Return the compute-only schedule of a resolved run: generated, found by search (or in the cache), or read.
+    """Return the compute-only schedule of a resolved run.
+
+    Generated, found by search (or in the cache), or read.
 
     Raises:
-        ConfigError: counts or a cap that the family cannot serve, or a file that holds no such schedule.
-        ScheduleError: a file's schedule that would not run.
+        ConfigError: counts or a cap that the family cannot serve, or a file that holds no such
+        schedule. ScheduleError: a file's schedule that would not run.
     """
     name = spec.schedule.name
     if name == FROM_FILE:
@@ -48,7 +50,9 @@ def compute_schedule(spec: RunSpec) -> Schedule:
     if name == PLACED:
         return placed_on(spec, network_in_seconds(spec))
     if name == CAPPED:
-        return from_json(search_schedule(spec)["schedule"])  # of a model with the cut that it was found with
+        return from_json(
+            search_schedule(spec)["schedule"]
+        )  # of a model with the cut that it was found with
     return with_strips(FAMILIES[name].build(schedule_request(spec)), spec.parallel.strips)
 
 
@@ -57,10 +61,11 @@ def search_schedule(spec: RunSpec, profile: ModelProfile | None = None) -> dict[
 
     Without a cap, under a memory policy, it is the schedule that is fastest under that policy.
 
-    The dictionary holds `schedule` (as JSON), `bound` (the efficiency that no schedule exceeds under the cap),
-    `bound_any_strips` (the same in any number of strips, by these costs), `placement`, `method` and `candidates`; with
-    cost=profile also `boundaries`, the cut that was found with the schedule, and `unit_bytes`, the bytes of a cap of 1.
-    The profile is that of the run, unless it is given.
+    The dictionary holds `schedule` (as JSON), `bound` (the efficiency that no schedule exceeds
+    under the cap), `bound_any_strips` (the same in any number of strips, by these costs),
+    `placement`, `method` and `candidates`; with cost=profile also `boundaries`, the cut that was
+    found with the schedule, and `unit_bytes`, the bytes of a cap of 1. The profile is that of the
+    run, unless it is given.
 
     Raises:
         ConfigError: a cap that no placement can keep, or a profile that cannot be had.
@@ -71,7 +76,11 @@ def search_schedule(spec: RunSpec, profile: ModelProfile | None = None) -> dict[
     is_under_policy = spec.memory.name != "keep" and request.cap is None
     if is_under_policy:
         facts = (*facts, spec.memory, spec.machine, spec.cluster, spec.parallel.replicas)
-    cap_bytes = spec.schedule.activation_cap_bytes if request.num_strips > 1 and spec.memory.name == "keep" else None
+    cap_bytes = (
+        spec.schedule.activation_cap_bytes
+        if request.num_strips > 1 and spec.memory.name == "keep"
+        else None
+    )
     if cap_bytes is not None:
         facts = (*facts, cap_bytes)
 
@@ -88,13 +97,19 @@ def search_schedule(spec: RunSpec, profile: ModelProfile | None = None) -> dict[
                 answer, boundaries = search_with_cut(request, model)
             more = {"boundaries": list(boundaries), "unit_bytes": model.unit_bytes}
         names = ("bound", "bound_any_strips", "placement", "method", "candidates")
-        return {"schedule": to_json(answer.schedule)} | {name: getattr(answer, name) for name in names} | more
+        return (
+            {"schedule": to_json(answer.schedule)}
+            | {name: getattr(answer, name) for name in names}
+            | more
+        )
 
     return cached(spec.cache_dir, CAPPED, repr(facts), search)
 
 
 def partition_of(run: RunSpec, schedule: Schedule) -> Partition:
-    """Return the partition of a resolved run: of a schedule that was searched by a profile the cut found with it.
+    """Return the partition of a resolved run.
+
+    Of a schedule that was searched by a profile the cut found with it.
 
     Raises:
         ConfigError, DoesNotFitError: as `partition_model`.
@@ -115,19 +130,26 @@ def lowered_schedule(spec: RunSpec) -> Schedule:
         ScheduleError: a schedule that would not run.
     """
     made = compute_schedule(spec)
-    costs, cap = schedule_costs(spec, made.placement), activation_cap(spec)
+    costs = schedule_costs(spec, made.placement)
+    cap = activation_cap(spec)
     return validate(lower(made, costs, network_in_units(spec), cap), costs, cap)
 
 
 def lowered_within(
-    run: RunSpec, compute: Schedule, peak_bytes: Callable[[Schedule], tuple[int, ...]], limit_bytes: int | None
+    run: RunSpec,
+    compute: Schedule,
+    peak_bytes: Callable[[Schedule], tuple[int, ...]],
+    limit_bytes: int | None,
 ) -> tuple[Schedule, tuple[int, ...]]:
     """Return the list of a run that keeps its activations, and the peaks of its ranks.
 
-    Receives are posted in time for the links, unless their buffers do not fit; then with the fewest buffers.
+    Receives are posted in time for the links, unless their buffers do not fit; then with the fewest
+    buffers.
     """
-    cap, network = activation_cap(run), network_in_units(run)
-    early, fewest = lower(compute, schedule_costs(run, compute.placement), network, cap), lower(compute)
+    cap = activation_cap(run)
+    network = network_in_units(run)
+    early = lower(compute, schedule_costs(run, compute.placement), network, cap)
+    fewest = lower(compute)
     held = peak_bytes(early)
     if limit_bytes is None or max(held) <= limit_bytes or early.rows == fewest.rows:
         return early, held
@@ -136,32 +158,49 @@ def lowered_within(
 
 def model_request(spec: RunSpec, model: ModelCosts) -> Request:
     """Return what a search over the stages of a profiled model is asked for, in the units of `model`."""
-    unit_s, link = model.unit_s, spec.cost.link / model.unit_s
+    unit_s = model.unit_s
+    link = spec.cost.link / model.unit_s
     cost = replace(spec.cost, unit_s=unit_s, link=link)
     if spec.schedule.activation_cap_bytes is not None:
         cost = replace(cost, activation_bytes=model.unit_bytes)  # the model is cut for it
     request = schedule_request(replace(spec, cost=cost))
-    num_layers, boundaries = model.profile.num_layers, spec.parallel.boundaries
+    num_layers = model.profile.num_layers
+    boundaries = spec.parallel.boundaries
     return replace(
-        request, costs=model, max_stages=min(num_layers, request.max_stages or num_layers),
+        request,
+        costs=model,
+        max_stages=min(num_layers, request.max_stages or num_layers),
         num_stages=None if boundaries is None else len(boundaries) - 1,
-    )  # fmt: skip
+    )
 
 
 def schedule_request(spec: RunSpec) -> Request:
     """Return what the generator is asked for."""
-    parallel, schedule = spec.parallel, spec.schedule
+    parallel = spec.parallel
+    schedule = spec.schedule
     return Request(
-        num_ranks=parallel.partitions, num_micro_batches=parallel.micro_batches or 1, num_parts=parallel.parts or 1,
-        chunks=schedule.chunks, cap=activation_cap(spec), costs=depth_costs(spec), network=network_in_units(spec),
-        allow=tuple(sorted(schedule.memory_actions)), max_stages=schedule.max_stages,
-        placements=tuple(schedule.placements), seed=spec.seed, budget_s=schedule.budget_s,
-        num_strips=parallel.strips, shared_latency=spec.cost.link / parallel.strips,
-    )  # fmt: skip
+        num_ranks=parallel.partitions,
+        num_micro_batches=parallel.micro_batches or 1,
+        num_parts=parallel.parts or 1,
+        chunks=schedule.chunks,
+        cap=activation_cap(spec),
+        costs=depth_costs(spec),
+        network=network_in_units(spec),
+        allow=tuple(sorted(schedule.memory_actions)),
+        max_stages=schedule.max_stages,
+        placements=tuple(schedule.placements),
+        seed=spec.seed,
+        budget_s=schedule.budget_s,
+        num_strips=parallel.strips,
+        shared_latency=spec.cost.link / parallel.strips,
+    )
 
 
 def _read(spec: RunSpec) -> Schedule:
-    """Read the file of schedule=file: what `gems schedule --json` gave, or torch's CSV, valid as it stands."""
+    """Read the file of schedule=file.
+
+    What `gems schedule --json` gave, or torch's CSV, valid as it stands.
+    """
     path = Path(spec.schedule.path or "")
     try:
         text = path.read_text()
@@ -169,14 +208,22 @@ def _read(spec: RunSpec) -> Schedule:
         schedule = from_torch_csv(text, path.stem) if is_csv else from_json(json.loads(text))
     except (OSError, ValueError, RecursionError, ConfigError) as error:
         raise ConfigError(
-            "schedule.path", path, f"holds no schedule ({error})",
+            "schedule.path",
+            path,
+            f"holds no schedule ({error})",
             "give a file of `gems schedule --json`, or a .csv of `gems schedule format=torch`",
-        ) from error  # fmt: skip
+        ) from error
     asked = spec.parallel
     if schedule.num_ranks != asked.partitions:
-        raise ConfigError("parallel.partitions", asked.partitions, f"must be {schedule.num_ranks}, the ranks of {path}")
+        raise ConfigError(
+            "parallel.partitions",
+            asked.partitions,
+            f"must be {schedule.num_ranks}, the ranks of {path}",
+        )
     if schedule.num_strips != asked.strips:
-        raise ConfigError("parallel.strips", asked.strips, f"must be {schedule.num_strips}, those of {path}")
+        raise ConfigError(
+            "parallel.strips", asked.strips, f"must be {schedule.num_strips}, those of {path}"
+        )
     if schedule.num_whole != asked.micro_batches:
         fault = f"must be {schedule.num_whole}, those of {path}"
         raise ConfigError("parallel.micro_batches", asked.micro_batches, fault)

@@ -23,13 +23,17 @@ COPIES = ("d2h_bytes_per_s", "h2d_bytes_per_s")
 MAX_NOISE = 0.5  # that machine.noise takes
 MAX_BYTES_PER_S = 1e15
 MIN_FACTOR = 1e-6  # of a pace, which is above 0
-# how many times the simulation of layers measured alone real steps of two ranks took (docs/benchmarks/fidelity.md)
+# how many times the simulation of layers measured alone real steps of two ranks took
+# (docs/benchmarks/fidelity.md)
 UNCALIBRATED = (1.0, 2.4)
 
 
 @dataclass(frozen=True, slots=True)
 class LinkFit:
-    """A link as `latency_s` + bytes / `bytes_per_s`; `error` is the median relative error over its timings, of 1."""
+    """A link as `latency_s` + bytes / `bytes_per_s`.
+
+    `error` is the median relative error over its timings, of 1.
+    """
 
     latency_s: float
     bytes_per_s: float
@@ -45,9 +49,11 @@ class Calibration:
     """What probes of a machine say.
 
     Attributes:
-        links: the fit of each level: link (between nodes, or anywhere where nodes are not told apart), node.
+        links: the fit of each level: link (between nodes, or anywhere where nodes are not told
+            apart), node.
         noise: relative standard deviation of a rank's compute.
-        all_reduce_error: median relative error of all-reduces that the links predict, of 1; None where none were timed.
+        all_reduce_error: median relative error of all-reduces that the links predict, of 1; None
+            where none were timed.
         d2h_bytes_per_s, h2d_bytes_per_s: rates of the copy engines; None without a GPU.
         ranks_per_node: where ranks of several nodes took part.
         pace: how much longer layers take in a run than alone; None where no run told.
@@ -74,7 +80,8 @@ class Calibration:
     @property
     def network(self) -> Network:
         """The links, in seconds."""
-        link, node = self.links["link"], self.links.get("node")
+        link = self.links["link"]
+        node = self.links.get("node")
         inside = (0.0, 0.0) if node is None else (node.latency_s, 1 / node.bytes_per_s)
         return Network(link.latency_s, 1 / link.bytes_per_s, self.ranks_per_node, *inside)
 
@@ -82,30 +89,37 @@ class Calibration:
 def fit_link(sizes_bytes: Sequence[float], times_s: Sequence[float]) -> LinkFit:
     """Fit latency and bandwidth by least squares of relative errors, so that small messages count as large ones do.
 
-    Where the best line would have a negative latency or rate, that one is 0 (or as good as free) and the other alone is
-    fitted.
+    Where the best line would have a negative latency or rate, that one is 0 (or as good as free)
+    and the other alone is fitted.
 
     Raises:
         ConfigError: fewer than two different sizes, or times that are not above 0.
     """
-    sizes, times = np.asarray(sizes_bytes, float), np.asarray(times_s, float)
+    sizes = np.asarray(sizes_bytes, float)
+    times = np.asarray(times_s, float)
     if len(set(sizes.tolist())) < 2 or len(sizes) != len(times) or not (times > 0).all():
         raise ConfigError(
-            "calibration", f"{len(sizes)} timings", "must be messages of two sizes or more, with times above 0"
+            "calibration",
+            f"{len(sizes)} timings",
+            "must be messages of two sizes or more, with times above 0",
         )
     columns = np.stack([1 / times, sizes / times], axis=1)
     best, *_ = np.linalg.lstsq(columns, np.ones(len(times)), rcond=None)
     latency_s, per_byte = (float(value) for value in best)
     alone = [float(value) for value in columns.sum(axis=0) / (columns**2).sum(axis=0)]
     if latency_s < 0:
-        latency_s, per_byte = 0.0, alone[1]
+        latency_s = 0.0
+        per_byte = alone[1]
     elif per_byte < 1 / MAX_BYTES_PER_S:
-        latency_s, per_byte = alone[0], 1 / MAX_BYTES_PER_S
+        latency_s = alone[0]
+        per_byte = 1 / MAX_BYTES_PER_S
     predicted = latency_s + per_byte * sizes
     return LinkFit(latency_s, 1 / per_byte, float(np.median(np.abs(predicted / times - 1))))
 
 
-def fit_pace(alone_s: Sequence[float], passes: Sequence[float], steps_s: Sequence[float]) -> RunPace:
+def fit_pace(
+    alone_s: Sequence[float], passes: Sequence[float], steps_s: Sequence[float]
+) -> RunPace:
     """Fit the pace to steps that took `steps_s`, by what their layers take alone and the passes of layers in them.
 
     By least squares of relative errors. The host's time is not below 0, nor the factor below 0.
@@ -115,10 +129,16 @@ def fit_pace(alone_s: Sequence[float], passes: Sequence[float], steps_s: Sequenc
     """
     alone, count, steps = (np.asarray(values, float) for values in (alone_s, passes, steps_s))
     if not len(steps) or not (alone > 0).all() or not (steps > 0).all():
-        raise ConfigError("calibration", f"{len(steps)} runs", "must be one or more, with times above 0")
+        raise ConfigError(
+            "calibration", f"{len(steps)} runs", "must be one or more, with times above 0"
+        )
     columns = np.stack([alone / steps, count / steps], axis=1)
-    factor, pass_s = (float(value) for value in np.linalg.lstsq(columns, np.ones(len(steps)), rcond=None)[0])
-    only = [float(value) for value in columns.sum(axis=0) / np.maximum((columns**2).sum(axis=0), 1e-300)]
+    factor, pass_s = (
+        float(value) for value in np.linalg.lstsq(columns, np.ones(len(steps)), rcond=None)[0]
+    )
+    only = [
+        float(value) for value in columns.sum(axis=0) / np.maximum((columns**2).sum(axis=0), 1e-300)
+    ]
     if pass_s < 0:
         return RunPace(only[0], 0.0)
     return RunPace(factor, pass_s) if factor > 0 else RunPace(MIN_FACTOR, only[1])
@@ -126,7 +146,10 @@ def fit_pace(alone_s: Sequence[float], passes: Sequence[float], steps_s: Sequenc
 
 @dataclass(frozen=True, slots=True)
 class Confidence:
-    """What is known of a real step beside its simulation: `band` are factors of its time, None if not known."""
+    """What is known of a real step beside its simulation.
+
+    `band` are factors of its time, None if not known.
+    """
 
     is_calibrated: bool
     band: tuple[float, float] | None
@@ -140,10 +163,11 @@ class Confidence:
 def confidence_of(spec: RunSpec) -> Confidence:
     """Return how far a prediction of a resolved run's step by its layers can be trusted.
 
-    With a known pace it is calibrated. Layers that were measured alone give a band. Of those on fake tensors only the
-    rates of the machine are known, and no run has shown how far they are off.
+    With a known pace it is calibrated. Layers that were measured alone give a band. Of those on
+    fake tensors only the rates of the machine are known, and no run has shown how far they are off.
     """
-    path, pace = spec.profile.path, known_pace(spec)
+    path = spec.profile.path
+    pace = known_pace(spec)
     profile = None if path is None else read_document(Path(path))
     is_measured = not is_fake(spec.profile) if profile is None else profile.source == "measured"
     if not is_measured:
@@ -152,20 +176,26 @@ def confidence_of(spec: RunSpec) -> Confidence:
     if pace is not None or (profile is not None and FACT in profile.facts):
         return Confidence(True, None, "calibrated by runs on this machine")
     low, high = UNCALIBRATED
-    words = f"not calibrated for this machine: {low:g} to {high:g} times what its layers take alone (make calibrate)"
+    words = (
+        f"not calibrated for this machine: {low:g} to {high:g} times what its layers take alone"
+        " (make calibrate)"
+    )
     return Confidence(False, UNCALIBRATED, words)
 
 
 def noise_of(times_s: np.ndarray) -> float:
     """Return the relative standard deviation of computes that should take equally long, repetitions x ranks.
 
-    It is by the middle half of each rank's times, so that a few interruptions do not count; the median over ranks.
+    It is by the middle half of each rank's times, so that a few interruptions do not count; the
+    median over ranks.
 
     Raises:
         ConfigError: fewer than four repetitions.
     """
     if len(times_s) < 4:
-        raise ConfigError("calibration", f"{len(times_s)} repetitions", "must be four or more to tell noise")
+        raise ConfigError(
+            "calibration", f"{len(times_s)} repetitions", "must be four or more to tell noise"
+        )
     low, middle, high = np.quantile(times_s, [0.25, 0.5, 0.75], axis=0)
     return float(np.median((high - low) / NORMAL_IQR / middle))
 
@@ -173,22 +203,36 @@ def noise_of(times_s: np.ndarray) -> float:
 def calibration_of(probe: Mapping[str, Any]) -> Calibration:
     """Return the calibration of what `gems.engine.transport.speed_probe` wrote.
 
-    Of one node alone its links stand for all links. Emulated compute is a timed wait, which has no noise.
+    Of one node alone its links stand for all links. Emulated compute is a timed wait, which has no
+    noise.
 
     Raises:
         ConfigError: another schema, or too few timings.
     """
     if probe.get("schema") != SCHEMA:
-        raise ConfigError("calibration", probe.get("schema"), f"must be {SCHEMA}", "probe again, with this version")
+        raise ConfigError(
+            "calibration",
+            probe.get("schema"),
+            f"must be {SCHEMA}",
+            "probe again, with this version",
+        )
     messages: Mapping[str, Any] = probe["messages"]
-    links = {level: fit_link(messages[level]["bytes"], messages[level]["s"]) for level in LEVELS if level in messages}
+    links = {
+        level: fit_link(messages[level]["bytes"], messages[level]["s"])
+        for level in LEVELS
+        if level in messages
+    }
     if "link" not in links:
         links = {"link": links["node"]}
     copies: Mapping[str, float] = probe.get("copies") or {}
-    noise = 0.0 if probe.get("kind") == "emulated" else noise_of(np.asarray(probe["computes_s"], float))
+    noise = (
+        0.0 if probe.get("kind") == "emulated" else noise_of(np.asarray(probe["computes_s"], float))
+    )
     ranks_per_node = probe.get("ranks_per_node") if "node" in links else None
     out, back = (copies.get(name) for name in COPIES)
-    found = Calibration(links, noise, d2h_bytes_per_s=out, h2d_bytes_per_s=back, ranks_per_node=ranks_per_node)
+    found = Calibration(
+        links, noise, d2h_bytes_per_s=out, h2d_bytes_per_s=back, ranks_per_node=ranks_per_node
+    )
     sums: Mapping[str, Any] = probe.get("sums") or {}
     if not sums:
         return found
@@ -206,32 +250,46 @@ def merged(found: Calibration, noises: Sequence[float], pace: RunPace | None = N
 
 
 def machine_yaml(
-    found: Calibration, name: str, kind: str, device: str, origin: str, comments: Sequence[str] = (),
-    base: str | None = None, held_out_error: float | None = None,
-) -> str:  # fmt: skip
+    found: Calibration,
+    name: str,
+    kind: str,
+    device: str,
+    origin: str,
+    comments: Sequence[str] = (),
+    base: str | None = None,
+    held_out_error: float | None = None,
+) -> str:
     """Return the text of a machine's file, for conf/machine/ or the folder machine/ of one that --config-dir names.
 
-    `origin` says what it was measured on; `comments` are lines more that head it. With `base` the rest is that
-    machine's. A noise above what predictions take, on a machine that others use too, is cut to that.
+    `origin` says what it was measured on; `comments` are lines more that head it. With `base` the
+    rest is that machine's. A noise above what predictions take, on a machine that others use too,
+    is cut to that.
     """
     notes = [f"Calibrated: {origin}", *comments]
     notes += [
-        f"{level}: {fit.latency_s:.3g} s and {fit.bytes_per_s:.3g} bytes/s, median error of the fit {fit.error:.1%}"
+        f"{level}: {fit.latency_s:.3g} s and {fit.bytes_per_s:.3g} bytes/s, median error of the fit"
+        f" {fit.error:.1%}"
         for level, fit in found.links.items()
     ]
     if found.all_reduce_error is not None:
-        notes.append(f"all-reduces that these links predict are off by {found.all_reduce_error:.0%} (median)")
+        notes.append(
+            f"all-reduces that these links predict are off by {found.all_reduce_error:.0%} (median)"
+        )
     if found.pace is not None:
         notes.append("pace: how much longer layers take in a run of two ranks than alone")
     if found.noise > MAX_NOISE:
         notes.append(
-            f"compute varied by {found.noise:.0%}, of which {MAX_NOISE:.0%} is kept: calibrate on a quiet machine"
+            f"compute varied by {found.noise:.0%}, of which {MAX_NOISE:.0%} is kept: calibrate on a"
+            " quiet machine"
         )
     lines = [f"# {note}" for note in notes]
     lines += [] if base is None else ["defaults:", f"  - {base}", "  - _self_"]
     lines += [f"name: {name}", f"kind: {kind}", f"device: {device}"]
     values = found.machine() | {"noise": min(found.noise, MAX_NOISE)}
-    lines += [f"{key}: {value:.6g}" if isinstance(value, float) else f"{key}: {value}" for key, value in values.items()]
+    lines += [
+        f"{key}: {value:.6g}" if isinstance(value, float) else f"{key}: {value}"
+        for key, value in values.items()
+    ]
     lines.append(f'calibrated_from: "{origin}"')
     lines += [] if held_out_error is None else [f"held_out_error: {held_out_error:.4g}"]
     return "\n".join(lines) + "\n"

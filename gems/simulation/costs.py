@@ -1,4 +1,7 @@
-"""What a run's schedule costs by its configuration: compute, links, pace, and all-reduces; and one step."""
+"""What a run's schedule costs by its configuration: compute, links, pace, and all-reduces.
+
+And one step.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,10 @@ def activation_cap(run: RunSpec) -> float | None:
 
 
 def counts_units(run: RunSpec) -> bool:
-    """Return whether a run's times are in units that stand for no seconds: configured costs without cost.unit_s."""
+    """Return whether a run's times are in units that stand for no seconds.
+
+    Configured costs without cost.unit_s.
+    """
     is_by_layers = run.cost.name == PROFILE or run.memory.name != "keep"
     return not is_by_layers and run.cost.unit_s == 1.0 and run.machine.kind != "emulated"
 
@@ -36,18 +42,25 @@ def depth_costs(run: RunSpec) -> DepthCosts:
     """Return the costs of the model over its depth, in units."""
     cost = run.cost
     return DepthCosts(
-        num_ranks=run.parallel.partitions, forward=cost.forward, input_grad=cost.input_grad,
-        weight_grad=cost.weight_grad, recompute=cost.recompute, copy=cost.offload,
-        boundary_bytes=float(cost.boundary_bytes), times=tuple(cost.times), activations=tuple(cost.activations),
+        num_ranks=run.parallel.partitions,
+        forward=cost.forward,
+        input_grad=cost.input_grad,
+        weight_grad=cost.weight_grad,
+        recompute=cost.recompute,
+        copy=cost.offload,
+        boundary_bytes=float(cost.boundary_bytes),
+        times=tuple(cost.times),
+        activations=tuple(cost.activations),
         given=StageCosts.from_json(cost.stages) if cost.stages else None,
-    )  # fmt: skip
+    )
 
 
 def schedule_costs(run: RunSpec, placement: Placement) -> StageCosts:
     """Return the costs of a schedule's stages in units (of a strip, where parallel.strips makes several).
 
-    They have the all-reduce of each stage's gradients, of equal stages unless the costs name their bytes. Without
-    `cost.param_bytes` that takes no time, so that abstract costs are those of the pipeline alone.
+    They have the all-reduce of each stage's gradients, of equal stages unless the costs name their
+    bytes. Without `cost.param_bytes` that takes no time, so that abstract costs are those of the
+    pipeline alone.
 
     Raises:
         ConfigError: `cost.stages` has other stages.
@@ -55,9 +68,10 @@ def schedule_costs(run: RunSpec, placement: Placement) -> StageCosts:
     costs = depth_costs(run)
     if costs.given is not None and costs.given.num_stages != placement.num_stages:
         raise ConfigError(
-            "cost.stages", f"of {costs.given.num_stages} stages",
+            "cost.stages",
+            f"of {costs.given.num_stages} stages",
             f"must be of {placement.num_stages}, the stages of schedule={run.schedule.name}",
-        )  # fmt: skip
+        )
     stages = costs.of(placement) if placement.feeders is None else stage_costs_of(run)
     stages = strip_costs(stages, run.parallel.strips)
     if run.cost.param_bytes and not stages.param_bytes:
@@ -67,8 +81,12 @@ def schedule_costs(run: RunSpec, placement: Placement) -> StageCosts:
 
 
 def replica_pace(run: RunSpec, replica: int) -> Pace:
-    """Return what disturbs one replica of the pipeline: its slow rank, if it has one, and the time to read inputs."""
-    machine, num_ranks = run.machine, run.parallel.partitions
+    """Return what disturbs one replica of the pipeline.
+
+    Its slow rank, if it has one, and the time to read inputs.
+    """
+    machine = run.machine
+    num_ranks = run.parallel.partitions
     slow = machine.slow_rank
     is_here = slow is not None and slow // num_ranks == replica
     slow_rank = slow % num_ranks if slow is not None and is_here else None
@@ -76,9 +94,13 @@ def replica_pace(run: RunSpec, replica: int) -> Pace:
 
 
 def simulate_step(run: RunSpec, schedule: Schedule) -> tuple[Network, Simulation]:
-    """Simulate one step of a run without jitter, in units; return the network that it was simulated on too."""
+    """Simulate one step of a run without jitter, in units.
+
+    Return the network that it was simulated on too.
+    """
     paces = [replica_pace(run, replica) for replica in range(run.parallel.replicas)]
-    costs, cap = schedule_costs(run, schedule.placement), activation_cap(run)
+    costs = schedule_costs(run, schedule.placement)
+    cap = activation_cap(run)
     return slowest_replica(schedule, costs, network_in_units(run), paces, cap)
 
 
@@ -88,7 +110,14 @@ def parts_s(
     """Return the seconds of a simulated step by what a rank does, means over the ranks, which add up to the step."""
     times = rank_times(schedule, costs, step, links, pace)
     useful, recompute, link, reduce = (
-        fmean(getattr(time, name) for time in times) for name in ("useful", "recompute", "link", "reduce")
+        fmean(getattr(time, name) for time in times)
+        for name in ("useful", "recompute", "link", "reduce")
     )
     waiting = fmean(time.idle + time.input + time.step for time in times)
-    return {"compute": useful, "recompute": recompute, "messages": link, "all_reduce": reduce, "waiting": waiting}
+    return {
+        "compute": useful,
+        "recompute": recompute,
+        "messages": link,
+        "all_reduce": reduce,
+        "waiting": waiting,
+    }

@@ -20,7 +20,9 @@ LEVEL = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """When one replica's ranks are ready for each of their reductions, over steps: normal, in the unit of the costs.
+    """When one replica's ranks are ready for each of their reductions, over steps.
+
+    Normal, in the unit of the costs.
 
     Attributes:
         reductions: those that replicas join, of which two ranks of a pair have one.
@@ -33,7 +35,10 @@ class Arrivals:
     root: np.ndarray
 
     def last(self, num_replicas: int, rng: np.random.Generator) -> Mapping[Action, float]:
-        """Draw one step of `num_replicas` replicas; return when the last of them is ready, by reduction."""
+        """Draw one step of `num_replicas` replicas.
+
+        Return when the last of them is ready, by reduction.
+        """
         if num_replicas < 1 or not self.reductions:
             return {}
         normal = rng.standard_normal((num_replicas, len(self.reductions)))
@@ -42,10 +47,11 @@ class Arrivals:
 
 
 def slowdowns(num_ranks: int, noise: float, num: int, rng: np.random.Generator) -> np.ndarray:
-    """Draw how many times as long compute takes: an array of draws x ranks, of mean 1 and standard deviation `noise`.
+    """Draw how many times as long compute takes.
 
-    More than a few draws have these moments exactly, and no correlation between ranks: what depends on them in
-    proportion is then without sampling error.
+    An array of draws x ranks, of mean 1 and standard deviation `noise`.
+    More than a few draws have these moments exactly, and no correlation between ranks: what depends
+    on them in proportion is then without sampling error.
     """
     normal = rng.standard_normal((num, num_ranks))
     if num > 2 * num_ranks:
@@ -57,9 +63,14 @@ def slowdowns(num_ranks: int, noise: float, num: int, rng: np.random.Generator) 
 
 
 def arrivals_of(
-    schedule: Schedule, costs: StageCosts, network: Network, cap: float | None, noise: float, rng: np.random.Generator,
+    schedule: Schedule,
+    costs: StageCosts,
+    network: Network,
+    cap: float | None,
+    noise: float,
+    rng: np.random.Generator,
     pace: Pace = EVEN,
-) -> Arrivals:  # fmt: skip
+) -> Arrivals:
     """Simulate one replica under noise, often enough to know when its reductions could begin.
 
     Reductions take no time in this, so that the answer is the same for any number of replicas.
@@ -81,7 +92,9 @@ def arrivals_of(
     costs = replace(costs, reduce=none, reduce_link=none)
     ready = np.zeros((num, len(reductions)))
     for sample, factors in enumerate(slowdowns(schedule.num_ranks, noise, num, rng)):
-        step = simulate(schedule, costs, network, cap, replace(pace, slowdowns=tuple(factors.tolist())))
+        step = simulate(
+            schedule, costs, network, cap, replace(pace, slowdowns=tuple(factors.tolist()))
+        )
         for rank, index, action in places:
             column = reductions.index(action)
             ready[sample, column] = max(ready[sample, column], step.start[rank][index])
@@ -92,16 +105,26 @@ def arrivals_of(
 
 
 def noisy_steps(
-    schedule: Schedule, costs: StageCosts, network: Network, cap: float | None, noise: float, num_replicas: int,
-    seed: int, num_steps: int = NUM_DRAWS, arrivals: Arrivals | None = None, pace: Pace = EVEN,
-) -> list[Simulation]:  # fmt: skip
-    """Draw steps of `num_replicas` replicas that differ in their noise alone; each is given as replica 0 sees it.
+    schedule: Schedule,
+    costs: StageCosts,
+    network: Network,
+    cap: float | None,
+    noise: float,
+    num_replicas: int,
+    seed: int,
+    num_steps: int = NUM_DRAWS,
+    arrivals: Arrivals | None = None,
+    pace: Pace = EVEN,
+) -> list[Simulation]:
+    """Draw steps of `num_replicas` replicas that differ in their noise alone.
 
-    Each rank of each replica computes a step faster or slower by its own draw. One replica is simulated some times,
-    which gives the distribution of when it is ready for its reductions. A step then is a simulation of replica 0 in
-    which each reduction begins when the last of all replicas is ready, drawn from that distribution: of R replicas
-    the largest of R draws, so that no replica but one is simulated however many there are. `arrivals` is that
-    distribution where it is known (`arrivals_of`), for it does not depend on the number of replicas. `pace` is what
+    Each is given as replica 0 sees it.
+    Each rank of each replica computes a step faster or slower by its own draw. One replica is
+    simulated some times, which gives the distribution of when it is ready for its reductions. A
+    step then is a simulation of replica 0 in which each reduction begins when the last of all
+    replicas is ready, drawn from that distribution: of R replicas the largest of R draws, so that
+    no replica but one is simulated however many there are. `arrivals` is that distribution where it
+    is known (`arrivals_of`), for it does not depend on the number of replicas. `pace` is what
     disturbs replica 0 besides; the others have none of it.
 
     Raises:
@@ -113,12 +136,18 @@ def noisy_steps(
     factors = slowdowns(schedule.num_ranks, noise, num_steps, rng)
     return [
         simulate(
-            schedule, costs, network, cap,
-            replace(pace, slowdowns=tuple(mine.tolist()),
-            late={} if arrivals is None else arrivals.last(num_replicas - 1, rng)),
+            schedule,
+            costs,
+            network,
+            cap,
+            replace(
+                pace,
+                slowdowns=tuple(mine.tolist()),
+                late={} if arrivals is None else arrivals.last(num_replicas - 1, rng),
+            ),
         )
         for mine in factors
-    ]  # fmt: skip
+    ]
 
 
 def median_of(steps: list[Simulation]) -> Simulation:

@@ -1,4 +1,7 @@
-"""What a profiled model costs on any placement of its stages, with a cut for each: what a search under a cap asks."""
+"""What a profiled model costs on any placement of its stages, with a cut for each.
+
+What a search under a cap asks.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +30,28 @@ CUT_BUDGET_S = 0.5  # of one placement, of which a search tries several
 class ModelCosts:
     """The costs of a model's stages by its profile, in units, on any placement.
 
-    A placement has the cut that is given for it in `cuts`, by the run's own boundaries, or by its method of
-    partitioning. A unit of time is what a forward, an input gradient or a weight gradient of one micro-batch takes on
-    average on one of P equal ranks; a unit of activations the most that one micro-batch holds on any of P stages.
+    A placement has the cut that is given for it in `cuts`, by the run's own boundaries, or by its
+    method of partitioning. A unit of time is what a forward, an input gradient or a weight gradient
+    of one micro-batch takes on average on one of P equal ranks; a unit of activations the most that
+    one micro-batch holds on any of P stages.
 
     Raises:
         ConfigError: fewer layers than ranks.
     """
 
-    def __init__(self, spec: RunSpec, profile: ModelProfile, cuts: Mapping[Placement, Boundaries] | None = None):
-        machine = replace(spec.machine, kind="real", device_bytes=None)  # what fits is seen once there is a schedule
+    def __init__(
+        self,
+        spec: RunSpec,
+        profile: ModelProfile,
+        cuts: Mapping[Placement, Boundaries] | None = None,
+    ):
+        machine = replace(
+            spec.machine, kind="real", device_bytes=None
+        )  # what fits is seen once there is a schedule
         budget_s = min(CUT_BUDGET_S, spec.partition.budget_s)
-        self._spec = replace(spec, machine=machine, partition=replace(spec.partition, budget_s=budget_s))
+        self._spec = replace(
+            spec, machine=machine, partition=replace(spec.partition, budget_s=budget_s)
+        )
         self.profile, self._given = profile, dict(cuts or {})
         self._cuts = dict(self._given)
         self.unit_s = sum(layer.time_s for layer in profile.layers) / (3 * spec.parallel.partitions)
@@ -48,8 +61,12 @@ class ModelCosts:
         """Return all that the costs depend on, as a part of the key under which a search is kept."""
         spec = self._spec
         facts = (
-            spec.partition, spec.parallel.boundaries, optimizer_name(spec), spec.memory.min_offload_bytes, self._rates,
-        )  # fmt: skip
+            spec.partition,
+            spec.parallel.boundaries,
+            optimizer_name(spec),
+            spec.memory.min_offload_bytes,
+            self._rates,
+        )
         return repr((facts, self.profile, sorted(self._given.items(), key=repr)))
 
     @cached_property
@@ -71,7 +88,9 @@ class ModelCosts:
     def cut(self, placement: Placement) -> Boundaries:
         """Return where the model is cut into the stages of a placement."""
         if placement not in self._cuts:
-            self._cuts[placement] = partition_model(self._spec, _one_micro_batch(placement)).boundaries
+            self._cuts[placement] = partition_model(
+                self._spec, _one_micro_batch(placement)
+            ).boundaries
         return self._cuts[placement]
 
     def of(self, placement: Placement) -> StageCosts:
@@ -84,11 +103,13 @@ class ModelCosts:
         """Return the costs of the stages between boundaries, in units."""
         return self._in_bytes(boundaries).in_units(self.unit_s, self.unit_bytes)
 
-    def faster_cut(self, schedule: Schedule, network: Network, cap: float | None, share: float = 1.0) -> Boundaries:
+    def faster_cut(
+        self, schedule: Schedule, network: Network, cap: float | None, share: float = 1.0
+    ) -> Boundaries:
         """Return the cut with which the steps of a schedule are shortest among those near the cut of its placement.
 
-        It keeps the cap. `share` is the part of the most cuts that may be simulated. Boundaries that are given, or made
-        by another method or for another objective than time, stay.
+        It keeps the cap. `share` is the part of the most cuts that may be simulated. Boundaries
+        that are given, or made by another method or for another objective than time, stay.
         """
         best = self.cut(schedule.placement)
         if self.is_cut:
@@ -116,7 +137,9 @@ class ModelCosts:
         return machine.d2h_bytes_per_s, machine.h2d_bytes_per_s
 
     def _in_bytes(self, boundaries: Boundaries) -> StageCosts:
-        return acting_stage_costs(self.profile, boundaries, self._spec.memory.min_offload_bytes, *self._rates)
+        return acting_stage_costs(
+            self.profile, boundaries, self._spec.memory.min_offload_bytes, *self._rates
+        )
 
 
 def _one_micro_batch(placement: Placement) -> Schedule:

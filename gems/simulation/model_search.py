@@ -26,13 +26,20 @@ from gems.simulation.memory_case import memory_case, memory_outcome
 from gems.simulation.model_costs import ModelCosts
 
 MAX_CUTS = 2  # times that the model is cut again where no ladder is climbed
-MAX_CLIMBED = 512  # ranks x micro-batches up to which it is: a search of more takes far longer than its budget
+# ranks x micro-batches up to which it is: a search of more takes far longer than its budget
+MAX_CLIMBED = 512
 LADDER = (1.0, 1.5, 2.0, 3.0, 4.0, 8.0)  # caps at which the model is cut on the way to a higher one
 SHARE = 0.4  # of the budget, for a search at one cap of the ladder, of which there are two
 FIRST_SHARE = 0.5  # of that, for the searches before these, on one placement each
-FIRST_CUT, CUT = 1 / 8, 0.4  # of the cuts that may be simulated: for each placement, and for the schedule found
+FIRST_CUT, CUT = (
+    1 / 8,
+    0.4,
+)  # of the cuts that may be simulated: for each placement, and for the schedule found
 PLAN_SHARE = 0.1  # of memory.budget_s, for the plan of each schedule from which one is chosen
-MAX_LOWERED, MARGIN = 4, 1e-3  # times that the cap of strips is lowered, each time so much more than by their bytes
+MAX_LOWERED, MARGIN = (
+    4,
+    1e-3,
+)  # times that the cap of strips is lowered, each time so much more than by their bytes
 NEAR = 1.1  # times the fastest, up to which a placement is cut again once all have been
 
 
@@ -42,15 +49,20 @@ def search_with_cut(request: Request, model: ModelCosts) -> tuple[Found, Boundar
     return found, model.cut(found.schedule.placement)
 
 
-def search_within_bytes(spec: RunSpec, request: Request, model: ModelCosts, cap_bytes: int) -> tuple[Found, Boundaries]:
+def search_within_bytes(
+    spec: RunSpec, request: Request, model: ModelCosts, cap_bytes: int
+) -> tuple[Found, Boundaries]:
     """Return what is found for strips whose activations, with the rows that they share, stay within bytes.
 
-    The costs of a search are equal shares of a whole image, so it is given a lower cap until what is found keeps it.
+    The costs of a search are equal shares of a whole image, so it is given a lower cap until what
+    is found keeps it.
 
     Raises:
         ConfigError: no schedule that keeps the cap was found.
     """
-    cap, bounds, held = request.cap or 0.0, None, 0
+    cap = request.cap or 0.0
+    bounds = None
+    held = 0
     for _ in range(MAX_LOWERED):
         try:
             found, boundaries = search_with_cut(replace(request, cap=cap), model)
@@ -63,34 +75,48 @@ def search_within_bytes(spec: RunSpec, request: Request, model: ModelCosts, cap_
         plan = MemoryPlan.keeping(case.boundaries)
         held = max(rank.peak_activation_bytes for rank in case.timelines(plan, case.lowered(plan)))
         if held <= cap_bytes:
-            return replace(found, bound=bounds.bound, bound_any_strips=bounds.bound_any_strips), boundaries
+            return (
+                replace(found, bound=bounds.bound, bound_any_strips=bounds.bound_any_strips),
+                boundaries,
+            )
         cap *= cap_bytes / held * (1 - MARGIN)
     raise ConfigError(
-        "schedule.activation_cap_bytes", cap_bytes,
-        f"leaves no schedule in {request.num_strips} strips, which with the rows that they share hold {held}",
+        "schedule.activation_cap_bytes",
+        cap_bytes,
+        f"leaves no schedule in {request.num_strips} strips, which with the rows that they share"
+        f" hold {held}",
         "raise it, or use another number of strips",
-    )  # fmt: skip
+    )
 
 
-def search_under_policy(spec: RunSpec, request: Request, model: ModelCosts) -> tuple[Found, Boundaries]:
+def search_under_policy(
+    spec: RunSpec, request: Request, model: ModelCosts
+) -> tuple[Found, Boundaries]:
     """Return the schedule whose step is shortest under the memory policy of a resolved run, and its cut.
 
-    Candidates are the schedules found at each cap of the ladder and without one, the same with whole backwards, and the
-    published ones. The policy plans for one after the other, in a part of its budget, from the shortest step with
-    everything kept: no policy makes it shorter, so that the rest is left out once that alone takes longer than the best
-    step found. A published schedule is cut as it would be by its name. Where the policy makes none fit it is the one
-    that needs least.
+    Candidates are the schedules found at each cap of the ladder and without one, the same with
+    whole backwards, and the published ones. The policy plans for one after the other, in a part of
+    its budget, from the shortest step with everything kept: no policy makes it shorter, so that the
+    rest is left out once that alone takes longer than the best step found. A published schedule is
+    cut as it would be by its name. Where the policy makes none fit it is the one that needs least.
     """
     tried: list[tuple[Found, ModelCosts]] = []
     for one, made in _climbed(request, model):
-        tried += [(replace(one, schedule=each), made) for each in (one.schedule, with_whole_backward(one.schedule))]
+        tried += [
+            (replace(one, schedule=each), made)
+            for each in (one.schedule, with_whole_backward(one.schedule))
+        ]
     last, _ = tried[-1]
     for rival in published_schedules(request):
         by_name = model.with_cut(rival.placement, partition_model(spec, rival).boundaries)
-        tried.append((replace(last, schedule=replace(rival, name=CAPPED), method=rival.name), by_name))
+        tried.append(
+            (replace(last, schedule=replace(rival, name=CAPPED), method=rival.name), by_name)
+        )
     kept_s = [_span(one.schedule, request, made) * made.unit_s for one, made in tried]
     short = replace(spec, memory=replace(spec.memory, budget_s=PLAN_SHARE * spec.memory.budget_s))
-    fastest_s, best, least = math.inf, tried[0], math.inf
+    fastest_s = math.inf
+    best = tried[0]
+    least = math.inf
     seen = set()
     for number in sorted(range(len(tried)), key=kept_s.__getitem__):
         found, made = tried[number]
@@ -101,13 +127,17 @@ def search_under_policy(spec: RunSpec, request: Request, model: ModelCosts) -> t
         if kept_s[number] >= fastest_s:
             break
         try:
-            step_s = memory_outcome(short, memory_case(short, found.schedule, key[1], made.profile)).step_s
+            step_s = memory_outcome(
+                short, memory_case(short, found.schedule, key[1], made.profile)
+            ).step_s
         except DoesNotFitError as error:
             if fastest_s == math.inf and error.needed_bytes < least:
-                least, best = error.needed_bytes, tried[number]
+                least = error.needed_bytes
+                best = tried[number]
             continue
         if step_s < fastest_s:
-            fastest_s, best = step_s, tried[number]
+            fastest_s = step_s
+            best = tried[number]
     found, made = best
     return found, made.cut(found.schedule.placement)
 
@@ -115,11 +145,12 @@ def search_under_policy(spec: RunSpec, request: Request, model: ModelCosts) -> t
 def _climbed(request: Request, model: ModelCosts) -> Iterator[tuple[Found, ModelCosts]]:
     """Yield what is found at each cap of a fixed ladder up to that of the request, and with what cuts of the model.
 
-    Where the cut may change, the model is cut on each for each placement, by the time of the step of the fastest
-    schedule that a short search finds there; all placements are searched with these cuts, the model is cut again for
-    the schedule found, and all are searched once more. Each takes what the one before it found as a rival, with its
-    cut. So at a cap of the ladder the answer is not slower than at a lower one. Large steps, and cuts that stay, are
-    searched in turn under their own cap alone, or without a cap under each of the ladder.
+    Where the cut may change, the model is cut on each for each placement, by the time of the step
+    of the fastest schedule that a short search finds there; all placements are searched with these
+    cuts, the model is cut again for the schedule found, and all are searched once more. Each takes
+    what the one before it found as a rival, with its cut. So at a cap of the ladder the answer is
+    not slower than at a lower one. Large steps, and cuts that stay, are searched in turn under
+    their own cap alone, or without a cap under each of the ladder.
     """
     size = request.num_ranks * request.num_micro_batches * request.num_strips
     lower = [cap for cap in LADDER if request.cap is None or cap < request.cap]
@@ -144,11 +175,12 @@ def _climbed(request: Request, model: ModelCosts) -> Iterator[tuple[Found, Model
 
 def _searched(
     request: Request, model: ModelCosts, rivals: Sequence[Schedule], cuts: int, share: float = 1.0
-) -> tuple[Found, ModelCosts]:  # fmt: skip
+) -> tuple[Found, ModelCosts]:
     """Search, and while it changes, so many times, cut the model for the schedule that was found and search again."""
     found = capped(request, [*rivals, *published_schedules(request)])
     for _ in range(cuts):
-        before, model = model, _cut_for(found.schedule, request, model, share)
+        before = model
+        model = _cut_for(found.schedule, request, model, share)
         if model is before:
             break
         request = replace(request, costs=model)
@@ -156,7 +188,9 @@ def _searched(
     return found, model
 
 
-def _fastest_on_each_placement(request: Request, model: ModelCosts, known: Sequence[Schedule]) -> list[Schedule]:
+def _fastest_on_each_placement(
+    request: Request, model: ModelCosts, known: Sequence[Schedule]
+) -> list[Schedule]:
     """Return the fastest of known, published and shortly searched schedules on each placement.
 
     Where one is known all placements have been cut, and those left far behind are left out.
@@ -176,7 +210,9 @@ def _fastest_on_each_placement(request: Request, model: ModelCosts, known: Seque
     return [schedule for span, schedule in fastest.values() if span <= longest]
 
 
-def _cut_for(schedule: Schedule, request: Request, model: ModelCosts, share: float = 1.0) -> ModelCosts:
+def _cut_for(
+    schedule: Schedule, request: Request, model: ModelCosts, share: float = 1.0
+) -> ModelCosts:
     """Return the model with the cut for a schedule, the same model if its steps take no less time with another."""
     cut = model.faster_cut(schedule, request.network, request.cap, share)
     if cut == model.cut(schedule.placement):
@@ -187,7 +223,8 @@ def _cut_for(schedule: Schedule, request: Request, model: ModelCosts, share: flo
 
 def _span(schedule: Schedule, request: Request, model: ModelCosts) -> float:
     """Return the time of a step as ranks run it, infinite if it would not run under the cap."""
-    costs, network = strip_costs(model.of(schedule.placement), schedule.num_strips), request.network
+    costs = strip_costs(model.of(schedule.placement), schedule.num_strips)
+    network = request.network
     try:
         lowered = add_transfers(schedule, costs, network, request.cap)
         return simulate(lowered, costs, network, request.cap).span

@@ -23,9 +23,10 @@ MIN_S = 1e-9  # times are above 0
 def with_profiled_costs(spec: RunSpec) -> RunSpec:
     """Return the run with the costs of its profile in place of the configured ones, if it asks for them (cost=profile).
 
-    This is for simulation only: the run's identity, and run.yaml, stay those of `spec`. The unit of time is the second,
-    that of activations what the heaviest of P equal parts keeps of one micro-batch. A named schedule has the stages of
-    its partition; a searched one those that it was found with, and activations in the unit of its cap.
+    This is for simulation only: the run's identity, and run.yaml, stay those of `spec`. The unit of
+    time is the second, that of activations what the heaviest of P equal parts keeps of one
+    micro-batch. A named schedule has the stages of its partition; a searched one those that it was
+    found with, and activations in the unit of its cap.
 
     Raises:
         ConfigError: as `profile_of`, `partition_model` and `search_schedule`.
@@ -36,7 +37,9 @@ def with_profiled_costs(spec: RunSpec) -> RunSpec:
     profile = profile_of(spec)
     if spec.schedule.name == CAPPED:
         found = search_schedule(spec)
-        return replace(spec, cost=profiled_costs(spec, profile, found["boundaries"], found["unit_bytes"]))
+        return replace(
+            spec, cost=profiled_costs(spec, profile, found["boundaries"], found["unit_bytes"])
+        )
     made = compute_schedule(replace(spec, cost=layer_costs(spec, profile)))
     boundaries = partition_model(spec, made).boundaries
     return replace(spec, cost=profiled_costs(spec, profile, boundaries))
@@ -51,7 +54,10 @@ def layer_costs(spec: RunSpec, profile: ModelProfile) -> CostConfig:
 def profiled_costs(
     spec: RunSpec, profile: ModelProfile, boundaries: Sequence[int], unit_bytes: int | None = None
 ) -> CostConfig:
-    """Return the costs of the stages between boundaries; `unit_bytes` is the unit of activations, if it is given."""
+    """Return the costs of the stages between boundaries.
+
+    `unit_bytes` is the unit of activations, if it is given.
+    """
     machine = spec.machine
     rates = machine.d2h_bytes_per_s, machine.h2d_bytes_per_s
     stages = acting_stage_costs(profile, boundaries, spec.memory.min_offload_bytes, *rates)
@@ -77,7 +83,9 @@ def _costs(
     activations = [max(1.0, size) for size in kept]
     one = DepthCosts(num_ranks, activations=tuple(activations)).stages(num_ranks).activation
     shares: dict[str, Any] = {
-        name: max(MIN_S, sum(float(getattr(layer, f"{name}_s")) for layer in profile.layers) / num_ranks)
+        name: max(
+            MIN_S, sum(float(getattr(layer, f"{name}_s")) for layer in profile.layers) / num_ranks
+        )
         for name in ("forward", "input_grad", "weight_grad", "recompute")
     }
     return replace(
@@ -87,6 +95,8 @@ def _costs(
         activations=activations,
         unit_s=1.0,
         activation_bytes=unit_bytes or max(1, round(sum(activations) / sum(one))),
-        boundary_bytes=max((profile.layers[cut - 1].output_bytes for cut in boundaries[1:-1]), default=0),
+        boundary_bytes=max(
+            (profile.layers[cut - 1].output_bytes for cut in boundaries[1:-1]), default=0
+        ),
         param_bytes=sum(layer.param_bytes for layer in profile.layers) // num_ranks,
     )

@@ -1,7 +1,7 @@
 """Traces: one HDF5 layout for measured, emulated and simulated runs.
 
-A finished run has one file with a group of columns each for `/events`, `/steps`, `/rank_steps` and `/samples`; while it
-runs, every rank has a part of its own.
+A finished run has one file with a group of columns each for `/events`, `/steps`, `/rank_steps` and
+`/samples`; while it runs, every rank has a part of its own.
 """
 
 from gems.trace.hdf5 import open_trace, read_column, read_trace, write_trace
@@ -20,7 +20,23 @@ from gems.trace.layout import (
 from gems.trace.parts import TracePart, join_attempts, merge_parts, part_path, read_part
 
 __all__ = [
-    "COLUMNS", "DTYPES", "KINDS", "SCHEMA_VERSION", "SOURCES", "STREAMS", "TIME_UNIT", "LayerTimes", "Trace",
-    "TracePart", "join_attempts", "merge_parts", "open_trace", "part_path", "read_column", "read_part", "read_trace",
-    "root_attributes", "write_trace",
-]  # fmt: skip
+    "COLUMNS",
+    "DTYPES",
+    "KINDS",
+    "SCHEMA_VERSION",
+    "SOURCES",
+    "STREAMS",
+    "TIME_UNIT",
+    "LayerTimes",
+    "Trace",
+    "TracePart",
+    "join_attempts",
+    "merge_parts",
+    "open_trace",
+    "part_path",
+    "read_column",
+    "read_part",
+    "read_trace",
+    "root_attributes",
+    "write_trace",
+]

@@ -14,7 +14,17 @@ os.environ.setdefault("HDF5_USE_FILE_LOCKING", "FALSE")  # parallel file systems
 import h5py
 
 from gems.errors import ConfigError
-from gems.trace.layout import COLUMNS, DEFAULTS, DTYPES, KINDS, LATER_TABLES, SCHEMA_VERSION, STREAMS, LayerTimes, Trace
+from gems.trace.layout import (
+    COLUMNS,
+    DEFAULTS,
+    DTYPES,
+    KINDS,
+    LATER_TABLES,
+    SCHEMA_VERSION,
+    STREAMS,
+    LayerTimes,
+    Trace,
+)
 from gems.utils.atomic_io import atomic_write
 
 
@@ -31,9 +41,11 @@ def open_trace(path: Path) -> Iterator[h5py.File]:
             major = version.split(".")[0]
             if not major.isdigit() or int(major) > int(SCHEMA_VERSION.split(".")[0]):
                 raise ConfigError(
-                    "trace", path, f"schema {version} cannot be read here (known: {SCHEMA_VERSION})",
+                    "trace",
+                    path,
+                    f"schema {version} cannot be read here (known: {SCHEMA_VERSION})",
                     "update this toolkit",
-                )  # fmt: skip
+                )
             yield file
     except (OSError, KeyError) as error:
         raise ConfigError(
@@ -44,7 +56,11 @@ def open_trace(path: Path) -> Iterator[h5py.File]:
 def set_attributes(file: h5py.File, attributes: Mapping[str, Any]) -> None:
     """Write root attributes: numbers, texts, and lists of one of these."""
     for name, value in attributes.items():
-        if isinstance(value, (list, tuple)) and value and all(isinstance(item, str) for item in value):
+        if (
+            isinstance(value, (list, tuple))
+            and value
+            and all(isinstance(item, str) for item in value)
+        ):
             file.attrs[name] = np.array(value, dtype=h5py.string_dtype())
         else:
             file.attrs[name] = value
@@ -64,7 +80,10 @@ def _plain(value: Any) -> Any:
 
 
 def write_trace(path: Path, trace: Trace) -> None:
-    """Write a whole trace, each column with its `units` and `long_name`; the file appears complete or not at all."""
+    """Write a whole trace, each column with its `units` and `long_name`.
+
+    The file appears complete or not at all.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as partial, h5py.File(partial, "w") as file:
         set_attributes(file, {**trace.attributes, "schema_version": SCHEMA_VERSION})
@@ -72,8 +91,14 @@ def write_trace(path: Path, trace: Trace) -> None:
             group = file.create_group(name)
             table = getattr(trace, name)
             for column, _, units, long_name in columns:
-                compress = {"compression": "gzip", "compression_opts": 1, "shuffle": True} if len(table) else {}
-                dataset = group.create_dataset(column, data=np.ascontiguousarray(table[column]), **compress)
+                compress = (
+                    {"compression": "gzip", "compression_opts": 1, "shuffle": True}
+                    if len(table)
+                    else {}
+                )
+                dataset = group.create_dataset(
+                    column, data=np.ascontiguousarray(table[column]), **compress
+                )
                 dataset.attrs["units"], dataset.attrs["long_name"] = units, long_name
         file["events"].attrs["kinds"] = list(KINDS)
         file["events"].attrs["streams"] = list(STREAMS)
@@ -82,14 +107,22 @@ def write_trace(path: Path, trace: Trace) -> None:
         schedule.attrs["sha256"] = trace.schedule_sha256
         rows = np.array(trace.schedule_rows, dtype=object)
         for dataset, long_name in (
-            (file.create_dataset("run_yaml", data=trace.run_yaml, dtype=text), "resolved configuration, YAML"),
-            (schedule.create_dataset("rows", data=rows, dtype=text), "actions of each rank of a pipeline, in order"),
+            (
+                file.create_dataset("run_yaml", data=trace.run_yaml, dtype=text),
+                "resolved configuration, YAML",
+            ),
+            (
+                schedule.create_dataset("rows", data=rows, dtype=text),
+                "actions of each rank of a pipeline, in order",
+            ),
             (
                 file.create_dataset("memory_plan", data=trace.memory_plan, dtype=text),
                 "segments of each stage and their policies, JSON; empty where activations are kept",
             ),
             (
-                file.create_dataset("partition/boundaries", data=np.array(trace.boundaries, dtype="i8")),
+                file.create_dataset(
+                    "partition/boundaries", data=np.array(trace.boundaries, dtype="i8")
+                ),
                 "first layer of each stage, and the number of layers",
             ),
         ):
@@ -123,7 +156,10 @@ def read_trace(path: Path) -> Trace:
         layer_times = None
         if "profile" in file:
             group = file["profile"]
-            times = (tuple(map(float, group[name][()])) for name in ("forward_s", "input_grad_s", "weight_grad_s"))
+            times = (
+                tuple(map(float, group[name][()]))
+                for name in ("forward_s", "input_grad_s", "weight_grad_s")
+            )
             layer_times = LayerTimes(str(group.attrs["source"]), *times)
         return Trace(
             attributes=get_attributes(file),

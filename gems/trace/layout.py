@@ -12,12 +12,27 @@ import numpy as np
 TIME_UNIT = "time_unit"  # root attribute of simulated runs whose seconds stand for units
 SCHEMA_VERSION = "1.3"
 SOURCES = ("measured", "emulated", "simulated")
-# The kinds of actions, and behind them what a rank does beside its list: INPUT, waiting for the data of a step or
-# micro-batch.
+# The kinds of actions, and behind them what a rank does beside its list: INPUT, waiting for the
+# data of a step or micro-batch.
 KINDS = (
-    "F", "B", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE_GRAD", "STEP", "I", "W", "R", "OFFLOAD", "PREFETCH",
-    "FREE", "AWAIT", "INPUT", "START_REDUCE",
-)  # fmt: skip
+    "F",
+    "B",
+    "SEND_F",
+    "RECV_F",
+    "SEND_B",
+    "RECV_B",
+    "REDUCE_GRAD",
+    "STEP",
+    "I",
+    "W",
+    "R",
+    "OFFLOAD",
+    "PREFETCH",
+    "FREE",
+    "AWAIT",
+    "INPUT",
+    "START_REDUCE",
+)
 STREAMS = ("compute", "link", "copy_out", "copy_in")
 
 COLUMNS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
@@ -31,7 +46,12 @@ COLUMNS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("micro_batch", "i4", "1", "micro-batch of the step, -1 for none"),
         ("stream", "i1", "1", "stream, index into the attribute streams"),
         ("start_ns", "i8", "ns", "begin on rank 0's clock; of a transfer, its posting"),
-        ("end_ns", "i8", "ns", "end on rank 0's clock; of a transfer, the time it was seen complete"),
+        (
+            "end_ns",
+            "i8",
+            "ns",
+            "end on rank 0's clock; of a transfer, the time it was seen complete",
+        ),
         ("moved_bytes", "i8", "byte", "bytes carried"),
         ("device_bytes", "i8", "byte", "bytes held on the device when the action ended"),
         ("host_bytes", "i8", "byte", "bytes held in host memory when the action ended"),
@@ -44,8 +64,18 @@ COLUMNS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("loss", "f8", "1", "mean training loss over all images of the step"),
         ("is_warmup", "i1", "1", "1 for a step left out of figures"),
         ("attempt", "i4", "1", "attempt that ran the step, from 1"),
-        ("grad_norm", "f8", "1", "norm of the gradient over all stages, before clipping; NaN if nothing needs it"),
-        ("learning_rate", "f8", "1", "largest learning rate of the parameter groups; NaN if nothing is trained"),
+        (
+            "grad_norm",
+            "f8",
+            "1",
+            "norm of the gradient over all stages, before clipping; NaN if nothing needs it",
+        ),
+        (
+            "learning_rate",
+            "f8",
+            "1",
+            "largest learning rate of the parameter groups; NaN if nothing is trained",
+        ),
     ),
     "rank_steps": (
         ("rank", "i4", "1", "world rank"),
@@ -53,10 +83,25 @@ COLUMNS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("start_ns", "i8", "ns", "begin on this rank"),
         ("end_ns", "i8", "ns", "end on this rank"),
         ("images", "i8", "1", "images of all directions and replicas"),
-        ("loss", "f8", "1", "mean training loss of the step, where this rank knows it; NaN elsewhere"),
+        (
+            "loss",
+            "f8",
+            "1",
+            "mean training loss of the step, where this rank knows it; NaN elsewhere",
+        ),
         ("is_warmup", "i1", "1", "1 for a step left out of figures"),
-        ("grad_norm", "f8", "1", "norm of the gradient over all stages, before clipping; NaN if nothing needs it"),
-        ("learning_rate", "f8", "1", "largest learning rate of the parameter groups; NaN if nothing is trained"),
+        (
+            "grad_norm",
+            "f8",
+            "1",
+            "norm of the gradient over all stages, before clipping; NaN if nothing needs it",
+        ),
+        (
+            "learning_rate",
+            "f8",
+            "1",
+            "largest learning rate of the parameter groups; NaN if nothing is trained",
+        ),
     ),
     "validations": (
         ("step", "i4", "1", "optimizer steps done"),
@@ -66,7 +111,12 @@ COLUMNS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
     "samples": (
         ("rank", "i4", "1", "world rank"),
         ("t_ns", "i8", "ns", "time on rank 0's clock"),
-        ("device_bytes", "i8", "byte", "device memory in use as the driver reports it, -1 without a GPU"),
+        (
+            "device_bytes",
+            "i8",
+            "byte",
+            "device memory in use as the driver reports it, -1 without a GPU",
+        ),
         ("rss_bytes", "i8", "byte", "resident memory of the process"),
         ("power_w", "f8", "W", "power draw of the device, NaN without a GPU"),
         ("utilisation", "f8", "1", "share of time in which the device computed, NaN without a GPU"),
@@ -75,10 +125,17 @@ COLUMNS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
 # What a column says in a file of a minor version that had it not yet.
 DEFAULTS: dict[tuple[str, str], float] = {
     ("steps", "attempt"): 1,
-    **{(table, column): math.nan for table in ("steps", "rank_steps") for column in ("grad_norm", "learning_rate")},
+    **{
+        (table, column): math.nan
+        for table in ("steps", "rank_steps")
+        for column in ("grad_norm", "learning_rate")
+    },
 }
 LATER_TABLES = ("validations",)  # which files of an earlier minor version lack
-DTYPES = {name: np.dtype([(column, kind) for column, kind, _, _ in columns]) for name, columns in COLUMNS.items()}
+DTYPES = {
+    name: np.dtype([(column, kind) for column, kind, _, _ in columns])
+    for name, columns in COLUMNS.items()
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +155,9 @@ class LayerTimes:
 class Trace:
     """A trace in memory: structured arrays of the tables in `COLUMNS`, the root attributes and the texts.
 
-    `memory_plan` is the JSON of what became of activations and what that was predicted to take; empty where they were
-    kept. `layer_times` are those of the profile in the file, None where it has none.
+    `memory_plan` is the JSON of what became of activations and what that was predicted to take;
+    empty where they were kept. `layer_times` are those of the profile in the file, None where it
+    has none.
     """
 
     attributes: dict[str, Any]

@@ -1,7 +1,8 @@
-"""Parts: one rank's rows while the run goes on; the parts of all ranks, and of all attempts, become one trace.
+"""Parts: one rank's rows while the run goes on.
 
-Rows are in compound tables: one write a step instead of thirteen. With the default libver and a flush at each
-step's end the file is readable after SIGKILL.
+The parts of all ranks, and of all attempts, become one trace.
+Rows are in compound tables: one write a step instead of thirteen. With the default libver and a
+flush at each step's end the file is readable after SIGKILL.
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ _log = logging.getLogger(__name__)
 
 
 class TracePart:
-    """One rank's part of a trace while the run goes on. Rows and attributes are kept until `flush`, at step ends.
+    """One rank's part of a trace while the run goes on.
 
-    On a disk without room they wait for a later flush, and no run ends for it: HDF5 is given nothing that it could not
-    write, since a write that fails breaks its file and may end the process.
+    Rows and attributes are kept until `flush`, at step ends.
+    On a disk without room they wait for a later flush, and no run ends for it: HDF5 is given
+    nothing that it could not write, since a write that fails breaks its file and may end the
+    process.
     """
 
     def __init__(self, path: Path, rank: int, attributes: Mapping[str, Any]) -> None:
@@ -46,7 +49,9 @@ class TracePart:
         self._is_waiting = False
         self._rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in PART_TABLES}
         self._tables = {
-            name: self._file.create_dataset(name, (0,), DTYPES[name], maxshape=(None,), chunks=(CHUNK_ROWS,))
+            name: self._file.create_dataset(
+                name, (0,), DTYPES[name], maxshape=(None,), chunks=(CHUNK_ROWS,)
+            )
             for name in PART_TABLES
         }
         self.flush()
@@ -65,7 +70,8 @@ class TracePart:
             is_allocated = self._allocate()
             for name, rows in self._rows.items():
                 if rows:
-                    start, end = self._num_rows[name], self._num_rows[name] + len(rows)
+                    start = self._num_rows[name]
+                    end = self._num_rows[name] + len(rows)
                     self._tables[name].resize((end,))
                     self._tables[name][start:] = np.array(rows, DTYPES[name])
                     self._num_rows[name] = end
@@ -78,7 +84,11 @@ class TracePart:
             self._is_waiting = False
         except OSError as error:
             if not self._is_waiting:
-                _log.warning("%s waits in memory for the disk: %s", self._file.filename, os.strerror(error.errno or 0))
+                _log.warning(
+                    "%s waits in memory for the disk: %s",
+                    self._file.filename,
+                    os.strerror(error.errno or 0),
+                )
             self._is_waiting = True
             for rows in self._rows.values():
                 del rows[MAX_WAITING_ROWS:]
@@ -88,7 +98,9 @@ class TracePart:
         if self._file:
             self.flush()
             if self._is_waiting:
-                _log.warning("%s lacks %d rows", self._file.filename, sum(map(len, self._rows.values())))
+                _log.warning(
+                    "%s lacks %d rows", self._file.filename, sum(map(len, self._rows.values()))
+                )
             self._file.close()
 
     def _allocate(self) -> bool:
@@ -100,12 +112,15 @@ class TracePart:
         num_bytes = METADATA_BYTES if self._attributes else 0
         for name, rows in self._rows.items():
             before, after = (
-                -(-count // CHUNK_ROWS) for count in (self._num_rows[name], self._num_rows[name] + len(rows))
+                -(-count // CHUNK_ROWS)
+                for count in (self._num_rows[name], self._num_rows[name] + len(rows))
             )
             num_bytes += (after - before) * (DTYPES[name].itemsize * CHUNK_ROWS + METADATA_BYTES)
         if num_bytes:
             try:
-                os.posix_fallocate(self._file.id.get_vfd_handle(), self._file.id.get_filesize(), num_bytes)
+                os.posix_fallocate(
+                    self._file.id.get_vfd_handle(), self._file.id.get_filesize(), num_bytes
+                )
             except OSError as error:
                 if error.errno not in CANNOT_ALLOCATE:
                     raise
@@ -125,9 +140,11 @@ def read_part(path: Path) -> Trace:
     """
     with open_trace(path) as file:
         tables: dict[str, Any] = {
-            name: np.empty(0, DTYPES[name])
-            if name in LATER_TABLES and name not in file
-            else _with_all_columns(name, file[name][()])
+            name: (
+                np.empty(0, DTYPES[name])
+                if name in LATER_TABLES and name not in file
+                else _with_all_columns(name, file[name][()])
+            )
             for name in PART_TABLES
         }
         return Trace(attributes=get_attributes(file), **tables)
@@ -139,14 +156,18 @@ def _with_all_columns(name: str, table: np.ndarray) -> np.ndarray:
         return table
     whole = np.empty(len(table), DTYPES[name])
     for column in DTYPES[name].names or ():
-        whole[column] = table[column] if column in (table.dtype.names or ()) else DEFAULTS[name, column]
+        whole[column] = (
+            table[column] if column in (table.dtype.names or ()) else DEFAULTS[name, column]
+        )
     return whole
 
 
 def merge_parts(paths: Sequence[Path], attributes: Mapping[str, Any]) -> Trace:
-    """Join parts on rank 0's clock, events sorted by (rank, start_ns); `attributes` are added to the root.
+    """Join parts on rank 0's clock, events sorted by (rank, start_ns).
 
-    A step counts as done when every rank has it; later rows of a rank that got further stay in `rank_steps`.
+    `attributes` are added to the root.
+    A step counts as done when every rank has it; later rows of a rank that got further stay in
+    `rank_steps`.
     """
     parts = sorted(map(read_part, paths), key=lambda part: int(part.attributes["rank"]))
     if not parts:
@@ -167,7 +188,14 @@ def merge_parts(paths: Sequence[Path], attributes: Mapping[str, Any]) -> Trace:
     unknown |= {peak: -1 for peak in peaks if any(peak in part.attributes for part in parts)}
     merged = parts[0].attributes | {name: by_rank(name, value) for name, value in unknown.items()}
     merged = {**merged, "hostnames": merged["hostname"], **attributes}
-    for gone in ("rank", "hostname", "clock_at_ns", "clock_end_offset_ns", "clock_end_error_ns", "clock_end_at_ns"):
+    for gone in (
+        "rank",
+        "hostname",
+        "clock_at_ns",
+        "clock_end_offset_ns",
+        "clock_end_error_ns",
+        "clock_end_at_ns",
+    ):
         merged.pop(gone, None)
     attempt = int(parts[0].attributes.get("attempt", 1))
     return Trace(merged, steps=_whole_steps(tables["rank_steps"], world_size, attempt), **tables)
@@ -187,12 +215,18 @@ def _joined(names: Sequence[str], traces: Sequence[Trace]) -> dict[str, Any]:
 def _offset_ns(attributes: Mapping[str, Any], times_ns: np.ndarray) -> np.ndarray:
     """Return how far a rank's clock was ahead of rank 0's at some of its times.
 
-    Between the measurement at the start and the one at the end (which a killed run lacks) clocks drift evenly.
+    Between the measurement at the start and the one at the end (which a killed run lacks) clocks
+    drift evenly.
     """
     start = int(attributes.get("clock_offset_ns", 0))
     end = int(attributes.get("clock_end_offset_ns", start))
-    first, last = int(attributes.get("clock_at_ns", 0)), int(attributes.get("clock_end_at_ns", 0))
-    share = np.clip((times_ns - first) / (last - first), 0.0, 1.0) if last > first else np.zeros(len(times_ns))
+    first = int(attributes.get("clock_at_ns", 0))
+    last = int(attributes.get("clock_end_at_ns", 0))
+    share = (
+        np.clip((times_ns - first) / (last - first), 0.0, 1.0)
+        if last > first
+        else np.zeros(len(times_ns))
+    )
     offsets: np.ndarray = start + np.rint(share * (end - start)).astype(np.int64)
     return offsets
 
@@ -206,15 +240,17 @@ def _whole_steps(rank_steps: np.ndarray, world_size: int, attempt: int) -> np.nd
             loss = float(known[0]) if len(known) else float("nan")
             span = mine["start_ns"].min(), mine["end_ns"].max()
             recipe = mine["grad_norm"][0], mine["learning_rate"].max()
-            rows.append((step, *span, mine["images"].max(), loss, mine["is_warmup"].max(), attempt, *recipe))
+            rows.append(
+                (step, *span, mine["images"].max(), loss, mine["is_warmup"].max(), attempt, *recipe)
+            )
     return np.array(rows, DTYPES["steps"])
 
 
 def load_trace(path: Path | str) -> Trace:
     """Read the trace of a run folder, or a trace file.
 
-    Of a run without a `trace.h5` yet, the ranks' parts are joined: their events, steps and samples, without the
-    schedule and the configuration, which are in the folder's own files.
+    Of a run without a `trace.h5` yet, the ranks' parts are joined: their events, steps and samples,
+    without the schedule and the configuration, which are in the folder's own files.
 
     Raises:
         ConfigError: nothing there that can be read, or a newer major schema.
@@ -226,7 +262,10 @@ def load_trace(path: Path | str) -> Trace:
     parts = sorted(part_path(path, 0).parent.glob("rank*.h5"))
     if not parts:
         raise ConfigError(
-            "trace", path, "holds neither trace.h5 nor trace/rank*.h5", "give a run folder or a trace file"
+            "trace",
+            path,
+            "holds neither trace.h5 nor trace/rank*.h5",
+            "give a run folder or a trace file",
         )
     return merge_parts(parts, {})
 
@@ -234,10 +273,11 @@ def load_trace(path: Path | str) -> Trace:
 def join_attempts(traces: Sequence[Trace]) -> Trace:
     """Join the traces of attempts, given in their order, on the clock of the first that counts.
 
-    An attempt that resumed from a checkpoint continues the steps of those before it. What they did of the steps that
-    it repeats was lost, and is left out, so each step is there once. An attempt that began at the first step, or from
-    another run's state, has nothing before it. Clocks of other nodes have nothing in common, so an attempt is placed
-    by the time of day at its beginning, at least GAP_NS after the one before. The root attributes are the last one's.
+    An attempt that resumed from a checkpoint continues the steps of those before it. What they did
+    of the steps that it repeats was lost, and is left out, so each step is there once. An attempt
+    that began at the first step, or from another run's state, has nothing before it. Clocks of
+    other nodes have nothing in common, so an attempt is placed by the time of day at its beginning,
+    at least GAP_NS after the one before. The root attributes are the last one's.
     """
     start = len(traces) - 1
     while start and traces[start].attributes.get("continues"):
@@ -262,8 +302,12 @@ def join_attempts(traces: Sequence[Trace]) -> Trace:
         shift_ns = zero_ns(trace) - zero_ns(chain[0])
         if filled:
             if free_ns is not None:
-                shift_ns = max(shift_ns, free_ns - min(int(table[_times(table)[0]].min()) for table in filled))
-            free_ns = max(int(table[_times(table)[-1]].max()) for table in filled) + shift_ns + GAP_NS
+                shift_ns = max(
+                    shift_ns, free_ns - min(int(table[_times(table)[0]].min()) for table in filled)
+                )
+            free_ns = (
+                max(int(table[_times(table)[-1]].max()) for table in filled) + shift_ns + GAP_NS
+            )
         shifts_ns.append(shift_ns)
         repeated = min(map(first_step, chain[number + 1 :]), default=None)
         for name, table in tables.items():

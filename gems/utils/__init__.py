@@ -1,1 +1,4 @@
-"""What any part may use: a cache, files that appear whole, processes, quiet libraries. No torch, no MPI."""
+"""What any part may use: a cache, files that appear whole, processes, quiet libraries.
+
+No torch, no MPI.
+"""

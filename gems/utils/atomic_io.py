@@ -42,7 +42,8 @@ def distinct(names: Iterable[str]) -> list[str]:
     """Return names of files, those that recur with a number from 2 on at their end."""
     found: dict[str, None] = {}
     for name in names:
-        unused, count = name, 1
+        unused = name
+        count = 1
         while unused in found:
             count += 1
             unused = f"{name}_{count}"
@@ -64,7 +65,10 @@ def sync_to_disk(path: Path) -> None:
 
 
 def write_json(path: Path, document: dict[str, Any], indent: int | None = 1) -> None:
-    """Write a JSON file atomically, with its folder; on a full disk to what `reserve` allocated for it."""
+    """Write a JSON file atomically, with its folder.
+
+    On a full disk to what `reserve` allocated for it.
+    """
     text = json.dumps(document, indent=indent) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -89,7 +93,10 @@ def reserve(path: Path) -> None:
 
 
 def _write_to_reserve(path: Path, text: bytes) -> None:
-    """Write the allocated file and exchange the two by their names alone: the old one is the next reserve."""
+    """Write the allocated file and exchange the two by their names alone.
+
+    The old one is the next reserve.
+    """
     spare = _reserve_path(path)
     old = spare.with_name(f"{spare.name}.old")
     with spare.open("r+b", buffering=0) as file:

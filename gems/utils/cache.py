@@ -15,7 +15,10 @@ from gems.utils.atomic_io import write_json
 
 
 def cache_folder(configured: str | None = None) -> Path:
-    """Return the folder of the cache: as configured, $GEMS_CACHE_DIR, or the user's own cache folder."""
+    """Return the folder of the cache.
+
+    As configured, $GEMS_CACHE_DIR, or the user's own cache folder.
+    """
     if configured:
         return Path(configured)
     if "GEMS_CACHE_DIR" in os.environ:
@@ -23,8 +26,13 @@ def cache_folder(configured: str | None = None) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gems"
 
 
-def cached(configured: str | None, kind: str, key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the result kept for this key and version of the toolkit; if there is none, make and keep it."""
+def cached(
+    configured: str | None, kind: str, key: str, make: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
+    """Return the result kept for this key and version of the toolkit.
+
+    If there is none, make and keep it.
+    """
     found = read_cached(configured, kind, key)
     if found is None:
         found = make()

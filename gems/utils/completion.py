@@ -1,4 +1,7 @@
-"""What each command answers without a verb: its version, and the script by which a shell completes its words."""
+"""What each command answers without a verb.
+
+Its version, and the script by which a shell completes its words.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from gems import __version__
 from gems.errors import ConfigError, one_of
 
-VERSION, COMPLETION = "--version", "--completion"
+VERSION = "--version"
+COMPLETION = "--completion"
 SHELLS = ("bash", "zsh", "fish")
 _BASH = """{function}() {{
   local line="${{COMP_LINE:0:COMP_POINT}}" choices=""
@@ -36,19 +40,30 @@ compdef {function} {command}
 def completion(command: str, verbs: Mapping[str, Sequence[str]], shell: str) -> str:
     """Return the script of a shell that completes the verbs of a command and the words of each."""
     if shell == "fish":
-        lines = [f"complete -c {command} -f -n __fish_use_subcommand -a {shlex.quote(' '.join(verbs))}"]
+        lines = [
+            f"complete -c {command} -f -n __fish_use_subcommand -a {shlex.quote(' '.join(verbs))}"
+        ]
         for verb, words in verbs.items():
             condition = shlex.quote(f"__fish_seen_subcommand_from {verb}")
             lines.append(f"complete -c {command} -n {condition} -a {shlex.quote(' '.join(words))}")
         return "\n".join(lines)
-    cases = "\n".join(f"    {verb}) choices={shlex.quote(' '.join(words))} ;;" for verb, words in verbs.items())
+    cases = "\n".join(
+        f"    {verb}) choices={shlex.quote(' '.join(words))} ;;" for verb, words in verbs.items()
+    )
     return (_BASH if shell == "bash" else _ZSH).format(
-        command=command, function=f"_{command.replace('-', '_')}", verbs=shlex.quote(" ".join(verbs)), cases=cases
+        command=command,
+        function=f"_{command.replace('-', '_')}",
+        verbs=shlex.quote(" ".join(verbs)),
+        cases=cases,
     )
 
 
-def answer(command: str, argv: Sequence[str], words: Callable[[], Mapping[str, Sequence[str]]]) -> str | None:
-    """Return what a command prints for --version or --completion SHELL, or None; `words` gives those of each verb.
+def answer(
+    command: str, argv: Sequence[str], words: Callable[[], Mapping[str, Sequence[str]]]
+) -> str | None:
+    """Return what a command prints for --version or --completion SHELL, or None.
+
+    `words` gives those of each verb.
 
     Raises:
         ConfigError: an unknown shell.

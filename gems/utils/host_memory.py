@@ -21,8 +21,9 @@ def rss_bytes() -> int:
 def keep_freed_memory() -> bool:
     """Let glibc keep freed blocks of up to 32 MB for the next tensor, and return whether it does.
 
-    By default it returns each to the kernel at once, and every activation and gradient of a step then costs a page
-    fault for each 4 KiB: on a processor a third of a ResNet stage's backward. The process's memory stays at its peak.
+    By default it returns each to the kernel at once, and every activation and gradient of a step
+    then costs a page fault for each 4 KiB: on a processor a third of a ResNet stage's backward. The
+    process's memory stays at its peak.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -30,5 +31,8 @@ def keep_freed_memory() -> bool:
         return False
     return all(
         mallopt(option, num_bytes) == 1
-        for option, num_bytes in ((M_MMAP_THRESHOLD, LARGEST_THRESHOLD_BYTES), (M_TRIM_THRESHOLD, KEPT_BYTES))
+        for option, num_bytes in (
+            (M_MMAP_THRESHOLD, LARGEST_THRESHOLD_BYTES),
+            (M_TRIM_THRESHOLD, KEPT_BYTES),
+        )
     )

@@ -33,11 +33,14 @@ def end_family(process: subprocess.Popen[bytes], grace_s: float) -> None:
     process.wait()
 
 
-def end_stranger(pid: int, started: str, grace_s: float, has_ended: Callable[[], bool] = lambda: False) -> bool:
+def end_stranger(
+    pid: int, started: str, grace_s: float, has_ended: Callable[[], bool] = lambda: False
+) -> bool:
     """End the work of a process that is not our child, and return whether it has ended.
 
-    SIGTERM goes to the process alone, which ends its own, and may live on once `has_ended` is true. After `grace_s` it
-    and all under it get SIGKILL. A process of the same number that did not start at `started` counts as gone.
+    SIGTERM goes to the process alone, which ends its own, and may live on once `has_ended` is true.
+    After `grace_s` it and all under it get SIGKILL. A process of the same number that did not start
+    at `started` counts as gone.
 
     Raises:
         PermissionError: it is somebody else's.
@@ -55,7 +58,8 @@ def end_stranger(pid: int, started: str, grace_s: float, has_ended: Callable[[],
 
 
 def _wait_gone(pid: int, started: str, limit_s: float, has_ended: Callable[[], bool]) -> bool:
-    pause, deadline_s = threading.Event(), time.monotonic() + limit_s
+    pause = threading.Event()
+    deadline_s = time.monotonic() + limit_s
     while is_alive(pid, started) and not has_ended():
         if time.monotonic() > deadline_s:
             return False
@@ -70,7 +74,10 @@ def is_alive(pid: int, started: str) -> bool:
 
 
 def start_time(pid: int) -> str:
-    """Return when a process started, in clock ticks since the machine's start; nothing when there is none."""
+    """Return when a process started, in clock ticks since the machine's start.
+
+    Nothing when there is none.
+    """
     fields = _stat(pid)
     return fields[19] if fields else ""
 
@@ -108,7 +115,8 @@ def _stat(pid: int) -> list[str]:
 def is_mentioned(text: str) -> bool:
     """Return whether a process of this machine has a text in its command line, or in the name of an open file.
 
-    Open files are seen of the user's own processes; one that is about to become another program keeps them.
+    Open files are seen of the user's own processes; one that is about to become another program
+    keeps them.
     """
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

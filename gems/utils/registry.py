@@ -20,10 +20,12 @@ Entry = TypeVar("Entry")
 
 
 class Registry(Mapping[str, Entry], Generic[Entry]):
-    """Entries by name. The modules that register the toolkit's own are imported when a name is first looked up.
+    """Entries by name.
 
-    A module named `package.*` stands for all modules of the package. Entries come in the order of the package's tuple
-    `ORDER`, whichever module was imported first, then those that it does not name.
+    The modules that register the toolkit's own are imported when a name is first looked up.
+    A module named `package.*` stands for all modules of the package. Entries come in the order of
+    the package's tuple `ORDER`, whichever module was imported first, then those that it does not
+    name.
     """
 
     def __init__(self, key: str, *modules: str) -> None:
@@ -50,7 +52,10 @@ class Registry(Mapping[str, Entry], Generic[Entry]):
         self._fill()
         if name not in self.entries:
             raise ConfigError(
-                self.key, name, one_of(sorted(self.entries)), f"nearest: {', '.join(nearest(name, self.entries))}"
+                self.key,
+                name,
+                one_of(sorted(self.entries)),
+                f"nearest: {', '.join(nearest(name, self.entries))}",
             )
         return self.entries[name]
 
@@ -73,7 +78,8 @@ class Registry(Mapping[str, Entry], Generic[Entry]):
 
     def _fill(self) -> None:
         if self._modules:
-            modules, self._modules = self._modules, []
+            modules = self._modules
+            self._modules = []
             order: list[str] = []
             for module in modules:
                 package, is_whole, _ = module.partition(".*")
@@ -89,7 +95,9 @@ class Registry(Mapping[str, Entry], Generic[Entry]):
 
 
 def load_plugins(names: Sequence[str], folder: str | None = None) -> None:
-    """Import the user's modules, which register what they add; `folder` is where those that are not installed are.
+    """Import the user's modules, which register what they add.
+
+    `folder` is where those that are not installed are.
 
     Raises:
         ConfigError: a module that is not there, or that cannot be imported.
@@ -102,16 +110,26 @@ def load_plugins(names: Sequence[str], folder: str | None = None) -> None:
             importlib.import_module(name)
         except ModuleNotFoundError as error:
             if not error.name or not f"{name}.".startswith(f"{error.name}."):
-                raise ConfigError(KEY, name, f"imports {error.name}, which is not installed") from error
+                raise ConfigError(
+                    KEY, name, f"imports {error.name}, which is not installed"
+                ) from error
             raise ConfigError(
-                KEY, name, f"is no module of {folder or 'this Python'}", "run where its file is, or install it"
+                KEY,
+                name,
+                f"is no module of {folder or 'this Python'}",
+                "run where its file is, or install it",
             ) from error
         except Exception as error:
-            raise ConfigError(KEY, name, f"cannot be imported ({type(error).__name__}: {error})") from error
+            raise ConfigError(
+                KEY, name, f"cannot be imported ({type(error).__name__}: {error})"
+            ) from error
 
 
 def plugin_folder(names: Sequence[str]) -> str | None:
-    """Return the folder of the first plugin that is not installed: the current one, or one of PYTHONPATH."""
+    """Return the folder of the first plugin that is not installed.
+
+    The current one, or one of PYTHONPATH.
+    """
     folders = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     PathFinder.invalidate_caches()
     for name in names:

@@ -1,7 +1,8 @@
 """The start of a program that loads torch, without Python's garbage collector.
 
-The collector would look through thousands of modules while they are imported: a rank takes a quarter more time for it
-(4.2 s of a processor in place of 3.4, from its start to the end of a tiny run).
+The collector would look through thousands of modules while they are imported: a rank takes a
+quarter more time for it (4.2 s of a processor in place of 3.4, from its start to the end of a tiny
+run).
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ def begin() -> None:
 
 
 def end() -> None:
-    """Collect what is made from now on, and never look through what is there; nothing without a `begin`."""
+    """Collect what is made from now on, and never look through what is there.
+
+    Nothing without a `begin`.
+    """
     global _is_program
     if _is_program:
         gc.freeze()

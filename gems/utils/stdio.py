@@ -1,4 +1,7 @@
-"""Reports on stderr, and what libraries write to stdout from C sent there: a command's JSON object stays alone."""
+"""Reports on stderr, and what libraries write to stdout from C sent there.
+
+A command's JSON object stays alone.
+"""
 
 from __future__ import annotations
 

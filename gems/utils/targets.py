@@ -1,6 +1,8 @@
-"""What the user names by a target, "package.module.Class": found, called, and refused with the line of their code.
+"""What the user names by a target, "package.module.Class".
 
-A process without torch asks a child about such code (`ask_child`) and keeps the answer by the hash of the code.
+Found, called, and refused with the line of their code.
+A process without torch asks a child about such code (`ask_child`) and keeps the answer by the hash
+of the code.
 """
 
 from __future__ import annotations
@@ -29,19 +31,25 @@ _TIME_LIMIT_S = 600.0
 _UNLOADED = ("nms", "qnms")  # of torchvision 0.28, each described when it is imported
 _libraries: list[Any] = []
 _OWN_FOLDERS = ("gems/", "jobs/", "analysis/", "conf/")
-_OURS = Path(nearest.__code__.co_filename).parent  # by its name in tracebacks, which in an archive is no file's
+_OURS = Path(
+    nearest.__code__.co_filename
+).parent  # by its name in tracebacks, which in an archive is no file's
 
 
 def load_target(key: str, target: str, path: str | None = None) -> Callable[..., Any]:
     """Return the class or function that the key's target names, "package.module.Class" or "package.module:Class".
 
-    `path` is the folder of the user's packages; it stays first in `sys.path`, for what is imported later.
+    `path` is the folder of the user's packages; it stays first in `sys.path`, for what is imported
+    later.
 
     Raises:
-        ConfigError: no such module, none of that name in it, a module whose import fails, or nothing to call.
+        ConfigError: no such module, none of that name in it, a module whose import fails, or
+        nothing to call.
     """
     module_name, _, name = target.partition(":") if ":" in target else target.rpartition(".")
-    if not module_name or not all(word.isidentifier() for word in f"{module_name}.{name}".split(".")):
+    if not module_name or not all(
+        word.isidentifier() for word in f"{module_name}.{name}".split(".")
+    ):
         raise ConfigError(key, target, "must be package.module.Class or package.module:Class")
     if path is not None:
         search_first(path, module_name)
@@ -53,7 +61,9 @@ def load_target(key: str, target: str, path: str | None = None) -> Callable[...,
             raise target_error(key, target, "needs a module that is not there", error) from error
         where = f"no module named {error.name}" + (f" in {path}" if path else "")
         path_key = f"{key.rpartition('.')[0]}.path"
-        raise ConfigError(key, target, where, f"set {path_key} to the folder that holds the package") from error
+        raise ConfigError(
+            key, target, where, f"set {path_key} to the folder that holds the package"
+        ) from error
     except Exception as error:
         raise target_error(key, target, "cannot be imported", error) from error
     for word in name.split("."):
@@ -63,7 +73,9 @@ def load_target(key: str, target: str, path: str | None = None) -> Callable[...,
             raise ConfigError(key, target, f"nothing named {word} in {module_name}", advice)
         found = getattr(found, word)
     if not callable(found):
-        raise ConfigError(key, target, f"must name a class or a function, and is of type {type(found).__name__}")
+        raise ConfigError(
+            key, target, f"must name a class or a function, and is of type {type(found).__name__}"
+        )
     made: Callable[..., Any] = found
     return made
 
@@ -86,11 +98,14 @@ def import_module(name: str) -> Any:
         return importlib.import_module(name)
 
 
-def call_target(key: str, target: str, kwargs: Mapping[str, Any], path: str | None, *args: Any) -> Any:
+def call_target(
+    key: str, target: str, kwargs: Mapping[str, Any], path: str | None, *args: Any
+) -> Any:
     """Return what the key's target gives for `args` and `kwargs`.
 
     Raises:
-        ConfigError: as `load_target`, keyword arguments that it does not take, or a call that fails.
+        ConfigError: as `load_target`, keyword arguments that it does not take, or a call that
+        fails.
     """
     make = load_target(key, target, path)
     check_kwargs(key, make, kwargs, *args)
@@ -116,15 +131,21 @@ def check_kwargs(key: str, make: Callable[..., Any], kwargs: Mapping[str, Any], 
         signature.bind(*args, **kwargs)
     except TypeError as error:
         empty = inspect.Parameter.empty
-        words = ", ".join(str(parameter.replace(annotation=empty)) for parameter in signature.parameters.values())
+        words = ", ".join(
+            str(parameter.replace(annotation=empty)) for parameter in signature.parameters.values()
+        )
         name = getattr(make, "__qualname__", type(make).__name__)
         raise ConfigError(
-            f"{key.rpartition('.')[0]}.kwargs", dict(kwargs), f"{name} does not take them ({error})",
+            f"{key.rpartition('.')[0]}.kwargs",
+            dict(kwargs),
+            f"{name} does not take them ({error})",
             f"it takes ({words})",
-        ) from error  # fmt: skip
+        ) from error
 
 
-def target_error(key: str, target: str, what: str, error: BaseException, why: str | None = None) -> ConfigError:
+def target_error(
+    key: str, target: str, what: str, error: BaseException, why: str | None = None
+) -> ConfigError:
     """Return the error that says what cannot be done with the user's code, why, and at which line of it."""
     if why is None:
         lines = str(error).strip().splitlines()
@@ -168,14 +189,20 @@ def locate(key: str, target: str, path: str | None) -> tuple[str, str | None]:
         raise ConfigError(f"{key.rpartition('.')[0]}.path", path, "is not a folder")
     given = None if path is None else str(Path(path).absolute())
     folders = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    found = (str(Path(folder).absolute()) for folder in folders if _find(words[0], [folder]) is not None)
+    found = (
+        str(Path(folder).absolute()) for folder in folders if _find(words[0], [folder]) is not None
+    )
     return words[-1], given or next(found, None)
 
 
 @lru_cache(maxsize=64)
 def source_of(target: str, path: str | None) -> str | None:
-    """Return a hash of the code around a target, found without running it; None where it is nowhere on the path."""
-    digest, has_any = hashlib.sha256(), False
+    """Return a hash of the code around a target, found without running it.
+
+    None where it is nowhere on the path.
+    """
+    digest = hashlib.sha256()
+    has_any = False
     for name, data in sources_of(target, path):
         digest.update(f"{name}:{len(data)}:".encode())
         digest.update(data)
@@ -184,10 +211,11 @@ def source_of(target: str, path: str | None) -> str | None:
 
 
 def sources_of(target: str, path: str | None) -> Iterator[tuple[str, bytes]]:
-    """Yield names and contents of the Python files around a target: its outermost package, or those beside its module.
+    """Yield names and contents of the Python files around a target.
 
-    Names are relative to the folder that holds them. A process that runs from a code archive which has them takes them
-    from there.
+    Its outermost package, or those beside its module.
+    Names are relative to the folder that holds them. A process that runs from a code archive which
+    has them takes them from there.
     """
     top = target.replace(":", ".").partition(".")[0]
     archive = code_archive()
@@ -200,7 +228,11 @@ def sources_of(target: str, path: str | None) -> Iterator[tuple[str, bytes]]:
         return
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
     base = folders[0].parent if folders else Path(str(spec.origin)).parent
-    found = {file for folder in folders for file in folder.rglob("*.py")} if folders else set(base.glob("*.py"))
+    found = (
+        {file for folder in folders for file in folder.rglob("*.py")}
+        if folders
+        else set(base.glob("*.py"))
+    )
     for file in sorted(file for file in found if file.is_file()):
         name = file.relative_to(base).as_posix() if file.is_relative_to(base) else file.name
         yield name, file.read_bytes()
@@ -216,18 +248,31 @@ def code_archive() -> Path | None:
 def search_first(folder: str, module_name: str) -> None:
     """Put the folder of a user's module first in `sys.path`, unless this process runs from an archive that has it."""
     archive = code_archive()
-    if folder not in sys.path and not (archive and archived_names(archive, module_name.partition(".")[0])):
+    if folder not in sys.path and not (
+        archive and archived_names(archive, module_name.partition(".")[0])
+    ):
         sys.path.insert(0, folder)
 
 
 @lru_cache(maxsize=16)
 def archived_names(archive: Path, top: str) -> tuple[str, ...]:
-    """Return the user's Python files that an archive holds for a top-level name: its package, or all modules."""
+    """Return the user's Python files that an archive holds for a top-level name.
+
+    Its package, or all modules.
+    """
     with zipfile.ZipFile(archive) as file:
-        names = sorted(name for name in file.namelist() if name.endswith(".py") and not name.startswith(_OWN_FOLDERS))
+        names = sorted(
+            name
+            for name in file.namelist()
+            if name.endswith(".py") and not name.startswith(_OWN_FOLDERS)
+        )
     package = tuple(name for name in names if name.startswith(f"{top}/"))
     is_module = f"{top}.py" in names
-    return package or (tuple(name for name in names if "/" not in name and name != "__main__.py") if is_module else ())
+    return package or (
+        tuple(name for name in names if "/" not in name and name != "__main__.py")
+        if is_module
+        else ()
+    )
 
 
 def _find(name: str, folders: list[str] | None) -> ModuleSpec | None:
@@ -244,8 +289,11 @@ def ask_child(key: str, target: str, module: str, *arguments: str) -> dict[str, 
     ended = subprocess.run(
         [sys.executable, *RUN_MODULE, module, *arguments],
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TIME_LIMIT_S,
-    )  # fmt: skip
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=_TIME_LIMIT_S,
+    )
     try:
         found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
     except (IndexError, ValueError):
@@ -257,8 +305,13 @@ def ask_child(key: str, target: str, module: str, *arguments: str) -> dict[str, 
     return found
 
 
-def answer(make: Callable[[], dict[str, Any]], as_refusal: Callable[[Exception], ConfigError]) -> None:
-    """Print, as one line of JSON, what `make` gives or what it refuses; anything else goes to stderr."""
+def answer(
+    make: Callable[[], dict[str, Any]], as_refusal: Callable[[Exception], ConfigError]
+) -> None:
+    """Print, as one line of JSON, what `make` gives or what it refuses.
+
+    Anything else goes to stderr.
+    """
     with contextlib.redirect_stdout(sys.stderr):
         try:
             found = make()

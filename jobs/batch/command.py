@@ -1,4 +1,7 @@
-"""Commands of SLURM and other schedulers: bounded in time, without a shell or an enclosing job's variables."""
+"""Commands of SLURM and other schedulers.
+
+Bounded in time, without a shell or an enclosing job's variables.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,30 @@ from dataclasses import dataclass
 
 from gems.launch.local_launcher import without_leftovers
 
-QUERY_LIMIT_S, SITE_LIMIT_S = 10.0, 30.0
-USER_FORMATS = ("SINFO_", "SACCTMGR_", "SQUEUE_", "SACCT_")  # a user's own formats would hide the columns asked for
+QUERY_LIMIT_S = 10.0
+SITE_LIMIT_S = 30.0
+USER_FORMATS = (
+    "SINFO_",
+    "SACCTMGR_",
+    "SQUEUE_",
+    "SACCT_",
+)  # a user's own formats would hide the columns asked for
 # Messages of commands that reach no scheduler, as opposed to a refusal.
 UNREACHABLE = (
-    "Unable to contact slurm controller", "Could not establish a configuration source", "slurmdbd", "connect failure",
-    "Unable to process configuration", "Socket timed out", "Zero Bytes were transmitted", "Connection refused",
-    "Slurm accounting storage is disabled", "not running a supported accounting_storage plugin",
-    "Resource temporarily unavailable", "cannot connect to server", "Unable to connect to Flux",
-)  # fmt: skip
+    "Unable to contact slurm controller",
+    "Could not establish a configuration source",
+    "slurmdbd",
+    "connect failure",
+    "Unable to process configuration",
+    "Socket timed out",
+    "Zero Bytes were transmitted",
+    "Connection refused",
+    "Slurm accounting storage is disabled",
+    "not running a supported accounting_storage plugin",
+    "Resource temporarily unavailable",
+    "cannot connect to server",
+    "Unable to connect to Flux",
+)
 
 
 class SchedulerError(Exception):
@@ -26,7 +44,9 @@ class SchedulerError(Exception):
 
     def __init__(self, command: str, reason: str, *, is_own_message: bool = False) -> None:
         self.reason = reason.removeprefix(f"{command}: ")
-        super().__init__(f"{command} failed: {self.reason}" if is_own_message else f"{command} {reason}")
+        super().__init__(
+            f"{command} failed: {self.reason}" if is_own_message else f"{command} {reason}"
+        )
 
 
 class SchedulerUnavailableError(SchedulerError):
@@ -58,41 +78,68 @@ class CommandResult:
 
 
 def user_name(command: str) -> str:
-    """Return the name of this user, which a command needs; raise SchedulerUnavailableError if there is none."""
+    """Return the name of this user, which a command needs.
+
+    Raise SchedulerUnavailableError if there is none.
+    """
     try:
         return pwd.getpwuid(os.getuid()).pw_name
     except KeyError:
-        raise SchedulerUnavailableError(command, f"needs a name, and user {os.getuid()} has none here") from None
+        raise SchedulerUnavailableError(
+            command, f"needs a name, and user {os.getuid()} has none here"
+        ) from None
 
 
 def run_command(
-    argv: Sequence[str], stdin: str = "", limit_s: float | None = None, environment: Mapping[str, str] | None = None,
+    argv: Sequence[str],
+    stdin: str = "",
+    limit_s: float | None = None,
+    environment: Mapping[str, str] | None = None,
     pass_fds: Sequence[int] = (),
-) -> CommandResult:  # fmt: skip
-    """Run a command of a scheduler, for QUERY_LIMIT_S at most unless `limit_s` is given; raises nothing.
+) -> CommandResult:
+    """Run a command of a scheduler, for QUERY_LIMIT_S at most unless `limit_s` is given.
 
-    `environment` is that of a query, with which messages are English, unless it is given. The command has the
-    files of `pass_fds` open, as in subprocess.
+    Raises nothing.
+    `environment` is that of a query, with which messages are English, unless it is given. The
+    command has the files of `pass_fds` open, as in subprocess.
     """
     limit_s = QUERY_LIMIT_S if limit_s is None else limit_s
     if environment is None:
         kept = without_leftovers(os.environ).items()
-        environment = {name: value for name, value in kept if not name.startswith(USER_FORMATS)} | {"LC_ALL": "C"}
+        environment = {name: value for name, value in kept if not name.startswith(USER_FORMATS)} | {
+            "LC_ALL": "C"
+        }
     try:
         ended = subprocess.run(
-            list(argv), env=environment, input=stdin, capture_output=True, text=True, errors="replace",
-            timeout=limit_s, pass_fds=pass_fds,
-        )  # fmt: skip
+            list(argv),
+            env=environment,
+            input=stdin,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=limit_s,
+            pass_fds=pass_fds,
+        )
     except FileNotFoundError:
         return CommandResult(error=SchedulerUnavailableError(argv[0], "is not on PATH"))
     except subprocess.TimeoutExpired:
-        return CommandResult(error=SchedulerUnavailableError(argv[0], f"did not answer within {limit_s:g} s"))
+        return CommandResult(
+            error=SchedulerUnavailableError(argv[0], f"did not answer within {limit_s:g} s")
+        )
     except OSError as error:
-        return CommandResult(error=SchedulerUnavailableError(argv[0], f"cannot be run ({error.strerror})"))
+        return CommandResult(
+            error=SchedulerUnavailableError(argv[0], f"cannot be run ({error.strerror})")
+        )
     if ended.returncode == 0:
         return CommandResult(ended.stdout, ended.stderr)
     if ended.returncode < 0:
-        return CommandResult(error=SchedulerUnavailableError(argv[0], f"was ended by signal {-ended.returncode}"))
+        return CommandResult(
+            error=SchedulerUnavailableError(argv[0], f"was ended by signal {-ended.returncode}")
+        )
     reason = " ".join((ended.stderr or ended.stdout).split()) or f"exit code {ended.returncode}"
-    kind = SchedulerUnavailableError if any(text in reason for text in UNREACHABLE) else SchedulerRefusedError
+    kind = (
+        SchedulerUnavailableError
+        if any(text in reason for text in UNREACHABLE)
+        else SchedulerRefusedError
+    )
     return CommandResult(ended.stdout, ended.stderr, kind(argv[0], reason, is_own_message=True))

@@ -12,21 +12,49 @@ from typing import NamedTuple
 
 from gems.errors import TryLaterError
 
-PENDING = ("PENDING", "EXPEDITING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
+PENDING = (
+    "PENDING",
+    "EXPEDITING",
+    "REQUEUED",
+    "REQUEUE_HOLD",
+    "REQUEUE_FED",
+    "SPECIAL_EXIT",
+    "RESV_DEL_HOLD",
+)
 STARTING = ("CONFIGURING",)
 SUSPENDED = ("SUSPENDED", "STOPPED")
-ACTIVE = (*PENDING, *STARTING, *SUSPENDED, "RUNNING", "COMPLETING", "SIGNALING", "RESIZING", "STAGE_OUT")
+ACTIVE = (
+    *PENDING,
+    *STARTING,
+    *SUSPENDED,
+    "RUNNING",
+    "COMPLETING",
+    "SIGNALING",
+    "RESIZING",
+    "STAGE_OUT",
+)
 OVER = (
-    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
-    "PREEMPTED", "RECONFIG_FAIL", "REVOKED", "TIMEOUT",
-)  # fmt: skip
+    "BOOT_FAIL",
+    "CANCELLED",
+    "COMPLETED",
+    "DEADLINE",
+    "FAILED",
+    "LAUNCH_FAILED",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "PREEMPTED",
+    "RECONFIG_FAIL",
+    "REVOKED",
+    "TIMEOUT",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
     """A job as its batch system knows it, in SLURM's words; `source` is the command that was asked.
 
-    `start_utc` of a pending job is an estimate. `restarts` counts how often the job was put back into the queue.
+    `start_utc` of a pending job is an estimate. `restarts` counts how often the job was put back
+    into the queue.
     """
 
     state: str
@@ -105,7 +133,10 @@ class UnclearSubmissionError(TryLaterError):
 
 
 def script_path(logs: Path, token: str) -> Path:
-    """Return the batch script of a submission; its name is the sign by which a job of SLURM's is found."""
+    """Return the batch script of a submission.
+
+    Its name is the sign by which a job of SLURM's is found.
+    """
     return logs / f".submission_file_{token}.sh"
 
 
@@ -115,11 +146,17 @@ def pickle_path(logs: Path, token: str) -> Path:
 
 
 def name_submission(logs: Path, token: str, job_id: str) -> None:
-    """Give the files of a submission the names by which the job looks for them; what has its name keeps it."""
-    script, pickle = script_path(logs, token), pickle_path(logs, token)
+    """Give the files of a submission the names by which the job looks for them.
+
+    What has its name keeps it.
+    """
+    script = script_path(logs, token)
+    pickle = pickle_path(logs, token)
     job_id = JobId.parse(job_id).local  # all that the job itself knows
     named = logs / f"{job_id}_submission.sh"
-    with contextlib.suppress(FileNotFoundError):  # of an array the logs of each run have one, and no script
+    with contextlib.suppress(
+        FileNotFoundError
+    ):  # of an array the logs of each run have one, and no script
         pickle.rename(logs / f"{job_id}_submitted.pkl")
     with contextlib.suppress(FileNotFoundError):
         if not (script.is_symlink() or named.exists()):

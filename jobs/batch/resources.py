@@ -13,12 +13,19 @@ from gems.config.schema import ClusterConfig, RunSpec
 from gems.errors import ConfigError
 from gems.runs.owner import own_job_id
 
-SIMULATED, MPIEXEC = "simulated", "mpiexec"
+SIMULATED = "simulated"
+MPIEXEC = "mpiexec"
 SITE_MPIEXECS = ("hydra", "pals")  # which find the nodes of a job of PBS or Flux
 PROBE = "probe"
 CODE, IMAGE = STAGED
-OF_SYSTEM = {"srun": "slurm", "ibrun": "slurm", "flux": "flux"}  # launchers that work in jobs of one batch system
-TOKEN_VARIABLE = "GEMS_SUBMISSION"  # of a job that has the token of its submission in its environment
+OF_SYSTEM = {
+    "srun": "slurm",
+    "ibrun": "slurm",
+    "flux": "flux",
+}  # launchers that work in jobs of one batch system
+TOKEN_VARIABLE = (  # of a job that has the token of its submission in its environment
+    "GEMS_SUBMISSION"
+)
 
 
 class Work(Protocol):
@@ -37,12 +44,14 @@ class Work(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
-    """The resources of one run, one task per rank; `python` is the command that starts the ranks' interpreter.
+    """The resources of one run, one task per rank.
 
-    A simulated run has no ranks: it is one process here, whatever the cluster. With `checks_placement` ranks only
-    report their placement. With `snapshot` everything is started from the code's archive in the run folder. `after` is
-    the number of a job that must have ended, however, before this one starts. `staged` is what each node has a copy of.
-    `nodelist` are the nodes of the allocation that the ranks run on, SLURM's choice if it is empty.
+    `python` is the command that starts the ranks' interpreter.
+    A simulated run has no ranks: it is one process here, whatever the cluster. With
+    `checks_placement` ranks only report their placement. With `snapshot` everything is started from
+    the code's archive in the run folder. `after` is the number of a job that must have ended,
+    however, before this one starts. `staged` is what each node has a copy of. `nodelist` are the
+    nodes of the allocation that the ranks run on, SLURM's choice if it is empty.
     """
 
     name: str
@@ -62,7 +71,10 @@ class JobSpec:
     nodelist: tuple[str, ...] = ()
 
     def stage_path(self, what: str) -> str:
-        """Return the path of a copy on each node; the number of this process's job keeps jobs apart."""
+        """Return the path of a copy on each node.
+
+        The number of this process's job keeps jobs apart.
+        """
         suffix = ".zip" if what == CODE else Path(self.cluster.container_image or "").suffix
         return f"{self.cluster.stage_dir.rstrip('/')}/gems-{own_job_id()}-{what}{suffix}"
 
@@ -73,7 +85,10 @@ class JobSpec:
 
     @property
     def gpu_option(self) -> tuple[str, str] | None:
-        """The option, the same for sbatch and srun, that asks for GPUs, and its value; None if none are asked for."""
+        """The option, the same for sbatch and srun, that asks for GPUs, and its value.
+
+        None if none are asked for.
+        """
         request = self.cluster.gpu_request
         if not self.gpus_per_node or request == "none":
             return None
@@ -87,9 +102,14 @@ class JobSpec:
 
     @property
     def allocated_tasks_per_node(self) -> int:
-        """Tasks of a node that the allocation has CPUs for: as many as the ranks on the fewest nodes may need."""
+        """Tasks of a node that the allocation has CPUs for.
+
+        As many as the ranks on the fewest nodes may need.
+        """
         fewest = min([self.nodes, *self.cluster.smaller_nodes(self.nodes)])
-        return max(self.tasks_per_node, min(-(-self.tasks // fewest), self.cluster.max_ranks_per_node))
+        return max(
+            self.tasks_per_node, min(-(-self.tasks // fewest), self.cluster.max_ranks_per_node)
+        )
 
     @property
     def gpus(self) -> int:
@@ -103,10 +123,17 @@ class JobSpec:
 
     @property
     def charge(self) -> float | None:
-        """The site's charge if the job takes all its minutes, in its own unit; None if the rate is not known."""
+        """The site's charge if the job takes all its minutes, in its own unit.
+
+        None if the rate is not known.
+        """
         if self.cluster.charge_rate is None or self.launcher == SIMULATED:
             return None
-        hours = self.gpu_hours if self.cluster.charge_per == "gpu-hour" else self.allocated_nodes * self.minutes / 60
+        hours = (
+            self.gpu_hours
+            if self.cluster.charge_per == "gpu-hour"
+            else self.allocated_nodes * self.minutes / 60
+        )
         return hours * self.cluster.charge_rate
 
     @property
@@ -121,7 +148,11 @@ class JobSpec:
 
     def summary(self) -> str:
         """Return the resources in one line."""
-        charge = "" if self.charge is None else f", charge {self.charge:g} {self.charge_unit or ''}".rstrip()
+        charge = (
+            ""
+            if self.charge is None
+            else f", charge {self.charge:g} {self.charge_unit or ''}".rstrip()
+        )
         spare = f" and {self.cluster.spare_nodes} spare" if self.cluster.spare_nodes else ""
         return (
             f"nodes {self.nodes}{spare}, tasks {self.tasks}, tasks per node {self.tasks_per_node}, "
@@ -131,12 +162,20 @@ class JobSpec:
 
 
 def _is_batch(launcher: str, cluster: ClusterConfig) -> bool:
-    """Return whether a launcher's ranks run in a job; SLURM is every cluster's default, that of this machine too."""
-    return launcher != SIMULATED and (cluster.scheduler != "slurm" or OF_SYSTEM.get(launcher) == "slurm")
+    """Return whether a launcher's ranks run in a job.
+
+    SLURM is every cluster's default, that of this machine too.
+    """
+    return launcher != SIMULATED and (
+        cluster.scheduler != "slurm" or OF_SYSTEM.get(launcher) == "slurm"
+    )
 
 
 def job_spec(spec: RunSpec) -> JobSpec:
-    """Return the resources of a run; raise ConfigError for ranks here on several nodes or a bad cluster.python."""
+    """Return the resources of a run.
+
+    Raise ConfigError for ranks here on several nodes or a bad cluster.python.
+    """
     cluster = spec.cluster
     nodes = cluster.nodes or 1
     python: tuple[str, ...] = (sys.executable,)
@@ -144,25 +183,50 @@ def job_spec(spec: RunSpec) -> JobSpec:
         return JobSpec(spec.name, SIMULATED, cluster, 1, 1, 1, 1, 0, python, cluster.minutes)
     system = OF_SYSTEM.get(cluster.launcher, cluster.scheduler)
     if system != cluster.scheduler:
-        text = f"starts ranks in jobs of cluster.scheduler={system} alone, and this one's is {cluster.scheduler}"
+        text = (
+            f"starts ranks in jobs of cluster.scheduler={system} alone, and this one's is"
+            f" {cluster.scheduler}"
+        )
         raise ConfigError("cluster.launcher", cluster.launcher, text, "change one of them")
     is_batch = _is_batch(cluster.launcher, cluster)
-    if nodes > 1 and (cluster.launcher == MPIEXEC or (cluster.launcher in SITE_MPIEXECS and not is_batch)):
+    if nodes > 1 and (
+        cluster.launcher == MPIEXEC or (cluster.launcher in SITE_MPIEXECS and not is_batch)
+    ):
         text = f"must be 1 with cluster.launcher={cluster.launcher}, which starts ranks here"
-        advice = "cluster=slurm" if cluster.launcher == MPIEXEC else "cluster.launcher=srun, or cluster.scheduler=pbs"
+        advice = (
+            "cluster=slurm"
+            if cluster.launcher == MPIEXEC
+            else "cluster.launcher=srun, or cluster.scheduler=pbs"
+        )
         raise ConfigError("cluster.nodes", nodes, text, f"use {advice}")
     if cluster.python is not None:
         try:
             python = tuple(shlex.split(cluster.python))
         except ValueError as error:
-            raise ConfigError("cluster.python", cluster.python, f"is not a command line ({error})") from error
+            raise ConfigError(
+                "cluster.python", cluster.python, f"is not a command line ({error})"
+            ) from error
         if not python:
-            raise ConfigError("cluster.python", repr(cluster.python), "must name an interpreter", "or leave it out")
+            raise ConfigError(
+                "cluster.python",
+                repr(cluster.python),
+                "must name an interpreter",
+                "or leave it out",
+            )
     elif cluster.container_image is not None:
         python = ("python3",)
     tasks = spec.world_size
     return JobSpec(
-        spec.name, cluster.launcher, cluster, nodes, tasks, cluster.ranks_per_node or tasks, cluster.cpus_per_rank,
-        cluster.gpus_per_node, python, cluster.minutes, snapshot=cluster.archive_code and is_batch,
+        spec.name,
+        cluster.launcher,
+        cluster,
+        nodes,
+        tasks,
+        cluster.ranks_per_node or tasks,
+        cluster.cpus_per_rank,
+        cluster.gpus_per_node,
+        python,
+        cluster.minutes,
+        snapshot=cluster.archive_code and is_batch,
         checks_placement=spec.machine.kind == PROBE,
-    )  # fmt: skip
+    )

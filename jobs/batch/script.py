@@ -1,4 +1,7 @@
-"""What every batch script has, whichever system reads it: its modules, variables and program, and its submission."""
+"""What every batch script has, whichever system reads it.
+
+Its modules, variables and program, and its submission.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +21,30 @@ from jobs.batch.job import ListedJob, UnclearSubmissionError
 from jobs.batch.resources import JobSpec
 
 SUBMIT_LIMIT_S = 180.0  # sbatch tries again for two minutes by itself
-# Errors after which the system may have the job, as opposed to those of a connection that never came about.
-UNCLEAR = ("did not answer within", "was ended by signal", "Socket timed out", "Zero Bytes were transmitted")
+# Errors after which the system may have the job, as opposed to those of a connection that never
+# came about.
+UNCLEAR = (
+    "did not answer within",
+    "was ended by signal",
+    "Socket timed out",
+    "Zero Bytes were transmitted",
+)
 
 
 def call_submit(
-    argv: Sequence[str], script: Path, environment: Mapping[str, str], cluster: ClusterConfig, system: str,
-    read_id: Callable[[str], str | None], refuse: Callable[[str], ConfigError], find: Callable[[], ListedJob | None],
-) -> str:  # fmt: skip
+    argv: Sequence[str],
+    script: Path,
+    environment: Mapping[str, str],
+    cluster: ClusterConfig,
+    system: str,
+    read_id: Callable[[str], str | None],
+    refuse: Callable[[str], ConfigError],
+    find: Callable[[], ListedJob | None],
+) -> str:
     """Call the command that submits a script and return the job's ID.
 
-    `read_id` finds it in what the command prints; `refuse` makes the error of a refusal; `find` looks for the job where
-    the command did not tell.
+    `read_id` finds it in what the command prints; `refuse` makes the error of a refusal; `find`
+    looks for the job where the command did not tell.
 
     Raises:
         UnclearSubmissionError: it is not known whether the system has the job.
@@ -37,10 +52,13 @@ def call_submit(
         ConfigError: it refuses the job.
         OSError: the script cannot be read.
     """
-    # open from the fork on, before the command line is the command's: so it is found if it outlives this process
+    # open from the fork on, before the command line is the command's: so it is found if it outlives
+    # this process
     with script.open() as file:
         held = (file.fileno(),)
-        result = run_command([*argv, str(script)], limit_s=SUBMIT_LIMIT_S, environment=environment, pass_fds=held)
+        result = run_command(
+            [*argv, str(script)], limit_s=SUBMIT_LIMIT_S, environment=environment, pass_fds=held
+        )
     job_id = read_id(result.stdout)
     if result.error is None and job_id is not None:
         return job_id
@@ -53,9 +71,14 @@ def call_submit(
         if (found := find()) is not None:
             return found.job_id
     what = result.error or f"{argv[0]} printed {result.stdout[:80]!r}"
-    advice = f"once {system} answers, `jobs status` shows whether the job exists; if not, submit again"
+    advice = (
+        f"once {system} answers, `jobs status` shows whether the job exists; if not, submit again"
+    )
     raise UnclearSubmissionError(
-        "cluster", cluster.name, f"cannot determine whether {system} accepted the job ({what})", advice
+        "cluster",
+        cluster.name,
+        f"cannot determine whether {system} accepted the job ({what})",
+        advice,
     )
 
 
@@ -68,16 +91,23 @@ def report_short_job(job: JobSpec) -> None:
 
 
 def free_options(
-    key: str, options: Mapping[str, Any], own: Mapping[str, str], form: str, what: str, example: str,
-    lists: Sequence[str] = (), separator: str = "-",
-) -> dict[str, Any]:  # fmt: skip
+    key: str,
+    options: Mapping[str, Any],
+    own: Mapping[str, str],
+    form: str,
+    what: str,
+    example: str,
+    lists: Sequence[str] = (),
+    separator: str = "-",
+) -> dict[str, Any]:
     """Check a free map of options: true is a bare flag, false and null leave the option out.
 
-    `own` has the options that keys of their own set, `lists` those that may be given several times; `separator` is what
-    names have between their words.
+    `own` has the options that keys of their own set, `lists` those that may be given several times;
+    `separator` is what names have between their words.
 
     Raises:
-        ConfigError: an option that a key of its own sets, no name of one, or text that would leave its line.
+        ConfigError: an option that a key of its own sets, no name of one, or text that would leave
+        its line.
     """
     checked: dict[str, Any] = {}
     for name, value in options.items():
@@ -105,16 +135,25 @@ def module_lines(cluster: ClusterConfig) -> list[str]:
 
 
 def export_lines(values: Mapping[str, object]) -> list[str]:
-    """Return the lines that set variables; raise ConfigError for what is no name or no value of one."""
+    """Return the lines that set variables.
+
+    Raise ConfigError for what is no name or no value of one.
+    """
     for name, value in values.items():
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise ConfigError(f"cluster.environment.{shown(name)}", value, "is not the name of a variable")
+            raise ConfigError(
+                f"cluster.environment.{shown(name)}", value, "is not the name of a variable"
+            )
         if "\0" in str(value):
-            raise ConfigError(f"cluster.environment.{name}", repr(value), "must have no NUL character")
+            raise ConfigError(
+                f"cluster.environment.{name}", repr(value), "must have no NUL character"
+            )
     return [f"export {name}={shlex.quote(str(value))}" for name, value in values.items()]
 
 
-def check_path(spec: RunSpec, job: JobSpec, folder: RunFolder, system: str, forbidden: Mapping[str, str]) -> None:
+def check_path(
+    spec: RunSpec, job: JobSpec, folder: RunFolder, system: str, forbidden: Mapping[str, str]
+) -> None:
     """Raise ConfigError for a run folder that a batch system or Python would read as something else.
 
     `forbidden` has the texts that the system interprets, with the words for them in the message.
@@ -124,7 +163,11 @@ def check_path(spec: RunSpec, job: JobSpec, folder: RunFolder, system: str, forb
         is_name = any(text in spec.name for text in forbidden)
         key, value = ("name", spec.name) if is_name else ("runs_dir", spec.runs_dir)
         words = ", ".join(dict.fromkeys(forbidden.values()))
-        raise ConfigError(key, shown(value), f"must have no {words} or line break, which {system} interprets in paths")
+        raise ConfigError(
+            key,
+            shown(value),
+            f"must have no {words} or line break, which {system} interprets in paths",
+        )
     if job.snapshot and ":" in path:
         key, value = ("name", spec.name) if ":" in spec.name else ("runs_dir", spec.runs_dir)
         text = "must have no ':', which separates the folders that Python imports from"

@@ -14,14 +14,18 @@ from jobs.status.lookup import Overview, find_named, overview
 
 
 def cancel(words: Sequence[str], options: Options) -> int:
-    """Run `gems-jobs cancel RUN_OR_STUDY ...`; return 1 if something was refused or has not ended yet.
+    """Run `gems-jobs cancel RUN_OR_STUDY ...`.
+
+    Return 1 if something was refused or has not ended yet.
 
     Raises:
         ConfigError: nothing named, no such run or study, or nobody there to confirm.
     """
     found = find_named(words, "cancel")
     seen = overview(found)
-    needs_yes = seen.is_active or any(study.record.is_running_here() is None for study in seen.studies)
+    needs_yes = seen.is_active or any(
+        study.record.is_running_here() is None for study in seen.studies
+    )
     if needs_yes and YES not in options.flags and not _is_confirmed(seen):
         report("jobs", "nothing is cancelled")
         return 1
@@ -32,9 +36,15 @@ def _is_confirmed(seen: Overview) -> bool:
     """Show what would end, and ask."""
     active = [run for run in seen.all_runs() if run.is_active]
     if not sys.stdin.isatty():
-        raise ConfigError("cancel", len(active), "must be confirmed, and stdin is no terminal", f"add {YES}")
+        raise ConfigError(
+            "cancel", len(active), "must be confirmed, and stdin is no terminal", f"add {YES}"
+        )
     for run in active:
-        report("jobs", f"{run.folder.path.name} is {run.state}" + (f", job {run.job_id}" if run.job_id else ""))
+        report(
+            "jobs",
+            f"{run.folder.path.name} is {run.state}"
+            + (f", job {run.job_id}" if run.job_id else ""),
+        )
     for study in seen.studies:
         report("jobs", f"study {study.record.name} starts no more points")
     return ask_yes("cancel?")

@@ -1,4 +1,7 @@
-"""`gems-jobs diagnose`: why a run ended, in one paragraph; of a study's failed points, one line each."""
+"""`gems-jobs diagnose`: why a run ended, in one paragraph.
+
+Of a study's failed points, one line each.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,8 @@ UNKNOWN_CAUSE = 1
 def diagnose(words: Sequence[str], options: Options) -> int:
     """Run `gems-jobs diagnose RUN_OR_STUDY ...`, or with --unblock NODE remove a node from the blocklist.
 
-    Diagnoses are written to diagnosis.json in the run folders. Return 0 if every cause is known, else 1.
+    Diagnoses are written to diagnosis.json in the run folders. Return 0 if every cause is known,
+    else 1.
 
     Raises:
         ConfigError: no such run or study, or a node that is not on the list.
@@ -36,7 +40,9 @@ def diagnose(words: Sequence[str], options: Options) -> int:
     for study in found.studies:
         points = [(label, folder) for label, folder in study.points() if folder.path.is_dir()]
         rows = [(label, diagnose_run(folder, with_trace=False)) for label, folder in points]
-        failed = sorted((row for row in rows if row[1].has_failed), key=lambda row: row[1].cause)  # of a cause together
+        failed = sorted(
+            (row for row in rows if row[1].has_failed), key=lambda row: row[1].cause
+        )  # of a cause together
         studies.append((study.name, failed))
     every = [*diagnoses, *(point for _, points in studies for _, point in points)]
     for diagnosis in every:
@@ -50,7 +56,10 @@ def diagnose(words: Sequence[str], options: Options) -> int:
         print_json(diagnoses[0].to_dict())
     else:
         listed = [
-            {"study": name, "failed": [{"point": label, **each.to_dict()} for label, each in points]}
+            {
+                "study": name,
+                "failed": [{"point": label, **each.to_dict()} for label, each in points],
+            }
             for name, points in studies
         ]
         print_json({"runs": [each.to_dict() for each in diagnoses], "studies": listed})
@@ -65,7 +74,8 @@ def _describe(study: str, points: Sequence[tuple[str, Diagnosis]]) -> str:
         same = list(rows)
         lines.append(f"{cause} ({len(same)})")
         lines += [
-            f"  {label}, {each.folder.path.name}: {each.where() or 'the run'}: {each.text}" for label, each in same
+            f"  {label}, {each.folder.path.name}: {each.where() or 'the run'}: {each.text}"
+            for label, each in same
         ]
         lines.append(f"  to change: {'; '.join(same[0][1].advice)}")
     return "\n".join(map(printable, lines))
@@ -74,7 +84,12 @@ def _describe(study: str, points: Sequence[tuple[str, Diagnosis]]) -> str:
 def _unblock(words: Sequence[str], node: str, options: Options) -> int:
     runs_dir, others = split_runs_dir(words)
     if others:
-        raise ConfigError("diagnose", others[0], f"does not go with {UNBLOCK}", f"{UNBLOCK} NODE [runs_dir=FOLDER]")
+        raise ConfigError(
+            "diagnose",
+            others[0],
+            f"does not go with {UNBLOCK}",
+            f"{UNBLOCK} NODE [runs_dir=FOLDER]",
+        )
     nodes = NodeBlocklist(runs_dir)
     known = [entry.node for entry in nodes.entries()]
     try:
@@ -82,9 +97,16 @@ def _unblock(words: Sequence[str], node: str, options: Options) -> int:
     except OSError as error:
         raise ConfigError("runs_dir", runs_dir, f"cannot be written ({error.strerror})") from error
     if not removed:
-        raise ConfigError(UNBLOCK, node, one_of(known) if known else f"no node is blocked in {nodes.path}")
+        raise ConfigError(
+            UNBLOCK, node, one_of(known) if known else f"no node is blocked in {nodes.path}"
+        )
     if options.json:
-        print_json({"unblocked": [entry.node for entry in removed], "left": [e.node for e in nodes.entries()]})
+        print_json(
+            {
+                "unblocked": [entry.node for entry in removed],
+                "left": [e.node for e in nodes.entries()],
+            }
+        )
     else:
         print("\n".join(f"unblocked: {entry.describe()}" for entry in removed))
     return 0

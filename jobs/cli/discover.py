@@ -40,17 +40,23 @@ def discover(words: Sequence[str], options: Options) -> int:
         ConfigError: unknown words, no SLURM here, or one that does not answer.
     """
     if words:
-        raise ConfigError("discover", " ".join(words), "takes no words", "gems-jobs discover > FILE.yaml")
+        raise ConfigError(
+            "discover", " ".join(words), "takes no words", "gems-jobs discover > FILE.yaml"
+        )
     if shutil.which("sinfo") is None:
         raise ConfigError(
-            "sinfo", "none", "is not on PATH: there is no SLURM here to draft a preset of",
+            "sinfo",
+            "none",
+            "is not on PATH: there is no SLURM here to draft a preset of",
             "call it on a login node, or run here with cluster=local",
-        )  # fmt: skip
+        )
     kinds = tuple(parse_kinds(_query("sinfo", "--exact", "--noheader", "--format=%P|%D|%c|%m|%G")))
     if not kinds:
         raise ConfigError("sinfo", "none", "lists no partition that you may use", "ask the site")
     config = slurm_site.parse_config(_query("scontrol", "show", "config"))
-    partitions = tuple(slurm_site.parse_partitions(_query("scontrol", "--oneliner", "show", "partition")))
+    partitions = tuple(
+        slurm_site.parse_partitions(_query("scontrol", "--oneliner", "show", "partition"))
+    )
     # older releases print the list on stderr
     mpi_types = slurm_site.parse_mpi_types(_query("srun", "--mpi=list", with_stderr=True))
     site = Site(host_names(), config, kinds, partitions, mpi_types, mpi_family())
@@ -65,45 +71,74 @@ def draft_preset(site: Site) -> dict[str, Any]:
     """Return the draft as a mapping, with the keys of `gems.config.cluster.ClusterConfig`."""
     kind = main_kind(site.kinds)
     return {
-        "name": preset_name(site.config.get("ClusterName", "")), "launcher": "srun",
-        "hosts": [host_pattern(site.hosts)], "gpus_per_node": kind.gpus, "usable_cpus_per_node": kind.cpus,
+        "name": preset_name(site.config.get("ClusterName", "")),
+        "launcher": "srun",
+        "hosts": [host_pattern(site.hosts)],
+        "gpus_per_node": kind.gpus,
+        "usable_cpus_per_node": kind.cpus,
         "node_memory_bytes": kind.memory_bytes,
         "cpus_per_rank": max(1, kind.cpus // kind.gpus) if kind.gpus else 1,
-        "partition": kind.partition, "account": None, "mpi": mpi_type(site),
-        "gpu_request": gpu_request(kind.gpus, site.config.get("SelectType", "")), "gpu_bind": "none",
+        "partition": kind.partition,
+        "account": None,
+        "mpi": mpi_type(site),
+        "gpu_request": gpu_request(kind.gpus, site.config.get("SelectType", "")),
+        "gpu_bind": "none",
         "limits": [limit for limit in map(draft_limit, site.partitions) if limit is not None],
-    }  # fmt: skip
+    }
 
 
 def format_draft(site: Site) -> str:
     """Return the draft as the text of a preset's file, with notes for the reader."""
-    kind, enforced = main_kind(site.kinds), site.config.get("AccountingStorageEnforce", "none")
-    others = [f"{k.partition} ({k.nodes} x {k.cpus} CPUs, {k.gpus} GPUs)" for k in site.kinds if k != kind]
+    kind = main_kind(site.kinds)
+    enforced = site.config.get("AccountingStorageEnforce", "none")
+    others = [
+        f"{k.partition} ({k.nodes} x {k.cpus} CPUs, {k.gpus} GPUs)" for k in site.kinds if k != kind
+    ]
     notes = {
         "hosts": "login nodes; `gems-jobs submit cluster=auto` finds the preset by them",
         "usable_cpus_per_node": "lower it if the site reserves some",
         "partition": ("others: " + ", ".join(others)) if others else "",
-        "account": "needed here, your project" if "associations" in enforced else "your project, if one is needed",
-        "mpi": f"of {', '.join(site.mpi_types) or 'none listed'}: MPICH pmi2, Open MPI pmix, Cray MPICH cray_shasta",
+        "account": (
+            "needed here, your project"
+            if "associations" in enforced
+            else "your project, if one is needed"
+        ),
+        "mpi": (
+            f"of {', '.join(site.mpi_types) or 'none listed'}: MPICH pmi2, Open MPI pmix, Cray"
+            " MPICH cray_shasta"
+        ),
         "gpu_bind": "ranks choose by local rank" if kind.gpus else "",
     }
     version = site.config.get("SLURM_VERSION", "unknown")
     lines = [
         f"# Drafted by `gems-jobs discover` on {site.hosts[0]}, SLURM {version}.",
-        "# Read it, add what it cannot know (modules, environment, cpu_bind, device_order, charge), and save it as",
-        "# conf/cluster/NAME.yaml, NAME being the name below; then: gems-jobs submit cluster=NAME --dry-run",
+        (
+            "# Read it, add what it cannot know (modules, environment, cpu_bind, device_order,"
+            " charge), and save it as"
+        ),
+        (
+            "# conf/cluster/NAME.yaml, NAME being the name below; then: gems-jobs submit"
+            " cluster=NAME --dry-run"
+        ),
     ]
     for key, value in draft_preset(site).items():
         if key == "limits" and value:
             lines += ["limits:", *(f"  - {json.dumps(limit)}" for limit in value)]
         else:
-            lines.append(f"{key}: {json.dumps(value)}" + (f" # {notes[key]}" if notes.get(key) else ""))
+            lines.append(
+                f"{key}: {json.dumps(value)}" + (f" # {notes[key]}" if notes.get(key) else "")
+            )
     return "\n".join(lines) + "\n"
 
 
 def main_kind(kinds: Sequence[NodeKind]) -> NodeKind:
-    """Return the nodes to draft for: those with GPUs before others, the default partition's, then the most."""
-    return max(kinds, key=lambda kind: (kind.gpus > 0, kind.is_default, kind.nodes * max(1, kind.gpus)))
+    """Return the nodes to draft for.
+
+    Those with GPUs before others, the default partition's, then the most.
+    """
+    return max(
+        kinds, key=lambda kind: (kind.gpus > 0, kind.is_default, kind.nodes * max(1, kind.gpus))
+    )
 
 
 def preset_name(cluster_name: str) -> str:
@@ -118,7 +153,10 @@ def host_pattern(hosts: Sequence[str]) -> str:
 
 
 def mpi_type(site: Site) -> str | None:
-    """Return srun's MPI type: the site's default, else that of this machine's mpiexec; None if neither is known."""
+    """Return srun's MPI type: the site's default, else that of this machine's mpiexec.
+
+    None if neither is known.
+    """
     default = site.config.get("MpiDefault", "none")
     if default not in ("none", "(null)"):
         return default
@@ -127,7 +165,10 @@ def mpi_type(site: Site) -> str | None:
 
 
 def gpu_request(gpus: int, select_type: str) -> str:
-    """Return the option that asks for GPUs: SLURM has --gpus-per-node only with the plug-in cons_tres."""
+    """Return the option that asks for GPUs.
+
+    SLURM has --gpus-per-node only with the plug-in cons_tres.
+    """
     if not gpus:
         return "none"
     return "gpus-per-node" if "cons_tres" in select_type else "gres"
@@ -137,8 +178,11 @@ def draft_limit(partition: dict[str, str]) -> dict[str, Any] | None:
     """Return a partition's row of `limits`; None if it has no name."""
     if "PartitionName" not in partition:
         return None
-    total, largest, smallest = (parse_count(partition.get(name, "")) for name in ("TotalNodes", "MaxNodes", "MinNodes"))
-    least, sizes = smallest or 1, [size for size in (total, largest) if size]
+    total, largest, smallest = (
+        parse_count(partition.get(name, "")) for name in ("TotalNodes", "MaxNodes", "MinNodes")
+    )
+    least = smallest or 1
+    sizes = [size for size in (total, largest) if size]
     minutes = parse_minutes(partition.get("MaxTime", ""))
     return {
         "partition": partition["PartitionName"],

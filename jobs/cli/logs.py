@@ -31,7 +31,9 @@ POLL_S = 0.2
 QUERY_EVERY_S = 15.0  # of SLURM, while nothing changes in the run folder
 CHUNK_BYTES = 1 << 20
 MAX_LINE_BYTES = 2 << 20  # a longer line is cut at its start
-LINE_END = re.compile(rb"(\r?\n|\r(?!\Z))")  # a carriage return at the end may be followed by a line feed
+LINE_END = re.compile(
+    rb"(\r?\n|\r(?!\Z))"
+)  # a carriage return at the end may be followed by a line feed
 NUMBER = re.compile(r"[0-9]{1,9}")
 LABELLING = ("srun", "flux")  # launchers that write its rank before each line
 RANK_LABEL = re.compile(rb"^ *(\d+): ?(.*)", re.DOTALL)
@@ -40,7 +42,8 @@ RANK_LABEL = re.compile(rb"^ *(\d+): ?(.*)", re.DOTALL)
 def logs(words: Sequence[str], options: Options) -> int:
     """Run `gems-jobs logs RUN [-f] [--rank K] [--lines N]`.
 
-    -f goes on until the run has ended and all is printed; its state and its end are reported on stderr.
+    -f goes on until the run has ended and all is printed; its state and its end are reported on
+    stderr.
 
     Raises:
         ConfigError: not one run, or a rank or a number of lines that cannot be.
@@ -70,7 +73,9 @@ def follow(folder: RunFolder, tail: Tail, printer: _Printer, watch: _Watch) -> N
     """Print what is added to a log until the run has ended; a run that starts again has a new log."""
     pause = threading.Event()
     while True:
-        has_ended = watch.has_ended()  # before the log is read, so that nothing is added after the last read
+        has_ended = (
+            watch.has_ended()
+        )  # before the log is read, so that nothing is added after the last read
         if has_ended and not tail.was_there:
             tail.path = find_log(folder)
         chunk = tail.read()
@@ -110,7 +115,9 @@ class Tail:
         with contextlib.suppress(OSError):
             size = self.path.stat().st_size
             with self.path.open("rb") as file:
-                at, found, line_end = size, 0, size
+                at = size
+                found = 0
+                line_end = size
                 while at > 0 and found <= num_lines and line_end - at < MAX_LINE_BYTES:
                     at = max(0, at - CHUNK_BYTES)
                     file.seek(at)
@@ -119,17 +126,21 @@ class Tail:
                     line_end = at if LINE_END.search(chunk) else line_end
                     size = at
             if at > 0:
-                self._file, self.was_there = self.path.open("rb"), True
+                self._file = self.path.open("rb")
+                self.was_there = True
                 self._file.seek(at)
 
     def read(self) -> bytes:
         """Return what was added since the last call; nothing at the end."""
         chunk = self._file.read(CHUNK_BYTES)
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            if not chunk and not (self.was_there and os.path.samestat(self.path.stat(), os.fstat(self._file.fileno()))):
+            if not chunk and not (
+                self.was_there and os.path.samestat(self.path.stat(), os.fstat(self._file.fileno()))
+            ):
                 file = self.path.open("rb")
                 self._file.close()
-                self._file, self.was_there = file, True
+                self._file = file
+                self.was_there = True
                 chunk = file.read(CHUNK_BYTES)
         return chunk
 
@@ -153,7 +164,8 @@ class _Printer:
         lines = deque((line for chunk in chunks for line in self._lines(chunk)), maxlen=num_lines)
         rest = b""
         if self._rank is None:  # what comes next is printed as it comes
-            rest, self._rest = self._rest, b""
+            rest = self._rest
+            self._rest = b""
         _show(b"".join(lines) + rest)
 
     def write(self, chunk: bytes) -> None:
@@ -162,18 +174,25 @@ class _Printer:
 
     def flush(self) -> None:
         """Print what follows the last line's end."""
-        rest, self._rest = self._rest, b""
+        rest = self._rest
+        self._rest = b""
         if rest and self._is_wanted(rest):
             _show(rest)
 
     def _lines(self, chunk: bytes) -> list[bytes]:
-        """Return the lines that a chunk completes; one ends with a line feed, a carriage return, or both."""
+        """Return the lines that a chunk completes.
+
+        One ends with a line feed, a carriage return, or both.
+        """
         *lines, self._rest = LINE_END.split(self._rest + chunk)
         pairs = zip(lines[::2], lines[1::2], strict=True)
         return [line + end for line, end in pairs if self._is_wanted(line)]
 
     def _count(self, chunk: bytes) -> int:
-        """Count the lines of a chunk that would be printed; the first of it may be cut, and counts as the rest does."""
+        """Count the lines of a chunk that would be printed.
+
+        The first of it may be cut, and counts as the rest does.
+        """
         return sum(map(self._is_wanted, LINE_END.split(chunk)[:-1:2]))
 
     def _is_wanted(self, line: bytes) -> bool:
@@ -191,10 +210,15 @@ class _Watch:
     def has_ended(self) -> bool:
         """Return whether the run has ended; report on stderr when it waits, and why."""
         folder = self._seen.folder
-        if read_status(folder) != self._seen.status or time.monotonic() - self._queried_s > QUERY_EVERY_S:
+        if (
+            read_status(folder) != self._seen.status
+            or time.monotonic() - self._queried_s > QUERY_EVERY_S
+        ):
             self._query(folder)
         state = self._seen.state
-        news = f"{state} {self._seen.note}" if state == "pending" else state  # a stalled one's note has seconds
+        news = (
+            f"{state} {self._seen.note}" if state == "pending" else state
+        )  # a stalled one's note has seconds
         if state in ("pending", "stalled", SUBMITTING, *WAITING) and news != self._reported:
             report("jobs", self.line())
         self._reported = news
@@ -203,8 +227,13 @@ class _Watch:
     def line(self) -> str:
         """Describe the state of the run."""
         start = self._seen.start_utc
-        notes = [self._seen.note, f"starts about {format_start(start)}" if start is not None else ""]
-        words = f"{self._seen.folder.path.name} is {self._seen.state}: {', '.join(filter(None, notes))}"
+        notes = [
+            self._seen.note,
+            f"starts about {format_start(start)}" if start is not None else "",
+        ]
+        words = (
+            f"{self._seen.folder.path.name} is {self._seen.state}: {', '.join(filter(None, notes))}"
+        )
         return printable(words).rstrip(": ")
 
     def _query(self, folder: RunFolder) -> None:
@@ -221,9 +250,12 @@ def _rank(folder: RunFolder, text: str | None) -> int | None:
     if text is None:
         return None
     spec = folder.read_spec()
-    size, launcher = spec.world_size, spec.cluster.launcher
+    size = spec.world_size
+    launcher = spec.cluster.launcher
     if not NUMBER.fullmatch(text) or int(text) >= size:
         raise ConfigError("--rank", text, f"must be a rank of the run: 0 to {size - 1}")
     if size > 1 and launcher not in LABELLING:
-        raise ConfigError("--rank", text, f"is not available: {launcher} does not label lines", "leave it out")
+        raise ConfigError(
+            "--rank", text, f"is not available: {launcher} does not label lines", "leave it out"
+        )
     return int(text) if size > 1 else None

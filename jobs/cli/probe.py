@@ -32,7 +32,10 @@ from jobs.slurm.limits import check_submission
 from jobs.slurm.site import max_nodes
 
 LIMIT = "--limit"
-TWO_RANKS = ("parallel.partitions=2", "parallel.replicas=1")  # a run that suits the two ranks; its model is not used
+TWO_RANKS = (
+    "parallel.partitions=2",
+    "parallel.replicas=1",
+)  # a run that suits the two ranks; its model is not used
 QUEUE_LIMIT_MIN = 15  # to wait for, in the queue and in the job
 JOB_MINUTES = 5
 POLL_S = 1.0
@@ -40,14 +43,15 @@ VISIBLE_LIMIT_S = 20.0  # until the job's file is visible through a shared file 
 
 
 def probe(words: Sequence[str], options: Options) -> int:
-    """Run `gems-jobs probe [cluster=NAME key=value ...]`: probe MPI and device memory, and print the result.
+    """Run `gems-jobs probe [cluster=NAME key=value ...]`.
 
-    The result is kept for 30 days; a kept one is not used here. On SLURM the probe waits in the queue, for --limit
-    minutes at most.
+    Probe MPI and device memory, and print the result.
+    The result is kept for 30 days; a kept one is not used here. On SLURM the probe waits in the
+    queue, for --limit minutes at most.
 
     Raises:
-        ConfigError: no launcher, no permission, a refused job, MPI that does not start as configured, or must not be
-            given device memory.
+        ConfigError: no launcher, no permission, a refused job, MPI that does not start as
+            configured, or must not be given device memory.
         RankFailedError: the ranks ended otherwise.
         StalledError: they did not end, or did not start in time.
     """
@@ -55,7 +59,9 @@ def probe(words: Sequence[str], options: Options) -> int:
     # its folder is not a run's, and there is nothing to save
     spec = replace(spec, cluster=replace(spec.cluster, archive_code=False, signal_before_end_s=0))
     if spec.machine.kind not in MPI_MACHINES:
-        raise ConfigError("machine.kind", spec.machine.kind, "has no ranks to probe", "use machine=auto")
+        raise ConfigError(
+            "machine.kind", spec.machine.kind, "has no ranks to probe", "use machine=auto"
+        )
     job = job_spec(spec)
     before = known_probe(spec, job)
     if job.is_batch:
@@ -64,7 +70,9 @@ def probe(words: Sequence[str], options: Options) -> int:
         folder = _folder(spec, job)
         environment = rank_environment(spec.machine.threads_per_rank)
         environment |= {key: str(value) for key, value in spec.cluster.environment.items()}
-        found = read_probe(spec, run_probe(spec, job, folder, environment), probe_json(folder)) | {"nodes": 1}
+        found = read_probe(spec, run_probe(spec, job, folder, environment), probe_json(folder)) | {
+            "nodes": 1
+        }
         shutil.rmtree(folder.path, ignore_errors=True)
     found["cluster"] = spec.cluster.name
     keep_probe(spec, job, found)
@@ -81,17 +89,30 @@ def probe_table(found: Mapping[str, Any]) -> str:
     """Return what a probe found, one line for each fact."""
     ranks = found["ranks"]
     gpus = (
-        "none" if (gpu := rank["gpu"]) is None else f"{gpu['name']}, number {gpu['index']} of {gpu['visible']}"
+        (
+            "none"
+            if (gpu := rank["gpu"]) is None
+            else f"{gpu['name']}, number {gpu['index']} of {gpu['visible']}"
+        )
         for rank in ranks
-    )  # fmt: skip
+    )
     rows = [
-        ("cluster", found["cluster"]), ("MPI", " ".join(found["mpi"].split())), ("threads", found["threads"]),
-        ("world size", found["world_size"]), ("nodes", ", ".join(rank["node"] for rank in ranks)),
+        ("cluster", found["cluster"]),
+        ("MPI", " ".join(found["mpi"].split())),
+        ("threads", found["threads"]),
+        ("world size", found["world_size"]),
+        ("nodes", ", ".join(rank["node"] for rank in ranks)),
         ("GPUs", "; ".join(gpus)),
-        ("device memory", f"{found['device_message']} (MPI claims {'yes' if found['takes_device_memory'] else 'no'})"),
+        (
+            "device memory",
+            (
+                f"{found['device_message']} (MPI claims"
+                f" {'yes' if found['takes_device_memory'] else 'no'})"
+            ),
+        ),
         ("host to host", _rates(found["host"])),
         *([("GPU to GPU", _rates(found["device"]))] if found["device"] else []),
-    ]  # fmt: skip
+    ]
     return name_values(rows, indent=0)
 
 
@@ -112,21 +133,27 @@ def _minutes(options: Options) -> float:
 
 def _folder(spec: RunSpec, job: JobSpec) -> RunFolder:
     """Make the folder of a probe, beside the runs, where all nodes can see it."""
-    folder = RunFolder(Path(spec.runs_dir).resolve() / f"probe-{spec.cluster.name}-{probe_digest(spec, job)}")
+    folder = RunFolder(
+        Path(spec.runs_dir).resolve() / f"probe-{spec.cluster.name}-{probe_digest(spec, job)}"
+    )
     try:
         folder.logs.mkdir(parents=True, exist_ok=True)
         for path in folder.logs.iterdir():
             path.unlink()
     except OSError as error:
         text = f"cannot write there ({error.strerror}: {error.filename})"
-        raise ConfigError("runs_dir", spec.runs_dir, text, "give runs_dir= a folder of yours") from error
+        raise ConfigError(
+            "runs_dir", spec.runs_dir, text, "give runs_dir= a folder of yours"
+        ) from error
     return folder
 
 
 def _by_slurm(spec: RunSpec, job: JobSpec, limit_min: float) -> dict[str, Any]:
-    """Submit a job of two ranks and wait for its end; return what was found, with the number of nodes.
+    """Submit a job of two ranks and wait for its end.
 
-    Its script is that of a run except for the last line, and its job is cancelled when the wait is over.
+    Return what was found, with the number of nodes.
+    Its script is that of a run except for the last line, and its job is cancelled when the wait is
+    over.
     """
     from jobs.slurm.executor import call_sbatch, executor
 
@@ -138,10 +165,16 @@ def _by_slurm(spec: RunSpec, job: JobSpec, limit_min: float) -> dict[str, Any]:
     nodes = min(RANKS, max_nodes(spec.cluster.partition) or RANKS)
     folder = _folder(spec, job)
     small = replace(
-        job, name="probe", nodes=nodes, tasks=RANKS, tasks_per_node=RANKS // nodes,
+        job,
+        name="probe",
+        nodes=nodes,
+        tasks=RANKS,
+        tasks_per_node=RANKS // nodes,
         minutes=min(job.minutes, JOB_MINUTES),
-    )  # fmt: skip
-    result, log, token = probe_json(folder), folder.logs / "probe.log", new_token()
+    )
+    result = probe_json(folder)
+    log = folder.logs / "probe.log"
+    token = new_token()
     script = script_path(folder.logs, token)
     line = f"{shlex.join(probe_argv(spec, small, folder))} > {shlex.quote(str(log))} 2>&1"
     script.write_text(executor(replace(spec, name="probe"), small, folder).script(line))
@@ -167,7 +200,8 @@ def _by_slurm(spec: RunSpec, job: JobSpec, limit_min: float) -> dict[str, Any]:
 def _wait(job_id: str, limit_min: float) -> None:
     """Wait for a job's end; cancel it when the time is over, or when the user interrupts."""
     deadline_s = time.monotonic() + 60 * limit_min
-    state, has_ended = "unknown", False
+    state = "unknown"
+    has_ended = False
     try:
         while time.monotonic() < deadline_s:
             query = query_jobs([job_id], SQUEUE)
@@ -181,6 +215,6 @@ def _wait(job_id: str, limit_min: float) -> None:
         if not has_ended:
             cancel_jobs([job_id])
     raise StalledError(
-        f"the probe's job {job_id} has not ended within {limit_min:g} min ({state}), and is cancelled; "
-        f"wait longer with {LIMIT} MINUTES, or submit a run: its job probes first"
+        f"the probe's job {job_id} has not ended within {limit_min:g} min ({state}), and is"
+        f" cancelled; wait longer with {LIMIT} MINUTES, or submit a run: its job probes first"
     )

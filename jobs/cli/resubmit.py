@@ -1,5 +1,6 @@
-"""Resume runs that have ended from their newest checkpoints, without nodes that failed: `gems-jobs resubmit`.
+"""Resume runs that have ended from their newest checkpoints, without nodes that failed.
 
+`gems-jobs resubmit`.
 The failed points of a study go as its points do, by job arrays; with --force each goes alone.
 """
 
@@ -37,22 +38,34 @@ OLD_FORCE = "--again"  # the old one until the next release
 OVERRIDE = re.compile(r"\+{0,2}[A-Za-z_][\w.]*=")
 # Keys that leave the results of a run as they are, or only make it longer.
 CLUSTER = "cluster."
-MAY_CHANGE = (f"{CLUSTER}KEY", "train.steps", "train.checkpoint_s", "train.checkpoint_steps", "train.keep_checkpoints",
-              "train.max_failed_saves", "train.hang_timeout_s", "train.resume")  # fmt: skip
+MAY_CHANGE = (
+    f"{CLUSTER}KEY",
+    "train.steps",
+    "train.checkpoint_s",
+    "train.checkpoint_steps",
+    "train.keep_checkpoints",
+    "train.max_failed_saves",
+    "train.hang_timeout_s",
+    "train.resume",
+)
 NEEDS_CHANGE = (
-    FailureCause.CONFIGURATION, FailureCause.DOES_NOT_FIT, FailureCause.DEVICE_MEMORY, FailureCause.WRONG_MPI,
-)  # fmt: skip
+    FailureCause.CONFIGURATION,
+    FailureCause.DOES_NOT_FIT,
+    FailureCause.DEVICE_MEMORY,
+    FailureCause.WRONG_MPI,
+)
 NOT_CONFIRMED = "its cost was not confirmed"
 FAILED_STATES = ("failed", "lost", "stopped")
 Result = dict[str, Any]
 
 
 def resubmit(words: Sequence[str], options: Options) -> int:
-    """Run `gems-jobs resubmit RUN_OR_STUDY ... [key=value ...]`; of a study all points that have failed.
+    """Run `gems-jobs resubmit RUN_OR_STUDY ... [key=value ...]`.
 
-    Runs that are active are refused, finished ones unless --force, and those whose cause needs a change first unless
-    --yes. Above cluster.confirm_above_gpu_hours, of all points of a study together, it asks first unless --yes. Return
-    the worst of the exit codes, 1 for a refusal.
+    Of a study all points that have failed.
+    Runs that are active are refused, finished ones unless --force, and those whose cause needs a
+    change first unless --yes. Above cluster.confirm_above_gpu_hours, of all points of a study
+    together, it asks first unless --yes. Return the worst of the exit codes, 1 for a refusal.
 
     Raises:
         ConfigError: no such run or study, or a key that would make another run of it.
@@ -67,7 +80,9 @@ def resubmit(words: Sequence[str], options: Options) -> int:
     found = find_named([word for word in words if word not in overrides], "resubmit")
     results = [_resubmit(folder, overrides, options) for folder in found.runs]
     for study in found.studies:
-        results += _resubmit_study(study, {folder.path for folder in found.runs}, overrides, options)
+        results += _resubmit_study(
+            study, {folder.path for folder in found.runs}, overrides, options
+        )
     if options.json:
         print_json({"runs": results})
     elif not results:
@@ -92,10 +107,14 @@ def _resubmit_study(
     """Submit the failed points of a study that are not `done`, and return what became of each."""
     labels = {folder.path: label for label, folder in study.points() if folder.path.is_dir()}
     statuses = run_statuses([RunFolder(path) for path in labels]).runs
-    failed = [run.folder for run in statuses if run.state in FAILED_STATES and run.folder.path not in done]
+    failed = [
+        run.folder for run in statuses if run.state in FAILED_STATES and run.folder.path not in done
+    ]
     if FORCE in options.flags:
         return [_resubmit(folder, overrides, options) for folder in failed]
-    results, points, notes = [], [], {}
+    results = []
+    points = []
+    notes = {}
     for folder in failed:
         try:
             spec, said = _next_attempt(folder, overrides, options)
@@ -107,12 +126,19 @@ def _resubmit_study(
     if not points:
         return results
     try:
-        if not is_confirmed([job_spec(point.spec) for point in points], assume_yes=YES in options.flags):
+        if not is_confirmed(
+            [job_spec(point.spec) for point in points], assume_yes=YES in options.flags
+        ):
             raise GemsError(NOT_CONFIRMED)
     except GemsError as error:
-        refused = (_result(point.folder, options, "refused", str(error), error.exit_code) for point in points)
+        refused = (
+            _result(point.folder, options, "refused", str(error), error.exit_code)
+            for point in points
+        )
         return [*results, *refused]
-    known = [(label, folder.path) for label, folder in study.points()]  # those without a folder yet too
+    known = [
+        (label, folder.path) for label, folder in study.points()
+    ]  # those without a folder yet too
     study.begin([*known, *((point.label, point.folder.path) for point in points)])
     runner = StudyRunner(points, study, points)
     runner.run()
@@ -121,15 +147,24 @@ def _resubmit_study(
         if (refusal := runner.refused.get(folder.path)) is not None:
             results.append(_result(folder, options, "refused", str(refusal), refusal.exit_code))
         elif folder.path in waiting:
-            results.append(_result(folder, options, "refused", "the queue is full: call this again", 1))
+            results.append(
+                _result(folder, options, "refused", "the queue is full: call this again", 1)
+            )
         else:
             code = read_status(folder).get("exit_code")
-            results.append(_outcome(folder, options, notes[folder.path], code if isinstance(code, int) else 0))
+            results.append(
+                _outcome(folder, options, notes[folder.path], code if isinstance(code, int) else 0)
+            )
     return results
 
 
-def _next_attempt(folder: RunFolder, overrides: Sequence[str], options: Options) -> tuple[RunSpec, list[str]]:
-    """Return the configuration to submit and notes for the user, and record why the run ended; raise if it may not."""
+def _next_attempt(
+    folder: RunFolder, overrides: Sequence[str], options: Options
+) -> tuple[RunSpec, list[str]]:
+    """Return the configuration to submit and notes for the user, and record why the run ended.
+
+    Raise if it may not.
+    """
     diagnosis = diagnose_run(folder, with_trace=False)
     if (refusal := _refusal(diagnosis, overrides, options)) is not None:
         raise GemsError(refusal)
@@ -140,7 +175,9 @@ def _next_attempt(folder: RunFolder, overrides: Sequence[str], options: Options)
 def _outcome(made: RunFolder, options: Options, notes: Sequence[str], code: int) -> Result:
     """Return what became of a run that was started here, or submitted."""
     if code:
-        return _result(made, options, "failed", f"exit code {code}, see `jobs diagnose {made.path.name}`", code)
+        return _result(
+            made, options, "failed", f"exit code {code}, see `jobs diagnose {made.path.name}`", code
+        )
     job_id = read_status(made).get("job_id") if job_spec(made.read_spec()).is_batch else None
     if job_id is None:
         return _result(made, options, "finished", ", ".join(notes))
@@ -148,16 +185,25 @@ def _outcome(made: RunFolder, options: Options, notes: Sequence[str], code: int)
 
 
 def _result(
-    folder: RunFolder, options: Options, outcome: str, why: str, code: int = 0, job_id: str | None = None
-) -> Result:  # fmt: skip
+    folder: RunFolder,
+    options: Options,
+    outcome: str,
+    why: str,
+    code: int = 0,
+    job_id: str | None = None,
+) -> Result:
     """Return what became of a run, submitted, finished (here), refused or failed, and print it unless as JSON."""
     name = folder.path.name
     if not options.json:
         print(printable(f"{name}: {outcome}, {why}"), flush=True)
     return {
-        "run": name, "run_folder": str(folder.path), "outcome": outcome, "why": why, "exit_code": code,
+        "run": name,
+        "run_folder": str(folder.path),
+        "outcome": outcome,
+        "why": why,
+        "exit_code": code,
         "job_id": job_id,
-    }  # fmt: skip
+    }
 
 
 def _refusal(diagnosis: Diagnosis, overrides: Sequence[str], options: Options) -> str | None:
@@ -167,17 +213,26 @@ def _refusal(diagnosis: Diagnosis, overrides: Sequence[str], options: Options) -
         return f"it is {diagnosis.state}: {diagnosis.text}"
     if cause is FailureCause.FINISHED and FORCE not in options.flags:
         return f"it has finished; {FORCE} runs it again"
-    is_fixed = cause is FailureCause.WRONG_MPI and any(word.lstrip("+").startswith(CLUSTER) for word in overrides)
+    is_fixed = cause is FailureCause.WRONG_MPI and any(
+        word.lstrip("+").startswith(CLUSTER) for word in overrides
+    )
     if cause in NEEDS_CHANGE and not is_fixed and YES not in options.flags:
         advice = "; ".join(diagnosis.advice)
-        return f"{diagnosis.line()}; it would fail again, first: {advice} ({YES} submits it unchanged)"
+        return (
+            f"{diagnosis.line()}; it would fail again, first: {advice} ({YES} submits it unchanged)"
+        )
     return None
 
 
 def _changed_spec(folder: RunFolder, overrides: Sequence[str]) -> tuple[RunSpec, list[str]]:
-    """Return the run to submit, and notes for the user; raise ConfigError if too few nodes are left for it."""
+    """Return the run to submit, and notes for the user.
+
+    Raise ConfigError if too few nodes are left for it.
+    """
     notes = []
-    spec = with_strips_chosen(changed(replace(folder.read_own_spec(), runs_dir=str(folder.path.parent)), overrides))
+    spec = with_strips_chosen(
+        changed(replace(folder.read_own_spec(), runs_dir=str(folder.path.parent)), overrides)
+    )
     if job_spec(spec).is_batch:
         blocked = NodeBlocklist(folder.path.parent).blocked(spec.cluster.name)
         exclude = dict.fromkeys([*spec.cluster.exclude, *(entry.node for entry in blocked)])
@@ -185,20 +240,31 @@ def _changed_spec(folder: RunFolder, overrides: Sequence[str]) -> tuple[RunSpec,
         _check_nodes_left(spec, blocked)
         if exclude:
             notes.append(f"without node{'s' if len(exclude) > 1 else ''} {', '.join(exclude)}")
-    step, made = newest_checkpoint(folder), RunFolder.of(spec).path
+    step = newest_checkpoint(folder)
+    made = RunFolder.of(spec).path
     if made != folder.path:
-        if step is not None and not any(word.lstrip("+").startswith("train.resume=") for word in overrides):
+        if step is not None and not any(
+            word.lstrip("+").startswith("train.resume=") for word in overrides
+        ):
             values = spec.to_dict()
             values["train"]["resume"] = str(folder.path)
             spec = RunSpec.from_dict(values)
-        why = "for these keys are part of the run" if overrides else "for an earlier version named that folder"
+        why = (
+            "for these keys are part of the run"
+            if overrides
+            else "for an earlier version named that folder"
+        )
         notes.append(f"in {RunFolder.of(spec).path}, {why}")
     return spec, [*notes, "from its start" if step is None else f"from step {step}"]
 
 
 def _check_nodes_left(spec: RunSpec, blocked: Sequence[BlockedNode]) -> None:
-    """Raise ConfigError if the excluded nodes leave too few; SLURM, if it does not answer now, would refuse the job."""
-    cluster, job = spec.cluster, job_spec(spec)
+    """Raise ConfigError if the excluded nodes leave too few.
+
+    SLURM, if it does not answer now, would refuse the job.
+    """
+    cluster = spec.cluster
+    job = job_spec(spec)
     if not cluster.exclude:
         return
     try:
@@ -208,7 +274,14 @@ def _check_nodes_left(spec: RunSpec, blocked: Sequence[BlockedNode]) -> None:
     needed = min([job.nodes, *cluster.smaller_nodes(job.nodes)]) + cluster.spare_nodes
     if excluded and len(left) < needed:
         where = f"partition {cluster.partition}" if cluster.partition else f"cluster {cluster.name}"
-        text = f"leaves {len(left)} of the {len(left | excluded)} nodes of {where}, and the run needs {needed}"
+        text = (
+            f"leaves {len(left)} of the {len(left | excluded)} nodes of {where}, and the run needs"
+            f" {needed}"
+        )
         listed = next((entry.node for entry in blocked if entry.node in excluded), None)
-        advice = "exclude fewer nodes" if listed is None else f"a node that is sound: jobs diagnose {UNBLOCK} {listed}"
+        advice = (
+            "exclude fewer nodes"
+            if listed is None
+            else f"a node that is sound: jobs diagnose {UNBLOCK} {listed}"
+        )
         raise ConfigError("cluster.exclude", ",".join(cluster.exclude), text, advice)

@@ -15,15 +15,24 @@ from jobs.status.lookup import Overview, find_runs, overview
 from jobs.status.run_status import RunStatus, format_start
 
 COLUMNS = {
-    "run": "", "state": "", "job": "", "step": RIGHT, "images/s": RIGHT, "loss": RIGHT, "beat": RIGHT, "note": "",
-}  # fmt: skip
+    "run": "",
+    "state": "",
+    "job": "",
+    "step": RIGHT,
+    "images/s": RIGHT,
+    "loss": RIGHT,
+    "beat": RIGHT,
+    "note": "",
+}
 MIN_WATCH_S = 1.0
 INDENT = 4
 CLEAR = "\x1b[H\x1b[2J"
 
 
 def status(words: Sequence[str], options: Options) -> int:
-    """Run `gems-jobs status [RUN_OR_STUDY ...]`; --watch S shows the table again every S s until all have ended.
+    """Run `gems-jobs status [RUN_OR_STUDY ...]`.
+
+    --watch S shows the table again every S s until all have ended.
 
     Raises:
         ConfigError: no such run or study, or an interval that is none.
@@ -50,10 +59,22 @@ def status_table(seen: Overview, *, with_points: bool = False, width: int = 0) -
     rows = [_row(run, run.folder.path.name) for run in seen.runs]
     for study in seen.studies:
         counts = ", ".join(f"{number} {state}" for state, number in sorted(study.counts.items()))
-        rows.append((study.record.name, study.state, "", "", "", "", "", f"study of {len(study.points)}: {counts}"))
+        rows.append(
+            (
+                study.record.name,
+                study.state,
+                "",
+                "",
+                "",
+                "",
+                "",
+                f"study of {len(study.points)}: {counts}",
+            )
+        )
         for label, run in study.points if with_points else ():
             rows.append(_row(run, f"  {label}"))
-    notes, runs = [f"no answer: {error}" for error in seen.errors], seen.all_runs()
+    notes = [f"no answer: {error}" for error in seen.errors]
+    runs = seen.all_runs()
     if guessed := sorted({run.source for run in runs if run.is_guess}):
         notes.append(f"?  the state is judged by {' and '.join(guessed)} alone")
     if steps := sorted({run.sources["step"] for run in runs if "step" in run.sources}):
@@ -62,7 +83,10 @@ def status_table(seen: Overview, *, with_points: bool = False, width: int = 0) -
 
 
 def _narrow(rows: Sequence[tuple[str, ...]], width: int) -> str | None:
-    """Return a table whose names and notes have lines of their own; None if it fits with them beside the rest."""
+    """Return a table whose names and notes have lines of their own.
+
+    None if it fits with them beside the rest.
+    """
     if not width or max(map(len, table(COLUMNS, rows, width=width).splitlines())) <= width:
         return None
     columns = {name: spec for name, spec in COLUMNS.items() if name not in ("run", "note")}
@@ -81,8 +105,10 @@ def _row(run: RunStatus, name: str) -> tuple[str, ...]:
         note = f"{note}, starts about {format_start(run.start_utc)}".removeprefix(", ")
     note = "; ".join(text for text in (note, run.error, run.layout_note) if text)
     rate = "" if run.images_per_s is None else f"{run.images_per_s:.4g}"
-    loss, age = "" if run.loss is None else f"{run.loss:.4f}", "" if run.age_s is None else f"{run.age_s:.0f} s"
-    state, step = f"{run.state}?" if run.is_guess else run.state, f"~{step}" if "step" in run.sources else step
+    loss = "" if run.loss is None else f"{run.loss:.4f}"
+    age = "" if run.age_s is None else f"{run.age_s:.0f} s"
+    state = f"{run.state}?" if run.is_guess else run.state
+    step = f"~{step}" if "step" in run.sources else step
     return name, state, run.job_id or "", step, rate, loss, age, note
 
 
@@ -93,9 +119,17 @@ def _show(seen: Overview, options: Options, *, is_watching: bool) -> None:
         return
     is_terminal = sys.stdout.isatty()
     width = terminal_width()
-    head = f"{CLEAR if is_terminal else ''}{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC\n" if is_watching else ""
+    head = (
+        f"{CLEAR if is_terminal else ''}{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC\n"
+        if is_watching
+        else ""
+    )
     has_any = seen.runs or seen.studies
-    text = status_table(seen, with_points="-v" in options.flags, width=width) if has_any else "no runs here"
+    text = (
+        status_table(seen, with_points="-v" in options.flags, width=width)
+        if has_any
+        else "no runs here"
+    )
     print(head + text, flush=True)
 
 

@@ -32,20 +32,23 @@ from jobs.studies.points import GROUP, Point, compose_points, read_study, study_
 from jobs.studies.runner import HELD_BACK, StudyRunner
 
 FINISHED = "finished"
-WAIT, STOP = "--wait", "--stop"
+WAIT = "--wait"
+STOP = "--stop"
 PointRow = tuple[Point, RunStatus, str]  # a point, its run, and its state
 
 
 def study(words: Sequence[str], options: Options) -> int:
     """Run `gems-jobs study study=NAME [key=value ...]`; the overrides go to every point.
 
-    Points that are missing or failed run. Jobs are submitted, as many as the queue takes, and the next call submits
-    the others; with --wait the command stays until all have ended. Return the worst of the exit codes of the points
-    that ran meanwhile and of the drawing. With --dry-run nothing runs, and the points are printed; with --stop the
-    study is cancelled, as by `jobs cancel`. Above cluster.confirm_above_gpu_hours of all points together it asks first.
+    Points that are missing or failed run. Jobs are submitted, as many as the queue takes, and the
+    next call submits the others; with --wait the command stays until all have ended. Return the
+    worst of the exit codes of the points that ran meanwhile and of the drawing. With --dry-run
+    nothing runs, and the points are printed; with --stop the study is cancelled, as by `jobs
+    cancel`. Above cluster.confirm_above_gpu_hours of all points together it asks first.
 
     Raises:
-        ConfigError: no such study, a point that cannot be composed, or nobody to confirm; then none has run.
+        ConfigError: no such study, a point that cannot be composed, or nobody to confirm; then none
+        has run.
     """
     chosen = [word for word in words if word.startswith(f"{GROUP}=")]
     if len(chosen) != 1:
@@ -56,7 +59,9 @@ def study(words: Sequence[str], options: Options) -> int:
     points = compose_points(read_study(given), name, [word for word in words if word not in chosen])
     record = StudyRecord(Path(points[0].spec.runs_dir).resolve() / name)
     if STOP in options.flags:
-        return cancel_all(find_named([f"runs_dir={record.path.parent}", name], "cancel"), as_json=options.json)
+        return cancel_all(
+            find_named([f"runs_dir={record.path.parent}", name], "cancel"), as_json=options.json
+        )
     seen = _with_states(points)
     if DRY_RUN in options.flags:
         _show(seen, options, study=name)
@@ -75,7 +80,10 @@ def study(words: Sequence[str], options: Options) -> int:
     code = runner.run()
     if WAIT in options.flags:
         code = max(code, runner.wait())
-    seen = [(point, run, HELD_BACK if point in runner.waiting else state) for point, run, state in _with_states(points)]
+    seen = [
+        (point, run, HELD_BACK if point in runner.waiting else state)
+        for point, run, state in _with_states(points)
+    ]
     if record.is_cancelled:
         code = max(code, CANCELLED_CODE)
     if runner.waiting:
@@ -84,9 +92,13 @@ def study(words: Sequence[str], options: Options) -> int:
     if not options.json:
         _show(seen, options)
     drawn: dict[str, Any] | None = None
-    finished = [point for point, _, state in seen if state == FINISHED and point.spec.machine.kind != PROBE]
+    finished = [
+        point for point, _, state in seen if state == FINISHED and point.spec.machine.kind != PROBE
+    ]
     if finished and not record.is_cancelled:
-        drawing_code, drawn = draw([point.folder.path for point in finished], record.path, as_json=options.json)
+        drawing_code, drawn = draw(
+            [point.folder.path for point in finished], record.path, as_json=options.json
+        )
         code = max(code, drawing_code)
     if options.json:
         _show(seen, options, study=name, num_run=len(due), scaling=drawn)
@@ -107,13 +119,18 @@ def _show_jobs(due: Sequence[Point]) -> None:
     spec, job = jobs[0]
     script = SCHEDULERS[spec.cluster.scheduler].script(spec, job, RunFolder.of(spec))
     print(script, end="", file=sys.stderr, flush=True)
-    report("jobs", f"the script of the first of {len(jobs)} points, at most {describe_cost([job for _, job in jobs])}")
+    report(
+        "jobs",
+        f"the script of the first of {len(jobs)} points, at most"
+        f" {describe_cost([job for _, job in jobs])}",
+    )
     show(site_checks(spec, job, script, here=is_on_site(spec.cluster)))
 
 
 def point_state(run: RunStatus) -> str:
-    """Return the state of a point: that of its run; one whose job or process has gone without a record has failed.
+    """Return the state of a point: that of its run.
 
+    One whose job or process has gone without a record has failed.
     So has a run on another host that is no job and shows no sign of life.
     """
     status = run.status
@@ -133,10 +150,20 @@ def draw(folders: Iterable[Path], out: Path, *, as_json: bool) -> tuple[int, dic
     Return its exit code, and with `as_json` the object that it printed.
     """
     sys.stdout.flush()
-    words = [sys.executable, *RUN_MODULE, "analysis", "scaling", *map(str, folders), "--out", str(out)]
+    words = [
+        sys.executable,
+        *RUN_MODULE,
+        "analysis",
+        "scaling",
+        *map(str, folders),
+        "--out",
+        str(out),
+    ]
     if not as_json:
         return subprocess.run(words, stdin=subprocess.DEVNULL).returncode, None
-    ended = subprocess.run([*words, "--json"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+    ended = subprocess.run(
+        [*words, "--json"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
+    )
     return ended.returncode, json.loads(ended.stdout) if ended.returncode == 0 else None
 
 
@@ -144,10 +171,16 @@ def _show(rows: Sequence[PointRow], options: Options, **more: Any) -> None:
     """Print the points with their states, the jobs that they had last, and their run folders."""
     if options.json:
         listed = [
-            {"point": point.label, "state": state, "machine": point.spec.machine.kind, "ranks": point.spec.world_size,
-             "job_id": run.job_id, "run_folder": str(point.folder.path)}
+            {
+                "point": point.label,
+                "state": state,
+                "machine": point.spec.machine.kind,
+                "ranks": point.spec.world_size,
+                "job_id": run.job_id,
+                "run_folder": str(point.folder.path),
+            }
             for point, run, state in rows
-        ]  # fmt: skip
+        ]
         print_json({**more, "points": listed})
         return
     job_column = {"job": RIGHT} if any(run.job_id for _, run, _ in rows) else {}
@@ -155,4 +188,6 @@ def _show(rows: Sequence[PointRow], options: Options, **more: Any) -> None:
         (number, state, *([run.job_id] if job_column else []), point.label, str(point.folder.path))
         for number, (point, run, state) in enumerate(rows, 1)
     ]
-    print(table({"point": "d", "state": "", **job_column, "overrides": "", "run folder": ""}, cells))
+    print(
+        table({"point": "d", "state": "", **job_column, "overrides": "", "run folder": ""}, cells)
+    )

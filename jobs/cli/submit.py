@@ -31,7 +31,8 @@ from jobs.status.lookup import RUNS_DIR, find_one_run
 from jobs.status.ownership import gone_verifier, read_chain
 from jobs.status.run_status import run_statuses
 
-AFTER, CHAIN = "--after", "--chain"
+AFTER = "--after"
+CHAIN = "--chain"
 MAX_CHAIN = 100
 
 
@@ -55,7 +56,9 @@ def collect(words: Sequence[str], options: Options) -> int:
         ConfigError: not one folder, or one that holds no run.
     """
     if len(words) != 1:
-        raise ConfigError("collect", " ".join(words), "takes one run folder", "gems-jobs collect RUN_FOLDER")
+        raise ConfigError(
+            "collect", " ".join(words), "takes one run folder", "gems-jobs collect RUN_FOLDER"
+        )
     folder = RunFolder(Path(words[0]).resolve())
     folder.read_spec()
     return collect_run(folder, as_json=options.json)
@@ -64,22 +67,28 @@ def collect(words: Sequence[str], options: Options) -> int:
 def submit(spec: RunSpec, options: Options) -> int:
     """Run here and return the exit code, or submit a job and return 0, or 1 if the user does not confirm the cost.
 
-    A job goes through `jobs.preflight.checks` before it is queued, and an expensive one must be confirmed on the
-    terminal or by --yes. --after RUN starts it when that run's job has ended; --chain N submits N jobs, each of which
-    continues the run where the one before had to stop. With --force a folder's owner is taken for gone if nobody can
-    tell. With --dry-run nothing starts and no folder is made: the batch script (here: the launcher's command line) goes
-    to stdout as it would be used, the resources and the preflight to stderr.
+    A job goes through `jobs.preflight.checks` before it is queued, and an expensive one must be
+    confirmed on the terminal or by --yes. --after RUN starts it when that run's job has ended;
+    --chain N submits N jobs, each of which continues the run where the one before had to stop. With
+    --force a folder's owner is taken for gone if nobody can tell. With --dry-run nothing starts and
+    no folder is made: the batch script (here: the launcher's command line) goes to stdout as it
+    would be used, the resources and the preflight to stderr.
 
     Raises:
-        ConfigError: no launcher, no permission, a refused job, a folder in use, or nobody to confirm.
-        DoesNotFitError: a rank would hold more than its device, or a node's ranks more than its host memory.
+        ConfigError: no launcher, no permission, a refused job, a folder in use, or nobody to
+        confirm. DoesNotFitError: a rank would hold more than its device, or a node's ranks more
+        than its host memory.
     """
-    job, num_jobs = job_spec(spec), _chain_length(options)
+    job = job_spec(spec)
+    num_jobs = _chain_length(options)
     for option in (AFTER, CHAIN):
         if option in options.chosen and not job.is_batch:
             value = options.chosen[option]
             raise ConfigError(
-                option, value, "needs jobs of a batch system, and this run starts here", "choose a cluster="
+                option,
+                value,
+                "needs jobs of a batch system, and this run starts here",
+                "choose a cluster=",
             )
     job = replace(job, after=_job_to_await(spec, options))
     check_limits(spec, job)
@@ -103,7 +112,10 @@ def _chain_length(options: Options) -> int:
 
 
 def _job_to_await(spec: RunSpec, options: Options) -> str | None:
-    """Return the job that --after names by its run, the last one of a chain; None if the run has ended."""
+    """Return the job that --after names by its run, the last one of a chain.
+
+    None if the run has ended.
+    """
     if (name := options.chosen.get(AFTER)) is None:
         return None
     folder = find_one_run([f"{RUNS_DIR}{spec.runs_dir}", name], "submit")
@@ -113,7 +125,10 @@ def _job_to_await(spec: RunSpec, options: Options) -> str | None:
         return None
     if run.job_id is None:
         raise ConfigError(
-            AFTER, name, f"is {run.state}, and no job of a batch system", "wait for it: nothing else would"
+            AFTER,
+            name,
+            f"is {run.state}, and no job of a batch system",
+            "wait for it: nothing else would",
         )
     return (read_chain(folder) or [run.job_id])[-1]
 
@@ -125,14 +140,30 @@ def _show(spec: RunSpec, job: JobSpec, options: Options) -> None:
     notes = SCHEDULERS[spec.cluster.scheduler].notes(script) if script is not None else []
     for note in notes:
         report("jobs", note)
-    checks = passed(preflight(spec, job, script, partial(plan_run, spec), here=is_on_site(spec.cluster)))
+    checks = passed(
+        preflight(spec, job, script, partial(plan_run, spec), here=is_on_site(spec.cluster))
+    )
     if options.json:
-        names = ("nodes", "tasks", "tasks_per_node", "cpus_per_task", "gpus", "minutes", "gpu_hours", "charge",
-                 "charge_unit")  # fmt: skip
-        print_json({
-            "script": script, "command": argv, **{name: getattr(job, name) for name in names},
-            "run_folder": str(folder.path), "preflight": [check.to_dict() for check in checks],
-        })  # fmt: skip
+        names = (
+            "nodes",
+            "tasks",
+            "tasks_per_node",
+            "cpus_per_task",
+            "gpus",
+            "minutes",
+            "gpu_hours",
+            "charge",
+            "charge_unit",
+        )
+        print_json(
+            {
+                "script": script,
+                "command": argv,
+                **{name: getattr(job, name) for name in names},
+                "run_folder": str(folder.path),
+                "preflight": [check.to_dict() for check in checks],
+            }
+        )
         return
     line = shlex.join(argv)
     print(f"{line}\n" if script is None else script, end="", flush=True)
@@ -144,7 +175,10 @@ def _show(spec: RunSpec, job: JobSpec, options: Options) -> None:
 
 
 def _finished(spec: RunSpec) -> RunFolder | None:
-    """Return the folder of a run that has finished with this very configuration; None if there is something to do."""
+    """Return the folder of a run that has finished with this very configuration.
+
+    None if there is something to do.
+    """
     folder = RunFolder.of(spec)
     with contextlib.suppress(ConfigError, OSError):
         status = folder.read_status()
@@ -163,7 +197,8 @@ def _show_finished(folder: RunFolder, options: Options) -> int:
 
 
 def _submit_job(spec: RunSpec, job: JobSpec, options: Options, num_jobs: int) -> int:
-    is_sure, is_forced = YES in options.flags, FORCE in options.flags
+    is_sure = YES in options.flags
+    is_forced = FORCE in options.flags
     if (finished := _finished(spec)) is not None:
         return _show_finished(finished, options)
     submitted = submit_run(spec, job, assume_yes=is_sure, force=is_forced, num_jobs=num_jobs)
@@ -172,10 +207,15 @@ def _submit_job(spec: RunSpec, job: JobSpec, options: Options, num_jobs: int) ->
     (job_id, checks), folder = submitted, RunFolder.of(spec)
     chain = submit_chain(spec, job, folder, job_id, num_jobs) if num_jobs > 1 else [job_id]
     if options.json:
-        print_json({
-            "job_id": job_id, "chain": chain, "run_folder": str(folder.path), "log": str(folder.logs / "ranks.log"),
-            "preflight": [check.to_dict() for check in checks],
-        })  # fmt: skip
+        print_json(
+            {
+                "job_id": job_id,
+                "chain": chain,
+                "run_folder": str(folder.path),
+                "log": str(folder.logs / "ranks.log"),
+                "preflight": [check.to_dict() for check in checks],
+            }
+        )
         return 0
     show(checks)
     if (note := NodeBlocklist(folder.path.parent).note(spec.cluster.name)) is not None:

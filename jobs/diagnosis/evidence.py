@@ -28,7 +28,7 @@ from jobs.diagnosis.root_cause import (
     has_trained,
     is_consequence,
     read_records,
-)  # fmt: skip
+)
 from jobs.schedulers.scheduler import find_job
 from jobs.status.run_status import WAITING, read_or_empty, read_spec, run_statuses, utc_ns, whole
 
@@ -38,30 +38,47 @@ KILL_WAIT_S = 35.0  # between SLURM's order and the end of a job that it records
 NODE_WAIT_S = 300.0  # how long SLURM waits for a node that does not answer
 NEAR_LIMIT_S = 90.0  # SLURM checks time limits every half minute, and may end a job early
 JOB_STATE_CAUSES = {
-    "NODE_FAIL": FailureCause.NODE, "BOOT_FAIL": FailureCause.NODE, "TIMEOUT": FailureCause.TIME_LIMIT,
-    "DEADLINE": FailureCause.TIME_LIMIT, "PREEMPTED": FailureCause.PREEMPTED, "CANCELLED": FailureCause.CANCELLED,
+    "NODE_FAIL": FailureCause.NODE,
+    "BOOT_FAIL": FailureCause.NODE,
+    "TIMEOUT": FailureCause.TIME_LIMIT,
+    "DEADLINE": FailureCause.TIME_LIMIT,
+    "PREEMPTED": FailureCause.PREEMPTED,
+    "CANCELLED": FailureCause.CANCELLED,
     "OUT_OF_MEMORY": FailureCause.HOST_MEMORY,
-}  # fmt: skip
+}
 LAUNCH_REASONS = ("JobLaunchFailure", "launch failed requeued held", "launch_failed_requeued_held")
 PROLOG = "Prolog"
-MOVED, GONE = "the run folder was moved", "the interpreter"
+MOVED = "the run folder was moved"
+GONE = "the interpreter"
 OUTPUT, EXEC = "#SBATCH --output=", "exec "
 SCRIPT_LINE = re.compile(f"^({OUTPUT}|{EXEC})(.*)$", re.MULTILINE)
 BATCH_LOGS = ("*_log.out", "*.OU")  # the second is what PBS names its file in a folder
-BY_OTHERS = (9, 15)  # signals by which a launcher, a scheduler or a user ends ranks; others a process causes itself
-# What may be behind the kill of a rank; all else that ranks met when one was killed is a consequence.
+BY_OTHERS = (
+    9,
+    15,
+)  # signals by which a launcher, a scheduler or a user ends ranks; others a process causes itself
+# What may be behind the kill of a rank; all else that ranks met when one was killed is a
+# consequence.
 BEHIND_KILLS = (
-    FailureCause.HOST_MEMORY, FailureCause.DEVICE_MEMORY, FailureCause.DEVICE, FailureCause.NODE,
-    FailureCause.TIME_LIMIT, FailureCause.PREEMPTED, FailureCause.CANCELLED, FailureCause.KILLED,
-)  # fmt: skip
+    FailureCause.HOST_MEMORY,
+    FailureCause.DEVICE_MEMORY,
+    FailureCause.DEVICE,
+    FailureCause.NODE,
+    FailureCause.TIME_LIMIT,
+    FailureCause.PREEMPTED,
+    FailureCause.CANCELLED,
+    FailureCause.KILLED,
+)
 
 
 class Evidence:
-    """All that is known of a run, each part empty or None if there is none; SLURM's commands have a time limit.
+    """All that is known of a run, each part empty or None if there is none.
 
-    `failure` is the rank at fault by the launcher's output, records and heartbeats; `trace_steps` the number of
-    complete steps in the trace, read only `with_trace` and in a process of its own; `resume_step` the step at which
-    the newest checkpoint resumes; `errors` those of the queries that failed.
+    SLURM's commands have a time limit.
+    `failure` is the rank at fault by the launcher's output, records and heartbeats; `trace_steps`
+    the number of complete steps in the trace, read only `with_trace` and in a process of its own;
+    `resume_step` the step at which the newest checkpoint resumes; `errors` those of the queries
+    that failed.
     """
 
     def __init__(self, folder: RunFolder, *, with_trace: bool = True) -> None:
@@ -70,7 +87,9 @@ class Evidence:
         self.folder = folder
         self.status = self.run.status
         job_id = self.run.job_id
-        self.is_batch = job_id is not None  # a job of SLURM's, so that its nodes are not this machine
+        self.is_batch = (
+            job_id is not None
+        )  # a job of SLURM's, so that its nodes are not this machine
         self.job, errors = find_job(job_id) if job_id is not None else (None, ())
         self.errors = (*seen.errors, *errors)
         self.spec = read_spec(folder)
@@ -81,7 +100,8 @@ class Evidence:
         self.stopped = read_or_empty(folder.stopped_json)
         self.cancelled = read_or_empty(folder.cancelled_json)
         self.log_findings: list[Finding] = []
-        output, tail = LauncherOutput(), []
+        output = LauncherOutput()
+        tail = []
         for log in log_paths(folder):
             lines = [line.strip() for line in read_lines(log) if line.strip()]
             self.log_findings += scan_lines(lines, f"logs/{log.name}")
@@ -89,7 +109,8 @@ class Evidence:
                 tail = lines[-TAIL_LINES:]
                 for line in lines:
                     output.feed_line(line)
-        code, number = whole(self.status.get("exit_code")), whole(self.status.get("signal"))
+        code = whole(self.status.get("exit_code"))
+        number = whole(self.status.get("signal"))
         if number and code is not None and 0 < code <= SIGNAL_BASE and "node" not in self.status:
             code = -number  # of the launcher itself
         ended = Ended(code if code is not None and code and code <= SIGNAL_BASE else 1, tuple(tail))
@@ -99,9 +120,18 @@ class Evidence:
 
     def findings(self) -> list[Finding]:
         """Return what each source shows of the end of a run that has ended."""
-        sources = (_from_records, _from_script, _from_job, _from_orders, _from_failure, _from_silence, _from_status)
+        sources = (
+            _from_records,
+            _from_script,
+            _from_job,
+            _from_orders,
+            _from_failure,
+            _from_silence,
+            _from_status,
+        )
         found = [finding for source in sources for finding in source(self)]
-        has_record, has_begun = bool(self.records), has_trained(self.beats)
+        has_record = bool(self.records)
+        has_begun = has_trained(self.beats)
         for finding in self.log_findings:
             if finding.cause in START_CAUSES and has_begun:
                 found.append(replace(finding, cause=FailureCause.KILLED, may_follow=True))
@@ -111,36 +141,52 @@ class Evidence:
                 found.append(replace(finding, may_follow=True))
         if not self.is_killed:
             return found
-        return [replace(each, is_consequence=True) if each.cause not in BEHIND_KILLS else each for each in found]
+        return [
+            replace(each, is_consequence=True) if each.cause not in BEHIND_KILLS else each
+            for each in found
+        ]
 
     @property
     def is_killed(self) -> bool:
         """Whether the rank at fault was killed, so that what the others met is a consequence."""
-        return self.failure.cause_class in (FailureCause.KILLED, FailureCause.HOST_MEMORY) and not any(
-            record.get("rank") == self.failure.rank for record in self.records
-        )
+        return self.failure.cause_class in (
+            FailureCause.KILLED,
+            FailureCause.HOST_MEMORY,
+        ) and not any(record.get("rank") == self.failure.rank for record in self.records)
 
 
 def log_paths(folder: RunFolder) -> list[Path]:
     """Return the log of the ranks and the newest of the batch system's own, those that exist."""
     found = (path for pattern in BATCH_LOGS for path in folder.logs.glob(pattern))
     batch = sorted((path.stat().st_mtime_ns, path) for path in found if path.is_file())
-    return [path for path in (folder.logs / "ranks.log", *(path for _, path in batch[-1:])) if path.is_file()]
+    return [
+        path
+        for path in (folder.logs / "ranks.log", *(path for _, path in batch[-1:]))
+        if path.is_file()
+    ]
 
 
 def newest_checkpoint(folder: RunFolder) -> int | None:
-    """Return the step at which the newest complete checkpoint resumes; one without a manifest does not count."""
+    """Return the step at which the newest complete checkpoint resumes.
+
+    One without a manifest does not count.
+    """
     names = [path.parent.name for path in folder.checkpoints.glob("step*/manifest.json")]
     return max((int(name[4:]) for name in names if re.fullmatch(r"step\d+", name)), default=None)
 
 
 def trace_steps(folder: RunFolder) -> int | None:
-    """Return the number of steps that every rank finished by the run's trace; None if none is readable."""
+    """Return the number of steps that every rank finished by the run's trace.
+
+    None if none is readable.
+    """
     if not folder.trace_h5.exists() and not any((folder.path / "trace").glob("rank*.h5")):
         return None
     words = [sys.executable, *RUN_MODULE, "analysis", "summary", str(folder.path), "--json"]
     try:
-        ended = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TRACE_LIMIT_S)
+        ended = subprocess.run(
+            words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TRACE_LIMIT_S
+        )
         summary = json.loads(ended.stdout) if ended.returncode == 0 else {}
         return int(summary["num_steps"]) + int(summary["num_warmup_steps"])
     except (OSError, subprocess.TimeoutExpired, ValueError, KeyError, TypeError):
@@ -154,14 +200,18 @@ def text(value: object) -> str | None:
 
 def _from_records(evidence: Evidence) -> Iterator[Finding]:
     for record in evidence.records:
-        cause, follows = classify_record(record), is_consequence(record)
+        cause = classify_record(record)
+        follows = is_consequence(record)
         # a rank that found a stall is not its cause: see the failure
         if cause is FailureCause.STALLED and not evidence.is_killed:
             continue
-        rank, words = whole(record.get("rank")), " ".join(str(record.get("cause") or "no reason given").split())
+        rank = whole(record.get("rank"))
+        words = " ".join(str(record.get("cause") or "no reason given").split())
         source = f"FAILED.rank{rank:04d}.json" if rank is not None else "FAILED.rank*.json"
         follows = follows or CONSEQUENCE.search(words) is not None
-        yield Finding(cause, source, words, utc_ns(record.get("utc")), rank, text(record.get("node")), follows)
+        yield Finding(
+            cause, source, words, utc_ns(record.get("utc")), rank, text(record.get("node")), follows
+        )
 
 
 def _from_job(evidence: Evidence) -> Iterator[Finding]:
@@ -184,33 +234,51 @@ def _from_job(evidence: Evidence) -> Iterator[Finding]:
 
 def _from_script(evidence: Evidence) -> Iterator[Finding]:
     """Yield what a job that did not come to its ranks misses of what its script names."""
-    job, folder = evidence.job, evidence.folder
-    if job is None or job.is_active or evidence.run.recorded_state not in WAITING or evidence.run.job_id is None:
+    job = evidence.job
+    folder = evidence.folder
+    if (
+        job is None
+        or job.is_active
+        or evidence.run.recorded_state not in WAITING
+        or evidence.run.job_id is None
+    ):
         return
     script = folder.logs / f"{JobId.parse(evidence.run.job_id).local}_submission.sh"
     found = {line[1]: line[2] for line in SCRIPT_LINE.finditer("\n".join(read_lines(script)))}
     with contextlib.suppress(ValueError):
-        output, program = (next(iter(shlex.split(found.get(name, ""))), "") for name in (OUTPUT, EXEC))
+        output, program = (
+            next(iter(shlex.split(found.get(name, ""))), "") for name in (OUTPUT, EXEC)
+        )
         before = Path(output).parent
         if output and before != folder.logs and not before.is_dir():
-            words = f"{MOVED} while its job waited, from {before.parent}: SLURM could not write there"
+            words = (
+                f"{MOVED} while its job waited, from {before.parent}: SLURM could not write there"
+            )
             yield Finding(FailureCause.LAUNCHER, script.name, words)
         if program.startswith("/") and not Path(program).exists():
-            yield Finding(FailureCause.LAUNCHER, script.name, f"{GONE} {program} is gone, which the job's script calls")
+            yield Finding(
+                FailureCause.LAUNCHER,
+                script.name,
+                f"{GONE} {program} is gone, which the job's script calls",
+            )
 
 
 def _from_orders(evidence: Evidence) -> Iterator[Finding]:
-    cancelled, status, spec = evidence.cancelled, evidence.status, evidence.spec
+    cancelled = evidence.cancelled
+    status = evidence.status
+    spec = evidence.spec
     if cancelled:
         who = f"cancelled by user {cancelled.get('uid', '?')} on {cancelled.get('host', '?')}"
         source = evidence.folder.cancelled_json.name
         yield Finding(FailureCause.CANCELLED, source, who, utc_ns(cancelled.get("utc")))
         return
-    began, ended = utc_ns(status.get("started_utc")), utc_ns(status.get("updated_utc"))
+    began = utc_ns(status.get("started_utc"))
+    ended = utc_ns(status.get("updated_utc"))
     is_stopped = status.get("signal") == 15 and evidence.is_batch
     if not is_stopped or spec is None or began is None or ended is None:
         return
-    ran_s, limit_s = (ended - began) / SECOND_NS, 60.0 * spec.cluster.minutes
+    ran_s = (ended - began) / SECOND_NS
+    limit_s = 60.0 * spec.cluster.minutes
     if ran_s > max(limit_s - NEAR_LIMIT_S, limit_s / 2):
         words = f"stopped after {ran_s / 60:.1f} of cluster.minutes={spec.cluster.minutes} minutes"
         yield Finding(FailureCause.TIME_LIMIT, "status.json", words, ended)
@@ -229,7 +297,9 @@ def _from_failure(evidence: Evidence) -> Iterator[Finding]:
         source = "STALLED.json" if evidence.stall else "heartbeats"
         yield replace(found, source=source, time_ns=utc_ns(evidence.stall.get("utc")) or first_ns)
     elif evidence.is_killed:
-        yield replace(found, may_follow=failure.signal in BY_OTHERS and found.cause is FailureCause.KILLED)
+        yield replace(
+            found, may_follow=failure.signal in BY_OTHERS and found.cause is FailureCause.KILLED
+        )
     elif not evidence.records:
         yield replace(found, may_follow=found.cause is FailureCause.EXCEPTION)
 
@@ -239,7 +309,10 @@ def _from_silence(evidence: Evidence) -> Iterator[Finding]:
     records = evidence.records
     if not evidence.is_batch or not records or evidence.is_killed or evidence.stall:
         return
-    if any(record.get("exit_code") == StalledError.exit_code or not is_consequence(record) for record in records):
+    if any(
+        record.get("exit_code") == StalledError.exit_code or not is_consequence(record)
+        for record in records
+    ):
         return
     known = {text(record.get("node")) for record in records}
     known |= {beat.node for beat in evidence.beats.values() if beat.action == FINISHED}
@@ -253,13 +326,19 @@ def _from_silence(evidence: Evidence) -> Iterator[Finding]:
 
 def _from_status(evidence: Evidence) -> Iterator[Finding]:
     """Yield what the launching process recorded; other sources know more of a failed rank."""
-    run, status = evidence.run, evidence.status
-    words, time_ns = run.cause, utc_ns(status.get("updated_utc"))
+    run = evidence.run
+    status = evidence.status
+    words = run.cause
+    time_ns = utc_ns(status.get("updated_utc"))
     if run.state == "failed" and words and status.get("rank") is None:
         cause = classify_record(status)
         is_vague = cause in (FailureCause.EXCEPTION, FailureCause.KILLED, FailureCause.UNKNOWN)
         if is_vague:
-            cause = FailureCause.KILLED if whole(status.get("signal")) is not None else FailureCause.UNKNOWN
+            cause = (
+                FailureCause.KILLED
+                if whole(status.get("signal")) is not None
+                else FailureCause.UNKNOWN
+            )
         yield Finding(cause, "status.json", words, time_ns, may_follow=is_vague)
     elif run.state == "cancelled":
         yield Finding(FailureCause.CANCELLED, run.source, run.note or words, time_ns)

@@ -1,7 +1,8 @@
-"""The output of launchers when a rank dies: MPICH's and Intel's hydra, Open MPI, srun, and MPI_Abort itself.
+"""The output of launchers when a rank dies.
 
-As soon as a rank has failed, its launcher or MPI_Abort ends the others by signals, too. What is reported after that is
-marked `is_cleanup`: it shows how those ranks ended, and not why.
+MPICH's and Intel's hydra, Open MPI, srun, and MPI_Abort itself.
+As soon as a rank has failed, its launcher or MPI_Abort ends the others by signals, too. What is
+reported after that is marked `is_cleanup`: it shows how those ranks ended, and not why.
 """
 
 from __future__ import annotations
@@ -14,30 +15,44 @@ from typing import Any
 from gems.errors import SIGNAL_BASE, ConfigError, DoesNotFitError, RankFailedError, StalledError
 from jobs.slurm.jobs import parse_cancellation
 
-RANK_CODES = tuple(error.exit_code for error in (ConfigError, DoesNotFitError, RankFailedError, StalledError))
+RANK_CODES = tuple(
+    error.exit_code for error in (ConfigError, DoesNotFitError, RankFailedError, StalledError)
+)
 OUR_LINE = "gems: the launcher ends the ranks"  # which it adds to their log before it does
 OUT_OF_MEMORY = "Out Of Memory"
 KILLING_SIGNALS = (
-    signal.SIGKILL, signal.SIGTERM, signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGFPE,
-)  # fmt: skip
+    signal.SIGKILL,
+    signal.SIGTERM,
+    signal.SIGBUS,
+    signal.SIGSEGV,
+    signal.SIGABRT,
+    signal.SIGILL,
+    signal.SIGFPE,
+)
 MEMORY_EVENT = re.compile(r"[Dd]etected \d+ oom[-_]kill event.*")
 LOST_PEER = re.compile(r"Fatal error in \w+: Other MPI error")
 _SIGNALS = {signal.strsignal(number): number for number in signal.valid_signals()}
 HYDRA_TABLE = re.compile(r"^\[mpiexec@[^\]]*\] Exit codes: (?P<table>.*)")
 SRUN_TASK = re.compile(r"^srun: error: (?P<node>[^\s:]+): tasks? (?P<ranks>[\d,-]+): (?P<what>.+)")
-OPEN_MPI_WHO = re.compile(r"^(?:Process name: \[.*,(?P<exited>\d+)\]|MPI_ABORT was invoked on rank (?P<aborted>\d+) )")
+OPEN_MPI_WHO = re.compile(
+    r"^(?:Process name: \[.*,(?P<exited>\d+)\]|MPI_ABORT was invoked on rank (?P<aborted>\d+) )"
+)
 OPEN_MPI_CODE = re.compile(r"^(?:Exit code:|Errorcode:|with errorcode)\s+(?P<code>\d+)")
 # Lines that report the end of one rank; their groups are fields of Death.
 DEATHS = (
     re.compile(r"^=\s+(?:RANK (?P<rank>\d+) )?PID (?P<pid>\d+) RUNNING AT (?P<node>\S+)"),
-    re.compile(r"process rank (?P<rank>\d+) with PID (?:0|(?P<pid>\d+)) on node (?P<node>\S+) exited on"
-               r"(?: signal (?P<signal>\d+))?"),
+    re.compile(
+        r"process rank (?P<rank>\d+) with PID (?:0|(?P<pid>\d+)) on node (?P<node>\S+) exited on"
+        r"(?: signal (?P<signal>\d+))?"
+    ),
     # the kernel's record: of a cgroup's limit, or of the whole node
     re.compile(r"(?:Memory cgroup o|O)ut of memory: Kill(?:ed)? process (?P<pid>\d+)"),
     re.compile(r"\boom-kill:.*\bpid=(?P<pid>\d+)"),
-    re.compile(r"^(?:\d+: )?Abort\((?P<exit_code>\d+)\) on node \d+ \(rank (?P<rank>\d+) in comm \S+\): "
-               r"(?:.*application called MPI_Abort.*|(?P<reason>.*))"),
-)  # fmt: skip
+    re.compile(
+        r"^(?:\d+: )?Abort\((?P<exit_code>\d+)\) on node \d+ \(rank (?P<rank>\d+) in comm \S+\): "
+        r"(?:.*application called MPI_Abort.*|(?P<reason>.*))"
+    ),
+)
 # Lines that report how the rank of the line before ended.
 AMENDMENTS = (
     re.compile(r"^=\s+EXIT (?:CODE|STATUS): (?P<exit_code>\d+)"),
@@ -51,7 +66,8 @@ AMENDMENTS = (
 class Death:
     """The end of one rank as its launcher reports it; None for what it does not report.
 
-    With `is_cleanup` another rank had failed before, and the launcher was ending those that were left.
+    With `is_cleanup` another rank had failed before, and the launcher was ending those that were
+    left.
     """
 
     rank: int | None = None
@@ -64,7 +80,10 @@ class Death:
 
     @property
     def is_kill(self) -> bool:
-        """Whether a signal ended the rank, or the kernel for its memory; SIGTERM only asks a rank to end."""
+        """Whether a signal ended the rank, or the kernel for its memory.
+
+        SIGTERM only asks a rank to end.
+        """
         return self.signal not in (None, signal.SIGTERM) or self.reason == OUT_OF_MEMORY
 
 
@@ -77,12 +96,18 @@ class LauncherOutput:
         self._open_mpi_rank: int | None = None
         self._is_cleanup = False
         self.cancel_reason: str | None = None
-        self.memory_event: str | None = None  # slurmstepd's message that the kernel killed for memory
+        self.memory_event: str | None = (
+            None  # slurmstepd's message that the kernel killed for memory
+        )
 
     @property
     def deaths(self) -> list[Death]:
         """The deaths of ranks that the launcher reports in full, with how they ended."""
-        return [each for each in self._deaths if each.signal is not None or each.exit_code or each.reason is not None]
+        return [
+            each
+            for each in self._deaths
+            if each.signal is not None or each.exit_code or each.reason is not None
+        ]
 
     def death(self, rank: int) -> Death:
         """Return the end of a rank by hydra's table of wait statuses."""
@@ -94,7 +119,9 @@ class LauncherOutput:
         """Parse one line of output."""
         line = line.strip()
         if (cancellation := parse_cancellation(line)) is not None:
-            self._is_cleanup |= cancellation.is_job or bool(cancellation.reason)  # else a rank has failed
+            self._is_cleanup |= cancellation.is_job or bool(
+                cancellation.reason
+            )  # else a rank has failed
             if cancellation.reason and not cancellation.is_job:
                 self.cancel_reason = cancellation.reason.lower()
         elif line.startswith(OUR_LINE):
@@ -103,13 +130,20 @@ class LauncherOutput:
             self.memory_event = line
         elif found := SRUN_TASK.search(line):
             what = re.sub(r" \(core dumped\)$", "", found["what"]).strip()
-            code, killed_by = re.match(r"Exited with exit code (\d+)", what), _SIGNALS.get(what)
-            exit_code, reason = int(code[1]) if code else None, None if code or killed_by else what
+            code = re.match(r"Exited with exit code (\d+)", what)
+            killed_by = _SIGNALS.get(what)
+            exit_code = int(code[1]) if code else None
+            reason = None if code or killed_by else what
             ranks = _numbers(found["ranks"])
-            self._add(*(Death(rank, None, found["node"], killed_by, exit_code, reason) for rank in ranks))
+            self._add(
+                *(Death(rank, None, found["node"], killed_by, exit_code, reason) for rank in ranks)
+            )
         elif found := HYDRA_TABLE.search(line):
-            # Wait statuses in rank order. Hydra kills the others, so a rank that ended by exit() did so before.
-            self._statuses = [int(word) for word in re.findall(r"\d+", re.sub(r"\[[^\]]*\]", " ", found["table"]))]
+            # Wait statuses in rank order. Hydra kills the others, so a rank that ended by exit()
+            # did so before.
+            self._statuses = [
+                int(word) for word in re.findall(r"\d+", re.sub(r"\[[^\]]*\]", " ", found["table"]))
+            ]
             deaths = [self.death(rank) for rank in range(len(self._statuses))]
             self._deaths[:0] = [death for death in deaths if death.exit_code]
         elif found := OPEN_MPI_WHO.search(line):
@@ -119,17 +153,27 @@ class LauncherOutput:
                 self._add(Death(self._open_mpi_rank, exit_code=int(found["code"])))
         elif fields := _fields(DEATHS, line):
             is_kernel = fields.keys() == {"pid"}
-            self._add(Death(**fields) if not is_kernel else Death(None, fields["pid"], None, 9, None, OUT_OF_MEMORY))
+            self._add(
+                Death(**fields)
+                if not is_kernel
+                else Death(None, fields["pid"], None, 9, None, OUT_OF_MEMORY)
+            )
         elif (fields := _fields(AMENDMENTS, line)) and self._deaths:
             last = self._deaths[-1]
             if last.node is not None and last.signal is None:
                 self._deaths[-1] = _as_signal(replace(last, **{"exit_code": None, **fields}))
 
     def _add(self, *deaths: Death) -> None:
-        """Add the deaths of one line: those after a rank's MPI_Abort, or its exit with a code of ours, are cleanup."""
+        """Add the deaths of one line.
+
+        Those after a rank's MPI_Abort, or its exit with a code of ours, are cleanup.
+        """
         for death in map(_as_signal, deaths):
             # nobody sends the other signals, and the kernel alone kills for memory
-            is_sent = death.signal in (None, signal.SIGKILL, signal.SIGTERM) and death.reason != OUT_OF_MEMORY
+            is_sent = (
+                death.signal in (None, signal.SIGKILL, signal.SIGTERM)
+                and death.reason != OUT_OF_MEMORY
+            )
             self._deaths.append(replace(death, is_cleanup=self._is_cleanup and is_sent))
         codes = [death.exit_code for death in deaths if not LOST_PEER.search(death.reason or "")]
         self._is_cleanup |= any(code in RANK_CODES for code in codes)
@@ -147,7 +191,11 @@ def _fields(patterns: tuple[re.Pattern[str], ...], line: str) -> dict[str, Any]:
     """Return the groups of the first pattern that matches, numbers as such; empty if none does."""
     found = next((found for pattern in patterns if (found := pattern.search(line))), None)
     groups = found.groupdict() if found is not None else {}
-    return {key: text if key in ("node", "reason") else int(text) for key, text in groups.items() if text is not None}
+    return {
+        key: text if key in ("node", "reason") else int(text)
+        for key, text in groups.items()
+        if text is not None
+    }
 
 
 def _numbers(text: str) -> list[int]:

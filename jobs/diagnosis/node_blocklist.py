@@ -25,7 +25,10 @@ TEXTS = ("cluster", "node", "reason", "run", "utc")
 
 @dataclass(frozen=True, slots=True)
 class BlockedNode:
-    """A node of a cluster and the last failure that it is to blame for; `runs` are the attempts that failed there."""
+    """A node of a cluster and the last failure that it is to blame for.
+
+    `runs` are the attempts that failed there.
+    """
 
     cluster: str
     node: str
@@ -42,12 +45,18 @@ class BlockedNode:
     def describe(self) -> str:
         """Describe the entry in one line."""
         times = "once" if len(self.runs) == 1 else f"{len(self.runs)} times"
-        return f"node {self.node} of {self.cluster} has failed {times}, last {self.run} at {self.utc}: {self.reason}"
+        return (
+            f"node {self.node} of {self.cluster} has failed {times}, last {self.run} at {self.utc}:"
+            f" {self.reason}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class NodeBlocklist:
-    """The blocked nodes of a folder of runs; an entry ends 14 days after its last failure, since nodes are repaired."""
+    """The blocked nodes of a folder of runs.
+
+    An entry ends 14 days after its last failure, since nodes are repaired.
+    """
 
     runs_dir: Path
 
@@ -57,10 +66,15 @@ class NodeBlocklist:
         return self.runs_dir / FILE
 
     def entries(self, cluster: str | None = None) -> tuple[BlockedNode, ...]:
-        """Return the valid entries, blocked or not, of one cluster if given: others' nodes may have the same names."""
+        """Return the valid entries, blocked or not, of one cluster if given.
+
+        Others' nodes may have the same names.
+        """
         rows = read_or_empty(self.path).get("nodes")
         found = map(_parse, rows) if isinstance(rows, list) else ()
-        return tuple(entry for entry in found if entry is not None and cluster in (None, entry.cluster))
+        return tuple(
+            entry for entry in found if entry is not None and cluster in (None, entry.cluster)
+        )
 
     def blocked(self, cluster: str) -> tuple[BlockedNode, ...]:
         """Return the entries of the nodes of a cluster that are blocked."""
@@ -69,12 +83,15 @@ class NodeBlocklist:
     def add(self, cluster: str, node: str, reason: str, run: str, utc: str) -> BlockedNode | None:
         """Record a failure of a node and return its entry; a known failure is not counted again.
 
-        A name that is no host name is ignored: it would be handed to SLURM. Raises OSError if the folder is closed.
+        A name that is no host name is ignored: it would be handed to SLURM. Raises OSError if the
+        folder is closed.
         """
         if NODE_NAME.fullmatch(node) is None:
             return None
         known = self.entries()
-        same = next((entry for entry in known if (entry.cluster, entry.node) == (cluster, node)), None)
+        same = next(
+            (entry for entry in known if (entry.cluster, entry.node) == (cluster, node)), None
+        )
         if same is not None and run in same.runs:
             return same
         runs = (*(same.runs if same is not None else ()), run)[-MAX_RUNS:]
@@ -83,7 +100,10 @@ class NodeBlocklist:
         return entry
 
     def remove(self, node: str) -> tuple[BlockedNode, ...]:
-        """Remove a node, of whatever cluster, and return its entries; raise OSError if the folder is closed."""
+        """Remove a node, of whatever cluster, and return its entries.
+
+        Raise OSError if the folder is closed.
+        """
         known = self.entries()
         removed = tuple(entry for entry in known if entry.node == node)
         if removed:
@@ -108,7 +128,9 @@ def _parse(row: object) -> BlockedNode | None:
     """Return the entry of a row of the file; None if it is damaged or too old."""
     with contextlib.suppress(KeyError, TypeError, ValueError):
         texts: dict[str, Any] = {name: row[name] for name in TEXTS}  # type: ignore[index]
-        is_valid = all(isinstance(text, str) for text in texts.values()) and NODE_NAME.fullmatch(texts["node"])
+        is_valid = all(isinstance(text, str) for text in texts.values()) and NODE_NAME.fullmatch(
+            texts["node"]
+        )
         if is_valid and datetime.now(UTC) - datetime.fromisoformat(texts["utc"]) < LIFE:
             return BlockedNode(**texts, runs=tuple(map(str, row["runs"])))  # type: ignore[index]
     return None

@@ -32,51 +32,103 @@ UNBLOCK = "--unblock"
 STAGE = re.compile(r"(\d+)(?:\.\d+)?[A-Z]")
 MAX_EVIDENCE = 12
 SHOWN = ("source", "cause", "text", "is_consequence")  # of a finding
-MAX_CONSEQUENCES, CONSEQUENCE_CHARS = 3, 120
+MAX_CONSEQUENCES = 3
+CONSEQUENCE_CHARS = 120
 RUN_STATE_CAUSES = {
-    "finished": FailureCause.FINISHED, "stopped": FailureCause.STOPPED, "missing": FailureCause.UNKNOWN,
-    "running": FailureCause.RUNNING, "stalled": FailureCause.RUNNING, "suspended": FailureCause.RUNNING,
-    **dict.fromkeys(("requeued", "prepared", "submitting", "submitted", "pending", "starting"), FailureCause.WAITING),
-}  # fmt: skip
-# The causes of findings without a time, the most specific first. The scheduler's orders come last among what is
-# certain: a run that hangs after its failure is ended by its time limit.
+    "finished": FailureCause.FINISHED,
+    "stopped": FailureCause.STOPPED,
+    "missing": FailureCause.UNKNOWN,
+    "running": FailureCause.RUNNING,
+    "stalled": FailureCause.RUNNING,
+    "suspended": FailureCause.RUNNING,
+    **dict.fromkeys(
+        ("requeued", "prepared", "submitting", "submitted", "pending", "starting"),
+        FailureCause.WAITING,
+    ),
+}
+# The causes of findings without a time, the most specific first. The scheduler's orders come last
+# among what is certain: a run that hangs after its failure is ended by its time limit.
 BY_SPECIFICITY = (
-    FailureCause.DEVICE, FailureCause.HOST_MEMORY, FailureCause.WRONG_MPI, FailureCause.DEVICE_MEMORY,
-    FailureCause.DOES_NOT_FIT, FailureCause.FILE_SYSTEM, FailureCause.CONFIGURATION, FailureCause.LAUNCHER,
-    FailureCause.NODE, FailureCause.PREEMPTED, FailureCause.TIME_LIMIT, FailureCause.CANCELLED, FailureCause.EXCEPTION,
-    FailureCause.KILLED, FailureCause.STALLED, FailureCause.UNKNOWN,
-)  # fmt: skip
-ORDERS = (FailureCause.NODE, FailureCause.PREEMPTED, FailureCause.TIME_LIMIT, FailureCause.CANCELLED)
+    FailureCause.DEVICE,
+    FailureCause.HOST_MEMORY,
+    FailureCause.WRONG_MPI,
+    FailureCause.DEVICE_MEMORY,
+    FailureCause.DOES_NOT_FIT,
+    FailureCause.FILE_SYSTEM,
+    FailureCause.CONFIGURATION,
+    FailureCause.LAUNCHER,
+    FailureCause.NODE,
+    FailureCause.PREEMPTED,
+    FailureCause.TIME_LIMIT,
+    FailureCause.CANCELLED,
+    FailureCause.EXCEPTION,
+    FailureCause.KILLED,
+    FailureCause.STALLED,
+    FailureCause.UNKNOWN,
+)
+ORDERS = (
+    FailureCause.NODE,
+    FailureCause.PREEMPTED,
+    FailureCause.TIME_LIMIT,
+    FailureCause.CANCELLED,
+)
 
-# Faults of a node itself, which another would not have; a full quota is the user's, and a full disk that of all nodes.
-NODE_FILE_ERRORS = ("Stale", "Input/output error", "Transport endpoint", "Remote I/O", "Read-only file system")
+# Faults of a node itself, which another would not have; a full quota is the user's, and a full disk
+# that of all nodes.
+NODE_FILE_ERRORS = (
+    "Stale",
+    "Input/output error",
+    "Transport endpoint",
+    "Remote I/O",
+    "Read-only file system",
+)
 KEEP = "keep"
 FIXED = {
     FailureCause.WRONG_MPI: (
-        "cluster.mpi: pmi2 for MPICH, pmix for Open MPI, cray_shasta for Cray MPICH (`srun --mpi=list`)",
-        "cluster.modules and cluster.setup: the MPI that mpi4py was built with must be loaded in the job",
+        (
+            "cluster.mpi: pmi2 for MPICH, pmix for Open MPI, cray_shasta for Cray MPICH (`srun"
+            " --mpi=list`)"
+        ),
+        (
+            "cluster.modules and cluster.setup: the MPI that mpi4py was built with must be loaded"
+            " in the job"
+        ),
     ),
     FailureCause.CONFIGURATION: ("change the key that is named, and submit again",),
 }
 SETUP = "cluster.python, cluster.modules and cluster.setup"
 # What a death by a signal means.
 SIGNALS = (
-    (("SIGBUS",), "a full /dev/shm or a file that has vanished ends a process so: look at that node"),
-    (("SIGKILL",), "if the node ran out of memory: +cluster.sbatch.mem, or fewer cluster.ranks_per_node; "
-                   "else somebody killed it"),
-    (("SIGSEGV", "SIGABRT", "SIGILL"),
-     "native code failed: see the Python stack in logs/ranks.log, and the versions of torch and MPI"),
-)  # fmt: skip
+    (
+        ("SIGBUS",),
+        "a full /dev/shm or a file that has vanished ends a process so: look at that node",
+    ),
+    (
+        ("SIGKILL",),
+        (
+            "if the node ran out of memory: +cluster.sbatch.mem, or fewer cluster.ranks_per_node; "
+            "else somebody killed it"
+        ),
+    ),
+    (
+        ("SIGSEGV", "SIGABRT", "SIGILL"),
+        (
+            "native code failed: see the Python stack in logs/ranks.log, and the versions of torch"
+            " and MPI"
+        ),
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
     """What has become of a run; None for what is not known.
 
-    `text` is the line of the source that names the cause, `stages` those of the rank in its pipeline, `trace_steps` the
-    complete steps in the trace, `resume_step` the step at which the newest checkpoint resumes, `blamed_node` the node
-    to leave out. `consequences` are the ranks that failed because of the cause. `memory` is what a rank out of memory
-    told of its allocator, its own count and its predicted peak.
+    `text` is the line of the source that names the cause, `stages` those of the rank in its
+    pipeline, `trace_steps` the complete steps in the trace, `resume_step` the step at which the
+    newest checkpoint resumes, `blamed_node` the node to leave out. `consequences` are the ranks
+    that failed because of the cause. `memory` is what a rank out of memory told of its allocator,
+    its own count and its predicted peak.
     """
 
     folder: RunFolder
@@ -110,11 +162,17 @@ class Diagnosis:
     def to_dict(self) -> dict[str, Any]:
         """Return all fields for a program, and the paragraph."""
         return {
-            "schema": SCHEMA, "run": self.folder.path.name, "run_folder": str(self.folder.path),
-            **{each.name: getattr(self, each.name) for each in fields(self) if each.name != "folder"},
+            "schema": SCHEMA,
+            "run": self.folder.path.name,
+            "run_folder": str(self.folder.path),
+            **{
+                each.name: getattr(self, each.name)
+                for each in fields(self)
+                if each.name != "folder"
+            },
             "evidence": [{name: getattr(each, name) for name in SHOWN} for each in self.evidence],
             "paragraph": self.paragraph(),
-        }  # fmt: skip
+        }
 
     def where(self) -> str:
         """Describe rank, node and stages: rank 3 on node n2 (stage 3)."""
@@ -122,7 +180,9 @@ class Diagnosis:
         node = f"node {self.node}" if self.node is not None else ""
         words = " on ".join(filter(None, (rank, node)))
         if self.stages:
-            words += f" (stage{'s' if len(self.stages) > 1 else ''} {', '.join(map(str, self.stages))})"
+            words += (
+                f" (stage{'s' if len(self.stages) > 1 else ''} {', '.join(map(str, self.stages))})"
+            )
         return words
 
     def line(self) -> str:
@@ -148,11 +208,16 @@ class Diagnosis:
         if self.waits_for:
             parts.append(f"{self.waits_for.rstrip('.')}.")
         if self.consequences:
-            shown, more = self.consequences[:MAX_CONSEQUENCES], len(self.consequences) - MAX_CONSEQUENCES
-            parts.append(f"A consequence only: {'; '.join(shown)}{f'; {more} more' if more > 0 else ''}.")
+            shown = self.consequences[:MAX_CONSEQUENCES]
+            more = len(self.consequences) - MAX_CONSEQUENCES
+            parts.append(
+                f"A consequence only: {'; '.join(shown)}{f'; {more} more' if more > 0 else ''}."
+            )
         if self.has_failed or self.cause is FailureCause.STOPPED:
             if self.trace_steps is not None:
-                parts.append(f"The trace is readable and holds {counted(self.trace_steps, 'complete step')}.")
+                parts.append(
+                    f"The trace is readable and holds {counted(self.trace_steps, 'complete step')}."
+                )
             if self.resume_step is not None:
                 parts.append(f"The newest checkpoint resumes at step {self.resume_step}.")
         if self.advice:
@@ -161,21 +226,34 @@ class Diagnosis:
 
 
 def diagnose_run(folder: RunFolder, *, with_trace: bool = True) -> Diagnosis:
-    """Find out why a run ended, from all that is there; never raises for what is missing or damaged."""
+    """Find out why a run ended, from all that is there.
+
+    Never raises for what is missing or damaged.
+    """
     evidence = Evidence(folder, with_trace=with_trace)
-    run, found = evidence.run, evidence.findings()
+    run = evidence.run
+    found = evidence.findings()
     if (cause := RUN_STATE_CAUSES.get(run.state)) is not None:
-        finding = Finding(cause, run.source, run.note or str(evidence.stop.get("reason") or run.state))
+        finding = Finding(
+            cause, run.source, run.note or str(evidence.stop.get("reason") or run.state)
+        )
         is_open = cause in (FailureCause.FINISHED, FailureCause.WAITING)
         return _diagnosis(evidence, finding, [] if is_open else found)
-    decisive = judge(found) or Finding(FailureCause.UNKNOWN, run.source, run.note or evidence.failure.describe())
-    # Of those with the same cause, prefer one that has a clock and a rank: a log's lines are not in order of time.
+    decisive = judge(found) or Finding(
+        FailureCause.UNKNOWN, run.source, run.note or evidence.failure.describe()
+    )
+    # Of those with the same cause, prefer one that has a clock and a rank: a log's lines are not in
+    # order of time.
     same = [each for each in found if each.cause is decisive.cause]
     recorded = [each for each in same if each.source.startswith("FAILED") and not each.may_follow]
     with_rank = next((each for each in same if each.rank is not None), None)
     if decisive.time_ns is None and recorded:
         decisive = min(recorded, key=lambda each: each.time_ns or 0)
-    elif decisive.rank is None and with_rank is not None and decisive.cause is not FailureCause.CANCELLED:
+    elif (
+        decisive.rank is None
+        and with_rank is not None
+        and decisive.cause is not FailureCause.CANCELLED
+    ):
         decisive = replace(decisive, rank=with_rank.rank, node=decisive.node or with_rank.node)
     node = decisive.node or next((each.node for each in same if each.node is not None), None)
     return _diagnosis(evidence, replace(decisive, node=node), found)
@@ -184,21 +262,27 @@ def diagnose_run(folder: RunFolder, *, with_trace: bool = True) -> Diagnosis:
 def judge(findings: Iterable[Finding]) -> Finding | None:
     """Return the finding that shows the cause, or None.
 
-    A consequence of the kill of a rank counts only if nothing else was found, and a possible one goes last: a rank that
-    the kernel killed for its memory also reads as killed by signal 9. Among the rest the earliest goes first; of those
-    without a time, faults go before findings that have one, and the scheduler's orders after them.
+    A consequence of the kill of a rank counts only if nothing else was found, and a possible one
+    goes last: a rank that the kernel killed for its memory also reads as killed by signal 9. Among
+    the rest the earliest goes first; of those without a time, faults go before findings that have
+    one, and the scheduler's orders after them.
     """
     every = list(findings)
     found = [finding for finding in every if not finding.is_consequence] or every
-    if any(finding.cause is FailureCause.NODE for finding in found):  # reported minutes after ranks began to wait
+    if any(
+        finding.cause is FailureCause.NODE for finding in found
+    ):  # reported minutes after ranks began to wait
         found = [finding for finding in found if finding.cause is not FailureCause.STALLED]
 
     certain = [finding for finding in found if not finding.may_follow]
 
     def order(finding: Finding) -> tuple[float, int]:
-        cause, time_ns = finding.cause, finding.time_ns
+        cause = finding.cause
+        time_ns = finding.time_ns
         untimed = math.inf if cause in ORDERS else -math.inf
-        time = 0 if not certain else untimed if time_ns is None else time_ns  # consequences have no order
+        time = (
+            0 if not certain else untimed if time_ns is None else time_ns
+        )  # consequences have no order
         return time, BY_SPECIFICITY.index(cause) if cause in BY_SPECIFICITY else len(BY_SPECIFICITY)
 
     return min(certain or found, key=order, default=None)
@@ -209,44 +293,72 @@ def record_diagnosis(diagnosis: Diagnosis) -> None:
 
     If that cannot be written, a warning on stderr is all.
     """
-    folder, node = diagnosis.folder, diagnosis.blamed_node
+    folder = diagnosis.folder
+    node = diagnosis.blamed_node
     if diagnosis.has_failed or diagnosis.cause is FailureCause.STOPPED:
         try:
             write_json(folder.path / DIAGNOSIS_JSON, {**diagnosis.to_dict(), "utc": now_utc()})
         except OSError as error:
-            report("jobs", f"{DIAGNOSIS_JSON} is not written: {folder.path} cannot be written ({error.strerror})")
+            report(
+                "jobs",
+                f"{DIAGNOSIS_JSON} is not written: {folder.path} cannot be written"
+                f" ({error.strerror})",
+            )
     spec = read_spec(folder) if node is not None else None
     if node is None or spec is None:
         return
     nodes = NodeBlocklist(folder.path.parent)
     times = [each.time_ns for each in diagnosis.evidence if each.time_ns is not None]
-    utc = datetime.fromtimestamp(min(times) / 1e9, UTC).isoformat(timespec="seconds") if times else now_utc()
-    attempt = f"{folder.path.name} attempt {folder.attempt}"  # one failure counts once, however often it is diagnosed
+    utc = (
+        datetime.fromtimestamp(min(times) / 1e9, UTC).isoformat(timespec="seconds")
+        if times
+        else now_utc()
+    )
+    attempt = (  # one failure counts once, however often it is diagnosed
+        f"{folder.path.name} attempt {folder.attempt}"
+    )
     try:
-        entry = nodes.add(spec.cluster.name, node, f"{diagnosis.cause}: {diagnosis.text}"[:200], attempt, utc)
+        entry = nodes.add(
+            spec.cluster.name, node, f"{diagnosis.cause}: {diagnosis.text}"[:200], attempt, utc
+        )
     except OSError as error:
-        report("jobs", f"node {node} is not noted: {nodes.path} cannot be written ({error.strerror})")
+        report(
+            "jobs", f"node {node} is not noted: {nodes.path} cannot be written ({error.strerror})"
+        )
         return
     if entry is not None:
-        excludes = f"`jobs resubmit` excludes it for {LIFE.days} days ({UNBLOCK} {entry.node} undoes that)"
+        excludes = (
+            f"`jobs resubmit` excludes it for {LIFE.days} days ({UNBLOCK} {entry.node} undoes that)"
+        )
         if not entry.is_blocked:
             excludes = f"`jobs resubmit` excludes it after {MIN_FAILURES} failures"
         report("jobs", f"{entry.describe()}; {excludes}")
 
 
 def _diagnosis(evidence: Evidence, finding: Finding, found: list[Finding]) -> Diagnosis:
-    cause, rank, node, job = finding.cause, finding.rank, finding.node, evidence.job
+    cause = finding.cause
+    rank = finding.rank
+    node = finding.node
+    job = evidence.job
     if rank is None and cause in (FailureCause.HOST_MEMORY, FailureCause.KILLED):
-        rank, node = evidence.failure.rank, node or evidence.failure.node  # the one that died of it
-    record = next((each for each in evidence.records if rank is not None and each.get("rank") == rank), {})
+        # the one that died of it
+        rank = evidence.failure.rank
+        node = node or evidence.failure.node
+    record = next(
+        (each for each in evidence.records if rank is not None and each.get("rank") == rank), {}
+    )
     beat = evidence.beats.get(rank) if rank is not None else None
     step = whole(record.get("step"))
     action = text(record.get("action")) or (beat.action if beat is not None else None)
     node = node or text(record.get("node")) or (beat.node if beat is not None else None)
     waits_for = None
     if cause is FailureCause.STALLED:  # by the first record of who waited for whom
-        stalled = (each for each in evidence.records if each.get("exit_code") == StalledError.exit_code)
-        waits_for = next(filter(None, (text(each.get("waits_for")) for each in (evidence.stall, *stalled))), None)
+        stalled = (
+            each for each in evidence.records if each.get("exit_code") == StalledError.exit_code
+        )
+        waits_for = next(
+            filter(None, (text(each.get("waits_for")) for each in (evidence.stall, *stalled))), None
+        )
     listed = [finding, *found]
     if job is not None:
         listed.append(Finding(FailureCause.UNKNOWN, job.source, job.describe()))
@@ -255,23 +367,45 @@ def _diagnosis(evidence: Evidence, finding: Finding, found: list[Finding]) -> Di
             words = " ".join(f"{key}={value}" for key, value in document.items())
             listed.append(Finding(FailureCause.STOPPED, name, words))
     # where ranks of several nodes met a file system's fault, it is that of no node
-    is_file_fault = cause is FailureCause.FILE_SYSTEM and any(words in finding.text for words in NODE_FILE_ERRORS)
-    met_on = {each.node for each in found if each.cause is FailureCause.FILE_SYSTEM and each.node is not None}
-    is_node_fault = cause in (FailureCause.NODE, FailureCause.DEVICE) or (is_file_fault and len(met_on) == 1)
+    is_file_fault = cause is FailureCause.FILE_SYSTEM and any(
+        words in finding.text for words in NODE_FILE_ERRORS
+    )
+    met_on = {
+        each.node
+        for each in found
+        if each.cause is FailureCause.FILE_SYSTEM and each.node is not None
+    }
+    is_node_fault = cause in (FailureCause.NODE, FailureCause.DEVICE) or (
+        is_file_fault and len(met_on) == 1
+    )
     kept = {(each.source, each.text): each for each in reversed(listed)}
     rss_bytes = whole(record.get("rss_bytes"))
     if rss_bytes is None and job is not None and cause is FailureCause.HOST_MEMORY:
         rss_bytes = job.max_rss_bytes
     return Diagnosis(
-        evidence.folder, cause, evidence.run.state, " ".join(finding.text.split()), finding.source, rank, node,
-        _stages(evidence, rank, record, action), beat.step if step is None and beat is not None else step, action,
-        rss_bytes, whole(record.get("device_bytes")), _memory(record), _consequences(evidence, rank), waits_for,
+        evidence.folder,
+        cause,
+        evidence.run.state,
+        " ".join(finding.text.split()),
+        finding.source,
+        rank,
+        node,
+        _stages(evidence, rank, record, action),
+        beat.step if step is None and beat is not None else step,
+        action,
+        rss_bytes,
+        whole(record.get("device_bytes")),
+        _memory(record),
+        _consequences(evidence, rank),
+        waits_for,
         evidence.trace_steps,
-        evidence.resume_step, job_id=evidence.run.job_id,
+        evidence.resume_step,
+        job_id=evidence.run.job_id,
         blamed_node=node if node and evidence.is_batch and is_node_fault else None,
-        advice=remedies(cause, finding.text, node, evidence), evidence=tuple(reversed(kept.values()))[:MAX_EVIDENCE],
+        advice=remedies(cause, finding.text, node, evidence),
+        evidence=tuple(reversed(kept.values()))[:MAX_EVIDENCE],
         query_errors=evidence.errors,
-    )  # fmt: skip
+    )
 
 
 def _memory(record: Mapping[str, Any]) -> str | None:
@@ -286,39 +420,67 @@ def _consequences(evidence: Evidence, rank: int | None) -> tuple[str, ...]:
         if record.get("rank") not in (rank, None) and is_consequence(record):
             cause = text(record.get("cause")) or "no reason given"
             where = f"rank {record['rank']} on node {record.get('node')}"
-            described.append(f"{where} failed with {textwrap.shorten(cause, CONSEQUENCE_CHARS, placeholder=' ...')}")
+            described.append(
+                f"{where} failed with"
+                f" {textwrap.shorten(cause, CONSEQUENCE_CHARS, placeholder=' ...')}"
+            )
     return tuple(described)
 
 
-def _stages(evidence: Evidence, rank: int | None, record: Mapping[str, Any], action: str | None) -> tuple[int, ...]:
+def _stages(
+    evidence: Evidence, rank: int | None, record: Mapping[str, Any], action: str | None
+) -> tuple[int, ...]:
     """Return the stage that the rank was in, else all that it holds."""
-    stage, named = whole(record.get("stage")), STAGE.match(action or "")
+    stage = whole(record.get("stage"))
+    named = STAGE.match(action or "")
     if stage is None and named is not None:
         stage = int(named[1])
     if rank is None or stage is not None:
         return () if rank is None or stage is None else (stage,)
     with contextlib.suppress(ConfigError, KeyError, TypeError, IndexError):
         schedule = evidence.folder.read_schedule()
-        return tuple(sorted({stage for _, stage in schedule.placement.stages_on(rank % schedule.num_ranks)}))
+        return tuple(
+            sorted({stage for _, stage in schedule.placement.stages_on(rank % schedule.num_ranks)})
+        )
     return ()
 
 
-def remedies(cause: FailureCause, words: str, node: str | None, evidence: Evidence) -> tuple[str, ...]:
+def remedies(
+    cause: FailureCause, words: str, node: str | None, evidence: Evidence
+) -> tuple[str, ...]:
     """Return what to change, most promising first; nothing for a run that has not failed."""
-    run, step, spec = evidence.folder.path.name, evidence.resume_step, evidence.spec
-    command, resumes = f"gems-jobs resubmit {run}", "" if step is None else f" resumes at step {step}"
+    run = evidence.folder.path.name
+    step = evidence.resume_step
+    spec = evidence.spec
+    command = f"gems-jobs resubmit {run}"
+    resumes = "" if step is None else f" resumes at step {step}"
     again = command + resumes
     # a run without a checkpoint to resume from should write some
-    checkpoints = () if step is not None else ("train.checkpoint_s: so that less is lost the next time",)
+    checkpoints = (
+        () if step is not None else ("train.checkpoint_s: so that less is lost the next time",)
+    )
     match cause:
         case FailureCause.DEVICE_MEMORY | FailureCause.DOES_NOT_FIT:
             records = (each.get("memory") for each in evidence.records)
-            told = next((each["advice"] for each in records if isinstance(each, dict) and each.get("advice")), None)
+            told = next(
+                (
+                    each["advice"]
+                    for each in records
+                    if isinstance(each, dict) and each.get("advice")
+                ),
+                None,
+            )
             return tuple(map(str, told)) if isinstance(told, list) else device_memory_remedies(spec)
         case FailureCause.HOST_MEMORY:
             return _host_memory(spec)
         case FailureCause.NODE | FailureCause.DEVICE:
-            return (f"exclude node {node}: {command} cluster.exclude=[{node}]{resumes}" if node else again,)
+            return (
+                (
+                    f"exclude node {node}: {command} cluster.exclude=[{node}]{resumes}"
+                    if node
+                    else again
+                ),
+            )
         case FailureCause.TIME_LIMIT:
             minutes = f"={2 * spec.cluster.minutes}" if spec is not None else ""
             return (f"{command} cluster.minutes{minutes}{resumes}", *checkpoints)
@@ -333,7 +495,10 @@ def remedies(cause: FailureCause, words: str, node: str | None, evidence: Eviden
             has_stacks = evidence.folder.stacks(0).parent.is_dir()
             return (
                 "read the stacks in stacks/" if has_stacks else "look at that rank's node",
-                f"if that node is slow or its file system hangs: {command} cluster.exclude=[{node or 'NODE'}]",
+                (
+                    f"if that node is slow or its file system hangs: {command}"
+                    f" cluster.exclude=[{node or 'NODE'}]"
+                ),
                 "if the action may take that long: train.hang_timeout_s",
             )
         case FailureCause.FILE_SYSTEM:
@@ -347,14 +512,23 @@ def remedies(cause: FailureCause, words: str, node: str | None, evidence: Eviden
             return (f"install it there again, or submit with one that stays: {command}",)
         case FailureCause.LAUNCHER:
             if "hared memory" in words or "POSIX" in words or "mpich_shm" in words:
-                return ("remove what killed ranks left on those nodes: python -m gems.launch.mpich_cleanup", again)
+                return (
+                    (
+                        "remove what killed ranks left on those nodes: python -m"
+                        " gems.launch.mpich_cleanup"
+                    ),
+                    again,
+                )
             return (f"{SETUP} must name what the nodes have",)
         case FailureCause.EXCEPTION:
             if "ImportError" in words or "ModuleNotFoundError" in words:
                 return (f"{SETUP}: the nodes' environment lacks a package",)
             return ("the traceback is in logs/ranks.log; fix what it names, and submit again",)
         case FailureCause.KILLED:
-            return (*(hint for names, hint in SIGNALS if any(name in words for name in names)), again)
+            return (
+                *(hint for names, hint in SIGNALS if any(name in words for name in names)),
+                again,
+            )
         case FailureCause.UNKNOWN:
             return (f"read the log: gems-jobs logs {run} --lines all",)
     return FIXED.get(cause, ())
@@ -365,5 +539,7 @@ def _host_memory(spec: RunSpec | None) -> tuple[str, ...]:
     if spec is not None and not spec.cluster.supports_mem_option:
         advice = ["cluster.ranks_per_node: fewer ranks share a node's memory"]
     if spec is None or spec.memory.name != KEEP:
-        advice.append("machine.host_bytes: the host memory that offloaded activations of a node may take")
+        advice.append(
+            "machine.host_bytes: the host memory that offloaded activations of a node may take"
+        )
     return (*advice, "data.prefetch_steps: fewer batches read ahead")

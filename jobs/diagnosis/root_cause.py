@@ -1,4 +1,7 @@
-"""Which rank ended a run, and why: from the records that ranks left, the launcher's output, and the heartbeats."""
+"""Which rank ended a run, and why.
+
+From the records that ranks left, the launcher's output, and the heartbeats.
+"""
 
 from __future__ import annotations
 
@@ -17,26 +20,39 @@ from gems.runs.failure_cause import FailureCause
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import FINISHED, Beat, read_beats
 from gems.utils.atomic_io import read_json
-from jobs.diagnosis.launcher_output import LOST_PEER, OUT_OF_MEMORY, RANK_CODES, Death, LauncherOutput
+from jobs.diagnosis.launcher_output import (
+    LOST_PEER,
+    OUT_OF_MEMORY,
+    RANK_CODES,
+    Death,
+    LauncherOutput,
+)
 from jobs.diagnosis.log_patterns import CONSEQUENCE, classify_text
 from jobs.status.run_status import read_or_empty, utc_ns
 
 COMPUTE = re.compile(r"\d+(?:\.\d+)?[FBIWR]\d*(?:/\d+)?")
-LAUNCHER_LINE = re.compile(r"\[mpiexec@|srun: |slurmstepd: |=|YOUR APPLICATION|This typically|Please see the FAQ")
+LAUNCHER_LINE = re.compile(
+    r"\[mpiexec@|srun: |slurmstepd: |=|YOUR APPLICATION|This typically|Please see the FAQ"
+)
 ERROR_LINE = re.compile(r"(?i)error\b|fatal|not found|no such file|cannot")
 BY_LAUNCHER = "launcher"  # in STALLED.json: found by it, from outside
 MPI_KEY = "cluster.mpi="
 CODE_CAUSES = {
-    ConfigError.exit_code: FailureCause.CONFIGURATION, DoesNotFitError.exit_code: FailureCause.DOES_NOT_FIT,
+    ConfigError.exit_code: FailureCause.CONFIGURATION,
+    DoesNotFitError.exit_code: FailureCause.DOES_NOT_FIT,
     StalledError.exit_code: FailureCause.STALLED,
-}  # fmt: skip
-# Once a rank has been in a step these are settled, and what reads like them is how a launcher itself was lost.
+}
+# Once a rank has been in a step these are settled, and what reads like them is how a launcher
+# itself was lost.
 START_CAUSES = (FailureCause.CONFIGURATION, FailureCause.LAUNCHER, FailureCause.WRONG_MPI)
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How a run failed: `what` happened, the `cause` if one is known, and its class; step -1 is outside of training."""
+    """How a run failed: `what` happened, the `cause` if one is known, and its class.
+
+    Step -1 is outside of training.
+    """
 
     exit_code: int
     what: str
@@ -51,7 +67,11 @@ class Failure:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that are known; there is always a cause."""
-        fields = {name: value for name, value in asdict(self).items() if value is not None and name != "what"}
+        fields = {
+            name: value
+            for name, value in asdict(self).items()
+            if value is not None and name != "what"
+        }
         return {**fields, "cause": self.cause or self.what, "cause_class": str(self.cause_class)}
 
     def describe(self) -> str:
@@ -59,7 +79,9 @@ class Failure:
         who = f"rank {self.rank}" if self.rank is not None else "a rank" if self.node else "the run"
         node = f" on node {self.node}" if self.node else ""
         cause = f": {self.cause}" if self.cause else ""
-        return " ".join(f"{who}{node} {self.what}{describe_position(self.step, self.action)}{cause}".split())
+        return " ".join(
+            f"{who}{node} {self.what}{describe_position(self.step, self.action)}{cause}".split()
+        )
 
 
 def describe_position(step: int | None, action: str | None) -> str:
@@ -68,30 +90,45 @@ def describe_position(step: int | None, action: str | None) -> str:
         return ""
     if step >= 0:
         return f" in step {step}" + (f", action {action}" if action else "")
-    return " before the first step" if action in (None, "start") else f" outside of the steps, in {action}"
+    return (
+        " before the first step"
+        if action in (None, "start")
+        else f" outside of the steps, in {action}"
+    )
 
 
 def find_failure(folder: RunFolder, output: LauncherOutput, ended: Ended) -> Failure:
     """Find the rank that ended the run.
 
-    In this order: a stall of all ranks that the launcher found; a death that an exit watcher saw before any rank
-    recorded a failure of its own; what a rank recorded, unless it only shows that another rank was gone; the first
-    death that the launcher reported before it ended the ranks itself, with the heartbeat's step and action; a stall,
-    with the rank that the others waited for; what the first rank recorded that lost another; the last lines of output.
+    In this order: a stall of all ranks that the launcher found; a death that an exit watcher saw
+    before any rank recorded a failure of its own; what a rank recorded, unless it only shows that
+    another rank was gone; the first death that the launcher reported before it ended the ranks
+    itself, with the heartbeat's step and action; a stall, with the rank that the others waited for;
+    what the first rank recorded that lost another; the last lines of output.
     """
     if ended.stopped_by is not None:
         number = int(signal.Signals[ended.stopped_by])
-        usual = "its terminal was closed" if number == signal.SIGHUP else "cancelled, preempted or out of time"
+        usual = (
+            "its terminal was closed"
+            if number == signal.SIGHUP
+            else "cancelled, preempted or out of time"
+        )
         reason = output.cancel_reason or usual
         what = f"was stopped by {ended.stopped_by}: {reason}"
         return Failure(SIGNAL_BASE + number, what, signal=number, cause_class=FailureCause.KILLED)
-    records, beats = read_records(folder), read_beats(folder.path)
+    records = read_records(folder)
+    beats = read_beats(folder.path)
     recorded = {record.get("rank") for record in records}
     are_stalled = any(record.get("exit_code") == StalledError.exit_code for record in records)
     own = next((record for record in records if not is_consequence(record)), None)
     if ended.returncode < 0 and not ended.gave_up and own is None and not are_stalled:
         what = f"ended: its launcher {_killed_by(-ended.returncode)}"
-        return Failure(RankFailedError.exit_code, what, signal=-ended.returncode, cause_class=FailureCause.KILLED)
+        return Failure(
+            RankFailedError.exit_code,
+            what,
+            signal=-ended.returncode,
+            cause_class=FailureCause.KILLED,
+        )
     stall = read_or_empty(folder.stalled_json)
     if stall.get("by") == BY_LAUNCHER:
         return _from_stall(stall, records, beats)
@@ -101,14 +138,20 @@ def find_failure(folder: RunFolder, output: LauncherOutput, ended: Ended) -> Fai
         return _from_death(output.death(watched[1]), beats, ended)
     if own is not None:
         return _from_record(own)
-    deaths = [each for each in (_with_rank(death, beats) for death in output.deaths) if each.rank not in recorded]
+    deaths = [
+        each
+        for each in (_with_rank(death, beats) for death in output.deaths)
+        if each.rank not in recorded
+    ]
     if (death := _first_cause(deaths, output.memory_event)) is not None:
         return _from_death(death, beats, ended)
     if stall or are_stalled:
         return _from_stall(stall, records, beats)
     if records or deaths:
         return _from_record(records[0]) if records else _from_death(deaths[0], beats, ended)
-    code = f"signal {-ended.returncode}" if ended.returncode < 0 else f"exit code {ended.returncode}"
+    code = (
+        f"signal {-ended.returncode}" if ended.returncode < 0 else f"exit code {ended.returncode}"
+    )
     last = ended.tail[-1] if ended.tail else "no rank and no launcher gave a reason"
     reason = output.cancel_reason or _error_line(ended) or last
     cause_class = classify_text(reason) or FailureCause.UNKNOWN
@@ -120,14 +163,16 @@ def find_failure(folder: RunFolder, output: LauncherOutput, ended: Ended) -> Fai
 def _first_cause(deaths: Sequence[Death], memory_event: str | None) -> Death | None:
     """Return the first death that a launcher did not bring about; None if there is none.
 
-    The kill of a rank goes before the errors that others met as its consequence, and may be reported after them. Of
-    the SIGKILLs that hydra lists by process it has sent most itself.
+    The kill of a rank goes before the errors that others met as its consequence, and may be
+    reported after them. Of the SIGKILLs that hydra lists by process it has sent most itself.
     """
 
     def order(death: Death) -> int:
         if LOST_PEER.search(death.reason or ""):
             return 3
-        is_listed = death.pid is not None and death.signal == signal.SIGKILL and death.reason is None
+        is_listed = (
+            death.pid is not None and death.signal == signal.SIGKILL and death.reason is None
+        )
         return 2 if is_listed else 0 if death.is_kill else 1
 
     own = [death for death in deaths if not death.is_cleanup and death.signal != signal.SIGTERM]
@@ -142,27 +187,43 @@ def _first_cause(deaths: Sequence[Death], memory_event: str | None) -> Death | N
 
 
 def has_trained(beats: Mapping[int, Beat]) -> bool:
-    """Return whether a rank has begun a step: then the launcher, MPI and the configuration were right."""
+    """Return whether a rank has begun a step.
+
+    Then the launcher, MPI and the configuration were right.
+    """
     return any(beat.step >= 0 for beat in beats.values())
 
 
 def classify_record(record: Mapping[str, Any]) -> FailureCause:
     """Return the cause of what a failing rank recorded, or the launcher in status.json."""
-    code, text, recorded = record.get("exit_code"), str(record.get("cause", "")), record.get("cause_class")
+    code = record.get("exit_code")
+    text = str(record.get("cause", ""))
+    recorded = record.get("cause_class")
     if recorded in tuple(FailureCause) and recorded != FailureCause.EXCEPTION:
         return FailureCause(recorded)
     if code == ConfigError.exit_code and text.startswith(MPI_KEY):
         return FailureCause.WRONG_MPI
     if isinstance(code, int) and code in CODE_CAUSES:
         return CODE_CAUSES[code]
-    return classify_text(f"{record['kind']}: {text}" if "kind" in record else text) or FailureCause.EXCEPTION
+    return (
+        classify_text(f"{record['kind']}: {text}" if "kind" in record else text)
+        or FailureCause.EXCEPTION
+    )
 
 
-def first_exit(folder: RunFolder, beats: Mapping[int, Beat] | None = None) -> tuple[int, int] | None:
-    """Return when in ns the first process ended that had not finished, and its rank; None if none has."""
+def first_exit(
+    folder: RunFolder, beats: Mapping[int, Beat] | None = None
+) -> tuple[int, int] | None:
+    """Return when in ns the first process ended that had not finished, and its rank.
+
+    None if none has.
+    """
     notes = read_notes(folder.path).items()
     beats = read_beats(folder.path) if notes and beats is None else beats or {}
-    return min(((ns, rank) for rank, ns in notes if rank not in beats or beats[rank].action != FINISHED), default=None)
+    return min(
+        ((ns, rank) for rank, ns in notes if rank not in beats or beats[rank].action != FINISHED),
+        default=None,
+    )
 
 
 def has_failed_rank(folder: RunFolder) -> bool:
@@ -177,21 +238,26 @@ def read_records(folder: RunFolder) -> list[dict[str, Any]]:
         with contextlib.suppress(OSError, ValueError):
             whole = ("rank", "pid", "step")
             items = read_json(path).items()
-            records.append({key: value for key, value in items if key not in whole or isinstance(value, int)})
+            records.append(
+                {key: value for key, value in items if key not in whole or isinstance(value, int)}
+            )
     return sorted(records, key=lambda record: str(record.get("utc", "")))
 
 
 def is_consequence(record: Mapping[str, Any]) -> bool:
     """Return whether a rank failed because another one had: it stalled, or its messages failed."""
     cause = f"{record.get('kind')}: {record.get('cause')}"
-    return record.get("exit_code") == StalledError.exit_code or CONSEQUENCE.search(cause) is not None
+    return (
+        record.get("exit_code") == StalledError.exit_code or CONSEQUENCE.search(cause) is not None
+    )
 
 
 def _silent_rank(records: Sequence[Mapping[str, Any]], beats: Mapping[int, Beat]) -> int | None:
     """Return the rank that a stalled run waited for, or None if heartbeats do not show it.
 
-    A rank that could not even record its own end goes first: it was stopped, or its node has gone. Else it is a rank in
-    the middle of a compute action; of several, the one that has been silent for longest.
+    A rank that could not even record its own end goes first: it was stopped, or its node has gone.
+    Else it is a rank in the middle of a compute action; of several, the one that has been silent
+    for longest.
     """
     alive = {rank: beat for rank, beat in beats.items() if beat.action != FINISHED}
     recorded = {record.get("rank") for record in records}
@@ -207,35 +273,56 @@ def _from_record(record: Mapping[str, Any]) -> Failure:
     known: dict[str, Any] = {key: record.get(key) for key in ("rank", "node", "step", "action")}
     cause = str(record.get("cause") or "no reason given")
     known |= {"rank_pid": record.get("pid"), "cause_class": classify_record(record)}
-    return Failure(code if code in RANK_CODES else RankFailedError.exit_code, "failed", cause, **known)
+    return Failure(
+        code if code in RANK_CODES else RankFailedError.exit_code, "failed", cause, **known
+    )
 
 
-def _from_stall(stall: dict[str, Any], records: Sequence[dict[str, Any]], beats: Mapping[int, Beat]) -> Failure:
+def _from_stall(
+    stall: dict[str, Any], records: Sequence[dict[str, Any]], beats: Mapping[int, Beat]
+) -> Failure:
     """Describe a stall: which rank was silent, by the one that found it or else by the heartbeats, and which waited."""
-    first = next((record for record in records if record.get("exit_code") == StalledError.exit_code), {})
+    first = next(
+        (record for record in records if record.get("exit_code") == StalledError.exit_code), {}
+    )
     found = stall or first
-    roots = stall.get("roots")  # the ranks that held all others up, the likeliest first, if the finder knew them
+    roots = stall.get(
+        "roots"
+    )  # the ranks that held all others up, the likeliest first, if the finder knew them
     root = roots[0] if isinstance(roots, list) and roots and isinstance(roots[0], dict) else {}
     kinds = {"rank": int, "node": str, "pid": int, "step": int, "action": str}
     root = {key: root[key] for key, kind in kinds.items() if isinstance(root.get(key), kind)}
     rank = root["rank"] if "rank" in root else _silent_rank(records, beats)
     if rank is None:
-        return _from_record({"cause": "no rank moved", **found, **first, "exit_code": StalledError.exit_code})
+        return _from_record(
+            {"cause": "no rank moved", **found, **first, "exit_code": StalledError.exit_code}
+        )
     if "rank" not in root:
         root = asdict(beats[rank])
     cause = str(first.get("cause") or stall.get("cause") or "")
     if found.get("rank") not in (None, rank):
         waited_s = found.get("waited_s")
         waited = f" {waited_s:.0f} s" if isinstance(waited_s, int | float) else ""
-        cause = f"rank {found['rank']} waited{waited} in step {found.get('step')}, action {found.get('action')}"
+        cause = (
+            f"rank {found['rank']} waited{waited} in step {found.get('step')}, action"
+            f" {found.get('action')}"
+        )
     return Failure(
-        StalledError.exit_code, "stopped moving", cause or None, rank, root.get("node"), root.get("pid"),
-        root.get("step"), root.get("action"), cause_class=FailureCause.STALLED,
-    )  # fmt: skip
+        StalledError.exit_code,
+        "stopped moving",
+        cause or None,
+        rank,
+        root.get("node"),
+        root.get("pid"),
+        root.get("step"),
+        root.get("action"),
+        cause_class=FailureCause.STALLED,
+    )
 
 
 def _from_death(death: Death, beats: Mapping[int, Beat], ended: Ended) -> Failure:
-    what, cause = "ended", death.reason or (_error_line(ended) if death.exit_code else None)
+    what = "ended"
+    cause = death.reason or (_error_line(ended) if death.exit_code else None)
     cause_class = classify_text(cause or "") or FailureCause.EXCEPTION
     if death.is_kill and death.reason is not None:  # the kernel's, for memory
         cause_class = FailureCause.HOST_MEMORY
@@ -246,15 +333,24 @@ def _from_death(death: Death, beats: Mapping[int, Beat], ended: Ended) -> Failur
         what = f"ended with exit code {death.exit_code}"
     beat = beats.get(death.rank) if death.rank is not None else None
     return Failure(
-        RankFailedError.exit_code, what, cause, death.rank, death.node or (beat.node if beat else None),
-        death.pid or (beat.pid if beat else None), beat.step if beat else None, beat.action if beat else None,
-        death.signal, cause_class,
-    )  # fmt: skip
+        RankFailedError.exit_code,
+        what,
+        cause,
+        death.rank,
+        death.node or (beat.node if beat else None),
+        death.pid or (beat.pid if beat else None),
+        beat.step if beat else None,
+        beat.action if beat else None,
+        death.signal,
+        cause_class,
+    )
 
 
 def _error_line(ended: Ended) -> str | None:
     """Return the last line of the ranks' output that reports an error."""
-    lines = [line for line in ended.tail if ERROR_LINE.search(line) and not LAUNCHER_LINE.match(line)]
+    lines = [
+        line for line in ended.tail if ERROR_LINE.search(line) and not LAUNCHER_LINE.match(line)
+    ]
     return lines[-1] if lines else None
 
 

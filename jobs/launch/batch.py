@@ -35,7 +35,8 @@ STOPPED = ("stopped", "requeued")  # the job is to end, not one run alone
 class BatchJob:
     """Launches prepared runs, one after another; a run that fails does not end the others.
 
-    submitit pickles it by name, so it needs this package and nothing else. `token` is that of its submission.
+    submitit pickles it by name, so it needs this package and nothing else. `token` is that of its
+    submission.
     """
 
     run_folders: tuple[str, ...]
@@ -49,8 +50,9 @@ class BatchJob:
         """Run the job; a run that has finished is left as it is when SLURM starts the job again.
 
         Raises:
-            SystemExit: with the worst of the runs' exit codes unless it is 0. submitit keeps other exceptions in a
-                pickle and exits with 1; this one goes through, so SLURM sees the code and the job is FAILED.
+            SystemExit: with the worst of the runs' exit codes unless it is 0. submitit keeps other
+                exceptions in a pickle and exits with 1; this one goes through, so SLURM sees the
+                code and the job is FAILED.
         """
         worst = 0
         for folder in (RunFolder(Path(path)) for path in self.run_folders):
@@ -58,7 +60,9 @@ class BatchJob:
             if _has_finished(folder):
                 report("jobs", f"run {folder.path.name} has finished: nothing is left to do")
                 continue
-            with StopRequest() as request:  # from here on: submitit's own handler of SIGUSR2 would end the job
+            with (
+                StopRequest() as request
+            ):  # from here on: submitit's own handler of SIGUSR2 would end the job
                 code = run_prepared(folder, request, self.token)
             worst = max(worst, code)
             if code > SIGNAL_BASE or folder.read_status().get("state") in STOPPED:
@@ -68,7 +72,10 @@ class BatchJob:
 
 
 def _has_finished(folder: RunFolder) -> bool:
-    """Return whether this job itself has finished a run before; what is wrong with the folder is reported later."""
+    """Return whether this job itself has finished a run before.
+
+    What is wrong with the folder is reported later.
+    """
     with contextlib.suppress(GemsError, OSError):
         status = folder.read_status()
         return status.get("state") == "finished" and status.get("job_id") == own_job_id()
@@ -77,42 +84,64 @@ def _has_finished(folder: RunFolder) -> bool:
 
 def run_prepared(folder: RunFolder, request: StopRequest, token: str) -> int:
     """Launch a prepared run in its job and return the exit code, unless the folder has a later owner."""
-    other = _other_owner(folder, token) if num_restarts() else None  # a job that is new may not be recorded yet
+    other = (
+        _other_owner(folder, token) if num_restarts() else None
+    )  # a job that is new may not be recorded yet
     if other is None:
         wait_for_submission(folder)
         if own_job_id() in read_chain(folder) and is_over(status := folder.read_status()):
-            report("jobs", f"the run is {status.get('state')}; this job of its chain has nothing to do")
+            report(
+                "jobs", f"the run is {status.get('state')}; this job of its chain has nothing to do"
+            )
             return 0
         other = claim(folder, token)
     if other is not None:
-        job = f"job {other.job_id}" if other.job_id is not None else f"process {other.pid} on {other.host}"
+        job = (
+            f"job {other.job_id}"
+            if other.job_id is not None
+            else f"process {other.pid} on {other.host}"
+        )
         report("jobs", f"the folder belongs to {job} now; this job leaves it alone")
         return 0
     try:
         work = BatchJob((str(folder.path),))
-        recovery, code = Recovery(folder, work), None
+        recovery = Recovery(folder, work)
+        code = None
         recovery.return_to_own_layout()
         while code is None or recovery.again:
             recovery.again = False
             code = launch(
-                folder, folder.read_spec(), echo=False, request=request, work=work, recovery=recovery
-            )  # fmt: skip
+                folder,
+                folder.read_spec(),
+                echo=False,
+                request=request,
+                work=work,
+                recovery=recovery,
+            )
         return 0 if recovery.has_moved else code
     except GemsError as error:
         report("jobs", str(error))
-        code, cause_class = error.exit_code, str(classify_error(error).cause)
+        code = error.exit_code
+        cause_class = str(classify_error(error).cause)
         if folder.read_status().get("state") not in ("failed", "cancelled", "requeued", "stopped"):
             own = own_job_id()
-            folder.write_status("failed", exit_code=code, cause=str(error), cause_class=cause_class, job_id=own)
+            folder.write_status(
+                "failed", exit_code=code, cause=str(error), cause_class=cause_class, job_id=own
+            )
         return code
     finally:
-        with contextlib.suppress(GemsError, OSError):  # what is wrong with the folder has been reported
+        with contextlib.suppress(
+            GemsError, OSError
+        ):  # what is wrong with the folder has been reported
             hand_over(folder)
         notify(folder)
 
 
 def wait_for_submission(folder: RunFolder, limit_s: float = SUBMITTED_LIMIT_S) -> None:
-    """Wait until the submitting process has recorded this job: it would write "submitted" over a later state."""
+    """Wait until the submitting process has recorded this job.
+
+    It would write "submitted" over a later state.
+    """
     pause = threading.Event()
     deadline_s = time.monotonic() + limit_s
     while not _is_recorded(folder) and time.monotonic() < deadline_s:
@@ -125,8 +154,12 @@ def _is_recorded(folder: RunFolder) -> bool:
 
 
 def _adopt_cluster(folder: RunFolder) -> None:
-    """Take the cluster with which the submission recorded this job: sbatch may have named one that nobody chose."""
-    own, recorded = own_job_id(), list(read_chain(folder))
+    """Take the cluster with which the submission recorded this job.
+
+    Sbatch may have named one that nobody chose.
+    """
+    own = own_job_id()
+    recorded = list(read_chain(folder))
     with contextlib.suppress(GemsError, OSError):
         recorded.append(str(folder.read_status().get("job_id")))
     for job_id in map(JobId.parse, recorded):
@@ -136,11 +169,14 @@ def _adopt_cluster(folder: RunFolder) -> None:
 
 def _other_owner(folder: RunFolder, token: str) -> Owner | None:
     """Return the owner of a folder unless it is this job or its submission."""
-    owner, own = read_owner(folder), own_job_id()
+    owner = read_owner(folder)
+    own = own_job_id()
     if owner is None or owner.is_mine or (own is not None and owner.job_id == own):
         return None
     chain = read_chain(folder)
-    if own in chain and owner.job_id in chain[: chain.index(own)]:  # which has ended: this one starts after it
+    if (
+        own in chain and owner.job_id in chain[: chain.index(own)]
+    ):  # which has ended: this one starts after it
         return None
     return owner if not token or owner.token != token else None
 
@@ -148,7 +184,8 @@ def _other_owner(folder: RunFolder, token: str) -> Owner | None:
 def claim(folder: RunFolder, token: str) -> Owner | None:
     """Make this job's process the owner, or return the owner that was faster.
 
-    A job that starts again after it has given the folder back takes it like anybody else: it may have gone to another.
+    A job that starts again after it has given the folder back takes it like anybody else: it may
+    have gone to another.
     """
     owner = read_owner(folder)
     if (other := _other_owner(folder, token)) is not None:
@@ -164,7 +201,10 @@ def claim(folder: RunFolder, token: str) -> Owner | None:
 
 
 def main(run_folders: list[str]) -> None:
-    """Run the job of a batch script that calls this module with its run folders; submitit calls BatchJob by itself."""
+    """Run the job of a batch script that calls this module with its run folders.
+
+    Submitit calls BatchJob by itself.
+    """
     # Flux ends a batch script by SIGHUP
     signal.signal(signal.SIGHUP, lambda number, frame: os.kill(os.getpid(), signal.SIGTERM))
     BatchJob(tuple(run_folders), os.environ.get(TOKEN_VARIABLE, ""))()

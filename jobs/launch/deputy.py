@@ -1,8 +1,10 @@
-"""The deputy of a batch script: `python -m jobs.launch.deputy RUN_FOLDER BATCH_NODE`, on another node of its job.
+"""The deputy of a batch script.
 
-SLURM lets a job that outlives its nodes run on without its batch script if that one's node fails, until its time is
-over. The deputy asks for the job's nodes now and then, and before SLURM ends it. Once the batch script's is not among
-them any more, it submits the run as a new job, which starts after this one, and cancels this one.
+`python -m jobs.launch.deputy RUN_FOLDER BATCH_NODE`, on another node of its job.
+SLURM lets a job that outlives its nodes run on without its batch script if that one's node fails,
+until its time is over. The deputy asks for the job's nodes now and then, and before SLURM ends it.
+Once the batch script's is not among them any more, it submits the run as a new job, which starts
+after this one, and cancels this one.
 """
 
 from __future__ import annotations
@@ -32,8 +34,12 @@ def main(argv: list[str]) -> int:
     if len(argv) != 2:
         print("usage: python -m jobs.launch.deputy RUN_FOLDER BATCH_NODE", file=sys.stderr)
         return 2
-    folder, batch_node, is_ending = RunFolder(Path(argv[0])), argv[1], threading.Event()
-    with (folder.logs / LOG).open("ab") as log:  # what srun forwards is lost with the batch script's node
+    folder = RunFolder(Path(argv[0]))
+    batch_node = argv[1]
+    is_ending = threading.Event()
+    with (folder.logs / LOG).open(
+        "ab"
+    ) as log:  # what srun forwards is lost with the batch script's node
         os.dup2(log.fileno(), sys.stdout.fileno())
         os.dup2(log.fileno(), sys.stderr.fileno())
     signal.signal(signal.SIGTERM, lambda number, frame: is_ending.set())
@@ -46,7 +52,9 @@ def main(argv: list[str]) -> int:
     try:
         Recovery(folder, BatchJob((str(folder.path),))).replace_job(batch_node)
     except (GemsError, OSError) as error:
-        report("jobs", f"the batch script's node {batch_node} is lost; the run does not go on: {error}")
+        report(
+            "jobs", f"the batch script's node {batch_node} is lost; the run does not go on: {error}"
+        )
         return 1
     finally:
         cancel_jobs([JobId.parse(own_job_id() or "").local])

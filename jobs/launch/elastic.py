@@ -1,7 +1,8 @@
-"""Going on after a job has lost nodes: by its spare nodes or on fewer in the same allocation, else by a new job.
+"""Going on after a job has lost nodes.
 
-A job that outlives its nodes is submitted with --no-kill: SLURM takes a node that fails from it, and ends the step that
-ran there. The run then resumes its newest checkpoint on nodes that are left.
+By its spare nodes or on fewer in the same allocation, else by a new job.
+A job that outlives its nodes is submitted with --no-kill: SLURM takes a node that fails from it,
+and ends the step that ran there. The run then resumes its newest checkpoint on nodes that are left.
 """
 
 from __future__ import annotations
@@ -33,9 +34,13 @@ from jobs.preflight.layouts import smaller_plan
 CODES = (RankFailedError.exit_code, StalledError.exit_code)
 # Failures that are settled by what the run is, whatever became of a node.
 OF_THE_RUN = (
-    FailureCause.CONFIGURATION, FailureCause.DOES_NOT_FIT, FailureCause.DEVICE_MEMORY, FailureCause.HOST_MEMORY,
-    FailureCause.WRONG_MPI, FailureCause.CANCELLED,
-)  # fmt: skip
+    FailureCause.CONFIGURATION,
+    FailureCause.DOES_NOT_FIT,
+    FailureCause.DEVICE_MEMORY,
+    FailureCause.HOST_MEMORY,
+    FailureCause.WRONG_MPI,
+    FailureCause.CANCELLED,
+)
 OF_A_NODE = (FailureCause.NODE, FailureCause.DEVICE)
 DEPUTY_LOG = "deputy.log"
 GONE = "SLURM has taken it from the job"
@@ -44,12 +49,14 @@ GONE = "SLURM has taken it from the job"
 class Recovery:
     """The recovery of a run whose job has lost nodes, if its cluster.elastic or cluster.spare_nodes allows one.
 
-    After a failure `again` says whether the run is to be launched once more in this job, `has_moved` whether another
-    start of a job continues it. `left_out` are the nodes that it may not use any more, each with its fault.
+    After a failure `again` says whether the run is to be launched once more in this job,
+    `has_moved` whether another start of a job continues it. `left_out` are the nodes that it may
+    not use any more, each with its fault.
     """
 
     def __init__(self, folder: RunFolder, work: Work) -> None:
-        self._folder, self._work = folder, work
+        self._folder = folder
+        self._work = work
         self.left_out: dict[str, str] = {}
         self.again = self.has_moved = False
 
@@ -58,7 +65,8 @@ class Recovery:
         folder = self._folder
         if not folder.layouts():
             return
-        own, now = folder.read_own_spec(), folder.read_spec()
+        own = folder.read_own_spec()
+        now = folder.read_spec()
         if own.cluster.nodes != now.cluster.nodes and len(own_nodes()) >= (own.cluster.nodes or 1):
             folder.add_layout(1, own, "the job has as many nodes again", _who())
 
@@ -74,8 +82,12 @@ class Recovery:
         with (self._folder.logs / DEPUTY_LOG).open("ab") as log, contextlib.ExitStack() as stack:
             try:
                 process = subprocess.Popen(
-                    argv, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-                )  # fmt: skip
+                    argv,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
             except OSError as error:
                 report("jobs", f"the batch script has no deputy ({error.strerror})")
             else:
@@ -89,9 +101,13 @@ class Recovery:
 
     def find_faults(
         self, job: JobSpec, environment: Mapping[str, str], nodes: Sequence[str], failure: Failure
-    ) -> dict[str, str]:  # fmt: skip
-        """Return the nodes of a failed launch that are gone or bad, each with its fault; no rank is left there."""
-        left, blamed = own_nodes(), failure.node if failure.cause_class in OF_A_NODE else None
+    ) -> dict[str, str]:
+        """Return the nodes of a failed launch that are gone or bad, each with its fault.
+
+        No rank is left there.
+        """
+        left = own_nodes()
+        blamed = failure.node if failure.cause_class in OF_A_NODE else None
         faults = {name: GONE for name in nodes if name not in left} if left else {}
         if blamed in left and blamed in nodes:
             faults[str(blamed)] = "the failure is its own"
@@ -104,18 +120,22 @@ class Recovery:
 
     def goes_on(
         self, job: JobSpec, facts: Mapping[str, Any], good: Sequence[str], faults: Mapping[str, str]
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         """Return whether the run goes on without some nodes, and choose and record by which layout and job."""
         if not job.cluster.outlives_nodes:
             return False
         self.left_out |= faults
         for name, fault in faults.items():
             note_bad_node(self._folder, job, name, fault)
-        lost = "; ".join(f"node {name} is lost: {fault}" for name, fault in faults.items()) or "nodes are lost"
+        lost = (
+            "; ".join(f"node {name} is lost: {fault}" for name, fault in faults.items())
+            or "nodes are lost"
+        )
         return self._choose(job, dict(facts), len(good), lost)
 
     def _choose(self, job: JobSpec, facts: dict[str, Any], num_good: int, lost: str) -> bool:
-        folder, now = self._folder, self._folder.read_spec()
+        folder = self._folder
+        now = self._folder.read_spec()
         own = folder.read_own_spec()
         sizes = own.cluster.smaller_nodes(job.nodes)
         within = [size for size in sizes if size <= num_good]
@@ -134,8 +154,14 @@ class Recovery:
             return False
         refusal = requeue_refusal(folder, own.cluster, FailureCause.NODE)
         if refusal is None:
-            refusal = requeue_run(folder, now, job, facts | {"cause": lost}, FailureCause.NODE, None, self._work)
-        goes_on = "the run starts again by itself" if refusal is None else f"the run does not go on: {refusal}"
+            refusal = requeue_run(
+                folder, now, job, facts | {"cause": lost}, FailureCause.NODE, None, self._work
+            )
+        goes_on = (
+            "the run starts again by itself"
+            if refusal is None
+            else f"the run does not go on: {refusal}"
+        )
         report("jobs", f"{lost}; {goes_on}")
         self.has_moved = refusal is None
         return self.has_moved
@@ -150,12 +176,15 @@ class Recovery:
     def replace_job(self, batch_node: str) -> None:
         """Submit the run as a new job that starts after this one, whose batch script is lost with its node.
 
-        The next job of a chain is that already. Without a smaller layout a new job counts as a requeue.
+        The next job of a chain is that already. Without a smaller layout a new job counts as a
+        requeue.
 
         Raises:
-            GemsError: it has started again as often as allowed, sbatch refuses it, or the folder has another owner.
+            GemsError: it has started again as often as allowed, sbatch refuses it, or the folder
+            has another owner.
         """
-        own, now = self._folder.read_own_spec(), self._folder.read_spec()
+        own = self._folder.read_own_spec()
+        now = self._folder.read_spec()
         self.left_out[batch_node] = GONE
         lost = f"node {batch_node} is lost, and the batch script with it"
         note_bad_node(self._folder, job_spec(now), batch_node, GONE)
@@ -172,8 +201,13 @@ class Recovery:
             self._submit(own, None, count, lost, after=own_job_id())
 
     def _submit(
-        self, own: RunSpec, size: int | None, facts: Mapping[str, Any], lost: str, after: str | None = None
-    ) -> None:  # fmt: skip
+        self,
+        own: RunSpec,
+        size: int | None,
+        facts: Mapping[str, Any],
+        lost: str,
+        after: str | None = None,
+    ) -> None:
         """Submit the run as a new job without the nodes that were lost, on fewer nodes unless `size` is None."""
         folder = self._folder
         plan = None if size is None else smaller_plan(own, size)
@@ -185,7 +219,9 @@ class Recovery:
         job = replace(job_spec(spec), after=after)
         with Ownership(verify_gone) as ownership:
             ownership.take(folder)
-            (new_id,) = submit_owned(spec, job, ownership, [self._work], "requeued", {**facts, "cause": lost})
+            (new_id,) = submit_owned(
+                spec, job, ownership, [self._work], "requeued", {**facts, "cause": lost}
+            )
         report("jobs", f"{lost}; the run continues as job {new_id}, by {describe_layout(spec)}")
         self.has_moved = True
 

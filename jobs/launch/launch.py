@@ -1,4 +1,7 @@
-"""The launch of a prepared run, the same here and in a SLURM job: start the ranks, watch, find the failure, collect."""
+"""The launch of a prepared run, the same here and in a SLURM job.
+
+Start the ranks, watch, find the failure, collect.
+"""
 
 from __future__ import annotations
 
@@ -41,11 +44,21 @@ from jobs.launch.staging import staged
 from jobs.status.ownership import CHAIN_JSON
 from jobs.status.run_status import read_or_empty
 
-# The batch script's own rank. srun gives each task one; ranks of another launcher would all take these for theirs.
+# The batch script's own rank. srun gives each task one; ranks of another launcher would all take
+# these for theirs.
 BATCH_SCRIPT_VARIABLES = ("SLURM_LOCALID", "SLURM_PROCID", "SLURM_NODEID")
-JOB_FILES = ("provenance.json", "provenance", "status.json", CANCELLED_JSON, CHAIN_JSON, own_job.REQUEUES_JSON, "logs")
+JOB_FILES = (
+    "provenance.json",
+    "provenance",
+    "status.json",
+    CANCELLED_JSON,
+    CHAIN_JSON,
+    own_job.REQUEUES_JSON,
+    "logs",
+)
 SWEEP_LIMIT_S = 120.0
-BATCH_GRACE_S = 2.0  # SLURM has signalled the ranks itself, and leaves this process its KillWait to record the end
+# SLURM has signalled the ranks itself, and leaves this process its KillWait to record the end
+BATCH_GRACE_S = 2.0
 
 
 class StopRequest:
@@ -68,12 +81,18 @@ class StopRequest:
             signal.signal(signal.SIGUSR2, self._before)  # type: ignore[arg-type]
 
     def pass_on(self, folder: RunFolder) -> None:
-        """Write stop.json once the signal has come, for each launch; the ranks stop at the end of a step."""
+        """Write stop.json once the signal has come, for each launch.
+
+        The ranks stop at the end of a step.
+        """
         if not self.is_noted or folder.stop_json.exists():
             return
         by = f"launcher {os.getpid()} on {os.uname().nodename}"
         with contextlib.suppress(OSError):  # the file system may be back at the next call
-            write_json(folder.stop_json, {"reason": signal.SIGUSR2.name, "utc": now_utc("milliseconds"), "by": by})
+            write_json(
+                folder.stop_json,
+                {"reason": signal.SIGUSR2.name, "utc": now_utc("milliseconds"), "by": by},
+            )
 
     def _note(self, number: int, frame: types.FrameType | None) -> None:
         self.is_noted = True
@@ -92,11 +111,12 @@ def launch(
 ) -> int:
     """Run all ranks of a prepared run and return the run's exit code.
 
-    A failed run is reported in one line, recorded in status.json, and its traces are collected as far as they go.
-    With `echo` the ranks' output goes to stderr too, beside logs/ranks.log; `is_quiet` writes the closing table to
-    logs/, and neither table nor pictures of a simulated run. `request` notes SIGUSR2, which makes the ranks save and
-    stop; `work` is what a new job calls if SLURM refuses to requeue this one; `recovery` lets the run go on if nodes
-    are lost. This process, or its job, owns the folder until the end.
+    A failed run is reported in one line, recorded in status.json, and its traces are collected as
+    far as they go. With `echo` the ranks' output goes to stderr too, beside logs/ranks.log;
+    `is_quiet` writes the closing table to logs/, and neither table nor pictures of a simulated run.
+    `request` notes SIGUSR2, which makes the ranks save and stop; `work` is what a new job calls if
+    SLURM refuses to requeue this one; `recovery` lets the run go on if nodes are lost. This
+    process, or its job, owns the folder until the end.
 
     Raises:
         ConfigError: the launcher is missing, or the folder has another owner.
@@ -110,18 +130,26 @@ def launch(
         argv = command(job, folder)
         environment = _environment(job, spec, echo)
         hold(folder)
-        pid, own_id, requeues = os.getpid(), own_job_id(), len(own_job.read_requeues(folder))
+        pid = os.getpid()
+        own_id = own_job_id()
+        requeues = len(own_job.read_requeues(folder))
         facts: dict[str, Any] = {
-            "pid": pid, "pid_started": start_time(pid), "host": os.uname().nodename, "launcher": job.launcher,
-            "command": argv, "started_utc": now_utc(),
+            "pid": pid,
+            "pid_started": start_time(pid),
+            "host": os.uname().nodename,
+            "launcher": job.launcher,
+            "command": argv,
+            "started_utc": now_utc(),
             **({"job_id": own_id} if job.is_batch and own_id is not None else {}),
             **({"requeue_count": requeues} if requeues else {}),
-        }  # fmt: skip
+        }
         reserve(folder.status_json)
         folder.write_status("running", **facts)
         output = LauncherOutput()
         stop_request = request or stack.enter_context(StopRequest())
-        watch = RankWatch(folder, job, spec.train.hang_timeout_s, output, lambda: stop_request.pass_on(folder))
+        watch = RankWatch(
+            folder, job, spec.train.hang_timeout_s, output, lambda: stop_request.pass_on(folder)
+        )
         try:
             _check_run_yaml(folder)
             # SLURM may have requeued the job
@@ -139,10 +167,14 @@ def launch(
             stopped_early = stopped_early or probe_in_job(spec, job, folder, environment)
             with contextlib.nullcontext() if recovery is None else recovery.deputy(job, nodes):
                 ended = stopped_early or run_ranks(
-                    argv, environment, folder.logs / "ranks.log", on_line=output.feed_line,
-                    give_up=watch.is_over, echo=echo,
+                    argv,
+                    environment,
+                    folder.logs / "ranks.log",
+                    on_line=output.feed_line,
+                    give_up=watch.is_over,
+                    echo=echo,
                     grace_s=BATCH_GRACE_S if job.is_batch else GRACE_S,
-                )  # fmt: skip
+                )
             if is_gone(folder):
                 report("jobs", f"the run folder {folder.path} is gone: the run has been ended")
                 return RankFailedError.exit_code
@@ -152,13 +184,17 @@ def launch(
             interrupted = isinstance(error, KeyboardInterrupt)
             code = 130 if interrupted else getattr(error, "exit_code", 1)
             cause = "interrupted" if interrupted else f"{type(error).__name__}: {error}"
-            cause_class = str(FailureCause.CANCELLED if interrupted else classify_error(error).cause)
+            cause_class = str(
+                FailureCause.CANCELLED if interrupted else classify_error(error).cause
+            )
             state = "cancelled" if folder.cancelled_json.exists() else "failed"
             if recovery is not None and isinstance(error, NodeFailedError) and state == "failed":
                 report("jobs", str(error))
                 if recovery.goes_on(job, facts, error.good, error.faults):
                     return code
-            folder.write_status(state, **facts, exit_code=code, cause=cause, cause_class=cause_class)
+            folder.write_status(
+                state, **facts, exit_code=code, cause=cause, cause_class=cause_class
+            )
             raise
 
         def collect_traces() -> int:
@@ -166,21 +202,31 @@ def launch(
 
         is_killed = ended.stopped_by is not None
         has_record = bool(read_records(folder))
-        if (stopped := read_or_empty(folder.stopped_json)) and not has_record:  # all ranks have saved and stopped
+        if (
+            stopped := read_or_empty(folder.stopped_json)
+        ) and not has_record:  # all ranks have saved and stopped
             state = own_job.end_saved_run(folder, spec, job, facts, stopped, is_killed, work)
             if state == "stopped" and not is_killed:
                 collect_traces()
             return own_job.CANCELLED_CODE if state == "cancelled" else 0
         if ended.returncode == 0 and not is_killed and not has_record:
-            is_complete = is_quiet and job.launcher == SIMULATED  # its trace is, and nobody asks for the rest
+            is_complete = (
+                is_quiet and job.launcher == SIMULATED
+            )  # its trace is, and nobody asks for the rest
             code = 0 if is_complete else collect_traces()
             folder.write_status("finished", **facts, exit_code=code, collected=code == 0)
             return code
         state, failure = _find_failure(folder, job, output, ended)
-        if recovery is not None and state == "failed" and recovery.is_concerned(job, nodes, failure):
+        if (
+            recovery is not None
+            and state == "failed"
+            and recovery.is_concerned(job, nodes, failure)
+        ):
             report("jobs", failure.describe())
             faults = recovery.find_faults(job, environment, nodes, failure)
-            if faults and recovery.goes_on(job, facts, [node for node in nodes if node not in faults], faults):
+            if faults and recovery.goes_on(
+                job, facts, [node for node in nodes if node not in faults], faults
+            ):
                 return failure.exit_code
         return _record_failure(folder, state, failure, facts, ended, collect_traces)
 
@@ -199,12 +245,15 @@ def _check_run_yaml(folder: RunFolder) -> None:
     if wrong is None and (layouts := folder.layouts()):
         wrong = check_run_yaml(folder.layout.run_yaml, layouts[-1])
     if wrong is not None:
-        raise ConfigError("run folder", folder.path, wrong, "submit the run again, with the change as key=value")
+        raise ConfigError(
+            "run folder", folder.path, wrong, "submit the run again, with the change as key=value"
+        )
 
 
 def _sweep(job: JobSpec, folder: RunFolder, environment: dict[str, str]) -> Ended | None:
-    """Remove what an earlier start left on a job's nodes; return how that ended if the job was stopped meanwhile.
+    """Remove what an earlier start left on a job's nodes.
 
+    Return how that ended if the job was stopped meanwhile.
     Not needed after a node check, which does the same.
     """
     is_first = "SLURM_RESTART_COUNT" not in os.environ  # a job that starts again has its old number
@@ -214,14 +263,29 @@ def _sweep(job: JobSpec, folder: RunFolder, environment: dict[str, str]) -> Ende
     return ended if ended.stopped_by is not None else None
 
 
-def collect(folder: RunFolder, *, table_on_stderr: bool = False, as_json: bool = False, is_quiet: bool = False) -> int:
-    """Merge the ranks' traces and print the summary; return the exit code of `gems-analysis collect`.
+def collect(
+    folder: RunFolder,
+    *,
+    table_on_stderr: bool = False,
+    as_json: bool = False,
+    is_quiet: bool = False,
+) -> int:
+    """Merge the ranks' traces and print the summary.
 
-    `is_quiet` writes the summary to logs/summary.txt. Plotting and HDF5 are loaded by the child alone.
+    Return the exit code of `gems-analysis collect`.
+    `is_quiet` writes the summary to logs/summary.txt. Plotting and HDF5 are loaded by the child
+    alone.
     """
     is_probe = folder.read_spec().machine.kind == PROBE
     sys.stdout.flush()
-    words = [sys.executable, *RUN_MODULE, "analysis", "collect", str(folder.path), *(["--json"] if as_json else [])]
+    words = [
+        sys.executable,
+        *RUN_MODULE,
+        "analysis",
+        "collect",
+        str(folder.path),
+        *(["--json"] if as_json else []),
+    ]
     with contextlib.ExitStack() as stack:
         out: IO[str] | None = sys.stderr if table_on_stderr else None
         if is_quiet:
@@ -232,7 +296,10 @@ def collect(folder: RunFolder, *, table_on_stderr: bool = False, as_json: bool =
 
 
 def _show_placement(folder: RunFolder, out: IO[str] | None, as_json: bool) -> int:
-    """Report the result of a placement check, which leaves no trace; without one of the first rank it has failed."""
+    """Report the result of a placement check, which leaves no trace.
+
+    Without one of the first rank it has failed.
+    """
     found = read_json(folder.result_json)
     if not found:
         report("jobs", f"no rank of the probe {folder.path} has answered")
@@ -240,29 +307,48 @@ def _show_placement(folder: RunFolder, out: IO[str] | None, as_json: bool) -> in
     if as_json:
         print_json(found)
         return 0
-    gpus = (found["visible_gpus"] or "those of its node") if found["gpus_on_node"] else "none asked for"
+    gpus = (
+        (found["visible_gpus"] or "those of its node")
+        if found["gpus_on_node"]
+        else "none asked for"
+    )
     ranks = f"{found['num_ranks']} ranks on {found['num_nodes']} nodes are where the run wants them"
-    print(f"probe   {ranks}; rank 0 is on {found['node']} and sees GPUs: {gpus}", file=out, flush=True)
+    print(
+        f"probe   {ranks}; rank 0 is on {found['node']} and sees GPUs: {gpus}", file=out, flush=True
+    )
     return 0
 
 
-def _find_failure(folder: RunFolder, job: JobSpec, output: LauncherOutput, ended: Ended) -> tuple[str, Failure]:
+def _find_failure(
+    folder: RunFolder, job: JobSpec, output: LauncherOutput, ended: Ended
+) -> tuple[str, Failure]:
     """Return the state of a run whose ranks have failed, and how."""
-    state, failure = "failed", find_failure(folder, output, ended)
+    state = "failed"
+    failure = find_failure(folder, output, ended)
     if job.launcher == SIMULATED and ended.returncode in RANK_CODES:
-        failure = replace(failure, exit_code=ended.returncode)  # there is no rank; the code is the process's own
-    if ended.stopped_by is not None or folder.cancelled_json.exists():  # SLURM may end the ranks first
+        failure = replace(
+            failure, exit_code=ended.returncode
+        )  # there is no rank; the code is the process's own
+    if (
+        ended.stopped_by is not None or folder.cancelled_json.exists()
+    ):  # SLURM may end the ranks first
         state, failure = own_job.describe_killed_run(folder, job, failure, ended)
     return state, failure
 
 
 def _record_failure(
-    folder: RunFolder, state: str, failure: Failure, facts: dict[str, Any], ended: Ended,
+    folder: RunFolder,
+    state: str,
+    failure: Failure,
+    facts: dict[str, Any],
+    ended: Ended,
     collect_traces: Callable[[], int],
-) -> int:  # fmt: skip
+) -> int:
     """Report how the ranks have failed, in status.json and on stderr, and return the exit code."""
     if state == "requeued":
-        facts = facts | {"requeue_count": own_job.add_requeue(folder, failure.what, own_job.SLURM, None)}
+        facts = facts | {
+            "requeue_count": own_job.add_requeue(folder, failure.what, own_job.SLURM, None)
+        }
     folder.write_status(state, **facts, **failure.to_dict())
     has_traces = any((folder.path / "trace").glob("rank*.h5"))
     where = f"the ranks' output is in {folder.logs / 'ranks.log'}"
@@ -279,7 +365,11 @@ def _environment(job: JobSpec, spec: RunSpec, echo: bool) -> dict[str, str]:
     if echo and sys.stderr.isatty():
         environment["GEMS_PROGRESS"] = "bar"
     if job.is_batch:
-        environment["SLURM_EXPORT_ENV"] = "ALL"  # after `sbatch --export=NONE` ranks would get nothing of this
+        environment["SLURM_EXPORT_ENV"] = (
+            "ALL"  # after `sbatch --export=NONE` ranks would get nothing of this
+        )
     if job.launcher == "ibrun":
-        environment = {name: value for name, value in environment.items() if name not in BATCH_SCRIPT_VARIABLES}
+        environment = {
+            name: value for name, value in environment.items() if name not in BATCH_SCRIPT_VARIABLES
+        }
     return environment | {key: str(value) for key, value in spec.cluster.environment.items()}

@@ -25,24 +25,34 @@ RANK = "gems.engine.run"
 DEPUTY = "jobs.launch.deputy"
 CODE = code_root()
 CHECKOUT = CODE / "setup.cfg"  # without it the code is installed, and the image must have its own
-PYXIS, UENV = "pyxis", "uenv"
+PYXIS = "pyxis"
+UENV = "uenv"
 OF_SRUN = (PYXIS, UENV)  # plug-ins of srun itself
 Launcher = Callable[[JobSpec, RunFolder], list[str]]
 
 
 def command(job: JobSpec, folder: RunFolder) -> list[str]:
-    """Return the command line that runs all ranks of a job; raise ConfigError if the launcher is not there."""
+    """Return the command line that runs all ranks of a job.
+
+    Raise ConfigError if the launcher is not there.
+    """
     start = by_simulator if job.launcher == SIMULATED else LAUNCHERS[job.launcher]
     return start(job, folder)
 
 
 def rank_program(job: JobSpec, folder: RunFolder, module: str = RANK, *arguments: str) -> list[str]:
-    """Return the command line of one rank, in its container; its argument is the run folder unless others are given."""
+    """Return the command line of one rank, in its container.
+
+    Its argument is the run folder unless others are given.
+    """
     words = [*_module(job, folder, module), *(arguments or (str(folder.path),))]
-    if job.checks_placement:  # starts in some ms: outside of a container by its file, without site packages
+    if (
+        job.checks_placement
+    ):  # starts in some ms: outside of a container by its file, without site packages
         is_bare = job.cluster.container_image is None
         bare = ["-I", "-S"] if is_bare else []
-        name, expected = placement_check.__name__, (job.tasks, job.tasks_per_node, job.gpus_per_node)
+        name = placement_check.__name__
+        expected = (job.tasks, job.tasks_per_node, job.gpus_per_node)
         program = [str(Path(placement_check.__file__).resolve())] if is_bare else _words(job, name)
         program = from_snapshot(_code_zip(job, folder), name) if job.snapshot else program
         words = [*job.python, *bare, *program, str(folder.path), *map(str, expected)]
@@ -58,11 +68,13 @@ def by_mpiexec(job: JobSpec, folder: RunFolder) -> list[str]:
 def by_srun(job: JobSpec, folder: RunFolder, program: Sequence[str] | None = None) -> list[str]:
     """Return the command line for one step of all ranks, or of another program, inside a SLURM allocation.
 
-    Tasks per node are given because a block distribution would fill the first nodes, CPUs per task because srun ignores
-    sbatch's since 22.05. Unless the preset binds GPUs, all GPUs of a node are visible to each of its ranks, which
-    choose by local rank: with GPUs bound to tasks, CUDA IPC between ranks fails. One failed rank ends the step.
+    Tasks per node are given because a block distribution would fill the first nodes, CPUs per task
+    because srun ignores sbatch's since 22.05. Unless the preset binds GPUs, all GPUs of a node are
+    visible to each of its ranks, which choose by local rank: with GPUs bound to tasks, CUDA IPC
+    between ranks fails. One failed rank ends the step.
     """
-    cluster, gpus = job.cluster, job.gpu_option
+    cluster = job.cluster
+    gpus = job.gpu_option
     return [
         "srun",
         *_shape(job, job.tasks_per_node),
@@ -81,19 +93,29 @@ def by_srun(job: JobSpec, folder: RunFolder, program: Sequence[str] | None = Non
 def by_flux(job: JobSpec, folder: RunFolder, program: Sequence[str] | None = None) -> list[str]:
     """Return the command line for one job of all ranks in the Flux instance of a batch script.
 
-    GPUs that do not divide among a node's ranks are not asked for again: the instance has them. Unless the preset binds
-    GPUs, all of a node are visible to each of its ranks, as by srun.
+    GPUs that do not divide among a node's ranks are not asked for again: the instance has them.
+    Unless the preset binds GPUs, all of a node are visible to each of its ranks, as by srun.
     """
     cluster = job.cluster
     per_rank, rest = divmod(job.gpus_per_node, job.tasks_per_node)
     asks = job.gpu_option is not None and per_rank and not rest
     affinity = "off" if not asks or cluster.gpu_bind in (None, "none") else "per-task"
     return [
-        "flux", "run", f"--nodes={job.nodes}", f"--ntasks={job.tasks}", f"--cores-per-task={job.cpus_per_task}",
+        "flux",
+        "run",
+        f"--nodes={job.nodes}",
+        f"--ntasks={job.tasks}",
+        f"--cores-per-task={job.cpus_per_task}",
         *([f"--gpus-per-task={per_rank}"] if asks else []),
-        *("--label-io", "--unbuffered", "--setopt=exit-on-error", f"--setopt=gpu-affinity={affinity}"),
-        *cluster.flux_run, *(program or rank_program(job, folder)),
-    ]  # fmt: skip
+        *(
+            "--label-io",
+            "--unbuffered",
+            "--setopt=exit-on-error",
+            f"--setopt=gpu-affinity={affinity}",
+        ),
+        *cluster.flux_run,
+        *(program or rank_program(job, folder)),
+    ]
 
 
 def by_hydra(job: JobSpec, folder: RunFolder, program: Sequence[str] | None = None) -> list[str]:
@@ -124,18 +146,41 @@ def sweep_by_srun(job: JobSpec, folder: RunFolder) -> list[str]:
 def check_by_srun(job: JobSpec, folder: RunFolder, nodes: Sequence[str]) -> list[str]:
     """Return the command line that checks some nodes of an allocation, with the GPUs that ranks have there."""
     name, gpus = job.gpu_option or ("", "")
-    option = (f"--gpus-per-node={job.gpus_per_node}" if name == "gpus-per-task" else f"--{name}={gpus}") if name else ""
-    words = [*_module(job, folder, "gems.launch.node_check"), str(folder.path), str(job.gpus_per_node)]
+    option = (
+        (f"--gpus-per-node={job.gpus_per_node}" if name == "gpus-per-task" else f"--{name}={gpus}")
+        if name
+        else ""
+    )
+    words = [
+        *_module(job, folder, "gems.launch.node_check"),
+        str(folder.path),
+        str(job.gpus_per_node),
+    ]
     every = replace(job, nodes=len(nodes), nodelist=tuple(nodes))
     program = _in_container(job, words, folder.path)
-    return [*on_each_node(every), *([option] if option else []), *_container_options(job, folder.path), *program]
+    return [
+        *on_each_node(every),
+        *([option] if option else []),
+        *_container_options(job, folder.path),
+        *program,
+    ]
 
 
 def deputy_by_srun(job: JobSpec, folder: RunFolder, node: str, batch_node: str) -> list[str]:
     """Return the command line that runs the batch script's deputy on another node, beside the ranks."""
     program = from_snapshot(folder.code_zip, DEPUTY) if job.snapshot else [*RUN_MODULE, DEPUTY]
-    words = ["srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}", "--cpus-per-task=1", "--mpi=none"]
-    words += ["--mem=0"] if job.cluster.supports_mem_option else []  # shared, where a step has all memory by default
+    words = [
+        "srun",
+        "--overlap",
+        "--nodes=1",
+        "--ntasks=1",
+        f"--nodelist={node}",
+        "--cpus-per-task=1",
+        "--mpi=none",
+    ]
+    words += (
+        ["--mem=0"] if job.cluster.supports_mem_option else []
+    )  # shared, where a step has all memory by default
     return [*words, sys.executable, *program, str(folder.path), batch_node]
 
 
@@ -145,12 +190,21 @@ def on_each_node(job: JobSpec) -> list[str]:
 
 
 def _module(job: JobSpec, folder: RunFolder, name: str) -> list[str]:
-    """Return the command that runs one of our modules: from the run's code archive in a job, else the code as it is."""
-    return [*job.python, *(from_snapshot(_code_zip(job, folder), name) if job.snapshot else _words(job, name))]
+    """Return the command that runs one of our modules.
+
+    From the run's code archive in a job, else the code as it is.
+    """
+    return [
+        *job.python,
+        *(from_snapshot(_code_zip(job, folder), name) if job.snapshot else _words(job, name)),
+    ]
 
 
 def _words(job: JobSpec, module: str) -> list[str]:
-    """Return the words that run a module as it is; another interpreter has the code installed, unless in a checkout."""
+    """Return the words that run a module as it is.
+
+    Another interpreter has the code installed, unless in a checkout.
+    """
     is_here = job.python == (sys.executable,) or CHECKOUT.exists()
     return [*RUN_MODULE, module] if is_here else [*INSTALLED, module]
 
@@ -166,7 +220,12 @@ def _image(job: JobSpec) -> str | None:
 def _shape(job: JobSpec, tasks_per_node: int) -> list[str]:
     tasks = job.nodes * tasks_per_node
     nodelist = [f"--nodelist={','.join(job.nodelist)}"] if job.nodelist else []
-    return [f"--nodes={job.nodes}", f"--ntasks={tasks}", f"--ntasks-per-node={tasks_per_node}", *nodelist]
+    return [
+        f"--nodes={job.nodes}",
+        f"--ntasks={tasks}",
+        f"--ntasks-per-node={tasks_per_node}",
+        *nodelist,
+    ]
 
 
 def _in_container(job: JobSpec, program: Sequence[str], folder: Path | None) -> list[str]:
@@ -174,7 +233,8 @@ def _in_container(job: JobSpec, program: Sequence[str], folder: Path | None) -> 
 
     shifter keeps the working directory, and mounts the site's file systems by itself.
     """
-    cluster, image = job.cluster, _image(job)
+    cluster = job.cluster
+    image = _image(job)
     if image is None or cluster.container in OF_SRUN:
         return list(program)
     if cluster.container == "shifter":
@@ -182,15 +242,29 @@ def _in_container(job: JobSpec, program: Sequence[str], folder: Path | None) -> 
     if cluster.container == "podman-hpc":
         binds = [f"--volume={path}:{path}" for path in _shared(job, folder)]
         home = [f"--workdir={path}" for path in _home(job, folder)]
-        return ["podman-hpc", "run", "--rm", "--env-host", *binds, *home, *cluster.container_options, image, *program]
+        return [
+            "podman-hpc",
+            "run",
+            "--rm",
+            "--env-host",
+            *binds,
+            *home,
+            *cluster.container_options,
+            image,
+            *program,
+        ]
     binds = [f"--bind={path}" for path in _shared(job, folder)]
     home = [f"--pwd={path}" for path in _home(job, folder)]
     return [cluster.container, "exec", *binds, *home, *cluster.container_options, image, *program]
 
 
 def _container_options(job: JobSpec, folder: Path | None) -> list[str]:
-    """Return the options for srun itself, of which pyxis and uenv are plug-ins; a uenv sees all file systems."""
-    cluster, image = job.cluster, _image(job)
+    """Return the options for srun itself, of which pyxis and uenv are plug-ins.
+
+    A uenv sees all file systems.
+    """
+    cluster = job.cluster
+    image = _image(job)
     if image is None or cluster.container not in OF_SRUN:
         return []
     if cluster.container == UENV:
@@ -202,7 +276,10 @@ def _container_options(job: JobSpec, folder: Path | None) -> list[str]:
 
 
 def _home(job: JobSpec, folder: Path | None) -> list[Path]:
-    """Return the working directory inside: a code archive is in the run folder, so nothing else need be there."""
+    """Return the working directory inside.
+
+    A code archive is in the run folder, so nothing else need be there.
+    """
     if job.snapshot:
         return [folder] if folder is not None else []
     return [CODE] if CHECKOUT.exists() else []
@@ -213,15 +290,27 @@ def _shared(job: JobSpec, folder: Path | None) -> list[Path]:
     paths = [*code, *([folder] if folder is not None else [])]
     for path in paths:
         if any(character in str(path) for character in ",:\\"):
-            key, text = "runs_dir" if path == folder else "folder of the code", "must have no ',', ':' or '\\' "
-            raise ConfigError(key, path, f"{text}to be seen in a container", "choose another runs_dir= or name=")
-    return [*paths, *([_code_zip(job, RunFolder(folder))] if STAGED_CODE in job.staged and folder is not None else [])]
+            key = "runs_dir" if path == folder else "folder of the code"
+            text = "must have no ',', ':' or '\\' "
+            raise ConfigError(
+                key, path, f"{text}to be seen in a container", "choose another runs_dir= or name="
+            )
+    return [
+        *paths,
+        *(
+            [_code_zip(job, RunFolder(folder))]
+            if STAGED_CODE in job.staged and folder is not None
+            else []
+        ),
+    ]
 
 
 LAUNCHERS: Registry[Launcher] = registries.LAUNCHERS
 LAUNCHERS.register("mpiexec", by_mpiexec)
 LAUNCHERS.register("srun", by_srun)
-LAUNCHERS.register("ibrun", lambda job, folder: ["ibrun", *rank_program(job, folder)])  # the site's own
+LAUNCHERS.register(
+    "ibrun", lambda job, folder: ["ibrun", *rank_program(job, folder)]
+)  # the site's own
 LAUNCHERS.register("flux", by_flux)
 LAUNCHERS.register("hydra", by_hydra)
 LAUNCHERS.register("pals", by_pals)

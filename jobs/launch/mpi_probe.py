@@ -1,4 +1,7 @@
-"""The probe of a cluster and environment: two ranks try MPI and device memory, if need be as a job's first step."""
+"""The probe of a cluster and environment.
+
+Two ranks try MPI and device memory, if need be as a job's first step.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,13 @@ SLURM_PREFIXES = ("srun: ", "slurmstepd: ")  # their last lines report that a ta
 MPI_HELP = "MPICH takes cluster.mpi=pmi2, Open MPI pmix, Cray MPICH cray_shasta (srun --mpi=list)"
 
 
-def probe_in_job(spec: RunSpec, job: JobSpec, folder: RunFolder, environment: Mapping[str, str]) -> Ended | None:
+def probe_in_job(
+    spec: RunSpec, job: JobSpec, folder: RunFolder, environment: Mapping[str, str]
+) -> Ended | None:
     """Probe as the first step of a job, before its ranks, if nothing is known of its cluster and environment.
 
-    The result is written to logs/probe.json, and kept for later jobs. Return how the probe ended if the job was
-    stopped meanwhile, None if the run may start. Raises what `read_probe` raises.
+    The result is written to logs/probe.json, and kept for later jobs. Return how the probe ended if
+    the job was stopped meanwhile, None if the run may start. Raises what `read_probe` raises.
     """
     if not needs_probe(spec, job):
         return None
@@ -39,7 +44,9 @@ def probe_in_job(spec: RunSpec, job: JobSpec, folder: RunFolder, environment: Ma
     return None
 
 
-def run_probe(spec: RunSpec, job: JobSpec, folder: RunFolder, environment: Mapping[str, str]) -> Ended:
+def run_probe(
+    spec: RunSpec, job: JobSpec, folder: RunFolder, environment: Mapping[str, str]
+) -> Ended:
     """Run the two ranks, which write `probe_json`, and return how they ended."""
     probe_json(folder).unlink(missing_ok=True)
     argv = probe_argv(spec, job, folder)
@@ -49,11 +56,16 @@ def run_probe(spec: RunSpec, job: JobSpec, folder: RunFolder, environment: Mappi
 def _pair(job: JobSpec) -> JobSpec:
     """Return the resources of two ranks of a job, on two nodes if it has them."""
     nodes = min(job.nodes, RANKS)
-    return replace(job, nodes=nodes, tasks=RANKS, tasks_per_node=RANKS // nodes, nodelist=job.nodelist[:nodes])
+    return replace(
+        job, nodes=nodes, tasks=RANKS, tasks_per_node=RANKS // nodes, nodelist=job.nodelist[:nodes]
+    )
 
 
 def probe_argv(spec: RunSpec, job: JobSpec, folder: RunFolder) -> list[str]:
-    """Return the command line of the probe, by the launcher of the job's ranks; it writes `probe_json`."""
+    """Return the command line of the probe, by the launcher of the job's ranks.
+
+    It writes `probe_json`.
+    """
     order = ",".join(map(str, spec.cluster.device_order))
     words = [str(probe_json(folder)), spec.machine.device, *([order] if order else [])]
     program = rank_program(job, folder, "gems.engine.transport.probe", *words)
@@ -71,7 +83,9 @@ def probe_json(folder: RunFolder) -> Path:
 
 
 def read_probe(spec: RunSpec, ended: Ended, result: Path) -> dict[str, Any]:
-    """Return what the probe found; without a result, raise by what its ranks left, and how they ended.
+    """Return what the probe found.
+
+    Without a result, raise by what its ranks left, and how they ended.
 
     Raises:
         ConfigError: MPI does not start as configured, or must not be given device memory.
@@ -90,11 +104,17 @@ def read_probe(spec: RunSpec, ended: Ended, result: Path) -> dict[str, Any]:
         raise ConfigError("runs_dir", spec.runs_dir, text, "use a folder that all nodes share")
     if ended.returncode == 0 and not ended.timed_out and "wall_s" in found:
         return found
-    how = f"did not end within {LIMIT_S:g} s" if ended.timed_out else f"ended with code {ended.returncode}"
+    how = (
+        f"did not end within {LIMIT_S:g} s"
+        if ended.timed_out
+        else f"ended with code {ended.returncode}"
+    )
     lines = [line for line in ended.tail if not line.startswith(SLURM_PREFIXES)] or list(ended.tail)
     last = f": {lines[-1]}" if lines else ""
     if found.get("device_message") == "trying":
-        text = f"MPI claims to take device memory, and the probe's ranks {how} when it got some{last}"
+        text = (
+            f"MPI claims to take device memory, and the probe's ranks {how} when it got some{last}"
+        )
         advice = "use machine.transport=host, or an MPI built for these GPUs"
         raise ConfigError("machine.transport", spec.machine.transport, text, advice)
     if ended.timed_out:

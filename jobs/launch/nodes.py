@@ -1,4 +1,7 @@
-"""The nodes of this process's own job: which it still has, which are good, and which the ranks run on."""
+"""The nodes of this process's own job.
+
+Which it still has, which are good, and which the ranks run on.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,10 @@ LINK = "link"
 
 
 class Selection(NamedTuple):
-    """The job with those of its good `nodes` that the ranks run on; how the check ended if the job was stopped then."""
+    """The job with those of its good `nodes` that the ranks run on.
+
+    How the check ended if the job was stopped then.
+    """
 
     job: JobSpec
     nodes: tuple[str, ...] = ()
@@ -40,19 +46,22 @@ class Selection(NamedTuple):
 
 def select_nodes(
     job: JobSpec, folder: RunFolder, environment: Mapping[str, str], left_out: Collection[str] = ()
-) -> Selection:  # fmt: skip
+) -> Selection:
     """Check the nodes of this job if its cluster wants that, and choose those that the ranks run on.
 
-    A bad node goes on the node blocklist. Spare nodes, or those of a larger layout, take its place. Nodes `left_out`
-    are not looked at; of a cluster that wants neither a check nor spare nodes no node is.
+    A bad node goes on the node blocklist. Spare nodes, or those of a larger layout, take its place.
+    Nodes `left_out` are not looked at; of a cluster that wants neither a check nor spare nodes no
+    node is.
 
     Raises:
-        NodeFailedError: fewer good nodes are left than the ranks need; it names a bad one and its fault.
+        NodeFailedError: fewer good nodes are left than the ranks need; it names a bad one and its
+        fault.
     """
     cluster = job.cluster
     if job.launcher != "srun" or not (cluster.outlives_nodes or cluster.checks_nodes):
         return Selection(job)
-    nodes, faults = tuple(node for node in own_nodes() if node not in left_out), {}
+    nodes = tuple(node for node in own_nodes() if node not in left_out)
+    faults = {}
     if nodes and cluster.checks_nodes:
         check = NodeCheck(nodes)
         ended = check.run(job, folder, environment)
@@ -71,9 +80,14 @@ def select_nodes(
 
 
 def own_nodes() -> tuple[str, ...]:
-    """Return the nodes that this job has now: SLURM takes a node that fails from a job that outlives it."""
+    """Return the nodes that this job has now.
+
+    SLURM takes a node that fails from a job that outlives it.
+    """
     job = own_job()
-    listed = job.nodes if job is not None and job.nodes else os.environ.get("SLURM_JOB_NODELIST", "")
+    listed = (
+        job.nodes if job is not None and job.nodes else os.environ.get("SLURM_JOB_NODELIST", "")
+    )
     try:
         return expand_nodes([listed]) if listed else ()
     except SchedulerUnavailableError:
@@ -84,14 +98,18 @@ def note_bad_node(folder: RunFolder, job: JobSpec, node: str, fault: str) -> Non
     """Put a node on the node blocklist; a folder that is closed to us ends no run."""
     attempt = f"{folder.path.name} attempt {folder.attempt}"
     try:
-        NodeBlocklist(folder.path.parent).add(job.cluster.name, node, fault[:200], attempt, now_utc())
+        NodeBlocklist(folder.path.parent).add(
+            job.cluster.name, node, fault[:200], attempt, now_utc()
+        )
     except OSError as error:
         report("jobs", f"node {node} is not noted ({error.strerror})")
 
 
 def _shortage(job: JobSpec, num_good: int, faults: Mapping[str, str]) -> str:
     named = ", ".join(f"node {node} is bad: {fault}" for node, fault in faults.items())
-    return f"{named or 'nodes were lost'}; good nodes left: {num_good}, and the ranks need {job.nodes}"
+    return (
+        f"{named or 'nodes were lost'}; good nodes left: {num_good}, and the ranks need {job.nodes}"
+    )
 
 
 class NodeCheck:
@@ -115,9 +133,14 @@ class NodeCheck:
         self._begin_s = time.monotonic()
         try:
             ended = run_ranks(
-                argv, environment, folder.logs / "nodes.log", on_line=self.feed, give_up=self.is_over, echo=False,
+                argv,
+                environment,
+                folder.logs / "nodes.log",
+                on_line=self.feed,
+                give_up=self.is_over,
+                echo=False,
                 source=source,
-            )  # fmt: skip
+            )
         finally:
             os.close(source)
             self._close()
@@ -148,10 +171,15 @@ class NodeCheck:
         late = now_s - self._begin_s > ANSWER_LIMIT_S
         late = late or (bool(self._said) and now_s - self._phase_s > MORE_S + TOOL_LIMIT_S)
         if not self._is_sent and (len(self._said) == len(self._nodes) or late):
-            self._is_sent, self._phase_s = True, now_s
-            addresses = {node: self._said[node]["address"] for node in self._nodes if node in self._said}
+            self._is_sent = True
+            self._phase_s = now_s
+            addresses = {
+                node: self._said[node]["address"] for node in self._nodes if node in self._said
+            }
             os.write(self._input, (json.dumps(addresses) + "\n").encode())
-        elif self._is_sent and (len(self._links) >= len(self._said) or now_s - self._phase_s > 2 * LINK_LIMIT_S):
+        elif self._is_sent and (
+            len(self._links) >= len(self._said) or now_s - self._phase_s > 2 * LINK_LIMIT_S
+        ):
             self._close()
             self._phase_s = now_s
         return False
@@ -162,11 +190,15 @@ class NodeCheck:
             self._input = None
 
     def faults(self) -> dict[str, str]:
-        """Return the fault of each node that has one; none if no node has answered: then the check is at fault."""
+        """Return the fault of each node that has one.
+
+        None if no node has answered: then the check is at fault.
+        """
         if not self._said:
             return {}
         found = {node: fault for node in self._nodes if (fault := self._fault(node)) is not None}
-        # both ends of a link that fails are suspects; the one that more nodes cannot reach is at fault
+        # both ends of a link that fails are suspects; the one that more nodes cannot reach is at
+        # fault
         alive = [node for node in self._nodes if node in self._said]
         for node, fault in self._links.items():
             if fault is not None and node not in found and len(alive) > 1:

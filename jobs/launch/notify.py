@@ -1,7 +1,7 @@
 """Notifications: tell a program or a person that a run has ended, has stalled, or was put back into the queue.
 
-The launching process sends them once status.json has the state, 10 s each at most. What cannot be sent is one line in
-the log, and changes nothing for the run. Mail is the batch system's own.
+The launching process sends them once status.json has the state, 10 s each at most. What cannot be
+sent is one line in the log, and changes nothing for the run. Mail is the batch system's own.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ from gems.utils.stdio import report
 from jobs.status.run_status import read_or_empty, whole
 
 LIMIT_S = 10.0
-COMMAND, MAIL = "command:", "mail"
-ENDED, STALLED, REQUEUED = "ended", "stalled", "requeued"
+COMMAND = "command:"
+MAIL = "mail"
+ENDED = "ended"
+STALLED = "stalled"
+REQUEUED = "requeued"
 
 
 def notify(folder: RunFolder) -> None:
@@ -39,13 +42,36 @@ def notify(folder: RunFolder) -> None:
 
 
 def describe(folder: RunFolder) -> dict[str, Any]:
-    """Return what is sent of a run: what happened, its state with its cause, the step, and where it is."""
-    status, progress = folder.read_status(), read_or_empty(folder.progress_json)
-    state, code = status.get("state"), status.get("exit_code")
-    event = REQUEUED if state == "requeued" else STALLED if code == StalledError.exit_code else ENDED
-    step = next((each for each in (status.get("stopped_step"), progress.get("step")) if whole(each) is not None), None)
-    fields = {name: status.get(name) for name in ("state", "cause", "exit_code", "job_id", "requeue_count")}
-    return {"event": event, "run": folder.path.name, "run_folder": str(folder.path), **fields, "step": step}
+    """Return what is sent of a run.
+
+    What happened, its state with its cause, the step, and where it is.
+    """
+    status = folder.read_status()
+    progress = read_or_empty(folder.progress_json)
+    state = status.get("state")
+    code = status.get("exit_code")
+    event = (
+        REQUEUED if state == "requeued" else STALLED if code == StalledError.exit_code else ENDED
+    )
+    step = next(
+        (
+            each
+            for each in (status.get("stopped_step"), progress.get("step"))
+            if whole(each) is not None
+        ),
+        None,
+    )
+    fields = {
+        name: status.get(name)
+        for name in ("state", "cause", "exit_code", "job_id", "requeue_count")
+    }
+    return {
+        "event": event,
+        "run": folder.path.name,
+        "run_folder": str(folder.path),
+        **fields,
+        "step": step,
+    }
 
 
 def send(target: str, document: dict[str, Any]) -> str | None:
@@ -57,13 +83,17 @@ def send(target: str, document: dict[str, Any]) -> str | None:
 
     def post() -> None:
         try:
-            request = urllib.request.Request(target, text.encode(), {"Content-Type": "application/json"}, method="POST")
+            request = urllib.request.Request(
+                target, text.encode(), {"Content-Type": "application/json"}, method="POST"
+            )
             with urllib.request.urlopen(request, timeout=LIMIT_S):
                 outcome.clear()
         except Exception as error:  # of any library that a proxy or a certificate brings in
             outcome[:] = [" ".join(str(error).split()) or type(error).__name__]
 
-    thread = threading.Thread(target=post, daemon=True)  # a name server or a slow answer may take longer than a socket
+    thread = threading.Thread(
+        target=post, daemon=True
+    )  # a name server or a slow answer may take longer than a socket
     thread.start()
     thread.join(LIMIT_S)
     return outcome[0] if outcome else None
@@ -72,7 +102,12 @@ def send(target: str, document: dict[str, Any]) -> str | None:
 def _run(command: str, text: str) -> str | None:
     try:
         ended = subprocess.run(
-            shlex.split(command), input=text, capture_output=True, text=True, errors="replace", timeout=LIMIT_S
+            shlex.split(command),
+            input=text,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=LIMIT_S,
         )
     except subprocess.TimeoutExpired:
         return f"it did not end within {LIMIT_S:g} s"

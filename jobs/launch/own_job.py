@@ -31,16 +31,22 @@ from jobs.status.ownership import read_chain
 from jobs.status.run_status import read_or_empty
 
 REQUEUES_JSON = "requeues.json"
-LAUNCHER, SLURM, CHAIN = "launcher", "SLURM", "chain"
-OWN_JOB_LIMIT_S = 3.0  # SLURM kills KillWait seconds after its SIGTERM, and the answer is needed before
+LAUNCHER = "launcher"
+SLURM = "SLURM"
+CHAIN = "chain"
+OWN_JOB_LIMIT_S = (
+    3.0  # SLURM kills KillWait seconds after its SIGTERM, and the answer is needed before
+)
 EARLY_S = 60  # SLURM sends a signal before the end up to so many seconds early
 TAIL_BYTES = 1 << 14
 CANCELLED_CODE = SIGNAL_BASE + signal.SIGTERM
 DESCRIPTIONS: dict[str | None, str] = {
-    FailureCause.PREEMPTED: "was preempted", FailureCause.CANCELLED: "was cancelled",
-    FailureCause.TIME_LIMIT: "reached its time limit", FailureCause.NODE: "lost a node",
+    FailureCause.PREEMPTED: "was preempted",
+    FailureCause.CANCELLED: "was cancelled",
+    FailureCause.TIME_LIMIT: "reached its time limit",
+    FailureCause.NODE: "lost a node",
     FailureCause.HOST_MEMORY: "exceeded its memory limit",
-}  # fmt: skip
+}
 
 
 def own_scheduler() -> Scheduler | None:
@@ -64,7 +70,10 @@ with contextlib.suppress(OSError):
 
 
 def own_job() -> Job | None:
-    """Query the job that this process is in; None outside of one, or if its batch system does not answer."""
+    """Query the job that this process is in.
+
+    None outside of one, or if its batch system does not answer.
+    """
     scheduler = own_scheduler()
     return None if scheduler is None else scheduler.own_job(str(own_job_id()), OWN_JOB_LIMIT_S)
 
@@ -77,8 +86,9 @@ def will_restart(job: Job | None) -> bool:
 def kill_reason(log: Path | None = None) -> str | None:
     """Read in the job's own output why its batch system ends it; None if unknown.
 
-    That is a FailureCause, REQUEUED, or the system's own words. SLURM writes the message to the batch script's stderr
-    before it sends SIGTERM; `log` is what this process has added to its stderr unless it is given.
+    That is a FailureCause, REQUEUED, or the system's own words. SLURM writes the message to the
+    batch script's stderr before it sends SIGTERM; `log` is what this process has added to its
+    stderr unless it is given.
     """
     log, start = (_stderr(), LOG_START_BYTES) if log is None else (log, 0)
     try:
@@ -97,8 +107,9 @@ def kill_reason(log: Path | None = None) -> str | None:
 def record_start(folder: RunFolder, code_is_snapshot: bool) -> None:
     """Record the job's environment and SLURM's record of it in `provenance/`, and check that the code is as prepared.
 
-    Later, scontrol has forgotten the job, and not every site has accounting. Outside of a job it does nothing. A job
-    that SLURM started again keeps the records of its earlier starts. A record that cannot be written ends no run.
+    Later, scontrol has forgotten the job, and not every site has accounting. Outside of a job it
+    does nothing. A job that SLURM started again keeps the records of its earlier starts. A record
+    that cannot be written ends no run.
 
     Raises:
         ConfigError: the code archive was changed or is damaged.
@@ -111,10 +122,16 @@ def record_start(folder: RunFolder, code_is_snapshot: bool) -> None:
         write_json(folder.provenance / ENVIRONMENT_JSON, {**kept, "job": environment()})
         starts = [*read_json(folder.slurm_json).get("starts", [])]
         if starts and folder.affinity_json.exists():  # of an earlier start, perhaps on other nodes
-            folder.affinity_json.rename(folder.affinity_json.with_name(f"affinity.start{len(starts)}.json"))
+            folder.affinity_json.rename(
+                folder.affinity_json.with_name(f"affinity.start{len(starts)}.json")
+            )
         starts.append({"restart_count": num_restarts(), "utc": now_utc(), "job": _record(job_id)})
         write_json(folder.slurm_json, {"job_id": job_id, "starts": starts})
-    wrong = check_code(folder.provenance, read_json(folder.provenance_json)) if code_is_snapshot else None
+    wrong = (
+        check_code(folder.provenance, read_json(folder.provenance_json))
+        if code_is_snapshot
+        else None
+    )
     if wrong is not None:
         raise ConfigError("run folder", folder.path, wrong, "submit it again")
 
@@ -155,7 +172,13 @@ def stop_cause(job: Job | None, cluster: ClusterConfig, reason: str) -> FailureC
     """
     if job is None:
         is_batch = own_job_id() is not None
-        return FailureCause.PREEMPTED if reason == "SIGTERM" else FailureCause.TIME_LIMIT if is_batch else None
+        return (
+            FailureCause.PREEMPTED
+            if reason == "SIGTERM"
+            else FailureCause.TIME_LIMIT
+            if is_batch
+            else None
+        )
     if job.is_preempted:
         return FailureCause.PREEMPTED
     left_s = (job.end_utc - datetime.now(UTC)).total_seconds() if job.end_utc is not None else None
@@ -164,7 +187,10 @@ def stop_cause(job: Job | None, cluster: ClusterConfig, reason: str) -> FailureC
 
 
 def read_requeues(folder: RunFolder) -> list[dict[str, Any]]:
-    """Read when the run's job was put back into the queue, the earliest first: utc, why, by, job_id, step."""
+    """Read when the run's job was put back into the queue, the earliest first.
+
+    Utc, why, by, job_id, step.
+    """
     rows = read_or_empty(folder.path / REQUEUES_JSON).get("requeues", [])
     return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
 
@@ -191,10 +217,12 @@ def counted_requeue(folder: RunFolder, why: str, step: int | None) -> Iterator[d
 def requeue_refusal(folder: RunFolder, cluster: ClusterConfig, why: str) -> str | None:
     """Return why a saved run is not to start again by itself, or None.
 
-    The bound is on attempts that used up their time or memory, or that lost nodes. A preemption is SLURM's own, and
-    costs the run no attempt.
+    The bound is on attempts that used up their time or memory, or that lost nodes. A preemption is
+    SLURM's own, and costs the run no attempt.
     """
-    options = {str(name).lstrip("-").replace("_", "-"): value for name, value in cluster.sbatch.items()}
+    options = {
+        str(name).lstrip("-").replace("_", "-"): value for name, value in cluster.sbatch.items()
+    }
     if options.get("no-requeue"):
         return "the job was submitted with no-requeue"
     if (following := next_in_chain(folder)) is not None:
@@ -203,22 +231,33 @@ def requeue_refusal(folder: RunFolder, cluster: ClusterConfig, why: str) -> str 
         return "cluster.max_requeues=0"
     rows = read_requeues(folder)
     used = sum(row.get("why") == why and row.get("by") == LAUNCHER for row in rows)
-    if why in (FailureCause.TIME_LIMIT, FailureCause.NODE, FailureCause.HOST_MEMORY) and used >= cluster.max_requeues:
+    if (
+        why in (FailureCause.TIME_LIMIT, FailureCause.NODE, FailureCause.HOST_MEMORY)
+        and used >= cluster.max_requeues
+    ):
         return f"it has started again {used} times, which is cluster.max_requeues"
     return None
 
 
 def requeue_run(
-    folder: RunFolder, spec: RunSpec, job: JobSpec, facts: dict[str, Any], why: str, step: int | None,
+    folder: RunFolder,
+    spec: RunSpec,
+    job: JobSpec,
+    facts: dict[str, Any],
+    why: str,
+    step: int | None,
     work: Work | None,
-) -> str | None:  # fmt: skip
-    """Put this process's job back into the queue, or submit `work` as a new job if SLURM refuses; return the error.
+) -> str | None:
+    """Put this process's job back into the queue, or submit `work` as a new job if SLURM refuses.
 
-    requeues.json and status.json, which takes the `facts`, are written before SLURM is asked: it may end this process
-    at once, and ends the command that asked before that has its answer. A new job owns the folder from then on, and
-    waits until status.json has its number, so the two never run at once.
+    Return the error.
+    requeues.json and status.json, which takes the `facts`, are written before SLURM is asked: it
+    may end this process at once, and ends the command that asked before that has its answer. A new
+    job owns the folder from then on, and waits until status.json has its number, so the two never
+    run at once.
     """
-    job_id, error = str(own_job_id()), None
+    job_id = str(own_job_id())
+    error = None
     try:
         with counted_requeue(folder, why, step) as count:
             facts = facts | count
@@ -228,7 +267,9 @@ def requeue_run(
             if error is None or kill_reason() == slurm_jobs.REQUEUED:
                 return None
             if work is None:
-                raise ConfigError("cluster", spec.cluster.name, "this process cannot submit the run as a new job")
+                raise ConfigError(
+                    "cluster", spec.cluster.name, "this process cannot submit the run as a new job"
+                )
             with Ownership(verify_gone) as ownership:
                 ownership.take(folder)
                 (new_id,) = submit_owned(spec, job, ownership, [work], "requeued", facts)
@@ -240,20 +281,25 @@ def requeue_run(
 
 def next_in_chain(folder: RunFolder) -> str | None:
     """Return the ID of the job that continues this run when this process's job has ended, or None."""
-    own, chain = own_job_id(), read_chain(folder)
+    own = own_job_id()
+    chain = read_chain(folder)
     following = chain[chain.index(own) + 1 :] if own in chain else []
     return following[0] if following else None
 
 
 def is_over(status: Mapping[str, Any]) -> bool:
-    """Return whether a chain has nothing left to do: the run is finished or cancelled, or would fail again."""
+    """Return whether a chain has nothing left to do.
+
+    The run is finished or cancelled, or would fail again.
+    """
     codes = (ConfigError.exit_code, DoesNotFitError.exit_code)
     return status.get("state") in ("finished", "cancelled") or status.get("exit_code") in codes
 
 
 def hand_over(folder: RunFolder) -> None:
     """Record that the next job of the chain continues the run, unless it is over or this job itself starts again."""
-    status, following = folder.read_status(), next_in_chain(folder)
+    status = folder.read_status()
+    following = next_in_chain(folder)
     if following is None or is_over(status) or status.get("state") == "requeued":
         return
     count = add_requeue(folder, str(status.get("cause")), CHAIN, status.get("stopped_step"))
@@ -262,17 +308,24 @@ def hand_over(folder: RunFolder) -> None:
 
 
 def end_saved_run(
-    folder: RunFolder, spec: RunSpec, job: JobSpec, facts: dict[str, Any], stopped: dict[str, Any], is_killed: bool,
+    folder: RunFolder,
+    spec: RunSpec,
+    job: JobSpec,
+    facts: dict[str, Any],
+    stopped: dict[str, Any],
+    is_killed: bool,
     work: Work | None,
-) -> str:  # fmt: skip
-    """Requeue the job of a saved run if SLURM made it stop; write status.json, report it and return the state.
+) -> str:
+    """Requeue the job of a saved run if SLURM made it stop.
 
-    That is requeued, cancelled, or stopped if a user wanted that or the run is not to start again. `stopped` is the
-    content of stopped.json, and `facts` what else goes to status.json. `is_killed` means that SIGTERM came to this
-    process too; such a job is requeued only if SLURM gives another reason than a user. `work` is what a new job calls
-    if SLURM refuses to requeue this one.
+    Write status.json, report it and return the state.
+    That is requeued, cancelled, or stopped if a user wanted that or the run is not to start again.
+    `stopped` is the content of stopped.json, and `facts` what else goes to status.json. `is_killed`
+    means that SIGTERM came to this process too; such a job is requeued only if SLURM gives another
+    reason than a user. `work` is what a new job calls if SLURM refuses to requeue this one.
     """
-    step, reason = stopped.get("step"), str(stopped.get("reason", ""))
+    step = stopped.get("step")
+    reason = str(stopped.get("reason", ""))
     facts = facts | {"stopped_step": step}
     own = own_job() if job.is_batch else None
     if not job.is_batch:
@@ -307,19 +360,25 @@ def end_saved_run(
     return "stopped"
 
 
-def describe_killed_run(folder: RunFolder, job: JobSpec, failure: Failure, ended: Ended) -> tuple[str, Failure]:
+def describe_killed_run(
+    folder: RunFolder, job: JobSpec, failure: Failure, ended: Ended
+) -> tuple[str, Failure]:
     """Return the state of a run that was ended before it had saved, and the failure with who ended it and why."""
     if folder.cancelled_json.exists():
         what = DESCRIPTIONS[FailureCause.CANCELLED]
         return "cancelled", replace(failure, what=what, cause_class=FailureCause.CANCELLED)
     if not job.is_batch:
         return "failed", failure
-    why, own = kill_reason(), own_job()
+    why = kill_reason()
+    own = own_job()
     if (node := slurm_jobs.failed_node(ended.tail)) is not None:
-        why, failure = FailureCause.NODE, replace(failure, node=node)
+        why = FailureCause.NODE
+        failure = replace(failure, node=node)
     if isinstance(why, FailureCause):
         failure = replace(failure, cause_class=why)
-    what = DESCRIPTIONS.get(why, failure.what if why is None else f"was ended by {title(own_job_id())}: {why}")
+    what = DESCRIPTIONS.get(
+        why, failure.what if why is None else f"was ended by {title(own_job_id())}: {why}"
+    )
     if will_restart(own):
         return "requeued", replace(failure, what=f"{what}; SLURM starts it again")
     return "cancelled" if why == FailureCause.CANCELLED else "failed", replace(failure, what=what)

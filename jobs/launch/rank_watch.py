@@ -1,4 +1,7 @@
-"""The watch over the ranks of a run from outside, which sees what none of them can tell: that all have stopped."""
+"""The watch over the ranks of a run from outside, which sees what none of them can tell.
+
+That all have stopped.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,14 @@ from jobs.diagnosis.root_cause import BY_LAUNCHER, has_failed_rank
 
 POLL_S = 1.0
 ABORT_LIMIT_S = 10.0
-DEATH_LIMIT_S = 2.0  # srun reports dead ranks at once; ranks that ignore one SIGTERM live for KillWait more
+DEATH_LIMIT_S = (
+    2.0  # srun reports dead ranks at once; ranks that ignore one SIGTERM live for KillWait more
+)
 MARGIN_S = 8.0  # a rank that is alive finds a hang first, and knows best what it waited for
 MAX_LOOK_S = 10.0
-PHASE_FACTOR = 3.0  # as in the ranks' own watchdog: start-up or a checkpoint may hold the interpreter
+PHASE_FACTOR = (
+    3.0  # as in the ranks' own watchdog: start-up or a checkpoint may hold the interpreter
+)
 NUM_LOOKS = 2  # before a folder counts as gone
 
 
@@ -38,21 +45,31 @@ class Reason(Enum):
 class RankWatch:
     """Decides when the launcher ends the ranks; `reason` is why, once it has.
 
-    That is ABORT_LIMIT_S after a rank's failure (DEATH_LIMIT_S by srun), since an end before MPI starts ends nobody
-    else; once no heartbeat has changed for `hang_timeout_s` and MARGIN_S, by this machine's monotonic clock, as nodes'
-    clocks may differ by any time; and once the run folder is gone. `on_poll` is called at every look.
+    That is ABORT_LIMIT_S after a rank's failure (DEATH_LIMIT_S by srun), since an end before MPI
+    starts ends nobody else; once no heartbeat has changed for `hang_timeout_s` and MARGIN_S, by
+    this machine's monotonic clock, as nodes' clocks may differ by any time; and once the run folder
+    is gone. `on_poll` is called at every look.
     """
 
     def __init__(
-        self, folder: RunFolder, job: JobSpec, hang_timeout_s: float, output: LauncherOutput, on_poll: Callable[[], Any]
+        self,
+        folder: RunFolder,
+        job: JobSpec,
+        hang_timeout_s: float,
+        output: LauncherOutput,
+        on_poll: Callable[[], Any],
     ) -> None:
-        self._folder, self._output, self._on_poll = folder, output, on_poll
-        self._is_srun, self._limit_s = job.launcher == "srun", hang_timeout_s
+        self._folder = folder
+        self._output = output
+        self._on_poll = on_poll
+        self._is_srun = job.launcher == "srun"
+        self._limit_s = hang_timeout_s
         self._look_every_s = min(MAX_LOOK_S, max(POLL_S, hang_timeout_s / 20))
         self._polled_s = self._looked_s = time.monotonic()
         self._deadline_s = float("inf")
         self._beats: Mapping[int, Beat] = {}
-        self._still_s, self._times_gone = 0.0, 0
+        self._still_s = 0.0
+        self._times_gone = 0
         self.reason: Reason | None = None
 
     def is_over(self) -> bool:
@@ -81,7 +98,8 @@ class RankWatch:
 
     def _look_for_life(self, now_s: float) -> None:
         # time in which this process was stopped does not count: SLURM suspends whole jobs
-        passed_s, self._looked_s = min(now_s - self._looked_s, 2 * self._look_every_s), now_s
+        passed_s = min(now_s - self._looked_s, 2 * self._look_every_s)
+        self._looked_s = now_s
         beats = read_beats(self._folder.path)
         self._still_s = self._still_s + passed_s if beats and beats == self._beats else 0.0
         self._beats = beats
@@ -95,19 +113,34 @@ class RankWatch:
         chain = self._chain()
         roots = chain.root_records() if chain else []
         if not roots:
-            rank = min(self._beats, key=lambda rank: self._beats[rank].alive_ns or self._beats[rank].time_ns)
+            rank = min(
+                self._beats,
+                key=lambda rank: self._beats[rank].alive_ns or self._beats[rank].time_ns,
+            )
             beat = self._beats[rank]
-            roots = [{key: getattr(beat, key) for key in ("node", "pid", "step", "action")} | {"rank": rank}]
+            roots = [
+                {key: getattr(beat, key) for key in ("node", "pid", "step", "action")}
+                | {"rank": rank}
+            ]
         cause = f"no rank has sent a heartbeat for {self._still_s:.0f} s"
         document = {
-            "by": BY_LAUNCHER, "utc": now_utc("milliseconds"), "waited_s": round(self._still_s, 1), "cause": cause,
-            "roots": roots, **({"waits_for": chain.text()} if chain and len(chain.roots) < len(self._beats) else {}),
-        }  # fmt: skip
+            "by": BY_LAUNCHER,
+            "utc": now_utc("milliseconds"),
+            "waited_s": round(self._still_s, 1),
+            "cause": cause,
+            "roots": roots,
+            **(
+                {"waits_for": chain.text()} if chain and len(chain.roots) < len(self._beats) else {}
+            ),
+        }
         with contextlib.suppress(OSError), self._folder.stalled_json.open("x") as file:
             json.dump(document, file)
 
     def _chain(self) -> WaitingChain | None:
-        """Return who waits for whom by the ranks' last marks, which share one clock; None without a schedule."""
+        """Return who waits for whom by the ranks' last marks, which share one clock.
+
+        None without a schedule.
+        """
         try:
             return waiting_chain(self._folder.read_schedule(), self._beats)
         except (ConfigError, OSError, ValueError, LookupError, TypeError):
@@ -123,7 +156,10 @@ class RankWatch:
 
 
 def is_gone(folder: RunFolder) -> bool:
-    """Return whether a run folder was deleted or moved; one whose file system does not answer was not."""
+    """Return whether a run folder was deleted or moved.
+
+    One whose file system does not answer was not.
+    """
     try:
         folder.run_yaml.stat()
     except FileNotFoundError:

@@ -1,6 +1,7 @@
 """Files that all ranks of a large job read, copied to the nodes' own disks by sbcast before the ranks start.
 
-A thousand ranks that open one file of a parallel file system wait for each other; sbcast sends it by a tree of nodes.
+A thousand ranks that open one file of a parallel file system wait for each other; sbcast sends it
+by a tree of nodes.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ REMOVE_LIMIT_S = 10.0
 
 @contextlib.contextmanager
 def staged(job: JobSpec, folder: RunFolder) -> Iterator[JobSpec]:
-    """Copy what `cluster.stage` names, and yield the job with commands that use the copies; remove them at the end.
+    """Copy what `cluster.stage` names, and yield the job with commands that use the copies.
 
-    What cannot be copied is read where it is. Jobs of few nodes, and of other launchers than srun, copy nothing.
+    Remove them at the end.
+    What cannot be copied is read where it is. Jobs of few nodes, and of other launchers than srun,
+    copy nothing.
     """
     copied: list[str] = []
     if job.launcher == "srun" and job.nodes > job.cluster.stage_above_nodes:
@@ -45,8 +48,15 @@ def staged(job: JobSpec, folder: RunFolder) -> Iterator[JobSpec]:
 def sources(job: JobSpec, folder: RunFolder) -> dict[str, Path]:
     """Return the files to copy: the code's archive, and the container's image if it is a file."""
     image = job.cluster.container_image
-    files = {CODE: folder.code_zip if job.snapshot else None, IMAGE: Path(image) if image is not None else None}
-    return {what: path for what in job.cluster.stage if (path := files[what]) is not None and path.is_file()}
+    files = {
+        CODE: folder.code_zip if job.snapshot else None,
+        IMAGE: Path(image) if image is not None else None,
+    }
+    return {
+        what: path
+        for what in job.cluster.stage
+        if (path := files[what]) is not None and path.is_file()
+    }
 
 
 def _run(argv: list[str], limit_s: float) -> CommandResult:

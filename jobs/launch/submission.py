@@ -31,11 +31,14 @@ from jobs.status.ownership import CHAIN_JSON, gone_verifier
 
 
 def start_run(spec: RunSpec, *, assume_yes: bool = False, force: bool = False) -> int:
-    """Run here or submit a job, with nothing on stdout, and return the exit code: 0 for a submitted job.
+    """Run here or submit a job, with nothing on stdout, and return the exit code.
+
+    0 for a submitted job.
 
     Raises:
-        ConfigError: no launcher, no permission, a refused job, a folder in use, or nobody to confirm the cost.
-        DoesNotFitError: a rank would hold more than its device, or a node's ranks more than its host memory.
+        ConfigError: no launcher, no permission, a refused job, a folder in use, or nobody to
+        confirm the cost. DoesNotFitError: a rank would hold more than its device, or a node's ranks
+        more than its host memory.
     """
     job = job_spec(spec)
     check_limits(spec, job)
@@ -46,17 +49,21 @@ def start_run(spec: RunSpec, *, assume_yes: bool = False, force: bool = False) -
 
 def submit_run(
     spec: RunSpec, job: JobSpec, *, assume_yes: bool, force: bool = False, num_jobs: int = 1
-) -> tuple[str, list[Check]] | None:  # fmt: skip
-    """Submit a run and return the job's number and the checks that it passed; None if its cost is refused.
+) -> tuple[str, list[Check]] | None:
+    """Submit a run and return the job's number and the checks that it passed.
 
-    With `force` the owner of the folder is taken for gone if nobody can tell. `num_jobs` is the length of the chain
-    that the job begins, all of which is confirmed.
+    None if its cost is refused.
+    With `force` the owner of the folder is taken for gone if nobody can tell. `num_jobs` is the
+    length of the chain that the job begins, all of which is confirmed.
     """
-    folder, scheduler = RunFolder.of(spec), SCHEDULERS[spec.cluster.scheduler]
+    folder = RunFolder.of(spec)
+    scheduler = SCHEDULERS[spec.cluster.scheduler]
     scheduler.check_here()
     check_submission(spec.cluster)
     check_free(folder, gone_verifier(force=force))
-    plan, layout, run = cache(partial(plan_run, spec)), plan_of_start(spec, folder), spec
+    plan = cache(partial(plan_run, spec))
+    layout = plan_of_start(spec, folder)
+    run = spec
     if layout is not None:
         run = layout[0].spec
         job = replace(job_spec(run), after=job.after)
@@ -73,40 +80,58 @@ def submit_run(
 
 
 def submit_together(
-    specs: Sequence[RunSpec], job: JobSpec, plans: Sequence[RunPlan | None], *, force: bool = False,
+    specs: Sequence[RunSpec],
+    job: JobSpec,
+    plans: Sequence[RunPlan | None],
+    *,
+    force: bool = False,
     layout: tuple[RunPlan, str] | None = None,
-) -> str:  # fmt: skip
-    """Prepare the runs of one job, submit it, and return its number; this process owns their folders until then.
+) -> str:
+    """Prepare the runs of one job, submit it, and return its number.
 
+    This process owns their folders until then.
     `layout` is the plan by which the first run starts in place of its own, and why.
 
     Raises:
         ConfigError: as `prepare` and `submit_job`, or a folder in use.
     """
     with Ownership(gone_verifier(force=force)) as ownership:
-        folders = [prepare(spec, plan, own=ownership.take) for spec, plan in zip(specs, plans, strict=True)]
+        folders = [
+            prepare(spec, plan, own=ownership.take) for spec, plan in zip(specs, plans, strict=True)
+        ]
         if layout is not None:
             change_layout(
-                folders[0], *layout, by=f"submission on {os.uname().nodename}", step=newest_checkpoint(folders[0])
+                folders[0],
+                *layout,
+                by=f"submission on {os.uname().nodename}",
+                step=newest_checkpoint(folders[0]),
             )
         work = BatchJob(tuple(str(folder.path) for folder in folders))
-        (job_id,) = submit_owned(specs[0] if layout is None else layout[0].spec, job, ownership, [work])
+        (job_id,) = submit_owned(
+            specs[0] if layout is None else layout[0].spec, job, ownership, [work]
+        )
         return job_id
 
 
-def submit_chain(spec: RunSpec, job: JobSpec, folder: RunFolder, job_id: str, num_jobs: int) -> list[str]:
-    """Submit the jobs that continue a run when its first one, `job_id`, has ended; return all of the chain.
+def submit_chain(
+    spec: RunSpec, job: JobSpec, folder: RunFolder, job_id: str, num_jobs: int
+) -> list[str]:
+    """Submit the jobs that continue a run when its first one, `job_id`, has ended.
 
-    Each starts after the one before, resumes from the newest checkpoint, and ends at once if nothing is left to do. If
-    one is refused, the chain is shorter, and that is reported.
+    Return all of the chain.
+    Each starts after the one before, resumes from the newest checkpoint, and ends at once if
+    nothing is left to do. If one is refused, the chain is shorter, and that is reported.
     """
-    chain, work = [job_id], BatchJob((str(folder.path),))
+    chain = [job_id]
+    work = BatchJob((str(folder.path),))
     submit = SCHEDULERS[spec.cluster.scheduler].submit
     for _ in range(num_jobs - 1):
         token = new_token()
         with SignalsWait():
             try:
-                following = submit(spec, replace(job, after=chain[-1]), folder, [work.with_token(token)], token)
+                following = submit(
+                    spec, replace(job, after=chain[-1]), folder, [work.with_token(token)], token
+                )
             except ConfigError as error:
                 report("jobs", f"the chain has {len(chain)} of {num_jobs} jobs: {error}")
                 break
@@ -117,7 +142,10 @@ def submit_chain(spec: RunSpec, job: JobSpec, folder: RunFolder, job_id: str, nu
 
 
 def prepare_here(spec: RunSpec, job: JobSpec, *, force: bool = False) -> RunFolder:
-    """Prepare the folder of a run on this machine, once its launcher has been found; this process owns it then."""
+    """Prepare the folder of a run on this machine, once its launcher has been found.
+
+    This process owns it then.
+    """
     command(job, RunFolder.of(spec))
     with Ownership(gone_verifier(force=force)) as ownership:
         return prepare(spec, own=ownership.take)

@@ -1,4 +1,7 @@
-"""A submission as a transaction: whatever ends it, and whenever, the job is recorded or can be found."""
+"""A submission as a transaction.
+
+Whatever ends it, and whenever, the job is recorded or can be found.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class SignalsWait:
     """Keeps SIGINT, SIGTERM and SIGHUP until its end, and then raises the first that came.
 
-    They are blocked, which sbatch inherits: what a terminal sends to the whole group ends it neither. Threads of
-    libraries block nothing, and so they are noted too. Entered by another than the main thread it does nothing, as
-    Python allows no handlers there.
+    They are blocked, which sbatch inherits: what a terminal sends to the whole group ends it
+    neither. Threads of libraries block nothing, and so they are noted too. Entered by another than
+    the main thread it does nothing, as Python allows no handlers there.
     """
 
     def __enter__(self) -> Self:
@@ -58,7 +61,10 @@ class SignalsWait:
 
 
 class Ownership:
-    """The folders that this process takes, all by one token; they are given back if it ends by an error."""
+    """The folders that this process takes, all by one token.
+
+    They are given back if it ends by an error.
+    """
 
     def __init__(self, verify: Verify) -> None:
         self._verify = verify
@@ -74,7 +80,8 @@ class Ownership:
 
         `release` of the whole gives back what the part does not submit.
         """
-        chosen, part = {folder.path for folder in folders}, Ownership(self._verify)
+        chosen = {folder.path for folder in folders}
+        part = Ownership(self._verify)
         for index, (folder, owner) in enumerate(self.taken):
             if folder.path in chosen:
                 self.taken[index] = (folder, owner.update(folder, token=part.token))
@@ -96,15 +103,23 @@ class Ownership:
 
 
 def submit_owned(
-    spec: RunSpec, job: JobSpec, ownership: Ownership, works: Sequence[Work], state: str = "submitted",
-    facts: dict[str, Any] | None = None, home: RunFolder | None = None,
-) -> list[str]:  # fmt: skip
+    spec: RunSpec,
+    job: JobSpec,
+    ownership: Ownership,
+    works: Sequence[Work],
+    state: str = "submitted",
+    facts: dict[str, Any] | None = None,
+    home: RunFolder | None = None,
+) -> list[str]:
     """Submit prepared runs, one job or an array of several works, and return the number of each work's job.
 
-    The job is recorded as the owner of its runs, with `state` and `facts`. `home` is the folder of an array's script
-    and output. Raises as `submit_job`; unless it is not known whether SLURM has the job, the runs are as before then.
+    The job is recorded as the owner of its runs, with `state` and `facts`. `home` is the folder of
+    an array's script and output. Raises as `submit_job`; unless it is not known whether SLURM has
+    the job, the runs are as before then.
     """
-    token, pid, is_array = ownership.token, os.getpid(), len(works) > 1
+    token = ownership.token
+    pid = os.getpid()
+    is_array = len(works) > 1
     firsts = [RunFolder(Path(work.run_folders[0])) for work in works]
     home = home if home is not None and is_array else firsts[0]
     task_of = {path: task for task, work in enumerate(works) for path in work.run_folders}
@@ -136,16 +151,24 @@ def submit_owned(
                 name_submission(first.logs, token, job_id)
             for folder, owner, task in taken:
                 record_submission(folder, owner, job_ids[task], state, facts)
-        except (UnclearSubmissionError, OSError):  # the next command looks for the job: this process is done with it
+        except (
+            UnclearSubmissionError,
+            OSError,
+        ):  # the next command looks for the job: this process is done with it
             for folder, owner, _ in taken:
                 owner.update(folder, pid=0)
             mark(pid=0)
             raise
         except BaseException:
             for (folder, _, _), status in zip(taken, before, strict=True):
-                folder.write_status(**{name: value for name, value in status.items() if name != "updated_utc"})
+                folder.write_status(
+                    **{name: value for name, value in status.items() if name != "updated_utc"}
+                )
             raise
         if signals.came or set(SIGNALS) & signal.sigpending():
             name = firsts[0].path.name
-            report("jobs", f"interrupted, and job {number} is submitted: `gems-jobs cancel {name}` ends it")
+            report(
+                "jobs",
+                f"interrupted, and job {number} is submitted: `gems-jobs cancel {name}` ends it",
+            )
     return job_ids

@@ -28,7 +28,14 @@ from jobs.preflight.cost import describe_cost
 from jobs.preflight.known_probe import MAX_AGE, RANKS, describe_probe, known_probe, needs_probe
 from jobs.preflight.layouts import check_layouts
 from jobs.schedulers.scheduler import SCHEDULERS
-from jobs.slurm.limits import check_account, check_limits, check_partitions, check_queue, check_script, shortage
+from jobs.slurm.limits import (
+    check_account,
+    check_limits,
+    check_partitions,
+    check_queue,
+    check_script,
+    shortage,
+)
 from jobs.slurm.site import Partition, query_accounts, query_partitions
 
 CHECKPOINTS = 2
@@ -37,8 +44,20 @@ MIN_BYTES = 64 << 20  # logs, traces and notes of a small run
 MIN_FILES = 1000
 LOCAL = ("tmpfs", "ramfs", "devtmpfs")  # in this machine's own memory
 SHARED = (
-    "nfs", "lustre", "gpfs", "beegfs", "ceph", "panfs", "wekafs", "pvfs", "orangefs", "daos", "fuse.", "afs", "9p",
-)  # fmt: skip
+    "nfs",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "ceph",
+    "panfs",
+    "wekafs",
+    "pvfs",
+    "orangefs",
+    "daos",
+    "fuse.",
+    "afs",
+    "9p",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,25 +81,35 @@ Outcome = tuple[bool | None, str] | str  # a text alone is one that passed
 
 
 def preflight(
-    spec: RunSpec, job: JobSpec, script: str | None, make_plan: Callable[[], RunPlan], *, here: bool = True
+    spec: RunSpec,
+    job: JobSpec,
+    script: str | None,
+    make_plan: Callable[[], RunPlan],
+    *,
+    here: bool = True,
 ) -> Iterator[Check]:
     """Check a run, those checks first that take no time.
 
-    `script` is the batch script, None for a run on this machine; `make_plan` returns the plan of the run, which may
-    take a profile; `here` queries the batch system of this machine, which must be the preset's.
+    `script` is the batch script, None for a run on this machine; `make_plan` returns the plan of
+    the run, which may take a profile; `here` queries the batch system of this machine, which must
+    be the preset's.
     """
     parallel = spec.parallel
     counts = (
-        f"{spec.world_size} ranks: {parallel.partitions} partitions x {parallel.replicas} replicas, "
-        f"{job.tasks_per_node} on each of {job.nodes} nodes; {parallel.micro_batches} micro-batches of "
-        f"{parallel.micro_batch_size}, {global_batch(spec)} samples a step"
+        f"{spec.world_size} ranks: {parallel.partitions} partitions x {parallel.replicas} replicas,"
+        f" {job.tasks_per_node} on each of {job.nodes} nodes; {parallel.micro_batches}"
+        f" micro-batches of {parallel.micro_batch_size}, {global_batch(spec)} samples a step"
     )
     yield Check("configuration", True, counts)
     yield _check("folder", lambda: _check_folder(spec, job))
     if job.is_batch and script is not None:
         yield from site_checks(spec, job, script, here=here)
         limit = spec.cluster.confirm_above_gpu_hours
-        confirm = "" if limit is None or job.gpu_hours <= limit else f"; above {limit:g}, so that it must be confirmed"
+        confirm = (
+            ""
+            if limit is None or job.gpu_hours <= limit
+            else f"; above {limit:g}, so that it must be confirmed"
+        )
         yield Check("cost", True, f"at most {describe_cost([job])}{confirm}")
         yield _check("probe", lambda: _check_probe(spec, job))
     try:
@@ -103,9 +132,15 @@ def site_checks(spec: RunSpec, job: JobSpec, script: str, *, here: bool = True) 
     away = f"not asked: {host_names()[0]} is no login node of {spec.cluster.name}"
     scheduler = SCHEDULERS[spec.cluster.scheduler]
     if not scheduler.has_site_checks:
-        yield Check("site", None, f"not asked: {scheduler.title} itself checks queue and account at submission")
+        yield Check(
+            "site",
+            None,
+            f"not asked: {scheduler.title} itself checks queue and account at submission",
+        )
         return
-    partitions = cache(partial(query_partitions, spec.cluster.partition, scheduler.clusters(spec.cluster)))
+    partitions = cache(
+        partial(query_partitions, spec.cluster.partition, scheduler.clusters(spec.cluster))
+    )
     looks: dict[str, Callable[[], Outcome]] = {
         "partition": lambda: _check_partitions(spec, job, partitions()),
         "account": lambda: check_account(spec, query_accounts()),
@@ -142,7 +177,9 @@ def check_host_memory(spec: RunSpec, peak: Peak) -> None:
     limit = spec.cluster.node_memory_bytes
     if limit is not None and peak.host_bytes > limit:
         where = f"host memory of the ranks on a node under memory={spec.memory.name}"
-        raise DoesNotFitError(where, peak.host_bytes, limit, SMALLER, key="cluster.node_memory_bytes")
+        raise DoesNotFitError(
+            where, peak.host_bytes, limit, SMALLER, key="cluster.node_memory_bytes"
+        )
 
 
 def _check(name: str, look: Callable[[], Outcome]) -> Check:
@@ -158,13 +195,19 @@ def _check(name: str, look: Callable[[], Outcome]) -> Check:
 def _check_memory(spec: RunSpec, plan: RunPlan) -> Outcome:
     if spec.machine.kind != "real":
         return None, f"a run on machine={spec.machine.name} computes nothing"
-    peak, limit = predict_peak(plan), spec.machine.device_bytes
+    peak = predict_peak(plan)
+    limit = spec.machine.device_bytes
     if peak is None:
-        reason = "neither the partition nor a limit needs a profile (machine.device_bytes=BYTES makes one)"
+        reason = (
+            "neither the partition nor a limit needs a profile (machine.device_bytes=BYTES makes"
+            " one)"
+        )
         return None, f"not predicted: {reason}"
     check_host_memory(spec, peak)
     text = f"predicted {peak.device_bytes / GIB:.2f} GiB on rank {peak.rank}"
-    text += f" of {limit / GIB:.2f} GiB" if limit is not None else "; machine.device_bytes is not given"
+    text += (
+        f" of {limit / GIB:.2f} GiB" if limit is not None else "; machine.device_bytes is not given"
+    )
     if spec.train.compile:
         text += ", by layers that are not compiled: train.compile changes what they keep"
     if peak.host_bytes:
@@ -176,14 +219,21 @@ def _check_limits(spec: RunSpec, job: JobSpec, here: bool) -> Outcome:
     check_limits(spec, job)
     if here:
         scheduler = SCHEDULERS[spec.cluster.scheduler]
-        check_queue(spec, job, partial(scheduler.num_queued, clusters=scheduler.clusters(spec.cluster)))
+        check_queue(
+            spec, job, partial(scheduler.num_queued, clusters=scheduler.clusters(spec.cluster))
+        )
     limits = len(spec.cluster.limits)
     return f"within the preset's {limits} limits" if limits else (None, "the preset has none")
 
 
 def _check_partitions(spec: RunSpec, job: JobSpec, partitions: Sequence[Partition]) -> Outcome:
-    text, short_of = check_partitions(spec, job, partitions), shortage(job, partitions)
-    return text if short_of is None else (False, f"{text}; the job would wait in the queue: {short_of}")
+    text = check_partitions(spec, job, partitions)
+    short_of = shortage(job, partitions)
+    return (
+        text
+        if short_of is None
+        else (False, f"{text}; the job would wait in the queue: {short_of}")
+    )
 
 
 def _shortage(job: JobSpec, partitions: Callable[[], Sequence[Partition]]) -> str | None:
@@ -220,7 +270,11 @@ def _check_time(spec: RunSpec, job: JobSpec, plan: RunPlan) -> Outcome:
         return None, f"{job.minutes} min requested; the steps' time is not predicted"
     confidence = confidence_of(spec) if spec.machine.kind == "real" else None
     least_s, most_s = (confidence and confidence.range_s(predicted_s)) or (predicted_s, predicted_s)
-    minutes = f"{least_s / 60:.2g} to {most_s / 60:.2g}" if least_s < most_s else f"{predicted_s / 60:.2g}"
+    minutes = (
+        f"{least_s / 60:.2g} to {most_s / 60:.2g}"
+        if least_s < most_s
+        else f"{predicted_s / 60:.2g}"
+    )
     text = f"{job.minutes} min requested, {minutes} min predicted for {spec.train.steps} steps"
     text += f" ({confidence.words})" if confidence is not None else ""
     if not job.is_batch or most_s <= 60 * job.minutes:
@@ -236,12 +290,18 @@ def _check_probe(spec: RunSpec, job: JobSpec) -> Outcome:
         return f"{describe_probe(found)}; of {found['utc'][:10]}, kept for {MAX_AGE.days} days"
     if not needs_probe(spec, job):
         return None, "none needed"
-    return None, f"none known of this cluster and environment: the job starts with one of {RANKS} ranks"
+    return (
+        None,
+        f"none known of this cluster and environment: the job starts with one of {RANKS} ranks",
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """The nearest existing folder of a run's, its file system, and the free space; `files` is None if not counted."""
+    """The nearest existing folder of a run's, its file system, and the free space.
+
+    `files` is None if not counted.
+    """
 
     path: Path
     kind: str
@@ -265,12 +325,22 @@ def find_storage(spec: RunSpec) -> Storage:
         text = f"cannot write there ({reason}: {path})"
         raise ConfigError("runs_dir", spec.runs_dir, text, "give runs_dir= a folder of yours")
     seen = os.statvfs(path)
-    return Storage(path, _kind(path.resolve()), seen.f_bavail * seen.f_frsize, seen.f_favail if seen.f_files else None)
+    return Storage(
+        path,
+        _kind(path.resolve()),
+        seen.f_bavail * seen.f_frsize,
+        seen.f_favail if seen.f_files else None,
+    )
 
 
 def check_free_space(spec: RunSpec, storage: Storage, needed_bytes: int = 0) -> str:
-    """Describe the free space, or raise ConfigError if what a run writes does not fit; quotas are not seen."""
-    needed, free, error = max(needed_bytes, MIN_BYTES), f"{storage.free_bytes / GIB:.2f} GiB", None
+    """Describe the free space, or raise ConfigError if what a run writes does not fit.
+
+    Quotas are not seen.
+    """
+    needed = max(needed_bytes, MIN_BYTES)
+    free = f"{storage.free_bytes / GIB:.2f} GiB"
+    error = None
     if storage.free_bytes < needed:
         error = f"{free} are free there, and the run writes {needed / GIB:.2f} GiB"
     elif storage.files is not None and storage.files < MIN_FILES:
@@ -282,12 +352,14 @@ def check_free_space(spec: RunSpec, storage: Storage, needed_bytes: int = 0) -> 
 
 def _kind(path: Path) -> str:
     """Return the type of the file system that holds a path, by the longest mount point above it."""
-    best, kind = "", "unknown"
+    best = ""
+    kind = "unknown"
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/mounts").read_text(errors="replace").splitlines():
             fields = line.split(" ")
             if len(fields) > 2:
                 point = re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), fields[1])
                 if len(point) >= len(best) and path.is_relative_to(point):
-                    best, kind = point, fields[2]
+                    best = point
+                    kind = fields[2]
     return kind

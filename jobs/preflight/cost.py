@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from gems.errors import ConfigError
 from jobs.batch.resources import JobSpec
 
-DRY_RUN, YES, FORCE = "--dry-run", "--yes", "--force"
+DRY_RUN = "--dry-run"
+YES = "--yes"
+FORCE = "--force"
 KEY = "cluster.confirm_above_gpu_hours"
 
 
@@ -21,12 +23,17 @@ def describe_cost(jobs: Sequence[JobSpec]) -> str:
             unit = job.charge_unit or job.cluster.charge_per or ""
             charges[unit] = charges.get(unit, 0.0) + job.charge
     charge = "".join(f", charge {amount:g} {unit}".rstrip() for unit, amount in charges.items())
-    what = f"{jobs[0].gpus} GPUs for {jobs[0].minutes} min" if len(jobs) == 1 else f"{len(jobs)} jobs"
+    what = (
+        f"{jobs[0].gpus} GPUs for {jobs[0].minutes} min" if len(jobs) == 1 else f"{len(jobs)} jobs"
+    )
     return f"{hours:g} GPU-hours ({what}{charge})"
 
 
 def is_confirmed(jobs: Sequence[JobSpec], *, assume_yes: bool) -> bool:
-    """Ask before jobs of more GPU-hours together than the lowest limit of one; raise ConfigError without a terminal."""
+    """Ask before jobs of more GPU-hours together than the lowest limit of one.
+
+    Raise ConfigError without a terminal.
+    """
     limits = [job.cluster.confirm_above_gpu_hours for job in jobs]
     limit = min((limit for limit in limits if limit is not None), default=None)
     hours = sum(job.gpu_hours for job in jobs if job.is_batch)

@@ -21,9 +21,23 @@ RANKS = 2
 MPI_MACHINES = ("real", "emulated")  # kinds of machine whose ranks speak MPI
 # The keys of a cluster by which ranks are started. The same values, the same answer.
 CLUSTER_KEYS = (
-    "name", "scheduler", "launcher", "partition", "mpi", "modules", "setup", "environment", "srun", "flux_run",
-    "mpiexec", "gpu_request", "gpu_bind", "container", "container_image", "container_options",
-)  # fmt: skip
+    "name",
+    "scheduler",
+    "launcher",
+    "partition",
+    "mpi",
+    "modules",
+    "setup",
+    "environment",
+    "srun",
+    "flux_run",
+    "mpiexec",
+    "gpu_request",
+    "gpu_bind",
+    "container",
+    "container_image",
+    "container_options",
+)
 
 
 def probe_digest(spec: RunSpec, job: JobSpec) -> str:
@@ -32,8 +46,9 @@ def probe_digest(spec: RunSpec, job: JobSpec) -> str:
 
 
 def _key(spec: RunSpec, job: JobSpec) -> str:
-    """Return what a probe depends on: cluster, interpreter, launcher, MPI type, modules, environment, container.
+    """Return what a probe depends on.
 
+    Cluster, interpreter, launcher, MPI type, modules, environment, container.
     Modules that were loaded by hand count if the preset loads none.
     """
     cluster = spec.cluster
@@ -61,18 +76,33 @@ def known_probe(spec: RunSpec, job: JobSpec) -> dict[str, Any] | None:
 
 def needs_probe(spec: RunSpec, job: JobSpec) -> bool:
     """Return whether a job's ranks speak MPI to each other, and no probe of that is known."""
-    return job.is_batch and job.tasks >= RANKS and spec.machine.kind in MPI_MACHINES and known_probe(spec, job) is None
+    return (
+        job.is_batch
+        and job.tasks >= RANKS
+        and spec.machine.kind in MPI_MACHINES
+        and known_probe(spec, job) is None
+    )
 
 
 def describe_probe(found: Mapping[str, Any]) -> str:
     """Describe in one line what a probe found."""
-    nodes, device = sorted({rank["node"] for rank in found["ranks"]}), str(found["device_message"])
+    nodes = sorted({rank["node"] for rank in found["ranks"]})
+    device = str(found["device_message"])
     if device == "passed":
         device = f"MPI takes device memory, {_rates(found['device'])}"
     elif device != "no GPU":
-        claim = "though MPI claims to take it" if found["takes_device_memory"] else "MPI does not take it"
+        claim = (
+            "though MPI claims to take it"
+            if found["takes_device_memory"]
+            else "MPI does not take it"
+        )
         device = f"device memory goes through the host: {claim}"
-    words = (found["mpi"], f"{found['world_size']} ranks on {', '.join(nodes)}", _rates(found["host"]), device)
+    words = (
+        found["mpi"],
+        f"{found['world_size']} ranks on {', '.join(nodes)}",
+        _rates(found["host"]),
+        device,
+    )
     return "; ".join(" ".join(word.split()) for word in words)
 
 

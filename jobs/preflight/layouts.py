@@ -1,4 +1,7 @@
-"""The layouts on fewer nodes by which a run can go on: other partitions x replicas, and the same samples a step."""
+"""The layouts on fewer nodes by which a run can go on.
+
+Other partitions x replicas, and the same samples a step.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +26,15 @@ SEARCH_BUDGET_S = 10.0
 def smaller_plan(spec: RunSpec, nodes: int) -> RunPlan:
     """Return the plan by which a resolved run goes on on fewer nodes.
 
-    It has as many ranks as the nodes hold, at most the run's own, and the run's micro-batches, so that each step sums
-    the same gradients. The fastest partitions x replicas of the run's own schedule and memory policy is taken; if none
-    fits, the best that `gems plan` finds.
+    It has as many ranks as the nodes hold, at most the run's own, and the run's micro-batches, so
+    that each step sums the same gradients. The fastest partitions x replicas of the run's own
+    schedule and memory policy is taken; if none fits, the best that `gems plan` finds.
 
     Raises:
         ConfigError: no layout there makes the run's steps.
     """
-    cluster, why = spec.cluster, ""
+    cluster = spec.cluster
+    why = ""
     most = min(cluster.max_ranks_per_node, spec.world_size // nodes)
     for per_node in range(most, 0, -1):
         run = replace(spec, cluster=replace(cluster, nodes=nodes, ranks_per_node=per_node))
@@ -47,8 +51,12 @@ def smaller_plan(spec: RunSpec, nodes: int) -> RunPlan:
                 return _searched_plan(run, nodes * per_node)
             except NO_LAYOUT as error:
                 why = f" ({error})"
-    where, steps = f"{nodes} node{'s' if nodes > 1 else ''}", f"steps of {global_batch(spec)} samples"
-    text = f"no layout on {where} makes {steps} in micro-batches of {spec.parallel.micro_batch_size}{why}"
+    where = f"{nodes} node{'s' if nodes > 1 else ''}"
+    steps = f"steps of {global_batch(spec)} samples"
+    text = (
+        f"no layout on {where} makes {steps} in micro-batches of"
+        f" {spec.parallel.micro_batch_size}{why}"
+    )
     raise ConfigError("cluster.elastic", spec.cluster.elastic, text, f"leave {nodes} out")
 
 
@@ -61,21 +69,33 @@ def check_layouts(spec: RunSpec) -> tuple[bool, str]:
     nodes = spec.cluster.nodes or 1
     sizes = spec.cluster.smaller_nodes(nodes)
     if not sizes:
-        return False, f"cluster.elastic={spec.cluster.elastic} has no number below {nodes}, the nodes of this job"
-    return True, "else " + ", or ".join(describe_layout(smaller_plan(spec, nodes).spec) for nodes in sizes)
+        return (
+            False,
+            (
+                f"cluster.elastic={spec.cluster.elastic} has no number below {nodes}, the nodes of"
+                " this job"
+            ),
+        )
+    return True, "else " + ", or ".join(
+        describe_layout(smaller_plan(spec, nodes).spec) for nodes in sizes
+    )
 
 
 def plan_of_start(spec: RunSpec, folder: RunFolder) -> tuple[RunPlan, str] | None:
-    """Return the plan on fewer nodes that a submission begins with, and why; None if it has its own nodes.
+    """Return the plan on fewer nodes that a submission begins with, and why.
 
-    The most nodes are taken that cluster.exclude leaves, and that the queue gives within cluster.elastic_wait_h; if it
-    gives none so soon, those that it gives first.
+    None if it has its own nodes.
+    The most nodes are taken that cluster.exclude leaves, and that the queue gives within
+    cluster.elastic_wait_h; if it gives none so soon, those that it gives first.
     """
-    cluster, own = spec.cluster, spec.cluster.nodes or 1
+    cluster = spec.cluster
+    own = spec.cluster.nodes or 1
     sizes = cluster.smaller_nodes(own)
     if not sizes:
         return None
-    left, why, waits_h = _num_left(cluster), "", dict[int, float]()
+    left = _num_left(cluster)
+    why = ""
+    waits_h = dict[int, float]()
     for size in (own, *sizes):
         if left is not None and size + cluster.spare_nodes > left:
             why = why or f"cluster.exclude leaves {left} nodes"
@@ -86,14 +106,19 @@ def plan_of_start(spec: RunSpec, folder: RunFolder) -> tuple[RunPlan, str] | Non
         waits_h[size] = wait_h
         if wait_h <= (cluster.elastic_wait_h or 0.0):
             break
-        when = "no estimated start" if math.isinf(wait_h) else f"an estimated start in {wait_h:.1f} h"
+        when = (
+            "no estimated start" if math.isinf(wait_h) else f"an estimated start in {wait_h:.1f} h"
+        )
         why = why or f"{size} nodes have {when}"
     chosen = min(waits_h, key=lambda size: round(waits_h[size], 1), default=own)
     return None if chosen == own else (smaller_plan(spec, chosen), why)
 
 
 def _num_left(cluster: ClusterConfig) -> int | None:
-    """Return how many nodes of the partition are not excluded; None if SLURM does not answer, or none is excluded."""
+    """Return how many nodes of the partition are not excluded.
+
+    None if SLURM does not answer, or none is excluded.
+    """
     if not cluster.exclude:
         return None
     try:
@@ -120,9 +145,15 @@ def _own_layouts(spec: RunSpec, world_size: int) -> Iterator[RunSpec]:
             if parts is not None and micro_batches % parts:
                 continue
             changed = replace(
-                parallel, partitions=world_size // replicas, replicas=replicas, micro_batches=micro_batches,
-                replications=None, parts=parts, boundaries=None, gpus=None,
-            )  # fmt: skip
+                parallel,
+                partitions=world_size // replicas,
+                replicas=replicas,
+                micro_batches=micro_batches,
+                replications=None,
+                parts=parts,
+                boundaries=None,
+                gpus=None,
+            )
             yield replace(spec, parallel=changed)
 
 
@@ -135,12 +166,19 @@ def _searched_plan(spec: RunSpec, world_size: int) -> RunPlan:
     from gems.planner.evaluate import Planner
     from gems.planner.fastest import fastest
 
-    size, strips, per_node = spec.parallel.micro_batch_size, spec.parallel.strips, spec.cluster.ranks_per_node
-    planner = Planner(replace(spec, parallel=replace(spec.parallel, gpus=world_size)),
-                      spec.memory.limit_bytes or spec.machine.device_bytes)  # fmt: skip
+    size = spec.parallel.micro_batch_size
+    strips = spec.parallel.strips
+    per_node = spec.cluster.ranks_per_node
+    planner = Planner(
+        replace(spec, parallel=replace(spec.parallel, gpus=world_size)),
+        spec.memory.limit_bytes or spec.machine.device_bytes,
+    )
     _, found = fastest(
-        planner, [global_batch(spec)], 1, SEARCH_BUDGET_S,
+        planner,
+        [global_batch(spec)],
+        1,
+        SEARCH_BUDGET_S,
         accepts=lambda one: one.micro_batch_size == size and one.strips == strips,
-    )  # fmt: skip
+    )
     run = planner.run_of(found.best[0].candidate, found.best[0].boundaries)
     return plan_run(resolve(replace(run, cluster=replace(run.cluster, ranks_per_node=per_node))))

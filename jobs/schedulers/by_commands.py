@@ -1,7 +1,7 @@
 """Batch systems that run a script of ours as it is, where one query returns everything known about a user's jobs.
 
-A submission's token is in the job's environment, and where the system's query shows it; the script itself has none, so
-that a dry run prints what is submitted.
+A submission's token is in the job's environment, and where the system's query shows it; the script
+itself has none, so that a dry run prints what is submitted.
 """
 
 from __future__ import annotations
@@ -68,8 +68,13 @@ class ByCommands(Scheduler):
         """Return the job's ID in what the command that submits prints; None if there is none."""
 
     @abstractmethod
-    def fetch(self, job_ids: Sequence[str] | None = None, limit_s: float | None = None) -> list[FoundJob]:
-        """Return this user's jobs, or those of some that are known; raise SchedulerError if there is no list."""
+    def fetch(
+        self, job_ids: Sequence[str] | None = None, limit_s: float | None = None
+    ) -> list[FoundJob]:
+        """Return this user's jobs, or those of some that are known.
+
+        Raise SchedulerError if there is no list.
+        """
 
     def environment(self) -> dict[str, str]:
         """Return the environment of a command that submits."""
@@ -83,32 +88,55 @@ class ByCommands(Scheduler):
         cluster = spec.cluster
         for path in dict.fromkeys((str(folder.path), *runs)):
             check_path(spec, job, RunFolder(Path(path)), self.title, self.forbidden)
-        for key, text in (("cluster.partition", cluster.partition), ("cluster.account", cluster.full_account)):
+        for key, text in (
+            ("cluster.partition", cluster.partition),
+            ("cluster.account", cluster.full_account),
+        ):
             if text is not None and (not text.isprintable() or len(text.split()) != 1):
                 raise ConfigError(key, repr(text), "must be one word")
-        code = [str(RunFolder(Path(runs[0])).code_zip), PROGRAM] if job.snapshot else [*RUN_MODULE, PROGRAM]
+        code = (
+            [str(RunFolder(Path(runs[0])).code_zip), PROGRAM]
+            if job.snapshot
+            else [*RUN_MODULE, PROGRAM]
+        )
         lines = [
-            self.first_line, *(f"{self.sentinel} {line}" for line in self.directives(spec, job, folder)), "",
-            *self.prologue(spec, job), *module_lines(cluster), *cluster.setup, *export_lines(cluster.environment),
+            self.first_line,
+            *(f"{self.sentinel} {line}" for line in self.directives(spec, job, folder)),
+            "",
+            *self.prologue(spec, job),
+            *module_lines(cluster),
+            *cluster.setup,
+            *export_lines(cluster.environment),
             # exec: signals and the exit code are then the launching process's, not the shell's
-            f"exec {shlex.join([sys.executable, '-u', *code, *runs])}", "",
-        ]  # fmt: skip
+            f"exec {shlex.join([sys.executable, '-u', *code, *runs])}",
+            "",
+        ]
         return "\n".join(lines)
 
-    def submit(self, spec: RunSpec, job: JobSpec, folder: RunFolder, works: Sequence[Work], token: str) -> str:
+    def submit(
+        self, spec: RunSpec, job: JobSpec, folder: RunFolder, works: Sequence[Work], token: str
+    ) -> str:
         """Submit one job for prepared runs; there are no arrays."""
         (work,) = works
         folder.logs.mkdir(parents=True, exist_ok=True)
-        script, text = script_path(folder.logs, token), self._script(spec, job, folder, work.run_folders)
+        script = script_path(folder.logs, token)
+        text = self._script(spec, job, folder, work.run_folders)
         for path in work.run_folders:
             RunFolder(Path(path)).job_sh.write_text(text)
         script.write_text(text)
-        argv, environment = self.submit_argv(spec, token), self.environment() | {TOKEN_VARIABLE: token}
+        argv = self.submit_argv(spec, token)
+        environment = self.environment() | {TOKEN_VARIABLE: token}
         try:
             job_id = call_submit(
-                argv, script, environment, spec.cluster, self.title, self.read_id,
-                lambda reason: self._refusal(spec.cluster, reason), lambda: self.find_submitted([token]).get(token),
-            )  # fmt: skip
+                argv,
+                script,
+                environment,
+                spec.cluster,
+                self.title,
+                self.read_id,
+                lambda reason: self._refusal(spec.cluster, reason),
+                lambda: self.find_submitted([token]).get(token),
+            )
         except UnclearSubmissionError:
             raise
         except ConfigError:
@@ -119,8 +147,14 @@ class ByCommands(Scheduler):
 
     def _refusal(self, cluster: ClusterConfig, reason: str) -> ConfigError:
         is_full = any(text in reason for text in self.full)
-        kind, text = TryLaterError if is_full else ConfigError, f"{self.program} refuses the job: {reason}"
-        return kind("cluster", cluster.name, text, "see cluster.partition, cluster.account and cluster.minutes")
+        kind = TryLaterError if is_full else ConfigError
+        text = f"{self.program} refuses the job: {reason}"
+        return kind(
+            "cluster",
+            cluster.name,
+            text,
+            "see cluster.partition, cluster.account and cluster.minutes",
+        )
 
     def find_submitted(self, tokens: Iterable[str], clusters: str = "") -> dict[str, ListedJob]:
         """Find the jobs of submissions by their tokens, of a token an active job if there is any."""
@@ -150,9 +184,15 @@ class ByCommands(Scheduler):
     def record(self, job_id: str) -> dict[str, Any] | None:
         """Return what the system knows of a job."""
         job = self._query([job_id]).jobs.get(job_id)
-        return None if job is None else {name: str(value) for name, value in asdict(job).items() if value}
+        return (
+            None
+            if job is None
+            else {name: str(value) for name, value in asdict(job).items() if value}
+        )
 
-    def num_queued(self, partition: str | None = None, qos: str | None = None, clusters: str = "") -> int | None:
+    def num_queued(
+        self, partition: str | None = None, qos: str | None = None, clusters: str = ""
+    ) -> int | None:
         """Count this user's jobs that wait or run in a queue, or in all."""
         try:
             found = self.fetch()
@@ -168,4 +208,8 @@ class ByCommands(Scheduler):
 
     def _fetch_some(self, job_ids: Iterable[str], limit_s: float | None = None) -> list[FoundJob]:
         wanted = dict.fromkeys(job_ids)
-        return [each for each in self.fetch([*wanted], limit_s) if each.job_id in wanted] if wanted else []
+        return (
+            [each for each in self.fetch([*wanted], limit_s) if each.job_id in wanted]
+            if wanted
+            else []
+        )

@@ -1,7 +1,8 @@
 """Flux: `flux batch`, `flux jobs` and `flux cancel`.
 
-A batch script runs as the initial program of a Flux instance of its own, in which `flux run` starts the ranks. From in
-there the instance that has the job, and others of the user, is the parent. Job IDs are the ASCII form of F58: f2kPq7.
+A batch script runs as the initial program of a Flux instance of its own, in which `flux run` starts
+the ranks. From in there the instance that has the job, and others of the user, is the parent. Job
+IDs are the ASCII form of F58: f2kPq7.
 """
 
 from __future__ import annotations
@@ -27,30 +28,69 @@ from jobs.schedulers.scheduler import SCHEDULERS
 
 JOB_ID = "f[1-9A-HJ-NP-Za-km-z]{1,12}"
 OWN_KEYS = {
-    "nodes": "cluster.nodes", "nslots": "parallel.partitions and parallel.replicas",
-    "cores-per-slot": "cluster.cpus_per_rank", "gpus-per-slot": "cluster.gpus_per_node",
-    "time-limit": "cluster.minutes", "queue": "cluster.partition", "bank": "cluster.account", "job-name": "name",
-    "output": "runs_dir", "error": "runs_dir",
-}  # fmt: skip
-REPEATED = ("setattr", "setopt", "env", "env-remove", "requires", "dependency", "flags", "conf", "broker-opts")
-# A column of `flux jobs` -> its heading, which shows that an answer is a list. The name is last: it may hold anything.
+    "nodes": "cluster.nodes",
+    "nslots": "parallel.partitions and parallel.replicas",
+    "cores-per-slot": "cluster.cpus_per_rank",
+    "gpus-per-slot": "cluster.gpus_per_node",
+    "time-limit": "cluster.minutes",
+    "queue": "cluster.partition",
+    "bank": "cluster.account",
+    "job-name": "name",
+    "output": "runs_dir",
+    "error": "runs_dir",
+}
+REPEATED = (
+    "setattr",
+    "setopt",
+    "env",
+    "env-remove",
+    "requires",
+    "dependency",
+    "flags",
+    "conf",
+    "broker-opts",
+)
+# A column of `flux jobs` -> its heading, which shows that an answer is a list. The name is last: it
+# may hold anything.
 COLUMNS = {
-    "id.f58plain": "JOBID", "state": "STATE", "result": "RESULT", "returncode": "RC", "t_run": "T_RUN",
-    "t_inactive": "T_INACTIVE", "expiration": "EXPIRATION", "nodelist": "NODELIST", "dependencies": "DEPENDENCIES",
-    "exception.type": "EXCEPTION-TYPE", "queue": "QUEUE", "name": "NAME",
-}  # fmt: skip
+    "id.f58plain": "JOBID",
+    "state": "STATE",
+    "result": "RESULT",
+    "returncode": "RC",
+    "t_run": "T_RUN",
+    "t_inactive": "T_INACTIVE",
+    "expiration": "EXPIRATION",
+    "nodelist": "NODELIST",
+    "dependencies": "DEPENDENCIES",
+    "exception.type": "EXCEPTION-TYPE",
+    "queue": "QUEUE",
+    "name": "NAME",
+}
 STATES = {
-    "NEW": "PENDING", "DEPEND": "PENDING", "PRIORITY": "PENDING", "SCHED": "PENDING", "RUN": "RUNNING",
-    "CLEANUP": "COMPLETING", "INACTIVE": "",
-}  # fmt: skip
-RESULTS = {"COMPLETED": "COMPLETED", "FAILED": "FAILED", "CANCELED": "CANCELLED", "TIMEOUT": "TIMEOUT"}
+    "NEW": "PENDING",
+    "DEPEND": "PENDING",
+    "PRIORITY": "PENDING",
+    "SCHED": "PENDING",
+    "RUN": "RUNNING",
+    "CLEANUP": "COMPLETING",
+    "INACTIVE": "",
+}
+RESULTS = {
+    "COMPLETED": "COMPLETED",
+    "FAILED": "FAILED",
+    "CANCELED": "CANCELLED",
+    "TIMEOUT": "TIMEOUT",
+}
 ENDED = ("job is inactive", "unknown job id")  # the second of a job that Flux has purged
 
 
 class Flux(ByCommands):
     """Flux, whose system instance may remember ended jobs for a while only."""
 
-    name, title, program, queue_program = "flux", "Flux", "flux", "flux jobs"
+    name = "flux"
+    title = "Flux"
+    program = "flux"
+    queue_program = "flux jobs"
     cancel_program = "flux cancel"
     job_id_form = re.compile(JOB_ID)
     sentinel = "# flux:"
@@ -60,17 +100,31 @@ class Flux(ByCommands):
         """Return the options of `flux batch`: a slot for each node, with all that its ranks use."""
         cluster = spec.cluster
         free = free_options(
-            "cluster.flux_batch", cluster.flux_batch, OWN_KEYS, r"[a-z][a-z0-9-]*",
-            "the long name of an option of flux batch", "exclusive=true", REPEATED,
-        )  # fmt: skip
+            "cluster.flux_batch",
+            cluster.flux_batch,
+            OWN_KEYS,
+            r"[a-z][a-z0-9-]*",
+            "the long name of an option of flux batch",
+            "exclusive=true",
+            REPEATED,
+        )
         if any("\\" in str(value) for value in free.values()):
-            raise ConfigError("cluster.flux_batch", free, "must have no '\\', which Flux interprets")
+            raise ConfigError(
+                "cluster.flux_batch", free, "must have no '\\', which Flux interprets"
+            )
         if cluster.mail_to is not None:
-            raise ConfigError("cluster.notify", cluster.notify, "Flux sends no mail", "use command:WORDS or an address")
+            raise ConfigError(
+                "cluster.notify",
+                cluster.notify,
+                "Flux sends no mail",
+                "use command:WORDS or an address",
+            )
         own: list[tuple[str, Any]] = [
-            ("job-name", spec.name), ("nodes", job.nodes), ("nslots", job.nodes),
+            ("job-name", spec.name),
+            ("nodes", job.nodes),
+            ("nslots", job.nodes),
             ("cores-per-slot", job.tasks_per_node * job.cpus_per_task),
-        ]  # fmt: skip
+        ]
         if job.gpu_option is not None:
             own.append(("gpus-per-slot", job.gpus_per_node))
         own.append(("time-limit", f"{job.minutes}m"))
@@ -86,10 +140,13 @@ class Flux(ByCommands):
         if cluster.exclude:
             own.append(("requires", f"-host:{','.join(dict.fromkeys(cluster.exclude))}"))
         values = [
-            (name, each) for name, value in free.items() for each in (value if isinstance(value, list) else [value])
+            (name, each)
+            for name, value in free.items()
+            for each in (value if isinstance(value, list) else [value])
         ]
         return [
-            f"--{name}" if value is True else f"--{name}={shlex.quote(str(value))}" for name, value in [*own, *values]
+            f"--{name}" if value is True else f"--{name}={shlex.quote(str(value))}"
+            for name, value in [*own, *values]
         ]
 
     def prologue(self, spec: RunSpec, job: JobSpec) -> list[str]:
@@ -111,11 +168,15 @@ class Flux(ByCommands):
         """Return this process's environment with Flux's own variables, by which the command finds its instance."""
         return without_leftovers(os.environ) | _own_variables()
 
-    def fetch(self, job_ids: Sequence[str] | None = None, limit_s: float | None = None) -> list[FoundJob]:
+    def fetch(
+        self, job_ids: Sequence[str] | None = None, limit_s: float | None = None
+    ) -> list[FoundJob]:
         """Return all of this user's jobs: asked for one that it has forgotten, `flux jobs` fails."""
         columns = "|".join(f"{{{column}}}" for column in COLUMNS)
         argv = [*_flux("jobs"), "-a", "--count=0", "--color=never", f"--format={columns}"]
-        result = run_command(argv, limit_s=limit_s, environment=self.environment() | {"LC_ALL": "C.UTF-8"})
+        result = run_command(
+            argv, limit_s=limit_s, environment=self.environment() | {"LC_ALL": "C.UTF-8"}
+        )
         if result.error is not None:
             raise result.error
         rows = [line.split("|", len(COLUMNS) - 1) for line in result.lines]
@@ -127,13 +188,18 @@ class Flux(ByCommands):
         """Cancel jobs by one `flux cancel`."""
         result = run_command([*_flux("cancel"), *job_ids], environment=self.environment())
         lines = [line for line in result.stderr.splitlines() if line.strip()]
-        if result.error is None or (lines and all(any(text in line for text in ENDED) for line in lines)):
+        if result.error is None or (
+            lines and all(any(text in line for text in ENDED) for line in lines)
+        ):
             return None
         return str(result.error)
 
 
 def _flux(verb: str) -> list[str]:
-    """Return a command of the instance that has the user's jobs: from within one of them, the parent."""
+    """Return a command of the instance that has the user's jobs.
+
+    From within one of them, the parent.
+    """
     return ["flux", *(["--parent"] if os.environ.get(FLUX_VARIABLE) else []), verb]
 
 
@@ -148,15 +214,24 @@ def _found(row: Sequence[str]) -> FoundJob:
     if state == "":
         state = RESULTS.get(values.get("result", ""))
     if len(row) != len(COLUMNS) or state is None or not re.fullmatch(JOB_ID, values["id.f58plain"]):
-        raise SchedulerUnavailableError("flux jobs", f"printed {'|'.join(row)[:80]!r}, which is no job")
+        raise SchedulerUnavailableError(
+            "flux jobs", f"printed {'|'.join(row)[:80]!r}, which is no job"
+        )
     name, _, token = values["name"].rpartition(".")
     if not re.fullmatch(r"[0-9a-f]{16}", token):
-        name, token = values["name"], ""
+        name = values["name"]
+        token = ""
     end = values["expiration"] if state == "RUNNING" else values["t_inactive"]
     job = Job(
-        state, "flux jobs", values["dependencies"] or values["exception.type"], _utc(values["t_run"]), name,
-        exit_code=values["returncode"], nodes=values["nodelist"], end_utc=_utc(end),
-    )  # fmt: skip
+        state,
+        "flux jobs",
+        values["dependencies"] or values["exception.type"],
+        _utc(values["t_run"]),
+        name,
+        exit_code=values["returncode"],
+        nodes=values["nodelist"],
+        end_utc=_utc(end),
+    )
     return FoundJob(values["id.f58plain"], job, token, values["queue"])
 
 

@@ -1,7 +1,8 @@
 """PBS Professional and OpenPBS: qsub, qselect, qstat and qdel.
 
-PBS sends no signal before the end: the script does. Only an operator may put a job back into the queue (qrerun), so a
-run that is to continue is submitted as a new job; PBS itself reruns a job whose node has failed.
+PBS sends no signal before the end: the script does. Only an operator may put a job back into the
+queue (qrerun), so a run that is to continue is submitted as a new job; PBS itself reruns a job
+whose node has failed.
 """
 
 from __future__ import annotations
@@ -27,34 +28,68 @@ JOB_ID = r"[0-9]{1,18}\.[A-Za-z0-9][A-Za-z0-9.-]{0,200}"
 MAX_NAME = 15  # characters that older releases take; OpenPBS takes 230
 SPACE = "space"
 OWN_KEYS = {
-    "N": "name", "q": "cluster.partition", "A": "cluster.account", "j": "runs_dir", "o": "runs_dir", "e": "runs_dir",
-    "m": "cluster.notify", "M": "cluster.notify", "v": "cluster.environment",
-    "l": "the resource by its own name", "J": "study=, each point is a job of its own",
-    "walltime": "cluster.minutes", "ncpus": "cluster.cpus_per_rank", "mpiprocs": "cluster.ranks_per_node",
-    "ngpus": "cluster.gpus_per_node", "nodes": "cluster.nodes",
-}  # fmt: skip
+    "N": "name",
+    "q": "cluster.partition",
+    "A": "cluster.account",
+    "j": "runs_dir",
+    "o": "runs_dir",
+    "e": "runs_dir",
+    "m": "cluster.notify",
+    "M": "cluster.notify",
+    "v": "cluster.environment",
+    "l": "the resource by its own name",
+    "J": "study=, each point is a job of its own",
+    "walltime": "cluster.minutes",
+    "ncpus": "cluster.cpus_per_rank",
+    "mpiprocs": "cluster.ranks_per_node",
+    "ngpus": "cluster.gpus_per_node",
+    "nodes": "cluster.nodes",
+}
 STATES = {
-    "Q": "PENDING", "H": "PENDING", "W": "PENDING", "T": "PENDING", "R": "RUNNING", "B": "RUNNING", "E": "COMPLETING",
-    "S": "SUSPENDED", "U": "SUSPENDED", "M": "PENDING", "F": "", "X": "",  # M: moved to another server
-}  # fmt: skip
+    "Q": "PENDING",
+    "H": "PENDING",
+    "W": "PENDING",
+    "T": "PENDING",
+    "R": "RUNNING",
+    "B": "RUNNING",
+    "E": "COMPLETING",
+    "S": "SUSPENDED",
+    "U": "SUSPENDED",
+    "M": "PENDING",
+    "F": "",
+    "X": "",  # M: moved to another server
+}
 KILLED_BY_WALLTIME = "-29"
 BY_SIGTERM = ("143", "271")  # 128 and 256 and the signal, by release
 KILL = re.compile(r"=>> PBS: job killed: (?P<why>.*)")
-UNKNOWN_JOB, HAS_FINISHED, NO_HISTORY = "Unknown Job Id", "has finished", "not configured to maintain job history"
+UNKNOWN_JOB = "Unknown Job Id"
+HAS_FINISHED = "has finished"
+NO_HISTORY = "not configured to maintain job history"
 CHUNK = 200  # jobs of one command line
 
 
 class Pbs(ByCommands):
     """PBS Professional or OpenPBS."""
 
-    name, title, program, queue_program = "pbs", "PBS", "qsub", "qstat"
+    name = "pbs"
+    title = "PBS"
+    program = "qsub"
+    queue_program = "qstat"
     cancel_program = "qdel"
     job_id_form = re.compile(JOB_ID)
-    first_line = "#!/bin/bash -l"  # PBS passes on no environment, so that modules come from the login shell's files
+    # PBS passes on no environment, so that modules come from the login shell's files
+    first_line = "#!/bin/bash -l"
     sentinel = "#PBS"
     forbidden: ClassVar[Mapping[str, str]] = {
-        " ": SPACE, ",": "','", ":": "':'", "'": "quote", '"': "quote", "\\": "'\\'", "^": "'^'", "$": "'$'",
-    }  # fmt: skip
+        " ": SPACE,
+        ",": "','",
+        ":": "':'",
+        "'": "quote",
+        '"': "quote",
+        "\\": "'\\'",
+        "^": "'^'",
+        "$": "'$'",
+    }
     full = ("Maximum number of jobs", "would exceed", "exceed limit")
 
     def job_name(self, name: str) -> str:
@@ -67,7 +102,12 @@ class Pbs(ByCommands):
         cluster, (free, resources, chunk) = spec.cluster, _free(spec.cluster)
         if cluster.exclude:
             text = "PBS has no option that leaves nodes out"
-            raise ConfigError("cluster.exclude", cluster.exclude, text, "ask the site for a resource of good nodes")
+            raise ConfigError(
+                "cluster.exclude",
+                cluster.exclude,
+                text,
+                "ask the site for a resource of good nodes",
+            )
         select = f"{job.nodes}:ncpus={job.tasks_per_node * job.cpus_per_task}:mpiprocs={job.tasks_per_node}"
         if job.gpu_option is not None:
             select += f":ngpus={job.gpus_per_node}"
@@ -86,14 +126,20 @@ class Pbs(ByCommands):
             own += ["-m ae", *([f"-M {cluster.mail_to}"] if cluster.mail_to else [])]
         if job.after is not None:
             own.append(f"-W depend=afterany:{job.after}")
-        return [*own, *(f"-{name}" if value is True else f"-{name} {value}" for name, value in free.items())]
+        return [
+            *own,
+            *(f"-{name}" if value is True else f"-{name} {value}" for name, value in free.items()),
+        ]
 
     def prologue(self, spec: RunSpec, job: JobSpec) -> list[str]:
         """Return the lines that go to the folder of the submission, and ask the run to save before its end."""
         lines = ['cd "${PBS_O_WORKDIR:-.}" || exit 2']
         if job.has_early_signal:
             seconds = 60 * job.minutes - job.cluster.signal_before_end_s
-            lines.append(f"{{ sleep {seconds} && kill -USR2 $$; }} </dev/null >/dev/null 2>&1 &  # PBS sends no signal")
+            lines.append(
+                f"{{ sleep {seconds} && kill -USR2 $$; }} </dev/null >/dev/null 2>&1 &  # PBS sends"
+                " no signal"
+            )
         return lines
 
     def submit_argv(self, spec: RunSpec, token: str) -> list[str]:
@@ -105,13 +151,17 @@ class Pbs(ByCommands):
         words = text.split()
         return words[-1] if words and self.job_id_form.fullmatch(words[-1]) else None
 
-    def fetch(self, job_ids: Sequence[str] | None = None, limit_s: float | None = None) -> list[FoundJob]:
+    def fetch(
+        self, job_ids: Sequence[str] | None = None, limit_s: float | None = None
+    ) -> list[FoundJob]:
         """Return jobs by qstat, those that have ended too if PBS keeps a history."""
         if job_ids is None:
             result = _with_history(["qselect"], ["-u", user_name("qselect")], limit_s)
             listed = result.check().split()
             if wrong := [word for word in listed if not re.match(r"[0-9]+(\[[0-9]*\])?\.", word)]:
-                raise SchedulerUnavailableError("qselect", f"printed {wrong[0][:80]!r}, which is no job")
+                raise SchedulerUnavailableError(
+                    "qselect", f"printed {wrong[0][:80]!r}, which is no job"
+                )
             job_ids = [word for word in listed if self.job_id_form.fullmatch(word)]
         found = []
         for start in range(0, len(job_ids), CHUNK):
@@ -137,12 +187,25 @@ class Pbs(ByCommands):
 
 def _free(cluster: ClusterConfig) -> tuple[dict[str, Any], dict[str, Any], str]:
     """Return the options of `cluster.qsub`, its resources, and what it adds to each chunk of select."""
-    form, what = r"[A-Za-z]|[a-z][a-z0-9_]+", "an option of one letter, or a resource of -l"
-    options = free_options("cluster.qsub", cluster.qsub, OWN_KEYS, form, what, "filesystems=home", separator="_")
+    form = r"[A-Za-z]|[a-z][a-z0-9_]+"
+    what = "an option of one letter, or a resource of -l"
+    options = free_options(
+        "cluster.qsub", cluster.qsub, OWN_KEYS, form, what, "filesystems=home", separator="_"
+    )
     if "depend" in str(options.get("W", "")):
-        raise ConfigError("cluster.qsub.W", options["W"], "must have no depend", "use --after RUN or --chain N")
-    if bad := [name for name, value in options.items() if len(name) > 1 and (value is True or " " in str(value))]:
-        raise ConfigError(f"cluster.qsub.{bad[0]}", options[bad[0]], "must be the resource's value, without spaces")
+        raise ConfigError(
+            "cluster.qsub.W", options["W"], "must have no depend", "use --after RUN or --chain N"
+        )
+    if bad := [
+        name
+        for name, value in options.items()
+        if len(name) > 1 and (value is True or " " in str(value))
+    ]:
+        raise ConfigError(
+            f"cluster.qsub.{bad[0]}",
+            options[bad[0]],
+            "must be the resource's value, without spaces",
+        )
     chunk = str(options.pop("select", ""))
     if chunk and not re.fullmatch(r"[a-z][a-z0-9_]*=[^:+]+(:[a-z][a-z0-9_]*=[^:+]+)*", chunk):
         text = "must be what each node needs besides CPUs and GPUs"
@@ -162,11 +225,17 @@ def _with_history(command: list[str], words: list[str], limit_s: float | None) -
 def _query(job_ids: list[str], limit_s: float | None) -> list[FoundJob]:
     """Query some jobs by qstat; raise SchedulerError unless it tells of each, or that it does not know it.
 
-    Its JSON is not used: some releases leave out all jobs but the first, or print variables that are no JSON.
+    Its JSON is not used: some releases leave out all jobs but the first, or print variables that
+    are no JSON.
     """
     result = _with_history(["qstat"], ["-f", *job_ids], limit_s)
     lines = [line for line in result.stderr.splitlines() if line.strip()]
-    forgotten = {number for line in lines if _is_forgotten(line) for number in re.findall(r"\b([0-9]+)\.", line)}
+    forgotten = {
+        number
+        for line in lines
+        if _is_forgotten(line)
+        for number in re.findall(r"\b([0-9]+)\.", line)
+    }
     if result.error is not None and not (lines and all(map(_is_forgotten, lines))):
         raise result.error
     rows = _rows(result.stdout)
@@ -186,7 +255,10 @@ def _number(job_id: str) -> str:
 
 
 def _rows(text: str) -> dict[str, dict[str, str]]:
-    """Read `qstat -f`: a block for each job, with an attribute a line; what goes on is behind a tab."""
+    """Read `qstat -f`: a block for each job, with an attribute a line.
+
+    What goes on is behind a tab.
+    """
     rows: dict[str, dict[str, str]] = {}
     row: dict[str, str] = {}
     for line in text.replace("\n\t", "").splitlines():
@@ -201,21 +273,33 @@ def _found(job_id: str, row: Mapping[str, str]) -> FoundJob:
     state = STATES.get(row.get("job_state", ""))
     if state is None:
         raise SchedulerUnavailableError("qstat", f"printed job {job_id} in a state that is none")
-    code, used, limit = (row.get(name) for name in ("Exit_status", "resources_used.walltime", "Resource_List.walltime"))
-    used_span, limit_span = _span(used), _span(limit)
+    code, used, limit = (
+        row.get(name)
+        for name in ("Exit_status", "resources_used.walltime", "Resource_List.walltime")
+    )
+    used_span = _span(used)
+    limit_span = _span(limit)
     if state == "":
         is_late = used_span is not None and limit_span is not None and used_span >= limit_span
         state = _end_state(code, is_late=is_late)
-    start, end = _utc(row.get("stime")), _utc(row.get("obittime"))
+    start = _utc(row.get("stime"))
+    end = _utc(row.get("obittime"))
     if state == "RUNNING" and start is not None and limit_span is not None:
         end = start + limit_span
     nodes = dict.fromkeys(re.findall(r"(?:^|\+)([^/+]+)/", row.get("exec_host", "")))
     token = re.search(rf"(?:^|,){TOKEN_VARIABLE}=([0-9a-f]+)", row.get("Variable_List", ""))
     job = Job(
-        state, "qstat", row.get("comment", "") if state != "RUNNING" else "",
-        _utc(row.get("estimated.start_time")) if state == "PENDING" else start, row.get("Job_Name"),
-        exit_code=code or "", nodes=",".join(nodes), end_utc=end, elapsed=used or "", time_limit=limit or "",
-    )  # fmt: skip
+        state,
+        "qstat",
+        row.get("comment", "") if state != "RUNNING" else "",
+        _utc(row.get("estimated.start_time")) if state == "PENDING" else start,
+        row.get("Job_Name"),
+        exit_code=code or "",
+        nodes=",".join(nodes),
+        end_utc=end,
+        elapsed=used or "",
+        time_limit=limit or "",
+    )
     return FoundJob(job_id, job, token[1] if token is not None else "", row.get("queue", ""))
 
 
@@ -230,7 +314,11 @@ def _end_state(code: str | None, *, is_late: bool) -> str:
 
 def _span(text: str | None) -> timedelta | None:
     found = re.fullmatch(r"(\d+):(\d+):(\d+)", text or "")
-    return None if found is None else timedelta(hours=int(found[1]), minutes=int(found[2]), seconds=int(found[3]))
+    return (
+        None
+        if found is None
+        else timedelta(hours=int(found[1]), minutes=int(found[2]), seconds=int(found[3]))
+    )
 
 
 def _utc(text: str | None) -> datetime | None:

@@ -1,6 +1,7 @@
 """The interface of a batch system, and the questions about jobs that go to the system of each job.
 
-The form of a job's ID tells its system: 41, 41_7 and 41_7@serial are SLURM's, 41.server is PBS Pro's, f2kPq7 is Flux's.
+The form of a job's ID tells its system: 41, 41_7 and 41_7@serial are SLURM's, 41.server is PBS
+Pro's, f2kPq7 is Flux's.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from jobs.batch.resources import JobSpec, Work
 class Scheduler(ABC):
     """A batch system: how a job is written, submitted, found, queried and cancelled.
 
-    What it raises is a SchedulerError if a command gives no answer: an answer that is slow, strange or an error is
-    never "there is no such job".
+    What it raises is a SchedulerError if a command gives no answer: an answer that is slow, strange
+    or an error is never "there is no such job".
     """
 
     name: ClassVar[str]
@@ -43,7 +44,10 @@ class Scheduler(ABC):
         """Raise ConfigError if the system's commands are not on this machine."""
         if shutil.which(self.program) is None:
             text = f"needs {self.program}, which is not on PATH"
-            advice = "submit from a login node, show the script with --dry-run, or run here with cluster=local"
+            advice = (
+                "submit from a login node, show the script with --dry-run, or run here with"
+                " cluster=local"
+            )
             raise ConfigError("cluster.scheduler", self.name, text, advice)
 
     def job_name(self, name: str) -> str:
@@ -52,14 +56,22 @@ class Scheduler(ABC):
 
     @abstractmethod
     def script(self, spec: RunSpec, job: JobSpec, folder: RunFolder) -> str:
-        """Return the batch script of a run; raise ConfigError for an option or path that the system would misread."""
+        """Return the batch script of a run.
+
+        Raise ConfigError for an option or path that the system would misread.
+        """
 
     @abstractmethod
-    def submit(self, spec: RunSpec, job: JobSpec, folder: RunFolder, works: Sequence[Work], token: str) -> str:
+    def submit(
+        self, spec: RunSpec, job: JobSpec, folder: RunFolder, works: Sequence[Work], token: str
+    ) -> str:
         """Submit prepared runs and return the job's ID; raises as `jobs.slurm.executor.submit_job`."""
 
     def clusters(self, cluster: ClusterConfig) -> str:
-        """Return the clusters, separated by commas, of which one gets a job; empty for the default one."""
+        """Return the clusters, separated by commas, of which one gets a job.
+
+        Empty for the default one.
+        """
         return ""
 
     def notes(self, script: str) -> list[str]:
@@ -68,11 +80,17 @@ class Scheduler(ABC):
 
     @abstractmethod
     def find_submitted(self, tokens: Iterable[str], clusters: str = "") -> dict[str, ListedJob]:
-        """Find the jobs of submissions among this user's, by token; raise SchedulerError if there is no list."""
+        """Find the jobs of submissions among this user's, by token.
+
+        Raise SchedulerError if there is no list.
+        """
 
     @abstractmethod
     def list_jobs(self, job_ids: Iterable[str]) -> list[ListedJob]:
-        """List those of some jobs that the system knows; raise SchedulerError if there is no list of jobs."""
+        """List those of some jobs that the system knows.
+
+        Raise SchedulerError if there is no list of jobs.
+        """
 
     @abstractmethod
     def query_queue(self, job_ids: Iterable[str]) -> JobQuery:
@@ -95,7 +113,9 @@ class Scheduler(ABC):
         """Cancel jobs by one command; return its error, or None. A job that has ended is no error."""
 
     @abstractmethod
-    def num_queued(self, partition: str | None = None, qos: str | None = None, clusters: str = "") -> int | None:
+    def num_queued(
+        self, partition: str | None = None, qos: str | None = None, clusters: str = ""
+    ) -> int | None:
         """Return how many jobs of this user wait or run; None if there is no answer."""
 
     def max_array_tasks(self) -> int:
@@ -111,7 +131,10 @@ class Scheduler(ABC):
         return f"{self.title} lets no user put a job back into the queue"
 
     def kill_cause(self, text: str) -> str | None:
-        """Read in a job's output why the system ends it: a FailureCause or its own words; None if unknown."""
+        """Read in a job's output why the system ends it: a FailureCause or its own words.
+
+        None if unknown.
+        """
         return None
 
     def record(self, job_id: str) -> dict[str, Any] | None:
@@ -133,12 +156,19 @@ def scheduler_of(job_id: object) -> Scheduler | None:
     """
     if not isinstance(job_id, str | int) or isinstance(job_id, bool):
         return None
-    return next((each for each in SCHEDULERS.values() if each.job_id_form.fullmatch(str(job_id))), None)
+    return next(
+        (each for each in SCHEDULERS.values() if each.job_id_form.fullmatch(str(job_id))), None
+    )
 
 
 def place(cluster: ClusterConfig) -> str:
-    """Return the system that gets a run's job, with its clusters if they are not the default one: slurm@serial."""
-    return "@".join(filter(None, (cluster.scheduler, SCHEDULERS[cluster.scheduler].clusters(cluster))))
+    """Return the system that gets a run's job, with its clusters if they are not the default one.
+
+    Slurm@serial.
+    """
+    return "@".join(
+        filter(None, (cluster.scheduler, SCHEDULERS[cluster.scheduler].clusters(cluster)))
+    )
 
 
 def scheduler_at(at: str) -> Scheduler | None:
@@ -169,7 +199,10 @@ def query_accounting(job_ids: Iterable[str]) -> JobQuery:
 
 
 def list_jobs(job_ids: Iterable[str]) -> list[ListedJob]:
-    """List those of some jobs that their systems know; raises SchedulerError if one gives no list of jobs."""
+    """List those of some jobs that their systems know.
+
+    Raises SchedulerError if one gives no list of jobs.
+    """
     return [job for system, own in _by_system(job_ids) for job in system.list_jobs(own)]
 
 
@@ -180,7 +213,10 @@ def find_job(job_id: str) -> tuple[Job | None, tuple[str, ...]]:
 
 
 def find_submitted(tokens: Mapping[str, str]) -> dict[str, ListedJob]:
-    """Find the jobs of submissions, each token with its `place`; raises as `Scheduler.find_submitted`."""
+    """Find the jobs of submissions, each token with its `place`.
+
+    Raises as `Scheduler.find_submitted`.
+    """
     by_place: defaultdict[str, list[str]] = defaultdict(list)
     for token, at in tokens.items():
         by_place[at].append(token)
@@ -194,7 +230,9 @@ def find_submitted(tokens: Mapping[str, str]) -> dict[str, ListedJob]:
 
 def cancel_jobs(job_ids: Sequence[str]) -> str | None:
     """Cancel jobs, one command for all of a system; return the errors, or None."""
-    errors = [error for system, own in _by_system(job_ids) if (error := system.cancel(own)) is not None]
+    errors = [
+        error for system, own in _by_system(job_ids) if (error := system.cancel(own)) is not None
+    ]
     return "; ".join(errors) or None
 
 

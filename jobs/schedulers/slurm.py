@@ -19,14 +19,30 @@ from jobs.slurm import site
 from jobs.slurm.jobs import SACCT, SCONTROL, SQUEUE
 
 REQUEUE_LIMIT_S = 20.0
-STEP_FIELDS = ("JobID", "JobName", "State", "ExitCode", "Elapsed", "NTasks", "NodeList", "MaxRSS", "ConsumedEnergyRaw")
+STEP_FIELDS = (
+    "JobID",
+    "JobName",
+    "State",
+    "ExitCode",
+    "Elapsed",
+    "NTasks",
+    "NodeList",
+    "MaxRSS",
+    "ConsumedEnergyRaw",
+)
 PERSONAL = ("UserId", "GroupId", "MailUser")
 
 
 class Slurm(Scheduler):
-    """SLURM, by sbatch, squeue, sacct, scontrol and scancel. The executor is imported when a script is written."""
+    """SLURM, by sbatch, squeue, sacct, scontrol and scancel.
 
-    name, title, program, queue_program = "slurm", "SLURM", "sbatch", SQUEUE
+    The executor is imported when a script is written.
+    """
+
+    name = "slurm"
+    title = "SLURM"
+    program = "sbatch"
+    queue_program = SQUEUE
     cancel_program = "scancel"
     job_id_form = re.compile(slurm_jobs.JOB_ID)
     has_arrays = has_site_checks = True
@@ -37,7 +53,9 @@ class Slurm(Scheduler):
 
         return executor(spec, job, folder).script()
 
-    def submit(self, spec: RunSpec, job: JobSpec, folder: RunFolder, works: Sequence[Work], token: str) -> str:
+    def submit(
+        self, spec: RunSpec, job: JobSpec, folder: RunFolder, works: Sequence[Work], token: str
+    ) -> str:
         """Submit one job, or an array with a task for each of several works."""
         from jobs.slurm.executor import submit_job
 
@@ -84,7 +102,9 @@ class Slurm(Scheduler):
         """Cancel jobs by one scancel."""
         return slurm_jobs.cancel_jobs(job_ids)
 
-    def num_queued(self, partition: str | None = None, qos: str | None = None, clusters: str = "") -> int | None:
+    def num_queued(
+        self, partition: str | None = None, qos: str | None = None, clusters: str = ""
+    ) -> int | None:
         """Count the jobs of this user by squeue."""
         return slurm_jobs.num_queued(partition, qos, clusters)
 
@@ -98,13 +118,21 @@ class Slurm(Scheduler):
 
     def requeue(self, job_id: str) -> str | None:
         """Call `scontrol requeue`."""
-        error = run_command(["scontrol", "requeue", JobId.parse(job_id).local], limit_s=REQUEUE_LIMIT_S).error
+        error = run_command(
+            ["scontrol", "requeue", JobId.parse(job_id).local], limit_s=REQUEUE_LIMIT_S
+        ).error
         return None if error is None else str(error)
 
     def kill_cause(self, text: str) -> str | None:
         """Read SLURM's message of the job's end."""
-        found = [each for each in map(slurm_jobs.parse_cancellation, text.splitlines()) if each and each.is_job]
-        own = [each for each in found if each.job_id == os.environ.get("SLURM_JOB_ID")]  # of a task its own one too
+        found = [
+            each
+            for each in map(slurm_jobs.parse_cancellation, text.splitlines())
+            if each and each.is_job
+        ]
+        own = [
+            each for each in found if each.job_id == os.environ.get("SLURM_JOB_ID")
+        ]  # of a task its own one too
         return own[-1].cause if own else None
 
     def record(self, job_id: str) -> dict[str, Any] | None:

@@ -1,6 +1,8 @@
-"""What sbatch reads from a user's environment: kept for what the configuration leaves open, else named as ignored.
+"""What sbatch reads from a user's environment.
 
-sbatch itself prefers its SBATCH_* variables to the lines of a script, so that one left in a shell would change a run.
+Kept for what the configuration leaves open, else named as ignored.
+sbatch itself prefers its SBATCH_* variables to the lines of a script, so that one left in a shell
+would change a run.
 """
 
 from __future__ import annotations
@@ -16,43 +18,106 @@ from gems.runs.owner import CLUSTER_VARIABLE, own_job_id
 PREFIX = "SBATCH_"
 CLUSTERS = ("SBATCH_CLUSTERS", "SLURM_CLUSTERS")  # the first goes before the second, as in sbatch
 OWN_KEYS = {
-    "nodes": "cluster.nodes", "ntasks": "parallel.partitions and parallel.replicas",
-    "ntasks-per-node": "cluster.ranks_per_node", "cpus-per-task": "cluster.cpus_per_rank",
-    "gpus-per-node": "cluster.gpus_per_node", "gpus-per-task": "cluster.gpu_request", "time": "cluster.minutes",
-    "partition": "cluster.partition", "account": "cluster.account", "job-name": "name", "array": "cluster.array",
-    "output": "runs_dir", "error": "runs_dir", "open-mode": "runs_dir", "exclude": "cluster.exclude",
-}  # fmt: skip
+    "nodes": "cluster.nodes",
+    "ntasks": "parallel.partitions and parallel.replicas",
+    "ntasks-per-node": "cluster.ranks_per_node",
+    "cpus-per-task": "cluster.cpus_per_rank",
+    "gpus-per-node": "cluster.gpus_per_node",
+    "gpus-per-task": "cluster.gpu_request",
+    "time": "cluster.minutes",
+    "partition": "cluster.partition",
+    "account": "cluster.account",
+    "job-name": "name",
+    "array": "cluster.array",
+    "output": "runs_dir",
+    "error": "runs_dir",
+    "open-mode": "runs_dir",
+    "exclude": "cluster.exclude",
+}
 # Options of sbatch whose variable has another name.
 OPTIONS = {
-    "SBATCH_ARRAY_INX": "array", "SBATCH_BURST_BUFFER": "bb", "SBATCH_MEM_PER_CPU": "mem-per-cpu",
-    "SBATCH_MEM_PER_NODE": "mem", "SBATCH_REQ_SWITCH": "switches", "SBATCH_TIMELIMIT": "time",
+    "SBATCH_ARRAY_INX": "array",
+    "SBATCH_BURST_BUFFER": "bb",
+    "SBATCH_MEM_PER_CPU": "mem-per-cpu",
+    "SBATCH_MEM_PER_NODE": "mem",
+    "SBATCH_REQ_SWITCH": "switches",
+    "SBATCH_TIMELIMIT": "time",
     "SLURM_CLUSTERS": "clusters",
-}  # fmt: skip
-# Options that choose where a job waits and runs. Others would change its ranks, its output or how sbatch ends.
+}
+# Options that choose where a job waits and runs. Others would change its ranks, its output or how
+# sbatch ends.
 CHOICES = (
-    "account", "acctg-freq", "bb", "clusters", "constraint", "core-spec", "delay-boot", "exclusive", "licenses", "mem",
-    "mem-per-cpu", "mem-per-gpu", "network", "no-requeue", "partition", "power", "prefer", "profile", "qos", "requeue",
-    "reservation", "switches", "use-min-nodes", "wait-all-nodes", "wckey",
-)  # fmt: skip
+    "account",
+    "acctg-freq",
+    "bb",
+    "clusters",
+    "constraint",
+    "core-spec",
+    "delay-boot",
+    "exclusive",
+    "licenses",
+    "mem",
+    "mem-per-cpu",
+    "mem-per-gpu",
+    "network",
+    "no-requeue",
+    "partition",
+    "power",
+    "prefer",
+    "profile",
+    "qos",
+    "requeue",
+    "reservation",
+    "switches",
+    "use-min-nodes",
+    "wait-all-nodes",
+    "wckey",
+)
 # Of the variables that srun reads, those that shells set; sbatch gives its job none of them.
 OF_SRUN = (
-    "SLURM_ACCOUNT", "SLURM_CONSTRAINT", "SLURM_CPU_BIND", "SLURM_DISTRIBUTION", "SLURM_EXCLUSIVE", "SLURM_EXPORT_ENV",
-    "SLURM_GPU_BIND", "SLURM_GRES", "SLURM_HINT", "SLURM_KILL_BAD_EXIT", "SLURM_MEM_BIND", "SLURM_MPI_TYPE",
-    "SLURM_NETWORK", "SLURM_OVERLAP", "SLURM_PARTITION", "SLURM_QOS", "SLURM_RESERVATION", "SLURM_TIMELIMIT",
-)  # fmt: skip
+    "SLURM_ACCOUNT",
+    "SLURM_CONSTRAINT",
+    "SLURM_CPU_BIND",
+    "SLURM_DISTRIBUTION",
+    "SLURM_EXCLUSIVE",
+    "SLURM_EXPORT_ENV",
+    "SLURM_GPU_BIND",
+    "SLURM_GRES",
+    "SLURM_HINT",
+    "SLURM_KILL_BAD_EXIT",
+    "SLURM_MEM_BIND",
+    "SLURM_MPI_TYPE",
+    "SLURM_NETWORK",
+    "SLURM_OVERLAP",
+    "SLURM_PARTITION",
+    "SLURM_QOS",
+    "SLURM_RESERVATION",
+    "SLURM_TIMELIMIT",
+)
 
 
 def clusters(cluster: ClusterConfig) -> str:
-    """Return the clusters that the configuration or else the environment chooses; empty for the default one."""
+    """Return the clusters that the configuration or else the environment chooses.
+
+    Empty for the default one.
+    """
     names = [name for name in cluster.sbatch if str(name).lstrip("-") in ("clusters", "cluster")]
-    chosen = cluster.sbatch[names[0]] if names else next(filter(None, map(os.environ.get, CLUSTERS)), None)
+    chosen = (
+        cluster.sbatch[names[0]]
+        if names
+        else next(filter(None, map(os.environ.get, CLUSTERS)), None)
+    )
     return "" if chosen is None else str(chosen)
 
 
 def submission_environment(script: str) -> dict[str, str]:
     """Return the environment of an sbatch that submits a script, with the variables for what it leaves open."""
     kept, _ = _sorted(script)
-    return {name: value for name, value in without_leftovers(os.environ).items() if name != CLUSTER_VARIABLE} | kept
+    return {
+        name: value
+        for name, value in without_leftovers(os.environ).items()
+        if name != CLUSTER_VARIABLE
+    } | kept
 
 
 def notes(script: str) -> list[str]:
@@ -66,7 +131,8 @@ def notes(script: str) -> list[str]:
 def _sorted(script: str) -> tuple[dict[str, str], dict[str, str]]:
     """Return the variables that a submission keeps, and of those that it ignores what is decisive instead."""
     lines = dict(re.findall(r"^#SBATCH --([a-z0-9-]+)(?:=(.*))?$", script, re.MULTILINE))
-    kept, ignored = {}, {}
+    kept = {}
+    ignored = {}
     for name, option in _variables(os.environ).items():
         if option is None:
             ignored[name] = f"set +cluster.environment.{name}"
@@ -82,11 +148,16 @@ def _sorted(script: str) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _variables(environment: Mapping[str, str]) -> dict[str, str | None]:
-    """Return the variables of a user's that SLURM reads, each with its option of sbatch; None if only srun has it."""
+    """Return the variables of a user's that SLURM reads, each with its option of sbatch.
+
+    None if only srun has it.
+    """
     found: dict[str, str | None] = {}
     for name in environment:
         if name.startswith(PREFIX) or name in CLUSTERS:
             found[name] = OPTIONS.get(name, name.removeprefix(PREFIX).lower().replace("_", "-"))
-        elif name in OF_SRUN and own_job_id() is None:  # else they may be those of the job that this process is in
+        elif (
+            name in OF_SRUN and own_job_id() is None
+        ):  # else they may be those of the job that this process is in
             found[name] = None
     return found

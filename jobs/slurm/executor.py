@@ -1,12 +1,14 @@
 """Submission to SLURM, with submitit underneath.
 
-A job is one batch script. On the first node it runs a callable, `jobs.launch.batch.BatchJob`, which launches all ranks
-by ONE srun step (submitit's own srun is switched off). So a job leaves one log and three small files, not three per
-rank; post-processing happens outside of MPI; the launch is that of a local run; and a failure is recorded in
-status.json without SLURM's accounting, which not every site has.
+A job is one batch script. On the first node it runs a callable, `jobs.launch.batch.BatchJob`, which
+launches all ranks by ONE srun step (submitit's own srun is switched off). So a job leaves one log
+and three small files, not three per rank; post-processing happens outside of MPI; the launch is
+that of a local run; and a failure is recorded in status.json without SLURM's accounting, which not
+every site has.
 
-Runs whose jobs are equal can share one submission, a job array. The script finds the run of its task by the index, and
-from there on is that of the run alone: its code, its callable and its results are in the run's own folder.
+Runs whose jobs are equal can share one submission, a job array. The script finds the run of its
+task by the index, and from there on is that of the run alone: its code, its callable and its
+results are in the run's own folder.
 
 The only module that imports submitit; it is imported when it is needed.
 """
@@ -32,14 +34,23 @@ from gems.runs.owner import CLUSTER_VARIABLE
 from gems.utils.run_module import RUN_MODULE
 from jobs.batch.job import JobId, UnclearSubmissionError, pickle_path, script_path
 from jobs.batch.resources import JobSpec, Work
-from jobs.batch.script import call_submit, check_path, export_lines, free_options, module_lines, report_short_job
+from jobs.batch.script import (
+    call_submit,
+    check_path,
+    export_lines,
+    free_options,
+    module_lines,
+    report_short_job,
+)
 from jobs.slurm.environment import OWN_KEYS, clusters, submission_environment
 from jobs.slurm.jobs import find_submitted
 from jobs.slurm.limits import refusal
 
 # What sbatch prints, the second with --parsable; a site may print more before or after it.
 SUBMITTED = re.compile(
-    r"^(?:.*\bSubmitted batch job )?(?P<number>[0-9]+)(?:(?: on cluster |;)(?P<cluster>\S+))?[ \t]*$", re.MULTILINE
+    r"^(?:.*\bSubmitted batch job )?(?P<number>[0-9]+)(?:(?: on cluster |;)(?P<cluster>\S+))?["
+    r" \t]*$",
+    re.MULTILINE,
 )
 MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu")
 
@@ -47,9 +58,10 @@ MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu")
 class Executor(SlurmExecutor):
     """submitit's executor with a script that can be printed on any machine, and without submitit's own signal.
 
-    Its `--signal=USR2@90` would reach every rank 90 s before the end, at once in a job of one minute. `python` is the
-    command that runs submitit's program: an interpreter, or one with a code archive; `logs` is the word of the script
-    for the folder of what that program reads and writes. SLURM's output goes to `folder`.
+    Its `--signal=USR2@90` would reach every rank 90 s before the end, at once in a job of one
+    minute. `python` is the command that runs submitit's program: an interpreter, or one with a code
+    archive; `logs` is the word of the script for the folder of what that program reads and writes.
+    SLURM's output goes to `folder`.
     """
 
     def __init__(self, folder: Path, python: str, logs: str) -> None:
@@ -68,25 +80,34 @@ class Executor(SlurmExecutor):
 
     @property
     def _submitit_command_str(self) -> str:
-        # exec: SLURM's SIGTERM and the job's exit code are then the launching process's, not the shell's
+        # exec: SLURM's SIGTERM and the job's exit code are then the launching process's, not the
+        # shell's
         return f"exec {self.python} submitit.core._submit {self._logs}"
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
         text = super()._make_submission_file_text(command, uid)
         if "signal" in (self.parameters.get("additional_parameters") or {}):
             return text
-        return "".join(line for line in text.splitlines(keepends=True) if not line.startswith("#SBATCH --signal="))
+        return "".join(
+            line
+            for line in text.splitlines(keepends=True)
+            if not line.startswith("#SBATCH --signal=")
+        )
 
     def script(self, command: str | None = None) -> str:
         """Return the batch script of a submission, or the same one with another last line."""
         return self._make_submission_file_text(command or self._submitit_command_str, "")
 
 
-def executor(spec: RunSpec, job: JobSpec, folder: RunFolder, array: Sequence[RunFolder] = ()) -> Executor:
-    """Build the executor of a run, or of an `array` of runs; its `script()` and its submission are the same text.
+def executor(
+    spec: RunSpec, job: JobSpec, folder: RunFolder, array: Sequence[RunFolder] = ()
+) -> Executor:
+    """Build the executor of a run, or of an `array` of runs.
 
-    The output of an array's tasks goes to the logs of `folder`, which belongs to none of them, and has a name in the
-    logs of each run too. Raises ConfigError for a name, path or option that SLURM would read as something else.
+    Its `script()` and its submission are the same text.
+    The output of an array's tasks goes to the logs of `folder`, which belongs to none of them, and
+    has a name in the logs of each run too. Raises ConfigError for a name, path or option that SLURM
+    would read as something else.
     """
     for each in (folder, *array):
         check_path(spec, job, each, "SLURM", {"%": "'%'", "\\": "'\\'"})
@@ -95,13 +116,24 @@ def executor(spec: RunSpec, job: JobSpec, folder: RunFolder, array: Sequence[Run
     code = quote(str(run.code_zip)) if job.snapshot else shlex.join(RUN_MODULE)
     made = Executor(folder.logs, f"{shlex.quote(sys.executable)} -u {code}", quote(str(run.logs)))
     made.update_parameters(
-        job_name=spec.name, nodes=job.allocated_nodes, ntasks_per_node=job.allocated_tasks_per_node,
+        job_name=spec.name,
+        nodes=job.allocated_nodes,
+        ntasks_per_node=job.allocated_tasks_per_node,
         cpus_per_task=job.cpus_per_task,
-        time=job.minutes, partition=cluster.partition, wckey=None, stderr_to_stdout=True, use_srun=False,
+        time=job.minutes,
+        partition=cluster.partition,
+        wckey=None,
+        stderr_to_stdout=True,
+        use_srun=False,
         account=cluster.full_account or os.environ.get("SBATCH_ACCOUNT"),
-        setup=[*_task_lines(folder, array), *module_lines(cluster), *cluster.setup, *_exports(spec, job)],
+        setup=[
+            *_task_lines(folder, array),
+            *module_lines(cluster),
+            *cluster.setup,
+            *_exports(spec, job),
+        ],
         additional_parameters=_options(cluster, job),
-    )  # fmt: skip
+    )
     if array:
         made.parameters |= {"map_count": len(array), "array_parallelism": len(array)}
     return made
@@ -116,27 +148,33 @@ def _task_lines(folder: RunFolder, array: Sequence[RunFolder]) -> list[str]:
         return []
     output = f"{shlex.quote(str(folder.logs))}/${{SLURM_ARRAY_JOB_ID}}_${{SLURM_ARRAY_TASK_ID}}_0_log.out"
     return [
-        f"runs=({shlex.join(str(run.path) for run in array)})", "run=${runs[SLURM_ARRAY_TASK_ID]}",
+        f"runs=({shlex.join(str(run.path) for run in array)})",
+        "run=${runs[SLURM_ARRAY_TASK_ID]}",
         f'{{ ln {output} "$run/logs/" || ln -s {output} "$run/logs/"; }} 2>/dev/null',
-    ]  # fmt: skip
+    ]
 
 
-def submit_job(spec: RunSpec, job: JobSpec, folder: RunFolder, works: Sequence[Work], token: str) -> str:
-    """Submit prepared runs and return the job's number: one job, or an array with a task for each of several works.
+def submit_job(
+    spec: RunSpec, job: JobSpec, folder: RunFolder, works: Sequence[Work], token: str
+) -> str:
+    """Submit prepared runs and return the job's number.
 
-    `folder` is the run's, or of an array that of the script and the output. The names of the script and of the pickled
-    works, which are in the logs of each task's first run, hold the token until `name_submission`.
+    One job, or an array with a task for each of several works.
+    `folder` is the run's, or of an array that of the script and the output. The names of the script
+    and of the pickled works, which are in the logs of each task's first run, hold the token until
+    `name_submission`.
 
     Raises:
-        UnclearSubmissionError: sbatch did not say whether SLURM has the job, and squeue does not either.
-        TryLaterError: the queue takes no more jobs now, or SLURM cannot be reached.
+        UnclearSubmissionError: sbatch did not say whether SLURM has the job, and squeue does not
+        either. TryLaterError: the queue takes no more jobs now, or SLURM cannot be reached.
         ConfigError: sbatch refuses it.
     """
     is_array = len(works) > 1
     runs = [RunFolder(Path(work.run_folders[0])) for work in works] if is_array else [folder]
     made = executor(spec, job, folder, runs if is_array else ())
     folder.logs.mkdir(parents=True, exist_ok=True)
-    script, pickles = script_path(folder.logs, token), [pickle_path(run.logs, token) for run in runs]
+    script = script_path(folder.logs, token)
+    pickles = [pickle_path(run.logs, token) for run in runs]
     for run in runs:
         run.job_sh.write_text(made.script())
     script.write_text(made.script())
@@ -158,32 +196,47 @@ def submit_job(spec: RunSpec, job: JobSpec, folder: RunFolder, works: Sequence[W
 
 
 def call_sbatch(cluster: ClusterConfig, script: Path, token: str) -> str:
-    """Submit a script whose name holds the token, and return the job's number; raises as `submit_job`."""
+    """Submit a script whose name holds the token, and return the job's number.
+
+    Raises as `submit_job`.
+    """
     chosen = clusters(cluster)
     return call_submit(
-        ["sbatch"], script, submission_environment(script.read_text()), cluster, "SLURM", partial(read_id, chosen),
-        partial(refusal, cluster.name), lambda: find_submitted([token], chosen).get(token),
-    )  # fmt: skip
+        ["sbatch"],
+        script,
+        submission_environment(script.read_text()),
+        cluster,
+        "SLURM",
+        partial(read_id, chosen),
+        partial(refusal, cluster.name),
+        lambda: find_submitted([token], chosen).get(token),
+    )
 
 
 def read_id(chosen: str, text: str) -> str | None:
-    """Return the job in what sbatch prints, with its cluster if some are `chosen`; None unless there is one for sure.
+    """Return the job in what sbatch prints, with its cluster if some are `chosen`.
 
+    None unless there is one for sure.
     Of several numbers squeue knows which is the job's, by the name of its script.
     """
     only = chosen if "," not in chosen else ""
-    found = {str(JobId(each["number"], "", each["cluster"] or only)) for each in SUBMITTED.finditer(text)}
+    found = {
+        str(JobId(each["number"], "", each["cluster"] or only)) for each in SUBMITTED.finditer(text)
+    }
     is_sure = len(found) == 1 and (chosen == only or "@" in "".join(found))
     return found.pop() if is_sure else None
 
 
 def sbatch_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Check the free `cluster.sbatch` map: true is a bare flag, false and null leave the option out.
+    """Check the free `cluster.sbatch` map.
 
+    True is a bare flag, false and null leave the option out.
     Raises ConfigError for an option that a key of its own sets, or text that would leave its line.
     """
     form = r"[a-z][a-z0-9-]*"
-    return free_options("cluster.sbatch", options, OWN_KEYS, form, "the long name of an sbatch option", "qos=debug")
+    return free_options(
+        "cluster.sbatch", options, OWN_KEYS, form, "the long name of an sbatch option", "qos=debug"
+    )
 
 
 def _options(cluster: ClusterConfig, job: JobSpec) -> dict[str, Any]:
@@ -192,14 +245,17 @@ def _options(cluster: ClusterConfig, job: JobSpec) -> dict[str, Any]:
     memory = [name for name in free if name in MEMORY]
     if not cluster.supports_mem_option and memory:
         text = f"cluster {cluster.name} refuses options of memory"
-        advice = "leave it out, or set cluster.supports_mem_option=true if the site has changed that"
+        advice = (
+            "leave it out, or set cluster.supports_mem_option=true if the site has changed that"
+        )
         raise ConfigError(f"cluster.sbatch.{memory[0]}", free[memory[0]], text, advice)
     own: dict[str, Any] = dict([job.gpu_option] if job.gpu_option else [])
     for name in own.keys() & free.keys():
         text = f"conflicts with cluster.gpu_request={cluster.gpu_request}"
         advice = "set cluster.gpu_request=none to ask for GPUs by hand"
         raise ConfigError(f"cluster.sbatch.{name}", free[name], text, advice)
-    # a signal to the batch process alone, which asks the ranks to save; SLURM sends it up to half a minute early
+    # a signal to the batch process alone, which asks the ranks to save; SLURM sends it up to half a
+    # minute early
     if "signal" not in free and job.has_early_signal:
         own["signal"] = f"B:USR2@{cluster.signal_before_end_s}"
     if cluster.max_requeues and not free.keys() & {"requeue", "no-requeue"}:
@@ -210,8 +266,12 @@ def _options(cluster: ClusterConfig, job: JobSpec) -> dict[str, Any]:
         own |= {"mail-type": free.get("mail-type", "END,FAIL,REQUEUE")}
         own |= {"mail-user": cluster.mail_to} if cluster.mail_to else {}
     if job.after is not None:
-        own["dependency"] = ",".join(filter(None, (str(free.get("dependency", "")), _after(cluster, job.after))))
-    if job.launcher == "ibrun":  # takes the number of tasks from the allocation, and such sites demand it
+        own["dependency"] = ",".join(
+            filter(None, (str(free.get("dependency", "")), _after(cluster, job.after)))
+        )
+    if (
+        job.launcher == "ibrun"
+    ):  # takes the number of tasks from the allocation, and such sites demand it
         own["ntasks"] = str(job.tasks)
     excluded = ",".join(dict.fromkeys(cluster.exclude))
     return {**free, **own, **({"exclude": excluded} if excluded else {})}
@@ -219,10 +279,16 @@ def _options(cluster: ClusterConfig, job: JobSpec) -> dict[str, Any]:
 
 def _after(cluster: ClusterConfig, job_id: str) -> str:
     """Return the dependency on a job, which must be one of the same cluster."""
-    before, chosen = JobId.parse(job_id), clusters(cluster)
+    before = JobId.parse(job_id)
+    chosen = clusters(cluster)
     if before.cluster != chosen and before.cluster not in chosen.split(","):
-        where = [f"of cluster {name}" if name else "of the default cluster" for name in (before.cluster, chosen)]
-        raise ConfigError("--after", job_id, f"is a job {where[0]}, and this one is {where[1]}", "use one cluster")
+        where = [
+            f"of cluster {name}" if name else "of the default cluster"
+            for name in (before.cluster, chosen)
+        ]
+        raise ConfigError(
+            "--after", job_id, f"is a job {where[0]}, and this one is {where[1]}", "use one cluster"
+        )
     return f"afterany:{before.local}"
 
 
@@ -232,4 +298,7 @@ def _exports(spec: RunSpec, job: JobSpec) -> list[str]:
     own = [] if not chosen else [f'export {CLUSTER_VARIABLE}="$SLURM_CLUSTER_NAME"']
     if chosen and "," not in chosen:
         own = export_lines({CLUSTER_VARIABLE: chosen})
-    return [*own, *export_lines({"SRUN_CPUS_PER_TASK": str(job.cpus_per_task), **spec.cluster.environment})]
+    return [
+        *own,
+        *export_lines({"SRUN_CPUS_PER_TASK": str(job.cpus_per_task), **spec.cluster.environment}),
+    ]

@@ -1,4 +1,7 @@
-"""SLURM's jobs, by squeue, sacct or scontrol, whichever a site has; and messages of their end in logs."""
+"""SLURM's jobs, by squeue, sacct or scontrol, whichever a site has.
+
+And messages of their end in logs.
+"""
 
 from __future__ import annotations
 
@@ -15,27 +18,47 @@ from gems.runs.failure_cause import FailureCause
 from jobs.batch.command import SchedulerUnavailableError, run_command
 from jobs.batch.job import Job, JobId, JobQuery, ListedJob, script_path
 
-HELD = "JobHeldUser"  # by its user, who may let it go; what an administrator holds is his to release
+HELD = (  # by its user, who may let it go; what an administrator holds is his to release
+    "JobHeldUser"
+)
 NEVER_SATISFIED = "DependencyNeverSatisfied"  # the reason of a job that stays pending for ever
 LISTED = {"%i": "JOBID", "%T": "STATE", "%o": "COMMAND"}
-SQUEUE, SACCT, SCONTROL = "squeue", "sacct", "scontrol"
+SQUEUE = "squeue"
+SACCT = "sacct"
+SCONTROL = "scontrol"
 SQUEUE_FIELDS = {"%i": "JobID", "%T": "State", "%S": "Start", "%r": "Reason", "%j": "Name"}
-SACCT_FIELDS = ("JobID", "State", "Reason", "Start", "ExitCode", "NodeList", "End", "Elapsed", "Timelimit", "MaxRSS")
+SACCT_FIELDS = (
+    "JobID",
+    "State",
+    "Reason",
+    "Start",
+    "ExitCode",
+    "NodeList",
+    "End",
+    "Elapsed",
+    "Timelimit",
+    "MaxRSS",
+)
 JOB_NUMBER = "[0-9]{1,18}(_[0-9]{1,9})?"  # 41, or 41_7 for a task of a job array
-JOB_ID = JOB_NUMBER + "(@[A-Za-z0-9][A-Za-z0-9_.-]*)?"  # 41@serial for a job of a cluster that is not the default
+JOB_ID = (
+    JOB_NUMBER + "(@[A-Za-z0-9][A-Za-z0-9_.-]*)?"
+)  # 41@serial for a job of a cluster that is not the default
 STATE = "[A-Z][A-Z_]+"
 UNKNOWN = ("", "None", "(null)", "None assigned", "N/A", "Unknown")
 SIZES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 REQUEUED = "requeued"  # by `scontrol requeue`: no failure
 CANCELLED = re.compile(
-    r"\*\*\* (?P<what>JOB|STEP) (?P<job>\d+)?\S* .*?CANCELLED AT (?P<time>\S+)(?: DUE TO (?P<why>[A-Z ]+))?"
+    r"\*\*\* (?P<what>JOB|STEP) (?P<job>\d+)?\S* .*?CANCELLED AT (?P<time>\S+)(?: DUE TO"
+    r" (?P<why>[A-Z ]+))?"
 )
 NODE_FAILURE = re.compile(r"[Nn]ode failure on (?P<node>[A-Za-z0-9][A-Za-z0-9._-]*)")
 REASONS: dict[str, str] = {
-    "PREEMPTION": FailureCause.PREEMPTED, "TIME LIMIT": FailureCause.TIME_LIMIT, "NODE FAILURE": FailureCause.NODE,
+    "PREEMPTION": FailureCause.PREEMPTED,
+    "TIME LIMIT": FailureCause.TIME_LIMIT,
+    "NODE FAILURE": FailureCause.NODE,
     "JOB REQUEUE": REQUEUED,
-}  # fmt: skip
+}
 
 
 def is_job_number(value: object) -> bool:
@@ -49,7 +72,10 @@ def job_order(job_id: str) -> tuple[int, ...]:
 
 
 def by_cluster(job_ids: Iterable[object]) -> dict[str, list[str]]:
-    """Group jobs by their cluster, "" for the default one, as numbers there; what is no job is left out."""
+    """Group jobs by their cluster, "" for the default one, as numbers there.
+
+    What is no job is left out.
+    """
     groups: dict[str, list[str]] = {}
     for job_id in (JobId.parse(str(value)) for value in job_ids if is_job_number(value)):
         groups.setdefault(job_id.cluster, []).append(job_id.local)
@@ -61,12 +87,15 @@ def on(cluster: str) -> list[str]:
     return [f"--clusters={cluster}"] if cluster else []
 
 
-def query_jobs(job_ids: Iterable[str], source: str, *, steps: bool = False, limit_s: float | None = None) -> JobQuery:
-    """Query squeue or sacct once for all jobs of a cluster, or scontrol for one; what is no number is left out.
+def query_jobs(
+    job_ids: Iterable[str], source: str, *, steps: bool = False, limit_s: float | None = None
+) -> JobQuery:
+    """Query squeue or sacct once for all jobs of a cluster, or scontrol for one.
 
-    A job array is asked for as a whole, and all its tasks are returned. squeue also knows jobs that ended some minutes
-    ago; of a job that SLURM started again sacct returns the last start. With `steps` sacct reads the steps too, for
-    their states and their memory. `limit_s` bounds the wait.
+    What is no number is left out.
+    A job array is asked for as a whole, and all its tasks are returned. squeue also knows jobs that
+    ended some minutes ago; of a job that SLURM started again sacct returns the last start. With
+    `steps` sacct reads the steps too, for their states and their memory. `limit_s` bounds the wait.
     """
     found: dict[str, Job] = {}
     errors = []
@@ -82,16 +111,19 @@ def query_jobs(job_ids: Iterable[str], source: str, *, steps: bool = False, limi
         jobs = read(result.lines)
         if source == SCONTROL:
             jobs = dict(zip(numbers, jobs.values(), strict=False))
-        found |= {str(JobId.parse(number)._replace(cluster=cluster)): job for number, job in jobs.items()}
+        found |= {
+            str(JobId.parse(number)._replace(cluster=cluster)): job for number, job in jobs.items()
+        }
     return JobQuery(found, "; ".join(errors) or None)
 
 
 def list_jobs(chosen: str, clusters: str = "") -> list[ListedJob]:
     """List the jobs that an option of squeue chooses, those that ended some minutes ago too, as a proof of what is not.
 
-    squeue prints its header even if there are no jobs, so that an answer without one is none; of several clusters each
-    has its own. Lines after a job that are none are the rest of its arguments, which may hold line breaks. Raises
-    SchedulerUnavailableError or SchedulerRefusedError if there is no answer.
+    squeue prints its header even if there are no jobs, so that an answer without one is none; of
+    several clusters each has its own. Lines after a job that are none are the rest of its
+    arguments, which may hold line breaks. Raises SchedulerUnavailableError or SchedulerRefusedError
+    if there is no answer.
     """
     format_ = f"--format={'|'.join(LISTED)}"
     result = run_command(["squeue", *on(clusters), "--array", "--states=all", format_, chosen])
@@ -99,16 +131,24 @@ def list_jobs(chosen: str, clusters: str = "") -> list[ListedJob]:
         if "Invalid job id" in result.error.reason:
             return []
         raise result.error
-    cluster, has_header, found = clusters, False, []
+    cluster = clusters
+    has_header = False
+    found = []
     for row in ([*map(str.strip, line.split("|", 2))] for line in result.lines):
-        if clusters and len(row) == 1 and (named := re.fullmatch(r"CLUSTER: (\S+)", row[0])) is not None:
+        if (
+            clusters
+            and len(row) == 1
+            and (named := re.fullmatch(r"CLUSTER: (\S+)", row[0])) is not None
+        ):
             cluster = named[1]
         elif row == [*LISTED.values()]:
             has_header = True
         elif has_header and _is_row(row, len(LISTED)):
             found.append(ListedJob(str(JobId.parse(row[0])._replace(cluster=cluster)), *row[1:]))
         elif not found and has_header and row != [""]:
-            raise SchedulerUnavailableError("squeue", f"printed {'|'.join(row)[:80]!r}, which is no job")
+            raise SchedulerUnavailableError(
+                "squeue", f"printed {'|'.join(row)[:80]!r}, which is no job"
+            )
     if not has_header:
         raise SchedulerUnavailableError("squeue", "printed no list of jobs")
     return found
@@ -116,7 +156,9 @@ def list_jobs(chosen: str, clusters: str = "") -> list[ListedJob]:
 
 def _is_row(row: Sequence[str], size: int) -> bool:
     """Return whether the cells of a line are a job's, of which the first two are number and state."""
-    return len(row) == size and bool(re.fullmatch(JOB_NUMBER, row[0]) and re.fullmatch(STATE, row[1]))
+    return len(row) == size and bool(
+        re.fullmatch(JOB_NUMBER, row[0]) and re.fullmatch(STATE, row[1])
+    )
 
 
 def find_submitted(tokens: Iterable[str], clusters: str = "") -> dict[str, ListedJob]:
@@ -125,7 +167,12 @@ def find_submitted(tokens: Iterable[str], clusters: str = "") -> dict[str, Liste
     Raises as `list_jobs`.
     """
     found = sorted(list_jobs(f"--user={os.getuid()}", clusters), key=lambda job: job.is_active)
-    named = ((token, job) for token in tokens for job in found if script_path(Path(), token).name in job.command)
+    named = (
+        (token, job)
+        for token in tokens
+        for job in found
+        if script_path(Path(), token).name in job.command
+    )
     return dict(named)
 
 
@@ -146,57 +193,105 @@ def scontrol_fields(lines: Sequence[str]) -> dict[str, str]:
     return dict(re.findall(r"(?:^|\s)([A-Z][\w/:]*)=(.*?)(?=\s+[A-Z][\w/:]*=|\s*$)", text))
 
 
-def num_queued(partition: str | None = None, qos: str | None = None, clusters: str = "") -> int | None:
-    """Return how many jobs of this user wait or run in a partition and a qos; None if squeue does not answer."""
-    chosen = [f"--{key}={value}" for key, value in (("partition", partition), ("qos", qos)) if value]
+def num_queued(
+    partition: str | None = None, qos: str | None = None, clusters: str = ""
+) -> int | None:
+    """Return how many jobs of this user wait or run in a partition and a qos.
+
+    None if squeue does not answer.
+    """
+    chosen = [
+        f"--{key}={value}" for key, value in (("partition", partition), ("qos", qos)) if value
+    ]
     user = f"--user={os.getuid()}"
-    result = run_command(["squeue", *on(clusters), "--noheader", "--array", "--format=%i", user, *chosen])
-    return None if result.error is not None else sum(not line.startswith("CLUSTER:") for line in result.lines)
+    result = run_command(
+        ["squeue", *on(clusters), "--noheader", "--array", "--format=%i", user, *chosen]
+    )
+    return (
+        None
+        if result.error is not None
+        else sum(not line.startswith("CLUSTER:") for line in result.lines)
+    )
 
 
 def cancel_jobs(job_ids: Sequence[str]) -> str | None:
     """Cancel jobs by one scancel; return its error, or None."""
-    results = (run_command(["scancel", *on(cluster), *numbers]) for cluster, numbers in by_cluster(job_ids).items())
+    results = (
+        run_command(["scancel", *on(cluster), *numbers])
+        for cluster, numbers in by_cluster(job_ids).items()
+    )
     return "; ".join(str(result.error) for result in results if result.error is not None) or None
 
 
 def _read_squeue(lines: Sequence[str]) -> dict[str, Job]:
     rows = ([*map(str.strip, line.split("|", len(SQUEUE_FIELDS) - 1))] for line in lines)
-    named = (dict(zip(SQUEUE_FIELDS.values(), row, strict=True)) for row in rows if _is_row(row, len(SQUEUE_FIELDS)))
+    named = (
+        dict(zip(SQUEUE_FIELDS.values(), row, strict=True))
+        for row in rows
+        if _is_row(row, len(SQUEUE_FIELDS))
+    )
     return {row["JobID"]: _job(row, SQUEUE) for row in named}
 
 
 def _read_sacct(lines: Sequence[str]) -> dict[str, Job]:
     """Read the rows of jobs and of their steps, which follow their job."""
     jobs: dict[str, Job] = {}
-    rows = [dict(zip(SACCT_FIELDS, map(str.strip, line.split("|")), strict=False)) for line in lines]
+    rows = [
+        dict(zip(SACCT_FIELDS, map(str.strip, line.split("|")), strict=False)) for line in lines
+    ]
     rows = [row for row in rows if re.match(STATE, row.get("State", ""))]
     for row in rows:
         number = row["JobID"]
         if is_job_number(number):
             steps = [step for step in rows if step["JobID"].startswith(f"{number}.")]
-            sizes = [re.fullmatch(r"([0-9]+(?:\.[0-9]*)?)([KMGT]?)", step.get("MaxRSS", "")) for step in steps]
-            rss_bytes = max((round(float(size[1]) * SIZES[size[2]]) for size in sizes if size), default=None)
-            jobs[number] = _job(row, SACCT, rss_bytes, tuple(_first(step["State"]) for step in steps))
+            sizes = [
+                re.fullmatch(r"([0-9]+(?:\.[0-9]*)?)([KMGT]?)", step.get("MaxRSS", ""))
+                for step in steps
+            ]
+            rss_bytes = max(
+                (round(float(size[1]) * SIZES[size[2]]) for size in sizes if size), default=None
+            )
+            jobs[number] = _job(
+                row, SACCT, rss_bytes, tuple(_first(step["State"]) for step in steps)
+            )
     return jobs
 
 
 def _read_scontrol(lines: Sequence[str]) -> dict[str, Job]:
     row = scontrol_fields(lines)
-    names = {"State": "JobState", "Name": "JobName", "Start": "StartTime", "End": "EndTime", "Elapsed": "RunTime",
-             "Timelimit": "TimeLimit"}  # fmt: skip
+    names = {
+        "State": "JobState",
+        "Name": "JobName",
+        "Start": "StartTime",
+        "End": "EndTime",
+        "Elapsed": "RunTime",
+        "Timelimit": "TimeLimit",
+    }
     row |= {name: row[other] for name, other in names.items() if other in row}
     return {row["JobId"]: _job(row, SCONTROL)} if is_job_number(row.get("JobId")) else {}
 
 
-def _job(row: Mapping[str, str], source: str, max_rss: int | None = None, steps: tuple[str, ...] = ()) -> Job:
+def _job(
+    row: Mapping[str, str], source: str, max_rss: int | None = None, steps: tuple[str, ...] = ()
+) -> Job:
     known = defaultdict(str, {name: value for name, value in row.items() if value not in UNKNOWN})
     restarts = known["Restarts"]
     return Job(
-        _first(known["State"]), source, known["Reason"], _utc(known["Start"]), row.get("Name"), known["ExitCode"],
-        known["NodeList"], _utc(known["End"]), known["Elapsed"], known["Timelimit"], max_rss, steps,
-        int(restarts) if restarts.isdecimal() else 0, bool(known["PreemptTime"]),
-    )  # fmt: skip
+        _first(known["State"]),
+        source,
+        known["Reason"],
+        _utc(known["Start"]),
+        row.get("Name"),
+        known["ExitCode"],
+        known["NodeList"],
+        _utc(known["End"]),
+        known["Elapsed"],
+        known["Timelimit"],
+        max_rss,
+        steps,
+        int(restarts) if restarts.isdecimal() else 0,
+        bool(known["PreemptTime"]),
+    )
 
 
 def _first(state: str) -> str:
@@ -212,7 +307,10 @@ def _utc(text: str) -> datetime | None:
 
 @dataclass(frozen=True, slots=True)
 class Cancellation:
-    """The end of a job or of a step by SLURM; `reason` is the text after DUE TO, empty if a user cancelled it."""
+    """The end of a job or of a step by SLURM.
+
+    `reason` is the text after DUE TO, empty if a user cancelled it.
+    """
 
     is_job: bool
     job_id: str | None
@@ -224,7 +322,10 @@ class Cancellation:
         """The cause: a FailureCause if the reason is a known one, REQUEUED, or the reason in lower case."""
         if not self.reason:
             return FailureCause.CANCELLED
-        return next((cause for text, cause in REASONS.items() if self.reason.startswith(text)), self.reason.lower())
+        return next(
+            (cause for text, cause in REASONS.items() if self.reason.startswith(text)),
+            self.reason.lower(),
+        )
 
 
 def parse_cancellation(line: str) -> Cancellation | None:
@@ -244,7 +345,13 @@ def failed_node(lines: Iterable[str]) -> str | None:
 
 
 QUERIES: dict[str, tuple[list[str], Callable[[Sequence[str]], dict[str, Job]]]] = {
-    SQUEUE: (["squeue", "--noheader", "--array", "--states=all", f"--format={'|'.join(SQUEUE_FIELDS)}"], _read_squeue),
-    SACCT: (["sacct", "--noheader", "--parsable2", f"--format={','.join(SACCT_FIELDS)}"], _read_sacct),
+    SQUEUE: (
+        ["squeue", "--noheader", "--array", "--states=all", f"--format={'|'.join(SQUEUE_FIELDS)}"],
+        _read_squeue,
+    ),
+    SACCT: (
+        ["sacct", "--noheader", "--parsable2", f"--format={','.join(SACCT_FIELDS)}"],
+        _read_sacct,
+    ),
     SCONTROL: (["scontrol", "show", "job"], _read_scontrol),
 }

@@ -1,4 +1,7 @@
-"""What a site allows, checked before anything is queued: by its preset, and by what its SLURM answers now."""
+"""What a site allows, checked before anything is queued.
+
+By its preset, and by what its SLURM answers now.
+"""
 
 from __future__ import annotations
 
@@ -25,50 +28,79 @@ IF_CHANGED = "if the site has changed it, set cluster.limits=[]"
 OTHER = "or choose another cluster.partition"
 TEST_LIMIT_S = 60.0
 ESTIMATE = re.compile(
-    r"Job \d+ to start at (?P<start>\S+)(?: using (?P<cpus>\d+) processors)?(?: on nodes (?P<nodes>\S+))?"
+    r"Job \d+ to start at (?P<start>\S+)(?: using (?P<cpus>\d+) processors)?(?: on nodes"
+    r" (?P<nodes>\S+))?"
 )
-# All of SLURM's names of limits on the number of jobs have this in common, as QOSMaxSubmitJobPerUserLimit and
-# AssocGrpSubmitJobsLimit have. The policy is named for limits of size and time too, whose names sbatch prints before.
+# All of SLURM's names of limits on the number of jobs have this in common, as
+# QOSMaxSubmitJobPerUserLimit and AssocGrpSubmitJobsLimit have. The policy is named for limits of
+# size and time too, whose names sbatch prints before.
 QUEUE_FULL = re.compile(r"SubmitJob|temporarily unable to accept job")
-POLICY, NAMED_LIMIT = "Job violates accounting/QOS policy", re.compile(r"\b(?:QOS|Assoc|Partition)[A-Z]\w*")
-# What sbatch --test-only says if nodes are drained, down or reserved; the first also if no nodes are like that.
-NOT_NOW = re.compile(r"node configuration is not available|[Nn]odes? .*not available|nodes are busy|DOWN, DRAINED")
-NumQueued = Callable[[str | None, str | None], int | None]  # jobs of this user in a partition and a qos
+POLICY = "Job violates accounting/QOS policy"
+NAMED_LIMIT = re.compile(r"\b(?:QOS|Assoc|Partition)[A-Z]\w*")
+# What sbatch --test-only says if nodes are drained, down or reserved; the first also if no nodes
+# are like that.
+NOT_NOW = re.compile(
+    r"node configuration is not available|[Nn]odes? .*not available|nodes are busy|DOWN, DRAINED"
+)
+NumQueued = Callable[
+    [str | None, str | None], int | None
+]  # jobs of this user in a partition and a qos
 CLOSED = ("DRAIN", "INACTIVE")  # states of partitions that take no job
 
 
 def check_limits(spec: RunSpec, job: JobSpec) -> None:
-    """Raise ConfigError if a job exceeds what its preset allows: a node's CPUs and memory, size and time."""
+    """Raise ConfigError if a job exceeds what its preset allows.
+
+    A node's CPUs and memory, size and time.
+    """
     if not job.is_batch:
         return
     cluster = spec.cluster
-    cpus, usable = job.tasks_per_node * job.cpus_per_task, cluster.usable_cpus_per_node
+    cpus = job.tasks_per_node * job.cpus_per_task
+    usable = cluster.usable_cpus_per_node
     if usable is not None and cpus > usable:
-        text = f"times {job.tasks_per_node} ranks a node is {cpus}, and jobs may use {usable} CPUs of a node"
-        fitting = f"at most {usable // job.tasks_per_node}, or " if usable >= job.tasks_per_node else ""
+        text = (
+            f"times {job.tasks_per_node} ranks a node is {cpus}, and jobs may use {usable} CPUs of"
+            " a node"
+        )
+        fitting = (
+            f"at most {usable // job.tasks_per_node}, or " if usable >= job.tasks_per_node else ""
+        )
         advice = f"use {fitting}fewer cluster.ranks_per_node"
         raise ConfigError("cluster.cpus_per_rank", job.cpus_per_task, text, advice)
-    host, memory = spec.machine.host_bytes, cluster.node_memory_bytes
+    host = spec.machine.host_bytes
+    memory = cluster.node_memory_bytes
     if host is not None and memory is not None and host > memory:
         text = f"must be at most cluster.node_memory_bytes={memory}, the memory of a node"
         raise ConfigError("machine.host_bytes", host, text)
     places = num_bound(cluster.cpu_bind)
     if places is not None and places < job.tasks_per_node:
         text = f"names {places} places for {job.tasks_per_node} ranks of a node"
-        raise ConfigError("cluster.cpu_bind", cluster.cpu_bind, text, "name one for each: ranks would share CPUs")
+        raise ConfigError(
+            "cluster.cpu_bind", cluster.cpu_bind, text, "name one for each: ranks would share CPUs"
+        )
     limit = queue_limit(cluster, job.allocated_nodes)
     if limit is not None and limit.minutes is not None and job.minutes > limit.minutes:
-        text = f"cluster {cluster.name} allows at most {limit.minutes} minutes for jobs of {_scope(limit)}"
+        text = (
+            f"cluster {cluster.name} allows at most {limit.minutes} minutes for jobs of"
+            f" {_scope(limit)}"
+        )
         raise ConfigError("cluster.minutes", job.minutes, text, f"ask for less; {IF_CHANGED}")
     nodes = job.allocated_nodes
     hours = nodes * job.minutes / 60
     if limit is not None and limit.node_hours is not None and hours > limit.node_hours:
-        text = f"times {nodes} nodes is {hours:g} node-hours, and {_scope(limit)} take at most {limit.node_hours:g}"
+        text = (
+            f"times {nodes} nodes is {hours:g} node-hours, and {_scope(limit)} take at most"
+            f" {limit.node_hours:g}"
+        )
         raise ConfigError("cluster.minutes", job.minutes, text, f"ask for less; {IF_CHANGED}")
 
 
 def is_on_site(cluster: ClusterConfig) -> bool:
-    """Return whether this machine's batch system is the preset's: one that names no hosts is for any, as is a job."""
+    """Return whether this machine's batch system is the preset's.
+
+    One that names no hosts is for any, as is a job.
+    """
     patterns = [pattern.lower() for pattern in cluster.hosts]
     is_named = any(fnmatchcase(name, pattern) for name in host_names() for pattern in patterns)
     return not patterns or is_named or own_job_id() is not None
@@ -77,17 +109,35 @@ def is_on_site(cluster: ClusterConfig) -> bool:
 def check_submission(cluster: ClusterConfig) -> None:
     """Raise ConfigError on a machine of another site, or if a job lacks what a script may be shown without."""
     if not is_on_site(cluster):
-        text = f"is not submitted from {host_names()[0]}, which is none of its hosts ({', '.join(cluster.hosts)})"
-        advice = "submit it there, show it here with --dry-run, or set cluster.hosts=[] if this is its login node"
+        text = (
+            f"is not submitted from {host_names()[0]}, which is none of its hosts"
+            f" ({', '.join(cluster.hosts)})"
+        )
+        advice = (
+            "submit it there, show it here with --dry-run, or set cluster.hosts=[] if this is its"
+            " login node"
+        )
         raise ConfigError("cluster", cluster.name, text, advice)
     is_slurm = cluster.scheduler == "slurm"
-    if cluster.account_required and cluster.account is None and not (is_slurm and os.environ.get("SBATCH_ACCOUNT")):
+    if (
+        cluster.account_required
+        and cluster.account is None
+        and not (is_slurm and os.environ.get("SBATCH_ACCOUNT"))
+    ):
         text = f"cluster {cluster.name} takes no job without an account"
-        raise ConfigError("cluster.account", "null", text, "give the one that your project is charged to")
-    is_bare = str(cluster.sbatch.get("export", "")).upper() == "NONE" and not (cluster.modules or cluster.setup)
+        raise ConfigError(
+            "cluster.account", "null", text, "give the one that your project is charged to"
+        )
+    is_bare = str(cluster.sbatch.get("export", "")).upper() == "NONE" and not (
+        cluster.modules or cluster.setup
+    )
     if is_bare and cluster.container_image is None:
-        text = f"cluster {cluster.name} passes no environment on to jobs (cluster.sbatch.export=NONE)"
-        raise ConfigError("cluster.modules", "[]", text, "name those of the MPI and the CUDA that you use")
+        text = (
+            f"cluster {cluster.name} passes no environment on to jobs (cluster.sbatch.export=NONE)"
+        )
+        raise ConfigError(
+            "cluster.modules", "[]", text, "name those of the MPI and the CUDA that you use"
+        )
 
 
 def check_queue(spec: RunSpec, job: JobSpec, num_queued: NumQueued = num_queued) -> None:
@@ -102,21 +152,31 @@ def check_queue(spec: RunSpec, job: JobSpec, num_queued: NumQueued = num_queued)
         queued = num_queued(limit.partition, limit.qos)
         if queued is None or queued < limit.queued_jobs:
             continue
-        text = f"{queued} jobs are queued, and at most {limit.queued_jobs} are allowed of {_scope(limit)}"
-        raise TryLaterError("cluster", spec.cluster.name, text, f"wait for one to end; {IF_CHANGED}")
+        text = (
+            f"{queued} jobs are queued, and at most {limit.queued_jobs} are allowed of"
+            f" {_scope(limit)}"
+        )
+        raise TryLaterError(
+            "cluster", spec.cluster.name, text, f"wait for one to end; {IF_CHANGED}"
+        )
 
 
 def _rows(cluster: ClusterConfig) -> list[QueueLimit]:
     """Return the preset's rows for the partition and qos of a run."""
     qos = cluster.sbatch.get("qos")
-    return [row for row in cluster.limits if row.partition in (None, cluster.partition) and row.qos in (None, qos)]
+    return [
+        row
+        for row in cluster.limits
+        if row.partition in (None, cluster.partition) and row.qos in (None, qos)
+    ]
 
 
 def queue_limit(cluster: ClusterConfig, nodes: int) -> QueueLimit | None:
-    """Return the preset's first limit for a job on so many nodes; None if it has none for the partition and qos.
+    """Return the preset's first limit for a job on so many nodes.
 
-    Rows that only count queued jobs are for jobs of any size. Raises ConfigError if there are limits for the partition
-    and qos, and none allows so many nodes.
+    None if it has none for the partition and qos.
+    Rows that only count queued jobs are for jobs of any size. Raises ConfigError if there are
+    limits for the partition and qos, and none allows so many nodes.
     """
     rows = _rows(cluster)
     rows = [row for row in rows if row.is_of_size] or rows
@@ -133,22 +193,30 @@ def queue_limit(cluster: ClusterConfig, nodes: int) -> QueueLimit | None:
 def check_partitions(spec: RunSpec, job: JobSpec, partitions: Sequence[Partition]) -> str:
     """Check a job against the partitions that it may run in, and describe those that would take it.
 
-    A quality of service may lift a partition's limits of minutes and nodes; with one, these are left to SLURM. Raises
-    ConfigError if none of them would ever start the job, with the reason of the first.
+    A quality of service may lift a partition's limits of minutes and nodes; with one, these are
+    left to SLURM. Raises ConfigError if none of them would ever start the job, with the reason of
+    the first.
     """
     refusals = [next(_refusals(spec, job, partition), None) for partition in partitions]
-    usable = [partition for partition, refusal in zip(partitions, refusals, strict=True) if refusal is None]
+    usable = [
+        partition
+        for partition, refusal in zip(partitions, refusals, strict=True)
+        if refusal is None
+    ]
     if not usable and refusals[0] is not None:
         raise refusals[0]
     return "; ".join(partition.describe() for partition in usable)
 
 
 def shortage(job: JobSpec, partitions: Sequence[Partition]) -> str | None:
-    """Return why none of some partitions could start a job now that it may run in later; None if one could.
+    """Return why none of some partitions could start a job now that it may run in later.
 
-    That is a partition that is down, or too few nodes that are up: others are drained, down or in maintenance.
+    None if one could.
+    That is a partition that is down, or too few nodes that are up: others are drained, down or in
+    maintenance.
     """
-    cpus, gpus = job.tasks_per_node * job.cpus_per_task, job.gpus_per_node if job.gpu_option is not None else 0
+    cpus = job.tasks_per_node * job.cpus_per_task
+    gpus = job.gpus_per_node if job.gpu_option is not None else 0
     reasons = []
     for found in partitions:
         states = sorted({kind.state for kind in found.kinds if kind.state not in UP})
@@ -157,59 +225,121 @@ def shortage(job: JobSpec, partitions: Sequence[Partition]) -> str | None:
             reasons.append(f"partition {found.name} is down")
         elif found.kinds and num_up < job.allocated_nodes:
             others = f" (others: {', '.join(states)})" if states else ""
-            reasons.append(f"{num_up} of {job.allocated_nodes} nodes of partition {found.name} are up{others}")
+            reasons.append(
+                f"{num_up} of {job.allocated_nodes} nodes of partition {found.name} are up{others}"
+            )
         else:
             return None
     return "; ".join(reasons) or None
 
 
 def check_account(spec: RunSpec, accounts: Accounts) -> str:
-    """Describe the account and quality of service of a run; raise ConfigError if SLURM would refuse one."""
-    account, known = spec.cluster.full_account, {name.lower(): name for name in accounts.qos}
+    """Describe the account and quality of service of a run.
+
+    Raise ConfigError if SLURM would refuse one.
+    """
+    account = spec.cluster.full_account
+    known = {name.lower(): name for name in accounts.qos}
     if account is None:
         return "your default account" if accounts.is_enforced else "none, and none is needed"
     if account.lower() not in known:
         if accounts.is_enforced:
             advice = f"nearest: {nearest(account.lower(), known, 1)[0]}"
-            raise ConfigError("cluster.account", account, f"you may charge {', '.join(sorted(accounts.qos))}", advice)
+            raise ConfigError(
+                "cluster.account",
+                account,
+                f"you may charge {', '.join(sorted(accounts.qos))}",
+                advice,
+            )
         return f"{account}, unknown to SLURM, which does not enforce accounts"
-    qos, allowed = spec.cluster.sbatch.get("qos"), accounts.qos[known[account.lower()]]
+    qos = spec.cluster.sbatch.get("qos")
+    allowed = accounts.qos[known[account.lower()]]
     if qos is not None and allowed and str(qos) not in allowed and accounts.is_enforced:
         text = f"account {account} may use {', '.join(allowed)}"
-        raise ConfigError("cluster.sbatch.qos", qos, text, f"nearest: {nearest(str(qos), allowed, 1)[0]}")
+        raise ConfigError(
+            "cluster.sbatch.qos", qos, text, f"nearest: {nearest(str(qos), allowed, 1)[0]}"
+        )
     return f"{account}{f', qos {qos}' if qos else ''}"
 
 
 def _refusals(spec: RunSpec, job: JobSpec, found: Partition) -> Iterator[ConfigError]:
     """Yield the reasons against a job in a partition, the plainest first."""
-    where, qos = f"partition {found.name}", spec.cluster.sbatch.get("qos")
+    where = f"partition {found.name}"
+    qos = spec.cluster.sbatch.get("qos")
     if found.state in CLOSED:
-        yield TryLaterError("cluster.partition", found.name, f"takes no jobs now (state {found.state})", OTHER[3:])
+        yield TryLaterError(
+            "cluster.partition", found.name, f"takes no jobs now (state {found.state})", OTHER[3:]
+        )
     account = spec.cluster.full_account
     if account is not None:
-        allowed, denied = ([name.lower() for name in names] for names in (found.accounts, found.denied_accounts))
+        allowed, denied = (
+            [name.lower() for name in names] for names in (found.accounts, found.denied_accounts)
+        )
         if (allowed and account.lower() not in allowed) or account.lower() in denied:
-            text = f"is open to {', '.join(found.accounts)}" if allowed else f"is closed to {account}"
+            text = (
+                f"is open to {', '.join(found.accounts)}" if allowed else f"is closed to {account}"
+            )
             yield ConfigError("cluster.account", account, f"{where} {text}", OTHER)
     if qos is not None and found.qos and str(qos) not in found.qos:
         yield ConfigError("cluster.sbatch.qos", qos, f"{where} takes {', '.join(found.qos)}", OTHER)
-    asks_gpus, nodes = job.gpu_option is not None, job.allocated_nodes
-    cpus, gpus = job.tasks_per_node * job.cpus_per_task, job.gpus_per_node if asks_gpus else 0
-    max_gpus, max_cpus = (max((getattr(kind, name) for kind in found.kinds), default=None) for name in ("gpus", "cpus"))
+    asks_gpus = job.gpu_option is not None
+    nodes = job.allocated_nodes
+    cpus = job.tasks_per_node * job.cpus_per_task
+    gpus = job.gpus_per_node if asks_gpus else 0
+    max_gpus, max_cpus = (
+        max((getattr(kind, name) for kind in found.kinds), default=None)
+        for name in ("gpus", "cpus")
+    )
     fitting = found.count(cpus, gpus) if found.kinds else None
     max_nodes, minutes = (None, None) if qos is not None else (found.max_nodes, found.minutes)
-    rank_cpus = f"times {job.tasks_per_node} ranks a node is {cpus}, and a node of {where} has at most {max_cpus} CPUs"
+    rank_cpus = (
+        f"times {job.tasks_per_node} ranks a node is {cpus}, and a node of {where} has at most"
+        f" {max_cpus} CPUs"
+    )
     suffix = f" and {gpus} GPUs" if asks_gpus else ""
     limits = (  # what is asked for and allowed; the key and its value, the reason and the advice
-        (gpus, max_gpus, "gpus_per_node", gpus, f"a node of {where} has at most {max_gpus} GPUs", "ask for fewer"),
+        (
+            gpus,
+            max_gpus,
+            "gpus_per_node",
+            gpus,
+            f"a node of {where} has at most {max_gpus} GPUs",
+            "ask for fewer",
+        ),
         (cpus, max_cpus, "cpus_per_rank", job.cpus_per_task, rank_cpus, "use fewer of either"),
-        (nodes, found.num_nodes, "nodes", nodes, f"{where} has {found.num_nodes} nodes", "use fewer ranks"),
-        (nodes, fitting, "nodes", nodes, f"{where} has {fitting} nodes of {cpus} CPUs{suffix} or more",
-         "use fewer ranks"),
-        (nodes, max_nodes, "nodes", nodes, f"{where} allows a job at most {max_nodes} nodes",
-         "use fewer ranks"),
-        (job.minutes, minutes, "minutes", job.minutes, f"{where} allows at most {minutes} minutes", "ask for less"),
-    )  # fmt: skip
+        (
+            nodes,
+            found.num_nodes,
+            "nodes",
+            nodes,
+            f"{where} has {found.num_nodes} nodes",
+            "use fewer ranks",
+        ),
+        (
+            nodes,
+            fitting,
+            "nodes",
+            nodes,
+            f"{where} has {fitting} nodes of {cpus} CPUs{suffix} or more",
+            "use fewer ranks",
+        ),
+        (
+            nodes,
+            max_nodes,
+            "nodes",
+            nodes,
+            f"{where} allows a job at most {max_nodes} nodes",
+            "use fewer ranks",
+        ),
+        (
+            job.minutes,
+            minutes,
+            "minutes",
+            job.minutes,
+            f"{where} allows at most {minutes} minutes",
+            "ask for less",
+        ),
+    )
     for wanted, limit, key, value, reason, advice in limits:
         if limit is not None and wanted > limit:
             yield ConfigError(f"cluster.{key}", value, reason, f"{advice}, {OTHER}")
@@ -217,16 +347,25 @@ def _refusals(spec: RunSpec, job: JobSpec, found: Partition) -> Iterator[ConfigE
 
 def _scope(limit: QueueLimit) -> str:
     """Describe the jobs that a limit is for: 3-512 nodes in partition normal."""
-    nodes = f"{limit.min_nodes} or more" if limit.max_nodes is None else f"{limit.min_nodes}-{limit.max_nodes}"
-    where = [f"{word} {name}" for word, name in (("partition", limit.partition), ("qos", limit.qos)) if name]
+    nodes = (
+        f"{limit.min_nodes} or more"
+        if limit.max_nodes is None
+        else f"{limit.min_nodes}-{limit.max_nodes}"
+    )
+    where = [
+        f"{word} {name}"
+        for word, name in (("partition", limit.partition), ("qos", limit.qos))
+        if name
+    ]
     return f"{nodes} nodes" + (f" in {' and '.join(where)}" if where else "")
 
 
 def check_script(cluster: str, script: str, short_of: str | None = None) -> tuple[bool, str]:
-    """Return whether SLURM would start a script with the nodes that are up, and when; nothing is queued.
+    """Return whether SLURM would start a script with the nodes that are up, and when.
 
-    `sbatch --test-only` refuses a job for which too few nodes are up in the words of one that no nodes could run, and
-    sbatch queues it: `short_of` is what `shortage` says.
+    Nothing is queued.
+    `sbatch --test-only` refuses a job for which too few nodes are up in the words of one that no
+    nodes could run, and sbatch queues it: `short_of` is what `shortage` says.
 
     Raises:
         ConfigError: sbatch refuses it.
@@ -249,7 +388,10 @@ def _test(script: str) -> CommandResult:
 
 
 def estimate_wait_h(script: str) -> float | None:
-    """Return the hours after which SLURM would start a script; infinite if too few nodes are up, None if unknown."""
+    """Return the hours after which SLURM would start a script.
+
+    Infinite if too few nodes are up, None if unknown.
+    """
     result = _test(script)
     if result.error is not None:
         return math.inf if NOT_NOW.search(result.error.reason) else None
@@ -271,7 +413,13 @@ def describe_start(start: datetime | None, nodes: str, now: datetime) -> str:
         return "sbatch accepts it, and estimates no start"
     wait_min = max(0.0, (start - now).total_seconds() / 60)
     hours = wait_min / 60
-    span = f"{wait_min:.0f} min" if hours < 2 else f"{hours:.1f} h" if hours < 48 else f"{hours / 24:.1f} days"
+    span = (
+        f"{wait_min:.0f} min"
+        if hours < 2
+        else f"{hours:.1f} h"
+        if hours < 48
+        else f"{hours / 24:.1f} days"
+    )
     when = "at once" if wait_min < 1 else f"in about {span} ({start.isoformat(' ', 'minutes')})"
     return f"sbatch accepts it, to start {when}" + (f" on {nodes}" if nodes else "")
 
@@ -280,5 +428,11 @@ def refusal(cluster: str, reason: str) -> ConfigError:
     """Return the error for a job that sbatch refuses; a TryLaterError if the queue is full."""
     is_full = QUEUE_FULL.search(reason) or (POLICY in reason and NAMED_LIMIT.search(reason) is None)
     plain = re.sub(r"(sbatch: )?(error: |fatal: )|allocation failure: ", "", reason)
-    kind, text = TryLaterError if is_full else ConfigError, f"sbatch refuses the job: {plain}"
-    return kind("cluster", cluster, text, "see cluster.partition, cluster.account, cluster.minutes and cluster.sbatch")
+    kind = TryLaterError if is_full else ConfigError
+    text = f"sbatch refuses the job: {plain}"
+    return kind(
+        "cluster",
+        cluster,
+        text,
+        "see cluster.partition, cluster.account, cluster.minutes and cluster.sbatch",
+    )

@@ -1,4 +1,7 @@
-"""What SLURM knows of a site: partitions and their nodes, its configuration, and the accounts this user may charge."""
+"""What SLURM knows of a site.
+
+Partitions and their nodes, its configuration, and the accounts this user may charge.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,10 @@ NODE_LINE = re.compile(r"([^|]+)\|(\d+)\|(\d+)\+?\|(\d+)\+?\|([^|]*)(?:\|(.*))?"
 
 @dataclass(frozen=True, slots=True)
 class NodeKind:
-    """Nodes of a partition that are alike; `memory_bytes` is that of one, `state` empty if it was not asked for."""
+    """Nodes of a partition that are alike.
+
+    `memory_bytes` is that of one, `state` empty if it was not asked for.
+    """
 
     partition: str
     is_default: bool
@@ -62,10 +68,14 @@ class Partition:
 
     def describe(self) -> str:
         """Describe the partition in one line."""
-        num_up, num_idle = (sum(kind.nodes for kind in self.kinds if kind.state in found) for found in (UP, UP[:1]))
+        num_up, num_idle = (
+            sum(kind.nodes for kind in self.kinds if kind.state in found) for found in (UP, UP[:1])
+        )
         minutes = "no time limit" if self.minutes is None else f"at most {self.minutes} min"
         state = "" if self.state == "UP" else f", state {self.state}"
-        return f"{self.name}: {num_up} of {self.num_nodes} nodes up, {num_idle} idle, {minutes}{state}"
+        return (
+            f"{self.name}: {num_up} of {self.num_nodes} nodes up, {num_idle} idle, {minutes}{state}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +97,10 @@ def cached_site_queries() -> Iterator[None]:
 
 
 def query_site(*argv: str, with_stderr: bool = False) -> str:
-    """Return what a command prints on stdout, or on both streams; raise SchedulerUnavailableError if it fails."""
+    """Return what a command prints on stdout, or on both streams.
+
+    Raise SchedulerUnavailableError if it fails.
+    """
     kept = _answers[-1] if _answers else {}
     result = kept.get(argv) or run_command(argv, limit_s=SITE_LIMIT_S)
     try:
@@ -105,9 +118,13 @@ def query_partitions(names: str | None, clusters: str = "") -> tuple[Partition, 
         ConfigError: SLURM has no such partition.
         SchedulerUnavailableError: SLURM does not answer, or has no default.
     """
-    rows = parse_partitions(query_site("scontrol", *on(clusters), "--all", "--oneliner", "show", "partition"))
+    rows = parse_partitions(
+        query_site("scontrol", *on(clusters), "--all", "--oneliner", "show", "partition")
+    )
     kinds = parse_kinds(
-        query_site("sinfo", *on(clusters), "--all", "--exact", "--noheader", "--format=%P|%D|%c|%m|%G|%T")
+        query_site(
+            "sinfo", *on(clusters), "--all", "--exact", "--noheader", "--format=%P|%D|%c|%m|%G|%T"
+        )
     )
     by_name = {row["PartitionName"]: row for row in rows if "PartitionName" in row}
     defaults = [name for name, row in by_name.items() if row.get("Default") == "YES"]
@@ -116,15 +133,27 @@ def query_partitions(names: str | None, clusters: str = "") -> tuple[Partition, 
         raise SchedulerUnavailableError("scontrol", "names no default partition")
     for name in wanted:
         if name not in by_name:
-            advice = f"allowed: {', '.join(sorted(by_name))}; nearest: {nearest(name, by_name, 1)[0]}"
+            advice = (
+                f"allowed: {', '.join(sorted(by_name))}; nearest: {nearest(name, by_name, 1)[0]}"
+            )
             raise ConfigError("cluster.partition", name, "this SLURM has no such partition", advice)
-    return tuple(_partition(by_name[name], tuple(each for each in kinds if each.partition == name)) for name in wanted)
+    return tuple(
+        _partition(by_name[name], tuple(each for each in kinds if each.partition == name))
+        for name in wanted
+    )
 
 
 def node_names(partition: str | None) -> tuple[str, ...]:
-    """Return the nodes of a partition, or of all; raise SchedulerUnavailableError if SLURM does not answer."""
+    """Return the nodes of a partition, or of all.
+
+    Raise SchedulerUnavailableError if SLURM does not answer.
+    """
     chosen = [f"--partition={partition}"] if partition else []
-    return tuple(dict.fromkeys(query_site("sinfo", "--all", "--noheader", "--Node", *chosen, "--format=%N").split()))
+    return tuple(
+        dict.fromkeys(
+            query_site("sinfo", "--all", "--noheader", "--Node", *chosen, "--format=%N").split()
+        )
+    )
 
 
 def left_nodes(partition: str | None, exclude: Sequence[str]) -> tuple[set[str], set[str]]:
@@ -132,13 +161,16 @@ def left_nodes(partition: str | None, exclude: Sequence[str]) -> tuple[set[str],
 
     Raises SchedulerUnavailableError if SLURM does not answer.
     """
-    nodes, excluded = {*node_names(partition)}, {*expand_nodes(exclude)}
+    nodes = {*node_names(partition)}
+    excluded = {*expand_nodes(exclude)}
     return nodes - excluded, nodes & excluded
 
 
 def expand_nodes(names: Sequence[str]) -> tuple[str, ...]:
     """Return the names in a list that may hold SLURM's short forms, as in n[1-3]."""
-    return tuple(query_site("scontrol", "show", "hostnames", ",".join(names)).split()) if names else ()
+    return (
+        tuple(query_site("scontrol", "show", "hostnames", ",".join(names)).split()) if names else ()
+    )
 
 
 def max_nodes(names: str | None) -> int | None:
@@ -151,7 +183,10 @@ def max_nodes(names: str | None) -> int | None:
 
 
 def max_array_tasks() -> int:
-    """Return how many tasks a job array may have; 1 where the site allows no arrays, or does not say."""
+    """Return how many tasks a job array may have.
+
+    1 where the site allows no arrays, or does not say.
+    """
     try:
         size = parse_config(query_site("scontrol", "show", "config")).get("MaxArraySize", "")
     except SchedulerUnavailableError:
@@ -160,11 +195,23 @@ def max_array_tasks() -> int:
 
 
 def query_accounts() -> Accounts:
-    """Return the accounts of this user; raise SchedulerUnavailableError if SLURM keeps none, or does not answer."""
+    """Return the accounts of this user.
+
+    Raise SchedulerUnavailableError if SLURM keeps none, or does not answer.
+    """
     user = user_name("sacctmgr")
-    words = ["--noheader", "--parsable2", "show", "associations", f"user={user}", "format=Account,QOS"]
+    words = [
+        "--noheader",
+        "--parsable2",
+        "show",
+        "associations",
+        f"user={user}",
+        "format=Account,QOS",
+    ]
     lines = query_site("sacctmgr", *words).splitlines()
-    enforced = parse_config(query_site("scontrol", "show", "config")).get("AccountingStorageEnforce", "")
+    enforced = parse_config(query_site("scontrol", "show", "config")).get(
+        "AccountingStorageEnforce", ""
+    )
     found: dict[str, tuple[str, ...]] = {}
     for account, _, qos in (line.partition("|") for line in lines):
         if account:
@@ -180,9 +227,12 @@ def parse_kinds(text: str) -> list[NodeKind]:
     for fields in filter(None, (NODE_LINE.fullmatch(line.strip()) for line in text.splitlines())):
         name, nodes, cpus, mib, resources, state = fields.groups(default="")
         gpus = sum(int(number) for number in re.findall(r"\bgpu(?::[^:(,]+)?:(\d+)", resources))
-        partition, is_default = name.strip().rstrip("*"), name.strip().endswith("*")
+        partition = name.strip().rstrip("*")
+        is_default = name.strip().endswith("*")
         state = state.strip().rstrip(STATE_MARKS)
-        found.append(NodeKind(partition, is_default, int(nodes), int(cpus), int(mib) * MIB, gpus, state))
+        found.append(
+            NodeKind(partition, is_default, int(nodes), int(cpus), int(mib) * MIB, gpus, state)
+        )
     return found
 
 
@@ -193,17 +243,26 @@ def parse_partitions(text: str) -> list[dict[str, str]]:
 
 def parse_config(text: str) -> dict[str, str]:
     """Parse `scontrol show config`."""
-    return {key: value.strip() for key, value in re.findall(r"^(\w+)\s*=[ \t]*(.*)$", text, re.MULTILINE)}
+    return {
+        key: value.strip()
+        for key, value in re.findall(r"^(\w+)\s*=[ \t]*(.*)$", text, re.MULTILINE)
+    }
 
 
 def parse_mpi_types(text: str) -> tuple[str, ...]:
-    """Parse `srun --mpi=list`: a heading, then a word on each line; newer releases add a line of versions."""
+    """Parse `srun --mpi=list`: a heading, then a word on each line.
+
+    Newer releases add a line of versions.
+    """
     words = [line.removeprefix("srun:").strip() for line in text.splitlines()]
     return tuple(word for word in words if re.fullmatch(r"[a-z][a-z0-9_]*", word))
 
 
 def parse_minutes(text: str) -> int | None:
-    """Parse SLURM's durations (1-00:00:00, 12:00:00, 30:00, 30) as whole minutes; None if unlimited."""
+    """Parse SLURM's durations (1-00:00:00, 12:00:00, 30:00, 30) as whole minutes.
+
+    None if unlimited.
+    """
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
     if found is None or text.upper() in UNLIMITED:
         return None
@@ -220,6 +279,11 @@ def parse_count(text: str) -> int | None:
 def _partition(row: dict[str, str], kinds: tuple[NodeKind, ...]) -> Partition:
     total, largest = (parse_count(row.get(name, "")) for name in ("TotalNodes", "MaxNodes"))
     num_nodes = total if total is not None else sum(kind.nodes for kind in kinds)
-    minutes, names = parse_minutes(row.get("MaxTime", "")), ("AllowAccounts", "DenyAccounts", "AllowQos")
-    allowed = (() if (text := row.get(name, "")) in EVERYBODY else tuple(text.split(",")) for name in names)
-    return Partition(row["PartitionName"], row.get("State", "UP"), num_nodes, largest, minutes, kinds, *allowed)
+    minutes = parse_minutes(row.get("MaxTime", ""))
+    names = ("AllowAccounts", "DenyAccounts", "AllowQos")
+    allowed = (
+        () if (text := row.get(name, "")) in EVERYBODY else tuple(text.split(",")) for name in names
+    )
+    return Partition(
+        row["PartitionName"], row.get("State", "UP"), num_nodes, largest, minutes, kinds, *allowed
+    )

@@ -23,7 +23,10 @@ GRACE_S = 20.0  # a launching process gives its ranks some seconds, and then wri
 END_LIMIT_S = 60.0
 COMMAND_LIMIT_S = 60.0  # a study's command may be in the middle of a submission
 POLL_S = 1.0
-CANCELLED, ENDING, LEFT, REFUSED = "cancelled", "ending", "left", "refused"
+CANCELLED = "cancelled"
+ENDING = "ending"
+LEFT = "left"
+REFUSED = "refused"
 Result = tuple[RunFolder, str, str]  # a run, what became of it, and why
 
 
@@ -36,8 +39,12 @@ def cancel_all(found: Catalogue, *, as_json: bool) -> int:
     results: list[Result] = []
     jobs: list[RunStatus] = []
     here: list[RunStatus] = []
-    points = [folder for study in found.studies for _, folder in study.points() if folder.path.is_dir()]
-    for run in run_statuses(list({folder.path: folder for folder in (*found.runs, *points)}.values())).runs:
+    points = [
+        folder for study in found.studies for _, folder in study.points() if folder.path.is_dir()
+    ]
+    for run in run_statuses(
+        list({folder.path: folder for folder in (*found.runs, *points)}.values())
+    ).runs:
         if not run.is_active:
             results.append((run.folder, LEFT, f"it is {run.state}"))
         elif (refusal := _refusal(run) or _mark(run.folder)) is not None:
@@ -49,30 +56,48 @@ def cancel_all(found: Catalogue, *, as_json: bool) -> int:
     results += [*map(_end_here, here), *_await_jobs(jobs, error)]
     if as_json:
         rows = [
-            {"name": folder.path.name, "run_folder": str(folder.path), "outcome": outcome, "why": why}
+            {
+                "name": folder.path.name,
+                "run_folder": str(folder.path),
+                "outcome": outcome,
+                "why": why,
+            }
             for folder, outcome, why in results
         ]
-        print_json({"runs": rows, "studies": [study.name for study in found.studies], "notes": notes})
+        print_json(
+            {"runs": rows, "studies": [study.name for study in found.studies], "notes": notes}
+        )
     else:
-        lines = [printable(f"{folder.path.name}: {outcome}, {why}") for folder, outcome, why in results]
+        lines = [
+            printable(f"{folder.path.name}: {outcome}, {why}") for folder, outcome, why in results
+        ]
         print("\n".join([*lines, *notes]))
     return int(any(outcome in (REFUSED, ENDING) for _, outcome, _ in results))
 
 
 def _stop_study(study: StudyRecord) -> str | None:
-    """Mark a study as cancelled, and wait for its command to start no more points; return a note if unknown."""
+    """Mark a study as cancelled, and wait for its command to start no more points.
+
+    Return a note if unknown.
+    """
     study.mark_cancelled()
-    pause, deadline_s = threading.Event(), time.monotonic() + COMMAND_LIMIT_S
+    pause = threading.Event()
+    deadline_s = time.monotonic() + COMMAND_LIMIT_S
     while study.is_running_here():
         pid = study.read().get("pid")
         statuses = [read_status(folder) for _, folder in study.points() if folder.path.is_dir()]
-        if any(status.get("state") == "running" and status.get("pid") == pid for status in statuses):
+        if any(
+            status.get("state") == "running" and status.get("pid") == pid for status in statuses
+        ):
             break  # the study's own process is the launching one of a point
         if time.monotonic() > deadline_s:
             return f"study {study.name}: its command (process {pid}) stops before its next point"
         pause.wait(POLL_S / 5)
     if study.is_running_here() is None:
-        return f"study {study.name}: its command on {study.read().get('host')} stops before its next point"
+        return (
+            f"study {study.name}: its command on {study.read().get('host')} stops before its next"
+            " point"
+        )
     return None
 
 
@@ -87,12 +112,17 @@ def _mark(folder: RunFolder) -> str | None:
 
 def _refusal(run: RunStatus) -> str | None:
     """Return why an active run cannot be cancelled from here, or None."""
-    status, job_id = run.status, run.job_id
+    status = run.status
+    job_id = run.job_id
     if job_id is not None:
-        scheduler, name = scheduler_of(job_id), run_name(run.folder.path).strip()
+        scheduler = scheduler_of(job_id)
+        name = run_name(run.folder.path).strip()
         if scheduler is None or run.job_name in (None, scheduler.job_name(name)):
             return None
-        return f"job {job_id} is called {run.job_name!r}: `{scheduler.cancel_program} {job_id}` if you mean all of it"
+        return (
+            f"job {job_id} is called {run.job_name!r}: `{scheduler.cancel_program} {job_id}` if you"
+            " mean all of it"
+        )
     if "job_id" in status:
         return f"its job_id {status['job_id']!r} is no job's ID"
     if run.recorded_state == SUBMITTING:
@@ -108,18 +138,26 @@ def _refusal(run: RunStatus) -> str | None:
 
 def _end_here(run: RunStatus) -> Result:
     """End a run of this machine by its launching process, which ends the ranks and records that in status.json."""
-    pid, started = run.status["pid"], str(run.status["pid_started"])
+    pid = run.status["pid"]
+    started = str(run.status["pid_started"])
     try:
-        has_ended = end_stranger(pid, started, GRACE_S, lambda: run.folder.read_status().get("state") != "running")
+        has_ended = end_stranger(
+            pid, started, GRACE_S, lambda: run.folder.read_status().get("state") != "running"
+        )
     except PermissionError:
         run.folder.cancelled_json.unlink(missing_ok=True)
         return run.folder, REFUSED, f"process {pid} belongs to somebody else"
-    return _record_end(run, f"process {pid}") if has_ended else (run.folder, ENDING, f"process {pid} is still there")
+    return (
+        _record_end(run, f"process {pid}")
+        if has_ended
+        else (run.folder, ENDING, f"process {pid} is still there")
+    )
 
 
 def _await_jobs(jobs: Sequence[RunStatus], error: str | None) -> list[Result]:
     """Wait until the batch system has ended the jobs, or the runs have recorded how they ended."""
-    pause, deadline_s = threading.Event(), time.monotonic() + END_LIMIT_S
+    pause = threading.Event()
+    deadline_s = time.monotonic() + END_LIMIT_S
     waiting = {run.folder.path: run for run in jobs}
     results = []
     while waiting:
@@ -134,13 +172,19 @@ def _await_jobs(jobs: Sequence[RunStatus], error: str | None) -> list[Result]:
     for run in waiting.values():
         if error is not None:
             run.folder.cancelled_json.unlink(missing_ok=True)
-        why = f"job {run.job_id}: {error or f'{title(run.job_id)} is ending it, and status.json will tell'}"
+        why = (
+            f"job {run.job_id}:"
+            f" {error or f'{title(run.job_id)} is ending it, and status.json will tell'}"
+        )
         results.append((run.folder, ENDING if error is None else REFUSED, why))
     return results
 
 
 def _record_end(run: RunStatus, what: str) -> Result:
-    """Record the end of a run that has not done so itself: its process was killed, or its job never started."""
+    """Record the end of a run that has not done so itself.
+
+    Its process was killed, or its job never started.
+    """
     status = run.folder.read_status()
     if status.get("state") in UNFINISHED or status == run.status:
         more = {key: value for key, value in status.items() if key not in ("state", "updated_utc")}

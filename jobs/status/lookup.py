@@ -20,7 +20,10 @@ RUNS_DIR = "runs_dir="
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
-    """Runs, and studies with runs of their own; a point of a study is among `runs` only if it was named."""
+    """Runs, and studies with runs of their own.
+
+    A point of a study is among `runs` only if it was named.
+    """
 
     runs: tuple[RunFolder, ...]
     studies: tuple[StudyRecord, ...]
@@ -51,12 +54,19 @@ class StudyStatus:
             return "running"
         if len(counts) == 1:
             return next(iter(counts))
-        return next((state for state in ("failed", "lost", "cancelled") if counts[state]), "incomplete")
+        return next(
+            (state for state in ("failed", "lost", "cancelled") if counts[state]), "incomplete"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the study and its points for a program."""
         points = [{"point": label, **run.to_dict()} for label, run in self.points]
-        return {"name": self.record.name, "state": self.state, "counts": dict(self.counts), "points": points}
+        return {
+            "name": self.record.name,
+            "state": self.state,
+            "counts": dict(self.counts),
+            "points": points,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +80,9 @@ class Overview:
     @property
     def is_active(self) -> bool:
         """Whether anything waits or runs."""
-        return any(run.is_active for run in self.runs) or any(study.is_active for study in self.studies)
+        return any(run.is_active for run in self.runs) or any(
+            study.is_active for study in self.studies
+        )
 
     def all_runs(self) -> tuple[RunStatus, ...]:
         """Return the runs and the points of the studies, each folder once."""
@@ -79,7 +91,8 @@ class Overview:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the whole for a program."""
-        runs, studies = [run.to_dict() for run in self.runs], [study.to_dict() for study in self.studies]
+        runs = [run.to_dict() for run in self.runs]
+        studies = [study.to_dict() for study in self.studies]
         return {"runs": runs, "studies": studies, "query_errors": self.errors}
 
 
@@ -93,12 +106,15 @@ def overview(catalogue: Catalogue) -> Overview:
         StudyStatus(study, tuple((label, by_path[folder.path]) for label, folder in rows))
         for study, rows in zip(catalogue.studies, points, strict=True)
     )
-    return Overview(tuple(by_path[folder.path] for folder in catalogue.runs), studies, statuses.errors)
+    return Overview(
+        tuple(by_path[folder.path] for folder in catalogue.runs), studies, statuses.errors
+    )
 
 
 def find_runs(words: Sequence[str], *, allows_several: bool = True) -> Catalogue:
-    """Find the runs and studies that `words` name: paths, or names below `runs_dir=` (runs); all if none is named.
+    """Find the runs and studies that `words` name: paths, or names below `runs_dir=` (runs).
 
+    All if none is named.
     A run's name without its ID means all runs of that name, or the only one.
 
     Raises:
@@ -115,24 +131,34 @@ def find_runs(words: Sequence[str], *, allows_several: bool = True) -> Catalogue
     studies: dict[Path, StudyRecord] = {}
     for name in names:
         paths = (runs_dir / name, Path(name).resolve())
-        if (found := next((path for path in paths if _is_run(path) or _is_study(path)), None)) is not None:
+        if (
+            found := next((path for path in paths if _is_run(path) or _is_study(path)), None)
+        ) is not None:
             if _is_run(found):
                 runs[found] = RunFolder(found)
             else:
                 studies[found] = StudyRecord(found)
             continue
-        problem, advice = f"is no run and no study of {runs_dir}", "another folder of runs: runs_dir=FOLDER"
+        problem = f"is no run and no study of {runs_dir}"
+        advice = "another folder of runs: runs_dir=FOLDER"
         same = runs_of_name(name, runs_dir, _is_run, _is_study, problem, advice)
         if len(same) > 1 and not allows_several:
-            raise ConfigError("run", name, "names several runs", ", ".join(path.name for path in same))
+            raise ConfigError(
+                "run", name, "names several runs", ", ".join(path.name for path in same)
+            )
         runs |= {path: RunFolder(path) for path in same}
     return Catalogue(tuple(runs.values()), tuple(studies.values()))
 
 
 def find_named(words: Sequence[str], verb: str) -> Catalogue:
-    """Find the runs and studies that `words` name; raise ConfigError if none is named, or one does not exist."""
+    """Find the runs and studies that `words` name.
+
+    Raise ConfigError if none is named, or one does not exist.
+    """
     if not split_runs_dir(words)[1]:
-        raise ConfigError(verb, "none", "name runs or studies", f"gems-jobs {verb} RUN_OR_STUDY ...")
+        raise ConfigError(
+            verb, "none", "name runs or studies", f"gems-jobs {verb} RUN_OR_STUDY ..."
+        )
     return find_runs(words, allows_several=False)
 
 
@@ -151,7 +177,9 @@ def find_one_run(words: Sequence[str], verb: str) -> RunFolder:
 def split_runs_dir(words: Sequence[str]) -> tuple[Path, list[str]]:
     """Return the folder of the last `runs_dir=` (runs), and the other words."""
     folders = [word.removeprefix(RUNS_DIR) for word in words if word.startswith(RUNS_DIR)]
-    return Path(folders[-1] if folders else "runs").resolve(), [w for w in words if not w.startswith(RUNS_DIR)]
+    return Path(folders[-1] if folders else "runs").resolve(), [
+        w for w in words if not w.startswith(RUNS_DIR)
+    ]
 
 
 def _is_run(path: Path) -> bool:

@@ -1,8 +1,8 @@
 """The proof that the owner of a run folder is gone, also by its batch system, and the end of interrupted submissions.
 
-Whoever submits writes "submitting" into status.json before the command that submits, with a token that the job carries:
-SLURM's in the name of the batch script. If it ends before it has written the job's ID, the next look at the run finds
-the job by the token.
+Whoever submits writes "submitting" into status.json before the command that submits, with a token
+that the job carries: SLURM's in the name of the batch script. If it ends before it has written the
+job's ID, the next look at the run finds the job by the token.
 """
 
 from __future__ import annotations
@@ -36,22 +36,35 @@ Find = Callable[[str], ListedJob | None]
 def gone_verifier(*, force: bool = False, find: Find | None = None) -> Verify:
     """Return the check that raises TryLaterError unless a folder's owner is gone, by its batch system too.
 
-    A job of the run's chain that waits or runs keeps the folder as the owner does. With `force` an owner is taken for
-    gone if nobody can tell, but never one that is known to be there. `find` looks jobs up; by a command each unless
-    it is given.
+    A job of the run's chain that waits or runs keeps the folder as the owner does. With `force` an
+    owner is taken for gone if nobody can tell, but never one that is known to be there. `find`
+    looks jobs up; by a command each unless it is given.
     """
     look_up = find or _find
 
     def verify(folder: RunFolder, owner: Owner) -> None:
-        status, chain = folder.read_status(), read_chain(folder)
-        if owner.is_released and not chain and (owner.job_id is None or status.get("state") == "finished"):
+        status = folder.read_status()
+        chain = read_chain(folder)
+        if (
+            owner.is_released
+            and not chain
+            and (owner.job_id is None or status.get("state") == "finished")
+        ):
             return
         if owner.job_id is None and owner.is_alive_here:
-            what = "it is being submitted" if status.get("state") == SUBMITTING else "a run goes on there"
+            what = (
+                "it is being submitted"
+                if status.get("state") == SUBMITTING
+                else "a run goes on there"
+            )
             raise in_use(folder, f"{what} (process {owner.pid})", "wait for it, or change name=")
-        doubt, found, active = None, None, None
+        doubt = None
+        found = None
+        active = None
         try:
-            if is_submitting(status, owner):  # perhaps with the job's number: status.json is written after it
+            if is_submitting(
+                status, owner
+            ):  # perhaps with the job's number: status.json is written after it
                 found = complete_submissions([folder]).get(owner.token)
             own = owner.job_id if found is None else _own_number(found, status)
             for job_id in dict.fromkeys(filter(None, (own, *chain))):
@@ -67,8 +80,16 @@ def gone_verifier(*, force: bool = False, find: Find | None = None) -> Verify:
         if owner.is_released or (force and doubt is not None):
             return
         if doubt is not None:
-            whose = f"job {owner.job_id}" if owner.job_id is not None else "a job whose submission was interrupted"
-            raise in_use(folder, f"belongs to {whose}, and nobody can tell whether it has ended ({doubt})", UNSURE)
+            whose = (
+                f"job {owner.job_id}"
+                if owner.job_id is not None
+                else "a job whose submission was interrupted"
+            )
+            raise in_use(
+                folder,
+                f"belongs to {whose}, and nobody can tell whether it has ended ({doubt})",
+                UNSURE,
+            )
         if owner.job_id is None and owner.is_alive_here is None and found is None:
             _check_other_host(folder, owner, force)
 
@@ -82,24 +103,36 @@ def _check_other_host(folder: RunFolder, owner: Owner, force: bool) -> None:
         age_s = (datetime.now(UTC) - datetime.fromisoformat(owner.utc)).total_seconds()
     if force and age_s > OLD_S:
         return
-    who = f"process {owner.pid} on {owner.host}" if owner.host else f"somebody (owners/{owner.number:04d}.json)"
+    who = (
+        f"process {owner.pid} on {owner.host}"
+        if owner.host
+        else f"somebody (owners/{owner.number:04d}.json)"
+    )
     advice = "call this there, or add --force if it has ended"
     if force:
         advice = f"--force takes it {OLD_S / 60:.0f} min after its start"
-    raise in_use(folder, f"belongs to {who}, and nobody can tell from here whether it has ended", advice)
+    raise in_use(
+        folder, f"belongs to {who}, and nobody can tell from here whether it has ended", advice
+    )
 
 
 def is_submitting(status: Mapping[str, Any], owner: Owner) -> bool:
     """Return whether status.json says that this owner submits, and does not know the job's ID yet."""
-    return status.get("state") == SUBMITTING and status.get("token") == owner.token and not owner.is_released
+    return (
+        status.get("state") == SUBMITTING
+        and status.get("token") == owner.token
+        and not owner.is_released
+    )
 
 
 def complete_submissions(folders: Sequence[RunFolder]) -> dict[str, ListedJob]:
     """Complete the interrupted submissions of some folders, by one look, and return the jobs by token.
 
-    A submission whose process is alive is left to it. Raises SchedulerError if there is no list of jobs.
+    A submission whose process is alive is left to it. Raises SchedulerError if there is no list of
+    jobs.
     """
-    owners, tokens = {}, {}
+    owners = {}
+    tokens = {}
     for folder in folders:
         with contextlib.suppress(ConfigError, OSError):
             owner = read_owner(folder)
@@ -112,28 +145,38 @@ def complete_submissions(folders: Sequence[RunFolder]) -> dict[str, ListedJob]:
     found = find_submitted(tokens)
     for path, owner in owners.items():
         if owner.token in found:
-            job, folder = found[owner.token], RunFolder(path)
+            job = found[owner.token]
+            folder = RunFolder(path)
             with contextlib.suppress(OSError):  # somebody else's folder
                 job_id = _own_number(job, folder.read_status())
                 if job.command:
-                    name_submission(Path(job.command).parent, owner.token, JobId.parse(job.job_id).number)
+                    name_submission(
+                        Path(job.command).parent, owner.token, JobId.parse(job.job_id).number
+                    )
                 name_submission(folder.logs, owner.token, job_id)
                 record_submission(folder, owner, job_id)
     return found
 
 
 def record_submission(
-    folder: RunFolder, owner: Owner, job_id: str, state: str = "submitted", facts: Mapping[str, Any] | None = None
+    folder: RunFolder,
+    owner: Owner,
+    job_id: str,
+    state: str = "submitted",
+    facts: Mapping[str, Any] | None = None,
 ) -> None:
     """Record the job of a submission as the owner, and the state, unless somebody has done so."""
     if is_submitting(status := folder.read_status(), owner):
         owner.update(folder, job_id=job_id)
-        folder.change_status(status, state, ("token", "scheduler", "task"), **{**(facts or {}), "job_id": job_id})
+        folder.change_status(
+            status, state, ("token", "scheduler", "task"), **{**(facts or {}), "job_id": job_id}
+        )
 
 
 def _await_submission(token: str) -> None:
     """Wait until no process on this machine names the submission's script or has it open, or raise SchedulerError."""
-    pause, deadline_s = threading.Event(), time.monotonic() + ABANDONED_WAIT_S
+    pause = threading.Event()
+    deadline_s = time.monotonic() + ABANDONED_WAIT_S
     while is_mentioned(script_path(Path(), token).name):
         if time.monotonic() > deadline_s:
             raise SchedulerUnavailableError("the submission", "has not answered yet")
@@ -141,7 +184,10 @@ def _await_submission(token: str) -> None:
 
 
 def _own_number(job: ListedJob, status: Mapping[str, Any]) -> str:
-    """Return the number of a run's own job; `job` is any task of the submission, and `status` the run's status.json."""
+    """Return the number of a run's own job.
+
+    `job` is any task of the submission, and `status` the run's status.json.
+    """
     task = status.get("task")
     return str(JobId.parse(job.job_id)._replace(task="" if task is None else str(task)))
 
@@ -171,15 +217,25 @@ def find_among(job_ids: Iterable[str]) -> Find:
 
 
 def _find(job_id: str) -> ListedJob | None:
-    """Return a job; None if its system has forgotten it. Raises SchedulerError if there is no list of jobs."""
+    """Return a job; None if its system has forgotten it.
+
+    Raises SchedulerError if there is no list of jobs.
+    """
     if not is_job_id(job_id):
         raise SchedulerError("the queue", f"cannot be asked for job {job_id!r}")
     return next((job for job in list_jobs([job_id]) if job.job_id == job_id), None)
 
 
 def read_chain(folder: RunFolder) -> list[str]:
-    """Read the numbers of the jobs that continue the run one after the other; empty if it has one job."""
+    """Read the numbers of the jobs that continue the run one after the other.
+
+    Empty if it has one job.
+    """
     job_ids: Any = None
     with contextlib.suppress(OSError, ValueError):
         job_ids = read_json(folder.path / CHAIN_JSON).get("jobs")
-    return [str(job_id) for job_id in job_ids if is_job_id(job_id)] if isinstance(job_ids, list) else []
+    return (
+        [str(job_id) for job_id in job_ids if is_job_id(job_id)]
+        if isinstance(job_ids, list)
+        else []
+    )

@@ -20,17 +20,30 @@ from gems.utils.atomic_io import read_json
 from jobs.batch.command import SchedulerError
 from jobs.batch.job import ACTIVE as JOB_ACTIVE
 from jobs.batch.job import PENDING, STARTING, SUSPENDED, Job, JobId, JobQuery
-from jobs.schedulers.scheduler import is_job_id, query_accounting, query_queue, scheduler_at, scheduler_of
+from jobs.schedulers.scheduler import (
+    is_job_id,
+    query_accounting,
+    query_queue,
+    scheduler_at,
+    scheduler_of,
+)
 from jobs.slurm.jobs import HELD, NEVER_SATISFIED, SACCT, on
 from jobs.status.ownership import SLURM, complete_submissions, read_chain
 
-MISSING, UNREADABLE = "missing", "unreadable"
-NEVER_STARTS = "it never starts, as a job that it depends on did not end as it must; cancel it and submit it again"
+MISSING = "missing"
+UNREADABLE = "unreadable"
+NEVER_STARTS = (
+    "it never starts, as a job that it depends on did not end as it must; cancel it and submit it"
+    " again"
+)
 WAITING = ("submitted", "requeued")
 ACTIVE = (*UNFINISHED, "pending", "starting", "suspended", "stalled")
-FOLDER, PROCESS, BEATS = "status.json", "process", "heartbeats"
+FOLDER = "status.json"
+PROCESS = "process"
+BEATS = "heartbeats"
 QUEUE = "queue"
-STALLED_AFTER_S = 120.0  # an action of a step takes less; loading, saving and starting may take as long as allowed
+# an action of a step takes less; loading, saving and starting may take as long as allowed
+STALLED_AFTER_S = 120.0
 LOOK_AGAIN_S = 2.5  # ranks that run show a sign of life every second
 SLOW = ("start", "load", "begin", "checkpoint")
 
@@ -39,11 +52,12 @@ SLOW = ("start", "load", "begin", "checkpoint")
 class RunStatus:
     """The status of a run: prepared, pending, starting, running, stalled, stopped, finished, failed, cancelled, lost...
 
-    A stopped run has saved its state on request. "submitted" and "requeued" are the states of runs whose job SLURM was
-    not asked for. `source` is where the state is from; with `is_guess` SLURM did not confirm it. `status` is the
-    content of status.json, `sign_ns` the last progress, `beats` those of an open run; None for what is not known.
-    `sources` names the source of a guessed figure. `error` is what the ranks report as wrong though the run goes on:
-    saves that fail. `layouts` are those that the run has had after its own.
+    A stopped run has saved its state on request. "submitted" and "requeued" are the states of runs
+    whose job SLURM was not asked for. `source` is where the state is from; with `is_guess` SLURM
+    did not confirm it. `status` is the content of status.json, `sign_ns` the last progress, `beats`
+    those of an open run; None for what is not known. `sources` names the source of a guessed
+    figure. `error` is what the ranks report as wrong though the run goes on: saves that fail.
+    `layouts` are those that the run has had after its own.
     """
 
     folder: RunFolder
@@ -77,7 +91,9 @@ class RunStatus:
     def still_s(self) -> float:
         """How long no rank had begun an action at the last sign of life, by the clock that the ranks share."""
         begun_ns = max((beat.time_ns for beat in self.beats.values()), default=0)
-        return max(0.0, (max((beat.alive_ns for beat in self.beats.values()), default=0) - begun_ns) / 1e9)
+        return max(
+            0.0, (max((beat.alive_ns for beat in self.beats.values()), default=0) - begun_ns) / 1e9
+        )
 
     @property
     def layout_note(self) -> str:
@@ -103,8 +119,12 @@ class RunStatus:
 
     @property
     def may_be_queued(self) -> bool:
-        """Whether SLURM may still have the job, or again: one that was stopped may have been put back."""
-        state, code = self.recorded_state, self.status.get("exit_code")
+        """Whether SLURM may still have the job, or again.
+
+        One that was stopped may have been put back.
+        """
+        state = self.recorded_state
+        code = self.status.get("exit_code")
         is_stopped = state == "failed" and isinstance(code, int) and code > SIGNAL_BASE
         return self.job_id is not None and (state in UNFINISHED or is_stopped)
 
@@ -115,15 +135,27 @@ class RunStatus:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields of the status for a program."""
-        path, names = self.folder.path, (
-            "state", "job_id", "step", "steps", "images_per_s", "loss", "note", "is_guess", "error",
-        )  # fmt: skip
+        path = self.folder.path
+        names = (
+            "state",
+            "job_id",
+            "step",
+            "steps",
+            "images_per_s",
+            "loss",
+            "note",
+            "is_guess",
+            "error",
+        )
         return {
-            "name": path.name, "run_folder": str(path), **{name: getattr(self, name) for name in names},
-            "layouts": list(self.layouts), "beat_age_s": self.age_s,
+            "name": path.name,
+            "run_folder": str(path),
+            **{name: getattr(self, name) for name in names},
+            "layouts": list(self.layouts),
+            "beat_age_s": self.age_s,
             "start_utc": self.start_utc.isoformat() if self.start_utc else None,
             "sources": {"state": self.source, **self.sources},
-        }  # fmt: skip
+        }
 
 
 class RunStatuses(NamedTuple):
@@ -136,8 +168,8 @@ class RunStatuses(NamedTuple):
 def run_statuses(folders: Sequence[RunFolder]) -> RunStatuses:
     """Return the status of runs, by one squeue for all of them, and one sacct for the jobs that it does not know.
 
-    A folder whose job seems to have gone is read again: the run may have ended between the two reads. Submissions that
-    were interrupted are completed first, by a squeue more.
+    A folder whose job seems to have gone is read again: the run may have ended between the two
+    reads. Submissions that were interrupted are completed first, by a squeue more.
     """
     read = [read_recorded(folder) for folder in folders]
     doubt = None
@@ -145,7 +177,11 @@ def run_statuses(folders: Sequence[RunFolder]) -> RunStatuses:
         doubt = _complete([read[index].folder for index in submitting])
         for index in submitting:
             read[index] = read_recorded(read[index].folder)
-    chains = {run.folder.path: chain for run in read if run.may_be_queued and (chain := read_chain(run.folder))}
+    chains = {
+        run.folder.path: chain
+        for run in read
+        if run.may_be_queued and (chain := read_chain(run.folder))
+    }
     job_ids = [run.job_id for run in read if run.may_be_queued and run.job_id]
     job_ids += [job_id for chain in chains.values() for job_id in chain]
     queue = query_queue(job_ids)
@@ -156,10 +192,17 @@ def run_statuses(folders: Sequence[RunFolder]) -> RunStatuses:
             fresh = read[index] = read_recorded(run.folder)
             chain = chains.get(run.folder.path, [])
             active = [each for each in chain if each in queue.jobs and queue.jobs[each].is_active]
-            if active and fresh.may_be_queued:  # the job was killed before it could name the next of its chain
-                read[index] = replace(fresh, status={**fresh.status, "job_id": active[0]}, state=WAITING[1])
+            if (
+                active and fresh.may_be_queued
+            ):  # the job was killed before it could name the next of its chain
+                read[index] = replace(
+                    fresh, status={**fresh.status, "job_id": active[0]}, state=WAITING[1]
+                )
     errors = tuple(query.error for query in (queue, accounting) if query.error is not None)
-    runs = (_submission(run, doubt) if run.state == SUBMITTING else _judged(run, queue, accounting) for run in read)
+    runs = (
+        _submission(run, doubt) if run.state == SUBMITTING else _judged(run, queue, accounting)
+        for run in read
+    )
     return RunStatuses(_look_again(list(runs)), errors)
 
 
@@ -174,18 +217,26 @@ def _complete(folders: Sequence[RunFolder]) -> str | None:
 
 def _submission(run: RunStatus, doubt: str | None) -> RunStatus:
     """Judge a run whose process wrote that it submits, and not yet which job."""
-    where, is_here = f"process {run.status.get('pid') or ''} on {run.status.get('host')}", is_alive_here(run.status)
+    where = f"process {run.status.get('pid') or ''} on {run.status.get('host')}"
+    is_here = is_alive_here(run.status)
     if is_here or is_here is None:
         return replace(run, source=PROCESS, is_guess=is_here is None, note=f"by {where}")
     scheduler = scheduler_at(str(run.status.get("scheduler", SLURM)))
     system = scheduler.title if scheduler is not None else "the batch system"
     if doubt is not None:
-        return replace(run, is_guess=True, note=f"{where} has gone; cannot determine whether {system} accepted the job")
+        return replace(
+            run,
+            is_guess=True,
+            note=f"{where} has gone; cannot determine whether {system} accepted the job",
+        )
     return _gone(run, PROCESS, f"{where} ended before {system} had the job")
 
 
 def _look_again(runs: Sequence[RunStatus]) -> tuple[RunStatus, ...]:
-    """Read the heartbeats of runs that seem stalled once more: nodes' clocks may differ from ours by any time."""
+    """Read the heartbeats of runs that seem stalled once more.
+
+    Nodes' clocks may differ from ours by any time.
+    """
     suspects = {run.folder.path for run in runs if run.state == "stalled" and run.beats}
     if suspects:
         time.sleep(LOOK_AGAIN_S)
@@ -207,10 +258,13 @@ def read_recorded(folder: RunFolder) -> RunStatus:
         return run
     is_open = run.state in (*UNFINISHED, "prepared")
     spec = read_spec(folder) if is_open else None
-    progress, result = read_or_empty(folder.progress_json), read_or_empty(folder.result_json)
+    progress = read_or_empty(folder.progress_json)
+    result = read_or_empty(folder.result_json)
     beats = read_beats(folder.path) if is_open else {}
     newest = max(beats.values(), key=lambda beat: beat.time_ns, default=None)
-    step, steps, sources = whole(progress.get("step")), whole(progress.get("steps")), {}
+    step = whole(progress.get("step"))
+    steps = whole(progress.get("steps"))
+    sources = {}
     if step is None and newest is not None and newest.step >= 0:
         step, sources["step"] = max(beat.step for beat in beats.values()), "heartbeats"
     if step is None and (step := whole(result.get("num_steps"))) is not None:
@@ -223,7 +277,11 @@ def read_recorded(folder: RunFolder) -> RunStatus:
     is_slow = newest is None or newest.step < 0 or newest.action in SLOW
     limit_s = spec.train.hang_timeout_s if spec is not None else STALLED_AFTER_S
     return replace(
-        run, step=step, steps=steps, sources=sources, beats=beats,
+        run,
+        step=step,
+        steps=steps,
+        sources=sources,
+        beats=beats,
         images_per_s=_number(progress.get("images_per_s", result.get("images_per_s"))),
         loss=_number(progress.get("loss", result.get("last_loss"))),
         sign_ns=max((sign for sign in signs if sign is not None), default=None),
@@ -231,7 +289,7 @@ def read_recorded(folder: RunFolder) -> RunStatus:
         are_ranks_done=bool(beats) and all(beat.action == FINISHED for beat in beats.values()),
         hang_timeout_s=limit_s if is_slow else min(STALLED_AFTER_S, limit_s),
         error=" ".join(str(progress.get("error") or "").split()) if is_open else "",
-    )  # fmt: skip
+    )
 
 
 def _layouts(folder: RunFolder) -> list[dict[str, Any]]:
@@ -255,10 +313,16 @@ def _judged(run: RunStatus, queue: JobQuery, accounting: JobQuery) -> RunStatus:
         job = queue.jobs.get(run.job_id) or accounting.jobs.get(run.job_id)
         if job is not None and not (job.source == SACCT and job.is_active and queue.error is None):
             status = _from_job(run, job)
-            return replace(status, start_utc=job.start_utc if status.state == "pending" else None, job_name=job.name)
+            return replace(
+                status,
+                start_utc=job.start_utc if status.state == "pending" else None,
+                job_name=job.name,
+            )
         if run.state in UNFINISHED and queue.error is None:
             system = scheduler_of(run.job_id)
-            source, title = (system.queue_program, system.title) if system is not None else (QUEUE, QUEUE)
+            source, title = (
+                (system.queue_program, system.title) if system is not None else (QUEUE, QUEUE)
+            )
             return _gone(run, source, f"{title} does not know the job any more")
         if run.state in WAITING:
             return replace(run, is_guess=True, note="")
@@ -279,7 +343,10 @@ def _judged(run: RunStatus, queue: JobQuery, accounting: JobQuery) -> RunStatus:
 
 
 def _from_job(run: RunStatus, job: Job) -> RunStatus:
-    """Judge by a job that SLURM knows; the end that the run recorded counts, unless it is to start again."""
+    """Judge by a job that SLURM knows.
+
+    The end that the run recorded counts, unless it is to start again.
+    """
     if job.state in PENDING:
         again = "" if run.state == "submitted" else " (to start again)"
         advice = f": {NEVER_STARTS}" if job.reason == NEVER_SATISFIED else ""
@@ -287,9 +354,13 @@ def _from_job(run: RunStatus, job: Job) -> RunStatus:
             job_id = JobId.parse(run.job_id)
             words = ["scontrol", *on(job_id.cluster), "release", job_id.local]
             advice = f": `{' '.join(words)}` lets it go"
-        return replace(run, state="pending", source=job.source, note=f"{job.reason}{advice}{again}".strip())
+        return replace(
+            run, state="pending", source=job.source, note=f"{job.reason}{advice}{again}".strip()
+        )
     if run.state not in UNFINISHED:
-        return replace(run, state="cancelled", source=job.source) if job.state == "CANCELLED" else run
+        return (
+            replace(run, state="cancelled", source=job.source) if job.state == "CANCELLED" else run
+        )
     known = job.state.lower() if job.state in JOB_ACTIVE else job.state
     if job.state in SUSPENDED:
         return replace(run, state="suspended", source=job.source, note=job.reason)
@@ -298,11 +369,14 @@ def _from_job(run: RunStatus, job: Job) -> RunStatus:
         return replace(run, state="starting", source=job.source, note=note)
     if job.is_active:
         return _alive(run, job.source, "" if job.state == "RUNNING" else known)
-    state, note = "failed", f"the job ended as {job.state}" + (f" ({job.reason})" if job.reason else "")
+    state = "failed"
+    note = f"the job ended as {job.state}" + (f" ({job.reason})" if job.reason else "")
     if job.state == "CANCELLED" or run.folder.cancelled_json.exists():
-        state, note = "cancelled", "the job was cancelled"
+        state = "cancelled"
+        note = "the job was cancelled"
     elif job.state == "COMPLETED":
-        state, note = "lost", "the job has ended, and the run recorded no end"
+        state = "lost"
+        note = "the job has ended, and the run recorded no end"
     return replace(run, state=state, source=job.source, note=note)
 
 
@@ -314,7 +388,10 @@ def _from_ranks(run: RunStatus, note: str) -> RunStatus:
 
 
 def _alive(run: RunStatus, source: str, note: str = "") -> RunStatus:
-    """Judge by the last progress; a clock of the ranks that is ahead of ours hides its age, but not `still_s`."""
+    """Judge by the last progress.
+
+    A clock of the ranks that is ahead of ours hides its age, but not `still_s`.
+    """
     if run.sign_ns is None:
         return replace(run, state="running", source=source, note=note, age_s=None)
     return _by_age(run, source, note, max(run.still_s, (time.time_ns() - run.sign_ns) / 1e9))
@@ -324,7 +401,8 @@ def _by_age(run: RunStatus, source: str, note: str, age_s: float) -> RunStatus:
     state = "running"
     if not run.are_ranks_done and age_s > run.hang_timeout_s:
         last = f", the last in {run.action}" if run.action else ""
-        state, note = "stalled", f"no rank has moved for {age_s:.0f} s{last}"
+        state = "stalled"
+        note = f"no rank has moved for {age_s:.0f} s{last}"
     return replace(run, state=state, source=source, note=note, age_s=age_s)
 
 
@@ -335,7 +413,8 @@ def _gone(run: RunStatus, source: str, note: str) -> RunStatus:
 
 def format_start(start: datetime) -> str:
     """Format an estimated start in this machine's time, without the date on the same day."""
-    local, today = start.astimezone(), datetime.now(UTC).astimezone().date()
+    local = start.astimezone()
+    today = datetime.now(UTC).astimezone().date()
     return f"{local:%H:%M}" if local.date() == today else f"{local:%Y-%m-%d %H:%M}"
 
 

@@ -1,4 +1,7 @@
-"""The record of a study, beside its pictures: its points, the command that runs them, and whether it was cancelled."""
+"""The record of a study, beside its pictures.
+
+Its points, the command that runs them, and whether it was cancelled.
+"""
 
 from __future__ import annotations
 
@@ -46,11 +49,13 @@ class StudyRecord:
     def begin(self, points: Sequence[tuple[str, Path]]) -> None:
         """Record that this process runs `points`, labels and run folders, and remove an earlier cancellation.
 
-        Points of earlier calls, which had other overrides, stay as long as their folders exist. Raises ConfigError if
-        the folder cannot be written.
+        Points of earlier calls, which had other overrides, stay as long as their folders exist.
+        Raises ConfigError if the folder cannot be written.
         """
         now = {path.name: label for label, path in points}
-        earlier = {folder.path.name: label for label, folder in self.points() if folder.run_yaml.exists()}
+        earlier = {
+            folder.path.name: label for label, folder in self.points() if folder.run_yaml.exists()
+        }
         rows = [{"point": label, "run_folder": folder} for folder, label in (earlier | now).items()]
         pid = os.getpid()
         process = {"pid": pid, "pid_started": start_time(pid), "host": os.uname().nodename}
@@ -58,11 +63,14 @@ class StudyRecord:
             write_json(self.study_json, {"study": self.name, **process, "points": rows})
             self.cancelled_json.unlink(missing_ok=True)
         except OSError as error:
-            raise ConfigError("runs_dir", self.path.parent, f"cannot write there ({error.strerror})") from error
+            raise ConfigError(
+                "runs_dir", self.path.parent, f"cannot write there ({error.strerror})"
+            ) from error
 
     def points(self) -> tuple[tuple[str, RunFolder], ...]:
         """Return the labels and run folders of the points, whether or not the folders exist."""
-        listed, found = self.read().get("points"), []
+        listed = self.read().get("points")
+        found = []
         for row in listed if isinstance(listed, list) else []:
             name = row.get("run_folder") if isinstance(row, dict) else None
             if isinstance(name, str) and name and "/" not in name:
@@ -70,7 +78,10 @@ class StudyRecord:
         return tuple(found)
 
     def read(self) -> dict[str, Any]:
-        """Read study.json, the points and the process that runs them; a damaged one counts as empty."""
+        """Read study.json, the points and the process that runs them.
+
+        A damaged one counts as empty.
+        """
         return read_or_empty(self.study_json)
 
     def is_running_here(self) -> bool | None:
@@ -79,11 +90,16 @@ class StudyRecord:
         return is_alive_here(record) if "pid" in record else False
 
     def mark_cancelled(self) -> None:
-        """Ask the study's command, which looks before each point, to start no more; raise ConfigError if one cannot."""
+        """Ask the study's command, which looks before each point, to start no more.
+
+        Raise ConfigError if one cannot.
+        """
         try:
             write_json(self.cancelled_json, requested_by())
         except OSError as error:
-            raise ConfigError("study", self.name, f"cannot write there ({error.strerror})") from error
+            raise ConfigError(
+                "study", self.name, f"cannot write there ({error.strerror})"
+            ) from error
 
 
 def requested_by() -> dict[str, Any]:

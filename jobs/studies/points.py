@@ -65,12 +65,13 @@ def read_study(study: str) -> StudyConfig:
 
 
 def compose_points(study: StudyConfig, name: str, overrides: Sequence[str] = ()) -> list[Point]:
-    """Compose every point of a study, each followed by `overrides`; points of one run folder count once.
+    """Compose every point of a study, each followed by `overrides`.
 
-    They are in the order in which they run: each repetition is a round of all points, so that a machine that grows
-    slower over hours slows all of them alike, and not the last ones (Hoefler and Belli, SC 2015, rule 10). The first
-    round is in the file's order, the others in a random one, the same for every call. Each repetition has a seed of its
-    own, and so a folder.
+    Points of one run folder count once.
+    They are in the order in which they run: each repetition is a round of all points, so that a
+    machine that grows slower over hours slows all of them alike, and not the last ones (Hoefler and
+    Belli, SC 2015, rule 10). The first round is in the file's order, the others in a random one,
+    the same for every call. Each repetition has a seed of its own, and so a folder.
 
     Raises:
         ConfigError: a point that cannot run, with its number and words before the key.
@@ -96,7 +97,9 @@ def compose_points(study: StudyConfig, name: str, overrides: Sequence[str] = ())
             order.append(order.pop(0))
         for point in order:
             seed = point.spec.seed + repetition
-            points.append(Point((*point.words, f"seed={seed}"), dataclasses.replace(point.spec, seed=seed)))
+            points.append(
+                Point((*point.words, f"seed={seed}"), dataclasses.replace(point.spec, seed=seed))
+            )
     return list({point.folder.path: point for point in points}.values())
 
 
@@ -104,7 +107,9 @@ def _words(key: str, choice: Any) -> list[str]:
     """Return the overrides of one choice of an axis."""
     if isinstance(choice, list):
         return choice
-    return [f"{key}={'null' if choice is None else str(choice).lower() if isinstance(choice, bool) else choice}"]
+    return [
+        f"{key}={'null' if choice is None else str(choice).lower() if isinstance(choice, bool) else choice}"
+    ]
 
 
 def _checked(values: dict[str, Any]) -> StudyConfig:
@@ -113,17 +118,25 @@ def _checked(values: dict[str, Any]) -> StudyConfig:
             raise ConfigError(f"{GROUP}.{key}", values[key], one_of(KEYS))
     study = StudyConfig(**{key: value for key, value in values.items() if value is not None})
     if not _is_words(study.base):
-        raise ConfigError(f"{GROUP}.base", study.base, "must be a list of overrides", "as in [schedule=1f1b]")
+        raise ConfigError(
+            f"{GROUP}.base", study.base, "must be a list of overrides", "as in [schedule=1f1b]"
+        )
     if not isinstance(study.points, list) or not all(map(_is_words, study.points)):
         text = "must be a list of lists of overrides"
         raise ConfigError(f"{GROUP}.points", study.points, text, "as in [[parallel.replicas=2]]")
     if not isinstance(study.axes, dict):
-        raise ConfigError(f"{GROUP}.axes", study.axes, "must be a mapping of keys to lists of choices")
+        raise ConfigError(
+            f"{GROUP}.axes", study.axes, "must be a mapping of keys to lists of choices"
+        )
     for key, choices in study.axes.items():
         rows = choices if isinstance(choices, list) else []
-        if not rows or not all(_is_words(row) or row is None or isinstance(row, str | int | float) for row in rows):
+        if not rows or not all(
+            _is_words(row) or row is None or isinstance(row, str | int | float) for row in rows
+        ):
             text = "must be a list of values, or of lists of overrides"
-            raise ConfigError(f"{GROUP}.axes.{key}", choices, text, "as in parallel.replicas: [1, 2, 4]")
+            raise ConfigError(
+                f"{GROUP}.axes.{key}", choices, text, "as in parallel.replicas: [1, 2, 4]"
+            )
     repetitions = study.repetitions
     if not isinstance(repetitions, int) or isinstance(repetitions, bool) or repetitions < 1:
         raise ConfigError(f"{GROUP}.repetitions", repetitions, "must be a whole number, 1 or more")

@@ -1,13 +1,14 @@
 """The runner of a study: starts the points that are due, and with --wait looks again until all have ended.
 
-Points whose jobs are equal go as one job array: one sbatch, and as many tasks as points, each with its own folder, logs
-and end. The elements of an array share one request of nodes and time, so points of different sizes make different
-arrays, and one alone is a plain job.
+Points whose jobs are equal go as one job array: one sbatch, and as many tasks as points, each with
+its own folder, logs and end. The elements of an array share one request of nodes and time, so
+points of different sizes make different arrays, and one alone is a plain job.
 
-Small points may share a job, one after another, as `cluster.runs_per_job` allows. They do not run side by side under
-`srun --exact`: a study is there to be timed, and neighbours on a node share memory bandwidth, links, power and cores of
-the system. It is also robust: whether steps that overlap get disjoint CPUs and GPUs depends on SLURM's release and on
-the site. The job takes one slot in the queue, the resources of the largest point, and the minutes of all.
+Small points may share a job, one after another, as `cluster.runs_per_job` allows. They do not run
+side by side under `srun --exact`: a study is there to be timed, and neighbours on a node share
+memory bandwidth, links, power and cores of the system. It is also robust: whether steps that
+overlap get disjoint CPUs and GPUs depends on SLURM's release and on the site. The job takes one
+slot in the queue, the resources of the largest point, and the minutes of all.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ HELD_BACK = "waiting"
 Pack = tuple[Point, ...]  # the points of one job, or of one task of an array
 Scope = tuple[str | None, str | None, str | None]
 POINT_KEYS = ("nodes", "ranks_per_node", "cpus_per_rank", "gpus_per_node", "minutes")
-MIN_POLL_S, MAX_POLL_S, POLL_GROWTH = 1.0, 30.0, 1.5
+MIN_POLL_S = 1.0
+MAX_POLL_S = 30.0
+POLL_GROWTH = 1.5
 
 
 class QueueSlots:
@@ -55,10 +58,15 @@ class QueueSlots:
 
     def __init__(self) -> None:
         self._slots: dict[Scope, int | None] = {}
-        self.full: set[Scope] = set()  # accounts, partitions and qos for which SLURM takes no more jobs now
+        self.full: set[Scope] = (
+            set()
+        )  # accounts, partitions and qos for which SLURM takes no more jobs now
 
     def num_free(self, spec: RunSpec, job: JobSpec) -> float:
-        """Return how many more jobs the queue takes, as far as is known; raise ConfigError if none of this size."""
+        """Return how many more jobs the queue takes, as far as is known.
+
+        Raise ConfigError if none of this size.
+        """
         if _scope(spec) in self.full:
             return 0
         key, allowed = _limit(spec, job)
@@ -79,7 +87,8 @@ class QueueSlots:
 class StudyRunner:
     """Runs the points of a study that are due.
 
-    `waiting` are those of them that the queue does not take yet, `refused` has the errors of those that cannot start.
+    `waiting` are those of them that the queue does not take yet, `refused` has the errors of those
+    that cannot start.
     """
 
     def __init__(self, points: Sequence[Point], record: StudyRecord, due: Sequence[Point]) -> None:
@@ -93,17 +102,24 @@ class StudyRunner:
         self.refused: dict[Path, GemsError] = {}
 
     def run(self) -> int:
-        """Start what is due, as far as the queue takes it; return the worst exit code of what failed or did not start.
+        """Start what is due, as far as the queue takes it.
 
-        Points of this machine run here, one after another. Unless a signal to a point's run or a cancelled study ends
-        the whole, only points without a slot in the queue are left in `waiting`.
+        Return the worst exit code of what failed or did not start.
+        Points of this machine run here, one after another. Unless a signal to a point's run or a
+        cancelled study ends the whole, only points without a slot in the queue are left in
+        `waiting`.
         """
-        due, self.waiting = pack_points(self.waiting), []
-        slots, code = QueueSlots(), 0
+        due = pack_points(self.waiting)
+        self.waiting = []
+        slots = QueueSlots()
+        code = 0
         with cached_site_queries():
             for packs in group_packs(due):
                 if self._record.is_cancelled:
-                    report("jobs", f"study {self._record.name} was cancelled; the other points are left")
+                    report(
+                        "jobs",
+                        f"study {self._record.name} was cancelled; the other points are left",
+                    )
                     break
                 point = packs[0][0]
                 if job_spec(point.spec).is_batch:
@@ -113,7 +129,9 @@ class StudyRunner:
                 code = max(code, ended)
                 state = point.folder.read_status().get("state")
                 if state == "stopped" or (ended > SIGNAL_BASE and state != "cancelled"):
-                    self._is_stopped = True  # someone ends the whole study, and not this point alone
+                    self._is_stopped = (
+                        True  # someone ends the whole study, and not this point alone
+                    )
                     break
         return code
 
@@ -122,18 +140,27 @@ class StudyRunner:
 
         One squeue asks for all points; polls become rarer while nothing changes.
         """
-        pause, poll_s, code = threading.Event(), MIN_POLL_S, 0
+        pause = threading.Event()
+        poll_s = MIN_POLL_S
+        code = 0
         before: Counter[str] = Counter()
         while not self._is_stopped:
             found = run_statuses([point.folder for point in self._points])
             counts = Counter(run.state for run in found.runs)
-            if self._record.is_cancelled or not (self.waiting or any(run.is_active for run in found.runs)):
+            if self._record.is_cancelled or not (
+                self.waiting or any(run.is_active for run in found.runs)
+            ):
                 break
             if counts != before:
                 states = ", ".join(f"{number} {state}" for state, number in sorted(counts.items()))
-                more = f", {len(self.waiting)} of them wait for a slot in the queue" if self.waiting else ""
+                more = (
+                    f", {len(self.waiting)} of them wait for a slot in the queue"
+                    if self.waiting
+                    else ""
+                )
                 report("jobs", f"study {self._record.name}: {states}{more}")
-                before, poll_s = counts, MIN_POLL_S
+                before = counts
+                poll_s = MIN_POLL_S
             if self.waiting:
                 code = max(code, self.run())
             pause.wait(poll_s)
@@ -176,8 +203,12 @@ class StudyRunner:
         return 0
 
     def _submit_array(self, packs: Sequence[Pack], job: JobSpec, slots: QueueSlots) -> int:
-        """Prepare the points of equal jobs and submit them together; a point that cannot be prepared is left out."""
-        spec, home = packs[0][0].spec, RunFolder(self._record.path)
+        """Prepare the points of equal jobs and submit them together.
+
+        A point that cannot be prepared is left out.
+        """
+        spec = packs[0][0].spec
+        home = RunFolder(self._record.path)
         scheduler = SCHEDULERS[spec.cluster.scheduler]
         check_limits(spec, job)
         scheduler.check_here()
@@ -188,7 +219,8 @@ class StudyRunner:
         find = find_among([*_owners(point for pack in packs for point in pack)])
         ownership = Ownership(gone_verifier(find=find))
         ready: list[Pack] = []
-        code, last = 0, None
+        code = 0
+        last = None
         try:
             for pack in packs:
                 prepared = []
@@ -205,10 +237,16 @@ class StudyRunner:
             ownership.release()
 
     def _submit_parts(
-        self, packs: list[Pack], job: JobSpec, home: RunFolder, ownership: Ownership, slots: QueueSlots
-    ) -> int:  # fmt: skip
+        self,
+        packs: list[Pack],
+        job: JobSpec,
+        home: RunFolder,
+        ownership: Ownership,
+        slots: QueueSlots,
+    ) -> int:
         """Submit prepared packs as one array, in halves if the queue does not take so many, or else one by one."""
-        parts, code = deque([packs] if packs else []), 0
+        parts = deque([packs] if packs else [])
+        code = 0
         refusal: ConfigError | None = None
         while parts:
             part = parts.popleft()
@@ -219,30 +257,44 @@ class StudyRunner:
                 submit_packs(part, job, home, ownership)
                 self._note_submitted(part, job, slots)
                 if refusal is not None:
-                    report("jobs", f"no job array ({refusal}); each point is a job of its own: cluster.array=false")
+                    report(
+                        "jobs",
+                        f"no job array ({refusal}); each point is a job of its own:"
+                        " cluster.array=false",
+                    )
                     refusal = None
             except TryLaterError as error:
                 half = len(part) // 2
                 if isinstance(error, UnclearSubmissionError) or not half:
-                    code = max(code, self._refuse([*part, *(pack for rest in parts for pack in rest)], error, slots))
+                    code = max(
+                        code,
+                        self._refuse(
+                            [*part, *(pack for rest in parts for pack in rest)], error, slots
+                        ),
+                    )
                     break
                 parts.extendleft((part[half:], part[:half]))
             except ConfigError as error:
                 if len(part) > 1:
-                    refusal, self._has_arrays = error, False
+                    refusal = error
+                    self._has_arrays = False
                     parts.appendleft(part)
                     continue
                 if refusal is not None:  # it was not the array that was refused
                     part = [*part, *(pack for rest in parts for pack in rest)]
                     self._has_arrays = True
                     parts.clear()
-                code, refusal = max(code, self._refuse(part, error, slots)), None
+                code = max(code, self._refuse(part, error, slots))
+                refusal = None
             except GemsError as error:
                 code = max(code, self._refuse(part, error, slots))
         return code
 
     def _refuse(self, packs: Sequence[Pack], error: GemsError, slots: QueueSlots) -> int:
-        """Hold packs back if their jobs would be taken later, or report that they cannot start; return the code."""
+        """Hold packs back if their jobs would be taken later, or report that they cannot start.
+
+        Return the code.
+        """
         spec = packs[0][0].spec
         scheduler = SCHEDULERS[spec.cluster.scheduler]
         clusters = scheduler.clusters(spec.cluster)
@@ -268,7 +320,11 @@ class StudyRunner:
 
     def _report_start(self, point: Point, more: str = "") -> None:
         number = self._numbers[point.folder.path]
-        report("jobs", f"point {number} of {len(self._points)}: {point.label}, {point.spec.world_size} ranks{more}")
+        report(
+            "jobs",
+            f"point {number} of {len(self._points)}: {point.label}, {point.spec.world_size}"
+            f" ranks{more}",
+        )
 
     def _label(self, point: Point) -> str:
         return f"point {self._numbers[point.folder.path]} of {len(self._points)} ({point.label})"
@@ -278,7 +334,8 @@ def group_packs(packs: Sequence[Pack]) -> list[list[Pack]]:
     """Group packs whose jobs are equal, for arrays of as many tasks as the site allows, in the order of the first."""
     groups: dict[str, list[Pack]] = {}
     for number, pack in enumerate(packs):
-        spec, job = pack[0].spec, pack_resources(pack)
+        spec = pack[0].spec
+        job = pack_resources(pack)
         has_arrays = job.is_batch and SCHEDULERS[spec.cluster.scheduler].has_arrays
         is_alone = not has_arrays or not spec.cluster.array
         groups.setdefault(str(number) if is_alone else repr((job, spec.runs_dir)), []).append(pack)
@@ -294,7 +351,8 @@ def group_packs(packs: Sequence[Pack]) -> list[list[Pack]]:
 def pack_points(points: Sequence[Point]) -> list[Pack]:
     """Group points of one node and of the same cluster settings, as many as a job may hold, in their order.
 
-    A pack takes the position of its first point. Its minutes stay within what the site allows for one job.
+    A pack takes the position of its first point. Its minutes stay within what the site allows for
+    one job.
     """
     packs: list[list[Point]] = []
     open_packs: dict[str, list[Point]] = {}
@@ -317,13 +375,22 @@ def pack_resources(points: Sequence[Point]) -> JobSpec:
     tasks = max(job.tasks_per_node for job in jobs)
     cpus = max(job.tasks_per_node * job.cpus_per_task for job in jobs)
     return replace(
-        jobs[0], tasks=tasks, tasks_per_node=tasks, cpus_per_task=-(-cpus // tasks),
-        gpus_per_node=max(job.gpus_per_node for job in jobs), minutes=sum(job.minutes for job in jobs),
-    )  # fmt: skip
+        jobs[0],
+        tasks=tasks,
+        tasks_per_node=tasks,
+        cpus_per_task=-(-cpus // tasks),
+        gpus_per_node=max(job.gpus_per_node for job in jobs),
+        minutes=sum(job.minutes for job in jobs),
+    )
 
 
-def submit_packs(packs: Sequence[Pack], job: JobSpec, home: RunFolder, ownership: Ownership) -> None:
-    """Submit prepared points as a job array with a task for each pack, or as one job; `home` is the study's folder."""
+def submit_packs(
+    packs: Sequence[Pack], job: JobSpec, home: RunFolder, ownership: Ownership
+) -> None:
+    """Submit prepared points as a job array with a task for each pack, or as one job.
+
+    `home` is the study's folder.
+    """
     works = [BatchJob(tuple(str(point.folder.path) for point in pack)) for pack in packs]
     part = ownership.part([point.folder for pack in packs for point in pack])
     submit_owned(packs[0][0].spec, job, part, works, home=home)
@@ -353,7 +420,9 @@ def _pack_key(point: Point) -> str | None:
     job = job_spec(spec)
     if spec.cluster.runs_per_job == 1 or job.nodes > 1 or not job.is_batch:
         return None
-    settings: dict[str, Any] = {key: value for key, value in asdict(spec.cluster).items() if key not in POINT_KEYS}
+    settings: dict[str, Any] = {
+        key: value for key, value in asdict(spec.cluster).items() if key not in POINT_KEYS
+    }
     if job.launcher == "ibrun":  # takes the number of tasks from the job
         settings["tasks"] = job.tasks
     return repr(settings)

@@ -1,18 +1,20 @@
-"""Epochs to a target loss of a small network as the global batch grows: the table that `gems plan --epochs` reads.
+"""Epochs to a target loss of a small network as the global batch grows.
 
-One process trains a residual network on the toolkit's tissue and accumulates the gradients of micro-batches.
-Normalisation is within a sample, so that a global batch is equivalent to as many samples over any number of
-data-parallel workers. Each global batch is tried with several learning rates, and the one that takes fewest epochs over
-all seeds counts, as each batch has a best rate of its own (McCandlish et al. 2018, arXiv 1812.06162). The validation
-loss is evaluated eight times an epoch; the moment at which it reached the target is interpolated between two
-evaluations.
+The table that `gems plan --epochs` reads.
+One process trains a residual network on the toolkit's tissue and accumulates the gradients of
+micro-batches. Normalisation is within a sample, so that a global batch is equivalent to as many
+samples over any number of data-parallel workers. Each global batch is tried with several learning
+rates, and the one that takes fewest epochs over all seeds counts, as each batch has a best rate of
+its own (McCandlish et al. 2018, arXiv 1812.06162). The validation loss is evaluated eight times an
+epoch; the moment at which it reached the target is interpolated between two evaluations.
 
     python -m scripts.bench.epochs --out epochs.json
     gems plan --hybrid --epochs epochs.json ...
 
-The file holds a run for each batch and seed, and lets the planner fit E(B) = E_min (1 + B / B_crit) to them, or read
-them as a table if they do not follow that law; the fit and its largest residuals are printed. A batch that does not
-reach the target within --most-epochs is left out and named. Takes Hydra overrides.
+The file holds a run for each batch and seed, and lets the planner fit E(B) = E_min (1 + B / B_crit)
+to them, or read them as a table if they do not follow that law; the fit and its largest residuals
+are printed. A batch that does not reach the target within --most-epochs is left out and named.
+Takes Hydra overrides.
 """
 
 from __future__ import annotations
@@ -44,13 +46,15 @@ from gems.utils.atomic_io import write_json
 from scripts.bench.rig import answered, composed, log, options
 
 MODEL = (
-    "model=resnet20_v1 model.depth=8 model.width=4 model.norm=group data=tissue data.height_px=16 data.width_px=16 "
-    "data.train_samples=2048 data.validation_samples=512 optimizer.momentum=0.9"
+    "model=resnet20_v1 model.depth=8 model.width=4 model.norm=group data=tissue data.height_px=16"
+    " data.width_px=16 data.train_samples=2048 data.validation_samples=512 optimizer.momentum=0.9"
 )
 MICRO_BATCH = 64
 BATCHES = [8, 16, 32, 64, 128, 256, 512]
-# The learning rate grows with the root of the batch, from this one at that batch, and is tried times each of these.
-BASE_RATE, BASE_BATCH = 0.02, 16
+# The learning rate grows with the root of the batch, from this one at that batch, and is tried
+# times each of these.
+BASE_RATE = 0.02
+BASE_BATCH = 16
 FACTORS = (2.0, 4.0, 8.0, 16.0)
 EVALUATIONS = 8
 
@@ -76,7 +80,9 @@ def make_task(overrides: Sequence[str], target_loss: float, most_epochs: float) 
     for split in ("train", "validation"):
         indices = range(dataset.num_images(split))
         images = torch.stack([torch.from_numpy(dataset.image(split, index)) for index in indices])
-        splits.append((images, torch.tensor([int(dataset.label(split, index)) for index in indices])))
+        splits.append(
+            (images, torch.tensor([int(dataset.label(split, index)) for index in indices]))
+        )
     return Task(spec, splits[0], splits[1], target_loss, most_epochs)
 
 
@@ -92,7 +98,8 @@ def epochs_to_target(task: Task, global_batch: int, rate: float, seed: int) -> f
         group["lr"] = rate
     images, labels = task.train
     every = max(1, round(len(labels) / global_batch / EVALUATIONS))
-    before, seen_before = _validation_loss(model, task), 0.0
+    before = _validation_loss(model, task)
+    seen_before = 0.0
     for step, batch in enumerate(_batches(len(labels), global_batch, seed), start=1):
         model.train()
         optimizer.zero_grad(set_to_none=True)
@@ -102,18 +109,23 @@ def epochs_to_target(task: Task, global_batch: int, rate: float, seed: int) -> f
         optimizer.step()
         if step % every:
             continue
-        loss_now, seen = _validation_loss(model, task), step * global_batch / len(labels)
+        loss_now = _validation_loss(model, task)
+        seen = step * global_batch / len(labels)
         if not math.isfinite(loss_now) or seen > task.most_epochs:
             return None
         if loss_now <= task.target_loss:
             share = (before - task.target_loss) / (before - loss_now) if before > loss_now else 1.0
             return seen_before + share * (seen - seen_before)
-        before, seen_before = loss_now, seen
+        before = loss_now
+        seen_before = seen
     return None
 
 
 def _batches(num_samples: int, global_batch: int, seed: int) -> Iterator[Tensor]:
-    """Yield the samples of each step, endlessly: one permutation after another; a batch may span two."""
+    """Yield the samples of each step, endlessly: one permutation after another.
+
+    A batch may span two.
+    """
     generator = torch.Generator().manual_seed(seed)
     waiting = torch.empty(0, dtype=torch.int64)
     while True:
@@ -130,13 +142,17 @@ def _validation_loss(model: nn.Module, task: Task) -> float:
     return float(functional.cross_entropy(model(images), labels))
 
 
-def study(task: Task, batches: Sequence[int], seeds: Sequence[int]) -> tuple[list[dict[str, float]], list[int]]:
+def study(
+    task: Task, batches: Sequence[int], seeds: Sequence[int]
+) -> tuple[list[dict[str, float]], list[int]]:
     """Train at every batch, rate and seed.
 
-    Return a row for each batch and seed, and the batches that never reached the target. The rate of a batch is the one
-    with the smallest mean over the seeds, among those that reach it with all seeds.
+    Return a row for each batch and seed, and the batches that never reached the target. The rate of
+    a batch is the one with the smallest mean over the seeds, among those that reach it with all
+    seeds.
     """
-    rows, missed = [], []
+    rows = []
+    missed = []
     for batch in batches:
         reached: dict[float, list[float]] = {}
         for factor in FACTORS:
@@ -158,7 +174,8 @@ def study(task: Task, batches: Sequence[int], seeds: Sequence[int]) -> tuple[lis
 
 def describe_fit(fit: NoiseFit) -> str:
     """Return the fitted law, its intervals, and the largest residuals of batches' means and of runs, in one line."""
-    least, critical = fit.law.least_epochs, fit.law.critical_batch
+    least = fit.law.least_epochs
+    critical = fit.law.critical_batch
     by_batch: dict[float, list[float]] = defaultdict(list)
     for (batch, _), residual in zip(fit.runs, fit.residuals, strict=True):
         by_batch[batch].append(residual)
@@ -173,26 +190,40 @@ def describe_fit(fit: NoiseFit) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the study, write the file and print the fit."""
     given = options(
-        __doc__, argv, out=Path("epochs.json"), target_loss=0.15, most_epochs=12.0, batches=BATCHES, seeds=4,
-        json=False, overrides={"nargs": "*", "metavar": "key=value"},
-    )  # fmt: skip
+        __doc__,
+        argv,
+        out=Path("epochs.json"),
+        target_loss=0.15,
+        most_epochs=12.0,
+        batches=BATCHES,
+        seeds=4,
+        json=False,
+        overrides={"nargs": "*", "metavar": "key=value"},
+    )
     torch.set_num_threads(1)
     begin = time.perf_counter()
-    fit, why = None, ""
+    fit = None
+    why = ""
     try:
         task = make_task(given.overrides, given.target_loss, given.most_epochs)
         rows, missed = study(task, given.batches, range(given.seeds))
         if not rows:
-            raise ConfigError("--target-loss", given.target_loss, "is reached by no batch", "raise it")
+            raise ConfigError(
+                "--target-loss", given.target_loss, "is reached by no batch", "raise it"
+            )
         try:
             fit = fit_noise_scale([(row["global_batch"], row["epochs"]) for row in rows])
         except ConfigError as error:
             why = str(error)
         document = {
-            "schema": "gems.epochs/1", "model": "table" if fit is None else "noise_scale",
-            "network": task.spec.model.name, "target_loss": given.target_loss,
-            "samples_per_epoch": len(task.train[1]), "missed": missed, "runs": rows,
-        }  # fmt: skip
+            "schema": "gems.epochs/1",
+            "model": "table" if fit is None else "noise_scale",
+            "network": task.spec.model.name,
+            "target_loss": given.target_loss,
+            "samples_per_epoch": len(task.train[1]),
+            "missed": missed,
+            "runs": rows,
+        }
         write_json(given.out, document)
     except ConfigError as error:
         log(f"epochs: {error}")
@@ -200,9 +231,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     wall_s = time.perf_counter() - begin
     if not given.json:
         left_out = f"; never at the target: {', '.join(map(str, missed))}" if missed else ""
-        print(f"{why if fit is None else describe_fit(fit)}{left_out}; {wall_s:.0f} s, in {given.out}")
+        print(
+            f"{why if fit is None else describe_fit(fit)}{left_out}; {wall_s:.0f} s, in {given.out}"
+        )
     law = None if fit is None else epochs_json(GivenEpochs(fit.law, fit))
-    return answered({**document, "path": str(given.out), "fit": law, "wall_s": wall_s}, False, given.json)
+    return answered(
+        {**document, "path": str(given.out), "fit": law, "wall_s": wall_s}, False, given.json
+    )
 
 
 if __name__ == "__main__":

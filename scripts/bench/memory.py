@@ -1,16 +1,19 @@
 """What memory policies move and hold, on the processor.
 
-Traffic: bytes moved to host memory over the unique bytes that autograd saved, with every layer's saved tensors
-offloaded: ours by the counters of the engine's activation store in a training step, torch's save_on_cpu by what its
-hook copies, and torchtune's rule (torchtune itself is not installed). Parameters, buffers and images count in neither;
-what a hook copies of parameters besides is given apart. Unique is each storage once, however many tensors share it, by
-a hook of its own.
+Traffic: bytes moved to host memory over the unique bytes that autograd saved, with every layer's
+saved tensors offloaded: ours by the counters of the engine's activation store in a training step,
+torch's save_on_cpu by what its hook copies, and torchtune's rule (torchtune itself is not
+installed). Parameters, buffers and images count in neither; what a hook copies of parameters
+besides is given apart. Unique is each storage once, however many tensors share it, by a hook of its
+own.
 
-Peaks: for each policy the most bytes of a step on one rank, as the engine counts saved storages and as torch's profiler
-sees its allocator, beside what `gems memory` predicts from a profile on fake tensors; each in a process of its own,
-with two micro-batches of one image (1f1b). A policy with a limit is given the peak less half of what is saved.
+Peaks: for each policy the most bytes of a step on one rank, as the engine counts saved storages and
+as torch's profiler sees its allocator, beside what `gems memory` predicts from a profile on fake
+tensors; each in a process of its own, with two micro-batches of one image (1f1b). A policy with a
+limit is given the peak less half of what is saved.
 
-The exit code is 1 if ours moves anything twice, a predicted peak is more than 5 % off, or a run fails.
+The exit code is 1 if ours moves anything twice, a predicted peak is more than 5 % off, or a run
+fails.
 """
 
 from __future__ import annotations
@@ -45,7 +48,10 @@ MAX_ERROR = 0.05
 
 
 def _traffic_row(model: str, side_px: int) -> dict[str, Any]:
-    words = f"parallel.micro_batches={MICRO_BATCHES} parallel.micro_batch_size={BATCH} memory.min_offload_bytes=0"
+    words = (
+        f"parallel.micro_batches={MICRO_BATCHES} parallel.micro_batch_size={BATCH}"
+        " memory.min_offload_bytes=0"
+    )
     spec = one_rank(model, side_px, words)
     row: dict[str, Any] = {"model": model, "side_px": side_px, "batch": BATCH}
     for name in HOOKS:
@@ -59,8 +65,9 @@ def _traffic_row(model: str, side_px: int) -> dict[str, Any]:
     assert ours.pipeline.segments is not None
     counters = ours.pipeline.segments.store.counters
     row["ours"] = _moved(row, counters.offloaded_bytes / MICRO_BATCHES, 0) | {
-        "back_bytes": counters.prefetched_bytes / MICRO_BATCHES, "num_misses": counters.num_misses,
-    }  # fmt: skip
+        "back_bytes": counters.prefetched_bytes / MICRO_BATCHES,
+        "num_misses": counters.num_misses,
+    }
     return row
 
 
@@ -72,7 +79,12 @@ def _moved(row: dict[str, Any], moved_bytes: float, parameter_bytes: int) -> dic
 def _traffic(only: str) -> list[dict[str, Any]]:
     names = ("ours", *HOOKS)
     heads = (f"{name}:18.3f" for name in names)
-    table = Table("bytes moved over bytes saved=model:<30", "px=side_px:>5", "unique MiB=unique_bytes:12.1f", *heads)
+    table = Table(
+        "bytes moved over bytes saved=model:<30",
+        "px=side_px:>5",
+        "unique MiB=unique_bytes:12.1f",
+        *heads,
+    )
     rows = []
     for model, side_px in TRAFFIC_CASES:
         if only in model:
@@ -86,21 +98,31 @@ def measured_policy(model: str, side_px: int, policy: str) -> dict[str, Any]:
     words = f"parallel.micro_batches={MICRO_BATCHES} parallel.micro_batch_size=1 schedule=1f1b"
     (kept,) = memory_rig.planned(one_rank(model, side_px, words, "memory=keep")).ranks
     limit = kept.peak_bytes - kept.peak_activation_bytes // 2
-    return memory_rig.under_policy(one_rank(model, side_px, words, POLICIES[policy].format(limit=limit)))[0]
+    return memory_rig.under_policy(
+        one_rank(model, side_px, words, POLICIES[policy].format(limit=limit))
+    )[0]
 
 
 def peaks(only: str, policies: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yield measured beside predicted peaks, each policy in a process of its own."""
     for (model, side_px), policy in product(PEAK_CASES, policies):
         if only in model:
-            found = in_child(measured_policy, model, side_px, policy, threads=torch.get_num_threads())
+            found = in_child(
+                measured_policy, model, side_px, policy, threads=torch.get_num_threads()
+            )
             yield {"model": model, "side_px": side_px, "policy": policy, **found}
 
 
 def main(argv: Sequence[str]) -> int:
     """Print both tables, or with --json one object."""
     given = options(
-        __doc__, argv, json=False, only="", threads=1, part=("all", "traffic", "peaks"), policies=list(POLICIES)
+        __doc__,
+        argv,
+        json=False,
+        only="",
+        threads=1,
+        part=("all", "traffic", "peaks"),
+        policies=list(POLICIES),
     )
     torch.set_num_threads(given.threads)
     machine()
@@ -108,15 +130,23 @@ def main(argv: Sequence[str]) -> int:
     held: list[dict[str, Any]] = []
     if given.part != "traffic":
         table = Table(
-            "MiB of a step, 1 rank=model:<22", "px=side_px:>5", "policy:>11", "saved MiB=activation_bytes:>11.2f",
-            "predicted MiB=predicted_activation_bytes:>15.2f", "error %=activation_error:>9.2f",
-            "all MiB=allocated_bytes:>11.2f", "predicted MiB=predicted_bytes:>15.2f", "error %=error:>9.2f",
+            "MiB of a step, 1 rank=model:<22",
+            "px=side_px:>5",
+            "policy:>11",
+            "saved MiB=activation_bytes:>11.2f",
+            "predicted MiB=predicted_activation_bytes:>15.2f",
+            "error %=activation_error:>9.2f",
+            "all MiB=allocated_bytes:>11.2f",
+            "predicted MiB=predicted_bytes:>15.2f",
+            "error %=error:>9.2f",
             "host MiB=host_bytes:>10.1f",
-        )  # fmt: skip
+        )
         held = table.rows(peaks(given.only, given.policies), memory_rig.why_not)
     answer = {"device": "cpu", "torch": torch.__version__, "traffic": moved, "peaks": held}
     errors = [row[name] for row in held for name in ("error", "activation_error") if name in row]
-    is_wrong = any(row["ours"]["factor"] > 1.0 for row in moved) or any(abs(error) > MAX_ERROR for error in errors)
+    is_wrong = any(row["ours"]["factor"] > 1.0 for row in moved) or any(
+        abs(error) > MAX_ERROR for error in errors
+    )
     return answered(answer, is_wrong or any("failed" in row for row in held), given.json)
 
 

@@ -1,7 +1,7 @@
 """A run of one rank under a memory policy, and what others do with saved tensors, for the memory benchmarks.
 
-The peers (torch's save_on_cpu, torchtune's rule, checkpointing) run the same layers, loss and optimizer in a plain
-loop. What a hook copies is counted when it copies it.
+The peers (torch's save_on_cpu, torchtune's rule, checkpointing) run the same layers, loss and
+optimizer in a plain loop. What a hook copies is counted when it copies it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ def planned(spec: RunSpec) -> PlanOutcome:
 def all_offloaded(spec: RunSpec) -> tuple[Schedule, MemoryPlan]:
     """Return the schedule and the plan by which every layer's saved tensors leave and come back on demand."""
     boundaries = (0, len(layers_of(spec.model, spec.data)))
-    every = {layer: Segment(layer, layer + 1, Choice.OFFLOAD, free_after=0, ahead=0) for layer in range(boundaries[-1])}
+    every = {
+        layer: Segment(layer, layer + 1, Choice.OFFLOAD, free_after=0, ahead=0)
+        for layer in range(boundaries[-1])
+    }
     plan = MemoryPlan.by_layer("all", boundaries, every)
     return lower(add_memory(compute_schedule(spec), plan)), plan
 
@@ -70,9 +73,12 @@ class OneRank:
     def __init__(self, spec: RunSpec, schedule: Schedule, plan: MemoryPlan | None) -> None:
         self.device = open_device(spec.machine)
         cuts = (0, len(layers_of(spec.model, spec.data)))
-        self.pipeline = build_pipeline(spec, world(), self.device, schedule=schedule, boundaries=cuts, plan=plan)
+        self.pipeline = build_pipeline(
+            spec, world(), self.device, schedule=schedule, boundaries=cuts, plan=plan
+        )
         self.pipeline.set_training(True)
-        images, labels = self.pipeline.image_micro_batches, self.pipeline.label_micro_batches
+        images = self.pipeline.image_micro_batches
+        labels = self.pipeline.label_micro_batches
         data = open_dataset(spec.data, spec.seed)
         loader = BatchLoader(spec, data, 0, images, labels, DTYPES[spec.train.dtype], self.device)
         self._batch = loader.batch(0)
@@ -81,7 +87,10 @@ class OneRank:
 
     @classmethod
     def under(cls, spec: RunSpec, outcome: PlanOutcome) -> OneRank:
-        """Return the run of a policy's outcome; one that keeps all runs its stage whole, as a user's does."""
+        """Return the run of a policy's outcome.
+
+        One that keeps all runs its stage whole, as a user's does.
+        """
         if spec.memory.name == "keep":
             return cls(spec, lower(compute_schedule(spec)), None)
         return cls(spec, outcome.schedule, outcome.plan)
@@ -94,23 +103,36 @@ class OneRank:
     def peaks(self) -> dict[str, Any]:
         """Run a step to warm up and return the most bytes of the next one.
 
-        These are saved storages by the engine's count, what the allocator has given out and reserved, and host memory.
+        These are saved storages by the engine's count, what the allocator has given out and
+        reserved, and host memory.
         """
         self.step()
-        activations, segments = self.pipeline.train.activations, self.pipeline.segments
+        activations = self.pipeline.train.activations
+        segments = self.pipeline.segments
         activations.peak_bytes = 0
         allocated, reserved = allocator_peaks(self.device, self._static_bytes(), self.step)
         return {
-            "activation_bytes": activations.peak_bytes, "allocated_bytes": allocated, "reserved_bytes": reserved,
+            "activation_bytes": activations.peak_bytes,
+            "allocated_bytes": allocated,
+            "reserved_bytes": reserved,
             "host_bytes": 0 if segments is None else segments.store.on_host.peak_bytes,
-        }  # fmt: skip
+        }
 
     def _static_bytes(self) -> int:
-        """Return what is there before a step: parameters, gradients, optimizer state, buffers and the batch."""
+        """Return what is there before a step.
+
+        Parameters, gradients, optimizer state, buffers and the batch.
+        """
         modules = nn.ModuleList(self.pipeline.modules.values())
         tensors = [*modules.parameters(), *modules.buffers()]
-        tensors += [parameter.grad for parameter in modules.parameters() if parameter.grad is not None]
-        values = [value for state in self.pipeline.update.optimizer.state.values() for value in state.values()]
+        tensors += [
+            parameter.grad for parameter in modules.parameters() if parameter.grad is not None
+        ]
+        values = [
+            value
+            for state in self.pipeline.update.optimizer.state.values()
+            for value in state.values()
+        ]
         tensors += [value for value in values if isinstance(value, Tensor)]
         tensors += [*self._batch.images.values(), *self._batch.labels.values()]
         storages = [tensor.untyped_storage() for tensor in tensors]
@@ -118,7 +140,10 @@ class OneRank:
 
 
 def under_policy(spec: RunSpec) -> tuple[dict[str, Any], OneRank | None]:
-    """Run the configured policy; return what a step held beside the prediction, or that it was refused, and the run."""
+    """Run the configured policy.
+
+    Return what a step held beside the prediction, or that it was refused, and the run.
+    """
     try:
         outcome = planned(spec)
         run = OneRank.under(spec, outcome)
@@ -127,11 +152,13 @@ def under_policy(spec: RunSpec) -> tuple[dict[str, Any], OneRank | None]:
         return {"refused": " ".join(str(error).split())[:200]}, None
     (rank,) = outcome.ranks
     return {
-        "predicted_bytes": rank.peak_bytes, "predicted_activation_bytes": rank.peak_activation_bytes,
-        "predicted_host_bytes": rank.peak_host_bytes, **found,
+        "predicted_bytes": rank.peak_bytes,
+        "predicted_activation_bytes": rank.peak_activation_bytes,
+        "predicted_host_bytes": rank.peak_host_bytes,
+        **found,
         "error": rank.peak_bytes / found["allocated_bytes"] - 1,
         "activation_error": rank.peak_activation_bytes / found["activation_bytes"] - 1,
-    }, run  # fmt: skip
+    }, run
 
 
 def why_not(row: dict[str, Any]) -> str:
@@ -144,8 +171,8 @@ def why_not(row: dict[str, Any]) -> str:
 class Traffic:
     """Bytes that a hook copied to host memory, and the storages that autograd saved, each once.
 
-    `known` are storages that neither counts: parameters, buffers, images. Saved ones are held until the end, so that
-    no two have the same address.
+    `known` are storages that neither counts: parameters, buffers, images. Saved ones are held until
+    the end, so that no two have the same address.
     """
 
     known: set[int]
@@ -175,7 +202,9 @@ class Traffic:
 
 def counted_save_on_cpu(traffic: Traffic) -> saved_tensors_hooks:
     """Return torch's own hooks, which then count what they copy: a tensor in another storage."""
-    hooks = save_on_cpu(pin_memory=True)  # without it nothing is copied if the device is a processor
+    hooks = save_on_cpu(
+        pin_memory=True
+    )  # without it nothing is copied if the device is a processor
     pack = hooks.pack_hook
 
     def counted(tensor: Tensor) -> object:
@@ -192,8 +221,8 @@ def counted_save_on_cpu(traffic: Traffic) -> saved_tensors_hooks:
 def torchtune_rule(traffic: Traffic) -> saved_tensors_hooks:
     """Return hooks by the rule of torchtune's OffloadActivations, by which each saved tensor is copied on its own.
 
-    All of 1024 bytes and more, unless it is an nn.Parameter or an nn.Buffer. A view is a tensor of its own: of a weight
-    (counted with the parameters here) or of an activation.
+    All of 1024 bytes and more, unless it is an nn.Parameter or an nn.Buffer. A view is a tensor of
+    its own: of a weight (counted with the parameters here) or of an activation.
     """
 
     def pack(tensor: Tensor) -> Tensor:
@@ -212,7 +241,9 @@ HOOKS = {"save_on_cpu": counted_save_on_cpu, "torchtune's rule": torchtune_rule}
 
 def hook_traffic(name: str, modules: nn.ModuleList, images: Tensor) -> Traffic:
     """Run a forward and backward under a hook and return what it copied."""
-    traffic = Traffic({_storage(tensor) for tensor in (*modules.parameters(), *modules.buffers(), images)})
+    traffic = Traffic(
+        {_storage(tensor) for tensor in (*modules.parameters(), *modules.buffers(), images)}
+    )
     with HOOKS[name](traffic):
         loss = plain_loss(modules, images)
     loss.backward()
@@ -220,10 +251,15 @@ def hook_traffic(name: str, modules: nn.ModuleList, images: Tensor) -> Traffic:
 
 
 def plain_loss(modules: nn.ModuleList, images: Tensor, is_checkpointed: bool = False) -> Tensor:
-    """Run the layers and return the loss; checkpointed, each layer keeps its inputs and is recomputed in backward."""
+    """Run the layers and return the loss.
+
+    Checkpointed, each layer keeps its inputs and is recomputed in backward.
+    """
     values: tuple[Tensor, ...] = (images,)
     for module in modules:
-        made = checkpoint(module, *values, use_reentrant=False) if is_checkpointed else module(*values)
+        made = (
+            checkpoint(module, *values, use_reentrant=False) if is_checkpointed else module(*values)
+        )
         values = as_tuple(made)
     return training_loss(values[0])
 
@@ -244,13 +280,16 @@ PEERS: dict[str, Callable[[], AbstractContextManager[object]]] = {
 
 
 class PlainLoop:
-    """A training step without the engine: forward and backward of each micro-batch, and SGD with momentum.
+    """A training step without the engine.
 
+    Forward and backward of each micro-batch, and SGD with momentum.
     `images` are those of each micro-batch (N, C, H, W) on the device, `way` is one of PEERS.
     """
 
     def __init__(self, modules: nn.ModuleList, images: Sequence[Tensor], way: str) -> None:
-        self._modules, self._images, self._way = modules, images, way
+        self._modules = modules
+        self._images = images
+        self._way = way
         self._optimizer = torch.optim.SGD(modules.parameters(), lr=1e-3, momentum=0.9)
 
     def step(self) -> None:

@@ -1,8 +1,8 @@
 """The pace of this machine: real steps of two ranks beside the simulation of what their layers take alone.
 
-A tiny ResNet on 2 ranks in four configurations tells how much longer layers take in a run, as a factor and as host time
-of each layer and pass. Of the steps of a run the first quartile counts, and of three profiles the fastest: other
-tenants of the host take a second or two at a time.
+A tiny ResNet on 2 ranks in four configurations tells how much longer layers take in a run, as a
+factor and as host time of each layer and pass. Of the steps of a run the first quartile counts, and
+of three profiles the fastest: other tenants of the host take a second or two at a time.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from scripts.bench.rig import composed, counted_steps_s, finished_run, square
 NUM_PROFILES = 3
 SKIPPED_STEPS = 2
 REAL = (
-    "machine=cpu data=synthetic parallel.partitions=2 profile=measured cost=profile train.evaluate=false "
-    f"benchmark.skip_steps={SKIPPED_STEPS}"
+    "machine=cpu data=synthetic parallel.partitions=2 profile=measured cost=profile"
+    f" train.evaluate=false benchmark.skip_steps={SKIPPED_STEPS}"
 )
 Case = tuple[str, str]  # its name and its overrides
 
@@ -44,14 +44,20 @@ def real(schedule: str, side_px: int, micro_batches: int, micro_batch_size: int)
     return name, f"schedule={schedule} {square(side_px)} {words}"
 
 
-CALIBRATING = (real("1f1b", 64, 8, 2), real("gpipe", 96, 4, 2), real("zb_h1", 96, 8, 1), real("1f1b", 144, 4, 2))
+CALIBRATING = (
+    real("1f1b", 64, 8, 2),
+    real("gpipe", 96, 4, 2),
+    real("zb_h1", 96, 8, 1),
+    real("1f1b", 144, 4, 2),
+)
 
 
 class Step(NamedTuple):
     """The median (or first quartile) of a run's counted steps, and the most activation bytes of a rank.
 
-    On emulated devices the bytes are all those that come and go, with the buffers of messages, in the median step;
-    `most_bytes` are those of the whole run, to which a message that was late once adds its own.
+    On emulated devices the bytes are all those that come and go, with the buffers of messages, in
+    the median step; `most_bytes` are those of the whole run, to which a message that was late once
+    adds its own.
     """
 
     step_s: float
@@ -71,7 +77,9 @@ def real_run(case: Case, steps: int, overrides: Sequence[str]) -> RunSpec:
     """Return the run of a case, cut alike whatever a later profile says, with layers that take what they take alone."""
     spec = composed(REAL, case[1], f"train.steps={steps + SKIPPED_STEPS}", overrides)
     spec = replace(spec, machine=replace(spec.machine, pace_factor=None))
-    return replace(spec, parallel=replace(spec.parallel, boundaries=list(plan_run(spec).boundaries)))
+    return replace(
+        spec, parallel=replace(spec.parallel, boundaries=list(plan_run(spec).boundaries))
+    )
 
 
 def paired(case: Case, links: Calibration, steps: int, overrides: Sequence[str]) -> Pair:
@@ -89,7 +97,9 @@ def pace_of(pairs: Sequence[Pair]) -> RunPace:
 def take_pace(links: Calibration, steps: int, overrides: Sequence[str] = ()) -> RunPace:
     """Run the calibrating cases on this machine and fit its pace."""
     with tempfile.TemporaryDirectory() as cache:  # profiles are to be of this hour, and alone
-        return pace_of([paired(case, links, steps, [f"cache_dir={cache}", *overrides]) for case in CALIBRATING])
+        return pace_of(
+            [paired(case, links, steps, [f"cache_dir={cache}", *overrides]) for case in CALIBRATING]
+        )
 
 
 def fastest(spec: RunSpec, links: Calibration) -> Step:
@@ -102,22 +112,32 @@ def fastest(spec: RunSpec, links: Calibration) -> Step:
 
 
 def passes_of(spec: RunSpec) -> float:
-    """Return the passes of layers in a step of a run, on its critical path; a forward is a pass, a backward two."""
+    """Return the passes of layers in a step of a run, on its critical path.
+
+    A forward is a pass, a backward two.
+    """
     made = lowered_schedule(spec)
     layers = [end - first for first, end in pairwise(spec.parallel.boundaries or ())]
     share = sum(layers) / spec.parallel.partitions
-    cost = replace(spec.cost, forward=share, input_grad=share, weight_grad=share, times=list(map(float, layers)))
+    cost = replace(
+        spec.cost,
+        forward=share,
+        input_grad=share,
+        weight_grad=share,
+        times=list(map(float, layers)),
+    )
     return simulate(made, schedule_costs(replace(spec, cost=cost), made.placement)).span
 
 
 def predicted(spec: RunSpec, links: Calibration) -> Step:
     """Simulate the very schedule that the ranks run on a machine with the calibrated links.
 
-    Without noise, since the median step is compared. A search may find another schedule for other links: the one for
-    the run's own is simulated.
+    Without noise, since the median step is compared. A search may find another schedule for other
+    links: the one for the run's own is simulated.
     """
     spec = with_profiled_costs(spec)
-    made, cost = lowered_schedule(spec), spec.cost
+    made = lowered_schedule(spec)
+    cost = spec.cost
     values = {key: value for key, value in links.machine().items() if key != "noise"}
     spec = replace(spec, machine=replace(spec.machine, **values))
     simulated = simulate_step(spec, made)[1]

@@ -1,8 +1,10 @@
-"""How long the exact partition of synthetic models takes, and how far it is proven: one line for each case.
+"""How long the exact partition of synthetic models takes, and how far it is proven.
 
-Costs are those of real stages: 4 times the parameters, in flight times (the stash and the input of the first layer),
-and the largest transient. Inputs vary so much that a stage may hold more without its first layer; the monotone cases
-are without inputs. Tables are made before the clock starts. `--budget-s` is the solver's.
+One line for each case.
+Costs are those of real stages: 4 times the parameters, in flight times (the stash and the input of
+the first layer), and the largest transient. Inputs vary so much that a stage may hold more without
+its first layer; the monotone cases are without inputs. Tables are made before the clock starts.
+`--budget-s` is the solver's.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ def looped(num_ranks: int, chunks: int) -> Groups:
     return tuple(tuple(range(rank, num_ranks * chunks, num_ranks)) for rank in range(num_ranks))
 
 
-CASES = (  # name, layers, stages on each rank, moments of a rank, whether inputs count, activations' decay a layer
+# name, layers, stages on each rank, moments of a rank, whether inputs count, activations' decay a
+# layer
+CASES = (
     ("chain, monotone", 1000, chain(128), 1, False, 1.0),
     ("chain, nearly monotone", 1000, chain(128), 1, True, 1.0),
     ("pairs, monotone", 1000, pairs(32), 3, False, 1.0),
@@ -53,7 +57,9 @@ CASES = (  # name, layers, stages on each rank, moments of a rank, whether input
 )
 
 
-def problem(num_layers: int, groups: Groups, num_moments: int, has_inputs: bool, decay: float) -> Problem:
+def problem(
+    num_layers: int, groups: Groups, num_moments: int, has_inputs: bool, decay: float
+) -> Problem:
     """Make the tables (L, L + 1) of a model whose activations shrink while its parameters grow, in bytes.
 
     At each moment another stage of a rank is active, and others are in flight.
@@ -61,7 +67,9 @@ def problem(num_layers: int, groups: Groups, num_moments: int, has_inputs: bool,
     rng = np.random.default_rng(0)
     sizes = np.floor(rng.integers(50, 2000, num_layers) * 1e6 * decay ** np.arange(num_layers))
     outputs = np.floor(sizes * rng.uniform(0.2, 2.5, num_layers))
-    params = _sums(np.floor(rng.integers(1, 100, num_layers) * 1e5 * np.linspace(1, 20, num_layers)))
+    params = _sums(
+        np.floor(rng.integers(1, 100, num_layers) * 1e5 * np.linspace(1, 20, num_layers))
+    )
     inputs = np.concatenate((sizes[:1], outputs[:-1])) if has_inputs else np.zeros(num_layers)
     transient = np.floor(sizes * rng.uniform(0.5, 2.0, num_layers))
     kept = _sums(sizes) + inputs[:, None]
@@ -78,7 +86,10 @@ def problem(num_layers: int, groups: Groups, num_moments: int, has_inputs: bool,
     for group in groups:
         moments = [
             tuple(
-                table(max(1, min(num_stages - stage, MAX_IN_FLIGHT) - moment), moment % len(group) == place)
+                table(
+                    max(1, min(num_stages - stage, MAX_IN_FLIGHT) - moment),
+                    moment % len(group) == place,
+                )
                 for place, stage in enumerate(group)
             )
             for moment in range(num_moments)
@@ -101,16 +112,31 @@ def _run_case(
     cut = solve(asked, budget_s)
     solve_s = time.perf_counter() - begin
     return {
-        "case": name, "layers": num_layers, "stages": asked.num_stages, "moments": num_moments, "solve_s": solve_s,
-        "cost_bytes": cut.cost, "bound_bytes": cut.bound, "gap": cut.gap, "optimal": cut.is_optimal, **cut.facts,
-    }  # fmt: skip
+        "case": name,
+        "layers": num_layers,
+        "stages": asked.num_stages,
+        "moments": num_moments,
+        "solve_s": solve_s,
+        "cost_bytes": cut.cost,
+        "bound_bytes": cut.bound,
+        "gap": cut.gap,
+        "optimal": cut.is_optimal,
+        **cut.facts,
+    }
 
 
 def main(argv: list[str]) -> int:
     """Print a line for each case, or with --json one object."""
     given = options(__doc__, argv, json=False, only="", budget_s=60.0)
     machine()
-    table = Table("case:<36", "L=layers:6d", "S=stages:5d", "s=solve_s:8.2f", "GB=cost_bytes:10.2f", "gap %=gap:8.2f")
+    table = Table(
+        "case:<36",
+        "L=layers:6d",
+        "S=stages:5d",
+        "s=solve_s:8.2f",
+        "GB=cost_bytes:10.2f",
+        "gap %=gap:8.2f",
+    )
     rows = table.rows(
         (_run_case(given.budget_s, *case) for case in CASES if given.only in case[0]),
         lambda row: "proven" if row["optimal"] else "",

@@ -1,13 +1,15 @@
 """Peers in one run: what others train the same network with on two ranks, beside ours.
 
-Every contender trains the same ResNet on two cores, with the same images, cut, micro-batches and optimizer, one thread
-a rank (torchgpipe: one process with a thread for each part), and the memory settings of our engine. Each has processes
-of its own, as a user of it has, which are started in turn, A B C A B C. Shown are medians of images/s, the most bytes
-of all tensors at once, counted from torch's storages alike for all, and how far the weights after the first step are
-from those of one unsplit process, relative to the largest change.
+Every contender trains the same ResNet on two cores, with the same images, cut, micro-batches and
+optimizer, one thread a rank (torchgpipe: one process with a thread for each part), and the memory
+settings of our engine. Each has processes of its own, as a user of it has, which are started in
+turn, A B C A B C. Shown are medians of images/s, the most bytes of all tensors at once, counted
+from torch's storages alike for all, and how far the weights after the first step are from those of
+one unsplit process, relative to the largest change.
 
-Peers: torch.distributed.pipelining over gloo; torchgpipe (`pip install torchgpipe==0.0.7`); a plain 1F1B loop with
-mpi4py, written by hand as one would. DeepSpeed's pipeline is not among them: PyPI has no wheel of it.
+Peers: torch.distributed.pipelining over gloo; torchgpipe (`pip install torchgpipe==0.0.7`); a plain
+1F1B loop with mpi4py, written by hand as one would. DeepSpeed's pipeline is not among them: PyPI
+has no wheel of it.
 
 Takes Hydra overrides, for every case; prints a table and ratios on stderr and JSON on stdout.
 """
@@ -40,8 +42,11 @@ from gems.utils.host_memory import keep_freed_memory
 from scripts.bench import engine, rig
 from scripts.bench.engine import CUTS, DEFAULTS, OURS, SIDES_PX, THEIRS, Layers, LiveBytes, Step
 
-TORCHGPIPE, LOOP = "torchgpipe", "MPI loop"
-STARTS, ROUNDS, STEPS = 5, 3, 4
+TORCHGPIPE = "torchgpipe"
+LOOP = "MPI loop"
+STARTS = 5
+ROUNDS = 3
+STEPS = 4
 FOUR_CUTS = (0, 2, 4, 7, 11)  # of two stages a rank
 
 
@@ -65,12 +70,20 @@ class Contender:
 
 
 CONTENDERS = (
-    Contender(OURS, "1f1b"), Contender(OURS, "chimera"), Contender(OURS, "gpipe"), Contender(OURS, "gems_master"),
-    Contender(OURS, "interleaved_1f1b", 4), Contender(OURS, "zb_v", 4),
-    Contender(THEIRS, "Schedule1F1B"), Contender(THEIRS, "ScheduleGPipe"),
-    Contender(THEIRS, "ScheduleInterleaved1F1B", 4), Contender(THEIRS, "ScheduleZBVZeroBubble", 4),
-    Contender(TORCHGPIPE, "never"), Contender(TORCHGPIPE, "except_last"), Contender(LOOP, "1f1b"),
-)  # fmt: skip
+    Contender(OURS, "1f1b"),
+    Contender(OURS, "chimera"),
+    Contender(OURS, "gpipe"),
+    Contender(OURS, "gems_master"),
+    Contender(OURS, "interleaved_1f1b", 4),
+    Contender(OURS, "zb_v", 4),
+    Contender(THEIRS, "Schedule1F1B"),
+    Contender(THEIRS, "ScheduleGPipe"),
+    Contender(THEIRS, "ScheduleInterleaved1F1B", 4),
+    Contender(THEIRS, "ScheduleZBVZeroBubble", 4),
+    Contender(TORCHGPIPE, "never"),
+    Contender(TORCHGPIPE, "except_last"),
+    Contender(LOOP, "1f1b"),
+)
 
 
 def main(overrides: list[str]) -> int:
@@ -80,33 +93,55 @@ def main(overrides: list[str]) -> int:
     if importlib.util.find_spec("torchgpipe") is None:
         rig.log("torchgpipe is not installed: pip install torchgpipe==0.0.7")
         contenders = tuple(one for one in CONTENDERS if one.engine != TORCHGPIPE)
-    answers = {f"{side_px} px": race(contenders, rig.square(side_px), overrides) for side_px in SIDES_PX}
+    answers = {
+        f"{side_px} px": race(contenders, rig.square(side_px), overrides) for side_px in SIDES_PX
+    }
     return rig.answered(answers, False)
 
 
-def race(contenders: Sequence[Contender], size: str, overrides: Sequence[str], starts: int = STARTS) -> dict[str, Any]:
-    """Start the contenders in turn at one size; return the rows of the table, and for each of theirs our fastest."""
+def race(
+    contenders: Sequence[Contender], size: str, overrides: Sequence[str], starts: int = STARTS
+) -> dict[str, Any]:
+    """Start the contenders in turn at one size.
+
+    Return the rows of the table, and for each of theirs our fastest.
+    """
     rig.log(size)
     ways = {one: partial(measured, one, [DEFAULTS, size, *overrides]) for one in contenders}
     runs = rig.in_turns(ways, starts)
     table = rig.Table(
-        "engine:<12", "schedule:<26", "images/s=images_per_s:>10.1f", "peak MiB=peak_bytes:>10.2f", "error:>10.1e"
+        "engine:<12",
+        "schedule:<26",
+        "images/s=images_per_s:>10.1f",
+        "peak MiB=peak_bytes:>10.2f",
+        "error:>10.1e",
     )
     rows = [
         {
-            "engine": one.engine, "schedule": one.schedule, "step_s": statistics.median(step_s_of(found)),
+            "engine": one.engine,
+            "schedule": one.schedule,
+            "step_s": statistics.median(step_s_of(found)),
             "images_per_s": found[0]["images"] / statistics.median(step_s_of(found)),
-            "peak_bytes": max(each["peak_bytes"] for each in found), "error": max(each["error"] for each in found),
+            "peak_bytes": max(each["peak_bytes"] for each in found),
+            "error": max(each["error"] for each in found),
         }
         for one, found in runs.items()
-    ]  # fmt: skip
+    ]
     table.rows(sorted(rows, key=lambda row: float(row["step_s"])))
     judged = engine.judge(
-        [(THEIRS if one.engine != OURS else OURS, f"{one.engine} {one.schedule}") for one in contenders],
-        [step_s_of(found) for found in runs.values()], [row["peak_bytes"] for row in rows], {},
-    )  # fmt: skip
+        [
+            (THEIRS if one.engine != OURS else OURS, f"{one.engine} {one.schedule}")
+            for one in contenders
+        ],
+        [step_s_of(found) for found in runs.values()],
+        [row["peak_bytes"] for row in rows],
+        {},
+    )
     for answer in judged["answers"]:
-        middle = answer["ours"] and f"{answer['ours']}, {answer['ratio']:.3f} times as fast (middle half of the rounds "
+        middle = (
+            answer["ours"]
+            and f"{answer['ours']}, {answer['ratio']:.3f} times as fast (middle half of the rounds "
+        )
         middle = middle and middle + f"{answer['ratio_p25']:.3f} to {answer['ratio_p75']:.3f})"
         rig.log(f"at most the peak of {answer['theirs']}: {middle or 'none of ours'}")
     return {"rows": rows, "answers": judged["answers"]}
@@ -117,7 +152,9 @@ def step_s_of(starts: Sequence[dict[str, Any]]) -> list[float]:
     return [step_s for found in starts for step_s in found["seconds"]]
 
 
-def measured(contender: Contender, words: Sequence[str], rounds: int = ROUNDS, steps: int = STEPS) -> dict[str, Any]:
+def measured(
+    contender: Contender, words: Sequence[str], rounds: int = ROUNDS, steps: int = STEPS
+) -> dict[str, Any]:
     """Start a contender's processes, and return its times, its peak and its error."""
     with tempfile.TemporaryDirectory() as scratch:
         schedule = contender.schedule if contender.engine == OURS else "1f1b"
@@ -126,17 +163,29 @@ def measured(contender: Contender, words: Sequence[str], rounds: int = ROUNDS, s
         spec = rig.composed(*words, f"schedule={schedule} {boundaries}")
         folder = prepare(replace(spec, runs_dir=scratch))
         call = rig.call_argv(
-            run, str(folder.path), contender.engine, contender.schedule, contender.cuts, rounds, steps
-        )  # fmt: skip
+            run,
+            str(folder.path),
+            contender.engine,
+            contender.schedule,
+            contender.cuts,
+            rounds,
+            steps,
+        )
         rig.start_ranks(contender.num_processes, *call)
         return read_json(folder.result_json)
 
 
-def run(path: str, name: str, schedule: str, cuts: Sequence[int], rounds: int, num_steps: int) -> None:
-    """Train with one contender on this rank: compare its first step, then time others; rank 0 writes what was found."""
+def run(
+    path: str, name: str, schedule: str, cuts: Sequence[int], rounds: int, num_steps: int
+) -> None:
+    """Train with one contender on this rank: compare its first step, then time others.
+
+    Rank 0 writes what was found.
+    """
     from gems.engine.transport.mpi import allgather, world
 
-    comm, folder = world(), RunFolder(Path(path))
+    comm = world()
+    folder = RunFolder(Path(path))
     keep_freed_memory()  # the memory settings of our engine
     spec = folder.read_spec()
     images, labels = engine.batch_of(spec)
@@ -156,10 +205,16 @@ def run(path: str, name: str, schedule: str, cuts: Sequence[int], rounds: int, n
     seconds = [engine.timed(comm, step, num_steps) for _ in range(rounds)]
     peak = max(allgather(comm, live.peak_bytes))
     if comm.rank == 0:
-        write_json(folder.result_json, {
-            "seconds": seconds, "peak_bytes": peak, "error": error, "images": global_batch(spec),
-            "torch": torch.__version__,
-        })  # fmt: skip
+        write_json(
+            folder.result_json,
+            {
+                "seconds": seconds,
+                "peak_bytes": peak,
+                "error": error,
+                "images": global_batch(spec),
+                "torch": torch.__version__,
+            },
+        )
 
 
 def error_of(layers: Layers, spec: RunSpec, images: Tensor, labels: Tensor) -> float:
@@ -172,20 +227,31 @@ def error_of(layers: Layers, spec: RunSpec, images: Tensor, labels: Tensor) -> f
     for part, truth in zip(images.chunk(count), labels.chunk(count), strict=True):
         (functional.cross_entropy(model(part), truth) / count).backward()
     optimizer.step()
-    changes = (parameter.detach() - old for parameter, old in zip(model.parameters(), before, strict=True))
+    changes = (
+        parameter.detach() - old for parameter, old in zip(model.parameters(), before, strict=True)
+    )
     largest = max(float(change.abs().max()) for change in changes)
     pairs = ((layer, model[place]) for place, layer in layers.items())
     errors = (
         (ours.detach() - theirs.detach()).abs().max()
-        for layer, truth in pairs for ours, theirs in zip(layer.parameters(), truth.parameters(), strict=True)
-    )  # fmt: skip
+        for layer, truth in pairs
+        for ours, theirs in zip(layer.parameters(), truth.parameters(), strict=True)
+    )
     return max(map(float, errors)) / largest
 
 
 def of_torchgpipe(
-    checkpoint: str, cuts: Sequence[int], spec: RunSpec, images: Tensor, labels: Tensor, live: LiveBytes
+    checkpoint: str,
+    cuts: Sequence[int],
+    spec: RunSpec,
+    images: Tensor,
+    labels: Tensor,
+    live: LiveBytes,
 ) -> tuple[Step, Layers]:
-    """Return the step of torchgpipe, which has a thread for each part; bytes of its threads are counted too."""
+    """Return the step of torchgpipe, which has a thread for each part.
+
+    Bytes of its threads are counted too.
+    """
     from torchgpipe import GPipe, worker
 
     names = layers_of(spec.model, spec.data)
@@ -193,8 +259,12 @@ def of_torchgpipe(
     optimizer = engine.optimizer_of(spec, [model])
     balance = [end - begin for begin, end in itertools.pairwise(cuts)]
     piped = GPipe(
-        model, balance, devices=["cpu"] * len(balance), chunks=spec.parallel.micro_batches, checkpoint=checkpoint
-    )  # fmt: skip
+        model,
+        balance,
+        devices=["cpu"] * len(balance),
+        chunks=spec.parallel.micro_batches,
+        checkpoint=checkpoint,
+    )
     compute = worker.Task.compute
 
     def counted(task: Any) -> Any:
@@ -214,13 +284,15 @@ def of_torchgpipe(
 
 def of_mpi_loop(
     cuts: Sequence[int], spec: RunSpec, comm: Any, images: Tensor, labels: Tensor
-) -> tuple[Step, Layers]:  # fmt: skip
+) -> tuple[Step, Layers]:
     """Return the step of a 1F1B loop over two ranks with blocking calls of mpi4py, and the layers of this rank."""
-    rank, count = comm.rank, spec.parallel.micro_batches
+    rank = comm.rank
+    count = spec.parallel.micro_batches
     names = layers_of(spec.model, spec.data)
     module = nn.Sequential(*build_layers(names, cuts[rank], cuts[rank + 1], spec.seed)).train()
     optimizer = engine.optimizer_of(spec, [module])
-    parts, truths = images.chunk(count), labels.chunk(count)
+    parts = images.chunk(count)
+    truths = labels.chunk(count)
     with torch.no_grad():
         shape = nn.Sequential(*build_layers(names, 0, cuts[1], spec.seed)).train()(parts[0]).shape
 
@@ -228,7 +300,8 @@ def of_mpi_loop(
         output = module(parts[0])
         comm.Send(output.detach().numpy(), 1)
         for part in parts[1:]:
-            following, grad = module(part), torch.empty(shape)
+            following = module(part)
+            grad = torch.empty(shape)
             comm.Sendrecv(following.detach().numpy(), 1, recvbuf=grad.numpy(), source=1)
             output.backward(grad)
             output = following

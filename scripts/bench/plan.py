@@ -1,10 +1,12 @@
 """The plan's simulated step over each named policy's at that policy's own peak, and its gap to the bound.
 
-Every CNN of conf/model at 512 x 512 and 2048 x 2048 px, one image a micro-batch, on one rank (a chain: one micro-batch)
-and on four (1f1b, eight micro-batches); fake profiles on the machine given. For each rival the limit is the rival's own
-peak, and the ratio the plan's step over the rival's: never above 1. A rival that no memory can serve, or that is the
-plan that keeps all, is left out. Chains are those of one rank; `gap` is the plan's step over the proven bound, less 1.
-Each plan takes `--budget` seconds; a chain above 5 % of its bound gets `--long` seconds more, if these are longer.
+Every CNN of conf/model at 512 x 512 and 2048 x 2048 px, one image a micro-batch, on one rank (a
+chain: one micro-batch) and on four (1f1b, eight micro-batches); fake profiles on the machine given.
+For each rival the limit is the rival's own peak, and the ratio the plan's step over the rival's:
+never above 1. A rival that no memory can serve, or that is the plan that keeps all, is left out.
+Chains are those of one rank; `gap` is the plan's step over the proven bound, less 1. Each plan
+takes `--budget` seconds; a chain above 5 % of its bound gets `--long` seconds more, if these are
+longer.
 """
 
 from __future__ import annotations
@@ -50,15 +52,29 @@ def _cases(only: str, machine: str) -> Iterator[tuple[dict[str, Any], MemoryCase
         for ranks, micro_batches in SHAPES:
             if profile.num_layers >= 2 * ranks:
                 case = MemoryCase(
-                    profile, one_f_one_b(Request(ranks, micro_batches)), tuple(even(profile.num_layers, ranks)),
-                    d2h_bytes_per_s=spec.machine.d2h_bytes_per_s, h2d_bytes_per_s=spec.machine.h2d_bytes_per_s,
+                    profile,
+                    one_f_one_b(Request(ranks, micro_batches)),
+                    tuple(even(profile.num_layers, ranks)),
+                    d2h_bytes_per_s=spec.machine.d2h_bytes_per_s,
+                    h2d_bytes_per_s=spec.machine.h2d_bytes_per_s,
                     least_bytes=spec.memory.min_offload_bytes,
-                )  # fmt: skip
-                yield {"model": model, "side_px": side_px, "ranks": ranks, "micro_batches": micro_batches}, case
+                )
+                yield (
+                    {
+                        "model": model,
+                        "side_px": side_px,
+                        "ranks": ranks,
+                        "micro_batches": micro_batches,
+                    },
+                    case,
+                )
 
 
 def rivals(case: MemoryCase) -> Iterator[tuple[str, MemoryPlan]]:
-    """Yield the plans of the named policies; those that plan under a limit get one that asks something of them."""
+    """Yield the plans of the named policies.
+
+    Those that plan under a limit get one that asks something of them.
+    """
     kept = max(case.kept.peak_bytes)
     static = max(min(point.device_bytes for point in rank.points) for rank in case.kept.ranks)
     limited = replace(case, limit_bytes=int(static + LIMITED * (kept - static)))
@@ -79,15 +95,22 @@ def rivals(case: MemoryCase) -> Iterator[tuple[str, MemoryPlan]]:
 
 
 def _compared(case: MemoryCase, other: MemoryPlan, budget_s: float) -> dict[str, Any]:
-    kept, theirs = case.kept, case.outcome(other)
+    kept = case.kept
+    theirs = case.outcome(other)
     limit = max(theirs.peak_bytes)
     found = plan(case, limit, budget_s, [other])
     plan_s = found.outcome.step_s
     return {
-        "limit_bytes": limit, "kept_bytes": max(kept.peak_bytes), "kept_s": kept.step_s, "rival_s": theirs.step_s,
-        "plan_s": plan_s, "ratio": plan_s / theirs.step_s, "bound_s": found.bound_s, "gap": found.gap,
+        "limit_bytes": limit,
+        "kept_bytes": max(kept.peak_bytes),
+        "kept_s": kept.step_s,
+        "rival_s": theirs.step_s,
+        "plan_s": plan_s,
+        "ratio": plan_s / theirs.step_s,
+        "bound_s": found.bound_s,
+        "gap": found.gap,
         "method": found.method,
-    }  # fmt: skip
+    }
 
 
 def _summary(found: list[dict[str, Any]]) -> dict[str, Any]:
@@ -98,9 +121,11 @@ def _summary(found: list[dict[str, Any]]) -> dict[str, Any]:
     gaps = [row["gap"] for row in found if row["ranks"] == 1]
     if gaps:
         answer["chains"] = {
-            "median_gap": statistics.median(gaps), "most_gap": max(gaps),
-            "within_5_percent": sum(gap <= CHAIN_GAP for gap in gaps), "cases": len(gaps),
-        }  # fmt: skip
+            "median_gap": statistics.median(gaps),
+            "most_gap": max(gaps),
+            "within_5_percent": sum(gap <= CHAIN_GAP for gap in gaps),
+            "cases": len(gaps),
+        }
     return answer
 
 
@@ -109,9 +134,16 @@ def main(argv: list[str]) -> int:
     given = options(__doc__, argv, json=False, only="", machine="h200", budget=10.0, long=0.0)
     machine()
     table = Table(
-        "model:<15", "px=side_px:>5", "P=ranks:>3", "rival:>16", "of kept=of_kept:>9.3f",
-        "rival/kept=rival_kept:>12.3f", "plan/kept=plan_kept:>11.3f", "ratio:>8.3f", "gap %=gap:>8.2f",
-    )  # fmt: skip
+        "model:<15",
+        "px=side_px:>5",
+        "P=ranks:>3",
+        "rival:>16",
+        "of kept=of_kept:>9.3f",
+        "rival/kept=rival_kept:>12.3f",
+        "plan/kept=plan_kept:>11.3f",
+        "ratio:>8.3f",
+        "gap %=gap:>8.2f",
+    )
     found = []
     for named, case in _cases(given.only, given.machine):
         for rival, other in rivals(case):
@@ -125,7 +157,12 @@ def main(argv: list[str]) -> int:
                 "plan_kept": row["plan_s"] / row["kept_s"],
             }
             table.row(row | shares, row["method"])
-    answer = {"source": "simulated", "machine": given.machine, "rows": found, "summary": _summary(found)}
+    answer = {
+        "source": "simulated",
+        "machine": given.machine,
+        "rows": found,
+        "summary": _summary(found),
+    }
     for name, figures in {} if given.json else answer["summary"].items():
         print(f"{name:<16}" + "  ".join(f"{key} {value:.4g}" for key, value in figures.items()))
     return answered(answer, any(row["ratio"] > 1 + 1e-9 for row in found), given.json)

@@ -1,12 +1,14 @@
-"""A trace of a million events: how long until it is read, drawn, made into a page, shown, and exported.
+"""A trace of a million events.
 
-The trace is synthetic: one simulated step, repeated until there are enough events, each some per cent longer or
-shorter. Shapes: `steps` is many steps of 16 ranks, `ranks` some steps of 1024, `step` a single long one of 64; `study`
-is no such trace, but the page of 11 points from 8 to 1024 ranks. If there is a headless Chromium it shows the page: the
-time until its first picture is drawn, and that of a picture of all events.
+How long until it is read, drawn, made into a page, shown, and exported.
+The trace is synthetic: one simulated step, repeated until there are enough events, each some per
+cent longer or shorter. Shapes: `steps` is many steps of 16 ranks, `ranks` some steps of 1024,
+`step` a single long one of 64; `study` is no such trace, but the page of 11 points from 8 to 1024
+ranks. If there is a headless Chromium it shows the page: the time until its first picture is drawn,
+and that of a picture of all events.
 
-The exit code is 1 if reading and drawing, or making and showing the page, take 10 s or more together (of the study 60
-s).
+The exit code is 1 if reading and drawing, or making and showing the page, take 10 s or more
+together (of the study 60 s).
 """
 
 from __future__ import annotations
@@ -32,13 +34,18 @@ from gems.simulation.build import lowered_schedule
 from gems.trace import DTYPES, Trace, write_trace
 from scripts.bench.rig import answered, composed, machine, options
 
-LIMIT_S, STUDY_LIMIT_S = 10.0, 60.0
+LIMIT_S = 10.0
+STUDY_LIMIT_S = 60.0
 STUDY = "study"
 WORDS = (
-    "machine=simulated cost=uniform cost.unit_s=0.001 cost.activation_bytes=4194304 schedule=1f1b cost.link=0.1 "
-    "benchmark.skip_steps=0"
+    "machine=simulated cost=uniform cost.unit_s=0.001 cost.activation_bytes=4194304 schedule=1f1b"
+    " cost.link=0.1 benchmark.skip_steps=0"
 )
-SHAPES = {"steps": (16, 1, 64), "ranks": (8, 128, 32), "step": (64, 1, 64)}  # partitions, replicas, micro-batches
+SHAPES = {
+    "steps": (16, 1, 64),
+    "ranks": (8, 128, 32),
+    "step": (64, 1, 64),
+}  # partitions, replicas, micro-batches
 REPLICAS = (1, 2, 4, 8, 12, 16, 24, 32, 64, 96, 128)  # of a pipeline of 8 ranks, in the study
 JITTER = 0.02
 T = TypeVar("T")
@@ -81,7 +88,13 @@ def made_up(shape: str, num_events: int) -> Trace:
     steps["loss"] = 2.0 / (1 + np.arange(len(steps)))
     order = np.lexsort((events["start_ns"], events["rank"]))
     none = np.empty(0, DTYPES["rank_steps"])
-    return Trace(trace.attributes | {"identical_replicas": 1}, events[order], steps, none, run_yaml=trace.run_yaml)
+    return Trace(
+        trace.attributes | {"identical_replicas": 1},
+        events[order],
+        steps,
+        none,
+        run_yaml=trace.run_yaml,
+    )
 
 
 def measured(shape: str, num_events: int, folder: Path) -> dict[str, Any]:
@@ -106,9 +119,15 @@ def measured(shape: str, num_events: int, folder: Path) -> dict[str, Any]:
         write_trace(folder / "trace.h5", trace)
         del trace
         loaded = [timed("load", lambda: load_trace(folder))]
-        timed("timeline", lambda: save_figure(timeline_figure(loaded.pop().trace), folder / "timeline.png"))
+        timed(
+            "timeline",
+            lambda: save_figure(timeline_figure(loaded.pop().trace), folder / "timeline.png"),
+        )
     made = timed("report", lambda: build_report(runs, folder / "report.html"))
-    row |= {"page_bytes": made.size_bytes, "events" if shape == STUDY else "page_events": made.num_events}
+    row |= {
+        "page_bytes": made.size_bytes,
+        "events" if shape == STUDY else "page_events": made.num_events,
+    }
     if shape != STUDY:
         row["perfetto_bytes"] = timed("perfetto", lambda: export_runs(runs, "perfetto")).size_bytes
         row["csv_bytes"] = timed("csv", lambda: export_runs(runs, "csv")).size_bytes
@@ -148,8 +167,13 @@ def main(argv: Sequence[str]) -> int:
             row = measured(shape, given.events, Path(name))
         rows.append(row)
         if not given.json:
-            times = ", ".join(f"{key[:-2]} {value:.2f} s" for key, value in row.items() if key.endswith("_s"))
-            sizes = f"{row['events']} events, {row['ranks']} ranks, page {row['page_bytes'] / 1e6:.1f} MB"
+            times = ", ".join(
+                f"{key[:-2]} {value:.2f} s" for key, value in row.items() if key.endswith("_s")
+            )
+            sizes = (
+                f"{row['events']} events, {row['ranks']} ranks, page"
+                f" {row['page_bytes'] / 1e6:.1f} MB"
+            )
             print(f"{shape}: {sizes}: {times}")
     return answered({"rows": rows}, any(map(_is_slow, rows)), given.json)
 

@@ -1,11 +1,13 @@
-"""Resume against an undisturbed run: a rank is killed at random moments again and again, and the ends are compared.
+"""Resume against an undisturbed run.
 
-A small run is started by `gems-jobs submit` and killed by SIGKILL in a random rank, in a random step and at a
-random moment of it, `kills=20` times; each time the same command resumes from the newest checkpoint. Its losses and
-weights are compared with those of an undisturbed run, bit by bit. Then a run with another number of partitions and
-replicas goes on from the middle of the undisturbed one, and the largest relative differences of losses and parameters
-are reported. Takes `kills=`, `seed=` and Hydra overrides. Prints a table on stderr and JSON on stdout; the exit code is
-1 if bits differ.
+A rank is killed at random moments again and again, and the ends are compared.
+A small run is started by `gems-jobs submit` and killed by SIGKILL in a random rank, in a random
+step and at a random moment of it, `kills=20` times; each time the same command resumes from the
+newest checkpoint. Its losses and weights are compared with those of an undisturbed run, bit by bit.
+Then a run with another number of partitions and replicas goes on from the middle of the undisturbed
+one, and the largest relative differences of losses and parameters are reported. Takes `kills=`,
+`seed=` and Hydra overrides. Prints a table on stderr and JSON on stdout; the exit code is 1 if bits
+differ.
 """
 
 from __future__ import annotations
@@ -25,28 +27,49 @@ from typing import Any
 from gems.runs.heartbeat import read_beat
 from scripts.bench.rig import answered, log, machine
 
-STEPS, MIDDLE = 96, 48
+STEPS = 96
+MIDDLE = 48
 LIMIT_S = 240.0
 LOOK_S = 0.001
 REL_LIMIT = 1e-6
 OVERRIDES = [
-    "model=resnet20_v2", "model.width=4", "model.norm=group", "data=synthetic", "data.height_px=32", "data.width_px=32",
-    "data.train_samples=256", "data.validation_samples=8", "parallel.partitions=2", "parallel.micro_batch_size=2",
-    "parallel.replications=2", "parallel.parts=1", "schedule=gems_master", "machine.device=cpu", "optimizer.name=adam",
-    "optimizer.lr=0.001", f"train.steps={STEPS}", "train.checkpoint_steps=2", "cluster=local",
-]  # fmt: skip
+    "model=resnet20_v2",
+    "model.width=4",
+    "model.norm=group",
+    "data=synthetic",
+    "data.height_px=32",
+    "data.width_px=32",
+    "data.train_samples=256",
+    "data.validation_samples=8",
+    "parallel.partitions=2",
+    "parallel.micro_batch_size=2",
+    "parallel.replications=2",
+    "parallel.parts=1",
+    "schedule=gems_master",
+    "machine.device=cpu",
+    "optimizer.name=adam",
+    "optimizer.lr=0.001",
+    f"train.steps={STEPS}",
+    "train.checkpoint_steps=2",
+    "cluster=local",
+]
 # as many images a step: two pipelines of one rank each, without GEMS's second direction
 OTHER = [
-    "parallel.partitions=1", "parallel.replicas=2", "schedule=1f1b", "parallel.replications=null",
-    "parallel.parts=null", "parallel.micro_batches=1",
-]  # fmt: skip
+    "parallel.partitions=1",
+    "parallel.replicas=2",
+    "schedule=1f1b",
+    "parallel.replications=null",
+    "parallel.parts=null",
+    "parallel.micro_batches=1",
+]
 
 
 def main(words: list[str]) -> int:
     """Run all and return 1 if a bit differs, or another partition by more than REL_LIMIT."""
     own = dict(word.split("=", 1) for word in words if word.startswith(("kills=", "seed=")))
     overrides = [*OVERRIDES, *(word for word in words if not word.startswith(("kills=", "seed=")))]
-    kills, chance = int(own.get("kills", 20)), random.Random(int(own.get("seed", 0)))
+    kills = int(own.get("kills", 20))
+    chance = random.Random(int(own.get("seed", 0)))
     machine()
     with tempfile.TemporaryDirectory() as scratch:
         runs = Path(scratch)
@@ -54,10 +77,15 @@ def main(words: list[str]) -> int:
         whole = run(runs, [*overrides, "name=whole", f"train.keep_checkpoints={STEPS}"])
         log(f"undisturbed: {STEPS} steps, {time.monotonic() - begin_s:.1f} s")
         made = 0
-        while made < kills and (kill := run_and_kill(runs, [*overrides, "name=killed"], chance)) is not None:
+        while (
+            made < kills
+            and (kill := run_and_kill(runs, [*overrides, "name=killed"], chance)) is not None
+        ):
             made += 1
             log(f"kill {made:>2}: {kill}")
-        ended = [path.parent for path in runs.glob("killed-*/result.json")]  # before it could be killed again
+        ended = [
+            path.parent for path in runs.glob("killed-*/result.json")
+        ]  # before it could be killed again
         killed = ended[0] if ended else run(runs, [*overrides, "name=killed"])
         attempts = 1 + len(list((killed / "attempts").iterdir()))
         result: dict[str, Any] = {"kills": made, "attempts": attempts, **bits(whole, killed)}
@@ -66,10 +94,16 @@ def main(words: list[str]) -> int:
         steps = {int(path.name.removeprefix("step")): path for path in taken}
         step = min(steps, key=lambda step: abs(step - MIDDLE))
         other = run(runs, [*overrides, *OTHER, "name=other", f"train.resume={steps[step]}"])
-        result |= {f"other_cut_{key}": value for key, value in differences(whole, other, step).items()}
+        result |= {
+            f"other_cut_{key}": value for key, value in differences(whole, other, step).items()
+        }
     for key, value in result.items():
         log(f"{key:<22}{value}")
-    is_good = result["equal_losses"] and result["equal_weights"] and result["other_cut_losses"] <= REL_LIMIT
+    is_good = (
+        result["equal_losses"]
+        and result["equal_weights"]
+        and result["other_cut_losses"] <= REL_LIMIT
+    )
     return answered(result, not is_good)
 
 
@@ -79,17 +113,30 @@ def _command(runs: Path, overrides: list[str]) -> list[str]:
 
 def run(runs: Path, overrides: list[str]) -> Path:
     """Start a run or continue it, wait for its end and return its folder."""
-    ended = subprocess.run(_command(runs, overrides), capture_output=True, text=True, timeout=LIMIT_S)
+    ended = subprocess.run(
+        _command(runs, overrides), capture_output=True, text=True, timeout=LIMIT_S
+    )
     if ended.returncode:
         raise SystemExit(f"exit code {ended.returncode}\n{ended.stderr[-3000:]}")
     return Path(json.loads(ended.stdout)["run_folder"])
 
 
 def run_and_kill(runs: Path, overrides: list[str], chance: random.Random) -> str | None:
-    """Continue a run and kill a rank some steps later; return where it was, or None if the run ended before."""
-    old = {beat.pid for path in runs.glob("killed-*/heartbeat/rank*") if (beat := read_beat(path)) is not None}
-    process = subprocess.Popen(_command(runs, overrides), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    rank, wait, victim = chance.randrange(2), chance.randrange(1, 5), None
+    """Continue a run and kill a rank some steps later.
+
+    Return where it was, or None if the run ended before.
+    """
+    old = {
+        beat.pid
+        for path in runs.glob("killed-*/heartbeat/rank*")
+        if (beat := read_beat(path)) is not None
+    }
+    process = subprocess.Popen(
+        _command(runs, overrides), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    rank = chance.randrange(2)
+    wait = chance.randrange(1, 5)
+    victim = None
     moment_s = chance.random() * 0.2
     goal: int | None = None
     deadline_s = time.monotonic() + LIMIT_S
@@ -114,9 +161,13 @@ def run_and_kill(runs: Path, overrides: list[str], chance: random.Random) -> str
 def bits(whole: Path, killed: Path, steps: int = STEPS) -> dict[str, Any]:
     """Return whether two runs have the same losses and the same weights to the bit."""
     curves, states = _outcomes(whole, killed)
-    same_names = [list(layer) for layer in states[0].values()] == [list(layer) for layer in states[1].values()]
+    same_names = [list(layer) for layer in states[0].values()] == [
+        list(layer) for layer in states[1].values()
+    ]
     return {
-        "equal_losses": curves[0]["loss"].tobytes() == curves[1]["loss"].tobytes() and len(curves[0]) == steps,
+        "equal_losses": (
+            curves[0]["loss"].tobytes() == curves[1]["loss"].tobytes() and len(curves[0]) == steps
+        ),
         "equal_weights": same_names and all(value.equal(other) for value, other in _pairs(states)),
         "attempts_in_curve": len(set(curves[1]["attempt"].tolist())),
     }
@@ -138,7 +189,9 @@ def _outcomes(*folders: Path) -> tuple[list[Any], list[dict[str, Any]]]:
     from analysis.io.load import load_trace
     from gems.engine.checkpoint import weights
 
-    return [load_trace(folder).trace.steps for folder in folders], [weights.load(folder) for folder in folders]
+    return [load_trace(folder).trace.steps for folder in folders], [
+        weights.load(folder) for folder in folders
+    ]
 
 
 def _pairs(states: list[dict[str, Any]]) -> Iterator[tuple[Any, Any]]:

@@ -1,7 +1,8 @@
-"""The rig of the benchmarks: options, runs, processes, rounds in turn, tables on stderr and one JSON object on stdout.
+"""The rig of the benchmarks.
 
-A benchmark is its cases, its measurement and its columns. `python -m scripts.bench.rig MODULE:FUNCTION ARGUMENTS` calls
-one function of a benchmark in a process of its own, or on a rank.
+Options, runs, processes, rounds in turn, tables on stderr and one JSON object on stdout.
+A benchmark is its cases, its measurement and its columns. `python -m scripts.bench.rig
+MODULE:FUNCTION ARGUMENTS` calls one function of a benchmark in a process of its own, or on a rank.
 """
 
 from __future__ import annotations
@@ -41,7 +42,15 @@ if TYPE_CHECKING:
 RUN_LIMIT_S = 550.0
 POSITIONAL = ("overrides", "number")
 HELP = {"json": "print one object on stdout", "only": "run the cases whose name contains ONLY"}
-UNITS = {"ms": 1e3, "%": 100.0, "MiB": 1 / MIB, "GiB": 1 / GIB, "MB": 1e-6, "GB": 1e-9, "GB/s": 1e-9}
+UNITS = {
+    "ms": 1e3,
+    "%": 100.0,
+    "MiB": 1 / MIB,
+    "GiB": 1 / GIB,
+    "MB": 1e-6,
+    "GB": 1e-9,
+    "GB/s": 1e-9,
+}
 SHEETS = ("v100", "a100", "h100", "h200")  # GPUs of conf/machine
 Rows = Iterable[dict[str, Any]]
 K = TypeVar("K")
@@ -51,7 +60,8 @@ T = TypeVar("T")
 def options(doc: str | None, argv: Sequence[str] | None, **defaults: Any) -> argparse.Namespace:
     """Parse options, each named by its default.
 
-    False makes a switch, a tuple holds choices and a list values after commas; a dict is what argparse takes.
+    False makes a switch, a tuple holds choices and a list values after commas; a dict is what
+    argparse takes.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
     for key, default in defaults.items():
@@ -64,8 +74,12 @@ def options(doc: str | None, argv: Sequence[str] | None, **defaults: Any) -> arg
         elif isinstance(default, tuple):
             kind = {"choices": default, "default": default[0]}
         elif isinstance(default, list):
-            kind["type"] = lambda text, values=default: [type(values[0])(word) for word in text.split(",")]
-        parser.add_argument(key if key in POSITIONAL else f"--{name}", **{"help": HELP.get(name), **kind})
+            kind["type"] = lambda text, values=default: [
+                type(values[0])(word) for word in text.split(",")
+            ]
+        parser.add_argument(
+            key if key in POSITIONAL else f"--{name}", **{"help": HELP.get(name), **kind}
+        )
     return parser.parse_args(argv)
 
 
@@ -99,9 +113,9 @@ def machine() -> dict[str, Any]:
 class Table:
     """A table on stderr, printed row by row as results come.
 
-    A column is `heading=key:format`, as in `step ms=step_s:>9.1f`: the key of a row's value (by default the heading),
-    shown in the unit that ends the heading. A text keeps the width alone, None is a dash, and a key that a row lacks
-    leaves its cell empty.
+    A column is `heading=key:format`, as in `step ms=step_s:>9.1f`: the key of a row's value (by
+    default the heading), shown in the unit that ends the heading. A text keeps the width alone,
+    None is a dash, and a key that a row lacks leaves its cell empty.
     """
 
     def __init__(self, *columns: str) -> None:
@@ -121,23 +135,32 @@ class Table:
         for key, scale, kind, width in self._columns:
             value = row.get(key, "")
             is_number = isinstance(value, int | float)
-            cells += f"{value * scale:{kind}}" if is_number else f"{'-' if value is None else value:{width}}"
+            cells += (
+                f"{value * scale:{kind}}"
+                if is_number
+                else f"{'-' if value is None else value:{width}}"
+            )
         log(cells.rstrip() + (f"  {note}" if note else ""))
         return row
 
-    def rows(self, rows: Rows, note: Callable[[dict[str, Any]], object] = lambda row: "") -> list[dict[str, Any]]:
+    def rows(
+        self, rows: Rows, note: Callable[[dict[str, Any]], object] = lambda row: ""
+    ) -> list[dict[str, Any]]:
         """Print rows as they are made, and return them."""
         return [self.row(row, note(row)) for row in rows]
 
 
 def composed(*words: str | Sequence[str]) -> RunSpec:
     """Compose a run from overrides: several in a text, and those of a user in a list."""
-    return compose([word for part in words for word in (part.split() if isinstance(part, str) else part)])
+    return compose(
+        [word for part in words for word in (part.split() if isinstance(part, str) else part)]
+    )
 
 
 def gpu_machine(**rates: float) -> str:
-    """Return the overrides of this machine's GPU: its data sheet's rates if conf/ has one, and those given.
+    """Return the overrides of this machine's GPU.
 
+    Its data sheet's rates if conf/ has one, and those given.
     Needs a GPU.
     """
     import torch
@@ -148,7 +171,10 @@ def gpu_machine(**rates: float) -> str:
 
 
 def opened_device(bench: str, device: str, threads: int) -> torch.device | None:
-    """Return the device on which a bench computes in this process; say so and return None if there is no such GPU."""
+    """Return the device on which a bench computes in this process.
+
+    Say so and return None if there is no such GPU.
+    """
     import torch
 
     torch.set_num_threads(threads)
@@ -186,14 +212,23 @@ def spread(ratios: Sequence[float]) -> dict[str, float]:
 
 
 def cause_of(lines: Sequence[str]) -> str:
-    """Return the line of a program's output that says why it failed: a rank's error, its exception, or the last one."""
+    """Return the line of a program's output that says why it failed.
+
+    A rank's error, its exception, or the last one.
+    """
     ranks = [line for line in lines if re.match(r"\[rank \d+\] ERROR ", line)]
-    errors = [line for line in lines if re.match(r"[\w.]*(Error|Errors|Exception|Exit|Interrupt)\b.*:", line)]
+    errors = [
+        line
+        for line in lines
+        if re.match(r"[\w.]*(Error|Errors|Exception|Exit|Interrupt)\b.*:", line)
+    ]
     said = ranks[:1] or errors[-1:] or list(lines)[-1:]
     return " ".join(" ".join(said).split())[:300]
 
 
-def start_ranks(num_ranks: int, *program: str, log_to: Path | None = None, timeout_s: float = RUN_LIMIT_S) -> None:
+def start_ranks(
+    num_ranks: int, *program: str, log_to: Path | None = None, timeout_s: float = RUN_LIMIT_S
+) -> None:
     """Run `python -m PROGRAM` on several ranks of this machine, one thread each.
 
     Raises:
@@ -207,17 +242,26 @@ def start_ranks(num_ranks: int, *program: str, log_to: Path | None = None, timeo
 
 def call_argv(function: Callable[..., object], *arguments: object) -> tuple[str, str, str]:
     """Return the program that calls a module's function, with arguments that JSON can hold."""
-    return "scripts.bench.rig", f"{function.__globals__['__spec__'].name}:{function.__name__}", json.dumps(arguments)
+    return (
+        "scripts.bench.rig",
+        f"{function.__globals__['__spec__'].name}:{function.__name__}",
+        json.dumps(arguments),
+    )
 
 
 def in_child(
-    function: Callable[..., object], *arguments: object, limit_s: float = RUN_LIMIT_S, threads: int | None = None
+    function: Callable[..., object],
+    *arguments: object,
+    limit_s: float = RUN_LIMIT_S,
+    threads: int | None = None,
 ) -> dict[str, Any]:
     """Call a module's function in a process of its own, and return the object that it returns, or `{"failed": why}`."""
     command = [sys.executable, "-m", *call_argv(function, *arguments)]
     environment = os.environ | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, env=environment)
+        ended = subprocess.run(
+            command, capture_output=True, text=True, timeout=limit_s, env=environment
+        )
     except subprocess.TimeoutExpired:
         return {"failed": f"did not end within {limit_s:.0f} s"}
     if ended.returncode:
@@ -231,7 +275,9 @@ def finished_run(spec: RunSpec) -> Iterator[RunFolder]:
     """Run a configuration on this machine, and yield its folder, which is temporary."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = prepare(replace(spec, runs_dir=scratch))
-        start_ranks(spec.world_size, "gems.engine.run", str(folder.path), log_to=folder.logs / "ranks.log")
+        start_ranks(
+            spec.world_size, "gems.engine.run", str(folder.path), log_to=folder.logs / "ranks.log"
+        )
         yield folder
 
 
@@ -242,11 +288,13 @@ def counted_steps_s(folder: RunFolder) -> np.ndarray:
     return times_s
 
 
-def allocator_peaks(device: torch.device, static_bytes: int, call: Callable[[], object]) -> tuple[int, int | None]:
+def allocator_peaks(
+    device: torch.device, static_bytes: int, call: Callable[[], object]
+) -> tuple[int, int | None]:
     """Return the most bytes allocated and reserved during a call (reserved: None on a processor).
 
-    torch's profiler reports every allocation and release on a processor, from the call's start on; `static_bytes` are
-    what was there before.
+    torch's profiler reports every allocation and release on a processor, from the call's start on;
+    `static_bytes` are what was there before.
     """
     import torch
     from torch.profiler import ProfilerActivity, profile
@@ -260,7 +308,9 @@ def allocator_peaks(device: torch.device, static_bytes: int, call: Callable[[], 
         return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         call()
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [
+        event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
     held = most = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         held += event.nbytes()

@@ -1,8 +1,9 @@
 """Schedules under a cap: every family and the synthesised schedule by efficiency, the targets, and random settings.
 
-Prints three parts: efficiency by cap for each family beside `capped` and its bound; the targets (target, found, bound);
-and random settings in which `capped` is compared with every published schedule that keeps the cap, both lowered. All
-figures are simulated, and the time that each part took is printed. `--quick` takes smaller budgets and fewer settings.
+Prints three parts: efficiency by cap for each family beside `capped` and its bound; the targets
+(target, found, bound); and random settings in which `capped` is compared with every published
+schedule that keeps the cap, both lowered. All figures are simulated, and the time that each part
+took is printed. `--quick` takes smaller budgets and fewer settings.
 """
 
 from __future__ import annotations
@@ -28,17 +29,23 @@ from gems.utils.tables import RIGHT, table
 from scripts.bench.rig import machine, options
 
 CAPS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
-NUM_SETTINGS, QUICK_SETTINGS = 500, 30
-SETTING_BUDGET_S, QUICK_BUDGET_S = 0.25, 1.0
+NUM_SETTINGS = 500
+QUICK_SETTINGS = 30
+SETTING_BUDGET_S = 0.25
+QUICK_BUDGET_S = 1.0
 ROUNDING = 0.0005
 
 
-def _request(num_ranks: int, num_micro_batches: int, cap: float, link: float = 0.0, **costs: object) -> Request:
+def _request(
+    num_ranks: int, num_micro_batches: int, cap: float, link: float = 0.0, **costs: object
+) -> Request:
     return Request(
-        num_ranks, num_micro_batches, cap=cap,
+        num_ranks,
+        num_micro_batches,
+        cap=cap,
         costs=DepthCosts(num_ranks, **costs),  # type: ignore[arg-type]
         network=Network(latency=link),
-    )  # fmt: skip
+    )
 
 
 def target_cases() -> Iterator[tuple[str, Request, float]]:
@@ -56,7 +63,11 @@ def target_cases() -> Iterator[tuple[str, Request, float]]:
             name = f"P={ranks} N={num} K={cap:g}" + (f" link {link:g}" if link else "")
             yield name, _request(ranks, num, cap, link), efficiency
     for allow, copy, efficiency in (("recompute", 0.0, 0.70), ("offload", 2.0, 0.84)):
-        yield f"P=8 N=32 K=1 {allow}", replace(_request(8, 32, 1.0, copy=copy), allow=(allow,)), efficiency
+        yield (
+            f"P=8 N=32 K=1 {allow}",
+            replace(_request(8, 32, 1.0, copy=copy), allow=(allow,)),
+            efficiency,
+        )
     weights = (1.0, 0.5, 0.25, 0.125)
     yield "P=8 N=32 K=2 activations 1:1/2:1/4:1/8", _request(8, 32, 2.0, activations=weights), 0.81
 
@@ -99,7 +110,9 @@ def families(budget_s: float) -> int:
     heads = {"P=8 N=32": "", **{f"K={cap:g}": ".3f" for cap in CAPS}}
     print(
         table(
-            heads, zip(*columns, strict=True), title="efficiency (- : no such schedule, or its peak is above the cap)"
+            heads,
+            zip(*columns, strict=True),
+            title="efficiency (- : no such schedule, or its peak is above the cap)",
         )
     )
     return 0
@@ -107,7 +120,8 @@ def families(budget_s: float) -> int:
 
 def targets(budget_s: float) -> int:
     """Print target, found and bound, and return how many targets were missed."""
-    rows, missed = [], 0
+    rows = []
+    missed = 0
     for name, request, efficiency in target_cases():
         begin = time.perf_counter()
         found = capped(replace(request, budget_s=budget_s))
@@ -115,8 +129,25 @@ def targets(budget_s: float) -> int:
         is_met = found.efficiency >= efficiency - ROUNDING
         missed += not is_met
         how = f"{found.placement}, {found.method}{'' if is_met else '  MISSED'}"
-        rows.append((name, efficiency, f"{found.efficiency:.4f}", found.bound, max(found.peak), taken_s, how))
-    heads = {"setting": "", "target": ".3f", "found": RIGHT, "bound": ".3f", "peak": ".3f", "time [s]": ".1f"}
+        rows.append(
+            (
+                name,
+                efficiency,
+                f"{found.efficiency:.4f}",
+                found.bound,
+                max(found.peak),
+                taken_s,
+                how,
+            )
+        )
+    heads = {
+        "setting": "",
+        "target": ".3f",
+        "found": RIGHT,
+        "bound": ".3f",
+        "peak": ".3f",
+        "time [s]": ".1f",
+    }
     print(table(heads | {"placement, method": ""}, rows))
     return missed
 
@@ -127,30 +158,48 @@ def random_setting(random: Random) -> Request:
     num_micro_batches = random.randint(2, 64)
     times = tuple(round(random.uniform(0.5, 1.5), 2) for _ in range(random.choice((1, 2, 4))))
     activations = tuple(round(random.uniform(0.1, 1.0), 2) for _ in range(random.choice((1, 2, 4))))
-    forward, input_grad, weight_grad = (round(random.uniform(low, 1.5), 2) for low in (0.5, 0.5, 0.2))
+    forward, input_grad, weight_grad = (
+        round(random.uniform(low, 1.5), 2) for low in (0.5, 0.5, 0.2)
+    )
     link = random.choice((0.0, 0.05, 0.25, round(random.uniform(0.0, 1.0), 2), 1.0))
     cap = random.choice((1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0))
     request = _request(
-        num_ranks, num_micro_batches, cap, link, forward=forward, input_grad=input_grad, weight_grad=weight_grad,
-        times=times, activations=activations,
-    )  # fmt: skip
+        num_ranks,
+        num_micro_batches,
+        cap,
+        link,
+        forward=forward,
+        input_grad=input_grad,
+        weight_grad=weight_grad,
+        times=times,
+        activations=activations,
+    )
     return replace(request, seed=random.randrange(1000), budget_s=SETTING_BUDGET_S)
 
 
 def settings(number: int) -> int:
     """Compare capped with every published schedule that keeps the cap, and return the number of exceptions.
 
-    Both are lowered, and simulated as ranks run them. A list that waits for a late receive is an exception too.
+    Both are lowered, and simulated as ranks run them. A list that waits for a late receive is an
+    exception too.
     """
-    random, slower, faults, faster, compared, helped = Random(0), 0, 0, 0, 0, 0
+    random = Random(0)
+    slower = 0
+    faults = 0
+    faster = 0
+    compared = 0
+    helped = 0
     for turn in range(number):
         request = random_setting(random)
         others = rivals.published_schedules(request)
         found = capped(request, others)
-        costs, network = request.costs.stages(found.schedule.num_stages), request.network
+        costs = request.costs.stages(found.schedule.num_stages)
+        network = request.network
         lowered = validate(add_transfers(found.schedule, costs, network), costs, request.cap)
         span = simulate(lowered, costs, network).span
-        helped += simulate(add_transfers(found.schedule), costs, network).span > span * (1 + TOLERANCE)
+        helped += simulate(add_transfers(found.schedule), costs, network).span > span * (
+            1 + TOLERANCE
+        )
         for schedule in (*published_schedules(request).values(), *others):
             step = step_under_cap(schedule, request)
             if step is None:
@@ -159,7 +208,9 @@ def settings(number: int) -> int:
             faster += span < step[0] * (1 - TOLERANCE)
             if span > step[0] * (1 + TOLERANCE):
                 slower += 1
-                print(f"setting {turn}: {schedule.name} takes {step[0]:g}, capped {span:g}: {request}")
+                print(
+                    f"setting {turn}: {schedule.name} takes {step[0]:g}, capped {span:g}: {request}"
+                )
         try:
             check_receives(lowered, costs, network)
         except ScheduleError as error:
@@ -169,9 +220,9 @@ def settings(number: int) -> int:
             faults += 1
             print(f"setting {turn}: peak {max(found.peak):g} above the cap: {request}")
     print(
-        f"{number} random settings, lowered and simulated: slower than a published schedule that keeps the cap: "
-        f"{slower} ({compared} comparisons, faster in {faster}); above the cap or late by a receive: {faults}; "
-        f"slower if each receive is posted one action ahead: {helped}"
+        f"{number} random settings, lowered and simulated: slower than a published schedule that"
+        f" keeps the cap: {slower} ({compared} comparisons, faster in {faster}); above the cap or"
+        f" late by a receive: {faults}; slower if each receive is posted one action ahead: {helped}"
     )
     return slower + faults
 
@@ -197,7 +248,9 @@ def main(argv: list[str]) -> int:
     faults = {}
     for part in (families, targets, large, settings):
         begin = time.perf_counter()
-        faults[part] = part((QUICK_SETTINGS if is_quick else NUM_SETTINGS) if part is settings else budget_s)
+        faults[part] = part(
+            (QUICK_SETTINGS if is_quick else NUM_SETTINGS) if part is settings else budget_s
+        )
         print(f"[{part.__name__}: {time.perf_counter() - begin:.1f} s]\n", flush=True)
     return int(bool(faults[settings]) or (bool(faults[targets]) and not is_quick))
 

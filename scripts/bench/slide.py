@@ -1,10 +1,11 @@
 """How much memory and time a rank takes to read one huge region of a whole-slide image.
 
-A tiled pyramidal TIFF file of `--slide` px a side (enlarged tissue, deflated) is written to a temporary folder. In a
-process of its own the batch loader of a run then reads one training sample of `--side` px at level 0, flipped and
-turned as usual, by data=slide with `data.prefetch_steps=0` and no workers; more steps ahead hold more samples. The
-growth of the resident set's peak is compared with the bytes of the sample's float32 tensor. The exit code is 1 if it is
-above `--most` times these.
+A tiled pyramidal TIFF file of `--slide` px a side (enlarged tissue, deflated) is written to a
+temporary folder. In a process of its own the batch loader of a run then reads one training sample
+of `--side` px at level 0, flipped and turned as usual, by data=slide with `data.prefetch_steps=0`
+and no workers; more steps ahead hold more samples. The growth of the resident set's peak is
+compared with the bytes of the sample's float32 tensor. The exit code is 1 if it is above `--most`
+times these.
 """
 
 from __future__ import annotations
@@ -25,19 +26,28 @@ from gems.data.tissue import SLIDE_PX, read_slide
 from scripts.bench.rig import Table, answered, composed, in_child, log, machine, options, square
 
 LIBRARIES = ("openslide", "tiffslide")
-ENLARGED, TILE_PX, NUM_LEVELS = 8, 256, 4
+ENLARGED = 8
+TILE_PX = 256
+NUM_LEVELS = 4
 
 
 def main(argv: list[str]) -> int:
     """Measure with each library and return 1 if one takes more memory than allowed."""
-    given = options(__doc__, argv, side=16384, slide=18432, most=1.5, libraries=list(LIBRARIES), json=False)
+    given = options(
+        __doc__, argv, side=16384, slide=18432, most=1.5, libraries=list(LIBRARIES), json=False
+    )
     facts = machine()
     with tempfile.TemporaryDirectory() as scratch:
         write_slide(Path(scratch), given.slide)
         file_bytes = (Path(scratch) / "slide.tif").stat().st_size
         log(f"{given.side} px a side of a slide of {given.slide}, {file_bytes / 1e6:.0f} MB")
-        table = Table("library:<12", "region GiB=region_bytes:>12.2f", "growth GiB=growth_bytes:>12.2f", "ratio:>8.3f",
-                      "read s=read_s:>10.1f")  # fmt: skip
+        table = Table(
+            "library:<12",
+            "region GiB=region_bytes:>12.2f",
+            "growth GiB=growth_bytes:>12.2f",
+            "ratio:>8.3f",
+            "read s=read_s:>10.1f",
+        )
         rows = []
         for library in given.libraries:
             found = in_child(read_region, scratch, given.side, library, threads=1)
@@ -55,7 +65,8 @@ def read_region(folder: str, side_px: int, library: str) -> dict[str, float]:
 
     pyramid.LIBRARIES = (library,)
     spec = composed(
-        f"model=resnet20_v1 schedule=1f1b data=slide data.path={folder} data.prefetch_steps=0 {square(side_px)}",
+        f"model=resnet20_v1 schedule=1f1b data=slide data.path={folder} data.prefetch_steps=0"
+        f" {square(side_px)}",
         "parallel.partitions=2 parallel.micro_batches=1 parallel.micro_batch_size=1",
     )
     dataset = open_dataset(spec.data, spec.seed)
@@ -66,9 +77,15 @@ def read_region(folder: str, side_px: int, library: str) -> dict[str, float]:
     begin_s = time.perf_counter()
     (images,) = loader.batch(0).images.values()
     read_s = time.perf_counter() - begin_s
-    growth, region = resident_bytes("VmHWM") - before, images.element_size() * images.nelement()
+    growth = resident_bytes("VmHWM") - before
+    region = images.element_size() * images.nelement()
     assert images.shape == (1, 3, side_px, side_px) and float(images[0, :, ::97, ::97].std()) > 0.1
-    return {"region_bytes": region, "growth_bytes": growth, "ratio": growth / region, "read_s": read_s}
+    return {
+        "region_bytes": region,
+        "growth_bytes": growth,
+        "ratio": growth / region,
+        "read_s": read_s,
+    }
 
 
 def open_library(folder: Path) -> None:
@@ -92,13 +109,22 @@ def write_slide(folder: Path, side_px: int) -> None:
     picture = fromarray(read_slide())
     with tifffile.TiffWriter(folder / "slide.tif", bigtiff=True) as file:
         for number in range(NUM_LEVELS):
-            side, enlarged_px = side_px >> number, SLIDE_PX * ENLARGED >> number
+            side = side_px >> number
+            enlarged_px = SLIDE_PX * ENLARGED >> number
             pattern = np.asarray(picture.resize((enlarged_px, enlarged_px), Resampling.BICUBIC))
             file.write(
-                _tiles(pattern, side), shape=(side, side, 3), dtype=np.uint8, tile=(TILE_PX, TILE_PX),
-                photometric="rgb", compression="zlib", compressionargs={"level": 1}, subfiletype=int(number > 0),
-            )  # fmt: skip
-    (folder / "labels.csv").write_text("file,label,split,x,y\nslide.tif,0,train,100,60\nslide.tif,1,validation,0,0\n")
+                _tiles(pattern, side),
+                shape=(side, side, 3),
+                dtype=np.uint8,
+                tile=(TILE_PX, TILE_PX),
+                photometric="rgb",
+                compression="zlib",
+                compressionargs={"level": 1},
+                subfiletype=int(number > 0),
+            )
+    (folder / "labels.csv").write_text(
+        "file,label,split,x,y\nslide.tif,0,train,100,60\nslide.tif,1,validation,0,0\n"
+    )
 
 
 def _tiles(pattern: np.ndarray[Any, Any], side_px: int) -> Iterator[np.ndarray[Any, Any]]:
@@ -107,7 +133,8 @@ def _tiles(pattern: np.ndarray[Any, Any], side_px: int) -> Iterator[np.ndarray[A
     wide = np.tile(pattern, (repeats, repeats, 1))
     for row in range(0, side_px, TILE_PX):
         for column in range(0, side_px, TILE_PX):
-            top, left = row % len(pattern), column % len(pattern)
+            top = row % len(pattern)
+            left = column % len(pattern)
             yield np.ascontiguousarray(wide[top : top + TILE_PX, left : left + TILE_PX])
 
 

@@ -1,10 +1,11 @@
-"""What a split backward costs: (I then W) over the full backward, for each layer kind and for a ResNet stage.
+"""What a split backward costs.
 
-A B A B interleaved in one process: a full backward, then ours (input gradient now, weight gradient later), then torch's
-own helper (torch.distributed.pipelining's stage_backward_input and stage_backward_weight). The ratio of a pair of
-neighbours in time is taken, and the median of those printed. On a processor with one thread the time is the process's
-own, so that other processes disturb less. `--device cuda` runs the same on a GPU. The exit code is 1 if a gradient
-differs.
+(I then W) over the full backward, for each layer kind and for a ResNet stage.
+A B A B interleaved in one process: a full backward, then ours (input gradient now, weight gradient
+later), then torch's own helper (torch.distributed.pipelining's stage_backward_input and
+stage_backward_weight). The ratio of a pair of neighbours in time is taken, and the median of those
+printed. On a processor with one thread the time is the process's own, so that other processes
+disturb less. `--device cuda` runs the same on a GPU. The exit code is 1 if a gradient differs.
 """
 
 from __future__ import annotations
@@ -42,20 +43,44 @@ class SelfAttention(nn.Module):
 
 def resnet_stage(depth: int, version: int, height_px: int) -> list[nn.Module]:
     """Build the second of four equal parts of a ResNet."""
-    layers = layers_of(ModelConfig(depth=depth, version=version), DataConfig(height_px=height_px, width_px=height_px))
+    layers = layers_of(
+        ModelConfig(depth=depth, version=version),
+        DataConfig(height_px=height_px, width_px=height_px),
+    )
     return build_layers(layers, len(layers) // 4, len(layers) // 2, seed=0)
 
 
-# A row of the table: its layers and the shape of their input, whose batch is 16 times as large on a GPU.
+# A row of the table: its layers and the shape of their input, whose batch is 16 times as large on a
+# GPU.
 Case = tuple[str, Callable[[], nn.Module | list[nn.Module]], tuple[int, ...]]
 EMBEDDING = "embedding, 1000 x 256"
 CASES: tuple[Case, ...] = (
-    ("conv 3x3, 16 ch, 32 px (ResNet)", lambda: nn.Conv2d(16, 16, 3, padding=1, bias=False), (16, 16, 32, 32)),
-    ("conv 3x3, 64 ch, 8 px (ResNet)", lambda: nn.Conv2d(64, 64, 3, padding=1, bias=False), (16, 64, 8, 8)),
+    (
+        "conv 3x3, 16 ch, 32 px (ResNet)",
+        lambda: nn.Conv2d(16, 16, 3, padding=1, bias=False),
+        (16, 16, 32, 32),
+    ),
+    (
+        "conv 3x3, 64 ch, 8 px (ResNet)",
+        lambda: nn.Conv2d(64, 64, 3, padding=1, bias=False),
+        (16, 64, 8, 8),
+    ),
     ("conv 1x1, 64 ch, 32 px (ResNet)", lambda: nn.Conv2d(64, 64, 1, bias=False), (8, 64, 32, 32)),
-    ("conv 1x1, 256 ch, 14 px (ResNet)", lambda: nn.Conv2d(256, 256, 1, bias=False), (8, 256, 14, 14)),
-    ("conv 3x3, 64 ch, 112 px (VGG)", lambda: nn.Conv2d(64, 64, 3, padding=1, bias=False), (1, 64, 112, 112)),
-    ("conv 3x3, 256 ch, 28 px (VGG)", lambda: nn.Conv2d(256, 256, 3, padding=1, bias=False), (2, 256, 28, 28)),
+    (
+        "conv 1x1, 256 ch, 14 px (ResNet)",
+        lambda: nn.Conv2d(256, 256, 1, bias=False),
+        (8, 256, 14, 14),
+    ),
+    (
+        "conv 3x3, 64 ch, 112 px (VGG)",
+        lambda: nn.Conv2d(64, 64, 3, padding=1, bias=False),
+        (1, 64, 112, 112),
+    ),
+    (
+        "conv 3x3, 256 ch, 28 px (VGG)",
+        lambda: nn.Conv2d(256, 256, 3, padding=1, bias=False),
+        (2, 256, 28, 28),
+    ),
     ("linear 512 -> 512", lambda: nn.Linear(512, 512), (256, 512)),
     ("linear 4096 -> 1024 (VGG)", lambda: nn.Linear(4096, 1024), (32, 4096)),
     ("batch norm, 64 ch", lambda: nn.BatchNorm2d(64), (8, 64, 32, 32)),
@@ -79,7 +104,8 @@ class Bench:
     def __init__(self, case: Case, device: torch.device) -> None:
         torch.manual_seed(0)
         name, self._make, (batch, *rest) = case
-        self._device, self._is_indices = device, name == EMBEDDING
+        self._device = device
+        self._is_indices = name == EMBEDDING
         # on one thread of a processor the process's own time is that of the work
         has_own_clock = device.type == "cpu" and torch.get_num_threads() == 1
         self._clock = time.process_time if has_own_clock else time.perf_counter
@@ -87,7 +113,9 @@ class Bench:
         draw = torch.randint(0, 1000, shape) if self._is_indices else torch.randn(shape)
         self._input = draw.to(device)
         self._layers = {way: self._build() for way in ("full", "ours", "torch")}
-        self._full, self.stage = (Stage(self._layers[way], self._is_indices, lambda: None) for way in ("full", "ours"))
+        self._full, self.stage = (
+            Stage(self._layers[way], self._is_indices, lambda: None) for way in ("full", "ours")
+        )
         (output,) = as_tuple(self._full.infer((self._input,)))
         self._gradient = torch.randn_like(output)
 
@@ -115,20 +143,27 @@ class Bench:
         """Time our two parts, one after the other."""
         self.stage.forward(0, (self._input,), None, True)
         return self._timed(
-            lambda: self.stage.backward_input(0, (self._gradient,)), lambda: self.stage.backward_weight(0)
+            lambda: self.stage.backward_input(0, (self._gradient,)),
+            lambda: self.stage.backward_weight(0),
         )
 
     def torch(self) -> tuple[float, float]:
         """Time the two functions of torch.distributed.pipelining, one after the other."""
-        from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+        from torch.distributed.pipelining._backward import (
+            stage_backward_input,
+            stage_backward_weight,
+        )
 
-        layers, groups = self._layers["torch"], []
+        layers = self._layers["torch"]
+        groups = []
         leaf = self._input.detach().requires_grad_(not self._is_indices)
         value = leaf
         for layer in layers:
             value = layer(value)
         return self._timed(
-            lambda: groups.extend(stage_backward_input([value], [self._gradient], [leaf], layers.parameters())[1]),
+            lambda: groups.extend(
+                stage_backward_input([value], [self._gradient], [leaf], layers.parameters())[1]
+            ),
             lambda: stage_backward_weight(layers.parameters(), groups),
         )
 
@@ -168,23 +203,31 @@ def _run_case(case: Case, device: torch.device, rounds: int) -> dict[str, Any]:
             ratios = [pair[number] / whole for pair, whole in zip(pairs, full, strict=True)]
             row[f"{way}_{name}"] = statistics.median(ratios)
     row |= {
-        "bit_equal": bench.error("ours") == 0.0, "stash_bytes": bench.stage.stash_bytes,
+        "bit_equal": bench.error("ours") == 0.0,
+        "stash_bytes": bench.stage.stash_bytes,
         "held_for_weights_bytes": bench.stage.held_for_weights_bytes,
-    }  # fmt: skip
+    }
     return row | ({"torch_failed": failed} if failed else {})
 
 
 def main(argv: list[str]) -> int:
     """Print the table, or with --json one object; return 1 if a gradient differs."""
-    given = options(__doc__, argv, json=False, only="", threads=1, device=("cpu", "cuda"), rounds=15)
+    given = options(
+        __doc__, argv, json=False, only="", threads=1, device=("cpu", "cuda"), rounds=15
+    )
     if (device := opened_device("bench-split", given.device, given.threads)) is None:
         return 0
     machine()
     table = Table(
-        "(I then W) over the full backward=case:<36", "full (ms)=full_ms:11.2f", "ours=ours_ratio:8.2f",
-        "of it I=ours_input_share:9.2f", "torch=torch_ratio:8.2f", "of it I=torch_input_share:9.2f",
-        "held MB=held_for_weights_bytes:9.1f", "stash MB=stash_bytes:10.1f",
-    )  # fmt: skip
+        "(I then W) over the full backward=case:<36",
+        "full (ms)=full_ms:11.2f",
+        "ours=ours_ratio:8.2f",
+        "of it I=ours_input_share:9.2f",
+        "torch=torch_ratio:8.2f",
+        "of it I=torch_input_share:9.2f",
+        "held MB=held_for_weights_bytes:9.1f",
+        "stash MB=stash_bytes:10.1f",
+    )
     rows = table.rows(
         (_run_case(case, device, given.rounds) for case in CASES if given.only in case[0]),
         lambda row: row.get("torch_failed", "")[:60] if row["bit_equal"] else "GRADIENTS DIFFER",

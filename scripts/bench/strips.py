@@ -1,11 +1,12 @@
 """Strips on this machine: bytes and times of images in strips beside whole ones, trained in turn.
 
-Parts: `device`, one rank with whole images, segment recompute, strips, and strips that are run again, by height;
-`ranks`, one image a step through two ranks, in strips and whole; `time`, one rank by number of strips and height;
-`bytes`, what strips save for backward over the whole image, on fake tensors; `largest`, the bytes of one device by
-height, on fake tensors. Ratios are medians of those of one round. `--width 0` is square images; `time` takes
-`--models` and `--strips`. Takes Hydra overrides for every run, such as machine=cuda. Prints tables on stderr and JSON
-on stdout; what does not run is named with the reason.
+Parts: `device`, one rank with whole images, segment recompute, strips, and strips that are run
+again, by height; `ranks`, one image a step through two ranks, in strips and whole; `time`, one rank
+by number of strips and height; `bytes`, what strips save for backward over the whole image, on fake
+tensors; `largest`, the bytes of one device by height, on fake tensors. Ratios are medians of those
+of one round. `--width 0` is square images; `time` takes `--models` and `--strips`. Takes Hydra
+overrides for every run, such as machine=cuda. Prints tables on stderr and JSON on stdout; what does
+not run is named with the reason.
 """
 
 from __future__ import annotations
@@ -40,25 +41,41 @@ from scripts.bench.rig import (
     square,
 )
 
-RESNET50, VGG16, CONVNEXT_TINY = "resnet50", "vgg16", "convnext_tiny"
+RESNET50 = "resnet50"
+VGG16 = "vgg16"
+CONVNEXT_TINY = "convnext_tiny"
 RESNET = "model=resnet50 model.norm=frozen_batch"
 VGG = "model=vgg16 model.norm=none"
 CONVNEXT = "model=convnext_tiny"
-MODELS = {RESNET50: ("ResNet-50", RESNET), VGG16: ("VGG-16", VGG), CONVNEXT_TINY: ("ConvNeXt-tiny", CONVNEXT)}
+MODELS = {
+    RESNET50: ("ResNet-50", RESNET),
+    VGG16: ("VGG-16", VGG),
+    CONVNEXT_TINY: ("ConvNeXt-tiny", CONVNEXT),
+}
 ONE = (
-    "data=synthetic schedule=layer_parallel parallel.partitions=1 parallel.micro_batches=1 parallel.micro_batch_size=1 "
-    "data.validation_samples=1 data.train_samples=8 optimizer.lr=1e-9 train.steps=4 benchmark.skip_steps=1"
+    "data=synthetic schedule=layer_parallel parallel.partitions=1 parallel.micro_batches=1"
+    " parallel.micro_batch_size=1 data.validation_samples=1 data.train_samples=8 optimizer.lr=1e-9"
+    " train.steps=4 benchmark.skip_steps=1"
 )
-WHOLE, AGAIN = "whole", "memory=recompute memory.recompute=strip"
-STRIP_ROWS, MIN_ROWS = 256, 64
+WHOLE = "whole"
+AGAIN = "memory=recompute memory.recompute=strip"
+STRIP_ROWS = 256
+MIN_ROWS = 64
 
 
 def main(argv: list[str] | None = None) -> int:
     """Measure the chosen part and print it."""
     chosen = options(
-        __doc__, argv, part=tuple(_PARTS), heights=[512, 1024, 2048], width=256, rounds=3, models=[RESNET50, VGG16],
-        strips=[2, 4, 8, 16, 32], overrides={"nargs": "*"},
-    )  # fmt: skip
+        __doc__,
+        argv,
+        part=tuple(_PARTS),
+        heights=[512, 1024, 2048],
+        width=256,
+        rounds=3,
+        models=[RESNET50, VGG16],
+        strips=[2, 4, 8, 16, 32],
+        overrides={"nargs": "*"},
+    )
     if unknown := [model for model in chosen.models if model not in MODELS]:
         raise SystemExit(f"--models={unknown[0]}: allowed are {', '.join(MODELS)}")
     machine()
@@ -73,13 +90,20 @@ def _device(chosen: argparse.Namespace) -> list[dict[str, Any]]:
     table = Table("height=height_px:<8", *_COLUMNS)
     rows = []
     for height in chosen.heights:
-        size, strips = _size(height, chosen.width), f"parallel.strips={height // STRIP_ROWS}"
+        size = _size(height, chosen.width)
+        strips = f"parallel.strips={height // STRIP_ROWS}"
         ways = {
-            WHOLE: "", "segment recompute": "memory=recompute", f"strips of {STRIP_ROWS} rows": strips,
+            WHOLE: "",
+            "segment recompute": "memory=recompute",
+            f"strips of {STRIP_ROWS} rows": strips,
             "strips, run again": f"{strips} {AGAIN}",
-        }  # fmt: skip
-        specs = {way: composed(RESNET, ONE, size, words, chosen.overrides) for way, words in ways.items()}
-        rows += table.rows(({"height_px": height, **row} for row in _in_turns(specs, chosen.rounds)), _why_not)
+        }
+        specs = {
+            way: composed(RESNET, ONE, size, words, chosen.overrides) for way, words in ways.items()
+        }
+        rows += table.rows(
+            ({"height_px": height, **row} for row in _in_turns(specs, chosen.rounds)), _why_not
+        )
     return rows
 
 
@@ -88,10 +112,19 @@ def _ranks(chosen: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for height in chosen.heights:
         words = {WHOLE: "schedule=layer_parallel"}
-        words |= {f"{k} strips": f"schedule=1f1b parallel.strips={k}" for k in (2, 4, 8) if height // k >= MIN_ROWS}
+        words |= {
+            f"{k} strips": f"schedule=1f1b parallel.strips={k}"
+            for k in (2, 4, 8)
+            if height // k >= MIN_ROWS
+        }
         two = "parallel.partitions=2 profile=measured"
-        specs = {way: composed(RESNET, ONE, square(height), two, more, chosen.overrides) for way, more in words.items()}
-        rows += table.rows(({"height_px": height, **row} for row in _in_turns(specs, chosen.rounds)), _why_not)
+        specs = {
+            way: composed(RESNET, ONE, square(height), two, more, chosen.overrides)
+            for way, more in words.items()
+        }
+        rows += table.rows(
+            ({"height_px": height, **row} for row in _in_turns(specs, chosen.rounds)), _why_not
+        )
     return rows
 
 
@@ -102,9 +135,14 @@ def _time(chosen: argparse.Namespace) -> list[dict[str, Any]]:
         for height in chosen.heights:
             ways = {WHOLE: ""} | {f"{k} strips": f"parallel.strips={k}" for k in chosen.strips}
             size = _size(height, chosen.width)
-            specs = {way: composed(model, ONE, size, words, chosen.overrides) for way, words in ways.items()}
+            specs = {
+                way: composed(model, ONE, size, words, chosen.overrides)
+                for way, words in ways.items()
+            }
             found = _in_turns(specs, chosen.rounds)
-            rows += table.rows(({"model": name, "height_px": height, **row} for row in found), _why_not)
+            rows += table.rows(
+                ({"model": name, "height_px": height, **row} for row in found), _why_not
+            )
     return rows
 
 
@@ -113,7 +151,9 @@ def _in_turns(specs: Mapping[str, RunSpec], rounds: int) -> list[dict[str, Any]]
 
     A way that fails in a round has no times; of one whose first way fails there are no ratios.
     """
-    calls: dict[str, Callable[[], dict[str, Any]]] = {way: partial(_run, spec) for way, spec in specs.items()}
+    calls: dict[str, Callable[[], dict[str, Any]]] = {
+        way: partial(_run, spec) for way, spec in specs.items()
+    }
     found = in_turns(calls, rounds)
     first = next(iter(found.values()))
     rows = []
@@ -121,7 +161,11 @@ def _in_turns(specs: Mapping[str, RunSpec], rounds: int) -> list[dict[str, Any]]
         if failed := next((run for run in runs if "failed" in run), None):
             rows.append({"way": way, **failed})
             continue
-        ratios = [run["step_s"] / whole["step_s"] for whole, run in zip(first, runs, strict=True) if "step_s" in whole]
+        ratios = [
+            run["step_s"] / whole["step_s"]
+            for whole, run in zip(first, runs, strict=True)
+            if "step_s" in whole
+        ]
         step_s = statistics.median(run["step_s"] for run in runs)
         ratio = statistics.median(ratios) if ratios else None
         rows.append({"way": way, **runs[0], "step_s": step_s, "ratio": ratio})
@@ -129,13 +173,15 @@ def _in_turns(specs: Mapping[str, RunSpec], rounds: int) -> list[dict[str, Any]]
 
 
 def _run(spec: RunSpec) -> dict[str, Any]:
-    """Train, and return the median step, and the most that any rank held: activations, device and resident memory.
+    """Train, and return the median step, and the most that any rank held.
 
+    Activations, device and resident memory.
     A run that does not fit, or fails, is the reason of it.
     """
     try:
         with finished_run(spec) as folder:
-            result, metrics = read_json(folder.result_json), run_metrics(load_parts(folder.path).trace)
+            result = read_json(folder.result_json)
+            metrics = run_metrics(load_parts(folder.path).trace)
             return {
                 "step_s": statistics.median(counted_steps_s(folder).tolist()),
                 "activation_bytes": max(result["peak_activation_bytes"]),
@@ -152,10 +198,14 @@ def _why_not(row: dict[str, Any]) -> str:
 
 
 _COLUMNS = (
-    "way:<20", "activations MiB=activation_bytes:>16.1f", "predicted MiB=predicted_bytes:>14.1f",
-    "device MiB=device_bytes:>12.0f", "resident MiB=rss_bytes:>14.0f", "step ms=step_s:>9.0f",
+    "way:<20",
+    "activations MiB=activation_bytes:>16.1f",
+    "predicted MiB=predicted_bytes:>14.1f",
+    "device MiB=device_bytes:>12.0f",
+    "resident MiB=rss_bytes:>14.0f",
+    "step ms=step_s:>9.0f",
     "over whole=ratio:>11.2f",
-)  # fmt: skip
+)
 
 
 def _bytes(chosen: argparse.Namespace) -> list[dict[str, Any]]:
@@ -181,19 +231,35 @@ def _largest(chosen: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for height in chosen.heights:
         ways = {WHOLE: (1, "cost=profile"), "segment recompute": (1, "memory=recompute")}
-        ways |= {f"strips of {height // k} rows, run again": (k, AGAIN) for k in (height // 64, height // 256)}
+        ways |= {
+            f"strips of {height // k} rows, run again": (k, AGAIN)
+            for k in (height // 64, height // 256)
+        }
         for way, (k, words) in ways.items():
-            spec = composed(RESNET, ONE, square(height), f"parallel.strips={k}", words, chosen.overrides)
+            spec = composed(
+                RESNET, ONE, square(height), f"parallel.strips={k}", words, chosen.overrides
+            )
             peak = predict_peak(plan_run(spec))
             rows.append(
-                table.row({"height_px": height, "way": way, "strips": k, "device_bytes": peak and peak.device_bytes})
+                table.row(
+                    {
+                        "height_px": height,
+                        "way": way,
+                        "strips": k,
+                        "device_bytes": peak and peak.device_bytes,
+                    }
+                )
             )
     return rows
 
 
 _PARTS: dict[str, Callable[[argparse.Namespace], list[dict[str, Any]]]] = {
-    "device": _device, "ranks": _ranks, "time": _time, "bytes": _bytes, "largest": _largest,
-}  # fmt: skip
+    "device": _device,
+    "ranks": _ranks,
+    "time": _time,
+    "bytes": _bytes,
+    "largest": _largest,
+}
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Simulated step of a pipeline of GPUs by what carries its messages: derived, nothing here is measured.
+"""Simulated step of a pipeline of GPUs by what carries its messages.
 
-Ways: `free`, links that take no time; `device`, from GPU to GPU (NCCL, or MPI that takes device memory); `staged`,
-through pinned host memory by copies on streams of their own, as the engine does; `staged, blocking`, the same copies on
-the compute stream, for which the host waits, as it did until 2026-11. Takes Hydra overrides. Prints a table on stderr
-and JSON on stdout.
+Derived, nothing here is measured.
+Ways: `free`, links that take no time; `device`, from GPU to GPU (NCCL, or MPI that takes device
+memory); `staged`, through pinned host memory by copies on streams of their own, as the engine does;
+`staged, blocking`, the same copies on the compute stream, for which the host waits, as it did until
+2026-11. Takes Hydra overrides. Prints a table on stderr and JSON on stdout.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from gems.simulation.costs import schedule_costs
 from scripts.bench.rig import Table, answered, composed, square
 
 DEFAULTS = (
-    "machine=h200 machine.link_bytes_per_s=45e9 data=synthetic cost=profile profile=fake schedule=1f1b "
-    "parallel.partitions=4 parallel.micro_batches=8 parallel.micro_batch_size=1"
+    "machine=h200 machine.link_bytes_per_s=45e9 data=synthetic cost=profile profile=fake"
+    " schedule=1f1b parallel.partitions=4 parallel.micro_batches=8 parallel.micro_batch_size=1"
 )
 MODELS = (
-    ("ResNet-110-v2", "model=resnet110_v2"), ("ResNet-50", "model=resnet50"), ("VGG-16", "model=vgg16"),
+    ("ResNet-110-v2", "model=resnet110_v2"),
+    ("ResNet-50", "model=resnet50"),
+    ("VGG-16", "model=vgg16"),
     ("U-Net", "model=unet data.task=segmentation data.num_classes=2"),
-)  # fmt: skip
+)
 SIDES_PX = (1024, 2048)
 
 
@@ -37,7 +40,13 @@ def main(overrides: list[str]) -> int:
         for side_px in SIDES_PX:
             steps = _steps(composed(DEFAULTS, model, square(side_px), overrides))
             for way, step_s in steps.items():
-                row = {"model": name, "px": side_px, "way": way, "step_s": step_s, "ratio": step_s / steps["free"]}
+                row = {
+                    "model": name,
+                    "px": side_px,
+                    "way": way,
+                    "step_s": step_s,
+                    "ratio": step_s / steps["free"],
+                }
                 rows.append(table.row(row))
     return answered(rows, False)
 
@@ -54,19 +63,26 @@ def _steps(spec: RunSpec) -> dict[str, float]:
         return simulate(plan.schedule, costs, network).span * plan.run.cost.unit_s
 
     return {
-        "free": step_s(direct, costs, FREE), "device": step_s(direct, costs, direct.network),
+        "free": step_s(direct, costs, FREE),
+        "device": step_s(direct, costs, direct.network),
         "staged": step_s(staged, costs, staged.network),
         "staged, blocking": step_s(direct, _with_copies(costs, spec), direct.network),
-    }  # fmt: skip
+    }
 
 
 def _with_copies(costs: StageCosts, spec: RunSpec) -> StageCosts:
-    """Return costs whose compute takes the copies of its messages too: what comes in, and what goes out."""
-    out_s, in_s = 1.0 / spec.machine.d2h_bytes_per_s, 1.0 / spec.machine.h2d_bytes_per_s
+    """Return costs whose compute takes the copies of its messages too.
+
+    What comes in, and what goes out.
+    """
+    out_s = 1.0 / spec.machine.d2h_bytes_per_s
+    in_s = 1.0 / spec.machine.h2d_bytes_per_s
     made = (*costs.boundary_bytes[: costs.num_stages - 1], 0.0)
     read = (0.0, *made[:-1])
     forward = (f + b * out_s + a * in_s for f, a, b in zip(costs.forward, read, made, strict=True))
-    backward = (i + a * out_s + b * in_s for i, a, b in zip(costs.input_grad, read, made, strict=True))
+    backward = (
+        i + a * out_s + b * in_s for i, a, b in zip(costs.input_grad, read, made, strict=True)
+    )
     return replace(costs, forward=tuple(forward), input_grad=tuple(backward))
 
 

@@ -1,9 +1,11 @@
-"""Prove and measure on this machine's GPU: `python -m scripts.gpu 1|2|3`, or render what was measured as a page.
+"""Prove and measure on this machine's GPU.
 
-`scripts/on_gpu.sh` prepares a bare machine first. `--out FILE` takes the lines (runs/gpu.jsonl), `--only TEXT` chooses
-rows by their names, `--small` takes small sizes, as a device made of host memory gets them by itself; what is measured
-there is printed, and kept only with `--out`. `--render FILE` prints the page, or writes it to `--page`; without FILE it
-is that of nothing measured. The exit code is 1 if a row failed.
+`python -m scripts.gpu 1|2|3`, or render what was measured as a page.
+`scripts/on_gpu.sh` prepares a bare machine first. `--out FILE` takes the lines (runs/gpu.jsonl),
+`--only TEXT` chooses rows by their names, `--small` takes small sizes, as a device made of host
+memory gets them by itself; what is measured there is printed, and kept only with `--out`. `--render
+FILE` prints the page, or writes it to `--page`; without FILE it is that of nothing measured. The
+exit code is 1 if a row failed.
 """
 
 from __future__ import annotations
@@ -29,9 +31,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a part or render the page: one line on stderr and exit code 2 for bad input."""
     file: dict[str, Any] = {"type": Path, "metavar": "FILE"}
     given = options(
-        __doc__, argv, number={"nargs": "?", "metavar": "PART"}, out=file, only="", small=False, json=False,
-        limit_s=LIMIT_S, render=file | {"nargs": "?", "const": Path()}, page=file,
-    )  # fmt: skip
+        __doc__,
+        argv,
+        number={"nargs": "?", "metavar": "PART"},
+        out=file,
+        only="",
+        small=False,
+        json=False,
+        limit_s=LIMIT_S,
+        render=file | {"nargs": "?", "const": Path()},
+        page=file,
+    )
     try:
         if given.render is not None:
             return _render(given.render, given.page)
@@ -58,7 +68,9 @@ def _measure(part: int, only: str, is_small: bool, out: Path | None, limit_s: fl
     begin_s = time.monotonic()
     if not any(only in row.name for row in rows_of(part)):
         names = ", ".join(row.name for row in rows_of(part))
-        raise ConfigError("--only", only, f"is in no name of a row of part {part}", f"they are {names}")
+        raise ConfigError(
+            "--only", only, f"is in no name of a row of part {part}", f"they are {names}"
+        )
     machine = _machine()
     rows = rows_of(part, is_small or machine.is_fake, machine.is_fake)
     if out is None and not machine.is_fake:
@@ -70,7 +82,12 @@ def _measure(part: int, only: str, is_small: bool, out: Path | None, limit_s: fl
 def _machine() -> Machine:
     found = in_child(cases.facts, limit_s=FACTS_LIMIT_S)
     if "failed" in found:
-        raise ConfigError("GPU", None, f"{found['failed']}: nothing was measured", "run it on a machine with a GPU")
+        raise ConfigError(
+            "GPU",
+            None,
+            f"{found['failed']}: nothing was measured",
+            "run it on a machine with a GPU",
+        )
     return Machine(**found)
 
 
@@ -82,7 +99,9 @@ def _render(path: Path, out: Path | None) -> int:
     try:
         out.write_text(text)
     except OSError as error:
-        raise ConfigError("--page", out, f"cannot be written ({error.strerror})", "choose another file") from error
+        raise ConfigError(
+            "--page", out, f"cannot be written ({error.strerror})", "choose another file"
+        ) from error
     return 0
 
 

@@ -1,6 +1,8 @@
-"""What rows measure that no benchmark does; each function runs in a process of its own, and only there loads torch.
+"""What rows measure that no benchmark does.
 
-One of several cases prints the figures of those that have ended, so that some are left where its time is over.
+Each function runs in a process of its own, and only there loads torch.
+One of several cases prints the figures of those that have ended, so that some are left where its
+time is over.
 """
 
 from __future__ import annotations
@@ -23,7 +25,14 @@ from gems.errors import GemsError
 from gems.runs.provenance import commit
 from gems.runs.run_plan import plan_run, predict_peak, predict_steps_s
 from gems.utils.atomic_io import read_json
-from scripts.bench.rig import cause_of, composed, counted_steps_s, finished_run, gpu_machine, in_child
+from scripts.bench.rig import (
+    cause_of,
+    composed,
+    counted_steps_s,
+    finished_run,
+    gpu_machine,
+    in_child,
+)
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 Ways = Sequence[tuple[str, str]]  # the name of each run, and its overrides
@@ -34,7 +43,10 @@ HOST_BYTES = "SC_PHYS_PAGES", "SC_PAGE_SIZE"
 
 
 def facts() -> dict[str, Any]:
-    """Return what this machine is: its hardware, the versions of what runs on it, and whether its GPU is a real one."""
+    """Return what this machine is.
+
+    Its hardware, the versions of what runs on it, and whether its GPU is a real one.
+    """
     import torch
 
     if not torch.cuda.is_available():
@@ -44,16 +56,27 @@ def facts() -> dict[str, Any]:
     device = torch.cuda.get_device_properties(torch.cuda.current_device())
     hip = getattr(torch.version, "hip", None)
     hardware = {
-        "gpu": device.name, "num_gpus": torch.cuda.device_count(), "gpu_bytes": device.total_memory,
-        "compute_capability": f"{device.major}.{device.minor}", "cpu": _processor(), "num_cores": os.cpu_count(),
+        "gpu": device.name,
+        "num_gpus": torch.cuda.device_count(),
+        "gpu_bytes": device.total_memory,
+        "compute_capability": f"{device.major}.{device.minor}",
+        "cpu": _processor(),
+        "num_cores": os.cpu_count(),
         "host_bytes": os.sysconf(HOST_BYTES[0]) * os.sysconf(HOST_BYTES[1]),
-    }  # fmt: skip
+    }
     versions = {
-        "gems": __version__, "python": platform.python_version(), "torch": torch.__version__,
-        "cuda": torch.version.cuda or hip, "cudnn": torch.backends.cudnn.version(), "driver": _driver(),
-        "mpi": library(), "mpi_takes_device_pointers": gpu_support(),
-    }  # fmt: skip
-    is_fake = torch.version.cuda is None and hip is None  # torch's build for processors has no GPU of its own
+        "gems": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda or hip,
+        "cudnn": torch.backends.cudnn.version(),
+        "driver": _driver(),
+        "mpi": library(),
+        "mpi_takes_device_pointers": gpu_support(),
+    }
+    is_fake = (
+        torch.version.cuda is None and hip is None
+    )  # torch's build for processors has no GPU of its own
     return {"hardware": hardware, "versions": versions, "commit": commit(ROOT), "is_fake": is_fake}
 
 
@@ -75,10 +98,14 @@ def _driver() -> str | None:
     return found.decode() if isinstance(found, bytes) else str(found)
 
 
-def trained(ways: Ways, predicts: bool = False, first_is_base: bool = False) -> list[dict[str, Any]]:
-    """Train each run on this machine; return what it took and held, beside the prediction if `predicts`.
+def trained(
+    ways: Ways, predicts: bool = False, first_is_base: bool = False
+) -> list[dict[str, Any]]:
+    """Train each run on this machine.
 
-    `ratio` is a step's time over the first run's, with `first_is_base`. A run that fails is named with the reason.
+    Return what it took and held, beside the prediction if `predicts`.
+    `ratio` is a step's time over the first run's, with `first_is_base`. A run that fails is named
+    with the reason.
     """
     rows = _shown({"way": way, **_trained(words, predicts)} for way, words in ways)
     return _over_the_first(rows) if first_is_base else rows
@@ -95,7 +122,9 @@ def _shown(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _over_the_first(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     base = rows[0].get("step_s")
-    return [row | ({"ratio": row["step_s"] / base} if base and "step_s" in row else {}) for row in rows]
+    return [
+        row | ({"ratio": row["step_s"] / base} if base and "step_s" in row else {}) for row in rows
+    ]
 
 
 def _trained(words: str, predicts: bool) -> dict[str, Any]:
@@ -103,13 +132,16 @@ def _trained(words: str, predicts: bool) -> dict[str, Any]:
         spec = composed(words, gpu_machine())
         row: dict[str, Any] = _predicted(spec) if predicts else {}
         with finished_run(spec) as folder:
-            result, metrics = read_json(folder.result_json), run_metrics(load_parts(folder.path).trace)
+            result = read_json(folder.result_json)
+            metrics = run_metrics(load_parts(folder.path).trace)
             row |= {
-                "step_s": statistics.median(counted_steps_s(folder).tolist()), "images_per_s": metrics.images_per_s,
+                "step_s": statistics.median(counted_steps_s(folder).tolist()),
+                "images_per_s": metrics.images_per_s,
                 "device_bytes": max(size or 0 for size in metrics.peak_device_bytes),
-                "first_loss": result["first_loss"], "last_loss": result["last_loss"],
+                "first_loss": result["first_loss"],
+                "last_loss": result["last_loss"],
                 **{name: result[name] for name in OF_VALIDATION if name in result},
-            }  # fmt: skip
+            }
     except (GemsError, SystemExit) as error:
         return {"failed": cause_of(str(error).splitlines())}
     if row.get("predicted_s"):
@@ -121,7 +153,8 @@ def _trained(words: str, predicts: bool) -> dict[str, Any]:
 
 def _predicted(spec: RunSpec) -> dict[str, Any]:
     plan = plan_run(spec)
-    steps_s, peak = predict_steps_s(plan), predict_peak(plan)
+    steps_s = predict_steps_s(plan)
+    peak = predict_peak(plan)
     return {
         "predicted_s": None if steps_s is None else steps_s / spec.train.steps,
         "predicted_bytes": None if peak is None else peak.device_bytes,
@@ -149,10 +182,16 @@ def mpi_takes_pointers() -> dict[str, bool]:
 
 
 def offloaded(model: str, side_px: int, policy: str, steps: int) -> dict[str, Any]:
-    """Train some steps on one rank under a memory policy; torch's CUDA sanitizer, if it is on, raises at a race."""
+    """Train some steps on one rank under a memory policy.
+
+    Torch's CUDA sanitizer, if it is on, raises at a race.
+    """
     from scripts.bench.memory_rig import OneRank, one_rank, planned
 
-    words = "schedule=1f1b parallel.micro_batches=2 parallel.micro_batch_size=1 memory.min_offload_bytes=0"
+    words = (
+        "schedule=1f1b parallel.micro_batches=2 parallel.micro_batch_size=1"
+        " memory.min_offload_bytes=0"
+    )
     spec = one_rank(model, side_px, words, gpu_machine(), f"memory={policy}")
     run = OneRank.under(spec, planned(spec))
     for _ in range(steps):
@@ -161,10 +200,18 @@ def offloaded(model: str, side_px: int, policy: str, steps: int) -> dict[str, An
     counters = run.pipeline.segments.store.counters
     _synchronize()
     return {
-        "model": model, "side_px": side_px, "policy": policy, "num_steps": steps,
-        "offloaded_bytes": counters.offloaded_bytes, "prefetched_bytes": counters.prefetched_bytes,
-        **({"num_races": 0} if SANITIZER in os.environ else {"unmeasured": "ran without torch's sanitizer"}),
-    }  # fmt: skip
+        "model": model,
+        "side_px": side_px,
+        "policy": policy,
+        "num_steps": steps,
+        "offloaded_bytes": counters.offloaded_bytes,
+        "prefetched_bytes": counters.prefetched_bytes,
+        **(
+            {"num_races": 0}
+            if SANITIZER in os.environ
+            else {"unmeasured": "ran without torch's sanitizer"}
+        ),
+    }
 
 
 def idle_share(model: str, sizes: Sequence[int], micro_batches: int) -> list[dict[str, Any]]:
@@ -193,13 +240,25 @@ def idle_share(model: str, sizes: Sequence[int], micro_batches: int) -> list[dic
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
             run.step()
             _synchronize()
-        on_gpu = (e for e in profiler.profiler.kineto_results.events() if e.device_type() == DeviceType.CUDA)
-        events = [event for event in on_gpu if not event.is_user_annotation()]  # those span the gaps between kernels
-        spans = sorted((event.start_ns(), event.start_ns() + event.duration_ns()) for event in events)
+        on_gpu = (
+            e
+            for e in profiler.profiler.kineto_results.events()
+            if e.device_type() == DeviceType.CUDA
+        )
+        events = [
+            event for event in on_gpu if not event.is_user_annotation()
+        ]  # those span the gaps between kernels
+        spans = sorted(
+            (event.start_ns(), event.start_ns() + event.duration_ns()) for event in events
+        )
         row: dict[str, Any] = {"model": model, "side_px": side_px, "micro_batches": micro_batches}
         if spans:
             total_ns = max(end for _, end in spans) - spans[0][0]
-            row |= {"num_kernels": len(spans), "span_s": total_ns * 1e-9, "idle_share": 1 - union(spans) / total_ns}
+            row |= {
+                "num_kernels": len(spans),
+                "span_s": total_ns * 1e-9,
+                "idle_share": 1 - union(spans) / total_ns,
+            }
         else:
             row["unmeasured"] = "torch's profiler saw no kernel"
         rows.append(row)
@@ -224,14 +283,29 @@ def kernels(model: str, side_px: int, steps: int, limit_s: float) -> list[dict[s
 
 def _kernels(model: str, side_px: int, steps: int, limit_s: float) -> Iterator[dict[str, Any]]:
     both = (False, True)
-    precisions = [("float32", False), ("float32", True), ("bf16_mixed", None), ("bf16_pure", None)]  # with TF32
+    precisions = [
+        ("float32", False),
+        ("float32", True),
+        ("bf16_mixed", None),
+        ("bf16_pure", None),
+    ]  # with TF32
     for (precision, tf32), is_benchmarked, is_last in itertools.product(precisions, both, both):
         chosen = {
-            "precision": precision, "cudnn_benchmark": is_benchmarked, "tf32": tf32, "channels_last": is_last,
-        }  # fmt: skip
-        words = [f"machine.{key}={str(value).lower()}" for key, value in list(chosen.items())[1:] if value is not None]
+            "precision": precision,
+            "cudnn_benchmark": is_benchmarked,
+            "tf32": tf32,
+            "channels_last": is_last,
+        }
+        words = [
+            f"machine.{key}={str(value).lower()}"
+            for key, value in list(chosen.items())[1:]
+            if value is not None
+        ]
         words.append(f"train.precision={precision}")
-        yield {**chosen, **in_child(step_of, model, side_px, " ".join(words), steps, limit_s=limit_s)}
+        yield {
+            **chosen,
+            **in_child(step_of, model, side_px, " ".join(words), steps, limit_s=limit_s),
+        }
 
 
 def step_of(model: str, side_px: int, words: str, steps: int) -> dict[str, Any]:
@@ -242,7 +316,9 @@ def step_of(model: str, side_px: int, words: str, steps: int) -> dict[str, Any]:
     from gems.simulation.build import compute_schedule
     from scripts.bench.memory_rig import OneRank, one_rank
 
-    spec = one_rank(model, side_px, "parallel.micro_batches=2 parallel.micro_batch_size=1", gpu_machine(), words)
+    spec = one_rank(
+        model, side_px, "parallel.micro_batches=2 parallel.micro_batch_size=1", gpu_machine(), words
+    )
     run = OneRank(spec, lower(compute_schedule(spec)), None)
     times_s = []
     for _ in range(2 + steps):
@@ -251,7 +327,10 @@ def step_of(model: str, side_px: int, words: str, steps: int) -> dict[str, Any]:
         run.step()
         _synchronize()
         times_s.append(time.perf_counter() - begin_s)
-    return {"step_s": statistics.median(times_s[2:]), "device_bytes": torch.cuda.max_memory_allocated()}
+    return {
+        "step_s": statistics.median(times_s[2:]),
+        "device_bytes": torch.cuda.max_memory_allocated(),
+    }
 
 
 def _synchronize() -> None:

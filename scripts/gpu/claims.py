@@ -9,13 +9,24 @@ from scripts.gpu.row import Row, answer
 TITLE = "Claims"
 DEVICE_BYTES = 16_000_000_000
 POLICIES = {
-    "keep": "", "vdnn_all": "memory=vdnn_all", "plan, half": "memory=plan memory.target_reduction=0.5",
-}  # fmt: skip
+    "keep": "",
+    "vdnn_all": "memory=vdnn_all",
+    "plan, half": "memory=plan memory.target_reduction=0.5",
+}
 STRIPS = ("scripts.bench.strips", "--part", "time", "--width", "0", "--rounds", "1")
 OF_STRIPS = ("machine=cuda", "train.precision=bf16_mixed")
 OF_SMALL_STRIPS = ("machine=cuda", "train.steps=2", "train.evaluate=false")
 NETWORKS = {"ResNet-50": "resnet50", "ConvNeXt-tiny": "convnext_tiny"}
-STRIP_COLUMNS = ("model", "height_px", "way", "step_s", "ratio", "activation_bytes", "predicted_bytes", "device_bytes")
+STRIP_COLUMNS = (
+    "model",
+    "height_px",
+    "way",
+    "step_s",
+    "ratio",
+    "activation_bytes",
+    "predicted_bytes",
+    "device_bytes",
+)
 
 
 def rows(is_small: bool, device: str) -> tuple[Row, ...]:
@@ -24,43 +35,117 @@ def rows(is_small: bool, device: str) -> tuple[Row, ...]:
         ("resnet20_v1", 32, 4, 1, 4) if is_small else ("resnet110_v2", 1024, 8, 2, 8)
     )
     base = (
-        f"model={network} data=synthetic {square(side_px)} schedule=1f1b parallel.micro_batches={micro_batches} "
-        f"parallel.micro_batch_size=1 train.steps={steps} benchmark.skip_steps={skip} train.evaluate=false"
+        f"model={network} data=synthetic {square(side_px)} schedule=1f1b"
+        f" parallel.micro_batches={micro_batches} parallel.micro_batch_size=1 train.steps={steps}"
+        f" benchmark.skip_steps={skip} train.evaluate=false"
     )
     alone = [
         [name, f"{base} parallel.partitions=1 profile=measured cost=profile {words}"]
         for name, words in POLICIES.items()
     ]
     on_ranks = [
-        ["1 rank" if number == 1 else f"{number} ranks", f"{base} parallel.partitions={number}"] for number in (1, 2, 4)
+        ["1 rank" if number == 1 else f"{number} ranks", f"{base} parallel.partitions={number}"]
+        for number in (1, 2, 4)
     ]
     largest = (
-        ("--largest-of", "resnet20_v1", "--first-px", "64", "--step-px", "64", "--device-bytes", "24000000")
+        (
+            "--largest-of",
+            "resnet20_v1",
+            "--first-px",
+            "64",
+            "--step-px",
+            "64",
+            "--device-bytes",
+            "24000000",
+        )
         if is_small
         else ("--first-px", "1024", "--step-px", "256", "--device-bytes", str(DEVICE_BYTES))
     )
-    copies = ("--copies", "1", "--round-mib", "4") if is_small else ("--copies", "256", "--round-mib", "256")
-    trained = "experiment=quickstart train.steps=4 parallel.partitions=2" if is_small else "experiment=quickstart"
+    copies = (
+        ("--copies", "1", "--round-mib", "4")
+        if is_small
+        else ("--copies", "256", "--round-mib", "256")
+    )
+    trained = (
+        "experiment=quickstart train.steps=4 parallel.partitions=2"
+        if is_small
+        else "experiment=quickstart"
+    )
     return (
-        Row("steps", "How far is a predicted step of one rank from the measured one, under three policies?",
-            call_argv(cases.trained, alone[:2] if is_small else alone, True), 140),
-        Row("staging", "What does it cost that messages of ranks that share the GPU pass through the host?",
-            call_argv(cases.staged, on_ranks), 130),
-        *(_strips(name, "", 64 if is_small else 2048, "2" if is_small else "8,32", 80, is_small)
-          for name in NETWORKS),
-        Row("largest image", f"How large an image trains in {DEVICE_BYTES // 10**9} GB, with and without a plan?",
-            ("scripts.bench.memory_gpu", "--json", "--part", "largest", "--policies", "keep,plan", *copies, *largest),
-            180, read=answer("largest"),
-            columns=("model", "policy", "side_px", "next_px", "predicted_bytes", "allocated_bytes", "step_s", "why")),
-        Row("accuracy", "Does a short training on four ranks learn?",
-            call_argv(cases.trained, [["quickstart", trained]]), 90),
-        *(_strips(name, " of large images", 128 if is_small else 8192, "4" if is_small else "32,128", 140, is_small)
-          for name in NETWORKS),
-    )  # fmt: skip
+        Row(
+            "steps",
+            "How far is a predicted step of one rank from the measured one, under three policies?",
+            call_argv(cases.trained, alone[:2] if is_small else alone, True),
+            140,
+        ),
+        Row(
+            "staging",
+            "What does it cost that messages of ranks that share the GPU pass through the host?",
+            call_argv(cases.staged, on_ranks),
+            130,
+        ),
+        *(
+            _strips(name, "", 64 if is_small else 2048, "2" if is_small else "8,32", 80, is_small)
+            for name in NETWORKS
+        ),
+        Row(
+            "largest image",
+            f"How large an image trains in {DEVICE_BYTES // 10**9} GB, with and without a plan?",
+            (
+                "scripts.bench.memory_gpu",
+                "--json",
+                "--part",
+                "largest",
+                "--policies",
+                "keep,plan",
+                *copies,
+                *largest,
+            ),
+            180,
+            read=answer("largest"),
+            columns=(
+                "model",
+                "policy",
+                "side_px",
+                "next_px",
+                "predicted_bytes",
+                "allocated_bytes",
+                "step_s",
+                "why",
+            ),
+        ),
+        Row(
+            "accuracy",
+            "Does a short training on four ranks learn?",
+            call_argv(cases.trained, [["quickstart", trained]]),
+            90,
+        ),
+        *(
+            _strips(
+                name,
+                " of large images",
+                128 if is_small else 8192,
+                "4" if is_small else "32,128",
+                140,
+                is_small,
+            )
+            for name in NETWORKS
+        ),
+    )
 
 
-def _strips(name: str, of: str, height_px: int, numbers: str, limit_s: float, is_small: bool) -> Row:
-    program = (*STRIPS, "--models", NETWORKS[name], "--heights", str(height_px), "--strips", numbers)
+def _strips(
+    name: str, of: str, height_px: int, numbers: str, limit_s: float, is_small: bool
+) -> Row:
+    program = (
+        *STRIPS,
+        "--models",
+        NETWORKS[name],
+        "--heights",
+        str(height_px),
+        "--strips",
+        numbers,
+    )
     words = OF_SMALL_STRIPS if is_small else OF_STRIPS
     question = "How much longer does a step take in strips than with the whole image?"
     return Row(f"strips{of}, {name}", question, (*program, *words), limit_s, columns=STRIP_COLUMNS)

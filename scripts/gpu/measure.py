@@ -20,27 +20,74 @@ def rows(is_small: bool, device: str) -> tuple[Row, ...]:
     model, side_px = ("resnet20_v1", "64") if is_small else ("resnet152", "1024")
     case = ("--models", model, "--sizes", side_px)
     profiled = (
-        ("--only", "resnet110_v2", "--sizes", "32") if is_small else ("--only", "resnet110_v2", "--sizes", "1024,2048")
+        ("--only", "resnet110_v2", "--sizes", "32")
+        if is_small
+        else ("--only", "resnet110_v2", "--sizes", "1024,2048")
     )
     split = ("--only", "conv 1x1, 64 ch", "--rounds", "3") if is_small else ("--rounds", "9")
     chosen = ("resnet20_v1", 32, 2, 30) if is_small else ("resnet110_v2", 1024, 5, 60)
     return (
-        Row("copy rates", "How fast are copies between the GPU and pinned or pageable host memory?",
-            (*MEMORY_GPU, "bandwidth", *copies), 60, read=answer("bandwidth")),
-        Row("profile", "How far are times and bytes of layers predicted without a device from those measured?",
-            ("scripts.bench.profile", "--json", "--device", "cuda", "--part", "layers", *profiled), 110,
-            read=answer("rows")),
-        Row("peaks", "How far is the predicted peak from what the allocator gave, under four policies?",
-            (*MEMORY_GPU, "peaks", *few, *case, "--policies", POLICIES), 150, read=answer("peaks"),
-            columns=("model", "side_px", "policy", "predicted_bytes", "allocated_bytes", "error", "reserved_bytes",
-                     "nvml_bytes", "step_s")),
-        Row("half the memory", "What does a step cost with half of the activations, beside torch's own ways?",
-            (*MEMORY_GPU, "overhead", *few, *case, "--rounds", "2" if is_small else "5"), 130, read=answer("overhead"),
-            columns=("model", "side_px", "way", "step_s", "held_bytes", "overhead", "saved")),
-        Row("split backward", "What do input and weight gradients apart cost over a whole backward?",
-            ("scripts.bench.split", "--json", "--device", "cuda", *split), 70, read=answer("cases"),
-            columns=("case", "full_ms", "ours_ratio", "ours_input_share", "torch_ratio", "bit_equal",
-                     "held_for_weights_bytes", "stash_bytes")),
-        Row("kernels", "What do precision, cudnn_benchmark, TF32 and channels_last change of a step?",
-            call_argv(cases.kernels, *chosen), 150),
-    )  # fmt: skip
+        Row(
+            "copy rates",
+            "How fast are copies between the GPU and pinned or pageable host memory?",
+            (*MEMORY_GPU, "bandwidth", *copies),
+            60,
+            read=answer("bandwidth"),
+        ),
+        Row(
+            "profile",
+            "How far are times and bytes of layers predicted without a device from those measured?",
+            ("scripts.bench.profile", "--json", "--device", "cuda", "--part", "layers", *profiled),
+            110,
+            read=answer("rows"),
+        ),
+        Row(
+            "peaks",
+            "How far is the predicted peak from what the allocator gave, under four policies?",
+            (*MEMORY_GPU, "peaks", *few, *case, "--policies", POLICIES),
+            150,
+            read=answer("peaks"),
+            columns=(
+                "model",
+                "side_px",
+                "policy",
+                "predicted_bytes",
+                "allocated_bytes",
+                "error",
+                "reserved_bytes",
+                "nvml_bytes",
+                "step_s",
+            ),
+        ),
+        Row(
+            "half the memory",
+            "What does a step cost with half of the activations, beside torch's own ways?",
+            (*MEMORY_GPU, "overhead", *few, *case, "--rounds", "2" if is_small else "5"),
+            130,
+            read=answer("overhead"),
+            columns=("model", "side_px", "way", "step_s", "held_bytes", "overhead", "saved"),
+        ),
+        Row(
+            "split backward",
+            "What do input and weight gradients apart cost over a whole backward?",
+            ("scripts.bench.split", "--json", "--device", "cuda", *split),
+            70,
+            read=answer("cases"),
+            columns=(
+                "case",
+                "full_ms",
+                "ours_ratio",
+                "ours_input_share",
+                "torch_ratio",
+                "bit_equal",
+                "held_for_weights_bytes",
+                "stash_bytes",
+            ),
+        ),
+        Row(
+            "kernels",
+            "What do precision, cudnn_benchmark, TF32 and channels_last change of a step?",
+            call_argv(cases.kernels, *chosen),
+            150,
+        ),
+    )

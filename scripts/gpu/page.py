@@ -42,15 +42,25 @@ figures, or the reason why there are none, with hardware, versions, date, comman
 of earlier runs; of each GPU and row the newest counts. Rows for which no time is left are recorded as not measured.
 """
 UNITS: tuple[tuple[str, str, float, str], ...] = (
-    ("bytes_per_s", "GB/s", 1e-9, ".1f"), ("images_per_s", "images/s", 1.0, ".2f"), ("_bytes", "MiB", 1 / MIB, ".1f"),
-    ("_s", "ms", 1e3, ".2f"), ("_ms", "ms", 1.0, ".3f"), ("_px", "px", 1.0, "d"),
-    ("rel_error", "", 1.0, ".1e"), ("error", "", 1.0, "+.3g"),
+    ("bytes_per_s", "GB/s", 1e-9, ".1f"),
+    ("images_per_s", "images/s", 1.0, ".2f"),
+    ("_bytes", "MiB", 1 / MIB, ".1f"),
+    ("_s", "ms", 1e3, ".2f"),
+    ("_ms", "ms", 1.0, ".3f"),
+    ("_px", "px", 1.0, "d"),
+    ("rel_error", "", 1.0, ".1e"),
+    ("error", "", 1.0, "+.3g"),
     ("_loss", "", 1.0, ".4f"),
-)  # fmt: skip
+)
 FACTS = {
-    "gpu": "GPU", "num_gpus": "GPUs", "gpu_bytes": "its memory", "compute_capability": "compute capability",
-    "cpu": "processor", "num_cores": "cores", "host_bytes": "host memory",
-}  # fmt: skip
+    "gpu": "GPU",
+    "num_gpus": "GPUs",
+    "gpu_bytes": "its memory",
+    "compute_capability": "compute capability",
+    "cpu": "processor",
+    "num_cores": "cores",
+    "host_bytes": "host memory",
+}
 
 
 def page(lines: Sequence[Line]) -> str:
@@ -85,7 +95,9 @@ def _of_gpu(gpu: str, lines: Sequence[Line]) -> str:
         text += f"\n### {part}. {title}\n"
         known = rows_of(part)
         gone = [
-            line["row"] for of, line in newest.items() if of[0] == part and all(line["row"] != r.name for r in known)
+            line["row"]
+            for of, line in newest.items()
+            if of[0] == part and all(line["row"] != r.name for r in known)
         ]
         for name, row in [*((row.name, row) for row in known), *((name, None) for name in gone)]:
             if name != MACHINE:  # shown above
@@ -103,12 +115,18 @@ def _row(name: str, row: Row | None, line: Line | None) -> str:
     how = f"`{line['command']}`, {line['date']}, commit {commit[:12]}{changed}."
     why = "" if line["status"] == MEASURED and not line["reason"] else f" {_sentence(line)}"
     figures = line["figures"]
-    columns = list((row and row.columns) or dict.fromkeys(key for figure in figures for key in figure))
+    columns = list(
+        (row and row.columns) or dict.fromkeys(key for figure in figures for key in figure)
+    )
     notes = [key for figure in figures for key in figure if key in NOTES]
     columns += [key for key in dict.fromkeys(notes) if key not in columns]
-    columns = [key for key in columns if any(figure.get(key) not in (None, "") for figure in figures)]
+    columns = [
+        key for key in columns if any(figure.get(key) not in (None, "") for figure in figures)
+    ]
     rows = [[_cell(figure.get(key), key) for key in columns] for figure in figures]
-    return f"{head}{why} {how}\n" + (f"\n{table([_heading(key) for key in columns], rows)}" if columns else "")
+    return f"{head}{why} {how}\n" + (
+        f"\n{table([_heading(key) for key in columns], rows)}" if columns else ""
+    )
 
 
 def _sentence(line: Line) -> str:
@@ -120,11 +138,15 @@ def table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     """Return a table in Markdown."""
     heads = list(heads)
     lines = [heads, ["---"] * len(heads), *(list(row) for row in rows)]
-    return "".join("|" + "".join(f" {cell} |" if cell else " |" for cell in cells) + "\n" for cells in lines)
+    return "".join(
+        "|" + "".join(f" {cell} |" if cell else " |" for cell in cells) + "\n" for cells in lines
+    )
 
 
 def _unit(key: str) -> tuple[str, str, float, str]:
-    found = next((unit for unit in UNITS if key.endswith(unit[0]) or key == unit[0].lstrip("_")), None)
+    found = next(
+        (unit for unit in UNITS if key.endswith(unit[0]) or key == unit[0].lstrip("_")), None
+    )
     return found or ("", "", 1.0, ".3g")
 
 

@@ -14,9 +14,15 @@ _ROWS = {1: prove.rows, 2: measure.rows, 3: claims.rows}
 
 
 def rows_of(part: int, is_small: bool = False, is_fake: bool = False) -> tuple[Row, ...]:
-    """Return a part's rows in order; small ones for a slow device, for tests of a real or a fake one.
+    """Return a part's rows in order.
 
-    A fake device shares its cores with all else that runs on the machine, so its rows have twice the time.
+    Small ones for a slow device, for tests of a real or a fake one.
+    A fake device shares its cores with all else that runs on the machine, so its rows have twice
+    the time.
     """
     rows = _ROWS[part](is_small, "fake_cuda" if is_fake else "cuda")
-    return tuple(replace(row, limit_s=min(2 * row.limit_s, LIMIT_S / 2)) for row in rows) if is_fake else rows
+    return (
+        tuple(replace(row, limit_s=min(2 * row.limit_s, LIMIT_S / 2)) for row in rows)
+        if is_fake
+        else rows
+    )

@@ -16,8 +16,20 @@ from gems.errors import ConfigError
 from scripts.gpu.row import FAILED, Outcome, Row, run
 
 SCHEMA = "gems.gpu/1"
-KEYS = ("schema", "part", "row", "status", "figures", "reason", "command", "date", "commit", "hardware", "versions",
-        "is_fake")  # fmt: skip
+KEYS = (
+    "schema",
+    "part",
+    "row",
+    "status",
+    "figures",
+    "reason",
+    "command",
+    "date",
+    "commit",
+    "hardware",
+    "versions",
+    "is_fake",
+)
 Line = dict[str, Any]
 
 
@@ -31,7 +43,9 @@ class Machine:
     is_fake: bool
 
 
-def run_part(part: int, rows: Sequence[Row], machine: Machine, out: Path | None, limit_s: float) -> list[Line]:
+def run_part(
+    part: int, rows: Sequence[Row], machine: Machine, out: Path | None, limit_s: float
+) -> list[Line]:
     """Run rows in order within `limit_s` seconds, and append the line of each to `out` as soon as it ended.
 
     Rows that would begin too late are recorded as not run. Profiles are kept for these rows alone.
@@ -42,16 +56,27 @@ def run_part(part: int, rows: Sequence[Row], machine: Machine, out: Path | None,
     end_s = monotonic() + limit_s
     with TemporaryDirectory() as cache:
         own = {"GEMS_CACHE_DIR": cache}
-        return [_recorded(part, row, run(row, end_s - monotonic(), own), machine, out) for row in rows]
+        return [
+            _recorded(part, row, run(row, end_s - monotonic(), own), machine, out) for row in rows
+        ]
 
 
 def _recorded(part: int, row: Row, outcome: Outcome, machine: Machine, out: Path | None) -> Line:
     line = {
-        "schema": SCHEMA, "part": part, "row": row.name, "status": outcome.status, "figures": outcome.figures,
-        "reason": outcome.reason, "wall_s": round(outcome.wall_s, 1), "command": row.command,
-        "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", "commit": machine.commit,
-        "hardware": dict(machine.hardware), "versions": dict(machine.versions), "is_fake": machine.is_fake,
-    }  # fmt: skip
+        "schema": SCHEMA,
+        "part": part,
+        "row": row.name,
+        "status": outcome.status,
+        "figures": outcome.figures,
+        "reason": outcome.reason,
+        "wall_s": round(outcome.wall_s, 1),
+        "command": row.command,
+        "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        "commit": machine.commit,
+        "hardware": dict(machine.hardware),
+        "versions": dict(machine.versions),
+        "is_fake": machine.is_fake,
+    }
     if out is not None:
         append(out, line)
     _say(line)
@@ -69,7 +94,9 @@ def append(out: Path, line: Line) -> None:
         with out.open("a") as file:
             file.write(json.dumps(line) + "\n")
     except OSError as error:
-        raise ConfigError("--out", out, f"cannot be written ({error.strerror})", "choose another file") from error
+        raise ConfigError(
+            "--out", out, f"cannot be written ({error.strerror})", "choose another file"
+        ) from error
 
 
 def read_lines(path: Path) -> list[Line]:
@@ -81,15 +108,23 @@ def read_lines(path: Path) -> list[Line]:
     try:
         texts = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("--render", path, "cannot be read", "give the file that scripts/on_gpu.sh wrote") from error
+        raise ConfigError(
+            "--render", path, "cannot be read", "give the file that scripts/on_gpu.sh wrote"
+        ) from error
     lines: list[Line] = []
     for number, text in enumerate(texts, 1):
         try:
             line = json.loads(text)
         except ValueError:
             line = None
-        if not isinstance(line, dict) or line.get("schema") != SCHEMA or any(key not in line for key in KEYS):
-            raise ConfigError("--render", f"{path}:{number}", f"is no line of {SCHEMA}", "remove the line")
+        if (
+            not isinstance(line, dict)
+            or line.get("schema") != SCHEMA
+            or any(key not in line for key in KEYS)
+        ):
+            raise ConfigError(
+                "--render", f"{path}:{number}", f"is no line of {SCHEMA}", "remove the line"
+            )
         lines.append(line)
     return lines
 

@@ -18,8 +18,16 @@ from scripts.bench.rig import cause_of
 Figures = list[dict[str, Any]]
 Read = Callable[[Sequence[str]], Figures]
 UNMEASURED = "unmeasured"
-NOTES = ("failed", "refused", UNMEASURED, "torch_failed", "why")  # keys of a figure that say why it lacks others
-MEASURED, FAILED, NOT_MEASURED = "measured", "failed", "not measured"
+NOTES = (
+    "failed",
+    "refused",
+    UNMEASURED,
+    "torch_failed",
+    "why",
+)  # keys of a figure that say why it lacks others
+MEASURED = "measured"
+FAILED = "failed"
+NOT_MEASURED = "not measured"
 MIN_ROW_S = 15.0  # with less left no row is started
 TIME_OVER = "time was over"
 
@@ -86,7 +94,9 @@ def run(row: Row, limit_s: float, environment: Mapping[str, str] | None = None) 
     said = f"exit code {ended.returncode}" if ended.returncode else ""
     if all(UNMEASURED in figure for figure in figures):
         return Outcome(NOT_MEASURED, figures, figures[0][UNMEASURED], wall_s)
-    why = [next((str(figure[note]) for note in NOTES[:2] if note in figure), "") for figure in figures]
+    why = [
+        next((str(figure[note]) for note in NOTES[:2] if note in figure), "") for figure in figures
+    ]
     if all(why) or any(figure.get("num_failed") for figure in figures):
         return Outcome(FAILED, figures, why[0] or said, wall_s)
     return Outcome(MEASURED, figures, said, wall_s)
@@ -106,8 +116,9 @@ def _why(lines: Sequence[str], otherwise: str) -> str:
 
 
 def answer(key: str = "") -> Read:
-    """Return what reads the JSON that a program prints last: below `key` if given. `ways` become a figure each.
+    """Return what reads the JSON that a program prints last: below `key` if given.
 
+    `ways` become a figure each.
     The reader raises ValueError if there is none.
     """
 
@@ -120,7 +131,11 @@ def answer(key: str = "") -> Read:
                     continue
                 found = found[key] if key else found
                 if found:
-                    return [flat for each in (found if isinstance(found, list) else [found]) for flat in _flat(each)]
+                    return [
+                        flat
+                        for each in (found if isinstance(found, list) else [found])
+                        for flat in _flat(each)
+                    ]
         raise ValueError("printed no answer")
 
     return read
@@ -129,7 +144,9 @@ def answer(key: str = "") -> Read:
 def _flat(figure: dict[str, Any]) -> Figures:
     ways = figure.get("ways")
     rest = {name: value for name, value in figure.items() if name != "ways"}
-    return [rest] if ways is None else [{**rest, "way": way, **found} for way, found in ways.items()]
+    return (
+        [rest] if ways is None else [{**rest, "way": way, **found} for way, found in ways.items()]
+    )
 
 
 def pytest_counts(lines: Sequence[str]) -> Figures:
@@ -139,10 +156,16 @@ def pytest_counts(lines: Sequence[str]) -> Figures:
         ValueError: pytest did not come to its end.
     """
     text = "\n".join(lines)
-    counts = {name: max(map(int, re.findall(rf"\b(\d+) {name}", text)), default=0) for name in ("passed", "failed")}
+    counts = {
+        name: max(map(int, re.findall(rf"\b(\d+) {name}", text)), default=0)
+        for name in ("passed", "failed")
+    }
     errors = max(map(int, re.findall(r"\b(\d+) errors?\b", text)), default=0)
     if not any((*counts.values(), errors)):
         raise ValueError("no test ended")
-    figure: dict[str, Any] = {"num_passed": counts["passed"], "num_failed": counts["failed"] + errors}
+    figure: dict[str, Any] = {
+        "num_passed": counts["passed"],
+        "num_failed": counts["failed"] + errors,
+    }
     worst = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
     return [figure | ({"failed": "; ".join(dict.fromkeys(worst))[:400]} if worst else {})]

@@ -1,1 +1,4 @@
-"""Studies of published papers, a file each, beside the papers' figures: `python -m scripts.reproduce.NAME`."""
+"""Studies of published papers, a file each, beside the papers' figures.
+
+`python -m scripts.reproduce.NAME`.
+"""

@@ -1,11 +1,14 @@
-"""The scaling figure of GEMS (Jain et al., SC 2020): ResNet-1001-v2 on up to 1024 V100, simulated, beside its 97.32 %.
+"""The scaling figure of GEMS (Jain et al., SC 2020).
 
-Runs the missing points of conf/study/gems_1024.yaml, and prints and draws the study with the bands of its constants.
-Takes Hydra overrides, as `runs_dir=DIR`.
+ResNet-1001-v2 on up to 1024 V100, simulated, beside its 97.32 %.
+Runs the missing points of conf/study/gems_1024.yaml, and prints and draws the study with the bands
+of its constants. Takes Hydra overrides, as `runs_dir=DIR`.
 """
 
 import subprocess
 import sys
 
 if __name__ == "__main__":
-    sys.exit(subprocess.call([sys.executable, "-m", "jobs", "study", "study=gems_1024", *sys.argv[1:]]))
+    sys.exit(
+        subprocess.call([sys.executable, "-m", "jobs", "study", "study=gems_1024", *sys.argv[1:]])
+    )

@@ -1,4 +1,7 @@
-"""The projections of Pal et al. (2019) from their inputs; `--out FILE` draws them, `--json` prints one object."""
+"""The projections of Pal et al.
+
+(2019) from their inputs; `--out FILE` draws them, `--json` prints one object.
+"""
 
 import sys
 

@@ -1,4 +1,7 @@
-"""The studies of the vDNN paper (Rhu et al. 2016), simulated on its device; `--json` prints one object."""
+"""The studies of the vDNN paper (Rhu et al. 2016), simulated on its device.
+
+`--json` prints one object.
+"""
 
 import sys
 

@@ -39,7 +39,9 @@ def spec_of(
     return resolve(
         RunSpec(
             schedule=ScheduleConfig(name=name, path=None if path is None else str(path)),
-            parallel=ParallelConfig(partitions=partitions, micro_batches=micro_batches, replicas=replicas),
+            parallel=ParallelConfig(
+                partitions=partitions, micro_batches=micro_batches, replicas=replicas
+            ),
             cost=CostConfig(**cost),  # type: ignore[arg-type]
             machine=MachineConfig(kind="simulated", **(machine or {})),  # type: ignore[arg-type]
             train=TrainConfig(steps=3),
@@ -73,9 +75,23 @@ def by_hand(
     """Write a trace of one counted step: events are (rank, kind, stage, micro-batch, begin, end)."""
     count = len(rows)
     events = [
-        (rank, 1, KINDS.index(kind), stage, -1, 0, micro_batch, STREAMS.index("compute"), start * MS, end * MS, 0, 0, 0)
+        (
+            rank,
+            1,
+            KINDS.index(kind),
+            stage,
+            -1,
+            0,
+            micro_batch,
+            STREAMS.index("compute"),
+            start * MS,
+            end * MS,
+            0,
+            0,
+            0,
+        )
         for rank, kind, stage, micro_batch, start, end in events_ms
-    ]  # fmt: skip
+    ]
     begin, over = step_ms
     spans = rank_ms or [step_ms] * count
     table = np.array(events, DTYPES["events"])
@@ -84,7 +100,10 @@ def by_hand(
         table[np.lexsort((table["start_ns"], table["rank"]))],
         np.array([(1, begin * MS, over * MS, 8, 0.5, 0, 1, np.nan, np.nan)], DTYPES["steps"]),
         np.array(
-            [(r, 1, start * MS, end * MS, 8, 0.5, 0, np.nan, np.nan) for r, (start, end) in enumerate(spans)],
+            [
+                (r, 1, start * MS, end * MS, 8, 0.5, 0, np.nan, np.nan)
+                for r, (start, end) in enumerate(spans)
+            ],
             DTYPES["rank_steps"],
         ),
         schedule_rows=rows,

@@ -18,25 +18,40 @@ import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 REQUIRED = "GEMS_REQUIRE_BROWSER"
-START_S, ANSWER_S = 90.0, 60.0
+START_S = 90.0
+ANSWER_S = 60.0
 FLAGS = (
-    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--hide-scrollbars",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-extensions",
-    "--remote-debugging-port=0", "--remote-allow-origins=*",
-)  # fmt: skip
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--hide-scrollbars",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-extensions",
+    "--remote-debugging-port=0",
+    "--remote-allow-origins=*",
+)
 
 
 def find_browser() -> str:
     """Return the path of a Chromium; skips the test where there is none and none is required."""
     found = next((path for name in NAMES if (path := shutil.which(name))), None)
     if found is None:
-        assert not os.environ.get(REQUIRED), f"{REQUIRED} is set, and there is no {NAMES[0]} on the path"
+        assert not os.environ.get(REQUIRED), (
+            f"{REQUIRED} is set, and there is no {NAMES[0]} on the path"
+        )
         pytest.skip(f"no {NAMES[0]} on the path (apt-get install chromium)")
     return found
 
 
 class Page:
-    """One page of the browser. `errors` are lines of the console and exceptions, `requests` all addresses asked for."""
+    """One page of the browser.
+
+    `errors` are lines of the console and exceptions, `requests` all addresses asked for.
+    """
 
     def __init__(self, socket: Any) -> None:
         self._socket = socket
@@ -44,7 +59,13 @@ class Page:
         self.events: list[dict[str, Any]] = []
         for domain in ("Page", "Runtime", "Network", "Log"):
             self.call(f"{domain}.enable")
-        self.call("Network.emulateNetworkConditions", offline=True, latency=0, downloadThroughput=0, uploadThroughput=0)
+        self.call(
+            "Network.emulateNetworkConditions",
+            offline=True,
+            latency=0,
+            downloadThroughput=0,
+            uploadThroughput=0,
+        )
 
     def call(self, method: str, **values: Any) -> dict[str, Any]:
         """Call a method of the protocol and waits for its answer."""
@@ -63,7 +84,9 @@ class Page:
 
     def evaluate(self, expression: str) -> Any:
         """Return the value of an expression of JavaScript; promises are waited for."""
-        answer = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+        answer = self.call(
+            "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
+        )
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
@@ -86,7 +109,11 @@ class Page:
     def resize(self, width_px: int, height_px: int) -> None:
         """Return the page another size."""
         self.call(
-            "Emulation.setDeviceMetricsOverride", width=width_px, height=height_px, deviceScaleFactor=1, mobile=False
+            "Emulation.setDeviceMetricsOverride",
+            width=width_px,
+            height=height_px,
+            deviceScaleFactor=1,
+            mobile=False,
         )
 
     def mouse(self, kind: str, x: float, y: float, **more: Any) -> None:
@@ -100,7 +127,9 @@ class Page:
 
     def screenshot(self, path: Path) -> Path:
         """Keep what is seen of the page as a PNG."""
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
+        path.write_bytes(
+            base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
+        )
         return path
 
     @property
@@ -126,8 +155,10 @@ def browser(folder: Path) -> Iterator[Page]:
     with (folder / "browser.log").open("w") as log:
         process = subprocess.Popen(
             [path, *FLAGS, f"--user-data-dir={folder / 'profile'}", "about:blank"],
-            stdout=log, stderr=log, start_new_session=True,
-        )  # fmt: skip
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
     try:
         address = _address(process, folder)
         with connect(address, max_size=None, open_timeout=START_S, proxy=None) as socket:
@@ -146,7 +177,8 @@ def _address(process: subprocess.Popen[bytes], folder: Path) -> str:
     """Wait until the browser says where it listens, and gives the address of its page."""
     from urllib.request import ProxyHandler, build_opener
 
-    said, end = folder / "profile" / "DevToolsActivePort", time.monotonic() + START_S
+    said = folder / "profile" / "DevToolsActivePort"
+    end = time.monotonic() + START_S
     ask = build_opener(ProxyHandler({})).open
     while time.monotonic() < end:
         assert process.poll() is None, (folder / "browser.log").read_text()

@@ -48,13 +48,22 @@ class Simulated:
     def spec(self) -> RunSpec:
         """Return the configuration of the run."""
         parallel = ParallelConfig(
-            partitions=self.partitions, replicas=self.replicas, micro_batches=self.micro_batches, parts=self.parts
+            partitions=self.partitions,
+            replicas=self.replicas,
+            micro_batches=self.micro_batches,
+            parts=self.parts,
         )
-        return RunSpec(model=ModelConfig(), parallel=parallel, schedule=ScheduleConfig(name=self.name))
+        return RunSpec(
+            model=ModelConfig(), parallel=parallel, schedule=ScheduleConfig(name=self.name)
+        )
 
     def cost(self, action: Action) -> float:
         """Return the time of an action on its rank."""
-        costs = {Kind.F: self.forward_ns, Kind.B: self.backward_ns, Kind.REDUCE_GRAD: self.reduce_ns}
+        costs = {
+            Kind.F: self.forward_ns,
+            Kind.B: self.backward_ns,
+            Kind.REDUCE_GRAD: self.reduce_ns,
+        }
         return float({**costs, Kind.STEP: self.step_ns}.get(action.kind, 0))
 
     def play(self) -> tuple[Schedule, Simulation]:
@@ -66,7 +75,11 @@ class Simulated:
         """Build the trace of all steps, one behind the other."""
         schedule, played = self.play()
         span_ns = round(played.span)
-        rows = [row for step in range(self.steps) for row in self.step_rows(step, step * span_ns, schedule, played)]
+        rows = [
+            row
+            for step in range(self.steps)
+            for row in self.step_rows(step, step * span_ns, schedule, played)
+        ]
         events = np.array(rows, DTYPES["events"])
         events = events[np.lexsort((events["start_ns"], events["rank"]))]
         steps = [
@@ -83,14 +96,21 @@ class Simulated:
             for k in range(self.steps)
         ]
         return Trace(
-            attributes=root_attributes(self.source, "0123456789ab", self.partitions * self.replicas),
+            attributes=root_attributes(
+                self.source, "0123456789ab", self.partitions * self.replicas
+            ),
             events=events,
             steps=np.array(steps, DTYPES["steps"]),
             run_yaml=yaml.safe_dump(self.spec().to_dict()),
         )
 
-    def step_rows(self, step: int, at_ns: int, schedule: Schedule, played: Simulation) -> list[tuple[int, ...]]:
-        """Return the event rows of one step on every world rank; the ledger holds one stash from F to B."""
+    def step_rows(
+        self, step: int, at_ns: int, schedule: Schedule, played: Simulation
+    ) -> list[tuple[int, ...]]:
+        """Return the event rows of one step on every world rank.
+
+        The ledger holds one stash from F to B.
+        """
         rows: list[tuple[int, ...]] = []
         for replica in range(self.replicas):
             for rank, actions in enumerate(schedule.rows):
@@ -117,7 +137,10 @@ class Simulated:
 
 
 def held_bytes(actions: Sequence[Action], ends: Sequence[float], now: float) -> int:
-    """Return what the device holds: weights, and one stash from the end of an F to the end of its B."""
+    """Return what the device holds.
+
+    Weights, and one stash from the end of an F to the end of its B.
+    """
     kinds = [action.kind for action, end in zip(actions, ends, strict=True) if end <= now]
     return WEIGHT_BYTES + STASH_BYTES * (kinds.count(Kind.F) - kinds.count(Kind.B))
 
@@ -148,19 +171,39 @@ def _write_parts(
     trace = simulated.trace()
     for rank in range(trace.world_size):
         ahead_ns = (offsets_ns or {}).get(rank, 0)
-        attributes = {**trace.attributes, "hostname": f"node{rank}", "clock_offset_ns": ahead_ns, "clock_error_ns": 5}
+        attributes = {
+            **trace.attributes,
+            "hostname": f"node{rank}",
+            "clock_offset_ns": ahead_ns,
+            "clock_error_ns": 5,
+        }
         part = TracePart(part_path(folder, rank), rank, attributes)
         for row in trace.steps[: (steps_of or {}).get(rank, simulated.steps)]:
-            for event in trace.events[(trace.events["rank"] == rank) & (trace.events["step"] == row["step"])]:
+            for event in trace.events[
+                (trace.events["rank"] == rank) & (trace.events["step"] == row["step"])
+            ]:
                 event["start_ns"] += ahead_ns
                 event["end_ns"] += ahead_ns
                 part.add("events", tuple(event))
             step, start_ns, end_ns, images, loss, is_warmup, *_ = row.item()
             known = loss if rank == trace.world_size - 1 else float("nan")
             part.add(
-                "rank_steps", (rank, step, start_ns + ahead_ns, end_ns + ahead_ns, images, known, is_warmup, *UNKNOWN)
+                "rank_steps",
+                (
+                    rank,
+                    step,
+                    start_ns + ahead_ns,
+                    end_ns + ahead_ns,
+                    images,
+                    known,
+                    is_warmup,
+                    *UNKNOWN,
+                ),
             )
-            part.add("samples", (rank, end_ns + ahead_ns, -1, (rank + 1) << 20, float("nan"), float("nan")))
+            part.add(
+                "samples",
+                (rank, end_ns + ahead_ns, -1, (rank + 1) << 20, float("nan"), float("nan")),
+            )
             part.flush()
         part.close()
     (folder / "run.yaml").write_text(trace.run_yaml)

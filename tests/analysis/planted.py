@@ -47,9 +47,14 @@ def series(
     seed: int = 0,
     ranks: Sequence[int] = RANKS,
 ) -> Series:
-    """Return a series around planted costs of an image: medians of `num_steps` steps, each off by `noise`."""
+    """Return a series around planted costs of an image.
+
+    Medians of `num_steps` steps, each off by `noise`.
+    """
     rng = np.random.default_rng(seed)
-    steps_s = np.asarray(costs_s)[:, None] * np.exp(noise * rng.standard_normal((len(ranks), num_steps)))
+    steps_s = np.asarray(costs_s)[:, None] * np.exp(
+        noise * rng.standard_normal((len(ranks), num_steps))
+    )
     medians_s = np.median(steps_s, axis=1)
     draws = [median_draws(mine, 500, seed=place) for place, mine in enumerate(steps_s)]
     return Series(
@@ -57,5 +62,7 @@ def series(
         "measured",
         np.array(ranks, dtype=float),
         medians_s,
-        np.stack([np.log(mine / median) for mine, median in zip(draws, medians_s, strict=True)], axis=1),
+        np.stack(
+            [np.log(mine / median) for mine, median in zip(draws, medians_s, strict=True)], axis=1
+        ),
     )

@@ -43,12 +43,15 @@ def test_summary_prints_the_table(run_folder: Path, capsys: pytest.CaptureFixtur
     out, err = capsys.readouterr()
     assert err == ""
     assert out.startswith(
-        "gems_master on 4 ranks (4 partitions x 1 replica), 8 micro-batches a step: simulated (a prediction"
+        "gems_master on 4 ranks (4 partitions x 1 replica), 8 micro-batches a step: simulated (a"
+        " prediction"
     )
     assert str(run_folder / "trace.h5") in out
 
 
-def test_summary_json_is_one_object_with_units_in_names(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_summary_json_is_one_object_with_units_in_names(
+    run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["summary", str(run_folder / "trace.h5"), "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["source"] == "simulated"
@@ -58,7 +61,9 @@ def test_summary_json_is_one_object_with_units_in_names(run_folder: Path, capsys
     assert answer["notes"] == [] and answer["paths"] == [str(run_folder / "trace.h5")]
 
 
-def test_timeline_writes_beside_the_trace(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_timeline_writes_beside_the_trace(
+    run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["timeline", str(run_folder)]) == 0
     assert capsys.readouterr().out.strip() == str(run_folder / "timeline.png")
     assert (run_folder / "timeline.png").read_bytes().startswith(b"\x89PNG")
@@ -88,7 +93,11 @@ def test_a_killed_run_is_joined_in_memory(
     out, err = capsys.readouterr()
     answer = json.loads(out)
     assert answer["num_steps"] == 1 and answer["schedule"] == "gems_master"
-    assert "has no trace.h5" in err and "2 steps are whole" in err and "rank 1 finished 2 steps, others 4" in err
+    assert (
+        "has no trace.h5" in err
+        and "2 steps are whole" in err
+        and "rank 1 finished 2 steps, others 4" in err
+    )
     assert main(["timeline", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["step"] == 1
     assert not (tmp_path / "trace.h5").exists()
@@ -138,7 +147,9 @@ def test_bad_input_is_one_line(
     assert expected in refused(capsys, *(argument.format(run=run_folder) for argument in arguments))
 
 
-def test_bad_files_are_one_line(tmp_path: Path, run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_files_are_one_line(
+    tmp_path: Path, run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     assert "neither trace.h5 nor trace/rank*.h5" in refused(capsys, "summary", str(empty))
@@ -164,7 +175,9 @@ def test_table_has_accuracy_with_the_majority_beside_it(simulate: Simulate) -> N
     assert "validation" not in summary_table(run_metrics(trace), trace, {})
     trace.attributes |= {"validation_accuracy": 0.912, "validation_majority": 0.55}
     text = summary_table(run_metrics(trace), trace, {"checkpoint": "runs/a/checkpoint.pt"})
-    lines = {line.strip().split("  ")[0]: line.split("  ")[-1].strip() for line in text.splitlines()[1:]}
+    lines = {
+        line.strip().split("  ")[0]: line.split("  ")[-1].strip() for line in text.splitlines()[1:]
+    }
     assert lines["validation accuracy [%]"] == "91.2 (majority class 55.0)"
     assert lines["step time, median [ms]"] == "33.0"
     assert lines["bubble, measured [%]"] == lines["bubble, by formula [%]"] == "27.3"
@@ -181,7 +194,10 @@ def test_table_has_the_interval_of_the_median_or_the_range_of_few_steps(simulate
     assert "fastest" not in summary_table(run_metrics(trace), trace, {})  # all steps are alike
     trace.steps["end_ns"] += np.arange(9) ** 2 * 10_000
     shown = summary_table(run_metrics(trace), trace, {})
-    assert re.search(r"step time, median's 95 % interval \[ms\] +33\.\d to 33\.\d", shown) and "fastest" not in shown
+    assert (
+        re.search(r"step time, median's 95 % interval \[ms\] +33\.\d to 33\.\d", shown)
+        and "fastest" not in shown
+    )
     trace.steps = trace.steps[:4]
     shown = summary_table(run_metrics(trace), trace, {})
     assert "step time, fastest to slowest [ms]" in shown and "interval" not in shown
@@ -196,7 +212,9 @@ def test_a_prediction_is_never_called_measured(simulate: Simulate, source: str) 
 
 def test_table_without_figures_says_why(simulate: Simulate) -> None:
     trace = simulate(partitions=2, steps=2, warmup_steps=2)
-    assert "2 steps finished by every rank, warm-up only" in summary_table(run_metrics(trace), trace, {})
+    assert "2 steps finished by every rank, warm-up only" in summary_table(
+        run_metrics(trace), trace, {}
+    )
     trace.steps = trace.steps[:0]
     text = summary_table(run_metrics(trace), trace, {})
     assert "no step was finished by every rank" in text and "nan" not in text and "None" not in text
@@ -205,7 +223,10 @@ def test_table_without_figures_says_why(simulate: Simulate) -> None:
 def test_table_of_many_ranks_keeps_to_the_extremes(simulate: Simulate) -> None:
     trace = simulate(name="1f1b", partitions=20, micro_batches=20, steps=2)
     text = summary_table(run_metrics(trace), trace, {})
-    assert "highest of 20 ranks  65.0 on rank 0" in text and "lowest of 20 ranks   8.00 on rank 19" in text
+    assert (
+        "highest of 20 ranks  65.0 on rank 0" in text
+        and "lowest of 20 ranks   8.00 on rank 19" in text
+    )
 
 
 def test_a_loss_that_left_the_numbers_is_null_in_json(simulate: Simulate) -> None:
@@ -228,19 +249,31 @@ def test_table_shows_resident_and_driver_bytes(simulate: Simulate) -> None:
 def test_start_up_loads_nothing_heavy() -> None:
     heavy = ("matplotlib", "torch", "mpi4py", "hydra")
     code = (
-        "import sys, analysis.__main__, analysis.plots.timeline, analysis.plots.memory_curve, analysis.cli.summary\n"
-        f"print([name for name in {heavy!r} if name in sys.modules])"
+        "import sys, analysis.__main__, analysis.plots.timeline, analysis.plots.memory_curve,"
+        f" analysis.cli.summary\nprint([name for name in {heavy!r} if name in sys.modules])"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
     )
     assert done.stdout.strip() == "[]"
 
 
 def test_the_module_runs_as_a_program(run_folder: Path) -> None:
     command = [sys.executable, "-m", "analysis"]
-    done = subprocess.run([*command, "reprot", "x"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [*command, "reprot", "x"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.strip() == f"analysis: command=reprot: allowed: {', '.join(VERBS)}; see gems-analysis --help"
-    done = subprocess.run([*command, "summary", str(run_folder)], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (
+        done.stderr.strip()
+        == f"analysis: command=reprot: allowed: {', '.join(VERBS)}; see gems-analysis --help"
+    )
+    done = subprocess.run(
+        [*command, "summary", str(run_folder)], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stderr) == (0, "")

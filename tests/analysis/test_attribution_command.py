@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from analysis.__main__ import main
-from analysis.attribution.causes import CAUSES, COLUMNS, Attribution, attribute, attribution_table, largest_line
+from analysis.attribution.causes import (
+    CAUSES,
+    COLUMNS,
+    Attribution,
+    attribute,
+    attribution_table,
+    largest_line,
+)
 from analysis.cli.summary import summary_table
 from analysis.metrics.run_metrics import run_metrics
 from analysis.plots.waterfall import waterfall_figure
@@ -28,7 +35,9 @@ def path(trace: Trace, tmp_path: Path) -> Path:
     return tmp_path / "trace.h5"
 
 
-def test_json_has_parts_for_the_run_and_for_each_rank(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_parts_for_the_run_and_for_each_rank(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["attribution", str(path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert list(found["causes_s"]) == list(CAUSES) == list(found["rank_own_s"])
@@ -36,16 +45,27 @@ def test_json_has_parts_for_the_run_and_for_each_rank(path: Path, capsys: pytest
     for rank in range(8):
         lost_s = sum(found["rank_causes_s"][cause][rank] for cause in CAUSES)
         assert found["ideal_s"] + lost_s == pytest.approx(found["step_s"])
-    assert (found["source"], found["num_steps"], found["pace"], found["files"]) == ("simulated", 2, "costs", [])
+    assert (found["source"], found["num_steps"], found["pace"], found["files"]) == (
+        "simulated",
+        2,
+        "costs",
+        [],
+    )
     assert found["efficiency"] == pytest.approx(24 / found["step_s"])
 
 
-def test_the_table_has_a_row_a_part_and_one_a_rank(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_has_a_row_a_part_and_one_a_rank(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["attribution", str(path), "--ranks"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("simulated run, mean of 2 steps")
     rows = {line.split()[0]: line.split()[1:] for line in lines[2:13]}
-    assert set(rows) == {"ideal", "step", *(cause.replace("_to_", "-to-").replace("all_", "all-") for cause in CAUSES)}
+    assert set(rows) == {
+        "ideal",
+        "step",
+        *(cause.replace("_to_", "-to-").replace("all_", "all-") for cause in CAUSES),
+    }
     shares = {name: float(row[1]) for name, row in rows.items()}
     assert shares.pop("step") == 100 and sum(shares.values()) == pytest.approx(100, abs=0.1)
     ranks = [[float(word) for word in line.split()] for line in lines if line.strip()[:1].isdigit()]
@@ -54,7 +74,9 @@ def test_the_table_has_a_row_a_part_and_one_a_rank(path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize("suffix", [".png", ".pdf", ".svg"])
-def test_the_waterfall_is_drawn_with_its_csv(path: Path, suffix: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_waterfall_is_drawn_with_its_csv(
+    path: Path, suffix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = path.with_name(f"waterfall{suffix}")
     assert main(["attribution", str(path), "--out", str(out)]) == 0
     assert capsys.readouterr().out.splitlines()[-2:] == [str(out), str(out.with_suffix(".csv"))]
@@ -63,7 +85,11 @@ def test_the_waterfall_is_drawn_with_its_csv(path: Path, suffix: str, capsys: py
         rows = list(csv.DictReader(file))
     assert tuple(rows[0]) == COLUMNS and len(rows) == 1 + 9 * len(CAUSES)
     for rank in ("", "5"):
-        shares = [float(row["share_of_step"]) for row in rows if row["rank"] == rank and row["part"] in CAUSES]
+        shares = [
+            float(row["share_of_step"])
+            for row in rows
+            if row["rank"] == rank and row["part"] in CAUSES
+        ]
         assert sum(shares) + float(rows[0]["share_of_step"]) == pytest.approx(1)
 
 
@@ -78,7 +104,10 @@ def test_bars_of_the_waterfall_stand_where_the_one_before_ended(trace: Trace) ->
         reached += bar.get_width()
     assert (bars[-1].get_x(), bars[-1].get_width()) == pytest.approx((0, reached))
     words = [text.get_text() for text in waterfall_figure(found).axes[0].texts]
-    assert f"{found.run_s['bubble']:.3g} s, {100 * found.run_s['bubble'] / found.step_s:.1f} %" in words
+    assert (
+        f"{found.run_s['bubble']:.3g} s, {100 * found.run_s['bubble'] / found.step_s:.1f} %"
+        in words
+    )
     assert any("SIMULATED" in word for word in words)
 
 
@@ -88,7 +117,9 @@ def test_a_cause_that_saved_time_goes_back() -> None:
     assert bar.get_width() == pytest.approx(-1.4)
 
 
-def test_what_cannot_be_drawn_is_refused(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_drawn_is_refused(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for arguments, words in (
         (["--out", str(tmp_path / "a.jpg")], "suffix .jpg"),
         (["--out", str(tmp_path / "no" / "a.png")], "folder does not exist"),
@@ -103,7 +134,9 @@ def test_what_cannot_be_drawn_is_refused(path: Path, tmp_path: Path, capsys: pyt
 def test_a_trace_without_a_schedule_is_one_line(
     trace: Trace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    bare = Trace(trace.attributes, trace.events, trace.steps, trace.rank_steps, run_yaml=trace.run_yaml)
+    bare = Trace(
+        trace.attributes, trace.events, trace.steps, trace.rank_steps, run_yaml=trace.run_yaml
+    )
     write_trace(tmp_path / "bare.h5", bare)
     assert main(["attribution", str(tmp_path / "bare.h5")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -111,7 +144,9 @@ def test_a_trace_without_a_schedule_is_one_line(
     assert "lost most" not in summary_table(run_metrics(bare), bare, {})
 
 
-def test_the_closing_table_names_the_three_largest(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_closing_table_names_the_three_largest(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["summary", str(path)]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "lost most to" in line]
     assert line.split("  ")[-1].split(", ")[0].startswith("bubble 2") and line.count(",") == 2

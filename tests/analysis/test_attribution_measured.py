@@ -20,8 +20,13 @@ TWO_RANKS = ("0F0 0SEND_F0 0RECV_B0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0")
 
 
 def two_replicas() -> Trace:
-    """Join a run with a slow rank 1 and one without into a measured trace of two replicas; the quick one waits."""
-    quick, slow = (trace_of(spec_of(machine=machine)) for machine in ({}, {"slow_rank": 1, "slowdown": 1.5}))
+    """Join a run with a slow rank 1 and one without into a measured trace of two replicas.
+
+    The quick one waits.
+    """
+    quick, slow = (
+        trace_of(spec_of(machine=machine)) for machine in ({}, {"slow_rank": 1, "slowdown": 1.5})
+    )
     span_ns = int(slow.steps["end_ns"][0])
     parts = []
     for replica, trace in enumerate((quick, slow)):
@@ -32,7 +37,9 @@ def two_replicas() -> Trace:
             events[column] += shift
         parts.append(events)
     events = np.concatenate(parts)
-    is_reduction, is_step = (events["kind"] == KINDS.index(kind) for kind in ("REDUCE_GRAD", "STEP"))
+    is_reduction, is_step = (
+        events["kind"] == KINDS.index(kind) for kind in ("REDUCE_GRAD", "STEP")
+    )
     for step in range(3):
         for rank in range(4):
             group = (events["step"] == step) & (events["rank"] % 4 == rank)
@@ -63,11 +70,15 @@ def test_a_straggler_without_peers_is_a_slow_stage() -> None:
     check_sums(found)
     assert found.times_from == "own median" and found.run_s["noise"] == pytest.approx(0, abs=1e-6)
     # its 12 more units are useful here, 3 a rank, and the pipeline is as slow as its slowest stage
-    assert found.ideal_s == pytest.approx(27) and found.run_s["imbalance"] == pytest.approx(42 - 27 - 9 * 27 / 24)
+    assert found.ideal_s == pytest.approx(27) and found.run_s["imbalance"] == pytest.approx(
+        42 - 27 - 9 * 27 / 24
+    )
 
 
 @pytest.mark.parametrize(("slowdown", "straggles"), [(1.5, True), (1.2, False)])
-def test_a_straggler_without_peers_shows_against_a_measured_profile(slowdown: float, straggles: bool) -> None:
+def test_a_straggler_without_peers_shows_against_a_measured_profile(
+    slowdown: float, straggles: bool
+) -> None:
     """Eight layers over four stages, as unequal as the profile says; rank 1 is slower than it says."""
     trace = trace_of(spec_of(times=[1, 1.5, 1, 1], machine={"slow_rank": 1, "slowdown": slowdown}))
     trace.attributes["source"] = "measured"
@@ -97,9 +108,14 @@ def test_gaps_the_step_and_the_ends_are_the_hosts() -> None:
     """Begin 1, F 1 to 2, gap, B 2.5 to 4.5, STEP 5 to 6, end 6.5: 3 ms of compute in a step of 6.5."""
     trace = by_hand(
         ONE_RANK,
-        [(0, "F", 0, 0, 1, 2), (0, "B", 0, 0, 2.5, 4.5), (0, "REDUCE_GRAD", 0, -1, 4.5, 4.5), (0, "STEP", 0, -1, 5, 6)],
+        [
+            (0, "F", 0, 0, 1, 2),
+            (0, "B", 0, 0, 2.5, 4.5),
+            (0, "REDUCE_GRAD", 0, -1, 4.5, 4.5),
+            (0, "STEP", 0, -1, 5, 6),
+        ],
         (0, 6.5),
-    )  # fmt: skip
+    )
     found = attribute(trace)
     assert found.ideal_s == pytest.approx(0.003) and found.step_s == pytest.approx(0.0065)
     assert found.run_s == pytest.approx({c: 0.0035 if c == "host" else 0.0 for c in CAUSES})
@@ -108,11 +124,15 @@ def test_gaps_the_step_and_the_ends_are_the_hosts() -> None:
 def test_waiting_for_the_batch_is_input() -> None:
     trace = by_hand(
         ONE_RANK,
-        [(0, "INPUT", -1, -1, 0, 2), (0, "F", 0, 0, 2.5, 3.5), (0, "B", 0, 0, 3.5, 5.5),
-        (0, "REDUCE_GRAD", 0, -1, 5.5, 6),
-         (0, "STEP", 0, -1, 6, 6)],
+        [
+            (0, "INPUT", -1, -1, 0, 2),
+            (0, "F", 0, 0, 2.5, 3.5),
+            (0, "B", 0, 0, 3.5, 5.5),
+            (0, "REDUCE_GRAD", 0, -1, 5.5, 6),
+            (0, "STEP", 0, -1, 6, 6),
+        ],
         (0, 6),
-    )  # fmt: skip
+    )
     found = attribute(trace)
     assert found.run_s == pytest.approx(
         {c: {"input": 0.002, "host": 0.0005, "all_reduce": 0.0005}.get(c, 0.0) for c in CAUSES}
@@ -126,11 +146,23 @@ def test_a_message_that_a_busy_rank_sees_late_flew_no_longer_than_others() -> No
         "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1",
     )
     events = [
-        (0, "F", 0, 0, 0, 1), (0, "SEND_F", 0, 0, 1, 2), (0, "F", 0, 1, 1, 2), (0, "SEND_F", 0, 1, 2, 3),
-        (1, "RECV_F", 1, 0, 0, 2), (1, "F", 1, 0, 2, 5), (1, "RECV_F", 1, 1, 5, 7), (1, "B", 1, 0, 5, 7),
-        (1, "SEND_B", 1, 0, 7, 8), (1, "F", 1, 1, 7, 8), (1, "B", 1, 1, 8, 10), (1, "SEND_B", 1, 1, 10, 11),
-        (0, "RECV_B", 0, 0, 2, 8), (0, "B", 0, 0, 8, 9), (0, "RECV_B", 0, 1, 9, 11), (0, "B", 0, 1, 11, 12),
-    ]  # fmt: skip
+        (0, "F", 0, 0, 0, 1),
+        (0, "SEND_F", 0, 0, 1, 2),
+        (0, "F", 0, 1, 1, 2),
+        (0, "SEND_F", 0, 1, 2, 3),
+        (1, "RECV_F", 1, 0, 0, 2),
+        (1, "F", 1, 0, 2, 5),
+        (1, "RECV_F", 1, 1, 5, 7),
+        (1, "B", 1, 0, 5, 7),
+        (1, "SEND_B", 1, 0, 7, 8),
+        (1, "F", 1, 1, 7, 8),
+        (1, "B", 1, 1, 8, 10),
+        (1, "SEND_B", 1, 1, 10, 11),
+        (0, "RECV_B", 0, 0, 2, 8),
+        (0, "B", 0, 0, 8, 9),
+        (0, "RECV_B", 0, 1, 9, 11),
+        (0, "B", 0, 1, 11, 12),
+    ]
     trace = by_hand(rows, events, (0, 12))  # type: ignore[arg-type]
     graph = build_graph(schedule_from(rows))
     measured = measure(trace, graph)
@@ -139,35 +171,57 @@ def test_a_message_that_a_busy_rank_sees_late_flew_no_longer_than_others() -> No
         for node, action in enumerate(graph.actions)
         if action.kind.value.startswith("RECV")
     }
-    assert flights == pytest.approx({"1RECV_F0": 1.0, "1RECV_F1": 1.0, "0RECV_B0": 1.0, "0RECV_B1": 1.0})
+    assert flights == pytest.approx(
+        {"1RECV_F0": 1.0, "1RECV_F1": 1.0, "0RECV_B0": 1.0, "0RECV_B1": 1.0}
+    )
     check_sums(attribute(trace))
 
 
 def test_copies_on_a_processor_hold_the_rank() -> None:
-    """F 0 to 1, copied out to 2 and back to 3, B 3 to 5: nothing hides them where they are made in place."""
+    """F 0 to 1, copied out to 2 and back to 3, B 3 to 5.
+
+    Nothing hides them where they are made in place.
+    """
     rows = ("0F0 0OFFLOAD0 0FREE0 0PREFETCH0 0AWAIT0 0B0 0REDUCE_GRAD 0STEP",)
     events = [
-        (0, "F", 0, 0, 0, 1), (0, "OFFLOAD", 0, 0, 1, 2), (0, "PREFETCH", 0, 0, 2, 3), (0, "B", 0, 0, 3, 5),
-        (0, "REDUCE_GRAD", 0, -1, 5, 5), (0, "STEP", 0, -1, 5, 5),
-    ]  # fmt: skip
+        (0, "F", 0, 0, 0, 1),
+        (0, "OFFLOAD", 0, 0, 1, 2),
+        (0, "PREFETCH", 0, 0, 2, 3),
+        (0, "B", 0, 0, 3, 5),
+        (0, "REDUCE_GRAD", 0, -1, 5, 5),
+        (0, "STEP", 0, -1, 5, 5),
+    ]
     for device in ("cpu", "NVIDIA H200"):
         trace = by_hand(rows, events, (0, 5))  # type: ignore[arg-type]
         trace.attributes["device"] = device
         found = attribute(trace)
-        assert found.run_s == pytest.approx({c: 0.002 if c == "memory" else 0.0 for c in CAUSES}), device
+        assert found.run_s == pytest.approx({c: 0.002 if c == "memory" else 0.0 for c in CAUSES}), (
+            device
+        )
         assert found.own_s["memory"] == pytest.approx((0.002,)), device
 
 
 def test_ranks_that_begin_before_the_step_is_charged_are_told_as_they_were() -> None:
-    """The other rank began 1 ms before the last step had ended; the replay still ends when the step did."""
+    """The other rank began 1 ms before the last step had ended.
+
+    The replay still ends when the step did.
+    """
     events = [
-        (0, "F", 0, 0, 0, 1), (0, "SEND_F", 0, 0, 1, 2), (1, "RECV_F", 1, 0, -1, 2), (1, "F", 1, 0, 2, 3),
-        (1, "B", 1, 0, 3, 5), (1, "SEND_B", 1, 0, 5, 5), (0, "RECV_B", 0, 0, 1, 5), (0, "B", 0, 0, 5, 7),
-    ]  # fmt: skip
+        (0, "F", 0, 0, 0, 1),
+        (0, "SEND_F", 0, 0, 1, 2),
+        (1, "RECV_F", 1, 0, -1, 2),
+        (1, "F", 1, 0, 2, 3),
+        (1, "B", 1, 0, 3, 5),
+        (1, "SEND_B", 1, 0, 5, 5),
+        (0, "RECV_B", 0, 0, 1, 5),
+        (0, "B", 0, 0, 5, 7),
+    ]
     found = attribute(by_hand(TWO_RANKS, events, (0, 7), [(0, 7), (-1, 5)]))  # type: ignore[arg-type]
     check_sums(found)
     assert found.residual_s == pytest.approx(0, abs=1e-12)
-    assert found.run_s["point_to_point"] == pytest.approx(0.001) and found.run_s["bubble"] == pytest.approx(0.003)
+    assert found.run_s["point_to_point"] == pytest.approx(0.001) and found.run_s[
+        "bubble"
+    ] == pytest.approx(0.003)
 
 
 def test_what_cannot_be_attributed_is_refused_in_one_line() -> None:

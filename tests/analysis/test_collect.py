@@ -29,9 +29,15 @@ def leave_parts(folder: RunFolder, steps_of_rank: list[int]) -> None:
             start = step * STEP_NS
             for kind in (0, 1):
                 begin = start + kind * 400_000
-                part.add("events", (rank, step, kind, rank, -1, 0, 0, 0, begin, begin + 400_000, 0, 1 << 20, 0))
+                part.add(
+                    "events",
+                    (rank, step, kind, rank, -1, 0, 0, 0, begin, begin + 400_000, 0, 1 << 20, 0),
+                )
             loss = 1.0 / (step + 1) if rank == 0 else float("nan")
-            part.add("rank_steps", (rank, step, start, start + STEP_NS, 8, loss, step == 0, np.nan, np.nan))
+            part.add(
+                "rank_steps",
+                (rank, step, start, start + STEP_NS, 8, loss, step == 0, np.nan, np.nan),
+            )
         part.close()
 
 
@@ -42,15 +48,24 @@ def folder(tmp_path) -> RunFolder:
 
 def test_a_finished_run_becomes_one_trace_with_pictures(folder):
     leave_parts(folder, [3, 3])
-    write_json(folder.result_json, {"validation_accuracy": 0.75, "validation_majority": 0.5,
-    "schedule_rows": ["0F0", "1F0"],
-                                    "schedule_sha256": "ab"})  # fmt: skip
+    write_json(
+        folder.result_json,
+        {
+            "validation_accuracy": 0.75,
+            "validation_majority": 0.5,
+            "schedule_rows": ["0F0", "1F0"],
+            "schedule_sha256": "ab",
+        },
+    )
     loaded, metrics, files = collect(folder.path)
     trace = read_trace(folder.trace_h5)
     assert trace.steps["step"].tolist() == [0, 1, 2]
     assert trace.attributes["hostnames"] == ["n0", "n1"]
     assert trace.attributes["validation_accuracy"] == 0.75
-    assert trace.attributes["git_commit"] == json.loads(folder.provenance_json.read_text())["git_commit"]
+    assert (
+        trace.attributes["git_commit"]
+        == json.loads(folder.provenance_json.read_text())["git_commit"]
+    )
     assert trace.schedule_rows == ("0F0", "1F0")
     assert trace.boundaries == folder.read_boundaries()
     with h5py.File(folder.trace_h5) as file:

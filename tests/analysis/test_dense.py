@@ -20,7 +20,8 @@ Simulate = Callable[..., Trace]
 
 
 def test_shares_of_columns_by_hand() -> None:
-    start, end = np.array([0.25, 1.5, 2.0, 5.5]), np.array([0.75, 3.25, 3.0, 9.0])
+    start = np.array([0.25, 1.5, 2.0, 5.5])
+    end = np.array([0.75, 3.25, 3.0, 9.0])
     found = coverage(start, end, np.array([0, 0, 1, 1]), 2, 6)
     assert found == pytest.approx(np.array([[0.5, 0.5, 1.0, 0.25, 0, 0], [0, 0, 1, 0, 0, 0.5]]))
 
@@ -39,7 +40,9 @@ def test_shares_add_up_to_the_boxes() -> None:
 def test_colours_are_means_and_as_opaque_as_covered() -> None:
     colours = np.array([[1.0, 0.0, 0.0], [0.0, 0.0, 1.0]])
     shares = np.array([[0.5, 0.0, 2.0], [0.0, 0.0, 2.0]])
-    assert blended(shares, colours) == pytest.approx(np.array([[1.0, 0, 0, 0.5], [0, 0, 0, 0], [0.5, 0, 0.5, 1.0]]))
+    assert blended(shares, colours) == pytest.approx(
+        np.array([[1.0, 0, 0, 0.5], [0, 0, 0, 0], [0.5, 0, 0.5, 1.0]])
+    )
 
 
 def test_a_dense_timeline_looks_like_that_of_boxes(
@@ -57,7 +60,9 @@ def test_a_dense_timeline_looks_like_that_of_boxes(
         pixels.append(imread(tmp_path / f"{name}.png")[..., :3])
     is_alike = np.abs(pixels[0] - pixels[1]).max(axis=-1) < 0.1
     assert is_alike.mean() > 0.97
-    assert len(timeline_figure(trace).axes[0].images) == 4 * 3, "a strip a rank for compute, sends and receives"
+    assert len(timeline_figure(trace).axes[0].images) == 4 * 3, (
+        "a strip a rank for compute, sends and receives"
+    )
 
 
 def test_stages_of_a_rank_are_shaded_by_their_place(simulate: Simulate) -> None:

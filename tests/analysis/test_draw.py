@@ -24,7 +24,9 @@ from tests.schedule.drawings import with_rows
 COLOURS = {(look.kinds[0], look.shade): look.colour for look in LOOKS}
 
 
-def written(folder: Path, schedule: Schedule, costs: StageCosts | None = None, name: str = "s.json") -> Path:
+def written(
+    folder: Path, schedule: Schedule, costs: StageCosts | None = None, name: str = "s.json"
+) -> Path:
     path = folder / name
     if path.suffix == ".csv":
         path.write_text(to_torch_csv(schedule))
@@ -43,7 +45,12 @@ def drawn(folder: Path, schedule: Schedule, costs: StageCosts | None = None) -> 
 
 @pytest.mark.parametrize(
     ("name", "kinds", "shades"),
-    [("1f1b", "FB", (0,)), ("gems_master", "FB", (0, 1)), ("zb_v", "FIW", (0, 1)), ("zb_h1", "FIW", (0,))],
+    [
+        ("1f1b", "FB", (0,)),
+        ("gems_master", "FB", (0, 1)),
+        ("zb_v", "FIW", (0, 1)),
+        ("zb_h1", "FIW", (0,)),
+    ],
 )
 def test_kinds_have_colours_and_directions_or_stages_shades(
     tmp_path: Path, name: str, kinds: str, shades: tuple[int, ...]
@@ -51,11 +58,16 @@ def test_kinds_have_colours_and_directions_or_stages_shades(
     picture = drawn(tmp_path, generate(name, 3, 6))
     for kind in "FBIWR":
         for shade in (0, 1):
-            assert (COLOURS[kind, shade] in picture) == (kind in kinds and shade in shades), (kind, shade)
+            assert (COLOURS[kind, shade] in picture) == (kind in kinds and shade in shades), (
+                kind,
+                shade,
+            )
 
 
 def test_memory_actions_are_drawn(tmp_path: Path) -> None:
-    made = with_rows(Schedule("one", 2, linear(1), ((),)), ["0F0 0OFFLOAD0 0F1 0R1 0B1 0PREFETCH0 0B0"])
+    made = with_rows(
+        Schedule("one", 2, linear(1), ((),)), ["0F0 0OFFLOAD0 0F1 0R1 0B1 0PREFETCH0 0B0"]
+    )
     picture = drawn(tmp_path, made, DepthCosts(1, copy=1.0).stages(1))
     for key in (("R", 0), ("OFFLOAD", None), ("PREFETCH", None)):
         assert COLOURS[key] in picture
@@ -76,15 +88,17 @@ def test_lowered_files_and_csv_draw_the_same(tmp_path: Path) -> None:
     found = [
         draw_schedule(path, tmp_path / "x.svg").start
         for path in (
-            written(tmp_path, made), written(tmp_path, lower(made), name="l.json"),
+            written(tmp_path, made),
+            written(tmp_path, lower(made), name="l.json"),
             written(tmp_path, made, name="t.csv"),
         )
-    ]  # fmt: skip
+    ]
     assert found[0] == found[1] == found[2]
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, out = written(tmp_path, generate("1f1b", 4, 8)), tmp_path / "x.png"
+    path = written(tmp_path, generate("1f1b", 4, 8))
+    out = tmp_path / "x.png"
     assert main(["draw", str(path), str(out), "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["span_units"] == 33 and answer["peak_units"] == [4, 3, 2, 1]
@@ -97,8 +111,14 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     [
         ("{", "is no schedule"),
         ('{"schema": "other"}', "allowed: gems.schedule/1"),
-        (json.dumps(to_json(generate("gpipe", 2, 1)) | {"costs": {"forward": [1]}}), "are not costs of stages"),
-        (json.dumps(to_json(generate("gpipe", 2, 1)) | {"costs": asdict(uniform(3, 3))}), "must have 2 entries each"),
+        (
+            json.dumps(to_json(generate("gpipe", 2, 1)) | {"costs": {"forward": [1]}}),
+            "are not costs of stages",
+        ),
+        (
+            json.dumps(to_json(generate("gpipe", 2, 1)) | {"costs": asdict(uniform(3, 3))}),
+            "must have 2 entries each",
+        ),
         (json.dumps(to_json(generate("gpipe", 2, 1)) | {"costs": [1]}), "are not costs of stages"),
     ],
 )

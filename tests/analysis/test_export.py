@@ -62,14 +62,19 @@ def test_perfetto_has_every_event_in_microseconds(rows: list[dict[str, Any]], tr
     )
     assert found == sorted(
         (
-            int(event["rank"]), int(event["start_ns"]) - origin_ns, int(event["end_ns"] - event["start_ns"]),
-            KINDS[event["kind"]], *(int(event[name]) for name in names),
+            int(event["rank"]),
+            int(event["start_ns"]) - origin_ns,
+            int(event["end_ns"] - event["start_ns"]),
+            KINDS[event["kind"]],
+            *(int(event[name]) for name in names),
         )
         for event in trace.events
-    )  # fmt: skip
+    )
 
 
-def test_a_thread_is_of_one_stream_and_its_events_do_not_overlap(rows: list[dict[str, Any]]) -> None:
+def test_a_thread_is_of_one_stream_and_its_events_do_not_overlap(
+    rows: list[dict[str, Any]],
+) -> None:
     threads = defaultdict(list)
     for row in rows:
         if row["ph"] == "X":
@@ -91,7 +96,9 @@ def test_threads_take_up_again_what_is_free(trace: Trace) -> None:
     assert thread_numbers(events).tolist() == [100] * 4
 
 
-def test_perfetto_names_ranks_and_streams_and_counts_bytes(rows: list[dict[str, Any]], trace: Trace) -> None:
+def test_perfetto_names_ranks_and_streams_and_counts_bytes(
+    rows: list[dict[str, Any]], trace: Trace
+) -> None:
     names = {row["pid"]: row["args"]["name"] for row in rows if row["name"] == "process_name"}
     assert names[0] == 'rank 0 on node"0, simulated' and names[2] == "rank 2, simulated"
     threads = {row["args"]["name"] for row in rows if row["name"] == "thread_name"}
@@ -114,13 +121,17 @@ def test_the_table_of_events_is_read_back(run: Path, trace: Trace) -> None:
     assert {row["stream"] for row in rows} == {"compute", "link"}
 
 
-def test_pieces_are_joined_without_a_seam(run: Path, trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_are_joined_without_a_seam(
+    run: Path, trace: Trace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = {name: export_runs([run], name).path.read_bytes() for name in ("perfetto", "csv")}
     monkeypatch.setattr("analysis.export.formats.ROWS", 7)
     assert {name: export_runs([run], name).path.read_bytes() for name in whole} == whole
 
 
-def test_extrap_has_a_line_a_step_and_repetitions_of_a_point(simulate: Simulate, tmp_path: Path) -> None:
+def test_extrap_has_a_line_a_step_and_repetitions_of_a_point(
+    simulate: Simulate, tmp_path: Path
+) -> None:
     runs = []
     for place, partitions in enumerate((2, 4, 4)):
         runs.append(tmp_path / f"run{place}")
@@ -141,7 +152,10 @@ def test_extrap_tells_schedules_and_sources_apart(simulate: Simulate, tmp_path: 
         write_trace(tmp_path / name / "trace.h5", simulate(**fields))
     made = export_runs([tmp_path / "a", tmp_path / "b"], "extrap", tmp_path / "x.jsonl")
     lines = [json.loads(line) for line in made.path.read_text().splitlines()]
-    assert {line["callpath"] for line in lines} == {"step->1f1b, simulated", "step->gpipe, emulated"}
+    assert {line["callpath"] for line in lines} == {
+        "step->1f1b, simulated",
+        "step->gpipe, emulated",
+    }
 
 
 def test_what_cannot_be_exported_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

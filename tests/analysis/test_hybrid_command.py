@@ -27,16 +27,24 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     answer: dict[str, Any] = json.loads(said(capsys, "--json"))
     assert (answer["schema"], answer["source"]) == ("gems.hybrid_projections/1", "predicted")
     last = {each["network"]: each["gains"][-1] for each in answer["networks"]}
-    assert {name: (gain["devices"], round(100 * gain["gain"], 1)) for name, gain in last.items()} == {
-        "Inception-V3": (256, 26.5), "GNMT": (256, 8.0), "BigLSTM": (32, 22.0),
-    }  # fmt: skip
+    assert {
+        name: (gain["devices"], round(100 * gain["gain"], 1)) for name, gain in last.items()
+    } == {"Inception-V3": (256, 26.5), "GNMT": (256, 8.0), "BigLSTM": (32, 22.0)}
     for gain in last.values():
-        assert gain["low"] < gain["gain"] < gain["high"] and gain["workers"] * gain["ways"] == gain["devices"]
-        assert gain["published"]["is_confirmed"] and gain["published"]["devices_mark"] == "recalled, not confirmed"
+        assert (
+            gain["low"] < gain["gain"] < gain["high"]
+            and gain["workers"] * gain["ways"] == gain["devices"]
+        )
+        assert (
+            gain["published"]["is_confirmed"]
+            and gain["published"]["devices_mark"] == "recalled, not confirmed"
+        )
         assert gain["gain"] != gain["published"]["gain"], "recomputed, and not the printed figure"
     assert {each["network"]: each["is_independent"] for each in answer["networks"]} == {
-        "Inception-V3": True, "GNMT": False, "BigLSTM": False,
-    }  # fmt: skip
+        "Inception-V3": True,
+        "GNMT": False,
+        "BigLSTM": False,
+    }
     crossings = {each["network"]: each["crossing"] for each in answer["networks"]}
     assert (crossings["Inception-V3"]["above"], crossings["Inception-V3"]["at_most"]) == (32, 64)
     assert crossings["Inception-V3"]["devices"] == 54
@@ -44,12 +52,16 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert crossings["GNMT"]["by_noise_scale"] == pytest.approx(100.8, abs=0.1)
     assert crossings["BigLSTM"]["by_noise_scale"] is None
     inputs = [(each["network"], one) for each in answer["networks"] for one in each["inputs"]]
-    assert len(answer["unconfirmed"]) == len(inputs) and not any(one["is_confirmed"] for _, one in inputs)
+    assert len(answer["unconfirmed"]) == len(inputs) and not any(
+        one["is_confirmed"] for _, one in inputs
+    )
     derived = [name for name, one in inputs if one["mark"] == "derived from the published gain"]
     assert derived == ["GNMT", "BigLSTM"]
 
 
-def test_table_marks_what_is_not_confirmed_and_what_proves_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_marks_what_is_not_confirmed_and_what_proves_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     lines = said(capsys).splitlines()
     for name, gain, shows in (
         ("Inception-V3", "+26.5 %", "reproduced from inputs"),
@@ -77,13 +89,24 @@ def plan() -> dict[str, Any]:
         return {"workers": workers, "ways": ways, "speedup": speedup}
 
     rows = [
-        {"devices": 2**k, "choices": [choice(2**k, 1, 1.5**k), *([choice(2 ** (k - 1), 2, 1.2 * 1.6**k)] if k else [])]}
+        {
+            "devices": 2**k,
+            "choices": [
+                choice(2**k, 1, 1.5**k),
+                *([choice(2 ** (k - 1), 2, 1.2 * 1.6**k)] if k else []),
+            ],
+        }
         for k in range(5)
     ]
     return {
-        "model": "resnet", "height_px": 64, "width_px": 64, "worker_batch": 8.0, "base": {"workers": 1, "ways": 1},
-        "rows": rows, "crossings": [{"ways": 2, "devices": 6, "below": 4, "low": 4.5, "high": 7.0}],
-    }  # fmt: skip
+        "model": "resnet",
+        "height_px": 64,
+        "width_px": 64,
+        "worker_batch": 8.0,
+        "base": {"workers": 1, "ways": 1},
+        "rows": rows,
+        "crossings": [{"ways": 2, "devices": 6, "below": 4, "low": 4.5, "high": 7.0}],
+    }
 
 
 def test_a_plan_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -95,8 +118,12 @@ def test_a_plan_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     assert (tmp_path / "plan.png").read_bytes().startswith(PNG) and "<svg" in svg.read_text()
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", "3", '{"rows": 3}', '{"rows": [{"devices": 1, "choices": [{}]}]}'])
-def test_what_is_no_plan_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[]", "3", '{"rows": 3}', '{"rows": [{"devices": 1, "choices": [{}]}]}']
+)
+def test_what_is_no_plan_is_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str
+) -> None:
     path = tmp_path / "plan.json"
     path.write_text(text)
     assert main(["hybrid", str(path)]) == 2
@@ -104,7 +131,9 @@ def test_what_is_no_plan_is_one_line(capsys: pytest.CaptureFixture[str], tmp_pat
     assert out == "" and err.count("\n") == 1 and "holds no answer of gems plan" in err
 
 
-def test_a_picture_that_cannot_be_written_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_picture_that_cannot_be_written_is_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     for out in ("pal.txt", str(tmp_path / "none" / "pal.png")):
         assert main(["hybrid", "--out", out]) == 2
         shown = capsys.readouterr()
@@ -114,11 +143,20 @@ def test_a_picture_that_cannot_be_written_is_one_line(capsys: pytest.CaptureFixt
 def test_the_planner_reads_what_a_scaling_study_writes(tmp_path: Path) -> None:
     points = [
         Point(
-            line="1f1b", source="emulated", ranks=2 * replicas, partitions=2, replicas=replicas, micro_batches=4,
-            images_per_step=4 * replicas, problem=(1.0,), work_s=1.0, step_s=(step_s, step_s), signatures=("a",),
+            line="1f1b",
+            source="emulated",
+            ranks=2 * replicas,
+            partitions=2,
+            replicas=replicas,
+            micro_batches=4,
+            images_per_step=4 * replicas,
+            problem=(1.0,),
+            work_s=1.0,
+            step_s=(step_s, step_s),
+            signatures=("a",),
         )
         for replicas, step_s in ((1, 1.0), (2, 1.25), (4, 2.0))
-    ]  # fmt: skip
+    ]
     table, source = read_efficiency(write_csv(point_rows(points), tmp_path / "scaling.csv"), "1f1b")
     assert source == "emulated" and [table(n, 2) for n in (1, 2, 4)] == [1.0, 0.8, 0.5]
     as_json = tmp_path / "scaling.json"
@@ -126,10 +164,16 @@ def test_the_planner_reads_what_a_scaling_study_writes(tmp_path: Path) -> None:
     assert read_efficiency(as_json, "1f1b") == (table, source)
 
 
-def test_measured_epochs_stand_beside_what_the_paper_is_recalled_to_say(capsys: pytest.CaptureFixture[str]) -> None:
+def test_measured_epochs_stand_beside_what_the_paper_is_recalled_to_say(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     rows = json.loads(said(capsys, "--json"))["measured_epochs"]
     gnmt = next(row for row in rows if (row["name"], row["devices"]) == ("GNMT", 256))
-    assert (gnmt["global_batch"], gnmt["is_extrapolated"], gnmt["published"]["gain"]) == (32768, True, 0.08)
+    assert (gnmt["global_batch"], gnmt["is_extrapolated"], gnmt["published"]["gain"]) == (
+        32768,
+        True,
+        0.08,
+    )
     assert gnmt["low"] < gnmt["gain"] < gnmt["high"] < 0.0  # hybrid does not win
     assert {row["name"] for row in rows} == {"GNMT", "ResNet-50-like"}
     assert "By epochs that others have measured (not verified by MLCommons)" in said(capsys)

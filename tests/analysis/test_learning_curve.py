@@ -18,16 +18,22 @@ def with_validations(trace, rows):
 
 
 def test_losses_and_metrics_have_panels(simulate) -> None:
-    trace = with_validations(simulate(steps=4), [(2, 0, 0.5), (2, 1, 0.7), (4, 0, 0.4), (4, 1, 0.8)])
+    trace = with_validations(
+        simulate(steps=4), [(2, 0, 0.5), (2, 1, 0.7), (4, 0, 0.4), (4, 1, 0.8)]
+    )
     curves = validation_curves(trace)
     assert {name: values.tolist() for name, (_, values) in curves.items()} == {
-        "validation_loss": [0.5, 0.4], "validation_dice": [0.7, 0.8],
-    }  # fmt: skip
+        "validation_loss": [0.5, 0.4],
+        "validation_dice": [0.7, 0.8],
+    }
     loss, metric = learning_figure(trace).axes
     training, validation = loss.lines
     assert training.get_xdata().tolist() == [1, 2, 3, 4]
     assert training.get_ydata().tolist() == pytest.approx(trace.steps["loss"].tolist())
-    assert (validation.get_xdata().tolist(), metric.lines[0].get_ydata().tolist()) == ([2, 4], [0.7, 0.8])
+    assert (validation.get_xdata().tolist(), metric.lines[0].get_ydata().tolist()) == (
+        [2, 4],
+        [0.7, 0.8],
+    )
 
 
 def test_many_steps_are_drawn_as_means(simulate) -> None:

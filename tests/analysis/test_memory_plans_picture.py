@@ -13,20 +13,39 @@ from analysis.plots.answers import memory_plans_figure
 
 MIB = 2**20
 ANSWER: dict[str, Any] = {
-    "model": "made_up", "height_px": 8, "width_px": 8, "schedule": "1f1b", "partitions": 1, "profile_source": "fake",
-    "profile_device": "cpu", "limit_bytes": 60 * MIB,
+    "model": "made_up",
+    "height_px": 8,
+    "width_px": 8,
+    "schedule": "1f1b",
+    "partitions": 1,
+    "profile_source": "fake",
+    "profile_device": "cpu",
+    "limit_bytes": 60 * MIB,
     "curves": [
-        {"policy": "keep", "rank": 0, "device": [[0.0, 50 * MIB], [0.001, 70 * MIB]], "host": [[0.001, 0]]},
-        {"policy": "plan", "rank": 0, "device": [[0.0, 50 * MIB], [0.002, 55 * MIB]], "host": [[0.002, 15 * MIB]]},
+        {
+            "policy": "keep",
+            "rank": 0,
+            "device": [[0.0, 50 * MIB], [0.001, 70 * MIB]],
+            "host": [[0.001, 0]],
+        },
+        {
+            "policy": "plan",
+            "rank": 0,
+            "device": [[0.0, 50 * MIB], [0.002, 55 * MIB]],
+            "host": [[0.002, 15 * MIB]],
+        },
     ],
-}  # fmt: skip
+}
 
 
 def test_a_line_a_policy_in_ms_and_mib_with_the_limit() -> None:
     device, host = memory_plans_figure(ANSWER).axes
     lines = {line.get_label(): line for line in device.lines}
     assert set(lines) == {"keep", "plan", "limit"}
-    assert list(lines["keep"].get_xdata()) == [0.0, 1.0] and list(lines["keep"].get_ydata()) == [50.0, 70.0]
+    assert list(lines["keep"].get_xdata()) == [0.0, 1.0] and list(lines["keep"].get_ydata()) == [
+        50.0,
+        70.0,
+    ]
     assert set(lines["limit"].get_ydata()) == {60.0}
     assert list(host.lines[1].get_ydata()) == [15.0] and "MiB" in host.get_ylabel()
 
@@ -38,14 +57,17 @@ def test_a_limit_far_above_is_left_out() -> None:
 
 
 def test_the_command_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    document, out = tmp_path / "memory.json", tmp_path / "memory.svg"
+    document = tmp_path / "memory.json"
+    out = tmp_path / "memory.svg"
     document.write_text(json.dumps(ANSWER))
     assert main(["memory", str(document), "--out", str(out)]) == 0
     assert capsys.readouterr().out.strip() == str(out) and "SIMULATED" in out.read_text()
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"curves": 3}'])
-def test_a_file_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+def test_a_file_that_is_none_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
     document = tmp_path / "memory.json"
     document.write_text(text)
     assert main(["memory", str(document), "--out", str(tmp_path / "memory.png")]) == 2

@@ -51,13 +51,19 @@ def labels_in_boxes(figure: object) -> list[str]:
 
 
 @pytest.mark.parametrize(("partitions", "replicas"), [(2, 1), (4, 1), (2, 2), (16, 1)])
-def test_both_directions_are_in_the_picture(simulate: Simulate, tmp_path: Path, partitions: int, replicas: int) -> None:
-    trace = simulate(partitions=partitions, replicas=replicas, reduce_ns=MS, step_ns=MS, link_ns=MS // 5)
+def test_both_directions_are_in_the_picture(
+    simulate: Simulate, tmp_path: Path, partitions: int, replicas: int
+) -> None:
+    trace = simulate(
+        partitions=partitions, replicas=replicas, reduce_ns=MS, step_ns=MS, link_ns=MS // 5
+    )
     path = tmp_path / "timeline.png"
     save_figure(timeline_figure(trace), path)
     assert path.stat().st_size > 10_000
     for look in LOOKS:
-        if not {"I", "W", "R", "OFFLOAD", "PREFETCH", "INPUT", "START_REDUCE"}.isdisjoint(look.kinds):
+        if not {"I", "W", "R", "OFFLOAD", "PREFETCH", "INPUT", "START_REDUCE"}.isdisjoint(
+            look.kinds
+        ):
             continue
         assert num_pixels(path, look.colour) > 20 * partitions, look.legend
     assert num_pixels(path, IDLE_COLOUR) > 10_000
@@ -65,8 +71,12 @@ def test_both_directions_are_in_the_picture(simulate: Simulate, tmp_path: Path, 
 
 def test_area_of_a_colour_follows_its_share_of_time(simulate: Simulate, tmp_path: Path) -> None:
     path = tmp_path / "timeline.png"
-    save_figure(timeline_figure(simulate(name="layer_parallel", partitions=2, micro_batches=1)), path)
-    forward, backward, idle = (num_pixels(path, c) for c in (colour_of("F", 0), colour_of("B", 0), IDLE_COLOUR))
+    save_figure(
+        timeline_figure(simulate(name="layer_parallel", partitions=2, micro_batches=1)), path
+    )
+    forward, backward, idle = (
+        num_pixels(path, c) for c in (colour_of("F", 0), colour_of("B", 0), IDLE_COLOUR)
+    )
     assert 1.7 < backward / forward < 2.3
     assert 0.8 < idle / (forward + backward) < 1.2
 
@@ -79,7 +89,8 @@ def test_one_direction_needs_no_second_colour(simulate: Simulate, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("source", "mark"), [("measured", "measured"), ("emulated", "EMULATED"), ("simulated", "SIMULATED, a prediction")]
+    ("source", "mark"),
+    [("measured", "measured"), ("emulated", "EMULATED"), ("simulated", "SIMULATED, a prediction")],
 )
 def test_the_source_stands_in_every_title(simulate: Simulate, source: str, mark: str) -> None:
     trace = simulate(partitions=2, source=source)
@@ -95,7 +106,12 @@ def test_the_title_has_step_time_and_bubble(simulate: Simulate) -> None:
 def test_micro_batch_numbers_stand_where_they_fit(simulate: Simulate) -> None:
     few = labels_in_boxes(timeline_figure(simulate(partitions=2, micro_batches=4)))
     assert sorted(few) == sorted(str(m) for m in range(4) for _ in range(2 * 2))
-    assert labels_in_boxes(timeline_figure(simulate(name="1f1b", partitions=2, micro_batches=400, steps=2))) == []
+    assert (
+        labels_in_boxes(
+            timeline_figure(simulate(name="1f1b", partitions=2, micro_batches=400, steps=2))
+        )
+        == []
+    )
 
 
 def test_time_runs_from_the_step_start_in_ms(simulate: Simulate) -> None:
@@ -150,9 +166,16 @@ def test_the_curve_follows_the_ledger(simulate: Simulate) -> None:
     trace = simulate(name="gpipe", partitions=1, micro_batches=2)
     curve = rank_curve(trace, step_window(trace), 0)
     assert curve is not None
-    weights, stash = 5 << 20, 3 << 20
+    weights = 5 << 20
+    stash = 3 << 20
     at = dict(zip(np.round(curve.time_ms).tolist(), curve.held_bytes.tolist(), strict=True))
-    assert at == {0: weights, 1: weights + stash, 2: weights + 2 * stash, 4: weights + stash, 6: weights}
+    assert at == {
+        0: weights,
+        1: weights + stash,
+        2: weights + 2 * stash,
+        4: weights + stash,
+        6: weights,
+    }
     assert curve.peak_bytes == weights + 2 * stash
 
 
@@ -161,7 +184,9 @@ def test_the_curve_takes_a_transfer_when_it_is_complete(simulate: Simulate) -> N
     curve = rank_curve(trace, step_window(trace), 0)
     assert curve is not None
     assert (np.diff(curve.time_ms) >= 0).all()
-    assert len(curve.time_ms) == 2 + int(((trace.events["rank"] == 0) & (trace.events["step"] == 2)).sum())
+    assert len(curve.time_ms) == 2 + int(
+        ((trace.events["rank"] == 0) & (trace.events["step"] == 2)).sum()
+    )
 
 
 def test_a_curve_begins_with_what_was_held_before_the_step(simulate: Simulate) -> None:
@@ -187,7 +212,9 @@ def test_memory_has_a_panel_a_rank_with_its_peaks(simulate: Simulate, tmp_path: 
 
 def test_memory_of_many_ranks_shows_the_highest(simulate: Simulate) -> None:
     figure = memory_figure(simulate(name="1f1b", partitions=20, micro_batches=20, steps=2))
-    assert [axes.texts[0].get_text().split(":")[0] for axes in figure.axes] == [f"rank {r}" for r in range(16)]
+    assert [axes.texts[0].get_text().split(":")[0] for axes in figure.axes] == [
+        f"rank {r}" for r in range(16)
+    ]
     assert "the 16 highest of 20 ranks" in titles(figure)
 
 

@@ -1,4 +1,7 @@
-"""analysis.scaling.projection: a simulated study's bands and sensitivities, and the published figure beside it."""
+"""analysis.scaling.projection.
+
+A simulated study's bands and sensitivities, and the published figure beside it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,14 @@ import analysis.scaling.projection
 from analysis.__main__ import main
 from analysis.plots.figure import source_mark
 from analysis.scaling.points import read_points, title
-from analysis.scaling.projection import COMPUTE, PUBLISHED, Projection, machine_constants, project, varied
+from analysis.scaling.projection import (
+    COMPUTE,
+    PUBLISHED,
+    Projection,
+    machine_constants,
+    project,
+    varied,
+)
 from gems.config.resolve import resolve
 from gems.config.schema import (
     BenchmarkConfig,
@@ -31,9 +41,16 @@ from gems.simulation.build import lowered_schedule
 from gems.trace import read_trace, write_trace
 
 MACHINE = MachineConfig(
-    kind="simulated", link_latency_s=1e-5, link_bytes_per_s=1e9, ranks_per_node=4, node_latency_s=1e-6,
-    node_bytes_per_s=1e10, contention=True, noise=0.01, calibrated_from="a data sheet",
-)  # fmt: skip
+    kind="simulated",
+    link_latency_s=1e-5,
+    link_bytes_per_s=1e9,
+    ranks_per_node=4,
+    node_latency_s=1e-6,
+    node_bytes_per_s=1e10,
+    contention=True,
+    noise=0.01,
+    calibrated_from="a data sheet",
+)
 
 
 def spec_of(replicas: int, machine: MachineConfig = MACHINE) -> RunSpec:
@@ -50,7 +67,9 @@ def spec_of(replicas: int, machine: MachineConfig = MACHINE) -> RunSpec:
     )
 
 
-def runs(folder: Path, machine: MachineConfig = MACHINE, replicas: tuple[int, ...] = (1, 8, 256)) -> list[Path]:
+def runs(
+    folder: Path, machine: MachineConfig = MACHINE, replicas: tuple[int, ...] = (1, 8, 256)
+) -> list[Path]:
     paths = []
     for number in replicas:
         spec = spec_of(number, machine)
@@ -76,12 +95,18 @@ def projected(paths: list[Path]) -> Projection | None:
 def test_each_constant_is_changed_alone() -> None:
     spec = spec_of(2)
     slower = varied(spec, {COMPUTE: 0.8, "machine.noise": 1.2})
-    assert slower.cost.forward == pytest.approx(1.25 * spec.cost.forward) and slower.cost.recompute is None
+    assert (
+        slower.cost.forward == pytest.approx(1.25 * spec.cost.forward)
+        and slower.cost.recompute is None
+    )
     assert slower.machine == replace(spec.machine, noise=0.012)
     assert varied(spec, {"machine.link_bytes_per_s": 0.5}).machine.link_bytes_per_s == 5e8
     assert set(machine_constants(spec_of(1, replace(MACHINE, noise=0.0, node_latency_s=0.0)))) == {
-        COMPUTE, "machine.link_latency_s", "machine.link_bytes_per_s", "machine.node_bytes_per_s",
-    }  # fmt: skip
+        COMPUTE,
+        "machine.link_latency_s",
+        "machine.link_bytes_per_s",
+        "machine.node_bytes_per_s",
+    }
 
 
 def test_a_band_holds_its_points_and_each_constant_pulls_its_way(tmp_path: Path) -> None:
@@ -116,11 +141,19 @@ def test_pictures_of_predictions_tell_their_error(tmp_path: Path) -> None:
     assert source_mark("measured", {"held_out_error": 0.1}) == "measured"
 
 
-def test_the_command_writes_pictures_and_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_pictures_and_tables(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     paths = list(map(str, runs(tmp_path, replace(MACHINE, held_out_error=0.031), (1, 256))))
     assert main(["scaling", *paths, "--out", str(tmp_path / "out"), "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    for name in ("scaling.png", "projection.png", "projection.pdf", "projection.csv", "sensitivity.csv"):
+    for name in (
+        "scaling.png",
+        "projection.png",
+        "projection.pdf",
+        "projection.csv",
+        "sensitivity.csv",
+    ):
         assert (tmp_path / "out" / name).stat().st_size > 0
     rows = list(csv.DictReader((tmp_path / "out" / "projection.csv").read_text().splitlines()))
     assert [row["published_efficiency"] for row in rows] == ["", "0.9732"]

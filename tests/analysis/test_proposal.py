@@ -29,15 +29,18 @@ class Study:
     """Writes runs of a pipeline of two ranks and its replicas, whose steps take planted times."""
 
     def __init__(self, simulate: Simulate, folder: Path) -> None:
-        self.simulate, self.folder = simulate, folder
+        self.simulate = simulate
+        self.folder = folder
 
     def run(self, ranks: int, images: int, steps_s: Iterable[float], **fields: Any) -> Path:
         """Write a run with a warm-up step of 9 s before its steps."""
         times_ns = np.array([9.0, *steps_s]) * NS
         trace = self.simulate(
             **{"source": "measured", "partitions": 2, "micro_batches": 2} | fields,
-            replicas=ranks // 2, steps=len(times_ns), images_per_step=images,
-        )  # fmt: skip
+            replicas=ranks // 2,
+            steps=len(times_ns),
+            images_per_step=images,
+        )
         trace.steps["end_ns"] = np.cumsum(times_ns)
         trace.steps["start_ns"] = np.cumsum(times_ns) - times_ns
         trace.attributes |= {"hostnames": ["node1", "node2"], "versions": ["gems 0.1"]}
@@ -47,11 +50,17 @@ class Study:
 
     def strong(self, **fields: Any) -> list[Path]:
         """Write steps of 16 images: 4, 2.5 and 2 s."""
-        return [self.run(ranks, 16, [s] * 7, **fields) for ranks, s in zip(RANKS, (4.0, 2.5, 2.0), strict=True)]
+        return [
+            self.run(ranks, 16, [s] * 7, **fields)
+            for ranks, s in zip(RANKS, (4.0, 2.5, 2.0), strict=True)
+        ]
 
     def weak(self, **fields: Any) -> list[Path]:
         """Write steps of 8 images a rank: 4, 5 and 8 s; the first is that of the strong series."""
-        return [self.run(ranks, 8 * ranks, [s] * 7, **fields) for ranks, s in zip(RANKS, (4.0, 5.0, 8.0), strict=True)]
+        return [
+            self.run(ranks, 8 * ranks, [s] * 7, **fields)
+            for ranks, s in zip(RANKS, (4.0, 5.0, 8.0), strict=True)
+        ]
 
 
 @pytest.fixture
@@ -61,19 +70,41 @@ def study(simulate: Simulate, tmp_path: Path) -> Study:
     return Study(simulate, folder)
 
 
-def test_one_page_and_its_figures(study: Study, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runs, out = [*study.strong(), *study.weak()], tmp_path / "page.pdf"
-    words = ["--proposal", "--num-steps", "900", "--num-runs", "3", "--gpus", "4", "--out", str(out), "--json"]
+def test_one_page_and_its_figures(
+    study: Study, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [*study.strong(), *study.weak()]
+    out = tmp_path / "page.pdf"
+    words = [
+        "--proposal",
+        "--num-steps",
+        "900",
+        "--num-runs",
+        "3",
+        "--gpus",
+        "4",
+        "--out",
+        str(out),
+        "--json",
+    ]
     assert main(["report", *map(str, runs), *words]) == 0
     answer = json.loads(capsys.readouterr().out)
     document = out.read_bytes()
     assert len(re.findall(rb"/Type\s*/Page\b", document)) == 1
-    assert [float(edge) for edge in re.search(rb"/MediaBox \[([^\]]*)\]", document)[1].split()] == pytest.approx(
-        [0, 0, 72 * PAGE_IN[0], 72 * PAGE_IN[1]]
-    )
+    assert [
+        float(edge) for edge in re.search(rb"/MediaBox \[([^\]]*)\]", document)[1].split()
+    ] == pytest.approx([0, 0, 72 * PAGE_IN[0], 72 * PAGE_IN[1]])
     with (tmp_path / "page.csv").open() as file:
         rows = list(csv.DictReader(file))
-    keys = ("scaling", "source", "ranks", "images_per_step", "num_runs", "num_steps", "num_warmup_steps")
+    keys = (
+        "scaling",
+        "source",
+        "ranks",
+        "images_per_step",
+        "num_runs",
+        "num_steps",
+        "num_warmup_steps",
+    )
     assert [tuple(row[key] for key in keys) for row in rows] == [
         ("strong", "measured", "2", "16", "2", "14", "1"),
         ("strong", "measured", "4", "16", "1", "7", "1"),
@@ -89,26 +120,42 @@ def test_one_page_and_its_figures(study: Study, tmp_path: Path, capsys: pytest.C
     assert column("parallel_efficiency") == pytest.approx([1, 0.8, 0.5, 1, 0.8, 0.5])
     assert column("ideal_images_per_s") == pytest.approx([4, 8, 16, 4, 8, 16])
     assert column("step_s") == pytest.approx([4, 2.5, 2, 4, 5, 8])
-    hours = [2700 * ranks * step / 3600 for ranks, step in zip((2, 4, 8) * 2, column("step_s"), strict=True)]
+    hours = [
+        2700 * ranks * step / 3600
+        for ranks, step in zip((2, 4, 8) * 2, column("step_s"), strict=True)
+    ]
     assert column("gpu_hours") == pytest.approx(hours)
-    assert [row["is_asked"] for row in rows].index("True") == 1 and [row["is_asked"] for row in rows].count("True") == 1
+    assert [row["is_asked"] for row in rows].index("True") == 1 and [
+        row["is_asked"] for row in rows
+    ].count("True") == 1
     assert answer["gpu_hours"]["value"] == pytest.approx(7.5)
-    assert answer["request"].startswith("7.50 GPU-hours") and "measured, median" in answer["request"]
-    assert "1 warm-up step" in answer["method"] and "on 2 hosts" in answer["method"] and not answer["missing"]
+    assert (
+        answer["request"].startswith("7.50 GPU-hours") and "measured, median" in answer["request"]
+    )
+    assert (
+        "1 warm-up step" in answer["method"]
+        and "on 2 hosts" in answer["method"]
+        and not answer["missing"]
+    )
 
 
 def test_the_interval_of_the_step_is_that_of_the_hours(study: Study) -> None:
     runs = [study.run(2, 16, [4.0] * 8), study.run(4, 16, [2.0, 2.2, 2.1, 2.4, 2.0, 2.3, 2.2, 2.1])]
     found = propose(runs, Ask(num_steps=900))
     (row,) = [row for row in found.rows if row["ranks"] == 4]
-    assert (found.gpu_hours.low, found.gpu_hours.high) == pytest.approx((row["step_s_low"], row["step_s_high"]))
+    assert (found.gpu_hours.low, found.gpu_hours.high) == pytest.approx(
+        (row["step_s_low"], row["step_s_high"])
+    )
     assert found.gpu_hours.value == pytest.approx(2.15)
     assert 2.0 <= found.gpu_hours.low < found.gpu_hours.value < found.gpu_hours.high <= 2.4
 
 
 def test_without_steps_the_study_is_asked_for_again(study: Study) -> None:
     found = propose([*study.strong(), *study.weak()], Ask())
-    own = [7 * ranks * s / 3600 for ranks, s in zip(RANKS * 2, (4.0, 2.5, 2.0, 4.0, 5.0, 8.0), strict=True)]
+    own = [
+        7 * ranks * s / 3600
+        for ranks, s in zip(RANKS * 2, (4.0, 2.5, 2.0, 4.0, 5.0, 8.0), strict=True)
+    ]
     assert found.gpu_hours.value == pytest.approx(sum(own))  # the base of both series was run twice
     assert "6 runs of this study once more" in found.request
 
@@ -119,7 +166,10 @@ def test_a_kind_without_a_series_names_the_run_that_is_missing(
     words = ["--proposal", "--out", str(tmp_path / "page.pdf")]
     assert main(["report", *map(str, study.strong()), *words]) == 0
     said = capsys.readouterr().err
-    assert "No weak scaling in these runs. Run gems_master" in said and "on 4 ranks with 32 images a step" in said
+    assert (
+        "No weak scaling in these runs. Run gems_master" in said
+        and "on 4 ranks with 32 images a step" in said
+    )
     more = [*study.folder.iterdir(), study.run(4, 32, [5.0] * 7)]  # what it named
     assert not propose(more, Ask()).missing
 
@@ -144,8 +194,13 @@ def test_texts_of_a_large_study_are_on_the_page_and_apart(study: Study) -> None:
     found = propose(runs, Ask(num_steps=10**6, num_runs=20))
     figure = proposal_figure(found)
     canvas = FigureCanvasAgg(figure)
-    boxes = {text: text.get_window_extent(canvas.get_renderer()) for text in figure.texts if text.get_text()}
-    width, height = figure.bbox.width, figure.bbox.height
+    boxes = {
+        text: text.get_window_extent(canvas.get_renderer())
+        for text in figure.texts
+        if text.get_text()
+    }
+    width = figure.bbox.width
+    height = figure.bbox.height
     for text, box in boxes.items():
         assert box.x0 > 0 and box.x1 < width and box.y0 > 0 and box.y1 < height, text
     for (text, box), (other, its) in combinations(boxes.items(), 2):

@@ -1,4 +1,7 @@
-"""The page in a headless Chromium: no error, no request, zoom, hover, sorting; one browser and one page for all."""
+"""The page in a headless Chromium: no error, no request, zoom, hover, sorting.
+
+One browser and one page for all.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,9 @@ def page(folder: Path) -> Iterator[Page]:
     find_browser()
     run = Simulated(steps=NUM_STEPS, link_ns=MS // 5, reduce_ns=MS, source="emulated")
     first = write_run(folder / "first", run.trace())
-    other = write_run(folder / EVIL.replace("/", "_"), Simulated(partitions=16, steps=3).trace(), name=EVIL)
+    other = write_run(
+        folder / EVIL.replace("/", "_"), Simulated(partitions=16, steps=3).trace(), name=EVIL
+    )
     report = build_report([first, other], folder / "report.html")
     with browser(folder) as opened:
         opened.open(report.path)
@@ -45,7 +50,9 @@ def canvas(page: Page) -> dict[str, float]:
     """Scroll to the first timeline, shows its first step, and gives the place of its canvas."""
     page.evaluate("gemsReport.load(0)")
     page.evaluate("document.querySelector('canvas.timeline').scrollIntoView({block: 'center'})")
-    page.evaluate("for (let i = 0; i < 60; i++) document.querySelector('[data-act=previous]').click()")
+    page.evaluate(
+        "for (let i = 0; i < 60; i++) document.querySelector('[data-act=previous]').click()"
+    )
     box: dict[str, float] = page.evaluate(
         "(() => { const box = document.querySelector('canvas.timeline').getBoundingClientRect();"
         " return {left: box.left, top: box.top, width: box.width, height: box.height}; })()"
@@ -65,12 +72,15 @@ def span(page: Page) -> float:
 
 def column(page: Page, table: str, place: int) -> list[str]:
     cells: list[str] = page.evaluate(
-        f"[...document.querySelectorAll('#{table} tbody tr')].map((row) => row.cells[{place}].textContent)"
+        f"[...document.querySelectorAll('#{table} tbody tr')].map((row) =>"
+        f" row.cells[{place}].textContent)"
     )
     return cells
 
 
-def test_the_page_asks_for_nothing_and_says_nothing_to_the_console(page: Page, folder: Path) -> None:
+def test_the_page_asks_for_nothing_and_says_nothing_to_the_console(
+    page: Page, folder: Path
+) -> None:
     assert page.evaluate("gemsReport.load(0)") > 1000
     assert page.evaluate("gemsReport.load(1)") > 100
     assert page.evaluate("document.querySelectorAll('img[src^=x], img[onerror]').length") == 0
@@ -78,13 +88,17 @@ def test_the_page_asks_for_nothing_and_says_nothing_to_the_console(page: Page, f
     assert page.requests == [(folder / "report.html").resolve().as_uri()]
 
 
-def test_the_wheel_zooms_about_the_pointer_and_drag_moves(page: Page, canvas: dict[str, float]) -> None:
-    x, y = canvas["left"] + 0.5 * canvas["width"], canvas["top"] + 40
+def test_the_wheel_zooms_about_the_pointer_and_drag_moves(
+    page: Page, canvas: dict[str, float]
+) -> None:
+    x = canvas["left"] + 0.5 * canvas["width"]
+    y = canvas["top"] + 40
     before = span(page)
     page.mouse("mouseWheel", x, y, deltaX=0, deltaY=-300)
     page.wait_for(f"gemsReport.view(0).to_ns - gemsReport.view(0).from_ns < {0.6 * before}")
     begin, end = view(page)
-    middle_ns, at_ns = before * (x - canvas["left"] - 46) / (canvas["width"] - 46), (begin + end) / 2
+    middle_ns = before * (x - canvas["left"] - 46) / (canvas["width"] - 46)
+    at_ns = (begin + end) / 2
     assert at_ns == pytest.approx(middle_ns, rel=0.1)
     page.mouse("mousePressed", x, y, button="left", buttons=1, clickCount=1)
     page.mouse("mouseMoved", x - 100, y, button="left", buttons=1)
@@ -116,7 +130,10 @@ def test_hover_tells_of_the_very_event(page: Page, canvas: dict[str, float]) -> 
         page.mouse("mouseMoved", point["x"], point["y"])
         told = page.evaluate("gemsReport.tip()")
         assert told.startswith(f"{event['kind']} on rank {event['rank']}, emulated"), told
-        place = f"stage {event['stage']}, micro-batch {event['micro_batch']}, direction {event['direction']}, step 0"
+        place = (
+            f"stage {event['stage']}, micro-batch {event['micro_batch']}, direction"
+            f" {event['direction']}, step 0"
+        )
         assert place in told
         assert f"takes {event['duration_ns'] // MS} ms" in told
         assert "MiB on the device" in told
@@ -141,27 +158,37 @@ def test_a_click_sorts_a_table_by_its_numbers(page: Page) -> None:
     page.evaluate(head.format(0))
     page.evaluate(head.format(0))
     assert column(page, "ranks-1", 0) == [str(rank) for rank in reversed(range(16))]
-    assert page.evaluate("document.querySelector('#ranks-1 th').getAttribute('aria-sort')") == "descending"
+    assert (
+        page.evaluate("document.querySelector('#ranks-1 th').getAttribute('aria-sort')")
+        == "descending"
+    )
     page.evaluate(head.format(4))
     peaks = [float(cell) for cell in column(page, "ranks-1", 4)]
     assert peaks == sorted(peaks)
 
 
-def test_a_picture_of_the_page_is_kept_wide_and_narrow(page: Page, folder: Path, canvas: dict[str, float]) -> None:
+def test_a_picture_of_the_page_is_kept_wide_and_narrow(
+    page: Page, folder: Path, canvas: dict[str, float]
+) -> None:
     for width_px in (1280, 400):
         page.resize(width_px, 900)
         page.evaluate("document.querySelector('.views').scrollIntoView()")
         page.wait_for(f"document.documentElement.clientWidth === {width_px}")
-        assert page.evaluate("document.documentElement.scrollWidth") <= width_px, "nothing sticks out"
-        page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width_px, (
+            "nothing sticks out"
+        )
+        page.evaluate(
+            "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
+        )
         kept = page.screenshot(folder / f"report-{width_px}.png")
         assert kept.stat().st_size > 10_000
         print(json.dumps({"screenshot": str(kept)}))
     page.resize(1280, 900)
     ink = page.evaluate(
-        "(() => { const one = document.querySelector('canvas.timeline'), box = one.getContext('2d')"
-        ".getImageData(0, 0, one.width, one.height).data; const found = new Set();"
-        " for (let i = 0; i < box.length; i += 4) found.add(box.slice(i, i + 3).join()); return found.size; })()"
+        "(() => { const one = document.querySelector('canvas.timeline'), box ="
+        " one.getContext('2d').getImageData(0, 0, one.width, one.height).data; const found = new"
+        " Set(); for (let i = 0; i < box.length; i += 4) found.add(box.slice(i, i + 3).join());"
+        " return found.size; })()"
     )
     assert ink > 8
     assert page.errors == []
@@ -171,7 +198,8 @@ def test_a_picture_of_the_page_is_kept_wide_and_narrow(page: Page, folder: Path,
 def test_the_policy_would_hold_a_request_back(page: Page) -> None:
     blocked = page.evaluate(
         "new Promise((done) => { document.addEventListener('securitypolicyviolation', (event) =>"
-        " done(event.effectiveDirective), {once: true}); fetch('http://127.0.0.1:9/x').catch(() => 0); })"
+        " done(event.effectiveDirective), {once: true}); fetch('http://127.0.0.1:9/x').catch(() =>"
+        " 0); })"
     )
     assert blocked == "connect-src"
     assert not [address for address in page.requests if address.startswith("http")]

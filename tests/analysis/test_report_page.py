@@ -1,6 +1,7 @@
 """Test the page of a report.
 
-Covers what stands in it, that it is safe and whole, and the columns that its pictures are drawn from.
+Covers what stands in it, that it is safe and whole, and the columns that its pictures are drawn
+from.
 """
 
 from __future__ import annotations
@@ -82,11 +83,16 @@ def page(simulate: Simulate, tmp_path: Path) -> str:
 @pytest.mark.parametrize(
     ("values", "kind"),
     [
-        ([0, 1, 200], "u1"), ([-1, 3], "i1"), ([-200, 3], "i2"), ([70_000], "i4"), ([3_000_000_000], "u4"),
+        ([0, 1, 200], "u1"),
+        ([-1, 3], "i1"),
+        ([-200, 3], "i2"),
+        ([70_000], "i4"),
+        ([3_000_000_000], "u4"),
         ([1 << 40, -5], "f8"),
-        ([0.5, 1.25], "f8"), ([], "i1"),
+        ([0.5, 1.25], "f8"),
+        ([], "i1"),
     ],
-)  # fmt: skip
+)
 def test_a_column_is_read_back_from_the_narrowest_type(values: list[float], kind: str) -> None:
     column = packed(np.array(values, dtype=None if values else np.int64))
     assert (column["type"], column["count"]) == (kind, len(values))
@@ -115,7 +121,9 @@ def test_texts_are_escaped_and_data_cannot_end_its_element() -> None:
 def test_a_run_of_an_evil_name_is_harmless(simulate: Simulate, tmp_path: Path) -> None:
     trace = simulate()
     trace.attributes |= {"hostnames": [EVIL] * 4, "git_commit": EVIL, "signature": EVIL}
-    trace.schedule_rows, trace.schedule_sha256, trace.memory_plan = (EVIL,), EVIL, EVIL
+    trace.schedule_rows = (EVIL,)
+    trace.schedule_sha256 = EVIL
+    trace.memory_plan = EVIL
     folder = write_run(tmp_path / EVIL.replace("/", "_"), trace, name=EVIL)
     other = write_run(tmp_path / "<img src=y>", simulate(partitions=2))
     text = build_report([folder, other], tmp_path / "report.html").path.read_text()
@@ -135,10 +143,23 @@ def test_the_page_names_its_source_its_figures_and_its_policy(page: str) -> None
     assert policy == [{"http-equiv": "Content-Security-Policy", "content": POLICY}]
     assert "default-src 'none'" in POLICY and "http" not in POLICY
     assert page.count("SIMULATED, a prediction") >= 3
-    for words in ("images/s", "step time, median", "efficiency", "bubble", "peak on a device", "training loss"):
+    for words in (
+        "images/s",
+        "step time, median",
+        "efficiency",
+        "bubble",
+        "peak on a device",
+        "training loss",
+    ):
         assert words in page
-    assert not [attributes for _, attributes in read.elements if (attributes.get("src") or "").startswith("http")]
-    assert not [tag for tag, _ in read.elements if tag in ("link", "iframe", "object", "base", "form")]
+    assert not [
+        attributes
+        for _, attributes in read.elements
+        if (attributes.get("src") or "").startswith("http")
+    ]
+    assert not [
+        tag for tag, _ in read.elements if tag in ("link", "iframe", "object", "base", "form")
+    ]
     assert len(re.findall(r"<canvas", page)) == 2
 
 
@@ -172,12 +193,19 @@ def test_the_timeline_holds_every_drawn_event_in_order(simulate: Simulate) -> No
         for track in range(len(TRACKS)):
             mine = slice(*offsets[lane * len(TRACKS) + track :][:2])
             assert (np.diff(columns["start_ns"][mine]) >= 0).all()
-            assert all(TRACKS[track] == (LOOKS[look].top, LOOKS[look].bottom) for look in columns["look"][mine])
+            assert all(
+                TRACKS[track] == (LOOKS[look].top, LOOKS[look].bottom)
+                for look in columns["look"][mine]
+            )
             times = columns["start_ns"][mine] + block["origin_ns"]
             rows = zip(
-                times, columns["duration_ns"][mine], columns["kind"][mine], columns["micro_batch"][mine],
-                columns["device_bytes"][mine], strict=True,
-            )  # fmt: skip
+                times,
+                columns["duration_ns"][mine],
+                columns["kind"][mine],
+                columns["micro_batch"][mine],
+                columns["device_bytes"][mine],
+                strict=True,
+            )
             found |= {(rank, *map(int, row)) for row in rows}
     names = ("kind", "micro_batch", "device_bytes")
     assert found == {
@@ -227,21 +255,33 @@ def test_medians_of_a_stage_add_up_its_segments(simulate: Simulate) -> None:
 def test_predictions_stand_beside_what_was_found(simulate: Simulate, tmp_path: Path) -> None:
     trace = simulate(source="emulated")
     trace.memory_plan = json.dumps({"predicted": {"step_s": 0.05, "peak_bytes": [9 << 20] * 4}})
-    trace.attributes |= {"peak_activation_bytes": [4 << 20] * 4, "predicted_activation_bytes": [3 << 20] * 4}
+    trace.attributes |= {
+        "peak_activation_bytes": [4 << 20] * 4,
+        "predicted_activation_bytes": [3 << 20] * 4,
+    }
     trace.attributes["peak_allocated_bytes"] = [8 << 20] * 3 + [-1]
-    text = build_report([write_run(tmp_path / "run", trace)], tmp_path / "report.html").path.read_text()
+    text = build_report(
+        [write_run(tmp_path / "run", trace)], tmp_path / "report.html"
+    ).path.read_text()
     table = text[text.index('id="predictions-0"') :].split("</table>")[0]
     assert "Predicted beside emulated" in text and 'data-value="50.0"' in table
     assert table.count("peak, activations [MiB]") == 4 and table.count("peak, allocated [MiB]") == 3
     assert table.count(">-25.00<") == 4
 
 
-def test_several_runs_have_a_scaling_section_and_share_the_room(simulate: Simulate, tmp_path: Path) -> None:
+def test_several_runs_have_a_scaling_section_and_share_the_room(
+    simulate: Simulate, tmp_path: Path
+) -> None:
     runs = [write_run(tmp_path / f"run{n}", simulate(partitions=n, steps=4)) for n in (2, 4)]
     made = build_report(runs, tmp_path / "report.html")
     text = made.path.read_text()
     assert made.runs == tuple(map(str, runs)) and made.notes == ()
-    assert 'id="study"' in text and 'id="points"' in text and "base of gems_master" in text and 'id="rules"' in text
+    assert (
+        'id="study"' in text
+        and 'id="points"' in text
+        and "base of gems_master" in text
+        and 'id="rules"' in text
+    )
     assert text.count('class="views"') == 2 and text.count("data:image/svg+xml;base64,") == 1
 
 
@@ -256,8 +296,13 @@ def test_runs_are_found_by_path_by_name_and_by_study(simulate: Simulate, tmp_pat
     first, second = (write_run(tmp_path / f"mine-0000000{n}", simulate(steps=2)) for n in (1, 2))
     study = tmp_path / "sweep"
     study.mkdir()
-    points = [{"point": "a", "run_folder": second.name}, {"point": "b", "run_folder": "gone-00000003"}]
-    (study / "study.json").write_text(json.dumps({"points": [*points, {"run_folder": "../out"}, 3]}))
+    points = [
+        {"point": "a", "run_folder": second.name},
+        {"point": "b", "run_folder": "gone-00000003"},
+    ]
+    (study / "study.json").write_text(
+        json.dumps({"points": [*points, {"run_folder": "../out"}, 3]})
+    )
     assert find_runs(["mine"], tmp_path) == [first, second]
     assert find_runs([first.name, str(first)], tmp_path) == [first]
     assert find_runs(["sweep"], tmp_path) == [second]
@@ -269,7 +314,9 @@ def test_runs_are_found_by_path_by_name_and_by_study(simulate: Simulate, tmp_pat
         find_runs(["mime"], tmp_path)
 
 
-def test_a_run_that_was_stopped_has_a_page_that_says_so(write_parts: Callable[..., Trace], tmp_path: Path) -> None:
+def test_a_run_that_was_stopped_has_a_page_that_says_so(
+    write_parts: Callable[..., Trace], tmp_path: Path
+) -> None:
     write_parts(tmp_path / "run", {"steps": 3}, {1: 2})
     made = build_report([tmp_path / "run"], tmp_path / "report.html")
     assert any("rank 1 finished 2 steps" in note for note in made.notes)
@@ -290,7 +337,9 @@ def test_the_command_writes_beside_the_run_and_refuses_in_one_line(
     assert main(["report", "mine", "--runs-dir", str(tmp_path), "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["path"] == str(folder / "report.html")
-    assert answer["size_bytes"] == Path(answer["path"]).stat().st_size and answer["num_events"] > 100
+    assert (
+        answer["size_bytes"] == Path(answer["path"]).stat().st_size and answer["num_events"] > 100
+    )
     assert main(["report", str(folder), "--out", str(tmp_path / "none" / "x.html")]) == 2
     assert capsys.readouterr().err.startswith("analysis: out=")
     assert main(["report", str(tmp_path / "gone")]) == 2

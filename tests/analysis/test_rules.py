@@ -1,4 +1,7 @@
-"""The rules on what a plot may claim: each holds on sound points, and fails on points made to break it."""
+"""The rules on what a plot may claim.
+
+Each holds on sound points, and fails on points made to break it.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,9 @@ def broken(number: int, *points: Point) -> str:
 def test_sound_points_keep_all_rules() -> None:
     rules = check_rules([*sound(), *sound("gpipe", 1.3)])
     assert [found.number for found in rules] == list(range(1, 14))
-    assert [found.holds for found in rules] == [True] * 13, [found for found in rules if not found.holds]
+    assert [found.holds for found in rules] == [True] * 13, [
+        found for found in rules if not found.holds
+    ]
     assert rule_lines(rules) == [] and all(found.title and found.text for found in rules)
 
 
@@ -59,11 +64,14 @@ def test_what_is_not_deterministic_needs_six_steps() -> None:
     text = broken(5, point(4, (1.0, 1.1, 1.2)), point(8, noisy(1.0)))
     assert "1f1b on 4 ranks (measured) have fewer than 6 steps" in text and "8 ranks" not in text
     assert rule(5, [point(4, (1.0,), source="simulated")]).holds
-    assert "further" not in broken(5, point(4, (1.0, 1.1), source="simulated"))  # a simulation with noise
+    assert "further" not in broken(
+        5, point(4, (1.0, 1.1), source="simulated")
+    )  # a simulation with noise
 
 
 def test_runs_that_differ_more_than_their_steps_are_named() -> None:
-    fast, slow = noisy(1.0), noisy(1.1)
+    fast = noisy(1.0)
+    slow = noisy(1.1)
     text = broken(5, point(4, (*fast, *slow), run_steps=(20, 20)))
     assert "runs of 1f1b on 4 ranks (measured) differ by more than their steps" in text
     assert rule(5, [point(4, (*fast, *noisy(1.0, seed=1)), run_steps=(20, 20))]).holds
@@ -75,10 +83,20 @@ def test_lines_whose_intervals_overlap_are_not_told_apart() -> None:
     assert rule(7, sound()).holds is None
     text = broken(7, point(4, noisy(1.0)), point(4, noisy(1.001), line="gpipe"))
     assert "1f1b and gpipe on 4 ranks overlap" in text and "neither faster" in text
-    assert rule(7, [point(4, noisy(1.0)), point(4, noisy(1.001), line="gpipe", source="emulated")]).holds is None
-    exact = [point(4, (1.0,), source="simulated"), point(4, (1.0,), line="gpipe", source="simulated")]
+    assert (
+        rule(
+            7, [point(4, noisy(1.0)), point(4, noisy(1.001), line="gpipe", source="emulated")]
+        ).holds
+        is None
+    )
+    exact = [
+        point(4, (1.0,), source="simulated"),
+        point(4, (1.0,), line="gpipe", source="simulated"),
+    ]
     assert rule(7, exact).holds
-    twice = point(4, noisy(2.0), line="gpipe", images_per_step=32)  # as many images/s in steps twice as long
+    twice = point(
+        4, noisy(2.0), line="gpipe", images_per_step=32
+    )  # as many images/s in steps twice as long
     assert "overlap" in broken(7, point(4, noisy(2.0)), replace(twice, step_s=noisy(4.0)))
 
 
@@ -93,7 +111,10 @@ def test_a_long_tail_is_told_beside_the_median() -> None:
         (replace(KNOWN, missing=("git_commit",)), "lack git_commit"),
         (replace(KNOWN, commits=("abc", "def")), "different code (abc and def)"),
         (replace(KNOWN, commits=("abc-dirty",)), "abc"),
-        (replace(KNOWN, versions=("gems 0.1", "numpy 1", "numpy 2")), "different versions of numpy"),
+        (
+            replace(KNOWN, versions=("gems 0.1", "numpy 1", "numpy 2")),
+            "different versions of numpy",
+        ),
     ],
 )
 def test_what_is_not_documented_is_named(setting: Setting, expected: str) -> None:
@@ -109,7 +130,10 @@ def test_points_of_one_source_share_their_versions() -> None:
 def test_warm_up_is_left_out_and_clocks_are_better_than_a_hundredth_of_a_step() -> None:
     assert "no warm-up" in broken(10, point(4, setting=replace(KNOWN, num_warmup_steps=0)))
     assert "clocks of" in broken(10, point(4, setting=replace(KNOWN, clock_error_s=0.02)))
-    assert "slowest rank counts" in rule(10, [point(4, setting=replace(KNOWN, clock_error_s=0.005))]).text
+    assert (
+        "slowest rank counts"
+        in rule(10, [point(4, setting=replace(KNOWN, clock_error_s=0.005))]).text
+    )
 
 
 def test_a_point_above_the_ideal_shows_that_the_base_is_no_bound() -> None:

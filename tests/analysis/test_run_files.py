@@ -32,27 +32,44 @@ def folder(tmp_path: Path) -> RunFolder:
         part = TracePart(part_path(made.path, rank), rank, root_attributes("measured", "0" * 8, 2))
         for step in range(2):
             begin = step * STEP_NS
-            for number, action in enumerate(action for action in row if action.kind in COMPUTE_KINDS):
-                start, kind = begin + number * MS, KINDS.index(action.kind.value)
-                place = (-1 if action.segment is None else action.segment, action.direction, action.micro_batch)
-                part.add("events", (rank, step, kind, action.stage, *place, 0, start, start + MS, 0, 0, 0))
-            part.add("rank_steps", (rank, step, begin, begin + STEP_NS, 8, np.nan, 0, np.nan, np.nan))
+            for number, action in enumerate(
+                action for action in row if action.kind in COMPUTE_KINDS
+            ):
+                start = begin + number * MS
+                kind = KINDS.index(action.kind.value)
+                place = (
+                    -1 if action.segment is None else action.segment,
+                    action.direction,
+                    action.micro_batch,
+                )
+                part.add(
+                    "events",
+                    (rank, step, kind, action.stage, *place, 0, start, start + MS, 0, 0, 0),
+                )
+            part.add(
+                "rank_steps", (rank, step, begin, begin + STEP_NS, 8, np.nan, 0, np.nan, np.nan)
+            )
         part.close()
     return made
 
 
 def test_a_killed_run_has_what_it_was_prepared_with(folder: RunFolder) -> None:
     loaded = load_trace(folder.path)
-    trace, schedule = loaded.trace, folder.read_schedule()
+    trace = loaded.trace
+    schedule = folder.read_schedule()
     assert trace.schedule_rows == tuple(" ".join(map(str, row)) for row in schedule.rows)
     assert trace.schedule_sha256 == schedule.digest()
     assert trace.boundaries == folder.read_boundaries() != ()
     assert json.loads(trace.memory_plan) == read_json(folder.memory_json)
-    assert trace.layer_times is not None and len(trace.layer_times.forward_s) == trace.boundaries[-1]
+    assert (
+        trace.layer_times is not None and len(trace.layer_times.forward_s) == trace.boundaries[-1]
+    )
     assert trace.attributes["git_commit"] == read_json(folder.provenance_json)["git_commit"]
 
 
-def test_where_the_time_of_a_killed_run_went(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_the_time_of_a_killed_run_went(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["attribution", str(folder.path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["step_s"] == pytest.approx(STEP_NS * 1e-9) and found["num_steps"] == 2
@@ -61,7 +78,9 @@ def test_where_the_time_of_a_killed_run_went(folder: RunFolder, capsys: pytest.C
 
 @pytest.mark.parametrize("name", ["profile.json", "schedule.json", "partition.json", "memory.json"])
 @pytest.mark.parametrize("text", ["{", "[[1]]"])
-def test_a_damaged_file_is_named_and_the_rest_is_read(folder: RunFolder, name: str, text: str) -> None:
+def test_a_damaged_file_is_named_and_the_rest_is_read(
+    folder: RunFolder, name: str, text: str
+) -> None:
     whole = load_trace(folder.path).trace
     (folder.path / name).write_text(text)
     loaded = load_trace(folder.path)
@@ -82,12 +101,17 @@ def test_a_folder_of_parts_alone_is_read_as_it_is(folder: RunFolder) -> None:
     assert len(trace.steps) == 2 and trace.schedule_rows == () and trace.layer_times is None
 
 
-def test_changes_of_the_layout_are_in_the_trace_and_the_summary(folder: RunFolder, tmp_path: Path) -> None:
-    spec = compose(["parallel.partitions=1", "schedule=1f1b", "memory=recompute", f"runs_dir={tmp_path}"])
+def test_changes_of_the_layout_are_in_the_trace_and_the_summary(
+    folder: RunFolder, tmp_path: Path
+) -> None:
+    spec = compose(
+        ["parallel.partitions=1", "schedule=1f1b", "memory=recompute", f"runs_dir={tmp_path}"]
+    )
     change_layout(folder, plan_run(spec), "node n2 is lost", "job 41 on n1", 7)
     (row,) = folder.layouts()
     line = (
-        f"2 x 1 ranks on 1 node became 1 x 1 ranks on 1 node from step 7 ({row['utc']}, job 41 on n1: node n2 is lost)"
+        f"2 x 1 ranks on 1 node became 1 x 1 ranks on 1 node from step 7 ({row['utc']}, job 41 on"
+        " n1: node n2 is lost)"
     )
     loaded = load_trace(folder.path)
     assert loaded.trace.attributes["layouts"] == [line] and line in loaded.notes

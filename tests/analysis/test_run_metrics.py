@@ -33,10 +33,19 @@ CASES = [
 @pytest.mark.parametrize("backward_ms", [1, 2])
 @pytest.mark.parametrize(("name", "partitions", "micro_batches", "parts"), CASES)
 def test_bubble_is_the_closed_form_with_uniform_costs(
-    simulate: Callable[..., Trace], name: str, partitions: int, micro_batches: int, parts: int, backward_ms: int
+    simulate: Callable[..., Trace],
+    name: str,
+    partitions: int,
+    micro_batches: int,
+    parts: int,
+    backward_ms: int,
 ) -> None:
     trace = simulate(
-        name=name, partitions=partitions, micro_batches=micro_batches, parts=parts, backward_ns=backward_ms * MS
+        name=name,
+        partitions=partitions,
+        micro_batches=micro_batches,
+        parts=parts,
+        backward_ns=backward_ms * MS,
     )
     metrics = run_metrics(trace)
     expected = bubble(name, partitions, micro_batches, 1.0, float(backward_ms), parts)
@@ -61,7 +70,9 @@ def test_replicas_do_not_change_the_bubble(simulate: Callable[..., Trace]) -> No
 
 
 def test_busy_time_is_that_of_forward_and_backward(simulate: Callable[..., Trace]) -> None:
-    metrics = run_metrics(simulate(partitions=4, micro_batches=8, steps=4, warmup_steps=1, step_ns=MS))
+    metrics = run_metrics(
+        simulate(partitions=4, micro_batches=8, steps=4, warmup_steps=1, step_ns=MS)
+    )
     assert metrics.busy_s == pytest.approx([3 * 8 * 3e-3] * 4)
 
 
@@ -83,9 +94,16 @@ def event(
 
 
 def test_warmup_steps_are_left_out() -> None:
-    rows = [(0, 0, 900 * MS, 10, 3.0, 1), (1, 900 * MS, 1000 * MS, 10, 2.0, 0), (2, 1000 * MS, 1100 * MS, 10, 1.0, 0)]
+    rows = [
+        (0, 0, 900 * MS, 10, 3.0, 1),
+        (1, 900 * MS, 1000 * MS, 10, 2.0, 0),
+        (2, 1000 * MS, 1100 * MS, 10, 1.0, 0),
+    ]
     metrics = run_metrics(
-        by_hand(rows, [event(0, 0, "F", 0, 900), event(0, 1, "F", 900, 950), event(1, 2, "B", 1000, 1050)])
+        by_hand(
+            rows,
+            [event(0, 0, "F", 0, 900), event(0, 1, "F", 900, 950), event(1, 2, "B", 1000, 1050)],
+        )
     )
     assert (metrics.num_steps, metrics.num_warmup_steps, metrics.num_images) == (2, 1, 20)
     assert metrics.images_per_s == pytest.approx(20 / 0.2)
@@ -97,7 +115,9 @@ def test_warmup_steps_are_left_out() -> None:
 
 
 def test_images_per_s_counts_gaps_between_steps_and_step_time_does_not() -> None:
-    metrics = run_metrics(by_hand([(0, 0, 100 * MS, 10, 1.0, 0), (1, 300 * MS, 400 * MS, 10, 1.0, 0)]))
+    metrics = run_metrics(
+        by_hand([(0, 0, 100 * MS, 10, 1.0, 0), (1, 300 * MS, 400 * MS, 10, 1.0, 0)])
+    )
     assert metrics.images_per_s == pytest.approx(20 / 0.4)
     assert metrics.step_median_s == pytest.approx(0.1)
 
@@ -114,7 +134,11 @@ def test_the_time_between_attempts_is_of_no_step() -> None:
 
 
 def test_times_of_overlapping_steps_add_up_to_the_whole() -> None:
-    rows = [(0, 0, 100 * MS, 1, 1.0, 0), (1, 60 * MS, 180 * MS, 1, 1.0, 0), (2, 150 * MS, 290 * MS, 1, 1.0, 0)]
+    rows = [
+        (0, 0, 100 * MS, 1, 1.0, 0),
+        (1, 60 * MS, 180 * MS, 1, 1.0, 0),
+        (2, 150 * MS, 290 * MS, 1, 1.0, 0),
+    ]
     times_s = step_times_s(by_hand(rows).steps)
     assert times_s == pytest.approx([0.100, 0.080, 0.110])
     metrics = run_metrics(by_hand(rows))
@@ -126,7 +150,8 @@ def test_times_of_overlapping_steps_add_up_to_the_whole() -> None:
 
 def test_stage_costs_are_medians_of_a_stage_and_mean_over_stages() -> None:
     durations = {0: (10, 10, 100), 1: (30, 30, 30)}
-    events, at = [], 0
+    events = []
+    at = 0
     for stage, values in durations.items():
         for value in values:
             events.append(event(stage, 0, "F", at, at + value, stage))
@@ -137,8 +162,14 @@ def test_stage_costs_are_medians_of_a_stage_and_mean_over_stages() -> None:
 
 
 def test_only_the_compute_stream_is_busy() -> None:
-    events = [event(0, 0, "F", 0, 10), event(1, 0, "F", 0, 10), event(0, 0, "SEND_F", 0, 90, stream=1)]
-    assert run_metrics(by_hand([(0, 0, 100 * MS, 1, 1.0, 0)], events)).busy_s == pytest.approx([0.01, 0.01])
+    events = [
+        event(0, 0, "F", 0, 10),
+        event(1, 0, "F", 0, 10),
+        event(0, 0, "SEND_F", 0, 90, stream=1),
+    ]
+    assert run_metrics(by_hand([(0, 0, 100 * MS, 1, 1.0, 0)], events)).busy_s == pytest.approx(
+        [0.01, 0.01]
+    )
 
 
 def test_a_rank_without_events_is_unknown_not_idle() -> None:
@@ -151,9 +182,16 @@ def test_a_rank_without_events_is_unknown_not_idle() -> None:
 
 def assert_no_times(metrics: Metrics) -> None:
     """Holds that every figure of time is None."""
-    assert (metrics.time_s, metrics.images_per_s, metrics.step_median_s, metrics.step_p95_s) == (None,) * 4
+    assert (metrics.time_s, metrics.images_per_s, metrics.step_median_s, metrics.step_p95_s) == (
+        None,
+    ) * 4
     assert (metrics.step_low_s, metrics.step_high_s) == (None, None)
-    assert (metrics.bubble_measured, metrics.bubble_formula, metrics.forward_s, metrics.backward_s) == (None,) * 4
+    assert (
+        metrics.bubble_measured,
+        metrics.bubble_formula,
+        metrics.forward_s,
+        metrics.backward_s,
+    ) == (None,) * 4
     assert (metrics.loss_first, metrics.loss_last) == (None, None)
     assert set(metrics.busy_s) == {None}
 
@@ -182,7 +220,9 @@ def test_no_step_gives_no_figure() -> None:
 
 
 def test_a_step_of_no_length_divides_nothing() -> None:
-    metrics = run_metrics(by_hand([(0, 5, 5, 1, 1.0, 0)], [event(0, 0, "F", 0, 0), event(1, 0, "F", 0, 0)]))
+    metrics = run_metrics(
+        by_hand([(0, 5, 5, 1, 1.0, 0)], [event(0, 0, "F", 0, 0), event(1, 0, "F", 0, 0)])
+    )
     assert (metrics.images_per_s, metrics.bubble_measured) == (None, None)
 
 
@@ -192,10 +232,16 @@ def test_a_loss_that_is_not_known_is_none() -> None:
 
 def test_peaks_take_each_rank_and_every_source(simulate: Callable[..., Trace]) -> None:
     trace = simulate(name="1f1b", partitions=4, micro_batches=8)
-    samples = [(0, 0, 700, 100, 1.0, 0.1), (0, 1, 900, 50, 1.0, 0.1), (2, 0, -1, 30, np.nan, np.nan)]
+    samples = [
+        (0, 0, 700, 100, 1.0, 0.1),
+        (0, 1, 900, 50, 1.0, 0.1),
+        (2, 0, -1, 30, np.nan, np.nan),
+    ]
     trace.samples = np.array(samples, DTYPES["samples"])
     metrics = run_metrics(trace)
-    stashes = [(peak - (5 << 20)) / (3 << 20) for peak in metrics.peak_device_bytes if peak is not None]
+    stashes = [
+        (peak - (5 << 20)) / (3 << 20) for peak in metrics.peak_device_bytes if peak is not None
+    ]
     assert stashes == [4, 3, 2, 1]
     assert metrics.peak_rss_bytes == (100, None, 30, None)
     assert metrics.peak_driver_bytes == (900, None, None, None)
@@ -206,7 +252,9 @@ def test_energy_is_that_of_the_counted_steps(simulate: Callable[..., Trace]) -> 
     second = 1_000 * MS
     trace = by_hand([(0, 0, 2 * second, 4, 1.0, 1), (1, 2 * second, 4 * second, 4, 1.0, 0)])
     times = [number * second - second // 2 for number in range(8)]
-    rows = [(0, t, -1, 1, 200 + t / second, 0.5) for t in times] + [(1, t, -1, 1, 100.0, 0.5) for t in times]
+    rows = [(0, t, -1, 1, 200 + t / second, 0.5) for t in times] + [
+        (1, t, -1, 1, 100.0, 0.5) for t in times
+    ]
     trace.samples = np.array([*rows, (1, second, -1, 1, np.nan, 0.5)], DTYPES["samples"])
     assert run_metrics(trace).joules_per_image == pytest.approx((2 * (200 + 3) + 2 * 100) / 4)
     trace.samples = np.array(rows[: len(times)], DTYPES["samples"])
@@ -238,12 +286,16 @@ def test_clock_offsets_are_taken_out(tmp_path: Path, write_parts: Callable[..., 
         assert np.array_equal(merged.events[column], whole.events[column])
     assert np.array_equal(merged.steps["end_ns"], whole.steps["end_ns"])
     assert np.array_equal(merged.steps["loss"], whole.steps["loss"])
-    assert run_metrics(merged).bubble_measured == pytest.approx(run_metrics(whole).bubble_measured, abs=1e-12)
+    assert run_metrics(merged).bubble_measured == pytest.approx(
+        run_metrics(whole).bubble_measured, abs=1e-12
+    )
 
 
 def test_facts_come_from_the_resolved_configuration(simulate: Callable[..., Trace]) -> None:
     trace = simulate(partitions=2, micro_batches=8, parts=2, replicas=2)
-    assert run_facts(trace) == RunFacts("gems_master", partitions=2, replicas=2, micro_batches=8, parts=2)
+    assert run_facts(trace) == RunFacts(
+        "gems_master", partitions=2, replicas=2, micro_batches=8, parts=2
+    )
     assert run_facts(Trace(attributes={})) == RunFacts()
 
 
@@ -251,7 +303,8 @@ def test_the_closed_form_is_not_that_of_strips() -> None:
     whole = RunFacts("1f1b", partitions=4, replicas=1, micro_batches=8)
     assert whole.bubble(1.0, 2.0) == pytest.approx(3 / 11)
     trace = Trace(
-        attributes={}, run_yaml="schedule: {name: 1f1b}\nparallel: {partitions: 4, micro_batches: 8, strips: 2}"
+        attributes={},
+        run_yaml="schedule: {name: 1f1b}\nparallel: {partitions: 4, micro_batches: 8, strips: 2}",
     )
     assert run_facts(trace).strips == 2 and run_facts(trace).bubble(1.0, 2.0) is None
 
@@ -264,7 +317,14 @@ def test_unknown_schedule_has_no_formula(simulate: Callable[..., Trace]) -> None
 
 @pytest.mark.parametrize(
     "text",
-    ["{", "[1]", "parallel: 3", "parallel: {partitions: 0}", "parallel: {partitions: two}", "parallel: {parts: true}"],
+    [
+        "{",
+        "[1]",
+        "parallel: 3",
+        "parallel: {partitions: 0}",
+        "parallel: {partitions: two}",
+        "parallel: {parts: true}",
+    ],
 )
 def test_a_broken_run_yaml_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="run_yaml"):

@@ -1,4 +1,7 @@
-"""Scaling studies from traces: the points, their efficiencies, the kind of scaling, the table and the picture."""
+"""Scaling studies from traces.
+
+The points, their efficiencies, the kind of scaling, the table and the picture.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,10 @@ Write = Callable[..., Path]
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    """Return the function that writes a run folder with a trace of steps alone; its step times are in ms."""
+    """Return the function that writes a run folder with a trace of steps alone.
+
+    Its step times are in ms.
+    """
 
     def make(
         schedule: str = "1f1b",
@@ -54,10 +60,16 @@ def write(tmp_path: Path) -> Write:
     ) -> Path:
         spec = RunSpec(
             parallel=ParallelConfig(
-                partitions=partitions, replicas=replicas, micro_batches=micro_batches, micro_batch_size=micro_batch_size
+                partitions=partitions,
+                replicas=replicas,
+                micro_batches=micro_batches,
+                micro_batch_size=micro_batch_size,
             ),
             schedule=ScheduleConfig(
-                name=schedule, activation_cap=cap, activation_cap_bytes=cap_bytes, memory_actions=list(allow)
+                name=schedule,
+                activation_cap=cap,
+                activation_cap_bytes=cap_bytes,
+                memory_actions=list(allow),
             ),
             cost=CostConfig(unit_s=unit_s),
         )
@@ -65,10 +77,24 @@ def write(tmp_path: Path) -> Write:
         for section, values in of_the_rest.items():
             document[section] |= values
         folder = tmp_path / f"run{len(list(tmp_path.iterdir()))}"
-        images, at_ns, steps = replicas * micro_batches * micro_batch_size, 0, []
+        images = replicas * micro_batches * micro_batch_size
+        at_ns = 0
+        steps = []
         for step, time_ms in enumerate(times_ms):
             end_ns = at_ns + round(time_ms * 1e6)
-            steps.append((step, at_ns, end_ns, images, float("nan"), int(step < warmup_steps), 1, np.nan, np.nan))
+            steps.append(
+                (
+                    step,
+                    at_ns,
+                    end_ns,
+                    images,
+                    float("nan"),
+                    int(step < warmup_steps),
+                    1,
+                    np.nan,
+                    np.nan,
+                )
+            )
             at_ns = end_ns
         trace = Trace(
             root_attributes(source, folder.name, partitions * replicas),
@@ -91,7 +117,12 @@ def test_a_point_has_the_median_of_the_steps_after_warm_up(write: Write) -> None
     point = read_point(write(times_ms=(90.0, 10.0, 30.0, 12.0), replicas=2, warmup_steps=1))
     assert point.step_s == pytest.approx((0.010, 0.030, 0.012))
     assert point.step_median_s == pytest.approx(0.012)
-    assert (point.ranks, point.images_per_step, point.source, point.line) == (8, 32, "measured", "1f1b")
+    assert (point.ranks, point.images_per_step, point.source, point.line) == (
+        8,
+        32,
+        "measured",
+        "1f1b",
+    )
     assert point.images_per_s == pytest.approx(32 / 0.012)
     assert point.compute_efficiency is None
 
@@ -105,9 +136,12 @@ def test_compute_efficiency_is_useful_compute_over_ranks_and_step_time(write: Wr
 def test_strong_scaling_by_its_definition(write: Write) -> None:
     """T(p0) p0 / (T(p) p)."""
     points = read_points(
-        [write(partitions=2, times_ms=(9, 40)), write(partitions=4, times_ms=(9, 25)),
-        write(partitions=8, times_ms=(9, 20))]
-    )  # fmt: skip
+        [
+            write(partitions=2, times_ms=(9, 40)),
+            write(partitions=4, times_ms=(9, 25)),
+            write(partitions=8, times_ms=(9, 20)),
+        ]
+    )
     assert scaling_kind(points) == "strong"
     assert efficiencies(points) == pytest.approx([1.0, 40 * 2 / (25 * 4), 40 * 2 / (20 * 8)])
     assert title(points)[0] == "strong scaling, 16 images a step"
@@ -115,7 +149,9 @@ def test_strong_scaling_by_its_definition(write: Write) -> None:
 
 def test_weak_scaling_by_its_definition(write: Write) -> None:
     """T(p0) / T(p)."""
-    points = read_points([write(replicas=n, times_ms=(9, time)) for n, time in ((4, 16), (1, 10), (2, 12.5))])
+    points = read_points(
+        [write(replicas=n, times_ms=(9, time)) for n, time in ((4, 16), (1, 10), (2, 12.5))]
+    )
     assert scaling_kind(points) == "weak"
     assert [point.ranks for point in points] == [4, 8, 16]
     assert efficiencies(points) == pytest.approx([1.0, 10 / 12.5, 10 / 16])
@@ -133,16 +169,30 @@ def test_one_number_of_ranks_is_a_comparison(write: Write) -> None:
 
 
 def test_a_model_that_grows_is_capability_scaling_and_never_weak(write: Write) -> None:
-    """A part of the model is as large on 8 ranks as on 4, so an image costs twice: the work of it counts."""
-    points = read_points([write(partitions=n, source="emulated", times_ms=(9, time)) for n, time in ((4, 33), (8, 45))])
+    """A part of the model is as large on 8 ranks as on 4, so an image costs twice.
+
+    The work of it counts.
+    """
+    points = read_points(
+        [
+            write(partitions=n, source="emulated", times_ms=(9, time))
+            for n, time in ((4, 33), (8, 45))
+        ]
+    )
     assert scaling_kind(points) == "capability"
     assert efficiencies(points) == pytest.approx([1.0, (2 / 45 / 8) / (1 / 33 / 4)])
-    same = read_points([write(partitions=4, source="emulated"), write(partitions=8, source="emulated", unit_s=0.0005)])
+    same = read_points(
+        [
+            write(partitions=4, source="emulated"),
+            write(partitions=8, source="emulated", unit_s=0.0005),
+        ]
+    )
     assert scaling_kind(same) == "strong"
 
 
 def test_larger_images_of_one_model_count_by_their_pixels(write: Write) -> None:
-    small, large = {"height_px": 32, "width_px": 32}, {"height_px": 64, "width_px": 64}
+    small = {"height_px": 32, "width_px": 32}
+    large = {"height_px": 64, "width_px": 64}
     points = read_points([write(data=small), write(partitions=16, data=large, times_ms=(9, 12.5))])
     assert scaling_kind(points) == "capability"
     assert efficiencies(points) == pytest.approx([1.0, 10 / 12.5])
@@ -161,21 +211,27 @@ def test_the_base_is_the_smallest_point_and_rather_a_real_one(write: Write) -> N
     )
     bases = base_points(points)
     assert {line: (base.ranks, base.source) for line, base in bases.items()} == {
-        "1f1b": (4, "emulated"), "gpipe": (8, "simulated")
-    }  # fmt: skip
+        "1f1b": (4, "emulated"),
+        "gpipe": (8, "simulated"),
+    }
     assert efficiencies(points) == pytest.approx([1.0, 10 / 8, 10 / 8, 1.0])
 
 
 def test_a_prediction_is_held_against_the_same_point_alone(write: Write) -> None:
     points = read_points(
         [
-            write(source="emulated", times_ms=(9, 20)), write(source="simulated", times_ms=(9, 19)),
-            write(source="simulated", replicas=2), write(source="simulated", micro_batches=16),
-            write(source="measured", replicas=2, times_ms=(9, 20)), write("gpipe", source="emulated"),
+            write(source="emulated", times_ms=(9, 20)),
+            write(source="simulated", times_ms=(9, 19)),
+            write(source="simulated", replicas=2),
+            write(source="simulated", micro_batches=16),
+            write(source="measured", replicas=2, times_ms=(9, 20)),
+            write("gpipe", source="emulated"),
             write(source="simulated", times_ms=(9, 19), unit_s=0.002),
         ]
-    )  # fmt: skip
-    found = [(each["source"], each["ranks"], round(each["error"], 6)) for each in agreements(points)]
+    )
+    found = [
+        (each["source"], each["ranks"], round(each["error"], 6)) for each in agreements(points)
+    ]
     assert found == [("emulated", 4, -0.05), ("measured", 8, -0.5)]
     assert "off by -50.0 to -5.0 % (2 points)" in title(points)[1]
 
@@ -190,26 +246,40 @@ def test_runs_of_one_point_are_put_together(write: Write) -> None:
 def test_lines_are_told_apart_by_cap_and_by_pipelines(write: Write) -> None:
     points = read_points(
         [
-            write("capped", cap=1.0), write("capped", cap=1.5), write("capped", cap_bytes=99, allow=["recompute"]),
-            write("gems_master", parallel={"parts": 2}), write(partitions=4, replicas=2), write(partitions=8),
+            write("capped", cap=1.0),
+            write("capped", cap=1.5),
+            write("capped", cap_bytes=99, allow=["recompute"]),
+            write("gems_master", parallel={"parts": 2}),
+            write(partitions=4, replicas=2),
+            write(partitions=8),
         ]
-    )  # fmt: skip
+    )
     assert [point.line for point in points] == [
-        "1f1b, pipelines of 4", "1f1b, pipelines of 8", "capped, cap 1", "capped, cap 1.5",
-        "capped, cap 99 bytes, with recompute", "gems_master, 2 parts",
-    ]  # fmt: skip
+        "1f1b, pipelines of 4",
+        "1f1b, pipelines of 8",
+        "capped, cap 1",
+        "capped, cap 1.5",
+        "capped, cap 99 bytes, with recompute",
+        "gems_master, 2 parts",
+    ]
 
 
 def test_the_csv_has_a_line_a_point_with_units_and_the_base(write: Write, tmp_path: Path) -> None:
-    runs = [write(times_ms=(9, 10, 12, 11)), write(replicas=2, source="simulated", times_ms=(9, 12.5))]
+    runs = [
+        write(times_ms=(9, 10, 12, 11)),
+        write(replicas=2, source="simulated", times_ms=(9, 12.5)),
+    ]
     study = write_study(runs, tmp_path / "new" / "out")
     with study.tables[0].open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["schedule"], row["source"], row["ranks"]) for row in rows] == [
-        ("1f1b", "measured", "4"), ("1f1b", "simulated", "8")
-    ]  # fmt: skip
+        ("1f1b", "measured", "4"),
+        ("1f1b", "simulated", "8"),
+    ]
     first, second = ({key: float(row[key]) for key in row if key.endswith("_s")} for row in rows)
-    assert [first[key] for key in ("step_median_s", "step_min_s", "step_max_s")] == pytest.approx([0.011, 0.010, 0.012])
+    assert [first[key] for key in ("step_median_s", "step_min_s", "step_max_s")] == pytest.approx(
+        [0.011, 0.010, 0.012]
+    )
     assert second["base_images_per_s"] == first["images_per_s"] == pytest.approx(16 / 0.011)
     assert float(rows[1]["parallel_efficiency"]) == pytest.approx(11 / 12.5)
     assert rows[0]["compute_efficiency"] == ""
@@ -226,7 +296,13 @@ def test_the_csv_has_a_line_a_point_with_units_and_the_base(write: Write, tmp_pa
 def test_the_picture_tells_sources_apart_and_states_the_base(write: Write) -> None:
     runs = [
         write(source=source, replicas=n, times_ms=(9, 10, 12))
-        for source, n in (("measured", 1), ("emulated", 1), ("emulated", 2), ("simulated", 2), ("simulated", 8))
+        for source, n in (
+            ("measured", 1),
+            ("emulated", 1),
+            ("emulated", 2),
+            ("simulated", 2),
+            ("simulated", 8),
+        )
     ]
     figure = scaling_figure(read_points(runs))
     rate, share = figure.axes
@@ -240,8 +316,12 @@ def test_the_picture_tells_sources_apart_and_states_the_base(write: Write) -> No
     ]
     marked = [line for line in share.lines if line.get_marker() in ("o", "s", "^")]
     assert [(line.get_marker(), *line.get_xdata()) for line in marked] == [
-        ("o", 4), ("s", 4), ("s", 8), ("^", 8), ("^", 32)
-    ]  # fmt: skip
+        ("o", 4),
+        ("s", 4),
+        ("s", 8),
+        ("^", 8),
+        ("^", 32),
+    ]
     joins = [line for line in share.lines if list(line.get_xdata()) in ([4, 8], [8, 32])]
     assert [line.is_dashed() for line in joins] == [False, True]
     ideal = next(line for line in rate.lines if list(line.get_xdata()) == [4, 32])
@@ -249,7 +329,11 @@ def test_the_picture_tells_sources_apart_and_states_the_base(write: Write) -> No
     assert (rate.get_xscale(), rate.get_yscale(), share.get_yscale()) == ("log", "log", "linear")
     assert [tick.get_text() for tick in share.get_xticklabels()] == ["4", "8", "32"]
     assert share.get_ylim()[0] == 0.0
-    shown = " ".join(text.get_text() for axes in figure.axes for text in [*axes.texts, axes.title, axes._left_title])
+    shown = " ".join(
+        text.get_text()
+        for axes in figure.axes
+        for text in [*axes.texts, axes.title, axes._left_title]
+    )
     assert "weak scaling, 4 images a rank" in shown and "warm-up left out" in shown
 
 
@@ -258,17 +342,39 @@ def test_a_comparison_has_a_picture_too(write: Write) -> None:
     assert [len(axes.lines) > 0 for axes in figure.axes] == [True, True]
 
 
-def test_the_command_prints_table_and_paths(write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runs = [str(write(source="emulated", times_ms=(9, 30))), str(write(source="emulated", replicas=2) / "trace.h5")]
+def test_the_command_prints_table_and_paths(
+    write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [
+        str(write(source="emulated", times_ms=(9, 30))),
+        str(write(source="emulated", replicas=2) / "trace.h5"),
+    ]
     assert main(["scaling", *runs]) == 0
     out, err = capsys.readouterr()
     lines = out.splitlines()
     assert err == "" and lines[0] == "weak scaling, 4 images a rank"
-    assert lines[2].split() == ["1f1b", "emulated", "4", "533", "30.0", "30.0", "to", "30.0", "30.0", "100.0", "80.0"]
+    assert lines[2].split() == [
+        "1f1b",
+        "emulated",
+        "4",
+        "533",
+        "30.0",
+        "30.0",
+        "to",
+        "30.0",
+        "30.0",
+        "100.0",
+        "80.0",
+    ]
     assert lines[4] == "a to b: fewer than 6 steps, so their range and no interval"
     assert lines[5] == "base of 1f1b: 533 images/s on 4 ranks, emulated"
     assert lines[6].startswith("not fitted: a fit needs points on 3 numbers of ranks of one source")
-    assert [line.split(",")[0] for line in lines[7:-3]] == ["rule 5", "rule 9", "rule 11", "rule 13"]
+    assert [line.split(",")[0] for line in lines[7:-3]] == [
+        "rule 5",
+        "rule 9",
+        "rule 11",
+        "rule 13",
+    ]
     assert lines[-3:] == [str(tmp_path / f"scaling.{kind}") for kind in ("png", "pdf", "csv")]
     assert main(["scaling", *runs, "--out", str(tmp_path / "o"), "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
@@ -283,7 +389,9 @@ def test_the_table_has_a_dash_where_nothing_is_known(write: Write) -> None:
     assert "  -  " in study_table(read_points([write(source="simulated")])).splitlines()[2]
 
 
-def test_bad_input_is_one_line(write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line(
+    write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def refused(*words: str | Path) -> str:
         assert main(["scaling", *map(str, words)]) == 2
         out, err = capsys.readouterr()
@@ -293,7 +401,9 @@ def test_bad_input_is_one_line(write: Write, tmp_path: Path, capsys: pytest.Capt
     good = write()
     assert "RUN" in refused()
     assert "has no trace.h5" in refused(good, tmp_path)
-    assert "holds no whole step after warm-up" in refused(good, write(times_ms=(9, 10), warmup_steps=2))
+    assert "holds no whole step after warm-up" in refused(
+        good, write(times_ms=(9, 10), warmup_steps=2)
+    )
     torn = write()
     (torn / "trace.h5").write_bytes(b"torn")
     assert "not a readable trace file" in refused(torn)
@@ -326,7 +436,12 @@ def test_two_models_of_one_study_are_two_lines_of_weak_scaling(write: Write) -> 
             for replicas in (2, 4)
         ]
     )
-    assert {point.line for point in points} == {"gems_master, resnet-20-v1", "gems_master, resnet-56-v1"}
-    assert scaling_kind(points) == "weak" and title(points)[0] == "weak scaling, 2 or 4 images a rank"
+    assert {point.line for point in points} == {
+        "gems_master, resnet-20-v1",
+        "gems_master, resnet-56-v1",
+    }
+    assert (
+        scaling_kind(points) == "weak" and title(points)[0] == "weak scaling, 2 or 4 images a rank"
+    )
     bases = base_points(points)
     assert [bases[point.line].ranks for point in points] == [8, 8, 16, 16]

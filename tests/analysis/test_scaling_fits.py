@@ -1,4 +1,7 @@
-"""The scaling study with statistics: intervals in table and CSV, fits on the picture, rules below the table."""
+"""The scaling study with statistics.
+
+Intervals in table and CSV, fits on the picture, rules below the table.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +35,17 @@ def runs(tmp_path: Path) -> Runs:
     Amdahl's law.
     """
 
-    def make(*replicas: int, source: str = "measured", count: int = 12, **attributes: object) -> list[Path]:
+    def make(
+        *replicas: int, source: str = "measured", count: int = 12, **attributes: object
+    ) -> list[Path]:
         folders = []
         for number in replicas:
             folder = tmp_path / f"run{len(list(tmp_path.iterdir()))}"
             folder.mkdir()
             spec = RunSpec(
-                parallel=ParallelConfig(partitions=4, replicas=number, micro_batches=8, micro_batch_size=2),
+                parallel=ParallelConfig(
+                    partitions=4, replicas=number, micro_batches=8, micro_batch_size=2
+                ),
                 schedule=ScheduleConfig(name="1f1b"),
             )
             step_s = noisy(0.05 * (1 + SERIAL * (4 * number - 1)), count + 1, seed=number)
@@ -48,7 +55,12 @@ def runs(tmp_path: Path) -> Runs:
                 (step, start, end, 16 * number, 1.0, int(step == 0), 1, np.nan, np.nan)
                 for step, (start, end) in enumerate(zip(starts_ns, ends_ns, strict=True))
             ]
-            told = {"git_commit": "abc", "versions": ["gems 0.1"], "hostnames": ["n0"], "clock_error_ns": [7, 9]}
+            told = {
+                "git_commit": "abc",
+                "versions": ["gems 0.1"],
+                "hostnames": ["n0"],
+                "clock_error_ns": [7, 9],
+            }
             trace = Trace(
                 root_attributes(source, folder.name, 4 * number, **(told | attributes)),
                 steps=np.array(rows, DTYPES["steps"]),
@@ -62,7 +74,8 @@ def runs(tmp_path: Path) -> Runs:
 
 
 def test_a_point_knows_its_setting_and_pools_that_of_its_runs(runs: Runs) -> None:
-    first, second = runs(1), runs(1, git_commit="unknown", versions=["gems 0.2"], hostnames=[])
+    first = runs(1)
+    second = runs(1, git_commit="unknown", versions=["gems 0.2"], hostnames=[])
     (alone,) = read_points(first)
     assert (alone.setting.missing, alone.setting.commits) == ((), ("abc",))
     assert (alone.setting.num_warmup_steps, alone.setting.clock_error_s) == (1, pytest.approx(9e-9))
@@ -88,14 +101,18 @@ def test_rows_have_the_interval_the_tail_and_the_harmonic_mean(runs: Runs) -> No
     base, *others = point_rows(points)
     assert base["parallel_efficiency_low"] == base["parallel_efficiency_high"] == 1.0
     assert all(
-        row["parallel_efficiency_low"] < row["parallel_efficiency"] < row["parallel_efficiency_high"] for row in others
+        row["parallel_efficiency_low"]
+        < row["parallel_efficiency"]
+        < row["parallel_efficiency_high"]
+        for row in others
     )
     (few,) = point_rows([point(4, (1.0, 2.0, 4.0))])
     assert (few["step_low_s"], few["step_high_s"], few["step_bounds"]) == (1.0, 4.0, "range")
 
 
 def test_an_efficiency_is_as_uncertain_as_both_its_times() -> None:
-    base, wide = point(4, noisy(1.0, noise=0.05)), point(8, noisy(1.25, noise=0.05))
+    base = point(4, noisy(1.0, noise=0.05))
+    wide = point(8, noisy(1.25, noise=0.05))
     share = wide.efficiency_interval(base)
     assert share is not None and share.low < 0.8 < share.high
     alone = wide.step_interval_s.relative_half_width
@@ -117,9 +134,14 @@ def bands(figure: object, panel: int) -> list[tuple[float, float]]:
     """Return where the shaded bands of a panel begin and end."""
     axes = figure.axes[panel]  # type: ignore[attr-defined]
     found = [
-        each for each in axes.collections if isinstance(each, PolyCollection) and each.get_gid() == "extrapolation"
+        each
+        for each in axes.collections
+        if isinstance(each, PolyCollection) and each.get_gid() == "extrapolation"
     ]
-    return [(float(x.min()), float(x.max())) for x in (each.get_paths()[0].vertices[:, 0] for each in found)]
+    return [
+        (float(x.min()), float(x.max()))
+        for x in (each.get_paths()[0].vertices[:, 0] for each in found)
+    ]
 
 
 def test_the_best_fit_is_drawn_over_the_data_and_shaded_four_times_beyond(runs: Runs) -> None:
@@ -130,7 +152,8 @@ def test_the_best_fit_is_drawn_over_the_data_and_shaded_four_times_beyond(runs: 
     rate, share = figure.axes
     for axes, scale in ((rate, None), (share, points[0].rank_s_per_image)):
         (curve,) = [line for line in axes.lines if line.get_linestyle() == "-."]
-        ranks, shown = np.array(curve.get_xdata()), np.array(curve.get_ydata())
+        ranks = np.array(curve.get_xdata())
+        shown = np.array(curve.get_ydata())
         assert (ranks[0], ranks[-1]) == (4.0, 64.0)
         assert shown == pytest.approx((ranks if scale is None else scale) / fits[0].curve(ranks)[1])
     (legend,) = figure.legends
@@ -146,9 +169,22 @@ def test_bars_are_the_interval(runs: Runs) -> None:
     for axes, expected in (
         (
             rate,
-            [(p.images_per_step / p.step_interval_s.high, p.images_per_step / p.step_interval_s.low) for p in points],
+            [
+                (
+                    p.images_per_step / p.step_interval_s.high,
+                    p.images_per_step / p.step_interval_s.low,
+                )
+                for p in points
+            ],
         ),
-        (share, [(b.low, b.high) for p in points if (b := p.efficiency_interval(base_points(points)[p.line]))]),
+        (
+            share,
+            [
+                (b.low, b.high)
+                for p in points
+                if (b := p.efficiency_interval(base_points(points)[p.line]))
+            ],
+        ),
     ):
         shown = [bar.get_segments()[0][:, 1] for bar in axes.collections]
         assert [tuple(each) for each in shown] == [pytest.approx(bounds) for bounds in expected]
@@ -156,7 +192,9 @@ def test_bars_are_the_interval(runs: Runs) -> None:
 
 def test_of_capability_scaling_only_the_efficiency_is_fitted() -> None:
     grown = [
-        point(ranks, noisy(1.0, seed=ranks), images_per_step=16, problem=("resnet", 3, 1024 * ranks))
+        point(
+            ranks, noisy(1.0, seed=ranks), images_per_step=16, problem=("resnet", 3, 1024 * ranks)
+        )
         for ranks in (4, 8, 16)
     ]
     figure = scaling_figure(grown, fit_laws(grown))
@@ -167,7 +205,9 @@ def test_neighbours_far_apart_are_not_joined() -> None:
     def joined(*points: Point) -> list[list[float]]:
         share = scaling_figure(points).axes[1]
         return [
-            list(line.get_xdata()) for line in share.lines if line.get_linestyle() == "-" and len(line.get_xdata()) == 2
+            list(line.get_xdata())
+            for line in share.lines
+            if line.get_linestyle() == "-" and len(line.get_xdata()) == 2
         ]
 
     assert joined(point(4), point(16), point(128)) == [[4, 16]]
@@ -207,12 +247,19 @@ def test_the_command_prints_fits_and_broken_rules(
     assert json.loads(capsys.readouterr().out)["fits"] == []
 
 
-@pytest.mark.parametrize(("law", "said"), [("usl", "needs points on 4"), ("linear", "allowed: amdahl")])
+@pytest.mark.parametrize(
+    ("law", "said"), [("usl", "needs points on 4"), ("linear", "allowed: amdahl")]
+)
 def test_a_law_that_cannot_be_fitted_is_refused(
     law: str, said: str, runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [*map(str, runs(1, 2, 4)), "--out", str(tmp_path / "out"), "--fit", law]
     assert main(["scaling", *words]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.startswith(f"analysis: fit={law}: ") and said in err and err.count("\n") == 1
+    assert (
+        out == ""
+        and err.startswith(f"analysis: fit={law}: ")
+        and said in err
+        and err.count("\n") == 1
+    )
     assert not (tmp_path / "out").exists()

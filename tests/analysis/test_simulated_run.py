@@ -1,4 +1,7 @@
-"""Every analysis reads a simulated run: all kinds and streams, one replica for all, memory by what it holds."""
+"""Every analysis reads a simulated run.
+
+All kinds and streams, one replica for all, memory by what it holds.
+"""
 
 from __future__ import annotations
 
@@ -36,35 +39,59 @@ from gems.simulation.costs import schedule_costs, simulate_step
 from gems.trace import KINDS, STREAMS, Trace
 
 MEMORY = {
-    "schema": "gems.schedule/1", "name": "memory", "ranks": 2, "stages": 2, "micro_batches": 2, "directions": 1,
+    "schema": "gems.schedule/1",
+    "name": "memory",
+    "ranks": 2,
+    "stages": 2,
+    "micro_batches": 2,
+    "directions": 1,
     "placement": [[0, 1]],
     "actions": [
-        [["F", 0, 0, 0], ["OFFLOAD", 0, 0, 0], ["F", 0, 0, 1], ["PREFETCH", 0, 0, 0], ["I", 0, 0, 0], ["W", 0, 0, 0],
-         ["R", 0, 0, 1], ["B", 0, 0, 1]],
+        [
+            ["F", 0, 0, 0],
+            ["OFFLOAD", 0, 0, 0],
+            ["F", 0, 0, 1],
+            ["PREFETCH", 0, 0, 0],
+            ["I", 0, 0, 0],
+            ["W", 0, 0, 0],
+            ["R", 0, 0, 1],
+            ["B", 0, 0, 1],
+        ],
         [["F", 1, 0, 0], ["I", 1, 0, 0], ["W", 1, 0, 0], ["F", 1, 0, 1], ["B", 1, 0, 1]],
     ],
-}  # fmt: skip
+}
 Make = Callable[..., RunSpec]
 
 
 @pytest.fixture
 def make(tmp_path: Path) -> Make:
-    """Return the function that resolves a simulated run; without a name it is the one with all kinds."""
+    """Return the function that resolves a simulated run.
+
+    Without a name it is the one with all kinds.
+    """
     path = tmp_path / "memory.json"
     path.write_text(json.dumps(MEMORY))
 
-    def build(name: str = "file", partitions: int = 2, micro_batches: int = 2, **more: int) -> RunSpec:
+    def build(
+        name: str = "file", partitions: int = 2, micro_batches: int = 2, **more: int
+    ) -> RunSpec:
         return resolve(
             RunSpec(
                 runs_dir=str(tmp_path / "runs"),
                 schedule=ScheduleConfig(name=name, path=str(path)),
                 parallel=ParallelConfig(partitions=partitions, micro_batches=micro_batches, **more),
-                cost=CostConfig(unit_s=0.01, activation_bytes=1 << 20, boundary_bytes=1 << 18, offload=1.0,
-                param_bytes=1 << 21),
+                cost=CostConfig(
+                    unit_s=0.01,
+                    activation_bytes=1 << 20,
+                    boundary_bytes=1 << 18,
+                    offload=1.0,
+                    param_bytes=1 << 21,
+                ),
                 machine=MachineConfig(kind="simulated", link_latency_s=0.002),
-                train=TrainConfig(steps=3), benchmark=BenchmarkConfig(skip_steps=1),
+                train=TrainConfig(steps=3),
+                benchmark=BenchmarkConfig(skip_steps=1),
             )
-        )  # fmt: skip
+        )
 
     return build
 
@@ -77,7 +104,12 @@ def trace_of(spec: RunSpec) -> Trace:
 
 def test_the_run_with_all_kinds_has_them(make: Make) -> None:
     trace = trace_of(make())
-    waits = {"FREE", "AWAIT", "INPUT", "START_REDUCE"}  # of memory policies, slow inputs, and ranks of several stages
+    waits = {
+        "FREE",
+        "AWAIT",
+        "INPUT",
+        "START_REDUCE",
+    }  # of memory policies, slow inputs, and ranks of several stages
     assert {KINDS[kind] for kind in trace.events["kind"]} == set(KINDS) - waits
     assert {STREAMS[stream] for stream in trace.events["stream"]} == set(STREAMS)
 
@@ -106,7 +138,11 @@ def test_one_replica_stands_for_all(make: Make) -> None:
     one, many = (run_metrics(trace_of(make("1f1b", 4, 8, replicas=n))) for n in (1, 128))
     assert len(many.busy_s) == len(many.peak_device_bytes) == 512
     assert many.busy_s[:4] == one.busy_s == many.busy_s[-4:]
-    assert many.num_images == 128 * one.num_images and one.time_s is not None and many.time_s is not None
+    assert (
+        many.num_images == 128 * one.num_images
+        and one.time_s is not None
+        and many.time_s is not None
+    )
     assert many.bubble_measured == pytest.approx(1 - 4 * 2 * 8 * 0.03 / (4 * many.time_s))
     assert many.time_s - one.time_s == pytest.approx(2 * 2 * 7 * 0.002), (
         "two steps of a tree of seven levels, up and down"
@@ -122,13 +158,17 @@ def test_the_picture_shows_all_kinds(make: Make) -> None:
         for look in LOOKS
         if look.shade != 1 and look.kinds[0] not in ("REDUCE_GRAD", "START_REDUCE", "STEP", "INPUT")
     }
-    assert shown == light | {"idle (bubble)"}, "a reduction of one and a step that costs nothing have no width"
+    assert shown == light | {"idle (bubble)"}, (
+        "a reduction of one and a step that costs nothing have no width"
+    )
 
 
 def test_the_picture_says_that_other_replicas_are_alike(make: Make) -> None:
     figure = timeline_figure(trace_of(make("1f1b", 4, 8, replicas=128)))
     words = " ".join(text.get_text() for text in figure.axes[0].texts)
-    assert "512 ranks" in words and "(4 shown, the others are alike)" in words and "SIMULATED" in words
+    assert (
+        "512 ranks" in words and "(4 shown, the others are alike)" in words and "SIMULATED" in words
+    )
 
 
 def test_stages_of_a_rank_have_shades_in_the_picture(make: Make) -> None:
@@ -141,14 +181,20 @@ def test_buffers_are_told_from_activations(make: Make) -> None:
     """From the events alone, as the simulation itself has them."""
     for name, partitions in (("1f1b", 4), ("gems_master", 4), ("interleaved_1f1b", 2), ("file", 2)):
         spec = make(name, partitions, 2 if name == "file" else 8)
-        trace, schedule = trace_of(spec), lowered_schedule(spec)
+        trace = trace_of(spec)
+        schedule = lowered_schedule(spec)
         memory = memory_over_time(
-            schedule, schedule_costs(spec, schedule.placement), simulate_step(spec, schedule)[1], 1 << 20
+            schedule,
+            schedule_costs(spec, schedule.placement),
+            simulate_step(spec, schedule)[1],
+            1 << 20,
         )
         for rank, held in enumerate(memory):
             events = trace.events[(trace.events["rank"] == rank) & (trace.events["step"] == 0)]
             times_ns = np.array([round(point.time * 1e7) for point in held.held])
-            assert buffer_bytes(events, times_ns).tolist() == [point.boundaries for point in held.held]
+            assert buffer_bytes(events, times_ns).tolist() == [
+                point.boundaries for point in held.held
+            ]
 
 
 def test_the_memory_curve_has_its_parts(make: Make) -> None:
@@ -193,7 +239,9 @@ def test_the_table_tells_recomputation(make: Make, capsys: pytest.CaptureFixture
     assert "efficiency without recomputation, simulated [%]" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b", "looped_bfs", "zb_h1", "gems_zb", "layer_parallel"])
+@pytest.mark.parametrize(
+    "name", ["1f1b", "interleaved_1f1b", "looped_bfs", "zb_h1", "gems_zb", "layer_parallel"]
+)
 def test_the_closed_form_stands_beside_the_simulated_bubble(make: Make, name: str) -> None:
     """With free links, where the form is exact: a split backward is told by its W."""
     spec = make(name, 4, 8)
@@ -205,7 +253,11 @@ def test_the_closed_form_stands_beside_the_simulated_bubble(make: Make, name: st
 @pytest.mark.cases
 def test_units_are_no_seconds_in_the_table(make: Make) -> None:
     spec = make("1f1b")
-    in_seconds, in_units = spec, replace(spec, cost=replace(spec.cost, unit_s=1.0))
-    texts = [summary_table(run_metrics(trace), trace, {}) for trace in map(trace_of, (in_seconds, in_units))]
+    in_seconds = spec
+    in_units = replace(spec, cost=replace(spec.cost, unit_s=1.0))
+    texts = [
+        summary_table(run_metrics(trace), trace, {})
+        for trace in map(trace_of, (in_seconds, in_units))
+    ]
     assert "images/s" in texts[0] and "step time, median [ms]" in texts[0]
     assert "images/s" not in texts[1] and "step time, median [units]" in texts[1]

@@ -42,7 +42,8 @@ def test_intervals_hold_the_true_median_as_often_as_they_say(count: int, least: 
 def test_the_same_seed_gives_the_same_interval_and_a_higher_level_a_wider_one() -> None:
     values = np.random.default_rng(0).normal(10.0, 1.0, 40)
     assert median_interval(values, seed=3) == median_interval(list(values), seed=3)
-    narrow, wide = median_interval(values, level=0.5), median_interval(values, level=0.99)
+    narrow = median_interval(values, level=0.5)
+    wide = median_interval(values, level=0.99)
     assert wide.low < narrow.low <= narrow.value == wide.value <= narrow.high < wide.high
 
 
@@ -75,7 +76,9 @@ def test_rates_have_a_harmonic_mean() -> None:
 
 
 def test_steps_to_come_follow_from_the_width() -> None:
-    assert further_values(Interval(0.8, 1.0, 1.2), 10, 0.05) == 150  # 4 times too wide: 16 times as many
+    assert (
+        further_values(Interval(0.8, 1.0, 1.2), 10, 0.05) == 150
+    )  # 4 times too wide: 16 times as many
     assert further_values(Interval(0.96, 1.0, 1.04), 10, 0.05) == 0
     assert further_values(median_interval([1.0, 1.0]), 2, 0.05) == 4
 

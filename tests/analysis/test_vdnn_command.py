@@ -57,7 +57,9 @@ def test_averages_stand_beside_the_abstracts(rows: dict[tuple[str, str], Row]) -
 
 
 def test_losses_of_vgg16_stand_around_the_published(rows: dict[tuple[str, str], Row]) -> None:
-    conv, every = (rows[VGG16.title, f"vdnn_{policy}: throughput lost"] for policy in ("conv", "all"))
+    conv, every = (
+        rows[VGG16.title, f"vdnn_{policy}: throughput lost"] for policy in ("conv", "all")
+    )
     assert conv.published == every.published == 18.0
     assert conv.ours < 18.0 < every.ours
 
@@ -76,7 +78,9 @@ def test_the_table_says_its_metric_and_marks_what_is_recalled(studied: Studied) 
     totals = [line for line in shown.splitlines() if line.startswith("VGG-416")]
     assert len(totals) == 2 and all(line.endswith("paper, recalled") for line in totals)
     assert shown.count("recalled") == 2
-    assert len({line.rindex("paper") for line in shown.splitlines() if line.endswith(" paper")}) == 1  # in columns
+    assert (
+        len({line.rindex("paper") for line in shown.splitlines() if line.endswith(" paper")}) == 1
+    )  # in columns
 
 
 def test_json_is_one_object_with_the_memory_over_time(capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,12 +90,22 @@ def test_json_is_one_object_with_the_memory_over_time(capsys: pytest.CaptureFixt
     answer = json.loads(out)
     assert answer["schema"] == "gems.vdnn/1" and answer["source"] == "simulated"
     assert answer["machine"]["name"] == "titan_x" and "vDNN manages" in answer["metric"]
-    assert {(row["network"], row["unit"]) for row in answer["rows"]} >= {("VGG-416", "GB"), ("AlexNet", "%")}
-    vgg = next(each for each in answer["networks"] if (each["network"], each["num_images"]) == ("VGG-16", 256))
+    assert {(row["network"], row["unit"]) for row in answer["rows"]} >= {
+        ("VGG-416", "GB"),
+        ("AlexNet", "%"),
+    }
+    vgg = next(
+        each
+        for each in answer["networks"]
+        if (each["network"], each["num_images"]) == ("VGG-16", 256)
+    )
     assert list(vgg["policies"]) == [f"vdnn_{policy}" for policy in Policy]
     for step in vgg["policies"].values():
         assert sum(step["seconds"]) == pytest.approx(step["step_s"])
-        held = sum(seconds * held for seconds, held in zip(step["seconds"], step["device_bytes"], strict=True))
+        held = sum(
+            seconds * held
+            for seconds, held in zip(step["seconds"], step["device_bytes"], strict=True)
+        )
         assert held / step["step_s"] == pytest.approx(step["average_bytes"])
 
 

@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 from analysis.papers.vdnn_network import Call, CallKind, Device, Network, Window, network_of
-from analysis.papers.vdnn_study import Moment, Policy, fastest, offloads, play, study, workspace_bytes
+from analysis.papers.vdnn_study import (
+    Moment,
+    Policy,
+    fastest,
+    offloads,
+    play,
+    study,
+    workspace_bytes,
+)
 from gems.config.schema import DataConfig, ModelConfig
 from gems.errors import ConfigError
 from gems.memory.policies.vdnn import find_prefetch, prefetch_window
@@ -59,7 +67,10 @@ def vgg_map_floats(more: int) -> int:
     ],
 )
 def test_window_by_hand(kinds: str, offloaded: str, expected: tuple[int | None, ...]) -> None:
-    assert prefetch_window([kind == "c" for kind in kinds], [mark == "1" for mark in offloaded]) == expected
+    assert (
+        prefetch_window([kind == "c" for kind in kinds], [mark == "1" for mark in offloaded])
+        == expected
+    )
 
 
 def test_a_convolution_on_its_way_ends_the_search() -> None:
@@ -69,7 +80,8 @@ def test_a_convolution_on_its_way_ends_the_search() -> None:
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), max_size=12))
 def test_every_input_but_the_last_comes_once_and_in_time(marks: list[tuple[bool, bool]]) -> None:
-    is_conv, leaves = [mark[0] for mark in marks], [mark[1] for mark in marks]
+    is_conv = [mark[0] for mark in marks]
+    leaves = [mark[1] for mark in marks]
     window = prefetch_window(is_conv, leaves)
     came = {found: layer for layer, found in enumerate(window) if found is not None}
     assert len(came) == sum(found is not None for found in window)
@@ -88,7 +100,9 @@ def test_vgg_maps_are_those_of_the_closed_form(depth: int, more: int) -> None:
 
 def test_vgg16_of_256_images_needs_the_published_bytes() -> None:
     vgg = network("vgg", 256)
-    assert sum(vgg.buffer_bytes) / GIB == pytest.approx(14.53, abs=0.01)  # with the classifier's features
+    assert sum(vgg.buffer_bytes) / GIB == pytest.approx(
+        14.53, abs=0.01
+    )  # with the classifier's features
     assert vgg.gradient_bytes == 2 * 4 * 256 * 64 * 224**2
     assert vgg.param_bytes == 4 * 138_357_544
     found = study(vgg, TITAN_X)
@@ -99,7 +113,9 @@ def test_vgg16_of_256_images_needs_the_published_bytes() -> None:
     assert found.steps[Policy.CONV].offloaded_bytes == vgg.map_bytes - last_bytes - into_pools
     assert found.steps[Policy.ALL].offloaded_bytes / GIB == pytest.approx(14.5, abs=0.05)
     assert found.steps[Policy.CONV].offloaded_bytes / GIB == pytest.approx(8.7, abs=0.05)
-    assert (found.maps_bytes + found.gradients_bytes) / found.total_bytes == pytest.approx(0.952, abs=0.001)
+    assert (found.maps_bytes + found.gradients_bytes) / found.total_bytes == pytest.approx(
+        0.952, abs=0.001
+    )
     assert found.feature_share == pytest.approx(0.96, abs=0.01)
 
 
@@ -120,10 +136,17 @@ def test_calls_are_those_that_torch_runs(name: str) -> None:
     layers = layers_of(model, DataConfig(height_px=side, width_px=side, num_classes=10))
     made = nn.Sequential(*build_layers(layers, 0, len(layers), seed=0, device="meta"))
     seen: list[tuple[str, int]] = []
-    kinds = {nn.Conv2d: "conv", nn.MaxPool2d: "pool", nn.LocalResponseNorm: "norm", nn.Linear: "linear"}
+    kinds = {
+        nn.Conv2d: "conv",
+        nn.MaxPool2d: "pool",
+        nn.LocalResponseNorm: "norm",
+        nn.Linear: "linear",
+    }
     for module in made.modules():
         if type(module) in kinds:
-            module.register_forward_hook(lambda each, _, out: seen.append((kinds[type(each)], out.numel())))
+            module.register_forward_hook(
+                lambda each, _, out: seen.append((kinds[type(each)], out.numel()))
+            )
     with torch.no_grad():
         made(torch.zeros(2, 3, side, side, device="meta"))
     network = network_of(layers, (3, side, side), 2)
@@ -140,21 +163,27 @@ def test_calls_are_those_that_torch_runs(name: str) -> None:
 def test_branches_read_one_map_and_write_into_one() -> None:
     calls = [call for call in network("googlenet").calls if call.name.startswith("inception3a")]
     given = calls[0].reads
-    assert [call.name for call in calls if call.reads == given and call.kind is not CallKind.RELU] == [
-        "inception3a.1", "inception3a.2", "inception3a.3", "inception3a.4.pool",
-    ]  # fmt: skip
-    joined = [call for call in calls if call.writes == calls[0].writes and call.kind is CallKind.CONV]
+    assert [
+        call.name for call in calls if call.reads == given and call.kind is not CallKind.RELU
+    ] == ["inception3a.1", "inception3a.2", "inception3a.3", "inception3a.4.pool"]
+    joined = [
+        call for call in calls if call.writes == calls[0].writes and call.kind is CallKind.CONV
+    ]
     assert sum(call.window.channels for call in joined if call.window) == 256
     leaving = offloads(network("googlenet"), Policy.CONV)
     by_call = dict(zip((call.name for call in network("googlenet").calls), leaving, strict=True))
-    assert by_call["inception3a.4.pool"] and not by_call["inception3a.1"]  # the last reader takes it along
+    assert (
+        by_call["inception3a.4.pool"] and not by_call["inception3a.1"]
+    )  # the last reader takes it along
 
 
 def test_another_kind_of_network_is_refused() -> None:
     with pytest.raises(ConfigError, match="chains of convolution"):
         network_of(layers_of(ModelConfig("resnet"), DataConfig()), (3, 32, 32), 1)
     with pytest.raises(ConfigError, match="without norm"):
-        network_of(layers_of(ModelConfig("vgg", depth=16, norm="batch"), DataConfig()), (3, 32, 32), 1)
+        network_of(
+            layers_of(ModelConfig("vgg", depth=16, norm="batch"), DataConfig()), (3, 32, 32), 1
+        )
 
 
 # workspace
@@ -166,7 +195,9 @@ def test_spectra_of_alexnets_second_convolution() -> None:
     assert spectra_bytes == 8 * 32 * 17 * (128 * 64 + 64 * 192 + 128 * 192)
     assert seconds < window.flops / TITAN_X.flops_per_s
     assert fastest(replace(window, stride=2), TITAN_X)[1] == 0
-    assert fastest(window, replace(TITAN_X, memory_bytes_per_s=1e9))[1] == 0  # spectra are too slow to write
+    assert (
+        fastest(window, replace(TITAN_X, memory_bytes_per_s=1e9))[1] == 0
+    )  # spectra are too slow to write
 
 
 def test_a_map_above_256_px_goes_by_tiles() -> None:
@@ -242,30 +273,48 @@ def test_averages_and_peak_are_of_the_moments() -> None:
     played = play(tiny(), Policy.ALL, ONE)
     assert played.peak_bytes == 26
     timed = [(10, 9), (6, 14), (8, 10), (1, 2), (8, 12), (6, 26), (8, 23), (10, 9)]
-    assert played.average_bytes == pytest.approx(sum(s * b for s, b in timed) / sum(s for s, _ in timed))
+    assert played.average_bytes == pytest.approx(
+        sum(s * b for s, b in timed) / sum(s for s, _ in timed)
+    )
     assert played.call_average_bytes == pytest.approx(sum(b for _, b in timed) / 8)
 
 
 @pytest.mark.parametrize("flops_per_s", [5.2e12, 5.25e12, 5.3e12])
 def test_losses_of_vgg16_bracket_the_published_18_percent(flops_per_s: float) -> None:
-    vgg, device = network("vgg", 256), replace(TITAN_X, flops_per_s=flops_per_s)
-    assert 0.02 < play(vgg, Policy.CONV, device).loss < 0.18 < play(vgg, Policy.ALL, device).loss < 0.21
+    vgg = network("vgg", 256)
+    device = replace(TITAN_X, flops_per_s=flops_per_s)
+    assert (
+        0.02
+        < play(vgg, Policy.CONV, device).loss
+        < 0.18
+        < play(vgg, Policy.ALL, device).loss
+        < 0.21
+    )
 
 
 @pytest.mark.parametrize("name", WIDTHS)
 def test_less_stays_and_more_is_lost_from_none_to_conv_to_all(name: str) -> None:
-    each = [play(network(name, 64), policy, TITAN_X) for policy in (Policy.NONE, Policy.CONV, Policy.ALL)]
+    each = [
+        play(network(name, 64), policy, TITAN_X)
+        for policy in (Policy.NONE, Policy.CONV, Policy.ALL)
+    ]
     for less, more in zip(each[1:], each[:-1], strict=True):
-        assert less.average_bytes < more.average_bytes and less.call_average_bytes < more.call_average_bytes
+        assert (
+            less.average_bytes < more.average_bytes
+            and less.call_average_bytes < more.call_average_bytes
+        )
         assert less.peak_bytes <= more.peak_bytes
         assert less.loss > more.loss or more.loss == pytest.approx(less.loss)
 
 
 @pytest.mark.parametrize("policy", [Policy.CONV, Policy.ALL])
 def test_a_faster_link_loses_less(policy: Policy) -> None:
-    vgg, losses = network("vgg", 64), []
+    vgg = network("vgg", 64)
+    losses = []
     for rate in (3e9, 12.8e9, 50e9, 1e15):
-        losses.append(play(vgg, policy, replace(TITAN_X, d2h_bytes_per_s=rate, h2d_bytes_per_s=rate)).loss)
+        losses.append(
+            play(vgg, policy, replace(TITAN_X, d2h_bytes_per_s=rate, h2d_bytes_per_s=rate)).loss
+        )
     assert losses == sorted(losses, reverse=True) and losses[0] > 0.1
     assert losses[-1] == pytest.approx(0.0, abs=1e-6)
 

@@ -68,7 +68,10 @@ def cut_stages(
     traces: Traces | None = None,
     min_positions: int = 1,
 ) -> list[StripStage]:
-    """Return the layers as stages, each of which takes what the one before gives; `traces` are made once."""
+    """Return the layers as stages, each of which takes what the one before gives.
+
+    `traces` are made once.
+    """
     traces = {} if traces is None else traces
     boundaries: Sequence[Boundary] = [Boundary(tuple(image.shape), image.dtype, ends)]
     cuts = [len(layers) * stage // num_stages for stage in range(num_stages + 1)]
@@ -84,8 +87,8 @@ def cut_stages(
 def error(layers: Layers, image: Tensor, cases: Sequence[Case], draws: Any = None) -> float:
     """Return the largest relative error of outputs and of gradients of image and parameters.
 
-    Each case has the ends of strips, a number of stages and perhaps the least positions of a strip. Shapes of outputs
-    and of what is kept are compared with those that were planned.
+    Each case has the ends of strips, a number of stages and perhaps the least positions of a strip.
+    Shapes of outputs and of what is kept are compared with those that were planned.
     """
     parameters = [parameter for _, module in layers for parameter in module.parameters()]
     leaf = image.clone().requires_grad_()
@@ -102,14 +105,21 @@ def error(layers: Layers, image: Tensor, cases: Sequence[Case], draws: Any = Non
         outputs, found = run_strips(stages, image, ends, given, draws)
         errors += [relative(output, whole) for output, whole in zip(outputs, wanted, strict=True)]
         errors.append(relative(found, leaf.grad))
-        errors += [relative(parameter.grad, whole) for parameter, whole in zip(parameters, expected, strict=True)]
+        errors += [
+            relative(parameter.grad, whole)
+            for parameter, whole in zip(parameters, expected, strict=True)
+        ]
     for parameter in parameters:
         parameter.grad = None
     return max(errors)
 
 
 def run_strips(
-    stages: Sequence[StripStage], image: Tensor, ends: Sequence[int], given: Sequence[Tensor], draws: Any = None
+    stages: Sequence[StripStage],
+    image: Tensor,
+    ends: Sequence[int],
+    given: Sequence[Tensor],
+    draws: Any = None,
 ) -> tuple[list[Tensor], Tensor]:
     """Return the outputs and the image's gradient of strips that run through stages, with copies between them."""
     samples = [StripSample(stage, draws) for stage in stages]
@@ -118,29 +128,40 @@ def run_strips(
         values: tuple[Tensor | None, ...] = (image[:, :, slice(*rows)].clone(),)
         for stage, sample in zip(stages, samples, strict=True):
             values = sample.forward([None if value is None else value.clone() for value in values])
-            assert [(tuple(kept.shape), kept.dtype) for kept in sample.carried] == list(stage.carries(strip))
+            assert [(tuple(kept.shape), kept.dtype) for kept in sample.carried] == list(
+                stage.carries(strip)
+            )
             for boundary, value in zip(stage.outputs, values, strict=True):
                 if value is not None:
-                    assert (tuple(value.shape), value.dtype) == (boundary.strip_shape(strip), boundary.dtype)
+                    assert (tuple(value.shape), value.dtype) == (
+                        boundary.strip_shape(strip),
+                        boundary.dtype,
+                    )
         made.append(values)
     outputs = stages[-1].outputs
     joined = [
-        made[-1][place] if boundary.ends is None else torch.cat([each[place] for each in made], boundary.dim)  # type: ignore[misc]
+        made[-1][place]
+        if boundary.ends is None
+        else torch.cat([each[place] for each in made], boundary.dim)  # type: ignore[misc]
         for place, boundary in enumerate(outputs)
     ]
     gradients = []
     for strip in reversed(range(len(ends))):
         back: Sequence[Tensor | None] = [
-            (whole if strip == len(ends) - 1 else None)
-            if boundary.ends is None
-            else whole.narrow(boundary.dim, *_first_and_count(boundary.ends, strip))
+            (
+                (whole if strip == len(ends) - 1 else None)
+                if boundary.ends is None
+                else whole.narrow(boundary.dim, *_first_and_count(boundary.ends, strip))
+            )
             for boundary, whole in zip(outputs, given, strict=True)
         ]
         for sample in reversed(samples):
             back = sample.backward(back)
         first, count = _first_and_count(ends, strip)
         (gradient,) = back
-        gradients.append(torch.zeros_like(image[:, :, first : first + count]) if gradient is None else gradient)
+        gradients.append(
+            torch.zeros_like(image[:, :, first : first + count]) if gradient is None else gradient
+        )
     return joined, torch.cat(gradients[::-1], 2)  # type: ignore[arg-type]
 
 

@@ -35,22 +35,38 @@ class Scaled(nn.Module):
 
 @pytest.mark.timeout(120)
 def test_layers_that_draw_stay_and_the_others_are_compiled() -> None:
-    layers = [Scaled(), nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), Noise(), nn.Linear(4, 4), nn.BatchNorm1d(4)]
+    layers = [
+        Scaled(),
+        nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)),
+        Noise(),
+        nn.Linear(4, 4),
+        nn.BatchNorm1d(4),
+    ]
     draws = RandomDraws(0)
     for number, layer in enumerate(layers):
         draws.watch(f"layer{number}", layer.train())
-    before, state = torch.full((3, 4), -1.0), torch.get_rng_state()
+    before = torch.full((3, 4), -1.0)
+    state = torch.get_rng_state()
     given = before.clone()
-    assert compile_layers(layers, [given], draws.is_drawing, backend="eager") == [layers[1], layers[2]]
+    assert compile_layers(layers, [given], draws.is_drawing, backend="eager") == [
+        layers[1],
+        layers[2],
+    ]
     assert ["forward" in vars(layer) for layer in layers] == [True, False, False, True, True]
     assert torch.equal(given, before), "the first layer works in place"
-    assert layers[0].calls == 0 and layers[4].num_batches_tracked == 0 and torch.equal(torch.get_rng_state(), state)
+    assert (
+        layers[0].calls == 0
+        and layers[4].num_batches_tracked == 0
+        and torch.equal(torch.get_rng_state(), state)
+    )
     assert not any("forward" in name for layer in layers for name in layer.state_dict())
     draws.at(0, 0)
     first = layers[2](layers[1](layers[0](given.clone())))
     assert layers[0].calls == 1
     draws.at(0, 0)
-    assert torch.equal(layers[2](layers[1](layers[0](given.clone()))), first), "the streams of modules are as ever"
+    assert torch.equal(layers[2](layers[1](layers[0](given.clone()))), first), (
+        "the streams of modules are as ever"
+    )
 
 
 def test_a_layer_may_be_compiled_for_as_many_shapes_as_there_are_layers() -> None:
@@ -61,7 +77,10 @@ def test_a_layer_may_be_compiled_for_as_many_shapes_as_there_are_layers() -> Non
 
 def test_a_machine_that_cannot_compile_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(ConfigError, match=r"train.compile=true: needs a C\+\+ compiler, and no-such-compiler is not"):
+    with pytest.raises(
+        ConfigError,
+        match=r"train.compile=true: needs a C\+\+ compiler, and no-such-compiler is not",
+    ):
         check_compiler(torch.device("cpu"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"train.compile=true: needs the package triton on a GPU"):

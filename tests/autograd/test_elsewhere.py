@@ -29,7 +29,9 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": lambda x: functional.gelu(x),
     "loss": lambda x: functional.mse_loss(x, x),
     "promotion": lambda x: torch.addcmul(x, x.float(), x),
-    "made of several": lambda x: functional.cosine_similarity(x, x.flip(1)) + functional.normalize(x).sum(1),
+    "made of several": (
+        lambda x: functional.cosine_similarity(x, x.flip(1)) + functional.normalize(x).sum(1)
+    ),
 }
 
 
@@ -63,7 +65,8 @@ def image() -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_results_have_the_types_that_they_have_there(name: str, dtype: torch.dtype) -> None:
-    function, elsewhere = FUNCTIONS[name], cuda_elsewhere()
+    function = FUNCTIONS[name]
+    elsewhere = cuda_elsewhere()
     with FakeTensorMode():
         with torch.no_grad(), Autocast("cuda", torch.bfloat16):
             wanted = function(torch.empty(2, 4, 8, dtype=dtype, device="cuda")).dtype
@@ -82,10 +85,14 @@ def test_results_have_the_types_that_they_have_there(name: str, dtype: torch.dty
         ("gelu", [LOW], [LOW]),
     ],
 )
-def test_what_is_kept_is_what_is_kept_there(name: str, here: list[torch.dtype], there: list[torch.dtype]) -> None:
+def test_what_is_kept_is_what_is_kept_there(
+    name: str, here: list[torch.dtype], there: list[torch.dtype]
+) -> None:
     for elsewhere, wanted in ((None, here), (cuda_elsewhere(), there)):
         with FakeTensorMode():
-            assert dtypes_saved(compute_in(Apply(FUNCTIONS[name]), BF16, elsewhere), image()) == wanted
+            assert (
+                dtypes_saved(compute_in(Apply(FUNCTIONS[name]), BF16, elsewhere), image()) == wanted
+            )
 
 
 def test_a_weight_is_cast_once_in_a_forward() -> None:

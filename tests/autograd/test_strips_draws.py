@@ -20,7 +20,9 @@ def drawing(*modules: nn.Module) -> list[tuple[str, nn.Module]]:
     return [("a", nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), *modules).to(DTYPE).train())]
 
 
-def played(layers: list[tuple[str, nn.Module]], ends: tuple[int, ...], seed: int = 7) -> tuple[Tensor, Tensor]:
+def played(
+    layers: list[tuple[str, nn.Module]], ends: tuple[int, ...], seed: int = 7
+) -> tuple[Tensor, Tensor]:
     torch.manual_seed(0)
     image = torch.randn(2, 3, HEIGHT, 5, dtype=DTYPE)
     draws = RandomDraws(seed)
@@ -35,9 +37,12 @@ def test_the_rows_of_dropout_do_not_depend_on_the_strips() -> None:
     layers = drawing(nn.Dropout(0.4), nn.Conv2d(4, 4, 3, padding=1), nn.Dropout(0.4))
     whole = played(layers, (HEIGHT,))
     for ends in ((3, 7, HEIGHT), tuple(range(1, HEIGHT + 1))):
-        assert all(relative(one, other) <= 1e-12 for one, other in zip(played(layers, ends), whole, strict=True))
+        assert all(
+            relative(one, other) <= 1e-12
+            for one, other in zip(played(layers, ends), whole, strict=True)
+        )
     assert relative(played(layers, (HEIGHT,), seed=8)[0], whole[0]) > 0.1
-    (output,) = (played(drawing(nn.Dropout(0.4)), (5, HEIGHT))[0],)
+    output = played(drawing(nn.Dropout(0.4)), (5, HEIGHT))[0]
     assert 0.3 < float((output == 0).double().mean()) < 0.5
 
 
@@ -55,7 +60,9 @@ def stochastic_depth(self: nn.Module, x: Tensor) -> Tensor:
     ],
     ids=["channels", "stochastic_depth", "head"],
 )
-def test_what_is_drawn_once_an_image_is_drawn_as_without_strips(module: Callable[[], nn.Module]) -> None:
+def test_what_is_drawn_once_an_image_is_drawn_as_without_strips(
+    module: Callable[[], nn.Module],
+) -> None:
     layers = drawing(module())
     torch.manual_seed(0)
     image = torch.randn(2, 3, HEIGHT, 5, dtype=DTYPE)
@@ -74,10 +81,15 @@ def test_layers_draw_apart() -> None:
     image = torch.randn(2, 3, HEIGHT, 5, dtype=DTYPE)
     draws = RandomDraws(7, has_paths=True)
     draws.at(3, 5)
-    seeds = {zlib.crc32(name.encode()): zlib.crc32(draws.name_of(name, "").encode()) for name, _ in layers}
+    seeds = {
+        zlib.crc32(name.encode()): zlib.crc32(draws.name_of(name, "").encode())
+        for name, _ in layers
+    }
     given = [torch.ones(image.shape, dtype=DTYPE)]
     stages = cut_stages(layers, image, (6, HEIGHT))
-    (output,), _ = run_strips(stages, image, (6, HEIGHT), given, lambda name: draws.seed_of(seeds[name]))
+    (output,), _ = run_strips(
+        stages, image, (6, HEIGHT), given, lambda name: draws.seed_of(seeds[name])
+    )
     for name, layer in layers:
         draws.watch(name, layer)
     (whole,) = run_whole(layers, image)

@@ -1,4 +1,7 @@
-"""Each kind of layer in strips equals itself on the whole image: outputs, input gradients, parameter gradients."""
+"""Each kind of layer in strips equals itself on the whole image.
+
+Outputs, input gradients, parameter gradients.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ from torch.nn import functional
 
 from tests.autograd.strips_rig import DTYPE, TOLERANCE, Function, error, freeze
 
-CHANNELS, WIDTH = 4, 7
+CHANNELS = 4
+WIDTH = 7
 
 
 def fits(layer: nn.Module, height: int) -> bool:
@@ -25,7 +29,9 @@ def fits(layer: nn.Module, height: int) -> bool:
         return False
 
 
-quick = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+quick = settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.filter_too_much]
+)
 
 
 @st.composite
@@ -47,20 +53,37 @@ def check(layer: Callable[..., Any], ends: tuple[int, ...], is_branched: bool = 
     if is_branched:
         module = Function(
             lambda self, x: (self.layer(x), torch.cat([self.tall(x) + x, torch.sigmoid(x)], 1)),
-            layer=module, tall=nn.Conv2d(CHANNELS, CHANNELS, (5, 1), padding=(2, 0)).to(DTYPE),
-        )  # fmt: skip
+            layer=module,
+            tall=nn.Conv2d(CHANNELS, CHANNELS, (5, 1), padding=(2, 0)).to(DTYPE),
+        )
     assert error([("before", before), ("layer", module)], image, [(ends, 1)]) <= TOLERANCE
 
 
 @quick
 @given(
-    strips(), st.integers(1, 5), st.integers(1, 4), st.integers(0, 6), st.integers(1, 3), st.sampled_from([1, 2]),
+    strips(),
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.integers(0, 6),
+    st.integers(1, 3),
+    st.sampled_from([1, 2]),
     st.booleans(),
-)  # fmt: skip
+)
 def test_convolution(
-    ends: tuple[int, ...], kernel: int, stride: int, padding: int, dilation: int, groups: int, is_branched: bool
+    ends: tuple[int, ...],
+    kernel: int,
+    stride: int,
+    padding: int,
+    dilation: int,
+    groups: int,
+    is_branched: bool,
 ) -> None:
-    options = {"stride": (stride, 2), "padding": (padding, 1), "dilation": (dilation, 1), "groups": groups}
+    options = {
+        "stride": (stride, 2),
+        "padding": (padding, 1),
+        "dilation": (dilation, 1),
+        "groups": groups,
+    }
     layer = nn.Conv2d(CHANNELS, CHANNELS, (kernel, 3), **options)
     assume(fits(layer, ends[-1]))
     check(layer, ends, is_branched)
@@ -68,28 +91,55 @@ def test_convolution(
 
 @quick
 @given(
-    strips(), st.integers(1, 5), st.integers(1, 4), st.integers(0, 4), st.integers(1, 3), st.integers(0, 2),
+    strips(),
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.integers(0, 4),
+    st.integers(1, 3),
+    st.integers(0, 2),
     st.booleans(),
-)  # fmt: skip
+)
 def test_transposed_convolution(
-    ends: tuple[int, ...], kernel: int, stride: int, padding: int, dilation: int, more: int, is_branched: bool
+    ends: tuple[int, ...],
+    kernel: int,
+    stride: int,
+    padding: int,
+    dilation: int,
+    more: int,
+    is_branched: bool,
 ) -> None:
     options = {"stride": (stride, 2), "padding": (padding, 1), "dilation": (dilation, 1)}
     more = min(more, max(stride, dilation) - 1)
-    layer = nn.ConvTranspose2d(CHANNELS, CHANNELS, (kernel, 3), output_padding=(more, 0), groups=2, **options)
+    layer = nn.ConvTranspose2d(
+        CHANNELS, CHANNELS, (kernel, 3), output_padding=(more, 0), groups=2, **options
+    )
     assume(fits(layer, ends[-1]))
     check(layer, ends, is_branched)
 
 
 @quick
 @given(
-    strips(), st.integers(1, 5), st.integers(1, 4), st.integers(0, 2), st.integers(1, 2), st.booleans(), st.booleans()
+    strips(),
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.integers(0, 2),
+    st.integers(1, 2),
+    st.booleans(),
+    st.booleans(),
 )
 def test_max_pooling(
-    ends: tuple[int, ...], kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool, is_branched: bool
+    ends: tuple[int, ...],
+    kernel: int,
+    stride: int,
+    padding: int,
+    dilation: int,
+    ceil_mode: bool,
+    is_branched: bool,
 ) -> None:
     assume(padding <= kernel // 2)
-    assume(dilation <= ends[-1])  # torch's own backward writes anywhere if a window steps over the whole map
+    assume(
+        dilation <= ends[-1]
+    )  # torch's own backward writes anywhere if a window steps over the whole map
     pool = nn.MaxPool2d((kernel, 3), (stride, 2), (padding, 1), (dilation, 1), ceil_mode=ceil_mode)
     assume(fits(pool, ends[-1]))
     check(pool, ends, is_branched)
@@ -97,9 +147,14 @@ def test_max_pooling(
 
 @quick
 @given(
-    strips(), st.integers(1, 5), st.integers(1, 4), st.integers(0, 2), st.booleans(), st.booleans(),
+    strips(),
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.integers(0, 2),
+    st.booleans(),
+    st.booleans(),
     st.sampled_from([None, None, 5]),
-)  # fmt: skip
+)
 def test_average_pooling(
     ends: tuple[int, ...],
     kernel: int,
@@ -116,11 +171,17 @@ def test_average_pooling(
 
 
 class StandardisedConv(nn.Conv2d):
-    """Weight standardisation (Qiao et al. 2019): what the weights are made into depends on no input."""
+    """Weight standardisation (Qiao et al. 2019).
+
+    What the weights are made into depends on no input.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
-        mean, var = self.weight.mean((1, 2, 3), keepdim=True), self.weight.var((1, 2, 3), keepdim=True)
-        return functional.conv2d(x, (self.weight - mean) / (var + 1e-5).sqrt(), self.bias, padding=1)
+        mean = self.weight.mean((1, 2, 3), keepdim=True)
+        var = self.weight.var((1, 2, 3), keepdim=True)
+        return functional.conv2d(
+            x, (self.weight - mean) / (var + 1e-5).sqrt(), self.bias, padding=1
+        )
 
 
 class ChannelNorm(nn.Module):
@@ -181,7 +242,10 @@ LAYERS: dict[str, Callable[..., Any]] = {
     "frozen_batch_norm": freeze(nn.BatchNorm2d(CHANNELS)),
     "channel_norm": ChannelNorm(),
     "layer_norm": nn.Sequential(
-        Function(lambda self, x: x.permute(0, 2, 3, 1)), nn.LayerNorm(CHANNELS), nn.Linear(CHANNELS, 3), nn.GELU(),
+        Function(lambda self, x: x.permute(0, 2, 3, 1)),
+        nn.LayerNorm(CHANNELS),
+        nn.Linear(CHANNELS, 3),
+        nn.GELU(),
         Function(lambda self, x: x.permute(0, 3, 1, 2)),
     ),
     "nearest": nn.Upsample(scale_factor=(2, 1.5)),
@@ -190,12 +254,16 @@ LAYERS: dict[str, Callable[..., Any]] = {
     "bilinear": nn.Upsample(scale_factor=2, mode="bilinear"),
     "bilinear_by_size": nn.Upsample(size=(40, 9), mode="bilinear", align_corners=True),
     "adaptive": nn.AdaptiveAvgPool2d((5, 2)),
-    "adaptive_and_conv": nn.Sequential(nn.AdaptiveAvgPool2d(6), nn.Conv2d(CHANNELS, 3, 3, padding=1), nn.Flatten()),
+    "adaptive_and_conv": nn.Sequential(
+        nn.AdaptiveAvgPool2d(6), nn.Conv2d(CHANNELS, 3, 3, padding=1), nn.Flatten()
+    ),
     "global_mean": Function(lambda self, x: x.mean((2, 3))),
     "global_mean_kept": Function(lambda self, x: x.mean((2, 3), keepdim=True) * 2),
     "global_sum": Function(lambda self, x: x.sum((-2, -1)).log_softmax(1)),
     "mean_of_columns": Function(lambda self, x: x.mean(2)),
-    "head": nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(CHANNELS, 3), nn.ReLU(inplace=True)),
+    "head": nn.Sequential(
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(CHANNELS, 3), nn.ReLU(inplace=True)
+    ),
     "flattened": nn.Sequential(nn.Flatten(), nn.Linear(CHANNELS * HEIGHT * WIDTH, 3)),
     "dense_head": nn.Sequential(nn.Conv2d(CHANNELS, 3, 1), nn.LogSoftmax(1)),
     "shuffled_channels": Function(shuffle_channels),
@@ -210,7 +278,7 @@ LAYERS: dict[str, Callable[..., Any]] = {
     "pixel_shuffle": nn.PixelShuffle(2),
     "product": Function(lambda self, x: functional.avg_pool2d(x, 5, 1, 2) * x),
     "difference": Function(lambda self, x: x - functional.avg_pool2d(x, 3, 1, 1)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -224,8 +292,11 @@ def test_a_square_map_is_not_mixed_up() -> None:
     torch.manual_seed(0)
     turn = Function(lambda self, x: x.permute(0, 3, 2, 1))
     norm = nn.Sequential(
-        turn, nn.LayerNorm(8), turn,
-        Function(lambda self, x: x * self.module.weight.view(-1, 1, 1), module=nn.PReLU(8)), freeze(nn.BatchNorm2d(8)),
-    )  # fmt: skip
+        turn,
+        nn.LayerNorm(8),
+        turn,
+        Function(lambda self, x: x * self.module.weight.view(-1, 1, 1), module=nn.PReLU(8)),
+        freeze(nn.BatchNorm2d(8)),
+    )
     layers = [("a", nn.Conv2d(8, 8, 3, padding=1).to(DTYPE)), ("b", norm.to(DTYPE))]
     assert error(layers, torch.randn(8, 8, 8, 8, dtype=DTYPE), [((3, 4, 8), 1)]) <= TOLERANCE

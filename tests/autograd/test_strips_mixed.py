@@ -16,7 +16,15 @@ from gems.autograd.split_backward.deferred import DeferredGradients
 from gems.autograd.strips.sample import StripSample
 from gems.models.mixed import Precision, compute_in, low_copies
 from gems.models.streaming.rules import even_ends
-from tests.autograd.strips_rig import Function, Layers, cut_stages, relative, run_strips, run_whole, spans
+from tests.autograd.strips_rig import (
+    Function,
+    Layers,
+    cut_stages,
+    relative,
+    run_strips,
+    run_whole,
+    spans,
+)
 from tests.autograd.test_strips_networks import NETWORKS
 
 LOW = torch.bfloat16
@@ -40,12 +48,16 @@ def taken(layers: Layers) -> list[Tensor]:
     return found
 
 
-def of_whole(layers: Layers, image: Tensor, given: Sequence[Tensor] | None = None) -> tuple[list[Tensor], list[Tensor]]:
+def of_whole(
+    layers: Layers, image: Tensor, given: Sequence[Tensor] | None = None
+) -> tuple[list[Tensor], list[Tensor]]:
     """Return outputs and the gradients of image and parameters, and the gradients that outputs are given."""
     leaf = image.clone().requires_grad_()
     outputs = run_whole(layers, leaf)
     given = [torch.randn_like(output) for output in outputs] if given is None else given
-    torch.autograd.backward(outputs, [each.to(output.dtype) for each, output in zip(given, outputs, strict=True)])
+    torch.autograd.backward(
+        outputs, [each.to(output.dtype) for each, output in zip(given, outputs, strict=True)]
+    )
     assert leaf.grad is not None
     return [*(output.detach() for output in outputs), leaf.grad, *taken(layers)], list(given)
 
@@ -70,7 +82,9 @@ class Casting(nn.Module):
         self.norm = nn.LayerNorm(32)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = functional.conv2d(x, self.weight, padding=1) + functional.conv2d(x, self.weight.flip(3), padding=1)
+        x = functional.conv2d(x, self.weight, padding=1) + functional.conv2d(
+            x, self.weight.flip(3), padding=1
+        )
         wide = self.scale * x
         low = self.conv(wide)
         low += wide
@@ -85,18 +99,23 @@ WIDTHS = {"amoebanet": 32}  # of maps of one column oneDNN's convolutions of bfl
 def made(name: str) -> tuple[Layers, Tensor]:
     torch.manual_seed(0)
     if name == "casting":
-        head = nn.Sequential(nn.Conv2d(8, 4, 3, 2, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
+        head = nn.Sequential(
+            nn.Conv2d(8, 4, 3, 2, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)
+        )
         return [("a", Casting()), ("b", head)], torch.randn(2, 3, 21, 32)
     make, height, width = NETWORKS[name]
     image = torch.randn(1, 3, height, WIDTHS.get(name, width))
     return make(image.double()), image
 
 
-@pytest.mark.parametrize("name", ["vgg16", "resnet11_v2", "nf_resnet18", "unet", "convnext", "own", "casting"])
+@pytest.mark.parametrize(
+    "name", ["vgg16", "resnet11_v2", "nf_resnet18", "unet", "convnext", "own", "casting"]
+)
 @pytest.mark.parametrize("precision", ["bf16_mixed", "fp16_mixed"])
 def test_one_strip_has_the_bits_of_the_whole_image(name: str, precision: str) -> None:
     layers, image = made(name)
-    layers, image = mixed(layers, precision), image.to(Precision.of(precision).compute)
+    layers = mixed(layers, precision)
+    image = image.to(Precision.of(precision).compute)
     wanted, given = of_whole(layers, image)
     found = of_strips(layers, image, given, (image.shape[2],), 1)
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
@@ -105,7 +124,10 @@ def test_one_strip_has_the_bits_of_the_whole_image(name: str, precision: str) ->
 
 @pytest.mark.parametrize("name", ["resnet50", "googlenet", "unet", "convnext", "own"])
 def test_strips_have_the_bits_of_the_whole_image_forward(name: str) -> None:
-    """Convolutions, activations, norms over channels and frozen ones, poolings to the maximum: no sum over rows."""
+    """Convolutions, activations, norms over channels and frozen ones, poolings to the maximum.
+
+    No sum over rows.
+    """
     layers, image = made(name)
     layers = mixed(layers if name == "own" else layers[:-1])
     image = image.to(LOW)
@@ -120,11 +142,17 @@ def test_strips_have_the_bits_of_the_whole_image_forward(name: str) -> None:
             assert torch.equal(torch.cat([each[place] for each in outputs], 2), whole)  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("name", [*(name for name in NETWORKS if name not in ("inception_v3", "resnet50")), "casting"])
+@pytest.mark.parametrize(
+    "name", [*(name for name in NETWORKS if name not in ("inception_v3", "resnet50")), "casting"]
+)
 def test_strips_are_as_near_to_float64_as_the_whole_image(name: str) -> None:
-    """The error of all outputs and gradients together; 16 bits round once more where two strips have read a row."""
+    """The error of all outputs and gradients together.
+
+    16 bits round once more where two strips have read a row.
+    """
     layers, image = made(name)
-    layers, image = [(label, module.double()) for label, module in layers], image.to(LOW)
+    layers = [(label, module.double()) for label, module in layers]
+    image = image.to(LOW)
     _, given = of_whole(layers, image.double())
     given = [each.to(LOW) for each in given]
     exact, _ = of_whole(layers, image.double(), given)
@@ -158,20 +186,29 @@ class Copies(TorchDispatchMode):
     num = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_copy = func is torch.ops.aten.copy_.default and args[0].dtype is LOW and args[1].dtype is torch.float32
+        is_copy = (
+            func is torch.ops.aten.copy_.default
+            and args[0].dtype is LOW
+            and args[1].dtype is torch.float32
+        )
         self.num += is_copy
         return func(*args, **(kwargs or {}))
 
 
 def test_weights_are_copied_once_a_step_and_gradients_arrive_in_float32() -> None:
-    """With weight gradients that wait, too: they are those that do not, but for the order of their sums."""
+    """With weight gradients that wait, too.
+
+    They are those that do not, but for the order of their sums.
+    """
     torch.manual_seed(0)
-    layers, image = mixed(made("resnet50")[0]), torch.randn(1, 3, 65, 32).to(LOW)
+    layers = mixed(made("resnet50")[0])
+    image = torch.randn(1, 3, 65, 32).to(LOW)
     wanted, given = of_whole(layers, image)
     ends = even_ends(65, 4)
     (stage,) = cut_stages(layers, image, ends)
     for step in range(2):
-        sample, deferred = StripSample(stage), [DeferredGradients() for _ in ends]
+        sample = StripSample(stage)
+        deferred = [DeferredGradients() for _ in ends]
         with Copies() as copies:
             for (first, last), waits in zip(spans(ends), deferred, strict=True):
                 sample.forward([image[:, :, first:last]], waits)
@@ -192,7 +229,8 @@ def test_weights_are_copied_once_a_step_and_gradients_arrive_in_float32() -> Non
 def test_an_embedding_of_rows_is_read_by_rows() -> None:
     layer = Function(lambda self, x: self.conv(x + self.bias), conv=nn.Conv2d(3, 4, 3, padding=1))
     layer.bias = nn.Parameter(torch.randn(3, 16, 1))
-    image, layers = torch.randn(1, 3, 16, 8).to(LOW), mixed([("a", layer)])
+    image = torch.randn(1, 3, 16, 8).to(LOW)
+    layers = mixed([("a", layer)])
     wanted, given = of_whole(layers, image)
     found = of_strips(layers, image, given, (3, 4, 16), 1)
     assert torch.equal(found[0], wanted[0])

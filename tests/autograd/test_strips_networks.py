@@ -18,7 +18,17 @@ from gems.config.schema import ModelConfig
 from gems.models.blocks.convnext import Block as ConvNeXtBlock
 from gems.models.imported import parts
 from gems.models.streaming.rules import even_ends
-from tests.autograd.strips_rig import DTYPE, TOLERANCE, Function, Layers, cut_stages, error, run_whole, spans, zoo
+from tests.autograd.strips_rig import (
+    DTYPE,
+    TOLERANCE,
+    Function,
+    Layers,
+    cut_stages,
+    error,
+    run_whole,
+    spans,
+    zoo,
+)
 
 COUNTS = (2, 3, 7, 16)
 
@@ -40,9 +50,12 @@ class OwnNet(nn.Module):
         super().__init__()
         self.stem = nn.Conv2d(3, width, 5, stride=2, padding=2)
         self.dilated = nn.ModuleList(
-            nn.Conv2d(width * (1 + step), width, 3, padding=2**step, dilation=2**step) for step in range(3)
+            nn.Conv2d(width * (1 + step), width, 3, padding=2**step, dilation=2**step)
+            for step in range(3)
         )
-        self.down = nn.Sequential(nn.Conv2d(4 * width, width, 3, 2, 1), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2))
+        self.down = nn.Sequential(
+            nn.Conv2d(4 * width, width, 3, 2, 1), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2)
+        )
         self.up = nn.ConvTranspose2d(width, width, 8, stride=4, padding=1, output_padding=1)
         self.mix = nn.Conv2d(5 * width, 3, 3, padding=1, groups=1)
 
@@ -57,7 +70,13 @@ class OwnNet(nn.Module):
 
 def own(image: Tensor) -> Layers:
     _, height, width = image.shape[1:]
-    request = {"target": f"{__name__}.OwnNet", "kwargs": {}, "path": None, "norm": "batch", "image": [3, height, width]}
+    request = {
+        "target": f"{__name__}.OwnNet",
+        "kwargs": {},
+        "path": None,
+        "norm": "batch",
+        "image": [3, height, width],
+    }
     _, layers = parts.whole_with_parts(json.dumps(request), 0, DTYPE, torch.device("cpu"))
     return [(f"part{number}", layer) for number, layer in enumerate(layers)]
 
@@ -69,27 +88,51 @@ NETWORKS: dict[str, tuple[Callable[[Tensor], Layers], int, int]] = {
     "googlenet": (lambda x: zoo(replace(SMALL, name="googlenet", width=8), *x.shape[2:]), 69, 32),
     "resnet8": (lambda x: zoo(replace(SMALL, name="resnet", depth=8), *x.shape[2:]), 34, 32),
     "resnet11_v2": (
-        lambda x: zoo(replace(SMALL, name="resnet", depth=11, version=2, norm="batch"), *x.shape[2:]), 34, 8,
+        lambda x: zoo(
+            replace(SMALL, name="resnet", depth=11, version=2, norm="batch"), *x.shape[2:]
+        ),
+        34,
+        8,
     ),
-    "resnet50": (lambda x: zoo(replace(SMALL, name="resnet_imagenet", depth=50, norm="batch"), *x.shape[2:]), 65, 32),
+    "resnet50": (
+        lambda x: zoo(replace(SMALL, name="resnet_imagenet", depth=50, norm="batch"), *x.shape[2:]),
+        65,
+        32,
+    ),
     "nf_resnet18": (
         lambda x: zoo(
-            ModelConfig(name="resnet_imagenet", depth=18, version=2, width=4, norm="normalizer_free"), *x.shape[2:]
-        ), 65, 32,
+            ModelConfig(
+                name="resnet_imagenet", depth=18, version=2, width=4, norm="normalizer_free"
+            ),
+            *x.shape[2:],
+        ),
+        65,
+        32,
     ),
     "unet": (lambda x: zoo(replace(SMALL, name="unet", depth=4), *x.shape[2:]), 45, 24),
     "inception_v3": (
-        lambda x: zoo(replace(SMALL, name="inception_v3", norm="batch", auxiliary=True), *x.shape[2:]), 99, 75,
+        lambda x: zoo(
+            replace(SMALL, name="inception_v3", norm="batch", auxiliary=True), *x.shape[2:]
+        ),
+        99,
+        75,
     ),
-    "amoebanet": (lambda x: zoo(ModelConfig(name="amoebanet", depth=3, width=8), *x.shape[2:]), 37, 16),
+    "amoebanet": (
+        lambda x: zoo(ModelConfig(name="amoebanet", depth=3, width=8), *x.shape[2:]),
+        37,
+        16,
+    ),
     "convnext": (convnext, 67, 32),
     "own": (own, 61, 24),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_strips_equal_the_whole_image(name: str) -> None:
-    """Four counts of strips, of which the height is no multiple, in one stage and in three; some layers wait."""
+    """Four counts of strips, of which the height is no multiple, in one stage and in three.
+
+    Some layers wait.
+    """
     torch.manual_seed(0)
     make, height, width = NETWORKS[name]
     image = torch.randn(1, 3, height, width, dtype=DTYPE)
@@ -113,14 +156,20 @@ def test_thin_layers_wait_for_more_strips() -> None:
     ends = even_ends(128, 8)
     for least, wanted in ((1, 1), (4, 4), (16, 8)):
         (stage,) = cut_stages(layers, image, ends, min_positions=least)
-        last = [(at_once, made) for name, at_once, made in stage.work() if name.startswith("stage4") and at_once > 1]
+        last = [
+            (at_once, made)
+            for name, at_once, made in stage.work()
+            if name.startswith("stage4") and at_once > 1
+        ]
         assert {at_once for at_once, _ in last} == ({wanted} if wanted > 1 else set())
         for at_once, made in last:
             assert all(not made[strip] for strip in range(7) if (strip + 1) % at_once)
             assert sum(made)
 
 
-@pytest.mark.parametrize(("name", "most"), [("resnet50", 1.12), ("vgg16", 1.12), ("convnext", 1.12)])
+@pytest.mark.parametrize(
+    ("name", "most"), [("resnet50", 1.12), ("vgg16", 1.12), ("convnext", 1.12)]
+)
 def test_what_is_saved_for_backward(name: str, most: float) -> None:
     """Of 16 strips of a high image, over what the whole image saves."""
     make, _, width = NETWORKS[name]
@@ -166,7 +215,8 @@ def test_weight_gradients_that_wait() -> None:
         parameter.grad = None
     ends = even_ends(33, 3)
     (stage,) = cut_stages(layers, image, ends)
-    sample, deferred = StripSample(stage), [DeferredGradients() for _ in ends]
+    sample = StripSample(stage)
+    deferred = [DeferredGradients() for _ in ends]
     for (first, last), waits in zip(spans(ends), deferred, strict=True):
         sample.forward([image[:, :, first:last]], waits)
     for strip in reversed(range(3)):

@@ -1,4 +1,7 @@
-"""Norms of training in strips: by strip as one process by the same rows, and running statistics that advance once."""
+"""Norms of training in strips.
+
+By strip as one process by the same rows, and running statistics that advance once.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,27 @@ from torch import nn
 from gems.autograd.strips.sample import StripSample
 from gems.errors import ConfigError
 from gems.models.blocks.parts import GhostBatchNorm2d
-from tests.autograd.strips_rig import DTYPE, TOLERANCE, Function, Layers, cut_stages, relative, run_strips, spans
+from tests.autograd.strips_rig import (
+    DTYPE,
+    TOLERANCE,
+    Function,
+    Layers,
+    cut_stages,
+    relative,
+    run_strips,
+    spans,
+)
 
-CHANNELS, WIDTH, SAMPLES = 4, 7, 2
+CHANNELS = 4
+WIDTH = 7
+SAMPLES = 2
 
 
 def ghost_layers() -> Layers:
     torch.manual_seed(0)
-    first = nn.Sequential(nn.Conv2d(CHANNELS, 6, 3, padding=1, bias=False), GhostBatchNorm2d(6), nn.ReLU())
+    first = nn.Sequential(
+        nn.Conv2d(CHANNELS, 6, 3, padding=1, bias=False), GhostBatchNorm2d(6), nn.ReLU()
+    )
     second = nn.Sequential(nn.Conv2d(6, 5, 3, 2, padding=1, bias=False), GhostBatchNorm2d(5))
     return [("first", first.to(DTYPE)), ("second", second.to(DTYPE))]
 
@@ -30,12 +46,17 @@ def statistics(layers: Layers) -> list[torch.Tensor]:
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.lists(st.integers(1, 7), min_size=1, max_size=6), st.sampled_from([1, 30, 60]), st.sampled_from([1, 2]))
+@given(
+    st.lists(st.integers(1, 7), min_size=1, max_size=6),
+    st.sampled_from([1, 30, 60]),
+    st.sampled_from([1, 2]),
+)
 def test_norms_by_strip_are_those_of_one_process_over_the_same_rows(
     rows: list[int], least: int, num_stages: int
 ) -> None:
     ends = tuple(sum(rows[: place + 1]) for place in range(len(rows)))
-    layers, whole = ghost_layers(), ghost_layers()
+    layers = ghost_layers()
+    whole = ghost_layers()
     image = torch.randn(SAMPLES, CHANNELS, ends[-1], WIDTH, dtype=DTYPE)
     stages = cut_stages(layers, image, ends, num_stages, min_positions=least)
     norm_ends = {name: each for stage in stages for name, each in stage.norm_ends.items()}
@@ -43,7 +64,9 @@ def test_norms_by_strip_are_those_of_one_process_over_the_same_rows(
     columns = {"first.1": WIDTH, "second.1": (WIDTH + 1) // 2}
     for name, module in whole:
         module[1].row_ends = norm_ends[f"{name}.1"]
-        thick = [end - begin for begin, end in pairwise((0, *norm_ends[f"{name}.1"])) if begin < end]
+        thick = [
+            end - begin for begin, end in pairwise((0, *norm_ends[f"{name}.1"])) if begin < end
+        ]
         at_least = least - (2 + 2) * SAMPLES * columns[f"{name}.1"]  # but for what the kernels lag
         assert all(each * SAMPLES * columns[f"{name}.1"] >= at_least for each in thick[:-1])
 
@@ -56,13 +79,18 @@ def test_norms_by_strip_are_those_of_one_process_over_the_same_rows(
     for (_, ours), (_, reference) in zip(layers, whole, strict=True):
         pairs = zip(ours.parameters(), reference.parameters(), strict=True)
         errors += [relative(one.grad, other.grad) for one, other in pairs if one.grad is not None]
-    errors += [relative(one, other) for one, other in zip(statistics(layers), statistics(whole), strict=True)]
+    errors += [
+        relative(one, other)
+        for one, other in zip(statistics(layers), statistics(whole), strict=True)
+    ]
     assert max(errors) <= 100 * TOLERANCE  # a strip of few values divides by a small deviation
 
 
 def test_a_strip_that_runs_again_leaves_statistics_and_counters_alone() -> None:
     torch.manual_seed(0)
-    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(5, 4), nn.BatchNorm1d(4), nn.ReLU())
+    head = nn.Sequential(
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(5, 4), nn.BatchNorm1d(4), nn.ReLU()
+    )
     layers = [*ghost_layers(), ("head", head.to(DTYPE))]
     ends = (5, 9, 14)
     image = torch.randn(SAMPLES, CHANNELS, 14, WIDTH, dtype=DTYPE)
@@ -73,7 +101,8 @@ def test_a_strip_that_runs_again_leaves_statistics_and_counters_alone() -> None:
             for norm in module.modules():
                 if isinstance(norm, nn.modules.batchnorm._BatchNorm):
                     norm.reset_running_stats()
-        sample, carried = StripSample(stage, None), []
+        sample = StripSample(stage, None)
+        carried = []
         parts = [image[:, :, slice(*each)].clone() for each in spans(ends)]
         for part in parts:
             carried.append(sample.carried)
@@ -83,10 +112,13 @@ def test_a_strip_that_runs_again_leaves_statistics_and_counters_alone() -> None:
             if is_run_again:
                 sample.run_again(strip, [parts[strip]], carried[strip])
             sample.backward([torch.ones_like(outputs[0]) if strip == 2 else None])
-        assert all(torch.equal(one, other) for one, other in zip(after, statistics(layers), strict=True))
+        assert all(
+            torch.equal(one, other) for one, other in zip(after, statistics(layers), strict=True)
+        )
         return after
 
-    kept, again = train(False), train(True)
+    kept = train(False)
+    again = train(True)
     assert all(torch.equal(one, other) for one, other in zip(kept, again, strict=True))
     assert int(head[3].num_batches_tracked) == 1
 
@@ -106,5 +138,8 @@ def test_a_linear_map_over_rows_waits_for_as_many_strips_as_a_convolution() -> N
 
 def test_a_norm_of_a_single_value_in_a_strip_is_refused_with_its_name() -> None:
     image = torch.randn(1, CHANNELS, 4, 1, dtype=DTYPE)
-    with pytest.raises(ConfigError, match=r"norm \(GhostBatchNorm2d: batch_norm\) has a single value .*fewer strips"):
+    with pytest.raises(
+        ConfigError,
+        match=r"norm \(GhostBatchNorm2d: batch_norm\) has a single value .*fewer strips",
+    ):
         cut_stages([("norm", GhostBatchNorm2d(CHANNELS))], image, (1, 2, 3, 4))

@@ -56,19 +56,51 @@ REFUSED: dict[str, tuple[nn.Module | Callable[..., Any], str, str]] = {
         "b.1 (BatchNorm2d: batch_norm)",
         "model.norm=frozen_batch|none|layer|ghost_batch",
     ),
-    "group_norm": (nn.GroupNorm(2, 4), "b.1 (GroupNorm: group_norm)", "model.norm=frozen_batch|none|layer"),
-    "instance_norm": (nn.InstanceNorm2d(4), "(InstanceNorm2d: instance_norm)", "model.norm=frozen_batch|none|layer"),
+    "group_norm": (
+        nn.GroupNorm(2, 4),
+        "b.1 (GroupNorm: group_norm)",
+        "model.norm=frozen_batch|none|layer",
+    ),
+    "instance_norm": (
+        nn.InstanceNorm2d(4),
+        "(InstanceNorm2d: instance_norm)",
+        "model.norm=frozen_batch|none|layer",
+    ),
     "attention": (Attention(), "attention over the whole image", "set parallel.strips=1"),
     "attention_by_hand": (by_hand, "attention over the whole image", "set parallel.strips=1"),
     "squeeze_excite": (SqueezeExcite(True), "b.1 (SqueezeExcite: mul)", "set parallel.strips=1"),
-    "squeeze_excite_by_mean": (SqueezeExcite(False), "squeeze-and-excitation", "set parallel.strips=1"),
-    "circular": (nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"), "rows of the bottom", "parallel.strips=1"),
-    "sorted": (lambda self, x: x.sort(1)[0], "sort) is an operation without a streaming form", "parallel.strips=1"),
-    "normalised_rows": (lambda self, x: torch.softmax(x, 2), "reaches over all rows", "parallel.strips=1"),
-    "largest": (lambda self, x: x.amax((2, 3)), "needs all rows of the map at once", "parallel.strips=1"),
+    "squeeze_excite_by_mean": (
+        SqueezeExcite(False),
+        "squeeze-and-excitation",
+        "set parallel.strips=1",
+    ),
+    "circular": (
+        nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"),
+        "rows of the bottom",
+        "parallel.strips=1",
+    ),
+    "sorted": (
+        lambda self, x: x.sort(1)[0],
+        "sort) is an operation without a streaming form",
+        "parallel.strips=1",
+    ),
+    "normalised_rows": (
+        lambda self, x: torch.softmax(x, 2),
+        "reaches over all rows",
+        "parallel.strips=1",
+    ),
+    "largest": (
+        lambda self, x: x.amax((2, 3)),
+        "needs all rows of the map at once",
+        "parallel.strips=1",
+    ),
     "other_name": (writes, "changes in place", "parallel.strips=1"),
     "stacked": (lambda self, x: torch.cat([x, x], 2), "on top of each other", "parallel.strips=1"),
-    "by_value": (lambda self, x: x if x.sum() > 0 else -x, "layer b cannot be traced", "parallel.strips=1"),
+    "by_value": (
+        lambda self, x: x if x.sum() > 0 else -x,
+        "layer b cannot be traced",
+        "parallel.strips=1",
+    ),
 }
 
 
@@ -85,7 +117,10 @@ def test_one_line_names_the_layer_and_what_to_do(name: str) -> None:
 
 
 def test_the_same_layers_stream_where_nothing_needs_the_whole_image() -> None:
-    """In evaluation batch norm has its statistics; over what a global pooling leaves a norm sees no rows."""
+    """In evaluation batch norm has its statistics.
+
+    Over what a global pooling leaves a norm sees no rows.
+    """
     head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.BatchNorm1d(4), nn.Linear(4, 2))
     layers = [("a", nn.Conv2d(3, 4, 3)), ("b", nn.BatchNorm2d(4).eval()), ("c", head)]
     cut_stages(layers, torch.zeros(2, 3, 16, 16), (8, 16))
@@ -96,8 +131,14 @@ def test_casts_within_an_operation_are_refused() -> None:
     weight = nn.Parameter(torch.ones(3, 3))
     layer = Function(lambda self, x: x + torch.einsum("ij,kj->ik", self.weight, self.weight).mean())
     layer.weight = weight
-    with pytest.raises(ConfigError, match=r"layer a \(Function: aten.einsum.*is cast in parts by mixed precision"):
-        cut_stages([("a", compute_in(layer, Precision.of("bf16_mixed")))], torch.zeros(1, 3, 8, 8).bfloat16(), (4, 8))
+    with pytest.raises(
+        ConfigError, match=r"layer a \(Function: aten.einsum.*is cast in parts by mixed precision"
+    ):
+        cut_stages(
+            [("a", compute_in(layer, Precision.of("bf16_mixed")))],
+            torch.zeros(1, 3, 8, 8).bfloat16(),
+            (4, 8),
+        )
 
 
 def test_autocast_without_mixed_precision_is_refused() -> None:
@@ -110,7 +151,8 @@ def test_autocast_without_mixed_precision_is_refused() -> None:
 
 
 def test_a_network_of_the_zoo_with_batch_norm_is_refused_at_its_first_norm() -> None:
-    model, data = ModelConfig(name="resnet", depth=20, width=4), DataConfig(height_px=32, width_px=32)
+    model = ModelConfig(name="resnet", depth=20, width=4)
+    data = DataConfig(height_px=32, width_px=32)
     layers = layers_of(model, data)
     modules = build_layers(layers, 0, len(layers), 0)
     named = [(layer.name, module) for layer, module in zip(layers, modules, strict=True)]

@@ -1,5 +1,6 @@
-"""Networks whose modules do more than operations: in strips, split and evaluated they equal themselves, or are refused.
+"""Networks whose modules do more than operations.
 
+In strips, split and evaluated they equal themselves, or are refused.
 The layer is refused by name, and no module is changed by being traced.
 """
 
@@ -143,7 +144,8 @@ def double(weight: Tensor) -> None:
 class Buffered(nn.Module):
     def __init__(self, change: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()
-        self.conv, self.change = conv(), change
+        self.conv = conv()
+        self.change = change
         self.register_buffer("seen", torch.ones(4, 1, 1))
 
     def forward(self, x: Tensor) -> Any:
@@ -211,7 +213,10 @@ class Tied(nn.Module):
 class Stateful(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.conv, self.kind, self.calls, self.kept = conv(), kind, 0, None
+        self.conv = conv()
+        self.kind = kind
+        self.calls = 0
+        self.kept = None
         self.sizes: list[Any] = []
 
     def forward(self, x: Tensor) -> Tensor:
@@ -232,7 +237,9 @@ class Coordinates(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv = conv(5)
-        self.register_buffer("rows", torch.linspace(-1, 1, ENDS[-1])[None, None, :, None].repeat(1, 1, 1, 8))
+        self.register_buffer(
+            "rows", torch.linspace(-1, 1, ENDS[-1])[None, None, :, None].repeat(1, 1, 1, 8)
+        )
 
     def forward(self, x: Tensor) -> Any:
         return self.conv(torch.cat([self.rows.expand(len(x), -1, -1, -1), x], 1))
@@ -267,7 +274,9 @@ def with_conv(function: Callable[..., Any]) -> Function:
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "function": lambda: with_conv(lambda self, x: reverse(self.conv(x))),
     "function_with_context_apart": lambda: with_conv(lambda self, x: Rounded.apply(self.conv(x))),
-    "function_without_gradients": lambda: with_conv(lambda self, x: self.conv(x) + reverse(x.detach())),
+    "function_without_gradients": lambda: with_conv(
+        lambda self, x: self.conv(x) + reverse(x.detach())
+    ),
     "frozen": lambda: with_conv(frozen),
     "decorated": lambda: with_conv(decorated),
     "nested": lambda: with_conv(nested),
@@ -278,15 +287,21 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "in_place_without": lambda: with_conv(in_place_without),
     "clipped_weight": lambda: with_conv(clipped_weight),
     "checkpoint": lambda: with_conv(lambda self, x: checkpoint(self.conv, x, use_reentrant=False)),
-    "checkpoint_reentrant": lambda: with_conv(lambda self, x: checkpoint(self.conv, x, use_reentrant=True)),
+    "checkpoint_reentrant": lambda: with_conv(
+        lambda self, x: checkpoint(self.conv, x, use_reentrant=True)
+    ),
     "tensor_hook": lambda: with_conv(tensor_hook),
     "data": lambda: with_conv(data_of),
     "straight_through": lambda: with_conv(straight_through),
     "inner_gradient": lambda: with_conv(inner_gradient),
     "pre_hook": lambda: hooked("register_forward_pre_hook", lambda module, given: (given[0] * 2,)),
     "forward_hook": lambda: hooked("register_forward_hook", lambda module, given, made: made * 2),
-    "backward_hook": lambda: hooked("register_full_backward_hook", lambda module, to, came: (to[0] * 2,)),
-    "backward_pre_hook": lambda: hooked("register_full_backward_pre_hook", lambda module, came: (came[0] * 2,)),
+    "backward_hook": lambda: hooked(
+        "register_full_backward_hook", lambda module, to, came: (to[0] * 2,)
+    ),
+    "backward_pre_hook": lambda: hooked(
+        "register_full_backward_pre_hook", lambda module, came: (came[0] * 2,)
+    ),
     "old_spectral_norm": lambda: nn.utils.spectral_norm(conv()),
     "old_weight_norm": lambda: nn.utils.weight_norm(conv()),
     "pruned": lambda: prune.l1_unstructured(conv(), "weight", 0.5),
@@ -343,7 +358,10 @@ Layers = list[tuple[str, nn.Module]]
 def network(name: str) -> Layers:
     torch.manual_seed(0)
     modules = conv(3), NETWORKS[name](), nn.Sequential(nn.ReLU(), conv(out=2, stride=2))
-    return [(layer, module.to(DTYPE)) for layer, module in zip(("stem", "middle", "head"), modules, strict=True)]
+    return [
+        (layer, module.to(DTYPE))
+        for layer, module in zip(("stem", "middle", "head"), modules, strict=True)
+    ]
 
 
 def whole(layers: Layers, image: Tensor) -> Any:
@@ -355,7 +373,10 @@ def whole(layers: Layers, image: Tensor) -> Any:
 def values_of(layers: Layers) -> list[Tensor | None]:
     modules = [module for _, module in layers]
     gradients = [each.grad for module in modules for each in module.parameters()]
-    return [*gradients, *(each for module in modules for each in (*module.parameters(), *module.buffers()))]
+    return [
+        *gradients,
+        *(each for module in modules for each in (*module.parameters(), *module.buffers())),
+    ]
 
 
 def attributes(layers: Layers) -> list[Any]:
@@ -364,8 +385,18 @@ def attributes(layers: Layers) -> list[Any]:
     for _, layer in layers:
         for module in layer.modules():
             for key, value in vars(module).items():
-                held.append((id(module), key, id(value), copy.copy(value) if isinstance(value, dict | list) else None))
-            held += [(id(each), each._version, str(each.device)) for each in (*module.parameters(), *module.buffers())]
+                held.append(
+                    (
+                        id(module),
+                        key,
+                        id(value),
+                        copy.copy(value) if isinstance(value, dict | list) else None,
+                    )
+                )
+            held += [
+                (id(each), each._version, str(each.device))
+                for each in (*module.parameters(), *module.buffers())
+            ]
     return held
 
 

@@ -24,7 +24,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def gems(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gems:
+def gems(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Gems:
     return runner(capfd, tmp_path, monkeypatch)
 
 
@@ -54,23 +56,34 @@ NAMES = st.from_regex(r"[a-z_]{1,12}(\.[a-z_]{1,12})?", fullmatch=True)
 NO_NUMBER = st.from_regex(r"[g-z]{1,8}", fullmatch=True)
 KNOWN_OPTIONS = ("--json", "--config-dir", *HYDRA_FLAGS)
 NUMBERS = [
-    key for key in SCALARS if isinstance(getattr(getattr(RunSpec(), key.split(".")[0]), key.split(".")[1]), int | float)
+    key
+    for key in SCALARS
+    if isinstance(getattr(getattr(RunSpec(), key.split(".")[0]), key.split(".")[1]), int | float)
 ]
 HALVES = ["[1", "{a", "'a", "(", "a b)", "${", "???x]"]
 NO_SUCH = st.one_of(
     st.tuples(NAMES.filter(lambda name: name not in KEYS), WORDS).map("=".join),
-    st.tuples(st.sampled_from([key for key in KEYS if options_of(key)]), NO_NUMBER.map("{}x".format)).map("=".join),
+    st.tuples(
+        st.sampled_from([key for key in KEYS if options_of(key)]), NO_NUMBER.map("{}x".format)
+    ).map("=".join),
     st.sampled_from([f"~{key}" for key in KEYS]),
     st.tuples(st.sampled_from(KEYS), st.sampled_from(HALVES)).map("=".join),
-    WORDS.filter(lambda word: "=" not in word and not word.startswith(("-", "~")) and word != "level=lowered"),
+    WORDS.filter(
+        lambda word: "=" not in word and not word.startswith(("-", "~")) and word != "level=lowered"
+    ),
     WORDS.map("--{}".format).filter(lambda word: word.partition("=")[0] not in KNOWN_OPTIONS),
-)  # fmt: skip
-NO_FIT = st.tuples(st.sampled_from(NUMBERS), NO_NUMBER.map("z{}".format) | st.just("null")).map("=".join)
+)
+NO_FIT = st.tuples(st.sampled_from(NUMBERS), NO_NUMBER.map("z{}".format) | st.just("null")).map(
+    "=".join
+)
 
 
 @given(wrong=NO_SUCH, before=st.booleans())
 @settings(
-    max_examples=200, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=200,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 def test_random_mistakes_are_one_line_and_code_2(gems: Gems, wrong: str, before: bool) -> None:
     """Key, options and forms that do not exist: seen before anything is composed."""
@@ -80,7 +93,12 @@ def test_random_mistakes_are_one_line_and_code_2(gems: Gems, wrong: str, before:
 
 
 @given(wrong=NO_FIT)
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=12,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 def test_random_values_of_another_type(gems: Gems, wrong: str) -> None:
     check_refusal(gems("note", wrong, verbs=MINE), wrong)
 
@@ -91,7 +109,12 @@ class TestProcess:
     def run(self, *argv: str, cwd: Path) -> Said:
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         ended = subprocess.run(
-            [sys.executable, "-m", "gems", *argv], cwd=cwd, env=environment, capture_output=True, text=True, timeout=60
+            [sys.executable, "-m", "gems", *argv],
+            cwd=cwd,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
         )
         return Said(ended.returncode, ended.stdout, ended.stderr)
 
@@ -103,7 +126,9 @@ class TestProcess:
         assert not list(tmp_path.iterdir())
 
     def test_a_mistake(self, tmp_path: Path) -> None:
-        check_refusal(self.run("schedule", "shcedule=gpipe", cwd=tmp_path), "unknown key; nearest: schedule")
+        check_refusal(
+            self.run("schedule", "shcedule=gpipe", cwd=tmp_path), "unknown key; nearest: schedule"
+        )
 
     def test_a_mistake_under_hydra(self, tmp_path: Path) -> None:
         said = self.run("schedule", "-m", "parallel.partitions=0,1", cwd=tmp_path)

@@ -27,17 +27,32 @@ from gems.runs.prepare import prepare
 
 ROOT = Path(__file__).parents[2]
 WORDS = (
-    "data=synthetic", "data.height_px=16", "data.width_px=16", "data.validation_samples=10", "model.depth=8",
-    "schedule=1f1b", "parallel.partitions=2", "parallel.micro_batch_size=4", "train.steps=6", "train.validate_steps=3",
-    "train.monitor=loss", "optimizer.lr=0.2", "cluster=local",
-)  # fmt: skip
+    "data=synthetic",
+    "data.height_px=16",
+    "data.width_px=16",
+    "data.validation_samples=10",
+    "model.depth=8",
+    "schedule=1f1b",
+    "parallel.partitions=2",
+    "parallel.micro_batch_size=4",
+    "train.steps=6",
+    "train.validate_steps=3",
+    "train.monitor=loss",
+    "optimizer.lr=0.2",
+    "cluster=local",
+)
 
 
 def call(folder: Path, package: str, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", package, *words], cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=250,
-    )  # fmt: skip
+        [sys.executable, "-m", package, *words],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -54,13 +69,25 @@ def test_strips_measure_what_whole_images_did(trained: Path) -> None:
     """A network with batch norm, which could not train in strips."""
     ended = call(trained.parents[1], "gems", "evaluate", "run", "parallel.strips=4", "--json")
     assert ended.returncode == 0, ended.stderr
-    found, result = json.loads(ended.stdout), json.loads(RunFolder(trained).result_json.read_text())
-    assert found["num_validation"] == 10 and found["validation_accuracy"] == result["validation_accuracy"]
+    found = json.loads(ended.stdout)
+    result = json.loads(RunFolder(trained).result_json.read_text())
+    assert (
+        found["num_validation"] == 10
+        and found["validation_accuracy"] == result["validation_accuracy"]
+    )
     assert found["validation_loss"] == pytest.approx(result["validation_loss"], rel=1e-5)
 
 
 def test_one_rank_measures_what_two_ranks_did(trained: Path) -> None:
-    ended = call(trained.parents[1], "gems", "evaluate", "run", "parallel.partitions=1", "schedule=gpipe", "--json")
+    ended = call(
+        trained.parents[1],
+        "gems",
+        "evaluate",
+        "run",
+        "parallel.partitions=1",
+        "schedule=gpipe",
+        "--json",
+    )
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)
     result = json.loads(RunFolder(trained).result_json.read_text())
@@ -90,7 +117,13 @@ def test_best_weights_are_those_of_the_best_validation(trained: Path) -> None:
 
 
 def test_overrides_change_ranks_data_and_micro_batches(trained: Path) -> None:
-    words = [str(trained), "parallel.partitions=3", "parallel.micro_batches=6", "data=tissue", "data.height_px=32"]
+    words = [
+        str(trained),
+        "parallel.partitions=3",
+        "parallel.micro_batches=6",
+        "data=tissue",
+        "data.height_px=32",
+    ]
     spec, _ = run_for_inference(words, "last", "evaluate")
     assert (spec.world_size, spec.parallel.micro_batches, spec.cluster.ranks_per_node) == (3, 6, 3)
     assert (spec.data.name, spec.data.height_px, spec.data.width_px) == ("tissue", 32, 16)
@@ -99,9 +132,13 @@ def test_overrides_change_ranks_data_and_micro_batches(trained: Path) -> None:
 @pytest.mark.cases
 def test_metrics_by_class_are_tables() -> None:
     values = {
-        "validation_loss": 0.5, "validation_r2": None, "validation_dice_by_class": [0.25, None],
-        "validation_confusion_matrix": [[4, 1], [0, 12]], "validation_own": [1.0, 2.0, 3.0], "num_validation": 17,
-    }  # fmt: skip
+        "validation_loss": 0.5,
+        "validation_r2": None,
+        "validation_dice_by_class": [0.25, None],
+        "validation_confusion_matrix": [[4, 1], [0, 12]],
+        "validation_own": [1.0, 2.0, 3.0],
+        "num_validation": 17,
+    }
     assert metric_tables(values, ["benign", "tumour"], title="run on data=folder").splitlines() == [
         "run on data=folder",
         "  validation loss  0.5",
@@ -140,9 +177,15 @@ def test_three_ranks_predict_what_the_model_in_one_piece_says(trained: Path) -> 
     images = torch.stack([torch.from_numpy(data.image("validation", index)) for index in range(10)])
     found = [[float(row["probability_0"]), float(row["probability_1"])] for row in rows]
     assert np.array(found) == pytest.approx(np.array(probabilities(trained, images)), rel=1e-4)
-    right = sum(int(row["class"]) == data.label("validation", index) for index, row in enumerate(rows))
-    assert right / 10 == json.loads(RunFolder(trained).result_json.read_text())["validation_accuracy"]
-    assert [row["sample"] for row in rows] == [f"sample {index} of validation" for index in range(10)]
+    right = sum(
+        int(row["class"]) == data.label("validation", index) for index, row in enumerate(rows)
+    )
+    assert (
+        right / 10 == json.loads(RunFolder(trained).result_json.read_text())["validation_accuracy"]
+    )
+    assert [row["sample"] for row in rows] == [
+        f"sample {index} of validation" for index in range(10)
+    ]
 
 
 def test_images_of_files_are_predicted(trained: Path, tmp_path: Path) -> None:
@@ -152,7 +195,9 @@ def test_images_of_files_are_predicted(trained: Path, tmp_path: Path) -> None:
     for path, image in zip(paths, pixels, strict=True):
         path.parent.mkdir(exist_ok=True, parents=True)
         Image.fromarray(image).save(path)
-    rows = predicted(trained, "--input", str(tmp_path / "more"), str(tmp_path / "*.png"), "parallel.partitions=1")
+    rows = predicted(
+        trained, "--input", str(tmp_path / "more"), str(tmp_path / "*.png"), "parallel.partitions=1"
+    )
     assert [row["sample"] for row in rows] == [str(path) for path in paths]
     images = (torch.from_numpy(pixels).permute(0, 3, 1, 2).float() - 127.5) / 64
     expected = probabilities(trained, images)
@@ -166,21 +211,36 @@ def test_images_of_files_are_predicted(trained: Path, tmp_path: Path) -> None:
         (["--input", "no/such.png"], r"^--input=no/such\.png: no such file"),
         (["--input", "empty"], r"^--input=empty: holds no file that ends with \.png"),
         (["--input", "tables"], r"^--input=tables: holds no file that ends with \.png"),
-        (["--input", "full/five.tiff"], r"^data\.channels=3: .*/five\.tiff has 5; set data\.channels=5$"),
+        (
+            ["--input", "full/five.tiff"],
+            r"^data\.channels=3: .*/five\.tiff has 5; set data\.channels=5$",
+        ),
         (["--input", "full/no.csv"], r"^data\.path=.*/no\.csv: not a readable image"),
         (["--out", "full"], r"^--out=.*/full: is not empty; choose another"),
         (["--out", "full/predictions.csv/deeper"], r"^--out=.*: cannot be made"),
         (["data=tisue"], r"^data=tisue: allowed: "),
     ],
 )
-def test_refusals_of_predict(trained: Path, words: list[str], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals_of_predict(
+    trained: Path, words: list[str], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(trained.parents[1])
     Path("empty").mkdir(exist_ok=True)
     Path("full").mkdir(exist_ok=True)
     Path("tables", ".hidden").mkdir(exist_ok=True, parents=True)
-    for name in ("full/predictions.csv", "full/no.csv", "tables/labels.csv", "tables/.hidden/a.png"):
+    for name in (
+        "full/predictions.csv",
+        "full/no.csv",
+        "tables/labels.csv",
+        "tables/.hidden/a.png",
+    ):
         Path(name).touch()
-    tifffile.imwrite("full/five.tiff", np.zeros((5, 8, 8), np.uint8), photometric="minisblack", planarconfig="separate")
+    tifffile.imwrite(
+        "full/five.tiff",
+        np.zeros((5, 8, 8), np.uint8),
+        photometric="minisblack",
+        planarconfig="separate",
+    )
     chosen = dict(zip(words[::2], words[1::2], strict=False)) if words[0].startswith("--") else {}
     rest = [] if chosen else words
     with pytest.raises(ConfigError, match=says):
@@ -190,15 +250,29 @@ def test_refusals_of_predict(trained: Path, words: list[str], says: str, monkeyp
 def test_a_file_that_is_no_image_ends_with_its_name(trained: Path, tmp_path: Path) -> None:
     (tmp_path / "a.png").write_text("no image")
     folder = trained.parents[1]
-    ended = call(folder, "gems", "predict", "run", "parallel.partitions=1", "--input", str(tmp_path), "--out", "none")
+    ended = call(
+        folder,
+        "gems",
+        "predict",
+        "run",
+        "parallel.partitions=1",
+        "--input",
+        str(tmp_path),
+        "--out",
+        "none",
+    )
     assert not (folder / "none").exists()
     assert ended.returncode == 2 and f"{tmp_path}/a.png: not a readable image" in ended.stderr
 
 
 def test_what_has_no_labels_is_not_trained_on(tmp_path: Path) -> None:
     (tmp_path / "files.txt").write_text(f"{tmp_path}/a.png\n")
-    with pytest.raises(ConfigError, match=r"^data=unlabelled: has no labels; predict it: gems predict RUN"):
-        prepare(compose(["data=unlabelled", f"data.path={tmp_path}/files.txt", "data.num_classes=2"]))
+    with pytest.raises(
+        ConfigError, match=r"^data=unlabelled: has no labels; predict it: gems predict RUN"
+    ):
+        prepare(
+            compose(["data=unlabelled", f"data.path={tmp_path}/files.txt", "data.num_classes=2"])
+        )
 
 
 @pytest.mark.parametrize(
@@ -206,7 +280,10 @@ def test_what_has_no_labels_is_not_trained_on(tmp_path: Path) -> None:
     [
         (["parallel.partitions=1"], r"^run=none: must be one run; gems evaluate RUN"),
         (["a", "b"], r"^run=a b: must be one run"),
-        (["{run}", "parallel.partition=1"], r"^parallel\.partition=1: unknown key; nearest: parallel\.partitions"),
+        (
+            ["{run}", "parallel.partition=1"],
+            r"^parallel\.partition=1: unknown key; nearest: parallel\.partitions",
+        ),
         (["{run}", "data=tisue"], r"^data=tisue: allowed: .*nearest: tissue"),
     ],
 )
@@ -216,9 +293,13 @@ def test_refusals(trained: Path, words: list[str], says: str) -> None:
 
 
 def test_a_run_without_best_weights(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^--weights=best: .* has none; train with train\.monitor=METRIC$"):
+    with pytest.raises(
+        ConfigError, match=r"^--weights=best: .* has none; train with train\.monitor=METRIC$"
+    ):
         weights_folder(tmp_path, "best")
-    with pytest.raises(ConfigError, match=r"^--weights=average: .* has none; train with train\.ema_decay"):
+    with pytest.raises(
+        ConfigError, match=r"^--weights=average: .* has none; train with train\.ema_decay"
+    ):
         weights_folder(tmp_path, "average")
     (tmp_path / "checkpoint" / "average").mkdir(parents=True)
     assert weights_folder(tmp_path, "average") == tmp_path / "checkpoint" / "average"

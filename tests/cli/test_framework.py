@@ -15,13 +15,19 @@ from tests.commands import MINE, SEEN, Gems, check_refusal, runner
 
 
 @pytest.fixture
-def gems(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gems:
+def gems(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Gems:
     return runner(capfd, tmp_path, monkeypatch)
 
 
 class TestVerbs:
     def test_a_verb_gets_the_resolved_run_and_the_options(self, gems: Gems) -> None:
-        assert gems("note", "seed=3", "--json", "level=lowered", "experiment=1f1b", verbs=MINE) == (0, "", "")
+        assert gems("note", "seed=3", "--json", "level=lowered", "experiment=1f1b", verbs=MINE) == (
+            0,
+            "",
+            "",
+        )
         ((spec, options),) = SEEN
         assert isinstance(spec, RunSpec)
         assert (spec.seed, spec.name, spec.parallel.parts) == (3, "1f1b", 1)
@@ -63,12 +69,15 @@ class TestVerbs:
         ],
     )
     @pytest.mark.parametrize("through_hydra", [[], ["--multirun"]])
-    def test_exit_codes(self, gems: Gems, name: str, code: int, err: str, through_hydra: list[str]) -> None:
+    def test_exit_codes(
+        self, gems: Gems, name: str, code: int, err: str, through_hydra: list[str]
+    ) -> None:
         label = f"== name={name} ==\n" if through_hydra else ""
         assert gems("note", f"name={name}", *through_hydra, verbs=MINE) == (code, label, err)
 
     def test_usage(self, gems: Gems) -> None:
-        asked, bare = gems("--help"), gems()
+        asked = gems("--help")
+        bare = gems()
         assert asked.out == bare.out and (asked.code, bare.code) == (0, 2)
         assert gems("-h") == asked
         for name, verb in VERBS.items():
@@ -79,7 +88,10 @@ class TestVerbs:
         assert (said.code, said.out, SEEN) == (0, "gems words: takes words\n", [])
 
     def test_unknown_verb(self, gems: Gems) -> None:
-        allowed = "schedule, simulate, profile, partition, memory, place, plan, evaluate, predict, export, verify"
+        allowed = (
+            "schedule, simulate, profile, partition, memory, place, plan, evaluate, predict,"
+            " export, verify"
+        )
         check_refusal(gems("schedul"), f"command=schedul: allowed: {allowed}; nearest: schedule")
 
     def test_a_verb_is_loaded_only_when_it_is_run(self, gems: Gems) -> None:
@@ -87,10 +99,14 @@ class TestVerbs:
         with pytest.raises(ModuleNotFoundError):
             gems("gone", verbs=MINE)
 
-    @pytest.mark.parametrize("option", ["--jsn", "-x", "--dry-run=1", "--all", "--json=1", "--config-name=a", "-"])
+    @pytest.mark.parametrize(
+        "option", ["--jsn", "-x", "--dry-run=1", "--all", "--json=1", "--config-name=a", "-"]
+    )
     def test_unknown_options(self, gems: Gems, option: str) -> None:
         check_refusal(gems("note", option, verbs=MINE), f"option={option}: unknown; nearest: ")
-        check_refusal(gems("note", option, "--cfg", "job", verbs=MINE), f"option={option}: unknown; nearest: ")
+        check_refusal(
+            gems("note", option, "--cfg", "job", verbs=MINE), f"option={option}: unknown; nearest: "
+        )
 
     @pytest.mark.parametrize("option", ["--al", "--cfg", "-m", "--json=1"])
     def test_unknown_options_of_a_verb_of_words(self, gems: Gems, option: str) -> None:
@@ -120,10 +136,13 @@ class TestHydra:
         said = gems("note", "--help", "model=resnet101", "train.steps=7", verbs=MINE)
         assert "[--json] [level=lowered] [--dry-run] [--pick red|blue] [--file VALUE]\n" in said.out
         assert "\nmodel.depth=101\n" in said.out and "\ntrain.steps=7\n" in said.out
-        check_refusal(gems("note", "--help", "train.step=7", verbs=MINE), "train.step=7: unknown key")
+        check_refusal(
+            gems("note", "--help", "train.step=7", verbs=MINE), "train.step=7: unknown key"
+        )
 
     @pytest.mark.parametrize(
-        "words", [["--info"], ["--info", "searchpath"], ["-i", "seed=1"], ["--hydra-help"], ["--version"]]
+        "words",
+        [["--info"], ["--info", "searchpath"], ["-i", "seed=1"], ["--hydra-help"], ["--version"]],
     )
     def test_other_questions(self, gems: Gems, words: list[str]) -> None:
         said = gems("note", *words, verbs=MINE)
@@ -136,7 +155,13 @@ class TestHydra:
         assert not list(Path.cwd().glob("**/*.log")), "Hydra writes no log of its own"
 
     def test_multirun_with_json_is_an_object_a_line(self, gems: Gems) -> None:
-        said = gems("schedule", "--json", "--multirun", "parallel.partitions=1,2", "parallel.micro_batches=2")
+        said = gems(
+            "schedule",
+            "--json",
+            "--multirun",
+            "parallel.partitions=1,2",
+            "parallel.micro_batches=2",
+        )
         assert said.code == 0 and said.err == ""
         assert [json.loads(line)["ranks"] for line in said.out.splitlines()] == [1, 2]
 
@@ -193,19 +218,31 @@ class TestConfigDir:
         for path in (str(my_conf), my_conf.name):
             words = [word.format(path) for word in form]
             assert gems("note", *words, "experiment=mine", verbs=MINE) == (0, "", "")
-            assert [(spec.name, spec.schedule.name) for spec, _ in SEEN if isinstance(spec, RunSpec)] == [
-                ("mine", "gpipe")
-            ]
+            assert [
+                (spec.name, spec.schedule.name) for spec, _ in SEEN if isinstance(spec, RunSpec)
+            ] == [("mine", "gpipe")]
 
     def test_together_with_hydras_own_options(self, gems: Gems, my_conf: Path) -> None:
-        said = gems("note", "--config-dir", str(my_conf), "experiment=mine", "--cfg", "job", verbs=MINE)
+        said = gems(
+            "note", "--config-dir", str(my_conf), "experiment=mine", "--cfg", "job", verbs=MINE
+        )
         assert said.code == 0 and said.out.startswith("name: mine\n")
-        assert gems("note", "--config-dir", str(my_conf), "experiment=mine,gpipe", "-m", verbs=MINE).code == 0
+        assert (
+            gems(
+                "note", "--config-dir", str(my_conf), "experiment=mine,gpipe", "-m", verbs=MINE
+            ).code
+            == 0
+        )
         assert [spec.name for spec, _ in SEEN if isinstance(spec, RunSpec)] == ["mine", "gpipe"]
 
-    @pytest.mark.parametrize("words", [["--config-dir", "nowhere"], ["--config-dir=/dev/null"], ["--config-dir"]])
+    @pytest.mark.parametrize(
+        "words", [["--config-dir", "nowhere"], ["--config-dir=/dev/null"], ["--config-dir"]]
+    )
     def test_no_folder(self, gems: Gems, words: list[str]) -> None:
         check_refusal(gems("note", *words, verbs=MINE), "--config-dir=", ": is not a folder")
 
     def test_unknown_experiment_beside_ones_own(self, gems: Gems, my_conf: Path) -> None:
-        check_refusal(gems("note", "--config-dir", str(my_conf), "experiment=min", verbs=MINE), "nearest: mine")
+        check_refusal(
+            gems("note", "--config-dir", str(my_conf), "experiment=min", verbs=MINE),
+            "nearest: mine",
+        )

@@ -19,10 +19,17 @@ class Net(nn.Sequential):
         super().__init__(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 14 * 14, 2))
 """
 RUN = [
-    "schedule=1f1b", "parallel.partitions=2", "parallel.micro_batches=2", "parallel.micro_batch_size=2",
-    "model.target=mine.Net", "data=synthetic", "data.num_classes=2", "data.height_px=16", "data.width_px=16",
+    "schedule=1f1b",
+    "parallel.partitions=2",
+    "parallel.micro_batches=2",
+    "parallel.micro_batch_size=2",
+    "model.target=mine.Net",
+    "data=synthetic",
+    "data.num_classes=2",
+    "data.height_px=16",
+    "data.width_px=16",
     "train.evaluate=false",
-]  # fmt: skip
+]
 
 
 @pytest.mark.cases
@@ -37,11 +44,24 @@ def test_folders_of_the_user_that_are_called_like_ours(tmp_path: Path) -> None:
     def run(program: str, *words: str) -> str:
         ended = subprocess.run(
             [Path(sys.executable).with_name(program), *words],
-            cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=200,
-        )  # fmt: skip
+            cwd=tmp_path,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
         assert ended.returncode == 0, f"{words}\n{ended.stdout}\n{ended.stderr}"
         return ended.stdout
 
     run("gems", "simulate", *RUN)
-    run("gems-jobs", "submit", "cluster=local", "name=small", "train.steps=2", "benchmark.skip_steps=0", *RUN)
+    run(
+        "gems-jobs",
+        "submit",
+        "cluster=local",
+        "name=small",
+        "train.steps=2",
+        "benchmark.skip_steps=0",
+        *RUN,
+    )
     assert "finished" in run("gems-jobs", "status")

@@ -1,6 +1,7 @@
 """Test `gems memory`.
 
-Covers one policy's table, all policies side by side with a picture, and what simulate and schedule make of it.
+Covers one policy's table, all policies side by side with a picture, and what simulate and schedule
+make of it.
 """
 
 from __future__ import annotations
@@ -20,14 +21,22 @@ from tests.commands import Gems, check_refusal, runner
 from tests.partition.profiles import random_profile
 
 RUN = (
-    "data=synthetic", "model=resnet20_v1", "parallel.partitions=2", "parallel.micro_batches=4", "schedule=1f1b",
-    "memory.min_offload_bytes=0", "machine.d2h_bytes_per_s=2000", "machine.h2d_bytes_per_s=2000",
-)  # fmt: skip
+    "data=synthetic",
+    "model=resnet20_v1",
+    "parallel.partitions=2",
+    "parallel.micro_batches=4",
+    "schedule=1f1b",
+    "memory.min_offload_bytes=0",
+    "machine.d2h_bytes_per_s=2000",
+    "machine.h2d_bytes_per_s=2000",
+)
 NUM_LAYERS = 11
 
 
 @pytest.fixture
-def gems_(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gems:
+def gems_(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Gems:
     """Run commands on ResNet-20 with a made-up profile."""
 
     def profile_of(spec: object) -> ModelProfile:
@@ -52,8 +61,12 @@ def test_one_policy(gems_: Gems) -> None:
     assert len(entry["peak_bytes"]) == len(entry["host_bytes"]) == 2
     assert entry["saved"] > 0.2 and entry["overhead"] > 0 and max(entry["host_bytes"]) > 0
     assert [row["first"] for row in entry["segments"]] == list(range(NUM_LAYERS))
-    moved = [row for row in entry["segments"] if row["choice"] == "offload" and row["out_s"] is not None]
-    assert moved and all(row["moved_bytes"] > 0 and 0 < row["out_s"] < row["back_s"] for row in moved)
+    moved = [
+        row for row in entry["segments"] if row["choice"] == "offload" and row["out_s"] is not None
+    ]
+    assert moved and all(
+        row["moved_bytes"] > 0 and 0 < row["out_s"] < row["back_s"] for row in moved
+    )
     assert all(row["exposed_s"] >= 0 for row in moved)
 
 
@@ -69,7 +82,11 @@ def test_the_table_says_when_inputs_leave_and_that_they_are_run_through_again(ge
     words = ("memory", *RUN, "memory=recompute", "memory.segments=3", "memory.offload_inputs=true")
     (entry,) = json.loads(gems_(*words, "--json").out)["choices"]
     moved = [row for row in entry["segments"] if row["moved_bytes"]]
-    assert moved and {row["choice"] for row in moved} == {"offload_inputs"} and max(entry["host_bytes"]) > 0
+    assert (
+        moved
+        and {row["choice"] for row in moved} == {"offload_inputs"}
+        and max(entry["host_bytes"]) > 0
+    )
     assert all(row["again_s"] > 0 and 0 < row["out_s"] < row["back_s"] for row in moved)
     lines = [line for line in gems_(*words).out.splitlines() if " offload_inputs " in line]
     times = [[f"{1e3 * row[name]:.3f}" for name in ("out_s", "back_s", "again_s")] for row in moved]
@@ -97,7 +114,9 @@ def test_all_policies_side_by_side(gems_: Gems, tmp_path: Path) -> None:
 def test_without_a_limit_those_that_need_one_say_so(gems_: Gems) -> None:
     answer = json.loads(gems_("memory", *RUN, "--compare", "--json").out)
     assert "memory.limit_bytes" in answer["refused"]["plan"]
-    assert {"keep", "vdnn_all", "vdnn_conv", "recompute"} <= {entry["policy"] for entry in answer["choices"]}
+    assert {"keep", "vdnn_all", "vdnn_conv", "recompute"} <= {
+        entry["policy"] for entry in answer["choices"]
+    }
 
 
 def test_simulate_gives_the_peaks_of_the_policy(gems_: Gems) -> None:
@@ -112,7 +131,9 @@ def test_simulate_gives_the_peaks_of_the_policy(gems_: Gems) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gems_master", "zb_h1", "interleaved_1f1b"])
-def test_simulate_gives_the_peaks_of_keeping_all_with_the_costs_of_a_profile(gems_: Gems, schedule: str) -> None:
+def test_simulate_gives_the_peaks_of_keeping_all_with_the_costs_of_a_profile(
+    gems_: Gems, schedule: str
+) -> None:
     words = (*RUN[:-3], f"schedule={schedule}", "memory=keep", "cost=profile", "--json")
     entry = json.loads(gems_("memory", *words).out)["choices"][0]
     found = json.loads(gems_("simulate", *words).out)
@@ -127,14 +148,19 @@ def test_replicas_reduce_gradients_under_every_policy(gems_: Gems) -> None:
     """
     links = "machine.link_bytes_per_s=2000"
     alone, many = (
-        json.loads(gems_("memory", *RUN, links, f"parallel.replicas={n}", "memory=vdnn_all",
-        "--json").out)["choices"][0]
+        json.loads(
+            gems_("memory", *RUN, links, f"parallel.replicas={n}", "memory=vdnn_all", "--json").out
+        )["choices"][0]
         for n in (1, 3)
-    )  # fmt: skip
+    )
     assert many["step_s"] > alone["step_s"] and many["peak_bytes"] == alone["peak_bytes"]
     assert 0 < many["overhead"] < alone["overhead"]
-    simulated = json.loads(gems_("simulate", *RUN, links, "parallel.replicas=3", "memory=vdnn_all", "--json").out)
-    assert simulated["step_s"] == many["step_s"] and simulated["images_per_s"] == many["images_per_s"]
+    simulated = json.loads(
+        gems_("simulate", *RUN, links, "parallel.replicas=3", "memory=vdnn_all", "--json").out
+    )
+    assert (
+        simulated["step_s"] == many["step_s"] and simulated["images_per_s"] == many["images_per_s"]
+    )
     assert max(simulated["reduce_s"]) > 0
 
 
@@ -156,7 +182,11 @@ def test_schedule_shows_segments_and_copies(gems_: Gems) -> None:
         (("memory=lms",), "memory.limit_bytes", "must be given"),
         (("memory=vdnn_al",), "memory", "vdnn_all"),
         (("memory=plan", "memory.target_reduction=1.5"), "memory.target_reduction", "at most 1"),
-        (("memory=lms", "memory.limit_bytes=1GB", "memory.sync_mode=4"), "memory.sync_mode", "at most 3"),
+        (
+            ("memory=lms", "memory.limit_bytes=1GB", "memory.sync_mode=4"),
+            "memory.sync_mode",
+            "at most 3",
+        ),
         (("memory=recompute", "memory.recompute=half"), "memory.recompute", "selective"),
         (
             ("memory=recompute", "memory.recompute=selective", "memory.offload_inputs=true"),

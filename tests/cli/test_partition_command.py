@@ -22,7 +22,9 @@ PLAIN_RUN = (*RUN, "schedule=1f1b")
 
 
 @pytest.fixture
-def gems_(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gems:
+def gems_(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Gems:
     """Run commands on ResNet-20 with a made-up profile; deeper ones have more of the same."""
 
     def profile_of(spec: object) -> ModelProfile:
@@ -70,7 +72,9 @@ def test_all_methods_side_by_side(gems_: Gems, schedule: str) -> None:
     assert [each["method"] for each in methods] == [*METHODS, *plain]
     ours = methods[0]
     for each in methods:
-        assert each["peak_ratio"] == pytest.approx(max(each["peak_bytes"]) / max(ours["peak_bytes"]))
+        assert each["peak_ratio"] == pytest.approx(
+            max(each["peak_bytes"]) / max(ours["peak_bytes"])
+        )
         assert each["peak_ratio"] >= 1
         assert sum(each["layers_per_stage"]) == 11
 
@@ -93,11 +97,17 @@ def test_a_picture_that_cannot_be_written(gems_: Gems) -> None:
 def test_what_does_not_fit_has_its_exit_code(gems_: Gems) -> None:
     said = gems_("partition", *PLAIN_RUN, "machine.device_bytes=1kB")
     assert said.code == 3
-    assert "layer" in said.err and "machine.device_bytes=1000" in said.err and len(said.err.splitlines()) == 1
+    assert (
+        "layer" in said.err
+        and "machine.device_bytes=1000" in said.err
+        and len(said.err.splitlines()) == 1
+    )
 
 
 def test_the_largest(gems_: Gems) -> None:
-    said = gems_("partition", *PLAIN_RUN, "--largest", "depth", "machine.device_bytes=60kB", "--json")
+    said = gems_(
+        "partition", *PLAIN_RUN, "--largest", "depth", "machine.device_bytes=60kB", "--json"
+    )
     assert said.code == 0, said.err
     answer = json.loads(said.out)
     depths = {each["method"]: each["depth"] for each in answer["methods"]}
@@ -108,7 +118,10 @@ def test_the_largest(gems_: Gems) -> None:
 
 
 def test_the_largest_needs_a_limit(gems_: Gems) -> None:
-    check_refusal(gems_("partition", *PLAIN_RUN, "--largest", "depth"), "machine.device_bytes=null: must be given")
+    check_refusal(
+        gems_("partition", *PLAIN_RUN, "--largest", "depth"),
+        "machine.device_bytes=null: must be given",
+    )
 
 
 def test_costs_from_a_profile(gems_: Gems) -> None:

@@ -23,7 +23,9 @@ SMALL = ("model=googlenet", "model.width=4", "parallel.micro_batch_size=8")
 
 
 @pytest.fixture
-def gems_(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gems:
+def gems_(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Gems:
     return runner(capfd, tmp_path, monkeypatch)
 
 
@@ -32,7 +34,9 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[OpGraph]:
     """Four branches between two operators, without a child process that profiles."""
     ops = tuple(Op(f"op{v}", 1e-3, 2e-3, 1000, 100) for v in range(6))
     graph = OpGraph(ops, tuple((0, v) for v in range(1, 5)) + tuple((v, 5) for v in range(1, 5)))
-    monkeypatch.setattr("gems.partition.operator_placement.operators_taken", lambda spec: graph.to_json())
+    monkeypatch.setattr(
+        "gems.partition.operator_placement.operators_taken", lambda spec: graph.to_json()
+    )
     yield graph
 
 
@@ -59,10 +63,14 @@ def test_googlenet_is_faster_on_two_devices_and_proven(gems_: Gems) -> None:
 
 def test_the_picture_has_a_row_a_device(gems_: Gems, made_up: OpGraph, tmp_path: Path) -> None:
     answer = answer_of(gems_, *RUN, "model=inception_v3")
-    document, picture = tmp_path / "placement.json", tmp_path / "placement.png"
+    document = tmp_path / "placement.json"
+    picture = tmp_path / "placement.png"
     document.write_text(json.dumps(answer))
     figure = placement_figure(answer)
-    assert [text.get_text() for text in figure.axes[0].get_yticklabels()] == ["device 0", "device 1"]
+    assert [text.get_text() for text in figure.axes[0].get_yticklabels()] == [
+        "device 0",
+        "device 1",
+    ]
     draw_answer_file(document, picture, "placement", "gems place", placement_figure)
     assert picture.stat().st_size > 1000
     document.write_text("{}")
@@ -75,7 +83,9 @@ def test_the_table_says_what_was_found(gems_: Gems, made_up: OpGraph) -> None:
     assert said.code == 0, said.err
     assert "published speed-up 1.32 (recalled, not confirmed)" in said.out
     assert "links of 12.5 GB/s and 5 us" in said.out
-    free = gems_(*RUN, "model=inception_v3", "machine.link_bytes_per_s=null", "machine.link_latency_s=0")
+    free = gems_(
+        *RUN, "model=inception_v3", "machine.link_bytes_per_s=null", "machine.link_latency_s=0"
+    )
     assert "links that take no time (machine.link_bytes_per_s is not given)" in free.out
     assert "speed-up 1.500" in free.out  # 18 ms of work in 12
     assert all(f"\n{op.name} " in said.out for op in made_up.ops)
@@ -83,7 +93,9 @@ def test_the_table_says_what_was_found(gems_: Gems, made_up: OpGraph) -> None:
 
 def test_a_chain_says_that_it_gains_nothing(gems_: Gems, monkeypatch: pytest.MonkeyPatch) -> None:
     graph = OpGraph((Op("a", 1.0), Op("b", 1.0)), ((0, 1),))
-    monkeypatch.setattr("gems.partition.operator_placement.operators_taken", lambda spec: graph.to_json())
+    monkeypatch.setattr(
+        "gems.partition.operator_placement.operators_taken", lambda spec: graph.to_json()
+    )
     assert "a chain without branches: more devices gain nothing" in gems_(*RUN, "model=vgg16").out
 
 
@@ -105,5 +117,7 @@ def test_what_does_not_fit_ends_with_3(gems_: Gems, made_up: OpGraph) -> None:
         (("--method", "milp", "machine.contention=true"), "--method=milp"),
     ],
 )
-def test_bad_words_are_refused(gems_: Gems, made_up: OpGraph, words: tuple[str, ...], expected: str) -> None:
+def test_bad_words_are_refused(
+    gems_: Gems, made_up: OpGraph, words: tuple[str, ...], expected: str
+) -> None:
     check_refusal(gems_(*RUN, "model=inception_v3", *words), expected)

@@ -26,7 +26,9 @@ ASKED = ("plan", *RUN, "parallel.gpus=4", "--global-batch", "4", "--budget", "2"
 
 
 @pytest.fixture
-def gems_(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gems:
+def gems_(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Gems:
     """Run commands on a made-up model."""
     made_up(monkeypatch, 5)
     return runner(capfd, tmp_path, monkeypatch)
@@ -38,7 +40,9 @@ def test_json(gems_: Gems) -> None:
     answer = json.loads(said.out)
     choices = answer["choices"]
     assert (answer["source"], answer["gpus"], len(choices)) == ("simulated", 4, 5)
-    assert [choice["step_s"] for choice in choices] == sorted(choice["step_s"] for choice in choices)
+    assert [choice["step_s"] for choice in choices] == sorted(
+        choice["step_s"] for choice in choices
+    )
     for choice in choices:
         assert choice["images_per_s"] == pytest.approx(4 / choice["step_s"])
         assert len(choice["peak_bytes"]) == choice["partitions"] and choice["global_batch"] == 4
@@ -59,30 +63,49 @@ def test_the_table_says_how_far_it_looked(gems_: Gems) -> None:
     assert "left out by bytes" in lines[-2] and "rates of machine=auto" in lines[-1]
 
 
-def test_what_is_written_runs_as_planned(gems_: Gems, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_written_runs_as_planned(
+    gems_: Gems, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "experiment"
     folder.mkdir()
     path = folder / "small_planned.yaml"
-    said = gems_(*ASKED, "machine.device_bytes=12000", "model.width=8", "--json", "--write", str(path))
+    said = gems_(
+        *ASKED, "machine.device_bytes=12000", "model.width=8", "--json", "--write", str(path)
+    )
     assert said.code == 0, said.err
     first = json.loads(said.out)["choices"][0]
     assert path.read_text().startswith("# @package _global_\n# Made by `gems plan`")
     spec = compose([f"hydra.searchpath=['file://{tmp_path}']", "experiment=small_planned"])
     assert spec.name == "small_planned" and global_batch(spec) == 4 and spec.model.width == 8
-    by_words = compose([*RUN, "machine.device_bytes=12000", "model.width=8", "name=small_planned", *first["overrides"]])
+    by_words = compose(
+        [
+            *RUN,
+            "machine.device_bytes=12000",
+            "model.width=8",
+            "name=small_planned",
+            *first["overrides"],
+        ]
+    )
     assert run_id(spec) == run_id(by_words)
 
     def profile_of(spec: RunSpec) -> object:
         return sized(random_profile(NUM_LAYERS, 5, 0.9), spec.parallel.micro_batch_size)
 
-    for module in (gems.partition.methods, gems.simulation.memory_case, gems.simulation.profiled_costs):
+    for module in (
+        gems.partition.methods,
+        gems.simulation.memory_case,
+        gems.simulation.profiled_costs,
+    ):
         monkeypatch.setattr(module, "profile_of", profile_of)
     made = plan_run(spec)
     assert list(made.boundaries) == first["boundaries"]
 
 
 def test_what_does_not_fit_says_what_would(gems_: Gems, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both questions are answered long before these limits; a busy machine may need more than the usual ones."""
+    """Both questions are answered long before these limits.
+
+    A busy machine may need more than the usual ones.
+    """
     monkeypatch.setattr(gems.planner.infeasibility, "MIN_S", 60.0)
     said = gems_(*ASKED, "machine.device_bytes=2000")
     assert said.code == 3 and said.out == ""
@@ -94,16 +117,25 @@ def test_what_does_not_fit_says_what_would(gems_: Gems, monkeypatch: pytest.Monk
     assert again.code == 0, again.err
 
 
-def test_what_fits_is_found_even_if_the_search_had_no_time(gems_: Gems, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fits_is_found_even_if_the_search_had_no_time(
+    gems_: Gems, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gems.planner.infeasibility, "MIN_S", 60.0)
     said = gems_(*ASKED[:-1], "0.001", "machine.device_bytes=12000", "--json")
     assert said.code == 0, said.err
     found = json.loads(said.out)
-    assert len(found["choices"]) == 1 and found["simulated"] == 1 and found["left"] and not found["is_exact"]
+    assert (
+        len(found["choices"]) == 1
+        and found["simulated"] == 1
+        and found["left"]
+        and not found["is_exact"]
+    )
     assert max(found["choices"][0]["peak_bytes"]) <= 12000
 
 
-def test_the_epochs_of_batches_decide(gems_: Gems, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_epochs_of_batches_decide(
+    gems_: Gems, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     module = ModuleType("gems.planner.hybrid.inputs")
     law = SimpleNamespace(epochs=lambda batch: {4: 10.0, 8: 11.0}[batch])
     monkeypatch.setattr(module, "read_epochs", lambda path: SimpleNamespace(law=law), raising=False)
@@ -124,12 +156,16 @@ def test_the_epochs_of_batches_decide(gems_: Gems, monkeypatch: pytest.MonkeyPat
     assert said.code == 0, said.err
     choices = json.loads(said.out)["choices"]
     assert {choice["epochs"] for choice in choices} <= {10.0, 11.0}
-    assert [choice["to_target_s"] for choice in choices] == sorted(choice["to_target_s"] for choice in choices)
+    assert [choice["to_target_s"] for choice in choices] == sorted(
+        choice["to_target_s"] for choice in choices
+    )
 
 
 def test_hybrid_is_another_planner(gems_: Gems, monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("gems.cli.plan_hybrid")
-    monkeypatch.setattr(module, "show_hybrid", lambda spec, options: len(options.chosen) + 40, raising=False)
+    monkeypatch.setattr(
+        module, "show_hybrid", lambda spec, options: len(options.chosen) + 40, raising=False
+    )
     monkeypatch.setitem(sys.modules, "gems.cli.plan_hybrid", module)
     assert gems_("plan", *RUN, "--hybrid", "--speedup", "2=1.3").code == 41
 
@@ -155,13 +191,29 @@ def test_bad_options_are_one_line(gems_: Gems, words: list[str], line: str) -> N
 
 
 def test_a_run_is_held_to_its_gpus() -> None:
-    spec = compose(["data=synthetic", "schedule=1f1b", "machine=simulated", "parallel.partitions=4", "parallel.gpus=4"])
+    spec = compose(
+        [
+            "data=synthetic",
+            "schedule=1f1b",
+            "machine=simulated",
+            "parallel.partitions=4",
+            "parallel.gpus=4",
+        ]
+    )
     assert plan_run(spec).schedule.num_ranks == 4
     assert run_id(spec) == run_id(
         compose(["data=synthetic", "schedule=1f1b", "machine=simulated", "parallel.partitions=4"])
     )
     other = compose(
-        ["data=synthetic", "schedule=1f1b", "machine=simulated", "parallel.partitions=4", "parallel.gpus=8"]
+        [
+            "data=synthetic",
+            "schedule=1f1b",
+            "machine=simulated",
+            "parallel.partitions=4",
+            "parallel.gpus=8",
+        ]
     )
-    with pytest.raises(gems.errors.ConfigError, match=r"parallel.gpus=8: must be partitions x replicas = 4 x 1"):
+    with pytest.raises(
+        gems.errors.ConfigError, match=r"parallel.gpus=8: must be partitions x replicas = 4 x 1"
+    ):
         plan_run(other)

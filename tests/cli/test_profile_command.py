@@ -21,20 +21,26 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("GEMS_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "profiles"))
 
 
-def test_the_json_is_a_profile_that_can_be_given_back(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_json_is_a_profile_that_can_be_given_back(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     assert main("gems", VERBS, ["profile", *WORDS, "--json"]) == 0
     text = capsys.readouterr().out
-    document, path = json.loads(text), tmp_path / "profile.json"
+    document = json.loads(text)
+    path = tmp_path / "profile.json"
     path.write_text(text)
     profile = ModelProfile.from_json(document)
-    spans, end = Spans(profile), profile.num_layers
+    spans = Spans(profile)
+    end = profile.num_layers
     assert document["schema"] == "gems.profile/1" and profile.source == "fake"
     assert document["stash_bytes"] == spans.stash[0, end]
     assert document["peak_bytes"] > 0.8 * document["composed_peak_bytes"] > 0
     assert document["forward_s"] == pytest.approx(sum(layer.forward_s for layer in profile.layers))
     assert main("gems", VERBS, ["profile", *WORDS, f"profile.path={path}", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == document
-    assert main("gems", VERBS, ["profile", *WORDS, "data.height_px=20", f"profile.path={path}"]) == 2
+    assert (
+        main("gems", VERBS, ["profile", *WORDS, "data.height_px=20", f"profile.path={path}"]) == 2
+    )
     assert "data.height_px=16 instead of 20" in capsys.readouterr().err
 
 
@@ -46,14 +52,17 @@ def test_the_table_has_a_row_a_layer_and_both_peaks(capsys: pytest.CaptureFixtur
     assert lines[-3].startswith("all ") and all("peak of the whole" in line for line in lines[-2:])
 
 
-def test_a_profile_at_another_resolution_from_three(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_profile_at_another_resolution_from_three(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     paths = []
     for side_px in (16, 32, 48):
         size = [f"data.height_px={side_px}", f"data.width_px={side_px}"]
         assert main("gems", VERBS, ["profile", *WORDS, *size, "--json"]) == 0
         paths.append(tmp_path / f"{side_px}.json")
         paths[-1].write_text(capsys.readouterr().out)
-    size, points = ["data.height_px=64", "data.width_px=64"], ",".join(map(str, paths))
+    size = ["data.height_px=64", "data.width_px=64"]
+    points = ",".join(map(str, paths))
     assert main("gems", VERBS, ["profile", *WORDS, *size, "--from", points, "--json"]) == 0
     said = capsys.readouterr()
     found = ModelProfile.from_json(json.loads(said.out))

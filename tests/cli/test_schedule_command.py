@@ -37,11 +37,14 @@ def test_grid_and_one_line_of_figures(capsys: pytest.CaptureFixture[str]) -> Non
     *picture, figures = out.splitlines()
     assert err == ""
     assert len(picture) == 4
-    assert picture[3] == (
-        "rank    3 | .. .. .. F0 B0 -- f1 .. .. .. .. .. .. .. .. .. .. .. .. "
+    assert (
+        picture[3] == "rank    3 | .. .. .. F0 B0 -- f1 .. .. .. .. .. .. .. .. .. .. .. .. "
         "b1 -- F2 B2 -- f3 .. .. .. .. .. .. .. .. .. .. .. .. b3 --"
     )
-    assert "4 ranks x 1 replicas, 4 stages, 4 micro-batches, step 39 units (forward 1, backward 2)" in figures
+    assert (
+        "4 ranks x 1 replicas, 4 stages, 4 micro-batches, step 39 units (forward 1, backward 2)"
+        in figures
+    )
     assert "efficiency 0.308, peak 1 micro-batches" in figures
 
 
@@ -68,7 +71,8 @@ def test_lowered_shows_what_ranks_run(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "span", "peak"), [("gems_master", 551, 1), ("layer_parallel", 768, 1), ("1f1b", 117, 8)]
+    ("name", "span", "peak"),
+    [("gems_master", 551, 1), ("layer_parallel", 768, 1), ("1f1b", 117, 8)],
 )
 @pytest.mark.parametrize("flags", [(), (LOWERED,)])
 def test_json_replays_to_the_published_figures(
@@ -112,7 +116,9 @@ def test_torchs_csv_comes_back_as_the_same_schedule(
 
 
 def test_torchs_csv_cannot_say_two_directions(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ConfigError, match="format=torch: cannot say schedule gems_master: it runs 2 directions"):
+    with pytest.raises(
+        ConfigError, match="format=torch: cannot say schedule gems_master: it runs 2 directions"
+    ):
         show_schedule(spec_of("gems_master", 4, 4), Options(flags=frozenset({TORCH})))
     assert capsys.readouterr().out == ""
 
@@ -127,7 +133,10 @@ def test_the_json_carries_the_costs_of_the_stages(capsys: pytest.CaptureFixture[
 def test_a_broken_file_is_drawn_before_the_error(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, flags: tuple[str, ...]
 ) -> None:
-    """Rank 0 wants its first gradient too early; the fault is marked, also among the transfers of a lowered list."""
+    """Rank 0 wants its first gradient too early.
+
+    The fault is marked, also among the transfers of a lowered list.
+    """
     show_schedule(spec_of("gpipe", 2, 2), Options(json=True, flags=frozenset(flags)))
     document = json.loads(capsys.readouterr().out)
     row = document["actions"][0]
@@ -142,22 +151,40 @@ def test_a_broken_file_is_drawn_before_the_error(
 
 def test_the_command_ends_with_the_one_line(tmp_path: Path) -> None:
     broken = {
-        "schema": "gems.schedule/1", "name": "bad", "ranks": 1, "stages": 1, "micro_batches": 1, "directions": 1,
-        "placement": [[0]], "actions": [[["B", 0, 0, 0], ["F", 0, 0, 0]]],
-    }  # fmt: skip
-    words = ["schedule", "schedule=file", f"schedule.path={written(tmp_path, broken)}", "parallel.micro_batches=1"]
-    ended = subprocess.run([sys.executable, "-m", "gems", *words], capture_output=True, text=True, timeout=60, cwd=ROOT)
+        "schema": "gems.schedule/1",
+        "name": "bad",
+        "ranks": 1,
+        "stages": 1,
+        "micro_batches": 1,
+        "directions": 1,
+        "placement": [[0]],
+        "actions": [[["B", 0, 0, 0], ["F", 0, 0, 0]]],
+    }
+    words = [
+        "schedule",
+        "schedule=file",
+        f"schedule.path={written(tmp_path, broken)}",
+        "parallel.micro_batches=1",
+    ]
+    ended = subprocess.run(
+        [sys.executable, "-m", "gems", *words], capture_output=True, text=True, timeout=60, cwd=ROOT
+    )
     assert (ended.returncode, ended.stdout) == (2, "")
     *picture, line = ended.stderr.splitlines()
     assert picture[1] == "rank    0 | !0B0!"
-    assert line == "gems: schedule is broken at rank 0, action 0B0: comes before 0F0, which it needs"
+    assert (
+        line == "gems: schedule is broken at rank 0, action 0B0: comes before 0F0, which it needs"
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "name", "words"),
-    [("1X1\n", "made.csv", "is no compute action"), ("{}", "made.json", "holds no schedule|schema"),
-    ("{", "made.json", "holds no schedule")],
-)  # fmt: skip
+    [
+        ("1X1\n", "made.csv", "is no compute action"),
+        ("{}", "made.json", "holds no schedule|schema"),
+        ("{", "made.json", "holds no schedule"),
+    ],
+)
 def test_files_that_hold_no_schedule(tmp_path: Path, text: str, name: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         show_schedule(spec_of_file(written(tmp_path, text, name), 1, 1), Options())

@@ -32,7 +32,9 @@ def spec_of(
     return resolve(
         RunSpec(
             schedule=ScheduleConfig(name=name, activation_cap=cap),
-            parallel=ParallelConfig(partitions=partitions, micro_batches=micro_batches, replicas=replicas),
+            parallel=ParallelConfig(
+                partitions=partitions, micro_batches=micro_batches, replicas=replicas
+            ),
             cost=CostConfig(**cost),  # type: ignore[arg-type]
             machine=machine or MachineConfig(kind="simulated"),
         )
@@ -52,10 +54,18 @@ def shown(capsys: pytest.CaptureFixture[str], spec: RunSpec) -> dict[str, object
 
 
 def test_the_figures_of_1f1b(capsys: pytest.CaptureFixture[str]) -> None:
-    """P = 4, N = 8, f = 1, b = 2 in units of 10 ms: (N + P - 1)(f + b) = 33, P - r micro-batches on rank r."""
+    """P = 4, N = 8, f = 1, b = 2 in units of 10 ms.
+
+    (N + P - 1)(f + b) = 33, P - r micro-batches on rank r.
+    """
     found = shown(capsys, spec_of(unit_s=0.01, activation_bytes=1000))
     assert found["schedule"] == "1f1b" and found["source"] == "simulated"
-    assert (found["partitions"], found["replicas"], found["micro_batches"], found["stages"]) == (4, 1, 8, 4)
+    assert (found["partitions"], found["replicas"], found["micro_batches"], found["stages"]) == (
+        4,
+        1,
+        8,
+        4,
+    )
     assert (found["step_units"], found["step_s"]) == (33, pytest.approx(0.33))
     assert found["efficiency"] == pytest.approx(24 / 33)
     assert found["bubble"] == pytest.approx(9 / 33)
@@ -79,7 +89,10 @@ def test_the_figures_of_gems_at_a_cap_of_one(capsys: pytest.CaptureFixture[str])
 
 def test_buffers_and_parameters_are_in_the_peak(capsys: pytest.CaptureFixture[str]) -> None:
     """One micro-batch in layer_parallel: activations 1000, a buffer each way of 10, parameters 100."""
-    found = shown(capsys, spec_of("layer_parallel", 2, 1, activation_bytes=1000, boundary_bytes=10, param_bytes=100))
+    found = shown(
+        capsys,
+        spec_of("layer_parallel", 2, 1, activation_bytes=1000, boundary_bytes=10, param_bytes=100),
+    )
     assert found["peak_activation_bytes"] == [1000, 1000]
     assert found["peak_bytes"] == [1000 + 100 + 10, 1000 + 100 + 10]
 
@@ -90,16 +103,33 @@ def test_a_link_is_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["idle_s"] == [6, 6]
 
 
-def test_recompute_is_no_bubble_and_not_useful(capsys: pytest.CaptureFixture[str], tmp_path: object) -> None:
+def test_recompute_is_no_bubble_and_not_useful(
+    capsys: pytest.CaptureFixture[str], tmp_path: object
+) -> None:
     path = f"{tmp_path}/s.json"
     with open(path, "w") as file:
         json.dump(
             {
-                "schema": "gems.schedule/1", "name": "r", "ranks": 1, "stages": 1, "micro_batches": 2, "directions": 1,
-                "placement": [[0]], "actions": [[["F", 0, 0, 0], ["F", 0, 0, 1], ["R", 0, 0, 0], ["B", 0, 0, 0],
-                                                 ["R", 0, 0, 1], ["B", 0, 0, 1]]],
-            }, file,
-        )  # fmt: skip
+                "schema": "gems.schedule/1",
+                "name": "r",
+                "ranks": 1,
+                "stages": 1,
+                "micro_batches": 2,
+                "directions": 1,
+                "placement": [[0]],
+                "actions": [
+                    [
+                        ["F", 0, 0, 0],
+                        ["F", 0, 0, 1],
+                        ["R", 0, 0, 0],
+                        ["B", 0, 0, 0],
+                        ["R", 0, 0, 1],
+                        ["B", 0, 0, 1],
+                    ]
+                ],
+            },
+            file,
+        )
     spec = resolve(
         RunSpec(
             schedule=ScheduleConfig(name="file", path=path, activation_cap=1),
@@ -121,16 +151,25 @@ def test_replicas_multiply_images_and_not_time(capsys: pytest.CaptureFixture[str
 
 def test_1024_ranks_are_one_pipeline() -> None:
     """8 x 128 with N = 32: what is built and played is a pipeline of 8, and its reduction has 128 members."""
-    alone, many = (predicted(spec_of("1f1b", 8, 32, replicas=n, link=0.5, param_bytes=1 << 20)) for n in (1, 128))
+    alone, many = (
+        predicted(spec_of("1f1b", 8, 32, replicas=n, link=0.5, param_bytes=1 << 20))
+        for n in (1, 128)
+    )
     assert sum(map(len, many.step.start)) == sum(map(len, alone.step.start))
-    assert many.times[0].reduce == pytest.approx(2 * 7 * 0.5) and alone.times[0].reduce == 0  # up and down 7 levels
+    assert (
+        many.times[0].reduce == pytest.approx(2 * 7 * 0.5) and alone.times[0].reduce == 0
+    )  # up and down 7 levels
 
 
 def test_the_slowest_replica_counts() -> None:
-    """3 ranks a pipeline on nodes of 4: the first replica has no hop between nodes, the second has one."""
+    """3 ranks a pipeline on nodes of 4.
+
+    The first replica has no hop between nodes, the second has one.
+    """
     machine = MachineConfig(kind="simulated", ranks_per_node=4, link_latency_s=2.0)
     alone, two = (
-        predicted(spec_of("layer_parallel", 3, 1, replicas=replicas, machine=machine)).step.span for replicas in (1, 2)
+        predicted(spec_of("layer_parallel", 3, 1, replicas=replicas, machine=machine)).step.span
+        for replicas in (1, 2)
     )
     assert (alone, two) == (9.0, 9.0 + 2 * 2.0)
 
@@ -141,7 +180,9 @@ def test_the_grid_and_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
     lines = out.splitlines()
     assert err == ""
     assert lines[0].startswith("rank    0 | F0 F1 F2 F3 ")
-    assert lines[4] == "1f1b: 4 ranks x 1 replicas, 4 stages, 8 micro-batches: simulated, a prediction"
+    assert (
+        lines[4] == "1f1b: 4 ranks x 1 replicas, 4 stages, 8 micro-batches: simulated, a prediction"
+    )
     assert any(line.split() == ["step", "[units]", "33"] for line in lines)
     assert "any order on this placement with a full backward; activations kept; free links" in out
     assert any(line.split()[:1] == ["efficiency"] and line.endswith("72.7") for line in lines)
@@ -155,11 +196,16 @@ def test_a_broken_schedule_is_drawn_before_the_error(capsys: pytest.CaptureFixtu
     assert out == "" and "!0F2!" in err
 
 
-def test_noise_gives_the_median_step_and_where_most_steps_lie(capsys: pytest.CaptureFixture[str]) -> None:
+def test_noise_gives_the_median_step_and_where_most_steps_lie(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     machines = [MachineConfig(kind="simulated", noise=noise) for noise in (0.0, 0.02)]
     quiet, noisy = (
         {key: float(str(found[key])) for key in ("step_low_s", "step_s", "step_high_s")}
-        for found in (shown(capsys, spec_of("gems_master", replicas=16, machine=machine)) for machine in machines)
+        for found in (
+            shown(capsys, spec_of("gems_master", replicas=16, machine=machine))
+            for machine in machines
+        )
     )
     assert quiet["step_low_s"] == quiet["step_s"] == quiet["step_high_s"] < noisy["step_s"]
     assert noisy["step_low_s"] < noisy["step_s"] < noisy["step_high_s"]
@@ -167,24 +213,42 @@ def test_noise_gives_the_median_step_and_where_most_steps_lie(capsys: pytest.Cap
 
 def test_the_bound_says_what_it_holds_for() -> None:
     schedule = ScheduleConfig(
-        name="capped", activation_cap=1, budget_s=0.05, placements=["v", "linear"],
+        name="capped",
+        activation_cap=1,
+        budget_s=0.05,
+        placements=["v", "linear"],
         memory_actions=["recompute", "offload"],
-    )  # fmt: skip
-    parallel, cost = ParallelConfig(partitions=2, micro_batches=4), CostConfig(link=0.5)
+    )
+    parallel = ParallelConfig(partitions=2, micro_batches=4)
+    cost = CostConfig(link=0.5)
     machine = MachineConfig(kind="simulated", noise=0.01)
-    assert assumed(predicted(resolve(RunSpec(schedule=schedule, parallel=parallel, cost=cost, machine=machine)))) == (
-        "any schedule with a split backward on v, linear; activations kept or recomputed or copied to host; "
-        "links without contention; compute without noise"
+    assert (
+        assumed(
+            predicted(
+                resolve(RunSpec(schedule=schedule, parallel=parallel, cost=cost, machine=machine))
+            )
+        )
+        == "any schedule with a split backward on v, linear; activations kept or recomputed or"
+        " copied to host; links without contention; compute without noise"
     )
 
 
 @pytest.fixture(params=["measured", "fake"])
 def real(request: pytest.FixtureRequest, tmp_path: Path) -> RunSpec:
     """A real run on two ranks with the costs of its profile, in a file that says where its times come from."""
-    spec = compose([
-        "machine=cpu", "data=synthetic", "model=resnet20_v1", "data.height_px=32", "data.width_px=32", "cost=profile",
-        "parallel.partitions=2", "parallel.micro_batches=4", f"cache_dir={tmp_path}",
-    ])  # fmt: skip
+    spec = compose(
+        [
+            "machine=cpu",
+            "data=synthetic",
+            "model=resnet20_v1",
+            "data.height_px=32",
+            "data.width_px=32",
+            "cost=profile",
+            "parallel.partitions=2",
+            "parallel.micro_batches=4",
+            f"cache_dir={tmp_path}",
+        ]
+    )
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(replace(take(spec), source=request.param).to_json()))
     return replace(spec, profile=replace(spec.profile, path=str(path)))
@@ -196,11 +260,16 @@ def test_a_step_that_no_run_calibrated_is_a_range(
     found = shown(capsys, real)
     is_measured = "measured" in request.node.name
     assert found["is_calibrated"] is False
-    assert found["step_range_s"] == ([found["step_s"], pytest.approx(2.4 * found["step_s"])] if is_measured else None)
+    assert found["step_range_s"] == (
+        [found["step_s"], pytest.approx(2.4 * found["step_s"])] if is_measured else None
+    )
     assert show_simulation(real, Options()) == 0
     text = capsys.readouterr().out
     if is_measured:
-        assert re.search(r"step \[s\] +[\d.]+ to [\d.]+\n", text) and "not calibrated for this machine" in text
+        assert (
+            re.search(r"step \[s\] +[\d.]+ to [\d.]+\n", text)
+            and "not calibrated for this machine" in text
+        )
         assert re.search(r"images/s +[\d.]+ to [\d.]+\n", text)
     else:
         assert "by the rates of machine=cpu, not compared with any run" in text

@@ -18,7 +18,11 @@ pytestmark = pytest.mark.cases
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (main("gems", VERBS, ["--version"]), main("jobs", JOBS, ["--version"]), analysis(["--version"])) == (0, 0, 0)
+    assert (
+        main("gems", VERBS, ["--version"]),
+        main("jobs", JOBS, ["--version"]),
+        analysis(["--version"]),
+    ) == (0, 0, 0)
     assert capsys.readouterr().out.splitlines() == [
         f"{name} {__version__}" for name in ("gems", "gems-jobs", "gems-analysis")
     ]
@@ -60,5 +64,6 @@ def test_runs_of_a_sweep_have_labels(
     words = ["schedule", "-m", "schedule=gpipe,1f1b", "data=synthetic"]
     assert main("gems", VERBS, words) == 0
     assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("==")] == [
-        "== schedule=gpipe data=synthetic ==", "== schedule=1f1b data=synthetic =="
-    ]  # fmt: skip
+        "== schedule=gpipe data=synthetic ==",
+        "== schedule=1f1b data=synthetic ==",
+    ]

@@ -26,13 +26,29 @@ def check(cluster: ClusterConfig) -> None:
 @pytest.mark.parametrize(
     ("values", "line"),
     [
-        ({"launcher": "mpirun"},
-        r"^cluster\.launcher=mpirun: allowed: mpiexec, srun, ibrun, flux, hydra, pals; .*; did you mean "),
-        ({"gpu_request": "gpus"},
-        r"^cluster\.gpu_request=gpus: allowed: gpus-per-node, gpus-per-task, gres, none; .*; did you mean "),
-        ({"signal_before_end_s": 70000}, r"^cluster\.signal_before_end_s=70000: must be at most 65535; "),
+        (
+            {"launcher": "mpirun"},
+            (
+                r"^cluster\.launcher=mpirun: allowed: mpiexec, srun, ibrun, flux, hydra, pals; .*;"
+                r" did you mean "
+            ),
+        ),
+        (
+            {"gpu_request": "gpus"},
+            (
+                r"^cluster\.gpu_request=gpus: allowed: gpus-per-node, gpus-per-task, gres, none;"
+                r" .*; did you mean "
+            ),
+        ),
+        (
+            {"signal_before_end_s": 70000},
+            r"^cluster\.signal_before_end_s=70000: must be at most 65535; ",
+        ),
         ({"scheduler": "lsf"}, r"^cluster\.scheduler=lsf: allowed: slurm, flux, pbs; "),
-        ({"notify": ["mail:me"]}, r"^cluster\.notify\[0\]='mail:me': must be mail, mail:ADDRESS, http"),
+        (
+            {"notify": ["mail:me"]},
+            r"^cluster\.notify\[0\]='mail:me': must be mail, mail:ADDRESS, http",
+        ),
         ({"notify": ["command:"]}, r"^cluster\.notify\[0\]='command:': must be mail, "),
         ({"max_requeues": -1}, r"^cluster\.max_requeues=-1: must be 0 or more; "),
         ({"gpu_bind": "close"}, r"^cluster\.gpu_bind='close': allowed: none, closest, "),
@@ -40,31 +56,66 @@ def check(cluster: ClusterConfig) -> None:
         ({"cpu_bind": "core"}, r"^cluster\.cpu_bind='core': allowed: none, cores, "),
         ({"cpu_bind": "map_cpu:1,,2"}, r"^cluster\.cpu_bind='map_cpu:1,,2': "),
         ({"cpu_bind": "cores $(touch owned)"}, r"^cluster\.cpu_bind="),
-        ({"modules": ["gcc", "a; touch owned"]}, r"^cluster\.modules\[1\]='a; touch owned': must be names of modules"),
+        (
+            {"modules": ["gcc", "a; touch owned"]},
+            r"^cluster\.modules\[1\]='a; touch owned': must be names of modules",
+        ),
         ({"modules": ["--force"]}, r"^cluster\.modules\[0\]='--force': "),
         ({"hosts": ["a b"]}, r"^cluster\.hosts\[0\]='a b': must be patterns of host names"),
-        ({"account": "a\ntouch owned"},
-        r"^cluster\.account='a\\ntouch owned': must be printable text on one line, or null"),
+        (
+            {"account": "a\ntouch owned"},
+            r"^cluster\.account='a\\ntouch owned': must be printable text on one line, or null",
+        ),
         ({"partition": ""}, r"^cluster\.partition='': must be printable text"),
         ({"mpi": "pmi2\r"}, r"^cluster\.mpi="),
-        ({"device_order": [3, 2, 1, 1]}, r"^cluster\.device_order=\[3, 2, 1, 1\]: must hold each of 0 to 3 once"),
-        ({"device_order": [1, 0]}, r"^cluster\.device_order=\[1, 0\]: must list the 4 GPUs of a node"),
+        (
+            {"device_order": [3, 2, 1, 1]},
+            r"^cluster\.device_order=\[3, 2, 1, 1\]: must hold each of 0 to 3 once",
+        ),
+        (
+            {"device_order": [1, 0]},
+            r"^cluster\.device_order=\[1, 0\]: must list the 4 GPUs of a node",
+        ),
         ({"usable_cpus_per_node": 0}, r"^cluster\.usable_cpus_per_node=0: must be 1 or more"),
         ({"node_memory_bytes": 0}, r"^cluster\.node_memory_bytes=0: must be 1 or more"),
-        ({"container": "docker"},
-        r"^cluster\.container=docker: allowed: none, apptainer, singularity, pyxis, .*, uenv; .*; did you mean "),
-        ({"container_image": "a.sif"},
-        r"^cluster\.container_image=a\.sif: needs a container runtime; set cluster\.container"),
-        ({"container": "pyxis", "container_image": "a", "launcher": "ibrun"},
-        r"^cluster\.container=pyxis: is a plug-in of srun"),
+        (
+            {"container": "docker"},
+            (
+                r"^cluster\.container=docker: allowed: none, apptainer, singularity, pyxis, .*,"
+                r" uenv; .*; did you mean "
+            ),
+        ),
+        (
+            {"container_image": "a.sif"},
+            r"^cluster\.container_image=a\.sif: needs a container runtime; set cluster\.container",
+        ),
+        (
+            {"container": "pyxis", "container_image": "a", "launcher": "ibrun"},
+            r"^cluster\.container=pyxis: is a plug-in of srun",
+        ),
         ({"charge_per": "hour"}, r"^cluster\.charge_per=hour: allowed: gpu-hour, node-hour"),
-        ({"charge_rate": -1.0, "charge_per": "gpu-hour"}, r"^cluster\.charge_rate=-1\.0: must be 0 or more"),
-        ({"charge_rate": 2.0}, r"^cluster\.charge_per=null: must be given beside cluster\.charge_rate=2"),
-        ({"limits": [QueueLimit(), QueueLimit(minutes=0)]}, r"^cluster\.limits\[1\]\.minutes=0: must be 1 or more"),
-        ({"limits": [QueueLimit(min_nodes=5, max_nodes=4)]}, r"^cluster\.limits\[0\]\.max_nodes=4: must be 5 or more"),
-        ({"limits": [QueueLimit(queued_jobs=0)]}, r"^cluster\.limits\[0\]\.queued_jobs=0: must be 1 or more"),
+        (
+            {"charge_rate": -1.0, "charge_per": "gpu-hour"},
+            r"^cluster\.charge_rate=-1\.0: must be 0 or more",
+        ),
+        (
+            {"charge_rate": 2.0},
+            r"^cluster\.charge_per=null: must be given beside cluster\.charge_rate=2",
+        ),
+        (
+            {"limits": [QueueLimit(), QueueLimit(minutes=0)]},
+            r"^cluster\.limits\[1\]\.minutes=0: must be 1 or more",
+        ),
+        (
+            {"limits": [QueueLimit(min_nodes=5, max_nodes=4)]},
+            r"^cluster\.limits\[0\]\.max_nodes=4: must be 5 or more",
+        ),
+        (
+            {"limits": [QueueLimit(queued_jobs=0)]},
+            r"^cluster\.limits\[0\]\.queued_jobs=0: must be 1 or more",
+        ),
     ],
-)  # fmt: skip
+)
 def test_one_line(values: dict[str, Any], line: str) -> None:
     with pytest.raises(ConfigError, match=line):
         check(replace(GPUS, **values))
@@ -95,7 +146,9 @@ def test_num_bound() -> None:
 
 
 @pytest.mark.parametrize(
-    ("account", "full"), [("m1", "m1_g"), ("m1_g", "m1_g"), (None, None)], ids=["added", "there", "none"]
+    ("account", "full"),
+    [("m1", "m1_g"), ("m1_g", "m1_g"), (None, None)],
+    ids=["added", "there", "none"],
 )
 def test_the_sites_suffix_of_accounts(account: str | None, full: str | None) -> None:
     assert replace(GPUS, account=account, account_suffix="_g").full_account == full
@@ -109,9 +162,11 @@ def test_limits_go_through_a_run_yaml() -> None:
 
 @pytest.mark.parametrize(
     ("row", "line"),
-    [({"minuts": 3}, r"^cluster\.limits\[0\]\.minuts=3: allowed: .*minutes"),
-    (7, r"^cluster\.limits\[0\]=7: must be a mapping")],
-)  # fmt: skip
+    [
+        ({"minuts": 3}, r"^cluster\.limits\[0\]\.minuts=3: allowed: .*minutes"),
+        (7, r"^cluster\.limits\[0\]=7: must be a mapping"),
+    ],
+)
 def test_a_limit_of_another_form(row: Any, line: str) -> None:
     with pytest.raises(ConfigError, match=line):
         RunSpec.from_dict({"cluster": {"limits": [row]}})
@@ -129,12 +184,23 @@ def test_limits_on_the_command_line() -> None:
 def test_a_preset_names_its_sources_and_that_limits_change(name: str) -> None:
     if name in ("local", "mini", "slurm", "flux", "pbs"):
         return
-    said = "".join(line for line in (CONF / "cluster" / f"{name}.yaml").read_text().splitlines() if line[:1] == "#")
+    said = "".join(
+        line
+        for line in (CONF / "cluster" / f"{name}.yaml").read_text().splitlines()
+        if line[:1] == "#"
+    )
     assert "From " in said and "20" in said.partition("From ")[2], "source and date"
     assert "Limits change" in said
 
 
 def test_ranks_fill_the_cpus_of_a_node_without_gpus() -> None:
-    words = ["data=synthetic", "cluster=slurm", "cluster.gpus_per_node=0", "cluster.usable_cpus_per_node=56"]
-    spec = compose([*words, "cluster.cpus_per_rank=14", "parallel.partitions=2", "parallel.replicas=4"])
+    words = [
+        "data=synthetic",
+        "cluster=slurm",
+        "cluster.gpus_per_node=0",
+        "cluster.usable_cpus_per_node=56",
+    ]
+    spec = compose(
+        [*words, "cluster.cpus_per_rank=14", "parallel.partitions=2", "parallel.replicas=4"]
+    )
     assert (spec.cluster.nodes, spec.cluster.ranks_per_node) == (2, 4)

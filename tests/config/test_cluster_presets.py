@@ -35,10 +35,12 @@ def at(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
 def sites(tmp_path: Path) -> Path:
     folder = tmp_path / "sites"
     (folder / "cluster").mkdir(parents=True)
-    (folder / "cluster" / "here.yaml").write_text('name: here\nlauncher: srun\nhosts: ["Head*.here.org", "h[12]"]\n')
+    (folder / "cluster" / "here.yaml").write_text(
+        'name: here\nlauncher: srun\nhosts: ["Head*.here.org", "h[12]"]\n'
+    )
     (folder / "cluster" / "there.yaml").write_text('name: there\nlauncher: srun\nhosts: ["h2"]\n')
     (folder / "cluster" / "nowhere.yaml").write_text("name: nowhere\n")
-    return folder  # fmt: skip
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -57,23 +59,33 @@ def test_matching(sites: Path, names: list[str], found: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("host", "preset"),
     [
-        ("login05.frontier.olcf.ornl.gov", "frontier"), ("login07.chn.perlmutter.nersc.gov", "perlmutter"),
-        ("login02.leonardo.local", "leonardo"), ("jwlogin22.juwels", "juwels_booster"), ("jpbl-s01-02", "jupiter"),
-        ("alogin1", "marenostrum5"), ("clariden-ln001", "alps"), ("dt-login03.delta.ncsa.illinois.edu", "delta"),
-        ("login1.frontera.tacc.utexas.edu", "frontera"), ("login4.karolina.it4i.cz", "karolina"),
+        ("login05.frontier.olcf.ornl.gov", "frontier"),
+        ("login07.chn.perlmutter.nersc.gov", "perlmutter"),
+        ("login02.leonardo.local", "leonardo"),
+        ("jwlogin22.juwels", "juwels_booster"),
+        ("jpbl-s01-02", "jupiter"),
+        ("alogin1", "marenostrum5"),
+        ("clariden-ln001", "alps"),
+        ("dt-login03.delta.ncsa.illinois.edu", "delta"),
+        ("login1.frontera.tacc.utexas.edu", "frontera"),
+        ("login4.karolina.it4i.cz", "karolina"),
         ("int6.local.snellius.surf.nl", "snellius"),
     ],
-)  # fmt: skip
+)
 def test_login_nodes_fit_one_preset_each(host: str, preset: str) -> None:
     assert matching([CONF], [host]) == {preset: host}
 
 
-@pytest.mark.parametrize("host", ["login1", "login1.example.org", "jwlogin05.juwels", "vm", "localhost"])
+@pytest.mark.parametrize(
+    "host", ["login1", "login1.example.org", "jwlogin05.juwels", "vm", "localhost"]
+)
 def test_other_machines_fit_none(host: str) -> None:
     assert matching([CONF], [host]) == {}
 
 
-def test_it_is_said_once_and_taken(at: Callable[..., None], sites: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_is_said_once_and_taken(
+    at: Callable[..., None], sites: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     at("h1")
     words = [f"hydra.searchpath=['file://{sites}']", "cluster=auto", *WORDS]
     assert compose(words).cluster.name == "here"
@@ -93,13 +105,17 @@ def test_a_preset_that_is_given_goes_before(
 
 def test_auto_after_a_preset_counts(at: Callable[..., None]) -> None:
     at("nobody")
-    with pytest.raises(ConfigError, match=r"^cluster=auto: no preset knows the host nobody; .*jobs discover"):
+    with pytest.raises(
+        ConfigError, match=r"^cluster=auto: no preset knows the host nobody; .*jobs discover"
+    ):
         compose(["cluster=mini", "cluster=auto", *WORDS])
 
 
 def test_several_presets_of_one_host(at: Callable[..., None], sites: Path) -> None:
     at("h2")
-    with pytest.raises(ConfigError, match=r"^cluster=auto: the host h2 fits several presets: here, there; "):
+    with pytest.raises(
+        ConfigError, match=r"^cluster=auto: the host h2 fits several presets: here, there; "
+    ):
         choose_preset([sites])
 
 
@@ -117,9 +133,14 @@ def test_nothing_is_detected_unless_asked(at: Callable[..., None]) -> None:
 
 
 class TestAsDefault:
-    """What `make submit` asks for: this machine's preset, unless the experiment or the user names one."""
+    """What `make submit` asks for.
 
-    def test_it_is_taken_where_nothing_else_is_named(self, at: Callable[..., None], sites: Path) -> None:
+    This machine's preset, unless the experiment or the user names one.
+    """
+
+    def test_it_is_taken_where_nothing_else_is_named(
+        self, at: Callable[..., None], sites: Path
+    ) -> None:
         at("h1")
         words = [f"hydra.searchpath=['file://{sites}']", *WORDS]
         assert compose(words, AUTO).cluster.name == "here"
@@ -127,7 +148,12 @@ class TestAsDefault:
     @pytest.mark.parametrize("host", ["h1", "nobody"])
     @pytest.mark.parametrize("word", ["cluster=mini", "experiment=on_mini"])
     def test_an_experiment_and_the_user_go_before(
-        self, at: Callable[..., None], sites: Path, capsys: pytest.CaptureFixture[str], host: str, word: str
+        self,
+        at: Callable[..., None],
+        sites: Path,
+        capsys: pytest.CaptureFixture[str],
+        host: str,
+        word: str,
     ) -> None:
         at(host)
         (sites / "experiment").mkdir()
@@ -144,7 +170,9 @@ class TestAsDefault:
     def test_the_command(self, at: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
         at("nobody")
         assert main("jobs", JOBS, ["submit", "--dry-run", "--auto-cluster", *WORDS]) == 2
-        assert capsys.readouterr().err.startswith("jobs: cluster=auto: no preset knows the host nobody")
+        assert capsys.readouterr().err.startswith(
+            "jobs: cluster=auto: no preset knows the host nobody"
+        )
         assert main("jobs", JOBS, ["submit", "--auto-cluster", *WORDS, "--cfg", "job"]) == 2
         words = ["submit", "--dry-run", "--auto-cluster", "cluster=mini", *WORDS]
         assert main("jobs", JOBS, words) == 0
@@ -157,12 +185,20 @@ def test_auto_is_among_the_options() -> None:
 
 
 def test_hydras_own_options_know_it(
-    at: Callable[..., None], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    at: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     at("clariden-ln002")
     verbs = {"show": Verb("json:dumps", "shows")}
-    assert main("gems", verbs, ["show", "cluster=auto", *WORDS, "--cfg", "job", "--package", "cluster"]) == 0
+    assert (
+        main(
+            "gems", verbs, ["show", "cluster=auto", *WORDS, "--cfg", "job", "--package", "cluster"]
+        )
+        == 0
+    )
     out, err = capsys.readouterr()
     assert "name: alps" in out and "cluster=alps, by the host name clariden-ln002" in err
 

@@ -18,19 +18,23 @@ from gems.schedule import FAMILIES
 
 # A user's own folder of configuration: an experiment and a cluster.
 MINE = {
-    "experiment/mine.yaml": """
+    "experiment/mine.yaml": (
+        """
         # @package _global_
         defaults:
           - override /schedule: gpipe
           - override /cluster: site
         name: mine
         parallel: {partitions: 2, micro_batches: 4}
-    """,
-    "cluster/site.yaml": """
+    """
+    ),
+    "cluster/site.yaml": (
+        """
         name: site
         launcher: srun
         account: p123
-    """,
+    """
+    ),
 }
 
 
@@ -64,7 +68,11 @@ def files_of(group: str) -> list[str]:
 class TestConf:
     def test_the_defaults_of_conf_run(self) -> None:
         spec = compose([])
-        assert spec.name == "run" and spec.data.name == "tissue" and spec.schedule.name == "gems_master"
+        assert (
+            spec.name == "run"
+            and spec.data.name == "tissue"
+            and spec.schedule.name == "gems_master"
+        )
         assert spec == resolve(spec), "it is resolved"
 
     @pytest.mark.parametrize("name", options_of("experiment"))
@@ -109,7 +117,13 @@ class TestConf:
 class TestOverrides:
     def test_values_and_options(self) -> None:
         spec = compose(
-            ["schedule=1f1b", "parallel.partitions=2", "parallel.micro_batches=4", "seed=3", "optimizer.lr=1e-3"]
+            [
+                "schedule=1f1b",
+                "parallel.partitions=2",
+                "parallel.micro_batches=4",
+                "seed=3",
+                "optimizer.lr=1e-3",
+            ]
         )
         assert spec.schedule.name == "1f1b"
         assert (spec.parallel.partitions, spec.parallel.micro_batches) == (2, 4)
@@ -122,9 +136,16 @@ class TestOverrides:
 
     @pytest.mark.parametrize(
         ("size", "num_bytes"),
-        [("16GB", 16 * 10**9), ("1.5GiB", 3 << 29), ("64MiB", 64 << 20), ("2kB", 2000), ("3KiB", 3072),
-         ("1TB", 10**12), ("123", 123)],
-    )  # fmt: skip
+        [
+            ("16GB", 16 * 10**9),
+            ("1.5GiB", 3 << 29),
+            ("64MiB", 64 << 20),
+            ("2kB", 2000),
+            ("3KiB", 3072),
+            ("1TB", 10**12),
+            ("123", 123),
+        ],
+    )
     def test_a_size_may_carry_its_unit(self, size: str, num_bytes: int) -> None:
         cost = compose([f"cost.activation_bytes={size}"]).cost
         assert cost.activation_bytes == num_bytes
@@ -152,14 +173,24 @@ class TestOverrides:
         assert (spec.model.depth, spec.data.path) == (56, None)
 
     def test_values_of_a_mask_may_be_numbers(self) -> None:
-        assert composed(["data=masks", "data.class_map={0: 0, 255: 1}"]).data.class_map == {"0": 0, "255": 1}
+        assert composed(["data=masks", "data.class_map={0: 0, 255: 1}"]).data.class_map == {
+            "0": 0,
+            "255": 1,
+        }
 
     def test_interpolation(self) -> None:
         assert compose(["name=seed_${seed}", "seed=4"]).name == "seed_4"
 
     def test_a_run_leaves_nothing_to_the_next(self) -> None:
         plain = compose([])
-        compose(["+cluster.sbatch.qos=long", "parallel.partitions=2", "metrics.auc.target=my.auc", "seed=3"])
+        compose(
+            [
+                "+cluster.sbatch.qos=long",
+                "parallel.partitions=2",
+                "metrics.auc.target=my.auc",
+                "seed=3",
+            ]
+        )
         assert compose([]) == plain
 
     def test_composing_twice_gives_the_same(self) -> None:
@@ -168,7 +199,14 @@ class TestOverrides:
 
     def test_every_key_of_the_schema_may_be_named(self) -> None:
         keys = set(valid_keys())
-        assert {"model", "schedule", "experiment", "seed", "parallel.partitions", "cluster.sbatch"} <= keys
+        assert {
+            "model",
+            "schedule",
+            "experiment",
+            "seed",
+            "parallel.partitions",
+            "cluster.sbatch",
+        } <= keys
         assert "model.__init__" not in keys and "hydra" not in keys
 
 
@@ -177,7 +215,11 @@ class TestRefused:
         ("override", "start", "contains"),
         [
             ("schedul=gpipe", "schedul=gpipe: unknown key; nearest: ", "schedule"),
-            ("parallel.partition=2", "parallel.partition=2: unknown key; nearest: ", "parallel.partitions"),
+            (
+                "parallel.partition=2",
+                "parallel.partition=2: unknown key; nearest: ",
+                "parallel.partitions",
+            ),
             ("+parallel.foo=1", "parallel.foo=1: unknown key; nearest: ", "parallel"),
             ("++foo.bar=1", "foo.bar=1: unknown key; nearest: ", ""),
             ("model={dept: 56}", "model.dept=", "unknown key"),
@@ -207,7 +249,11 @@ class TestRefused:
             ("=1", "=1: unknown key", ""),
             ("seed=1,2", "seed=1,2: Ambiguous value", ""),
             ("seed=range(1,3)", "seed=range(1,3): Sweep parameters", "--multirun"),
-            ("cluster.environment.A=1", "cluster.environment.A=1: is not there yet", "+cluster.environment.A="),
+            (
+                "cluster.environment.A=1",
+                "cluster.environment.A=1: is not there yet",
+                "+cluster.environment.A=",
+            ),
             ("data=folder", "data.path=", "directory"),
             ("hydra.nope=1", "hydra.nope=1: unknown key", ""),
             ("hydra/launcher=nope", "", "hydra/launcher/nope"),
@@ -223,15 +269,22 @@ class TestRefused:
         assert contains in line
 
     def test_a_good_override_beside_a_bad_one_is_not_blamed(self) -> None:
-        assert refusal("seed=3", "parallel.partitions=two", "name=x").startswith("parallel.partitions=two")
+        assert refusal("seed=3", "parallel.partitions=two", "name=x").startswith(
+            "parallel.partitions=two"
+        )
         assert refusal("seed=3", "model.depth=[1", "name=x").startswith("override=model.depth=[1")
 
     def test_a_circle_whose_key_omegaconf_does_not_name(self) -> None:
         error = InterpolationResolutionError("Recursive interpolation detected")
-        assert str(translate(error, ["name=x", "+seed=${seed}"])).startswith("seed=${seed}: Recursive")
+        assert str(translate(error, ["name=x", "+seed=${seed}"])).startswith(
+            "seed=${seed}: Recursive"
+        )
 
     def test_what_resolve_refuses(self) -> None:
-        assert refusal("parallel.partitions=0") == "parallel.partitions=0: must be 1 or more; ranks of one pipeline"
+        assert (
+            refusal("parallel.partitions=0")
+            == "parallel.partitions=0: must be 1 or more; ranks of one pipeline"
+        )
 
     def test_after_a_refusal_all_is_well(self) -> None:
         refusal("schedule=gpip")
@@ -249,7 +302,9 @@ class TestMyConf:
         line = refusal(search_path(my_conf), "experiment=min")
         assert "mine" in line.partition("allowed: ")[2] and "quickstart" in line
         assert "nearest: mine" in line
-        assert options_of("experiment", [CONF, my_conf]) == sorted([*options_of("experiment"), "mine"])
+        assert options_of("experiment", [CONF, my_conf]) == sorted(
+            [*options_of("experiment"), "mine"]
+        )
 
     def test_without_the_folder_they_are_unknown(self) -> None:
         assert refusal("experiment=mine").startswith("experiment=mine: allowed: ")
@@ -295,6 +350,8 @@ def test_hydras_spelling_of_a_target_in_a_file_of_ones_own(tmp_path):
     path = tmp_path / "optimizer" / "mine.yaml"
     path.parent.mkdir()
     path.write_text("_target_: my.Lamb\n_partial_: true\nbetas: [0.8, 0.9]\nlayer_decay: 0.9\n")
-    found = compose([f"hydra.searchpath=['file://{tmp_path}']", "optimizer=mine", "optimizer.kwargs.eps=0.1"]).optimizer
+    found = compose(
+        [f"hydra.searchpath=['file://{tmp_path}']", "optimizer=mine", "optimizer.kwargs.eps=0.1"]
+    ).optimizer
     assert (found.target, found.kwargs) == ("my.Lamb", {"betas": [0.8, 0.9], "eps": 0.1})
     assert found.layer_decay == 0.9

@@ -14,13 +14,22 @@ from gems.errors import ConfigError
 
 @pytest.fixture(scope="module")
 def spec() -> RunSpec:
-    made = compose(["experiment=gems_master", "data=synthetic", "cluster=frontier", "+cluster.sbatch.qos=debug"])
+    made = compose(
+        [
+            "experiment=gems_master",
+            "data=synthetic",
+            "cluster=frontier",
+            "+cluster.sbatch.qos=debug",
+        ]
+    )
     return RunSpec.from_dict(made.to_dict())
 
 
 def test_only_what_is_named_changes(spec: RunSpec) -> None:
     made = changed(spec, ["cluster.minutes=77", "cluster.exclude=[n1,n2]", "cluster.account=other"])
-    assert made == replace(spec, cluster=replace(spec.cluster, minutes=77, exclude=["n1", "n2"], account="other"))
+    assert made == replace(
+        spec, cluster=replace(spec.cluster, minutes=77, exclude=["n1", "n2"], account="other")
+    )
     assert changed(spec, []) == spec
     assert run_id(made) == run_id(spec)
     assert run_id(changed(spec, ["cluster.partition=extended"])) != run_id(spec)
@@ -28,8 +37,10 @@ def test_only_what_is_named_changes(spec: RunSpec) -> None:
 
 def test_maps_of_the_users_own_take_new_keys(spec: RunSpec) -> None:
     assert changed(spec, ["cluster.sbatch.qos=long", "+cluster.sbatch.mem=64G"]).cluster.sbatch == {
-        **spec.cluster.sbatch, "qos": "long", "mem": "64G",
-    }  # fmt: skip
+        **spec.cluster.sbatch,
+        "qos": "long",
+        "mem": "64G",
+    }
 
 
 @pytest.mark.parametrize(

@@ -17,22 +17,37 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"schedule__activation_cap": 0.0}, r"schedule\.activation_cap=0\.0: must be above 0"),
     ({"schedule__activation_cap": float("nan")}, r"schedule\.activation_cap=nan"),
     ({"schedule__activation_cap": 1.0, "schedule__activation_cap_bytes": 5}, "give one of them"),
-    ({"schedule__activation_cap_bytes": 5}, r"activation_cap_bytes=5: needs cost\.activation_bytes"),
-    ({"schedule__activation_cap_bytes": 0, "cost__activation_bytes": 5}, r"activation_cap_bytes=0: must be 1 or more"),
+    (
+        {"schedule__activation_cap_bytes": 5},
+        r"activation_cap_bytes=5: needs cost\.activation_bytes",
+    ),
+    (
+        {"schedule__activation_cap_bytes": 0, "cost__activation_bytes": 5},
+        r"activation_cap_bytes=0: must be 1 or more",
+    ),
     ({"schedule__chunks": 0}, r"schedule\.chunks=0: must be 1 or more"),
     ({"schedule__budget_s": 0.0}, r"schedule\.budget_s=0\.0: must be above 0"),
     (
         {"schedule__memory_actions": ["compress"]},
         r"schedule\.memory_actions\[0\]=compress: allowed: recompute, offload",
     ),
-    ({"schedule__placements": ["ring"]}, r"schedule\.placements\[0\]=ring: allowed: linear, bidirectional, v, wave"),
+    (
+        {"schedule__placements": ["ring"]},
+        r"schedule\.placements\[0\]=ring: allowed: linear, bidirectional, v, wave",
+    ),
     (
         {"model__norm": "ghost_batch", "parallel__strips": 0},
-        r"parallel\.strips=0: leaves open how many strips there are, by which model\.norm=ghost_batch normalizes; give",
+        (
+            r"parallel\.strips=0: leaves open how many strips there are, by which"
+            r" model\.norm=ghost_batch normalizes; give"
+        ),
     ),
     (
         {"machine__kind": "emulated", "machine__transport": "gloo"},
-        r"machine\.transport=gloo: is for ranks with devices, and emulated messages are MPI's; leave it out",
+        (
+            r"machine\.transport=gloo: is for ranks with devices, and emulated messages are MPI's;"
+            r" leave it out"
+        ),
     ),
     (
         {"machine__device": "cpu", "machine__transport": "nccl"},
@@ -44,10 +59,19 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"cost__recompute": -1.0}, r"cost\.recompute=-1\.0: must be 0 or more"),
     ({"cost__offload": float("inf")}, r"cost\.offload=inf: must be 0 or more and finite"),
     ({"cost__unit_s": 0.0}, r"cost\.unit_s=0\.0: must be above 0"),
-    ({"cost__stages": {"speed": [1.0]}}, r"cost\.stages\.speed=\[1\.0\]: allowed: forward, input_grad"),
+    (
+        {"cost__stages": {"speed": [1.0]}},
+        r"cost\.stages\.speed=\[1\.0\]: allowed: forward, input_grad",
+    ),
     ({"cost__stages": {"forward": 1.0}}, r"cost\.stages\.forward=1\.0: must be a list of numbers"),
-    ({"cost__stages": {"forward": [-1.0]}}, r"cost\.stages\.forward=\[-1\.0\]: must hold numbers of 0 or more"),
-    ({"cost__stages": {"forward": [1.0], "activation": [1.0, 2.0]}}, r"of 2 stages: must be as long as"),
+    (
+        {"cost__stages": {"forward": [-1.0]}},
+        r"cost\.stages\.forward=\[-1\.0\]: must hold numbers of 0 or more",
+    ),
+    (
+        {"cost__stages": {"forward": [1.0], "activation": [1.0, 2.0]}},
+        r"of 2 stages: must be as long as",
+    ),
     ({"cost__stages": {"forward": [1.0]}}, r"must have input_grad, weight_grad, activation"),
     ({"cost__boundary_bytes": -1}, r"cost\.boundary_bytes=-1: must be 0 or more"),
     ({"machine__kind": "dreamt"}, r"machine\.kind=dreamt: allowed: real, emulated"),
@@ -64,7 +88,14 @@ def test_refused_in_one_line(values: dict[str, Any], line: str) -> None:
 
 
 def test_what_makes_sense_is_kept() -> None:
-    values = {"schedule__activation_cap": 1.5, "schedule__memory_actions": ["offload"], "cost__offload": 2.0}
+    values = {
+        "schedule__activation_cap": 1.5,
+        "schedule__memory_actions": ["offload"],
+        "cost__offload": 2.0,
+    }
     resolved = resolve(spec_of(**values, schedule__placements=["v", "wave"], cost__recompute=0.0))
-    assert (resolved.schedule.activation_cap, resolved.schedule.memory_actions) == (1.5, ["offload"])
+    assert (resolved.schedule.activation_cap, resolved.schedule.memory_actions) == (
+        1.5,
+        ["offload"],
+    )
     assert (resolved.cost.recompute, resolved.schedule.placements) == (0.0, ["v", "wave"])

@@ -31,11 +31,24 @@ def test_the_users_counts_win(words: list[str], counts: tuple[int, int, int]) ->
 
 @pytest.mark.cases
 def test_a_conflict_names_the_experiment_or_the_users_own_keys() -> None:
-    with pytest.raises(ConfigError, match=r"^parallel\.micro_batches=7: must be even for gems_master"):
+    with pytest.raises(
+        ConfigError, match=r"^parallel\.micro_batches=7: must be even for gems_master"
+    ):
         compose([QUICKSTART, "parallel.micro_batches=7"])
-    with pytest.raises(ConfigError, match=r"^parallel\.replications=4: is set by experiment=quickstart, and must be 2"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^parallel\.replications=4: is set by experiment=quickstart, and must be 2",
+    ):
         compose([QUICKSTART, "schedule=gems_mast"])
-    with pytest.raises(ConfigError, match=r"^parallel\.micro_batches=8: must be replications x parts = 3 x 2"):
+    with pytest.raises(
+        ConfigError, match=r"^parallel\.micro_batches=8: must be replications x parts = 3 x 2"
+    ):
         compose(
-            [QUICKSTART, "schedule=1f1b", "parallel.micro_batches=8", "parallel.replications=3", "parallel.parts=2"]
+            [
+                QUICKSTART,
+                "schedule=1f1b",
+                "parallel.micro_batches=8",
+                "parallel.replications=3",
+                "parallel.parts=2",
+            ]
         )

@@ -22,21 +22,36 @@ def refusal(*words: str) -> str:
 @pytest.mark.parametrize(
     ("word", "says"),
     [
-        ("seed=9223372036854775808", "seed=9223372036854775808: must be at most 9223372036854775807"),
-        ("model.depth=9223372036854775807", "model.depth=9223372036854775807: must be at most 100000"),
+        (
+            "seed=9223372036854775808",
+            "seed=9223372036854775808: must be at most 9223372036854775807",
+        ),
+        (
+            "model.depth=9223372036854775807",
+            "model.depth=9223372036854775807: must be at most 100000",
+        ),
         (f"seed={'1' * 400}", "must be at most 9223372036854775807"),
         ("model.vocabulary=-1", "model.vocabulary=-1: must be 0 or more"),
         ("cost.unit_s=1e-300", "cost.unit_s=1e-300: must be 0 or from 1e-30 to 1e+30"),
         ("cost.times=[[1]]", "cost.times[0]=[1]: must be a number"),
         ("cluster.setup=[[a]]", "cluster.setup[0]=['a']: must be text"),
         ("train.initial_checkpoint=/", "train.initial_checkpoint=/: holds no checkpoint"),
-        ("train.initial_checkpoint=/no/such", "train.initial_checkpoint=/no/such: no such file or folder; give a fin"),
-        ("train.resume=/", "train.resume=/: is neither auto nor never, nor a folder with a checkpoint"),
+        (
+            "train.initial_checkpoint=/no/such",
+            "train.initial_checkpoint=/no/such: no such file or folder; give a fin",
+        ),
+        (
+            "train.resume=/",
+            "train.resume=/: is neither auto nor never, nor a folder with a checkpoint",
+        ),
         ("train.resume=''", "train.resume='': must be auto, force, never, or the folder"),
         ("parallel.replicas=1048577", "parallel.replicas=1048577: must be at most 1048576"),
         ("schedule=[]", "schedule=[]: allowed: "),
         ("hydra.searchpath=[pkg://no.such]", "hydra.searchpath=pkg://no.such: is no package"),
-        (f"name={'a' * 201}", "(203 characters): must be a folder's name: printable, at most 200 bytes"),
+        (
+            f"name={'a' * 201}",
+            "(203 characters): must be a folder's name: printable, at most 200 bytes",
+        ),
         (f"runs_dir={'a/' * 2000}", "must be a folder, whose path is not longer"),
         ("name=\udcff", "override='name=\\udcff': is no text in UTF-8"),
     ],
@@ -46,9 +61,13 @@ def test_one_line(word: str, says: str) -> None:
 
 
 def test_ranks_and_forwards_are_bounded_together() -> None:
-    assert "must be at most 1048576 ranks" in refusal("parallel.partitions=2048", "parallel.replicas=1024")
+    assert "must be at most 1048576 ranks" in refusal(
+        "parallel.partitions=2048", "parallel.replicas=1024"
+    )
     said = refusal("parallel.partitions=1024", "parallel.micro_batches=1024")
-    assert said.startswith("parallel.micro_batches=1024: times 1024 stages is 1048576 forwards in a step")
+    assert said.startswith(
+        "parallel.micro_batches=1024: times 1024 stages is 1048576 forwards in a step"
+    )
     assert compose(["machine=simulated", "parallel.partitions=1024", "parallel.micro_batches=512"])
 
 
@@ -60,7 +79,10 @@ def test_ranks_and_forwards_are_bounded_together() -> None:
         ({"name": None}, "name=None: must be text"),
         ({"train": {"hang_timeout_s": "x"}}, "train.hang_timeout_s=x: must be a number"),
         ({"train": {"evaluate": 1}}, "train.evaluate=1: must be true or false"),
-        ({"parallel": {"boundaries": [0, "x"]}}, "parallel.boundaries[1]=x: must be a whole number"),
+        (
+            {"parallel": {"boundaries": [0, "x"]}},
+            "parallel.boundaries[1]=x: must be a whole number",
+        ),
         ({"parallel": {"boundaries": {}}}, "parallel.boundaries={}: must be a list"),
         ({"cluster": {"environment": {"A": 1}}}, "cluster.environment.A=1: must be text"),
         ({"model": {"kwargs": {1: 2}}}, "model.kwargs.1=1: must be text"),

@@ -1,4 +1,7 @@
-"""gems.config.compose.key_help: --help shows every key with its limits, and an error shows the help of its key."""
+"""gems.config.compose.key_help.
+
+--help shows every key with its limits, and an error shows the help of its key.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,8 @@ def name_of(key: Key) -> str:
 
 def wrong_values(key: Key) -> list[Any]:
     """Values that the rule of a key forbids, of the key's type."""
-    rule, is_list = key.rule, isinstance(key.default, list) or "list" in str(key.kind)
+    rule = key.rule
+    is_list = isinstance(key.default, list) or "list" in str(key.kind)
     if key.entry in (int, float):
         kind = key.entry
         most = min(rule.max, MAX_INT if kind is int else MAX_REAL)
@@ -76,5 +80,7 @@ def test_a_value_out_of_range_is_refused_with_its_help_text(key: Key) -> None:
 def test_a_choice_is_refused_with_the_nearest() -> None:
     spec = RunSpec()
     spec.memory.name = "vdnn_al"
-    with pytest.raises(ConfigError, match=r"^memory=vdnn_al: allowed: keep, .*; did you mean vdnn_all\?$"):
+    with pytest.raises(
+        ConfigError, match=r"^memory=vdnn_al: allowed: keep, .*; did you mean vdnn_all\?$"
+    ):
         check_fields(spec)

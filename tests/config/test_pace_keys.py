@@ -26,7 +26,9 @@ def spec_of(*words: str) -> RunSpec:
 
 
 def test_the_slow_rank_is_one_of_the_world() -> None:
-    spec = spec_of("parallel.replicas=3", "machine.slow_rank=6", "machine.slowdown=2", "cost.input_load=0.5")
+    spec = spec_of(
+        "parallel.replicas=3", "machine.slow_rank=6", "machine.slowdown=2", "cost.input_load=0.5"
+    )
     assert [replica_pace(spec, replica) for replica in range(3)] == [
         Pace(None, 2.0, 0.5),
         Pace(2, 2.0, 0.5),
@@ -35,7 +37,9 @@ def test_the_slow_rank_is_one_of_the_world() -> None:
     made = lowered_schedule(spec)
     costs = schedule_costs(spec, made.placement)
     spans = [simulate(made, costs, pace=replica_pace(spec, replica)).span for replica in range(3)]
-    assert simulate_step(spec, made)[1].span == spans[1] > spans[0] == spans[2], "the slowest replica stands for all"
+    assert simulate_step(spec, made)[1].span == spans[1] > spans[0] == spans[2], (
+        "the slowest replica stands for all"
+    )
 
 
 def test_gems_simulate_knows_them() -> None:
@@ -60,11 +64,20 @@ def test_a_simulated_trace_shows_the_wait() -> None:
     [
         (["machine.slowdown=2"], "machine.slowdown=2.0: needs machine.slow_rank"),
         (["machine.slow_rank=4"], "machine.slow_rank=4: must be below the world size, 4"),
-        (["machine.slow_rank=1", "machine.slowdown=0.5"], "machine.slowdown=0.5: must be 1 or more"),
+        (
+            ["machine.slow_rank=1", "machine.slowdown=0.5"],
+            "machine.slowdown=0.5: must be 1 or more",
+        ),
         (["machine.slow_rank=-1"], "machine.slow_rank=-1: must be 0 or more"),
         (["cost.input_load=-1"], "cost.input_load=-1.0: must be 0 or more"),
-        (["machine=cpu", "cost.input_load=1"], "cost.input_load=1.0: is for a machine without devices"),
-        (["machine=cpu", "machine.slow_rank=1"], "machine.slow_rank=1: is for a machine without devices"),
+        (
+            ["machine=cpu", "cost.input_load=1"],
+            "cost.input_load=1.0: is for a machine without devices",
+        ),
+        (
+            ["machine=cpu", "machine.slow_rank=1"],
+            "machine.slow_rank=1: is for a machine without devices",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(words: list[str], line: str) -> None:

@@ -35,15 +35,27 @@ def test_a_unit_is_read(word: str, value: float) -> None:
     ("word", "said"),
     [
         ("parallel.partitions=four", "parallel.partitions=four: must be a whole number"),
-        ("cluster.minutes=soon", "cluster.minutes=soon: must be a whole number, or on the command line with units"),
-        ("cluster.minutes=90s", "cluster.minutes=1.5: must be a whole number, or on the command line"),
-        ("cluster.minutes=1:30", "must be a whole number, or on the command line with units: 90min, 1h30min"),
-        ("machine.device_bytes=16G", "machine.device_bytes=16G: must be a whole number, or on the command line with"),
+        (
+            "cluster.minutes=soon",
+            "cluster.minutes=soon: must be a whole number, or on the command line with units",
+        ),
+        (
+            "cluster.minutes=90s",
+            "cluster.minutes=1.5: must be a whole number, or on the command line",
+        ),
+        (
+            "cluster.minutes=1:30",
+            "must be a whole number, or on the command line with units: 90min, 1h30min",
+        ),
+        (
+            "machine.device_bytes=16G",
+            "machine.device_bytes=16G: must be a whole number, or on the command line with",
+        ),
         ("machine.device_bytes=lots", "16GB is 16 * 10^9 bytes, 16GiB 16 * 2^30"),
         ("train.evaluate=perhaps", "train.evaluate=perhaps: must be true or false"),
         ("optimizer.lr=fast", "optimizer.lr=fast: must be a number"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_number_is_refused_with_what_is_allowed(word: str, said: str) -> None:
     with pytest.raises(ConfigError) as error:
         composed([word])

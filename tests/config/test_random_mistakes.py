@@ -1,5 +1,6 @@
-"""Random wrong overrides and files: each ends with code 2 or 3 and one line, and nothing is submitted or left behind.
+"""Random wrong overrides and files.
 
+Each ends with code 2 or 3 and one line, and nothing is submitted or left behind.
 With GEMS_ALL_CASES=1 twenty times as many.
 """
 
@@ -31,15 +32,30 @@ from gems.profile.store import versions
 from jobs.__main__ import VERBS as JOBS
 from tests.commands import Said
 from tests.wrong_files import MANGLED, Folder
-from tests.wrong_words import CONTRARY, FORMS, PERHAPS, UNKNOWN_KEYS, UNKNOWN_OPTIONS, WRONG_VALUES, Mistake
+from tests.wrong_words import (
+    CONTRARY,
+    FORMS,
+    PERHAPS,
+    UNKNOWN_KEYS,
+    UNKNOWN_OPTIONS,
+    WRONG_VALUES,
+    Mistake,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMES = 20 if "GEMS_ALL_CASES" in os.environ else 1
 # Lines of progress, and what --dry-run tells of the job before it comes to what forbids it.
 PROGRESS = (
-    "gems: taking the profile", "gems: cluster=", "jobs: ok ", "jobs: -- ", "jobs: warn ", "jobs: NO ", "jobs: nodes ",
-    "jobs: the script runs", "jobs: nothing is submitted",
-)  # fmt: skip
+    "gems: taking the profile",
+    "gems: cluster=",
+    "jobs: ok ",
+    "jobs: -- ",
+    "jobs: warn ",
+    "jobs: NO ",
+    "jobs: nodes ",
+    "jobs: the script runs",
+    "jobs: nothing is submitted",
+)
 BUDGETS = ("partition.budget_s=0.1", "memory.budget_s=0.1", "schedule.budget_s=0.1")
 LIMIT_CPU_S = 30  # of one command: a hang on this processor, however busy it is
 ROOM_BYTES = 8 << 30
@@ -77,11 +93,17 @@ def workplace(here: Path, tools: Path) -> Iterator[Jobs]:
     patch = pytest.MonkeyPatch()
     patch.chdir(here)
     patch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
-    patch.setenv("GEMS_CACHE_DIR", str(tools / "cache"))  # others shall not find profiles that are made up
+    patch.setenv(
+        "GEMS_CACHE_DIR", str(tools / "cache")
+    )  # others shall not find profiles that are made up
     real = store.take_profile
-    patch.setattr(store, "take_profile", lambda spec, *how: real(spec, *how) if how else made_up_profile(spec))
+    patch.setattr(
+        store, "take_profile", lambda spec, *how: real(spec, *how) if how else made_up_profile(spec)
+    )
     patch.setattr("jobs.cli.submit.launch", lambda *_, **__: log.write_text("launched") and 0)
-    patch.setattr("gems.runs.prepare.write_bundle", lambda folder, spec: folder.mkdir(exist_ok=True) or {})
+    patch.setattr(
+        "gems.runs.prepare.write_bundle", lambda folder, spec: folder.mkdir(exist_ok=True) or {}
+    )
     before = signal.signal(signal.SIGPROF, _hang)
     limits = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -112,20 +134,41 @@ def workplace(here: Path, tools: Path) -> Iterator[Jobs]:
 
 
 def made_up_profile(spec: RunSpec) -> dict[str, Any]:
-    """Stand in for the child process that takes a profile: figures of the right form at once, whatever the model."""
+    """Stand in for the child process that takes a profile.
+
+    Figures of the right form at once, whatever the model.
+    """
     layers = tuple(
         LayerProfile(
-            layer.name, layer.kind, 1e-3 * (1 + index % 3), 1e-3, 1e-3, 1e-3, param_bytes=1000 * (index % 5),
-            stash_bytes=10_000 * (1 + index % 7), output_bytes=3000, output_grad_bytes=3000, workspace_bytes=100,
-            forward_peak_bytes=20_000, backward_peak_bytes=9000,
+            layer.name,
+            layer.kind,
+            1e-3 * (1 + index % 3),
+            1e-3,
+            1e-3,
+            1e-3,
+            param_bytes=1000 * (index % 5),
+            stash_bytes=10_000 * (1 + index % 7),
+            output_bytes=3000,
+            output_grad_bytes=3000,
+            workspace_bytes=100,
+            forward_peak_bytes=20_000,
+            backward_peak_bytes=9000,
         )
         for index, layer in enumerate(layers_of(spec.model, spec.data))
-    )  # fmt: skip
+    )
     data = spec.data
     return ModelProfile(
-        spec.model.name, data.height_px, data.width_px, spec.parallel.micro_batch_size, spec.train.dtype, "cpu",
-        "fake", layers, input_bytes=5000, versions=versions(),
-    ).to_json()  # fmt: skip
+        spec.model.name,
+        data.height_px,
+        data.width_px,
+        spec.parallel.micro_batch_size,
+        spec.train.dtype,
+        "cpu",
+        "fake",
+        layers,
+        input_bytes=5000,
+        versions=versions(),
+    ).to_json()
 
 
 def _hang(signum: int, frame: FrameType | None) -> None:
@@ -155,9 +198,12 @@ def check(said: Said, mistake: Mistake) -> None:
 def random(num: int) -> Callable[[Any], Any]:
     """The same `num` cases in every run."""
     return settings(
-        max_examples=num * TIMES, deadline=None, derandomize=True, database=None,
-        suppress_health_check=list(HealthCheck)
-    )  # fmt: skip
+        max_examples=num * TIMES,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
 
 
 def submit(jobs: Jobs, mistake: Mistake, is_dry: bool, *words: str) -> None:
@@ -207,20 +253,31 @@ def test_files_that_hold_something_else(jobs: Jobs, folder: Folder, tmp_path_fac
 @pytest.mark.parametrize(
     "words",
     [
-        ["seed=-1"], ["parallel.partitions=1e30"], ["experiment=quickstar"], ["name='$(touch owned)/x'"],
+        ["seed=-1"],
+        ["parallel.partitions=1e30"],
+        ["experiment=quickstar"],
+        ["name='$(touch owned)/x'"],
         ["data.height_px=${oops}"],
-        ["schedule=file", "schedule.path=/"], ["name=\udc80"], ["cluster.python=\"'\""],
+        ["schedule=file", "schedule.path=/"],
+        ["name=\udc80"],
+        ['cluster.python="\'"'],
         ["machine.device_bytes=1", "parallel.partitions=2"],
         ["train.steps=99999999999999999999"],
     ],
-)  # fmt: skip
+)
 def test_in_a_process_of_its_own(words: list[str], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "jobs", "submit", "cluster=mini", *words]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "GEMS_CACHE_DIR": str(tmp_path / "cache")}
     here = tmp_path / "here"
     here.mkdir()
     ended = subprocess.run(
-        command, cwd=here, env=environment, capture_output=True, text=True, errors="backslashreplace", timeout=200
-    )  # fmt: skip
+        command,
+        cwd=here,
+        env=environment,
+        capture_output=True,
+        text=True,
+        errors="backslashreplace",
+        timeout=200,
+    )
     check(Said(ended.returncode, ended.stdout, ended.stderr), Mistake(tuple(words)))
     assert not list(here.iterdir())

@@ -34,7 +34,10 @@ def counts(**values: Any) -> tuple[int | None, int | None, int | None]:
 
 
 class TestMicroBatches:
-    """replications x parts = micro_batches: any two give the third, and each schedule has its own defaults."""
+    """replications x parts = micro_batches.
+
+    Any two give the third, and each schedule has its own defaults.
+    """
 
     @pytest.mark.parametrize(
         ("name", "given", "expected"),
@@ -71,10 +74,25 @@ class TestMicroBatches:
                 "even for gems_master: half run in each direction; use 6 or 8",
             ),
             ("gems_mast", {"micro_batches": 1}, "micro_batches", "; use 2"),
-            ("gems_master", {"micro_batches": 6, "parts": 2}, "replications", "must be even for gems_master"),
+            (
+                "gems_master",
+                {"micro_batches": 6, "parts": 2},
+                "replications",
+                "must be even for gems_master",
+            ),
             ("gems_master", {"replications": 3}, "replications", "use 4"),
-            ("gems_master", {"micro_batches": 8, "parts": 3}, "micro_batches", "must be replications x parts = 2 x 3"),
-            ("gems_master", {"micro_batches": 8, "replications": 2, "parts": 3}, "micro_batches", "2 x 3"),
+            (
+                "gems_master",
+                {"micro_batches": 8, "parts": 3},
+                "micro_batches",
+                "must be replications x parts = 2 x 3",
+            ),
+            (
+                "gems_master",
+                {"micro_batches": 8, "replications": 2, "parts": 3},
+                "micro_batches",
+                "2 x 3",
+            ),
             ("gems_master", {"micro_batches": 2, "replications": 4}, "micro_batches", "4 x 0"),
             ("gems_mast", {"replications": 4}, "replications", "must be 2 for gems_mast"),
             ("gems_mast", {"micro_batches": 8, "parts": 2}, "micro_batches", "2 x 2"),
@@ -100,7 +118,9 @@ class TestPartition:
         deepest = resolve(spec_of(parallel__partitions=num_layers))
         assert plan_run(deepest).boundaries == tuple(range(num_layers + 1))
         too_deep = resolve(spec_of(parallel__partitions=num_layers + 1))
-        with pytest.raises(ConfigError, match=f"must make at most {num_layers}, the layers of resnet; use fewer"):
+        with pytest.raises(
+            ConfigError, match=f"must make at most {num_layers}, the layers of resnet; use fewer"
+        ):
             plan_run(too_deep)
 
     @pytest.mark.parametrize("boundaries", [[], [0, 4], [0, 4, 4], [0, 4, 10_000]])
@@ -162,7 +182,9 @@ class TestNodes:
 def test_unknown_choices(key: str, value: str, proposed: str) -> None:
     with pytest.raises(ConfigError) as error:
         resolve(spec_of(**{key.replace(".", "__"): value}))
-    assert str(error.value).startswith((f"{key}={value}: allowed: ", f"{key.removesuffix('.name')}={value}: allowed: "))
+    assert str(error.value).startswith(
+        (f"{key}={value}: allowed: ", f"{key.removesuffix('.name')}={value}: allowed: ")
+    )
     assert proposed in error.value.advice
 
 
@@ -225,7 +247,9 @@ def test_noise_is_a_share_of_a_compute() -> None:
 
 @pytest.mark.parametrize("name", ["", "a/b", "/", "..", ".hidden", "a\nb", "a\0"])
 def test_names_that_are_no_folder(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"must be a folder's name|must not hold the character 0") as error:
+    with pytest.raises(
+        ConfigError, match=r"must be a folder's name|must not hold the character 0"
+    ) as error:
         resolve(spec_of(name=name))
     assert "\n" not in str(error.value)
 
@@ -264,7 +288,12 @@ def test_missing_data_folder(tmp_path: Path) -> None:
 def test_resolving_again_changes_nothing(name: str) -> None:
     """What a rank reads from run.yaml is what the login node resolved."""
     once = resolve(
-        spec_of(schedule__name=name, schedule__activation_cap=1.0, parallel__partitions=3, parallel__replicas=2)
+        spec_of(
+            schedule__name=name,
+            schedule__activation_cap=1.0,
+            parallel__partitions=3,
+            parallel__replicas=2,
+        )
     )
     assert resolve(once) == once
     assert RunSpec.from_dict(once.to_dict()) == once
@@ -278,12 +307,22 @@ def test_the_given_spec_stays_as_it_is() -> None:
 
 
 def test_epochs_are_whole_steps_of_the_global_batch(caplog):
-    words = ["data=synthetic", "data.train_samples=100", "parallel.micro_batches=4", "parallel.micro_batch_size=2"]
+    words = [
+        "data=synthetic",
+        "data.train_samples=100",
+        "parallel.micro_batches=4",
+        "parallel.micro_batch_size=2",
+    ]
     spec = compose([*words, "train.epochs=3"])
     assert (spec.train.steps, resolve(spec)) == (37, spec)
     assert compose([*words, "train.epochs=0.5"]).train.steps == 6
     assert not caplog.messages
     assert compose([*words, "train.epochs=3", "train.steps=50"]).train.steps == 37
-    assert caplog.messages == ["train.epochs=3 is 37 steps of 8 of 100 samples; train.steps=50 is not used"]
-    with pytest.raises(ConfigError, match=r"train.epochs=0.01: has 100 samples an epoch, fewer than the 8 of one step"):
+    assert caplog.messages == [
+        "train.epochs=3 is 37 steps of 8 of 100 samples; train.steps=50 is not used"
+    ]
+    with pytest.raises(
+        ConfigError,
+        match=r"train.epochs=0.01: has 100 samples an epoch, fewer than the 8 of one step",
+    ):
         compose([*words, "train.epochs=0.01"])

@@ -19,11 +19,15 @@ def test_world_size() -> None:
 
 def test_round_trip_through_yaml_and_json() -> None:
     spec = RunSpec(
-        name="x", seed=7,
+        name="x",
+        seed=7,
         parallel=ParallelConfig(partitions=2, boundaries=[0, 3, 5]),
-        cluster=ClusterConfig(environment={"A": "1"}, sbatch={"mem": "10G", "exclusive": True},
-        setup=["module load x"]),
-    )  # fmt: skip
+        cluster=ClusterConfig(
+            environment={"A": "1"},
+            sbatch={"mem": "10G", "exclusive": True},
+            setup=["module load x"],
+        ),
+    )
     assert RunSpec.from_dict(yaml.safe_load(yaml.safe_dump(spec.to_dict()))) == spec
     assert RunSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
 
@@ -35,7 +39,8 @@ def test_what_is_not_given_has_its_default() -> None:
 
 
 def test_specs_do_not_share_their_mutable_parts() -> None:
-    one, other = RunSpec(), RunSpec()
+    one = RunSpec()
+    other = RunSpec()
     one.cluster.setup.append("module load mpi")
     one.cluster.environment["A"] = "1"
     assert other.cluster.setup == [] and other.cluster.environment == {}
@@ -54,7 +59,9 @@ def test_specs_do_not_share_their_mutable_parts() -> None:
         ({"model": {3: 4}}, "model.3", ""),
     ],
 )
-def test_unknown_keys_are_named_with_the_nearest(values: dict[Any, Any], key: str, proposed: str) -> None:
+def test_unknown_keys_are_named_with_the_nearest(
+    values: dict[Any, Any], key: str, proposed: str
+) -> None:
     with pytest.raises(ConfigError, match="allowed: ") as error:
         RunSpec.from_dict(values)
     assert str(error.value.key) == key

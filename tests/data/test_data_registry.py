@@ -31,7 +31,8 @@ def test_an_unknown_source_names_the_nearest() -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["height_px", "width_px", "channels", "train_samples", "validation_samples", "num_classes"]
+    "key",
+    ["height_px", "width_px", "channels", "train_samples", "validation_samples", "num_classes"],
 )
 @pytest.mark.parametrize("name", ["synthetic", "tissue", "folder"])
 def test_counts_below_the_least_are_refused(name: str, key: str) -> None:
@@ -60,11 +61,13 @@ def test_a_source_may_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_reading_images_loads_no_torch() -> None:
     program = (
-        "import sys; from gems.config.schema import *; from gems.data import *; "
-        "import gems.data.prefetch; "
-        "[check_data(DataConfig(name=name)) for name in ('tissue', 'synthetic')]; "
-        "print('skimage' in sys.modules, 'PIL' in sys.modules); "
-        "open_dataset(DataConfig(name='tissue'), 0).image('train', 0); print('torch' in sys.modules)"
+        "import sys; from gems.config.schema import *; from gems.data import *; import"
+        " gems.data.prefetch; [check_data(DataConfig(name=name)) for name in ('tissue',"
+        " 'synthetic')]; print('skimage' in sys.modules, 'PIL' in sys.modules);"
+        " open_dataset(DataConfig(name='tissue'), 0).image('train', 0); print('torch' in"
+        " sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.split() == ["False", "False", "False"]

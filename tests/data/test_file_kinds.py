@@ -29,7 +29,14 @@ def save(path: Path, pixels: np.ndarray) -> None:
 
 
 def opened(name: str, path: Path | str, **changes: Any) -> Any:
-    fields = {"name": name, "path": str(path), "height_px": SIDE, "width_px": SIDE, "augment": False, **changes}
+    fields = {
+        "name": name,
+        "path": str(path),
+        "height_px": SIDE,
+        "width_px": SIDE,
+        "augment": False,
+        **changes,
+    }
     data = DataConfig(**{"normalization": "none", **fields})
     inspect_data(data, 0)
     return open_dataset(data, 0)
@@ -58,7 +65,12 @@ class TestTables:
     def test_classes(self, table: Path) -> None:
         dataset = opened("table", table, label_columns=["grade"])
         assert class_names(dataset.config) == ["high", "low"]
-        assert [dataset.label("train", index) for index in range(4)] == [1, 0, 1, 0]  # high, low by name
+        assert [dataset.label("train", index) for index in range(4)] == [
+            1,
+            0,
+            1,
+            0,
+        ]  # high, low by name
         np.testing.assert_allclose(
             dataset.image("train", 2), noise(2, SIDE, SIDE, 3).transpose(2, 0, 1) / 255, atol=1e-6
         )
@@ -77,16 +89,29 @@ class TestTables:
         [
             ({}, "data.label_columns", "must name the columns"),
             ({"label_columns": ["ages"]}, "data.path", "has no column ages"),
-            ({"label_columns": ["age"], "task": "regression"}, "data.num_classes", "set data.num_classes=1"),
-            ({"label_columns": ["grade"], "task": "regression", "num_classes": 1}, "data.path",
-             "line 2 has 'low' in column grade"),
-            ({"label_columns": ["age"], "task": "multi_label", "num_classes": 1}, "data.task", "other than 0 and 1"),
+            (
+                {"label_columns": ["age"], "task": "regression"},
+                "data.num_classes",
+                "set data.num_classes=1",
+            ),
+            (
+                {"label_columns": ["grade"], "task": "regression", "num_classes": 1},
+                "data.path",
+                "line 2 has 'low' in column grade",
+            ),
+            (
+                {"label_columns": ["age"], "task": "multi_label", "num_classes": 1},
+                "data.task",
+                "other than 0 and 1",
+            ),
             ({"label_columns": ["grade", "oedema"]}, "data.label_columns", "is one column"),
             ({"label_columns": ["file"]}, "data.num_classes", "has 6 classes"),
             ({"label_columns": ["grade"], "num_classes": 1}, "data.num_classes", "2 or more"),
         ],
-    )  # fmt: skip
-    def test_that_are_refused(self, table: Path, changes: dict[str, Any], key: str, words: str) -> None:
+    )
+    def test_that_are_refused(
+        self, table: Path, changes: dict[str, Any], key: str, words: str
+    ) -> None:
         error = refused("table", table, **changes)
         assert error.key == key and words in str(error)
 
@@ -112,7 +137,10 @@ class TestMasks:
             number = self.number(dataset, split, index)
             expected = np.where(noise(number, SIDE, SIDE, below=2), 1, -1 if number % 2 else 0)
             np.testing.assert_array_equal(dataset.label(split, index), expected)
-        inside = sum(int((np.asarray(dataset.label("train", i)) >= 0).sum()) for i in range(dataset.num_train))
+        inside = sum(
+            int((np.asarray(dataset.label("train", i)) >= 0).sum())
+            for i in range(dataset.num_train)
+        )
         assert sum(dataset.class_counts("train")) == inside
 
     @pytest.mark.parametrize("transform", [None, "albumentations.D4"])
@@ -126,7 +154,8 @@ class TestMasks:
         dataset = opened("masks", tmp_path, channels=1, augment=True, transform=transform)
         seen = set()
         for draw in range(8):
-            image, mask = dataset.image("train", 0, draw), dataset.label("train", 0, draw)
+            image = dataset.image("train", 0, draw)
+            mask = dataset.label("train", 0, draw)
             np.testing.assert_array_equal(image[0] * 255 >= 127.9, mask == 1)
             both = dataset.sample("train", 0, draw)
             assert np.array_equal(both[0], image) and np.array_equal(both[1], mask)
@@ -142,13 +171,19 @@ class TestMasks:
         for split, count in (("train", 3), ("validation", 2)):
             for number in range(count):
                 save(tmp_path / split / "images" / f"{number}.png", noise(number, SIDE, SIDE, 3))
-                save(tmp_path / split / "masks" / f"{number}.png", noise(number, SIDE, SIDE, below=2))
+                save(
+                    tmp_path / split / "masks" / f"{number}.png", noise(number, SIDE, SIDE, below=2)
+                )
         dataset = opened("masks", tmp_path)
         assert (dataset.num_train, dataset.num_validation) == (3, 2)
 
     def test_that_are_refused(self, root: Path) -> None:
         error = refused("masks", root)
-        assert error.key == "data.num_classes" and "and there are classes 0 to 1" in str(error) and ".tif" in str(error)
+        assert (
+            error.key == "data.num_classes"
+            and "and there are classes 0 to 1" in str(error)
+            and ".tif" in str(error)
+        )
         (root / "masks" / "3.tif").unlink()
         assert "3.png has no mask of the same name" in str(refused("masks", root))
         assert "names tumour" in str(refused("masks", root, class_map={"tumour": 1}))
@@ -172,7 +207,9 @@ class TestHdf5:
         for key in ("pixels", "chw"):
             dataset = opened("hdf5", tmp_path / "a.h5", image_key=key, label_key="grade")
             row = int(dataset.name_of("train", 1).rpartition("[")[2][:-1])
-            np.testing.assert_allclose(dataset.image("train", 1), images[row].transpose(2, 0, 1) / 255, atol=1e-6)
+            np.testing.assert_allclose(
+                dataset.image("train", 1), images[row].transpose(2, 0, 1) / 255, atol=1e-6
+            )
             assert dataset.label("train", 1) == row % 2
 
     def test_many_files_and_a_split_by_their_names(self, tmp_path: Path) -> None:
@@ -181,17 +218,26 @@ class TestHdf5:
         self.write(tmp_path / "validation_0.h5", 2)
         dataset = opened("hdf5", tmp_path / "{split}_*.h5", image_key="pixels", label_key="grade")
         assert (dataset.num_train, dataset.num_validation) == (7, 2)
-        np.testing.assert_allclose(dataset.image("train", 4), images[1].transpose(2, 0, 1) / 255, atol=1e-6)
+        np.testing.assert_allclose(
+            dataset.image("train", 4), images[1].transpose(2, 0, 1) / 255, atol=1e-6
+        )
         copy = pickle.loads(pickle.dumps(dataset))  # to a process that opens the files itself
         np.testing.assert_array_equal(copy.image("train", 4), dataset.image("train", 4))
 
     def test_masks_and_values(self, tmp_path: Path) -> None:
         images = self.write(tmp_path / "a.h5")
-        dataset = opened("hdf5", tmp_path / "a.h5", image_key="pixels", label_key="mask", task="segmentation")
+        dataset = opened(
+            "hdf5", tmp_path / "a.h5", image_key="pixels", label_key="mask", task="segmentation"
+        )
         row = int(dataset.name_of("train", 0).rpartition("[")[2][:-1])
         np.testing.assert_array_equal(dataset.label("train", 0), images[row, ..., 0] // 128)
         values = opened(
-            "hdf5", tmp_path / "a.h5", image_key="pixels", label_key="values", task="regression", num_classes=1
+            "hdf5",
+            tmp_path / "a.h5",
+            image_key="pixels",
+            label_key="values",
+            task="regression",
+            num_classes=1,
         )
         assert values.label("train", 0).shape == (1,)
 
@@ -199,7 +245,11 @@ class TestHdf5:
         with h5py.File(tmp_path / "a.h5", "w") as file:
             file["images"], file["labels"] = noise(0, 4, 3, SIDE, 3), np.arange(4) % 2
         assert "say chw or hwc" in str(refused("hdf5", tmp_path / "a.h5"))
-        assert opened("hdf5", tmp_path / "a.h5", layout="hwc").values("train", 0).shape == (3, SIDE, SIDE)
+        assert opened("hdf5", tmp_path / "a.h5", layout="hwc").values("train", 0).shape == (
+            3,
+            SIDE,
+            SIDE,
+        )
         with h5py.File(tmp_path / "a.h5", "a") as file:
             file["images"].attrs["layout"] = "CHW"
         assert opened("hdf5", tmp_path / "a.h5").values("train", 0).shape == (3, SIDE, SIDE)
@@ -213,19 +263,32 @@ class TestHdf5:
                 "data.channels",
                 "has images of shape (8, 8, 3)",
             ),
-            ({"image_key": "pixels", "label_key": "grade", "num_classes": 1}, "data.num_classes", "2 or more"),
-            ({"image_key": "pixels", "label_key": "values"}, "data.task", "a class is a whole number"),
+            (
+                {"image_key": "pixels", "label_key": "grade", "num_classes": 1},
+                "data.num_classes",
+                "2 or more",
+            ),
+            (
+                {"image_key": "pixels", "label_key": "values"},
+                "data.task",
+                "a class is a whole number",
+            ),
             ({"path": "nowhere/*.h5"}, "data.path", "no file is called"),
         ],
     )
-    def test_that_are_refused(self, tmp_path: Path, changes: dict[str, Any], key: str, words: str) -> None:
+    def test_that_are_refused(
+        self, tmp_path: Path, changes: dict[str, Any], key: str, words: str
+    ) -> None:
         self.write(tmp_path / "a.h5")
         error = refused("hdf5", changes.pop("path", tmp_path / "a.h5"), **changes)
         assert error.key == key and words in str(error)
 
     def test_a_label_out_of_range_is_found_before_a_run(self, tmp_path: Path) -> None:
         with h5py.File(tmp_path / "a.h5", "w") as file:
-            file["images"], file["labels"] = noise(0, 9, SIDE, SIDE, 3), np.array([0, 1, 0, 1, 0, 1, 0, 7, 0])
+            file["images"], file["labels"] = (
+                noise(0, 9, SIDE, SIDE, 3),
+                np.array([0, 1, 0, 1, 0, 1, 0, 7, 0]),
+            )
         error = refused("hdf5", tmp_path / "a.h5")
         assert error.key == "data.num_classes" and "images[7] has label 7" in str(error)
 
@@ -244,10 +307,12 @@ def test_a_path_is_needed(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "key", "value", "reader"),
     [
-        ("tissue", "split_path", "x.csv", "data=hdf5"), ("folder", "label_columns", ["x"], "data=table"),
-        ("masks", "image_key", "x", "data=hdf5"), ("synthetic", "class_map", {"a": 1}, "data=folder"),
+        ("tissue", "split_path", "x.csv", "data=hdf5"),
+        ("folder", "label_columns", ["x"], "data=table"),
+        ("masks", "image_key", "x", "data=hdf5"),
+        ("synthetic", "class_map", {"a": 1}, "data=folder"),
     ],
-)  # fmt: skip
+)
 def test_a_key_of_another_source_is_refused(name: str, key: str, value: Any, reader: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_data(DataConfig(**{"name": name, key: value}))

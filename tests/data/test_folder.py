@@ -78,10 +78,14 @@ def test_a_class_missing_from_validation_keeps_the_numbering(tmp_path: Path) -> 
 
 def test_without_splits_the_seed_divides_each_class(tmp_path: Path) -> None:
     fill(tmp_path, 10)
-    first, again, other = opened(tmp_path, 0), opened(tmp_path, 0), opened(tmp_path, 5)
+    first = opened(tmp_path, 0)
+    again = opened(tmp_path, 0)
+    other = opened(tmp_path, 5)
     assert first.class_counts("train") == (8, 8)
     assert first.class_counts("validation") == (2, 2)
-    held_out = [{data.path("validation", index) for index in range(4)} for data in (first, again, other)]
+    held_out = [
+        {data.path("validation", index) for index in range(4)} for data in (first, again, other)
+    ]
     trained = {first.path("train", index) for index in range(16)}
     assert held_out[0] == held_out[1] != held_out[2]
     assert not held_out[0] & trained
@@ -95,7 +99,9 @@ def test_the_share_of_validation_follows_the_two_counts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("channels", "mode"), [(1, "L"), (3, "RGB"), (4, "RGBA")])
 @pytest.mark.parametrize("stored", ["L", "RGB", "RGBA", "P", "1"])
-def test_any_stored_mode_gives_the_configured_channels(tmp_path: Path, channels: int, mode: str, stored: str) -> None:
+def test_any_stored_mode_gives_the_configured_channels(
+    tmp_path: Path, channels: int, mode: str, stored: str
+) -> None:
     fill(tmp_path)
     noise_file(tmp_path / "alpha" / "0.png")
     with Image.open(tmp_path / "alpha" / "0.png") as picture:
@@ -171,13 +177,17 @@ def test_a_split_without_images_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", ["png", "jpg", "tif", "bmp"])
 @pytest.mark.parametrize("fault", ["truncated", "empty", "text"])
-def test_a_bad_file_is_named_when_the_folder_is_inspected(tmp_path: Path, suffix: str, fault: str) -> None:
+def test_a_bad_file_is_named_when_the_folder_is_inspected(
+    tmp_path: Path, suffix: str, fault: str
+) -> None:
     fill(tmp_path, suffix=suffix)
     opened(tmp_path)
     bad = noise_file(tmp_path / "beta" / f"3.{suffix}")
     opened(tmp_path)
     whole = bad.read_bytes()
-    bad.write_bytes({"truncated": whole[: len(whole) * 2 // 3], "empty": b"", "text": b"image, 1\n" * 50}[fault])
+    bad.write_bytes(
+        {"truncated": whole[: len(whole) * 2 // 3], "empty": b"", "text": b"image, 1\n" * 50}[fault]
+    )
     error = refused(tmp_path)
     assert error.key == "data.path"
     assert str(bad) in str(error)
@@ -216,7 +226,9 @@ def test_names_of_classes(tmp_path: Path) -> None:
     assert class_names(replace(data, class_map={"benign": 1})) == ["0", "benign"]
 
 
-def test_an_image_beyond_pillows_limit_is_welcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_beyond_pillows_limit_is_welcome(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
     assert opened(fill(tmp_path)).image("train", 0).shape == (3, 8, 16)
 
@@ -230,7 +242,10 @@ def test_a_class_has_the_files_of_folders_in_its_folder(tmp_path: Path) -> None:
     paint(tmp_path / "alpha" / "patient7" / "slide2" / "9.png", COLOURS["alpha"])
     paint(tmp_path / "alpha" / ".thumbnails" / "9.png", COLOURS["alpha"])
     dataset = opened(tmp_path)
-    assert np.add(dataset.class_counts("train"), dataset.class_counts("validation")).tolist() == [3, 2]
+    assert np.add(dataset.class_counts("train"), dataset.class_counts("validation")).tolist() == [
+        3,
+        2,
+    ]
 
 
 def test_names_may_share_a_number(tmp_path: Path) -> None:
@@ -240,7 +255,9 @@ def test_names_may_share_a_number(tmp_path: Path) -> None:
     dataset = opened(tmp_path, class_map={"alpha": 1, "beta": 0, "gamma": 0})
     assert dataset.class_counts("validation") == (2, 1)
     assert "lacks the class gamma" in str(refused(tmp_path, class_map={"alpha": 1, "beta": 0}))
-    assert "data.num_classes is 2" in str(refused(tmp_path, class_map={"alpha": 1, "beta": 0, "gamma": 2}))
+    assert "data.num_classes is 2" in str(
+        refused(tmp_path, class_map={"alpha": 1, "beta": 0, "gamma": 2})
+    )
 
 
 class TestATableOfClasses:
@@ -256,10 +273,15 @@ class TestATableOfClasses:
         return path
 
     def test_with_a_split(self, files: Path) -> None:
-        rows = "".join(f"{n}.png, {'tumour' if n % 2 else 'benign'}, {'train' if n < 4 else 'val'}\n" for n in range(6))
+        rows = "".join(
+            f"{n}.png, {'tumour' if n % 2 else 'benign'}, {'train' if n < 4 else 'val'}\n"
+            for n in range(6)
+        )
         path = self.table(files, "file, label, split\n" + rows)
         dataset = opened(files, labels_path=str(path))
-        assert [dataset.path("train", index).name for index in range(4)] == [f"{number}.png" for number in range(4)]
+        assert [dataset.path("train", index).name for index in range(4)] == [
+            f"{number}.png" for number in range(4)
+        ]
         assert [dataset.label("train", index) for index in range(4)] == [0, 1, 0, 1]
         assert dataset.num_validation == 2
 

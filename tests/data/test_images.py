@@ -50,7 +50,10 @@ def opened(root: Path, **changes: Any) -> ImageDataset:
 
 def stored(dataset: ImageDataset, split: Any, index: int) -> np.ndarray:
     """The bytes of an image as shares of their range, read by Pillow alone."""
-    return np.asarray(Image.open(dataset.name_of(split, index)), dtype=np.float64).transpose(2, 0, 1) / 255
+    return (
+        np.asarray(Image.open(dataset.name_of(split, index)), dtype=np.float64).transpose(2, 0, 1)
+        / 255
+    )
 
 
 class TestMisread:
@@ -73,20 +76,33 @@ class TestMisread:
             assert "1 channel" in self.refused(path, channels=3, bits=12)
 
     def test_five_channels_of_sixteen_bits(self, tmp_path: Path) -> None:
-        """A TIFF file of a fluorescence microscope: channels last, apart, or of twice the size that is wanted."""
+        """A TIFF file of a fluorescence microscope.
+
+        Channels last, apart, or of twice the size that is wanted.
+        """
         values = np.random.default_rng(1).integers(4096, size=(5, SIDE, SIDE), dtype=np.uint16)
-        even = np.ones((5, 2 * SIDE, 2 * SIDE), np.uint16) * np.arange(5, dtype=np.uint16)[:, None, None]
-        for number, (pixels, planar, expected) in enumerate((
-            (values.transpose(1, 2, 0), "contig", values), (values, "separate", values),
-            (even, "separate", even[:, ::2, ::2]),
-        )):  # fmt: skip
+        even = (
+            np.ones((5, 2 * SIDE, 2 * SIDE), np.uint16)
+            * np.arange(5, dtype=np.uint16)[:, None, None]
+        )
+        for number, (pixels, planar, expected) in enumerate(
+            (
+                (values.transpose(1, 2, 0), "contig", values),
+                (values, "separate", values),
+                (even, "separate", even[:, ::2, ::2]),
+            )
+        ):
             path = tmp_path / f"{number}.tif"
             tifffile.imwrite(path, pixels, photometric="minisblack", planarconfig=planar)
-            np.testing.assert_array_equal(read_image(path, data_of(tmp_path, channels=5, bits=12)), expected)
+            np.testing.assert_array_equal(
+                read_image(path, data_of(tmp_path, channels=5, bits=12)), expected
+            )
             assert "data.bits=null" in self.refused(path, channels=5)
             assert "set data.channels=5" in self.refused(path, channels=6, bits=12)
         Image.fromarray(noise(0, SIDE, SIDE)).save(tmp_path / "x.png")
-        assert "is no TIFF file; use TIFF files, or 1 (grey)" in self.refused(tmp_path / "x.png", channels=5)
+        assert "is no TIFF file; use TIFF files, or 1 (grey)" in self.refused(
+            tmp_path / "x.png", channels=5
+        )
 
     def test_bytes_are_no_twelve_bits(self, tmp_path: Path) -> None:
         Image.fromarray(noise(0, SIDE, SIDE)).save(tmp_path / "x.png")
@@ -97,15 +113,24 @@ class TestMisread:
         import zlib
 
         def chunk(kind: bytes, body: bytes) -> bytes:
-            return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+            return (
+                struct.pack(">I", len(body))
+                + kind
+                + body
+                + struct.pack(">I", zlib.crc32(kind + body))
+            )
 
-        rows = b"".join(b"\0" + noise(y, SIDE * 3, dtype=np.uint16, below=65536).tobytes() for y in range(SIDE))
+        rows = b"".join(
+            b"\0" + noise(y, SIDE * 3, dtype=np.uint16, below=65536).tobytes() for y in range(SIDE)
+        )
         head = struct.pack(">IIBBBBB", SIDE, SIDE, 16, 2, 0, 0, 0)
         body = chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
         (tmp_path / "x.png").write_bytes(b"\x89PNG\r\n\x1a\n" + body)
         assert "16 bits a channel in colour" in self.refused(tmp_path / "x.png")
         tifffile = pytest.importorskip("tifffile")
-        tifffile.imwrite(tmp_path / "x.tif", noise(0, SIDE, SIDE, 3, dtype=np.uint16), photometric="rgb")
+        tifffile.imwrite(
+            tmp_path / "x.tif", noise(0, SIDE, SIDE, 3, dtype=np.uint16), photometric="rgb"
+        )
         self.refused(tmp_path / "x.tif")
 
     def test_the_page_is_said(self, tmp_path: Path) -> None:
@@ -120,16 +145,22 @@ class TestMisread:
         pixels = noise(0, SIDE, SIDE, 4)
         Image.fromarray(pixels).save(tmp_path / "x.png")
         assert "is transparent in places" in self.refused(tmp_path / "x.png")
-        np.testing.assert_array_equal(read_image(tmp_path / "x.png", data_of(tmp_path, channels=4))[3], pixels[..., 3])
+        np.testing.assert_array_equal(
+            read_image(tmp_path / "x.png", data_of(tmp_path, channels=4))[3], pixels[..., 3]
+        )
         pixels[..., 3] = 255
         Image.fromarray(pixels).save(tmp_path / "x.png")
-        np.testing.assert_array_equal(read_image(tmp_path / "x.png", data_of(tmp_path))[2], pixels[..., 2])
+        np.testing.assert_array_equal(
+            read_image(tmp_path / "x.png", data_of(tmp_path))[2], pixels[..., 2]
+        )
 
     def test_inks_are_no_colours(self, tmp_path: Path) -> None:
         Image.fromarray(noise(0, SIDE, SIDE, 4), mode="CMYK").save(tmp_path / "x.jpg")
         assert "CMYK, which would be misread" in self.refused(tmp_path / "x.jpg")
 
-    def test_a_mask_keeps_the_indices_of_its_palette_and_has_no_colours(self, tmp_path: Path) -> None:
+    def test_a_mask_keeps_the_indices_of_its_palette_and_has_no_colours(
+        self, tmp_path: Path
+    ) -> None:
         classes = noise(0, SIDE, SIDE, below=5)
         picture = Image.fromarray(classes, mode="P")
         picture.putpalette(noise(1, 768).tolist())
@@ -150,20 +181,28 @@ class TestNormalization:
             ({"mean": [0.5], "std": [0.1, 0.2, 0.3]}, [0.5] * 3, [0.1, 0.2, 0.3]),
         ],
     )
-    def test_by_name_or_number(self, root: Path, changes: dict[str, Any], mean: Any, std: Any) -> None:
+    def test_by_name_or_number(
+        self, root: Path, changes: dict[str, Any], mean: Any, std: Any
+    ) -> None:
         dataset = opened(root, **changes)
-        expected = (stored(dataset, "train", 1) - np.reshape(mean, (3, 1, 1))) / np.reshape(std, (3, 1, 1))
+        expected = (stored(dataset, "train", 1) - np.reshape(mean, (3, 1, 1))) / np.reshape(
+            std, (3, 1, 1)
+        )
         np.testing.assert_allclose(dataset.image("train", 1), expected, atol=2e-6)
 
     def test_computed_over_the_training_split_once(self, root: Path, cache: Path) -> None:
         dataset = opened(root, normalization="computed")
-        images = np.stack([dataset.image("train", index) for index in range(dataset.num_train)]).astype(np.float64)
+        images = np.stack(
+            [dataset.image("train", index) for index in range(dataset.num_train)]
+        ).astype(np.float64)
         np.testing.assert_allclose(images.mean((0, 2, 3)), 0, atol=1e-5)
         np.testing.assert_allclose(images.std((0, 2, 3)), 1, atol=1e-5)
         (kept,) = cache.glob("normalization-*")
         kept.write_text('{"mean": [0, 0, 0], "std": [2, 2, 2]}')
         again = opened(root, normalization="computed")
-        np.testing.assert_allclose(again.image("train", 0), stored(again, "train", 0) / 2, atol=1e-6)
+        np.testing.assert_allclose(
+            again.image("train", 0), stored(again, "train", 0) / 2, atol=1e-6
+        )
         Image.fromarray(noise(99, SIDE, SIDE, 3)).save(again.name_of("train", 0))
         changed = opened(root, normalization="computed")
         assert changed.image("train", 0).std() > 0.8  # computed anew
@@ -212,33 +251,50 @@ class TestTransforms:
         name = "torchvision.transforms.v2.RandomHorizontalFlip"
         plain = opened(root)
         dataset = opened(root, augment=True, transform=name, transform_kwargs={"p": 1.0})
-        np.testing.assert_array_equal(dataset.image("train", 2), plain.image("train", 2)[:, :, ::-1])
+        np.testing.assert_array_equal(
+            dataset.image("train", 2), plain.image("train", 2)[:, :, ::-1]
+        )
         np.testing.assert_array_equal(dataset.image("validation", 1), plain.image("validation", 1))
 
     def test_of_albumentations(self, root: Path) -> None:
         pytest.importorskip("albumentations")
-        plain, kwargs = (
-            opened(root),
-            {"transform": "albumentations.RandomCrop", "transform_kwargs": {"height": 8, "width": 8}},
+        plain = opened(root)
+        kwargs = {
+            "transform": "albumentations.RandomCrop",
+            "transform_kwargs": {"height": 8, "width": 8},
+        }
+        np.testing.assert_array_equal(
+            opened(root, **kwargs).image("train", 0), plain.image("train", 0)
         )
-        np.testing.assert_array_equal(opened(root, **kwargs).image("train", 0), plain.image("train", 0))
-        turned = [opened(root, transform="albumentations.D4").image("train", 0, draw) for draw in (0, 1, 2, 3, 4, 0)]
+        turned = [
+            opened(root, transform="albumentations.D4").image("train", 0, draw)
+            for draw in (0, 1, 2, 3, 4, 0)
+        ]
         np.testing.assert_array_equal(turned[0], turned[-1])
         assert len({each.tobytes() for each in turned}) > 1
-        assert all(np.array_equal(np.sort(each, None), np.sort(plain.image("train", 0), None)) for each in turned)
+        assert all(
+            np.array_equal(np.sort(each, None), np.sort(plain.image("train", 0), None))
+            for each in turned
+        )
 
     def test_of_ones_own_are_drawn_by_sample_and_epoch(self, root: Path) -> None:
-        plain, dataset = opened(root), opened(root, transform=f"{__name__}.shifted")
+        plain = opened(root)
+        dataset = opened(root, transform=f"{__name__}.shifted")
         drawn = [dataset.image("train", 0, draw) for draw in range(6)]
         shifts = {
-            by for each in drawn for by in range(SIDE) if np.array_equal(each, np.roll(plain.image("train", 0), by, -1))
+            by
+            for each in drawn
+            for by in range(SIDE)
+            if np.array_equal(each, np.roll(plain.image("train", 0), by, -1))
         }
         assert len(shifts) > 1 and 0 not in shifts
         np.testing.assert_array_equal(drawn[3], dataset.image("train", 0, 3))
         assert dataset.seeds_process
 
     def test_that_is_refused(self, root: Path) -> None:
-        with pytest.raises(ConfigError, match=r"gives values of type float32 for uint8; leave the scaling"):
+        with pytest.raises(
+            ConfigError, match=r"gives values of type float32 for uint8; leave the scaling"
+        ):
             opened(root, transform=f"{__name__}.scaled").image("train", 0)
         with pytest.raises(ConfigError, match=r"fails for .*png"):
             opened(root, transform="math.sqrt").image("train", 0)
@@ -247,7 +303,8 @@ class TestTransforms:
         monkeypatch.setitem(sys.modules, "torchvision", None)
         monkeypatch.setattr("gems.data.images.find_spec", lambda name: None)
         with pytest.raises(
-            ConfigError, match=r"needs torchvision, which is not installed; pip install gems-train\[vision\]"
+            ConfigError,
+            match=r"needs torchvision, which is not installed; pip install gems-train\[vision\]",
         ):
             check_data(data_of(root, transform="torchvision.transforms.v2.RandomCrop"))
 
@@ -273,7 +330,12 @@ def test_a_single_image_is_decoded_into_one_array(root: Path) -> None:
 def test_a_run_with_a_bad_file_gets_no_folder(root: Path, tmp_path: Path) -> None:
     """It is refused where it is prepared, before anything is queued."""
     (root / "b" / "3.png").write_bytes(b"no image")
-    words = ["data=folder", f"data.path={root}", "parallel.partitions=1", f"runs_dir={tmp_path / 'runs'}"]
+    words = [
+        "data=folder",
+        f"data.path={root}",
+        "parallel.partitions=1",
+        f"runs_dir={tmp_path / 'runs'}",
+    ]
     with pytest.raises(ConfigError, match=r"b/3\.png: not a readable image"):
         prepare(compose(words))
     assert not (tmp_path / "runs").exists()

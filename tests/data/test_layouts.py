@@ -1,4 +1,7 @@
-"""Masks, folders, tables, HDF5 labels and own datasets as users have them: read right, or refused by file and line."""
+"""Masks, folders, tables, HDF5 labels and own datasets as users have them.
+
+Read right, or refused by file and line.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,16 @@ pytestmark = pytest.mark.cases
 
 
 def data_of(name: str, path: Path | str, **changes: Any) -> DataConfig:
-    return DataConfig(**{
-        "name": name, "path": str(path), "height_px": SIDE, "width_px": SIDE, "augment": False, **changes
-    })  # fmt: skip
+    return DataConfig(
+        **{
+            "name": name,
+            "path": str(path),
+            "height_px": SIDE,
+            "width_px": SIDE,
+            "augment": False,
+            **changes,
+        }
+    )
 
 
 def opened(name: str, path: Path | str, **changes: Any) -> Any:
@@ -44,8 +54,12 @@ def save(path: Path, pixels: np.ndarray, **kwargs: Any) -> Path:
     return path
 
 
-def save_pair(root: Path, number: int, mask: np.ndarray, size: tuple[int, int] | None = None, **kwargs: Any) -> None:
-    grey = np.asarray(Image.fromarray((mask > 0).astype(np.uint8) * 200).resize(size or mask.shape[::-1], 0))
+def save_pair(
+    root: Path, number: int, mask: np.ndarray, size: tuple[int, int] | None = None, **kwargs: Any
+) -> None:
+    grey = np.asarray(
+        Image.fromarray((mask > 0).astype(np.uint8) * 200).resize(size or mask.shape[::-1], 0)
+    )
     save(root / "images" / f"{number}.png", np.dstack([grey] * 3), **kwargs)
     save(root / "masks" / f"{number}.png", mask)
 
@@ -60,7 +74,9 @@ def stripe(height: int, width: int, value: int = 1) -> np.ndarray:
 class TestMasks:
     @pytest.mark.parametrize("orientation", range(2, 9))
     @pytest.mark.parametrize("width", [SIDE, 2 * SIDE])
-    def test_are_turned_as_their_images_are(self, tmp_path: Path, orientation: int, width: int) -> None:
+    def test_are_turned_as_their_images_are(
+        self, tmp_path: Path, orientation: int, width: int
+    ) -> None:
         tags = Image.Exif()
         tags[274] = orientation
         for number in range(2):
@@ -77,21 +93,41 @@ class TestMasks:
         upright = stripe(2 * SIDE, SIDE)
         for number in range(2):
             save(tmp_path / "masks" / f"{number}.png", upright)
-            save(tmp_path / "images" / f"{number}.png", np.dstack([np.rot90(upright) * 200] * 3), exif=tags)
+            save(
+                tmp_path / "images" / f"{number}.png",
+                np.dstack([np.rot90(upright) * 200] * 3),
+                exif=tags,
+            )
         image, mask = opened("masks", tmp_path, height_px=2 * SIDE).sample("train", 0)
         np.testing.assert_array_equal(image[0] > 0, mask == 1)
 
     def test_of_another_shape_are_refused(self, tmp_path: Path) -> None:
         for number in range(6):
-            save_pair(tmp_path, number, stripe(SIDE, SIDE), (2 * SIDE, SIDE) if number == 4 else None)
+            save_pair(
+                tmp_path, number, stripe(SIDE, SIDE), (2 * SIDE, SIDE) if number == 4 else None
+            )
         said = refused("masks", tmp_path)
-        assert "masks/4.png: has 8 x 8 px, and its image" in said and "4.png has 16 x 8; give both one size" in said
+        assert (
+            "masks/4.png: has 8 x 8 px, and its image" in said
+            and "4.png has 16 x 8; give both one size" in said
+        )
 
     def test_of_half_the_sides_are_of_one_shape(self) -> None:
         same = [((64, 64), (128, 128)), ((512, 341), (1024, 683)), ((9, 7), (9, 7))]
-        other = [((64, 64), (128, 64)), ((100, 100), (101, 100)), ((4, 3), (8, 8)), ((64, 128), (128, 64))]
-        assert all(have_one_shape(first, second) and have_one_shape(second, first) for first, second in same)
-        assert not any(have_one_shape(first, second) or have_one_shape(second, first) for first, second in other)
+        other = [
+            ((64, 64), (128, 64)),
+            ((100, 100), (101, 100)),
+            ((4, 3), (8, 8)),
+            ((64, 128), (128, 64)),
+        ]
+        assert all(
+            have_one_shape(first, second) and have_one_shape(second, first)
+            for first, second in same
+        )
+        assert not any(
+            have_one_shape(first, second) or have_one_shape(second, first)
+            for first, second in other
+        )
 
     @pytest.mark.parametrize(
         ("values", "num_classes", "advice"),
@@ -100,11 +136,27 @@ class TestMasks:
             ([255], 2, "set data.class_map.255=1"),
             ([0, 128, 255], 3, "set data.class_map={128:1,255:2}"),
             ([0, 128, 255], 2, "set data.class_map={128:1,255:2} and data.num_classes=3"),
-            ([0, 1, 255], 3, "set data.class_map.255=2, or data.ignore_label=255 if such pixels are to be ignored"),
-            ([0, 2], 2, "set data.num_classes=3 or more, or data.ignore_label if that value is to be ignored"),
+            (
+                [0, 1, 255],
+                3,
+                (
+                    "set data.class_map.255=2, or data.ignore_label=255 if such pixels are to be"
+                    " ignored"
+                ),
+            ),
+            (
+                [0, 2],
+                2,
+                (
+                    "set data.num_classes=3 or more, or data.ignore_label if that value is to be"
+                    " ignored"
+                ),
+            ),
         ],
     )
-    def test_of_other_values_get_advice(self, tmp_path: Path, values: list[int], num_classes: int, advice: str) -> None:
+    def test_of_other_values_get_advice(
+        self, tmp_path: Path, values: list[int], num_classes: int, advice: str
+    ) -> None:
         for number in range(3):
             mask = np.zeros((SIDE, SIDE)) if number == 0 else np.resize(values, (SIDE, SIDE))
             save_pair(tmp_path, number, mask)
@@ -116,7 +168,10 @@ class TestMasks:
             (tmp_path / "masks" / f"{number}.png").unlink()
             save(tmp_path / "masks" / f"{number}.jpg", stripe(SIDE, SIDE, 255), quality=70)
         said = refused("masks", tmp_path, class_map={255: 1})
-        assert "as compression to JPEG changes the numbers of a mask; make the masks again, as PNG" in said
+        assert (
+            "as compression to JPEG changes the numbers of a mask; make the masks again, as PNG"
+            in said
+        )
 
     def test_of_255_are_read_as_advised(self, tmp_path: Path) -> None:
         for number in range(3):
@@ -134,7 +189,14 @@ class TestFolders:
 
     def test_what_systems_leave_is_no_class_and_no_image(self, tmp_path: Path) -> None:
         root = self.fill(tmp_path, "a", "b")
-        left = ["__MACOSX/a/._0.png", "@eaDir/x", ".ipynb_checkpoints/x", "a/.DS_Store", "a/Thumbs.db", "b/._0.png"]
+        left = [
+            "__MACOSX/a/._0.png",
+            "@eaDir/x",
+            ".ipynb_checkpoints/x",
+            "a/.DS_Store",
+            "a/Thumbs.db",
+            "b/._0.png",
+        ]
         for name in (*left, "b/@eaDir/0.png"):
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             (root / name).write_bytes(b"x")
@@ -171,9 +233,14 @@ class TestFolders:
     @pytest.mark.parametrize("name", ["folder", "masks", "table", "hdf5"])
     def test_a_home_that_is_not_there(self, name: str) -> None:
         with pytest.raises(ConfigError) as caught:
-            check_data(data_of(name, "~nobody-of-this-name/x", label_columns=["a"] if name == "table" else []))
-        assert str(caught.value) == (
-            "data.path=~nobody-of-this-name/x: begins with ~, and there is no such home folder; "
+            check_data(
+                data_of(
+                    name, "~nobody-of-this-name/x", label_columns=["a"] if name == "table" else []
+                )
+            )
+        assert (
+            str(caught.value)
+            == "data.path=~nobody-of-this-name/x: begins with ~, and there is no such home folder; "
             "set HOME, or give the whole path"
         )
 
@@ -193,7 +260,10 @@ class TestTables:
     @pytest.mark.parametrize(
         ("rows", "words"),
         [
-            (["0.png,a", "1.png,b", "", "2.png,"], "line 5 has no label; fill it, or remove the line (t.csv:5)"),
+            (
+                ["0.png,a", "1.png,b", "", "2.png,"],
+                "line 5 has no label; fill it, or remove the line (t.csv:5)",
+            ),
             (["0.png,a", " ,b"], "line 3 has no file; fill it, or remove the line (t.csv:3)"),
         ],
     )
@@ -204,7 +274,9 @@ class TestTables:
 
     def test_a_value_that_is_not_finite_is_named(self, tmp_path: Path) -> None:
         (tmp_path / "t.csv").write_text("file,age\n0.png,1\n1.png,nan\n")
-        said = refused("table", tmp_path / "t.csv", label_columns=["age"], task="regression", num_classes=1)
+        said = refused(
+            "table", tmp_path / "t.csv", label_columns=["age"], task="regression", num_classes=1
+        )
         assert "line 3 has 'nan' in column age" in said
 
 
@@ -226,19 +298,27 @@ class TestHdf5:
     @pytest.mark.parametrize("kind", ["S6", "utf-8", "one column"])
     def test_labels_of_text_are_names_of_classes(self, tmp_path: Path, kind: str) -> None:
         names = ["tumour", "benign"] * 3
-        labels: Any = np.array(names, "S6") if kind == "S6" else np.array(names, h5py.string_dtype())
+        labels: Any = (
+            np.array(names, "S6") if kind == "S6" else np.array(names, h5py.string_dtype())
+        )
         path = self.write(tmp_path / "a.h5", labels[:, None] if kind == "one column" else labels)
         dataset = opened("hdf5", path)
         assert class_names(dataset.config) == ["benign", "tumour"]
         row = int(dataset.name_of("train", 0).rpartition("[")[2][:-1])
         assert dataset.label("train", 0) == (row + 1) % 2
-        assert "has 2 classes (benign, tumour); set data.num_classes=2" in refused("hdf5", path, num_classes=3)
-        assert opened("hdf5", path, class_map={"benign": 1, "tumour": 0}).label("train", 0) == row % 2
+        assert "has 2 classes (benign, tumour); set data.num_classes=2" in refused(
+            "hdf5", path, num_classes=3
+        )
+        assert (
+            opened("hdf5", path, class_map={"benign": 1, "tumour": 0}).label("train", 0) == row % 2
+        )
         assert "texts are names of classes" in refused("hdf5", path, task="regression")
 
     def test_masks_of_another_shape_are_refused(self, tmp_path: Path) -> None:
         path = self.write(tmp_path / "a.h5", np.zeros((6, SIDE, 2 * SIDE), np.uint8))
-        assert "has masks of (8, 16) in labels, and images of (8, 8)" in refused("hdf5", path, task="segmentation")
+        assert "has masks of (8, 16) in labels, and images of (8, 8)" in refused(
+            "hdf5", path, task="segmentation"
+        )
 
     def test_a_bad_mask_of_many_is_found(self, tmp_path: Path) -> None:
         masks = np.zeros((6, SIDE, SIDE), np.uint8)
@@ -266,7 +346,12 @@ class OneLabelEach:
 
 class TestOwnDatasets:
     def data(self, value: float) -> DataConfig:
-        return DataConfig(target=f"{__name__}.OneLabelEach", height_px=SIDE, width_px=SIDE, kwargs={"value": value})
+        return DataConfig(
+            target=f"{__name__}.OneLabelEach",
+            height_px=SIDE,
+            width_px=SIDE,
+            kwargs={"value": value},
+        )
 
     def test_an_array_of_one_label_is_a_class(self) -> None:
         import torch  # noqa: F401  # a process without it asks a child
@@ -277,5 +362,7 @@ class TestOwnDatasets:
     def test_values_that_are_not_finite_are_refused(self) -> None:
         import torch  # noqa: F401
 
-        with pytest.raises(ConfigError, match=r"has 192 values that are not finite, the first \(inf\) in row 0"):
+        with pytest.raises(
+            ConfigError, match=r"has 192 values that are not finite, the first \(inf\) in row 0"
+        ):
             check_data(self.data(float("inf")))

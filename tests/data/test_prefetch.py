@@ -95,7 +95,8 @@ def test_closing_without_a_thread_refuses_more() -> None:
 
 
 def test_closing_frees_a_caller_that_waits() -> None:
-    release, entered = threading.Event(), threading.Event()
+    release = threading.Event()
+    entered = threading.Event()
     caught: queue.Queue[BaseException] = queue.Queue()
 
     def load(step: int) -> int:

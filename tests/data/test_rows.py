@@ -1,4 +1,7 @@
-"""Rows of images, read without the rest: the same values as in the whole image, and no more memory for more rows."""
+"""Rows of images, read without the rest.
+
+The same values as in the whole image, and no more memory for more rows.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +42,21 @@ def slide(path: Path, sides: tuple[int, int] = (511, 769), **changes: Any) -> Da
     """Open a slide whose second level is no whole number of times smaller."""
     height, width = sides
     for number in range(2):
-        save_slide(path / f"s{number}.tif", [noise(0, height, width), noise(1, height // 2, width // 2)], mpp=0.5)
+        save_slide(
+            path / f"s{number}.tif",
+            [noise(0, height, width), noise(1, height // 2, width // 2)],
+            mpp=0.5,
+        )
     if "region" in changes:
         save_table(path, "s0.tif,0,train", "s1.tif,1,val")
     else:
         save_table(path, "s0.tif,0,train,33,45", "s1.tif,1,val,0,0", columns="file,label,split,x,y")
-    fields: dict[str, Any] = {"height_px": SIDE, "width_px": SIDE, "normalization": "imagenet", **changes}
+    fields: dict[str, Any] = {
+        "height_px": SIDE,
+        "width_px": SIDE,
+        "normalization": "imagenet",
+        **changes,
+    }
     return open_dataset(DataConfig(name="slide", path=str(path), **fields), 0)
 
 
@@ -56,7 +68,9 @@ def check_rows(dataset: Dataset, strips: int = 6) -> None:
         assert dataset.reads_rows(split)
         for draw in draws:
             whole = dataset.image(split, 0, draw)
-            parts = [dataset.rows(split, 0, draw, first, end) for first, end in pairwise((0, *ends))]
+            parts = [
+                dataset.rows(split, 0, draw, first, end) for first, end in pairwise((0, *ends))
+            ]
             assert all(part.flags.c_contiguous and part.dtype == np.float32 for part in parts)
             np.testing.assert_array_equal(np.concatenate(parts, axis=1), whole)
             seen.add(whole.tobytes())
@@ -64,14 +78,18 @@ def check_rows(dataset: Dataset, strips: int = 6) -> None:
 
 
 @pytest.mark.parametrize("changes", SLIDES)
-def test_of_slides_are_those_of_the_region(library: str, tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_of_slides_are_those_of_the_region(
+    library: str, tmp_path: Path, changes: dict[str, Any]
+) -> None:
     check_rows(slide(tmp_path, **changes))
 
 
 @pytest.mark.parametrize("task", ["classification", "multi_label", "segmentation", "regression"])
 @pytest.mark.parametrize("width", [SIDE, 40])
 def test_of_synthetic_images_are_those_of_the_whole(task: str, width: int) -> None:
-    check_rows(open_dataset(DataConfig(name="synthetic", task=task, height_px=SIDE, width_px=width), 0))
+    check_rows(
+        open_dataset(DataConfig(name="synthetic", task=task, height_px=SIDE, width_px=width), 0)
+    )
 
 
 def tiffs(folder: Path, values: np.ndarray, options: dict[str, Any], **changes: Any) -> Dataset:
@@ -79,13 +97,21 @@ def tiffs(folder: Path, values: np.ndarray, options: dict[str, Any], **changes: 
     height, width = (side for side in values.shape if side > 8)
     for number, place in enumerate(("train/a", "train/b", "validation/a", "validation/b")):
         (folder / place).mkdir(parents=True)
-        tifffile.imwrite(folder / place / "x.tif", values + np.asarray(number, values.dtype), **options)
-    fields: dict[str, Any] = {"height_px": height, "width_px": width, "num_classes": 2, "normalization": "fixed"}
+        tifffile.imwrite(
+            folder / place / "x.tif", values + np.asarray(number, values.dtype), **options
+        )
+    fields: dict[str, Any] = {
+        "height_px": height,
+        "width_px": width,
+        "num_classes": 2,
+        "normalization": "fixed",
+    }
     return open_dataset(DataConfig(name="folder", path=str(folder), **fields | changes), 0)
 
 
 RANDOM = np.random.default_rng(0)
-COLOUR, GREY = RANDOM.integers(0, 250, (101, 101, 3), dtype=np.uint8), RANDOM.integers(0, 250, (101, 60), np.uint8)
+COLOUR = RANDOM.integers(0, 250, (101, 101, 3), dtype=np.uint8)
+GREY = RANDOM.integers(0, 250, (101, 60), np.uint8)
 BANDS = RANDOM.integers(0, 4000, (5, 101, 60), dtype=np.uint16)
 TILES = {"tile": (16, 32), "photometric": "rgb"}
 FILES: list[tuple[np.ndarray, dict[str, Any], dict[str, Any]]] = [
@@ -99,7 +125,11 @@ FILES: list[tuple[np.ndarray, dict[str, Any], dict[str, Any]]] = [
     (GREY, {"tile": (16, 16), "compression": "packbits"}, {"channels": 1}),
     (GREY.astype(np.uint16) * 200, {"byteorder": ">"}, {"channels": 1, "bits": 16}),
     (BANDS, {"photometric": "minisblack", "planarconfig": "separate"}, {"channels": 5, "bits": 12}),
-    (BANDS.astype(np.float32) / 4000, {"tile": (16, 16), "planarconfig": "separate"}, {"channels": 5, "mean": [2.0]}),
+    (
+        BANDS.astype(np.float32) / 4000,
+        {"tile": (16, 16), "planarconfig": "separate"},
+        {"channels": 5, "mean": [2.0]},
+    ),
 ]
 
 
@@ -113,7 +143,9 @@ def test_pixels_that_a_file_leaves_out_are_0(tmp_path: Path) -> None:
     dataset = tiffs(tmp_path, COLOUR.astype(np.uint16), TILES, bits=16, augment=False)
     for path in tmp_path.rglob("*.tif"):
         tiles = iter([zlib.compress(bytes([7] * 16 * 32 * 6)), *[b""] * 27])
-        tifffile.imwrite(path, tiles, shape=(101, 101, 3), dtype=np.uint16, compression="zlib", **TILES)
+        tifffile.imwrite(
+            path, tiles, shape=(101, 101, 3), dtype=np.uint16, compression="zlib", **TILES
+        )
     assert dataset.reads_rows("train")
     whole = dataset.image("train", 0)
     np.testing.assert_array_equal(dataset.rows("train", 0, 0, 5, 40), whole[:, 5:40])
@@ -130,7 +162,9 @@ def test_pixels_that_a_file_leaves_out_are_0(tmp_path: Path) -> None:
         (TILES, {"transform": "torch.nn.Identity"}),
     ],
 )
-def test_files_that_are_read_whole(tmp_path: Path, options: dict[str, Any], changes: dict[str, Any]) -> None:
+def test_files_that_are_read_whole(
+    tmp_path: Path, options: dict[str, Any], changes: dict[str, Any]
+) -> None:
     if options.get("compression") == "jpeg":
         pytest.importorskip("imagecodecs")
     dataset = tiffs(tmp_path, COLOUR, options, **changes)
@@ -167,7 +201,12 @@ def hdf5(folder: Path, values: np.ndarray, chunks: Any, **changes: Any) -> Datas
         file.create_dataset("images", data=images, chunks=chunks)
         file["labels"] = np.arange(4) % 2
     height, width = (side for side in values.shape if side > 8)
-    fields: dict[str, Any] = {"image_key": "images", "label_key": "labels", "height_px": height, "width_px": width}
+    fields: dict[str, Any] = {
+        "image_key": "images",
+        "label_key": "labels",
+        "height_px": height,
+        "width_px": width,
+    }
     fields |= {"num_classes": 2, "normalization": "fixed"}
     return open_dataset(DataConfig(name="hdf5", path=str(folder / "x.h5"), **fields | changes), 0)
 
@@ -182,10 +221,14 @@ def test_values_beyond_the_bits_are_refused_by_rows_too(tmp_path: Path) -> None:
 def test_of_a_source_that_reads_whole_images_are_cut_out(tmp_path: Path) -> None:
     dataset = slide(tmp_path, transform="torch.nn.Identity")
     assert dataset.reads_rows("validation") and not dataset.reads_rows("train")
-    np.testing.assert_array_equal(dataset.rows("train", 0, 0, 20, 31), dataset.image("train", 0)[:, 20:31])
+    np.testing.assert_array_equal(
+        dataset.rows("train", 0, 0, 20, 31), dataset.image("train", 0)[:, 20:31]
+    )
 
 
-@pytest.mark.parametrize("open_source", [slide, lambda path, **more: tiffs(path, COLOUR, TILES, **more)])
+@pytest.mark.parametrize(
+    "open_source", [slide, lambda path, **more: tiffs(path, COLOUR, TILES, **more)]
+)
 def test_large_images_are_inspected_and_their_mean_computed_by_rows(
     open_source: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,7 +244,9 @@ def test_large_images_are_inspected_and_their_mean_computed_by_rows(
         np.testing.assert_allclose(one, other, rtol=1e-6)
     read: list[tuple[int, int]] = []
     rows = type(whole).rows
-    monkeypatch.setattr(type(whole), "rows", lambda self, *place: read.append(place[3:]) or rows(self, *place))
+    monkeypatch.setattr(
+        type(whole), "rows", lambda self, *place: read.append(place[3:]) or rows(self, *place)
+    )
     monkeypatch.setattr(type(whole), "sample", None)
     inspect_data(whole.config, 0)
     assert set(read) == {(0, 30), (30, 60), (60, 90), (90, 101)}
@@ -210,7 +255,8 @@ def test_large_images_are_inspected_and_their_mean_computed_by_rows(
 def test_no_pixel_is_read_twice_and_none_is_read_for_nothing(
     library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dataset, asked = slide(tmp_path), []
+    dataset = slide(tmp_path)
+    asked = []
     real = pyramid._read
 
     def counted(handle: Any, slide: Any, number: int, corner: Any, size: tuple[int, int]) -> Any:
@@ -228,7 +274,8 @@ def test_no_pixel_is_read_twice_and_none_is_read_for_nothing(
 def test_memory_of_a_tiff_file_does_not_grow_with_the_height(tmp_path: Path) -> None:
     peaks = []
     for number, height in enumerate((256, 2048)):
-        values, options = noise(0, height, 256), {"tile": (64, 64), "photometric": "rgb", "compression": "zlib"}
+        values = noise(0, height, 256)
+        options = {"tile": (64, 64), "photometric": "rgb", "compression": "zlib"}
         peaks.append(peak_bytes(tiffs(tmp_path / str(number), values, options), 64))
     assert max(peaks) < 1.1 * min(peaks) + 20_000 and max(peaks) < 3 * 2048 * 256 * 4 / 8
 
@@ -237,7 +284,8 @@ def peak_bytes(dataset: Dataset, rows: int) -> int:
     """Return the most that reading an image of `rows` rows a strip held at once."""
     dataset.rows("validation", 0, 0, 0, 1)  # opens the file
     gc.collect()
-    gc.freeze()  # a collection looks through what the reading leaves, and not through what all tests before left
+    # a collection looks through what the reading leaves, and not through what all tests before left
+    gc.freeze()
     tracemalloc.start()
     for first in range(0, dataset.shape[1], rows):
         dataset.rows("validation", 0, 0, first, first + rows)
@@ -252,6 +300,10 @@ def test_memory_does_not_grow_with_the_height(library: str, tmp_path: Path) -> N
     for height in (2 * TILE[0], 16 * TILE[0]):
         folder = tmp_path / str(height)
         folder.mkdir()
-        peaks.append(peak_bytes(slide(folder, (height + 45, 256 + 33), height_px=height, width_px=256), TILE[0] // 2))
+        peaks.append(
+            peak_bytes(
+                slide(folder, (height + 45, 256 + 33), height_px=height, width_px=256), TILE[0] // 2
+            )
+        )
     whole = 3 * 16 * TILE[0] * 256 * 4
     assert max(peaks) < 1.1 * min(peaks) + 10_000 and max(peaks) < whole / 8

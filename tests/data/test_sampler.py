@@ -11,8 +11,15 @@ from gems.data.dataset import batch_indices, micro_batch_slice
 
 
 @settings(max_examples=60, deadline=None)
-@given(num_images=st.integers(1, 40), global_batch=st.integers(1, 90), seed=st.integers(0, 9), epochs=st.integers(1, 4))
-def test_every_image_comes_once_in_each_epoch(num_images: int, global_batch: int, seed: int, epochs: int) -> None:
+@given(
+    num_images=st.integers(1, 40),
+    global_batch=st.integers(1, 90),
+    seed=st.integers(0, 9),
+    epochs=st.integers(1, 4),
+)
+def test_every_image_comes_once_in_each_epoch(
+    num_images: int, global_batch: int, seed: int, epochs: int
+) -> None:
     num_steps = -(-epochs * num_images // global_batch)
     batches = [batch_indices(num_images, seed, step, global_batch) for step in range(num_steps)]
     assert all(batch.shape == (global_batch, 2) for batch in batches)
@@ -34,7 +41,11 @@ def test_steps_may_be_asked_in_any_order() -> None:
 
 
 def test_seed_and_epoch_change_the_order() -> None:
-    orders = {tuple(batch_indices(50, seed, step, 50)[:, 0].tolist()) for seed in (0, 1) for step in (0, 1)}
+    orders = {
+        tuple(batch_indices(50, seed, step, 50)[:, 0].tolist())
+        for seed in (0, 1)
+        for step in (0, 1)
+    }
     assert len(orders) == 4
 
 

@@ -22,7 +22,8 @@ from scripts.bench.rig import in_child
 from scripts.bench.slide import read_region, write_slide
 
 SIDE = 64
-HEIGHT, WIDTH = 512, 768
+HEIGHT = 512
+WIDTH = 768
 TILE = (128, 128)
 
 
@@ -39,10 +40,16 @@ def noise(seed: int, height: int = HEIGHT, width: int = WIDTH) -> np.ndarray:
 
 
 def save_slide(path: Path, levels: Sequence[np.ndarray], mpp: float | None = None) -> None:
-    resolution = {} if mpp is None else {"resolution": (1e4 / mpp, 1e4 / mpp), "resolutionunit": "CENTIMETER"}
+    resolution = (
+        {}
+        if mpp is None
+        else {"resolution": (1e4 / mpp, 1e4 / mpp), "resolutionunit": "CENTIMETER"}
+    )
     with tifffile.TiffWriter(path) as file:
         for number, pixels in enumerate(levels):
-            file.write(pixels, tile=TILE, photometric="rgb", subfiletype=int(number > 0), **resolution)
+            file.write(
+                pixels, tile=TILE, photometric="rgb", subfiletype=int(number > 0), **resolution
+            )
 
 
 def save_table(folder: Path, *rows: str, columns: str = "file,label,split") -> None:
@@ -51,7 +58,11 @@ def save_table(folder: Path, *rows: str, columns: str = "file,label,split") -> N
 
 def levels_of(seed: int) -> list[np.ndarray]:
     """Three levels that hold different pixels, so that reading another one shows."""
-    return [noise(seed), noise(seed + 100, HEIGHT // 2, WIDTH // 2), noise(seed + 200, HEIGHT // 4, WIDTH // 4)]
+    return [
+        noise(seed),
+        noise(seed + 100, HEIGHT // 2, WIDTH // 2),
+        noise(seed + 200, HEIGHT // 4, WIDTH // 4),
+    ]
 
 
 @pytest.fixture
@@ -60,13 +71,22 @@ def folder(tmp_path: Path) -> Path:
     for number in range(4):
         save_slide(tmp_path / f"s{number}.tif", levels_of(number), mpp=0.5)
     save_table(
-        tmp_path, *(f"s{n}.tif,{'tumour' if n % 2 else 'benign'},{'train' if n < 2 else 'val'}" for n in range(4))
+        tmp_path,
+        *(
+            f"s{n}.tif,{'tumour' if n % 2 else 'benign'},{'train' if n < 2 else 'val'}"
+            for n in range(4)
+        ),
     )
     return tmp_path
 
 
 def configured(folder: Path, **changes: Any) -> DataConfig:
-    fields: dict[str, Any] = {"name": "slide", "path": str(folder), "height_px": SIDE, "width_px": SIDE}
+    fields: dict[str, Any] = {
+        "name": "slide",
+        "path": str(folder),
+        "height_px": SIDE,
+        "width_px": SIDE,
+    }
     return DataConfig(**fields | {"normalization": "none", "augment": False} | changes)
 
 
@@ -90,9 +110,16 @@ def corner(dataset: Any, split: Any, index: int) -> tuple[str, int, int]:
 
 class TestRegions:
     @pytest.mark.parametrize(("level", "downsample"), [(0, 1), (1, 2), (2, 4)])
-    def test_of_a_level_are_its_pixels(self, library: str, folder: Path, level: int, downsample: int) -> None:
-        save_table(folder, "s0.tif,0,train,36,60", "s1.tif,1,train,512,256", "s2.tif,1,val,8,4",
-                   columns="file,label,split,x,y")  # fmt: skip
+    def test_of_a_level_are_its_pixels(
+        self, library: str, folder: Path, level: int, downsample: int
+    ) -> None:
+        save_table(
+            folder,
+            "s0.tif,0,train,36,60",
+            "s1.tif,1,train,512,256",
+            "s2.tif,1,val,8,4",
+            columns="file,label,split,x,y",
+        )
         dataset = opened(folder, level=level)
         assert (dataset.num_train, dataset.num_validation) == (2, 1)
         for split, index, number, x, y in (
@@ -100,7 +127,8 @@ class TestRegions:
             ("train", 1, 1, 512, 256),
             ("validation", 0, 2, 8, 4),
         ):
-            column, row = x // downsample, y // downsample
+            column = x // downsample
+            row = y // downsample
             expected = levels_of(number)[level][row : row + SIDE, column : column + SIDE]
             np.testing.assert_array_equal(read(dataset, split, index), expected)
         assert [dataset.label("train", index) for index in (0, 1)] == [0, 1]
@@ -109,32 +137,58 @@ class TestRegions:
         dataset = opened(folder, height_px=400, width_px=500, region=[77, 33, 500, 400])
         np.testing.assert_array_equal(read(dataset, "train", 0), levels_of(0)[0][33:433, 77:577])
 
-    def test_by_microns_per_pixel_are_those_of_a_level_or_resampled(self, library: str, tmp_path: Path) -> None:
+    def test_by_microns_per_pixel_are_those_of_a_level_or_resampled(
+        self, library: str, tmp_path: Path
+    ) -> None:
         rows, columns = np.mgrid[0:HEIGHT, 0:WIDTH]
         smooth = np.stack([rows / 4, columns / 4, (rows + columns) / 8], axis=2)
-        save_slide(tmp_path / "s.tif", [smooth.astype(np.uint8), smooth[::2, ::2].astype(np.uint8)], mpp=0.25)
-        save_table(tmp_path, "s.tif,0,train,60,36", "s.tif,1,val,0,0", columns="file,label,split,x,y")
+        save_slide(
+            tmp_path / "s.tif",
+            [smooth.astype(np.uint8), smooth[::2, ::2].astype(np.uint8)],
+            mpp=0.25,
+        )
+        save_table(
+            tmp_path, "s.tif,0,train,60,36", "s.tif,1,val,0,0", columns="file,label,split,x,y"
+        )
         same = opened(tmp_path, mpp=0.5)
-        np.testing.assert_array_equal(read(same, "train", 0), smooth[::2, ::2].astype(np.uint8)[18:82, 30:94])
+        np.testing.assert_array_equal(
+            read(same, "train", 0), smooth[::2, ::2].astype(np.uint8)[18:82, 30:94]
+        )
         for mpp in (0.4, 0.75):
             dataset = opened(tmp_path, mpp=mpp, height_px=140, width_px=140)
             middles = (np.arange(140) + 0.5) * mpp / 0.25 - 0.5
-            expected = np.stack(np.broadcast_arrays(
-                (36 + middles)[:, np.newaxis] / 4, (60 + middles) / 4,
-                ((36 + middles)[:, np.newaxis] + 60 + middles) / 8,
-            ), axis=2)  # fmt: skip
-            # bytes are rounded down in the slide, and its second level is of the first pixel of four
+            expected = np.stack(
+                np.broadcast_arrays(
+                    (36 + middles)[:, np.newaxis] / 4,
+                    (60 + middles) / 4,
+                    ((36 + middles)[:, np.newaxis] + 60 + middles) / 8,
+                ),
+                axis=2,
+            )
+            # bytes are rounded down in the slide, and its second level is of the first pixel of
+            # four
             assert np.abs(read(dataset, "train", 0).astype(float) - expected).max() < 1.6
 
     def test_resampled_in_bands_are_as_resampled_whole(
         self, library: str, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        changes: dict[str, Any] = {"mpp": 0.7, "height_px": 300, "width_px": 300, "region": [50, 40, 421, 421]}
+        changes: dict[str, Any] = {
+            "mpp": 0.7,
+            "height_px": 300,
+            "width_px": 300,
+            "region": [50, 40, 421, 421],
+        }
         bands = read(opened(folder, **changes), "train", 0)
         monkeypatch.setattr(pyramid, "_MAX_TILE_PX", 10**6)
         slide = pyramid.read_facts(folder / "s0.tif")
-        whole = pyramid.Slide(slide.path, tuple(pyramid.Level(each.width_px, each.height_px, each.downsample, 10**6)
-                                                for each in slide.levels), slide.mpp)  # fmt: skip
+        whole = pyramid.Slide(
+            slide.path,
+            tuple(
+                pyramid.Level(each.width_px, each.height_px, each.downsample, 10**6)
+                for each in slide.levels
+            ),
+            slide.mpp,
+        )
         with pyramid.Handles().opened(slide.path) as handle:
             ((rows, expected),) = pyramid.read_bands(handle, whole, (50, 40), 1.4, (300, 300))
         assert rows == slice(0, 300)
@@ -151,7 +205,10 @@ class TestRegions:
         dataset = opened(folder, region=[100, 50, 200, 130], level=0)
         places = [corner(dataset, "train", index) for index in range(dataset.num_train)]
         assert places == [
-            (f"s{n}.tif", 100 + SIDE * i, 50 + SIDE * j) for n in (0, 1) for j in (0, 1) for i in range(3)
+            (f"s{n}.tif", 100 + SIDE * i, 50 + SIDE * j)
+            for n in (0, 1)
+            for j in (0, 1)
+            for i in range(3)
         ]
         assert dataset.class_counts("train") == (6, 6)
 
@@ -163,7 +220,10 @@ class TestRegions:
 class TestTissue:
     @pytest.fixture
     def tissue(self, tmp_path: Path) -> Path:
-        """Purple from x=256 to 576 and y=128 to 320, on white; but for a hole of 64 px at its corner."""
+        """Purple from x=256 to 576 and y=128 to 320, on white.
+
+        But for a hole of 64 px at its corner.
+        """
         for name in ("a", "b"):
             pixels = np.full((HEIGHT, WIDTH, 3), 240, dtype=np.uint8)
             pixels[128:320, 256:576] = (150, 60, 160)
@@ -177,7 +237,10 @@ class TestTissue:
         places = {corner(dataset, "train", index)[1:] for index in range(dataset.num_train)}
         grid = {(256 + SIDE * i, 128 + SIDE * j) for i in range(5) for j in range(3)}
         assert places == grid - {(256, 128)}
-        assert all((read(dataset, "train", index) == (150, 60, 160)).all() for index in range(dataset.num_train))
+        assert all(
+            (read(dataset, "train", index) == (150, 60, 160)).all()
+            for index in range(dataset.num_train)
+        )
 
     def test_less_than_a_region_is_in_its_middle(self, library: str, tissue: Path) -> None:
         dataset = opened(tissue, height_px=400, width_px=400)
@@ -188,7 +251,9 @@ class TestTissue:
     def test_none(self, tmp_path: Path) -> None:
         save_slide(tmp_path / "a.tif", [np.full((HEIGHT, WIDTH, 3), 240, dtype=np.uint8)])
         (tmp_path / "labels.csv").write_text("file,label\na.tif,0\n")
-        with pytest.raises(ConfigError, match=r"data\.tissue_share=0\.1: .*a\.tif shows no tissue") as caught:
+        with pytest.raises(
+            ConfigError, match=r"data\.tissue_share=0\.1: .*a\.tif shows no tissue"
+        ) as caught:
             check_data(configured(tmp_path, class_map={"0": 0}))
         assert "\n" not in str(caught.value)
 
@@ -208,10 +273,19 @@ class TestCoords:
         ("ending", "attributes"),
         [
             (".h5", {"patch_size": 64, "patch_level": 1, "downsample": (2.0, 2.0)}),
-            ("_patches.h5", {"patch_size": 64, "patch_size_level0": np.array([128]), "target_magnification": 10}),
+            (
+                "_patches.h5",
+                {
+                    "patch_size": 64,
+                    "patch_size_level0": np.array([128]),
+                    "target_magnification": 10,
+                },
+            ),
         ],
     )
-    def test_are_read_at_their_scale(self, library: str, folder: Path, ending: str, attributes: dict[str, Any]) -> None:
+    def test_are_read_at_their_scale(
+        self, library: str, folder: Path, ending: str, attributes: dict[str, Any]
+    ) -> None:
         for number in range(4):
             self.save(folder / "coords" / f"s{number}{ending}", self.CORNERS, **attributes)
         dataset = opened(folder, coords_path=str(folder / "coords"))
@@ -225,7 +299,12 @@ class TestCoords:
 
     def test_beyond_the_edge_are_white(self, library: str, folder: Path) -> None:
         for number in range(4):
-            self.save(folder / "coords" / f"s{number}.h5", [(WIDTH - 40, HEIGHT - 30)], patch_size=SIDE, patch_level=0)
+            self.save(
+                folder / "coords" / f"s{number}.h5",
+                [(WIDTH - 40, HEIGHT - 30)],
+                patch_size=SIDE,
+                patch_level=0,
+            )
         found = read(opened(folder, coords_path=str(folder / "coords")), "train", 0)
         np.testing.assert_array_equal(found[:30, :40], levels_of(0)[0][-30:, -40:])
         assert (found[30:] == 255).all() and (found[:, 40:] == 255).all()
@@ -234,8 +313,16 @@ class TestCoords:
         ("corners", "attributes", "words"),
         [
             ([(0, 0)], {}, "does not say the size of patches"),
-            ([(0, 0)], {"patch_size": 64, "patch_level": 7}, "is of level 7, and .* has levels 0 to 2"),
-            ([(WIDTH, 0)], {"patch_size_level0": 64}, f"has a patch at x={WIDTH}, y=0, which is outside"),
+            (
+                [(0, 0)],
+                {"patch_size": 64, "patch_level": 7},
+                "is of level 7, and .* has levels 0 to 2",
+            ),
+            (
+                [(WIDTH, 0)],
+                {"patch_size_level0": 64},
+                f"has a patch at x={WIDTH}, y=0, which is outside",
+            ),
         ],
     )
     def test_that_are_refused(
@@ -256,12 +343,20 @@ class TestBadInput:
             ({"mpp": 0.3}, "data.mpp", "has 0.5 at its finest"),
             ({"level": 1, "mpp": 1.0}, "data.level", "cannot be combined with data.mpp"),
             ({"coords_path": "/nowhere"}, "data.coords_path", "has no coords of slide s0"),
-            ({"coords_path": "/nowhere", "mpp": 1.0}, "data.mpp", "cannot be combined with data.coords_path"),
+            (
+                {"coords_path": "/nowhere", "mpp": 1.0},
+                "data.mpp",
+                "cannot be combined with data.coords_path",
+            ),
             ({"coords_path": "/nowhere", "width_px": 32}, "data.height_px", "are square"),
             ({"region": [700, 0, 100, 100]}, "data.region", "which has 768 x 512 px"),
             ({"region": [0, 0, 50, 100]}, "data.region", "is less than a sample"),
             ({"region": [0, 0, 50]}, "data.region", "must be [x,y,width,height]"),
-            ({"height_px": 300, "width_px": 300, "level": 1}, "data.height_px", "a sample takes 600 x 600"),
+            (
+                {"height_px": 300, "width_px": 300, "level": 1},
+                "data.height_px",
+                "a sample takes 600 x 600",
+            ),
             ({"labels_path": "/nowhere.csv"}, "data.labels_path", "cannot be read"),
             ({"image_column": "slide_id"}, "data.labels_path", "has no column slide_id"),
             ({"num_classes": 3}, "data.num_classes", "set data.num_classes=2"),
@@ -272,7 +367,9 @@ class TestBadInput:
     def test_of_keys(self, folder: Path, changes: dict[str, Any], key: str, words: str) -> None:
         with pytest.raises(ConfigError) as caught:
             check_data(configured(folder, **changes))
-        assert caught.value.key == key and words in str(caught.value) and "\n" not in str(caught.value)
+        assert (
+            caught.value.key == key and words in str(caught.value) and "\n" not in str(caught.value)
+        )
 
     @pytest.mark.parametrize(
         ("columns", "rows", "words"),
@@ -288,7 +385,11 @@ class TestBadInput:
         save_table(folder, *rows, columns=columns)
         with pytest.raises(ConfigError) as caught:
             check_data(configured(folder))
-        assert caught.value.key == "data.labels_path" and words in str(caught.value) and "\n" not in str(caught.value)
+        assert (
+            caught.value.key == "data.labels_path"
+            and words in str(caught.value)
+            and "\n" not in str(caught.value)
+        )
 
     def test_of_files(self, library: str, folder: Path) -> None:
         (folder / "s1.tif").write_text("no slide")
@@ -296,7 +397,9 @@ class TestBadInput:
             check_data(configured(folder))
         assert "\n" not in str(caught.value)
         save_slide(folder / "s1.tif", levels_of(1))
-        with pytest.raises(ConfigError, match=r"data\.mpp=1\.0: .*s1\.tif does not say its microns per pixel"):
+        with pytest.raises(
+            ConfigError, match=r"data\.mpp=1\.0: .*s1\.tif does not say its microns per pixel"
+        ):
             check_data(configured(folder, mpp=1.0))
 
     def test_without_a_library(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,11 +415,23 @@ class TestSplits:
         seen = set()
         for seed in range(6):
             dataset = opened(
-                folder, seed, image_column="slide_id", tissue_share=0, train_samples=1, validation_samples=1
+                folder,
+                seed,
+                image_column="slide_id",
+                tissue_share=0,
+                train_samples=1,
+                validation_samples=1,
             )
-            names = {split: {corner(dataset, split, index)[0] for index in range(dataset.num_images(split))}
-                     for split in ("train", "validation")}  # fmt: skip
-            assert not names["train"] & names["validation"] and len(names["train"]) == len(names["validation"]) == 2
+            names = {
+                split: {
+                    corner(dataset, split, index)[0] for index in range(dataset.num_images(split))
+                }
+                for split in ("train", "validation")
+            }
+            assert (
+                not names["train"] & names["validation"]
+                and len(names["train"]) == len(names["validation"]) == 2
+            )
             assert dataset.class_counts("train") == dataset.class_counts("validation")
             seen.add(frozenset(names["train"]))
         assert len(seen) > 1
@@ -330,8 +445,11 @@ class TestSplits:
 class TestReading:
     def test_flips_and_turns_by_seed_and_epoch(self, library: str, folder: Path) -> None:
         plain = opened(folder, normalization="imagenet", region=[0, 0, SIDE, SIDE])
-        dataset = opened(folder, 3, normalization="imagenet", region=[0, 0, SIDE, SIDE], augment=True)
-        upright, seen = plain.image("train", 0), set()
+        dataset = opened(
+            folder, 3, normalization="imagenet", region=[0, 0, SIDE, SIDE], augment=True
+        )
+        upright = plain.image("train", 0)
+        seen = set()
         for draw in range(24):
             image = dataset.image("train", 0, draw)
             np.testing.assert_array_equal(image, turned(upright, generator(3, "augment", 0, draw)))
@@ -339,14 +457,21 @@ class TestReading:
             assert image.flags.owndata and image.flags.c_contiguous  # a batch of one is not copied
             seen.add(image.tobytes())
         assert len(seen) == 8
-        np.testing.assert_array_equal(dataset.image("validation", 0, 5), plain.image("validation", 0))
+        np.testing.assert_array_equal(
+            dataset.image("validation", 0, 5), plain.image("validation", 0)
+        )
 
     def test_a_transform_gets_the_whole_region(self, folder: Path) -> None:
         pytest.importorskip("albumentations")
         dataset = opened(
-            folder, region=[0, 0, 100, 200], height_px=200, width_px=100, augment=True,
-            transform="albumentations.HorizontalFlip", transform_kwargs={"p": 1.0},
-        )  # fmt: skip
+            folder,
+            region=[0, 0, 100, 200],
+            height_px=200,
+            width_px=100,
+            augment=True,
+            transform="albumentations.HorizontalFlip",
+            transform_kwargs={"p": 1.0},
+        )
         np.testing.assert_array_equal(read(dataset, "train", 0), levels_of(0)[0][:200, 99::-1])
         np.testing.assert_array_equal(read(dataset, "validation", 0), levels_of(2)[0][:200, :100])
 
@@ -356,10 +481,14 @@ class TestReading:
         np.testing.assert_allclose(images.mean((0, 2, 3)), 0, atol=1e-5)
         np.testing.assert_allclose(images.std((0, 2, 3)), 1, atol=1e-5)
 
-    def test_opens_a_slide_when_it_is_read_and_in_each_process(self, library: str, folder: Path) -> None:
+    def test_opens_a_slide_when_it_is_read_and_in_each_process(
+        self, library: str, folder: Path
+    ) -> None:
         dataset = opened(folder, region=[0, 0, SIDE, SIDE])
         assert len(dataset._handles) == 0
-        assert [dataset.label("train", index) for index in (0, 1)] == [0, 1] and len(dataset._handles) == 0
+        assert [dataset.label("train", index) for index in (0, 1)] == [0, 1] and len(
+            dataset._handles
+        ) == 0
         image = dataset.image("train", 1)
         assert len(dataset._handles) == 1
         copy = pickle.loads(pickle.dumps(dataset))
@@ -371,7 +500,9 @@ class TestReading:
         for handle in inherited.values():
             handle.close()
 
-    def test_closes_slides_beyond_a_few(self, library: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_closes_slides_beyond_a_few(
+        self, library: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(pyramid, "_MAX_OPEN", 2)
         dataset = opened(folder, region=[0, 0, SIDE, SIDE])
         places = [(split, index) for split in ("train", "validation") for index in (0, 1)] * 2
@@ -396,9 +527,13 @@ class TestReading:
                 self.handle.close()
 
         dataset = opened(folder, region=[77, 33, 400, 400], level=1, height_px=200, width_px=200)
-        monkeypatch.setattr(pyramid, "open_slide", lambda path, real=pyramid.open_slide: Counted(real(path)))
+        monkeypatch.setattr(
+            pyramid, "open_slide", lambda path, real=pyramid.open_slide: Counted(real(path))
+        )
         dataset.image("train", 0)
-        assert {level for level, _ in asked} == {1} and sum(pixels for _, pixels in asked) == 200 * 200
+        assert {level for level, _ in asked} == {1} and sum(
+            pixels for _, pixels in asked
+        ) == 200 * 200
 
     def test_workers_and_a_resumed_run_read_the_same(self, folder: Path) -> None:
         torch = pytest.importorskip("torch")
@@ -409,9 +544,13 @@ class TestReading:
 
         def loader(first_step: int, **changes: Any) -> BatchLoader:
             spec = make_spec("1f1b", 2, train__steps=5, **changes)
-            return BatchLoader(spec, dataset, 0, (0, 1), (1,), torch.float32, torch.device("cpu"), first_step)
+            return BatchLoader(
+                spec, dataset, 0, (0, 1), (1,), torch.float32, torch.device("cpu"), first_step
+            )
 
-        whole, workers, resumed = loader(0), loader(0, data__num_workers=2), loader(3)
+        whole = loader(0)
+        workers = loader(0, data__num_workers=2)
+        resumed = loader(3)
         for step in range(5):
             expected = whole.batch(step)
             for other in (workers, resumed) if step >= 3 else (workers,):
@@ -422,7 +561,10 @@ class TestReading:
             each.close()
 
     def test_holds_little_more_than_the_sample(self, tmp_path: Path) -> None:
-        """The resident set of a process that reads one region; scripts/bench/slide.py measures larger ones."""
+        """The resident set of a process that reads one region.
+
+        Scripts/bench/slide.py measures larger ones.
+        """
         pytest.importorskip("openslide")
         write_slide(tmp_path, 3072)
         found = in_child(read_region, str(tmp_path), 2048, "openslide", threads=1)
@@ -437,9 +579,14 @@ def test_names_of_classes(folder: Path) -> None:
 def test_the_slide_of_tissue_has_regions_apart_and_both_classes(cache: Path) -> None:
     dataset = opened(Path("tissue"), level=1, height_px=128, width_px=128)
     assert (cache / "tissue-slide-1" / "slide.tif").exists()
-    assert dataset.class_counts("train") == (128, 128) and dataset.class_counts("validation") == (32, 32)
-    lefts = {split: [corner(dataset, split, index)[1] for index in range(dataset.num_images(split))]
-             for split in ("train", "validation")}  # fmt: skip
+    assert dataset.class_counts("train") == (128, 128) and dataset.class_counts("validation") == (
+        32,
+        32,
+    )
+    lefts = {
+        split: [corner(dataset, split, index)[1] for index in range(dataset.num_images(split))]
+        for split in ("train", "validation")
+    }
     assert max(lefts["train"]) + 256 <= min(lefts["validation"])
     written = (cache / "tissue-slide-1" / "slide.tif").stat().st_mtime_ns
     opened(Path("tissue"), level=1, height_px=128, width_px=128)

@@ -10,10 +10,13 @@ from gems.data import open_dataset
 
 
 @pytest.mark.parametrize(
-    ("channels", "height", "width"), [(1, 1, 1), (5, 7, 300), (3, 37, 53), (2, 64, 64), (3, 257, 1024)]
+    ("channels", "height", "width"),
+    [(1, 1, 1), (5, 7, 300), (3, 37, 53), (2, 64, 64), (3, 257, 1024)],
 )
 def test_any_shape(channels: int, height: int, width: int) -> None:
-    dataset = open_dataset(DataConfig(channels=channels, height_px=height, width_px=width, num_classes=3), 0)
+    dataset = open_dataset(
+        DataConfig(channels=channels, height_px=height, width_px=width, num_classes=3), 0
+    )
     image = dataset.image("train", 4, 1)
     assert image.shape == dataset.shape == (channels, height, width)
     assert image.dtype == np.float32
@@ -30,7 +33,9 @@ def test_the_values_have_about_zero_mean_and_unit_variance() -> None:
 
 def test_an_image_depends_on_seed_split_and_index_alone() -> None:
     data = DataConfig(augment=False)
-    first, again, other = open_dataset(data, 0), open_dataset(data, 0), open_dataset(data, 1)
+    first = open_dataset(data, 0)
+    again = open_dataset(data, 0)
+    other = open_dataset(data, 1)
     assert np.array_equal(first.image("train", 9, 1), again.image("train", 9, 2))
     different = [
         first.image("train", 9),
@@ -74,13 +79,20 @@ def test_an_index_outside_the_split_is_refused(index: int) -> None:
 @pytest.mark.parametrize("task", ["segmentation", "multi_label", "regression"])
 def test_labels_of_every_task_are_in_the_pixels(task: str) -> None:
     """The mean of many images with one label, without the noise, tells that label."""
-    data = DataConfig(name="synthetic", task=task, num_classes=3, height_px=32, width_px=32, augment=False)
+    data = DataConfig(
+        name="synthetic", task=task, num_classes=3, height_px=32, width_px=32, augment=False
+    )
     dataset = open_dataset(data, 0)
     labels = np.stack([np.asarray(dataset.label("train", index)) for index in range(600)])
     images = np.stack([dataset.image("train", index) for index in range(600)])
     if task == "segmentation":
-        assert labels.dtype == np.int64 and labels.shape == (600, 32, 32) and set(np.unique(labels)) == {0, 1, 2}
-        inside, outside = images[1::3][:, 0][labels[1::3] == 1], images[1::3][:, 0][labels[1::3] == 0]
+        assert (
+            labels.dtype == np.int64
+            and labels.shape == (600, 32, 32)
+            and set(np.unique(labels)) == {0, 1, 2}
+        )
+        inside = images[1::3][:, 0][labels[1::3] == 1]
+        outside = images[1::3][:, 0][labels[1::3] == 0]
         assert inside.mean() > 0.3 and outside.mean() < -0.3
         return
     assert labels.dtype == np.float32 and labels.shape == (600, 3)

@@ -27,8 +27,12 @@ READS: list[int] = []
 class Tiles(TorchDataset[Any]):
     """Tile i has the value i everywhere and class i % 3."""
 
-    def __init__(self, size: int = SIZE, channels: int = 3, side: int = 4, label: Any = None) -> None:
-        self.size, self.shape, self.fixed = size, (channels, side, side), label
+    def __init__(
+        self, size: int = SIZE, channels: int = 3, side: int = 4, label: Any = None
+    ) -> None:
+        self.size = size
+        self.shape = (channels, side, side)
+        self.fixed = label
 
     def __len__(self) -> int:
         return self.size
@@ -55,7 +59,8 @@ class Torchvision(Tiles):
 
     def __init__(self, train: bool = True, target_transform: Any = None) -> None:
         super().__init__(8 if train else 4)
-        self.targets, self.target_transform = [index % 3 for index in range(self.size)], target_transform
+        self.targets = [index % 3 for index in range(self.size)]
+        self.target_transform = target_transform
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         image, label = super().__getitem__(index)
@@ -117,7 +122,13 @@ def tensors(size: int = SIZE) -> TensorDataset:
 
 
 def data_of(name: str, **changes: Any) -> DataConfig:
-    fields = {"target": f"{__name__}.{name}", "height_px": 4, "width_px": 4, "num_classes": 3, **changes}
+    fields = {
+        "target": f"{__name__}.{name}",
+        "height_px": 4,
+        "width_px": 4,
+        "num_classes": 3,
+        **changes,
+    }
     return DataConfig(**fields)
 
 
@@ -140,20 +151,30 @@ def numbers(dataset: TargetDataset, split: Any) -> list[int]:
 
 class TestTheSplit:
     def test_by_the_seed(self) -> None:
-        first, again, other = (opened("Tiles", seed, train_samples=3, validation_samples=1) for seed in (0, 0, 3))
+        first, again, other = (
+            opened("Tiles", seed, train_samples=3, validation_samples=1) for seed in (0, 0, 3)
+        )
         assert (first.num_train, first.num_validation) == (9, 3)
         assert sorted(numbers(first, "train") + numbers(first, "validation")) == list(range(SIZE))
-        assert numbers(first, "validation") == numbers(again, "validation") != numbers(other, "validation")
+        assert (
+            numbers(first, "validation")
+            == numbers(again, "validation")
+            != numbers(other, "validation")
+        )
 
     @pytest.mark.parametrize("name", ["Named", "Torchvision"])
     def test_by_the_argument_of_the_class(self, name: str) -> None:
         dataset = opened(name)
         assert (dataset.num_train, dataset.num_validation) == (8, 4)
         assert numbers(dataset, "validation") == [0, 1, 2, 3]
-        assert dataset.class_counts("train") == (3, 3, 2) and dataset.class_counts("validation") == (2, 1, 1)
+        assert dataset.class_counts("train") == (3, 3, 2) and dataset.class_counts(
+            "validation"
+        ) == (2, 1, 1)
 
     def test_an_argument_that_is_given_divides_nothing(self) -> None:
-        dataset = opened("Torchvision", kwargs={"train": False}, train_samples=1, validation_samples=1)
+        dataset = opened(
+            "Torchvision", kwargs={"train": False}, train_samples=1, validation_samples=1
+        )
         assert (dataset.num_train, dataset.num_validation) == (2, 2)
 
     def test_by_two_sets_of_arguments(self) -> None:
@@ -163,7 +184,9 @@ class TestTheSplit:
         assert (named.num_train, named.num_validation) == (8, 4)
 
     def test_by_two_targets(self) -> None:
-        dataset = opened("Tiles", validation_target=f"{__name__}.tensors", validation_kwargs={"size": 5})
+        dataset = opened(
+            "Tiles", validation_target=f"{__name__}.tensors", validation_kwargs={"size": 5}
+        )
         assert (dataset.num_train, dataset.num_validation) == (SIZE, 5)
         assert dataset.image("validation", 4).sum() == 0
 
@@ -173,7 +196,9 @@ class TestTheSplit:
         rows = [(0, "val"), (3, "train"), (5, "train"), (7, "test"), (8, "validation")]
         lists = {"train": [3, 5], "val": [0, 8], "test": [7]}
         path.write_text(
-            json.dumps(lists) if suffix == "json" else "index,split\n" + "".join(f"{i},{s}\n" for i, s in rows)
+            json.dumps(lists)
+            if suffix == "json"
+            else "index,split\n" + "".join(f"{i},{s}\n" for i, s in rows)
         )
         dataset = opened("Tiles", split_path=str(path))
         assert (numbers(dataset, "train"), numbers(dataset, "validation")) == ([3, 5], [0, 8])
@@ -258,8 +283,10 @@ class TestLabels:
 
 class TestRandomNumbers:
     def test_are_the_same_for_an_image_and_its_mask_and_differ_by_draw(self) -> None:
-        dataset, other = opened("Random", task="segmentation"), opened("Random", seed=1, task="segmentation")
-        image, mask = dataset.image("train", 2, 5), dataset.label("train", 2, 5)
+        dataset = opened("Random", task="segmentation")
+        other = opened("Random", seed=1, task="segmentation")
+        image = dataset.image("train", 2, 5)
+        mask = dataset.label("train", 2, 5)
         np.testing.assert_array_equal((image[0] * 1000).astype(np.int64) % 3, mask)
         np.testing.assert_array_equal(image, dataset.image("train", 2, 5))
         for different in (dataset.image("train", 2, 6), other.image("train", 2, 5)):
@@ -271,7 +298,8 @@ class TestRandomNumbers:
         def states() -> str:
             return repr((random.getstate(), np.random.get_state(), torch.get_rng_state().tolist()))
 
-        dataset, before = opened("Random", task="segmentation"), states()
+        dataset = opened("Random", task="segmentation")
+        before = states()
         dataset.image("train", 0)
         assert states() == before
 
@@ -304,17 +332,24 @@ def test_a_function_that_gives_one_and_its_arrays_are_not_shared() -> None:
     [
         ("Nowhere", {}, "data.target", "nothing named Nowhere"),
         ("Tiles", {"kwargs": {"sise": 3}}, "data.kwargs", "it takes (size=12, channels=3"),
-        ("Tiles", {"kwargs": {"side": 6}}, "data.target",
-         "has shape (3, 6, 6), and the keys say (3, 4, 4); set data.channels=3 data.height_px=6 data.width_px=6"),
+        (
+            "Tiles",
+            {"kwargs": {"side": 6}},
+            "data.target",
+            (
+                "has shape (3, 6, 6), and the keys say (3, 4, 4); set data.channels=3"
+                " data.height_px=6 data.width_px=6"
+            ),
+        ),
         ("Named", {"num_classes": 4}, "data.num_classes", "set data.num_classes=3"),
         ("Tiles", {"kwargs": {"size": 0}}, "data.validation_samples", "leaves none of 0"),
         ("Unrepeatable", {}, "data.target", "differs when it is read again"),
         ("Liar", {}, "data.target", "give different labels"),
-        ("Broken", {}, "data.target", 'test_target.py:'),
+        ("Broken", {}, "data.target", "test_target.py:"),
         ("Stream", {}, "data.target", "must be a map-style dataset"),
         ("Dictionary", {}, "data.target", "is of type dict; must be a pair (sample, label)"),
     ],
-)  # fmt: skip
+)
 def test_what_is_refused(name: str, changes: dict[str, Any], key: str, words: str) -> None:
     error = refused(name, **changes)
     assert error.key == key and words in str(error)
@@ -322,39 +357,53 @@ def test_what_is_refused(name: str, changes: dict[str, Any], key: str, words: st
 
 def test_keys_of_a_target_without_one() -> None:
     with pytest.raises(
-        ConfigError, match=r"data\.kwargs=.*is not read by data=synthetic; leave it out, or use data\.target="
+        ConfigError,
+        match=r"data\.kwargs=.*is not read by data=synthetic; leave it out, or use data\.target=",
     ):
         check_data(DataConfig(kwargs={"size": 3}))
 
 
 def test_overrides_of_hydra() -> None:
-    words = ["data._target_=tests.data.test_target.Tiles", "data.kwargs.size=9", "data.validation_kwargs.size=5"]
+    words = [
+        "data._target_=tests.data.test_target.Tiles",
+        "data.kwargs.size=9",
+        "data.validation_kwargs.size=5",
+    ]
     size = ["data.kwargs.side=32", "data.validation_kwargs.side=32"]
     spec = compose([*words, *size, "data.num_classes=3"])
     assert spec.data.kwargs == {"size": 9, "side": 32} and spec.data.validation_kwargs["size"] == 5
-    assert spec.data.name == "Tiles" == resolve_data(spec.data).name and kind_of(spec.data) == "images"
+    assert (
+        spec.data.name == "Tiles" == resolve_data(spec.data).name and kind_of(spec.data) == "images"
+    )
 
 
 def test_the_login_node_asks_a_child_once(tmp_path: Path) -> None:
     """No torch in this process; the answer is kept until the code or the files of its arguments change."""
     code = "import torch\nopen('imports', 'a').write('x')\nprint('noise')\n"
     code += "class Own(torch.utils.data.Dataset):\n    def __init__(self, root): pass\n"
-    code += "    def __len__(self): return 8\n    def __getitem__(self, i): return torch.zeros(3, 4, 4), i % 5\n"
+    code += (
+        "    def __len__(self): return 8\n    def __getitem__(self, i): return torch.zeros(3, 4,"
+        " 4), i % 5\n"
+    )
     (tmp_path / "own_tiles.py").write_text(code)
     (tmp_path / "tiles").mkdir()
     program = (
-        "import sys; from gems.config.schema import *; from gems.data import *; from gems.errors import ConfigError\n"
-        "from dataclasses import replace\n"
-        "data = DataConfig(target='own_tiles.Own', kwargs={'root': 'tiles'}, height_px=4, width_px=4, num_classes=5)\n"
-        "check_data(data)\n"
-        "try:\n    check_data(replace(data, num_classes=2))\n"
-        "except ConfigError as error:\n    print(error)\n"
-        "print('torch' in sys.modules)"
+        "import sys; from gems.config.schema import *; from gems.data import *; from gems.errors"
+        " import ConfigError\nfrom dataclasses import replace\ndata ="
+        " DataConfig(target='own_tiles.Own', kwargs={'root': 'tiles'}, height_px=4, width_px=4,"
+        " num_classes=5)\ncheck_data(data)\ntry:\n    check_data(replace(data,"
+        " num_classes=2))\nexcept ConfigError as error:\n    print(error)\nprint('torch' in"
+        " sys.modules)"
     )
     found = []
     for _ in range(2):
         ended = subprocess.run(
-            [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=True
+            [sys.executable, "-c", program],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=True,
         )
         found.append((ended.stdout.splitlines(), len((tmp_path / "imports").read_text())))
     assert [lines[-1] for lines, _ in found] == ["False", "False"]

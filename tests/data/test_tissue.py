@@ -42,7 +42,12 @@ def columns_seen(dataset: TissueDataset, split: Split) -> NDArray[np.bool_]:
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"field_of_view_px": 128, "height_px": 64, "width_px": 64}, {"height_px": 20, "width_px": 90}]
+    "changes",
+    [
+        {},
+        {"field_of_view_px": 128, "height_px": 64, "width_px": 64},
+        {"height_px": 20, "width_px": 90},
+    ],
 )
 def test_no_pixel_is_in_both_splits(changes: dict[str, object]) -> None:
     dataset = opened(**changes)
@@ -67,13 +72,17 @@ def test_labels_are_those_recomputed_from_the_pixels(field_of_view_px: int) -> N
 
 def test_masks_are_those_recomputed_from_the_pixels() -> None:
     """At the slide's own scale each pixel's, and at another that of the source pixel in its middle."""
-    same = opened(task="segmentation", field_of_view_px=48, height_px=48, width_px=48, augment=False)
+    same = opened(
+        task="segmentation", field_of_view_px=48, height_px=48, width_px=48, augment=False
+    )
     large = opened(task="segmentation", field_of_view_px=48, height_px=96, width_px=96)
     slide = immunohistochemistry()
     for split in SPLITS:
         for index in (0, 7, 31):
             top, left = same.position_px(split, index)
-            positive = rgb2hed(slide[top : top + 48, left : left + 48])[:, :, 2] > same.pixel_threshold
+            positive = (
+                rgb2hed(slide[top : top + 48, left : left + 48])[:, :, 2] > same.pixel_threshold
+            )
             mask = np.asarray(same.label(split, index))
             assert mask.dtype == np.int64 and np.array_equal(mask, positive)
     mask = np.asarray(large.label("validation", 7))
@@ -89,12 +98,17 @@ def test_a_mask_is_flipped_and_turned_as_its_image() -> None:
         other, other_mask = turned.sample("train", index, 3)
         ways = [(flip, turn) for flip in (False, True) for turn in range(4)]
         found = [
-            way for way in ways
-            if np.array_equal(np.rot90(image[:, :, ::-1] if way[0] else image, way[1], (1, 2)), other)
-        ]  # fmt: skip
-        (flip, turn) = found[0]
+            way
+            for way in ways
+            if np.array_equal(
+                np.rot90(image[:, :, ::-1] if way[0] else image, way[1], (1, 2)), other
+            )
+        ]
+        flip, turn = found[0]
         expected = np.asarray(mask)
-        assert np.array_equal(np.rot90(expected[:, ::-1] if flip else expected, turn), np.asarray(other_mask))
+        assert np.array_equal(
+            np.rot90(expected[:, ::-1] if flip else expected, turn), np.asarray(other_mask)
+        )
         moved += (flip, turn) != (False, 0)
     assert moved > 4
 
@@ -115,7 +129,10 @@ def test_thresholds_come_from_the_training_region_alone(monkeypatch: pytest.Monk
     monkeypatch.setattr(tissue, "read_slide", lambda: slide)
     after = opened()
     assert not np.array_equal(before.slide, after.slide)
-    assert (before.pixel_threshold, before.share_threshold) == (after.pixel_threshold, after.share_threshold)
+    assert (before.pixel_threshold, before.share_threshold) == (
+        after.pixel_threshold,
+        after.share_threshold,
+    )
     assert np.array_equal(before.image("train", 5, 1), after.image("train", 5, 1))
 
 
@@ -127,8 +144,12 @@ def test_a_region_of_one_class_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_seed_decides_training_tiles_and_never_validation_tiles() -> None:
-    first, again, other = opened(0), opened(0), opened(1)
-    places = [[data.position_px("train", index) for index in range(200)] for data in (first, again, other)]
+    first = opened(0)
+    again = opened(0)
+    other = opened(1)
+    places = [
+        [data.position_px("train", index) for index in range(200)] for data in (first, again, other)
+    ]
     assert places[0] == places[1]
     assert places[0] != places[2]
     for index in range(80):
@@ -142,7 +163,9 @@ def test_pixels_are_the_slides_normalised_by_the_training_region() -> None:
     known = slide[:, : tissue.TRAIN_COLUMNS_PX].reshape(-1, 3)
     for split in SPLITS:
         top, left = dataset.position_px(split, 3)
-        expected = (slide[top : top + 32, left : left + 32] - known.mean(axis=0)) / known.std(axis=0)
+        expected = (slide[top : top + 32, left : left + 32] - known.mean(axis=0)) / known.std(
+            axis=0
+        )
         assert np.allclose(dataset.image(split, 3), expected.transpose(2, 0, 1), atol=1e-5)
 
 
@@ -160,7 +183,9 @@ def test_pixels_are_the_slides_normalised_by_the_training_region() -> None:
 def test_a_tile_of_any_size_shows_a_field_of_its_proportions(
     height: int, width: int, field_of_view_px: int | None, field_shape: tuple[int, int]
 ) -> None:
-    dataset = opened(height_px=height, width_px=width, field_of_view_px=field_of_view_px, train_samples=8)
+    dataset = opened(
+        height_px=height, width_px=width, field_of_view_px=field_of_view_px, train_samples=8
+    )
     assert dataset.field_shape_px == field_shape
     image = dataset.image("train", 7, 2)
     assert image.shape == dataset.shape == (3, height, width)
@@ -170,7 +195,9 @@ def test_a_tile_of_any_size_shows_a_field_of_its_proportions(
 
 
 def test_resampling_keeps_the_mean_of_the_field() -> None:
-    small, large = (opened(height_px=side, width_px=side, field_of_view_px=64) for side in (16, 256))
+    small, large = (
+        opened(height_px=side, width_px=side, field_of_view_px=64) for side in (16, 256)
+    )
     for index in range(5):
         means = [data.image("validation", index).mean(axis=(1, 2)) for data in (small, large)]
         assert np.allclose(*means, atol=0.05)
@@ -183,7 +210,8 @@ def test_grey_tiles_have_one_channel() -> None:
 
 
 def test_augmentation_turns_the_tile_and_leaves_validation_alone() -> None:
-    plain, augmented = opened(augment=False), opened()
+    plain = opened(augment=False)
+    augmented = opened()
     tile = plain.image("train", 0)
     turns = {turned.tobytes() for k in range(4) for turned in (np.rot90(tile, k, (1, 2)),)}
     turns |= {np.rot90(tile[:, :, ::-1], k, (1, 2)).tobytes() for k in range(4)}
@@ -224,7 +252,9 @@ def test_what_the_slide_does_not_have_is_refused(changes: dict[str, object], key
     assert caught.value.key == key
 
 
-def test_a_missing_slide_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+def test_a_missing_slide_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: object
+) -> None:
     monkeypatch.setattr("skimage.__file__", f"{tmp_path}/__init__.py")
     with pytest.raises(ConfigError, match="the slide cannot be read"):
         open_dataset(tissue_data(), 0)

@@ -35,14 +35,20 @@ class Block:
     needs: str | None = None
 
     def commands(self) -> list[str]:
-        """Return the shell commands as they are run: without comments, lines joined, with the words added."""
+        """Return the shell commands as they are run.
+
+        Without comments, lines joined, with the words added.
+        """
         joined = re.sub(r"\\\n\s*", "", self.text)
         lines = [re.sub(r"(^|\s+)#.*", "", line).strip() for line in joined.splitlines()]
         return [with_words(line, self.added) for line in lines if line]
 
 
 def with_words(command: str, words: str) -> str:
-    """Return a command with more words; before a redirection, and inside of ARGS where make takes them."""
+    """Return a command with more words.
+
+    Before a redirection, and inside of ARGS where make takes them.
+    """
     if not words:
         return command
     if not command.startswith("make "):
@@ -63,19 +69,31 @@ def name(page: Path) -> str:
 def blocks(text: str) -> list[Block]:
     """Return the fenced blocks of a page, in order."""
     found: list[Block] = []
-    added, setup, run_by, needs = "", [], None, None
-    start, language, lines = 0, None, []
+    added = ""
+    setup = []
+    run_by = None
+    needs = None
+    start = 0
+    language = None
+    lines = []
     for number, line in enumerate(text.splitlines(), 1):
         fence = FENCE.match(line)
         if language is not None:
             if line != "```":
                 lines.append(line)
                 continue
-            found.append(Block(start, language, "\n".join(lines), added, tuple(setup), run_by, needs))
-            added, setup, run_by, needs = "", [], None, None
+            found.append(
+                Block(start, language, "\n".join(lines), added, tuple(setup), run_by, needs)
+            )
+            added = ""
+            setup = []
+            run_by = None
+            needs = None
             language = None
         elif fence:
-            start, language, lines = number + 1, fence[1], []
+            start = number + 1
+            language = fence[1]
+            lines = []
         elif directive := DIRECTIVE.fullmatch(line):
             kind, value = directive.groups()
             if kind == "add":
@@ -96,7 +114,9 @@ def blocks(text: str) -> list[Block]:
 
 def prose(text: str) -> str:
     """Return a page without its fenced blocks and comments."""
-    return re.sub(r"<!--.*?-->", "", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S), flags=re.S)
+    return re.sub(
+        r"<!--.*?-->", "", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S), flags=re.S
+    )
 
 
 def links(text: str) -> list[str]:
@@ -112,4 +132,6 @@ def code_words(text: str) -> list[str]:
 def anchors(text: str) -> set[str]:
     """Return the anchors of a page's headings, as MkDocs makes them."""
     titles = re.findall(r"^#+ (.+)$", prose(text), flags=re.M)
-    return {re.sub(r"[\s_-]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title in titles}
+    return {
+        re.sub(r"[\s_-]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title in titles
+    }

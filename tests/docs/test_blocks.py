@@ -15,15 +15,20 @@ from tests.docs.pages import PAGES, ROOT, blocks, name
 
 pytestmark = [pytest.mark.docs, pytest.mark.timeout(900)]
 COMMAND_LIMIT_S = 300.0
-WITH_CODE = [page for page in PAGES if any(b.language in ("sh", "python") for b in blocks(page.read_text()))]
+WITH_CODE = [
+    page for page in PAGES if any(b.language in ("sh", "python") for b in blocks(page.read_text()))
+]
 
 
 def copy_repository(folder: Path) -> Path:
     """Copy what git knows or would add; .venv is the running environment, and counts as set up."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT, check=True, capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     for path in filter(None, listed.stdout.split("\0")):
         if (ROOT / path).is_file():
             target = folder / path
@@ -36,12 +41,24 @@ def copy_repository(folder: Path) -> Path:
 
 def run(words: list[str], folder: Path) -> None:
     programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {**os.environ, "PATH": programs, "PYTHONPATH": str(folder), "PYTHONWARNINGS": "error::SyntaxWarning"}
+    environment = {
+        **os.environ,
+        "PATH": programs,
+        "PYTHONPATH": str(folder),
+        "PYTHONWARNINGS": "error::SyntaxWarning",
+    }
     ended = subprocess.run(
-        words, cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        words,
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
         timeout=COMMAND_LIMIT_S,
-    )  # fmt: skip
-    assert ended.returncode == 0, f"{words[-1]}\nended with {ended.returncode}\n{ended.stdout}\n{ended.stderr}"
+    )
+    assert ended.returncode == 0, (
+        f"{words[-1]}\nended with {ended.returncode}\n{ended.stdout}\n{ended.stderr}"
+    )
 
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=name)
@@ -51,7 +68,9 @@ def test_blocks(page: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     for block in blocks(page.read_text()):
         if block.run_by or block.needs:
             continue
-        commands = [["bash", "-euo", "pipefail", "-c", line] for line in (*block.setup, *block.commands())]
+        commands = [
+            ["bash", "-euo", "pipefail", "-c", line] for line in (*block.setup, *block.commands())
+        ]
         if block.language == "python":
             script = folder / "block.py"
             script.write_text(block.text)

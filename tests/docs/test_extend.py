@@ -33,7 +33,9 @@ def run(folder: Path, program: str, *argv: str) -> str:
     """Run a program that is installed beside this interpreter."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "GEMS_CACHE_DIR": str(folder / "cache")}
     words = [str(Path(sys.executable).with_name(program)), *argv]
-    ended = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+    ended = subprocess.run(
+        words, cwd=folder, env=environment, capture_output=True, text=True, timeout=240
+    )
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 
@@ -47,7 +49,9 @@ def shown(folder: Path, verb: str, *more: str) -> str:
 
 def ask(folder: Path, program: str) -> Any:
     """Evaluate a program with the plugins imported; it prints JSON."""
-    return json.loads(run(folder, "python", "-c", f"import json, my_schedules, my_policies, my_data\n{program}"))
+    return json.loads(
+        run(folder, "python", "-c", f"import json, my_schedules, my_policies, my_data\n{program}")
+    )
 
 
 def test_verify_is_exact_with_all_three(folder: Path) -> None:
@@ -96,7 +100,9 @@ def test_the_schedule_is_a_rival_of_the_search(folder: Path) -> None:
 def test_an_unknown_plugin_is_refused_in_one_line(folder: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     argv = [sys.executable, "-m", "gems", "schedule", "plugins=[no_such_module]"]
-    ended = subprocess.run(argv, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        argv, cwd=folder, env=environment, capture_output=True, text=True, timeout=60
+    )
     assert ended.returncode == 2
     assert "plugins=no_such_module" in ended.stderr and len(ended.stderr.splitlines()) == 1
 
@@ -104,5 +110,7 @@ def test_an_unknown_plugin_is_refused_in_one_line(folder: Path) -> None:
 def test_a_name_of_a_plugin_that_was_not_named_is_refused(folder: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     argv = [sys.executable, "-m", "gems", "schedule", "schedule=mine"]
-    ended = subprocess.run(argv, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        argv, cwd=folder, env=environment, capture_output=True, text=True, timeout=60
+    )
     assert ended.returncode == 2 and "schedule=mine" in ended.stderr

@@ -1,4 +1,7 @@
-"""What somebody with own data, an own loss or an own recipe tries first: each a command, and what it leaves behind."""
+"""What somebody with own data, an own loss or an own recipe tries first.
+
+Each a command, and what it leaves behind.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,9 @@ from tests.docs.test_blocks import ROOT
 pytestmark = [pytest.mark.docs, pytest.mark.timeout(300)]
 # $SMALL of the commands: steps that take no time, over two ranks.
 SMALL = (
-    "cluster=local schedule=1f1b parallel.partitions=2 parallel.micro_batches=2 parallel.micro_batch_size=2 "
-    "model.depth=8 model.width=4 data.height_px=16 data.width_px=16 benchmark.skip_steps=0 train.steps=4"
+    "cluster=local schedule=1f1b parallel.partitions=2 parallel.micro_batches=2"
+    " parallel.micro_batch_size=2 model.depth=8 model.width=4 data.height_px=16 data.width_px=16"
+    " benchmark.skip_steps=0 train.steps=4"
 )
 MINE = '''
 import torch
@@ -93,14 +97,26 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shell:
     (tmp_path / "mine.py").write_text(MINE)
     monkeypatch.chdir(tmp_path)
     programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {**os.environ, "PATH": programs, "PYTHONPATH": str(ROOT), "SMALL": SMALL, "WANDB_MODE": "offline"}
+    environment = {
+        **os.environ,
+        "PATH": programs,
+        "PYTHONPATH": str(ROOT),
+        "SMALL": SMALL,
+        "WANDB_MODE": "offline",
+    }
 
     def run(command: str, code: int = 0) -> subprocess.CompletedProcess[str]:
         ended = subprocess.run(
-            ["bash", "-c", command], env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            ["bash", "-c", command],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
             timeout=200,
-        )  # fmt: skip
-        assert ended.returncode == code, f"{command}\nended with {ended.returncode}\n{ended.stdout}\n{ended.stderr}"
+        )
+        assert ended.returncode == code, (
+            f"{command}\nended with {ended.returncode}\n{ended.stdout}\n{ended.stderr}"
+        )
         return ended
 
     return run
@@ -142,11 +158,16 @@ def write_start() -> dict[str, torch.Tensor]:
 
 def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
     assert one.keys() == other.keys()
-    return float(torch.stack([(one[name].double() - other[name].double()).norm() for name in one]).norm())
+    return float(
+        torch.stack([(one[name].double() - other[name].double()).norm() for name in one]).norm()
+    )
 
 
 def test_own_dataset(shell: Shell) -> None:
-    shell("gems-jobs submit $SMALL name=own data.target=mine.Discs data.kwargs.number=28 train.epochs=3")
+    shell(
+        "gems-jobs submit $SMALL name=own data.target=mine.Discs data.kwargs.number=28"
+        " train.epochs=3"
+    )
     found = result_of("own")
     assert found["num_validation"] == 28 and len(metrics_of("own", "train_loss")) == 3 * 28 // 4
 
@@ -154,17 +175,22 @@ def test_own_dataset(shell: Shell) -> None:
 def test_hdf5(shell: Shell) -> None:
     with h5py.File("scans.h5", "w") as file:
         file["images"], file["labels"] = pixels(0, 20, 16, 16, 3), np.arange(20) % 3
-    shell("gems-jobs submit $SMALL name=h5 data=hdf5 data.path=scans.h5 data.num_classes=3 data.validation_samples=256")
+    shell(
+        "gems-jobs submit $SMALL name=h5 data=hdf5 data.path=scans.h5 data.num_classes=3"
+        " data.validation_samples=256"
+    )
     assert 0 < result_of("h5")["num_validation"] < 20
 
 
 def test_masks(shell: Shell) -> None:
     Path("cells/masks").mkdir(parents=True)
     for index, name in enumerate(write_images(Path("cells/images"), 12)):
-        Image.fromarray(255 * (pixels(index, 16, 16) > 99).astype(np.uint8)).save(f"cells/masks/{name}")
+        Image.fromarray(255 * (pixels(index, 16, 16) > 99).astype(np.uint8)).save(
+            f"cells/masks/{name}"
+        )
     shell(
-        "gems-jobs submit $SMALL name=masks data=masks data.path=cells 'data.class_map={0: 0, 255: 1}' "
-        "model=unet model.depth=2"
+        "gems-jobs submit $SMALL name=masks data=masks data.path=cells 'data.class_map={0: 0, 255:"
+        " 1}' model=unet model.depth=2"
     )
     assert 0 < result_of("masks")["validation_dice"] < 1
 
@@ -178,8 +204,8 @@ def write_table(columns: str, *values: str) -> None:
 def test_csv_of_several_labels(shell: Shell) -> None:
     write_table("mitosis,necrosis,tumour", "0,1,1", "1,0,1", "0,0,0")
     shell(
-        "gems-jobs submit $SMALL name=several data=table data.path=cohort.csv data.task=multi_label "
-        "'data.label_columns=[mitosis,necrosis,tumour]' data.num_classes=3"
+        "gems-jobs submit $SMALL name=several data=table data.path=cohort.csv data.task=multi_label"
+        " 'data.label_columns=[mitosis,necrosis,tumour]' data.num_classes=3"
     )
     assert 0 <= result_of("several")["validation_accuracy"] <= 1
 
@@ -197,7 +223,9 @@ def test_tiff_of_16_bits_and_of_5_pages(shell: Shell) -> None:
     for index in range(8):
         for folder in ("deep", "pages"):
             Path(folder, "ab"[index % 2]).mkdir(parents=True, exist_ok=True)
-        tifffile.imwrite(f"deep/{'ab'[index % 2]}/{index}.tiff", pixels(index, 16, 16, 3).astype(np.uint16) * 257)
+        tifffile.imwrite(
+            f"deep/{'ab'[index % 2]}/{index}.tiff", pixels(index, 16, 16, 3).astype(np.uint16) * 257
+        )
         with tifffile.TiffWriter(f"pages/{'ab'[index % 2]}/{index}.tiff") as file:
             for page in range(5):
                 file.write(pixels(page, 16, 16, 3), contiguous=False)
@@ -216,17 +244,27 @@ def test_slide(shell: Shell) -> None:
 
 
 def test_own_loss_with_class_weights(shell: Shell) -> None:
-    ended = shell("gems verify $SMALL loss.target=mine.WeightedFocal 'loss.kwargs.weights=[1.0,9.0]' --json")
+    ended = shell(
+        "gems verify $SMALL loss.target=mine.WeightedFocal 'loss.kwargs.weights=[1.0,9.0]' --json"
+    )
     assert json.loads(ended.stdout)["max_rel_error"] <= 1e-12
 
 
 def test_lamb_and_own_optimizer(shell: Shell) -> None:
     """The own one is refused nowhere, and moves each weight by its rate or not at all."""
     before = write_start()
-    own = "data.target=mine.Discs model.target=mine.Net train.initial_checkpoint=start.pth train.steps=1"
-    shell(f"gems-jobs submit $SMALL name=lamb {own} optimizer=lamb && gems export lamb --out lamb.pt")
+    own = (
+        "data.target=mine.Discs model.target=mine.Net train.initial_checkpoint=start.pth"
+        " train.steps=1"
+    )
+    shell(
+        f"gems-jobs submit $SMALL name=lamb {own} optimizer=lamb && gems export lamb --out lamb.pt"
+    )
     assert distance(before, torch.load("lamb.pt")) > 0
-    shell(f"gems-jobs submit $SMALL name=sign {own} optimizer.target=mine.SignDescent optimizer.lr=0.25")
+    shell(
+        f"gems-jobs submit $SMALL name=sign {own} optimizer.target=mine.SignDescent"
+        " optimizer.lr=0.25"
+    )
     shell("gems export sign --out sign.pt")
     after = torch.load("sign.pt")
     moved = torch.cat([(after[name] - before[name]).abs().flatten() for name in before])
@@ -234,7 +272,9 @@ def test_lamb_and_own_optimizer(shell: Shell) -> None:
 
 
 def test_one_cycle(shell: Shell) -> None:
-    shell("gems-jobs submit $SMALL name=cycle lr_scheduler=one_cycle optimizer.lr=0.2 train.steps=8")
+    shell(
+        "gems-jobs submit $SMALL name=cycle lr_scheduler=one_cycle optimizer.lr=0.2 train.steps=8"
+    )
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.2, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=8)
     expected = []
@@ -249,9 +289,9 @@ def test_clipping(shell: Shell) -> None:
     """One step of plain descent by a gradient of norm 0.01."""
     before = write_start()
     shell(
-        "gems-jobs submit $SMALL name=clip data.target=mine.Discs model.target=mine.Net optimizer.momentum=0 "
-        "optimizer.weight_decay=0 optimizer.lr=1 train.initial_checkpoint=start.pth train.steps=1 "
-        "train.max_grad_norm=0.01"
+        "gems-jobs submit $SMALL name=clip data.target=mine.Discs model.target=mine.Net"
+        " optimizer.momentum=0 optimizer.weight_decay=0 optimizer.lr=1"
+        " train.initial_checkpoint=start.pth train.steps=1 train.max_grad_norm=0.01"
     )
     shell("gems export clip --out clip.pt")
     assert distance(before, torch.load("clip.pt")) == pytest.approx(0.01, rel=1e-3)
@@ -261,13 +301,16 @@ def test_clipping(shell: Shell) -> None:
 def test_average_of_weights(shell: Shell) -> None:
     before = write_start()
     shell(
-        "gems-jobs submit $SMALL name=ema data.target=mine.Discs model.target=mine.Net train.steps=1 "
-        "train.initial_checkpoint=start.pth train.ema_decay=0.75"
+        "gems-jobs submit $SMALL name=ema data.target=mine.Discs model.target=mine.Net"
+        " train.steps=1 train.initial_checkpoint=start.pth train.ema_decay=0.75"
     )
     shell("gems export ema --out last.pt && gems export ema --weights average --out average.pt")
-    last, average = torch.load("last.pt"), torch.load("average.pt")
+    last = torch.load("last.pt")
+    average = torch.load("average.pt")
     assert distance(before, last) > 0
-    assert distance({name: 0.75 * before[name] + 0.25 * last[name] for name in last}, average) < 1e-6
+    assert (
+        distance({name: 0.75 * before[name] + 0.25 * last[name] for name in last}, average) < 1e-6
+    )
 
 
 def test_early_stopping_keeps_the_best(shell: Shell) -> None:
@@ -285,14 +328,16 @@ def test_early_stopping_keeps_the_best(shell: Shell) -> None:
 def test_area_under_the_curve_of_100_to_5(shell: Shell) -> None:
     """Equal to the share of pairs that the predicted probabilities put in order."""
     shell(
-        "gems-jobs submit $SMALL name=rare data.target=mine.Discs data.kwargs.number=105 data.kwargs.rare=5 "
-        "'metrics=[auc,balanced_accuracy]' train.monitor=auc"
+        "gems-jobs submit $SMALL name=rare data.target=mine.Discs data.kwargs.number=105"
+        " data.kwargs.rare=5 'metrics=[auc,balanced_accuracy]' train.monitor=auc"
     )
     shell("gems predict rare --out predicted")
     rows = list(csv.DictReader(Path("predicted/predictions.csv").read_text().splitlines()))
     scores = np.array([float(row["probability_1"]) for row in rows])
     pairs = scores[:5, None] - scores[None, 5:]
-    assert result_of("rare")["validation_auc"] == pytest.approx(((pairs > 0) + 0.5 * (pairs == 0)).mean(), rel=1e-6)
+    assert result_of("rare")["validation_auc"] == pytest.approx(
+        ((pairs > 0) + 0.5 * (pairs == 0)).mean(), rel=1e-6
+    )
 
 
 def test_trackers(shell: Shell) -> None:
@@ -309,25 +354,30 @@ def test_trackers(shell: Shell) -> None:
 def test_nan_at_step_6(shell: Shell) -> None:
     """The rate of step 5 throws the weights so far that step 6 computes no number."""
     command = (
-        "gems-jobs submit $SMALL name=nan optimizer.lr=0.1 lr_scheduler=multi_step lr_scheduler.interval=step "
-        "'lr_scheduler.kwargs.milestones=[5]' lr_scheduler.kwargs.gamma=1e30 train.steps=9 train.checkpoint_steps=2"
+        "gems-jobs submit $SMALL name=nan optimizer.lr=0.1 lr_scheduler=multi_step"
+        " lr_scheduler.interval=step 'lr_scheduler.kwargs.milestones=[5]'"
+        " lr_scheduler.kwargs.gamma=1e30 train.steps=9 train.checkpoint_steps=2"
     )
     assert "step 6 is not finite" in shell(command, code=4).stderr
     saved = [load_file(path) for path in folder_of("nan").glob("checkpoints/*/*.safetensors")]
-    assert saved and all(bool(tensor.isfinite().all()) for shard in saved for tensor in shard.values())
+    assert saved and all(
+        bool(tensor.isfinite().all()) for shard in saved for tensor in shard.values()
+    )
 
 
 def test_export_into_the_class_of_torchvision(shell: Shell) -> None:
     shell(
-        "gems-jobs submit $SMALL name=vision data.target=mine.Discs model.target=torchvision.models.resnet18 "
-        "model.kwargs.num_classes=2"
+        "gems-jobs submit $SMALL name=vision data.target=mine.Discs"
+        " model.target=torchvision.models.resnet18 model.kwargs.num_classes=2"
     )
     shell("gems export vision --out weights.safetensors && gems predict vision --out predicted")
     model = import_module("torchvision.models").resnet18(num_classes=2).eval()
     model.load_state_dict(load_file("weights.safetensors"), strict=True)
     discs: dict[str, Any] = {}
     exec(MINE, discs)
-    images = torch.stack([image for image, _ in map(discs["Discs"]("validation").__getitem__, range(24))])
+    images = torch.stack(
+        [image for image, _ in map(discs["Discs"]("validation").__getitem__, range(24))]
+    )
     rows = csv.DictReader(Path("predicted/predictions.csv").read_text().splitlines())
     found = [[float(row["probability_0"]), float(row["probability_1"])] for row in rows]
     with torch.no_grad():
@@ -337,7 +387,9 @@ def test_export_into_the_class_of_torchvision(shell: Shell) -> None:
 def test_prediction_on_other_ranks(shell: Shell) -> None:
     shell("gems-jobs submit $SMALL name=two data.target=mine.Discs data.kwargs.number=30")
     shell("gems predict two parallel.partitions=3 schedule=gems_master --out predicted")
-    found = json.loads(shell("gems evaluate two parallel.partitions=1 schedule=gpipe --json").stdout)
+    found = json.loads(
+        shell("gems evaluate two parallel.partitions=1 schedule=gpipe --json").stdout
+    )
     rows = list(csv.DictReader(Path("predicted/predictions.csv").read_text().splitlines()))
     right = sum(int(row["class"]) == int(index < 12) for index, row in enumerate(rows))
     assert right / 30 == found["validation_accuracy"] == result_of("two")["validation_accuracy"]

@@ -50,14 +50,22 @@ def test_links(page: Path) -> None:
 @pytest.mark.parametrize("page", every("."))
 def test_keys_are_those_of_the_schema(page: Path) -> None:
     text = "\n".join(
-        [*code_words(page.read_text()), *(block.text for block in blocks(page.read_text()) if block.language == "sh")]
+        [
+            *code_words(page.read_text()),
+            *(block.text for block in blocks(page.read_text()) if block.language == "sh"),
+        ]
     )
     for group, key in KEY.findall(text):
-        if not f"{group}.{key}".startswith(FREE) and f"{group}.{key}" not in ("model.path", "data.path"):
+        if not f"{group}.{key}".startswith(FREE) and f"{group}.{key}" not in (
+            "model.path",
+            "data.path",
+        ):
             known = {f.name for f in fields(GROUPS[group])}
-            assert key in known or (ROOT / "gems" / group / f"{key}.py").exists() or key in FILE_ENDINGS, (
-                f"{name(page)} names {group}.{key}"
-            )
+            assert (
+                key in known
+                or (ROOT / "gems" / group / f"{key}.py").exists()
+                or key in FILE_ENDINGS
+            ), f"{name(page)} names {group}.{key}"
 
 
 @pytest.mark.parametrize("page", every("gems"))
@@ -65,7 +73,9 @@ def test_verbs_are_those_of_the_programs(page: Path) -> None:
     text = "\n".join(block.text for block in blocks(page.read_text()) if block.language == "sh")
     text += "\n" + "\n".join(code_words(page.read_text()))
     for program, verb in re.findall(r"^(gems|gems-jobs|gems-analysis) ([\w-]+)", text, re.M):
-        assert verb in VERBS[program.removeprefix("gems-")] or verb == "VERB", f"{name(page)}: {program} {verb}"
+        assert verb in VERBS[program.removeprefix("gems-")] or verb == "VERB", (
+            f"{name(page)}: {program} {verb}"
+        )
 
 
 @pytest.mark.parametrize("page", every("`make "))
@@ -80,7 +90,11 @@ def test_targets_are_those_of_the_makefile(page: Path) -> None:
 @pytest.mark.parametrize("page", every("/"))
 def test_files_are_in_the_repository(page: Path) -> None:
     for path in FILE.findall("\n".join(code_words(page.read_text()))):
-        is_there = (ROOT / path).exists() or (ROOT / f"{path}.py").exists() or (ROOT / f"{path}.sh").exists()
+        is_there = (
+            (ROOT / path).exists()
+            or (ROOT / f"{path}.py").exists()
+            or (ROOT / f"{path}.sh").exists()
+        )
         assert is_there or path.startswith(MADE), f"{name(page)} names {path}"
 
 
@@ -90,8 +104,12 @@ def test_commands_stand_in_blocks_that_are_tested(page: Path) -> None:
         if block.language not in ("sh", "text", ""):
             continue
         if block.language != "sh":
-            assert not re.search(r"^(make|python3?|gems) ", block.text, flags=re.M), f"{name(page)}:{block.line}"
-        assert block.run_by is None or (ROOT / block.run_by).is_file(), f"{name(page)}: no file {block.run_by}"
+            assert not re.search(r"^(make|python3?|gems) ", block.text, flags=re.M), (
+                f"{name(page)}:{block.line}"
+            )
+        assert block.run_by is None or (ROOT / block.run_by).is_file(), (
+            f"{name(page)}: no file {block.run_by}"
+        )
 
 
 def test_prose_and_blocks_are_told_apart() -> None:

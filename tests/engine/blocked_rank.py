@@ -1,4 +1,7 @@
-"""A rank program of an emulated run in which one rank comes to a stop in C: `... FOLDER RANK STEP HOW`."""
+"""A rank program of an emulated run in which one rank comes to a stop in C: `...
+
+FOLDER RANK STEP HOW`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,10 @@ from gems.engine.run import main
 from gems.engine.transport.environment import launched_rank
 from gems.schedule.action import Action, Kind
 
-HOW = {"free": ctypes.CDLL, "holding": ctypes.PyDLL}  # whether other threads of the rank get a turn meanwhile
+HOW = {
+    "free": ctypes.CDLL,
+    "holding": ctypes.PyDLL,
+}  # whether other threads of the rank get a turn meanwhile
 
 
 def never_return(libc: ctypes.CDLL) -> None:

@@ -30,7 +30,10 @@ def rank_logging() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Small tensors on several threads spend their time waiting for each other; ranks have one by default."""
+    """Small tensors on several threads spend their time waiting for each other.
+
+    Ranks have one by default.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -67,7 +67,9 @@ def by_outputs(logits: Tensor, labels: Tensor, reduction: str = "mean") -> Tenso
 
 def of_two(outputs: dict[str, Tensor], labels: Tensor) -> Tensor:
     """A loss of a model with two outputs."""
-    return functional.cross_entropy(outputs["out"], labels) + 0.4 * functional.cross_entropy(outputs["aux"], labels)
+    return functional.cross_entropy(outputs["out"], labels) + 0.4 * functional.cross_entropy(
+        outputs["aux"], labels
+    )
 
 
 def of_pixels_and_image(outputs: dict[str, Tensor], labels: Tensor) -> Tensor:

@@ -33,15 +33,26 @@ PLANS: dict[str, tuple[Choice, ...]] = {
 
 
 def plan_of(
-    num_layers: Sequence[int], choices: Sequence[Choice], size: int = 1, free_after: int = 1, ahead: int = 1
+    num_layers: Sequence[int],
+    choices: Sequence[Choice],
+    size: int = 1,
+    free_after: int = 1,
+    ahead: int = 1,
 ) -> MemoryPlan:
     """Cut each stage into segments of `size` layers, whose choices come in turn."""
-    stages, first = [], 0
+    stages = []
+    first = 0
     for number in num_layers:
         cuts = range(first, first + number, size)
         stages.append(
             tuple(
-                Segment(cut, min(cut + size, first + number), choices[place % len(choices)], free_after, ahead)
+                Segment(
+                    cut,
+                    min(cut + size, first + number),
+                    choices[place % len(choices)],
+                    free_after,
+                    ahead,
+                )
                 for place, cut in enumerate(cuts)
             )
         )
@@ -56,14 +67,27 @@ def numbered(action: Action, index: int) -> torch.Tensor:
 
 
 def rig_of(
-    compute: Schedule, rank: int, layers: Callable[[], list[nn.Module]], plan: MemoryPlan | None, **options
+    compute: Schedule,
+    rank: int,
+    layers: Callable[[], list[nn.Module]],
+    plan: MemoryPlan | None,
+    **options,
 ) -> Rig:
     """Build a rank whose stages all have the same layers, with equal weights in every rig."""
     torch.manual_seed(SEED)
     modules = {held: layers() for held in compute.placement.stages_on(rank)}
     schedule = validate(lower(compute if plan is None else add_memory(compute, plan)))
     boundaries = [BOUNDARY] * (schedule.num_stages - 1)
-    return Rig(schedule, rank, modules, boundaries, numbered, plan=plan, labels_per_step=N * SIZE, **options)
+    return Rig(
+        schedule,
+        rank,
+        modules,
+        boundaries,
+        numbered,
+        plan=plan,
+        labels_per_step=N * SIZE,
+        **options,
+    )
 
 
 def step(rig: Rig, number: int = 0, shape: tuple[int, ...] = (WIDTH,)):
@@ -82,7 +106,8 @@ def state_tensors(rig: Rig) -> list[torch.Tensor]:
 
 def assert_same_bits(ours: Rig, theirs: Rig) -> None:
     """Gradient, running statistics and what was sent."""
-    got, wanted = state_tensors(ours), state_tensors(theirs)
+    got = state_tensors(ours)
+    wanted = state_tensors(theirs)
     assert len(got) == len(wanted) and any(bool(value.abs().max() > 0) for value in wanted)
     assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
     for mine, other in zip(ours.transports, theirs.transports, strict=True):
@@ -95,7 +120,11 @@ def assert_nothing_left(rig: Rig) -> None:
     """No byte on the device or the host, and no micro-batch in flight."""
     assert rig.memory.held_bytes == rig.executor.activations.held_bytes == 0
     assert rig.executor.router.is_empty
-    assert rig.executor.router.between_segments.held_bytes == rig.executor.router.between_stages.held_bytes == 0
+    assert (
+        rig.executor.router.between_segments.held_bytes
+        == rig.executor.router.between_stages.held_bytes
+        == 0
+    )
     if rig.segments is not None:
         assert rig.segments.store.on_host.held_bytes == rig.segments.pool.used_bytes == 0
         assert rig.segments.store.num_in_flight == 0

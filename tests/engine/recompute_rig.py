@@ -16,7 +16,10 @@ from gems.autograd.split_backward.deferred import DeferredGradients
 from gems.autograd.split_backward.layers import SplitLayers
 from gems.models.build import as_tuple
 
-SEED, SIZE, CHANNELS, SIDE = 7, 2, 4, 8
+SEED = 7
+SIZE = 2
+CHANNELS = 4
+SIDE = 8
 SHAPE = (SIZE, CHANNELS, SIDE, SIDE)
 
 
@@ -89,7 +92,9 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(2).transpose(1, 2)
-        return self.linear(tokens) + self.linear(self.attention(tokens, tokens, tokens, need_weights=False)[0])
+        return self.linear(tokens) + self.linear(
+            self.attention(tokens, tokens, tokens, need_weights=False)[0]
+        )
 
 
 def conv(**more: object) -> nn.Conv2d:
@@ -98,23 +103,53 @@ def conv(**more: object) -> nn.Conv2d:
 
 NETS = {
     "norm_dropout_pool": lambda: [
-        conv(bias=False), nn.BatchNorm2d(CHANNELS), nn.ReLU(), nn.Dropout(0.4), nn.MaxPool2d(2), conv(),
+        conv(bias=False),
+        nn.BatchNorm2d(CHANNELS),
+        nn.ReLU(),
+        nn.Dropout(0.4),
+        nn.MaxPool2d(2),
+        conv(),
         nn.AvgPool2d(2),
-        nn.Flatten(), nn.Linear(16, 5), nn.Dropout(0.5),
+        nn.Flatten(),
+        nn.Linear(16, 5),
+        nn.Dropout(0.5),
     ],
     "in_place": lambda: [
-        conv(), nn.ReLU(inplace=True), conv(), nn.Dropout(0.3, inplace=True), conv(), nn.BatchNorm2d(CHANNELS),
-        nn.ReLU(inplace=True), Residual(), Residual(),
+        conv(),
+        nn.ReLU(inplace=True),
+        conv(),
+        nn.Dropout(0.3, inplace=True),
+        conv(),
+        nn.BatchNorm2d(CHANNELS),
+        nn.ReLU(inplace=True),
+        Residual(),
+        Residual(),
     ],
-    "in_place_on_products": lambda: [conv(), nn.SiLU(inplace=True), Biased(), ReadFirst(), conv(),
-    nn.RReLU(inplace=True)],
+    "in_place_on_products": lambda: [
+        conv(),
+        nn.SiLU(inplace=True),
+        Biased(),
+        ReadFirst(),
+        conv(),
+        nn.RReLU(inplace=True),
+    ],
     "own_state": lambda: [
-        conv(), Centred(), nn.InstanceNorm2d(CHANNELS, affine=True, track_running_stats=True),
-        nn.utils.parametrizations.spectral_norm(conv()), nn.BatchNorm2d(CHANNELS, momentum=None), Centred(),
+        conv(),
+        Centred(),
+        nn.InstanceNorm2d(CHANNELS, affine=True, track_running_stats=True),
+        nn.utils.parametrizations.spectral_norm(conv()),
+        nn.BatchNorm2d(CHANNELS, momentum=None),
+        Centred(),
     ],
     "attention": lambda: [conv(), nn.GroupNorm(2, CHANNELS), Head()],
-    "frozen_norm": lambda: [conv(), nn.BatchNorm2d(CHANNELS).eval(), nn.ReLU(), conv(), nn.BatchNorm2d(CHANNELS)],
-}  # fmt: skip
+    "frozen_norm": lambda: [
+        conv(),
+        nn.BatchNorm2d(CHANNELS).eval(),
+        nn.ReLU(),
+        conv(),
+        nn.BatchNorm2d(CHANNELS),
+    ],
+}
 
 
 class Calls(TorchDispatchMode):
@@ -154,11 +189,19 @@ def modules_of(name: str, dtype=torch.float32, layout=torch.contiguous_format) -
 
 def batches(num: int, dtype=torch.float32, layout=torch.contiguous_format) -> list[Tensor]:
     generator = torch.Generator().manual_seed(SEED)
-    return [torch.randn(SHAPE, generator=generator).to(dtype=dtype, memory_format=layout) for _ in range(num)]
+    return [
+        torch.randn(SHAPE, generator=generator).to(dtype=dtype, memory_format=layout)
+        for _ in range(num)
+    ]
 
 
-def play(runner, modules, inputs, order=None, is_split=False, needs_gradient=True) -> dict[str, Tensor]:
-    """Run all forwards, then second run and backward of each in `order`; gives all that came of it, by name."""
+def play(
+    runner, modules, inputs, order=None, is_split=False, needs_gradient=True
+) -> dict[str, Tensor]:
+    """Run all forwards, then second run and backward of each in `order`.
+
+    Gives all that came of it, by name.
+    """
     torch.manual_seed(SEED)
     layers = SplitLayers(modules) if is_split else None
     leaves = [(tensor.clone().requires_grad_(needs_gradient),) for tensor in inputs]
@@ -185,10 +228,20 @@ def play(runner, modules, inputs, order=None, is_split=False, needs_gradient=Tru
         found |= {f"again {m}.{k}": tensor.detach() for k, tensor in enumerate(made)}
         if later[m] is not None:
             later[m].run(lambda: None)
-    found |= {f"input gradient {m}": leaf.grad for m, (leaf,) in enumerate(leaves) if leaf.grad is not None}
-    found |= {f"gradient of {name}": p.grad for name, p in modules.named_parameters() if p.grad is not None}
+    found |= {
+        f"input gradient {m}": leaf.grad
+        for m, (leaf,) in enumerate(leaves)
+        if leaf.grad is not None
+    }
+    found |= {
+        f"gradient of {name}": p.grad
+        for name, p in modules.named_parameters()
+        if p.grad is not None
+    }
     found |= {f"buffer {name}": buffer.clone() for name, buffer in modules.named_buffers()}
-    found |= {f"calls {k}": torch.tensor(m.calls) for k, m in enumerate(modules) if isinstance(m, Centred)}
+    found |= {
+        f"calls {k}": torch.tensor(m.calls) for k, m in enumerate(modules) if isinstance(m, Centred)
+    }
     return found | {"next random number": torch.rand(3)}
 
 
@@ -204,4 +257,6 @@ def check(name: str, is_selective: bool, **options) -> None:
     inputs = batches(3, **kinds)
     wanted = play(OneRun(plain), plain, inputs, **options)
     check_equal(play(Recomputation(twice, is_selective), twice, inputs, **options), wanted)
-    assert any(bool(value.abs().max() > 0) for key, value in wanted.items() if key.startswith("gradient"))
+    assert any(
+        bool(value.abs().max() > 0) for key, value in wanted.items() if key.startswith("gradient")
+    )

@@ -23,7 +23,10 @@ from gems.schedule.edges import BACKWARD_KINDS
 from gems.schedule.schedule import Schedule
 from tests.device import DEVICE, ON_GPU
 
-N, SIZE, WIDTH = 4, 2, 6  # micro-batches, samples of each, values of a sample
+# micro-batches, samples of each, values of a sample
+N = 4
+SIZE = 2
+WIDTH = 6
 
 
 class ListPart:
@@ -46,9 +49,9 @@ def staging_for_mpi() -> Staging:
 class LateTransport:
     """Stands for links of one way, forward or backward, and the other ranks, and moves data as late as MPI may.
 
-    A buffer is filled when it is waited for, with `source(action, index)`. A tensor is read at the end of the step;
-    earlier only the forward whose gradient has come back, for the peer must have had it. With `at_once` all sends
-    leave when they are posted.
+    A buffer is filled when it is waited for, with `source(action, index)`. A tensor is read at the
+    end of the step; earlier only the forward whose gradient has come back, for the peer must have
+    had it. With `at_once` all sends leave when they are posted.
     """
 
     max_tag = 1 << 20
@@ -63,20 +66,29 @@ class LateTransport:
         at_once: bool = False,
         other_way: LateTransport | None = None,
     ) -> None:
-        self.sent: dict[Action, list[Tensor]] = defaultdict(list) if other_way is None else other_way.sent
+        self.sent: dict[Action, list[Tensor]] = (
+            defaultdict(list) if other_way is None else other_way.sent
+        )
         self._source = source
         self._at_once = at_once
-        self._posted: dict[Action, list] = defaultdict(list) if other_way is None else other_way._posted
+        self._posted: dict[Action, list] = (
+            defaultdict(list) if other_way is None else other_way._posted
+        )
         most = max((len(boundary) for boundary in boundaries), default=1)
         self._of_tag = {
-            (kind in SEND_KINDS, message_tag(action, index, schedule.num_stages, most)): (action, index)
+            (kind in SEND_KINDS, message_tag(action, index, schedule.num_stages, most)): (
+                action,
+                index,
+            )
             for action in schedule.rows[rank]
             for kind in (action.kind,)
             if kind in SEND_KINDS | RECV_KINDS and (kind in BACKWARD_KINDS) == bool(way)
             for index in range(most)
         }
 
-    def send(self, tensor: Tensor, rank: int, tag: int, done: Callable[[], None] | None = None) -> None:
+    def send(
+        self, tensor: Tensor, rank: int, tag: int, done: Callable[[], None] | None = None
+    ) -> None:
         assert tensor.is_contiguous()
         action, _ = self._of_tag[True, tag]
         self._posted[action].append((tensor, done))
@@ -86,13 +98,17 @@ class LateTransport:
     def receive(self, tensor: Tensor, rank: int, tag: int) -> tuple[Tensor, Action, int]:
         return (tensor, *self._of_tag[False, tag])
 
-    def wait(self, request: tuple[Tensor, Action, int], what: object = "", meanwhile: object = None) -> None:
+    def wait(
+        self, request: tuple[Tensor, Action, int], what: object = "", meanwhile: object = None
+    ) -> None:
         buffer, action, index = request
         if action.kind is Kind.RECV_B:
             self._deliver(action._replace(kind=Kind.SEND_F))
         buffer.copy_(self._source(action, index))
 
-    def wait_until(self, is_done: Callable[[], bool], what: object, meanwhile: Callable[[], None]) -> None:
+    def wait_until(
+        self, is_done: Callable[[], bool], what: object, meanwhile: Callable[[], None]
+    ) -> None:
         while not is_done():
             meanwhile()
 
@@ -133,23 +149,45 @@ class Rig:
         self.recorder = Recorder(self.part, DEVICE)
         self.memory = self.recorder.memory
         forward = LateTransport(schedule, rank, 0, boundaries, source, at_once)
-        self.transports = [forward, LateTransport(schedule, rank, 1, boundaries, source, at_once, forward)]
-        channels = P2PChannels(schedule, rank, boundaries, self.transports, Staging(DEVICE), self.recorder)
+        self.transports = [
+            forward,
+            LateTransport(schedule, rank, 1, boundaries, source, at_once, forward),
+        ]
+        channels = P2PChannels(
+            schedule, rank, boundaries, self.transports, Staging(DEVICE), self.recorder
+        )
         self.stages = {
-            held: Stage(nn.ModuleList(kept).to(DEVICE), held[1] == 0, channels.poll) for held, kept in modules.items()
+            held: Stage(nn.ModuleList(kept).to(DEVICE), held[1] == 0, channels.poll)
+            for held, kept in modules.items()
         }
         self.segments = None
         if needs_store(schedule):
             self.segments = open_segments(
-                schedule, rank, self.stages, plan, self.recorder, DEVICE, channels.poll, 0, host_limit_bytes
+                schedule,
+                rank,
+                self.stages,
+                plan,
+                self.recorder,
+                DEVICE,
+                channels.poll,
+                0,
+                host_limit_bytes,
             )
         self.executor = Executor(
-            schedule, rank, self.stages, channels, self.recorder, segments=self.segments,
+            schedule,
+            rank,
+            self.stages,
+            channels,
+            self.recorder,
+            segments=self.segments,
             **{"loss": summed_loss, "step_weight": lambda labels: labels_per_step, **options},
-        )  # fmt: skip
+        )
 
     def run(self, batch: Batch, step: int = 0):
-        images, labels = ({m: held.to(DEVICE) for m, held in part.items()} for part in (batch.images, batch.labels))
+        images, labels = (
+            {m: held.to(DEVICE) for m, held in part.items()}
+            for part in (batch.images, batch.labels)
+        )
         loss_sum = self.executor.run(step, replace(batch, images=images, labels=labels))
         self.recorder.end_step()
         return loss_sum
@@ -163,5 +201,7 @@ def summed_loss(outputs: Tensor, labels: Tensor) -> Tensor:
 def images_and_labels(num: int = N, shape: tuple[int, ...] = (WIDTH,)) -> tuple[dict, dict]:
     generator = torch.Generator().manual_seed(3)
     images = {m: torch.randn(SIZE, *shape, generator=generator, device="cpu") for m in range(num)}
-    labels = {m: torch.randint(0, WIDTH, (SIZE,), generator=generator, device="cpu") for m in range(num)}
+    labels = {
+        m: torch.randint(0, WIDTH, (SIZE,), generator=generator, device="cpu") for m in range(num)
+    }
     return images, labels

@@ -30,7 +30,9 @@ def play(modules, batches, is_split: bool, is_first: bool = False, order=None):
     given_back: dict[int, tuple[torch.Tensor, ...]] = {}
     for m in order or range(len(batches)):
         if is_split:
-            before = [None if p.grad is None else p.grad.clone() for p in stage.modules.parameters()]
+            before = [
+                None if p.grad is None else p.grad.clone() for p in stage.modules.parameters()
+            ]
             given_back[m], _ = stage.backward_input(m, seeds[m])
             for parameter, old in zip(stage.modules.parameters(), before, strict=True):
                 if is_deferred(stage, parameter):
@@ -51,7 +53,8 @@ def is_deferred(stage: Stage, parameter: nn.Parameter) -> bool:
     norms = nn.modules.batchnorm._NormBase | nn.GroupNorm | nn.LayerNorm | nn.RMSNorm
     whole = set(stage.split_layers().unsplit)
     return not any(
-        parameter is own and (isinstance(module, norms) or name in whole or key in ("bias_k", "bias_v"))
+        parameter is own
+        and (isinstance(module, norms) or name in whole or key in ("bias_k", "bias_v"))
         for name, module in stage.modules.named_modules()
         for key, own in module.named_parameters(recurse=False)
     )
@@ -69,6 +72,10 @@ def check(modules, batches, is_first: bool = False, order=None, unsplit=()) -> N
     assert stage.split_layers().unsplit == tuple(unsplit)
 
 
-def batches_of(*shapes: tuple[int, ...], dtype=torch.float32, num: int = 3) -> list[tuple[torch.Tensor, ...]]:
+def batches_of(
+    *shapes: tuple[int, ...], dtype=torch.float32, num: int = 3
+) -> list[tuple[torch.Tensor, ...]]:
     generator = torch.Generator().manual_seed(1)
-    return [tuple(torch.randn(s, generator=generator).to(dtype) for s in shapes) for _ in range(num)]
+    return [
+        tuple(torch.randn(s, generator=generator).to(dtype) for s in shapes) for _ in range(num)
+    ]

@@ -1,4 +1,7 @@
-"""What a step leaves in the ledger and the trace: bytes that come and go, peaks, and the actions of the row."""
+"""What a step leaves in the ledger and the trace.
+
+Bytes that come and go, peaks, and the actions of the row.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,13 @@ DEEP = 24
 PER_TENSOR = SIZE * WIDTH * 4
 
 
-def deep_rig(family: str, num_ranks: int, num_micro_batches: int, parts: int, rank: int, link: float = 0.0) -> Rig:
-    """Stages of many layers, each of which keeps its output: stashes far larger than what crosses a boundary."""
+def deep_rig(
+    family: str, num_ranks: int, num_micro_batches: int, parts: int, rank: int, link: float = 0.0
+) -> Rig:
+    """Stages of many layers, each of which keeps its output.
+
+    Stashes far larger than what crosses a boundary.
+    """
     made = generate(family, num_ranks, num_micro_batches, parts)
     schedule = validate(lower(made, uniform(num_ranks, made.num_stages), Network(latency=link)))
     boundaries = [(TensorSpec("x", (SIZE, WIDTH), torch.float32),)] * (schedule.num_stages - 1)
@@ -72,25 +80,32 @@ def test_peak_bytes_are_the_schedule_s_stashes(family, num_ranks, n, parts, rank
     rig.run(batch, step=1)
     assert rig.memory.held_bytes == 0
     stash = min(stage.stash_bytes for stage in rig.stages.values())
-    peak = max(row[11] for row in rig.part.rows) - sum(image.nbytes for image in batch.images.values())
-    # beside the stashes: the inputs of those micro-batches, buffers posted one action ahead, what is being sent, and
-    # the last stage's loss
+    peak = max(row[11] for row in rig.part.rows) - sum(
+        image.nbytes for image in batch.images.values()
+    )
+    # beside the stashes: the inputs of those micro-batches, buffers posted one action ahead, what
+    # is being sent, and the last stage's loss
     loss_bytes = max(stage.stash_bytes for stage in rig.stages.values()) - stash
     buffers = peak - in_flight * stash
     assert 0 <= buffers <= (in_flight + 3) * PER_TENSOR + in_flight * loss_bytes < stash
 
 
 @pytest.mark.parametrize("link", [0.0, 1.5, 4.0])
-@pytest.mark.parametrize(("family", "rank"), [("gpipe", 2), ("1f1b", 0), ("1f1b", 2), ("looped_bfs", 1)])
+@pytest.mark.parametrize(
+    ("family", "rank"), [("gpipe", 2), ("1f1b", 0), ("1f1b", 2), ("looped_bfs", 1)]
+)
 def test_buffers_of_receives_are_those_that_the_memory_model_counts(family, rank, link):
     """After each action of the row, however early a receive is posted for its link."""
     rig = deep_rig(family, 4, 8, 1, rank, link)
-    schedule, seen = rig.executor.schedule, []
+    schedule = rig.executor.schedule
+    seen = []
     is_early = schedule.rows[rank] != lower(compute_only(schedule)).rows[rank]
     assert is_early == (link == 4.0) or link == 1.5
     images, labels = images_and_labels(8)
     batch = Batch({}, labels) if schedule.placement.rank_of(0, 0) != rank else Batch(images, labels)
-    watch(rig, lambda action: seen.append(rig.memory.held_bytes - rig.executor.activations.held_bytes))
+    watch(
+        rig, lambda action: seen.append(rig.memory.held_bytes - rig.executor.activations.held_bytes)
+    )
     for step in range(2):
         seen.clear()
         rig.run(batch, step)
@@ -120,20 +135,27 @@ def test_activations_of_a_split_backward_are_what_the_schedule_says(family, num_
     images, labels = images_and_labels(n)
     for step in range(2):
         rig.run(Batch(images, labels), step)
-        assert rig.executor.activations.held_bytes == rig.executor.router.between_stages.held_bytes == 0
+        assert (
+            rig.executor.activations.held_bytes
+            == rig.executor.router.between_stages.held_bytes
+            == 0
+        )
         assert all(stage.num_in_flight == 0 for stage in rig.stages.values())
         assert rig.memory.held_bytes == 0, "bytes return to where they started"
     sizes: dict[int, tuple[int, int]] = {}
     for (_, stage), held in rig.stages.items():
         sizes[stage] = (held.stash_bytes or 0, held.held_for_weights_bytes or 0)
-        # the deep chain behind the linear map is gone after I: what is left is the gradient that reaches the map
+        # the deep chain behind the linear map is gone after I: what is left is the gradient that
+        # reaches the map
         assert sizes[stage][1] == PER_TENSOR < sizes[stage][0]
     none = (0.0,) * schedule.num_stages
     costs = StageCosts(
-        none, none, none,
+        none,
+        none,
+        none,
         activation=tuple(float(sizes.get(s, (0, 0))[0]) for s in range(schedule.num_stages)),
         held_for_weights=tuple(float(sizes.get(s, (0, 0))[1]) for s in range(schedule.num_stages)),
-    )  # fmt: skip
+    )
     assert rig.executor.activations.peak_bytes == peaks(schedule, costs)[rank] > 0
 
 
@@ -161,7 +183,9 @@ def test_events_of_a_step_are_the_actions_of_the_row(family):
             for action in row
         ]
         compute_kinds = {"F", "B", "I", "W"} | {kind.value for kind in RANK_KINDS}
-        assert [entry[:4] for entry in seen if entry[4] == COMPUTE] == [w for w in wanted if w[0] in compute_kinds]
+        assert [entry[:4] for entry in seen if entry[4] == COMPUTE] == [
+            w for w in wanted if w[0] in compute_kinds
+        ]
         channels = [entry[:4] for entry in seen if entry[4] == LINK]
         assert sorted(channels) == sorted(w for w in wanted if w[0] not in compute_kinds)
         assert {entry[1] for entry in rig.part.rows} == {step}

@@ -8,7 +8,13 @@ from gems.engine.action_loop import ActionLoop
 from gems.errors import ScheduleError
 from gems.schedule.action import Action, Kind, backward, forward
 
-ROW = (forward(0, 0), forward(0, 1), Action(Kind.SEND_F, 0, 1), backward(0, 0), Action(Kind.STEP, 0))
+ROW = (
+    forward(0, 0),
+    forward(0, 1),
+    Action(Kind.SEND_F, 0, 1),
+    backward(0, 0),
+    Action(Kind.STEP, 0),
+)
 
 
 class Beats:
@@ -21,7 +27,9 @@ class Beats:
 
 def test_each_action_is_marked_run_and_followed_by_a_poll():
     log: list = []
-    handlers = {kind: lambda action: log.append(("run", action)) for kind in {action.kind for action in ROW}}
+    handlers = {
+        kind: lambda action: log.append(("run", action)) for kind in {action.kind for action in ROW}
+    }
     ActionLoop(0, ROW, handlers, lambda: log.append("poll"), Beats(log)).run(7)
     expected = [entry for a in ROW for entry in (("beat", 7, str(a)), ("run", a), "poll")]
     assert log == expected

@@ -1,4 +1,7 @@
-"""The activation store by itself, and on whole stages: misses, reading twice, small storages, lists without FREE."""
+"""The activation store by itself, and on whole stages.
+
+Misses, reading twice, small storages, lists without FREE.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,11 @@ class StoreBench:
 
     def copy(self, text: str) -> None:
         action = Action.parse(text)
-        acts = {"OFFLOAD": self.store.offload, "FREE": self.store.free, "PREFETCH": self.store.prefetch}
+        acts = {
+            "OFFLOAD": self.store.offload,
+            "FREE": self.store.free,
+            "PREFETCH": self.store.prefetch,
+        }
         acts[action.kind.value](action)
 
 
@@ -64,7 +71,8 @@ def graph_of(bench: StoreBench, function, x: torch.Tensor, segment: int = 0) -> 
 
 
 def test_a_graph_may_be_run_twice():
-    bench, x = StoreBench(ONE), torch.randn(8)
+    bench = StoreBench(ONE)
+    x = torch.randn(8)
     out = graph_of(bench, lambda v: (v.exp() * v.sin()).sum(), x)
     for text in ("0.0OFFLOAD0", "0.0FREE0", "0.0PREFETCH0"):
         bench.copy(text)
@@ -74,13 +82,17 @@ def test_a_graph_may_be_run_twice():
         out.backward(retain_graph=True)
         assert torch.allclose(bench.start.grad, wanted)
     counters = bench.store.counters
-    assert counters.num_misses == 0 and counters.prefetched_bytes == counters.offloaded_bytes == 3 * 8 * 4
+    assert (
+        counters.num_misses == 0
+        and counters.prefetched_bytes == counters.offloaded_bytes == 3 * 8 * 4
+    )
     bench.store.end_backward(PLACE, 0)
     assert bench.memory.held_bytes == bench.pool.used_bytes == bench.store.num_in_flight == 0
 
 
 def test_what_is_read_before_its_prefetch_is_fetched_and_counted():
-    bench, x = StoreBench(ONE), torch.randn(8)
+    bench = StoreBench(ONE)
+    x = torch.randn(8)
     out = graph_of(bench, lambda v: (v.exp() * v.sin()).sum(), x)
     bench.copy("0.0OFFLOAD0")
     bench.copy("0.0FREE0")
@@ -94,7 +106,8 @@ def test_what_is_read_before_its_prefetch_is_fetched_and_counted():
 
 
 def test_views_of_one_storage_are_one_copy_and_come_back_as_they_were():
-    bench, x = StoreBench(ONE), torch.randn(6, 4)
+    bench = StoreBench(ONE)
+    x = torch.randn(6, 4)
     seen = []
 
     class Look(torch.autograd.Function):
@@ -109,7 +122,15 @@ def test_views_of_one_storage_are_one_copy_and_come_back_as_they_were():
             return tuple(gradient.expand_as(tensor) for tensor in ctx.saved_tensors)
 
     def views(v):
-        return v, v.t(), v[1:, ::2], v[:1].expand(3, 4), v.view(2, 12), v.view(torch.int32), v[0, :0]
+        return (
+            v,
+            v.t(),
+            v[1:, ::2],
+            v[:1].expand(3, 4),
+            v.view(2, 12),
+            v.view(torch.int32),
+            v[0, :0],
+        )
 
     # what is saved are views, their gradients those of their base
     made = x.clone()
@@ -125,13 +146,16 @@ def test_views_of_one_storage_are_one_copy_and_come_back_as_they_were():
     back = seen[1:]
     assert all(torch.equal(a, b) for a, b in zip(back, kept, strict=True))
     assert [tensor.stride() for tensor in back] == strides
-    assert len({tensor.untyped_storage().data_ptr() for tensor in back[:-1]}) == 1, "one storage, as before"
+    assert len({tensor.untyped_storage().data_ptr() for tensor in back[:-1]}) == 1, (
+        "one storage, as before"
+    )
     # beside the one of the views, that of the scalar
     assert bench.store.counters.offloaded_bytes == 6 * 4 * 4 + 4
 
 
 def test_parameters_what_was_given_and_small_storages_stay():
-    weight, given = torch.randn(64, requires_grad=True), torch.randn(64)
+    weight = torch.randn(64, requires_grad=True)
+    given = torch.randn(64)
     bench = StoreBench(ONE, parameters=[weight], min_offload_bytes=100)
     bench.store.begin(PLACE, [given])
     with bench.store.saved_tensor_hooks(PLACE, 0):
@@ -152,7 +176,8 @@ def test_parameters_what_was_given_and_small_storages_stay():
 
 
 def test_a_storage_of_two_segments_has_one_copy_that_comes_back_for_the_later_one():
-    bench, x = StoreBench(TWO), torch.randn(8)
+    bench = StoreBench(TWO)
+    x = torch.randn(8)
     first = graph_of(bench, torch.tanh, x)
     bench.store.record_outputs(PLACE, 0, [first])
     bench.copy("0.0OFFLOAD0")
@@ -168,7 +193,11 @@ def test_a_storage_of_two_segments_has_one_copy_that_comes_back_for_the_later_on
     output = first.detach().clone()
     table = bench.store._tables[PLACE]
     shared = table.find(first.untyped_storage())
-    assert shared is not None and shared.buffer is not None and not table.residency.is_on_device(shared.number)
+    assert (
+        shared is not None
+        and shared.buffer is not None
+        and not table.residency.is_on_device(shared.number)
+    )
     moved = bench.store.counters.offloaded_bytes
     assert moved == bench.store.counters.saved_bytes
     del first
@@ -187,7 +216,8 @@ def test_a_storage_of_two_segments_has_one_copy_that_comes_back_for_the_later_on
 
 
 def test_a_tensor_that_was_changed_behind_its_copy_and_is_saved_again_is_another_storage():
-    bench, x = StoreBench(TWO), torch.randn(8)
+    bench = StoreBench(TWO)
+    x = torch.randn(8)
     made = x.clone()
     with bench.store.saved_tensor_hooks(PLACE, 0):
         start = torch.zeros((), requires_grad=True)
@@ -209,7 +239,8 @@ def test_a_tensor_that_was_changed_behind_its_copy_and_is_saved_again_is_another
 
 
 def test_a_tensor_read_after_its_step_was_broken_off_is_an_error():
-    bench, x = StoreBench(ONE), torch.randn(8)
+    bench = StoreBench(ONE)
+    x = torch.randn(8)
     out = graph_of(bench, lambda v: v.exp().sum(), x)
     bench.copy("0.0OFFLOAD0")
     bench.store.reset()
@@ -219,7 +250,13 @@ def test_a_tensor_read_after_its_step_was_broken_off_is_an_error():
 
 
 def whole_layers() -> list[nn.Module]:
-    return [nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh(), nn.Dropout(0.4), nn.Linear(WIDTH, WIDTH)]
+    return [
+        nn.Linear(WIDTH, WIDTH),
+        nn.BatchNorm1d(WIDTH),
+        nn.Tanh(),
+        nn.Dropout(0.4),
+        nn.Linear(WIDTH, WIDTH),
+    ]
 
 
 WHOLE = {
@@ -231,7 +268,11 @@ WHOLE = {
 
 @pytest.mark.parametrize("row", WHOLE.values(), ids=WHOLE)
 def test_whole_stages_leave_and_are_run_again_without_free_in_the_list(row):
-    plain = " ".join(text for text in row.split() if "FETCH" not in text and "OFFLOAD" not in text and "R" not in text)
+    plain = " ".join(
+        text
+        for text in row.split()
+        if "FETCH" not in text and "OFFLOAD" not in text and "R" not in text
+    )
     ours = rig_of(schedule_of(row, 4), 0, whole_layers, None)
     whole = rig_of(schedule_of(plain, 4), 0, whole_layers, None)
     for number in range(2):

@@ -34,9 +34,13 @@ class WatchedDataset(NumberedDataset):
         return super()._pixels(split, index)
 
 
-def make_loader(dataset, replica=0, image_micro_batches=(), label_micro_batches=(), **changes) -> BatchLoader:
+def make_loader(
+    dataset, replica=0, image_micro_batches=(), label_micro_batches=(), **changes
+) -> BatchLoader:
     spec = make_spec("1f1b", 2, **changes)
-    return BatchLoader(spec, dataset, replica, image_micro_batches, label_micro_batches, torch.float32, CPU)
+    return BatchLoader(
+        spec, dataset, replica, image_micro_batches, label_micro_batches, torch.float32, CPU
+    )
 
 
 def read_all(dataset, steps, replicas, micro_batches, **changes) -> list[list[int]]:
@@ -44,9 +48,15 @@ def read_all(dataset, steps, replicas, micro_batches, **changes) -> list[list[in
     taken: list[list[int]] = [[] for _ in range(steps)]
     for replica in range(replicas):
         loader = make_loader(
-            dataset, replica, range(micro_batches), (), replicas=replicas,
-            parallel__micro_batches=micro_batches, train__steps=steps, **changes,
-        )  # fmt: skip
+            dataset,
+            replica,
+            range(micro_batches),
+            (),
+            replicas=replicas,
+            parallel__micro_batches=micro_batches,
+            train__steps=steps,
+            **changes,
+        )
         for step in range(steps):
             batch = loader.batch(step)
             taken[step] += [int(x) for m in range(micro_batches) for x in batch.images[m].flatten()]
@@ -62,7 +72,8 @@ def test_the_rank_with_labels_sees_the_images_of_the_rank_with_images(prefetch_s
     first = make_loader(dataset, replica, image_micro_batches=(0, 1, 2, 3), **common)
     last = make_loader(dataset, replica, label_micro_batches=(1, 3), **common)
     for step in range(3):
-        images, labels = first.batch(step).images, last.batch(step).labels
+        images = first.batch(step).images
+        labels = last.batch(step).labels
         assert sorted(images) == [0, 1, 2, 3] and sorted(labels) == [1, 3]
         for m in (1, 3):
             assert images[m].shape == (2, 1, 1, 1) and images[m].dtype is torch.float32
@@ -74,10 +85,14 @@ def test_the_rank_with_labels_sees_the_images_of_the_rank_with_images(prefetch_s
 @pytest.mark.parametrize(("replicas", "micro_batches"), [(1, 3), (2, 3), (2, 2)])
 def test_every_image_once_an_epoch(replicas, micro_batches):
     global_batch = replicas * micro_batches * 2
-    num_images, num_epochs = 3 * global_batch // 2, 4  # every second step straddles two epochs
+    # every second step straddles two epochs
+    num_images = 3 * global_batch // 2
+    num_epochs = 4
     dataset = NumberedDataset(num_images, 5)
     steps = num_images * num_epochs // global_batch
-    taken = [number for step in read_all(dataset, steps, replicas, micro_batches) for number in step]
+    taken = [
+        number for step in read_all(dataset, steps, replicas, micro_batches) for number in step
+    ]
     epochs = [taken[first : first + num_images] for first in range(0, len(taken), num_images)]
     assert replicas > 1 or all(sorted(epoch) == list(range(num_images)) for epoch in epochs)
     assert Counter(taken) == {number: num_epochs for number in range(num_images)}
@@ -111,7 +126,8 @@ def test_a_bad_image_reaches_the_step_that_needs_it():
 
     loader = make_loader(Bad(40, 5), image_micro_batches=(0,))
     with pytest.raises(
-        ConfigError, match=r"data=sample \d+ of train: cannot be read .*OSError: image \d+ is truncated"
+        ConfigError,
+        match=r"data=sample \d+ of train: cannot be read .*OSError: image \d+ is truncated",
     ):
         loader.batch(0)
     loader.close()
@@ -119,18 +135,26 @@ def test_a_bad_image_reaches_the_step_that_needs_it():
 
 def test_worker_processes_load_the_same_batches_and_start_no_mpi():
     """Also when they begin at a later step; an error names its sample, once."""
-    data = {"data__num_workers": 2, "train__steps": 6, "image_micro_batches": (0, 1, 3), "label_micro_batches": (1, 2)}
+    data = {
+        "data__num_workers": 2,
+        "train__steps": 6,
+        "image_micro_batches": (0, 1, 3),
+        "label_micro_batches": (1, 2),
+    }
     dataset = WatchedDataset(50, 5)
     here = make_loader(dataset, **data | {"data__num_workers": 0})
     loader = make_loader(dataset, **data)
     state = torch.get_rng_state()
     for step in (0, 1, 4):  # those jumped over are dropped
-        expected, found = here.batch(step), loader.batch(step)
+        expected = here.batch(step)
+        found = loader.batch(step)
         for one, other in ((expected.images, found.images), (expected.labels, found.labels)):
             assert sorted(one) == sorted(other)
             assert all(torch.equal(one[m], other[m]) for m in one)
     for _ in range(2):  # validations, by the same processes
-        rounds = list(zip(here.validation(5, 2, True, True), loader.validation(5, 2, True, True), strict=True))
+        rounds = list(
+            zip(here.validation(5, 2, True, True), loader.validation(5, 2, True, True), strict=True)
+        )
         assert len(rounds) == 2
         for one, other in rounds:
             assert all(torch.equal(one.images[m], other.images[m]) for m in (0, 1))
@@ -140,13 +164,17 @@ def test_worker_processes_load_the_same_batches_and_start_no_mpi():
     here.close()
 
     spec = make_spec("1f1b", 2, data__num_workers=1, train__steps=6)
-    resumed = BatchLoader(spec, WatchedDataset(50, 5, bad=40), 0, (0, 1, 2, 3), (), torch.float64, CPU, first_step=3)
+    resumed = BatchLoader(
+        spec, WatchedDataset(50, 5, bad=40), 0, (0, 1, 2, 3), (), torch.float64, CPU, first_step=3
+    )
     (bad,) = (step for step in range(3, 6) if 40 in batch_indices(50, 0, step, 8)[:, 0])
     for step in range(3, bad):
         numbers = torch.cat([resumed.batch(step).images[m].flatten() for m in range(4)])
         assert numbers.dtype is torch.float64
         assert numbers.long().tolist() == batch_indices(50, 0, step, 8)[:, 0].tolist()
-    with pytest.raises(ConfigError, match=r"data=sample 40 of train: cannot be read .*ValueError: no such tile"):
+    with pytest.raises(
+        ConfigError, match=r"data=sample 40 of train: cannot be read .*ValueError: no such tile"
+    ):
         resumed.batch(bad)
     resumed.close()
 
@@ -155,12 +183,16 @@ def test_a_dataset_that_no_process_can_be_sent_is_refused():
     class Local(NumberedDataset):
         pass
 
-    with pytest.raises(ConfigError, match=r"data\.num_workers=1: the dataset cannot be sent to a process"):
+    with pytest.raises(
+        ConfigError, match=r"data\.num_workers=1: the dataset cannot be sent to a process"
+    ):
         make_loader(Local(40, 5), image_micro_batches=(0,), data__num_workers=1)
 
 
 @pytest.mark.parametrize("num_validation", [1, 5, 7, 8, 16, 17])
-@pytest.mark.parametrize(("replicas", "size", "num_micro_batches"), [(1, 2, 3), (2, 2, 2), (4, 3, 1), (3, 1, 4)])
+@pytest.mark.parametrize(
+    ("replicas", "size", "num_micro_batches"), [(1, 2, 3), (2, 2, 2), (4, 3, 1), (3, 1, 4)]
+)
 def test_validation_counts_every_image_once(num_validation, replicas, size, num_micro_batches):
     dataset = NumberedDataset(200, num_validation)
     counted: list[int] = []
@@ -168,14 +200,19 @@ def test_validation_counts_every_image_once(num_validation, replicas, size, num_
     for replica in range(replicas):
         common = {"replicas": replicas, "parallel__micro_batch_size": size}
         loaders = [make_loader(data, replica, **common) for data in (dataset, dataset, None)]
-        # a rank of the first stage, one of the last and one between: they must agree on the number of rounds
+        # a rank of the first stage, one of the last and one between: they must agree on the number
+        # of rounds
         first = list(loaders[0].validation(num_validation, num_micro_batches, True, False))
         last = list(loaders[1].validation(num_validation, num_micro_batches, False, True))
         middle = list(loaders[2].validation(num_validation, num_micro_batches, False, False))
         assert len(first) == len(last) == len(middle)
         num_rounds.add(len(first))
         for with_images, with_labels in zip(first, last, strict=True):
-            assert sorted(with_images.images) == sorted(with_labels.labels) == list(range(num_micro_batches))
+            assert (
+                sorted(with_images.images)
+                == sorted(with_labels.labels)
+                == list(range(num_micro_batches))
+            )
             assert not with_images.labels and not with_labels.images
             for m, images in with_images.images.items():
                 labels = with_labels.labels[m]
@@ -196,14 +233,20 @@ def test_tokens_stay_integers_and_labels_are_one_for_each(name, dtype):
     batch = loader.batch(0)
     loader.close()
     chosen = batch_indices(40, 0, 0, 8)[2:4, 0]
-    assert torch.equal(batch.images[1], torch.stack([torch.from_numpy(dataset.image("train", i)) for i in chosen]))
-    assert torch.equal(batch.labels[1], torch.stack([torch.from_numpy(dataset.label("train", i)) for i in chosen]))
+    assert torch.equal(
+        batch.images[1], torch.stack([torch.from_numpy(dataset.image("train", i)) for i in chosen])
+    )
+    assert torch.equal(
+        batch.labels[1], torch.stack([torch.from_numpy(dataset.label("train", i)) for i in chosen])
+    )
     assert batch.images[1].dtype is batch.labels[1].dtype is torch.int64
     assert batch.labels[1].shape == (2, 5)
 
 
 def test_validation_fills_up_with_sequences_that_count_for_nothing():
-    dataset = open_dataset(DataConfig(name="tokens", num_classes=7, length=5, validation_samples=3), 0)
+    dataset = open_dataset(
+        DataConfig(name="tokens", num_classes=7, length=5, validation_samples=3), 0
+    )
     loader = BatchLoader(make_spec("1f1b", 2), dataset, 0, (), (), torch.float32, CPU)
     (batch,) = loader.validation(3, 2, True, True)
     labels = torch.cat([batch.labels[0], batch.labels[1]])

@@ -22,9 +22,13 @@ from tests.engine.toys import make_spec
 from tests.small_disk import small_disk
 
 
-def share(boundaries: list[int], num_directions: int = 1, replica: int = 0, seed: int = 0, **changes):
+def share(
+    boundaries: list[int], num_directions: int = 1, replica: int = 0, seed: int = 0, **changes
+):
     """What the checkpoint reads of a pipeline, with all stages of a cut on one rank."""
-    spec = make_spec("1f1b", len(boundaries) - 1, seed=seed, parallel__boundaries=boundaries, **changes)
+    spec = make_spec(
+        "1f1b", len(boundaries) - 1, seed=seed, parallel__boundaries=boundaries, **changes
+    )
     layers = layers_of(spec.model, spec.data)
     modules = {
         (direction, stage): nn.ModuleList(build_layers(layers, first, end, seed))
@@ -52,7 +56,9 @@ def values_of(pipeline, direction: int = 0) -> list[torch.Tensor]:
 
 
 def scramble(pipeline) -> None:
-    for value in (value for modules in pipeline.modules.values() for value in modules.state_dict().values()):
+    for value in (
+        value for modules in pipeline.modules.values() for value in modules.state_dict().values()
+    ):
         value.copy_(torch.rand(value.shape) * 5)
 
 

@@ -75,12 +75,16 @@ def test_damage_is_told(tmp_path: Path) -> None:
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
         assert "another checksum" in (find_damage(tmp_path, written) or "")
     path.write_bytes(whole[:-1])
-    assert f"{len(whole) - 1} bytes instead of {len(whole)}" in (find_damage(tmp_path, written) or "")
+    assert f"{len(whole) - 1} bytes instead of {len(whole)}" in (
+        find_damage(tmp_path, written) or ""
+    )
     path.unlink()
     assert "cannot be read" in (find_damage(tmp_path, written) or "")
 
 
-def test_a_shard_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shard_that_cannot_be_written_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -98,7 +102,12 @@ def test_a_manifest_comes_back_and_what_is_none_is_refused(tmp_path: Path) -> No
     mine = replace(manifest(3), files=(ShardFile("rank0000.safetensors", 5, 7),))
     mine.write(tmp_path / "step00000003")
     assert Manifest.read(tmp_path / "step00000003") == mine
-    for text in ("[]", "{", '{"schema": "gems.checkpoint/9"}', '{"schema": "gems.checkpoint/1", "step": 1}'):
+    for text in (
+        "[]",
+        "{",
+        '{"schema": "gems.checkpoint/9"}',
+        '{"schema": "gems.checkpoint/1", "step": 1}',
+    ):
         (tmp_path / "step00000003" / MANIFEST_JSON).write_text(text)
         with pytest.raises(ValueError):
             Manifest.read(tmp_path / "step00000003")
@@ -118,9 +127,18 @@ def test_the_newest_stay_and_what_is_being_written_too(tmp_path: Path) -> None:
 
 def test_the_first_difference_is_named() -> None:
     mine = run_identity(make_spec())
-    assert difference(mine, run_identity(make_spec("1f1b", 2, optimizer__lr=0.5, train__steps=9))) is None
-    assert difference(mine, run_identity(make_spec(data__height_px=16))) == ("data.height_px", 12, 16)
-    assert difference(mine, run_identity(make_spec(parallel__micro_batch_size=1)))[0] == "global batch"
+    assert (
+        difference(mine, run_identity(make_spec("1f1b", 2, optimizer__lr=0.5, train__steps=9)))
+        is None
+    )
+    assert difference(mine, run_identity(make_spec(data__height_px=16))) == (
+        "data.height_px",
+        12,
+        16,
+    )
+    assert (
+        difference(mine, run_identity(make_spec(parallel__micro_batch_size=1)))[0] == "global batch"
+    )
     assert difference({}, {"seed": 1}) == ("seed", None, 1)
 
 
@@ -141,23 +159,41 @@ def test_a_checkpoint_of_another_schema_is_refused_when_the_run_is_composed(tmp_
         (tmp_path / step / MANIFEST_JSON).write_text(json.dumps({"schema": schema}))
     with pytest.raises(ConfigError) as caught:
         compose(["data=synthetic", f"train.resume={tmp_path}"])
-    assert str(caught.value).startswith(f"train.resume={tmp_path}: ") and "damaged" not in str(caught.value)
-    assert "is a checkpoint of schema gems.checkpoint/9, and this version of gems-train reads gems.checkpoint/1" in str(
+    assert str(caught.value).startswith(f"train.resume={tmp_path}: ") and "damaged" not in str(
         caught.value
     )
+    assert (
+        "is a checkpoint of schema gems.checkpoint/9, and this version of gems-train reads"
+        " gems.checkpoint/1" in str(caught.value)
+    )
     if inner != "step00000004":  # a folder of checkpoints is no source of weights
-        with pytest.raises(ConfigError, match=r"^train\.initial_checkpoint=.*of schema gems\.checkpoint/9"):
+        with pytest.raises(
+            ConfigError, match=r"^train\.initial_checkpoint=.*of schema gems\.checkpoint/9"
+        ):
             read_state_dict(tmp_path, ModelConfig())
 
 
 @pytest.mark.cases
-def test_the_runs_own_checkpoint_of_another_schema_is_refused_before_the_queue_and_by_its_ranks(tmp_path):
-    words = ["data=synthetic", "schedule=gpipe", "data.height_px=16", "data.width_px=16", f"runs_dir={tmp_path}"]
+def test_the_runs_own_checkpoint_of_another_schema_is_refused_before_the_queue_and_by_its_ranks(
+    tmp_path,
+):
+    words = [
+        "data=synthetic",
+        "schedule=gpipe",
+        "data.height_px=16",
+        "data.width_px=16",
+        f"runs_dir={tmp_path}",
+    ]
     spec = compose(words)
     folder = prepare(spec)
     checkpoint_folder(folder.checkpoints, 3).mkdir(parents=True)
-    (checkpoint_folder(folder.checkpoints, 3) / MANIFEST_JSON).write_text('{"schema": "gems.checkpoint/9"}')
+    (checkpoint_folder(folder.checkpoints, 3) / MANIFEST_JSON).write_text(
+        '{"schema": "gems.checkpoint/9"}'
+    )
     for refuse in (lambda: prepare(spec), lambda: find_start(spec, folder, MPI.COMM_SELF)):
-        with pytest.raises(ConfigError, match=r"^train\.resume=auto: .*step00000003 is a checkpoint of schema gems\."):
+        with pytest.raises(
+            ConfigError,
+            match=r"^train\.resume=auto: .*step00000003 is a checkpoint of schema gems\.",
+        ):
             refuse()
     prepare(compose([*words, "train.resume=never"]))

@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 
 from gems.engine.checkpoint import saver as saver_module
-from gems.engine.checkpoint.manifest import HostTensor, Manifest, checkpoint_folder, checkpoint_folders, run_identity
+from gems.engine.checkpoint.manifest import (
+    HostTensor,
+    Manifest,
+    checkpoint_folder,
+    checkpoint_folders,
+    run_identity,
+)
 from gems.engine.checkpoint.saver import Saver
 from gems.engine.transport.mpi import Transport, world
 from gems.errors import RankFailedError
@@ -45,7 +51,9 @@ class Slow:
         self.num_full -= 1
         if self.num_full >= 0:
             raise OSError(errno.EDQUOT, "Disk quota exceeded", "rank0000.safetensors.partial")
-        return {"x": HostTensor("U8", (self.size,), memoryview(bytes([len(self.taken)]) * self.size))}
+        return {
+            "x": HostTensor("U8", (self.size,), memoryview(bytes([len(self.taken)]) * self.size))
+        }
 
 
 class Rig:
@@ -56,9 +64,14 @@ class Rig:
         self.folder, self.source, self.step = RunFolder(path), Slow(), step
         about = Manifest(step, 1, step * 8, "", run_identity(spec), {}, {})
         self.saver = Saver(
-            self.folder, replace(spec.train, **train), Transport(world()), about, Heartbeat(path / "beat"),
-            self.source, stop,
-        )  # fmt: skip
+            self.folder,
+            replace(spec.train, **train),
+            Transport(world()),
+            about,
+            Heartbeat(path / "beat"),
+            self.source,
+            stop,
+        )
         self.shown: list[str | None] = []
         self.on_error: Callable[[], None] = lambda: None
 
@@ -82,7 +95,9 @@ class Rig:
 
     @property
     def saved(self) -> list[int]:
-        return [Manifest.read(folder).step for folder in checkpoint_folders(self.folder.checkpoints)]
+        return [
+            Manifest.read(folder).step for folder in checkpoint_folders(self.folder.checkpoints)
+        ]
 
 
 @pytest.fixture
@@ -106,7 +121,11 @@ def test_what_was_saved_counts_steps_and_samples(rig: Rig) -> None:
     rig.run(3)
     rig.saver.finish()
     found = Manifest.read(checkpoint_folder(rig.folder.checkpoints, 3))
-    assert (found.step, found.attempt, [written.name for written in found.files]) == (3, 1, ["rank0000.safetensors"])
+    assert (found.step, found.attempt, [written.name for written in found.files]) == (
+        3,
+        1,
+        ["rank0000.safetensors"],
+    )
     assert found.samples == 3 * found.identity["global batch"] > 0
 
 
@@ -172,7 +191,10 @@ def test_a_failed_save_is_shown_and_tried_again_before_the_next_step(
     rig.run(1)
     said = capsys.readouterr().err.splitlines()
     first = "save 1 of 5 failed: rank 0: Disk quota exceeded: rank0000"
-    assert f"the state before step 46: {first}" in said[0] and "the checkpoint of step 40 remains" in said[0]
+    assert (
+        f"the state before step 46: {first}" in said[0]
+        and "the checkpoint of step 40 remains" in said[0]
+    )
     assert rig.saved == [46] and [len(losses) for losses in rig.source.taken] == [45, 46, 46]
     assert [path.name for path in rig.folder.checkpoints.iterdir()] == ["step00000046"]
     first_shown, second_shown, last_shown = rig.shown
@@ -180,7 +202,9 @@ def test_a_failed_save_is_shown_and_tried_again_before_the_next_step(
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_run_ends_after_so_many_failed_saves_and_keeps_its_last_checkpoint(tmp_path: Path) -> None:
+def test_a_run_ends_after_so_many_failed_saves_and_keeps_its_last_checkpoint(
+    tmp_path: Path,
+) -> None:
     rig = Rig(tmp_path, checkpoint_steps=5, max_failed_saves=3)
     rig.write()
     rig.run(5)
@@ -188,7 +212,10 @@ def test_a_run_ends_after_so_many_failed_saves_and_keeps_its_last_checkpoint(tmp
     rig.source.num_full = 99
     rig.run(5)
     rig.write()
-    text = r"before step 11 could not be saved: rank 0: Disk quota.*3 tries.*; the checkpoint of step 5 remains"
+    text = (
+        r"before step 11 could not be saved: rank 0: Disk quota.*3 tries.*; the checkpoint of step"
+        r" 5 remains"
+    )
     with pytest.raises(RankFailedError, match=text) as raised:
         rig.run(1)
     assert classify_error(raised.value).cause is FailureCause.FILE_SYSTEM
@@ -260,7 +287,9 @@ def test_a_full_disk_for_a_while_costs_no_step_and_for_good_one_interval(
     assert "(0.125 MiB needed, 0.00 MiB free)" in capsys.readouterr().err.splitlines()[0]
     disk.fill()
     rig.run(3)
-    with pytest.raises(RankFailedError, match="before step 15 could not be saved: No space left on device"):
+    with pytest.raises(
+        RankFailedError, match="before step 15 could not be saved: No space left on device"
+    ):
         rig.run(1)
     assert rig.saved == [10, 5], "older ones stay if they make no room"
 
@@ -288,6 +317,8 @@ def test_a_read_only_file_system_is_told_of_in_one_line(disk: SmallDisk) -> None
     disk.remount("ro")
     rig.run(4)
     rig.write()
-    with pytest.raises(RankFailedError, match=r"rank 0: Read-only file system: .*; the checkpoint of step 5") as raised:
+    with pytest.raises(
+        RankFailedError, match=r"rank 0: Read-only file system: .*; the checkpoint of step 5"
+    ) as raised:
         rig.run(1)
     assert "\n" not in str(raised.value)

@@ -1,4 +1,7 @@
-"""Metrics beside those of the task: against scikit-learn's definitions worked out here, and torchmetrics."""
+"""Metrics beside those of the task.
+
+Against scikit-learn's definitions worked out here, and torchmetrics.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,12 @@ torch.manual_seed(0)
 
 
 def measured(
-    chosen: dict[str, Any], task: str, num_classes: int, outputs: Tensor, labels: Tensor, ranks: int = 3
+    chosen: dict[str, Any],
+    task: str,
+    num_classes: int,
+    outputs: Tensor,
+    labels: Tensor,
+    ranks: int = 3,
 ) -> dict[str, Any]:
     """The figures of samples that are spread unevenly over ranks, one of which has none."""
     shares = torch.tensor_split(torch.arange(len(labels)), [len(labels) // 4, len(labels) // 4])
@@ -56,7 +64,8 @@ def test_auc_of_an_imbalanced_set_with_ties() -> None:
 
 
 def test_auc_of_several_classes_and_of_several_labels() -> None:
-    labels, outputs = torch.randint(3, (60,)), torch.randn(60, 3)
+    labels = torch.randint(3, (60,))
+    outputs = torch.randn(60, 3)
     found = measured({"auc": {}}, "classification", 3, outputs, labels)
     by_class = [area_by_pairs(outputs.double().softmax(1)[:, k], labels == k) for k in range(3)]
     assert found["auc"] == pytest.approx(sum(by_class) / 3, abs=1e-12)
@@ -88,15 +97,31 @@ def test_figures_that_can_be_monitored_are_those_that_validation_gives(task: str
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("train.monitor=f1 metrics=[auc]",
-         r"^train\.monitor=f1: allowed: loss, accuracy, majority, auc; ask for another: metrics=\[balanced_"),
-        ("train.monitor=auc", r"^train\.monitor=auc: allowed: loss, accuracy, majority; .*metrics=\[auc,balanced"),
-        ("train.monitor=confusion_matrix metrics=[confusion_matrix]", r"^train\.monitor=confusion_matrix: allowed:"),
+        (
+            "train.monitor=f1 metrics=[auc]",
+            (
+                r"^train\.monitor=f1: allowed: loss, accuracy, majority, auc; ask for another:"
+                r" metrics=\[balanced_"
+            ),
+        ),
+        (
+            "train.monitor=auc",
+            r"^train\.monitor=auc: allowed: loss, accuracy, majority; .*metrics=\[auc,balanced",
+        ),
+        (
+            "train.monitor=confusion_matrix metrics=[confusion_matrix]",
+            r"^train\.monitor=confusion_matrix: allowed:",
+        ),
         ("metrics=[r2]", r"^metrics\.r2=r2: is for regression; data\.task is classification"),
-        ("train.monitor=f2 metrics.f1.target=a.F1", r"^train\.monitor=f2: allowed: loss, accuracy, majority, f1"),
+        (
+            "train.monitor=f2 metrics.f1.target=a.F1",
+            r"^train\.monitor=f2: allowed: loss, accuracy, majority, f1",
+        ),
     ],
-)  # fmt: skip
-def test_a_monitor_that_validation_does_not_give_is_refused_at_composition(words: str, says: str) -> None:
+)
+def test_a_monitor_that_validation_does_not_give_is_refused_at_composition(
+    words: str, says: str
+) -> None:
     with pytest.raises(ConfigError, match=says):
         compose(["data=synthetic", *words.split()])
 
@@ -105,7 +130,9 @@ def test_a_monitor_that_validation_does_not_give_is_refused_at_composition(words
 def test_monitors_by_both_names_and_of_a_metric_of_ones_own() -> None:
     own = ["metrics=[auc]", "metrics.f1.target=a.F1"]
     for monitor in ("loss", "validation_loss", "auc", "f1", "f1_macro"):
-        assert compose(["data=synthetic", *own, f"train.monitor={monitor}"]).train.monitor == monitor
+        assert (
+            compose(["data=synthetic", *own, f"train.monitor={monitor}"]).train.monitor == monitor
+        )
 
 
 def test_auc_without_positives_is_unknown() -> None:
@@ -123,17 +150,23 @@ def test_confusion_matrix_and_balanced_accuracy() -> None:
 
 
 def test_pixels_are_counted_too() -> None:
-    labels, outputs = torch.randint(2, (8, 5, 4)), torch.randn(8, 2, 5, 4)
+    labels = torch.randint(2, (8, 5, 4))
+    outputs = torch.randn(8, 2, 5, 4)
     found = measured({"confusion_matrix": {}}, "segmentation", 2, outputs, labels)
     pairs = list(zip(labels.flatten().tolist(), outputs.argmax(1).flatten().tolist(), strict=True))
-    assert found["confusion_matrix"] == [[pairs.count((true, made)) for made in (0, 1)] for true in (0, 1)]
+    assert found["confusion_matrix"] == [
+        [pairs.count((true, made)) for made in (0, 1)] for true in (0, 1)
+    ]
 
 
 def test_r2_of_values() -> None:
     labels = torch.randn(30, 1)
     outputs = labels + 0.1 * torch.randn(30, 1)
     found = measured({"r2": {}}, "regression", 1, outputs, labels)
-    expected = 1 - ((outputs - labels).double() ** 2).sum() / ((labels - labels.mean()).double() ** 2).sum()
+    expected = (
+        1
+        - ((outputs - labels).double() ** 2).sum() / ((labels - labels.mean()).double() ** 2).sum()
+    )
     assert found["r2"] == pytest.approx(float(expected), rel=1e-6)
 
 
@@ -146,10 +179,14 @@ def fails(outputs: Tensor, labels: Tensor) -> float:
 
 
 def test_metrics_of_ones_own() -> None:
-    labels, outputs = torch.randint(3, (40,)), torch.randn(40, 3)
+    labels = torch.randint(3, (40,))
+    outputs = torch.randn(40, 3)
     chosen: dict[str, Any] = {
         "errors": {"target": f"{__name__}.error_rate", "kwargs": {"scale": 100.0}},
-        "f1": {"target": "torchmetrics.classification.MulticlassF1Score", "kwargs": {"num_classes": 3}},
+        "f1": {
+            "target": "torchmetrics.classification.MulticlassF1Score",
+            "kwargs": {"num_classes": 3},
+        },
     }
     found = measured(chosen, "classification", 3, outputs, labels)
     assert found["errors"] == pytest.approx(error_rate(outputs, labels, 100.0))
@@ -166,8 +203,14 @@ def test_metrics_of_ones_own() -> None:
     [
         ({"dice": {}}, r"^metrics\.dice=dice: allowed: auc, .*or give metrics\.dice\.target"),
         ({"r2": {}}, r"^metrics\.r2=r2: is for regression; data\.task is classification"),
-        ({"mine": {"target": "no.such.Metric"}}, r"^metrics\.mine\.target=no\.such\.Metric: no module named no"),
-        ({"bad": {"target": f"{__name__}.fails"}}, r"^metrics\.bad\.target=.*: fails on .*RuntimeError: no figure"),
+        (
+            {"mine": {"target": "no.such.Metric"}},
+            r"^metrics\.mine\.target=no\.such\.Metric: no module named no",
+        ),
+        (
+            {"bad": {"target": f"{__name__}.fails"}},
+            r"^metrics\.bad\.target=.*: fails on .*RuntimeError: no figure",
+        ),
     ],
 )
 def test_refusals(chosen: dict[str, Any], says: str) -> None:
@@ -176,12 +219,17 @@ def test_refusals(chosen: dict[str, Any], says: str) -> None:
 
 
 def test_they_are_chosen_by_group_or_by_key() -> None:
-    words = ["data=synthetic", "metrics=[auc,confusion_matrix]", "metrics.f1.target=torchmetrics.F1Score"]
+    words = [
+        "data=synthetic",
+        "metrics=[auc,confusion_matrix]",
+        "metrics.f1.target=torchmetrics.F1Score",
+    ]
     spec = compose([*words, "metrics.f1.kwargs.task=binary"])
     assert spec.metrics == {
-        "auc": {"name": "auc"}, "confusion_matrix": {"name": "confusion_matrix"},
+        "auc": {"name": "auc"},
+        "confusion_matrix": {"name": "confusion_matrix"},
         "f1": {"target": "torchmetrics.F1Score", "kwargs": {"task": "binary"}, "path": None},
-    }  # fmt: skip
+    }
     assert compose(["data=synthetic", "metrics=auc"]).metrics == {"auc": {"name": "auc"}}
 
 

@@ -22,7 +22,9 @@ def test_the_largest_error_is_relative_to_its_own_tensor():
 
 def test_rounding_around_zero_is_measured_on_the_scale_of_the_whole():
     reference = {"a": torch.tensor([1.0]).double(), "bias": torch.tensor([1e-18]).double()}
-    error, name = relative_error({"a": reference["a"], "bias": torch.tensor([3e-18]).double()}, reference)
+    error, name = relative_error(
+        {"a": reference["a"], "bias": torch.tensor([3e-18]).double()}, reference
+    )
     assert name == "bias" and error == pytest.approx(2e-9, rel=1e-6)
 
 
@@ -45,7 +47,11 @@ def test_not_a_number_in_one_step_is_not_forgotten(comm, monkeypatch):
 
     def once_wrong(ours, reference, floor):
         calls.append(1)
-        return (math.nan, "stem.conv.weight") if len(calls) == 5 else relative_error(ours, reference, floor)
+        return (
+            (math.nan, "stem.conv.weight")
+            if len(calls) == 5
+            else relative_error(ours, reference, floor)
+        )
 
     monkeypatch.setattr(module, "relative_error", once_wrong)
     difference = compare(spec, comm, DEVICE)

@@ -14,12 +14,15 @@ SIZES = (12, 4096, 1)
 
 def storages(device: str) -> list[torch.UntypedStorage]:
     generator = torch.Generator().manual_seed(1)
-    rows = [torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator) for size in SIZES]
+    rows = [
+        torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator) for size in SIZES
+    ]
     return [row.to(device).untyped_storage() for row in rows]
 
 
 def test_on_a_processor_a_copy_is_over_when_it_is_posted():
-    copies, made = CpuCopier(), storages("cpu")
+    copies = CpuCopier()
+    made = storages("cpu")
     buffers = [torch.zeros(size + 3, dtype=torch.uint8) for size in SIZES]
     out = copies.copy_out(list(zip(made, buffers, strict=True)))
     assert out.num_bytes == sum(SIZES) and copies.is_done(out) and out.start <= out.end
@@ -45,7 +48,9 @@ class OnStreams(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
         is_aside = torch.cuda.current_stream() != torch.cuda.default_stream()
-        if is_aside and any(isinstance(each, torch.Tensor) and each.is_cuda for each in (*args, made)):
+        if is_aside and any(
+            isinstance(each, torch.Tensor) and each.is_cuda for each in (*args, made)
+        ):
             self.names.add(func.overloadpacket.__name__)
         return made
 
@@ -53,7 +58,8 @@ class OnStreams(TorchDispatchMode):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_the_streams_of_copies_do_nothing_else():
     """torch's sanitizer takes `set_` for a write, and so for a race."""
-    pool, copies = HostPool(PinnedMemory("rank 0"), "rank 0"), CudaCopier(torch.device("cuda", 0))
+    pool = HostPool(PinnedMemory("rank 0"), "rank 0")
+    copies = CudaCopier(torch.device("cuda", 0))
     pairs = [(storage, pool.borrow(storage.nbytes())) for storage in storages("cuda")]
     with OnStreams() as ran:
         copies.wait(copies.copy_out(pairs))

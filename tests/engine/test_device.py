@@ -55,8 +55,12 @@ def test_a_launcher_inside_a_job_knows_the_local_rank_better_than_slurm(monkeypa
     assert local_rank() == 2
 
 
-@pytest.mark.parametrize(("tf32", "products", "convolutions"), [(None, False, True), (True, True, True), (False,) * 3])
-def test_the_kernels_of_a_gpu_are_those_of_the_machine(gpus, monkeypatch, tf32, products, convolutions):
+@pytest.mark.parametrize(
+    ("tf32", "products", "convolutions"), [(None, False, True), (True, True, True), (False,) * 3]
+)
+def test_the_kernels_of_a_gpu_are_those_of_the_machine(
+    gpus, monkeypatch, tf32, products, convolutions
+):
     gpus(1)
     asked = []
     backends = SimpleNamespace(
@@ -70,15 +74,27 @@ def test_the_kernels_of_a_gpu_are_those_of_the_machine(gpus, monkeypatch, tf32, 
     assert (backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32) == (products, convolutions)
     assert not backends.cudnn.benchmark and not asked
     open_device(MachineConfig(cudnn_benchmark=True, deterministic=True))
-    assert backends.cudnn.benchmark and asked == [True] and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert (
+        backends.cudnn.benchmark
+        and asked == [True]
+        and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    )
 
 
-@pytest.mark.parametrize(("device_bytes", "shares"), [(None, []), (16 * 10**9, [0.2]), (80 * 10**9, []), (10**12, [])])
-def test_torch_s_allocator_gives_no_more_than_the_machine_has(gpus, monkeypatch, device_bytes, shares):
+@pytest.mark.parametrize(
+    ("device_bytes", "shares"), [(None, []), (16 * 10**9, [0.2]), (80 * 10**9, []), (10**12, [])]
+)
+def test_torch_s_allocator_gives_no_more_than_the_machine_has(
+    gpus, monkeypatch, device_bytes, shares
+):
     gpus(1)
     given = []
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * 10**9))
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: given.append(share))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * 10**9)
+    )
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda share, device: given.append(share)
+    )
     open_device(MachineConfig(device_bytes=device_bytes))
     assert given == shares
 
@@ -114,7 +130,8 @@ def test_an_order_does_not_count_where_the_gpu_is_bound(gpus, monkeypatch):
 def test_an_order_of_more_gpus_than_are_seen(gpus):
     gpus(2)
     with pytest.raises(
-        ConfigError, match=r"^cluster\.device_order=\[3, 2, 1, 0\]: names 4 GPUs, and this rank sees 2; "
+        ConfigError,
+        match=r"^cluster\.device_order=\[3, 2, 1, 0\]: names 4 GPUs, and this rank sees 2; ",
     ):
         open_device(MachineConfig(), [3, 2, 1, 0])
 
@@ -122,7 +139,9 @@ def test_an_order_of_more_gpus_than_are_seen(gpus):
 def test_no_gpu(gpus):
     gpus(0)
     assert open_device(MachineConfig(device="auto")) == torch.device("cpu")
-    with pytest.raises(ConfigError, match=r"machine\.device=cuda: torch sees no GPU here; use machine=cpu"):
+    with pytest.raises(
+        ConfigError, match=r"machine\.device=cuda: torch sees no GPU here; use machine=cpu"
+    ):
         open_device(MachineConfig(device="cuda"))
 
 

@@ -32,12 +32,16 @@ STREAMS = {Kind.OFFLOAD: COPY_OUT, Kind.PREFETCH: COPY_IN}
 class Device:
     """An emulated rank in a world of one, with its events."""
 
-    def __init__(self, comm, schedule, costs: StageCosts, cap=None, boundary=0.0, peers=None, stage_bytes=0):
+    def __init__(
+        self, comm, schedule, costs: StageCosts, cap=None, boundary=0.0, peers=None, stage_bytes=0
+    ):
         self.part = ListPart()
         recorder = Recorder(self.part)
         self.memory = recorder.memory
         transports = [Transport(comm, 20.0) for _ in range(2)]
-        self.channels = EmulatedChannels(schedule, 0, (boundary,) * schedule.num_stages, transports, recorder)
+        self.channels = EmulatedChannels(
+            schedule, 0, (boundary,) * schedule.num_stages, transports, recorder
+        )
         waiter = Waiter(self.channels.poll, 0.0001, 20.0)
         sizes = (stage_bytes,) * schedule.num_stages
         sums = None if peers is None else EmulatedSums(schedule, 0, peers, sizes, recorder)
@@ -53,7 +57,10 @@ class Device:
         for row in rows:
             kind = Kind(KINDS[row["kind"]])
             row["action"] = Action(
-                kind, row["stage"], None if row["micro_batch"] < 0 else row["micro_batch"], row["direction"]
+                kind,
+                row["stage"],
+                None if row["micro_batch"] < 0 else row["micro_batch"],
+                row["direction"],
             )
         return rows
 
@@ -71,10 +78,12 @@ ROWS = {
     "recomputed": ("0F0 0F1 0R0 0B0 0R1 0I1 0W1 0STEP", 2, None),
     "copied": ("0F0 0OFFLOAD0 0F1 0PREFETCH0 0B1 0B0 0STEP", 2, None),
     "copied under a cap": (
-        "0F0 0OFFLOAD0 0F1 0OFFLOAD1 0F2 0B2 0PREFETCH0 0I0 0PREFETCH1 0B1 0W0 0STEP", 3, 2.0,
+        "0F0 0OFFLOAD0 0F1 0OFFLOAD1 0F2 0B2 0PREFETCH0 0I0 0PREFETCH1 0B1 0W0 0STEP",
+        3,
+        2.0,
     ),
     "one at a time": ("0F0 0OFFLOAD0 0F1 0B1 0PREFETCH0 0B0 0STEP", 2, 1.0),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("text", "num", "cap"), ROWS.values(), ids=ROWS)
@@ -86,7 +95,9 @@ def test_times_are_those_of_the_simulation(comm, text, num, cap):
     base_ns = min(row["start_ns"] for row in rows)
     found = {row["action"]: (row["start_ns"] - base_ns, row["end_ns"] - base_ns) for row in rows}
     assert found.keys() == set(schedule.rows[0])
-    for action, start, end in zip(schedule.rows[0], simulated.start[0], simulated.end[0], strict=True):
+    for action, start, end in zip(
+        schedule.rows[0], simulated.start[0], simulated.end[0], strict=True
+    ):
         assert found[action] == pytest.approx((start * UNIT_NS, end * UNIT_NS), abs=20), action
     assert {row["action"]: row["stream"] for row in rows} == {
         action: STREAMS.get(action.kind, COMPUTE) for action in schedule.rows[0]
@@ -107,7 +118,9 @@ def test_bytes_are_those_of_the_ledger(comm, text, num, cap):
     on_host = {row["action"]: row["host_bytes"] for row in rows}
     assert max(on_host.values()) == {None: 1000, 2.0: 2000, 1.0: 1000}[cap] * ("OFFLOAD" in text)
     assert on_host[Action(Kind.STEP, 0)] == 0
-    assert all(row["moved_bytes"] == (1000 if row["action"].kind in COPY_KINDS else 0) for row in rows)
+    assert all(
+        row["moved_bytes"] == (1000 if row["action"].kind in COPY_KINDS else 0) for row in rows
+    )
 
 
 def test_steps_repeat(comm):
@@ -150,30 +163,46 @@ class Peers:
 
 @pytest.mark.parametrize("stage_bytes", [0, 4000])
 def test_the_reduction_takes_what_the_peers_take(comm, stage_bytes):
-    schedule, peers = replace(one_rank("0F0 0B0 0REDUCE_GRAD 0STEP", 1), passes=("add_reduce", "add_step")), Peers()
+    schedule = replace(one_rank("0F0 0B0 0REDUCE_GRAD 0STEP", 1), passes=("add_reduce", "add_step"))
+    peers = Peers()
     rows = Device(comm, schedule, COSTS, peers=peers, stage_bytes=stage_bytes).run()
     forward, backward, reduce, step = rows
     assert len(peers.met_ns) == 1 and peers.posted == ([1000] if stage_bytes else [])
-    assert backward["end_ns"] == reduce["start_ns"] <= peers.met_ns[0] <= reduce["end_ns"] == step["start_ns"]
+    assert (
+        backward["end_ns"]
+        == reduce["start_ns"]
+        <= peers.met_ns[0]
+        <= reduce["end_ns"]
+        == step["start_ns"]
+    )
     assert forward["end_ns"] == backward["start_ns"]
 
 
 def test_a_sum_that_is_started_goes_on_beside_compute(comm):
     text = "0F0 1F0 1B0 1START_REDUCE 0B0 0REDUCE_GRAD 0STEP"
-    schedule, peers = replace(one_rank(text, 1, num_stages=2), passes=("add_reduce", "add_step")), Peers()
+    schedule = replace(one_rank(text, 1, num_stages=2), passes=("add_reduce", "add_step"))
+    peers = Peers()
     rows = Device(comm, schedule, uniform(1, 2), peers=peers, stage_bytes=4000).run()
     (started,) = (row for row in rows if row["action"].kind is Kind.START_REDUCE)
     backward, last, reduce = (
-        next(row for row in rows if str(row["action"]) == name) for name in ("1B0", "0B0", "0REDUCE_GRAD")
+        next(row for row in rows if str(row["action"]) == name)
+        for name in ("1B0", "0B0", "0REDUCE_GRAD")
     )
-    assert peers.posted == [1000, 1000] and started["moved_bytes"] == 4000 and started["stream"] == LINK
+    assert (
+        peers.posted == [1000, 1000]
+        and started["moved_bytes"] == 4000
+        and started["stream"] == LINK
+    )
     assert last["start_ns"] == backward["end_ns"] <= started["start_ns"] < last["end_ns"]
     assert last["end_ns"] <= started["end_ns"] <= reduce["end_ns"]
 
 
 def messages_to_itself() -> Schedule:
     """Two stages on one rank with transfers between them, as if they were on two."""
-    text = "0F0 1RECV_F0 0SEND_F0 0F1 1RECV_F1 0SEND_F1 1F0 0RECV_B0 1B0 1SEND_B0 1F1 0RECV_B1 1B1 1SEND_B1 0B0 0B1"
+    text = (
+        "0F0 1RECV_F0 0SEND_F0 0F1 1RECV_F1 0SEND_F1 1F0 0RECV_B0 1B0 1SEND_B0 1F1 0RECV_B1 1B1"
+        " 1SEND_B1 0B0 0B1"
+    )
     return one_rank(text, 2, num_stages=2)
 
 
@@ -201,12 +230,17 @@ def test_messages_have_their_size_and_their_data_is_waited_for(comm, monkeypatch
     for step in (0, 1):
         of = {row["action"]: row for row in rows if row["step"] == step}
         for m in (0, 1):
-            send, receive = of[Action(Kind.SEND_F, 0, m)], of[Action(Kind.RECV_F, 1, m)]
+            send = of[Action(Kind.SEND_F, 0, m)]
+            receive = of[Action(Kind.RECV_F, 1, m)]
             assert of[Action(Kind.F, 0, m)]["end_ns"] <= send["start_ns"] <= receive["end_ns"]
             assert receive["end_ns"] <= of[Action(Kind.F, 1, m)]["start_ns"]
             assert of[Action(Kind.RECV_B, 0, m)]["end_ns"] <= of[Action(Kind.B, 0, m)]["start_ns"]
-        computes = [row for row in rows if row["step"] == step and row["action"].kind in COMPUTE_KINDS]
-        assert [row["action"] for row in computes] == [a for a in schedule.rows[0] if a.kind in COMPUTE_KINDS]
+        computes = [
+            row for row in rows if row["step"] == step and row["action"].kind in COMPUTE_KINDS
+        ]
+        assert [row["action"] for row in computes] == [
+            a for a in schedule.rows[0] if a.kind in COMPUTE_KINDS
+        ]
         for earlier, later in pairwise(computes):
             assert earlier["end_ns"] <= later["start_ns"]
 

@@ -12,7 +12,10 @@ COMPUTE_NS = 1_000_000
 
 
 def chain(hops_ns: list[int], ahead_ns: list[int], num_trips: int) -> list[dict]:
-    """Events of a chain of ranks whose clocks are ahead by `ahead_ns`; hop r is that between ranks r and r + 1."""
+    """Events of a chain of ranks whose clocks are ahead by `ahead_ns`.
+
+    Hop r is that between ranks r and r + 1.
+    """
     num_ranks = len(hops_ns) + 1
     times: list[dict] = [{} for _ in range(num_ranks)]
     now = 0
@@ -37,5 +40,6 @@ def test_each_hop_is_found_whatever_the_clocks_say():
 
 @pytest.mark.timeout(30)
 def test_a_pipeline_of_one_rank_has_no_hop(comm):
-    transport, control = Transport(comm, 20.0), Transport(comm, 20.0)
+    transport = Transport(comm, 20.0)
+    control = Transport(comm, 20.0)
     assert measure_hop(transport, control, 1000, 0.0001, 20.0) == 0.0

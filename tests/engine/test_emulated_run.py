@@ -16,11 +16,17 @@ from gems.trace import KINDS, SOURCES, part_path, read_part
 from gems.utils.atomic_io import read_json
 from tests.engine.toys import make_spec
 
-NUM_RANKS, NUM_STEPS = 3, 3
+NUM_RANKS = 3
+NUM_STEPS = 3
 CHANGES = {
-    "machine__kind": "emulated", "cost__unit_s": 0.0005, "cost__boundary_bytes": 5000, "cost__activation_bytes": 700,
-    "cost__input_grad": 2.0, "train__steps": NUM_STEPS, "benchmark__skip_steps": 1,
-}  # fmt: skip
+    "machine__kind": "emulated",
+    "cost__unit_s": 0.0005,
+    "cost__boundary_bytes": 5000,
+    "cost__activation_bytes": 700,
+    "cost__input_grad": 2.0,
+    "train__steps": NUM_STEPS,
+    "benchmark__skip_steps": 1,
+}
 
 
 def launch(folder: RunFolder, tmp_path: Path):
@@ -43,7 +49,9 @@ def run(tmp_path_factory):
 
 
 def test_no_rank_imports_torch(run):
-    assert [read_beat(run.heartbeat(rank)).action for rank in range(NUM_RANKS)] == ["finished"] * NUM_RANKS
+    assert [read_beat(run.heartbeat(rank)).action for rank in range(NUM_RANKS)] == [
+        "finished"
+    ] * NUM_RANKS
 
 
 def test_parts_say_what_they_are(run):
@@ -64,18 +72,30 @@ def test_every_action_of_the_list_is_in_the_trace_in_every_step(run):
         events = read_part(part_path(run.path, rank)).events
         for step in range(NUM_STEPS):
             mine = events[events["step"] == step]
-            found = sorted((KINDS[row["kind"]], int(row["stage"]), int(row["micro_batch"])) for row in mine)
+            found = sorted(
+                (KINDS[row["kind"]], int(row["stage"]), int(row["micro_batch"])) for row in mine
+            )
             row = schedule.rows[rank]
-            wanted = sorted((a.kind.value, a.stage, -1 if a.micro_batch is None else a.micro_batch) for a in row)
+            wanted = sorted(
+                (a.kind.value, a.stage, -1 if a.micro_batch is None else a.micro_batch) for a in row
+            )
             assert found == wanted
 
 
 def test_messages_and_activations_have_the_configured_bytes(run):
     for rank in range(NUM_RANKS):
         events = read_part(part_path(run.path, rank)).events
-        is_message = np.isin(events["kind"], [KINDS.index(kind) for kind in KINDS if kind[:4] in ("SEND", "RECV")])
-        assert set(events["moved_bytes"][is_message]) == {5000} and set(events["moved_bytes"][~is_message]) == {0}
-        assert 700 * (NUM_RANKS - rank) <= events["device_bytes"].max() < 700 * (NUM_RANKS - rank) + 6 * 5000
+        is_message = np.isin(
+            events["kind"], [KINDS.index(kind) for kind in KINDS if kind[:4] in ("SEND", "RECV")]
+        )
+        assert set(events["moved_bytes"][is_message]) == {5000} and set(
+            events["moved_bytes"][~is_message]
+        ) == {0}
+        assert (
+            700 * (NUM_RANKS - rank)
+            <= events["device_bytes"].max()
+            < 700 * (NUM_RANKS - rank) + 6 * 5000
+        )
 
 
 def test_compute_takes_its_cost_to_the_nanosecond(run):

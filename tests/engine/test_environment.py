@@ -8,7 +8,10 @@ from mpi4py import MPI
 from gems.engine.transport.environment import NETMOD, mpich_settings
 
 BY_SLURM = {"PMI_FD": "11", "SLURM_MPI_TYPE": "pmi2"}
-WHEEL = "MPICH Version:      5.0.2\nMPICH Device:       ch4:ucx ofi\nMPICH configure:    --with-pm=hydra\n"
+WHEEL = (
+    "MPICH Version:      5.0.2\nMPICH Device:       ch4:ucx ofi\nMPICH configure:   "
+    " --with-pm=hydra\n"
+)
 
 
 def test_mpich_5_under_pmi2_takes_the_transport_with_short_addresses():

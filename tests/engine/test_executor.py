@@ -26,11 +26,18 @@ from tests.engine.toys import Fork, Join, Mix, Pass
 
 def on_one_rank(num_stages: int, order: str) -> Schedule:
     """All stages on rank 0: every forward before every backward, or micro-batch after micro-batch."""
-    down, up = range(num_stages), range(num_stages - 1, -1, -1)
+    down = range(num_stages)
+    up = range(num_stages - 1, -1, -1)
     if order == "gpipe":
-        row = [forward(s, m) for m in range(N) for s in down] + [backward(s, m) for m in range(N) for s in up]
+        row = [forward(s, m) for m in range(N) for s in down] + [
+            backward(s, m) for m in range(N) for s in up
+        ]
     else:
-        row = [a for m in range(N) for a in [*(forward(s, m) for s in down), *(backward(s, m) for s in up)]]
+        row = [
+            a
+            for m in range(N)
+            for a in [*(forward(s, m) for s in down), *(backward(s, m) for s in up)]
+        ]
     made = Schedule("test", N, Placement(1, ((0,) * num_stages,)), (tuple(row),))
     return validate(lower(made))
 
@@ -63,7 +70,12 @@ def test_stages_on_one_rank_hand_over_without_messages(make, order):
     assert not any(action.kind in RECV_KINDS for action in schedule.rows[0])
     images, labels = images_and_labels()
     images = {m: image.double() for m, image in images.items()}
-    rig = Rig(schedule, 0, {(0, s): [module] for s, module in enumerate(modules)}, labels_per_step=N * SIZE)
+    rig = Rig(
+        schedule,
+        0,
+        {(0, s): [module] for s, module in enumerate(modules)},
+        labels_per_step=N * SIZE,
+    )
     loss_sum = rig.run(Batch(images, labels))
 
     loss = total_loss(plain, images, labels)
@@ -85,7 +97,12 @@ def numbered(action, index) -> torch.Tensor:
     )
 
 
-VIEWS = {"identity": nn.Identity, "pass": Pass, "flatten": nn.Flatten, "unflatten": lambda: nn.Unflatten(1, (WIDTH,))}
+VIEWS = {
+    "identity": nn.Identity,
+    "pass": Pass,
+    "flatten": nn.Flatten,
+    "unflatten": lambda: nn.Unflatten(1, (WIDTH,)),
+}
 
 
 @pytest.mark.parametrize("make", VIEWS.values(), ids=VIEWS)

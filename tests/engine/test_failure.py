@@ -1,4 +1,7 @@
-"""gems.engine.supervision.failure: what a failing rank leaves, and that leaving it neither raises nor hangs."""
+"""gems.engine.supervision.failure.
+
+What a failing rank leaves, and that leaving it neither raises nor hangs.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,16 @@ from gems.engine.supervision.failure import (
     describe_cause,
     report_failure,
     stage_number,
-)  # fmt: skip
+)
 from gems.engine.transport.environment import launched_rank
-from gems.errors import ConfigError, DoesNotFitError, LostPeerError, RankFailedError, ScheduleError, StalledError
+from gems.errors import (
+    ConfigError,
+    DoesNotFitError,
+    LostPeerError,
+    RankFailedError,
+    ScheduleError,
+    StalledError,
+)
 from gems.runs.failure_cause import FailureCause, classify_error
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat
@@ -49,21 +59,37 @@ def test_the_record_tells_all_that_is_known(tmp_path, capfd):
     heartbeat.beat(7, "2.1B5/1")
     assert report_failure(folder, 3, raised(ValueError("two\n words"))) == RankFailedError.exit_code
     record = read_json(folder.failed_json(3))
-    assert (record["rank"], record["step"], record["action"], record["stage"]) == (3, 7, "2.1B5/1", 2)
+    assert (record["rank"], record["step"], record["action"], record["stage"]) == (
+        3,
+        7,
+        "2.1B5/1",
+        2,
+    )
     assert (record["kind"], record["cause"], record["cause_class"]) == (
         "ValueError",
         "ValueError: two words",
         "exception",
     )
-    assert (record["exit_code"], record["pid"], record["node"]) == (4, os.getpid(), os.uname().nodename)
-    assert record["traceback"][0].startswith("Traceback") and "raised" in "".join(record["traceback"])
+    assert (record["exit_code"], record["pid"], record["node"]) == (
+        4,
+        os.getpid(),
+        os.uname().nodename,
+    )
+    assert record["traceback"][0].startswith("Traceback") and "raised" in "".join(
+        record["traceback"]
+    )
     assert 2**20 < record["rss_bytes"] < 2**40
-    assert record["device_bytes"] is None and record["device_reserved_bytes"] is None, "no GPU is in use"
+    assert record["device_bytes"] is None and record["device_reserved_bytes"] is None, (
+        "no GPU is in use"
+    )
     assert record["mpi"] == MPI.Get_library_version().split("\n")[0].strip()
     assert record["waits_for"] is None and record["errno"] is None
     lines = capfd.readouterr().err.splitlines()
     node = os.uname().nodename
-    assert lines[-1] == f"[rank 3] ERROR failed on node {node} in step 7, action 2.1B5/1: ValueError: two words"
+    assert (
+        lines[-1]
+        == f"[rank 3] ERROR failed on node {node} in step 7, action 2.1B5/1: ValueError: two words"
+    )
     heartbeat.close()
 
 
@@ -76,7 +102,9 @@ def test_a_hang_names_who_waits_for_whom(tmp_path, capfd):
     assert record["traceback"] == ["  File a", "  File b"] and record["cause_class"] == "stalled"
     assert (record["step"], record["action"], record["stage"]) == (-1, "start", None)
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.endswith(" before the first step (start): rank 0 waited 5 s for 0RECV_B1; " + error.waits_for)
+    assert line.endswith(
+        " before the first step (start): rank 0 waited 5 s for 0RECV_B1; " + error.waits_for
+    )
 
 
 def mpi_error() -> BaseException:
@@ -86,10 +114,17 @@ def mpi_error() -> BaseException:
 @pytest.mark.parametrize(
     ("error", "cause_class", "words"),
     [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "out of memory on device",
-        "Tried to allocate"),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+            "out of memory on device",
+            "Tried to allocate",
+        ),
         (MemoryError(), "out of memory on host", "MemoryError: (the node's memory"),
-        (OSError(errno.ENOMEM, "Cannot allocate memory"), "out of memory on host", "Cannot allocate"),
+        (
+            OSError(errno.ENOMEM, "Cannot allocate memory"),
+            "out of memory on host",
+            "Cannot allocate",
+        ),
         (OSError(errno.ENOSPC, "No space left on device", "/scratch/x"), "file system", "ENOSPC"),
         (OSError(errno.EDQUOT, "Disk quota exceeded"), "file system", "EDQUOT"),
         (OSError(errno.EIO, "Input/output error"), "file system", "EIO"),
@@ -98,7 +133,11 @@ def mpi_error() -> BaseException:
         (ModuleNotFoundError("No module named 'tqdm'", name="tqdm"), "configuration", "lacks tqdm"),
         (ImportError("libmpi.so.40: cannot open shared object file"), "wrong MPI", "do not match"),
         (mpi_error(), "exception", "MPI failed"),
-        (ConfigError("cluster.mpi", "none", "MPI sees a world of 1"), "wrong MPI", "cluster.mpi=none"),
+        (
+            ConfigError("cluster.mpi", "none", "MPI sees a world of 1"),
+            "wrong MPI",
+            "cluster.mpi=none",
+        ),
         (ConfigError("train.steps", 0, "at least 1"), "configuration", "train.steps=0"),
         (DoesNotFitError("rank 1", 2**31, 2**30, "split more"), "does not fit", "rank 1 needs"),
         (StalledError("waited"), "stalled", "waited"),
@@ -106,14 +145,16 @@ def mpi_error() -> BaseException:
         (ScheduleError(0, "1F0", "why"), "exception", "why"),
         (KeyboardInterrupt(), "exception", "KeyboardInterrupt"),
     ],
-)  # fmt: skip
+)
 def test_causes_are_classed(error: BaseException, cause_class: str, words: str):
     assert classify_error(raised(error)).cause == FailureCause(cause_class)
     assert words in describe_cause(error) and "\n" not in describe_cause(error)
 
 
 def test_the_cause_behind_an_exception_classes_it():
-    error = raised(RuntimeError("could not write the trace"), OSError(errno.ENOSPC, "No space left on device"))
+    error = raised(
+        RuntimeError("could not write the trace"), OSError(errno.ENOSPC, "No space left on device")
+    )
     assert classify_error(error).cause == "file system"
     ring = RuntimeError("a")
     ring.__context__ = RuntimeError("b")
@@ -137,7 +178,9 @@ def test_a_full_file_system_keeps_the_line(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr("gems.engine.supervision.failure.write_json", full)
     assert report_failure(RunFolder(tmp_path), 2, raised(ValueError("why"))) == 4
     said = capfd.readouterr().err.splitlines()
-    assert next(line for line in said if line.startswith("[rank 0] ERROR failed on node")).endswith("ValueError: why")
+    assert next(line for line in said if line.startswith("[rank 0] ERROR failed on node")).endswith(
+        "ValueError: why"
+    )
     assert said[-1].startswith("[rank 0] ERROR cannot write to ") and "No space left" in said[-1]
 
 
@@ -147,7 +190,9 @@ def test_a_run_folder_that_is_gone_keeps_the_line(tmp_path, capfd):
     assert " before the first step (start): a=1: b" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(("action", "stage"), [("3F1", 3), ("12SEND_B4/1", 12), ("load", None), ("start", None)])
+@pytest.mark.parametrize(
+    ("action", "stage"), [("3F1", 3), ("12SEND_B4/1", 12), ("load", None), ("start", None)]
+)
 def test_the_stage_of_an_action(action: str, stage: int | None):
     assert stage_number(action) == stage
 
@@ -177,9 +222,16 @@ while True:
 
 @pytest.mark.timeout(100)
 def test_an_end_that_hangs_is_ended(tmp_path):
-    """Also by what holds the interpreter; SIGTERM from the launcher meanwhile does not cut the record short."""
+    """Also by what holds the interpreter.
+
+    SIGTERM from the launcher meanwhile does not cut the record short.
+    """
     with subprocess.Popen(
-        [sys.executable, "-c", HANGS], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", HANGS],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.readline() == "guarded\n"
@@ -196,9 +248,15 @@ def test_a_record_is_whole_or_not_there(tmp_path):
 
 @pytest.mark.parametrize(
     ("error", "waited_s"),
-    [(MPI.Exception(MPI.ERR_OTHER), LOST_PEER_S), (LostPeerError("gone"), LOST_PEER_S), (ValueError("bad"), FLUSH_S)],
+    [
+        (MPI.Exception(MPI.ERR_OTHER), LOST_PEER_S),
+        (LostPeerError("gone"), LOST_PEER_S),
+        (ValueError("bad"), FLUSH_S),
+    ],
 )
-def test_a_rank_that_lost_a_peer_lets_the_launcher_report_that_one_first(monkeypatch, error, waited_s):
+def test_a_rank_that_lost_a_peer_lets_the_launcher_report_that_one_first(
+    monkeypatch, error, waited_s
+):
     done = []
     monkeypatch.setattr(failure.time, "sleep", done.append)
     monkeypatch.setattr("gems.engine.transport.mpi.abort", done.append)

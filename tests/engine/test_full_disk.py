@@ -22,14 +22,19 @@ from tests.device import DEVICE
 from tests.engine.toys import make_spec
 from tests.small_disk import SmallDisk, small_disk
 
-STEPS, EVERY, FULL_AT = 23, 5, 12
+STEPS = 23
+EVERY = 5
+FULL_AT = 12
 
 
 class Filler(Heartbeat):
     """Fills the disk at a step, and at each try to save while it is full asks `may_free`."""
 
     def __init__(self, path: Path, disk: SmallDisk, may_free: Callable[[int], bool]) -> None:
-        self._disk, self._may_free, self._num_tries, self._is_full = disk, may_free, 0, False
+        self._disk = disk
+        self._may_free = may_free
+        self._num_tries = 0
+        self._is_full = False
         super().__init__(path)
 
     def beat(self, step: int, action: str) -> None:
@@ -51,9 +56,13 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallDisk]
         yield disk
 
 
-def run(disk: SmallDisk, comm: Comm, may_free: Callable[[int], bool]) -> tuple[RunFolder, RankFailedError | None]:
+def run(
+    disk: SmallDisk, comm: Comm, may_free: Callable[[int], bool]
+) -> tuple[RunFolder, RankFailedError | None]:
     """Run a training on the disk, and return what ended it, if anything did."""
-    spec = make_spec("1f1b", 1, train__steps=STEPS, train__checkpoint_steps=EVERY, runs_dir=str(disk.path))
+    spec = make_spec(
+        "1f1b", 1, train__steps=STEPS, train__checkpoint_steps=EVERY, runs_dir=str(disk.path)
+    )
     folder = prepare(spec)
     reserve(folder.progress_json)
     try:
@@ -67,12 +76,18 @@ def checkpoints(folder: RunFolder) -> list[int]:
     return [Manifest.read(path).step for path in checkpoint_folders(folder.checkpoints)]
 
 
-def test_a_run_outlasts_a_full_disk_and_nothing_recorded_is_lost(disk: SmallDisk, comm: Comm) -> None:
+def test_a_run_outlasts_a_full_disk_and_nothing_recorded_is_lost(
+    disk: SmallDisk, comm: Comm
+) -> None:
     folder, error = run(disk, comm, lambda num_tries: num_tries == 3)
     assert error is None and checkpoints(folder) == [STEPS, 20]
     assert read_json(folder.result_json)["num_steps"] == STEPS
     part = read_part(part_path(folder.path, 0))
-    assert part.rank_steps["step"].tolist() == sorted({*part.events["step"].tolist()}) == list(range(STEPS))
+    assert (
+        part.rank_steps["step"].tolist()
+        == sorted({*part.events["step"].tolist()})
+        == list(range(STEPS))
+    )
     with folder.metrics_csv.open(newline="") as file:
         assert [int(row["step"]) for row in csv.DictReader(file)] == list(range(1, STEPS + 1))
     assert read_json(folder.progress_json)["error"] is None
@@ -82,11 +97,15 @@ def test_a_run_ends_on_a_disk_that_stays_full_and_loses_one_interval_at_most(
     disk: SmallDisk, comm: Comm, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder, error = run(disk, comm, lambda num_tries: False)
-    assert "before step 15 could not be saved: No space left on device" in str(error) and "5 tries" in str(error)
+    assert "before step 15 could not be saved: No space left on device" in str(
+        error
+    ) and "5 tries" in str(error)
     assert checkpoints(folder) == [10, 5] and len(list(folder.checkpoints.iterdir())) == 2
     shown = read_json(folder.progress_json)
     assert shown["step"] == 15 <= checkpoints(folder)[0] + EVERY
     assert shown["error"].startswith("save 4 of 5 failed: No space left on device")
-    assert read_part(part_path(folder.path, 0)).rank_steps["step"].tolist()[:FULL_AT] == list(range(FULL_AT))
+    assert read_part(part_path(folder.path, 0)).rank_steps["step"].tolist()[:FULL_AT] == list(
+        range(FULL_AT)
+    )
     told = [line for line in capfd.readouterr().err.splitlines() if "failed: No space" in line]
     assert len(told) == 4 and all("the checkpoint of step 10 remains" in line for line in told)

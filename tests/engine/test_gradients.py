@@ -46,7 +46,9 @@ def test_autograd_adds_into_one_buffer(transport):
             x = torch.randn(2, 3, 5, 5).to(memory_format=torch.channels_last)
             module[2](module[1](module[0](x)).mean((2, 3))).square().sum().backward()
     assert [p.grad.data_ptr() for p in parameters] == places
-    assert all(bool(p.grad.abs().sum() > 0) for p in (modules[0, 0][0].weight, modules[1, 2][2].bias))
+    assert all(
+        bool(p.grad.abs().sum() > 0) for p in (modules[0, 0][0].weight, modules[1, 2][2].bias)
+    )
     num_values = sum(p.numel() for p in parameters)
     assert gradients.num_bytes == 4 * num_values  # without copies there is no sum of statistics
     gradients.zero()
@@ -55,7 +57,13 @@ def test_autograd_adds_into_one_buffer(transport):
 
 
 def test_views_do_not_overlap(transport):
-    modules = {(0, 1): layers(), (1, 1): layers(), (0, 2): layers(5), (1, 2): layers(5), (0, 3): layers(2)}
+    modules = {
+        (0, 1): layers(),
+        (1, 1): layers(),
+        (0, 2): layers(5),
+        (1, 2): layers(5),
+        (0, 3): layers(2),
+    }
     gradients = Gradients(modules, transport, torch.float32, DEVICE)
     parameters = [p for module in modules.values() for p in module.parameters()]
     for number, parameter in enumerate(parameters):
@@ -130,9 +138,13 @@ class Posted(NamedTuple):
 
 
 class Doubling:
-    """Stands for two ranks with the same values: a sum is in place when it is waited for, the last posted first."""
+    """Stands for two ranks with the same values.
 
-    size, sums_on_device = 2, False
+    A sum is in place when it is waited for, the last posted first.
+    """
+
+    size = 2
+    sums_on_device = False
 
     def __init__(self) -> None:
         self.posted: list[Tensor] = []
@@ -150,7 +162,8 @@ class Doubling:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("elements", [3, 4, 100])
 def test_a_staged_sum_takes_all_buckets_twice_in_a_row(dtype, elements):
-    values, sums = torch.arange(10, dtype=dtype, device=DEVICE), Doubling()
+    values = torch.arange(10, dtype=dtype, device=DEVICE)
+    sums = Doubling()
     staged = StagedSum(values, sums, elements)
     for step in (1, 2):
         staged.start()
@@ -160,7 +173,9 @@ def test_a_staged_sum_takes_all_buckets_twice_in_a_row(dtype, elements):
         assert values[-1] == {1: 19, 2: 39}[step]
         assert sums.waited == len(sums.posted) == step * -(-10 // elements)
     assert values.tolist() == [4.0 * value + 3 for value in range(10)]
-    assert {tensor.dtype for tensor in sums.posted} == {torch.float64 if dtype is torch.float64 else torch.float32}
+    assert {tensor.dtype for tensor in sums.posted} == {
+        torch.float64 if dtype is torch.float64 else torch.float32
+    }
 
 
 def test_what_ranks_sum_in_place_is_not_staged(transport):
@@ -173,7 +188,8 @@ def test_what_ranks_sum_in_place_is_not_staged(transport):
 def test_a_sum_that_is_started_holds_the_gradients_of_its_stage_alone(dtype):
     """The stages that start come first in the buffer, and the rest of the message is one sum."""
     modules = {(0, stage): layers(stage + 2).to(dtype) for stage in (0, 3, 5)}
-    sums, ended = Doubling(), []
+    sums = Doubling()
+    ended = []
     gradients = Gradients(modules, sums, dtype, DEVICE, started=[5, 3])
     for step in (1, 2):
         gradients.zero()
@@ -185,10 +201,18 @@ def test_a_sum_that_is_started_holds_the_gradients_of_its_stage_alone(dtype):
                 gradients.poll()
         gradients.reduce()
         for stage in (0, 3, 5):
-            assert all(bool((p.grad == 2 * (stage + step)).all()) for p in modules[0, stage].parameters())
-        sizes = {stage: sum(p.numel() for p in modules[0, stage].parameters()) for stage in (0, 3, 5)}
+            assert all(
+                bool((p.grad == 2 * (stage + step)).all()) for p in modules[0, stage].parameters()
+            )
+        sizes = {
+            stage: sum(p.numel() for p in modules[0, stage].parameters()) for stage in (0, 3, 5)
+        }
         statistics = 2 * (2 + 5 + 7)
-        assert [len(tensor) for tensor in sums.posted] == [sizes[5], sizes[3], sizes[0] + statistics]
+        assert [len(tensor) for tensor in sums.posted] == [
+            sizes[5],
+            sizes[3],
+            sizes[0] + statistics,
+        ]
         assert gradients.num_bytes == dtype.itemsize * (sum(sizes.values()) + statistics)
         assert ended == [(stage, sizes[stage] * dtype.itemsize) for stage in (5, 3)]
         sums.posted.clear()
@@ -196,6 +220,8 @@ def test_a_sum_that_is_started_holds_the_gradients_of_its_stage_alone(dtype):
 
 
 def test_a_rank_without_copies_starts_nothing(transport):
-    gradients = Gradients({(0, 0): layers(), (0, 1): layers()}, transport, torch.float32, DEVICE, started=[1])
+    gradients = Gradients(
+        {(0, 0): layers(), (0, 1): layers()}, transport, torch.float32, DEVICE, started=[1]
+    )
     gradients.start_reduce(1, lambda size: pytest.fail("there is nobody to sum with"))
     gradients.reduce()

@@ -1,4 +1,7 @@
-"""Stalls of whole runs under mpiexec: they end in time, with exit code 5, the stacks, and the rank at fault."""
+"""Stalls of whole runs under mpiexec.
+
+They end in time, with exit code 5, the stacks, and the rank at fault.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,13 @@ HANG_TIMEOUT_S = 4.0
 END_LIMIT_S = HANG_TIMEOUT_S + 30
 START_LIMIT_S = 120.0
 CHANGES = {
-    "machine__kind": "emulated", "cost__unit_s": 0.004, "cost__boundary_bytes": 100_000, "cost__activation_bytes": 700,
-    "train__steps": 1_000_000, "train__hang_timeout_s": HANG_TIMEOUT_S,
-}  # fmt: skip
+    "machine__kind": "emulated",
+    "cost__unit_s": 0.004,
+    "cost__boundary_bytes": 100_000,
+    "cost__activation_bytes": 700,
+    "train__steps": 1_000_000,
+    "train__hang_timeout_s": HANG_TIMEOUT_S,
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -45,7 +52,9 @@ class Run:
     def __init__(self, path: Path, *block: str, **changes: object) -> None:
         self.folder = prepare(make_spec("1f1b", NUM_RANKS, runs_dir=str(path), **CHANGES | changes))
         module = ["tests.engine.blocked_rank"] if block else ["gems.engine.run"]
-        self._argv = mpiexec_argv(NUM_RANKS, [sys.executable, "-m", *module, str(self.folder.path), *block])
+        self._argv = mpiexec_argv(
+            NUM_RANKS, [sys.executable, "-m", *module, str(self.folder.path), *block]
+        )
         self.ended: Ended | None = None
         self.ended_s = 0.0
         self._thread = threading.Thread(target=self._run)
@@ -53,11 +62,14 @@ class Run:
 
     def _run(self) -> None:
         environment = rank_environment(1) | {"PYTHONPATH": str(ROOT)}
-        self.ended = run_ranks(self._argv, environment, timeout_s=START_LIMIT_S + END_LIMIT_S, echo=False)
+        self.ended = run_ranks(
+            self._argv, environment, timeout_s=START_LIMIT_S + END_LIMIT_S, echo=False
+        )
         self.ended_s = time.monotonic()
 
     def wait_for_step(self, rank: int, step: int) -> Beat:
-        deadline_s, look = time.monotonic() + START_LIMIT_S, threading.Event()
+        deadline_s = time.monotonic() + START_LIMIT_S
+        look = threading.Event()
         while time.monotonic() < deadline_s and self.ended is None:
             beat = read_beat(self.folder.heartbeat(rank))
             if beat is not None and beat.step >= step:
@@ -129,9 +141,15 @@ def test_a_rank_that_is_slow_but_moves_is_left_alone(tmp_path):
     No action takes the limit.
     """
     run = Run(
-        tmp_path, cost__unit_s=1.0, cost__forward=3.0, parallel__micro_batches=1, train__steps=1,
-        benchmark__skip_steps=0, schedule__name="gpipe", data__prefetch_steps=0,
-    )  # fmt: skip
+        tmp_path,
+        cost__unit_s=1.0,
+        cost__forward=3.0,
+        parallel__micro_batches=1,
+        train__steps=1,
+        benchmark__skip_steps=0,
+        schedule__name="gpipe",
+        data__prefetch_steps=0,
+    )
     ended = run.wait()
     assert ended.returncode == 0, ended.tail
     assert not run.folder.stalled_json.exists() and not run.failures()

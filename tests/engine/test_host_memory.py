@@ -42,7 +42,10 @@ def page_faults(mode: str) -> int:
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told")
 def test_tensors_that_come_and_go_cost_no_page_faults():
-    """Ten times three tensors of 8 MB are 61440 pages of 4 KiB; the heap takes a few steps to find its size."""
+    """Ten times three tensors of 8 MB are 61440 pages of 4 KiB.
+
+    The heap takes a few steps to find its size.
+    """
     assert page_faults("kept") < 1000
 
 

@@ -47,14 +47,17 @@ def test_buffers_have_exact_sizes_and_are_used_again():
 def test_the_limit_names_bytes_and_what_to_change():
     pool = HostPool(None, "rank 3", limit_bytes=1000)
     pool.borrow(600)
-    with pytest.raises(DoesNotFitError, match=r"rank 3: .* 1100 bytes .*machine\.host_bytes=1000 .*memory="):
+    with pytest.raises(
+        DoesNotFitError, match=r"rank 3: .* 1100 bytes .*machine\.host_bytes=1000 .*memory="
+    ):
         pool.borrow(500)
     assert pool.used_bytes == 600
 
 
 def test_near_the_limit_free_buffers_of_other_sizes_make_room():
     pool = HostPool(None, "rank 0", limit_bytes=1000)
-    larger, smaller = pool.borrow(600), pool.borrow(400)
+    larger = pool.borrow(600)
+    smaller = pool.borrow(400)
     pool.release(larger)
     assert pool.borrow(500) is larger, "one that is large enough does"
     pool.release(smaller)
@@ -76,7 +79,9 @@ def test_pinned_memory_is_whole_pages_of_its_own_and_unpinned_when_dropped():
     assert set(cudart.pinned) == {buffers[1].data_ptr(), other.data_ptr()}, "the first made room"
     assert pool.held_bytes == pool.used_bytes == PAGE_BYTES + 3
     del pool
-    assert not cudart.pinned, "before the pages are unmapped, also those of a buffer that is still held"
+    assert not cudart.pinned, (
+        "before the pages are unmapped, also those of a buffer that is still held"
+    )
 
 
 @pytest.mark.parametrize("limit", [1 << 20, resource.RLIM_INFINITY])
@@ -85,7 +90,8 @@ def test_pins_that_are_refused_name_ulimit(limit, monkeypatch):
     pool = HostPool(PinnedMemory("rank 1", Cudart(PAGE_BYTES)), "rank 1")
     pool.borrow(10)
     with pytest.raises(
-        DoesNotFitError, match=r"rank 1: pinned host memory \(CUDA's error 2: out of memory\).*ulimit -l"
+        DoesNotFitError,
+        match=r"rank 1: pinned host memory \(CUDA's error 2: out of memory\).*ulimit -l",
     ) as raised:
         pool.borrow(3 * PAGE_BYTES)
     assert raised.value.limit_bytes == (PAGE_BYTES if limit == resource.RLIM_INFINITY else limit)

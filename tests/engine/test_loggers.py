@@ -58,13 +58,17 @@ def test_tensorboard_reads_its_events(tmp_path: Path) -> None:
     events = accumulator.EventAccumulator(str(run.path / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("validation_accuracy")] == [
-        (2, pytest.approx(0.2)), (4, pytest.approx(0.4)),
-    ]  # fmt: skip
+        (2, pytest.approx(0.2)),
+        (4, pytest.approx(0.4)),
+    ]
     assert len(events.Scalars("train_loss")) == 4
 
 
 def wandb_records(data: bytes) -> Iterator[Any]:
-    """The records of a file in LevelDB's log format, after a header of 7 bytes; all in its first block of 32 KiB."""
+    """The records of a file in LevelDB's log format, after a header of 7 bytes.
+
+    All in its first block of 32 KiB.
+    """
     kinds = importlib.import_module("wandb.proto.wandb_internal_pb2")
     assert 7 < len(data) < 1 << 15
     place = 7
@@ -74,17 +78,25 @@ def wandb_records(data: bytes) -> Iterator[Any]:
         place += 7 + size
 
 
-def test_wandb_writes_an_offline_run_that_it_can_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_writes_an_offline_run_that_it_can_sync(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     run = write(tmp_path, 0, 3, "wandb")
     (file,) = (run.path / "wandb").glob("offline-run-*/run-*.wandb")
     deadline_s = time.monotonic() + 60
-    while file.stat().st_size <= 7 and time.monotonic() < deadline_s:  # written by a process of wandb's
+    while (
+        file.stat().st_size <= 7 and time.monotonic() < deadline_s
+    ):  # written by a process of wandb's
         time.sleep(0.05)
-    steps, configured = [], ""
+    steps = []
+    configured = ""
     for record in wandb_records(file.read_bytes()):
         if record.WhichOneof("record_type") == "history":
-            values = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+            values = {
+                item.key or "/".join(item.nested_key): item.value_json
+                for item in record.history.item
+            }
             steps.append(float(values["train_loss"]))
         elif record.WhichOneof("record_type") == "run":
             configured = str(record.run.config)
@@ -95,14 +107,13 @@ def test_wandb_writes_an_offline_run_that_it_can_sync(tmp_path: Path, monkeypatc
 def test_mlflow_reads_its_file_store(tmp_path: Path) -> None:
     write(tmp_path, 0, 2, "mlflow")
     write(tmp_path, 2, 4, "mlflow")
-    client = importlib.import_module("mlflow.tracking").MlflowClient(tracking_uri=(tmp_path / "mlruns").as_uri())
+    client = importlib.import_module("mlflow.tracking").MlflowClient(
+        tracking_uri=(tmp_path / "mlruns").as_uri()
+    )
     (run,) = client.search_runs([client.get_experiment_by_name("logged").experiment_id])
-    assert [metric.value for metric in client.get_metric_history(run.info.run_id, "train_loss")] == [
-        1,
-        1 / 2,
-        1 / 3,
-        1 / 4,
-    ]
+    assert [
+        metric.value for metric in client.get_metric_history(run.info.run_id, "train_loss")
+    ] == [1, 1 / 2, 1 / 3, 1 / 4]
     assert run.data.params["model.depth"] == "8"
     assert run.info.status == "FINISHED"
 
@@ -113,7 +124,9 @@ def test_settings_are_what_differs_from_the_defaults() -> None:
     assert "model.norm" not in found
 
 
-def test_a_package_that_is_missing_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_is_missing_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = importlib.import_module
 
     def without_wandb(name: str, *args: object) -> object:
@@ -122,7 +135,10 @@ def test_a_package_that_is_missing_is_one_line(tmp_path: Path, monkeypatch: pyte
         return real(name, *args)
 
     monkeypatch.setattr(importlib, "import_module", without_wandb)
-    with pytest.raises(ConfigError, match=r"^train\.loggers=wandb: needs wandb, .*pip install 'gems-train\[wandb\]'$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^train\.loggers=wandb: needs wandb, .*pip install 'gems-train\[wandb\]'$",
+    ):
         write(tmp_path, 0, 1, "wandb")
 
 

@@ -1,4 +1,7 @@
-"""Losses as sums with weights: equal to the loss of everything at once, whatever the micro-batches; or refused."""
+"""Losses as sums with weights.
+
+Equal to the loss of everything at once, whatever the micro-batches; or refused.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +23,25 @@ SOURCES = {  # of shapes of outputs and labels of 7 samples
     "classification": (DataConfig(num_classes=CLASSES), (7, CLASSES)),
     "tokens": (DataConfig(name="tokens", num_classes=CLASSES, length=5), (7, CLASSES, 5)),
     "segmentation": (
-        DataConfig(target="a.B", task="segmentation", height_px=6, width_px=5, num_classes=CLASSES), (7, CLASSES, 6, 5),
+        DataConfig(target="a.B", task="segmentation", height_px=6, width_px=5, num_classes=CLASSES),
+        (7, CLASSES, 6, 5),
     ),
-    "multi_label": (DataConfig(target="a.B", task="multi_label", num_classes=CLASSES), (7, CLASSES)),
+    "multi_label": (
+        DataConfig(target="a.B", task="multi_label", num_classes=CLASSES),
+        (7, CLASSES),
+    ),
     "regression": (DataConfig(target="a.B", task="regression", num_classes=CLASSES), (7, CLASSES)),
-}  # fmt: skip
+}
 
 
 def opened(task: str, dtype=torch.float64, like=None, **config) -> SummedLoss:
     data, shape = SOURCES[task]
     return SummedLoss(
-        LossConfig(**config), data, dtype, CPU, torch.empty(shape, device="meta") if like is None else like
+        LossConfig(**config),
+        data,
+        dtype,
+        CPU,
+        torch.empty(shape, device="meta") if like is None else like,
     )
 
 
@@ -51,8 +62,14 @@ WEIGHTED = {"weight": [1, 9, 0.25]}
 CASES = {
     "classes": ("classification", {}),
     "class weights": ("classification", {"kwargs": WEIGHTED}),
-    "smoothed": ("classification", {"kwargs": {**WEIGHTED, "label_smoothing": 0.1, "ignore_index": 1}}),
-    "smoothed without weights": ("classification", {"kwargs": {"label_smoothing": 0.1, "ignore_index": 1}}),
+    "smoothed": (
+        "classification",
+        {"kwargs": {**WEIGHTED, "label_smoothing": 0.1, "ignore_index": 1}},
+    ),
+    "smoothed without weights": (
+        "classification",
+        {"kwargs": {"label_smoothing": 0.1, "ignore_index": 1}},
+    ),
     "tokens": ("tokens", {"kwargs": WEIGHTED}),
     "pixels": ("segmentation", {}),
     "pixels with weights": ("segmentation", {"kwargs": WEIGHTED}),
@@ -61,14 +78,23 @@ CASES = {
     "mse": ("regression", {}),
     "l1": ("regression", {"name": "l1"}),
     "smooth_l1": ("regression", {"name": "smooth_l1", "kwargs": {"beta": 0.3}}),
-    "torch's by target": ("segmentation", {"target": "torch.nn.CrossEntropyLoss", "kwargs": WEIGHTED}),
+    "torch's by target": (
+        "segmentation",
+        {"target": "torch.nn.CrossEntropyLoss", "kwargs": WEIGHTED},
+    ),
     "a function of torch": ("classification", {"target": "torch.nn.functional.cross_entropy"}),
     "mean over samples": ("classification", {"target": f"{OWN}.Focal", "kwargs": {"gamma": 1.5}}),
-    "own weight": ("classification", {"target": f"{OWN}.WeightedFocal", "kwargs": {"weights": [1.0, 9.0, 2.0]}}),
-    "own reduction": ("classification", {"target": f"{OWN}:WithReduction", "kwargs": {"weights": [1.0, 9.0, 2.0]}}),
+    "own weight": (
+        "classification",
+        {"target": f"{OWN}.WeightedFocal", "kwargs": {"weights": [1.0, 9.0, 2.0]}},
+    ),
+    "own reduction": (
+        "classification",
+        {"target": f"{OWN}:WithReduction", "kwargs": {"weights": [1.0, 9.0, 2.0]}},
+    ),
     "own function": ("classification", {"target": f"{OWN}.summed_or_mean"}),
     "sum": ("regression", {"kwargs": {"reduction": "sum"}}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("task", "config"), CASES.values(), ids=CASES)
@@ -78,7 +104,8 @@ def test_the_mean_over_uneven_parts_is_that_of_the_whole(task, config):
     parts = [slice(0, 1), slice(1, 3), slice(3, 7)]
     weight = StepWeight(loss, len(labels))
     total = weight(dict(enumerate(labels[part] for part in parts)))
-    ours, whole = outputs.clone().requires_grad_(), outputs.clone().requires_grad_()
+    ours = outputs.clone().requires_grad_()
+    whole = outputs.clone().requires_grad_()
     sums = [loss(ours[part], labels[part]) for part in parts]
     for each in sums:
         each.backward(torch.tensor(1 / total, dtype=torch.float64))
@@ -91,14 +118,24 @@ def test_the_mean_over_uneven_parts_is_that_of_the_whole(task, config):
 
 
 def plain(task: str, config: dict) -> Loss:
-    return open_loss(LossConfig(**config), SOURCES[task][0].task or "classification", torch.float64, CPU)
+    return open_loss(
+        LossConfig(**config), SOURCES[task][0].task or "classification", torch.float64, CPU
+    )
 
 
 def test_only_weights_that_depend_on_labels_are_agreed_between_ranks():
     constant = {
         name for name, (task, config) in CASES.items() if opened(task, **config).is_constant
-    }  # fmt: skip
-    assert constant == {"classes", "several labels", "mse", "l1", "smooth_l1", "mean over samples", "sum"}
+    }
+    assert constant == {
+        "classes",
+        "several labels",
+        "mse",
+        "l1",
+        "smooth_l1",
+        "mean over samples",
+        "sum",
+    }
     messages = []
 
     class Counting:
@@ -113,19 +150,56 @@ def test_only_weights_that_depend_on_labels_are_agreed_between_ranks():
     loss = opened("classification", kwargs=WEIGHTED)
     mine = sum(WEIGHTED["weight"][label] for label in labels[0].tolist())
     assert StepWeight(loss, 14, Counting())(labels) == mine + 5 and messages == [[mine]]
-    assert StepWeight(loss, 14, Counting())({}) == 1.0 and len(messages) == 1  # of a rank that reads no labels
+    assert (
+        StepWeight(loss, 14, Counting())({}) == 1.0 and len(messages) == 1
+    )  # of a rank that reads no labels
 
 
 REFUSED = {
-    "dice of a batch": ("segmentation", {"target": f"{OWN}.batch_dice"}, "loss.target", "cannot be summed over micro"),
-    "weights of outputs": ("classification", {"target": f"{OWN}.by_outputs"}, "loss.target", "cannot be summed over"),
-    "no scalar": ("classification", {"kwargs": {"reduction": "none"}}, "loss.kwargs", "gives no scalar"),
+    "dice of a batch": (
+        "segmentation",
+        {"target": f"{OWN}.batch_dice"},
+        "loss.target",
+        "cannot be summed over micro",
+    ),
+    "weights of outputs": (
+        "classification",
+        {"target": f"{OWN}.by_outputs"},
+        "loss.target",
+        "cannot be summed over",
+    ),
+    "no scalar": (
+        "classification",
+        {"kwargs": {"reduction": "none"}},
+        "loss.kwargs",
+        "gives no scalar",
+    ),
     "fails": ("classification", {"target": f"{OWN}.broken"}, "loss.target", "own_losses.py"),
-    "parameters": ("classification", {"target": f"{OWN}.WithParameters"}, "loss.target", "has parameters"),
-    "another shape": ("regression", {"name": "cross_entropy", "kwargs": {"weight": [1.0, 2.0]}}, "loss.name", "shape"),
-    "no such argument": ("classification", {"kwargs": {"gamma": 1}}, "loss.kwargs", "label_smoothing"),
-    "no such loss": ("classification", {"target": f"{OWN}.Focale"}, "loss.target", "nearest: Focal"),
-}  # fmt: skip
+    "parameters": (
+        "classification",
+        {"target": f"{OWN}.WithParameters"},
+        "loss.target",
+        "has parameters",
+    ),
+    "another shape": (
+        "regression",
+        {"name": "cross_entropy", "kwargs": {"weight": [1.0, 2.0]}},
+        "loss.name",
+        "shape",
+    ),
+    "no such argument": (
+        "classification",
+        {"kwargs": {"gamma": 1}},
+        "loss.kwargs",
+        "label_smoothing",
+    ),
+    "no such loss": (
+        "classification",
+        {"target": f"{OWN}.Focale"},
+        "loss.target",
+        "nearest: Focal",
+    ),
+}
 
 
 @pytest.mark.parametrize(("task", "config", "key", "text"), REFUSED.values(), ids=REFUSED)
@@ -145,12 +219,16 @@ def test_a_part_of_the_output_is_taken_by_key_field_or_index():
     Pair = collections.namedtuple("Pair", "out aux")
     other = outputs + 1
     for output, given in (
-        ("out", {"aux": other, "out": outputs}), ("1", (other, outputs)), ("out", Pair(outputs, other)),
-    ):  # fmt: skip
+        ("out", {"aux": other, "out": outputs}),
+        ("1", (other, outputs)),
+        ("out", Pair(outputs, other)),
+    ):
         loss = opened("classification", like=given, output=output)
         assert float(loss(given, labels)) == pytest.approx(expected)
         assert torch.equal(loss.scores(given), outputs)
-        assert float(loss(outputs, labels)) == pytest.approx(expected)  # of a model that gives one in evaluation
+        assert float(loss(outputs, labels)) == pytest.approx(
+            expected
+        )  # of a model that gives one in evaluation
     alone = opened("classification", like=outputs_of("out"))
     assert float(alone({"out": outputs}, labels)) == pytest.approx(expected)
 

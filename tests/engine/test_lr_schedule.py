@@ -15,10 +15,18 @@ STEPS = 12
 
 
 def optimizer(lrs: tuple[float, ...] = (0.1,)) -> torch.optim.Optimizer:
-    return torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(1))], "lr": lr} for lr in lrs], momentum=0.9)
+    return torch.optim.SGD(
+        [{"params": [nn.Parameter(torch.zeros(1))], "lr": lr} for lr in lrs], momentum=0.9
+    )
 
 
-def make(name: str | None = None, lrs: tuple[float, ...] = (0.1,), samples: int = 64, steps: int = STEPS, **changes):
+def make(
+    name: str | None = None,
+    lrs: tuple[float, ...] = (0.1,),
+    samples: int = 64,
+    steps: int = STEPS,
+    **changes,
+):
     made = optimizer(lrs)
     config = {f"lr_scheduler__{key}": value for key, value in changes.items()}
     named = {} if name is None else {"lr_scheduler__name": name}
@@ -44,7 +52,10 @@ OF_TORCH = {
     "exponential": ({"gamma": 0.9}, lambda made: lr_scheduler.ExponentialLR(made, 0.9)),
     "multi_step": ({"milestones": [2, 5]}, lambda made: lr_scheduler.MultiStepLR(made, [2, 5])),
     "step": ({"step_size": 3}, lambda made: lr_scheduler.StepLR(made, 3)),
-    "constant": ({"factor": 0.5}, lambda made: lr_scheduler.ConstantLR(made, 0.5, total_iters=STEPS)),
+    "constant": (
+        {"factor": 0.5},
+        lambda made: lr_scheduler.ConstantLR(made, 0.5, total_iters=STEPS),
+    ),
 }
 
 
@@ -68,8 +79,14 @@ def test_warm_up_rises_linearly_and_then_the_scheduler_has_the_rest_of_the_steps
 
 
 def test_an_epoch_begins_where_its_first_sample_is_taken():
-    """8 samples a step and 20 an epoch: epochs begin within steps 2, 5, 7 and 10 and count from the step after."""
-    found = [rate for (rate,) in rates(*make("step", samples=20, interval="epoch", kwargs={"step_size": 1}))]
+    """8 samples a step and 20 an epoch.
+
+    Epochs begin within steps 2, 5, 7 and 10 and count from the step after.
+    """
+    found = [
+        rate
+        for (rate,) in rates(*make("step", samples=20, interval="epoch", kwargs={"step_size": 1}))
+    ]
     epochs = [step * 8 // 20 for step in range(STEPS)]
     assert found == pytest.approx([0.1 * 0.1**epoch for epoch in epochs])
 

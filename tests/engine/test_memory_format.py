@@ -1,4 +1,7 @@
-"""Tensors in channels_last between ranks: no copy on the way, the values and the order of memory that were sent."""
+"""Tensors in channels_last between ranks.
+
+No copy on the way, the values and the order of memory that were sent.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,10 @@ from tests.device import DEVICE
 from tests.engine.rig import ListPart, staging_for_mpi
 from tests.engine.toys import make_spec
 
-MAP, VECTOR = (2, 3, 4, 5), (2, 7)
-SEND, RECEIVE = Action(Kind.SEND_F, 0, 0), Action(Kind.RECV_F, 1, 0)
+MAP = (2, 3, 4, 5)
+VECTOR = (2, 7)
+SEND = Action(Kind.SEND_F, 0, 0)
+RECEIVE = Action(Kind.RECV_F, 1, 0)
 
 
 class Watched(type(staging_for_mpi())):  # type: ignore[misc]
@@ -45,8 +50,14 @@ class Watched(type(staging_for_mpi())):  # type: ignore[misc]
 def channels(comm: Comm) -> Iterator[tuple[ChannelsLast, Watched]]:
     schedule = Schedule("test", 2, Placement(1, ((0, 0),)), ((SEND, RECEIVE),))
     boundary = (TensorSpec("x", MAP, torch.float32), TensorSpec("y", VECTOR, torch.float32))
-    transport, staging = Transport(comm, 20.0), Watched(DEVICE)
-    yield ChannelsLast(schedule, 0, [boundary], [transport] * 2, staging, Recorder(ListPart(), DEVICE)), staging
+    transport = Transport(comm, 20.0)
+    staging = Watched(DEVICE)
+    yield (
+        ChannelsLast(
+            schedule, 0, [boundary], [transport] * 2, staging, Recorder(ListPart(), DEVICE)
+        ),
+        staging,
+    )
     transport.close()
 
 
@@ -60,24 +71,37 @@ def test_a_map_arrives_in_channels_last(channels, order) -> None:
         passed.post_send(SEND, sent)
         found = passed.wait(RECEIVE)
         passed.drain()
-        assert all(map(torch.equal, found, sent)) and [each.shape for each in found] == [MAP, VECTOR]
-        assert found[0].is_contiguous(memory_format=torch.channels_last) and found[1].is_contiguous()
+        assert all(map(torch.equal, found, sent)) and [each.shape for each in found] == [
+            MAP,
+            VECTOR,
+        ]
+        assert (
+            found[0].is_contiguous(memory_format=torch.channels_last) and found[1].is_contiguous()
+        )
         memory.append([tensor.data_ptr() for tensor in found])
         passed.release(found)
-    shared = [place == tensor.data_ptr() for place, tensor in zip(staging.places, 2 * sent, strict=True)]
-    assert shared == 2 * [order is torch.channels_last, True], "only another order of memory is copied"
+    shared = [
+        place == tensor.data_ptr() for place, tensor in zip(staging.places, 2 * sent, strict=True)
+    ]
+    assert shared == 2 * [order is torch.channels_last, True], (
+        "only another order of memory is copied"
+    )
     if staging.is_direct:
         assert memory[0] == memory[1], "buffers are received into again"
 
 
 def test_images_are_loaded_in_channels_last() -> None:
     spec = make_spec("1f1b", 1, machine__channels_last=True)
-    loader = BatchLoader(spec, open_dataset(spec.data, spec.seed), 0, range(4), range(4), torch.float32, DEVICE)
+    loader = BatchLoader(
+        spec, open_dataset(spec.data, spec.seed), 0, range(4), range(4), torch.float32, DEVICE
+    )
     batch = loader.batch(0)
     for m, images in batch.images.items():
         if batch.arrive is not None:
             batch.arrive(m)
-        assert images.is_contiguous(memory_format=torch.channels_last) and not images.is_contiguous()
+        assert (
+            images.is_contiguous(memory_format=torch.channels_last) and not images.is_contiguous()
+        )
     loader.close()
 
 

@@ -31,8 +31,12 @@ def test_dice_by_class_beside_those_of_constant_predictors() -> None:
     labels[2, :3] = -1
     found = on_two_ranks(lambda: Dice(4), scores, labels.to(torch.int8))
     known = (labels >= 0).numpy()
-    wanted, given = labels.numpy()[known], scores.argmax(1).numpy()[known]
-    by_class = [2 * np.sum((given == c) & (wanted == c)) / (np.sum(given == c) + np.sum(wanted == c)) for c in range(4)]
+    wanted = labels.numpy()[known]
+    given = scores.argmax(1).numpy()[known]
+    by_class = [
+        2 * np.sum((given == c) & (wanted == c)) / (np.sum(given == c) + np.sum(wanted == c))
+        for c in range(4)
+    ]
     constant = [2 * np.sum(wanted == c) / (len(wanted) + np.sum(wanted == c)) for c in range(3)]
     assert found["validation_dice_by_class"] == pytest.approx(by_class)
     assert found["validation_dice"] == pytest.approx(np.mean(by_class))
@@ -47,22 +51,34 @@ def test_classes_of_images_and_places() -> None:
         scores = torch.randn(shape, generator=GENERATOR)
         labels = torch.randint(3, (6, *shape[2:]), generator=GENERATOR)
         found = on_two_ranks(lambda: ClassAccuracy(3), scores, labels)
-        assert found["validation_accuracy"] == pytest.approx(float((scores.argmax(1) == labels).double().mean()))
-        assert found["validation_majority"] == max(torch.bincount(labels.flatten()).tolist()) / labels.numel()
+        assert found["validation_accuracy"] == pytest.approx(
+            float((scores.argmax(1) == labels).double().mean())
+        )
+        assert (
+            found["validation_majority"]
+            == max(torch.bincount(labels.flatten()).tolist()) / labels.numel()
+        )
 
 
 def test_each_of_several_labels() -> None:
     scores = torch.tensor([[1.0, -1.0], [1.0, 1.0], [-1.0, -2.0], [3.0, -1.0]])
     labels = torch.tensor([[1.0, 0.0], [0.0, 0.0], [1.0, 0.0], [1.0, 1.0]])
     found = on_two_ranks(lambda: LabelAccuracy(2), scores, labels)
-    assert found["validation_accuracy_by_label"] == [0.5, 0.5] and found["validation_accuracy"] == 0.5
-    assert found["validation_majority_by_label"] == [0.75, 0.75] and found["validation_majority"] == 0.75
+    assert (
+        found["validation_accuracy_by_label"] == [0.5, 0.5] and found["validation_accuracy"] == 0.5
+    )
+    assert (
+        found["validation_majority_by_label"] == [0.75, 0.75]
+        and found["validation_majority"] == 0.75
+    )
 
 
 def test_the_error_of_values_beside_that_of_their_mean() -> None:
     outputs, labels = torch.randn(2, 6, 2, generator=GENERATOR).unbind(0)
     found = on_two_ranks(AbsoluteError, outputs, labels)
-    assert found["validation_mean_absolute_error"] == pytest.approx(np.abs((outputs - labels).numpy()).mean())
+    assert found["validation_mean_absolute_error"] == pytest.approx(
+        np.abs((outputs - labels).numpy()).mean()
+    )
     expected = np.abs(labels.numpy() - labels.numpy().mean(0)).mean()
     assert found["validation_mean_absolute_error_constant"] == pytest.approx(expected)
 

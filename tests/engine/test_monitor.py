@@ -15,7 +15,8 @@ import torch
 from gems.engine.supervision.monitor import Monitor
 from gems.utils.host_memory import rss_bytes
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+CPU = torch.device("cpu")
+GPU = torch.device("cuda", 0)
 UUID = "01234567-89ab-cdef-0123-456789abcdef"
 
 
@@ -47,15 +48,21 @@ def driver(asked: list[str], **failing: bool) -> SimpleNamespace:
         "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=40),
         "nvmlDeviceGetTotalEnergyConsumption": 5_000_000,
     }
-    return SimpleNamespace(NVMLError=NVMLError, **{name: answer(name, value) for name, value in values.items()})
+    return SimpleNamespace(
+        NVMLError=NVMLError, **{name: answer(name, value) for name, value in values.items()}
+    )
 
 
 @pytest.fixture
 def open_on_gpu(monkeypatch):
     def open_monitor(at_ns=time.perf_counter_ns, **failing: bool) -> Monitor:
-        monkeypatch.setattr("gems.engine.supervision.monitor.time", SimpleNamespace(perf_counter_ns=at_ns))
+        monkeypatch.setattr(
+            "gems.engine.supervision.monitor.time", SimpleNamespace(perf_counter_ns=at_ns)
+        )
         monkeypatch.setitem(sys.modules, "pynvml", driver([], **failing))
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=UUID))
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=UUID)
+        )
         return Monitor(GPU, 1000.0)
 
     return open_monitor
@@ -125,7 +132,9 @@ def test_energy_is_what_the_counter_went_on_by(open_on_gpu):
 @pytest.mark.parametrize("counted", ["missing", "set back"])
 def test_energy_is_the_integral_of_power_where_nothing_counts(open_on_gpu, monkeypatch, counted):
     times_ns = iter([0, 2_000_000_000, 3_000_000_000])
-    monitor = open_on_gpu(nvmlDeviceGetTotalEnergyConsumption=counted == "missing", at_ns=lambda: next(times_ns))
+    monitor = open_on_gpu(
+        nvmlDeviceGetTotalEnergyConsumption=counted == "missing", at_ns=lambda: next(times_ns)
+    )
     if counted == "set back":
         sys.modules["pynvml"].nvmlDeviceGetTotalEnergyConsumption = lambda handle: 1
     sys.modules["pynvml"].nvmlDeviceGetPowerUsage = lambda handle: 350_500

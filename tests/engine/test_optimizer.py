@@ -35,19 +35,24 @@ class Twice(torch.optim.SGD):
 def network() -> list[NumberedLayer]:
     torch.manual_seed(0)
     modules = {"stem": nn.Conv2d(3, 4, 3), "norm": nn.BatchNorm2d(4), "head": nn.Linear(4, 2)}
-    return [NumberedLayer(index, name, module) for index, (name, module) in enumerate(modules.items())]
+    return [
+        NumberedLayer(index, name, module) for index, (name, module) in enumerate(modules.items())
+    ]
 
 
 def test_lamb_by_the_papers_formulas():
     rng = np.random.default_rng(0)
-    weights, gradients = rng.standard_normal((3, 5)), rng.standard_normal((4, 3, 5))
+    weights = rng.standard_normal((3, 5))
+    gradients = rng.standard_normal((4, 3, 5))
     parameter = nn.Parameter(torch.from_numpy(weights.copy()))
     optimizer = Lamb([parameter], lr=0.1, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.3)
-    mean, square = np.zeros((3, 5)), np.zeros((3, 5))
+    mean = np.zeros((3, 5))
+    square = np.zeros((3, 5))
     for count, gradient in enumerate(gradients, 1):
         parameter.grad = torch.from_numpy(gradient.copy())
         optimizer.step()
-        mean, square = 0.8 * mean + 0.2 * gradient, 0.95 * square + 0.05 * gradient**2
+        mean = 0.8 * mean + 0.2 * gradient
+        square = 0.95 * square + 0.05 * gradient**2
         ratio = (mean / (1 - 0.8**count)) / (np.sqrt(square / (1 - 0.95**count)) + 1e-6)
         step = ratio + 0.3 * weights
         weights = weights - 0.1 * np.linalg.norm(weights) / np.linalg.norm(step) * step
@@ -55,7 +60,9 @@ def test_lamb_by_the_papers_formulas():
 
 
 def test_groups_are_those_of_the_whole_model_on_every_rank():
-    config = OptimizerConfig("adamw", lr=1.0, weight_decay=0.1, decay_norms_and_biases=False, layer_decay=0.5)
+    config = OptimizerConfig(
+        "adamw", lr=1.0, weight_decay=0.1, decay_norms_and_biases=False, layer_decay=0.5
+    )
     layers = network()
     whole = build_optimizer(config, layers, 3).param_groups
     of_rank = build_optimizer(config, layers[1:2], 3).param_groups
@@ -73,15 +80,22 @@ def test_groups_are_those_of_the_whole_model_on_every_rank():
 @pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "lamb"])
 def test_frozen_parameters_do_not_move_and_have_no_state(name):
     layers = network()
-    assert freeze([layer[1:] for layer in layers], ["st*", "head.bias", "nothing"]) == {"st*", "head.bias"}
+    assert freeze([layer[1:] for layer in layers], ["st*", "head.bias", "nothing"]) == {
+        "st*",
+        "head.bias",
+    }
     stem, norm, head = (layer.module for layer in layers)
-    before = {key: value.clone() for key, value in nn.ModuleList([stem, norm, head]).state_dict().items()}
+    before = {
+        key: value.clone() for key, value in nn.ModuleList([stem, norm, head]).state_dict().items()
+    }
     optimizer = build_optimizer(OptimizerConfig(name, lr=0.1, weight_decay=0.1), layers, 3)
     loss = head(norm(stem(torch.randn(2, 3, 8, 8))).mean((2, 3))).square().sum()
     loss.backward()
     optimizer.step()
     assert torch.equal(stem.weight, before["0.weight"]) and torch.equal(head.bias, before["2.bias"])
-    assert not torch.equal(head.weight, before["2.weight"]) and not torch.equal(norm.weight, before["1.weight"])
+    assert not torch.equal(head.weight, before["2.weight"]) and not torch.equal(
+        norm.weight, before["1.weight"]
+    )
     assert stem.weight not in optimizer.state and head.bias not in optimizer.state
 
 
@@ -104,8 +118,16 @@ def test_what_a_rank_cannot_run(target, kwargs, said):
 
 
 def test_an_own_optimizer_gets_its_arguments():
-    config = OptimizerConfig(target="torch.optim.RAdam", lr=0.5, weight_decay=0.2, kwargs={"betas": [0.8, 0.9]})
+    config = OptimizerConfig(
+        target="torch.optim.RAdam", lr=0.5, weight_decay=0.2, kwargs={"betas": [0.8, 0.9]}
+    )
     made = build_optimizer(config, network(), 3)
     assert isinstance(made, torch.optim.RAdam)
-    assert (made.defaults["lr"], made.defaults["weight_decay"], made.defaults["betas"]) == (0.5, 0.2, [0.8, 0.9])
-    build_optimizer(OptimizerConfig(target=f"{HERE}.Clipping", kwargs={"max_grad_norm": None}), network(), 3)
+    assert (made.defaults["lr"], made.defaults["weight_decay"], made.defaults["betas"]) == (
+        0.5,
+        0.2,
+        [0.8, 0.9],
+    )
+    build_optimizer(
+        OptimizerConfig(target=f"{HERE}.Clipping", kwargs={"max_grad_norm": None}), network(), 3
+    )

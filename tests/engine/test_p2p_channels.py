@@ -1,4 +1,7 @@
-"""Transfers of a schedule as messages: tags, order of memory, bytes, and what a boundary of several tensors sends."""
+"""Transfers of a schedule as messages.
+
+Tags, order of memory, bytes, and what a boundary of several tensors sends.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,8 @@ def test_no_two_messages_of_a_step_share_way_ranks_and_tag():
     num_messages = 0
     for schedule in schedules():
         for num_tensors in (1, 3):
-            sent, received = Counter(), Counter()
+            sent = Counter()
+            received = Counter()
             for rank, action in schedule.actions():
                 if action.kind not in SEND_KINDS | RECV_KINDS:
                     continue
@@ -83,10 +87,16 @@ def test_no_two_messages_of_a_step_share_way_ranks_and_tag():
 def test_strips_have_shapes_of_their_own_and_nothing_is_sent_of_one_without_rows():
     schedule = lower(with_strips(generate("1f1b", 2, 1), 3))
     shapes = [(), ((2, 1),), ((2, 4), (3,))]
-    boundaries = [tuple(TensorSpec(str(n), shape, torch.float32) for n, shape in enumerate(each)) for each in shapes]
+    boundaries = [
+        tuple(TensorSpec(str(n), shape, torch.float32) for n, shape in enumerate(each))
+        for each in shapes
+    ]
     part = ListPart()
     recorder = Recorder(part, DEVICE)
-    links = [LateTransport(schedule, 0, way, boundaries, lambda action, index: torch.tensor(7.0)) for way in range(2)]
+    links = [
+        LateTransport(schedule, 0, way, boundaries, lambda action, index: torch.tensor(7.0))
+        for way in range(2)
+    ]
     channels = P2PChannels(schedule, 0, boundaries, links, Staging(DEVICE), recorder)
     for strip, expected in enumerate(shapes):
         channels.post_send(Action(Kind.SEND_F, 0, strip), [torch.ones(shape) for shape in expected])
@@ -164,8 +174,14 @@ def test_any_layout_arrives_in_logical_order(comm, layout, dtype):
 
 
 def test_a_boundary_of_several_tensors(comm):
-    tensors = (torch.arange(6.0).reshape(2, 3), torch.tensor([[4], [5]]), torch.rand(2, 2).bfloat16())
-    channels, _, _ = open_channels(comm, tuple(spec_of(f"t{i}", tensor) for i, tensor in enumerate(tensors)), 2)
+    tensors = (
+        torch.arange(6.0).reshape(2, 3),
+        torch.tensor([[4], [5]]),
+        torch.rand(2, 2).bfloat16(),
+    )
+    channels, _, _ = open_channels(
+        comm, tuple(spec_of(f"t{i}", tensor) for i, tensor in enumerate(tensors)), 2
+    )
     for m in (0, 1):
         channels.post_receive(Action(Kind.RECV_F, 1, m))
     for m in (1, 0):
@@ -191,8 +207,11 @@ def test_an_integer_tensor_has_no_gradient_message(comm):
 def test_bytes_are_held_while_under_way_and_recorded(comm):
     tensors = (torch.rand(4, 4), torch.arange(3))
     size = 4 * 16 + 8 * 3
-    channels, recorder, part = open_channels(comm, tuple(spec_of(f"t{i}", t) for i, t in enumerate(tensors)))
-    send, receive = Action(Kind.SEND_F, 0, 0), Action(Kind.RECV_F, 1, 0)
+    channels, recorder, part = open_channels(
+        comm, tuple(spec_of(f"t{i}", t) for i, t in enumerate(tensors))
+    )
+    send = Action(Kind.SEND_F, 0, 0)
+    receive = Action(Kind.RECV_F, 1, 0)
     channels.post_receive(receive)
     assert recorder.memory.held_bytes == size
     channels.post_send(send, tensors)
@@ -227,9 +246,14 @@ def test_released_buffers_are_used_again(comm):
 def test_more_messages_than_tags_are_refused():
     schedule = lower(generate("1f1b", 4, 100))
     boundaries = [(TensorSpec("x", (1,), torch.float32),)] * 3
-    links = [LateTransport(schedule, 0, way, boundaries, lambda action, index: torch.zeros(1)) for way in range(2)]
+    links = [
+        LateTransport(schedule, 0, way, boundaries, lambda action, index: torch.zeros(1))
+        for way in range(2)
+    ]
     top = max(
-        message_tag(action, 0, 4, 1) for _, action in schedule.actions() if action.kind in SEND_KINDS | RECV_KINDS
+        message_tag(action, 0, 4, 1)
+        for _, action in schedule.actions()
+        if action.kind in SEND_KINDS | RECV_KINDS
     )
     recorder = Recorder(None, DEVICE)
     links[0].max_tag = top - 1

@@ -38,7 +38,8 @@ class Clock:
 
 
 def test_a_time_is_waited_for_in_short_sleeps_with_polls_and_spins_at_the_end(monkeypatch):
-    clock, polls = Clock(monkeypatch), []
+    clock = Clock(monkeypatch)
+    polls = []
     waiter = Waiter(lambda: polls.append(clock.now_ns), 0.0001, 10.0)
     waiter.wait_until_time(5_000_000)
     assert 5_000_000 <= clock.now_ns < 5_002_000

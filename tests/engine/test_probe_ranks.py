@@ -32,8 +32,16 @@ def test_two_ranks_find_each_other(tmp_path: Path) -> None:
     ended = ranks(2, str(result), "cpu")
     assert ended.returncode == 0, ended.tail
     found = json.loads(result.read_text())
-    assert (found["schema"], found["world_size"], found["threads"]) == ("gems.probe/1", 2, "serialized")
-    assert found["mpi"] and len(found["ranks"]) == 2 and all(rank["sees_folder"] for rank in found["ranks"])
+    assert (found["schema"], found["world_size"], found["threads"]) == (
+        "gems.probe/1",
+        2,
+        "serialized",
+    )
+    assert (
+        found["mpi"]
+        and len(found["ranks"]) == 2
+        and all(rank["sees_folder"] for rank in found["ranks"])
+    )
     assert (found["device_message"], found["device"]) == ("no GPU", None)
     assert 0 < found["host"]["latency_s"] < 1 and found["host"]["bytes_per_s"] > 1e6
 
@@ -45,7 +53,9 @@ def test_ranks_of_other_worlds_say_so(tmp_path: Path) -> None:
     assert ended.returncode == ConfigError.exit_code
     found = json.loads(result.read_text())
     assert found["exit_code"] == 2
-    assert found["config_error"][2] == "MPI sees a world of 1, and the probe was started with 2 ranks"
+    assert (
+        found["config_error"][2] == "MPI sees a world of 1, and the probe was started with 2 ranks"
+    )
 
 
 @pytest.mark.timeout(150)
@@ -64,7 +74,9 @@ def test_without_torch_where_there_is_no_gpu() -> None:
         "import gems.engine.transport.probe as p, sys; p._device('cpu', ()); "
         "print('torch' in sys.modules, 'mpi4py' in sys.modules)"
     )
-    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
     assert ended.stdout == "False False\n", ended.stderr
 
 

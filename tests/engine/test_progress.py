@@ -21,7 +21,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_the_note_tells_the_last_step_at_most_every_two_seconds(tmp_path: Path, clock: list[float]) -> None:
+def test_the_note_tells_the_last_step_at_most_every_two_seconds(
+    tmp_path: Path, clock: list[float]
+) -> None:
     path = tmp_path / "progress.json"
     shown = Progress("one", 10, 8, path)
     steps = []
@@ -34,7 +36,9 @@ def test_the_note_tells_the_last_step_at_most_every_two_seconds(tmp_path: Path, 
     assert (note["steps"], note["loss"], note["images_per_s"]) == (10, 0.1, pytest.approx(16.0))
 
 
-def test_what_is_not_known_is_null_and_not_shown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_not_known_is_null_and_not_shown(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "progress.json"
     with caplog.at_level(logging.INFO):
         Progress("one", 1, 8, path).show(1, math.nan)
@@ -51,7 +55,9 @@ def test_a_file_system_that_is_gone_does_not_stop_a_run(tmp_path: Path) -> None:
     Progress("one", 10, 8, tmp_path / "file" / "progress.json").show(1, 0.5)
 
 
-def test_an_error_is_shown_at_once_and_until_it_is_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_is_shown_at_once_and_until_it_is_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "progress.json"
     shown = Progress("one", 10, 8, path)
     shown.show(1, 0.5)

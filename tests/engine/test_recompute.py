@@ -13,7 +13,18 @@ from torch.nn import functional
 from gems.autograd.recompute import matmul_outputs as products
 from gems.autograd.recompute.recompute import Recomputation, RecomputeContext
 from gems.models.build import as_tuple
-from tests.engine.recompute_rig import CHANNELS, NETS, SHAPE, SIDE, Calls, ReadFirst, batches, check, conv, modules_of
+from tests.engine.recompute_rig import (
+    CHANNELS,
+    NETS,
+    SHAPE,
+    SIDE,
+    Calls,
+    ReadFirst,
+    batches,
+    check,
+    conv,
+    modules_of,
+)
 
 
 @pytest.mark.parametrize("is_selective", [False, True], ids=["all", "selective"])
@@ -88,14 +99,20 @@ def test_a_cheap_second_run_runs_no_product(name):
         with Calls() as backward:
             made[0].sum().backward()
         assert first.num_matmuls > 0
-        counts[is_selective] = (second.num_matmuls, backward.names["convolution_backward"], second.names["mean"])
+        counts[is_selective] = (
+            second.num_matmuls,
+            backward.names["convolution_backward"],
+            second.names["mean"],
+        )
         assert second.num_matmuls == (0 if is_selective else first.num_matmuls)
     assert counts[True][1:] == counts[False][1:]
 
 
 def test_behind_a_kept_product_that_drew_random_numbers_the_next_draw_is_the_same(monkeypatch):
     """On a GPU fused attention draws its dropout itself; here the making of a mask stands for it."""
-    monkeypatch.setattr(products, "_is_recorded", lambda func: func.overloadpacket is torch.ops.aten.bernoulli)
+    monkeypatch.setattr(
+        products, "_is_recorded", lambda func: func.overloadpacket is torch.ops.aten.bernoulli
+    )
 
     class Drawn(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -132,7 +149,10 @@ def test_a_product_that_is_changed_behind_the_layers_is_computed_again():
 
 
 def test_cheap_keeps_each_product_and_lets_it_go_when_it_is_used():
-    """A sigmoid saves what it gave, not what it was given: behind the second run, nothing holds what was kept."""
+    """A sigmoid saves what it gave, not what it was given.
+
+    Behind the second run, nothing holds what was kept.
+    """
     modules = nn.ModuleList([conv(), nn.Sigmoid(), conv(), nn.Sigmoid()])
     recomputation = Recomputation(modules, is_selective=True)
     (x,) = batches(1)
@@ -149,7 +169,9 @@ def test_cheap_keeps_each_product_and_lets_it_go_when_it_is_used():
 
 
 def test_autograd_saves_the_memory_that_was_kept_and_no_copy_of_it():
-    recomputation = Recomputation(nn.ModuleList([conv(), nn.BatchNorm2d(CHANNELS)]), is_selective=True)
+    recomputation = Recomputation(
+        nn.ModuleList([conv(), nn.BatchNorm2d(CHANNELS)]), is_selective=True
+    )
     (x,) = batches(1)
     _, kept = recomputation.forward((x,))
     (product,) = kept.tensors()

@@ -11,7 +11,8 @@ from gems.schedule.action import Action, Kind
 from gems.trace import COLUMNS, DTYPES, KINDS, TracePart, read_part, root_attributes
 from tests.engine.rig import ListPart
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+CPU = torch.device("cpu")
+GPU = torch.device("cuda", 0)
 NAMES = [name for name, *_ in COLUMNS["events"]]
 
 
@@ -25,7 +26,10 @@ def test_every_kind_of_action_has_a_code():
 
 def test_tensor_bytes_count_a_storage_once():
     base = torch.zeros(10, dtype=torch.float64)
-    assert tensor_bytes([base, base[3:], base.view(2, 5), torch.zeros(3, dtype=torch.int32)]) == 80 + 12
+    assert (
+        tensor_bytes([base, base[3:], base.view(2, 5), torch.zeros(3, dtype=torch.int32)])
+        == 80 + 12
+    )
 
 
 def test_rows_name_the_action_and_what_was_held():
@@ -40,11 +44,20 @@ def test_rows_name_the_action_and_what_was_held():
     recorder.compute(Action(Kind.STEP, 1), start)
     recorder.end_step()
     backward, link, step = as_dicts(part.rows)
-    assert (link["rank"], link["step"], KINDS[link["kind"]], link["stream"]) == (5, 2, "SEND_B", LINK)
+    assert (link["rank"], link["step"], KINDS[link["kind"]], link["stream"]) == (
+        5,
+        2,
+        "SEND_B",
+        LINK,
+    )
     assert (link["moved_bytes"], link["device_bytes"], link["segment"]) == (640, 60, -1)
     place = [backward[name] for name in ("stage", "segment", "direction", "micro_batch")]
     assert place == [3, 4, 1, 1]
-    assert (backward["stream"], backward["device_bytes"], backward["moved_bytes"]) == (COMPUTE, 100, 0)
+    assert (backward["stream"], backward["device_bytes"], backward["moved_bytes"]) == (
+        COMPUTE,
+        100,
+        0,
+    )
     assert (KINDS[step["kind"]], step["micro_batch"]) == ("STEP", -1)
     assert start == backward["start_ns"] <= backward["end_ns"] <= step["end_ns"]
 
@@ -69,8 +82,18 @@ def test_waiting_for_input_is_of_a_step_or_of_a_forward():
     recorder.waited(4, 30, 40)
     whole, single = as_dicts(part.rows)
     for row in (whole, single):
-        assert (KINDS[row["kind"]], row["rank"], row["step"], row["device_bytes"]) == ("INPUT", 5, 3, 7)
-    assert (whole["stage"], whole["micro_batch"], whole["start_ns"], whole["end_ns"]) == (-1, -1, 10, 20)
+        assert (KINDS[row["kind"]], row["rank"], row["step"], row["device_bytes"]) == (
+            "INPUT",
+            5,
+            3,
+            7,
+        )
+    assert (whole["stage"], whole["micro_batch"], whole["start_ns"], whole["end_ns"]) == (
+        -1,
+        -1,
+        10,
+        20,
+    )
     assert (single["stage"], single["direction"], single["micro_batch"]) == (0, 1, 6)
 
 
@@ -124,7 +147,9 @@ class FakeGpu:
                 return later.ms - self.ms
 
         monkeypatch.setattr(torch.cuda, "Event", Event)
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: self.log.append("synchronize"))
+        monkeypatch.setattr(
+            torch.cuda, "synchronize", lambda device: self.log.append("synchronize")
+        )
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Compute())
 
 

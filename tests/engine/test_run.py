@@ -1,4 +1,7 @@
-"""The rank program under mpiexec: every way to fail ends all ranks, with a code, one line and a file."""
+"""The rank program under mpiexec.
+
+Every way to fail ends all ranks, with a code, one line and a file.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +36,26 @@ ROOT = Path(__file__).resolve().parents[2]
 NUM_RANKS = 2
 LIMIT_S = 100.0
 RECORD = {
-    "rank", "node", "pid", "step", "action", "stage", "cause", "cause_class", "kind", "errno", "traceback", "waits_for",
-    "rss_bytes", "device_bytes", "device_reserved_bytes", "memory", "mpi", "exit_code", "utc",
-}  # fmt: skip
+    "rank",
+    "node",
+    "pid",
+    "step",
+    "action",
+    "stage",
+    "cause",
+    "cause_class",
+    "kind",
+    "errno",
+    "traceback",
+    "waits_for",
+    "rss_bytes",
+    "device_bytes",
+    "device_reserved_bytes",
+    "memory",
+    "mpi",
+    "exit_code",
+    "utc",
+}
 NODE = os.uname().nodename
 
 
@@ -48,7 +68,9 @@ def shared_memory():
 
 def make_folder(path: Path, **changes) -> RunFolder:
     options = {"data__height_px": 8, "data__width_px": 8, "train__evaluate": False} | changes
-    return prepare(make_spec("1f1b", NUM_RANKS, runs_dir=str(path), parallel__micro_batches=2, **options))
+    return prepare(
+        make_spec("1f1b", NUM_RANKS, runs_dir=str(path), parallel__micro_batches=2, **options)
+    )
 
 
 def launch(folder: RunFolder) -> Ended:
@@ -100,13 +122,18 @@ class Launched:
 
 
 def broken_png(path: Path) -> None:
-    """A PNG whose checksums are right and whose pixels cannot be decoded: only who reads the image sees it."""
+    """A PNG whose checksums are right and whose pixels cannot be decoded.
+
+    Only who reads the image sees it.
+    """
     Image.new("RGB", (16, 16)).save(path)
     data = path.read_bytes()
     at = data.index(b"IDAT")
     (length,) = struct.unpack(">I", data[at - 4 : at])
     chunk = b"IDAT" + bytes(reversed(data[at + 4 : at + 4 + length]))
-    path.write_bytes(data[:at] + chunk + struct.pack(">I", zlib.crc32(chunk)) + data[at + 8 + length :])
+    path.write_bytes(
+        data[:at] + chunk + struct.pack(">I", zlib.crc32(chunk)) + data[at + 8 + length :]
+    )
 
 
 def image_folder(path: Path) -> Path:
@@ -119,14 +146,25 @@ def image_folder(path: Path) -> Path:
 
 @pytest.mark.timeout(150)
 def test_an_image_that_cannot_be_decoded_ends_all_ranks(tmp_path):
-    """One rank reads images, and fails in the middle of the run; the other would wait for its data for ever."""
+    """One rank reads images, and fails in the middle of the run.
+
+    The other would wait for its data for ever.
+    """
     path = image_folder(tmp_path / "images")
     folder = make_folder(
-        tmp_path / "runs", data__name="folder", data__path=str(path), data__num_classes=2, data__train_samples=8,
-        data__validation_samples=2, data__prefetch_steps=0, train__steps=50,
-    )  # fmt: skip
+        tmp_path / "runs",
+        data__name="folder",
+        data__path=str(path),
+        data__num_classes=2,
+        data__train_samples=8,
+        data__validation_samples=2,
+        data__prefetch_steps=0,
+        train__steps=50,
+    )
     for name in ("one", "two"):
-        broken_png(path / name / "3.png")  # after the data were checked, which would have refused them
+        broken_png(
+            path / name / "3.png"
+        )  # after the data were checked, which would have refused them
     ended = launch(folder)
     assert not ended.timed_out and ended.returncode == ConfigError.exit_code
     record = failure(folder, 0, ConfigError.exit_code)
@@ -148,7 +186,9 @@ def test_a_failure_in_an_action_is_named(tmp_path):
     assert not folder.failed_json(0).exists()
     assert (record["step"], record["action"]) == (0, "1F0")
     assert record["cause"].startswith("ValueError: Expected more than 1 value per channel")
-    assert lines_of(ended) == [f"[rank 1] ERROR failed on node {NODE} in step 0, action 1F0: {record['cause']}"]
+    assert lines_of(ended) == [
+        f"[rank 1] ERROR failed on node {NODE} in step 0, action 1F0: {record['cause']}"
+    ]
     assert any("Traceback" in text for text in ended.tail)
 
 
@@ -166,7 +206,9 @@ def test_a_rank_that_waits_too_long_says_for_what(tmp_path):
     assert f"in step {record['step']}, action {record['action']}: rank 0 waited" in line
     hang = read_json(folder.stalled_json)
     assert (hang["rank"], hang["step"], hang["action"]) == (0, record["step"], record["action"])
-    assert [(root["rank"], root["pid"], root["state"]) for root in hang["roots"]] == [(1, stopped.pid, "is silent")]
+    assert [(root["rank"], root["pid"], root["state"]) for root in hang["roots"]] == [
+        (1, stopped.pid, "is silent")
+    ]
     assert record["waits_for"] == hang["waits_for"] and "of rank 1, which is silent" in line
     assert "wait_until" in folder.stacks(0).read_text() and folder.stacks(1).read_text() == ""
 
@@ -190,11 +232,17 @@ def test_a_killed_rank_leaves_all_parts_readable(tmp_path):
             of_step = part.events[part.events["step"] == step]
             is_wait = of_step["kind"] == KINDS.index("INPUT")
             assert (~is_wait).sum() == 3 * 2 + 3 * 2 - 4 + 2
-            # one rank waits for the images of the step, the other for the labels, before anything else
+            # one rank waits for the images of the step, the other for the labels, before anything
+            # else
             (wait,) = of_step[is_wait]
             assert (wait["stage"], wait["micro_batch"]) == (-1, -1)
             begin_ns = part.rank_steps["start_ns"][step]
-            assert begin_ns == wait["start_ns"] <= wait["end_ns"] <= of_step["start_ns"][~is_wait].min()
+            assert (
+                begin_ns
+                == wait["start_ns"]
+                <= wait["end_ns"]
+                <= of_step["start_ns"][~is_wait].min()
+            )
 
 
 def run_alone(folder: RunFolder, **environment: str) -> subprocess.CompletedProcess:
@@ -214,8 +262,9 @@ def test_another_number_of_ranks_is_refused(tmp_path):
     folder = make_folder(tmp_path)
     ended = run_alone(folder)
     assert ended.returncode == 2 and "Traceback" not in ended.stderr
-    assert failure(folder, 0, 2)["cause"] == (
-        "parallel=2 partitions x 1 replicas: needs 2 ranks and was started with 1; start 2 ranks"
+    assert (
+        failure(folder, 0, 2)["cause"]
+        == "parallel=2 partitions x 1 replicas: needs 2 ranks and was started with 1; start 2 ranks"
     )
 
 
@@ -243,17 +292,31 @@ def test_a_broken_run_yaml_is_refused(tmp_path):
 
 
 def test_a_run_needs_a_folder():
-    ended = subprocess.run([sys.executable, "-m", "gems.engine.run"], capture_output=True, text=True, timeout=LIMIT_S)
+    ended = subprocess.run(
+        [sys.executable, "-m", "gems.engine.run"], capture_output=True, text=True, timeout=LIMIT_S
+    )
     assert ended.returncode == 2 and "usage" in ended.stderr
 
 
 @pytest.mark.parametrize(("schedule", "forwards_of_a_step"), [("1f1b", 2), ("gems_master", 1)])
-def test_a_loss_that_is_not_finite_ends_the_run_with_a_finite_checkpoint(tmp_path, schedule, forwards_of_a_step):
+def test_a_loss_that_is_not_finite_ends_the_run_with_a_finite_checkpoint(
+    tmp_path, schedule, forwards_of_a_step
+):
     spec = make_spec(
-        schedule, NUM_RANKS, runs_dir=str(tmp_path), parallel__micro_batches=2, parallel__boundaries=[0, 2, 5],
-        data__height_px=8, data__width_px=8, model__name="toy_fuse", model__width=6 * forwards_of_a_step,
-        plugins=["tests.engine.toys"], plugins_dir=str(ROOT), train__steps=9, train__checkpoint_steps=3,
-    )  # fmt: skip
+        schedule,
+        NUM_RANKS,
+        runs_dir=str(tmp_path),
+        parallel__micro_batches=2,
+        parallel__boundaries=[0, 2, 5],
+        data__height_px=8,
+        data__width_px=8,
+        model__name="toy_fuse",
+        model__width=6 * forwards_of_a_step,
+        plugins=["tests.engine.toys"],
+        plugins_dir=str(ROOT),
+        train__steps=9,
+        train__checkpoint_steps=3,
+    )
     folder = prepare(spec)
     ended = launch(folder)
     assert ended.returncode == RankFailedError.exit_code
@@ -263,7 +326,10 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_a_finite_checkpoint(tmp_pat
     assert "that is not finite is that of layer fuse" in line
     failure(folder, rank, RankFailedError.exit_code)
     newest = checkpoint_folders(folder.checkpoints)[0]
-    assert newest.name[-2:] in ("03", "06")  # that of step 6 is put off while a slow disk still writes the one before
+    assert newest.name[-2:] in (
+        "03",
+        "06",
+    )  # that of step 6 is put off while a slow disk still writes the one before
     saved = [load_file(path) for path in newest.glob("*.safetensors")]
     assert all(bool(tensor.isfinite().all()) for shard in saved for tensor in shard.values())
     assert read_part(part_path(folder.path, 0)).rank_steps["step"].tolist() == list(range(6))

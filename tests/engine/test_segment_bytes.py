@@ -32,7 +32,8 @@ MODELS = {
     "amoebanet": (ModelConfig(name="amoebanet", depth=3, width=8), 32),
     "googlenet": (ModelConfig(name="googlenet", width=4), 32),
 }
-NUM, CLASSES = 3, 5
+NUM = 3
+CLASSES = 5
 
 
 def data_of(side_px: int) -> DataConfig:
@@ -49,11 +50,19 @@ def random_plan(boundaries: tuple[int, ...], choices: list[Choice], seed: int) -
     draw = random.Random(seed)
     stages = []
     for first, end in pairwise(boundaries):
-        stage, at = [], first
+        stage = []
+        at = first
         while at < end:
             stop = min(end, at + draw.randint(1, 3))
             stage.append(
-                Segment(at, stop, draw.choice(choices), draw.randint(0, 2), draw.randint(0, 3), draw.random() < 0.3)
+                Segment(
+                    at,
+                    stop,
+                    draw.choice(choices),
+                    draw.randint(0, 2),
+                    draw.randint(0, 3),
+                    draw.random() < 0.3,
+                )
             )
             at = stop
         stages.append(tuple(stage))
@@ -71,7 +80,12 @@ CHOICES = {
     "recompute": [Choice.RECOMPUTE],
     "selective": [Choice.SELECTIVE],
     "offloaded inputs": [Choice.OFFLOAD_INPUTS],
-    "offloaded inputs beside others": [Choice.OFFLOAD_INPUTS, Choice.OFFLOAD, Choice.KEEP, Choice.RECOMPUTE],
+    "offloaded inputs beside others": [
+        Choice.OFFLOAD_INPUTS,
+        Choice.OFFLOAD,
+        Choice.KEEP,
+        Choice.RECOMPUTE,
+    ],
     "all": list(Choice),
 }
 
@@ -94,11 +108,13 @@ def test_bytes_of_every_action_are_those_of_the_walk(name, family, choices):
 
     def rig_of(row_of, **options) -> Rig:
         modules: dict[tuple[int, int], list[nn.Module]] = {
-            held: build_layers(layers, cuts[held[1]], cuts[held[1] + 1], 0) for held in compute.placement.stages_on(0)
+            held: build_layers(layers, cuts[held[1]], cuts[held[1] + 1], 0)
+            for held in compute.placement.stages_on(0)
         }
         return Rig(row_of, 0, modules, labels_per_step=NUM * SIZE, **options)
 
-    ours, whole = rig_of(schedule, plan=plan), rig_of(validate(lower(compute)))
+    ours = rig_of(schedule, plan=plan)
+    whole = rig_of(validate(lower(compute)))
     seen = []
     watch(
         ours,
@@ -112,6 +128,8 @@ def test_bytes_of_every_action_are_those_of_the_walk(name, family, choices):
     assert_same_bits(ours, whole)
     assert_nothing_left(ours)
     walked = rank_timeline(profile_of(name), plan, schedule, 0, OPTIMIZERS["sgd"])
-    assert seen == [(point.action, point.activation_bytes, point.host_bytes) for point in walked.points]
+    assert seen == [
+        (point.action, point.activation_bytes, point.host_bytes) for point in walked.points
+    ]
     assert ours.executor.activations.peak_bytes == walked.peak_activation_bytes
     assert ours.segments.store.counters.num_misses == 0

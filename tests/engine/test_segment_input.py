@@ -45,7 +45,8 @@ def test_inputs_may_be_changed_in_place_as_the_first_thing():
 
 def test_gradients_are_those_of_leaves_in_their_layout():
     x = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
-    y, index = torch.randn(5), torch.tensor([1, 2])
+    y = torch.randn(5)
+    index = torch.tensor([1, 2])
     leaves = [x.detach().requires_grad_(), y.detach().requires_grad_()]
     (leaves[0].mean() + 0 * leaves[1][0]).backward()
     segment_input, values = SegmentInput.enter([x, index, y], [True, False, True])
@@ -59,7 +60,8 @@ def test_gradients_are_those_of_leaves_in_their_layout():
 
 @pytest.mark.parametrize("is_whole", [False, True])
 def test_an_input_without_use_has_no_gradient_inside_of_a_stage_and_zeros_at_its_end(is_whole):
-    x, y = torch.randn(3), torch.randn(2)
+    x = torch.randn(3)
+    y = torch.randn(2)
     segment_input, values = SegmentInput.enter([x, y], [True, True])
     values[0].sum().backward()
     first, second = segment_input.gradients(is_whole)
@@ -70,7 +72,8 @@ def test_an_input_without_use_has_no_gradient_inside_of_a_stage_and_zeros_at_its
 
 
 def test_what_wants_no_gradient_has_none():
-    x, y = torch.randn(3), torch.randn(3)
+    x = torch.randn(3)
+    y = torch.randn(3)
     segment_input, values = SegmentInput.enter([x, y], [False, True])
     assert not values[0].requires_grad
     (values[0] * values[1]).sum().backward()

@@ -39,7 +39,8 @@ class Views(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = self.linear(x)
-        left, right = wide[:, :WIDTH], wide[:, 1::2]
+        left = wide[:, :WIDTH]
+        right = wide[:, 1::2]
         rows = wide.t()[0].expand(3, -1)
         return left * right + (rows * rows.exp()).sum() * wide.view(-1, 2, WIDTH)[:, 1]
 
@@ -79,15 +80,31 @@ def linear() -> nn.Module:
 
 NETWORKS: dict[str, Callable[[], list[nn.Module]]] = {
     "in place": lambda: [
-        linear(), nn.ReLU(inplace=True), linear(), nn.Dropout(0.3, inplace=True), nn.LeakyReLU(0.2, inplace=True),
+        linear(),
+        nn.ReLU(inplace=True),
+        linear(),
+        nn.Dropout(0.3, inplace=True),
+        nn.LeakyReLU(0.2, inplace=True),
         linear(),
     ],
     "norms and dropout": lambda: [
-        linear(), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5), nn.GELU(), linear(), nn.BatchNorm1d(WIDTH, momentum=None),
+        linear(),
+        nn.BatchNorm1d(WIDTH),
+        nn.Dropout(0.5),
+        nn.GELU(),
+        linear(),
+        nn.BatchNorm1d(WIDTH, momentum=None),
     ],
     "views": lambda: [Views(), nn.Identity(), nn.Flatten(), Views(), nn.Tanh()],
-    "skips": lambda: [linear(), Skip(), Through(nn.Tanh()), Through(linear()), Join(), nn.Softmax(1)],
-}  # fmt: skip
+    "skips": lambda: [
+        linear(),
+        Skip(),
+        Through(nn.Tanh()),
+        Through(linear()),
+        Join(),
+        nn.Softmax(1),
+    ],
+}
 FAMILIES = [
     ("1f1b", 3, 1),
     ("gems_master", 3, 1),
@@ -102,9 +119,11 @@ FAMILIES = [
 @pytest.mark.parametrize("network", NETWORKS)
 @pytest.mark.parametrize(("family", "num_ranks", "rank"), FAMILIES)
 def test_bits_are_those_of_whole_stages(family, num_ranks, rank, network, plan):
-    compute, layers = generate(family, num_ranks, 4), NETWORKS[network]
+    compute = generate(family, num_ranks, 4)
+    layers = NETWORKS[network]
     cut = plan_of([len(layers())] * compute.num_stages, PLANS[plan])
-    whole, ours = rig_of(compute, rank, layers, None), rig_of(compute, rank, layers, cut)
+    whole = rig_of(compute, rank, layers, None)
+    ours = rig_of(compute, rank, layers, cut)
     assert needs_store(ours.executor.schedule) and not needs_store(whole.executor.schedule)
     for number in range(2):
         scores = [step(rig, number) for rig in (whole, ours)]
@@ -114,16 +133,20 @@ def test_bits_are_those_of_whole_stages(family, num_ranks, rank, network, plan):
     counters = ours.segments.store.counters
     assert counters.num_misses == 0
     assert counters.prefetched_bytes <= counters.offloaded_bytes <= counters.saved_bytes
-    if plan == "offload" and any(action.kind is Kind.OFFLOAD for action in ours.executor.schedule.rows[rank]):
+    if plan == "offload" and any(
+        action.kind is Kind.OFFLOAD for action in ours.executor.schedule.rows[rank]
+    ):
         assert counters.prefetched_bytes == counters.offloaded_bytes > 0
 
 
 @pytest.mark.parametrize("size", [2, 3, 6])
 @pytest.mark.parametrize("distances", [(0, 0), (0, 5), (4, 2)])
 def test_segments_of_any_size_and_distance(size, distances):
-    compute, layers = generate("gpipe", 1, 4), NETWORKS["norms and dropout"]
+    compute = generate("gpipe", 1, 4)
+    layers = NETWORKS["norms and dropout"]
     cut = plan_of([6], (OFFLOAD, RECOMPUTE), size, *distances)
-    whole, ours = rig_of(compute, 0, layers, None), rig_of(compute, 0, layers, cut)
+    whole = rig_of(compute, 0, layers, None)
+    ours = rig_of(compute, 0, layers, cut)
     for rig in (whole, ours):
         step(rig)
     assert_same_bits(ours, whole)
@@ -131,10 +154,13 @@ def test_segments_of_any_size_and_distance(size, distances):
 
 
 def test_everything_leaves_once_and_the_pool_is_made_in_the_first_step():
-    compute, layers = generate("gpipe", 1, 4), NETWORKS["views"]
+    compute = generate("gpipe", 1, 4)
+    layers = NETWORKS["views"]
     ours = rig_of(compute, 0, layers, plan_of([5], (OFFLOAD,), free_after=0))
     kept = rig_of(compute, 0, layers, plan_of([5], PLANS["keep"]))
-    counters, pool, made = ours.segments.store.counters, ours.segments.pool, []
+    counters = ours.segments.store.counters
+    pool = ours.segments.pool
+    made = []
     for number in range(3):
         for rig in (ours, kept):
             step(rig, number)
@@ -149,8 +175,14 @@ def test_everything_leaves_once_and_the_pool_is_made_in_the_first_step():
 @pytest.mark.parametrize(("choice", "least"), [(OFFLOAD, 24), (OFFLOAD_INPUTS, 20)])
 def test_memory_is_gone_behind_free_and_back_with_prefetch(choice, least):
     """Of all that a copy takes: no graph, leaf or frame holds it."""
-    rig = rig_of(generate("gpipe", 1, 4), 0, NETWORKS["norms and dropout"], plan_of([6], (choice,), free_after=2))
-    store, seen = rig.segments.store, {Kind.FREE: 0, Kind.PREFETCH: 0}
+    rig = rig_of(
+        generate("gpipe", 1, 4),
+        0,
+        NETWORKS["norms and dropout"],
+        plan_of([6], (choice,), free_after=2),
+    )
+    store = rig.segments.store
+    seen = {Kind.FREE: 0, Kind.PREFETCH: 0}
 
     def see(action):
         if action.kind in seen:
@@ -158,9 +190,17 @@ def test_memory_is_gone_behind_free_and_back_with_prefetch(choice, least):
             copied = [saved for saved in table.storages if saved.buffer is not None]
             held = [table.residency.is_on_device(saved.number) for saved in copied]
             # the labels, which the loss saves, are the batch's
-            gone = [s for s, is_held in zip(copied, held, strict=True) if not is_held and s.num_bytes != SIZE * 8]
+            gone = [
+                s
+                for s, is_held in zip(copied, held, strict=True)
+                if not is_held and s.num_bytes != SIZE * 8
+            ]
             assert all(saved.memory() is None for saved in gone)
-            assert all(saved.memory() is not None for saved, is_held in zip(copied, held, strict=True) if is_held)
+            assert all(
+                saved.memory() is not None
+                for saved, is_held in zip(copied, held, strict=True)
+                if is_held
+            )
             seen[action.kind] += len(gone if action.kind is Kind.FREE else copied)
 
     watch(rig, see)
@@ -168,13 +208,17 @@ def test_memory_is_gone_behind_free_and_back_with_prefetch(choice, least):
     assert seen[Kind.FREE] >= least and seen[Kind.PREFETCH] > 0
 
 
-@pytest.mark.parametrize(("family", "rank"), [("1f1b", 1), ("zb_h1", 1), ("gpipe", 2), ("interleaved_1f1b", 1)])
+@pytest.mark.parametrize(
+    ("family", "rank"), [("1f1b", 1), ("zb_h1", 1), ("gpipe", 2), ("interleaved_1f1b", 1)]
+)
 @pytest.mark.parametrize("network", ["in place", "norms and dropout", "views"])
 def test_what_a_stage_received_leaves_until_it_is_recomputed(family, rank, network):
-    compute, layers = generate(family, 3, 4), NETWORKS[network]
+    compute = generate(family, 3, 4)
+    layers = NETWORKS[network]
     size = len(layers())
     cut = plan_of([size] * compute.num_stages, (OFFLOAD_INPUTS,), size, free_after=0, ahead=0)
-    whole, ours = rig_of(compute, rank, layers, None), rig_of(compute, rank, layers, cut)
+    whole = rig_of(compute, rank, layers, None)
+    ours = rig_of(compute, rank, layers, cut)
     gone = []
 
     def see(action):
@@ -187,7 +231,9 @@ def test_what_a_stage_received_leaves_until_it_is_recomputed(family, rank, netwo
         assert step(whole, number) == step(ours, number)
         assert_nothing_left(ours)
     assert_same_bits(ours, whole)
-    assert gone and all(each == (SIZE * WIDTH * 4, None) for each in gone), "only the inputs are kept, and away"
+    assert gone and all(each == (SIZE * WIDTH * 4, None) for each in gone), (
+        "only the inputs are kept, and away"
+    )
     counters = ours.segments.store.counters
     assert counters.offloaded_bytes == counters.prefetched_bytes == sum(size for size, _ in gone)
     assert counters.num_misses == 0
@@ -205,7 +251,9 @@ def test_a_backward_frees_a_kept_segment_layer_by_layer():
         @staticmethod
         def backward(ctx, gradient):
             for table in rig.segments.store._tables.values():
-                alive.append(sum(saved.num_bytes for saved in table.storages if saved.memory() is not None))
+                alive.append(
+                    sum(saved.num_bytes for saved in table.storages if saved.memory() is not None)
+                )
             return gradient * 2
 
     class Tell(nn.Module):
@@ -224,7 +272,9 @@ def test_a_backward_frees_a_kept_segment_layer_by_layer():
 def test_copies_are_spans_of_their_streams_with_host_bytes():
     rig = rig_of(generate("gpipe", 1, 4), 0, NETWORKS["skips"], plan_of([6], (OFFLOAD,)))
     step(rig)
-    rows = {stream: [row for row in rig.part.rows if row[7] == stream] for stream in (COPY_OUT, COPY_IN)}
+    rows = {
+        stream: [row for row in rig.part.rows if row[7] == stream] for stream in (COPY_OUT, COPY_IN)
+    }
     for stream, kind in ((COPY_OUT, Kind.OFFLOAD), (COPY_IN, Kind.PREFETCH)):
         actions = [action for action in rig.executor.schedule.rows[0] if action.kind is kind]
         assert [(KINDS[row[2]], row[3], row[4], row[6]) for row in rows[stream]] == [
@@ -237,8 +287,16 @@ def test_copies_are_spans_of_their_streams_with_host_bytes():
 
 
 def test_a_host_limit_refuses_in_words_and_leaves_nothing():
-    rig = rig_of(generate("gpipe", 1, 4), 0, NETWORKS["views"], plan_of([5], (OFFLOAD,)), host_limit_bytes=500)
-    with pytest.raises(DoesNotFitError, match=r"rank 0: .* above its share of machine\.host_bytes=500"):
+    rig = rig_of(
+        generate("gpipe", 1, 4),
+        0,
+        NETWORKS["views"],
+        plan_of([5], (OFFLOAD,)),
+        host_limit_bytes=500,
+    )
+    with pytest.raises(
+        DoesNotFitError, match=r"rank 0: .* above its share of machine\.host_bytes=500"
+    ):
         step(rig)
     assert_nothing_left(rig)
     assert rig.segments.pool.held_bytes <= 500
@@ -247,9 +305,12 @@ def test_a_host_limit_refuses_in_words_and_leaves_nothing():
 @pytest.mark.parametrize("kind", [Kind.F, Kind.R, Kind.B, Kind.FREE, Kind.PREFETCH])
 @pytest.mark.parametrize("place", [0, 5])
 def test_a_step_that_breaks_leaves_nothing_and_the_next_is_as_ever(kind, place):
-    compute, layers, cut = (generate("gpipe", 1, 4), NETWORKS["norms and dropout"], plan_of([6], PLANS["mixed"]))
+    compute = generate("gpipe", 1, 4)
+    layers = NETWORKS["norms and dropout"]
+    cut = plan_of([6], PLANS["mixed"])
     rig, fresh = (rig_of(compute, 0, layers, cut) for _ in range(2))
-    num_seen, is_on = 0, True
+    num_seen = 0
+    is_on = True
 
     def see(action):
         nonlocal num_seen
@@ -258,7 +319,9 @@ def test_a_step_that_breaks_leaves_nothing_and_the_next_is_as_ever(kind, place):
             raise RuntimeError("broken on purpose")
 
     watch(rig, see)
-    before = {id(p): p.detach().clone() for stage in rig.stages.values() for p in stage.modules.buffers()}
+    before = {
+        id(p): p.detach().clone() for stage in rig.stages.values() for p in stage.modules.buffers()
+    }
     with pytest.raises(RuntimeError, match="on purpose"):
         step(rig)
     is_on = False
@@ -294,7 +357,8 @@ def spoiled(spoil: type[nn.Module]) -> Callable[[], list[nn.Module]]:
 
 @pytest.mark.parametrize(("plan", "free_after"), [("keep", 1), ("offload", 1), ("offload", 3)])
 def test_a_saved_tensor_that_is_changed_in_place_is_an_error(plan, free_after):
-    compute, layers = generate("gpipe", 1, 4), spoiled(Spoil)
+    compute = generate("gpipe", 1, 4)
+    layers = spoiled(Spoil)
     with pytest.raises(RuntimeError, match="changed in place"):
         step(rig_of(compute, 0, layers, None))
     rig = rig_of(compute, 0, layers, plan_of([4], PLANS[plan], free_after=free_after))
@@ -315,7 +379,8 @@ def test_a_change_in_place_that_comes_behind_the_copy_or_is_made_on_one_is_none(
 
 
 def test_a_plan_of_another_cut_is_refused():
-    compute, layers = generate("gpipe", 1, 4), NETWORKS["views"]
+    compute = generate("gpipe", 1, 4)
+    layers = NETWORKS["views"]
     schedule = rig_of(compute, 0, layers, plan_of([5], (OFFLOAD,))).executor.schedule
     for other in (plan_of([5], (OFFLOAD,), 2), plan_of([4], (OFFLOAD,)), None):
         with pytest.raises(ConfigError, match="memory plan"):

@@ -39,13 +39,32 @@ def test_convolutions(dims, options, dtype):
 
 @settings(max_examples=40, deadline=None)
 @given(
-    dims=st.integers(1, 3), kernel=st.integers(1, 3), stride=st.integers(1, 2), dilation=st.integers(1, 2),
-    groups=st.sampled_from([1, 2, 4]), padding=st.sampled_from([0, 1, "same", "valid"]), bias=st.booleans(),
-    mode=st.sampled_from(["zeros", "reflect", "replicate", "circular"]), is_first=st.booleans(),
-    dtype=st.sampled_from(DTYPES), transposed=st.booleans(), batched=st.booleans(),
-)  # fmt: skip
+    dims=st.integers(1, 3),
+    kernel=st.integers(1, 3),
+    stride=st.integers(1, 2),
+    dilation=st.integers(1, 2),
+    groups=st.sampled_from([1, 2, 4]),
+    padding=st.sampled_from([0, 1, "same", "valid"]),
+    bias=st.booleans(),
+    mode=st.sampled_from(["zeros", "reflect", "replicate", "circular"]),
+    is_first=st.booleans(),
+    dtype=st.sampled_from(DTYPES),
+    transposed=st.booleans(),
+    batched=st.booleans(),
+)
 def test_any_convolution(
-    dims, kernel, stride, dilation, groups, padding, bias, mode, is_first, dtype, transposed, batched
+    dims,
+    kernel,
+    stride,
+    dilation,
+    groups,
+    padding,
+    bias,
+    mode,
+    is_first,
+    dtype,
+    transposed,
+    batched,
 ):
     torch.manual_seed(0)
     options = {"stride": stride, "dilation": dilation, "groups": groups, "bias": bias}
@@ -74,13 +93,17 @@ def test_memory_order_of_channels_last():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(5, 6), (1, 6), (2, 3, 6), (1, 1, 6), (2, 1, 3, 6), (2, 2, 2, 2, 6)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(5, 6), (1, 6), (2, 3, 6), (1, 1, 6), (2, 1, 3, 6), (2, 2, 2, 2, 6)], ids=str
+)
 @pytest.mark.parametrize("order", ["plain", "transposed", "strided", "expanded"])
 def test_linear_maps(shape, bias, dtype, order):
     torch.manual_seed(0)
     arrange = {
         "plain": nn.Identity(),
-        "transposed": Call(nn.Identity(), lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2)),
+        "transposed": Call(
+            nn.Identity(), lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2)
+        ),
         "strided": Call(nn.Identity(), lambda x: torch.cat([x, x], -2)[..., ::2, :]),
         "expanded": Call(nn.Identity(), lambda x: x[:1].expand(4, *x.shape[1:])),
     }[order]
@@ -158,16 +181,27 @@ def test_attention(kind, options, need_weights):
         widths = (8, 8)
         options = {}
     if kind == "cross" and widths[0] != widths[1]:
-        options, widths = {"kdim": 6, "vdim": 6}, (6, 6)
+        options = {"kdim": 6, "vdim": 6}
+        widths = (6, 6)
     shapes = {
         "self": [(5, 3, 8)],
-        "cross": [(5, 3, 8), (4, 3, widths[0])] if not options.get("batch_first") else [(3, 5, 8), (3, 4, 8)],
-        "three": [(5, 3, 8), (4, 3, widths[0]), (4, 3, widths[1])]
-        if not options.get("batch_first")
-        else [(3, 5, 8), (3, 4, 8), (3, 4, 8)],
+        "cross": (
+            [(5, 3, 8), (4, 3, widths[0])]
+            if not options.get("batch_first")
+            else [(3, 5, 8), (3, 4, 8)]
+        ),
+        "three": (
+            [(5, 3, 8), (4, 3, widths[0]), (4, 3, widths[1])]
+            if not options.get("batch_first")
+            else [(3, 5, 8), (3, 4, 8), (3, 4, 8)]
+        ),
     }[kind]
     attention = nn.MultiheadAttention(8, 2, **options)
-    spread = {"self": lambda q: (q, q, q), "cross": lambda q, k: (q, k, k), "three": lambda q, k, v: (q, k, v)}
+    spread = {
+        "self": lambda q: (q, q, q),
+        "cross": lambda q, k: (q, k, k),
+        "three": lambda q, k, v: (q, k, v),
+    }
     layer = Call(attention, spread[kind], need_weights=need_weights)
     check([layer], batches_of(*shapes))
 

@@ -1,4 +1,7 @@
-"""Split backward in the executor: bits of the whole backward, buffers that W still reads, bytes, and errors."""
+"""Split backward in the executor.
+
+Bits of the whole backward, buffers that W still reads, bytes, and errors.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +30,25 @@ DELAYS = [0, 1, 2, None]
 
 
 def on_one_rank(num_stages: int, order: str) -> Schedule:
-    down, up = range(num_stages), range(num_stages - 1, -1, -1)
+    down = range(num_stages)
+    up = range(num_stages - 1, -1, -1)
     if order == "gpipe":
-        row = [forward(s, m) for m in range(N) for s in down] + [backward(s, m) for m in range(N) for s in up]
+        row = [forward(s, m) for m in range(N) for s in down] + [
+            backward(s, m) for m in range(N) for s in up
+        ]
     else:
-        row = [a for m in range(N) for a in [*(forward(s, m) for s in down), *(backward(s, m) for s in up)]]
+        row = [
+            a
+            for m in range(N)
+            for a in [*(forward(s, m) for s in down), *(backward(s, m) for s in up)]
+        ]
     return Schedule("test", N, Placement(1, ((0,) * num_stages,)), (tuple(row),))
 
 
 def gradients_of(rig: Rig) -> dict[object, list[torch.Tensor]]:
-    return {held: [p.grad for p in stage.modules.parameters()] for held, stage in rig.stages.items()}
+    return {
+        held: [p.grad for p in stage.modules.parameters()] for held, stage in rig.stages.items()
+    }
 
 
 def assert_same_bits(ours: Rig, theirs: Rig) -> None:
@@ -57,10 +69,14 @@ def check_activations(rig: Rig, schedule: Schedule, rank: int) -> None:
     each = range(schedule.num_stages)
     none = (0.0,) * schedule.num_stages
     costs = StageCosts(
-        none, none, none,
+        none,
+        none,
+        none,
         activation=tuple(float(stages[s].stash_bytes or 0) if s in stages else 0.0 for s in each),
-        held_for_weights=tuple(float(stages[s].held_for_weights_bytes or 0) if s in stages else 0.0 for s in each),
-    )  # fmt: skip
+        held_for_weights=tuple(
+            float(stages[s].held_for_weights_bytes or 0) if s in stages else 0.0 for s in each
+        ),
+    )
     assert rig.executor.activations.peak_bytes == peaks(schedule, costs)[rank]
 
 
@@ -68,7 +84,12 @@ MAKERS: dict[str, Callable[[], list[nn.Module]]] = {
     "linear": lambda: [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Identity(), nn.Linear(WIDTH, WIDTH)],
     "views": lambda: [nn.Identity(), nn.Flatten(), nn.Identity(), nn.Linear(WIDTH, WIDTH)],
     "tuples": lambda: [Fork(WIDTH, 3), Pass(), Mix(WIDTH, 3), Join(WIDTH, 3, WIDTH)],
-    "norms": lambda: [nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)],
+    "norms": lambda: [
+        nn.Linear(WIDTH, WIDTH),
+        nn.BatchNorm1d(WIDTH),
+        nn.LayerNorm(WIDTH),
+        nn.Linear(WIDTH, WIDTH),
+    ],
 }
 
 
@@ -84,7 +105,12 @@ def test_stages_on_one_rank(name, order, delay):
     rigs = []
     for kept, schedule in ((modules, halved(compute, delay)), (plain, compute)):
         lowered = validate(lower(schedule))
-        rig = Rig(lowered, 0, {(0, s): [module] for s, module in enumerate(kept)}, labels_per_step=N * SIZE)
+        rig = Rig(
+            lowered,
+            0,
+            {(0, s): [module] for s, module in enumerate(kept)},
+            labels_per_step=N * SIZE,
+        )
         for step in range(2):
             rig.run(Batch(images, labels), step)
         check_activations(rig, lowered, 0)
@@ -94,7 +120,9 @@ def test_stages_on_one_rank(name, order, delay):
 
 def numbered(action, index) -> torch.Tensor:
     """What the neighbours send: a tensor that no other transfer has."""
-    generator = torch.Generator().manual_seed(10 * action.micro_batch + (action.kind is Kind.RECV_B))
+    generator = torch.Generator().manual_seed(
+        10 * action.micro_batch + (action.kind is Kind.RECV_B)
+    )
     return torch.randn(SIZE, WIDTH, generator=generator)
 
 
@@ -133,7 +161,10 @@ def test_a_buffer_that_w_reads_is_not_filled_again(family, name, delay):
 
 
 def v_schedule(num_ranks: int) -> Schedule:
-    """A V placement, micro-batch after micro-batch: the two stages at the turn lie on the last rank."""
+    """A V placement, micro-batch after micro-batch.
+
+    The two stages at the turn lie on the last rank.
+    """
     placement = v(num_ranks)
     last = placement.num_stages - 1
     rows = []
@@ -159,7 +190,9 @@ def test_two_stages_of_a_v_placement(rank, delay):
     boundary = (TensorSpec("x", (SIZE, WIDTH), torch.float32),)
     compute = v_schedule(2)
     stages = [stage for _, stage in compute.placement.stages_on(rank)]
-    modules = {(0, s): [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)] for s in stages}
+    modules = {
+        (0, s): [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)] for s in stages
+    }
     plain = copy.deepcopy(modules)
     images, labels = images_and_labels()
     rigs = []
@@ -194,7 +227,8 @@ def test_an_error_between_i_and_w_leaves_nothing_behind(kind, monkeypatch):
     rig = Rig(schedule, 0, modules, labels_per_step=N * SIZE)
     stage = rig.stages[0, 0]
     name = {Kind.I: "backward_input", Kind.W: "backward_weight"}[kind]
-    plain, calls = getattr(stage, name), []
+    plain = getattr(stage, name)
+    calls = []
 
     def third_fails(*args):
         calls.append(args)

@@ -27,7 +27,10 @@ def run_once(stage: Stage, shape: tuple[int, ...]) -> None:
 
 
 def test_what_is_held_for_the_weights_equals_a_count_by_hand():
-    """Two maps with a tanh between: the input and the gradient that came are not new; of the rest two tensors stay."""
+    """Two maps with a tanh between: the input and the gradient that came are not new.
+
+    Of the rest two tensors stay.
+    """
     stage = make_stage(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
     (out,) = stage.forward(0, (torch.rand(5, 8),), None, True)
     assert stage.stash_bytes == 5 * 16 * FLOAT
@@ -70,7 +73,12 @@ def test_i_lets_the_stash_go_but_for_what_w_reads(is_metered):
 
     torch.manual_seed(0)
     stage = make_stage(
-        nn.Conv2d(3, 4, 3), Look("convolved"), nn.BatchNorm2d(4), nn.ReLU(), Look("active"), nn.Conv2d(4, 2, 1)
+        nn.Conv2d(3, 4, 3),
+        Look("convolved"),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        Look("active"),
+        nn.Conv2d(4, 2, 1),
     )
     if not is_metered:
         run_once(stage, (2, 3, 6, 6))
@@ -109,7 +117,8 @@ def test_still_read_names_the_input_and_the_gradient_that_came():
     assert gradient.untyped_storage().data_ptr() not in read, "tanh made another gradient of it"
 
 
-# --- changes in place ------------------------------------------------------------------------------------------------
+# --- changes in place
+# ------------------------------------------------------------------------------------------------
 
 
 class Spoil(nn.Module):
@@ -128,7 +137,9 @@ class Spoil(nn.Module):
 @pytest.mark.parametrize("is_metered", [True, False], ids=["metered", "later"])
 @pytest.mark.parametrize("is_split", [True, False], ids=["split", "whole"])
 @pytest.mark.parametrize(
-    "layer", [nn.Conv1d(6, 6, 1), nn.Linear(4, 4), nn.Linear(4, 4, bias=False)], ids=["conv", "linear", "no bias"]
+    "layer",
+    [nn.Conv1d(6, 6, 1), nn.Linear(4, 4), nn.Linear(4, 4, bias=False)],
+    ids=["conv", "linear", "no bias"],
 )
 def test_a_saved_tensor_that_is_changed_in_forward_is_refused(layer, is_split, is_metered):
     """A hook on saved tensors, as the meter's, switches autograd's own check off."""
@@ -154,7 +165,8 @@ def test_the_meter_checks_for_changes_in_place():
 @pytest.mark.parametrize("which", ["input", "gradient"])
 def test_what_changes_between_i_and_w_is_refused(which):
     stage = make_stage(nn.Conv1d(3, 3, 1))
-    x, gradient = torch.rand(2, 3, 4), torch.ones(2, 3, 4)
+    x = torch.rand(2, 3, 4)
+    gradient = torch.ones(2, 3, 4)
     stage.forward(0, (x,), None, True)
     stage.backward_input(0, (gradient,))
     (x if which == "input" else gradient).add_(1.0)
@@ -181,7 +193,8 @@ def test_a_layer_in_place_behind_a_convolution_is_right():
     assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
 
 
-# --- errors, messages ------------------------------------------------------------------------------------------------
+# --- errors, messages
+# ------------------------------------------------------------------------------------------------
 
 
 class Fails(torch.autograd.Function):
@@ -254,7 +267,8 @@ def test_whole_and_split_micro_batches_may_alternate():
     split, whole = (make_stage(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(2))
     whole.modules.load_state_dict(split.modules.state_dict())
     for m in range(4):
-        x, gradient = torch.randn(3, 4), torch.randn(3, 4)
+        x = torch.randn(3, 4)
+        gradient = torch.randn(3, 4)
         split.forward(m, (x,), None, m % 2 == 0)
         whole.forward(m, (x,))
         (split.backward_input if m % 2 == 0 else split.backward)(m, (gradient,))
@@ -280,11 +294,14 @@ def test_recomputation_inside_a_layer_is_split_too():
     split, whole = (make_stage(Again()) for _ in range(2))
     whole.modules.load_state_dict(split.modules.state_dict())
     for m in range(2):
-        x, gradient = torch.randn(3, 4), torch.randn(3, 4)
+        x = torch.randn(3, 4)
+        gradient = torch.randn(3, 4)
         split.forward(m, (x,), None, True)
         whole.forward(m, (x,))
         before = [None if p.grad is None else p.grad.clone() for p in split.modules.parameters()]
-        assert torch.equal(split.backward_input(m, (gradient,))[0][0], whole.backward(m, (gradient,))[0][0])
+        assert torch.equal(
+            split.backward_input(m, (gradient,))[0][0], whole.backward(m, (gradient,))[0][0]
+        )
         assert all(
             (p.grad is None) if b is None else torch.equal(p.grad, b)
             for p, b in zip(split.modules.parameters(), before, strict=True)

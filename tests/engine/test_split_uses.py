@@ -11,7 +11,8 @@ from torch import nn
 from gems.autograd.split_backward.layers import SplitLayers
 from tests.engine.split_rig import batches_of, check, make_stage
 
-# --- several uses of one parameter -----------------------------------------------------------------------------------
+# --- several uses of one parameter
+# -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("times", [2, 3])
@@ -23,14 +24,16 @@ def test_a_layer_that_runs_several_times(times):
 
 def test_a_parameter_of_two_layers():
     torch.manual_seed(0)
-    first, second = nn.Linear(6, 6), nn.Linear(6, 6)
+    first = nn.Linear(6, 6)
+    second = nn.Linear(6, 6)
     second.weight = first.weight
     check([first, nn.Tanh(), second], batches_of((4, 6)))
 
 
 def test_an_embedding_tied_to_the_last_linear_map():
     torch.manual_seed(0)
-    embedding, head = nn.Embedding(7, 6), nn.Linear(6, 7, bias=False)
+    embedding = nn.Embedding(7, 6)
+    head = nn.Linear(6, 7, bias=False)
     head.weight = embedding.weight
     batches = [(torch.randint(0, 7, (3, 4)),) for _ in range(3)]
     check([embedding, nn.Tanh(), head], batches, is_first=True)
@@ -91,7 +94,9 @@ def test_a_layer_under_autocast_is_whole_at_i():
 
 
 @pytest.mark.parametrize("frozen", ["weight", "bias"])
-@pytest.mark.parametrize("make", [lambda: nn.Linear(6, 6), lambda: nn.Conv1d(4, 4, 3)], ids=["linear", "conv"])
+@pytest.mark.parametrize(
+    "make", [lambda: nn.Linear(6, 6), lambda: nn.Conv1d(4, 4, 3)], ids=["linear", "conv"]
+)
 def test_a_frozen_parameter_gets_no_gradient(make, frozen):
     torch.manual_seed(0)
     layer = make()
@@ -100,7 +105,8 @@ def test_a_frozen_parameter_gets_no_gradient(make, frozen):
     assert getattr(layer, frozen).grad is None
 
 
-# --- order, places ---------------------------------------------------------------------------------------------------
+# --- order, places
+# ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)], ids=str)

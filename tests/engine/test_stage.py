@@ -31,13 +31,22 @@ LAYERS = {
         nn.Linear(24, 3),
     ],
     "tuples": lambda: [Fork(72, 5), Pass(), Mix(72, 5), Pass(), Join(72, 5, 3)],
-    "in place": lambda: [nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True), nn.Identity(), nn.Flatten(), nn.Linear(32, 3)],
+    "in place": lambda: [
+        nn.Conv2d(3, 4, 3),
+        nn.ReLU(inplace=True),
+        nn.Identity(),
+        nn.Flatten(),
+        nn.Linear(32, 3),
+    ],
 }
 
 
 def make_stages(modules: list[nn.Module], cuts: list[int]) -> list[Stage]:
     bounds = [0, *cuts, len(modules)]
-    return [Stage(nn.ModuleList(modules[first:end]), first == 0, lambda: None) for first, end in pairwise(bounds)]
+    return [
+        Stage(nn.ModuleList(modules[first:end]), first == 0, lambda: None)
+        for first, end in pairwise(bounds)
+    ]
 
 
 def summed_loss(labels):
@@ -139,7 +148,9 @@ def test_integer_inputs_get_no_gradient_and_unused_ones_get_zeros():
             return x * index, index
 
     stage = Stage(nn.ModuleList([Half()]), is_first=False, poll=lambda: None)
-    x, index, unused = torch.rand(3), torch.tensor([1, 2, 3]), torch.rand(2)
+    x = torch.rand(3)
+    index = torch.tensor([1, 2, 3])
+    unused = torch.rand(2)
     outputs = stage.forward(0, (x, index, unused))
     assert outputs[1].dtype is torch.int64
     gradients, leaves = stage.backward(0, (torch.ones(3),))
@@ -171,7 +182,10 @@ def test_the_stash_does_not_keep_the_output(is_first_run):
 
 @pytest.mark.parametrize("is_first_run", [True, False], ids=["metered", "later"])
 def test_backward_frees_what_forward_kept(is_first_run):
-    """Also of the first run, whose saved tensors are metered: a hook must not tie a graph to itself."""
+    """Also of the first run, whose saved tensors are metered.
+
+    A hook must not tie a graph to itself.
+    """
     kept = []
 
     class Square(torch.autograd.Function):
@@ -222,7 +236,8 @@ def test_stash_bytes_equal_a_count_by_hand():
     assert stage.stash_bytes is None
     stage.forward(0, (torch.rand(2, 3, 4, 6),))
     feature = 2 * 4 * 4 * 6 * 4
-    # tanh keeps its output; x * mask keeps the mask alone (a buffer, not new); the linear map keeps its input
+    # tanh keeps its output; x * mask keeps the mask alone (a buffer, not new); the linear map keeps
+    # its input
     assert stage.stash_bytes == feature + feature
     stage.forward(1, (torch.rand(2, 3, 4, 6),))
     assert stage.stash_bytes == 2 * feature
@@ -235,7 +250,8 @@ def test_stash_bytes_count_a_storage_once():
         z = y * y.t() * y[:2].sum()
     assert z.requires_grad
     per_tensor = 4 * 4 * 4
-    # exp keeps y; y * y.t() keeps y twice; the last product keeps the first one and the sum; sum keeps nothing
+    # exp keeps y; y * y.t() keeps y twice; the last product keeps the first one and the sum; sum
+    # keeps nothing
     assert meter.saved_bytes == 2 * per_tensor + 4
 
 
@@ -244,17 +260,22 @@ def test_the_meter_changes_no_gradient_and_ends_with_its_block():
     with StashMeter([]) as meter:
         y = x.tanh()
     x.exp().sum().backward()
-    before, x.grad = meter.saved_bytes, None
+    before = meter.saved_bytes
+    x.grad = None
     y.sum().backward()
     assert before == 5 * 4
     assert torch.allclose(x.grad, 1 - x.detach().tanh() ** 2)
 
 
 @pytest.mark.parametrize(("every_s", "num_polls"), [(0.0, 3), (1000.0, 0)])
-def test_messages_move_between_long_layers_in_forward_backward_and_evaluation(monkeypatch, every_s, num_polls):
+def test_messages_move_between_long_layers_in_forward_backward_and_evaluation(
+    monkeypatch, every_s, num_polls
+):
     monkeypatch.setattr("gems.engine.stage.POLL_EVERY_S", every_s)
     calls = []
-    stage = Stage(nn.ModuleList([nn.Linear(4, 4) for _ in range(3)]), False, lambda: calls.append(1))
+    stage = Stage(
+        nn.ModuleList([nn.Linear(4, 4) for _ in range(3)]), False, lambda: calls.append(1)
+    )
     stage.forward(0, (torch.rand(1, 4),))
     assert len(calls) == num_polls
     stage.backward(0, (torch.ones(1, 4),))
@@ -286,11 +307,15 @@ def test_state_bytes_count_parameters_gradients_and_buffers():
 @pytest.fixture
 def no_kernels(monkeypatch):
     """Trace layers and their backward as torch.compile does, and run what was traced without making kernels of it."""
-    monkeypatch.setattr(stage_module, "compile_layers", partial(compile_layers, backend="aot_eager"))
+    monkeypatch.setattr(
+        stage_module, "compile_layers", partial(compile_layers, backend="aot_eager")
+    )
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("name", "cuts"), [("resnet-like", [2]), ("tuples", [1, 2, 3, 4]), ("in place", [])], ids=str)
+@pytest.mark.parametrize(
+    ("name", "cuts"), [("resnet-like", [2]), ("tuples", [1, 2, 3, 4]), ("in place", [])], ids=str
+)
 def test_compiled_layers_keep_exactness_and_what_stages_promise(name, cuts, no_kernels):
     torch.manual_seed(0)
     modules = [module.double() for module in LAYERS[name]()]
@@ -301,11 +326,18 @@ def test_compiled_layers_keep_exactness_and_what_stages_promise(name, cuts, no_k
     bounds = [0, *cuts, len(modules)]
     stages: list[Stage] = [
         CompiledStage(
-            nn.ModuleList(modules[first:end]), first == 0, lambda: None, torch.device("cpu"), draws.is_drawing
+            nn.ModuleList(modules[first:end]),
+            first == 0,
+            lambda: None,
+            torch.device("cpu"),
+            draws.is_drawing,
         )
         for first, end in pairwise(bounds)
     ]
-    expected = [Stage(nn.ModuleList(plain[first:end]), first == 0, lambda: None) for first, end in pairwise(bounds)]
+    expected = [
+        Stage(nn.ModuleList(plain[first:end]), first == 0, lambda: None)
+        for first, end in pairwise(bounds)
+    ]
     for kind in (stages, expected):
         for stage in kind:
             stage.modules.train()
@@ -314,18 +346,24 @@ def test_compiled_layers_keep_exactness_and_what_stages_promise(name, cuts, no_k
         values = others = (images.double(),)
         for stage, other in zip(stages, expected, strict=True):
             loss = summed_loss(labels) if stage is stages[-1] else None
-            values, others = stage.forward(m, values, loss), other.forward(m, others, loss)
+            values = stage.forward(m, values, loss)
+            others = other.forward(m, others, loss)
             for got, wanted in zip(values, others, strict=True):
                 torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
     assert [stage.num_in_flight for stage in stages] == [2] * len(stages)
-    assert all(stage.stash_bytes is not None for stage in stages) and any(stage.stash_bytes for stage in stages)
+    assert all(stage.stash_bytes is not None for stage in stages) and any(
+        stage.stash_bytes for stage in stages
+    )
     for m in (1, 0):
         scale: tuple[torch.Tensor, ...] = (torch.tensor(0.25, dtype=torch.float64),)
-        backward_of, others = scale, scale
+        backward_of = scale
+        others = scale
         for stage, other in zip(reversed(stages), reversed(expected), strict=True):
             backward_of, _ = stage.backward(m, backward_of)
             others, _ = other.backward(m, others)
     for got, wanted in zip(gradients_of(modules), gradients_of(plain), strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
-    for one, other in zip(nn.ModuleList(modules).buffers(), nn.ModuleList(plain).buffers(), strict=True):
+    for one, other in zip(
+        nn.ModuleList(modules).buffers(), nn.ModuleList(plain).buffers(), strict=True
+    ):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)

@@ -17,7 +17,8 @@ from gems.engine.transport.staging import HostStaging, Staging, open_staging
 from gems.errors import ConfigError
 from gems.models.build import TensorSpec
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+CPU = torch.device("cpu")
+GPU = torch.device("cuda", 0)
 SPEC = TensorSpec("x", (2, 3), torch.float32)
 
 
@@ -25,7 +26,9 @@ class Event:
     """An event that is reached when the test says so."""
 
     def __init__(self, log: list[str]) -> None:
-        self.log, self.is_reached, self.stream = log, False, ""
+        self.log = log
+        self.is_reached = False
+        self.stream = ""
 
     def record(self, stream: Stream) -> None:
         self.stream = stream.name
@@ -37,7 +40,8 @@ class Event:
 
 class Stream:
     def __init__(self, name: str, log: list[str]) -> None:
-        self.name, self.log = name, log
+        self.name = name
+        self.log = log
 
     def record_event(self) -> Event:
         event = Event(self.log)
@@ -57,7 +61,8 @@ def log(monkeypatch):
     calls: list[str] = []
     current = [Stream("compute", calls)]
     names = cycle(("out", "in"))
-    empty, copy = torch.empty, torch.Tensor.copy_
+    empty = torch.empty
+    copy = torch.Tensor.copy_
 
     @contextmanager
     def stream(entered):
@@ -71,17 +76,23 @@ def log(monkeypatch):
 
     def moved(tensor, to, non_blocking=False):
         if to == GPU:
-            calls.append(f"{current[-1].name} brings" + ("" if non_blocking else ", and the host waits"))
+            calls.append(
+                f"{current[-1].name} brings" + ("" if non_blocking else ", and the host waits")
+            )
         return tensor.clone()
 
     def copied(buffer, tensor, non_blocking=False):
-        calls.append(f"{current[-1].name} copies" + ("" if non_blocking else ", and the host waits"))
+        calls.append(
+            f"{current[-1].name} copies" + ("" if non_blocking else ", and the host waits")
+        )
         return copy(buffer, tensor)
 
     monkeypatch.setattr(torch, "empty", made)
     monkeypatch.setattr(torch.Tensor, "to", moved)
     monkeypatch.setattr(torch.Tensor, "copy_", copied)
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, on: calls.append(f"kept for {on.name}"))
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda tensor, on: calls.append(f"kept for {on.name}")
+    )
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current[-1])
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority=0: Stream(next(names), calls))
@@ -115,7 +126,9 @@ def test_host_staged_sends_a_copy_that_is_made_after_compute_and_kept_until_it_h
     tensor = torch.arange(6.0).reshape(2, 3)
     (buffer,) = staged.sending(tensor)
     assert log == ["pin", "out waits for compute", "out copies", "out records"]
-    assert not buffer.is_ready and buffer.source.data_ptr() == tensor.data_ptr(), "the copy still reads it"
+    assert not buffer.is_ready and buffer.source.data_ptr() == tensor.data_ptr(), (
+        "the copy still reads it"
+    )
     buffer.event.is_reached = True
     assert buffer.is_ready and buffer.tensor.tolist() == [0, 1, 2, 3, 4, 5]
     (other,) = staged.sending(tensor + 10)
@@ -130,12 +143,19 @@ def test_host_staged_sends_a_copy_that_is_made_after_compute_and_kept_until_it_h
 @pytest.mark.parametrize("shape", [(), (0, 3), (1,), (2, 3), (4, 5), (3, 2, 5), (7, 7)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.bfloat16])
 def test_a_tensor_in_any_layout_travels_in_pieces_that_are_joined_as_they_come(shape, dtype):
-    staged, spec = HostStaging(GPU, piece_bytes=40), TensorSpec("x", shape, dtype)
+    staged = HostStaging(GPU, piece_bytes=40)
+    spec = TensorSpec("x", shape, dtype)
     made = torch.arange(math.prod(shape), dtype=dtype).reshape(shape)
     sent = made.t().contiguous().t() if len(shape) == 2 else made
-    buffers, incoming = staged.sending(sent), staged.receiving(spec)
+    buffers = staged.sending(sent)
+    incoming = staged.receiving(spec)
     most = 40 // dtype.itemsize
-    assert len(buffers) == len(incoming.buffers) == staged.num_pieces(spec) == max(1, -(-made.numel() // most))
+    assert (
+        len(buffers)
+        == len(incoming.buffers)
+        == staged.num_pieces(spec)
+        == max(1, -(-made.numel() // most))
+    )
     assert all(buffer.tensor.numel() == most for buffer in buffers[1:])
     for place, (ours, theirs) in enumerate(zip(buffers, incoming.buffers, strict=True)):
         theirs.tensor.copy_(ours.tensor)
@@ -156,7 +176,9 @@ def test_direct_gives_mpi_nothing_that_the_device_still_uses(log):
     received = direct.received(incoming)
     direct.release((received,))
     (again,) = direct.receiving(SPEC).buffers
-    assert again.tensor.data_ptr() == received.data_ptr() and not again.is_ready, "a kernel may still read it"
+    assert again.tensor.data_ptr() == received.data_ptr() and not again.is_ready, (
+        "a kernel may still read it"
+    )
 
 
 def test_direct_uses_given_back_buffers_again():
@@ -187,7 +209,9 @@ def test_a_processor_s_memory_is_mpi_s_own(comm, wanted):
 def test_device_pointers_need_a_library_that_takes_them(comm, monkeypatch):
     monkeypatch.setattr(staging, "gpu_support", lambda: False)
     assert not open_staging("auto", GPU, comm).is_direct
-    with pytest.raises(ConfigError, match=r"machine\.transport=mpi: .*machine\.transport=nccl or host"):
+    with pytest.raises(
+        ConfigError, match=r"machine\.transport=mpi: .*machine\.transport=nccl or host"
+    ):
         open_staging("mpi", GPU, comm)
 
 
@@ -231,15 +255,21 @@ def test_any_of_the_queries_of_mpi_libraries_tells_that_they_take_device_memory(
     def yes() -> int:
         return 1
 
-    monkeypatch.setattr(ctypes, "CDLL", lambda path: SimpleNamespace(**dict.fromkeys(GPU_QUERIES, no)))
+    monkeypatch.setattr(
+        ctypes, "CDLL", lambda path: SimpleNamespace(**dict.fromkeys(GPU_QUERIES, no))
+    )
     assert not gpu_support.__wrapped__()
     monkeypatch.setattr(ctypes, "CDLL", lambda path: SimpleNamespace(**{name: yes}))
     assert gpu_support.__wrapped__()
 
 
 @pytest.mark.usefixtures("log")
-@pytest.mark.parametrize(("settings", "count"), [("expandable_segments:True", 1), ("max_split_size_mb:64", 0)])
-def test_expandable_segments_are_warned_of_where_mpi_takes_device_memory(comm, monkeypatch, caplog, settings, count):
+@pytest.mark.parametrize(
+    ("settings", "count"), [("expandable_segments:True", 1), ("max_split_size_mb:64", 0)]
+)
+def test_expandable_segments_are_warned_of_where_mpi_takes_device_memory(
+    comm, monkeypatch, caplog, settings, count
+):
     monkeypatch.setattr(staging, "gpu_support", lambda: True)
     monkeypatch.setattr(staging, "_self_test", lambda device, comm: True)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)

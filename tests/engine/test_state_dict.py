@@ -15,7 +15,13 @@ from gems.cli.framework import Options
 from gems.config.schema import ModelConfig
 from gems.engine.checkpoint import weights
 from gems.engine.checkpoint.manifest import Manifest, ShardFile, checkpoint_folder, shard_name
-from gems.engine.checkpoint.state_dict import match_names, read_state_dict, restore, trained_model, whole_model
+from gems.engine.checkpoint.state_dict import (
+    match_names,
+    read_state_dict,
+    restore,
+    trained_model,
+    whole_model,
+)
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
 from tests.engine.test_checkpoint import scramble, share
@@ -23,7 +29,12 @@ from tests.engine.toys import make_spec
 from tests.models.own_nets import Wrapped
 
 OWN = ModelConfig(name="Wrapped", target="tests.models.own_nets.Wrapped")
-SHAPES = {"stem.weight": (4, 3), "stem.num_batches_tracked": (), "fc.weight": (2, 4), "fc.bias": (2,)}
+SHAPES = {
+    "stem.weight": (4, 3),
+    "stem.num_batches_tracked": (),
+    "fc.weight": (2, 4),
+    "fc.bias": (2,),
+}
 
 
 def own_share(boundaries: list[int], **changes):
@@ -44,12 +55,17 @@ def local_values(pipeline) -> dict[str, Tensor]:
 
 def random_weights() -> dict[str, Tensor]:
     torch.manual_seed(3)
-    return {name: torch.rand(value.shape).to(value.dtype) for name, value in Wrapped().state_dict().items()}
+    return {
+        name: torch.rand(value.shape).to(value.dtype)
+        for name, value in Wrapped().state_dict().items()
+    }
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".pth", ".safetensors"])
 @pytest.mark.parametrize("prefix", ["", "module.", "model.encoder."])
-def test_a_file_of_the_whole_class_fills_every_stage(tmp_path: Path, suffix: str, prefix: str) -> None:
+def test_a_file_of_the_whole_class_fills_every_stage(
+    tmp_path: Path, suffix: str, prefix: str
+) -> None:
     expected = random_weights()
     saved = {prefix + name: value for name, value in expected.items()}
     path = tmp_path / f"weights{suffix}"
@@ -68,9 +84,13 @@ def test_a_file_of_the_whole_class_fills_every_stage(tmp_path: Path, suffix: str
 
 def test_a_new_head_is_drawn_anew_and_said(tmp_path: Path) -> None:
     expected = random_weights()
-    folder, head = "head", ["head.weight", "head.bias"]
+    folder = "head"
+    head = ["head.weight", "head.bias"]
     torch.save(
-        {name: torch.rand(7, *value.shape[1:]) if name in head else value for name, value in expected.items()},
+        {
+            name: torch.rand(7, *value.shape[1:]) if name in head else value
+            for name, value in expected.items()
+        },
         tmp_path / "pretrained.pt",
     )
     with pytest.raises(ConfigError, match=rf"draw it anew by train\.initial_new=\[{folder}\.\*\]"):
@@ -87,7 +107,9 @@ def test_a_new_head_is_drawn_anew_and_said(tmp_path: Path) -> None:
 
 class TestMatch:
     def test_weights_of_a_submodule(self) -> None:
-        ours = {f"backbone.{name}": shape for name, shape in SHAPES.items()} | {"head.weight": (2, 2)}
+        ours = {f"backbone.{name}": shape for name, shape in SHAPES.items()} | {
+            "head.weight": (2, 2)
+        }
         match = match_names(ours, SHAPES, "x.pt", new=["head.*"])
         assert match.names == {f"backbone.{name}": name for name in SHAPES}
         assert (match.added_prefix, match.drawn_anew) == ("backbone.", ("head.weight",))
@@ -113,7 +135,10 @@ class TestMatch:
         assert match_names(SHAPES, more, "x.pt", is_strict=False).unused == ("extra.weight",)
 
     def test_another_network_is_refused(self) -> None:
-        with pytest.raises(ConfigError, match=r"has no tensor of this model \(it has a\.b, the model has stem\.weight"):
+        with pytest.raises(
+            ConfigError,
+            match=r"has no tensor of this model \(it has a\.b, the model has stem\.weight",
+        ):
             match_names(SHAPES, {"a.b": (1,)}, "x.pt", is_strict=False)
 
 
@@ -147,7 +172,9 @@ def finished(folder: Path, pipeline) -> Path:
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.pt"])
-def test_an_exported_run_loads_into_the_users_class_with_equal_logits(tmp_path: Path, name: str) -> None:
+def test_an_exported_run_loads_into_the_users_class_with_equal_logits(
+    tmp_path: Path, name: str
+) -> None:
     pipeline = own_share([0, 3, 7])
     scramble(pipeline)
     out = tmp_path / name
@@ -211,8 +238,14 @@ def test_the_newest_checkpoint_stands_for_a_run_that_has_not_finished(tmp_path: 
     for step in (2, 4):
         folder = checkpoint_folder(run.checkpoints, step)
         folder.mkdir(parents=True)
-        tensors = {"parameters/stem/conv.weight": torch.full((2,), float(step)), "buffers/stem/mean": torch.ones(1)}
-        save_file(tensors | {"optimizer/momentum/stem/conv.weight": torch.zeros(2)}, folder / shard_name(0))
+        tensors = {
+            "parameters/stem/conv.weight": torch.full((2,), float(step)),
+            "buffers/stem/mean": torch.ones(1),
+        }
+        save_file(
+            tensors | {"optimizer/momentum/stem/conv.weight": torch.zeros(2)},
+            folder / shard_name(0),
+        )
         Manifest(step, 1, 0, "", {}, {}, {}, (ShardFile(shard_name(0), 0, 0),)).write(folder)
     found = read_state_dict(run.path, ModelConfig())
     assert found.keys() == {"stem.conv.weight", "stem.mean"}

@@ -18,7 +18,8 @@ pytestmark = pytest.mark.timeout(60)
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 20.0
-# A second thread tells what the watch says; the first is in a call that no signal may end, as a rank is in MPI's.
+# A second thread tells what the watch says; the first is in a call that no signal may end, as a
+# rank is in MPI's.
 PROGRAM = """
 import ctypes, os, pathlib, signal, sys, threading
 from gems.engine.supervision.stop_request import StopListener
@@ -53,8 +54,9 @@ def rank(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         process = subprocess.Popen(
             [sys.executable, "-c", PROGRAM, str(tmp_path / "stop.json"), *words],
             env={**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         started.append(process)
         assert says(process) == "ready"
         return process
@@ -89,7 +91,9 @@ def test_a_file_is_seen(rank: Callable[..., subprocess.Popen[str]], tmp_path: Pa
     assert says(process) == "the time is over"
 
 
-def test_one_sigterm_is_spared_and_the_second_ends(rank: Callable[..., subprocess.Popen[str]]) -> None:
+def test_one_sigterm_is_spared_and_the_second_ends(
+    rank: Callable[..., subprocess.Popen[str]],
+) -> None:
     process = rank("spares")
     process.send_signal(signal.SIGTERM)
     assert says(process) == "SIGTERM"
@@ -122,7 +126,8 @@ def test_a_closed_watch_gives_the_signals_back(rank: Callable[..., subprocess.Po
 
 
 def test_closing_restores_this_process(tmp_path: Path) -> None:
-    mask, handler = signal.pthread_sigmask(signal.SIG_BLOCK, []), signal.getsignal(signal.SIGUSR2)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    handler = signal.getsignal(signal.SIGUSR2)
     watch = StopListener(tmp_path / "stop.json", sigterm_asks=True)
     watch.start()
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == mask | {signal.SIGUSR2, signal.SIGTERM}
@@ -148,6 +153,7 @@ def test_what_the_file_may_hold(tmp_path: Path) -> None:
 
 def test_one_rank_looks_and_those_of_srun_spare(tmp_path: Path) -> None:
     path = tmp_path / "stop.json"
-    looking, other = stop_listener(path, 0, {"SLURM_STEP_ID": "0"}), stop_listener(path, 1, {})
+    looking = stop_listener(path, 0, {"SLURM_STEP_ID": "0"})
+    other = stop_listener(path, 1, {})
     assert (looking._stop_json, other._stop_json) == (path, None)
     assert signal.SIGTERM in looking._signals and signal.SIGTERM not in other._signals

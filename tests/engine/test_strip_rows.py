@@ -22,17 +22,25 @@ from gems.models.streaming.rules import even_ends
 from tests.engine.toys import make_spec
 
 CPU = torch.device("cpu")
-STRIPS, MICRO_BATCHES = 3, 2
+STRIPS = 3
+MICRO_BATCHES = 2
 # as a zig-zag of two micro-batches would take them
 ORDER = (0, 3, 1, 4, 2, 5)
 
 
 def strip_spec(height: int = 20, strips: int = STRIPS, **changes: Any) -> RunSpec:
     data = DataConfig(
-        name="synthetic", num_classes=3, height_px=height, width_px=8, train_samples=64, validation_samples=5
+        name="synthetic",
+        num_classes=3,
+        height_px=height,
+        width_px=8,
+        train_samples=64,
+        validation_samples=5,
     )
     model = ModelConfig(name="resnet", depth=8, width=4, norm="none")
-    return make_spec("1f1b", 1, **{"model": model, "data": data, "parallel__strips": strips, **changes})
+    return make_spec(
+        "1f1b", 1, **{"model": model, "data": data, "parallel__strips": strips, **changes}
+    )
 
 
 def loader(spec: RunSpec, order: tuple[int, ...], first_step: int = 0) -> BatchLoader:
@@ -48,11 +56,13 @@ def rows_of(batch: Batch, order: tuple[int, ...] = ORDER) -> dict[int, torch.Ten
 @pytest.mark.parametrize("changes", [{}, {"data__prefetch_steps": 0}, {"data__num_workers": 2}])
 def test_the_loader_gives_the_rows_of_the_images(changes: dict[str, Any]) -> None:
     common = {"parallel__micro_batches": MICRO_BATCHES, "train__steps": 3}
-    whole, found = loader(strip_spec(**common), ()), loader(strip_spec(**common, **changes), ORDER)
+    whole = loader(strip_spec(**common), ())
+    found = loader(strip_spec(**common, **changes), ORDER)
     resumed = loader(strip_spec(**common, **changes), ORDER, first_step=2)
     ends = even_ends(20, STRIPS)
     for step in range(3):
-        expected, batch = whole.batch(step), found.batch(step)
+        expected = whole.batch(step)
+        batch = found.batch(step)
         assert expected.rows is None
         for strip, rows in rows_of(batch).items():
             m, number = divmod(strip, STRIPS)
@@ -74,7 +84,9 @@ def test_the_loader_gives_the_rows_of_the_images(changes: dict[str, Any]) -> Non
     ):
         rows = rows_of(other, tuple(range(MICRO_BATCHES * STRIPS)))
         for m, images in one.images.items():
-            assert torch.equal(torch.cat([rows[m * STRIPS + number] for number in range(STRIPS)], 2), images)
+            assert torch.equal(
+                torch.cat([rows[m * STRIPS + number] for number in range(STRIPS)], 2), images
+            )
             assert torch.equal(one.labels[m], other.labels[m])
     for each in (whole, found, resumed):
         each.close()
@@ -95,8 +107,11 @@ POLICIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_training_holds_rows_until_nothing_reads_them(schedule: str, policy: str) -> None:
-    pipeline, loading, _ = built(schedule__name=schedule, parallel__micro_batches=4, **POLICIES[policy])
-    held, images_bytes = pipeline.train.router.input_rows, 2 * 3 * 20 * 8 * 4
+    pipeline, loading, _ = built(
+        schedule__name=schedule, parallel__micro_batches=4, **POLICIES[policy]
+    )
+    held = pipeline.train.router.input_rows
+    images_bytes = 2 * 3 * 20 * 8 * 4
     after = []
     for step in range(2):
         pipeline.train.run(step, loading.batch(step))
@@ -110,10 +125,14 @@ def test_training_holds_rows_until_nothing_reads_them(schedule: str, policy: str
 def live_bytes() -> int:
     """Return the bytes of all tensors in memory, those too that only a cycle of references holds."""
     kinds = torch.Tensor, torch.nn.Parameter  # no fake ones
-    return tensor_bytes(each for each in gc.get_objects() if type(each) in kinds and each.device == CPU)
+    return tensor_bytes(
+        each for each in gc.get_objects() if type(each) in kinds and each.device == CPU
+    )
 
 
-def test_evaluation_holds_no_more_of_an_image_if_it_has_more_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_holds_no_more_of_an_image_if_it_has_more_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     held: list[int] = []
     infer = EvaluationInStrips.infer
 
@@ -125,12 +144,15 @@ def test_evaluation_holds_no_more_of_an_image_if_it_has_more_rows(monkeypatch: p
     monkeypatch.setattr(EvaluationInStrips, "infer", watched)
     peaks = []
     for strips in (3, 9):
-        pipeline, loading, num_validation = built(height=strips * 12, strips=strips, data__prefetch_steps=0)
+        pipeline, loading, num_validation = built(
+            height=strips * 12, strips=strips, data__prefetch_steps=0
+        )
         gc.collect()
         gc.freeze()  # what other tests left is not looked through each time
         held.clear()
         gc.disable()
-        before, memory = live_bytes(), pipeline.recorder.memory
+        before = live_bytes()
+        memory = pipeline.recorder.memory
         held_before = memory.peak_bytes = memory.held_bytes
         try:
             evaluate(pipeline, loading, num_validation)

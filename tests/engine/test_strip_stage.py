@@ -1,4 +1,7 @@
-"""A stage in strips against plain autograd on whole images: gradients, bytes, and memory of messages."""
+"""A stage in strips against plain autograd on whole images.
+
+Gradients, bytes, and memory of messages.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,10 @@ from gems.engine.strips.stage import StageInStrips
 from gems.models.build import as_tuple
 from tests.models.own_streams import Dilated
 
-CPU, DTYPE = torch.device("cpu"), torch.float64
-HEIGHT, ENDS = 14, (5, 9, 14)
+CPU = torch.device("cpu")
+DTYPE = torch.float64
+HEIGHT = 14
+ENDS = (5, 9, 14)
 NUM = len(ENDS)
 
 
@@ -44,23 +49,39 @@ class Join(nn.Module):
 
 def classifier() -> list[nn.Module]:
     mean = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
-    return [nn.Conv2d(3, 4, 5, padding=2), Fork(), Join(), nn.Sequential(nn.ReLU(), nn.Conv2d(4, 4, 3, 2)), mean]
+    return [
+        nn.Conv2d(3, 4, 5, padding=2),
+        Fork(),
+        Join(),
+        nn.Sequential(nn.ReLU(), nn.Conv2d(4, 4, 3, 2)),
+        mean,
+    ]
 
 
 def segmenter() -> list[nn.Module]:
     return [Dilated(), nn.Conv2d(2, 2, 1)]
 
 
-NETWORKS = {"classifier": (classifier, (1, 2, 3, 4)), "segmenter": (segmenter, (1,)), "uncut": (classifier, ())}
+NETWORKS = {
+    "classifier": (classifier, (1, 2, 3, 4)),
+    "segmenter": (segmenter, (1,)),
+    "uncut": (classifier, ()),
+}
 
 
-def make_stages(layers: list[nn.Module], cuts: tuple[int, ...], ends: tuple[int, ...] = ENDS) -> list[StageInStrips]:
+def make_stages(
+    layers: list[nn.Module], cuts: tuple[int, ...], ends: tuple[int, ...] = ENDS
+) -> list[StageInStrips]:
     passed = Passed(images(ends), NUM)
     stages = []
     for first, end in pairwise((0, *cuts, len(layers))):
         named = [(str(number), layers[number]) for number in range(first, end)]
         form = StripStage(named, passed.boundaries, NUM)
-        stages.append(StageInStrips(nn.ModuleList(layers[first:end]), not first, lambda: None, form, passed, CPU))
+        stages.append(
+            StageInStrips(
+                nn.ModuleList(layers[first:end]), not first, lambda: None, form, passed, CPU
+            )
+        )
         passed = Passed(form.outputs, NUM)
     return stages
 
@@ -138,7 +159,9 @@ def test_what_is_not_there_is_not_passed_on() -> None:
     first, second = make_stages(layers, (4,))
     image = torch.randn(2, 3, HEIGHT, 6, dtype=DTYPE)
     sizes = [[tuple(tensor.shape) for tensor in first.forward(x, (image,))] for x in range(NUM)]
-    planned = Passed(StripStage([(str(n), layers[n]) for n in range(4)], images(ENDS), NUM).outputs, NUM)
+    planned = Passed(
+        StripStage([(str(n), layers[n]) for n in range(4)], images(ENDS), NUM).outputs, NUM
+    )
     assert sizes == [[spec.shape for spec in planned.specs(strip)] for strip in range(NUM)]
     assert sum(shape[2] for shapes in sizes for shape in shapes) == 6
     assert sizes[0] == [] or sizes[0][0][2] < sizes[-1][0][2]  # deeper maps are behind
@@ -156,7 +179,9 @@ def test_strips_share_no_memory() -> None:
         stage.backward_input(x, (torch.ones((), dtype=DTYPE),))
     image = storage_addresses([stage_input for stage_input in layers[0].parameters()])
     read = [stage.still_read(x) - image for x in range(NUM)]
-    assert all(read) and len(set.union(*read)) >= sum(map(len, read)) - (NUM - 1)  # the image is one storage
+    assert all(read) and len(set.union(*read)) >= sum(map(len, read)) - (
+        NUM - 1
+    )  # the image is one storage
 
 
 def test_no_memory_waits_for_python_to_collect_garbage() -> None:
@@ -191,7 +216,9 @@ def test_bytes_of_strips_add_up() -> None:
     whole = Stage(nn.ModuleList(layers), True, lambda: None)
     whole.forward(0, (image,), loss)
     run_forward([stage], image, 0, True)
-    brought, kept = ([size(x) for x in range(NUM)] for size in (stage.brought_bytes, stage.kept_bytes))
+    brought, kept = (
+        [size(x) for x in range(NUM)] for size in (stage.brought_bytes, stage.kept_bytes)
+    )
     assert sum(brought) == sum(kept)
     assert whole.kept_bytes(0) <= sum(kept) <= 1.15 * whole.kept_bytes(0) + image.nbytes
     assert brought[0] >= kept[0] > 0
@@ -213,14 +240,22 @@ def test_evaluation_gives_what_whole_images_give(name: str, is_rows: bool) -> No
     last = made[-1]
     stages = [
         EvaluationInStrips(
-            stage.modules, stage.is_first, lambda: None, stage.form, stage.takes, CPU, stage.form is last.form
+            stage.modules,
+            stage.is_first,
+            lambda: None,
+            stage.form,
+            stage.takes,
+            CPU,
+            stage.form is last.form,
         )
         for stage in made
     ]
     for image in torch.randn(2, 2, 3, HEIGHT, 6, dtype=DTYPE):
         found = []
         for first, end in pairwise((0, *ENDS)):
-            tensors: tuple[Tensor, ...] = (image[:, :, first:end].clone() if is_rows else image.clone(),)
+            tensors: tuple[Tensor, ...] = (
+                image[:, :, first:end].clone() if is_rows else image.clone(),
+            )
             for stage in stages:
                 given = tuple(tensor.clone() for tensor in tensors)
                 tensors = stage.infer(given)

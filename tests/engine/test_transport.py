@@ -51,21 +51,38 @@ def test_a_tensor_in_another_order_is_refused(transport, make):
 class OnGpu:
     """Stands for a tensor of a GPU, which an MPI without device pointers would take for memory of the host."""
 
-    is_cuda, device, dtype = True, "cuda:0", torch.float32
+    is_cuda = True
+    device = "cuda:0"
+    dtype = torch.float32
 
     def is_contiguous(self) -> bool:
         return True
 
 
-@pytest.mark.parametrize("post", ["send", "receive", "persistent_send", "persistent_receive", "sum_in_place"])
-def test_a_tensor_of_a_gpu_is_refused_where_mpi_takes_no_device_pointers(transport, post, monkeypatch):
+@pytest.mark.parametrize(
+    "post", ["send", "receive", "persistent_send", "persistent_receive", "sum_in_place"]
+)
+def test_a_tensor_of_a_gpu_is_refused_where_mpi_takes_no_device_pointers(
+    transport, post, monkeypatch
+):
     monkeypatch.setattr(mpi, "gpu_support", lambda: False)
-    with pytest.raises(ValueError, match=r"no device pointers, .* on cuda:0: use machine\.transport=host"):
+    with pytest.raises(
+        ValueError, match=r"no device pointers, .* on cuda:0: use machine\.transport=host"
+    ):
         getattr(transport, post)(OnGpu(), *(() if post == "sum_in_place" else (0, 1)))
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.bool, torch.uint8]
+    "dtype",
+    [
+        torch.bfloat16,
+        torch.float16,
+        torch.float32,
+        torch.float64,
+        torch.int64,
+        torch.bool,
+        torch.uint8,
+    ],
 )
 def test_every_type_travels_bit_by_bit(transport, dtype):
     generator = torch.Generator().manual_seed(1)
@@ -123,7 +140,8 @@ def test_requests_may_be_waited_for_in_any_order(transport):
 def test_duplicates_do_not_hear_each_other(comm, transport):
     """Each direction has a communicator of its own: equal tags in both are different messages."""
     other = Transport(comm, hang_timeout_s=20)
-    here, there = torch.empty(1), torch.empty(1)
+    here = torch.empty(1)
+    there = torch.empty(1)
     requests = transport.receive(here, 0, 1), other.receive(there, 0, 1)
     other.send(torch.tensor([2.0]), 0, 1)
     transport.send(torch.tensor([1.0]), 0, 1)

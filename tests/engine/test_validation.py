@@ -1,4 +1,7 @@
-"""Validation while training: when it is due, which weights are kept, when training ends early, and what is recorded."""
+"""Validation while training.
+
+When it is due, which weights are kept, when training ends early, and what is recorded.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +27,19 @@ from tests.engine.toys import make_spec
 class Case:
     """A validator of one rank whose metric takes given values, one for each validation."""
 
-    def __init__(self, path: Path, values: Sequence[float], first_step: int = 0, **train: object) -> None:
+    def __init__(
+        self, path: Path, values: Sequence[float], first_step: int = 0, **train: object
+    ) -> None:
         self.folder, self._values = RunFolder(path), iter(values)
         self.measured = 0
-        self.part = TracePart(part_path(path, 0), 0, {"schema_version": "1.3", "source": "measured", "world_size": 1})
+        self.part = TracePart(
+            part_path(path, 0), 0, {"schema_version": "1.3", "source": "measured", "world_size": 1}
+        )
         comm: Comm = world()
         config = TrainConfig(steps=100, **train)  # type: ignore[arg-type]
-        self.validator = Validator(config, self.folder, comm, 10, first_step, self.part, self._measure, self._save)
+        self.validator = Validator(
+            config, self.folder, comm, 10, first_step, self.part, self._measure, self._save
+        )
 
     def _measure(self) -> dict[str, float]:
         self.measured += 1
@@ -52,7 +61,12 @@ class Case:
 
 @pytest.mark.parametrize(
     ("train", "due"),
-    [({"validate_steps": 4}, [4, 8, 12]), ({"validate_epochs": 1}, [10]), ({}, []), ({"validate_epochs": 2}, [])],
+    [
+        ({"validate_steps": 4}, [4, 8, 12]),
+        ({"validate_epochs": 1}, [10]),
+        ({}, []),
+        ({"validate_epochs": 2}, []),
+    ],
 )
 def test_when_it_is_due(tmp_path: Path, train: dict[str, int], due: list[int]) -> None:
     case = Case(tmp_path, [0.5] * 9, **train)
@@ -66,7 +80,9 @@ def test_the_last_step_is_validated_once(tmp_path: Path) -> None:
     assert case.measured == 1
 
 
-@pytest.mark.parametrize(("monitor", "step"), [("loss", 4), ("accuracy", 4), ("validation_accuracy", 4)])
+@pytest.mark.parametrize(
+    ("monitor", "step"), [("loss", 4), ("accuracy", 4), ("validation_accuracy", 4)]
+)
 def test_the_weights_of_the_best_are_kept(tmp_path: Path, monitor: str, step: int) -> None:
     case = Case(tmp_path, [0.5, 0.2, 0.3, math.nan], validate_steps=2, monitor=monitor)
     assert list(case.run(1, 8)) == [2, 4, 6, 8]
@@ -77,7 +93,9 @@ def test_the_weights_of_the_best_are_kept(tmp_path: Path, monitor: str, step: in
 
 
 def test_training_ends_after_so_many_worse_validations(tmp_path: Path) -> None:
-    case = Case(tmp_path, [0.5, 0.6, 0.4, 0.45, 0.41, 0.1], validate_steps=2, monitor="loss", patience=2)
+    case = Case(
+        tmp_path, [0.5, 0.6, 0.4, 0.45, 0.41, 0.1], validate_steps=2, monitor="loss", patience=2
+    )
     assert list(case.run(1, 100)) == [2, 4, 6, 8, 10]
     assert case.validator.best == Best("validation_loss", 6, 0.4, 2)
 
@@ -119,9 +137,15 @@ def test_validations_are_in_the_trace(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("train", "says"),
     [
-        ({"patience": 2, "validate_steps": 1}, r"^train\.patience=2: needs a metric to judge by; give train\.monitor"),
+        (
+            {"patience": 2, "validate_steps": 1},
+            r"^train\.patience=2: needs a metric to judge by; give train\.monitor",
+        ),
         ({"patience": 2, "monitor": "loss"}, r"^train\.patience=2: needs validations"),
-        ({"validate_steps": 1, "validate_epochs": 1}, r"^train\.validate_epochs=1: excludes train\.validate_steps"),
+        (
+            {"validate_steps": 1, "validate_epochs": 1},
+            r"^train\.validate_epochs=1: excludes train\.validate_steps",
+        ),
         ({"monitor": "loss", "evaluate": False}, r"^train\.monitor=loss: needs validations"),
     ],
 )
@@ -143,7 +167,10 @@ def test_weights_that_find_no_room_end_no_run_and_the_earlier_ones_stay(
 
     monkeypatch.setattr(case.validator, "_save", full)
     assert list(case.run(3, 4)) == [4]
-    assert case.validator.best == Best("validation_loss", 2, 0.5) and case.folder.best_weights() is not None
+    assert (
+        case.validator.best == Best("validation_loss", 2, 0.5)
+        and case.folder.best_weights() is not None
+    )
     assert [path.name for path in case.folder.best.iterdir()] == ["step00000002"]
     monkeypatch.undo()
     assert list(case.run(5, 6)) == [6]

@@ -29,8 +29,12 @@ MODELS = {
     "resnet": (ModelConfig(name="resnet", depth=11, version=2), 16),
     "unet": (ModelConfig(name="unet", depth=2, width=4), 16),
 }
-NUM, SIZE, CLASSES = 2, 1, 5
-GPU = MachineConfig(device="cuda")  # what kernels allocate within themselves no mode of tensors sees
+NUM = 2
+SIZE = 1
+CLASSES = 5
+GPU = MachineConfig(
+    device="cuda"
+)  # what kernels allocate within themselves no mode of tensors sees
 SLACK_BYTES = 1024  # losses, hits, labels
 
 
@@ -52,7 +56,9 @@ def test_the_peak_is_that_of_a_real_step(name: str, choice: Choice, size: int) -
     data = data_of(side_px)
     layers = layers_of(model, data)
     num = len(layers)
-    segments = tuple(Segment(first, min(num, first + size), choice) for first in range(0, num, size))
+    segments = tuple(
+        Segment(first, min(num, first + size), choice) for first in range(0, num, size)
+    )
     plan = MemoryPlan("test", (segments,))
     schedule = lower(add_memory(generate("layer_parallel", 1, NUM), plan))
     modules = build_layers(layers, 0, num, 0)
@@ -60,7 +66,9 @@ def test_the_peak_is_that_of_a_real_step(name: str, choice: Choice, size: int) -
     rig = Rig(schedule, 0, {(0, 0): modules}, plan=plan, labels_per_step=NUM * SIZE)
     images = {m: torch.randn(input_spec(data, SIZE).shape) for m in range(NUM)}
     labels = {m: torch.zeros(SIZE, dtype=torch.int64) for m in range(NUM)}
-    rig.run(Batch(images, labels))  # the first step finds out what layers change in place, with copies
+    rig.run(
+        Batch(images, labels)
+    )  # the first step finds out what layers change in place, with copies
     live = LiveBytes([*images.values(), *labels.values(), *static_tensors(nn.ModuleList(modules))])
     seen: list[tuple[int, int]] = []
     watch(rig, lambda _: seen.append((live.peak_bytes, live.restart())))
@@ -68,7 +76,9 @@ def test_the_peak_is_that_of_a_real_step(name: str, choice: Choice, size: int) -
         rig.run(Batch(images, labels), 1)
     walked = rank_timeline(profile_of(name), plan, schedule, 0, OPTIMIZERS["sgd"])
     still = walked.points[-1].device_bytes
-    assert walked.peak_bytes - still == pytest.approx(max(peak for peak, _ in seen), rel=0.01, abs=SLACK_BYTES)
+    assert walked.peak_bytes - still == pytest.approx(
+        max(peak for peak, _ in seen), rel=0.01, abs=SLACK_BYTES
+    )
     for point, (peak, left) in zip(walked.points, seen, strict=True):
         if point.action.kind not in RANK_KINDS:
             assert point.device_bytes - still == pytest.approx(left, abs=SLACK_BYTES), point.action

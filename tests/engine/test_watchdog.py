@@ -1,4 +1,7 @@
-"""gems.engine.supervision.watchdog: one rank's watch, without MPI; ends of whole runs are in test_hangs."""
+"""gems.engine.supervision.watchdog: one rank's watch, without MPI.
+
+Ends of whole runs are in test_hangs.
+"""
 
 from __future__ import annotations
 
@@ -54,14 +57,17 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 DOGS: list[Watchdog] = []
 
 
-def watch(folder: RunFolder, heartbeat: Heartbeat, limit_s: float, *others: LocalPeer, rank: int = 0) -> Watchdog:
+def watch(
+    folder: RunFolder, heartbeat: Heartbeat, limit_s: float, *others: LocalPeer, rank: int = 0
+) -> Watchdog:
     peers = [LocalPeer.this_process(rank), *others]
     DOGS.append(Watchdog(folder, rank, NUM_RANKS, heartbeat, limit_s, peers, WaitState()))
     return DOGS[-1]
 
 
 def eventually(is_so, limit_s: float = 30.0) -> bool:
-    deadline_s, look = time.monotonic() + limit_s, threading.Event()
+    deadline_s = time.monotonic() + limit_s
+    look = threading.Event()
     while not is_so() and time.monotonic() < deadline_s:
         look.wait(0.01)
     return bool(is_so())
@@ -78,17 +84,21 @@ def test_a_rank_that_ends_well_leaves_nothing_but_its_mark(folder):
         assert eventually(lambda: heartbeat.last().waits_for == "0RECV_B0")
         dog._wait_state.what = None
         assert eventually(lambda: heartbeat.last().waits_for == "")
-        assert heartbeat.last().moved_ns > begun.time_ns, "it has gone on since, though not in the list"
+        assert heartbeat.last().moved_ns > begun.time_ns, (
+            "it has gone on since, though not in the list"
+        )
     heartbeat.close()
     assert read_beat(folder.heartbeat(0)).action == "finished"
     assert not folder.stacks(0).parent.exists() and not folder.stalled_json.exists()
 
 
 def test_a_wait_is_worth_it_while_somebody_moves(folder):
-    heartbeat, other = Heartbeat(folder.heartbeat(0)), Heartbeat(folder.heartbeat(1))
+    heartbeat = Heartbeat(folder.heartbeat(0))
+    other = Heartbeat(folder.heartbeat(1))
     heartbeat.beat(2, "0B0")
     other.beat(2, "1F1")
-    begin_s, come = time.monotonic(), []
+    begin_s = time.monotonic()
+    come = []
     with watch(folder, heartbeat, 0.3) as dog:
 
         def move() -> None:
@@ -104,7 +114,8 @@ def test_a_wait_is_worth_it_while_somebody_moves(folder):
 
 
 def test_a_wait_ends_when_who_is_waited_for_stands_still(folder, capfd):
-    heartbeat, other = Heartbeat(folder.heartbeat(0)), Heartbeat(folder.heartbeat(1))
+    heartbeat = Heartbeat(folder.heartbeat(0))
+    other = Heartbeat(folder.heartbeat(1))
     heartbeat.beat(2, "0B0")
     other.beat(2, "1F1")
     with pytest.raises(StalledError) as raised, watch(folder, heartbeat, 0.3) as dog:
@@ -127,7 +138,10 @@ def test_only_the_first_that_finds_a_stall_tells_it(folder):
     errors = []
     for rank in (1, 0):
         heartbeats[rank].beat(1, f"{rank}F1")
-        with pytest.raises(StalledError) as raised, watch(folder, heartbeats[rank], 60.0, rank=rank):
+        with (
+            pytest.raises(StalledError) as raised,
+            watch(folder, heartbeats[rank], 60.0, rank=rank),
+        ):
             raise StalledError("waited")
         errors.append(raised.value)
     assert read_json(folder.stalled_json)["rank"] == 1
@@ -158,7 +172,9 @@ while True:
 
 def test_neighbours_are_asked_once_and_only_they(folder):
     """A process that was started by another time, or lives in a container of its own, is none of ours."""
-    with subprocess.Popen([sys.executable, "-c", ASKED], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", ASKED], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         me = LocalPeer.this_process(0)
         real = LocalPeer(1, process.pid, start_time(process.pid), me.pid_namespace)
@@ -179,7 +195,10 @@ def test_two_ranks_of_a_node_check_for_hangs(folder):
     heartbeat = Heartbeat(folder.heartbeat(5))
     peers = [LocalPeer.this_process(rank) for rank in (7, 5, 9, 8)]
     checks = {
-        peer.rank: Watchdog(folder, peer.rank, 12, heartbeat, 60.0, peers, WaitState())._checks_others for peer in peers
+        peer.rank: (
+            Watchdog(folder, peer.rank, 12, heartbeat, 60.0, peers, WaitState())._checks_others
+        )
+        for peer in peers
     }
     assert checks == {5: True, 7: True, 8: False, 9: False}
     heartbeat.close()
@@ -244,13 +263,25 @@ with Watchdog(folder, 0, 1, heartbeat, 0.5, [LocalPeer.this_process(0)], WaitSta
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("action", "least_s"), [("0F1", 0.5), ("checkpoint", 1.5)])
 def test_a_rank_that_stands_still_ends_itself(folder, action: str, least_s: float):
-    """Alone in C, so nobody else can find it; a phase outside of the schedule may take three times as long."""
+    """Alone in C, so nobody else can find it.
+
+    A phase outside of the schedule may take three times as long.
+    """
     ended = subprocess.run(
-        [sys.executable, "-c", ALONE, str(folder.path), action], cwd=ROOT, capture_output=True, text=True, timeout=100
-    )  # fmt: skip
+        [sys.executable, "-c", ALONE, str(folder.path), action],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
     assert ended.returncode == StalledError.exit_code, ended.stderr
     record = read_json(folder.failed_json(0))
-    assert (record["kind"], record["exit_code"], record["step"], record["action"]) == ("StalledError", 5, 4, action)
+    assert (record["kind"], record["exit_code"], record["step"], record["action"]) == (
+        "StalledError",
+        5,
+        4,
+        action,
+    )
     assert record["cause"].startswith(f"rank 0 has been in {action} for ")
     assert any("in stand_still" in line for line in record["traceback"])
     assert "stand_still" in folder.stacks(0).read_text()

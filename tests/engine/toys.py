@@ -55,7 +55,9 @@ class Mix(nn.Module):
         self.rows = nn.Parameter(torch.randn(4, width))
         self.linear = nn.Linear(in_features, width)
 
-    def forward(self, feature: Tensor, index: Tensor, flat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        self, feature: Tensor, index: Tensor, flat: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         return index, torch.sin(feature * self.rows[index]) + self.linear(flat), flat
 
 
@@ -76,7 +78,8 @@ class Fuse(nn.Module):
 
     def __init__(self, at: int) -> None:
         super().__init__()
-        self.at, self.count = at, 0
+        self.at = at
+        self.count = 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.count += self.training
@@ -86,9 +89,13 @@ class Fuse(nn.Module):
 class Call(nn.Module):
     """Calls a layer on what `spread` makes of the input, with more arguments."""
 
-    def __init__(self, layer: nn.Module, spread: Callable[..., object] | None = None, **more: object) -> None:
+    def __init__(
+        self, layer: nn.Module, spread: Callable[..., object] | None = None, **more: object
+    ) -> None:
         super().__init__()
-        self.layer, self.spread, self.more = layer, spread, more
+        self.layer = layer
+        self.spread = spread
+        self.more = more
 
     def forward(self, *tensors: Tensor) -> object:
         given = tensors if self.spread is None else self.spread(*tensors)
@@ -106,7 +113,8 @@ def _toy(name: str, **options: object) -> Layer:
 
 def _tuple_layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
     size = {"in_features": _num_values(data), "width": model.width}
-    first, second = replace(_toy("Pass"), name="pass1"), replace(_toy("Pass"), name="pass2")
+    first = replace(_toy("Pass"), name="pass1")
+    second = replace(_toy("Pass"), name="pass2")
     join = _toy("Join", **size, num_classes=data.num_classes)
     return (_toy("Fork", **size), first, _toy("Mix", **size), second, join)
 
@@ -125,7 +133,10 @@ def _view_layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
 def _fuse_layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
     """The third layer breaks after `model.width` forwards."""
     conv = (("in_channels", data.channels), ("out_channels", 4), ("kernel_size", 3), ("padding", 1))
-    linear = (("in_features", 4 * data.height_px * data.width_px), ("out_features", data.num_classes))
+    linear = (
+        ("in_features", 4 * data.height_px * data.width_px),
+        ("out_features", data.num_classes),
+    )
     return (
         Layer("conv", "toy", "torch.nn:Conv2d", conv),
         Layer("norm", "toy", "torch.nn:BatchNorm2d", (("num_features", 4),)),
@@ -141,15 +152,29 @@ if "toy_tuples" not in MODELS:
     MODELS.register("toy_views", ModelFamily(_view_layers, lambda model: 1))
 
 
-def make_spec(schedule: str = "gems_master", partitions: int = 1, replicas: int = 1, **changes) -> RunSpec:
-    """A resolved run of a small network; `section__key=value` changes a field. Small maps run in each strip."""
+def make_spec(
+    schedule: str = "gems_master", partitions: int = 1, replicas: int = 1, **changes
+) -> RunSpec:
+    """A resolved run of a small network; `section__key=value` changes a field.
+
+    Small maps run in each strip.
+    """
     spec = RunSpec(
         model=ModelConfig(depth=8, width=4),
         data=DataConfig(
-            name="synthetic", height_px=12, width_px=8, num_classes=3, train_samples=64, validation_samples=8
+            name="synthetic",
+            height_px=12,
+            width_px=8,
+            num_classes=3,
+            train_samples=64,
+            validation_samples=8,
         ),
         parallel=ParallelConfig(
-            partitions=partitions, replicas=replicas, micro_batch_size=2, micro_batches=4, min_strip_positions=1
+            partitions=partitions,
+            replicas=replicas,
+            micro_batch_size=2,
+            micro_batches=4,
+            min_strip_positions=1,
         ),
         schedule=ScheduleConfig(schedule),
         partition=PartitionConfig("even"),
@@ -160,7 +185,12 @@ def make_spec(schedule: str = "gems_master", partitions: int = 1, replicas: int 
     for name, value in changes.items():
         section, _, key = name.partition("__")
         spec = replace(
-            spec, **({section: replace(getattr(spec, section), **{key: value})} if key else {section: value})
+            spec,
+            **(
+                {section: replace(getattr(spec, section), **{key: value})}
+                if key
+                else {section: value}
+            ),
         )
     return resolve(spec)
 
@@ -168,7 +198,9 @@ def make_spec(schedule: str = "gems_master", partitions: int = 1, replicas: int 
 class NumberedDataset(Dataset):
     """Image i is one pixel of value i; its class is i modulo the number of classes."""
 
-    def __init__(self, num_train: int, num_validation: int, num_classes: int = 3, seed: int = 0) -> None:
+    def __init__(
+        self, num_train: int, num_validation: int, num_classes: int = 3, seed: int = 0
+    ) -> None:
         super().__init__((1, 1, 1), num_classes, num_train, num_validation, seed, augment=False)
 
     def _pixels(self, split: str, index: int) -> np.ndarray:

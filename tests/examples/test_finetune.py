@@ -1,4 +1,7 @@
-"""The example of fine-tuning: weights with another head, batch norm that stays as it was, in bfloat16."""
+"""The example of fine-tuning.
+
+Weights with another head, batch norm that stays as it was, in bfloat16.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,11 @@ assert (found["stem.weight"] - given["stem.weight"]).abs().max() < 0.01
 
 def test_it_starts_from_weights_and_keeps_its_batch_norm(tmp_path: Path) -> None:
     ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
+        [sys.executable, "-c", PROGRAM],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
     assert ended.returncode == 0, ended.stderr

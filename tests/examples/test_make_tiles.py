@@ -11,7 +11,14 @@ from gems.data import open_dataset
 
 def test_tiles_are_read(tmp_path: Path) -> None:
     main(tmp_path)
-    spec = compose(["data=folder", f"data.path={tmp_path}", f"data.height_px={TILE_PX}", f"data.width_px={TILE_PX}"])
+    spec = compose(
+        [
+            "data=folder",
+            f"data.path={tmp_path}",
+            f"data.height_px={TILE_PX}",
+            f"data.width_px={TILE_PX}",
+        ]
+    )
     dataset = open_dataset(spec.data, seed=0)
     assert dataset.image("train", 0).shape == (3, TILE_PX, TILE_PX)
     for split in ("train", "validation"):

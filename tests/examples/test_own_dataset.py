@@ -33,7 +33,9 @@ def test_tiles_are_read(tmp_path: Path) -> None:
     data = DataConfig(name="npy", path=str(tmp_path), height_px=16, width_px=16, augment=False)
     found = open_dataset(data, seed=0)
     assert (found.num_train, found.num_validation) == (6, 2)
-    np.testing.assert_array_equal(found.image("train", 3), (images[3].astype(np.float32) - 127.5) / 64.0)
+    np.testing.assert_array_equal(
+        found.image("train", 3), (images[3].astype(np.float32) - 127.5) / 64.0
+    )
     assert [found.label("validation", index) for index in range(2)] == labels[6:].tolist()
     with pytest.raises(ConfigError, match="has tiles of"):
         open_dataset(DataConfig(name="npy", path=str(tmp_path), height_px=32, width_px=32), seed=0)

@@ -6,9 +6,14 @@ from gems.config.compose import compose
 from gems.models import layers_of
 
 WORDS = [
-    "model.target=examples.own_model.TileNet", "model.kwargs={width:4}", "data=synthetic", "schedule=1f1b",
-    "parallel.partitions=2", "parallel.micro_batches=2", "parallel.micro_batch_size=2",
-]  # fmt: skip
+    "model.target=examples.own_model.TileNet",
+    "model.kwargs={width:4}",
+    "data=synthetic",
+    "schedule=1f1b",
+    "parallel.partitions=2",
+    "parallel.micro_batches=2",
+    "parallel.micro_batch_size=2",
+]
 
 
 def test_layers() -> None:

@@ -25,7 +25,9 @@ def tiles(tmp_path: Path) -> Path:
     rng = np.random.default_rng(0)
     for split, count in (("train", 16), ("validation", 6)):
         labels = np.arange(count) % 2
-        images = rng.integers(100, size=(count, 3, 32, 32), dtype=np.uint8) + (100 * labels[:, None, None, None])
+        images = rng.integers(100, size=(count, 3, 32, 32), dtype=np.uint8) + (
+            100 * labels[:, None, None, None]
+        )
         np.save(tmp_path / f"{split}.npy", images.astype(np.uint8))
         (tmp_path / f"{split}.csv").write_text("".join(f"{label}\n" for label in labels))
     return tmp_path
@@ -34,7 +36,9 @@ def tiles(tmp_path: Path) -> Path:
 def test_the_script_trains_in_two_ranks_and_its_network_is_found_again(tiles: Path) -> None:
     argv = mpiexec_argv(2, [sys.executable, "-m", "examples.train_script", str(tiles)])
     environment = rank_environment(1) | {"PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(argv, env=environment, cwd=tiles, capture_output=True, text=True, timeout=200)
+    ended = subprocess.run(
+        argv, env=environment, cwd=tiles, capture_output=True, text=True, timeout=200
+    )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("accuracy") == 2
     (run,) = (tiles / "runs").iterdir()
@@ -57,16 +61,29 @@ def test_objects_of_a_program(tmp_path: Path) -> None:
     """A network that was made before, whose weights it starts from, and a dataset that no name leads to."""
     network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2))
     words = [
-        "schedule=1f1b", "data.height_px=8", "data.width_px=8", "parallel.micro_batches=2", "train.steps=1",
-        "benchmark.skip_steps=0", "optimizer.lr=1e-20", f"runs_dir={tmp_path}",
-    ]  # fmt: skip
-    code = f"import gems, tests.examples.test_train_script as t, torch; t.train_objects({words!r}, {str(tmp_path)!r})"
+        "schedule=1f1b",
+        "data.height_px=8",
+        "data.width_px=8",
+        "parallel.micro_batches=2",
+        "train.steps=1",
+        "benchmark.skip_steps=0",
+        "optimizer.lr=1e-20",
+        f"runs_dir={tmp_path}",
+    ]
+    code = (
+        f"import gems, tests.examples.test_train_script as t, torch; t.train_objects({words!r},"
+        f" {str(tmp_path)!r})"
+    )
     torch.save(network, tmp_path / "network.pt")
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=200)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=200
+    )
     assert ended.returncode == 0, ended.stderr
     (run,) = (path for path in tmp_path.iterdir() if path.is_dir())
-    saved = {name: value for layer in gems.load_weights(run).values() for name, value in layer.items()}
+    saved = {
+        name: value for layer in gems.load_weights(run).values() for name, value in layer.items()
+    }
     expected = network.state_dict()
     assert saved.keys() == expected.keys()
     assert all(torch.equal(saved[name], expected[name]) for name in expected)

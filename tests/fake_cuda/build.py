@@ -42,11 +42,14 @@ def why_not() -> str | None:
 
 def library() -> Path:
     """Return the compiled extension, from the cache if its sources have not changed."""
-    sources, headers = sorted(HERE.glob("*.cpp")), sorted(HERE.glob("*.h"))
+    sources = sorted(HERE.glob("*.cpp"))
+    headers = sorted(HERE.glob("*.h"))
     text = b"".join(path.read_bytes() for path in (*sources, *headers))
     versions = f"{importlib.metadata.version('torch')} {sys.version} {FLAGS}"
     key = hashlib.sha256(text + versions.encode()).hexdigest()[:16]
-    base = os.environ.get("GEMS_FAKE_CUDA_CACHE") or HERE.parent.parent / ".pytest_cache" / "fake_cuda"
+    base = (
+        os.environ.get("GEMS_FAKE_CUDA_CACHE") or HERE.parent.parent / ".pytest_cache" / "fake_cuda"
+    )
     made = Path(base) / key / f"{NAME}.so"
     if not made.exists():
         made.parent.mkdir(parents=True, exist_ok=True)
@@ -56,9 +59,15 @@ def library() -> Path:
 
 def _compile(sources: list[Path], made: Path) -> None:
     torch = torch_folder()
-    folders = [torch / "include", torch / "include/torch/csrc/api/include", Path(sysconfig.get_paths()["include"])]
+    folders = [
+        torch / "include",
+        torch / "include/torch/csrc/api/include",
+        Path(sysconfig.get_paths()["include"]),
+    ]
     includes = [f"-I{folder}" for folder in folders]
-    with tempfile.TemporaryDirectory(dir=made.parent) as scratch:  # moved when whole: several processes may compile
+    with tempfile.TemporaryDirectory(
+        dir=made.parent
+    ) as scratch:  # moved when whole: several processes may compile
         objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
 
         def compile_one(source: Path, target: Path) -> None:
@@ -68,7 +77,11 @@ def _compile(sources: list[Path], made: Path) -> None:
             list(pool.map(compile_one, sources, objects))
         library = Path(scratch) / made.name
         names = ("c10", "torch_cpu", "torch", "torch_python")
-        links = [f"-L{torch / 'lib'}", f"-Wl,-rpath,{torch / 'lib'}", *(f"-l{name}" for name in names)]
+        links = [
+            f"-L{torch / 'lib'}",
+            f"-Wl,-rpath,{torch / 'lib'}",
+            *(f"-l{name}" for name in names),
+        ]
         _run(["g++", "-shared", *map(str, objects), *links, "-o", str(library)])
         library.replace(made)
 

@@ -1,6 +1,7 @@
 """Processes that a test starts get the fake device too.
 
-They are started as `sys.executable`, in the place of which there is a script that installs the device first.
+They are started as `sys.executable`, in the place of which there is a script that installs the
+device first.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-REPORTS = "GEMS_FAKE_CUDA_REPORTS"  # the folder to which processes write what they have counted, one JSON line each
+REPORTS = (  # the folder to which processes write what they have counted, one JSON line each
+    "GEMS_FAKE_CUDA_REPORTS"
+)
 WITHOUT = ("jobs", "analysis")  # commands of the login node, without torch
 
 PYTHON = """#!/bin/sh
@@ -35,7 +38,10 @@ def take_over(folder: Path) -> None:
     script.parent.mkdir(parents=True, exist_ok=True)
     for path, text in (
         (script, PYTHON.format(python=shlex.quote(str(python)))),
-        (script.with_name("mpiexec"), BESIDE.format(program=shlex.quote(str(python.with_name("mpiexec"))))),
+        (
+            script.with_name("mpiexec"),
+            BESIDE.format(program=shlex.quote(str(python.with_name("mpiexec")))),
+        ),
     ):
         if path.name == "mpiexec" and not python.with_name("mpiexec").exists():
             continue

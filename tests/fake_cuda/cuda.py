@@ -55,9 +55,15 @@ class Event(torch.Event):
     """As torch.cuda.Event."""
 
     def __new__(
-        cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
+        cls,
+        enable_timing: bool = False,
+        blocking: bool = False,
+        interprocess: bool = False,
+        external: bool = False,
     ) -> Event:
-        made = super().__new__(cls, torch.device("cuda", torch.cuda.current_device()), enable_timing=enable_timing)
+        made = super().__new__(
+            cls, torch.device("cuda", torch.cuda.current_device()), enable_timing=enable_timing
+        )
         made.has_time = enable_timing
         return made
 
@@ -120,7 +126,8 @@ def patch(native: Any, num_devices: int, total_bytes: int) -> None:
             yield
             return
         index = stream.device_index
-        before, device_before = native.current_stream(index), native.current_device()
+        before = native.current_stream(index)
+        device_before = native.current_device()
         native.set_device(index)
         native.set_stream(index, stream.stream_id)
         try:
@@ -134,7 +141,11 @@ def patch(native: Any, num_devices: int, total_bytes: int) -> None:
 
     def memory_stats(device: Any = None) -> dict[str, int]:
         allocated, _, reserved, _ = native.statistics(_index(device))[:4]
-        found = {"allocated_bytes": allocated, "reserved_bytes": reserved, "inactive_split_bytes": 0}  # never split
+        found = {
+            "allocated_bytes": allocated,
+            "reserved_bytes": reserved,
+            "inactive_split_bytes": 0,
+        }  # never split
         return {f"{name}.all.current": size for name, size in found.items()}
 
     def set_fraction(fraction: float, device: Any = None) -> None:
@@ -146,7 +157,12 @@ def patch(native: Any, num_devices: int, total_bytes: int) -> None:
         index = _index(device)
         whose = f"{os.getpid():08x}{DRIVER[8:]}" if os.environ.get(APART) else DRIVER
         return SimpleNamespace(
-            name=NAME, uuid=f"{whose}{index}", total_memory=total_bytes, multi_processor_count=1, major=8, minor=0
+            name=NAME,
+            uuid=f"{whose}{index}",
+            total_memory=total_bytes,
+            multi_processor_count=1,
+            major=8,
+            minor=0,
         )
 
     cudart = SimpleNamespace(
@@ -159,7 +175,9 @@ def patch(native: Any, num_devices: int, total_bytes: int) -> None:
         "Event": Event,
         "device": device,
         "current_stream": current_stream,
-        "default_stream": lambda device=None: Stream(stream_id=0, device_index=_index(device), device_type=1),
+        "default_stream": lambda device=None: Stream(
+            stream_id=0, device_index=_index(device), device_type=1
+        ),
         "set_stream": set_stream,
         "stream": stream,
         "synchronize": lambda device=None: native.synchronize(_index(device)),
@@ -170,7 +188,10 @@ def patch(native: Any, num_devices: int, total_bytes: int) -> None:
         "memory_stats": memory_stats,
         "reset_peak_memory_stats": lambda device=None: native.reset_peaks(_index(device)),
         "empty_cache": native.empty_cache,
-        "mem_get_info": lambda device=None: (total_bytes - native.statistics(_index(device))[2], total_bytes),
+        "mem_get_info": lambda device=None: (
+            total_bytes - native.statistics(_index(device))[2],
+            total_bytes,
+        ),
         "set_per_process_memory_fraction": set_fraction,
         "is_available": lambda: True,
         "is_initialized": lambda: True,
@@ -186,11 +207,16 @@ def patch(native: Any, num_devices: int, total_bytes: int) -> None:
         "is_bf16_supported": lambda including_emulation=True: True,
         "is_current_stream_capturing": lambda: False,
         "cudart": lambda: cudart,
-        "default_generators": tuple(native.default_generator(index) for index in range(num_devices)),
+        "default_generators": tuple(
+            native.default_generator(index) for index in range(num_devices)
+        ),
     }
     torch.backends.cudnn.enabled = False  # there is none
     for name, value in found.items():
         setattr(torch.cuda, name, value)
-        for module in (torch.cuda.random, torch.cuda.memory):  # which have imported some of them by name
+        for module in (
+            torch.cuda.random,
+            torch.cuda.memory,
+        ):  # which have imported some of them by name
             if hasattr(module, name):
                 setattr(module, name, value)

@@ -33,7 +33,11 @@ SMALL = [
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
     ended = subprocess.run(
-        [sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S - 20
+        [sys.executable, "-m", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S - 20,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended
@@ -41,7 +45,13 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.timeout(LIMIT_S)
 def test_a_submitted_run_trains_on_the_gpu(tmp_path: Path) -> None:
-    words = (f"runs_dir={tmp_path}", "name=small", "parallel.partitions=2", "train.steps=3", "schedule=gems_master")
+    words = (
+        f"runs_dir={tmp_path}",
+        "name=small",
+        "parallel.partitions=2",
+        "train.steps=3",
+        "schedule=gems_master",
+    )
     run("jobs", "submit", *SMALL, *words)
     (path,) = tmp_path.glob("small-*")
     folder = RunFolder(path)
@@ -52,7 +62,9 @@ def test_a_submitted_run_trains_on_the_gpu(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(LIMIT_S)
 def test_a_profile_is_measured_on_the_gpu(tmp_path: Path) -> None:
-    found = json.loads(run("gems", "profile", "--json", *SMALL, "profile=measured", f"cache_dir={tmp_path}").stdout)
+    found = json.loads(
+        run("gems", "profile", "--json", *SMALL, "profile=measured", f"cache_dir={tmp_path}").stdout
+    )
     assert found["source"] == "measured" and found["device"] == NAME
     assert all(layer["forward_s"] > 0 and layer["stash_bytes"] >= 0 for layer in found["layers"])
 
@@ -77,20 +89,35 @@ MIXED = [
 
 
 @pytest.mark.timeout(2 * LIMIT_S)
-@pytest.mark.parametrize("model", ["convnext_tiny", "nf_resnet50 model.width=8", "resnet50 model.width=8", "unet"])
-def test_mixed_precision_keeps_what_a_profile_without_a_gpu_says(model: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "model", ["convnext_tiny", "nf_resnet50 model.width=8", "resnet50 model.width=8", "unet"]
+)
+def test_mixed_precision_keeps_what_a_profile_without_a_gpu_says(
+    model: str, tmp_path: Path
+) -> None:
     """CUDA's autocast computes norms and sums in float32, the processor's does not."""
     words = (*MIXED, *f"model={model}".split(), f"cache_dir={tmp_path}", "profile.repetitions=1")
     fake, measured = (
         json.loads(run("gems", "profile", "--json", *words, f"profile={name}").stdout)["layers"]
         for name in ("fake", "measured")
     )
-    for key in ("stash_bytes", "saved", "held_for_weights_bytes", "plain_peak_bytes", "cheap_bytes"):
+    for key in (
+        "stash_bytes",
+        "saved",
+        "held_for_weights_bytes",
+        "plain_peak_bytes",
+        "cheap_bytes",
+    ):
         assert [layer[key] for layer in fake] == [layer[key] for layer in measured], key
 
 
 @pytest.mark.timeout(LIMIT_S)
 def test_strips_in_mixed_precision_keep_what_is_predicted(tmp_path: Path) -> None:
-    words = ("model=convnext_tiny", "parallel.strips=2", "parallel.micro_batches=2", f"cache_dir={tmp_path}")
+    words = (
+        "model=convnext_tiny",
+        "parallel.strips=2",
+        "parallel.micro_batches=2",
+        f"cache_dir={tmp_path}",
+    )
     found = json.loads(run("gems", "verify", "--json", *MIXED, *words).stdout)
     assert found["peak_activation_bytes"] == found["predicted_activation_bytes"]

@@ -1,4 +1,7 @@
-"""The fake device itself: numbers, order, memory, random numbers, waits and children. Run by test_fake_cuda.py."""
+"""The fake device itself: numbers, order, memory, random numbers, waits and children.
+
+Run by test_fake_cuda.py.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +32,30 @@ def races() -> list[str]:
 
 
 def trained(device: str) -> list[torch.Tensor]:
-    """Train a network of most kinds of layers; without dropout, whose numbers are those of a device."""
+    """Train a network of most kinds of layers.
+
+    Without dropout, whose numbers are those of a device.
+    """
     torch.manual_seed(1)
-    layers = nn.Sequential(
-        nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(2),
-        nn.Conv2d(4, 4, 3, groups=2), nn.GroupNorm(2, 4), nn.GELU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(),
-        nn.LayerNorm(16), nn.Linear(16, 5),
-    ).double().to(device)  # fmt: skip
-    images, labels = torch.randn(4, 3, 12, 12).double(), torch.randint(0, 5, (4,))
+    layers = (
+        nn.Sequential(
+            nn.Conv2d(3, 4, 3, padding=1),
+            nn.BatchNorm2d(4),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(2),
+            nn.Conv2d(4, 4, 3, groups=2),
+            nn.GroupNorm(2, 4),
+            nn.GELU(),
+            nn.AdaptiveAvgPool2d(2),
+            nn.Flatten(),
+            nn.LayerNorm(16),
+            nn.Linear(16, 5),
+        )
+        .double()
+        .to(device)
+    )
+    images = torch.randn(4, 3, 12, 12).double()
+    labels = torch.randint(0, 5, (4,))
     optimizer = torch.optim.SGD(layers.parameters(), lr=0.01, momentum=0.9)
     for _ in range(3):
         optimizer.zero_grad()
@@ -69,7 +88,8 @@ def test_an_lstm_has_the_numbers_of_the_processor():
 
 
 def copy_out(waits: bool) -> torch.Tensor:
-    side, host = torch.cuda.Stream(), torch.zeros(N, pin_memory=True)
+    side = torch.cuda.Stream()
+    host = torch.zeros(N, pin_memory=True)
     made = torch.zeros(N, device="cuda")
     torch.cuda.synchronize()
     made.add_(2.0)
@@ -83,7 +103,8 @@ def copy_out(waits: bool) -> torch.Tensor:
 
 def reused_memory(waits: bool) -> torch.Tensor:
     """Memory that a copy still reads is freed on its own stream, and another tensor takes it."""
-    side, host = torch.cuda.Stream(), torch.zeros(N, pin_memory=True)
+    side = torch.cuda.Stream()
+    host = torch.zeros(N, pin_memory=True)
     made = torch.full((N,), 2.0, device="cuda")
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -97,7 +118,8 @@ def reused_memory(waits: bool) -> torch.Tensor:
 
 
 def event_between(waits: bool) -> torch.Tensor:
-    side, event = torch.cuda.Stream(), torch.cuda.Event()
+    side = torch.cuda.Stream()
+    event = torch.cuda.Event()
     made = torch.zeros(N, device="cuda")
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -156,7 +178,8 @@ def test_a_missing_wait_is_a_race_and_on_a_late_device_a_wrong_number(program):
 
 
 def test_parts_of_a_tensor_may_be_used_by_several_streams_at_once():
-    whole, sides = torch.zeros(4 * N, device="cuda"), [torch.cuda.Stream() for _ in range(4)]
+    whole = torch.zeros(4 * N, device="cuda")
+    sides = [torch.cuda.Stream() for _ in range(4)]
     for number, side in enumerate(sides):
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -167,9 +190,12 @@ def test_parts_of_a_tensor_may_be_used_by_several_streams_at_once():
 
 
 def test_mpi_that_takes_no_device_pointers_is_given_none():
-    transport, tensor = Transport(world(), hang_timeout_s=20), torch.ones(N, device="cuda")
+    transport = Transport(world(), hang_timeout_s=20)
+    tensor = torch.ones(N, device="cuda")
     for post in (transport.send, transport.receive):
-        with pytest.raises(ValueError, match=r"no device pointers, .* on cuda:0: use machine\.transport=host"):
+        with pytest.raises(
+            ValueError, match=r"no device pointers, .* on cuda:0: use machine\.transport=host"
+        ):
             post(tensor, 0, 1)
     with pytest.raises(ValueError, match="no device pointers"):
         transport.sum_in_place(tensor)
@@ -185,7 +211,8 @@ def test_mpi_that_takes_none_cannot_read_one_that_it_is_given(monkeypatch):
 def test_mpi_reads_and_writes_until_it_is_waited_for(monkeypatch):
     monkeypatch.setattr(mpi, "gpu_support", lambda: True)
     transport = Transport(world(), hang_timeout_s=20)
-    sent, got = torch.ones(N, device="cuda"), torch.zeros(N, device="cuda")
+    sent = torch.ones(N, device="cuda")
+    got = torch.zeros(N, device="cuda")
     torch.cuda.synchronize()
     request = transport.receive(got, 0, 1)
     transport.send(sent, 0, 1)
@@ -207,17 +234,23 @@ def test_mpi_reads_and_writes_until_it_is_waited_for(monkeypatch):
 def test_memory_is_counted_reused_and_limited():
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    before, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    before = torch.cuda.memory_allocated()
+    reserved = torch.cuda.memory_reserved()
     made = torch.empty(1000, dtype=torch.uint8, device="cuda")
     assert torch.cuda.memory_allocated() - before == 1024
     place = made.data_ptr()
     del made
-    assert torch.cuda.memory_allocated() == before and torch.cuda.max_memory_allocated() == before + 1024
+    assert (
+        torch.cuda.memory_allocated() == before
+        and torch.cuda.max_memory_allocated() == before + 1024
+    )
     assert torch.empty(1000, dtype=torch.uint8, device="cuda").data_ptr() == place
     total = torch.cuda.mem_get_info()[1]
     torch.cuda.set_per_process_memory_fraction((reserved + (1 << 20)) / total)
     torch.empty(1 << 20, dtype=torch.uint8, device="cuda")  # takes what was cached before it
-    with pytest.raises(torch.cuda.OutOfMemoryError, match=r"CUDA out of memory\. Tried to allocate 2097152 bytes"):
+    with pytest.raises(
+        torch.cuda.OutOfMemoryError, match=r"CUDA out of memory\. Tried to allocate 2097152 bytes"
+    ):
         torch.empty(1 << 21, dtype=torch.uint8, device="cuda")
 
 
@@ -237,18 +270,30 @@ def test_random_numbers_come_from_the_generator_of_the_device(late):
     native().set_late(late, 1)
     torch.cuda.manual_seed(3)
     generator = torch.cuda.default_generators[0]
-    state, on_host = generator.get_state(), torch.get_rng_state()
-    first = [torch.rand(5, device="cuda"), torch.randn(5, device="cuda"), torch.randperm(9, device="cuda")]
-    assert not torch.equal(generator.get_state(), state) and torch.equal(torch.get_rng_state(), on_host)
+    state = generator.get_state()
+    on_host = torch.get_rng_state()
+    first = [
+        torch.rand(5, device="cuda"),
+        torch.randn(5, device="cuda"),
+        torch.randperm(9, device="cuda"),
+    ]
+    assert not torch.equal(generator.get_state(), state) and torch.equal(
+        torch.get_rng_state(), on_host
+    )
     torch.cuda.manual_seed(3)
-    again = [torch.rand(5, device="cuda"), torch.randn(5, device="cuda"), torch.randperm(9, device="cuda")]
+    again = [
+        torch.rand(5, device="cuda"),
+        torch.randn(5, device="cuda"),
+        torch.randperm(9, device="cuda"),
+    ]
     assert all(map(torch.equal, first, again))
     assert not torch.equal(torch.rand(5, device="cuda"), first[0])
 
 
 def test_waits_of_the_host_are_counted():
     native().clear_counts()
-    made, pinned = torch.ones(N, device="cuda"), torch.zeros(N, pin_memory=True)
+    made = torch.ones(N, device="cuda")
+    pinned = torch.zeros(N, pin_memory=True)
     pinned.copy_(made, non_blocking=True)
     made.copy_(pinned, non_blocking=True)
     assert not any(name.startswith("wait") for name in native().counts())
@@ -264,13 +309,19 @@ def test_waits_of_the_host_are_counted():
     bool((made > 0).all())
     waits = {name: number for name, number in native().counts().items() if name.startswith("wait")}
     assert waits == {
-        "wait: copy to the host": 2, "wait: item": 2, "wait: stream": 1, "wait: event": 1, "wait: device": 1,
-    }  # fmt: skip
+        "wait: copy to the host": 2,
+        "wait: item": 2,
+        "wait: stream": 1,
+        "wait: event": 1,
+        "wait: device": 1,
+    }
 
 
 def test_children_have_the_device_too():
     program = "import sys, torch; print(torch.ones(2, device='cuda').sum().item(), *sys.argv[1:])"
-    ended = subprocess.run([sys.executable, "-c", program, "a b"], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        [sys.executable, "-c", program, "a b"], capture_output=True, text=True, timeout=60
+    )
     assert (ended.returncode, ended.stdout) == (0, "2.0 a b\n"), ended.stderr
 
 
@@ -278,10 +329,14 @@ def test_a_race_of_a_child_is_seen():
     from tests.fake_cuda import plugin
 
     program = (
-        "import torch; made = torch.ones(9, device='cuda')\nwith torch.cuda.stream(torch.cuda.Stream()): made.sum()"
+        "import torch; made = torch.ones(9, device='cuda')\nwith"
+        " torch.cuda.stream(torch.cuda.Stream()): made.sum()"
     )
     known = plugin._reports()
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
     (path,) = plugin._reports() - known
-    assert "sum on stream 1 reads what fill_ on stream 0 may still be writing" in plugin._races_of(path)[0]
+    assert (
+        "sum on stream 1 reads what fill_ on stream 0 may still be writing"
+        in plugin._races_of(path)[0]
+    )
     path.unlink()

@@ -38,38 +38,141 @@ class Mutant:
         return f"{self.file}:{self.function}, {self.line} ({self.workload})"
 
 
-COPIES, STORE, STATE = "activation_store/copies.py", "activation_store/store.py", "checkpoint/state.py"
-STAGING, RECORDER, DEVICE_PY = "transport/staging.py", "supervision/recorder.py", "engine/device.py"
-LOADER, SUM = "engine/batch_loader.py", "optimization/gradient_sum.py"
+COPIES = "activation_store/copies.py"
+STORE = "activation_store/store.py"
+STATE = "checkpoint/state.py"
+STAGING = "transport/staging.py"
+RECORDER = "supervision/recorder.py"
+DEVICE_PY = "engine/device.py"
+LOADER = "engine/batch_loader.py"
+SUM = "optimization/gradient_sum.py"
 MUTANTS = [
-    Mutant("offload", torch.cuda.Stream, "wait_stream", COPIES, "self._out.wait_stream(", "copy_out"),
+    Mutant(
+        "offload", torch.cuda.Stream, "wait_stream", COPIES, "self._out.wait_stream(", "copy_out"
+    ),
     Mutant("offload", torch.cuda.Event, "record", COPIES, "end.record(self._out)", "copy_out"),
     Mutant("offload", torch.cuda.Stream, "wait_stream", COPIES, "self._in.wait_stream(", "copy_in"),
     Mutant("offload", torch.cuda.Event, "record", COPIES, "end.record(self._in)", "copy_in"),
     Mutant("offload", torch.cuda.Stream, "wait_event", COPIES, ".wait_event(copy.end)", "wait"),
     Mutant("offload", CudaCopier, "wait", STORE, "self._copier.wait(copy)", "_free"),
-    Mutant("fetch_on_demand", CudaCopier, "wait", STORE, "self._copier.wait(saved.coming)", "_wait_for_copy_in"),
+    Mutant(
+        "fetch_on_demand",
+        CudaCopier,
+        "wait",
+        STORE,
+        "self._copier.wait(saved.coming)",
+        "_wait_for_copy_in",
+    ),
     Mutant("broken_step", CudaCopier, "synchronize", STORE, "self._copier.synchronize()", "reset"),
-    Mutant("broken_step", torch.cuda.Stream, "synchronize", COPIES, "self._out.synchronize()", "synchronize"),
-    Mutant("staged_messages", torch.cuda.Stream, "wait_stream", STAGING, "self._out.wait_stream(", "sending"),
-    Mutant("staged_messages", torch.cuda.Stream, "record_event", STAGING, ".record_event()", "_now"),
-    Mutant("staged_messages", torch.cuda.Stream, "wait_event", DEVICE_PY, "stream.wait_event(", "take"),
-    Mutant("staged_messages", torch.Tensor, "record_stream", DEVICE_PY, "tensor.record_stream(", "take"),
-    Mutant("staged_messages", torch.cuda.Stream, "record_event", DEVICE_PY, ".record_event()", "add_piece"),
-    Mutant("loaded_images", torch.cuda.Stream, "record_event", DEVICE_PY, ".record_event()", "begin"),
+    Mutant(
+        "broken_step",
+        torch.cuda.Stream,
+        "synchronize",
+        COPIES,
+        "self._out.synchronize()",
+        "synchronize",
+    ),
+    Mutant(
+        "staged_messages",
+        torch.cuda.Stream,
+        "wait_stream",
+        STAGING,
+        "self._out.wait_stream(",
+        "sending",
+    ),
+    Mutant(
+        "staged_messages", torch.cuda.Stream, "record_event", STAGING, ".record_event()", "_now"
+    ),
+    Mutant(
+        "staged_messages", torch.cuda.Stream, "wait_event", DEVICE_PY, "stream.wait_event(", "take"
+    ),
+    Mutant(
+        "staged_messages", torch.Tensor, "record_stream", DEVICE_PY, "tensor.record_stream(", "take"
+    ),
+    Mutant(
+        "staged_messages",
+        torch.cuda.Stream,
+        "record_event",
+        DEVICE_PY,
+        ".record_event()",
+        "add_piece",
+    ),
+    Mutant(
+        "loaded_images", torch.cuda.Stream, "record_event", DEVICE_PY, ".record_event()", "begin"
+    ),
     Mutant("loaded_images", Arrival, "take", LOADER, "arrivals[m].take()", "<lambda>"),
     Mutant("offload", Arrival, "take", LOADER, "arrivals[m].take()", "<lambda>"),
-    Mutant("direct_messages", torch.cuda.Stream, "record_event", STAGING, ".record_event()", "_now"),
-    Mutant("self_test", torch.cuda, "synchronize", STAGING, "torch.cuda.synchronize(device)", "_self_test"),
-    Mutant("checkpoints", torch.cuda.Stream, "wait_stream", STATE, "self._stream.wait_stream(computing)", "begin"),
+    Mutant(
+        "direct_messages", torch.cuda.Stream, "record_event", STAGING, ".record_event()", "_now"
+    ),
+    Mutant(
+        "self_test",
+        torch.cuda,
+        "synchronize",
+        STAGING,
+        "torch.cuda.synchronize(device)",
+        "_self_test",
+    ),
+    Mutant(
+        "checkpoints",
+        torch.cuda.Stream,
+        "wait_stream",
+        STATE,
+        "self._stream.wait_stream(computing)",
+        "begin",
+    ),
     Mutant("checkpoints", torch.cuda.Stream, "wait_event", STATE, "computing.wait_event(", "begin"),
-    Mutant("checkpoints", torch.cuda.Stream, "record_event", STATE, "computing.wait_event(self._stream", "begin"),
-    Mutant("checkpoints", torch.cuda.Stream, "record_event", STATE, "self._copied = self._stream", "begin"),
-    Mutant("checkpoints", torch.cuda.Event, "synchronize", STATE, "self._copied.synchronize()", "host_tensors"),
-    Mutant("checkpoints", torch.cuda.Stream, "wait_event", STATE, ".wait_event(self._copied)", "_wait_for_copies"),
-    Mutant("reduced_gradients", torch.cuda.Stream, "wait_stream", SUM, "self._streams[0].wait_stream(", "start"),
-    Mutant("reduced_gradients", torch.cuda.Event, "synchronize", SUM, "event.synchronize()", "post"),
-    Mutant("reduced_gradients", torch.cuda.Stream, "wait_stream", SUM, ".wait_stream(self._streams[1])", "finish"),
+    Mutant(
+        "checkpoints",
+        torch.cuda.Stream,
+        "record_event",
+        STATE,
+        "computing.wait_event(self._stream",
+        "begin",
+    ),
+    Mutant(
+        "checkpoints",
+        torch.cuda.Stream,
+        "record_event",
+        STATE,
+        "self._copied = self._stream",
+        "begin",
+    ),
+    Mutant(
+        "checkpoints",
+        torch.cuda.Event,
+        "synchronize",
+        STATE,
+        "self._copied.synchronize()",
+        "host_tensors",
+    ),
+    Mutant(
+        "checkpoints",
+        torch.cuda.Stream,
+        "wait_event",
+        STATE,
+        ".wait_event(self._copied)",
+        "_wait_for_copies",
+    ),
+    Mutant(
+        "reduced_gradients",
+        torch.cuda.Stream,
+        "wait_stream",
+        SUM,
+        "self._streams[0].wait_stream(",
+        "start",
+    ),
+    Mutant(
+        "reduced_gradients", torch.cuda.Event, "synchronize", SUM, "event.synchronize()", "post"
+    ),
+    Mutant(
+        "reduced_gradients",
+        torch.cuda.Stream,
+        "wait_stream",
+        SUM,
+        ".wait_stream(self._streams[1])",
+        "finish",
+    ),
     Mutant("recorded_times", Recorder, "synchronize", RECORDER, "self.synchronize()", "end_step"),
 ]
 _wanted: dict[str, Numbers] = {}
@@ -79,12 +182,16 @@ pytestmark = pytest.mark.usefixtures("clean_device")
 
 def take_out(monkeypatch: pytest.MonkeyPatch, mutant: Mutant) -> list[str]:
     """Make the call of a mutant do nothing, and return the list of the calls that were left out."""
-    original, left_out = getattr(mutant.owner, mutant.method), []
+    original = getattr(mutant.owner, mutant.method)
+    left_out = []
 
     def call(*given: Any, **named: Any) -> Any:
         frame = sys._getframe(1)
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-        is_here = frame.f_code.co_filename.endswith(mutant.file) and frame.f_code.co_name == mutant.function
+        is_here = (
+            frame.f_code.co_filename.endswith(mutant.file)
+            and frame.f_code.co_name == mutant.function
+        )
         if not (is_here and mutant.line in line):
             return original(*given, **named)
         left_out.append(line)

@@ -1,4 +1,7 @@
-"""The three parts of scripts/on_gpu.sh, whole, with small sizes: each row has figures or says why not."""
+"""The three parts of scripts/on_gpu.sh, whole, with small sizes.
+
+Each row has figures or says why not.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,11 @@ ONLY_ON_A_GPU = {"races", "idle share"}
 @pytest.mark.parametrize("part", TITLES)
 def test_a_part_fills_every_row(part: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHON", sys.executable)
-    out, begin_s = tmp_path / "gpu.jsonl", time.monotonic()
-    ended = subprocess.run([ROOT / "scripts" / "on_gpu.sh", str(part), "--out", out], capture_output=True, text=True)
+    out = tmp_path / "gpu.jsonl"
+    begin_s = time.monotonic()
+    ended = subprocess.run(
+        [ROOT / "scripts" / "on_gpu.sh", str(part), "--out", out], capture_output=True, text=True
+    )
     wall_s = time.monotonic() - begin_s
     print(ended.stderr, f"part {part}: {wall_s:.0f} s", sep="\n")
     assert ended.returncode == 0, ended.stderr

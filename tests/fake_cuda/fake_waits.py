@@ -1,4 +1,7 @@
-"""How often the host waits for the device in a step of four ranks: never for a micro-batch. For `make test-device`."""
+"""How often the host waits for the device in a step of four ranks: never for a micro-batch.
+
+For `make test-device`.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +31,9 @@ CASES = {
     "gems_master": ("gems_master", "keep"),
     "1f1b, vdnn_all": ("1f1b", "vdnn_all"),
 }
-# Waits of all ranks in a step, by what was waited for, staged and with device pointers alike: none for a micro-batch,
-# but one at the beginning of a step for the time of events, and those for loss and gradient sums. Who saves some puts
-# the new numbers here.
+# Waits of all ranks in a step, by what was waited for, staged and with device pointers alike: none
+# for a micro-batch, but one at the beginning of a step for the time of events, and those for loss
+# and gradient sums. Who saves some puts the new numbers here.
 ONE_WAY = {"item": 7, "stream": 4}
 TODAY = {
     "1f1b": ONE_WAY,
@@ -48,12 +51,22 @@ def waits_of(world: Comm, schedule: str, memory: str, micro_batches: int) -> lis
     )
     made = broadcast(world, plan_run(spec) if world.rank == 0 else None)
     pipeline = build_pipeline(
-        spec, world, DEVICE, schedule=made.schedule, boundaries=made.boundaries, plan=made.memory_plan
+        spec,
+        world,
+        DEVICE,
+        schedule=made.schedule,
+        boundaries=made.boundaries,
+        plan=made.memory_plan,
     )
     loader = BatchLoader(
-        spec, open_dataset(spec.data, spec.seed), pipeline.replica, pipeline.image_micro_batches,
-        pipeline.label_micro_batches, torch.float32, DEVICE,
-    )  # fmt: skip
+        spec,
+        open_dataset(spec.data, spec.seed),
+        pipeline.replica,
+        pipeline.image_micro_batches,
+        pipeline.label_micro_batches,
+        torch.float32,
+        DEVICE,
+    )
     pipeline.set_training(True)
     for step in range(2):
         batch = loader.batch(step)
@@ -61,20 +74,28 @@ def waits_of(world: Comm, schedule: str, memory: str, micro_batches: int) -> lis
         pipeline.train.run(step, batch)
     counts = native().counts()
     loader.close()
-    mine = Counter({name.removeprefix("wait: "): n for name, n in counts.items() if name.startswith("wait: ")})
+    mine = Counter(
+        {name.removeprefix("wait: "): n for name, n in counts.items() if name.startswith("wait: ")}
+    )
     return allgather(world, mine)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_host_waits_of_a_step(comm, case, capsys):  # noqa: F811
     fewer, ranks = (waits_of(comm, *CASES[case], number) for number in MICRO_BATCHES)
-    more = [sum(waits.values()) - sum(before.values()) for waits, before in zip(ranks, fewer, strict=True)]
+    more = [
+        sum(waits.values()) - sum(before.values())
+        for waits, before in zip(ranks, fewer, strict=True)
+    ]
     is_direct = DIRECT in os.environ
     if comm.rank == 0:
         with capsys.disabled():
             way = "device pointers" if is_direct else "staged"
             each = ", ".join(f"{count / (MICRO_BATCHES[1] - MICRO_BATCHES[0]):g}" for count in more)
             kinds = ", ".join(f"{name} {n}" for name, n in sorted(sum(ranks, Counter()).items()))
-            print(f"\nhost waits a micro-batch, {case}, {way}: ranks {each}; in a step of all ranks: {kinds}")
+            print(
+                f"\nhost waits a micro-batch, {case}, {way}: ranks {each}; in a step of all ranks:"
+                f" {kinds}"
+            )
     assert not any(more)
     assert sum(ranks, Counter()) == Counter(TODAY[case])

@@ -43,7 +43,11 @@ def install() -> Any:
     spec.loader.exec_module(made)
     watch(made)
     take_over(path.parent)
-    patch(made, int(os.environ.get("GEMS_FAKE_GPUS", "1")), int(os.environ.get("GEMS_FAKE_GPU_BYTES", 16 * GIB)))
+    patch(
+        made,
+        int(os.environ.get("GEMS_FAKE_GPUS", "1")),
+        int(os.environ.get("GEMS_FAKE_GPU_BYTES", 16 * GIB)),
+    )
     install_nccl()
     if seed := os.environ.get("GEMS_FAKE_CUDA_LATE"):
         made.set_late(True, int(seed))

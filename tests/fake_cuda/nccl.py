@@ -1,6 +1,8 @@
-"""A process group as NCCL's, on the fake device: messages follow the stream, and gloo moves their bytes.
+"""A process group as NCCL's, on the fake device.
 
-A message is a copy on the group's stream to or from pinned memory, so that the device's clocks see who is too early.
+Messages follow the stream, and gloo moves their bytes.
+A message is a copy on the group's stream to or from pinned memory, so that the device's clocks see
+who is too early.
 """
 
 from __future__ import annotations
@@ -54,9 +56,17 @@ class Work:
     """A message: copied out, moved by gloo, and copied in, as far as each is needed."""
 
     def __init__(
-        self, group: ProcessGroupNCCL, tensor: Tensor, reads: bool, writes: bool, move: Callable[[Tensor], Moving]
+        self,
+        group: ProcessGroupNCCL,
+        tensor: Tensor,
+        reads: bool,
+        writes: bool,
+        move: Callable[[Tensor], Moving],
     ) -> None:
-        self._group, self._tensor, self._writes, self._move = group, tensor, writes, move
+        self._group = group
+        self._tensor = tensor
+        self._writes = writes
+        self._move = move
         self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         self._moving: Moving | None = None
         self._done: torch.cuda.Event | None = None
@@ -86,7 +96,10 @@ class Work:
         return self._done is not None and self._done.query()
 
     def wait(self) -> bool:
-        """Let the current stream wait; the host does so here only while the bytes are not on their way."""
+        """Let the current stream wait.
+
+        The host does so here only while the bytes are not on their way.
+        """
         while self._done is None:
             self.is_completed()
         torch.cuda.current_stream().wait_event(self._done)
@@ -122,7 +135,9 @@ class ProcessGroupNCCL:
         return self._post(Work(self, tensors[0], False, True, self._edge.receive))
 
     def allreduce(self, tensors: Sequence[Tensor]) -> Work:
-        return self._post(Work(self, tensors[0], True, True, lambda host: Sum(self._gloo.allreduce([host]))))
+        return self._post(
+            Work(self, tensors[0], True, True, lambda host: Sum(self._gloo.allreduce([host])))
+        )
 
     def shutdown(self) -> None:
         self._edge.close()
@@ -143,7 +158,10 @@ class ProcessGroupNCCL:
 
 
 def advance() -> None:
-    """Go on with all messages, as the device does whatever the host waits for; one thread at a time does."""
+    """Go on with all messages, as the device does whatever the host waits for.
+
+    One thread at a time does.
+    """
     if _ADVANCING.acquire(blocking=False):
         try:
             for group in list(_GROUPS):

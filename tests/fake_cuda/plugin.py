@@ -49,7 +49,10 @@ def no_races(reports_of_children: None) -> Iterator[None]:
     device.clear_races()
     RACES.extend(races)
     if races:
-        pytest.fail("\n".join([f"{len(races)} races on the fake device:", *dict.fromkeys(races)]), pytrace=False)
+        pytest.fail(
+            "\n".join([f"{len(races)} races on the fake device:", *dict.fromkeys(races)]),
+            pytrace=False,
+        )
 
 
 @pytest.fixture

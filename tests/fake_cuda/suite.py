@@ -1,7 +1,7 @@
 """Run the engine's tests on the fake device, part by part: `make test-device`.
 
-Prints what passed, the races, and how often the host waited. ARGS='exactness resume' runs the parts whose names begin
-so. Exit code 1 if one has failed.
+Prints what passed, the races, and how often the host waited. ARGS='exactness resume' runs the parts
+whose names begin so. Exit code 1 if one has failed.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ from tests.fake_cuda.children import REPORTS
 from tests.fake_cuda.watch import APART, DIRECT
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-NUM_RANKS, LIMIT_S = 4, 1800
-DIRECTLY, LATE = {DIRECT: "1"}, {"GEMS_FAKE_CUDA_LATE": "3"}
+NUM_RANKS = 4
+LIMIT_S = 1800
+DIRECTLY = {DIRECT: "1"}
+LATE = {"GEMS_FAKE_CUDA_LATE": "3"}
 TRANSPORT = "GEMS_TEST_TRANSPORT"
-GLOO, NCCL = {TRANSPORT: "gloo"}, {TRANSPORT: "nccl", APART: "1"}
+GLOO = {TRANSPORT: "gloo"}
+NCCL = {TRANSPORT: "nccl", APART: "1"}
 
 
 @dataclass(frozen=True)
@@ -42,15 +45,26 @@ class Part:
 
 
 def _mpi(name: str, chosen: str = "", **environment: str) -> Part:
-    ways = {DIRECT: "device pointers", "GEMS_FAKE_CUDA_LATE": "late", TRANSPORT: environment.get(TRANSPORT, "")}
+    ways = {
+        DIRECT: "device pointers",
+        "GEMS_FAKE_CUDA_LATE": "late",
+        TRANSPORT: environment.get(TRANSPORT, ""),
+    }
     way = ", ".join(way for key, way in ways.items() if key in environment) or "staged"
     return Part(f"{name}, {way}", (f"tests/mpi/mpi_{name}.py",), chosen, environment)
 
 
 PARTS = (
     Part("the device", ("tests/fake_cuda/fake_device.py",), num_ranks=1),
-    Part("mutants", ("tests/fake_cuda/fake_mutants.py",), environment={"GEMS_FAKE_CUDA_SEEDS": "6"}, num_ranks=1),
-    Part("the engine's parts", tuple(f"tests/engine/test_{name}.py" for name in ENGINE), num_ranks=1),
+    Part(
+        "mutants",
+        ("tests/fake_cuda/fake_mutants.py",),
+        environment={"GEMS_FAKE_CUDA_SEEDS": "6"},
+        num_ranks=1,
+    ),
+    Part(
+        "the engine's parts", tuple(f"tests/engine/test_{name}.py" for name in ENGINE), num_ranks=1
+    ),
     Part("waits, staged", ("tests/fake_cuda/fake_waits.py",)),
     Part("waits, device pointers", ("tests/fake_cuda/fake_waits.py",), environment=DIRECTLY),
     _mpi("exactness"),
@@ -82,7 +96,11 @@ def main(argv: list[str]) -> int:
         print(f"skipped: {reason}")
         return 0
     library()
-    failed = [part.name for part in PARTS if (not argv or part.name.startswith(tuple(argv))) and not _run(part)]
+    failed = [
+        part.name
+        for part in PARTS
+        if (not argv or part.name.startswith(tuple(argv))) and not _run(part)
+    ]
     print(f"failed: {', '.join(failed)}" if failed else "all passed, 0 races")
     return int(bool(failed))
 
@@ -92,13 +110,24 @@ def _run(part: Part) -> bool:
     start_s = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         returncode, lines = _pytest(part, {REPORTS: folder} | part.environment)
-        reports = [json.loads(line) for path in Path(folder).iterdir() for line in path.read_text().splitlines()]
+        reports = [
+            json.loads(line)
+            for path in Path(folder).iterdir()
+            for line in path.read_text().splitlines()
+        ]
     counts: Counter[str] = sum((Counter(report["counts"]) for report in reports), Counter())
     races = [race for report in reports for race in report["races"]]
-    passed = max((int(found[1]) for line in lines for found in re.finditer(r"(\d+) passed", line)), default=0)
-    waits = ", ".join(f"{name[6:]} {n}" for name, n in sorted(counts.items()) if name.startswith("wait: "))
+    passed = max(
+        (int(found[1]) for line in lines for found in re.finditer(r"(\d+) passed", line)), default=0
+    )
+    waits = ", ".join(
+        f"{name[6:]} {n}" for name, n in sorted(counts.items()) if name.startswith("wait: ")
+    )
     seconds = time.monotonic() - start_s
-    print(f"{part.name}: {passed} passed, {len(races)} races, {seconds:.0f} s; host waits of all ranks: {waits}")
+    print(
+        f"{part.name}: {passed} passed, {len(races)} races, {seconds:.0f} s; host waits of all"
+        f" ranks: {waits}"
+    )
     for line in lines:
         if line.startswith("host waits a micro-batch"):
             print(f"  {line}", flush=True)
@@ -110,10 +139,16 @@ def _run(part: Part) -> bool:
 
 def _pytest(part: Part, more: dict[str, str]) -> tuple[int, list[str]]:
     paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    environment = rank_environment(1) | {
-        "GEMS_TEST_DEVICE": "fake_cuda", "GEMS_MPI_TESTS": "1", "MPIR_CVAR_POLLS_BEFORE_YIELD": "10",
-        "PYTHONPATH": os.pathsep.join(paths),
-    } | more  # fmt: skip
+    environment = (
+        rank_environment(1)
+        | {
+            "GEMS_TEST_DEVICE": "fake_cuda",
+            "GEMS_MPI_TESTS": "1",
+            "MPIR_CVAR_POLLS_BEFORE_YIELD": "10",
+            "PYTHONPATH": os.pathsep.join(paths),
+        }
+        | more
+    )
     argv = [
         sys.executable,
         "-m",
@@ -127,10 +162,16 @@ def _pytest(part: Part, more: dict[str, str]) -> tuple[int, list[str]]:
     if part.num_ranks > 1:
         lines: list[str] = []
         ended = run_ranks(
-            mpiexec_argv(part.num_ranks, argv), environment, timeout_s=LIMIT_S, on_line=lines.append, echo=False
+            mpiexec_argv(part.num_ranks, argv),
+            environment,
+            timeout_s=LIMIT_S,
+            on_line=lines.append,
+            echo=False,
         )
         return ended.returncode, [line.rstrip() for line in lines]
-    child = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    child = subprocess.run(
+        argv, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S
+    )
     return child.returncode, (child.stdout + child.stderr).splitlines()
 
 

@@ -1,4 +1,7 @@
-"""What reads and writes memory beside kernels and copies: MPI, from posting to completion, and files of checkpoints."""
+"""What reads and writes memory beside kernels and copies.
+
+MPI, from posting to completion, and files of checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,9 @@ def watch(native: Any) -> None:
     watched = {
         "gems.engine.transport.mpi": lambda module: _watch_mpi(native, module),
         "gems.engine.transport.polling": _advance_in_waits,
-        "gems.engine.transport.process_groups": lambda module: _watch_links(native, module.GroupLinks, "gloo"),
+        "gems.engine.transport.process_groups": lambda module: _watch_links(
+            native, module.GroupLinks, "gloo"
+        ),
         "gems.engine.transport.staging": _with_small_pieces,
         "gems.engine.checkpoint.state": lambda module: _watch_checkpoint(native, module),
     }
@@ -60,18 +65,25 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
 
 class _Open:
-    """The messages of a transport that are under way; those of one that is gone have nobody to wait for them."""
+    """The messages of a transport that are under way.
+
+    Those of one that is gone have nobody to wait for them.
+    """
 
     def __init__(self, native: Any, transport: Any) -> None:
         self._native = native
         self._numbers: set[int] = set()
-        self.receives: dict[int, tuple[Any, int | None]] = {}  # by the id of a request, which is kept
+        self.receives: dict[
+            int, tuple[Any, int | None]
+        ] = {}  # by the id of a request, which is kept
         weakref.finalize(transport, self.end_all)
 
     def begin(self, tensor: Any, writes: bool, name: str) -> int | None:
         if not hasattr(tensor, "data_ptr") or not tensor.numel():
             return None
-        number = self._native.begin_message(tensor.data_ptr(), tensor.numel() * tensor.element_size(), writes, name)
+        number = self._native.begin_message(
+            tensor.data_ptr(), tensor.numel() * tensor.element_size(), writes, name
+        )
         self._numbers.add(number)
         return int(number)
 
@@ -88,13 +100,23 @@ class _Open:
 
 def _watch_links(native: Any, kind: Any, name: str) -> None:
     """Watch the messages of links; those of NCCL follow their stream, and copies there are watched."""
-    send, receive, wait, is_complete, close = kind.send, kind.receive, kind.wait, kind.is_complete, kind.close
+    send = kind.send
+    receive = kind.receive
+    wait = kind.wait
+    is_complete = kind.is_complete
+    close = kind.close
 
     def begin(links: Any, tensor: Any, writes: bool) -> int | None:
         is_streamed = name == "gloo" and getattr(tensor, "is_cuda", False)
-        return None if is_streamed else _messages(native, links).begin(tensor, writes, f"{name}'s {_WAYS[writes]}")
+        return (
+            None
+            if is_streamed
+            else _messages(native, links).begin(tensor, writes, f"{name}'s {_WAYS[writes]}")
+        )
 
-    def watched_send(self: Any, tensor: Any, rank: int, tag: int, done: Callable[[], None] | None = None) -> None:
+    def watched_send(
+        self: Any, tensor: Any, rank: int, tag: int, done: Callable[[], None] | None = None
+    ) -> None:
         number = begin(self, tensor, False)
 
         def ended() -> None:
@@ -128,8 +150,11 @@ def _watch_links(native: Any, kind: Any, name: str) -> None:
         _messages(native, self).end_all()
         close(self)
 
-    kind.send, kind.receive, kind.wait = watched_send, watched_receive, watched_wait
-    kind.is_complete, kind.close = watched_is_complete, watched_close
+    kind.send = watched_send
+    kind.receive = watched_receive
+    kind.wait = watched_wait
+    kind.is_complete = watched_is_complete
+    kind.close = watched_close
 
 
 def _advance_in_waits(module: ModuleType) -> None:
@@ -176,7 +201,8 @@ def device_pointers() -> Iterator[None]:
     """Let MPI take device pointers."""
     from gems.engine.transport import mpi
 
-    before, mpi.gpu_support = mpi.gpu_support, lambda: True
+    before = mpi.gpu_support
+    mpi.gpu_support = lambda: True
     try:
         yield
     finally:

@@ -36,7 +36,8 @@ from tests.fake_cuda.watch import device_pointers
 
 Numbers = list[torch.Tensor]
 SHAPE = (64, 64)
-KEY, ROW = (0, 0, 0), ("0F0", "0OFFLOAD0", "0FREE0", "0PREFETCH0", "0B0")
+KEY = (0, 0, 0)
+ROW = ("0F0", "0OFFLOAD0", "0FREE0", "0PREFETCH0", "0B0")
 STEPS = 2
 
 
@@ -53,18 +54,33 @@ def offload() -> Numbers:
     """Train two steps with activations that leave for host memory, and return the weights."""
     spec, made = _planned("vdnn_all")
     pipeline = build_pipeline(
-        spec, world(), DEVICE, schedule=made.schedule, boundaries=made.boundaries, plan=made.memory_plan
+        spec,
+        world(),
+        DEVICE,
+        schedule=made.schedule,
+        boundaries=made.boundaries,
+        plan=made.memory_plan,
     )
     dataset = open_dataset(spec.data, spec.seed)
     loader = BatchLoader(
-        spec, dataset, 0, pipeline.image_micro_batches, pipeline.label_micro_batches, torch.float32, DEVICE
+        spec,
+        dataset,
+        0,
+        pipeline.image_micro_batches,
+        pipeline.label_micro_batches,
+        torch.float32,
+        DEVICE,
     )
     pipeline.set_training(True)
     for step in range(STEPS):
         pipeline.train.run(step, loader.batch(step))
     loader.close()
     assert pipeline.segments is not None and pipeline.segments.store.counters.offloaded_bytes > 0
-    return [parameter.detach().cpu() for modules in pipeline.modules.values() for parameter in modules.parameters()]
+    return [
+        parameter.detach().cpu()
+        for modules in pipeline.modules.values()
+        for parameter in modules.parameters()
+    ]
 
 
 def _open_store() -> tuple[ActivationStore, HostPool]:
@@ -130,7 +146,9 @@ def _messages(is_direct: bool) -> Numbers:
     recorder = Recorder(ListPart(), DEVICE)
     links = [Transport(world(), 20.0) for _ in range(2)]
     boundary = (TensorSpec("x", SHAPE, torch.float32),)
-    channels = P2PChannels(schedule, 0, [boundary], links, (Staging if is_direct else HostStaging)(DEVICE), recorder)
+    channels = P2PChannels(
+        schedule, 0, [boundary], links, (Staging if is_direct else HostStaging)(DEVICE), recorder
+    )
     found = []
     for pair in ((0, 1), (2, 3)):
         for m in pair:
@@ -172,7 +190,13 @@ def loaded_images() -> Numbers:
     spec, _ = _planned("vdnn_all")
     micro_batches = range(spec.parallel.micro_batches)
     loader = BatchLoader(
-        spec, open_dataset(spec.data, spec.seed), 0, micro_batches, micro_batches, torch.float32, DEVICE
+        spec,
+        open_dataset(spec.data, spec.seed),
+        0,
+        micro_batches,
+        micro_batches,
+        torch.float32,
+        DEVICE,
     )
     found = []
     for step in range(STEPS):
@@ -191,7 +215,8 @@ def reduced_gradients() -> Numbers:
     transport = Transport(world(), 20.0)
     transport.size = 2
     gradients = Gradients(modules, transport, torch.float32, DEVICE, started=[1])
-    found, parameters = [], [p for stage in (1, 0) for p in modules[0, stage].parameters()]
+    found = []
+    parameters = [p for stage in (1, 0) for p in modules[0, stage].parameters()]
     for step in range(3):
         gradients.zero()
         for number, parameter in enumerate(parameters):
@@ -221,7 +246,10 @@ def checkpoints() -> Numbers:
         weight.grad = weight.detach() * 2
         optimizer.step()
         host = copies.host_tensors()
-        found += [torch.frombuffer(bytearray(host[name].data), dtype=torch.float32) for name in sorted(host)]
+        found += [
+            torch.frombuffer(bytearray(host[name].data), dtype=torch.float32)
+            for name in sorted(host)
+        ]
     return found
 
 
@@ -241,8 +269,15 @@ def recorded_times() -> Numbers:
 WORKLOADS: dict[str, Callable[[], Numbers]] = {
     made.__name__: made
     for made in (
-        offload, fetch_on_demand, broken_step, staged_messages, direct_messages, self_test, loaded_images,
+        offload,
+        fetch_on_demand,
+        broken_step,
+        staged_messages,
+        direct_messages,
+        self_test,
+        loaded_images,
         reduced_gradients,
-        checkpoints, recorded_times,
+        checkpoints,
+        recorded_times,
     )
-}  # fmt: skip
+}

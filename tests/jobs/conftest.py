@@ -1,4 +1,7 @@
-"""Runs that start no training: specifications, prepared folders, and a tiny program in the place of a rank."""
+"""Runs that start no training.
+
+Specifications, prepared folders, and a tiny program in the place of a rank.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +85,9 @@ def resolved() -> Callable[..., RunSpec]:
 
 
 @pytest.fixture
-def tiny(tmp_path: Path, resolved: Callable[..., RunSpec]) -> Callable[..., tuple[RunFolder, RunSpec]]:
+def tiny(
+    tmp_path: Path, resolved: Callable[..., RunSpec]
+) -> Callable[..., tuple[RunFolder, RunSpec]]:
     """Prepare a run whose ranks are the tiny program; keywords become its environment."""
     program = tmp_path / "tiny rank.py"
     program.write_text(TINY_RANK.format(root=str(ROOT)))
@@ -114,9 +119,20 @@ def collected(monkeypatch: pytest.MonkeyPatch) -> list[RunFolder]:
 def write_failed() -> Callable[..., None]:
     """Write what a failing rank leaves."""
 
-    def write(folder: RunFolder, rank: int, utc: str, cause: str, exit_code: int = 4, **more: Any) -> None:
-        record = {"rank": rank, "node": "n1", "pid": 100 + rank, "step": 3, "action": "0F1", "cause": cause,
-                  "exit_code": exit_code, "utc": utc, **more}  # fmt: skip
+    def write(
+        folder: RunFolder, rank: int, utc: str, cause: str, exit_code: int = 4, **more: Any
+    ) -> None:
+        record = {
+            "rank": rank,
+            "node": "n1",
+            "pid": 100 + rank,
+            "step": 3,
+            "action": "0F1",
+            "cause": cause,
+            "exit_code": exit_code,
+            "utc": utc,
+            **more,
+        }
         folder.failed_json(rank).write_text(json.dumps(record))
 
     return write

@@ -1,8 +1,9 @@
 """Stand-ins for Flux and PBS that really run the scripts of their jobs, one process for all commands of a system.
 
-A job is a folder: its script, what was asked for, and its state, which a process of its own takes from waiting to
-running and to its end. What a test writes into `hold` keeps jobs waiting; `fault` is what a command says in place of an
-answer. Jobs end with their processes: `end_all` is for the end of a test.
+A job is a folder: its script, what was asked for, and its state, which a process of its own takes
+from waiting to running and to its end. What a test writes into `hold` keeps jobs waiting; `fault`
+is what a command says in place of an answer. Jobs end with their processes: `end_all` is for the
+end of a test.
 """
 
 from __future__ import annotations
@@ -214,7 +215,9 @@ class FakeScheduler:
 
     def jobs(self) -> dict[str, dict[str, Any]]:
         """Return what is recorded of each job."""
-        found = sorted((self.here / "jobs").glob("*/job.json"), key=lambda path: path.parent.stat().st_ctime_ns)
+        found = sorted(
+            (self.here / "jobs").glob("*/job.json"), key=lambda path: path.parent.stat().st_ctime_ns
+        )
         return {path.parent.name: json.loads(path.read_text()) for path in found}
 
     def hold(self) -> None:

@@ -12,8 +12,9 @@ if [ -e {here}/{name}.slow ]; then exec /bin/sleep 60; fi
 /bin/cat {here}/{name}.err >&2
 exit {code}
 """
-# sbatch numbers jobs from 41 and keeps each as jobs/NUMBER, a line of state and command; sbatch.before
-# and sbatch.after run before and after the job is taken. squeue lists them as it is asked to: with a header or not.
+# sbatch numbers jobs from 41 and keeps each as jobs/NUMBER, a line of state and command;
+# sbatch.before and sbatch.after run before and after the job is taken. squeue lists them as it is
+# asked to: with a header or not.
 SBATCH = """
 case "$*" in *--test-only*) echo 'sbatch: Job 41 to start at 2030-01-02T03:04:05' >&2; exit 0 ;; esac
 . {here}/sbatch.before

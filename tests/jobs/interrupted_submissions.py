@@ -1,5 +1,6 @@
-"""Submissions that signals end at random moments, on the SLURM of PATH: what is left, and what the next command finds.
+"""Submissions that signals end at random moments, on the SLURM of PATH.
 
+What is left, and what the next command finds.
 By hand, on the mini cluster: python -m tests.jobs.interrupted_submissions 200
 """
 
@@ -32,14 +33,18 @@ from jobs.status.run_status import run_statuses
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL)
 NEXT = ("status", "submit", "cancel")
-# A file of the folder, and the share of a whole submission's time in which the signal comes after it.
+# A file of the folder, and the share of a whole submission's time in which the signal comes after
+# it.
 MOMENTS = (("", 1.0), ("owners", 0.6), *[("provenance.json", 0.15)] * 3)
 WORDS = ["experiment=gems_master", "cluster=mini", "data=synthetic", "+cluster.sbatch.hold=true"]
 CTRL_C = (signal.SIGINT, signal.SIGHUP)  # which a terminal sends to the whole group
 
 
 def interrupted(spec: RunSpec, number: int, after: str, delay_s: float) -> int:
-    """Submit in a process of its own that gets a signal some time after the folder has a file; return how it ended."""
+    """Submit in a process of its own that gets a signal some time after the folder has a file.
+
+    Return how it ended.
+    """
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -64,12 +69,17 @@ def interrupted(spec: RunSpec, number: int, after: str, delay_s: float) -> int:
 
 def active_jobs(folder: RunFolder) -> list[ListedJob]:
     """Return the jobs of a run that wait or run, by the path of their script."""
-    return [job for job in list_jobs(f"--user={os.getuid()}") if job.is_active and str(folder.path) in job.command]
+    return [
+        job
+        for job in list_jobs(f"--user={os.getuid()}")
+        if job.is_active and str(folder.path) in job.command
+    ]
 
 
 def faults(spec: RunSpec, command: str) -> Iterator[str]:
     """Run the next command on a run, and yield what is wrong after it."""
-    folder, is_refused = RunFolder.of(spec), False
+    folder = RunFolder.of(spec)
+    is_refused = False
     if command == "submit":
         try:
             start_run(spec, assume_yes=True)
@@ -82,7 +92,8 @@ def faults(spec: RunSpec, command: str) -> Iterator[str]:
             cancel_all(Catalogue((folder,), ()), as_json=False)
     elif folder.run_yaml.exists():
         run_statuses([folder])
-    jobs, status = active_jobs(folder), folder.read_status()
+    jobs = active_jobs(folder)
+    status = folder.read_status()
     if len(jobs) > 1:
         yield f"double: {jobs}"
     if jobs and (status.get("job_id") != jobs[0].job_id or command == "cancel"):
@@ -92,8 +103,12 @@ def faults(spec: RunSpec, command: str) -> Iterator[str]:
 
 
 def measure(num: int, runs_dir: Path, seed: int = 0) -> dict[str, object]:
-    """Interrupt so many submissions and return what became of them; `faults` is empty if each was accounted for."""
-    chance, base = random.Random(seed), compose(WORDS)
+    """Interrupt so many submissions and return what became of them.
+
+    `faults` is empty if each was accounted for.
+    """
+    chance = random.Random(seed)
+    base = compose(WORDS)
     for name in ("first", "second"):  # the first takes the profile, which is kept
         begin_s = time.monotonic()
         start_run(replace(base, name=name, runs_dir=str(runs_dir)), assume_yes=True)
@@ -108,7 +123,12 @@ def measure(num: int, runs_dir: Path, seed: int = 0) -> dict[str, object]:
         ends[f"{number.name} left {state}, exit code {code}"] += 1
         wrong += [f"{index} {number.name} {command}: {fault}" for fault in faults(spec, command)]
         cancel_jobs([job.job_id for job in active_jobs(RunFolder.of(spec))])
-    return {"trials": num, "whole_s": round(whole_s, 2), "ends": dict(sorted(ends.items())), "faults": wrong}
+    return {
+        "trials": num,
+        "whole_s": round(whole_s, 2),
+        "ends": dict(sorted(ends.items())),
+        "faults": wrong,
+    }
 
 
 if __name__ == "__main__":

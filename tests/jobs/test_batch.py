@@ -42,8 +42,12 @@ def run_as_slurm_would(
     return subprocess.run(
         [sys.executable, "-u", *RUN_MODULE, "submitit.core._submit", str(folder.logs)],
         env={**os.environ, "SUBMITIT_EXECUTOR": "slurm", "SLURM_JOB_ID": job_id, **more},
-        cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=90,
-    )  # fmt: skip
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
 
 
 @pytest.mark.parametrize("code", [2, 4])
@@ -80,7 +84,10 @@ def test_a_job_leaves_a_folder_alone_that_has_a_later_owner(tiny: Tiny, state: s
     status = folder.read_status()
     ended = run_as_slurm_would(folder, "41", first.token, SLURM_RESTART_COUNT="1")
     assert ended.returncode == 0, ended.stderr
-    assert "jobs: the folder belongs to job 42 now; this job leaves it alone" in ended.stderr.splitlines()
+    assert (
+        "jobs: the folder belongs to job 42 now; this job leaves it alone"
+        in ended.stderr.splitlines()
+    )
     assert folder.read_status() == status
 
 
@@ -94,13 +101,20 @@ def test_a_job_that_starts_again_owns_its_folder_again(tiny: Tiny, released: boo
     run_as_slurm_would(folder, "41", owner.token, SLURM_RESTART_COUNT="1")
     assert folder.read_status()["state"] == "finished"
     last = read_owner(folder)
-    assert last is not None and (last.number, last.job_id, last.is_released) == (2 if released else 1, "41", True)
+    assert last is not None and (last.number, last.job_id, last.is_released) == (
+        2 if released else 1,
+        "41",
+        True,
+    )
 
 
 def test_a_job_whose_submission_was_interrupted_claims_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The submitting process was killed before it wrote the job's number: the token says whose job this is."""
+    """The submitting process was killed before it wrote the job's number.
+
+    The token says whose job this is.
+    """
     folder = RunFolder(tmp_path)
     owner = take(folder)
     folder.write_status("submitting", token=owner.token)
@@ -132,6 +146,8 @@ def test_waits_for_the_submitting_process(tmp_path: Path, monkeypatch: pytest.Mo
     waiter.join()
 
 
-def test_a_lost_submitter_is_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_submitter_is_not_waited_for_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "41")
     wait_for_submission(RunFolder(tmp_path), limit_s=0.2)

@@ -73,7 +73,13 @@ def process() -> Iterator[subprocess.Popen[str]]:
     started.communicate()
 
 
-def job(queue: FakeSlurm, folder: RunFolder, number: str, state: str = "PENDING", name: str | None = None) -> None:
+def job(
+    queue: FakeSlurm,
+    folder: RunFolder,
+    number: str,
+    state: str = "PENDING",
+    name: str | None = None,
+) -> None:
     """Put a run's job into the queue."""
     name = folder.path.name.rpartition("-")[0] if name is None else name
     (queue.here / f"{number}.job").write_text(f"{number}|{state}|N/A|None|{name}\n")
@@ -97,12 +103,19 @@ def test_one_scancel_for_all_jobs(prepared: Prepared, queue: FakeSlurm, cancel: 
         f"{runs[1].path.name}: cancelled, job 42",
     ]
     assert [line for line in queue.asked() if line.startswith("scancel")] == ["scancel 41 42"]
-    assert [run.read_status()["state"] for run in runs] == ["cancelled", "cancelled", "finished", "failed"]
+    assert [run.read_status()["state"] for run in runs] == [
+        "cancelled",
+        "cancelled",
+        "finished",
+        "failed",
+    ]
     assert runs[1].read_status()["job_id"] == "42"
     assert [run.cancelled_json.exists() for run in runs] == [True, True, False, False]
 
 
-def test_what_the_run_says_of_its_end_stands(prepared: Prepared, queue: FakeSlurm, cancel: Cancel) -> None:
+def test_what_the_run_says_of_its_end_stands(
+    prepared: Prepared, queue: FakeSlurm, cancel: Cancel
+) -> None:
     """It may finish while scancel is on its way."""
     folder = prepared()
     job(queue, folder, "41", "RUNNING")
@@ -110,16 +123,23 @@ def test_what_the_run_says_of_its_end_stands(prepared: Prepared, queue: FakeSlur
     folder.write_status("finished", exit_code=0, job_id="41")
     end = folder.status_json.read_text()
     folder.status_json.write_text(before)
-    queue.does("scancel", f"/bin/rm {queue.here}/41.job; /bin/cat > '{folder.status_json}' <<'END'\n{end}END\n")
+    queue.does(
+        "scancel",
+        f"/bin/rm {queue.here}/41.job; /bin/cat > '{folder.status_json}' <<'END'\n{end}END\n",
+    )
     assert cancel("--yes", "one") == [f"{folder.path.name}: left, it is finished"]
     assert not folder.cancelled_json.exists()
 
 
-def test_a_job_of_another_name_is_not_ours_to_end(prepared: Prepared, queue: FakeSlurm, cancel: Cancel) -> None:
+def test_a_job_of_another_name_is_not_ours_to_end(
+    prepared: Prepared, queue: FakeSlurm, cancel: Cancel
+) -> None:
     folder = prepared()
     job(queue, folder, "41", "RUNNING", name="all of them")
     (line,) = cancel("--yes", "one", code=1)
-    assert line.endswith("refused, job 41 is called 'all of them': `scancel 41` if you mean all of it")
+    assert line.endswith(
+        "refused, job 41 is called 'all of them': `scancel 41` if you mean all of it"
+    )
     assert (folder.read_status()["state"], folder.cancelled_json.exists()) == ("running", False)
 
 
@@ -133,16 +153,25 @@ def test_a_number_that_is_none_reaches_no_command_line(
     assert queue.asked() == []
 
 
-def test_a_job_that_was_to_start_again(prepared: Prepared, queue: FakeSlurm, cancel: Cancel) -> None:
+def test_a_job_that_was_to_start_again(
+    prepared: Prepared, queue: FakeSlurm, cancel: Cancel
+) -> None:
     """Its first attempt was preempted, and has said so."""
     folder = prepared()
     job(queue, folder, "41")
-    folder.write_status("failed", exit_code=143, job_id="41", cause="was stopped by SIGTERM: preempted")
+    folder.write_status(
+        "failed", exit_code=143, job_id="41", cause="was stopped by SIGTERM: preempted"
+    )
     assert cancel("--yes", "one") == [f"{folder.path.name}: cancelled, job 41"]
-    assert (folder.read_status()["state"], folder.read_status()["cause"]) == ("cancelled", "cancelled")
+    assert (folder.read_status()["state"], folder.read_status()["cause"]) == (
+        "cancelled",
+        "cancelled",
+    )
 
 
-def test_a_folder_that_cannot_be_written_is_said(prepared: Prepared, queue: FakeSlurm, cancel: Cancel) -> None:
+def test_a_folder_that_cannot_be_written_is_said(
+    prepared: Prepared, queue: FakeSlurm, cancel: Cancel
+) -> None:
     folder = prepared()
     job(queue, folder, "41")
     folder.cancelled_json.mkdir()  # nothing can take its place
@@ -222,7 +251,10 @@ def test_a_local_run_ends_with_its_process(
     assert cancel("--yes", "one") == [f"{folder.path.name}: cancelled, process {process.pid}"]
     wait_until(lambda: process.returncode is not None)
     assert process.returncode == -15
-    assert (folder.read_status()["state"], folder.read_status()["pid"]) == ("cancelled", process.pid)
+    assert (folder.read_status()["state"], folder.read_status()["pid"]) == (
+        "cancelled",
+        process.pid,
+    )
     assert slurm.asked() == []
 
 
@@ -236,9 +268,14 @@ def test_a_local_run_ends_with_its_process(
     ],
 )
 def test_a_process_that_may_be_another_is_left_alone(
-    other: dict[str, Any], says: str, code: int,
-    prepared: Prepared, slurm: FakeSlurm, cancel: Cancel, process: subprocess.Popen[str],
-) -> None:  # fmt: skip
+    other: dict[str, Any],
+    says: str,
+    code: int,
+    prepared: Prepared,
+    slurm: FakeSlurm,
+    cancel: Cancel,
+    process: subprocess.Popen[str],
+) -> None:
     folder = prepared()
     folder.write_status("running", **by(process) | other)
     assert says in cancel("--yes", "one", code=code)[0]
@@ -252,28 +289,50 @@ def test_real_ranks_are_cancelled_and_say_so(
     """The launching process is one of its own, as `jobs submit` is; its ranks wait for ever."""
     folder, _ = tiny(TINY="wait:none")
     program = (
-        "import sys, pathlib\nfrom gems.runs.folder import RunFolder\nfrom jobs.launch.launch import launch\n"
-        "folder = RunFolder(pathlib.Path(sys.argv[1]))\nsys.exit(launch(folder, folder.read_spec()))"
+        "import sys, pathlib\nfrom gems.runs.folder import RunFolder\nfrom jobs.launch.launch"
+        " import launch\nfolder = RunFolder(pathlib.Path(sys.argv[1]))\nsys.exit(launch(folder,"
+        " folder.read_spec()))"
     )
     with subprocess.Popen(
         [sys.executable, "-c", program, str(folder.path)],
-        cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-    ) as launcher:  # fmt: skip
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as launcher:
         try:
             wait_until(
-                lambda: sum(path.read_text().count(" 12 ") for path in folder.heartbeat(0).parent.iterdir()) == 4
+                lambda: (
+                    sum(
+                        path.read_text().count(" 12 ")
+                        for path in folder.heartbeat(0).parent.iterdir()
+                    )
+                    == 4
+                )
             )
-            ranks = [int(path.read_text().split()[0]) for path in folder.heartbeat(0).parent.iterdir()]
+            ranks = [
+                int(path.read_text().split()[0]) for path in folder.heartbeat(0).parent.iterdir()
+            ]
             reaper = threading.Thread(target=launcher.wait)
             reaper.start()
-            assert cancel("--yes", folder.path.name) == [f"{folder.path.name}: cancelled, process {launcher.pid}"]
+            assert cancel("--yes", folder.path.name) == [
+                f"{folder.path.name}: cancelled, process {launcher.pid}"
+            ]
             reaper.join(timeout=60)
-            assert launcher.stderr is not None and "jobs: the run was cancelled" in launcher.stderr.read()
+            assert (
+                launcher.stderr is not None
+                and "jobs: the run was cancelled" in launcher.stderr.read()
+            )
         finally:
             launcher.kill()
     assert launcher.returncode == 143
     status = folder.read_status()
-    assert (status["state"], status["exit_code"], status["cause"]) == ("cancelled", 143, "was cancelled")
+    assert (status["state"], status["exit_code"], status["cause"]) == (
+        "cancelled",
+        143,
+        "was cancelled",
+    )
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks))
 
 
@@ -295,7 +354,12 @@ class TestStudy:
     def study(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
         """Run three points; `during` is called while the first one runs, and may give its exit code."""
         path = tmp_path / "mine.yaml"
-        base = ["data=synthetic", "schedule=1f1b", "parallel.partitions=2", "parallel.micro_batches=4"]
+        base = [
+            "data=synthetic",
+            "schedule=1f1b",
+            "parallel.partitions=2",
+            "parallel.micro_batches=4",
+        ]
         axes = {"parallel.replicas": [1, 2, 3]}
         path.write_text(yaml.safe_dump({"base": base, "axes": axes}))
         self.started: list[int] = []
@@ -322,7 +386,10 @@ class TestStudy:
         record = StudyRecord(tmp_path / "runs" / "mine")
 
         def during(folder: RunFolder) -> int:
-            assert record.is_running_here() and next(label for label, _ in record.points()) == "parallel.replicas=1"
+            assert (
+                record.is_running_here()
+                and next(label for label, _ in record.points()) == "parallel.replicas=1"
+            )
             record.mark_cancelled()
             return 0
 
@@ -342,7 +409,12 @@ class TestStudy:
         assert self.started == [1, 2, 3]
 
     def test_the_points_in_the_queue_go_too_and_the_command_is_waited_for(
-        self, prepared: Prepared, queue: FakeSlurm, cancel: Cancel, tmp_path: Path, process: subprocess.Popen[str]
+        self,
+        prepared: Prepared,
+        queue: FakeSlurm,
+        cancel: Cancel,
+        tmp_path: Path,
+        process: subprocess.Popen[str],
     ) -> None:
         """While cancel waits for the command, that submits one more point."""
         folders = [prepared("grid", f"parallel.replicas={count}") for count in (1, 2, 3)]

@@ -36,10 +36,20 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
 
 @pytest.mark.parametrize(
     ("state", "code", "job_id"),
-    [("stopped", 0, "42"), ("failed", 4, "42"), ("failed", 143, "42"), ("finished", 0, "41"), ("cancelled", 143, "41"),
-     ("failed", 2, "41"), ("failed", 3, "41"), ("requeued", 0, "41")],
-)  # fmt: skip
-def test_the_next_job_takes_over_what_is_not_over(state: str, code: int, job_id: str, folder: RunFolder) -> None:
+    [
+        ("stopped", 0, "42"),
+        ("failed", 4, "42"),
+        ("failed", 143, "42"),
+        ("finished", 0, "41"),
+        ("cancelled", 143, "41"),
+        ("failed", 2, "41"),
+        ("failed", 3, "41"),
+        ("requeued", 0, "41"),
+    ],
+)
+def test_the_next_job_takes_over_what_is_not_over(
+    state: str, code: int, job_id: str, folder: RunFolder
+) -> None:
     folder.write_status(state, job_id="41", exit_code=code, cause="why", stopped_step=7)
     hand_over(folder)
     status = folder.read_status()
@@ -60,7 +70,11 @@ def test_a_chain_takes_the_place_of_requeues(
 
 @pytest.mark.parametrize(("state", "code"), [("finished", 0), ("cancelled", 143), ("failed", 3)])
 def test_a_job_with_nothing_left_to_do_ends_at_once(
-    state: str, code: int, folder: RunFolder, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    state: str,
+    code: int,
+    folder: RunFolder,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "43")
     folder.write_status(state, job_id="42", exit_code=code)
@@ -72,11 +86,18 @@ def test_a_job_with_nothing_left_to_do_ends_at_once(
 
 @pytest.mark.parametrize(
     ("error", "state", "job_id"),
-    [(NodeFailedError("too few nodes"), "requeued", "42"), (StalledError("the probe"), "requeued", "42"),
-     (ConfigError("run folder", "x", "is wrong"), "failed", "41")],
-)  # fmt: skip
+    [
+        (NodeFailedError("too few nodes"), "requeued", "42"),
+        (StalledError("the probe"), "requeued", "42"),
+        (ConfigError("run folder", "x", "is wrong"), "failed", "41"),
+    ],
+)
 def test_the_next_job_takes_over_from_a_launch_that_raises(
-    error: GemsError, state: str, job_id: str, prepared: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch
+    error: GemsError,
+    state: str,
+    job_id: str,
+    prepared: Callable[..., RunFolder],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = prepared()
     write_json(run.path / CHAIN_JSON, {"jobs": ["41", "42"]})
@@ -89,16 +110,25 @@ def test_the_next_job_takes_over_from_a_launch_that_raises(
     monkeypatch.setattr("jobs.launch.batch.launch", launch)
     assert run_prepared(run, StopRequest(), "") == error.exit_code
     status = run.read_status()
-    assert (status["state"], status["job_id"], status["exit_code"]) == (state, job_id, error.exit_code)
+    assert (status["state"], status["job_id"], status["exit_code"]) == (
+        state,
+        job_id,
+        error.exit_code,
+    )
 
 
 def test_a_refused_job_makes_the_chain_shorter(
-    tmp_path: Path, resolved: Callable[..., RunSpec], monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    resolved: Callable[..., RunSpec],
+    monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    spec, after = resolved("cluster=mini"), []
+) -> None:
+    spec = resolved("cluster=mini")
+    after = []
 
-    def submit(spec: RunSpec, job: JobSpec, folder: RunFolder, works: Sequence[Work], token: str) -> str:
+    def submit(
+        spec: RunSpec, job: JobSpec, folder: RunFolder, works: Sequence[Work], token: str
+    ) -> str:
         after.append(job.after)
         if len(after) == 3:
             raise ConfigError("cluster", "mini", "sbatch refuses the job")
@@ -107,11 +137,18 @@ def test_a_refused_job_makes_the_chain_shorter(
     monkeypatch.setattr("jobs.slurm.executor.submit_job", submit)
     assert submit_chain(spec, job_spec(spec), RunFolder(tmp_path), "41", 5) == ["41", "42", "43"]
     assert read_chain(RunFolder(tmp_path)) == ["41", "42", "43"] and after == ["41", "42", "43"]
-    assert "the chain has 3 of 5 jobs: cluster=mini: sbatch refuses the job" in capfd.readouterr().err
+    assert (
+        "the chain has 3 of 5 jobs: cluster=mini: sbatch refuses the job" in capfd.readouterr().err
+    )
 
 
 def test_the_status_is_that_of_the_job_that_continues(folder: RunFolder, slurm: FakeSlurm) -> None:
-    slurm.says("squeue", "41|NODE_FAIL|N/A|None|run", "42|PENDING|N/A|Dependency|run", "43|PENDING|N/A|Dependency|run")
+    slurm.says(
+        "squeue",
+        "41|NODE_FAIL|N/A|None|run",
+        "42|PENDING|N/A|Dependency|run",
+        "43|PENDING|N/A|Dependency|run",
+    )
     take(folder, job_id="41")
     slurm.says("sacct")
     folder.write_status("running", job_id="41")
@@ -146,8 +183,13 @@ def test_a_later_job_takes_the_folder_of_an_earlier_one_and_no_earlier_one_takes
     assert claim(folder, "of 41") == owner
 
 
-def test_a_dependency_joins_that_of_the_user(resolved: Callable[..., RunSpec], tmp_path: Path) -> None:
-    for words, expected in (((), "afterany:41"), (("+cluster.sbatch.dependency=singleton",), "singleton,afterany:41")):
+def test_a_dependency_joins_that_of_the_user(
+    resolved: Callable[..., RunSpec], tmp_path: Path
+) -> None:
+    for words, expected in (
+        ((), "afterany:41"),
+        (("+cluster.sbatch.dependency=singleton",), "singleton,afterany:41"),
+    ):
         spec = resolved("cluster=mini", *words)
         script = executor(spec, replace(job_spec(spec), after="41"), RunFolder(tmp_path)).script()
         assert f"#SBATCH --dependency={expected}\n" in script
@@ -160,10 +202,15 @@ def test_a_job_that_never_starts_is_named_with_what_to_do(
     run.write_status("submitted", job_id="41")
     slurm.says("squeue", "41|PENDING|N/A|DependencyNeverSatisfied|one")
     (seen,) = run_statuses([run]).runs
-    assert seen.state == "pending" and seen.note.startswith("DependencyNeverSatisfied: it never starts, as a job that")
+    assert seen.state == "pending" and seen.note.startswith(
+        "DependencyNeverSatisfied: it never starts, as a job that"
+    )
     main("jobs", VERBS, ["diagnose", str(run.path)])
     told = capfd.readouterr().out
-    assert f"gems-jobs cancel {run.path.name}, then gems-jobs resubmit {run.path.name} +cluster" in told
+    assert (
+        f"gems-jobs cancel {run.path.name}, then gems-jobs resubmit {run.path.name} +cluster"
+        in told
+    )
 
 
 @pytest.mark.parametrize(
@@ -171,12 +218,17 @@ def test_a_job_that_never_starts_is_named_with_what_to_do(
     [
         (["--chain", "0"], "jobs: --chain=0: must be a whole number of jobs, 1 to 100"),
         (["--chain=two"], "jobs: --chain=two: must be a whole number of jobs, 1 to 100"),
-        (["--chain=2", "cluster=local"], "jobs: --chain=2: needs jobs of a batch system, and this run starts here"),
+        (
+            ["--chain=2", "cluster=local"],
+            "jobs: --chain=2: needs jobs of a batch system, and this run starts here",
+        ),
         (["--after", "nothing"], "jobs: run=nothing: is no run and no study of"),
         (["--after"], "jobs: --after=none: must have a value"),
     ],
 )
-def test_bad_words_are_one_line(words: list[str], says: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_bad_words_are_one_line(
+    words: list[str], says: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert main("jobs", VERBS, ["submit", "experiment=quickstart", "cluster=mini", *words]) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith(says)

@@ -22,8 +22,12 @@ MASTER = ["experiment=gems_master", "data=synthetic"]
 def jobs(*words: str, timeout_s: float = 90) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "jobs", *words],
-        cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s,
-    )  # fmt: skip
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
 
 
 @pytest.mark.parametrize(
@@ -36,23 +40,45 @@ def jobs(*words: str, timeout_s: float = 90) -> subprocess.CompletedProcess[str]
         (["--dry"], "option", "--dry", "--dry-run"),
         (["cluster.nodes=3"], "cluster.nodes", "3", "world size, partitions x replicas = 4"),
         (["cluster.nodes=2"], "cluster.nodes", "2", "use cluster=slurm"),
-        (["cluster=slurm", "cluster.launcher=hydra", "cluster.nodes=2"], "cluster.nodes", "2", "starts ranks here"),
+        (
+            ["cluster=slurm", "cluster.launcher=hydra", "cluster.nodes=2"],
+            "cluster.nodes",
+            "2",
+            "starts ranks here",
+        ),
         (["parallel.micro_batches=7"], "parallel.micro_batches", "7", "must be even"),
         (["parallel.partitions=50"], "parallel.partitions", "50", "must make at most"),
         (["parallel.partitions=four"], "parallel.partitions", "four", "must be a whole number"),
         (["data.height_px=2"], "data.height_px", "2", "stride|at least|or more"),
-        (["data=folder", "data.path=/no/such/folder"], "data.path", "/no/such/folder", "folder|directory"),
+        (
+            ["data=folder", "data.path=/no/such/folder"],
+            "data.path",
+            "/no/such/folder",
+            "folder|directory",
+        ),
         (["cluster=mini", "name=50%j"], "name", "50%j", "SLURM"),
-        (["cluster=mini", "+cluster.sbatch.nodes=3"], "cluster.sbatch.nodes", "3", r"cluster\.nodes"),
+        (
+            ["cluster=mini", "+cluster.sbatch.nodes=3"],
+            "cluster.sbatch.nodes",
+            "3",
+            r"cluster\.nodes",
+        ),
         (["cluster.python='\"open'"], "cluster.python", '"open', "command line"),
     ],
 )
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]])
 def test_bad_input(
-    words: list[str], key: str, value: str, says: str, dry: list[str],
-    tmp_path: Path, capfd: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    assert main("jobs", VERBS, ["submit", *MASTER, f"runs_dir={tmp_path / 'runs'}", *words, *dry]) == 2
+    words: list[str],
+    key: str,
+    value: str,
+    says: str,
+    dry: list[str],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert (
+        main("jobs", VERBS, ["submit", *MASTER, f"runs_dir={tmp_path / 'runs'}", *words, *dry]) == 2
+    )
     out, err = capfd.readouterr()
     assert out == ""
     (line,) = err.splitlines()
@@ -68,7 +94,9 @@ def test_runs_dir_that_cannot_be_written(tmp_path: Path, capfd: pytest.CaptureFi
         assert main("jobs", VERBS, [verb, *MASTER, f"runs_dir={file / 'runs'}"]) == 2
         said = capfd.readouterr().err.splitlines()
         (line,) = (line for line in said if "taking the profile" not in line)
-        assert line.startswith(f"jobs: runs_dir={file / 'runs'}: cannot write there (Not a directory")
+        assert line.startswith(
+            f"jobs: runs_dir={file / 'runs'}: cannot write there (Not a directory"
+        )
 
 
 def test_folder_of_another_configuration(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -124,7 +152,11 @@ def test_help_of_every_verb() -> None:
 
 @pytest.mark.parametrize("work", ["dry run", "submit --help"])
 def test_a_login_node_loads_nothing_heavy(work: str) -> None:
-    words = ["submit", *MASTER, "cluster=mini", "--dry-run"] if work == "dry run" else ["submit", "--help"]
+    words = (
+        ["submit", *MASTER, "cluster=mini", "--dry-run"]
+        if work == "dry run"
+        else ["submit", "--help"]
+    )
     program = f"""
 import runpy, sys
 import jobs.launch.batch, jobs.cli.cancel, jobs.launch.launch, jobs.cli.logs, \
@@ -137,13 +169,19 @@ except SystemExit as ended:
 heavy = {{"torch", "mpi4py", "matplotlib", "h5py", "skimage", "scipy", "tqdm"}} & sys.modules.keys()
 assert not heavy, heavy
 """
-    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=90)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=90
+    )
     assert ended.returncode == 0, ended.stderr
 
 
 def test_submitit_is_loaded_for_slurm_alone() -> None:
-    program = "import sys, jobs.cli.submit, jobs.launch.launch\nassert 'submitit' not in sys.modules"
-    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=90)
+    program = (
+        "import sys, jobs.cli.submit, jobs.launch.launch\nassert 'submitit' not in sys.modules"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=90
+    )
     assert ended.returncode == 0, ended.stderr
 
 
@@ -154,6 +192,8 @@ def test_submitit_is_loaded_for_slurm_alone() -> None:
         (["resubmit", "one", "--again"], "jobs: option=--again: is now --force"),
     ],
 )
-def test_old_options_answer_with_the_new_name(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_old_options_answer_with_the_new_name(
+    words: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main("jobs", VERBS, words) == 2
     assert capsys.readouterr().err == f"{line}\n"

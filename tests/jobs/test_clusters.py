@@ -67,7 +67,11 @@ def edit(slurm: FakeSlurm, name: str, change: Callable[[str], str]) -> None:
 def test_the_checks_of_a_second_cluster_ask_it(slurm: FakeSlurm, make: Make) -> None:
     """The default cluster has no partition of this name, and as many jobs as it takes."""
     row = "PartitionName=serial Default=NO MaxNodes=4 MaxTime=02:00:00 State=UP TotalNodes=4"
-    for name, line in (("scontrol", row), ("sinfo", "serial|4|64|512000|(null)|idle"), ("squeue", "")):
+    for name, line in (
+        ("scontrol", row),
+        ("sinfo", "serial|4|64|512000|(null)|idle"),
+        ("squeue", ""),
+    ):
         answer = f"printf 'CLUSTER: serial\\n{line}'"
         slurm.does(name, f'case "$*" in *--clusters=serial*) {answer} ;; *) echo 7 ;; esac')
     spec = make(clusters="serial")
@@ -84,7 +88,11 @@ def test_the_checks_of_a_second_cluster_ask_it(slurm: FakeSlurm, make: Make) -> 
 def test_a_job_of_a_second_cluster_is_known_by_it(queue: FakeSlurm, make: Make) -> None:
     edit(queue, "sbatch", lambda text: text.replace("job $number", "job $number on cluster serial"))
     edit(queue, "squeue", lambda text: text.replace("header=yes", f"{ELSEWHERE}\nheader=yes"))
-    edit(queue, "scancel", lambda text: text.replace("for number", "[ $1 = --clusters=serial ] || exit 1\nfor number"))
+    edit(
+        queue,
+        "scancel",
+        lambda text: text.replace("for number", "[ $1 = --clusters=serial ] || exit 1\nfor number"),
+    )
     spec = make(clusters="serial")
     folder = RunFolder.of(spec)
     start_run(spec, assume_yes=True)
@@ -98,27 +106,40 @@ def test_a_job_of_a_second_cluster_is_known_by_it(queue: FakeSlurm, make: Make) 
     assert queue.jobs() == ["41"]
     assert cancel_all(Catalogue((folder,), ()), as_json=False) == 0
     assert queue.jobs("CANCELLED") == ["41"]
-    with pytest.raises(ConfigError, match="is a job of the default cluster, and this one is of cluster serial"):
+    with pytest.raises(
+        ConfigError, match="is a job of the default cluster, and this one is of cluster serial"
+    ):
         executor(spec, replace(job_spec(spec), after="40"), folder)
     script = executor(spec, replace(job_spec(spec), after="41@serial"), folder).script()
     assert "#SBATCH --dependency=afterany:41\n" in script
 
 
 def test_an_interrupted_submission_is_looked_for_on_its_cluster(slurm: FakeSlurm) -> None:
-    slurm.says("squeue", "CLUSTER: a", "JOBID|STATE|COMMAND", "CLUSTER: b", "JOBID|STATE|COMMAND",
-               "41_0|PENDING|/x/.submission_file_t0.sh")  # fmt: skip
+    slurm.says(
+        "squeue",
+        "CLUSTER: a",
+        "JOBID|STATE|COMMAND",
+        "CLUSTER: b",
+        "JOBID|STATE|COMMAND",
+        "41_0|PENDING|/x/.submission_file_t0.sh",
+    )
     assert find_submitted({"t0": "slurm@a,b"})["t0"].job_id == "41_0@b"
     assert "--clusters=a,b" in slurm.asked()[0]
 
 
 def test_queries_and_ids_of_two_clusters(slurm: FakeSlurm) -> None:
     slurm.does(
-        "squeue", 'case "$*" in *=serial*) echo "41_7|RUNNING|N/A|None|b";; *) echo "41|PENDING|N/A|None|a";; esac'
+        "squeue",
+        'case "$*" in *=serial*) echo "41_7|RUNNING|N/A|None|b";; *) echo "41|PENDING|N/A|None|a";;'
+        " esac",
     )
-    assert {key: job.state for key, job in query_jobs(["41", "41_7@serial"], SQUEUE).jobs.items()} == {
-        "41": "PENDING", "41_7@serial": "RUNNING",
-    }  # fmt: skip
-    assert JobId.parse("41_7@serial") == ("41", "7", "serial") and str(JobId("41", "7", "serial")) == "41_7@serial"
+    assert {
+        key: job.state for key, job in query_jobs(["41", "41_7@serial"], SQUEUE).jobs.items()
+    } == {"41": "PENDING", "41_7@serial": "RUNNING"}
+    assert (
+        JobId.parse("41_7@serial") == ("41", "7", "serial")
+        and str(JobId("41", "7", "serial")) == "41_7@serial"
+    )
     assert JobId.parse("7.my_host").number == "7.my_host"
 
 
@@ -138,19 +159,27 @@ def test_a_job_takes_the_cluster_that_its_submission_recorded(
     [
         ("", "This is job 12 of at most 100\nSubmitted batch job 41\n", "41"),
         ("", "Submitted batch job 41\nYou have 3 jobs; job 12 is old\n", "41"),
-        ("", "sbatch: Submitted batch job 41\n", "41"), ("", "41\n", "41"), ("", "41;serial\n", "41@serial"),
+        ("", "sbatch: Submitted batch job 41\n", "41"),
+        ("", "41\n", "41"),
+        ("", "41;serial\n", "41@serial"),
         ("serial", "Submitted batch job 41\n", "41@serial"),
-        ("a,b", "Submitted batch job 41\n", None), ("a,b", "Submitted batch job 41 on cluster b\n", "41@b"),
-        ("", "Submitted batch job 12\nSubmitted batch job 41\n", None), ("", "job 12 of 100\n", None),
+        ("a,b", "Submitted batch job 41\n", None),
+        ("a,b", "Submitted batch job 41 on cluster b\n", "41@b"),
+        ("", "Submitted batch job 12\nSubmitted batch job 41\n", None),
+        ("", "job 12 of 100\n", None),
     ],
-)  # fmt: skip
+)
 def test_the_number_in_what_sbatch_prints(chosen: str, said: str, job_id: str | None) -> None:
     assert read_id(chosen, said) == job_id
 
 
 def test_of_two_numbers_squeue_knows_the_jobs(queue: FakeSlurm, make: Make) -> None:
     edit(
-        queue, "sbatch", lambda text: text.replace('echo "Submitted', 'echo "Submitted batch job 12"; echo "Submitted')
+        queue,
+        "sbatch",
+        lambda text: text.replace(
+            'echo "Submitted', 'echo "Submitted batch job 12"; echo "Submitted'
+        ),
     )
     spec = make()
     start_run(spec, assume_yes=True)
@@ -158,8 +187,18 @@ def test_of_two_numbers_squeue_knows_the_jobs(queue: FakeSlurm, make: Make) -> N
 
 
 def test_lines_that_are_no_job_are_skipped(slurm: FakeSlurm) -> None:
-    slurm.says("squeue", "JOBID|STATE|COMMAND", "7|RUNNING|/x --text one", "two|three", "", "41|POWERING_UP|/y")
-    assert [(job.job_id, job.is_active) for job in list_jobs("--user=0")] == [("7", True), ("41", True)]
+    slurm.says(
+        "squeue",
+        "JOBID|STATE|COMMAND",
+        "7|RUNNING|/x --text one",
+        "two|three",
+        "",
+        "41|POWERING_UP|/y",
+    )
+    assert [(job.job_id, job.is_active) for job in list_jobs("--user=0")] == [
+        ("7", True),
+        ("41", True),
+    ]
     slurm.says("squeue", "41|RUNNING|N/A|None|one", "line|of a name", "|||||")
     assert [*query_jobs(["41"], SQUEUE).jobs] == ["41"]
     slurm.says("sacct", "41|COMPLETED|None|Unknown|0:0", "half a row", "|||", "42||")
@@ -177,7 +216,9 @@ def test_a_state_that_is_not_known_is_alive_and_shown(
     assert run.is_active and run.note == "POWERING_UP"
 
 
-def test_a_suspended_job_and_a_held_one(prepared: Callable[..., RunFolder], slurm: FakeSlurm) -> None:
+def test_a_suspended_job_and_a_held_one(
+    prepared: Callable[..., RunFolder], slurm: FakeSlurm
+) -> None:
     slurm.says("squeue", "41|SUSPENDED|N/A|None|one", "42|PENDING|N/A|JobHeldUser|two")
     folders = prepared("one"), prepared("two")
     folders[0].write_status("running", job_id="41")
@@ -188,7 +229,9 @@ def test_a_suspended_job_and_a_held_one(prepared: Callable[..., RunFolder], slur
 
 
 def test_a_finished_run_is_left_as_it_is(
-    prepared: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    prepared: Callable[..., RunFolder],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = prepared()
     folder.write_status("finished", job_id="41", exit_code=0)
@@ -205,11 +248,18 @@ def test_a_finished_run_is_left_as_it_is(
     assert "has finished: nothing is left to do" in capsys.readouterr().err
 
 
-def test_variables_of_the_shell_are_kept_or_named(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_the_shell_are_kept_or_named(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in [name for name in os.environ if re.match("SLURM_|SBATCH_", name)]:
         monkeypatch.delenv(name)
     own = {"SBATCH_RESERVATION": "r", "SBATCH_QOS": "q", "SLURM_CLUSTERS": "serial"}
-    others = {"SBATCH_PARTITION": "x", "SBATCH_WAIT": "1", "SLURM_MPI_TYPE": "none", "SBATCH_TIMELIMIT": "5"}
+    others = {
+        "SBATCH_PARTITION": "x",
+        "SBATCH_WAIT": "1",
+        "SLURM_MPI_TYPE": "none",
+        "SBATCH_TIMELIMIT": "5",
+    }
     for name, value in (own | others).items():
         monkeypatch.setenv(name, value)
     spec = make()
@@ -219,7 +269,9 @@ def test_variables_of_the_shell_are_kept_or_named(make: Make, monkeypatch: pytes
     assert {name: passed[name] for name in passed if name.startswith(("SLURM_", "SBATCH_"))} == own
     (line,) = SCHEDULERS["slurm"].notes(script)
     assert "SBATCH_QOS=q is kept" in line and "SLURM_CLUSTERS=serial is kept" in line
-    assert "SBATCH_PARTITION=x is ignored: cluster.partition is decisive (--partition=debug)" in line
+    assert (
+        "SBATCH_PARTITION=x is ignored: cluster.partition is decisive (--partition=debug)" in line
+    )
     assert "SBATCH_WAIT=1 is ignored: set +cluster.sbatch.wait" in line
     assert "SLURM_MPI_TYPE=none is ignored: set +cluster.environment.SLURM_MPI_TYPE" in line
     assert "SBATCH_TIMELIMIT=5 is ignored: cluster.minutes is decisive" in line
@@ -233,5 +285,7 @@ def test_a_user_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyError(f"getpwuid(): uid not found: {uid}")
 
     monkeypatch.setattr(pwd, "getpwuid", unknown)
-    with pytest.raises(SchedulerUnavailableError, match=r"sacctmgr needs a name, and user [0-9]+ has none here"):
+    with pytest.raises(
+        SchedulerUnavailableError, match=r"sacctmgr needs a name, and user [0-9]+ has none here"
+    ):
         query_accounts()

@@ -27,7 +27,11 @@ Prepared = Callable[..., RunFolder]
 WriteFailed = Callable[..., None]
 START = datetime(2026, 11, 21, 12, tzinfo=UTC)
 STEPD = "slurmstepd: error: *** JOB 41 ON n1 CANCELLED AT {at}{why} ***"
-STOPPED = {"exit_code": 143, "signal": 15, "cause": "was stopped by SIGTERM: cancelled, preempted or out of time"}
+STOPPED = {
+    "exit_code": 143,
+    "signal": 15,
+    "cause": "was stopped by SIGTERM: cancelled, preempted or out of time",
+}
 
 
 def utc(after_s: float) -> str:
@@ -38,16 +42,25 @@ def local(after_s: float) -> str:
     return f"{(START + timedelta(seconds=after_s)).astimezone():%Y-%m-%dT%H:%M:%S}"
 
 
-def failed(folder: RunFolder, *log: str, batch: str = "", state: str = "failed", **more: Any) -> RunFolder:
+def failed(
+    folder: RunFolder, *log: str, batch: str = "", state: str = "failed", **more: Any
+) -> RunFolder:
     """Leave what a job leaves that has failed: its state, its ranks' log and SLURM's own."""
-    facts = {"job_id": "41", "started_utc": utc(0), "exit_code": 4, "cause": "the run ended with exit code 1"}
+    facts = {
+        "job_id": "41",
+        "started_utc": utc(0),
+        "exit_code": 4,
+        "cause": "the run ended with exit code 1",
+    }
     folder.write_status(state, **{**facts, **more})
     folder.logs.joinpath("ranks.log").write_text("".join(f"{line}\n" for line in log))
     folder.logs.joinpath("41_log.out").write_text(batch)
     return folder
 
 
-def beat(folder: RunFolder, rank: int, step: int, action: str, after_s: float = 0.0, node: str = "n1") -> None:
+def beat(
+    folder: RunFolder, rank: int, step: int, action: str, after_s: float = 0.0, node: str = "n1"
+) -> None:
     heartbeat = Heartbeat(folder.heartbeat(rank))
     heartbeat._head = f"{100 + rank} {node}"
     heartbeat.beat(step, action)
@@ -87,17 +100,38 @@ def diagnose(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[...,
     return run
 
 
-def test_device_memory_names_rank_stage_and_bytes(prepared: Prepared, write_failed: WriteFailed) -> None:
-    folder = failed(prepared(), "1: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.")
+def test_device_memory_names_rank_stage_and_bytes(
+    prepared: Prepared, write_failed: WriteFailed
+) -> None:
+    folder = failed(
+        prepared(), "1: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+    )
     write_failed(folder, 0, utc(2), "Exception: Other MPI error, error stack: ...")
     cause = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
-    write_failed(folder, 1, utc(3), cause, step=12, action="1F3", node="n2", device_bytes=3 * 2**33, rss_bytes=2**30,
-                 kind="OutOfMemoryError")  # fmt: skip
+    write_failed(
+        folder,
+        1,
+        utc(3),
+        cause,
+        step=12,
+        action="1F3",
+        node="n2",
+        device_bytes=3 * 2**33,
+        rss_bytes=2**30,
+        kind="OutOfMemoryError",
+    )
     told = of(folder)
-    assert (told.cause, told.rank, told.node, told.stages, told.step) == (FailureCause.DEVICE_MEMORY, 1, "n2", (1,), 12)
+    assert (told.cause, told.rank, told.node, told.stages, told.step) == (
+        FailureCause.DEVICE_MEMORY,
+        1,
+        "n2",
+        (1,),
+        12,
+    )
     assert told.paragraph().startswith(
-        f"{folder.path.name}: out of memory on device. Rank 1 on node n2 (stage 1) in step 12, action 1F3: {cause} "
-        "[FAILED.rank0001.json]. It held 1.00 GiB of host memory and 24.00 GiB on the device."
+        f"{folder.path.name}: out of memory on device. Rank 1 on node n2 (stage 1) in step 12,"
+        f" action 1F3: {cause} [FAILED.rank0001.json]. It held 1.00 GiB of host memory and 24.00"
+        " GiB on the device."
     )
     assert "memory=plan" in told.paragraph() and "parallel.partitions" in told.paragraph()
 
@@ -106,28 +140,64 @@ def test_a_rank_out_of_memory_is_shown_with_its_views_and_its_advice(
     prepared: Prepared, write_failed: WriteFailed
 ) -> None:
     folder = failed(prepared())
-    memory = {"text": "2.000 GiB were asked for; the rank counts 9.000 GiB", "advice": ["less of it", "more ranks"]}
-    write_failed(folder, 1, utc(3), "OutOfMemoryError: CUDA out of memory.", memory=memory, device_bytes=2**33,
-                 cause_class="out of memory on device")  # fmt: skip
+    memory = {
+        "text": "2.000 GiB were asked for; the rank counts 9.000 GiB",
+        "advice": ["less of it", "more ranks"],
+    }
+    write_failed(
+        folder,
+        1,
+        utc(3),
+        "OutOfMemoryError: CUDA out of memory.",
+        memory=memory,
+        device_bytes=2**33,
+        cause_class="out of memory on device",
+    )
     told = of(folder)
     assert told.cause is FailureCause.DEVICE_MEMORY and told.to_dict()["memory"] == memory["text"]
     assert "]. 2.000 GiB were asked for; the rank counts 9.000 GiB. " in told.paragraph()
-    assert told.paragraph().endswith(" To change: less of it; more ranks.") and "It held" not in told.paragraph()
+    assert (
+        told.paragraph().endswith(" To change: less of it; more ranks.")
+        and "It held" not in told.paragraph()
+    )
     for damaged in ("text", {"text": 7, "advice": 5}, {"advice": []}):
-        write_failed(folder, 1, utc(3), "OutOfMemoryError: CUDA out of memory.", memory=damaged,
-                     device_bytes=2**33)  # fmt: skip
-        assert "It held 8.00 GiB on the device." in of(folder).paragraph() and "memory=plan" in of(folder).advice[0]
+        write_failed(
+            folder,
+            1,
+            utc(3),
+            "OutOfMemoryError: CUDA out of memory.",
+            memory=damaged,
+            device_bytes=2**33,
+        )
+        assert (
+            "It held 8.00 GiB on the device." in of(folder).paragraph()
+            and "memory=plan" in of(folder).advice[0]
+        )
 
 
-def test_the_kernels_words_go_before_the_signal_that_it_sent(prepared: Prepared, write_failed: WriteFailed) -> None:
-    folder = failed(prepared(), "srun: error: n2: task 1: Killed", "srun: error: n1: task 0: Terminated",
-                    batch="slurmstepd: error: Detected 1 oom_kill event in StepId=41.0. "
-                    "Some of the step tasks have been OOM Killed.\n")  # fmt: skip
+def test_the_kernels_words_go_before_the_signal_that_it_sent(
+    prepared: Prepared, write_failed: WriteFailed
+) -> None:
+    folder = failed(
+        prepared(),
+        "srun: error: n2: task 1: Killed",
+        "srun: error: n1: task 0: Terminated",
+        batch=(
+            "slurmstepd: error: Detected 1 oom_kill event in StepId=41.0. "
+            "Some of the step tasks have been OOM Killed.\n"
+        ),
+    )
     beat(folder, 0, 7, "0F1")
     beat(folder, 1, 7, "1B0", node="n2")
     write_failed(folder, 0, utc(9), "nothing came from rank 1", 5)
     told = of(folder)
-    assert (told.cause, told.rank, told.node, told.step, told.action) == (FailureCause.HOST_MEMORY, 1, "n2", 7, "1B0")
+    assert (told.cause, told.rank, told.node, told.step, told.action) == (
+        FailureCause.HOST_MEMORY,
+        1,
+        "n2",
+        7,
+        "1B0",
+    )
     assert told.source == "logs/41_log.out" and "+cluster.sbatch.mem" in told.advice[0]
     assert {each.cause for each in told.evidence} >= {FailureCause.HOST_MEMORY, FailureCause.KILLED}
 
@@ -140,14 +210,30 @@ def test_the_kernels_words_go_before_the_signal_that_it_sent(prepared: Prepared,
         ("OSError: [Errno 122] Disk quota exceeded", {"kind": "OSError"}, FailureCause.FILE_SYSTEM),
         ("OSError: it is gone", {"cause_class": "file system"}, FailureCause.FILE_SYSTEM),
         ("data.path=/x: does not exist", {"exit_code": 2}, FailureCause.CONFIGURATION),
-        ("cluster.mpi=none: MPI sees a world of 1 and SLURM started 2 tasks", {"exit_code": 2}, FailureCause.WRONG_MPI),
-        ("rank 1 needs 5 bytes, above machine.device_bytes=4", {"exit_code": 3}, FailureCause.DOES_NOT_FIT),
-        ("AcceleratorError: CUDA error: uncorrectable ECC error encountered", {}, FailureCause.DEVICE),
+        (
+            "cluster.mpi=none: MPI sees a world of 1 and SLURM started 2 tasks",
+            {"exit_code": 2},
+            FailureCause.WRONG_MPI,
+        ),
+        (
+            "rank 1 needs 5 bytes, above machine.device_bytes=4",
+            {"exit_code": 3},
+            FailureCause.DOES_NOT_FIT,
+        ),
+        (
+            "AcceleratorError: CUDA error: uncorrectable ECC error encountered",
+            {},
+            FailureCause.DEVICE,
+        ),
         ("ModuleNotFoundError: No module named 'gems'", {}, FailureCause.EXCEPTION),
     ],
 )
 def test_what_a_rank_recorded(
-    prepared: Prepared, write_failed: WriteFailed, cause: str, more: dict[str, Any], expected: FailureCause
+    prepared: Prepared,
+    write_failed: WriteFailed,
+    cause: str,
+    more: dict[str, Any],
+    expected: FailureCause,
 ) -> None:
     folder = failed(prepared())
     write_failed(folder, 1, utc(3), cause, more.pop("exit_code", 4), **more)
@@ -157,22 +243,36 @@ def test_what_a_rank_recorded(
 
 
 def test_a_rank_that_was_killed(prepared: Prepared) -> None:
-    folder = failed(prepared(), "srun: error: n2: task 1: Killed", "srun: error: n1: task 0: Terminated")
+    folder = failed(
+        prepared(), "srun: error: n2: task 1: Killed", "srun: error: n1: task 0: Terminated"
+    )
     beat(folder, 1, 7, "1F3", node="n2")
     told = of(folder)
     assert (told.cause, told.rank, told.node, told.stages) == (FailureCause.KILLED, 1, "n2", (1,))
-    assert told.line() == ("killed, rank 1 on node n2 (stage 1): was killed by signal 9 (SIGKILL)")
+    assert told.line() == "killed, rank 1 on node n2 (stage 1): was killed by signal 9 (SIGKILL)"
 
 
 def test_a_stall_blames_the_silent_rank(prepared: Prepared, write_failed: WriteFailed) -> None:
-    folder = failed(prepared(), "srun: error: n1: task 0: Exited with exit code 5", "srun: error: n2: task 1: Killed",
-                    exit_code=5)  # fmt: skip
+    folder = failed(
+        prepared(),
+        "srun: error: n1: task 0: Exited with exit code 5",
+        "srun: error: n2: task 1: Killed",
+        exit_code=5,
+    )
     beat(folder, 0, 7, "0B0", 40)
     beat(folder, 1, 7, "1F3", 1, node="n2")
-    write_json(folder.path / "STALLED.json", {"rank": 0, "node": "n1", "step": 7, "action": "0B0", "waited_s": 60,
-                                              "utc": utc(70),
-                                             "waits_for": "rank 0 waits for 1SEND_B0 of rank 1, which is silent",
-                                              })  # fmt: skip
+    write_json(
+        folder.path / "STALLED.json",
+        {
+            "rank": 0,
+            "node": "n1",
+            "step": 7,
+            "action": "0B0",
+            "waited_s": 60,
+            "utc": utc(70),
+            "waits_for": "rank 0 waits for 1SEND_B0 of rank 1, which is silent",
+        },
+    )
     write_failed(folder, 0, utc(71), "waited 60 s for 1SEND_B0", 5)
     told = of(folder)
     assert (told.cause, told.rank, told.node, told.action, told.source) == (
@@ -190,11 +290,12 @@ def test_a_stall_blames_the_silent_rank(prepared: Prepared, write_failed: WriteF
 @pytest.mark.parametrize(
     ("why", "cause"),
     [
-        (" DUE TO TIME LIMIT", FailureCause.TIME_LIMIT), (" DUE TO PREEMPTION", FailureCause.PREEMPTED),
+        (" DUE TO TIME LIMIT", FailureCause.TIME_LIMIT),
+        (" DUE TO PREEMPTION", FailureCause.PREEMPTED),
         ("", FailureCause.CANCELLED),
         (" DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS", FailureCause.NODE),
     ],
-)  # fmt: skip
+)
 def test_an_order_of_the_scheduler(
     prepared: Prepared, write_failed: WriteFailed, why: str, cause: FailureCause
 ) -> None:
@@ -223,14 +324,24 @@ def test_a_failed_node_is_named_and_left_out(
 ) -> None:
     slurm.says("sacct", f"41|NODE_FAIL|None|{local(0)}|0:0|n[1-2]|{local(600)}|00:10:00|00:10:00|")
     folder = prepared()
-    failed(folder, "srun: error: Node failure on n2", state="running")  # nobody was left to note its end
-    write_json(folder.path / "STALLED.json", {"rank": 0, "node": "n1", "step": 7, "action": "0B0", "utc": utc(20)})
+    failed(
+        folder, "srun: error: Node failure on n2", state="running"
+    )  # nobody was left to note its end
+    write_json(
+        folder.path / "STALLED.json",
+        {"rank": 0, "node": "n1", "step": 7, "action": "0B0", "utc": utc(20)},
+    )
     out, err = diagnose("one")
     assert f"{folder.path.name}: node failed. Node n2:" in out and "exclude node n2" in out
     assert "node n2 of mini has failed once" in err and "excludes it after 2 failures" in err
     diagnose("one")
     (entry,) = NodeBlocklist(folder.path.parent).entries()
-    assert (entry.node, entry.cluster, len(entry.runs), entry.run) == ("n2", "mini", 1, f"{folder.path.name} attempt 1")
+    assert (entry.node, entry.cluster, len(entry.runs), entry.run) == (
+        "n2",
+        "mini",
+        1,
+        f"{folder.path.name} attempt 1",
+    )
     failed(prepared("two"), "srun: error: Node failure on n2", state="running")
     _, err = diagnose("two")
     assert "node n2 of mini has failed 2 times" in err and "excludes it for 14 days" in err
@@ -256,14 +367,24 @@ def test_no_node_is_blamed_for_a_full_quota(prepared: Prepared, write_failed: Wr
         ("prepared", {}, FailureCause.WAITING),
         ("finished", {"exit_code": 0}, FailureCause.FINISHED),
         ("stopped", {"exit_code": 0}, FailureCause.STOPPED),
-        ("failed", {"exit_code": 2, "cause": "machine.device=cuda: there is no GPU"}, FailureCause.CONFIGURATION),
-        ("failed", {"exit_code": 1, "cause": "OSError: [Errno 28] No space left on device"}, FailureCause.FILE_SYSTEM),
+        (
+            "failed",
+            {"exit_code": 2, "cause": "machine.device=cuda: there is no GPU"},
+            FailureCause.CONFIGURATION,
+        ),
+        (
+            "failed",
+            {"exit_code": 1, "cause": "OSError: [Errno 28] No space left on device"},
+            FailureCause.FILE_SYSTEM,
+        ),
         ("cancelled", {"exit_code": 143}, FailureCause.CANCELLED),
         ("running", {"pid": 2**22 + 1, "host": os.uname().nodename}, FailureCause.KILLED),
         ("running", {"pid": os.getpid(), "host": os.uname().nodename}, FailureCause.RUNNING),
     ],
 )
-def test_from_the_status_alone(prepared: Prepared, state: str, more: dict[str, Any], cause: FailureCause) -> None:
+def test_from_the_status_alone(
+    prepared: Prepared, state: str, more: dict[str, Any], cause: FailureCause
+) -> None:
     folder = prepared()
     folder.write_status(state, **more)
     told = of(folder)
@@ -271,17 +392,27 @@ def test_from_the_status_alone(prepared: Prepared, state: str, more: dict[str, A
     assert told.paragraph().startswith(f"{folder.path.name}: {cause}.")
 
 
-def test_records_of_others_at_the_same_time_go_by_the_clock(prepared: Prepared, write_failed: WriteFailed) -> None:
-    folder = failed(prepared(), "0: Traceback (most recent call last):", "0: KeyError: 'late'", "1: ValueError: bad")
+def test_records_of_others_at_the_same_time_go_by_the_clock(
+    prepared: Prepared, write_failed: WriteFailed
+) -> None:
+    folder = failed(
+        prepared(),
+        "0: Traceback (most recent call last):",
+        "0: KeyError: 'late'",
+        "1: ValueError: bad",
+    )
     write_failed(folder, 0, utc(4), "KeyError: 'late'")
     write_failed(folder, 1, utc(3), "ValueError: bad")
     assert of(folder).rank == 1
 
 
 def test_an_exception_before_the_ranks_began(prepared: Prepared) -> None:
-    folder = failed(prepared(), "0: Traceback (most recent call last):",
-    "0: ModuleNotFoundError: No module named 'torch'",
-                    "srun: error: n1: task 0: Exited with exit code 1")  # fmt: skip
+    folder = failed(
+        prepared(),
+        "0: Traceback (most recent call last):",
+        "0: ModuleNotFoundError: No module named 'torch'",
+        "srun: error: n1: task 0: Exited with exit code 1",
+    )
     told = of(folder)
     assert (told.cause, told.rank) == (FailureCause.EXCEPTION, 0)
     assert "cluster.modules" in told.advice[0]
@@ -292,18 +423,29 @@ def test_a_job_that_never_started(prepared: Prepared, slurm: FakeSlurm) -> None:
     folder.write_status("submitted", job_id="41")
     slurm.says("squeue", "41|FAILED|N/A|JobLaunchFailure|one")
     slurm.says("sacct", error="Slurm accounting storage is disabled", code=1)
-    slurm.says("scontrol", f"JobId=41 JobState=FAILED Reason=JobLaunchFailure ExitCode=0:53 EndTime={local(1)}")
+    slurm.says(
+        "scontrol",
+        f"JobId=41 JobState=FAILED Reason=JobLaunchFailure ExitCode=0:53 EndTime={local(1)}",
+    )
     told = of(folder)
     assert (told.cause, told.source) == (FailureCause.LAUNCHER, "scontrol")
 
 
 def test_everything_damaged_is_still_told(prepared: Prepared) -> None:
     folder = failed(prepared(), cause="", exit_code=None)
-    for name in ("FAILED.rank0000.json", "STALLED.json", "stop.json", "schedule.json", "run.yaml", "cancelled.json"):
+    for name in (
+        "FAILED.rank0000.json",
+        "STALLED.json",
+        "stop.json",
+        "schedule.json",
+        "run.yaml",
+        "cancelled.json",
+    ):
         folder.path.joinpath(name).write_text("\x00{")
     folder.heartbeat(0).write_bytes(b"\xff\xfe a b c d")
     folder.path.joinpath("FAILED.rank0001.json").write_text(
-        '{"rank": [1], "node": {}, "step": "x", "action": 7, "cause": ["a"], "utc": 3, "exit_code": "4", "kind": []}'
+        '{"rank": [1], "node": {}, "step": "x", "action": 7, "cause": ["a"], "utc": 3, "exit_code":'
+        ' "4", "kind": []}'
     )
     told = of(folder)
     assert told.cause is FailureCause.EXCEPTION and told.rank is None
@@ -312,7 +454,9 @@ def test_everything_damaged_is_still_told(prepared: Prepared) -> None:
 
 def test_strange_words_stay_on_their_line(prepared: Prepared, write_failed: WriteFailed) -> None:
     folder = failed(prepared("a 'b' \"c\" $(touch owned)"))
-    write_failed(folder, 0, utc(1), "ValueError: \x1b[31m`ls`\nnew $(touch owned)", node="n1\x1b[2J;ls")
+    write_failed(
+        folder, 0, utc(1), "ValueError: \x1b[31m`ls`\nnew $(touch owned)", node="n1\x1b[2J;ls"
+    )
     paragraph = of(folder).paragraph()
     assert paragraph.isprintable() and "$(touch owned)" in paragraph
     assert of(folder).blamed_node is None and not Path("owned").exists()
@@ -332,12 +476,17 @@ def test_json_and_the_file_hold_the_same(
     assert kept.pop("utc") and kept == printed
     assert (printed["cause"], printed["rank"], printed["resume_step"]) == ("exception", 1, 10)
     assert printed["evidence"][0] == {
-        "source": "FAILED.rank0001.json", "cause": "exception", "text": "ValueError: bad", "is_consequence": False,
-    }  # fmt: skip
+        "source": "FAILED.rank0001.json",
+        "cause": "exception",
+        "text": "ValueError: bad",
+        "is_consequence": False,
+    }
     assert {"sacct is not on PATH", "scontrol is not on PATH"} <= set(printed["query_errors"])
 
 
-def test_a_prepared_folder_is_left_as_it_is(prepared: Prepared, diagnose: Callable[..., tuple[str, str]]) -> None:
+def test_a_prepared_folder_is_left_as_it_is(
+    prepared: Prepared, diagnose: Callable[..., tuple[str, str]]
+) -> None:
     folder = prepared()
     before = sorted(path.name for path in folder.path.iterdir())
     diagnose("one")
@@ -348,7 +497,9 @@ def test_a_folder_that_cannot_be_written_is_told_all_the_same(
     prepared: Prepared, diagnose: Callable[..., tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = failed(
-        prepared(), "NVRM: Xid (PCI:0000:c1:00): 79, GPU has fallen off the bus", "srun: error: n2: task 1: Killed"
+        prepared(),
+        "NVRM: Xid (PCI:0000:c1:00): 79, GPU has fallen off the bus",
+        "srun: error: n2: task 1: Killed",
     )
 
     def refuse(*words: object) -> None:
@@ -358,10 +509,14 @@ def test_a_folder_that_cannot_be_written_is_told_all_the_same(
     monkeypatch.setattr("jobs.diagnosis.node_blocklist.write_json", refuse)
     out, err = diagnose("one")
     assert "device failed" in out
-    assert f"diagnosis.json is not written: {folder.path} cannot be written (Permission denied)" in err
+    assert (
+        f"diagnosis.json is not written: {folder.path} cannot be written (Permission denied)" in err
+    )
 
 
-def test_the_trace_is_read_as_far_as_it_goes(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trace_is_read_as_far_as_it_goes(
+    prepared: Prepared, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = failed(prepared())
     assert diagnose_run(folder).trace_steps is None
     folder.trace_h5.write_text("no trace")
@@ -369,7 +524,10 @@ def test_the_trace_is_read_as_far_as_it_goes(prepared: Prepared, monkeypatch: py
 
 
 def test_a_study_is_told_point_by_point(
-    tmp_path: Path, prepared: Prepared, write_failed: WriteFailed, diagnose: Callable[..., tuple[str, str]]
+    tmp_path: Path,
+    prepared: Prepared,
+    write_failed: WriteFailed,
+    diagnose: Callable[..., tuple[str, str]],
 ) -> None:
     folders = [failed(prepared(name)) for name in ("a", "b", "c")]
     write_failed(folders[0], 1, utc(3), "ValueError: bad")
@@ -390,7 +548,9 @@ def test_a_study_is_told_point_by_point(
     assert [row["cause"] for row in study["failed"]] == ["exception", "exception", "file system"]
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path, diagnose: Callable[..., tuple[str, str]]) -> None:
+def test_what_is_no_run_is_refused(
+    tmp_path: Path, diagnose: Callable[..., tuple[str, str]]
+) -> None:
     (tmp_path / "runs").mkdir()
     assert "is no run and no study" in diagnose("nothing", code=2)[1]
     assert "name runs or studies" in diagnose(code=2)[1]
@@ -416,7 +576,9 @@ def test_a_node_without_a_word_is_named_where_the_others_lost_their_messages(
     folder = failed(prepared())
     for rank, node in enumerate(("n1", "n1", "n2", "n2")):
         beat(folder, rank, 7, f"{rank}F3", node=node)
-    write_failed(folder, 1, utc(3), "Exception: Other MPI error, error stack: ...", step=7, action="1F3")
+    write_failed(
+        folder, 1, utc(3), "Exception: Other MPI error, error stack: ...", step=7, action="1F3"
+    )
     told = of(folder)
     assert (told.cause, told.rank, told.node) == (FailureCause.KILLED, 2, "n2")
     assert "no rank of this node left a record" in told.text
@@ -424,20 +586,27 @@ def test_a_node_without_a_word_is_named_where_the_others_lost_their_messages(
     assert (of(folder).cause, of(folder).rank) == (FailureCause.EXCEPTION, 2)
 
 
-def test_a_killed_rank_goes_before_those_whose_messages_failed(prepared: Prepared, write_failed: WriteFailed) -> None:
+def test_a_killed_rank_goes_before_those_whose_messages_failed(
+    prepared: Prepared, write_failed: WriteFailed
+) -> None:
     folder = failed(
-        prepared(), "srun: error: n2: tasks 2-3: Killed", "srun: error: n1: task 1: Exited with exit code 4"
+        prepared(),
+        "srun: error: n2: tasks 2-3: Killed",
+        "srun: error: n1: task 1: Exited with exit code 4",
     )
     for rank, node in enumerate(("n1", "n1", "n2", "n2")):
         beat(folder, rank, 7, f"{rank}F3", node=node)
-    write_failed(folder, 1, utc(3), "Exception: Other MPI error, error stack: ...", step=7, action="1F3")
+    write_failed(
+        folder, 1, utc(3), "Exception: Other MPI error, error stack: ...", step=7, action="1F3"
+    )
     told = of(folder)
     assert (told.cause, told.rank, told.node) == (FailureCause.KILLED, 2, "n2")
 
 
 OFI = (
-    "Exception: Other MPI error, error stack: internal_Start(82): MPI_Start(request=0x7f0a6b3b7c10) failed "
-    "MPIDI_OFI_send(417): OFI call tinjectdata failed (default nic=eth0: Input/output error)"
+    "Exception: Other MPI error, error stack: internal_Start(82): MPI_Start(request=0x7f0a6b3b7c10)"
+    " failed MPIDI_OFI_send(417): OFI call tinjectdata failed (default nic=eth0: Input/output"
+    " error)"
 )
 
 
@@ -445,31 +614,52 @@ OFI = (
     ("event", "cause"),
     [
         ("", FailureCause.KILLED),
-        ("slurmstepd: error: Detected 1 oom_kill event in StepId=41.0. Some of the step tasks have been OOM Killed.\n",
-         FailureCause.HOST_MEMORY),
+        (
+            (
+                "slurmstepd: error: Detected 1 oom_kill event in StepId=41.0. Some of the step"
+                " tasks have been OOM Killed.\n"
+            ),
+            FailureCause.HOST_MEMORY,
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_others_met_when_a_rank_was_killed_is_named_as_its_consequence(
     prepared: Prepared, write_failed: WriteFailed, event: str, cause: FailureCause
 ) -> None:
     folder = failed(
-        prepared(), f"0: mpi4py.MPI.{OFI}", "0: MPIDI_OFI_send(417): OFI call tinjectdata failed (Input/output error)",
-        "0: OSError: [Errno 5] Input/output error", "srun: error: PMIX ERROR: UNREACHABLE in file ptl_tcp.c",
-        "0: Abort(4) on node 0 (rank 0 in comm 0): application called MPI_Abort(MPI_COMM_WORLD, 4) - process 0",
-        "srun: error: n1: task 0: Exited with exit code 4", "srun: error: n2: task 1: Out Of Memory" if event else
-        "srun: error: n2: task 1: Bus error", batch=event, exit_code=4, cause=OFI, rank=0, node="n1",
-    )  # fmt: skip
+        prepared(),
+        f"0: mpi4py.MPI.{OFI}",
+        "0: MPIDI_OFI_send(417): OFI call tinjectdata failed (Input/output error)",
+        "0: OSError: [Errno 5] Input/output error",
+        "srun: error: PMIX ERROR: UNREACHABLE in file ptl_tcp.c",
+        "0: Abort(4) on node 0 (rank 0 in comm 0): application called MPI_Abort(MPI_COMM_WORLD, 4)"
+        " - process 0",
+        "srun: error: n1: task 0: Exited with exit code 4",
+        "srun: error: n2: task 1: Out Of Memory" if event else "srun: error: n2: task 1: Bus error",
+        batch=event,
+        exit_code=4,
+        cause=OFI,
+        rank=0,
+        node="n1",
+    )
     for rank in range(2):
         beat(folder, rank, 7, f"{rank}F3", node=f"n{rank + 1}")
     write_failed(folder, 0, utc(3), OFI, kind="Exception", cause_class="exception")
     told = of(folder)
     assert (told.cause, told.rank, told.node, told.blamed_node) == (cause, 1, "n2", None)
-    assert "A consequence only: rank 0 on node n1 failed with Exception: Other MPI error" in told.paragraph()
+    assert (
+        "A consequence only: rank 0 on node n1 failed with Exception: Other MPI error"
+        in told.paragraph()
+    )
     assert any(each["is_consequence"] for each in told.to_dict()["evidence"])
 
 
-def test_a_network_error_alone_is_no_file_systems_fault(prepared: Prepared, write_failed: WriteFailed) -> None:
-    folder = failed(prepared(), "0: MPIDI_OFI_send(417): OFI call tinjectdata failed (Input/output error)")
+def test_a_network_error_alone_is_no_file_systems_fault(
+    prepared: Prepared, write_failed: WriteFailed
+) -> None:
+    folder = failed(
+        prepared(), "0: MPIDI_OFI_send(417): OFI call tinjectdata failed (Input/output error)"
+    )
     write_failed(folder, 0, utc(3), OFI, kind="Exception", cause_class="exception")
     told = of(folder)
     assert (told.cause, told.rank, told.blamed_node) == (FailureCause.EXCEPTION, 0, None)
@@ -500,5 +690,8 @@ def test_what_the_script_of_a_job_names_is_gone(
     (folder.logs / "41_submission.sh").write_text(script)
     found = diagnose_run(folder)
     assert found.cause is FailureCause.LAUNCHER
-    words = {"moved": "moved while its job waited, from /was/here/one:", "interpreter": "/no/such/python is gone"}
+    words = {
+        "moved": "moved while its job waited, from /was/here/one:",
+        "interpreter": "/no/such/python is gone",
+    }
     assert words[what] in found.text and "jobs resubmit" in found.advice[0]

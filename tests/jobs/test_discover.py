@@ -27,7 +27,7 @@ from jobs.cli.discover import (
     main_kind,
     mpi_type,
     preset_name,
-)  # fmt: skip
+)
 from jobs.slurm.site import (
     NodeKind,
     parse_config,
@@ -35,7 +35,7 @@ from jobs.slurm.site import (
     parse_minutes,
     parse_mpi_types,
     parse_partitions,
-)  # fmt: skip
+)
 
 SINFO = """\
 cpu*|1000|128|256000|(null)
@@ -59,7 +59,10 @@ TopologyParam           =
 
 Slurmctld(primary) at head is UP
 """
-MPI_TYPES = "MPI plugin types are...\n\tpmix\n\tnone\n\tpmi2\nspecific pmix plugin versions available: pmix_v4\n"
+MPI_TYPES = (
+    "MPI plugin types are...\n\tpmix\n\tnone\n\tpmi2\nspecific pmix plugin versions available:"
+    " pmix_v4\n"
+)
 GPU = NodeKind("gpu", False, 64, 96, 512000 << 20, 4)
 
 
@@ -77,10 +80,18 @@ def site() -> Site:
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """SLURM's commands as files that print what the site says; nothing else is on PATH but the shell's own."""
+    """SLURM's commands as files that print what the site says.
+
+    Nothing else is on PATH but the shell's own.
+    """
     folder = tmp_path / "bin"
     folder.mkdir()
-    for name, said in (("sinfo", SINFO), ("partition", PARTITIONS), ("config", CONFIG), ("srun", MPI_TYPES)):
+    for name, said in (
+        ("sinfo", SINFO),
+        ("partition", PARTITIONS),
+        ("config", CONFIG),
+        ("srun", MPI_TYPES),
+    ):
         (folder / f"{name}.txt").write_text(said)
     for name, line in (
         ("sinfo", f"cat {folder}/sinfo.txt"),
@@ -94,7 +105,9 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_the_draft_composes_as_a_preset(slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_draft_composes_as_a_preset(
+    slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main("jobs", VERBS, ["discover"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
@@ -108,8 +121,17 @@ def test_the_draft_composes_as_a_preset(slurm: Path, tmp_path: Path, capsys: pyt
         "parallel.partitions=8",
     ]
     cluster = compose(words).cluster
-    assert (cluster.name, cluster.launcher, cluster.hosts) == ("big_site", "srun", ["login*.big.org"])
-    assert (cluster.nodes, cluster.ranks_per_node, cluster.gpus_per_node, cluster.cpus_per_rank) == (2, 4, 4, 24)
+    assert (cluster.name, cluster.launcher, cluster.hosts) == (
+        "big_site",
+        "srun",
+        ["login*.big.org"],
+    )
+    assert (
+        cluster.nodes,
+        cluster.ranks_per_node,
+        cluster.gpus_per_node,
+        cluster.cpus_per_rank,
+    ) == (2, 4, 4, 24)
     assert (cluster.usable_cpus_per_node, cluster.node_memory_bytes) == (96, 512000 << 20)
     assert (cluster.partition, cluster.mpi, cluster.gpu_request) == ("gpu", "pmix", "gpus-per-node")
     rows = [(row.partition, row.min_nodes, row.max_nodes, row.minutes) for row in cluster.limits]
@@ -139,11 +161,17 @@ def test_where_there_is_no_slurm(
 @pytest.mark.parametrize(
     ("name", "line", "says"),
     [
-        ("scontrol", "echo 'slurm_load_ctl_conf error: Unable to contact slurm controller' >&2; exit 1",
-         "scontrol=show config: does not answer: slurm_load_ctl_conf error: Unable to contact slurm controller; "),
+        (
+            "scontrol",
+            "echo 'slurm_load_ctl_conf error: Unable to contact slurm controller' >&2; exit 1",
+            (
+                "scontrol=show config: does not answer: slurm_load_ctl_conf error: Unable to"
+                " contact slurm controller; "
+            ),
+        ),
         ("sinfo", "exit 0", "sinfo=none: lists no partition that you may use"),
     ],
-)  # fmt: skip
+)
 def test_a_slurm_that_does_not_answer(
     slurm: Path, name: str, line: str, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -173,12 +201,21 @@ def test_the_others_are_named_beside(site: Site) -> None:
 
 def test_without_gpus(site: Site) -> None:
     preset = draft_preset(replace(site, kinds=site.kinds[:1]))
-    assert (preset["gpus_per_node"], preset["gpu_request"], preset["cpus_per_rank"]) == (0, "none", 1)
+    assert (preset["gpus_per_node"], preset["gpu_request"], preset["cpus_per_rank"]) == (
+        0,
+        "none",
+        1,
+    )
 
 
 @pytest.mark.parametrize(
     ("default", "family", "word"),
-    [("pmix", "mpich", "pmix"), ("none", "mpich", "pmi2"), ("none", "openmpi", "pmix"), ("none", None, None)],
+    [
+        ("pmix", "mpich", "pmix"),
+        ("none", "mpich", "pmi2"),
+        ("none", "openmpi", "pmix"),
+        ("none", None, None),
+    ],
 )
 def test_srun_word_for_mpi(site: Site, default: str, family: str | None, word: str | None) -> None:
     assert mpi_type(replace(site, config={"MpiDefault": default}, mpi_family=family)) == word
@@ -194,9 +231,19 @@ def test_older_plug_ins_know_gres_alone() -> None:
 
 @pytest.mark.parametrize(
     ("text", "minutes"),
-    [("1-00:00:00", 1440), ("2-12", 3600), ("12:30:00", 750), ("30:00", 30), ("45", 45), ("00:00:30", 1),
-     ("UNLIMITED", None), ("infinite", None), ("", None), ("soon", None)],
-)  # fmt: skip
+    [
+        ("1-00:00:00", 1440),
+        ("2-12", 3600),
+        ("12:30:00", 750),
+        ("30:00", 30),
+        ("45", 45),
+        ("00:00:30", 1),
+        ("UNLIMITED", None),
+        ("infinite", None),
+        ("", None),
+        ("soon", None),
+    ],
+)
 def test_durations(text: str, minutes: int | None) -> None:
     assert parse_minutes(text) == minutes
 
@@ -208,22 +255,41 @@ def test_listed_types_of_mpi() -> None:
 
 @pytest.mark.parametrize(
     ("hosts", "pattern"),
-    [(("login12", "login12.a.org"), "login*.a.org"), (("head",), "head"), (("n1-login02",), "n*-login*")],
+    [
+        (("login12", "login12.a.org"), "login*.a.org"),
+        (("head",), "head"),
+        (("n1-login02",), "n*-login*"),
+    ],
 )
 def test_patterns_of_hosts(hosts: tuple[str, ...], pattern: str) -> None:
     assert host_pattern(hosts) == pattern
 
 
 def test_names() -> None:
-    assert [preset_name(name) for name in ("Big-Site", "lumi", "(null)", "")] == ["big_site", "lumi", "null", "site"]
+    assert [preset_name(name) for name in ("Big-Site", "lumi", "(null)", "")] == [
+        "big_site",
+        "lumi",
+        "null",
+        "site",
+    ]
 
 
 def test_a_partition_that_is_empty_has_no_row_that_cannot_be() -> None:
-    row = draft_limit({"PartitionName": "old", "TotalNodes": "0", "MaxNodes": "1", "MinNodes": "2", "MaxTime": "60"})
+    row = draft_limit(
+        {
+            "PartitionName": "old",
+            "TotalNodes": "0",
+            "MaxNodes": "1",
+            "MinNodes": "2",
+            "MaxTime": "60",
+        }
+    )
     assert row is not None
     check_fields(RunSpec.from_dict({"cluster": {"limits": [row]}}).cluster)
     assert draft_limit({"State": "UP"}) is None
 
 
-def test_every_drafted_key_is_one_of_the_schema(site: Site, resolved: Callable[..., RunSpec]) -> None:
+def test_every_drafted_key_is_one_of_the_schema(
+    site: Site, resolved: Callable[..., RunSpec]
+) -> None:
     assert draft_preset(site).keys() <= ClusterConfig.__dataclass_fields__.keys()

@@ -1,4 +1,7 @@
-"""Runs whose jobs lose nodes: on which nodes, by which layout and in which job they go on, and what is recorded."""
+"""Runs whose jobs lose nodes.
+
+On which nodes, by which layout and in which job they go on, and what is recorded.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,12 @@ from jobs.status.run_status import read_recorded
 from tests.jobs.fake_slurm import FakeSlurm
 
 pytestmark = pytest.mark.timeout(120)
-FOUR = ("cluster.nodes=4", "cluster.ranks_per_node=1", "parallel.partitions=4", "parallel.micro_batches=4")
+FOUR = (
+    "cluster.nodes=4",
+    "cluster.ranks_per_node=1",
+    "parallel.partitions=4",
+    "parallel.micro_batches=4",
+)
 NODES = ["n1", "n2", "n3", "n4"]
 Make = Callable[..., tuple[RunFolder, JobSpec, Recovery]]
 
@@ -40,13 +48,16 @@ def has_nodes(slurm: FakeSlurm, *nodes: str) -> None:
     """Let SLURM say that the job has these nodes, and take any requeue."""
     lines = "; ".join(f"echo {node}" for node in nodes)
     slurm.does(
-        "scontrol", f"case $2 in job) echo 'JobId=41 JobState=RUNNING NodeList={','.join(nodes)}' ;;\n"
+        "scontrol",
+        f"case $2 in job) echo 'JobId=41 JobState=RUNNING NodeList={','.join(nodes)}' ;;\n"
         f"hostnames) {lines} ;; esac",
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture
-def make(prepared: Callable[..., RunFolder], slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> Make:
+def make(
+    prepared: Callable[..., RunFolder], slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> Make:
     """Prepare a run of four nodes whose job, 41, this process is in."""
 
     def make(*words: str) -> tuple[RunFolder, JobSpec, Recovery]:
@@ -75,7 +86,9 @@ def test_a_spare_node_keeps_the_layout(make: Make, capfd: pytest.CaptureFixture[
 
 def test_fewer_nodes_of_the_same_job_have_another_layout(make: Make) -> None:
     folder, job, recovery = make("cluster.elastic=[4,2,1]", "cluster.usable_cpus_per_node=2")
-    before, yaml, own = folder.path, folder.run_yaml.read_text(), folder.read_spec()
+    before = folder.path
+    yaml = folder.run_yaml.read_text()
+    own = folder.read_spec()
     assert recovery.goes_on(job, {}, ["n1", "n2", "n3"], {"n4": "gone"})
     assert recovery.again
     now = folder.read_spec()
@@ -85,10 +98,18 @@ def test_fewer_nodes_of_the_same_job_have_another_layout(make: Make) -> None:
     assert RunFolder.of(own).path == before and run_id(now) != run_id(own) == folder.run_id(now)
     (row,) = folder.layouts()
     assert (row["number"], row["nodes"], row["from"]) == (2, 2, "4 x 1 ranks on 4 nodes")
-    assert row["to"].endswith("ranks on 2 nodes") and row["by"].startswith("job 41 on ") and "n4" in row["why"]
+    assert (
+        row["to"].endswith("ranks on 2 nodes")
+        and row["by"].startswith("job 41 on ")
+        and "n4" in row["why"]
+    )
     assert (folder.path / "layouts" / "0002" / "run.yaml").exists()
-    assert read_recorded(folder).layout_note.startswith(f"{row['from']} became {row['to']} from its start (")
-    assert recovery.goes_on(job_spec(now), {}, ["n1"], {"n2": "gone", "n3": "gone"})  # and once more
+    assert read_recorded(folder).layout_note.startswith(
+        f"{row['from']} became {row['to']} from its start ("
+    )
+    assert recovery.goes_on(
+        job_spec(now), {}, ["n1"], {"n2": "gone", "n3": "gone"}
+    )  # and once more
     assert [each["number"] for each in folder.layouts()] == [2, 3]
     assert folder.read_spec().cluster.nodes == 1
 
@@ -119,26 +140,46 @@ def test_only_a_node_s_loss_is_repaired(make: Make, slurm: FakeSlurm) -> None:
     _, job, recovery = make("cluster.elastic=[2]")
     failure = Failure(4, "was killed", node="n2", cause_class=FailureCause.KILLED)
     assert recovery.is_concerned(job, NODES, failure)
-    for settled in (FailureCause.CONFIGURATION, FailureCause.DEVICE_MEMORY, FailureCause.HOST_MEMORY):
+    for settled in (
+        FailureCause.CONFIGURATION,
+        FailureCause.DEVICE_MEMORY,
+        FailureCause.HOST_MEMORY,
+    ):
         assert not recovery.is_concerned(job, NODES, replace(failure, cause_class=settled))
     assert not recovery.is_concerned(job, NODES, replace(failure, exit_code=2))
     plain = replace(job, cluster=replace(job.cluster, elastic=[]))
-    assert not recovery.is_concerned(plain, NODES, failure) and not recovery.goes_on(plain, {}, NODES, {"n4": "gone"})
-    good = [json.dumps({"node": node, "address": ["", 1], "time_ns": time.time_ns(), "fault": None}) for node in NODES]
+    assert not recovery.is_concerned(plain, NODES, failure) and not recovery.goes_on(
+        plain, {}, NODES, {"n4": "gone"}
+    )
+    good = [
+        json.dumps({"node": node, "address": ["", 1], "time_ns": time.time_ns(), "fault": None})
+        for node in NODES
+    ]
     links = [json.dumps({"node": node, "link": None}) for node in NODES]
-    slurm.does("srun", "\n".join(f"echo '{line}'" for line in good) + "\nread all\n" +
-               "\n".join(f"echo '{line}'" for line in links) + "\nread end")  # fmt: skip
-    assert recovery.find_faults(job, os.environ, NODES, failure) == {}  # every node is there and well
+    slurm.does(
+        "srun",
+        "\n".join(f"echo '{line}'" for line in good)
+        + "\nread all\n"
+        + "\n".join(f"echo '{line}'" for line in links)
+        + "\nread end",
+    )
+    assert (
+        recovery.find_faults(job, os.environ, NODES, failure) == {}
+    )  # every node is there and well
     broken = replace(failure, cause_class=FailureCause.DEVICE)
     assert recovery.find_faults(job, os.environ, NODES, broken) == {"n2": "the failure is its own"}
     has_nodes(slurm, "n1", "n2", "n3")
-    assert recovery.find_faults(job, os.environ, NODES, failure) == {"n4": "SLURM has taken it from the job"}
+    assert recovery.find_faults(job, os.environ, NODES, failure) == {
+        "n4": "SLURM has taken it from the job"
+    }
     slurm.does("srun", "exit 1")
     has_nodes(slurm, *NODES)
     assert recovery.find_faults(job, os.environ, NODES, failure) == {}  # nobody can tell
 
 
-def test_a_job_that_has_all_its_nodes_again_goes_back_to_the_own_layout(make: Make, slurm: FakeSlurm) -> None:
+def test_a_job_that_has_all_its_nodes_again_goes_back_to_the_own_layout(
+    make: Make, slurm: FakeSlurm
+) -> None:
     folder, job, recovery = make("cluster.elastic=[2]")
     recovery.return_to_own_layout()
     assert folder.layouts() == []
@@ -161,7 +202,9 @@ def test_the_same_command_prepares_the_own_layout_again(make: Make) -> None:
     assert folder.layouts()[-1]["why"] == "prepared again"
 
 
-def test_an_edited_layout_is_refused(make: Make, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_edited_layout_is_refused(
+    make: Make, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, job, recovery = make("cluster.elastic=[2]")
     recovery.goes_on(job, {}, ["n1", "n2", "n3"], {"n4": "gone"})
     has_nodes(slurm, "n1", "n2", "n3")
@@ -174,9 +217,12 @@ def test_an_edited_layout_is_refused(make: Make, slurm: FakeSlurm, monkeypatch: 
 
 
 def test_a_batch_job_launches_again_on_what_is_left(
-    make: Make, slurm: FakeSlurm, collected: list[RunFolder], monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str]
-) -> None:  # fmt: skip
+    make: Make,
+    slurm: FakeSlurm,
+    collected: list[RunFolder],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     """The ranks' srun reports the failure of a node, which SLURM has taken from the job by then."""
     folder, _, _ = make("cluster.elastic=[2]", "cluster.check_nodes=false")
     launched: list[list[str]] = []
@@ -192,10 +238,15 @@ def test_a_batch_job_launches_again_on_what_is_left(
     monkeypatch.setattr(batch_module, "wait_for_submission", lambda folder: None)
     with StopRequest() as request:
         assert run_prepared(folder, request, "") == 0
-    options = [[word for word in argv if word.startswith(("--nodes", "--nodelist"))] for argv in launched]
+    options = [
+        [word for word in argv if word.startswith(("--nodes", "--nodelist"))] for argv in launched
+    ]
     assert options == [["--nodes=4", "--nodelist=n1,n2,n3,n4"], ["--nodes=2", "--nodelist=n1,n2"]]
     assert folder.read_status()["state"] == "finished" and collected == [folder]
-    assert "node n3 is lost: SLURM has taken it from the job; the run goes on by" in capfd.readouterr().err
+    assert (
+        "node n3 is lost: SLURM has taken it from the job; the run goes on by"
+        in capfd.readouterr().err
+    )
 
 
 def test_a_deputy_replaces_a_job_whose_batch_script_is_lost(
@@ -238,5 +289,7 @@ def test_without_a_smaller_layout_a_lost_batch_script_is_replaced_as_often_as_al
     slurm.does("sbatch", "echo Submitted batch job 42")
     recovery.replace_job("n1")
     assert (folder.read_status()["job_id"], folder.read_status()["requeue_count"]) == ("42", 1)
-    with pytest.raises(GemsError, match=r"has started again 1 times, which is cluster\.max_requeues"):
+    with pytest.raises(
+        GemsError, match=r"has started again 1 times, which is cluster\.max_requeues"
+    ):
         recovery.replace_job("n2")

@@ -1,7 +1,7 @@
 """The script of every cluster preset for one paper configuration, as it was when someone last read it.
 
-After a wanted change: GEMS_RENEW_GOLDEN=1 python -m pytest tests/jobs/test_golden_presets.py, then read `git diff
-tests/golden`.
+After a wanted change: GEMS_RENEW_GOLDEN=1 python -m pytest tests/jobs/test_golden_presets.py, then
+read `git diff tests/golden`.
 """
 
 from __future__ import annotations
@@ -30,17 +30,26 @@ PRESETS = [name for name in options_of("cluster") if name != "local"]
 
 def shown(spec: RunSpec) -> str:
     """Return what `jobs submit --dry-run` shows of a run, with this machine's paths by name."""
-    job, folder = job_spec(spec), RunFolder.of(spec)
+    job = job_spec(spec)
+    folder = RunFolder.of(spec)
     check_limits(spec, job)
     script = SCHEDULERS[spec.cluster.scheduler].script(spec, job, folder)
-    text = f"{script}\n# {job.summary()}\n# the script runs:\n# {shlex.join(command(job, folder))}\n"
-    for path, name in ((str(folder.path), "RUN_FOLDER"), (sys.executable, "PYTHON"), (str(ROOT), "CODE")):
+    text = (
+        f"{script}\n# {job.summary()}\n# the script runs:\n# {shlex.join(command(job, folder))}\n"
+    )
+    for path, name in (
+        (str(folder.path), "RUN_FOLDER"),
+        (sys.executable, "PYTHON"),
+        (str(ROOT), "CODE"),
+    ):
         text = text.replace(path, name)
     return text
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_script(name: str, resolved: Callable[..., RunSpec], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_script(
+    name: str, resolved: Callable[..., RunSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("SBATCH_ACCOUNT", raising=False)
     overrides = ["cluster.nodes=4"] if name == "mini" else []
     text = shown(resolved(*PAPER, f"cluster={name}", *overrides))
@@ -51,4 +60,6 @@ def test_script(name: str, resolved: Callable[..., RunSpec], monkeypatch: pytest
 
 
 def test_every_golden_file_is_of_a_preset() -> None:
-    assert sorted(path.name for path in GOLDEN.glob("submit_*")) == sorted(f"submit_{name}.sh" for name in PRESETS)
+    assert sorted(path.name for path in GOLDEN.glob("submit_*")) == sorted(
+        f"submit_{name}.sh" for name in PRESETS
+    )

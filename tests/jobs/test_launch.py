@@ -86,7 +86,8 @@ def test_killed_rank_ends_the_run_and_is_named(
     code = launch(folder, spec)
     killer.join()
     assert code == 4
-    status, node = folder.read_status(), os.uname().nodename
+    status = folder.read_status()
+    node = os.uname().nodename
     assert lines_of_jobs(capfd.readouterr().err) == [
         f"jobs: rank 2 on node {node} was killed by signal 9 (SIGKILL) in step 12, action 2F3; "
         f"traces up to the last finished step are in {folder.path / 'trace'}"
@@ -105,9 +106,13 @@ def test_killed_rank_ends_the_run_and_is_named(
     ],
 )
 def test_ranks_that_die_without_a_word(
-    tiny: Tiny, collected: list[RunFolder], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
-    mode: str, text: str,
-) -> None:  # fmt: skip
+    tiny: Tiny,
+    collected: list[RunFolder],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    mode: str,
+    text: str,
+) -> None:
     folder, spec = tiny(TINY=mode)
     monkeypatch.setattr(rank_watch, "ABORT_LIMIT_S", 0.5)
     assert launch(folder, spec) == 4
@@ -123,7 +128,9 @@ def test_a_ranks_own_record_decides(
     assert launch(folder, spec) == code
     (line,) = lines_of_jobs(capfd.readouterr().err)
     node = os.uname().nodename
-    assert line.startswith(f"jobs: rank 3 on node {node} failed in step 12, action 1F3: ValueError: no such thing;")
+    assert line.startswith(
+        f"jobs: rank 3 on node {node} failed in step 12, action 1F3: ValueError: no such thing;"
+    )
     assert folder.read_status()["rank"] == 3
 
 
@@ -147,7 +154,10 @@ def test_a_rank_that_ends_before_mpi_starts_does_not_leave_the_others_waiting(
 
 
 def test_ranks_that_are_all_stopped_have_stalled(
-    tiny: Tiny, collected: list[RunFolder], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny,
+    collected: list[RunFolder],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder, spec = tiny(TINY="wait:none")
     spec = replace(spec, train=replace(spec.train, hang_timeout_s=1.0))
@@ -167,7 +177,9 @@ def test_ranks_that_are_all_stopped_have_stalled(
     stopper.join()
     (line,) = lines_of_jobs(capfd.readouterr().err)
     assert (code, folder.read_status()["exit_code"]) == (5, 5)
-    assert re.search(r"rank \d on node \S+ stopped moving in step 12, .*: no rank has sent a heartbeat for", line)
+    assert re.search(
+        r"rank \d on node \S+ stopped moving in step 12, .*: no rank has sent a heartbeat for", line
+    )
 
 
 def test_a_run_folder_that_is_gone_ends_the_run_with_one_line(
@@ -201,7 +213,10 @@ def test_failure_without_traces_points_to_the_log(
 
 
 def test_ranks_that_end_with_0_beside_a_record_have_failed(
-    tiny: Tiny, collected: list[RunFolder], write_failed: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny,
+    collected: list[RunFolder],
+    write_failed: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As when every rank is a world of its own: srun gives 0 when the last words of all are lost."""
     folder, spec = tiny()
@@ -285,8 +300,12 @@ def test_a_cancelled_job_is_cancelled_whatever_ends_first(
 
     def sweep(argv: list[str], *words: Any, **more: Any) -> Ended:
         if first == "ranks":
-            return Ended(-signal.SIGTERM, ())  # SLURM's signal has reached srun, and not yet this process
-        assert first == "sweep" and "gems.launch.mpich_cleanup" in argv, "the ranks of the run must not start"
+            return Ended(
+                -signal.SIGTERM, ()
+            )  # SLURM's signal has reached srun, and not yet this process
+        assert first == "sweep" and "gems.launch.mpich_cleanup" in argv, (
+            "the ranks of the run must not start"
+        )
         return stopped
 
     monkeypatch.setattr(launch_module, "run_ranks", sweep)
@@ -311,13 +330,22 @@ def test_a_restarted_job_sweeps_every_node_and_a_job_probes_first(
         return Ended(1, ())
 
     monkeypatch.setattr(launch_module, "run_ranks", note)
-    monkeypatch.setattr(launch_module, "probe_in_job", lambda *words: started.append(["gems.engine.transport.probe"]))
+    monkeypatch.setattr(
+        launch_module,
+        "probe_in_job",
+        lambda *words: started.append(["gems.engine.transport.probe"]),
+    )
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     launch(folder, resolved("cluster=mini"))
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     launch(folder, resolved("cluster=mini"))
     modules = [next(word for word in argv if word.startswith("gems.")) for argv in started]
-    assert modules == ["gems.engine.transport.probe", "gems.engine.run", "gems.launch.mpich_cleanup", *modules[:2]]
+    assert modules == [
+        "gems.engine.transport.probe",
+        "gems.engine.run",
+        "gems.launch.mpich_cleanup",
+        *modules[:2],
+    ]
     assert folder.read_status()["job_id"] == "7"
 
 
@@ -343,8 +371,13 @@ def test_a_fresh_folder_has_nothing_to_set_aside(tiny: Tiny) -> None:
     assert sorted(folder.path.rglob("*")) == before
 
 
-def test_collection_is_a_child_with_its_own_exit_code(tiny: Tiny, capfd: pytest.CaptureFixture[str]) -> None:
-    """There is no trace to collect, so the real child fails; it says so and leaves this process alone."""
+def test_collection_is_a_child_with_its_own_exit_code(
+    tiny: Tiny, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """There is no trace to collect, so the real child fails.
+
+    It says so and leaves this process alone.
+    """
     folder, _ = tiny()
     before = set(sys.modules)
     assert collect(folder) != 0
@@ -352,16 +385,24 @@ def test_collection_is_a_child_with_its_own_exit_code(tiny: Tiny, capfd: pytest.
     assert not {"h5py", "matplotlib"} & (sys.modules.keys() - before)
 
 
-def test_a_configuration_that_was_edited_is_refused_in_one_line(tiny: Tiny, collected: list[RunFolder]) -> None:
+def test_a_configuration_that_was_edited_is_refused_in_one_line(
+    tiny: Tiny, collected: list[RunFolder]
+) -> None:
     folder, spec = tiny()
     text = folder.run_yaml.read_text()
     folder.run_yaml.write_text(text.replace("  log_level: info\n", "  log_level: debug\n"))
     assert folder.run_yaml.read_text() != text
-    with pytest.raises(ConfigError, match=r"^run folder=.*: its run\.yaml is not what was prepared") as refused:
+    with pytest.raises(
+        ConfigError, match=r"^run folder=.*: its run\.yaml is not what was prepared"
+    ) as refused:
         launch(folder, folder.read_spec())
     assert "\n" not in str(refused.value) and refused.value.exit_code == 2
     status = folder.read_status()
-    assert (status["state"], status["exit_code"], status["cause_class"]) == ("failed", 2, "configuration")
+    assert (status["state"], status["exit_code"], status["cause_class"]) == (
+        "failed",
+        2,
+        "configuration",
+    )
     folder.run_yaml.write_text(text)
     assert launch(folder, spec, echo=False) == 0
 
@@ -369,8 +410,15 @@ def test_a_configuration_that_was_edited_is_refused_in_one_line(tiny: Tiny, coll
 def test_a_disk_that_stays_full_is_a_failure_with_a_status(
     tmp_path: Path, collected: list[RunFolder], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    words = ("experiment=gems_master", "data=synthetic", "machine=emulated", "train.steps=100000", "cost.unit_s=0.002",
-             "train.checkpoint_steps=5", "train.max_failed_saves=1")  # fmt: skip
+    words = (
+        "experiment=gems_master",
+        "data=synthetic",
+        "machine=emulated",
+        "train.steps=100000",
+        "cost.unit_s=0.002",
+        "train.checkpoint_steps=5",
+        "train.max_failed_saves=1",
+    )
     with small_disk(tmp_path / "disk", 1 << 14) as disk:
         spec = compose([*words, f"runs_dir={disk.path}"])
         folder = prepare(spec)
@@ -384,9 +432,18 @@ def test_a_disk_that_stays_full_is_a_failure_with_a_status(
         assert launch(folder, spec, echo=False) == 4
         filler.join()
         status = folder.read_status()
-        assert (status["state"], status["exit_code"], status["cause_class"]) == ("failed", 4, "file system")
-        assert "could not be saved" in status["cause"] and "No space left on device" in status["cause"]
-        last = max(int(path.parent.name.removeprefix("step")) for path in folder.checkpoints.glob("*/manifest.json"))
+        assert (status["state"], status["exit_code"], status["cause_class"]) == (
+            "failed",
+            4,
+            "file system",
+        )
+        assert (
+            "could not be saved" in status["cause"] and "No space left on device" in status["cause"]
+        )
+        last = max(
+            int(path.parent.name.removeprefix("step"))
+            for path in folder.checkpoints.glob("*/manifest.json")
+        )
         assert last < status["step"] <= last + 5
         (line,) = lines_of_jobs(capfd.readouterr().err)
         assert "No space left on device" in line

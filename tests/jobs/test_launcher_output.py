@@ -42,7 +42,9 @@ srun: error: n1: tasks 0-1: Terminated
 SRUN_EXITED = "srun: error: n2: tasks 2,4-5: Exited with exit code 3"
 SRUN_SEGFAULT = "srun: error: node-1.site: task 0: Segmentation fault (core dumped)"
 SRUN_MEMORY = "srun: error: n2: task 2: Out Of Memory"
-OPEN_MPI_4_KILLED = "mpirun noticed that process rank 1 with PID 0 on node n1 exited on signal 9 (Killed)."
+OPEN_MPI_4_KILLED = (
+    "mpirun noticed that process rank 1 with PID 0 on node n1 exited on signal 9 (Killed)."
+)
 OPEN_MPI_5_KILLED = """
 --------------------------------------------------------------------------
 prterun noticed that process rank 1 with PID 7081 on node n1 exited on
@@ -66,7 +68,10 @@ OPEN_MPI_5_EXITED = """
    Process name: [prterun-n1-28641@1,2]
    Exit code:    3
 """
-ABORTED = "2: Abort(4) on node 2 (rank 2 in comm 0): application called MPI_Abort(MPI_COMM_WORLD, 4) - process 2"
+ABORTED = (
+    "2: Abort(4) on node 2 (rank 2 in comm 0): application called MPI_Abort(MPI_COMM_WORLD, 4) -"
+    " process 2"
+)
 FATAL = "Abort(15) on node 1 (rank 1 in comm 0): Fatal error in internal_Recv: Message truncated"
 
 
@@ -77,7 +82,10 @@ FATAL = "Abort(15) on node 1 (rank 1 in comm 0): Fatal error in internal_Recv: M
         (HYDRA_EXITED, [Death(1, exit_code=3)]),
         (HYDRA_EXITED_AND_CLEANED, [Death(1, exit_code=3), Death(None, 77, "n1", 9)]),
         (INTEL_KILLED, [Death(3, 13420, "n1", 11)]),
-        (SRUN_KILLED, [Death(3, None, "n2", 9), Death(0, None, "n1", 15), Death(1, None, "n1", 15)]),
+        (
+            SRUN_KILLED,
+            [Death(3, None, "n2", 9), Death(0, None, "n1", 15), Death(1, None, "n1", 15)],
+        ),
         (SRUN_EXITED, [Death(rank, None, "n2", None, 3) for rank in (2, 4, 5)]),
         (SRUN_SEGFAULT, [Death(0, None, "node-1.site", 11)]),
         (SRUN_MEMORY, [Death(2, None, "n2", reason="Out Of Memory")]),
@@ -104,18 +112,34 @@ def test_deaths(said: str, deaths: list[Death]) -> None:
     ("said", "is_cleanup"),
     [
         ("slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-11-20T12:00:00 ***", False),
-        ("slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-11-20T12:00:00 DUE TO TIME LIMIT ***", True),
+        (
+            (
+                "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-11-20T12:00:00 DUE TO TIME"
+                " LIMIT ***"
+            ),
+            True,
+        ),
         ("slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-20T12:00:00 ***", True),
         (ABORTED, True),
         ("srun: error: n1: task 0: Exited with exit code 5", True),
         ("srun: error: n1: task 0: Exited with exit code 1", False),
-        ("0: Abort(69922959) on node 0 (rank 0 in comm 448): Fatal error in internal_Test: Other MPI error", False),
+        (
+            (
+                "0: Abort(69922959) on node 0 (rank 0 in comm 448): Fatal error in internal_Test:"
+                " Other MPI error"
+            ),
+            False,
+        ),
         (f"{OUR_LINE}: a rank has failed, and others go on", True),
     ],
 )
 def test_after_what_a_kill_shows_no_cause(said: str, is_cleanup: bool) -> None:
     words = LauncherOutput()
-    for line in (said, "srun: error: n2: task 3: Killed", "srun: error: n2: task 4: Segmentation fault"):
+    for line in (
+        said,
+        "srun: error: n2: task 3: Killed",
+        "srun: error: n2: task 4: Segmentation fault",
+    ):
         words.feed_line(line)
     assert [death.is_cleanup for death in words.deaths[-2:]] == [is_cleanup, False]
 
@@ -125,5 +149,8 @@ def test_why_slurm_cancelled() -> None:
     assert words.cancel_reason is None
     words.feed_line("slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-11-20T12:00:00 ***")
     assert words.cancel_reason is None
-    words.feed_line("slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-11-20T12:00:00 DUE TO TIME LIMIT ***")
+    words.feed_line(
+        "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-11-20T12:00:00 DUE TO TIME"
+        " LIMIT ***"
+    )
     assert words.cancel_reason == "time limit"

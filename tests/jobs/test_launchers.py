@@ -28,7 +28,10 @@ def test_resources_of_a_gpu_job(resolved: Callable[..., RunSpec]) -> None:
     job = job_spec(resolved("cluster=slurm", "parallel.replicas=2", "cluster.minutes=90"))
     assert (job.nodes, job.tasks, job.tasks_per_node, job.cpus_per_task) == (2, 8, 4, 8)
     assert (job.gpus, job.minutes, job.gpu_hours) == (8, 90, 12.0)
-    assert job.summary() == ("nodes 2, tasks 8, tasks per node 4, CPUs per task 8, GPUs 8, minutes 90, GPU-hours 12")
+    assert (
+        job.summary()
+        == "nodes 2, tasks 8, tasks per node 4, CPUs per task 8, GPUs 8, minutes 90, GPU-hours 12"
+    )
 
 
 def test_gpus_left_idle_are_charged(resolved: Callable[..., RunSpec]) -> None:
@@ -37,46 +40,98 @@ def test_gpus_left_idle_are_charged(resolved: Callable[..., RunSpec]) -> None:
 
 
 def test_srun_with_gpus(resolved: Callable[..., RunSpec]) -> None:
-    spec = resolved("cluster=slurm", "parallel.replicas=2", "cluster.srun=['--cpu-bind=cores','--network=a b']")
+    spec = resolved(
+        "cluster=slurm", "parallel.replicas=2", "cluster.srun=['--cpu-bind=cores','--network=a b']"
+    )
     assert command(job_spec(spec), FOLDER) == [
-        "srun", "--nodes=2", "--ntasks=8", "--ntasks-per-node=4", "--cpus-per-task=8", "--mpi=pmix",
-        "--kill-on-bad-exit=1", "--wait=60", "--label", "--unbuffered", "--gpus-per-node=4", "--gpu-bind=none",
-        "--cpu-bind=cores", "--network=a b", sys.executable, *IN_JOB,
-    ]  # fmt: skip
+        "srun",
+        "--nodes=2",
+        "--ntasks=8",
+        "--ntasks-per-node=4",
+        "--cpus-per-task=8",
+        "--mpi=pmix",
+        "--kill-on-bad-exit=1",
+        "--wait=60",
+        "--label",
+        "--unbuffered",
+        "--gpus-per-node=4",
+        "--gpu-bind=none",
+        "--cpu-bind=cores",
+        "--network=a b",
+        sys.executable,
+        *IN_JOB,
+    ]
 
 
 def test_srun_without_gpus_and_without_an_mpi_plugin(resolved: Callable[..., RunSpec]) -> None:
-    spec = resolved("cluster=mini", "cluster.mpi=null", "cluster.python='apptainer exec \"my image.sif\" python'")
+    spec = resolved(
+        "cluster=mini",
+        "cluster.mpi=null",
+        "cluster.python='apptainer exec \"my image.sif\" python'",
+    )
     assert command(job_spec(spec), FOLDER) == [
-        "srun", "--nodes=2", "--ntasks=4", "--ntasks-per-node=2", "--cpus-per-task=1", "--kill-on-bad-exit=1",
-        "--wait=60", "--label", "--unbuffered", "apptainer", "exec", "my image.sif", "python", *IN_JOB,
-    ]  # fmt: skip
+        "srun",
+        "--nodes=2",
+        "--ntasks=4",
+        "--ntasks-per-node=2",
+        "--cpus-per-task=1",
+        "--kill-on-bad-exit=1",
+        "--wait=60",
+        "--label",
+        "--unbuffered",
+        "apptainer",
+        "exec",
+        "my image.sif",
+        "python",
+        *IN_JOB,
+    ]
 
 
 def test_sweep_runs_once_a_node(resolved: Callable[..., RunSpec]) -> None:
     assert sweep_by_srun(job_spec(resolved("cluster=mini")), FOLDER) == [
-        "srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=1", "--mpi=none",
-        sys.executable, CODE_ZIP, "gems.launch.mpich_cleanup",
-    ]  # fmt: skip
+        "srun",
+        "--nodes=2",
+        "--ntasks=2",
+        "--ntasks-per-node=1",
+        "--cpus-per-task=1",
+        "--mpi=none",
+        sys.executable,
+        CODE_ZIP,
+        "gems.launch.mpich_cleanup",
+    ]
 
 
 def test_without_a_snapshot_the_code_as_it_is(resolved: Callable[..., RunSpec]) -> None:
     job = job_spec(resolved("cluster=mini", "cluster.archive_code=false"))
     assert command(job, FOLDER)[-5:] == [sys.executable, *PROGRAM]
-    assert sweep_by_srun(job, FOLDER)[-4:] == [sys.executable, *RUN_MODULE, "gems.launch.mpich_cleanup"]
+    assert sweep_by_srun(job, FOLDER)[-4:] == [
+        sys.executable,
+        *RUN_MODULE,
+        "gems.launch.mpich_cleanup",
+    ]
 
 
 def test_mpiexec(resolved: Callable[..., RunSpec], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "_find_mpiexec", lambda: "/opt/mpi/mpiexec")
     monkeypatch.setattr(ranks, "_flags", lambda mpiexec: ("--flag",))
     assert command(job_spec(resolved()), FOLDER) == [
-        "/opt/mpi/mpiexec", "--flag", "-n", "4",
-        sys.executable, *RUN_MODULE, "gems.launch.exit_watcher", "/runs/it's mine", sys.executable, *PROGRAM,
-    ]  # fmt: skip
+        "/opt/mpi/mpiexec",
+        "--flag",
+        "-n",
+        "4",
+        sys.executable,
+        *RUN_MODULE,
+        "gems.launch.exit_watcher",
+        "/runs/it's mine",
+        sys.executable,
+        *PROGRAM,
+    ]
 
 
 def test_mpiexec_has_one_node(resolved: Callable[..., RunSpec]) -> None:
-    with pytest.raises(ConfigError, match=r"cluster\.nodes=2: must be 1 with cluster\.launcher=mpiexec"):
+    with pytest.raises(
+        ConfigError, match=r"cluster\.nodes=2: must be 1 with cluster\.launcher=mpiexec"
+    ):
         job_spec(resolved("cluster.nodes=2"))
 
 
@@ -87,19 +142,36 @@ def test_python_must_be_a_command_line(resolved: Callable[..., RunSpec], python:
         job_spec(replace(spec, cluster=replace(spec.cluster, python=python)))
 
 
-def test_the_folder_is_known_before_it_is_made(resolved: Callable[..., RunSpec], tmp_path: Path) -> None:
+def test_the_folder_is_known_before_it_is_made(
+    resolved: Callable[..., RunSpec], tmp_path: Path
+) -> None:
     spec = replace(resolved(), runs_dir=str(tmp_path / "a" / ".." / "b"))
     expected = RunFolder.of(spec)
     assert not expected.path.exists()
     assert prepare(spec) == expected
 
 
-def test_a_probe_starts_without_site_packages_and_knows_what_was_asked(resolved: Callable[..., RunSpec]) -> None:
+def test_a_probe_starts_without_site_packages_and_knows_what_was_asked(
+    resolved: Callable[..., RunSpec],
+) -> None:
     words = ["machine=probe", "cluster=mini", "cluster.gpus_per_node=4", "parallel.replicas=2"]
     argv = command(job_spec(resolved(*words)), RunFolder(Path("/runs/one")))
     code = "/runs/one/provenance/code.zip"
-    assert argv[argv.index("-I") :] == ["-I", "-S", code, "gems.launch.placement_check", "/runs/one", "8", "4", "4"]
-    argv = command(job_spec(resolved(*words, "cluster.archive_code=false")), RunFolder(Path("/runs/one")))
+    assert argv[argv.index("-I") :] == [
+        "-I",
+        "-S",
+        code,
+        "gems.launch.placement_check",
+        "/runs/one",
+        "8",
+        "4",
+        "4",
+    ]
+    argv = command(
+        job_spec(resolved(*words, "cluster.archive_code=false")), RunFolder(Path("/runs/one"))
+    )
     place = argv.index("-I")
-    assert argv[place : place + 2] == ["-I", "-S"] and argv[place + 2].endswith("/gems/launch/placement_check.py")
+    assert argv[place : place + 2] == ["-I", "-S"] and argv[place + 2].endswith(
+        "/gems/launch/placement_check.py"
+    )
     assert argv[place + 3 :] == ["/runs/one", "8", "4", "4"]

@@ -22,8 +22,14 @@ from jobs.slurm.limits import check_limits
 from tests.jobs.fake_slurm import FakeSlurm
 
 pytestmark = pytest.mark.timeout(120)
-FOUR = ["cluster=mini", "cluster.nodes=4", "cluster.ranks_per_node=1", "parallel.partitions=4",
-        "parallel.micro_batches=8", "parallel.micro_batch_size=1"]  # fmt: skip
+FOUR = [
+    "cluster=mini",
+    "cluster.nodes=4",
+    "cluster.ranks_per_node=1",
+    "parallel.partitions=4",
+    "parallel.micro_batches=8",
+    "parallel.micro_batch_size=1",
+]
 TWO_CPUS = "cluster.usable_cpus_per_node=2"
 PLENTY = 2**34
 Resolved = Callable[..., RunSpec]
@@ -50,11 +56,17 @@ def test_a_smaller_layout_makes_the_same_steps(
     assert parallel.micro_batch_size == spec.parallel.micro_batch_size
     assert plan.spec.cluster.nodes == nodes
     assert plan.schedule.num_ranks == parallel.partitions
-    assert (plan.spec.model, plan.spec.data, plan.spec.optimizer) == (spec.model, spec.data, spec.optimizer)
+    assert (plan.spec.model, plan.spec.data, plan.spec.optimizer) == (
+        spec.model,
+        spec.data,
+        spec.optimizer,
+    )
 
 
 def test_another_policy_where_the_own_one_does_not_fit(resolved: Resolved) -> None:
-    spec = resolved("cluster=mini", "parallel.partitions=2", "cluster.elastic=[1]", "parallel.micro_batches=2")
+    spec = resolved(
+        "cluster=mini", "parallel.partitions=2", "cluster.elastic=[1]", "parallel.micro_batches=2"
+    )
     plan = smaller_plan(replace(spec, machine=replace(spec.machine, device_bytes=PLENTY)), 1)
     peaks = predict_peaks(plan)
     assert plan.spec.memory.name == "keep" and peaks is not None
@@ -63,25 +75,38 @@ def test_another_policy_where_the_own_one_does_not_fit(resolved: Resolved) -> No
     assert plan.spec.memory.name != "keep" and global_batch(plan.spec) == global_batch(spec)
 
 
-def test_no_layout_is_refused_in_one_line(resolved: Resolved, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_layout_is_refused_in_one_line(
+    resolved: Resolved, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("jobs.preflight.layouts.SEARCH_BUDGET_S", 1.0)
     spec = resolved(*FOUR, "cluster.elastic=[1]")
     tiny = replace(spec, machine=replace(spec.machine, device_bytes=1000))
     with pytest.raises(ConfigError) as raised:
         check_layouts(tiny)
     text = str(raised.value)
-    assert text.startswith("cluster.elastic=[1]: no layout on 1 node makes steps of 8 samples in micro-batches of 1")
+    assert text.startswith(
+        "cluster.elastic=[1]: no layout on 1 node makes steps of 8 samples in micro-batches of 1"
+    )
     assert text.endswith("leave 1 out") and "\n" not in text
     assert check_layouts(spec) == (True, "else 1 x 1 ranks on 1 node")
     is_smaller, text = check_layouts(resolved(*FOUR, "cluster.elastic=[8,4]"))
-    assert (is_smaller, text) == (False, "cluster.elastic=[8, 4] has no number below 4, the nodes of this job")
+    assert (is_smaller, text) == (
+        False,
+        "cluster.elastic=[8, 4] has no number below 4, the nodes of this job",
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["cluster=mini", "cluster.elastic=[1,2]"], "cluster.elastic=[1, 2]: must be numbers of nodes, each smaller"),
-        (["cluster.elastic=[1]"], "cluster.elastic=[1]: needs cluster.launcher=srun, and it is mpiexec"),
+        (
+            ["cluster=mini", "cluster.elastic=[1,2]"],
+            "cluster.elastic=[1, 2]: must be numbers of nodes, each smaller",
+        ),
+        (
+            ["cluster.elastic=[1]"],
+            "cluster.elastic=[1]: needs cluster.launcher=srun, and it is mpiexec",
+        ),
         (["cluster.spare_nodes=1"], "cluster.spare_nodes=1: needs cluster.launcher=srun"),
         (["cluster.check_nodes=true"], "cluster.check_nodes=True: needs cluster.launcher=srun"),
     ],
@@ -93,7 +118,9 @@ def test_keys_that_cannot_be(words: list[str], text: str) -> None:
 
 
 def test_the_allocation_has_spare_nodes_and_cpus_for_the_densest_layout(resolved: Resolved) -> None:
-    spec = resolved(*FOUR, TWO_CPUS, "cluster.elastic=[4,2]", "cluster.spare_nodes=1", "cluster.gpus_per_node=1")
+    spec = resolved(
+        *FOUR, TWO_CPUS, "cluster.elastic=[4,2]", "cluster.spare_nodes=1", "cluster.gpus_per_node=1"
+    )
     job = job_spec(spec)
     script = executor(spec, job, RunFolder(Path("/runs/my-run"))).script()
     for line in ("--nodes=5", "--ntasks-per-node=1", "--no-kill"):  # one GPU a rank
@@ -103,7 +130,9 @@ def test_the_allocation_has_spare_nodes_and_cpus_for_the_densest_layout(resolved
     without = resolved(*FOUR, TWO_CPUS, "cluster.elastic=[4,2]")
     dense = executor(without, job_spec(without), RunFolder(Path("/runs/my-run"))).script()
     assert "#SBATCH --nodes=4\n" in dense and "#SBATCH --ntasks-per-node=2\n" in dense
-    plain = executor(resolved(*FOUR), job_spec(resolved(*FOUR)), RunFolder(Path("/runs/my-run"))).script()
+    plain = executor(
+        resolved(*FOUR), job_spec(resolved(*FOUR)), RunFolder(Path("/runs/my-run"))
+    ).script()
     assert "--no-kill" not in plain
     assert run_id(spec) == run_id(resolved(*FOUR, TWO_CPUS, "cluster.gpus_per_node=1"))
 
@@ -117,17 +146,24 @@ def test_limits_count_spare_nodes(resolved: Resolved) -> None:
 
 
 def answer(slurm: FakeSlurm, hours: dict[int, float]) -> None:
-    """Put an sbatch there that estimates a start in so many hours for a number of nodes; others are not available."""
+    """Put an sbatch there that estimates a start in so many hours for a number of nodes.
+
+    Others are not available.
+    """
     cases = ""
     for nodes, wait_h in hours.items():
         start = datetime.now() + timedelta(hours=wait_h)
         line = f"sbatch: Job 7 to start at {start:%Y-%m-%dT%H:%M:%S} using 2 processors on nodes n1"
         cases += f"*--nodes={nodes}\\ *|*--nodes={nodes}'\n'*) echo '{line}' >&2; exit 0 ;;\n"
     refused = "sbatch: error: allocation failure: Requested node configuration is not available"
-    slurm.does("sbatch", f'text=$(/bin/cat)\ncase "$text" in\n{cases}esac\necho "{refused}" >&2; exit 1')
+    slurm.does(
+        "sbatch", f'text=$(/bin/cat)\ncase "$text" in\n{cases}esac\necho "{refused}" >&2; exit 1'
+    )
 
 
-def test_a_submission_takes_the_nodes_that_start_in_time(resolved: Resolved, slurm: FakeSlurm) -> None:
+def test_a_submission_takes_the_nodes_that_start_in_time(
+    resolved: Resolved, slurm: FakeSlurm
+) -> None:
     folder = RunFolder(Path("/runs/my-run"))
     spec = resolved(*FOUR, "cluster.elastic=[2,1]", "cluster.elastic_wait_h=4")
     answer(slurm, {4: 3})
@@ -144,7 +180,9 @@ def test_a_submission_takes_the_nodes_that_start_in_time(resolved: Resolved, slu
     assert plan_of_start(spec, folder) is None  # no gain
 
 
-def test_a_submission_takes_the_nodes_that_are_not_excluded(resolved: Resolved, slurm: FakeSlurm) -> None:
+def test_a_submission_takes_the_nodes_that_are_not_excluded(
+    resolved: Resolved, slurm: FakeSlurm
+) -> None:
     slurm.says("sinfo", "n1", "n2", "n3", "n4")
     slurm.says("scontrol", "n2")
     spec = resolved(*FOUR, "cluster.elastic=[3,2]", "cluster.exclude=[n2]")

@@ -1,4 +1,7 @@
-"""What SLURM has and allows now: its answers are read, and a job that could never start is refused in one line."""
+"""What SLURM has and allows now.
+
+Its answers are read, and a job that could never start is refused in one line.
+"""
 
 from __future__ import annotations
 
@@ -13,30 +16,50 @@ from gems.errors import ConfigError
 from jobs.batch.command import SchedulerUnavailableError
 from jobs.batch.resources import job_spec
 from jobs.slurm.limits import check_account, check_partitions
-from jobs.slurm.site import Accounts, expand_nodes, left_nodes, max_nodes, query_accounts, query_partitions
+from jobs.slurm.site import (
+    Accounts,
+    expand_nodes,
+    left_nodes,
+    max_nodes,
+    query_accounts,
+    query_partitions,
+)
 from tests.jobs.fake_slurm import FakeSlurm
 
 ROW = (
-    "PartitionName={name} AllowGroups=ALL AllowAccounts={accounts} AllowQos={qos} Default={default} MaxNodes={most} "
-    "MaxTime={time} MinNodes=0 State={state} TotalCPUs=8 TotalNodes={total}"
+    "PartitionName={name} AllowGroups=ALL AllowAccounts={accounts} AllowQos={qos} Default={default}"
+    " MaxNodes={most} MaxTime={time} MinNodes=0 State={state} TotalCPUs=8 TotalNodes={total}"
 )
 
 
 def row(name: str, **more: Any) -> str:
-    facts = {"accounts": "ALL", "qos": "ALL", "default": "NO", "most": "UNLIMITED", "time": "1-00:00:00", "state": "UP",
-             "total": 4}  # fmt: skip
+    facts = {
+        "accounts": "ALL",
+        "qos": "ALL",
+        "default": "NO",
+        "most": "UNLIMITED",
+        "time": "1-00:00:00",
+        "state": "UP",
+        "total": 4,
+    }
     return ROW.format(name=name, **facts | more)
 
 
 @pytest.fixture
 def site(slurm: FakeSlurm) -> FakeSlurm:
     """Two partitions: gpu, the default one, of 3 nodes with 4 GPUs and one that is down, and cpu."""
-    slurm.says("scontrol", row("gpu", default="YES", most=3, time="02:00:00"), row("cpu", time="UNLIMITED", total=900))
     slurm.says(
-        "sinfo", "gpu*|2|64|512000|gpu:a100:4(S:0-3)|idle~", "gpu*|1|64|512000|gpu:a100:4|mixed",
+        "scontrol",
+        row("gpu", default="YES", most=3, time="02:00:00"),
+        row("cpu", time="UNLIMITED", total=900),
+    )
+    slurm.says(
+        "sinfo",
+        "gpu*|2|64|512000|gpu:a100:4(S:0-3)|idle~",
+        "gpu*|1|64|512000|gpu:a100:4|mixed",
         "gpu*|1|8|9000|(null)|down*",
         "cpu|900|128|256000|(null)|allocated",
-    )  # fmt: skip
+    )
     return slurm
 
 
@@ -69,17 +92,35 @@ def test_a_job_that_can_start(site: FakeSlurm, resolved: Callable[..., RunSpec])
     [
         (
             {"partition": "gpus"},
-            r"^cluster\.partition=gpus: this SLURM has no such partition; allowed: cpu, gpu; nearest: gpu$",
+            (
+                r"^cluster\.partition=gpus: this SLURM has no such partition; allowed: cpu, gpu;"
+                r" nearest: gpu$"
+            ),
         ),
-        ({"gpus_per_node": 8}, r"^cluster\.gpus_per_node=8: a node of partition gpu has at most 4 GPUs; "),
-        ({"cpus_per_rank": 17}, r"^cluster\.cpus_per_rank=17: times 4 ranks a node is 68, and .* at most 64 CPUs; "),
-        ({"replicas": 5}, r"^cluster\.nodes=5: partition gpu has 4 nodes; use fewer ranks, or choose another"),
-        ({"replicas": 4}, r"^cluster\.nodes=4: partition gpu has 3 nodes of 32 CPUs and 4 GPUs or more; "),
+        (
+            {"gpus_per_node": 8},
+            r"^cluster\.gpus_per_node=8: a node of partition gpu has at most 4 GPUs; ",
+        ),
+        (
+            {"cpus_per_rank": 17},
+            r"^cluster\.cpus_per_rank=17: times 4 ranks a node is 68, and .* at most 64 CPUs; ",
+        ),
+        (
+            {"replicas": 5},
+            r"^cluster\.nodes=5: partition gpu has 4 nodes; use fewer ranks, or choose another",
+        ),
+        (
+            {"replicas": 4},
+            r"^cluster\.nodes=4: partition gpu has 3 nodes of 32 CPUs and 4 GPUs or more; ",
+        ),
         (
             {"replicas": 4, "cpus_per_rank": 1, "gpu_request": "none"},
             r"^cluster\.nodes=4: .* allows a job at most 3 nodes",
         ),
-        ({"minutes": 121}, r"^cluster\.minutes=121: partition gpu allows at most 120 minutes; ask for less"),
+        (
+            {"minutes": 121},
+            r"^cluster\.minutes=121: partition gpu allows at most 120 minutes; ask for less",
+        ),
     ],
 )
 def test_a_job_that_never_starts(
@@ -97,8 +138,12 @@ def test_a_quality_of_service_may_lift_limits_but_makes_no_nodes(
         check(on(resolved, replicas=5, sbatch={"qos": "long"}))
 
 
-def test_one_partition_of_several_will_do(site: FakeSlurm, resolved: Callable[..., RunSpec]) -> None:
-    assert check(on(resolved, partition="gpu,cpu", gpus_per_node=0, minutes=600)).startswith("cpu: ")
+def test_one_partition_of_several_will_do(
+    site: FakeSlurm, resolved: Callable[..., RunSpec]
+) -> None:
+    assert check(on(resolved, partition="gpu,cpu", gpus_per_node=0, minutes=600)).startswith(
+        "cpu: "
+    )
     with pytest.raises(ConfigError, match=r"a node of partition cpu has at most 0 GPUs"):
         check(on(resolved, partition="cpu,gpu", minutes=600))
 
@@ -111,12 +156,20 @@ def test_one_partition_of_several_will_do(site: FakeSlurm, resolved: Callable[..
             {"account": "maths"},
             r"^cluster\.account=maths: partition gpu is open to physics, art",
         ),
-        ({"qos": "debug"}, {"sbatch": {"qos": "long"}}, r"^cluster\.sbatch\.qos=long: partition gpu takes debug"),
+        (
+            {"qos": "debug"},
+            {"sbatch": {"qos": "long"}},
+            r"^cluster\.sbatch\.qos=long: partition gpu takes debug",
+        ),
         ({"state": "DRAIN"}, {}, r"^cluster\.partition=gpu: takes no jobs now \(state DRAIN\)"),
     ],
 )
 def test_a_partition_that_is_not_for_everybody(
-    site: FakeSlurm, resolved: Callable[..., RunSpec], partition: dict[str, str], more: dict[str, Any], says: str
+    site: FakeSlurm,
+    resolved: Callable[..., RunSpec],
+    partition: dict[str, str],
+    more: dict[str, Any],
+    says: str,
 ) -> None:
     site.says("scontrol", row("gpu", **partition))
     with pytest.raises(ConfigError, match=says):
@@ -130,7 +183,11 @@ def test_names_of_accounts_have_no_case(site: FakeSlurm, resolved: Callable[...,
 
 @pytest.mark.parametrize("command", ["scontrol", "sinfo"])
 def test_a_slurm_that_does_not_answer(site: FakeSlurm, command: str) -> None:
-    site.says(command, error="slurm_load_partitions: Unable to contact slurm controller (connect failure)", code=1)
+    site.says(
+        command,
+        error="slurm_load_partitions: Unable to contact slurm controller (connect failure)",
+        code=1,
+    )
     with pytest.raises(SchedulerUnavailableError, match=rf"^{command} failed: .*Unable to contact"):
         query_partitions("gpu")
 
@@ -151,7 +208,9 @@ def test_a_warning_is_no_name_of_a_node(slurm: FakeSlurm) -> None:
 
 def test_accounts_of_a_user(slurm: FakeSlurm) -> None:
     slurm.says("sacctmgr", "physics|normal,debug", "art|", "physics|long")
-    slurm.says("scontrol", "Configuration data", "AccountingStorageEnforce = associations,limits,qos")
+    slurm.says(
+        "scontrol", "Configuration data", "AccountingStorageEnforce = associations,limits,qos"
+    )
     found = query_accounts()
     assert found == Accounts({"physics": ("normal", "debug", "long"), "art": ()}, is_enforced=True)
     slurm.says("sacctmgr")
@@ -162,15 +221,23 @@ def test_accounts_of_a_user(slurm: FakeSlurm) -> None:
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ({"account": "phsyics"}, r"^cluster\.account=phsyics: you may charge art, physics; nearest: physics$"),
+        (
+            {"account": "phsyics"},
+            r"^cluster\.account=phsyics: you may charge art, physics; nearest: physics$",
+        ),
         (
             {"account": "physics", "sbatch": {"qos": "lon"}},
             r"^cluster\.sbatch\.qos=lon: account physics may use normal",
         ),
-        ({"account": "physics", "account_suffix": "_g"}, r"^cluster\.account=physics_g: you may charge"),
+        (
+            {"account": "physics", "account_suffix": "_g"},
+            r"^cluster\.account=physics_g: you may charge",
+        ),
     ],
 )
-def test_an_account_that_is_not_yours(resolved: Callable[..., RunSpec], more: dict[str, Any], says: str) -> None:
+def test_an_account_that_is_not_yours(
+    resolved: Callable[..., RunSpec], more: dict[str, Any], says: str
+) -> None:
     known = {"physics": ("normal",), "art": ()}
     with pytest.raises(ConfigError, match=says):
         check_account(on(resolved, **more), Accounts(known, is_enforced=True))
@@ -179,6 +246,11 @@ def test_an_account_that_is_not_yours(resolved: Callable[..., RunSpec], more: di
 
 def test_an_account_of_yours(resolved: Callable[..., RunSpec]) -> None:
     known = Accounts({"physics": ("normal",), "art": ()}, is_enforced=True)
-    assert check_account(on(resolved, account="PHYSICS", sbatch={"qos": "normal"}), known) == "PHYSICS, qos normal"
-    assert check_account(on(resolved, account="art", sbatch={"qos": "any"}), known) == "art, qos any"
+    assert (
+        check_account(on(resolved, account="PHYSICS", sbatch={"qos": "normal"}), known)
+        == "PHYSICS, qos normal"
+    )
+    assert (
+        check_account(on(resolved, account="art", sbatch={"qos": "any"}), known) == "art, qos any"
+    )
     assert check_account(on(resolved), known) == "your default account"

@@ -64,14 +64,20 @@ def test_one_rank(cluster: str, prepared: Prepared, capfd: pytest.CaptureFixture
     assert "mpiexec does not label lines" in capfd.readouterr().err
 
 
-def test_no_log_yet(prepared: Prepared, slurm: FakeSlurm, capfd: pytest.CaptureFixture[str]) -> None:
+def test_no_log_yet(
+    prepared: Prepared, slurm: FakeSlurm, capfd: pytest.CaptureFixture[str]
+) -> None:
     slurm.says("squeue", "41|PENDING|2030-01-02T03:04:05|Resources|one")
     folder = prepared()
     folder.write_status("submitted", job_id="41")
     logs(folder.path)
     out, err = capfd.readouterr()
     assert out == ""
-    assert err == f"jobs: no log yet: {folder.path.name} is pending: Resources, starts about 2030-01-02 03:04\n"
+    assert (
+        err
+        == f"jobs: no log yet: {folder.path.name} is pending: Resources, starts about 2030-01-02"
+        " 03:04\n"
+    )
 
 
 def test_a_run_whose_ranks_never_started_shows_the_batch_scripts_log(
@@ -85,7 +91,9 @@ def test_a_run_whose_ranks_never_started_shows_the_batch_scripts_log(
         assert capfd.readouterr().out == "jobs: no srun\n"
 
 
-def test_following_to_the_end(prepared: Prepared, slurm: FakeSlurm, capfd: pytest.CaptureFixture[str]) -> None:
+def test_following_to_the_end(
+    prepared: Prepared, slurm: FakeSlurm, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Pending, starting, a log that is replaced by a second one, and an end.
 
     Nothing is lost and nothing comes twice.
@@ -127,7 +135,9 @@ def test_following_a_run_that_is_killed_without_a_word(
     monkeypatch.setattr("jobs.cli.logs.QUERY_EVERY_S", 0.1)
     folder = prepared()
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    folder.write_status("running", **HERE | {"pid": process.pid, "pid_started": start_time(process.pid)})
+    folder.write_status(
+        "running", **HERE | {"pid": process.pid, "pid_started": start_time(process.pid)}
+    )
     write(folder, "a\n")
     thread = threading.Thread(target=logs, args=(folder.path, "-f"))
     thread.start()
@@ -144,9 +154,14 @@ def test_an_interrupt_is_a_clean_end(prepared: Prepared) -> None:
     write(folder, "a\nb")
     process = subprocess.Popen(
         [sys.executable, "-m", "jobs", "logs", "-f", str(folder.path)],
-        cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
-    )  # fmt: skip
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # a shell's background jobs ignore it
+    )
     assert process.stdout is not None
     assert process.stdout.read(3) == b"a\nb"
     process.send_signal(signal.SIGINT)
@@ -181,7 +196,9 @@ def bytes_read() -> int:
 
 @pytest.mark.cases
 @pytest.mark.parametrize("start", ["a line\n", ""])
-def test_a_long_log_is_read_from_its_end(start: str, prepared: Prepared, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_long_log_is_read_from_its_end(
+    start: str, prepared: Prepared, capfd: pytest.CaptureFixture[str]
+) -> None:
     folder = prepared()
     folder.write_status("finished", exit_code=0)
     log = folder.logs / "ranks.log"

@@ -32,10 +32,18 @@ def test_a_failure_counts_once(tmp_path: Path) -> None:
         entry = nodes.add("mini", "n2", "node failed: x", run, utc())
     assert entry is not None and len(entry.runs) == 2
     nodes.add("other", "n2", "device failed", "b attempt 1", utc())
-    assert [(e.cluster, e.node, len(e.runs)) for e in nodes.entries()] == [("mini", "n2", 2), ("other", "n2", 1)]
-    assert [entry.node for entry in nodes.blocked("mini")] == ["n2"] and nodes.blocked("other") == ()
+    assert [(e.cluster, e.node, len(e.runs)) for e in nodes.entries()] == [
+        ("mini", "n2", 2),
+        ("other", "n2", 1),
+    ]
+    assert [entry.node for entry in nodes.blocked("mini")] == ["n2"] and nodes.blocked(
+        "other"
+    ) == ()
     assert nodes.note("other") is None, "one failure may be a coincidence"
-    assert nodes.note("mini") == ("runs have failed on node n2 of mini; to exclude it: cluster.exclude=[n2]")
+    assert (
+        nodes.note("mini")
+        == "runs have failed on node n2 of mini; to exclude it: cluster.exclude=[n2]"
+    )
     assert [e.node for e in nodes.remove("n2")] == ["n2", "n2"] and nodes.entries() == ()
 
 
@@ -49,11 +57,15 @@ def test_entries_end_after_a_fortnight(tmp_path: Path) -> None:
     assert json.loads(nodes.path.read_text())["kept_days"] == 14
 
 
-@pytest.mark.parametrize("name", ["", "-n1", "n1,n2", "$(touch owned)", "n[1-9]", "n1\n", "n 1", "n1;ls", "x" * 300])
+@pytest.mark.parametrize(
+    "name", ["", "-n1", "n1,n2", "$(touch owned)", "n[1-9]", "n1\n", "n 1", "n1;ls", "x" * 300]
+)
 def test_a_name_that_is_no_host_name_is_never_kept(tmp_path: Path, name: str) -> None:
     nodes = NodeBlocklist(tmp_path)
     assert nodes.add("mini", name, "x", "a", utc()) is None
-    rows = [{"cluster": "mini", "node": name, "reason": "x", "run": "a", "utc": utc(), "runs": ["a"]}]
+    rows = [
+        {"cluster": "mini", "node": name, "reason": "x", "run": "a", "utc": utc(), "runs": ["a"]}
+    ]
     nodes.path.write_text(json.dumps({"nodes": rows}))
     assert nodes.entries() == ()
     if name != "n[1-9]":  # a user may leave out several at once
@@ -61,7 +73,9 @@ def test_a_name_that_is_no_host_name_is_never_kept(tmp_path: Path, name: str) ->
             check_fields(ClusterConfig(exclude=[name]), "cluster.")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"nodes": 3}', '{"nodes": [3, {"node": "n1"}, {"runs": []}]}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", '{"nodes": 3}', '{"nodes": [3, {"node": "n1"}, {"runs": []}]}']
+)
 def test_a_damaged_file_counts_as_none(tmp_path: Path, text: str) -> None:
     nodes = NodeBlocklist(tmp_path)
     nodes.path.write_text(text)

@@ -41,7 +41,9 @@ class Hook:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 text = self.rfile.read(int(self.headers["Content-Length"]))
-                hook.got.append({"path": self.path, "type": self.headers["Content-Type"], **json.loads(text)})
+                hook.got.append(
+                    {"path": self.path, "type": self.headers["Content-Type"], **json.loads(text)}
+                )
                 self.send_response(hook.code)
                 self.end_headers()
 
@@ -73,13 +75,20 @@ def folder(resolved: Callable[..., RunSpec], tmp_path: Path) -> Callable[..., Ru
     return lambda *targets: told(replace(resolved(), runs_dir=str(tmp_path / "runs")), *targets)
 
 
-def test_a_run_of_this_machine_tells_its_end(tiny: Tiny, hook: Hook, collected: list[RunFolder]) -> None:
+def test_a_run_of_this_machine_tells_its_end(
+    tiny: Tiny, hook: Hook, collected: list[RunFolder]
+) -> None:
     _, spec = tiny()
     run = told(replace(spec, name="another"), hook.url)
     assert launch(run, run.read_spec(), echo=False) == 0
     (got,) = hook.got
     assert (got["path"], got["type"]) == ("/hook?key=secret", "application/json")
-    assert (got["event"], got["state"], got["exit_code"], got["run"]) == ("ended", "finished", 0, run.path.name)
+    assert (got["event"], got["state"], got["exit_code"], got["run"]) == (
+        "ended",
+        "finished",
+        0,
+        run.path.name,
+    )
 
 
 def test_a_job_tells_once_how_its_run_failed(
@@ -104,7 +113,9 @@ def test_a_job_tells_once_how_its_run_failed(
         ({"state": "finished", "exit_code": 0}, "ended", 7),
     ],
 )
-def test_what_is_sent(folder: Callable[..., RunFolder], status: dict[str, Any], event: str, step: int) -> None:
+def test_what_is_sent(
+    folder: Callable[..., RunFolder], status: dict[str, Any], event: str, step: int
+) -> None:
     run = folder()
     write_json(run.progress_json, {"step": 7})
     run.write_status(**status)
@@ -152,7 +163,11 @@ def test_nobody_is_waited_for_longer_than_the_limit(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("system", "notify", "lines"),
     [
-        ("mini", "mail:me@site.org", ["#SBATCH --mail-type=END,FAIL,REQUEUE", "#SBATCH --mail-user=me@site.org"]),
+        (
+            "mini",
+            "mail:me@site.org",
+            ["#SBATCH --mail-type=END,FAIL,REQUEUE", "#SBATCH --mail-user=me@site.org"],
+        ),
         ("mini", "mail", ["#SBATCH --mail-type=END,FAIL,REQUEUE"]),
         ("pbs", "mail:me@site.org", ["#PBS -m ae", "#PBS -M me@site.org"]),
         ("pbs", "mail", ["#PBS -m ae"]),
@@ -163,10 +178,14 @@ def test_mail_is_the_batch_systems(
 ) -> None:
     spec = resolved(f"cluster={system}", f"cluster.notify=['{notify}']")
     script = SCHEDULERS[spec.cluster.scheduler].script(spec, job_spec(spec), RunFolder.of(spec))
-    assert [line for line in script.splitlines() if "mail" in line or line[:7] in ("#PBS -m", "#PBS -M")] == lines
+    assert [
+        line for line in script.splitlines() if "mail" in line or line[:7] in ("#PBS -m", "#PBS -M")
+    ] == lines
 
 
 def test_flux_sends_no_mail(resolved: Callable[..., RunSpec]) -> None:
     spec = resolved("cluster=flux", "cluster.notify=[mail]")
-    with pytest.raises(ConfigError, match=r"cluster\.notify=\['mail'\]: Flux sends no mail; use command:WORDS"):
+    with pytest.raises(
+        ConfigError, match=r"cluster\.notify=\['mail'\]: Flux sends no mail; use command:WORDS"
+    ):
         SCHEDULERS["flux"].script(spec, job_spec(spec), RunFolder.of(spec))

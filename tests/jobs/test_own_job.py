@@ -15,14 +15,20 @@ from jobs.schedulers.scheduler import SCHEDULERS
 from tests.jobs.fake_slurm import FakeSlurm
 
 ONELINER = (
-    "JobId=41 JobName=my run=2 UserId=me(1000) GroupId=me(1000) JobState=RUNNING Reason=None NodeList=n[1-2] "
-    "CPUs/Task=1 Comment= Command=/runs/a b/logs/x.sh WorkDir=/home/me TRES=cpu=4,mem=12G,node=2 "
+    "JobId=41 JobName=my run=2 UserId=me(1000) GroupId=me(1000) JobState=RUNNING Reason=None"
+    " NodeList=n[1-2] CPUs/Task=1 Comment= Command=/runs/a b/logs/x.sh WorkDir=/home/me"
+    " TRES=cpu=4,mem=12G,node=2 "
 )
-STEPS = ("41|run|RUNNING|0:0|00:01:00||n[1-2]||", "41.0|python|COMPLETED|0:0|00:00:50|4|n[1-2]|512M|7000")
+STEPS = (
+    "41|run|RUNNING|0:0|00:01:00||n[1-2]||",
+    "41.0|python|COMPLETED|0:0|00:00:50|4|n[1-2]|512M|7000",
+)
 
 
 @pytest.fixture
-def folder(prepared: Callable[..., RunFolder], slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+def folder(
+    prepared: Callable[..., RunFolder], slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> RunFolder:
     """A prepared run inside of its job."""
     monkeypatch.setenv("SLURM_JOB_ID", "41")
     slurm.says("scontrol", ONELINER)
@@ -41,7 +47,10 @@ def test_start_and_end(folder: RunFolder, slurm: FakeSlurm) -> None:
     assert start["restart_count"] == 0 and "end" not in start
     record_end(folder)
     (start,) = noted(folder)["starts"]
-    assert start["end"]["steps"][1]["MaxRSS"] == "512M" and start["end"]["steps"][1]["ConsumedEnergyRaw"] == "7000"
+    assert (
+        start["end"]["steps"][1]["MaxRSS"] == "512M"
+        and start["end"]["steps"][1]["ConsumedEnergyRaw"] == "7000"
+    )
     environment = json.loads((folder.provenance / "environment.json").read_text())
     assert environment["job"]["variables"]["SLURM_JOB_ID"] == "41" and environment["prepared"]
     assert slurm.asked()[0] == "scontrol --oneliner show job 41"
@@ -50,7 +59,11 @@ def test_start_and_end(folder: RunFolder, slurm: FakeSlurm) -> None:
 def test_fields_keep_their_blanks_and_people_are_left_out(folder: RunFolder) -> None:
     fields = SCHEDULERS["slurm"].record("41")
     assert fields is not None
-    assert (fields["JobName"], fields["Command"], fields["Comment"]) == ("my run=2", "/runs/a b/logs/x.sh", "")
+    assert (fields["JobName"], fields["Command"], fields["Comment"]) == (
+        "my run=2",
+        "/runs/a b/logs/x.sh",
+        "",
+    )
     assert (fields["TRES"], fields["CPUs/Task"]) == ("cpu=4,mem=12G,node=2", "1")
     assert not fields.keys() & {"UserId", "GroupId"}
 
@@ -66,7 +79,9 @@ def test_another_start_keeps_the_first(folder: RunFolder, monkeypatch: pytest.Mo
 
 
 def test_a_slurm_that_does_not_answer_is_no_trouble(folder: RunFolder, slurm: FakeSlurm) -> None:
-    slurm.says("scontrol", error="slurm_load_jobs error: Unable to contact slurm controller", code=1)
+    slurm.says(
+        "scontrol", error="slurm_load_jobs error: Unable to contact slurm controller", code=1
+    )
     (slurm.here / "sacct").unlink()
     record_start(folder, True)
     record_end(folder)
@@ -82,15 +97,24 @@ def test_changed_code_is_refused(folder: RunFolder) -> None:
         record_start(folder, True)
 
 
-def test_outside_of_slurm_nothing_is_noted(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outside_of_slurm_nothing_is_noted(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("SLURM_JOB_ID")
     record_start(folder, True)
     record_end(folder)
     assert not folder.slurm_json.exists()
 
 
-def test_notes_that_cannot_be_taken_end_no_run(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_notes_that_cannot_be_taken_end_no_run(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder.slurm_json.mkdir()
     record_start(folder, True)
     record_end(folder)
-    assert capsys.readouterr().err.count("jobs: the batch system's record of the job cannot be written") == 2
+    assert (
+        capsys.readouterr().err.count(
+            "jobs: the batch system's record of the job cannot be written"
+        )
+        == 2
+    )

@@ -31,20 +31,30 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
 
 
 def owned_by(folder: RunFolder, **fields: Any) -> None:
-    fields = {"token": "t", "host": "login9", "pid": 7, "utc": datetime.now(UTC).isoformat(), **fields}
+    fields = {
+        "token": "t",
+        "host": "login9",
+        "pid": 7,
+        "utc": datetime.now(UTC).isoformat(),
+        **fields,
+    }
     write_json(folder.path / "owners" / "0001.json", fields)
 
 
 @pytest.mark.parametrize("force", [False, True])
 @pytest.mark.parametrize("state", ["PENDING", "RUNNING", "COMPLETING", "SUSPENDED"])
-def test_an_active_job_keeps_its_folder(folder: RunFolder, slurm: FakeSlurm, state: str, force: bool) -> None:
+def test_an_active_job_keeps_its_folder(
+    folder: RunFolder, slurm: FakeSlurm, state: str, force: bool
+) -> None:
     slurm.says("squeue", HEADER, f"41|{state}|/x/job.sh")
     with pytest.raises(TryLaterError, match=r"belongs to job 41, which has not ended; wait for it"):
         take(folder, gone_verifier(force=force))
 
 
 @pytest.mark.parametrize("lines", [[HEADER, "41|TIMEOUT|/x/job.sh"], [HEADER]])
-def test_an_ended_or_forgotten_job_does_not(folder: RunFolder, slurm: FakeSlurm, lines: list[str]) -> None:
+def test_an_ended_or_forgotten_job_does_not(
+    folder: RunFolder, slurm: FakeSlurm, lines: list[str]
+) -> None:
     slurm.says("squeue", *lines)
     take(folder, gone_verifier())
     assert folder.read_status()["cause"] == "the job left the queue: cancelled, lost or out of time"
@@ -58,12 +68,19 @@ def test_a_number_that_slurm_does_not_know_does_not(folder: RunFolder, slurm: Fa
 @pytest.mark.parametrize(
     "answer",
     [
-        {}, {"lines": ["garbage"]}, {"lines": [HEADER, "41|what|x"]}, {"lines": [HEADER, "no job"]},
-        {"lines": ["41|COMPLETED|x"]}, {"code": 1}, {"error": "Unable to contact slurm controller\n", "code": 1},
+        {},
+        {"lines": ["garbage"]},
+        {"lines": [HEADER, "41|what|x"]},
+        {"lines": [HEADER, "no job"]},
+        {"lines": ["41|COMPLETED|x"]},
+        {"code": 1},
+        {"error": "Unable to contact slurm controller\n", "code": 1},
         {"error": "slurm_load_jobs error: Socket timed out on send/recv operation\n", "code": 1},
     ],
-)  # fmt: skip
-def test_an_answer_that_is_none_lets_nobody_in(folder: RunFolder, slurm: FakeSlurm, answer: dict[str, Any]) -> None:
+)
+def test_an_answer_that_is_none_lets_nobody_in(
+    folder: RunFolder, slurm: FakeSlurm, answer: dict[str, Any]
+) -> None:
     slurm.says("squeue", *answer.pop("lines", []), **answer)
     with pytest.raises(TryLaterError, match=UNSURE):
         take(folder, gone_verifier())
@@ -71,7 +88,9 @@ def test_an_answer_that_is_none_lets_nobody_in(folder: RunFolder, slurm: FakeSlu
     assert take(folder, gone_verifier(force=True)).number == 2
 
 
-def test_a_slow_squeue_lets_nobody_in(folder: RunFolder, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_squeue_lets_nobody_in(
+    folder: RunFolder, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(command, "QUERY_LIMIT_S", 0.2)
     slurm.hangs("squeue")
     with pytest.raises(TryLaterError, match=r"squeue did not answer within 0\.2 s"):
@@ -99,8 +118,10 @@ def test_what_was_given_back_may_be_queued_again_by_slurm(
     take(folder, gone_verifier())
 
 
-@pytest.mark.parametrize(("age_s", "force", "is_free"), [(5, False, False), (5, True, False), (700, False, False),
-                                                        (700, True, True)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("age_s", "force", "is_free"),
+    [(5, False, False), (5, True, False), (700, False, False), (700, True, True)],
+)
 def test_a_process_on_another_host_is_gone_if_it_is_old_and_the_user_says_so(
     folder: RunFolder, slurm: FakeSlurm, age_s: float, force: bool, is_free: bool
 ) -> None:
@@ -109,7 +130,9 @@ def test_a_process_on_another_host_is_gone_if_it_is_old_and_the_user_says_so(
     if is_free:
         take(folder, gone_verifier(force=force))
         return
-    with pytest.raises(TryLaterError, match="belongs to process 7 on login9, and nobody can tell from here"):
+    with pytest.raises(
+        TryLaterError, match="belongs to process 7 on login9, and nobody can tell from here"
+    ):
         take(folder, gone_verifier(force=force))
 
 
@@ -117,7 +140,10 @@ def test_a_process_on_another_host_is_gone_if_it_is_old_and_the_user_says_so(
 def test_a_submission_on_another_host_is_found_by_its_script(
     folder: RunFolder, slurm: FakeSlurm, job_id: str | None
 ) -> None:
-    """Its caller may be alive or not, and may have written the job's number as the owner: the job is in the queue."""
+    """Its caller may be alive or not, and may have written the job's number as the owner.
+
+    The job is in the queue.
+    """
     owned_by(folder, job_id=job_id)
     folder.write_status("submitting", token="t", host="login9", pid=7)
     folder.logs.mkdir()
@@ -132,14 +158,18 @@ def test_a_submission_on_another_host_is_found_by_its_script(
     assert (folder.logs / "43_submitted.pkl").exists()
 
 
-@pytest.mark.parametrize(("own", "other", "is_free"), [("COMPLETED", "RUNNING", True), ("RUNNING", "FAILED", False)])
+@pytest.mark.parametrize(
+    ("own", "other", "is_free"), [("COMPLETED", "RUNNING", True), ("RUNNING", "FAILED", False)]
+)
 def test_of_an_array_the_own_task_alone_counts(
     folder: RunFolder, slurm: FakeSlurm, own: str, other: str, is_free: bool
 ) -> None:
     owned_by(folder)
     folder.write_status("submitting", token="t", host="login9", pid=7, task=1)
     script = "/x/.submission_file_t.sh"
-    slurm.says("squeue", HEADER, f"43_0|{other}|{script}", f"43_1|{own}|{script}", f"43_2|{other}|{script}")
+    slurm.says(
+        "squeue", HEADER, f"43_0|{other}|{script}", f"43_1|{own}|{script}", f"43_2|{other}|{script}"
+    )
     if is_free:
         take(folder, gone_verifier())
         return

@@ -32,21 +32,40 @@ def test_a_job_takes_so_many_points_in_their_order(point: Callable[..., Point]) 
     assert pack_points(alone) == [(alone[0],), (alone[1],)]
 
 
-def test_points_of_several_nodes_or_other_settings_or_of_this_machine_go_alone(point: Callable[..., Point]) -> None:
-    first, two, other, here, last = (
-        point("seed=0"), point("cluster.nodes=2"), point("cluster.partition=high"),
-        point("cluster=local", "cluster.nodes=1"),
-        point("parallel.partitions=2"),
-    )  # fmt: skip
-    assert pack_points([first, two, other, here, last]) == [(first, last), (two,), (other,), (here,)]
+def test_points_of_several_nodes_or_other_settings_or_of_this_machine_go_alone(
+    point: Callable[..., Point],
+) -> None:
+    first = point("seed=0")
+    two = point("cluster.nodes=2")
+    other = point("cluster.partition=high")
+    here = point("cluster=local", "cluster.nodes=1")
+    last = point("parallel.partitions=2")
+    assert pack_points([first, two, other, here, last]) == [
+        (first, last),
+        (two,),
+        (other,),
+        (here,),
+    ]
 
 
 def test_the_job_serves_each_and_lasts_as_long_as_all(point: Callable[..., Point]) -> None:
-    job = pack_resources([
-        point("parallel.partitions=2", "cluster.cpus_per_rank=5", "cluster.gpus_per_node=2", "cluster.minutes=7"),
-        point("parallel.partitions=4", "cluster.cpus_per_rank=2", "cluster.gpus_per_node=4"),
-    ])  # fmt: skip
-    assert (job.nodes, job.tasks, job.tasks_per_node, job.cpus_per_task) == (1, 4, 4, 3)  # 2 x 5 and 4 x 2 CPUs
+    job = pack_resources(
+        [
+            point(
+                "parallel.partitions=2",
+                "cluster.cpus_per_rank=5",
+                "cluster.gpus_per_node=2",
+                "cluster.minutes=7",
+            ),
+            point("parallel.partitions=4", "cluster.cpus_per_rank=2", "cluster.gpus_per_node=4"),
+        ]
+    )
+    assert (job.nodes, job.tasks, job.tasks_per_node, job.cpus_per_task) == (
+        1,
+        4,
+        4,
+        3,
+    )  # 2 x 5 and 4 x 2 CPUs
     assert (job.gpus_per_node, job.minutes) == (4, 17)
 
 
@@ -65,7 +84,11 @@ def test_the_minutes_of_a_pack_stay_within_the_sites(point: Callable[..., Point]
     ],
 )
 def test_a_failure_ends_no_other_and_an_end_of_the_job_ends_all(
-    ends: list[tuple[str, int]], ran: int, code: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ends: list[tuple[str, int]],
+    ran: int,
+    code: int | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     all_ran: list[str] = []
 
@@ -88,7 +111,11 @@ def test_a_failure_ends_no_other_and_an_end_of_the_job_ends_all(
             job()
         assert ended.value.code == code
     assert list("abc")[:ran] == all_ran
-    unfinished = [name for name, (state, _) in ends_by_name.items() if state != "finished" or name not in all_ran]
+    unfinished = [
+        name
+        for name, (state, _) in ends_by_name.items()
+        if state != "finished" or name not in all_ran
+    ]
     all_ran.clear()
     ends_by_name = dict.fromkeys("abc", ("finished", 0))
     job()  # as SLURM starts it again

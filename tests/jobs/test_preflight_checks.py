@@ -1,6 +1,7 @@
 """Test the preflight.
 
-It is one list of checks before anything is queued, shown by a dry run too, and a question before expensive jobs.
+It is one list of checks before anything is queued, shown by a dry run too, and a question before
+expensive jobs.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ from jobs.preflight.cost import describe_cost, is_confirmed
 from jobs.slurm.limits import check_script, describe_start, is_on_site, parse_estimate
 from tests.jobs.fake_slurm import FakeSlurm
 
-SEEN = "sbatch: Job 41 to start at 2030-01-02T03:04:05 using 4 processors on nodes n[1-2] in partition debug"
+SEEN = (
+    "sbatch: Job 41 to start at 2030-01-02T03:04:05 using 4 processors on nodes n[1-2] in partition"
+    " debug"
+)
 DRY = Options(flags=frozenset({"--dry-run"}))
 PARTITION = "PartitionName=debug Default=YES MaxNodes=UNLIMITED MaxTime=60 State=UP TotalNodes=2"
 
@@ -63,24 +67,44 @@ def rows(text: str) -> dict[str, dict[str, Any]]:
 
 
 def test_every_check_has_a_row(
-    site: FakeSlurm, resolved: Callable[..., RunSpec], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    site: FakeSlurm,
+    resolved: Callable[..., RunSpec],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     spec = on(resolved, tmp_path)
     assert submit(spec, replace(DRY, json=True)) == 0
     out = capsys.readouterr().out
     found = rows(out)
     assert list(found) == [
-        "configuration", "folder", "limits", "partition", "account", "sbatch", "cost", "probe", "memory", "room", "time"
-    ]  # fmt: skip
+        "configuration",
+        "folder",
+        "limits",
+        "partition",
+        "account",
+        "sbatch",
+        "cost",
+        "probe",
+        "memory",
+        "room",
+        "time",
+    ]
     assert all(row.keys() == {"check", "ok", "said"} for row in found.values())
-    assert (found["partition"]["ok"], found["account"]["ok"], found["sbatch"]["ok"]) == (True, None, True)
+    assert (found["partition"]["ok"], found["account"]["ok"], found["sbatch"]["ok"]) == (
+        True,
+        None,
+        True,
+    )
     assert "to start in about" in found["sbatch"]["said"] and "on n[1-2]" in found["sbatch"]["said"]
     assert (site.here / "tested").read_text() == json.loads(out)["script"]
     assert not (tmp_path / "runs").exists()
 
 
 def test_the_table_of_a_submission(
-    site: FakeSlurm, resolved: Callable[..., RunSpec], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    site: FakeSlurm,
+    resolved: Callable[..., RunSpec],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     spec = on(resolved, tmp_path)
     assert submit(spec, Options()) == 0
@@ -88,7 +112,9 @@ def test_the_table_of_a_submission(
     assert out.startswith("job     41: ")
     lines = err.splitlines()
     assert len(lines) == 11 and all(line.startswith(("jobs: ok ", "jobs: -- ")) for line in lines)
-    assert any(line.startswith("jobs: ok   partition     debug: 2 of 2 nodes up, 2 idle") for line in lines)
+    assert any(
+        line.startswith("jobs: ok   partition     debug: 2 of 2 nodes up, 2 idle") for line in lines
+    )
 
 
 @pytest.mark.parametrize(
@@ -101,9 +127,13 @@ def test_the_table_of_a_submission(
     ],
 )
 def test_nothing_is_submitted_of_what_is_refused(
-    site: FakeSlurm, resolved: Callable[..., RunSpec], tmp_path: Path, more: dict[str, Any], says: str,
+    site: FakeSlurm,
+    resolved: Callable[..., RunSpec],
+    tmp_path: Path,
+    more: dict[str, Any],
+    says: str,
     capfd: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     spec = on(resolved, tmp_path, **more)
     with pytest.raises(ConfigError, match=says):
         submit(spec, Options())
@@ -117,11 +147,21 @@ def test_nothing_is_submitted_of_what_is_refused(
     assert all("--test-only" in words for words in site.asked() if words.startswith("sbatch"))
 
 
-def test_a_script_that_sbatch_refuses(site: FakeSlurm, resolved: Callable[..., RunSpec], tmp_path: Path) -> None:
-    site.says("sbatch", error="allocation failure: Requested node configuration is not available\n", code=1)
+def test_a_script_that_sbatch_refuses(
+    site: FakeSlurm, resolved: Callable[..., RunSpec], tmp_path: Path
+) -> None:
+    site.says(
+        "sbatch",
+        error="allocation failure: Requested node configuration is not available\n",
+        code=1,
+    )
     with pytest.raises(
-        ConfigError, match=r"^cluster=mini: sbatch refuses the job: Requested node configuration is not available; see"
-    ):  # fmt: skip
+        ConfigError,
+        match=(
+            r"^cluster=mini: sbatch refuses the job: Requested node configuration is not"
+            r" available; see"
+        ),
+    ):
         submit(on(resolved, tmp_path), Options())
     assert not (tmp_path / "runs").exists()
 
@@ -129,21 +169,37 @@ def test_a_script_that_sbatch_refuses(site: FakeSlurm, resolved: Callable[..., R
 @pytest.mark.parametrize(
     ("state", "nodes", "reason", "says"),
     [
-        ("UP", "1|4|9000|gpu:2|drained", "Requested node configuration is not available",
-         "1 of 2 nodes of partition debug are up (others: drained)"),
-        ("UP", "1|4|9000|gpu:2|down*", "Required node not available (down, drained or reserved)",
-         "1 of 2 nodes of partition debug are up (others: down)"),
+        (
+            "UP",
+            "1|4|9000|gpu:2|drained",
+            "Requested node configuration is not available",
+            "1 of 2 nodes of partition debug are up (others: drained)",
+        ),
+        (
+            "UP",
+            "1|4|9000|gpu:2|down*",
+            "Required node not available (down, drained or reserved)",
+            "1 of 2 nodes of partition debug are up (others: down)",
+        ),
         ("DOWN", "1|4|9000|gpu:2|idle", "", "partition debug is down"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_run_now_is_queued_with_a_warning(
-    site: FakeSlurm, resolved: Callable[..., RunSpec], tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    state: str, nodes: str, reason: str, says: str,
-) -> None:  # fmt: skip
+    site: FakeSlurm,
+    resolved: Callable[..., RunSpec],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    state: str,
+    nodes: str,
+    reason: str,
+    says: str,
+) -> None:
     site.says("scontrol", PARTITION.replace("State=UP", f"State={state}"))
     site.says("sinfo", "debug*|1|4|9000|gpu:2|idle", f"debug*|{nodes}")
     answer = f"echo 'allocation failure: {reason}' >&2; exit 1" if reason else f"echo '{SEEN}' >&2"
-    site.does("sbatch", f"case $1 in --test-only) {answer} ;; *) echo Submitted batch job 41 ;; esac")
+    site.does(
+        "sbatch", f"case $1 in --test-only) {answer} ;; *) echo Submitted batch job 41 ;; esac"
+    )
     assert submit(on(resolved, tmp_path), Options()) == 0
     out, err = capsys.readouterr()
     assert out.startswith("job     41: ")
@@ -183,7 +239,10 @@ def test_a_slurm_that_cannot_be_reached_refuses_nothing(
 
 
 def test_more_memory_than_the_device_has_is_exit_code_3(
-    site: FakeSlurm, resolved: Callable[..., RunSpec], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    site: FakeSlurm,
+    resolved: Callable[..., RunSpec],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     spec = on(resolved, tmp_path, "machine.device_bytes=100000")
     for options in (Options(), DRY):
@@ -192,11 +251,16 @@ def test_more_memory_than_the_device_has_is_exit_code_3(
         assert caught.value.exit_code == 3
     assert capfd.readouterr().out == ""
     assert not (tmp_path / "runs").exists()
-    assert [words for words in site.asked() if words.startswith("sbatch") and "--test-only" not in words] == []
+    assert [
+        words for words in site.asked() if words.startswith("sbatch") and "--test-only" not in words
+    ] == []
 
 
 def test_predicted_memory_beside_the_device(
-    site: FakeSlurm, resolved: Callable[..., RunSpec], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    site: FakeSlurm,
+    resolved: Callable[..., RunSpec],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     submit(on(resolved, tmp_path, "machine.device_bytes=4294967296"), replace(DRY, json=True))
     row = rows(capsys.readouterr().out)["memory"]
@@ -207,13 +271,21 @@ def test_more_host_memory_than_a_node_has(resolved: Callable[..., RunSpec], tmp_
     spec = on(resolved, tmp_path, "memory=vdnn_all")
     peak = predict_peak(plan_run(spec))
     assert peak is not None and peak.host_bytes > 0
-    check_host_memory(replace(spec, cluster=replace(spec.cluster, node_memory_bytes=peak.host_bytes)), peak)
+    check_host_memory(
+        replace(spec, cluster=replace(spec.cluster, node_memory_bytes=peak.host_bytes)), peak
+    )
     with pytest.raises(DoesNotFitError, match=r"above cluster\.node_memory_bytes="):
-        check_host_memory(replace(spec, cluster=replace(spec.cluster, node_memory_bytes=peak.host_bytes - 1)), peak)
+        check_host_memory(
+            replace(spec, cluster=replace(spec.cluster, node_memory_bytes=peak.host_bytes - 1)),
+            peak,
+        )
 
 
 def test_steps_that_take_longer_than_the_minutes(
-    site: FakeSlurm, resolved: Callable[..., RunSpec], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    site: FakeSlurm,
+    resolved: Callable[..., RunSpec],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Ten hours of timed waits in ten minutes: a warning, for a prediction may be wrong."""
     spec = on(resolved, tmp_path, "machine=emulated", "cost.unit_s=10", "train.steps=600")
@@ -224,23 +296,40 @@ def test_steps_that_take_longer_than_the_minutes(
     assert row["ok"] is False and "would not finish" in row["said"]
 
 
-def test_rates_of_a_processor_tell_nothing_of_a_gpu(resolved: Callable[..., RunSpec], tmp_path: Path) -> None:
+def test_rates_of_a_processor_tell_nothing_of_a_gpu(
+    resolved: Callable[..., RunSpec], tmp_path: Path
+) -> None:
     spec = on(resolved, tmp_path)
     made = plan_run(spec)
     assert made.profile is not None and (predict_steps_s(made) or 0) > 0
-    assert predict_steps_s(replace(made, spec=replace(spec, cluster=replace(spec.cluster, gpus_per_node=2)))) is None
+    assert (
+        predict_steps_s(
+            replace(made, spec=replace(spec, cluster=replace(spec.cluster, gpus_per_node=2)))
+        )
+        is None
+    )
 
 
-def test_the_time_of_a_schedule_found_under_a_cap_is_predicted(resolved: Callable[..., RunSpec]) -> None:
+def test_the_time_of_a_schedule_found_under_a_cap_is_predicted(
+    resolved: Callable[..., RunSpec],
+) -> None:
     """Its cap is in units of equal parts, which the parts of the profile are not."""
-    words = ("experiment=1f1b", "schedule=capped", "schedule.activation_cap=1", "schedule.budget_s=0.2")
+    words = (
+        "experiment=1f1b",
+        "schedule=capped",
+        "schedule.activation_cap=1",
+        "schedule.budget_s=0.2",
+    )
     assert (predict_steps_s(plan_run(resolved(*words))) or 0) > 0
 
 
 def test_a_preset_of_elsewhere_is_not_asked_here(
-    site: FakeSlurm, resolved: Callable[..., RunSpec], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    site: FakeSlurm,
+    resolved: Callable[..., RunSpec],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     spec = on(resolved, tmp_path, hosts=["login*.far.away"], partition="theirs")
     assert not is_on_site(spec.cluster)
     assert submit(spec, replace(DRY, json=True)) == 0
@@ -248,7 +337,8 @@ def test_a_preset_of_elsewhere_is_not_asked_here(
     assert {found[name]["ok"] for name in ("partition", "account", "sbatch")} == {None}
     assert site.asked() == []
     with pytest.raises(
-        ConfigError, match=r"^cluster=\w+: is not submitted from .* none of its hosts \(login\*.far.away\)"
+        ConfigError,
+        match=r"^cluster=\w+: is not submitted from .* none of its hosts \(login\*.far.away\)",
     ):
         submit(spec, Options())
     assert site.asked() == []
@@ -258,11 +348,18 @@ def test_a_preset_of_elsewhere_is_not_asked_here(
 
 
 def test_without_any_slurm_a_dry_run_goes_on(
-    slurm: FakeSlurm, resolved: Callable[..., RunSpec], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    slurm: FakeSlurm,
+    resolved: Callable[..., RunSpec],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert submit(on(resolved, tmp_path), replace(DRY, json=True)) == 0
     found = rows(capsys.readouterr().out)
-    assert found["sbatch"] == {"check": "sbatch", "ok": None, "said": "not asked: sbatch is not on PATH"}
+    assert found["sbatch"] == {
+        "check": "sbatch",
+        "ok": None,
+        "said": "not asked: sbatch is not on PATH",
+    }
 
 
 @pytest.mark.parametrize(
@@ -273,7 +370,11 @@ def test_without_any_slurm_a_dry_run_goes_on(
             datetime(2030, 1, 2, 3, 4, 5),
             "sbatch accepts it, to start in about 3.0 h (2030-01-02 03:04) on n[1-2]",
         ),
-        (SEEN.replace("2030", "2029"), datetime(2029, 1, 2, 3, 4, 5), "sbatch accepts it, to start at once on n[1-2]"),
+        (
+            SEEN.replace("2030", "2029"),
+            datetime(2029, 1, 2, 3, 4, 5),
+            "sbatch accepts it, to start at once on n[1-2]",
+        ),
         ("sbatch: Job 7 to start at Unknown", None, "sbatch accepts it, and estimates no start"),
         ("", None, "sbatch accepts it, and estimates no start"),
     ],
@@ -285,13 +386,19 @@ def test_the_estimate_of_a_start(said: str, start: datetime | None, words: str) 
 
 
 def test_sbatch_that_reaches_nobody(slurm: FakeSlurm) -> None:
-    slurm.says("sbatch", error="allocation failure: Unable to contact slurm controller (connect failure)", code=1)
+    slurm.says(
+        "sbatch",
+        error="allocation failure: Unable to contact slurm controller (connect failure)",
+        code=1,
+    )
     with pytest.raises(SchedulerUnavailableError):
         check_script("mini", "#!/bin/sh\n")
 
 
 def test_cost_in_words(resolved: Callable[..., RunSpec], tmp_path: Path) -> None:
-    one = job_spec(on(resolved, tmp_path, gpus_per_node=4, minutes=90, charge_per="gpu-hour", charge_rate=2.0))
+    one = job_spec(
+        on(resolved, tmp_path, gpus_per_node=4, minutes=90, charge_per="gpu-hour", charge_rate=2.0)
+    )
     assert describe_cost([one]) == "12 GPU-hours (8 GPUs for 90 min, charge 24 gpu-hour)"
     assert describe_cost([one, one]) == "24 GPU-hours (2 jobs, charge 48 gpu-hour)"
 
@@ -302,28 +409,43 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize(
-    ("answer", "agreed"), [("y\n", True), ("YES\n", True), ("\n", False), ("", False), ("no\n", False)]
+    ("answer", "agreed"),
+    [("y\n", True), ("YES\n", True), ("\n", False), ("", False), ("no\n", False)],
 )
 def test_a_question_on_the_terminal(
-    site: FakeSlurm, resolved: Callable[..., RunSpec], tmp_path: Path, answer: str, agreed: bool,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    site: FakeSlurm,
+    resolved: Callable[..., RunSpec],
+    tmp_path: Path,
+    answer: str,
+    agreed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.setattr(sys, "stdin", Terminal(answer))
     spec = on(resolved, tmp_path, gpus_per_node=2, minutes=60, confirm_above_gpu_hours=3.9)
     assert submit(spec, Options()) == (0 if agreed else 1)
     out, err = capsys.readouterr()
-    assert "4 GPU-hours (4 GPUs for 60 min), above cluster.confirm_above_gpu_hours=3.9: submit? [y/N] " in err
+    assert (
+        "4 GPU-hours (4 GPUs for 60 min), above cluster.confirm_above_gpu_hours=3.9: submit? [y/N] "
+        in err
+    )
     assert RunFolder.of(spec).path.exists() == agreed == out.startswith("job     41")
     assert ("nothing is submitted" in err) != agreed
 
 
 def test_nobody_is_there_to_ask(
-    site: FakeSlurm, resolved: Callable[..., RunSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    site: FakeSlurm,
+    resolved: Callable[..., RunSpec],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
     spec = on(resolved, tmp_path, gpus_per_node=2, minutes=60, confirm_above_gpu_hours=0)
     with pytest.raises(
-        ConfigError, match=r"^cluster\.confirm_above_gpu_hours=0: 4 GPU-hours .* stdin is no terminal; add --yes$"
+        ConfigError,
+        match=(
+            r"^cluster\.confirm_above_gpu_hours=0: 4 GPU-hours .* stdin is no terminal; add --yes$"
+        ),
     ):
         submit(spec, Options())
     with pytest.raises(ConfigError, match=r"stdin is no terminal"):
@@ -334,15 +456,22 @@ def test_nobody_is_there_to_ask(
 
 def test_no_question_below_the_limit(resolved: Callable[..., RunSpec], tmp_path: Path) -> None:
     for limit in (None, 4.0):
-        job = job_spec(on(resolved, tmp_path, gpus_per_node=2, minutes=60, confirm_above_gpu_hours=limit))
+        job = job_spec(
+            on(resolved, tmp_path, gpus_per_node=2, minutes=60, confirm_above_gpu_hours=limit)
+        )
         assert is_confirmed([job], assume_yes=False)
     here = job_spec(resolved())
-    assert is_confirmed([replace(here, cluster=replace(here.cluster, confirm_above_gpu_hours=0.0))], assume_yes=False)
+    assert is_confirmed(
+        [replace(here, cluster=replace(here.cluster, confirm_above_gpu_hours=0.0))],
+        assume_yes=False,
+    )
 
 
 def test_a_folder_that_cannot_be_written(resolved: Callable[..., RunSpec], tmp_path: Path) -> None:
     (tmp_path / "runs").touch()
-    with pytest.raises(ConfigError, match=r"^runs_dir=.*/runs: cannot write there \(Not a directory: .*/runs\)"):
+    with pytest.raises(
+        ConfigError, match=r"^runs_dir=.*/runs: cannot write there \(Not a directory: .*/runs\)"
+    ):
         find_storage(on(resolved, tmp_path))
 
 
@@ -357,4 +486,10 @@ def test_free_space(resolved: Callable[..., RunSpec], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"1.00 GiB are free there, and the run writes 2.00 GiB"):
         check_free_space(spec, replace(storage, free_bytes=1 << 30), 2 << 30)
     kinds = ("tmpfs", "nfs4", "lustre", "fuse.beegfs", "ext4")
-    assert [replace(storage, kind=kind).is_shared for kind in kinds] == [False, True, True, True, None]
+    assert [replace(storage, kind=kind).is_shared for kind in kinds] == [
+        False,
+        True,
+        True,
+        True,
+        None,
+    ]

@@ -27,10 +27,18 @@ from tests.jobs.fake_slurm import FakeSlurm
 
 HOST = {"latency_s": 2e-6, "bytes_per_s": 5e9, "message_bytes": 4194304}
 FOUND: dict[str, Any] = {
-    "schema": "gems.probe/1", "mpi": "MPICH Version:      5.0.2", "threads": "serialized", "world_size": 2,
+    "schema": "gems.probe/1",
+    "mpi": "MPICH Version:      5.0.2",
+    "threads": "serialized",
+    "world_size": 2,
     "ranks": [{"node": name, "gpu": None, "sees_folder": True} for name in ("n1", "n2")],
-    "takes_device_memory": False, "device_message": "no GPU", "host": HOST, "device": None, "wall_s": 1.0, "nodes": 2,
-}  # fmt: skip
+    "takes_device_memory": False,
+    "device_message": "no GPU",
+    "host": HOST,
+    "device": None,
+    "wall_s": 1.0,
+    "nodes": 2,
+}
 
 
 def on(resolved: Callable[..., RunSpec], tmp_path: Path, **more: Any) -> RunSpec:
@@ -60,11 +68,19 @@ def test_an_answer_counts_for_thirty_days(resolved: Callable[..., RunSpec], tmp_
 
 @pytest.mark.parametrize(
     "more",
-    [{"mpi": "pmix"}, {"environment": {"A": "1"}}, {"modules": ["gcc"]}, {"setup": ["true"]}, {"srun": ["--network=x"]},
-     {"container": "apptainer", "container_image": "a.sif"}, {"partition": "other"}, {"python": "other"},
-     {"name": "other"},
-     {"gpus_per_node": 2}],
-)  # fmt: skip
+    [
+        {"mpi": "pmix"},
+        {"environment": {"A": "1"}},
+        {"modules": ["gcc"]},
+        {"setup": ["true"]},
+        {"srun": ["--network=x"]},
+        {"container": "apptainer", "container_image": "a.sif"},
+        {"partition": "other"},
+        {"python": "other"},
+        {"name": "other"},
+        {"gpus_per_node": 2},
+    ],
+)
 def test_an_answer_is_of_one_environment(
     resolved: Callable[..., RunSpec], tmp_path: Path, more: dict[str, Any]
 ) -> None:
@@ -76,19 +92,24 @@ def test_modules_loaded_by_hand_count_where_the_preset_loads_none(
     resolved: Callable[..., RunSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOADEDMODULES", "openmpi/4")
-    bare, full = on(resolved, tmp_path), on(resolved, tmp_path, modules=["gcc"])
+    bare = on(resolved, tmp_path)
+    full = on(resolved, tmp_path, modules=["gcc"])
     keep(bare)
     keep(full)
     monkeypatch.setenv("LOADEDMODULES", "openmpi/5")
     assert (is_known(bare), is_known(full)) == (False, True)
 
 
-def test_minutes_and_size_change_no_answer(resolved: Callable[..., RunSpec], tmp_path: Path) -> None:
+def test_minutes_and_size_change_no_answer(
+    resolved: Callable[..., RunSpec], tmp_path: Path
+) -> None:
     keep(on(resolved, tmp_path))
     assert is_known(on(resolved, tmp_path, minutes=99, nodes=1, ranks_per_node=4))
 
 
-def test_an_answer_of_one_node_says_nothing_of_two(resolved: Callable[..., RunSpec], tmp_path: Path) -> None:
+def test_an_answer_of_one_node_says_nothing_of_two(
+    resolved: Callable[..., RunSpec], tmp_path: Path
+) -> None:
     one = [{**rank, "node": "n1"} for rank in FOUND["ranks"]]
     keep(on(resolved, tmp_path), ranks=one, nodes=1)
     assert not is_known(on(resolved, tmp_path))
@@ -104,10 +125,18 @@ def test_runs_that_need_none(resolved: Callable[..., RunSpec]) -> None:
 
 
 def test_two_ranks_start_as_all_would(resolved: Callable[..., RunSpec], tmp_path: Path) -> None:
-    spec = on(resolved, tmp_path, gpus_per_node=2, device_order=[1, 0], python="py", srun=["--network=x"])
+    spec = on(
+        resolved, tmp_path, gpus_per_node=2, device_order=[1, 0], python="py", srun=["--network=x"]
+    )
     folder = RunFolder(tmp_path)
     argv = probe_argv(spec, job_spec(spec), folder)
-    assert argv[:5] == ["srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=1"]
+    assert argv[:5] == [
+        "srun",
+        "--nodes=2",
+        "--ntasks=2",
+        "--ntasks-per-node=1",
+        "--cpus-per-task=1",
+    ]
     assert {"--mpi=pmi2", "--gpus-per-node=2", "--gpu-bind=none", "--network=x"} < set(argv)
     assert argv[-6:] == [
         "py",
@@ -118,7 +147,11 @@ def test_two_ranks_start_as_all_would(resolved: Callable[..., RunSpec], tmp_path
         "1,0",
     ]
     one = on(resolved, tmp_path, nodes=1, ranks_per_node=4)
-    assert probe_argv(one, job_spec(one), folder)[1:4] == ["--nodes=1", "--ntasks=2", "--ntasks-per-node=2"]
+    assert probe_argv(one, job_spec(one), folder)[1:4] == [
+        "--nodes=1",
+        "--ntasks=2",
+        "--ntasks-per-node=2",
+    ]
     site = on(resolved, tmp_path, launcher="ibrun", python="py")
     assert probe_argv(site, job_spec(site), folder)[:4] == ["ibrun", "-n", "2", "py"]
 
@@ -130,42 +163,97 @@ def ended(*tail: str, code: int = 1, timed_out: bool = False) -> Ended:
 @pytest.mark.parametrize(
     ("left", "how", "error", "says"),
     [
-        ({"error": "x", "config_error": ["cluster.mpi", "default", "MPI sees a world of 1", "give pmi2"],
-        "exit_code": 2},
-         ended(), ConfigError, r"^cluster\.mpi=pmi2: MPI sees a world of 1; give pmi2$"),
-        ({"error": "ImportError: libmpi.so", "config_error": [], "exit_code": 4}, ended(), RankFailedError,
-        "ImportError: libmpi"),
-        (None, ended("OMPI was not built with SLURM's PMI support", "srun: error: n1: task 0: Exited with exit code 1"),
-         RankFailedError,
-        "ended with code 1 before MPI had started, with cluster.mpi=pmi2: OMPI was not built .*; MPICH takes"),
-        (None, ended("waiting", timed_out=True), StalledError,
-        "did not end within 180 s: waiting; MPICH takes cluster.mpi=pmi2"),
-        ({**FOUND, "wall_s": None, "device_message": "trying"} | {"takes_device_memory": True},
-        ended("Segmentation fault"),
-         ConfigError, r"^machine\.transport=auto: MPI claims to take .* when it got some: Segmentation fault; use"),
-        ({**FOUND, "ranks": [FOUND["ranks"][0], {**FOUND["ranks"][1], "sees_folder": False}]}, ended(code=0),
-        ConfigError,
-         r"^runs_dir=.*: node n2 does not see it; use a folder that all nodes share$"),
-        (FOUND, ended("Aborted", code=134), RankFailedError, "the probe's two ranks ended with code 134: Aborted"),
+        (
+            {
+                "error": "x",
+                "config_error": ["cluster.mpi", "default", "MPI sees a world of 1", "give pmi2"],
+                "exit_code": 2,
+            },
+            ended(),
+            ConfigError,
+            r"^cluster\.mpi=pmi2: MPI sees a world of 1; give pmi2$",
+        ),
+        (
+            {"error": "ImportError: libmpi.so", "config_error": [], "exit_code": 4},
+            ended(),
+            RankFailedError,
+            "ImportError: libmpi",
+        ),
+        (
+            None,
+            ended(
+                "OMPI was not built with SLURM's PMI support",
+                "srun: error: n1: task 0: Exited with exit code 1",
+            ),
+            RankFailedError,
+            (
+                "ended with code 1 before MPI had started, with cluster.mpi=pmi2: OMPI was not"
+                " built .*; MPICH takes"
+            ),
+        ),
+        (
+            None,
+            ended("waiting", timed_out=True),
+            StalledError,
+            "did not end within 180 s: waiting; MPICH takes cluster.mpi=pmi2",
+        ),
+        (
+            {**FOUND, "wall_s": None, "device_message": "trying"} | {"takes_device_memory": True},
+            ended("Segmentation fault"),
+            ConfigError,
+            (
+                r"^machine\.transport=auto: MPI claims to take .* when it got some: Segmentation"
+                r" fault; use"
+            ),
+        ),
+        (
+            {**FOUND, "ranks": [FOUND["ranks"][0], {**FOUND["ranks"][1], "sees_folder": False}]},
+            ended(code=0),
+            ConfigError,
+            r"^runs_dir=.*: node n2 does not see it; use a folder that all nodes share$",
+        ),
+        (
+            FOUND,
+            ended("Aborted", code=134),
+            RankFailedError,
+            "the probe's two ranks ended with code 134: Aborted",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_a_failed_probe_says(
-    resolved: Callable[..., RunSpec], tmp_path: Path, left: dict[str, Any] | None, how: Ended,
-    error: type[GemsError], says: str,
-) -> None:  # fmt: skip
+    resolved: Callable[..., RunSpec],
+    tmp_path: Path,
+    left: dict[str, Any] | None,
+    how: Ended,
+    error: type[GemsError],
+    says: str,
+) -> None:
     result = tmp_path / "probe.json"
     if left is not None:
-        write_json(result, {key: value for key, value in left.items() if value is not None or key != "wall_s"})
+        write_json(
+            result,
+            {key: value for key, value in left.items() if value is not None or key != "wall_s"},
+        )
     with pytest.raises(error, match=says):
         read_probe(on(resolved, tmp_path), how, result)
 
 
 def test_what_was_found_in_one_line() -> None:
-    assert describe_probe(FOUND) == "MPICH Version: 5.0.2; 2 ranks on n1, n2; 2.0 us, 5.00 GB/s; no GPU"
-    gpu = {**FOUND, "takes_device_memory": True, "device_message": "passed", "device": {**HOST, "bytes_per_s": 2e10}}
+    assert (
+        describe_probe(FOUND)
+        == "MPICH Version: 5.0.2; 2 ranks on n1, n2; 2.0 us, 5.00 GB/s; no GPU"
+    )
+    gpu = {
+        **FOUND,
+        "takes_device_memory": True,
+        "device_message": "passed",
+        "device": {**HOST, "bytes_per_s": 2e10},
+    }
     assert describe_probe(gpu).endswith("; MPI takes device memory, 2.0 us, 20.00 GB/s")
     staged = {**gpu, "device_message": "not taken"}
-    assert describe_probe(staged).endswith("; device memory goes through the host: though MPI claims to take it")
+    assert describe_probe(staged).endswith(
+        "; device memory goes through the host: though MPI claims to take it"
+    )
     shown = probe_table({**gpu, "cluster": "mini"})
     assert "GPU to GPU" in shown and "machine.link_bytes_per_s=5e+09" in shown
 
@@ -178,9 +266,13 @@ exit {code}"""
 
 
 def test_a_job_probes_once(
-    slurm: FakeSlurm, resolved: Callable[..., RunSpec], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    slurm: FakeSlurm,
+    resolved: Callable[..., RunSpec],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    spec, folder = on(resolved, tmp_path), RunFolder(tmp_path / "run")
+    spec = on(resolved, tmp_path)
+    folder = RunFolder(tmp_path / "run")
     folder.logs.mkdir(parents=True)
     probe_json(folder).write_text("of an earlier attempt")
     found = tmp_path / "found.json"
@@ -194,8 +286,11 @@ def test_a_job_probes_once(
     assert is_known(spec) and json.loads(probe_json(folder).read_text())["mpi"] == FOUND["mpi"]
 
 
-def test_a_failed_probe_is_not_kept(slurm: FakeSlurm, resolved: Callable[..., RunSpec], tmp_path: Path) -> None:
-    spec, folder = on(resolved, tmp_path), RunFolder(tmp_path / "run")
+def test_a_failed_probe_is_not_kept(
+    slurm: FakeSlurm, resolved: Callable[..., RunSpec], tmp_path: Path
+) -> None:
+    spec = on(resolved, tmp_path)
+    folder = RunFolder(tmp_path / "run")
     folder.logs.mkdir(parents=True)
     slurm.does("srun", "echo no PMI here; exit 1")
     for _ in range(2):
@@ -207,7 +302,8 @@ def test_a_failed_probe_is_not_kept(slurm: FakeSlurm, resolved: Callable[..., Ru
 def test_a_probe_that_is_stopped_is_no_failure_and_not_kept(
     resolved: Callable[..., RunSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec, folder = on(resolved, tmp_path), RunFolder(tmp_path / "run")
+    spec = on(resolved, tmp_path)
+    folder = RunFolder(tmp_path / "run")
     stopped = Ended(-15, (), stopped_by="SIGTERM")
     monkeypatch.setattr(mpi_probe, "run_ranks", lambda *words, **more: stopped)
     assert probe_in_job(spec, job_spec(spec), folder, {}) is stopped
@@ -215,15 +311,24 @@ def test_a_probe_that_is_stopped_is_no_failure_and_not_kept(
 
 
 def test_the_probes_own_job(
-    slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    slurm: FakeSlurm,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A stand-in runs the very script, whose srun leaves an answer; its job has left the queue then."""
+    """A stand-in runs the very script, whose srun leaves an answer.
+
+    Its job has left the queue then.
+    """
     monkeypatch.setenv("GEMS_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("SBATCH_ACCOUNT", "physics")
     found = tmp_path / "found.json"
     found.write_text(json.dumps({**FOUND, "utc": datetime.now(UTC).isoformat()}))
     slurm.does("srun", SRUN.format(found=found, code=0))
-    slurm.does("sbatch", 'for word; do :; done; /bin/sh "$word" && echo "No maintenance. Submitted batch job 7"')
+    slurm.does(
+        "sbatch",
+        'for word; do :; done; /bin/sh "$word" && echo "No maintenance. Submitted batch job 7"',
+    )
     slurm.says("squeue", error="slurm_load_jobs error: Invalid job id specified", code=1)
     words = ["cluster=mini", f"runs_dir='{tmp_path / 'my runs'}'"]
     assert probe(words, Options(json=True)) == 0
@@ -246,13 +351,16 @@ def test_a_job_that_does_not_start_is_cancelled(
     slurm.says("squeue", "7|PENDING|N/A|Resources|probe")
     slurm.says("scancel")
     with pytest.raises(
-        StalledError, match=r"job 7 has not ended within 0\.005 min \(PENDING Resources\), and is cancelled"
+        StalledError,
+        match=r"job 7 has not ended within 0\.005 min \(PENDING Resources\), and is cancelled",
     ):
         probe(["cluster=mini", f"runs_dir={tmp_path}"], Options())
     assert slurm.asked()[-1] == "scancel 7"
 
 
-def test_a_job_whose_submission_is_interrupted_is_cancelled(slurm: FakeSlurm, tmp_path: Path) -> None:
+def test_a_job_whose_submission_is_interrupted_is_cancelled(
+    slurm: FakeSlurm, tmp_path: Path
+) -> None:
     slurm.does("sbatch", f"kill -INT {os.getpid()}; echo Submitted batch job 7")
     slurm.says("scancel")
     with pytest.raises(KeyboardInterrupt):

@@ -1,4 +1,7 @@
-"""When the launcher ends the ranks: after a failure, once all are still by its own clock, or without a run folder."""
+"""When the launcher ends the ranks.
+
+After a failure, once all are still by its own clock, or without a run folder.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,9 @@ def watch(
     """Watch for some seconds, and return why the ranks are to be ended, if they are."""
     watch = RankWatch(folder, job_spec(resolved("cluster=mini")), LIMIT_S, output, lambda: None)
 
-    def go_on(seconds: float, each_s: float = 1.1, turn: Callable[[], None] = lambda: None) -> Reason | None:
+    def go_on(
+        seconds: float, each_s: float = 1.1, turn: Callable[[], None] = lambda: None
+    ) -> Reason | None:
         end_s = clock.now_s + seconds
         while clock.now_s < end_s and not watch.is_over():
             clock.now_s += each_s
@@ -74,12 +79,17 @@ def ranks(folder: RunFolder, *actions: str, step: int = 7) -> list[Heartbeat]:
 
 @pytest.mark.parametrize("ahead_s", [0, 3600, -3600])
 def test_ranks_that_are_all_still_have_stalled_whatever_their_clock_says(
-    watch: Callable[..., Reason | None], folder: RunFolder, monkeypatch: pytest.MonkeyPatch, ahead_s: int,
+    watch: Callable[..., Reason | None],
+    folder: RunFolder,
+    monkeypatch: pytest.MonkeyPatch,
+    ahead_s: int,
     output: LauncherOutput,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr(heartbeat_module, "_clock_ns", heartbeat_module._clock_ns + ahead_s * 10**9)
     beats = ranks(folder, "0F1", "1F0", "2F0", "3F0")
-    assert watch(10 * LIMIT_S, turn=lambda: beats[2].live("2RECV_F1")) is None, "one rank shows signs of life"
+    assert watch(10 * LIMIT_S, turn=lambda: beats[2].live("2RECV_F1")) is None, (
+        "one rank shows signs of life"
+    )
     assert watch(LIMIT_S + MARGIN_S - 3) is None
     assert watch(8) is Reason.STALLED
     found = json.loads(folder.stalled_json.read_text())
@@ -109,7 +119,9 @@ def test_ranks_that_have_yet_to_start_are_waited_for(watch: Callable[..., Reason
     assert watch(100 * LIMIT_S) is None
 
 
-def test_a_folder_that_is_gone_ends_the_ranks(watch: Callable[..., Reason | None], folder: RunFolder) -> None:
+def test_a_folder_that_is_gone_ends_the_ranks(
+    watch: Callable[..., Reason | None], folder: RunFolder
+) -> None:
     ranks(folder, "0F1")
     assert watch(3) is None
     moved = folder.path.rename(folder.path.with_name("elsewhere"))
@@ -129,11 +141,17 @@ def test_a_file_system_that_does_not_answer_is_no_missing_folder(
         assert watch(10) is None
 
 
-@pytest.mark.parametrize(("line", "limit_s"), [("srun: error: n1: task 0: Killed", 2.0), ("", 10.0)])
+@pytest.mark.parametrize(
+    ("line", "limit_s"), [("srun: error: n1: task 0: Killed", 2.0), ("", 10.0)]
+)
 def test_a_failed_rank_that_ends_nobody_else(
-    watch: Callable[..., Reason | None], folder: RunFolder, output: LauncherOutput, write_failed: Callable[..., None],
-    line: str, limit_s: float,
-) -> None:  # fmt: skip
+    watch: Callable[..., Reason | None],
+    folder: RunFolder,
+    output: LauncherOutput,
+    write_failed: Callable[..., None],
+    line: str,
+    limit_s: float,
+) -> None:
     output.feed_line(line)
     if not line:
         write_failed(folder, 0, "2026", "ValueError: bad")

@@ -1,4 +1,7 @@
-"""A run that saved and stopped, or that SLURM ended: what it is called, and whether it starts again."""
+"""A run that saved and stopped, or that SLURM ended.
+
+What it is called, and whether it starts again.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +39,15 @@ pytestmark = pytest.mark.timeout(120)
 CLEAN = Ended(0, ())
 
 
-def shown(left_s: float = 3000, restarts: int = 0, preempted: str = "None", state: str = "RUNNING") -> str:
+def shown(
+    left_s: float = 3000, restarts: int = 0, preempted: str = "None", state: str = "RUNNING"
+) -> str:
     """Return a line as `scontrol show job --oneliner` does."""
     end = datetime.now() + timedelta(seconds=left_s)
     return (
-        f"JobId=41 JobName=my run=x JobState={state} Reason=None Requeue=1 Restarts={restarts} TimeLimit=01:00:00 "
-        f"EndTime={end:%Y-%m-%dT%H:%M:%S} PreemptEligibleTime=Unknown PreemptTime={preempted}"
+        f"JobId=41 JobName=my run=x JobState={state} Reason=None Requeue=1 Restarts={restarts}"
+        f" TimeLimit=01:00:00 EndTime={end:%Y-%m-%dT%H:%M:%S} PreemptEligibleTime=Unknown"
+        f" PreemptTime={preempted}"
     )
 
 
@@ -58,14 +64,17 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
 
 @pytest.fixture
 def in_job(
-    tiny: Tiny, resolved: Callable[..., RunSpec], collected: list[RunFolder], monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny,
+    resolved: Callable[..., RunSpec],
+    collected: list[RunFolder],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[..., tuple[int, RunFolder]]:
     """Launch a run of cluster=mini whose ranks end as told, and leave this stopped.json."""
     folder, _ = tiny()
 
     def go(
         stopped: dict[str, Any] | None, ended: Ended = CLEAN, cluster: dict[str, Any] | None = None
-    ) -> tuple[int, RunFolder]:  # fmt: skip
+    ) -> tuple[int, RunFolder]:
         spec = resolved("cluster=mini")
         spec = replace(spec, cluster=replace(spec.cluster, **(cluster or {})))
 
@@ -87,25 +96,38 @@ def scontrol(slurm: FakeSlurm, line: str, refuses: str = "") -> None:
 
 
 def test_a_run_out_of_time_is_put_back_until_the_bound(
-    slurm: FakeSlurm, in_job: Callable[..., tuple[int, RunFolder]], collected: list[RunFolder],
-    capfd: pytest.CaptureFixture[str]
-) -> None:  # fmt: skip
+    slurm: FakeSlurm,
+    in_job: Callable[..., tuple[int, RunFolder]],
+    collected: list[RunFolder],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     scontrol(slurm, shown(left_s=100))
     for number in (1, 2):
-        code, folder = in_job({"step": 10 * number, "reason": "SIGUSR2"}, cluster={"max_requeues": 2})
+        code, folder = in_job(
+            {"step": 10 * number, "reason": "SIGUSR2"}, cluster={"max_requeues": 2}
+        )
         status = folder.read_status()
         assert (code, status["state"], status["exit_code"]) == (0, "requeued", 0)
-        assert (status["job_id"], status["stopped_step"], status["requeue_count"]) == ("41", 10 * number, number)
+        assert (status["job_id"], status["stopped_step"], status["requeue_count"]) == (
+            "41",
+            10 * number,
+            number,
+        )
         assert "scontrol requeue 41" in slurm.asked()
         assert "(time limit); it starts again by itself" in capfd.readouterr().err
     asked = slurm.asked().count("scontrol requeue 41")
     code, folder = in_job({"step": 30, "reason": "SIGUSR2"}, cluster={"max_requeues": 2})
     status = folder.read_status()
-    assert (code, status["state"], status["stopped_step"], status["requeue_count"]) == (0, "stopped", 30, 2)
+    assert (code, status["state"], status["stopped_step"], status["requeue_count"]) == (
+        0,
+        "stopped",
+        30,
+        2,
+    )
     assert slurm.asked().count("scontrol requeue 41") == asked == 2
     assert capfd.readouterr().err.splitlines() == [
-        "jobs: the run saved before step 30 and stopped (time limit); it has started again 2 times, which is "
-        "cluster.max_requeues; the same command resumes at step 30"
+        "jobs: the run saved before step 30 and stopped (time limit); it has started again 2 times,"
+        " which is cluster.max_requeues; the same command resumes at step 30"
     ]
     assert collected == [folder]  # what is stopped for good is collected, what goes on is not
     assert [row["step"] for row in read_json(folder.path / "requeues.json")["requeues"]] == [10, 20]
@@ -114,7 +136,8 @@ def test_a_run_out_of_time_is_put_back_until_the_bound(
 def test_a_run_that_exceeds_its_memory_is_put_back_until_the_bound(
     tmp_path: Path, resolved: Callable[..., RunSpec]
 ) -> None:
-    folder, cluster = RunFolder(tmp_path), replace(resolved("cluster=pbs").cluster, max_requeues=1)
+    folder = RunFolder(tmp_path)
+    cluster = replace(resolved("cluster=pbs").cluster, max_requeues=1)
     assert own_job.requeue_refusal(folder, cluster, FailureCause.HOST_MEMORY) is None
     own_job.add_requeue(folder, FailureCause.HOST_MEMORY, own_job.LAUNCHER, 7)
     refusal = own_job.requeue_refusal(folder, cluster, FailureCause.HOST_MEMORY)
@@ -128,19 +151,33 @@ def test_a_preempted_run_is_put_back_beyond_the_bound(
     for number in (1, 2, 3):
         _, folder = in_job({"step": number, "reason": "SIGTERM"}, cluster={"max_requeues": 1})
         assert folder.read_status()["state"] == "requeued"
-    assert {row["why"] for row in read_json(folder.path / "requeues.json")["requeues"]} == {"preempted"}
+    assert {row["why"] for row in read_json(folder.path / "requeues.json")["requeues"]} == {
+        "preempted"
+    }
 
 
 @pytest.mark.parametrize(
     ("line", "cluster", "cause"),
     [
-        (shown(), {}, "saved before step 7 and stopped (SIGUSR2)"),  # a user's own, long before the end
+        (
+            shown(),
+            {},
+            "saved before step 7 and stopped (SIGUSR2)",
+        ),  # a user's own, long before the end
         (shown(left_s=100), {"max_requeues": 0}, "(time limit); cluster.max_requeues=0"),
-        (shown(left_s=100), {"sbatch": {"no_requeue": True}}, "the job was submitted with no-requeue"),
+        (
+            shown(left_s=100),
+            {"sbatch": {"no_requeue": True}},
+            "the job was submitted with no-requeue",
+        ),
     ],
 )
 def test_a_run_that_is_to_stay_stopped(
-    slurm: FakeSlurm, in_job: Callable[..., tuple[int, RunFolder]], line: str, cluster: dict[str, Any], cause: str
+    slurm: FakeSlurm,
+    in_job: Callable[..., tuple[int, RunFolder]],
+    line: str,
+    cluster: dict[str, Any],
+    cause: str,
 ) -> None:
     scontrol(slurm, line)
     code, folder = in_job({"step": 7, "reason": "SIGUSR2"}, cluster=cluster)
@@ -153,7 +190,9 @@ def test_a_run_that_is_to_stay_stopped(
 def test_a_refused_requeue_is_a_new_job(
     slurm: FakeSlurm, in_job: Callable[..., tuple[int, RunFolder]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scontrol(slurm, shown(left_s=100), refuses="Requested operation is presently disabled for job 41")
+    scontrol(
+        slurm, shown(left_s=100), refuses="Requested operation is presently disabled for job 41"
+    )
     slurm.does("sbatch", "echo Submitted batch job 42")
     _, folder = in_job({"step": 7, "reason": "SIGUSR2"})
     status = folder.read_status()
@@ -166,7 +205,10 @@ def test_a_job_that_slurm_puts_back_is_not_submitted_anew_though_the_answer_is_l
 ) -> None:
     """SLURM ends all processes of the job, among them the one that asked for it."""
     log = slurm.here / "41.out"
-    put_back = "slurmstepd-n1: error: *** JOB 41 ON n1 CANCELLED AT 2026-11-21T21:45:47 DUE TO JOB REQUEUE ***"
+    put_back = (
+        "slurmstepd-n1: error: *** JOB 41 ON n1 CANCELLED AT 2026-11-21T21:45:47 DUE TO JOB"
+        " REQUEUE ***"
+    )
     log.write_text(f"{put_back}\n")
     monkeypatch.setattr(own_job, "_stderr", lambda: log)
     monkeypatch.setattr(own_job, "LOG_START_BYTES", log.stat().st_size)
@@ -209,21 +251,37 @@ def test_slurm_that_does_not_answer_is_taken_to_end_the_time(
     [
         ("", shown(), "cancelled", "was cancelled"),
         (" DUE TO TIME LIMIT", shown(left_s=-1), "failed", "reached its time limit"),
-        (" DUE TO PREEMPTION", shown(restarts=1), "requeued", "was preempted; SLURM starts it again"),
+        (
+            " DUE TO PREEMPTION",
+            shown(restarts=1),
+            "requeued",
+            "was preempted; SLURM starts it again",
+        ),
         (" DUE TO PREEMPTION", shown(), "failed", "was preempted"),
-        (" DUE TO JOB REQUEUE", shown(restarts=1), "requeued", "was ended by SLURM: requeued; SLURM starts it again"),
+        (
+            " DUE TO JOB REQUEUE",
+            shown(restarts=1),
+            "requeued",
+            "was ended by SLURM: requeued; SLURM starts it again",
+        ),
         (" DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS", shown(), "failed", "lost a node"),
     ],
-)  # fmt: skip
+)
 def test_who_ended_a_run_that_has_not_saved(
-    slurm: FakeSlurm, in_job: Callable[..., tuple[int, RunFolder]], monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path, said: str, line: str, state: str, cause: str,
-) -> None:  # fmt: skip
+    slurm: FakeSlurm,
+    in_job: Callable[..., tuple[int, RunFolder]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    said: str,
+    line: str,
+    state: str,
+    cause: str,
+) -> None:
     scontrol(slurm, line)
     log = tmp_path / "41.out"
     log.write_text(
-        "slurmstepd-n1: error: *** JOB 40 ON n1 CANCELLED AT 2026-11-21T21:45:47 DUE TO TIME LIMIT ***\n"
-        f"slurmstepd-n1: error: *** JOB 41 ON n1 CANCELLED AT 2026-11-21T21:45:47{said} ***\n"
+        "slurmstepd-n1: error: *** JOB 40 ON n1 CANCELLED AT 2026-11-21T21:45:47 DUE TO TIME LIMIT"
+        f" ***\nslurmstepd-n1: error: *** JOB 41 ON n1 CANCELLED AT 2026-11-21T21:45:47{said} ***\n"
     )
     kill_reason = own_job.kill_reason
     monkeypatch.setattr(own_job, "kill_reason", lambda: kill_reason(log))
@@ -232,7 +290,12 @@ def test_who_ended_a_run_that_has_not_saved(
     status = folder.read_status()
     assert (code, status["state"], status["cause"], status["exit_code"]) == (143, state, cause, 143)
     assert status.get("node") == ("n2" if tail else None)
-    words = {"TIME LIMIT": "time limit", "PREEMPTION": "preempted", "NODE FAILURE": "node failed", "": "cancelled"}
+    words = {
+        "TIME LIMIT": "time limit",
+        "PREEMPTION": "preempted",
+        "NODE FAILURE": "node failed",
+        "": "cancelled",
+    }
     reason = said.removeprefix(" DUE TO ").partition(",")[0]
     assert status["cause_class"] == words.get(reason, "killed")
     assert status.get("requeue_count") == (1 if state == "requeued" else None)
@@ -242,13 +305,22 @@ def test_who_ended_a_run_that_has_not_saved(
     ("text", "cause", "what"),
     [
         ("mem 17gb exceeded limit 16gb", FailureCause.HOST_MEMORY, "exceeded its memory limit"),
-        ("cput 9 exceeded limit 8", FailureCause.KILLED, "was ended by PBS: cput 9 exceeded limit 8"),
+        (
+            "cput 9 exceeded limit 8",
+            FailureCause.KILLED,
+            "was ended by PBS: cput 9 exceeded limit 8",
+        ),
     ],
 )
 def test_a_run_that_pbs_ended_names_pbs(
-    tiny: Tiny, resolved: Callable[..., RunSpec], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-    text: str, cause: FailureCause, what: str,
-) -> None:  # fmt: skip
+    tiny: Tiny,
+    resolved: Callable[..., RunSpec],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    text: str,
+    cause: FailureCause,
+    what: str,
+) -> None:
     monkeypatch.setenv("PBS_JOBID", "41.server")
     monkeypatch.setattr(own_job, "own_job", lambda: None)
     log = tmp_path / "41.OU"
@@ -264,21 +336,38 @@ def test_a_run_that_pbs_ended_names_pbs(
 @pytest.mark.parametrize("ended", [Ended(143, (), stopped_by="SIGTERM"), CLEAN])
 @pytest.mark.parametrize(
     ("said", "restarts", "state", "code"),
-    [("", 0, "cancelled", 143), (" DUE TO PREEMPTION", 1, "requeued", 0), (" DUE TO TIME LIMIT", 0, "requeued", 0)],
-)  # fmt: skip
+    [
+        ("", 0, "cancelled", 143),
+        (" DUE TO PREEMPTION", 1, "requeued", 0),
+        (" DUE TO TIME LIMIT", 0, "requeued", 0),
+    ],
+)
 def test_a_run_that_saved_while_slurm_ended_it(
-    slurm: FakeSlurm, in_job: Callable[..., tuple[int, RunFolder]], monkeypatch: pytest.MonkeyPatch,
-    ended: Ended, said: str, restarts: int, state: str, code: int,
-) -> None:  # fmt: skip
+    slurm: FakeSlurm,
+    in_job: Callable[..., tuple[int, RunFolder]],
+    monkeypatch: pytest.MonkeyPatch,
+    ended: Ended,
+    said: str,
+    restarts: int,
+    state: str,
+    code: int,
+) -> None:
     """One whose ranks were quick to save when scancel sent them SIGTERM is cancelled all the same."""
     scontrol(slurm, shown(left_s=0, restarts=restarts, state="COMPLETING"))
     log = slurm.here / "41.out"
-    log.write_text(f"slurmstepd-n1: error: *** JOB 41 ON n1 CANCELLED AT 2026-11-21T21:45:47{said} ***\n")
+    log.write_text(
+        f"slurmstepd-n1: error: *** JOB 41 ON n1 CANCELLED AT 2026-11-21T21:45:47{said} ***\n"
+    )
     kill_reason = own_job.kill_reason
     monkeypatch.setattr(own_job, "kill_reason", lambda: kill_reason(log))
     found, folder = in_job({"step": 7, "reason": "SIGTERM"}, ended)
     status = folder.read_status()
-    assert (found, status["exit_code"], status["state"], status["stopped_step"]) == (code, code, state, 7)
+    assert (found, status["exit_code"], status["state"], status["stopped_step"]) == (
+        code,
+        code,
+        state,
+        7,
+    )
     is_asked = "scontrol requeue 41" in slurm.asked()
     assert is_asked == (state == "requeued" and not restarts)
 
@@ -289,7 +378,11 @@ def test_a_cancelled_run_that_saved_is_not_put_back(
     """`jobs cancel` leaves its mark before scancel, whose signal may come to the ranks first."""
     scontrol(slurm, shown(left_s=10))
     archive = RunFolder.archive
-    marks = lambda folder, **more: (archive(folder, **more), write_json(folder.cancelled_json, {"by": "me"}))  # noqa: E731
+
+    def marks(folder, **more):
+        archive(folder, **more)
+        write_json(folder.cancelled_json, {"by": "me"})
+
     monkeypatch.setattr(RunFolder, "archive", marks)
     code, folder = in_job({"step": 7, "reason": "SIGTERM"})
     assert (code, folder.read_status()["state"]) == (143, "cancelled")
@@ -299,7 +392,9 @@ def test_a_cancelled_run_that_saved_is_not_put_back(
 def test_the_words_of_a_terminal_or_pipe_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "41")
     program = "from jobs.launch.own_job import kill_reason; print(kill_reason())"
-    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert (ended.stdout, ended.stderr) == ("None\n", "")
 
 
@@ -309,7 +404,9 @@ def test_sigusr2_makes_a_run_here_save_and_stop(
     folder, spec = tiny(TINY="stop:all")
 
     def ask() -> None:
-        wait_until(lambda: all((b := read_beat(folder.heartbeat(k))) and b.step == 12 for k in range(4)))
+        wait_until(
+            lambda: all((b := read_beat(folder.heartbeat(k))) and b.step == 12 for k in range(4))
+        )
         os.kill(os.getpid(), signal.SIGUSR2)
 
     asker = threading.Thread(target=ask)
@@ -318,14 +415,25 @@ def test_sigusr2_makes_a_run_here_save_and_stop(
     code = launch(folder, spec)
     asker.join()
     status = folder.read_status()
-    assert (code, status["state"], status["exit_code"], status["stopped_step"]) == (0, "stopped", 0, 13)
+    assert (code, status["state"], status["exit_code"], status["stopped_step"]) == (
+        0,
+        "stopped",
+        0,
+        13,
+    )
     assert read_json(folder.stop_json)["by"].startswith("launcher ")
     (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("jobs: ")]
-    assert line == "jobs: the run saved before step 13 and stopped (SIGUSR2); the same command resumes at step 13"
+    assert (
+        line
+        == "jobs: the run saved before step 13 and stopped (SIGUSR2); the same command resumes at"
+        " step 13"
+    )
     assert collected == [folder]
     assert signal.getsignal(signal.SIGUSR2) == before
     spec.cluster.environment["TINY"] = ""
-    assert launch(folder, spec) == 0  # neither the request nor the stop is taken for one of this attempt
+    assert (
+        launch(folder, spec) == 0
+    )  # neither the request nor the stop is taken for one of this attempt
     assert folder.read_status()["state"] == "finished"
     assert (folder.path / "attempts" / "001" / "stop.json").exists()
 

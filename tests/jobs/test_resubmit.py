@@ -26,11 +26,16 @@ Resubmit = Callable[..., tuple[str, str]]
 
 @pytest.fixture
 def prepared(prepared: Prepared, slurm: FakeSlurm) -> Prepared:
-    """Prepare runs that need no profile, where there is no SLURM; then they fail, unless another state is given."""
+    """Prepare runs that need no profile, where there is no SLURM.
+
+    Then they fail, unless another state is given.
+    """
 
     def make(name: str = "one", state: str = "failed", **more: Any) -> RunFolder:
         folder = prepared(name, "partition=even")
-        folder.write_status(state, **{"job_id": "41", "cause": "ValueError: bad", "exit_code": 4, **more})
+        folder.write_status(
+            state, **{"job_id": "41", "cause": "ValueError: bad", "exit_code": 4, **more}
+        )
         return folder
 
     return make
@@ -38,7 +43,10 @@ def prepared(prepared: Prepared, slurm: FakeSlurm) -> Prepared:
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[RunSpec]:
-    """Put a note in the place of SLURM: the run is prepared as it would be, and gets a job's number."""
+    """Put a note in the place of SLURM.
+
+    The run is prepared as it would be, and gets a job's number.
+    """
     seen: list[RunSpec] = []
 
     def note(spec: RunSpec, *, assume_yes: bool, force: bool) -> int:
@@ -83,12 +91,19 @@ def test_it_goes_on_in_its_folder_with_more_time(
     assert folder.read_spec().cluster.minutes == 30
 
 
-def test_bad_nodes_of_its_cluster_are_left_out(prepared: Prepared, resubmit: Resubmit, sent: list[RunSpec]) -> None:
+def test_bad_nodes_of_its_cluster_are_left_out(
+    prepared: Prepared, resubmit: Resubmit, sent: list[RunSpec]
+) -> None:
     folder = prepared()
     nodes = NodeBlocklist(folder.path.parent)
     now = folder.read_status()["updated_utc"]
-    for cluster, node, run in (("mini", "n2", "x"), ("mini", "n2", "y"), ("mini", "n3", "x"), ("frontier", "n7", "x"),
-                               ("frontier", "n7", "y")):  # fmt: skip
+    for cluster, node, run in (
+        ("mini", "n2", "x"),
+        ("mini", "n2", "y"),
+        ("mini", "n3", "x"),
+        ("frontier", "n7", "x"),
+        ("frontier", "n7", "y"),
+    ):
         nodes.add(cluster, node, "device failed", run, now)
     out, _ = resubmit("one", "cluster.exclude=[n5]")
     assert out.endswith("without nodes n5, n2, from its start\n")
@@ -99,10 +114,16 @@ def test_a_node_that_has_just_failed_is_noted_on_the_way(
     prepared: Prepared, resubmit: Resubmit, sent: list[RunSpec]
 ) -> None:
     folder = prepared()
-    NodeBlocklist(folder.path.parent).add("mini", "n1", "device failed", "x", folder.read_status()["updated_utc"])
+    NodeBlocklist(folder.path.parent).add(
+        "mini", "n1", "device failed", "x", folder.read_status()["updated_utc"]
+    )
     folder.logs.joinpath("ranks.log").write_text("srun: error: Node failure on n1\n")
     out, err = resubmit("one")
-    assert "without node n1" in out and sent[0].cluster.exclude == ["n1"] and "has failed 2 times" in err
+    assert (
+        "without node n1" in out
+        and sent[0].cluster.exclude == ["n1"]
+        and "has failed 2 times" in err
+    )
 
 
 def test_too_few_nodes_left_are_told(
@@ -110,7 +131,9 @@ def test_too_few_nodes_left_are_told(
 ) -> None:
     folder = prepared()
     for run in "xy":
-        NodeBlocklist(folder.path.parent).add("mini", "n2", "device failed", run, folder.read_status()["updated_utc"])
+        NodeBlocklist(folder.path.parent).add(
+            "mini", "n2", "device failed", run, folder.read_status()["updated_utc"]
+        )
     slurm.says("scontrol", "n2")
     slurm.says("sinfo", "n1", "n2", "n3")
     assert "without node n2" in resubmit("one")[0]
@@ -118,12 +141,13 @@ def test_too_few_nodes_left_are_told(
     folder.write_status("failed", cause="ValueError: bad", exit_code=4)
     out, _ = resubmit("one", code=2)
     assert out.endswith(
-        "refused, cluster.exclude=n2: leaves 1 of the 2 nodes of partition debug, and the run needs 2; "
-        "a node that is sound: jobs diagnose --unblock n2\n"
+        "refused, cluster.exclude=n2: leaves 1 of the 2 nodes of partition debug, and the run needs"
+        " 2; a node that is sound: jobs diagnose --unblock n2\n"
     )
     assert len(sent) == 1 and slurm.asked()[-2:] == [
-        "sinfo --all --noheader --Node --partition=debug --format=%N", "scontrol show hostnames n2",
-    ]  # fmt: skip
+        "sinfo --all --noheader --Node --partition=debug --format=%N",
+        "scontrol show hostnames n2",
+    ]
 
 
 def test_keys_that_are_part_of_the_run_give_it_a_new_folder(
@@ -135,7 +159,9 @@ def test_keys_that_are_part_of_the_run_give_it_a_new_folder(
     assert f"in {RunFolder.of(sent[0]).path}, for these keys are part of the run" in out
 
 
-def test_a_new_folder_resumes_from_the_old_one(prepared: Prepared, resubmit: Resubmit, sent: list[RunSpec]) -> None:
+def test_a_new_folder_resumes_from_the_old_one(
+    prepared: Prepared, resubmit: Resubmit, sent: list[RunSpec]
+) -> None:
     folder = prepared()
     checkpoint(folder, 3)
     resubmit("one", "train.steps=7")
@@ -158,7 +184,12 @@ def test_a_new_folder_resumes_from_the_old_one(prepared: Prepared, resubmit: Res
     ],
 )
 def test_what_is_refused(
-    prepared: Prepared, resubmit: Resubmit, sent: list[RunSpec], state: str, more: dict[str, Any], says: str
+    prepared: Prepared,
+    resubmit: Resubmit,
+    sent: list[RunSpec],
+    state: str,
+    more: dict[str, Any],
+    says: str,
 ) -> None:
     prepared("one", state, **more)
     out, _ = resubmit("one", code=1)
@@ -166,7 +197,9 @@ def test_what_is_refused(
     assert sent == []
 
 
-def test_it_is_sent_all_the_same_when_one_insists(prepared: Prepared, resubmit: Resubmit, sent: list[RunSpec]) -> None:
+def test_it_is_sent_all_the_same_when_one_insists(
+    prepared: Prepared, resubmit: Resubmit, sent: list[RunSpec]
+) -> None:
     prepared("a", "failed", cause="data.path=/x: does not exist", exit_code=2)
     prepared("b", "finished", exit_code=0)
     prepared("c", "failed", cause="cluster.mpi=x: MPI sees a world of 1", exit_code=2)
@@ -186,13 +219,17 @@ def test_it_is_sent_all_the_same_when_one_insists(prepared: Prepared, resubmit: 
         (("none",), "is no run and no study"),
     ],
 )
-def test_wrong_words_are_one_line(prepared: Prepared, resubmit: Resubmit, words: tuple[str, ...], says: str) -> None:
+def test_wrong_words_are_one_line(
+    prepared: Prepared, resubmit: Resubmit, words: tuple[str, ...], says: str
+) -> None:
     prepared()
     out, err = resubmit(*words, code=2)
     assert says in out + err and len((out + err).splitlines()) == 1
 
 
-@pytest.mark.parametrize("word", ["cluster.exclude=['$(touch owned)']", "cluster.exclude=['-n1']", "cluster.minutes=x"])
+@pytest.mark.parametrize(
+    "word", ["cluster.exclude=['$(touch owned)']", "cluster.exclude=['-n1']", "cluster.minutes=x"]
+)
 def test_a_value_that_cannot_be_is_refused(
     prepared: Prepared, resubmit: Resubmit, sent: list[RunSpec], word: str
 ) -> None:
@@ -204,18 +241,35 @@ def test_a_value_that_cannot_be_is_refused(
 def test_of_a_study_the_failed_points_are_sent_and_with_force_one_by_one(
     tmp_path: Path, prepared: Prepared, resubmit: Resubmit, sent: list[RunSpec]
 ) -> None:
-    folders = [prepared("a"), prepared("b", "finished", exit_code=0), prepared("c"), prepared("d", "submitted")]
+    folders = [
+        prepared("a"),
+        prepared("b", "finished", exit_code=0),
+        prepared("c"),
+        prepared("d", "submitted"),
+    ]
     record = StudyRecord(tmp_path / "runs" / "grid")
-    record.begin([*((each.path.name, each.path) for each in folders), ("e", tmp_path / "runs" / "e-12345678")])
+    record.begin(
+        [
+            *((each.path.name, each.path) for each in folders),
+            ("e", tmp_path / "runs" / "e-12345678"),
+        ]
+    )
     rows = json.loads(resubmit("grid", "--json", code=2)[0])["runs"]
     assert [(row["run"], row["outcome"]) for row in rows] == [
-        (folders[0].path.name, "refused"), (folders[2].path.name, "refused")
-    ]  # fmt: skip
+        (folders[0].path.name, "refused"),
+        (folders[2].path.name, "refused"),
+    ]
     assert all("needs sbatch, which is not on PATH" in row["why"] for row in rows) and sent == []
-    assert {folder.path.name for _, folder in record.points()} == {*(each.path.name for each in folders), "e-12345678"}
+    assert {folder.path.name for _, folder in record.points()} == {
+        *(each.path.name for each in folders),
+        "e-12345678",
+    }
     rows = json.loads(resubmit("grid", "--json", "--force")[0])["runs"]
     assert [spec.name for spec in sent] == ["a", "c"]
-    assert [(row["outcome"], row["job_id"]) for row in rows] == [("submitted", "42"), ("submitted", "43")]
+    assert [(row["outcome"], row["job_id"]) for row in rows] == [
+        ("submitted", "42"),
+        ("submitted", "43"),
+    ]
 
 
 def test_a_refused_submission_is_told_and_the_others_go_on(
@@ -260,11 +314,18 @@ def test_the_cost_of_a_studys_points_is_confirmed_together(
 ) -> None:
     StudyRecord(tmp_path / "runs" / "grid").begin([(name, prepared(name).path) for name in "ab"])
     out, _ = resubmit("grid", *COSTLY, code=2)
-    assert [line.partition("; add ")[2] for line in out.splitlines()] == ["--yes"] * 2 and "2 jobs" in out
+    assert [line.partition("; add ")[2] for line in out.splitlines()] == [
+        "--yes"
+    ] * 2 and "2 jobs" in out
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     monkeypatch.setattr("jobs.preflight.cost.ask_yes", lambda question: False)
-    assert resubmit("grid", *COSTLY, code=1)[0].count(": refused, its cost was not confirmed\n") == 2
-    assert resubmit("grid", *COSTLY, "--yes", code=2)[0].count("needs sbatch, which is not on PATH") == 2
+    assert (
+        resubmit("grid", *COSTLY, code=1)[0].count(": refused, its cost was not confirmed\n") == 2
+    )
+    assert (
+        resubmit("grid", *COSTLY, "--yes", code=2)[0].count("needs sbatch, which is not on PATH")
+        == 2
+    )
 
 
 def test_a_run_that_was_moved_goes_on_where_it_is(

@@ -26,7 +26,10 @@ def test_a_run_killed_in_any_step_ends_with_the_bits_of_one_that_was_not(tmp_pat
     whole = run(tmp_path, [*SMALL, "name=whole"])
     assert run_and_kill(tmp_path, [*SMALL, "name=killed"], random.Random(5)) is not None
     (killed,) = tmp_path.glob("killed-*")
-    assert read_json(killed / "status.json")["state"] == "failed" and not (killed / "result.json").exists()
+    assert (
+        read_json(killed / "status.json")["state"] == "failed"
+        and not (killed / "result.json").exists()
+    )
     assert run(tmp_path, [*SMALL, "name=killed"]) == killed
     found = bits(whole, killed, STEPS)
     assert found["equal_losses"] and found["equal_weights"]

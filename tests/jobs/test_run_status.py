@@ -71,9 +71,14 @@ def beat(folder: RunFolder, step: int, action: str, age_s: float = 0.0, rank: in
     ],
 )
 def test_states(
-    state: str, more: dict[str, Any], queue: str | None, accounting: str | None, expected: str,
-    prepared: Prepared, slurm: FakeSlurm,
-) -> None:  # fmt: skip
+    state: str,
+    more: dict[str, Any],
+    queue: str | None,
+    accounting: str | None,
+    expected: str,
+    prepared: Prepared,
+    slurm: FakeSlurm,
+) -> None:
     """A command that is None is not there; one that is empty knows no job."""
     for name, line in (("squeue", queue), ("sacct", accounting)):
         if line is not None:
@@ -85,7 +90,9 @@ def test_states(
     knew = [line for line in (queue, accounting) if line]
     if expected in ("pending", "starting") and knew:
         assert (found.source, found.is_guess) == ("squeue" if queue else "sacct", False)
-    assert found.is_guess == (state in ("submitted", "running") and queue is None and accounting is None)
+    assert found.is_guess == (
+        state in ("submitted", "running") and queue is None and accounting is None
+    )
 
 
 def test_one_call_of_each_for_all_jobs(prepared: Prepared, slurm: FakeSlurm) -> None:
@@ -115,7 +122,9 @@ def test_a_users_own_filters_do_not_hide_jobs(
     assert of(folder).state == "pending"
 
 
-def test_a_job_number_that_is_none_reaches_no_command_line(prepared: Prepared, slurm: FakeSlurm) -> None:
+def test_a_job_number_that_is_none_reaches_no_command_line(
+    prepared: Prepared, slurm: FakeSlurm
+) -> None:
     slurm.says("squeue")
     folder = prepared()
     for job_id in ("41; touch owned", "--all", "$(touch owned)", "4\n1", "٤١", True, [41], -1):
@@ -125,14 +134,19 @@ def test_a_job_number_that_is_none_reaches_no_command_line(prepared: Prepared, s
         assert found.is_guess
 
 
-def test_what_could_not_be_asked_is_said(prepared: Prepared, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_could_not_be_asked_is_said(
+    prepared: Prepared, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("jobs.batch.command.QUERY_LIMIT_S", 0.2)
     slurm.hangs("squeue")
     slurm.says("sacct", error="Slurm accounting storage is disabled\n", code=1)
     folder = prepared()
     folder.write_status("submitted", job_id="41")
     found = run_statuses([folder])
-    assert found.errors == ("squeue did not answer within 0.2 s", "sacct failed: Slurm accounting storage is disabled")
+    assert found.errors == (
+        "squeue did not answer within 0.2 s",
+        "sacct failed: Slurm accounting storage is disabled",
+    )
     assert (found.runs[0].state, found.runs[0].is_guess) == ("submitted", True)
 
 
@@ -155,17 +169,24 @@ def test_a_run_that_ends_between_the_two_looks(prepared: Prepared, slurm: FakeSl
     assert of(folder).state == "finished"
 
 
-def test_of_a_killed_job_in_a_chain_the_second_look_counts(prepared: Prepared, slurm: FakeSlurm) -> None:
+def test_of_a_killed_job_in_a_chain_the_second_look_counts(
+    prepared: Prepared, slurm: FakeSlurm
+) -> None:
     folder = prepared()
     write_json(folder.path / CHAIN_JSON, {"jobs": ["41", "42"]})
     folder.write_status("running", job_id="41")
     progress = '{"step": 7, "time_ns": 1}'
-    slurm.does("squeue", f"echo '{progress}' > '{folder.progress_json}'; echo '42|PENDING|N/A|Dependency|one'")
+    slurm.does(
+        "squeue",
+        f"echo '{progress}' > '{folder.progress_json}'; echo '42|PENDING|N/A|Dependency|one'",
+    )
     found = of(folder)
     assert (found.state, found.job_id, found.step) == ("pending", "42", 7)
 
 
-def test_step_rate_and_loss_are_those_that_rank_0_noted(prepared: Prepared, slurm: FakeSlurm) -> None:
+def test_step_rate_and_loss_are_those_that_rank_0_noted(
+    prepared: Prepared, slurm: FakeSlurm
+) -> None:
     slurm.says("squeue", "41|RUNNING|N/A|None|one")
     folder = prepared()
     folder.write_status("running", job_id="41")
@@ -205,7 +226,9 @@ def test_stalled_after_its_limit(
     assert found.state == state
     assert found.age_s == pytest.approx(age_s, abs=5)
     if state == "stalled":
-        assert found.note.startswith("no rank has moved for") and found.note.endswith(f"the last in {action}")
+        assert found.note.startswith("no rank has moved for") and found.note.endswith(
+            f"the last in {action}"
+        )
     slurm.says("squeue")
     assert of(folder).state == "lost"
 
@@ -234,7 +257,12 @@ def test_runs_of_this_machine_by_their_process(prepared: Prepared, slurm: FakeSl
         assert (found.state, found.source, found.is_guess) == (state, "process", False), more
     folder.write_status("running", **me | {"host": "elsewhere"})
     found = of(folder)
-    assert (found.state, found.source, found.is_guess, found.note) == ("running", "heartbeats", True, "on elsewhere")
+    assert (found.state, found.source, found.is_guess, found.note) == (
+        "running",
+        "heartbeats",
+        True,
+        "on elsewhere",
+    )
     assert slurm.asked() == []
 
 

@@ -66,23 +66,32 @@ def told(cluster: Path) -> dict[str, Any]:
 
 
 def directives(script: str) -> list[str]:
-    return [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
+    return [
+        line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")
+    ]
 
 
 def script_of(spec: RunSpec) -> str:
     return executor(spec, job_spec(spec), RunFolder.of(spec)).script()
 
 
-def on_slurm(resolved: Callable[..., RunSpec], tmp_path: Path, *overrides: str, **more: Any) -> RunSpec:
+def on_slurm(
+    resolved: Callable[..., RunSpec], tmp_path: Path, *overrides: str, **more: Any
+) -> RunSpec:
     spec = resolved("cluster=mini", *overrides)
     return replace(spec, runs_dir=str(tmp_path / "runs"), cluster=replace(spec.cluster, **more))
 
 
-def test_whole_script(resolved: Callable[..., RunSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_script(
+    resolved: Callable[..., RunSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("SBATCH_ACCOUNT", raising=False)
     spec = resolved("cluster=slurm", "parallel.replicas=2", "cluster.account=physics")
     cluster = replace(
-        spec.cluster, environment={"A": "it's"}, setup=["module load x"], sbatch={"qos": "high", "exclusive": True}
+        spec.cluster,
+        environment={"A": "it's"},
+        setup=["module load x"],
+        sbatch={"qos": "high", "exclusive": True},
     )
     spec = replace(spec, cluster=cluster, runs_dir="/runs")
     logs = RunFolder.of(spec).logs
@@ -111,12 +120,20 @@ def test_whole_script(resolved: Callable[..., RunSpec], tmp_path: Path, monkeypa
         "",
         "# command",
         "export SUBMITIT_EXECUTOR=slurm",
-        f"exec {shlex.quote(sys.executable)} -u {RunFolder.of(spec).code_zip} submitit.core._submit {logs}",
+        (
+            f"exec {shlex.quote(sys.executable)} -u {RunFolder.of(spec).code_zip}"
+            f" submitit.core._submit {logs}"
+        ),
     ]
 
 
-def test_the_batch_process_is_told_before_the_end(resolved: Callable[..., RunSpec], tmp_path: Path) -> None:
-    """Not the ranks, as submitit's own --signal=USR2@90 does; a user's own signal and habits go before ours."""
+def test_the_batch_process_is_told_before_the_end(
+    resolved: Callable[..., RunSpec], tmp_path: Path
+) -> None:
+    """Not the ranks, as submitit's own --signal=USR2@90 does.
+
+    A user's own signal and habits go before ours.
+    """
 
     def ends(**cluster: Any) -> list[str]:
         script = script_of(on_slurm(resolved, tmp_path, **cluster))
@@ -124,12 +141,19 @@ def test_the_batch_process_is_told_before_the_end(resolved: Callable[..., RunSpe
 
     assert ends() == ["--requeue", "--signal=B:USR2@120"]
     assert ends(minutes=4, signal_before_end_s=120)[1:] == ["--signal=B:USR2@120"]
-    assert ends(minutes=3, signal_before_end_s=120) == ["--requeue"]  # it would come when the run has hardly begun
+    assert ends(minutes=3, signal_before_end_s=120) == [
+        "--requeue"
+    ]  # it would come when the run has hardly begun
     assert ends(signal_before_end_s=0, max_requeues=0) == []
     short = on_slurm(resolved, tmp_path, minutes=3, signal_before_end_s=120)
-    script = executor(short, replace(job_spec(short), minutes=6), RunFolder.of(short)).script()  # of several runs
+    script = executor(
+        short, replace(job_spec(short), minutes=6), RunFolder.of(short)
+    ).script()  # of several runs
     assert "#SBATCH --signal=B:USR2@120\n" in script
-    assert ends(sbatch={"signal": "B:TERM@60", "no_requeue": True}) == ["--no-requeue", "--signal=B:TERM@60"]
+    assert ends(sbatch={"signal": "B:TERM@60", "no_requeue": True}) == [
+        "--no-requeue",
+        "--signal=B:TERM@60",
+    ]
 
 
 def test_account_of_the_users_environment_is_shown(
@@ -137,10 +161,14 @@ def test_account_of_the_users_environment_is_shown(
 ) -> None:
     monkeypatch.setenv("SBATCH_ACCOUNT", "mine")
     assert "--account=mine" in directives(script_of(on_slurm(resolved, tmp_path)))
-    assert "--account=theirs" in directives(script_of(on_slurm(resolved, tmp_path, account="theirs")))
+    assert "--account=theirs" in directives(
+        script_of(on_slurm(resolved, tmp_path, account="theirs"))
+    )
 
 
-def test_a_shell_reads_the_values_as_they_are(resolved: Callable[..., RunSpec], tmp_path: Path) -> None:
+def test_a_shell_reads_the_values_as_they_are(
+    resolved: Callable[..., RunSpec], tmp_path: Path
+) -> None:
     value = "$(touch pwned) `touch pwned` \"two\" 'one' ; touch pwned #"
     spec = on_slurm(resolved, tmp_path, environment={"ODD": value})
     spec = replace(spec, name=f"odd {value.replace('/', '')}")
@@ -148,8 +176,11 @@ def test_a_shell_reads_the_values_as_they_are(resolved: Callable[..., RunSpec], 
     lines = [line for line in script.splitlines() if not line.startswith("exec ")]
     shown = subprocess.run(
         ["bash", "-c", "\n".join([*lines, 'printf %s "$ODD"'])],
-        cwd=tmp_path, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert shown.stdout == value
     assert not (tmp_path / "pwned").exists()
     (job_name,) = [line for line in directives(script) if line.startswith("--job-name=")]
@@ -173,14 +204,24 @@ def test_sbatch_options_that_are_refused(options: dict[str, Any], text: str) -> 
 
 
 def test_sbatch_options_that_are_taken() -> None:
-    given = {"qos": "high", "--exclusive": True, "mail_type": "END", "hold": False, "mem": 0, "gres": None}
+    given = {
+        "qos": "high",
+        "--exclusive": True,
+        "mail_type": "END",
+        "hold": False,
+        "mem": 0,
+        "gres": None,
+    }
     assert sbatch_options(given) == {"qos": "high", "exclusive": True, "mail-type": "END", "mem": 0}
 
 
 @pytest.mark.parametrize(
-    ("change", "key"), [({"name": "50%j"}, "name"), ({"name": "a\\b"}, "name"), ({"runs_dir": "/r%t"}, "runs_dir")]
+    ("change", "key"),
+    [({"name": "50%j"}, "name"), ({"name": "a\\b"}, "name"), ({"runs_dir": "/r%t"}, "runs_dir")],
 )
-def test_paths_that_slurm_would_rewrite(resolved: Callable[..., RunSpec], change: dict[str, str], key: str) -> None:
+def test_paths_that_slurm_would_rewrite(
+    resolved: Callable[..., RunSpec], change: dict[str, str], key: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         script_of(replace(resolved("cluster=mini"), **change))
     assert caught.value.key == key
@@ -192,16 +233,22 @@ def test_a_variable_needs_a_name(resolved: Callable[..., RunSpec], tmp_path: Pat
 
 
 def test_dry_run_is_what_would_be_submitted(
-    resolved: Callable[..., RunSpec], tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest,
-) -> None:  # fmt: skip
+    resolved: Callable[..., RunSpec],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
     spec = on_slurm(resolved, tmp_path, environment={"A": "1"})
     monkeypatch.setenv("PATH", str(tmp_path))  # a laptop: no sbatch, no srun
     assert submit(spec, Options(flags=frozenset({"--dry-run"}))) == 0
     script, said = capsys.readouterr()
     assert not (tmp_path / "runs").exists()
     assert "srun --nodes=2 --ntasks=4 --ntasks-per-node=2" in said
-    assert "nodes 2, tasks 4, tasks per node 2, CPUs per task 1, GPUs 0, minutes 10, GPU-hours 0" in said
+    assert (
+        "nodes 2, tasks 4, tasks per node 2, CPUs per task 1, GPUs 0, minutes 10, GPU-hours 0"
+        in said
+    )
     assert submit(spec, Options(json=True, flags=frozenset({"--dry-run"}))) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["script"] == script
@@ -215,10 +262,19 @@ def test_dry_run_is_what_would_be_submitted(
 
 
 def test_submission(
-    resolved: Callable[..., RunSpec], tmp_path: Path, cluster: Path, capsys: pytest.CaptureFixture[str],
+    resolved: Callable[..., RunSpec],
+    tmp_path: Path,
+    cluster: Path,
+    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    hidden = {"SLURM_JOB_ID": "7", "SLURM_CPU_BIND": "x", "SBATCH_PARTITION": "y", "PMI_RANK": "0", "SRUN_DEBUG": "1"}
+) -> None:
+    hidden = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_CPU_BIND": "x",
+        "SBATCH_PARTITION": "y",
+        "PMI_RANK": "0",
+        "SRUN_DEBUG": "1",
+    }
     for name, value in {**hidden, "SLURM_CONF": "/etc/slurm.conf"}.items():
         monkeypatch.setenv(name, value)
     spec = on_slurm(resolved, tmp_path)
@@ -233,13 +289,16 @@ def test_submission(
     assert out.splitlines()[0].startswith("job     41: nodes 2, tasks 4")
     assert f"gems-jobs logs -f {folder.path}\n" in out
     assert f"gems-jobs status {folder.path}\n" in out
-    assert {path.name for path in folder.logs.iterdir() if path.is_file() and not path.is_symlink()} == {
-        "41_submission.sh", "41_submitted.pkl"
-    }  # fmt: skip
+    assert {
+        path.name for path in folder.logs.iterdir() if path.is_file() and not path.is_symlink()
+    } == {"41_submission.sh", "41_submitted.pkl"}
 
 
 def test_submission_as_json(
-    resolved: Callable[..., RunSpec], tmp_path: Path, cluster: Path, capsys: pytest.CaptureFixture[str]
+    resolved: Callable[..., RunSpec],
+    tmp_path: Path,
+    cluster: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     spec = on_slurm(resolved, tmp_path)
     assert submit(spec, Options(json=True)) == 0
@@ -251,11 +310,16 @@ def test_submission_as_json(
 
 
 def test_refused_job_is_one_line_and_leaves_no_litter(
-    resolved: Callable[..., RunSpec], tmp_path: Path, cluster: Path, capfd: pytest.CaptureFixture[str]
+    resolved: Callable[..., RunSpec],
+    tmp_path: Path,
+    cluster: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     (cluster / "refuse").touch()
     spec = on_slurm(resolved, tmp_path)
-    with pytest.raises(ConfigError, match=r"cluster=mini: sbatch refuses the job: .*Invalid partition name"):
+    with pytest.raises(
+        ConfigError, match=r"cluster=mini: sbatch refuses the job: .*Invalid partition name"
+    ):
         submit(spec, Options())
     assert capfd.readouterr() == ("", "")
     folder = RunFolder.of(spec)
@@ -290,7 +354,11 @@ def test_a_folder_is_its_jobs_while_the_queue_has_it(
     assert submit(spec, Options()) == 0  # it was cancelled, or lost with its node
     (kept,) = (folder.path / "attempts").iterdir()
     cause = json.loads((kept / "status.json").read_text())["cause"]
-    assert cause == ("of the run" if state == "failed" else "the job left the queue: cancelled, lost or out of time")
+    assert cause == (
+        "of the run"
+        if state == "failed"
+        else "the job left the queue: cancelled, lost or out of time"
+    )
 
 
 def test_a_queue_that_cannot_be_asked_releases_nothing(
@@ -298,8 +366,12 @@ def test_a_queue_that_cannot_be_asked_releases_nothing(
 ) -> None:
     spec = on_slurm(resolved, tmp_path)
     submit(spec, Options())
-    (cluster / "squeue").write_text("#!/bin/sh\necho 'Unable to contact slurm controller' >&2; exit 1\n")
-    with pytest.raises(TryLaterError, match="belongs to job 41, and nobody can tell whether it has ended"):
+    (cluster / "squeue").write_text(
+        "#!/bin/sh\necho 'Unable to contact slurm controller' >&2; exit 1\n"
+    )
+    with pytest.raises(
+        TryLaterError, match="belongs to job 41, and nobody can tell whether it has ended"
+    ):
         submit(spec, Options())
     assert submit(spec, Options(flags=frozenset({"--force"}))) == 0
 
@@ -317,7 +389,9 @@ def test_local_dry_run_is_the_launchers_line(
 
 
 def test_local_submission_runs_here(
-    tiny: Callable[..., tuple[RunFolder, RunSpec]], collected: list[RunFolder], capfd: pytest.CaptureFixture[str]
+    tiny: Callable[..., tuple[RunFolder, RunSpec]],
+    collected: list[RunFolder],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     folder, spec = tiny()
     assert submit(spec, Options(json=True)) == 0

@@ -65,10 +65,20 @@ def make(resolved: Callable[..., RunSpec], system: str, tmp_path: Path) -> Make:
     """Return a small run on one node of a batch system, by its name."""
 
     def made(name: str = "one", *overrides: str, **cluster: Any) -> RunSpec:
-        words = ["parallel.partitions=2", "cluster.gpus_per_node=0", "cluster.ranks_per_node=2",
-                 "cluster.cpus_per_rank=1", "train.steps=4"]  # fmt: skip
+        words = [
+            "parallel.partitions=2",
+            "cluster.gpus_per_node=0",
+            "cluster.ranks_per_node=2",
+            "cluster.cpus_per_rank=1",
+            "train.steps=4",
+        ]
         spec = resolved(f"cluster={system}", *words, *overrides)
-        return replace(spec, name=name, runs_dir=str(tmp_path / "runs"), cluster=replace(spec.cluster, **cluster))
+        return replace(
+            spec,
+            name=name,
+            runs_dir=str(tmp_path / "runs"),
+            cluster=replace(spec.cluster, **cluster),
+        )
 
     return made
 
@@ -97,7 +107,11 @@ def test_a_run_trains_in_a_job(fake: FakeScheduler, make: Make, system: str) -> 
         start_run(spec, assume_yes=True)
     (fake.here / "hold").unlink()
     wait_until(lambda: not status(spec).is_active, 240.0)
-    output = "\n".join(path.read_text() for path in folder.logs.iterdir() if path.is_file() and path.suffix != ".pkl")
+    output = "\n".join(
+        path.read_text()
+        for path in folder.logs.iterdir()
+        if path.is_file() and path.suffix != ".pkl"
+    )
     assert status(spec).state == "finished", output
     assert status(spec).step == 4
     assert folder.read_status()["job_id"] == FIRST[system]
@@ -114,7 +128,10 @@ def test_a_run_trains_in_a_job(fake: FakeScheduler, make: Make, system: str) -> 
 def test_a_job_that_is_asked_to_save_continues_as_another_until_it_is_cancelled(
     fake: FakeScheduler, make: Make, system: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The signal before the end, and then what each system ends a running job by: SIGHUP and SIGTERM."""
+    """The signal before the end, and then what each system ends a running job by.
+
+    SIGHUP and SIGTERM.
+    """
     spec = make("long", "train.steps=100000", minutes=1, signal_before_end_s=0)
     folder = RunFolder.of(spec)
     start_run(spec, assume_yes=True)
@@ -123,14 +140,18 @@ def test_a_job_that_is_asked_to_save_continues_as_another_until_it_is_cancelled(
     wait_until(lambda: folder.read_status().get("job_id") == SECOND[system], 60.0)
     (row,) = own_job.read_requeues(folder)
     assert (row["why"], row["job_id"]) == (FailureCause.TIME_LIMIT, FIRST[system])
-    wait_until(lambda: status(spec).state == "running" and (status(spec).step or 0) > row["step"], 100.0)
+    wait_until(
+        lambda: status(spec).state == "running" and (status(spec).step or 0) > row["step"], 100.0
+    )
     assert cancel_all(Catalogue((folder,), ()), as_json=False) == 0
     assert f"cancelled, job {SECOND[system]}" in capsys.readouterr().out
     recorded = folder.read_status()
     assert (recorded["state"], recorded["exit_code"]) == ("cancelled", own_job.CANCELLED_CODE)
 
 
-def test_a_job_is_cancelled(fake: FakeScheduler, make: Make, system: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_is_cancelled(
+    fake: FakeScheduler, make: Make, system: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     spec = make()
     fake.hold()
     start_run(spec, assume_yes=True)
@@ -141,7 +162,9 @@ def test_a_job_is_cancelled(fake: FakeScheduler, make: Make, system: str, capsys
     assert fake.jobs()[FIRST[system]]["cancelled"]
 
 
-def test_the_job_of_another_run_is_not_cancelled(fake: FakeScheduler, make: Make, system: str) -> None:
+def test_the_job_of_another_run_is_not_cancelled(
+    fake: FakeScheduler, make: Make, system: str
+) -> None:
     """A job's name is the run's, as each system takes it, and the token is no part of it."""
     spec = make("a name that is long")
     fake.hold()
@@ -150,12 +173,16 @@ def test_the_job_of_another_run_is_not_cancelled(fake: FakeScheduler, make: Make
             start_run(spec, assume_yes=True)
         spec = make("a-name-that-is-long")
     start_run(spec, assume_yes=True)
-    assert status(spec).job_name == {"flux": "a name that is long", "pbs": "a-name-that-is-"}[system]
+    assert (
+        status(spec).job_name == {"flux": "a name that is long", "pbs": "a-name-that-is-"}[system]
+    )
     assert cancel_all(Catalogue((RunFolder.of(spec),), ()), as_json=False) == 0
 
 
 @pytest.mark.parametrize("who", ["caller", "itself"])
-def test_an_interrupted_submission_is_found(fake: FakeScheduler, make: Make, system: str, who: str) -> None:
+def test_an_interrupted_submission_is_found(
+    fake: FakeScheduler, make: Make, system: str, who: str
+) -> None:
     """The command takes the job, and then it or its caller is killed."""
     spec = make()
     fake.hold()
@@ -174,8 +201,12 @@ def test_an_interrupted_submission_is_found(fake: FakeScheduler, make: Make, sys
     assert [*fake.jobs()] == [FIRST[system]]
 
 
-@pytest.mark.parametrize(("code", "text"), [(1, "cannot connect to server x (errno=111)"), (0, ""), (0, "Hello!\n")])
-def test_no_answer_is_never_no_job(fake: FakeScheduler, make: Make, system: str, code: int, text: str) -> None:
+@pytest.mark.parametrize(
+    ("code", "text"), [(1, "cannot connect to server x (errno=111)"), (0, ""), (0, "Hello!\n")]
+)
+def test_no_answer_is_never_no_job(
+    fake: FakeScheduler, make: Make, system: str, code: int, text: str
+) -> None:
     spec = make()
     fake.hold()
     start_run(spec, assume_yes=True)
@@ -189,7 +220,9 @@ def test_no_answer_is_never_no_job(fake: FakeScheduler, make: Make, system: str,
     assert SCHEDULERS[system].num_queued() is None
 
 
-def test_nobody_can_tell_whether_a_job_was_taken(fake: FakeScheduler, make: Make, system: str) -> None:
+def test_nobody_can_tell_whether_a_job_was_taken(
+    fake: FakeScheduler, make: Make, system: str
+) -> None:
     spec = make()
     if system == "flux":
         fake.fail("flux", "what is this?\n", 0)
@@ -197,13 +230,20 @@ def test_nobody_can_tell_whether_a_job_was_taken(fake: FakeScheduler, make: Make
         fake.fail("qsub", "what is this?\n", 0)
         fake.fail("qselect", "qselect: cannot connect to server x (errno=111)")
     title = SCHEDULERS[system].title
-    with pytest.raises(UnclearSubmissionError, match=f"cannot determine whether {title} accepted the job"):
+    with pytest.raises(
+        UnclearSubmissionError, match=f"cannot determine whether {title} accepted the job"
+    ):
         start_run(spec, assume_yes=True)
     assert RunFolder.of(spec).read_status()["state"] == "submitting"
-    assert status(spec).note.endswith(f"has gone; cannot determine whether {title} accepted the job")
+    assert status(spec).note.endswith(
+        f"has gone; cannot determine whether {title} accepted the job"
+    )
     for path in fake.here.glob("*.fault"):
         path.unlink()
-    assert (status(spec).state, f"ended before {title} had the job" in status(spec).note) == ("lost", True)
+    assert (status(spec).state, f"ended before {title} had the job" in status(spec).note) == (
+        "lost",
+        True,
+    )
 
 
 def test_a_refused_job_leaves_nothing(fake: FakeScheduler, make: Make, system: str) -> None:
@@ -225,11 +265,19 @@ def test_a_chain_waits_for_the_job_before(fake: FakeScheduler, make: Make, syste
 
 
 def test_a_stopped_run_continues_as_a_new_job(
-    fake: FakeScheduler, make: Make, system: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    fake: FakeScheduler,
+    make: Make,
+    system: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """No user may put a job back; the new job owns the folder, and what the old one writes is no more than that."""
+    """No user may put a job back.
+
+    The new job owns the folder, and what the old one writes is no more than that.
+    """
     spec = make()
-    folder, job = RunFolder.of(spec), job_spec(spec)
+    folder = RunFolder.of(spec)
+    job = job_spec(spec)
     fake.hold()
     start_run(spec, assume_yes=True)
     monkeypatch.setenv({"flux": "FLUX_ENCLOSING_ID", "pbs": "PBS_JOBID"}[system], FIRST[system])
@@ -237,8 +285,13 @@ def test_a_stopped_run_continues_as_a_new_job(
     work = BatchJob((str(folder.path),))
     assert own_job.requeue_run(folder, spec, job, {}, FailureCause.TIME_LIMIT, 3, work) is None
     assert f"the run continues as job {SECOND[system]}" in capsys.readouterr().err
-    recorded, owner = folder.read_status(), read_owner(folder)
-    assert (recorded["state"], recorded["job_id"], recorded["requeue_count"]) == ("requeued", SECOND[system], 1)
+    recorded = folder.read_status()
+    owner = read_owner(folder)
+    assert (recorded["state"], recorded["job_id"], recorded["requeue_count"]) == (
+        "requeued",
+        SECOND[system],
+        1,
+    )
     assert owner is not None and owner.job_id == SECOND[system]
     assert status(spec).state == "pending"
 
@@ -248,12 +301,17 @@ def test_queued_jobs_are_counted(fake: FakeScheduler, make: Make, system: str) -
     for name in ("one", "two"):
         start_run(make(name, partition="debug"), assume_yes=True)
     scheduler = SCHEDULERS[system]
-    assert (scheduler.num_queued(), scheduler.num_queued("debug"), scheduler.num_queued("prod")) == (2, 2, 0)
+    assert (
+        scheduler.num_queued(),
+        scheduler.num_queued("debug"),
+        scheduler.num_queued("prod"),
+    ) == (2, 2, 0)
 
 
 def test_the_site_is_not_asked(make: Make, system: str) -> None:
     spec = make()
-    job, folder = job_spec(spec), RunFolder.of(spec)
+    job = job_spec(spec)
+    folder = RunFolder.of(spec)
     script = SCHEDULERS[system].script(spec, job, folder)
 
     def no_plan() -> Any:
@@ -274,12 +332,18 @@ def test_a_shell_runs_the_script_up_to_the_program(make: Make, system: str, tmp_
     own = f"exec {shlex.join(program)}\n"
     assert text.endswith(own)
     script = tmp_path / "script.sh"
-    script.write_text(text.replace(own, 'printf "%s|%s|%s" "$A" "$B" "${FLUX_ENCLOSING_ID:-}"; exit 5\n'))
+    script.write_text(
+        text.replace(own, 'printf "%s|%s|%s" "$A" "$B" "${FLUX_ENCLOSING_ID:-}"; exit 5\n')
+    )
     flux = tmp_path / "bin" / "flux"
     flux.parent.mkdir()
     flux.write_text("#!/bin/sh\necho \u0192ABC\n")
     flux.chmod(0o755)
-    environment = {"PATH": f"{flux.parent}:/usr/bin:/bin", "HOME": str(tmp_path), "PBS_O_WORKDIR": str(tmp_path)}
+    environment = {
+        "PATH": f"{flux.parent}:/usr/bin:/bin",
+        "HOME": str(tmp_path),
+        "PBS_O_WORKDIR": str(tmp_path),
+    }
     ended = subprocess.run(["bash", str(script)], env=environment, capture_output=True, text=True)
     assert ended.returncode == 5
     assert ended.stdout == f"{value}|2|" + ("\u0192ABC" if system == "flux" else "")
@@ -295,7 +359,9 @@ def test_a_shell_runs_the_script_up_to_the_program(make: Make, system: str, tmp_
         ({}, None),
     ],
 )
-def test_own_job(variables: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_job(
+    variables: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert own_job_id() == expected
@@ -303,9 +369,20 @@ def test_own_job(variables: dict[str, str], expected: str | None, monkeypatch: p
 
 @pytest.mark.parametrize(
     ("job_id", "name"),
-    [("41", "slurm"), ("41_7", "slurm"), (41, "slurm"), ("41.pbs-1.site.org", "pbs"), ("f2kPq", "flux"), ("41.", None),
-     ("--user=x", None), ("f0", None), (None, None), (True, None), ("41.server;x", None)],
-)  # fmt: skip
+    [
+        ("41", "slurm"),
+        ("41_7", "slurm"),
+        (41, "slurm"),
+        ("41.pbs-1.site.org", "pbs"),
+        ("f2kPq", "flux"),
+        ("41.", None),
+        ("--user=x", None),
+        ("f0", None),
+        (None, None),
+        (True, None),
+        ("41.server;x", None),
+    ],
+)
 def test_an_id_tells_its_system(job_id: object, name: str | None) -> None:
     found = scheduler_of(job_id)
     assert (None if found is None else found.name) == name
@@ -318,28 +395,52 @@ class TestFlux:
 
     def test_directives(self, make: Make) -> None:
         spec = make(
-            gpus_per_node=4, partition="pbatch", account="physics", exclude=["n1", "n2"], minutes=90,
+            gpus_per_node=4,
+            partition="pbatch",
+            account="physics",
+            exclude=["n1", "n2"],
+            minutes=90,
             flux_batch={"exclusive": True, "setattr": ["thp=always", "x=1"], "urgency": 10},
-        )  # fmt: skip
+        )
         logs = RunFolder.of(spec).logs
         assert directives(spec) == [
-            "--job-name=one", "--nodes=1", "--nslots=1", "--cores-per-slot=2", "--gpus-per-slot=4", "--time-limit=90m",
-            "--queue=pbatch", "--bank=physics", f"--output='{logs}/{{{{id.f58plain}}}}_0_log.out'",
-            "--signal=SIGUSR2@120s", "--requires=-host:n1,n2", "--exclusive", "--setattr=thp=always", "--setattr=x=1",
+            "--job-name=one",
+            "--nodes=1",
+            "--nslots=1",
+            "--cores-per-slot=2",
+            "--gpus-per-slot=4",
+            "--time-limit=90m",
+            "--queue=pbatch",
+            "--bank=physics",
+            f"--output='{logs}/{{{{id.f58plain}}}}_0_log.out'",
+            "--signal=SIGUSR2@120s",
+            "--requires=-host:n1,n2",
+            "--exclusive",
+            "--setattr=thp=always",
+            "--setattr=x=1",
             "--urgency=10",
-        ]  # fmt: skip
+        ]
 
     def test_a_short_job_gets_no_signal(self, make: Make) -> None:
         assert not any("signal" in line for line in directives(make(minutes=3)))
-        assert [line for line in directives(make(flux_batch={"signal": "USR1@9"})) if "signal" in line] == [
-            "--signal=USR1@9"
-        ]
+        assert [
+            line for line in directives(make(flux_batch={"signal": "USR1@9"})) if "signal" in line
+        ] == ["--signal=USR1@9"]
 
     @pytest.mark.parametrize(
         ("options", "match"),
         [
-            ({"queue": "x"}, r"cluster\.flux_batch\.queue=x: must not be given here; set cluster\.partition"),
-            ({"N": 2}, r"is not the long name of an option of flux batch; as in \+cluster\.flux_batch\.exclusive"),
+            (
+                {"queue": "x"},
+                r"cluster\.flux_batch\.queue=x: must not be given here; set cluster\.partition",
+            ),
+            (
+                {"N": 2},
+                (
+                    r"is not the long name of an option of flux batch; as in"
+                    r" \+cluster\.flux_batch\.exclusive"
+                ),
+            ),
             ({"setattr": {"a": 1}}, "must be one value"),
             ({"urgency": "1\n#"}, "must be printable text"),
         ],
@@ -352,9 +453,19 @@ class TestFlux:
         folder = RunFolder(Path("/runs/one"))
         spec = resolved("cluster=flux", "parallel.replicas=2", "cluster.flux_run=['-ompibind=off']")
         assert command(job_spec(spec), folder)[:12] == [
-            "flux", "run", "--nodes=2", "--ntasks=8", "--cores-per-task=8", "--gpus-per-task=1", "--label-io",
-            "--unbuffered", "--setopt=exit-on-error", "--setopt=gpu-affinity=off", "-ompibind=off", sys.executable,
-        ]  # fmt: skip
+            "flux",
+            "run",
+            "--nodes=2",
+            "--ntasks=8",
+            "--cores-per-task=8",
+            "--gpus-per-task=1",
+            "--label-io",
+            "--unbuffered",
+            "--setopt=exit-on-error",
+            "--setopt=gpu-affinity=off",
+            "-ompibind=off",
+            sys.executable,
+        ]
         bound = resolved("cluster=flux", "cluster.gpu_bind=closest")
         assert "--setopt=gpu-affinity=per-task" in command(job_spec(bound), folder)
         uneven = resolved("cluster=flux", "cluster.gpus_per_node=6", "cluster.ranks_per_node=4")
@@ -362,10 +473,14 @@ class TestFlux:
 
     def test_of_one_system(self, resolved: Callable[..., RunSpec]) -> None:
         with pytest.raises(
-            ConfigError, match=r"cluster\.launcher=flux: starts ranks in jobs of cluster\.scheduler=flux"
+            ConfigError,
+            match=r"cluster\.launcher=flux: starts ranks in jobs of cluster\.scheduler=flux",
         ):
             job_spec(resolved("cluster=slurm", "cluster.launcher=flux"))
-        with pytest.raises(ConfigError, match=r"cluster\.launcher=srun: starts ranks in jobs of cluster\.scheduler=sl"):
+        with pytest.raises(
+            ConfigError,
+            match=r"cluster\.launcher=srun: starts ranks in jobs of cluster\.scheduler=sl",
+        ):
             job_spec(resolved("cluster=pbs", "cluster.launcher=srun"))
 
     def test_from_within_a_job_the_parent_is_asked(
@@ -381,7 +496,9 @@ class TestFlux:
     @pytest.mark.parametrize("other", ["job is inactive", "Operation not permitted"])
     def test_a_job_that_was_purged_needs_no_cancel(self, fake: FakeScheduler, other: str) -> None:
         fake.fail("flux", f"flux-cancel: f2kPq: unknown job id\nflux-cancel: f3kPq: {other}")
-        assert (SCHEDULERS["flux"].cancel(["f2kPq", "f3kPq"]) is None) == (other == "job is inactive")
+        assert (SCHEDULERS["flux"].cancel(["f2kPq", "f3kPq"]) is None) == (
+            other == "job is inactive"
+        )
 
     def test_a_path_with_a_template(self, make: Make) -> None:
         with pytest.raises(ConfigError, match=r"must have no '\{\{'"):
@@ -395,17 +512,39 @@ class TestPbs:
 
     def test_directives(self, make: Make) -> None:
         spec = make(
-            gpus_per_node=4, partition="prod", account="physics", minutes=90, max_requeues=0,
-            qsub={"filesystems": "home:eagle", "select": "system=polaris", "V": True, "W": "umask=022", "my_gpus": 2},
-        )  # fmt: skip
+            gpus_per_node=4,
+            partition="prod",
+            account="physics",
+            minutes=90,
+            max_requeues=0,
+            qsub={
+                "filesystems": "home:eagle",
+                "select": "system=polaris",
+                "V": True,
+                "W": "umask=022",
+                "my_gpus": 2,
+            },
+        )
         assert directives(spec) == [
-            "-N one", "-l select=1:ncpus=2:mpiprocs=2:ngpus=4:system=polaris", "-l place=scatter",
-            "-l filesystems=home:eagle", "-l my_gpus=2", "-l walltime=01:30:00", "-q prod", "-A physics", "-j oe",
-            f"-o {RunFolder.of(spec).logs}/", "-r n", "-V", "-W umask=022",
-        ]  # fmt: skip
+            "-N one",
+            "-l select=1:ncpus=2:mpiprocs=2:ngpus=4:system=polaris",
+            "-l place=scatter",
+            "-l filesystems=home:eagle",
+            "-l my_gpus=2",
+            "-l walltime=01:30:00",
+            "-q prod",
+            "-A physics",
+            "-j oe",
+            f"-o {RunFolder.of(spec).logs}/",
+            "-r n",
+            "-V",
+            "-W umask=022",
+        ]
 
     def test_the_script_asks_to_save_before_the_end(self, make: Make) -> None:
-        text = SCHEDULERS["pbs"].script(make(minutes=60), job_spec(make(minutes=60)), RunFolder.of(make()))
+        text = SCHEDULERS["pbs"].script(
+            make(minutes=60), job_spec(make(minutes=60)), RunFolder.of(make())
+        )
         assert "{ sleep 3480 && kill -USR2 $$; }" in text
         short = make(minutes=3)
         assert "sleep" not in SCHEDULERS["pbs"].script(short, job_spec(short), RunFolder.of(short))
@@ -417,7 +556,10 @@ class TestPbs:
             ({"l": "mem=1gb"}, r"must not be given here; set the resource by its own name"),
             ({"walltime": "1:00"}, r"set cluster\.minutes"),
             ({"W": "depend=afterok:1"}, "must have no depend; use --after RUN or --chain N"),
-            ({"select": "2:ncpus=4"}, "must be what each node needs besides CPUs and GPUs; as in system=polaris"),
+            (
+                {"select": "2:ncpus=4"},
+                "must be what each node needs besides CPUs and GPUs; as in system=polaris",
+            ),
             ({"place": True}, "must be the resource's value"),
             ({"place-it": "x"}, "is not an option of one letter, or a resource of -l"),
         ],
@@ -427,22 +569,40 @@ class TestPbs:
             directives(make(qsub=options))
 
     def test_nodes_cannot_be_left_out(self, make: Make) -> None:
-        with pytest.raises(ConfigError, match=r"cluster\.exclude=.*PBS has no option that leaves nodes out"):
+        with pytest.raises(
+            ConfigError, match=r"cluster\.exclude=.*PBS has no option that leaves nodes out"
+        ):
             directives(make(exclude=["n1"]))
 
     def test_launchers(self, resolved: Callable[..., RunSpec]) -> None:
         folder = RunFolder(Path("/runs/one"))
         spec = resolved("cluster=pbs", "parallel.replicas=2", "cluster.mpiexec=[-l]")
         assert command(job_spec(spec), folder)[:6] == ["mpiexec", "-n", "8", "-ppn", "4", "-l"]
-        spec = resolved("cluster=pbs", "parallel.replicas=2", "cluster.launcher=pals", "cluster.cpus_per_rank=16")
+        spec = resolved(
+            "cluster=pbs",
+            "parallel.replicas=2",
+            "cluster.launcher=pals",
+            "cluster.cpus_per_rank=16",
+        )
         assert command(job_spec(spec), folder)[:9] == [
-            "mpiexec", "-n", "8", "--ppn", "4", "--depth", "16", "--cpu-bind", "depth",
-        ]  # fmt: skip
+            "mpiexec",
+            "-n",
+            "8",
+            "--ppn",
+            "4",
+            "--depth",
+            "16",
+            "--cpu-bind",
+            "depth",
+        ]
 
     @pytest.mark.parametrize(
         ("row", "expected"),
         [
-            ({"job_state": "Q", "comment": "Not Running: no nodes"}, ("PENDING", "Not Running: no nodes")),
+            (
+                {"job_state": "Q", "comment": "Not Running: no nodes"},
+                ("PENDING", "Not Running: no nodes"),
+            ),
             ({"job_state": "S"}, ("SUSPENDED", "")),
             ({"job_state": "M"}, ("PENDING", "")),
             ({"job_state": "E"}, ("COMPLETING", "")),
@@ -450,13 +610,22 @@ class TestPbs:
             ({"job_state": "F", "Exit_status": "3"}, ("FAILED", "")),
             ({"job_state": "F", "Exit_status": "-29"}, ("TIMEOUT", "")),
             ({"job_state": "F", "Exit_status": "271"}, ("CANCELLED", "")),
-            ({"job_state": "F", "Exit_status": "271", "resources_used.walltime": "01:00:03"}, ("TIMEOUT", "")),
+            (
+                {"job_state": "F", "Exit_status": "271", "resources_used.walltime": "01:00:03"},
+                ("TIMEOUT", ""),
+            ),
             ({"job_state": "F"}, ("CANCELLED", "")),
         ],
-    )  # fmt: skip
+    )
     def test_states(self, row: dict[str, str], expected: tuple[str, str]) -> None:
-        facts = {"Resource_List.walltime": "01:00:00", "Variable_List": "A=1,GEMS_SUBMISSION=abc,B=2", **row}
-        text = "\n".join(["Job Id: 41.server", *(f"    {name} = {value}" for name, value in facts.items()), ""])
+        facts = {
+            "Resource_List.walltime": "01:00:00",
+            "Variable_List": "A=1,GEMS_SUBMISSION=abc,B=2",
+            **row,
+        }
+        text = "\n".join(
+            ["Job Id: 41.server", *(f"    {name} = {value}" for name, value in facts.items()), ""]
+        )
         found = pbs_module._found("41.server", pbs_module._rows(text)["41"])
         assert ((found.job.state, found.job.reason), found.token) == (expected, "abc")
 
@@ -471,7 +640,10 @@ class TestPbs:
             start_run(make(name), assume_yes=True)
         assert len(query_queue(["41.server", "42.server"]).jobs) == 2
         program = (fake.here / "qstat").read_text().splitlines()
-        first = "import sys\nsys.argv = [*sys.argv[:3], *[word for word in sys.argv[3:] if '.' in word][:1]]"
+        first = (
+            "import sys\nsys.argv = [*sys.argv[:3], *[word for word in sys.argv[3:] if '.' in"
+            " word][:1]]"
+        )
         (fake.here / "qstat").write_text("\n".join([program[0], first, *program[1:]]))
         query = query_queue(["41.server", "42.server"])
         assert (query.jobs, query.error) == ({}, "qstat printed nothing of job 42.server")
@@ -480,16 +652,25 @@ class TestPbs:
         fake.hold()
         start_run(make(), assume_yes=True)
         program = (fake.here / "qstat").read_text().splitlines()
-        refuse = 'import sys\nif "-x" in sys.argv: sys.exit("qstat: PBS is not configured to maintain job history")'
+        refuse = (
+            'import sys\nif "-x" in sys.argv: sys.exit("qstat: PBS is not configured to maintain'
+            ' job history")'
+        )
         (fake.here / "qstat").write_text("\n".join([program[0], refuse, *program[1:]]))
         assert status(make()).state == "pending"
         assert query_queue(["77.server"]) == query_queue([])  # forgotten, and that is an answer
 
     def test_what_ends_a_job_is_read_in_its_output(self) -> None:
         scheduler = SCHEDULERS["pbs"]
-        assert scheduler.kill_cause("=>> PBS: job killed: walltime 63 exceeded limit 60\n") == FailureCause.TIME_LIMIT
+        assert (
+            scheduler.kill_cause("=>> PBS: job killed: walltime 63 exceeded limit 60\n")
+            == FailureCause.TIME_LIMIT
+        )
         for name in ("mem", "vmem"):
             text = f"=>> PBS: job killed: {name} 9kb exceeded limit 8kb\n"
             assert scheduler.kill_cause(text) == FailureCause.HOST_MEMORY
-        assert scheduler.kill_cause("=>> PBS: job killed: cput 9 exceeded limit 8\n") == "cput 9 exceeded limit 8"
+        assert (
+            scheduler.kill_cause("=>> PBS: job killed: cput 9 exceeded limit 8\n")
+            == "cput 9 exceeded limit 8"
+        )
         assert scheduler.kill_cause("hello\n") is None

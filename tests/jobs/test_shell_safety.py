@@ -1,5 +1,6 @@
 """No value of a configuration is read by a shell: scripts with hostile values are run by bash, with programs that note
-byte by byte what they were given. A value comes through as it is, or it is refused in one line."""
+byte by byte what they were given. A value comes through as it is, or it is refused in one line.
+"""
 
 from __future__ import annotations
 
@@ -34,15 +35,49 @@ open({notes!r} + ".env", "wb").write(b"\\0".join(k + b"=" + v for k, v in os.env
 print("Submitted batch job 41")
 """
 ODD = [
-    "it's", 'two "quotes"', "a  b", "a\tb", "line\nbreak", "cr\rlf\r\n", "$(touch owned)", "`touch owned`", "$HOME",
+    "it's",
+    'two "quotes"',
+    "a  b",
+    "a\tb",
+    "line\nbreak",
+    "cr\rlf\r\n",
+    "$(touch owned)",
+    "`touch owned`",
+    "$HOME",
     "${IFS}",
-    "; touch owned", "| touch owned", "& touch owned &", "&& touch owned", "> owned", "' ; touch owned ; '",
-    '" ; touch owned ; "', "'\"'\"' ; touch owned", "x\n touch owned\n", "x\n#SBATCH --partition=other\n", "#",
+    "; touch owned",
+    "| touch owned",
+    "& touch owned &",
+    "&& touch owned",
+    "> owned",
+    "' ; touch owned ; '",
+    '" ; touch owned ; "',
+    "'\"'\"' ; touch owned",
+    "x\n touch owned\n",
+    "x\n#SBATCH --partition=other\n",
+    "#",
     "# no comment",
-    "-x", "--wrap=touch owned", "--", "~", "*", "?", "[a]", "{a,b}", "!!", "\\", "\\'", "%j", "%t_%x", "a\0b",
-    "ünïcode ✓", "\u202e",
-    "a=b", "a:b", "a,b", "",
-]  # fmt: skip
+    "-x",
+    "--wrap=touch owned",
+    "--",
+    "~",
+    "*",
+    "?",
+    "[a]",
+    "{a,b}",
+    "!!",
+    "\\",
+    "\\'",
+    "%j",
+    "%t_%x",
+    "a\0b",
+    "ünïcode ✓",
+    "\u202e",
+    "a=b",
+    "a:b",
+    "a,b",
+    "",
+]
 SLOTS: dict[str, Callable[[RunSpec, str], RunSpec]] = {
     "name": lambda spec, odd: replace(spec, name=odd),
     "runs_dir": lambda spec, odd: replace(spec, runs_dir=f"{spec.runs_dir}/{odd}"),
@@ -67,7 +102,14 @@ SLOTS: dict[str, Callable[[RunSpec, str], RunSpec]] = {
     "python": lambda spec, odd: of_cluster(spec, python=f"python {shlex.quote(odd)}"),
 }
 
-STRICT = ("sbatch_key", "environment_name", "modules", "exclude", "gpu_bind", "cpu_bind")  # no free text at all
+STRICT = (
+    "sbatch_key",
+    "environment_name",
+    "modules",
+    "exclude",
+    "gpu_bind",
+    "cpu_bind",
+)  # no free text at all
 
 
 def of_cluster(spec: RunSpec, **more: Any) -> RunSpec:
@@ -75,8 +117,13 @@ def of_cluster(spec: RunSpec, **more: Any) -> RunSpec:
 
 
 @pytest.fixture
-def base(resolved: Callable[..., RunSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunSpec:
-    """A run on SLURM, in a folder where nothing may appear; SBATCH_ACCOUNT of the user does not count."""
+def base(
+    resolved: Callable[..., RunSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> RunSpec:
+    """A run on SLURM, in a folder where nothing may appear.
+
+    SBATCH_ACCOUNT of the user does not count.
+    """
     monkeypatch.delenv("SBATCH_ACCOUNT", raising=False)
     (tmp_path / "cwd").mkdir()
     monkeypatch.chdir(tmp_path / "cwd")
@@ -115,7 +162,9 @@ def directives(script: str) -> dict[str, str]:
 def test_a_value_comes_through_or_is_refused(base: RunSpec, slot: str) -> None:
     """Every value at this place of script and launch."""
     taken = [odd for odd in ODD if comes_through(SLOTS[slot](base, odd), slot, odd)]
-    assert ("ünïcode ✓" in taken) == (slot not in STRICT), "some values must come through, or nothing is tested"
+    assert ("ünïcode ✓" in taken) == (slot not in STRICT), (
+        "some values must come through, or nothing is tested"
+    )
 
 
 def comes_through(spec: RunSpec, slot: str, odd: str) -> bool:
@@ -128,7 +177,12 @@ def comes_through(spec: RunSpec, slot: str, odd: str) -> bool:
     options = directives(script)
     assert options["--job-name"] == spec.name
     assert options["--output"] == f"{RunFolder.of(spec).logs}/%j_0_log.out"
-    given = {"account": "--account", "partition": "--partition", "sbatch": "--comment", "exclude": "--exclude"}
+    given = {
+        "account": "--account",
+        "partition": "--partition",
+        "sbatch": "--comment",
+        "exclude": "--exclude",
+    }
     if slot in given:
         assert options[given[slot]] == odd
     assert options.get("--partition") == spec.cluster.partition
@@ -142,7 +196,8 @@ def written(spec: RunSpec) -> tuple[str, list[str]]:
     """Return a script and the launcher's words after the checks that stand before them."""
     check_fields(spec)
     check_cluster(spec.cluster)
-    job, folder = job_spec(spec), RunFolder.of(spec)
+    job = job_spec(spec)
+    folder = RunFolder.of(spec)
     made = executor(spec, job, folder)
     sweep_by_srun(job, folder)
     return made.script(), command(job, folder)
@@ -161,10 +216,16 @@ def test_bash_runs_the_script_and_nothing_else(
     python = noting(tmp_path / "bin" / f"py {name}", notes)
     monkeypatch.setattr(sys, "executable", str(python))
     cluster = replace(
-        base.cluster, account=f"a{odd}", partition=f"p{odd}", sbatch={"comment": odd, "qos": odd},
-        environment={"ODD": odd, "LAST": "yes"}, archive_code=":" not in odd,
-    )  # fmt: skip
-    spec = replace(base, name=f"n{name}", runs_dir=str(tmp_path / "runs" / f"d{name}"), cluster=cluster)
+        base.cluster,
+        account=f"a{odd}",
+        partition=f"p{odd}",
+        sbatch={"comment": odd, "qos": odd},
+        environment={"ODD": odd, "LAST": "yes"},
+        archive_code=":" not in odd,
+    )
+    spec = replace(
+        base, name=f"n{name}", runs_dir=str(tmp_path / "runs" / f"d{name}"), cluster=cluster
+    )
     script = tmp_path / "script"
     script.write_text(executor(spec, job_spec(spec), RunFolder.of(spec)).script())
     ended = subprocess.run(["bash", str(script)], capture_output=True, text=True, timeout=60)
@@ -178,13 +239,19 @@ def test_bash_runs_the_script_and_nothing_else(
 
 
 @pytest.mark.parametrize(
-    "odd", ["x\n touch owned\n", "x\n#SBATCH --partition=other\n", "cr\rlf\r\n", "%j", "\\'"], ids=ascii
+    "odd",
+    ["x\n touch owned\n", "x\n#SBATCH --partition=other\n", "cr\rlf\r\n", "%j", "\\'"],
+    ids=ascii,
 )
-def test_a_variable_may_hold_anything(base: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, odd: str) -> None:
+def test_a_variable_may_hold_anything(
+    base: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, odd: str
+) -> None:
     notes = tmp_path / "notes"
     monkeypatch.setattr(sys, "executable", str(noting(tmp_path / "python", notes)))
     spec = of_cluster(base, environment={"ODD": odd})
-    (tmp_path / "script").write_bytes(executor(spec, job_spec(spec), RunFolder.of(spec)).script().encode())
+    (tmp_path / "script").write_bytes(
+        executor(spec, job_spec(spec), RunFolder.of(spec)).script().encode()
+    )
     subprocess.run(["bash", str(tmp_path / "script")], check=True, timeout=60)
     assert environment_of(notes)["ODD"] == odd
     assert list(Path.cwd().iterdir()) == []
@@ -197,7 +264,10 @@ def test_srun_is_given_the_words_as_they_are(
     noting(tmp_path / "bin" / "srun", tmp_path / "notes")
     monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
     name = odd.replace("/", "") or "x"
-    spec = replace(of_cluster(base, srun=[f"--comment={odd}"], python=f"python {shlex.quote(odd)}"), name=f"n{name}")
+    spec = replace(
+        of_cluster(base, srun=[f"--comment={odd}"], python=f"python {shlex.quote(odd)}"),
+        name=f"n{name}",
+    )
     argv = command(job_spec(spec), RunFolder.of(spec))
     assert run_ranks(argv, os.environ, echo=False).returncode == 0
     assert noted(tmp_path / "notes") == argv[1:]
@@ -210,15 +280,28 @@ def test_srun_is_given_the_words_as_they_are(
     [
         (["name='it\\'s $(touch owned) `touch owned`; touch owned #'"], None),
         (['name="two\nlines; touch owned"'], "name"),
-        (["name=-x", "+cluster.sbatch.comment='$(touch owned)'", "cluster.account='a $(touch owned)'"], None),
+        (
+            [
+                "name=-x",
+                "+cluster.sbatch.comment='$(touch owned)'",
+                "cluster.account='a $(touch owned)'",
+            ],
+            None,
+        ),
         (["cluster.account='$(touch owned)\n#SBATCH --wrap=touch'"], "cluster.account"),
-        (["+cluster.environment.A='\"; touch owned; \"'", "cluster.partition='p;touch owned'"], None),
+        (
+            ["+cluster.environment.A='\"; touch owned; \"'", "cluster.partition='p;touch owned'"],
+            None,
+        ),
         (["name='50%j'"], "name"),
         (["cluster.modules=['x; touch owned']"], "cluster.modules"),
-        (["cluster.container=apptainer", "cluster.container_image='--writable'"], "cluster.container_image"),
+        (
+            ["cluster.container=apptainer", "cluster.container_image='--writable'"],
+            "cluster.container_image",
+        ),
         (["cluster.exclude=['n1;touch owned']"], "cluster.exclude"),
     ],
-)  # fmt: skip
+)
 def test_through_the_command_line(tmp_path: Path, words: list[str], key: str | None) -> None:
     """The whole way: what sbatch is given is run by bash, or the command refuses in one line and submits nothing."""
     notes = tmp_path / "sbatch was told"
@@ -226,16 +309,33 @@ def test_through_the_command_line(tmp_path: Path, words: list[str], key: str | N
     (tmp_path / "cwd").mkdir()
     runs = tmp_path / "my 'runs' $(touch owned)"
     quoted = str(runs).replace("'", "\\'")
-    argv = ["submit", "experiment=gems_master", "data=synthetic", "cluster=mini", f"runs_dir='{quoted}'", *words]
-    environment = os.environ | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    argv = [
+        "submit",
+        "experiment=gems_master",
+        "data=synthetic",
+        "cluster=mini",
+        f"runs_dir='{quoted}'",
+        *words,
+    ]
+    environment = os.environ | {
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+    }
     said = subprocess.run(
-        [sys.executable, "-m", "jobs", *argv], cwd=tmp_path / "cwd", env=environment, stdin=subprocess.DEVNULL,
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        [sys.executable, "-m", "jobs", *argv],
+        cwd=tmp_path / "cwd",
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert "Traceback" not in said.stderr
     assert list((tmp_path / "cwd").iterdir()) == []
     if key is not None:
-        assert said.returncode == 2 and len(said.stderr.splitlines()) == 1 and f"{key}" in said.stderr, said.stderr
+        assert (
+            said.returncode == 2 and len(said.stderr.splitlines()) == 1 and f"{key}" in said.stderr
+        ), said.stderr
         assert not notes.exists()
         return
     assert said.returncode == 0, said.stderr
@@ -248,9 +348,14 @@ def test_through_the_command_line(tmp_path: Path, words: list[str], key: str | N
     run = tmp_path / "run"
     run.mkdir()
     python = noting(tmp_path / "python", tmp_path / "python was told")
-    kept.write_text(text.replace(f"exec {shlex.quote(sys.executable)} ", f"exec {shlex.quote(str(python))} "))
+    kept.write_text(
+        text.replace(f"exec {shlex.quote(sys.executable)} ", f"exec {shlex.quote(str(python))} ")
+    )
     subprocess.run(["bash", str(kept)], cwd=run, check=True, timeout=60)
     assert noted(tmp_path / "python was told") == [
-        "-u", str(folder / "provenance" / "code.zip"), "submitit.core._submit", str(folder / "logs")
-    ]  # fmt: skip
+        "-u",
+        str(folder / "provenance" / "code.zip"),
+        "submitit.core._submit",
+        str(folder / "logs"),
+    ]
     assert list(run.iterdir()) == []

@@ -1,4 +1,7 @@
-"""What a preset makes of the script and of srun's line: requests, bindings, modules, containers, ibrun."""
+"""What a preset makes of the script and of srun's line.
+
+Requests, bindings, modules, containers, ibrun.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,9 @@ def test_gpus_are_asked_for_once_and_alike(
 
 
 def test_cpu_binding_stands_before_free_options(resolved: Callable[..., RunSpec]) -> None:
-    argv = command(job_spec(on(resolved, cpu_bind="map_cpu:1,2,3,4", srun=["--network=a b"])), FOLDER)
+    argv = command(
+        job_spec(on(resolved, cpu_bind="map_cpu:1,2,3,4", srun=["--network=a b"])), FOLDER
+    )
     assert argv[argv.index("--gpu-bind=none") + 1 :] == [
         "--cpu-bind=map_cpu:1,2,3,4",
         "--network=a b",
@@ -69,12 +74,16 @@ def test_cpu_binding_stands_before_free_options(resolved: Callable[..., RunSpec]
     ]
 
 
-def test_modules_are_loaded_first_or_the_job_ends(resolved: Callable[..., RunSpec], tmp_path: Path) -> None:
+def test_modules_are_loaded_first_or_the_job_ends(
+    resolved: Callable[..., RunSpec], tmp_path: Path
+) -> None:
     lines = script(on(resolved, modules=["LUMI/25.03", "gcc"], setup=["ulimit -c 0"]))
     start = lines.index("# setup")
     assert lines[start + 1 : start + 4] == [
-        "module load LUMI/25.03 gcc || exit 2", "ulimit -c 0", "export SRUN_CPUS_PER_TASK=8"
-    ]  # fmt: skip
+        "module load LUMI/25.03 gcc || exit 2",
+        "ulimit -c 0",
+        "export SRUN_CPUS_PER_TASK=8",
+    ]
     for code in (0, 1):
         text = f"module() {{ echo $* >> loaded; return {code}; }}\n{lines[start + 1]}\nexit 7"
         assert subprocess.run(["bash", "-c", text], cwd=tmp_path).returncode == (2 if code else 7)
@@ -86,15 +95,23 @@ def test_account_with_the_sites_suffix(resolved: Callable[..., RunSpec]) -> None
 
 
 @pytest.mark.parametrize("option", ["mem", "mem_per_cpu", "--mem-per-gpu"])
-def test_a_site_that_refuses_options_of_memory(resolved: Callable[..., RunSpec], option: str) -> None:
+def test_a_site_that_refuses_options_of_memory(
+    resolved: Callable[..., RunSpec], option: str
+) -> None:
     assert any("--mem" in line for line in script(on(resolved, sbatch={option: "1G"})))
-    with pytest.raises(ConfigError, match=r"^cluster\.sbatch\.mem.*=1G: cluster slurm refuses options of memory; "):
+    with pytest.raises(
+        ConfigError, match=r"^cluster\.sbatch\.mem.*=1G: cluster slurm refuses options of memory; "
+    ):
         script(on(resolved, sbatch={option: "1G"}, supports_mem_option=False))
 
 
 def test_gpus_by_hand_beside_the_presets_own(resolved: Callable[..., RunSpec]) -> None:
-    assert "#SBATCH --gres=gpu:a100:2" in script(on(resolved, gpu_request="none", sbatch={"gres": "gpu:a100:2"}))
-    with pytest.raises(ConfigError, match=r"^cluster\.sbatch\.gres=nvme: conflicts with cluster\.gpu_request=gres"):
+    assert "#SBATCH --gres=gpu:a100:2" in script(
+        on(resolved, gpu_request="none", sbatch={"gres": "gpu:a100:2"})
+    )
+    with pytest.raises(
+        ConfigError, match=r"^cluster\.sbatch\.gres=nvme: conflicts with cluster\.gpu_request=gres"
+    ):
         script(on(resolved, gpu_request="gres", sbatch={"gres": "nvme"}))
 
 
@@ -108,9 +125,12 @@ def test_ibrun(resolved: Callable[..., RunSpec]) -> None:
 
 @pytest.mark.parametrize(("launcher", "kept"), [("srun", True), ("ibrun", False)])
 def test_ranks_of_ibrun_do_not_take_the_batch_scripts_place(
-    resolved: Callable[..., RunSpec], tiny: Callable[..., tuple[RunFolder, RunSpec]],
-    monkeypatch: pytest.MonkeyPatch, launcher: str, kept: bool,
-) -> None:  # fmt: skip
+    resolved: Callable[..., RunSpec],
+    tiny: Callable[..., tuple[RunFolder, RunSpec]],
+    monkeypatch: pytest.MonkeyPatch,
+    launcher: str,
+    kept: bool,
+) -> None:
     folder, _ = tiny()
     seen: list[dict[str, str]] = []
 
@@ -132,19 +152,38 @@ def test_apptainer(resolved: Callable[..., RunSpec], runtime: str) -> None:
     image = {"container": runtime, "container_image": "my image.sif", "container_options": ["--nv"]}
     argv = command(job_spec(on(resolved, **image)), FOLDER)
     assert argv[argv.index("--gpu-bind=none") + 1 :] == [
-        runtime, "exec", "--bind=/runs/it's mine", "--pwd=/runs/it's mine", "--nv", "my image.sif", "python3", *IN_JOB,
-    ]  # fmt: skip
+        runtime,
+        "exec",
+        "--bind=/runs/it's mine",
+        "--pwd=/runs/it's mine",
+        "--nv",
+        "my image.sif",
+        "python3",
+        *IN_JOB,
+    ]
     sweep = sweep_by_srun(job_spec(on(resolved, **image, python="python3.12")), FOLDER)
     assert sweep[sweep.index(runtime) :] == [
-        runtime, "exec", "--bind=/runs/it's mine", "--pwd=/runs/it's mine", "--nv", "my image.sif", "python3.12",
+        runtime,
+        "exec",
+        "--bind=/runs/it's mine",
+        "--pwd=/runs/it's mine",
+        "--nv",
+        "my image.sif",
+        "python3.12",
         CODE_ZIP,
         "gems.launch.mpich_cleanup",
-    ]  # fmt: skip
+    ]
     live = command(job_spec(on(resolved, **image, archive_code=False)), FOLDER)
     assert live[live.index("exec") + 1 :] == [
-        f"--bind={ROOT}", "--bind=/runs/it's mine", f"--pwd={ROOT}", "--nv", "my image.sif", "python3", *RUN_MODULE,
+        f"--bind={ROOT}",
+        "--bind=/runs/it's mine",
+        f"--pwd={ROOT}",
+        "--nv",
+        "my image.sif",
+        "python3",
+        *RUN_MODULE,
         *IN_JOB[1:],
-    ]  # fmt: skip
+    ]
 
 
 def test_pyxis(resolved: Callable[..., RunSpec]) -> None:
@@ -155,14 +194,22 @@ def test_pyxis(resolved: Callable[..., RunSpec]) -> None:
     }
     argv = command(job_spec(on(resolved, **image)), FOLDER)
     assert argv[argv.index("--gpu-bind=none") + 1 :] == [
-        "--container-image=site/image:1", "--container-mounts=/runs/it's mine:/runs/it's mine",
-        "--container-workdir=/runs/it's mine", "--no-container-mount-home", "python3", *IN_JOB,
-    ]  # fmt: skip
+        "--container-image=site/image:1",
+        "--container-mounts=/runs/it's mine:/runs/it's mine",
+        "--container-workdir=/runs/it's mine",
+        "--no-container-mount-home",
+        "python3",
+        *IN_JOB,
+    ]
     live = command(job_spec(on(resolved, **image, archive_code=False)), FOLDER)
     assert live[live.index("--gpu-bind=none") + 2 :] == [
-        f"--container-mounts={ROOT}:{ROOT},/runs/it's mine:/runs/it's mine", f"--container-workdir={ROOT}",
-        "--no-container-mount-home", "python3", *RUN_MODULE, *IN_JOB[1:],
-    ]  # fmt: skip
+        f"--container-mounts={ROOT}:{ROOT},/runs/it's mine:/runs/it's mine",
+        f"--container-workdir={ROOT}",
+        "--no-container-mount-home",
+        "python3",
+        *RUN_MODULE,
+        *IN_JOB[1:],
+    ]
 
 
 def test_a_runtime_without_an_image_is_not_used(resolved: Callable[..., RunSpec]) -> None:
@@ -174,33 +221,61 @@ def test_a_runtime_without_an_image_is_not_used(resolved: Callable[..., RunSpec]
     ("runtime", "words"),
     [
         ("shifter", ["shifter", "--image=site/image:1", "--module=gpu"]),
-        ("podman-hpc", ["podman-hpc", "run", "--rm", "--env-host", "--volume=/runs/it's mine:/runs/it's mine",
-        "--workdir=/runs/it's mine", "--module=gpu", "site/image:1"]),
+        (
+            "podman-hpc",
+            [
+                "podman-hpc",
+                "run",
+                "--rm",
+                "--env-host",
+                "--volume=/runs/it's mine:/runs/it's mine",
+                "--workdir=/runs/it's mine",
+                "--module=gpu",
+                "site/image:1",
+            ],
+        ),
         ("uenv", ["--uenv=site/image:1", "--module=gpu"]),  # options of srun
     ],
-)  # fmt: skip
-def test_containers_of_single_sites(resolved: Callable[..., RunSpec], runtime: str, words: list[str]) -> None:
-    image = {"container": runtime, "container_image": "site/image:1", "container_options": ["--module=gpu"]}
+)
+def test_containers_of_single_sites(
+    resolved: Callable[..., RunSpec], runtime: str, words: list[str]
+) -> None:
+    image = {
+        "container": runtime,
+        "container_image": "site/image:1",
+        "container_options": ["--module=gpu"],
+    }
     argv = command(job_spec(on(resolved, **image)), FOLDER)
     assert argv[argv.index("--gpu-bind=none") + 1 :] == [*words, "python3", *IN_JOB]
 
 
 @pytest.mark.parametrize("runtime", ["apptainer", "pyxis"])
 @pytest.mark.parametrize("path", ["/runs/a:b", "/runs/a,b"])
-def test_a_path_that_a_container_would_take_apart(resolved: Callable[..., RunSpec], runtime: str, path: str) -> None:
+def test_a_path_that_a_container_would_take_apart(
+    resolved: Callable[..., RunSpec], runtime: str, path: str
+) -> None:
     spec = on(resolved, container=runtime, container_image="i")
     with pytest.raises(ConfigError, match=r"^runs_dir=.*: must have no ',', ':'"):
         command(job_spec(spec), RunFolder(Path(path)))
 
 
-def test_no_value_of_a_preset_is_read_by_a_shell(resolved: Callable[..., RunSpec], tmp_path: Path) -> None:
+def test_no_value_of_a_preset_is_read_by_a_shell(
+    resolved: Callable[..., RunSpec], tmp_path: Path
+) -> None:
     odd = "$(touch owned) `touch owned`; touch owned"
     spec = on(resolved, account=odd, account_suffix=odd, partition=odd, environment={"ODD": odd})
-    lines = [line for line in script(replace(spec, runs_dir=str(tmp_path))) if not line.startswith("exec ")]
+    lines = [
+        line
+        for line in script(replace(spec, runs_dir=str(tmp_path)))
+        if not line.startswith("exec ")
+    ]
     shown = subprocess.run(
-        ["bash", "-c", "\n".join([*lines, 'printf %s "$ODD"'])], cwd=tmp_path, capture_output=True, text=True,
-        check=True
-    )  # fmt: skip
+        ["bash", "-c", "\n".join([*lines, 'printf %s "$ODD"'])],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert shown.stdout == odd and list(tmp_path.iterdir()) == []
     (line,) = (line for line in lines if "--partition" in line)
     assert shlex.split(line.removeprefix("#SBATCH ")) == [f"--partition={odd}"]

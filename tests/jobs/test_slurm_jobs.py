@@ -14,8 +14,9 @@ ROWS = (
     "41.0|CANCELLED by 1000||2026-11-21T11:41:00|0:9|n[1-2]|2026-11-21T12:00:00|00:19:00||1.50G",
 )
 SCONTROL = (
-    "JobId=41 JobName=a name with=signs UserId=x(0) JobState=TIMEOUT Reason=TimeLimit Dependency=(null) ExitCode=0:15 "
-    "RunTime=01:00:12 TimeLimit=01:00:00 EndTime=2026-11-21T12:00:00 NodeList=n[1-2] BatchHost=n1"
+    "JobId=41 JobName=a name with=signs UserId=x(0) JobState=TIMEOUT Reason=TimeLimit"
+    " Dependency=(null) ExitCode=0:15 RunTime=01:00:12 TimeLimit=01:00:00"
+    " EndTime=2026-11-21T12:00:00 NodeList=n[1-2] BatchHost=n1"
 )
 
 
@@ -26,8 +27,10 @@ def test_the_last_start_counts_and_its_steps_give_memory(slurm: FakeSlurm) -> No
     assert (record.source, record.state, record.nodes) == ("sacct", "OUT_OF_MEMORY", "n[1-2]")
     assert record.max_rss_bytes == 3 * 2**29
     assert record.step_states == ("OUT_OF_MEMORY", "CANCELLED")
-    assert record.describe() == (
-        "state OUT_OF_MEMORY, exit code 0:125, nodes n[1-2], elapsed 00:20:00, time limit 01:00:00"
+    assert (
+        record.describe()
+        == "state OUT_OF_MEMORY, exit code 0:125, nodes n[1-2], elapsed 00:20:00, time limit"
+        " 01:00:00"
     )
     assert "--jobs=41" in slurm.asked()[0]
 
@@ -36,7 +39,11 @@ def test_without_accounting_scontrol_answers(slurm: FakeSlurm) -> None:
     slurm.says("sacct", error="Slurm accounting storage is disabled\n", code=1)
     slurm.says("scontrol", SCONTROL)
     record, errors = find_job("41")
-    assert record is not None and (record.source, record.state, record.reason) == ("scontrol", "TIMEOUT", "TimeLimit")
+    assert record is not None and (record.source, record.state, record.reason) == (
+        "scontrol",
+        "TIMEOUT",
+        "TimeLimit",
+    )
     assert (record.time_limit, record.elapsed, record.exit_code) == ("01:00:00", "01:00:12", "0:15")
     assert errors == ("sacct failed: Slurm accounting storage is disabled",)
 
@@ -56,7 +63,9 @@ def test_a_command_that_hangs_is_left(slurm: FakeSlurm, monkeypatch: pytest.Monk
     slurm.hangs("sacct")
     slurm.hangs("scontrol")
     record, errors = find_job("41")
-    assert record is None and errors == tuple(f"{name} did not answer within 0.2 s" for name in ("sacct", "scontrol"))
+    assert record is None and errors == tuple(
+        f"{name} did not answer within 0.2 s" for name in ("sacct", "scontrol")
+    )
 
 
 @pytest.mark.parametrize("rows", [ROWS, ("411|FAILED",), ("", "41", "41|")])

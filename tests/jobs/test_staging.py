@@ -38,7 +38,8 @@ def test_ranks_run_the_copy_of_the_code_which_is_removed(
         assert slurm.asked() == [f"sbcast --force {folder.code_zip} /local/gems-41-code.zip"]
     assert argv[-3:] == ["/local/gems-41-code.zip", "gems.engine.run", str(folder.path)]
     assert slurm.asked()[1:] == [
-        "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=1 --mpi=none rm -f /local/gems-41-code.zip"
+        "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=1 --mpi=none rm -f"
+        " /local/gems-41-code.zip"
     ]
 
 
@@ -54,7 +55,11 @@ def test_copies_are_removed_after_an_error_too(
 
 @pytest.mark.parametrize("container", ["apptainer", "pyxis"])
 def test_an_image_is_copied_and_the_copy_of_the_code_seen_in_it(
-    resolved: Callable[..., RunSpec], slurm: FakeSlurm, folder: RunFolder, tmp_path: Path, container: str
+    resolved: Callable[..., RunSpec],
+    slurm: FakeSlurm,
+    folder: RunFolder,
+    tmp_path: Path,
+    container: str,
 ) -> None:
     slurm.says("sbcast")
     slurm.says("srun")
@@ -70,17 +75,26 @@ def test_an_image_is_copied_and_the_copy_of_the_code_seen_in_it(
 
 
 def test_what_cannot_be_copied_is_read_where_it_is(
-    resolved: Callable[..., RunSpec], slurm: FakeSlurm, folder: RunFolder, capsys: pytest.CaptureFixture[str]
+    resolved: Callable[..., RunSpec],
+    slurm: FakeSlurm,
+    folder: RunFolder,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    slurm.says("sbcast", error="sbcast: error: REQUEST_FILE_BCAST(n2): No space left on device", code=1)
+    slurm.says(
+        "sbcast", error="sbcast: error: REQUEST_FILE_BCAST(n2): No space left on device", code=1
+    )
     with staged(job_spec(resolved(*WORDS)), folder) as job:
         assert str(folder.code_zip) in command(job, folder)
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"jobs: cluster.stage: {folder.code_zip} is read by all nodes where it is (sbcast failed: ")
+    assert line.startswith(
+        f"jobs: cluster.stage: {folder.code_zip} is read by all nodes where it is (sbcast failed: "
+    )
     assert len(slurm.asked()) == 1
 
 
-@pytest.mark.parametrize("word", ["cluster.stage_above_nodes=2", "cluster.stage=[]", "cluster.archive_code=false"])
+@pytest.mark.parametrize(
+    "word", ["cluster.stage_above_nodes=2", "cluster.stage=[]", "cluster.archive_code=false"]
+)
 def test_small_jobs_and_those_with_nothing_to_copy_ask_for_nothing(
     resolved: Callable[..., RunSpec], slurm: FakeSlurm, folder: RunFolder, word: str
 ) -> None:
@@ -91,7 +105,10 @@ def test_small_jobs_and_those_with_nothing_to_copy_ask_for_nothing(
 
 @pytest.mark.parametrize(
     ("word", "says"),
-    [("cluster.stage=[data]", "may have code and image"), ("cluster.stage_dir=$TMPDIR", "must be an absolute path")],
+    [
+        ("cluster.stage=[data]", "may have code and image"),
+        ("cluster.stage_dir=$TMPDIR", "must be an absolute path"),
+    ],
 )
 def test_bad_values_are_one_line(resolved: Callable[..., RunSpec], word: str, says: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{word.split('=')[0]}(\[0\])?=.*{says}"):

@@ -39,13 +39,18 @@ def status(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Status:
 @pytest.fixture
 def some(prepared: Prepared, slurm: FakeSlurm, tmp_path: Path) -> dict[str, RunFolder]:
     """One pending, one running and one failed run, and a study of three points, one of which is missing."""
-    slurm.says("squeue", "41|PENDING|2030-01-02T03:04:05|Resources|waits", "42|RUNNING|N/A|None|goes")
+    slurm.says(
+        "squeue", "41|PENDING|2030-01-02T03:04:05|Resources|waits", "42|RUNNING|N/A|None|goes"
+    )
     runs = {name: prepared(name) for name in ("waits", "goes", "broke")}
     runs["waits"].write_status("submitted", job_id="41")
     runs["goes"].write_status("running", job_id="42")
     Progress("goes", 70, 8, runs["goes"].progress_json).show(11, 0.25)
     runs["broke"].write_status("failed", exit_code=4, cause="rank 3\nhad no \x1b[2Jmemory")
-    points = {f"parallel.replicas={count}": prepared("grid", f"parallel.replicas={count}") for count in (1, 2)}
+    points = {
+        f"parallel.replicas={count}": prepared("grid", f"parallel.replicas={count}")
+        for count in (1, 2)
+    }
     for folder, state in zip(points.values(), ("finished", "cancelled"), strict=True):
         folder.write_status(state, exit_code=0)
     labels = [(label, folder.path) for label, folder in points.items()]
@@ -67,7 +72,18 @@ def test_the_table(some: dict[str, RunFolder], status: Status, slurm: FakeSlurm)
     assert waits == ["pending", "41", "Resources,", "starts", "about", "2030-01-02", "03:04"]
     assert goes[:3] == ["running", "42", "11/70"] and goes[4] == "0.2500" and goes[6] == "s"
     assert broke == ["failed", "rank", "3", "had", "no", "[2Jmemory"]
-    assert found["grid"] == ["cancelled", "study", "of", "3:", "1", "cancelled,", "1", "finished,", "1", "missing"]
+    assert found["grid"] == [
+        "cancelled",
+        "study",
+        "of",
+        "3:",
+        "1",
+        "cancelled,",
+        "1",
+        "finished,",
+        "1",
+        "missing",
+    ]
     assert "\x1b" not in text and len(text.splitlines()) == 5
     assert [line.split()[0] for line in slurm.asked()] == ["squeue"]
 
@@ -86,11 +102,20 @@ def test_json(some: dict[str, RunFolder], status: Status) -> None:
     found = json.loads(status("--json"))
     by_name = {run["name"]: run for run in found["runs"]}
     goes = by_name[some["goes"].path.name]
-    assert (goes["state"], goes["step"], goes["steps"], goes["loss"], goes["job_id"]) == ("running", 11, 70, 0.25, "42")
+    assert (goes["state"], goes["step"], goes["steps"], goes["loss"], goes["job_id"]) == (
+        "running",
+        11,
+        70,
+        0.25,
+        "42",
+    )
     assert goes["sources"] == {"state": "squeue"} and goes["beat_age_s"] < 60
     assert by_name[some["waits"].path.name]["start_utc"].startswith("2030-01-0")
     (study,) = found["studies"]
-    assert (study["name"], study["counts"]) == ("grid", {"finished": 1, "cancelled": 1, "missing": 1})
+    assert (study["name"], study["counts"]) == (
+        "grid",
+        {"finished": 1, "cancelled": 1, "missing": 1},
+    )
     assert [point["state"] for point in study["points"]] == ["finished", "cancelled", "missing"]
     assert found["query_errors"] == []
 
@@ -108,7 +133,9 @@ def test_names(some: dict[str, RunFolder], status: Status, tmp_path: Path) -> No
         find_one_run([runs_dir, "waits", "goes"], "logs")
 
 
-def test_a_name_without_signature_means_all_of_that_name_or_the_only_one(prepared: Prepared, tmp_path: Path) -> None:
+def test_a_name_without_signature_means_all_of_that_name_or_the_only_one(
+    prepared: Prepared, tmp_path: Path
+) -> None:
     same = {prepared("same").path, prepared("same", "seed=1").path}
     words = [f"runs_dir={tmp_path / 'runs'}", "same"]
     assert {folder.path for folder in find_runs(words).runs} == same
@@ -116,11 +143,16 @@ def test_a_name_without_signature_means_all_of_that_name_or_the_only_one(prepare
         find_runs(words, allows_several=False)
 
 
-def test_guesses_are_marked_and_explained(some: dict[str, RunFolder], status: Status, slurm: FakeSlurm) -> None:
+def test_guesses_are_marked_and_explained(
+    some: dict[str, RunFolder], status: Status, slurm: FakeSlurm
+) -> None:
     (slurm.here / "squeue").unlink()
     text = status()
     found = rows(text)
-    assert found[some["waits"].path.name][0] == "submitted?" and found[some["goes"].path.name][0] == "running?"
+    assert (
+        found[some["waits"].path.name][0] == "submitted?"
+        and found[some["goes"].path.name][0] == "running?"
+    )
     assert "no answer: squeue is not on PATH\nno answer: sacct is not on PATH\n" in text
     assert "?  the state is judged by heartbeats and status.json alone" in text
 
@@ -162,7 +194,9 @@ def test_watching_ends_with_the_last_run(
     assert rows(text)[some["goes"].path.name][0] == "finished"
 
 
-def test_a_watcher_may_stop(some: dict[str, RunFolder], status: Status, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_watcher_may_stop(
+    some: dict[str, RunFolder], status: Status, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def stop(self: threading.Event, timeout: float | None = None) -> bool:
         raise KeyboardInterrupt
 
@@ -190,10 +224,14 @@ def test_saves_that_fail_are_in_the_note(some: dict[str, RunFolder], status: Sta
 
 @pytest.mark.cases
 def test_help_and_status_wrap_at_the_width_of_the_terminal(
-    prepared: Callable[..., RunFolder], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    prepared: Callable[..., RunFolder],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = prepared("a_name_as_long_as_those_of_users_are")
-    folder.write_status("failed", exit_code=4, cause="rank 3 on node n1 was killed by signal 9 (SIGKILL) " * 3)
+    folder.write_status(
+        "failed", exit_code=4, cause="rank 3 on node n1 was killed by signal 9 (SIGKILL) " * 3
+    )
     monkeypatch.setenv("COLUMNS", "80")
     for words in (["--help"], ["status", "--help"], ["status", str(folder.path)]):
         assert main("jobs", VERBS, words) == 0

@@ -1,4 +1,7 @@
-"""The runner of a study, with stubs in the place of runs and of the drawing; one study goes through mpiexec."""
+"""The runner of a study, with stubs in the place of runs and of the drawing.
+
+One study goes through mpiexec.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,10 @@ WORDS = ("parallel.replicas=1", "parallel.replicas=2", "parallel.replicas=3")
 
 
 class Stub:
-    """Stands for a start: notes the runs, which end as `codes` says by their replicas; and for the drawing."""
+    """Stands for a start: notes the runs, which end as `codes` says by their replicas.
+
+    And for the drawing.
+    """
 
     def __init__(self, runs: Path) -> None:
         self.runs = runs
@@ -56,13 +62,16 @@ class Stub:
         prepare(spec).write_status("failed" if code else "finished", exit_code=code)
         return code
 
-    def draw(self, folders: list[Path], out: Path, *, as_json: bool) -> tuple[int, dict[str, Any] | None]:
+    def draw(
+        self, folders: list[Path], out: Path, *, as_json: bool
+    ) -> tuple[int, dict[str, Any] | None]:
         self.drawn.append([folder.name for folder in folders])
         self.out = out
         return self.drawing_code, {"csv": "scaling.csv"} if as_json else None
 
     def take_started(self) -> list[int]:
-        started, self.started = self.started, []
+        started = self.started
+        self.started = []
         return started
 
 
@@ -81,12 +90,16 @@ def study(tmp_path: Path) -> Callable[..., int]:
     def run(*words: str, points: tuple[str, ...] = WORDS, base: list[str] = BASE) -> int:
         path = tmp_path / "mine.yaml"
         path.write_text(yaml.safe_dump({"base": base, "points": [[point] for point in points]}))
-        return main("jobs", VERBS, ["study", f"study={path}", f"runs_dir={tmp_path / 'runs'}", *words])
+        return main(
+            "jobs", VERBS, ["study", f"study={path}", f"runs_dir={tmp_path / 'runs'}", *words]
+        )
 
     return run
 
 
-def test_every_point_runs_once(stub: Stub, study: Callable[..., int], capfd: pytest.CaptureFixture[str]) -> None:
+def test_every_point_runs_once(
+    stub: Stub, study: Callable[..., int], capfd: pytest.CaptureFixture[str]
+) -> None:
     assert study() == 0
     out, err = capfd.readouterr()
     assert stub.started == [1, 2, 3]
@@ -139,23 +152,38 @@ def test_a_point_that_cannot_start_is_one_line(
     assert study() == 2
     out, err = capfd.readouterr()
     assert stub.started == [1, 2, 3]
-    assert "jobs: point 2 of 3 (parallel.replicas=2) cannot start: run folder=x: cannot be used\n" in err
+    assert (
+        "jobs: point 2 of 3 (parallel.replicas=2) cannot start: run folder=x: cannot be used\n"
+        in err
+    )
     assert [line.split()[1] for line in out.splitlines()[1:]] == ["finished", "missing", "finished"]
 
 
-def test_a_stopped_run_ends_the_study(stub: Stub, study: Callable[..., int], capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_stopped_run_ends_the_study(
+    stub: Stub, study: Callable[..., int], capfd: pytest.CaptureFixture[str]
+) -> None:
     stub.codes = {2: 143}
     assert study() == 143
     assert stub.started == [1, 2]
-    assert [line.split()[1] for line in capfd.readouterr().out.splitlines()[1:]] == ["finished", "failed", "missing"]
+    assert [line.split()[1] for line in capfd.readouterr().out.splitlines()[1:]] == [
+        "finished",
+        "failed",
+        "missing",
+    ]
 
 
-def test_json_is_one_object(stub: Stub, study: Callable[..., int], capfd: pytest.CaptureFixture[str]) -> None:
+def test_json_is_one_object(
+    stub: Stub, study: Callable[..., int], capfd: pytest.CaptureFixture[str]
+) -> None:
     stub.codes = {3: 4}
     stub.drawing_code = 2
     assert study("--json") == 4
     answer = json.loads(capfd.readouterr().out)
-    assert (answer["study"], answer["num_run"], answer["scaling"]) == ("mine", 3, {"csv": "scaling.csv"})
+    assert (answer["study"], answer["num_run"], answer["scaling"]) == (
+        "mine",
+        3,
+        {"csv": "scaling.csv"},
+    )
     assert [point["state"] for point in answer["points"]] == ["finished", "finished", "failed"]
     assert [point["ranks"] for point in answer["points"]] == [2, 4, 6]
     assert [point["point"] for point in answer["points"]] == list(WORDS)
@@ -174,14 +202,20 @@ def test_nothing_is_drawn_of_nothing(stub: Stub, study: Callable[..., int]) -> N
     assert stub.drawn == []
 
 
-def test_a_dry_run_starts_nothing(stub: Stub, study: Callable[..., int], capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_starts_nothing(
+    stub: Stub, study: Callable[..., int], capfd: pytest.CaptureFixture[str]
+) -> None:
     assert study("--dry-run") == 0
     out, err = capfd.readouterr()
     assert (stub.started, stub.drawn, err) == ([], [], "")
-    assert [line.split()[1:3] for line in out.splitlines()[1:]] == [["missing", word] for word in WORDS]
+    assert [line.split()[1:3] for line in out.splitlines()[1:]] == [
+        ["missing", word] for word in WORDS
+    ]
     assert not stub.runs.exists()
     assert study("--dry-run", "--json") == 0
-    assert [point["state"] for point in json.loads(capfd.readouterr().out)["points"]] == ["missing"] * 3
+    assert [point["state"] for point in json.loads(capfd.readouterr().out)["points"]] == [
+        "missing"
+    ] * 3
 
 
 def test_overrides_go_to_every_point(stub: Stub, study: Callable[..., int], tmp_path: Path) -> None:
@@ -201,17 +235,23 @@ def test_overrides_go_to_every_point(stub: Stub, study: Callable[..., int], tmp_
         (["study=emulated_scaling", "--dry"], r"jobs: option=--dry: unknown; nearest: --dry-run"),
     ],
 )
-def test_bad_words_are_one_line(words: list[str], says: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_bad_words_are_one_line(
+    words: list[str], says: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert main("jobs", VERBS, ["study", *words]) == 2
     out, err = capfd.readouterr()
     (line,) = err.splitlines()
     assert out == "" and re.match(says, line), line
 
 
-def test_one_bad_point_and_none_runs(stub: Stub, study: Callable[..., int], capfd: pytest.CaptureFixture[str]) -> None:
+def test_one_bad_point_and_none_runs(
+    stub: Stub, study: Callable[..., int], capfd: pytest.CaptureFixture[str]
+) -> None:
     assert study(points=(*WORDS, "parallel.replica=1")) == 2
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith("jobs: point 4 of study mine (parallel.replica=1): parallel.replica=1: unknown key")
+    assert line.startswith(
+        "jobs: point 4 of study mine (parallel.replica=1): parallel.replica=1: unknown key"
+    )
     assert (stub.started, stub.runs.exists()) == ([], False)
 
 
@@ -239,7 +279,11 @@ def state(folder: RunFolder) -> str:
 
 @pytest.mark.parametrize(
     ("line", "expected"),
-    [("41|PENDING|N/A|Priority|run", "pending"), ("41|RUNNING|N/A|None|run", "starting"), (None, "failed")],
+    [
+        ("41|PENDING|N/A|Priority|run", "pending"),
+        ("41|RUNNING|N/A|None|run", "starting"),
+        (None, "failed"),
+    ],
 )
 def test_a_job_is_left_alone_while_the_queue_has_it(
     line: str | None, expected: str, tmp_path: Path, slurm: FakeSlurm
@@ -252,7 +296,9 @@ def test_a_job_is_left_alone_while_the_queue_has_it(
     assert is_due(expected) == (expected == "failed")
 
 
-def test_a_job_is_left_alone_where_the_queue_cannot_be_asked(tmp_path: Path, slurm: FakeSlurm) -> None:
+def test_a_job_is_left_alone_where_the_queue_cannot_be_asked(
+    tmp_path: Path, slurm: FakeSlurm
+) -> None:
     folder = RunFolder(tmp_path)
     folder.write_status("submitted", job_id="41")
     assert (state(folder), is_due(state(folder))) == ("submitted", False)
@@ -286,7 +332,9 @@ def test_a_study_of_real_ranks(
     """The ranks are a tiny program under mpiexec; one point's rank 1 fails."""
     _, spec = tiny()
     drawn: list[list[Path]] = []
-    monkeypatch.setattr(study_module, "draw", lambda folders, out, as_json: (drawn.append(folders) or 0, None))
+    monkeypatch.setattr(
+        study_module, "draw", lambda folders, out, as_json: (drawn.append(folders) or 0, None)
+    )
     python = spec.cluster.python or ""
     base = [*BASE, f'cluster.python="{python}"']
     points = ("parallel.replicas=1", "+cluster.environment.TINY=exit:1")
@@ -312,7 +360,11 @@ def test_a_simulated_point_is_one_process_whose_code_counts(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     program = f"import sys; print('gems: it cannot be' if {code} else 'fine'); sys.exit({code})"
-    monkeypatch.setattr(launchers, "by_simulator", lambda job, folder: [*job.python, "-c", program, str(folder.path)])
+    monkeypatch.setattr(
+        launchers,
+        "by_simulator",
+        lambda job, folder: [*job.python, "-c", program, str(folder.path)],
+    )
     monkeypatch.setattr(runner_module, "start_run", start_run)
     assert study(points=("machine.kind=simulated",)) == code
     out, err = capfd.readouterr()
@@ -325,19 +377,31 @@ def test_a_simulated_point_is_one_process_whose_code_counts(
 def test_simulated_points_from_the_file_to_the_picture(
     study: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    base = [*BASE, "machine=simulated", "train.steps=2", "benchmark.skip_steps=1", "cost.unit_s=0.001"]
+    base = [
+        *BASE,
+        "machine=simulated",
+        "train.steps=2",
+        "benchmark.skip_steps=1",
+        "cost.unit_s=0.001",
+    ]
     assert study(points=WORDS[:2], base=base) == 0
     out = capfd.readouterr().out
     with (tmp_path / "runs" / "mine" / "scaling.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [(row["source"], row["ranks"]) for row in rows] == [("simulated", "2"), ("simulated", "4")]
-    # 4 micro-batches of forward and backward on 2 ranks take (4 + 2 - 1) x 3 units of 1 ms (1F1B's closed form)
+    assert [(row["source"], row["ranks"]) for row in rows] == [
+        ("simulated", "2"),
+        ("simulated", "4"),
+    ]
+    # 4 micro-batches of forward and backward on 2 ranks take (4 + 2 - 1) x 3 units of 1 ms (1F1B's
+    # closed form)
     assert [float(row["step_median_s"]) for row in rows] == pytest.approx([0.015, 0.015])
     assert [float(row["parallel_efficiency"]) for row in rows] == pytest.approx([1.0, 1.0])
     assert out.splitlines()[-3:] == [
         str(tmp_path / "runs" / "mine" / f"scaling.{kind}") for kind in ("png", "pdf", "csv")
     ]
-    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").glob("mine-*/trace.h5")}
+    written = {
+        path: path.stat().st_mtime_ns for path in (tmp_path / "runs").glob("mine-*/trace.h5")
+    }
     assert study("--json", points=WORDS[:2], base=base) == 0
     answer = json.loads(capfd.readouterr().out)
     assert (answer["num_run"], len(answer["scaling"]["points"]), len(written)) == (0, 2, 2)
@@ -346,7 +410,10 @@ def test_simulated_points_from_the_file_to_the_picture(
 
 @pytest.fixture
 def queued(monkeypatch: pytest.MonkeyPatch, slurm: FakeSlurm) -> list[str]:
-    """A SLURM that takes every job and keeps it waiting; gives the names of the folders, in the order of submission."""
+    """A SLURM that takes every job and keeps it waiting.
+
+    Gives the names of the folders, in the order of submission.
+    """
     submitted: list[str] = []
     slurm.does("squeue", f"/bin/cat {slurm.here}/queue 2>/dev/null; exit 0")
 
@@ -363,7 +430,10 @@ def queued(monkeypatch: pytest.MonkeyPatch, slurm: FakeSlurm) -> list[str]:
 
 
 def test_points_on_slurm_are_submitted_once_and_one_call_asks_for_all(
-    study: Callable[..., int], queued: list[str], slurm: FakeSlurm, capfd: pytest.CaptureFixture[str]
+    study: Callable[..., int],
+    queued: list[str],
+    slurm: FakeSlurm,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     assert study("cluster=mini", points=WORDS[:2]) == 0
     lines = [line.split()[1:3] for line in capfd.readouterr().out.splitlines()[1:]]
@@ -378,7 +448,10 @@ def test_points_on_slurm_are_submitted_once_and_one_call_asks_for_all(
 
 
 def test_what_the_queue_does_not_take_waits_for_the_next_call(
-    study: Callable[..., int], queued: list[str], slurm: FakeSlurm, capfd: pytest.CaptureFixture[str]
+    study: Callable[..., int],
+    queued: list[str],
+    slurm: FakeSlurm,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     words = ("cluster=mini", "+cluster.limits=[{queued_jobs: 2}]")
     assert study(*words) == 0
@@ -430,18 +503,43 @@ def test_wait_submits_as_room_comes_and_ends_with_the_last_job(
 @pytest.mark.parametrize(
     ("refusal", "others", "waiting", "code"),
     [
-        ("error: QOSMaxSubmitJobPerUserLimit Job violates accounting/QOS policy (job submit limit)", "9", 2, 0),
+        (
+            (
+                "error: QOSMaxSubmitJobPerUserLimit Job violates accounting/QOS policy (job submit"
+                " limit)"
+            ),
+            "9",
+            2,
+            0,
+        ),
         ("error: AssocMaxSubmitJobLimit Job violates accounting/QOS policy", "9", 2, 0),
-        ("Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)", "9", 2, 0),
-        ("Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)", "", 0, 2),
+        (
+            "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)",
+            "9",
+            2,
+            0,
+        ),
+        (
+            "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)",
+            "",
+            0,
+            2,
+        ),
         ("error: QOSMaxWallDurationPerJobLimit Job violates accounting/QOS policy", "9", 0, 2),
         ("Invalid partition name specified", "9", 0, 2),
     ],
 )
 def test_what_sbatch_refuses_for_now_waits_and_what_it_refuses_for_good_is_said(
-    refusal: str, others: str, waiting: int, code: int, study: Callable[..., int], queued: list[str], slurm: FakeSlurm,
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    refusal: str,
+    others: str,
+    waiting: int,
+    code: int,
+    study: Callable[..., int],
+    queued: list[str],
+    slurm: FakeSlurm,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     asked: list[str] = []
 
     def refuse(spec: RunSpec, job: JobSpec, folder: RunFolder, works: object, token: str) -> str:
@@ -474,20 +572,33 @@ def test_stop_cancels_the_whole_study(
     assert study("cluster=mini", "--dry-run") == 0
     out, err = capfd.readouterr()
     assert [line.split()[1] for line in out.splitlines()[1:]] == ["cancelled"] * 3
-    assert "#SBATCH --job-name=" in err and "the script of the first of 3 points, at most 0 GPU-hours" in err
+    assert (
+        "#SBATCH --job-name=" in err
+        and "the script of the first of 3 points, at most 0 GPU-hours" in err
+    )
 
 
-def test_a_simulated_run_is_one_process_here_whatever_the_cluster(resolved: Callable[..., RunSpec]) -> None:
+def test_a_simulated_run_is_one_process_here_whatever_the_cluster(
+    resolved: Callable[..., RunSpec],
+) -> None:
     job = job_spec(resolved("machine=simulated", "cluster=slurm", "parallel.replicas=2"))
     assert (job.launcher, job.nodes, job.tasks, job.gpus) == ("simulated", 1, 1, 0)
     folder = RunFolder(Path("/runs/one"))
-    assert command(job, folder) == [sys.executable, *RUN_MODULE, "gems.runs.simulated_run", "/runs/one"]
+    assert command(job, folder) == [
+        sys.executable,
+        *RUN_MODULE,
+        "gems.runs.simulated_run",
+        "/runs/one",
+    ]
 
 
 def test_a_study_is_not_a_run(capfd: pytest.CaptureFixture[str]) -> None:
     assert main("jobs", VERBS, ["submit", "study=emulated_scaling"]) == 2
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith("jobs: study=emulated_scaling: names many runs") and "jobs study study=" in line
+    assert (
+        line.startswith("jobs: study=emulated_scaling: names many runs")
+        and "jobs study study=" in line
+    )
 
 
 def test_the_drawing_is_a_child(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -29,7 +29,9 @@ def test_products_of_axes_and_points_in_the_files_order() -> None:
         "train.evaluate": [True, False],
         "schedule": ["gpipe", ["schedule=1f1b", "train.steps=7"]],
     }
-    points = compose_points(StudyConfig(BASE, axes, [["parallel.replicas=1"], ["parallel.replicas=2"]]), "mine")
+    points = compose_points(
+        StudyConfig(BASE, axes, [["parallel.replicas=1"], ["parallel.replicas=2"]]), "mine"
+    )
     assert [point.label for point in points[:5]] == [
         "train.evaluate=true schedule=gpipe parallel.replicas=1",
         "train.evaluate=true schedule=gpipe parallel.replicas=2",
@@ -37,19 +39,31 @@ def test_products_of_axes_and_points_in_the_files_order() -> None:
         "train.evaluate=true schedule=1f1b train.steps=7 parallel.replicas=2",
         "train.evaluate=false schedule=gpipe parallel.replicas=1",
     ]
-    found = [(p.spec.train.evaluate, p.spec.schedule.name, p.spec.train.steps, p.spec.world_size) for p in points]
-    assert len(points) == 8 and found[3] == (True, "1f1b", 7, 4) and found[4] == (False, "gpipe", 100, 2)
+    found = [
+        (p.spec.train.evaluate, p.spec.schedule.name, p.spec.train.steps, p.spec.world_size)
+        for p in points
+    ]
+    assert (
+        len(points) == 8
+        and found[3] == (True, "1f1b", 7, 4)
+        and found[4] == (False, "gpipe", 100, 2)
+    )
     assert {point.spec.name for point in points} == {"mine"}
     assert len({point.folder.path for point in points}) == 8
     assert all(point.folder.path.name.startswith("mine-") for point in points)
 
 
 def test_options_are_composed_once_and_each_word_is_parsed_once() -> None:
-    axes: dict[str, list[Any]] = {"train.steps": list(range(9000, 9006)), "seed": list(range(9000, 9006))}
+    axes: dict[str, list[Any]] = {
+        "train.steps": list(range(9000, 9006)),
+        "seed": list(range(9000, 9006)),
+    }
     caches = compose._kept_options, overrides._parsed
     before = [cache.cache_info().misses for cache in caches]
     assert len(compose_points(StudyConfig(BASE, axes), "mine")) == 36
-    composed, parsed = (cache.cache_info().misses - earlier for cache, earlier in zip(caches, before, strict=True))
+    composed, parsed = (
+        cache.cache_info().misses - earlier for cache, earlier in zip(caches, before, strict=True)
+    )
     assert composed <= 1 and parsed <= 1 + len(BASE) + 12  # of 36 points with 7 words each
 
 
@@ -60,7 +74,10 @@ def test_without_axes_and_points_there_is_one_point() -> None:
 
 def test_null_takes_a_value_away() -> None:
     with_none = StudyConfig([*BASE, "cluster.partition=a"], {"cluster.partition": [None, "b"]})
-    assert [point.spec.cluster.partition for point in compose_points(with_none, "mine")] == [None, "b"]
+    assert [point.spec.cluster.partition for point in compose_points(with_none, "mine")] == [
+        None,
+        "b",
+    ]
 
 
 def test_the_users_overrides_come_last_and_compose_points_one_folder_count_once() -> None:
@@ -72,25 +89,43 @@ def test_the_users_overrides_come_last_and_compose_points_one_folder_count_once(
 
 def test_a_study_is_no_part_of_a_runs_id() -> None:
     (alone,) = compose_points(StudyConfig(BASE), "mine")
-    (of_two, _) = compose_points(StudyConfig(BASE, {}, [[], ["train.steps=9"]]), "mine")
+    of_two, _ = compose_points(StudyConfig(BASE, {}, [[], ["train.steps=9"]]), "mine")
     assert alone.folder.path == of_two.folder.path
 
 
 @pytest.mark.parametrize(
     ("points", "overrides", "says"),
     [
-        ([[], ["schedule=gpip"]], [], r"^point 2 of study mine \(schedule=gpip\): schedule=gpip: .*nearest: gpipe"),
-        ([["train.stepz=3"]], [], r"^point 1 of study mine \(train.stepz=3\): train.stepz=3: .*train\.steps"),
-        ([["parallel.micro_batches=0"]], [], r"^point 1 of .*: parallel\.micro_batches=0: must be 1 or more"),
+        (
+            [[], ["schedule=gpip"]],
+            [],
+            r"^point 2 of study mine \(schedule=gpip\): schedule=gpip: .*nearest: gpipe",
+        ),
+        (
+            [["train.stepz=3"]],
+            [],
+            r"^point 1 of study mine \(train.stepz=3\): train.stepz=3: .*train\.steps",
+        ),
+        (
+            [["parallel.micro_batches=0"]],
+            [],
+            r"^point 1 of .*: parallel\.micro_batches=0: must be 1 or more",
+        ),
         (
             [[], ["train.patience=3"]],
             ["train.validate_steps=3"],
             r"^point 2 of .*: train\.patience=3: needs a metric to judge by",
         ),
-        ([["schedule"]], [], r"^point 1 of study mine \(schedule\): override=schedule: not of the form key=value"),
+        (
+            [["schedule"]],
+            [],
+            r"^point 1 of study mine \(schedule\): override=schedule: not of the form key=value",
+        ),
     ],
 )
-def test_a_point_that_does_not_compose_is_named(points: list[list[str]], overrides: list[str], says: str) -> None:
+def test_a_point_that_does_not_compose_is_named(
+    points: list[list[str]], overrides: list[str], says: str
+) -> None:
     with pytest.raises(ConfigError, match=says) as caught:
         compose_points(StudyConfig(BASE, {}, points), "mine", overrides)
     assert "\n" not in str(caught.value)
@@ -124,24 +159,34 @@ def test_a_users_own_file(tmp_path: Path) -> None:
 
 
 def test_an_unknown_study_names_the_nearest(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"study=emulated_scalin: allowed: .*; nearest: emulated_scaling, or give"):
+    with pytest.raises(
+        ConfigError, match=r"study=emulated_scalin: allowed: .*; nearest: emulated_scaling, or give"
+    ):
         read_study("emulated_scalin")
     with pytest.raises(ConfigError, match=r"study=.*none\.yaml: cannot be read"):
         read_study(str(tmp_path / "none.yaml"))
 
 
-@pytest.mark.parametrize("path", sorted((CONF / "study").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((CONF / "study").glob("*.yaml")), ids=lambda path: path.stem
+)
 def test_the_studies_that_come_along_compose(path: Path) -> None:
     study = read_study(path.stem)
     study.axes = {key: choices[:1] for key, choices in study.axes.items()}
-    study.base = [word for word in study.base if word != "cost=profile"]  # which takes a while to be taken
+    study.base = [
+        word for word in study.base if word != "cost=profile"
+    ]  # which takes a while to be taken
     points = compose_points(study, path.stem)
     assert len(points) == len(study.points) * study.repetitions
 
 
 def test_emulated_scaling_goes_from_4_to_1024_ranks_and_checks_its_prediction() -> None:
     study = read_study("emulated_scaling")
-    assert study.axes["schedule"] == ["gems_master", "1f1b", ["schedule=capped", "schedule.activation_cap=1"]]
+    assert study.axes["schedule"] == [
+        "gems_master",
+        "1f1b",
+        ["schedule=capped", "schedule.activation_cap=1"],
+    ]
     study.axes = {"schedule": ["1f1b"]}
     points = compose_points(study, "emulated_scaling")
     ranks: dict[str, list[int]] = {}
@@ -149,7 +194,9 @@ def test_emulated_scaling_goes_from_4_to_1024_ranks_and_checks_its_prediction() 
         ranks.setdefault(point.spec.machine.kind, []).append(point.spec.world_size)
     assert ranks == {"emulated": [4, 8, 16, 32], "simulated": [4, 8, 32, 64, 128, 256, 512, 1024]}
     costs = [(p.spec.cost, p.spec.parallel) for p in points]
-    assert {parallel.partitions * cost.unit_s for cost, parallel in costs} == {0.08}  # one model throughout
+    assert {parallel.partitions * cost.unit_s for cost, parallel in costs} == {
+        0.08
+    }  # one model throughout
     assert {parallel.partitions * cost.param_bytes for cost, parallel in costs} == {8 << 20}
     assert {(parallel.micro_batches or 0) // parallel.partitions for _, parallel in costs} == {2}
 
@@ -158,12 +205,17 @@ def test_gems_1024_goes_from_4_to_1024_gpus_of_a_modelled_machine() -> None:
     study = read_study("gems_1024")
     study.base = [word for word in study.base if word != "cost=profile"]
     points = [point.spec for point in compose_points(study, "gems_1024")]
-    ranks = {depth: [spec.world_size for spec in points if spec.model.depth == depth] for depth in (110, 1001)}
+    ranks = {
+        depth: [spec.world_size for spec in points if spec.model.depth == depth]
+        for depth in (110, 1001)
+    }
     assert ranks == {110: [2**k for k in range(2, 11)], 1001: [2**k for k in range(3, 11)]}
     assert {(spec.data.height_px, spec.data.width_px, spec.schedule.name) for spec in points} == {
         (1024, 1024, "gems_master")
     }
-    assert {(spec.machine.kind, spec.machine.name) for spec in points} == {("simulated", "v100_cluster")}
+    assert {(spec.machine.kind, spec.machine.name) for spec in points} == {
+        ("simulated", "v100_cluster")
+    }
     assert all(spec.machine.calibrated_from and spec.machine.contention for spec in points)
 
 
@@ -176,8 +228,12 @@ def test_repetitions_are_rounds_with_a_seed_of_their_own_and_no_point_follows_it
     assert all(before != after for before, after in itertools.pairwise(steps))
     assert len({tuple(steps[first : first + 4]) for first in (0, 4, 8)}) > 1
     assert [point.spec.seed for point in points] == [5] * 4 + [6] * 4 + [7] * 4
-    assert points[-1].label.endswith(" seed=7") and len({point.folder.path for point in points}) == 12
-    assert [point.folder for point in compose_points(study, "mine")] == [point.folder for point in points]
+    assert (
+        points[-1].label.endswith(" seed=7") and len({point.folder.path for point in points}) == 12
+    )
+    assert [point.folder for point in compose_points(study, "mine")] == [
+        point.folder for point in points
+    ]
 
 
 def test_two_points_never_follow_themselves() -> None:

@@ -1,4 +1,7 @@
-"""Submissions that signals end, that several call at once, and whose sbatch gives no answer: each job is recorded."""
+"""Submissions that signals end, that several call at once, and whose sbatch gives no answer.
+
+Each job is recorded.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,8 @@ from tests.jobs.interrupted_submissions import measure
 
 pytestmark = pytest.mark.timeout(300)
 Make = Callable[..., RunSpec]
-# Goes on by a shell whose command line has no script, as that of sbatch has none between fork and exec.
+# Goes on by a shell whose command line has no script, as that of sbatch has none between fork and
+# exec.
 NAMELESS = """if [ -z "$SCRIPT" ]; then
     export SCRIPT="$1" SBATCH="$0"
     exec /bin/sh -c 'KILL; /bin/sleep 0.5; set "$SCRIPT"; . "$SBATCH"'
@@ -39,7 +43,10 @@ fi
 
 @pytest.fixture
 def queue(slurm: FakeSlurm) -> FakeSlurm:
-    """A SLURM of which sbatch, squeue and scancel answer; sbatch takes its time before and after it takes a job."""
+    """A SLURM of which sbatch, squeue and scancel answer.
+
+    Sbatch takes its time before and after it takes a job.
+    """
     slurm.has_queue()
     for moment in ("before", "after"):
         (slurm.here / f"sbatch.{moment}").write_text("/bin/sleep 0.02\n")
@@ -51,11 +58,16 @@ def queue(slurm: FakeSlurm) -> FakeSlurm:
 @pytest.fixture
 def make(resolved: Callable[..., RunSpec], tmp_path: Path) -> Make:
     """Return a run on SLURM below runs/, by its name."""
-    return lambda name="one": replace(resolved("cluster=mini"), name=name, runs_dir=str(tmp_path / "runs"))
+    return lambda name="one": replace(
+        resolved("cluster=mini"), name=name, runs_dir=str(tmp_path / "runs")
+    )
 
 
 def test_no_signal_leaves_an_orphan(queue: FakeSlurm, tmp_path: Path) -> None:
-    """Each 4 of 16 submissions get SIGINT, SIGTERM, SIGHUP and SIGKILL; the next command finds what is left."""
+    """Each 4 of 16 submissions get SIGINT, SIGTERM, SIGHUP and SIGKILL.
+
+    The next command finds what is left.
+    """
     found = measure(16, tmp_path / "runs")
     assert found["faults"] == []
     assert queue.jobs() == ["41", "42"]  # the two that nobody interrupted
@@ -63,7 +75,11 @@ def test_no_signal_leaves_an_orphan(queue: FakeSlurm, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("moment", "script"),
-    [("before", "KILL; /bin/sleep 0.5\n"), ("after", "KILL; /bin/sleep 0.5\n"), ("before", NAMELESS)],
+    [
+        ("before", "KILL; /bin/sleep 0.5\n"),
+        ("after", "KILL; /bin/sleep 0.5\n"),
+        ("before", NAMELESS),
+    ],
 )
 def test_a_submission_that_was_killed_is_completed_by_the_next_look(
     queue: FakeSlurm, make: Make, moment: str, script: str
@@ -102,7 +118,10 @@ def test_a_submission_that_never_came_to_slurm_is_lost(queue: FakeSlurm, make: M
     os.waitpid(pid, 0)
     (queue.here / "sbatch.before").write_text("")
     (run,) = run_statuses([folder]).runs
-    assert (run.state, run.is_active) == ("lost", False) and "ended before SLURM had the job" in run.note
+    assert (run.state, run.is_active) == (
+        "lost",
+        False,
+    ) and "ended before SLURM had the job" in run.note
     assert start_run(spec, assume_yes=True) == 0
     assert queue.jobs() == ["41", "42"]
     (attempt,) = (folder.path / "attempts").iterdir()
@@ -110,9 +129,12 @@ def test_a_submission_that_never_came_to_slurm_is_lost(queue: FakeSlurm, make: M
 
 
 @pytest.mark.parametrize("num", [3, 6])
-def test_of_several_submissions_at_once_one_gets_the_folder(queue: FakeSlurm, make: Make, num: int) -> None:
+def test_of_several_submissions_at_once_one_gets_the_folder(
+    queue: FakeSlurm, make: Make, num: int
+) -> None:
     start_run(make("warm"), assume_yes=True)
-    spec, gate = make(), os.pipe()
+    spec = make()
+    gate = os.pipe()
     pids = []
     for _ in range(num):
         if (pid := os.fork()) == 0:
@@ -129,22 +151,34 @@ def test_of_several_submissions_at_once_one_gets_the_folder(queue: FakeSlurm, ma
     assert queue.jobs() == ["41", "42"]
 
 
-def test_an_sbatch_that_lost_its_answer_is_asked_for_by_squeue(queue: FakeSlurm, make: Make) -> None:
-    (queue.here / "sbatch.after").write_text("echo 'Socket timed out on send/recv operation' >&2; exit 1\n")
+def test_an_sbatch_that_lost_its_answer_is_asked_for_by_squeue(
+    queue: FakeSlurm, make: Make
+) -> None:
+    (queue.here / "sbatch.after").write_text(
+        "echo 'Socket timed out on send/recv operation' >&2; exit 1\n"
+    )
     assert start_run(make(), assume_yes=True) == 0
     assert RunFolder.of(make()).read_status()["job_id"] == "41"
 
 
-@pytest.mark.parametrize("answer", ["echo 'Socket timed out on send/recv operation' >&2; exit 1", "kill -KILL $$"])
-def test_where_nobody_can_tell_nothing_is_submitted_again(queue: FakeSlurm, make: Make, answer: str) -> None:
+@pytest.mark.parametrize(
+    "answer", ["echo 'Socket timed out on send/recv operation' >&2; exit 1", "kill -KILL $$"]
+)
+def test_where_nobody_can_tell_nothing_is_submitted_again(
+    queue: FakeSlurm, make: Make, answer: str
+) -> None:
     folder = RunFolder.of(make())
     (queue.here / "sbatch.after").write_text(f"{answer}\n")
     listing = (queue.here / "squeue").read_text()
     queue.says("squeue", error="Socket timed out on send/recv operation\n", code=1)
-    with pytest.raises(executor.UnclearSubmissionError, match="cannot determine whether SLURM accepted the job"):
+    with pytest.raises(
+        executor.UnclearSubmissionError, match="cannot determine whether SLURM accepted the job"
+    ):
         start_run(make(), assume_yes=True)
     assert folder.read_status()["state"] == "submitting"
-    with pytest.raises(TryLaterError, match="a job whose submission was interrupted, and nobody can tell"):
+    with pytest.raises(
+        TryLaterError, match="a job whose submission was interrupted, and nobody can tell"
+    ):
         start_run(make(), assume_yes=True)
     (run,) = run_statuses([folder]).runs
     assert (run.state, run.is_guess) == ("submitting", True)
@@ -159,7 +193,10 @@ def test_a_pack_is_recorded_together(queue: FakeSlurm, make: Make) -> None:
     job_id = submit_together(specs, job_spec(specs[0]), [None, None])
     for spec in specs:
         owner = read_owner(RunFolder.of(spec))
-        assert owner is not None and owner.job_id == job_id == RunFolder.of(spec).read_status()["job_id"]
+        assert (
+            owner is not None
+            and owner.job_id == job_id == RunFolder.of(spec).read_status()["job_id"]
+        )
 
 
 def test_of_a_pack_with_a_folder_in_use_nothing_is_kept(queue: FakeSlurm, make: Make) -> None:
@@ -184,8 +221,13 @@ def test_an_array_is_recorded_by_its_tasks(queue: FakeSlurm, make: Make, tmp_pat
     specs = [make("a"), make("b")]
     assert submit_array(specs, tmp_path / "home") == ["41_0", "41_1"]
     for task, folder in enumerate(map(RunFolder.of, specs)):
-        owner, status = read_owner(folder), folder.read_status()
-        assert owner is not None and owner.job_id == status["job_id"] == f"41_{task}" and "task" not in status
+        owner = read_owner(folder)
+        status = folder.read_status()
+        assert (
+            owner is not None
+            and owner.job_id == status["job_id"] == f"41_{task}"
+            and "task" not in status
+        )
         assert (folder.logs / f"41_{task}_submitted.pkl").exists()
         with pytest.raises(TryLaterError, match=f"belongs to job 41_{task}, which has not ended"):
             check_free(folder, gone_verifier())
@@ -208,7 +250,9 @@ def test_an_array_whose_submission_was_killed_is_completed_by_the_next_look(
     assert [folder.read_status()["task"] for folder in folders] == [0, 1]
     with pytest.raises(TryLaterError, match="belongs to job 42_1, which has not ended"):
         start_run(specs[1], assume_yes=True)
-    assert folders[0].read_status()["state"] == "submitting"  # each is completed when it is looked at
+    assert (
+        folders[0].read_status()["state"] == "submitting"
+    )  # each is completed when it is looked at
     assert [run.job_id for run in run_statuses(folders).runs] == ["42_0", "42_1"]
     for task, folder in enumerate(folders):
         assert (folder.logs / f"42_{task}_submitted.pkl").exists()
@@ -219,16 +263,21 @@ def test_an_array_whose_submission_was_killed_is_completed_by_the_next_look(
 def test_signals_wait_and_then_come() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt), SignalsWait():
-        signal.pthread_kill(threading.get_ident(), signal.SIGINT)  # another thread would take one of os.kill
+        signal.pthread_kill(
+            threading.get_ident(), signal.SIGINT
+        )  # another thread would take one of os.kill
         assert signal.SIGINT in signal.sigpending()
     assert signal.getsignal(signal.SIGTERM) == before
-    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()).isdisjoint({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()).isdisjoint(
+        {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    )
 
 
 def test_a_signal_that_comes_at_the_end_leaves_no_handler(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one does that another thread took: it raises as soon as its own handler is back."""
     before = [signal.getsignal(number) for number in SIGNALS]
-    real, came = signal.signal, iter([signal.SIGINT])
+    real = signal.signal
+    came = iter([signal.SIGINT])
 
     def late(number: int, handler: Any) -> Any:
         found = real(number, handler)

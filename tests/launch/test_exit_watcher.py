@@ -30,7 +30,16 @@ def start(folder: Path, rank: str | None, text: str) -> subprocess.Popen[str]:
     environment = {name: value for name, value in os.environ.items() if name != "PMI_RANK"}
     if rank is not None:
         environment["PMI_RANK"] = rank
-    words = [sys.executable, "-m", "gems.launch.exit_watcher", str(folder), sys.executable, "-c", text, "a b"]
+    words = [
+        sys.executable,
+        "-m",
+        "gems.launch.exit_watcher",
+        str(folder),
+        sys.executable,
+        "-c",
+        text,
+        "a b",
+    ]
     return subprocess.Popen(words, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 
@@ -38,7 +47,9 @@ def test_killed_process_is_noted_after_it_has_ended(tmp_path: Path) -> None:
     text = "import os, sys, time; print(os.getpid(), sys.argv[1], flush=True); time.sleep(600)"
     process = start(tmp_path / "run", "3", text)
     assert process.stdout is not None
-    assert process.stdout.readline() == f"{process.pid} a b\n"  # the program has the process's number
+    assert (
+        process.stdout.readline() == f"{process.pid} a b\n"
+    )  # the program has the process's number
     assert read_notes(tmp_path / "run") == {}
     before_ns = time.time_ns()
     process.send_signal(signal.SIGKILL)

@@ -62,8 +62,13 @@ class TestMpiexec:
         program(elsewhere, "mpiexec", "#!/bin/sh\necho 'HYDRA build details:'\n")
         beside = program(tmp_path / "python", "mpiexec", "#!/bin/sh\necho 'HYDRA build details:'\n")
         assert ranks.mpiexec_argv(4, ["prog", "a b"]) == [
-            str(beside), "-print-all-exitcodes", "-n", "4", "prog", "a b"
-        ]  # fmt: skip
+            str(beside),
+            "-print-all-exitcodes",
+            "-n",
+            "4",
+            "prog",
+            "a b",
+        ]
 
     @pytest.mark.parametrize(("user", "as_root"), [(0, ["--allow-run-as-root"]), (1000, [])])
     def test_open_mpi_may_oversubscribe(
@@ -73,8 +78,15 @@ class TestMpiexec:
         ranks._flags.cache_clear()
         found = program(elsewhere, "mpiexec", "#!/bin/sh\necho 'mpiexec (Open MPI) 4.1.4'\n")
         assert ranks.mpiexec_argv(2, ["p"]) == [
-            str(found), "--oversubscribe", "--bind-to", "none", *as_root, "-n", "2", "p"
-        ]  # fmt: skip
+            str(found),
+            "--oversubscribe",
+            "--bind-to",
+            "none",
+            *as_root,
+            "-n",
+            "2",
+            "p",
+        ]
 
     def test_unknown_flavour_gets_no_flags(self, elsewhere: Path) -> None:
         found = program(elsewhere, "mpiexec", "#!/bin/sh\necho 'Some MPI'\n")
@@ -92,8 +104,17 @@ class TestEnvironment:
         assert environment["HDF5_USE_FILE_LOCKING"] == "FALSE"
         assert environment["PYTHONFAULTHANDLER"] == environment["PYTHONUNBUFFERED"] == "1"
 
-    def test_allocation_is_hidden_from_mpiexec_and_kept_for_srun(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        left = ("SLURM_JOB_ID", "SLURMD_NODENAME", "SBATCH_PARTITION", "PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_SIZE")
+    def test_allocation_is_hidden_from_mpiexec_and_kept_for_srun(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        left = (
+            "SLURM_JOB_ID",
+            "SLURMD_NODENAME",
+            "SBATCH_PARTITION",
+            "PMI_RANK",
+            "PMIX_RANK",
+            "OMPI_COMM_WORLD_SIZE",
+        )
         for name in (*left, "SLURM_CONF", "OMPI_MCA_btl", "PMIX_MCA_gds"):
             monkeypatch.setenv(name, "7")
         hidden = ranks.rank_environment(1)
@@ -101,16 +122,25 @@ class TestEnvironment:
         assert hidden.keys() >= {"SLURM_CONF", "OMPI_MCA_btl", "PMIX_MCA_gds", "PATH"}
         assert ranks.rank_environment(1, keep_slurm=True).keys() >= set(left)
 
-    def test_mpiexec_inside_an_allocation_starts_ranks_here(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_mpiexec_inside_an_allocation_starts_ranks_here(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Hydra takes SLURM's variables for an order to start its proxies by srun on the nodes they name."""
         nodes = {"SLURM_NODELIST": "x[1-2]", "SLURM_JOB_NODELIST": "x[1-2]", "SLURM_NNODES": "2"}
-        allocation = {"SLURM_JOB_ID": "1", "SLURM_JOBID": "1", "SLURM_TASKS_PER_NODE": "1(x2)", **nodes}
+        allocation = {
+            "SLURM_JOB_ID": "1",
+            "SLURM_JOBID": "1",
+            "SLURM_TASKS_PER_NODE": "1(x2)",
+            **nodes,
+        }
         for name, value in allocation.items():
             monkeypatch.setenv(name, value)
         lines: list[str] = []
         program = "import os; print('rank ' + os.environ['PMI_RANK'] + '\\n', end='')"
         argv = ranks.mpiexec_argv(2, [sys.executable, "-c", program])
-        ended = ranks.run_ranks(argv, ranks.rank_environment(1), timeout_s=60, on_line=lines.append, echo=False)
+        ended = ranks.run_ranks(
+            argv, ranks.rank_environment(1), timeout_s=60, on_line=lines.append, echo=False
+        )
         assert ended.returncode == 0
         assert {"rank 0", "rank 1"} <= set(lines)
 
@@ -129,7 +159,9 @@ class TestSharedMemory:
         assert sorted(tmp_path.iterdir()) == sorted([mapped, young, other])
         assert remove_stale_shared_memory(tmp_path, min_age_s=60) == [mapped]
 
-    def test_another_users_file_stays(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_another_users_file_stays(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         (tmp_path / "mpich_shm_1_0").write_bytes(b"0")
         monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)
         assert remove_stale_shared_memory(tmp_path, min_age_s=0) == []
@@ -146,9 +178,15 @@ class TestRunRanks:
     def test_output_goes_everywhere_and_the_code_comes_back(
         self, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
     ) -> None:
-        log, lines = tmp_path / "ranks.log", []
-        text = "import sys\nprint('out')\nprint('err', file=sys.stderr)\nprint('10%\\r20%')\nsys.exit(7)"
-        ended = ranks.run_ranks(python(text), {**os.environ, "PYTHONUNBUFFERED": "1"}, log, on_line=lines.append)
+        log = tmp_path / "ranks.log"
+        lines = []
+        text = (
+            "import sys\nprint('out')\nprint('err',"
+            " file=sys.stderr)\nprint('10%\\r20%')\nsys.exit(7)"
+        )
+        ended = ranks.run_ranks(
+            python(text), {**os.environ, "PYTHONUNBUFFERED": "1"}, log, on_line=lines.append
+        )
         assert ended == ranks.Ended(7, ("out", "err", "10%", "20%"))
         assert log.read_bytes() == b"out\nerr\n10%\r20%\n" == capfdbinary.readouterr().err
         assert lines == list(ended.tail)
@@ -189,7 +227,9 @@ class TestRunRanks:
         assert capfdbinary.readouterr().err == b"[mpiexec@n1] other\n=== ours\n"
 
     def test_the_tail_is_bounded(self) -> None:
-        ended = ranks.run_ranks(python("for k in range(5000): print(k, 'x' * 5000)"), os.environ, echo=False)
+        ended = ranks.run_ranks(
+            python("for k in range(5000): print(k, 'x' * 5000)"), os.environ, echo=False
+        )
         assert len(ended.tail) == ranks.TAIL_LINES
         assert ended.tail[-1].startswith("4999 ") and len(ended.tail[-1]) == 2000
 
@@ -204,13 +244,16 @@ class TestRunRanks:
         stubborn = "import os, signal, sys, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         child = stubborn + "open(sys.argv[1], 'w').write(str(os.getpid()))\ntime.sleep(600)\n"
         parent = (
-            stubborn + "import subprocess\nargv = [sys.executable, '-c', sys.argv[2], sys.argv[1]]\n"
+            stubborn
+            + "import subprocess\nargv = [sys.executable, '-c', sys.argv[2], sys.argv[1]]\n"
             "subprocess.Popen(argv, start_new_session=True).wait()\n"
         )
         grace_s = ranks.GRACE_S
         ranks.GRACE_S = 0.2
         try:
-            ended = ranks.run_ranks(python(parent, str(pids), child), os.environ, timeout_s=3.0, echo=False)
+            ended = ranks.run_ranks(
+                python(parent, str(pids), child), os.environ, timeout_s=3.0, echo=False
+            )
         finally:
             ranks.GRACE_S = grace_s
         assert ended.timed_out and ended.returncode == -signal.SIGKILL
@@ -220,8 +263,8 @@ class TestRunRanks:
     @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT"])
     def test_a_signal_to_us_ends_real_ranks(self, tmp_path: Path, name: str) -> None:
         rank = (
-            "import os, pathlib, sys, time\n"
-            "pathlib.Path(sys.argv[1], os.environ['PMI_RANK']).write_text(str(os.getpid()))\ntime.sleep(600)"
+            "import os, pathlib, sys, time\npathlib.Path(sys.argv[1],"
+            " os.environ['PMI_RANK']).write_text(str(os.getpid()))\ntime.sleep(600)"
         )
         caller = (  # the tests themselves may run under nohup, or in the background
             "import os, signal, sys\nfrom gems.launch import local_launcher\n"
@@ -231,7 +274,11 @@ class TestRunRanks:
             "print(local_launcher.run_ranks(argv, os.environ).stopped_by)\n"
         )
         us = subprocess.Popen(
-            python(caller, rank, str(tmp_path)), cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            python(caller, rank, str(tmp_path)),
+            cwd=ROOT,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
 
         def pids() -> list[int]:
@@ -250,7 +297,11 @@ class TestRunRanks:
     def test_nohup_and_the_callers_own_handler_of_sighup_stay(self, own: Any) -> None:
         before = signal.signal(signal.SIGHUP, own)
         try:
-            ended = ranks.run_ranks(python(f"import os; os.kill({os.getpid()}, 1)"), os.environ, echo=False)
-            assert (ended.returncode, ended.stopped_by) == (0, None) and signal.getsignal(signal.SIGHUP) is own
+            ended = ranks.run_ranks(
+                python(f"import os; os.kill({os.getpid()}, 1)"), os.environ, echo=False
+            )
+            assert (ended.returncode, ended.stopped_by) == (0, None) and signal.getsignal(
+                signal.SIGHUP
+            ) is own
         finally:
             signal.signal(signal.SIGHUP, before)

@@ -14,7 +14,14 @@ from pathlib import Path
 import pytest
 
 from gems.launch import node_check
-from gems.launch.node_check import answer_probes, gpu_fault, link_fault, node_fault, own_address, shared_memory_fault
+from gems.launch.node_check import (
+    answer_probes,
+    gpu_fault,
+    link_fault,
+    node_fault,
+    own_address,
+    shared_memory_fault,
+)
 
 pytestmark = pytest.mark.timeout(60)
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,10 +41,14 @@ def test_a_node_must_see_the_run_folder(tmp_path: Path) -> None:
     assert node_fault(tmp_path, 0, tmp_path) is None
 
 
-def test_shared_memory_must_be_writable_and_have_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_memory_must_be_writable_and_have_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert shared_memory_fault(tmp_path) is None
     missing = tmp_path / "missing"
-    assert shared_memory_fault(missing) == f"{missing} cannot be written (No such file or directory)"
+    assert (
+        shared_memory_fault(missing) == f"{missing} cannot be written (No such file or directory)"
+    )
     monkeypatch.setattr(node_check, "MIN_SHARED_BYTES", 2**70)
     assert "MiB free, and" in str(shared_memory_fault(tmp_path))
     assert list(tmp_path.iterdir()) == []
@@ -48,12 +59,19 @@ def test_shared_memory_must_be_writable_and_have_room(tmp_path: Path, monkeypatc
     [
         (2, UUIDS, "", None),
         (4, UUIDS, "", "it has 2 of 4 GPUs"),
-        (2, UUIDS, "4711, /usr/bin/python3\n", "another process is on its GPUs: 4711 (/usr/bin/python3)"),
+        (
+            2,
+            UUIDS,
+            "4711, /usr/bin/python3\n",
+            "another process is on its GPUs: 4711 (/usr/bin/python3)",
+        ),
         (2, UUIDS, "4711, /usr/bin/nvidia-cuda-mps-server\n", None),
         (2, None, "", None),
     ],
 )
-def test_gpus_are_there_and_free(gpus: int, listed: str | None, processes: str, fault: str | None) -> None:
+def test_gpus_are_there_and_free(
+    gpus: int, listed: str | None, processes: str, fault: str | None
+) -> None:
     asked: list[list[str]] = []
 
     def run(argv: list[str]) -> str | None:
@@ -68,7 +86,10 @@ def test_gpus_are_there_and_free(gpus: int, listed: str | None, processes: str, 
 
 def test_amd_gpus_are_counted() -> None:
     listed = json.dumps({"card0": {}, "card1": {}, "system": {}})
-    assert gpu_fault(4, {}, lambda argv: listed if argv[0] == "rocm-smi" else None) == "it has 2 of 4 GPUs"
+    assert (
+        gpu_fault(4, {}, lambda argv: listed if argv[0] == "rocm-smi" else None)
+        == "it has 2 of 4 GPUs"
+    )
 
 
 def test_a_message_comes_back_from_the_next_node(server: socket.socket) -> None:
@@ -77,7 +98,10 @@ def test_a_message_comes_back_from_the_next_node(server: socket.socket) -> None:
     assert link_fault("n1", {"n1": good}) is None
     with socket.create_server(("127.0.0.1", 0)) as closed:
         gone = ("127.0.0.1", closed.getsockname()[1])
-    assert link_fault("n2", {"n1": gone, "n2": good}) == "no message comes back from n1 (Connection refused)"
+    assert (
+        link_fault("n2", {"n1": gone, "n2": good})
+        == "no message comes back from n1 (Connection refused)"
+    )
 
 
 def test_the_program_speaks_json_by_lines(tmp_path: Path) -> None:
@@ -86,12 +110,14 @@ def test_the_program_speaks_json_by_lines(tmp_path: Path) -> None:
     environment = os.environ | {"SLURMD_NODENAME": "n7"}
     with subprocess.Popen(
         words, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:  # fmt: skip
+    ) as process:
         assert process.stdin is not None and process.stdout is not None
         found = json.loads(process.stdout.readline())
         assert (found["node"], found["fault"]) == ("n7", None)
         address = [own_address(), found["address"][1]]
-        process.stdin.write(json.dumps({"n7": address, "n8": found["address"]}) + "\n")  # it is its own neighbour
+        process.stdin.write(
+            json.dumps({"n7": address, "n8": found["address"]}) + "\n"
+        )  # it is its own neighbour
         process.stdin.flush()
         assert json.loads(process.stdout.readline()) == {"node": "n7", "link": None}
         process.stdin.close()

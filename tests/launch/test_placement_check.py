@@ -1,4 +1,7 @@
-"""The program of a probing rank: what it takes for a wrong place, and that it starts fast and leaves its word."""
+"""The program of a probing rank.
+
+What it takes for a wrong place, and that it starts fast and leaves its word.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,19 @@ from gems.launch import placement_check as probe_rank
 from gems.launch.placement_check import fault_of
 
 SLURM = {
-    "SLURM_PROCID": "9", "SLURM_STEP_NUM_TASKS": "1024", "SLURM_NTASKS": "1024", "SLURM_LOCALID": "1",
-    "SLURM_STEP_NUM_NODES": "256", "SLURM_GPUS_ON_NODE": "4",
-}  # fmt: skip
+    "SLURM_PROCID": "9",
+    "SLURM_STEP_NUM_TASKS": "1024",
+    "SLURM_NTASKS": "1024",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NUM_NODES": "256",
+    "SLURM_GPUS_ON_NODE": "4",
+}
 HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "3"}
 
 
-@pytest.mark.parametrize("more", [{}, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, {"ROCR_VISIBLE_DEVICES": "2"}])
+@pytest.mark.parametrize(
+    "more", [{}, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, {"ROCR_VISIBLE_DEVICES": "2"}]
+)
 def test_a_right_place(more: dict[str, str]) -> None:
     assert fault_of(SLURM | more, 1024, 4, 4) is None
     assert fault_of(HYDRA, 4, 4, 0) is None
@@ -44,7 +53,16 @@ def test_a_wrong_place(environment: dict[str, str], says: str) -> None:
 
 
 def run(folder: Path, environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-I", "-S", "-X", "importtime", str(Path(probe_rank.__file__)), str(folder), *words]
+    argv = [
+        sys.executable,
+        "-I",
+        "-S",
+        "-X",
+        "importtime",
+        str(Path(probe_rank.__file__)),
+        str(folder),
+        *words,
+    ]
     return subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=60)
 
 
@@ -65,7 +83,10 @@ def test_the_first_rank_tells_the_world_it_found(tmp_path: Path) -> None:
 def test_a_misplaced_rank_says_so_and_leaves_a_record(tmp_path: Path) -> None:
     ended = run(tmp_path, SLURM, "512", "4", "4")
     assert ended.returncode == 2
-    assert "gems: rank 9 on node" in ended.stderr and "rank 9 of 1024, and the run wants 512" in ended.stderr
+    assert (
+        "gems: rank 9 on node" in ended.stderr
+        and "rank 9 of 1024, and the run wants 512" in ended.stderr
+    )
     record = json.loads((tmp_path / "FAILED.rank0009.json").read_text())
     assert (record["rank"], record["exit_code"], record["step"]) == (9, 2, -1)
     assert run(tmp_path, SLURM, "many").returncode == 2

@@ -20,9 +20,14 @@ from gems.utils.run_module import RUN_MODULE
 ROOT = Path(__file__).parents[2]
 OWN = "tests.engine.own_losses"
 WORDS = (
-    "data=synthetic", "data.height_px=16", "data.width_px=16", "model.depth=8", "model.width=4", "schedule=gpipe",
+    "data=synthetic",
+    "data.height_px=16",
+    "data.width_px=16",
+    "model.depth=8",
+    "model.width=4",
+    "schedule=gpipe",
     "parallel.partitions=1",
-)  # fmt: skip
+)
 OPTIMIZERS = """
 import torch
 
@@ -47,18 +52,45 @@ def spec_of(*words: str) -> RunSpec:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("loss.target=tests.engine.own_losses.Nope", r"^loss\.target=.*nothing named Nope in tests\.engine"),
-        ("loss.target=mine.Nope", r"^loss\.target=mine\.Nope: no module named mine.*; set loss\.path"),
+        (
+            "loss.target=tests.engine.own_losses.Nope",
+            r"^loss\.target=.*nothing named Nope in tests\.engine",
+        ),
+        (
+            "loss.target=mine.Nope",
+            r"^loss\.target=mine\.Nope: no module named mine.*; set loss\.path",
+        ),
         ("loss.kwargs.gamma=1", r"^loss\.kwargs=.*CrossEntropyLoss does not take them"),
         (f"loss.target={OWN}.by_outputs", r"^loss\.target=.*cannot be summed over micro-batches"),
-        (f"loss.target={OWN}.broken", r"^loss\.target=.*cannot take outputs of shape \(4, 2\).*own_losses\.py"),
-        ("optimizer.target=torch.optim.Nope", r"^optimizer\.target=torch\.optim\.Nope: nothing named Nope in torch"),
-        ("optimizer.target=torch.optim.LBFGS", r"^optimizer\.target=torch\.optim\.LBFGS: .*\(closure\)"),
+        (
+            f"loss.target={OWN}.broken",
+            r"^loss\.target=.*cannot take outputs of shape \(4, 2\).*own_losses\.py",
+        ),
+        (
+            "optimizer.target=torch.optim.Nope",
+            r"^optimizer\.target=torch\.optim\.Nope: nothing named Nope in torch",
+        ),
+        (
+            "optimizer.target=torch.optim.LBFGS",
+            r"^optimizer\.target=torch\.optim\.LBFGS: .*\(closure\)",
+        ),
         ("optimizer.kwargs.beta=1", r"^optimizer\.kwargs=.*SGD does not take them"),
-        ("optimizer.frozen=[layer9.*]", r"^optimizer\.frozen=layer9\.\*: is the name of no layer or parameter"),
-        ("lr_scheduler=step lr_scheduler.kwargs.nope=1", r"^lr_scheduler\.kwargs=.*StepLR does not take them"),
-        ("lr_scheduler.target=torch.optim.lr_scheduler.ReduceLROnPlateau", r"^lr_scheduler\.target=.*needs metrics at"),
-        ("metrics.f1.target=torchmetrics.Nope", r"^metrics\.f1\.target=torchmetrics\.Nope: nothing named Nope"),
+        (
+            "optimizer.frozen=[layer9.*]",
+            r"^optimizer\.frozen=layer9\.\*: is the name of no layer or parameter",
+        ),
+        (
+            "lr_scheduler=step lr_scheduler.kwargs.nope=1",
+            r"^lr_scheduler\.kwargs=.*StepLR does not take them",
+        ),
+        (
+            "lr_scheduler.target=torch.optim.lr_scheduler.ReduceLROnPlateau",
+            r"^lr_scheduler\.target=.*needs metrics at",
+        ),
+        (
+            "metrics.f1.target=torchmetrics.Nope",
+            r"^metrics\.f1\.target=torchmetrics\.Nope: nothing named Nope",
+        ),
     ],
 )
 def test_what_ranks_would_refuse(words: str, says: str) -> None:
@@ -89,7 +121,9 @@ def test_recipes_that_ranks_take(tmp_path: Path) -> None:
         assert recipe.needs_check(spec)
         recipe.check_recipe(spec)
     with pytest.raises(ConfigError, match="No CUDA GPUs are available"):
-        recipe.check_recipe(spec_of("optimizer.target=my_optimizers.AsksForGpu", at, "machine.device=cpu"))
+        recipe.check_recipe(
+            spec_of("optimizer.target=my_optimizers.AsksForGpu", at, "machine.device=cpu")
+        )
 
 
 def test_names_alone_need_no_process_and_an_answer_is_kept_until_the_code_changes(
@@ -120,16 +154,32 @@ def test_names_alone_need_no_process_and_an_answer_is_kept_until_the_code_change
     code.write_text("class Loss: changed = True")
     recipe.source_of.cache_clear()
     recipe.check_recipe(spec)
-    recipe.check_recipe(spec_of("loss.target=my_loss.Loss", f"loss.path={tmp_path}", "train.precision=float64"))
+    recipe.check_recipe(
+        spec_of("loss.target=my_loss.Loss", f"loss.path={tmp_path}", "train.precision=float64")
+    )
     assert len(asked) == 4
 
 
 def test_a_job_is_refused_by_the_child_process_and_not_by_its_ranks(tmp_path: Path) -> None:
-    words = [*WORDS, "cluster=slurm", "cluster.partition=gpu", "optimizer.target=torch.optim.LBFGS", "--dry-run"]
+    words = [
+        *WORDS,
+        "cluster=slurm",
+        "cluster.partition=gpu",
+        "optimizer.target=torch.optim.LBFGS",
+        "--dry-run",
+    ]
     ended = subprocess.run(
-        [sys.executable, *RUN_MODULE, "jobs", "submit", *words], cwd=tmp_path, capture_output=True, text=True,
-        env=os.environ | {"GEMS_CACHE_DIR": str(tmp_path / "cache")}, stdin=subprocess.DEVNULL, timeout=250,
-    )  # fmt: skip
+        [sys.executable, *RUN_MODULE, "jobs", "submit", *words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"GEMS_CACHE_DIR": str(tmp_path / "cache")},
+        stdin=subprocess.DEVNULL,
+        timeout=250,
+    )
     assert (ended.returncode, ended.stdout) == (2, ""), ended.stderr
-    assert "optimizer.target=torch.optim.LBFGS: computes the loss of the whole model again" in ended.stderr
+    assert (
+        "optimizer.target=torch.optim.LBFGS: computes the loss of the whole model again"
+        in ended.stderr
+    )
     assert not (tmp_path / "runs").exists()

@@ -16,7 +16,9 @@ def test_bytes_are_exact_on_a_processor_and_near_on_a_gpu(
     held: tuple[int, int], on_a_processor: bool, on_a_gpu: bool
 ) -> None:
     def verification(is_on_gpu: bool) -> Verification:
-        return Verification("float64", 0.0, 0.0, 0.0, 0.0, "", held, (45_144, 100), (), is_on_gpu=is_on_gpu)
+        return Verification(
+            "float64", 0.0, 0.0, 0.0, 0.0, "", held, (45_144, 100), (), is_on_gpu=is_on_gpu
+        )
 
     assert verification(False).has_predicted_bytes is on_a_processor
     assert verification(True).has_predicted_bytes is on_a_gpu

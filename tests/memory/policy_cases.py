@@ -1,4 +1,7 @@
-"""Made-up networks for memory policies: convolutions with their activation, poolings and a classifier, in MiB."""
+"""Made-up networks for memory policies.
+
+Convolutions with their activation, poolings and a classifier, in MiB.
+"""
 
 from __future__ import annotations
 
@@ -13,32 +16,62 @@ from gems.profile.model_profile import Saved, product_bytes_of, stash_of
 from gems.schedule import generate
 
 MIB = 1 << 20
-SCHEDULES = (("gpipe", 1, 1), ("1f1b", 3, 6), ("gems_master", 4, 8), ("zb_h1", 3, 6), ("interleaved_1f1b", 2, 4))
+SCHEDULES = (
+    ("gpipe", 1, 1),
+    ("1f1b", 3, 6),
+    ("gems_master", 4, 8),
+    ("zb_h1", 3, 6),
+    ("interleaved_1f1b", 2, 4),
+)
 
 
 def made_layer(
-    name: str, kind: str, saved: Sequence[Saved], output: int, seconds: float, params: int = 0, spare: int = 0
+    name: str,
+    kind: str,
+    saved: Sequence[Saved],
+    output: int,
+    seconds: float,
+    params: int = 0,
+    spare: int = 0,
 ) -> LayerProfile:
     """A layer whose sums follow from its storages; `spare` is workspace that its kernels let go."""
     stash, later = stash_of(saved)
     kept = stash + sum(size for _, size in later)
     return LayerProfile(
-        name, kind, seconds, seconds, seconds if params else 0.0, seconds, cheap_s=seconds / 10,
-        param_bytes=params, stash_bytes=stash, saved_later=later, output_bytes=output, output_grad_bytes=output,
-        workspace_bytes=spare, forward_peak_bytes=max(kept, output) + spare, backward_peak_bytes=2 * output + spare,
-        held_for_weights_bytes=output if params else 0, cheap_bytes=product_bytes_of(saved), saved=tuple(saved),
-    )  # fmt: skip
+        name,
+        kind,
+        seconds,
+        seconds,
+        seconds if params else 0.0,
+        seconds,
+        cheap_s=seconds / 10,
+        param_bytes=params,
+        stash_bytes=stash,
+        saved_later=later,
+        output_bytes=output,
+        output_grad_bytes=output,
+        workspace_bytes=spare,
+        forward_peak_bytes=max(kept, output) + spare,
+        backward_peak_bytes=2 * output + spare,
+        held_for_weights_bytes=output if params else 0,
+        cheap_bytes=product_bytes_of(saved),
+        saved=tuple(saved),
+    )
 
 
-def network(kinds: str, sizes: Sequence[int] = (), spare: int = 0, device: str = "cpu") -> ModelProfile:
+def network(
+    kinds: str, sizes: Sequence[int] = (), spare: int = 0, device: str = "cpu"
+) -> ModelProfile:
     """Build a chain of layers from its letters.
 
-    c is a convolution, p a pooling, b a block with a norm, i a layer that saves nothing, l a linear layer.
+    c is a convolution, p a pooling, b a block with a norm, i a layer that saves nothing, l a linear
+    layer.
 
     u is a convolution whose product nobody saves, with a norm behind it.
 
-    `sizes` are the outputs in MiB, 64 for each unless given. A convolution's output is saved by its own activation and
-    by the layer behind, a pooling's by the layer behind; a block saves two more storages, one of which is no product.
+    `sizes` are the outputs in MiB, 64 for each unless given. A convolution's output is saved by its
+    own activation and by the layer behind, a pooling's by the layer behind; a block saves two more
+    storages, one of which is no product.
     """
     layers = []
     for index, letter in enumerate(kinds):
@@ -52,11 +85,19 @@ def network(kinds: str, sizes: Sequence[int] = (), spare: int = 0, device: str =
         elif letter == "p":
             indices = Saved(size // 2)
             layers.append(
-                made_layer(name, "pool", (indices, *((Saved(size, ahead, last),) * bool(ahead))), size, 0.005)
+                made_layer(
+                    name,
+                    "pool",
+                    (indices, *((Saved(size, ahead, last),) * bool(ahead))),
+                    size,
+                    0.005,
+                )
             )
         elif letter == "b":
             inner = (Saved(size, is_product=True), Saved(size))
-            layers.append(made_layer(name, "residual", (*inner, output), size, 0.03, 2 * MIB, spare * MIB))
+            layers.append(
+                made_layer(name, "residual", (*inner, output), size, 0.03, 2 * MIB, spare * MIB)
+            )
         elif letter == "u":
             inner = (Saved(size, (), is_product=True), Saved(size // 2))
             behind = replace(output, is_product=False)
@@ -65,7 +106,14 @@ def network(kinds: str, sizes: Sequence[int] = (), spare: int = 0, device: str =
             layers.append(made_layer(name, "pool", (), size, 0.001))
         else:
             layers.append(
-                made_layer(name, "linear", (Saved(size // 64, (0, *ahead), last),), size // 64, 0.001, 32 * MIB)
+                made_layer(
+                    name,
+                    "linear",
+                    (Saved(size // 64, (0, *ahead), last),),
+                    size // 64,
+                    0.001,
+                    32 * MIB,
+                )
             )
     return ModelProfile("made_up", 8, 8, 1, "float32", device, "measured", tuple(layers), MIB)
 
@@ -88,7 +136,9 @@ def case_of(
     """A case on equal parts; `limit_share` of what the ranks hold when all is kept."""
     schedule = generate(name, num_ranks, num_micro_batches)
     boundaries = tuple(even(profile.num_layers, schedule.num_stages))
-    case = MemoryCase(profile, schedule, boundaries, d2h_bytes_per_s=rate, h2d_bytes_per_s=rate, least_bytes=65536)
+    case = MemoryCase(
+        profile, schedule, boundaries, d2h_bytes_per_s=rate, h2d_bytes_per_s=rate, least_bytes=65536
+    )
     if limit_share is None:
         return case
     return replace(case, limit_bytes=int(limit_share * max(case.kept.peak_bytes)))

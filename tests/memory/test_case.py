@@ -15,13 +15,26 @@ from tests.partition.profiles import profile
 
 # three layers of 1 s forward and 2 s backward, each keeping 100 bytes that no other layer saves
 LAYER = LayerProfile(
-    "layer", "made_up", 1.0, 1.0, 1.0, 1.0, stash_bytes=100, output_bytes=10, output_grad_bytes=10,
-    unsaved_input_bytes=10, forward_peak_bytes=110, backward_peak_bytes=20,
-)  # fmt: skip
+    "layer",
+    "made_up",
+    1.0,
+    1.0,
+    1.0,
+    1.0,
+    stash_bytes=100,
+    output_bytes=10,
+    output_grad_bytes=10,
+    unsaved_input_bytes=10,
+    forward_peak_bytes=110,
+    backward_peak_bytes=20,
+)
 CASE = MemoryCase(
-    profile([replace(LAYER, name=name) for name in "abc"]), layer_parallel(Request(1, 1)), (0, 3),
-    d2h_bytes_per_s=50.0, h2d_bytes_per_s=25.0,
-)  # fmt: skip
+    profile([replace(LAYER, name=name) for name in "abc"]),
+    layer_parallel(Request(1, 1)),
+    (0, 3),
+    d2h_bytes_per_s=50.0,
+    h2d_bytes_per_s=25.0,
+)
 
 
 def _plan(segment: Segment) -> MemoryPlan:
@@ -47,7 +60,9 @@ def test_what_other_layers_hide_is_not() -> None:
 
 
 def test_an_awaited_copy_back_is_exposed_where_it_is_awaited() -> None:
-    outcome = CASE.outcome(_plan(Segment(0, 1, Choice.OFFLOAD, free_after=2, ahead=2, is_awaited=True)))
+    outcome = CASE.outcome(
+        _plan(Segment(0, 1, Choice.OFFLOAD, free_after=2, ahead=2, is_awaited=True))
+    )
     assert exposures(outcome)[0, 0].exposed_s == pytest.approx(2.0)
 
 

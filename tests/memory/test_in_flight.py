@@ -18,13 +18,16 @@ def lowered(name: str, ranks: int, micro_batches: int, **more: int) -> Schedule:
 
 
 def test_one_stage_alone_holds_its_images_and_one_stash() -> None:
-    (at_step, forward, backward) = sorted(
-        peak_snapshots(lowered("layer_parallel", 1, 3), 0), key=lambda m: (m.active is not None, m.kind != "F")
+    at_step, forward, backward = sorted(
+        peak_snapshots(lowered("layer_parallel", 1, 3), 0),
+        key=lambda m: (m.active is not None, m.kind != "F"),
     )
     held = (0, 0)
     assert (at_step.active, at_step.kind) == (None, Kind.STEP)
     assert forward.counts == ((held, HeldCounts(images=3)),)
-    assert backward.counts == ((held, HeldCounts(images=3)),), "the stash under backward is in the transient"
+    assert backward.counts == ((held, HeldCounts(images=3)),), (
+        "the stash under backward is in the transient"
+    )
     assert (forward.kind, backward.kind) == (Kind.F, Kind.B)
 
 
@@ -41,14 +44,27 @@ def test_1f1b_in_the_middle() -> None:
 
 @pytest.mark.parametrize(
     ("name", "ranks", "micro_batches"),
-    [("1f1b", 4, 8), ("gpipe", 3, 5), ("gems_master", 4, 4), ("zb_h1", 4, 8), ("zb_v", 3, 6), ("chimera", 4, 8),
-     ("interleaved_1f1b", 4, 8), ("gems_master", 3, 4), ("dualpipe_v", 2, 8)],
-)  # fmt: skip
-def test_stashes_agree_with_the_ledger_of_the_schedule(name: str, ranks: int, micro_batches: int) -> None:
+    [
+        ("1f1b", 4, 8),
+        ("gpipe", 3, 5),
+        ("gems_master", 4, 4),
+        ("zb_h1", 4, 8),
+        ("zb_v", 3, 6),
+        ("chimera", 4, 8),
+        ("interleaved_1f1b", 4, 8),
+        ("gems_master", 3, 4),
+        ("dualpipe_v", 2, 8),
+    ],
+)
+def test_stashes_agree_with_the_ledger_of_the_schedule(
+    name: str, ranks: int, micro_batches: int
+) -> None:
     """In units where a stash weighs 1 and what is left for W the same: two counts of one list."""
     schedule = lowered(name, ranks, micro_batches)
     chunks = schedule.num_stages // ranks
-    expected = [round(peak * chunks) for peak in peaks(schedule, uniform(ranks, schedule.num_stages))]
+    expected = [
+        round(peak * chunks) for peak in peaks(schedule, uniform(ranks, schedule.num_stages))
+    ]
     for rank in range(ranks):
         most = max(
             sum(counts.stashes + counts.weights for _, counts in snapshot.counts)
@@ -62,12 +78,16 @@ def test_no_moment_covers_another() -> None:
     for rank in range(4):
         snapshots = peak_snapshots(lowered("zb_v", 4, 8), rank)
         for one in snapshots:
-            alike = [m for m in snapshots if (m.active, m.kind) == (one.active, one.kind) and m is not one]
+            alike = [
+                m
+                for m in snapshots
+                if (m.active, m.kind) == (one.active, one.kind) and m is not one
+            ]
             assert not any(one.covers(other) for other in alike)
 
 
 def test_two_copies_of_the_middle_stage_are_two() -> None:
-    (counts, *_) = (snapshot.counts for snapshot in peak_snapshots(lowered("gems_master", 3, 4), 1))
+    counts, *_ = (snapshot.counts for snapshot in peak_snapshots(lowered("gems_master", 3, 4), 1))
     assert [held for held, _ in counts] == [(0, 1), (1, 1)]
 
 

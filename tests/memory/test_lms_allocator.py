@@ -1,4 +1,7 @@
-"""The allocator that pages out: where requests are served from, in which order storages leave, and what it learns."""
+"""The allocator that pages out.
+
+Where requests are served from, in which order storages leave, and what it learns.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,10 @@ def test_which_of_those_that_are_large_enough(reclaim: str, gone: int) -> None:
 
 
 def test_one_with_free_neighbours_makes_room() -> None:
-    """Four blocks of 5 in a segment of 20: a free one beside the least recently used makes 10, which serves 9."""
+    """Four blocks of 5 in a segment of 20.
+
+    A free one beside the least recently used makes 10, which serves 9.
+    """
     allocator = LmsAllocator(20 * MIB)
     storages = made(allocator, 5, 5, 5, 5)
     allocator.drop(storages[1])
@@ -65,7 +71,10 @@ def test_one_with_free_neighbours_makes_room() -> None:
 
 
 def test_fragments_leave_together() -> None:
-    """No block of 5 is enough for 9, even with its neighbours, which are in use; all that are not leave."""
+    """No block of 5 is enough for 9, even with its neighbours, which are in use.
+
+    All that are not leave.
+    """
     allocator = LmsAllocator(20 * MIB)
     storages = made(allocator, 5, 5, 5, 5)
     allocator.pin(storages[3])
@@ -82,7 +91,10 @@ def test_all_leave_and_segments_go_back_for_a_request_larger_than_any() -> None:
 
 
 def test_all_leave_where_only_the_other_pool_can() -> None:
-    """A small request finds no small storage to reclaim; the large ones leave, and their segment goes back for it."""
+    """A small request finds no small storage to reclaim.
+
+    The large ones leave, and their segment goes back for it.
+    """
     allocator = LmsAllocator(20 * MIB)
     storages = made(allocator, 20)
     allocator.make(Paged(1024))
@@ -132,7 +144,10 @@ def step(allocator: LmsAllocator, sizes_mib: tuple[int, ...]) -> None:
 
 
 def test_a_step_that_repeats_itself_is_learnt() -> None:
-    """In the first step nothing is known; from the second on every reclaim has been foreseen, and nothing else."""
+    """In the first step nothing is known.
+
+    From the second on every reclaim has been foreseen, and nothing else.
+    """
     allocator = LmsAllocator(60 * MIB)
     counts = []
     for _ in range(4):
@@ -157,9 +172,15 @@ def test_counters_have_the_names_of_the_original() -> None:
     allocator = LmsAllocator(60 * MIB)
     step(allocator, (20, 20, 20, 20))
     found = allocator.restart().to_json()
-    assert {name: found[name] for name in ("reclaimed", "reclaimed_bytes", "alloc_distribution.reclaim_one")} == {
-        "reclaimed": 1, "reclaimed_bytes": 20 * MIB, "alloc_distribution.reclaim_one": 1,
-    }  # fmt: skip
+    assert {
+        name: found[name]
+        for name in ("reclaimed", "reclaimed_bytes", "alloc_distribution.reclaim_one")
+    } == {"reclaimed": 1, "reclaimed_bytes": 20 * MIB, "alloc_distribution.reclaim_one": 1}
     assert {name.split(".")[1] for name in found if "." in name} == {
-        "freelist", "cudamalloc", "reclaim_one", "reclaim_fragments", "reclaim_all", "cudamalloc_retry",
-    }  # fmt: skip
+        "freelist",
+        "cudamalloc",
+        "reclaim_one",
+        "reclaim_fragments",
+        "reclaim_all",
+        "cudamalloc_retry",
+    }

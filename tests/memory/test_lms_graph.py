@@ -11,7 +11,9 @@ LINKS = [(0, 1), (1, 2), (2, 4), (0, 3), (3, 4), (4, 5), (5, 6), (6, 7), (7, 8),
 
 
 def graph_of(*more: Tensor) -> Graph:
-    return Graph(10, (*(Tensor(1, maker, (reader,), is_movable=False) for maker, reader in LINKS), *more))
+    return Graph(
+        10, (*(Tensor(1, maker, (reader,), is_movable=False) for maker, reader in LINKS), *more)
+    )
 
 
 def test_levels_are_the_longest_ways() -> None:
@@ -45,14 +47,22 @@ def test_far_is_more_than_the_threshold(threshold: int, far: tuple[int, ...]) ->
 
 @pytest.mark.parametrize(
     ("groupby", "groups"),
-    [(0, ((3,), (7,), (8,), (9,))), (1, ((3,), (7, 8, 9))), (4, ((3,), (7, 8, 9))), (5, ((3, 7, 8, 9),))],
+    [
+        (0, ((3,), (7,), (8,), (9,))),
+        (1, ((3,), (7, 8, 9))),
+        (4, ((3,), (7, 8, 9))),
+        (5, ((3, 7, 8, 9),)),
+    ],
 )
 def test_groups_join_neighbours_in_level(groupby: int, groups: tuple[tuple[int, ...], ...]) -> None:
     assert graph_of().groups((3, 7, 8, 9), groupby) == groups
 
 
 def test_the_control_operation() -> None:
-    """The latest more than `ahead` levels before the reader that leads to it; of one level the first."""
+    """The latest more than `ahead` levels before the reader that leads to it.
+
+    Of one level the first.
+    """
     graph = graph_of()
     assert graph.control(0, 9, 0) == 8
     assert graph.control(0, 9, 1) == 7
@@ -72,7 +82,9 @@ def test_levels_of_other_branches_are_no_control() -> None:
 
 
 def test_swaps_name_what_leaves_and_what_comes_back() -> None:
-    graph = graph_of(Tensor(8, 0, (3, 7, 9)), Tensor(8, 5, (9,)), Tensor(8, 1, (9,), is_movable=False))
+    graph = graph_of(
+        Tensor(8, 0, (3, 7, 9)), Tensor(8, 5, (9,)), Tensor(8, 1, (9,), is_movable=False)
+    )
     assert graph.swaps(Parameters(3, 1, 0)) == (
         Swap(10, 3, (Return(10, (7,), 5), Return(10, (9,), 7))),
         Swap(11, 5, (Return(11, (9,), 7),)),

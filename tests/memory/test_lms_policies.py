@@ -26,7 +26,9 @@ NAMES = ["lms", "lms_limit"]
 NET = "cccbcccbccccl"
 
 
-def between(profile: ModelProfile, name: str, ranks: int, micro_batches: int, share: float | None) -> MemoryCase:
+def between(
+    profile: ModelProfile, name: str, ranks: int, micro_batches: int, share: float | None
+) -> MemoryCase:
     """A case whose limit lies between a little above what vDNN needs, and what is held when all is kept.
 
     None for more.
@@ -51,7 +53,9 @@ def tuned(plan: MemoryPlan) -> dict[str, Any]:
 @pytest.mark.parametrize("policy", POLICIES, ids=NAMES)
 @pytest.mark.parametrize(("name", "ranks", "micro_batches"), SCHEDULES)
 @pytest.mark.parametrize("share", [None, 0.6, 0.3])
-def test_plans_fit_and_run(policy: Any, name: str, ranks: int, micro_batches: int, share: float | None) -> None:
+def test_plans_fit_and_run(
+    policy: Any, name: str, ranks: int, micro_batches: int, share: float | None
+) -> None:
     case = between(network(NET[:-1] + NET), name, ranks, micro_batches, share)
     plan = policy(case)
     outcome = case.outcome(plan)
@@ -97,7 +101,10 @@ def test_a_limit_below_what_one_layer_needs_is_refused(policy: Any) -> None:
 
 
 def test_a_smaller_limit_swaps_more() -> None:
-    found = [len(segments(lms(case_of(network(NET), limit_share=share)))) for share in (0.95, 0.8, 0.65, 0.5)]
+    found = [
+        len(segments(lms(case_of(network(NET), limit_share=share))))
+        for share in (0.95, 0.8, 0.65, 0.5)
+    ]
     assert found == sorted(found)
     assert found[0] < found[-1]
 
@@ -120,9 +127,13 @@ def test_lms_has_less_of_the_device_with_replicas() -> None:
     assert lms(replace(case, num_replicas=2), ratio=0.95).counters["ratio"] == 0.95  # type: ignore[index]
 
 
-@pytest.mark.parametrize(("mode", "free_after", "is_ahead"), [(0, 1, True), (1, 0, True), (2, 1, False), (3, 0, False)])
+@pytest.mark.parametrize(
+    ("mode", "free_after", "is_ahead"), [(0, 1, True), (1, 0, True), (2, 1, False), (3, 0, False)]
+)
 def test_synchronisation_becomes_distances(mode: int, free_after: int, is_ahead: bool) -> None:
-    plan = lms(case_of(network(NET)), swapout_threshold=6, swapin_ahead=4, swapin_groupby=0, sync_mode=mode)
+    plan = lms(
+        case_of(network(NET)), swapout_threshold=6, swapin_ahead=4, swapin_groupby=0, sync_mode=mode
+    )
     found = segments(plan)
     assert found
     assert {one.free_after for one in found} == {free_after}
@@ -133,12 +144,15 @@ def test_synchronisation_becomes_distances(mode: int, free_after: int, is_ahead:
 def test_a_threshold_says_which_layers_leave(threshold: int) -> None:
     """Of a chain of L layers, layer i has its forward on level i and its backward on level 2L-1-i."""
     profile = network("cccccccccc")
-    plan = lms(case_of(profile), swapout_threshold=threshold, swapin_ahead=1, swapin_groupby=0, sync_mode=0)
+    plan = lms(
+        case_of(profile), swapout_threshold=threshold, swapin_ahead=1, swapin_groupby=0, sync_mode=0
+    )
     last = profile.num_layers - 1
     expected = [
         owner
         for owner in range(last + 1)
-        # what leaves with a layer is the output of the one before; the last one's own output goes with itself
+        # what leaves with a layer is the output of the one before; the last one's own output goes
+        # with itself
         if any(
             2 * last + 1 - owner - maker > threshold
             for maker in ([owner - 1] if owner > 0 else []) + ([owner] if owner == last else [])
@@ -156,16 +170,20 @@ def test_the_graph_holds_what_the_layers_save() -> None:
     assert graph.num_levels == 2 * case.profile.num_layers
     saved = sum(one.total_bytes for one in saved_storages(case.profile, 0, case.profile.num_layers))
     peak = simulate(graph, Parameters(graph.num_levels), float("inf")).peak_bytes
-    assert saved <= peak <= saved + 2 * max(layer.output_grad_bytes for layer in case.profile.layers)
+    assert (
+        saved <= peak <= saved + 2 * max(layer.output_grad_bytes for layer in case.profile.layers)
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "ranks", "micro_batches", "order"),
     [
-        ("interleaved_1f1b", 2, 4, "0F 2F 2B 0B"), ("gems_master", 2, 4, "0F 0B 1F 1B"), ("1f1b", 3, 6, "0F 0B"),
+        ("interleaved_1f1b", 2, 4, "0F 2F 2B 0B"),
+        ("gems_master", 2, 4, "0F 0B 1F 1B"),
+        ("1f1b", 3, 6, "0F 0B"),
         ("zb_v", 2, 4, "0F 3F 3B 0B"),
     ],
-)  # fmt: skip
+)
 def test_the_graph_follows_the_list(name: str, ranks: int, micro_batches: int, order: str) -> None:
     """One micro-batch of each stage of rank 0, one operation behind the other."""
     case = case_of(random_network(1), name, ranks, micro_batches)
@@ -206,9 +224,13 @@ def needs(case: MemoryCase, **options: Any) -> list[dict[str, Any]]:
 
 
 def test_lms_limit_learns_the_step() -> None:
-    """In the first step nothing is copied ahead of need; in the repeated one all that is reclaimed is."""
+    """In the first step nothing is copied ahead of need.
+
+    In the repeated one all that is reclaimed is.
+    """
     (rank,) = needs(case_of(network("ccccccccccccl"), limit_share=0.7))
-    first, steady = rank["first"], rank["steady"]
+    first = rank["first"]
+    steady = rank["steady"]
     assert first["speculative"] == 0 < first["reclaimed"]
     assert steady["speculative"] - steady["speculative_missed"] == steady["reclaimed"] > 0
     assert steady["reclaimed_bytes"] == steady["paged_in_bytes"]
@@ -227,7 +249,10 @@ def test_the_limit_of_the_allocator() -> None:
     case = case_of(network(NET), limit_share=1.3)
     assert case.limit_bytes is not None
     default = int(0.95 * case.limit_bytes)
-    assert [needs(case, limit_bytes=limit)[0]["limit_bytes"] for limit in (None, 0)] == [default, default]
+    assert [needs(case, limit_bytes=limit)[0]["limit_bytes"] for limit in (None, 0)] == [
+        default,
+        default,
+    ]
     assert needs(case, limit_bytes=case.limit_bytes)[0]["limit_bytes"] == case.limit_bytes
     assert needs(replace(case, limit_bytes=None))[0]["limit_bytes"] is None
 

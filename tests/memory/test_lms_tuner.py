@@ -21,8 +21,12 @@ def training_graph(seed: int) -> Graph:
     tensors = []
     for layer in range(layers):
         back = 2 * layers - 1 - layer
-        readers = {layer + 1, back} | ({rng.randint(layer + 1, layers - 1)} if layer < layers - 2 else set())
-        readers |= {2 * layers - 1 - reader for reader in readers if reader < layers and rng.random() < 0.7}
+        readers = {layer + 1, back} | (
+            {rng.randint(layer + 1, layers - 1)} if layer < layers - 2 else set()
+        )
+        readers |= {
+            2 * layers - 1 - reader for reader in readers if reader < layers and rng.random() < 0.7
+        }
         tensors.append(Tensor(rng.randint(1, 100), layer, tuple(readers), rng.random() < 0.9))
         if rng.random() < 0.5 and layer < layers - 2:
             tensors.append(Tensor(rng.randint(1, 40), layer, (rng.randint(layer + 1, layers - 1),)))
@@ -36,17 +40,23 @@ def training_graph(seed: int) -> Graph:
 
 
 class Reading:
-    """The rules once more, as counts of who has still to read what, event by event; slow and without tables."""
+    """The rules once more, as counts of who has still to read what, event by event.
+
+    Slow and without tables.
+    """
 
     def __init__(self, graph: Graph, limit: float) -> None:
-        self.graph, self.limit = graph, limit
+        self.graph = graph
+        self.limit = limit
         self.level = cache(self._level)
         self.num_levels = 1 + max(self.level(op) for op in range(graph.num_ops))
         self.order = sorted(range(graph.num_ops), key=lambda op: (self.level(op), op))
         self.fits = cache(self._fits)
 
     def _level(self, op: int) -> int:
-        return max((self.level(t.maker) + 1 for t in self.graph.tensors if op in t.consumers), default=0)
+        return max(
+            (self.level(t.maker) + 1 for t in self.graph.tensors if op in t.consumers), default=0
+        )
 
     def leads(self, op: int, other: int) -> bool:
         after = {c for t in self.graph.tensors if t.maker == op for c in t.consumers}
@@ -68,7 +78,8 @@ class Reading:
         posted: dict[int, list[tuple[object, int, int]]] = {}
         lingering: dict[object, int] = {}
         group_of: dict[tuple[int, int], object] = {}
-        waits_out, waits_in = mode in (1, 3), mode in (2, 3)
+        waits_out = mode in (1, 3)
+        waits_in = mode in (2, 3)
 
         def take(name: object, size: int, readers: int) -> bool:
             if size >= self.limit - sum(held.values()):
@@ -93,7 +104,8 @@ class Reading:
                     continue
                 readers = set(tensor.consumers)
                 far = sorted(
-                    (r for r in readers if self.level(r) - self.level(op) > threshold), key=lambda r: (self.level(r), r)
+                    (r for r in readers if self.level(r) - self.level(op) > threshold),
+                    key=lambda r: (self.level(r), r),
                 )
                 if not tensor.is_movable:
                     far = []
@@ -134,7 +146,8 @@ class Reading:
         while low <= high:
             middle = (low + high) // 2
             if fits(middle):
-                start, low = middle, middle + 1
+                start = middle
+                low = middle + 1
             else:
                 high = middle - 1
         return start
@@ -151,7 +164,9 @@ class Reading:
         if mode in (2, 3):
             return threshold, 1, 0, mode
         ahead = self.largest(lambda value: self.fits(threshold, value, 0, mode), 1, top, 1)
-        low, high, groupby = 0, top, 0
+        low = 0
+        high = top
+        groupby = 0
         if self.fits(threshold, ahead, top, mode):
             return threshold, ahead, top, mode
         while low <= high:
@@ -166,8 +181,12 @@ class Reading:
 def limits_of(graph: Graph) -> list[int]:
     """Limits from too small to large enough, with those between that bring in each mode."""
     most = simulate(graph, Parameters(graph.num_levels), inf).peak_bytes
-    least = min(simulate(graph, Parameters(1, sync_mode=mode), inf).peak_bytes for mode in (0, 1, 2, 3))
-    return sorted({least, least + 1, *(least + (most - least) * part // 8 for part in range(1, 8)), most + 1})
+    least = min(
+        simulate(graph, Parameters(1, sync_mode=mode), inf).peak_bytes for mode in (0, 1, 2, 3)
+    )
+    return sorted(
+        {least, least + 1, *(least + (most - least) * part // 8 for part in range(1, 8)), most + 1}
+    )
 
 
 def parameters_of(tuned: Tuned | None) -> tuple[int, int, int, int] | None:
@@ -186,7 +205,11 @@ def test_the_tuner_gives_what_its_rules_give(seed: int) -> None:
 
 def test_the_graphs_bring_all_that_can_come_out() -> None:
     """Else the comparison would hold less than it says."""
-    found = {parameters_of(tune(graph, limit)) for graph in map(training_graph, GRAPHS) for limit in limits_of(graph)}
+    found = {
+        parameters_of(tune(graph, limit))
+        for graph in map(training_graph, GRAPHS)
+        for limit in limits_of(graph)
+    }
     tuned = [each for each in found if each is not None]
     assert None in found
     assert {mode for *_, mode in tuned} == {0, 1, 2, 3}
@@ -201,7 +224,9 @@ def test_what_is_found_fits_and_a_larger_threshold_does_not(seed: int) -> None:
     for limit in limits_of(graph):
         tuned = tune(graph, limit)
         if tuned is None:
-            assert not any(simulate(graph, Parameters(1, sync_mode=mode), limit).fits for mode in (0, 1, 2, 3))
+            assert not any(
+                simulate(graph, Parameters(1, sync_mode=mode), limit).fits for mode in (0, 1, 2, 3)
+            )
             continue
         played = simulate(graph, tuned.parameters, limit)
         assert played.fits
@@ -210,19 +235,25 @@ def test_what_is_found_fits_and_a_larger_threshold_does_not(seed: int) -> None:
 
 
 def chain(sizes: tuple[int, ...]) -> Graph:
-    """Forward and backward of layers that each save their output: read by the next layer, and by both backwards."""
+    """Forward and backward of layers that each save their output.
+
+    Read by the next layer, and by both backwards.
+    """
     num = len(sizes)
     tensors = []
     for layer, size in enumerate(sizes):
-        readers = {2 * num - 1 - layer} | ({layer + 1, 2 * num - 2 - layer} if layer + 1 < num else set())
+        readers = {2 * num - 1 - layer} | (
+            {layer + 1, 2 * num - 2 - layer} if layer + 1 < num else set()
+        )
         tensors.append(Tensor(size, layer, tuple(sorted(readers))))
     gradients = (Tensor(0, op, (op + 1,)) for op in range(num, 2 * num - 1))
     return Graph(2 * num, (*tensors, *gradients))
 
 
 def test_a_chain_by_hand() -> None:
-    """Four layers of 10 bytes: all at once are 40. Levels are 0 to 7; the outputs are read last at 7, 6, 5 and 4.
+    """Four layers of 10 bytes: all at once are 40.
 
+    Levels are 0 to 7; the outputs are read last at 7, 6, 5 and 4.
     Above 5 levels only the first output has a reader, above 6 it has another at 6 that keeps it.
     """
     graph = chain((10, 10, 10, 10))
@@ -247,7 +278,9 @@ def test_a_copy_out_that_nobody_waits_for_is_free_one_operation_later() -> None:
 def test_a_copy_back_that_is_waited_for_comes_with_its_reader() -> None:
     """Else it is there one level earlier, beside what is largest."""
     sizes = {1: 3, 2: 3, 3: 12, 4: 3}
-    graph = Graph(6, (Tensor(10, 0, (1, 5)), *(Tensor(size, op, (op + 1,)) for op, size in sizes.items())))
+    graph = Graph(
+        6, (Tensor(10, 0, (1, 5)), *(Tensor(size, op, (op + 1,)) for op, size in sizes.items()))
+    )
     peaks = {mode: simulate(graph, Parameters(2, 1, 0, mode), inf).peak_bytes for mode in (0, 2)}
     assert peaks == {0: 25, 2: 16}
 
@@ -259,7 +292,9 @@ def test_given_parameters_stay() -> None:
     assert parameters_of(tuned) == (2, 3, 4, 1)
     assert tuned is not None and tuned.num_plays == 0
     partly = tune(graph, limit, swapin_ahead=2)
-    assert partly is not None and (partly.parameters.swapin_ahead == 2 or partly.parameters.is_swapin_sync)
+    assert partly is not None and (
+        partly.parameters.swapin_ahead == 2 or partly.parameters.is_swapin_sync
+    )
 
 
 def test_a_threshold_that_does_not_fit_falls_back_to_waiting() -> None:

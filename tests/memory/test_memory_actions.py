@@ -22,9 +22,14 @@ from gems.schedule.validate import validate
 from tests.partition.profiles import random_profile
 
 SCHEDULES = (
-    ("layer_parallel", 1, 2), ("1f1b", 3, 5), ("gems_master", 2, 4), ("zb_h1", 3, 5), ("interleaved_1f1b", 2, 4),
-    ("zb_v", 2, 4), ("chimera", 4, 4),
-)  # fmt: skip
+    ("layer_parallel", 1, 2),
+    ("1f1b", 3, 5),
+    ("gems_master", 2, 4),
+    ("zb_h1", 3, 5),
+    ("interleaved_1f1b", 2, 4),
+    ("zb_v", 2, 4),
+    ("chimera", 4, 4),
+)
 LAYERS = 16
 
 
@@ -43,27 +48,33 @@ def layer_by_layer(*segments: Segment) -> str:
 
 def test_an_offloaded_layer_leaves_behind_its_forward_and_is_back_for_its_backward() -> None:
     def three(**options: int | bool) -> str:
-        return layer_by_layer(Segment(0, 1, Choice.OFFLOAD, **options), Segment(1, 2), Segment(2, 3))  # type: ignore[arg-type]
+        return layer_by_layer(
+            Segment(0, 1, Choice.OFFLOAD, **options), Segment(1, 2), Segment(2, 3)
+        )  # type: ignore[arg-type]
 
     plain = "0.0F0 0.0OFFLOAD0 0.1F0 0.0FREE0 0.2F0 0.2B0 0.0PREFETCH0 0.1B0 0.0B0"
     assert three() == plain
-    assert three(free_after=0, ahead=0) == ("0.0F0 0.0OFFLOAD0 0.0FREE0 0.1F0 0.2F0 0.2B0 0.1B0 0.0PREFETCH0 0.0B0"), (
-        "waits at once, comes on demand"
-    )
+    assert (
+        three(free_after=0, ahead=0)
+        == "0.0F0 0.0OFFLOAD0 0.0FREE0 0.1F0 0.2F0 0.2B0 0.1B0 0.0PREFETCH0 0.0B0"
+    ), "waits at once, comes on demand"
     assert three(is_awaited=True) == plain.replace("0.1B0", "0.1B0 0.0AWAIT0")
-    assert three(ahead=100) == "0.0F0 0.0OFFLOAD0 0.1F0 0.0FREE0 0.0PREFETCH0 0.2F0 0.2B0 0.1B0 0.0B0", (
-        "not before it has left"
-    )
+    assert (
+        three(ahead=100) == "0.0F0 0.0OFFLOAD0 0.1F0 0.0FREE0 0.0PREFETCH0 0.2F0 0.2B0 0.1B0 0.0B0"
+    ), "not before it has left"
 
 
 def test_what_is_posted_at_one_place_comes_back_in_the_order_of_need() -> None:
     offloaded = [
-        Segment(layer, layer + 1, Choice.OFFLOAD, free_after=0, ahead=ahead) for layer, ahead in ((0, 2), (1, 1))
+        Segment(layer, layer + 1, Choice.OFFLOAD, free_after=0, ahead=ahead)
+        for layer, ahead in ((0, 2), (1, 1))
     ]
     found = layer_by_layer(*offloaded, Segment(2, 3), Segment(3, 4))
     assert found.endswith("0.3B0 0.1PREFETCH0 0.0PREFETCH0 0.2B0 0.1B0 0.0B0")
     again = layer_by_layer(*offloaded, Segment(2, 3, Choice.RECOMPUTE), Segment(3, 4))
-    assert again.endswith("0.3B0 0.1PREFETCH0 0.0PREFETCH0 0.2R0 0.2B0 0.1B0 0.0B0"), "copies go while it runs"
+    assert again.endswith("0.3B0 0.1PREFETCH0 0.0PREFETCH0 0.2R0 0.2B0 0.1B0 0.0B0"), (
+        "copies go while it runs"
+    )
 
 
 def test_what_would_come_back_before_it_has_left_is_kept() -> None:
@@ -80,14 +91,20 @@ def test_inputs_that_leave_are_back_for_the_second_run() -> None:
         inputs = Segment(1, 2, Choice.OFFLOAD_INPUTS, **options)  # type: ignore[arg-type]
         return layer_by_layer(Segment(0, 1), inputs, Segment(2, 3), Segment(3, 4))
 
-    plain = "0.0F0 0.1F0 0.1OFFLOAD0 0.2F0 0.1FREE0 0.3F0 0.3B0 0.1PREFETCH0 0.2B0 0.1R0 0.1B0 0.0B0"
+    plain = (
+        "0.0F0 0.1F0 0.1OFFLOAD0 0.2F0 0.1FREE0 0.3F0 0.3B0 0.1PREFETCH0 0.2B0 0.1R0 0.1B0 0.0B0"
+    )
     assert three() == plain
-    assert three(ahead=0) == plain.replace("0.1PREFETCH0 0.2B0", "0.2B0 0.1PREFETCH0"), "on demand, before the R"
+    assert three(ahead=0) == plain.replace("0.1PREFETCH0 0.2B0", "0.2B0 0.1PREFETCH0"), (
+        "on demand, before the R"
+    )
     assert three(is_awaited=True) == plain.replace("0.2B0", "0.2B0 0.1AWAIT0")
     recomputed = "0.0F0 0.1F0 0.2F0 0.3F0 0.3B0 0.2B0 0.1R0 0.1B0 0.0B0"
     assert three(free_after=4) == recomputed, "what would come back before it has left stays"
     first = Segment(0, 2, Choice.OFFLOAD_INPUTS)
-    assert layer_by_layer(first, Segment(2, 3)) == "0.0F0 0.1F0 0.1B0 0.0R0 0.0B0", "the stage's own inputs stay"
+    assert layer_by_layer(first, Segment(2, 3)) == "0.0F0 0.1F0 0.1B0 0.0R0 0.0B0", (
+        "the stage's own inputs stay"
+    )
 
 
 def test_inputs_of_a_stage_leave_if_they_came_in_a_message_for_one_segment() -> None:
@@ -100,18 +117,27 @@ def test_inputs_of_a_stage_leave_if_they_came_in_a_message_for_one_segment() -> 
 
     first, second = rows("gpipe", 1, 2)
     assert "OFFLOAD" not in first, "images"
-    assert second.startswith("1.0F0 1.0OFFLOAD0 1.0F1 1.0OFFLOAD1 1.0FREE0") and "1.0PREFETCH0 1.0F2" in second
+    assert (
+        second.startswith("1.0F0 1.0OFFLOAD0 1.0F1 1.0OFFLOAD1 1.0FREE0")
+        and "1.0PREFETCH0 1.0F2" in second
+    )
     both = " ".join(rows("zb_v", 1, 2, 3, 4))
     assert "1.0OFFLOAD1" in both and "2.0OFFLOAD" not in both, "the rank made it itself"
     parted = (Segment(1, 2, Choice.OFFLOAD_INPUTS), Segment(2, 3, Choice.OFFLOAD_INPUTS))
     made = add_memory(generate("gpipe", 2, 3), MemoryPlan("test", ((Segment(0, 1),), parted)))
-    assert "1.1OFFLOAD0" in words(made, 1) and "1.0OFFLOAD" not in words(made, 1), "the second one may read it too"
+    assert "1.1OFFLOAD0" in words(made, 1) and "1.0OFFLOAD" not in words(made, 1), (
+        "the second one may read it too"
+    )
 
 
 @pytest.mark.parametrize(("name", "ranks", "micro_batches"), SCHEDULES)
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
-def test_any_plan_gives_a_list_that_runs(name: str, ranks: int, micro_batches: int, data: st.DataObject) -> None:
+def test_any_plan_gives_a_list_that_runs(
+    name: str, ranks: int, micro_batches: int, data: st.DataObject
+) -> None:
     compute = generate(name, ranks, micro_batches)
     cuts = even_cuts(compute.num_stages)
     plan = data.draw(plans(cuts))
@@ -139,10 +165,14 @@ def plans(draw: st.DrawFn, cuts: tuple[int, ...]) -> MemoryPlan:
         stages.append(
             tuple(
                 Segment(
-                    begin, stop, draw(st.sampled_from(Choice)), draw(st.integers(0, 3)), draw(st.integers(0, 4)),
+                    begin,
+                    stop,
+                    draw(st.sampled_from(Choice)),
+                    draw(st.integers(0, 3)),
+                    draw(st.integers(0, 4)),
                     draw(st.booleans()),
                 )
                 for begin, stop in pairwise(marks)
             )
-        )  # fmt: skip
+        )
     return MemoryPlan("random", tuple(stages))

@@ -14,13 +14,30 @@ from gems.schedule.lower import lower
 from tests.partition.profiles import profile, random_profile
 
 FIRST = LayerProfile(
-    "first", "x", param_bytes=10, buffer_bytes=1, stash_bytes=100, saved_later=((1, 40),), output_bytes=40,
-    output_grad_bytes=40, forward_peak_bytes=150, backward_peak_bytes=60, held_for_weights_bytes=30,
-)  # fmt: skip
+    "first",
+    "x",
+    param_bytes=10,
+    buffer_bytes=1,
+    stash_bytes=100,
+    saved_later=((1, 40),),
+    output_bytes=40,
+    output_grad_bytes=40,
+    forward_peak_bytes=150,
+    backward_peak_bytes=60,
+    held_for_weights_bytes=30,
+)
 LAST = LayerProfile(
-    "last", "x", param_bytes=20, buffer_bytes=2, stash_bytes=200, output_bytes=8, output_grad_bytes=8,
-    forward_peak_bytes=260, backward_peak_bytes=90, held_for_weights_bytes=50,
-)  # fmt: skip
+    "last",
+    "x",
+    param_bytes=20,
+    buffer_bytes=2,
+    stash_bytes=200,
+    output_bytes=8,
+    output_grad_bytes=8,
+    forward_peak_bytes=260,
+    backward_peak_bytes=90,
+    held_for_weights_bytes=50,
+)
 BY_HAND = Spans(profile([FIRST, LAST], input_bytes=5))
 
 
@@ -36,7 +53,8 @@ def test_1f1b_by_hand() -> None:
 def test_a_split_backward_by_hand() -> None:
     """Check the peak of one rank at I, by hand.
 
-    State is 96 and images 5, the stash 340, the peak of the first layer's I 60, 50 are left by the last, 8 given.
+    State is 96 and images 5, the stash 340, the peak of the first layer's I 60, 50 are left by the
+    last, 8 given.
     """
     model = MemoryModel(BY_HAND, OPTIMIZERS["sgd"])
     whole = model.peak_bytes(lower(generate("layer_parallel", 1, 1)), (0, 2))
@@ -67,7 +85,9 @@ def test_two_directions_hold_two_stages() -> None:
     assert {costs.stages for costs in model.rank_costs(schedule)} == {(0, 1)}
 
 
-@pytest.mark.parametrize("name", ["1f1b", "gpipe", "gems_master", "zb_v", "interleaved_1f1b", "chimera"])
+@pytest.mark.parametrize(
+    "name", ["1f1b", "gpipe", "gems_master", "zb_v", "interleaved_1f1b", "chimera"]
+)
 def test_tables_and_answers_agree(name: str) -> None:
     """What a solver reads from the tables is what is printed for the cut."""
     spans = Spans(random_profile(20, seed=1, decay=0.9))
@@ -76,7 +96,9 @@ def test_tables_and_answers_agree(name: str) -> None:
     cuts = tuple(round(20 * s / schedule.num_stages) for s in range(schedule.num_stages + 1))
     costs = model.rank_costs(schedule)
     assert len(costs) == 4
-    expected = tuple(round(each.at([(cuts[s], cuts[s + 1]) for s in each.stages])) for each in costs)
+    expected = tuple(
+        round(each.at([(cuts[s], cuts[s + 1]) for s in each.stages])) for each in costs
+    )
     assert model.peak_bytes(schedule, cuts) == expected
     for each in costs:
         if len(each.stages) == 1:
@@ -98,7 +120,9 @@ def test_time_of_a_step_by_rank() -> None:
     (only,) = {costs.stages for costs in time_costs(spans, lower(generate("gems_master", 2, 4)))}
     assert only == (0, 1)
     (costs,) = time_costs(spans, lower(generate("gems_master", 2, 4)))
-    assert costs.at([(0, 1), (1, 4)]) == 2 * 6.0 + 2 * 18.0, "half of the micro-batches in each direction"
+    assert costs.at([(0, 1), (1, 4)]) == 2 * 6.0 + 2 * 18.0, (
+        "half of the micro-batches in each direction"
+    )
     chain = time_costs(spans, lower(generate("1f1b", 2, 4)))
     assert [each.at([(0, 1)]) for each in chain] == [24.0, 24.0]
 

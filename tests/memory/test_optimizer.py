@@ -32,7 +32,9 @@ def every_plan(case: MemoryCase, allowed: tuple[Choice, ...]) -> Iterator[Memory
     for choices in itertools.product(allowed, repeat=case.profile.num_layers):
         distances = DISTANCES if Choice.OFFLOAD in choices else DISTANCES[:1]
         for free_after, ahead in distances:
-            layers = [Segment(i, i + 1, choice, free_after, ahead) for i, choice in enumerate(choices)]
+            layers = [
+                Segment(i, i + 1, choice, free_after, ahead) for i, choice in enumerate(choices)
+            ]
             yield MemoryPlan("brute", (tuple(layers),))
         joined = [
             (first, choice)
@@ -42,7 +44,13 @@ def every_plan(case: MemoryCase, allowed: tuple[Choice, ...]) -> Iterator[Memory
         if len(joined) < len(choices):
             ends = [*(first for first, _ in joined[1:]), len(choices)]
             yield MemoryPlan(
-                "brute", (tuple(Segment(first, end, c, 1, 1) for (first, c), end in zip(joined, ends, strict=True)),)
+                "brute",
+                (
+                    tuple(
+                        Segment(first, end, c, 1, 1)
+                        for (first, c), end in zip(joined, ends, strict=True)
+                    ),
+                ),
             )
 
 
@@ -67,7 +75,8 @@ def test_no_choice_by_brute_force_is_faster_and_the_bound_is_below_all(
 ) -> None:
     case = case_of(network(kinds), rate=rate)
     outcomes = [case.outcome(each) for each in every_plan(case, allowed)]
-    least, most = min(max(each.peak_bytes) for each in outcomes), max(case.kept.peak_bytes)
+    least = min(max(each.peak_bytes) for each in outcomes)
+    most = max(case.kept.peak_bytes)
     for share in (0.05, 0.4):
         limit = int(least + share * (most - least))
         fitting = [each.step_s for each in outcomes if max(each.peak_bytes) <= limit]
@@ -102,7 +111,9 @@ def settled(outcome: PlanOutcome) -> list[Segment]:
 
 @pytest.mark.parametrize("is_whole_copies", [False, True], ids=["fluid", "whole"])
 @pytest.mark.parametrize("seed", range(8))
-def test_the_programme_knows_every_plan_and_takes_none_for_slower_than_it_is(seed: int, is_whole_copies: bool) -> None:
+def test_the_programme_knows_every_plan_and_takes_none_for_slower_than_it_is(
+    seed: int, is_whole_copies: bool
+) -> None:
     case = case_of(random_network(seed, letters="cupb"), rate=3e9)
     compared = 0
     for number in range(8):
@@ -118,7 +129,10 @@ def test_the_programme_knows_every_plan_and_takes_none_for_slower_than_it_is(see
         outcome = case.outcome(MemoryPlan("random", (stage,)))
         model = PlanModel(case, max(outcome.peak_bytes), is_whole_copies=is_whole_copies)
         chosen = {(each.first, each.end, each.choice) for each in settled(outcome)}
-        options = {(option.first, option.end, option.choice): at for option, at in model.blocks[0].at.items()}
+        options = {
+            (option.first, option.end, option.choice): at
+            for option, at in model.blocks[0].at.items()
+        }
         if not chosen <= options.keys():
             continue
         for option, at in options.items():
@@ -136,7 +150,9 @@ def test_windows_keep_the_limit_and_take_no_time(way: WindowOrder) -> None:
     layers = {layer: Segment(layer, layer + 1, Choice.OFFLOAD) for layer in range(9)}
     bare = MemoryPlan.by_layer("test", case.boundaries, layers)
     tight = with_windows(bare, 0, case.outcome)
-    assert not any(each.free_after or each.ahead for each in tight.plan.stages[0]), "nothing fits: as tight as can be"
+    assert not any(each.free_after or each.ahead for each in tight.plan.stages[0]), (
+        "nothing fits: as tight as can be"
+    )
     for share in (0.1, 0.4, 0.8):
         limit = int(max(tight.peak_bytes) * (1 - share) + max(case.kept.peak_bytes) * share)
         found = with_windows(bare, limit, case.outcome, [way])
@@ -156,7 +172,9 @@ def test_copies_out_are_waited_for_in_the_order_in_which_they_leave() -> None:
 
 
 @pytest.mark.parametrize(("name", "ranks", "micro_batches"), SCHEDULES[:3])
-def test_the_plan_is_never_slower_than_its_rivals_at_their_own_peak(name: str, ranks: int, micro_batches: int) -> None:
+def test_the_plan_is_never_slower_than_its_rivals_at_their_own_peak(
+    name: str, ranks: int, micro_batches: int
+) -> None:
     case = case_of(random_network(7), name, ranks, micro_batches, rate=3e9)
     for rival in (vdnn_all(case), vdnn_all(case, asynchronous=True), recompute(case)):
         outcome = case.outcome(rival)
@@ -188,7 +206,8 @@ def test_inputs_leave_and_come_back_for_a_recompute_where_no_other_choice_is_as_
     case = case_of(network("bbbb"), "gpipe", 1, 4, rate=1e9)
     others = tuple(choice for choice in Choice if choice is not Choice.OFFLOAD_INPUTS)
     outcomes = [case.outcome(each) for each in every_plan(case, others)]
-    least, most = min(max(each.peak_bytes) for each in outcomes), max(case.kept.peak_bytes)
+    least = min(max(each.peak_bytes) for each in outcomes)
+    most = max(case.kept.peak_bytes)
     limit = int(least + 0.1 * (most - least))
     fastest_s = min(each.step_s for each in outcomes if max(each.peak_bytes) <= limit)
     found = plan(case, limit, 1.0)
@@ -218,27 +237,38 @@ def test_windows_hold_nothing_longer_than_their_copies_last() -> None:
     offloaded = [segment for segment in found.plan.stages[0] if segment.choice is Choice.OFFLOAD]
     assert offloaded
     assert all(segment.free_after <= 1 and segment.ahead <= 2 for segment in offloaded)
-    moved = {action.segment for action in found.outcome.schedule.rows[0] if action.kind is Kind.OFFLOAD}
+    moved = {
+        action.segment for action in found.outcome.schedule.rows[0] if action.kind is Kind.OFFLOAD
+    }
     assert len(moved) == len(offloaded), "what no copy takes is kept"
 
 
 def test_the_same_plan_comes_out_again() -> None:
-    found = [plan(case, target_limit_bytes(case, 0.4), 0.5) for case in [case_of(random_network(5), rate=2e9)] * 2]
+    found = [
+        plan(case, target_limit_bytes(case, 0.4), 0.5)
+        for case in [case_of(random_network(5), rate=2e9)] * 2
+    ]
     assert found[0].plan == found[1].plan
     assert found[0].bound_s == found[1].bound_s
 
 
 def test_a_chain_is_within_5_percent_of_its_bound() -> None:
     for rate in (2e9, 8e9):
-        case = case_of(network("ccpccpcccpcccl", [64, 64, 32, 64, 64, 32, 48, 48, 48, 24, 24, 24, 24, 16]), rate=rate)
+        case = case_of(
+            network("ccpccpcccpcccl", [64, 64, 32, 64, 64, 32, 48, 48, 48, 24, 24, 24, 24, 16]),
+            rate=rate,
+        )
         assert plan(case, target_limit_bytes(case, 0.4), 2.0).gap < 0.05
 
 
 def test_a_larger_budget_follows_the_programme_further(monkeypatch: pytest.MonkeyPatch) -> None:
     case = case_of(random_network(11), rate=2e9)
-    solve, nodes = Program.solve, []
+    solve = Program.solve
+    nodes = []
 
-    def counted(self: Program, is_whole: bool, node_limit: int = 0, gap: float = 0.0) -> Solution | None:
+    def counted(
+        self: Program, is_whole: bool, node_limit: int = 0, gap: float = 0.0
+    ) -> Solution | None:
         nodes.append(node_limit)
         return solve(self, is_whole, node_limit, gap)
 
@@ -271,19 +301,25 @@ def test_a_limit_below_the_largest_layer_is_refused_with_its_name() -> None:
 
 
 def test_the_programme_knows_inputs_of_stages_that_leave() -> None:
-    """With the bytes of such a plan it takes it for no slower than it is; with inputs that stay nothing is as fast."""
+    """With the bytes of such a plan it takes it for no slower than it is.
+
+    With inputs that stay nothing is as fast.
+    """
     case = replace(case_of(network("cbbb"), "gpipe", 2, 6, rate=1e8), boundaries=(0, 1, 4))
 
     def of(choice: Choice) -> MemoryPlan:
         return MemoryPlan("test", ((Segment(0, 1),), (Segment(1, 4, choice, 0, 0),)))
 
-    leaving, staying = case.outcome(of(Choice.OFFLOAD_INPUTS)), case.outcome(of(Choice.RECOMPUTE))
+    leaving = case.outcome(of(Choice.OFFLOAD_INPUTS))
+    staying = case.outcome(of(Choice.RECOMPUTE))
     assert leaving.peak_bytes[1] == max(leaving.peak_bytes) == staying.peak_bytes[1] - 5 * 64 * MIB
     assert leaving.host_bytes[1] == 6 * 64 * MIB
     bounds_s = []
     for choice in (Choice.OFFLOAD_INPUTS, Choice.RECOMPUTE):
         model = PlanModel(case, max(leaving.peak_bytes), moves_all=False)
-        chosen = {(each.first, each.end, each.choice) for stage in of(choice).stages for each in stage}
+        chosen = {
+            (each.first, each.end, each.choice) for stage in of(choice).stages for each in stage
+        }
         for block in model.blocks:
             for option, at in block.at.items():
                 value = float((option.first, option.end, option.choice) in chosen)

@@ -36,7 +36,9 @@ def test_the_largest_part_is_least(seed: int) -> None:
         return max(sum(sizes[low:high]) for low, high in pairwise((0, *cut)))
 
     best = min(
-        largest((*inner, len(sizes))) for count in range(parts) for inner in combinations(range(1, len(sizes)), count)
+        largest((*inner, len(sizes)))
+        for count in range(parts)
+        for inner in combinations(range(1, len(sizes)), count)
     )
     assert largest(ends) == best
 
@@ -88,14 +90,22 @@ def test_inputs_that_leave_hold_less_of_many_micro_batches() -> None:
     assert leave.step_s == pytest.approx(stay.step_s, rel=0.01)
     fullest = max(leave.peak_bytes)
     memory = MemoryConfig("recompute", offload_inputs=True)
-    assert plan_within(memory, replace(case, limit_bytes=fullest)) == plans[1] == plan_within(memory, case)
+    assert (
+        plan_within(memory, replace(case, limit_bytes=fullest))
+        == plans[1]
+        == plan_within(memory, case)
+    )
 
 
 def test_inputs_of_whole_stages_leave_too_where_they_are_received() -> None:
     case = case_of(network("c" * 16), "gpipe", 4, 8, rate=1e12)
-    stay, leave = (case.outcome(recompute(case, "stage", offload_inputs=chosen)) for chosen in (False, True))
+    stay, leave = (
+        case.outcome(recompute(case, "stage", offload_inputs=chosen)) for chosen in (False, True)
+    )
     assert choices(leave.plan) == [[Choice.OFFLOAD_INPUTS]] * 4
-    assert leave.peak_bytes[0] == stay.peak_bytes[0] and leave.host_bytes[0] == 0, "the images of the step"
+    assert leave.peak_bytes[0] == stay.peak_bytes[0] and leave.host_bytes[0] == 0, (
+        "the images of the step"
+    )
     assert all(leave.peak_bytes[rank] < stay.peak_bytes[rank] - 4 * 64 * MIB for rank in (1, 2, 3))
     assert leave.step_s == pytest.approx(stay.step_s, rel=0.01)
 
@@ -106,9 +116,13 @@ def test_the_last_segment_is_kept_where_it_would_be_run_again_at_once() -> None:
     assert choices(plan) == [[Choice.RECOMPUTE] * 3 + [Choice.KEEP]]
     every = MemoryPlan(
         "recompute",
-        tuple(tuple(type(one)(one.first, one.end, Choice.RECOMPUTE) for one in stage) for stage in plan.stages),
+        tuple(
+            tuple(type(one)(one.first, one.end, Choice.RECOMPUTE) for one in stage)
+            for stage in plan.stages
+        ),
     )
-    kept, again = case.outcome(plan), case.outcome(every)
+    kept = case.outcome(plan)
+    again = case.outcome(every)
     assert kept.peak_bytes == again.peak_bytes
     assert kept.step_s < again.step_s
 
@@ -121,7 +135,9 @@ def test_it_is_run_again_where_other_micro_batches_come_between() -> None:
 
 
 @pytest.mark.parametrize(("name", "ranks", "micro_batches"), SCHEDULES)
-@pytest.mark.parametrize("links", [Network(), Network(latency=0.1, per_byte=1e-3, has_contention=True)])
+@pytest.mark.parametrize(
+    "links", [Network(), Network(latency=0.1, per_byte=1e-3, has_contention=True)]
+)
 def test_a_last_segment_is_kept_where_nothing_is_lost(
     name: str, ranks: int, micro_batches: int, links: Network
 ) -> None:
@@ -133,9 +149,12 @@ def test_a_last_segment_is_kept_where_nothing_is_lost(
         segments = (*plan.stages[stage][:-1], replace(plan.stages[stage][-1], choice=Choice.KEEP))
         other = replace(plan, stages=(*plan.stages[:stage], segments, *plan.stages[stage + 1 :]))
         outcome = case.outcome(other)
-        is_higher = any(new > old for new, old in zip(outcome.peak_bytes, best.peak_bytes, strict=True))
+        is_higher = any(
+            new > old for new, old in zip(outcome.peak_bytes, best.peak_bytes, strict=True)
+        )
         if not is_higher and outcome.step_s <= best.step_s:
-            plan, best = other, outcome
+            plan = other
+            best = outcome
     again = run_again(case)
     found = keep_last(case, again, tuple(case.peak_bytes(again)))
     assert found == plan == recompute(case)
@@ -147,13 +166,18 @@ def test_a_limit_ends_the_work_on_segments_early() -> None:
     memory = MemoryConfig("recompute")
     plan = recompute(case)
     fullest = max(case.peak_bytes(plan))
-    assert plan_within(memory, replace(case, limit_bytes=fullest)) == plan == plan_within(memory, case)
+    assert (
+        plan_within(memory, replace(case, limit_bytes=fullest)) == plan == plan_within(memory, case)
+    )
     with pytest.raises(DoesNotFitError, match="under memory=recompute"):
         plan_within(memory, replace(case, limit_bytes=fullest - 1))
 
 
 def test_cheap_is_what_lets_something_go() -> None:
-    """A block has an inner map that is no product; of the others each saved map is a product, or the next layer's."""
+    """A block has an inner map that is no product.
+
+    Of the others each saved map is a product, or the next layer's.
+    """
     case = case_of(network("bbclb"))
     assert [lets_go(layer) for layer in case.profile.layers] == [True, True, False, False, True]
     plan = recompute(case, "selective")
@@ -172,13 +196,18 @@ def test_cheap_costs_less_time_and_more_memory() -> None:
 
 def test_cheap_in_segments_lets_go_what_layers_hand_to_each_other() -> None:
     case = case_of(network("cp" * 8), "gpipe", 1, 4)
-    single, joined = case.outcome(recompute(case, "selective")), case.outcome(recompute(case, "selective", 2))
+    single = case.outcome(recompute(case, "selective"))
+    joined = case.outcome(recompute(case, "selective", 2))
     assert joined.ranks[0].peak_activation_bytes < single.ranks[0].peak_activation_bytes
-    assert {choice for stage in choices(joined.plan) for choice in stage} <= {Choice.SELECTIVE, Choice.KEEP}
+    assert {choice for stage in choices(joined.plan) for choice in stage} <= {
+        Choice.SELECTIVE,
+        Choice.KEEP,
+    }
 
 
 @pytest.mark.parametrize(
-    ("how", "segments", "key"), [("layer", None, "memory.recompute"), ("segment", 0, "memory.segments")]
+    ("how", "segments", "key"),
+    [("layer", None, "memory.recompute"), ("segment", 0, "memory.segments")],
 )
 def test_what_there_is_not_is_refused(how: str, segments: int | None, key: str) -> None:
     with pytest.raises(ConfigError, match=key):

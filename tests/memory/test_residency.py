@@ -14,8 +14,12 @@ def test_a_storage_leaves_with_its_last_saver_and_stays_until_its_first() -> Non
     holdings = Residency({0, 1})
     holdings.save("own", 10, 0)
     holdings.save("shared", 5, 0)
-    assert holdings.offload(0, {"shared"}) == ["own", "shared"], "the next one leaves too, and may share the copy"
-    assert (holdings.device_bytes, holdings.host_bytes) == (15, 15), "until the copy has ended, both"
+    assert holdings.offload(0, {"shared"}) == ["own", "shared"], (
+        "the next one leaves too, and may share the copy"
+    )
+    assert (holdings.device_bytes, holdings.host_bytes) == (15, 15), (
+        "until the copy has ended, both"
+    )
     assert not holdings.save("shared", 5, 1), "it is there"
     assert holdings.free(0) == ["own", "shared"]
     assert holdings.offload(1) == [], "it has been copied"
@@ -38,7 +42,10 @@ def test_what_a_segment_saves_that_stays_is_not_moved() -> None:
 
 
 def test_what_has_left_and_is_saved_by_one_that_stays_is_held_again() -> None:
-    """A copy takes a carried tensor before a later segment, which is kept, saves it: while the value is in use."""
+    """A copy takes a carried tensor before a later segment, which is kept, saves it.
+
+    While the value is in use.
+    """
     holdings = Residency({0, 1})
     holdings.save("skip", 7, 0)
     holdings.offload(0, {"skip"})
@@ -58,7 +65,9 @@ def test_what_a_segment_saves_after_its_prefetch_stays() -> None:
     assert not holdings.save("input", 7, 1) and holdings.save("made", 5, 1)
     assert holdings.offload(0) == holdings.free(0) == holdings.free(1) == []
     assert (holdings.device_bytes, holdings.host_bytes) == (12, 7)
-    assert holdings.done(1) == ["input", "made"] and holdings.device_bytes == holdings.host_bytes == 0
+    assert (
+        holdings.done(1) == ["input", "made"] and holdings.device_bytes == holdings.host_bytes == 0
+    )
 
 
 def test_a_copy_already_made_frees_the_memory_with_the_new_last_saver() -> None:
@@ -113,14 +122,20 @@ def test_a_miss_is_fetched() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.data())
-def test_each_storage_is_moved_at_most_once_each_way_and_is_there_when_it_is_read(data: st.DataObject) -> None:
+def test_each_storage_is_moved_at_most_once_each_way_and_is_there_when_it_is_read(
+    data: st.DataObject,
+) -> None:
     """Brute force: which storages are where is followed one by one beside the sums."""
     num = data.draw(st.integers(1, 6))
     segments = range(num)
     offloaded = set(data.draw(st.lists(st.sampled_from(segments), unique=True)))
     makers = data.draw(st.lists(st.sampled_from(segments), max_size=8))
-    spans = [(maker, data.draw(st.integers(maker, num - 1))) for maker in makers]  # last segment that is given it
-    savers = [sorted(data.draw(st.sets(st.integers(maker, last), min_size=1))) for maker, last in spans]
+    spans = [
+        (maker, data.draw(st.integers(maker, num - 1))) for maker in makers
+    ]  # last segment that is given it
+    savers = [
+        sorted(data.draw(st.sets(st.integers(maker, last), min_size=1))) for maker, last in spans
+    ]
     sizes = [2**key for key in range(len(makers))]
     holdings = Residency(offloaded)
     out: Counter[int] = Counter()
@@ -130,7 +145,11 @@ def test_each_storage_is_moved_at_most_once_each_way_and_is_there_when_it_is_rea
             if segment in savers[key]:
                 holdings.save(key, sizes[key], segment)
         if segment in offloaded:
-            out.update(holdings.offload(segment, {key for key, (_, last) in enumerate(spans) if last > segment}))
+            out.update(
+                holdings.offload(
+                    segment, {key for key, (_, last) in enumerate(spans) if last > segment}
+                )
+            )
             holdings.free(segment)
     for key in range(len(makers)):
         if not offloaded & set(savers[key]):
@@ -140,7 +159,9 @@ def test_each_storage_is_moved_at_most_once_each_way_and_is_there_when_it_is_rea
             back.update(holdings.prefetch(segment))
         wanted = [key for key in range(len(makers)) if segment in savers[key]]
         assert all(holdings.is_on_device(key) for key in wanted)
-        assert holdings.device_bytes == sum(sizes[key] for key in range(len(makers)) if holdings.is_on_device(key))
+        assert holdings.device_bytes == sum(
+            sizes[key] for key in range(len(makers)) if holdings.is_on_device(key)
+        )
         assert set(holdings.done(segment)) == {key for key in wanted if savers[key][0] == segment}
     assert max(out.values(), default=0) <= 1 and max(back.values(), default=0) <= 1
     assert (holdings.device_bytes, holdings.host_bytes) == (0, 0)

@@ -11,18 +11,38 @@ from gems.profile.strip_profile import StripBytes, StripProfile
 from gems.schedule.action import Action, Kind
 
 STRIP = StripBytes(
-    given=10, handed_on=12, given_back=12, handed_back=10, saved=(100, 7), saved_outputs=(12,), carried=(20, 3),
-    saved_carried=(3,), saved_by_loss=(), left=23, waiting=0, loss_gradient=0, carried_back=23, held_for_weights=60,
-    forward_peak=150, backward_peak=40, input_gradient_peak=50, weight_gradient_peak=30,
-)  # fmt: skip
+    given=10,
+    handed_on=12,
+    given_back=12,
+    handed_back=10,
+    saved=(100, 7),
+    saved_outputs=(12,),
+    carried=(20, 3),
+    saved_carried=(3,),
+    saved_by_loss=(),
+    left=23,
+    waiting=0,
+    loss_gradient=0,
+    carried_back=23,
+    held_for_weights=60,
+    forward_peak=150,
+    backward_peak=40,
+    input_gradient_peak=50,
+    weight_gradient_peak=30,
+)
 F, B, I, W, R = Kind.F, Kind.B, Kind.I, Kind.W, Kind.R  # noqa: E741
-OUT, FREE, BACK = Kind.OFFLOAD, Kind.FREE, Kind.PREFETCH
+OUT = Kind.OFFLOAD
+FREE = Kind.FREE
+BACK = Kind.PREFETCH
 
 
 def run(*kinds: Kind, strip: StripBytes = STRIP, least: int = 0) -> list[tuple[int, int, int, int]]:
     """Return bytes during each action, of activations and on the host after it, and what it moved."""
     states = strip_states(strip, tuple((kind, 0) for kind in kinds), least)
-    return [(each.during_bytes, each.activation_bytes, each.host_bytes, each.moved_bytes) for each in states]
+    return [
+        (each.during_bytes, each.activation_bytes, each.host_bytes, each.moved_bytes)
+        for each in states
+    ]
 
 
 def test_kept() -> None:
@@ -51,14 +71,29 @@ def test_inputs_leave_with_what_it_was_left() -> None:
 
 
 def test_between_strips_there_are_rows_and_then_their_gradients() -> None:
-    strips = (replace(STRIP, waiting=5), replace(STRIP, waiting=5), replace(STRIP, left=0, loss_gradient=15))
+    strips = (
+        replace(STRIP, waiting=5),
+        replace(STRIP, waiting=5),
+        replace(STRIP, left=0, loss_gradient=15),
+    )
     between = BetweenStrips(StripProfile((0, 4), (strips,)))
-    seen, activations, device = [], 0, 0
+    seen = []
+    activations = 0
+    device = 0
     for kind, strip in ((F, 0), (F, 1), (F, 2), (B, 2), (I, 1), (W, 1), (B, 0)):
         change = between.act(Action(kind, 0, 3 + strip, 0))
-        activations, device = activations + change.activation_bytes, device + change.device_bytes
+        activations = activations + change.activation_bytes
+        device = device + change.device_bytes
         seen.append((activations, device, change.counted_bytes))
-    assert seen == [(28, 28, 0), (33, 33, 0), (0, 0, 0), (0, 38, 0), (0, 38, 23), (0, 38, 0), (0, 0, 23)]
+    assert seen == [
+        (28, 28, 0),
+        (33, 33, 0),
+        (0, 0, 0),
+        (0, 38, 0),
+        (0, 38, 23),
+        (0, 38, 0),
+        (0, 0, 23),
+    ]
 
 
 @pytest.mark.parametrize("num", [1, 2])

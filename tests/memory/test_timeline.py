@@ -1,6 +1,7 @@
 """Test gems.memory.timeline.
 
-Bytes along a rank's list are checked against the memory model, figures by hand and brute-force counting.
+Bytes along a rank's list are checked against the memory model, figures by hand and brute-force
+counting.
 """
 
 from __future__ import annotations
@@ -28,9 +29,17 @@ from tests.partition.profiles import profile, random_profile
 
 SGD = OPTIMIZERS["sgd"]
 SCHEDULES = (
-    ("layer_parallel", 1, 3), ("1f1b", 3, 6), ("gpipe", 2, 4), ("gems_master", 3, 4), ("gems_master", 2, 4),
-    ("zb_h1", 2, 6), ("zb_v", 2, 6), ("chimera", 2, 4), ("interleaved_1f1b", 2, 4), ("zb_h2", 2, 4),
-)  # fmt: skip
+    ("layer_parallel", 1, 3),
+    ("1f1b", 3, 6),
+    ("gpipe", 2, 4),
+    ("gems_master", 3, 4),
+    ("gems_master", 2, 4),
+    ("zb_h1", 2, 6),
+    ("zb_v", 2, 6),
+    ("chimera", 2, 4),
+    ("interleaved_1f1b", 2, 4),
+    ("zb_h2", 2, 4),
+)
 ZOO = {
     "resnet": ModelConfig(depth=11, version=2),
     "unet": ModelConfig(name="unet", depth=3, width=8),
@@ -41,7 +50,8 @@ ZOO = {
 @pytest.fixture(scope="module")
 def profiles() -> dict[str, ModelProfile]:
     """Made-up ones, and three networks of the zoo."""
-    data, machine = DataConfig(height_px=32, width_px=32), MachineConfig(device="cuda")
+    data = DataConfig(height_px=32, width_px=32)
+    machine = MachineConfig(device="cuda")
     taken = {name: fake_profile(model, data, 2, "float32", machine) for name, model in ZOO.items()}
     return taken | {f"random{seed}": random_profile(16, seed, decay=0.9) for seed in range(3)}
 
@@ -69,14 +79,34 @@ def test_what_is_kept_in_whole_stages_is_what_the_memory_model_says(
             assert [walked.points[-1].device_bytes for walked in walks] == static
 
 
-# a layer's own 100, an output of 40 that the next saves and, but for the last, hands on; half of its own are products
+# a layer's own 100, an output of 40 that the next saves and, but for the last, hands on; half of
+# its own are products
 def _layer(name: str, ahead: tuple[int, ...] = (1,)) -> LayerProfile:
-    saved = (Saved(60, is_product=True), Saved(40), *((Saved(50, ahead, ahead[-1]),) if ahead else ()))
+    saved = (
+        Saved(60, is_product=True),
+        Saved(40),
+        *((Saved(50, ahead, ahead[-1]),) if ahead else ()),
+    )
     return LayerProfile(
-        name, "x", 1.0, 2.0, 3.0, 1.0, 0.25, stash_bytes=100, saved_later=((1, 50),) if ahead else (),
-        output_bytes=50, output_grad_bytes=50, unsaved_input_bytes=50, forward_peak_bytes=150,
-        backward_peak_bytes=70, cheap_bytes=60, plain_peak_bytes=90, cheap_peak_bytes=80, saved=saved,
-    )  # fmt: skip
+        name,
+        "x",
+        1.0,
+        2.0,
+        3.0,
+        1.0,
+        0.25,
+        stash_bytes=100,
+        saved_later=((1, 50),) if ahead else (),
+        output_bytes=50,
+        output_grad_bytes=50,
+        unsaved_input_bytes=50,
+        forward_peak_bytes=150,
+        backward_peak_bytes=70,
+        cheap_bytes=60,
+        plain_peak_bytes=90,
+        cheap_peak_bytes=80,
+        saved=saved,
+    )
 
 
 CHAIN = profile([_layer("a"), _layer("b", (1, 2)), _layer("c"), _layer("d", ())], input_bytes=30)
@@ -85,7 +115,9 @@ CHAIN = profile([_layer("a"), _layer("b", (1, 2)), _layer("c"), _layer("d", ())]
 def walked_of(*choices: Choice, micro_batches: int = 1, least_bytes: int = 0) -> RankTimeline:
     segments = tuple(Segment(at, at + 1, choice) for at, choice in enumerate(choices))
     plan = MemoryPlan("test", (segments,), least_bytes)
-    return rank_timeline(CHAIN, plan, lower(add_memory(generate("layer_parallel", 1, micro_batches), plan)), 0, SGD)
+    return rank_timeline(
+        CHAIN, plan, lower(add_memory(generate("layer_parallel", 1, micro_batches), plan)), 0, SGD
+    )
 
 
 def along(walked: RankTimeline, what: str) -> dict[str, int]:
@@ -96,7 +128,10 @@ KEEP, OFFLOAD, RECOMPUTE, SELECTIVE, OFFLOAD_INPUTS = Choice
 
 
 def test_kept_by_hand() -> None:
-    """Each F adds 100 and the 50 of the layer before; each B lets go what its layer was the first to save."""
+    """Each F adds 100 and the 50 of the layer before.
+
+    Each B lets go what its layer was the first to save.
+    """
     held = along(walked_of(KEEP, KEEP, KEEP, KEEP), "activation_bytes")
     assert [held[f"0.{layer}F0"] for layer in range(4)] == [100, 250, 400, 550]
     assert [held[f"0.{layer}B0"] for layer in (3, 2, 1, 0)] == [400, 250, 100, 0]
@@ -105,7 +140,8 @@ def test_kept_by_hand() -> None:
 def test_offloaded_by_hand() -> None:
     """Of a and b all but what c, which stays, saves too: b's output."""
     walked = walked_of(OFFLOAD, OFFLOAD, KEEP, KEEP)
-    moved, host = along(walked, "moved_bytes"), along(walked, "host_bytes")
+    moved = along(walked, "moved_bytes")
+    host = along(walked, "host_bytes")
     held = along(walked, "activation_bytes")
     assert (moved["0.0OFFLOAD0"], moved["0.1OFFLOAD0"]) == (100, 150)
     assert (moved["0.1PREFETCH0"], moved["0.0PREFETCH0"]) == (150, 100)
@@ -120,9 +156,13 @@ def test_small_storages_stay() -> None:
 
 
 def test_recomputed_by_hand() -> None:
-    """A layer that is run again keeps its inputs: b and c 50 each, and d 100 with the output of b that it is given."""
+    """A layer that is run again keeps its inputs.
+
+    B and c 50 each, and d 100 with the output of b that it is given.
+    """
     walked = walked_of(RECOMPUTE, RECOMPUTE, RECOMPUTE, KEEP)
-    held, during = along(walked, "activation_bytes"), along(walked, "during_bytes")
+    held = along(walked, "activation_bytes")
+    during = along(walked, "during_bytes")
     assert [held[f"0.{layer}F0"] for layer in range(4)] == [0, 50, 100, 100 + 50 + 100]
     assert [held[f"0.{layer}R0"] for layer in (2, 1, 0)] == [200, 150, 100]
     still = walked.points[-1].device_bytes
@@ -134,32 +174,46 @@ def test_recomputed_by_hand() -> None:
 def test_offloaded_inputs_by_hand() -> None:
     """Of b its input of 50 leaves, and not that of c, which d saves too; a's is the stage's."""
     walked = walked_of(OFFLOAD_INPUTS, OFFLOAD_INPUTS, OFFLOAD_INPUTS, KEEP)
-    held, host, moved = (along(walked, what) for what in ("activation_bytes", "host_bytes", "moved_bytes"))
-    assert {name: size for name, size in moved.items() if size} == {"0.1OFFLOAD0": 50, "0.1PREFETCH0": 50}
+    held, host, moved = (
+        along(walked, what) for what in ("activation_bytes", "host_bytes", "moved_bytes")
+    )
+    assert {name: size for name, size in moved.items() if size} == {
+        "0.1OFFLOAD0": 50,
+        "0.1PREFETCH0": 50,
+    }
     assert [held[f"0.{layer}F0"] for layer in range(4)] == [0, 50, 100, 50 + 50 + 100]
     assert (held["0.1FREE0"], held["0.1PREFETCH0"]) == (50, 100)
     assert [held[f"0.{layer}R0"] for layer in (2, 1, 0)] == [200, 150, 100]
     assert held["0.0B0"] == host["0.1B0"] == 0 and host["0.1R0"] == 50
     during = along(walked, "during_bytes")
-    assert during["0.1R0"] == along(walked_of(RECOMPUTE, RECOMPUTE, RECOMPUTE, KEEP), "during_bytes")["0.1R0"]
+    assert (
+        during["0.1R0"]
+        == along(walked_of(RECOMPUTE, RECOMPUTE, RECOMPUTE, KEEP), "during_bytes")["0.1R0"]
+    )
 
 
 def test_the_inputs_of_a_stage_leave_after_its_forward() -> None:
     """They are 50, and count as received up to its forward, then as saved; images stay."""
-    segments = [(Segment(0, 2, OFFLOAD_INPUTS),), (Segment(2, 3, OFFLOAD_INPUTS),), (Segment(3, 4),)]
+    segments = [
+        (Segment(0, 2, OFFLOAD_INPUTS),),
+        (Segment(2, 3, OFFLOAD_INPUTS),),
+        (Segment(3, 4),),
+    ]
     plan = MemoryPlan("test", tuple(segments))
     schedule = lower(add_memory(generate("gpipe", 3, 3), plan))
     first, middle = (rank_timeline(CHAIN, plan, schedule, rank, SGD) for rank in (0, 1))
     held, device, moved, host = (
-        along(middle, what) for what in ("activation_bytes", "device_bytes", "moved_bytes", "host_bytes")
+        along(middle, what)
+        for what in ("activation_bytes", "device_bytes", "moved_bytes", "host_bytes")
     )
     assert held["1RECV_F0"] == 0 and held["1.0F0"] == 50
     assert moved["1.0OFFLOAD0"] == moved["1.0PREFETCH0"] == host["1.0OFFLOAD0"] == 50
     assert held["1.0FREE0"] == 50, "only that of the next one is there"
     still = middle.points[-1].device_bytes
-    assert device["1RECV_F0"] == device["1.0F0"] == still + 50 and device["1.0FREE0"] == still + 50 + 50, (
-        "and its output"
-    )
+    assert (
+        device["1RECV_F0"] == device["1.0F0"] == still + 50
+        and device["1.0FREE0"] == still + 50 + 50
+    ), "and its output"
     assert held["1.0R0"] == held["1.0PREFETCH1"] + 100 and held["1.0B2"] == host["1.0B2"] == 0
     assert middle.peak_host_bytes == 3 * 50 and not first.peak_host_bytes
     costs = segment_costs(CHAIN, plan, schedule, 10.0, 10.0).segments[1][0]
@@ -168,27 +222,38 @@ def test_the_inputs_of_a_stage_leave_after_its_forward() -> None:
 
 def test_cheap_by_hand() -> None:
     held = along(walked_of(SELECTIVE, SELECTIVE, KEEP, KEEP), "activation_bytes")
-    assert [held[f"0.{layer}F0"] for layer in range(2)] == [60, 60 + 50 + 60], "products, and b's input"
+    assert [held[f"0.{layer}F0"] for layer in range(2)] == [60, 60 + 50 + 60], (
+        "products, and b's input"
+    )
     assert held["0.1R0"] == held["0.1F0"] + 40, "the rest of b"
     during = along(walked_of(SELECTIVE, SELECTIVE, KEEP, KEEP), "during_bytes")
     still = walked_of(SELECTIVE, SELECTIVE, KEEP, KEEP).points[-1].device_bytes
-    assert during["0.0R0"] - still == 60 + 80 + 50, "products, what the second run makes, and the gradient that waits"
+    assert during["0.0R0"] - still == 60 + 80 + 50, (
+        "products, what the second run makes, and the gradient that waits"
+    )
 
 
 @pytest.mark.parametrize("seed", range(15))
-def test_any_plan_against_counting_storage_by_storage(profiles: dict[str, ModelProfile], seed: int) -> None:
+def test_any_plan_against_counting_storage_by_storage(
+    profiles: dict[str, ModelProfile], seed: int
+) -> None:
     draw = random.Random(seed)
     made = profiles[sorted(ZOO)[seed % 3]]
-    compute = generate(*draw.choice([("layer_parallel", 1, 2), ("1f1b", 2, 4), ("gems_master", 2, 4)]))
+    compute = generate(
+        *draw.choice([("layer_parallel", 1, 2), ("1f1b", 2, 4), ("gems_master", 2, 4)])
+    )
     cuts = even_cuts(made, compute.num_stages)
     plan = random_plan(cuts, draw)
     schedule = lower(add_memory(compute, plan))
     for rank in range(schedule.num_ranks):
         points = rank_timeline(made, plan, schedule, rank, SGD).points
-        assert [point.activation_bytes for point in points] == list(counted(made, plan, schedule, rank))
+        assert [point.activation_bytes for point in points] == list(
+            counted(made, plan, schedule, rank)
+        )
         assert not points[-1].activation_bytes and not points[-1].host_bytes
         out, back = (
-            sum(p.moved_bytes for p in points if p.action.kind is kind) for kind in (Kind.OFFLOAD, Kind.PREFETCH)
+            sum(p.moved_bytes for p in points if p.action.kind is kind)
+            for kind in (Kind.OFFLOAD, Kind.PREFETCH)
         )
         assert back <= out
         assert all(point.during_bytes >= point.activation_bytes for point in points)
@@ -200,7 +265,9 @@ def random_plan(cuts: tuple[int, ...], draw: random.Random) -> MemoryPlan:
         marks = sorted({first, end, *(draw.randint(first, end) for _ in range(4))})
         stages.append(
             tuple(
-                Segment(begin, stop, draw.choice(list(Choice)), draw.randint(0, 2), draw.randint(0, 2))
+                Segment(
+                    begin, stop, draw.choice(list(Choice)), draw.randint(0, 2), draw.randint(0, 2)
+                )
                 for begin, stop in pairwise(marks)
             )
         )
@@ -220,7 +287,9 @@ def counted(made: ModelProfile, plan: MemoryPlan, schedule: Schedule, rank: int)
             yield sum(size[key] for key in held if key not in away)
             continue
         segments = plan.stages[stage]
-        part_of = {layer: n for n, one in enumerate(segments) for layer in range(one.first, one.end)}
+        part_of = {
+            layer: n for n, one in enumerate(segments) for layer in range(one.first, one.end)
+        }
         place = (direction, stage, micro_batch)
 
         def has(kind: Kind, number: int, place=place) -> bool:
@@ -235,21 +304,30 @@ def counted(made: ModelProfile, plan: MemoryPlan, schedule: Schedule, rank: int)
 
         def saved_by(number: int, storages=storages, part_of=part_of) -> list[tuple]:
             return [
-                key for key, (maker, one) in storages.items()
+                key
+                for key, (maker, one) in storages.items()
                 if number in {part_of.get(maker + ahead) for ahead in one.savers}
-            ]  # fmt: skip
+            ]
 
-        def given_to(number: int, storages=storages, part_of=part_of, segments=segments) -> list[tuple]:
+        def given_to(
+            number: int, storages=storages, part_of=part_of, segments=segments
+        ) -> list[tuple]:
             first = segments[number].first if number < len(segments) else segments[-1].end
             return [
-                key for key, (maker, one) in storages.items() if maker < first <= maker + one.last_use
-            ]  # fmt: skip
+                key
+                for key, (maker, one) in storages.items()
+                if maker < first <= maker + one.last_use
+            ]
 
         new: list[tuple] = []
         if kind is Kind.F and has(Kind.R, segment):
             new = given_to(segment)
             if segments[segment].choice is Choice.SELECTIVE:
-                new += [key for key, (maker, one) in storages.items() if part_of[maker] == segment and one.is_product]
+                new += [
+                    key
+                    for key, (maker, one) in storages.items()
+                    if part_of[maker] == segment and one.is_product
+                ]
         elif kind in (Kind.F, Kind.R):
             new = saved_by(segment)
         for key in new:
@@ -257,12 +335,20 @@ def counted(made: ModelProfile, plan: MemoryPlan, schedule: Schedule, rank: int)
             if not has(Kind.OFFLOAD, segment):
                 away.discard(key)
         if kind is Kind.OFFLOAD:
-            stays = [] if segment + 1 < len(segments) and has(Kind.OFFLOAD, segment + 1) else given_to(segment + 1)
+            stays = (
+                []
+                if segment + 1 < len(segments) and has(Kind.OFFLOAD, segment + 1)
+                else given_to(segment + 1)
+            )
             leaving[*place, segment] = [
-                key for key in storages
-                if key in held and key not in taken and key not in stays and has(Kind.OFFLOAD, max(held[key]))
+                key
+                for key in storages
+                if key in held
+                and key not in taken
+                and key not in stays
+                and has(Kind.OFFLOAD, max(held[key]))
                 and storages[key][1].num_bytes >= plan.least_bytes
-            ]  # fmt: skip
+            ]
             taken.update(leaving[*place, segment])
         if kind is Kind.FREE:
             gone = [
@@ -293,7 +379,15 @@ def counted(made: ModelProfile, plan: MemoryPlan, schedule: Schedule, rank: int)
 
 def test_costs_of_segments() -> None:
     plan = MemoryPlan(
-        "test", ((Segment(0, 1, OFFLOAD), Segment(1, 2, SELECTIVE), Segment(2, 3, RECOMPUTE), Segment(3, 4)),)
+        "test",
+        (
+            (
+                Segment(0, 1, OFFLOAD),
+                Segment(1, 2, SELECTIVE),
+                Segment(2, 3, RECOMPUTE),
+                Segment(3, 4),
+            ),
+        ),
     )
     schedule = lower(add_memory(generate("layer_parallel", 1, 3), plan))
     costs = segment_costs(CHAIN, plan, schedule, 10.0, 20.0)
@@ -303,13 +397,17 @@ def test_costs_of_segments() -> None:
     assert (second.recompute, third.recompute) == (0.25, 1.0)
     assert first.activation == 100.0 + 30.0, "and the stage's input"
     assert (second.boundary, second.activation) == (50.0 + 60.0, 50.0 + 100.0)
-    assert (third.boundary, third.activation) == (50.0, 150.0), "b's output; what c makes is the rest"
+    assert (third.boundary, third.activation) == (50.0, 150.0), (
+        "b's output; what c makes is the rest"
+    )
     assert last.activation == 50.0 + 100.0
     assert costs.forward == (4.0,) and costs.boundary_bytes == (50.0,)
 
 
 def test_costs_of_a_segment_whose_inputs_leave() -> None:
-    plan = MemoryPlan("test", ((Segment(0, 1), Segment(1, 2, OFFLOAD_INPUTS), Segment(2, 3), Segment(3, 4)),))
+    plan = MemoryPlan(
+        "test", ((Segment(0, 1), Segment(1, 2, OFFLOAD_INPUTS), Segment(2, 3), Segment(3, 4)),)
+    )
     schedule = lower(add_memory(generate("layer_parallel", 1, 1), plan))
     one = segment_costs(CHAIN, plan, schedule, 10.0, 20.0).segments[0][1]
     assert (one.boundary, one.activation, one.recompute) == (50.0, 150.0, 1.0)
@@ -351,8 +449,11 @@ def test_the_storages_of_the_last_stages_are_kept(monkeypatch: pytest.MonkeyPatc
 
 def test_micro_batches_that_are_alike_are_played_once() -> None:
     """Policies walk in loops."""
-    made, cuts = random_profile(110), tuple(round(110 * stage / 4) for stage in range(5))
-    plan = MemoryPlan.by_layer("test", cuts, {at: Segment(at, at + 1, OFFLOAD) for at in range(110)})
+    made = random_profile(110)
+    cuts = tuple(round(110 * stage / 4) for stage in range(5))
+    plan = MemoryPlan.by_layer(
+        "test", cuts, {at: Segment(at, at + 1, OFFLOAD) for at in range(110)}
+    )
     schedule = lower(add_memory(generate("1f1b", 4, 8), plan))
     before = micro_batch_states.cache_info()
     first = [rank_timeline(made, plan, schedule, rank, SGD) for rank in range(4)]

@@ -21,7 +21,10 @@ DTYPE = torch.float64
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """What one forward and backward left: everything by name, so that a difference says where it is."""
+    """What one forward and backward left.
+
+    Everything by name, so that a difference says where it is.
+    """
 
     output: Tensor
     loss: Tensor
@@ -41,17 +44,19 @@ def assert_cut_equals_whole(
 ) -> None:
     """Run forward and backward of the model whole and cut into `parts` stages, and compares bit for bit.
 
-    Compared are the loss, the input's gradient, all parameters' gradients, all buffers after the step, and the outputs
-    without dropout and with running statistics. No layer may change a tensor that it was given. Every parameter must
-    have a gradient.
+    Compared are the loss, the input's gradient, all parameters' gradients, all buffers after the
+    step, and the outputs without dropout and with running statistics. No layer may change a tensor
+    that it was given. Every parameter must have a gradient.
 
     Args:
         model: a configured network of at least `parts` layers.
         data: channels, height_px, width_px and num_classes of the images.
         parts: stages, as equal in layers as can be.
         batch_size: samples of the one micro-batch.
-        inputs: instead of images drawn from a normal distribution, e.g. tokens (int64), which have no gradient.
-        labels: instead of classes drawn at random; what cross-entropy takes with the last layer's output.
+        inputs: instead of images drawn from a normal distribution, e.g. tokens (int64), which have
+            no gradient.
+        labels: instead of classes drawn at random; what cross-entropy takes with the last layer's
+            output.
         is_split: the stages split their backward into input and weight gradient.
     """
     layers = layers_of(model, data)
@@ -70,10 +75,16 @@ def assert_cut_equals_whole(
     assert whole.buffers.keys() == cut.buffers.keys(), "cut and whole have other buffers"
     endless = [name for name, value in whole.gradients.items() if not torch.isfinite(value).all()]
     assert not endless, f"no finite gradient of {', '.join(endless)}"
-    differing = [name for name, value in whole.gradients.items() if not same(value, cut.gradients[name])]
-    differing += [name for name, value in whole.buffers.items() if not same(value, cut.buffers[name])]
+    differing = [
+        name for name, value in whole.gradients.items() if not same(value, cut.gradients[name])
+    ]
     differing += [
-        name for name in ("output", "loss", "input_gradient") if not same(getattr(whole, name), getattr(cut, name))
+        name for name, value in whole.buffers.items() if not same(value, cut.buffers[name])
+    ]
+    differing += [
+        name
+        for name in ("output", "loss", "input_gradient")
+        if not same(getattr(whole, name), getattr(cut, name))
     ]
     assert not differing, f"cut and whole differ in {', '.join(differing)}"
 
@@ -85,7 +96,8 @@ def play_whole(layers: Sequence[Layer], inputs: Tensor, labels: Tensor) -> Playe
     values: tuple[Tensor, ...] = (leaf,)
     for layer, module in zip(layers, modules, strict=True):
         versions = [value._version for value in values]
-        given, values = values, as_tuple(module(*values))
+        given = values
+        values = as_tuple(module(*values))
         assert [value._version for value in given] == versions, f"{layer.name} works in place"
     (output,) = values
     loss = functional.cross_entropy(output, labels)
@@ -95,14 +107,24 @@ def play_whole(layers: Sequence[Layer], inputs: Tensor, labels: Tensor) -> Playe
 
 
 def play_cut(
-    layers: Sequence[Layer], cuts: Sequence[int], inputs: Tensor, labels: Tensor, is_split: bool = False
+    layers: Sequence[Layer],
+    cuts: Sequence[int],
+    inputs: Tensor,
+    labels: Tensor,
+    is_split: bool = False,
 ) -> Played:
     """Run the layers as stages: tensors are detached at each boundary, and their gradients handed back."""
-    pieces = [nn.ModuleList(build_layers(layers, first, last, 0, DTYPE)) for first, last in pairwise(cuts)]
+    pieces = [
+        nn.ModuleList(build_layers(layers, first, last, 0, DTYPE)) for first, last in pairwise(cuts)
+    ]
     stages = [Stage(piece, is_first=False, poll=lambda: None) for piece in pieces]
     values: tuple[Tensor, ...] = (inputs.clone(),)
     for stage in stages:
-        loss = (lambda output: functional.cross_entropy(output, labels)) if stage is stages[-1] else None
+        loss = (
+            (lambda output: functional.cross_entropy(output, labels))
+            if stage is stages[-1]
+            else None
+        )
         values = stage.forward(0, values, loss, is_split)
         # what crosses between ranks is a copy in memory of its own
         values = tuple(value.clone() for value in values)
@@ -149,7 +171,9 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _left(layers: Sequence[Layer], modules: nn.ModuleList) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _left(
+    layers: Sequence[Layer], modules: nn.ModuleList
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     gradients: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
     for layer, module in zip(layers, modules, strict=True):

@@ -20,12 +20,18 @@ class RandomDepth(nn.Module):
     def __init__(self, width: int, survival: float = 0.5) -> None:
         super().__init__()
         self.survival = survival
-        self.inner = nn.Sequential(nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.RReLU())
+        self.inner = nn.Sequential(
+            nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.RReLU()
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         branch = self.inner(x)
         if self.training:
-            branch = branch * (torch.rand(len(x), 1, 1, 1, device=x.device) < self.survival) / self.survival
+            branch = (
+                branch
+                * (torch.rand(len(x), 1, 1, 1, device=x.device) < self.survival)
+                / self.survival
+            )
         return x + branch
 
 

@@ -11,7 +11,11 @@ def chain(width: int = 4, num_classes: int = 2) -> nn.Sequential:
     """A Sequential with a Sequential in it, and an activation in place at the beginning of a layer."""
     return nn.Sequential(
         nn.Conv2d(3, width, 3, padding=1),
-        nn.Sequential(nn.ReLU(inplace=True), nn.Conv2d(width, width, 3, stride=2, padding=1), nn.ReLU(inplace=True)),
+        nn.Sequential(
+            nn.ReLU(inplace=True),
+            nn.Conv2d(width, width, 3, stride=2, padding=1),
+            nn.ReLU(inplace=True),
+        ),
         nn.AdaptiveAvgPool2d(2),
         nn.Flatten(),
         nn.Linear(4 * width, num_classes),
@@ -19,7 +23,10 @@ def chain(width: int = 4, num_classes: int = 2) -> nn.Sequential:
 
 
 class Cell(nn.Module):
-    """Takes the last two maps and gives the last one and a new one; chooses by values that nobody traces."""
+    """Takes the last two maps and gives the last one and a new one.
+
+    Chooses by values that nobody traces.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -332,7 +339,9 @@ class KeepsNormFrozen(nn.Module):
 
     def __init__(self, rate: float = 0.5) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout2d(rate))
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout2d(rate)
+        )
         self.block = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
         self.drop = nn.Dropout(rate)
         self.head = nn.Linear(4, 2)

@@ -14,7 +14,9 @@ Outputs = namedtuple("Outputs", ["main", "auxiliary"])
 
 def conv_block(in_channels: int, out_channels: int) -> nn.Sequential:
     return nn.Sequential(
-        nn.Conv2d(in_channels, out_channels, 3, padding=1, bias=False), nn.BatchNorm2d(out_channels), nn.ReLU(True)
+        nn.Conv2d(in_channels, out_channels, 3, padding=1, bias=False),
+        nn.BatchNorm2d(out_channels),
+        nn.ReLU(True),
     )
 
 
@@ -24,7 +26,9 @@ class Encoder(nn.Module):
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()
         channels = [3, *(width << level for level in range(depth))]
-        self.stages = nn.ModuleList(conv_block(before, after) for before, after in pairwise(channels))
+        self.stages = nn.ModuleList(
+            conv_block(before, after) for before, after in pairwise(channels)
+        )
 
     def forward(self, x: Tensor) -> list[Tensor]:
         features = []
@@ -39,7 +43,9 @@ class Decoder(nn.Module):
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()
         widths = [width << level for level in reversed(range(depth))]
-        self.blocks = nn.ModuleList(conv_block(deep + shallow, shallow) for deep, shallow in pairwise(widths))
+        self.blocks = nn.ModuleList(
+            conv_block(deep + shallow, shallow) for deep, shallow in pairwise(widths)
+        )
 
     def forward(self, *features: Tensor) -> Tensor:
         x, *skips = features[::-1]
@@ -76,8 +82,12 @@ class WithDict(nn.Module):
         low = functional.max_pool2d(self.stem(x), 2)
         high = self.body(low)
         result = OrderedDict()
-        result["out"] = functional.interpolate(self.classifier(high), size=size, mode="bilinear", align_corners=False)
-        result["aux"] = functional.interpolate(self.aux(low), size=size, mode="bilinear", align_corners=False)
+        result["out"] = functional.interpolate(
+            self.classifier(high), size=size, mode="bilinear", align_corners=False
+        )
+        result["aux"] = functional.interpolate(
+            self.aux(low), size=size, mode="bilinear", align_corners=False
+        )
         return result
 
 

@@ -26,7 +26,9 @@ class StandardConv(nn.Conv2d):
     def forward(self, x: Tensor) -> Tensor:
         variance, mean = torch.var_mean(self.weight, dim=(1, 2, 3), keepdim=True)
         weight = (self.weight - mean) * torch.rsqrt(variance + 1e-4)
-        return functional.conv2d(x, weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
+        return functional.conv2d(
+            x, weight, self.bias, self.stride, self.padding, self.dilation, self.groups
+        )
 
 
 class DropPath(nn.Module):
@@ -35,17 +37,23 @@ class DropPath(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return x
-        return x * torch.empty(len(x), 1, 1, 1, dtype=x.dtype, device=x.device).bernoulli_(0.7) / 0.7
+        return (
+            x * torch.empty(len(x), 1, 1, 1, dtype=x.dtype, device=x.device).bernoulli_(0.7) / 0.7
+        )
 
 
 class Block(nn.Module):
     """A residual block, which may halve the map."""
 
-    def __init__(self, channels: int, width: int, stride: int, conv: type[nn.Conv2d], norm: type[nn.Module]) -> None:
+    def __init__(
+        self, channels: int, width: int, stride: int, conv: type[nn.Conv2d], norm: type[nn.Module]
+    ) -> None:
         super().__init__()
         self.first, self.norm1 = conv(channels, width, 3, stride, 1), norm(width)
         self.second, self.norm2 = conv(width, width, 3, 1, 1), norm(width)
-        self.skip = conv(channels, width, 1, stride) if stride > 1 or channels != width else nn.Identity()
+        self.skip = (
+            conv(channels, width, 1, stride) if stride > 1 or channels != width else nn.Identity()
+        )
         self.relu = nn.ReLU(inplace=True)
         self.drop = DropPath()
 
@@ -55,7 +63,10 @@ class Block(nn.Module):
 
 
 class Residual(nn.Module):
-    """A ResNet with frozen norms or none: a 7x7 stem of stride 2, overlapping pooling, residual blocks and dropout."""
+    """A ResNet with frozen norms or none.
+
+    A 7x7 stem of stride 2, overlapping pooling, residual blocks and dropout.
+    """
 
     def __init__(self, num_classes: int = 3, width: int = 4, is_frozen: bool = True) -> None:
         super().__init__()
@@ -107,7 +118,11 @@ class DropValues(nn.Module):
 
     def __init__(self, num_classes: int = 3) -> None:
         super().__init__()
-        self.conv, self.drop, self.head = nn.Conv2d(3, 4, 3), nn.Dropout(0.5), nn.Linear(4, num_classes)
+        self.conv, self.drop, self.head = (
+            nn.Conv2d(3, 4, 3),
+            nn.Dropout(0.5),
+            nn.Linear(4, num_classes),
+        )
 
     def forward(self, images: Tensor) -> Tensor:
         return self.head(self.drop(self.conv(images)).mean((2, 3)))

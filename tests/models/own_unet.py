@@ -1,6 +1,8 @@
-"""A network as a user would write it: a small U-Net with a classifier, in no way made for this toolkit.
+"""A network as a user would write it.
 
-Its skips cross every cut, a size read at the beginning is used at the end, and its activations work in place.
+A small U-Net with a classifier, in no way made for this toolkit.
+Its skips cross every cut, a size read at the beginning is used at the end, and its activations work
+in place.
 """
 
 from __future__ import annotations
@@ -31,7 +33,12 @@ class OwnUNet(nn.Module):
     """An encoder and a decoder of `depth` levels whose pixels vote on the image's class."""
 
     def __init__(
-        self, width: int = 8, depth: int = 2, in_channels: int = 3, num_classes: int = 2, norm: str = "batch"
+        self,
+        width: int = 8,
+        depth: int = 2,
+        in_channels: int = 3,
+        num_classes: int = 2,
+        norm: str = "batch",
     ) -> None:
         super().__init__()
         widths = [width << level for level in range(depth + 1)]
@@ -42,7 +49,8 @@ class OwnUNet(nn.Module):
         self.pool = nn.MaxPool2d(2)
         self.bottom = TwoConvs(widths[-2], widths[-1], norm)
         self.up = nn.ModuleList(
-            TwoConvs(deep + shallow, shallow, norm) for deep, shallow in zip(widths[:0:-1], widths[-2::-1], strict=True)
+            TwoConvs(deep + shallow, shallow, norm)
+            for deep, shallow in zip(widths[:0:-1], widths[-2::-1], strict=True)
         )
         self.gate = nn.Parameter(torch.full((width, 1, 1), 0.5))
         self.logits = nn.Conv2d(width, num_classes, 1)

@@ -89,7 +89,10 @@ def test_boundary_shapes_are_those_of_a_real_forward(
     specs = boundary_shapes(layers, (2, channels, height, width), torch.float64)
     tensors: tuple[Tensor, ...] = (torch.randn(2, channels, height, width, dtype=torch.float64),)
     for layer, spec, module in zip(
-        layers, specs, build_layers(layers, 0, len(layers), seed=3, dtype=torch.float64), strict=True
+        layers,
+        specs,
+        build_layers(layers, 0, len(layers), seed=3, dtype=torch.float64),
+        strict=True,
     ):
         tensors = as_tuple(module(*tensors))
         assert spec == tuple(TensorSpec(layer.name, tuple(t.shape), t.dtype) for t in tensors)
@@ -116,7 +119,9 @@ def test_weights_do_not_depend_on_the_cut(cut: tuple[int, ...]) -> None:
     layers = layers_of(ModelConfig(depth=8), DataConfig())
     whole = state_of(build_layers(layers, 0, 5, seed=7))
     # The last stage is built first, as a rank of the other direction would.
-    stages = [build_layers(layers, first, last, seed=7) for first, last in reversed([*pairwise(cut)])]
+    stages = [
+        build_layers(layers, first, last, seed=7) for first, last in reversed([*pairwise(cut)])
+    ]
     pieces = [value for stage in reversed(stages) for value in state_of(stage)]
     assert len(whole) == len(pieces)
     assert all(torch.equal(left, right) for left, right in zip(whole, pieces, strict=True))
@@ -198,7 +203,9 @@ def test_the_head_gives_logits_and_no_softmax(version: int) -> None:
 
 @pytest.mark.parametrize("num_classes", [2, 7])
 @pytest.mark.parametrize("version", [1, 2])
-def test_the_configured_classes_and_channels_reach_head_and_stem(num_classes: int, version: int) -> None:
+def test_the_configured_classes_and_channels_reach_head_and_stem(
+    num_classes: int, version: int
+) -> None:
     """MPI4DL builds its GEMS copies with the default class count, whatever was asked for."""
     data = DataConfig(num_classes=num_classes, channels=5)
     layers = layers_of(ModelConfig(depth=20, version=version), data)
@@ -210,23 +217,36 @@ def test_the_configured_classes_and_channels_reach_head_and_stem(num_classes: in
 def test_group_norm_takes_groups_that_divide_the_channels() -> None:
     layers = layers_of(ModelConfig(depth=8, norm="group", width=12), DataConfig())
     modules = build_layers(layers, 0, len(layers), seed=0)
-    norms = [part for module in modules for part in module.modules() if isinstance(part, nn.GroupNorm)]
+    norms = [
+        part for module in modules for part in module.modules() if isinstance(part, nn.GroupNorm)
+    ]
     assert {(norm.num_groups, norm.num_channels) for norm in norms} == {(4, 12), (8, 24), (8, 48)}
 
 
 def test_a_family_may_hand_on_several_named_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(MODELS.entries, "toy", ModelFamily(layers=toy_layers, stride_px=lambda model: 1))
+    monkeypatch.setitem(
+        MODELS.entries, "toy", ModelFamily(layers=toy_layers, stride_px=lambda model: 1)
+    )
     data = DataConfig(channels=5, num_classes=4)
     layers = layers_of(ModelConfig(name="toy"), data)
     split, swap, join = boundary_shapes(layers, (2, 5, 6, 7))
-    wide, mean = (2, 10, 6, 7), (2, 5)
-    assert split == (TensorSpec("split.wide", wide, torch.float32), TensorSpec("split.mean", mean, torch.float32))
-    assert swap == (TensorSpec("swap.0", mean, torch.float32), TensorSpec("swap.1", wide, torch.float32))
+    wide = (2, 10, 6, 7)
+    mean = (2, 5)
+    assert split == (
+        TensorSpec("split.wide", wide, torch.float32),
+        TensorSpec("split.mean", mean, torch.float32),
+    )
+    assert swap == (
+        TensorSpec("swap.0", mean, torch.float32),
+        TensorSpec("swap.1", wide, torch.float32),
+    )
     assert join == (TensorSpec("join", (2, 4), torch.float32),)
     tensors: tuple[Tensor, ...] = (torch.randn(2, 5, 6, 7),)
     for module, specs in zip(build_layers(layers, 0, 3, seed=0), (split, swap, join), strict=True):
         tensors = as_tuple(module(*tensors))
-        assert tuple(tuple(tensor.shape) for tensor in tensors) == tuple(spec.shape for spec in specs)
+        assert tuple(tuple(tensor.shape) for tensor in tensors) == tuple(
+            spec.shape for spec in specs
+        )
 
 
 def test_a_layer_that_cannot_take_its_input_is_named() -> None:

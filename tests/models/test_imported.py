@@ -28,7 +28,10 @@ CUTS = {
     f"{NETS}.chain": ["0", "1.0", "1.1", "1.2", "2", "3", "4"],
     f"{NETS}.cells": ["0", "1", "2", "3"],
     f"{NETS}.Wrapped": [
-        "backbone.stem", *(f"backbone.stages.{i}.{j}" for i in (0, 1) for j in (0, 1)), "mix", "head",
+        "backbone.stem",
+        *(f"backbone.stages.{i}.{j}" for i in (0, 1) for j in (0, 1)),
+        "mix",
+        "head",
     ],
     f"{NETS}.Tied": ["shared", "head"],
     f"{NETS}.Carried": ["first", "second", "head"],
@@ -37,7 +40,7 @@ CUTS = {
     f"{NETS}.Aliased": ["first-second", "third", "head"],
     f"{NETS}.Named": ["first-third"],
     f"{NETS}.ReadsItself": ["conv"],
-}  # fmt: skip
+}
 NETWORKS = list(CUTS)
 
 
@@ -57,7 +60,10 @@ def parts_of(model: ModelConfig) -> list[nn.Module]:
 def batch(num_images: int = 2) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     shape = (num_images, DATA.channels, DATA.height_px, DATA.width_px)
-    return torch.randn(shape, generator=generator, dtype=torch.float64), torch.arange(num_images) % 2
+    return (
+        torch.randn(shape, generator=generator, dtype=torch.float64),
+        torch.arange(num_images) % 2,
+    )
 
 
 def gradients(modules: nn.Module) -> dict[str, Tensor]:
@@ -81,8 +87,12 @@ class TestLayers:
 
     def test_in_a_row_are_the_network(self, target: str) -> None:
         """Logit, gradients, running statistics, and the logits of evaluation after them."""
-        whole, parts = whole_of(own(target)), parts_of(own(target))
-        check_equal(dict(whole.named_parameters()) | union([part.state_dict() for part in parts]), whole.state_dict())
+        whole = whole_of(own(target))
+        parts = parts_of(own(target))
+        check_equal(
+            dict(whole.named_parameters()) | union([part.state_dict() for part in parts]),
+            whole.state_dict(),
+        )
         images, labels = batch()
         cross_entropy(whole(images.clone()), labels).backward()
         values: tuple[Tensor, ...] = (images,)
@@ -101,16 +111,24 @@ class TestLayers:
         shapes = boundary_shapes(layers, tuple(values[0].shape), torch.float64)
         for part, specs in zip(parts_of(own(target)), shapes, strict=True):
             values = as_tuple(part.eval()(*values))
-            assert [(spec.shape, spec.dtype) for spec in specs] == [(v.shape, v.dtype) for v in values]
+            assert [(spec.shape, spec.dtype) for spec in specs] == [
+                (v.shape, v.dtype) for v in values
+            ]
 
     @pytest.mark.parametrize("is_split", [False, True])
     def test_are_cut_anywhere(self, target: str, is_split: bool) -> None:
-        """In stages of one layer, with whole and split backward: what a stage takes in is a leaf of its graph."""
+        """In stages of one layer, with whole and split backward.
+
+        What a stage takes in is a leaf of its graph.
+        """
         whole = whole_of(own(target))
         images, labels = batch()
         cross_entropy(whole(images.clone()), labels).backward()
         parts = parts_of(own(target))
-        stages = [Stage(nn.ModuleList([part]), not index, lambda: None) for index, part in enumerate(parts)]
+        stages = [
+            Stage(nn.ModuleList([part]), not index, lambda: None)
+            for index, part in enumerate(parts)
+        ]
         values: tuple[Tensor, ...] = (images.clone(),)
         for stage in stages:
             loss = (lambda logits: cross_entropy(logits, labels)) if stage is stages[-1] else None
@@ -128,7 +146,9 @@ class TestLayers:
         for index in reversed(range(len(layers))):
             check_state(build_layer(layers[index], index, SEED, torch.float64), expected[index])
         for first, last in pairwise([0, len(layers) // 2, len(layers)]):
-            for index, part in enumerate(build_layers(layers, first, last, SEED, torch.float64), first):
+            for index, part in enumerate(
+                build_layers(layers, first, last, SEED, torch.float64), first
+            ):
                 check_state(part, expected[index])
 
 
@@ -143,7 +163,9 @@ class TestWhole:
         layer = layers_of(own(UNET), DATA)[1]
         first, second = (build_layer(layer, 1, SEED) for _ in range(2))
         check_state(first, second.state_dict())
-        ours, theirs = ({value.data_ptr() for value in copy.state_dict().values()} for copy in (first, second))
+        ours, theirs = (
+            {value.data_ptr() for value in copy.state_dict().values()} for copy in (first, second)
+        )
         assert not ours & theirs
 
     def test_is_constructed_once_for_all_layers(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,9 +193,10 @@ class TestWhole:
 
     def test_is_on_the_meta_device_where_shapes_are_asked(self) -> None:
         layer = layers_of(own(UNET), DATA)[0]
-        assert {value.device.type for value in build_layer(layer, 0, SEED, device="meta").state_dict().values()} == {
-            "meta"
-        }
+        assert {
+            value.device.type
+            for value in build_layer(layer, 0, SEED, device="meta").state_dict().values()
+        } == {"meta"}
 
     def test_a_size_travels_as_the_shape_of_nothing(self) -> None:
         shapes = boundary_shapes(layers_of(own(UNET), DATA), (2, 3, 9, 10))
@@ -206,9 +229,13 @@ class TestWhole:
 
 @pytest.mark.parametrize("name", ["TwoOutputs", "OnlyInTraining"])
 def test_outputs_have_their_structure_in_both_modes(name: str) -> None:
-    """Several tensors, and layers that run in training alone: a layer that does not run hands on what it gets."""
+    """Several tensors, and layers that run in training alone.
+
+    A layer that does not run hands on what it gets.
+    """
     model = own(f"{NETS}.{name}")
-    whole, parts = whole_of(model), parts_of(model)
+    whole = whole_of(model)
+    parts = parts_of(model)
     images = batch()[0]
     for mode in (True, False):
         expected = whole.train(mode)(images.clone())

@@ -38,12 +38,39 @@ def test_layers_compute_what_the_network_does(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("ReadsBatch", r"cannot be cut into layers at .*own_inputs.py:.*# the number`: the number of images"),
-        ("ReadsValues", r"cannot be cut into layers at .*`.*# the values`: .*values of a tensor as an array of numpy"),
-        ("TakesTwo", r"its forward at .*own_inputs\.py:\d+ needs x, meta, and gets one batch of images; give"),
-        ("TakesTwoByName", r"its forward at .*own_inputs\.py:\d+ needs x, meta, and gets one batch of images"),
-        ("TakesDict", r"at .*`.*# the key`: .*\['image'\] of its input, which is one tensor of images"),
-        ("AveragesAll", r"layer body\.1 has momentum=None, an average over all batches.*; give it a momentum such as"),
+        (
+            "ReadsBatch",
+            r"cannot be cut into layers at .*own_inputs.py:.*# the number`: the number of images",
+        ),
+        (
+            "ReadsValues",
+            (
+                r"cannot be cut into layers at .*`.*# the values`: .*values of a tensor as an array"
+                r" of numpy"
+            ),
+        ),
+        (
+            "TakesTwo",
+            (
+                r"its forward at .*own_inputs\.py:\d+ needs x, meta, and gets one batch of images;"
+                r" give"
+            ),
+        ),
+        (
+            "TakesTwoByName",
+            r"its forward at .*own_inputs\.py:\d+ needs x, meta, and gets one batch of images",
+        ),
+        (
+            "TakesDict",
+            r"at .*`.*# the key`: .*\['image'\] of its input, which is one tensor of images",
+        ),
+        (
+            "AveragesAll",
+            (
+                r"layer body\.1 has momentum=None, an average over all batches.*; give it a"
+                r" momentum such as"
+            ),
+        ),
     ],
 )
 def test_what_a_forward_cannot_have_is_named(name: str, says: str) -> None:
@@ -52,6 +79,15 @@ def test_what_a_forward_cannot_have_is_named(name: str, says: str) -> None:
 
 
 def test_an_average_over_all_batches_is_kept_if_it_is_frozen() -> None:
-    words = [f"model.target={NETS}.AveragesAll", "model.norm=frozen_batch", f"model.path={Path.cwd()}"]
+    words = [
+        f"model.target={NETS}.AveragesAll",
+        "model.norm=frozen_batch",
+        f"model.path={Path.cwd()}",
+    ]
     spec = compose(["data=synthetic", "data.height_px=9", "data.width_px=10", *words])
-    assert [layer.name for layer in layers_of(spec.model, spec.data)] == ["stem", "body.0", "body.1", "head"]
+    assert [layer.name for layer in layers_of(spec.model, spec.data)] == [
+        "stem",
+        "body.0",
+        "body.1",
+        "head",
+    ]

@@ -1,4 +1,7 @@
-"""A user's own network by its configuration: what is derived, what is refused and at which line, and who is asked."""
+"""A user's own network by its configuration.
+
+What is derived, what is refused and at which line, and who is asked.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +26,22 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("name", "says", "line"),
         [
-            ("ChoosesByValue", "a choice by the values of a tensor", "if x.mean() > 0:  # the choice"),
+            (
+                "ChoosesByValue",
+                "a choice by the values of a tensor",
+                "if x.mean() > 0:  # the choice",
+            ),
             ("CountsPixels", "as a plain number", "for _ in range(x.shape[2]):  # the count"),
             ("MakesTensor", "a tensor that is no parameter", "torch.randn(2, 1, 1)"),
             ("Mismatched", "does not run on images of 3x9x10", "# the mismatch"),
-            ("NoTensor", "must give a tensor of scores, and gives", "def forward(self, image: Tensor) -> dict"),
+            (
+                "NoTensor",
+                "must give a tensor of scores, and gives",
+                "def forward(self, image: Tensor) -> dict",
+            ),
             ("FailsToBeMade", "cannot be constructed", "# the failure"),
         ],
-    )  # fmt: skip
+    )
     def test_names_the_line(self, name: str, says: str, line: str) -> None:
         with pytest.raises(ConfigError) as caught:
             layers_of(own(f"{NETS}.{name}"), DATA)
@@ -59,15 +70,21 @@ class TestRefusals:
 
     def test_an_import_that_fails(self, tmp_path: Path) -> None:
         (tmp_path / "broken_net.py").write_text("x = 1\ny = x / 0\n")
-        with pytest.raises(ConfigError, match=r"cannot be imported at .*broken_net.py:2 `y = x / 0`"):
+        with pytest.raises(
+            ConfigError, match=r"cannot be imported at .*broken_net.py:2 `y = x / 0`"
+        ):
             layers_of(ModelConfig(target="broken_net.Net", path=str(tmp_path)), DATA)
 
     def test_keyword_arguments_that_it_does_not_take(self) -> None:
-        with pytest.raises(ConfigError, match=r"model.kwargs=.*'widht'.*it takes \(width=8, depth=2"):
+        with pytest.raises(
+            ConfigError, match=r"model.kwargs=.*'widht'.*it takes \(width=8, depth=2"
+        ):
             layers_of(own(UNET, widht=3), DATA)
 
     def test_another_number_of_classes(self) -> None:
-        with pytest.raises(ConfigError, match=r"shape \(N, 5\), must give \(N, data.num_classes=2\)"):
+        with pytest.raises(
+            ConfigError, match=r"shape \(N, 5\), must give \(N, data.num_classes=2\)"
+        ):
             layers_of(own(UNET, num_classes=5), DATA)
 
     def test_a_batch_that_leaves_batch_norm_one_value(self) -> None:
@@ -87,10 +104,19 @@ class TestRefusals:
             resolve_target(ModelConfig(target=UNET, path=str(tmp_path / "none")))
 
     def test_norms_that_it_does_not_have(self) -> None:
-        with pytest.raises(ConfigError, match=r"model\.norm=layer: is for networks of the zoo; .*frozen_batch"):
+        with pytest.raises(
+            ConfigError, match=r"model\.norm=layer: is for networks of the zoo; .*frozen_batch"
+        ):
             resolve_target(ModelConfig(target=UNET, norm="layer"))
-        with pytest.raises(ConfigError, match=r"model\.norm=frozen_batch: changes batch norms, and .* has none"):
-            layers_of(resolve_target(ModelConfig(target=UNET, kwargs={"norm": "group"}, norm="frozen_batch")), DATA)
+        with pytest.raises(
+            ConfigError, match=r"model\.norm=frozen_batch: changes batch norms, and .* has none"
+        ):
+            layers_of(
+                resolve_target(
+                    ModelConfig(target=UNET, kwargs={"norm": "group"}, norm="frozen_batch")
+                ),
+                DATA,
+            )
 
     @pytest.mark.parametrize("changes", [{"kwargs": {"width": 3}}, {"path": "."}])
     def test_arguments_for_a_network_of_the_toolkit(self, changes: dict[str, object]) -> None:
@@ -102,9 +128,18 @@ class TestConfiguration:
     def test_a_target_alone_is_enough(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Over the default model, whose keys mean nothing then."""
         monkeypatch.chdir(ROOT)
-        words = [f"model.target={UNET}", "data.height_px=16", "data.width_px=16", "parallel.partitions=2"]
-        model = compose([*words, "model.kwargs={width:4}", "model.kwargs.norm=group", "model=resnet110_v2"]).model
-        assert model == ModelConfig(name="OwnUNet", target=UNET, kwargs={"width": 4, "norm": "group"}, path=str(ROOT))
+        words = [
+            f"model.target={UNET}",
+            "data.height_px=16",
+            "data.width_px=16",
+            "parallel.partitions=2",
+        ]
+        model = compose(
+            [*words, "model.kwargs={width:4}", "model.kwargs.norm=group", "model=resnet110_v2"]
+        ).model
+        assert model == ModelConfig(
+            name="OwnUNet", target=UNET, kwargs={"width": 4, "norm": "group"}, path=str(ROOT)
+        )
         assert title_of(model) == "OwnUNet"
         assert resolve_target(model) == model
 
@@ -120,7 +155,9 @@ class TestConfiguration:
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
         assert resolve_target(model).path == str(tmp_path)
         monkeypatch.chdir(tmp_path)
-        assert resolve_target(ModelConfig(target="found_net.Net", path="elsewhere")).path == str(elsewhere)
+        assert resolve_target(ModelConfig(target="found_net.Net", path="elsewhere")).path == str(
+            elsewhere
+        )
 
     def test_the_code_of_the_package_counts(self, tmp_path: Path) -> None:
         package = tmp_path / "counted"
@@ -142,19 +179,27 @@ class TestConfiguration:
         code += "def net():\n    return nn.Sequential(nn.Flatten(), nn.Linear(12, 2))\n"
         (tmp_path / "child_net.py").write_text(code)
         program = (
-            "import sys; from gems.config.schema import *; from gems.models import *; "
-            "from gems.models.imported.describe import resolve_target as resolve; "
-            "model = resolve(ModelConfig(target='child_net.net')); data = DataConfig(height_px=2, width_px=2); "
-            "check_image(model, data, 1); "
-            "print(*[layer.name for layer in layers_of(model, data)], 'torch' in sys.modules)"
+            "import sys; from gems.config.schema import *; from gems.models import *; from"
+            " gems.models.imported.describe import resolve_target as resolve; model ="
+            " resolve(ModelConfig(target='child_net.net')); data = DataConfig(height_px=2,"
+            " width_px=2); check_image(model, data, 1); print(*[layer.name for layer in"
+            " layers_of(model, data)], 'torch' in sys.modules)"
         )
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "GEMS_CACHE_DIR": str(tmp_path / "cache")}
+        environment = os.environ | {
+            "PYTHONPATH": str(ROOT),
+            "GEMS_CACHE_DIR": str(tmp_path / "cache"),
+        }
         for expected in ("x", "x", "xx"):
             if expected == "xx":
                 (tmp_path / "child_net.py").write_text(code + "# changed\n")
             done = subprocess.run(
-                [sys.executable, "-c", program], cwd=tmp_path, env=environment,
-                capture_output=True, text=True, timeout=120, check=True,
-            )  # fmt: skip
+                [sys.executable, "-c", program],
+                cwd=tmp_path,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=120,
+                check=True,
+            )
             assert done.stdout.split() == ["0", "1", "False"]
             assert (tmp_path / "imports").read_text() == expected

@@ -1,4 +1,7 @@
-"""A user's own U-Net, in a folder of theirs, through the real command line: cut in three and equal to the whole."""
+"""A user's own U-Net, in a folder of theirs, through the real command line.
+
+Cut in three and equal to the whole.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,15 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 WORDS = (
-    "model.target=my_nets.unet.OwnUNet", "model.kwargs={width:4}", "data=synthetic", "data.height_px=18",
+    "model.target=my_nets.unet.OwnUNet",
+    "model.kwargs={width:4}",
+    "data=synthetic",
+    "data.height_px=18",
     "data.width_px=14",
-    "parallel.partitions=3", "parallel.micro_batches=4", "parallel.micro_batch_size=2",
-)  # fmt: skip
+    "parallel.partitions=3",
+    "parallel.micro_batches=4",
+    "parallel.micro_batch_size=2",
+)
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +38,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def gems(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "gems", *words], cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=250,
-    )  # fmt: skip
+        [sys.executable, "-m", "gems", *words],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
 
 
 def test_trains_as_one_process_would(folder: Path) -> None:
@@ -43,7 +56,8 @@ def test_trains_as_one_process_would(folder: Path) -> None:
     assert (found["model"], found["partitions"], found["schedule"]) == ("OwnUNet", 3, "zb_h1")
     assert found["max_rel_error"] <= 1e-12
     assert found["peak_activation_bytes"] == found["predicted_activation_bytes"]
-    # the decoder's last part holds a parameter of the network itself, which no layer of torch's does
+    # the decoder's last part holds a parameter of the network itself, which no layer of torch's
+    # does
     assert set(found["unsplit_layers"]) <= {"up.1"}
 
 
@@ -55,8 +69,12 @@ def test_more_stages_than_layers_is_one_line(folder: Path) -> None:
 
 def test_a_mistake_of_theirs_is_one_line(folder: Path) -> None:
     text = (folder / "my_nets" / "unet.py").read_text()
-    (folder / "mistaken.py").write_text(text.replace("skips.append(x)", "skips.append(x if x.sum() > 0 else -x)"))
+    (folder / "mistaken.py").write_text(
+        text.replace("skips.append(x)", "skips.append(x if x.sum() > 0 else -x)")
+    )
     done = gems(folder, "schedule", "model.target=mistaken.OwnUNet", *WORDS[1:])
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1
-    assert "mistaken.py:" in done.stderr and "`skips.append(x if x.sum() > 0 else -x)`" in done.stderr
+    assert (
+        "mistaken.py:" in done.stderr and "`skips.append(x if x.sum() > 0 else -x)`" in done.stderr
+    )

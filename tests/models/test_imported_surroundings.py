@@ -1,4 +1,7 @@
-"""What is between the blocks of a user's network beside operations: grad mode, custom functions and hooks."""
+"""What is between the blocks of a user's network beside operations.
+
+Grad mode, custom functions and hooks.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,9 @@ pytestmark = pytest.mark.cases
 
 def text(**kwargs: Any) -> str:
     target = "tests.models.own_surroundings.FrozenStem"
-    return json.dumps({"target": target, "kwargs": kwargs, "path": None, "norm": "batch", "image": [3, 8, 8]})
+    return json.dumps(
+        {"target": target, "kwargs": kwargs, "path": None, "norm": "batch", "image": [3, 8, 8]}
+    )
 
 
 def test_a_block_without_gradients_is_one_in_layers_too() -> None:
@@ -26,7 +31,11 @@ def test_a_block_without_gradients_is_one_in_layers_too() -> None:
     for part in parts:
         output = part(*as_tuple(output))
     output.sum().backward()
-    frozen = {name.partition(".")[0] for name, parameter in whole.named_parameters() if parameter.grad is None}
+    frozen = {
+        name.partition(".")[0]
+        for name, parameter in whole.named_parameters()
+        if parameter.grad is None
+    }
     assert frozen == {"stem"}
     with torch.no_grad():
         parts[0](torch.randn(2, 3, 8, 8, dtype=torch.float64))

@@ -13,12 +13,15 @@ BF16 = Precision.of("bf16_mixed")
 
 def network() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4)
+    )
 
 
 @pytest.mark.parametrize("precision", ["bf16_mixed", "fp16_mixed"])
 def test_gradients_are_those_of_autocast_added_up_in_float32(precision):
-    mixed, plain = compute_in(network(), Precision.of(precision)), network()
+    mixed = compute_in(network(), Precision.of(precision))
+    plain = network()
     low = Precision.of(precision).compute
     for number in range(3):
         x = torch.randn(2, 3, 8, 8)
@@ -29,16 +32,20 @@ def test_gradients_are_those_of_autocast_added_up_in_float32(precision):
         gradient = torch.randn(made.shape).to(low)
         made.backward(gradient)
         expected.backward(gradient)
-        assert [name for name, _ in mixed.named_parameters()] == [name for name, _ in plain.named_parameters()]
+        assert [name for name, _ in mixed.named_parameters()] == [
+            name for name, _ in plain.named_parameters()
+        ]
         for one, other in zip(mixed.parameters(), plain.parameters(), strict=True):
-            assert one.dtype is one.grad.dtype is torch.float32 and torch.equal(one.grad, other.grad), number
+            assert one.dtype is one.grad.dtype is torch.float32 and torch.equal(
+                one.grad, other.grad
+            ), number
 
 
 def test_weights_are_copied_once_until_they_change():
     """Autocast by itself keeps a copy for each micro-batch in flight."""
     module = compute_in(nn.Linear(512, 512), BF16)
     weight_bytes = 512 * 512 * 2
-    (copy, bias_copy) = low_copies(module)
+    copy, bias_copy = low_copies(module)
     assert copy.nbytes == weight_bytes and bias_copy.nbytes == 1024
 
     def saved_bytes(layer: nn.Module, *inputs: torch.Tensor) -> int:
@@ -67,7 +74,9 @@ def test_weights_are_copied_once_until_they_change():
     with torch.no_grad():
         module.weight.mul_(2)
         module.bias.zero_()
-    torch.testing.assert_close(module(inputs[0]), nn.functional.linear(inputs[0], module.weight.bfloat16()))
+    torch.testing.assert_close(
+        module(inputs[0]), nn.functional.linear(inputs[0], module.weight.bfloat16())
+    )
     assert not torch.equal(before, module(inputs[0]))
 
 

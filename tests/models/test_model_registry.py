@@ -30,19 +30,23 @@ def test_the_stride_is_the_real_down_sampling() -> None:
 
 def test_every_family_gives_layers_of_the_small_networks_without_torch() -> None:
     program = (
-        "import sys; from gems.models import *; from gems.config.schema import *; "
-        "names = ['alexnet', 'googlenet', 'inception_v3', 'overfeat']; "
-        "layers = [layers_of(ModelConfig(name=name), DataConfig()) for name in names]; "
-        "layers += [layers_of(ModelConfig(name='vgg', depth=416), DataConfig())]; "
-        "layers += [layers_of(ModelConfig(name='resnet_imagenet', depth=152), DataConfig())]; "
-        "layers += [layers_of(ModelConfig(name='convnext', depth=36, norm='layer'), DataConfig())]; "
-        "print(*map(len, layers), 'torch' in sys.modules)"
+        "import sys; from gems.models import *; from gems.config.schema import *; names ="
+        " ['alexnet', 'googlenet', 'inception_v3', 'overfeat']; layers ="
+        " [layers_of(ModelConfig(name=name), DataConfig()) for name in names]; layers +="
+        " [layers_of(ModelConfig(name='vgg', depth=416), DataConfig())]; layers +="
+        " [layers_of(ModelConfig(name='resnet_imagenet', depth=152), DataConfig())]; layers +="
+        " [layers_of(ModelConfig(name='convnext', depth=36, norm='layer'), DataConfig())];"
+        " print(*map(len, layers), 'torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.split() == ["8", "13", "17", "8", "416", "52", "41", "False"]
 
 
-@pytest.mark.parametrize(("height", "width", "key"), [(3, 64, "data.height_px"), (64, 3, "data.width_px")])
+@pytest.mark.parametrize(
+    ("height", "width", "key"), [(3, 64, "data.height_px"), (64, 3, "data.width_px")]
+)
 def test_an_image_smaller_than_the_stride_is_refused(height: int, width: int, key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_image(ModelConfig(), DataConfig(height_px=height, width_px=width))
@@ -91,5 +95,7 @@ def test_counting_layers_loads_no_torch() -> None:
         "layers = layers_of(ModelConfig(depth=1001, version=2), DataConfig()); "
         "check_image(ModelConfig(), DataConfig()); print(len(layers), 'torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.split() == ["335", "False"]

@@ -27,7 +27,9 @@ from tests.models.zoo import published
 IMAGES = torch.randn(2, 6, 3, 4, dtype=torch.float64)
 
 
-def test_frozen_batch_norm_uses_its_running_statistics_in_training_too_and_trains_its_weight() -> None:
+def test_frozen_batch_norm_uses_its_running_statistics_in_training_too_and_trains_its_weight() -> (
+    None
+):
     norm = norm2d("frozen_batch", 6).double()
     norm.running_mean.copy_(torch.arange(6.0))
     norm.running_var.copy_(torch.arange(1.0, 7.0))
@@ -49,11 +51,20 @@ class Activated(nn.BatchNorm2d):
 
 
 def test_the_batch_norms_of_a_network_are_frozen_whatever_their_class() -> None:
-    network = nn.Sequential(nn.Sequential(nn.BatchNorm2d(6), nn.Conv2d(6, 6, 1)), Activated(6), nn.InstanceNorm2d(6))
+    network = nn.Sequential(
+        nn.Sequential(nn.BatchNorm2d(6), nn.Conv2d(6, 6, 1)), Activated(6), nn.InstanceNorm2d(6)
+    )
     names = list(network.state_dict())
     assert freeze_batch_norms(network) == 2 == freeze_batch_norms(network)
     network.double().train()
-    assert [module.training for module in network.modules()] == [True, True, False, True, False, True]
+    assert [module.training for module in network.modules()] == [
+        True,
+        True,
+        False,
+        True,
+        False,
+        True,
+    ]
     before = {name: value.clone() for name, value in network.state_dict().items()}
     made = network[1](IMAGES)
     assert made.min() == 0 < made.max()
@@ -63,8 +74,11 @@ def test_the_batch_norms_of_a_network_are_frozen_whatever_their_class() -> None:
     assert network[1].weight.grad is not None
 
 
-def test_ghost_batch_norm_is_batch_norm_of_each_strip_and_moves_statistics_by_its_share_of_rows() -> None:
-    norm, plain = norm2d("ghost_batch", 6).double(), nn.BatchNorm2d(6).double()
+def test_ghost_batch_norm_is_batch_norm_of_each_strip_and_moves_statistics_by_its_share_of_rows() -> (
+    None
+):
+    norm = norm2d("ghost_batch", 6).double()
+    plain = nn.BatchNorm2d(6).double()
     torch.testing.assert_close(norm(IMAGES), plain(IMAGES))
     torch.testing.assert_close(norm.running_var, plain.running_var)
     norm.reset_running_stats()
@@ -77,15 +91,26 @@ def test_ghost_batch_norm_is_batch_norm_of_each_strip_and_moves_statistics_by_it
         mean += 0.1 * (end - begin) / 3 * (rows.mean((0, 2, 3)) - mean)
     torch.testing.assert_close(norm.running_mean, mean)
     statistics = norm.running_mean.clone()
-    by_statistics = (IMAGES - statistics[:, None, None]) / (norm.running_var[:, None, None] + norm.eps).sqrt()
+    by_statistics = (IMAGES - statistics[:, None, None]) / (
+        norm.running_var[:, None, None] + norm.eps
+    ).sqrt()
     torch.testing.assert_close(norm.eval()(IMAGES), by_statistics)
     assert torch.equal(norm.running_mean, statistics)
 
 
-def test_the_batch_norms_of_a_network_go_by_strip_but_for_those_of_other_classes_or_without_momentum() -> None:
-    network = nn.Sequential(nn.BatchNorm2d(6), Activated(6), nn.BatchNorm2d(6, momentum=None), nn.BatchNorm1d(6))
+def test_the_batch_norms_of_a_network_go_by_strip_but_for_those_of_other_classes_or_without_momentum() -> (
+    None
+):
+    network = nn.Sequential(
+        nn.BatchNorm2d(6), Activated(6), nn.BatchNorm2d(6, momentum=None), nn.BatchNorm1d(6)
+    )
     assert ghost_batch_norms(network) == 1 and ghost_batch_norms(network) == 0
-    assert [isinstance(module, GhostBatchNorm2d) for module in network] == [True, False, False, False]
+    assert [isinstance(module, GhostBatchNorm2d) for module in network] == [
+        True,
+        False,
+        False,
+        False,
+    ]
 
 
 def test_layer_norm_is_over_the_channels_of_each_pixel() -> None:
@@ -102,12 +127,16 @@ def test_standardized_weights_have_mean_0_and_the_variance_that_makes_up_for_a_r
     with torch.no_grad():
         impulses = torch.eye(64).reshape(64, 64, 1, 1)
         weights = nn.functional.pad(impulses, (1, 1, 1, 1))
-        seen = conv(weights).permute(1, 0, 2, 3).flatten(1)  # 3x3 outputs of each impulse: the weights, flipped
+        seen = (
+            conv(weights).permute(1, 0, 2, 3).flatten(1)
+        )  # 3x3 outputs of each impulse: the weights, flipped
         made = conv(torch.randn(4, 64, 16, 16).relu())[:, :, 1:-1, 1:-1]
         conv.gain.mul_(2)
         assert torch.equal(conv(weights).permute(1, 0, 2, 3).flatten(1), 2 * seen)
     torch.testing.assert_close(seen.mean(1), torch.zeros(32), rtol=0, atol=1e-6)
-    torch.testing.assert_close(seen.var(1, correction=0) * 64 * 9, torch.full((32,), RELU_GAIN**2), rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        seen.var(1, correction=0) * 64 * 9, torch.full((32,), RELU_GAIN**2), rtol=1e-4, atol=0
+    )
     assert 0.8 < float(made.var()) < 1.2
 
 
@@ -136,7 +165,11 @@ def test_the_signal_of_a_normalizer_free_resnet50_keeps_a_variance_of_order_one(
 ) -> None:
     """Through 16 blocks; without what the form consists of it doubles at each."""
     layers = [
-        replace(layer, options=tuple((dict(layer.options) | changes).items())) if layer.kind == "residual" else layer
+        (
+            replace(layer, options=tuple((dict(layer.options) | changes).items()))
+            if layer.kind == "residual"
+            else layer
+        )
         for layer in layers_of(published("nf_resnet50", width=16), DataConfig())[:-1]
     ]
     variances = block_variances(layers)

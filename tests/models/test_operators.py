@@ -18,9 +18,16 @@ def test_inception_is_taken_apart_at_its_forks() -> None:
     assert len(operators) == 121 and num_branching(operators) == 11
     block = [each for each in operators if layers[each.layer].name == "mixed5b"]
     assert [each.path for each in block] == [
-        "steps.0.branches.0.0", "steps.0.branches.1.0", "steps.0.branches.1.1", "steps.0.branches.2.0",
-        "steps.0.branches.2.1", "steps.0.branches.2.2", "steps.0.branches.3.0", "steps.0.branches.3.1", None,
-    ]  # fmt: skip
+        "steps.0.branches.0.0",
+        "steps.0.branches.1.0",
+        "steps.0.branches.1.1",
+        "steps.0.branches.2.0",
+        "steps.0.branches.2.1",
+        "steps.0.branches.2.2",
+        "steps.0.branches.3.0",
+        "steps.0.branches.3.1",
+        None,
+    ]
     first = operators.index(block[0])
     assert block[-1].feeders == tuple(first + offset for offset in (0, 2, 5, 7))
     assert [each.feeders for each in (block[0], block[1], block[3])] == [(first - 1,)] * 3
@@ -47,8 +54,12 @@ def test_operators_compute_what_their_layers_do_with_their_parameters() -> None:
     made: list[torch.Tensor] = []
     names: set[str] = set()
     for operator in operators:
-        module = operator_module(operator, build_layer(layers[operator.layer], operator.layer, 1, torch.float64))
+        module = operator_module(
+            operator, build_layer(layers[operator.layer], operator.layer, 1, torch.float64)
+        )
         made.append(module(*([made[feeder] for feeder in operator.feeders] or [image])))
         names |= {f"{operator.layer}.{name}" for name in module.state_dict()}
     assert torch.equal(made[-1], expected[0])
-    assert names == {f"{index}.{name}" for index, module in enumerate(whole) for name in module.state_dict()}
+    assert names == {
+        f"{index}.{name}" for index, module in enumerate(whole) for name in module.state_dict()
+    }

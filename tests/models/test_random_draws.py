@@ -1,4 +1,7 @@
-"""Random numbers of layers: the same for a micro-batch wherever and whenever it runs; and modes of a network's own."""
+"""Random numbers of layers: the same for a micro-batch wherever and whenever it runs.
+
+And modes of a network's own.
+"""
 
 from __future__ import annotations
 
@@ -30,19 +33,25 @@ def comm() -> Comm:
 
 
 def network() -> nn.Sequential:
-    return nn.Sequential(nn.Dropout(0.5), nn.Identity(), nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.0)))
+    return nn.Sequential(
+        nn.Dropout(0.5), nn.Identity(), nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.0))
+    )
 
 
 def test_which_modules_draw() -> None:
     found = [name for name, each in network().named_modules() if draws_numbers(each)]
     assert found == ["0", "2.0"]
     assert draws_numbers(nn.MultiheadAttention(4, 2, dropout=0.1)) and draws_numbers(nn.RReLU())
-    assert not draws_numbers(nn.LSTM(3, 3, num_layers=2)) and draws_numbers(nn.LSTM(3, 3, num_layers=2, dropout=0.1))
+    assert not draws_numbers(nn.LSTM(3, 3, num_layers=2)) and draws_numbers(
+        nn.LSTM(3, 3, num_layers=2, dropout=0.1)
+    )
 
 
 def masks(order: list[tuple[int, int]], seed: int = 0) -> dict[tuple[int, int], Tensor]:
     """What dropout leaves of ones for (step, micro-batch), run in an order."""
-    made, draws, found = network().train(), RandomDraws(seed), {}
+    made = network().train()
+    draws = RandomDraws(seed)
+    found = {}
     draws.watch("layer", made)
     for step, micro_batch in order:
         draws.at(step, micro_batch)
@@ -51,7 +60,8 @@ def masks(order: list[tuple[int, int]], seed: int = 0) -> dict[tuple[int, int], 
 
 
 def test_numbers_depend_on_seed_step_micro_batch_and_name_alone() -> None:
-    first, again = masks([(0, 0), (0, 1), (1, 0)]), masks([(1, 0), (0, 1), (0, 0)])
+    first = masks([(0, 0), (0, 1), (1, 0)])
+    again = masks([(1, 0), (0, 1), (0, 0)])
     assert all(torch.equal(first[key], again[key]) for key in first)
     assert not torch.equal(first[0, 0], first[0, 1]) and not torch.equal(first[0, 0], first[1, 0])
     assert not torch.equal(first[0, 0], masks([(0, 0)], seed=1)[0, 0])
@@ -72,7 +82,8 @@ def test_the_state_outside_of_a_module_is_left_alone(is_training: bool) -> None:
 def test_modules_are_watched_until_they_have_run_without_drawing() -> None:
     """Noise has no rate, and Drops draws in its own forward, before, between and behind modules that do or do not."""
     plain = own_nets.Backbone(4)
-    layers, values = nn.ModuleList([Noise(), Drops(4), plain, nn.Linear(3, 3)]).train(), torch.ones(2, 4, 3, 3)
+    layers = nn.ModuleList([Noise(), Drops(4), plain, nn.Linear(3, 3)]).train()
+    values = torch.ones(2, 4, 3, 3)
     draws = RandomDraws(0)
     for number, layer in enumerate(layers):
         draws.watch(f"layer{number}", layer)
@@ -89,7 +100,8 @@ def test_modules_are_watched_until_they_have_run_without_drawing() -> None:
 
 
 def test_a_module_that_two_layers_share_is_watched_once() -> None:
-    shared, draws = nn.Dropout(0.5), RandomDraws(0)
+    shared = nn.Dropout(0.5)
+    draws = RandomDraws(0)
     for layer in ("one", "two"):
         draws.watch(layer, nn.Sequential(shared))
     assert len(shared._forward_pre_hooks) == 1
@@ -118,7 +130,9 @@ def test_dropout_and_a_frozen_norm_are_those_of_the_uncut_network(comm: Comm) ->
     assert found.max_rel_error <= 1e-12
 
 
-def test_the_uncut_network_is_what_a_run_is_compared_with(comm: Comm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_uncut_network_is_what_a_run_is_compared_with(
+    comm: Comm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A network that computes something else as a whole than its layers do is DIFFERENT."""
     real = module.whole_with_parts
 
@@ -132,5 +146,7 @@ def test_the_uncut_network_is_what_a_run_is_compared_with(comm: Comm, monkeypatc
 
 
 def test_draws_outside_of_modules_are_said(comm: Comm) -> None:
-    with pytest.raises(ConfigError, match=r"Wrapped: draws random numbers outside of its modules.*use nn\.Dropout"):
+    with pytest.raises(
+        ConfigError, match=r"Wrapped: draws random numbers outside of its modules.*use nn\.Dropout"
+    ):
         compare(own_spec("Wrapped", model__kwargs={"drop": 0.3}), comm, CPU)

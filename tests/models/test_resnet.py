@@ -17,13 +17,15 @@ def num_parameters(model: ModelConfig, data: DataConfig) -> int:
 
 
 def basic_v1_parameters(depth: int, width: int, channels: int, num_classes: int) -> int:
-    """Parameters of version 1 with basic blocks and parameter-free shortcuts; w = width, n blocks a stage.
+    """Parameters of version 1 with basic blocks and parameter-free shortcuts.
 
-    Convolutions: stem 9cw; a block of f filters 18 f^2, but the first of stages 2 and 3 13.5 f^2, for it
-    reads half as many channels: in all 378 n w^2 - 90 w^2. Batch norms: 2w + 4n(w + 2w + 4w). Linear: 4wk +
-    k.
+    W = width, n blocks a stage.
+    Convolutions: stem 9cw; a block of f filters 18 f^2, but the first of stages 2 and 3 13.5 f^2,
+    for it reads half as many channels: in all 378 n w^2 - 90 w^2. Batch norms: 2w + 4n(w + 2w +
+    4w). Linear: 4wk + k.
     """
-    n, w = (depth - 2) // 6, width
+    n = (depth - 2) // 6
+    w = width
     convolutions = 9 * channels * w + 378 * n * w**2 - 90 * w**2
     return convolutions + 2 * w + 28 * n * w + 4 * w * num_classes + num_classes
 
@@ -31,18 +33,20 @@ def basic_v1_parameters(depth: int, width: int, channels: int, num_classes: int)
 def bottleneck_v2_parameters(depth: int, width: int, channels: int, num_classes: int) -> int:
     """Parameters of a version 2 ResNet of bottleneck blocks with 1x1 projections where the width changes.
 
-    Convolutions: stem 9cw; a block of f inner filters 17 f^2 (4 + 9 + 4); with its projection the first block
-    of stage 1 has 18 w^2 and those of stages 2 and 3 23 f^2: in all 357 n w^2 + 121 w^2. Batch norms: a block
-    12f (its input's 4f, f, f, two numbers a channel), the first blocks 6w and 8f, the head 32w: in all 84nw +
-    2w. Linear: 16wk + k.
+    Convolutions: stem 9cw; a block of f inner filters 17 f^2 (4 + 9 + 4); with its projection the
+    first block of stage 1 has 18 w^2 and those of stages 2 and 3 23 f^2: in all 357 n w^2 + 121
+    w^2. Batch norms: a block 12f (its input's 4f, f, f, two numbers a channel), the first blocks 6w
+    and 8f, the head 32w: in all 84nw + 2w. Linear: 16wk + k.
     """
-    n, w = (depth - 2) // 9, width
+    n = (depth - 2) // 9
+    w = width
     convolutions = 9 * channels * w + 357 * n * w**2 + 121 * w**2
     return convolutions + 84 * n * w + 2 * w + 16 * w * num_classes + num_classes
 
 
 @pytest.mark.parametrize(
-    ("depth", "published"), [(20, 0.27e6), (32, 0.46e6), (44, 0.66e6), (56, 0.85e6), (110, 1.7e6), (1202, 19.4e6)]
+    ("depth", "published"),
+    [(20, 0.27e6), (32, 0.46e6), (44, 0.66e6), (56, 0.85e6), (110, 1.7e6), (1202, 19.4e6)],
 )
 def test_version_1_has_the_published_parameters(depth: int, published: float) -> None:
     count = num_parameters(ModelConfig(depth=depth), DataConfig(num_classes=10))
@@ -58,8 +62,12 @@ def test_version_2_has_the_published_parameters(depth: int, published: float) ->
     assert count == pytest.approx(published, rel=0.02)
 
 
-@pytest.mark.parametrize(("channels", "num_classes", "width"), [(1, 2, 16), (5, 7, 8), (3, 1000, 24)])
-def test_parameters_follow_channels_classes_and_width(channels: int, num_classes: int, width: int) -> None:
+@pytest.mark.parametrize(
+    ("channels", "num_classes", "width"), [(1, 2, 16), (5, 7, 8), (3, 1000, 24)]
+)
+def test_parameters_follow_channels_classes_and_width(
+    channels: int, num_classes: int, width: int
+) -> None:
     data = DataConfig(channels=channels, num_classes=num_classes)
     basic = num_parameters(ModelConfig(depth=20, width=width), data)
     bottleneck = num_parameters(ModelConfig(depth=29, version=2, width=width), data)
@@ -72,7 +80,9 @@ def test_a_projection_costs_two_convolutions_and_their_norms() -> None:
     plain = num_parameters(ModelConfig(depth=20), data)
     projected = num_parameters(ModelConfig(depth=20, shortcut="projection"), data)
     width = 16
-    assert projected - plain == width * 2 * width + 2 * width * 4 * width + 2 * (2 * width + 4 * width)
+    assert projected - plain == width * 2 * width + 2 * width * 4 * width + 2 * (
+        2 * width + 4 * width
+    )
 
 
 def test_an_identity_shortcut_has_no_parameters_even_where_the_width_grows_fourfold() -> None:
@@ -86,10 +96,14 @@ def test_an_identity_shortcut_has_no_parameters_even_where_the_width_grows_fourf
 
 def test_without_norm_each_convolution_has_a_bias() -> None:
     data = DataConfig(channels=3, num_classes=10)
-    n, width = 3, 16
+    n = 3
+    width = 16
     convolutions = 27 * width + 378 * n * width**2 - 90 * width**2
     biases = width + 2 * n * (width + 2 * width + 4 * width)
-    assert num_parameters(ModelConfig(depth=20, norm="none"), data) == convolutions + biases + 40 * width + 10
+    assert (
+        num_parameters(ModelConfig(depth=20, norm="none"), data)
+        == convolutions + biases + 40 * width + 10
+    )
 
 
 def test_layers_are_named_and_a_residual_block_is_one_layer() -> None:
@@ -125,10 +139,22 @@ def test_depth_and_version_choose_the_block(
 @pytest.mark.parametrize(
     ("changes", "key", "words"),
     [
-        ({"depth": 21}, "model.depth", ["6n+2 (basic)", "9n+2 (bottleneck)", "nearest: 20, 26, 29"]),
+        (
+            {"depth": 21},
+            "model.depth",
+            ["6n+2 (basic)", "9n+2 (bottleneck)", "nearest: 20, 26, 29"],
+        ),
         ({"depth": 21, "block": "basic"}, "model.depth", ["6n+2 (basic)", "nearest: 20, 26"]),
-        ({"depth": 110, "version": 2, "block": "bottleneck", "width": 0}, "model.width", ["at least 1"]),
-        ({"depth": 1000, "block": "bottleneck"}, "model.depth", ["9n+2 (bottleneck)", "nearest: 992, 1001"]),
+        (
+            {"depth": 110, "version": 2, "block": "bottleneck", "width": 0},
+            "model.width",
+            ["at least 1"],
+        ),
+        (
+            {"depth": 1000, "block": "bottleneck"},
+            "model.depth",
+            ["9n+2 (bottleneck)", "nearest: 992, 1001"],
+        ),
         ({"depth": 2}, "model.depth", ["n >= 1", "nearest: 8, 11, 14"]),
         ({"depth": -5}, "model.depth", ["n >= 1"]),
         ({"version": 3}, "model.version", ["allowed: 1, 2"]),

@@ -36,9 +36,13 @@ def operations(pairs: tuple, channels: int) -> int:
 
 
 def by_hand(depth: int, filters: int, num_classes: int, channels: int = 3) -> int:
-    """The cells' channels from the paper's layout: (F/4 stem), F/2, F | F ... | 2F, 2F ... | 4F, 4F ..."""
+    """The cells' channels from the paper's layout.
+
+    (F/4 stem), F/2, F | F ... | 2F, 2F ... | 4F, 4F ...
+    """
     repeat = depth // 3
-    reduction, normal = (REDUCTION, 3), (NORMAL, 4)
+    reduction = (REDUCTION, 3)
+    normal = (NORMAL, 4)
     cells = [(reduction, filters // 2), (reduction, filters), *[(normal, filters)] * repeat]
     cells += [(reduction, 2 * filters), *[(normal, 2 * filters)] * repeat]
     cells += [(reduction, 4 * filters), *[(normal, 4 * filters)] * repeat]
@@ -49,7 +53,9 @@ def by_hand(depth: int, filters: int, num_classes: int, channels: int = 3) -> in
         total += conv(last, width) + operations(pairs, width)
         if was_reduction or before != width:
             total += conv(before, width)
-        before, last, was_reduction = last, num_joined * width, pairs is REDUCTION
+        before = last
+        last = num_joined * width
+        was_reduction = pairs is REDUCTION
     return total + (last + 1) * num_classes
 
 
@@ -60,7 +66,8 @@ def count(model: ModelConfig, num_classes: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("depth", "filters", "expected"), [(18, 208, 81_505_540), (18, 256, 122_470_120), (36, 544, 1_055_832_376)]
+    ("depth", "filters", "expected"),
+    [(18, 208, 81_505_540), (18, 256, 122_470_120), (36, 544, 1_055_832_376)],
 )
 def test_parameters_are_those_of_the_definition(depth: int, filters: int, expected: int) -> None:
     """The first is the 82 M that Huang et al. 2019 give for AmoebaNet-D (18, 208)."""
@@ -83,9 +90,16 @@ def test_every_state_is_used_and_every_pair_reads_earlier_ones() -> None:
 def test_names_and_tensors_between_the_layers() -> None:
     layers = layers_of(SMALL, DataConfig(num_classes=5))
     assert [layer.name for layer in layers] == [
-        "stem.conv", "stem.reduction1", "stem.reduction2", "stage1.cell1", "reduction1", "stage2.cell1", "reduction2",
-        "stage3.cell1", "head",
-    ]  # fmt: skip
+        "stem.conv",
+        "stem.reduction1",
+        "stem.reduction2",
+        "stage1.cell1",
+        "reduction1",
+        "stage2.cell1",
+        "reduction2",
+        "stage3.cell1",
+        "head",
+    ]
     stem, first, second, cell, *_, last, head = boundary_shapes(layers, (2, 3, 64, 96))
     assert [(spec.name, spec.shape) for spec in stem] == [("stem.conv", (2, 2, 32, 48))]
     assert [(spec.name, spec.shape) for spec in first] == [
@@ -101,7 +115,8 @@ def test_names_and_tensors_between_the_layers() -> None:
 def test_what_a_cell_hands_on_of_the_last_one_is_the_very_tensor() -> None:
     layers = layers_of(SMALL, DataConfig())
     cell = build_layer(layers[3], 3, 0)
-    last, before = torch.randn(2, 24, 4, 4), torch.randn(2, 12, 8, 8)
+    last = torch.randn(2, 24, 4, 4)
+    before = torch.randn(2, 12, 8, 8)
     _, carried = cell(last, before)
     assert carried is last
 
@@ -117,12 +132,20 @@ def test_sides_need_be_multiples_of_nothing(height: int, width: int) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "key"),
-    [({"depth": 4}, "model.depth"), ({"depth": 0}, "model.depth"), ({"width": 12}, "model.width"),
-     ({"width": 4}, "model.width"), ({"norm": "none"}, "model.norm"), ({"norm": "local"}, "model.norm")],
-)  # fmt: skip
+    [
+        ({"depth": 4}, "model.depth"),
+        ({"depth": 0}, "model.depth"),
+        ({"width": 12}, "model.width"),
+        ({"width": 4}, "model.width"),
+        ({"norm": "none"}, "model.norm"),
+        ({"norm": "local"}, "model.norm"),
+    ],
+)
 def test_networks_that_do_not_exist_are_refused(changes: dict, key: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        layers_of(ModelConfig(**{"name": "amoebanet", "depth": 3, "width": 8, **changes}), DataConfig())
+        layers_of(
+            ModelConfig(**{"name": "amoebanet", "depth": 3, "width": 8, **changes}), DataConfig()
+        )
     assert caught.value.key == key
 
 

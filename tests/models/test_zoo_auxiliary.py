@@ -1,4 +1,7 @@
-"""The auxiliary classifier of Inception v3: an exact sum of two losses that travels as a second tensor."""
+"""The auxiliary classifier of Inception v3.
+
+An exact sum of two losses that travels as a second tensor.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +40,15 @@ def losses(main: Tensor, auxiliary: Tensor, labels: Tensor, weight: float) -> tu
 @pytest.mark.parametrize("scale", [0.01, 1.0, 10.0])
 @pytest.mark.parametrize("weight", [0.3, 1.0])
 @pytest.mark.parametrize("num_classes", [2, 7])
-def test_the_loss_and_its_gradients_are_those_of_the_sum(scale: float, weight: float, num_classes: int) -> None:
+def test_the_loss_and_its_gradients_are_those_of_the_sum(
+    scale: float, weight: float, num_classes: int
+) -> None:
     random = torch.Generator().manual_seed(0)
     main, auxiliary = (
-        (scale * torch.randn(16, num_classes, dtype=torch.float64, generator=random)).requires_grad_() for _ in range(2)
+        (
+            scale * torch.randn(16, num_classes, dtype=torch.float64, generator=random)
+        ).requires_grad_()
+        for _ in range(2)
     )
     labels = torch.randint(num_classes, (16,), generator=random)
     joined, separate = losses(main, auxiliary, labels, weight)
@@ -52,9 +60,13 @@ def test_the_loss_and_its_gradients_are_those_of_the_sum(scale: float, weight: f
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("label", [0, 1])
-def test_certain_logits_keep_the_loss_and_its_gradient_finite(dtype: torch.dtype, label: int) -> None:
+def test_certain_logits_keep_the_loss_and_its_gradient_finite(
+    dtype: torch.dtype, label: int
+) -> None:
     """Both classifiers are sure of class 0: nothing is left for the last column."""
-    main, auxiliary = (torch.tensor([[200.0, 0.0, 0.0]], dtype=dtype, requires_grad=True) for _ in range(2))
+    main, auxiliary = (
+        torch.tensor([[200.0, 0.0, 0.0]], dtype=dtype, requires_grad=True) for _ in range(2)
+    )
     joined, separate = losses(main, auxiliary, torch.tensor([label]), 0.3)
     torch.testing.assert_close(joined, separate, rtol=1e-2, atol=1e-5, check_dtype=False)
     found = torch.autograd.grad(joined, (main, auxiliary))
@@ -108,7 +120,9 @@ def test_both_classifiers_learn() -> None:
     """The weights behind either output move, so that the auxiliary loss reaches its own layer."""
     layers = layers_of(MODEL, DataConfig(num_classes=5))
     modules = build_layers(layers, 0, len(layers), seed=0)
-    values: tuple[Tensor, ...] = (torch.randn(2, 3, 75, 75, generator=torch.Generator().manual_seed(0)),)
+    values: tuple[Tensor, ...] = (
+        torch.randn(2, 3, 75, 75, generator=torch.Generator().manual_seed(0)),
+    )
     for module in modules:
         values = as_tuple(module(*values))
     functional.cross_entropy(values[0], torch.tensor([0, 3])).backward()

@@ -17,7 +17,10 @@ SMALL = ModelConfig(name="convnext", depth=18, width=8, norm="layer")
 
 
 def test_it_computes_what_torchvision_does(torchvision: Any) -> None:
-    """Tensors come in the same order; branches count for more than the 1e-6 that they are scaled by at first."""
+    """Tensors come in the same order.
+
+    Branches count for more than the 1e-6 that they are scaled by at first.
+    """
     data = DataConfig(num_classes=5)
     convnext = torchvision.models.convnext
     setting = [
@@ -32,17 +35,24 @@ def test_it_computes_what_torchvision_does(torchvision: Any) -> None:
     ours.load_state_dict(dict(zip(ours.state_dict(), theirs.state_dict().values(), strict=True)))
     images = torch.randn(2, 3, 70, 65, dtype=DTYPE)
     with one_thread():
-        wanted, found = theirs(images), ours(images)
+        wanted = theirs(images)
+        found = ours(images)
         (wanted**2).sum().backward()
         (found**2).sum().backward()
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=0)
     for parameter, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-8, atol=1e-12 * float(other.grad.abs().max()))
+        torch.testing.assert_close(
+            parameter.grad, other.grad, rtol=1e-8, atol=1e-12 * float(other.grad.abs().max())
+        )
 
 
 def test_samples_skip_branches_at_rates_that_rise_from_none_to_that_of_the_last_block() -> None:
     model = ModelConfig(name="convnext", depth=18, width=4, norm="layer", stochastic_depth=0.34)
-    rates = [dict(layer.options)["drop_rate"] for layer in layers_of(model, DataConfig()) if layer.kind == "residual"]
+    rates = [
+        dict(layer.options)["drop_rate"]
+        for layer in layers_of(model, DataConfig())
+        if layer.kind == "residual"
+    ]
     assert rates == [0.34 * index / 17 for index in range(18)]
     drop = StochasticDepth(0.25)
     torch.manual_seed(0)
@@ -55,4 +65,6 @@ def test_samples_skip_branches_at_rates_that_rise_from_none_to_that_of_the_last_
 
 def test_a_cut_changes_no_bit() -> None:
     assert_cut_equals_whole(SMALL, DataConfig(height_px=40, width_px=33, num_classes=3))
-    assert_cut_equals_whole(SMALL, DataConfig(height_px=40, width_px=33, num_classes=3), is_split=True)
+    assert_cut_equals_whole(
+        SMALL, DataConfig(height_px=40, width_px=33, num_classes=3), is_split=True
+    )

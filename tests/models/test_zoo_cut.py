@@ -1,4 +1,7 @@
-"""Every image classifier cut into stages gives the gradients of the whole to the bit; and the check can fail."""
+"""Every image classifier cut into stages gives the gradients of the whole to the bit.
+
+And the check can fail.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,10 @@ def test_each_layer_a_stage_of_its_own(name: str) -> None:
 
 
 class Pooled(nn.Module):
-    """A linear map that may be faulty: with an unused parameter, or with other results from run to run."""
+    """A linear map that may be faulty.
+
+    With an unused parameter, or with other results from run to run.
+    """
 
     runs = 0
 
@@ -54,7 +60,8 @@ class Doubles(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("fault", "words"), [("unused", "has no gradient"), ("drifts", "linear.weight"), ("in_place", "works in place")]
+    ("fault", "words"),
+    [("unused", "has no gradient"), ("drifts", "linear.weight"), ("in_place", "works in place")],
 )
 def test_a_fault_is_found(monkeypatch: pytest.MonkeyPatch, fault: str, words: str) -> None:
     def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:

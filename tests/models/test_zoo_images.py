@@ -16,8 +16,19 @@ from gems.models.build import as_tuple, boundary_shapes, build_layer, build_laye
 from tests.models.cutting import one_thread
 from tests.models.zoo import PRESETS, SMALL, num_parameters, published
 
-CHAINS = ("alexnet", "overfeat", "vgg", "googlenet", "inception_v3", "resnet_imagenet", "resnet", "convnext")
-CLASSIFIERS = [path.stem for path in sorted(PRESETS.glob("*.yaml")) if published(path.stem).name in CHAINS]
+CHAINS = (
+    "alexnet",
+    "overfeat",
+    "vgg",
+    "googlenet",
+    "inception_v3",
+    "resnet_imagenet",
+    "resnet",
+    "convnext",
+)
+CLASSIFIERS = [
+    path.stem for path in sorted(PRESETS.glob("*.yaml")) if published(path.stem).name in CHAINS
+]
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +40,9 @@ def on_one_thread() -> Iterator[None]:
 
 def logits_of(model: ModelConfig, data: DataConfig) -> torch.Tensor:
     layers = layers_of(model, data)
-    values: tuple[torch.Tensor, ...] = (torch.randn(2, data.channels, data.height_px, data.width_px),)
+    values: tuple[torch.Tensor, ...] = (
+        torch.randn(2, data.channels, data.height_px, data.width_px),
+    )
     with torch.no_grad():
         for module in build_layers(layers, 0, len(layers), seed=0):
             values = as_tuple(module.eval()(*values))
@@ -46,16 +59,31 @@ def test_a_layer_is_named_once_and_the_last_is_the_head(preset: str) -> None:
 
 def test_the_layers_of_one_network_of_each_kind() -> None:
     def names(preset: str, **changes: object) -> str:
-        return " ".join(layer.name for layer in layers_of(published(preset, **changes), DataConfig()))
+        return " ".join(
+            layer.name for layer in layers_of(published(preset, **changes), DataConfig())
+        )
 
     assert names("alexnet") == names("overfeat") == "conv1 conv2 conv3 conv4 conv5 fc1 fc2 head"
-    assert names("vgg16", depth=13) == (
-        "conv1_1 conv1_2 conv2_1 conv2_2 conv3_1 conv3_2 conv4_1 conv4_2 conv5_1 conv5_2 fc1 fc2 head"
+    assert (
+        names("vgg16", depth=13)
+        == "conv1_1 conv1_2 conv2_1 conv2_2 conv3_1 conv3_2 conv4_1 conv4_2 conv5_1 conv5_2 fc1 fc2"
+        " head"
     )
-    assert names("googlenet").split()[:5] == ["conv1", "conv2", "conv3", "inception3a", "inception3b"]
+    assert names("googlenet").split()[:5] == [
+        "conv1",
+        "conv2",
+        "conv3",
+        "inception3a",
+        "inception3b",
+    ]
     assert names("inception_v3", auxiliary=True).split()[-6:] == [
-        "mixed6e", "auxiliary", "mixed7a", "mixed7b", "mixed7c", "head",
-    ]  # fmt: skip
+        "mixed6e",
+        "auxiliary",
+        "mixed7a",
+        "mixed7b",
+        "mixed7c",
+        "head",
+    ]
     assert len(names("vgg416").split()) == 416
     assert len(names("resnet152").split()) == 52
     first = "stem stage1.block1 stage1.block2 stage1.block3 stage2.downsample stage2.block1 "
@@ -82,7 +110,9 @@ def test_the_last_map_at_the_published_size_is_the_published_one(
     preset: str, side_px: int, last: tuple[int, ...]
 ) -> None:
     shapes = boundary_shapes(layers_of(published(preset), DataConfig()), (1, 3, side_px, side_px))
-    assert [spec.shape[1:] for specs in shapes for spec in specs if len(spec.shape) == 4][-1] == last
+    assert [spec.shape[1:] for specs in shapes for spec in specs if len(spec.shape) == 4][
+        -1
+    ] == last
 
 
 def test_the_maps_between_the_groups_of_inception_v3() -> None:
@@ -96,7 +126,9 @@ def test_the_maps_between_the_groups_of_inception_v3() -> None:
 
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize(("higher", "wider"), [(0, 14), (58, 3)])
-def test_any_size_from_the_smallest_on_gives_finite_logits(name: str, higher: int, wider: int) -> None:
+def test_any_size_from_the_smallest_on_gives_finite_logits(
+    name: str, higher: int, wider: int
+) -> None:
     model, least_px = SMALL[name]
     data = DataConfig(height_px=least_px + higher, width_px=least_px + wider, num_classes=6)
     check_image(model, data)
@@ -114,7 +146,9 @@ def test_a_smaller_image_is_refused(name: str) -> None:
         ("data.height_px", least_px - 1, least_px),
         ("data.width_px", least_px, least_px - 1),
     ):
-        with pytest.raises(ConfigError, match=f"at least {least_px} px; set {key}={least_px}") as caught:
+        with pytest.raises(
+            ConfigError, match=f"at least {least_px} px; set {key}={least_px}"
+        ) as caught:
             check_image(model, DataConfig(height_px=height_px, width_px=width_px))
         assert caught.value.key == key
 
@@ -174,29 +208,63 @@ def test_where_a_norm_sees_more_values_a_single_image_is_enough(name: str) -> No
         ({"name": "vgg", "depth": 117}, "model.depth", ["nearest: 116, 121"]),
         ({"name": "vgg", "depth": 2}, "model.depth", ["nearest: 11, 13"]),
         ({"name": "vgg", "depth": 16, "width": 0}, "model.width", ["at least 1"]),
-        ({"name": "resnet_imagenet", "depth": 20}, "model.depth", ["18, 34, 50, 101, 152", "nearest: 18, 34"]),
-        ({"name": "resnet_imagenet", "depth": 18, "version": 3}, "model.version", ["allowed: 1, 2"]),
-        ({"name": "resnet_imagenet", "depth": 50, "norm": "normalizer_free"}, "model.norm", ["set model.version=2"]),
         (
-            {"name": "resnet", "depth": 20, "version": 2, "norm": "normalizer_free", "shortcut": "identity"},
+            {"name": "resnet_imagenet", "depth": 20},
+            "model.depth",
+            ["18, 34, 50, 101, 152", "nearest: 18, 34"],
+        ),
+        (
+            {"name": "resnet_imagenet", "depth": 18, "version": 3},
+            "model.version",
+            ["allowed: 1, 2"],
+        ),
+        (
+            {"name": "resnet_imagenet", "depth": 50, "norm": "normalizer_free"},
+            "model.norm",
+            ["set model.version=2"],
+        ),
+        (
+            {
+                "name": "resnet",
+                "depth": 20,
+                "version": 2,
+                "norm": "normalizer_free",
+                "shortcut": "identity",
+            },
             "model.shortcut",
             ["model.shortcut=projection"],
         ),
         ({"name": "vgg", "depth": 16, "norm": "normalizer_free"}, "model.norm", ["layer, none"]),
-        ({"name": "resnet_imagenet", "depth": 50, "block": "basic"}, "model.block", ["auto, bottleneck"]),
+        (
+            {"name": "resnet_imagenet", "depth": 50, "block": "basic"},
+            "model.block",
+            ["auto, bottleneck"],
+        ),
         ({"name": "resnet_imagenet", "depth": 50, "shortcut": "x"}, "model.shortcut", ["identity"]),
-        ({"name": "alexnet", "norm": "local"}, "model.norm", ["batch, ghost_batch, frozen_batch, group, layer, none"]),
+        (
+            {"name": "alexnet", "norm": "local"},
+            "model.norm",
+            ["batch, ghost_batch, frozen_batch, group, layer, none"],
+        ),
         ({"name": "overfeat", "dropout": 1.0}, "model.dropout", ["below 1"]),
         ({"name": "inception_v3", "dropout": -0.1}, "model.dropout", ["0 or more"]),
         ({"name": "googlenet", "auxiliary": True}, "model.auxiliary", ["model=inception_v3"]),
         ({"name": "resnet", "auxiliary": True}, "model.auxiliary", ["set model.auxiliary=false"]),
-        ({"name": "resnet", "stochastic_depth": 0.1}, "model.stochastic_depth", ["model=convnext_tiny"]),
+        (
+            {"name": "resnet", "stochastic_depth": 0.1},
+            "model.stochastic_depth",
+            ["model=convnext_tiny"],
+        ),
         (
             {"name": "convnext", "depth": 18, "norm": "layer", "stochastic_depth": 1.0},
             "model.stochastic_depth",
             ["below 1"],
         ),
-        ({"name": "convnext", "depth": 20, "norm": "layer"}, "model.depth", ["18 (tiny)", "nearest: 18, 36"]),
+        (
+            {"name": "convnext", "depth": 20, "norm": "layer"},
+            "model.depth",
+            ["18 (tiny)", "nearest: 18, 36"],
+        ),
         ({"name": "convnext", "depth": 18}, "model.norm", ["allowed: layer"]),
     ],
 )
@@ -246,7 +314,10 @@ def test_dropout_is_an_option_of_the_classifier(name: str, num_dropouts: int) ->
 @pytest.mark.parametrize("name", ["alexnet", "googlenet"])
 def test_the_parameters_do_not_depend_on_the_size_of_the_image(name: str) -> None:
     model, least_px = SMALL[name]
-    counts = {num_parameters(model, DataConfig(height_px=side, width_px=side)) for side in (least_px, 1024)}
+    counts = {
+        num_parameters(model, DataConfig(height_px=side, width_px=side))
+        for side in (least_px, 1024)
+    }
     assert len(counts) == 1
 
 
@@ -257,6 +328,8 @@ def test_the_stride_is_the_real_down_sampling(name: str) -> None:
     sides = []
     for side_px in (640, 640 + 4 * stride_px):
         shapes = boundary_shapes(layers_of(model, DataConfig()), (1, 3, side_px, side_px))
-        sides.append([spec.shape[2] for specs in shapes for spec in specs if len(spec.shape) == 4][-1])
+        sides.append(
+            [spec.shape[2] for specs in shapes for spec in specs if len(spec.shape) == 4][-1]
+        )
     assert sides[1] - sides[0] == 4
     assert sides[0] <= math.ceil(640 / stride_px)

@@ -20,8 +20,12 @@ def linear(before: int, after: int) -> int:
 
 
 def vgg(more: int, norm: bool = False, channels: int = 3) -> int:
-    """VGG-16 with `more` convolutions in each group; a norm has two numbers a channel in the place of the bias."""
-    total, before = 0, channels
+    """VGG-16 with `more` convolutions in each group.
+
+    A norm has two numbers a channel in the place of the bias.
+    """
+    total = 0
+    before = channels
     for width, convs in VGG_GROUPS:
         for _ in range(convs + more):
             total += conv(before, width, 9) + (width if norm else 0)
@@ -30,13 +34,23 @@ def vgg(more: int, norm: bool = False, channels: int = 3) -> int:
 
 
 def googlenet() -> int:
-    """Szegedy et al. 2014, table 1: three convolutions, nine blocks of 1x1 | 1x1 3x3 | 1x1 5x5 | pool 1x1, one map."""
+    """Szegedy et al. 2014, table 1.
+
+    Three convolutions, nine blocks of 1x1 | 1x1 3x3 | 1x1 5x5 | pool 1x1, one map.
+    """
     table = (
-        (64, 96, 128, 16, 32, 32), (128, 128, 192, 32, 96, 64), (192, 96, 208, 16, 48, 64),
-        (160, 112, 224, 24, 64, 64), (128, 128, 256, 24, 64, 64), (112, 144, 288, 32, 64, 64),
-        (256, 160, 320, 32, 128, 128), (256, 160, 320, 32, 128, 128), (384, 192, 384, 48, 128, 128),
-    )  # fmt: skip
-    total, before = conv(3, 64, 49) + conv(64, 64, 1) + conv(64, 192, 9), 192
+        (64, 96, 128, 16, 32, 32),
+        (128, 128, 192, 32, 96, 64),
+        (192, 96, 208, 16, 48, 64),
+        (160, 112, 224, 24, 64, 64),
+        (128, 128, 256, 24, 64, 64),
+        (112, 144, 288, 32, 64, 64),
+        (256, 160, 320, 32, 128, 128),
+        (256, 160, 320, 32, 128, 128),
+        (384, 192, 384, 48, 128, 128),
+    )
+    total = conv(3, 64, 49) + conv(64, 64, 1) + conv(64, 192, 9)
+    before = 192
     for one, three_in, three, five_in, five, pooled in table:
         total += conv(before, one, 1) + conv(before, three_in, 1) + conv(three_in, three, 9)
         total += conv(before, five_in, 1) + conv(five_in, five, 25) + conv(before, pooled, 1)
@@ -47,17 +61,25 @@ def googlenet() -> int:
 def test_alexnet() -> None:
     """Count the parameters of Krizhevsky 2014.
 
-    It has 64, 192, 384, 256, 256 filters of 11, 5, 3, 3, 3 px a side, then 6x6x256 - 4096 - 4096 - 1000.
+    It has 64, 192, 384, 256, 256 filters of 11, 5, 3, 3, 3 px a side, then 6x6x256 - 4096 - 4096 -
+    1000.
     """
     definition = conv(3, 64, 121) + conv(64, 192, 25) + conv(192, 384, 9) + conv(384, 256, 9)
-    definition += conv(256, 256, 9) + linear(256 * 36, 4096) + linear(4096, 4096) + linear(4096, 1000)
+    definition += (
+        conv(256, 256, 9) + linear(256 * 36, 4096) + linear(4096, 4096) + linear(4096, 1000)
+    )
     assert num_parameters(published("alexnet")) == definition == 61_100_840
 
 
 def test_overfeat() -> None:
-    """Sermanet et al. 2013, table 1: 96, 256, 512, 1024, 1024 filters of 11, 5, 3, 3, 3, then 6x6 - 3072 - 4096."""
+    """Sermanet et al. 2013, table 1.
+
+    96, 256, 512, 1024, 1024 filters of 11, 5, 3, 3, 3, then 6x6 - 3072 - 4096.
+    """
     definition = conv(3, 96, 121) + conv(96, 256, 25) + conv(256, 512, 9) + conv(512, 1024, 9)
-    definition += conv(1024, 1024, 9) + linear(1024 * 36, 3072) + linear(3072, 4096) + linear(4096, 1000)
+    definition += (
+        conv(1024, 1024, 9) + linear(1024 * 36, 3072) + linear(3072, 4096) + linear(4096, 1000)
+    )
     assert num_parameters(published("overfeat")) == definition == 145_920_872
 
 
@@ -78,7 +100,9 @@ def test_vgg(preset: str, more: int, count: int) -> None:
     assert model.depth == 16 + 5 * more
 
 
-@pytest.mark.parametrize(("depth", "count"), [(11, 132_863_336), (13, 133_047_848), (19, 143_667_240)])
+@pytest.mark.parametrize(
+    ("depth", "count"), [(11, 132_863_336), (13, 133_047_848), (19, 143_667_240)]
+)
 def test_the_other_published_depths_of_vgg(depth: int, count: int) -> None:
     assert num_parameters(published("vgg16", depth=depth)) == count
 
@@ -95,12 +119,15 @@ def test_googlenet() -> None:
 def test_inception_v3() -> None:
     """The released model has 23 817 352 trainable parameters and no scale in its 17 216 normed channels; ours has both.
 
-    The auxiliary classifier: 1x1 to 128, 5x5 to 768, both with batch norm and no bias, and a linear map.
+    The auxiliary classifier: 1x1 to 128, 5x5 to 768, both with batch norm and no bias, and a linear
+    map.
     """
     main = num_parameters(published("inception_v3"))
     assert main == 23_817_352 + 17_216
     auxiliary = 768 * 128 + 2 * 128 + 128 * 768 * 25 + 2 * 768 + linear(768, 1000)
-    assert num_parameters(published("inception_v3", auxiliary=True)) == main + auxiliary == 27_161_264
+    assert (
+        num_parameters(published("inception_v3", auxiliary=True)) == main + auxiliary == 27_161_264
+    )
 
 
 @pytest.mark.parametrize(
@@ -113,9 +140,15 @@ def test_inception_v3() -> None:
         (152, (3, 8, 36, 3), 4, 60_192_808),
     ],
 )
-def test_resnet_for_imagenet(depth: int, blocks: tuple[int, ...], expansion: int, count: int) -> None:
-    """He et al. 2015, table 1, with projections where the shape changes; each norm has two numbers a channel."""
-    total, before = 147 * 64 + 128, 64
+def test_resnet_for_imagenet(
+    depth: int, blocks: tuple[int, ...], expansion: int, count: int
+) -> None:
+    """He et al. 2015, table 1, with projections where the shape changes.
+
+    Each norm has two numbers a channel.
+    """
+    total = 147 * 64 + 128
+    before = 64
     for stage, num_blocks in enumerate(blocks):
         inner = 64 << stage
         after = inner * expansion
@@ -132,7 +165,11 @@ def test_resnet_for_imagenet(depth: int, blocks: tuple[int, ...], expansion: int
 
 def test_normalizer_free_resnet() -> None:
     """Each convolution has a gain and a bias for each channel, as many numbers as a norm behind it."""
-    assert num_parameters(published("nf_resnet50")) == num_parameters(published("resnet50")) == 25_557_032
+    assert (
+        num_parameters(published("nf_resnet50"))
+        == num_parameters(published("resnet50"))
+        == 25_557_032
+    )
 
 
 @pytest.mark.parametrize(
@@ -145,20 +182,32 @@ def test_normalizer_free_resnet() -> None:
     ],
 )
 def test_convnext(size: str, width: int, blocks: tuple[int, ...], count: int) -> None:
-    """Liu et al. 2022, section 3: depthwise 7x7, to 4 times the width and back; a norm has two numbers a channel."""
+    """Liu et al. 2022, section 3: depthwise 7x7, to 4 times the width and back.
+
+    A norm has two numbers a channel.
+    """
     total = conv(3, width, 16) + 2 * width
     for stage, num_blocks in enumerate(blocks):
         now = width << stage
         if stage:
             total += now + conv(now // 2, now, 4)
-        total += num_blocks * (50 * now + 2 * now + linear(now, 4 * now) + linear(4 * now, now) + now)
-    assert num_parameters(published(f"convnext_{size}")) == total + 2 * now + linear(now, 1000) == count
+        total += num_blocks * (
+            50 * now + 2 * now + linear(now, 4 * now) + linear(4 * now, now) + now
+        )
+    assert (
+        num_parameters(published(f"convnext_{size}"))
+        == total + 2 * now + linear(now, 1000)
+        == count
+    )
 
 
 @pytest.mark.parametrize(
-    ("preset", "width"), [("alexnet", 64), ("vgg16", 64), ("googlenet", 64), ("inception_v3", 32), ("resnet50", 64)]
+    ("preset", "width"),
+    [("alexnet", 64), ("vgg16", 64), ("googlenet", 64), ("inception_v3", 32), ("resnet50", 64)],
 )
-def test_twice_the_width_has_four_times_the_weights_between_hidden_channels(preset: str, width: int) -> None:
+def test_twice_the_width_has_four_times_the_weights_between_hidden_channels(
+    preset: str, width: int
+) -> None:
     """Only input, classes, biases and norms grow twofold, so the count grows a little less than fourfold."""
     single, double = (num_parameters(published(preset, width=factor * width)) for factor in (1, 2))
     assert 3.2 * single < double < 4 * single

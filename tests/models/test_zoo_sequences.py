@@ -28,7 +28,10 @@ def count(model: ModelConfig, data: DataConfig) -> int:
 
 
 def lstm(inputs: int, cells: int, outputs: int | None = None) -> int:
-    """Four gates with weights of input and output, and two biases (torch keeps both); a projection where asked."""
+    """Four gates with weights of input and output, and two biases (torch keeps both).
+
+    A projection where asked.
+    """
     back = outputs or cells
     return 4 * cells * (inputs + back + 2) + (cells * outputs if outputs else 0)
 
@@ -63,7 +66,8 @@ def test_names_and_tensors_of_gnmt() -> None:
     assert (given.name, given.shape, given.dtype) == ("tokens", (2, 2, 5), torch.int64)
     shapes = boundary_shapes(layers, given.shape, torch.float64, given.dtype)
     found = [[(spec.name, spec.shape, spec.dtype) for spec in specs] for specs in shapes]
-    state, words = ((5, 2, 6), torch.float64), ((2, 5), torch.int64)
+    state = ((5, 2, 6), torch.float64)
+    words = ((2, 5), torch.int64)
     assert found == [
         [("source.main", *state), ("source.target", *words)],
         [("encoder1.main", (5, 2, 12), torch.float64), ("encoder1.target", *words)],
@@ -83,8 +87,11 @@ def test_names_and_tensors_of_big_lstm() -> None:
     given = input_spec(TOKENS, 3)
     shapes = boundary_shapes(layers, given.shape, torch.float32, given.dtype)
     assert [[(spec.name, spec.shape) for spec in specs] for specs in shapes] == [
-        [("words", (5, 3, 6))], [("lstm1", (5, 3, 6))], [("lstm2", (5, 3, 6))], [("head", (3, 11, 5))],
-    ]  # fmt: skip
+        [("words", (5, 3, 6))],
+        [("lstm1", (5, 3, 6))],
+        [("lstm2", (5, 3, 6))],
+        [("head", (3, 11, 5))],
+    ]
 
 
 def test_residuals_begin_at_the_third_layer_of_encoder_and_decoder() -> None:
@@ -93,7 +100,8 @@ def test_residuals_begin_at_the_third_layer_of_encoder_and_decoder() -> None:
     assert residual == {"encoder3", "encoder4", "encoder5", "decoder3", "decoder4", "decoder5"}
     layer = next(layer for layer in layers if layer.name == "encoder3")
     module = build_layer(layer, 4, 0)
-    x, target = torch.randn(3, 2, 4), torch.zeros(2, 3, dtype=torch.int64)
+    x = torch.randn(3, 2, 4)
+    target = torch.zeros(2, 3, dtype=torch.int64)
     out, carried = module(x, target)
     assert torch.equal(out, x + module.lstm(x)[0]) and carried is target
 
@@ -101,7 +109,8 @@ def test_residuals_begin_at_the_third_layer_of_encoder_and_decoder() -> None:
 def test_the_first_encoder_layer_reads_both_ways() -> None:
     layer = next(layer for layer in layers_of(GNMT, PAIRS) if layer.name == "encoder1")
     module = build_layer(layer, 1, 0)
-    x, target = torch.randn(4, 1, 6), torch.zeros(1, 4, dtype=torch.int64)
+    x = torch.randn(4, 1, 6)
+    target = torch.zeros(1, 4, dtype=torch.int64)
     later = x.clone()
     later[-1] += 1
     with torch.no_grad():
@@ -110,12 +119,17 @@ def test_the_first_encoder_layer_reads_both_ways() -> None:
 
 
 def test_logits_know_the_past_alone() -> None:
-    """A token changes the logits from its own place on, and none before; of the source every place knows all."""
+    """A token changes the logits from its own place on, and none before.
+
+    Of the source every place knows all.
+    """
     for model, data in ((BIGLSTM, TOKENS), (GNMT, PAIRS)):
         tokens = tokens_of(data, 1)
         other = tokens.clone()
         other.view(-1, 5)[-1, 2] = (other.view(-1, 5)[-1, 2] + 1) % 11
-        changed = (logits(model, data, other) - logits(model, data, tokens)).abs().amax(dim=(0, 1)) > 0
+        changed = (logits(model, data, other) - logits(model, data, tokens)).abs().amax(
+            dim=(0, 1)
+        ) > 0
         assert changed.tolist() == [False, False, True, True, True]
     source = tokens_of(PAIRS, 1)
     other = source.clone()
@@ -126,12 +140,15 @@ def test_logits_know_the_past_alone() -> None:
 def test_attention_weighs_the_memory_by_the_place_before() -> None:
     torch.manual_seed(0)
     module = Attention(4)
-    state, memory = torch.randn(3, 2, 4), torch.randn(5, 2, 4)
+    state = torch.randn(3, 2, 4)
+    memory = torch.randn(5, 2, 4)
     same, context = module(state, memory)
     assert same is state and context.is_contiguous()
     for t, n in ((0, 0), (1, 1), (2, 0)):
         query = module.query(state[t - 1, n] if t else torch.zeros(4))
-        scores = torch.stack([module.score(torch.tanh(query + module.key(memory[s, n])))[0] for s in range(5)])
+        scores = torch.stack(
+            [module.score(torch.tanh(query + module.key(memory[s, n])))[0] for s in range(5)]
+        )
         torch.testing.assert_close(context[t, n], scores.softmax(0) @ memory[:, n])
 
 
@@ -142,11 +159,15 @@ def test_a_projected_layer_gives_the_projection() -> None:
 
 
 @pytest.mark.parametrize("is_split", [False, True])
-@pytest.mark.parametrize(("model", "data"), [(BIGLSTM, TOKENS), (GNMT, PAIRS)], ids=["biglstm", "gnmt"])
+@pytest.mark.parametrize(
+    ("model", "data"), [(BIGLSTM, TOKENS), (GNMT, PAIRS)], ids=["biglstm", "gnmt"]
+)
 def test_a_cut_changes_no_bit(model: ModelConfig, data: DataConfig, is_split: bool) -> None:
     labels = torch.randint(11, (2, 5), generator=torch.Generator().manual_seed(3))
     for parts in (2, 4):
-        assert_cut_equals_whole(model, data, parts=parts, inputs=tokens_of(data, 2), labels=labels, is_split=is_split)
+        assert_cut_equals_whole(
+            model, data, parts=parts, inputs=tokens_of(data, 2), labels=labels, is_split=is_split
+        )
 
 
 def test_every_layer_a_stage_of_its_own() -> None:
@@ -156,12 +177,19 @@ def test_every_layer_a_stage_of_its_own() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "key"),
-    [({"vocabulary": 10}, "model.vocabulary"), ({"width": 0}, "model.width"), ({"depth": 0}, "model.depth")],
+    [
+        ({"vocabulary": 10}, "model.vocabulary"),
+        ({"width": 0}, "model.width"),
+        ({"depth": 0}, "model.depth"),
+    ],
 )
 @pytest.mark.parametrize("name", ["gnmt", "biglstm"])
 def test_networks_that_do_not_exist_are_refused(name: str, changes: dict, key: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        layers_of(ModelConfig(**{"name": name, "depth": 2, "width": 4, "vocabulary": 11, **changes}), TOKENS)
+        layers_of(
+            ModelConfig(**{"name": name, "depth": 2, "width": 4, "vocabulary": 11, **changes}),
+            TOKENS,
+        )
     assert caught.value.key == key
 
 
@@ -172,19 +200,28 @@ def test_the_size_of_an_image_means_nothing_to_them() -> None:
 
 @pytest.mark.parametrize(
     ("model", "source", "advice"),
-    [("resnet", "tokens", "data=folder"), ("gnmt", "tokens", "data=token_pairs"),
-    ("gnmt", "synthetic", "data=token_pairs"),
-     ("biglstm", "token_pairs", "data=tokens")],
-)  # fmt: skip
-def test_a_model_that_cannot_read_the_data_is_refused_in_one_line(model: str, source: str, advice: str) -> None:
+    [
+        ("resnet", "tokens", "data=folder"),
+        ("gnmt", "tokens", "data=token_pairs"),
+        ("gnmt", "synthetic", "data=token_pairs"),
+        ("biglstm", "token_pairs", "data=tokens"),
+    ],
+)
+def test_a_model_that_cannot_read_the_data_is_refused_in_one_line(
+    model: str, source: str, advice: str
+) -> None:
     spec = RunSpec(model=ModelConfig(name=model), data=DataConfig(name=source))
     with pytest.raises(ConfigError) as caught:
         resolve(spec)
-    assert caught.value.key == "data" and advice in str(caught.value) and "\n" not in str(caught.value)
+    assert (
+        caught.value.key == "data" and advice in str(caught.value) and "\n" not in str(caught.value)
+    )
 
 
 def tokens_of(data: DataConfig, size: int) -> Tensor:
-    return torch.randint(11, (size, *sample_shape(data)), generator=torch.Generator().manual_seed(2))
+    return torch.randint(
+        11, (size, *sample_shape(data)), generator=torch.Generator().manual_seed(2)
+    )
 
 
 def logits(model: ModelConfig, data: DataConfig, tokens: Tensor) -> Tensor:

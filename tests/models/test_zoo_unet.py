@@ -25,7 +25,8 @@ def by_hand(levels: int, width: int, channels: int, num_classes: int, norm: str 
     def conv(before: int, after: int) -> int:
         return 9 * before * after + (after if norm == "none" else 2 * after)
 
-    total, last = 0, channels
+    total = 0
+    last = channels
     for level in range(levels):
         here = width * 2**level
         total += conv(last, here) + conv(here, here)
@@ -60,7 +61,8 @@ def test_names_and_tensors_between_the_layers() -> None:
         layer.name: [(spec.name.removeprefix(f"{layer.name}."), spec.shape[1:]) for spec in specs]
         for layer, specs in zip(layers, boundary_shapes(layers, (2, 3, 12, 20)), strict=True)
     }
-    skip1, skip2 = ("skip1", (4, 12, 20)), ("skip2", (8, 6, 10))
+    skip1 = ("skip1", (4, 12, 20))
+    skip2 = ("skip2", (8, 6, 10))
     assert shapes == {
         "down1.conv1": [("down1.conv1", (4, 12, 20))],
         "down1.conv2": [("down1.conv2", (4, 12, 20))],
@@ -85,9 +87,7 @@ def test_a_segmentation_gets_the_map_whose_mean_classifies_the_image() -> None:
     dense = layers_of(SMALL, replace(data, task="segmentation"))
     shapes = [layers_of(SMALL, data), dense]
     images = torch.randn(2, 3, 13, 22, generator=torch.Generator().manual_seed(0))
-    mean, each = (
-        run_all(build_layers(layers, 0, len(layers), 0), images) for layers in shapes
-    )  # fmt: skip
+    mean, each = (run_all(build_layers(layers, 0, len(layers), 0), images) for layers in shapes)
     assert each.shape == (2, 2, 13, 22)
     torch.testing.assert_close(each.mean(dim=(2, 3)), mean)
 
@@ -101,7 +101,10 @@ def run_all(modules: list[nn.Module], images: Tensor) -> Tensor:
 
 def test_a_network_without_a_map_is_refused() -> None:
     data = DataConfig(name="synthetic", task="segmentation")
-    with pytest.raises(ConfigError, match=r"data\.task=segmentation: model resnet gives one score .* set model=unet"):
+    with pytest.raises(
+        ConfigError,
+        match=r"data\.task=segmentation: model resnet gives one score .* set model=unet",
+    ):
         resolve(RunSpec(data=data))
     assert resolve(RunSpec(data=data, model=SMALL)).model.name == "unet"
 
@@ -111,7 +114,8 @@ def test_a_skip_is_the_very_tensor_until_it_is_joined() -> None:
     values: tuple[Tensor, ...] = (torch.randn(1, 3, 16, 16),)
     skips: list[Tensor] = []
     for layer, module in zip(layers, build_layers(layers, 0, len(layers), 0), strict=True):
-        given, values = values, as_tuple(module(*values))
+        given = values
+        values = as_tuple(module(*values))
         if layer.kind == "pool":
             skips.append(given[0])
         if layer.name.endswith("widen"):
@@ -127,7 +131,13 @@ def test_any_size_of_at_least_one_stride(height: int, width: int) -> None:
     data = DataConfig(height_px=height, width_px=width, num_classes=4)
     check_image(SMALL, data, micro_batch_size=2)
     layers = layers_of(SMALL, data)
-    shapes = dict(zip((layer.name for layer in layers), boundary_shapes(layers, (2, 3, height, width)), strict=True))
+    shapes = dict(
+        zip(
+            (layer.name for layer in layers),
+            boundary_shapes(layers, (2, 3, height, width)),
+            strict=True,
+        )
+    )
     assert shapes["bottom.conv2"][0].shape[2:] == (-(-height // 8), -(-width // 8))
     assert shapes["up1.conv2"][0].shape[2:] == (height, width)
     with pytest.raises(ConfigError, match="at least 8 px"):
@@ -144,7 +154,9 @@ def test_a_depth_that_no_network_has_is_refused(depth: int) -> None:
 def test_the_values_keep_their_scale_without_a_norm() -> None:
     model = ModelConfig(name="unet", depth=5, width=16, norm="none")
     layers = layers_of(model, DataConfig())
-    values: tuple[Tensor, ...] = (torch.randn(1, 3, 64, 64, generator=torch.Generator().manual_seed(0)),)
+    values: tuple[Tensor, ...] = (
+        torch.randn(1, 3, 64, 64, generator=torch.Generator().manual_seed(0)),
+    )
     with torch.no_grad():
         for module in build_layers(layers, 0, len(layers), 0):
             values = as_tuple(module(*values))

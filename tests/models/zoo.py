@@ -1,4 +1,7 @@
-"""The image classifiers of the zoo: as published, by their files in conf/model, and small enough to run in a test."""
+"""The image classifiers of the zoo.
+
+As published, by their files in conf/model, and small enough to run in a test.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,10 @@ SMALL: dict[str, tuple[ModelConfig, int]] = {
     "resnet50": (ModelConfig(name="resnet_imagenet", depth=50, width=4), 32),
     "resnet20": (ModelConfig(name="resnet", depth=20, width=4), 4),
     "resnet20_v2": (ModelConfig(name="resnet", depth=20, version=2, width=4), 4),
-    "nf_resnet50": (ModelConfig(name="resnet_imagenet", depth=50, version=2, width=4, norm="normalizer_free"), 32),
+    "nf_resnet50": (
+        ModelConfig(name="resnet_imagenet", depth=50, version=2, width=4, norm="normalizer_free"),
+        32,
+    ),
     "convnext_tiny": (ModelConfig(name="convnext", depth=18, width=4, norm="layer"), 32),
 }
 

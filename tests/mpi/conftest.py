@@ -22,14 +22,17 @@ _failed: list[threading.Timer] = []
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item, call):
-    """Go on if all ranks come to the end of a test that has failed; end all if one waits, or with -x at once.
+    """Go on if all ranks come to the end of a test that has failed.
 
+    End all if one waits, or with -x at once.
     The others may wait for this one for ever.
     """
     outcome = yield
     report = outcome.get_result()
     if report.failed:
-        print(f"rank {world().rank}: {item.name}\n{report.longreprtext}", file=sys.stderr, flush=True)
+        print(
+            f"rank {world().rank}: {item.name}\n{report.longreprtext}", file=sys.stderr, flush=True
+        )
         if item.config.option.maxfail or report.when == "teardown":
             abort(1)
         timer = threading.Timer(ALONE_S, os._exit, [1])  # whereupon mpiexec ends the other ranks
@@ -46,7 +49,9 @@ def comm() -> Comm:
 
 @pytest.fixture(scope="session")
 def control(comm: Comm) -> Transport:
-    return Transport(comm, hang_timeout_s=200, sleep_s=0.002)  # idle ranks leave the cores to others
+    return Transport(
+        comm, hang_timeout_s=200, sleep_s=0.002
+    )  # idle ranks leave the cores to others
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -28,9 +28,13 @@ def attributed(comm, **changes) -> tuple[RunFolder, Attribution]:
     """Run one configuration and gives its folder and where its time went; collective."""
     path = broadcast(comm, tempfile.mkdtemp() if comm.rank == 0 else None)
     options = {
-        "machine__kind": "emulated", "cost__unit_s": 0.002, "parallel__micro_batches": 8, "cost__boundary_bytes": 1000,
-        "train__steps": 4, "benchmark__skip_steps": 1,
-    }  # fmt: skip
+        "machine__kind": "emulated",
+        "cost__unit_s": 0.002,
+        "parallel__micro_batches": 8,
+        "cost__boundary_bytes": 1000,
+        "train__steps": 4,
+        "benchmark__skip_steps": 1,
+    }
     spec = make_spec("1f1b", 4, 1, runs_dir=path, **(options | changes))
     folder = prepare(spec) if comm.rank == 0 else RunFolder.of(spec)
     meet(comm)

@@ -11,7 +11,11 @@ from tests.device import DEVICE, ON_GPU
 from tests.engine.toys import make_spec
 from tests.mpi.conftest import sub_world
 
-OWN = {"model__target": "tests.models.own_draws.Random", "model__name": "Own", "data__num_classes": 2}
+OWN = {
+    "model__target": "tests.models.own_draws.Random",
+    "model__name": "Own",
+    "data__num_classes": 2,
+}
 ZOO = {"model__depth": 8, "model__dropout": 0.5}
 RUNS = {
     "1f1b": ("1f1b", 3, 1, {}),
@@ -23,14 +27,30 @@ RUNS = {
     "data parallelism": ("layer_parallel", 1, 4, {}),
     "a search": ("capped", 2, 1, {"schedule__activation_cap": 1.5, "schedule__budget_s": 0.2}),
     "a search that recomputes": (
-        "capped", 2, 1,
-        {"schedule__activation_cap": 1.0, "schedule__budget_s": 0.2, "schedule__memory_actions": ["recompute"]},
+        "capped",
+        2,
+        1,
+        {
+            "schedule__activation_cap": 1.0,
+            "schedule__budget_s": 0.2,
+            "schedule__memory_actions": ["recompute"],
+        },
     ),
-    "stages recomputed": ("1f1b", 2, 1, {"memory__name": "recompute", "memory__recompute": "stage"}),
+    "stages recomputed": (
+        "1f1b",
+        2,
+        1,
+        {"memory__name": "recompute", "memory__recompute": "stage"},
+    ),
     "segments recomputed": ("gems_master", 2, 1, {"memory__name": "recompute"}),
-    "selective recomputation": ("zb_h1", 2, 2, {"memory__name": "recompute", "memory__recompute": "selective"}),
+    "selective recomputation": (
+        "zb_h1",
+        2,
+        2,
+        {"memory__name": "recompute", "memory__recompute": "selective"},
+    ),
     "offload": ("1f1b", 2, 1, {"memory__name": "vdnn_all", "memory__min_offload_bytes": 0}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("network", ["zoo", "own"])
@@ -38,9 +58,13 @@ RUNS = {
 def test_random_layers_equal_those_of_the_uncut_network(comm, run, network):
     schedule, partitions, replicas, changes = RUNS[run]
     spec = make_spec(
-        schedule, partitions, replicas, train__precision="float64", schedule__max_stages=5,
+        schedule,
+        partitions,
+        replicas,
+        train__precision="float64",
+        schedule__max_stages=5,
         **(ZOO if network == "zoo" else OWN) | changes,
-    )  # fmt: skip
+    )
     part = sub_world(comm, spec.world_size)
     if part is None:
         return

@@ -26,7 +26,11 @@ PLAIN = ("layer_parallel", "1f1b", "gems_master", "chimera", "zb_h1", "zb_v", "i
 def run_on(comm, schedule: str, partitions: int, replicas: int = 1, spoil=None, **changes):
     """Run one configuration and gives its schedule and each rank's events of the last step by action; collective."""
     path = broadcast(comm, tempfile.mkdtemp() if comm.rank == 0 else None)
-    options = {"machine__kind": "emulated", "cost__unit_s": 0.0005, "parallel__micro_batches": 8} | changes
+    options = {
+        "machine__kind": "emulated",
+        "cost__unit_s": 0.0005,
+        "parallel__micro_batches": 8,
+    } | changes
     spec = make_spec(schedule, partitions, replicas, runs_dir=path, **options)
     folder = prepare(spec) if comm.rank == 0 else RunFolder.of(spec)
     meet(comm)
@@ -74,7 +78,12 @@ def test_messages_take_the_time_of_the_links(comm):
     seen = 0
     for rank, action in schedule.actions():
         receives = [need for need in dependencies(action, schedule) if action.kind in COMPUTE_KINDS]
-        for send in (send for need in receives if need.kind in RECV_KINDS for send in dependencies(need, schedule)):
+        for send in (
+            send
+            for need in receives
+            if need.kind in RECV_KINDS
+            for send in dependencies(need, schedule)
+        ):
             sent_ns = events[schedule.rank_of(send)][send]["start_ns"]
             assert events[rank][action]["start_ns"] >= sent_ns + 1_000_000, (rank, action)
             seen += 1
@@ -84,7 +93,10 @@ def test_messages_take_the_time_of_the_links(comm):
 @pytest.mark.parametrize("param_bytes", [0, 400_000])
 def test_nobody_steps_before_all_copies_have_reduced(comm, param_bytes):
     schedule, events = run_on(comm, "gems_master", 2, 2, cost__param_bytes=param_bytes)
-    reductions = [next(row for action, row in mine.items() if action.kind is Kind.REDUCE_GRAD) for mine in events]
+    reductions = [
+        next(row for action, row in mine.items() if action.kind is Kind.REDUCE_GRAD)
+        for mine in events
+    ]
     for rank in range(comm.size):
         group = schedule.placement.reduce_group(rank % 2, 2)
         assert reductions[rank]["end_ns"] >= max(reductions[peer]["start_ns"] for peer in group)

@@ -30,7 +30,9 @@ TOLERANCE = 1e-12
 
 
 def make_spec(schedule: str, partitions: int, replicas: int = 1, **changes) -> RunSpec:
-    return toys.make_spec(schedule, partitions, replicas, **{"train__precision": "float64", **changes})
+    return toys.make_spec(
+        schedule, partitions, replicas, **{"train__precision": "float64", **changes}
+    )
 
 
 def check(comm, spec: RunSpec, schedule=None) -> Verification | None:
@@ -40,7 +42,10 @@ def check(comm, spec: RunSpec, schedule=None) -> Verification | None:
     difference = compare(spec, part, DEVICE, schedule)
     assert difference.max_rel_error <= TOLERANCE, difference
     assert difference.peak_activation_bytes == difference.predicted_activation_bytes, difference
-    assert len(difference.peak_activation_bytes) == spec.world_size and max(difference.peak_activation_bytes) > 0
+    assert (
+        len(difference.peak_activation_bytes) == spec.world_size
+        and max(difference.peak_activation_bytes) > 0
+    )
     return difference
 
 
@@ -70,29 +75,52 @@ def test_every_schedule_runs_on_four_ranks_and_on_fewer():
 
 @pytest.mark.parametrize(("schedule", "partitions", "replicas"), CASES)
 def test_equals_one_unsplit_process(comm, schedule, partitions, replicas):
-    """MPI4DL #4: its layer, pipeline and GEMS modes break under data parallelism; here each runs with replicas."""
+    """MPI4DL #4: its layer, pipeline and GEMS modes break under data parallelism.
+
+    Here each runs with replicas.
+    """
     depth = 8 if FAMILIES[schedule].stages(2) == 1 else 20
     difference = check(
-        comm, make_spec(schedule, partitions, replicas, model__depth=depth, parallel__micro_batches=size_of(partitions))
+        comm,
+        make_spec(
+            schedule,
+            partitions,
+            replicas,
+            model__depth=depth,
+            parallel__micro_batches=size_of(partitions),
+        ),
     )
     assert difference is None or difference.unsplit_layers == ()
 
 
 CHANNELS_LAST = {
-    "1f1b": {}, "gems_master": {}, "zb_v": {}, "interleaved_1f1b": {},
-    "unet": {"model__name": "unet", "model__norm": "none", "data__task": "segmentation", "data__height_px": 16,
-             "data__width_px": 16, "model__depth": 2},
+    "1f1b": {},
+    "gems_master": {},
+    "zb_v": {},
+    "interleaved_1f1b": {},
+    "unet": {
+        "model__name": "unet",
+        "model__norm": "none",
+        "data__task": "segmentation",
+        "data__height_px": 16,
+        "data__width_px": 16,
+        "model__depth": 2,
+    },
     "offload": {"memory": MemoryConfig("vdnn_all", min_offload_bytes=0)},
     "recompute": {"memory": MemoryConfig("recompute", recompute="stage")},
     "strips": {"model__norm": "none", "parallel__strips": 2},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", CHANNELS_LAST)
 def test_channels_last_is_exact_and_travels_without_a_conversion(comm, case, monkeypatch):
     """Also what comes back, and what was in host memory or run again meanwhile."""
     schedule = case if case in FAMILIES else "1f1b"
-    depth = {} if "model__name" in CHANNELS_LAST[case] or FAMILIES[schedule].stages(2) == 1 else {"model__depth": 20}
+    depth = (
+        {}
+        if "model__name" in CHANNELS_LAST[case] or FAMILIES[schedule].stages(2) == 1
+        else {"model__depth": 20}
+    )
     changes = {**depth, **CHANNELS_LAST[case]}
     spec = make_spec(schedule, 3, machine__channels_last=True, **changes, parallel__micro_batches=6)
     part = sub_world(comm, spec.world_size)
@@ -100,11 +128,14 @@ def test_channels_last_is_exact_and_travels_without_a_conversion(comm, case, mon
         return
     given: list[bool] = []
     sent: list[bool] = []
-    convert, post_send = ChannelsLast.post_send, P2PChannels.post_send
+    convert = ChannelsLast.post_send
+    post_send = P2PChannels.post_send
 
     def spy_on_stage(channels, action, tensors):
         last = torch.channels_last
-        given.extend(tensor.is_contiguous(memory_format=last) for tensor in tensors if tensor.dim() == 4)
+        given.extend(
+            tensor.is_contiguous(memory_format=last) for tensor in tensors if tensor.dim() == 4
+        )
         convert(channels, action, tensors)
 
     def spy_on_message(channels, action, tensors):
@@ -119,16 +150,23 @@ def test_channels_last_is_exact_and_travels_without_a_conversion(comm, case, mon
     assert difference.peak_activation_bytes == difference.predicted_activation_bytes, difference
     assert sent and all(sent)
     if not ON_GPU:  # whose convolutions choose their own format
-        assert all(given) or case == "strips", "rows of strips are joined in another order of memory"
+        assert all(given) or case == "strips", (
+            "rows of strips are joined in another order of memory"
+        )
 
 
 @pytest.mark.parametrize("cap", [1.0, 1.5])
 def test_a_schedule_found_under_a_cap(comm, cap):
     """Found on one rank alone: a search that ends by the clock may find another on each."""
     spec = make_spec(
-        "capped", 3, model__depth=20, parallel__micro_batches=6,
-        schedule__activation_cap=cap, schedule__budget_s=0.2, schedule__placements=["linear", "v"],
-    )  # fmt: skip
+        "capped",
+        3,
+        model__depth=20,
+        parallel__micro_batches=6,
+        schedule__activation_cap=cap,
+        schedule__budget_s=0.2,
+        schedule__placements=["linear", "v"],
+    )
     found = lowered_schedule(spec) if comm.rank == 0 else None
     check(comm, spec, broadcast(comm, found))
 
@@ -143,12 +181,22 @@ def test_receives_far_ahead_for_slow_links(comm, name, link):
     check(comm, spec, made)
 
 
-HALVES = [("1f1b", 0), ("1f1b", 2), ("gpipe", None), ("layer_parallel", 1), ("gems_master", 0), ("gems_master", 1)]
+HALVES = [
+    ("1f1b", 0),
+    ("1f1b", 2),
+    ("gpipe", None),
+    ("layer_parallel", 1),
+    ("gems_master", 0),
+    ("gems_master", 1),
+]
 
 
 @pytest.mark.parametrize(("family", "delay"), HALVES)
 def test_halves_of_a_backward_have_the_bits_of_the_whole(comm, family, delay, monkeypatch):
-    """The same schedule with B, and with I and a W that follows at once or later: equal to the last bit."""
+    """The same schedule with B, and with I and a W that follows at once or later.
+
+    Equal to the last bit.
+    """
     spec = make_spec(family, 4, train__precision="float32")
     compute = generate(family, 4, 4)
     found = []
@@ -170,9 +218,13 @@ def test_halves_of_a_backward_have_the_bits_of_the_whole(comm, family, delay, mo
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize("norm", ["batch", "ghost_batch", "frozen_batch", "group", "layer", "none", "normalizer_free"])
+@pytest.mark.parametrize(
+    "norm", ["batch", "ghost_batch", "frozen_batch", "group", "layer", "none", "normalizer_free"]
+)
 def test_halves_with_every_norm(comm, norm):
-    spec = make_spec("1f1b", 3, model__norm=norm, model__version=2 if norm == "normalizer_free" else 1)
+    spec = make_spec(
+        "1f1b", 3, model__norm=norm, model__version=2 if norm == "normalizer_free" else 1
+    )
     check(comm, spec, validate(lower(halved(generate("1f1b", 3, 4), 1))))
 
 
@@ -193,7 +245,11 @@ def test_gradient_is_the_mean_whatever_the_micro_batches(comm, schedule, micro_b
 def test_gradient_is_the_mean_whatever_the_replications_and_parts(comm, replications, parts):
     """MPI4DL #2 and #6: it trains two of eta batches, and divides by 2R for any eta."""
     spec = make_spec(
-        "gems_master", 4, parallel__micro_batches=None, parallel__replications=replications, parallel__parts=parts
+        "gems_master",
+        4,
+        parallel__micro_batches=None,
+        parallel__replications=replications,
+        parallel__parts=parts,
     )
     assert spec.parallel.micro_batches == replications * parts
     check(comm, spec)
@@ -208,7 +264,13 @@ def test_default_of_gems_runs(comm):
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_optimizers_of_both_directions_stay_equal(comm, optimizer):
-    spec = make_spec("gems_master", 3, optimizer__name=optimizer, optimizer__weight_decay=1e-3, optimizer__lr=1e-3)
+    spec = make_spec(
+        "gems_master",
+        3,
+        optimizer__name=optimizer,
+        optimizer__weight_decay=1e-3,
+        optimizer__lr=1e-3,
+    )
     check(comm, replace(spec, train=replace(spec.train, steps=4)))
 
 
@@ -216,7 +278,16 @@ def test_optimizers_of_both_directions_stay_equal(comm, optimizer):
 @pytest.mark.parametrize("version", [1, 2])
 def test_unequal_cuts(comm, schedule, version):
     depth = {1: 8, 2: 11}[version]
-    check(comm, make_spec(schedule, 3, model__version=version, model__depth=depth, parallel__boundaries=[0, 1, 2, 5]))
+    check(
+        comm,
+        make_spec(
+            schedule,
+            3,
+            model__version=version,
+            model__depth=depth,
+            parallel__boundaries=[0, 1, 2, 5],
+        ),
+    )
 
 
 def test_group_norm_and_one_sample_micro_batches(comm):
@@ -226,14 +297,19 @@ def test_group_norm_and_one_sample_micro_batches(comm):
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_number_of_classes_and_cut_reach_both_directions(comm, replicas):
     """MPI4DL #9: its second GEMS model ignores num_classes and the balance."""
-    check(comm, make_spec("gems_mast", 2, replicas, data__num_classes=7, parallel__boundaries=[0, 2, 5]))
+    check(
+        comm,
+        make_spec("gems_mast", 2, replicas, data__num_classes=7, parallel__boundaries=[0, 2, 5]),
+    )
 
 
 def test_comparison_sees_a_wrong_gradient(comm, monkeypatch):
     from gems.engine.metrics import LossSums
 
     scale = LossSums.loss_gradient
-    monkeypatch.setattr(LossSums, "loss_gradient", lambda self, weight: scale(self, weight) * (1 + 1e-9))
+    monkeypatch.setattr(
+        LossSums, "loss_gradient", lambda self, weight: scale(self, weight) * (1 + 1e-9)
+    )
     spec = make_spec("gems_master", 2)
     part = sub_world(comm, spec.world_size)
     if part is not None:
@@ -242,19 +318,33 @@ def test_comparison_sees_a_wrong_gradient(comm, monkeypatch):
 
 RECIPES = {
     "groups": {
-        "optimizer__name": "adamw", "optimizer__lr": 1e-3, "optimizer__weight_decay": 0.05,
-        "optimizer__decay_norms_and_biases": False, "optimizer__layer_decay": 0.8, "optimizer__frozen": ["*.bias"],
+        "optimizer__name": "adamw",
+        "optimizer__lr": 1e-3,
+        "optimizer__weight_decay": 0.05,
+        "optimizer__decay_norms_and_biases": False,
+        "optimizer__layer_decay": 0.8,
+        "optimizer__frozen": ["*.bias"],
     },
-    "lamb": {"optimizer__name": "lamb", "optimizer__weight_decay": 0.01, "optimizer__frozen": ["stem"]},
-}  # fmt: skip
+    "lamb": {
+        "optimizer__name": "lamb",
+        "optimizer__weight_decay": 0.01,
+        "optimizer__frozen": ["stem"],
+    },
+}
 CLIPPED = {
-    "train__max_grad_norm": 0.9, "train__ema_decay": 0.9, "train__steps": 20, "optimizer__lr": 0.02,
-    "lr_scheduler__name": "one_cycle", "lr_scheduler__warmup_steps": 4,
-}  # fmt: skip
+    "train__max_grad_norm": 0.9,
+    "train__ema_decay": 0.9,
+    "train__steps": 20,
+    "optimizer__lr": 0.02,
+    "lr_scheduler__name": "one_cycle",
+    "lr_scheduler__warmup_steps": 4,
+}
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize(("schedule", "partitions", "replicas"), [("1f1b", 2, 2), ("gems_master", 3, 1)])
+@pytest.mark.parametrize(
+    ("schedule", "partitions", "replicas"), [("1f1b", 2, 2), ("gems_master", 3, 1)]
+)
 def test_recipes(comm, schedule, partitions, replicas, recipe):
     spec = make_spec(schedule, partitions, replicas, **RECIPES[recipe])
     check(comm, replace(spec, train=replace(spec.train, steps=4)))
@@ -265,7 +355,9 @@ def test_clipping_average_and_schedule_over_20_steps(comm, schedule, monkeypatch
     """Rates change in every step; some gradients are clipped and some are not."""
     norms: list[float] = []
     reduce = Update.reduce
-    monkeypatch.setattr(Update, "reduce", lambda self, losses: (reduce(self, losses), norms.append(self.grad_norm)))
+    monkeypatch.setattr(
+        Update, "reduce", lambda self, losses: (reduce(self, losses), norms.append(self.grad_norm))
+    )
     check(comm, make_spec(schedule, 2, 2, **CLIPPED))
     assert len(norms) == 20 and min(norms) < 0.9 < max(norms)
     assert allgather(comm, norms) == [norms] * comm.size
@@ -281,8 +373,13 @@ MIXED = [
 
 @pytest.mark.parametrize("precision", ["bf16_mixed", "fp16_mixed"])
 @pytest.mark.parametrize(("schedule", "partitions", "replicas", "changes"), MIXED)
-def test_mixed_precision_computes_as_one_process(comm, schedule, partitions, replicas, changes, precision):
-    """Messages have 16 bits, gradients 32; bytes are as predicted, weights are copied once, and I and W are split."""
+def test_mixed_precision_computes_as_one_process(
+    comm, schedule, partitions, replicas, changes, precision
+):
+    """Messages have 16 bits, gradients 32.
+
+    Bytes are as predicted, weights are copied once, and I and W are split.
+    """
     spec = make_spec(schedule, partitions, replicas, train__precision=precision, **changes)
     difference = compare(spec, comm, DEVICE)
     assert difference.dtype == precision and difference.unsplit_layers == ()

@@ -1,4 +1,7 @@
-"""Memory policies on real networks: the bits of a run that keeps its activations, and the bytes that were predicted."""
+"""Memory policies on real networks.
+
+The bits of a run that keeps its activations, and the bytes that were predicted.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,8 @@ from tests.device import DEVICE, ON_GPU
 from tests.engine import toys
 from tests.mpi.conftest import sub_world
 
-STEPS, MIB = 2, 2**20
+STEPS = 2
+MIB = 2**20
 IMAGES = {"name": "synthetic", "num_classes": 3, "train_samples": 64}
 NETWORKS = {
     "resnet": {"depth": 20, "version": 2, "width": 4},
@@ -42,10 +46,13 @@ FULL_NETWORKS = {
     "amoebanet": {"depth": 18, "width": 256},
     "unet": {"depth": 5, "width": 64, "norm": "none"},
 }
-SIDE_PX, LEARNING_RATE = 32, 0.05
+SIDE_PX = 32
+LEARNING_RATE = 0.05
 if "GEMS_FULL_NETWORKS" in os.environ:
     # AmoebaNet-D comes to nothing finite from images and steps of the others' size
-    NETWORKS, SIDE_PX, LEARNING_RATE = FULL_NETWORKS, 64, 1e-4
+    NETWORKS = FULL_NETWORKS
+    SIDE_PX = 64
+    LEARNING_RATE = 1e-4
 PLAIN_KINDS = (Kind.F, Kind.I, Kind.W, Kind.B)
 SCHEDULES = ("1f1b", "gems_master", "layer_parallel")
 POLICIES = {
@@ -58,34 +65,52 @@ POLICIES = {
     "lms_limit": MemoryConfig("lms_limit"),
     "recompute of stages": MemoryConfig("recompute", recompute="stage"),
     "recompute": MemoryConfig("recompute"),
-    "recompute of stages with offloaded inputs": MemoryConfig("recompute", recompute="stage", offload_inputs=True),
+    "recompute of stages with offloaded inputs": MemoryConfig(
+        "recompute", recompute="stage", offload_inputs=True
+    ),
     "recompute with offloaded inputs": MemoryConfig("recompute", offload_inputs=True),
     "selective recomputation": MemoryConfig("recompute", recompute="selective"),
     "plan": MemoryConfig("plan", budget_s=0.5),
 }
-# each network under each schedule, and each policy at least once; with GEMS_ALL_CASES=1 all three together, and with
-# GEMS_FULL_NETWORKS=1 on the published sizes
-QUICK = [policy for policy in POLICIES if policy != "lms_limit"]  # it needs larger images, see below
-CASES = [(*pair, policy) for pair, policy in zip(product(NETWORKS, SCHEDULES), cycle(QUICK), strict=False)]
+# each network under each schedule, and each policy at least once; with GEMS_ALL_CASES=1 all three
+# together, and with GEMS_FULL_NETWORKS=1 on the published sizes
+QUICK = [
+    policy for policy in POLICIES if policy != "lms_limit"
+]  # it needs larger images, see below
+CASES = [
+    (*pair, policy)
+    for pair, policy in zip(product(NETWORKS, SCHEDULES), cycle(QUICK), strict=False)
+]
 if "GEMS_ALL_CASES" in os.environ:
     CASES = list(product(NETWORKS, SCHEDULES, POLICIES))
 
 
-def spec_of(network: str, schedule: str, memory: MemoryConfig, partitions: int = 2, replicas: int = 1) -> RunSpec:
+def spec_of(
+    network: str, schedule: str, memory: MemoryConfig, partitions: int = 2, replicas: int = 1
+) -> RunSpec:
     """Small images, but for a policy that counts in the segments of an allocator, of 2 and 20 MiB."""
     side_px = 320 if memory.name == "lms_limit" else SIDE_PX
     spec = toys.make_spec(
-        schedule, partitions, replicas, model=ModelConfig(name=network, **NETWORKS[network]),
+        schedule,
+        partitions,
+        replicas,
+        model=ModelConfig(name=network, **NETWORKS[network]),
         data=DataConfig(height_px=side_px, width_px=side_px, **IMAGES),
-        partition__name="even", optimizer__lr=LEARNING_RATE,
-    )  # fmt: skip
+        partition__name="even",
+        optimizer__lr=LEARNING_RATE,
+    )
     return replace(spec, memory=replace(memory, min_offload_bytes=0))
 
 
 def played(spec: RunSpec, comm, given: RunPlan) -> tuple[Pipeline, list[torch.Tensor]]:
     """Run two steps from the same random state, and gives what the rank then has, in the order of its layers."""
     pipeline = build_pipeline(
-        spec, comm, DEVICE, schedule=given.schedule, boundaries=given.boundaries, plan=given.memory_plan
+        spec,
+        comm,
+        DEVICE,
+        schedule=given.schedule,
+        boundaries=given.boundaries,
+        plan=given.memory_plan,
     )
     dataset = open_dataset(spec.data, spec.seed)
     loader = BatchLoader(
@@ -115,7 +140,9 @@ def played_keeping(spec: RunSpec, comm) -> list[torch.Tensor]:
     key = json.dumps(kept.to_dict())
     if key not in _last_kept:  # the same on every rank
         _last_kept.clear()
-        _last_kept[key] = played(kept, comm, broadcast(comm, plan_run(kept) if comm.rank == 0 else None))[1]
+        _last_kept[key] = played(
+            kept, comm, broadcast(comm, plan_run(kept) if comm.rank == 0 else None)
+        )[1]
     return _last_kept[key]
 
 
@@ -125,13 +152,17 @@ def limited(spec: RunSpec, comm) -> RunPlan:
 
 
 def _limited(spec: RunSpec) -> RunPlan:
-    vdnn = plan_run(replace(spec, memory=MemoryConfig("vdnn_all", asynchronous=True, min_offload_bytes=0)))
+    vdnn = plan_run(
+        replace(spec, memory=MemoryConfig("vdnn_all", asynchronous=True, min_offload_bytes=0))
+    )
     assert vdnn.memory is not None
     least = max(vdnn.memory.peak_bytes)
     case = memory_case(spec, compute_schedule(spec), vdnn.boundaries)
     most = max(case.kept.peak_bytes)
     limit = most - (most - least) * 2 // 3
-    if spec.memory.name == "lms_limit":  # its allocator takes whole segments, so that it may need more
+    if (
+        spec.memory.name == "lms_limit"
+    ):  # its allocator takes whole segments, so that it may need more
         limit = max(20 * MIB, most * 6 // 10)
     while limit < 3 * most:
         try:
@@ -156,7 +187,9 @@ def test_bits_and_bytes(comm, network, schedule, policy):
     train = pipeline.train
     assert made.memory is not None
     predicted = made.memory.ranks[pipeline.rank].peak_activation_bytes
-    if ON_GPU and spec.model.dropout:  # whose masks are of booleans there, and of floats in the profile
+    if (
+        ON_GPU and spec.model.dropout
+    ):  # whose masks are of booleans there, and of floats in the profile
         assert 0.8 * predicted < train.activations.peak_bytes <= predicted
     else:
         assert train.activations.peak_bytes == predicted
@@ -170,7 +203,10 @@ def test_bits_and_bytes(comm, network, schedule, policy):
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 @pytest.mark.parametrize("network", ["resnet", "unet"])
 def test_what_stages_received_leaves_until_they_are_recomputed(comm, network, schedule):
-    """On a rank in the middle, of U-Net several tensors; the peak is where all but one micro-batch is away."""
+    """On a rank in the middle, of U-Net several tensors.
+
+    The peak is where all but one micro-batch is away.
+    """
     part = sub_world(comm, 3)
     if part is None:
         return
@@ -181,9 +217,13 @@ def test_what_stages_received_leaves_until_they_are_recomputed(comm, network, sc
     pipeline, found = played(spec, part, made)
     assert found and all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     assert made.memory is not None and pipeline.segments is not None
-    activations, host = pipeline.train.activations, pipeline.segments.store.on_host
+    activations = pipeline.train.activations
+    host = pipeline.segments.store.on_host
     ours = made.memory.ranks[pipeline.rank]
-    assert (activations.peak_bytes, host.peak_bytes) == (ours.peak_activation_bytes, ours.peak_host_bytes)
+    assert (activations.peak_bytes, host.peak_bytes) == (
+        ours.peak_activation_bytes,
+        ours.peak_host_bytes,
+    )
     assert (host.peak_bytes > 0) == (pipeline.rank == 1) and activations.held_bytes == 0
 
 
@@ -193,7 +233,8 @@ def test_each_rank_of_data_parallelism_swaps_its_own(comm, policy):
     if part is None:
         return
     spec = spec_of("resnet", "layer_parallel", POLICIES[policy], partitions=1, replicas=2)
-    made, wanted = limited(spec, part), played_keeping(spec, part)
+    made = limited(spec, part)
+    wanted = played_keeping(spec, part)
     pipeline, found = played(spec, part, made)
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     assert pipeline.segments is not None
@@ -208,7 +249,9 @@ def test_bits_and_bytes_of_a_list_found_with_its_actions(comm, network, actions)
     part = sub_world(comm, 2)
     if part is None:
         return
-    schedule = ScheduleConfig("capped", activation_cap=1.0, memory_actions=actions, budget_s=0.3, placements=["v"])
+    schedule = ScheduleConfig(
+        "capped", activation_cap=1.0, memory_actions=actions, budget_s=0.3, placements=["v"]
+    )
     spec = replace(spec_of(network, "1f1b", MemoryConfig()), schedule=schedule)
     made = broadcast(part, plan_run(spec) if part.rank == 0 else None)
     assert made.memory is not None and made.schedule.has_memory_actions

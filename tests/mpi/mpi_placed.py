@@ -35,21 +35,33 @@ SIDES = {"googlenet": 64, "inception_v3": 107}
 def make_run(model: str, partitions: int, replicas: int = 1, seed: int = 0):
     """Return a run whose operators lie anywhere, and its schedule."""
     spec = toys.make_spec(
-        "gpipe", partitions, replicas, model=ModelConfig(name=model, width=4, norm="batch"),
-        data=DataConfig(height_px=SIDES[model], width_px=SIDES[model], **DATA), partition__name="even",
+        "gpipe",
+        partitions,
+        replicas,
+        model=ModelConfig(name=model, width=4, norm="batch"),
+        data=DataConfig(height_px=SIDES[model], width_px=SIDES[model], **DATA),
+        partition__name="even",
         train__precision="float64",
-    )  # fmt: skip
+    )
     operators = operators_of(layers_of(spec.model, spec.data))
     rng = random.Random(seed)
-    ranks = [*range(partitions), *(rng.randrange(partitions) for _ in range(len(operators) - partitions))]
+    ranks = [
+        *range(partitions),
+        *(rng.randrange(partitions) for _ in range(len(operators) - partitions)),
+    ]
     rng.shuffle(ranks)
-    placement = Placement(partitions, (tuple(ranks),), tuple(operator.feeders for operator in operators))
+    placement = Placement(
+        partitions, (tuple(ranks),), tuple(operator.feeders for operator in operators)
+    )
     order = range(len(operators))
-    return resolve(spec), validate(lower(placed(placement, spec.parallel.micro_batches, order, order[::-1])))
+    return resolve(spec), validate(
+        lower(placed(placement, spec.parallel.micro_batches, order, order[::-1]))
+    )
 
 
 @pytest.mark.parametrize(
-    ("model", "partitions", "replicas"), [("googlenet", 4, 1), ("googlenet", 2, 2), ("inception_v3", 3, 1)]
+    ("model", "partitions", "replicas"),
+    [("googlenet", 4, 1), ("googlenet", 2, 2), ("inception_v3", 3, 1)],
 )
 def test_gradients_are_those_of_one_process_to_the_bit(comm, model, partitions, replicas):
     spec, schedule = make_run(model, partitions, replicas)
@@ -78,16 +90,26 @@ def test_a_step_leaves_nothing_behind_and_weights_go_to_a_chain_and_back(comm, t
     held = [_step(pipeline, loader, step) for step in range(2)]
     assert held[0] == held[1]
     router = pipeline.train.router
-    assert router.is_empty and router.between_stages.held_bytes == 0 and router.between_stages.peak_bytes > 0
+    assert (
+        router.is_empty
+        and router.between_stages.held_bytes == 0
+        and router.between_stages.peak_bytes > 0
+    )
     accuracy = evaluate(pipeline, loader, 5)
-    assert pipeline.evaluate.router.is_empty and pipeline.evaluate.router.between_stages.held_bytes == 0
+    assert (
+        pipeline.evaluate.router.is_empty
+        and pipeline.evaluate.router.between_stages.held_bytes == 0
+    )
     loader.close()
     assert set(layer_owners(pipeline)) == {each.name for each in pipeline.stage_modules.operators}
     weights.save(pipeline, folder)
     meet(comm)
     chain = build_pipeline(spec, comm, DEVICE)
     again = build_pipeline(
-        make_run("googlenet", 4, seed=4)[0], comm, DEVICE, schedule=make_run("googlenet", 4, seed=4)[1]
+        make_run("googlenet", 4, seed=4)[0],
+        comm,
+        DEVICE,
+        schedule=make_run("googlenet", 4, seed=4)[1],
     )
     for other in (chain, again):
         restore(other, folder)

@@ -1,4 +1,7 @@
-"""Resumed training on four ranks: the same to the bit after a kill, and the same numbers on another cut."""
+"""Resumed training on four ranks.
+
+The same to the bit after a kill, and the same numbers on another cut.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,13 @@ import torch
 
 from gems.config.schema import DataConfig, ModelConfig
 from gems.engine.checkpoint import saver, weights
-from gems.engine.checkpoint.manifest import Manifest, checkpoint_folder, checkpoint_folders, shard_name, write_shard
+from gems.engine.checkpoint.manifest import (
+    Manifest,
+    checkpoint_folder,
+    checkpoint_folders,
+    shard_name,
+    write_shard,
+)
 from gems.engine.emulation.run import emulate
 from gems.engine.train import train
 from gems.engine.transport.mpi import broadcast, meet
@@ -41,13 +50,22 @@ def _drop_layers(model, data):
     """Batch norm, whose statistics and counter move, and dropout, which draws random numbers."""
     flat = 4 * data.height_px * data.width_px
     return (
-        Layer("conv", "toy", "torch.nn:Conv2d",
-        (("in_channels", 3), ("out_channels", 4), ("kernel_size", 3), ("padding", 1))),
+        Layer(
+            "conv",
+            "toy",
+            "torch.nn:Conv2d",
+            (("in_channels", 3), ("out_channels", 4), ("kernel_size", 3), ("padding", 1)),
+        ),
         Layer("norm", "toy", "torch.nn:BatchNorm2d", (("num_features", 4), ("momentum", None))),
         Layer("drop", "toy", "torch.nn:Dropout", (("p", 0.3),)),
         Layer("flatten", "toy", "torch.nn:Flatten", ()),
-        Layer("linear", "toy", "torch.nn:Linear", (("in_features", flat), ("out_features", data.num_classes))),
-    )  # fmt: skip
+        Layer(
+            "linear",
+            "toy",
+            "torch.nn:Linear",
+            (("in_features", flat), ("out_features", data.num_classes)),
+        ),
+    )
 
 
 if "toy_drop" not in MODELS:
@@ -61,7 +79,9 @@ def _branches(model: ModelConfig) -> Backbone:
 
 if "toy_branches" not in MODELS:
     head = partial(pooled_head, in_channels=16)
-    MODELS.register("toy_branches", chain_family(_branches, lambda model, data, body: (head(model, data),)))
+    MODELS.register(
+        "toy_branches", chain_family(_branches, lambda model, data, body: (head(model, data),))
+    )
 
 
 class KilledError(Exception):
@@ -92,8 +112,13 @@ class Asked:
         return "the test wants it" if self._left < 0 else None
 
 
-def attempt(comm, spec, folder: RunFolder, kill: tuple[int, str] = (-9, ""), stop=None, seed: int = 0) -> None:
-    """Run one attempt in a folder, as a process of its own would: random states are those of a fresh one."""
+def attempt(
+    comm, spec, folder: RunFolder, kill: tuple[int, str] = (-9, ""), stop=None, seed: int = 0
+) -> None:
+    """Run one attempt in a folder, as a process of its own would.
+
+    Random states are those of a fresh one.
+    """
     meet(comm)  # all have looked at the files that are moved away now
     if comm.rank == 0:
         folder.path.mkdir(parents=True, exist_ok=True)
@@ -127,12 +152,17 @@ def base(schedule: str, partitions: int, replicas: int, **changes):
 
 BRANCHES = {
     "model": ModelConfig(name="toy_branches", width=16, norm="batch"),
-    "data": DataConfig(name="synthetic", height_px=32, width_px=32, num_classes=3, train_samples=64),
+    "data": DataConfig(
+        name="synthetic", height_px=32, width_px=32, num_classes=3, train_samples=64
+    ),
 }
 RECIPE = {
-    "optimizer__layer_decay": 0.9, "train__ema_decay": 0.9, "train__max_grad_norm": 1.0,
-    "lr_scheduler__name": "one_cycle", "lr_scheduler__warmup_steps": 3,
-}  # fmt: skip
+    "optimizer__layer_decay": 0.9,
+    "train__ema_decay": 0.9,
+    "train__max_grad_norm": 1.0,
+    "lr_scheduler__name": "one_cycle",
+    "lr_scheduler__warmup_steps": 3,
+}
 CASES = {
     "1f1b": base("1f1b", 4, 1),
     "gems_master": base("gems_master", 4, 1, parallel__parts=2),
@@ -152,16 +182,21 @@ def result_of(folder: RunFolder) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("case", "action"), [*((case, "REDUCE_GRAD") for case in CASES), ("gems_master", "load"), ("dropout", "load")]
+    ("case", "action"),
+    [*((case, "REDUCE_GRAD") for case in CASES), ("gems_master", "load"), ("dropout", "load")],
 )
 def test_a_killed_run_goes_on_to_the_same_bits(comm, tmp_path, case, action):
-    """All shards' checksums are compared: weights, optimizer, statistics, counters, random states and losses."""
+    """All shards' checksums are compared.
+
+    Weights, optimizer, statistics, counters, random states and losses.
+    """
     spec = CASES[case]
     part = sub_world(comm, spec.world_size)
     if part is None:
         return
     path = broadcast(part, tmp_path)
-    whole, broken = RunFolder(path / "whole"), RunFolder(path / "broken")
+    whole = RunFolder(path / "whole")
+    broken = RunFolder(path / "broken")
     attempt(part, spec, whole)
     attempt(part, spec, broken, stop=Asked(1))
     step = random.Random(f"{case} {action}").randrange(2, STEPS)
@@ -169,7 +204,10 @@ def test_a_killed_run_goes_on_to_the_same_bits(comm, tmp_path, case, action):
     assert not broken.result_json.exists()
     attempt(part, spec, broken, seed=part.rank + 77)
     first_step = read_part(part_path(broken.path, part.rank)).attributes["first_step"]
-    assert 2 <= first_step <= step and read_part(part_path(whole.path, part.rank)).attributes["first_step"] == 0
+    assert (
+        2 <= first_step <= step
+        and read_part(part_path(whole.path, part.rank)).attributes["first_step"] == 0
+    )
     assert last_manifest(broken).files == last_manifest(whole).files
     assert len(last_manifest(whole).files) == part.size
     results = [result_of(folder) for folder in (whole, broken)]
@@ -181,23 +219,31 @@ def test_a_killed_run_goes_on_to_the_same_bits(comm, tmp_path, case, action):
 
 
 def test_another_cut_and_number_of_replicas_go_on_with_the_same_numbers(comm, tmp_path):
-    """Float32, the same global batch; group norm, for batch norm's statistics are those of a micro-batch."""
+    """Float32, the same global batch.
+
+    Group norm, for batch norm's statistics are those of a micro-batch.
+    """
     same = {"model__norm": "group", "train__evaluate": True, "optimizer__name": "adam", **RECIPE}
     path = broadcast(comm, tmp_path)
-    whole, first = RunFolder(path / "whole"), RunFolder(path / "first")
+    whole = RunFolder(path / "whole")
+    first = RunFolder(path / "first")
     spec = base("gems_master", 4, 1, parallel__parts=2, **same)
     attempt(comm, spec, whole)
     attempt(comm, spec, first, stop=Asked(3))
-    for number, other in enumerate((
-        base("1f1b", 2, 2, parallel__micro_batches=spec.parallel.micro_batches // 2, **same),
-        base("gpipe", 1, 4, parallel__micro_batches=spec.parallel.micro_batches // 4, **same),
-        base("zb_h1", 2, 1, parallel__micro_batches=spec.parallel.micro_batches, **same),
-    )):  # fmt: skip
+    for number, other in enumerate(
+        (
+            base("1f1b", 2, 2, parallel__micro_batches=spec.parallel.micro_batches // 2, **same),
+            base("gpipe", 1, 4, parallel__micro_batches=spec.parallel.micro_batches // 4, **same),
+            base("zb_h1", 2, 1, parallel__micro_batches=spec.parallel.micro_batches, **same),
+        )
+    ):
         part = sub_world(comm, other.world_size)
         if part is None:
             continue
         folder = RunFolder(path / f"other{number}")
-        attempt(part, replace(other, train=replace(other.train, resume=str(first.path))), folder, seed=9)
+        attempt(
+            part, replace(other, train=replace(other.train, resume=str(first.path))), folder, seed=9
+        )
         assert read_part(part_path(folder.path, part.rank)).attributes["first_step"] == 4
         results = [read_json(run.result_json) for run in (whole, folder)]
         for key in ("first_loss", "last_loss", "validation_loss"):
@@ -213,14 +259,17 @@ def test_another_cut_and_number_of_replicas_go_on_with_the_same_numbers(comm, tm
                 torch.testing.assert_close(states[1][name][key], value, rtol=1e-6, atol=1e-6 * size)
         fresh = RunFolder(path / f"fresh{number}")
         attempt(part, replace(other, seed=1), fresh)
-        assert read_json(fresh.result_json)["last_loss"] != pytest.approx(results[0]["last_loss"], rel=1e-3)
+        assert read_json(fresh.result_json)["last_loss"] != pytest.approx(
+            results[0]["last_loss"], rel=1e-3
+        )
     meet(comm)
 
 
 def test_one_rank_that_is_asked_stops_all_behind_the_same_step(comm, tmp_path):
     spec = base("gems_master", 4, 1, train__checkpoint_steps=None)
     path = broadcast(comm, tmp_path)
-    whole, stopped = RunFolder(path / "whole"), RunFolder(path / "stopped")
+    whole = RunFolder(path / "whole")
+    stopped = RunFolder(path / "stopped")
     attempt(comm, spec, whole)
     assert not whole.checkpoints.exists(), "nobody asked for checkpoints"
     attempt(comm, spec, stopped, stop=Asked(3 if comm.rank == 2 else 99))
@@ -233,17 +282,25 @@ def test_one_rank_that_is_asked_stops_all_behind_the_same_step(comm, tmp_path):
     assert read_part(part_path(stopped.path, comm.rank)).rank_steps["step"].tolist() == [4, 5, 6]
     assert result_of(stopped) == result_of(whole)
     states = [weights.load(folder.path) for folder in (whole, stopped)]
-    assert all(torch.equal(v, states[1][name][key]) for name, layer in states[0].items() for key, v in layer.items())
+    assert all(
+        torch.equal(v, states[1][name][key])
+        for name, layer in states[0].items()
+        for key, v in layer.items()
+    )
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(comm, tmp_path, capfd):
     spec = base("1f1b", 2, 2)
     path = broadcast(comm, tmp_path)
-    whole, broken = RunFolder(path / "whole"), RunFolder(path / "broken")
+    whole = RunFolder(path / "whole")
+    broken = RunFolder(path / "broken")
     attempt(comm, spec, whole)
     attempt(comm, spec, broken, stop=Asked(3))
     newest = checkpoint_folder(broken.checkpoints, 4)
-    assert [folder.name for folder in checkpoint_folders(broken.checkpoints)] == ["step00000004", "step00000002"]
+    assert [folder.name for folder in checkpoint_folders(broken.checkpoints)] == [
+        "step00000004",
+        "step00000002",
+    ]
     if comm.rank == 0:
         shard = newest / shard_name(3)
         content = bytearray(shard.read_bytes())
@@ -297,16 +354,23 @@ def test_a_run_that_may_not_resume_starts_anew_and_keeps_what_was_saved(comm, tm
     folder = RunFolder(broadcast(comm, tmp_path) / "run")
     attempt(comm, base("1f1b", 4, 1), folder, stop=Asked(1))
     attempt(comm, base("1f1b", 4, 1, train__resume="never"), folder)
-    assert read_part(part_path(folder.path, comm.rank)).rank_steps["step"].tolist() == list(range(STEPS))
+    assert read_part(part_path(folder.path, comm.rank)).rank_steps["step"].tolist() == list(
+        range(STEPS)
+    )
     assert checkpoint_folders(folder.path / "attempts" / "001" / "checkpoints")
 
 
 def test_an_emulated_run_goes_on_at_its_step(comm, tmp_path):
     path = broadcast(comm, tmp_path)
     spec = make_spec(
-        "1f1b", 4, machine__kind="emulated", cost__unit_s=0.0005, parallel__micro_batches=8, train__steps=STEPS,
+        "1f1b",
+        4,
+        machine__kind="emulated",
+        cost__unit_s=0.0005,
+        parallel__micro_batches=8,
+        train__steps=STEPS,
         runs_dir=str(path),
-    )  # fmt: skip
+    )
     folder = RunFolder.of(spec)
     for wanted, stop in (([0, 1], Asked(1)), ([2, 3, 4, 5, 6], None)):
         meet(comm)  # all have looked at the files that preparing clears
@@ -316,16 +380,24 @@ def test_an_emulated_run_goes_on_at_its_step(comm, tmp_path):
         emulate(spec, folder, comm, Heartbeat(folder.heartbeat(comm.rank)), stop)
         meet(comm)
         if comm.rank == 0:
-            folder.write_status("finished" if stop is None else "stopped")  # else the heartbeats keep the folder
+            folder.write_status(
+                "finished" if stop is None else "stopped"
+            )  # else the heartbeats keep the folder
         part = read_part(part_path(folder.path, comm.rank))
-        assert part.rank_steps["step"].tolist() == wanted and part.attributes["continues"] == (wanted[0] > 0)
+        assert part.rank_steps["step"].tolist() == wanted and part.attributes["continues"] == (
+            wanted[0] > 0
+        )
         assert folder.result_json.exists() == (stop is None) != folder.stopped_json.exists()
 
 
-def test_a_rank_without_room_makes_all_save_again_before_the_next_step(comm, tmp_path, monkeypatch, capfd):
+def test_a_rank_without_room_makes_all_save_again_before_the_next_step(
+    comm, tmp_path, monkeypatch, capfd
+):
     """Rank 2 fails twice; those with room write their shards, which go too, and nobody waits for nobody."""
-    spec, path = base("1f1b", 4, 1), broadcast(comm, tmp_path)
-    whole, full = RunFolder(path / "whole"), RunFolder(path / "full")
+    spec = base("1f1b", 4, 1)
+    path = broadcast(comm, tmp_path)
+    whole = RunFolder(path / "whole")
+    full = RunFolder(path / "full")
     attempt(comm, spec, whole)
     monkeypatch.setattr(saver, "RETRY_S", 0.01)
     tries = []
@@ -348,20 +420,26 @@ def test_a_rank_without_room_makes_all_save_again_before_the_next_step(comm, tmp
     limited = replace(spec, train=replace(spec.train, max_failed_saves=1))
     if comm.rank == 2:
         tries[:] = [full.path]
-    with pytest.raises(RankFailedError, match=r"rank 2: No space left on device: .*there is no checkpoint"):
+    with pytest.raises(
+        RankFailedError, match=r"rank 2: No space left on device: .*there is no checkpoint"
+    ):
         attempt(comm, limited, RunFolder(path / "ends"))
     meet(comm)
     assert not [*(path / "ends" / "checkpoints").iterdir()]
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew(comm, tmp_path):
-    spec, path = base("1f1b", 2, 2), broadcast(comm, tmp_path)
+    spec = base("1f1b", 2, 2)
+    path = broadcast(comm, tmp_path)
     folder = RunFolder(path / "run")
     attempt(comm, spec, folder, stop=Asked(3))
     if comm.rank == 0:
         for checkpoint in checkpoint_folders(folder.checkpoints):
             (checkpoint / shard_name(1)).write_bytes(b"")
-    text = r"^train\.resume=auto: all 2 checkpoints in .* are damaged \(step00000004: .*0 bytes instead.*resume=never$"
+    text = (
+        r"^train\.resume=auto: all 2 checkpoints in .* are damaged \(step00000004: .*0 bytes"
+        r" instead.*resume=never$"
+    )
     for _ in range(2):  # nor at the second try
         with pytest.raises(ConfigError, match=text):
             attempt(comm, spec, folder)
@@ -373,4 +451,6 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew(comm, tmp_p
     with pytest.raises(ConfigError, match=r"all 2 checkpoints .*it was found so before"):
         attempt(comm, spec, folder)
     attempt(comm, replace(spec, train=replace(spec.train, resume="never")), folder)
-    assert read_part(part_path(folder.path, comm.rank)).rank_steps["step"].tolist() == list(range(STEPS))
+    assert read_part(part_path(folder.path, comm.rank)).rank_steps["step"].tolist() == list(
+        range(STEPS)
+    )

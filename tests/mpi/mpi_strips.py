@@ -29,32 +29,65 @@ from tests.engine.toys import make_spec
 from tests.mpi.conftest import sub_world
 
 OWN = "tests.models.own_streams."
-CLASSES = {"name": "synthetic", "num_classes": 3, "width_px": 8, "train_samples": 64, "validation_samples": 5}
+CLASSES = {
+    "name": "synthetic",
+    "num_classes": 3,
+    "width_px": 8,
+    "train_samples": 64,
+    "validation_samples": 5,
+}
 MASKS = {**CLASSES, "num_classes": 2, "task": "segmentation"}
 MODELS = {
     "frozen": ({"target": f"{OWN}Residual", "kwargs": {"num_classes": 3}}, CLASSES, {}),
-    "standardised": ({"target": f"{OWN}Residual", "kwargs": {"num_classes": 3, "is_frozen": False}}, CLASSES, {}),
+    "standardised": (
+        {"target": f"{OWN}Residual", "kwargs": {"num_classes": 3, "is_frozen": False}},
+        CLASSES,
+        {},
+    ),
     "resnet": ({"name": "resnet", "depth": 14, "width": 4, "norm": "none"}, CLASSES, {}),
-    "ghost": ({"name": "resnet", "depth": 14, "width": 4, "norm": "ghost_batch"}, {**CLASSES, "width_px": 32}, {}),
+    "ghost": (
+        {"name": "resnet", "depth": 14, "width": 4, "norm": "ghost_batch"},
+        {**CLASSES, "width_px": 32},
+        {},
+    ),
     "own ghost": (
-        {"target": "tests.models.own_segmenters.OwnSegmenter", "norm": "ghost_batch"}, {**MASKS, "width_px": 32}, {},
+        {"target": "tests.models.own_segmenters.OwnSegmenter", "norm": "ghost_batch"},
+        {**MASKS, "width_px": 32},
+        {},
     ),
     "nf_resnet": (
-        {"name": "resnet", "depth": 11, "version": 2, "width": 4, "norm": "normalizer_free"}, CLASSES, {},
+        {"name": "resnet", "depth": 11, "version": 2, "width": 4, "norm": "normalizer_free"},
+        CLASSES,
+        {},
     ),
-    "vgg": ({"name": "vgg", "depth": 16, "width": 2, "norm": "none", "dropout": 0.5}, {**CLASSES, "width_px": 32}, {}),
-    "alexnet": ({"name": "alexnet", "width": 4, "norm": "none", "dropout": 0.5}, {**CLASSES, "width_px": 64}, {}),
+    "vgg": (
+        {"name": "vgg", "depth": 16, "width": 2, "norm": "none", "dropout": 0.5},
+        {**CLASSES, "width_px": 32},
+        {},
+    ),
+    "alexnet": (
+        {"name": "alexnet", "width": 4, "norm": "none", "dropout": 0.5},
+        {**CLASSES, "width_px": 64},
+        {},
+    ),
     "convnext": (
-        {"name": "convnext", "depth": 18, "width": 4, "norm": "layer"}, {**CLASSES, "width_px": 32}, {},
+        {"name": "convnext", "depth": 18, "width": 4, "norm": "layer"},
+        {**CLASSES, "width_px": 32},
+        {},
     ),
-    "unet": ({"name": "unet", "depth": 3, "width": 4, "norm": "none"}, MASKS, {"kwargs": {"weight": [1, 9]}}),
+    "unet": (
+        {"name": "unet", "depth": 3, "width": 4, "norm": "none"},
+        MASKS,
+        {"kwargs": {"weight": [1, 9]}},
+    ),
     "plain unet": ({"name": "unet", "depth": 3, "width": 4, "norm": "none"}, MASKS, {}),
     "dilated": ({"target": f"{OWN}Dilated"}, MASKS, {}),
     "two outputs": (
-        {"target": f"{OWN}Dilated", "kwargs": {"has_class": True}}, MASKS,
+        {"target": f"{OWN}Dilated", "kwargs": {"has_class": True}},
+        MASKS,
         {"target": "tests.engine.own_losses.of_pixels_and_image"},
     ),
-}  # fmt: skip
+}
 CAPPED = {"schedule__activation_cap": 1.5, "schedule__budget_s": 0.2}
 WAITING = {"parallel__min_strip_positions": 32}  # thin layers take several strips at once
 RUNS = [
@@ -84,7 +117,7 @@ RUNS = [
     ("two outputs", "gems_master", 2, 1, 7, 22, {}),
     ("frozen", "zb_h1", 2, 1, 3, 37, {"optimizer__frozen": ["stem.*", "*.bias", "block2.*"]}),
     ("resnet", "gems_master", 4, 1, 3, 20, {"optimizer__frozen": ["stem*", "stage1*"]}),
-]  # fmt: skip
+]
 
 
 @pytest.fixture(autouse=True)
@@ -100,15 +133,25 @@ def built(comm, spec, trains=True):
     return build_pipeline(spec, comm, DEVICE, **parts, trains=trains)
 
 
-def strip_spec(name: str, schedule: str, partitions: int, replicas: int, strips: int, height: int, **more) -> RunSpec:
+def strip_spec(
+    name: str, schedule: str, partitions: int, replicas: int, strips: int, height: int, **more
+) -> RunSpec:
     model, data, loss = MODELS[name]
     return make_spec(
-        schedule, partitions, replicas, model=ModelConfig(**model), data=DataConfig(**data, height_px=height),
-        loss=LossConfig(**loss), parallel__strips=strips, **{"train__precision": "float64", **more},
-    )  # fmt: skip
+        schedule,
+        partitions,
+        replicas,
+        model=ModelConfig(**model),
+        data=DataConfig(**data, height_px=height),
+        loss=LossConfig(**loss),
+        parallel__strips=strips,
+        **{"train__precision": "float64", **more},
+    )
 
 
-@pytest.mark.parametrize(("name", "schedule", "partitions", "replicas", "strips", "height", "more"), RUNS)
+@pytest.mark.parametrize(
+    ("name", "schedule", "partitions", "replicas", "strips", "height", "more"), RUNS
+)
 def test_trains_as_one_process(comm, name, schedule, partitions, replicas, strips, height, more):
     spec = strip_spec(name, schedule, partitions, replicas, strips, height, **more)
     part = sub_world(comm, spec.world_size)
@@ -132,14 +175,24 @@ def assert_predicted_bytes(found: Verification) -> None:
 POLICIES = {
     "recompute": {"memory__name": "recompute", "memory__recompute": "strip"},
     "recompute, inputs leave": {
-        "memory__name": "recompute", "memory__recompute": "strip", "memory__offload_inputs": True,
+        "memory__name": "recompute",
+        "memory__recompute": "strip",
+        "memory__offload_inputs": True,
         "memory__min_offload_bytes": 0,
     },
-    "recompute, thin layers wait": {"memory__name": "recompute", "memory__recompute": "strip", **WAITING},
+    "recompute, thin layers wait": {
+        "memory__name": "recompute",
+        "memory__recompute": "strip",
+        **WAITING,
+    },
     "vdnn_all": {"memory__name": "vdnn_all", "memory__min_offload_bytes": 0},
-    "vdnn_all, thin layers wait": {"memory__name": "vdnn_all", "memory__min_offload_bytes": 0, **WAITING},
+    "vdnn_all, thin layers wait": {
+        "memory__name": "vdnn_all",
+        "memory__min_offload_bytes": 0,
+        **WAITING,
+    },
     "vdnn_all of large storages": {"memory__name": "vdnn_all", "memory__min_offload_bytes": 1000},
-}  # fmt: skip
+}
 STORED = [
     ("frozen", "1f1b", 2, 2, 3, 37, "recompute"),
     ("standardised", "zb_h1", 2, 1, 3, 37, "recompute, thin layers wait"),
@@ -155,9 +208,15 @@ STORED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "schedule", "partitions", "replicas", "strips", "height", "policy"), STORED)
-def test_strips_are_recomputed_and_leave(comm, name, schedule, partitions, replicas, strips, height, policy):
-    test_trains_as_one_process(comm, name, schedule, partitions, replicas, strips, height, POLICIES[policy])
+@pytest.mark.parametrize(
+    ("name", "schedule", "partitions", "replicas", "strips", "height", "policy"), STORED
+)
+def test_strips_are_recomputed_and_leave(
+    comm, name, schedule, partitions, replicas, strips, height, policy
+):
+    test_trains_as_one_process(
+        comm, name, schedule, partitions, replicas, strips, height, POLICIES[policy]
+    )
 
 
 MIXED = [
@@ -167,16 +226,19 @@ MIXED = [
     ("standardised", "zb_h1", 2, 1, 7, 37, "bf16_mixed", POLICIES["vdnn_all"]),
     ("convnext", "zb_v", 2, 1, 3, 67, "bf16_mixed", {}),
     ("plain unet", "zb_h1", 2, 1, 3, 28, "bf16_mixed", {}),
-]  # fmt: skip
+]
 
 
-@pytest.mark.parametrize(("name", "schedule", "partitions", "replicas", "strips", "height", "precision", "more"), MIXED)
+@pytest.mark.parametrize(
+    ("name", "schedule", "partitions", "replicas", "strips", "height", "precision", "more"), MIXED
+)
 def test_mixed_precision_computes_as_one_process(
     comm, name, schedule, partitions, replicas, strips, height, precision, more
 ):
     """Up to what sums of 16 bits in another order differ by, of one step; bytes are as predicted.
 
-    Images are wide: of maps of one column oneDNN's convolutions of bfloat16 return gradients that are not initialised.
+    Images are wide: of maps of one column oneDNN's convolutions of bfloat16 return gradients that
+    are not initialised.
     """
     more = {**more, "train__precision": precision, "train__steps": 1}
     spec = strip_spec(name, schedule, partitions, replicas, strips, height, **more)
@@ -204,16 +266,25 @@ def test_trains_torchvision_from_its_weights_with_frozen_statistics(comm, tmp_pa
     for norm in norms:
         norm.running_mean.normal_(std=0.1)
         norm.running_var.uniform_(0.5, 2)
-    path = broadcast(part, tmp_path_factory.mktemp("weights") / "resnet18.pt" if part.rank == 0 else None)
+    path = broadcast(
+        part, tmp_path_factory.mktemp("weights") / "resnet18.pt" if part.rank == 0 else None
+    )
     if part.rank == 0:
         torch.save(network.state_dict(), path)
     part.Barrier()
     model = ModelConfig(target="torchvision.models.resnet18", kwargs=options, norm="frozen_batch")
     spec = make_spec(
-        "1f1b", 2, model=model, data=DataConfig(**CLASSES, height_px=67), parallel__strips=3,
-        parallel__micro_batch_size=1, parallel__micro_batches=2, train__precision="float64", train__steps=1,
+        "1f1b",
+        2,
+        model=model,
+        data=DataConfig(**CLASSES, height_px=67),
+        parallel__strips=3,
+        parallel__micro_batch_size=1,
+        parallel__micro_batches=2,
+        train__precision="float64",
+        train__steps=1,
         optimizer__frozen=["conv1.*", "bn1.*", "layer1.*"],
-    )  # fmt: skip
+    )
     pipeline = built(part, spec)
     match = restore(pipeline, path)
     assert len(match.names) == len(network.state_dict()) and not match.drawn_anew
@@ -229,15 +300,20 @@ def test_trains_torchvision_from_its_weights_with_frozen_statistics(comm, tmp_pa
     for name, parameter in network.named_parameters():
         parameter.requires_grad_(not name.startswith(("conv1.", "bn1.", "layer1.")))
     dataset = open_dataset(spec.data, spec.seed)
-    chosen = [(int(index), int(draw)) for index, draw in batch_indices(dataset.num_train, spec.seed, 0, 2)]
-    images = torch.stack([torch.from_numpy(dataset.image("train", *each)) for each in chosen]).double()
+    chosen = [
+        (int(index), int(draw)) for index, draw in batch_indices(dataset.num_train, spec.seed, 0, 2)
+    ]
+    images = torch.stack(
+        [torch.from_numpy(dataset.image("train", *each)) for each in chosen]
+    ).double()
     labels = torch.tensor([int(dataset.label("train", *each)) for each in chosen])
     torch.nn.functional.cross_entropy(network(images), labels).backward()
     config = spec.optimizer
     trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
     torch.optim.SGD(trained, config.lr, config.momentum, weight_decay=config.weight_decay).step()
 
-    wanted, parameters = network.state_dict(), dict(network.named_parameters())
+    wanted = network.state_dict()
+    parameters = dict(network.named_parameters())
     found = {
         name: value
         for key in pipeline.modules
@@ -247,7 +323,9 @@ def test_trains_torchvision_from_its_weights_with_frozen_statistics(comm, tmp_pa
     assert len(found) == len({*found} & {*wanted}) > 0
     for name, value in found.items():
         is_kept = name.startswith(("conv1.", "bn1.", "layer1.")) or name not in parameters
-        assert torch.equal(value, before[name]) if is_kept else not torch.equal(value, before[name]), name
+        assert (
+            torch.equal(value, before[name]) if is_kept else not torch.equal(value, before[name])
+        ), name
         torch.testing.assert_close(value, wanted[name], rtol=1e-11, atol=1e-13)
     pipeline.close()
 
@@ -259,7 +337,9 @@ class LargestMap(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
-        found = (each for each in (*args, made) if isinstance(each, torch.Tensor) and each.dim() == 4)
+        found = (
+            each for each in (*args, made) if isinstance(each, torch.Tensor) and each.dim() == 4
+        )
         self.num_bytes = max(self.num_bytes, *(each.nbytes for each in found), 0)
         return made
 
@@ -291,7 +371,9 @@ def test_evaluates_strips_as_whole_images(comm, name, schedule, partitions, repl
     part = sub_world(comm, specs[0].world_size)
     if part is None:
         return
-    (whole, _, whole_bytes), (found, strips, strip_bytes) = (evaluated(part, spec, trains=False) for spec in specs)
+    (whole, _, whole_bytes), (found, strips, strip_bytes) = (
+        evaluated(part, spec, trains=False) for spec in specs
+    )
     assert strips == 4 and found["num_validation"] == 5
     assert found.keys() == whole.keys()
     assert all(found[key] == pytest.approx(value, rel=1e-12) for key, value in whole.items())
@@ -300,9 +382,14 @@ def test_evaluates_strips_as_whole_images(comm, name, schedule, partitions, repl
 
 def test_evaluates_in_mixed_precision(comm):
     """A dense output has the bits that it has without strips."""
-    specs = [strip_spec("unet", "gems_master", 2, 2, k, 72, train__precision="bf16_mixed") for k in (1, 4)]
+    specs = [
+        strip_spec("unet", "gems_master", 2, 2, k, 72, train__precision="bf16_mixed")
+        for k in (1, 4)
+    ]
     (whole, _, _), (found, strips, _) = (evaluated(comm, spec) for spec in specs)
-    assert strips == 4 and all(found[key] == pytest.approx(value, rel=1e-6) for key, value in whole.items())
+    assert strips == 4 and all(
+        found[key] == pytest.approx(value, rel=1e-6) for key, value in whole.items()
+    )
 
 
 def test_evaluation_that_needs_whole_images_has_them(comm):
@@ -310,9 +397,14 @@ def test_evaluation_that_needs_whole_images_has_them(comm):
     found = []
     for strips in (1, 3):
         spec = make_spec(
-            "1f1b", 2, 2, model=model, data=DataConfig(**CLASSES, height_px=16), parallel__strips=strips,
+            "1f1b",
+            2,
+            2,
+            model=model,
+            data=DataConfig(**CLASSES, height_px=16),
+            parallel__strips=strips,
             train__precision="float64",
-        )  # fmt: skip
+        )
         found.append(evaluated(comm, spec))
     assert found[0][0] == found[1][0] and found[1][1] == 1
 
@@ -329,7 +421,12 @@ def test_evaluation_that_needs_whole_images_has_them(comm):
 )
 def test_what_cannot_run_in_strips_is_refused_on_all_ranks_alike(comm, model, why):
     spec = make_spec(
-        "1f1b", 2, 2, model=ModelConfig(**model), data=DataConfig(**CLASSES, height_px=16), parallel__strips=2
+        "1f1b",
+        2,
+        2,
+        model=ModelConfig(**model),
+        data=DataConfig(**CLASSES, height_px=16),
+        parallel__strips=2,
     )
     with pytest.raises(ConfigError, match=f"parallel.strips=2: .*{why}"):
         build_pipeline(spec, comm, DEVICE)
@@ -348,6 +445,9 @@ def test_the_layer_that_is_not_finite_is_named(comm):
     assert pipeline.update.has_failed
     found = find_nonfinite(pipeline, 0, batch)
     named = broadcast(comm, layer.name, 2)
-    assert (found.rank, found.what) == (2, f"the first output that is not finite is that of layer {named}")
+    assert (found.rank, found.what) == (
+        2,
+        f"the first output that is not finite is that of layer {named}",
+    )
     loader.close()
     pipeline.close()

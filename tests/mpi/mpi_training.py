@@ -1,4 +1,7 @@
-"""Whole pipelines on four ranks: copies that stay equal, evaluation, and what a training run leaves."""
+"""Whole pipelines on four ranks.
+
+Copies that stay equal, evaluation, and what a training run leaves.
+"""
 
 from __future__ import annotations
 
@@ -62,18 +65,26 @@ def take_steps(spec, pipeline: Pipeline) -> None:
 
 def copies(pipeline: Pipeline, of) -> list[tuple[int, list[torch.Tensor]]]:
     """Return (stage, tensors on the host) of each copy of a stage on this rank."""
-    return [(stage, [t.detach().cpu().clone() for t in of(module)]) for (_, stage), module in pipeline.modules.items()]
+    return [
+        (stage, [t.detach().cpu().clone() for t in of(module)])
+        for (_, stage), module in pipeline.modules.items()
+    ]
 
 
 def digest(tensors: list[torch.Tensor]) -> str:
-    data = b"".join(tensor.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes() for tensor in tensors)
+    data = b"".join(
+        tensor.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes() for tensor in tensors
+    )
     return hashlib.sha256(data).hexdigest()
 
 
-# --- several tensors a boundary, views -------------------------------------------------------------------------------
+# --- several tensors a boundary, views
+# -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("boundaries", [[0, 1, 2, 3, 5], [0, 2, 3, 4, 5], [0, 2, 3, 5], [0, 1, 5]], ids=str)
+@pytest.mark.parametrize(
+    "boundaries", [[0, 1, 2, 3, 5], [0, 2, 3, 4, 5], [0, 2, 3, 5], [0, 1, 5]], ids=str
+)
 @pytest.mark.parametrize("schedule", ["1f1b", "gems_master"])
 def test_a_boundary_of_several_tensors_trains_as_one_process(comm, schedule, boundaries):
     """An integer tensor without gradient, a feature, and a skip that crosses three boundaries."""
@@ -82,13 +93,19 @@ def test_a_boundary_of_several_tensors_trains_as_one_process(comm, schedule, bou
 
 @pytest.mark.parametrize("boundaries", [[0, 1, 2, 3, 4], [0, 1, 2, 4], [0, 1, 4]], ids=str)
 @pytest.mark.parametrize("schedule", ["1f1b", "gems_master"])
-def test_stages_without_parameters_that_hand_on_views_train_as_one_process(comm, schedule, boundaries):
+def test_stages_without_parameters_that_hand_on_views_train_as_one_process(
+    comm, schedule, boundaries
+):
     check_equal(comm, make_toy("toy_views", schedule, boundaries))
 
 
 def make_toy(name: str, schedule: str, boundaries: list[int]):
     return make_spec(
-        schedule, len(boundaries) - 1, model__name=name, parallel__boundaries=boundaries, train__precision="float64"
+        schedule,
+        len(boundaries) - 1,
+        model__name=name,
+        parallel__boundaries=boundaries,
+        train__precision="float64",
     )
 
 
@@ -99,7 +116,8 @@ def check_equal(comm, spec) -> None:
         assert difference.max_rel_error <= 1e-12, difference
 
 
-# --- what layers draw while they train -------------------------------------------------------------------------------
+# --- what layers draw while they train
+# -------------------------------------------------------------------------------
 
 
 def test_dropout_comes_from_the_seed_and_differs_between_replicas(comm):
@@ -111,11 +129,15 @@ def test_dropout_comes_from_the_seed_and_differs_between_replicas(comm):
     def run(**changes):
         spec = make_spec("1f1b", 1, 2, **({"model__dropout": 0.5} | changes))
         pipeline = build_pipeline(spec, part, DEVICE)
-        weights = [parameter for module in pipeline.modules.values() for parameter in module.parameters()]
+        weights = [
+            parameter for module in pipeline.modules.values() for parameter in module.parameters()
+        ]
         start = digest(weights)
         masks = []
         for module in pipeline.modules.values():
-            module[-1].dropout.register_forward_hook(lambda _, given, dropped: masks.append(dropped == 0))
+            module[-1].dropout.register_forward_hook(
+                lambda _, given, dropped: masks.append(dropped == 0)
+            )
         take_steps(spec, pipeline)
         return start, digest(masks), digest(weights)
 
@@ -127,11 +149,14 @@ def test_dropout_comes_from_the_seed_and_differs_between_replicas(comm):
     assert run(seed=1)[1] != masks
 
 
-# --- reduction over the copies of a stage ----------------------------------------------------------------------------
+# --- reduction over the copies of a stage
+# ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("schedule", "partitions", "replicas"), WORLDS)
-def test_gradients_are_summed_and_statistics_averaged_over_all_copies(comm, schedule, partitions, replicas):
+def test_gradients_are_summed_and_statistics_averaged_over_all_copies(
+    comm, schedule, partitions, replicas
+):
     """One message serves both directions of a pair of ranks, the middle rank of an odd number, and the replicas."""
     spec = make_spec(schedule, partitions, replicas, train__precision="float64")
     part = sub_world(comm, spec.world_size)
@@ -179,14 +204,23 @@ def test_bfloat16_gradients_are_summed_in_float32(comm):
 @pytest.mark.parametrize(("schedule", "partitions", "replicas"), WORLDS)
 def test_all_copies_stay_bit_equal_in_float32(comm, schedule, partitions, replicas, optimizer):
     """MPI4DL #10: its running statistics are never synchronised, so its copies of the model drift apart."""
-    spec = make_spec(schedule, partitions, replicas, train__steps=5, optimizer__name=optimizer, optimizer__lr=0.01)
+    spec = make_spec(
+        schedule,
+        partitions,
+        replicas,
+        train__steps=5,
+        optimizer__name=optimizer,
+        optimizer__lr=0.01,
+    )
     part = sub_world(comm, spec.world_size)
     if part is None:
         return
     pipeline = build_pipeline(spec, part, DEVICE)
     before = digest([p for module in pipeline.modules.values() for p in module.parameters()])
     take_steps(spec, pipeline)
-    assert digest([p for module in pipeline.modules.values() for p in module.parameters()]) != before
+    assert (
+        digest([p for module in pipeline.modules.values() for p in module.parameters()]) != before
+    )
     for of in (lambda module: list(module.parameters()), running_statistics):
         mine = [(stage, digest(tensors), len(tensors)) for stage, tensors in copies(pipeline, of)]
         everyone = [held for rank in allgather(part, mine) for held in rank]
@@ -197,15 +231,23 @@ def test_all_copies_stay_bit_equal_in_float32(comm, schedule, partitions, replic
         assert sum(num_tensors for *_, num_tensors in everyone) > 0
 
 
-# --- evaluation ------------------------------------------------------------------------------------------------------
+# --- evaluation
+# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_validation", [1, 7, 30])
 @pytest.mark.parametrize(("schedule", "partitions", "replicas"), WORLDS)
 def test_evaluation_equals_the_unsplit_model(comm, schedule, partitions, replicas, num_validation):
-    """Odd numbers of images over replicas and micro-batches: each is counted once, and filling counts for nothing."""
+    """Odd numbers of images over replicas and micro-batches.
+
+    Each is counted once, and filling counts for nothing.
+    """
     spec = make_spec(
-        schedule, partitions, replicas, train__precision="float64", data__validation_samples=num_validation
+        schedule,
+        partitions,
+        replicas,
+        train__precision="float64",
+        data__validation_samples=num_validation,
     )
     part = sub_world(comm, spec.world_size)
     if part is None:
@@ -237,13 +279,16 @@ def test_evaluation_equals_the_unsplit_model(comm, schedule, partitions, replica
     with torch.no_grad():
         logits = model(torch.from_numpy(images).double())
     assert found["num_validation"] == num_validation
-    assert found["validation_loss"] == pytest.approx(float(functional.cross_entropy(logits, labels)), rel=1e-12)
+    assert found["validation_loss"] == pytest.approx(
+        float(functional.cross_entropy(logits, labels)), rel=1e-12
+    )
     assert found["validation_accuracy"] == float((logits.argmax(1) == labels).double().mean())
     assert found["validation_majority"] == max(torch.bincount(labels).tolist()) / num_validation
     assert all(other == found for other in allgather(part, found))
 
 
-# --- whole runs ------------------------------------------------------------------------------------------------------
+# --- whole runs
+# ------------------------------------------------------------------------------------------------------
 
 
 def run_training(comm, spec, path: Path) -> RunFolder:
@@ -263,10 +308,20 @@ def run_training(comm, spec, path: Path) -> RunFolder:
 
 def training_spec():
     return make_spec(
-        "gems_master", 2, 2, train__steps=25, benchmark__skip_steps=2, optimizer__lr=0.05,
-        train__sample_interval_s=0.05, data__height_px=16, data__width_px=16, data__augment=False,
-        parallel__micro_batches=8, parallel__parts=2, data__num_classes=2,
-    )  # fmt: skip
+        "gems_master",
+        2,
+        2,
+        train__steps=25,
+        benchmark__skip_steps=2,
+        optimizer__lr=0.05,
+        train__sample_interval_s=0.05,
+        data__height_px=16,
+        data__width_px=16,
+        data__augment=False,
+        parallel__micro_batches=8,
+        parallel__parts=2,
+        data__num_classes=2,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -291,7 +346,9 @@ def test_every_rank_leaves_its_part_of_the_trace(comm, finished):
         assert part.rank_steps["step"].tolist() == list(range(spec.train.steps))
         assert set(part.events["rank"]) == set(part.samples["rank"]) == {rank}
         assert len(part.samples) >= 2 and (part.samples["rss_bytes"] > 0).all()
-        assert part.attributes["source"] == "measured" and part.attributes["world_size"] == comm.size
+        assert (
+            part.attributes["source"] == "measured" and part.attributes["world_size"] == comm.size
+        )
         assert part.attributes["clock_error_ns"] >= (rank > 0)
         knows_loss = ~np.isnan(part.rank_steps["loss"])
         assert knows_loss.all() if rank == 0 else not knows_loss.any()
@@ -355,14 +412,27 @@ def test_bytes_return_to_where_a_step_began_and_peak_as_the_schedule_says(comm, 
 
 def test_the_checkpoint_is_restored_in_another_cut(comm, finished, tmp_path):
     """Nothing is normalised by the batch here, so a step of no size leaves the model as it was."""
-    common = {"model__norm": "group", "data__height_px": 16, "data__width_px": 16, "data__num_classes": 2}
+    common = {
+        "model__norm": "group",
+        "data__height_px": 16,
+        "data__width_px": 16,
+        "data__num_classes": 2,
+    }
     first = make_spec("gems_master", 2, 2, train__steps=10, **common)
     saved = run_training(comm, first, tmp_path / "first")
-    assert sorted(path.name for path in saved.checkpoint.iterdir()) == ["stage0000.pt", "stage0001.pt"]
+    assert sorted(path.name for path in saved.checkpoint.iterdir()) == [
+        "stage0000.pt",
+        "stage0001.pt",
+    ]
     again = make_spec(
-        "1f1b", 4, parallel__boundaries=[0, 1, 2, 4, 5], train__steps=1, optimizer__lr=1e-30,
-        train__initial_checkpoint=str(saved.path), **common,
-    )  # fmt: skip
+        "1f1b",
+        4,
+        parallel__boundaries=[0, 1, 2, 4, 5],
+        train__steps=1,
+        optimizer__lr=1e-30,
+        train__initial_checkpoint=str(saved.path),
+        **common,
+    )
     continued = read_json(run_training(comm, again, tmp_path / "second").result_json)
     before = read_json(saved.result_json)
     for key in ("validation_loss", "validation_accuracy", "num_validation"):
@@ -390,13 +460,21 @@ def test_weights_of_the_checkpoint_are_those_of_the_ranks(comm, tmp_path):
                 assert torch.equal(value, state[name][key.removeprefix(f"{name}.")]), key
 
 
-# --- a step that is not finite ---------------------------------------------------------------------------------------
+# --- a step that is not finite
+# ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("schedule", "partitions", "replicas"), [("1f1b", 2, 2), ("gems_master", 3, 1)])
+@pytest.mark.parametrize(
+    ("schedule", "partitions", "replicas"), [("1f1b", 2, 2), ("gems_master", 3, 1)]
+)
 def test_a_skipped_step_leaves_everything_as_it_was(comm, schedule, partitions, replicas):
     spec = make_spec(
-        schedule, partitions, replicas, train__on_nonfinite="skip", train__ema_decay=0.9, optimizer__name="adam"
+        schedule,
+        partitions,
+        replicas,
+        train__on_nonfinite="skip",
+        train__ema_decay=0.9,
+        optimizer__name="adam",
     )
     part = sub_world(comm, spec.world_size)
     if part is None:
@@ -406,7 +484,9 @@ def test_a_skipped_step_leaves_everything_as_it_was(comm, schedule, partitions, 
 
     def state() -> dict[str, torch.Tensor]:
         early, late = state_tensors(pipeline)
-        return {name: tensor.clone() for name, tensor in (early | late).items() if name != "schedule"}
+        return {
+            name: tensor.clone() for name, tensor in (early | late).items() if name != "schedule"
+        }
 
     with closing(open_feed(spec, pipeline)) as loader:
         good = loader.batch(0)
@@ -418,23 +498,36 @@ def test_a_skipped_step_leaves_everything_as_it_was(comm, schedule, partitions, 
         pipeline.train.run(1, bad)
         assert allgather(part, pipeline.update.has_failed) == [True] * part.size
         after = state()
-        assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+        assert before.keys() == after.keys() and all(
+            torch.equal(before[name], after[name]) for name in before
+        )
         found = find_nonfinite(pipeline, 1, bad)
-        assert (found.place, found.rank, found.what) == (0, 0, "samples of the batch are not finite")
+        assert (found.place, found.rank, found.what) == (
+            0,
+            0,
+            "samples of the batch are not finite",
+        )
         pipeline.train.run(2, good)
         assert not pipeline.update.has_failed and math.isfinite(pipeline.update.grad_norm)
         assert any(not torch.equal(before[name], value) for name, value in state().items())
 
 
-# --- mixed precision -------------------------------------------------------------------------------------------------
+# --- mixed precision
+# -------------------------------------------------------------------------------------------------
 
 
 def updates_of(comm, precision: str, steps: int = 200) -> torch.Tensor:
     """Return what 200 steps of Adam change in the weights of the pipeline, on rank 0 of its stage."""
     spec = make_spec(
-        "1f1b", 2, 1, train__precision=precision, train__steps=steps, optimizer__name="adam", optimizer__lr=1e-5,
+        "1f1b",
+        2,
+        1,
+        train__precision=precision,
+        train__steps=steps,
+        optimizer__name="adam",
+        optimizer__lr=1e-5,
         parallel__micro_batches=1,
-    )  # fmt: skip
+    )
     pipeline = build_pipeline(spec, comm, DEVICE)
     parameters = [p for module in pipeline.modules.values() for p in module.parameters()]
     before = torch.cat([p.detach().double().reshape(-1) for p in parameters])
@@ -449,14 +542,23 @@ def test_mixed_precision_learns_in_small_steps_and_pure_bfloat16_does_not(comm):
     part = sub_world(comm, 2)
     if part is None:
         return
-    full, mixed, pure = (updates_of(part, precision) for precision in ("float32", "bf16_mixed", "bf16_pure"))
-    norms = [math.sqrt(sum(allgather(part, float(update.square().sum())))) for update in (full, mixed)]
+    full, mixed, pure = (
+        updates_of(part, precision) for precision in ("float32", "bf16_mixed", "bf16_pure")
+    )
+    norms = [
+        math.sqrt(sum(allgather(part, float(update.square().sum())))) for update in (full, mixed)
+    ]
     assert norms[1] == pytest.approx(norms[0], rel=0.05)
-    changed = [sum(allgather(part, int((u != 0).sum()))) / sum(allgather(part, len(u))) for u in (full, mixed, pure)]
+    changed = [
+        sum(allgather(part, int((u != 0).sum()))) / sum(allgather(part, len(u)))
+        for u in (full, mixed, pure)
+    ]
     assert min(changed[:2]) > 0.99 and changed[2] < 0.06, changed
 
 
-@pytest.mark.parametrize(("schedule", "partitions", "replicas"), [("1f1b", 2, 2), ("gems_master", 3, 1)])
+@pytest.mark.parametrize(
+    ("schedule", "partitions", "replicas"), [("1f1b", 2, 2), ("gems_master", 3, 1)]
+)
 def test_an_overflow_of_float16_skips_the_step_on_all_ranks(comm, schedule, partitions, replicas):
     spec = make_spec(schedule, partitions, replicas, train__precision="fp16_mixed")
     part = sub_world(comm, spec.world_size)
@@ -476,9 +578,14 @@ def test_an_overflow_of_float16_skips_the_step_on_all_ranks(comm, schedule, part
     with closing(open_feed(spec, pipeline)) as loader:
         before = state()
         pipeline.train.run(0, loader.batch(0))
-        assert allgather(part, (update.scale.value, update.has_failed)) == [(2.0**39, False)] * part.size
+        assert (
+            allgather(part, (update.scale.value, update.has_failed))
+            == [(2.0**39, False)] * part.size
+        )
         assert all(torch.equal(value, before[name]) for name, value in state().items())
         update.scale.value = 2.0**10
         pipeline.train.run(1, loader.batch(1))
-    assert allgather(part, update.scale.value) == [2.0**10] * part.size and math.isfinite(update.grad_norm)
+    assert allgather(part, update.scale.value) == [2.0**10] * part.size and math.isfinite(
+        update.grad_norm
+    )
     assert any(not torch.equal(value, before[name]) for name, value in state().items())

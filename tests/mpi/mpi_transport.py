@@ -39,7 +39,10 @@ def transport(comm):
 
 @pytest.fixture
 def folder(comm, tmp_path) -> Path:
-    """A folder that all ranks see: flags in files tell things without a call of MPI, which would move messages."""
+    """A folder that all ranks see.
+
+    Flags in files tell things without a call of MPI, which would move messages.
+    """
     return broadcast(comm, tmp_path)
 
 
@@ -50,13 +53,15 @@ def _all_transfers(num_micro_batches: int, placement: Placement) -> Schedule:
             for direction, stage in placement.stages_on(rank)
             for m in range(num_micro_batches)
             for kind, has in (
-                (Kind.RECV_F, stage > 0), (Kind.SEND_B, stage > 0),
-                (Kind.RECV_B, stage < placement.num_stages - 1), (Kind.SEND_F, stage < placement.num_stages - 1),
+                (Kind.RECV_F, stage > 0),
+                (Kind.SEND_B, stage > 0),
+                (Kind.RECV_B, stage < placement.num_stages - 1),
+                (Kind.SEND_F, stage < placement.num_stages - 1),
             )
             if has
         )
         for rank in range(placement.num_ranks)
-    )  # fmt: skip
+    )
     return Schedule("test", num_micro_batches, placement, rows)
 
 
@@ -66,7 +71,8 @@ def test_both_directions_at_once_in_any_layout(comm, by):
 
     By MPI the sides post in another order; gloo takes messages by their order.
     """
-    size, n = comm.size, 3
+    size = comm.size
+    n = 3
     specs = (TensorSpec("x", (2, 3, 4, 5), torch.bfloat16), TensorSpec("index", (7,), torch.int64))
     schedule = _all_transfers(2 * n, bidirectional(size))
     recorder = Recorder(None, DEVICE)
@@ -77,14 +83,17 @@ def test_both_directions_at_once_in_any_layout(comm, by):
     channels = P2PChannels(schedule, comm.rank, [specs] * (size - 1), links, staging, recorder)
 
     def made(action: Action) -> tuple[torch.Tensor, ...]:
-        seed = ((action.stage * 2 + action.direction) * 100 + action.micro_batch) * 2 + (action.kind is Kind.SEND_B)
+        seed = ((action.stage * 2 + action.direction) * 100 + action.micro_batch) * 2 + (
+            action.kind is Kind.SEND_B
+        )
         generator = torch.Generator().manual_seed(seed)
         x = torch.randn(2, 3, 5, 4, generator=generator).bfloat16().transpose(2, 3)
         x = x if action.micro_batch % 2 else x.to(memory_format=torch.channels_last)
         index = torch.randint(0, 1 << 40, (7,), generator=generator)
         return (x,) if action.kind is Kind.SEND_B else (x, index)
 
-    receives, sends = [], []
+    receives = []
+    sends = []
     for direction in (0, 1):
         stage = schedule.placement.ranks[direction].index(comm.rank)
         for m in range(direction * n, (direction + 1) * n):
@@ -120,7 +129,9 @@ def test_sums_over_groups_are_those_of_the_copies_of_a_stage(comm):
     apart = open_groups("gloo", comm, torch.device("cpu"), linear(2), 2, LIMIT_S)
     values = torch.full((5,), 10.0**comm.rank)
     apart.gradients.sum_in_place(values)
-    assert apart.gradients.size == 2 and bool((values == (101 if comm.rank % 2 == 0 else 1010)).all())
+    assert apart.gradients.size == 2 and bool(
+        (values == (101 if comm.rank % 2 == 0 else 1010)).all()
+    )
     comm.Barrier()
     for opened in (groups, apart):
         for each in (*opened.links, opened.gradients):
@@ -145,7 +156,9 @@ def test_a_peer_that_is_gone_ends_messages_and_sums(comm):
     """A message that was posted before fails as it is waited for, those after as they are posted."""
     groups = open_groups("gloo", comm, torch.device("cpu"), linear(2), 2, LIMIT_S)
     forward, backward = groups.links
-    failure = partial(pytest.raises, LostPeerError, match=r"^a message of a process group failed: .*by peer")
+    failure = partial(
+        pytest.raises, LostPeerError, match=r"^a message of a process group failed: .*by peer"
+    )
     if comm.rank == 1:
         posted = forward.receive(torch.empty(3), 0, 0)
     comm.Barrier()
@@ -171,7 +184,10 @@ def test_nccl_needs_gpus_of_its_own(comm):
 
 
 def test_a_large_message_moves_while_both_sides_compute_and_poll(comm, transport, folder):
-    """Also when another message has come already, which is not waited for yet: polling must look past it."""
+    """Also when another message has come already, which is not waited for yet.
+
+    Polling must look past it.
+    """
     flag = folder / "left"
     work = torch.rand(64, 64)
     deadline = time.monotonic() + LIMIT_S
@@ -187,7 +203,8 @@ def test_a_large_message_moves_while_both_sides_compute_and_poll(comm, transport
         (folder / "written").rename(flag)  # whoever sees the flag sees its text
         assert left
     elif comm.rank == 1:
-        small, large = torch.empty(8), torch.empty(LARGE)
+        small = torch.empty(8)
+        large = torch.empty(LARGE)
         first = transport.receive(small, 0, 1)
         second = transport.receive(large, 0, 2)
         while not flag.exists() and time.monotonic() < deadline:
@@ -225,7 +242,9 @@ def test_a_sum_is_right_and_bit_equal_on_all_ranks(comm, transport, dtype, lengt
     tolerance = 8 * comm.size * torch.finfo(dtype).eps
     assert float((tensor.double() - exact).abs().max()) <= tolerance
     assert bool((around[:32] == 7).all()) and bool((around[-32:] == 7).all())
-    assert len(set(allgather(comm, tensor.numpy().tobytes()))) == 1, "copies of the weights would drift apart"
+    assert len(set(allgather(comm, tensor.numpy().tobytes()))) == 1, (
+        "copies of the weights would drift apart"
+    )
 
 
 def test_numbers_are_summed_on_the_first_rank(comm, transport):

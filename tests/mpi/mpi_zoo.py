@@ -1,4 +1,7 @@
-"""Networks with several tensors between layers, and on tokens, against one unsplit process; and that they learn."""
+"""Networks with several tensors between layers, and on tokens, against one unsplit process.
+
+And that they learn.
+"""
 
 from __future__ import annotations
 
@@ -31,17 +34,27 @@ def make_spec(name: str, schedule: str, partitions: int, replicas: int = 1, **ch
     model, data = NETWORKS[name]
     sizes = {"train_samples": 64, "validation_samples": 9, **data}
     return toys.make_spec(
-        schedule, partitions, replicas, model=ModelConfig(name=name, **model), data=DataConfig(**sizes),
+        schedule,
+        partitions,
+        replicas,
+        model=ModelConfig(name=name, **model),
+        data=DataConfig(**sizes),
         **{"partition__name": "even", "train__precision": "float64", **changes},
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "schedule", "partitions", "replicas"),
-    [("unet", "gems_master", 4, 1), ("unet", "zb_h1", 2, 2), ("amoebanet", "gems_master", 3, 1),
-     ("biglstm", "gems_master", 2, 1), ("biglstm", "zb_h1", 2, 2), ("gnmt", "1f1b", 4, 1),
-     ("gnmt", "gems_master", 2, 2)],
-)  # fmt: skip
+    [
+        ("unet", "gems_master", 4, 1),
+        ("unet", "zb_h1", 2, 2),
+        ("amoebanet", "gems_master", 3, 1),
+        ("biglstm", "gems_master", 2, 1),
+        ("biglstm", "zb_h1", 2, 2),
+        ("gnmt", "1f1b", 4, 1),
+        ("gnmt", "gems_master", 2, 2),
+    ],
+)
 def test_trains_as_one_process(comm, name, schedule, partitions, replicas):
     spec = make_spec(name, schedule, partitions, replicas)
     part = sub_world(comm, spec.world_size)
@@ -65,11 +78,23 @@ def test_the_gradient_is_that_of_the_mean_over_all_tokens(comm):
 
 
 def test_a_language_model_learns_the_chain(comm):
-    """Guessing the likeliest successor of each token is right for 70 %; the loss of that chain is 0.80 nats."""
+    """Guessing the likeliest successor of each token is right for 70 %.
+
+    The loss of that chain is 0.80 nats.
+    """
     spec = make_spec(
-        "biglstm", "gems_master", 2, 2, train__precision="float32", train__steps=40, optimizer__name="adam",
-        optimizer__lr=0.03, model__width=16, data__length=16, data__train_samples=512,
-    )  # fmt: skip
+        "biglstm",
+        "gems_master",
+        2,
+        2,
+        train__precision="float32",
+        train__steps=40,
+        optimizer__name="adam",
+        optimizer__lr=0.03,
+        model__width=16,
+        data__length=16,
+        data__train_samples=512,
+    )
     pipeline = build_pipeline(spec, comm, DEVICE)
     loader = open_feed(spec, pipeline)
     pipeline.set_training(True)
@@ -79,12 +104,24 @@ def test_a_language_model_learns_the_chain(comm):
     loader.close()
     assert found["num_validation"] == 9
     assert found["validation_loss"] < 1.4 < math.log(11)
-    assert found["validation_majority"] < 0.25 < 0.55 < found["validation_accuracy"] < CHANCES[0] + 0.12
+    assert (
+        found["validation_majority"]
+        < 0.25
+        < 0.55
+        < found["validation_accuracy"]
+        < CHANCES[0] + 0.12
+    )
 
 
 def open_feed(spec: RunSpec, pipeline) -> BatchLoader:
     dataset = open_dataset(spec.data, spec.seed)
     dtype = next(next(iter(pipeline.modules.values())).parameters()).dtype
     return BatchLoader(
-        spec, dataset, pipeline.replica, pipeline.image_micro_batches, pipeline.label_micro_batches, dtype, DEVICE
+        spec,
+        dataset,
+        pipeline.replica,
+        pipeline.image_micro_batches,
+        pipeline.label_micro_batches,
+        dtype,
+        DEVICE,
     )

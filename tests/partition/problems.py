@@ -15,7 +15,9 @@ Groups = list[tuple[int, ...]]
 PLACEMENTS: dict[str, Callable[[int], Groups]] = {
     "chain": lambda n: [(s,) for s in range(n)],
     "bidirectional": lambda n: [
-        pair for s in range((n + 1) // 2) for pair in [(s, n - 1 - s) if s != n - 1 - s else (s,)] * 2
+        pair
+        for s in range((n + 1) // 2)
+        for pair in [(s, n - 1 - s) if s != n - 1 - s else (s,)] * 2
     ],
     "v": lambda n: [(r, 2 * n - 1 - r) for r in range(n)],
     "odd": lambda n: [*[(s, 2 * n - s) for s in range(n)], (n, n)],
@@ -36,7 +38,9 @@ def random_table(rng: np.random.Generator, num_layers: int) -> Table:
     return rng.random((num_layers, num_layers + 1))
 
 
-def random_problem(placement: str, seed: int, limited: bool = False, most_layers: int = 12) -> Problem:
+def random_problem(
+    placement: str, seed: int, limited: bool = False, most_layers: int = 12
+) -> Problem:
     """Random tables, one to three moments; with limits about half of the problems have no cut."""
     rng = np.random.default_rng([seed, limited, list(PLACEMENTS).index(placement)])
     groups = PLACEMENTS[placement](int(rng.integers(1, MOST[placement] + 1)))
@@ -47,12 +51,17 @@ def random_problem(placement: str, seed: int, limited: bool = False, most_layers
     def costs() -> tuple[RankCosts, ...]:
         return tuple(
             RankCosts(
-                group, tuple(tuple(given(random_table(rng, num_layers)) for _ in group) for _ in range(num_moments))
+                group,
+                tuple(
+                    tuple(given(random_table(rng, num_layers)) for _ in group)
+                    for _ in range(num_moments)
+                ),
             )
             for group in groups
         )
 
-    ranks, limits = costs(), costs() if limited else ()
+    ranks = costs()
+    limits = costs() if limited else ()
     boundary_bytes = tuple(int(size) for size in rng.integers(1, 9, size=num_layers - 1))
     limit = float("inf")
     if limits:
@@ -66,22 +75,32 @@ def largest(ranks: Sequence[RankCosts], boundaries: Sequence[int]) -> float:
 
 
 def every_cut(num_layers: int, num_stages: int) -> list[tuple[int, ...]]:
-    return [(0, *inner, num_layers) for inner in itertools.combinations(range(1, num_layers), num_stages - 1)]
+    return [
+        (0, *inner, num_layers)
+        for inner in itertools.combinations(range(1, num_layers), num_stages - 1)
+    ]
 
 
 def least(problem: Problem) -> tuple[float, int]:
     """The least cost, and the fewest bytes that cross among the cuts of that cost."""
     return min(
-        (problem.cost(cut), problem.crossing_bytes(cut)) for cut in every_cut(problem.num_layers, problem.num_stages)
+        (problem.cost(cut), problem.crossing_bytes(cut))
+        for cut in every_cut(problem.num_layers, problem.num_stages)
     )
 
 
 def memory_problem(
-    placement: str, num_ranks: int, num_layers: int, seed: int = 0, decay: float = 1.0, inputs: bool = True
+    placement: str,
+    num_ranks: int,
+    num_layers: int,
+    seed: int = 0,
+    decay: float = 1.0,
+    inputs: bool = True,
 ) -> Problem:
     """Bytes as real stages have them: parameters, activations in flight, a transient; and inputs.
 
-    Those are so large that a stage may hold more without its first layer: the costs are nearly monotone.
+    Those are so large that a stage may hold more without its first layer: the costs are nearly
+    monotone.
     """
     profile = random_profile(num_layers, seed, decay)
     spans = Spans(profile)
@@ -97,7 +116,8 @@ def memory_problem(
         RankCosts(
             group,
             tuple(
-                tuple(given(table(stage, k == active)) for k, stage in enumerate(group)) for active in range(len(group))
+                tuple(given(table(stage, k == active)) for k, stage in enumerate(group))
+                for active in range(len(group))
             ),
         )
         for group in groups

@@ -23,8 +23,12 @@ def filled_and_not(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> list[tu
 
 
 class TestMonotone:
-    @pytest.mark.parametrize(("num_layers", "num_stages"), [(200, 16), (200, 64), (60, 59), (40, 20), (3, 2)])
-    def test_filling_is_as_good(self, num_layers: int, num_stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize(
+        ("num_layers", "num_stages"), [(200, 16), (200, 64), (60, 59), (40, 20), (3, 2)]
+    )
+    def test_filling_is_as_good(
+        self, num_layers: int, num_stages: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         for seed in range(4):
             problem = memory_problem("chain", num_stages, num_layers, seed, 0.99, inputs=False)
             assert Chain(problem).is_monotone()
@@ -41,14 +45,20 @@ class TestMonotone:
         assert partition_chain(problem) is not None
 
     def test_a_stage_that_filling_leaves_empty(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Of whole stages none may be skipped: where filling skips a dear one, the dynamic program decides."""
+        """Of whole stages none may be skipped.
+
+        Where filling skips a dear one, the dynamic program decides.
+        """
         rng = np.random.default_rng(0)
         differed = 0
         for _ in range(60):
-            num_layers, num_stages = 7, int(rng.integers(2, 7))
+            num_layers = 7
+            num_stages = int(rng.integers(2, 7))
             tables = []
             for _ in range(num_stages):
-                total = np.concatenate(([0.0], np.cumsum(rng.integers(1, 9, size=num_layers)))) * rng.integers(1, 9)
+                total = np.concatenate(
+                    ([0.0], np.cumsum(rng.integers(1, 9, size=num_layers)))
+                ) * rng.integers(1, 9)
                 tables.append(total[None, :] - total[:-1, None])
             problem = chain_of(tables)
             monkeypatch.setattr(chain, "SMALL", 0)
@@ -65,7 +75,9 @@ class TestMonotone:
 def chain_of(tables: list[np.ndarray]) -> Problem:
     from gems.profile.spans import RankCosts
 
-    ranks = tuple(RankCosts((stage,), ((lambda table=table: table,),)) for stage, table in enumerate(tables))
+    ranks = tuple(
+        RankCosts((stage,), ((lambda table=table: table,),)) for stage, table in enumerate(tables)
+    )
     return Problem(len(tables[0]), len(tables), ranks, tuple(range(1, len(tables[0]))))
 
 

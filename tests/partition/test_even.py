@@ -42,9 +42,21 @@ def test_cuts(num_layers: int, num_stages: int, expected: tuple[int, ...]) -> No
 
 @pytest.mark.parametrize(
     "boundaries",
-    [(), (0,), (0, 6), (0, 2, 4, 6), (1, 3, 6), (0, 3, 5), (0, 3, 7), (0, 0, 6), (0, 6, 6), (0, -3, 6), (0, 7, 6)],
+    [
+        (),
+        (0,),
+        (0, 6),
+        (0, 2, 4, 6),
+        (1, 3, 6),
+        (0, 3, 5),
+        (0, 3, 7),
+        (0, 0, 6),
+        (0, 6, 6),
+        (0, -3, 6),
+        (0, 7, 6),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_boundaries_that_do_not_cut_6_layers_in_2(boundaries: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match="must be 3 rising numbers from 0 to 6") as error:
         check_boundaries(boundaries, 6, 2)

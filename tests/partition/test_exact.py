@@ -17,7 +17,15 @@ from gems.partition.mcap import mcap
 from gems.partition.problem import InfeasibleError, Problem
 from gems.partition.solvers import paired, relaxed, several
 from gems.profile.spans import Spans, Table
-from tests.partition.problems import MOST, PLACEMENTS, every_cut, largest, least, memory_problem, random_problem
+from tests.partition.problems import (
+    MOST,
+    PLACEMENTS,
+    every_cut,
+    largest,
+    least,
+    memory_problem,
+    random_problem,
+)
 from tests.partition.profiles import random_profile
 
 EXACT = 1e-11  # sums of several tables may come in another order
@@ -29,7 +37,10 @@ def check(problem: Problem, budget_s: float = 30.0) -> bool:
     if cost == float("inf"):
         with pytest.raises(InfeasibleError) as refused:
             solve(problem, budget_s)
-        needed = min(largest(problem.limits, cut) for cut in every_cut(problem.num_layers, problem.num_stages))
+        needed = min(
+            largest(problem.limits, cut)
+            for cut in every_cut(problem.num_layers, problem.num_stages)
+        )
         assert refused.value.least == pytest.approx(needed, rel=EXACT)
         assert problem.limit < refused.value.bound <= needed * (1 + EXACT)
         return False
@@ -59,7 +70,9 @@ class TestEveryCut:
             for inputs in (True, False):
                 assert check(memory_problem(placement, MOST[placement], 12, seed, 0.9, inputs))
 
-    def test_as_large_ones_are_searched(self, placement: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_as_large_ones_are_searched(
+        self, placement: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(paired, "SMALL", 0)
         monkeypatch.setattr(paired, "CHUNK", 40)
         monkeypatch.setattr(several, "CHUNK", 200)
@@ -107,7 +120,9 @@ class TestEdges:
     def test_a_refusal_travels(self) -> None:
         refused = pickle.loads(pickle.dumps(InfeasibleError(12.0, 10.0, 11.0)))
         assert (refused.least, refused.limit, refused.bound) == (12.0, 10.0, 11.0)
-        assert "no partition within 10: the best one needs 12, and none less than 11" in str(refused)
+        assert "no partition within 10: the best one needs 12, and none less than 11" in str(
+            refused
+        )
 
     def test_tables_are_built_once(self) -> None:
         problem = memory_problem("bidirectional", 5, 12)
@@ -148,7 +163,9 @@ class TestLarge:
         found = solve(problem, 30.0)
         assert found.is_optimal
         assert paired.Pairs(problem).completable(found.cost) is not None
-        assert paired.Pairs(problem).completable(found.cost * (1 - 1e-5)) is None, "no cut there even on paper"
+        assert paired.Pairs(problem).completable(found.cost * (1 - 1e-5)) is None, (
+            "no cut there even on paper"
+        )
 
     def test_a_budget_is_kept(self) -> None:
         for placement, ranks in (("looped", 8), ("wave", 4), ("v", 8)):
@@ -168,7 +185,8 @@ class TestPeers:
             for placement, ranks in (("chain", 4), ("v", 2), ("looped", 2)):
                 profile = random_profile(14, seed, 0.85)
                 problem = memory_problem(placement, ranks, 14, seed, 0.85)
-                num_stages, layers = problem.num_stages, profile.layers
+                num_stages = problem.num_stages
+                layers = profile.layers
 
                 def measure(boundaries: tuple[int, ...], problem: Problem = problem) -> list[float]:
                     table = problem.ranks[0].moments[0][0]()
@@ -177,13 +195,22 @@ class TestPeers:
                 peers = [
                     even(14, num_stages),
                     mcap(measure, 14, num_stages),
-                    block_partition([layer.stash_bytes + 2 * layer.param_bytes for layer in layers], num_stages),
+                    block_partition(
+                        [layer.stash_bytes + 2 * layer.param_bytes for layer in layers], num_stages
+                    ),
                     block_partition([layer.time_s for layer in layers], num_stages),
-                    pipedream([layer.time_s for layer in layers], Spans(profile).boundary_bytes(), num_stages, 1e3),
-                ]  # fmt: skip
+                    pipedream(
+                        [layer.time_s for layer in layers],
+                        Spans(profile).boundary_bytes(),
+                        num_stages,
+                        1e3,
+                    ),
+                ]
                 ours = solve(problem)
                 assert ours.is_optimal
                 for peer in peers:
-                    assert ours.cost <= problem.cost(check_boundaries(peer, 14, num_stages)) * (1 + EXACT)
+                    assert ours.cost <= problem.cost(check_boundaries(peer, 14, num_stages)) * (
+                        1 + EXACT
+                    )
                 times_better += ours.cost < min(map(problem.cost, peers))
         assert times_better > 20

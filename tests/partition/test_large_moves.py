@@ -11,7 +11,14 @@ import pytest
 from gems.partition.even import even
 from gems.partition.solvers.paired import improve
 from gems.partition.solvers.relaxed import Relaxation, Shaker, _on_simplex, resettle, runs_of
-from tests.partition.problems import PLACEMENTS, every_cut, largest, least, memory_problem, random_problem
+from tests.partition.problems import (
+    PLACEMENTS,
+    every_cut,
+    largest,
+    least,
+    memory_problem,
+    random_problem,
+)
 
 
 def soon() -> float:
@@ -81,7 +88,9 @@ class TestMoves:
             found = search(problem, start, soon())  # type: ignore[operator]
             assert problem.cost(found) <= problem.cost(start)
             if search is resettle:
-                assert resettle(problem, found, soon()) == found, "it ends where nothing is left to do"
+                assert resettle(problem, found, soon()) == found, (
+                    "it ends where nothing is left to do"
+                )
             better += problem.cost(found) < problem.cost(start)
         assert better > 2
 
@@ -93,7 +102,11 @@ class TestMoves:
     def test_limits_are_kept(self) -> None:
         for seed in range(30):
             problem = random_problem("looped", seed, limited=True)
-            fitting = [cut for cut in every_cut(problem.num_layers, problem.num_stages) if problem.cost(cut) < np.inf]
+            fitting = [
+                cut
+                for cut in every_cut(problem.num_layers, problem.num_stages)
+                if problem.cost(cut) < np.inf
+            ]
             for cut in fitting[:3]:
                 for search in (improve, resettle):
                     assert problem.cost(search(problem, cut, soon())) <= problem.cost(cut)

@@ -24,10 +24,12 @@ TRIED = ("exact", "even", "torchgpipe_time")
 def spec_of(device_bytes: int | None, depth: int = 20) -> RunSpec:
     return resolve(
         RunSpec(
-            model=ModelConfig(depth=depth), schedule=ScheduleConfig("1f1b"),
-            parallel=ParallelConfig(partitions=2, micro_batches=4), machine=MachineConfig(device_bytes=device_bytes),
+            model=ModelConfig(depth=depth),
+            schedule=ScheduleConfig("1f1b"),
+            parallel=ParallelConfig(partitions=2, micro_batches=4),
+            machine=MachineConfig(device_bytes=device_bytes),
         )
-    )  # fmt: skip
+    )
 
 
 def case_of(spec: RunSpec) -> PartitionCase:
@@ -36,18 +38,26 @@ def case_of(spec: RunSpec) -> PartitionCase:
     size = spec.data.height_px * spec.data.width_px * spec.parallel.micro_batch_size
     made = [
         LayerProfile(
-            layer.name, layer.kind, float(1 + i % 3), param_bytes=400 * (1 + i),
+            layer.name,
+            layer.kind,
+            float(1 + i % 3),
+            param_bytes=400 * (1 + i),
             stash_bytes=size * 4 // (1 + 4 * i // len(layers)),
-            output_bytes=size, output_grad_bytes=size, forward_peak_bytes=size * 5, backward_peak_bytes=size * 3,
+            output_bytes=size,
+            output_grad_bytes=size,
+            forward_peak_bytes=size * 5,
+            backward_peak_bytes=size * 3,
         )
         for i, layer in enumerate(layers)
-    ]  # fmt: skip
+    ]
     return PartitionCase(profile(made, size * 3), SCHEDULE, limit_bytes=spec.machine.device_bytes)
 
 
 def fits(spec: RunSpec, method: str) -> bool:
     case = case_of(spec)
-    return max(case.peak_bytes(partition_by(method, case).boundaries)) <= (spec.machine.device_bytes or 0)
+    return max(case.peak_bytes(partition_by(method, case).boundaries)) <= (
+        spec.machine.device_bytes or 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -63,7 +73,9 @@ def test_the_search_finds_what_a_scan_finds(axis: str, limit: int, values: list[
     found = max_model_sizes(spec, axis, TRIED, case_of)
     assert [each.method for each in found] == list(TRIED)
     for each in found:
-        expected = max(value for value in values if fits(with_value(spec, axis, value), each.method))
+        expected = max(
+            value for value in values if fits(with_value(spec, axis, value), each.method)
+        )
         assert each.value == expected
         case = case_of(with_value(spec, axis, expected))
         assert each.num_parameters == sum(layer.param_bytes for layer in case.profile.layers) // 4
@@ -77,7 +89,9 @@ def test_nothing_trains() -> None:
 
 
 def test_a_limit_is_needed() -> None:
-    with pytest.raises(ConfigError, match=r"machine\.device_bytes=null: must be given for --largest"):
+    with pytest.raises(
+        ConfigError, match=r"machine\.device_bytes=null: must be given for --largest"
+    ):
         max_model_sizes(spec_of(None), "depth", ("exact",), case_of)
 
 

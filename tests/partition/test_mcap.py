@@ -14,14 +14,21 @@ from gems.partition.mcap import brute_force, mcap, profile, profiling_runs, reco
 from tests.partition.problems import every_cut
 
 
-def predict(isolated: Sequence[float], added: Sequence[float], boundaries: Sequence[int]) -> list[float]:
+def predict(
+    isolated: Sequence[float], added: Sequence[float], boundaries: Sequence[int]
+) -> list[float]:
     """The predicted peak of each stage: its first layer's isolated bytes and what the others add."""
-    return [float(isolated[first] + sum(added[first + 1 : end])) for first, end in itertools.pairwise(boundaries)]
+    return [
+        float(isolated[first] + sum(added[first + 1 : end]))
+        for first, end in itertools.pairwise(boundaries)
+    ]
 
 
 def layers(num_layers: int, seed: int) -> tuple[list[float], list[float]]:
     rng = random.Random(seed)
-    return [rng.randint(5, 50) for _ in range(num_layers)], [rng.randint(0, 30) for _ in range(num_layers)]
+    return [rng.randint(5, 50) for _ in range(num_layers)], [
+        rng.randint(0, 30) for _ in range(num_layers)
+    ]
 
 
 @pytest.mark.parametrize("num_layers", [1, 2, 3, 5, 8, 13, 24])
@@ -32,11 +39,15 @@ def test_runs_are_cuts_and_as_many_as_layers(num_layers: int) -> None:
             check_boundaries(run, num_layers, num_stages)
         assert len(runs) == len(set(runs)) <= num_layers + 6
         if num_stages > 2:
-            alone = {first for run in runs for first, end in itertools.pairwise(run) if end == first + 1}
+            alone = {
+                first for run in runs for first, end in itertools.pairwise(run) if end == first + 1
+            }
             assert alone == set(range(num_layers))
 
 
-@pytest.mark.parametrize(("num_layers", "num_stages"), [(6, 3), (10, 4), (24, 8), (48, 8), (96, 16), (13, 7)])
+@pytest.mark.parametrize(
+    ("num_layers", "num_stages"), [(6, 3), (10, 4), (24, 8), (48, 8), (96, 16), (13, 7)]
+)
 def test_the_profile_of_an_additive_model_is_the_model(num_layers: int, num_stages: int) -> None:
     isolated, added = layers(num_layers, seed=num_layers)
     seen = profile(lambda run: predict(isolated, added, run), num_layers, num_stages)
@@ -60,7 +71,10 @@ def test_brute_force_is_the_least_of_all_cuts() -> None:
         num_layers = 1 + seed % 10
         isolated, added = layers(num_layers, seed)
         for num_stages in range(1, num_layers + 1):
-            every = [sorted(predict(isolated, added, cut), reverse=True) for cut in every_cut(num_layers, num_stages)]
+            every = [
+                sorted(predict(isolated, added, cut), reverse=True)
+                for cut in every_cut(num_layers, num_stages)
+            ]
             found = brute_force(isolated, added, num_stages)
             assert sorted(predict(isolated, added, found), reverse=True) == min(every)
 
@@ -74,11 +88,16 @@ def test_recommendation_is_the_least_peak_where_costs_are_monotone() -> None:
         for num_stages in range(1, num_layers + 1):
             found = check_boundaries(recommend(isolated, added, num_stages), num_layers, num_stages)
             least = max(predict(isolated, added, brute_force(isolated, added, num_stages)))
-            assert max(predict(isolated, added, found)) == pytest.approx(least, abs=1.0), "to a byte"
+            assert max(predict(isolated, added, found)) == pytest.approx(least, abs=1.0), (
+                "to a byte"
+            )
 
 
 def test_recommendation_settles_the_rest_again() -> None:
-    """One giant layer decides the peak; behind it stages are not filled up to that, but cut by their own."""
+    """One giant layer decides the peak.
+
+    Behind it stages are not filled up to that, but cut by their own.
+    """
     added = [6.0, 6.0, 6.0, 100.0, 6.0, 6.0, 6.0, 6.0, 6.0, 6.0]
     assert recommend(added, added, 5) == (0, 3, 4, 6, 8, 10)
 

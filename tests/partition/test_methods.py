@@ -10,11 +10,25 @@ import pytest
 import gems.partition.methods
 from gems.config.recipe import OptimizerConfig
 from gems.config.resolve import resolve
-from gems.config.schema import MachineConfig, ModelConfig, ParallelConfig, PartitionConfig, RunSpec, ScheduleConfig
+from gems.config.schema import (
+    MachineConfig,
+    ModelConfig,
+    ParallelConfig,
+    PartitionConfig,
+    RunSpec,
+    ScheduleConfig,
+)
 from gems.errors import ConfigError, DoesNotFitError
 from gems.models import layers_of
 from gems.partition.compare import PLAIN, at_most, compare, evaluate, plain_pipeline
-from gems.partition.methods import METHODS, PartitionCase, check_fits, partition_by, partition_case, partition_model
+from gems.partition.methods import (
+    METHODS,
+    PartitionCase,
+    check_fits,
+    partition_by,
+    partition_case,
+    partition_model,
+)
 from gems.partition.problem import Partition
 from gems.profile import LayerProfile, ModelProfile
 from gems.schedule import generate
@@ -64,24 +78,32 @@ class TestMethods:
         assert len(found.boundaries) == case.num_stages + 1
         assert found.cost == pytest.approx(max(case.peak_bytes(found.boundaries)), rel=1e-3)
 
-    @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "gems_master", "chimera", "zb_v", "interleaved_1f1b"])
+    @pytest.mark.parametrize(
+        "schedule", ["1f1b", "gpipe", "gems_master", "chimera", "zb_v", "interleaved_1f1b"]
+    )
     @pytest.mark.parametrize("objective", ["peak_bytes", "rank_time", "time"])
     def test_exact_is_never_above_another(self, schedule: str, objective: str) -> None:
         for seed in range(1 if objective == "time" else 3):
             case = PartitionCase(decaying(seed=seed), lowered(schedule))
             ours = partition_by("exact", case, objective)
             for method in METHODS:
-                assert ours.cost <= partition_by(method, case, objective).cost * (1 + 1e-12), (method, seed)
+                assert ours.cost <= partition_by(method, case, objective).cost * (1 + 1e-12), (
+                    method,
+                    seed,
+                )
             assert ours.bound <= ours.cost
 
     @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "gems_master", "zb_h1"])
     def test_the_step_is_nearly_as_short_as_that_of_any_cut(self, schedule: str) -> None:
         """The most even ranks are slower by up to a fifth, where micro-batches are few."""
-        ratios, even_ratios = [], []
+        ratios = []
+        even_ratios = []
         for seed in range(6):
             case = PartitionCase(random_profile(9, seed, decay=0.9), lowered(schedule, 4, 4))
             every = [case.cost("time", (0, *inner, 9)) for inner in combinations(range(1, 9), 3)]
-            ours, even = (partition_by("exact", case, objective) for objective in ("time", "rank_time"))
+            ours, even = (
+                partition_by("exact", case, objective) for objective in ("time", "rank_time")
+            )
             assert ours.cost == case.cost("time", ours.boundaries) >= ours.bound == even.bound
             ratios.append(ours.cost / min(every))
             even_ratios.append(case.cost("time", even.boundaries) / min(every))
@@ -108,7 +130,9 @@ class TestMethods:
 
 class TestRuns:
     def test_boundaries_as_given(self, given: ModelProfile) -> None:
-        spec = spec_of(parallel=ParallelConfig(partitions=2, micro_batches=4, boundaries=[0, 1, 11]))
+        spec = spec_of(
+            parallel=ParallelConfig(partitions=2, micro_batches=4, boundaries=[0, 1, 11])
+        )
         assert partition_model(spec, lowered("1f1b", 2, 4)).boundaries == (0, 1, 11)
 
     def test_the_method_of_the_run(self, given: ModelProfile) -> None:
@@ -125,8 +149,14 @@ class TestRuns:
         case = partition_case(spec_of(), schedule)
         for objective, made in (("auto", "time"), ("time", "time"), ("peak_bytes", "peak_bytes")):
             spec = spec_of(partition=PartitionConfig(objective=objective))
-            assert partition_model(spec, schedule).boundaries == partition_by("exact", case, made).boundaries
-        assert partition_by("exact", case, "time").boundaries != partition_by("exact", case, "peak_bytes").boundaries
+            assert (
+                partition_model(spec, schedule).boundaries
+                == partition_by("exact", case, made).boundaries
+            )
+        assert (
+            partition_by("exact", case, "time").boundaries
+            != partition_by("exact", case, "peak_bytes").boundaries
+        )
 
     def test_one_rank_and_even_cuts_need_no_profile(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def refuse(spec: RunSpec) -> ModelProfile:
@@ -134,15 +164,25 @@ class TestRuns:
 
         monkeypatch.setattr(gems.partition.methods, "profile_of", refuse)
         assert partition_model(spec_of(partitions=1), lowered("1f1b", 1)).boundaries == (0, 11)
-        assert len(partition_model(spec_of(partition=PartitionConfig("even")), lowered("1f1b")).boundaries) == 5
+        assert (
+            len(
+                partition_model(
+                    spec_of(partition=PartitionConfig("even")), lowered("1f1b")
+                ).boundaries
+            )
+            == 5
+        )
 
     def test_more_stages_than_layers(self, given: ModelProfile) -> None:
         num_layers = len(layers_of(ModelConfig(), spec_of().data))
-        with pytest.raises(ConfigError, match=rf"parallel\.partitions=8: makes 16 stages .* at most {num_layers}"):
+        with pytest.raises(
+            ConfigError, match=rf"parallel\.partitions=8: makes 16 stages .* at most {num_layers}"
+        ):
             partition_model(spec_of("zb_v", 8), lowered("zb_v", 8))
 
     def test_a_cut_is_kept(self, given: ModelProfile, monkeypatch: pytest.MonkeyPatch) -> None:
-        spec, schedule = spec_of(), lowered("1f1b")
+        spec = spec_of()
+        schedule = lowered("1f1b")
         first = partition_model(spec, schedule)
         monkeypatch.setattr(gems.partition.methods, "partition_by", None)
         assert partition_model(spec, schedule) == first
@@ -151,7 +191,11 @@ class TestRuns:
         schedule = lowered("1f1b")
         optimizers = [
             partition_case(spec_of(optimizer=optimizer), schedule).optimizer
-            for optimizer in (OptimizerConfig(), OptimizerConfig(momentum=0.0), OptimizerConfig(name="adam"))
+            for optimizer in (
+                OptimizerConfig(),
+                OptimizerConfig(momentum=0.0),
+                OptimizerConfig(name="adam"),
+            )
         ]
         assert optimizers == ["sgd", "sgd_plain", "adam"]
 
@@ -163,14 +207,20 @@ class TestWhatDoesNotFit:
         found = partition_by("exact", case)
         most = max(case.peak_bytes(found.boundaries))
         check_fits(replace(case, limit_bytes=most), found)
-        with pytest.raises(DoesNotFitError, match=rf"rank \d of 4 with the exact partition needs {most} bytes .*"
-                           rf"machine\.device_bytes={most - 1} .*; use more partitions") as refused:  # fmt: skip
+        with pytest.raises(
+            DoesNotFitError,
+            match=rf"rank \d of 4 with the exact partition needs {most} bytes .*"
+            rf"machine\.device_bytes={most - 1} .*; use more partitions",
+        ) as refused:
             check_fits(replace(case, limit_bytes=most - 1), found)
         assert refused.value.exit_code == 3
 
     def test_the_run_is_refused(self, given: ModelProfile) -> None:
         for objective in ("peak_bytes", "time"):
-            spec = spec_of(machine=MachineConfig(device_bytes=1000), partition=PartitionConfig(objective=objective))
+            spec = spec_of(
+                machine=MachineConfig(device_bytes=1000),
+                partition=PartitionConfig(objective=objective),
+            )
             with pytest.raises(DoesNotFitError):
                 partition_model(spec, lowered("1f1b"))
 
@@ -180,7 +230,8 @@ class TestWhatDoesNotFit:
         layers[2] = LayerProfile("giant", "x", 1.0, stash_bytes=10, forward_peak_bytes=10**6)
         case = PartitionCase(profile(layers, 0), lowered("1f1b", 2, 2), limit_bytes=10_000)
         with pytest.raises(
-            DoesNotFitError, match=r"layer giant alone on a rank needs 1000\d\d\d bytes .*recompute or offload"
+            DoesNotFitError,
+            match=r"layer giant alone on a rank needs 1000\d\d\d bytes .*recompute or offload",
         ):
             check_fits(case, partition_by("exact", case, objective))
 
@@ -207,16 +258,26 @@ class TestComparison:
         assert evaluate(case, Partition("x", (0, 1, 4), 0.0, 0.0, False)).step_s > 30.0
 
     def test_another_methods_better_cut_is_taken(self) -> None:
-        ours, better = Partition("exact", (0, 1, 4), 5.0, 3.0, False), Partition("mcap", (0, 2, 4), 4.0, 0.0, False)
+        ours = Partition("exact", (0, 1, 4), 5.0, 3.0, False)
+        better = Partition("mcap", (0, 2, 4), 4.0, 0.0, False)
         taken = at_most(ours, [better])
-        assert (taken.method, taken.boundaries, taken.cost, taken.bound) == ("exact", (0, 2, 4), 4.0, 3.0)
+        assert (taken.method, taken.boundaries, taken.cost, taken.bound) == (
+            "exact",
+            (0, 2, 4),
+            4.0,
+            3.0,
+        )
         assert taken.facts["from"] == "mcap"
         assert at_most(ours, [replace(better, cost=5.0)]) is ours
 
 
 def test_strips_are_cut_by_the_list_that_runs() -> None:
-    """One image through two ranks takes as long with any cut; its strips overlap, so that even ranks are faster."""
-    whole, gains = generate("layer_parallel", 2, 1), []
+    """One image through two ranks takes as long with any cut.
+
+    Its strips overlap, so that even ranks are faster.
+    """
+    whole = generate("layer_parallel", 2, 1)
+    gains = []
     for seed in range(6):
         case = PartitionCase(random_profile(8, seed, decay=0.8), lower(whole))
         in_strips = replace(case, in_strips=lower(with_strips(whole, 8)))

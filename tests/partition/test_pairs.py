@@ -57,7 +57,10 @@ def test_no_cut_below_the_frontier(placement: str) -> None:
 
 
 def test_out_of_time_says_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without any time the even cut stands, with a bound that holds; the first threshold's bound is a near one."""
+    """Without any time the even cut stands, with a bound that holds.
+
+    The first threshold's bound is a near one.
+    """
     monkeypatch.setattr(paired, "SMALL", 0)
     problem = memory_problem("v", 3, 60, seed=1, decay=0.95)
     answer = partition_pairs(problem, time.perf_counter())

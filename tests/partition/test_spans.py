@@ -14,7 +14,8 @@ MADE = random_profile(9, seed=3)
 def stash_of(layers: tuple[LayerProfile, ...], first: int, end: int) -> int:
     """Count the storages that a stage saves, each by the layer that makes it."""
     return sum(
-        layers[i].stash_bytes + sum(size for ahead, size in layers[i].saved_later if i + ahead < end)
+        layers[i].stash_bytes
+        + sum(size for ahead, size in layers[i].saved_later if i + ahead < end)
         for i in range(first, end)
     )
 
@@ -26,7 +27,8 @@ def spans(num_layers: int) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("span", spans(9))
 def test_tables_are_counts(span: tuple[int, int]) -> None:
     first, end = span
-    layers, tables = MADE.layers, Spans(MADE)
+    layers = MADE.layers
+    tables = Spans(MADE)
     chosen = range(first, end)
     assert tables.stash[span] == stash_of(layers, first, end)
     assert tables.params[span] == sum(layers[i].param_bytes for i in chosen)
@@ -43,7 +45,8 @@ def test_tables_are_counts(span: tuple[int, int]) -> None:
 @pytest.mark.parametrize("span", spans(9))
 def test_peaks_are_those_of_the_layers_one_after_another(span: tuple[int, int]) -> None:
     first, end = span
-    layers, tables = MADE.layers, Spans(MADE)
+    layers = MADE.layers
+    tables = Spans(MADE)
 
     def forward(i: int) -> int:
         unsaved = layers[i].unsaved_input_bytes if i > first else 0
@@ -55,7 +58,12 @@ def test_peaks_are_those_of_the_layers_one_after_another(span: tuple[int, int]) 
 
     def input_gradient(i: int) -> int:
         left = sum(layers[k].held_for_weights_bytes for k in range(i + 1, end))
-        return stash_of(layers, first, i + 1) + layers[i].backward_peak_bytes + left + layers[end - 1].output_grad_bytes
+        return (
+            stash_of(layers, first, i + 1)
+            + layers[i].backward_peak_bytes
+            + left
+            + layers[end - 1].output_grad_bytes
+        )
 
     assert tables.forward_peak[span] == max(map(forward, range(first, end)))
     assert tables.backward_peak[span] == max(map(backward, range(first, end)))
@@ -63,7 +71,10 @@ def test_peaks_are_those_of_the_layers_one_after_another(span: tuple[int, int]) 
 
 
 def test_a_tensor_that_is_saved_late_counts_from_there() -> None:
-    layers = [LayerProfile("a", "x", stash_bytes=1, saved_later=((2, 50),)), *[LayerProfile("b", "x")] * 3]
+    layers = [
+        LayerProfile("a", "x", stash_bytes=1, saved_later=((2, 50),)),
+        *[LayerProfile("b", "x")] * 3,
+    ]
     table = Spans(profile(layers)).stash
     assert [table[0, end] for end in (1, 2, 3, 4)] == [1, 1, 51, 51]
     assert table[1, 4] == 0, "who does not make it has it as an input"

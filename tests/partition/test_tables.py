@@ -44,9 +44,14 @@ def test_what_is_monotone() -> None:
     table = sums([3.0, 1.0, 2.0, 5.0])
     assert is_monotone(table)
     for place, value, expected in (
-        ((1, 3), 2.9, True), ((1, 3), 1.9, False), ((1, 3), 6.1, False), ((0, 4), 8.0, True), ((0, 4), 7.9, False),
-        ((2, 3), -1.0, False), ((2, 3), 0.0, True),
-    ):  # fmt: skip
+        ((1, 3), 2.9, True),
+        ((1, 3), 1.9, False),
+        ((1, 3), 6.1, False),
+        ((0, 4), 8.0, True),
+        ((0, 4), 7.9, False),
+        ((2, 3), -1.0, False),
+        ((2, 3), 0.0, True),
+    ):
         changed = table.copy()
         changed[place] = value
         assert is_monotone(changed) == expected, (place, value)

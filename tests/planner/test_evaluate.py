@@ -27,7 +27,10 @@ def space(num_gpus: int = 4, batch: int = 4) -> list[Candidate]:
     return [
         one
         for one in found
-        if one.schedule != CAPPED and one.memory not in LONG and one.how not in LONG and one.micro_batch_size <= 2
+        if one.schedule != CAPPED
+        and one.memory not in LONG
+        and one.how not in LONG
+        and one.micro_batch_size <= 2
     ]
 
 
@@ -57,7 +60,10 @@ def test_bounds_hold_whatever_the_cut(seed: int, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("seed", SEEDS)
 def test_bounds_hold_under_policies(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     made_up(monkeypatch, seed, decay=0.7)
-    kept = [result for result in scored(planner(), [one for one in space() if one.memory == KEEP]).values()]
+    kept = [
+        result
+        for result in scored(planner(), [one for one in space() if one.memory == KEEP]).values()
+    ]
     least = min(max(result.peak_bytes) for result in kept if isinstance(result, Choice))
     judge = planner(least)
     seen = 0
@@ -71,11 +77,15 @@ def test_bounds_hold_under_policies(seed: int, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(("seed", "share"), [(0, 0.6), (1, 1.5), (1, None)])
-def test_the_search_is_that_of_the_whole_space(seed: int, share: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_search_is_that_of_the_whole_space(
+    seed: int, share: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made_up(monkeypatch, seed)
     asked = space(4, 4)
     unlimited = [each for each in scored(planner(), asked).values() if isinstance(each, Choice)]
-    limit = None if share is None else round(share * min(max(each.peak_bytes) for each in unlimited))
+    limit = (
+        None if share is None else round(share * min(max(each.peak_bytes) for each in unlimited))
+    )
     judge = planner(limit)
     everything = [each for each in scored(judge, asked).values() if isinstance(each, Choice)]
     found = search(asked, judge.rules(), 10)
@@ -97,7 +107,9 @@ def test_what_a_choice_holds_is_what_the_cut_says(monkeypatch: pytest.MonkeyPatc
     assert choice.peak_bytes == case.peak_bytes(choice.boundaries)
     fewest = one.family.least_in_flight(one.terms())
     assert fewest == [4, 3, 2, 1]
-    assert all(held >= count for held, count in zip(held_at_once(made.compute), fewest, strict=True))
+    assert all(
+        held >= count for held, count in zip(held_at_once(made.compute), fewest, strict=True)
+    )
 
 
 def test_a_tight_limit_moves_the_cut(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +126,9 @@ def test_a_tight_limit_moves_the_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_policy_where_keeping_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     made_up(monkeypatch, 3)
-    assert planner().evaluate(Candidate(2, 2, "1f1b", 1, 2, memory="recompute", how="stage")) is None
+    assert (
+        planner().evaluate(Candidate(2, 2, "1f1b", 1, 2, memory="recompute", how="stage")) is None
+    )
 
 
 def test_what_is_slower_than_asked_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +138,8 @@ def test_what_is_slower_than_asked_is_given_up(monkeypatch: pytest.MonkeyPatch) 
     limit = min(max(each.peak_bytes) for each in free)
     whole = scored(planner(limit), space(4, 8))
     worst_s = median(each.step_s for each in whole.values() if isinstance(each, Choice))
-    judge, num_slow = planner(limit), 0
+    judge = planner(limit)
+    num_slow = 0
     for one, expected in whole.items():
         result = judge.evaluate(one, worst_s)
         if isinstance(result, TooSlow):
@@ -153,10 +168,14 @@ def test_reasons_are_the_parts_of_the_step(monkeypatch: pytest.MonkeyPatch) -> N
 def test_replicas_pay_for_their_all_reduce(monkeypatch: pytest.MonkeyPatch) -> None:
     made_up(monkeypatch, 0)
     one = Candidate(1, 4, "1f1b", 1, 2)
-    slow, fast = (planner(None, f"machine.link_bytes_per_s={rate}").evaluate(one) for rate in (500, 50000))
+    slow, fast = (
+        planner(None, f"machine.link_bytes_per_s={rate}").evaluate(one) for rate in (500, 50000)
+    )
     assert isinstance(slow, Choice) and isinstance(fast, Choice)
     assert slow.parts_s["all_reduce"] > 50 * fast.parts_s["all_reduce"] > 0
-    assert slow.step_s - fast.step_s == pytest.approx(slow.parts_s["all_reduce"] - fast.parts_s["all_reduce"])
+    assert slow.step_s - fast.step_s == pytest.approx(
+        slow.parts_s["all_reduce"] - fast.parts_s["all_reduce"]
+    )
 
 
 def test_epochs_rank_by_the_time_to_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +192,9 @@ def test_epochs_rank_by_the_time_to_the_target(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_estimates_are_of_the_size_of_what_is_held(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_estimates_are_of_the_size_of_what_is_held(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Under a limit at which nothing can be kept, so that every policy is judged, and beside what keeping holds."""
     made_up(monkeypatch, seed)
     pairs = []
@@ -181,7 +202,11 @@ def test_estimates_are_of_the_size_of_what_is_held(seed: int, monkeypatch: pytes
         judge = planner(limit)
         for one in space(4, 8):
             result = judge.evaluate(one)
-            held = max(result.peak_bytes) if isinstance(result, Choice) else getattr(result, "needed_bytes", 0)
+            held = (
+                max(result.peak_bytes)
+                if isinstance(result, Choice)
+                else getattr(result, "needed_bytes", 0)
+            )
             if held > judge.least_bytes(one):  # it was cut and simulated
                 pairs.append(judge.estimated_bytes(one) / held)
     assert len(pairs) > 50
@@ -196,4 +221,6 @@ def test_what_is_likely_too_large_is_tried_last(monkeypatch: pytest.MonkeyPatch)
     assert judge.is_unlikely(many) and not judge.is_unlikely(few)
     assert judge.rules().priority(few) < judge.rules().priority(many)
     no_host = planner(None, "machine.host_bytes=1000")
-    assert no_host.is_unlikely(few) and not no_host.is_unlikely(replace(few, memory="recompute", how="segment"))
+    assert no_host.is_unlikely(few) and not no_host.is_unlikely(
+        replace(few, memory="recompute", how="segment")
+    )

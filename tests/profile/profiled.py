@@ -103,17 +103,22 @@ class Flat(nn.Module):
 
 
 def layer(class_name: str, name: str | None = None, **options: object) -> Layer:
-    return Layer(name or class_name.lower(), "toy", f"{__name__}:{class_name}", tuple(options.items()))
+    return Layer(
+        name or class_name.lower(), "toy", f"{__name__}:{class_name}", tuple(options.items())
+    )
 
 
 def skipping() -> tuple[Layer, ...]:
     """A U-Net of two levels, one of whose skips nothing saves."""
     return (
-        layer("Down", "down1", i=3, o=8, is_raw=True), layer("Down", "down2", i=8, o=16),
+        layer("Down", "down1", i=3, o=8, is_raw=True),
+        layer("Down", "down2", i=8, o=16),
         layer("Middle", "middle1", i=16),
-        layer("Middle", "middle2", i=16), layer("Up", "up2", i=16, skip=16, o=8), layer("Up", "up1", i=8, skip=8, o=8),
+        layer("Middle", "middle2", i=16),
+        layer("Up", "up2", i=16, skip=16, o=8),
+        layer("Up", "up1", i=8, skip=8, o=8),
         layer("Head", i=8, classes=3),
-    )  # fmt: skip
+    )
 
 
 def celled() -> tuple[Layer, ...]:
@@ -125,9 +130,10 @@ def celled() -> tuple[Layer, ...]:
 def viewed() -> tuple[Layer, ...]:
     """A chain with a view between its layers."""
     return (
-        layer("ConvRelu", "one", i=3, o=4), layer("Flat"),
+        layer("ConvRelu", "one", i=3, o=4),
+        layer("Flat"),
         Layer("linear", "toy", "torch.nn:Linear", (("in_features", 4096), ("out_features", 5))),
-    )  # fmt: skip
+    )
 
 
 def fake_chain(layers: Sequence[Layer], shape: tuple[int, ...] = SHAPE) -> ModelProfile:
@@ -142,7 +148,14 @@ def fake_chain(layers: Sequence[Layer], shape: tuple[int, ...] = SHAPE) -> Model
     images = torch.empty(shape, device="meta")
     chain = profile_chain(layers, [images], Lab(build, HOST, mode=mode))
     return ModelProfile(
-        "toy", *shape[2:], shape[0], "float32", "cpu", "fake", chain, images.numel() * images.element_size()
+        "toy",
+        *shape[2:],
+        shape[0],
+        "float32",
+        "cpu",
+        "fake",
+        chain,
+        images.numel() * images.element_size(),
     )
 
 
@@ -154,14 +167,17 @@ class Truth:
     held_for_weights_bytes: int
 
 
-def whole_stage(layers: Sequence[Layer], first: int, end: int, shape: tuple[int, ...] = SHAPE) -> Truth:
+def whole_stage(
+    layers: Sequence[Layer], first: int, end: int, shape: tuple[int, ...] = SHAPE
+) -> Truth:
     """Run layers first up to end as the engine's stage does, with the gradients of its outputs in hand."""
     specs = boundary_shapes(layers, shape)
     shapes = [spec.shape for spec in specs[first - 1]] if first else [shape]
     loss = training_loss if end == len(layers) else None
     modules = nn.ModuleList(build_layers(layers, first, end, seed=0))
     give_gradients(modules)
-    stage, inputs = Stage(modules, first == 0, lambda: None), [torch.randn(one) for one in shapes]
+    stage = Stage(modules, first == 0, lambda: None)
+    inputs = [torch.randn(one) for one in shapes]
     gradients = [torch.ones(()) if loss else torch.ones(spec.shape) for spec in specs[end - 1]]
     with LiveBytes([*inputs, *static_tensors(modules)]) as live:
         stage.forward(0, inputs, loss)
@@ -173,18 +189,25 @@ def whole_stage(layers: Sequence[Layer], first: int, end: int, shape: tuple[int,
         backward_peak = live.peak_bytes
     stage.forward(0, inputs, loss, is_split=True)
     stage.backward_input(0, gradients)
-    return Truth(stage.stash_bytes or 0, forward_peak, backward_peak, stage.held_for_weights_bytes or 0)
+    return Truth(
+        stage.stash_bytes or 0, forward_peak, backward_peak, stage.held_for_weights_bytes or 0
+    )
 
 
-def saved_by_parts(layers: Sequence[Layer], cuts: Sequence[int], shape: tuple[int, ...] = SHAPE) -> dict[Parts, int]:
+def saved_by_parts(
+    layers: Sequence[Layer], cuts: Sequence[int], shape: tuple[int, ...] = SHAPE
+) -> dict[Parts, int]:
     """Run the parts of a model one behind the other, each with a graph of its own.
 
-    Gives the bytes of storages, but for parameters and images, by where they are seen: the parts that save them, and
-    the parts that hand them on.
+    Gives the bytes of storages, but for parameters and images, by where they are seen: the parts
+    that save them, and the parts that hand them on.
     """
     modules = nn.ModuleList(build_layers(layers, 0, len(layers), seed=0))
     values: tuple[Tensor, ...] = (torch.randn(shape),)
-    known = {tensor.untyped_storage().data_ptr() for tensor in (*values, *modules.parameters(), *modules.buffers())}
+    known = {
+        tensor.untyped_storage().data_ptr()
+        for tensor in (*values, *modules.parameters(), *modules.buffers())
+    }
     held: list[Tensor] = []  # so that no address is used twice
     sizes: dict[int, int] = {}
     saved: dict[int, set[int]] = {}
@@ -199,7 +222,10 @@ def saved_by_parts(layers: Sequence[Layer], cuts: Sequence[int], shape: tuple[in
         return tensor
 
     for part, (first, end) in enumerate(pairwise(cuts)):
-        values = tuple(value.detach().requires_grad_(part > 0 and value.is_floating_point()) for value in values)
+        values = tuple(
+            value.detach().requires_grad_(part > 0 and value.is_floating_point())
+            for value in values
+        )
         with torch.autograd.graph.saved_tensors_hooks(
             lambda tensor, part=part: note(saved, tensor, part), lambda kept: kept
         ):

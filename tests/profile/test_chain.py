@@ -1,4 +1,7 @@
-"""gems.profile.profilers.chain: the tables over a chain's layers equal the run of every stage in one piece."""
+"""gems.profile.profilers.chain.
+
+The tables over a chain's layers equal the run of every stage in one piece.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,15 @@ from gems.models import Layer, layers_of
 from gems.profile import LayerProfile, ModelProfile
 from gems.profile.model_profile import Saved
 from gems.profile.spans import Spans
-from tests.profile.profiled import celled, fake_chain, layer, saved_by_parts, skipping, viewed, whole_stage
+from tests.profile.profiled import (
+    celled,
+    fake_chain,
+    layer,
+    saved_by_parts,
+    skipping,
+    viewed,
+    whole_stage,
+)
 
 CHAINS = {
     "skips": skipping(),
@@ -24,7 +35,9 @@ CHAINS = {
 
 
 def stages(layers: tuple[Layer, ...]) -> list[tuple[int, int]]:
-    return [(first, end) for first in range(len(layers)) for end in range(first + 1, len(layers) + 1)]
+    return [
+        (first, end) for first in range(len(layers)) for end in range(first + 1, len(layers) + 1)
+    ]
 
 
 @pytest.mark.parametrize("name", CHAINS)
@@ -35,9 +48,16 @@ def test_every_stage_holds_what_the_tables_say(name: str) -> None:
         truth = whole_stage(layers, first, end)
         told = tuple(
             round(table[first, end])
-            for table in (spans.stash, spans.forward_peak, spans.backward_peak, spans.held_for_weights)
+            for table in (
+                spans.stash,
+                spans.forward_peak,
+                spans.backward_peak,
+                spans.held_for_weights,
+            )
         )
-        if layers[first].name == "flat":  # what is a view of the stage's own input or gradient is counted once more
+        if (
+            layers[first].name == "flat"
+        ):  # what is a view of the stage's own input or gradient is counted once more
             assert all(one >= other for one, other in zip(told, astuple(truth), strict=True))
             continue
         assert told == astuple(truth), (first, end)
@@ -46,7 +66,8 @@ def test_every_stage_holds_what_the_tables_say(name: str) -> None:
 def test_cells_of_two_inputs_are_told_within_one_tensor_and_never_too_low() -> None:
     """What an earlier layer made and this one saves first is counted until its backward ends, and may go before."""
     layers = celled()
-    spans, tensor_bytes = Spans(fake_chain(layers)), 2 * 8 * 32 * 32 * 4
+    spans = Spans(fake_chain(layers))
+    tensor_bytes = 2 * 8 * 32 * 32 * 4
     for first, end in stages(layers):
         truth = whole_stage(layers, first, end)
         assert spans.stash[first, end] == truth.stash_bytes
@@ -60,10 +81,14 @@ def test_a_storage_is_counted_where_it_was_made_and_by_who_saves_it_first() -> N
     down1, down2, middle1, *_, up1, _ = fake_chain(skipping()).layers
     skip = 2 * 8 * 32 * 32 * 4
     assert skip not in [size for _, size in down1.saved_later], "joining saves nothing of it"
-    assert dict(up1.unsaved_from) == {5: skip}, "it was carried here, and is among the inputs of a stage cut between"
+    assert dict(up1.unsaved_from) == {5: skip}, (
+        "it was carried here, and is among the inputs of a stage cut between"
+    )
     assert dict(down1.saved_later) == {1: skip // 4}, "the next convolution saves the half"
     half = 2 * 16 * 8 * 8 * 4
-    assert middle1.unsaved_input_bytes == half + skip, "down2's half, and the raw skip; down2's own its ReLU saves"
+    assert middle1.unsaved_input_bytes == half + skip, (
+        "down2's half, and the raw skip; down2's own its ReLU saves"
+    )
     assert down2.output_bytes == half + skip + 2 * 16 * 16 * 16 * 4
 
 
@@ -71,8 +96,15 @@ def test_a_storage_is_counted_where_it_was_made_and_by_who_saves_it_first() -> N
 def test_parts_of_a_model_save_and_hand_on_the_storages_that_it_lists(name: str) -> None:
     layers = celled() if name == "cells" else CHAINS[name]
     profile = fake_chain(layers)
-    for cuts in ((0, len(layers)), (0, 1, len(layers)), (0, 1, 2, len(layers)), tuple(range(len(layers) + 1))):
-        part_of = [part for part, (first, end) in enumerate(pairwise(cuts)) for _ in range(first, end)]
+    for cuts in (
+        (0, len(layers)),
+        (0, 1, len(layers)),
+        (0, 1, 2, len(layers)),
+        tuple(range(len(layers) + 1)),
+    ):
+        part_of = [
+            part for part, (first, end) in enumerate(pairwise(cuts)) for _ in range(first, end)
+        ]
         told: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
         for maker, one in enumerate(profile.layers):
             for storage in (*one.saved, *one.passing):
@@ -102,7 +134,10 @@ def test_equal_layers_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None
         return plain(one, dtype)
 
     monkeypatch.setattr(profiled, "on_meta", counting)
-    many = (layer("ConvRelu", "stem", i=3, o=8), *(layer("ConvRelu", f"c{n}", i=8, o=8) for n in range(50)))
+    many = (
+        layer("ConvRelu", "stem", i=3, o=8),
+        *(layer("ConvRelu", f"c{n}", i=8, o=8) for n in range(50)),
+    )
     profile = fake_chain((*many, layer("Head", i=8, classes=3)))
     assert profile.num_layers == 52 and len(set(built)) <= 5 and len(built) <= 12
     assert len({one.forward_peak_bytes for one in profile.layers[1:51]}) == 1

@@ -32,7 +32,9 @@ def in_strips(spec: RunSpec, strips: int) -> RunSpec:
     return replace(spec, parallel=replace(spec.parallel, strips=strips))
 
 
-def test_layers_that_equal_themselves_are_asked_once(spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_equal_themselves_are_asked_once(
+    spec: RunSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
     check_exact(spec, True)
     (kept,) = Path(str(spec.cache_dir)).glob("exactness-*.json")
     assert '"image": [32, 32], "left_out": ""' in kept.read_text()
@@ -45,8 +47,12 @@ def test_layers_that_equal_themselves_are_asked_once(spec: RunSpec, monkeypatch:
 
 def test_a_wrong_rule_of_strips_is_found(spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     forward, _ = buffers._FROM_OUTPUT["sigmoid"]
-    monkeypatch.setitem(buffers._FROM_OUTPUT, "sigmoid", (forward, lambda gradient, made: gradient * made))
-    with pytest.raises(ConfigError, match=r"parallel\.strips=3: layer gate in strips differs from itself"):
+    monkeypatch.setitem(
+        buffers._FROM_OUTPUT, "sigmoid", (forward, lambda gradient, made: gradient * made)
+    )
+    with pytest.raises(
+        ConfigError, match=r"parallel\.strips=3: layer gate in strips differs from itself"
+    ):
         check_exact(spec, False)
 
 
@@ -55,5 +61,7 @@ def test_a_wrong_split_backward_is_found(spec: RunSpec, monkeypatch: pytest.Monk
         return torch.nn.functional.linear(x, module.weight.detach(), module.bias)
 
     monkeypatch.setitem(split_layers._SPLIT_FORWARDS, torch.nn.Linear, linear)
-    with pytest.raises(ConfigError, match="schedule=1f1b: layer head with a split backward differs from itself"):
+    with pytest.raises(
+        ConfigError, match="schedule=1f1b: layer head with a split backward differs from itself"
+    ):
         check_exact(in_strips(spec, 1), True)

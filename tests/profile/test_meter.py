@@ -1,4 +1,7 @@
-"""gems.profile.profilers.meter: bytes of layers that can be counted by hand, on real and on fake tensors."""
+"""gems.profile.profilers.meter.
+
+Bytes of layers that can be counted by hand, on real and on fake tensors.
+"""
 
 from __future__ import annotations
 
@@ -30,26 +33,42 @@ def tensors(is_fake: bool):
 
 def fresh(found: LayerMeter, is_given: bool = False) -> tuple[Gradient, ...]:
     layouts = [output.layout for output in found.outputs]
-    return tuple(Gradient.fresh(each.shape, each.dtype, number, is_given) for number, each in enumerate(layouts))
+    return tuple(
+        Gradient.fresh(each.shape, each.dtype, number, is_given)
+        for number, each in enumerate(layouts)
+    )
 
 
 class TestForward:
     @both
     def test_conv_and_relu(self, is_fake: bool) -> None:
         with tensors(is_fake):
-            found = meter(LayerCall(nn.Sequential(nn.Conv2d(3, 5, 3, padding=1), nn.ReLU()), [torch.randn(2, 3, 8, 8)]))
+            found = meter(
+                LayerCall(
+                    nn.Sequential(nn.Conv2d(3, 5, 3, padding=1), nn.ReLU()),
+                    [torch.randn(2, 3, 8, 8)],
+                )
+            )
         assert (found.layer.param_bytes, found.layer.buffer_bytes) == (CONV, 0)
         assert found.saved_inputs == (0,), "the convolution saves its input"
         assert found.layer.stash_bytes == Y, "ReLU saves its result, and nobody the convolution's"
         assert found.outputs[0].is_saved and found.left_bytes == Y
         assert found.layer.forward_peak_bytes == 2 * Y
-        assert found.layer.held_for_weights_bytes == X + Y, "the weight's gradient needs the input and ReLU's gradient"
+        assert found.layer.held_for_weights_bytes == X + Y, (
+            "the weight's gradient needs the input and ReLU's gradient"
+        )
 
     @both
     def test_inputs_of_convolutions(self, is_fake: bool) -> None:
         """Of conv, norm, activation, conv and pooling: the images and what the activation gave."""
         with tensors(is_fake):
-            layers = [nn.Conv2d(3, 5, 3, padding=1), nn.BatchNorm2d(5), nn.ReLU(), nn.Conv2d(5, 5, 1), nn.MaxPool2d(2)]
+            layers = [
+                nn.Conv2d(3, 5, 3, padding=1),
+                nn.BatchNorm2d(5),
+                nn.ReLU(),
+                nn.Conv2d(5, 5, 1),
+                nn.MaxPool2d(2),
+            ]
             found = meter(LayerCall(nn.Sequential(*layers), [torch.randn(2, 3, 8, 8)]))
             cell = meter(LayerCall(Cell(8), [torch.randn(2, 8, 8, 8), torch.randn(2, 8, 8, 8)]))
         assert found.conv_inputs == (0,) and not found.outputs[0].is_conv_input
@@ -62,7 +81,11 @@ class TestForward:
     def test_linear(self, is_fake: bool) -> None:
         with tensors(is_fake):
             found = meter(LayerCall(nn.Linear(100, 10), [torch.randn(4, 100)]))
-        assert (found.layer.param_bytes, found.layer.stash_bytes, found.saved_inputs) == ((1000 + 10) * 4, 0, (0,))
+        assert (found.layer.param_bytes, found.layer.stash_bytes, found.saved_inputs) == (
+            (1000 + 10) * 4,
+            0,
+            (0,),
+        )
         assert found.layer.forward_peak_bytes == 4 * 10 * 4
         assert found.layer.held_for_weights_bytes == 4 * 110 * 4
 
@@ -70,27 +93,47 @@ class TestForward:
     def test_identity_and_view_make_nothing(self, is_fake: bool) -> None:
         with tensors(is_fake):
             x = torch.randn(2, 3, 8, 8)
-            same, view = meter(LayerCall(nn.Identity(), [x])), meter(LayerCall(Flat(), [x]))
-        assert (same.outputs[0].same_as, same.outputs[0].given, same.outputs[0].made) == (0, 0, None)
-        assert (view.outputs[0].same_as, view.outputs[0].given, view.outputs[0].made) == (None, 0, None)
+            same = meter(LayerCall(nn.Identity(), [x]))
+            view = meter(LayerCall(Flat(), [x]))
+        assert (same.outputs[0].same_as, same.outputs[0].given, same.outputs[0].made) == (
+            0,
+            0,
+            None,
+        )
+        assert (view.outputs[0].same_as, view.outputs[0].given, view.outputs[0].made) == (
+            None,
+            0,
+            None,
+        )
         for found in (same, view):
-            assert (found.layer.forward_peak_bytes, found.layer.stash_bytes, found.left_bytes) == (0, 0, 0)
+            assert (found.layer.forward_peak_bytes, found.layer.stash_bytes, found.left_bytes) == (
+                0,
+                0,
+                0,
+            )
 
     @both
     def test_a_carried_tensor_is_no_new_memory(self, is_fake: bool) -> None:
         with tensors(is_fake):
-            x, skip = torch.randn(2, 3, 8, 8), torch.randn(2, 4, 4, 4)
+            x = torch.randn(2, 3, 8, 8)
+            skip = torch.randn(2, 4, 4, 4)
             found = meter(LayerCall(Down(3, 5), [x, skip]))
         half, carried, full = found.outputs
         assert (carried.same_as, carried.given, carried.made) == (1, 1, None)
         assert (half.made, full.made, full.is_saved) == (0, 1, True)
-        assert found.left_bytes == found.layer.stash_bytes + Y // 4, "the half is saved by nobody here"
+        assert found.left_bytes == found.layer.stash_bytes + Y // 4, (
+            "the half is saved by nobody here"
+        )
 
     def test_one_tensor_given_twice_is_one(self) -> None:
         x = torch.randn(2, 8, 8, 8)
-        once, twice = (meter(LayerCall(Cell(8), [x, other])) for other in (torch.randn(2, 8, 8, 8), x))
+        once, twice = (
+            meter(LayerCall(Cell(8), [x, other])) for other in (torch.randn(2, 8, 8, 8), x)
+        )
         assert once.outputs[1].same_as == twice.outputs[1].same_as == 0
-        assert (once.saved_inputs, twice.saved_inputs) == ((1,), (0, 1)), "pooling saves the older one"
+        assert (once.saved_inputs, twice.saved_inputs) == ((1,), (0, 1)), (
+            "pooling saves the older one"
+        )
 
     def test_a_parameter_of_a_first_layer_without_any_is_no_obstacle(self) -> None:
         x = torch.randn(2, 3, 8, 8)
@@ -104,14 +147,17 @@ class TestBackward:
     @both
     def test_conv_and_relu(self, is_fake: bool) -> None:
         with tensors(is_fake):
-            module, x = nn.Sequential(nn.Conv2d(3, 5, 3, padding=1), nn.ReLU()), torch.randn(2, 3, 8, 8)
+            module = nn.Sequential(nn.Conv2d(3, 5, 3, padding=1), nn.ReLU())
+            x = torch.randn(2, 3, 8, 8)
             call = LayerCall(module, [x])
             found = meter(call)
             dying = meter_backward(call, fresh(found))
             held = meter_backward(call, fresh(found, is_given=True))
             first = meter_backward(LayerCall(module, [x], is_first=True), fresh(found))
         relu = 2 * Y  # the output's gradient and ReLU's own
-        conv = Y + X + CONV - Y  # ReLU's gradient, the input's, the weights'; meanwhile the stash is free
+        conv = (
+            Y + X + CONV - Y
+        )  # ReLU's gradient, the input's, the weights'; meanwhile the stash is free
         assert dying.peak_bytes == max(relu, conv)
         assert held.peak_bytes == max(Y, conv), "what the stage was given is counted by the stage"
         assert first.peak_bytes == max(relu, conv - X)
@@ -119,14 +165,16 @@ class TestBackward:
         assert first.input_gradients == (None,)
 
     def test_a_carried_gradient_passes_as_it_is(self) -> None:
-        x, skip = torch.randn(2, 3, 8, 8), torch.randn(2, 4, 4, 4)
+        x = torch.randn(2, 3, 8, 8)
+        skip = torch.randn(2, 4, 4, 4)
         call = LayerCall(Down(3, 5), [x, skip])
         given = fresh(meter(call), is_given=True)
         _, passed = meter_backward(call, given).input_gradients
         assert passed is not None and passed.is_given and passed.storage_bytes == 2 * 4 * 4 * 4 * 4
 
     def test_an_output_that_nothing_reads_has_no_gradient(self) -> None:
-        x, older = torch.randn(2, 8, 8, 8), torch.randn(2, 8, 8, 8)
+        x = torch.randn(2, 8, 8, 8)
+        older = torch.randn(2, 8, 8, 8)
         call = LayerCall(Cell(8), [x, older])
         newest, carried = fresh(meter(call))
         with_it = meter_backward(call, (newest, carried))
@@ -151,7 +199,8 @@ class TestBackward:
         for is_fake in (False, True):
             block = on_meta(layer, torch.float32) if is_fake else build_layer(layer, 1, 0)
             with tensors(is_fake):
-                block, x = made_fake(block) if is_fake else block, torch.randn(2, 16, 8, 8)
+                block = made_fake(block) if is_fake else block
+                x = torch.randn(2, 16, 8, 8)
                 call = LayerCall(block, [x])
                 forward = meter(call)
                 found.append((forward, meter_backward(call, fresh(forward))))

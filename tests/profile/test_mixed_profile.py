@@ -1,4 +1,7 @@
-"""Profiles of mixed precision by device; `tests/fake_cuda/fake_commands.py` compares them with what a GPU keeps."""
+"""Profiles of mixed precision by device.
+
+`tests/fake_cuda/fake_commands.py` compares them with what a GPU keeps.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +24,25 @@ MODELS = {
 
 @pytest.fixture(autouse=True)
 def few_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have one block a stage, each as the 18 of the smallest ConvNeXt: nothing here is kept in the cache."""
+    """Have one block a stage, each as the 18 of the smallest ConvNeXt.
+
+    Nothing here is kept in the cache.
+    """
     monkeypatch.setitem(convnext._BLOCKS, 18, (1, 1, 1, 1))
 
 
 def spec_of(name: str, device: str, precision: str, num_strips: int = 1) -> RunSpec:
     data = DataConfig("synthetic", height_px=64, width_px=64, num_classes=3)
     spec = make_spec(
-        model=MODELS[name], data=data, machine=MachineConfig(device=device, bfloat16_flops_per_s=1e12),
-        parallel__strips=num_strips, train__precision=precision,
-    )  # fmt: skip
-    return replace(spec, parallel=replace(spec.parallel, boundaries=[0, len(layers_of(spec.model, spec.data))]))
+        model=MODELS[name],
+        data=data,
+        machine=MachineConfig(device=device, bfloat16_flops_per_s=1e12),
+        parallel__strips=num_strips,
+        train__precision=precision,
+    )
+    return replace(
+        spec, parallel=replace(spec.parallel, boundaries=[0, len(layers_of(spec.model, spec.data))])
+    )
 
 
 def whole_bytes(name: str, device: str, precision: str) -> int:
@@ -57,14 +68,18 @@ def test_norms_keep_float32_on_a_gpu_in_all_profiles(precision: str) -> None:
     here, there = (left_bytes("convnext", device, precision) for device in ("cpu", "cuda"))
     assert there > 1.02 * here
     for num_strips in (1, 2):
-        found = [strip_bytes("convnext", device, precision, num_strips) for device in ("cpu", "cuda")]
+        found = [
+            strip_bytes("convnext", device, precision, num_strips) for device in ("cpu", "cuda")
+        ]
         assert all(there > 1.02 * here for here, there in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16_pure"])
 def test_without_autocast_devices_keep_the_same(precision: str) -> None:
     assert whole_bytes("convnext", "cpu", precision) == whole_bytes("convnext", "cuda", precision)
-    assert strip_bytes("convnext", "cpu", precision, 2) == strip_bytes("convnext", "cuda", precision, 2)
+    assert strip_bytes("convnext", "cpu", precision, 2) == strip_bytes(
+        "convnext", "cuda", precision, 2
+    )
 
 
 def test_batch_norm_keeps_the_same_on_both() -> None:

@@ -34,37 +34,59 @@ def points() -> list[ModelProfile]:
 
 class TestExtrapolation:
     def test_a_held_out_resolution_is_met(self, points: list[ModelProfile]) -> None:
-        truth, guess = taken(512), extrapolate(points, 512, 512, 1)
-        assert (guess.height_px, guess.input_bytes, guess.model) == (512, truth.input_bytes, truth.model)
+        truth = taken(512)
+        guess = extrapolate(points, 512, 512, 1)
+        assert (guess.height_px, guess.input_bytes, guess.model) == (
+            512,
+            truth.input_bytes,
+            truth.model,
+        )
         for one, other in zip(guess.layers, truth.layers, strict=True):
             for name in SIZES:
                 # at another size another operation may be the one that needs most
                 rel = 0.1 if name == "workspace_bytes" else 0.01
-                assert getattr(one, name) == pytest.approx(getattr(other, name), rel=rel, abs=64), (one.name, name)
+                assert getattr(one, name) == pytest.approx(getattr(other, name), rel=rel, abs=64), (
+                    one.name,
+                    name,
+                )
             assert one.time_s == pytest.approx(other.time_s, rel=0.03)
-            for (ahead, size), (other_ahead, other_size) in zip(one.saved_later, other.saved_later, strict=True):
+            for (ahead, size), (other_ahead, other_size) in zip(
+                one.saved_later, other.saved_later, strict=True
+            ):
                 assert (ahead, size) == (other_ahead, pytest.approx(other_size, rel=0.01))
 
     def test_a_held_out_micro_batch_is_met(self, points: list[ModelProfile]) -> None:
-        truth, guess = taken(96, 8), extrapolate(points, 96, 96, 8)
+        truth = taken(96, 8)
+        guess = extrapolate(points, 96, 96, 8)
         for one, other in zip(guess.layers, truth.layers, strict=True):
             assert one.stash_bytes == pytest.approx(other.stash_bytes, rel=0.01)
 
     def test_the_error_is_that_of_points_left_out(self, points: list[ModelProfile]) -> None:
         error = extrapolate(points, 512, 512, 1).facts["error"]
         assert 0 <= error["stash_bytes"] < 0.01 and 0 <= error["time_s"] < 0.1
-        slower = replace(points[1], layers=tuple(replace(one, forward_s=2 * one.forward_s) for one in points[1].layers))
-        assert extrapolate([points[0], slower, points[2]], 512, 512, 1).facts["error"]["time_s"] > 0.2
+        slower = replace(
+            points[1],
+            layers=tuple(replace(one, forward_s=2 * one.forward_s) for one in points[1].layers),
+        )
+        assert (
+            extrapolate([points[0], slower, points[2]], 512, 512, 1).facts["error"]["time_s"] > 0.2
+        )
 
     def test_two_points_give_no_error(self, points: list[ModelProfile]) -> None:
         assert extrapolate(points[:2], 64, 64, 1).facts["error"] is None
 
     def test_it_meets_its_own_points(self, points: list[ModelProfile]) -> None:
         guess = extrapolate(points[:2], 128, 128, 1)
-        assert [one.stash_bytes for one in guess.layers] == [one.stash_bytes for one in points[0].layers]
+        assert [one.stash_bytes for one in guess.layers] == [
+            one.stash_bytes for one in points[0].layers
+        ]
 
-    @pytest.mark.parametrize("change", [{"model": "other"}, {"dtype": "float64"}, {"source": "measured"}])
-    def test_points_of_different_runs_are_refused(self, points: list[ModelProfile], change: dict[str, str]) -> None:
+    @pytest.mark.parametrize(
+        "change", [{"model": "other"}, {"dtype": "float64"}, {"source": "measured"}]
+    )
+    def test_points_of_different_runs_are_refused(
+        self, points: list[ModelProfile], change: dict[str, str]
+    ) -> None:
         with pytest.raises(ConfigError, match="must all be of one"):
             extrapolate([points[0], replace(points[1], **change)], 64, 64, 1)
 
@@ -73,18 +95,26 @@ class TestExtrapolation:
             extrapolate([points[0], points[0]], 64, 64, 1)
 
     def test_storages_grow_with_the_image(self, points: list[ModelProfile]) -> None:
-        truth, guess = taken(512), extrapolate(points, 512, 512, 1)
+        truth = taken(512)
+        guess = extrapolate(points, 512, 512, 1)
         for one, other in zip(guess.layers, truth.layers, strict=True):
             for name in STORAGES:
-                alike = [[replace(each, num_bytes=0) for each in getattr(layer, name)] for layer in (one, other)]
+                alike = [
+                    [replace(each, num_bytes=0) for each in getattr(layer, name)]
+                    for layer in (one, other)
+                ]
                 assert alike[0] == alike[1]
                 assert [each.num_bytes for each in getattr(one, name)] == pytest.approx(
                     [each.num_bytes for each in getattr(other, name)], rel=1e-6, abs=2
                 )
 
-    def test_layers_that_save_otherwise_at_another_size_keep_their_sums(self, points: list[ModelProfile]) -> None:
+    def test_layers_that_save_otherwise_at_another_size_keep_their_sums(
+        self, points: list[ModelProfile]
+    ) -> None:
         def joined(profile: ModelProfile) -> ModelProfile:
-            layers = tuple(replace(layer, saved=(), passing=(), cheap_bytes=0) for layer in profile.layers)
+            layers = tuple(
+                replace(layer, saved=(), passing=(), cheap_bytes=0) for layer in profile.layers
+            )
             return replace(profile, layers=layers)
 
         guess = extrapolate([points[0], joined(points[1]), points[2]], 512, 512, 1)
@@ -93,12 +123,18 @@ class TestExtrapolation:
             assert stash_of(one.saved)[0] == one.stash_bytes
 
     def test_it_fits_every_field_that_is_a_number(self) -> None:
-        numbers = {name for name, field in LayerProfile.__dataclass_fields__.items() if field.type in ("int", "float")}
+        numbers = {
+            name
+            for name, field in LayerProfile.__dataclass_fields__.items()
+            if field.type in ("int", "float")
+        }
         assert set(TIMES) | set(SIZES) == numbers
 
 
 class TestHdf5:
-    @pytest.mark.parametrize("make", [lambda: taken(32), lambda: fake_chain(skipping())], ids=["chain", "skips"])
+    @pytest.mark.parametrize(
+        "make", [lambda: taken(32), lambda: fake_chain(skipping())], ids=["chain", "skips"]
+    )
     def test_it_comes_back(self, tmp_path: Path, make) -> None:
         profile = make()
         with h5py.File(tmp_path / "trace.h5", "w") as file:

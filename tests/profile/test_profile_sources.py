@@ -15,7 +15,13 @@ from gems.profile.profilers import measured
 from gems.profile.profilers.fake import Rates, Roofline, fake_profile, rates_of, roofline_times
 from gems.profile.profilers.incremental import Devices, incremental_profile
 from gems.profile.profilers.layer_run import LayerCall
-from gems.profile.profilers.measured import MAX_RUNS, WARM_UP_RUNS, measured_profile, measured_times, medians_s
+from gems.profile.profilers.measured import (
+    MAX_RUNS,
+    WARM_UP_RUNS,
+    measured_profile,
+    measured_times,
+    medians_s,
+)
 from gems.profile.spans import Spans
 
 MODEL = ModelConfig(depth=8, version=2, block="basic")
@@ -39,28 +45,39 @@ def untimed(layer: LayerProfile) -> LayerProfile:
 
 
 class TestMeasured:
-    def test_small_layers_run_more_often_than_they_are_asked_to(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_small_layers_run_more_often_than_they_are_asked_to(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         taken = [9.0] * WARM_UP_RUNS + [1.0, 3.0, 2.0] + [2.0] * MAX_RUNS
         times = iter(taken)
         monkeypatch.setattr(measured, "MIN_TIMED_S", 1e9)
         assert medians_s(lambda: (next(times), 5.0), 3) == (2.0, 5.0)
         assert len(list(times)) == len(taken) - WARM_UP_RUNS - MAX_RUNS
 
-    def test_large_layers_run_as_often_as_they_are_asked_to(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_large_layers_run_as_often_as_they_are_asked_to(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         times = iter([9.0] * WARM_UP_RUNS + [1.0, 3.0, 2.5])
         monkeypatch.setattr(measured, "MIN_TIMED_S", 0.0)
         assert medians_s(lambda: (next(times),), 3) == (2.5,)
         assert not list(times)
 
-    def test_gradients_apart_take_longer_only_where_a_layer_can_be_split(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_gradients_apart_take_longer_only_where_a_layer_can_be_split(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         clock = iter(range(1, 10**6))
         monkeypatch.setattr(measured, "_clock", lambda run: (run(), float(next(clock)))[1])
         x = torch.randn(2, 3, 8, 8)
-        conv, norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(3)
-        conv_times, norm_times = (measured_times(LayerCall(module, [x]), 1) for module in (conv, norm))
+        conv = nn.Conv2d(3, 4, 3)
+        norm = nn.BatchNorm2d(3)
+        conv_times, norm_times = (
+            measured_times(LayerCall(module, [x]), 1) for module in (conv, norm)
+        )
         assert conv_times.split_s > 0 == norm_times.split_s
 
-    def test_the_heap_of_a_processor_is_that_of_a_run(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_heap_of_a_processor_is_that_of_a_run(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         told: list[bool] = []
         monkeypatch.setattr(measured, "keep_freed_memory", lambda: told.append(True))
         assert measured.open_device(CPU) == torch.device("cpu") and told == [True]
@@ -69,17 +86,25 @@ class TestMeasured:
 class TestFake:
     def test_its_bytes_are_those_of_real_tensors(self, fake: ModelProfile) -> None:
         real = measured_profile(MODEL, DATA, 2, "float32", CPU, repetitions=1)
-        assert [untimed(layer) for layer in real.layers] == [untimed(layer) for layer in fake.layers]
+        assert [untimed(layer) for layer in real.layers] == [
+            untimed(layer) for layer in fake.layers
+        ]
         assert (real.source, real.input_bytes) == ("measured", fake.input_bytes)
-        assert all(layer.forward_s > 0 and layer.input_grad_s >= 0 <= layer.weight_grad_s for layer in real.layers)
+        assert all(
+            layer.forward_s > 0 and layer.input_grad_s >= 0 <= layer.weight_grad_s
+            for layer in real.layers
+        )
 
     def test_any_resolution_takes_no_memory(self) -> None:
-        huge = fake_profile(MODEL, DataConfig(height_px=65536, width_px=65536), 1, "float32", CPU, True)
+        huge = fake_profile(
+            MODEL, DataConfig(height_px=65536, width_px=65536), 1, "float32", CPU, True
+        )
         assert huge.facts["peak_bytes"] > 2**40
 
     def test_the_tracker_sees_the_whole_that_the_layers_make_up(self, fake: ModelProfile) -> None:
         gpu = fake_profile(MODEL, DATA, 2, "float32", MachineConfig(device="cuda"), True)
-        spans, end = Spans(gpu), gpu.num_layers
+        spans = Spans(gpu)
+        end = gpu.num_layers
         moving = max(spans.forward_peak[0, end], spans.backward_peak[0, end])
         summed = 2 * spans.params[0, end] + spans.buffers[0, end] + gpu.input_bytes + moving
         assert gpu.facts["peak_bytes"] == pytest.approx(summed, rel=0.02)
@@ -93,7 +118,9 @@ class TestFake:
 
         layers = layers_of(MODEL, DATA)
         whole = nn.ModuleList(build_layers(layers, 0, len(layers), 0, device="meta"))
-        assert sum(layer.param_bytes for layer in fake.layers) == 4 * sum(p.numel() for p in whole.parameters())
+        assert sum(layer.param_bytes for layer in fake.layers) == 4 * sum(
+            p.numel() for p in whole.parameters()
+        )
 
     def test_bfloat16_halves_what_is_saved(self, fake: ModelProfile) -> None:
         machine = replace(CPU, bfloat16_flops_per_s=1e12)
@@ -104,12 +131,18 @@ class TestFake:
 
 class TestRoofline:
     def test_a_matrix_product_takes_its_flops_or_its_bytes(self) -> None:
-        a, b = torch.empty(64, 128, device="meta"), torch.empty(128, 32, device="meta")
-        flops, moved = 2 * 64 * 128 * 32, 4 * (64 * 128 + 128 * 32 + 64 * 32)
+        a = torch.empty(64, 128, device="meta")
+        b = torch.empty(128, 32, device="meta")
+        flops = 2 * 64 * 128 * 32
+        moved = 4 * (64 * 128 + 128 * 32 + 64 * 32)
         for rates, seconds in ((Rates(1.0, 1e30), flops), (Rates(1e30, 1.0), moved)):
             with Roofline(rates) as roofline:
                 a @ b
-            assert (roofline.flops, roofline.moved_bytes, roofline.seconds) == (flops, moved, seconds)
+            assert (roofline.flops, roofline.moved_bytes, roofline.seconds) == (
+                flops,
+                moved,
+                seconds,
+            )
 
     def test_a_view_takes_no_time(self) -> None:
         with Roofline(Rates(1.0, 1.0)) as roofline:
@@ -117,17 +150,25 @@ class TestRoofline:
         assert roofline.seconds == 4 * 24, "what remains is the writing of the tensor itself"
 
     def test_both_gradients_of_a_convolution_take_the_forwards_flops(self) -> None:
-        module, x = nn.Conv2d(8, 8, 3, padding=1, bias=False), torch.randn(1, 8, 16, 16)
+        module = nn.Conv2d(8, 8, 3, padding=1, bias=False)
+        x = torch.randn(1, 8, 16, 16)
         times = roofline_times(LayerCall(module, [x]), Rates(1.0, 1e30))
         flops = 2 * 8 * 8 * 9 * 16 * 16
         assert times.forward_s == flops == times.recompute_s
         assert (times.input_grad_s, times.weight_grad_s) == pytest.approx((flops, flops), rel=0.1)
-        assert roofline_times(LayerCall(module, [x], is_first=True), Rates(1.0, 1e30)).input_grad_s == 0
+        assert (
+            roofline_times(LayerCall(module, [x], is_first=True), Rates(1.0, 1e30)).input_grad_s
+            == 0
+        )
 
     @pytest.mark.parametrize("name", ["flops_per_s", "memory_bytes_per_s", "efficiency"])
     def test_a_faster_machine_is_never_slower(self, fake: ModelProfile, name: str) -> None:
-        faster = fake_profile(MODEL, DATA, 2, "float32", replace(CPU, **{name: 2 * getattr(CPU, name)}))
-        pairs = [(new.time_s, old.time_s) for new, old in zip(faster.layers, fake.layers, strict=True)]
+        faster = fake_profile(
+            MODEL, DATA, 2, "float32", replace(CPU, **{name: 2 * getattr(CPU, name)})
+        )
+        pairs = [
+            (new.time_s, old.time_s) for new, old in zip(faster.layers, fake.layers, strict=True)
+        ]
         assert all(new <= old for new, old in pairs) and any(new < old for new, old in pairs)
 
     def test_a_dtype_without_a_rate_is_refused(self) -> None:
@@ -137,32 +178,48 @@ class TestRoofline:
 
 
 class TestIncremental:
-    def test_a_devices_peak_is_what_the_tables_say(self, fake: ModelProfile, devices: Devices) -> None:
-        spans, num = Spans(fake), fake.num_layers
+    def test_a_devices_peak_is_what_the_tables_say(
+        self, fake: ModelProfile, devices: Devices
+    ) -> None:
+        spans = Spans(fake)
+        num = fake.num_layers
         for first in range(num):
             for end in range(first + 1, num + 1):
                 moving = max(spans.forward_peak[first, end], spans.backward_peak[first, end])
-                told = 3 * spans.params[first, end] + spans.buffers[first, end] + spans.given[first, end] + moving
+                told = (
+                    3 * spans.params[first, end]
+                    + spans.buffers[first, end]
+                    + spans.given[first, end]
+                    + moving
+                )
                 assert devices.peak_bytes(first, end) == told
 
     def test_fake_and_real_devices_agree(self, devices: Devices) -> None:
         real = Devices(MODEL, DATA, 2, "float32", CPU, is_fake=False)
-        assert [real.peak_bytes(0, end) for end in (1, 3, 5)] == [devices.peak_bytes(0, end) for end in (1, 3, 5)]
+        assert [real.peak_bytes(0, end) for end in (1, 3, 5)] == [
+            devices.peak_bytes(0, end) for end in (1, 3, 5)
+        ]
 
-    def test_layers_are_added_until_the_device_has_its_share(self, fake: ModelProfile, devices: Devices) -> None:
+    def test_layers_are_added_until_the_device_has_its_share(
+        self, fake: ModelProfile, devices: Devices
+    ) -> None:
         found = incremental_profile(fake, devices.peak_bytes, layers_per_device=2)
-        isolated, added = found.facts["isolated"], found.facts["added"]
+        isolated = found.facts["isolated"]
+        added = found.facts["added"]
         assert found.source == "incremental" and found.layers == fake.layers
         for layer in range(0, fake.num_layers, 2):
             assert added[layer] == isolated[layer] == devices.peak_bytes(layer, layer + 1)
         for layer in range(1, fake.num_layers, 2):
             assert added[layer] == devices.peak_bytes(layer - 1, layer + 1) - isolated[layer - 1]
 
-    def test_layers_are_added_until_the_device_is_full(self, fake: ModelProfile, devices: Devices) -> None:
+    def test_layers_are_added_until_the_device_is_full(
+        self, fake: ModelProfile, devices: Devices
+    ) -> None:
         num = fake.num_layers
         limit = max(devices.peak_bytes(layer, layer + 1) for layer in range(num))
         facts = incremental_profile(fake, devices.peak_bytes, device_bytes=limit).facts
-        total, peaks = 0, []
+        total = 0
+        peaks = []
         for layer, more in enumerate(facts["added"]):
             total = more if more == facts["isolated"][layer] else total + more
             peaks.append(total)

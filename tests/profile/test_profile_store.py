@@ -1,4 +1,7 @@
-"""gems.profile.store: a profile of a file, of the cache, or taken in a child process; and what is refused."""
+"""gems.profile.store: a profile of a file, of the cache, or taken in a child process.
+
+And what is refused.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,14 @@ from typing import Any
 import pytest
 
 from gems.config.resolve import resolve, run_id
-from gems.config.schema import DataConfig, MachineConfig, ModelConfig, ParallelConfig, ProfileConfig, RunSpec
+from gems.config.schema import (
+    DataConfig,
+    MachineConfig,
+    ModelConfig,
+    ParallelConfig,
+    ProfileConfig,
+    RunSpec,
+)
 from gems.errors import ConfigError
 from gems.profile import ModelProfile, store
 from gems.profile.pace import RunPace
@@ -64,11 +74,15 @@ class TestFile:
         assert "data.height_px=32 instead of 64" in refusal(with_path(path, data=data))
 
     def test_another_model_of_as_many_layers(self, path: Path) -> None:
-        assert "model.width=16 instead of 8" in refusal(with_path(path, model=ModelConfig(depth=8, width=8)))
+        assert "model.width=16 instead of 8" in refusal(
+            with_path(path, model=ModelConfig(depth=8, width=8))
+        )
 
     def test_another_micro_batch(self, path: Path) -> None:
         parallel = ParallelConfig(micro_batch_size=4)
-        assert "parallel.micro_batch_size=2 instead of 4" in refusal(with_path(path, parallel=parallel))
+        assert "parallel.micro_batch_size=2 instead of 4" in refusal(
+            with_path(path, parallel=parallel)
+        )
 
     def test_another_torch(self, path: Path) -> None:
         document = json.loads(path.read_text())
@@ -83,7 +97,9 @@ class TestFile:
         path.write_text(json.dumps(document))
         assert "other layers" in refusal(with_path(path))
 
-    @pytest.mark.parametrize("text", ["", "[]", '{"schema": "gems.profile/0"}', '{"schema": "gems.profile/1"}'])
+    @pytest.mark.parametrize(
+        "text", ["", "[]", '{"schema": "gems.profile/0"}', '{"schema": "gems.profile/1"}']
+    )
     def test_no_profile(self, path: Path, text: str) -> None:
         path.write_text(text)
         assert refusal(with_path(path)).startswith(f"profile.path={path}: ")
@@ -104,7 +120,9 @@ class TestCache:
         monkeypatch.setattr(store, "take_profile", once)
         return seen
 
-    def test_it_is_taken_once(self, taken: list[RunSpec], tmp_path: Path, profile: ModelProfile) -> None:
+    def test_it_is_taken_once(
+        self, taken: list[RunSpec], tmp_path: Path, profile: ModelProfile
+    ) -> None:
         spec = spec_of(cache_dir=str(tmp_path))
         assert profile_of(spec) == profile_of(spec) == profile
         assert len(taken) == 1
@@ -119,7 +137,9 @@ class TestCache:
             {"profile": ProfileConfig("measured")},
         ],
     )
-    def test_what_it_depends_on(self, taken: list[RunSpec], tmp_path: Path, changes: dict[str, object]) -> None:
+    def test_what_it_depends_on(
+        self, taken: list[RunSpec], tmp_path: Path, changes: dict[str, object]
+    ) -> None:
         profile_of(spec_of(cache_dir=str(tmp_path)))
         profile_of(spec_of(cache_dir=str(tmp_path), **changes))
         assert len(taken) == 2
@@ -129,12 +149,16 @@ class TestCache:
         profile_of(spec_of(cache_dir=str(tmp_path), name="other", seed=5))
         assert len(taken) == 1
 
-    def test_a_gpu_is_in_the_key_of_the_device_that_is_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_gpu_is_in_the_key_of_the_device_that_is_there(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Nodes with GPUs and without may share a cache."""
         keys = []
         for has_gpu in (True, False):
             monkeypatch.setattr(store, "may_have_gpu", lambda has_gpu=has_gpu: has_gpu)
-            keys += [key_of(spec_of(machine=MachineConfig(device=device))) for device in ("auto", "cpu")]
+            keys += [
+                key_of(spec_of(machine=MachineConfig(device=device))) for device in ("auto", "cpu")
+            ]
         assert keys[0] != keys[2] and keys[1] == keys[3]
 
     def test_the_versions_are_in_the_key(self) -> None:
@@ -149,7 +173,9 @@ class TestPace:
     @pytest.fixture(autouse=True)
     def measured(self, monkeypatch: pytest.MonkeyPatch, profile: ModelProfile) -> ModelProfile:
         made = replace(profile, source="measured")
-        monkeypatch.setattr(store, "take_profile", lambda spec: json.loads(json.dumps(made.to_json())))
+        monkeypatch.setattr(
+            store, "take_profile", lambda spec: json.loads(json.dumps(made.to_json()))
+        )
         return made
 
     def on(self, tmp_path: Path, **machine: Any) -> RunSpec:
@@ -175,17 +201,24 @@ class TestPace:
         given = self.on(tmp_path, pace_factor=2.0)
         assert known_pace(given) == RunPace(2.0), "the machine's file comes first"
 
-    def test_it_is_not_for_rates_nor_other_machines(self, tmp_path: Path, path: Path, profile: ModelProfile) -> None:
+    def test_it_is_not_for_rates_nor_other_machines(
+        self, tmp_path: Path, path: Path, profile: ModelProfile
+    ) -> None:
         spec = self.on(tmp_path)
         keep_pace(self.PACE, str(tmp_path), spec.machine)
         assert known_pace(replace(spec, profile=ProfileConfig("fake"))) is None
         assert known_pace(replace(spec, machine=replace(spec.machine, kind="simulated"))) is None
         assert known_pace(replace(spec, profile=ProfileConfig("measured", path=str(path)))) is None
-        fake = spec_of(machine=MachineConfig(device="cpu", pace_factor=2.0), profile=ProfileConfig(path=str(path)))
+        fake = spec_of(
+            machine=MachineConfig(device="cpu", pace_factor=2.0),
+            profile=ProfileConfig(path=str(path)),
+        )
         assert profile_of(fake) == profile, "the file holds no measured times"
 
     def test_a_pace_is_in_no_identity(self, tmp_path: Path) -> None:
-        assert run_id(self.on(tmp_path)) == run_id(self.on(tmp_path, pace_factor=1.5, pace_pass_s=0.001))
+        assert run_id(self.on(tmp_path)) == run_id(
+            self.on(tmp_path, pace_factor=1.5, pace_pass_s=0.001)
+        )
 
 
 class TestChild:
@@ -219,13 +252,17 @@ class TestHere:
 
     def test_a_failure_is_one_line(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(store, "TAKER", "gems.no_such_module")
-        assert "could not be taken: ModuleNotFoundError: " in refusal(spec_of(cache_dir=str(tmp_path)))
+        assert "could not be taken: ModuleNotFoundError: " in refusal(
+            spec_of(cache_dir=str(tmp_path))
+        )
         assert list(tmp_path.iterdir()) == [], "nothing is kept"
 
 
 def test_the_caller_loads_no_torch() -> None:
     program = "import sys, gems.profile.store, gems.cli.profile; print('torch' in sys.modules)"
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
     assert (ended.stdout.strip(), ended.stderr) == ("False", "")
 
 
@@ -236,18 +273,27 @@ def in_strips(strips: int, min_positions: int = 1) -> ParallelConfig:
 class TestStrips:
     def test_times_are_those_of_as_many_short_images(self, tmp_path: Path) -> None:
         spec = spec_of(cache_dir=str(tmp_path), parallel=in_strips(4))
-        found, whole = profile_of(spec), profile_alone(spec)
+        found = profile_of(spec)
+        whole = profile_alone(spec)
         short = profile_alone(replace(spec, data=replace(spec.data, height_px=8)))
-        assert [layer.time_s for layer in found.layers] == pytest.approx([4 * layer.time_s for layer in short.layers])
-        assert found.layers[0].forward_s > whole.layers[0].forward_s  # weights are read in each strip
-        assert [layer.kept_bytes for layer in found.layers] == [layer.kept_bytes for layer in whole.layers]
+        assert [layer.time_s for layer in found.layers] == pytest.approx(
+            [4 * layer.time_s for layer in short.layers]
+        )
+        assert (
+            found.layers[0].forward_s > whole.layers[0].forward_s
+        )  # weights are read in each strip
+        assert [layer.kept_bytes for layer in found.layers] == [
+            layer.kept_bytes for layer in whole.layers
+        ]
 
     def test_none_is_thinner_than_a_row_of_the_last_map(self, tmp_path: Path) -> None:
         spec = spec_of(cache_dir=str(tmp_path), parallel=in_strips(32))
         short = profile_alone(replace(spec, data=replace(spec.data, height_px=4)))
         assert profile_of(spec).layers[1].forward_s == pytest.approx(8 * short.layers[1].forward_s)
 
-    def test_an_image_that_is_too_short_changes_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_image_that_is_too_short_changes_nothing(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         spec = spec_of(cache_dir=str(tmp_path), parallel=in_strips(4))
         whole = profile_alone(spec)
 
@@ -260,9 +306,12 @@ class TestStrips:
         found = profile_of(spec)
         assert [layer.time_s for layer in found.layers] == [layer.time_s for layer in whole.layers]
 
-    def test_a_layer_that_waits_for_more_strips_has_the_time_of_their_rows(self, tmp_path: Path) -> None:
+    def test_a_layer_that_waits_for_more_strips_has_the_time_of_their_rows(
+        self, tmp_path: Path
+    ) -> None:
         spec = spec_of(cache_dir=str(tmp_path), parallel=in_strips(4, 10**6))
-        whole, found = profile_alone(spec), profile_of(spec)
+        whole = profile_alone(spec)
+        found = profile_of(spec)
         assert found.layers[0].time_s == whole.layers[0].time_s, "it takes the whole image at once"
         assert found.facts[STRIP_SHARES][0] == pytest.approx([0, 0, 0, 1])
         assert ModelProfile.from_json(json.loads(json.dumps(found.to_json()))) == found

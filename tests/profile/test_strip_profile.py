@@ -1,4 +1,7 @@
-"""What stages keep of strips, found on fake tensors; `tests/mpi/mpi_strips.py` compares it with what ranks count."""
+"""What stages keep of strips, found on fake tensors.
+
+`tests/mpi/mpi_strips.py` compares it with what ranks count.
+"""
 
 from __future__ import annotations
 
@@ -17,30 +20,45 @@ from gems.profile.strip_profile import StripProfile
 from tests.engine.toys import make_spec
 
 OWN = "tests.models.own_streams."
-CLASSES = {"name": "synthetic", "num_classes": 3, "width_px": 16, "train_samples": 8, "validation_samples": 4}
+CLASSES = {
+    "name": "synthetic",
+    "num_classes": 3,
+    "width_px": 16,
+    "train_samples": 8,
+    "validation_samples": 4,
+}
 MASKS = {**CLASSES, "num_classes": 2, "task": "segmentation"}
 NETWORKS = {
     "resnet": ({"name": "resnet", "depth": 20, "width": 4, "norm": "none"}, CLASSES, [0, 4, 11]),
     "standardised": (
-        {"target": f"{OWN}Residual", "kwargs": {"num_classes": 3, "is_frozen": False}}, CLASSES, [0, 2, 6],
+        {"target": f"{OWN}Residual", "kwargs": {"num_classes": 3, "is_frozen": False}},
+        CLASSES,
+        [0, 2, 6],
     ),
     "dilated": ({"target": f"{OWN}Dilated"}, MASKS, [0, 2, 5]),
     "two outputs": ({"target": f"{OWN}Dilated", "kwargs": {"has_class": True}}, MASKS, [0, 2, 5]),
-}  # fmt: skip
+}
 
 
 def cut_spec(name: str, strips: int, height: int) -> RunSpec:
     model, data, cuts = NETWORKS[name]
     spec = make_spec(
-        "1f1b", 2, model=ModelConfig(**model), data=DataConfig(**data, height_px=height), parallel__strips=strips,
+        "1f1b",
+        2,
+        model=ModelConfig(**model),
+        data=DataConfig(**data, height_px=height),
+        parallel__strips=strips,
         parallel__min_strip_positions=1,
-    )  # fmt: skip
+    )
     return replace(spec, parallel=replace(spec.parallel, boundaries=cuts))
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_strips_of_equal_shapes_are_run_once_and_are_equal(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec, ran = cut_spec(name, 9, 150), []
+def test_strips_of_equal_shapes_are_run_once_and_are_equal(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = cut_spec(name, 9, 150)
+    ran = []
     forward = StripStage.forward
 
     def count(form: StripStage, strip: int, *given: object) -> object:
@@ -59,10 +77,14 @@ def test_strips_keep_together_little_more_than_the_whole_image_does() -> None:
     """Beside their inputs, which are copied behind the rows that are left from the strip before."""
     spec = cut_spec("resnet", 4, 1024)
     found = take(spec)
-    whole = fake_profile(spec.model, spec.data, spec.parallel.micro_batch_size, "float32", spec.machine)
+    whole = fake_profile(
+        spec.model, spec.data, spec.parallel.micro_batch_size, "float32", spec.machine
+    )
     for stage, (first, end) in enumerate(((0, 4), (4, 11))):
         kept = sum(strip.kept for strip in found.stages[stage])
-        saved = sum(layer.kept_bytes for layer in whole.layers[first:end]) + whole.given_bytes(first)
+        saved = sum(layer.kept_bytes for layer in whole.layers[first:end]) + whole.given_bytes(
+            first
+        )
         assert saved <= kept <= 1.02 * saved
         assert sum(strip.given for strip in found.stages[stage]) == whole.given_bytes(first)
     assert sum(strip.handed_on for strip in found.stages[0]) == whole.layers[3].output_bytes
@@ -72,7 +94,9 @@ def test_strips_keep_together_little_more_than_the_whole_image_does() -> None:
 def test_a_head_waits_for_the_last_strip_and_maps_for_the_loss() -> None:
     of_class, of_map = (take(cut_spec(name, 3, 96)).stages[1] for name in ("resnet", "dilated"))
     assert [strip.waiting for strip in of_class] == [0, 0, 0] and of_class[-1].saved_by_loss
-    assert of_map[0].waiting > 0 and of_map[-1].loss_gradient >= sum(strip.waiting for strip in of_map)
+    assert of_map[0].waiting > 0 and of_map[-1].loss_gradient >= sum(
+        strip.waiting for strip in of_map
+    )
 
 
 def test_a_layer_that_needs_the_whole_image_is_named() -> None:
@@ -88,7 +112,9 @@ def test_the_work_of_layers_by_strip() -> None:
     fine, coarse = (take_work(replace(spec, parallel=each)).layers for each in parallel)
     for layers in (fine, coarse):
         assert all(sum(layer.shares) == pytest.approx(1) for layer in layers)
-        assert [layer.shares[0] for layer in layers] == sorted((layer.shares[0] for layer in layers), reverse=True)
+        assert [layer.shares[0] for layer in layers] == sorted(
+            (layer.shares[0] for layer in layers), reverse=True
+        )
         assert layers[-1].shares == (0, 0, 0, 1)
     assert {layer.at_once for layer in fine} == {1} and coarse[0].at_once == 1
     deepest = coarse[9]

@@ -44,13 +44,20 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def run(archive: Path, *words: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(
+    archive: Path, *words: str, cwd: Path, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Run a module from an archive, with nothing of this repository in the environment."""
     base = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     return subprocess.run(
         [sys.executable, *from_snapshot(archive, words[0]), *words[1:]],
-        env=base | environment, cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        env=base | environment,
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
 
 
 def copy_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str]) -> Path:
@@ -67,11 +74,15 @@ def copy_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, st
 
 def test_it_holds_all_that_the_packages_hold(archive: Path) -> None:
     """What git knows, and not what this test's own list of suffixes says."""
-    listed = subprocess.run(["git", "ls-files", *PACKAGES], cwd=ROOT, capture_output=True, text=True)
+    listed = subprocess.run(
+        ["git", "ls-files", *PACKAGES], cwd=ROOT, capture_output=True, text=True
+    )
     if listed.returncode:
         pytest.skip("no checkout")
     held = set(zipfile.ZipFile(archive).namelist())
-    assert [name for name in listed.stdout.splitlines() if name not in held and (ROOT / name).exists()] == []
+    assert [
+        name for name in listed.stdout.splitlines() if name not in held and (ROOT / name).exists()
+    ] == []
 
 
 def test_no_module_need_be_compiled(archive: Path) -> None:
@@ -82,7 +93,9 @@ def test_no_module_need_be_compiled(archive: Path) -> None:
         assert len(sources) > 300 and not [name for name in sources if f"{name}c" not in names]
         for name in sources[:20]:
             head = held.read(f"{name}c")[:16]
-            assert head == importlib.util.MAGIC_NUMBER + b"\1\0\0\0" + importlib.util.source_hash(held.read(name))
+            assert head == importlib.util.MAGIC_NUMBER + b"\1\0\0\0" + importlib.util.source_hash(
+                held.read(name)
+            )
 
 
 def test_the_same_code_gives_the_same_bytes(archive: Path, tmp_path: Path) -> None:
@@ -94,15 +107,25 @@ def test_the_same_code_gives_the_same_bytes(archive: Path, tmp_path: Path) -> No
     )
     subprocess.run(
         [sys.executable, "-c", code, str(target), str(tmp_path / "cache")],
-        env=os.environ | {"PYTHONHASHSEED": "7", "PYTHONPATH": str(ROOT)}, cwd=tmp_path, check=True, timeout=120,
-    )  # fmt: skip
+        env=os.environ | {"PYTHONHASHSEED": "7", "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        check=True,
+        timeout=120,
+    )
     assert target.read_bytes() == archive.read_bytes()
     assert hash_of(target) == hashlib.blake2b(archive.read_bytes(), digest_size=32).hexdigest()
 
 
-def test_a_module_and_its_children_come_from_the_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_and_its_children_come_from_the_archive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither the current folder, where there is other code of that name, nor PYTHONPATH stands before it."""
-    empty = ("jobs/__init__.py", "jobs/batch.py", "gems/engine/__init__.py", "gems/engine/affinity.py")
+    empty = (
+        "jobs/__init__.py",
+        "jobs/batch.py",
+        "gems/engine/__init__.py",
+        "gems/engine/affinity.py",
+    )
     asking = {"gems/where.py": WHERE, "gems/where_child.py": "import gems; print(gems.__file__)"}
     copy_of(tmp_path, monkeypatch, dict.fromkeys(empty, "") | asking)
     archive = tmp_path / "run" / "code.zip"
@@ -119,28 +142,42 @@ def test_a_module_and_its_children_come_from_the_archive(tmp_path: Path, monkeyp
     assert child.strip() == gems, wrong
 
 
-def test_edits_change_nothing_that_was_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_edits_change_nothing_that_was_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = copy_of(tmp_path, monkeypatch, {"gems/say.py": "print('before')"})
-    one, other = tmp_path / "one.zip", tmp_path / "other.zip"
+    one = tmp_path / "one.zip"
+    other = tmp_path / "other.zip"
     first = take_snapshot(one, str(tmp_path / "cache"))
     (root / "gems" / "say.py").write_text("print('after')")
     assert take_snapshot(other, str(tmp_path / "cache")) != first
-    assert (run(one, "gems.say", cwd=root).stdout, run(other, "gems.say", cwd=root).stdout) == ("before\n", "after\n")
+    assert (run(one, "gems.say", cwd=root).stdout, run(other, "gems.say", cwd=root).stdout) == (
+        "before\n",
+        "after\n",
+    )
     assert hash_of(one) == first
 
 
-def test_runs_of_the_same_code_share_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_of_the_same_code_share_one_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     copy_of(tmp_path, monkeypatch, {})
     targets = [tmp_path / f"{number}.zip" for number in range(3)]
     for target in (*targets, targets[0]):
         take_snapshot(target, str(tmp_path / "cache"))
     assert len({target.stat().st_ino for target in targets}) == 1
     assert targets[0].stat().st_nlink == 4
-    assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["0.zip", "1.zip", "2.zip"]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == [
+        "0.zip",
+        "1.zip",
+        "2.zip",
+    ]
 
 
 @pytest.mark.parametrize("trouble", ["no links", "no cache", "damaged cache"])
-def test_where_the_cache_is_of_no_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str) -> None:
+def test_where_the_cache_is_of_no_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
     copy_of(tmp_path, monkeypatch, {"gems/say.py": "print('said')"})
     cache = tmp_path / "cache"
     target = tmp_path / "code.zip"
@@ -164,14 +201,18 @@ def refuse(*paths: object) -> None:
 def test_from_a_snapshot_the_same_snapshot_is_taken(archive: Path, tmp_path: Path) -> None:
     """A job that submits another one hands on what it runs itself."""
     code = (
-        "import sys, pathlib; sys.path.insert(0, sys.argv[1]); from gems.runs.code_archive import take_snapshot; "
-        "print(take_snapshot(pathlib.Path(sys.argv[2])))"
+        "import sys, pathlib; sys.path.insert(0, sys.argv[1]); from gems.runs.code_archive import"
+        " take_snapshot; print(take_snapshot(pathlib.Path(sys.argv[2])))"
     )
     said = subprocess.run(
         [sys.executable, "-P", "-c", code, str(archive), str(tmp_path / "code.zip")],
-        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"}, cwd=tmp_path,
-        capture_output=True, text=True, check=True, timeout=120,
-    )  # fmt: skip
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
     assert said.stdout.strip() == hash_of(archive) == hash_of(tmp_path / "code.zip")
 
 
@@ -193,13 +234,19 @@ def test_every_program_of_a_job_starts_from_it(
     assert "Traceback" not in ended.stderr, ended.stderr
 
 
-def test_a_traceback_shows_the_lines_of_the_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_traceback_shows_the_lines_of_the_archive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And not those of a file that was edited since, which lies where the job was started."""
     root = copy_of(tmp_path, monkeypatch, {"gems/fail.py": FAILING})
     take_snapshot(tmp_path / "code.zip", str(tmp_path / "cache"))
     (root / "gems" / "fail.py").write_text("# after\n" * 9)
     said = run(tmp_path / "code.zip", "gems.fail", cwd=root).stderr
-    assert "code.zip/gems/fail.py" in said and "raise ValueError('before')" in said and "after" not in said
+    assert (
+        "code.zip/gems/fail.py" in said
+        and "raise ValueError('before')" in said
+        and "after" not in said
+    )
 
 
 def test_code_of_the_users_is_in_the_archive_and_comes_from_it(tmp_path: Path) -> None:

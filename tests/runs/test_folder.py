@@ -26,18 +26,47 @@ ROOT = Path(__file__).resolve().parents[2]
 # Keys that change no result of a run.
 ASIDE = (
     "data.num_workers",
-    "runs_dir", "cache_dir", "parallel.gpus", "train.checkpoint_steps", "train.checkpoint_s", "train.keep_checkpoints",
-    "train.max_failed_saves", "train.loggers", "machine.pace_factor", "machine.pace_pass_s",
-    "plugins_dir", "train.log_level", "cluster.hosts", "cluster.account_required", "cluster.limits",
-    "cluster.charge_per", "cluster.charge_rate", "cluster.charge_unit", "cluster.minutes", "cluster.account",
-    "cluster.exclude", "cluster.archive_code", "cluster.array", "cluster.runs_per_job",
-    "cluster.confirm_above_gpu_hours", "cluster.signal_before_end_s", "cluster.max_requeues",
-    "cluster.scheduler", "cluster.flux_batch",
-    "cluster.flux_run", "cluster.qsub", "cluster.mpiexec",
-    "cluster.stage", "cluster.stage_dir", "cluster.stage_above_nodes",
-    "cluster.elastic", "cluster.elastic_wait_h", "cluster.spare_nodes", "cluster.check_nodes",
+    "runs_dir",
+    "cache_dir",
+    "parallel.gpus",
+    "train.checkpoint_steps",
+    "train.checkpoint_s",
+    "train.keep_checkpoints",
+    "train.max_failed_saves",
+    "train.loggers",
+    "machine.pace_factor",
+    "machine.pace_pass_s",
+    "plugins_dir",
+    "train.log_level",
+    "cluster.hosts",
+    "cluster.account_required",
+    "cluster.limits",
+    "cluster.charge_per",
+    "cluster.charge_rate",
+    "cluster.charge_unit",
+    "cluster.minutes",
+    "cluster.account",
+    "cluster.exclude",
+    "cluster.archive_code",
+    "cluster.array",
+    "cluster.runs_per_job",
+    "cluster.confirm_above_gpu_hours",
+    "cluster.signal_before_end_s",
+    "cluster.max_requeues",
+    "cluster.scheduler",
+    "cluster.flux_batch",
+    "cluster.flux_run",
+    "cluster.qsub",
+    "cluster.mpiexec",
+    "cluster.stage",
+    "cluster.stage_dir",
+    "cluster.stage_above_nodes",
+    "cluster.elastic",
+    "cluster.elastic_wait_h",
+    "cluster.spare_nodes",
+    "cluster.check_nodes",
     "cluster.notify",
-)  # fmt: skip
+)
 BUNDLE = ["code.zip", "environment.json", "packages.txt"]  # and code.diff in a checkout
 FRESH = sorted(
     ["partition.json", "provenance.json", "run.yaml", "schedule.json", "status.json"]
@@ -65,15 +94,26 @@ def with_another(key: str) -> RunSpec:
     section, _, name = key.rpartition(".")
     config: Any = getattr(spec, section) if section else spec
     value = getattr(config, name)
-    others = {bool: lambda: not value, int: lambda: value + 1, float: lambda: value + 0.5, str: lambda: value + "x"}
-    others |= {list: lambda: [*value, "x"], dict: lambda: {**value, "x": "1"}, type(None): lambda: 1}
+    others = {
+        bool: lambda: not value,
+        int: lambda: value + 1,
+        float: lambda: value + 0.5,
+        str: lambda: value + "x",
+    }
+    others |= {
+        list: lambda: [*value, "x"],
+        dict: lambda: {**value, "x": "1"},
+        type(None): lambda: 1,
+    }
     setattr(config, name, others[type(value)]())
     return spec
 
 
 class TestRunId:
     def test_leaves_cover_the_whole_configuration(self) -> None:
-        assert {"name", "seed", "model.depth", "cluster.sbatch", "train.initial_checkpoint"} <= set(LEAVES)
+        assert {"name", "seed", "model.depth", "cluster.sbatch", "train.initial_checkpoint"} <= set(
+            LEAVES
+        )
         assert len(LEAVES) == len(set(LEAVES)) > 50
 
     @pytest.mark.parametrize("key", [key for key in LEAVES if key not in ASIDE])
@@ -90,7 +130,9 @@ class TestRunId:
 
     def test_what_a_profile_fills_does_not(self) -> None:
         spec = RunSpec(cost=CostConfig("profile"))
-        measured = CostConfig("profile", forward=0.1, times=[1.0, 2.0], activation_bytes=77, param_bytes=5)
+        measured = CostConfig(
+            "profile", forward=0.1, times=[1.0, 2.0], activation_bytes=77, param_bytes=5
+        )
         assert run_id(dataclasses.replace(spec, cost=measured)) == run_id(spec)
         assert run_id(RunSpec(cost=CostConfig(forward=0.1))) != run_id(RunSpec())
 
@@ -102,25 +144,33 @@ class TestRunId:
         assert run_id(spec) == before
 
     def test_order_of_a_mapping_does_not_matter(self) -> None:
-        one, other = RunSpec(), RunSpec()
+        one = RunSpec()
+        other = RunSpec()
         one.cluster.environment = {"A": "1", "B": "2"}
         other.cluster.environment = {"B": "2", "A": "1"}
         assert run_id(one) == run_id(other)
 
     def test_it_survives_run_yaml(self) -> None:
         spec = with_another("optimizer.lr")
-        assert run_id(RunSpec.from_dict(yaml.safe_load(yaml.safe_dump(spec.to_dict())))) == run_id(spec)
+        assert run_id(RunSpec.from_dict(yaml.safe_load(yaml.safe_dump(spec.to_dict())))) == run_id(
+            spec
+        )
 
     def test_it_is_the_same_in_another_process(self) -> None:
         """With another hash seed, which orders sets and nothing of ours."""
         program = (
-            "from gems.config.schema import RunSpec; from gems.runs.folder import run_id; print(run_id(RunSpec()))"
+            "from gems.config.schema import RunSpec; from gems.runs.folder import run_id;"
+            " print(run_id(RunSpec()))"
         )
         for seed in ("1", "2"):
             ended = subprocess.run(
                 [sys.executable, "-c", program],
-                cwd=ROOT, env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, text=True, timeout=60,
-            )  # fmt: skip
+                cwd=ROOT,
+                env=os.environ | {"PYTHONHASHSEED": seed},
+                capture_output=True,
+                text=True,
+                timeout=60,
+            )
             assert (ended.stdout.strip(), ended.stderr) == (run_id(RunSpec()), "")
 
 
@@ -166,7 +216,9 @@ class TestPrepare:
             before = {
                 key: value
                 for key, value in contents(folder.path).items()
-                if not key.startswith(("attempts", "run.yaml", "schedule.json", "partition.json", "profile.json"))
+                if not key.startswith(
+                    ("attempts", "run.yaml", "schedule.json", "partition.json", "profile.json")
+                )
             }
             left |= {f"attempts/{number:03d}/{key}": value for key, value in before.items()}
             assert len(before) == 4 + len(FRESH) - 3
@@ -182,10 +234,16 @@ class TestPrepare:
             (folder.path / name).mkdir(parents=True)
         (folder.logs / "rank0000.log").write_text("said")
         prepare(spec)
-        assert sorted(path.name for path in (folder.path / "attempts").iterdir()) == ["002", "003", "note"]
+        assert sorted(path.name for path in (folder.path / "attempts").iterdir()) == [
+            "002",
+            "003",
+            "note",
+        ]
 
     @pytest.mark.parametrize("has_result", [False, True])
-    def test_checkpoints_stay_until_a_run_has_finished(self, spec: RunSpec, has_result: bool) -> None:
+    def test_checkpoints_stay_until_a_run_has_finished(
+        self, spec: RunSpec, has_result: bool
+    ) -> None:
         folder = prepare(spec)
         write_json(folder.checkpoints / "step00000002" / "manifest.json", {})
         (folder.logs / "ranks.log").write_text("said")
@@ -199,7 +257,9 @@ class TestPrepare:
 
     def test_only_the_folder_to_resume_from_is_of_the_id(self, spec: RunSpec) -> None:
         def of(resume: str) -> str:
-            return run_id(dataclasses.replace(spec, train=dataclasses.replace(spec.train, resume=resume)))
+            return run_id(
+                dataclasses.replace(spec, train=dataclasses.replace(spec.train, resume=resume))
+            )
 
         assert of("auto") == of("never") != of("/a/run") != of("/b/run")
 
@@ -209,7 +269,9 @@ class TestPrepare:
         prepare(spec)
         assert (folder.path / "attempts/001/logs/launcher.log").read_text() == "it said why"
 
-    def test_a_folder_of_an_earlier_version_is_named(self, spec: RunSpec, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_folder_of_an_earlier_version_is_named(
+        self, spec: RunSpec, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         older = Path(spec.runs_dir) / "try-0123abcd"
         prepare(spec).path.rename(older)
         values = yaml.safe_load((older / "run.yaml").read_text())
@@ -232,7 +294,10 @@ class TestRefused:
         values = spec.to_dict() | {"seed": 9}
         folder.run_yaml.write_text(yaml.safe_dump(values))
         before = contents(folder.path)
-        with pytest.raises(ConfigError, match=f"holds another configuration.*not {run_id(spec)}.*choose another name="):
+        with pytest.raises(
+            ConfigError,
+            match=f"holds another configuration.*not {run_id(spec)}.*choose another name=",
+        ):
             prepare(spec)
         assert contents(folder.path) == before
 
@@ -263,13 +328,19 @@ class TestRefused:
 
     def test_a_run_that_goes_on(self, spec: RunSpec) -> None:
         folder = prepare(spec)
-        with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(
+            [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, text=True
+        ) as process:
             folder.write_status("running", pid=process.pid, host=os.uname().nodename)
-            with pytest.raises(ConfigError, match=f"a run goes on there .process {process.pid}.*wait for it"):
+            with pytest.raises(
+                ConfigError, match=f"a run goes on there .process {process.pid}.*wait for it"
+            ):
                 prepare(spec)
             assert folder.read_status()["state"] == "running"
             process.communicate("\n", timeout=60)
-        assert prepare(spec).read_status()["state"] == "prepared", "it has ended, so the folder is free"
+        assert prepare(spec).read_status()["state"] == "prepared", (
+            "it has ended, so the folder is free"
+        )
 
     def test_a_run_of_our_own_may_be_prepared_again(self, spec: RunSpec) -> None:
         folder = prepare(spec)
@@ -291,7 +362,9 @@ class TestRefused:
     def test_runs_dir_below_a_regular_file(self, spec: RunSpec, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
         spec.runs_dir = str(tmp_path / "file" / "runs")
-        with pytest.raises(ConfigError, match=r"runs_dir=.*cannot write there \(Not a directory") as error:
+        with pytest.raises(
+            ConfigError, match=r"runs_dir=.*cannot write there \(Not a directory"
+        ) as error:
             prepare(spec)
         assert error.value.advice == "give runs_dir= a folder of yours"
 
@@ -325,7 +398,9 @@ class TestJson:
             write_json(tmp_path / "a.json", {"x": object()})
         assert read_json(tmp_path / "a.json") == {"x": 1}
 
-    def test_a_write_cut_short_leaves_the_old_one(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_write_cut_short_leaves_the_old_one(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """The disk is full after some bytes: what was there is still there, whole."""
 
         def half(self: Path, text: str, *args: Any, **more: Any) -> int:
@@ -339,8 +414,11 @@ class TestJson:
             write_json(tmp_path / "a.json", {"x": 2})
         assert json.loads((tmp_path / "a.json").read_text()) == {"x": 1}
 
-    def test_a_run_yaml_cut_short_is_no_run(self, spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-        replace, seen = Path.replace, []
+    def test_a_run_yaml_cut_short_is_no_run(
+        self, spec: RunSpec, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        replace = Path.replace
+        seen = []
 
         def stop(self: Path, target: Path) -> Path:
             if Path(target).name == "run.yaml":
@@ -362,7 +440,10 @@ class TestJson:
         )
         path = tmp_path / "a.json"
         write_json(path, {"x": [0] * 2000})
-        writers = [subprocess.Popen([sys.executable, "-c", program, str(path), str(k)], cwd=ROOT) for k in (1, 2)]
+        writers = [
+            subprocess.Popen([sys.executable, "-c", program, str(path), str(k)], cwd=ROOT)
+            for k in (1, 2)
+        ]
         while any(writer.poll() is None for writer in writers):
             values = read_json(path)["x"]
             assert len(values) == 2000 and len(set(values)) == 1

@@ -23,7 +23,12 @@ def test_marks_can_be_read_while_the_rank_lives(tmp_path: Path) -> None:
     heartbeat = Heartbeat(path)
     first = read_beat(path)
     assert first is not None
-    assert (first.pid, first.node, first.step, first.action) == (os.getpid(), os.uname().nodename, -1, "start")
+    assert (first.pid, first.node, first.step, first.action) == (
+        os.getpid(),
+        os.uname().nodename,
+        -1,
+        "start",
+    )
     heartbeat.beat(12, "2SEND_B5/1")
     second = read_beat(path)
     assert second is not None
@@ -46,11 +51,17 @@ def test_a_sign_of_life_stands_behind_the_mark(tmp_path: Path) -> None:
     heartbeat = Heartbeat(tmp_path / "beat")
     heartbeat.beat(3, "1B2")
     first = heartbeat.last()
-    assert first is not None and (first.alive_ns, first.waits_for, first.moved_ns) == (0, "", first.time_ns)
+    assert first is not None and (first.alive_ns, first.waits_for, first.moved_ns) == (
+        0,
+        "",
+        first.time_ns,
+    )
     moved_ns = time.time_ns()
     heartbeat.live("the sum over 4 ranks", moved_ns)
     second = read_beat(tmp_path / "beat")
-    assert second is not None and second.time_ns == first.time_ns <= second.alive_ns <= time.time_ns()
+    assert (
+        second is not None and second.time_ns == first.time_ns <= second.alive_ns <= time.time_ns()
+    )
     assert (second.waits_for, second.moved_ns) == ("the sum over 4 ranks", moved_ns)
     heartbeat.live()
     third = heartbeat.last()
@@ -109,13 +120,17 @@ def test_no_mark_yet(tmp_path: Path, content: bytes) -> None:
 @pytest.mark.timeout(60)
 def test_a_killed_rank_leaves_its_last_mark(tmp_path: Path) -> None:
     rank = (
-        "import sys; from pathlib import Path; from gems.runs.heartbeat import Heartbeat\n"
-        "heartbeat = Heartbeat(Path(sys.argv[1])); heartbeat.beat(3, '1F2'); heartbeat.beat(4, '1B2')\n"
-        "print('ready', flush=True); sys.stdin.read()"
+        "import sys; from pathlib import Path; from gems.runs.heartbeat import Heartbeat\nheartbeat"
+        " = Heartbeat(Path(sys.argv[1])); heartbeat.beat(3, '1F2'); heartbeat.beat(4,"
+        " '1B2')\nprint('ready', flush=True); sys.stdin.read()"
     )
     path = tmp_path / "beat"
     with subprocess.Popen(
-        [sys.executable, "-c", rank, str(path)], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", rank, str(path)],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"

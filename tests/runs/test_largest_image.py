@@ -42,11 +42,21 @@ def test_the_largest_fits_and_little_more_does_not(spec: RunSpec) -> None:
     with pytest.raises(DoesNotFitError):
         plan_run(in_strips(spec, round(found.side_px * (1 + 2 * PRECISION)), found.strips))
     with pytest.raises(DoesNotFitError):
-        plan_run(with_value(replace(spec, memory=replace(spec.memory, name="recompute")), RESOLUTION, found.side_px))
+        plan_run(
+            with_value(
+                replace(spec, memory=replace(spec.memory, name="recompute")),
+                RESOLUTION,
+                found.side_px,
+            )
+        )
 
 
 def test_own_strips_and_policy_are_kept(spec: RunSpec) -> None:
-    run = replace(spec, parallel=replace(spec.parallel, strips=8), memory=replace(spec.memory, name="vdnn_all"))
+    run = replace(
+        spec,
+        parallel=replace(spec.parallel, strips=8),
+        memory=replace(spec.memory, name="vdnn_all"),
+    )
     found = largest_image(run)
     assert found is not None and (found.strips, found.memory) == (8, "vdnn_all")
 

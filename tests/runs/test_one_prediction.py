@@ -1,4 +1,7 @@
-"""`gems plan` and `gems simulate` of its answer: one prediction, whatever schedule, policy, replicas and sizes."""
+"""`gems plan` and `gems simulate` of its answer.
+
+One prediction, whatever schedule, policy, replicas and sizes.
+"""
 
 from __future__ import annotations
 
@@ -40,26 +43,41 @@ def run_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[str, ...
         return replace(profile, height_px=spec.data.height_px, width_px=spec.data.width_px)
 
     for module in (
-        gems.partition.methods, gems.planner.evaluate, gems.runs.run_plan, gems.simulation.build,
-        gems.simulation.memory_case, gems.simulation.profiled_costs,
-    ):  # fmt: skip
+        gems.partition.methods,
+        gems.planner.evaluate,
+        gems.runs.run_plan,
+        gems.simulation.build,
+        gems.simulation.memory_case,
+        gems.simulation.profiled_costs,
+    ):
         monkeypatch.setattr(module, "profile_of", profile_of)
-    return (*RUN, f"cache_dir={tmp_path}", "cost=profile", "schedule.budget_s=0.02", "memory.budget_s=0.1")
+    return (
+        *RUN,
+        f"cache_dir={tmp_path}",
+        "cost=profile",
+        "schedule.budget_s=0.02",
+        "memory.budget_s=0.1",
+    )
 
 
 def settings() -> list[tuple[int, Candidate]]:
     """Draw candidates: all policies and schedules in turn, in whatever sizes."""
     random = Random(0)
-    asked = [one for num, batch in ((2, 4), (4, 4), (6, 6)) for one in candidates(num, batch, NUM_LAYERS)]
+    asked = [
+        one for num, batch in ((2, 4), (4, 4), (6, 6)) for one in candidates(num, batch, NUM_LAYERS)
+    ]
     asked = [one for one in asked if one.num_stages * one.micro_batches <= 16]
     drawn = []
     names = sorted({one.schedule for one in asked})
     policies = sorted({(one.memory, one.how) for one in asked})
     for number in range(2 * NUM_SETTINGS):
-        schedule, policy = names[number % len(names)], policies[number % len(policies)]
+        schedule = names[number % len(names)]
+        policy = policies[number % len(policies)]
         if schedule == CAPPED:
             policy = "keep", ""
-        fitting = [one for one in asked if (one.schedule, one.memory, one.how) == (schedule, *policy)]
+        fitting = [
+            one for one in asked if (one.schedule, one.memory, one.how) == (schedule, *policy)
+        ]
         if fitting:
             drawn.append((number, random.choice(fitting)))
     return drawn
@@ -67,7 +85,8 @@ def settings() -> list[tuple[int, Candidate]]:
 
 @pytest.mark.cases
 def test_plan_and_simulate_say_the_same(run_words: tuple[str, ...]) -> None:
-    random, seen = Random(1), list[Candidate]()
+    random = Random(1)
+    seen = list[Candidate]()
     bases = [(words, compose([*run_words, *words])) for words in LINKS]
     for number, one in settings():
         words, spec = bases[number % len(bases)]

@@ -35,13 +35,18 @@ def folder(tmp_path: Path) -> RunFolder:
 
 def owned_by(folder: RunFolder, number: int = 1, **fields: Any) -> None:
     """Write the file of another owner: a process that ended unless told."""
-    write_json(folder.path / "owners" / f"{number:04d}.json", {"token": "t", "host": HERE, "pid": 2**22 + 1, **fields})
+    write_json(
+        folder.path / "owners" / f"{number:04d}.json",
+        {"token": "t", "host": HERE, "pid": 2**22 + 1, **fields},
+    )
 
 
 def test_one_of_many_takes_it(folder: RunFolder) -> None:
     """Threads that all find the same owner gone; each is a stranger to the others."""
     owned_by(folder)
-    gate, won, lost = threading.Barrier(8), [], []
+    gate = threading.Barrier(8)
+    won = []
+    lost = []
 
     def refuse(_: RunFolder, owner: Owner) -> None:
         if owner.number > 1:
@@ -61,11 +66,16 @@ def test_one_of_many_takes_it(folder: RunFolder) -> None:
         thread.join()
     assert (len(won), len(lost)) == (1, 7)
     assert read_owner(folder) == won[0]
-    assert sorted(path.name for path in (folder.path / "owners").iterdir()) == ["0001.json", "0002.json"]
+    assert sorted(path.name for path in (folder.path / "owners").iterdir()) == [
+        "0001.json",
+        "0002.json",
+    ]
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP])
-def test_file_systems_without_hard_links(folder: RunFolder, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_file_systems_without_hard_links(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     def link(*paths: Path) -> None:
         raise OSError(number, "no links")
 
@@ -74,7 +84,9 @@ def test_file_systems_without_hard_links(folder: RunFolder, monkeypatch: pytest.
     assert take(folder).number == 2  # by the same process
 
 
-def test_a_link_whose_answer_was_lost_counts(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_whose_answer_was_lost_counts(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = os.link
 
     def link(*paths: Path) -> None:
@@ -87,13 +99,19 @@ def test_a_link_whose_answer_was_lost_counts(folder: RunFolder, monkeypatch: pyt
 
 def test_a_live_process_keeps_it_and_a_dead_one_does_not(folder: RunFolder) -> None:
     program = (
-        "import sys, pathlib; from gems.runs.owner import *; from gems.runs.folder import RunFolder\n"
-        "take(RunFolder(pathlib.Path(sys.argv[1]))); print('taken', flush=True); sys.stdin.read()"
+        "import sys, pathlib; from gems.runs.owner import *; from gems.runs.folder import"
+        " RunFolder\ntake(RunFolder(pathlib.Path(sys.argv[1]))); print('taken', flush=True);"
+        " sys.stdin.read()"
     )
     argv = [sys.executable, "-c", program, str(folder.path)]
-    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None and process.stdout.readline() == "taken\n"
-        with pytest.raises(TryLaterError, match=f"a run goes on there .process {process.pid} on {HERE}.; wait for it"):
+        with pytest.raises(
+            TryLaterError,
+            match=f"a run goes on there .process {process.pid} on {HERE}.; wait for it",
+        ):
             take(folder)
         folder.write_status("running", pid=process.pid)
         process.kill()
@@ -111,7 +129,9 @@ def test_a_live_process_keeps_it_and_a_dead_one_does_not(folder: RunFolder) -> N
         ({"host": "elsewhere"}, "process 4194305 on elsewhere"),
     ],
 )
-def test_what_cannot_be_looked_at_from_here_is_not_gone(folder: RunFolder, fields: dict[str, Any], says: str) -> None:
+def test_what_cannot_be_looked_at_from_here_is_not_gone(
+    folder: RunFolder, fields: dict[str, Any], says: str
+) -> None:
     owned_by(folder, **fields)
     with pytest.raises(TryLaterError, match=says):
         take(folder)
@@ -141,7 +161,9 @@ def test_nobody_gives_back_what_another_owns(folder: RunFolder) -> None:
     assert last is not None and not last.is_released
 
 
-def test_processes_of_a_job_own_what_their_job_owns(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_of_a_job_own_what_their_job_owns(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     owned_by(folder, job_id="41", host="login1")
     monkeypatch.setenv("SLURM_JOB_ID", "41")
     check_free(folder)
@@ -181,7 +203,9 @@ def test_fresh_heartbeats_keep_a_folder_whatever_is_known_of_its_owner(
     if is_free:
         take(folder)
         return
-    with pytest.raises(TryLaterError, match=r"process 4194305 on n7 was at work there \d+ s ago, whatever is known"):
+    with pytest.raises(
+        TryLaterError, match=r"process 4194305 on n7 was at work there \d+ s ago, whatever is known"
+    ):
         take(folder, lambda folder, owner: None)
 
 
@@ -194,7 +218,9 @@ def test_a_folder_of_an_earlier_version(folder: RunFolder) -> None:
     assert last is not None and (last.job_id, last.is_released) == ("41", True)
 
 
-def test_a_folder_that_cannot_be_written_is_one_line(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_written_is_one_line(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder.path.write_text("a file")
     with pytest.raises(ConfigError, match=r"cannot write there .Not a directory"):
         take(folder)

@@ -12,15 +12,26 @@ from gems.profile.operator_graph import Op, OpGraph
 from tests.commands import Gems, check_refusal, runner
 
 RUN = (
-    "model=googlenet", "machine=v100", "machine.kind=simulated", "machine.link_bytes_per_s=1e6", "data=synthetic",
-    "data.height_px=64", "data.width_px=64", "schedule=placed", "parallel.partitions=2", "parallel.micro_batches=1",
-)  # fmt: skip
+    "model=googlenet",
+    "machine=v100",
+    "machine.kind=simulated",
+    "machine.link_bytes_per_s=1e6",
+    "data=synthetic",
+    "data.height_px=64",
+    "data.width_px=64",
+    "schedule=placed",
+    "parallel.partitions=2",
+    "parallel.micro_batches=1",
+)
 
 
 @pytest.fixture
-def gems_(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gems:
+def gems_(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Gems:
     """Run commands on two blocks of four branches in place of the model's operators."""
-    ops, edges = [Op("stem", 1e-3, 2e-3, 100, 30, 10)], []
+    ops = [Op("stem", 1e-3, 2e-3, 100, 30, 10)]
+    edges = []
     for block in range(2):
         entry = 5 * block
         for branch in range(1, 5):
@@ -28,7 +39,9 @@ def gems_(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest
             edges += [(entry, entry + branch), (entry + branch, entry + 5)]
         ops.append(Op(f"join{block}", 1e-4, 1e-4, 100, 0, 0))
     graph = OpGraph(tuple(ops), tuple(edges))
-    monkeypatch.setattr("gems.partition.operator_placement.operators_taken", lambda spec: graph.to_json())
+    monkeypatch.setattr(
+        "gems.partition.operator_placement.operators_taken", lambda spec: graph.to_json()
+    )
     return runner(capfd, tmp_path, monkeypatch)
 
 
@@ -40,13 +53,15 @@ def answer_of(gems_: Gems, *words: str) -> dict[str, object]:
 
 @pytest.mark.skipif(not cp_sat.IS_INSTALLED, reason="needs OR-tools")
 def test_the_schedule_takes_the_time_of_the_placement(gems_: Gems) -> None:
-    placed, simulated = answer_of(gems_, "place", *RUN), answer_of(gems_, "simulate", *RUN)
+    placed = answer_of(gems_, "place", *RUN)
+    simulated = answer_of(gems_, "simulate", *RUN)
     assert placed["optimal"] and simulated["step_s"] == pytest.approx(placed["step_s"])
     assert simulated["efficiency"] == pytest.approx(
         float(str(placed["one_device_s"])) / 2 / float(str(placed["step_s"]))
     )
     assert float(str(simulated["efficiency"])) <= float(str(simulated["bound"])) + 1e-9
-    # unlike a pipeline's rank, one may begin the next micro-batch while others are still at this one
+    # unlike a pipeline's rank, one may begin the next micro-batch while others are still at this
+    # one
     several = answer_of(gems_, "simulate", *RUN[:-1], "parallel.micro_batches=4")
     assert float(str(several["step_s"])) <= 4 * float(str(simulated["step_s"])) + 1e-9
 
@@ -64,7 +79,10 @@ def test_the_program_names_the_graph(gems_: Gems) -> None:
     ("word", "expected"),
     [
         ("parallel.partitions=1", "parallel.partitions=1: must be 2 or more"),
-        ("parallel.partitions=8", "parallel.partitions=8: is more than the branches of googlenet can use"),
+        (
+            "parallel.partitions=8",
+            "parallel.partitions=8: is more than the branches of googlenet can use",
+        ),
         ("parallel.boundaries=[0,6,13]", "parallel.boundaries"),
         ("schedule.activation_cap=1", "schedule.activation_cap=1.0"),
         ("memory=recompute", "memory=recompute"),

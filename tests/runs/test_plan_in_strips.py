@@ -17,8 +17,8 @@ from gems.runs.plan_in_strips import in_strips
 from gems.runs.run_plan import plan_run, plan_simulation, predict, predict_peak
 
 WORDS = (
-    "model=resnet20_v1 model.norm=none model.depth=8 data=synthetic data.height_px=128 data.width_px=256 "
-    "parallel.gpus=2 parallel.micro_batch_size=1"
+    "model=resnet20_v1 model.norm=none model.depth=8 data=synthetic data.height_px=128"
+    " data.width_px=256 parallel.gpus=2 parallel.micro_batch_size=1"
 )
 
 
@@ -38,7 +38,8 @@ def test_strips_are_among_the_best(spec: RunSpec) -> None:
     chosen = answer["choices"][0]
     assert f"parallel.strips={chosen['strips']}" in chosen["overrides"]
     run = replace(
-        compose([*WORDS.replace("parallel.gpus=2", "").split(), *chosen["overrides"]]), cache_dir=spec.cache_dir
+        compose([*WORDS.replace("parallel.gpus=2", "").split(), *chosen["overrides"]]),
+        cache_dir=spec.cache_dir,
     )
     peak = predict_peak(plan_run(run))
     assert peak is not None and peak.device_bytes == first.most_bytes
@@ -47,11 +48,14 @@ def test_strips_are_among_the_best(spec: RunSpec) -> None:
 
 
 def test_strips_fit_where_nothing_does(spec: RunSpec) -> None:
-    limit, tall = 14_000_000, replace(spec, data=replace(spec.data, height_px=256))
+    limit = 14_000_000
+    tall = replace(spec, data=replace(spec.data, height_px=256))
     with pytest.raises(DoesNotFitError):
         fastest(Planner(tall, limit), [1], 5, 1.0)
     _, found = fastest(Planner(tall, limit), [1], 5, 1.0, in_strips)
-    assert found.best and all(one.most_bytes <= limit and one.candidate.strips > 1 for one in found.best)
+    assert found.best and all(
+        one.most_bytes <= limit and one.candidate.strips > 1 for one in found.best
+    )
 
 
 def test_a_network_that_needs_whole_images_has_no_strips(spec: RunSpec) -> None:

@@ -51,11 +51,17 @@ def test_the_difference_makes_the_code_again(checkout: Path, tmp_path: Path) -> 
     assert (again / "jobs" / "new file.py").read_text() == "new\n"
 
 
-def test_a_long_difference_is_cut_and_says_so(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_difference_is_cut_and_says_so(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(provenance, "MAX_DIFF_BYTES", 200)
     (checkout / "gems" / "one.py").write_text("after\n" * 1000)
     diff = code_diff(checkout)
-    assert diff is not None and len(diff) < 300 and diff.endswith(b"\n# cut here: the code itself is in code.zip\n")
+    assert (
+        diff is not None
+        and len(diff) < 300
+        and diff.endswith(b"\n# cut here: the code itself is in code.zip\n")
+    )
 
 
 def test_a_folder_inside_of_another_checkout_is_none(checkout: Path) -> None:
@@ -77,20 +83,32 @@ def test_secrets_and_people_are_left_out(monkeypatch: pytest.MonkeyPatch) -> Non
         "MPICH_GPU_SUPPORT_ENABLED": "1",
     }
     left = {
-        "SLURM_JWT": "s", "SLURM_JOB_USER": "me", "SLURM_JOB_UID": "1", "AWS_SECRET_ACCESS_KEY": "s", "HF_TOKEN": "s",
-        "GEMS_API_TOKEN": "s", "NCCL_PASSWORD": "s", "SSH_AUTH_SOCK": "s", "DATABASE_URL": "s", "MY_SLURM_X": "s",
-    }  # fmt: skip
+        "SLURM_JWT": "s",
+        "SLURM_JOB_USER": "me",
+        "SLURM_JOB_UID": "1",
+        "AWS_SECRET_ACCESS_KEY": "s",
+        "HF_TOKEN": "s",
+        "GEMS_API_TOKEN": "s",
+        "NCCL_PASSWORD": "s",
+        "SSH_AUTH_SOCK": "s",
+        "DATABASE_URL": "s",
+        "MY_SLURM_X": "s",
+    }
     for name, value in (kept | left).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("LOADEDMODULES", "gcc/13:openmpi")
     found = environment()
     assert found["modules"] == ["gcc/13", "openmpi"]
-    assert found["variables"].items() >= kept.items() and not found["variables"].keys() & left.keys()
+    assert (
+        found["variables"].items() >= kept.items() and not found["variables"].keys() & left.keys()
+    )
 
 
 def test_packages_are_a_requirements_file() -> None:
     lines = packages().splitlines()
-    assert lines == sorted(set(lines), key=str.lower) and any(line.startswith("numpy==") for line in lines)
+    assert lines == sorted(set(lines), key=str.lower) and any(
+        line.startswith("numpy==") for line in lines
+    )
     assert all(line.count("==") == 1 and " " not in line for line in lines)
 
 
@@ -101,8 +119,10 @@ def test_a_prepared_run_says_which_code_it_is_of(tmp_path: Path) -> None:
     assert summary["run_yaml_blake2b"] == hash_of(folder.run_yaml)
     assert "prepared" in read_json(folder.provenance / "environment.json")
     assert {path.name for path in folder.provenance.iterdir()} - {"code.diff"} == {
-        "code.zip", "packages.txt", "environment.json"
-    }  # fmt: skip
+        "code.zip",
+        "packages.txt",
+        "environment.json",
+    }
     assert check_code(folder.provenance, summary) is None
     folder.code_zip.unlink()
     assert "cannot be read" in str(check_code(folder.provenance, summary))

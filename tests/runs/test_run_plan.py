@@ -38,7 +38,9 @@ def spec(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RunSpec:
         monkeypatch.setattr(module, "profile_of", profile_of)
     made = toys.make_spec("1f1b", 2)
     memory = MemoryConfig("vdnn_all", min_offload_bytes=0)
-    return replace(made, memory=memory, runs_dir=str(tmp_path / "runs"), cache_dir=str(tmp_path / "cache"))
+    return replace(
+        made, memory=memory, runs_dir=str(tmp_path / "runs"), cache_dir=str(tmp_path / "cache")
+    )
 
 
 def test_actions_of_the_policy_are_in_the_list(spec: RunSpec) -> None:
@@ -58,12 +60,21 @@ def test_kept_activations_need_no_plan(spec: RunSpec) -> None:
 def strips(tmp_path: Path) -> RunSpec:
     """A ResNet without norms on two ranks, in strips."""
     norm = replace(toys.make_spec("1f1b", 2).model, norm="none", depth=8)
-    return replace(toys.make_spec("1f1b", 2, model=norm, parallel__strips=3), cache_dir=str(tmp_path / "cache"))
+    return replace(
+        toys.make_spec("1f1b", 2, model=norm, parallel__strips=3), cache_dir=str(tmp_path / "cache")
+    )
 
 
-def test_strips_are_cut_as_whole_micro_batches_and_hold_what_is_predicted_of_them(strips: RunSpec) -> None:
-    whole, plan = plan_run(replace(strips, parallel=replace(strips.parallel, strips=1))), plan_run(strips)
-    assert plan.boundaries == whole.boundaries and plan.schedule.num_strips == 3 and plan.memory_plan is None
+def test_strips_are_cut_as_whole_micro_batches_and_hold_what_is_predicted_of_them(
+    strips: RunSpec,
+) -> None:
+    whole = plan_run(replace(strips, parallel=replace(strips.parallel, strips=1)))
+    plan = plan_run(strips)
+    assert (
+        plan.boundaries == whole.boundaries
+        and plan.schedule.num_strips == 3
+        and plan.memory_plan is None
+    )
     peak = predict_peak(plan)
     assert peak is not None
     fits = replace(strips, machine=replace(strips.machine, device_bytes=peak.device_bytes))
@@ -77,15 +88,22 @@ def test_under_a_policy_each_strip_of_a_stage_leaves_or_is_run_again(strips: Run
     kept = predict_peak(plan_run(strips))
     assert kept is not None
     again = plan_run(replace(strips, memory=MemoryConfig("recompute", recompute="strip")))
-    peak, plan = predict_peak(again), again.memory_plan
+    peak = predict_peak(again)
+    plan = again.memory_plan
     assert peak is not None and peak.device_bytes < kept.device_bytes
-    assert plan is not None and plan.boundaries == again.boundaries and again.schedule.num_segments == (1, 1)
+    assert (
+        plan is not None
+        and plan.boundaries == again.boundaries
+        and again.schedule.num_segments == (1, 1)
+    )
     number = sum(action.kind is Kind.R for _, action in again.schedule.actions())
     assert number == 2 * again.schedule.num_micro_batches
     away = plan_run(replace(strips, memory=MemoryConfig("vdnn_all", min_offload_bytes=0)))
     assert away.schedule.has_any(Kind.OFFLOAD) and predict_peak(away).host_bytes > 0
     limit = (peak.device_bytes + kept.device_bytes) // 2
-    found = plan_run(replace(strips, memory=MemoryConfig("plan", limit_bytes=limit, min_offload_bytes=0)))
+    found = plan_run(
+        replace(strips, memory=MemoryConfig("plan", limit_bytes=limit, min_offload_bytes=0))
+    )
     assert predict_peak(found).device_bytes <= limit and found.memory.step_s <= again.memory.step_s
     with pytest.raises(DoesNotFitError, match=r"under memory=plan .*memory.limit_bytes=1000"):
         plan_run(replace(strips, memory=MemoryConfig("plan", limit_bytes=1000)))
@@ -95,7 +113,11 @@ def test_under_a_policy_each_strip_of_a_stage_leaves_or_is_run_again(strips: Run
     ("changes", "why"),
     [
         (
-            {"schedule__name": "capped", "schedule__activation_cap": 1.0, "schedule__memory_actions": ["recompute"]},
+            {
+                "schedule__name": "capped",
+                "schedule__activation_cap": 1.0,
+                "schedule__memory_actions": ["recompute"],
+            },
             "with schedule.memory_actions",
         ),
         ({"parallel__strips": 13}, "with data.height_px=12, which has fewer rows"),
@@ -111,12 +133,18 @@ def test_receives_are_early_for_slow_links_if_the_device_has_room(spec: RunSpec)
     """The cut is the same; the buffers of early receives may be what a device has no room for."""
     roomy = replace(spec.machine, device_bytes=10**9)
     kept = replace(
-        spec, schedule=ScheduleConfig("gpipe"), memory=MemoryConfig(), cost=CostConfig(link=8.0), machine=roomy
+        spec,
+        schedule=ScheduleConfig("gpipe"),
+        memory=MemoryConfig(),
+        cost=CostConfig(link=8.0),
+        machine=roomy,
     )
-    early, fewest = plan_run(kept), plan_run(replace(kept, cost=CostConfig()))
+    early = plan_run(kept)
+    fewest = plan_run(replace(kept, cost=CostConfig()))
     assert early.schedule.rows != fewest.schedule.rows == lower(compute_only(early.schedule)).rows
     assert early.boundaries == fewest.boundaries
-    most, least = predict_peak(early), predict_peak(fewest)
+    most = predict_peak(early)
+    least = predict_peak(fewest)
     assert most is not None and least is not None and most.device_bytes > least.device_bytes
     for device_bytes, expected in ((most.device_bytes, early), (least.device_bytes, fewest)):
         made = plan_run(replace(kept, machine=replace(roomy, device_bytes=device_bytes)))
@@ -134,15 +162,26 @@ def test_a_policy_has_early_receives_if_they_are_faster(spec: RunSpec) -> None:
 
 def test_a_device_too_small_for_keeping_is_no_matter_for_the_cut(spec: RunSpec) -> None:
     """The cut leaves the limit to the policy, which either keeps it or says by how much it does not."""
-    whole = plan_run(replace(spec, memory=replace(spec.memory, name="recompute", recompute="stage")))
+    whole = plan_run(
+        replace(spec, memory=replace(spec.memory, name="recompute", recompute="stage"))
+    )
     assert whole.memory is not None
     most = max(whole.memory.peak_bytes)
     fits = replace(
-        spec, machine=replace(spec.machine, device_bytes=most), partition=replace(spec.partition, name="exact")
+        spec,
+        machine=replace(spec.machine, device_bytes=most),
+        partition=replace(spec.partition, name="exact"),
     )
-    assert plan_run(replace(fits, memory=MemoryConfig("plan", min_offload_bytes=0, budget_s=0.5))).memory is not None
+    assert (
+        plan_run(
+            replace(fits, memory=MemoryConfig("plan", min_offload_bytes=0, budget_s=0.5))
+        ).memory
+        is not None
+    )
     small = replace(spec, machine=replace(spec.machine, device_bytes=100))
-    with pytest.raises(DoesNotFitError, match=r"rank \d of 2 under memory=vdnn_all needs \d+ bytes"):
+    with pytest.raises(
+        DoesNotFitError, match=r"rank \d of 2 under memory=vdnn_all needs \d+ bytes"
+    ):
         plan_run(small)
 
 
@@ -151,7 +190,9 @@ def test_host_memory_is_that_of_a_node(spec: RunSpec) -> None:
     assert made.memory is not None
     together = 2 * max(made.memory.host_bytes)
     plan_run(replace(spec, machine=replace(spec.machine, host_bytes=together)))
-    with pytest.raises(DoesNotFitError, match=f"2 ranks on a node .* above machine.host_bytes={together - 1}"):
+    with pytest.raises(
+        DoesNotFitError, match=f"2 ranks on a node .* above machine.host_bytes={together - 1}"
+    ):
         plan_run(replace(spec, machine=replace(spec.machine, host_bytes=together - 1)))
 
 
@@ -175,12 +216,18 @@ def test_the_run_folder_has_plan_and_prediction(spec: RunSpec) -> None:
 
 
 def test_the_step_of_a_policy_has_the_all_reduce_of_its_replicas(spec: RunSpec) -> None:
-    """Over slow links the gradients of four replicas take most of the step; a rank holds what it held alone."""
+    """Over slow links the gradients of four replicas take most of the step.
+
+    A rank holds what it held alone.
+    """
     spec = replace(spec, machine=replace(spec.machine, link_bytes_per_s=1e3))
-    alone, many = (plan_run(replace(spec, parallel=replace(spec.parallel, replicas=n))).memory for n in (1, 4))
+    alone, many = (
+        plan_run(replace(spec, parallel=replace(spec.parallel, replicas=n))).memory for n in (1, 4)
+    )
     assert alone is not None and many is not None
     assert not any(alone.costs.reduce) and min(many.costs.reduce) > 0
-    least, most = min(many.costs.reduce), max(many.costs.reduce)
+    least = min(many.costs.reduce)
+    most = max(many.costs.reduce)
     assert alone.step_s + least <= many.step_s <= alone.step_s + most
     assert many.peak_bytes == alone.peak_bytes and many.schedule.rows == alone.schedule.rows
 
@@ -189,14 +236,18 @@ def test_the_step_of_a_policy_is_that_of_the_replica_that_lies_worst(spec: RunSp
     """On nodes of three ranks the second pipeline of two crosses from one node to the next."""
     machine = replace(spec.machine, ranks_per_node=3, link_latency_s=100.0)
     first, both = (
-        plan_run(replace(spec, machine=machine, parallel=replace(spec.parallel, replicas=n))).memory for n in (1, 2)
+        plan_run(replace(spec, machine=machine, parallel=replace(spec.parallel, replicas=n))).memory
+        for n in (1, 2)
     )
     assert first is not None and both is not None
     assert both.step_s - max(both.costs.reduce) > first.step_s + 100
 
 
 def test_the_all_reduces_of_a_node_share_its_links(spec: RunSpec) -> None:
-    """Two pipelines, a node each: both of its ranks reduce with the other node at once, over one link or over two."""
+    """Two pipelines, a node each.
+
+    Both of its ranks reduce with the other node at once, over one link or over two.
+    """
     machine = replace(spec.machine, ranks_per_node=2, link_bytes_per_s=10.0)
     spec = replace(spec, machine=machine, parallel=replace(spec.parallel, replicas=2))
     free = plan_run(spec).memory
@@ -205,15 +256,25 @@ def test_the_all_reduces_of_a_node_share_its_links(spec: RunSpec) -> None:
     assert shared.step_s > free.step_s + 0.5 * min(shared.costs.reduce_link) > free.step_s
 
 
-def test_two_caches_are_one_run(spec: RunSpec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_two_caches_are_one_run(
+    spec: RunSpec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """What is measured enters the plan, costs.json and profile.json, and never the identity."""
 
     def profile_of(spec: RunSpec) -> ModelProfile:
-        return random_profile(5, seed=1 if spec.cache_dir == str(tmp_path / "one") else 2, decay=0.9)
+        return random_profile(
+            5, seed=1 if spec.cache_dir == str(tmp_path / "one") else 2, decay=0.9
+        )
 
-    for module in (gems.partition.methods, gems.simulation.memory_case, gems.simulation.profiled_costs):
+    for module in (
+        gems.partition.methods,
+        gems.simulation.memory_case,
+        gems.simulation.profiled_costs,
+    ):
         monkeypatch.setattr(module, "profile_of", profile_of)
-    asked = replace(spec, memory=MemoryConfig(), cost=CostConfig("profile"), profile=ProfileConfig("measured"))
+    asked = replace(
+        spec, memory=MemoryConfig(), cost=CostConfig("profile"), profile=ProfileConfig("measured")
+    )
     one, other = (replace(asked, cache_dir=str(tmp_path / name)) for name in ("one", "other"))
     assert plan_run(one).costs != plan_run(other).costs
     folder = prepare(one)
@@ -243,12 +304,22 @@ def test_costs_in_the_run_yaml_of_an_earlier_version_are_read(spec: RunSpec) -> 
         ("1f1b", {"parallel__strips": 0}, "parallel.strips=0, for which"),
         ("1f1b", {"memory": MemoryConfig("recompute")}, "memory=recompute, which"),
         ("1f1b", {"train__precision": "bf16_mixed"}, "train.precision=bf16_mixed, whose"),
-        ("capped", {"schedule__activation_cap_bytes": 10**6}, "schedule.activation_cap_bytes=1000000, which"),
-        ("zb_h1", {}, "schedule=zb_h1, which runs the backward of each layer in two parts; use a schedule"),
+        (
+            "capped",
+            {"schedule__activation_cap_bytes": 10**6},
+            "schedule.activation_cap_bytes=1000000, which",
+        ),
+        (
+            "zb_h1",
+            {},
+            "schedule=zb_h1, which runs the backward of each layer in two parts; use a schedule",
+        ),
         ("gems_zb", {}, "schedule=gems_zb, which"),
     ],
 )
-def test_compiled_layers_exclude_what_takes_them_apart(schedule: str, changes: dict[str, object], why: str) -> None:
+def test_compiled_layers_exclude_what_takes_them_apart(
+    schedule: str, changes: dict[str, object], why: str
+) -> None:
     plain = toys.make_spec(schedule, 2, **changes)
     spec = replace(plain, train=replace(plain.train, compile=True))
     with pytest.raises(ConfigError, match=f"^train.compile=true: excludes {why}"):
@@ -257,7 +328,9 @@ def test_compiled_layers_exclude_what_takes_them_apart(schedule: str, changes: d
 
 def test_timed_waits_are_not_compiled() -> None:
     plain = toys.make_spec("zb_h1", 2, machine__kind="emulated")
-    assert plan_run(replace(plain, train=replace(plain.train, compile=True))).schedule.has_split_backward
+    assert plan_run(
+        replace(plain, train=replace(plain.train, compile=True))
+    ).schedule.has_split_backward
 
 
 def test_a_schedule_with_a_whole_backward_is_planned_as_without_compiled_layers() -> None:

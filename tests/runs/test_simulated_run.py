@@ -44,12 +44,20 @@ def spec_of(
     path: str | None = None,
     **cost: object,
 ) -> RunSpec:
-    given = {"unit_s": 0.01, "activation_bytes": 1000, "boundary_bytes": 100, "param_bytes": 5000, **cost}
+    given = {
+        "unit_s": 0.01,
+        "activation_bytes": 1000,
+        "boundary_bytes": 100,
+        "param_bytes": 5000,
+        **cost,
+    }
     return resolve(
         RunSpec(
             runs_dir=runs_dir,
             schedule=ScheduleConfig(name=name, path=path),
-            parallel=ParallelConfig(partitions=partitions, micro_batches=micro_batches, replicas=replicas),
+            parallel=ParallelConfig(
+                partitions=partitions, micro_batches=micro_batches, replicas=replicas
+            ),
             cost=CostConfig(**given),  # type: ignore[arg-type]
             machine=machine,
             train=TrainConfig(steps=steps),
@@ -75,9 +83,12 @@ def test_a_simulated_run_cuts_no_model() -> None:
 
 def test_events_are_those_of_the_schedule_in_their_streams() -> None:
     spec = spec_of()
-    schedule, trace = lowered_schedule(spec), trace_of(spec)
+    schedule = lowered_schedule(spec)
+    trace = trace_of(spec)
     assert len(trace.events) == 3 * sum(map(len, schedule.rows))
-    links = np.isin(trace.events["kind"], [i for i, kind in enumerate(KINDS) if "_F" in kind or "_B" in kind])
+    links = np.isin(
+        trace.events["kind"], [i for i, kind in enumerate(KINDS) if "_F" in kind or "_B" in kind]
+    )
     assert (trace.events["stream"][links] == STREAMS.index("link")).all()
     assert (trace.events["moved_bytes"][links] == 100).all()
     assert (trace.events["stream"][~links] == STREAMS.index("compute")).all()
@@ -120,11 +131,14 @@ def test_copies_have_streams_of_their_own(tmp_path: Path) -> None:
         '"actions":[[["F",0,0,0],["OFFLOAD",0,0,0],["PREFETCH",0,0,0],["B",0,0,0]]]}'
     )
     trace = trace_of(spec_of("file", 1, 1, path=str(path), offload=2.0))
-    out, back = of_kind(trace, "OFFLOAD")[0], of_kind(trace, "PREFETCH")[0]
+    out = of_kind(trace, "OFFLOAD")[0]
+    back = of_kind(trace, "PREFETCH")[0]
     assert (out["stream"], back["stream"]) == (STREAMS.index("copy_out"), STREAMS.index("copy_in"))
     assert (out["moved_bytes"], back["moved_bytes"]) == (1000, 1000)
     assert (out["host_bytes"], back["host_bytes"]) == (1000, 0)
-    assert (out["device_bytes"], back["device_bytes"]) == (1000, 1000), "out, and at once on its way back"
+    assert (out["device_bytes"], back["device_bytes"]) == (1000, 1000), (
+        "out, and at once on its way back"
+    )
     assert of_kind(trace, "B")[0]["device_bytes"] == 0
 
 
@@ -150,10 +164,14 @@ def test_the_program_writes_trace_and_result(tmp_path: Path) -> None:
     folder = prepare(spec_of(runs_dir=str(tmp_path)))
     ended = subprocess.run(
         [sys.executable, "-m", "gems.runs.simulated_run", str(folder.path)],
-        cwd=ROOT, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
-    trace, result = read_trace(folder.trace_h5), read_json(folder.result_json)
+    trace = read_trace(folder.trace_h5)
+    result = read_json(folder.result_json)
     assert trace.run_yaml == folder.run_yaml.read_text()
     assert result["num_steps"] == 3 and result["schedule_sha256"] == trace.schedule_sha256
     assert result["schedule_rows"] == list(trace.schedule_rows)
@@ -181,7 +199,9 @@ def test_nothing_heavy_is_loaded() -> None:
         "import sys, gems.runs.simulated_run; "
         "print(*[m for m in ('torch', 'mpi4py', 'hydra', 'matplotlib') if m in sys.modules])"
     )
-    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert (ended.returncode, ended.stdout.strip()) == (0, "")
 
 
@@ -190,14 +210,24 @@ class TestNoise:
 
     def test_steps_are_drawn_and_events_lie_in_their_steps(self) -> None:
         spec = spec_of("gems_master", replicas=8, steps=6, machine=self.MACHINE)
-        trace, again = trace_of(spec), trace_of(spec)
+        trace = trace_of(spec)
+        again = trace_of(spec)
         took = trace.steps["end_ns"] - trace.steps["start_ns"]
-        assert len(set(took.tolist())) == 6 and (again.steps["end_ns"] == trace.steps["end_ns"]).all()
-        quiet = trace_of(spec_of("gems_master", replicas=8, steps=6, machine=MachineConfig(kind="simulated")))
-        assert took.min() > (quiet.steps["end_ns"] - quiet.steps["start_ns"])[0]  # the slowest of 8 counts
+        assert (
+            len(set(took.tolist())) == 6 and (again.steps["end_ns"] == trace.steps["end_ns"]).all()
+        )
+        quiet = trace_of(
+            spec_of("gems_master", replicas=8, steps=6, machine=MachineConfig(kind="simulated"))
+        )
+        assert (
+            took.min() > (quiet.steps["end_ns"] - quiet.steps["start_ns"])[0]
+        )  # the slowest of 8 counts
         for step in trace.steps:
             mine = trace.events[trace.events["step"] == step["step"]]
-            assert step["start_ns"] <= mine["start_ns"].min() and mine["end_ns"].max() == step["end_ns"]
+            assert (
+                step["start_ns"] <= mine["start_ns"].min()
+                and mine["end_ns"].max() == step["end_ns"]
+            )
         assert (np.diff(trace.events["rank"]) >= 0).all()
         assert trace.attributes["noise"] == 0.02
 

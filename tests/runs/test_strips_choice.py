@@ -26,7 +26,9 @@ Outcome = float | ConfigError | DoesNotFitError
 
 
 def simulated(tmp_path: Path, *words: str) -> RunSpec:
-    return compose(["machine=simulated", f"cache_dir={tmp_path}/cache", f"runs_dir={tmp_path}/runs", *words])
+    return compose(
+        ["machine=simulated", f"cache_dir={tmp_path}/cache", f"runs_dir={tmp_path}/runs", *words]
+    )
 
 
 def tried(spec: RunSpec, outcomes: Mapping[int, Outcome]) -> tuple[int, list[int]]:
@@ -59,7 +61,10 @@ def too_large(needed_bytes: int) -> DoesNotFitError:
         ({1: 8.0, 2: 9.0, 4: 7.95}, (1, [1, 2, 4])),
         ({1: 8.0, 2: REFUSED}, (1, [1, 2])),
         ({1: REFUSED, 2: 8.0, 4: 4.0, 8: 3.99}, (4, [1, 2, 4, 8])),
-        ({1: too_large(9), 2: too_large(30), 4: too_large(20), 8: 4.0, 16: 3.99}, (8, [1, 2, 4, 8, 16])),
+        (
+            {1: too_large(9), 2: too_large(30), 4: too_large(20), 8: 4.0, 16: 3.99},
+            (8, [1, 2, 4, 8, 16]),
+        ),
         ({1: 8.0, 2: too_large(30)}, (1, [1, 2])),
     ],
 )
@@ -85,8 +90,14 @@ def gaining(step: Callable[[int], float]) -> int:
 
 
 @pytest.mark.parametrize("partitions", [2, 4])
-def test_of_a_published_schedule_it_is_where_the_closed_form_gains_no_more(tmp_path: Path, partitions: int) -> None:
-    words = [f"parallel.partitions={partitions}", "parallel.micro_batches=4", "schedule=layer_parallel"]
+def test_of_a_published_schedule_it_is_where_the_closed_form_gains_no_more(
+    tmp_path: Path, partitions: int
+) -> None:
+    words = [
+        f"parallel.partitions={partitions}",
+        "parallel.micro_batches=4",
+        "schedule=layer_parallel",
+    ]
     plan = plan_simulation(simulated(tmp_path, *words, "parallel.strips=0"))
     expected = gaining(lambda strips: (strips + partitions - 1) / strips)
     assert plan.schedule.num_strips == plan.spec.parallel.strips == expected
@@ -94,18 +105,32 @@ def test_of_a_published_schedule_it_is_where_the_closed_form_gains_no_more(tmp_p
 
 
 def test_a_search_under_a_cap_is_as_fast_as_with_the_number_given(tmp_path: Path) -> None:
-    words = ["parallel.partitions=2", "parallel.micro_batches=4", "schedule=capped", "schedule.activation_cap=1",
-             "schedule.budget_s=0.5"]  # fmt: skip
+    words = [
+        "parallel.partitions=2",
+        "parallel.micro_batches=4",
+        "schedule=capped",
+        "schedule.activation_cap=1",
+        "schedule.budget_s=0.5",
+    ]
     found = predict(plan_simulation(simulated(tmp_path, *words, "parallel.strips=0")))
-    given = {k: predict(plan_simulation(simulated(tmp_path, *words, f"parallel.strips={k}"))).step_s for k in (1, 2, 4)}
+    given = {
+        k: predict(plan_simulation(simulated(tmp_path, *words, f"parallel.strips={k}"))).step_s
+        for k in (1, 2, 4)
+    }
     best = min(given.values())
     assert found.schedule.num_strips > 1 and found.step_s <= best / (1 - GAIN)
 
 
 def test_messages_that_take_time_make_strips_fewer(tmp_path: Path) -> None:
-    words = ["parallel.partitions=4", "parallel.micro_batches=2", "schedule=gpipe", "parallel.strips=0"]
+    words = [
+        "parallel.partitions=4",
+        "parallel.micro_batches=2",
+        "schedule=gpipe",
+        "parallel.strips=0",
+    ]
     free, slow = (
-        plan_simulation(simulated(tmp_path, *words, f"machine.link_latency_s={latency}")) for latency in (0.0, 1.0)
+        plan_simulation(simulated(tmp_path, *words, f"machine.link_latency_s={latency}"))
+        for latency in (0.0, 1.0)
     )
     assert 1 <= slow.schedule.num_strips < free.schedule.num_strips
 
@@ -113,14 +138,23 @@ def test_messages_that_take_time_make_strips_fewer(tmp_path: Path) -> None:
 def test_one_rank_and_a_graph_of_operators_stay_whole(tmp_path: Path) -> None:
     one = simulated(tmp_path, "schedule=gpipe", "parallel.partitions=1", "parallel.strips=0")
     assert with_strips_chosen(one).parallel.strips == 1
-    placed = replace(one, schedule=ScheduleConfig("placed"), parallel=replace(one.parallel, partitions=2))
+    placed = replace(
+        one, schedule=ScheduleConfig("placed"), parallel=replace(one.parallel, partitions=2)
+    )
     assert tried(placed, {1: 8.0, 2: 4.0}) == (1, [1])
     with pytest.raises(ConfigError, match=r"parallel\.strips=2: is for schedules of stages"):
         check_constraints(replace(placed, parallel=replace(placed.parallel, strips=2)))
 
 
-def test_the_folder_of_a_run_has_the_number_and_the_id_of_the_run_with_it_given(tmp_path: Path) -> None:
-    words = ["machine=emulated", "schedule=gpipe", "parallel.partitions=2", "parallel.micro_batches=2"]
+def test_the_folder_of_a_run_has_the_number_and_the_id_of_the_run_with_it_given(
+    tmp_path: Path,
+) -> None:
+    words = [
+        "machine=emulated",
+        "schedule=gpipe",
+        "parallel.partitions=2",
+        "parallel.micro_batches=2",
+    ]
     folder = prepare(simulated(tmp_path, *words, "parallel.strips=0"))
     chosen = folder.read_spec()
     assert chosen.parallel.strips == folder.read_schedule().num_strips > 1
@@ -133,18 +167,27 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> RunSpec:
     """One image a step through a ResNet without norms on two ranks."""
     model = replace(toys.make_spec("1f1b", 2).model, norm="none", depth=8)
     data = replace(toys.make_spec("1f1b", 2).data, height_px=128, width_px=8)
-    made = toys.make_spec("1f1b", 2, model=model, data=data, cache_dir=str(tmp_path_factory.mktemp("cache")))
-    return replace(made, parallel=replace(made.parallel, micro_batches=1, parts=1, replications=1, strips=0))
+    made = toys.make_spec(
+        "1f1b", 2, model=model, data=data, cache_dir=str(tmp_path_factory.mktemp("cache"))
+    )
+    return replace(
+        made, parallel=replace(made.parallel, micro_batches=1, parts=1, replications=1, strips=0)
+    )
 
 
-def test_layers_take_the_times_of_their_profile_so_strips_do_not_become_thin(opened: RunSpec) -> None:
+def test_layers_take_the_times_of_their_profile_so_strips_do_not_become_thin(
+    opened: RunSpec,
+) -> None:
     chosen = plan_run(opened)
     assert 1 < chosen.spec.parallel.strips == chosen.schedule.num_strips < opened.data.height_px
     assert chosen.spec == replace(opened, parallel=chosen.spec.parallel)
 
 
 def test_what_needs_the_whole_image_stays_whole(opened: RunSpec) -> None:
-    assert plan_run(replace(opened, model=replace(opened.model, norm="batch"))).spec.parallel.strips == 1
+    assert (
+        plan_run(replace(opened, model=replace(opened.model, norm="batch"))).spec.parallel.strips
+        == 1
+    )
 
 
 def test_a_cap_in_bytes_is_kept_with_the_rows_that_strips_share(opened: RunSpec) -> None:
@@ -155,7 +198,9 @@ def test_a_cap_in_bytes_is_kept_with_the_rows_that_strips_share(opened: RunSpec)
     held = max(rank.peak_activation_bytes for rank in many.kept.ranks)
     unit_bytes = many.costs.activation_bytes
     assert held > unit_bytes, "the search counts equal shares of the image"
-    capped = replace(asked, schedule=ScheduleConfig("capped", activation_cap_bytes=unit_bytes, budget_s=0.2))
+    capped = replace(
+        asked, schedule=ScheduleConfig("capped", activation_cap_bytes=unit_bytes, budget_s=0.2)
+    )
     with pytest.raises(ConfigError, match=f"leaves no schedule in 8 strips, which .* hold {held}"):
         plan_run(replace(capped, parallel=replace(capped.parallel, strips=8)))
     plan = plan_run(capped)
@@ -168,14 +213,27 @@ def test_a_cap_in_bytes_is_kept_with_the_rows_that_strips_share(opened: RunSpec)
 def test_simulate_prints_both_bounds_and_plan_refuses_one_pipelines_choice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["machine=simulated", f"cache_dir={tmp_path}", "parallel.partitions=2", "parallel.micro_batches=2",
-             "schedule=capped", "schedule.activation_cap=1", "schedule.budget_s=0.2", "parallel.strips=0",
-             ]  # fmt: skip
+    words = [
+        "machine=simulated",
+        f"cache_dir={tmp_path}",
+        "parallel.partitions=2",
+        "parallel.micro_batches=2",
+        "schedule=capped",
+        "schedule.activation_cap=1",
+        "schedule.budget_s=0.2",
+        "parallel.strips=0",
+    ]
     assert main("gems", VERBS, ["simulate", *words, "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert answer["efficiency"] <= answer["bound"] <= answer["bound_any_strips"] <= 1 and answer["strips"] > 1
+    assert (
+        answer["efficiency"] <= answer["bound"] <= answer["bound_any_strips"] <= 1
+        and answer["strips"] > 1
+    )
     assert main("gems", VERBS, ["simulate", *words]) == 0
     text = capsys.readouterr().out
-    assert f"under the cap in {answer['strips']} strips [%]" in text and "in any number of strips [%]" in text
+    assert (
+        f"under the cap in {answer['strips']} strips [%]" in text
+        and "in any number of strips [%]" in text
+    )
     assert main("gems", VERBS, ["plan", *words]) == 2
     assert "gems plan --strips" in capsys.readouterr().err

@@ -25,7 +25,10 @@ def with_rows(schedule: Schedule, texts: list[str]) -> Schedule:
 
 
 def edited(schedule: Schedule, rank: int, old: str, new: str) -> Schedule:
-    """Return the schedule with the words `old` of a rank's row put in the place of `new`; they stand there once."""
+    """Return the schedule with the words `old` of a rank's row put in the place of `new`.
+
+    They stand there once.
+    """
     texts = [f" {text} " for text in text_of(schedule)]
     assert texts[rank].count(f" {old} ") == 1, (old, texts[rank])
     texts[rank] = texts[rank].replace(f" {old} ", f" {new} ")
@@ -40,16 +43,23 @@ def lines(text: str) -> list[str]:
 def drawn(picture: str, placement: Placement) -> Drawn:
     """Read a picture: one line a rank, one word a unit of time, as (action, start, end).
 
-    `F3` (or `F3-`) begins forward 3 in direction 0 and `f3` in direction 1, `--` goes on, `..` is idle. Where a rank
-    holds several stages of a direction a letter says which: `F3b` is of the second.
+    `F3` (or `F3-`) begins forward 3 in direction 0 and `f3` in direction 1, `--` goes on, `..` is
+    idle. Where a rank holds several stages of a direction a letter says which: `F3b` is of the
+    second.
     """
     return [
-        _drawn_row(rank, line.split(), {d: [s for way, s in placement.stages_on(rank) if way == d] for d in (0, 1)})
+        _drawn_row(
+            rank,
+            line.split(),
+            {d: [s for way, s in placement.stages_on(rank) if way == d] for d in (0, 1)},
+        )
         for rank, line in enumerate(lines(picture))
     ]
 
 
-def _drawn_row(rank: int, words: list[str], stages: dict[int, list[int]]) -> list[tuple[str, int, int]]:
+def _drawn_row(
+    rank: int, words: list[str], stages: dict[int, list[int]]
+) -> list[tuple[str, int, int]]:
     found: list[tuple[str, int, int]] = []
     for now, word in enumerate(words):
         if set(word) == {"."}:

@@ -61,7 +61,9 @@ def test_different_actions_have_different_texts(pair: list[Action]) -> None:
     assert str(pair[0]) != str(pair[1])
 
 
-@pytest.mark.parametrize("text", ["", "F5", "2", "2F5/", "2F-1", "-2F5", "2.F5", "2F5 3F5", "2f5", "2F5.1", "2F1/x"])
+@pytest.mark.parametrize(
+    "text", ["", "F5", "2", "2F5/", "2F-1", "-2F5", "2.F5", "2F5 3F5", "2f5", "2F5.1", "2F1/x"]
+)
 def test_text_that_is_no_action(text: str) -> None:
     with pytest.raises(ConfigError, match="allowed") as error:
         Action.parse(text)
@@ -75,7 +77,15 @@ def test_unknown_kind_is_named_with_the_known_ones(text: str) -> None:
 
 
 def test_kinds_fall_into_classes() -> None:
-    classes = [COMPUTE_KINDS, COPY_KINDS, WAIT_KINDS, SEND_KINDS, RECV_KINDS, RANK_KINDS, {Kind.START_REDUCE}]
+    classes = [
+        COMPUTE_KINDS,
+        COPY_KINDS,
+        WAIT_KINDS,
+        SEND_KINDS,
+        RECV_KINDS,
+        RANK_KINDS,
+        {Kind.START_REDUCE},
+    ]
     assert frozenset().union(*classes) == frozenset(Kind)
     assert sum(map(len, classes)) == len(Kind)
 

@@ -31,7 +31,10 @@ class TestClosedForms:
         assert (found.time, found.link_time) == (pytest.approx(2 * 2 * 1 + 2 * 2 / 3 * 60), 0.0)
 
     def test_two_levels(self) -> None:
-        """4 ranks on each of 3 nodes: each scatters a quarter, and 4 rings of 3 go between the nodes."""
+        """4 ranks on each of 3 nodes.
+
+        Each scatters a quarter, and 4 rings of 3 go between the nodes.
+        """
         inside = 2 * 3 * (1 + 800 / 4 * 0.1)
         between = 2 * 2 * 3 + 2 * 2 / 3 * 800 * 0.5
         assert hierarchical(SHARED, range(12), 800.0).time == pytest.approx(inside + between)
@@ -48,7 +51,10 @@ class TestClosedForms:
         assert hierarchical(SHARED, group, 90.0).time == ring(SHARED, group, 90.0).time
 
     def test_trees_over_nodes(self) -> None:
-        """4 ranks on each of 3 nodes: a chain of 3 links in a node, trees of 2 levels, and all bytes up and down."""
+        """4 ranks on each of 3 nodes.
+
+        A chain of 3 links in a node, trees of 2 levels, and all bytes up and down.
+        """
         depth = 2 * 3 * 1 + 2 * 2 * 3
         assert trees(SHARED, range(12), 800.0).time == pytest.approx(depth + 2 * 800 * 0.5)
         own = trees(NODES, range(12), 800.0)
@@ -64,7 +70,9 @@ class TestClosedForms:
         for name, group in groups.items():
             found = all_reduce(SHARED, group, sizes[name])
             assert found.algorithm == name
-            assert found.time == min(form(SHARED, group, sizes[name]).time for form in (ring, hierarchical, trees))
+            assert found.time == min(
+                form(SHARED, group, sizes[name]).time for form in (ring, hierarchical, trees)
+            )
 
     def test_trees_grow_by_the_logarithm_of_the_nodes(self) -> None:
         times = [trees(SHARED, range(4 * nodes), 1.0).time for nodes in (64, 128, 256)]
@@ -85,13 +93,15 @@ class TestOverlap:
     @pytest.mark.parametrize("reduce", [0.0, 1.0, 3.0, 7.5])
     def test_a_pair_of_gems_is_final_before_the_end(self, num_ranks: int, reduce: float) -> None:
         """The last micro-batch ends on rank 0 or P-1, so pair {i, P-1-i} has i backward times to hide its sum."""
-        made, b = lower(generate("gems_master", num_ranks, 4)), 2.0
+        made = lower(generate("gems_master", num_ranks, 4))
+        b = 2.0
         alone = simulate(made, gems_costs(num_ranks, 0.0)).span
         exposed = max(max(0.0, reduce - i * b) for i in range(num_ranks // 2))
         assert simulate(made, gems_costs(num_ranks, reduce)).span == pytest.approx(alone + exposed)
 
     def test_the_inner_pairs_hide_what_the_outer_ones_cannot(self) -> None:
-        made, b = lower(generate("gems_master", 8, 4)), 2.0
+        made = lower(generate("gems_master", 8, 4))
+        b = 2.0
         alone = simulate(made, gems_costs(8, 0.0)).span
         for i in range(4):
             costs = gems_costs(8, 0.0)
@@ -109,8 +119,12 @@ class TestSharedLinks:
         made = lower(generate("gems_master", 4, 2))
         alone = simulate(made, gems_costs(4, 0.0)).span
         costs = gems_costs(4, 6.0, 5.0)
-        assert simulate(made, costs, replace(SHARED, node_latency=0.0)).span == pytest.approx(alone - 2 + 5 + 6)
-        assert simulate(made, costs, replace(NODES, node_latency=0.0)).span == pytest.approx(alone + 6)
+        assert simulate(made, costs, replace(SHARED, node_latency=0.0)).span == pytest.approx(
+            alone - 2 + 5 + 6
+        )
+        assert simulate(made, costs, replace(NODES, node_latency=0.0)).span == pytest.approx(
+            alone + 6
+        )
 
     def test_messages_out_of_a_node_share_its_link(self) -> None:
         """Ranks 1 and 2 of nodes of 2 exchange a forward and, in the other direction, a backward at the same time."""
@@ -126,26 +140,36 @@ class TestSharedLinks:
         costs = gems_costs(8, 5.0, 5.0)
         network = replace(SHARED, latency=0.0, node_latency=0.0, per_byte=0.0, node_per_byte=0.0)
         alone = simulate(made, gems_costs(8, 0.0), network).span
-        # All four pairs lie across the two nodes: the innermost is final 6 before the end, and each takes 5.
+        # All four pairs lie across the two nodes: the innermost is final 6 before the end, and each
+        # takes 5.
         assert simulate(made, costs, network).span == pytest.approx(alone - 6 + 4 * 5)
 
 
 class TestSlowRanks:
     def test_compute_takes_longer_and_useful_compute_does_not(self) -> None:
-        made, costs = lower(generate("1f1b", 1, 4)), uniform(1, 1)
-        plain, slow = simulate(made, costs), simulate(made, costs, pace=Pace(slowdowns=(1.5,)))
+        made = lower(generate("1f1b", 1, 4))
+        costs = uniform(1, 1)
+        plain = simulate(made, costs)
+        slow = simulate(made, costs, pace=Pace(slowdowns=(1.5,)))
         assert slow.span == pytest.approx(1.5 * plain.span)
         assert (slow.busy, slow.efficiency) == (plain.busy, pytest.approx(1 / 1.5))
 
     def test_a_reduction_waits_for_another_replica(self) -> None:
-        made, costs = lower(generate("gems_master", 4, 4)), gems_costs(4, 3.0)
-        alone, outer = simulate(made, costs), Action(Kind.REDUCE_GRAD, 0)
-        assert simulate(made, costs, pace=Pace(late={outer: alone.span + 7})).span == pytest.approx(alone.span + 10)
+        made = lower(generate("gems_master", 4, 4))
+        costs = gems_costs(4, 3.0)
+        alone = simulate(made, costs)
+        outer = Action(Kind.REDUCE_GRAD, 0)
+        assert simulate(made, costs, pace=Pace(late={outer: alone.span + 7})).span == pytest.approx(
+            alone.span + 10
+        )
         assert simulate(made, costs, pace=Pace(late={outer: 0.0})).span == alone.span
 
 
 class TestStartedSums:
-    """Two stages on each of two ranks: the sum of the first to end runs beside the backwards of the other."""
+    """Two stages on each of two ranks.
+
+    The sum of the first to end runs beside the backwards of the other.
+    """
 
     MADE = lower(generate("interleaved_1f1b", 2, 4))
 

@@ -35,7 +35,9 @@ def form(name: str, p: int, n: int, cost: Cost, parts: int = 1, **more: object) 
     return step_units(name, p, n, f, i + w, parts, weight_grad=w, **more)  # type: ignore[arg-type]
 
 
-def check(name: str, p: int, n: int, cost: Cost, expected: float, parts: int = 1, **more: object) -> None:
+def check(
+    name: str, p: int, n: int, cost: Cost, expected: float, parts: int = 1, **more: object
+) -> None:
     """Hold a formula written in the test against `step_units` and against the simulation, and the peak too."""
     played = play(build(name, p, n, cost, parts, **more), cost)
     assert form(name, p, n, cost, parts, **more) == pytest.approx(expected), (p, n, cost)
@@ -72,7 +74,10 @@ def test_1f1b_under_a_cap_waits_once_a_group(p: int) -> None:
 @pytest.mark.parametrize("chunks", [2, 3, 4])
 @pytest.mark.parametrize("p", [*range(1, 9), 13, 16])
 def test_loops(p: int, chunks: int) -> None:
-    """The bubble is 1F1B's over v where there are at least P micro-batches; below, a pass waits for the one before."""
+    """The bubble is 1F1B's over v where there are at least P micro-batches.
+
+    Below, a pass waits for the one before.
+    """
     for n in (1, 3, p, 2 * p):
         for f, i, w in COSTS[:2]:
             short = (chunks - 1) * max(0, p - n) / chunks
@@ -92,9 +97,12 @@ def test_published_peaks_of_interleaved_1f1b(p: int, v: int, peak: float) -> Non
 def test_group_interleaved(p: int, chunks: int) -> None:
     """Groups of P / 2 to P: G pairs a chunk and P more are held, and the first rank waits for its first I alone."""
     smallest = (p + 1) // 2
-    for group, more in product(range(smallest, p + 1) if p <= 8 else (smallest, p - 2, p), ((), (smallest,))):
+    for group, more in product(
+        range(smallest, p + 1) if p <= 8 else (smallest, p - 2, p), ((), (smallest,))
+    ):
         sizes = (group, group, group, *more)
-        held, n = ((chunks - 1) * group + p) / chunks, sum(sizes)
+        held = ((chunks - 1) * group + p) / chunks
+        n = sum(sizes)
         made = build("group_interleaved", p, n, EVEN, chunks=chunks, cap=held)
         if n >= p:
             check(
@@ -108,7 +116,12 @@ def test_group_interleaved(p: int, chunks: int) -> None:
             )
             assert max(play(made, EVEN).peak) == pytest.approx(min(n, held))
         for cost in COSTS if p <= 8 else ():
-            assert max(play(build("group_interleaved", p, n, cost, chunks=chunks, cap=held), cost).peak) <= held + 1e-9
+            assert (
+                max(
+                    play(build("group_interleaved", p, n, cost, chunks=chunks, cap=held), cost).peak
+                )
+                <= held + 1e-9
+            )
 
 
 @settings(deadline=None, max_examples=60)
@@ -130,10 +143,14 @@ def test_group_interleaved_keeps_any_cap(p: int, n: int, chunks: int, cap: float
 @pytest.mark.parametrize(
     ("p", "n", "cap", "cost", "most"),
     [
-        (16, 64, 9, EVEN, 200.875), (16, 64, 10, EVEN, 200.875), (16, 64, 9, (1, 1.2, 0.8), 204.625),
-        (16, 64, 7, EVEN, 212.375), (12, 48, 6.75, EVEN, 150.625), (8, 32, 4.5, EVEN, 100.375),
+        (16, 64, 9, EVEN, 200.875),
+        (16, 64, 10, EVEN, 200.875),
+        (16, 64, 9, (1, 1.2, 0.8), 204.625),
+        (16, 64, 7, EVEN, 212.375),
+        (12, 48, 6.75, EVEN, 150.625),
+        (8, 32, 4.5, EVEN, 100.375),
     ],
-)  # fmt: skip
+)
 def test_group_interleaved_under_a_cap(p: int, n: int, cap: float, cost: Cost, most: float) -> None:
     """Eight chunks a rank, below half of 1F1B's memory and a little above."""
     played = play(build("group_interleaved", p, n, cost, chunks=8, cap=cap), cost)
@@ -154,17 +171,24 @@ def test_zero_bubble(p: int) -> None:
             if w <= i:
                 assert max(f, i, f + i - w) == f + i - w
         for n in (2 * p - 1, 3 * p):
-            late = max(f, f + i - 2 * w)  # the last rank starts (P - 1) f after the first, bubble or no bubble
+            late = max(
+                f, f + i - 2 * w
+            )  # the last rank starts (P - 1) f after the first, bubble or no bubble
             check("zb_h2", p, n, (f, i, w), n * work + (p - 1) * late)
     assert idle_inside(build("zb_h2", p, 3 * p, EVEN), EVEN) == pytest.approx(0)
 
 
 @pytest.mark.parametrize("p", RANKS)
 def test_v_shapes_with_equal_times(p: int) -> None:
-    """Two chunks a rank, f = i = w = 1: bubbles against 1F1B's 3 (P - 1) of none, a half and two thirds."""
+    """Two chunks a rank, f = i = w = 1.
+
+    Bubbles against 1F1B's 3 (P - 1) of none, a half and two thirds.
+    """
     full = 3 * (p - 1)
     for n in (p, 2 * p, 3 * p + 1):
-        check("zb_v", p, n, EVEN, 3 * n + (p - 1) / 2)  # rank P - 1 starts (P - 1) / 2 after the first
+        check(
+            "zb_v", p, n, EVEN, 3 * n + (p - 1) / 2
+        )  # rank P - 1 starts (P - 1) / 2 after the first
         if n >= 2 * p - 1:
             assert idle_inside(build("zb_v", p, n, EVEN), EVEN) == pytest.approx(0)
         if p >= 3:
@@ -177,7 +201,12 @@ def test_v_shapes_with_equal_times(p: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "p", "n", "span"),
-    [("v_half", 8, 32, 104.5), ("v_half", 16, 64, 212.5), ("v_min", 9, 36, 122.5), ("v_min", 12, 48, 164.5)],
+    [
+        ("v_half", 8, 32, 104.5),
+        ("v_half", 16, 64, 212.5),
+        ("v_min", 9, 36, 122.5),
+        ("v_min", 12, 48, 164.5),
+    ],
 )
 def test_squeezed_v_shapes_at_some_sizes(name: str, p: int, n: int, span: float) -> None:
     assert play(build(name, p, n, EVEN), EVEN).span == span
@@ -185,9 +214,13 @@ def test_squeezed_v_shapes_at_some_sizes(name: str, p: int, n: int, span: float)
 
 @pytest.mark.parametrize("p", [*range(1, 9), 12])
 def test_v_adaptive(p: int) -> None:
-    """Under any cap: from 7/8 of P on the last rank waits for its first F and I alone; never slower than V-Half."""
+    """Under any cap: from 7/8 of P on the last rank waits for its first F and I alone.
+
+    Never slower than V-Half.
+    """
     for held in {2 * ((p + 4) // 3), p + 2, (7 * p + 3) // 4, 2 * p - 1, 2 * p, 2 * p + 2}:
-        cap, used = held / 2, min(held, 2 * p)
+        cap = held / 2
+        used = min(held, 2 * p)
         if held < 2 * ((p + 4) // 3):
             continue
         for n in (2 * p, 2 * p + 3):
@@ -218,8 +251,13 @@ def test_published_memory(p: int) -> None:
     """zb_h1 and zb_v P, zb_h2 2 P - 1, v_half (P + 2) div 2, v_min (P + 4) div 3, dualpipe_v P + 1/2."""
     n = 2 * p
     published = {
-        "zb_h1": p, "zb_h2": 2 * p - 1, "zb_v": p, "v_half": (p + 2) // 2, "v_min": (p + 4) // 3, "dualpipe_v": p + 0.5,
-    }  # fmt: skip
+        "zb_h1": p,
+        "zb_h2": 2 * p - 1,
+        "zb_v": p,
+        "v_half": (p + 2) // 2,
+        "v_min": (p + 4) // 3,
+        "dualpipe_v": p + 0.5,
+    }
     for name, peak in published.items():
         assert peak_units(name, p, n) == peak
         assert max(play(build(name, p, n, EVEN), EVEN).peak) == pytest.approx(peak), name
@@ -236,7 +274,10 @@ def test_memory_of_split_backwards_holds_whatever_the_times(p: int) -> None:
 
 @pytest.mark.parametrize("p", RANKS)
 def test_chimera_where_forward_and_backward_take_the_same(p: int) -> None:
-    """2 N + P - 2 for even P, with N a multiple of P; for odd P, 2 N + P - 1 with N a multiple of P + 1."""
+    """2 N + P - 2 for even P, with N a multiple of P.
+
+    For odd P, 2 N + P - 1 with N a multiple of P + 1.
+    """
     cost = (1.0, 0.5, 0.5)
     odd = p % 2
     for units in (1, 2, 3):
@@ -299,7 +340,9 @@ OUT_OF_RANGE = [
 
 
 @pytest.mark.parametrize(("name", "p", "n", "cost", "more"), OUT_OF_RANGE)
-def test_no_closed_form_is_said_so(name: str, p: int, n: int, cost: Cost, more: dict[str, object]) -> None:
+def test_no_closed_form_is_said_so(
+    name: str, p: int, n: int, cost: Cost, more: dict[str, object]
+) -> None:
     assert form(name, p, n, cost, **more) is None
 
 
@@ -329,7 +372,9 @@ def test_every_family_but_the_searched_one_has_both_forms() -> None:
         ("interleaved_1f1b", 13, EVEN, 13 * 3 + 9 / 2),
     ],
 )
-def test_outside_of_its_range_a_form_is_really_wrong(name: str, n: int, cost: Cost, formula: float) -> None:
+def test_outside_of_its_range_a_form_is_really_wrong(
+    name: str, n: int, cost: Cost, formula: float
+) -> None:
     """So that None is the right answer there. Four ranks."""
     assert play(build(name, 4, n, cost), cost).span > formula + 1e-9
 
@@ -338,7 +383,9 @@ def test_outside_of_its_range_a_form_is_really_wrong(name: str, n: int, cost: Co
     ("name", "units", "peaks"),
     [("gems_master", 551, {1}), ("layer_parallel", 768, {1}), ("1f1b", 117, set(range(1, 9)))],
 )
-def test_published_figures_at_8_ranks_and_32_micro_batches(name: str, units: int, peaks: set[int]) -> None:
+def test_published_figures_at_8_ranks_and_32_micro_batches(
+    name: str, units: int, peaks: set[int]
+) -> None:
     played = play(build(name, 8, 32, EVEN), EVEN)
     assert step_units(name, 8, 32, 1, 2) == played.span == units
     assert set(played.peak) == peaks

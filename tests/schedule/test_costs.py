@@ -36,17 +36,43 @@ def test_depth_is_cut_where_the_stages_are() -> None:
 def test_strips_take_more_or_less_than_the_mean() -> None:
     """Two stages, two strips: compute follows the loads of its stage and strip, all else does not."""
     one = (1.0, 1.0)
-    costs = StageCosts(one, (2.0, 2.0), one, one, copy=one, reduce=one, strip_loads=((0.5, 1.5), (0.0, 2.0)))
+    costs = StageCosts(
+        one, (2.0, 2.0), one, one, copy=one, reduce=one, strip_loads=((0.5, 1.5), (0.0, 2.0))
+    )
     words = ["0F0", "0F1", "0F2", "1I2", "1I3", "1B5", "0W1", "0R0", "0OFFLOAD1", "0START_REDUCE"]
-    assert [costs.time(Action.parse(word)) for word in words] == [0.5, 1.5, 0.5, 0, 4, 6, 1.5, 0.5, 1, 1]
+    assert [costs.time(Action.parse(word)) for word in words] == [
+        0.5,
+        1.5,
+        0.5,
+        0,
+        4,
+        6,
+        1.5,
+        0.5,
+        1,
+        1,
+    ]
     assert strip_costs(costs, 2).strip_loads == costs.strip_loads
     assert strip_costs(costs, 1).strip_loads == strip_costs(costs, 4).strip_loads == ()
 
 
 def test_time_of_each_action() -> None:
     one = (1.0,)
-    costs = StageCosts(one, (2.0,), (4.0,), one, recompute=(8.0,), copy=(16.0,), reduce=(32.0,), step=(64.0,))
-    words = ["0F0", "0I0", "0W0", "0B0", "0R0", "0OFFLOAD0", "0PREFETCH0", "0START_REDUCE", "0STEP", "0SEND_F0"]
+    costs = StageCosts(
+        one, (2.0,), (4.0,), one, recompute=(8.0,), copy=(16.0,), reduce=(32.0,), step=(64.0,)
+    )
+    words = [
+        "0F0",
+        "0I0",
+        "0W0",
+        "0B0",
+        "0R0",
+        "0OFFLOAD0",
+        "0PREFETCH0",
+        "0START_REDUCE",
+        "0STEP",
+        "0SEND_F0",
+    ]
     assert [costs.time(Action.parse(word)) for word in words] == [1, 2, 4, 6, 8, 16, 16, 32, 64, 0]
 
 

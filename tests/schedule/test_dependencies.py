@@ -55,7 +55,9 @@ def test_needs(action: str, compute_only: list[str], lowered: list[str]) -> None
         ("0B0", ["0F0", "0RECV_B0"]),
     ],
 )
-def test_a_neighbour_on_the_same_rank_hands_over_without_a_message(action: str, expected: list[str]) -> None:
+def test_a_neighbour_on_the_same_rank_hands_over_without_a_message(
+    action: str, expected: list[str]
+) -> None:
     assert needs(action, LOOPED) == expected
 
 

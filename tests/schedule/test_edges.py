@@ -18,7 +18,12 @@ from gems.schedule.strips import with_strips
 
 
 def test_edges_of_a_chain_of_ranks():
-    assert edges_of(linear(3)) == [Edge(0, 1, False), Edge(1, 0, True), Edge(1, 2, False), Edge(2, 1, True)]
+    assert edges_of(linear(3)) == [
+        Edge(0, 1, False),
+        Edge(1, 0, True),
+        Edge(1, 2, False),
+        Edge(2, 1, True),
+    ]
 
 
 def test_a_bidirectional_pipeline_has_both_ways_between_neighbours():
@@ -39,7 +44,8 @@ def test_published_schedules_keep_one_order_on_each_edge(name, num_ranks, link):
         made = generate(name, num_ranks, 2 * num_ranks)
     except ConfigError:
         pytest.skip("not for so many ranks")
-    costs, network = DepthCosts(1).of(made.placement), Network(latency=link)
+    costs = DepthCosts(1).of(made.placement)
+    network = Network(latency=link)
     check_message_order(lower(made, costs, network), "gloo")
     check_message_order(lower(with_strips(made, 3), None), "gloo")
 
@@ -48,7 +54,15 @@ def test_published_schedules_keep_one_order_on_each_edge(name, num_ranks, link):
 @pytest.mark.parametrize("allow", [(), ("recompute", "offload")])
 def test_lists_found_under_a_cap_keep_one_order(cap, allow):
     for strips in (1, 4):
-        made = generate("capped", 4, 8, cap=cap, allow=() if strips > 1 else allow, budget_s=0.3, num_strips=strips)
+        made = generate(
+            "capped",
+            4,
+            8,
+            cap=cap,
+            allow=() if strips > 1 else allow,
+            budget_s=0.3,
+            num_strips=strips,
+        )
         check_message_order(lower(made), "nccl")
 
 
@@ -64,9 +78,10 @@ def test_another_order_on_either_side_is_refused_in_one_line():
     schedule = crossed(lower(generate("1f1b", 2, 4)))
     with pytest.raises(ConfigError) as refused:
         check_message_order(schedule, "gloo")
-    assert str(refused.value) == (
-        "machine.transport=gloo: matches messages by their order, and rank 1 of 1f1b posts 1RECV_F1 where rank 0 sends "
-        "0SEND_F0; use machine.transport=mpi or host"
+    assert (
+        str(refused.value)
+        == "machine.transport=gloo: matches messages by their order, and rank 1 of 1f1b posts"
+        " 1RECV_F1 where rank 0 sends 0SEND_F0; use machine.transport=mpi or host"
     )
 
 
@@ -82,7 +97,9 @@ def test_any_two_receives_of_an_edge_in_another_order_are_seen():
                 step = 1 if action.kind is Kind.RECV_B else -1
                 peer = schedule.placement.rank_of(action.direction, action.stage + step)
                 posts.setdefault((action.kind, peer), []).append(place)
-        one, other = random.sample(random.choice([found for found in posts.values() if len(found) > 1]), 2)
+        one, other = random.sample(
+            random.choice([found for found in posts.values() if len(found) > 1]), 2
+        )
         row[one], row[other] = row[other], row[one]
         rows = list(schedule.rows)
         rows[rank] = tuple(row)

@@ -14,41 +14,76 @@ from gems.schedule.validate import validate
 from tests.schedule.drawings import drawn, lines, play, played_rows, text_of, uniform_cost
 
 PICTURES = [
-    ("layer_parallel", 2, 1, """
+    (
+        "layer_parallel",
+        2,
+        1,
+        """
         F0 .. .. .. B0 -- F1 .. .. .. B1 --
         .. F0 B0 -- .. .. .. F1 B1 -- .. ..
-    """),
-    ("gpipe", 4, 1, """
+    """,
+    ),
+    (
+        "gpipe",
+        4,
+        1,
+        """
         F0 F1 F2 F3 .. .. .. .. .. .. B0 -- B1 -- B2 -- B3 --
         .. F0 F1 F2 F3 .. .. .. B0 -- B1 -- B2 -- B3 -- .. ..
         .. .. F0 F1 F2 F3 B0 -- B1 -- B2 -- B3 -- .. .. .. ..
-    """),
-    ("1f1b", 4, 1, """
+    """,
+    ),
+    (
+        "1f1b",
+        4,
+        1,
+        """
         F0 F1 F2 .. .. .. .. B0 -- F3 B1 -- .. B2 -- .. B3 --
         .. F0 F1 .. .. B0 -- F2 B1 -- F3 B2 -- .. B3 -- .. ..
         .. .. F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- .. .. .. ..
-    """),
-    ("1f1b", 2, 1, """
+    """,
+    ),
+    (
+        "1f1b",
+        2,
+        1,
+        """
         F0 F1 .. .. .. .. .. .. .. .. B0 -- .. B1 --
         .. F0 F1 .. .. .. .. .. B0 -- .. B1 -- .. ..
         .. .. F0 F1 .. .. B0 -- .. B1 -- .. .. .. ..
         .. .. .. F0 B0 -- F1 B1 -- .. .. .. .. .. ..
-    """),
-    ("gems_mast", 2, 1, """
+    """,
+    ),
+    (
+        "gems_mast",
+        2,
+        1,
+        """
         F0 .. .. .. .. .. .. B0 -- f1 b1 -- .. .. .. ..
         .. F0 .. .. .. B0 -- f1 .. .. .. .. b1 -- .. ..
         .. .. F0 B0 -- f1 .. .. .. .. .. .. .. .. b1 --
-    """),
-    ("gems_mast", 4, 2, """
+    """,
+    ),
+    (
+        "gems_mast",
+        4,
+        2,
+        """
         F0 F1 .. .. .. .. .. .. B0 -- B1 -- f2 f3 b2 -- b3 -- .. .. .. ..
         .. F0 F1 .. .. .. B0 -- B1 -- f2 f3 .. .. .. .. b2 -- b3 -- .. ..
         .. .. F0 F1 B0 -- B1 -- f2 f3 .. .. .. .. .. .. .. .. b2 -- b3 --
-    """),
-    ("gems_master", 4, 1, """
+    """,
+    ),
+    (
+        "gems_master",
+        4,
+        1,
+        """
         F0 .. .. .. B0 -- f1 b1 -- F2 .. .. .. .. B2 -- f3 b3 -- .. ..
         .. F0 B0 -- f1 .. .. .. .. b1 -- F2 B2 -- f3 .. .. .. .. b3 --
-    """),
-]  # fmt: skip
+    """,
+    ),
+]
 
 
 @pytest.mark.parametrize(("name", "n", "parts", "picture"), PICTURES)
@@ -66,7 +101,8 @@ def test_pictures(name: str, n: int, parts: int, picture: str) -> None:
 def test_order_of_torch(name: str, p: int, n: int) -> None:
     """Token for token as torch.distributed.pipelining, but for the last rank of its exported 1F1B.
 
-    That list starts at micro-batch 1 and names one that does not exist; torch itself runs from a loop.
+    That list starts at micro-batch 1 and names one that does not exist; torch itself runs from a
+    loop.
     """
     schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     cls = {"gpipe": schedules.ScheduleGPipe, "1f1b": schedules.Schedule1F1B}[name]
@@ -75,7 +111,11 @@ def test_order_of_torch(name: str, p: int, n: int) -> None:
     order = cls._get_pipeline_order(SimpleNamespace(_num_stages=p, _n_microbatches=n))
     kinds = (schedules._ComputationType.FORWARD, schedules._ComputationType.FULL_BACKWARD)
     theirs = [
-        " ".join(str(action) for action in order[rank] if action is not None and action.computation_type in kinds)
+        " ".join(
+            str(action)
+            for action in order[rank]
+            if action is not None and action.computation_type in kinds
+        )
         for rank in range(p)
     ]
     ours = text_of(generate(name, p, n))
@@ -97,8 +137,10 @@ def test_peaks_of_each_rank(name: str) -> None:
     for p in range(1, 17):
         for n, parts in ((2, 1), (6, 3), (12, 6)):
             expected = {
-                "layer_parallel": (1,) * p, "gpipe": (n,) * p, "1f1b": tuple(min(n, p - s) for s in range(p))
-            }.get(name, (parts,) * p)  # fmt: skip
+                "layer_parallel": (1,) * p,
+                "gpipe": (n,) * p,
+                "1f1b": tuple(min(n, p - s) for s in range(p)),
+            }.get(name, (parts,) * p)
             made = generate(name, p, n, parts)
             assert made.num_micro_batches == n
             for schedule in (made, lower(made)):
@@ -146,7 +188,9 @@ def test_gems_of_odd_ranks_in_words() -> None:
     """)
 
 
-@pytest.mark.parametrize("placement", [linear(1), linear(3), bidirectional(3), Placement(2, ((0, 1, 1, 0),))])
+@pytest.mark.parametrize(
+    "placement", [linear(1), linear(3), bidirectional(3), Placement(2, ((0, 1, 1, 0),))]
+)
 def test_forward_only(placement: Placement) -> None:
     made = forward_only(placement, 3)
     lowered = validate(lower(validate(made)))
@@ -156,4 +200,6 @@ def test_forward_only(placement: Placement) -> None:
     assert len(list(made.actions())) == 3 * placement.num_stages
     strips = validate(lower(validate(forward_only(placement, 3, num_strips=2))))
     assert (strips.num_whole, strips.num_micro_batches) == (3, 6)
-    assert {action.kind for _, action in strips.actions()} == {action.kind for _, action in lowered.actions()}
+    assert {action.kind for _, action in strips.actions()} == {
+        action.kind for _, action in lowered.actions()
+    }

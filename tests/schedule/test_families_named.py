@@ -31,13 +31,20 @@ def test_all_keep_the_cap(cap: float, activations: tuple[float, ...]) -> None:
 
 @pytest.mark.parametrize("activations", DEPTHS)
 @pytest.mark.parametrize(("p", "n"), [(2, 4), (4, 8), (3, 7)])
-def test_none_that_keeps_the_cap_is_left_out(p: int, n: int, activations: tuple[float, ...]) -> None:
+def test_none_that_keeps_the_cap_is_left_out(
+    p: int, n: int, activations: tuple[float, ...]
+) -> None:
     costs = DepthCosts(p, activations=activations)
     for cap in (1.0, 2.0, 5.5, 12.0):
-        found = {(made.name, made.rows) for made in published_schedules(Request(p, n, cap=cap, costs=costs))}
+        found = {
+            (made.name, made.rows)
+            for made in published_schedules(Request(p, n, cap=cap, costs=costs))
+        }
         for name, parts, chunks in product(published(), range(1, n // 2 + 1), CHUNKS):
             family = FAMILIES[name]
-            if (parts > 1 and not family.has_runs) or (chunks > 2 and family.stages_per_rank is not None):
+            if (parts > 1 and not family.has_runs) or (
+                chunks > 2 and family.stages_per_rank is not None
+            ):
                 continue
             if family.has_runs and (n % (2 * parts) or (name == "gems_mast" and n != 2 * parts)):
                 continue
@@ -53,21 +60,31 @@ def test_none_that_keeps_the_cap_is_left_out(p: int, n: int, activations: tuple[
                 ours = [rows for other, rows in found if other == "1f1b"]
                 assert len(ours) == 1
                 spans = [
-                    simulate(schedule, costs.stages(p)).span for schedule in (generate("1f1b", p, n, cap=cap), made)
+                    simulate(schedule, costs.stages(p)).span
+                    for schedule in (generate("1f1b", p, n, cap=cap), made)
                 ]
                 assert spans[0] <= spans[1]
 
 
 def test_without_a_cap_every_family_is_there() -> None:
-    assert {made.name for made in published_schedules(Request(4, 8, costs=DepthCosts(4)))} == set(published())
+    assert {made.name for made in published_schedules(Request(4, 8, costs=DepthCosts(4)))} == set(
+        published()
+    )
     odd = {made.name for made in published_schedules(Request(4, 9, costs=DepthCosts(4)))}
     assert odd == {name for name in published() if FAMILIES[name].num_directions == 1}
 
 
 def test_1f1b_comes_with_the_most_in_flight_that_the_cap_allows() -> None:
-    """Activations that grow with depth: the first ranks, which hold most micro-batches, have the smallest."""
+    """Activations that grow with depth.
+
+    The first ranks, which hold most micro-batches, have the smallest.
+    """
     costs = DepthCosts(4, activations=(1.0, 1.0, 1.0, 4.0))
-    (made,) = (made for made in published_schedules(Request(4, 8, cap=1.0, costs=costs)) if made.name == "1f1b")
+    (made,) = (
+        made
+        for made in published_schedules(Request(4, 8, cap=1.0, costs=costs))
+        if made.name == "1f1b"
+    )
     assert made.rows == generate("1f1b", 4, 8).rows
     assert max(simulate(made, costs.stages(4)).peak) == 1.0
 
@@ -84,7 +101,9 @@ def test_placements_that_are_asked_for() -> None:
 
 
 def test_of_many_only_the_best_of_like_schedules_are_built() -> None:
-    p, n, cap = 32, 128, 17.0
+    p = 32
+    n = 128
+    cap = 17.0
     assert p * n >= LARGE
     costs = DepthCosts(p)
     found = {made.name: made for made in published_schedules(Request(p, n, cap=cap, costs=costs))}
@@ -95,7 +114,10 @@ def test_of_many_only_the_best_of_like_schedules_are_built() -> None:
         ("gems_master", "gems_master", 4),
     ):
         made = generate(left_out, p, n, parts, costs=costs)
-        spans = [simulate(schedule, costs.stages(schedule.num_stages)).span for schedule in (found[kept], made)]
+        spans = [
+            simulate(schedule, costs.stages(schedule.num_stages)).span
+            for schedule in (found[kept], made)
+        ]
         assert spans[0] < spans[1]
 
 

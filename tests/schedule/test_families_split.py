@@ -28,10 +28,14 @@ def without_weights(made: Schedule) -> list[list[Action]]:
 
 
 def handcrafted(p: int, n: int, warmup: int) -> Schedule:
-    """ZB-H1 (warmup 1) and ZB-H2 (2) as drawn in the paper: rank s puts W off by `warmup` s micro-batches."""
+    """ZB-H1 (warmup 1) and ZB-H2 (2) as drawn in the paper.
+
+    Rank s puts W off by `warmup` s micro-batches.
+    """
     rows = []
     for stage in range(p):
-        ahead, late = min(n, warmup * (p - 1 - stage)), min(n, warmup * stage)
+        ahead = min(n, warmup * (p - 1 - stage))
+        late = min(n, warmup * stage)
         row = [forward(stage, m) for m in range(ahead)]
         for m in range(n):
             row += [forward(stage, ahead + m)] if ahead + m < n else []
@@ -49,9 +53,11 @@ def test_zb_h1_is_the_handcrafted_schedule(p: int) -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(
-    st.integers(1, 8), st.integers(1, 20), st.sampled_from((1, 2)),
+    st.integers(1, 8),
+    st.integers(1, 20),
+    st.sampled_from((1, 2)),
     st.sampled_from([(1, 1, 1), (1, 1.2, 0.8), (1, 2, 1), (2, 1, 1), (1, 1, 2), (1, 0.7, 1.5)]),
-)  # fmt: skip
+)
 def test_never_slower_than_the_handcrafted_schedule(
     p: int, n: int, warmup: int, cost: tuple[float, float, float]
 ) -> None:
@@ -73,7 +79,8 @@ def test_times_of_the_stages_are_looked_at() -> None:
     gains = []
     for name, p, n, w in product(SPLIT, (3, 4), (7, 12), (0.4, 2.0)):
         costs = DepthCosts(p, 1, 1.5, w, times=(1.0, 1.5, 0.5))
-        blind, seeing = generate(name, p, n), generate(name, p, n, costs=costs)
+        blind = generate(name, p, n)
+        seeing = generate(name, p, n, costs=costs)
         stages = costs.stages(blind.num_stages)
         gains.append(simulate(blind, stages).span / simulate(seeing, stages).span)
     assert max(gains) > 1.01
@@ -92,30 +99,58 @@ ORDER = Schedule(
     3,
     linear(2),
     (
-        (forward(0, 0), forward(0, 1), input_gradient(0, 0), forward(0, 2), input_gradient(0, 1), input_gradient(0, 2)),
-        (forward(1, 0), input_gradient(1, 0), forward(1, 1), input_gradient(1, 1), forward(1, 2), input_gradient(1, 2)),
+        (
+            forward(0, 0),
+            forward(0, 1),
+            input_gradient(0, 0),
+            forward(0, 2),
+            input_gradient(0, 1),
+            input_gradient(0, 2),
+        ),
+        (
+            forward(1, 0),
+            input_gradient(1, 0),
+            forward(1, 1),
+            input_gradient(1, 1),
+            forward(1, 2),
+            input_gradient(1, 2),
+        ),
     ),
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize(
     ("weight", "most_held", "rows"),
     [
-        (1.0, 9, """
+        (
+            1.0,
+            9,
+            """
             0F0 0F1 0I0 0F2 0I1 0W0 0I2 0W1 0W2
             1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2
-        """),
-        (1.0, 2, """
+        """,
+        ),
+        (
+            1.0,
+            2,
+            """
             0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2
             1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
-        """),
-        (1.0, 1, """
+        """,
+        ),
+        (
+            1.0,
+            1,
+            """
             0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2
             1F0 1I0 1W0 1F1 1I1 1W1 1F2 1I2 1W2
-        """),
+        """,
+        ),
     ],
-)  # fmt: skip
-def test_weight_gradients_fill_waits_and_make_room(weight: float, most_held: int, rows: str) -> None:
+)
+def test_weight_gradients_fill_waits_and_make_room(
+    weight: float, most_held: int, rows: str
+) -> None:
     """By hand; where the order itself holds more than is allowed (rank 0 with 1), it goes on all the same."""
     each = (1.0, 1.0)
     costs = StageCosts(each, each, (weight, weight), each)

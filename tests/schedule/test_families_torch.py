@@ -35,8 +35,10 @@ def theirs(schedules: ModuleType, name: str, p: int, n: int) -> list[list[str]]:
     rows = []
     for rank in range(p):
         made.rank = rank
-        order = [action for action in made._calculate_single_rank_operations(rank) if action is not None]
-        rows.append([str(part) for action in order for part in (action.sub_actions or (action,))])
+        order = [
+            action for action in made._calculate_single_rank_operations(rank) if action is not None
+        ]
+        rows.append([str(part) for action in order for part in action.sub_actions or (action,)])
     return rows
 
 
@@ -46,13 +48,20 @@ def ours(made: Schedule, *without: Kind) -> list[list[str]]:
 
 @pytest.mark.parametrize(("p", "n"), [*SIZES, (4, 10), (4, 3)])
 def test_interleaved_1f1b_is_in_the_order_of_torch(schedules: ModuleType, p: int, n: int) -> None:
-    assert ours(generate("interleaved_1f1b", p, n)) == theirs(schedules, "ScheduleInterleaved1F1B", p, n)
+    assert ours(generate("interleaved_1f1b", p, n)) == theirs(
+        schedules, "ScheduleInterleaved1F1B", p, n
+    )
 
 
 @pytest.mark.parametrize(("p", "n"), SIZES)
-def test_zb_v_has_the_order_of_torch_but_for_weight_gradients(schedules: ModuleType, p: int, n: int) -> None:
+def test_zb_v_has_the_order_of_torch_but_for_weight_gradients(
+    schedules: ModuleType, p: int, n: int
+) -> None:
     """F and I word for word; W has a place of its own here, where a rank would wait."""
-    order = [[word for word in row if "W" not in word] for row in theirs(schedules, "ScheduleZBVZeroBubble", p, n)]
+    order = [
+        [word for word in row if "W" not in word]
+        for row in theirs(schedules, "ScheduleZBVZeroBubble", p, n)
+    ]
     assert ours(generate("zb_v", p, n), Kind.W) == order
 
 

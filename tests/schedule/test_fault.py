@@ -21,7 +21,11 @@ def drawing(schedule: Schedule, cap: float | None = None) -> list[str]:
 
 def test_a_deadlock() -> None:
     stuck = edited(generate("gpipe", 2, 2), 0, "0F0 0F1 0B0 0B1", "0F0 0B0 0F1 0B1")
-    assert drawing(stuck) == ["step      | 0   1     2", "rank    0 | 0F0 !0B0!", "rank    1 | .   1F0   1F1?"]
+    assert drawing(stuck) == [
+        "step      | 0   1     2",
+        "rank    0 | 0F0 !0B0!",
+        "rank    1 | .   1F0   1F1?",
+    ]
 
 
 def test_a_missing_action_stands_behind_its_row() -> None:
@@ -81,7 +85,11 @@ def test_of_many_ranks_those_around_the_fault_are_shown() -> None:
 def test_a_row_too_few_draws_what_is_there() -> None:
     made = generate("gpipe", 3, 1)
     short = Schedule(made.name, 1, made.placement, made.rows[:2])
-    assert lines("\n".join(drawing(short))) == ["step | 0 1 2", "rank 0 | 0F0 0B0?", "rank 1 | . 1F0 1B0?"]
+    assert lines("\n".join(drawing(short))) == [
+        "step | 0 1 2",
+        "rank 0 | 0F0 0B0?",
+        "rank 1 | . 1F0 1B0?",
+    ]
 
 
 def test_a_reduction_that_a_peer_never_joins() -> None:

@@ -11,7 +11,14 @@ import pytest
 from gems.errors import ScheduleError
 from gems.schedule.action import Action
 from gems.schedule.costs import Network, StageCosts
-from gems.schedule.dependencies import boundary_of, dependencies, other_stage, partner_of, sender_of, transfers_after
+from gems.schedule.dependencies import (
+    boundary_of,
+    dependencies,
+    other_stage,
+    partner_of,
+    sender_of,
+    transfers_after,
+)
 from gems.schedule.families.given_placement import forward_only, placed
 from gems.schedule.formats.schedule_json import from_json, to_json
 from gems.schedule.lower import compute_only, lower
@@ -51,19 +58,29 @@ def random_placement(seed: int, num_stages: int, num_ranks: int) -> Placement:
 def test_what_each_action_needs() -> None:
     lowered = lower(diamond())
     for action, needs in {
-        "2F0": ["2.0RECV_F0"], "3F0": ["2.0RECV_F0"], "1F0": ["0F0"], "2.0RECV_F0": ["0.2SEND_F0"],
-        "0.2SEND_F0": ["0F0"], "4F0": ["1F0", "4.2RECV_F0", "4.3RECV_F0"],
-        "0B0": ["0F0", "1B0", "0.2RECV_B0", "0.3RECV_B0"], "3B0": ["3F0", "3.4RECV_B0"],
-        "0.3RECV_B0": ["3.0SEND_B0"], "3.0SEND_B0": ["3B0"], "4B0": ["4F0"],
-    }.items():  # fmt: skip
+        "2F0": ["2.0RECV_F0"],
+        "3F0": ["2.0RECV_F0"],
+        "1F0": ["0F0"],
+        "2.0RECV_F0": ["0.2SEND_F0"],
+        "0.2SEND_F0": ["0F0"],
+        "4F0": ["1F0", "4.2RECV_F0", "4.3RECV_F0"],
+        "0B0": ["0F0", "1B0", "0.2RECV_B0", "0.3RECV_B0"],
+        "3B0": ["3F0", "3.4RECV_B0"],
+        "0.3RECV_B0": ["3.0SEND_B0"],
+        "3.0SEND_B0": ["3B0"],
+        "4B0": ["4F0"],
+    }.items():
         assert dependencies(Action.parse(action), lowered) == actions(*needs), action
 
 
 def test_an_output_goes_once_to_a_rank_and_each_gradient_comes_back() -> None:
     sends = [transfers_after(action, diamond()) for action in actions("0F0", "4B0", "2B0", "1F0")]
     assert [[str(send) for send, _, _ in some] for some in sends] == [
-        ["0.2SEND_F0"], ["4.2SEND_B0", "4.3SEND_B0"], ["2.0SEND_B0"], [],
-    ]  # fmt: skip
+        ["0.2SEND_F0"],
+        ["4.2SEND_B0", "4.3SEND_B0"],
+        ["2.0SEND_B0"],
+        [],
+    ]
     assert [[rank for _, _, rank in some] for some in sends] == [[1], [1, 1], [0], []]
     send = Action.parse("4.2SEND_B0")
     assert partner_of(send) == Action.parse("2.4RECV_B0") and partner_of(partner_of(send)) == send
@@ -81,16 +98,23 @@ def test_any_graph_runs_in_any_order_that_its_feeders_allow(seed: int) -> None:
 
 
 def test_lowered_and_not_take_the_same_time() -> None:
-    costs = StageCosts((1.0,) * 5, (2.0,) * 5, (0.0,) * 5, (1.0,) * 5, boundary_bytes=(1.0, 2.0, 3.0, 4.0, 0.0))
+    costs = StageCosts(
+        (1.0,) * 5, (2.0,) * 5, (0.0,) * 5, (1.0,) * 5, boundary_bytes=(1.0, 2.0, 3.0, 4.0, 0.0)
+    )
     network = Network(latency=0.5, per_byte=0.1)
     made = diamond()
-    plain, full = simulate(made, costs, network), simulate(lower(made), costs, network)
-    # 0F, message of 1 byte, 2F and 3F, message of 4 bytes, 4F; then back: 4B, message of 4 bytes, 3B, 2B, of 1 byte, 0B
+    plain = simulate(made, costs, network)
+    full = simulate(lower(made), costs, network)
+    # 0F, message of 1 byte, 2F and 3F, message of 4 bytes, 4F; then back: 4B, message of 4 bytes,
+    # 3B, 2B, of 1 byte, 0B
     forward = 1 + 0.6 + 2 + 0.9 + 1
     assert plain.span == pytest.approx(forward + 2 + 0.9 + 4 + 0.6 + 2)
     assert full.span == pytest.approx(plain.span)
     held = memory_over_time(lower(made), costs, full)[1].held
-    assert max(each.boundaries for each in held) > 0 and held[-1].boundaries == held[-1].activations == 0
+    assert (
+        max(each.boundaries for each in held) > 0
+        and held[-1].boundaries == held[-1].activations == 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -112,10 +136,16 @@ def test_what_is_taken_out_is_missed(text: str, expected: str) -> None:
 
 def test_stages_of_a_graph_run_whole() -> None:
     made = diamond()
-    split = tuple(a for action in made.rows[1] for a in ([action] if str(action) != "2B0" else actions("2I0", "2W0")))
+    split = tuple(
+        a
+        for action in made.rows[1]
+        for a in ([action] if str(action) != "2B0" else actions("2I0", "2W0"))
+    )
     with pytest.raises(ScheduleError, match="run whole, in one direction, with a full backward"):
         validate(replace(made, rows=(made.rows[0], split)))
-    segment = tuple(Action.parse("2.0F0") if str(action) == "2F0" else action for action in made.rows[1])
+    segment = tuple(
+        Action.parse("2.0F0") if str(action) == "2F0" else action for action in made.rows[1]
+    )
     with pytest.raises(ScheduleError, match="have no segments"):
         validate(replace(made, rows=(made.rows[0], segment)))
 
@@ -130,6 +160,8 @@ def test_stages_of_a_graph_run_whole() -> None:
         (((), (0,), (0,)), "the last stage alone makes the loss"),
     ],
 )
-def test_feeders_that_are_no_such_graph_are_refused(feeders: tuple[tuple[int, ...], ...], expected: str) -> None:
+def test_feeders_that_are_no_such_graph_are_refused(
+    feeders: tuple[tuple[int, ...], ...], expected: str
+) -> None:
     with pytest.raises(ValueError, match=expected):
         Placement(1, ((0, 0, 0),), feeders)

@@ -65,12 +65,20 @@ def test_a_small_unit_makes_no_huge_drawing() -> None:
 
 
 @given(
-    st.sampled_from(sorted(published())), st.integers(1, 5), st.floats(0.05, 20), st.floats(0.05, 20), st.floats(0, 5)
-)  # fmt: skip
+    st.sampled_from(sorted(published())),
+    st.integers(1, 5),
+    st.floats(0.05, 20),
+    st.floats(0.05, 20),
+    st.floats(0, 5),
+)
 @settings(max_examples=100, deadline=None, derandomize=True)
 def test_lines_are_of_one_length(name: str, p: int, f: float, b: float, link: float) -> None:
     made = generate(name, p, 12, 2)
-    text = [line for line in grid(made, play(made, uniform_cost(f, b), link), min(f, b)).splitlines() if "|" in line]
+    text = [
+        line
+        for line in grid(made, play(made, uniform_cost(f, b), link), min(f, b)).splitlines()
+        if "|" in line
+    ]
     assert len(text) == p
     assert len({len(line) for line in text}) == 1
 
@@ -80,9 +88,14 @@ def test_the_stages_of_a_rank_have_letters() -> None:
     played = play(made, lambda action: 1.0)
     rows = grid(made, played).splitlines()
     assert rows[0].startswith("rank    0 | F0a F1a F0b F1b ")
-    assert {word[-1] for row in rows for word in row.split("|")[1].split() if word[0] in "FB"} == {"a", "b"}
+    assert {word[-1] for row in rows for word in row.split("|")[1].split() if word[0] in "FB"} == {
+        "a",
+        "b",
+    }
 
 
 def test_split_backwards_recomputation_and_no_copies_are_drawn() -> None:
-    made = with_rows(Schedule("one", 2, linear(1), ((),)), ["0F0 0OFFLOAD0 0F1 0R1 0I1 0W1 0PREFETCH0 0B0"])
+    made = with_rows(
+        Schedule("one", 2, linear(1), ((),)), ["0F0 0OFFLOAD0 0F1 0R1 0I1 0W1 0PREFETCH0 0B0"]
+    )
     assert grid(made, play(made, lambda action: 1.0)) == "rank    0 | F0 F1 R1 I1 W1 .. B0"

@@ -39,7 +39,7 @@ CASES = {
     ),
     ("gems_mast", 1, 2): "0F0 0B0 0F1/1 0B1/1 0REDUCE_GRAD 0STEP",
     ("gpipe", 1, 2): "0F0 0F1 0B0 0B1 0REDUCE_GRAD 0STEP",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("case", "expected"), CASES.items(), ids=str)
@@ -47,27 +47,44 @@ def test_before_and_after(case: tuple[str, int, int], expected: str) -> None:
     assert text_of(lower(generate(*case))) == lines(expected)
 
 
-@pytest.mark.parametrize(("receives_ahead", "expected"), [
-    (0, "1RECV_F0 1F0 1RECV_F1 1F1 1B0 1SEND_B0 1B1 1SEND_B1"),
-    (1, "1RECV_F0 1RECV_F1 1F0 1F1 1B0 1SEND_B0 1B1 1SEND_B1"),
-    (9, "1RECV_F0 1RECV_F1 1F0 1F1 1B0 1SEND_B0 1B1 1SEND_B1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("receives_ahead", "expected"),
+    [
+        (0, "1RECV_F0 1F0 1RECV_F1 1F1 1B0 1SEND_B0 1B1 1SEND_B1"),
+        (1, "1RECV_F0 1RECV_F1 1F0 1F1 1B0 1SEND_B0 1B1 1SEND_B1"),
+        (9, "1RECV_F0 1RECV_F1 1F0 1F1 1B0 1SEND_B0 1B1 1SEND_B1"),
+    ],
+)
 def test_receives_ahead(receives_ahead: int, expected: str) -> None:
-    assert text_of(add_transfers(generate("gpipe", 2, 2), receives_ahead=receives_ahead))[1] == expected
+    assert (
+        text_of(add_transfers(generate("gpipe", 2, 2), receives_ahead=receives_ahead))[1]
+        == expected
+    )
 
 
-@pytest.mark.parametrize(("latency", "expected"), [
-    (0.0, "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1"),
-    (1.0, "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1"),  # needed at 5, so posted by 4: at 3
-    (2.5, "1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1"),  # needed at 6.5, so posted by 4: at 0, not at 4.5
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("latency", "expected"),
+    [
+        (0.0, "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1"),
+        (
+            1.0,
+            "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1",
+        ),  # needed at 5, so posted by 4: at 3
+        (
+            2.5,
+            "1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1",
+        ),  # needed at 6.5, so posted by 4: at 0, not at 4.5
+    ],
+)
 def test_a_receive_is_as_early_as_its_link_asks_for(latency: float, expected: str) -> None:
     """Rank 1 runs F0 (1 unit) and B0 (2 units) before F1, whose receive may come before either."""
     lowered = add_transfers(generate("1f1b", 2, 2), uniform(2, 2), Network(latency=latency))
     assert text_of(lowered)[1] == expected
 
 
-UNEVEN = DepthCosts(6, 1.0, 1.5, 0.5, times=(1.0, 3.0, 1.0), activations=(3.0, 4.0, 1.0, 8.0, 9.0, 7.0))
+UNEVEN = DepthCosts(
+    6, 1.0, 1.5, 0.5, times=(1.0, 3.0, 1.0), activations=(3.0, 4.0, 1.0, 8.0, 9.0, 7.0)
+)
 
 
 @pytest.mark.parametrize(
@@ -81,16 +98,25 @@ UNEVEN = DepthCosts(6, 1.0, 1.5, 0.5, times=(1.0, 3.0, 1.0), activations=(3.0, 4
 def test_receives_in_time_cost_the_step_nothing(
     made: Schedule, depth: DepthCosts, link: float, one_ahead: float, in_time: float
 ) -> None:
-    costs, network = depth.stages(made.num_stages), Network(latency=link)
-    late, early = lower(made), lower(made, costs, network)
+    costs = depth.stages(made.num_stages)
+    network = Network(latency=link)
+    late = lower(made)
+    early = lower(made, costs, network)
     spans = [simulate(each, costs, network).span for each in (late, early, made)]
     assert spans == pytest.approx([one_ahead, in_time, in_time])
     check_receives(early, costs, network)
-    with pytest.raises(ScheduleError, match=r"RECV_.*: is posted at .* and its message ready at .* late"):
+    with pytest.raises(
+        ScheduleError, match=r"RECV_.*: is posted at .* and its message ready at .* late"
+    ):
         check_receives(late, costs, network)
 
 
-NETWORKS = (Network(0.1), Network(2.3), Network(0.3, 0.4, 2, 0.0, 0.1), Network(1.0, 0.5, 2, has_contention=True))
+NETWORKS = (
+    Network(0.1),
+    Network(2.3),
+    Network(0.3, 0.4, 2, 0.0, 0.1),
+    Network(1.0, 0.5, 2, has_contention=True),
+)
 
 
 @pytest.mark.parametrize("network", NETWORKS, ids=("quick", "slow", "nodes", "contention"))
@@ -99,7 +125,9 @@ NETWORKS = (Network(0.1), Network(2.3), Network(0.3, 0.4, 2, 0.0, 0.1), Network(
 def test_no_list_waits_for_a_late_receive(name: str, p: int, network: Network) -> None:
     """The step takes what it takes with all receives posted at its start, also if messages compete for links."""
     made = generate(name, p, 12, 2)
-    costs = DepthCosts(p, 1.0, 1.2, 0.8, boundary_bytes=1.0, times=(1.0, 3.0, 0.4)).stages(made.num_stages)
+    costs = DepthCosts(p, 1.0, 1.2, 0.8, boundary_bytes=1.0, times=(1.0, 3.0, 0.4)).stages(
+        made.num_stages
+    )
     lowered = validate(lower(made, costs, network))
     early = simulate(add_transfers(made, receives_ahead=1000), costs, network)
     assert simulate(lowered, costs, network).span == early.span
@@ -129,7 +157,9 @@ def test_transfers_stand_where_they_should(name: str, p: int) -> None:
         computes = [action for action in row if action.kind in COMPUTE_KINDS]
         for i, action in enumerate(row):
             if action.kind in SEND_KINDS:
-                assert row[i - 1] == dependencies(action, lowered)[0], "a send stands behind its compute"
+                assert row[i - 1] == dependencies(action, lowered)[0], (
+                    "a send stands behind its compute"
+                )
             if action.kind in RECV_KINDS:
                 used = next(k for k, c in enumerate(computes) if action in dependencies(c, lowered))
                 before = sum(other.kind in COMPUTE_KINDS for other in row[:i])
@@ -153,7 +183,8 @@ def test_two_stages_on_one_rank_hand_over_without_messages() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "starts"), [("interleaved_1f1b", True), ("zb_v", True), ("1f1b", False), ("gems_master", False)]
+    ("name", "starts"),
+    [("interleaved_1f1b", True), ("zb_v", True), ("1f1b", False), ("gems_master", False)],
 )
 def test_sums_start_where_a_stage_is_done_before_its_rank(name: str, starts: bool) -> None:
     lowered = lower(generate(name, 4, 8))
@@ -161,10 +192,16 @@ def test_sums_start_where_a_stage_is_done_before_its_rank(name: str, starts: boo
         found = [action for action in row if action.kind is Kind.START_REDUCE]
         computes = [action for action in row if action.kind in COMPUTE_KINDS]
         stages = {action.stage for action in computes}
-        assert {action.stage for action in found} == (stages - {computes[-1].stage} if starts else set())
+        assert {action.stage for action in found} == (
+            stages - {computes[-1].stage} if starts else set()
+        )
         for action in found:
             at = row.index(action)
-            assert all(other.stage != action.stage for other in row[at + 1 :] if other.kind in COMPUTE_KINDS)
+            assert all(
+                other.stage != action.stage
+                for other in row[at + 1 :]
+                if other.kind in COMPUTE_KINDS
+            )
             before = next(other for other in reversed(row[:at]) if other.kind in COMPUTE_KINDS)
             assert before.stage == action.stage, "not later than it may be"
 

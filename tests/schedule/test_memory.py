@@ -24,25 +24,46 @@ def costs_of(num_stages: int, boundary_bytes: float = 0.0, **more: tuple[float, 
 def test_activations_come_at_the_forward_and_go_with_the_backward() -> None:
     schedule = generate("gpipe", 1, 2)
     costs = costs_of(1)
-    (rank,) = memory_over_time(schedule, costs, simulate(schedule, costs), activation_bytes=10, param_bytes=7)
+    (rank,) = memory_over_time(
+        schedule, costs, simulate(schedule, costs), activation_bytes=10, param_bytes=7
+    )
     assert rank.held == (Held(0, 10, 0, 0), Held(1, 20, 0, 0), Held(4, 10, 0, 0), Held(6, 0, 0, 0))
     assert (rank.parameters, rank.peak) == (7, 27)
-    assert [rank.at(time).activations for time in (0, 0.5, 1, 3.9, 4, 5, 6, 9)] == [10, 10, 20, 20, 10, 10, 0, 0]
+    assert [rank.at(time).activations for time in (0, 0.5, 1, 3.9, 4, 5, 6, 9)] == [
+        10,
+        10,
+        20,
+        20,
+        10,
+        10,
+        0,
+        0,
+    ]
     assert rank.at(-1).device == 0
 
 
 def test_buffers_of_messages() -> None:
-    """Link 2, 100 bytes: sent at 1 and there at 3; the receive's buffer is held from 0 to the end of F at 4."""
+    """Link 2, 100 bytes: sent at 1 and there at 3.
+
+    The receive's buffer is held from 0 to the end of F at 4.
+    """
     schedule = lower(generate("gpipe", 2, 1))
     costs = costs_of(2, 100.0)
     played = simulate(schedule, costs, Network(latency=2.0))
     first, last = memory_over_time(schedule, costs, played)
     assert [(held.time, held.boundaries) for held in first.held] == [
-        (0, 100), (1, 200), (3, 100), (10, 0),
-    ]  # fmt: skip
+        (0, 100),
+        (1, 200),
+        (3, 100),
+        (10, 0),
+    ]
     assert [(held.time, held.boundaries) for held in last.held] == [
-        (0, 100), (3, 100), (4, 0), (6, 100), (8, 0),
-    ]  # fmt: skip
+        (0, 100),
+        (3, 100),
+        (4, 0),
+        (6, 100),
+        (8, 0),
+    ]
     assert first.peak == 201
 
 
@@ -58,7 +79,12 @@ def test_recomputation_and_the_two_halves() -> None:
     schedule = with_rows(Schedule("one", 1, linear(1), ((),)), ["0F0 0R0 0I0 0W0"])
     costs = costs_of(1, boundary=(0.25,), held_for_weights=(0.5,))
     (rank,) = memory_over_time(schedule, costs, simulate(schedule, costs))
-    assert [(held.time, held.activations) for held in rank.held] == [(0, 0.25), (1, 1), (3, 0.5), (4, 0)]
+    assert [(held.time, held.activations) for held in rank.held] == [
+        (0, 0.25),
+        (1, 1),
+        (3, 0.5),
+        (4, 0),
+    ]
 
 
 @pytest.mark.parametrize("name", published())
@@ -75,7 +101,11 @@ def test_all_is_let_go_and_the_peak_is_the_ledgers(name: str, num_ranks: int) ->
     played = simulate(schedule, costs, Network(latency=0.25))
     found = memory_over_time(schedule, costs, played)
     for rank, peak, by_order in zip(found, played.peak, peaks(schedule, costs), strict=True):
-        assert max(held.activations for held in rank.held) == pytest.approx(peak) == pytest.approx(by_order)
+        assert (
+            max(held.activations for held in rank.held)
+            == pytest.approx(peak)
+            == pytest.approx(by_order)
+        )
         assert rank.held[-1].device == pytest.approx(0, abs=1e-9)
         assert min(min(held.activations, held.boundaries) for held in rank.held) > -1e-9
         assert [held.time for held in rank.held] == sorted({held.time for held in rank.held})

@@ -40,19 +40,30 @@ def test_closed_forms_with_equal_thirds(num_ranks: int, cap: float) -> None:
 @pytest.mark.parametrize(
     ("placement", "cap", "allow", "copy", "expected"),
     [
-        (linear(8), 1, "recompute", 0, 0.763), (v(8), 1, "recompute", 0, 0.814), (v(8), 2, "recompute", 0, 0.909),
-        (wave(8, 4), 1, "recompute", 0, 0.875), (wave(8, 4), 1.5, "recompute", 0, 0.910),
+        (linear(8), 1, "recompute", 0, 0.763),
+        (v(8), 1, "recompute", 0, 0.814),
+        (v(8), 2, "recompute", 0, 0.909),
+        (wave(8, 4), 1, "recompute", 0, 0.875),
+        (wave(8, 4), 1.5, "recompute", 0, 0.910),
         (v(4), 1, "recompute", 0, 0.882),
-        (wave(4, 4), 1, "recompute", 0, 0.933), (v(16), 1, "recompute", 0, 0.780),
+        (wave(4, 4), 1, "recompute", 0, 0.933),
+        (v(16), 1, "recompute", 0, 0.780),
         (wave(16, 4), 1, "recompute", 0, 0.828),
-        (linear(8), 1, "offload", 1, 0.60), (v(8), 1, "offload", 2, 0.857), (wave(8, 4), 1, "offload", 2, 1.0),
-        (v(8), 1.5, "offload", 2, 1.0), (v(16), 1, "offload", 2, 0.857),
+        (linear(8), 1, "offload", 1, 0.60),
+        (v(8), 1, "offload", 2, 0.857),
+        (wave(8, 4), 1, "offload", 2, 1.0),
+        (v(8), 1.5, "offload", 2, 1.0),
+        (v(16), 1, "offload", 2, 0.857),
     ],
-)  # fmt: skip
-def test_limits_with_memory_actions(placement: Placement, cap: float, allow: str, copy: float, expected: float) -> None:
+)
+def test_limits_with_memory_actions(
+    placement: Placement, cap: float, allow: str, copy: float, expected: float
+) -> None:
     """Steady-state limits of a linear program for each rank, computed apart from this code."""
     costs = DepthCosts(placement.num_ranks, copy=copy).stages(placement.num_stages)
-    assert memory_time_bound(costs, placement, cap, True, allow=(allow,)) == pytest.approx(expected, abs=6e-4)
+    assert memory_time_bound(costs, placement, cap, True, allow=(allow,)) == pytest.approx(
+        expected, abs=6e-4
+    )
 
 
 def test_links_prolong_what_is_held() -> None:
@@ -73,7 +84,13 @@ def test_no_cap_leaves_the_ranks_work() -> None:
 def test_what_is_held_for_the_weights_counts() -> None:
     """Between I and W a tenth stays: 4 + 0.1 in the place of 5."""
     costs = uniform(2, 2)
-    less = StageCosts(costs.forward, costs.input_grad, costs.weight_grad, costs.activation, held_for_weights=(0.1, 0.1))
+    less = StageCosts(
+        costs.forward,
+        costs.input_grad,
+        costs.weight_grad,
+        costs.activation,
+        held_for_weights=(0.1, 0.1),
+    )
     assert memory_time_bound(less, linear(2), 1.0, True) == pytest.approx(3 / 4.1)
 
 
@@ -93,7 +110,9 @@ def test_no_schedule_is_above_the_bound(
         made = generate(name, num_ranks, 2 * rounds * num_ranks, num_ranks)
     except ConfigError:
         assume(False)
-    costs = DepthCosts(num_ranks, *times, activations=tuple(map(float, sizes))).stages(made.num_stages)
+    costs = DepthCosts(num_ranks, *times, activations=tuple(map(float, sizes))).stages(
+        made.num_stages
+    )
     network = Network(latency=delay)
     for schedule in (made, lower(made)):
         played = simulate(schedule, costs, network)
@@ -104,7 +123,10 @@ def test_no_schedule_is_above_the_bound(
 
 @pytest.mark.parametrize(
     ("row", "allow"),
-    [("0F0 0F1 0R1 0I1 0W1 0R0 0I0 0W0", "recompute"), ("0F0 0OFFLOAD0 0F1 0I1 0W1 0PREFETCH0 0I0 0W0", "offload")],
+    [
+        ("0F0 0F1 0R1 0I1 0W1 0R0 0I0 0W0", "recompute"),
+        ("0F0 0OFFLOAD0 0F1 0I1 0W1 0PREFETCH0 0I0 0W0", "offload"),
+    ],
 )
 def test_no_schedule_with_memory_actions_is_above_the_bound(row: str, allow: str) -> None:
     made = with_rows(Schedule("one", 2, linear(1), ((),)), [row])
@@ -119,7 +141,11 @@ def test_more_memory_is_never_worse() -> None:
         for allow in ((), ("recompute",), ("offload",), ("recompute", "offload")):
             found = [
                 memory_time_bound(
-                    costs.stages(placement.num_stages), placement, float(Fraction(k, 4)), True, allow=allow
+                    costs.stages(placement.num_stages),
+                    placement,
+                    float(Fraction(k, 4)),
+                    True,
+                    allow=allow,
                 )
                 for k in range(1, 17)
             ]

@@ -21,7 +21,10 @@ def test_a_slow_rank_takes_longer_to_compute_and_for_nothing_else() -> None:
 
 
 def test_the_slow_rank_sets_the_time_of_the_step() -> None:
-    """1F1B with f = 1 and b = 2 on 4 ranks: N x 3 x 2 on the slow one, and 3 forwards and backwards around it."""
+    """1F1B with f = 1 and b = 2 on 4 ranks.
+
+    N x 3 x 2 on the slow one, and 3 forwards and backwards around it.
+    """
     schedule = lower(generate("1f1b", 4, 8))
     costs = uniform(4, 4)
     assert simulate(schedule, costs).span == 33
@@ -35,14 +38,17 @@ def test_inputs_come_one_after_the_other_where_a_direction_begins() -> None:
     for rank, first in ((0, 0), (3, 1)):
         ready = pace.inputs_ready(schedule, rank)
         assert sorted(ready.values()) == [5.0, 10.0]
-        assert {(action.kind, action.stage, action.direction) for action in ready} == {(Kind.F, 0, first)}
+        assert {(action.kind, action.stage, action.direction) for action in ready} == {
+            (Kind.F, 0, first)
+        }
     assert pace.inputs_ready(schedule, 1) == EVEN.inputs_ready(schedule, 0) == {}
 
 
 def test_waiting_for_input_is_told_from_idling() -> None:
     """GPipe, 2 ranks, 2 micro-batches, inputs at 3 and 6: rank 0 waits 3 and, behind F0, 2 more."""
     schedule = lower(generate("gpipe", 2, 2))
-    costs, pace = uniform(2, 2), Pace(input=3.0)
+    costs = uniform(2, 2)
+    pace = Pace(input=3.0)
     played = simulate(schedule, costs, pace=pace)
     first, last = rank_times(schedule, costs, played, pace=pace)
     assert (first.input, last.input) == (5.0, 0.0)

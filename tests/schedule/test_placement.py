@@ -12,7 +12,11 @@ RANKS = [1, 2, 3, 4, 5, 8]
 @pytest.mark.parametrize("num_ranks", RANKS)
 def test_linear(num_ranks: int) -> None:
     placement = linear(num_ranks)
-    assert (placement.num_ranks, placement.num_stages, placement.num_directions) == (num_ranks, num_ranks, 1)
+    assert (placement.num_ranks, placement.num_stages, placement.num_directions) == (
+        num_ranks,
+        num_ranks,
+        1,
+    )
     for rank in range(num_ranks):
         assert placement.rank_of(0, rank) == rank
         assert placement.stages_on(rank) == ((0, rank),)
@@ -23,7 +27,11 @@ def test_linear(num_ranks: int) -> None:
 @pytest.mark.parametrize("num_ranks", RANKS)
 def test_bidirectional_mirrors(num_ranks: int) -> None:
     placement = bidirectional(num_ranks)
-    assert (placement.num_ranks, placement.num_stages, placement.num_directions) == (num_ranks, num_ranks, 2)
+    assert (placement.num_ranks, placement.num_stages, placement.num_directions) == (
+        num_ranks,
+        num_ranks,
+        2,
+    )
     for rank in range(num_ranks):
         mirror = num_ranks - 1 - rank
         assert placement.rank_of(0, rank) == placement.rank_of(1, mirror) == rank
@@ -54,7 +62,9 @@ def test_reduce_group_is_the_pair_group_of_gems(num_ranks: int, num_replicas: in
 @pytest.mark.parametrize("placement", [linear(6), bidirectional(6), bidirectional(7)])
 def test_reduce_groups_cut_the_world_into_parts(placement: Placement) -> None:
     groups = {placement.reduce_group(rank, 3) for rank in range(placement.num_ranks)}
-    assert sorted(rank for group in groups for rank in group) == list(range(3 * placement.num_ranks))
+    assert sorted(rank for group in groups for rank in group) == list(
+        range(3 * placement.num_ranks)
+    )
 
 
 def test_several_stages_on_one_rank() -> None:
@@ -73,7 +83,9 @@ def test_looped_goes_round(num_ranks: int, chunks: int) -> None:
     for stage in range(placement.num_stages):
         assert placement.rank_of(0, stage) == stage % num_ranks
     for rank in range(num_ranks):
-        assert placement.stages_on(rank) == tuple((0, rank + num_ranks * chunk) for chunk in range(chunks))
+        assert placement.stages_on(rank) == tuple(
+            (0, rank + num_ranks * chunk) for chunk in range(chunks)
+        )
         assert placement.peers_of(rank) == (rank,)
 
 
@@ -83,7 +95,8 @@ def test_wave_goes_down_and_up_again(num_ranks: int, chunks: int) -> None:
     placement = wave(num_ranks, chunks)
     assert placement.num_stages == num_ranks * chunks
     hops = [
-        abs(placement.rank_of(0, stage + 1) - placement.rank_of(0, stage)) for stage in range(placement.num_stages - 1)
+        abs(placement.rank_of(0, stage + 1) - placement.rank_of(0, stage))
+        for stage in range(placement.num_stages - 1)
     ]
     turns = [(stage + 1) % num_ranks == 0 for stage in range(placement.num_stages - 1)]
     assert hops == [0 if turn else 1 for turn in turns]
@@ -107,7 +120,9 @@ def test_every_stage_has_one_home_up_to_1024_ranks(num_ranks: int) -> None:
     ):
         held = sorted(pair for rank in range(num_ranks) for pair in placement.stages_on(rank))
         assert held == [
-            (direction, stage) for direction in range(placement.num_directions) for stage in range(placement.num_stages)
+            (direction, stage)
+            for direction in range(placement.num_directions)
+            for stage in range(placement.num_stages)
         ]
         groups = {placement.reduce_group(rank, 2) for rank in range(num_ranks)}
         assert sorted(rank for group in groups for rank in group) == list(range(2 * num_ranks))

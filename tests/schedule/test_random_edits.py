@@ -1,4 +1,7 @@
-"""Random edits of valid lists: the validator accepts exactly those that an independent reading of the rules does."""
+"""Random edits of valid lists.
+
+The validator accepts exactly those that an independent reading of the rules does.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,8 @@ LOOPED = with_rows(
     Schedule("looped", 2, Placement(2, ((0, 1, 1, 0),)), ((), ())),
     ["0F0 0F1 3F0 3B0 3F1 3B1 0B0 0B1", "1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1"],
 )
-# One micro-batch is recomputed, one goes to host memory and back, and one backward is whole beside a split one.
+# One micro-batch is recomputed, one goes to host memory and back, and one backward is whole beside
+# a split one.
 MEMORY = with_rows(
     Schedule("memory", 2, v(2), ((), ())),
     [
@@ -43,7 +47,9 @@ def bases() -> Iterator[Schedule]:
             for n in (2, 4):
                 try:
                     yield lower(generate(name, num_ranks, n, n // 2))
-                except ConfigError:  # a family that needs more micro-batches, or an even number of ranks
+                except (
+                    ConfigError
+                ):  # a family that needs more micro-batches, or an even number of ranks
                     continue
 
 
@@ -54,27 +60,38 @@ Rows = list[list[Action]]
 def runs_to_its_end(schedule: Schedule) -> bool:
     """Simulate the lists by the rules of the design alone, without the code under test.
 
-    Posting is free. A forward or backward waits until its own activations are there (by its forward, or where these
-    are in the list by the recomputation or the copy back), and until the neighbour's result is there: in the memory of
-    the same rank, or by a send and a receive that are both posted. A send needs its result. The reduction waits for
-    all ranks that hold the same stages.
+    Posting is free. A forward or backward waits until its own activations are there (by its
+    forward, or where these are in the list by the recomputation or the copy back), and until the
+    neighbour's result is there: in the memory of the same rank, or by a send and a receive that are
+    both posted. A send needs its result. The reduction waits for all ranks that hold the same
+    stages.
     """
     stages = schedule.placement.ranks
     last = len(stages[0]) - 1
     at = [0] * schedule.placement.num_ranks
     done: set[tuple[str, int, int | None, int]] = set()
-    listed = {(a.kind.value, a.stage, a.micro_batch, a.direction) for row in schedule.rows for a in row}
+    listed = {
+        (a.kind.value, a.stage, a.micro_batch, a.direction) for row in schedule.rows for a in row
+    }
 
     def is_ready(action: Action, rank: int) -> bool:
-        kind, stage, m, way = action.kind.value, action.stage, action.micro_batch, action.direction
+        kind = action.kind.value
+        stage = action.stage
+        m = action.micro_batch
+        way = action.direction
         if kind.startswith("RECV") or kind in ("STEP", "START_REDUCE"):
             return True
         if kind.startswith("SEND"):
-            return not done.isdisjoint({(made, stage, m, way) for made in ("F" if kind[-1] == "F" else "BI")})
+            return not done.isdisjoint(
+                {(made, stage, m, way) for made in ("F" if kind[-1] == "F" else "BI")}
+            )
         if kind == "REDUCE_GRAD":
             mine = {s for row in stages for s, r in enumerate(row) if r == rank}
             peers = {r for row in stages for s, r in enumerate(row) if s in mine}
-            return all(any(str(a.kind) == "REDUCE_GRAD" for a in schedule.rows[peer][: at[peer] + 1]) for peer in peers)
+            return all(
+                any(str(a.kind) == "REDUCE_GRAD" for a in schedule.rows[peer][: at[peer] + 1])
+                for peer in peers
+            )
         before = {"W": "I", "R": "F", "OFFLOAD": "F", "PREFETCH": "OFFLOAD"}.get(kind)
         if before is not None:
             return (before, stage, m, way) in done
@@ -86,7 +103,9 @@ def runs_to_its_end(schedule: Schedule) -> bool:
         if not 0 <= other <= last:
             return True
         if stages[way][other] == rank:
-            return not done.isdisjoint({(made, other, m, way) for made in ("F" if kind == "F" else "BI")})
+            return not done.isdisjoint(
+                {(made, other, m, way) for made in ("F" if kind == "F" else "BI")}
+            )
         sent = "F" if kind == "F" else "B"
         return {(f"SEND_{sent}", other, m, way), (f"RECV_{sent}", stage, m, way)} <= done
 
@@ -114,9 +133,16 @@ def starts_sums_of_what_is_done(row: tuple[Action, ...]) -> bool:
     kinds = [action.kind.value for action in row]
     for i, action in enumerate(row):
         if action.kind.value == "START_REDUCE":
-            last = [j for j, a in enumerate(row) if a.kind in COMPUTE_KINDS and a.stage == action.stage]
+            last = [
+                j for j, a in enumerate(row) if a.kind in COMPUTE_KINDS and a.stage == action.stage
+            ]
             is_whole = (action.micro_batch, action.direction, action.segment) == (None, 0, None)
-            if not last or not is_whole or not max(last) < i < kinds.index("REDUCE_GRAD") or row.count(action) > 1:
+            if (
+                not last
+                or not is_whole
+                or not max(last) < i < kinds.index("REDUCE_GRAD")
+                or row.count(action) > 1
+            ):
                 return False
     return True
 
@@ -132,8 +158,9 @@ def keeps_the_order_of_micro_batches(row: tuple[Action, ...]) -> bool:
 
 
 def is_valid(edited: Schedule, base: Schedule) -> bool:
-    """A list with other actions than a whole step's is broken; one with the same actions is, if it cannot run.
+    """A list with other actions than a whole step's is broken.
 
+    One with the same actions is, if it cannot run.
     Sums need not start before the reduction.
     """
     same = all(needed(a) == needed(b) for a, b in zip(edited.rows, base.rows, strict=True))
@@ -168,7 +195,8 @@ def check_times(schedule: Schedule, played: Simulation, link: float) -> None:
 
 def swap(draw: st.DrawFn, rows: Rows) -> None:
     row = rows[draw(st.integers(0, len(rows) - 1))]
-    i, j = draw(st.integers(0, len(row) - 1)), draw(st.integers(0, len(row) - 1))
+    i = draw(st.integers(0, len(row) - 1))
+    j = draw(st.integers(0, len(row) - 1))
     row[i], row[j] = row[j], row[i]
 
 
@@ -211,7 +239,9 @@ EDITS = [swap, swap_neighbours, move, remove, double, hand_to_another_rank, rena
 
 
 @st.composite
-def edited_schedules(draw: st.DrawFn, edits: list[Callable[..., None]]) -> tuple[Schedule, Schedule]:
+def edited_schedules(
+    draw: st.DrawFn, edits: list[Callable[..., None]]
+) -> tuple[Schedule, Schedule]:
     base: Schedule = draw(st.sampled_from(BASES))
     rows = [list(row) for row in base.rows]
     for edit in draw(st.lists(st.sampled_from(edits), min_size=1, max_size=3)):

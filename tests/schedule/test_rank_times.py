@@ -20,9 +20,13 @@ def costs_of(num_stages: int, **more: tuple[float, ...]) -> StageCosts:
 
 
 def test_a_hop_is_exposed_where_nothing_else_is_done() -> None:
-    """gpipe, P = 2, N = 1, link 3: rank 1 waits 1 for F and 3 for the link, rank 0 waits 3 + 3 + 3 in between."""
+    """gpipe, P = 2, N = 1, link 3.
+
+    Rank 1 waits 1 for F and 3 for the link, rank 0 waits 3 + 3 + 3 in between.
+    """
     for schedule in (generate("gpipe", 2, 1), lower(generate("gpipe", 2, 1))):
-        costs, network = costs_of(2), Network(latency=3.0)
+        costs = costs_of(2)
+        network = Network(latency=3.0)
         played = simulate(schedule, costs, network)
         assert played.span == 12.0
         first, last = rank_times(schedule, costs, played, network)
@@ -31,9 +35,13 @@ def test_a_hop_is_exposed_where_nothing_else_is_done() -> None:
 
 
 def test_a_hop_behind_compute_is_not_exposed() -> None:
-    """gpipe, P = 2, N = 4, link 1: rank 1's second message comes while it computes the first; one hop is exposed."""
+    """gpipe, P = 2, N = 4, link 1: rank 1's second message comes while it computes the first.
+
+    One hop is exposed.
+    """
     schedule = lower(generate("gpipe", 2, 4))
-    costs, network = costs_of(2), Network(latency=1.0)
+    costs = costs_of(2)
+    network = Network(latency=1.0)
     played = simulate(schedule, costs, network)
     first, last = rank_times(schedule, costs, played, network)
     assert (last.link, last.useful) == (1.0, 12.0)
@@ -51,7 +59,9 @@ def test_reduction_with_its_waiting_and_the_step() -> None:
 
 def test_recomputation_and_waiting_for_a_copy() -> None:
     """The copy back ends at 7, three after R: three idle units, none of them a link's."""
-    schedule = with_rows(Schedule("one", 2, linear(1), ((),)), ["0F0 0OFFLOAD0 0F1 0PREFETCH0 0R1 0B1 0B0"])
+    schedule = with_rows(
+        Schedule("one", 2, linear(1), ((),)), ["0F0 0OFFLOAD0 0F1 0PREFETCH0 0R1 0B1 0B0"]
+    )
     costs = costs_of(1, copy=(4.0,), recompute=(0.5,))
     played = simulate(schedule, costs)
     assert rank_times(schedule, costs, played) == (
@@ -70,7 +80,9 @@ def test_the_parts_add_up_and_none_is_negative(name: str, link: float) -> None:
     for schedule in (made, lower(made)):
         costs = costs_of(made.num_stages, reduce=(1.0,) * made.num_stages)
         played = simulate(schedule, costs, network)
-        for time, busy in zip(rank_times(schedule, costs, played, network), played.busy, strict=True):
+        for time, busy in zip(
+            rank_times(schedule, costs, played, network), played.busy, strict=True
+        ):
             parts = (time.useful, time.recompute, time.link, time.reduce, time.step, time.idle)
             assert min(parts) > -1e-9 and sum(parts) == pytest.approx(played.span)
             assert time.useful == pytest.approx(busy)

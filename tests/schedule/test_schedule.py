@@ -45,7 +45,9 @@ def test_a_schedule_cannot_be_changed() -> None:
 
 def test_digest_tells_orders_apart() -> None:
     made = generate("1f1b", 3, 3)
-    other_order = with_rows(made, [text_of(made)[0].replace("0F0 0F1", "0F1 0F0"), *text_of(made)[1:]])
+    other_order = with_rows(
+        made, [text_of(made)[0].replace("0F0 0F1", "0F1 0F0"), *text_of(made)[1:]]
+    )
     schedules = [made, lower(made), generate("1f1b", 3, 4), generate("gpipe", 3, 3), other_order]
     assert len({schedule.digest() for schedule in schedules}) == len(schedules)
     assert generate("1f1b", 3, 3).digest() == made.digest()

@@ -49,9 +49,13 @@ def test_fields_of_the_schema() -> None:
 def test_lowered_holds_the_other_actions() -> None:
     document = to_json(lower(generate("1f1b", 2, 1)))
     assert document["actions"][1] == [
-        ["RECV_F", 1, 0, 0], ["F", 1, 0, 0], ["B", 1, 0, 0], ["SEND_B", 1, 0, 0],
-        ["REDUCE_GRAD", 1, 0, None], ["STEP", 1, 0, None],
-    ]  # fmt: skip
+        ["RECV_F", 1, 0, 0],
+        ["F", 1, 0, 0],
+        ["B", 1, 0, 0],
+        ["SEND_B", 1, 0, 0],
+        ["REDUCE_GRAD", 1, 0, None],
+        ["STEP", 1, 0, None],
+    ]
     assert document["passes"] == ["add_transfers", "add_reduce", "add_step"]
 
 
@@ -77,7 +81,9 @@ def test_what_is_no_schedule_at_all(document: Any) -> None:
         from_json(document)
 
 
-@pytest.mark.parametrize("missing", ["name", "ranks", "stages", "micro_batches", "directions", "placement", "actions"])
+@pytest.mark.parametrize(
+    "missing", ["name", "ranks", "stages", "micro_batches", "directions", "placement", "actions"]
+)
 def test_missing_field_is_named(missing: str) -> None:
     document = changed()
     del document[missing]
@@ -115,7 +121,7 @@ def test_missing_field_is_named(missing: str) -> None:
         {"passes": 3},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_malformed_field_is_one_clear_error(fields: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"not of schema gems\.schedule/1"):
         from_json(changed(**fields))

@@ -20,7 +20,10 @@ from tests.schedule.drawings import edited, play, uniform_cost
 
 
 def blocking_span(schedule: Schedule, forward: float, backward: float) -> float:
-    """Simulate a lowered schedule in which a receive waits where it stands: what an executor must not do."""
+    """Simulate a lowered schedule in which a receive waits where it stands.
+
+    What an executor must not do.
+    """
     done: dict[Action, float] = {}
     clock = [0.0] * schedule.num_ranks
     left = [list(row) for row in schedule.rows]
@@ -29,7 +32,9 @@ def blocking_span(schedule: Schedule, forward: float, backward: float) -> float:
         for rank, row in enumerate(left):
             while row and all(need in done for need in dependencies(row[0], schedule)):
                 action = row.pop(0)
-                clock[rank] = max([clock[rank], *(done[need] for need in dependencies(action, schedule))])
+                clock[rank] = max(
+                    [clock[rank], *(done[need] for need in dependencies(action, schedule))]
+                )
                 clock[rank] += {Kind.F: forward, Kind.B: backward}.get(action.kind, 0)
                 done[action] = clock[rank]
                 moved = True
@@ -39,7 +44,10 @@ def blocking_span(schedule: Schedule, forward: float, backward: float) -> float:
 
 
 def received_when_sent(made: Schedule) -> Schedule:
-    """Insert transfers as torch.distributed.pipelining does: rank by rank in turn, the receive with its send."""
+    """Insert transfers as torch.distributed.pipelining does.
+
+    Rank by rank in turn, the receive with its send.
+    """
     rows: list[list[Action]] = [[] for _ in made.rows]
     left = [list(row) for row in made.rows]
     done: set[Action] = set()
@@ -57,14 +65,19 @@ def received_when_sent(made: Schedule) -> Schedule:
 
 
 def test_1f1b_takes_33_units_because_receives_only_post() -> None:
-    """4 stages, 8 micro-batches, f = 1, b = 2: 33 = (N + P - 1)(f + b); 45 if each receive waited in its place."""
+    """4 stages, 8 micro-batches, f = 1, b = 2: 33 = (N + P - 1)(f + b).
+
+    45 if each receive waited in its place.
+    """
     made = generate("1f1b", 4, 8)
     assert play(made, uniform_cost(1, 2)).span == 33
     assert play(lower(made), uniform_cost(1, 2)).span == 33
     early = received_when_sent(made)
     assert play(early, uniform_cost(1, 2)).span == 33
     assert blocking_span(early, 1, 2) == 45
-    assert math.isinf(blocking_span(lower(made), 1, 2)), "our receives stand even earlier, so they must not wait"
+    assert math.isinf(blocking_span(lower(made), 1, 2)), (
+        "our receives stand even earlier, so they must not wait"
+    )
 
 
 @pytest.mark.parametrize("link", [0.0, 0.5, 3.0])
@@ -84,7 +97,10 @@ def test_compute_only_and_lowered_take_the_same_time(name: str, link: float) -> 
 
 @pytest.mark.parametrize("link", [0.0, 1.0, 2.5])
 def test_links_take_their_time(link: float) -> None:
-    p, n, f, b = 4, 3, 1.0, 2.0
+    p = 4
+    n = 3
+    f = 1.0
+    b = 2.0
     played = play(generate("layer_parallel", p, n), uniform_cost(f, b), link)
     assert played.span == n * (p * (f + b) + 2 * (p - 1) * link)
 
@@ -94,7 +110,9 @@ def test_arrival_is_a_links_time_after_both_sides_are_posted() -> None:
     played = play(lowered, uniform_cost(1, 2), link=10)
     rows = [list(map(str, row)) for row in lowered.rows]
     assert rows[0] == ["0RECV_B0", "0F0", "0SEND_F0", "0B0", "0REDUCE_GRAD", "0STEP"]
-    starts = [dict(zip(row, start, strict=True)) for row, start in zip(rows, played.start, strict=True)]
+    starts = [
+        dict(zip(row, start, strict=True)) for row, start in zip(rows, played.start, strict=True)
+    ]
     ends = [dict(zip(row, end, strict=True)) for row, end in zip(rows, played.end, strict=True)]
     assert (starts[0]["0SEND_F0"], ends[0]["0SEND_F0"], ends[1]["1RECV_F0"]) == (1, 11, 11)
     assert (starts[1]["1F0"], ends[1]["1F0"], ends[1]["1B0"]) == (11, 12, 14)
@@ -103,7 +121,10 @@ def test_arrival_is_a_links_time_after_both_sides_are_posted() -> None:
 
 @pytest.mark.parametrize(("receives_ahead", "start"), [(0, 12.0), (1, 11.5)])
 def test_a_receive_posted_late_makes_the_data_late(receives_ahead: int, start: float) -> None:
-    """Rank 1 computes from 1.5 to 11.5, and micro-batch 1 is sent at 2: the buffer stands ready, or not until 11.5."""
+    """Rank 1 computes from 1.5 to 11.5, and micro-batch 1 is sent at 2.
+
+    The buffer stands ready, or not until 11.5.
+    """
     schedule = add_transfers(generate("gpipe", 2, 2), receives_ahead=receives_ahead)
     played = play(schedule, lambda action: 10.0 if str(action) == "1F0" else 1.0, link=0.5)
     assert played.start[1][schedule.rows[1].index(Action(Kind.F, 1, 1))] == start
@@ -115,9 +136,10 @@ def test_nothing_starts_before_its_data(name: str) -> None:
     schedule = lower(generate(name, 4, 8, 4))
     played = play(schedule, lambda action: 1 + len(str(action)) % 3, link=0.25)
     end = {
-        action: at for row, ends in zip(schedule.rows, played.end, strict=True) for action,
-        at in zip(row, ends, strict=True)
-    }  # fmt: skip
+        action: at
+        for row, ends in zip(schedule.rows, played.end, strict=True)
+        for action, at in zip(row, ends, strict=True)
+    }
     for row, starts, ends in zip(schedule.rows, played.start, played.end, strict=True):
         last_end = 0.0
         for action, at, until in zip(row, starts, ends, strict=True):

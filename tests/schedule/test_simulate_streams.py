@@ -52,7 +52,12 @@ def test_a_link_has_latency_and_a_rate() -> None:
 def test_ranks_of_one_node_have_links_of_their_own(first_rank: int, slow: tuple[int, ...]) -> None:
     """4 ranks, 2 a node: the hop between ranks 1 and 2 leaves the node, and one rank further on those at the ends."""
     network = Network(
-        latency=5.0, per_byte=1.0, ranks_per_node=2, node_latency=0.25, node_per_byte=0.5, first_rank=first_rank
+        latency=5.0,
+        per_byte=1.0,
+        ranks_per_node=2,
+        node_latency=0.25,
+        node_per_byte=0.5,
+        first_rank=first_rank,
     )
     schedule = generate("layer_parallel", 4, 1)
     times = times_of(schedule, simulate(schedule, costs_of(4, 2.0), network))
@@ -64,13 +69,17 @@ def test_ranks_of_one_node_have_links_of_their_own(first_rank: int, slow: tuple[
 
 def fan(rows: list[str], num_stages: int, ranks: tuple[int, ...], num_ranks: int) -> Schedule:
     """Build a forward-only list of lowered rows."""
-    bare = Schedule("fan", 2, Placement(num_ranks, (ranks,)), ((),) * num_ranks, ("add_transfers",), True)
+    bare = Schedule(
+        "fan", 2, Placement(num_ranks, (ranks,)), ((),) * num_ranks, ("add_transfers",), True
+    )
     assert num_stages == len(ranks)
     return with_rows(bare, rows)
 
 
 @pytest.mark.parametrize(("has_contention", "arrivals"), [(False, (5.0, 6.0)), (True, (5.0, 9.0))])
-def test_messages_of_a_rank_pass_one_at_a_time(has_contention: bool, arrivals: tuple[float, float]) -> None:
+def test_messages_of_a_rank_pass_one_at_a_time(
+    has_contention: bool, arrivals: tuple[float, float]
+) -> None:
     """Sent at 1 and 2, each 4 long on the wire: with contention the second waits until 5."""
     schedule = fan(["0F0 0SEND_F0 0F1 0SEND_F1", "1RECV_F0 1RECV_F1 1F0 1F1"], 2, (0, 1), 2)
     network = Network(per_byte=0.5, has_contention=has_contention)
@@ -80,10 +89,16 @@ def test_messages_of_a_rank_pass_one_at_a_time(has_contention: bool, arrivals: t
 
 
 def test_latency_is_not_a_load_on_the_way() -> None:
-    """The wire is free again once the bytes are on it: sent at 1 and 2, 1 on the wire, 10 under way."""
+    """The wire is free again once the bytes are on it.
+
+    Sent at 1 and 2, 1 on the wire, 10 under way.
+    """
     schedule = fan(["0F0 0SEND_F0 0F1 0SEND_F1", "1RECV_F0 1RECV_F1 1F0 1F1"], 2, (0, 1), 2)
     times = times_of(
-        schedule, simulate(schedule, costs_of(2, 2.0), Network(latency=10, per_byte=0.5, has_contention=True))
+        schedule,
+        simulate(
+            schedule, costs_of(2, 2.0), Network(latency=10, per_byte=0.5, has_contention=True)
+        ),
     )
     assert (times["0SEND_F0"][1], times["0SEND_F1"][1]) == (12.0, 13.0)
 
@@ -92,23 +107,38 @@ def test_both_directions_of_a_link_are_free_of_each_other() -> None:
     """A rank that receives while it sends is not slowed: 1F1B's neighbours exchange both ways."""
     made = lower(generate("1f1b", 2, 4))
     network = Network(per_byte=0.125)
-    free, taken = (simulate(made, costs_of(2, 8.0), replace(network, has_contention=way)) for way in (False, True))
+    free, taken = (
+        simulate(made, costs_of(2, 8.0), replace(network, has_contention=way))
+        for way in (False, True)
+    )
     assert free == taken
 
 
 def test_incoming_messages_compete_too() -> None:
-    """Ranks 0 and 2 send to rank 1 at 1, 4 on the wire each: the second comes in when the first is through."""
+    """Ranks 0 and 2 send to rank 1 at 1, 4 on the wire each.
+
+    The second comes in when the first is through.
+    """
     schedule = with_rows(
-        Schedule("two", 2, Placement(3, ((0, 1, 0), (2, 1, 2))), ((), (), ()), ("add_transfers",), True),
+        Schedule(
+            "two", 2, Placement(3, ((0, 1, 0), (2, 1, 2))), ((), (), ()), ("add_transfers",), True
+        ),
         ["0F0 0SEND_F0", "1RECV_F0 1RECV_F1/1 1F0 1F1/1", "0F1/1 0SEND_F1/1"],
     )
-    times = times_of(schedule, simulate(schedule, costs_of(3, 8.0), Network(per_byte=0.5, has_contention=True)))
+    times = times_of(
+        schedule, simulate(schedule, costs_of(3, 8.0), Network(per_byte=0.5, has_contention=True))
+    )
     assert sorted((times["0SEND_F0"][1], times["0SEND_F1/1"][1])) == [5.0, 9.0]
 
 
 @pytest.mark.parametrize(("ranks_per_node", "arrivals"), [(None, [5.0, 5.0]), (2, [5.0, 9.0])])
-def test_ranks_of_a_node_share_its_way_out(ranks_per_node: int | None, arrivals: list[float]) -> None:
-    """Ranks 0 and 1 each send to one of the ranks 2 and 3 at 1, 4 long: through one link the second arrives at 9."""
+def test_ranks_of_a_node_share_its_way_out(
+    ranks_per_node: int | None, arrivals: list[float]
+) -> None:
+    """Ranks 0 and 1 each send to one of the ranks 2 and 3 at 1, 4 long.
+
+    Through one link the second arrives at 9.
+    """
     schedule = with_rows(
         Schedule("two", 2, Placement(4, ((0, 2), (1, 3))), ((),) * 4, ("add_transfers",), True),
         ["0F0 0SEND_F0", "0F1/1 0SEND_F1/1", "1RECV_F0 1F0", "1RECV_F1/1 1F1/1"],
@@ -123,12 +153,18 @@ def test_contention_never_makes_a_step_faster() -> None:
         made = lower(generate(name, 4, 8, 2))
         costs = costs_of(made.num_stages, 4.0)
         network = Network(latency=0.1, per_byte=0.3)
-        free, taken = (simulate(made, costs, replace(network, has_contention=way)).span for way in (False, True))
+        free, taken = (
+            simulate(made, costs, replace(network, has_contention=way)).span
+            for way in (False, True)
+        )
         assert taken >= free
 
 
 def test_reduction_and_step_cost_what_they_cost() -> None:
-    """gpipe on 2 ranks: rank 1 ends at 4 and rank 0 at 6; each reduces alone, 3 and 5 long, and steps 1 and 2 long."""
+    """gpipe on 2 ranks: rank 1 ends at 4 and rank 0 at 6.
+
+    Each reduces alone, 3 and 5 long, and steps 1 and 2 long.
+    """
     made = lower(generate("gpipe", 2, 1))
     played = simulate(made, costs_of(2, reduce=(3.0, 5.0), step=(1.0, 2.0)))
     times = times_of(made, played)
@@ -161,12 +197,16 @@ def test_under_a_cap_a_forward_waits_for_room() -> None:
     assert (times["0F1"], times["0B1"]) == ((4, 5), (5, 7))
     assert (times["0PREFETCH0"], times["0B0"]) == ((7, 10), (10, 12))
     assert played.peak == (1.0,)
-    assert simulate(made, costs_of(1, copy=(3.0,))).span == 9.0, "without a cap nothing waits for room"
+    assert simulate(made, costs_of(1, copy=(3.0,))).span == 9.0, (
+        "without a cap nothing waits for room"
+    )
 
 
 def test_room_that_never_comes() -> None:
     made = one_rank("0F0 0F1 0B0 0B1", 2)
-    with pytest.raises(ScheduleError, match=r"rank 0, action 0F1: brings 1 to 1 held, above the cap of 1") as error:
+    with pytest.raises(
+        ScheduleError, match=r"rank 0, action 0F1: brings 1 to 1 held, above the cap of 1"
+    ) as error:
         simulate(made, costs_of(1), cap=1.0)
     assert error.value.action == Action.parse("0F1")
     with pytest.raises(ScheduleError, match="0F0: brings 1 to 0 held, above the cap"):
@@ -196,12 +236,16 @@ def test_what_is_held_between_the_two_halves_of_a_backward() -> None:
         simulate(made, costs_of(1), cap=1.75)
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "gems_master", "interleaved_1f1b", "zb_h1", "zb_v", "chimera"])
+@pytest.mark.parametrize(
+    "name", ["gpipe", "1f1b", "gems_master", "interleaved_1f1b", "zb_h1", "zb_v", "chimera"]
+)
 @pytest.mark.parametrize("num_ranks", [2, 4, 6])
 def test_rendezvous_never_deadlocks_a_lowered_list(name: str, num_ranks: int) -> None:
-    """Send complete only against posted receives, and no receive is matched by its place: tags tell them apart.
+    """Send complete only against posted receives, and no receive is matched by its place.
 
-    Whatever the receives' lead, the validator's play comes to its end, and takes no longer with an earlier posting.
+    Tags tell them apart.
+    Whatever the receives' lead, the validator's play comes to its end, and takes no longer with an
+    earlier posting.
     """
     made = generate(name, num_ranks, 2 * num_ranks, 2)
     costs = uniform(num_ranks, made.num_stages)

@@ -40,22 +40,30 @@ PLAIN = [
 def as_torch_reads(text: str) -> dict[int, list[Any]]:
     """Return the actions as torch's `_load_csv` makes them."""
     cells = csv.reader(io.StringIO(text, newline=""))
-    return {rank: [schedules._Action.from_str(cell) for cell in row] for rank, row in enumerate(cells)}
+    return {
+        rank: [schedules._Action.from_str(cell) for cell in row] for rank, row in enumerate(cells)
+    }
 
 
 @pytest.mark.parametrize("name", PLAIN)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("rounds", [1, 2, 5])
-def test_torchs_validator_and_simulator_accept_our_exports(name: str, num_ranks: int, rounds: int) -> None:
+def test_torchs_validator_and_simulator_accept_our_exports(
+    name: str, num_ranks: int, rounds: int
+) -> None:
     made = generate(name, num_ranks, rounds * num_ranks)
     orders = as_torch_reads(to_torch_csv(made))
-    placed = schedules._validate_schedule(orders, num_ranks, made.num_stages, made.num_micro_batches)
+    placed = schedules._validate_schedule(
+        orders, num_ranks, made.num_stages, made.num_micro_batches
+    )
     assert placed == dict(enumerate(made.placement.ranks[0]))
     with_transfers = schedules._add_send_recv(orders, placed.__getitem__, made.num_stages)
     played = schedules._simulate_comms_compute(with_transfers, placed.__getitem__, made.num_stages)
     ran = {str(action) for row in played.values() for action in row if action is not None}
     assert {str(action) for _, action in made.actions()} <= ran
-    hops = sum(a != b for a, b in zip(made.placement.ranks[0], made.placement.ranks[0][1:], strict=False))
+    hops = sum(
+        a != b for a, b in zip(made.placement.ranks[0], made.placement.ranks[0][1:], strict=False)
+    )
     assert len(ran) == sum(map(len, made.rows)) + 4 * hops * made.num_micro_batches
 
 
@@ -82,9 +90,15 @@ def test_our_exports_come_back(name: str) -> None:
 def order_of(cls: str, placement: Any, num_micro_batches: int, **more: int) -> str:
     """Return the CSV of one of torch's own schedules, made without its runtime."""
     made = object.__new__(getattr(schedules, cls))
-    num_ranks, chunks = placement.num_ranks, placement.num_stages // placement.num_ranks
-    known = {"pp_group_size": num_ranks, "n_local_stages": chunks, "_num_stages": placement.num_stages,
-             "_n_microbatches": num_micro_batches, "_stages": [None] * chunks} | more  # fmt: skip
+    num_ranks = placement.num_ranks
+    chunks = placement.num_stages // placement.num_ranks
+    known = {
+        "pp_group_size": num_ranks,
+        "n_local_stages": chunks,
+        "_num_stages": placement.num_stages,
+        "_n_microbatches": num_micro_batches,
+        "_stages": [None] * chunks,
+    } | more
     for field, value in known.items():
         setattr(made, field, value)
     rows = [made._calculate_single_rank_operations(rank) for rank in range(num_ranks)]
@@ -99,7 +113,11 @@ def order_of(cls: str, placement: Any, num_micro_batches: int, **more: int) -> s
     ("cls", "placement", "more"),
     [
         ("ScheduleLoopedBFS", looped(4, 2), {}),
-        ("ScheduleInterleaved1F1B", looped(4, 2), {"number_of_rounds": 2, "microbatches_per_round": 4}),
+        (
+            "ScheduleInterleaved1F1B",
+            looped(4, 2),
+            {"number_of_rounds": 2, "microbatches_per_round": 4},
+        ),
         ("ScheduleZBVZeroBubble", v(4), {"num_chunks": 2, "num_stages": 8}),
         ("ScheduleDualPipeV", v(4), {"num_chunks": 2}),
     ],
@@ -115,12 +133,15 @@ def test_torchs_own_schedules_are_read(cls: str, placement: Any, more: dict[str,
 
 @pytest.mark.parametrize("name", ["gems_master", "gems_mast", "chimera"])
 def test_two_directions_cannot_be_said(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"cannot say schedule {name}: it runs 2 directions; use --json"):
+    with pytest.raises(
+        ConfigError, match=f"cannot say schedule {name}: it runs 2 directions; use --json"
+    ):
         to_torch_csv(generate(name, 4, 4, 2))
 
 
 @pytest.mark.parametrize(
-    ("row", "what"), [("0F0 0R0 0B0", "recomputes"), ("0F0 0OFFLOAD0 0PREFETCH0 0B0", "copies to host memory")]
+    ("row", "what"),
+    [("0F0 0R0 0B0", "recomputes"), ("0F0 0OFFLOAD0 0PREFETCH0 0B0", "copies to host memory")],
 )
 def test_memory_actions_cannot_be_said(row: str, what: str) -> None:
     made = with_rows(Schedule("one", 1, linear(1), ((),)), [row])
@@ -147,5 +168,7 @@ def test_what_cannot_be_read(text: str, words: str) -> None:
 def test_idle_cells_and_spaces() -> None:
     made = from_torch_csv("0F0, 0F1,,0B0,0B1\n,1F0,1B0,(1F1;1B1)OVERLAP_F_B\n")
     assert text_of(made) == ["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"]
-    assert all(isinstance(action, Action) and action.kind in COMPUTE_KINDS for _, action in made.actions())
+    assert all(
+        isinstance(action, Action) and action.kind in COMPUTE_KINDS for _, action in made.actions()
+    )
     assert validate(made).num_micro_batches == 2

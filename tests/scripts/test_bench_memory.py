@@ -19,15 +19,22 @@ from scripts.bench.memory_rig import (
     planned,
 )
 
-SIDE, SIDE_OF_RUN, FLOAT = 16, 32, 4
+SIDE = 16
+SIDE_OF_RUN = 32
+FLOAT = 4
 # of one profile, which is taken once
 SMALL = ("model.depth=8", "parallel.micro_batches=2", "parallel.micro_batch_size=2", "machine=cpu")
 
 
 def small_net() -> nn.ModuleList:
-    """What the ReLU gives is saved by itself and by the convolution behind it; all else is images or small."""
+    """What the ReLU gives is saved by itself and by the convolution behind it.
+
+    All else is images or small.
+    """
     torch.manual_seed(0)
-    return nn.ModuleList([nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, SIDE), nn.Flatten()])
+    return nn.ModuleList(
+        [nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, SIDE), nn.Flatten()]
+    )
 
 
 RELU_BYTES = 2 * 8 * SIDE * SIDE * FLOAT
@@ -51,7 +58,9 @@ def test_a_view_of_a_weight_is_counted_apart():
     modules = nn.ModuleList([nn.Flatten(), nn.Linear(3 * SIDE * SIDE, 4), nn.Linear(4, 4)])
     found = hook_traffic("torchtune's rule", modules, torch.randn(IMAGES))
     assert found.moved_bytes == 0  # but for the images, no saved activation has 1024 bytes
-    assert found.known_bytes == torch.randn(IMAGES).nbytes  # flattened, they are another tensor in their memory
+    assert (
+        found.known_bytes == torch.randn(IMAGES).nbytes
+    )  # flattened, they are another tensor in their memory
 
 
 @pytest.mark.parametrize("way", ["save_on_cpu", "checkpoint"])
@@ -69,7 +78,9 @@ def test_a_peer_s_step_is_that_of_the_plain_loop(way):
 
 def test_ours_moves_each_storage_once_and_nothing_else():
     spec = one_rank("resnet20_v1", SIDE_OF_RUN, *SMALL, "memory.min_offload_bytes=0")
-    plain = hook_traffic("save_on_cpu", layer_modules(spec), torch.randn(input_spec(spec.data, 2).shape))
+    plain = hook_traffic(
+        "save_on_cpu", layer_modules(spec), torch.randn(input_spec(spec.data, 2).shape)
+    )
     ours = OneRank(spec, *all_offloaded(spec))
     ours.step()
     assert ours.pipeline.segments is not None
@@ -79,7 +90,9 @@ def test_ours_moves_each_storage_once_and_nothing_else():
     assert plain.moved_bytes > 1.3 * plain.saved_bytes
 
 
-@pytest.mark.parametrize("words", [["memory=keep"], ["memory=recompute"]], ids=["keep", "recompute"])
+@pytest.mark.parametrize(
+    "words", [["memory=keep"], ["memory=recompute"]], ids=["keep", "recompute"]
+)
 def test_peaks_are_measured_where_they_were_predicted(words):
     spec = one_rank("resnet20_v1", SIDE_OF_RUN, *SMALL, "schedule=1f1b", *words)
     outcome = planned(spec)
@@ -122,7 +135,9 @@ def test_a_case_of_the_gpu_s_runs_in_every_way(monkeypatch):
     monkeypatch.setattr(memory_gpu, "gpu_machine", lambda **rates: "machine=cpu model.depth=8")
     monkeypatch.setattr(memory_gpu, "PROFILE", "profile=fake")
     monkeypatch.setattr(memory_gpu, "BATCH", 2)
-    monkeypatch.setitem(memory_gpu.OURS, "plan", "memory=plan memory.target_reduction=0.1 memory.budget_s=1")
+    monkeypatch.setitem(
+        memory_gpu.OURS, "plan", "memory=plan memory.target_reduction=0.1 memory.budget_s=1"
+    )
     row = memory_gpu.compare_ways("resnet20_v1", SIDE_OF_RUN, rounds=1, rates={})
     ways = row["ways"]
     assert set(ways) == {"keep", "plan", "plain", "save_on_cpu", "torchtune", "checkpoint"}
@@ -134,4 +149,6 @@ def test_a_case_of_the_gpu_s_runs_in_every_way(monkeypatch):
 
 def test_the_loss_is_the_same_with_layers_run_again():
     images = torch.randn(IMAGES)
-    assert torch.equal(plain_loss(small_net(), images), plain_loss(small_net(), images, is_checkpointed=True))
+    assert torch.equal(
+        plain_loss(small_net(), images), plain_loss(small_net(), images, is_checkpointed=True)
+    )

@@ -1,4 +1,7 @@
-"""The peers of the comparison: each computes what one unsplit process does, and its bytes are counted."""
+"""The peers of the comparison.
+
+Each computes what one unsplit process does, and its bytes are counted.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,9 @@ TINY = [DEFAULTS, rig.square(16), "parallel.micro_batch_size=1"]
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("contender", [Contender(LOOP, "1f1b"), Contender(THEIRS, "ScheduleZBVZeroBubble", 4)])
+@pytest.mark.parametrize(
+    "contender", [Contender(LOOP, "1f1b"), Contender(THEIRS, "ScheduleZBVZeroBubble", 4)]
+)
 def test_a_peer_computes_what_one_unsplit_process_does(contender: Contender) -> None:
     found = measured(contender, TINY, 1, 1)
     assert found["error"] < 1e-4 and len(found["seconds"]) == 1

@@ -1,4 +1,7 @@
-"""scripts.calibrate and scripts.bench.fidelity: from a probe on two ranks to a machine's file, and errors summed up."""
+"""scripts.calibrate and scripts.bench.fidelity.
+
+From a probe on two ranks to a machine's file, and errors summed up.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,15 @@ from gems.simulation.build import lowered_schedule
 from gems.simulation.costs import schedule_costs, simulate_step
 from gems.trace import write_trace
 from scripts import calibrate
-from scripts.bench.fidelity import HELD_OUT_EMULATED, HELD_OUT_REAL, Step, compared, predicted, step_peaks, summary
+from scripts.bench.fidelity import (
+    HELD_OUT_EMULATED,
+    HELD_OUT_REAL,
+    Step,
+    compared,
+    predicted,
+    step_peaks,
+    summary,
+)
 from scripts.bench.pace import CALIBRATING, Pair, pace_of
 from scripts.calibrate import compute_seconds, main
 
@@ -40,11 +51,25 @@ from scripts.calibrate import compute_seconds, main
 def test_a_probe_becomes_a_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, answer = tmp_path / "machine" / "here.yaml", tmp_path / "fidelity.json"
+    out = tmp_path / "machine" / "here.yaml"
+    answer = tmp_path / "fidelity.json"
     answer.write_text(json.dumps({"median_error": 0.02}))
-    monkeypatch.setattr(calibrate, "take_pace", lambda links, steps, overrides: RunPace(1.0 + steps / 10, 1e-4))
+    monkeypatch.setattr(
+        calibrate, "take_pace", lambda links, steps, overrides: RunPace(1.0 + steps / 10, 1e-4)
+    )
     monkeypatch.setenv("GEMS_CACHE_DIR", str(tmp_path / "cache"))
-    words = ["--out", str(out), "--device", "cpu", "--base", "cpu", "--held-out", str(answer), "--steps", "5"]
+    words = [
+        "--out",
+        str(out),
+        "--device",
+        "cpu",
+        "--base",
+        "cpu",
+        "--held-out",
+        str(answer),
+        "--steps",
+        "5",
+    ]
     assert main(words) == 0
     assert capsys.readouterr().out == f"{out}\n"
     found = yaml.safe_load(out.read_text())
@@ -52,9 +77,9 @@ def test_a_probe_becomes_a_file(
     assert (found["name"], found["held_out_error"]) == ("here", 0.02)
     assert (found["pace_factor"], found["pace_pass_s"]) == (1.5, 1e-4)
     for machine in ("cpu", "auto"):
-        assert known_pace(compose(["profile=measured", f"machine={machine}"])) == RunPace(1.5, 1e-4), (
-            "kept for this node"
-        )
+        assert known_pace(compose(["profile=measured", f"machine={machine}"])) == RunPace(
+            1.5, 1e-4
+        ), "kept for this node"
 
 
 def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,13 +105,17 @@ def test_the_compute_of_a_run_by_step_and_rank(tmp_path: Path) -> None:
     write_trace(tmp_path / "trace.h5", simulated_trace(spec, lowered_schedule(spec)))
     found = compute_seconds(tmp_path)
     assert found.shape == (59, 4)
-    assert found.mean() == pytest.approx(8 * 0.03, rel=0.05) and np.std(found) == pytest.approx(0.024, rel=0.2)
+    assert found.mean() == pytest.approx(8 * 0.03, rel=0.05) and np.std(found) == pytest.approx(
+        0.024, rel=0.2
+    )
 
 
 def test_a_prediction_with_calibrated_links_has_no_noise() -> None:
     from gems.simulation.calibration import Calibration, LinkFit
 
-    fast, slow = (Calibration({"link": LinkFit(latency, 1e12, 0.0)}, 0.1) for latency in (0.0, 0.001))
+    fast, slow = (
+        Calibration({"link": LinkFit(latency, 1e12, 0.0)}, 0.1) for latency in (0.0, 0.001)
+    )
     spec = spec_of()
     assert predicted(spec, fast).step_s == pytest.approx(0.33)
     assert predicted(spec, slow).step_s > 0.335
@@ -98,13 +127,18 @@ def test_a_searched_list_is_that_of_the_run_whatever_the_links() -> None:
     from gems.simulation.calibration import Calibration, LinkFit
 
     spec = replace(
-        spec_of(), schedule=ScheduleConfig("capped", activation_cap=2.0, budget_s=1.0),
+        spec_of(),
+        schedule=ScheduleConfig("capped", activation_cap=2.0, budget_s=1.0),
         cost=CostConfig(unit_s=0.01, activation_bytes=1000, boundary_bytes=10**6),
-    )  # fmt: skip
-    free, slow = (Calibration({"link": LinkFit(latency, 1e12, 0.0)}, 0.0) for latency in (0.0, 0.05))
+    )
+    free, slow = (
+        Calibration({"link": LinkFit(latency, 1e12, 0.0)}, 0.0) for latency in (0.0, 0.05)
+    )
     other = replace(spec, machine=replace(spec.machine, link_latency_s=0.05))
     assert lowered_schedule(spec) != lowered_schedule(other)
-    assert predicted(spec, slow).step_s > predicted(other, slow).step_s > predicted(spec, free).step_s
+    assert (
+        predicted(spec, slow).step_s > predicted(other, slow).step_s > predicted(spec, free).step_s
+    )
 
 
 def test_the_peak_of_a_step_follows_from_the_times_in_the_trace() -> None:
@@ -120,7 +154,9 @@ def test_the_peak_of_a_step_follows_from_the_times_in_the_trace() -> None:
 
     held = memory_over_time(made, costs, simulate_step(spec, made)[1], spec.cost.activation_bytes)
     assert peaks() == [max(rank.peak for rank in held)] * 3
-    sends = (trace.events["step"] == 2) & of_kinds(trace.events, "SEND_F") & (trace.events["rank"] == 0)
+    sends = (
+        (trace.events["step"] == 2) & of_kinds(trace.events, "SEND_F") & (trace.events["rank"] == 0)
+    )
     trace.events["end_ns"][sends] = trace.events["end_ns"][trace.events["step"] == 2].max()
     first, late, last = peaks()
     assert first == last < late <= first + 8 * 300
@@ -130,15 +166,26 @@ def test_the_peak_of_a_step_follows_from_the_times_in_the_trace() -> None:
 
 def test_the_pace_of_runs_is_a_factor_and_host_time() -> None:
     alone = [(Step(step_s, 1.0), passes) for step_s, passes in ((1.0, 300), (2.0, 100), (4.0, 200))]
-    pace = pace_of([Pair(step, passes, Step(1.1 * step.step_s + 0.001 * passes, 1.0)) for step, passes in alone])
+    pace = pace_of(
+        [
+            Pair(step, passes, Step(1.1 * step.step_s + 0.001 * passes, 1.0))
+            for step, passes in alone
+        ]
+    )
     assert (pace.factor, pace.pass_s) == (pytest.approx(1.1), pytest.approx(0.001))
     assert pace.time_s(1.0, 300) == pytest.approx(1.4)
 
 
 def test_errors_are_those_of_the_prediction() -> None:
-    rows = [compared("real", "x", Step(1.0 + error, 100.0), Step(1.0, 102.0)) for error in (-0.01, 0.03, 0.02)]
+    rows = [
+        compared("real", "x", Step(1.0 + error, 100.0), Step(1.0, 102.0))
+        for error in (-0.01, 0.03, 0.02)
+    ]
     found = summary(rows)
-    assert (found["median_error"], found["worst_error"]) == (pytest.approx(0.02), pytest.approx(0.03))
+    assert (found["median_error"], found["worst_error"]) == (
+        pytest.approx(0.02),
+        pytest.approx(0.03),
+    )
     assert found["worst_peak_error"] == pytest.approx(2 / 102) and found["is_within_limits"]
     assert not summary([compared("real", "x", Step(1.1, 1.0), Step(1.0, 1.0))])["is_within_limits"]
 

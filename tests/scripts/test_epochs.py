@@ -12,7 +12,12 @@ import torch
 from gems.planner.hybrid.inputs import read_epochs
 from scripts.bench.epochs import Task, _batches, epochs_to_target, main, make_task
 
-SMALL = ("data.train_samples=64", "data.validation_samples=32", "data.height_px=8", "data.width_px=8")
+SMALL = (
+    "data.train_samples=64",
+    "data.validation_samples=32",
+    "data.height_px=8",
+    "data.width_px=8",
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -48,7 +53,9 @@ def test_what_never_arrives_is_none(task: Task) -> None:
     assert epochs_to_target(hopeless, 32, 0.1, seed=0) is None
 
 
-def test_the_file_is_what_the_planner_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_file_is_what_the_planner_reads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "epochs.json"
     words = [
         "--out",
@@ -72,7 +79,9 @@ def test_the_file_is_what_the_planner_reads(tmp_path: Path, capsys: pytest.Captu
     assert "E_min" in said and str(out) in said
 
 
-def test_no_batch_at_the_target_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_batch_at_the_target_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = [
         "--out",
         str(tmp_path / "e.json"),
@@ -87,4 +96,8 @@ def test_no_batch_at_the_target_is_one_line(tmp_path: Path, capsys: pytest.Captu
         *SMALL,
     ]
     assert main(words) == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith("epochs: --target-loss=0.0: is reached by no batch")
+    assert (
+        capsys.readouterr()
+        .err.splitlines()[-1]
+        .startswith("epochs: --target-loss=0.0: is reached by no batch")
+    )

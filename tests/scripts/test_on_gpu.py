@@ -24,7 +24,8 @@ from scripts.gpu.row import FAILED, MEASURED, NOT_MEASURED, Row, answer, pytest_
 from tests.fake_cuda.build import library, why_not
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PAGE, LINES = ROOT / "docs" / "gpu.md", ROOT / "docs" / "gpu.jsonl"
+PAGE = ROOT / "docs" / "gpu.md"
+LINES = ROOT / "docs" / "gpu.jsonl"
 HARDWARE = {"gpu": "A GPU", "gpu_bytes": 2**34, "num_cores": 8}
 MACHINE = Machine(HARDWARE, {"torch": "2.11", "cuda": "13.0"}, "0123456789abcdef", False)
 
@@ -40,17 +41,37 @@ def printing(*answers: object) -> str:
 
 def a_line(**more: Any) -> dict[str, Any]:
     return {
-        "schema": "gems.gpu/1", "part": 2, "row": "peaks", "status": MEASURED, "figures": [], "reason": "",
-        "wall_s": 1.0, "command": "python -m x", "date": "2026-01-02 03:04 UTC", "commit": "0123456789abcdef",
-        "hardware": HARDWARE, "versions": {"torch": "2.11"}, "is_fake": False,
-    } | more  # fmt: skip
+        "schema": "gems.gpu/1",
+        "part": 2,
+        "row": "peaks",
+        "status": MEASURED,
+        "figures": [],
+        "reason": "",
+        "wall_s": 1.0,
+        "command": "python -m x",
+        "date": "2026-01-02 03:04 UTC",
+        "commit": "0123456789abcdef",
+        "hardware": HARDWARE,
+        "versions": {"torch": "2.11"},
+        "is_fake": False,
+    } | more
 
 
 def test_a_row_gives_the_figures_of_the_last_answer() -> None:
-    found = run(a_row(printing({"rows": []}, {"rows": [{"step_s": 1.5, "ways": {"a": {"x": 1}, "b": {"x": 2}}}]}),
-                      read=answer("rows")), 30)  # fmt: skip
+    found = run(
+        a_row(
+            printing(
+                {"rows": []}, {"rows": [{"step_s": 1.5, "ways": {"a": {"x": 1}, "b": {"x": 2}}}]}
+            ),
+            read=answer("rows"),
+        ),
+        30,
+    )
     assert (found.status, found.reason) == (MEASURED, "")
-    assert found.figures == [{"step_s": 1.5, "way": "a", "x": 1}, {"step_s": 1.5, "way": "b", "x": 2}]
+    assert found.figures == [
+        {"step_s": 1.5, "way": "a", "x": 1},
+        {"step_s": 1.5, "way": "b", "x": 2},
+    ]
     assert 0 < found.wall_s < 30
 
 
@@ -90,7 +111,9 @@ def test_tests_that_passed_are_counted() -> None:
     assert pytest_counts(["...", "12 passed, 1 skipped in 3.1s", "11 passed in 3.0s"]) == [
         {"num_passed": 12, "num_failed": 0}
     ]
-    (found,) = pytest_counts(["FAILED tests/a.py::test_b - no", "1 failed, 2 passed, 1 error in 1s"])
+    (found,) = pytest_counts(
+        ["FAILED tests/a.py::test_b - no", "1 failed, 2 passed, 1 error in 1s"]
+    )
     assert (found["num_passed"], found["num_failed"]) == (2, 2)
     assert "test_b" in found["failed"]
     with pytest.raises(ValueError, match="no test ended"):
@@ -102,7 +125,9 @@ def test_lines_are_kept_and_rows_without_time_are_recorded(tmp_path: Path) -> No
     run_part(1, [a_row(printing({"x": 1}))], MACHINE, out, 60)
     first = out.read_text()
     late = run_part(1, [a_row("while True: pass")] * 2, MACHINE, out, 5)
-    assert [(line["status"], line["reason"]) for line in late] == [(NOT_MEASURED, "time was over")] * 2
+    assert [(line["status"], line["reason"]) for line in late] == [
+        (NOT_MEASURED, "time was over")
+    ] * 2
     assert out.read_text().startswith(first)
     kept = read_lines(out)
     assert [line["status"] for line in kept] == [MEASURED, NOT_MEASURED, NOT_MEASURED]
@@ -127,7 +152,9 @@ def test_lines_are_kept_and_rows_without_time_are_recorded(tmp_path: Path) -> No
 def test_bad_input_is_one_line(
     words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(program, "in_child", lambda *given, **more: {"failed": "torch sees no GPU here"})
+    monkeypatch.setattr(
+        program, "in_child", lambda *given, **more: {"failed": "torch sees no GPU here"}
+    )
     assert program.main(words) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
@@ -143,7 +170,8 @@ def test_a_file_that_cannot_be_written_ends_the_part(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("part", TITLES)
 def test_rows_name_what_is_there(part: int) -> None:
-    rows, small = rows_of(part), rows_of(part, is_small=True, is_fake=True)
+    rows = rows_of(part)
+    small = rows_of(part, is_small=True, is_fake=True)
     names = [row.name for row in rows]
     assert names == [row.name for row in small]
     assert len(set(names)) == len(names)
@@ -161,8 +189,10 @@ def test_configurations_of_rows_are_composed(is_small: bool) -> None:
         for row in rows_of(part, is_small):
             if row.program[:2] == ("gems", "verify"):
                 found.append(composed(list(row.program[3:])))
-            if row.program[0] == "scripts.bench.rig" and row.program[1].endswith((":trained", ":staged")):
-                (ways, *_) = json.loads(row.program[2])
+            if row.program[0] == "scripts.bench.rig" and row.program[1].endswith(
+                (":trained", ":staged")
+            ):
+                ways, *_ = json.loads(row.program[2])
                 found += [composed(words, "machine=cuda") for _, words in ways]
     assert len(found) >= 9
     assert {spec.world_size for spec in found} >= {1, 2, 4}
@@ -174,20 +204,34 @@ def test_kernels_that_overlap_count_once() -> None:
 
 def test_the_page_is_that_of_the_lines() -> None:
     lines = read_lines(LINES) if LINES.exists() else []
-    assert page(lines) == PAGE.read_text(), "python -m scripts.gpu --render [docs/gpu.jsonl] --page docs/gpu.md"
+    assert page(lines) == PAGE.read_text(), (
+        "python -m scripts.gpu --render [docs/gpu.jsonl] --page docs/gpu.md"
+    )
 
 
 def test_the_page_shows_figures_with_units_and_reasons() -> None:
     figures = [
-        {"model": "unet", "side_px": 1024, "policy": "keep", "allocated_bytes": 2**21, "error": -0.25, "step_s": 0.01},
+        {
+            "model": "unet",
+            "side_px": 1024,
+            "policy": "keep",
+            "allocated_bytes": 2**21,
+            "error": -0.25,
+            "step_s": 0.01,
+        },
         {"model": "unet", "side_px": 1024, "policy": "plan", "refused": "too | large"},
     ]
     rates = {"d2h_bytes_per_s": 5e10, "images_per_s": 1.0}
-    text = page([
-        a_line(figures=[{"step_s": 9.0}]), a_line(figures=figures), a_line(row="profile", status=FAILED, reason="no"),
-        a_line(status=NOT_MEASURED, reason="time was over"), a_line(row="gone", figures=[rates], commit="01-dirty"),
-        a_line(is_fake=True, hardware={"gpu": "of tests"}),
-    ])  # fmt: skip
+    text = page(
+        [
+            a_line(figures=[{"step_s": 9.0}]),
+            a_line(figures=figures),
+            a_line(row="profile", status=FAILED, reason="no"),
+            a_line(status=NOT_MEASURED, reason="time was over"),
+            a_line(row="gone", figures=[rates], commit="01-dirty"),
+            a_line(is_fake=True, hardware={"gpu": "of tests"}),
+        ]
+    )
     assert "| model | side [px] | policy | allocated [MiB] | error | step [ms] | refused |" in text
     assert "| unet | 1024 | keep | 2.0 | -0.25 | 10.00 | |" in text
     assert "| unet | 1024 | plan | | | | too \\| large |" in text
@@ -209,7 +253,18 @@ def test_lines_of_the_fake_device_make_no_figures() -> None:
 def test_a_row_runs_on_the_fake_device(tmp_path: Path) -> None:
     library()
     out = tmp_path / "gpu.jsonl"
-    argv = [sys.executable, "-m", "tests.fake_cuda", "-m", "scripts.gpu", "1", "--only", "machine", "--out", str(out)]
+    argv = [
+        sys.executable,
+        "-m",
+        "tests.fake_cuda",
+        "-m",
+        "scripts.gpu",
+        "1",
+        "--only",
+        "machine",
+        "--out",
+        str(out),
+    ]
     ended = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
     (line,) = read_lines(out)
@@ -233,7 +288,11 @@ class Wrapper:
 
     def run(self, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
         paths = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-        environment = os.environ | {"PYTHON": str(self.python), "VENV": str(self.folder / "venv"), "PATH": paths} | more
+        environment = (
+            os.environ
+            | {"PYTHON": str(self.python), "VENV": str(self.folder / "venv"), "PATH": paths}
+            | more
+        )
         argv = [str(ROOT / "scripts" / "on_gpu.sh"), *words]
         return subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=60)
 
@@ -261,11 +320,16 @@ def test_the_shell_script_makes_an_environment_of_wheels(tmp_path: Path) -> None
     ("more", "said"),
     [
         ({}, "GEMS_WHEELS=: missing here: hydra; name a folder of wheels, or install them"),
-        ({"GEMS_WHEELS": "/no/such"}, "GEMS_WHEELS=/no/such: there is no wheel in it; missing here: hydra"),
+        (
+            {"GEMS_WHEELS": "/no/such"},
+            "GEMS_WHEELS=/no/such: there is no wheel in it; missing here: hydra",
+        ),
         ({"PYTHON": "/no/such"}, "PYTHON=/no/such does not run: name a Python 3.11 or later"),
     ],
 )
-def test_the_shell_script_refuses_in_one_line(more: dict[str, str], said: str, tmp_path: Path) -> None:
+def test_the_shell_script_refuses_in_one_line(
+    more: dict[str, str], said: str, tmp_path: Path
+) -> None:
     ended = Wrapper(tmp_path, "hydra").run("1", **{"GEMS_WHEELS": "", **more})
     assert ended.returncode == 2
     assert ended.stderr.splitlines()[-1] == f"on_gpu.sh: {said}"

@@ -12,16 +12,25 @@ import gems.runs.run_plan
 import gems.simulation.build
 import gems.simulation.memory_case
 import gems.simulation.profiled_costs
-from gems.config.schema import MemoryConfig, ParallelConfig, PartitionConfig, RunSpec, ScheduleConfig
+from gems.config.schema import (
+    MemoryConfig,
+    ParallelConfig,
+    PartitionConfig,
+    RunSpec,
+    ScheduleConfig,
+)
 from gems.profile import ModelProfile
 from tests.engine import toys
 from tests.partition.profiles import random_profile
 
 NUM_LAYERS = 11
 MODULES = (
-    gems.partition.methods, gems.runs.run_plan, gems.simulation.build, gems.simulation.memory_case,
+    gems.partition.methods,
+    gems.runs.run_plan,
+    gems.simulation.build,
+    gems.simulation.memory_case,
     gems.simulation.profiled_costs,
-)  # fmt: skip
+)
 
 
 def made_up(seed: int) -> ModelProfile:
@@ -35,7 +44,11 @@ def spec(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RunSpec:
         monkeypatch.setattr(module, "profile_of", lambda spec: made_up(3))
     made = toys.make_spec("1f1b", 2)
     return replace(
-        made, partition=PartitionConfig(), cache_dir=str(tmp_path), memory=MemoryConfig(min_offload_bytes=0),
+        made,
+        partition=PartitionConfig(),
+        cache_dir=str(tmp_path),
+        memory=MemoryConfig(min_offload_bytes=0),
         parallel=ParallelConfig(partitions=2, micro_batches=6),
-        model=replace(made.model, depth=20), schedule=ScheduleConfig("capped", activation_cap=1.0, budget_s=0.2),
-    )  # fmt: skip
+        model=replace(made.model, depth=20),
+        schedule=ScheduleConfig("capped", activation_cap=1.0, budget_s=0.2),
+    )

@@ -22,7 +22,10 @@ from gems.simulation.costs import activation_cap, schedule_costs
 
 
 def spec_of(
-    schedule: str | ScheduleConfig = "1f1b", partitions: int = 2, micro_batches: int = 4, **sections: object
+    schedule: str | ScheduleConfig = "1f1b",
+    partitions: int = 2,
+    micro_batches: int = 4,
+    **sections: object,
 ) -> RunSpec:
     made_of = ScheduleConfig(schedule) if isinstance(schedule, str) else schedule
     parallel = ParallelConfig(partitions=partitions, micro_batches=micro_batches)
@@ -44,8 +47,15 @@ def test_a_cap_that_a_named_schedule_does_not_keep_is_refused() -> None:
 
 def test_a_cap_in_bytes_is_one_in_units() -> None:
     cost = CostConfig(activation_bytes=1000)
-    assert activation_cap(spec_of(schedule=ScheduleConfig("1f1b", activation_cap_bytes=2500), cost=cost)) == 2.5
-    assert activation_cap(spec_of(schedule=ScheduleConfig("1f1b", activation_cap=2), cost=cost)) == 2
+    assert (
+        activation_cap(
+            spec_of(schedule=ScheduleConfig("1f1b", activation_cap_bytes=2500), cost=cost)
+        )
+        == 2.5
+    )
+    assert (
+        activation_cap(spec_of(schedule=ScheduleConfig("1f1b", activation_cap=2), cost=cost)) == 2
+    )
     assert activation_cap(spec_of()) is None
 
 
@@ -58,8 +68,12 @@ class TestFromAFile:
         spec = spec_of(micro_batches=2, schedule=self.write(tmp_path / "made.json"))
         assert compute_schedule(spec) == generate("gems_mast", 2, 2)
 
-    @pytest.mark.parametrize(("partitions", "micro_batches", "key"), [(3, 2, "partitions"), (2, 4, "micro_batches")])
-    def test_of_another_size(self, tmp_path: Path, partitions: int, micro_batches: int, key: str) -> None:
+    @pytest.mark.parametrize(
+        ("partitions", "micro_batches", "key"), [(3, 2, "partitions"), (2, 4, "micro_batches")]
+    )
+    def test_of_another_size(
+        self, tmp_path: Path, partitions: int, micro_batches: int, key: str
+    ) -> None:
         spec = spec_of(self.write(tmp_path / "made.json"), partitions, micro_batches)
         with pytest.raises(ConfigError, match=rf"parallel\.{key}=.*must be 2"):
             lowered_schedule(spec)
@@ -74,15 +88,23 @@ class TestFromAFile:
     def test_none_at_all(self, tmp_path: Path, text: str) -> None:
         (tmp_path / "made.json").write_text(text)
         with pytest.raises(ConfigError):
-            lowered_schedule(spec_of(schedule=ScheduleConfig("file", path=str(tmp_path / "made.json"))))
+            lowered_schedule(
+                spec_of(schedule=ScheduleConfig("file", path=str(tmp_path / "made.json")))
+            )
         with pytest.raises(ConfigError, match=r"schedule\.path=.*holds no schedule"):
-            lowered_schedule(spec_of(schedule=ScheduleConfig("file", path=str(tmp_path / "missing.json"))))
+            lowered_schedule(
+                spec_of(schedule=ScheduleConfig("file", path=str(tmp_path / "missing.json")))
+            )
 
 
 class TestCosts:
     def test_links_in_units_of_time(self) -> None:
         machine = MachineConfig(
-            link_latency_s=0.002, link_bytes_per_s=1e6, ranks_per_node=4, node_latency_s=0.001, node_bytes_per_s=4e6
+            link_latency_s=0.002,
+            link_bytes_per_s=1e6,
+            ranks_per_node=4,
+            node_latency_s=0.001,
+            node_bytes_per_s=4e6,
         )
         network = network_in_units(spec_of(machine=machine, cost=CostConfig(unit_s=0.01, link=0.5)))
         assert network.delay(0, 4, 1e4) == pytest.approx(0.5 + 0.2 + 1.0)
@@ -91,13 +113,17 @@ class TestCosts:
     def test_messages_through_host_memory_are_copied_there_and_back_besides(self) -> None:
         rates = {"link_bytes_per_s": 1e6, "d2h_bytes_per_s": 2e6, "h2d_bytes_per_s": 4e6}
         networks = [
-            network_in_units(spec_of(machine=MachineConfig(device=device, transport=transport, **rates)))
+            network_in_units(
+                spec_of(machine=MachineConfig(device=device, transport=transport, **rates))
+            )
             for device, transport in (("cuda", "host"), ("cuda", "auto"), ("cpu", "host"))
         ]
         staged, direct, of_processors = (network.delay(0, 1, 1e6) for network in networks)
         assert direct == of_processors and staged == pytest.approx(direct * (1 + 0.5 + 0.25))
         pieces = networks[0].delay(0, 1, 10 * STAGED_PIECE_BYTES)
-        assert pieces == pytest.approx((1.75 + 9 * 1) * STAGED_PIECE_BYTES / 1e6), "the link is the slowest of three"
+        assert pieces == pytest.approx((1.75 + 9 * 1) * STAGED_PIECE_BYTES / 1e6), (
+            "the link is the slowest of three"
+        )
 
     def test_gradients_of_copies_and_replicas_are_summed_in_a_ring(self) -> None:
         cost = CostConfig(unit_s=0.001, param_bytes=3000)
@@ -108,15 +134,22 @@ class TestCosts:
         assert schedule_costs(abstract, bidirectional(2)).reduce == (0.0, 0.0)
         pair = 2 * 1 * 1.0 + 2 * 1 / 2 * 2 * 3.0  # each of the two holds both stages
         assert schedule_costs(alone, bidirectional(2)).reduce[0] == pytest.approx(pair)
-        replicas = spec_of(machine=machine, cost=cost, parallel=ParallelConfig(2, replicas=3, micro_batches=4))
-        assert schedule_costs(replicas, linear(2)).reduce == pytest.approx((4 * 1.0 + 2 * 2 / 3 * 3.0,) * 2)
+        replicas = spec_of(
+            machine=machine, cost=cost, parallel=ParallelConfig(2, replicas=3, micro_batches=4)
+        )
+        assert schedule_costs(replicas, linear(2)).reduce == pytest.approx(
+            (4 * 1.0 + 2 * 2 / 3 * 3.0,) * 2
+        )
 
 
 class TestCut:
     def test_a_placement_with_more_stages_than_layers(self) -> None:
-        deepest, spec = spec_of("1f1b", 11), spec_of("zb_v", 8)
+        deepest = spec_of("1f1b", 11)
+        spec = spec_of("zb_v", 8)
         assert plan_run(deepest).boundaries == tuple(range(12))
-        with pytest.raises(ConfigError, match=r"partitions=8: makes 16 stages .*2 stages on a rank"):
+        with pytest.raises(
+            ConfigError, match=r"partitions=8: makes 16 stages .*2 stages on a rank"
+        ):
             plan_run(spec)
 
     def test_too_deep_a_cut_is_refused_before_a_run(self) -> None:
@@ -130,22 +163,34 @@ class TestCut:
 
 class TestSearch:
     def test_a_search_is_kept_to_the_layers_of_the_model(self) -> None:
-        """ReNet-20 has 11 layers, so of 4 ranks none holds three stages; on paper it may hold any number."""
+        """ReNet-20 has 11 layers, so of 4 ranks none holds three stages.
+
+        On paper it may hold any number.
+        """
         spec = spec_of(ScheduleConfig("capped", activation_cap=1.5, budget_s=0.5), 4, 8)
         assert plan_run(spec).schedule.num_stages <= 11
         assert lowered_schedule(spec).num_stages > 11
-        few = spec_of(ScheduleConfig("capped", activation_cap=1.5, budget_s=0.5, max_stages=4), 4, 8)
+        few = spec_of(
+            ScheduleConfig("capped", activation_cap=1.5, budget_s=0.5, max_stages=4), 4, 8
+        )
         assert lowered_schedule(few).num_stages == 4
 
     def test_the_search_is_done_once(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        spec = spec_of(ScheduleConfig("capped", activation_cap=1, budget_s=0.2), 2, 4, cache_dir=str(tmp_path))
+        spec = spec_of(
+            ScheduleConfig("capped", activation_cap=1, budget_s=0.2), 2, 4, cache_dir=str(tmp_path)
+        )
         found = search_schedule(spec)
         assert 0 < found["bound"] <= 1 and found["candidates"] > 0
         monkeypatch.setattr(gems.simulation.build, "capped", None)
         assert search_schedule(spec) == found
 
     def test_a_search_may_recompute_in_a_run(self) -> None:
-        schedule = ScheduleConfig("capped", activation_cap=0.75, budget_s=0.5, memory_actions=["recompute"])
+        schedule = ScheduleConfig(
+            "capped", activation_cap=0.75, budget_s=0.5, memory_actions=["recompute"]
+        )
         assert lowered_schedule(spec_of(schedule, 2, 4)).has_any(Kind.R)
         assert plan_run(spec_of(schedule, 2, 4)).schedule.has_any(Kind.R)
-        assert plan_run(spec_of(schedule, 2, 4, machine=MachineConfig(kind="emulated"))).boundaries == ()
+        assert (
+            plan_run(spec_of(schedule, 2, 4, machine=MachineConfig(kind="emulated"))).boundaries
+            == ()
+        )

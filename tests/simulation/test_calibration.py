@@ -1,4 +1,7 @@
-"""gems.simulation.calibration: fits of timings, what they say of a machine, and the file that holds it."""
+"""gems.simulation.calibration.
+
+Fits of timings, what they say of a machine, and the file that holds it.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,9 @@ class TestLinks:
     def test_a_straight_line_is_found_again(self) -> None:
         fit = fit_link(SIZES, [5e-6 + size / 2e9 for size in SIZES])
         assert (fit.latency_s, fit.bytes_per_s) == (pytest.approx(5e-6), pytest.approx(2e9))
-        assert fit.error == pytest.approx(0.0, abs=1e-9) and fit.time_s(2e9) == pytest.approx(1 + 5e-6)
+        assert fit.error == pytest.approx(0.0, abs=1e-9) and fit.time_s(2e9) == pytest.approx(
+            1 + 5e-6
+        )
 
     def test_errors_are_relative(self) -> None:
         """A large message that is 10 % off moves the latency by less than the small ones' own size."""
@@ -73,7 +78,9 @@ class TestLinks:
         falling = fit_link([1e3, 1e6], [2e-6, 1e-6])
         assert falling.latency_s > 0 and falling.bytes_per_s == pytest.approx(1e15)
 
-    @pytest.mark.parametrize(("sizes", "times"), [([1e3], [1.0]), ([1e3, 1e3], [1.0, 1.0]), ([1.0, 2.0], [0.0, 1.0])])
+    @pytest.mark.parametrize(
+        ("sizes", "times"), [([1e3], [1.0]), ([1e3, 1e3], [1.0, 1.0]), ([1.0, 2.0], [0.0, 1.0])]
+    )
     def test_too_little_to_fit(self, sizes: list[float], times: list[float]) -> None:
         with pytest.raises(ConfigError, match="two sizes or more"):
             fit_link(sizes, times)
@@ -126,7 +133,8 @@ class TestMachine:
 
 class TestPace:
     def test_a_factor_and_host_time_are_found_again(self) -> None:
-        alone, passes = [1.0, 2.0, 4.0], [300.0, 100.0, 200.0]
+        alone = [1.0, 2.0, 4.0]
+        passes = [300.0, 100.0, 200.0]
         steps = [1.1 * one + 0.001 * count for one, count in zip(alone, passes, strict=True)]
         pace = fit_pace(alone, passes, steps)
         assert (pace.factor, pace.pass_s) == (pytest.approx(1.1), pytest.approx(0.001))
@@ -144,10 +152,14 @@ class TestPace:
 
     def test_how_far_a_prediction_can_be_trusted(self, tmp_path: Path) -> None:
         words = ["profile=measured", f"cache_dir={tmp_path}", "data=synthetic", "machine=cpu"]
-        alone, rates = confidence_of(compose(words)), confidence_of(compose([*words, "profile=fake"]))
+        alone = confidence_of(compose(words))
+        rates = confidence_of(compose([*words, "profile=fake"]))
         assert not alone.is_calibrated and alone.range_s(2.0) == (2.0, 2 * UNCALIBRATED[1])
         assert "not calibrated for this machine" in alone.words and "make calibrate" in alone.words
-        assert (rates.is_calibrated, rates.band) == (False, None) and "rates of machine=cpu" in rates.words
+        assert (rates.is_calibrated, rates.band) == (
+            False,
+            None,
+        ) and "rates of machine=cpu" in rates.words
         known = confidence_of(compose([*words, "machine.pace_factor=1.2"]))
         assert (known.is_calibrated, known.range_s(2.0)) == (True, None)
 
@@ -155,7 +167,9 @@ class TestPace:
 class TestFile:
     def test_it_is_a_machine_of_the_configuration(self, tmp_path: Path) -> None:
         found = calibration_of(probe(copies={"d2h_bytes_per_s": 1e10, "h2d_bytes_per_s": 2e10}))
-        text = machine_yaml(found, "ours", "real", "cuda", "2 nodes, today", ["by hand"], "h200", 0.0213)
+        text = machine_yaml(
+            found, "ours", "real", "cuda", "2 nodes, today", ["by hand"], "h200", 0.0213
+        )
         (tmp_path / "machine").mkdir()
         (tmp_path / "machine" / "ours.yaml").write_text(text)
         machine = compose([f"hydra.searchpath=['file://{tmp_path}']", "machine=ours"]).machine
@@ -166,9 +180,17 @@ class TestFile:
         assert machine.pace_factor is None, "of a probe alone"
         paced = merged(found, [], RunPace(1.25, 5e-5)).machine()
         assert (paced["pace_factor"], paced["pace_pass_s"]) == (1.25, 5e-5)
-        assert "# by hand" in text and "median error of the fit 0.0%" in text and "all-reduces" in text
+        assert (
+            "# by hand" in text and "median error of the fit 0.0%" in text and "all-reduces" in text
+        )
 
     def test_noise_that_no_prediction_takes_is_cut_and_told(self) -> None:
-        text = machine_yaml(Calibration({"link": LinkFit(1e-6, 1e9, 0.1)}, 1.5), "x", "real", "cpu", "a busy machine")
+        text = machine_yaml(
+            Calibration({"link": LinkFit(1e-6, 1e9, 0.1)}, 1.5),
+            "x",
+            "real",
+            "cpu",
+            "a busy machine",
+        )
         assert yaml.safe_load(text)["noise"] == MAX_NOISE and "quiet machine" in text
         assert set(yaml.safe_load(text)) <= set(MachineConfig.__dataclass_fields__)

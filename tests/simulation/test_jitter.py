@@ -24,9 +24,16 @@ def test_draws_have_their_moments() -> None:
 
 @pytest.mark.parametrize("num_replicas", [1, 8, 256])
 def test_the_slowest_of_many_is_as_slow_as_the_largest_of_many_normals(num_replicas: int) -> None:
-    """A pipeline of one rank takes 12 x (1 + noise z): the step is that of the largest z of all replicas."""
-    made, costs, noise = lower(generate("1f1b", 1, 4)), uniform(1, 1), 0.02
-    drawn = [step.span for step in noisy_steps(made, costs, FREE, None, noise, num_replicas, 0, 400)]
+    """A pipeline of one rank takes 12 x (1 + noise z).
+
+    The step is that of the largest z of all replicas.
+    """
+    made = lower(generate("1f1b", 1, 4))
+    costs = uniform(1, 1)
+    noise = 0.02
+    drawn = [
+        step.span for step in noisy_steps(made, costs, FREE, None, noise, num_replicas, 0, 400)
+    ]
     largest = np.random.default_rng(1).standard_normal((4000, num_replicas)).max(axis=1)
     error = noise * 12 * largest.std() / np.sqrt(400)
     assert np.mean(drawn) == pytest.approx(12 * (1 + noise * largest.mean()), abs=4 * error)
@@ -34,14 +41,22 @@ def test_the_slowest_of_many_is_as_slow_as_the_largest_of_many_normals(num_repli
 
 
 def test_one_simulated_replica_stands_for_all() -> None:
-    """GEMS on 4 ranks and 16 replicas: drawn steps against all 16 replicas simulated, one after another."""
-    made, noise, num = lower(generate("gems_master", 4, 4)), 0.03, 60
+    """GEMS on 4 ranks and 16 replicas.
+
+    Drawn steps against all 16 replicas simulated, one after another.
+    """
+    made = lower(generate("gems_master", 4, 4))
+    noise = 0.03
+    num = 60
     costs = replace(uniform(4, 4), reduce=(2.0, 2.0, 0.0, 0.0))
     rng = np.random.default_rng(7)
     plain = replace(costs, reduce=(0.0,) * 4)
     spans = []
     for _ in range(num):
-        each = [simulate(made, plain, pace=Pace(slowdowns=tuple(rng.normal(1.0, noise, 4)))) for _ in range(16)]
+        each = [
+            simulate(made, plain, pace=Pace(slowdowns=tuple(rng.normal(1.0, noise, 4))))
+            for _ in range(16)
+        ]
         spans.append(max(played.span for played in each) + 2.0)  # the outer pair is final last
     drawn = [step.span for step in noisy_steps(made, costs, FREE, None, noise, 16, 0)]
     assert np.mean(drawn) == pytest.approx(np.mean(spans), rel=0.004)
@@ -60,8 +75,11 @@ def test_reductions_of_a_replica_are_ready_one_before_the_other() -> None:
 
 
 def test_steps_are_the_same_for_one_seed_and_their_interval_holds_the_median() -> None:
-    made, costs = lower(generate("gems_master", 4, 4)), uniform(4, 4)
-    once, again, other = (noisy_steps(made, costs, FREE, None, 0.02, 8, seed, 20) for seed in (3, 3, 4))
+    made = lower(generate("gems_master", 4, 4))
+    costs = uniform(4, 4)
+    once, again, other = (
+        noisy_steps(made, costs, FREE, None, 0.02, 8, seed, 20) for seed in (3, 3, 4)
+    )
     assert once == again != other
     low, high = interval_of(once)
     assert low < median_of(once).span < high

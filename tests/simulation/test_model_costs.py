@@ -29,23 +29,31 @@ from tests.simulation.conftest import NUM_LAYERS, made_up
 
 def peaks_of(plan: RunPlan) -> tuple[list[int], int]:
     """Return the peak bytes of what is saved on each rank, storage by storage, and those of a cap of 1."""
-    profile, compute = plan.profile, compute_only(plan.schedule)
+    profile = plan.profile
+    compute = compute_only(plan.schedule)
     assert profile is not None
     case = memory_case(plan.spec, compute, plan.boundaries, profile)
     kept = plan.memory_plan or MemoryPlan.keeping(plan.boundaries)
-    return [each.peak_activation_bytes for each in case.timelines(kept, plan.schedule)], plan.costs.activation_bytes
+    return [
+        each.peak_activation_bytes for each in case.timelines(kept, plan.schedule)
+    ], plan.costs.activation_bytes
 
 
 @pytest.mark.parametrize("placement", [linear(2), bidirectional(2), v(2), wave(2, 4)])
-def test_units_are_those_of_a_rank_and_of_the_heaviest_stage(spec: RunSpec, placement: Placement) -> None:
+def test_units_are_those_of_a_rank_and_of_the_heaviest_stage(
+    spec: RunSpec, placement: Placement
+) -> None:
     model = ModelCosts(spec, made_up(3))
-    costs, boundaries = model.of(placement), model.cut(placement)
+    costs = model.of(placement)
+    boundaries = model.cut(placement)
     assert len(boundaries) == placement.num_stages + 1 and boundaries[-1] == NUM_LAYERS
     work = sum(costs.forward) + sum(costs.input_grad) + sum(costs.weight_grad)
     assert work == pytest.approx(2 * 3)
     if placement == linear(2):
         assert max(*costs.activation, *costs.held_for_weights) == pytest.approx(1.0)
-    assert all(0 <= part <= whole for part, whole in zip(costs.movable, costs.activation, strict=True))
+    assert all(
+        0 <= part <= whole for part, whole in zip(costs.movable, costs.activation, strict=True)
+    )
 
 
 @pytest.mark.parametrize("actions", [[], ["recompute"], ["offload"], ["offload", "recompute"]])
@@ -63,17 +71,28 @@ def test_a_run_keeps_its_cap_in_bytes(spec: RunSpec, cap: float, actions: list[s
 
 
 def test_a_list_with_actions_has_its_memory_plan(spec: RunSpec) -> None:
-    """One segment a stage, whose copies are waited for; the device's limit holds for what the list leaves on it."""
+    """One segment a stage, whose copies are waited for.
+
+    The device's limit holds for what the list leaves on it.
+    """
     asked = replace(spec, schedule=replace(spec.schedule, memory_actions=["offload"]))
     plan = plan_run(asked)
     assert plan.memory is not None and plan.memory_plan is not None
     assert [len(stage) for stage in plan.memory_plan.stages] == [1] * plan.schedule.num_stages
     kinds = [action.kind for _, action in plan.schedule.actions()]
     assert kinds.count(Kind.OFFLOAD) == kinds.count(Kind.FREE) == kinds.count(Kind.PREFETCH) > 0
-    assert {segment.choice for stage in plan.memory_plan.stages for segment in stage} <= {Choice.OFFLOAD, Choice.KEEP}
+    assert {segment.choice for stage in plan.memory_plan.stages for segment in stage} <= {
+        Choice.OFFLOAD,
+        Choice.KEEP,
+    }
     peak = max(plan.memory.peak_bytes)
-    assert plan_run(replace(asked, machine=replace(spec.machine, device_bytes=peak))).schedule == plan.schedule
-    with pytest.raises(DoesNotFitError, match=r"under schedule=capped.*lower schedule.activation_cap"):
+    assert (
+        plan_run(replace(asked, machine=replace(spec.machine, device_bytes=peak))).schedule
+        == plan.schedule
+    )
+    with pytest.raises(
+        DoesNotFitError, match=r"under schedule=capped.*lower schedule.activation_cap"
+    ):
         plan_run(replace(asked, machine=replace(spec.machine, device_bytes=peak - 1)))
 
 
@@ -88,7 +107,9 @@ def test_the_unit_is_found_once(spec: RunSpec, monkeypatch: pytest.MonkeyPatch) 
     unit_bytes = model.unit_bytes
     monkeypatch.setattr(gems.simulation.model_costs, "partition_model", None)
     assert model.with_cut(linear(2), (0, 5, NUM_LAYERS)).unit_bytes == unit_bytes
-    assert model_request(spec, ModelCosts(spec, made_up(3))).cap == 1.0, "no unit is needed for a cap in units"
+    assert model_request(spec, ModelCosts(spec, made_up(3))).cap == 1.0, (
+        "no unit is needed for a cap in units"
+    )
 
 
 def test_given_boundaries_are_those_of_the_schedule(spec: RunSpec) -> None:
@@ -105,12 +126,19 @@ def test_configured_costs_are_searched_as_they_are(spec: RunSpec) -> None:
     costs = CostConfig(times=[2.0, 1.0])
     plan = plan_run(replace(spec, cost=costs))
     assert plan.costs == costs
-    paper = search_schedule(replace(spec, cost=costs, schedule=replace(spec.schedule, max_stages=NUM_LAYERS)))
+    paper = search_schedule(
+        replace(spec, cost=costs, schedule=replace(spec.schedule, max_stages=NUM_LAYERS))
+    )
     assert "boundaries" not in paper
 
 
 def test_costs_of_stages_may_be_given(spec: RunSpec) -> None:
-    stages = {"forward": [1.0, 2.0], "input_grad": [1.0, 1.0], "weight_grad": [0.5, 0.0], "activation": [1.0, 0.25]}
+    stages = {
+        "forward": [1.0, 2.0],
+        "input_grad": [1.0, 1.0],
+        "weight_grad": [0.5, 0.0],
+        "activation": [1.0, 0.25],
+    }
     costs = schedule_costs(replace(spec, cost=CostConfig(stages=stages)), linear(2))
     assert (costs.forward, costs.activation) == ((1.0, 2.0), (1.0, 0.25))
     assert costs.movable == costs.held_for_weights == costs.activation

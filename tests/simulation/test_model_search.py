@@ -26,7 +26,9 @@ from tests.simulation.conftest import made_up
 @pytest.mark.parametrize("seed", range(4))
 def test_the_cut_for_the_schedule_is_never_slower(spec: RunSpec, seed: int) -> None:
     model = ModelCosts(spec, made_up(seed))
-    request = model_request(replace(spec, schedule=replace(spec.schedule, activation_cap=1.5)), model)
+    request = model_request(
+        replace(spec, schedule=replace(spec.schedule, activation_cap=1.5)), model
+    )
     first = capped(request, published_schedules(request))
     found, boundaries = search_with_cut(request, model)
     assert found.span <= first.span * (1 + 1e-9)
@@ -42,7 +44,8 @@ def test_a_larger_cap_gives_no_slower_list(spec: RunSpec, monkeypatch: pytest.Mo
     spans = []
     for cap in (2.0, 3.0):
         schedule = replace(spec.schedule, activation_cap=cap, budget_s=0.1)
-        parallel, deeper = ParallelConfig(partitions=4, micro_batches=8), replace(spec.model, depth=56)
+        parallel = ParallelConfig(partitions=4, micro_batches=8)
+        deeper = replace(spec.model, depth=56)
         asked = replace(spec, schedule=schedule, parallel=parallel, model=deeper)
         model = ModelCosts(asked, profile)
         spans.append(search_with_cut(model_request(asked, model), model)[0].span)
@@ -58,13 +61,20 @@ class TestUnderPolicy:
         fastest = plan_run(replace(spec, schedule=replace(spec.schedule, activation_cap=8.0)))
         peak = predict_peak(fastest)
         assert peak is not None
-        memory = MemoryConfig("plan", limit_bytes=2 * peak.device_bytes // 3, budget_s=1.0, min_offload_bytes=0)
+        memory = MemoryConfig(
+            "plan", limit_bytes=2 * peak.device_bytes // 3, budget_s=1.0, min_offload_bytes=0
+        )
         return replace(spec, memory=memory, schedule=ScheduleConfig("capped", budget_s=0.1))
 
     def test_it_is_not_slower_than_any_list_under_its_own_plan(self, under: RunSpec) -> None:
-        found, limit = plan_run(under).memory, under.memory.limit_bytes
+        found = plan_run(under).memory
+        limit = under.memory.limit_bytes
         assert found is not None and limit is not None and max(found.peak_bytes) <= limit
-        tried = [ScheduleConfig("1f1b"), ScheduleConfig("interleaved_1f1b"), ScheduleConfig("gems_master")]
+        tried = [
+            ScheduleConfig("1f1b"),
+            ScheduleConfig("interleaved_1f1b"),
+            ScheduleConfig("gems_master"),
+        ]
         tried += [replace(under.schedule, activation_cap=cap) for cap in (1.0, 2.0, 8.0)]
         steps_s = []
         for schedule in tried:
@@ -86,5 +96,7 @@ class TestUnderPolicy:
     @pytest.mark.parametrize("memory", [MemoryConfig(), MemoryConfig("plan", target_reduction=0.5)])
     def test_a_cap_is_needed_without_a_limit(self, under: RunSpec, memory: MemoryConfig) -> None:
         """A share to save is one of what a list holds, so that it cannot compare lists."""
-        with pytest.raises(ConfigError, match=r"schedule.activation_cap=null: must be given for schedule=capped"):
+        with pytest.raises(
+            ConfigError, match=r"schedule.activation_cap=null: must be given for schedule=capped"
+        ):
             check_constraints(replace(under, memory=memory))

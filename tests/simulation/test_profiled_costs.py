@@ -17,7 +17,9 @@ from gems.simulation.costs import schedule_costs
 from gems.simulation.profiled_costs import profiled_costs
 
 LAYERS = tuple(
-    LayerProfile(f"layer{n}", "conv", *times, times[0], stash_bytes=100, output_bytes=10, param_bytes=4)
+    LayerProfile(
+        f"layer{n}", "conv", *times, times[0], stash_bytes=100, output_bytes=10, param_bytes=4
+    )
     for n, times in enumerate([(1.0, 1e-9, 5.0), (2.0, 3.0, 1.0), (1.0, 4.0, 0.5), (6.0, 1.0, 2.0)])
 )
 PROFILE = ModelProfile("made_up", 8, 8, 1, "float32", "cpu", "measured", LAYERS)
@@ -26,9 +28,14 @@ SPLIT = replace(PROFILE, layers=tuple(replace(layer, split_s=0.25) for layer in 
 
 @pytest.mark.parametrize("boundaries", [(0, 1, 4), (0, 3, 4), (0, 2, 4)])
 def test_each_stage_has_its_layers_own_three_times(boundaries: tuple[int, ...]) -> None:
-    spec = resolve(RunSpec(schedule=ScheduleConfig("zb_h1"), parallel=ParallelConfig(2, micro_batches=4)))
-    run = replace(spec, cost=profiled_costs(replace(spec, cost=CostConfig("profile")), PROFILE, boundaries))
-    found, wanted = schedule_costs(run, linear(2)), stage_costs(Spans(PROFILE), boundaries)
+    spec = resolve(
+        RunSpec(schedule=ScheduleConfig("zb_h1"), parallel=ParallelConfig(2, micro_batches=4))
+    )
+    run = replace(
+        spec, cost=profiled_costs(replace(spec, cost=CostConfig("profile")), PROFILE, boundaries)
+    )
+    found = schedule_costs(run, linear(2))
+    wanted = stage_costs(Spans(PROFILE), boundaries)
     for name in ("forward", "input_grad", "weight_grad", "recompute"):
         assert getattr(found, name) == pytest.approx(getattr(wanted, name)), name
     split = stage_costs(Spans(SPLIT), boundaries)
@@ -37,4 +44,6 @@ def test_each_stage_has_its_layers_own_three_times(boundaries: tuple[int, ...]) 
         alone, whole = (split.time(Action(kind, stage, 0)) for kind in (Kind.I, Kind.B))
         assert alone == pytest.approx(wanted.input_grad[stage] + split.split[stage])
         assert whole == wanted.time(Action(Kind.B, stage, 0)), "a whole backward takes no more"
-    assert run_id(run) == run_id(replace(spec, cost=CostConfig("profile"))), "what is measured is in no identity"
+    assert run_id(run) == run_id(replace(spec, cost=CostConfig("profile"))), (
+        "what is measured is in no identity"
+    )

@@ -21,7 +21,9 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 SLURM_PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin", "/usr/local/sbin"])
 __all__ = ["going", "no_job_is_left", "submit"]  # for pytest, which looks for fixtures here
 FAULT = "fault"  # the name of a row in a test's report
-MAX_TMP_CHARS = 30  # the cluster's sockets lie below, and a socket's path has 107 characters at most
+MAX_TMP_CHARS = (
+    30  # the cluster's sockets lie below, and a socket's path has 107 characters at most
+)
 
 
 def clean_environment() -> dict[str, str]:
@@ -44,7 +46,10 @@ class MiniSlurm:
     def script(
         self, verb: str, *options: str, env: dict[str, str] | None = None, timeout_s: float = 150
     ) -> subprocess.CompletedProcess[str]:
-        """Run `mini_slurm.sh verb --dir FOLDER options`; raises TimeoutExpired, never for an exit code."""
+        """Run `mini_slurm.sh verb --dir FOLDER options`.
+
+        Raises TimeoutExpired, never for an exit code.
+        """
         return subprocess.run(
             [str(SCRIPTS / "mini_slurm.sh"), verb, "--dir", str(self.folder), *options],
             env=env or clean_environment(),
@@ -55,7 +60,11 @@ class MiniSlurm:
         )
 
     def run(
-        self, *command: str, cwd: Path | None = None, env: dict[str, str] | None = None, timeout_s: float = 60
+        self,
+        *command: str,
+        cwd: Path | None = None,
+        env: dict[str, str] | None = None,
+        timeout_s: float = 60,
     ) -> subprocess.CompletedProcess[str]:
         """Run a SLURM command on this cluster; raises TimeoutExpired, never for an exit code."""
         return subprocess.run(
@@ -95,7 +104,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print what became of the runs that faults befell."""
     reports = [report for found in terminalreporter.stats.values() for report in found]
     ended = [report for report in reports if getattr(report, "when", "") == "teardown"]
-    rows = [Fault(**value) for report in ended for name, value in report.user_properties if name == FAULT]
+    rows = [
+        Fault(**value)
+        for report in ended
+        for name, value in report.user_properties
+        if name == FAULT
+    ]
     if rows:
         terminalreporter.section("faults")
         for line in table(rows):
@@ -106,7 +120,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def slurm_installed() -> None:
     """Skip where slurm-wlm is not installed; GEMS_REQUIRE_SLURM=1 makes that a failure."""
     if shutil.which("slurmctld", path=SLURM_PATH) is None:
-        reason = "slurm-wlm is not installed: apt-get install -y --no-install-recommends slurm-wlm munge"
+        reason = (
+            "slurm-wlm is not installed: apt-get install -y --no-install-recommends slurm-wlm munge"
+        )
         if os.environ.get("GEMS_REQUIRE_SLURM") == "1":
             pytest.fail(reason, pytrace=False)
         pytest.skip(reason)
@@ -144,8 +160,13 @@ def mini_slurm(slurm_installed: None, short_tmp: Path) -> Iterator[MiniSlurm]:
 
 @pytest.fixture(scope="session")
 def preempt_slurm(slurm_installed: None, short_tmp: Path) -> Iterator[MiniSlurm]:
-    """Yield a cluster of 2 nodes x 4 CPUs with a partition whose jobs are preempted; its daemons may be ended."""
-    with running(short_tmp / "preempt", "--nodes", "2", "--cpus", "4", "--preempt", "20") as cluster:
+    """Yield a cluster of 2 nodes x 4 CPUs with a partition whose jobs are preempted.
+
+    Its daemons may be ended.
+    """
+    with running(
+        short_tmp / "preempt", "--nodes", "2", "--cpus", "4", "--preempt", "20"
+    ) as cluster:
         yield cluster
 
 

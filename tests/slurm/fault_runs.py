@@ -1,4 +1,7 @@
-"""Runs that faults befall on the mini cluster: their start, their end, and the row of the table that it fills."""
+"""Runs that faults befall on the mini cluster.
+
+Their start, their end, and the row of the table that it fills.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +31,17 @@ RUN = [
     "parallel.micro_batches=4",
     "benchmark.skip_steps=1",
 ]
-# Ranks that wait in place of computing start in seconds; all else is as in training. A step takes .2 s at least.
+# Ranks that wait in place of computing start in seconds; all else is as in training. A step takes
+# .2 s at least.
 EMULATED = [*RUN, "machine=emulated", "cost.unit_s=0.01", "train.checkpoint_steps=5"]
 ENDLESS = [*EMULATED, "train.steps=100000"]
 GOES_ON = ("submitted", "running", "requeued")
 
 
 @pytest.fixture
-def submit(preempt_slurm: MiniSlurm, tmp_path: Path) -> Iterator[Callable[..., tuple[str, RunFolder]]]:
+def submit(
+    preempt_slurm: MiniSlurm, tmp_path: Path
+) -> Iterator[Callable[..., tuple[str, RunFolder]]]:
     """Submit a run and gives the job and its folder; what is left of it is ended."""
 
     def submit(*words: str) -> tuple[str, RunFolder]:
@@ -47,7 +53,11 @@ def submit(preempt_slurm: MiniSlurm, tmp_path: Path) -> Iterator[Callable[..., t
     yield submit
     preempt_slurm.run("scancel", f"--user={os.getuid()}")
     states = "--states=PENDING,RUNNING,COMPLETING"
-    wait_until(lambda: not preempt_slurm.run("squeue", "--noheader", states).stdout, 90, "the jobs do not end")
+    wait_until(
+        lambda: not preempt_slurm.run("squeue", "--noheader", states).stdout,
+        90,
+        "the jobs do not end",
+    )
 
 
 @pytest.fixture
@@ -68,7 +78,12 @@ def job_fields(cluster: MiniSlurm, job: str) -> dict[str, str]:
 
 
 def ended(
-    cluster: MiniSlurm, name: str, job: str, folder: RunFolder, limit_s: float, since_s: float | None = None
+    cluster: MiniSlurm,
+    name: str,
+    job: str,
+    folder: RunFolder,
+    limit_s: float,
+    since_s: float | None = None,
 ) -> dict[str, Any]:
     """Wait for the end of a run and of its job, and gives status, SLURM's fields and the diagnosis.
 
@@ -76,23 +91,37 @@ def ended(
     """
     begin_s = time.monotonic() if since_s is None else since_s
     wait_until(
-        lambda: folder.read_status().get("state") not in GOES_ON
-        or job_fields(cluster, job).get("JobState") in ("NODE_FAIL", "TIMEOUT"),
-        limit_s, f"the run does not end: {name}", lambda: f"{folder.read_status()}\n{said(folder)}",
-    )  # fmt: skip
+        lambda: (
+            folder.read_status().get("state") not in GOES_ON
+            or job_fields(cluster, job).get("JobState") in ("NODE_FAIL", "TIMEOUT")
+        ),
+        limit_s,
+        f"the run does not end: {name}",
+        lambda: f"{folder.read_status()}\n{said(folder)}",
+    )
     seconds = time.monotonic() - begin_s
     resting = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", None)
-    wait_until(lambda: job_fields(cluster, job).get("JobState") not in resting, 60, "the job does not end")
-    fields, status = job_fields(cluster, job), folder.read_status()
+    wait_until(
+        lambda: job_fields(cluster, job).get("JobState") not in resting, 60, "the job does not end"
+    )
+    fields = job_fields(cluster, job)
+    status = folder.read_status()
     asked = jobs("diagnose", str(folder.path), "--json")
     assert asked.stdout, asked.stderr
     told = json.loads(asked.stdout)
     where = "" if told["rank"] is None else f"rank {told['rank']} on {told['node']}: "
     line = f"{told['cause']}: {where}{told['text']}"
     ROWS.append(
-        Fault(name, str(status.get("state")), status.get("exit_code"), fields["JobState"], seconds, told["trace_steps"],
-        line)
-    )  # fmt: skip
+        Fault(
+            name,
+            str(status.get("state")),
+            status.get("exit_code"),
+            fields["JobState"],
+            seconds,
+            told["trace_steps"],
+            line,
+        )
+    )
     return {"status": status, "fields": fields, "told": told, "seconds": seconds}
 
 
@@ -125,9 +154,14 @@ def processes_on(cluster: MiniSlurm, node: str) -> list[int]:
     for path in Path("/proc").glob("[0-9]*"):
         try:
             words = (path / "environ").read_bytes().split(b"\0")
-            if f"SLURMD_NODENAME={node}".encode() in words and f"SLURM_CONF={cluster.conf}".encode() in words:
+            if (
+                f"SLURMD_NODENAME={node}".encode() in words
+                and f"SLURM_CONF={cluster.conf}".encode() in words
+            ):
                 parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-                if Path(os.readlink(f"/proc/{parent}/exe")).name.startswith("slurmstepd"):  # Debian: slurmstepd-wlm
+                if Path(os.readlink(f"/proc/{parent}/exe")).name.startswith(
+                    "slurmstepd"
+                ):  # Debian: slurmstepd-wlm
                     found.add(parent)
                 found.add(int(path.name))
         except OSError:
@@ -136,7 +170,10 @@ def processes_on(cluster: MiniSlurm, node: str) -> list[int]:
 
 
 def cut_power(cluster: MiniSlurm, node: str) -> None:
-    """Kill a node's daemon and all processes of jobs there; none of them sees another one die, and acts on it."""
+    """Kill a node's daemon and all processes of jobs there.
+
+    None of them sees another one die, and acts on it.
+    """
     victims = [daemon_of(cluster, node), *processes_on(cluster, node)]
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for pid in victims:
@@ -156,7 +193,13 @@ def start_daemon(cluster: MiniSlurm, node: str) -> None:
         words = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', node, *words]
     start(cluster, words)
     wait_until(
-        lambda: cluster.run("sinfo", "--noheader", f"--nodes={node}", "--partition=debug",
-        "--format=%T").stdout.strip() == "idle",
-        60, f"{node} does not come back", lambda: cluster.run("sinfo").stdout,
-    )  # fmt: skip
+        lambda: (
+            cluster.run(
+                "sinfo", "--noheader", f"--nodes={node}", "--partition=debug", "--format=%T"
+            ).stdout.strip()
+            == "idle"
+        ),
+        60,
+        f"{node} does not come back",
+        lambda: cluster.run("sinfo").stdout,
+    )

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault, and what a user then has: states and exit code, seconds to the end, the diagnosis, and whole steps."""
+    """A fault, and what a user then has.
+
+    States and exit code, seconds to the end, the diagnosis, and whole steps.
+    """
 
     name: str
     state: str
@@ -29,7 +32,10 @@ def note(fault: str, state: str, said: str = "", code: int | None = None) -> Non
 
 def table(rows: Iterable[Fault]) -> list[str]:
     """Return the table, a line each."""
-    head = f"{'fault':<34} {'state':<10} {'code':>4} {'SLURM':<11} {'s':>6} {'steps':>5}  what diagnose says"
+    head = (
+        f"{'fault':<34} {'state':<10} {'code':>4} {'SLURM':<11} {'s':>6} {'steps':>5}  what"
+        " diagnose says"
+    )
     return [
         head,
         *(

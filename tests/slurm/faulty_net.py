@@ -13,7 +13,8 @@ class Fault(nn.Module):
 
     def __init__(self, fault: str, after: int) -> None:
         super().__init__()
-        self.fault, self.left = fault, after
+        self.fault = fault
+        self.left = after
 
     def forward(self, x: Tensor) -> Tensor:
         if isinstance(x, FakeTensor):  # a profile is taken

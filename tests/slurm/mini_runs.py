@@ -22,13 +22,21 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGURATION = [
-    "experiment=gems_master", "cluster=mini", "data=synthetic", "data.train_samples=64",
-    "data.validation_samples=16", "parallel.partitions=4", "parallel.micro_batches=4", "benchmark.skip_steps=1",
-]  # fmt: skip
+    "experiment=gems_master",
+    "cluster=mini",
+    "data=synthetic",
+    "data.train_samples=64",
+    "data.validation_samples=16",
+    "parallel.partitions=4",
+    "parallel.micro_batches=4",
+    "benchmark.skip_steps=1",
+]
 ENDED = ("finished", "failed", "cancelled")
 
 
-def wait_until(condition: Callable[[], object], limit_s: float, what: str, seen: Callable[[], str] = str) -> None:
+def wait_until(
+    condition: Callable[[], object], limit_s: float, what: str, seen: Callable[[], str] = str
+) -> None:
     """Wait for a condition; when the time is over, the failure says `what` and all that `seen` tells."""
     pause = threading.Event()
     deadline_s = time.monotonic() + limit_s
@@ -44,21 +52,30 @@ def no_job_is_left(mini_slurm: MiniSlurm) -> Iterator[None]:
     yield
     mini_slurm.run("scancel", f"--user={os.getuid()}")
     states = "--states=PENDING,RUNNING,COMPLETING"
-    wait_until(lambda: not mini_slurm.run("squeue", "--noheader", states).stdout, 60, "the jobs do not end")
+    wait_until(
+        lambda: not mini_slurm.run("squeue", "--noheader", states).stdout, 60, "the jobs do not end"
+    )
 
 
 def jobs(*words: str, limit_s: float = 120, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run `gems-jobs` as a user does."""
     return subprocess.run(
-        [sys.executable, "-m", "jobs", *words], cwd=ROOT, env=os.environ | environment,
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit_s,
-    )  # fmt: skip
+        [sys.executable, "-m", "jobs", *words],
+        cwd=ROOT,
+        env=os.environ | environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=limit_s,
+    )
 
 
 def submit(runs: Path, *words: str) -> tuple[str, RunFolder]:
     """Submit through the command line; gives the job and its folder."""
     argv = [sys.executable, "-m", "jobs", "submit", *CONFIGURATION, f'runs_dir="{runs}"', *words]
-    ended = subprocess.run(argv, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        argv, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
+    )
     assert ended.returncode == 0, ended.stderr
     lines = dict(line.split(maxsplit=1) for line in ended.stdout.splitlines())
     return lines["job"].partition(":")[0], RunFolder(Path(lines["folder"]))
@@ -67,15 +84,19 @@ def submit(runs: Path, *words: str) -> tuple[str, RunFolder]:
 def end_of(folder: RunFolder, limit_s: float = 150) -> dict[str, Any]:
     """Wait for the end of a run; gives its status."""
     wait_until(
-        lambda: folder.read_status()["state"] in ENDED, limit_s, "the run does not end",
+        lambda: folder.read_status()["state"] in ENDED,
+        limit_s,
+        "the run does not end",
         lambda: f"{folder.read_status()}\n{said(folder)}",
-    )  # fmt: skip
+    )
     return folder.read_status()
 
 
 def said(folder: RunFolder) -> str:
     """Return all that the job wrote, for the message of a failing test."""
-    return "\n".join(path.read_text() for path in folder.logs.glob("*") if path.suffix in (".out", ".log"))
+    return "\n".join(
+        path.read_text() for path in folder.logs.glob("*") if path.suffix in (".out", ".log")
+    )
 
 
 def batch_log(folder: RunFolder) -> str:
@@ -86,7 +107,9 @@ def batch_log(folder: RunFolder) -> str:
 def lines_of_jobs(folder: RunFolder) -> list[str]:
     """Return what the launching process said, but for the probe that the first job of a cluster makes."""
     lines = batch_log(folder).splitlines()
-    return [line for line in lines if line.startswith("jobs: ") and not line.startswith("jobs: probe: ")]
+    return [
+        line for line in lines if line.startswith("jobs: ") and not line.startswith("jobs: probe: ")
+    ]
 
 
 def job_fields(mini_slurm: MiniSlurm, job: str) -> dict[str, str]:
@@ -115,8 +138,15 @@ def wait_for_step(folder: RunFolder, step: int, num_ranks: int = 4) -> None:
         return sum(beat.step >= step for beat in beats(folder, num_ranks)) == num_ranks
 
     def seen() -> str:
-        commands = (["squeue"], ["sinfo", "-N", "-l"], ["ps", "-eo", "pid,ppid,stat,time,wchan:20,args"])
-        shown = [subprocess.run(command, capture_output=True, text=True, timeout=60).stdout for command in commands]
+        commands = (
+            ["squeue"],
+            ["sinfo", "-N", "-l"],
+            ["ps", "-eo", "pid,ppid,stat,time,wchan:20,args"],
+        )
+        shown = [
+            subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+            for command in commands
+        ]
         marks = [str(read_beat(folder.heartbeat(rank))) for rank in range(4)]
         return "\n".join([str(folder.read_status()), *marks, *shown, said(folder)])
 

@@ -21,32 +21,51 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGURATION = [
-    "experiment=gems_master", "data=synthetic", "data.train_samples=64", "data.validation_samples=16",
+    "experiment=gems_master",
+    "data=synthetic",
+    "data.train_samples=64",
+    "data.validation_samples=16",
     "machine=emulated",
-    "cost.unit_s=0.001", "parallel.partitions=4", "parallel.micro_batches=4", "train.steps=3", "benchmark.skip_steps=1",
-]  # fmt: skip
+    "cost.unit_s=0.001",
+    "parallel.partitions=4",
+    "parallel.micro_batches=4",
+    "train.steps=3",
+    "benchmark.skip_steps=1",
+]
 ENDED = ("finished", "failed")
 
 
 def jobs(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "jobs", *words],
-        cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=90,
-    )  # fmt: skip
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
 
 
 def said(folder: RunFolder) -> str:
-    return "\n".join(path.read_text() for path in folder.logs.glob("*") if path.suffix in (".out", ".log"))
+    return "\n".join(
+        path.read_text() for path in folder.logs.glob("*") if path.suffix in (".out", ".log")
+    )
 
 
-def test_a_drafted_preset_runs(other_cluster: MiniSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drafted_preset_runs(
+    other_cluster: MiniSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     up = other_cluster.script("up", "--nodes", "2", "--cpus", "4", "--gpus", "2")
     assert up.returncode == 0, up.stderr
     monkeypatch.setenv("SLURM_CONF", str(other_cluster.conf))
     drafted = jobs("discover")
     assert (drafted.returncode, drafted.stderr) == (0, "")
     preset = yaml.safe_load(drafted.stdout)
-    assert (preset["name"], preset["gpus_per_node"], preset["usable_cpus_per_node"]) == ("mini", 2, 4)
+    assert (preset["name"], preset["gpus_per_node"], preset["usable_cpus_per_node"]) == (
+        "mini",
+        2,
+        4,
+    )
     assert preset["limits"] == [{"partition": "debug", "max_nodes": 2, "minutes": 1440}]
     (tmp_path / "cluster").mkdir()
     (tmp_path / "cluster" / "drafted.yaml").write_text(drafted.stdout)
@@ -60,20 +79,32 @@ def test_a_drafted_preset_runs(other_cluster: MiniSlurm, tmp_path: Path, monkeyp
         f"runs_dir={tmp_path / 'runs'}",
     ]
     folders = []
-    for more in ([], ["cluster.gpu_request=gres", "cluster.cpu_bind=none"], ["cluster.gpu_request=gpus-per-task"]):
+    for more in (
+        [],
+        ["cluster.gpu_request=gres", "cluster.cpu_bind=none"],
+        ["cluster.gpu_request=gpus-per-task"],
+    ):
         sent = jobs(*on_it, "cluster.minutes=5", *more)
         assert sent.returncode == 0, sent.stderr
-        folders.append(RunFolder(Path(dict(line.split(maxsplit=1) for line in sent.stdout.splitlines())["folder"])))
-    pause, deadline_s = threading.Event(), time.monotonic() + 150
+        folders.append(
+            RunFolder(
+                Path(dict(line.split(maxsplit=1) for line in sent.stdout.splitlines())["folder"])
+            )
+        )
+    pause = threading.Event()
+    deadline_s = time.monotonic() + 150
     while any(folder.read_status()["state"] not in ENDED for folder in folders):
         assert time.monotonic() < deadline_s, "\n".join(map(said, folders))
         pause.wait(0.1)
-    assert [folder.read_status()["state"] for folder in folders] == ["finished"] * 3, "\n".join(map(said, folders))
+    assert [folder.read_status()["state"] for folder in folders] == ["finished"] * 3, "\n".join(
+        map(said, folders)
+    )
 
     refused = jobs(*on_it, "cluster.minutes=1441")
     assert refused.returncode == 2
     assert refused.stderr.startswith(
-        "jobs: cluster.minutes=1441: cluster mini allows at most 1440 minutes for jobs of 1-2 nodes in "
+        "jobs: cluster.minutes=1441: cluster mini allows at most 1440 minutes for jobs of 1-2"
+        " nodes in "
     )
     refused = jobs(*on_it, "parallel.replicas=2")
     assert refused.returncode == 2

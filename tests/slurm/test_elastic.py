@@ -1,4 +1,7 @@
-"""Runs whose jobs lose nodes, on a mini cluster of five: they go on by themselves, and compute the same."""
+"""Runs whose jobs lose nodes, on a mini cluster of five.
+
+They go on by themselves, and compute the same.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,19 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 RUN = [
-    "experiment=gems_master", "cluster=mini", "data=synthetic", "data.train_samples=64", "data.validation_samples=16",
-    "cluster.nodes=4", "cluster.ranks_per_node=1", "parallel.partitions=4", "parallel.micro_batches=4",
-    "benchmark.skip_steps=1", "train.checkpoint_steps=2", "train.precision=float64",
-]  # fmt: skip
+    "experiment=gems_master",
+    "cluster=mini",
+    "data=synthetic",
+    "data.train_samples=64",
+    "data.validation_samples=16",
+    "cluster.nodes=4",
+    "cluster.ranks_per_node=1",
+    "parallel.partitions=4",
+    "parallel.micro_batches=4",
+    "benchmark.skip_steps=1",
+    "train.checkpoint_steps=2",
+    "train.precision=float64",
+]
 # Ranks that wait in place of computing, which start in seconds.
 EMULATED = [*RUN, "machine=emulated", "cost.unit_s=0.01", "train.steps=100"]
 TOLERANCE = 1e-6
@@ -40,7 +52,10 @@ Submit = Callable[..., tuple[str, RunFolder]]
 
 @pytest.fixture
 def submit(five_nodes: MiniSlurm, tmp_path: Path) -> Iterator[Submit]:
-    """Submit a run and give the job and its folder; what is left of it is ended, and all nodes are up again."""
+    """Submit a run and give the job and its folder.
+
+    What is left of it is ended, and all nodes are up again.
+    """
 
     def submit(*words: str) -> tuple[str, RunFolder]:
         ended = jobs("submit", f"runs_dir={tmp_path}/runs", *words, "--json", "--yes")
@@ -58,9 +73,11 @@ def end_of(folder: RunFolder, limit_s: float = 200, state: str = "finished") -> 
     """Wait until a run has ended, in this state, and give its status."""
     states = ("finished", "failed", "cancelled", "stopped")
     wait_until(
-        lambda: folder.read_status().get("state") in states, limit_s, "the run does not end",
+        lambda: folder.read_status().get("state") in states,
+        limit_s,
+        "the run does not end",
         lambda: f"{folder.read_status()}\n{said(folder)}",
-    )  # fmt: skip
+    )
     assert folder.read_status()["state"] == state, f"{folder.read_status()}\n{said(folder)}"
     assert state != "finished" or folder.read_status()["collected"], said(folder)
     return folder.read_status()
@@ -73,7 +90,12 @@ def losses(folder: RunFolder) -> dict[int, float]:
 
 
 def lose(cluster: MiniSlurm, node: str) -> None:
-    assert cluster.run("scontrol", "update", f"nodename={node}", "state=down", "reason=test").returncode == 0
+    assert (
+        cluster.run(
+            "scontrol", "update", f"nodename={node}", "state=down", "reason=test"
+        ).returncode
+        == 0
+    )
 
 
 def test_a_run_that_loses_a_node_goes_on_on_fewer_and_computes_the_same(
@@ -82,8 +104,12 @@ def test_a_run_that_loses_a_node_goes_on_on_fewer_and_computes_the_same(
     _, whole = submit(*RUN, "name=whole", "train.steps=10")
     end_of(whole)
     job, folder = submit(
-        *RUN, "name=elastic", "train.steps=10", "cluster.elastic=[4,2]", "cluster.usable_cpus_per_node=2"
-    )  # fmt: skip
+        *RUN,
+        "name=elastic",
+        "train.steps=10",
+        "cluster.elastic=[4,2]",
+        "cluster.usable_cpus_per_node=2",
+    )
     wait_for_step(folder, 4)
     victim = read_json(folder.status_json)["nodes"][-1]
     lose(five_nodes, victim)
@@ -92,8 +118,12 @@ def test_a_run_that_loses_a_node_goes_on_on_fewer_and_computes_the_same(
     (row,) = folder.layouts()
     assert (row["from"], row["to"]) == ("4 x 1 ranks on 4 nodes", "2 x 2 ranks on 2 nodes")
     assert victim in row["why"] and job in row["by"]
-    assert folder.read_own_spec().parallel.partitions == 4 and folder.read_spec().parallel.replicas == 2
-    left, right = losses(whole), losses(folder)
+    assert (
+        folder.read_own_spec().parallel.partitions == 4
+        and folder.read_spec().parallel.replicas == 2
+    )
+    left = losses(whole)
+    right = losses(folder)
     assert sorted(left) == sorted(right) == list(range(1, 11))
     difference = abs(left[10] - right[10])
     print(f"final loss {right[10]:.9f}, undisturbed {left[10]:.9f}, difference {difference:.1e}")
@@ -117,7 +147,8 @@ def test_a_spare_node_takes_the_place_of_a_lost_one(five_nodes: MiniSlurm, submi
 def test_a_node_that_fails_the_check_is_left_out(
     five_nodes: MiniSlurm, submit: Submit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    srun, fault = tmp_path / "bin" / "srun", "/dev/shm has 0 MiB free, and 32 MiB are needed"
+    srun = tmp_path / "bin" / "srun"
+    fault = "/dev/shm has 0 MiB free, and 32 MiB are needed"
     srun.parent.mkdir()
     srun.write_text(SRUN_WITH_A_BAD_NODE.format(srun=shutil.which("srun"), fault=fault))
     srun.chmod(0o755)
@@ -134,7 +165,9 @@ def test_a_node_that_fails_the_check_is_left_out(
     assert (entry["node"], len(entry["runs"]), entry["reason"]) == ("n2", 2, fault)
 
 
-def test_a_job_that_loses_its_batch_script_is_replaced(five_nodes: MiniSlurm, submit: Submit) -> None:
+def test_a_job_that_loses_its_batch_script_is_replaced(
+    five_nodes: MiniSlurm, submit: Submit
+) -> None:
     """The node's daemon is killed, and all that ran there."""
     job, folder = submit(*EMULATED, "train.steps=80", "cluster.elastic=[3]")
     wait_for_step(folder, 5)

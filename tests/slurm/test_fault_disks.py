@@ -1,4 +1,7 @@
-"""Faults of storage on a mini cluster: disks that are full or read-only, and files that somebody has changed."""
+"""Faults of storage on a mini cluster.
+
+Disks that are full or read-only, and files that somebody has changed.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,9 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 
 EVERY = 5  # steps between saves
-FULL_S = float(os.environ.get("GEMS_TEST_FULL_S", "1"))  # how long a disk stays full once a save has failed
+FULL_S = float(
+    os.environ.get("GEMS_TEST_FULL_S", "1")
+)  # how long a disk stays full once a save has failed
 Submit = Callable[..., tuple[str, RunFolder]]
 
 
@@ -40,7 +45,9 @@ def save_failed(folder: RunFolder) -> bool:
     return "No space left on device" in str(read_json(folder.progress_json).get("error"))
 
 
-def test_a_disk_is_full_for_a_while(preempt_slurm: MiniSlurm, submit: Submit, disk: SmallDisk) -> None:
+def test_a_disk_is_full_for_a_while(
+    preempt_slurm: MiniSlurm, submit: Submit, disk: SmallDisk
+) -> None:
     """No step is lost: the ranks wait for room between two of them."""
     job, folder = submit(*EMULATED, "parallel.partitions=2", "train.steps=40")
     wait_for_step(folder, 7, 2)
@@ -57,7 +64,9 @@ def test_a_disk_is_full_for_a_while(preempt_slurm: MiniSlurm, submit: Submit, di
 
 
 def test_a_disk_is_full_for_good(preempt_slurm: MiniSlurm, submit: Submit, disk: SmallDisk) -> None:
-    job, folder = submit(*EMULATED, "parallel.partitions=2", "train.steps=100000", "train.max_failed_saves=1")
+    job, folder = submit(
+        *EMULATED, "parallel.partitions=2", "train.steps=100000", "train.max_failed_saves=1"
+    )
     wait_for_step(folder, 7, 2)
     disk.fill()
     found = ended(preempt_slurm, "disk full for good", job, folder, 90)
@@ -67,12 +76,16 @@ def test_a_disk_is_full_for_good(preempt_slurm: MiniSlurm, submit: Submit, disk:
 
 
 def test_a_disk_becomes_read_only(preempt_slurm: MiniSlurm, submit: Submit) -> None:
-    job, folder = submit(*EMULATED, "parallel.partitions=2", "train.steps=100000", "train.max_failed_saves=1")
+    job, folder = submit(
+        *EMULATED, "parallel.partitions=2", "train.steps=100000", "train.max_failed_saves=1"
+    )
     wait_for_step(folder, 7, 2)
     with read_only(folder.checkpoints):
         found = ended(preempt_slurm, "disk read-only", job, folder, 90)
     assert (found["status"]["state"], found["status"]["exit_code"]) == ("failed", 4), said(folder)
-    assert found["told"]["cause"] == "file system" and "Read-only file system" in found["told"]["text"]
+    assert (
+        found["told"]["cause"] == "file system" and "Read-only file system" in found["told"]["text"]
+    )
 
 
 def test_run_yaml_is_edited_while_the_job_waits(preempt_slurm: MiniSlurm, submit: Submit) -> None:

@@ -1,6 +1,8 @@
-"""A mini cluster of 256 nodes x 4 GPUs: a job of 1024 tasks, and an emulated run of 128 real MPI ranks.
+"""A mini cluster of 256 nodes x 4 GPUs.
 
-GEMS_LARGE_CLUSTER=1 runs it. On two cores the first takes about a minute, the second several: its 128 ranks share them.
+A job of 1024 tasks, and an emulated run of 128 real MPI ranks.
+GEMS_LARGE_CLUSTER=1 runs it. On two cores the first takes about a minute, the second several: its
+128 ranks share them.
 """
 
 from __future__ import annotations
@@ -25,10 +27,13 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.slurm,
-    pytest.mark.skipif(os.environ.get("GEMS_LARGE_CLUSTER") != "1", reason="GEMS_LARGE_CLUSTER=1 runs it"),
+    pytest.mark.skipif(
+        os.environ.get("GEMS_LARGE_CLUSTER") != "1", reason="GEMS_LARGE_CLUSTER=1 runs it"
+    ),
 ]
 ROOT = Path(__file__).resolve().parents[2]
-NODES, GPUS = 256, 4
+NODES = 256
+GPUS = 4
 RUN = (
     "data=synthetic",
     "schedule=gems_master",
@@ -56,8 +61,17 @@ def large(slurm_installed: None, short_tmp: Path) -> Iterator[MiniSlurm]:
 def submitted(cluster: MiniSlurm, runs: Path, *words: str) -> tuple[str, RunFolder]:
     """Submit through the command line; gives the job and its folder."""
     ended = cluster.run(
-        sys.executable, "-m", "jobs", "submit", *RUN, f"runs_dir={runs}", *words, "--json", cwd=ROOT, timeout_s=120
-    )  # fmt: skip
+        sys.executable,
+        "-m",
+        "jobs",
+        "submit",
+        *RUN,
+        f"runs_dir={runs}",
+        *words,
+        "--json",
+        cwd=ROOT,
+        timeout_s=120,
+    )
     assert ended.returncode == 0, ended.stderr
     answer = json.loads(ended.stdout)
     return str(answer["job_id"]), RunFolder(Path(answer["run_folder"]))
@@ -65,24 +79,35 @@ def submitted(cluster: MiniSlurm, runs: Path, *words: str) -> tuple[str, RunFold
 
 def end_of(folder: RunFolder, limit_s: float) -> dict[str, Any]:
     """Wait for the end of a run; gives its status."""
-    pause, deadline_s = threading.Event(), time.monotonic() + limit_s
+    pause = threading.Event()
+    deadline_s = time.monotonic() + limit_s
     while (status := folder.read_status())["state"] not in ("finished", "failed"):
         if time.monotonic() > deadline_s:
-            logs = [path.read_text()[-3000:] for path in folder.logs.glob("*") if path.suffix in (".out", ".log")]
-            pytest.fail("\n".join([f"the run does not end within {limit_s} s: {status}", *logs]), pytrace=False)
+            logs = [
+                path.read_text()[-3000:]
+                for path in folder.logs.glob("*")
+                if path.suffix in (".out", ".log")
+            ]
+            pytest.fail(
+                "\n".join([f"the run does not end within {limit_s} s: {status}", *logs]),
+                pytrace=False,
+            )
         pause.wait(0.5)
     return status
 
 
 @pytest.mark.timeout(420)
 def test_1024_tasks_start_and_end(large: MiniSlurm, tmp_path: Path) -> None:
-    job, folder = submitted(large, tmp_path, "machine=probe", "parallel.replicas=128", f"cluster.nodes={NODES}")
+    job, folder = submitted(
+        large, tmp_path, "machine=probe", "parallel.replicas=128", f"cluster.nodes={NODES}"
+    )
     status = end_of(folder, 200)
     assert (status["state"], status["exit_code"], status["job_id"]) == ("finished", 0, job)
     found = json.loads(folder.result_json.read_text())
     assert (found["num_ranks"], found["num_nodes"], found["gpus_on_node"]) == (1024, NODES, GPUS)
     assert not list(folder.path.glob("FAILED.*"))
-    pause, deadline_s = threading.Event(), time.monotonic() + 120
+    pause = threading.Event()
+    deadline_s = time.monotonic() + 120
     shown = ["scontrol", "show", "job", job, "--oneliner"]
     while "JobState=COMPLETED" not in (said := large.run(*shown).stdout):
         assert time.monotonic() < deadline_s, said
@@ -94,9 +119,18 @@ def test_1024_tasks_start_and_end(large: MiniSlurm, tmp_path: Path) -> None:
 def test_128_ranks_leave_one_trace(large: MiniSlurm, tmp_path: Path) -> None:
     """Each of the 128 has 1/64 of a core here, so that a unit of work is long."""
     _, folder = submitted(
-        large, tmp_path, "machine=emulated", "parallel.replicas=16", "parallel.micro_batches=16", "cost.unit_s=0.1",
-        "train.steps=2", "benchmark.skip_steps=1", "train.hang_timeout_s=900", "cluster.nodes=32", "cluster.minutes=30",
-    )  # fmt: skip
+        large,
+        tmp_path,
+        "machine=emulated",
+        "parallel.replicas=16",
+        "parallel.micro_batches=16",
+        "cost.unit_s=0.1",
+        "train.steps=2",
+        "benchmark.skip_steps=1",
+        "train.hang_timeout_s=900",
+        "cluster.nodes=32",
+        "cluster.minutes=30",
+    )
     status = end_of(folder, 1200)
     assert (status["state"], status["exit_code"]) == ("finished", 0), status
     trace = read_trace(folder.trace_h5)
@@ -108,8 +142,16 @@ def test_128_ranks_leave_one_trace(large: MiniSlurm, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_a_job_larger_than_the_cluster_is_refused_in_one_line(large: MiniSlurm, tmp_path: Path) -> None:
-    words = [*RUN, "machine=probe", "parallel.replicas=256", "cluster.nodes=512", f"runs_dir={tmp_path}"]
+def test_a_job_larger_than_the_cluster_is_refused_in_one_line(
+    large: MiniSlurm, tmp_path: Path
+) -> None:
+    words = [
+        *RUN,
+        "machine=probe",
+        "parallel.replicas=256",
+        "cluster.nodes=512",
+        f"runs_dir={tmp_path}",
+    ]
     ended: subprocess.CompletedProcess[str] = large.run(
         sys.executable, "-m", "jobs", "submit", *words, cwd=ROOT, timeout_s=50
     )

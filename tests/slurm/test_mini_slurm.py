@@ -62,7 +62,9 @@ def test_life_cycle(other_cluster: MiniSlurm) -> None:
     assert "already up: nodes=1 cpus=3 gpus=2" in again.stderr
     assert again.stdout.splitlines()[-1] == export
 
-    node = other_cluster.run("sinfo", "--noheader", "--Node", "--format=%N %c %G %T %P").stdout.split()
+    node = other_cluster.run(
+        "sinfo", "--noheader", "--Node", "--format=%N %c %G %T %P"
+    ).stdout.split()
     assert node == ["n1", "3", "gpu:2", "idle", "debug*"]
     gpus = other_cluster.run("srun", "--gpus-per-node=2", "printenv", "CUDA_VISIBLE_DEVICES")
     assert gpus.stdout == "0,1\n", gpus.stderr
@@ -87,7 +89,10 @@ def test_life_cycle(other_cluster: MiniSlurm) -> None:
 
 
 def test_comes_back_after_a_crash(other_cluster: MiniSlurm) -> None:
-    """A controller that was killed is seen by status; up then starts a fresh cluster in the same folder."""
+    """A controller that was killed is seen by status.
+
+    Up then starts a fresh cluster in the same folder.
+    """
     assert other_cluster.script("up", "--nodes=1").returncode == 0
     pid = int((other_cluster.folder / "run" / "slurmctld.pid").read_text())
     os.kill(pid, 9)
@@ -106,10 +111,14 @@ def test_works_where_host_names_cannot_be_set(other_cluster: MiniSlurm, short_tm
     refuses.mkdir()
     (refuses / "unshare").write_text("#!/bin/sh\nexit 1\n")
     (refuses / "unshare").chmod(0o755)
-    up = other_cluster.script("up", env=dict(os.environ, PATH=f"{refuses}{os.pathsep}{os.environ['PATH']}"))
+    up = other_cluster.script(
+        "up", env=dict(os.environ, PATH=f"{refuses}{os.pathsep}{os.environ['PATH']}")
+    )
     assert up.returncode == 0, up.stderr
     assert not other_cluster.has_own_host_names()
-    nodes = other_cluster.run("srun", "-N2", "-n2", "--ntasks-per-node=1", "printenv", "SLURMD_NODENAME")
+    nodes = other_cluster.run(
+        "srun", "-N2", "-n2", "--ntasks-per-node=1", "printenv", "SLURMD_NODENAME"
+    )
     assert sorted(nodes.stdout.split()) == ["n1", "n2"], nodes.stderr
 
 
@@ -130,7 +139,9 @@ def test_mpi_over_pmi2(mini_slurm: MiniSlurm, tmp_path: Path) -> None:
         *(sys.executable, "-m", "mpi4py", str(program)),
     )
     assert srun.returncode == 0, srun.stderr
-    lines = sorted(line.split()[1:] for line in srun.stdout.splitlines() if line.startswith("hello "))
+    lines = sorted(
+        line.split()[1:] for line in srun.stdout.splitlines() if line.startswith("hello ")
+    )
     assert [line[:3] for line in lines] == [[str(rank), "4", "6"] for rank in range(4)]
     if mini_slurm.has_own_host_names():
         assert [line[3] for line in lines] == ["n1", "n1", "n2", "n2"]
@@ -139,7 +150,15 @@ def test_mpi_over_pmi2(mini_slurm: MiniSlurm, tmp_path: Path) -> None:
 def test_ranks_find_each_other_whatever_lies_in_memory(mini_slurm: MiniSlurm) -> None:
     """The engine starts MPI over PMI-2 where noise lies behind the addresses that MPI exchanges."""
     srun = mini_slurm.run(
-        *("srun", "-N2", "-n4", "--ntasks-per-node=2", "--mpi=pmi2", "--kill-on-bad-exit=1", "--time=1"),
+        *(
+            "srun",
+            "-N2",
+            "-n4",
+            "--ntasks-per-node=2",
+            "--mpi=pmi2",
+            "--kill-on-bad-exit=1",
+            "--time=1",
+        ),
         *(sys.executable, "-c", FROM_NOISE),
         cwd=Path(__file__).resolve().parents[2],
     )
@@ -153,7 +172,9 @@ def test_slurm_conf_is_set_for_tests(mini_slurm: MiniSlurm) -> None:
     assert os.environ["SLURM_CONF"] == str(mini_slurm.conf)
 
 
-def test_missing_packages_are_named(cluster_in: Callable[[Path], MiniSlurm], tmp_path: Path) -> None:
+def test_missing_packages_are_named(
+    cluster_in: Callable[[Path], MiniSlurm], tmp_path: Path
+) -> None:
     """Where SLURM is not installed, `up` says in one line what to install and exits 2."""
     for program in ("bash", "realpath"):
         (tmp_path / program).symlink_to(str(shutil.which(program)))
@@ -173,7 +194,9 @@ def test_missing_packages_are_named(cluster_in: Callable[[Path], MiniSlurm], tmp
         (["up", "--dir=/tmp/" + "x" * 80], "at most 60"),
     ],
 )
-def test_bad_usage(arguments: list[str], says: str, cluster_in: Callable[[Path], MiniSlurm], short_tmp: Path) -> None:
+def test_bad_usage(
+    arguments: list[str], says: str, cluster_in: Callable[[Path], MiniSlurm], short_tmp: Path
+) -> None:
     """A wrong command line ends with exit code 2 and one line."""
     result = cluster_in(short_tmp / "unused").script(*arguments)
     assert result.returncode == 2

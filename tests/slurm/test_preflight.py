@@ -1,4 +1,7 @@
-"""The preflight and the probe on the mini cluster: what could never start is refused before it is queued."""
+"""The preflight and the probe on the mini cluster.
+
+What could never start is refused before it is queued.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,11 @@ from tests.slurm.mini_runs import CONFIGURATION, ROOT, jobs
 if TYPE_CHECKING:
     from tests.slurm.conftest import MiniSlurm
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300), pytest.mark.usefixtures("no_job_is_left")]
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.timeout(300),
+    pytest.mark.usefixtures("no_job_is_left"),
+]
 
 IN_A_JOB = """
 import os, sys, pathlib
@@ -31,24 +38,48 @@ probe_in_job(spec, job_spec(spec), folder, rank_environment(1, keep_slurm=True) 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["cluster.partition=nope"], "cluster.partition=nope: this SLURM has no such partition; allowed: debug; "),
-        (["cluster.gpus_per_node=4"], "cluster.gpus_per_node=4: a node of partition debug has at most 0 GPUs; "),
-        (["parallel.replicas=3", "cluster.nodes=3"], "cluster.nodes=3: partition debug has 2 nodes; "),
+        (
+            ["cluster.partition=nope"],
+            "cluster.partition=nope: this SLURM has no such partition; allowed: debug; ",
+        ),
+        (
+            ["cluster.gpus_per_node=4"],
+            "cluster.gpus_per_node=4: a node of partition debug has at most 0 GPUs; ",
+        ),
+        (
+            ["parallel.replicas=3", "cluster.nodes=3"],
+            "cluster.nodes=3: partition debug has 2 nodes; ",
+        ),
         (
             ["cluster.cpus_per_rank=3"],
             "cluster.cpus_per_rank=3: times 2 ranks a node is 6, and a node of partition debug ",
         ),
-        (["cluster.minutes=1441"], "cluster.minutes=1441: partition debug allows at most 1440 minutes; "),
-        (["+cluster.sbatch.constraint=x"], "cluster=mini: sbatch refuses the job: Invalid feature specification; "),
+        (
+            ["cluster.minutes=1441"],
+            "cluster.minutes=1441: partition debug allows at most 1440 minutes; ",
+        ),
+        (
+            ["+cluster.sbatch.constraint=x"],
+            "cluster=mini: sbatch refuses the job: Invalid feature specification; ",
+        ),
         (["machine.device_bytes=100000"], "above machine.device_bytes=100000"),
-        (["cluster.confirm_above_gpu_hours=-1"], "cluster.confirm_above_gpu_hours=-1.0: must be 0 or more"),
+        (
+            ["cluster.confirm_above_gpu_hours=-1"],
+            "cluster.confirm_above_gpu_hours=-1.0: must be 0 or more",
+        ),
     ],
 )
-def test_what_could_never_start(mini_slurm: MiniSlurm, tmp_path: Path, words: list[str], says: str) -> None:
+def test_what_could_never_start(
+    mini_slurm: MiniSlurm, tmp_path: Path, words: list[str], says: str
+) -> None:
     before = mini_slurm.run("squeue", "--noheader", "--states=all", "--format=%i").stdout
     ended = jobs("submit", *CONFIGURATION, f"runs_dir={tmp_path / 'runs'}", *words)
     assert ended.returncode == (3 if words[0].startswith("machine.device_bytes") else 2)
-    (line,) = [line for line in ended.stderr.splitlines() if not line.startswith("gems: taking the profile")]
+    (line,) = [
+        line
+        for line in ended.stderr.splitlines()
+        if not line.startswith("gems: taking the profile")
+    ]
     assert line.startswith("jobs: ") and says in line
     assert ended.stdout == "" and not (tmp_path / "runs").exists()
     assert mini_slurm.run("squeue", "--noheader", "--states=all", "--format=%i").stdout == before
@@ -73,19 +104,31 @@ def test_the_probe_on_two_nodes(mini_slurm: MiniSlurm, tmp_path: Path) -> None:
     assert (found["world_size"], found["nodes"], found["device_message"]) == (2, 2, "no GPU")
     if mini_slurm.has_own_host_names():
         assert {rank["node"] for rank in found["ranks"]} == {"n1", "n2"}
-    shown = jobs("submit", *CONFIGURATION, f"runs_dir={tmp_path}", "--dry-run", "--json", GEMS_CACHE_DIR=cache)
+    shown = jobs(
+        "submit",
+        *CONFIGURATION,
+        f"runs_dir={tmp_path}",
+        "--dry-run",
+        "--json",
+        GEMS_CACHE_DIR=cache,
+    )
     known = {row["check"]: row for row in json.loads(shown.stdout)["preflight"]}["probe"]
     assert known["ok"] is True and known["said"].startswith("MPICH Version")
 
 
 def test_a_wrong_mpi_is_found_by_the_probe(mini_slurm: MiniSlurm, tmp_path: Path) -> None:
     ended = jobs(
-        "probe", "cluster=mini", "cluster.mpi=none", f"runs_dir={tmp_path}", GEMS_CACHE_DIR=str(tmp_path / "cache")
+        "probe",
+        "cluster=mini",
+        "cluster.mpi=none",
+        f"runs_dir={tmp_path}",
+        GEMS_CACHE_DIR=str(tmp_path / "cache"),
     )
     assert ended.returncode == 2, ended.stderr
     line = ended.stderr.splitlines()[-1]
     assert line.startswith(
-        "jobs: cluster.mpi=none: MPI sees a world of 1 and SLURM started 2 tasks; give the type that fits"
+        "jobs: cluster.mpi=none: MPI sees a world of 1 and SLURM started 2 tasks; give the type"
+        " that fits"
     )
     assert not (tmp_path / "cache").exists()
 
@@ -98,12 +141,21 @@ def test_a_job_probes_first(mini_slurm: MiniSlurm, tmp_path: Path, mpi: str) -> 
     assert prepared.returncode == 0, prepared.stderr
     folder = Path(prepared.stdout.strip())
     (tmp_path / "step.py").write_text(IN_A_JOB)
-    (tmp_path / "job.sh").write_text(f'#!/bin/sh\ncd "{ROOT}" && PYTHONPATH=. exec "{sys.executable}" "$1" "$2"\n')
+    (tmp_path / "job.sh").write_text(
+        f'#!/bin/sh\ncd "{ROOT}" && PYTHONPATH=. exec "{sys.executable}" "$1" "$2"\n'
+    )
     ended = mini_slurm.run(
-        "sbatch", "--wait", "--nodes=2", "--ntasks-per-node=2", f"--output={tmp_path / 'out'}",
+        "sbatch",
+        "--wait",
+        "--nodes=2",
+        "--ntasks-per-node=2",
+        f"--output={tmp_path / 'out'}",
         str(tmp_path / "job.sh"),
-        str(tmp_path / "step.py"), str(folder), env={"GEMS_CACHE_DIR": str(tmp_path / "cache")}, timeout_s=200,
-    )  # fmt: skip
+        str(tmp_path / "step.py"),
+        str(folder),
+        env={"GEMS_CACHE_DIR": str(tmp_path / "cache")},
+        timeout_s=200,
+    )
     said = (tmp_path / "out").read_text()
     if mpi == "pmi2":
         assert ended.returncode == 0, said
@@ -111,5 +163,7 @@ def test_a_job_probes_first(mini_slurm: MiniSlurm, tmp_path: Path, mpi: str) -> 
         assert json.loads((folder / "logs" / "probe.json").read_text())["world_size"] == 2
         assert len(list((tmp_path / "cache").glob("probe-*.json"))) == 1
     else:
-        assert ended.returncode == 1 and "ConfigError: cluster.mpi=none: MPI sees a world of 1" in said
+        assert (
+            ended.returncode == 1 and "ConfigError: cluster.mpi=none: MPI sees a world of 1" in said
+        )
         assert not list((tmp_path / "cache").glob("probe-*.json"))

@@ -68,14 +68,20 @@ def home(tmp_path: Path) -> Path:
 def stale_files(mini_slurm: MiniSlurm) -> Iterator[tuple[Path, Path]]:
     """Yield two old shared-memory files named as MPICH does: one nobody uses, one a job has mapped."""
     prefix = f"/dev/shm/mpich_shm_gemstest{os.getpid()}"
-    stale, mapped = Path(prefix + "_stale"), Path(prefix + "_mapped")
+    stale = Path(prefix + "_stale")
+    mapped = Path(prefix + "_mapped")
     srun = ["srun", "-n1", "--immediate=30", sys.executable, "-c", MAPS, str(mapped)]
     try:
         for path in (stale, mapped):
             path.write_bytes(bytes(mmap.PAGESIZE))
-            os.utime(path, (time.time() + 600,) * 2)  # runs of other tests remove an old file that nobody maps yet
-        # A process outside of the cluster would not do: its maps cannot be read from a user namespace.
-        with subprocess.Popen(srun, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as job:
+            os.utime(
+                path, (time.time() + 600,) * 2
+            )  # runs of other tests remove an old file that nobody maps yet
+        # A process outside of the cluster would not do: its maps cannot be read from a user
+        # namespace.
+        with subprocess.Popen(
+            srun, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as job:
             assert job.stdout is not None
             assert job.stdout.readline() == "mapped\n"
             for path in (stale, mapped):
@@ -87,7 +93,10 @@ def stale_files(mini_slurm: MiniSlurm) -> Iterator[tuple[Path, Path]]:
 
 
 def exit_code(cluster: MiniSlurm, home: Path, *overrides: str, **environment: str) -> int:
-    """Return the exit code of the template's job, with `home` as the repository's folder; -1 for a signal."""
+    """Return the exit code of the template's job, with `home` as the repository's folder.
+
+    -1 for a signal.
+    """
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     sbatch = cluster.run(
         *("sbatch", "--parsable", f"--output={home}/out", str(TEMPLATE), *overrides),
@@ -104,8 +113,13 @@ def exit_code(cluster: MiniSlurm, home: Path, *overrides: str, **environment: st
     return int(found[1]) if found[2] == "0" else -1
 
 
-def test_runs_prepare_ranks_and_collect(mini_slurm: MiniSlurm, home: Path, stale_files: tuple[Path, Path]) -> None:
-    """Four ranks on two nodes form one world in the prepared folder; only unused shared memory is removed."""
+def test_runs_prepare_ranks_and_collect(
+    mini_slurm: MiniSlurm, home: Path, stale_files: tuple[Path, Path]
+) -> None:
+    """Four ranks on two nodes form one world in the prepared folder.
+
+    Only unused shared memory is removed.
+    """
     code = exit_code(mini_slurm, home, "parallel.partitions=4", "a=[1, 2]", CONF="gems_mast")
     assert code == 0, (home / "out").read_text()
     assert (home / "prepared").read_text() == "experiment=gems_mast parallel.partitions=4 a=[1, 2]"

@@ -1,4 +1,7 @@
-"""Habits of sites that the mini cluster lacks, as stand-ins before its commands; runs that users touch meanwhile."""
+"""Habits of sites that the mini cluster lacks, as stand-ins before its commands.
+
+Runs that users touch meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,11 @@ if TYPE_CHECKING:
     from tests.slurm.conftest import MiniSlurm
 
 pytestmark = [
-    pytest.mark.slurm, pytest.mark.cases, pytest.mark.timeout(120), pytest.mark.usefixtures("no_job_is_left"),
-]  # fmt: skip
+    pytest.mark.slurm,
+    pytest.mark.cases,
+    pytest.mark.timeout(120),
+    pytest.mark.usefixtures("no_job_is_left"),
+]
 HELD = "+cluster.sbatch.hold=true"
 SHORT = [*EMULATED, "train.steps=3", "cluster.nodes=1", "cluster.ranks_per_node=4"]
 # A second cluster, whose jobs its commands know with --clusters alone.
@@ -56,7 +62,9 @@ class Site:
     """Commands before those of the mini cluster, and the command line in this process."""
 
     def __init__(self, bin: Path, runs: Path, capfd: pytest.CaptureFixture[str]) -> None:
-        self.bin, self.runs, self.capfd = bin, runs, capfd
+        self.bin = bin
+        self.runs = runs
+        self.capfd = capfd
 
     def has(self, name: str, script: str) -> None:
         """Put a command before the real one, which the script calls REAL."""
@@ -76,13 +84,20 @@ class Site:
     def submit(self, *words: str) -> tuple[str, RunFolder]:
         """Submit a short run."""
         said = self.jobs("submit", *SHORT, f"runs_dir={self.runs}", *words)
-        lines = dict(line.split(maxsplit=1) for line in said.splitlines() if line.startswith(("job ", "folder ")))
+        lines = dict(
+            line.split(maxsplit=1)
+            for line in said.splitlines()
+            if line.startswith(("job ", "folder "))
+        )
         return lines["job"].partition(":")[0], RunFolder(Path(lines["folder"]))
 
 
 @pytest.fixture
 def site(
-    mini_slurm: MiniSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    mini_slurm: MiniSlurm,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> Site:
     (tmp_path / "bin").mkdir()
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
@@ -90,13 +105,20 @@ def site(
 
 
 def test_a_second_cluster(site: Site, mini_slurm: MiniSlurm) -> None:
-    for name, script in (("squeue", ON_SERIAL), ("scancel", ON_SERIAL), ("scontrol", ON_SERIAL), ("sinfo", ON_SERIAL),
-                         ("sbatch", SUBMIT_TO_SERIAL)):  # fmt: skip
+    for name, script in (
+        ("squeue", ON_SERIAL),
+        ("scancel", ON_SERIAL),
+        ("scontrol", ON_SERIAL),
+        ("sinfo", ON_SERIAL),
+        ("sbatch", SUBMIT_TO_SERIAL),
+    ):
         site.has(name, script)
     words = [HELD, "+cluster.sbatch.clusters=serial"]
     job, folder = site.submit(*words)
     assert job.endswith("@serial")
-    assert "JobHeldUser: `scontrol --clusters=serial release" in site.jobs("status", str(folder.path))
+    assert "JobHeldUser: `scontrol --clusters=serial release" in site.jobs(
+        "status", str(folder.path)
+    )
     refused = site.jobs("submit", *SHORT, f"runs_dir={site.runs}", *words, code=2)
     assert f"belongs to job {job}, which has not ended" in refused
     said = site.jobs("cancel", "--yes", str(folder.path))
@@ -130,7 +152,9 @@ def test_a_finished_run_is_requeued_and_submitted_again(site: Site, mini_slurm: 
     job_fields(mini_slurm, job)
 
     def contents() -> dict[str, bytes]:
-        own = [path for path in folder.path.rglob("*") if path.is_file() and path.parent != folder.logs]
+        own = [
+            path for path in folder.path.rglob("*") if path.is_file() and path.parent != folder.logs
+        ]
         return {str(path): path.read_bytes() for path in own}
 
     before = contents()
@@ -138,7 +162,8 @@ def test_a_finished_run_is_requeued_and_submitted_again(site: Site, mini_slurm: 
     log = folder.logs / f"{job}_0_log.out"
 
     def has_run() -> bool:
-        # a job that starts before its node has cleared the first start away fails there, before its script runs
+        # a job that starts before its node has cleared the first start away fails there, before its
+        # script runs
         if "JobState=FAILED" in mini_slurm.run("scontrol", "show", "job", job).stdout:
             mini_slurm.run("scontrol", "requeue", job)
         mini_slurm.run("scontrol", "update", f"jobid={job}", "StartTime=now")
@@ -172,8 +197,19 @@ def test_a_user_without_a_name(site: Site, mini_slurm: MiniSlurm) -> None:
     words = ["unshare", "-U", "--map-user=4242", "--map-group=4242"]
     if subprocess.run([*words, "true"], capture_output=True).returncode != 0:
         pytest.skip("no user namespaces here")
-    argv = [*words, sys.executable, "-m", "jobs", "submit", *SHORT, f"runs_dir={site.runs}", "--dry-run"]
-    ended = subprocess.run(argv, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+    argv = [
+        *words,
+        sys.executable,
+        "-m",
+        "jobs",
+        "submit",
+        *SHORT,
+        f"runs_dir={site.runs}",
+        "--dry-run",
+    ]
+    ended = subprocess.run(
+        argv, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
+    )
     assert ended.returncode == 0, ended.stderr
     assert "#SBATCH --job-name" in ended.stdout and "Traceback" not in ended.stderr
     note("unknown uid", "shown", ended.stderr, 0)

@@ -15,12 +15,25 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from gems.runs.folder import RunFolder
-from tests.slurm.mini_runs import ROOT, job_fields, jobs, said, submit, wait_for_shown_step, wait_for_step, wait_until
+from tests.slurm.mini_runs import (
+    ROOT,
+    job_fields,
+    jobs,
+    said,
+    submit,
+    wait_for_shown_step,
+    wait_for_step,
+    wait_until,
+)
 
 if TYPE_CHECKING:
     from tests.slurm.conftest import MiniSlurm
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300), pytest.mark.usefixtures("no_job_is_left")]
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.timeout(300),
+    pytest.mark.usefixtures("no_job_is_left"),
+]
 WHOLE = "cluster.cpus_per_rank=2"  # 4 ranks fill the 2 nodes of 4 processors
 
 
@@ -31,14 +44,21 @@ def status(runs: Path) -> dict[str, dict[str, Any]]:
     return {run["run_folder"]: run for run in json.loads(ended.stdout)["runs"]}
 
 
-def test_a_running_and_a_pending_job_are_shown_and_cancelled(mini_slurm: MiniSlurm, tmp_path: Path) -> None:
+def test_a_running_and_a_pending_job_are_shown_and_cancelled(
+    mini_slurm: MiniSlurm, tmp_path: Path
+) -> None:
     runs = tmp_path / "it's $HOME"
     first, goes = submit(runs, "train.steps=100000", WHOLE)
     wait_for_shown_step(goes, 3)
     second, waits = submit(runs, "train.steps=100000", WHOLE, "name='waits \"here\"'")
-    wait_until(lambda: status(runs)[str(waits.path)]["note"] in ("Resources", "Priority"), 60, "no reason is shown")
+    wait_until(
+        lambda: status(runs)[str(waits.path)]["note"] in ("Resources", "Priority"),
+        60,
+        "no reason is shown",
+    )
     seen = status(runs)
-    running, pending = seen[str(goes.path)], seen[str(waits.path)]
+    running = seen[str(goes.path)]
+    pending = seen[str(waits.path)]
     assert (running["state"], running["job_id"], running["is_guess"]) == ("running", first, False)
     assert running["step"] >= 3 and running["steps"] == 100000
     assert running["images_per_s"] > 0 and running["loss"] > 0 and running["beat_age_s"] < 30
@@ -61,8 +81,12 @@ def test_a_log_is_followed_from_the_queue_to_the_end(mini_slurm: MiniSlurm, tmp_
     job, folder = submit(tmp_path, "train.steps=4", "+cluster.sbatch.hold=true")
     with subprocess.Popen(
         [sys.executable, "-m", "jobs", "logs", "-f", str(folder.path)],
-        cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
         assert process.stderr is not None
         try:
             held = f"JobHeldUser: `scontrol release {job}` lets it go"
@@ -80,12 +104,18 @@ def test_a_log_is_followed_from_the_queue_to_the_end(mini_slurm: MiniSlurm, tmp_
     assert ranks and all(line.startswith("0: ") for line in ranks)
 
 
-def test_a_job_that_leaves_without_a_word_is_not_shown_as_running(mini_slurm: MiniSlurm, tmp_path: Path) -> None:
+def test_a_job_that_leaves_without_a_word_is_not_shown_as_running(
+    mini_slurm: MiniSlurm, tmp_path: Path
+) -> None:
     """Its launching process is killed: status.json goes on saying that it runs."""
     job, folder = submit(tmp_path, "train.steps=100000")
     wait_for_step(folder, 0)
     os.kill(int(folder.read_status()["pid"]), 9)
-    wait_until(lambda: status(tmp_path)[str(folder.path)]["state"] not in ("running", "stalled"), 60, "it goes on")
+    wait_until(
+        lambda: status(tmp_path)[str(folder.path)]["state"] not in ("running", "stalled"),
+        60,
+        "it goes on",
+    )
     found = status(tmp_path)[str(folder.path)]
     assert RunFolder(folder.path).read_status()["state"] == "running"
     assert (found["state"], found["job_id"]) == ("failed", job)

@@ -29,12 +29,18 @@ from tests.slurm.mini_runs import (
 if TYPE_CHECKING:
     from tests.slurm.conftest import MiniSlurm
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300), pytest.mark.usefixtures("no_job_is_left")]
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.timeout(300),
+    pytest.mark.usefixtures("no_job_is_left"),
+]
 
 
 def test_four_ranks_on_two_nodes_leave_one_trace(mini_slurm: MiniSlurm, tmp_path: Path) -> None:
     """In a folder whose name a shell would take apart."""
-    job, folder = submit(tmp_path / "it's my $HOME", "train.steps=4", "name='four \"ranks\" & more'")
+    job, folder = submit(
+        tmp_path / "it's my $HOME", "train.steps=4", "name='four \"ranks\" & more'"
+    )
     status = end_of(folder)
     assert status["state"] == "finished", said(folder)
     assert (status["job_id"], status["exit_code"], status["launcher"]) == (job, 0, "srun")
@@ -47,10 +53,17 @@ def test_four_ranks_on_two_nodes_leave_one_trace(mini_slurm: MiniSlurm, tmp_path
     fields = job_fields(mini_slurm, job)
     assert (fields["JobState"], fields["ExitCode"]) == ("COMPLETED", "0:0")
     names = sorted(
-        path.name for path in folder.logs.iterdir() if not path.is_symlink() and path.stem != "probe"
+        path.name
+        for path in folder.logs.iterdir()
+        if not path.is_symlink() and path.stem != "probe"
     )  # the first job of a cluster leaves what it probed
-    assert names == [f"{job}_0_log.out", f"{job}_0_result.pkl", f"{job}_submission.sh", f"{job}_submitted.pkl",
-                     "ranks.log"]  # fmt: skip
+    assert names == [
+        f"{job}_0_log.out",
+        f"{job}_0_result.pkl",
+        f"{job}_submission.sh",
+        f"{job}_submitted.pkl",
+        "ranks.log",
+    ]
     assert "images/s" in batch_log(folder)
 
 
@@ -71,11 +84,19 @@ def test_killed_rank_fails_the_job_and_is_named(mini_slurm: MiniSlurm, tmp_path:
     os.kill(victim.pid, signal.SIGKILL)
     status = end_of(folder, limit_s=30)
     fields = job_fields(mini_slurm, job)
-    assert (status["state"], status["exit_code"], status["rank"], status["signal"]) == ("failed", 4, 3, 9)
+    assert (status["state"], status["exit_code"], status["rank"], status["signal"]) == (
+        "failed",
+        4,
+        3,
+        9,
+    )
     assert (status["node"], status["rank_pid"]) == (victim.node, victim.pid)
     assert status["step"] >= victim.step
     (line,) = lines_of_jobs(folder)
-    assert f"rank 3 on node {victim.node} was killed by signal 9 (SIGKILL) in step {status['step']}" in line
+    assert (
+        f"rank 3 on node {victim.node} was killed by signal 9 (SIGKILL) in step {status['step']}"
+        in line
+    )
     assert (fields["JobState"], fields["ExitCode"]) == ("FAILED", "4:0")
     trace = read_trace(folder.trace_h5)
     assert set(trace.events["rank"].tolist()) == {0, 1, 2, 3}
@@ -86,11 +107,15 @@ def test_cancelled_job_leaves_a_status(mini_slurm: MiniSlurm, tmp_path: Path) ->
     wait_for_step(folder, 0)
     mini_slurm.run("scancel", job)
     status = end_of(folder, limit_s=30)
-    assert (status["state"], status["exit_code"]) == ("cancelled", 128 + signal.SIGTERM), said(folder)
+    assert (status["state"], status["exit_code"]) == ("cancelled", 128 + signal.SIGTERM), said(
+        folder
+    )
     assert job_fields(mini_slurm, job)["JobState"] == "CANCELLED"
 
 
-def test_requeued_job_runs_again_beside_the_stale_files(mini_slurm: MiniSlurm, tmp_path: Path) -> None:
+def test_requeued_job_runs_again_beside_the_stale_files(
+    mini_slurm: MiniSlurm, tmp_path: Path
+) -> None:
     """The second attempt has the job's old number; what the first one recorded is kept."""
     job, folder = submit(tmp_path, "train.steps=40", "+cluster.sbatch.requeue=true")
     wait_for_step(folder, 1)
@@ -102,9 +127,21 @@ def test_requeued_job_runs_again_beside_the_stale_files(mini_slurm: MiniSlurm, t
     assert any((folder.path / "attempts" / "001" / "trace").glob("rank*.h5"))
 
 
-def test_dry_run_is_accepted_and_is_what_is_submitted(mini_slurm: MiniSlurm, tmp_path: Path) -> None:
-    runs, words = tmp_path / "it is", ["name='a \"b\" $c'", "train.steps=4"]
-    argv = [sys.executable, "-m", "jobs", "submit", *CONFIGURATION, f'runs_dir="{runs}"', *words, "--dry-run"]
+def test_dry_run_is_accepted_and_is_what_is_submitted(
+    mini_slurm: MiniSlurm, tmp_path: Path
+) -> None:
+    runs = tmp_path / "it is"
+    words = ["name='a \"b\" $c'", "train.steps=4"]
+    argv = [
+        sys.executable,
+        "-m",
+        "jobs",
+        "submit",
+        *CONFIGURATION,
+        f'runs_dir="{runs}"',
+        *words,
+        "--dry-run",
+    ]
     shown = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert shown.returncode == 0, shown.stderr
     assert not runs.exists()
@@ -121,8 +158,18 @@ def test_dry_run_is_accepted_and_is_what_is_submitted(mini_slurm: MiniSlurm, tmp
 
 
 def test_refused_partition_is_one_line(mini_slurm: MiniSlurm, tmp_path: Path) -> None:
-    argv = [sys.executable, "-m", "jobs", "submit", *CONFIGURATION, f"runs_dir={tmp_path}", "cluster.partition=none"]
+    argv = [
+        sys.executable,
+        "-m",
+        "jobs",
+        "submit",
+        *CONFIGURATION,
+        f"runs_dir={tmp_path}",
+        "cluster.partition=none",
+    ]
     ended = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
-    assert line.startswith("jobs: cluster.partition=none: this SLURM has no such partition; allowed: debug")
+    assert line.startswith(
+        "jobs: cluster.partition=none: this SLURM has no such partition; allowed: debug"
+    )

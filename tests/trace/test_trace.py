@@ -42,7 +42,13 @@ def event(rank: int, step: int, start_ns: int, end_ns: int, kind: str = "F") -> 
 def sample_trace() -> Trace:
     """Build a small trace that uses every table, text and attribute type."""
     attributes = root_attributes(
-        "measured", "abc", 2, hostnames=["node0", "node1"], clock_offset_ns=[0, -5], git_commit="none", ratio=0.5
+        "measured",
+        "abc",
+        2,
+        hostnames=["node0", "node1"],
+        clock_offset_ns=[0, -5],
+        git_commit="none",
+        ratio=0.5,
     )
     return Trace(
         attributes=attributes,
@@ -58,14 +64,17 @@ def sample_trace() -> Trace:
 
 
 def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
-    path, written = tmp_path / "new" / "trace.h5", sample_trace()
+    path = tmp_path / "new" / "trace.h5"
+    written = sample_trace()
     write_trace(path, written)
     read = read_trace(path)
     assert read.attributes == written.attributes
     for name in COLUMNS:
         assert getattr(read, name).dtype == DTYPES[name]
         for column in DTYPES[name].names or ():
-            np.testing.assert_array_equal(getattr(read, name)[column], getattr(written, name)[column])
+            np.testing.assert_array_equal(
+                getattr(read, name)[column], getattr(written, name)[column]
+            )
     texts = ("run_yaml", "schedule_rows", "schedule_sha256", "boundaries")
     assert [getattr(read, name) for name in texts] == [getattr(written, name) for name in texts]
     assert (read.source, read.world_size) == ("measured", 2)
@@ -84,16 +93,24 @@ def datasets(path: Path) -> dict[str, dict[str, object]]:
     found: dict[str, dict[str, object]] = {}
     with h5py.File(path, "r") as file:
         file.visititems(
-            lambda name, item: found.update({name: dict(item.attrs)}) if isinstance(item, h5py.Dataset) else None
+            lambda name, item: (
+                found.update({name: dict(item.attrs)}) if isinstance(item, h5py.Dataset) else None
+            )
         )
     return found
 
 
 def test_every_figure_carries_units_and_long_name(tmp_path: Path) -> None:
     write_trace(tmp_path / "trace.h5", sample_trace())
-    found = {name: marks for name, marks in datasets(tmp_path / "trace.h5").items() if name not in TEXTS}
-    assert {f"{table}/{column[0]}" for table, columns in COLUMNS.items() for column in columns} <= set(found)
-    bare = [name for name, attributes in found.items() if not {"units", "long_name"} <= set(attributes)]
+    found = {
+        name: marks for name, marks in datasets(tmp_path / "trace.h5").items() if name not in TEXTS
+    }
+    assert {
+        f"{table}/{column[0]}" for table, columns in COLUMNS.items() for column in columns
+    } <= set(found)
+    bare = [
+        name for name, attributes in found.items() if not {"units", "long_name"} <= set(attributes)
+    ]
     assert bare == []
     for name, attributes in found.items():
         for suffix, unit in (("_ns", "ns"), ("_bytes", "byte"), ("_w", "W")):
@@ -110,14 +127,16 @@ def test_every_text_carries_units_and_long_name(tmp_path: Path) -> None:
 def test_codes_are_named_in_the_file(tmp_path: Path) -> None:
     write_trace(tmp_path / "trace.h5", sample_trace())
     with h5py.File(tmp_path / "trace.h5", "r") as file:
-        kinds, streams = list(file["events"].attrs["kinds"]), list(file["events"].attrs["streams"])
+        kinds = list(file["events"].attrs["kinds"])
+        streams = list(file["events"].attrs["streams"])
     assert (kinds, streams) == (list(KINDS), list(STREAMS))
     assert set(KINDS) == {kind.value for kind in Kind} | {"INPUT"}
 
 
 @pytest.mark.parametrize("version", ["2.0", "10.3", "next", ""])
 def test_a_newer_or_unknown_major_is_refused(tmp_path: Path, version: str) -> None:
-    whole, part = tmp_path / "trace.h5", part_path(tmp_path, 0)
+    whole = tmp_path / "trace.h5"
+    part = part_path(tmp_path, 0)
     write_trace(whole, sample_trace())
     TracePart(part, 0, root_attributes("measured", "abc", 1)).close()
     for path, read in ((whole, read_trace), (part, read_part)):
@@ -145,7 +164,9 @@ def test_what_is_no_trace_is_refused_with_one_line(tmp_path: Path, read: object)
         assert "\n" not in str(caught.value)
 
 
-def write_part(folder: Path, rank: int, offset_ns: int, starts_ns: list[int], loss: float = float("nan")) -> Path:
+def write_part(
+    folder: Path, rank: int, offset_ns: int, starts_ns: list[int], loss: float = float("nan")
+) -> Path:
     """Write one rank's part: a step of 10 ns from each start on its clock, with B written before F."""
     path = part_path(folder, rank)
     attributes = root_attributes(
@@ -155,7 +176,9 @@ def write_part(folder: Path, rank: int, offset_ns: int, starts_ns: list[int], lo
     for step, start in enumerate(starts_ns):
         part.add("events", event(rank, step, start + 5, start + 9, "B"))
         part.add("events", event(rank, step, start, start + 5))
-        part.add("rank_steps", (rank, step, start, start + 10, 8, loss / (step + 1), step == 0, 2.5, 0.1))
+        part.add(
+            "rank_steps", (rank, step, start, start + 10, 8, loss / (step + 1), step == 0, 2.5, 0.1)
+        )
         part.add("samples", (rank, start, -1, 100 + rank, np.nan, np.nan))
         part.flush()
     part.close()
@@ -163,14 +186,23 @@ def write_part(folder: Path, rank: int, offset_ns: int, starts_ns: list[int], lo
 
 
 def test_merging_sorts_by_rank_and_start_on_one_clock(tmp_path: Path) -> None:
-    paths = [write_part(tmp_path, 1, 1000, [1002, 1102], loss=4.0), write_part(tmp_path, 0, 0, [0, 100])]
+    paths = [
+        write_part(tmp_path, 1, 1000, [1002, 1102], loss=4.0),
+        write_part(tmp_path, 0, 0, [0, 100]),
+    ]
     merged = merge_parts(paths, {"signature": "new", "note": "x"})
     assert merged.events["rank"].tolist() == [0] * 4 + [1] * 4
     assert merged.events["start_ns"].tolist() == [0, 5, 100, 105, 2, 7, 102, 107]
-    assert merged.steps.tolist() == [(0, 0, 12, 8, 4.0, 1, 1, 2.5, 0.1), (1, 100, 112, 8, 2.0, 0, 1, 2.5, 0.1)]
+    assert merged.steps.tolist() == [
+        (0, 0, 12, 8, 4.0, 1, 1, 2.5, 0.1),
+        (1, 100, 112, 8, 2.0, 0, 1, 2.5, 0.1),
+    ]
     assert sorted(merged.samples["t_ns"].tolist()) == [0, 2, 100, 102]
     assert merged.attributes["hostnames"] == ["node0", "node1"]
-    assert (merged.attributes["clock_offset_ns"], merged.attributes["clock_error_ns"]) == ([0, 1000], [3, 3])
+    assert (merged.attributes["clock_offset_ns"], merged.attributes["clock_error_ns"]) == (
+        [0, 1000],
+        [3, 3],
+    )
     assert (merged.attributes["signature"], merged.attributes["note"]) == ("new", "x")
     assert not {"rank", "hostname"} & set(merged.attributes)
     write_trace(tmp_path / "trace.h5", merged)
@@ -220,7 +252,11 @@ sys.stdin.read()
 def test_a_part_is_readable_after_sigkill(tmp_path: Path) -> None:
     path = tmp_path / "rank0003.h5"
     child = subprocess.Popen(
-        [sys.executable, "-c", CHILD, str(path)], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", CHILD, str(path)],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     with child:
         assert child.stdout is not None
@@ -239,9 +275,13 @@ def test_a_part_is_readable_after_sigkill(tmp_path: Path) -> None:
 def test_clocks_that_drift_are_set_right_between_two_measurements(tmp_path: Path) -> None:
     """A clock 100 ns ahead at its 1000 and 300 ns ahead at its 2000: half-way it is 200 ns ahead."""
     clock = {
-        "clock_offset_ns": 100, "clock_error_ns": 1, "clock_at_ns": 1000,
-        "clock_end_offset_ns": 300, "clock_end_error_ns": 1, "clock_end_at_ns": 2000,
-    }  # fmt: skip
+        "clock_offset_ns": 100,
+        "clock_error_ns": 1,
+        "clock_at_ns": 1000,
+        "clock_end_offset_ns": 300,
+        "clock_end_error_ns": 1,
+        "clock_end_at_ns": 2000,
+    }
     part = TracePart(tmp_path / "rank0000.h5", 0, root_attributes("measured", "0" * 8, 1, **clock))
     for time_ns in (900, 1000, 1500, 2000, 2500):
         part.add("samples", (0, time_ns, -1, 1, 0.0, 0.0))
@@ -255,7 +295,9 @@ def test_clocks_that_drift_are_set_right_between_two_measurements(tmp_path: Path
 def test_the_allocators_peaks_are_kept_by_rank(tmp_path: Path) -> None:
     for rank, peak in ((0, 7), (1, None)):
         more = {} if peak is None else {"peak_allocated_bytes": peak}
-        TracePart(tmp_path / f"rank{rank:04d}.h5", rank, root_attributes("measured", "0" * 8, 2, **more)).close()
+        TracePart(
+            tmp_path / f"rank{rank:04d}.h5", rank, root_attributes("measured", "0" * 8, 2, **more)
+        ).close()
     merged = merge_parts(sorted(tmp_path.glob("*.h5")), {})
     assert merged.attributes["peak_allocated_bytes"] == [7, -1]
 
@@ -269,7 +311,9 @@ def test_a_part_of_an_older_version_has_no_norm_and_no_rate(tmp_path: Path) -> N
             del file["rank_steps"]
             file["rank_steps"] = table[old]
     merged = merge_parts(paths, {})
-    assert merged.steps["step"].tolist() == [0, 1] and bool(np.isnan(merged.steps["learning_rate"]).all())
+    assert merged.steps["step"].tolist() == [0, 1] and bool(
+        np.isnan(merged.steps["learning_rate"]).all()
+    )
     write_trace(tmp_path / "trace.h5", merged)
     with h5py.File(tmp_path / "trace.h5", "r+") as file:
         del file["steps/grad_norm"], file["rank_steps/grad_norm"]
@@ -277,7 +321,9 @@ def test_a_part_of_an_older_version_has_no_norm_and_no_rate(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("is_for_good", [False, True])
-def test_rows_wait_for_a_full_disk_and_the_file_stays_readable(tmp_path: Path, is_for_good: bool) -> None:
+def test_rows_wait_for_a_full_disk_and_the_file_stays_readable(
+    tmp_path: Path, is_for_good: bool
+) -> None:
     """In a process of its own: HDF5 ends it by SIGSEGV if a file cannot be closed."""
     program = """
 import sys
@@ -308,6 +354,10 @@ print(len(read_part(part_path(disk.path, 0)).events), read_part(part_path(disk.p
         assert ended.stderr.splitlines()[0] == waiting
         num_rows, last = map(int, ended.stdout.split())
         if is_for_good:
-            assert 1000 <= num_rows < 1100 and last == 9 and f"lacks {4000 - num_rows} rows" in ended.stderr
+            assert (
+                1000 <= num_rows < 1100
+                and last == 9
+                and f"lacks {4000 - num_rows} rows" in ended.stderr
+            )
         else:
             assert (num_rows, last) == (4000, 39) and len(ended.stderr.splitlines()) == 1

@@ -57,7 +57,8 @@ def disk(tmp_path: Path) -> Iterator[SmallDisk]:
 
 
 def test_a_file_with_a_reserve_is_replaced_on_a_full_disk_again_and_again(disk: SmallDisk) -> None:
-    path, other = disk.path / "a.json", disk.path / "b.json"
+    path = disk.path / "a.json"
+    other = disk.path / "b.json"
     write_json(path, {"x": 0})
     write_json(other, {"x": 0})
     reserve(path)
@@ -68,4 +69,9 @@ def test_a_file_with_a_reserve_is_replaced_on_a_full_disk_again_and_again(disk: 
     with pytest.raises(OSError, match=r"No space left on device: '.*b\.json'"):
         write_json(other, {"x": 1, "more": "m" * 5000})
     assert read_json(other) == {"x": 0}
-    assert sorted(entry.name for entry in disk.path.iterdir()) == [".reserve", "a.json", "b.json", "filler"]
+    assert sorted(entry.name for entry in disk.path.iterdir()) == [
+        ".reserve",
+        "a.json",
+        "b.json",
+        "filler",
+    ]

@@ -34,12 +34,16 @@ def start() -> Iterator[Start]:
 
     def run(handler: str) -> tuple[subprocess.Popen[str], int]:
         process = subprocess.Popen(
-            [sys.executable, "-c", PARENT.format(handler=handler)], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", PARENT.format(handler=handler)],
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert process.stdout is not None
         child = int(process.stdout.readline())
         started.append((process, child))
-        threading.Thread(target=process.wait).start()  # a child of ours must be waited for to be gone
+        threading.Thread(
+            target=process.wait
+        ).start()  # a child of ours must be waited for to be gone
         return started[-1]
 
     yield run
@@ -62,7 +66,8 @@ def test_one_that_is_deaf_and_all_under_it_are_killed(start: Start) -> None:
     started = start_time(child)
     assert end_stranger(process.pid, start_time(process.pid), grace_s=0.3)
     assert process.wait() == -signal.SIGKILL
-    pause, deadline_s = threading.Event(), time.monotonic() + 30.0
+    pause = threading.Event()
+    deadline_s = time.monotonic() + 30.0
     while is_alive(child, started):  # it may take a moment to die
         assert time.monotonic() < deadline_s
         pause.wait(0.02)

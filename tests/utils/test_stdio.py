@@ -17,7 +17,9 @@ print("after")
 
 
 def test_stdout_is_left_alone() -> None:
-    ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60
+    )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == "before\nafter\n"
     assert set(ended.stderr.splitlines()) == {"from C", "from Python"}

@@ -5,7 +5,11 @@ from gems.utils.tables import MIN_LAST_CHARS, RIGHT, name_values, printable, tab
 
 def test_texts_are_left_and_numbers_right_below_their_heads() -> None:
     columns = {"method": "", "peak [MiB]": ".1f", "ranks": "d", "N x M": RIGHT}
-    rows = [("exact", 1234.56, 4, "2 x 2"), ("gpipe, time", 7.0, 16, "16 x 1"), ("none", None, None, None)]
+    rows = [
+        ("exact", 1234.56, 4, "2 x 2"),
+        ("gpipe, time", 7.0, 16, "16 x 1"),
+        ("none", None, None, None),
+    ]
     assert table(columns, rows, title="resnet", indent=2).splitlines() == [
         "resnet",
         "  method       peak [MiB]  ranks   N x M",
@@ -24,9 +28,13 @@ def test_a_text_stands_in_a_column_of_numbers() -> None:
 
 
 def test_the_last_column_is_cut_to_the_terminal() -> None:
-    columns, note = {"run": "", "note": ""}, "n" * 60
+    columns = {"run": "", "note": ""}
+    note = "n" * 60
     assert table(columns, [("a", note)], width=50).splitlines()[1] == "a    " + "n" * 42 + "..."
-    assert table(columns, [("a", note)], width=10).splitlines()[1] == "a    " + "n" * (MIN_LAST_CHARS - 3) + "..."
+    assert (
+        table(columns, [("a", note)], width=10).splitlines()[1]
+        == "a    " + "n" * (MIN_LAST_CHARS - 3) + "..."
+    )
     assert table(columns, [("a", note)]).splitlines()[1] == f"a    {note}"
 
 

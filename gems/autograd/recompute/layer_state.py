@@ -1,4 +1,7 @@
-"""State of layers that recomputation must not advance: running statistics, counters and random generators."""
+"""State of layers that recomputation must not advance.
+
+Running statistics, counters and random generators.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# These need no copies: with tracking off they normalise by the batch alone, as in the first forward.
+# These need no copies: with tracking off they normalise by the batch alone, as in the first
+# forward.
 _BATCH_NORMS = (nn.modules.batchnorm._BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
 @dataclass(slots=True)
 class _Entry:
-    """A buffer or number of a layer before a forward: `home[name]` was `value`, a tensor equal to `copy`."""
+    """A buffer or number of a layer before a forward.
+
+    `home[name]` was `value`, a tensor equal to `copy`.
+    """
 
     home: dict[str, Any]
     name: str
@@ -38,9 +45,9 @@ ChangedState = tuple[_Entry, ...]
 class LayerState:
     """Buffers and numeric attributes that a forward changes in its layers.
 
-    What a forward changed is kept for each micro-batch, so that recomputation starts from the same state whatever ran
-    in between. Batch norm's running statistics are left alone by its own switch, `track_running_stats`. Layers of
-    `torch.nn` without buffers have no state.
+    What a forward changed is kept for each micro-batch, so that recomputation starts from the same
+    state whatever ran in between. Batch norm's running statistics are left alone by its own switch,
+    `track_running_stats`. Layers of `torch.nn` without buffers have no state.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -53,14 +60,19 @@ class LayerState:
                 self._others.append(module)
 
     def record(self) -> Callable[[], ChangedState]:
-        """Record the state before a forward; the function returned, called after it, returns what has changed."""
+        """Record the state before a forward.
+
+        The function returned, called after it, returns what has changed.
+        """
         entries = [entry for module in self._others for entry in _entries(module)]
 
         def changed() -> ChangedState:
             found = tuple(entry for entry in entries if entry.has_changed)
             for entry in found:
                 if entry.copy is not None:
-                    entry.value = entry.value if entry.value._version == entry.version else entry.copy
+                    entry.value = (
+                        entry.value if entry.value._version == entry.version else entry.copy
+                    )
                     entry.copy = None
             return found
 
@@ -85,7 +97,10 @@ class LayerState:
 
 
 class RandomState:
-    """The random generators that layers on a device may draw from: torch's, and those that layers own."""
+    """The random generators that layers on a device may draw from.
+
+    Torch's, and those that layers own.
+    """
 
     def __init__(self, root: nn.Module, device: torch.device) -> None:
         self._generators = [torch.default_generator]
@@ -110,7 +125,10 @@ class RandomState:
 
     @contextmanager
     def replay(self, states: Sequence[Tensor] | None) -> Iterator[None]:
-        """Draw from `states` inside the block, and restore the present states after it; do nothing for None."""
+        """Draw from `states` inside the block, and restore the present states after it.
+
+        Do nothing for None.
+        """
         now = None if states is None else self.get()
         try:
             if states is not None:

@@ -18,18 +18,37 @@ from gems.autograd.torch_internals import TorchDispatchMode, TreeSpec, tree_flat
 _aten = torch.ops.aten
 MATMULS = frozenset(
     {
-        _aten.convolution, _aten.addmm, _aten.mm, _aten.bmm, _aten.baddbmm, _aten.addmv, _aten.mv, _aten.dot,
-        _aten._scaled_dot_product_flash_attention, _aten._scaled_dot_product_flash_attention_for_cpu,
-        _aten._scaled_dot_product_efficient_attention, _aten._scaled_dot_product_cudnn_attention,
+        _aten.convolution,
+        _aten.addmm,
+        _aten.mm,
+        _aten.bmm,
+        _aten.baddbmm,
+        _aten.addmv,
+        _aten.mv,
+        _aten.dot,
+        _aten._scaled_dot_product_flash_attention,
+        _aten._scaled_dot_product_flash_attention_for_cpu,
+        _aten._scaled_dot_product_efficient_attention,
+        _aten._scaled_dot_product_cudnn_attention,
     }
-)  # fmt: skip
-# Operators that take a tensor for its shape alone and read nothing of it, as dropout does for its mask.
+)
+# Operators that take a tensor for its shape alone and read nothing of it, as dropout does for its
+# mask.
 _OF_SHAPES = frozenset(
     {
-        "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like",
-        "new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full",
+        "empty_like",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "rand_like",
+        "randn_like",
+        "new_empty",
+        "new_empty_strided",
+        "new_zeros",
+        "new_ones",
+        "new_full",
     }
-)  # fmt: skip
+)
 _OTHERWISE = "the recomputed forward does not call what it called the first time"
 
 
@@ -42,8 +61,8 @@ def is_matmul(func: Any) -> bool:
 class MatmulOutput:
     """The outputs of one call, empty once they are dropped, and how it was called.
 
-    If `is_changed`, the layers changed the outputs in place before anything read them: the changed values are kept,
-    and recomputation leaves that change out.
+    If `is_changed`, the layers changed the outputs in place before anything read them: the changed
+    values are kept, and recomputation leaves that change out.
     """
 
     func: Any
@@ -62,11 +81,15 @@ class MatmulOutput:
     @property
     def is_valid(self) -> bool:
         """Whether it is kept, and nothing has changed it after the layers."""
-        return bool(self.outputs) and self.versions == tuple(tensor._version for tensor in self.tensors())
+        return bool(self.outputs) and self.versions == tuple(
+            tensor._version for tensor in self.tensors()
+        )
 
     def detach(self) -> None:
         """Detach the outputs from their graph; later changes in place still show in their versions."""
-        self.outputs = tuple(value.detach() if isinstance(value, Tensor) else value for value in self.outputs)
+        self.outputs = tuple(
+            value.detach() if isinstance(value, Tensor) else value for value in self.outputs
+        )
         self.versions = tuple(tensor._version for tensor in self.tensors())
 
     def take(self) -> Any:
@@ -87,8 +110,8 @@ class MatmulOutputs(deque[MatmulOutput]):
 class RecordMatmuls(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Keep the outputs of convolutions and matrix products inside the block.
 
-    An output that is changed in place before anything reads it is kept as changed (a convolution before an activation
-    that works in place). One that was read first is dropped, and recomputed.
+    An output that is changed in place before anything reads it is kept as changed (a convolution
+    before an activation that works in place). One that was read first is dropped, and recomputed.
     """
 
     def __init__(self, outputs: MatmulOutputs, random: RandomState) -> None:
@@ -120,23 +143,30 @@ class RecordMatmuls(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _track(self, func: Any, args: Any, kwargs: Any) -> None:
         if not self._by_memory or _is_view(func) or func._overloadpacket.__name__ in _OF_SHAPES:
             return
-        places, names = {place for place, _ in _written(func)}, {name for _, name in _written(func)}
+        places = {place for place, _ in _written(func)}
+        names = {name for _, name in _written(func)}
         written = _memories(_targets(func, args, kwargs))
         positional = [value for place, value in enumerate(args) if place not in places]
-        read = _memories((positional, [value for name, value in kwargs.items() if name not in names]))
+        read = _memories(
+            (positional, [value for name, value in kwargs.items() if name not in names])
+        )
         for memory in read & self._by_memory.keys():
             self._by_memory[memory].is_read = True
         for memory in written & self._by_memory.keys():
             entry = self._by_memory[memory]
             if entry.is_read or not _can_skip(func):
                 entry.outputs = ()
-                self._by_memory = {key: other for key, other in self._by_memory.items() if other is not entry}
+                self._by_memory = {
+                    key: other for key, other in self._by_memory.items() if other is not entry
+                }
             else:
                 entry.is_changed = True
 
 
 class ReplayMatmuls(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Return the kept outputs, in order, instead of computing them; autograd records the calls all the same.
+    """Return the kept outputs, in order, instead of computing them.
+
+    Autograd records the calls all the same.
 
     Raises:
         RuntimeError: the layers do not make the same calls as the first time.
@@ -180,7 +210,9 @@ class ReplayMatmuls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         shapes = _shapes(args, kwargs)
         if entry.func is not func or entry.shapes != shapes:
             was = f"{entry.func} of {[tuple(shape) for shape in entry.shapes]}"
-            raise RuntimeError(f"{_OTHERWISE}: {func} of {[tuple(shape) for shape in shapes]}, was {was}")
+            raise RuntimeError(
+                f"{_OTHERWISE}: {func} of {[tuple(shape) for shape in shapes]}, was {was}"
+            )
         return entry
 
 
@@ -198,7 +230,9 @@ def _memories(values: Any) -> set[int]:
 
 
 def _shapes(args: Any, kwargs: Any) -> tuple[torch.Size, ...]:
-    return tuple(value.shape for value in tree_flatten((args, kwargs))[0] if isinstance(value, Tensor))
+    return tuple(
+        value.shape for value in tree_flatten((args, kwargs))[0] if isinstance(value, Tensor)
+    )
 
 
 @cache
@@ -228,4 +262,6 @@ def _can_skip(func: Any) -> bool:
 
 
 def _targets(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    return [args[place] if place < len(args) else kwargs.get(name) for place, name in _written(func)]
+    return [
+        args[place] if place < len(args) else kwargs.get(name) for place, name in _written(func)
+    ]

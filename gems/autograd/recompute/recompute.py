@@ -20,8 +20,9 @@ Run = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
 class RecomputeContext:
     """What the first forward of a micro-batch leaves for its recomputation, besides the inputs.
 
-    `random` is the state that random numbers were drawn from, None if none were drawn; `state` the state of layers
-    before what the forward changed; `matmuls` what selective recomputation does not compute twice.
+    `random` is the state that random numbers were drawn from, None if none were drawn; `state` the
+    state of layers before what the forward changed; `matmuls` what selective recomputation does not
+    compute twice.
     """
 
     random: tuple[Tensor, ...] | None = None
@@ -29,20 +30,26 @@ class RecomputeContext:
     matmuls: MatmulOutputs | None = None
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors of activation size that are kept, outputs of matrix products; each is freed when used."""
+        """Yield the tensors of activation size that are kept, outputs of matrix products.
+
+        Each is freed when used.
+        """
         return iter(()) if self.matmuls is None else self.matmuls.tensors()
 
     def drop(self) -> None:
         """Free all that is kept."""
-        self.random, self.state, self.matmuls = None, (), None
+        self.random = None
+        self.state = ()
+        self.matmuls = None
 
 
 class Recomputation:
     """Neighbouring layers that run without a graph first, and later again with one (Chen et al. 2016, section 3).
 
-    Both runs return the same bits, and leave all as after one run: random numbers are drawn once, running statistics
-    and counters advance once. If `is_selective`, outputs of convolutions and matrix products are kept and only what
-    lies between them is recomputed. Micro-batches may be in flight in any order.
+    Both runs return the same bits, and leave all as after one run: random numbers are drawn once,
+    running statistics and counters advance once. If `is_selective`, outputs of convolutions and
+    matrix products are kept and only what lies between them is recomputed. Micro-batches may be in
+    flight in any order.
     """
 
     def __init__(self, modules: nn.ModuleList, is_selective: bool = False) -> None:
@@ -51,14 +58,19 @@ class Recomputation:
         self._state = LayerState(modules)
         self._random: RandomState | None = None
 
-    def forward(self, inputs: Sequence[Tensor], run: Run | None = None) -> tuple[tuple[Tensor, ...], RecomputeContext]:
-        """Run the layers and drop what autograd saves; return the outputs, detached, and what `recompute` needs.
+    def forward(
+        self, inputs: Sequence[Tensor], run: Run | None = None
+    ) -> tuple[tuple[Tensor, ...], RecomputeContext]:
+        """Run the layers and drop what autograd saves.
 
-        `inputs` are as they will be given to `recompute`; those whose gradient is wanted require it here too. `run`
-        runs the layers, for example with a loss after them; by default one after the other.
+        Return the outputs, detached, and what `recompute` needs.
+        `inputs` are as they will be given to `recompute`; those whose gradient is wanted require it
+        here too. `run` runs the layers, for example with a loss after them; by default one after
+        the other.
 
         Raises:
-            RuntimeError: a layer changes an input in place, which then could not be given to it again.
+            RuntimeError: a layer changes an input in place, which then could not be given to it
+            again.
         """
         random = self._random_state(inputs)
         drawn_from = random.get()
@@ -68,15 +80,21 @@ class Recomputation:
         recording: AbstractContextManager[object] = (
             nullcontext() if context.matmuls is None else RecordMatmuls(context.matmuls, random)
         )
-        # This run too records a graph, whose tensors are dropped: kernels may depend on whether there is one.
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_drop, _refuse), recording:
+        # This run too records a graph, whose tensors are dropped: kernels may depend on whether
+        # there is one.
+        with (
+            torch.enable_grad(),
+            torch.autograd.graph.saved_tensors_hooks(_drop, _refuse),
+            recording,
+        ):
             made = (run or self._run)(tuple(inputs))
         outputs = tuple(tensor.detach() for tensor in made)
         for number, (tensor, version) in enumerate(zip(inputs, versions, strict=True)):
             if tensor._version != version:
                 raise RuntimeError(
-                    f"input {number} of shape {tuple(tensor.shape)} is changed in place by layers that are to be "
-                    "recomputed from it: keep what these layers save, or let them write to a new tensor"
+                    f"input {number} of shape {tuple(tensor.shape)} is changed in place by layers"
+                    " that are to be recomputed from it: keep what these layers save, or let them"
+                    " write to a new tensor"
                 )
         context.state = changed()
         if random.has_advanced(drawn_from):
@@ -98,7 +116,12 @@ class Recomputation:
             nullcontext() if context.matmuls is None else ReplayMatmuls(context.matmuls, random)
         )
         try:
-            with torch.enable_grad(), self._state.replay(context.state), random.replay(context.random), replaying:
+            with (
+                torch.enable_grad(),
+                self._state.replay(context.state),
+                random.replay(context.random),
+                replaying,
+            ):
                 return (run or self._run)(tuple(inputs))
         finally:
             context.drop()
@@ -119,4 +142,6 @@ def _drop(tensor: Tensor) -> None:
 
 
 def _refuse(nothing: None) -> Tensor:
-    raise RuntimeError("a backward inside of a forward that is to be recomputed: nothing was saved for it")
+    raise RuntimeError(
+        "a backward inside of a forward that is to be recomputed: nothing was saved for it"
+    )

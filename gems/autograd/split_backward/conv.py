@@ -35,10 +35,14 @@ class _Conv(Function):
     """Compute the input gradient in backward, and keep (x, output gradient) for the weight gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, context: Context) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, context: Context
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         # saved-tensor hooks return another object for a saved parameter
-        ctx.context, ctx.version, ctx.parameters = context, x._version, (weight, bias)
+        ctx.context = context
+        ctx.version = x._version
+        ctx.parameters = (weight, bias)
         return torch.convolution(x, weight, bias, *context[2])
 
     @staticmethod
@@ -50,7 +54,11 @@ class _Conv(Function):
         bias = ctx.parameters[1]
         bias_sizes = None if bias is None else list(bias.shape)
         wanted = (False, needs_weight, needs_bias)
-        targets = [Target(tensor) for tensor, needed in zip(ctx.parameters, wanted[1:], strict=True) if needed]
+        targets = [
+            Target(tensor)
+            for tensor, needed in zip(ctx.parameters, wanted[1:], strict=True)
+            if needed
+        ]
         if targets:
             own = ctx.parameters[0]  # holding `ctx` would hold x too
 
@@ -69,7 +77,12 @@ _apply_conv: Callable[..., Tensor] = _Conv.apply
 
 
 def convolution(
-    deferred: DeferredGradients | None, name: str, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry
+    deferred: DeferredGradients | None,
+    name: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    geometry: Geometry,
 ) -> Tensor:
     """Convolve; the weight gradients are deferred where that is wanted and the weights are parameters without hooks."""
     if deferred is None or not can_wait(weight) or not (bias is None or can_wait(bias)):
@@ -93,18 +106,26 @@ def conv(deferred: DeferredGradients, name: str, module: Any, x: Tensor) -> Tens
         # an even kernel pads one more on the right of its dimension
         if any(total % 2 for total in totals):
             x = functional.pad(x, [side for total in reversed(totals) for side in (0, total % 2)])
-    geometry = Geometry(module.stride, padding, module.dilation, False, (0,) * len(padding), module.groups)
+    geometry = Geometry(
+        module.stride, padding, module.dilation, False, (0,) * len(padding), module.groups
+    )
     return _apply(deferred, name, module, x, geometry)
 
 
 def conv_transposed(
-    deferred: DeferredGradients, name: str, module: Any, x: Tensor, output_size: list[int] | None = None
+    deferred: DeferredGradients,
+    name: str,
+    module: Any,
+    x: Tensor,
+    output_size: list[int] | None = None,
 ) -> Tensor | None:
     """Run the forward of nn.ConvTranspose1d, 2d or 3d; None where its backward cannot be split."""
     if not _can_split(module, x) or module.padding_mode != "zeros":
         return None
     sizes: Any = (module.stride, module.padding, module.kernel_size)
-    more = tuple(module._output_padding(x, output_size, *sizes, len(module.kernel_size), module.dilation))
+    more = tuple(
+        module._output_padding(x, output_size, *sizes, len(module.kernel_size), module.dilation)
+    )
     geometry = Geometry(module.stride, sizes[1], module.dilation, True, more, module.groups)
     return _apply(deferred, name, module, x, geometry)
 
@@ -118,7 +139,9 @@ def _can_split(module: Any, x: Tensor) -> bool:
     )
 
 
-def _apply(deferred: DeferredGradients, name: str, module: Any, x: Tensor, geometry: Geometry) -> Tensor:
+def _apply(
+    deferred: DeferredGradients, name: str, module: Any, x: Tensor, geometry: Geometry
+) -> Tensor:
     is_batched = x.dim() == module.weight.dim()
     batch = x if is_batched else x.unsqueeze(0)
     made = _apply_conv(batch, module.weight, module.bias, (deferred, name, geometry))

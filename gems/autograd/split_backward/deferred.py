@@ -29,11 +29,16 @@ class Target:
 
     @classmethod
     def from_tensor(cls, tensor: Tensor) -> Target | None:
-        """Return the target for `tensor`; None if its gradient must pass through more of the graph, or a hook."""
+        """Return the target for `tensor`.
+
+        None if its gradient must pass through more of the graph, or a hook.
+        """
         if tensor.is_leaf:
             return None if has_hooks(tensor) else cls(tensor)
         base = tensor._base
-        is_part = base is not None and base.is_leaf and base.is_contiguous() and tensor.is_contiguous()
+        is_part = (
+            base is not None and base.is_leaf and base.is_contiguous() and tensor.is_contiguous()
+        )
         if base is None or not is_part or has_hooks(base):
             return None
         return cls(base, int(tensor.storage_offset() - base.storage_offset()), tuple(tensor.shape))
@@ -44,7 +49,10 @@ class Target:
         return id(self.parameter), self.start
 
     def add(self, gradient: Tensor) -> None:
-        """Add to the parameter's gradient in place, as autograd does; of a low copy to that of the weight."""
+        """Add to the parameter's gradient in place, as autograd does.
+
+        Of a low copy to that of the weight.
+        """
         parameter = getattr(self.parameter, "master", self.parameter)
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -67,7 +75,9 @@ def has_hooks(parameter: Tensor) -> bool:
     """Return whether a parameter has hooks on its gradient, unlike the toolkit's on a low copy."""
     if hasattr(parameter, "master"):
         return has_hooks(parameter.master)
-    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+    return bool(
+        parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+    )
 
 
 def can_wait(parameter: Tensor) -> bool:
@@ -78,14 +88,17 @@ def can_wait(parameter: Tensor) -> bool:
 class DeferredGradients:
     """Weight gradients of one backward that are still to be computed, in the order of I's backward.
 
-    Bits equal those of a full backward: the same kernels run on the same tensors, and the gradients of a parameter
-    that is used several times are summed in the order of autograd's engine before they are added to `grad`.
+    Bits equal those of a full backward: the same kernels run on the same tensors, and the gradients
+    of a parameter that is used several times are summed in the order of autograd's engine before
+    they are added to `grad`.
     """
 
     def __init__(self) -> None:
         self._records: deque[_Record] = deque()
 
-    def add(self, layer: str, targets: Sequence[Target], kept: Sequence[Tensor], compute: Compute) -> None:
+    def add(
+        self, layer: str, targets: Sequence[Target], kept: Sequence[Tensor], compute: Compute
+    ) -> None:
         """Keep tensors until `run` calls `compute` on them for the gradients of `targets`."""
         versions = tuple(tensor._version for tensor in kept)
         self._records.append(_Record(layer, tuple(targets), tuple(kept), versions, compute))
@@ -110,7 +123,10 @@ class DeferredGradients:
 
 
 def _run(record: _Record, uses: Counter[Key], sums: dict[Key, Tensor]) -> None:
-    """Compute the gradients of one record; a function of its own, so that they are freed before the next are made."""
+    """Compute the gradients of one record.
+
+    A function of its own, so that they are freed before the next are made.
+    """
     for tensor, version in zip(record.kept, record.versions, strict=True):
         check_unchanged(tensor, version, record.layer)
     gradients = record.compute(*record.kept)

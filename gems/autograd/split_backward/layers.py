@@ -24,17 +24,19 @@ _SPLIT_FORWARDS: dict[type[nn.Module], Forward] = {
     nn.Embedding: embedding,
     nn.MultiheadAttention: attention,
 }
-# One kernel computes both gradients: apart they cost 1.44 (batch), 1.56 (group) and 1.09 (layer) times as much on a
-# CPU (`scripts/bench/split.py`), and the weight's would hold two tensors of activation size until W.
+# One kernel computes both gradients: apart they cost 1.44 (batch), 1.56 (group) and 1.09 (layer)
+# times as much on a CPU (`scripts/bench/split.py`), and the weight's would hold two tensors of
+# activation size until W.
 _UNSPLIT_BY_CHOICE = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
 
 class SplitLayers:
     """The layers of one stage whose weight gradients can wait until W.
 
-    Only the `forward` of instances is replaced, which outside of `defer_to` runs the class's own. Other layers with
-    parameters have a full backward at I: normalisation by choice, all others because nothing is known of them, or
-    because hooks on the gradients of their parameters are called then.
+    Only the `forward` of instances is replaced, which outside of `defer_to` runs the class's own.
+    Other layers with parameters have a full backward at I: normalisation by choice, all others
+    because nothing is known of them, or because hooks on the gradients of their parameters are
+    called then.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -43,11 +45,14 @@ class SplitLayers:
         chosen = {
             name: split
             for name, module in found.items()
-            if (split := _split_forward(module)) is not None and not any(map(has_hooks, _own_parameters(module)))
+            if (split := _split_forward(module)) is not None
+            and not any(map(has_hooks, _own_parameters(module)))
         }
         self._exclude_shared(found, chosen)
         self._unsplit = {
-            name for name in found if name not in chosen and not isinstance(found[name], _UNSPLIT_BY_CHOICE)
+            name
+            for name in found
+            if name not in chosen and not isinstance(found[name], _UNSPLIT_BY_CHOICE)
         }
         for name, split in chosen.items():
             module = found[name]
@@ -63,8 +68,12 @@ class SplitLayers:
 
     @contextmanager
     def defer_to(self, deferred: DeferredGradients | None) -> Iterator[None]:
-        """Make layers that run inside the block defer their weight gradients to `deferred`; None changes nothing."""
-        before, self._deferred = self._deferred, deferred
+        """Make layers that run inside the block defer their weight gradients to `deferred`.
+
+        None changes nothing.
+        """
+        before = self._deferred
+        self._deferred = deferred
         try:
             yield
         finally:
@@ -82,14 +91,20 @@ class SplitLayers:
                 if name not in chosen
                 for parameter in _own_parameters(module)
             }
-            shared = [name for name in chosen if any(id(parameter) in whole for parameter in found[name].parameters())]
+            shared = [
+                name
+                for name in chosen
+                if any(id(parameter) in whole for parameter in found[name].parameters())
+            ]
             if not shared:
                 return
             for name in shared:
                 del chosen[name]
 
 
-def _run(layers: SplitLayers, name: str, module: nn.Module, split: Forward, *args: Any, **kwargs: Any) -> Any:
+def _run(
+    layers: SplitLayers, name: str, module: nn.Module, split: Forward, *args: Any, **kwargs: Any
+) -> Any:
     """Run one layer, split if that is asked for and possible."""
     deferred = layers._deferred
     if deferred is not None and torch.is_grad_enabled():
@@ -112,7 +127,10 @@ def _cast_for(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | Non
     low = torch.get_autocast_dtype(device)
     if any(parameter.dtype is torch.float32 for parameter in _own_parameters(module)):
         return None
-    return tuple(arg.to(low) if isinstance(arg, torch.Tensor) and arg.dtype is torch.float32 else arg for arg in args)
+    return tuple(
+        arg.to(low) if isinstance(arg, torch.Tensor) and arg.dtype is torch.float32 else arg
+        for arg in args
+    )
 
 
 def _own_parameters(module: nn.Module) -> list[nn.Parameter]:

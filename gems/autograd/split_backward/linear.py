@@ -21,8 +21,8 @@ _ATTENTION_HELPERS = ("multi_head_attention_forward", "_in_projection_packed", "
 class _Linear(Function):
     """Compute the input gradient of x W^T + b in backward, and keep (x, output gradient) for the weights."""
 
-    # Kernels are torch's own, which depend on the layout of x: with contiguous x the bias is part of one matrix
-    # product, otherwise it is added to the product of a copy of x.
+    # Kernels are torch's own, which depend on the layout of x: with contiguous x the bias is part
+    # of one matrix product, otherwise it is added to the product of a copy of x.
 
     @staticmethod
     def forward(
@@ -35,7 +35,10 @@ class _Linear(Function):
         is_fused = x.dim() == 2 or x.is_contiguous()
         flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         ctx.save_for_backward(flat, weight)
-        ctx.context, ctx.shape, ctx.version, ctx.is_fused = context, x.shape, flat._version, is_fused
+        ctx.context = context
+        ctx.shape = x.shape
+        ctx.version = flat._version
+        ctx.is_fused = is_fused
         if is_fused:
             made = functional.linear(x, weight, bias)
         else:
@@ -75,7 +78,9 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
-def linear_map(deferred: DeferredGradients, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+def linear_map(
+    deferred: DeferredGradients, name: str, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor | None:
     """Return x W^T + b over the last dimension of x; None if its backward cannot be split.
 
     `weight` (out_features, in_features) and `bias` are parameters or rows of some.
@@ -86,7 +91,9 @@ def linear_map(deferred: DeferredGradients, name: str, x: Tensor, weight: Tensor
     if None in found or not is_plain or x.is_complex():
         return None
     targets = [
-        target for target, parameter in zip(found, parameters, strict=True) if target and parameter.requires_grad
+        target
+        for target, parameter in zip(found, parameters, strict=True)
+        if target and parameter.requires_grad
     ]
     return _apply_linear(x, weight, bias, (deferred, name, targets))
 
@@ -101,10 +108,19 @@ class _Embedding(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, deferred: DeferredGradients, name: str, weight: Tensor, indices: Tensor, padding: int, is_scaled: bool
+        ctx: Any,
+        deferred: DeferredGradients,
+        name: str,
+        weight: Tensor,
+        indices: Tensor,
+        padding: int,
+        is_scaled: bool,
     ) -> Tensor:
         ctx.save_for_backward(indices)
-        ctx.deferred, ctx.name, ctx.weight, ctx.version = deferred, name, weight, indices._version
+        ctx.deferred = deferred
+        ctx.name = name
+        ctx.weight = weight
+        ctx.version = indices._version
         ctx.options = (weight.shape[0], padding, is_scaled)
         return torch.embedding(weight, indices, padding, is_scaled)
 
@@ -115,7 +131,11 @@ class _Embedding(Function):
         num, padding, is_scaled = ctx.options
 
         def compute(indices: Tensor, gradient: Tensor) -> list[Tensor]:
-            return [torch.ops.aten.embedding_dense_backward.default(gradient, indices, num, padding, is_scaled)]
+            return [
+                torch.ops.aten.embedding_dense_backward.default(
+                    gradient, indices, num, padding, is_scaled
+                )
+            ]
 
         ctx.deferred.add(ctx.name, [Target(ctx.weight)], (indices, gradient), compute)
         return (None,) * 6
@@ -124,18 +144,31 @@ class _Embedding(Function):
 _apply_embedding: Callable[..., Tensor] = _Embedding.apply
 
 
-def embedding(deferred: DeferredGradients, name: str, module: Any, indices: Tensor) -> Tensor | None:
-    """Run the forward of nn.Embedding; None where its backward cannot be split (sparse, or with max_norm)."""
+def embedding(
+    deferred: DeferredGradients, name: str, module: Any, indices: Tensor
+) -> Tensor | None:
+    """Run the forward of nn.Embedding.
+
+    None where its backward cannot be split (sparse, or with max_norm).
+    """
     weight = module.weight
-    if module.sparse or module.max_norm is not None or not can_wait(weight) or not weight.requires_grad:
+    if (
+        module.sparse
+        or module.max_norm is not None
+        or not can_wait(weight)
+        or not weight.requires_grad
+    ):
         return None
     padding = -1 if module.padding_idx is None else module.padding_idx
     return _apply_embedding(deferred, name, weight, indices, padding, module.scale_grad_by_freq)
 
 
-def attention(deferred: DeferredGradients, name: str, module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run torch's own forward of nn.MultiheadAttention with split linear maps; bits are those of torch.
+def attention(
+    deferred: DeferredGradients, name: str, module: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Run torch's own forward of nn.MultiheadAttention with split linear maps.
 
+    Bits are those of torch.
     A projection that cannot be split has a full backward.
     """
 
@@ -151,6 +184,8 @@ def attention(deferred: DeferredGradients, name: str, module: Any, *args: Any, *
 
 def _with_globals(function: Any, names: dict[str, Any]) -> Any:
     """Return a function of the same code with other globals."""
-    made = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    made = FunctionType(
+        function.__code__, names, function.__name__, function.__defaults__, function.__closure__
+    )
     made.__kwdefaults__ = function.__kwdefaults__
     return made

@@ -1,1 +1,4 @@
-"""Layers that take an image strip by strip: traced into operations, each of which runs on the rows that are there."""
+"""Layers that take an image strip by strip.
+
+Traced into operations, each of which runs on the rows that are there.
+"""

@@ -1,8 +1,9 @@
-"""The tensors that hold rows: written once, shared by all that reads them, with the rows carried in front.
+"""The tensors that hold rows.
 
-All readers of a value's rows in a strip get aliases of one tensor, from one function of autograd that adds their
-gradients up. What is saved for backward is that tensor, once: the rows that a strip keeps are copied to the next, and
-no others.
+Written once, shared by all that reads them, with the rows carried in front.
+All readers of a value's rows in a strip get aliases of one tensor, from one function of autograd
+that adds their gradients up. What is saved for backward is that tensor, once: the rows that a strip
+keeps are copied to the next, and no others.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-# Of activations that save what they give: what computes them into a tensor, and the input gradient of a given gradient.
+# Of activations that save what they give: what computes them into a tensor, and the input gradient
+# of a given gradient.
 _FROM_OUTPUT: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
     "relu": (
         lambda x, out: torch.clamp_min(x, 0, out=out),
@@ -72,9 +74,13 @@ class _Rows(Function):
         dim = layout.dim
         whole = _as_it_is(layout, sources)
         if whole is None:
-            order = torch.channels_last if _is_channels_last(sources[-1]) else torch.contiguous_format
+            order = (
+                torch.channels_last if _is_channels_last(sources[-1]) else torch.contiguous_format
+            )
             like = sources[-1]
-            whole = torch.empty(layout.shape, dtype=_dtype(sources), device=like.device, memory_format=order)
+            whole = torch.empty(
+                layout.shape, dtype=_dtype(sources), device=like.device, memory_format=order
+            )
             written = 0
             for write in layout.writes:
                 _write(write, whole, sources, layout)
@@ -97,15 +103,22 @@ class _Rows(Function):
             part = total.narrow(layout.dim, write.row, write.rows)
             if write.how in _FROM_OUTPUT:
                 assert whole is not None
-                part = _FROM_OUTPUT[write.how][1](part, whole.narrow(layout.dim, write.row, write.rows))
+                part = _FROM_OUTPUT[write.how][1](
+                    part, whole.narrow(layout.dim, write.row, write.rows)
+                )
             for source, row in write.sources:
                 own = part
                 if write.channel is not None:
                     own = part.narrow(layout.channel_dim, write.channel, ctx.channels[source])
                 found[source].append((row, own))
         needed = ctx.needs_input_grad[1:]
-        return (None, *(_joined(parts, rows, layout.dim) if is_needed else None
-                        for parts, rows, is_needed in zip(found, ctx.rows, needed, strict=True)))  # fmt: skip
+        return (
+            None,
+            *(
+                _joined(parts, rows, layout.dim) if is_needed else None
+                for parts, rows, is_needed in zip(found, ctx.rows, needed, strict=True)
+            ),
+        )
 
 
 _apply: Callable[..., tuple[Tensor, ...]] = _Rows.apply
@@ -192,4 +205,8 @@ def _dtype(sources: Sequence[Tensor]) -> torch.dtype:
 
 
 def _is_channels_last(tensor: Tensor) -> bool:
-    return tensor.dim() == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
+    return (
+        tensor.dim() == 4
+        and not tensor.is_contiguous()
+        and tensor.is_contiguous(memory_format=torch.channels_last)
+    )

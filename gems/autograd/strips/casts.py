@@ -19,14 +19,17 @@ _EXPLICIT = ("to", "_to_copy", "type_as")  # what a layer casts itself
 class Autocast(torch.autocast):
     """The autocast of a device that need not be here, for tensors without memory."""
 
-    def __init__(self, device_type: str, dtype: torch.dtype | None = None, enabled: bool = True, *others: Any) -> None:
+    def __init__(
+        self, device_type: str, dtype: torch.dtype | None = None, enabled: bool = True, *others: Any
+    ) -> None:
         super().__init__(device_type, dtype, False, *others)
         self._enabled = enabled
 
 
 class Casts(NamedTuple):
-    """What autocast does to an operation: the types of the arguments that it casts, by their IDs, and other options.
+    """What autocast does to an operation.
 
+    The types of the arguments that it casts, by their IDs, and other options.
     A GPU's autocast lets some operations compute in float32 by their option `dtype`.
     """
 
@@ -35,9 +38,12 @@ class Casts(NamedTuple):
 
 
 @contextmanager
-def without_memory(device: torch.device, low: torch.dtype | None) -> Iterator[FakeTensorMode | None]:
-    """Make tensors without memory inside a block: on the meta device, or as on `device` under autocast to a low type.
+def without_memory(
+    device: torch.device, low: torch.dtype | None
+) -> Iterator[FakeTensorMode | None]:
+    """Make tensors without memory inside a block.
 
+    On the meta device, or as on `device` under autocast to a low type.
     Yields what makes the latter, for autocast leaves tensors of the meta device alone.
     """
     if low is None:
@@ -52,11 +58,13 @@ def without_memory(device: torch.device, low: torch.dtype | None) -> Iterator[Fa
 def find_casts(
     mode: FakeTensorMode, autocasts: Sequence[torch.autocast], target: Any, args: Any, kwargs: Any
 ) -> Casts | None:
-    """Return what autocast does to an operation on tensors of a mode; None if it acts on what is made on the way.
+    """Return what autocast does to an operation on tensors of a mode.
 
+    None if it acts on what is made on the way.
     The last of `autocasts` is the innermost.
 
-    With these casts the operation runs the same kernels on the same types without autocast, which is checked.
+    With these casts the operation runs the same kernels on the same types without autocast, which
+    is checked.
     """
     if target.overloadpacket.__name__ in _EXPLICIT:
         return Casts({}, {})
@@ -72,7 +80,9 @@ def find_casts(
     wanted, outputs = run(args, kwargs, autocasts)
     with mode:
         cast = {key: given[key].to(dtype) for key, dtype in wanted.dtypes.items()}
-    args, kwargs = (map_tensors(lambda tensor: cast.get(id(tensor), tensor), each) for each in (args, kwargs))
+    args, kwargs = (
+        map_tensors(lambda tensor: cast.get(id(tensor), tensor), each) for each in (args, kwargs)
+    )
     choices: list[dict[str, Any]] = [{}]
     if any(each.name == "dtype" for each in target._schema.arguments):
         choices += [{"dtype": tensor.dtype} for tensor in tensors_in(outputs)]
@@ -101,5 +111,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is _CAST and id(args[0]) in self._given:
             self.dtypes[id(args[0])] = made.dtype
         elif next(tensors_in(made), None) is not None:  # autocast asks for devices too
-            self.calls.append((func, *(tensor.dtype for tensor in tensors_in([args, kwargs or {}]))))
+            self.calls.append(
+                (func, *(tensor.dtype for tensor in tensors_in([args, kwargs or {}])))
+            )
         return made

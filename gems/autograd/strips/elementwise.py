@@ -1,4 +1,7 @@
-"""Operations that make each row of one row: elementwise ones, those along channels, and sums over rows."""
+"""Operations that make each row of one row.
+
+Elementwise ones, those along channels, and sums over rows.
+"""
 
 from __future__ import annotations
 
@@ -25,22 +28,39 @@ def row_for_row(known: Known, step: Step, reads: tuple[int, ...]) -> Operation:
     behind = {info.value.dim() - info.dim for info in infos}
     heights = {info.height for info in infos}
     if len(behind) > 1 or len(heights) > 1:
-        known.refuse(step, "joins maps whose rows do not match, such as one that is pooled over the whole image")
+        known.refuse(
+            step,
+            "joins maps whose rows do not match, such as one that is pooled over the whole image",
+        )
     dim = step.value.dim() - behind.pop()
     if step.operation in ("cat", "concat"):
         along = arguments(step)["dim"] % step.value.dim()
         if along == dim:
             known.refuse(step, "puts maps on top of each other")
-        has_fixed = len(reads) < len(step.args[0])  # a part that depends on no input, such as coordinates
-        how, state = "copy" if has_fixed else "cat", {"channel_dim": along}
+        has_fixed = len(reads) < len(
+            step.args[0]
+        )  # a part that depends on no input, such as coordinates
+        how = "copy" if has_fixed else "cat"
+        state = {"channel_dim": along}
         return Operation(
-            step, Info(ROWS, step.value, dim), plain, reads, how=how, is_elementwise=has_fixed, state=state
+            step,
+            Info(ROWS, step.value, dim),
+            plain,
+            reads,
+            how=how,
+            is_elementwise=has_fixed,
+            state=state,
         )
     how = "copy"
     shapes = {tuple(info.value.shape) for info in infos}
     if step.operation in ("relu", "sigmoid", "tanh"):
         how = step.operation
-    elif step.operation == "add" and len(reads) == 2 and len(shapes) == 1 and arguments(step).get("alpha") == 1:
+    elif (
+        step.operation == "add"
+        and len(reads) == 2
+        and len(shapes) == 1
+        and arguments(step).get("alpha") == 1
+    ):
         how = "add"
     elif step.operation == "dropout" and arguments(step)["train"] and arguments(step)["p"]:
         return Operation(step, Info(ROWS, step.value, dim), drop_rows, reads, state={"dim": dim})
@@ -48,7 +68,9 @@ def row_for_row(known: Known, step: Step, reads: tuple[int, ...]) -> Operation:
         known.refuse(step, "draws its mask for the whole image")
     is_elementwise = step.operation not in ("batch_norm", "prelu")  # whose weights are by channel
     run = run_of(step.operation)
-    return Operation(step, Info(ROWS, step.value, dim), run, reads, how=how, is_elementwise=is_elementwise)
+    return Operation(
+        step, Info(ROWS, step.value, dim), run, reads, how=how, is_elementwise=is_elementwise
+    )
 
 
 def reduce(known: Known, step: Step) -> Operation:
@@ -56,17 +78,35 @@ def reduce(known: Known, step: Step) -> Operation:
     info = known.first(step)
     dims = arguments(step).get("dim")
     ndim = info.value.dim()
-    over = sorted({dim % ndim for dim in ([dims] if isinstance(dims, int) else dims or range(ndim))})
+    over = sorted(
+        {dim % ndim for dim in ([dims] if isinstance(dims, int) else dims or range(ndim))}
+    )
     if info.dim not in over:
         return _over_other_dims(step, info, over)
-    if step.operation not in ("mean", "sum") or ndim != 4 or info.dim != 2 or over not in ([2], [2, 3]):
+    if (
+        step.operation not in ("mean", "sum")
+        or ndim != 4
+        or info.dim != 2
+        or over not in ([2], [2, 3])
+    ):
         known.refuse(step, "needs all rows of the map at once")
     columns = 1 if 3 in over else info.value.shape[3]
-    state = {"columns": columns, "width": info.value.shape[3], "is_sum": step.operation == "sum",
-             "dtype": wide_dtype(step.value.dtype), "shape": tuple(step.value.shape),
-             "rule": Bins(info.height, 1)}  # fmt: skip
+    state = {
+        "columns": columns,
+        "width": info.value.shape[3],
+        "is_sum": step.operation == "sum",
+        "dtype": wide_dtype(step.value.dtype),
+        "shape": tuple(step.value.shape),
+        "rule": Bins(info.height, 1),
+    }
     return Operation(
-        step, Info(WHOLE, step.value), adaptive_average, rule=state["rule"], is_summed=True, is_late=True, state=state
+        step,
+        Info(WHOLE, step.value),
+        adaptive_average,
+        rule=state["rule"],
+        is_summed=True,
+        is_late=True,
+        state=state,
     )
 
 
@@ -102,7 +142,9 @@ def average_over_channels(known: Known, step: Step) -> Operation:
     info = known.first(step)
     given = arguments(step)
     axis = info.dim - (info.value.dim() - 3)
-    if axis < 0 or any(list(given[key] or [wanted] * 3)[axis] != wanted for key, wanted in
-                       (("kernel_size", 1), ("stride", 1), ("padding", 0))):  # fmt: skip
+    if axis < 0 or any(
+        list(given[key] or [wanted] * 3)[axis] != wanted
+        for key, wanted in (("kernel_size", 1), ("stride", 1), ("padding", 0))
+    ):
         known.refuse(step, "pools rows in three dimensions")
     return Operation(step, Info(ROWS, step.value, info.dim), plain)

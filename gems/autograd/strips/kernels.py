@@ -1,4 +1,7 @@
-"""How operations run on rows: on those that are there, with padding at the image's top and bottom only."""
+"""How operations run on rows.
+
+On those that are there, with padding at the image's top and bottom only.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +94,10 @@ def batch_norm(call: Call) -> Any:
 
 
 def run_of(operation: str) -> Run:
-    """Return how an operation runs on rows, or whole, that needs no padding: as it is, but for some."""
+    """Return how an operation runs on rows, or whole, that needs no padding.
+
+    As it is, but for some.
+    """
     return _OWN.get(operation, plain)
 
 
@@ -119,7 +125,8 @@ def drop_rows(call: Call) -> Tensor:
 
 def pixel_shuffle(call: Call) -> Tensor:
     """Make several rows of one, and cut those that are not wanted."""
-    factor, rows = call.state["factor"], call.rows
+    factor = call.state["factor"]
+    rows = call.rows
     made = functional.pixel_shuffle(call.args[0], factor)
     return made.narrow(2, rows.first - rows.there[0] * factor, rows.num)
 
@@ -137,26 +144,36 @@ def convolve(call: Call) -> Tensor:
     if left != right:
         x = functional.pad(x, (left, right))
     padding = (0, left if left == right else 0)
-    geometry = Geometry(stride, padding, call.state["dilation"], False, (0, 0), call.state["groups"])
+    geometry = Geometry(
+        stride, padding, call.state["dilation"], False, (0, 0), call.state["groups"]
+    )
     return convolution(call.deferred, call.name, x, weight, bias, geometry)
 
 
 def convolve_transposed(call: Call) -> Tensor:
     """Convolve the other way round, and cut the rows that are not wanted."""
     x, weight, bias = _weights(call)
-    state, rows = call.state, call.rows
+    state = call.state
+    rows = call.rows
     (stride, _), (dilation, _), (top, side) = state["stride"], state["dilation"], state["padding"]
     above = rows.first - (rows.there[0] * stride - top)
     reach = (rows.there[1] - rows.there[0] - 1) * stride + dilation * (state["kernel"] - 1) + 1
     below = reach - above - rows.num
     cut = max(0, min(above, below))  # what the padding of a whole image would cut
     geometry = Geometry(
-        state["stride"], (cut, side), state["dilation"], True, (0, state["output_padding"][1]), state["groups"]
+        state["stride"],
+        (cut, side),
+        state["dilation"],
+        True,
+        (0, state["output_padding"][1]),
+        state["groups"],
     )
     is_short = above < 0 or below < 0
     made = convolution(call.deferred, call.name, x, weight, None if is_short else bias, geometry)
     if is_short:  # rows that no input reaches
-        made = functional.pad(made, (0, 0, max(0, -above), max(0, -below))).narrow(2, max(0, above), rows.num)
+        made = functional.pad(made, (0, 0, max(0, -above), max(0, -below))).narrow(
+            2, max(0, above), rows.num
+        )
         return made if bias is None else made + bias.view(-1, 1, 1)
     return made if above == below else made.narrow(2, above - cut, rows.num)
 
@@ -177,14 +194,18 @@ class _MaxPool(Function):
             x = functional.pad(x, (0, 0, *outside), value=lowest)
         made, places = aten.max_pool2d_with_indices.default(x, *options)
         ctx.save_for_backward(places)
-        ctx.outside, ctx.options, ctx.like = outside, options, (x.shape, x.dtype)
+        ctx.outside = outside
+        ctx.options = options
+        ctx.like = (x.shape, x.dtype)
         return made  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (places,) = ctx.saved_tensors
         shape, dtype = ctx.like
-        like = torch.empty(shape, dtype=dtype, device=gradient.device)  # the kernel reads its shape only
+        like = torch.empty(
+            shape, dtype=dtype, device=gradient.device
+        )  # the kernel reads its shape only
         found = aten.max_pool2d_with_indices_backward.default(gradient, like, *ctx.options, places)
         above, below = ctx.outside
         return found.narrow(2, above, shape[2] - above - below), None, None
@@ -196,7 +217,13 @@ _apply_max_pool: Callable[..., Tensor] = _MaxPool.apply
 def max_pool(call: Call) -> Tensor:
     """Pool rows, with padding below every value."""
     state = call.state
-    options = (state["kernel"], state["stride"], (0, state["side"]), state["dilation"], state["ceil_mode"])
+    options = (
+        state["kernel"],
+        state["stride"],
+        (0, state["side"]),
+        state["dilation"],
+        state["ceil_mode"],
+    )
     return _apply_max_pool(call.args[0], call.rows.outside, options)
 
 
@@ -204,15 +231,22 @@ def average_pool(call: Call) -> Tensor:
     """Pool rows, of which those outside of the map are zeros, and count them as the whole image would."""
     state = call.state
     made = functional.avg_pool2d(
-        call.args[0], state["kernel"], state["stride"], (0, state["side"]), state["ceil_mode"],
-        state["count_include_pad"], state["override"],
-    )  # fmt: skip
+        call.args[0],
+        state["kernel"],
+        state["stride"],
+        (0, state["side"]),
+        state["ceil_mode"],
+        state["count_include_pad"],
+        state["override"],
+    )
     counts = state["counts"][call.rows.first : call.rows.last]
     if all(count == state["kernel"][0] for count in counts):
         return made
     factors = [state["kernel"][0] / count for count in counts]
     wide = made.to(wide_dtype(made.dtype))
-    return (wide * torch.tensor(factors, dtype=wide.dtype, device=made.device).view(-1, 1)).to(made.dtype)
+    return (wide * torch.tensor(factors, dtype=wide.dtype, device=made.device).view(-1, 1)).to(
+        made.dtype
+    )
 
 
 def pad_rows(call: Call) -> Tensor:
@@ -225,12 +259,19 @@ def pad_rows(call: Call) -> Tensor:
 
 
 def resample(call: Call) -> Tensor:
-    """Take rows by number, or between two of them by shares, and change the width; shares of 16 bits in float32."""
-    x, rows, state = call.args[0], call.rows, call.state
+    """Take rows by number, or between two of them by shares, and change the width.
+
+    Shares of 16 bits in float32.
+    """
+    x = call.args[0]
+    rows = call.rows
+    state = call.state
     made = x.index_select(2, _places(state["lower"], rows, x.device))
     if state["share"] is not None:
         wide = wide_dtype(x.dtype)
-        share = torch.tensor(state["share"][rows.first : rows.last], dtype=wide, device=x.device).view(-1, 1)
+        share = torch.tensor(
+            state["share"][rows.first : rows.last], dtype=wide, device=x.device
+        ).view(-1, 1)
         upper = x.index_select(2, _places(state["upper"], rows, x.device))
         made = made.to(wide) * (1 - share) + upper.to(wide) * share
     return state["sides"](made, rows.num).to(x.dtype)  # type: ignore[no-any-return]
@@ -242,23 +283,38 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _places(numbers: Sequence[int], rows: Rows, device: torch.device) -> Tensor:
-    return torch.tensor([row - rows.there[0] for row in numbers[rows.first : rows.last]], device=device)
+    return torch.tensor(
+        [row - rows.there[0] for row in numbers[rows.first : rows.last]], device=device
+    )
 
 
 def adaptive_average(call: Call) -> Tensor:
-    """Add the rows of a strip to the averages that have begun; return them all, finished ones first.
+    """Add the rows of a strip to the averages that have begun.
 
+    Return them all, finished ones first.
     Those of all rows at once are the operation's own; sums of several strips have 32 bits at least.
     """
-    x, rows, state = call.args[0], call.rows, call.state
+    x = call.args[0]
+    rows = call.rows
+    state = call.state
     if rows.there == (0, rows.height_in):
         own: Tensor = call.target(*call.args, **call.kwargs)
         return own.reshape(*x.shape[:2], rows.height, state["columns"])
     x = x.to(state["dtype"])
-    rule, columns, width = state["rule"], state["columns"], state["width"]
+    rule = state["rule"]
+    columns = state["columns"]
+    width = state["width"]
     begun = min(rows.height, rule.begun(rows.end))
     kind = {"dtype": x.dtype, "device": x.device}
-    per_row = _shares(rows.first, begun, rows.height_in, rows.height, (rows.begin, rows.end), state["is_sum"], kind)
+    per_row = _shares(
+        rows.first,
+        begun,
+        rows.height_in,
+        rows.height,
+        (rows.begin, rows.end),
+        state["is_sum"],
+        kind,
+    )
     made = x
     if columns != width:
         made = x.matmul(_shares(0, columns, width, columns, (0, width), state["is_sum"], kind).t())
@@ -272,12 +328,19 @@ def adaptive_average(call: Call) -> Tensor:
 
 
 def _shares(
-    first: int, last: int, size: int, bins: int, there: tuple[int, int], is_sum: bool, kind: dict[str, Any]
+    first: int,
+    last: int,
+    size: int,
+    bins: int,
+    there: tuple[int, int],
+    is_sum: bool,
+    kind: dict[str, Any],
 ) -> Tensor:
     """Return a matrix (last - first, rows there) of the share that each row has in each bin."""
     matrix = torch.zeros((last - first, there[1] - there[0]), **kind)
     for row in range(first, last):
-        begin, end = row * size // bins, -(-(row + 1) * size // bins)
+        begin = row * size // bins
+        end = -(-(row + 1) * size // bins)
         here = slice(max(begin, there[0]) - there[0], max(min(end, there[1]) - there[0], 0))
         matrix[row - first, here] = 1.0 if is_sum else 1.0 / (end - begin)
     return matrix

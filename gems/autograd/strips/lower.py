@@ -101,11 +101,25 @@ _LOWER: dict[str, Callable[[Known, Step], Operation]] = {
     "avg_pool3d": elementwise.average_over_channels,
     "adaptive_avg_pool2d": spatial.adaptive_average,
     **dict.fromkeys(
-        ("mean", "sum", "var", "std", "var_mean", "linalg_vector_norm", "amax", "amin", "prod"), elementwise.reduce
+        ("mean", "sum", "var", "std", "var_mean", "linalg_vector_norm", "amax", "amin", "prod"),
+        elementwise.reduce,
     ),
     **dict.fromkeys(
-        ("softmax", "log_softmax", "layer_norm", "rms_norm", "linear", "matmul", "chunk", "split", "split_with_sizes",
-         "unbind", "select", "glu", "cumsum"),
+        (
+            "softmax",
+            "log_softmax",
+            "layer_norm",
+            "rms_norm",
+            "linear",
+            "matmul",
+            "chunk",
+            "split",
+            "split_with_sizes",
+            "unbind",
+            "select",
+            "glu",
+            "cumsum",
+        ),
         elementwise.along,
     ),
     **dict.fromkeys(("permute", "transpose"), shapes.permute),
@@ -114,6 +128,8 @@ _LOWER: dict[str, Callable[[Known, Step], Operation]] = {
     "squeeze": shapes.squeeze,
     "slice": spatial.take_slice,
     **dict.fromkeys(("pad", "constant_pad_nd"), spatial.pad),
-    **dict.fromkeys(("upsample_nearest2d", "_upsample_nearest_exact2d", "upsample_bilinear2d"), spatial.upsample),
+    **dict.fromkeys(
+        ("upsample_nearest2d", "_upsample_nearest_exact2d", "upsample_bilinear2d"), spatial.upsample
+    ),
     operator.getitem.__name__: shapes.item,
-}  # fmt: skip
+}

@@ -12,15 +12,19 @@ from gems.errors import ConfigError
 from gems.models.blocks.parts import GhostBatchNorm2d
 from gems.models.streaming.rules import Rule
 
-ROWS, WHOLE, STATIC, PARTS = "rows", "whole", "static", "parts"
+ROWS = "rows"
+WHOLE = "whole"
+STATIC = "static"
+PARTS = "parts"
 
 
 @dataclass(frozen=True, slots=True)
 class Info:
     """What is known of a value: whether it has rows, and in which dimension.
 
-    "whole" values are there in the last strip only (after a global pooling), "static" ones depend on no input (a weight
-    that is standardised), "parts" are tensors with rows that one operation gives (a split of channels).
+    "whole" values are there in the last strip only (after a global pooling), "static" ones depend
+    on no input (a weight that is standardised), "parts" are tensors with rows that one operation
+    gives (a split of channels).
     """
 
     kind: str
@@ -38,8 +42,9 @@ class Info:
 class Operation:
     """A step, and how it runs on rows.
 
-    `is_elementwise` are those whose tensors are broadcast. `how` is what writes its output where that is no function of
-    its own: an activation, or a sum or concatenation of what it reads. `reads` are the values with rows that it reads.
+    `is_elementwise` are those whose tensors are broadcast. `how` is what writes its output where
+    that is no function of its own: an activation, or a sum or concatenation of what it reads.
+    `reads` are the values with rows that it reads.
     """
 
     step: Step
@@ -77,7 +82,9 @@ class Known:
     def refuse(self, step: Step, why: str, advice: str = "") -> NoReturn:
         """Raise ConfigError for a step that cannot run by rows."""
         where = f"layer {step.name} ({step.kind}: {step.operation})"
-        raise ConfigError(KEY, self.strips, f"{where} {why}", f"set {advice}{' or ' if advice else ''}{KEY}=1")
+        raise ConfigError(
+            KEY, self.strips, f"{where} {why}", f"set {advice}{' or ' if advice else ''}{KEY}=1"
+        )
 
 
 def products(operation: Operation, infos: Sequence[Info]) -> int:
@@ -118,13 +125,18 @@ def is_ghost_norm(step: Step) -> bool:
     return is_norm and bool(arguments(step)["training"])
 
 
-def strips_at_once(operation: Operation, infos: Sequence[Info], strips: int, min_positions: int) -> int:
-    """Return how many strips an operation takes at once: thin ones would read its weights once for few positions.
+def strips_at_once(
+    operation: Operation, infos: Sequence[Info], strips: int, min_positions: int
+) -> int:
+    """Return how many strips an operation takes at once.
 
+    Thin ones would read its weights once for few positions.
     Those of a norm by strip would give statistics of few values.
-    It is a power of two, so that what takes several takes those that the operation before has taken.
+    It is a power of two, so that what takes several takes those that the operation before has
+    taken.
     """
-    name, count = operation.step.operation, 1
+    name = operation.step.operation
+    count = 1
     if operation.info.kind != ROWS or (name not in _PRODUCTS and not is_ghost_norm(operation.step)):
         return count
     shape = operation.info.value.shape

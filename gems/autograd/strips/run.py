@@ -14,17 +14,32 @@ from torch import Tensor
 from gems.autograd.split_backward.deferred import DeferredGradients
 from gems.autograd.strips.buffers import Layout, Write, write_rows
 from gems.autograd.strips.kernels import Call, Rows
-from gems.autograd.strips.operation import PARTS, ROWS, STATIC, WHOLE, Info, Operation, changed_buffer, each, refs
+from gems.autograd.strips.operation import (
+    PARTS,
+    ROWS,
+    STATIC,
+    WHOLE,
+    Info,
+    Operation,
+    changed_buffer,
+    each,
+    refs,
+)
 from gems.autograd.strips.trace import Ref, Step, Weight
 from gems.models.streaming.plan import FRESH, Piece, RowPlan, ValueStrip
 from gems.models.streaming.rules import Bins, Span
 
-Draws = Callable[[int], int]  # from the checksum of a module's name to the seed of its random numbers
+Draws = Callable[
+    [int], int
+]  # from the checksum of a module's name to the seed of its random numbers
 _MASK = 2**63 - 1
 
 
 class Held(NamedTuple):
-    """What is kept from a strip for the next: rows, sums so far of rows, or a value that depends on no input."""
+    """What is kept from a strip for the next.
+
+    Rows, sums so far of rows, or a value that depends on no input.
+    """
 
     kind: str
     number: int
@@ -32,7 +47,10 @@ class Held(NamedTuple):
 
 
 class Network:
-    """Operations in order, and the plan of the values with rows; `rows` gives the number there of a value."""
+    """Operations in order, and the plan of the values with rows.
+
+    `rows` gives the number there of a value.
+    """
 
     def __init__(
         self,
@@ -44,7 +62,9 @@ class Network:
         plan: RowPlan,
     ) -> None:
         self.operations, self.infos, self.num_inputs = tuple(operations), tuple(infos), num_inputs
-        self.outputs, self.rows, self.plan = tuple(outputs), rows, plan
+        self.outputs = tuple(outputs)
+        self.rows = rows
+        self.plan = plan
         self._readers: dict[int, set[int]] = {}
         last: dict[int, int] = {}
         for number, operation in enumerate(operations, num_inputs):
@@ -52,10 +72,14 @@ class Network:
                 last[ref.number] = number
                 self._readers.setdefault(ref.number, set()).add(number)
             last[number] = number
-        self.released: dict[int, list[int]] = {}  # by operation: the values that nothing reads after it
+        self.released: dict[
+            int, list[int]
+        ] = {}  # by operation: the values that nothing reads after it
         for value, reader in last.items():
             self.released.setdefault(reader, []).append(value)
-        self.watch: Callable[[str, tuple[Any, ...]], None] | None = None  # is given what each module's operations make
+        self.watch: Callable[[str, tuple[Any, ...]], None] | None = (
+            None  # is given what each module's operations make
+        )
         self.held = [self._held(strip) for strip in range(len(plan.strips))]
         self._wanted: dict[tuple[int, int], tuple[Span, ...]] = {}
 
@@ -66,37 +90,57 @@ class Network:
     def shape_of(self, held: Held) -> tuple[tuple[int, ...], torch.dtype]:
         """Return shape and type of what is kept."""
         value = self.infos[held.number].value
-        shape, dtype, rows = list(value.shape), value.dtype, held.rows[1] - held.rows[0]
+        shape = list(value.shape)
+        dtype = value.dtype
+        rows = held.rows[1] - held.rows[0]
         if held.kind == "rows":
             shape[self.infos[held.number].dim] = rows
         elif held.kind == "sum":
             operation = self.operations[held.number - self.num_inputs]
-            shape = [*self.infos[operation.reads[0]].value.shape[:2], rows, operation.state["columns"]]
+            shape = [
+                *self.infos[operation.reads[0]].value.shape[:2],
+                rows,
+                operation.state["columns"],
+            ]
             dtype = operation.state["dtype"]
         return tuple(shape), dtype
 
     def wanted(self, strip: int, number: int) -> tuple[Span, ...]:
-        """Return the rows of a value's fresh piece that are read or kept: the first in the piece, and how many."""
+        """Return the rows of a value's fresh piece that are read or kept.
+
+        The first in the piece, and how many.
+        """
         key = strip, number
         if key not in self._wanted:
             at = self.at(strip, number)
             pieces = list(at.kept)
             for reader in self._readers.get(number, set()) & self.rows.keys():
                 taken = self.at(strip, reader).taken
-                for read, parts in zip(self.operations[reader - self.num_inputs].reads, taken, strict=True):
+                for read, parts in zip(
+                    self.operations[reader - self.num_inputs].reads, taken, strict=True
+                ):
                     pieces += parts if read == number else ()
             if number in self.outputs and at.new[0] < at.new[1]:
                 pieces.append(Piece(FRESH, *at.new))
-            spans = {(piece.begin - at.fresh[0], piece.end - piece.begin) for piece in pieces if piece.source == FRESH}
+            spans = {
+                (piece.begin - at.fresh[0], piece.end - piece.begin)
+                for piece in pieces
+                if piece.source == FRESH
+            }
             self._wanted[key] = tuple(sorted(spans))
         return self._wanted[key]
 
     def device(self, tensors: Sequence[Tensor | None]) -> torch.device:
         """Return the device of tensors, or that of the weights where there is none."""
         weights = (
-            part.get() for operation in self.operations for part in operation.step.args if isinstance(part, Weight)
+            part.get()
+            for operation in self.operations
+            for part in operation.step.args
+            if isinstance(part, Weight)
         )
-        found = next((tensor for tensor in (*tensors, *weights) if isinstance(tensor, Tensor)), None)
+        found = next(
+            (tensor for tensor in (*tensors, *weights) if isinstance(tensor, Tensor)), None
+        )
         return torch.device("cpu") if found is None else found.device
 
     def _held(self, strip: int) -> list[Held]:
@@ -105,7 +149,10 @@ class Network:
             return []
         found = []
         for number in self.rows:
-            found += [Held("rows", number, (piece.begin, piece.end)) for piece in self.at(strip, number).kept]
+            found += [
+                Held("rows", number, (piece.begin, piece.end))
+                for piece in self.at(strip, number).kept
+            ]
             if number < self.num_inputs:
                 continue
             operation = self.operations[number - self.num_inputs]
@@ -114,8 +161,15 @@ class Network:
                 done = self.plan.ends[self.rows[number]][strip]
                 begun = operation.rule.begun(self.plan.ends[self.rows[operation.reads[0]]][strip])
                 found += [Held("sum", number, (done, begun))] if begun > done else []
-        used = {ref.number for each in self.operations if each.info.kind != STATIC for ref in refs(each.step)}
-        statics = sorted(number for number in used | {*self.outputs} if self.infos[number].kind == STATIC)
+        used = {
+            ref.number
+            for each in self.operations
+            if each.info.kind != STATIC
+            for ref in refs(each.step)
+        }
+        statics = sorted(
+            number for number in used | {*self.outputs} if self.infos[number].kind == STATIC
+        )
         return [*found, *(Held("static", number) for number in statics)]
 
 
@@ -132,8 +186,11 @@ class StripRun:
         deferred: DeferredGradients | None,
         is_again: bool = False,
     ) -> None:
-        self._network, self._strip = network, strip
-        self._draws, self._deferred, self._is_again = draws, deferred, is_again
+        self._network = network
+        self._strip = strip
+        self._draws = draws
+        self._deferred = deferred
+        self._is_again = is_again
         self._is_last = strip == len(network.plan.strips) - 1
         self._values: dict[int, Any] = {}  # without rows, or parts
         self._carried: dict[int, list[Tensor]] = {}
@@ -158,7 +215,11 @@ class StripRun:
             with nullcontext() if operation.step.has_grad else torch.no_grad():
                 self._step(number, operation)
             if network.watch is not None:
-                made = self._fresh[number].values() if number in self._fresh else (self._values.get(number),)
+                made = (
+                    self._fresh[number].values()
+                    if number in self._fresh
+                    else (self._values.get(number),)
+                )
                 network.watch(operation.step.name, tuple(made))
             for read in network.released.get(number, ()):
                 self._release(read)
@@ -194,7 +255,11 @@ class StripRun:
 
     def _output(self, number: int) -> Tensor | None:
         if self._network.infos[number].kind != ROWS:
-            return self._values[number] if self._is_last or self._network.infos[number].kind == STATIC else None
+            return (
+                self._values[number]
+                if self._is_last or self._network.infos[number].kind == STATIC
+                else None
+            )
         begin, end = self._network.at(self._strip, number).new
         if begin < end:
             return self._piece(number, Piece(FRESH, begin, end))
@@ -210,7 +275,9 @@ class StripRun:
             if self._strip == 0 if operation.info.kind == STATIC else self._is_last:
                 buffer = changed_buffer(operation.step) if self._is_again else None
                 self._values[number] = (
-                    operation.run(self._call(operation, number, None)) if buffer is None else buffer.get()
+                    operation.run(self._call(operation, number, None))
+                    if buffer is None
+                    else buffer.get()
                 )
             return
         at = self._network.at(self._strip, number)
@@ -222,7 +289,9 @@ class StripRun:
             self._values[number] = operation.run(self._call(operation, number, at))
         elif self._network.wanted(self._strip, number):
             if operation.how == "copy" or self._is_direct(number, operation, at):
-                self._store(number, "copy", [[(operation.run(self._call(operation, number, at)), 0)]])
+                self._store(
+                    number, "copy", [[(operation.run(self._call(operation, number, at)), 0)]]
+                )
             else:
                 parts = [
                     [(self._piece(read, piece), piece.begin - at.new[0]) for piece in taken]
@@ -239,12 +308,16 @@ class StripRun:
         return is_whole and all(len(taken) == 1 for taken in at.taken)
 
     def _add_up(self, number: int, operation: Operation, at: ValueStrip) -> None:
-        """Run an operation whose output is sums over rows: finished ones, and those to be carried on."""
+        """Run an operation whose output is sums over rows.
+
+        Finished ones, and those to be carried on.
+        """
         made = self._sums.pop(number, None)
         if at.window[0] < at.window[1]:
             call = self._call(operation, number, at, made)
             made = operation.run(call)
-        done, dtype = at.new[1] - at.new[0], operation.step.value.dtype
+        done = at.new[1] - at.new[0]
+        dtype = operation.step.value.dtype
         if made is not None and made.shape[2] > done:
             self._sums[number] = made.narrow(2, done, made.shape[2] - done)
         if operation.info.kind == WHOLE:
@@ -252,11 +325,22 @@ class StripRun:
                 assert made is not None
                 self._values[number] = made.reshape(operation.state["shape"]).to(dtype)
         else:
-            self._store(number, "copy", [[(made.narrow(2, 0, done).to(dtype), 0)]] if done and made is not None else [])
+            self._store(
+                number,
+                "copy",
+                [[(made.narrow(2, 0, done).to(dtype), 0)]] if done and made is not None else [],
+            )
 
-    def _call(self, operation: Operation, number: int, at: ValueStrip | None, carried: Tensor | None = None) -> Call:
+    def _call(
+        self,
+        operation: Operation,
+        number: int,
+        at: ValueStrip | None,
+        carried: Tensor | None = None,
+    ) -> Call:
         """Return an operation with its arguments."""
-        network, step = self._network, operation.step
+        network = self._network
+        step = operation.step
         rows = Rows(0, 0, 0, 0, 0, 0, (0, 0))
         taken = iter(at.taken) if at is not None else iter(())
         if at is not None:
@@ -272,10 +356,15 @@ class StripRun:
             if network.infos[ref.number].kind == PARTS:
                 return self._values[ref.number]
             pieces = [self._piece(ref.number, piece) for piece in next(taken)]
-            return pieces[0] if len(pieces) == 1 else torch.cat(pieces, network.infos[ref.number].dim)
+            return (
+                pieces[0] if len(pieces) == 1 else torch.cat(pieces, network.infos[ref.number].dim)
+            )
 
         args = self._settle(each(tensor, step.args), operation, at)
-        kwargs = {key: self._settle(value, operation, at) for key, value in each(tensor, step.kwargs).items()}
+        kwargs = {
+            key: self._settle(value, operation, at)
+            for key, value in each(tensor, step.kwargs).items()
+        }
 
         @contextmanager
         def seeded(row: int | None) -> Iterator[None]:
@@ -283,12 +372,22 @@ class StripRun:
                 yield
 
         return Call(
-            step.name, step.target, args, kwargs, rows, operation.state, seeded, self._deferred, carried, self._is_again
-        )  # fmt: skip
+            step.name,
+            step.target,
+            args,
+            kwargs,
+            rows,
+            operation.state,
+            seeded,
+            self._deferred,
+            carried,
+            self._is_again,
+        )
 
     def _settle(self, value: Any, operation: Operation, at: ValueStrip | None) -> Any:
         """Return arguments with weights and the device in place."""
-        # a method: a nested function that calls itself would hold all tensors until Python collects garbage
+        # a method: a nested function that calls itself would hold all tensors until Python collects
+        # garbage
         if isinstance(value, Weight):
             return self._rows_of(value.get(), operation, at)
         if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
@@ -309,13 +408,23 @@ class StripRun:
         if piece.source == FRESH:
             return self._fresh[number][piece.begin - at.fresh[0], rows]
         carried = self._carried[number][piece.source]
-        return carried.narrow(self._network.infos[number].dim, piece.begin - at.carried[piece.source][0], rows)
+        return carried.narrow(
+            self._network.infos[number].dim, piece.begin - at.carried[piece.source][0], rows
+        )
 
     def _store(
-        self, number: int, how: str, parts: Sequence[Sequence[tuple[Tensor, int]]], channel_dim: int = 1
+        self,
+        number: int,
+        how: str,
+        parts: Sequence[Sequence[tuple[Tensor, int]]],
+        channel_dim: int = 1,
     ) -> None:
-        """Write the rows of a value; `parts` are the pieces of what makes its new rows, with their first rows there."""
-        at, info = self._network.at(self._strip, number), self._network.infos[number]
+        """Write the rows of a value.
+
+        `parts` are the pieces of what makes its new rows, with their first rows there.
+        """
+        at = self._network.at(self._strip, number)
+        info = self._network.infos[number]
         wanted = self._network.wanted(self._strip, number) if info.kind == ROWS else ()
         if not wanted:
             return
@@ -328,7 +437,14 @@ class StripRun:
         for piece in at.copied:
             before = self._carried[number][piece.source]
             row = piece.begin - at.carried[piece.source][0]
-            writes.append(Write("copy", ((len(sources), row),), piece.begin - at.fresh[0], piece.end - piece.begin))
+            writes.append(
+                Write(
+                    "copy",
+                    ((len(sources), row),),
+                    piece.begin - at.fresh[0],
+                    piece.end - piece.begin,
+                )
+            )
             sources.append(before)
         if new:
             writes += _writes(how, parts, len(sources), at.new[0] - at.fresh[0], new, channel_dim)
@@ -337,7 +453,9 @@ class StripRun:
         shape[info.dim] = at.fresh[1] - at.fresh[0]
         layout = Layout(tuple(shape), info.dim, channel_dim, tuple(writes), wanted)
         if not sources:
-            sources = [torch.empty(self._no_rows(number), dtype=info.value.dtype, device=self._device)]
+            sources = [
+                torch.empty(self._no_rows(number), dtype=info.value.dtype, device=self._device)
+            ]
         self._fresh[number] = dict(zip(wanted, write_rows(layout, sources), strict=True))
 
     @contextmanager
@@ -350,7 +468,8 @@ class StripRun:
         if self._device.type == "cuda":
             generators.append(torch.cuda.default_generators[self._device.index or 0])
         outer = [generator.get_state() for generator in generators]
-        seed, call = self._draws(zlib.crc32(step.name.encode())), (step.name, step.call)
+        seed = self._draws(zlib.crc32(step.name.encode()))
+        call = (step.name, step.call)
         if row is None and call in self._random:
             for generator, state in zip(generators, self._random[call], strict=True):
                 generator.set_state(state)
@@ -367,11 +486,18 @@ class StripRun:
 
 
 def _writes(
-    how: str, parts: Sequence[Sequence[tuple[Tensor, int]]], first: int, row: int, rows: int, channel_dim: int
+    how: str,
+    parts: Sequence[Sequence[tuple[Tensor, int]]],
+    first: int,
+    row: int,
+    rows: int,
+    channel_dim: int,
 ) -> list[Write]:
     """Return what makes new rows out of pieces of each part; the sources are numbered from `first`."""
     if how == "cat":
-        out, channel, source = [], 0, first
+        out = []
+        channel = 0
+        source = first
         for part in parts:
             for position, (_, begin) in enumerate(part):
                 end = part[position + 1][1] if position + 1 < len(part) else rows
@@ -379,7 +505,8 @@ def _writes(
                 source += 1
             channel += part[0][0].shape[channel_dim]
         return out
-    starts, number = [], first
+    starts = []
+    number = first
     for part in parts:
         starts.append([(begin, number + index) for index, (_, begin) in enumerate(part)])
         number += len(part)
@@ -387,5 +514,9 @@ def _writes(
     out = []
     for begin, end in pairwise(borders):
         inside = [max(pair for pair in each if pair[0] <= begin) for each in starts]
-        out.append(Write(how, tuple((source, begin - at) for at, source in inside), row + begin, end - begin))
+        out.append(
+            Write(
+                how, tuple((source, begin - at) for at, source in inside), row + begin, end - begin
+            )
+        )
     return out

@@ -1,4 +1,7 @@
-"""One image through a stage in strips, forward and back: the graph of autograd is cut at what strips keep."""
+"""One image through a stage in strips, forward and back.
+
+The graph of autograd is cut at what strips keep.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ from gems.autograd.strips.stage import StripStage
 
 @dataclass(slots=True)
 class Cut:
-    """A place where the graph begins: the gradient that arrives there, and no tensor, which would be held."""
+    """A place where the graph begins.
+
+    The gradient that arrives there, and no tensor, which would be held.
+    """
 
     gradient: Tensor | None = None
 
@@ -44,7 +50,10 @@ def begin(cut: Cut, tensor: Tensor) -> Tensor:
 
 
 class _Graph(NamedTuple):
-    """The ends of a strip's graph: what it gives and keeps, and what it was given and had been kept."""
+    """The ends of a strip's graph.
+
+    What it gives and keeps, and what it was given and had been kept.
+    """
 
     outputs: list[GradientEdge | None]
     kept: list[GradientEdge | None]
@@ -55,18 +64,28 @@ class _Graph(NamedTuple):
 class StripSample:
     """Forward of strips first to last, then backward last to first, of one micro-batch.
 
-    A strip may be run without a graph, and run again before its backward from its inputs and what was carried to it.
+    A strip may be run without a graph, and run again before its backward from its inputs and what
+    was carried to it.
     """
 
-    def __init__(self, stage: StripStage, draws: Draws | None = None, has_input_gradients: bool = True) -> None:
-        self._stage, self._draws, self._has_gradients = stage, draws, has_input_gradients
+    def __init__(
+        self, stage: StripStage, draws: Draws | None = None, has_input_gradients: bool = True
+    ) -> None:
+        self._stage = stage
+        self._draws = draws
+        self._has_gradients = has_input_gradients
         self._carries: tuple[Tensor, ...] = ()
         self._graphs: list[_Graph | None] = []
-        self._given: list[Tensor | None] = []  # gradients of what a strip has kept, from the strip behind it
+        self._given: list[
+            Tensor | None
+        ] = []  # gradients of what a strip has kept, from the strip behind it
 
     @property
     def carried(self) -> tuple[Tensor, ...]:
-        """What the last strip has kept for the next: in memory of its own, unless weights alone determine it."""
+        """What the last strip has kept for the next.
+
+        In memory of its own, unless weights alone determine it.
+        """
         return self._carries
 
     @property
@@ -75,18 +94,28 @@ class StripSample:
         return [self._carries[place] for place in self._stage.static_carries(len(self._graphs) - 1)]
 
     def forward(
-        self, inputs: Sequence[Tensor | None], deferred: DeferredGradients | None = None, *, is_run_again: bool = False
+        self,
+        inputs: Sequence[Tensor | None],
+        deferred: DeferredGradients | None = None,
+        *,
+        is_run_again: bool = False,
     ) -> tuple[Tensor | None, ...]:
-        """Run the next strip; return what it gives, detached. If it `is_run_again`, its graph is dropped."""
+        """Run the next strip; return what it gives, detached.
+
+        If it `is_run_again`, its graph is dropped.
+        """
         strip = len(self._graphs)
         outputs, kept, graph = self._run(strip, inputs, self._carries, deferred, is_again=False)
         self._graphs.append(None if is_run_again else graph)
         static = set(self._stage.static_carries(strip))
         self._carries = tuple(
-            (tensor.detach() if place in static or _is_among(tensor, self._carries) else tensor.detach().clone())
-            .requires_grad_(tensor.requires_grad)
+            (
+                tensor.detach()
+                if place in static or _is_among(tensor, self._carries)
+                else tensor.detach().clone()
+            ).requires_grad_(tensor.requires_grad)
             for place, tensor in enumerate(kept)
-        )  # fmt: skip
+        )
         return tuple(None if tensor is None else tensor.detach() for tensor in outputs)
 
     def run_again(
@@ -102,18 +131,25 @@ class StripSample:
     def backward(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Run backward of the last strip that is left.
 
-        Takes the gradients of its outputs, and returns those of its inputs: None where nothing has come.
+        Takes the gradients of its outputs, and returns those of its inputs: None where nothing has
+        come.
         """
         self._carries = ()
         graph = self._graphs.pop()
         assert graph is not None
         given = self._given or [None] * len(graph.kept)
         ends = [*zip(graph.outputs, gradients, strict=True), *zip(graph.kept, given, strict=True)]
-        pairs = [(edge, gradient) for edge, gradient in ends if edge is not None and gradient is not None]
+        pairs = [
+            (edge, gradient) for edge, gradient in ends if edge is not None and gradient is not None
+        ]
         if pairs:
-            torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
+            torch.autograd.backward(
+                [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
+            )
         received = {tensor.untyped_storage()._cdata for tensor in gradients if tensor is not None}
-        self._given = [None if cut is None else _apart(cut.gradient, received) for cut in graph.carried]
+        self._given = [
+            None if cut is None else _apart(cut.gradient, received) for cut in graph.carried
+        ]
         return tuple(None if cut is None else cut.gradient for cut in graph.inputs)
 
     def _run(
@@ -125,12 +161,15 @@ class StripSample:
         *,
         is_again: bool,
     ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...], _Graph]:
-        is_cut = [self._has_gradients and tensor is not None and tensor.is_floating_point() for tensor in inputs]
+        is_cut = [
+            self._has_gradients and tensor is not None and tensor.is_floating_point()
+            for tensor in inputs
+        ]
         here = [Cut() if each else None for each in is_cut]
         before = [Cut() if tensor.requires_grad else None for tensor in carried]
         outputs, kept = self._stage.forward(
             strip, _begun(here, inputs), _begun(before, carried), self._draws, deferred, is_again
-        )  # fmt: skip
+        )
         return outputs, kept, _Graph([*map(_edge, outputs)], [*map(_edge, kept)], here, before)
 
 
@@ -149,7 +188,10 @@ def _is_among(tensor: Tensor, others: Sequence[Tensor]) -> bool:
 
 
 def _apart(gradient: Tensor | None, received: set[int]) -> Tensor | None:
-    """Return a gradient in memory of its own: that of a message is written again before the next backward."""
+    """Return a gradient in memory of its own.
+
+    That of a message is written again before the next backward.
+    """
     is_shared = gradient is not None and gradient.untyped_storage()._cdata in received
     return gradient.clone() if gradient is not None and is_shared else gradient
 

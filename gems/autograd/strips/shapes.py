@@ -25,11 +25,18 @@ def permute(known: Known, step: Step) -> Operation:
 def view(known: Known, step: Step) -> Operation:
     """Return the change of shape, by rows where they stay a dimension, otherwise of all rows in the last strip."""
     info = known.first(step)
-    before, shape = info.value.shape, step.value.shape
-    outer, reached = before[: info.dim].numel(), 1
+    before = info.value.shape
+    shape = step.value.shape
+    outer = before[: info.dim].numel()
+    reached = 1
     for dim, size in enumerate(shape):
         if reached == outer and size == info.height:
-            return Operation(step, Info(ROWS, step.value, dim), reshape, state={"dim": dim, "shape": tuple(shape)})
+            return Operation(
+                step,
+                Info(ROWS, step.value, dim),
+                reshape,
+                state={"dim": dim, "shape": tuple(shape)},
+            )
         reached *= size
     rule = Lookup((0,), (info.height,))
     return Operation(step, Info(WHOLE, step.value), plain, rule=rule, is_late=True)
@@ -50,8 +57,12 @@ def squeeze(known: Known, step: Step) -> Operation:
     given = range(ndim) if dims is None else [dims] if isinstance(dims, int) else dims
     gone = {dim % ndim for dim in given if info.value.shape[dim] == 1}
     if info.dim in gone:
-        return Operation(step, Info(WHOLE, step.value), plain, rule=Lookup((0,), (info.height,)), is_late=True)
-    return Operation(step, Info(ROWS, step.value, info.dim - sum(dim < info.dim for dim in gone)), plain)
+        return Operation(
+            step, Info(WHOLE, step.value), plain, rule=Lookup((0,), (info.height,)), is_late=True
+        )
+    return Operation(
+        step, Info(ROWS, step.value, info.dim - sum(dim < info.dim for dim in gone)), plain
+    )
 
 
 def item(known: Known, step: Step) -> Operation:

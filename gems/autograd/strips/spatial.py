@@ -32,7 +32,9 @@ def _image(known: Known, step: Step) -> Info:
 
 
 def _made(step: Step, run: Run, rule: Rule, has_zeros: bool = False, **state: Any) -> Operation:
-    return Operation(step, Info(ROWS, step.value, 2), run, rule=rule, has_zeros=has_zeros, state=state)
+    return Operation(
+        step, Info(ROWS, step.value, 2), run, rule=rule, has_zeros=has_zeros, state=state
+    )
 
 
 def conv(known: Known, step: Step) -> Operation:
@@ -40,10 +42,12 @@ def conv(known: Known, step: Step) -> Operation:
     _image(known, step)
     given = arguments(step)
     kernel = _shape_of(known, given["weight"])[2:]
-    stride, dilation = _pair(given["stride"]), _pair(given["dilation"])
+    stride = _pair(given["stride"])
+    dilation = _pair(given["dilation"])
     if given["padding"] == "same":
         totals = dilation[0] * (kernel[0] - 1), dilation[1] * (kernel[1] - 1)
-        top, sides = totals[0] // 2, (totals[1] // 2, totals[1] - totals[1] // 2)
+        top = totals[0] // 2
+        sides = (totals[1] // 2, totals[1] - totals[1] // 2)
     else:
         top, left = (0, 0) if given["padding"] == "valid" else _pair(given["padding"])
         sides = left, left
@@ -57,12 +61,21 @@ def conv_transposed(known: Known, step: Step) -> Operation:
     _image(known, step)
     given = arguments(step)
     kernel = _shape_of(known, given["weight"])[2]
-    stride, dilation, padding = _pair(given["stride"]), _pair(given["dilation"]), _pair(given["padding"])
+    stride = _pair(given["stride"])
+    dilation = _pair(given["dilation"])
+    padding = _pair(given["padding"])
     rule = Transposed(kernel, stride[0], padding[0], dilation[0])
     return _made(
-        step, kernels.convolve_transposed, rule, stride=stride, dilation=dilation, padding=padding,
-        output_padding=_pair(given["output_padding"]), groups=given["groups"], kernel=kernel,
-    )  # fmt: skip
+        step,
+        kernels.convolve_transposed,
+        rule,
+        stride=stride,
+        dilation=dilation,
+        padding=padding,
+        output_padding=_pair(given["output_padding"]),
+        groups=given["groups"],
+        kernel=kernel,
+    )
 
 
 def _shape_of(known: Known, weight: Any) -> tuple[int, ...]:
@@ -70,7 +83,9 @@ def _shape_of(known: Known, weight: Any) -> tuple[int, ...]:
     return tuple(tensor.shape)
 
 
-def _pooling(step: Step) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int], dict[str, Any]]:
+def _pooling(
+    step: Step,
+) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int], dict[str, Any]]:
     given = arguments(step)
     kernel = _pair(given["kernel_size"])
     stride = _pair(given["stride"]) if given["stride"] else kernel
@@ -84,9 +99,15 @@ def max_pool(known: Known, step: Step) -> Operation:
     dilation = _pair(given["dilation"])
     rule = Window(kernel[0], stride[0], padding[0], dilation[0])
     return _made(
-        step, kernels.max_pool, rule, kernel=kernel, stride=stride, side=padding[1], dilation=dilation,
+        step,
+        kernels.max_pool,
+        rule,
+        kernel=kernel,
+        stride=stride,
+        side=padding[1],
+        dilation=dilation,
         ceil_mode=given["ceil_mode"],
-    )  # fmt: skip
+    )
 
 
 def average_pool(known: Known, step: Step) -> Operation:
@@ -103,9 +124,18 @@ def average_pool(known: Known, step: Step) -> Operation:
         rows = padded if given["count_include_pad"] else inside
         counts.append(kernel[0] if override else rows[0] - rows[1])
     return _made(
-        step, kernels.average_pool, rule, True, kernel=kernel, stride=stride, side=padding[1], override=override,
-        ceil_mode=given["ceil_mode"], count_include_pad=given["count_include_pad"], counts=tuple(counts),
-    )  # fmt: skip
+        step,
+        kernels.average_pool,
+        rule,
+        True,
+        kernel=kernel,
+        stride=stride,
+        side=padding[1],
+        override=override,
+        ceil_mode=given["ceil_mode"],
+        count_include_pad=given["count_include_pad"],
+        counts=tuple(counts),
+    )
 
 
 def pixel_shuffle(known: Known, step: Step) -> Operation:
@@ -127,9 +157,21 @@ def adaptive_average(known: Known, step: Step) -> Operation:
     info = _image(known, step)
     rows, columns = step.value.shape[2:]
     rule = Bins(info.height, rows)
-    state = {"columns": columns, "width": info.value.shape[3], "is_sum": False, "rule": rule,
-             "dtype": kernels.wide_dtype(step.value.dtype)}  # fmt: skip
-    return Operation(step, Info(ROWS, step.value, 2), kernels.adaptive_average, rule=rule, is_summed=True, state=state)
+    state = {
+        "columns": columns,
+        "width": info.value.shape[3],
+        "is_sum": False,
+        "rule": rule,
+        "dtype": kernels.wide_dtype(step.value.dtype),
+    }
+    return Operation(
+        step,
+        Info(ROWS, step.value, 2),
+        kernels.adaptive_average,
+        rule=rule,
+        is_summed=True,
+        state=state,
+    )
 
 
 def take_slice(known: Known, step: Step) -> Operation:
@@ -142,7 +184,9 @@ def take_slice(known: Known, step: Step) -> Operation:
     start = min(max(start + info.height if start < 0 else start, 0), info.height)
     rule = Window(1, given["step"], -start)
     state = {"dim": info.dim, "step": given["step"]}
-    return Operation(step, Info(ROWS, step.value, info.dim), kernels.step_rows, rule=rule, state=state)
+    return Operation(
+        step, Info(ROWS, step.value, info.dim), kernels.step_rows, rule=rule, state=state
+    )
 
 
 def pad(known: Known, step: Step) -> Operation:
@@ -156,7 +200,13 @@ def pad(known: Known, step: Step) -> Operation:
     value = given.get("value") or 0.0
     if mode == "constant":
         state = {"dim": info.dim, "place": place, "amounts": tuple(amounts), "value": float(value)}
-        return Operation(step, Info(ROWS, step.value, info.dim), kernels.pad_rows, rule=Window(1, 1, top), state=state)
+        return Operation(
+            step,
+            Info(ROWS, step.value, info.dim),
+            kernels.pad_rows,
+            rule=Window(1, 1, top),
+            state=state,
+        )
     if not top and not bottom:
         return Operation(step, Info(ROWS, step.value, info.dim), plain)
     if mode == "circular":
@@ -181,24 +231,37 @@ def upsample(known: Known, step: Step) -> Operation:
     target = step.target
     ramp = torch.arange(info.height, dtype=torch.float64, device="cpu").reshape(1, 1, -1, 1)
     size = None if scales else [step.value.shape[2], 1]
-    places = target(ramp, size, scale_factors=[scales[0], 1.0] if scales else None, **more).flatten()
+    places = target(
+        ramp, size, scale_factors=[scales[0], 1.0] if scales else None, **more
+    ).flatten()
     lower = places.floor().clamp(0, info.height - 1).long()
     share = None if not more else (places - lower).tolist()
 
     def sides(rows: Tensor, count: int) -> Tensor:
         width = None if scales else [count, step.value.shape[3]]
-        made: Tensor = target(rows, width, scale_factors=[1.0, scales[1]] if scales else None, **more)
+        made: Tensor = target(
+            rows, width, scale_factors=[1.0, scales[1]] if scales else None, **more
+        )
         return made
 
     return _resampling(known, step, lower.tolist(), share, sides)
 
 
 def _resampling(
-    known: Known, step: Step, lower: list[int], share: list[float] | None, sides: Callable[[Tensor, int], Tensor]
+    known: Known,
+    step: Step,
+    lower: list[int],
+    share: list[float] | None,
+    sides: Callable[[Tensor, int], Tensor],
 ) -> Operation:
-    """Return the operation that takes rows by number, or two of them by shares; then `sides` changes the width."""
+    """Return the operation that takes rows by number, or two of them by shares.
+
+    Then `sides` changes the width.
+    """
     height = known.first(step).height
-    upper = [min(row + 1, height - 1) if share and share[at] else row for at, row in enumerate(lower)]
+    upper = [
+        min(row + 1, height - 1) if share and share[at] else row for at, row in enumerate(lower)
+    ]
     begins = list(_running(min, reversed(lower)))[::-1]
     ends = [row + 1 for row in _running(max, upper)]
     state = {"lower": lower, "upper": upper, "share": share, "sides": sides}

@@ -1,4 +1,7 @@
-"""The streaming form of a stage: layers that take an image strip by strip, and as arguments what they kept."""
+"""The streaming form of a stage.
+
+Layers that take an image strip by strip, and as arguments what they kept.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +39,9 @@ from gems.models.streaming.rules import even_ends
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """A tensor between stages in strips: the shape of the whole, and how many rows of `dim` there are after each strip.
+    """A tensor between stages in strips.
 
+    The shape of the whole, and how many rows of `dim` there are after each strip.
     Without `ends` it has no rows and is there in the last strip.
     """
 
@@ -59,25 +63,32 @@ class Boundary:
         return (*self.shape[: self.dim], rows, *self.shape[self.dim + 1 :])
 
 
-def trace_stage(layers: Sequence[tuple[str, nn.Module]], inputs: Sequence[Boundary], strips: int) -> Trace:
+def trace_stage(
+    layers: Sequence[tuple[str, nn.Module]], inputs: Sequence[Boundary], strips: int
+) -> Trace:
     """Return the operations of layers, which hold for any number of strips of such inputs.
 
     Raises:
         ConfigError: a layer whose operations depend on values.
     """
-    return trace(layers, [torch.empty(each.shape, dtype=each.dtype, device="meta") for each in inputs], strips)
+    return trace(
+        layers,
+        [torch.empty(each.shape, dtype=each.dtype, device="meta") for each in inputs],
+        strips,
+    )
 
 
 class StripStage:
     """Layers in a streaming form, for one shape of image, division into strips and mode (training or evaluation).
 
-    `forward` is a function of its arguments: whoever calls it holds what it returns, and may cut the graph of autograd
-    there. Weights are those that the modules have at the time.
+    `forward` is a function of its arguments: whoever calls it holds what it returns, and may cut
+    the graph of autograd there. Weights are those that the modules have at the time.
 
     Attributes:
         outputs: what the stage gives, which the next one takes as `inputs`.
         draws: whether it draws random numbers, for which `forward` needs seeds.
-        draws_by_row: the name of the first module that draws them row by row, unlike a layer that gets the whole image.
+        draws_by_row: the name of the first module that draws them row by row, unlike a layer that
+            gets the whole image.
         norm_ends: of each norm by strip, by its module's name, the rows after each strip.
     """
 
@@ -90,18 +101,23 @@ class StripStage:
     ) -> None:
         """Trace the named layers, or take what `trace_stage` has made of them, and plan the rows of all strips.
 
-        A convolution, linear layer or norm by strip whose map has less than `min_positions` (rows x columns x images)
-        in a strip waits for more strips, and takes them at once.
+        A convolution, linear layer or norm by strip whose map has less than `min_positions` (rows x
+        columns x images) in a strip waits for more strips, and takes them at once.
 
         Raises:
-            ConfigError: a layer needs the whole image, or has an operation that nothing is known of.
+            ConfigError: a layer needs the whole image, or has an operation that nothing is known
+            of.
         """
         traced = layers if isinstance(layers, Trace) else trace_stage(layers, inputs, strips)
         given = zip(inputs, traced.inputs, strict=True)
-        known = Known(strips, [Info(WHOLE if each.ends is None else ROWS, meta, each.dim) for each, meta in given])
+        known = Known(
+            strips,
+            [Info(WHOLE if each.ends is None else ROWS, meta, each.dim) for each, meta in given],
+        )
         operations = tuple(lower(known, step) for step in traced.steps)
         refuse_changed(known, operations)
-        self.strips, self._structure = strips, traced.structure
+        self.strips = strips
+        self._structure = traced.structure
         rows: dict[int, int] = {}
         self._at_once: dict[int, int] = {}
         values: list[RowValue] = []
@@ -114,12 +130,18 @@ class StripStage:
                 rows[number] = len(values)
                 reads = tuple(rows[read] for read in operation.reads)
                 flags = operation.is_summed, operation.has_zeros, operation.is_late
-                at_once = self._at_once[number] = strips_at_once(operation, known.infos, strips, min_positions)
-                values.append(RowValue(operation.height, (), operation.rule, reads, *flags, at_once))
+                at_once = self._at_once[number] = strips_at_once(
+                    operation, known.infos, strips, min_positions
+                )
+                values.append(
+                    RowValue(operation.height, (), operation.rule, reads, *flags, at_once)
+                )
         plan = plan_rows(values, strips)
         self._network = Network(operations, known.infos, len(inputs), traced.outputs, rows, plan)
         self.draws = any(draws_numbers(operation) for operation in operations)
-        self.draws_by_row = next((each.step.name for each in operations if each.run is drop_rows), None)
+        self.draws_by_row = next(
+            (each.step.name for each in operations if each.run is drop_rows), None
+        )
         self.outputs = tuple(self._boundary(number) for number in traced.outputs)
         self.norm_ends: dict[str, tuple[int, ...]] = {}
         for number, operation in enumerate(operations, len(inputs)):
@@ -142,7 +164,11 @@ class StripStage:
             if number < network.num_inputs:
                 continue
             operation = network.operations[number - network.num_inputs]
-            values = operation.info.value if isinstance(operation.info.value, Tensor) else operation.info.value[0]
+            values = (
+                operation.info.value
+                if isinstance(operation.info.value, Tensor)
+                else operation.info.value[0]
+            )
             of_row = values.numel() // max(1, operation.height) * products(operation, network.infos)
             ends = (0, *network.plan.ends[row])
             made = [of_row * (end - begin) for begin, end in pairwise(ends)]
@@ -150,7 +176,9 @@ class StripStage:
 
     def static_carries(self, strip: int) -> list[int]:
         """Return which of `carries` weights alone determine."""
-        return [place for place, held in enumerate(self._network.held[strip]) if held.kind == STATIC]
+        return [
+            place for place, held in enumerate(self._network.held[strip]) if held.kind == STATIC
+        ]
 
     def forward(
         self,
@@ -172,8 +200,8 @@ class StripStage:
             is_again: whether it has run before, so that running statistics have its rows already.
 
         Returns:
-            What it gives of each output: rows, perhaps none; a whole tensor in the last strip and None before. And what
-            the next strip needs.
+            What it gives of each output: rows, perhaps none; a whole tensor in the last strip and
+            None before. And what the next strip needs.
 
         Raises:
             ValueError: random numbers are drawn, and there are no seeds.
@@ -193,7 +221,10 @@ class StripStage:
             self._network.watch = None
 
     def joined(self, strips: Sequence[Sequence[Tensor | None]]) -> Any:
-        """Return the outputs of all strips as the last layer gives them: a tensor, or several of them."""
+        """Return the outputs of all strips as the last layer gives them.
+
+        A tensor, or several of them.
+        """
         whole: list[Tensor] = []
         for place, boundary in enumerate(self.outputs):
             parts = [each for outputs in strips if (each := outputs[place]) is not None]
@@ -202,10 +233,13 @@ class StripStage:
         return map_tensors(lambda _: next(tensors), self._structure)
 
     def _add_norm(self, known: Known, operation: Operation, ends: tuple[int, ...]) -> None:
-        value, name = operation.info.value, operation.step.name
+        value = operation.info.value
+        name = operation.step.name
         positions = value.numel() // (value.shape[1] * operation.height)  # of a row
         if any(0 < (end - begin) * positions < 2 for begin, end in pairwise((0, *ends))):
-            known.refuse(operation.step, "has a single value of a channel in a strip", "fewer strips")
+            known.refuse(
+                operation.step, "has a single value of a channel in a strip", "fewer strips"
+            )
         if self.norm_ends.get(name, ends) != ends:
             known.refuse(operation.step, "normalizes several maps of unlike rows")
         self.norm_ends[name] = ends

@@ -1,7 +1,9 @@
-"""What surrounds the operations of a layer: a trace keeps it, or refuses it, and leaves the layer as it was.
+"""What surrounds the operations of a layer.
 
-Hooks and custom autograd functions would be lost, so they are refused by name. The tensors of a layer are replaced
-while it is traced; whatever its forward writes to its attributes is undone afterwards.
+A trace keeps it, or refuses it, and leaves the layer as it was.
+Hooks and custom autograd functions would be lost, so they are refused by name. The tensors of a
+layer are replaced while it is traced; whatever its forward writes to its attributes is undone
+afterwards.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ from gems.models.outputs import map_tensors, tensors_in
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _KINDS = {"_forward_pre_hooks": "forward pre-hook", "_forward_hooks": "forward hook"}
-_BACKWARD_KINDS = {"_backward_pre_hooks": "full backward pre-hook", "_backward_hooks": "full backward hook"}
+_BACKWARD_KINDS = {
+    "_backward_pre_hooks": "full backward pre-hook",
+    "_backward_hooks": "full backward hook",
+}
 _INSTEAD = {
     "SpectralNorm": "use torch.nn.utils.parametrizations.spectral_norm",
     "WeightNorm": "use torch.nn.utils.parametrizations.weight_norm",
@@ -50,12 +55,20 @@ def refuse_hooks(layer: str, root: nn.Module) -> None:
                 hook = getattr(hook, "func", hook)
                 if not str(getattr(hook, "__module__", "")).startswith("gems."):
                     title = getattr(hook, "__name__", type(hook).__name__)
-                    text = f"layer {name} ({type(module).__name__}) has a {kind} ({title}), which strips would lose"
+                    text = (
+                        f"layer {name} ({type(module).__name__}) has a {kind} ({title}), which"
+                        " strips would lose"
+                    )
                     raise RefusedError(text, _INSTEAD.get(title, "take it out"))
         for key, parameter in module.named_parameters(recurse=False) if is_training else ():
             if has_hooks(parameter):
-                text = f"layer {name} ({type(module).__name__}) has a hook on the gradient of its {key}"
-                raise RefusedError(f"{text}, which each strip would call with a part of it", "take it out")
+                text = (
+                    f"layer {name} ({type(module).__name__}) has a hook on the gradient of its"
+                    f" {key}"
+                )
+                raise RefusedError(
+                    f"{text}, which each strip would call with a part of it", "take it out"
+                )
 
 
 class Recorded(TorchFunctionMode):
@@ -66,16 +79,25 @@ class Recorded(TorchFunctionMode):
 
     def __init__(self, stand_ins: dict[int, Tensor], where: Callable[[], str]) -> None:
         super().__init__()
-        self._stand_ins, self._where = stand_ins, where
-        self._known: set[Any] = set()  # nodes of the graph of autograd, held so that each stays one object
+        self._stand_ins = stand_ins
+        self._where = where
+        self._known: set[Any] = (
+            set()
+        )  # nodes of the graph of autograd, held so that each stays one object
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _GRADIENT_HOOKS:
-            raise RefusedError(f"layer {self._where()} registers a hook on a tensor, which strips would lose")
+            raise RefusedError(
+                f"layer {self._where()} registers a hook on a tensor, which strips would lose"
+            )
         if func in _GRADIENTS:
-            raise RefusedError(f"layer {self._where()} computes gradients in its forward, which strips would lose")
+            raise RefusedError(
+                f"layer {self._where()} computes gradients in its forward, which strips would lose"
+            )
         if func == Tensor.data.__set__:  # type: ignore[attr-defined]
-            raise RefusedError(f"layer {self._where()} sets the data of a tensor, which strips would lose")
+            raise RefusedError(
+                f"layer {self._where()} sets the data of a tensor, which strips would lose"
+            )
         if torch.is_inference_mode_enabled():
             text = f"layer {self._where()} runs in inference mode, which strips would lose"
             raise RefusedError(text, "use torch.no_grad()")
@@ -92,13 +114,20 @@ class Recorded(TorchFunctionMode):
             if node is None or node in self._known:
                 continue
             self._known.add(node)
-            made_by = getattr(type(node), "_forward_cls", None)  # torch has some for tensors without memory
-            if isinstance(node, BackwardCFunction) and not getattr(made_by, "__module__", "").startswith("torch._"):
+            made_by = getattr(
+                type(node), "_forward_cls", None
+            )  # torch has some for tensors without memory
+            if isinstance(node, BackwardCFunction) and not getattr(
+                made_by, "__module__", ""
+            ).startswith("torch._"):
                 name = type(node).__name__.removesuffix("Backward")
                 text = (
-                    f"layer {self._where()} applies a custom autograd function ({name}), whose backward a trace loses"
+                    f"layer {self._where()} applies a custom autograd function ({name}), whose"
+                    " backward a trace loses"
                 )
-                instead = "checkpoint with use_reentrant=False" if name == "CheckpointFunction" else ""
+                instead = (
+                    "checkpoint with use_reentrant=False" if name == "CheckpointFunction" else ""
+                )
                 raise RefusedError(text, instead or "write it with torch's own operations")
             found += [before for before, _ in node.next_functions]
 
@@ -112,7 +141,13 @@ def untouched(root: nn.Module) -> Iterator[None]:
     before = []
     for module in root.modules():
         values = dict(vars(module))
-        before.append((module, values, {k: copy.copy(v) for k, v in values.items() if isinstance(v, _CONTAINERS)}))
+        before.append(
+            (
+                module,
+                values,
+                {k: copy.copy(v) for k, v in values.items() if isinstance(v, _CONTAINERS)},
+            )
+        )
     try:
         yield
     finally:
@@ -138,7 +173,10 @@ def replaced(layer: str, tensors: Sequence[tuple[nn.Module, str, Tensor]]) -> It
     for module, name, tensor in tensors:
         if _home(module, name).get(name) is not tensor:
             kind = "buffer" if name in module._buffers else "parameter"
-            text = f"layer {layer} ({type(module).__name__}) puts another tensor in place of its {kind} {name}"
+            text = (
+                f"layer {layer} ({type(module).__name__}) puts another tensor in place of its"
+                f" {kind} {name}"
+            )
             raise RefusedError(text, "change it in place (copy_, add_)")
 
 
@@ -163,7 +201,9 @@ def changed_attribute(root: nn.Module, before: dict[tuple[int, str], Any]) -> st
     """Return the name of an attribute that a forward has changed, and may read when it is called again."""
     for key, value in state_of(root).items():
         old = before.get(key)
-        is_other = value is not old if isinstance(value, Tensor) else old is not None and value != old
+        is_other = (
+            value is not old if isinstance(value, Tensor) else old is not None and value != old
+        )
         if is_other:
             return key[1]
     return None

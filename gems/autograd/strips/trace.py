@@ -1,8 +1,9 @@
 """Layers as one list of operations of torch's core, for inputs of one shape.
 
-`make_fx` records what a forward calls above autograd, on the meta device. Whatever a block is written like, there are
-few operations left, and shapes and choices by shape are settled. What autocast casts in a layer of mixed precision is
-an operation too, so that the list runs without autocast.
+`make_fx` records what a forward calls above autograd, on the meta device. Whatever a block is
+written like, there are few operations left, and shapes and choices by shape are settled. What
+autocast casts in a layer of mixed precision is an operation too, so that the list runs without
+autocast.
 """
 
 from __future__ import annotations
@@ -28,7 +29,13 @@ from gems.autograd.strips.surroundings import (
     state_of,
     untouched,
 )
-from gems.autograd.torch_internals import SET_GRAD_MODE, FakeTensorMode, OpOverload, enter_autocast, exit_autocast
+from gems.autograd.torch_internals import (
+    SET_GRAD_MODE,
+    FakeTensorMode,
+    OpOverload,
+    enter_autocast,
+    exit_autocast,
+)
 from gems.errors import ConfigError, one_line
 from gems.models.mixed import Mixed, mixed_of
 from gems.models.outputs import map_tensors, tensors_in
@@ -46,7 +53,10 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A parameter or buffer of a module, which is looked up when it is read; or its copy of a `mixed` precision."""
+    """A parameter or buffer of a module, which is looked up when it is read.
+
+    Or its copy of a `mixed` precision.
+    """
 
     module: nn.Module
     name: str
@@ -54,16 +64,20 @@ class Weight:
 
     def get(self) -> Any:
         """Return the tensor that the module has now."""
-        return getattr(self.module, self.name) if self.mixed is None else self.mixed.copy(self.module, self.name)
+        return (
+            getattr(self.module, self.name)
+            if self.mixed is None
+            else self.mixed.copy(self.module, self.name)
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """One operation.
 
-    `name` is that of the module that called it, in the whole network, and `call` tells its calls apart. `args` hold
-    `Ref` and `Weight` for tensors. `value` is what it gives, of the meta device. Without `has_grad` it runs
-    under `torch.no_grad`.
+    `name` is that of the module that called it, in the whole network, and `call` tells its calls
+    apart. `args` hold `Ref` and `Weight` for tensors. `value` is what it gives, of the meta device.
+    Without `has_grad` it runs under `torch.no_grad`.
     """
 
     name: str
@@ -94,10 +108,11 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """The graph of a layer, and what it gives; for each node the module that called it, its class and call.
+    """The graph of a layer, and what it gives.
 
-    In mixed precision `mode` makes tensors without memory, on which `autocasts` act, the last as the innermost. The
-    last of `grad_modes` says whether gradients are computed.
+    For each node the module that called it, its class and call.
+    In mixed precision `mode` makes tensors without memory, on which `autocasts` act, the last as
+    the innermost. The last of `grad_modes` says whether gradients are computed.
     """
 
     weights: list[Weight]
@@ -126,17 +141,22 @@ def trace(layers: Sequence[tuple[str, nn.Module]], inputs: Sequence[Tensor], str
         given = [values[number] for number in numbers]
         try:
             layer = _graph_of(name, module, given, device)
-            structure, numbers = layer.structure, _append(steps, values, numbers, layer)
+            structure = layer.structure
+            numbers = _append(steps, values, numbers, layer)
         except RefusedError as error:
             text, advice = (*error.args, "take it out")[:2]
-            raise ConfigError(KEY, strips, text, advice if KEY in advice else f"{advice}, or set {KEY}=1") from None
+            raise ConfigError(
+                KEY, strips, text, advice if KEY in advice else f"{advice}, or set {KEY}=1"
+            ) from None
         except Exception as error:
             text = f"layer {name} cannot be traced into operations ({one_line(str(error))[:200]})"
             raise ConfigError(KEY, strips, text, f"set {KEY}=1") from error
     return Trace(tuple(inputs), tuple(steps), tuple(numbers), structure)
 
 
-def _graph_of(name: str, module: nn.Module, inputs: Sequence[Tensor], device: torch.device) -> _Layer:
+def _graph_of(
+    name: str, module: nn.Module, inputs: Sequence[Tensor], device: torch.device
+) -> _Layer:
     mixed = mixed_of(module)
     elsewhere = None if mixed is None else mixed.elsewhere
     if elsewhere is not None:
@@ -150,7 +170,9 @@ def _graph_of(name: str, module: nn.Module, inputs: Sequence[Tensor], device: to
         kept: list[Any] = []
 
         def run(state: list[Tensor], *given: Tensor) -> tuple[Tensor, ...]:
-            stand_ins = {id(tensor): stand_in for tensor, stand_in in zip(tensors, state, strict=True)}
+            stand_ins = {
+                id(tensor): stand_in for tensor, stand_in in zip(tensors, state, strict=True)
+            }
             changed = [(inner, key, state[number]) for inner, key, number in places]
             with replaced(name, changed), _calls(name, module, stand_ins, names):
                 made = module(*given)
@@ -173,7 +195,10 @@ def _graph_of(name: str, module: nn.Module, inputs: Sequence[Tensor], device: to
         graph, structure, names = record((state, *given))
         changed = changed_attribute(module, before)
         if changed is not None and str(record((state, *given))[0].graph) != str(graph.graph):
-            text = f"layer {name} ({type(module).__name__}) computes with what an earlier call has left ({changed})"
+            text = (
+                f"layer {name} ({type(module).__name__}) computes with what an earlier call has"
+                f" left ({changed})"
+            )
             raise RefusedError(text, "keep that in a buffer")
     autocasts: list[torch.autocast] = [] if mixed is None else [Autocast(device.type, mixed.dtype)]
     return _Layer(weights, graph, structure, names, mode, autocasts, [has_grad])
@@ -203,16 +228,22 @@ def _weights_of(
 def _device(modules: Iterable[nn.Module]) -> torch.device:
     """Return where layers run, of which some may be built without memory."""
     tensors = (each for module in modules for each in (*module.parameters(), *module.buffers()))
-    return next((each.device for each in tensors if each.device.type != "meta"), torch.device("cpu"))
+    return next(
+        (each.device for each in tensors if each.device.type != "meta"), torch.device("cpu")
+    )
 
 
 def _like(tensor: Tensor, dtype: torch.dtype | None = None, device: str | None = None) -> Tensor:
     """Return a tensor of the same shape and layout, perhaps of another type, on the default device or another."""
-    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype or tensor.dtype, device=device)
+    return torch.empty_strided(
+        tensor.size(), tensor.stride(), dtype=dtype or tensor.dtype, device=device
+    )
 
 
 @contextmanager
-def _calls(layer: str, root: nn.Module, stand_ins: dict[int, Tensor], names: Names) -> Iterator[None]:
+def _calls(
+    layer: str, root: nn.Module, stand_ins: dict[int, Tensor], names: Names
+) -> Iterator[None]:
     """Note for the nodes that are made inside which module made them, and refuse what would be lost."""
     graph = get_proxy_mode().tracer.graph  # type: ignore[union-attr]
     stack = [(layer, type(root).__name__, 0)]
@@ -248,12 +279,15 @@ def _calls(layer: str, root: nn.Module, stand_ins: dict[int, Tensor], names: Nam
     mark()
 
 
-def _append(steps: list[Step], values: list[Any], inputs: Sequence[int], layer: _Layer) -> list[int]:
+def _append(
+    steps: list[Step], values: list[Any], inputs: Sequence[int], layer: _Layer
+) -> list[int]:
     """Append the steps of a layer's graph, and return the numbers of the values that it gives."""
     found: dict[fx.Node, Any] = {}
     cast_weights: dict[tuple[Weight, torch.dtype], Ref] = {}
     has_grad: dict[fx.Node, bool] = {}
-    weights, given = iter(layer.weights), iter([Ref(number) for number in inputs])
+    weights = iter(layer.weights)
+    given = iter([Ref(number) for number in inputs])
 
     def add(node: fx.Node, target: Any, args: Any, kwargs: Any, value: Any) -> Ref:
         name, kind, call = layer.names[node.name]
@@ -284,28 +318,43 @@ def _append(steps: list[Step], values: list[Any], inputs: Sequence[int], layer: 
             _change_autocast(layer, node)
         elif node.target is SET_GRAD_MODE:
             layer.grad_modes.append(bool(node.args[0]))
-        elif node.users or isinstance(node.meta.get("val"), Tensor):  # a choice of a type, say, is a plain value by now
+        elif node.users or isinstance(
+            node.meta.get("val"), Tensor
+        ):  # a choice of a type, say, is a plain value by now
             _refuse_changes(node, layer, found, has_grad)
             dtypes, options = _casts_of(layer, node)
             reads: dict[fx.Node, Any] = {
-                read: cast(node, read, dtypes[read]) if read in dtypes else found[read] for read in node.all_input_nodes
+                read: cast(node, read, dtypes[read]) if read in dtypes else found[read]
+                for read in node.all_input_nodes
             }
-            args, kwargs = fx.node.map_arg((node.args, {**node.kwargs, **options}), reads.__getitem__)
+            args, kwargs = fx.node.map_arg(
+                (node.args, {**node.kwargs, **options}), reads.__getitem__
+            )
             value = map_tensors(_of_meta, node.meta["val"])
-            target = node.target if args and isinstance(args[0], Weight) else _without_change_in_place(node.target)
+            target = (
+                node.target
+                if args and isinstance(args[0], Weight)
+                else _without_change_in_place(node.target)
+            )
             if target is not node.target and len({_value(layer, read).dtype for read in reads}) > 1:
                 given_here = {read: _of_meta(_value(layer, read)) for read in reads}
                 wide = target(*fx.node.map_arg(node.args, given_here.__getitem__), **kwargs)
-                if wide.dtype is not value.dtype:  # what changes in place gives the type that is there
+                if (
+                    wide.dtype is not value.dtype
+                ):  # what changes in place gives the type that is there
                     made = add(node, target, args, kwargs, wide)
-                    target, args, kwargs = torch.ops.aten.to.dtype, (made, value.dtype), {}
+                    target = torch.ops.aten.to.dtype
+                    args = (made, value.dtype)
+                    kwargs = {}
             made = add(node, target, args, kwargs, value)
             found[node] = next(iter(changed_weights(args, kwargs, target)), made)
             has_grad[node] = layer.grad_modes[-1]
     for position, each in enumerate(outputs):
         if isinstance(each, Weight):
             name = layer.names[node.name][0]
-            raise RefusedError(f"layer {name} gives a parameter as output {position}", "give a copy of it")
+            raise RefusedError(
+                f"layer {name} gives a parameter as output {position}", "give a copy of it"
+            )
     return [each.number for each in outputs]
 
 
@@ -331,7 +380,9 @@ def _casts_of(layer: _Layer, node: fx.Node) -> tuple[dict[fx.Node, torch.dtype],
         name, kind, _ = layer.names[node.name]
         text = f"layer {name} ({kind}: {node.target}) is cast in parts by mixed precision"
         raise RefusedError(text, "set train.precision=float32|bf16_pure")
-    dtypes = {read: casts.dtypes[id(value)] for read, value in reads.items() if id(value) in casts.dtypes}
+    dtypes = {
+        read: casts.dtypes[id(value)] for read, value in reads.items() if id(value) in casts.dtypes
+    }
     return dtypes, casts.options
 
 
@@ -345,23 +396,32 @@ def _of_meta(tensor: Tensor) -> Tensor:
     return _like(tensor, device="meta")
 
 
-def _refuse_changes(node: fx.Node, layer: _Layer, found: dict[fx.Node, Any], has_grad: dict[fx.Node, bool]) -> None:
+def _refuse_changes(
+    node: fx.Node, layer: _Layer, found: dict[fx.Node, Any], has_grad: dict[fx.Node, bool]
+) -> None:
     """Refuse a change in place that steps which give new tensors do not carry."""
-    target, name = node.target, layer.names[node.name][0]
+    target = node.target
+    name = layer.names[node.name][0]
     for changed in written(target, node.args, node.kwargs):
         if not isinstance(changed, fx.Node) or isinstance(found[changed], Weight):
             continue
-        base, where = _base(changed), f"layer {name} changes in place ({target})"
+        base = _base(changed)
+        where = f"layer {name} changes in place ({target})"
         if isinstance(found[base], Weight):
             raise RefusedError(
-                f"{where} a parameter or buffer by another name", "change the parameter or buffer itself"
+                f"{where} a parameter or buffer by another name",
+                "change the parameter or buffer itself",
             )
         if not is_in_place(target):
             raise RefusedError(f"{where} what out= names", "write to a new tensor")
         if not layer.grad_modes[-1] and layer.grad_modes[0] and has_grad.get(base, True):
-            raise RefusedError(f"{where} without gradients what has gradients", "write to a new tensor")
+            raise RefusedError(
+                f"{where} without gradients what has gradients", "write to a new tensor"
+            )
         later = [other for other in node.graph.nodes if node < other]
-        if any(read < node and _base(read) is base for other in later for read in other.all_input_nodes):
+        if any(
+            read < node and _base(read) is base for other in later for read in other.all_input_nodes
+        ):
             raise RefusedError(f"{where} what has another name", "write to a new tensor")
 
 
@@ -383,7 +443,9 @@ def changed_weights(args: Sequence[Any], kwargs: Mapping[str, Any], target: Any)
 def _base(node: fx.Node) -> fx.Node:
     """Return the node whose memory a node's value is part of."""
     returned = getattr(getattr(node.target, "_schema", None), "returns", ())
-    is_view = node.target is operator.getitem or any(each.alias_info is not None for each in returned)
+    is_view = node.target is operator.getitem or any(
+        each.alias_info is not None for each in returned
+    )
     first = node.args[0] if is_view and node.args else None
     return _base(first) if isinstance(first, fx.Node) else node
 

@@ -18,7 +18,10 @@ LEFT_OVERS = (
     "System Volume Information",
 )
 # Names of a split's folder. `valid` may also be a class, if there is no folder `train`.
-SPLIT_NAMES: dict[Split, tuple[str, ...]] = {"train": ("train",), "validation": ("validation", "val", "valid")}
+SPLIT_NAMES: dict[Split, tuple[str, ...]] = {
+    "train": ("train",),
+    "validation": ("validation", "val", "valid"),
+}
 _MAYBE_CLASS = "valid"
 
 
@@ -45,16 +48,22 @@ def files_below(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     found = (path for path in folder.rglob("*") if path.is_file())
-    return sorted(path for path in found if not any(map(is_left_over, path.relative_to(folder).parts)))
+    return sorted(
+        path for path in found if not any(map(is_left_over, path.relative_to(folder).parts))
+    )
 
 
 def folders_in(folder: Path) -> list[str]:
     """Return the sorted names of the folders in a folder, except hidden ones and what systems leave."""
-    return sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not is_left_over(entry.name))
+    return sorted(
+        entry.name for entry in folder.iterdir() if entry.is_dir() and not is_left_over(entry.name)
+    )
 
 
 def split_folders(root: Path, below: str = "", layouts: str = "") -> dict[Split, Path] | None:
-    """Return the folders of train and validation in a folder, None if it has neither; one of test is left out.
+    """Return the folders of train and validation in a folder, None if it has neither.
+
+    One of test is left out.
 
     Args:
         root: The folder.
@@ -64,15 +73,21 @@ def split_folders(root: Path, below: str = "", layouts: str = "") -> dict[Split,
     Raises:
         ConfigError: one of them without the other, or two of validation.
     """
-    found = {split: [root / name for name in names if (root / name / below).is_dir()]
-             for split, names in SPLIT_NAMES.items()}  # fmt: skip
+    found = {
+        split: [root / name for name in names if (root / name / below).is_dir()]
+        for split, names in SPLIT_NAMES.items()
+    }
     if not found["train"]:
         found["validation"] = [path for path in found["validation"] if path.name != _MAYBE_CLASS]
     if len(found["validation"]) > 1:
         names = " and ".join(f"{path.name}/" for path in found["validation"])
-        raise ConfigError("data.path", root, f"has {names}, both for validation", "keep one of them")
+        raise ConfigError(
+            "data.path", root, f"has {names}, both for validation", "keep one of them"
+        )
     present = [path for paths in found.values() for path in paths]
     if len(present) == 1:
         what = "/".join(filter(None, (present[0].name, below)))
-        raise ConfigError("data.path", root, f"it has {what}/ but not the other split", f"expected {layouts}")
+        raise ConfigError(
+            "data.path", root, f"it has {what}/ but not the other split", f"expected {layouts}"
+        )
     return {split: paths[0] for split, paths in found.items()} if present else None

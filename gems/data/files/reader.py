@@ -1,4 +1,7 @@
-"""Reads image files and masks: by Pillow, and by tifffile for TIFF files that Pillow cuts or cannot decode."""
+"""Reads image files and masks.
+
+By Pillow, and by tifffile for TIFF files that Pillow cuts or cannot decode.
+"""
 
 from __future__ import annotations
 
@@ -24,27 +27,33 @@ MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 TIFF_SUFFIXES = (".tif", ".tiff")
 _MASK_MODES = ("1", "L", "P", "I", "I;16", "I;16B")
 _ORIENTATION = 274  # tag of EXIF
-_UPRIGHT, _LAST_UNSWAPPED = 1, 4
+_UPRIGHT = 1
+_LAST_UNSWAPPED = 4
 _STUBS = ("BUFR", "FITS", "GRIB", "HDF5")  # which Pillow knows and does not read as images
 _NOT_DECODED = ("webp",)  # compressions of TIFF that Pillow knows and its libtiff may not
 
 
 def gives_parts(path: Path, data: DataConfig) -> bool:
     """Return whether `read_tiff` gives parts of a file as `read_image` does the whole, and with less memory."""
-    if path.suffix.lower() not in TIFF_SUFFIXES or data.channels == max(MODES):  # which may be an alpha channel
+    if path.suffix.lower() not in TIFF_SUFFIXES or data.channels == max(
+        MODES
+    ):  # which may be an alpha channel
         return False
     dtype = part_type(path, data.page, data.channels, (data.height_px, data.width_px))
     if dtype is None or data.channels not in MODES:
         return dtype is not None
-    return bool(dtype.kind == "f" or dtype == (np.uint16 if data.bits not in (None, 8) else np.uint8))
+    return bool(
+        dtype.kind == "f" or dtype == (np.uint16 if data.bits not in (None, 8) else np.uint8)
+    )
 
 
 def read_image(path: Path, data: DataConfig, nodata: float | None = None) -> Values:
     """Return an image file as (channels, height, width), scaled to cover height x width, its middle kept.
 
     Raises:
-        ConfigError: a file that cannot be read, or that would be misread: wider values without data.bits, more pages
-            than one without data.page, CMYK, transparency that data.channels drops.
+        ConfigError: a file that cannot be read, or that would be misread: wider values without
+            data.bits, more pages than one without data.page, CMYK, transparency that data.channels
+            drops.
     """
     from PIL import ImageOps
     from PIL.Image import Resampling
@@ -56,10 +65,14 @@ def read_image(path: Path, data: DataConfig, nodata: float | None = None) -> Val
         upright = ImageOps.exif_transpose(picture)
         if upright.mode.startswith("I;16"):
             if data.channels != 1:
-                raise ConfigError("data.channels", data.channels, f"{path} has 1 channel of 16 bits", "use 1")
+                raise ConfigError(
+                    "data.channels", data.channels, f"{path} has 1 channel of 16 bits", "use 1"
+                )
             return fitted(np.asarray(upright)[np.newaxis], data, name, nodata)
         if data.bits not in (None, 8):
-            raise ConfigError("data.bits", data.bits, f"{path} has values of 8 bits", "leave it out")
+            raise ConfigError(
+                "data.bits", data.bits, f"{path} has values of 8 bits", "leave it out"
+            )
         wanted = MODES[data.channels]
         tile = upright if upright.mode == wanted else upright.convert(wanted)
         if nodata is None:
@@ -71,27 +84,40 @@ def read_image(path: Path, data: DataConfig, nodata: float | None = None) -> Val
 def read_mask(path: Path, data: DataConfig, image: Path | None = None) -> NDArray[Any]:
     """Return a mask file as (height, width) of the numbers in it, and NO_LABEL where it holds its number of no data.
 
-    It is turned as its image is and fitted as `read_image` does, by the nearest pixel. A number of no data that is one
-    of a class stays as it is.
+    It is turned as its image is and fitted as `read_image` does, by the nearest pixel. A number of
+    no data that is one of a class stays as it is.
 
     Raises:
-        ConfigError: a file that cannot be read, one of colours, or one of another shape than its image.
+        ConfigError: a file that cannot be read, one of colours, or one of another shape than its
+        image.
     """
     from PIL import ImageOps
     from PIL.Image import Resampling
 
     with opened(path, data, is_mask=True) as picture:
-        upright = ImageOps.exif_transpose(picture) if image is None else _as_its_image(picture, path, data, image)
+        upright = (
+            ImageOps.exif_transpose(picture)
+            if image is None
+            else _as_its_image(picture, path, data, image)
+        )
         if upright.mode not in _MASK_MODES:
-            text = f"{path} has {'floats' if upright.mode == 'F' else 'colours'} (mode {upright.mode})"
-            raise ConfigError("data.path", path, text, "a mask holds the number of each pixel's class")
+            text = (
+                f"{path} has {'floats' if upright.mode == 'F' else 'colours'} (mode {upright.mode})"
+            )
+            raise ConfigError(
+                "data.path", path, text, "a mask holds the number of each pixel's class"
+            )
         tile = ImageOps.fit(upright, (data.width_px, data.height_px), Resampling.NEAREST)
         mask = np.asarray(tile).astype(np.int64)
         if picture.format == "JPEG" and (count := len(np.unique(mask))) > data.num_classes:
             text = f"has {count} values, as compression to JPEG changes the numbers of a mask"
             raise ConfigError("data.path", path, text, "make the masks again, as PNG")
         nodata = _nodata_of(picture)
-        if nodata is not None and f"{nodata:g}" not in data.class_map and nodata not in range(data.num_classes):
+        if (
+            nodata is not None
+            and f"{nodata:g}" not in data.class_map
+            and nodata not in range(data.num_classes)
+        ):
             mask[mask == nodata] = NO_LABEL
         return mask
 
@@ -139,7 +165,9 @@ def read_through(path: Path, data: DataConfig, nodata: float | None = None) -> N
 
 
 @contextmanager
-def opened(path: Path, data: DataConfig, is_mask: bool = False, verify: bool = False) -> Iterator[Picture]:
+def opened(
+    path: Path, data: DataConfig, is_mask: bool = False, verify: bool = False
+) -> Iterator[Picture]:
     """Open an image file at its page; to `verify` is to look at checksums only.
 
     Raises:
@@ -147,7 +175,8 @@ def opened(path: Path, data: DataConfig, is_mask: bool = False, verify: bool = F
     """
     import PIL.Image
 
-    # Pillow guards web services against huge uploads; here huge images are the point, and the user's own.
+    # Pillow guards web services against huge uploads; here huge images are the point, and the
+    # user's own.
     PIL.Image.MAX_IMAGE_PIXELS = None
     try:
         with PIL.Image.open(path) as picture:
@@ -185,7 +214,9 @@ def _is_for_tifffile(path: Path, data: DataConfig) -> bool:
 
 
 def _as_its_image(mask: Picture, path: Path, data: DataConfig, image: Path) -> Picture:
-    """Return a mask turned as its image is: by its own orientation, or by that of the image if that fits.
+    """Return a mask turned as its image is.
+
+    By its own orientation, or by that of the image if that fits.
 
     Raises:
         ConfigError: it has another shape.
@@ -196,9 +227,14 @@ def _as_its_image(mask: Picture, path: Path, data: DataConfig, image: Path) -> P
     size, orientation = _geometry(image, data)
     upright = size if orientation <= _LAST_UNSWAPPED else size[::-1]
     turns = {
-        2: Transpose.FLIP_LEFT_RIGHT, 3: Transpose.ROTATE_180, 4: Transpose.FLIP_TOP_BOTTOM, 5: Transpose.TRANSPOSE,
-        6: Transpose.ROTATE_270, 7: Transpose.TRANSVERSE, 8: Transpose.ROTATE_90,
-    }  # fmt: skip
+        2: Transpose.FLIP_LEFT_RIGHT,
+        3: Transpose.ROTATE_180,
+        4: Transpose.FLIP_TOP_BOTTOM,
+        5: Transpose.TRANSPOSE,
+        6: Transpose.ROTATE_270,
+        7: Transpose.TRANSVERSE,
+        8: Transpose.ROTATE_90,
+    }
     if mask.getexif().get(_ORIENTATION, _UPRIGHT) != _UPRIGHT:
         turned = ImageOps.exif_transpose(mask)
     elif orientation in turns and have_one_shape(mask.size, size):
@@ -227,7 +263,9 @@ def _nodata_of(picture: Picture) -> float | None:
 def _check_picture(picture: Picture, path: Path, data: DataConfig, is_mask: bool) -> None:
     pages = getattr(picture, "n_frames", 1)
     if data.page is None and pages > 1:
-        raise ConfigError("data.page", "null", f"{path} has {pages} pages", f"set data.page=0 to {pages - 1}")
+        raise ConfigError(
+            "data.page", "null", f"{path} has {pages} pages", f"set data.page=0 to {pages - 1}"
+        )
     if data.page is not None:
         if data.page >= pages:
             raise ConfigError("data.page", data.page, f"{path} has {pages} pages", "count from 0")
@@ -239,35 +277,52 @@ def _check_picture(picture: Picture, path: Path, data: DataConfig, is_mask: bool
     if picture.mode in ("I", "F"):
         advice = "use 8 or 16 bits a channel, or a TIFF file of float32"
         raise ConfigError(
-            "data.path", path, f"not a readable image: its mode {picture.mode} has no known range; {advice}"
+            "data.path",
+            path,
+            f"not a readable image: its mode {picture.mode} has no known range; {advice}",
         )
     if picture.mode in ("CMYK", "YCbCr", "LAB", "HSV"):
         advice = "convert it to RGB by its colour profile"
-        raise ConfigError("data.path", path, f"has colours of mode {picture.mode}, which would be misread", advice)
+        raise ConfigError(
+            "data.path", path, f"has colours of mode {picture.mode}, which would be misread", advice
+        )
     bits = _bits_of(picture)
     if bits > 8 and not picture.mode.startswith("I;16") and not _is_wide_colour(picture, data):
         text = f"has {bits} bits a channel in colour, which would be cut to 8"
-        raise ConfigError("data.path", path, text, "convert it to 8 bits, or to a TIFF file and set data.bits")
+        raise ConfigError(
+            "data.path", path, text, "convert it to 8 bits, or to a TIFF file and set data.bits"
+        )
     if bits > 8 and data.bits is None:
         raise ConfigError(
-            "data.bits", "null", f"{path} has values of {bits} bits", "set data.bits=16, or 12 if so many"
+            "data.bits",
+            "null",
+            f"{path} has values of {bits} bits",
+            "set data.bits=16, or 12 if so many",
         )
     if data.channels == 1 and picture.mode == "P":
-        raise ConfigError("data.channels", 1, f"{path} has a palette of colours", "set data.channels=3")
+        raise ConfigError(
+            "data.channels", 1, f"{path} has a palette of colours", "set data.channels=3"
+        )
     has_alpha = picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info
     if has_alpha and data.channels != 4 and not _is_opaque(picture):
         text = f"{path} is transparent in places, which {data.channels} channels would drop"
-        raise ConfigError("data.channels", data.channels, text, "set data.channels=4, or flatten the file")
+        raise ConfigError(
+            "data.channels", data.channels, text, "set data.channels=4, or flatten the file"
+        )
 
 
 def _is_wide_colour(picture: Picture, data: DataConfig) -> bool:
     """Return whether a file is a TIFF of colours that Pillow would cut to 8 bits and data.bits wants whole."""
-    wide = picture.format == "TIFF" and not picture.mode.startswith("I;16") and _bits_of(picture) > 8
+    wide = (
+        picture.format == "TIFF" and not picture.mode.startswith("I;16") and _bits_of(picture) > 8
+    )
     return wide and data.bits not in (None, 8)
 
 
 def _is_opaque(picture: Picture) -> bool:
-    extrema: Any = (picture if picture.mode in ("RGBA", "LA") else picture.convert("RGBA")).getextrema()
+    extrema: Any = (
+        picture if picture.mode in ("RGBA", "LA") else picture.convert("RGBA")
+    ).getextrema()
     return bool(extrema[-1] == (255, 255))
 
 

@@ -13,7 +13,10 @@ from numpy.typing import NDArray
 from gems.data.files.formats import unreadable
 from gems.errors import ConfigError
 
-_GREY, _RGB, _SEPARATE = (0, 1), 2, 2  # tags PhotometricInterpretation and PlanarConfiguration
+# tags PhotometricInterpretation and PlanarConfiguration
+_GREY = (0, 1)
+_RGB = 2
+_SEPARATE = 2
 _UPRIGHT = 1
 NODATA_TAG = 42113  # GDAL_NODATA
 # None, LZW, Deflate (two numbers), PackBits and Zstandard: all decoders give the same values.
@@ -26,7 +29,8 @@ Part = tuple[slice, slice]  # rows and columns
 def part_type(path: Path, page: int | None, channels: int, sides_px: tuple[int, int]) -> Any:
     """Return the type of the values of a page that is read in parts with much less memory than whole, else None.
 
-    It is of the sides that are wanted, and its values lie as they are in the file, or in many tiles or strips.
+    It is of the sides that are wanted, and its values lie as they are in the file, or in many tiles
+    or strips.
     """
     import tifffile
 
@@ -34,7 +38,9 @@ def part_type(path: Path, page: int | None, channels: int, sides_px: tuple[int, 
         with tifffile.TiffFile(path) as file:
             chosen: Any = file.pages[page or 0]
             _check(chosen, path, channels)
-            if (chosen.imagelength, chosen.imagewidth) != sides_px or (page is None and len(file.pages) > 1):
+            if (chosen.imagelength, chosen.imagewidth) != sides_px or (
+                page is None and len(file.pages) > 1
+            ):
                 return None
             if not chosen.is_memmappable:
                 codecs: Any = tifffile.TIFF.DECOMPRESSORS
@@ -47,12 +53,14 @@ def part_type(path: Path, page: int | None, channels: int, sides_px: tuple[int, 
         return None
 
 
-def read_tiff(path: Path, page: int | None, channels: int, part: Part | None = None) -> NDArray[Any]:
+def read_tiff(
+    path: Path, page: int | None, channels: int, part: Part | None = None
+) -> NDArray[Any]:
     """Return a page, or a part of it, as (channels, height, width), of the file's own type, without a further copy.
 
     Raises:
-        ConfigError: a file that cannot be read, pages without a `page` said, another number of channels, or values,
-            colours or an orientation that would be misread.
+        ConfigError: a file that cannot be read, pages without a `page` said, another number of
+            channels, or values, colours or an orientation that would be misread.
     """
     import tifffile
 
@@ -63,12 +71,19 @@ def read_tiff(path: Path, page: int | None, channels: int, part: Part | None = N
                 text = f"{path} has {len(pages)} pages"
                 raise ConfigError("data.page", "null", text, f"set data.page=0 to {len(pages) - 1}")
             if page is not None and page >= len(pages):
-                raise ConfigError("data.page", page, f"{path} has {len(pages)} pages", "count from 0")
+                raise ConfigError(
+                    "data.page", page, f"{path} has {len(pages)} pages", "count from 0"
+                )
             chosen = pages[page or 0]
             _check(chosen, path, channels)
             if chosen.compression not in tifffile.TIFF.DECOMPRESSORS:
-                text = f"is compressed by {_name(chosen.compression)}, which no installed library reads"
-                raise ConfigError("data.path", path, text, "pip install imagecodecs, or save it by Deflate")
+                text = (
+                    f"is compressed by {_name(chosen.compression)}, which no installed library"
+                    " reads"
+                )
+                raise ConfigError(
+                    "data.path", path, text, "pip install imagecodecs, or save it by Deflate"
+                )
             values = chosen.asarray() if part is None else _read_part(chosen, *part)
     except ConfigError:
         raise
@@ -120,10 +135,15 @@ def _read_part(page: Any, rows: slice, columns: slice) -> NDArray[Any]:
     is_separate = page.samplesperpixel > 1 and page.planarconfig == _SEPARATE
     if page.is_memmappable:
         order = page.parent.byteorder
-        values = np.memmap(file.path, page.dtype.newbyteorder(order), "r", page.dataoffsets[0], page.shape)
-        return np.array(values[:, rows, columns] if is_separate else values[rows, columns], dtype=page.dtype)
+        values = np.memmap(
+            file.path, page.dtype.newbyteorder(order), "r", page.dataoffsets[0], page.shape
+        )
+        return np.array(
+            values[:, rows, columns] if is_separate else values[rows, columns], dtype=page.dtype
+        )
     height, width = _segment_px(page)
-    down, across = ceil(page.imagelength / height), ceil(page.imagewidth / width)
+    down = ceil(page.imagelength / height)
+    across = ceil(page.imagewidth / width)
     planes = page.samplesperpixel if is_separate else 1
     sides = rows.stop - rows.start, columns.stop - columns.start
     made = np.zeros((planes, *sides, page.samplesperpixel // planes), dtype=page.dtype)
@@ -135,12 +155,17 @@ def _read_part(page: Any, rows: slice, columns: slice) -> NDArray[Any]:
             continue  # left out by who wrote the file: all 0
         file.seek(page.dataoffsets[index])
         segment = page.decode(file.read(page.databytecounts[index]), index)[0]
-        top, left = row * height, column * width
-        upper, lower = max(top, rows.start), min(top + height, rows.stop)
-        first, end = max(left, columns.start), min(left + width, columns.stop)
-        made[plane, upper - rows.start : lower - rows.start, first - columns.start : end - columns.start] = segment[
-            0, upper - top : lower - top, first - left : end - left
-        ]
+        top = row * height
+        left = column * width
+        upper = max(top, rows.start)
+        lower = min(top + height, rows.stop)
+        first = max(left, columns.start)
+        end = min(left + width, columns.stop)
+        made[
+            plane,
+            upper - rows.start : lower - rows.start,
+            first - columns.start : end - columns.start,
+        ] = segment[0, upper - top : lower - top, first - left : end - left]
     if is_separate:
         return made[..., 0]
     return made[0] if page.samplesperpixel > 1 else made[0, ..., 0]
@@ -149,17 +174,26 @@ def _read_part(page: Any, rows: slice, columns: slice) -> NDArray[Any]:
 def _check(page: Any, path: Path, channels: int) -> None:
     if page.samplesperpixel != channels:
         text = f"{path} has {page.samplesperpixel}"
-        raise ConfigError("data.channels", channels, text, f"set data.channels={page.samplesperpixel}")
+        raise ConfigError(
+            "data.channels", channels, text, f"set data.channels={page.samplesperpixel}"
+        )
     if page.imagedepth != 1:
         raise ConfigError("data.path", path, "has a page of several planes", "save each as a page")
     if page.photometric not in (*_GREY, _RGB):
         text = f"has colours of kind {_name(page.photometric)}, which would be misread"
         raise ConfigError("data.path", path, text, "convert it to RGB by its colour profile")
     if page.photometric == _GREY[0]:
-        raise ConfigError("data.path", path, "counts from white (MINISWHITE)", "save it with 0 as black")
+        raise ConfigError(
+            "data.path", path, "counts from white (MINISWHITE)", "save it with 0 as black"
+        )
     if page.dtype not in (np.uint8, np.uint16) and not np.issubdtype(page.dtype, np.floating):
         text = f"has values of type {page.dtype}, which has no known range"
         raise ConfigError("data.path", path, text, "use uint8, uint16 or float32")
     orientation = page.tags.get("Orientation")
     if orientation is not None and orientation.value != _UPRIGHT:
-        raise ConfigError("data.path", path, f"is turned (orientation {int(orientation.value)})", "save it upright")
+        raise ConfigError(
+            "data.path",
+            path,
+            f"is turned (orientation {int(orientation.value)})",
+            "save it upright",
+        )

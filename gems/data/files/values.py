@@ -43,27 +43,39 @@ def is_nodata(values: NDArray[Any], nodata: float) -> NDArray[np.bool_]:
     return np.asarray(values == nodata)
 
 
-def checked(values: Values, data: DataConfig, name: str, nodata: float | None = None, first_row: int = 0) -> Values:
+def checked(
+    values: Values, data: DataConfig, name: str, nodata: float | None = None, first_row: int = 0
+) -> Values:
     """Return the values of an image, or of its rows from `first_row` on.
 
     Raises:
-        ConfigError: other channels than data.channels, values beyond data.bits, floats that are not finite, or floats
-            beyond 0 to 1 under a normalisation that takes no others.
+        ConfigError: other channels than data.channels, values beyond data.bits, floats that are not
+            finite, or floats beyond 0 to 1 under a normalisation that takes no others.
     """
     if len(values) != data.channels:
         raise ConfigError(
-            "data.channels", data.channels, f"{name} has {len(values)}", f"set data.channels={len(values)}"
+            "data.channels",
+            data.channels,
+            f"{name} has {len(values)}",
+            f"set data.channels={len(values)}",
         )
     is_whole = values.dtype.kind == "u"  # of either order of bytes
     if is_whole and values.dtype.itemsize == 2 and data.bits is None:
-        raise ConfigError("data.bits", "null", f"{name} has values of 16 bits", "set data.bits=16, or 12 if so many")
+        raise ConfigError(
+            "data.bits",
+            "null",
+            f"{name} has values of 16 bits",
+            "set data.bits=16, or 12 if so many",
+        )
     if values.dtype == np.uint8 or not values.size:
         return values
     known = values if nodata is None else values[~is_nodata(values, nodata)]
     low, high = (known.min(), known.max()) if known.size else (0, 0)
     if is_whole:
         if high > range_of(values.dtype, data.bits):
-            raise ConfigError("data.bits", data.bits, f"{name} has the value {high}", "set data.bits=16")
+            raise ConfigError(
+                "data.bits", data.bits, f"{name} has the value {high}", "set data.bits=16"
+            )
         return values
     if not (np.isfinite(low) and np.isfinite(high)):
         raise _not_finite(values, name, nodata, first_row)
@@ -79,7 +91,9 @@ def have_one_shape(first: tuple[int, ...], second: tuple[int, ...]) -> bool:
     """Return whether two (width, height) are equal but for scale, which may have been rounded to whole pixels."""
     (width, height), (other_width, other_height) = sorted((first, second))
     error = abs(width * other_height - height * other_width)
-    return error == 0 or (other_width >= _LEAST_SCALE * width and error < max(other_width, other_height))
+    return error == 0 or (
+        other_width >= _LEAST_SCALE * width and error < max(other_width, other_height)
+    )
 
 
 def _not_finite(values: Values, name: str, nodata: float | None, first_row: int) -> ConfigError:
@@ -89,13 +103,18 @@ def _not_finite(values: Values, name: str, nodata: float | None, first_row: int)
     channel, row, column = np.unravel_index(int(wrong.argmax()), wrong.shape)
     first = f"the first ({values[channel, row, column]}) in row {first_row + row}, column {column}"
     advice = "repair or remove it, or set data.nodata=nan if such pixels hold no data"
-    return ConfigError("data.path", name, f"has {wrong.sum()} values that are not finite, {first}", advice)
+    return ConfigError(
+        "data.path", name, f"has {wrong.sum()} values that are not finite, {first}", advice
+    )
 
 
-def fitted(values: Values, data: DataConfig, name: str, nodata: float | None = None, is_mask: bool = False) -> Values:
+def fitted(
+    values: Values, data: DataConfig, name: str, nodata: float | None = None, is_mask: bool = False
+) -> Values:
     """Return (channels, height, width) values scaled to cover the configured sides, their middle kept.
 
-    A value that would be mixed with one of no data is of no data too. Raises ConfigError as `checked`.
+    A value that would be mixed with one of no data is of no data too. Raises ConfigError as
+    `checked`.
     """
     from PIL import ImageOps
     from PIL.Image import Resampling, fromarray
@@ -105,12 +124,15 @@ def fitted(values: Values, data: DataConfig, name: str, nodata: float | None = N
         checked(values, data, name, nodata)
     if (height, width) == (data.height_px, data.width_px):
         return values
-    size, how = (data.width_px, data.height_px), Resampling.NEAREST if is_mask else Resampling.BILINEAR
+    size = (data.width_px, data.height_px)
+    how = Resampling.NEAREST if is_mask else Resampling.BILINEAR
     exact = np.uint8 if values.dtype == np.uint8 else np.float32
     made = np.empty((len(values), data.height_px, data.width_px), dtype=values.dtype)
 
     def resized(plane: NDArray[Any], dtype: Any) -> NDArray[Any]:
-        return np.asarray(ImageOps.fit(fromarray(np.ascontiguousarray(plane, dtype=dtype)), size, how))
+        return np.asarray(
+            ImageOps.fit(fromarray(np.ascontiguousarray(plane, dtype=dtype)), size, how)
+        )
 
     for channel, plane in enumerate(values):
         gaps = None if nodata is None else is_nodata(plane, nodata)

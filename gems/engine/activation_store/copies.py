@@ -21,7 +21,8 @@ class Copy:
     start: Any
     end: Any
     num_bytes: int
-    # Device memory that it reads or writes; must not be used otherwise until the compute stream has waited for it.
+    # Device memory that it reads or writes; must not be used otherwise until the compute stream has
+    # waited for it.
     memory: tuple[UntypedStorage, ...] = ()
     is_waited_for: bool = False
 
@@ -57,8 +58,8 @@ class CpuCopier:
 class CudaCopier:
     """Copies on one stream for each direction, so that both copy engines of a GPU work at once.
 
-    All memory is allocated and freed on the compute stream, which waits for the end of a copy before memory is freed;
-    so the allocator may reuse it in program order without `record_stream`.
+    All memory is allocated and freed on the compute stream, which waits for the end of a copy
+    before memory is freed; so the allocator may reuse it in program order without `record_stream`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -68,10 +69,12 @@ class CudaCopier:
 
     def copy_out(self, pairs: Sequence[tuple[UntypedStorage, Tensor]]) -> Copy:
         """Post copies of storages to pinned buffers, after the compute that was posted before."""
-        # torch's sanitizer takes making a view for a write, which on the copies' stream would race with compute
+        # torch's sanitizer takes making a view for a write, which on the copies' stream would race
+        # with compute
         views = [as_bytes(storage) for storage, _ in pairs]
         self._out.wait_stream(torch.cuda.current_stream(self._device))
-        start, end = self._event(), self._event()
+        start = self._event()
+        end = self._event()
         start.record(self._out)
         with torch.cuda.stream(self._out):
             for view, (_, buffer) in zip(views, pairs, strict=True):
@@ -82,10 +85,13 @@ class CudaCopier:
 
     def copy_in(self, pairs: Sequence[tuple[Tensor, int]]) -> tuple[Copy, list[UntypedStorage]]:
         """Allocate storages on the device and post copies of the pinned buffers' first bytes to them."""
-        fresh = [torch.empty(num_bytes, dtype=torch.uint8, device=self._device) for _, num_bytes in pairs]
+        fresh = [
+            torch.empty(num_bytes, dtype=torch.uint8, device=self._device) for _, num_bytes in pairs
+        ]
         # the new memory may have been another tensor's, which compute posted before still reads
         self._in.wait_stream(torch.cuda.current_stream(self._device))
-        start, end = self._event(), self._event()
+        start = self._event()
+        end = self._event()
         start.record(self._in)
         with torch.cuda.stream(self._in):
             for tensor, (buffer, num_bytes) in zip(fresh, pairs, strict=True):
@@ -97,7 +103,8 @@ class CudaCopier:
     def wait(self, copy: Copy) -> None:
         """Make compute that is posted from now on wait for the copy; the host does not wait."""
         torch.cuda.current_stream(self._device).wait_event(copy.end)
-        copy.memory, copy.is_waited_for = (), True
+        copy.memory = ()
+        copy.is_waited_for = True
 
     def is_done(self, copy: Copy) -> bool:
         """Return whether the end of the copy has been reached."""
@@ -117,7 +124,9 @@ Copier = CpuCopier | CudaCopier
 
 def as_bytes(storage: UntypedStorage) -> Tensor:
     """Return a whole storage as a one-dimensional tensor of bytes."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(
+        storage, 0, (storage.nbytes(),), (1,)
+    )
 
 
 def _num_bytes(storages: Iterable[UntypedStorage]) -> int:

@@ -1,4 +1,7 @@
-"""A pool of host memory for offloaded tensors: buffers of exact sizes, pinned for a GPU, and reused."""
+"""A pool of host memory for offloaded tensors.
+
+Buffers of exact sizes, pinned for a GPU, and reused.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,16 @@ ADVICE = "raise machine.host_bytes, or offload less: another memory= policy, or 
 class PinnedMemory:
     """Pinned memory in whole pages, registered with CUDA until it is freed or this object is gone.
 
-    torch's own pinned allocator rounds sizes up to powers of two, of which up to half is never used.
+    torch's own pinned allocator rounds sizes up to powers of two, of which up to half is never
+    used.
     """
 
     def __init__(self, where: str, cudart: Any = None) -> None:
         self._where = where
         self._cudart = torch.cuda.cudart() if cudart is None else cudart  # type: ignore[no-untyped-call]
         self._pinned_bytes = 0
-        # Pages must not be unmapped while they are registered: CUDA would refuse the next mapping at their address.
+        # Pages must not be unmapped while they are registered: CUDA would refuse the next mapping
+        # at their address.
         self._buffers: dict[int, Tensor] = {}
         weakref.finalize(self, _unregister, self._cudart, self._buffers).atexit = False
 
@@ -44,11 +49,13 @@ class PinnedMemory:
             is_unlimited = limit_bytes == resource.RLIM_INFINITY
             raise DoesNotFitError(
                 f"{self._where}: pinned host memory (CUDA's error {int(error)}: "
-                f"{self._cudart.cudaGetErrorString(error)})", self._pinned_bytes + num_bytes,
+                f"{self._cudart.cudaGetErrorString(error)})",
+                self._pinned_bytes + num_bytes,
                 self._pinned_bytes if is_unlimited else limit_bytes,
-                "the system pins no more: raise `ulimit -l` (SLURM: PropagateResourceLimits), or the job's memory, "
-                "or offload less", "what may be pinned" if is_unlimited else "ulimit -l",
-            )  # fmt: skip
+                "the system pins no more: raise `ulimit -l` (SLURM: PropagateResourceLimits), or"
+                " the job's memory, or offload less",
+                "what may be pinned" if is_unlimited else "ulimit -l",
+            )
         self._pinned_bytes += size
         self._buffers[buffer.data_ptr()] = buffer
         return buffer
@@ -70,11 +77,13 @@ def _unregister(cudart: Any, buffers: dict[int, Tensor]) -> None:
 class HostPool:
     """Reused buffers by size: after the first step there is one for each copy.
 
-    Allocation takes milliseconds on a GPU's host, so a buffer is freed only if the limit leaves no room for one of
-    another size.
+    Allocation takes milliseconds on a GPU's host, so a buffer is freed only if the limit leaves no
+    room for one of another size.
     """
 
-    def __init__(self, pinned: PinnedMemory | None, where: str, limit_bytes: int | None = None) -> None:
+    def __init__(
+        self, pinned: PinnedMemory | None, where: str, limit_bytes: int | None = None
+    ) -> None:
         """Begin empty, with memory of the process that stands for the host's if it is not to be `pinned`.
 
         `where` is the rank, for an error's text, and `limit_bytes` of all buffers, used or not.
@@ -93,13 +102,19 @@ class HostPool:
         Raises:
             DoesNotFitError: the limit leaves no room for it.
         """
-        size = num_bytes if self._free.get(num_bytes) or self._has_room(num_bytes) else self._other_size(num_bytes)
+        size = (
+            num_bytes
+            if self._free.get(num_bytes) or self._has_room(num_bytes)
+            else self._other_size(num_bytes)
+        )
         free = self._free.get(size)
         if free:
             buffer = free.pop()
         else:
             pinned = self._pinned
-            buffer = torch.empty(size, dtype=torch.uint8) if pinned is None else pinned.allocate(size)
+            buffer = (
+                torch.empty(size, dtype=torch.uint8) if pinned is None else pinned.allocate(size)
+            )
             self.held_bytes += size
             self.num_made += 1
         self.used_bytes += buffer.nbytes
@@ -127,9 +142,12 @@ class HostPool:
                 return num_bytes
         assert self._limit_bytes is not None
         raise DoesNotFitError(
-            f"{self._where}: activations in host memory", self.used_bytes + num_bytes, self._limit_bytes, ADVICE,
+            f"{self._where}: activations in host memory",
+            self.used_bytes + num_bytes,
+            self._limit_bytes,
+            ADVICE,
             "its share of machine.host_bytes",
-        )  # fmt: skip
+        )
 
 
 def _whole_pages(num_bytes: int) -> int:

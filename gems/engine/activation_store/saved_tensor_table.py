@@ -16,17 +16,19 @@ from gems.memory.residency import Key, Residency
 
 
 class SavedTensor:
-    """What a node of autograd's graph keeps in place of a tensor: a view of a storage that may leave the device.
+    """What a node of autograd's graph keeps in place of a tensor.
 
-    `storage` is None if the store does not move its memory: that of a parameter, or of an input of the stage.
+    A view of a storage that may leave the device.
+    `storage` is None if the store does not move its memory: that of a parameter, or of an input of
+    the stage.
     """
 
     __slots__ = ("__weakref__", "_layout", "_was_changed", "storage", "tensor", "version")
 
     def __init__(self, tensor: Tensor, storage: SavedStorage | None = None) -> None:
         self.storage = storage
-        # It shares the version but not the graph, which would hold the very node that saves it. Only these tensors
-        # own the memory, so it is freed with the last node.
+        # It shares the version but not the graph, which would hold the very node that saves it.
+        # Only these tensors own the memory, so it is freed with the last node.
         self.tensor: Tensor | None = tensor.detach()
         self.version = tensor._version
         self._layout: tuple[int, torch.Size, tuple[int, ...], torch.dtype] | None = None
@@ -35,13 +37,22 @@ class SavedTensor:
     @property
     def is_changed(self) -> bool:
         """Whether it was changed in place since it was saved."""
-        return self._was_changed or (self.tensor is not None and self.tensor._version != self.version)
+        return self._was_changed or (
+            self.tensor is not None and self.tensor._version != self.version
+        )
 
     def drop_memory(self) -> None:
         """Drop the device memory, and remember whether the tensor was changed until now."""
         if self.tensor is not None:
-            self._was_changed, tensor, self.tensor = self.is_changed, self.tensor, None
-            self._layout = (int(tensor.storage_offset()), tensor.size(), tensor.stride(), tensor.dtype)
+            self._was_changed = self.is_changed
+            tensor = self.tensor
+            self.tensor = None
+            self._layout = (
+                int(tensor.storage_offset()),
+                tensor.size(),
+                tensor.stride(),
+                tensor.dtype,
+            )
 
     def rebuild(self, storage: UntypedStorage) -> None:
         """Make the tensor again over a storage with the same bytes."""
@@ -64,8 +75,8 @@ class SavedTensor:
         assert self.tensor is not None
         if self._was_changed:
             raise RuntimeError(
-                f"forward: a tensor of shape {tuple(self.tensor.shape)} that backward needs was changed in place "
-                "before its memory was copied to the host"
+                f"forward: a tensor of shape {tuple(self.tensor.shape)} that backward needs was"
+                " changed in place before its memory was copied to the host"
             )
         return check_unchanged(self.tensor, self.version, "forward")
 
@@ -73,7 +84,16 @@ class SavedTensor:
 class SavedStorage:
     """A storage that a micro-batch has saved, in one version, with its one copy in host memory (`buffer`)."""
 
-    __slots__ = ("_tensors", "_weak", "buffer", "coming", "copied_version", "is_fixed", "num_bytes", "number")
+    __slots__ = (
+        "_tensors",
+        "_weak",
+        "buffer",
+        "coming",
+        "copied_version",
+        "is_fixed",
+        "num_bytes",
+        "number",
+    )
 
     def __init__(self, number: int, num_bytes: int) -> None:
         self.number = number  # among the storages of the micro-batch
@@ -83,7 +103,8 @@ class SavedStorage:
         self.copied_version: int | None = None
         self.is_fixed = False  # a tensor in it could not be made again from its bytes
         self._tensors: list[weakref.ref[SavedTensor]] = []
-        # A weak reference keeps the address from being reused while a tensor in flight may still have the storage.
+        # A weak reference keeps the address from being reused while a tensor in flight may still
+        # have the storage.
         self._weak: dict[int, StorageWeakRef] = {}
 
     @property
@@ -137,16 +158,23 @@ class SavedStorage:
 class SavedTensorTable:
     """The saved storages of a micro-batch in one stage and direction, by the memory that they are in.
 
-    `segments` are those of the stage, of which those in `offloaded` have an OFFLOAD; `given` are the inputs of the
-    stage, which are counted elsewhere, unless it `takes_inputs`: then they are saved as what its forward makes is.
+    `segments` are those of the stage, of which those in `offloaded` have an OFFLOAD; `given` are
+    the inputs of the stage, which are counted elsewhere, unless it `takes_inputs`: then they are
+    saved as what its forward makes is.
     """
 
     def __init__(
-        self, segments: Iterable[int], offloaded: Collection[int], given: Sequence[Tensor], takes_inputs: bool = False
+        self,
+        segments: Iterable[int],
+        offloaded: Collection[int],
+        given: Sequence[Tensor],
+        takes_inputs: bool = False,
     ) -> None:
         self.residency = Residency(offloaded)
         self.counted_bytes = 0  # of `residency.device_bytes`, in the rank's total
-        self.open = set(segments)  # whose backward has not ended; `~segment` stands for weight gradients of one
+        self.open = set(
+            segments
+        )  # whose backward has not ended; `~segment` stands for weight gradients of one
         self.leaving: dict[int, Copy] = {}
         self.coming: dict[int, Copy] = {}
         self.for_weights: set[SavedStorage] = set()  # that weight gradients will read
@@ -174,11 +202,14 @@ class SavedTensorTable:
         """Return the saved storage that is, or was, in some memory."""
         return self._by_address.get(memory._cdata)
 
-    def save(self, tensor: Tensor, segment: int, is_movable: bool) -> tuple[SavedStorage, bool, bool]:
+    def save(
+        self, tensor: Tensor, segment: int, is_movable: bool
+    ) -> tuple[SavedStorage, bool, bool]:
         """Record that a segment saves a tensor, and whether its memory may leave for all that this one knows.
 
         Returns:
-            The storage, whether it is a new one, and whether its memory is now held and was not before.
+            The storage, whether it is a new one, and whether its memory is now held and was not
+            before.
         """
         memory = tensor.untyped_storage()
         saved = self.find(memory)
@@ -189,7 +220,9 @@ class SavedTensorTable:
             self._num_saved += 1
         self.add_memory(saved, memory)
         saved.is_fixed |= tensor.is_conj() or tensor.is_neg()
-        is_held = self.residency.save(saved.number, saved.num_bytes, segment, is_movable and not saved.is_fixed)
+        is_held = self.residency.save(
+            saved.number, saved.num_bytes, segment, is_movable and not saved.is_fixed
+        )
         return saved, is_new, is_held
 
     def add_memory(self, saved: SavedStorage, memory: UntypedStorage) -> None:
@@ -208,9 +241,11 @@ class SavedTensorTable:
         return self.select(self.residency.offload(segment, self._outputs.get(segment, set())))
 
     def end_backward(self, segment: int) -> list[SavedStorage]:
-        """Forget what nothing needs after the backward of a segment; return the storages whose buffers are free.
+        """Forget what nothing needs after the backward of a segment.
 
-        Besides those forgotten they are the ones that only weight gradients will read, on the device.
+        Return the storages whose buffers are free.
+        Besides those forgotten they are the ones that only weight gradients will read, on the
+        device.
         """
         free = [self._storages.pop(number) for number in self.residency.done(segment)]
         for saved in free:

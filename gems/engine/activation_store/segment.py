@@ -56,8 +56,8 @@ def _in_layout(gradient: Tensor | None, layout: Layout) -> Tensor:
 class SegmentInput:
     """The inputs of one forward, and the gradients that backward has computed for those that want one.
 
-    A graph holds a leaf that requires a gradient until backward, saved or not. So the graph begins at an anchor of one
-    element instead, and the inputs pass by it.
+    A graph holds a leaf that requires a gradient until backward, saved or not. So the graph begins
+    at an anchor of one element instead, and the inputs pass by it.
     """
 
     wanted: tuple[bool, ...]
@@ -65,18 +65,25 @@ class SegmentInput:
     _caught: list[Tensor | None] = field(default_factory=list)
 
     @classmethod
-    def enter(cls, inputs: Sequence[Tensor], wanted: Sequence[bool]) -> tuple[SegmentInput, tuple[Tensor, ...]]:
+    def enter(
+        cls, inputs: Sequence[Tensor], wanted: Sequence[bool]
+    ) -> tuple[SegmentInput, tuple[Tensor, ...]]:
         """Pass inputs into a new graph, those in `wanted` with a gradient.
 
         Returns:
-            The segment's input, and the tensors for its layers: over the same memory, and no leaves.
+            The segment's input, and the tensors for its layers: over the same memory, and no
+            leaves.
         """
-        layouts = tuple(_gradient_layout(tensor) if tensor.is_floating_point() else None for tensor in inputs)
+        layouts = tuple(
+            _gradient_layout(tensor) if tensor.is_floating_point() else None for tensor in inputs
+        )
         made = cls(tuple(wanted), layouts)
         values = [tensor.detach() for tensor in inputs]
         indices = [index for index, is_wanted in enumerate(wanted) if is_wanted]
         if indices:
-            passed = _pass(_anchor(inputs[0].device), made._caught, *(values[index] for index in indices))
+            passed = _pass(
+                _anchor(inputs[0].device), made._caught, *(values[index] for index in indices)
+            )
             for index, value in zip(indices, passed, strict=True):
                 values[index] = value
         return made, tuple(values)
@@ -84,8 +91,9 @@ class SegmentInput:
     def gradients(self, is_first: bool) -> tuple[Tensor | None, ...]:
         """Return the gradients of the floating-point inputs, and drop them.
 
-        Those of a stage's first segment are complete and have the layout of their inputs. In later segments an input
-        without a gradient gives None to the segment before it, as in an uncut graph.
+        Those of a stage's first segment are complete and have the layout of their inputs. In later
+        segments an input without a gradient gives None to the segment before it, as in an uncut
+        graph.
         """
         caught = iter(self._caught or [None] * sum(self.wanted))
         found: list[Tensor | None] = []
@@ -101,7 +109,9 @@ class _Pass(Function):
     """Pass tensors through, and catch their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, caught: list[Tensor | None], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, anchor: Tensor, caught: list[Tensor | None], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.caught = caught
         ctx.set_materialize_grads(False)
         # detached, each is a tensor of its own that the layers may change in place
@@ -133,15 +143,16 @@ class Segments:
     pool: HostPool
 
 
-# What is left of a forward that will be recomputed: inputs, which of them want a gradient, context, and `is_split`.
+# What is left of a forward that will be recomputed: inputs, which of them want a gradient, context,
+# and `is_split`.
 PendingRecompute = tuple[tuple[SavedTensor, ...], tuple[bool, ...], RecomputeContext, bool]
 
 
 class StoredSegment(Stage):
     """Some layers of a stage, run as a `Stage` but with their saved tensors in the store.
 
-    An output's `requires_grad` says whether its gradient is wanted, so that the gradients of a stage are those of its
-    uncut graph.
+    An output's `requires_grad` says whether its gradient is wanted, so that the gradients of a
+    stage are those of its uncut graph.
     """
 
     def __init__(
@@ -160,45 +171,69 @@ class StoredSegment(Stage):
         If `is_selective`, recomputation keeps outputs of matrix products.
         """
         super().__init__(modules, whole.is_first and number == 0, poll)
-        self._whole, self._stage_key, self._number, self._is_last = whole, stage_key, number, is_last
+        self._whole = whole
+        self._stage_key = stage_key
+        self._number = number
+        self._is_last = is_last
         self._store = store
         self._recomputation = Recomputation(modules, is_selective)
         self.stash_bytes = self.held_for_weights_bytes = 0  # the store counts them
         self._recomputes: dict[int, PendingRecompute] = {}
         self._inputs: dict[int, tuple[Tensor, ...]] = {}
-        self._changed_inputs: frozenset[int] | None = None  # those that the layers change in place; None until known
+        self._changed_inputs: frozenset[int] | None = (
+            None  # those that the layers change in place; None until known
+        )
 
     def split_layers(self) -> SplitLayers:
         """Return those of the whole stage."""
         return self._whole.split_layers()
 
     def forward(
-        self, micro_batch: int, inputs: Sequence[Tensor], loss: Loss | None = None, is_split: bool = False
+        self,
+        micro_batch: int,
+        inputs: Sequence[Tensor],
+        loss: Loss | None = None,
+        is_split: bool = False,
     ) -> tuple[Tensor, ...]:
         """Run the layers and keep in the store what autograd saves; see `Stage.forward`."""
         key = self._begin(micro_batch, inputs)
         wanted = self._wanted(inputs)
-        outputs = self._record(micro_batch, inputs, wanted, is_split, lambda values: self._run(values, loss))
+        outputs = self._record(
+            micro_batch, inputs, wanted, is_split, lambda values: self._run(values, loss)
+        )
         return self._outputs(key, outputs, [tensor.requires_grad for tensor in outputs])
 
     def forward_for_recompute(
-        self, micro_batch: int, inputs: Sequence[Tensor], loss: Loss | None = None, is_split: bool = False
+        self,
+        micro_batch: int,
+        inputs: Sequence[Tensor],
+        loss: Loss | None = None,
+        is_split: bool = False,
     ) -> tuple[Tensor, ...]:
-        """Run the layers and keep only what `recompute` needs, mainly the inputs; see `Stage.forward`."""
+        """Run the layers and keep only what `recompute` needs, mainly the inputs.
+
+        See `Stage.forward`.
+        """
         key = self._begin(micro_batch, inputs)
         wanted = self._wanted(inputs)
         saved = tuple(self._store.save(key, self._number, tensor) for tensor in inputs)
         _, values = SegmentInput.enter(inputs, wanted)
         with self._deferring_to(DeferredGradients() if is_split else None):
-            outputs, context = self._recomputation.forward(values, lambda given: self._run_on_copies(given, loss))
+            outputs, context = self._recomputation.forward(
+                values, lambda given: self._run_on_copies(given, loss)
+            )
         for entry in context.matmuls or ():  # saved in the store, so that they may be offloaded too
             entry.outputs = tuple(
                 self._store.save(key, self._number, value) if isinstance(value, Tensor) else value
                 for value in entry.outputs
             )
         self._recomputes[micro_batch] = saved, wanted, context, is_split
-        has_graph = any(wanted) or any(parameter.requires_grad for parameter in self.modules.parameters())
-        return self._outputs(key, outputs, [has_graph and tensor.is_floating_point() for tensor in outputs])
+        has_graph = any(wanted) or any(
+            parameter.requires_grad for parameter in self.modules.parameters()
+        )
+        return self._outputs(
+            key, outputs, [has_graph and tensor.is_floating_point() for tensor in outputs]
+        )
 
     def recompute(self, micro_batch: int, loss: Loss | None = None) -> None:
         """Run the layers again, now keeping in the store what backward needs.
@@ -212,23 +247,29 @@ class StoredSegment(Stage):
             if any(isinstance(value, SavedTensor) and value.is_changed for value in entry.outputs):
                 entry.outputs = ()  # what a later layer has changed is recomputed
             entry.outputs = tuple(
-                self._store.load(value) if isinstance(value, SavedTensor) else value for value in entry.outputs
+                self._store.load(value) if isinstance(value, SavedTensor) else value
+                for value in entry.outputs
             )
 
         def run(given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             return self._run(self._copy_changed(given), loss)
 
         self._record(
-            micro_batch, inputs, wanted, is_split,
+            micro_batch,
+            inputs,
+            wanted,
+            is_split,
             lambda values: self._recomputation.recompute(values, context, run),
-        )  # fmt: skip
+        )
 
-    def backward(self, micro_batch: int, gradients: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def backward(
+        self, micro_batch: int, gradients: Sequence[Tensor]
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Add to the parameters' gradients, and free what only this segment needed.
 
         Returns:
-            The gradients of the floating-point inputs (None inside of a stage for one without), and on the first
-            segment the stage's inputs, which nothing reads any more.
+            The gradients of the floating-point inputs (None inside of a stage for one without), and
+            on the first segment the stage's inputs, which nothing reads any more.
         """
         found = super().backward(micro_batch, gradients)
         self._store.end_backward(self._key(micro_batch), self._number)
@@ -287,17 +328,24 @@ class StoredSegment(Stage):
         """Run the layers with a graph and keep its edges."""
         deferred = DeferredGradients() if is_split else None
         segment_input, values = SegmentInput.enter(inputs, wanted)
-        with self._deferring_to(deferred), self._store.saved_tensor_hooks(self._key(micro_batch), self._number):
+        with (
+            self._deferring_to(deferred),
+            self._store.saved_tensor_hooks(self._key(micro_batch), self._number),
+        ):
             outputs = run(values)
         self._stash[micro_batch] = Stash(segment_input, gradient_edges(outputs), deferred)
         return outputs
 
-    def _outputs(self, key: MicroBatchKey, outputs: Sequence[Tensor], wanted: Sequence[bool]) -> tuple[Tensor, ...]:
+    def _outputs(
+        self, key: MicroBatchKey, outputs: Sequence[Tensor], wanted: Sequence[bool]
+    ) -> tuple[Tensor, ...]:
         self._store.record_outputs(key, self._number, outputs)
         made = tuple(tensor.detach() for tensor in outputs)
         if self._is_last:
             return made
-        return tuple(tensor.requires_grad_(is_wanted) for tensor, is_wanted in zip(made, wanted, strict=True))
+        return tuple(
+            tensor.requires_grad_(is_wanted) for tensor, is_wanted in zip(made, wanted, strict=True)
+        )
 
     def _backward(
         self, micro_batch: int, stash: Stash, gradients: Sequence[Tensor]
@@ -307,23 +355,33 @@ class StoredSegment(Stage):
         return stash.inputs.gradients(is_first=self._number == 0), self._inputs.pop(micro_batch, ())
 
     def _run_on_copies(self, given: tuple[Tensor, ...], loss: Loss | None) -> tuple[Tensor, ...]:
-        """Run the layers on copies of the inputs that they change in place; the first call finds out which."""
+        """Run the layers on copies of the inputs that they change in place.
+
+        The first call finds out which.
+        """
         if self._changed_inputs is not None:
             return self._run(self._copy_changed(given), loss)
         copies = tuple(tensor.clone() for tensor in given)
         versions = [tensor._version for tensor in copies]
         outputs = self._run(copies, loss)
-        self._changed_inputs = frozenset(i for i, copy in enumerate(copies) if copy._version != versions[i])
+        self._changed_inputs = frozenset(
+            i for i, copy in enumerate(copies) if copy._version != versions[i]
+        )
         originals = {
             copy.untyped_storage()._cdata: given[i]
             for i, copy in enumerate(copies)
             if i not in self._changed_inputs and copy.stride() == given[i].stride()
         }
-        return tuple(_view_of_original(originals.get(tensor.untyped_storage()._cdata), tensor) for tensor in outputs)
+        return tuple(
+            _view_of_original(originals.get(tensor.untyped_storage()._cdata), tensor)
+            for tensor in outputs
+        )
 
     def _copy_changed(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         changed = self._changed_inputs or frozenset()
-        return tuple(tensor.clone() if index in changed else tensor for index, tensor in enumerate(given))
+        return tuple(
+            tensor.clone() if index in changed else tensor for index, tensor in enumerate(given)
+        )
 
 
 def _view_of_original(original: Tensor | None, tensor: Tensor) -> Tensor:
@@ -335,7 +393,10 @@ def _view_of_original(original: Tensor | None, tensor: Tensor) -> Tensor:
 
 
 def needs_store(schedule: Schedule) -> bool:
-    """Return whether a schedule has segments, offloads or recomputes; otherwise stages keep what they save."""
+    """Return whether a schedule has segments, offloads or recomputes.
+
+    Otherwise stages keep what they save.
+    """
     has_segments = any(number is not None for number in schedule.num_segments)
     return has_segments or schedule.has_any(Kind.OFFLOAD) or schedule.has_any(Kind.R)
 
@@ -358,18 +419,25 @@ def open_segments(
     Raises:
         ConfigError: the schedule is not that of the plan.
     """
-    where, is_gpu = f"rank {rank}", device.type == "cuda"
+    where = f"rank {rank}"
+    is_gpu = device.type == "cuda"
     pool = HostPool(PinnedMemory(where) if is_gpu else None, where, host_limit_bytes)
     copier = CudaCopier(device) if is_gpu else CpuCopier()
     tensors = (
         tensor
         for stage in stages.values()
-        for tensor in chain(stage.modules.parameters(), stage.modules.buffers(), low_copies(stage.modules))
+        for tensor in chain(
+            stage.modules.parameters(), stage.modules.buffers(), low_copies(stage.modules)
+        )
     )
     min_bytes = min_offload_bytes if plan is None else plan.least_bytes
     is_conv_only = plan is not None and plan.only_conv_inputs
-    convolutions = ConvolutionWatch(*(stage.modules for stage in stages.values())) if is_conv_only else None
-    store = ActivationStore(schedule, copier, pool, recorder, device, tensors, min_bytes, convolutions)
+    convolutions = (
+        ConvolutionWatch(*(stage.modules for stage in stages.values())) if is_conv_only else None
+    )
+    store = ActivationStore(
+        schedule, copier, pool, recorder, device, tensors, min_bytes, convolutions
+    )
     by_key: dict[SegmentKey, StoredSegment | StoredStrips] = {}
     for (direction, number), stage in stages.items():
         names = schedule.segments_of(number)
@@ -378,17 +446,25 @@ def open_segments(
         first = planned[0].first
         if len(planned) != len(names) or planned[-1].end - first != len(stage.modules):
             raise ConfigError(
-                "memory plan", "none" if plan is None else plan.policy,
-                f"stage {number} has {len(stage.modules)} layers and {len(names)} segments in the schedule, "
-                "unlike in the plan", "prepare the run again",
-            )  # fmt: skip
+                "memory plan",
+                "none" if plan is None else plan.policy,
+                f"stage {number} has {len(stage.modules)} layers and {len(names)} segments in the"
+                " schedule, unlike in the plan",
+                "prepare the run again",
+            )
         if isinstance(stage, StageInStrips):
             (name,) = names
             by_key[direction, number, name] = StoredStrips(stage, (direction, number), store)
             continue
         for name, segment in zip(names, planned, strict=True):
             by_key[direction, number, name] = StoredSegment(
-                stage, nn.ModuleList(stage.modules[segment.first - first : segment.end - first]), (direction, number),
-                name or 0, name == names[-1], store, poll, segment.choice is Choice.SELECTIVE,
-            )  # fmt: skip
+                stage,
+                nn.ModuleList(stage.modules[segment.first - first : segment.end - first]),
+                (direction, number),
+                name or 0,
+                name == names[-1],
+                store,
+                poll,
+                segment.choice is Choice.SELECTIVE,
+            )
     return Segments(by_key, store, pool)

@@ -14,7 +14,11 @@ from gems.autograd.convolutions import ConvolutionWatch
 from gems.autograd.storages import storage_addresses
 from gems.engine.activation_store.copies import Copier, Copy
 from gems.engine.activation_store.host_pool import HostPool
-from gems.engine.activation_store.saved_tensor_table import SavedStorage, SavedTensor, SavedTensorTable
+from gems.engine.activation_store.saved_tensor_table import (
+    SavedStorage,
+    SavedTensor,
+    SavedTensorTable,
+)
 from gems.engine.supervision.recorder import COPY_IN, COPY_OUT, MemoryCounter, Recorder
 from gems.schedule.action import Action, Kind
 from gems.schedule.schedule import Schedule
@@ -26,7 +30,8 @@ MicroBatchKey = tuple[int, int, int]  # direction, stage, micro-batch
 class Counters:
     """Bytes saved and moved so far, each storage counted once.
 
-    `num_misses` counts storages that were read before their copy back was posted, and so waited for.
+    `num_misses` counts storages that were read before their copy back was posted, and so waited
+    for.
     """
 
     saved_bytes: int = 0
@@ -38,9 +43,9 @@ class Counters:
 class ActivationStore:
     """Keeps what the forwards of segments save, by direction, stage and micro-batch, and moves it as the schedule says.
 
-    The rules are those of `gems.memory.residency`: each storage is counted once and moved once in each direction,
-    however many tensors share it. Parameters and buffers are never moved, inputs of stages only where the schedule
-    recomputes and offloads the stage as one.
+    The rules are those of `gems.memory.residency`: each storage is counted once and moved once in
+    each direction, however many tensors share it. Parameters and buffers are never moved, inputs of
+    stages only where the schedule recomputes and offloads the stage as one.
     """
 
     def __init__(
@@ -56,16 +61,21 @@ class ActivationStore:
     ) -> None:
         """Begin empty.
 
-        Tensors that are not on `device`, `parameters` (of all stages on the rank, and their buffers) and storages
-        smaller than `min_offload_bytes` are not moved; with `convolutions` only what is saved while one of them runs.
+        Tensors that are not on `device`, `parameters` (of all stages on the rank, and their
+        buffers) and storages smaller than `min_offload_bytes` are not moved; with `convolutions`
+        only what is saved while one of them runs.
         """
         self.activations = recorder.open_counter("activations")
         self.on_host = MemoryCounter(recorder.count_host_bytes)
         self.counters = Counters()
         self._schedule = schedule
-        self._copier, self._pool, self._recorder, self._device = copier, pool, recorder, device
+        self._copier = copier
+        self._pool = pool
+        self._recorder = recorder
+        self._device = device
         self._parameters = storage_addresses(parameters)
-        self._min_offload_bytes, self._convolutions = min_offload_bytes, convolutions
+        self._min_offload_bytes = min_offload_bytes
+        self._convolutions = convolutions
         self._tables: dict[MicroBatchKey, SavedTensorTable] = {}
         self._lock = threading.RLock()  # saved-tensor hooks run on autograd's threads too
 
@@ -78,9 +88,15 @@ class ActivationStore:
         """Begin a micro-batch of a stage with its inputs."""
         direction, stage, micro_batch = key
         segments = self._schedule.segments_of(stage)
-        offloaded = [s for s in segments if self._schedule.has(Kind.OFFLOAD, stage, micro_batch, direction, s)]
+        offloaded = [
+            s
+            for s in segments
+            if self._schedule.has(Kind.OFFLOAD, stage, micro_batch, direction, s)
+        ]
         takes_inputs = self._schedule.inputs_leave(stage, micro_batch, direction)
-        table = SavedTensorTable((s or 0 for s in segments), {s or 0 for s in offloaded}, inputs, takes_inputs)
+        table = SavedTensorTable(
+            (s or 0 for s in segments), {s or 0 for s in offloaded}, inputs, takes_inputs
+        )
         with self._lock:
             self._tables[key] = table
 
@@ -91,7 +107,9 @@ class ActivationStore:
     def saved_tensor_hooks(self, key: MicroBatchKey, segment: int) -> AbstractContextManager[None]:
         """Keep in the store what autograd saves inside the block, for the backward of a segment."""
         table = self._tables[key]
-        return torch.autograd.graph.saved_tensors_hooks(lambda tensor: self._save(table, segment, tensor), self.load)
+        return torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: self._save(table, segment, tensor), self.load
+        )
 
     def save(self, key: MicroBatchKey, segment: int, tensor: Tensor) -> SavedTensor:
         """Save a tensor for the recomputation of a segment, as if autograd had saved it."""
@@ -117,10 +135,12 @@ class ActivationStore:
 
     def is_counted(self, key: MicroBatchKey, tensor: Tensor) -> bool:
         """Return whether a tensor's memory is counted: as saved here, or as an input of the stage."""
-        table, memory = self._tables.get(key), tensor.untyped_storage()
+        table = self._tables.get(key)
+        memory = tensor.untyped_storage()
         saved = None if table is None else table.find(memory)
         return table is not None and (
-            (saved is not None and table.residency.is_on_device(saved.number)) or table.is_given(memory)
+            (saved is not None and table.residency.is_on_device(saved.number))
+            or table.is_given(memory)
         )
 
     def offload(self, action: Action) -> None:
@@ -151,7 +171,9 @@ class ActivationStore:
         with self._lock:
             table, segment = self._table(action)
             self._free(table, segment)
-            copy = table.coming[segment] = self._copy_in(table, table.select(table.residency.prefetch(segment)))
+            copy = table.coming[segment] = self._copy_in(
+                table, table.select(table.residency.prefetch(segment))
+            )
             self._update_counter(table)
             self._recorder.span(action, COPY_IN, copy.start, copy.end, copy.num_bytes)
 
@@ -172,7 +194,9 @@ class ActivationStore:
                         self._free(table, segment)
                 self._update_counter(table)
 
-    def end_backward(self, key: MicroBatchKey, segment: int, for_weights: Iterable[Tensor] = ()) -> None:
+    def end_backward(
+        self, key: MicroBatchKey, segment: int, for_weights: Iterable[Tensor] = ()
+    ) -> None:
         """End the backward of a segment, whose weight gradients will still read `for_weights`."""
         with self._lock:
             table = self._tables[key]
@@ -205,10 +229,18 @@ class ActivationStore:
 
     def _is_managed(self, table: SavedTensorTable, tensor: Tensor) -> bool:
         """Return whether a tensor is a strided view of memory on the device, no parameter, and no input that stays."""
-        if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.device != self._device:
+        if (
+            type(tensor) is not Tensor
+            or tensor.layout is not torch.strided
+            or tensor.device != self._device
+        ):
             return False
         memory = tensor.untyped_storage()
-        return memory.nbytes() > 0 and memory.data_ptr() not in self._parameters and not table.is_given(memory)
+        return (
+            memory.nbytes() > 0
+            and memory.data_ptr() not in self._parameters
+            and not table.is_given(memory)
+        )
 
     def _save(self, table: SavedTensorTable, segment: int, tensor: Tensor) -> SavedTensor:
         with self._lock:
@@ -234,7 +266,8 @@ class ActivationStore:
 
     def _update_counter(self, table: SavedTensorTable) -> None:
         # once at the end of each method: what changes inside of one is no peak
-        before, table.counted_bytes = table.counted_bytes, table.residency.device_bytes
+        before = table.counted_bytes
+        table.counted_bytes = table.residency.device_bytes
         if table.counted_bytes != before:
             self.activations.count_bytes(table.counted_bytes - before)
 

@@ -1,4 +1,7 @@
-"""Stages in strips whose saved tensors are in the activation store: recomputed, or in host memory, strip by strip."""
+"""Stages in strips whose saved tensors are in the activation store.
+
+Recomputed, or in host memory, strip by strip.
+"""
 
 from __future__ import annotations
 
@@ -30,20 +33,32 @@ class _Pending(NamedTuple):
 class StoredStrips(StageInStrips):
     """Keeps in the store what strips save, so that each may be recomputed or copied to host memory and back.
 
-    A strip that is run again keeps its inputs and what was carried to it. The loss is computed once, and what it saves
-    stays. What is carried between strips is counted here, all else by the store.
+    A strip that is run again keeps its inputs and what was carried to it. The loss is computed
+    once, and what it saves stays. What is carried between strips is counted here, all else by the
+    store.
     """
 
     def __init__(self, whole: StageInStrips, stage_key: StageKey, store: ActivationStore) -> None:
         """Take over a stage."""
         super().__init__(
-            whole.modules, whole.is_first, whole.poll, whole.form, whole.takes, whole.device, whole.draws
-        )  # fmt: skip
-        self._stage_key, self._store = stage_key, store
+            whole.modules,
+            whole.is_first,
+            whole.poll,
+            whole.form,
+            whole.takes,
+            whole.device,
+            whole.draws,
+        )
+        self._stage_key = stage_key
+        self._store = store
         self._pending: dict[int, _Pending] = {}
 
     def forward(
-        self, micro_batch: int, inputs: Sequence[Tensor], loss: Loss | None = None, is_split: bool = False
+        self,
+        micro_batch: int,
+        inputs: Sequence[Tensor],
+        loss: Loss | None = None,
+        is_split: bool = False,
     ) -> Tensors:
         """Run a strip and keep in the store what autograd saves; see `StageInStrips.forward`."""
         image, strip, rows = self._begin(micro_batch, inputs)
@@ -54,21 +69,32 @@ class StoredStrips(StageInStrips):
         return self._end(micro_batch, image, outputs, loss)
 
     def forward_for_recompute(
-        self, micro_batch: int, inputs: Sequence[Tensor], loss: Loss | None = None, is_split: bool = False
+        self,
+        micro_batch: int,
+        inputs: Sequence[Tensor],
+        loss: Loss | None = None,
+        is_split: bool = False,
     ) -> Tensors:
         """Run a strip and keep only what `recompute` needs; see `StageInStrips.forward`."""
         image, strip, rows = self._begin(micro_batch, inputs)
-        key, carried, static = self._key(micro_batch), image.sample.carried, storage_addresses(image.sample.static)
+        key = self._key(micro_batch)
+        carried = image.sample.carried
+        static = storage_addresses(image.sample.static)
         given = self.takes.given(rows, strip, self.device)
         self._pending[micro_batch] = _Pending(
             self._staying(micro_batch, rows),
             [None if each is None else self._store.save(key, 0, each) for each in given],
-            [each if storage_addresses([each]) & static else self._store.save(key, 0, each) for each in carried],
+            [
+                each if storage_addresses([each]) & static else self._store.save(key, 0, each)
+                for each in carried
+            ],
             [each.requires_grad for each in carried],
             is_split,
         )
         # the graph tells what needs a gradient, and is dropped
-        outputs = image.sample.forward(given, DeferredGradients() if is_split else None, is_run_again=True)
+        outputs = image.sample.forward(
+            given, DeferredGradients() if is_split else None, is_run_again=True
+        )
         del given, carried, rows
         with self._hooks(micro_batch):
             self._end_strip(image, strip, outputs, loss)
@@ -84,7 +110,9 @@ class StoredStrips(StageInStrips):
         pending = self._pending.pop(micro_batch)
         inputs = [None if each is None else self._store.load(each) for each in pending.inputs]
         carried = [
-            (self._store.load(each) if isinstance(each, SavedTensor) else each).requires_grad_(has_gradient)
+            (self._store.load(each) if isinstance(each, SavedTensor) else each).requires_grad_(
+                has_gradient
+            )
             for each, has_gradient in zip(pending.carried, pending.has_gradient, strict=True)
         ]
         deferred = DeferredGradients() if pending.is_split else None
@@ -98,7 +126,9 @@ class StoredStrips(StageInStrips):
         self._store.end_backward(self._key(micro_batch), 0)
         return found
 
-    def backward_input(self, micro_batch: int, gradients: Sequence[Tensor]) -> tuple[Tensors, Tensors]:
+    def backward_input(
+        self, micro_batch: int, gradients: Sequence[Tensor]
+    ) -> tuple[Tensors, Tensors]:
         """Compute the input gradients, and keep what the weight gradients need, on the device."""
         found = super().backward_input(micro_batch, gradients)
         received = storage_addresses(gradients)
@@ -145,12 +175,15 @@ class StoredStrips(StageInStrips):
 
     def _begin(self, micro_batch: int, inputs: Sequence[Tensor]) -> tuple[Image, int, Tensors]:
         image, strip = self._image_of(micro_batch)
-        rows, key = self._rows_of(strip, inputs), self._key(micro_batch)
+        rows = self._rows_of(strip, inputs)
+        key = self._key(micro_batch)
         self._store.begin(key, [*rows, *image.sample.static])
         self._store.activations.count_bytes(-image.left_bytes)
         return image, strip, rows
 
-    def _end(self, micro_batch: int, image: Image, outputs: Sequence[Tensor | None], loss: Loss | None) -> Tensors:
+    def _end(
+        self, micro_batch: int, image: Image, outputs: Sequence[Tensor | None], loss: Loss | None
+    ) -> Tensors:
         key = self._key(micro_batch)
         made = () if loss is not None else self._given_on(micro_batch % self.form.strips, outputs)
         self._store.record_outputs(key, 0, made)

@@ -1,10 +1,10 @@
 """The files of checkpoints: shards, the manifest that makes those of all ranks one checkpoint, and their folders.
 
-A shard has one rank's tensors, in a safetensors file that is written with its checksum in one pass. The format
-(github.com/huggingface/safetensors) is a header with the byte range of each tensor, then their bytes. So a rank of
-another partition reads only the layers that it has, nothing is unpickled, and no process group is needed as for
-torch.distributed.checkpoint. The library reads the files; they are written here, by a thread that so holds neither a
-second copy nor the interpreter.
+A shard has one rank's tensors, in a safetensors file that is written with its checksum in one pass.
+The format (github.com/huggingface/safetensors) is a header with the byte range of each tensor, then
+their bytes. So a rank of another partition reads only the layers that it has, nothing is unpickled,
+and no process group is needed as for torch.distributed.checkpoint. The library reads the files;
+they are written here, by a thread that so holds neither a second copy nor the interpreter.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def write_shard(path: Path, host_tensors: Mapping[str, HostTensor]) -> ShardFile
     Raises:
         OSError: it cannot be written; no part of it is left.
     """
-    # wide types first: the header ends at a multiple of eight bytes, so each tensor is aligned to its type
+    # wide types first: the header ends at a multiple of eight bytes, so each tensor is aligned to
+    # its type
     ordered = sorted(host_tensors.items(), key=lambda item: (-_width(item[1]), item[0]))
     crc32 = num_bytes = 0
     with atomic_write(path, sync=True) as partial, partial.open("wb") as file:
@@ -93,7 +94,11 @@ def find_damage(folder: Path, written: ShardFile) -> str | None:
                 crc32 = zlib.crc32(chunk, crc32)
     except OSError as error:
         return f"{written.name} cannot be read ({error.strerror})"
-    return None if crc32 == written.crc32 else f"{written.name} has another checksum than it was written with"
+    return (
+        None
+        if crc32 == written.crc32
+        else f"{written.name} has another checksum than it was written with"
+    )
 
 
 def _header(ordered: list[tuple[str, HostTensor]]) -> memoryview:
@@ -101,7 +106,11 @@ def _header(ordered: list[tuple[str, HostTensor]]) -> memoryview:
     at = 0
     for name, tensor in ordered:
         end = at + len(tensor.data)
-        entries[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [at, end]}
+        entries[name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [at, end],
+        }
         at = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGN_BYTES)
@@ -118,8 +127,8 @@ def _width(tensor: HostTensor) -> int:
 class Manifest:
     """A checkpoint of the state before `step`, after `samples`.
 
-    A run can continue from it if its `identity` is the same. If its `layout` is the same too, each rank finds its own
-    random states. `owners` gives the rank whose file has a layer.
+    A run can continue from it if its `identity` is the same. If its `layout` is the same too, each
+    rank finds its own random states. `owners` gives the rank whose file has a layer.
     """
 
     step: int
@@ -163,8 +172,9 @@ class Manifest:
 def run_identity(spec: RunSpec) -> dict[str, Any]:
     """Return what must be equal for a run to continue from another's state, as plain values.
 
-    Seed and global batch are part of it, since with the step they determine the order of samples. Steps, learning rate
-    and other numbers of the optimizer may differ, and so may partitions, replicas, schedule and memory policy.
+    Seed and global batch are part of it, since with the step they determine the order of samples.
+    Steps, learning rate and other numbers of the optimizer may differ, and so may partitions,
+    replicas, schedule and memory policy.
     """
     whole: dict[str, Any] = json.loads(json.dumps(spec.to_dict()))  # plain values
     identity: dict[str, Any] = {
@@ -178,26 +188,36 @@ def run_identity(spec: RunSpec) -> dict[str, Any]:
 
 
 def changed_code(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> str | None:
-    """Return a target of the user's whose code is another than when a checkpoint was saved; None if there is none.
+    """Return a target of the user's whose code is another than when a checkpoint was saved.
 
+    None if there is none.
     A checkpoint of a version that did not note the code has none to compare with.
     """
-    before, now = theirs.get(CODE, {}), mine.get(CODE, {})
+    before = theirs.get(CODE, {})
+    now = mine.get(CODE, {})
     return next((target for target in now if before.get(target, now[target]) != now[target]), None)
 
 
 def rank_layout(spec: RunSpec, schedule: Schedule, boundaries: tuple[int, ...]) -> dict[str, Any]:
     """Return which rank has which layers, as plain values."""
     return {
-        "partitions": spec.parallel.partitions, "replicas": spec.parallel.replicas, "boundaries": list(boundaries),
+        "partitions": spec.parallel.partitions,
+        "replicas": spec.parallel.replicas,
+        "boundaries": list(boundaries),
         "placement": [list(ranks) for ranks in schedule.placement.ranks],
-    }  # fmt: skip
+    }
 
 
-def difference(theirs: Mapping[str, Any], mine: Mapping[str, Any], prefix: str = "") -> tuple[str, Any, Any] | None:
-    """Return the first key in which two identities differ except in code, with both values; None if they are equal."""
+def difference(
+    theirs: Mapping[str, Any], mine: Mapping[str, Any], prefix: str = ""
+) -> tuple[str, Any, Any] | None:
+    """Return the first key in which two identities differ except in code, with both values.
+
+    None if they are equal.
+    """
     for key in sorted({*theirs, *mine} - {CODE}):
-        left, right = theirs.get(key), mine.get(key)
+        left = theirs.get(key)
+        right = mine.get(key)
         if isinstance(left, Mapping) and isinstance(right, Mapping):
             inner = difference(left, right, f"{prefix}{key}.")
             if inner is not None:
@@ -232,15 +252,19 @@ def prune(checkpoints: Path, keep: int) -> None:
 
 
 def make_room(checkpoints: Path, needed_bytes: int) -> None:
-    """Check that there is room for one more checkpoint, and remove older ones if that makes room; the newest stays.
+    """Check that there is room for one more checkpoint, and remove older ones if that makes room.
+
+    The newest stays.
 
     Raises:
         OSError: there is none, and nothing is removed; or the file system does not answer.
     """
     checkpoints.mkdir(parents=True, exist_ok=True)
-    disk, needed_bytes = os.statvfs(checkpoints), needed_bytes + MARGIN_BYTES
+    disk = os.statvfs(checkpoints)
+    needed_bytes = needed_bytes + MARGIN_BYTES
     free_bytes = disk.f_bavail * disk.f_frsize
-    whole, gain_bytes = checkpoint_folders(checkpoints), 0
+    whole = checkpoint_folders(checkpoints)
+    gain_bytes = 0
     keep = len(whole)
     while free_bytes + gain_bytes < needed_bytes and keep > 1:
         keep -= 1
@@ -255,5 +279,7 @@ def make_room(checkpoints: Path, needed_bytes: int) -> None:
 
 
 def _newest_first(checkpoints: Path) -> list[Path]:
-    by_step = {folder.name.removeprefix(PREFIX): folder for folder in checkpoints.glob(f"{PREFIX}*")}
+    by_step = {
+        folder.name.removeprefix(PREFIX): folder for folder in checkpoints.glob(f"{PREFIX}*")
+    }
     return [by_step[step] for step in sorted(filter(str.isdecimal, by_step), key=int, reverse=True)]

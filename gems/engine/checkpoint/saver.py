@@ -64,12 +64,14 @@ class StateSource(Protocol):
 class Saver:
     """Saves checkpoints between steps, and stops the run after a step if any rank is asked to.
 
-    Shards are copied between steps and written by a thread; then rank 0 writes the manifest. A checkpoint that is due
-    while another is being written is taken after the first step that finds it written.
+    Shards are copied between steps and written by a thread; then rank 0 writes the manifest. A
+    checkpoint that is due while another is being written is taken after the first step that finds
+    it written.
 
-    Before a save rank 0 checks that there is room, and removes older checkpoints if that makes some. If a save fails on
-    any rank, all remove its parts and save again every RETRY_S, without a step between: one more step would be one more
-    to lose. After train.max_failed_saves in a row the run fails, with its last whole checkpoint.
+    Before a save rank 0 checks that there is room, and removes older checkpoints if that makes
+    some. If a save fails on any rank, all remove its parts and save again every RETRY_S, without a
+    step between: one more step would be one more to lose. After train.max_failed_saves in a row the
+    run fails, with its last whole checkpoint.
     """
 
     def __init__(
@@ -86,8 +88,13 @@ class Saver:
 
         `source` is None for a run without a state, whose checkpoints have a step number only.
         """
-        self._folder, self._train, self._control = folder, train, control
-        self._first, self._heartbeat, self._source, self._stop = manifest, heartbeat, source, stop
+        self._folder = folder
+        self._train = train
+        self._control = control
+        self._first = manifest
+        self._heartbeat = heartbeat
+        self._source = source
+        self._stop = stop
         self._samples_per_step = int(manifest.identity["global batch"])
         self._last_saved_step: int | None = manifest.step or None
         self._is_periodic = train.checkpoint_steps is not None or train.checkpoint_s is not None
@@ -112,7 +119,12 @@ class Saver:
         self._mine[_UNFINISHED] = self._pending is not None and not self._pending[1].done()
         self._request = self._control.post_maximum(self._mine, self._all)
 
-    def end(self, step: int, losses: Sequence[float], show_error: Callable[[str | None], None] | None = None) -> bool:
+    def end(
+        self,
+        step: int,
+        losses: Sequence[float],
+        show_error: Callable[[str | None], None] | None = None,
+    ) -> bool:
         """Act on the decision before `step`, and return whether the run has saved its state and stops; collective.
 
         `show_error` gets what is wrong with saving on rank 0, and None once a save has succeeded.
@@ -124,7 +136,9 @@ class Saver:
             return False
         self._control.wait(self._request, "all ranks to agree")
         self._request = None
-        self._step, self._losses, self._show_error = step, losses, show_error
+        self._step = step
+        self._losses = losses
+        self._show_error = show_error
         stops, is_due, is_unfinished = (bool(value) for value in self._all)
         every = self._train.checkpoint_steps
         is_last = step == self._train.steps and self._is_periodic
@@ -141,11 +155,15 @@ class Saver:
     def finish(self, *, retries: bool = True) -> None:
         """Wait for the checkpoint that is being written, after the last step; collective.
 
-        If it cannot be saved, the results of the run may find room all the same. Without `retries` the state is not to
-        be saved once more.
+        If it cannot be saved, the results of the run may find room all the same. Without `retries`
+        the state is not to be saved once more.
         """
         error = self._complete()
-        text = f"the last state could not be saved: {error.text}" if error is not None and not retries else None
+        text = (
+            f"the last state could not be saved: {error.text}"
+            if error is not None and not retries
+            else None
+        )
         try:
             self._retry(error if retries else None)
         except RankFailedError as failure:
@@ -159,7 +177,10 @@ class Saver:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _begin_to_save(self) -> SaveError | None:
-        """Begin to save the state of now, unless there is no room for it; return that error, the same on all ranks."""
+        """Begin to save the state of now, unless there is no room for it.
+
+        Return that error, the same on all ranks.
+        """
         self._is_owed = False
         self._saved_s = time.monotonic()
         num_bytes = 0
@@ -169,7 +190,9 @@ class Saver:
         total = self._control.sum_to_first([num_bytes])
         mine = None
         if total is not None:
-            mine = _result(self._thread.submit(make_room, self._folder.checkpoints, int(total[0])))[1]
+            mine = _result(self._thread.submit(make_room, self._folder.checkpoints, int(total[0])))[
+                1
+            ]
         error: SaveError | None = broadcast(self._control.comm, mine)
         if error is None:
             self._pending = self._step, self._thread.submit(self._write, self._step)
@@ -183,7 +206,10 @@ class Saver:
         return write_shard(folder / shard_name(self._control.rank), self._source.host_tensors())
 
     def _complete(self) -> SaveError | None:
-        """Wait until all ranks have written and rank 0 has completed the checkpoint; return what went wrong, if so."""
+        """Wait until all ranks have written and rank 0 has completed the checkpoint.
+
+        Return what went wrong, if so.
+        """
         if self._pending is None:
             return None
         (step, shard), self._pending = self._pending, None
@@ -191,8 +217,9 @@ class Saver:
         results = allgather(self._control.comm, _result(shard))
         errors = [
             SaveError(f"rank {rank}: {error.text}", error.errno)
-            for rank, (_, error) in enumerate(results) if error is not None
-        ]  # fmt: skip
+            for rank, (_, error) in enumerate(results)
+            if error is not None
+        ]
         of_rank_0 = errors[0] if errors else None
         if self._control.rank == 0:
             if not errors:
@@ -237,8 +264,11 @@ class Saver:
             RankFailedError: it was the last that train.max_failed_saves allows.
         """
         self._num_failed += 1
-        limit, last = self._train.max_failed_saves, self._last_saved_step
-        remains = "there is no checkpoint" if last is None else f"the checkpoint of step {last} remains"
+        limit = self._train.max_failed_saves
+        last = self._last_saved_step
+        remains = (
+            "there is no checkpoint" if last is None else f"the checkpoint of step {last} remains"
+        )
         if self._num_failed >= limit:
             raise RankFailedError(
                 f"the state before step {self._step} could not be saved: {error.text}; "
@@ -246,12 +276,19 @@ class Saver:
             ) from OSError(error.errno, error.text)
         if self._control.rank == 0:
             text = f"save {self._num_failed} of {limit} failed: {error.text}"
-            _log.warning("the state before step %d: %s; %s; again in %g s", self._step, text, remains, RETRY_S)
+            _log.warning(
+                "the state before step %d: %s; %s; again in %g s",
+                self._step,
+                text,
+                remains,
+                RETRY_S,
+            )
             if self._show_error is not None:
                 self._show_error(text)
 
     def _pause(self) -> None:
-        pause, end_s = threading.Event(), time.monotonic() + RETRY_S
+        pause = threading.Event()
+        end_s = time.monotonic() + RETRY_S
         while (left_s := end_s - time.monotonic()) > 0:
             self._heartbeat.beat(self._step, "checkpoint")
             pause.wait(min(left_s, BEAT_S))
@@ -270,7 +307,9 @@ class Saver:
         if reasons is not None:
             reason = next((reason for reason in reasons if reason is not None), "unknown")
             utc = datetime.now(UTC).isoformat(timespec="milliseconds")
-            write_json(self._folder.stopped_json, {"step": self._step, "reason": reason, "utc": utc})
+            write_json(
+                self._folder.stopped_json, {"step": self._step, "reason": reason, "utc": utc}
+            )
             _log.info("stopped before step %d, the state is saved: %s", self._step, reason)
 
 

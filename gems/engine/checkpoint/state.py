@@ -1,8 +1,8 @@
 """The state of a rank: its tensors and their names, copied to the host, and restored into any partition.
 
-In a shard they are named `parameters/LAYER/KEY`, `average/LAYER/KEY`, `buffers/LAYER/KEY`, `optimizer/SLOT/LAYER/KEY`
-and, for a buffer that may differ from copy to copy, `copies/DIRECTION/LAYER/KEY`. Rank 0 has `losses`, `schedule`
-and `loss_scale`.
+In a shard they are named `parameters/LAYER/KEY`, `average/LAYER/KEY`, `buffers/LAYER/KEY`,
+`optimizer/SLOT/LAYER/KEY` and, for a buffer that may differ from copy to copy,
+`copies/DIRECTION/LAYER/KEY`. Rank 0 has `losses`, `schedule` and `loss_scale`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,25 @@ from gems.engine.pipeline import Pipeline
 from gems.engine.stage import StageKey
 from gems.errors import ConfigError
 
-LOSSES, SCHEDULE, LOSS_SCALE = "losses", "schedule", "loss_scale"
+LOSSES = "losses"
+SCHEDULE = "schedule"
+LOSS_SCALE = "loss_scale"
 NUMBER = ":number"  # after the name of a slot that is no tensor
 _DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
     torch.bool: "BOOL",
-}  # fmt: skip
-_PYTHON, _NUMPY, _TORCH = "random/python", "random/numpy", "random/torch"
+}
+_PYTHON = "random/python"
+_NUMPY = "random/numpy"
+_TORCH = "random/torch"
 
 
 def layer_owners(pipeline: Pipeline) -> dict[str, int]:
@@ -39,26 +50,33 @@ def layer_owners(pipeline: Pipeline) -> dict[str, int]:
 
     The equal copies of a stage, over directions and replicas, each write a share of its layers.
     """
-    placement, parallel = pipeline.schedule.placement, pipeline.spec.parallel
+    placement = pipeline.schedule.placement
+    parallel = pipeline.spec.parallel
     owners = {}
     for stage in range(placement.num_stages):
         for index, part in enumerate(pipeline.stage_modules.unit_names(stage)):
             replica, direction = divmod(index, placement.num_directions)
-            owners[part] = replica % parallel.replicas * parallel.partitions + placement.rank_of(direction, stage)
+            owners[part] = replica % parallel.replicas * parallel.partitions + placement.rank_of(
+                direction, stage
+            )
     return owners
 
 
 def state_tensors(pipeline: Pipeline) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return what this rank saves: its share of the layers, counters of its copies, and its random states.
+    """Return what this rank saves.
 
-    Parameters, optimizer state and running statistics are equal in all copies, so one is saved. Other buffers, such as
-    batch norm's count of batches, advance with the micro-batches of each copy, so every rank saves its own.
+    Its share of the layers, counters of its copies, and its random states.
+    Parameters, optimizer state and running statistics are equal in all copies, so one is saved.
+    Other buffers, such as batch norm's count of batches, advance with the micro-batches of each
+    copy, so every rank saves its own.
 
     Returns:
         Tensors that the next forward changes, and those that only the optimizer changes.
     """
-    owners, mine = layer_owners(pipeline), pipeline.comm.rank
-    early, late = _random_states(pipeline), {}
+    owners = layer_owners(pipeline)
+    mine = pipeline.comm.rank
+    early = _random_states(pipeline)
+    late = {}
     update = pipeline.update
     averages = {} if update.average is None else update.average.by_parameter()
     if mine == 0:
@@ -76,7 +94,9 @@ def state_tensors(pipeline: Pipeline) -> tuple[dict[str, Tensor], dict[str, Tens
                     if isinstance(value, Tensor):
                         late[f"optimizer/{slot}/{name}/{key}"] = value
                     elif isinstance(value, int | float):
-                        late[f"optimizer/{slot}{NUMBER}/{name}/{key}"] = torch.tensor(value, dtype=torch.float64)
+                        late[f"optimizer/{slot}{NUMBER}/{name}/{key}"] = torch.tensor(
+                            value, dtype=torch.float64
+                        )
         early |= {f"copies/{direction}/{name}/{key}": buffer for key, buffer in _counters(module)}
     return early, late
 
@@ -87,8 +107,8 @@ def restore_state(pipeline: Pipeline, folder: Path, manifest: Manifest) -> list[
     Returns:
         On rank 0 the training loss of every step that was done.
 
-    Random states and counters of copies are restored if the layout is the same; otherwise generators are seeded anew
-    from the seed, the rank and the step.
+    Random states and counters of copies are restored if the layout is the same; otherwise
+    generators are seeded anew from the seed, the rank and the step.
 
     Raises:
         ConfigError: a tensor is missing or of another shape.
@@ -98,15 +118,22 @@ def restore_state(pipeline: Pipeline, folder: Path, manifest: Manifest) -> list[
     averages = {} if update.average is None else update.average.by_parameter()
     parameters = (p for group in update.optimizer.param_groups for p in group["params"])
     places = {id(p): place for place, p in enumerate(parameters)}
-    is_same = manifest.layout == rank_layout(pipeline.spec, pipeline.schedule, pipeline.stage_modules.boundaries)
+    is_same = manifest.layout == rank_layout(
+        pipeline.spec, pipeline.schedule, pipeline.stage_modules.boundaries
+    )
     with _Shards(folder) as shards, torch.no_grad():
         for (direction, _), name, part, module in _layers(pipeline):
-            owner = manifest.owners.get(part, manifest.owners.get(name))  # of an operator, or of its layer
+            owner = manifest.owners.get(
+                part, manifest.owners.get(name)
+            )  # of an operator, or of its layer
             if owner is None:
                 raise ConfigError(
-                    "train.resume", folder, f"has layer {name} in operators on several ranks",
-                    "resume it with schedule=placed, or start from its weights (train.initial_checkpoint)",
-                )  # fmt: skip
+                    "train.resume",
+                    folder,
+                    f"has layer {name} in operators on several ranks",
+                    "resume it with schedule=placed, or start from its weights"
+                    " (train.initial_checkpoint)",
+                )
             for key, buffer in module.named_buffers():
                 shards.copy_into(buffer, owner, f"buffers/{name}/{key}")
             for key, parameter in module.named_parameters():
@@ -117,11 +144,17 @@ def restore_state(pipeline: Pipeline, folder: Path, manifest: Manifest) -> list[
                     if (saved := f"optimizer/{slot}/{name}/{key}") in shards.names(owner)
                 }
                 if slots and parameter.requires_grad:
-                    optimizer_state[places[id(parameter)]] = dict(_number_or_tensor(*slot) for slot in slots.items())
+                    optimizer_state[places[id(parameter)]] = dict(
+                        _number_or_tensor(*slot) for slot in slots.items()
+                    )
                 if parameter in averages:
                     saved = f"average/{name}/{key}"
                     has_average = saved in shards.names(owner)
-                    shards.copy_into(averages[parameter], owner, saved if has_average else f"parameters/{name}/{key}")
+                    shards.copy_into(
+                        averages[parameter],
+                        owner,
+                        saved if has_average else f"parameters/{name}/{key}",
+                    )
             if is_same:
                 for key, buffer in _counters(module):
                     shards.copy_into(buffer, pipeline.comm.rank, f"copies/{direction}/{name}/{key}")
@@ -133,7 +166,9 @@ def restore_state(pipeline: Pipeline, folder: Path, manifest: Manifest) -> list[
             torch.manual_seed(seeds[0])
             np.random.seed(seeds[1])
             random.seed(seeds[2])
-        losses = [float(loss) for loss in shards.tensor(0, LOSSES)] if pipeline.comm.rank == 0 else []
+        losses = (
+            [float(loss) for loss in shards.tensor(0, LOSSES)] if pipeline.comm.rank == 0 else []
+        )
         if update.scale is not None and LOSS_SCALE in shards.names(0):
             update.scale.restore(shards.tensor(0, LOSS_SCALE))
         schedule = shards.tensor(0, SCHEDULE) if SCHEDULE in shards.names(0) else None
@@ -144,7 +179,10 @@ def restore_state(pipeline: Pipeline, folder: Path, manifest: Manifest) -> list[
 
 
 def _number_or_tensor(slot: str, value: Tensor) -> tuple[str, Any]:
-    """Return a slot of an optimizer's state as the optimizer had it; a number was saved as a tensor."""
+    """Return a slot of an optimizer's state as the optimizer had it.
+
+    A number was saved as a tensor.
+    """
     if not slot.endswith(NUMBER):
         return slot, value
     number = float(value)
@@ -162,13 +200,17 @@ class _Shards(contextlib.ExitStack):
     def names(self, rank: int) -> frozenset[str]:
         """Return the names of the tensors in a rank's file."""
         if rank not in self._files:
-            file: Any = self.enter_context(safe_open(str(self._folder / shard_name(rank)), framework="pt"))
+            file: Any = self.enter_context(
+                safe_open(str(self._folder / shard_name(rank)), framework="pt")
+            )
             self._files[rank] = file, frozenset(file.keys())
         return self._files[rank][1]
 
     def slots(self, rank: int) -> list[str]:
         """Return the names of the optimizer's tensors for a parameter."""
-        return sorted({name.split("/")[1] for name in self.names(rank) if name.startswith("optimizer/")})
+        return sorted(
+            {name.split("/")[1] for name in self.names(rank) if name.startswith("optimizer/")}
+        )
 
     def tensor(self, rank: int, name: str) -> Tensor:
         """Read a copy of a tensor: the library's own may be the memory-mapped file, which is removed one day."""
@@ -187,9 +229,11 @@ class _Shards(contextlib.ExitStack):
 
     def _misfit(self, rank: int, what: str) -> ConfigError:
         return ConfigError(
-            "train.resume", self._folder, f"does not fit this model: {shard_name(rank)} {what}",
+            "train.resume",
+            self._folder,
+            f"does not fit this model: {shard_name(rank)} {what}",
             "use the model that it was saved with",
-        )  # fmt: skip
+        )
 
 
 def _layers(pipeline: Pipeline) -> Iterator[tuple[StageKey, str, str, nn.Module]]:
@@ -202,7 +246,9 @@ def _layers(pipeline: Pipeline) -> Iterator[tuple[StageKey, str, str, nn.Module]
 
 def _counters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Return the buffers that are not averaged over the copies: all that are not floating-point."""
-    return ((key, buffer) for key, buffer in module.named_buffers() if not buffer.is_floating_point())
+    return (
+        (key, buffer) for key, buffer in module.named_buffers() if not buffer.is_floating_point()
+    )
 
 
 def _torch_random(pipeline: Pipeline) -> RandomState:
@@ -215,19 +261,29 @@ def _random_states(pipeline: Pipeline) -> dict[str, Tensor]:
     _, words, place, has_gauss, cached = np.random.get_state(legacy=True)
     return {
         # a cached Gaussian is saved as its bits
-        _PYTHON: torch.tensor([version, *key, gauss is not None, _bits(gauss or 0.0)], dtype=torch.int64),
-        _NUMPY: torch.tensor([*map(int, words), place, has_gauss, _bits(float(cached))], dtype=torch.int64),
-        **{f"{_TORCH}/{number}": state for number, state in enumerate(_torch_random(pipeline).get())},
+        _PYTHON: torch.tensor(
+            [version, *key, gauss is not None, _bits(gauss or 0.0)], dtype=torch.int64
+        ),
+        _NUMPY: torch.tensor(
+            [*map(int, words), place, has_gauss, _bits(float(cached))], dtype=torch.int64
+        ),
+        **{
+            f"{_TORCH}/{number}": state
+            for number, state in enumerate(_torch_random(pipeline).get())
+        },
     }
 
 
 def _set_random_states(pipeline: Pipeline, shards: _Shards) -> None:
-    rank, generators = pipeline.comm.rank, _torch_random(pipeline)
+    rank = pipeline.comm.rank
+    generators = _torch_random(pipeline)
     version, *key, has_gauss, gauss = shards.tensor(rank, _PYTHON).tolist()
     random.setstate((version, tuple(key), _number(gauss) if has_gauss else None))
     *words, place, has_cached, cached = shards.tensor(rank, _NUMPY).tolist()
     np.random.set_state(("MT19937", np.array(words, np.uint32), place, has_cached, _number(cached)))
-    generators.set([shards.tensor(rank, f"{_TORCH}/{number}") for number in range(len(generators.get()))])
+    generators.set(
+        [shards.tensor(rank, f"{_TORCH}/{number}") for number in range(len(generators.get()))]
+    )
 
 
 def _bits(number: float) -> int:
@@ -241,8 +297,8 @@ def _number(bits: int) -> float:
 class HostCopy:
     """Copies a state to host memory that is reused by the next checkpoint.
 
-    On a GPU a separate stream copies to pinned memory. The compute stream waits at once for `early` tensors, and for
-    the `late` ones only before the optimizer's next step.
+    On a GPU a separate stream copies to pinned memory. The compute stream waits at once for `early`
+    tensors, and for the `late` ones only before the optimizer's next step.
     """
 
     def __init__(self, device: torch.device, optimizer: torch.optim.Optimizer) -> None:
@@ -256,11 +312,14 @@ class HostCopy:
 
     def begin(self, early: dict[str, Tensor], late: dict[str, Tensor]) -> None:
         """Begin to copy."""
-        before, self._copies = self._copies, {}
+        before = self._copies
+        self._copies = {}
         for name, tensor in (early | late).items():
             kept = before.get(name)
             if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
-                kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type != "cpu")
+                kept = torch.empty(
+                    tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type != "cpu"
+                )
             self._copies[name] = kept
         if self._cuda is None:
             self._copy(early | late)
@@ -283,7 +342,9 @@ class HostCopy:
             self._copied.synchronize()
         return {
             name: HostTensor(
-                _DTYPES[tensor.dtype], tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).numpy().data
+                _DTYPES[tensor.dtype],
+                tuple(tensor.shape),
+                tensor.reshape(-1).view(torch.uint8).numpy().data,
             )
             for name, tensor in self._copies.items()
         }

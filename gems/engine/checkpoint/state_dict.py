@@ -1,7 +1,7 @@
 """Plain state dicts: weights by the names that they have in the user's own class, and how they fit a model's names.
 
-A network of the user's own has its own names ("layer1.0.conv1.weight"), one of the toolkit's those of its layers, each
-followed by the layer's ("stem.conv.weight").
+A network of the user's own has its own names ("layer1.0.conv1.weight"), one of the toolkit's those
+of its layers, each followed by the layer's ("stem.conv.weight").
 """
 
 from __future__ import annotations
@@ -34,8 +34,15 @@ if TYPE_CHECKING:
 
 KEY = "train.initial_checkpoint"
 SAFETENSORS = ".safetensors"
-NESTED = ("state_dict", "model_state_dict", "model", "module", "net")  # where a training script's checkpoint has them
-# Of batch norm: older files lack it, a frozen one has none, and only one without a momentum reads it.
+NESTED = (
+    "state_dict",
+    "model_state_dict",
+    "model",
+    "module",
+    "net",
+)  # where a training script's checkpoint has them
+# Of batch norm: older files lack it, a frozen one has none, and only one without a momentum reads
+# it.
 COUNTER = "num_batches_tracked"
 MAX_NAMES = 4  # that a message lists
 
@@ -43,15 +50,19 @@ MAX_NAMES = 4  # that a message lists
 def read_state_dict(path: Path, model: ModelConfig) -> dict[str, Tensor]:
     """Read weights by name from a .pt, .pth or .safetensors file, the folder of a run, of weights or of a checkpoint.
 
-    Only tensors are unpickled, and a file is mapped into memory, not copied. A checkpoint of a training script may have
-    them one level down, as "state_dict" or "model".
+    Only tensors are unpickled, and a file is mapped into memory, not copied. A checkpoint of a
+    training script may have them one level down, as "state_dict" or "model".
 
     Raises:
         ConfigError: the file cannot be read, or holds no tensors by name.
     """
     if path.is_dir():
         layers = _read_layers(path)
-        return {full_name(model, layer, key): value for layer, state in layers.items() for key, value in state.items()}
+        return {
+            full_name(model, layer, key): value
+            for layer, state in layers.items()
+            for key, value in state.items()
+        }
     try:
         found: Any = (
             load_file(path)
@@ -60,12 +71,22 @@ def read_state_dict(path: Path, model: ModelConfig) -> dict[str, Tensor]:
         )
     except Exception as error:  # whatever pickle, zip or the mapping raises
         lines = str(error).strip().splitlines() or [""]
-        raise ConfigError(KEY, path, f"cannot be read ({type(error).__name__}: {lines[0]})") from error
+        raise ConfigError(
+            KEY, path, f"cannot be read ({type(error).__name__}: {lines[0]})"
+        ) from error
     for name in NESTED:
-        if isinstance(found, Mapping) and not _is_state_dict(found) and isinstance(found.get(name), Mapping):
+        if (
+            isinstance(found, Mapping)
+            and not _is_state_dict(found)
+            and isinstance(found.get(name), Mapping)
+        ):
             found = found[name]
     if not isinstance(found, Mapping) or not _is_state_dict(found):
-        kind = f"keys {_listed(map(str, found))}" if isinstance(found, Mapping) else type(found).__name__
+        kind = (
+            f"keys {_listed(map(str, found))}"
+            if isinstance(found, Mapping)
+            else type(found).__name__
+        )
         raise ConfigError(KEY, path, f"holds no state dict, but {kind}", "save module.state_dict()")
     return dict(found)
 
@@ -87,7 +108,9 @@ def _read_layers(path: Path) -> weights.Weights:
                         layer, _, key = rest.partition("/")
                         layers.setdefault(layer, {})[key] = shard.get_tensor(name).clone()
     except Exception as error:
-        raise ConfigError(KEY, saved[0], f"cannot be read ({type(error).__name__}: {error})") from error
+        raise ConfigError(
+            KEY, saved[0], f"cannot be read ({type(error).__name__}: {error})"
+        ) from error
     return layers
 
 
@@ -130,49 +153,70 @@ def match_names(
 ) -> Match:
     """Match names and shapes of a model's tensors with those of a file.
 
-    `prefix` is taken off the file's names; None finds the one that makes most names fit, or one that the file lacks
-    because its network is a submodule of ours. Tensors of ours that fit a pattern of `new` are drawn anew. If
-    `is_strict` all others must be in the file, and the file may hold no more than that.
+    `prefix` is taken off the file's names; None finds the one that makes most names fit, or one
+    that the file lacks because its network is a submodule of ours. Tensors of ours that fit a
+    pattern of `new` are drawn anew. If `is_strict` all others must be in the file, and the file may
+    hold no more than that.
 
     Raises:
-        ConfigError: no name fits, another shape, or, if strict, names that are missing or left over.
+        ConfigError: no name fits, another shape, or, if strict, names that are missing or left
+        over.
     """
     removed, added = _prefixes(wanted, given) if prefix is None else (prefix, "")
-    theirs = {added + name.removeprefix(removed): name for name in given if name.startswith(removed)}
+    theirs = {
+        added + name.removeprefix(removed): name for name in given if name.startswith(removed)
+    }
     is_new = {name: any(fnmatchcase(name, pattern) for pattern in new) for name in wanted}
     names = {name: theirs[name] for name in wanted if name in theirs and not is_new[name]}
     if not names:
         raise ConfigError(
-            KEY, path, f"has no tensor of this model (it has {_listed(given)}, the model has {_listed(wanted)})",
+            KEY,
+            path,
+            f"has no tensor of this model (it has {_listed(given)}, the model has"
+            f" {_listed(wanted)})",
             "give the prefix of its names by train.initial_prefix",
-        )  # fmt: skip
+        )
     for name, saved in names.items():
         if tuple(wanted[name]) != tuple(given[saved]):
             layer = name.rpartition(".")[0]
             raise ConfigError(
-                KEY, path, f"has {saved} of shape {_shape(given[saved])}, and the model {_shape(wanted[name])}",
+                KEY,
+                path,
+                f"has {saved} of shape {_shape(given[saved])}, and the model"
+                f" {_shape(wanted[name])}",
                 f"draw it anew by train.initial_new=[{layer}.*]",
-            )  # fmt: skip
+            )
     anew = tuple(name for name in wanted if name not in names and not name.endswith(COUNTER))
     missing = [name for name in anew if not is_new[name]]
     used = {*names.values(), *(theirs[name] for name in wanted if name in theirs)}
     unused = tuple(name for name in given if name not in used and not name.endswith(COUNTER))
-    advice = "name what may be drawn anew by train.initial_new=[...], or set train.initial_strict=false"
+    advice = (
+        "name what may be drawn anew by train.initial_new=[...], or set train.initial_strict=false"
+    )
     if is_strict and missing:
         raise ConfigError(KEY, path, f"lacks {_listed(missing)}", advice)
     if is_strict and unused:
-        raise ConfigError(KEY, path, f"has more than this model: {_listed(unused)}", "set train.initial_strict=false")
+        raise ConfigError(
+            KEY,
+            path,
+            f"has more than this model: {_listed(unused)}",
+            "set train.initial_strict=false",
+        )
     return Match(names, anew, unused, removed, added)
 
 
 def _prefixes(wanted: Iterable[str], given: Iterable[str]) -> tuple[str, str]:
     """Return the prefix to take off the file's names and that to put before them, with which most names fit."""
-    ours, theirs = set(wanted), set(given)
+    ours = set(wanted)
+    theirs = set(given)
     heads = [(head, "") for head in _heads(theirs)] + [("", head) for head in _heads(ours)]
 
     def num_fits(prefixes: tuple[str, str]) -> int:
         removed, added = prefixes
-        return sum(name.startswith(removed) and added + name.removeprefix(removed) in ours for name in theirs)
+        return sum(
+            name.startswith(removed) and added + name.removeprefix(removed) in ours
+            for name in theirs
+        )
 
     return max([("", ""), *heads], key=num_fits)
 
@@ -180,7 +224,9 @@ def _prefixes(wanted: Iterable[str], given: Iterable[str]) -> tuple[str, str]:
 def _heads(names: Iterable[str]) -> list[str]:
     """Return the first one and the first two words of names, with their dots."""
     words = [name.split(".") for name in names]
-    return sorted({".".join(each[:count]) + "." for each in words for count in (1, 2) if len(each) > count})
+    return sorted(
+        {".".join(each[:count]) + "." for each in words for count in (1, 2) if len(each) > count}
+    )
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -200,23 +246,34 @@ def restore(pipeline: Pipeline, path: Path) -> Match:
         ConfigError: as `read_state_dict` and `match_names`.
     """
     spec = pipeline.spec
-    train, model = spec.train, spec.model
+    train = spec.train
+    model = spec.model
     state = read_state_dict(path, model)
     wanted = {
-        name: tuple(value.shape) for name, value in whole_model(model, spec.data, device="meta").state_dict().items()
+        name: tuple(value.shape)
+        for name, value in whole_model(model, spec.data, device="meta").state_dict().items()
     }
     given = {name: tuple(value.shape) for name, value in state.items()}
-    match = match_names(wanted, given, path, train.initial_prefix, train.initial_strict, train.initial_new)
+    match = match_names(
+        wanted, given, path, train.initial_prefix, train.initial_strict, train.initial_new
+    )
     for key in pipeline.modules:
         for layer_name, module in pipeline.named_layers(key):
             full = {inner: full_name(model, layer_name, inner) for inner in module.state_dict()}
-            found = {inner: state[match.names[name]] for inner, name in full.items() if name in match.names}
+            found = {
+                inner: state[match.names[name]]
+                for inner, name in full.items()
+                if name in match.names
+            }
             module.load_state_dict(found, strict=False)
     return match
 
 
 class NamedLayers(nn.Module):
-    """A network of the toolkit's own in one piece; its state dict has the layers' names before those in a layer."""
+    """A network of the toolkit's own in one piece.
+
+    Its state dict has the layers' names before those in a layer.
+    """
 
     def __init__(self, names: Iterable[str], modules: Iterable[nn.Module]) -> None:
         super().__init__()
@@ -240,12 +297,17 @@ class NamedLayers(nn.Module):
 
 
 def whole_model(model: ModelConfig, data: DataConfig, device: str = "cpu") -> nn.Module:
-    """Return the configured network in one piece: an instance of the user's own class, or `NamedLayers`."""
+    """Return the configured network in one piece.
+
+    An instance of the user's own class, or `NamedLayers`.
+    """
     if model.target is not None:
         make = construct_on_meta if device == "meta" else construct
         return make(model.target, model.kwargs, model.path, model.norm)
     layers = layers_of(model, data)
-    return NamedLayers((layer.name for layer in layers), build_layers(layers, 0, len(layers), 0, device=device))
+    return NamedLayers(
+        (layer.name for layer in layers), build_layers(layers, 0, len(layers), 0, device=device)
+    )
 
 
 def trained_model(path: Path, model: ModelConfig, data: DataConfig) -> nn.Module:
@@ -257,7 +319,8 @@ def trained_model(path: Path, model: ModelConfig, data: DataConfig) -> nn.Module
         ConfigError: there are no weights, or they are of another model.
     """
     module = whole_model(model, data)
-    state, found = module.state_dict(), read_state_dict(path, model)
+    state = module.state_dict()
+    found = read_state_dict(path, model)
     for name in {name for name, _ in module.named_buffers()} - state.keys():
         found.pop(name, None)  # a checkpoint has buffers that are not persistent, too
     strange = [name for name in found if name not in state]
@@ -270,8 +333,8 @@ def trained_model(path: Path, model: ModelConfig, data: DataConfig) -> nn.Module
 def load_model(run: str | Path) -> nn.Module:
     """Return the network of a run with its trained weights, in evaluation mode.
 
-    It is an instance of the user's own class, or one module with the layers of a network of the toolkit. `run` is the
-    run's folder, or its name below runs/.
+    It is an instance of the user's own class, or one module with the layers of a network of the
+    toolkit. `run` is the run's folder, or its name below runs/.
 
     Raises:
         ConfigError: no such run, or none with weights.
@@ -282,7 +345,9 @@ def load_model(run: str | Path) -> nn.Module:
 
 
 def write_state_dict(state: Mapping[str, Tensor], path: Path) -> None:
-    """Write a state dict as .safetensors, or by torch.save for any other suffix; the file appears complete.
+    """Write a state dict as .safetensors, or by torch.save for any other suffix.
+
+    The file appears complete.
 
     Raises:
         ConfigError: it cannot be written.

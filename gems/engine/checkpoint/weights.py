@@ -43,7 +43,9 @@ def save(pipeline: Pipeline, folder: Path) -> None:
 
 
 def load(folder: Path) -> Weights:
-    """Read the state dict of each layer from a folder of weights or a run folder; only tensors are unpickled.
+    """Read the state dict of each layer from a folder of weights or a run folder.
+
+    Only tensors are unpickled.
 
     Raises:
         ConfigError: there are none, or a file is not readable.
@@ -52,7 +54,10 @@ def load(folder: Path) -> Weights:
     paths = sorted((inner if inner.is_dir() else folder).glob("stage*.pt"))
     if not paths:
         raise ConfigError(
-            "train.initial_checkpoint", folder, "holds no checkpoint (stage*.pt)", "give a finished run's folder"
+            "train.initial_checkpoint",
+            folder,
+            "holds no checkpoint (stage*.pt)",
+            "give a finished run's folder",
         )
     state: Weights = {}
     for path in paths:
@@ -61,6 +66,8 @@ def load(folder: Path) -> Weights:
                 state.setdefault(name, {}).update(tensors)  # stages may hold parts of one layer
         except Exception as error:
             raise ConfigError(
-                "train.initial_checkpoint", path, f"cannot be read ({type(error).__name__}: {error})"
+                "train.initial_checkpoint",
+                path,
+                f"cannot be read ({type(error).__name__}: {error})",
             ) from error
     return state

@@ -1,7 +1,9 @@
-"""The executor of an emulated device: compute is a timed wait from the cost model, messages are real. Needs no torch.
+"""The executor of an emulated device.
 
-The device has a timeline of its own beside the host's clock: an action begins at the planned end of the one before it
-once its data has come, and ends its cost later. So a host that wakes up late does not make the device slower.
+Compute is a timed wait from the cost model, messages are real. Needs no torch.
+The device has a timeline of its own beside the host's clock: an action begins at the planned end of
+the one before it once its data has come, and ends its cost later. So a host that wakes up late does
+not make the device slower.
 """
 
 from __future__ import annotations
@@ -20,7 +22,15 @@ from gems.engine.transport.message_tags import MessageTags
 from gems.engine.transport.mpi import PersistentRequest, Request, Transport
 from gems.engine.transport.polling import Waiter, realtime_priority
 from gems.runs.heartbeat import Heartbeat
-from gems.schedule.action import COMPUTE_KINDS, COPY_KINDS, RECV_KINDS, SEND_KINDS, WAIT_KINDS, Action, Kind
+from gems.schedule.action import (
+    COMPUTE_KINDS,
+    COPY_KINDS,
+    RECV_KINDS,
+    SEND_KINDS,
+    WAIT_KINDS,
+    Action,
+    Kind,
+)
 from gems.schedule.costs import StageCosts
 from gems.schedule.dependencies import boundary_of, dependencies, stages_summed
 from gems.schedule.edges import BACKWARD_KINDS
@@ -44,7 +54,8 @@ class _Transfer:
 class EmulatedChannels:
     """Posts the transfers of one rank by persistent requests, made once for all steps.
 
-    A message counts as arrived `link_ns` after it has: what a link takes that this machine does not have.
+    A message counts as arrived `link_ns` after it has: what a link takes that this machine does not
+    have.
 
     Attributes:
         receives_of: the receives that each compute action waits for.
@@ -66,21 +77,28 @@ class EmulatedChannels:
             ConfigError: this MPI has too few tags for the messages of a step.
         """
         tags = MessageTags(schedule, 1, transports[0].max_tag)
-        self._recorder, self._link_ns = recorder, link_ns
+        self._recorder = recorder
+        self._link_ns = link_ns
         self._under_way: list[_Transfer] = []
         self._transfers: dict[Action, _Transfer] = {}
         self.receives_of: dict[Action, tuple[Action, ...]] = {}
         self.done_with: dict[Action, tuple[Action, ...]] = {}
-        last_reader = {need: action for action in schedule.rows[rank] for need in dependencies(action, schedule)}
+        last_reader = {
+            need: action
+            for action in schedule.rows[rank]
+            for need in dependencies(action, schedule)
+        }
         sizes = [round(size) for size in boundary_bytes]
         content = np.ones(max(sizes, default=0), np.uint8)  # which all sends read
-        # A request keeps its buffer, so buffers are shared here by receives that are never in use together.
+        # A request keeps its buffer, so buffers are shared here by receives that are never in use
+        # together.
         free: dict[int, list[np.ndarray]] = {}
         taken: dict[Action, np.ndarray] = {}
         for action in schedule.rows[rank]:
             if action.kind in SEND_KINDS | RECV_KINDS:
                 size = sizes[boundary_of(action)]
-                transport, is_send = transports[action.kind in BACKWARD_KINDS], action.kind in SEND_KINDS
+                transport = transports[action.kind in BACKWARD_KINDS]
+                is_send = action.kind in SEND_KINDS
                 (tag,) = tags.tags(action, 1)
                 if is_send:
                     request = transport.persistent_send(content[:size], tags.peer(action), tag)
@@ -90,9 +108,13 @@ class EmulatedChannels:
                     request = transport.persistent_receive(taken[action], tags.peer(action), tag)
                 self._transfers[action] = _Transfer(action, request, size, is_send)
             elif action.kind in COMPUTE_KINDS:
-                needs = tuple(need for need in dependencies(action, schedule) if need.kind in RECV_KINDS)
+                needs = tuple(
+                    need for need in dependencies(action, schedule) if need.kind in RECV_KINDS
+                )
                 self.receives_of[action] = needs
-                self.done_with[action] = tuple(need for need in needs if last_reader[need] is action)
+                self.done_with[action] = tuple(
+                    need for need in needs if last_reader[need] is action
+                )
                 for need in self.done_with[action]:
                     buffer = taken.pop(need)
                     free[len(buffer)].append(buffer)
@@ -117,7 +139,9 @@ class EmulatedChannels:
             transfer.arrived_ns = arrived_ns
             if transfer.is_send:
                 self._recorder.count_bytes(-transfer.num_bytes)
-            self._recorder.span(transfer.action, LINK, transfer.posted_ns, arrived_ns, transfer.num_bytes)
+            self._recorder.span(
+                transfer.action, LINK, transfer.posted_ns, arrived_ns, transfer.num_bytes
+            )
 
     def arrived_ns(self, receive: Action) -> int | None:
         """Return when a message arrives or has arrived; None while it is not seen."""
@@ -140,13 +164,25 @@ class EmulatedChannels:
 
 
 class EmulatedSums:
-    """Sums gradients of a rank over its peers, of which there may be none; without bytes the peers only meet."""
+    """Sums gradients of a rank over its peers, of which there may be none.
+
+    Without bytes the peers only meet.
+    """
 
     def __init__(
-        self, schedule: Schedule, rank: int, peers: Transport, stage_bytes: Sequence[float], recorder: Recorder
+        self,
+        schedule: Schedule,
+        rank: int,
+        peers: Transport,
+        stage_bytes: Sequence[float],
+        recorder: Recorder,
     ) -> None:
-        self._schedule, self._peers, self._recorder = schedule, peers, recorder
-        self._counts = [round(num_bytes) // 4 for num_bytes in stage_bytes] or [0] * schedule.num_stages
+        self._schedule = schedule
+        self._peers = peers
+        self._recorder = recorder
+        self._counts = [round(num_bytes) // 4 for num_bytes in stage_bytes] or [
+            0
+        ] * schedule.num_stages
         self._used = 0
         held = [self._counts[stage] for _, stage in schedule.placement.stages_on(rank)]
         self._gradients = np.zeros(sum(held), np.float32)
@@ -184,9 +220,10 @@ class EmulatedSums:
 class EmulatedExecutor:
     """Runs one rank's actions on an emulated device with one compute stream and a copy engine in each direction.
 
-    `costs` are in units of `unit_s` seconds and `activation_bytes`. At most `cap` units of activations are held: what
-    allocates some waits for copies to host memory. `sums` are those of the gradients, if the list has any. `pace`
-    makes this rank slower than the costs, or makes it wait for its inputs.
+    `costs` are in units of `unit_s` seconds and `activation_bytes`. At most `cap` units of
+    activations are held: what allocates some waits for copies to host memory. `sums` are those of
+    the gradients, if the list has any. `pace` makes this rank slower than the costs, or makes it
+    wait for its inputs.
     """
 
     def __init__(
@@ -205,23 +242,39 @@ class EmulatedExecutor:
         pace: Pace = EVEN,
     ) -> None:
         actions = schedule.rows[rank]
-        self._schedule, self._rank, self._costs, self._cap = schedule, rank, costs, cap
-        self._channels, self._waiter, self._recorder, self._sums = channels, waiter, recorder, sums
+        self._schedule = schedule
+        self._rank = rank
+        self._costs = costs
+        self._cap = cap
+        self._channels = channels
+        self._waiter = waiter
+        self._recorder = recorder
+        self._sums = sums
         self._time_ns = {
-            action: round(costs.time(action) * pace.factor(rank, action) * unit_s * 1e9) for action in actions
+            action: round(costs.time(action) * pace.factor(rank, action) * unit_s * 1e9)
+            for action in actions
         }
         self._inputs_ns = {
-            action: round(time * unit_s * 1e9) for action, time in pace.inputs_ready(schedule, rank).items()
+            action: round(time * unit_s * 1e9)
+            for action, time in pace.inputs_ready(schedule, rank).items()
         }
         self._copies_of = {
-            action: tuple(need for need in dependencies(action, schedule) if need.kind in COPY_KINDS)
+            action: tuple(
+                need for need in dependencies(action, schedule) if need.kind in COPY_KINDS
+            )
             for action in actions
         }
         self._ledger = Ledger(schedule, costs)
-        self._brings = {action: round(self._ledger.brings(action) * activation_bytes) for action in actions}
-        self._leaves = {action: round(self._ledger.leaves(action) * activation_bytes) for action in actions}
+        self._brings = {
+            action: round(self._ledger.brings(action) * activation_bytes) for action in actions
+        }
+        self._leaves = {
+            action: round(self._ledger.leaves(action) * activation_bytes) for action in actions
+        }
         self._copied_bytes = {
-            action: round(costs.moved(action) * activation_bytes) for action in actions if action.kind in COPY_KINDS
+            action: round(costs.moved(action) * activation_bytes)
+            for action in actions
+            if action.kind in COPY_KINDS
         }
         self._free_ns = self._begin_ns = 0
         self._engine_free_ns: dict[Kind, int] = {}
@@ -235,7 +288,11 @@ class EmulatedExecutor:
             | dict.fromkeys((Kind.SEND_F, Kind.SEND_B, Kind.RECV_F, Kind.RECV_B), channels.post)
             | dict.fromkeys(COPY_KINDS, self._copy)
             | dict.fromkeys(WAIT_KINDS, self._wait)
-            | ({} if sums is None else {Kind.START_REDUCE: sums.start, Kind.REDUCE_GRAD: self._reduce}),
+            | (
+                {}
+                if sums is None
+                else {Kind.START_REDUCE: sums.start, Kind.REDUCE_GRAD: self._reduce}
+            ),
             self._poll,
             heartbeat,
         )
@@ -254,7 +311,9 @@ class EmulatedExecutor:
         self._recorder.end_step()
 
     def _compute(self, action: Action) -> None:
-        begin_ns = max((self._free_ns, *(self._copy_end_ns[copy] for copy in self._copies_of[action])))
+        begin_ns = max(
+            (self._free_ns, *(self._copy_end_ns[copy] for copy in self._copies_of[action]))
+        )
         for receive in self._channels.receives_of.get(action, ()):
             begin_ns = max(begin_ns, self._wait_for(receive))
         ready_ns = self._begin_ns + self._inputs_ns.get(action, 0)
@@ -283,11 +342,15 @@ class EmulatedExecutor:
 
     def _copy(self, action: Action) -> None:
         """Plan a copy on its engine; its end is known at once, and the rank goes on."""
-        begin_ns = max((
-            self._free_ns, self._engine_free_ns.get(action.kind, 0),
-            *(self._copy_end_ns[copy] for copy in self._copies_of[action]),
-        ))  # fmt: skip
-        size, is_out = self._copied_bytes[action], action.kind is Kind.OFFLOAD
+        begin_ns = max(
+            (
+                self._free_ns,
+                self._engine_free_ns.get(action.kind, 0),
+                *(self._copy_end_ns[copy] for copy in self._copies_of[action]),
+            )
+        )
+        size = self._copied_bytes[action]
+        is_out = action.kind is Kind.OFFLOAD
         is_freed = is_out and not self._schedule.has(Kind.FREE, *action[1:])
         if not is_out:
             begin_ns = round(self._ledger.take(self._rank, action, begin_ns))
@@ -307,7 +370,9 @@ class EmulatedExecutor:
 
     def _wait(self, action: Action) -> None:
         """Wait for a copy to end, and free what one to the host has moved."""
-        end_ns = max((self._free_ns, *(self._copy_end_ns[copy] for copy in self._copies_of[action])))
+        end_ns = max(
+            (self._free_ns, *(self._copy_end_ns[copy] for copy in self._copies_of[action]))
+        )
         self._waiter.wait_until_time(end_ns)
         self._run_due(end_ns)
         self._ledger.give(action)

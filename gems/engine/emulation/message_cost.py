@@ -20,7 +20,9 @@ from gems.trace import DTYPES, KINDS
 COMPUTE_S = 0.001
 NUM_HOPS = 84
 MIN_TRIPS = 2
-Times = dict[tuple[str, int], tuple[int, int]]  # kind and micro-batch -> begin and end in ns, on a rank's own clock
+Times = dict[
+    tuple[str, int], tuple[int, int]
+]  # kind and micro-batch -> begin and end in ns, on a rank's own clock
 
 
 class _EventTimes:
@@ -45,21 +47,25 @@ def measure_hop(
 ) -> float:
     """Return seconds from the planned end of a compute to the arrival of its data at the next rank; collective.
 
-    Micro-batches go down the ranks of `transport` and back one by one. A rank measures how long it waited for a
-    gradient, and its neighbour how much of that was its own work, each by its own clock: the rest is two hops. The
-    median over neighbours and trips counts. It includes how late a rank wakes up, as any step does.
+    Micro-batches go down the ranks of `transport` and back one by one. A rank measures how long it
+    waited for a gradient, and its neighbour how much of that was its own work, each by its own
+    clock: the rest is two hops. The median over neighbours and trips counts. It includes how late a
+    rank wakes up, as any step does.
 
     Returns:
         The same on all ranks; 0 if there is only one.
     """
-    num_ranks, rank = transport.size, transport.rank
+    num_ranks = transport.size
+    rank = transport.rank
     if num_ranks == 1:
         return 0.0
     trips = max(MIN_TRIPS, NUM_HOPS // (2 * (num_ranks - 1)))
     chain = add_transfers(layer_parallel(Request(num_ranks, trips)))
     events = _EventTimes(rank)
     recorder = Recorder(events)
-    channels = EmulatedChannels(chain, rank, (float(num_bytes),) * num_ranks, [transport] * 2, recorder)
+    channels = EmulatedChannels(
+        chain, rank, (float(num_bytes),) * num_ranks, [transport] * 2, recorder
+    )
     waiter = Waiter(channels.poll, poll_interval_s, hang_timeout_s, wait_state)
     costs = uniform(num_ranks, num_ranks, 1.0, 1.0, 0.0)
     executor = EmulatedExecutor(chain, rank, costs, COMPUTE_S, 0, None, channels, waiter, recorder)

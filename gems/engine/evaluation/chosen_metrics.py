@@ -1,6 +1,8 @@
-"""Metrics of validation that a run asks for beside those of its task: some by name, any other by a target.
+"""Metrics of validation that a run asks for beside those of its task.
 
-Each is exact over ranks: counts are summed and samples joined, so that the figure is that of one process.
+Some by name, any other by a target.
+Each is exact over ranks: counts are summed and samples joined, so that the figure is that of one
+process.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ def open_metrics(
     """Return the metrics that a configuration chooses: by name, or by target with kwargs and path.
 
     Raises:
-        ConfigError: an unknown name, one that does not suit the task, or a target that cannot be called.
+        ConfigError: an unknown name, one that does not suit the task, or a target that cannot be
+        called.
     """
     made: list[Metric] = []
     for name, options in chosen.items():
@@ -36,9 +39,16 @@ def open_metrics(
             continue
         kind = options.get("name", name)
         if kind not in _BY_NAME:
-            raise ConfigError(f"metrics.{name}", kind, one_of(METRICS), f"or give metrics.{name}.target")
+            raise ConfigError(
+                f"metrics.{name}", kind, one_of(METRICS), f"or give metrics.{name}.target"
+            )
         if task not in METRICS[kind]:
-            raise ConfigError(f"metrics.{name}", kind, f"is for {' and '.join(METRICS[kind])}", f"data.task is {task}")
+            raise ConfigError(
+                f"metrics.{name}",
+                kind,
+                f"is for {' and '.join(METRICS[kind])}",
+                f"data.task is {task}",
+            )
         made.append(_BY_NAME[kind](num_classes, scores))
     return made
 
@@ -48,7 +58,8 @@ class ConfusionMatrix(Metric):
 
     def __init__(self, num_classes: int, scores: Scores = first_tensor) -> None:
         super().__init__(num_classes**2)
-        self._num_classes, self._scores = num_classes, scores
+        self._num_classes = num_classes
+        self._scores = scores
 
     def update(self, outputs: Outputs, labels: Tensor) -> None:
         """Count some samples."""
@@ -63,7 +74,9 @@ class ConfusionMatrix(Metric):
 
     def compute(self) -> Values:
         """Return the counts."""
-        return {"confusion_matrix": [[int(count) for count in row] for row in self.matrix().tolist()]}
+        return {
+            "confusion_matrix": [[int(count) for count in row] for row in self.matrix().tolist()]
+        }
 
 
 class BalancedAccuracy(ConfusionMatrix):
@@ -78,15 +91,18 @@ class BalancedAccuracy(ConfusionMatrix):
 
 
 class Auc(Metric):
-    """The area under the ROC curve: the chance that a positive sample has a higher score than a negative one.
+    """The area under the ROC curve.
 
-    Of two classes it is that of the second; of more the mean of each class against all others, by its probability; of
-    several labels the mean over labels. A class or label that all samples have, or none, is left out.
+    The chance that a positive sample has a higher score than a negative one.
+    Of two classes it is that of the second; of more the mean of each class against all others, by
+    its probability; of several labels the mean over labels. A class or label that all samples have,
+    or none, is left out.
     """
 
     def __init__(self, num_classes: int, scores: Scores = first_tensor) -> None:
         super().__init__(0)
-        self._num_classes, self._scores = num_classes, scores
+        self._num_classes = num_classes
+        self._scores = scores
 
     def update(self, outputs: Outputs, labels: Tensor) -> None:
         """Keep the scores and labels of some samples."""
@@ -113,8 +129,9 @@ class Auc(Metric):
 
 
 def roc_auc(scores: Tensor, is_positive: Tensor) -> float:
-    """Return the area under the ROC curve, by ranks (Mann and Whitney 1947); NaN without positives or negatives.
+    """Return the area under the ROC curve, by ranks (Mann and Whitney 1947).
 
+    NaN without positives or negatives.
     Equal scores share the mean of their ranks.
     """
     num_positive = int(is_positive.sum())
@@ -129,7 +146,10 @@ def roc_auc(scores: Tensor, is_positive: Tensor) -> float:
 
 
 class R2(Metric):
-    """The coefficient of determination: 1 - squared error / squared distance from the mean of the labels."""
+    """The coefficient of determination.
+
+    1 - squared error / squared distance from the mean of the labels.
+    """
 
     def __init__(self, num_classes: int, scores: Scores = first_tensor) -> None:
         super().__init__(0)
@@ -153,14 +173,17 @@ class R2(Metric):
 
 
 class TargetMetric(Metric):
-    """A metric of the user's own: a function of (outputs, labels), or a class with update and compute (torchmetrics).
+    """A metric of the user's own.
 
+    A function of (outputs, labels), or a class with update and compute (torchmetrics).
     It is called once, on the host, with the outputs and labels of all samples.
     """
 
     def __init__(self, name: str, options: Options, scores: Scores) -> None:
         super().__init__(0)
-        self._name, self._key, self._options = name, f"metrics.{name}.target", options
+        self._name = name
+        self._key = f"metrics.{name}.target"
+        self._options = options
         self._scores = scores
         self._labels: list[Tensor] = []
         load_target(self._key, str(options["target"]), options.get("path"))
@@ -168,14 +191,20 @@ class TargetMetric(Metric):
     def update(self, outputs: Outputs, labels: Tensor) -> None:
         """Keep the outputs and labels of some samples."""
         scores = self._scores(outputs).detach()
-        self.rows += [scores.float() if scores.dtype in (torch.bfloat16, torch.float16) else scores, labels]
+        self.rows += [
+            scores.float() if scores.dtype in (torch.bfloat16, torch.float16) else scores,
+            labels,
+        ]
 
     def compute(self) -> Values:
         """Return the figures of the user's metric, under its name."""
         if not self.rows:
             return {self._name: math.nan}
-        outputs, labels = (torch.cat([part.cpu() for part in self.rows[start::2]]) for start in (0, 1))
-        target, kwargs = str(self._options["target"]), dict(self._options.get("kwargs") or {})
+        outputs, labels = (
+            torch.cat([part.cpu() for part in self.rows[start::2]]) for start in (0, 1)
+        )
+        target = str(self._options["target"])
+        kwargs = dict(self._options.get("kwargs") or {})
         make: Callable[..., Any] = load_target(self._key, target, self._options.get("path"))
         try:
             if isinstance(make, type):
@@ -187,7 +216,9 @@ class TargetMetric(Metric):
         except ConfigError:
             raise
         except Exception as error:
-            raise target_error(self._key, target, "fails on the validation's outputs and labels", error) from error
+            raise target_error(
+                self._key, target, "fails on the validation's outputs and labels", error
+            ) from error
         if isinstance(value, Mapping):
             return {f"{self._name}_{key}": _plain(each) for key, each in value.items()}
         return {self._name: _plain(value)}
@@ -197,7 +228,11 @@ def _plain(value: Any) -> Any:
     """Return a number, or a list of numbers."""
     if isinstance(value, Tensor):
         return float(value) if value.ndim == 0 else value.tolist()
-    return float(value) if isinstance(value, int | float) or getattr(value, "ndim", None) == 0 else value
+    return (
+        float(value)
+        if isinstance(value, int | float) or getattr(value, "ndim", None) == 0
+        else value
+    )
 
 
 _BY_NAME: dict[str, Callable[[int, Scores], Metric]] = {

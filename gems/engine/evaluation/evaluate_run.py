@@ -1,4 +1,7 @@
-"""What the ranks of `gems evaluate` and `gems predict` do: the weights of a run on the validation split."""
+"""What the ranks of `gems evaluate` and `gems predict` do.
+
+The weights of a run on the validation split.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,9 @@ def evaluate_run(folder: RunFolder, comm: Comm, device: torch.device) -> dict[st
     pipeline = build_pipeline(spec, comm, device, None, None, *read, trains=False)
     restore(pipeline, Path(str(spec.train.initial_checkpoint)))
     request = read_json(folder.path / REQUEST_JSON)
-    loader, count, _ = open_loader(pipeline, spec.train.steps, Numbered if request else lambda dataset: dataset)
+    loader, count, _ = open_loader(
+        pipeline, spec.train.steps, Numbered if request else lambda dataset: dataset
+    )
     with closing(loader):
         if request:
             return write_predictions(pipeline, loader, count, request)

@@ -15,13 +15,18 @@ from gems.utils.atomic_io import atomic_write, distinct
 
 Box = tuple[float, float, float, float]  # x, y, width and height, in pixels of level 0
 _SHARE = 0.5  # of the colour, over the thumbnail
-_LOW, _HIGH = np.array([40.0, 90.0, 200.0]), np.array([215.0, 40.0, 40.0])  # of probabilities 0 and 1
+_LOW, _HIGH = (
+    np.array([40.0, 90.0, 200.0]),
+    np.array([215.0, 40.0, 40.0]),
+)  # of probabilities 0 and 1
 
 
 def write_heat_maps(
     folder: Path, dataset: SlideDataset, probabilities: NDArray[np.float64], classes: Sequence[str]
 ) -> None:
-    """Write a PNG file for each slide of the validation split and each class; of two classes for the second alone.
+    """Write a PNG file for each slide of the validation split and each class.
+
+    Of two classes for the second alone.
 
     Args:
         folder: Where the files are written, named after slide and class.
@@ -41,14 +46,23 @@ def write_heat_maps(
     for stem, (slide, samples, boxes) in zip(stems, slides.values(), strict=True):
         pixels, scale = thumbnail(slide)
         for number in shown:
-            found = heat((pixels.shape[0], pixels.shape[1]), scale, boxes, probabilities[samples, number].tolist())
+            found = heat(
+                (pixels.shape[0], pixels.shape[1]),
+                scale,
+                boxes,
+                probabilities[samples, number].tolist(),
+            )
             name = f"{stem}_{classes[number]}".replace("/", "_")
             with atomic_write(folder / f"{name}.png") as partial:
                 _draw(partial, pixels, found)
 
 
-def heat(shape_px: tuple[int, int], scale: float, boxes: Sequence[Box], values: Sequence[float]) -> NDArray[np.float64]:
-    """Return the mean value of the boxes that cover each pixel, of shape (height, width); NaN where none does.
+def heat(
+    shape_px: tuple[int, int], scale: float, boxes: Sequence[Box], values: Sequence[float]
+) -> NDArray[np.float64]:
+    """Return the mean value of the boxes that cover each pixel, of shape (height, width).
+
+    NaN where none does.
 
     Args:
         shape_px: Height and width of the map.
@@ -56,7 +70,8 @@ def heat(shape_px: tuple[int, int], scale: float, boxes: Sequence[Box], values: 
         boxes: x, y, width and height, in pixels of level 0.
         values: One a box.
     """
-    total, count = np.zeros(shape_px), np.zeros(shape_px)
+    total = np.zeros(shape_px)
+    count = np.zeros(shape_px)
     for (x, y, width, height), value in zip(boxes, values, strict=True):
         rows = slice(max(0, floor(y / scale)), max(0, ceil((y + height) / scale)))
         columns = slice(max(0, floor(x / scale)), max(0, ceil((x + width) / scale)))

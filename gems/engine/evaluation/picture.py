@@ -13,9 +13,20 @@ from gems.data.dataset import NO_LABEL
 from gems.engine.loss import Outputs
 from gems.engine.metrics import Metric, Scores, Values
 
-SAMPLES, SIDE_PX, GAP_PX, TITLE_PX = 4, 160, 8, 20
+SAMPLES = 4
+SIDE_PX = 160
+GAP_PX = 8
+TITLE_PX = 20
 TITLES = ("image", "mask", "prediction")
-COLOURS = ((245, 245, 245), (178, 60, 30), (30, 100, 180), (60, 150, 60), (150, 90, 170), (220, 160, 30), (90, 90, 90))
+COLOURS = (
+    (245, 245, 245),
+    (178, 60, 30),
+    (30, 100, 180),
+    (60, 150, 60),
+    (150, 90, 170),
+    (220, 160, 30),
+    (90, 90, 90),
+)
 IGNORED = (0, 0, 0)
 Pixels = NDArray[np.uint8]
 
@@ -55,7 +66,9 @@ def write_picture(path: Path, dataset: Dataset, maps: list[Tensor]) -> None:
             (_shown(np.asarray(image)), coloured(np.asarray(mask)), coloured(predicted.numpy()))
         ):
             tile = Image.fromarray(pixels).resize((SIDE_PX, SIDE_PX), Image.Resampling.NEAREST)
-            picture.paste(tile, (GAP_PX + column * (SIDE_PX + GAP_PX), TITLE_PX + row * (SIDE_PX + GAP_PX)))
+            picture.paste(
+                tile, (GAP_PX + column * (SIDE_PX + GAP_PX), TITLE_PX + row * (SIDE_PX + GAP_PX))
+            )
     picture.save(path)
 
 
@@ -69,6 +82,7 @@ def coloured(classes: NDArray[np.int64]) -> Pixels:
 def _shown(image: NDArray[np.float32]) -> Pixels:
     """Return an image (C, H, W) as bytes (H, W, 3), from its least to its greatest value."""
     three = image[:3] if len(image) >= 3 else np.repeat(image[:1], 3, axis=0)
-    least, most = float(three.min()), float(three.max())
+    least = float(three.min())
+    most = float(three.max())
     scaled = (three - least) / max(most - least, 1e-12) * 255
     return np.ascontiguousarray(scaled.transpose(1, 2, 0).astype(np.uint8))

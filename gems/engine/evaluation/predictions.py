@@ -1,4 +1,7 @@
-"""What a run's weights say of samples: a table with a row for each, and maps of the classes of pixels as TIFF files."""
+"""What a run's weights say of samples.
+
+A table with a row for each, and maps of the classes of pixels as TIFF files.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,9 @@ from gems.engine.train import measure
 from gems.engine.transport.mpi import broadcast
 from gems.utils.atomic_io import atomic_write, distinct
 
-CSV, MAPS, HEAT_MAPS = "predictions.csv", "maps", "heat_maps"
+CSV = "predictions.csv"
+MAPS = "maps"
+HEAT_MAPS = "heat_maps"
 TILE_PX = 256  # of the files of maps; TIFF wants a multiple of 16
 
 
@@ -34,7 +39,12 @@ class Numbered(Dataset):
 
     def __init__(self, dataset: Dataset) -> None:
         super().__init__(
-            dataset.shape, dataset.num_classes, dataset.num_train, dataset.num_validation, dataset.seed, augment=False
+            dataset.shape,
+            dataset.num_classes,
+            dataset.num_train,
+            dataset.num_validation,
+            dataset.seed,
+            augment=False,
         )
         self.samples = dataset
         self.seeds_process = dataset.seeds_process
@@ -61,14 +71,19 @@ class Numbered(Dataset):
 class PredictionRows(Metric):
     """What a model says of samples whose labels are their numbers.
 
-    Rows hold the number, then the probability of each class or label, the values of a regression, or the pixels of each
-    class, whose map is a file of `folder` by then.
+    Rows hold the number, then the probability of each class or label, the values of a regression,
+    or the pixels of each class, whose map is a file of `folder` by then.
     """
 
-    def __init__(self, task: str, num_classes: int, scores: Scores, folder: Path, maps: Sequence[str]) -> None:
+    def __init__(
+        self, task: str, num_classes: int, scores: Scores, folder: Path, maps: Sequence[str]
+    ) -> None:
         super().__init__(0)
-        self._task, self._num_classes, self._scores = task, num_classes, scores
-        self._folder, self._maps = folder, maps
+        self._task = task
+        self._num_classes = num_classes
+        self._scores = scores
+        self._folder = folder
+        self._maps = maps
 
     def update(self, outputs: Outputs, labels: Tensor) -> None:
         """Keep the predictions of some samples, or write their maps."""
@@ -78,7 +93,9 @@ class PredictionRows(Metric):
                 classes = one[: self._num_classes].argmax(0).cpu().numpy()
                 write_map(self._folder / self._maps[number], classes, self._num_classes)
                 pixels = np.bincount(classes.ravel(), minlength=self._num_classes)
-                self.rows.append(torch.from_numpy(np.concatenate([[number], pixels])).double()[None])
+                self.rows.append(
+                    torch.from_numpy(np.concatenate([[number], pixels])).double()[None]
+                )
             return
         found = found.double().reshape(len(labels), -1)
         if self._task == "classification":
@@ -95,15 +112,18 @@ class PredictionRows(Metric):
 def write_predictions(
     pipeline: Pipeline, loader: BatchLoader, num_samples: int, request: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Write the predictions of all samples to the folder of a request; collective, with a whole result on rank 0.
+    """Write the predictions of all samples to the folder of a request.
 
+    Collective, with a whole result on rank 0.
     The request holds `out`, a folder, and `classes`, a name for each class or value.
 
     Returns:
         The number of samples, the table and the folder of maps, if there are any.
     """
-    spec, out = pipeline.spec, Path(request["out"])
-    task, samples = task_of(spec.data), loader.dataset
+    spec = pipeline.spec
+    out = Path(request["out"])
+    task = task_of(spec.data)
+    samples = loader.dataset
     own = [samples.name_of("validation", index) for index in range(num_samples)] if samples else []
     names = broadcast(pipeline.comm, own)  # of rank 0, which reads samples
     maps = [f"{MAPS}/{stem}.tif" for stem in stems_of(names)] if task == "segmentation" else []
@@ -123,11 +143,23 @@ def write_predictions(
 
 
 def write_table(
-    path: Path, rows: NDArray[np.float64], names: Sequence[str], maps: Sequence[str], classes: Sequence[str], task: str
+    path: Path,
+    rows: NDArray[np.float64],
+    names: Sequence[str],
+    maps: Sequence[str],
+    classes: Sequence[str],
+    task: str,
 ) -> None:
-    """Write rows of `PredictionRows`, sorted by their numbers, as a CSV file; of a segmentation with its `maps`."""
+    """Write rows of `PredictionRows`, sorted by their numbers, as a CSV file.
+
+    Of a segmentation with its `maps`.
+    """
     kind = {"regression": "", "segmentation": "pixels_"}.get(task, "probability_")
-    header = ["sample", *(["map"] if task == "segmentation" else []), *(["class"] if task == "classification" else [])]
+    header = [
+        "sample",
+        *(["map"] if task == "segmentation" else []),
+        *(["class"] if task == "classification" else []),
+    ]
     with atomic_write(path) as partial, partial.open("w", newline="") as file:
         table = csv.writer(file)
         table.writerow([*header, *(f"{kind}{name}" for name in classes)])
@@ -138,14 +170,21 @@ def write_table(
                 cells.append(maps[index])
             elif task == "classification":
                 cells.append(classes[int(np.argmax(values))])
-            table.writerow([*cells, *(int(value) if task == "segmentation" else f"{value:.9g}" for value in values)])
+            table.writerow(
+                [
+                    *cells,
+                    *(int(value) if task == "segmentation" else f"{value:.9g}" for value in values),
+                ]
+            )
 
 
 def stems_of(names: Sequence[str]) -> list[str]:
     """Return where each sample lies below the folder that holds all, without suffix, and with a number if it recurs."""
     paths = [Path(name) for name in names]
     parents = {str(path.parent) for path in paths}
-    common = Path(os.path.commonpath(parents)) if all(path.is_absolute() for path in paths) else Path()
+    common = (
+        Path(os.path.commonpath(parents)) if all(path.is_absolute() for path in paths) else Path()
+    )
     below = (path.relative_to(common) if path.is_relative_to(common) else path for path in paths)
     return distinct(str(path.with_suffix("")) for path in below)
 
@@ -158,6 +197,10 @@ def write_map(path: Path, classes: NDArray[np.int64], num_classes: int) -> None:
     kind = np.uint8 if num_classes <= 256 else np.uint16
     with atomic_write(path) as partial:
         tifffile.imwrite(
-            partial, classes.astype(kind), photometric="minisblack", tile=(TILE_PX, TILE_PX), compression="zlib",
+            partial,
+            classes.astype(kind),
+            photometric="minisblack",
+            tile=(TILE_PX, TILE_PX),
+            compression="zlib",
             metadata=None,
-        )  # fmt: skip
+        )

@@ -1,4 +1,7 @@
-"""Validation while a run trains: when it is due, the best weights so far, and when training ends early."""
+"""Validation while a run trains.
+
+When it is due, the best weights so far, and when training ends early.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +42,8 @@ class Best:
 class Validator:
     """Validates every so many steps, keeps the weights of the best validation, and tells when to stop.
 
-    `measure` returns the validation metrics, the same on all ranks, and `save` writes this rank's weights to a folder;
-    both are collective. A run that continues knows its best from best.json.
+    `measure` returns the validation metrics, the same on all ranks, and `save` writes this rank's
+    weights to a folder; both are collective. A run that continues knows its best from best.json.
     """
 
     def __init__(
@@ -54,11 +57,15 @@ class Validator:
         measure: Callable[[], Mapping[str, float]],
         save: Callable[[Path], None],
     ) -> None:
-        self._train, self._folder, self._comm, self._part = train, folder, comm, part
+        self._train = train
+        self._folder = folder
+        self._comm = comm
+        self._part = part
         self._every = train.validate_steps
         if train.validate_epochs is not None:
             self._every = train.validate_epochs * steps_per_epoch
-        self._measure, self._save = measure, save
+        self._measure = measure
+        self._save = save
         self._num_steps = first_step
         self._last: tuple[int, Mapping[str, float]] | None = None
         known = broadcast(comm, read_json(folder.best_json) if comm.rank == 0 else None)
@@ -98,8 +105,11 @@ class Validator:
         monitor = str(self._train.monitor)
         name = next((name for name in (monitor, PREFIX + monitor) if name in metrics), None)
         if name is None:
-            raise ConfigError("train.monitor", monitor, one_of(each.removeprefix(PREFIX) for each in metrics))
-        value, best = metrics[name], self.best
+            raise ConfigError(
+                "train.monitor", monitor, one_of(each.removeprefix(PREFIX) for each in metrics)
+            )
+        value = metrics[name]
+        best = self.best
         sign = -1 if name.endswith(FALLING) else 1
         is_better = best is None or sign * (value - best.value) > self._train.min_improvement
         if math.isnan(value) or not is_better:
@@ -108,7 +118,9 @@ class Validator:
         else:
             self.best = Best(name, num_steps, value)
             if (fault := self._keep_weights(self._folder.best / self.best.weights)) is not None:
-                self.best = best  # whose weights stay; a later validation that is better may find room
+                self.best = (
+                    best  # whose weights stay; a later validation that is better may find room
+                )
                 if self._comm.rank == 0:
                     _log.warning("the weights of the best validation could not be saved: %s", fault)
         if self._comm.rank == 0 and self.best is not None:
@@ -123,8 +135,11 @@ class Validator:
             if self.is_over and num_steps < self._train.steps:
                 _log.info(
                     "stops early after step %d: %s was best after step %d (%.6g)",
-                    num_steps, name, self.best.step, self.best.value,
-                )  # fmt: skip
+                    num_steps,
+                    name,
+                    self.best.step,
+                    self.best.value,
+                )
 
     def _keep_weights(self, folder: Path) -> str | None:
         """Save the weights, and return what went wrong on a rank, of which no part stays; collective."""

@@ -15,7 +15,10 @@ BUCKET_ELEMENTS = 2**23  # of 4 or 8 bytes: a copy of milliseconds
 
 
 class GradientSum(Protocol):
-    """A sum of one tensor in place, step after step; all ranks start the same ones in the same order."""
+    """A sum of one tensor in place, step after step.
+
+    All ranks start the same ones in the same order.
+    """
 
     def start(self) -> None:
         """Begin; until `finish` the tensor may not be used."""
@@ -43,7 +46,8 @@ class PlainSum:
     """Sums a tensor where it is."""
 
     def __init__(self, tensor: Tensor, sums: Sums) -> None:
-        self._tensor, self._sums = tensor, sums
+        self._tensor = tensor
+        self._sums = sums
         self._request: Request | None = None
 
     def start(self) -> None:
@@ -71,17 +75,21 @@ class PlainSum:
 class StagedSum:
     """Sums a tensor of a GPU in pinned host memory, or one of a low type in float32, bucket by bucket.
 
-    Both ways have streams of their own: while ranks sum one bucket, the next ones leave, and earlier ones come back.
+    Both ways have streams of their own: while ranks sum one bucket, the next ones leave, and
+    earlier ones come back.
     """
 
     def __init__(self, tensor: Tensor, sums: Sums, elements: int = BUCKET_ELEMENTS) -> None:
         """Lay out the buckets of a flat tensor."""
-        self._device, self._sums = tensor.device, sums
+        self._device = tensor.device
+        self._sums = sums
         in_place = _can_sum_at(self._device, sums)
         dtype = torch.float64 if tensor.dtype is torch.float64 else torch.float32
         place = self._device if in_place else torch.device("cpu")
         staged = torch.empty(tensor.shape, dtype=dtype, device=place, pin_memory=not in_place)
-        self._buckets = list(zip(torch.split(tensor, elements), torch.split(staged, elements), strict=True))
+        self._buckets = list(
+            zip(torch.split(tensor, elements), torch.split(staged, elements), strict=True)
+        )
         self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
         if not in_place:
             self._streams = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
@@ -89,7 +97,10 @@ class StagedSum:
         self._coming: deque[tuple[Request, Tensor, Tensor]] = deque()
 
     def start(self) -> None:
-        """Copy all buckets, behind the work of the current stream; those that need no event are posted."""
+        """Copy all buckets, behind the work of the current stream.
+
+        Those that need no event are posted.
+        """
         if self._streams is None:
             for bucket, staged in self._buckets:
                 staged.copy_(bucket)
@@ -99,10 +110,15 @@ class StagedSum:
         with torch.cuda.stream(self._streams[0]):
             for bucket, staged in self._buckets:
                 staged.copy_(bucket, non_blocking=True)
-                self._leaving.append((torch.cuda.current_stream(self._device).record_event(), bucket, staged))
+                self._leaving.append(
+                    (torch.cuda.current_stream(self._device).record_event(), bucket, staged)
+                )
 
     def poll(self) -> bool:
-        """Post the buckets that have left, and bring back those that are summed; return whether all are posted."""
+        """Post the buckets that have left, and bring back those that are summed.
+
+        Return whether all are posted.
+        """
         while self._leaving and self._leaving[0][0].query():  # type: ignore[no-untyped-call]
             self._post(*self._leaving.popleft()[1:])
         while self._coming and self._coming[0][0].Test():
@@ -141,7 +157,10 @@ class StagedSum:
 
 def needs_staging(tensor: Tensor, sums: Sums) -> bool:
     """Return whether ranks cannot sum a tensor where it is, as what it is."""
-    return not _can_sum_at(tensor.device, sums) or tensor.dtype not in (torch.float32, torch.float64)
+    return not _can_sum_at(tensor.device, sums) or tensor.dtype not in (
+        torch.float32,
+        torch.float64,
+    )
 
 
 def _can_sum_at(device: torch.device, sums: Sums) -> bool:

@@ -23,10 +23,11 @@ class Gradients:
 
     Frozen parameters have none, and without other copies running statistics stay where they are.
 
-    The buffer is [gradients by stage | running statistics | gradients of second copies], with the stages first that
-    START_REDUCE sums, each by itself. What is left of the first two parts is one message. Ranks r and P-1-r hold the
-    same two stages, so one all-reduce serves both directions and all replicas (GEMS). Running statistics come back as
-    their mean, so that all copies stay equal.
+    The buffer is [gradients by stage | running statistics | gradients of second copies], with the
+    stages first that START_REDUCE sums, each by itself. What is left of the first two parts is one
+    message. Ranks r and P-1-r hold the same two stages, so one all-reduce serves both directions
+    and all replicas (GEMS). Running statistics come back as their mean, so that all copies stay
+    equal.
     """
 
     def __init__(
@@ -38,7 +39,9 @@ class Gradients:
         started: Collection[int] = (),
     ) -> None:
         self._transport = transport
-        stages = sorted({stage for _, stage in modules}, key=lambda stage: (stage not in started, stage))
+        stages = sorted(
+            {stage for _, stage in modules}, key=lambda stage: (stage not in started, stage)
+        )
         copies = [[modules[key] for key in sorted(modules) if key[1] == stage] for stage in stages]
         self._has_copies = transport.size > 1 or any(len(same) > 1 for same in copies)
         # each with those of the other copies on the rank
@@ -50,24 +53,34 @@ class Gradients:
         ]
         num_gradients = sum(p.numel() for same in copies for p in trained(same[0].parameters()))
         end_of_message = num_gradients + sum(tensors[0].numel() for tensors in self._statistics)
-        num_seconds = sum(p.numel() for same in copies for copy in same[1:] for p in trained(copy.parameters()))
+        num_seconds = sum(
+            p.numel() for same in copies for copy in same[1:] for p in trained(copy.parameters())
+        )
         self._flat = torch.zeros(end_of_message + num_seconds, dtype=dtype, device=device)
         self._packed = self._flat[num_gradients:end_of_message]
-        # a second copy of a stage on the rank, the middle one of an odd number, is added before the message is sent
+        # a second copy of a stage on the rank, the middle one of an odd number, is added before the
+        # message is sent
         self._seconds: list[tuple[Tensor, Tensor]] = []
         self._of_stage: dict[int, Tensor] = {}
-        at, at_second = 0, end_of_message
+        at = 0
+        at_second = end_of_message
         for stage, same in zip(stages, copies, strict=True):
             size = _set_views(trained(same[0].parameters()), self._flat, at)
             for copy in same[1:]:
                 _set_views(trained(copy.parameters()), self._flat, at_second)
-                self._seconds.append((self._flat[at : at + size], self._flat[at_second : at_second + size]))
+                self._seconds.append(
+                    (self._flat[at : at + size], self._flat[at_second : at_second + size])
+                )
                 at_second += size
             self._of_stage[stage] = self._flat[at : at + size]
             at += size
         at = sum(self._of_stage[stage].numel() for stage in started)
         self._sum = open_sum(self._flat[at:end_of_message], transport)
-        self._sums = {stage: open_sum(part, transport) for stage in started if len(part := self._of_stage[stage])}
+        self._sums = {
+            stage: open_sum(part, transport)
+            for stage in started
+            if len(part := self._of_stage[stage])
+        }
         self._message_bytes: int = end_of_message * self._flat.element_size()
         self._started: list[GradientSum] = []
         self._unreported: list[tuple[GradientSum, Callable[[], None]]] = []  # the last of them
@@ -83,7 +96,9 @@ class Gradients:
 
     def squared_norm(self, stages: Iterable[int]) -> float:
         """Return the sum of the squared gradients of some stages on this rank, in float64 and in a fixed order."""
-        norms = [torch.linalg.vector_norm(self._of_stage[stage], dtype=torch.float64) for stage in stages]
+        norms = [
+            torch.linalg.vector_norm(self._of_stage[stage], dtype=torch.float64) for stage in stages
+        ]
         return float(torch.stack(norms).square().sum()) if norms else 0.0
 
     def scale(self, factor: float) -> None:
@@ -92,7 +107,10 @@ class Gradients:
             self._flat.mul_(factor)
 
     def start_reduce(self, stage: int, done: Callable[[int], None]) -> None:
-        """Begin to sum the gradients of a stage over its copies; `done` gets their bytes at the end; collective."""
+        """Begin to sum the gradients of a stage over its copies.
+
+        `done` gets their bytes at the end; collective.
+        """
         if self._transport.size > 1 and stage in self._sums:
             size = self._of_stage[stage].nbytes
             self._sums[stage].start()
@@ -115,7 +133,10 @@ class Gradients:
             first += second
         with torch.no_grad():
             num_ranks = self._transport.size
-            means = [(sum(tensors) / (len(tensors) * num_ranks)).reshape(-1) for tensors in self._statistics]
+            means = [
+                (sum(tensors) / (len(tensors) * num_ranks)).reshape(-1)
+                for tensors in self._statistics
+            ]
             if means:
                 torch.cat(means, out=self._packed)
         if num_ranks > 1:
@@ -145,7 +166,13 @@ def _set_views(parameters: Iterable[nn.Parameter], flat: Tensor, start: int) -> 
     at = start
     for parameter in parameters:
         part = flat[at : at + parameter.numel()]
-        is_last = parameter.dim() == 4 and parameter.is_contiguous(memory_format=torch.channels_last)
-        parameter.grad = part.as_strided(parameter.size(), parameter.stride()) if is_last else part.view_as(parameter)
+        is_last = parameter.dim() == 4 and parameter.is_contiguous(
+            memory_format=torch.channels_last
+        )
+        parameter.grad = (
+            part.as_strided(parameter.size(), parameter.stride())
+            if is_last
+            else part.view_as(parameter)
+        )
         at += parameter.numel()
     return at - start

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 class Lamb(Optimizer):
     """Layer-wise adaptive moments for large batches (arXiv:1904.00962, algorithm 2), with Adam's bias correction.
 
-    The trust ratio is that of one parameter tensor, so it is the same however the model is cut into stages. Parameters
-    without weight decay take Adam's step.
+    The trust ratio is that of one parameter tensor, so it is the same however the model is cut into
+    stages. Parameters without weight decay take Adam's step.
     """
 
     def __init__(
@@ -25,7 +25,9 @@ class Lamb(Optimizer):
         eps: float = 1e-6,
         weight_decay: float = 0.01,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
+        super().__init__(
+            params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -44,7 +46,10 @@ class Lamb(Optimizer):
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+            state["exp_avg"], state["exp_avg_sq"] = (
+                torch.zeros_like(parameter),
+                torch.zeros_like(parameter),
+            )
         state["step"] += 1
         count, (beta1, beta2) = float(state["step"]), group["betas"]
         state["exp_avg"].lerp_(gradient, 1 - beta1)
@@ -54,7 +59,10 @@ class Lamb(Optimizer):
         rate: Tensor | float = group["lr"]
         if group["weight_decay"]:
             update.add_(parameter, alpha=group["weight_decay"])
-            length, step_length = parameter.norm(), update.norm()
+            length = parameter.norm()
+            step_length = update.norm()
             is_positive = (length > 0) & (step_length > 0)
-            rate = group["lr"] * torch.where(is_positive, length / step_length, torch.ones_like(length))
+            rate = group["lr"] * torch.where(
+                is_positive, length / step_length, torch.ones_like(length)
+            )
         parameter.sub_(update.mul_(rate))

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import torch
 
-INITIAL, LEAST, MOST = 2.0**16, 1.0, 2.0**24
+INITIAL = 2.0**16
+LEAST = 1.0
+MOST = 2.0**24
 GROWTH_STEPS = 2000
 
 
 class LossScale:
-    """The factor of the loss, a power of 2: halved after a step that overflows, doubled after 2000 that do not."""
+    """The factor of the loss, a power of 2.
+
+    Halved after a step that overflows, doubled after 2000 that do not.
+    """
 
     def __init__(self) -> None:
-        self.value, self._good_steps = INITIAL, 0
+        self.value = INITIAL
+        self._good_steps = 0
 
     @classmethod
     def for_precision(cls, precision: str) -> LossScale | None:
@@ -27,11 +33,13 @@ class LossScale:
     def update(self, is_finite: bool) -> None:
         """Count a step whose gradients were finite, or shrink after one whose were not."""
         if not is_finite:
-            self.value, self._good_steps = max(LEAST, self.value / 2), 0
+            self.value = max(LEAST, self.value / 2)
+            self._good_steps = 0
             return
         self._good_steps += 1
         if self._good_steps == GROWTH_STEPS:
-            self.value, self._good_steps = min(MOST, self.value * 2), 0
+            self.value = min(MOST, self.value * 2)
+            self._good_steps = 0
 
     def state(self) -> torch.Tensor:
         """Return the state, for a checkpoint."""

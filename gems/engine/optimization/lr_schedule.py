@@ -1,4 +1,7 @@
-"""The learning rate over the steps: a linear warm-up, and then one of torch's schedulers or the user's own."""
+"""The learning rate over the steps.
+
+A linear warm-up, and then one of torch's schedulers or the user's own.
+"""
 
 from __future__ import annotations
 
@@ -19,29 +22,40 @@ from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.utils.targets import call_target, load_target
 
-CONSTANT, STEP = "constant", "step"
+CONSTANT = "constant"
+STEP = "step"
 
 
 class LrSchedule:
     """Sets the learning rate of each step; all ranks have the same groups, so nothing is sent.
 
-    In the first `warmup_steps` the scheduler waits, and its first rates are scaled up linearly. Then it advances with
-    every step, or with every epoch that begins.
+    In the first `warmup_steps` the scheduler waits, and its first rates are scaled up linearly.
+    Then it advances with every step, or with every epoch that begins.
     """
 
-    def __init__(self, spec: RunSpec, optimizer: torch.optim.Optimizer, samples_per_epoch: int) -> None:
+    def __init__(
+        self, spec: RunSpec, optimizer: torch.optim.Optimizer, samples_per_epoch: int
+    ) -> None:
         """Build the scheduler; what it needs to know of the run's length is filled in.
 
         Raises:
             ConfigError: a scheduler that cannot be constructed, or one that needs a metric.
         """
         config = spec.lr_scheduler
-        self._config, self._optimizer = config, optimizer
+        self._config = config
+        self._optimizer = optimizer
         self._samples_per_epoch, self._samples_per_step = samples_per_epoch, global_batch(spec)
         # what the rates depend on
-        self._key = [asdict(config), asdict(spec.optimizer), spec.train.steps, self._samples_per_step]
+        self._key = [
+            asdict(config),
+            asdict(spec.optimizer),
+            spec.train.steps,
+            self._samples_per_step,
+        ]
         self._count = 0
-        self._scheduler = _build(config, optimizer, self._advances(config.warmup_steps, spec.train.steps))
+        self._scheduler = _build(
+            config, optimizer, self._advances(config.warmup_steps, spec.train.steps)
+        )
         self._first = [float(group["lr"]) for group in optimizer.param_groups]
         self._warm_up()
 
@@ -53,7 +67,9 @@ class LrSchedule:
             self._warm_up()
         elif self._scheduler is not None:
             with warnings.catch_warnings():  # a skipped step is none of the optimizer's
-                warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*before.*optimizer.step.*")
+                warnings.filterwarnings(
+                    "ignore", message=".*lr_scheduler.step.*before.*optimizer.step.*"
+                )
                 for _ in range(self._advances(before, self._count)):
                     self._scheduler.step()
 
@@ -64,8 +80,15 @@ class LrSchedule:
             for group in self._optimizer.param_groups
         ]
         scheduler = None if self._scheduler is None else _plain(self._scheduler.state_dict())
-        state = {"key": self._digest(), "count": self._count, "groups": groups, "scheduler": scheduler}
-        return torch.frombuffer(bytearray(json.dumps(state, sort_keys=True).encode()), dtype=torch.uint8)
+        state = {
+            "key": self._digest(),
+            "count": self._count,
+            "groups": groups,
+            "scheduler": scheduler,
+        }
+        return torch.frombuffer(
+            bytearray(json.dumps(state, sort_keys=True).encode()), dtype=torch.uint8
+        )
 
     def restore(self, step: int, saved: torch.Tensor | None) -> None:
         """Continue before a step: from a state, or if the recipe has changed since, as if it had always been this."""
@@ -82,7 +105,9 @@ class LrSchedule:
             self._scheduler.load_state_dict({**now, **_as_in(now, state["scheduler"])})
 
     def _digest(self) -> str:
-        return hashlib.sha256(json.dumps(self._key, sort_keys=True, default=str).encode()).hexdigest()
+        return hashlib.sha256(
+            json.dumps(self._key, sort_keys=True, default=str).encode()
+        ).hexdigest()
 
     def _warm_up(self) -> None:
         steps = self._config.warmup_steps
@@ -98,13 +123,18 @@ class LrSchedule:
         if self._config.interval == STEP:
             return max(0, last - first)
         size = self._samples_per_step
-        return max(0, last * size // self._samples_per_epoch - first * size // self._samples_per_epoch)
+        return max(
+            0, last * size // self._samples_per_epoch - first * size // self._samples_per_epoch
+        )
 
 
-def _build(config: LrSchedulerConfig, optimizer: torch.optim.Optimizer, num_advances: int) -> LRScheduler | None:
+def _build(
+    config: LrSchedulerConfig, optimizer: torch.optim.Optimizer, num_advances: int
+) -> LRScheduler | None:
     if config.target is None and config.name == CONSTANT and not config.kwargs:
         return None
-    key, target = "lr_scheduler.target", config.target or LR_SCHEDULERS[config.name]
+    key = "lr_scheduler.target"
+    target = config.target or LR_SCHEDULERS[config.name]
     taken = inspect.signature(load_target(key, target, config.path)).parameters
     known: dict[str, Any] = {
         "max_lr": [float(group["lr"]) for group in optimizer.param_groups],
@@ -115,31 +145,44 @@ def _build(config: LrSchedulerConfig, optimizer: torch.optim.Optimizer, num_adva
     kwargs = {name: value for name, value in known.items() if name in taken} | config.kwargs
     made: Any = call_target(key, target, kwargs, config.path, optimizer)
     if not callable(getattr(made, "step", None)) or not callable(getattr(made, "state_dict", None)):
-        raise ConfigError(key, target, f"must give a scheduler as torch's, gives {type(made).__name__}")
+        raise ConfigError(
+            key, target, f"must give a scheduler as torch's, gives {type(made).__name__}"
+        )
     needed = [
         name
         for name, parameter in inspect.signature(made.step).parameters.items()
-        if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        if parameter.default is parameter.empty
+        and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
     ]
     if needed:
         raise ConfigError(
-            key, target, f"needs {', '.join(needed)} at each step, and a schedule is known before the run",
+            key,
+            target,
+            f"needs {', '.join(needed)} at each step, and a schedule is known before the run",
             "use one that depends on the step or epoch alone",
-        )  # fmt: skip
+        )
     scheduler: LRScheduler = made
     return scheduler
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """Return what JSON can hold; the rest, such as functions, is no state and comes from the configuration."""
+    """Return what JSON can hold.
+
+    The rest, such as functions, is no state and comes from the configuration.
+    """
     kept = {}
     for key, value in values.items():
         with contextlib.suppress(TypeError, ValueError):
-            if json.loads(json.dumps(value)) == (list(value) if isinstance(value, tuple) else value):
+            if json.loads(json.dumps(value)) == (
+                list(value) if isinstance(value, tuple) else value
+            ):
                 kept[key] = value
     return kept
 
 
 def _as_in(now: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
     """Return values from JSON with tuples where there are tuples now."""
-    return {key: tuple(value) if isinstance(now.get(key), tuple) else value for key, value in values.items()}
+    return {
+        key: tuple(value) if isinstance(now.get(key), tuple) else value
+        for key, value in values.items()
+    }

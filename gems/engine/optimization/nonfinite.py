@@ -28,7 +28,9 @@ class Finding(NamedTuple):
 
 
 def raise_nonfinite(pipeline: Pipeline, step: int, batch: Batch) -> NoReturn:
-    """Raise the error of a step that was not finite, on the rank at fault; the others wait for the end; collective.
+    """Raise the error of a step that was not finite, on the rank at fault.
+
+    The others wait for the end; collective.
 
     Raises:
         RankFailedError: naming step, rank and layer.
@@ -37,9 +39,9 @@ def raise_nonfinite(pipeline: Pipeline, step: int, batch: Batch) -> NoReturn:
     if pipeline.comm.rank == found.rank:
         norm = pipeline.update.grad_norm
         raise RankFailedError(
-            f"step {step} is not finite (gradient norm {norm:g}) at rank {found.rank}: {found.what}; no weight has "
-            "changed since the step before; lower the learning rate, or set train.max_grad_norm or "
-            "train.on_nonfinite=skip"
+            f"step {step} is not finite (gradient norm {norm:g}) at rank {found.rank}:"
+            f" {found.what}; no weight has changed since the step before; lower the learning rate,"
+            " or set train.max_grad_norm or train.on_nonfinite=skip"
         )
     pipeline.control.barrier()
     raise RankFailedError(f"step {step} is not finite, as rank {found.rank} reports")
@@ -55,20 +57,35 @@ def find_nonfinite(pipeline: Pipeline, step: int, batch: Batch) -> Finding:
     pipeline.recorder.is_on = False
     with ExitStack() as watches, pipeline.update.repeated():
         for layer in pipeline.layers:
-            hook = layer.module.register_forward_hook(partial(_watch, mine, layer, rank), always_call=False)
+            hook = layer.module.register_forward_hook(
+                partial(_watch, mine, layer, rank), always_call=False
+            )
             watches.callback(hook.remove)
         for stage in pipeline.stages.values():
             if isinstance(stage, StageInStrips):  # which calls no modules
-                watches.enter_context(stage.form.watched(partial(_watch_strips, mine, pipeline.layers, rank)))
+                watches.enter_context(
+                    stage.form.watched(partial(_watch_strips, mine, pipeline.layers, rank))
+                )
         pipeline.train.run(step, batch)
     for layer in pipeline.layers:
         if not all(_is_finite(p.grad) for p in layer.module.parameters() if p.grad is not None):
-            mine.append(Finding(1, -layer.place, rank, f"all outputs are finite, the gradient of {layer.name} is not"))
-    nothing = Finding(2, 0, 0, "the loss, though all outputs and gradients of a second try are finite")
+            mine.append(
+                Finding(
+                    1,
+                    -layer.place,
+                    rank,
+                    f"all outputs are finite, the gradient of {layer.name} is not",
+                )
+            )
+    nothing = Finding(
+        2, 0, 0, "the loss, though all outputs and gradients of a second try are finite"
+    )
     return min(min(found, default=nothing) for found in allgather(pipeline.comm, mine))
 
 
-def _watch(found: list[Finding], layer: NumberedLayer, rank: int, module: nn.Module, given: Any, made: Any) -> None:
+def _watch(
+    found: list[Finding], layer: NumberedLayer, rank: int, module: nn.Module, given: Any, made: Any
+) -> None:
     if _is_finite(made):
         return
     if layer.place == 0 and not _is_finite(given):
@@ -79,10 +96,17 @@ def _watch(found: list[Finding], layer: NumberedLayer, rank: int, module: nn.Mod
 
 
 def _watch_strips(
-    found: list[Finding], layers: Sequence[NumberedLayer], rank: int, name: str, made: tuple[Any, ...]
+    found: list[Finding],
+    layers: Sequence[NumberedLayer],
+    rank: int,
+    name: str,
+    made: tuple[Any, ...],
 ) -> None:
     """Watch an operation of the module `name`, which belongs to the layer with the longest name that begins its own."""
-    layer = max((each for each in layers if f"{name}.".startswith(f"{each.name}.")), key=lambda each: len(each.name))
+    layer = max(
+        (each for each in layers if f"{name}.".startswith(f"{each.name}.")),
+        key=lambda each: len(each.name),
+    )
     _watch(found, layer, rank, layer.module, None, made)
 
 

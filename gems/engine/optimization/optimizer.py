@@ -15,15 +15,17 @@ from gems.errors import ConfigError
 from gems.utils.targets import call_target
 
 
-def build_optimizer(config: OptimizerConfig, layers: Iterable[NumberedLayer], num_layers: int) -> torch.optim.Optimizer:
+def build_optimizer(
+    config: OptimizerConfig, layers: Iterable[NumberedLayer], num_layers: int
+) -> torch.optim.Optimizer:
     """Return the configured optimizer over the trained parameters of a rank's layers.
 
-    Copies of a stage get equal gradients, so their optimizers keep equal states without messages. Groups are the same
-    on all ranks; a rank that trains nothing has a parameter without elements.
+    Copies of a stage get equal gradients, so their optimizers keep equal states without messages.
+    Groups are the same on all ranks; a rank that trains nothing has a parameter without elements.
 
     Raises:
-        ConfigError: a target that cannot be constructed, that gives no optimizer, or one that couples the parameters of
-            the whole model, of which a rank has a part.
+        ConfigError: a target that cannot be constructed, that gives no optimizer, or one that
+            couples the parameters of the whole model, of which a rank has a part.
     """
     target = config.target or OPTIMIZERS[config.name]
     kwargs: dict[str, Any] = {"lr": config.lr, **config.kwargs}
@@ -37,26 +39,35 @@ def build_optimizer(config: OptimizerConfig, layers: Iterable[NumberedLayer], nu
         groups[0]["params"] = [nn.Parameter(torch.empty(0))]
     made = call_target("optimizer.target", target, kwargs, config.path, groups)
     if not isinstance(made, torch.optim.Optimizer):
-        raise ConfigError("optimizer.target", target, f"must give a torch Optimizer, gives {type(made).__name__}")
+        raise ConfigError(
+            "optimizer.target", target, f"must give a torch Optimizer, gives {type(made).__name__}"
+        )
     _refuse_coupled(made, target)
     return made
 
 
 def _refuse_coupled(made: torch.optim.Optimizer, target: str) -> None:
     closure = inspect.signature(made.step).parameters.get("closure")
-    if isinstance(made, torch.optim.LBFGS) or (closure is not None and closure.default is inspect.Parameter.empty):
+    if isinstance(made, torch.optim.LBFGS) or (
+        closure is not None and closure.default is inspect.Parameter.empty
+    ):
         raise ConfigError(
-            "optimizer.target", target,
-            "computes the loss of the whole model again within a step (closure), and a rank has a part of the model",
+            "optimizer.target",
+            target,
+            "computes the loss of the whole model again within a step (closure), and a rank has a"
+            " part of the model",
             "use one that steps by gradients alone",
-        )  # fmt: skip
+        )
     limit = made.defaults.get("max_grad_norm")
     if limit is not None:
         raise ConfigError(
-            "optimizer.kwargs", f"max_grad_norm: {limit}",
-            f"{type(made).__name__} would clip by the norm of one rank's gradients, which depends on the partition",
-            f"set optimizer.kwargs.max_grad_norm=null train.max_grad_norm={limit:g}, which is exact",
-        )  # fmt: skip
+            "optimizer.kwargs",
+            f"max_grad_norm: {limit}",
+            f"{type(made).__name__} would clip by the norm of one rank's gradients, which depends"
+            " on the partition",
+            f"set optimizer.kwargs.max_grad_norm=null train.max_grad_norm={limit:g}, which is"
+            " exact",
+        )
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:

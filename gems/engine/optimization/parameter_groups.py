@@ -11,8 +11,12 @@ from gems.config.recipe import OptimizerConfig
 from gems.errors import ConfigError
 
 _NORMS = (
-    nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.LocalResponseNorm,
-)  # fmt: skip
+    nn.modules.batchnorm._NormBase,
+    nn.GroupNorm,
+    nn.LayerNorm,
+    nn.RMSNorm,
+    nn.LocalResponseNorm,
+)
 
 
 class NumberedLayer(NamedTuple):
@@ -33,18 +37,23 @@ def check_frozen(patterns: Iterable[str], used: Collection[str]) -> None:
     for pattern in patterns:
         if pattern not in used:
             raise ConfigError(
-                "optimizer.frozen", pattern, "is the name of no layer or parameter of the model",
-                "give names or patterns such as layer1.* or *.bias; `gems partition` lists the layers",
-            )  # fmt: skip
+                "optimizer.frozen",
+                pattern,
+                "is the name of no layer or parameter of the model",
+                "give names or patterns such as layer1.* or *.bias; `gems partition` lists the"
+                " layers",
+            )
 
 
 def parameter_groups(
     config: OptimizerConfig, layers: Iterable[NumberedLayer], num_layers: int, lr: float
 ) -> list[dict[str, Any]]:
-    """Return the groups for an optimizer, those of all ranks in the same order; some may be empty on a rank.
+    """Return the groups for an optimizer, those of all ranks in the same order.
 
-    A layer's learning rate is `lr` x layer_decay to the power of its distance from the last layer. Without
-    decay_norms_and_biases, parameters of norms and those of one dimension have a group without weight decay.
+    Some may be empty on a rank.
+    A layer's learning rate is `lr` x layer_decay to the power of its distance from the last layer.
+    Without decay_norms_and_biases, parameters of norms and those of one dimension have a group
+    without weight decay.
     """
     depths = range(num_layers) if config.layer_decay != 1 else range(1)
     kinds = (True,) if config.decay_norms_and_biases else (True, False)
@@ -63,7 +72,9 @@ def parameter_groups(
             for parameter in trained(inner.parameters(recurse=False)):
                 if parameter not in seen:
                     seen.add(parameter)
-                    is_decayed = config.decay_norms_and_biases or not (parameter.dim() <= 1 or _is_norm(inner))
+                    is_decayed = config.decay_norms_and_biases or not (
+                        parameter.dim() <= 1 or _is_norm(inner)
+                    )
                     groups[place if len(depths) > 1 else 0, is_decayed]["params"].append(parameter)
     return list(groups.values())
 

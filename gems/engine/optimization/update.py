@@ -19,20 +19,24 @@ from gems.engine.optimization.optimizer import state_bytes
 from gems.engine.stage import StageKey
 from gems.engine.transport.mpi import Transport
 
-STOP, SKIP, IGNORE = "stop", "skip", "ignore"
+STOP = "stop"
+SKIP = "skip"
+IGNORE = "ignore"
 CLIP_FLOOR = 1e-6  # added to the norm, as torch.nn.utils.clip_grad_norm_ does
 
 
 class Update:
     """Changes the weights of a rank once a step, the same way on all ranks.
 
-    The sums of squared gradients of all ranks of a pipeline, and the number of losses that are not finite, travel in
-    one small message to every rank of the run. Each entry of it comes from one rank, so that its sum has the same bits
-    everywhere, and all copies of a stage scale, skip or stop alike. In float16 a gradient that overflows skips the step
-    and halves the loss scale, and is no failure until the scale is 1.
+    The sums of squared gradients of all ranks of a pipeline, and the number of losses that are not
+    finite, travel in one small message to every rank of the run. Each entry of it comes from one
+    rank, so that its sum has the same bits everywhere, and all copies of a stage scale, skip or
+    stop alike. In float16 a gradient that overflows skips the step and halves the loss scale, and
+    is no failure until the scale is 1.
 
     Attributes:
-        grad_norm: norm of the gradient over all stages in the last step, before clipping; NaN if no message was needed.
+        grad_norm: norm of the gradient over all stages in the last step, before clipping; NaN if no
+            message was needed.
         learning_rate: the largest of the groups in the last step.
         has_failed: the last step was not finite, and the weights are those before it.
         scale: the loss scale of float16, None in other precisions.
@@ -52,16 +56,26 @@ class Update:
         average: WeightAverage | None = None,
     ) -> None:
         """Take the parts of a rank's update; `rank` is its number in its pipeline of `num_ranks`."""
-        self.gradients, self.optimizer, self.schedule, self.average = gradients, optimizer, schedule, average
+        self.gradients = gradients
+        self.optimizer = optimizer
+        self.schedule = schedule
+        self.average = average
         self.grad_norm = self.learning_rate = math.nan
         self.has_failed = False
-        self._on_nonfinite, self._max_norm = train.on_nonfinite, train.max_grad_norm
-        self._control, self._rank, self._replica = control, rank, replica
+        self._on_nonfinite = train.on_nonfinite
+        self._max_norm = train.max_grad_norm
+        self._control = control
+        self._rank = rank
+        self._replica = replica
         self._counted = sorted({stage for direction, stage in modules if direction == 0})
         self.scale = LossScale.for_precision(train.precision)
         self._has_overflowed = False
-        self._needs_message = self._on_nonfinite != IGNORE or self._max_norm is not None or self.scale is not None
-        self._message = np.zeros(num_ranks + 1)  # squared norms by rank of a pipeline, and losses that are not finite
+        self._needs_message = (
+            self._on_nonfinite != IGNORE or self._max_norm is not None or self.scale is not None
+        )
+        self._message = np.zeros(
+            num_ranks + 1
+        )  # squared norms by rank of a pipeline, and losses that are not finite
         self._buffers = [buffer for module in modules.values() for buffer in module.buffers()]
         self._before: list[Tensor] = []
         self._is_repeated = False
@@ -83,11 +97,16 @@ class Update:
         self._message[:] = 0
         if self._replica == 0:
             self._message[self._rank] = self.gradients.squared_norm(self._counted)
-        self._message[-1] = bool(losses) and not bool(torch.isfinite(torch.stack(list(losses))).all())
+        self._message[-1] = bool(losses) and not bool(
+            torch.isfinite(torch.stack(list(losses))).all()
+        )
         self._control.sum_in_place(self._message)
         self.grad_norm = math.sqrt(self._message[:-1].sum())
-        is_lost, is_finite = bool(self._message[-1]), math.isfinite(self.grad_norm)
-        self._has_overflowed = self.scale is not None and self.scale.can_shrink and not is_lost and not is_finite
+        is_lost = bool(self._message[-1])
+        is_finite = math.isfinite(self.grad_norm)
+        self._has_overflowed = (
+            self.scale is not None and self.scale.can_shrink and not is_lost and not is_finite
+        )
         self.has_failed = (is_lost or not is_finite) and not self._has_overflowed
 
     def step(self) -> None:
@@ -130,7 +149,10 @@ class Update:
 
     @contextmanager
     def averaged(self) -> Iterator[bool]:
-        """Put the averaged weights in place of the weights inside the block, if the run has them; yield whether."""
+        """Put the averaged weights in place of the weights inside the block, if the run has them.
+
+        Yield whether.
+        """
         with nullcontext() if self.average is None else self.average.applied():
             yield self.average is not None
 

@@ -31,7 +31,8 @@ _log = logging.getLogger(__name__)
 class StripForms:
     """The streaming forms of the stages of a rank, what each takes, and what passes between all stages.
 
-    `norm_ends` are those of the norms by strip of all stages, with which one process normalizes alike.
+    `norm_ends` are those of the norms by strip of all stages, with which one process normalizes
+    alike.
     """
 
     forms: Mapping[StageKey, StripStage]
@@ -48,12 +49,18 @@ class StripForms:
     ) -> dict[StageKey, StageInStrips]:
         """Return the stages of the rank."""
         return {
-            key: StageInStrips(of_stage, key[1] == 0, poll, self.forms[key], self.takes[key], device, draws[key])
+            key: StageInStrips(
+                of_stage, key[1] == 0, poll, self.forms[key], self.takes[key], device, draws[key]
+            )
             for key, of_stage in modules.items()
         }
 
     def open_evaluation(
-        self, modules: Mapping[StageKey, nn.ModuleList], poll: Callable[[], None], device: torch.device, last_stage: int
+        self,
+        modules: Mapping[StageKey, nn.ModuleList],
+        poll: Callable[[], None],
+        device: torch.device,
+        last_stage: int,
     ) -> dict[StageKey, EvaluationInStrips]:
         """Return the stages of the rank for forms of evaluation."""
         return {
@@ -73,27 +80,34 @@ def find_forms(
 ) -> StripForms:
     """Return the streaming forms of a run's stages, the same on all ranks, which each trace the whole model.
 
-    Those of other ranks are traced without memory, for the rows that they give in each strip. Layers are traced in the
-    mode of training or of evaluation, and left in that of training.
+    Those of other ranks are traced without memory, for the rows that they give in each strip.
+    Layers are traced in the mode of training or of evaluation, and left in that of training.
 
     Raises:
         ConfigError: a layer that needs the whole image.
     """
-    strips, given = spec.parallel.strips, input_spec(spec.data, spec.parallel.micro_batch_size, precision.compute)
+    strips = spec.parallel.strips
+    given = input_spec(spec.data, spec.parallel.micro_batch_size, precision.compute)
     passed = Passed((Boundary.of_images(given, strips),), strips)
     forms: dict[StageKey, StripStage] = {}
     takes: dict[StageKey, Passed] = {}
     specs: list[tuple[TensorSpec, ...]] = []
     norm_ends: dict[str, tuple[int, ...]] = {}
-    num_stages, least = len(stages.boundaries) - 1, spec.parallel.min_strip_positions
+    num_stages = len(stages.boundaries) - 1
+    least = spec.parallel.min_strip_positions
     for stage in range(num_stages):
-        names, form = stages.layer_names(stage), None
+        names = stages.layer_names(stage)
+        form = None
         for key in [key for key in modules if key[1] == stage]:
-            form = forms[key] = _form(zip(names, modules[key], strict=True), passed, least, is_training)
+            form = forms[key] = _form(
+                zip(names, modules[key], strict=True), passed, least, is_training
+            )
             takes[key] = passed
         if form is None:
             built = stages.build([stage], spec.seed, precision, "meta")[stage]
-            low = (compute_in(module, precision) for module in built)  # which layers without memory do not
+            low = (
+                compute_in(module, precision) for module in built
+            )  # which layers without memory do not
             form = _form(zip(names, low, strict=True), passed, least, is_training)
         norm_ends |= form.norm_ends
         passed = Passed(form.outputs, strips)
@@ -109,12 +123,19 @@ def find_evaluation_forms(
     precision: Precision,
     is_logged: bool,
 ) -> StripForms | None:
-    """Return the forms of the stages of evaluation, in direction 0; None if a layer needs whole images there alone."""
+    """Return the forms of the stages of evaluation, in direction 0.
+
+    None if a layer needs whole images there alone.
+    """
     try:
-        return find_forms(spec, stages, {key: modules[key] for key in modules if not key[0]}, precision, False)
+        return find_forms(
+            spec, stages, {key: modules[key] for key in modules if not key[0]}, precision, False
+        )
     except ConfigError as error:
         if is_logged:
-            _log.warning("evaluation runs whole images, since not all layers run in strips there: %s", error)
+            _log.warning(
+                "evaluation runs whole images, since not all layers run in strips there: %s", error
+            )
         return None
 
 
@@ -131,7 +152,9 @@ def draws_in(layers: Iterable[tuple[str, nn.Module]], draws: RandomDraws) -> Dra
     return lambda checksum: draws.seed_of(streams[checksum])
 
 
-def _form(layers: Iterable[tuple[str, nn.Module]], passed: Passed, min_positions: int, is_training: bool) -> StripStage:
+def _form(
+    layers: Iterable[tuple[str, nn.Module]], passed: Passed, min_positions: int, is_training: bool
+) -> StripStage:
     named = [(name, module.train(is_training)) for name, module in layers]
     try:
         with torch.set_grad_enabled(is_training):
@@ -141,9 +164,14 @@ def _form(layers: Iterable[tuple[str, nn.Module]], passed: Passed, min_positions
             module.train()
     if form.draws_by_row is not None:
         raise ConfigError(
-            KEY, passed.num_strips, f"layer {form.draws_by_row} drops values of a map, at random by rows, which no "
-            "process without strips does alike", f"use nn.Dropout2d, set its rate to 0, or set {KEY}=1",
-        )  # fmt: skip
+            KEY,
+            passed.num_strips,
+            f"layer {form.draws_by_row} drops values of a map, at random by rows, which no "
+            "process without strips does alike",
+            f"use nn.Dropout2d, set its rate to 0, or set {KEY}=1",
+        )
     if form.draws and not is_training:
-        raise ConfigError(KEY, passed.num_strips, "layers draw random numbers in evaluation too", f"set {KEY}=1")
+        raise ConfigError(
+            KEY, passed.num_strips, "layers draw random numbers in evaluation too", f"set {KEY}=1"
+        )
     return form

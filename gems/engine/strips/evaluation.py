@@ -17,8 +17,8 @@ from gems.engine.strips.stage import InStrips
 class EvaluationInStrips(InStrips):
     """Runs forward of strips in their order, one image after the other, and keeps what the next strip needs.
 
-    The last stage gives the whole output with the last strip of an image. Weights are those that the modules of the
-    form have at the time.
+    The last stage gives the whole output with the last strip of an image. Weights are those that
+    the modules of the form have at the time.
     """
 
     def __init__(
@@ -40,7 +40,8 @@ class EvaluationInStrips(InStrips):
 
     def infer(self, inputs: Sequence[Tensor]) -> Any:
         """Run the next strip, and return what it gives; nothing holds the inputs afterwards."""
-        strip, taken = self._strip, storage_addresses(inputs)
+        strip = self._strip
+        taken = storage_addresses(inputs)
         with torch.no_grad():
             given = self.takes.given(self._rows_of(strip, inputs), strip, self.device)
             outputs, carries = self.form.forward(strip, given, self._carries)
@@ -50,19 +51,28 @@ class EvaluationInStrips(InStrips):
         self._strip = 0 if is_end else strip + 1
         if not self._is_last:
             return self._given_on(strip, outputs)
-        self._outputs.append(tuple(None if tensor is None else _alone(tensor, taken) for tensor in outputs))
+        self._outputs.append(
+            tuple(None if tensor is None else _alone(tensor, taken) for tensor in outputs)
+        )
         if not is_end:
             return None
-        found, self._outputs = self._outputs, []
+        found = self._outputs
+        self._outputs = []
         return self.form.joined(found)
 
     def reset(self) -> None:
         """Drop the image that is under way, after a failed step."""
         super().reset()
-        self._strip, self._carries, self._outputs = 0, (), []
+        self._strip = 0
+        self._carries = ()
+        self._outputs = []
 
 
 def _alone(tensor: Tensor, taken: set[int]) -> Tensor:
     """Return a tensor that is kept, copied if it is a part of more memory, or of inputs, whose memory is reused."""
     storage = tensor.untyped_storage()
-    return tensor.clone() if storage.data_ptr() in taken or storage.nbytes() > tensor.nbytes else tensor
+    return (
+        tensor.clone()
+        if storage.data_ptr() in taken or storage.nbytes() > tensor.nbytes
+        else tensor
+    )

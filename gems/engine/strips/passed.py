@@ -14,7 +14,10 @@ from gems.models.build import TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """What a stage gives the next: tensors with rows in each strip that has any, and others in the last strip."""
+    """What a stage gives the next.
+
+    Tensors with rows in each strip that has any, and others in the last strip.
+    """
 
     boundaries: tuple[Boundary, ...]
     num_strips: int
@@ -33,26 +36,36 @@ class Passed:
         return self.rows(place, strip)[1] > 0
 
     def places(self, strip: int, have_gradient: bool = False) -> list[int]:
-        """Return which tensors there are in a strip; if they are to `have_gradient`, those of a floating-point type."""
+        """Return which tensors there are in a strip.
+
+        If they are to `have_gradient`, those of a floating-point type.
+        """
         return [
             place
             for place, boundary in enumerate(self.boundaries)
-            if self.is_there(place, strip) and (boundary.dtype.is_floating_point or not have_gradient)
+            if self.is_there(place, strip)
+            and (boundary.dtype.is_floating_point or not have_gradient)
         ]
 
-    def spread(self, tensors: Sequence[Tensor], strip: int, have_gradient: bool = False) -> list[Tensor | None]:
+    def spread(
+        self, tensors: Sequence[Tensor], strip: int, have_gradient: bool = False
+    ) -> list[Tensor | None]:
         """Return the tensors of a strip at their places, and None at those of the others."""
         found: list[Tensor | None] = [None] * len(self.boundaries)
         for place, tensor in zip(self.places(strip, have_gradient), tensors, strict=True):
             found[place] = tensor
         return found
 
-    def given(self, tensors: Sequence[Tensor], strip: int, device: torch.device) -> list[Tensor | None]:
+    def given(
+        self, tensors: Sequence[Tensor], strip: int, device: torch.device
+    ) -> list[Tensor | None]:
         """Return the tensors of a strip as `spread`, and empty ones at the places of those that have no rows yet."""
         found = self.spread(tensors, strip)
         for place, boundary in enumerate(self.boundaries):
             if found[place] is None and boundary.ends is not None:
-                found[place] = torch.empty(boundary.strip_shape(strip), dtype=boundary.dtype, device=device)
+                found[place] = torch.empty(
+                    boundary.strip_shape(strip), dtype=boundary.dtype, device=device
+                )
         return found
 
     def rows_of(self, images: Tensor, strip: int) -> Tensor:

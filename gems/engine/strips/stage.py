@@ -24,9 +24,10 @@ Tensors = tuple[Tensor, ...]
 class Image:
     """A micro-batch on its way through a stage.
 
-    Of the last stage there are the outputs until the loss follows the last strip, then the edge of the loss and, for
-    each strip, the places where the gradients of its outputs arrive. `left_bytes` is the size of what only the next
-    strip or the loss will read, of which the loss `waiting_bytes`; counted while sizes are measured, or for the store.
+    Of the last stage there are the outputs until the loss follows the last strip, then the edge of
+    the loss and, for each strip, the places where the gradients of its outputs arrive. `left_bytes`
+    is the size of what only the next strip or the loss will read, of which the loss
+    `waiting_bytes`; counted while sizes are measured, or for the store.
     """
 
     sample: StripSample
@@ -40,8 +41,8 @@ class Image:
 class InStrips(Stage):
     """A stage in a streaming form, with what it takes and gives of each strip.
 
-    What is not there yet, or has no rows in a strip, is neither taken nor given. The first stage takes the rows of a
-    strip, or the whole images with each.
+    What is not there yet, or has no rows in a strip, is neither taken nor given. The first stage
+    takes the rows of a strip, or the whole images with each.
     """
 
     def __init__(
@@ -55,7 +56,9 @@ class InStrips(Stage):
     ) -> None:
         """Take the streaming form of the modules and what it takes."""
         super().__init__(modules, is_first, poll)
-        self.form, self.takes, self.device = form, takes, device
+        self.form = form
+        self.takes = takes
+        self.device = device
         self._gives = Passed(form.outputs, form.strips)
 
     def _rows_of(self, strip: int, inputs: Sequence[Tensor]) -> Tensors:
@@ -66,14 +69,17 @@ class InStrips(Stage):
 
     def _given_on(self, strip: int, outputs: Sequence[Tensor | None]) -> Tensors:
         """Return the tensors of the next boundary."""
-        return tuple(each for place in self._gives.places(strip) if (each := outputs[place]) is not None)
+        return tuple(
+            each for place in self._gives.places(strip) if (each := outputs[place]) is not None
+        )
 
 
 class StageInStrips(InStrips):
     """Runs forward of strips from the first to the last, then backward from the last to the first.
 
-    In place of micro-batches strips are numbered: x is strip x % k of micro-batch x // k. The last stage gives nothing,
-    and has its loss in the last strip. Evaluation is that of `EvaluationInStrips`.
+    In place of micro-batches strips are numbered: x is strip x % k of micro-batch x // k. The last
+    stage gives nothing, and has its loss in the last strip. Evaluation is that of
+    `EvaluationInStrips`.
     """
 
     def __init__(
@@ -86,7 +92,10 @@ class StageInStrips(InStrips):
         device: torch.device,
         draws: Draws | None = None,
     ) -> None:
-        """Take the streaming form of the modules and what it takes; `draws` gives the seeds of the present image."""
+        """Take the streaming form of the modules and what it takes.
+
+        `draws` gives the seeds of the present image.
+        """
         super().__init__(modules, is_first, poll, form, takes, device)
         self.draws = draws
         self._images: dict[int, Image] = {}
@@ -95,9 +104,16 @@ class StageInStrips(InStrips):
         self._held_bytes: dict[int, int] = {}
 
     def forward(
-        self, micro_batch: int, inputs: Sequence[Tensor], loss: Loss | None = None, is_split: bool = False
+        self,
+        micro_batch: int,
+        inputs: Sequence[Tensor],
+        loss: Loss | None = None,
+        is_split: bool = False,
     ) -> Tensors:
-        """Run a strip and keep what backward needs; return the tensors of the next boundary, detached."""
+        """Run a strip and keep what backward needs.
+
+        Return the tensors of the next boundary, detached.
+        """
         image, strip = self._image_of(micro_batch)
         inputs = self._rows_of(strip, inputs)
         deferred = DeferredGradients() if is_split else None
@@ -112,9 +128,12 @@ class StageInStrips(InStrips):
         """Add to the parameters' gradients, and free what forward of the strip kept."""
         return self._back(micro_batch, self._stash.pop(micro_batch), gradients)
 
-    def backward_input(self, micro_batch: int, gradients: Sequence[Tensor]) -> tuple[Tensors, Tensors]:
+    def backward_input(
+        self, micro_batch: int, gradients: Sequence[Tensor]
+    ) -> tuple[Tensors, Tensors]:
         """Compute the input gradients as `backward`, and keep only what the weight gradients need."""
-        stash, strip = self._stash.pop(micro_batch), micro_batch % self.form.strips
+        stash = self._stash.pop(micro_batch)
+        strip = micro_batch % self.form.strips
         assert stash.deferred is not None
         found = self._back(micro_batch, stash, gradients)
         self._deferred[micro_batch] = stash.deferred
@@ -124,7 +143,10 @@ class StageInStrips(InStrips):
         return found
 
     def brought_bytes(self, micro_batch: int) -> int:
-        """Return what forward of a strip added: what it keeps, and what the next one is left less what it was left."""
+        """Return what forward of a strip added.
+
+        What it keeps, and what the next one is left less what it was left.
+        """
         return self._brought_bytes[micro_batch % self.form.strips]
 
     def kept_bytes(self, micro_batch: int) -> int:
@@ -148,13 +170,20 @@ class StageInStrips(InStrips):
         return self._images[number], strip
 
     def _run_strip(
-        self, image: Image, strip: int, inputs: Sequence[Tensor], loss: Loss | None, deferred: DeferredGradients | None
+        self,
+        image: Image,
+        strip: int,
+        inputs: Sequence[Tensor],
+        loss: Loss | None,
+        deferred: DeferredGradients | None,
     ) -> tuple[Tensor | None, ...]:
         outputs = image.sample.forward(self.takes.given(inputs, strip, self.device), deferred)
         self._end_strip(image, strip, outputs, loss)
         return outputs
 
-    def _end_strip(self, image: Image, strip: int, outputs: tuple[Tensor | None, ...], loss: Loss | None) -> None:
+    def _end_strip(
+        self, image: Image, strip: int, outputs: tuple[Tensor | None, ...], loss: Loss | None
+    ) -> None:
         """Keep what a strip of the last stage gives, until the loss follows the last one."""
         if loss is not None:
             image.outputs.append(outputs)
@@ -164,11 +193,17 @@ class StageInStrips(InStrips):
     def _add_loss(self, image: Image, loss: Loss) -> None:
         """Compute the loss, of what the last strip gives or of the rows of all."""
         image.cuts = [
-            [Cut() if tensor is not None and tensor.is_floating_point() else None for tensor in outputs]
+            [
+                Cut() if tensor is not None and tensor.is_floating_point() else None
+                for tensor in outputs
+            ]
             for outputs in image.outputs
         ]
         strips = [
-            [each if cut is None or each is None else begin(cut, each) for cut, each in zip(cuts, outputs, strict=True)]
+            [
+                each if cut is None or each is None else begin(cut, each)
+                for cut, each in zip(cuts, outputs, strict=True)
+            ]
             for cuts, outputs in zip(image.cuts, image.outputs, strict=True)
         ]
         image.outputs = []
@@ -176,7 +211,9 @@ class StageInStrips(InStrips):
         del strips
         image.loss = gradient_edges((loss(whole),))
 
-    def _back(self, micro_batch: int, stash: Stash, gradients: Sequence[Tensor]) -> tuple[Tensors, Tensors]:
+    def _back(
+        self, micro_batch: int, stash: Stash, gradients: Sequence[Tensor]
+    ) -> tuple[Tensors, Tensors]:
         number, strip = divmod(micro_batch, self.form.strips)
         image = self._images[number]
         if image.cuts:
@@ -184,7 +221,9 @@ class StageInStrips(InStrips):
                 run_backward(image.loss, gradients)
                 image.loss = ()
                 for cut in (each for cuts in image.cuts for each in cuts if each is not None):
-                    if cut.gradient is not None:  # a part of one for all strips, which each would hold
+                    if (
+                        cut.gradient is not None
+                    ):  # a part of one for all strips, which each would hold
                         cut.gradient = cut.gradient.clone()
             given = [None if cut is None else cut.gradient for cut in image.cuts.pop()]
         else:
@@ -197,14 +236,22 @@ class StageInStrips(InStrips):
             return (), inputs
         made = []
         for place in self.takes.places(strip, have_gradient=True):
-            boundary, gradient = self.takes.boundaries[place], found[place]
+            boundary = self.takes.boundaries[place]
+            gradient = found[place]
             if gradient is None:
-                gradient = torch.zeros(boundary.strip_shape(strip), dtype=boundary.dtype, device=self.device)
+                gradient = torch.zeros(
+                    boundary.strip_shape(strip), dtype=boundary.dtype, device=self.device
+                )
             made.append(gradient)
         return tuple(made), inputs
 
     def _measure(
-        self, image: Image, strip: int, inputs: Sequence[Tensor], loss: Loss | None, deferred: DeferredGradients | None
+        self,
+        image: Image,
+        strip: int,
+        inputs: Sequence[Tensor],
+        loss: Loss | None,
+        deferred: DeferredGradients | None,
     ) -> tuple[Tensor | None, ...]:
         """Run a strip and measure what it keeps."""
         known = storage_addresses(self._known([*inputs, *image.sample.static]))
@@ -219,7 +266,9 @@ class StageInStrips(InStrips):
         self.input_bytes = tensor_bytes(inputs)
         return outputs
 
-    def _count_left(self, image: Image, outputs: Sequence[Tensor | None], is_counted: Callable[[Tensor], bool]) -> None:
+    def _count_left(
+        self, image: Image, outputs: Sequence[Tensor | None], is_counted: Callable[[Tensor], bool]
+    ) -> None:
         """Count what a strip has left to the next, and what of its outputs waits for the loss, unless it is counted."""
         static = storage_addresses(image.sample.static)
         made = (each for each in outputs if each is not None and not is_counted(each))

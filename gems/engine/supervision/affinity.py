@@ -26,7 +26,8 @@ _log = logging.getLogger(__name__)
 class RankLocation:
     """Where a rank runs: its node, the CPUs it may use, as in "0-7,64-71", their NUMA nodes, and its GPU.
 
-    `gpu_numa_node` is the NUMA node that the GPU is attached to and `gpu_cpus` its CPUs, None if that is not known.
+    `gpu_numa_node` is the NUMA node that the GPU is attached to and `gpu_cpus` its CPUs, None if
+    that is not known.
     """
 
     rank: int
@@ -47,10 +48,14 @@ class RankLocation:
     @property
     def is_far(self) -> bool:
         """Whether no CPU of the rank is on the NUMA node of its GPU, as far as that is known."""
-        return self.gpu_cpus is not None and not set(numbers(self.cpus)) & set(numbers(self.gpu_cpus))
+        return self.gpu_cpus is not None and not set(numbers(self.cpus)) & set(
+            numbers(self.gpu_cpus)
+        )
 
 
-def write_affinity(comm: Comm, device: torch.device | None, path: Path, cpus_per_rank: int = 1) -> None:
+def write_affinity(
+    comm: Comm, device: torch.device | None, path: Path, cpus_per_rank: int = 1
+) -> None:
     """Gather the locations of all ranks on rank 0, which writes `path` and warns of what looks wrong; collective.
 
     A file that cannot be written does not end the run.
@@ -60,7 +65,10 @@ def write_affinity(comm: Comm, device: torch.device | None, path: Path, cpus_per
         return
     for line in warnings(locations, cpus_per_rank):
         _log.warning(line)
-    table: dict[str, Any] = {"mpi_library": library(), "ranks": [asdict(each) for each in locations]}
+    table: dict[str, Any] = {
+        "mpi_library": library(),
+        "ranks": [asdict(each) for each in locations],
+    }
     try:
         write_json(path, table, indent=None)
     except OSError as error:
@@ -76,20 +84,31 @@ def locate(rank: int, device: torch.device | None, sys: Path = SYS) -> RankLocat
 
         properties = torch.cuda.get_device_properties(device)
         uuid = getattr(properties, "uuid", None)  # since torch 2.4, later on ROCm
-        gpu = {"gpu_index": device.index, "gpu_name": properties.name, "visible_gpus": torch.cuda.device_count()}
+        gpu = {
+            "gpu_index": device.index,
+            "gpu_name": properties.name,
+            "visible_gpus": torch.cuda.device_count(),
+        }
         gpu["gpu_uuid"] = None if uuid is None else str(uuid)
         gpu["gpu_bus_id"] = bus_id = _bus_id(device, properties)
         gpu["gpu_numa_node"], gpu["gpu_cpus"] = near_cpus(bus_id, sys) or (None, None)
     return RankLocation(
-        rank, os.environ.get("SLURMD_NODENAME") or os.uname().nodename, os.getpid(), local_rank(), ranges(cpus),
-        os.cpu_count() or len(cpus), numa_nodes(cpus, sys), **gpu,
-    )  # fmt: skip
+        rank,
+        os.environ.get("SLURMD_NODENAME") or os.uname().nodename,
+        os.getpid(),
+        local_rank(),
+        ranges(cpus),
+        os.cpu_count() or len(cpus),
+        numa_nodes(cpus, sys),
+        **gpu,
+    )
 
 
 def warnings(locations: Sequence[RankLocation], cpus_per_rank: int) -> list[str]:
     """Return a line for the first node on which ranks share a GPU, share CPUs, or are far from their GPUs, one each.
 
-    Ranks share CPUs if their overlapping sets have fewer than `cpus_per_rank` each, on a node that has enough for all.
+    Ranks share CPUs if their overlapping sets have fewer than `cpus_per_rank` each, on a node that
+    has enough for all.
     """
     lines = []
     of_gpu: dict[tuple[str, str], list[RankLocation]] = defaultdict(list)
@@ -102,26 +121,30 @@ def warnings(locations: Sequence[RankLocation], cpus_per_rank: int) -> list[str]
     if shared:
         gpu = shared[0][0]
         lines.append(
-            f"ranks {ranges(each.rank for each in shared[0])} on node {gpu.node} share one GPU "
-            f"({gpu.gpu_name}, {gpu.gpu_uuid}){_more(len(shared), 'GPUs')}; "
-            "see cluster.gpus_per_node, cluster.ranks_per_node, cluster.gpu_bind and cluster.device_order"
+            f"ranks {ranges(each.rank for each in shared[0])} on node {gpu.node} share one GPU"
+            f" ({gpu.gpu_name}, {gpu.gpu_uuid}){_more(len(shared), 'GPUs')}; see"
+            " cluster.gpus_per_node, cluster.ranks_per_node, cluster.gpu_bind and"
+            " cluster.device_order"
         )
     crowded = [group for here in of_node.values() if (group := _crowded(here, cpus_per_rank))]
     if crowded:
         group = crowded[0]
         cpus = ranges(cpu for each in group for cpu in numbers(each.cpus))
         lines.append(
-            f"ranks {ranges(each.rank for each in group)} on node {group[0].node} share CPUs {cpus}, fewer than "
-            f"{cpus_per_rank} a rank, and the node has {group[0].node_cpus}{_more(len(crowded), 'nodes')}; "
-            "see cluster.cpu_bind and cluster.cpus_per_rank"
+            f"ranks {ranges(each.rank for each in group)} on node {group[0].node} share CPUs"
+            f" {cpus}, fewer than {cpus_per_rank} a rank, and the node has"
+            f" {group[0].node_cpus}{_more(len(crowded), 'nodes')}; see cluster.cpu_bind and"
+            " cluster.cpus_per_rank"
         )
     far = [each for each in locations if each.is_far]
     if far:
-        one, here = far[0], of_node[far[0].node]
+        one = far[0]
+        here = of_node[far[0].node]
         lines.append(
-            f"rank {one.rank} on node {one.node} runs on CPUs {one.cpus} (NUMA node {ranges(one.numa_nodes)}), and its "
-            f"GPU {one.gpu_index} ({one.gpu_bus_id}) is attached to NUMA node {one.gpu_numa_node} (CPUs {one.gpu_cpus})"
-            f"{_more(len(far), 'ranks')}; see {_nearer(here)}"
+            f"rank {one.rank} on node {one.node} runs on CPUs {one.cpus} (NUMA node"
+            f" {ranges(one.numa_nodes)}), and its GPU {one.gpu_index} ({one.gpu_bus_id}) is"
+            f" attached to NUMA node {one.gpu_numa_node} (CPUs"
+            f" {one.gpu_cpus}){_more(len(far), 'ranks')}; see {_nearer(here)}"
         )
     return lines
 
@@ -129,13 +152,18 @@ def warnings(locations: Sequence[RankLocation], cpus_per_rank: int) -> list[str]
 def _nearer(here: Sequence[RankLocation]) -> str:
     """Return the keys, with values where they can be told, that bring the ranks of a node and their GPUs together."""
     ranks = sorted(here, key=lambda each: each.local_rank)
-    order, free = [], {each.gpu_index: each.gpu_numa_node for each in ranks}
+    order = []
+    free = {each.gpu_index: each.gpu_numa_node for each in ranks}
     for each in ranks:
         near = next((index for index, node in free.items() if node in each.numa_nodes), None)
         if near is not None:
             free.pop(near)
             order.append(near)
-    is_whole = [each.local_rank for each in ranks] == [*range(len(ranks))] and not free and None not in order
+    is_whole = (
+        [each.local_rank for each in ranks] == [*range(len(ranks))]
+        and not free
+        and None not in order
+    )
     sees_all = all(each.visible_gpus == len(ranks) for each in ranks)
     nodes = [each.gpu_numa_node for each in ranks]
     bind = "" if None in nodes else f"=map_ldom:{','.join(map(str, nodes))}"
@@ -152,9 +180,20 @@ def _crowded(here: Sequence[RankLocation], cpus_per_rank: int) -> list[RankLocat
         cpus = set(numbers(each.cpus))
         met = [group for group in groups if group[0] & cpus]
         groups = [group for group in groups if group not in met]
-        groups.append((cpus.union(*(group[0] for group in met)), [*(r for group in met for r in group[1]), each]))
-    return next((sorted(members, key=lambda each: each.rank) for cpus, members in groups
-                 if len(members) > 1 and len(cpus) < len(members) * cpus_per_rank), [])  # fmt: skip
+        groups.append(
+            (
+                cpus.union(*(group[0] for group in met)),
+                [*(r for group in met for r in group[1]), each],
+            )
+        )
+    return next(
+        (
+            sorted(members, key=lambda each: each.rank)
+            for cpus, members in groups
+            if len(members) > 1 and len(cpus) < len(members) * cpus_per_rank
+        ),
+        [],
+    )
 
 
 def _more(count: int, what: str) -> str:
@@ -188,8 +227,9 @@ def numa_nodes(cpus: Iterable[int], sys: Path = SYS) -> tuple[int, ...]:
 
 
 def near_cpus(bus_id: str | None, sys: Path = SYS) -> tuple[int, str] | None:
-    """Return the NUMA node that a PCI device is attached to, and its CPUs; None if the kernel does not know it.
+    """Return the NUMA node that a PCI device is attached to, and its CPUs.
 
+    None if the kernel does not know it.
     A virtual machine has no such node, and the memory of some GPUs is a node without CPUs.
     """
     if bus_id is None:
@@ -210,7 +250,10 @@ def _cpus_of_nodes(sys: Path) -> dict[int, set[int]]:
 
 
 def _bus_id(device: torch.device, properties: Any) -> str | None:
-    """Return a GPU's PCI address as the kernel writes it, as in 0000:17:00.0; None if neither torch nor NVML has it."""
+    """Return a GPU's PCI address as the kernel writes it, as in 0000:17:00.0.
+
+    None if neither torch nor NVML has it.
+    """
     with contextlib.suppress(Exception):
         if hasattr(properties, "pci_bus_id"):  # in newer versions of torch
             parts = (properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id)

@@ -24,23 +24,29 @@ from gems.utils.atomic_io import write_json
 from gems.utils.host_memory import rss_bytes
 
 FLUSH_S = 0.3  # launchers forward nothing after a rank aborts, not even what it wrote before
-LOST_PEER_S = 2.0  # meanwhile the launcher reports the death that this rank's lost messages may be a consequence of
-DUMP_S = 3.0  # other ranks check for a hang every two seconds, and need a moment to write their stacks
+# meanwhile the launcher reports the death that this rank's lost messages may be a consequence of
+LOST_PEER_S = 2.0
+DUMP_S = (
+    3.0  # other ranks check for a hang every two seconds, and need a moment to write their stacks
+)
 END_LIMIT_S = 30.0
 MAX_LINES = 200
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
-def report_failure(folder: RunFolder, rank: int, error: BaseException, frames: Sequence[str] | None = None) -> int:
+def report_failure(
+    folder: RunFolder, rank: int, error: BaseException, frames: Sequence[str] | None = None
+) -> int:
     """Log the failure in one line, write FAILED.rank<k>.json, and return the exit code of the job.
 
-    Raises nothing; facts that cannot be found out are left out of the record. `frames` replace the exception's own
-    traceback if another thread is at fault.
+    Raises nothing; facts that cannot be found out are left out of the record. `frames` replace the
+    exception's own traceback if another thread is at fault.
     """
     code = error.exit_code if isinstance(error, GemsError) else RankFailedError.exit_code
     beat = _or_none(lambda: read_beat(folder.heartbeat(rank)))
-    cause, memory = describe_cause(error), _or_none(lambda: explain_out_of_memory(error, folder, rank))
+    cause = describe_cause(error)
+    memory = _or_none(lambda: explain_out_of_memory(error, folder, rank))
     with contextlib.suppress(Exception):  # first of all: the file system may be full or gone
         where = "before the first step (start)"
         if beat is not None:
@@ -60,14 +66,20 @@ def report_failure(folder: RunFolder, rank: int, error: BaseException, frames: S
     )
     allocated, reserved = _or_none(_device_bytes) or (None, None)
     record = rank_facts(rank, beat) | {
-        "stage": stage_number(beat.action) if beat else None, "cause": cause,
+        "stage": stage_number(beat.action) if beat else None,
+        "cause": cause,
         "cause_class": str(classify_error(error).cause),
-        "kind": type(error).__name__, "errno": error.errno if isinstance(error, OSError) else None,
-        "traceback": list(lines or ())[-MAX_LINES:], "waits_for": getattr(error, "waits_for", None),
-        "rss_bytes": _or_none(rss_bytes), "device_bytes": allocated, "device_reserved_bytes": reserved,
+        "kind": type(error).__name__,
+        "errno": error.errno if isinstance(error, OSError) else None,
+        "traceback": list(lines or ())[-MAX_LINES:],
+        "waits_for": getattr(error, "waits_for", None),
+        "rss_bytes": _or_none(rss_bytes),
+        "device_bytes": allocated,
+        "device_reserved_bytes": reserved,
         "memory": None if memory is None else memory.to_dict(),
-        "mpi": _or_none(_mpi_library), "exit_code": code,
-    }  # fmt: skip
+        "mpi": _or_none(_mpi_library),
+        "exit_code": code,
+    }
     try:
         write_json(folder.failed_json(rank), record)
     except Exception as failure:
@@ -80,9 +92,13 @@ def rank_facts(rank: int, beat: Beat | None) -> dict[str, Any]:
     """Return who and where this rank is, for a record of its end."""
     utc = datetime.fromtimestamp(now_ns() / 1e9, UTC).isoformat(timespec="milliseconds")
     return {
-        "rank": rank, "node": os.uname().nodename, "pid": os.getpid(), "step": beat.step if beat else -1,
-        "action": beat.action if beat else "start", "utc": utc,
-    }  # fmt: skip
+        "rank": rank,
+        "node": os.uname().nodename,
+        "pid": os.getpid(),
+        "step": beat.step if beat else -1,
+        "action": beat.action if beat else "start",
+        "utc": utc,
+    }
 
 
 def describe_cause(error: BaseException) -> str:
@@ -105,10 +121,11 @@ def stage_number(action: str) -> int | None:
 
 
 def ensure_exit(limit_s: float = END_LIMIT_S) -> None:
-    """Make sure that this process ends within `limit_s`, whatever hangs: a file system, MPI, an exit handler.
+    """Make sure that this process ends within `limit_s`, whatever hangs.
 
-    In the main thread SIGTERM and SIGINT are ignored from now on: they come if another rank has failed too, and would
-    end this one before it has reported its failure.
+    A file system, MPI, an exit handler.
+    In the main thread SIGTERM and SIGINT are ignored from now on: they come if another rank has
+    failed too, and would end this one before it has reported its failure.
     """
     with contextlib.suppress(ValueError):  # not in the main thread
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -121,10 +138,13 @@ def ensure_exit(limit_s: float = END_LIMIT_S) -> None:
 def abort_all_ranks(code: int, error: BaseException) -> NoReturn:
     """End all ranks of the job after an error, through MPI if it runs; from the main thread.
 
-    MPI_Abort kills the other ranks, after which nobody can tell whether one of them had been killed before.
+    MPI_Abort kills the other ranks, after which nobody can tell whether one of them had been killed
+    before.
     """
     has_lost_peer = isinstance(error, LostPeerError) or type(error).__module__.startswith("mpi4py")
-    time.sleep(DUMP_S if code == StalledError.exit_code else LOST_PEER_S if has_lost_peer else FLUSH_S)
+    time.sleep(
+        DUMP_S if code == StalledError.exit_code else LOST_PEER_S if has_lost_peer else FLUSH_S
+    )
     with contextlib.suppress(BaseException):
         from gems.engine.transport.mpi import abort
 

@@ -1,6 +1,7 @@
 """Loggers: what rank 0 writes of each step for people and their trackers.
 
-The CSV is always there; TensorBoard, Weights & Biases (offline) and MLflow (its file store) are extras.
+The CSV is always there; TensorBoard, Weights & Biases (offline) and MLflow (its file store) are
+extras.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ class Logger(Protocol):
 
 
 class Loggers:
-    """All loggers of a run, on rank 0. A disk that is full or gone is reported once and does not end the run."""
+    """All loggers of a run, on rank 0.
+
+    A disk that is full or gone is reported once and does not end the run.
+    """
 
     def __init__(self, loggers: Iterable[Logger]) -> None:
         self._loggers = tuple(loggers)
@@ -64,10 +68,14 @@ class Loggers:
             self._failed.add(logger)
 
 
-def open_loggers(spec: RunSpec, folder: RunFolder, names: Sequence[str], first_step: int) -> Loggers:
-    """Open the CSV with a column for each of `names`, and the loggers of train.loggers; `first_step` counts from 0.
+def open_loggers(
+    spec: RunSpec, folder: RunFolder, names: Sequence[str], first_step: int
+) -> Loggers:
+    """Open the CSV with a column for each of `names`, and the loggers of train.loggers.
 
-    A run that continues goes on in the same files; what they have from `first_step` on is of steps that are lost.
+    `first_step` counts from 0.
+    A run that continues goes on in the same files; what they have from `first_step` on is of steps
+    that are lost.
 
     Raises:
         ConfigError: a logger's package is not installed.
@@ -75,7 +83,9 @@ def open_loggers(spec: RunSpec, folder: RunFolder, names: Sequence[str], first_s
     with contextlib.ExitStack() as opened:
         made: list[Logger] = []
         for name in spec.train.loggers:
-            made.append(opened.enter_context(contextlib.closing(_MAKERS[name](spec, folder, first_step))))
+            made.append(
+                opened.enter_context(contextlib.closing(_MAKERS[name](spec, folder, first_step)))
+            )
         made.append(CsvLogger(folder.metrics_csv, names, first_step))
         opened.pop_all()
     return Loggers(made)
@@ -93,7 +103,9 @@ class CsvLogger:
         if path.exists():
             with path.open(newline="") as file:
                 kept = [
-                    row for row in csv.DictReader(file) if row["step"].isdecimal() and int(row["step"]) <= first_step
+                    row
+                    for row in csv.DictReader(file)
+                    if row["step"].isdecimal() and int(row["step"]) <= first_step
                 ]
         with atomic_write(path) as partial, partial.open("w", newline="") as file:
             writer = self._writer(file)
@@ -103,12 +115,16 @@ class CsvLogger:
         self._unwritten = b""
 
     def _writer(self, file: Any) -> csv.DictWriter[str]:
-        return csv.DictWriter(file, self._columns, restval="", extrasaction="ignore", lineterminator="\n")
+        return csv.DictWriter(
+            file, self._columns, restval="", extrasaction="ignore", lineterminator="\n"
+        )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Append the row of a step."""
         row = io.StringIO()
-        self._writer(row).writerow({"step": step, **{name: repr(value) for name, value in values.items()}})
+        self._writer(row).writerow(
+            {"step": step, **{name: repr(value) for name, value in values.items()}}
+        )
         self._unwritten += row.getvalue().encode()
         self._write()
 
@@ -127,8 +143,12 @@ class TensorBoardLogger:
 
     def __init__(self, spec: RunSpec, folder: RunFolder, first_step: int) -> None:
         writer = _package("tensorboard", "torch.utils.tensorboard").SummaryWriter
-        self._writer = writer(str(folder.path / "tensorboard"), purge_step=first_step + 1 if first_step else None)
-        self._writer.add_text("run.yaml", "\n".join(f"    {key}: {value}" for key, value in settings(spec).items()))
+        self._writer = writer(
+            str(folder.path / "tensorboard"), purge_step=first_step + 1 if first_step else None
+        )
+        self._writer.add_text(
+            "run.yaml", "\n".join(f"    {key}: {value}" for key, value in settings(spec).items())
+        )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Add a scalar for each value."""
@@ -141,16 +161,23 @@ class TensorBoardLogger:
 
 
 class WandbLogger:
-    """A run of Weights & Biases, offline unless WANDB_MODE says another; `wandb sync` sends it later."""
+    """A run of Weights & Biases, offline unless WANDB_MODE says another.
+
+    `wandb sync` sends it later.
+    """
 
     def __init__(self, spec: RunSpec, folder: RunFolder, first_step: int) -> None:
         os.environ.setdefault("WANDB_SILENT", "true")  # read when it is imported
         wandb = _package("wandb")
         self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "gems"), name=folder.path.name, id=folder.run_id(spec),
+            project=os.environ.get("WANDB_PROJECT", "gems"),
+            name=folder.path.name,
+            id=folder.run_id(spec),
             resume="allow",
-            dir=str(folder.path), config=settings(spec), mode=os.environ.get("WANDB_MODE", "offline"),
-        )  # fmt: skip
+            dir=str(folder.path),
+            config=settings(spec),
+            mode=os.environ.get("WANDB_MODE", "offline"),
+        )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Log the values."""
@@ -171,8 +198,14 @@ class MlflowLogger:
         store = os.environ.get("MLFLOW_TRACKING_URI") or (folder.path.parent / "mlruns").as_uri()
         self._client = client(tracking_uri=store)
         experiment = self._client.get_experiment_by_name(spec.name)
-        number = self._client.create_experiment(spec.name) if experiment is None else experiment.experiment_id
-        found = self._client.search_runs([number], f"tags.mlflow.runName = '{folder.path.name}'", max_results=1)
+        number = (
+            self._client.create_experiment(spec.name)
+            if experiment is None
+            else experiment.experiment_id
+        )
+        found = self._client.search_runs(
+            [number], f"tags.mlflow.runName = '{folder.path.name}'", max_results=1
+        )
         if found:
             self._id = found[0].info.run_id
             self._client.update_run(self._id, "RUNNING")
@@ -192,8 +225,10 @@ class MlflowLogger:
 
 
 _MAKERS: dict[str, Callable[[RunSpec, RunFolder, int], Logger]] = {
-    "tensorboard": TensorBoardLogger, "wandb": WandbLogger, "mlflow": MlflowLogger,
-}  # fmt: skip
+    "tensorboard": TensorBoardLogger,
+    "wandb": WandbLogger,
+    "mlflow": MlflowLogger,
+}
 
 
 def settings(spec: RunSpec) -> dict[str, Any]:
@@ -218,5 +253,8 @@ def _package(name: str, module: str | None = None) -> Any:
         return importlib.import_module(module or name)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            "train.loggers", name, f"needs {error.name}, which is not installed", f"pip install 'gems-train[{name}]'"
+            "train.loggers",
+            name,
+            f"needs {error.name}, which is not installed",
+            f"pip install 'gems-train[{name}]'",
         ) from error

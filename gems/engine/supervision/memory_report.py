@@ -25,8 +25,9 @@ def memory_report(pipeline: Pipeline, profile: Path | None = None) -> dict[str, 
 
     Of the steps so far; collective, after one step at least.
 
-    Without segments peaks are predicted from the stages' measured sizes; otherwise from the file of the profile that
-    the run was planned with, or a fake profile. Those of strips are predicted on fake tensors.
+    Without segments peaks are predicted from the stages' measured sizes; otherwise from the file of
+    the profile that the run was planned with, or a fake profile. Those of strips are predicted on
+    fake tensors.
     """
     if pipeline.segments is not None or pipeline.schedule.num_strips > 1:
         predicted = _bytes_from_profile(pipeline, profile)
@@ -34,46 +35,60 @@ def memory_report(pipeline: Pipeline, profile: Path | None = None) -> dict[str, 
         predicted = _bytes_from_stages(pipeline)
     counted = tuple(allgather(pipeline.comm, pipeline.train.activations.peak_bytes))
     return {
-        "peak_activation_bytes": counted, "predicted_activation_bytes": predicted,
+        "peak_activation_bytes": counted,
+        "predicted_activation_bytes": predicted,
         "unsplit_layers": _unsplit_layers(pipeline),
-    }  # fmt: skip
+    }
 
 
 def _bytes_from_stages(pipeline: Pipeline) -> tuple[int, ...]:
     """Return the peak of each rank from the schedule and the measured sizes of stages, of their largest copy."""
     sizes: dict[int, tuple[int, int]] = {}
     mine = [
-        (key[1], stage.stash_bytes or 0, stage.held_for_weights_bytes or 0) for key, stage in pipeline.stages.items()
+        (key[1], stage.stash_bytes or 0, stage.held_for_weights_bytes or 0)
+        for key, stage in pipeline.stages.items()
     ]
-    for number, stash, held_for_weights in itertools.chain.from_iterable(allgather(pipeline.comm, mine)):
+    for number, stash, held_for_weights in itertools.chain.from_iterable(
+        allgather(pipeline.comm, mine)
+    ):
         before = sizes.get(number, (0, 0))
         sizes[number] = (max(before[0], stash), max(before[1], held_for_weights))
     none = (0.0,) * len(sizes)
     costs = StageCosts(
-        none, none, none,
+        none,
+        none,
+        none,
         activation=tuple(float(sizes[number][0]) for number in sorted(sizes)),
         held_for_weights=tuple(float(sizes[number][1]) for number in sorted(sizes)),
-    )  # fmt: skip
+    )
     of_pipeline = tuple(int(peak) for peak in peaks(pipeline.schedule, costs))
     return of_pipeline * pipeline.spec.parallel.replicas
 
 
 def _bytes_from_profile(pipeline: Pipeline, path: Path | None) -> tuple[int, ...]:
     """Return the peak of each rank by walking its schedule over a profile, or over that of its strips; collective."""
-    spec, schedule, boundaries = pipeline.spec, pipeline.schedule, pipeline.stage_modules.boundaries
+    spec = pipeline.spec
+    schedule = pipeline.schedule
+    boundaries = pipeline.stage_modules.boundaries
     found: tuple[int, ...] | None = None
     if pipeline.comm.rank == 0:
-        plan, strips = pipeline.plan or _kept(pipeline), None
+        plan = pipeline.plan or _kept(pipeline)
+        strips = None
         if schedule.num_strips > 1:
             strips = strips_of(spec, boundaries)
-            plan, profile = plan.between(range(len(boundaries))), stages_as_layers(strips)
+            plan = plan.between(range(len(boundaries)))
+            profile = stages_as_layers(strips)
         elif path is not None and path.exists():
             profile = read_document(path)
         else:
-            size, dtype = spec.parallel.micro_batch_size, spec.train.layer_dtype
+            size = spec.parallel.micro_batch_size
+            dtype = spec.train.layer_dtype
             profile = fake_profile(spec.model, spec.data, size, dtype, spec.machine)
         optimizer = OPTIMIZERS[optimizer_name(spec)]
-        walked = (rank_timeline(profile, plan, schedule, rank, optimizer, strips) for rank in range(schedule.num_ranks))
+        walked = (
+            rank_timeline(profile, plan, schedule, rank, optimizer, strips)
+            for rank in range(schedule.num_ranks)
+        )
         found = tuple(rank.peak_activation_bytes for rank in walked)
     of_pipeline: tuple[int, ...] = broadcast(pipeline.comm, found)
     return of_pipeline * spec.parallel.replicas

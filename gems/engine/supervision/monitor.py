@@ -33,17 +33,29 @@ class Gpu:
         """Return bytes in use on the whole device (-1 if unknown), watts, and utilisation from 0 to 1."""
         used = self._query(lambda: self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)
         power = self._query(lambda: self._nvml.nvmlDeviceGetPowerUsage(self._handle) / 1000.0)
-        busy = self._query(lambda: self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu / 100.0)
+        busy = self._query(
+            lambda: self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu / 100.0
+        )
         return -1 if used != used else int(used), power, busy
 
     def counted_j(self) -> float:
-        """Return the joules used by the whole device since its driver was loaded; NaN if it does not count them."""
-        return self._query(lambda: self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle) / 1000.0)
+        """Return the joules used by the whole device since its driver was loaded.
+
+        NaN if it does not count them.
+        """
+        return self._query(
+            lambda: self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle) / 1000.0
+        )
 
     def bus_id(self) -> str:
-        """Return the PCI address as the kernel writes it, as in 0000:17:00.0; NVML's domain has eight digits."""
+        """Return the PCI address as the kernel writes it, as in 0000:17:00.0.
+
+        NVML's domain has eight digits.
+        """
         found = self._nvml.nvmlDeviceGetPciInfo(self._handle).busId
-        domain, _, rest = (found.decode() if isinstance(found, bytes) else str(found)).lower().partition(":")
+        domain, _, rest = (
+            (found.decode() if isinstance(found, bytes) else str(found)).lower().partition(":")
+        )
         return f"{domain[-4:]}:{rest}"
 
     def _query(self, read: Any) -> float:
@@ -70,8 +82,8 @@ def _open_gpu(device: torch.device) -> Gpu | None:
 class Monitor:
     """Takes samples until it is closed; without a GPU of the process's memory only.
 
-    Energy is that of the whole GPU, even if ranks share it: by its own counter (Volta and later), else by the
-    trapezoidal rule over samples of its power.
+    Energy is that of the whole GPU, even if ranks share it: by its own counter (Volta and later),
+    else by the trapezoidal rule over samples of its power.
     """
 
     def __init__(self, device: torch.device, interval_s: float) -> None:
@@ -90,7 +102,8 @@ class Monitor:
     def take(self) -> list[Sample]:
         """Return the samples since the last call."""
         with self._lock:
-            taken, self._samples = self._samples, []
+            taken = self._samples
+            self._samples = []
         return taken
 
     def close(self) -> list[Sample]:
@@ -102,7 +115,10 @@ class Monitor:
         return self.take()
 
     def energy_j(self) -> float | None:
-        """Return the energy of this rank's GPU from the monitor's start to its close; None if unknown."""
+        """Return the energy of this rank's GPU from the monitor's start to its close.
+
+        None if unknown.
+        """
         with self._lock:
             integral_j = self._integral_j
         counted_j = self._end_j - self._begin_j
@@ -114,13 +130,18 @@ class Monitor:
             self._sample()
 
     def _sample(self) -> None:
-        device_bytes, power_w, utilisation = (-1, NAN, NAN) if self._gpu is None else self._gpu.read()
-        now_ns, resident = time.perf_counter_ns(), rss_bytes()
+        device_bytes, power_w, utilisation = (
+            (-1, NAN, NAN) if self._gpu is None else self._gpu.read()
+        )
+        now_ns = time.perf_counter_ns()
+        resident = rss_bytes()
         with self._lock:
             self._samples.append((now_ns, device_bytes, resident, power_w, utilisation))
             if power_w == power_w:  # a missing sample is interpolated
                 if self._before is not None:
                     then_ns, before_w = self._before
                     so_far_j = 0.0 if self._integral_j != self._integral_j else self._integral_j
-                    self._integral_j = so_far_j + (before_w + power_w) / 2 * (now_ns - then_ns) / 1e9
+                    self._integral_j = (
+                        so_far_j + (before_w + power_w) / 2 * (now_ns - then_ns) / 1e9
+                    )
                 self._before = now_ns, power_w

@@ -33,7 +33,8 @@ class MemoryState:
         counted_bytes: what the rank counts on its device, by kind.
         allocated_bytes: what torch's allocator has handed out.
         reserved_bytes: what it has of the device, with these.
-        fragment_bytes: free pieces of blocks that are partly in use, which no larger request can have.
+        fragment_bytes: free pieces of blocks that are partly in use, which no larger request can
+            have.
         process_bytes: host memory of the process, where that is the device's.
     """
 
@@ -46,8 +47,9 @@ class MemoryState:
 
 @dataclass(frozen=True, slots=True)
 class OutOfMemory:
-    """A request for memory that failed, beside what the rank held and what was predicted; None for what is not known.
+    """A request for memory that failed, beside what the rank held and what was predicted.
 
+    None for what is not known.
     `limit_bytes` is the device's memory, or `machine.device_bytes` if that is less.
     """
 
@@ -59,21 +61,29 @@ class OutOfMemory:
 
     def describe(self) -> str:
         """Describe what was held and what was predicted, in one line."""
-        state, parts = self.state, []
+        state = self.state
+        parts = []
         if self.asked_bytes is not None:
             parts.append(f"{format_bytes(self.asked_bytes)} were asked for")
         if state.allocated_bytes is not None and state.reserved_bytes is not None:
             of = "" if self.limit_bytes is None else f" of {format_bytes(self.limit_bytes)}"
-            more = f", and has {format_bytes(state.reserved_bytes - state.allocated_bytes)} more reserved"
+            more = (
+                f", and has {format_bytes(state.reserved_bytes - state.allocated_bytes)} more"
+                " reserved"
+            )
             if state.fragment_bytes is not None:
                 more += f" ({format_bytes(state.fragment_bytes)} in fragments)"
-            parts.append(f"torch's allocator has given out {format_bytes(state.allocated_bytes)}{of}{more}")
+            parts.append(
+                f"torch's allocator has given out {format_bytes(state.allocated_bytes)}{of}{more}"
+            )
         if state.process_bytes is not None:
             parts.append(f"the process holds {format_bytes(state.process_bytes)}")
         if state.counted_bytes is None:
             parts.append("the rank was outside of a step, where it counts nothing")
         else:
-            kinds = ", ".join(f"{name} {format_bytes(size)}" for name, size in state.counted_bytes.items() if size)
+            kinds = ", ".join(
+                f"{name} {format_bytes(size)}" for name, size in state.counted_bytes.items() if size
+            )
             total = format_bytes(sum(state.counted_bytes.values()))
             parts.append(f"the rank counts {total}" + (f": {kinds}" if kinds else ""))
         if self.predicted_peak_bytes is None:
@@ -91,7 +101,10 @@ class OutOfMemory:
 def note_memory(error: BaseException, recorder: Recorder) -> None:
     """Note at an exception of a full memory what the rank holds, before what the step held is freed; never raises."""
     with contextlib.suppress(Exception):
-        if classify_error(error).cause not in (FailureCause.DEVICE_MEMORY, FailureCause.HOST_MEMORY):
+        if classify_error(error).cause not in (
+            FailureCause.DEVICE_MEMORY,
+            FailureCause.HOST_MEMORY,
+        ):
             return
         device = recorder.device
         state = _allocator_state() if device is not None and device.type == "cuda" else None
@@ -102,12 +115,18 @@ def note_memory(error: BaseException, recorder: Recorder) -> None:
 def explain_out_of_memory(error: BaseException, folder: RunFolder, rank: int) -> OutOfMemory | None:
     """Return the views of a rank whose memory was full; None if the error shows another cause.
 
-    Where the memory of the host is full and the rank computes on a GPU, what it holds there does not matter.
+    Where the memory of the host is full and the rank computes on a GPU, what it holds there does
+    not matter.
     """
-    cause, allocator = classify_error(error).cause, _allocator_state()
-    if cause is not FailureCause.DEVICE_MEMORY and (cause is not FailureCause.HOST_MEMORY or allocator is not None):
+    cause = classify_error(error).cause
+    allocator = _allocator_state()
+    if cause is not FailureCause.DEVICE_MEMORY and (
+        cause is not FailureCause.HOST_MEMORY or allocator is not None
+    ):
         return None
-    state: MemoryState = getattr(error, NOTE, None) or allocator or MemoryState(process_bytes=rss_bytes())
+    state: MemoryState = (
+        getattr(error, NOTE, None) or allocator or MemoryState(process_bytes=rss_bytes())
+    )
     spec = predicted = None
     with contextlib.suppress(Exception):
         spec = folder.read_spec()
@@ -115,11 +134,17 @@ def explain_out_of_memory(error: BaseException, folder: RunFolder, rank: int) ->
         predicted = folder.predicted_peak_bytes(rank)
     found = ASKED.search(str(error))
     asked = None if found is None else round(float(found[1]) * UNITS[found[2]])
-    limits = [_total_bytes() if allocator is not None else None, spec.machine.device_bytes if spec else None]
+    limits = [
+        _total_bytes() if allocator is not None else None,
+        spec.machine.device_bytes if spec else None,
+    ]
     return OutOfMemory(
-        state, asked, min((limit for limit in limits if limit is not None), default=None), predicted,
+        state,
+        asked,
+        min((limit for limit in limits if limit is not None), default=None),
+        predicted,
         device_memory_remedies(spec, _is_fragmented(state, asked)),
-    )  # fmt: skip
+    )
 
 
 def _is_fragmented(state: MemoryState, asked_bytes: int | None) -> bool:
@@ -128,7 +153,10 @@ def _is_fragmented(state: MemoryState, asked_bytes: int | None) -> bool:
         return False
     from gems.engine.transport.staging import ALLOCATOR_SETTINGS
 
-    return not any("expandable_segments:true" in os.environ.get(name, "").lower() for name in ALLOCATOR_SETTINGS)
+    return not any(
+        "expandable_segments:true" in os.environ.get(name, "").lower()
+        for name in ALLOCATOR_SETTINGS
+    )
 
 
 def _allocator_state() -> MemoryState | None:

@@ -15,8 +15,10 @@ from gems.trace import KINDS, STREAMS
 if TYPE_CHECKING:
     import torch
 
-COMPUTE, LINK = STREAMS.index("compute"), STREAMS.index("link")
-COPY_OUT, COPY_IN = STREAMS.index("copy_out"), STREAMS.index("copy_in")
+COMPUTE = STREAMS.index("compute")
+LINK = STREAMS.index("link")
+COPY_OUT = STREAMS.index("copy_out")
+COPY_IN = STREAMS.index("copy_in")
 _CODES = {kind: code for code, kind in enumerate(KINDS)}
 Timestamp = Any  # host nanoseconds, or a torch.cuda.Event
 
@@ -53,12 +55,12 @@ class EventSink(Protocol):
 class Recorder:
     """Writes the events of a rank to its part of the trace, at once if they have times of the host's clock.
 
-    Compute on a GPU is timed by CUDA events, read at the end of the step and converted to the host's clock by one
-    event of known time.
+    Compute on a GPU is timed by CUDA events, read at the end of the step and converted to the
+    host's clock by one event of known time.
 
     Attributes:
-        memory: bytes counted on the device, which events show; torch's allocator also has workspaces of libraries, and
-            its peaks are attributes of the rank's part of the trace.
+        memory: bytes counted on the device, which events show; torch's allocator also has
+            workspaces of libraries, and its peaks are attributes of the rank's part of the trace.
         weights: of these the parameters, their gradients, and buffers.
         optimizer: the optimizer's state.
     """
@@ -74,7 +76,10 @@ class Recorder:
         self.memory = MemoryCounter()
         self.count_bytes = self.memory.count_bytes
         self._counters: list[tuple[str, MemoryCounter]] = []
-        self.weights, self.optimizer = self.open_counter("weights"), self.open_counter("optimizer state")
+        self.weights, self.optimizer = (
+            self.open_counter("weights"),
+            self.open_counter("optimizer state"),
+        )
         self._host_bytes = 0
         self._spans: list[tuple[Action, int, Timestamp, Timestamp, int, int, int]] = []
         self._base: tuple[Timestamp, int] | None = None
@@ -93,7 +98,10 @@ class Recorder:
         return counter
 
     def held_by_kind(self) -> dict[str, int]:
-        """Return the bytes counted now by the names of their counters; what has none is tensors between stages."""
+        """Return the bytes counted now by the names of their counters.
+
+        What has none is tensors between stages.
+        """
         held: dict[str, int] = {}
         for name, counter in self._counters:
             held[name] = held.get(name, 0) + counter.held_bytes
@@ -107,7 +115,9 @@ class Recorder:
         """Set the step that the next events belong to."""
         self.step = step
         if self._cuda is not None:
-            self._cuda.current_stream(self._device).synchronize()  # whose time is known then; copies may go on
+            self._cuda.current_stream(
+                self._device
+            ).synchronize()  # whose time is known then; copies may go on
             self._base = (self.timestamp(), time.perf_counter_ns())
 
     def synchronize(self) -> None:
@@ -132,10 +142,23 @@ class Recorder:
         """Record a transfer from its posting to now."""
         self.span(action, LINK, posted_ns, time.perf_counter_ns(), moved_bytes)
 
-    def span(self, action: Action, stream: int, start: Timestamp, end: Timestamp, moved_bytes: int = 0) -> None:
-        """Record an action between two timestamps; those of a GPU, which it may not have reached yet, with the step."""
+    def span(
+        self, action: Action, stream: int, start: Timestamp, end: Timestamp, moved_bytes: int = 0
+    ) -> None:
+        """Record an action between two timestamps.
+
+        Those of a GPU, which it may not have reached yet, with the step.
+        """
         if self.is_on:
-            row = (action, stream, start, end, moved_bytes, self.memory.held_bytes, self._host_bytes)
+            row = (
+                action,
+                stream,
+                start,
+                end,
+                moved_bytes,
+                self.memory.held_bytes,
+                self._host_bytes,
+            )
             if isinstance(start, int):
                 self._write(*row)
             else:
@@ -153,18 +176,25 @@ class Recorder:
     def end_step(self) -> None:
         """Write the events of the step that are not in the trace part yet."""
         self.synchronize()
-        spans, self._spans = self._spans, []
+        spans = self._spans
+        self._spans = []
         for action, stream, start, end, *counted in spans:
             self._write(action, stream, self._ns(start), self._ns(end), *counted)
 
-    def _write(self, action: Action, stream: int, start_ns: int, end_ns: int, *counted: int) -> None:
+    def _write(
+        self, action: Action, stream: int, start_ns: int, end_ns: int, *counted: int
+    ) -> None:
         if self._part is None:
             return
         kind, stage, micro_batch, direction, segment = action
         place = (
-            _CODES[kind.value], stage, -1 if segment is None else segment, direction,
-            -1 if micro_batch is None else micro_batch, stream,
-        )  # fmt: skip
+            _CODES[kind.value],
+            stage,
+            -1 if segment is None else segment,
+            direction,
+            -1 if micro_batch is None else micro_batch,
+            stream,
+        )
         self._part.add("events", (self._part.rank, self.step, *place, start_ns, end_ns, *counted))
 
     def _ns(self, timestamp: Timestamp) -> int:

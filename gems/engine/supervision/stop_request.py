@@ -12,22 +12,24 @@ from collections.abc import Mapping
 from pathlib import Path
 
 POLL_S = 1.0
-SAVE, END = signal.SIGUSR2, signal.SIGTERM
+SAVE = signal.SIGUSR2
+END = signal.SIGTERM
 
 
 class StopListener:
     """Listens in a thread for SIGUSR2, SIGTERM and stop.json, even while the main thread is inside MPI.
 
-    SIGUSR2 asks to save and stop. If `sigterm_asks`, so does the first SIGTERM: at a preemption SLURM sends it to the
-    ranks alone and grants them the partition's GraceTime; the second one ends the process. Otherwise SIGTERM keeps its
-    default action. What ends the whole job (scancel, the time limit) reaches srun too, which kills the ranks.
-    `stop_json` is None for a rank that does not check the file: one rank that does is enough, and spares the file
-    system.
+    SIGUSR2 asks to save and stop. If `sigterm_asks`, so does the first SIGTERM: at a preemption
+    SLURM sends it to the ranks alone and grants them the partition's GraceTime; the second one ends
+    the process. Otherwise SIGTERM keeps its default action. What ends the whole job (scancel, the
+    time limit) reaches srun too, which kills the ranks. `stop_json` is None for a rank that does
+    not check the file: one rank that does is enough, and spares the file system.
     """
 
-    # Python's handlers run in the main thread once it is back from C, maybe minutes later. So the signals are blocked,
-    # and this thread waits for them. Threads inherit the mask of the one that starts them, hence `start` before MPI;
-    # those of libraries loaded earlier report signals through the wake-up pipe.
+    # Python's handlers run in the main thread once it is back from C, maybe minutes later. So the
+    # signals are blocked, and this thread waits for them. Threads inherit the mask of the one that
+    # starts them, hence `start` before MPI; those of libraries loaded earlier report signals
+    # through the wake-up pipe.
 
     def __init__(self, stop_json: Path | None, *, sigterm_asks: bool) -> None:
         self._stop_json = stop_json
@@ -38,7 +40,10 @@ class StopListener:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Block the signals and start the thread; once, from the main thread, before anything else has threads."""
+        """Block the signals and start the thread.
+
+        Once, from the main thread, before anything else has threads.
+        """
         self._pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._mask_before = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
         self._fd_before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
@@ -73,7 +78,9 @@ class StopListener:
                 return
             numbers = [taken.si_signo] if taken else []
             with contextlib.suppress(BlockingIOError):  # signals that older threads have received
-                numbers += [number for number in os.read(self._pipe[0], 64) if number in self._signals]
+                numbers += [
+                    number for number in os.read(self._pipe[0], 64) if number in self._signals
+                ]
             for number in numbers:
                 self._take(number)
             if self._reason is None and self._stop_json is not None:
@@ -90,9 +97,16 @@ class StopListener:
             self._reason = signal.Signals(number).name
 
 
-def stop_listener(stop_json: Path, rank: int, environment: Mapping[str, str] = os.environ) -> StopListener:
-    """Return the listener of a rank: rank 0 checks the file, and ranks started by srun save at SIGTERM."""
-    return StopListener(stop_json if rank == 0 else None, sigterm_asks="SLURM_STEP_ID" in environment)
+def stop_listener(
+    stop_json: Path, rank: int, environment: Mapping[str, str] = os.environ
+) -> StopListener:
+    """Return the listener of a rank.
+
+    Rank 0 checks the file, and ranks started by srun save at SIGTERM.
+    """
+    return StopListener(
+        stop_json if rank == 0 else None, sigterm_asks="SLURM_STEP_ID" in environment
+    )
 
 
 def read_reason(stop_json: Path) -> str | None:

@@ -1,12 +1,14 @@
 """The watchdog: a thread of each rank that finds hangs, makes every rank write its stacks, and ends the job.
 
-A rank hangs if its main thread has been in one action longer than `train.hang_timeout_s` (PHASE_FACTOR times as long
-in a phase outside of the schedule, such as start-up or a checkpoint), or waits that long while no rank that it depends
-on, directly or through others, has begun anything. So a first step may be slow on one rank after the other.
+A rank hangs if its main thread has been in one action longer than `train.hang_timeout_s`
+(PHASE_FACTOR times as long in a phase outside of the schedule, such as start-up or a checkpoint),
+or waits that long while no rank that it depends on, directly or through others, has begun anything.
+So a first step may be slow on one rank after the other.
 
-The first rank that finds a hang writes STALLED.json. Two ranks of each node check for that file; they, and the finder,
-send SIGUSR1 to the other ranks of their node, whose stacks are then written even while the interpreter is held. The
-watchdog never calls MPI, which the main thread may be in: it ends its process, and the launcher ends the others.
+The first rank that finds a hang writes STALLED.json. Two ranks of each node check for that file;
+they, and the finder, send SIGUSR1 to the other ranks of their node, whose stacks are then written
+even while the interpreter is held. The watchdog never calls MPI, which the main thread may be in:
+it ends its process, and the launcher ends the others.
 """
 
 from __future__ import annotations
@@ -53,7 +55,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LocalPeer:
-    """A rank on this node. Its process is identified by its start too, since process IDs are reused."""
+    """A rank on this node.
+
+    Its process is identified by its start too, since process IDs are reused.
+    """
 
     rank: int
     pid: int
@@ -84,7 +89,8 @@ class RankHeartbeats(Mapping[int, Beat]):
     """The last heartbeats of all ranks, each read from its file on first use."""
 
     def __init__(self, folder: RunFolder, num_ranks: int) -> None:
-        self._folder, self._num_ranks = folder, num_ranks
+        self._folder = folder
+        self._num_ranks = num_ranks
         self._read: dict[int, Beat | None] = {}
 
     def __getitem__(self, rank: int) -> Beat:
@@ -109,7 +115,10 @@ class RankHeartbeats(Mapping[int, Beat]):
 
 
 class Watchdog:
-    """Watches over one rank while the block runs; `peers` are the ranks of its node, including this one."""
+    """Watches over one rank while the block runs.
+
+    `peers` are the ranks of its node, including this one.
+    """
 
     def __init__(
         self,
@@ -121,17 +130,26 @@ class Watchdog:
         peers: Sequence[LocalPeer],
         wait_state: WaitState,
     ) -> None:
-        self._folder, self._rank, self._num_ranks = folder, rank, num_ranks
-        self._heartbeat, self._limit_s, self._wait_state = heartbeat, hang_timeout_s, wait_state
+        self._folder = folder
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._heartbeat = heartbeat
+        self._limit_s = hang_timeout_s
+        self._wait_state = wait_state
         self._peers = tuple(peers)
         self._checks_others = rank in sorted(peer.rank for peer in peers)[:NUM_CHECKING_RANKS]
         self._main = threading.main_thread().ident or 0
         self._closing = threading.Event()
-        self._ending = threading.Lock()  # whoever holds it reports the end: the main thread or the watchdog
+        self._ending = (
+            threading.Lock()
+        )  # whoever holds it reports the end: the main thread or the watchdog
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._ticked_s = self._checked_s = self._armed_s = time.monotonic()
-        self._last_seen, self._moved_ns = (0, 0, True), 0
-        self._still_s, self._over_s, self._num_late = 0.0, 0.0, 0
+        self._last_seen = (0, 0, True)
+        self._moved_ns = 0
+        self._still_s = 0.0
+        self._over_s = 0.0
+        self._num_late = 0
         self._seen_s: float | None = None
         self._asked_s = -float("inf")
 
@@ -143,19 +161,24 @@ class Watchdog:
             self._stacks = io.FileIO(path, "w")
         faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)
         self._arm()
-        self._heartbeat.live()  # a rank that is stopped before the first tick has shown a sign of life too
+        # a rank that is stopped before the first tick has shown a sign of life too
+        self._heartbeat.live()
         self._wait_state.is_progressing = self.is_progressing
         self._thread.start()
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        frames: TracebackType | None,
     ) -> None:
         if not self._ending.acquire(blocking=False):
             time.sleep(2 * DUMP_S + GRACE_S)  # the watchdog is ending this process
         if isinstance(error, StalledError):
             error.waits_for = self._announce(error)
-            return  # the thread still shows signs of life while others look for the rank that does not
+            # the thread still shows signs of life while others look for the rank that does not
+            return
         self._closing.set()
         self._thread.join(2 * TICK_S)
         faulthandler.cancel_dump_traceback_later()
@@ -187,7 +210,10 @@ class Watchdog:
             at_ns = now_ns()
             beats = RankHeartbeats(self._folder, self._num_ranks)
             graph = WaitGraph(self._schedule, beats, at_ns, self._silent_s)
-            return any((at_ns - beat.moved_ns) * 1e-9 < self._limit_of(beat) for beat in graph.held_up_by(self._rank))
+            return any(
+                (at_ns - beat.moved_ns) * 1e-9 < self._limit_of(beat)
+                for beat in graph.held_up_by(self._rank)
+            )
         except Exception as error:
             _log.warning("cannot find out which ranks make progress: %r", error)
             return False
@@ -213,7 +239,8 @@ class Watchdog:
         now_s = time.monotonic()
         passed_s = min(now_s - self._ticked_s, 2 * TICK_S)
         self._ticked_s = now_s
-        what, beat = self._wait_state.what, self._heartbeat.last()
+        what = self._wait_state.what
+        beat = self._heartbeat.last()
         seen = (beat.time_ns if beat else 0, self._wait_state.count, what is None)
         if seen != self._last_seen:
             self._last_seen, self._moved_ns = seen, now_ns()
@@ -238,7 +265,8 @@ class Watchdog:
             if self._ticked_s - self._asked_s < max(TICK_S, self._limit_s / 10):
                 return
             if self.is_progressing():
-                self._asked_s, self._over_s = self._ticked_s, 0.0
+                self._asked_s = self._ticked_s
+                self._over_s = 0.0
                 return
         self._over_s += passed_s
         if self._over_s < GRACE_S or not self._ending.acquire(blocking=False):
@@ -246,7 +274,8 @@ class Watchdog:
         ensure_exit()
         doing = f"waited for {what}" if what is not None else f"been in {beat.action}"
         error = StalledError(
-            f"rank {self._rank} has {doing} for {self._still_s:.0f} s, and train.hang_timeout_s={self._limit_s:g}"
+            f"rank {self._rank} has {doing} for {self._still_s:.0f} s, and"
+            f" train.hang_timeout_s={self._limit_s:g}"
         )
         error.waits_for = self._announce()
         frame = sys._current_frames().get(self._main)
@@ -256,8 +285,13 @@ class Watchdog:
         os._exit(code)
 
     def _announce(self, raised: BaseException | None = None) -> str | None:
-        """Write STALLED.json, if no rank has yet, and stacks; return who waits for whom, if this rank was the first."""
-        document = rank_facts(self._rank, self._heartbeat.last()) | {"waited_s": round(self._still_s, 1)}
+        """Write STALLED.json, if no rank has yet, and stacks.
+
+        Return who waits for whom, if this rank was the first.
+        """
+        document = rank_facts(self._rank, self._heartbeat.last()) | {
+            "waited_s": round(self._still_s, 1)
+        }
         is_first = False
         with contextlib.suppress(OSError), self._folder.stalled_json.open("x") as file:
             is_first = True
@@ -296,7 +330,10 @@ class Watchdog:
         beat = self._heartbeat.last()
         where = f"step {beat.step}, action {beat.action}" if beat else "no heartbeat"
         utc = datetime.now(UTC).isoformat(timespec="milliseconds")
-        head = f"rank {self._rank} on node {os.uname().nodename}, process {os.getpid()}, {where}, {utc}: {why}\n"
+        head = (
+            f"rank {self._rank} on node {os.uname().nodename}, process {os.getpid()}, {where},"
+            f" {utc}: {why}\n"
+        )
         with contextlib.suppress(OSError, ValueError):
             lines = "".join(traceback.format_exception(raised)) if raised is not None else ""
             os.write(self._stacks.fileno(), (head + lines).encode(errors="replace"))

@@ -1,4 +1,7 @@
-"""Links: what carries the messages of a schedule, and how a rank waits for them. Needs neither MPI nor torch."""
+"""Links: what carries the messages of a schedule, and how a rank waits for them.
+
+Needs neither MPI nor torch.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,9 @@ class Request(Protocol):
 
 
 class Sums(Protocol):
-    """What sums a contiguous tensor over `size` ranks in place; of a GPU too if it `sums_on_device`.
+    """What sums a contiguous tensor over `size` ranks in place.
 
+    Of a GPU too if it `sums_on_device`.
     All ranks post the same sums in the same order.
     """
 
@@ -44,8 +48,8 @@ class Sums(Protocol):
 class Links(ABC):
     """Posts sends and receives of contiguous tensors to other ranks by number, and waits for them.
 
-    Posting returns at once. A wait spins for `spin_s`, then sleeps `sleep_s` between polls, and is recorded in
-    `wait_state`.
+    Posting returns at once. A wait spins for `spin_s`, then sleeps `sleep_s` between polls, and is
+    recorded in `wait_state`.
 
     Attributes:
         max_tag: the largest tag of a message.
@@ -54,17 +58,25 @@ class Links(ABC):
     max_tag: int
 
     def __init__(
-        self, rank: int, hang_timeout_s: float, spin_s: float = SPIN_S, sleep_s: float = SLEEP_S,
+        self,
+        rank: int,
+        hang_timeout_s: float,
+        spin_s: float = SPIN_S,
+        sleep_s: float = SLEEP_S,
         wait_state: WaitState | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.rank = rank
-        self._hang_timeout_s, self._spin_s, self._sleep_s = hang_timeout_s, spin_s, sleep_s
+        self._hang_timeout_s = hang_timeout_s
+        self._spin_s = spin_s
+        self._sleep_s = sleep_s
         self._wait_state = wait_state or WaitState()
         self._outgoing: list[tuple[Request, Any, Callable[[], None] | None]] = []
         self._incoming: list[tuple[Request, Any]] = []
 
     @abstractmethod
-    def send(self, tensor: Any, rank: int, tag: int, done: Callable[[], None] | None = None) -> None:
+    def send(
+        self, tensor: Any, rank: int, tag: int, done: Callable[[], None] | None = None
+    ) -> None:
         """Post a send; the tensor is kept until it has left, and `done` is called then."""
 
     @abstractmethod
@@ -86,14 +98,18 @@ class Links(ABC):
                 else:
                     kept.append(entry)
             self._outgoing = kept
-        elif self._incoming and self._incoming[0][0].Test():  # one test of a pending request progresses all
+        elif (
+            self._incoming and self._incoming[0][0].Test()
+        ):  # one test of a pending request progresses all
             del self._incoming[0]
 
     def is_complete(self, request: Request) -> bool:
         """Return whether a receive is over, without waiting for it."""
         return bool(request.Test())
 
-    def wait(self, request: Request, what: object = "data", meanwhile: Callable[[], None] | None = None) -> None:
+    def wait(
+        self, request: Request, what: object = "data", meanwhile: Callable[[], None] | None = None
+    ) -> None:
         """Wait for one request, and call `meanwhile` between polls; see `wait_until`.
 
         Raises:
@@ -136,9 +152,14 @@ class Links(ABC):
             return is_done()
 
         self._wait_state.wait_until(
-            is_done_after_poll, what, self._hang_timeout_s, sleep_s or self._sleep_s, self._spin_s,
-            f"rank {self.rank} ", self._sleep,
-        )  # fmt: skip
+            is_done_after_poll,
+            what,
+            self._hang_timeout_s,
+            sleep_s or self._sleep_s,
+            self._spin_s,
+            f"rank {self.rank} ",
+            self._sleep,
+        )
 
     def _sleep(self, seconds: float) -> None:
         time.sleep(seconds)

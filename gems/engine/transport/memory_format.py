@@ -15,8 +15,8 @@ from gems.schedule.action import Action
 class ChannelsLast(P2PChannels):
     """Sends tensors of four dimensions (N, C, H, W) by the order (N, H, W, C), in which torch.channels_last keeps them.
 
-    So neither side copies them. What is in another format, in which cuDNN for example computes in float64, is converted
-    when it is sent.
+    So neither side copies them. What is in another format, in which cuDNN for example computes in
+    float64, is converted when it is sent.
     """
 
     @staticmethod
@@ -29,7 +29,10 @@ class ChannelsLast(P2PChannels):
 
     def wait(self, action: Action) -> tuple[torch.Tensor, ...]:
         """Wait for a posted receive and return its tensors (N, C, H, W), views of the buffers."""
-        return tuple(tensor.permute(0, 3, 1, 2) if tensor.dim() == 4 else tensor for tensor in super().wait(action))
+        return tuple(
+            tensor.permute(0, 3, 1, 2) if tensor.dim() == 4 else tensor
+            for tensor in super().wait(action)
+        )
 
     def post_send(self, action: Action, tensors: Sequence[torch.Tensor]) -> None:
         """Post the tensors of a SEND_F or SEND_B."""

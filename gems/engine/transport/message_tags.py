@@ -12,8 +12,9 @@ from gems.schedule.schedule import Schedule
 
 
 def message_tag(action: Action, index: int, num_stages: int, max_tensors: int) -> int:
-    """Return the tag of tensor `index` of a transfer: a number for (micro-batch, sending stage, tensor).
+    """Return the tag of tensor `index` of a transfer.
 
+    A number for (micro-batch, sending stage, tensor).
     Forward and backward need no tags of their own, since each way has its own links.
     """
     assert action.micro_batch is not None
@@ -31,16 +32,19 @@ class MessageTags:
             ConfigError: it has not.
         """
         placement = schedule.placement
-        self._schedule, self._boundary_size = schedule, boundary_size
+        self._schedule = schedule
+        self._boundary_size = boundary_size
         # a stage of a graph sends a gradient to each of its feeders
         most = max(len(placement.feeders_of(stage)) or 1 for stage in range(schedule.num_stages))
         self._max_tensors = boundary_size * most
         last = Action(Kind.SEND_B, schedule.num_stages - 1, schedule.num_micro_batches)
         if message_tag(last, 0, schedule.num_stages, self._max_tensors) > max_tag:
             raise ConfigError(
-                "parallel.micro_batches", schedule.num_micro_batches,
-                f"this MPI has message tags up to {max_tag} only", "use fewer micro-batches",
-            )  # fmt: skip
+                "parallel.micro_batches",
+                schedule.num_micro_batches,
+                f"this MPI has message tags up to {max_tag} only",
+                "use fewer micro-batches",
+            )
 
     def peer(self, action: Action) -> int:
         """Return the rank of the pipeline at the other end of a transfer."""

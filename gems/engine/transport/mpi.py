@@ -1,4 +1,7 @@
-"""Messages between ranks, over MPI. The only module that imports MPI, and so starts it; needs no torch."""
+"""Messages between ranks, over MPI.
+
+The only module that imports MPI, and so starts it; needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,8 @@ from mpi4py import MPI
 # not in a process that only reads samples, for which `_clean_start` of the batch loader sets this
 if not MPI.Is_initialized() and os.environ.get("MPI4PY_RC_INITIALIZE") != "false":
     os.environ.update(mpich_settings(MPI.Get_library_version(), os.environ))
-    # One call at a time, from any thread: on a GPU autograd's thread polls while the main thread waits for it.
+    # One call at a time, from any thread: on a GPU autograd's thread polls while the main thread
+    # waits for it.
     MPI.Init_thread(MPI.THREAD_SERIALIZED)
 
 # of both MPICH and Open MPI; of MPICH; of Open MPI
@@ -48,19 +52,22 @@ def world() -> Comm:
     """Return the communicator of all ranks.
 
     Raises:
-        ConfigError: SLURM started another number of tasks than MPI sees; a wrong `srun --mpi=` silently makes every
-            rank a world of its own.
+        ConfigError: SLURM started another number of tasks than MPI sees; a wrong `srun --mpi=`
+            silently makes every rank a world of its own.
     """
     comm = MPI.COMM_WORLD
-    # MPI_LOCALNRANKS is set by the hydra launcher, under which the task is its proxy and not this rank
+    # MPI_LOCALNRANKS is set by the hydra launcher, under which the task is its proxy and not this
+    # rank
     is_task = "SLURM_PROCID" in os.environ and "MPI_LOCALNRANKS" not in os.environ
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS") if is_task else None
     if tasks is not None and int(tasks) != comm.size:
         raise ConfigError(
-            "cluster.mpi", os.environ.get("SLURM_MPI_TYPE", "default"),
+            "cluster.mpi",
+            os.environ.get("SLURM_MPI_TYPE", "default"),
             f"MPI sees a world of {comm.size} and SLURM started {tasks} tasks",
-            "give the type that fits this MPI: MPICH pmi2, Open MPI pmix, Cray MPICH cray_shasta (srun --mpi=list)",
-        )  # fmt: skip
+            "give the type that fits this MPI: MPICH pmi2, Open MPI pmix, Cray MPICH cray_shasta"
+            " (srun --mpi=list)",
+        )
     return comm
 
 
@@ -72,7 +79,9 @@ def library() -> str:
 def thread_level() -> str:
     """Return which threads may call this MPI: single, funneled, serialized or multiple."""
     levels = ("single", "funneled", "serialized", "multiple")
-    return next(level for level in levels if getattr(MPI, f"THREAD_{level.upper()}") == MPI.Query_thread())
+    return next(
+        level for level in levels if getattr(MPI, f"THREAD_{level.upper()}") == MPI.Query_thread()
+    )
 
 
 class Transport(Links):
@@ -107,12 +116,15 @@ class Transport(Links):
         ranks.Free()
         return made
 
-    def send(self, tensor: Sendable, rank: int, tag: int, done: Callable[[], None] | None = None) -> None:
+    def send(
+        self, tensor: Sendable, rank: int, tag: int, done: Callable[[], None] | None = None
+    ) -> None:
         """Post a send; the tensor is kept until it has left, and `done` is called then.
 
         Raises:
-            ValueError: the tensor is not contiguous, and MPI would send its storage in another order; or it is on a
-                GPU, and this MPI takes no device pointers: it would read them as the host's.
+            ValueError: the tensor is not contiguous, and MPI would send its storage in another
+                order; or it is on a GPU, and this MPI takes no device pointers: it would read them
+                as the host's.
         """
         self._keep_sent(self.comm.Isend(_buffer(tensor), rank, tag), tensor, done)
 
@@ -123,7 +135,10 @@ class Transport(Links):
         return request
 
     def persistent_send(self, data: Sendable, rank: int, tag: int) -> PersistentRequest:
-        """Make a persistent send of `data`: Start() posts it, Test() returns whether it has left, Free() ends it."""
+        """Make a persistent send of `data`.
+
+        Start() posts it, Test() returns whether it has left, Free() ends it.
+        """
         return self.comm.Send_init(_buffer(data), rank, tag)
 
     def persistent_receive(self, data: Sendable, rank: int, tag: int) -> PersistentRequest:
@@ -168,7 +183,10 @@ class Transport(Links):
         return self.comm.Iallreduce(mine, of_all, MPI.MAX)
 
     def barrier(self, sleep_s: float | None = None) -> None:
-        """Wait for all ranks without keeping a core busy, as MPI's own barrier does; a long wait may poll seldom."""
+        """Wait for all ranks without keeping a core busy, as MPI's own barrier does.
+
+        A long wait may poll seldom.
+        """
         request = self.comm.Ibarrier()
         self.wait_until(request.Test, "the other ranks", sleep_s=sleep_s)
 
@@ -198,10 +216,13 @@ def _buffer(data: Sendable) -> Any:
     if isinstance(data, np.ndarray):
         return MPI.memory.frombuffer(data)
     if not data.is_contiguous():
-        raise ValueError(f"only a contiguous tensor can be sent, not one of strides {data.stride()}")
+        raise ValueError(
+            f"only a contiguous tensor can be sent, not one of strides {data.stride()}"
+        )
     if data.is_cuda and not gpu_support():
         raise ValueError(
-            f"this MPI takes no device pointers, and the tensor is on {data.device}: use machine.transport=host"
+            f"this MPI takes no device pointers, and the tensor is on {data.device}: use"
+            " machine.transport=host"
         )
     return MPI.memory.fromaddress(data.data_ptr(), data.numel() * data.element_size())
 
@@ -228,8 +249,8 @@ def broadcast(comm: Comm, value: T | None, root: int = 0) -> T:
 def ranks_here(comm: Comm) -> int:
     """Return how many ranks of `comm` share this rank's machine, its cores and memory; collective.
 
-    Containers, and the nodes of a SLURM that runs on one machine, share a kernel's boot ID though MPI takes them for
-    several machines. MPI is asked if there is no boot ID.
+    Containers, and the nodes of a SLURM that runs on one machine, share a kernel's boot ID though
+    MPI takes them for several machines. MPI is asked if there is no boot ID.
     """
     machine = ""
     with contextlib.suppress(OSError):
@@ -263,7 +284,11 @@ def gpu_support() -> bool:
             if query is not None:
                 query.restype = ctypes.c_int
                 found = found or bool(query())
-    return found or os.environ.get("MPICH_GPU_SUPPORT_ENABLED") == "1" or os.environ.get("MV2_USE_CUDA") == "1"
+    return (
+        found
+        or os.environ.get("MPICH_GPU_SUPPORT_ENABLED") == "1"
+        or os.environ.get("MV2_USE_CUDA") == "1"
+    )
 
 
 def abort(code: int) -> None:

@@ -53,8 +53,9 @@ class _Receive:
 class P2PChannels:
     """Posts the sends and receives of one rank, and waits for data.
 
-    Links get a message once the device has done with its buffer: at once on a CPU, on a GPU when a poll finds so. What
-    is posted to or from a peer, forward or backward, keeps the order of the list, by which some links match messages.
+    Links get a message once the device has done with its buffer: at once on a CPU, on a GPU when a
+    poll finds so. What is posted to or from a peer, forward or backward, keeps the order of the
+    list, by which some links match messages.
     """
 
     def __init__(
@@ -68,13 +69,16 @@ class P2PChannels:
     ) -> None:
         """Look up peers, tags and sizes, once for all steps.
 
-        `boundaries` are the output tensors of each stage, or of each strip of each stage in turn, which may be none;
-        gradients of those of a floating-point type travel back. `links` are those of forward and of backward messages.
+        `boundaries` are the output tensors of each stage, or of each strip of each stage in turn,
+        which may be none; gradients of those of a floating-point type travel back. `links` are
+        those of forward and of backward messages.
 
         Raises:
             ConfigError: the links have too few tags for the messages of a step.
         """
-        self._boundaries = boundaries = [tuple(map(self.spec_in_memory, boundary)) for boundary in boundaries]
+        self._boundaries = boundaries = [
+            tuple(map(self.spec_in_memory, boundary)) for boundary in boundaries
+        ]
         self._links = links
         self._staging = staging
         self._recorder = recorder
@@ -92,8 +96,11 @@ class P2PChannels:
                 if is_backward:
                     specs = with_gradient(specs)
                 num_bytes = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
-                peer, numbers = tags.peer(action), tags.tags(action, sum(map(staging.num_pieces, specs)))
-                self._transfers[action] = _Transfer(links[is_backward], peer, specs, numbers, num_bytes)
+                peer = tags.peer(action)
+                numbers = tags.tags(action, sum(map(staging.num_pieces, specs)))
+                self._transfers[action] = _Transfer(
+                    links[is_backward], peer, specs, numbers, num_bytes
+                )
 
     @staticmethod
     def spec_in_memory(spec: TensorSpec) -> TensorSpec:
@@ -106,17 +113,24 @@ class P2PChannels:
         posted_ns = time.perf_counter_ns()
         tensors = [self._staging.receiving(spec) for spec in transfer.specs]
         places = [(tensor, place) for tensor in tensors for place in range(len(tensor.buffers))]
-        receive = self._receives[action] = _Receive(tensors, places, [None] * len(places), posted_ns)
+        receive = self._receives[action] = _Receive(
+            tensors, places, [None] * len(places), posted_ns
+        )
         self._recorder.count_bytes(transfer.num_bytes)
         for number, (tensor, place) in enumerate(places):
             buffer = tensor.buffers[place]
-            self._post_when_ready(action, buffer, partial(self._give_to_receive, transfer, receive, number, buffer))
+            self._post_when_ready(
+                action, buffer, partial(self._give_to_receive, transfer, receive, number, buffer)
+            )
 
     def wait(self, action: Action) -> tuple[torch.Tensor, ...]:
         """Wait for a posted receive and return its tensors, on the rank's device."""
-        transfer, receive = self._transfers[action], self._receives.pop(action)
+        transfer = self._transfers[action]
+        receive = self._receives.pop(action)
         if None in receive.requests:
-            transfer.links.wait_until(lambda: None not in receive.requests, action, self._post_ready)
+            transfer.links.wait_until(
+                lambda: None not in receive.requests, action, self._post_ready
+            )
         for number, request in enumerate(receive.requests):
             transfer.links.wait(request, action, self._post_ready)
             if number == receive.num_brought:
@@ -127,7 +141,8 @@ class P2PChannels:
     def post_send(self, action: Action, tensors: Sequence[torch.Tensor]) -> None:
         """Post the tensors of a SEND_F or SEND_B; their memory is free again once they have left."""
         transfer = self._transfers[action]
-        left, posted_ns = len(transfer.tags), time.perf_counter_ns()
+        left = len(transfer.tags)
+        posted_ns = time.perf_counter_ns()
 
         def begin(buffer: Buffer, tag: int) -> None:
             nonlocal posted_ns
@@ -211,8 +226,12 @@ class P2PChannels:
             if not waiting:
                 del self._unposted[edge]
 
-    def _give_to_receive(self, transfer: _Transfer, receive: _Receive, number: int, buffer: Buffer) -> None:
-        receive.requests[number] = transfer.links.receive(buffer.tensor, transfer.peer, transfer.tags[number])
+    def _give_to_receive(
+        self, transfer: _Transfer, receive: _Receive, number: int, buffer: Buffer
+    ) -> None:
+        receive.requests[number] = transfer.links.receive(
+            buffer.tensor, transfer.peer, transfer.tags[number]
+        )
 
     def _bring_next(self, receive: _Receive) -> None:
         self._staging.bring(*receive.places[receive.num_brought])

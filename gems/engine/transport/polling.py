@@ -14,12 +14,16 @@ from gems.errors import StalledError
 
 POLL_S = 0.000025  # of one rank that has a core to itself
 MIN_POLL_S = 0.00005
-TIMED_WAIT_FACTOR = 8  # who waits for a time polls less often: an earlier message changes nothing for it
+TIMED_WAIT_FACTOR = (
+    8  # who waits for a time polls less often: an earlier message changes nothing for it
+)
 SPIN_MARGIN_S = 0.00008  # before that time it spins, since sleeps end late on busy cores
 CROWDED_POLL_S = 0.0001  # from here on it spins less: that would take the cores from other ranks
 TIMER_SLACK_NS = 1_000
-SPIN_S, OWN_CORE_SPIN_S = 0.0002, 0.02
-MIN_EXTENSION_S, MAX_EXTENSION_S = 1.0, 30.0
+SPIN_S = 0.0002
+OWN_CORE_SPIN_S = 0.02
+MIN_EXTENSION_S = 1.0
+MAX_EXTENSION_S = 30.0
 _PR_SET_TIMERSLACK = 29
 
 
@@ -27,9 +31,11 @@ class WaitState:
     """What this rank waits for now: written by whoever waits, read by the rank's watchdog.
 
     Attributes:
-        what: None while the rank works; left after a wait that failed, since the rank still waits then.
+        what: None while the rank works; left after a wait that failed, since the rank still waits
+            then.
         count: of the waits that have begun.
-        is_progressing: asked when a wait has timed out: has a rank that this one depends on begun anything in time?
+        is_progressing: asked when a wait has timed out: has a rank that this one depends on begun
+            anything in time?
         progress_mpi: called before each sleep: lets messages of MPI move that no wait asks for.
     """
 
@@ -51,21 +57,30 @@ class WaitState:
         who: str = "",
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
-        """Wait until `is_done` returns true: spin for `spin_s`, then `sleep` for `sleep_s` between calls.
+        """Wait until `is_done` returns true.
+
+        Spin for `spin_s`, then `sleep` for `sleep_s` between calls.
 
         Raises:
-            StalledError: it did not within the hang timeout, and no rank that this one depends on makes progress.
+            StalledError: it did not within the hang timeout, and no rank that this one depends on
+            makes progress.
         """
         begin_s = time.perf_counter()
-        spin_until_s, deadline_s = begin_s + spin_s, begin_s + hang_timeout_s
+        spin_until_s = begin_s + spin_s
+        deadline_s = begin_s + hang_timeout_s
         self.count += 1
         self.what = what
         while not is_done():
             now_s = time.perf_counter()
             if now_s > deadline_s:
                 if not self.is_progressing():
-                    raise StalledError(f"{who}waited {max(hang_timeout_s, math.floor(now_s - begin_s)):g} s for {what}")
-                deadline_s = time.perf_counter() + min(max(hang_timeout_s / 10, MIN_EXTENSION_S), MAX_EXTENSION_S)
+                    raise StalledError(
+                        f"{who}waited {max(hang_timeout_s, math.floor(now_s - begin_s)):g} s for"
+                        f" {what}"
+                    )
+                deadline_s = time.perf_counter() + min(
+                    max(hang_timeout_s / 10, MIN_EXTENSION_S), MAX_EXTENSION_S
+                )
             if now_s > spin_until_s:
                 self.progress_mpi()
                 sleep(sleep_s)
@@ -97,7 +112,9 @@ class Waiter:
             if left_s <= 0:
                 return
             if left_s > self._spin_margin_s:
-                time.sleep(min(left_s - self._spin_margin_s, TIMED_WAIT_FACTOR * self._poll_interval_s))
+                time.sleep(
+                    min(left_s - self._spin_margin_s, TIMED_WAIT_FACTOR * self._poll_interval_s)
+                )
 
     def wait_until(self, is_done: Callable[[], bool], what: object) -> None:
         """Wait until `is_done` returns True; see `WaitState.wait_until`."""
@@ -108,7 +125,9 @@ class Waiter:
             self._poll()
             return is_done()
 
-        self._wait_state.wait_until(is_done_after_poll, what, self._hang_timeout_s, self._poll_interval_s)
+        self._wait_state.wait_until(
+            is_done_after_poll, what, self._hang_timeout_s, self._poll_interval_s
+        )
 
 
 def poll_interval_s(num_ranks_here: int) -> float:
@@ -120,7 +139,10 @@ def poll_interval_s(num_ranks_here: int) -> float:
 
 
 def spin_time_s(num_ranks_here: int) -> float:
-    """Return how long a rank that waits for a message spins before it sleeps: long if it has a core to itself."""
+    """Return how long a rank that waits for a message spins before it sleeps.
+
+    Long if it has a core to itself.
+    """
     return OWN_CORE_SPIN_S if num_ranks_here <= _num_cores() else SPIN_S
 
 
@@ -137,14 +159,17 @@ def reduce_timer_slack() -> None:
 
 @contextlib.contextmanager
 def realtime_priority() -> Iterator[None]:
-    """Run this thread before others inside the block, if the user may (root on Linux); otherwise change nothing.
+    """Run this thread before others inside the block, if the user may (root on Linux).
 
-    An emulated rank that wakes up on a busy core would wait milliseconds for its turn, as no device does. There must
-    be no spinning inside.
+    Otherwise change nothing.
+    An emulated rank that wakes up on a busy core would wait milliseconds for its turn, as no device
+    does. There must be no spinning inside.
     """
     try:
         before = os.sched_getscheduler(0)
-        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(os.sched_get_priority_min(os.SCHED_RR)))
+        os.sched_setscheduler(
+            0, os.SCHED_RR, os.sched_param(os.sched_get_priority_min(os.SCHED_RR))
+        )
     except (OSError, AttributeError):
         yield
         return

@@ -1,7 +1,7 @@
 """The MPI probe, two ranks of `python -m gems.engine.transport.probe RESULT_JSON DEVICE [ORDER]`.
 
-They start MPI as a run does and exchange messages whose content is checked, on GPUs from device memory too. Rank 0
-writes the result; a rank that fails writes its error to the same file.
+They start MPI as a run does and exchange messages whose content is checked, on GPUs from device
+memory too. Rank 0 writes the result; a rank that fails writes its error to the same file.
 """
 
 from __future__ import annotations
@@ -30,19 +30,29 @@ if TYPE_CHECKING:
 
 SCHEMA = "gems.probe/1"
 RANKS = 2
-SMALL_BYTES, LARGE_BYTES = 8, 1 << 22
-SMALL_TIMES, LARGE_TIMES, WARMUP_TIMES = 200, 20, 3
+SMALL_BYTES = 8
+LARGE_BYTES = 1 << 22
+SMALL_TIMES = 200
+LARGE_TIMES = 20
+WARMUP_TIMES = 3
 HANG_TIMEOUT_S = 60.0
 FLUSH_S = 0.3  # launchers forward nothing after a rank aborts, not even what it wrote before
-# Outcome of a message from device memory; the second stays in the file if such a message ends the ranks.
-NO_GPU, TRYING, PASSED, STAGED = "no GPU", "trying", "passed", "not taken"
+# Outcome of a message from device memory; the second stays in the file if such a message ends the
+# ranks.
+NO_GPU = "no GPU"
+TRYING = "trying"
+PASSED = "passed"
+STAGED = "not taken"
 _log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str]) -> None:
     """Run one rank of the probe; any error is written to the result and ends both ranks."""
     if len(argv) not in (2, 3):
-        print("usage: python -m gems.engine.transport.probe RESULT_JSON DEVICE [ORDER]", file=sys.stderr)
+        print(
+            "usage: python -m gems.engine.transport.probe RESULT_JSON DEVICE [ORDER]",
+            file=sys.stderr,
+        )
         sys.exit(2)
     set_up_rank_logging(launched_rank())
     result = Path(argv[0])
@@ -51,35 +61,53 @@ def main(argv: Sequence[str]) -> None:
         _probe(result, argv[1], order)
     except BaseException as error:
         code = _report_error(result, error)
-        from gems.engine.transport.mpi import abort  # fails too if MPI is missing, which ends the process
+        from gems.engine.transport.mpi import (
+            abort,
+        )  # fails too if MPI is missing, which ends the process
 
         abort(code)
 
 
 def _probe(result: Path, wanted: str, order: Sequence[int]) -> None:
     begin = time.perf_counter()
-    device = _device(wanted, order)  # before MPI starts: one that supports GPUs looks at the current device then
+    device = _device(
+        wanted, order
+    )  # before MPI starts: one that supports GPUs looks at the current device then
     from gems.engine.transport.mpi import Transport, gpu_support, library, thread_level, world
 
     comm = world()
     if comm.size != RANKS:
         raise ConfigError(
-            "cluster.launcher", os.environ.get("SLURM_MPI_TYPE", "mpiexec"),
+            "cluster.launcher",
+            os.environ.get("SLURM_MPI_TYPE", "mpiexec"),
             f"MPI sees a world of {comm.size}, and the probe was started with {RANKS} ranks",
-            "the launcher and the MPI that mpi4py loads must be the same: load one MPI, and see cluster.mpi",
-        )  # fmt: skip
+            "the launcher and the MPI that mpi4py loads must be the same: load one MPI, and see"
+            " cluster.mpi",
+        )
     transport = Transport(comm, hang_timeout_s=HANG_TIMEOUT_S)
     gpu = None
     if device is not None:
         import torch
 
-        gpu = {"name": torch.cuda.get_device_name(device), "index": device.index, "visible": torch.cuda.device_count()}
-    ranks = comm.gather({"node": os.uname().nodename, "gpu": gpu, "sees_folder": result.parent.is_dir()})
+        gpu = {
+            "name": torch.cuda.get_device_name(device),
+            "index": device.index,
+            "visible": torch.cuda.device_count(),
+        }
+    ranks = comm.gather(
+        {"node": os.uname().nodename, "gpu": gpu, "sees_folder": result.parent.is_dir()}
+    )
     document: dict[str, Any] = {
-        "schema": SCHEMA, "mpi": library(), "threads": thread_level(), "world_size": comm.size, "ranks": ranks,
-        "takes_device_memory": gpu_support(), "device_message": NO_GPU, "host": _measure(transport, _host_data),
+        "schema": SCHEMA,
+        "mpi": library(),
+        "threads": thread_level(),
+        "world_size": comm.size,
+        "ranks": ranks,
+        "takes_device_memory": gpu_support(),
+        "device_message": NO_GPU,
+        "host": _measure(transport, _host_data),
         "device": None,
-    }  # fmt: skip
+    }
     if device is not None and all(comm.allgather(device is not None)):
         document["device_message"] = TRYING
         if comm.rank == 0:
@@ -140,13 +168,20 @@ def _measure(transport: Transport, data: Callable[[int, int], Any]) -> dict[str,
     return {"latency_s": small_s, "bytes_per_s": bytes_per_s, "message_bytes": LARGE_BYTES}
 
 
-def _half_trip_s(transport: Transport, data: Callable[[int, int], Any], num_bytes: int, num_times: int) -> float:
+def _half_trip_s(
+    transport: Transport, data: Callable[[int, int], Any], num_bytes: int, num_times: int
+) -> float:
     """Return the median time of half a round trip."""
-    rank, other = transport.rank, 1 - transport.rank
-    mine, expected, got = data(num_bytes, 17 * rank), data(num_bytes, 17 * other), data(num_bytes, 99)
+    rank = transport.rank
+    other = 1 - transport.rank
+    mine = data(num_bytes, 17 * rank)
+    expected = data(num_bytes, 17 * other)
+    got = data(num_bytes, 99)
     trips_s = [transport.round_trip_s(mine, got) for _ in range(WARMUP_TIMES + num_times)]
     if bool((got != expected).any()):
-        raise RankFailedError(f"rank {rank} received {num_bytes} bytes with other content than was sent")
+        raise RankFailedError(
+            f"rank {rank} received {num_bytes} bytes with other content than was sent"
+        )
     return statistics.median(trips_s[WARMUP_TIMES:]) / 2
 
 
@@ -158,7 +193,9 @@ def _report_error(result: Path, error: BaseException) -> int:
     _log.error("the probe on node %s failed: %s", os.uname().nodename, cause)
     arguments = list(map(str, error.__reduce__()[1])) if isinstance(error, ConfigError) else []
     try:
-        write_json(result, {"schema": SCHEMA, "error": cause, "config_error": arguments, "exit_code": code})
+        write_json(
+            result, {"schema": SCHEMA, "error": cause, "config_error": arguments, "exit_code": code}
+        )
     except OSError as failure:
         _log.error("the probe cannot write %s: %s", result, failure)
     time.sleep(FLUSH_S)

@@ -1,7 +1,7 @@
 """Links over process groups of torch.distributed: gloo between hosts, NCCL between GPUs.
 
-A process group matches messages by their order, so each edge has a group of its own. MPI starts the ranks, and tells
-them where to meet.
+A process group matches messages by their order, so each edge has a group of its own. MPI starts the
+ranks, and tells them where to meet.
 """
 
 from __future__ import annotations
@@ -31,9 +31,12 @@ from gems.schedule.edges import edges_of
 from gems.schedule.placement import Placement
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-NO_TIMEOUT = datetime.timedelta(days=7)  # how long a rank may wait is the run's to say, not a group's
+NO_TIMEOUT = datetime.timedelta(
+    days=7
+)  # how long a rank may wait is the run's to say, not a group's
 WAKE_S = 0.001  # after which a wait over gloo looks around, though no message was over
-_SOURCE, _DESTINATION = 0, 1
+_SOURCE = 0
+_DESTINATION = 1
 T = TypeVar("T")
 
 
@@ -45,17 +48,24 @@ class _Rendezvous:
         is_here = ranks_here(comm) == comm.size
         tcp_store, self._prefix_store = stores()
         host = "127.0.0.1" if is_here else socket.gethostname()
-        server = tcp_store(host, 0, is_master=True, wait_for_workers=False) if comm.rank == 0 else None
+        server = (
+            tcp_store(host, 0, is_master=True, wait_for_workers=False) if comm.rank == 0 else None
+        )
         address = broadcast(comm, None if server is None else (host, server.port))
         meet(comm)  # all have it before any waits in torch for the others, where MPI may not move
         self._store = server or tcp_store(*address, is_master=False, wait_for_workers=False)
         self._gloo_device: Any = None
         if backend == GLOO:
-            make, interface = dist.ProcessGroupGloo.create_device, os.environ.get(GLOO_INTERFACE)
+            make = dist.ProcessGroupGloo.create_device
+            interface = os.environ.get(GLOO_INTERFACE)
             if interface:
                 self._gloo_device = make(interface=interface)
             else:
-                self._gloo_device = make(hostname=host) if is_here else dist.ProcessGroupGloo.create_default_device()
+                self._gloo_device = (
+                    make(hostname=host)
+                    if is_here
+                    else dist.ProcessGroupGloo.create_default_device()
+                )
 
     def open(self, name: str, rank: int, size: int) -> Any:
         """Open the group of `size` ranks that ask for this name; collective over them."""
@@ -65,7 +75,8 @@ class _Rendezvous:
             nccl._timeout = NO_TIMEOUT
             return dist.ProcessGroupNCCL(store, rank, size, nccl)
         gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        gloo._timeout, gloo._devices = NO_TIMEOUT, [self._gloo_device]
+        gloo._timeout = NO_TIMEOUT
+        gloo._devices = [self._gloo_device]
         return dist.ProcessGroupGloo(store, rank, size, gloo)
 
 
@@ -94,7 +105,8 @@ class _GlooMessage:
     """A message of gloo, which says only to who waits for it that it is over: a thread does."""
 
     def __init__(self, work: Any) -> None:
-        self.work, self.is_over = work, False
+        self.work = work
+        self.is_over = False
         self.error: RuntimeError | None = None
 
     def Test(self) -> bool:  # noqa: N802, as mpi4py
@@ -104,10 +116,15 @@ class _GlooMessage:
 
 
 class _Edge:
-    """The group of an edge, on one of its two ranks; `arrived` is set when a message of gloo is over."""
+    """The group of an edge, on one of its two ranks.
+
+    `arrived` is set when a message of gloo is over.
+    """
 
     def __init__(self, group: Any, is_gloo: bool, arrived: threading.Event) -> None:
-        self._group, self._is_gloo, self._arrived = group, is_gloo, arrived
+        self._group = group
+        self._is_gloo = is_gloo
+        self._arrived = arrived
         self._posted: SimpleQueue[_GlooMessage | None] = SimpleQueue()
         if is_gloo:
             threading.Thread(target=self._wait_in_turn, name="gloo", daemon=True).start()
@@ -126,7 +143,9 @@ class _Edge:
     def _under_way(self, post: Callable[[], Any]) -> _Message | _GlooMessage:
         try:
             work = post()
-        except RuntimeError as error:  # the peer was gone before, or the message failed while it was posted
+        except (
+            RuntimeError
+        ) as error:  # the peer was gone before, or the message failed while it was posted
             raise _failed(error) from error
         if not self._is_gloo:
             return _Message(work)
@@ -146,23 +165,35 @@ class _Edge:
 
 
 class GroupLinks(Links):
-    """Messages of one way, each edge over a process group of its own, in order; tags are not looked at.
+    """Messages of one way, each edge over a process group of its own, in order.
 
+    Tags are not looked at.
     What is posted to NCCL follows the work on the current stream.
     """
 
     max_tag = 2**62
 
     def __init__(
-        self, rank: int, to: Mapping[int, _Edge], by: Mapping[int, _Edge], arrived: threading.Event, is_nccl: bool,
-        hang_timeout_s: float, wait_state: WaitState | None = None,
-    ) -> None:  # fmt: skip
-        # never spins over gloo: the thread that waits for a message needs Python's lock to say that it is over
+        self,
+        rank: int,
+        to: Mapping[int, _Edge],
+        by: Mapping[int, _Edge],
+        arrived: threading.Event,
+        is_nccl: bool,
+        hang_timeout_s: float,
+        wait_state: WaitState | None = None,
+    ) -> None:
+        # never spins over gloo: the thread that waits for a message needs Python's lock to say that
+        # it is over
         spin_s, sleep_s = (SPIN_S, SLEEP_S) if is_nccl else (0.0, WAKE_S)
         super().__init__(rank, hang_timeout_s, spin_s, sleep_s, wait_state)
-        self._to, self._by, self._arrived = to, by, arrived
+        self._to = to
+        self._by = by
+        self._arrived = arrived
 
-    def send(self, tensor: Tensor, rank: int, tag: int, done: Callable[[], None] | None = None) -> None:
+    def send(
+        self, tensor: Tensor, rank: int, tag: int, done: Callable[[], None] | None = None
+    ) -> None:
         """Post a send; the tensor is kept until it has left, and `done` is called then."""
         self._keep_sent(self._to[rank].send(tensor), tensor, done)
 
@@ -186,13 +217,21 @@ class GroupLinks(Links):
 class GroupSum:
     """Sums tensors over the ranks of a process group; NCCL takes those of a GPU."""
 
-    def __init__(self, group: Any, rank: int, is_nccl: bool, hang_timeout_s: float, wait_state: WaitState) -> None:
-        self.size, self.sums_on_device = group.size(), is_nccl
-        self._group, self._rank, self._hang_timeout_s = group, rank, hang_timeout_s
+    def __init__(
+        self, group: Any, rank: int, is_nccl: bool, hang_timeout_s: float, wait_state: WaitState
+    ) -> None:
+        self.size = group.size()
+        self.sums_on_device = is_nccl
+        self._group = group
+        self._rank = rank
+        self._hang_timeout_s = hang_timeout_s
         self._wait_state = wait_state
 
     def post_sum(self, tensor: Tensor) -> Request:
-        """Post the sum of a contiguous tensor, in place; NCCL's follows the work on the current stream."""
+        """Post the sum of a contiguous tensor, in place.
+
+        NCCL's follows the work on the current stream.
+        """
         try:
             return _Message(self._group.allreduce([tensor]))
         except RuntimeError as error:
@@ -205,7 +244,8 @@ class GroupSum:
             LostPeerError: another rank is gone.
             StalledError: it was not over within the hang timeout.
         """
-        what, who = f"the sum over {self.size} ranks", f"rank {self._rank} "
+        what = f"the sum over {self.size} ranks"
+        who = f"rank {self._rank} "
         self._wait_state.wait_until(request.Test, what, self._hang_timeout_s, SLEEP_S, who=who)
 
     def sum_in_place(self, tensor: Tensor) -> None:
@@ -225,7 +265,10 @@ class GroupSum:
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The process groups of a rank: links of forward and of backward messages, and the sum of gradients."""
+    """The process groups of a rank.
+
+    Links of forward and of backward messages, and the sum of gradients.
+    """
 
     links: tuple[GroupLinks, GroupLinks]
     gradients: GroupSum
@@ -240,10 +283,12 @@ def open_groups(
     hang_timeout_s: float,
     wait_state: WaitState | None = None,
 ) -> Groups:
-    """Open the groups of every edge of this rank, and that of the copies of its stages; collective over `comm`.
+    """Open the groups of every edge of this rank, and that of the copies of its stages.
 
-    NCCL connects two ranks when both have posted their first message, for which a thread waits. A list may post others
-    first on either side, so a message on each edge goes ahead of it, edge by edge in one order.
+    Collective over `comm`.
+    NCCL connects two ranks when both have posted their first message, for which a thread waits. A
+    list may post others first on either side, so a message on each edge goes ahead of it, edge by
+    edge in one order.
 
     Raises:
         ConfigError: NCCL without GPUs, in a torch that lacks it, or with two ranks on one GPU.
@@ -252,17 +297,25 @@ def open_groups(
     if backend == NCCL:
         _check_nccl(comm, device)
     replica, rank = divmod(comm.rank, placement.num_ranks)
-    waits, is_nccl, arrived = wait_state or WaitState(), backend == NCCL, threading.Event()
-    # over a network what is left of a broadcast may move only while its root is in MPI, where no group waits
+    waits = wait_state or WaitState()
+    is_nccl = backend == NCCL
+    arrived = threading.Event()
+    # over a network what is left of a broadcast may move only while its root is in MPI, where no
+    # group waits
     waits.progress_mpi = comm.Iprobe
     rendezvous = _Rendezvous(backend, comm)
-    pool = ThreadPoolExecutor(1, "open groups", initializer=partial(torch.cuda.set_device, device) if is_nccl else None)
+    pool = ThreadPoolExecutor(
+        1, "open groups", initializer=partial(torch.cuda.set_device, device) if is_nccl else None
+    )
 
     def wait_until(is_done: Callable[[], bool], name: str) -> None:
-        waits.wait_until(is_done, f"other ranks to open {name}", hang_timeout_s, WAKE_S, who=f"rank {comm.rank} ")
+        waits.wait_until(
+            is_done, f"other ranks to open {name}", hang_timeout_s, WAKE_S, who=f"rank {comm.rank} "
+        )
 
     def in_thread(name: str, call: Callable[..., T], *given: Any) -> T:
-        # torch waits for the other ranks without a call of MPI, for whose messages they may wait before they get there
+        # torch waits for the other ranks without a call of MPI, for whose messages they may wait
+        # before they get there
         called = pool.submit(call, *given)
         wait_until(called.done, name)
         return called.result()
@@ -272,18 +325,23 @@ def open_groups(
 
     to: tuple[dict[int, _Edge], ...] = ({}, {})
     by: tuple[dict[int, _Edge], ...] = ({}, {})
-    for edge in edges_of(placement):  # in one order on all ranks, so that none waits for another in a circle
+    for edge in edges_of(
+        placement
+    ):  # in one order on all ranks, so that none waits for another in a circle
         if rank in (edge.source, edge.destination):
             is_source = rank == edge.source
             name = f"{replica}/{edge.source}-{edge.destination}/{int(edge.is_backward)}"
-            group = in_thread(name, rendezvous.open, name, _SOURCE if is_source else _DESTINATION, 2)
+            group = in_thread(
+                name, rendezvous.open, name, _SOURCE if is_source else _DESTINATION, 2
+            )
             ends, peer = (to, edge.destination) if is_source else (by, edge.source)
             ends[edge.is_backward][peer] = made = _Edge(group, not is_nccl, arrived)
             if is_nccl:
                 first = in_thread(name, first_message, made.send if is_source else made.receive)
                 wait_until(first.Test, name)
     forward, backward = (
-        GroupLinks(rank, *ends, arrived, is_nccl, hang_timeout_s, waits) for ends in zip(to, by, strict=True)
+        GroupLinks(rank, *ends, arrived, is_nccl, hang_timeout_s, waits)
+        for ends in zip(to, by, strict=True)
     )
     peers = placement.reduce_group(rank, num_replicas)
     name = f"copies/{peers[0]}"
@@ -304,6 +362,8 @@ def _check_nccl(comm: Comm, device: torch.device) -> None:
     users = [rank for rank, other in enumerate(allgather(comm, gpu)) if other == gpu]
     if len(users) > 1:
         raise ConfigError(
-            "machine.transport", NCCL, f"ranks {users[0]} and {users[1]} share a GPU, which NCCL refuses",
+            "machine.transport",
+            NCCL,
+            f"ranks {users[0]} and {users[1]} share a GPU, which NCCL refuses",
             "use machine.transport=mpi or host, or start one rank for each GPU",
-        )  # fmt: skip
+        )

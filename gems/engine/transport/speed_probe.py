@@ -1,8 +1,8 @@
 """The speed probe, two ranks or more of `python -m gems.engine.transport.speed_probe RESULT_JSON [real|emulated]`.
 
-Times messages by size inside a node and between nodes, all-reduces by size, and a compute that should always take
-equally long. With `emulated` a message is a hop as emulated ranks see it. Rank 0 writes the timings, from which
-`gems.simulation.calibration` computes constants.
+Times messages by size inside a node and between nodes, all-reduces by size, and a compute that
+should always take equally long. With `emulated` a message is a hop as emulated ranks see it. Rank 0
+writes the timings, from which `gems.simulation.calibration` computes constants.
 """
 
 from __future__ import annotations
@@ -21,7 +21,16 @@ import numpy as np
 
 from gems.engine.emulation.message_cost import measure_hop
 from gems.engine.transport.environment import launched_rank
-from gems.engine.transport.mpi import Comm, Transport, abort, allgather, broadcast, library, ranks_here, world
+from gems.engine.transport.mpi import (
+    Comm,
+    Transport,
+    abort,
+    allgather,
+    broadcast,
+    library,
+    ranks_here,
+    world,
+)
 from gems.engine.transport.polling import poll_interval_s, reduce_timer_slack
 from gems.errors import ConfigError
 from gems.simulation.calibration import SCHEMA
@@ -30,8 +39,11 @@ from gems.utils.logs import set_up_rank_logging
 
 MESSAGE_BYTES = (1 << 10, 1 << 14, 1 << 17, 1 << 19, 1 << 20, 1 << 22)
 SUM_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 22)
-TRIPS, SUMS, WARMUP = 30, 9, 2
-COMPUTES, COMPUTE_SIDE = 60, 192
+TRIPS = 30
+SUMS = 9
+WARMUP = 2
+COMPUTES = 60
+COMPUTE_SIDE = 192
 HANG_TIMEOUT_S = 120.0
 KINDS = ("real", "emulated")
 _log = logging.getLogger(__name__)
@@ -41,7 +53,10 @@ def main(argv: Sequence[str]) -> int:
     """Run one rank of the probe."""
     kind = argv[1] if len(argv) > 1 else "real"
     if len(argv) not in (1, 2) or kind not in KINDS:
-        print("usage: python -m gems.engine.transport.speed_probe RESULT_JSON [real|emulated]", file=sys.stderr)
+        print(
+            "usage: python -m gems.engine.transport.speed_probe RESULT_JSON [real|emulated]",
+            file=sys.stderr,
+        )
         return ConfigError.exit_code
     set_up_rank_logging(launched_rank())
     try:
@@ -67,13 +82,19 @@ def probe(result: Path, comm: Comm, kind: str) -> None:
     sums_s = [_median_s(partial(_sum, transport, size), SUMS) for size in SUM_BYTES]
     computes_s = allgather(comm, _computes())
     if comm.rank == 0:
-        write_json(result, {
-            "schema": SCHEMA, "kind": kind, "mpi": library(), "nodes": sorted(set(nodes)),
-            "ranks_per_node": max(nodes.count(node) for node in nodes),
-            "messages": messages,
-            "sums": {"ranks": comm.size, "bytes": list(SUM_BYTES), "s": sums_s},
-            "computes_s": [list(times) for times in zip(*computes_s, strict=True)],
-        })  # fmt: skip
+        write_json(
+            result,
+            {
+                "schema": SCHEMA,
+                "kind": kind,
+                "mpi": library(),
+                "nodes": sorted(set(nodes)),
+                "ranks_per_node": max(nodes.count(node) for node in nodes),
+                "messages": messages,
+                "sums": {"ranks": comm.size, "bytes": list(SUM_BYTES), "s": sums_s},
+                "computes_s": [list(times) for times in zip(*computes_s, strict=True)],
+            },
+        )
     comm.Barrier()
 
 
@@ -90,11 +111,18 @@ def rank_pairs(nodes: Sequence[str]) -> dict[str, tuple[int, int]]:
 
 
 def _messages(comm: Comm, pair: tuple[int, int], kind: str) -> dict[str, list[Any]]:
-    """Time messages between two ranks by size while the others wait; on emulated devices all neighbours take part."""
+    """Time messages between two ranks by size while the others wait.
+
+    On emulated devices all neighbours take part.
+    """
     if kind == "emulated":
         poll_s = poll_interval_s(ranks_here(comm))
-        chain, control = (Transport(comm, HANG_TIMEOUT_S, spin_s=0.0, sleep_s=poll_s) for _ in range(2))
-        times_s = [measure_hop(chain, control, size, poll_s, HANG_TIMEOUT_S) for size in MESSAGE_BYTES]
+        chain, control = (
+            Transport(comm, HANG_TIMEOUT_S, spin_s=0.0, sleep_s=poll_s) for _ in range(2)
+        )
+        times_s = [
+            measure_hop(chain, control, size, poll_s, HANG_TIMEOUT_S) for size in MESSAGE_BYTES
+        ]
         return {"bytes": list(MESSAGE_BYTES), "s": times_s}
     transport = Transport.of_group(comm, int(comm.rank in pair), HANG_TIMEOUT_S)
     mine: list[float] = []

@@ -43,7 +43,10 @@ class Buffer:
 
 @dataclass(slots=True, eq=False)
 class Incoming:
-    """A tensor that is received in buffers, each a piece of it; `arrival` is what they are copied to, if they are."""
+    """A tensor that is received in buffers, each a piece of it.
+
+    `arrival` is what they are copied to, if they are.
+    """
 
     spec: TensorSpec
     buffers: list[Buffer]
@@ -51,7 +54,10 @@ class Incoming:
 
 
 class Staging:
-    """Lends the device's own memory to MPI: that of a CPU, or that of a GPU whose pointers MPI takes."""
+    """Lends the device's own memory to MPI.
+
+    That of a CPU, or that of a GPU whose pointers MPI takes.
+    """
 
     is_direct = True
 
@@ -112,15 +118,19 @@ class Staging:
 
 
 class StreamStaging(Staging):
-    """Lends a GPU's memory to NCCL, which takes messages at once: they follow the work on the current stream."""
+    """Lends a GPU's memory to NCCL, which takes messages at once.
+
+    They follow the work on the current stream.
+    """
 
     def _now(self) -> None:
         return None
 
 
 class HostStaging(Staging):
-    """Stages a GPU's messages through pinned host memory, which all links take; copies have streams of their own.
+    """Stages a GPU's messages through pinned host memory, which all links take.
 
+    Copies have streams of their own.
     A tensor travels in pieces, so that one is copied while others are on the link.
     """
 
@@ -138,13 +148,20 @@ class HostStaging(Staging):
 
     def receiving(self, spec: TensorSpec) -> Incoming:
         """Return buffers to receive a tensor into."""
-        return Incoming(spec, [self._borrow((size,), spec.dtype) for size in self._pieces(spec.shape, spec.dtype)])
+        return Incoming(
+            spec,
+            [self._borrow((size,), spec.dtype) for size in self._pieces(spec.shape, spec.dtype)],
+        )
 
     def bring(self, incoming: Incoming, place: int) -> None:
         """Post the copy of the piece that has arrived in a buffer to the device."""
         buffer = incoming.buffers[place]
-        first = incoming.buffers[0].tensor.numel() + (place - 1) * buffer.tensor.numel() if place else 0
-        incoming.arrival = self._in.add_piece(buffer.tensor, first, incoming.spec.shape, incoming.arrival)
+        first = (
+            incoming.buffers[0].tensor.numel() + (place - 1) * buffer.tensor.numel() if place else 0
+        )
+        incoming.arrival = self._in.add_piece(
+            buffer.tensor, first, incoming.spec.shape, incoming.arrival
+        )
         buffer.event = incoming.arrival.event
 
     def received(self, incoming: Incoming) -> torch.Tensor:
@@ -171,7 +188,8 @@ class HostStaging(Staging):
 
     def _pieces(self, shape: Sequence[int], dtype: torch.dtype) -> list[int]:
         """Return the elements of each piece, of which the first is the smallest, so that all others are alike."""
-        size, most = math.prod(shape), max(1, self._piece_bytes // dtype.itemsize)
+        size = math.prod(shape)
+        most = max(1, self._piece_bytes // dtype.itemsize)
         rest = size % most
         return ([rest] if rest or not size else []) + [most] * (size // most)
 
@@ -189,8 +207,9 @@ class HostStaging(Staging):
 def open_staging(wanted: str, device: torch.device, comm: Comm) -> Staging:
     """Return the staging of a device; collective over `comm`, the communicator of all ranks.
 
-    `mpi` gives MPI device pointers, and `auto` does so if the library claims to take them and real messages arrive
-    correctly on every rank; else messages go through pinned memory, as with `host` and `gloo`.
+    `mpi` gives MPI device pointers, and `auto` does so if the library claims to take them and real
+    messages arrive correctly on every rank; else messages go through pinned memory, as with `host`
+    and `gloo`.
 
     Raises:
         ConfigError: machine.transport=mpi, and the library or the test refuses device pointers.
@@ -199,15 +218,24 @@ def open_staging(wanted: str, device: torch.device, comm: Comm) -> Staging:
         return Staging(device)
     if wanted == NCCL:
         return StreamStaging(device)
-    works = wanted in ("auto", "mpi") and all(allgather(comm, gpu_support())) and _self_test(device, comm)
+    works = (
+        wanted in ("auto", "mpi")
+        and all(allgather(comm, gpu_support()))
+        and _self_test(device, comm)
+    )
     settings = next((value for name in ALLOCATOR_SETTINGS if (value := os.environ.get(name))), "")
     if works and "expandable_segments:true" in settings.lower() and comm.rank == 0:
-        _log.warning("expandable_segments in torch's allocator keeps UCX from copying between the GPUs of a node")
+        _log.warning(
+            "expandable_segments in torch's allocator keeps UCX from copying between the GPUs of a"
+            " node"
+        )
     if wanted == "mpi" and not works:
         raise ConfigError(
-            "machine.transport", "mpi", "this MPI did not pass the test with device memory",
+            "machine.transport",
+            "mpi",
+            "this MPI did not pass the test with device memory",
             "use machine.transport=nccl or host",
-        )  # fmt: skip
+        )
     return Staging(device) if works else HostStaging(device)
 
 

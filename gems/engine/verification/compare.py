@@ -44,7 +44,9 @@ from gems.models.outputs import map_tensors, tensors_in
 from gems.runs.folder import RunFolder
 from gems.schedule.schedule import Schedule
 
-FLOOR = 1e-9  # of the largest value of its kind, with which smaller tensors are compared; in 16 bits their spacing
+# of the largest value of its kind, with which smaller tensors are compared; in 16 bits their
+# spacing
+FLOOR = 1e-9
 FLOOR_ABOVE = 1e-4
 Values = dict[str, Tensor]  # "<layer>.<parameter>" -> tensor on the host
 
@@ -53,11 +55,19 @@ def named_values(name: str, module: nn.Module) -> tuple[Values, Values, Values]:
     """Return copies of a layer's parameters, their gradients and its running statistics, by full name."""
 
     def copies(tensors: Iterable[tuple[str, Tensor | None]]) -> Values:
-        return {f"{name}.{key}": value.detach().cpu().clone() for key, value in tensors if value is not None}
+        return {
+            f"{name}.{key}": value.detach().cpu().clone()
+            for key, value in tensors
+            if value is not None
+        }
 
     parameters = list(module.named_parameters())
     statistics = (entry for entry in module.named_buffers() if entry[1].is_floating_point())
-    return copies(parameters), copies((key, value.grad) for key, value in parameters), copies(statistics)
+    return (
+        copies(parameters),
+        copies((key, value.grad) for key, value in parameters),
+        copies(statistics),
+    )
 
 
 def train_unsplit(
@@ -67,14 +77,16 @@ def train_unsplit(
     norm_ends: Mapping[str, tuple[int, ...]],
     is_nudged: bool = False,
 ) -> Iterator[tuple[Values, Values, Values]]:
-    """Train the whole model on the run's micro-batches; yield (parameters, gradients, statistics) after each step.
+    """Train the whole model on the run's micro-batches.
 
-    Norms by strip take whole images in the strips of rows that `norm_ends` has for them. Images may be `nudged` by the
-    spacing of their type, to see what rounding alone does.
-    A copy of the model is a direction of a replica. Running statistics start each step equal in all copies, advance
+    Yield (parameters, gradients, statistics) after each step.
+    Norms by strip take whole images in the strips of rows that `norm_ends` has for them. Images may
+    be `nudged` by the spacing of their type, to see what rounding alone does. A copy of the model
+    is a direction of a replica. Running statistics start each step equal in all copies, advance
     with each copy's micro-batches, and end as the mean over copies.
     """
-    dtype, precision = DTYPES[spec.train.compute_dtype], Precision.of(spec.train.precision)
+    dtype = DTYPES[spec.train.compute_dtype]
+    precision = Precision.of(spec.train.precision)
     layers = layers_of(spec.model, spec.data)
     names = [layer.name for layer in layers]
     whole, modules = _build_reference(layers, spec.seed, precision, device)
@@ -100,7 +112,9 @@ def train_unsplit(
 
     def forward(images: Tensor, step: int, number: int) -> Any:
         draws.at(step, number)
-        images = images.clone()  # a network may change its input in place, and each batch is run more than once
+        images = (
+            images.clone()
+        )  # a network may change its input in place, and each batch is run more than once
         if whole is not None:
             return whole(images)
         output: Any = (images,)
@@ -118,7 +132,10 @@ def train_unsplit(
         if is_nudged:
             copies = [[(_nudged(images), labels) for images, labels in copy] for copy in copies]
         size = spec.parallel.micro_batch_size
-        runs = [[partial(forward, step=step, number=each.start // size) for each in copy] for copy in slices]
+        runs = [
+            [partial(forward, step=step, number=each.start // size) for each in copy]
+            for copy in slices
+        ]
         if step == 0:
             _check_draws(spec, model, partial(runs[0][0], copies[0][0][0]))
         gradients = iter(
@@ -134,14 +151,18 @@ def train_unsplit(
         for batches, forwards in zip(copies, runs, strict=True):
             for buffer, value in zip(statistics, start, strict=True):
                 buffer.copy_(value)
-            # Summed over a copy first and then over copies: in a deep network another order shows at 1e-12 a step
-            # later.
+            # Summed over a copy first and then over copies: in a deep network another order shows
+            # at 1e-12 a step later.
             for (images, _), run in zip(batches, forwards, strict=True):
                 pairs = zip(tensors_in(run(images)), next(gradients), strict=True)
                 used = [
-                    (tensor, gradient) for tensor, gradient in pairs if tensor.requires_grad and gradient is not None
+                    (tensor, gradient)
+                    for tensor, gradient in pairs
+                    if tensor.requires_grad and gradient is not None
                 ]
-                torch.autograd.backward([tensor for tensor, _ in used], [gradient for _, gradient in used])
+                torch.autograd.backward(
+                    [tensor for tensor, _ in used], [gradient for _, gradient in used]
+                )
             for sum_of_copies, buffer in zip(mean, statistics, strict=True):
                 sum_of_copies += buffer / len(copies)
             for sum_of_copies, parameter in zip(total, parameters, strict=True):
@@ -152,7 +173,9 @@ def train_unsplit(
             buffer.copy_(value)
         for parameter, gradient in zip(parameters, total, strict=True):
             parameter.grad = gradient if scale is None else gradient / scale.value
-        has_overflowed = scale is not None and not all(bool(gradient.isfinite().all()) for gradient in total)
+        has_overflowed = scale is not None and not all(
+            bool(gradient.isfinite().all()) for gradient in total
+        )
         if scale is not None:
             scale.update(not has_overflowed)
         decay = spec.train.ema_decay
@@ -173,16 +196,22 @@ def train_unsplit(
         if has_overflowed:
             found[1].clear()  # gradients that nobody uses
         if decay is not None:
-            found[0].update(_averages(zip(names, modules, strict=True), dict(zip(parameters, averages, strict=True))))
+            found[0].update(
+                _averages(
+                    zip(names, modules, strict=True), dict(zip(parameters, averages, strict=True))
+                )
+            )
         yield found
 
 
 def _build_reference(
     layers: Sequence[Layer], seed: int, precision: Precision, device: torch.device
 ) -> tuple[nn.Module | None, list[nn.Module]]:
-    """Return the user's own network uncut, with its layers, which share its tensors; of other networks only layers.
+    """Return the user's own network uncut, with its layers, which share its tensors.
 
-    In mixed precision the layers stand for the network, since messages between them are of the low type.
+    Of other networks only layers.
+    In mixed precision the layers stand for the network, since messages between them are of the low
+    type.
     """
     if not layers[0].is_part or precision.is_mixed:
         return None, build_layers(layers, 0, len(layers), seed, precision, device)
@@ -196,7 +225,8 @@ def _check_draws(spec: RunSpec, model: nn.Module, run: Callable[[], Any]) -> Non
     """Check that a network draws random numbers in its modules alone; it is left as it was.
 
     Raises:
-        ConfigError: two forwards of one micro-batch differ, so that two trainings would, split or not.
+        ConfigError: two forwards of one micro-batch differ, so that two trainings would, split or
+        not.
     """
     kept = [buffer.clone() for buffer in model.buffers()]
     outputs = []
@@ -208,14 +238,19 @@ def _check_draws(spec: RunSpec, model: nn.Module, run: Callable[[], Any]) -> Non
                 buffer.copy_(value)
     if not all(torch.equal(one, other) for one, other in zip(*outputs, strict=True)):
         raise ConfigError(
-            "model.target", spec.model.target or spec.model.name, "draws random numbers outside of its modules, "
-            "so that no two of its trainings are alike", "use nn.Dropout in place of F.dropout, or set its rate to 0",
-        )  # fmt: skip
+            "model.target",
+            spec.model.target or spec.model.name,
+            "draws random numbers outside of its modules, "
+            "so that no two of its trainings are alike",
+            "use nn.Dropout in place of F.dropout, or set its rate to 0",
+        )
 
 
 def _nudged(images: Tensor) -> Tensor:
     """Return images whose values are each the next one below or above, or the same."""
-    signs = torch.randint(-1, 2, images.shape, generator=torch.Generator().manual_seed(0)).to(images)
+    signs = torch.randint(-1, 2, images.shape, generator=torch.Generator().manual_seed(0)).to(
+        images
+    )
     return images * (1 + torch.finfo(images.dtype).eps * signs)
 
 
@@ -227,9 +262,11 @@ def _loss_gradients(
     dtype: torch.dtype,
     scale: float,
 ) -> list[list[Tensor | None]]:
-    """Return the gradients of one loss, times `scale`, over all micro-batches together: by output and its tensors.
+    """Return the gradients of one loss, times `scale`, over all micro-batches together.
 
-    The loss is called once, as its class would be. The model, which runs without a graph, is left as it was.
+    By output and its tensors.
+    The loss is called once, as its class would be. The model, which runs without a graph, is left
+    as it was.
     """
     kept = [buffer.clone() for buffer in model.buffers()]
     device = batches[0][0].device
@@ -237,7 +274,10 @@ def _loss_gradients(
         outputs = [run(images) for run, (images, _) in zip(forwards, batches, strict=True)]
         for buffer, value in zip(model.buffers(), kept, strict=True):
             buffer.copy_(value)
-    leaves = [[each.detach().requires_grad_(each.is_floating_point()) for each in tensors_in(one)] for one in outputs]
+    leaves = [
+        [each.detach().requires_grad_(each.is_floating_point()) for each in tensors_in(one)]
+        for one in outputs
+    ]
     joined = (torch.cat(same) for same in zip(*leaves, strict=True))
     whole = map_tensors(lambda _: _wide(next(joined)), outputs[0])
     labels = torch.cat([each for _, each in batches])
@@ -247,7 +287,10 @@ def _loss_gradients(
 
 
 def _clip(parameters: Iterable[nn.Parameter], max_norm: float) -> None:
-    """Clip as torch's clip_grad_norm_, with a norm in float64: in 16 bits the last digits of weights would show."""
+    """Clip as torch's clip_grad_norm_, with a norm in float64.
+
+    In 16 bits the last digits of weights would show.
+    """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
     for gradient in gradients:
@@ -267,7 +310,9 @@ def collect_values(layers: Iterable[tuple[str, nn.Module]]) -> tuple[Values, Val
     return collected
 
 
-def _averages(layers: Iterable[tuple[str, nn.Module]], averages: Mapping[nn.Parameter, Tensor]) -> Values:
+def _averages(
+    layers: Iterable[tuple[str, nn.Module]], averages: Mapping[nn.Parameter, Tensor]
+) -> Values:
     """Return copies of the averaged parameters of named layers."""
     return {
         f"{name}.{key} (average)": averages[parameter].cpu().clone()
@@ -279,7 +324,8 @@ def _averages(layers: Iterable[tuple[str, nn.Module]], averages: Mapping[nn.Para
 
 def _copier(spec: RunSpec, schedule: Schedule) -> Iterator[list[slice]]:
     """Yield the slices of the global batch of each copy's micro-batches."""
-    parallel, directions = spec.parallel, schedule.whole_directions()
+    parallel = spec.parallel
+    directions = schedule.whole_directions()
     for replica in range(parallel.replicas):
         for direction in range(schedule.num_directions):
             yield [
@@ -290,14 +336,26 @@ def _copier(spec: RunSpec, schedule: Schedule) -> Iterator[list[slice]]:
 
 
 def _micro_batches(
-    spec: RunSpec, dataset: Dataset, step: int, slices: list[slice], dtype: torch.dtype, device: torch.device
+    spec: RunSpec,
+    dataset: Dataset,
+    step: int,
+    slices: list[slice],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     samples = batch_indices(dataset.num_train, spec.seed, step, global_batch(spec))
     for of_micro_batch in slices:
         chosen = [(int(index), int(draw)) for index, draw in samples[of_micro_batch]]
-        given = torch.stack([torch.from_numpy(dataset.image("train", index, draw)) for index, draw in chosen])
-        labels = torch.from_numpy(np.stack([np.asarray(dataset.label("train", index, draw)) for index, draw in chosen]))
-        yield given.to(device, dtype if given.is_floating_point() else given.dtype), labels.to(device)
+        given = torch.stack(
+            [torch.from_numpy(dataset.image("train", index, draw)) for index, draw in chosen]
+        )
+        labels = torch.from_numpy(
+            np.stack([np.asarray(dataset.label("train", index, draw)) for index, draw in chosen])
+        )
+        yield (
+            given.to(device, dtype if given.is_floating_point() else given.dtype),
+            labels.to(device),
+        )
 
 
 def relative_error(
@@ -305,17 +363,22 @@ def relative_error(
 ) -> tuple[float, str]:
     """Return the largest of max |a - b| / max |b| over the tensors of `ours`, and the name of that tensor.
 
-    A tensor that is zero except for rounding, such as a bias before a normalisation, is compared with `floor` times the
-    largest value in all of `reference`.
+    A tensor that is zero except for rounding, such as a bias before a normalisation, is compared
+    with `floor` times the largest value in all of `reference`.
     """
     if not ours:
         return 0.0, ""
     least = floor * max(float(value.abs().max()) for value in reference.values())
     errors = {
-        name: float((value - reference[name]).abs().max()) / max(float(reference[name].abs().max()), least, 1e-300)
+        name: (
+            float((value - reference[name]).abs().max())
+            / max(float(reference[name].abs().max()), least, 1e-300)
+        )
         for name, value in ours.items()
     }
-    worst = max(errors, key=lambda name: float("inf") if errors[name] != errors[name] else errors[name])
+    worst = max(
+        errors, key=lambda name: float("inf") if errors[name] != errors[name] else errors[name]
+    )
     return errors[worst], worst
 
 
@@ -328,17 +391,27 @@ def compare(
     plan: MemoryPlan | None = None,
 ) -> Verification:
     """Run the schedule and compare each copy of each tensor after every step; collective."""
-    pipeline = build_pipeline(spec, comm, device, schedule=schedule, boundaries=boundaries, plan=plan)
+    pipeline = build_pipeline(
+        spec, comm, device, schedule=schedule, boundaries=boundaries, plan=plan
+    )
     reads = bool(pipeline.image_micro_batches or pipeline.label_micro_batches)
     loader = BatchLoader(
-        spec, open_dataset(spec.data, spec.seed) if reads else None, pipeline.replica, pipeline.image_micro_batches,
-        pipeline.label_micro_batches, DTYPES[spec.train.compute_dtype], device, 0, pipeline.strip_order,
-    )  # fmt: skip
+        spec,
+        open_dataset(spec.data, spec.seed) if reads else None,
+        pipeline.replica,
+        pipeline.image_micro_batches,
+        pipeline.label_micro_batches,
+        DTYPES[spec.train.compute_dtype],
+        device,
+        0,
+        pipeline.strip_order,
+    )
     pipeline.set_training(True)
     train_one = partial(train_unsplit, spec, pipeline.schedule, device, pipeline.norm_ends)
     reference = train_one() if comm.rank == 0 else None
     nudged = train_one(is_nudged=True) if comm.rank == 0 and pipeline.norm_ends else None
-    worst, rounding = [(0.0, "")] * 3, 0.0
+    worst = [(0.0, "")] * 3
+    rounding = 0.0
     spacing = torch.finfo(DTYPES[spec.train.compute_dtype]).eps
     floor = spacing if spacing > FLOOR_ABOVE else FLOOR
     for step in range(spec.train.steps):
@@ -346,7 +419,10 @@ def compare(
         found = None if reference is None else next(reference)
         if found is not None and nudged is not None:
             pairs = zip(next(nudged), found, strict=True)
-            rounding = max(rounding, *(relative_error(*pair, floor)[0] for pair in pairs if pair[0] and pair[1]))
+            rounding = max(
+                rounding,
+                *(relative_error(*pair, floor)[0] for pair in pairs if pair[0] and pair[1]),
+            )
         pipeline.control.barrier(MEET_SLEEP_S)
         expected = _broadcast(comm, found)
         average = pipeline.update.average
@@ -364,21 +440,37 @@ def compare(
     pipeline.control.barrier(MEET_SLEEP_S)
     everyone = allgather(comm, worst)
     rounding = broadcast(comm, rounding)
-    parameter, gradient, statistics = (max((errors[kind] for errors in everyone), key=_by_error) for kind in range(3))
+    parameter, gradient, statistics = (
+        max((errors[kind] for errors in everyone), key=_by_error) for kind in range(3)
+    )
     largest = max((parameter, gradient, statistics), key=_by_error)
     pipeline.close()
     return Verification(
-        spec.train.layer_dtype, largest[0], parameter[0], gradient[0], statistics[0], largest[1],
-        is_in_strips=pipeline.schedule.num_strips > 1, rounding_error=rounding,
-        is_on_gpu=device.type == "cuda", **memory_report(pipeline),
-    )  # fmt: skip
+        spec.train.layer_dtype,
+        largest[0],
+        parameter[0],
+        gradient[0],
+        statistics[0],
+        largest[1],
+        is_in_strips=pipeline.schedule.num_strips > 1,
+        rounding_error=rounding,
+        is_on_gpu=device.type == "cuda",
+        **memory_report(pipeline),
+    )
 
 
 def _broadcast(comm: Comm, found: Sequence[Values] | None) -> list[Values]:
-    """Give all ranks the values of rank 0, in float64: as arrays, for each tensor is pickled by a `torch.save`."""
+    """Give all ranks the values of rank 0, in float64.
+
+    As arrays, for each tensor is pickled by a `torch.save`.
+    """
     arrays = broadcast(
         comm,
-        None if found is None else [{name: each.double().numpy() for name, each in kind.items()} for kind in found],
+        (
+            None
+            if found is None
+            else [{name: each.double().numpy() for name, each in kind.items()} for kind in found]
+        ),
     )
     return [{name: torch.from_numpy(each) for name, each in kind.items()} for kind in arrays]
 

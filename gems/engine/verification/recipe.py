@@ -32,8 +32,9 @@ _GPU_WORDS = ("CUDA", "NVIDIA", "HIP")
 
 
 def check(spec: RunSpec) -> None:
-    """Open the loss, optimizer, scheduler, metrics and transform of a resolved run; no layer takes memory for that.
+    """Open the loss, optimizer, scheduler, metrics and transform of a resolved run.
 
+    No layer takes memory for that.
     Code that asks for a GPU is left to the ranks, which have one.
 
     Raises:
@@ -47,8 +48,11 @@ def check(spec: RunSpec) -> None:
 
 
 def _open(spec: RunSpec) -> None:
-    layers, dtype = layers_of(spec.model, spec.data), DTYPES[spec.train.dtype]
-    loss = SummedLoss(spec.loss, spec.data, dtype, CPU, StageModules(layers, ()).output(spec, dtype))
+    layers = layers_of(spec.model, spec.data)
+    dtype = DTYPES[spec.train.dtype]
+    loss = SummedLoss(
+        spec.loss, spec.data, dtype, CPU, StageModules(layers, ()).output(spec, dtype)
+    )
     open_metrics(spec.metrics, task_of(spec.data), spec.data.num_classes, loss.scores)
     optimizer = _optimizer(spec, layers, dtype)
     is_by_step = spec.lr_scheduler.interval == STEP
@@ -63,14 +67,21 @@ def _optimizer(spec: RunSpec, layers: Sequence[Layer], dtype: torch.dtype) -> to
         NumberedLayer(index, layer.name, build_layer(layer, index, spec.seed, dtype, "meta"))
         for index, layer in enumerate(layers)
     ]
-    check_frozen(spec.optimizer.frozen, freeze([(each.name, each.module) for each in built], spec.optimizer.frozen))
+    check_frozen(
+        spec.optimizer.frozen,
+        freeze([(each.name, each.module) for each in built], spec.optimizer.frozen),
+    )
     try:
         return build_optimizer(spec.optimizer, built, len(layers))
     except ConfigError:
-        sizes = {layer.place: sum(each.numel() for each in layer.module.parameters()) for layer in built}
+        sizes = {
+            layer.place: sum(each.numel() for each in layer.module.parameters()) for layer in built
+        }
         place = min((place for place, size in sizes.items() if size), key=sizes.__getitem__)
         module = build_layer(layers[place], place, spec.seed, dtype, CPU)
-        return build_optimizer(spec.optimizer, [NumberedLayer(place, layers[place].name, module)], len(layers))
+        return build_optimizer(
+            spec.optimizer, [NumberedLayer(place, layers[place].name, module)], len(layers)
+        )
 
 
 def main(argv: Sequence[str]) -> None:

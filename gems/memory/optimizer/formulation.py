@@ -1,4 +1,7 @@
-"""The plan as a linear program: choices of all stages, bytes of all ranks, their links and the step's time."""
+"""The plan as a linear program.
+
+Choices of all stages, bytes of all ranks, their links and the step's time.
+"""
 
 from __future__ import annotations
 
@@ -21,22 +24,31 @@ Weights = tuple[dict[Segment, float], ...]  # of each option, by stage
 class PlanModel:
     """The linear program that minimises the step's time under a limit of bytes for every rank.
 
-    Copies are a fluid: of a micro-batch's moved bytes any part may leave once the layer that saves it has run, and come
-    back before it is needed, and what leaves or comes during an action is at most the rate times the action's length
-    (the prefix-bandwidth constraints). So real copies, which move one segment after the other, can do no better, and
-    the least time of the MILP bounds that of every plan of these segments. With `is_whole_copies` a segment takes its
-    bytes on the device until all of it has left and from when its copy back is posted, which is as it is where a rank
-    has one micro-batch. Arrival times of data from other ranks are constraints too.
+    Copies are a fluid: of a micro-batch's moved bytes any part may leave once the layer that saves
+    it has run, and come back before it is needed, and what leaves or comes during an action is at
+    most the rate times the action's length (the prefix-bandwidth constraints). So real copies,
+    which move one segment after the other, can do no better, and the least time of the MILP bounds
+    that of every plan of these segments. With `is_whole_copies` a segment takes its bytes on the
+    device until all of it has left and from when its copy back is posted, which is as it is where a
+    rank has one micro-batch. Arrival times of data from other ranks are constraints too.
     """
 
     def __init__(
-        self, case: MemoryCase, limit_bytes: int, moves_all: bool = True, is_whole_copies: bool = False
+        self,
+        case: MemoryCase,
+        limit_bytes: int,
+        moves_all: bool = True,
+        is_whole_copies: bool = False,
     ) -> None:
-        self.case, self.limit_bytes, self.moves_all = case, limit_bytes, moves_all
+        self.case = case
+        self.limit_bytes = limit_bytes
+        self.moves_all = moves_all
         # what a split backward keeps from I to W depends on segments and is not counted
         whole = tuple(
             tuple(
-                each._replace(kind=Kind.B) if each.kind is Kind.I else each for each in row if each.kind is not Kind.W
+                each._replace(kind=Kind.B) if each.kind is Kind.I else each
+                for each in row
+                if each.kind is not Kind.W
             )
             for row in case.schedule.rows
         )
@@ -46,10 +58,16 @@ class PlanModel:
         self.blocks = []
         for stage, (first, end) in enumerate(pairwise(case.boundaries)):
             directions = range(case.schedule.num_directions)
-            is_movable = any(is_received(case.schedule.placement, direction, stage) for direction in directions)
+            is_movable = any(
+                is_received(case.schedule.placement, direction, stage) for direction in directions
+            )
             given_bytes = case.profile.given_bytes(first) if is_movable else 0
-            self.blocks.append(StageBlock(self.program, case.profile, first, end, case.least_bytes, given_bytes))
-        self.copies = [_WholeCopies(self.program, block) for block in self.blocks if is_whole_copies]
+            self.blocks.append(
+                StageBlock(self.program, case.profile, first, end, case.least_bytes, given_bytes)
+            )
+        self.copies = [
+            _WholeCopies(self.program, block) for block in self.blocks if is_whole_copies
+        ]
         self.ended: dict[Action, int] = {}
         self.starts: list[tuple[Action, int, float]] = []
         self.span = self.program.variable()
@@ -66,9 +84,9 @@ class PlanModel:
     ) -> tuple[Weights, float] | None:
         """Return the weights of the options (none if the work ended before) and a bound below every plan's seconds.
 
-        None if no plan can keep the limit. With `copy_share` a part of each copy's time counts as if it were exposed,
-        more for what is needed sooner: of plans that take the same time, those with fewer copies and the farthest next
-        use come first. The bound is then none.
+        None if no plan can keep the limit. With `copy_share` a part of each copy's time counts as
+        if it were exposed, more for what is needed sooner: of plans that take the same time, those
+        with fewer copies and the farthest next use come first. The bound is then none.
         """
         self.program.cost = Terms({self.span: 1.0})
         for block in self.blocks if copy_share else ():
@@ -77,7 +95,9 @@ class PlanModel:
                 if moved:
                     nearness = (option.first - block.first) / (block.end - block.first)
                     copy_s = moved / self.case.d2h_bytes_per_s + moved / self.case.h2d_bytes_per_s
-                    self.program.cost[at] = copy_share * (1.0 + nearness) * (copy_s * self.program.per_s)
+                    self.program.cost[at] = (
+                        copy_share * (1.0 + nearness) * (copy_s * self.program.per_s)
+                    )
         found = self.program.solve(is_whole, node_limit, gap)
         if found is None:
             return None
@@ -90,7 +110,8 @@ class PlanModel:
 
     def _delay_s(self, need: Action, action: Action) -> float:
         """Return the seconds that it takes to bring what an action needs from another stage."""
-        here, there = self.case.schedule.rank_of(need), self.case.schedule.rank_of(action)
+        here = self.case.schedule.rank_of(need)
+        there = self.case.schedule.rank_of(action)
         layer = self.case.profile.layers[self.case.boundaries[max(need.stage, action.stage)] - 1]
         return 0.0 if here == there else self.case.network.delay(here, there, layer.output_bytes)
 
@@ -98,18 +119,22 @@ class PlanModel:
 class _RankRows:
     """Writes the constraints of one rank: along its schedule, layer by layer.
 
-    Of the running action, `out` and `back` are what leaves and comes, `lasts` and `lasted` its length so far in
-    variables and as a number, `resident` the bytes of other micro-batches, `kept` those if every layer is kept.
+    Of the running action, `out` and `back` are what leaves and comes, `lasts` and `lasted` its
+    length so far in variables and as a number, `resident` the bytes of other micro-batches, `kept`
+    those if every layer is kept.
     """
 
     def __init__(self, model: PlanModel, rank: int, points: Sequence[Point]) -> None:
-        self.model, self.program, self.case = model, model.program, model.case
+        self.model = model
+        self.program = model.program
+        self.case = model.case
         self.during = {point.action: point.during_bytes for point in points}
         self.before = {after.action: point.device_bytes for point, after in pairwise(points)}
         self.messages = _spared_messages(points)
         scale = self.program.per_byte, self.program.per_s
         self.out_rate, self.in_rate = (
-            rate * scale[0] / scale[1] for rate in (self.case.d2h_bytes_per_s, self.case.h2d_bytes_per_s)
+            rate * scale[0] / scale[1]
+            for rate in (self.case.d2h_bytes_per_s, self.case.h2d_bytes_per_s)
         )
         self.clock = Terms()
         self.on_host: dict[tuple[int, int | None, int], Terms] = {}
@@ -119,16 +144,23 @@ class _RankRows:
         self.program.row(Terms({self.model.span: 1.0}) - self.clock, low=0.0)
 
     def _act(self, action: Action) -> None:
-        """Add the constraints of a whole-stage action: layers, its micro-batch's copies, and those of others."""
-        program, block = self.program, self.model.blocks[action.stage]
+        """Add the constraints of a whole-stage action.
+
+        Layers, its micro-batch's copies, and those of others.
+        """
+        program = self.program
+        block = self.model.blocks[action.stage]
         mine = (action.stage, action.micro_batch, action.direction)
         self.out, self.back, self.lasts, self.resident = Terms(), Terms(), Terms(), Terms()
         self.lasted, self.kept = 0.0, list[float]()
         now_on_host = {key: host for key, host in self.on_host.items() if key != mine}
         for key, host in list(now_on_host.items()):
-            left, came, after = program.variable(), program.variable(), program.variable()
+            left = program.variable()
+            came = program.variable()
+            after = program.variable()
             other = self.model.blocks[key[0]]
-            moved, kept = other.moved_before(other.end, True), other.forward_bytes(other.end)
+            moved = other.moved_before(other.end, True)
+            kept = other.forward_bytes(other.end)
             program.row(Terms({after: 1.0, left: -1.0, came: 1.0}) - host, low=0.0, high=0.0)
             program.row(Terms({after: 1.0}) - moved, high=0.0)
             self.resident += moved - host
@@ -152,7 +184,9 @@ class _RankRows:
             if not is_forward:
                 del now_on_host[mine]
                 if self.model.moves_all:
-                    program.row(self.left_of[mine] - block.moved_before(block.end, is_forward=True), low=0.0)
+                    program.row(
+                        self.left_of[mine] - block.moved_before(block.end, is_forward=True), low=0.0
+                    )
         for flows, rate in ((self.out, self.out_rate), (self.back, self.in_rate)):
             if flows:
                 program.row(flows | self.lasts * -rate, high=rate * self.lasted)
@@ -161,7 +195,8 @@ class _RankRows:
 
     def _advance(self, more: Terms, time: float) -> int:
         """Advance the clock by a wait, which is returned, and the length of an action."""
-        wait, ended = self.program.variable(), self.program.variable()
+        wait = self.program.variable()
+        ended = self.program.variable()
         self.program.row(Terms({ended: 1.0, wait: -1.0}) - self.clock - more, low=time, high=time)
         self.clock = Terms({ended: 1.0})
         self.lasts += {wait: 1.0} | more
@@ -170,11 +205,16 @@ class _RankRows:
 
     def _layer(self, action: Action, layer: int, host: Terms) -> Terms:
         """Add the constraints of a layer of an action, and return what its micro-batch has on the host after it."""
-        program, block, profile = self.program, self.model.blocks[action.stage], self.case.profile.layers[layer]
+        program = self.program
+        block = self.model.blocks[action.stage]
+        profile = self.case.profile.layers[layer]
         is_forward = action.kind is Kind.F
-        seconds, again = profile.forward_s, Terms()
+        seconds = profile.forward_s
+        again = Terms()
         if not is_forward:
-            seconds = profile.input_grad_s + (profile.weight_grad_s if action.kind is Kind.B else 0.0)
+            seconds = profile.input_grad_s + (
+                profile.weight_grad_s if action.kind is Kind.B else 0.0
+            )
             again = block.again_s(layer)
         time = seconds * program.per_s
         wait = self._advance(again, time)
@@ -185,10 +225,15 @@ class _RankRows:
         program.row({waited_back: 1.0, wait: -self.in_rate}, high=0.0)
         program.row(Terms({left: 1.0}) + again * -self.out_rate, high=self.out_rate * time)
         program.row(Terms({came: 1.0}) + again * -self.in_rate, high=self.in_rate * time)
-        program.row(Terms({begin: 1.0, waited_out: -1.0, waited_back: 1.0}) - host, low=0.0, high=0.0)
+        program.row(
+            Terms({begin: 1.0, waited_out: -1.0, waited_back: 1.0}) - host, low=0.0, high=0.0
+        )
         program.row({after: 1.0, begin: -1.0, left: -1.0, came: 1.0}, low=0.0, high=0.0)
         self.out |= {waited_out: 1.0, left: 1.0}
-        self.left_of[action.stage, action.micro_batch, action.direction] |= {waited_out: 1.0, left: 1.0}
+        self.left_of[action.stage, action.micro_batch, action.direction] |= {
+            waited_out: 1.0,
+            left: 1.0,
+        }
         self.back |= {waited_back: 1.0, came: 1.0}
         before = posted = block.moved_before(layer, is_forward)
         if is_forward:  # what earlier layers have saved
@@ -206,8 +251,11 @@ class _RankRows:
         # by how much an action may need less than if each layer is kept as a segment of its own
         spared = self.messages[part]
         if action.kind is Kind.B:
-            spans, at = profile_storages(self.case.profile).spans, (layer, layer + 1)
-            spared += max(0, int(spans.backward_peak[at] - (spans.stash[at] + profile.backward_peak_bytes)))
+            spans = profile_storages(self.case.profile).spans
+            at = (layer, layer + 1)
+            spared += max(
+                0, int(spans.backward_peak[at] - (spans.stash[at] + profile.backward_peak_bytes))
+            )
         self._limit(block, held, held + under_way + coming, self.during[part] - spared)
         if not is_forward:
             # what a recompute needs that ends with a layer, before the layer's backward
@@ -219,19 +267,23 @@ class _RankRows:
         """Limit an action's bytes: those if every layer is kept, of the timeline, and the difference to them."""
         kept = sum([block.worth_kept(held), *self.kept])
         limit = self.model.limit_bytes * self.program.per_byte
-        self.program.row(terms + self.resident, high=limit - kept_bytes * self.program.per_byte + kept)
+        self.program.row(
+            terms + self.resident, high=limit - kept_bytes * self.program.per_byte + kept
+        )
 
 
 def _spared_messages(points: Sequence[Point]) -> dict[Action, int]:
     """Return for each action the bytes of messages that a recompute before a backward would spare.
 
-    Then a receive of that backward is posted an action later, and what was sent before it is gone by then.
+    Then a receive of that backward is posted an action later, and what was sent before it is gone
+    by then.
     """
     found: dict[Action, int] = {}
     sent = before = 0
     received: list[tuple[Action, int]] = []
     for point in points:
-        action, more = point.action, point.device_bytes - before
+        action = point.action
+        more = point.device_bytes - before
         before = point.device_bytes
         if action.kind in SEND_KINDS:
             sent += more
@@ -242,41 +294,52 @@ def _spared_messages(points: Sequence[Point]) -> dict[Action, int]:
             found[action] = sent * is_backward + sum(
                 size for each, size in received if not is_backward or each[1:4] != action[1:4]
             )
-            sent, received = 0, []
+            sent = 0
+            received = []
     return found
 
 
 class _WholeCopies:
     """For one stage: during which layers' actions an offloaded segment is on the device, all of it or nothing.
 
-    It is gone once the host has it whole, and there in full from the posting of the copy back. By the layer that needs
-    them last, `_parts` are the bytes that leave together: how many, the variable of their leaving, the layer that makes
-    them, whether an earlier layer saved them too (they leave with that one if this one is not offloaded), and the
-    storage if several layers see it. One that leaves as an input of a recomputed segment may do so at any time.
+    It is gone once the host has it whole, and there in full from the posting of the copy back. By
+    the layer that needs them last, `_parts` are the bytes that leave together: how many, the
+    variable of their leaving, the layer that makes them, whether an earlier layer saved them too
+    (they leave with that one if this one is not offloaded), and the storage if several layers see
+    it. One that leaves as an input of a recomputed segment may do so at any time.
     """
 
     def __init__(self, program: Program, block: StageBlock) -> None:
-        self.program, self.block = program, block
+        self.program = program
+        self.block = block
         self._offloaded: dict[int, int] = {}
         self._parts: dict[int, list[tuple[int, int, int, bool, Storage | None]]] = {}
         for layer, options in block.covering.items():
             at = next(block.at[option] for option in options if option.choice is Choice.OFFLOAD)
             size = block.own_movable_bytes(layer)
-            self._offloaded[layer], self._parts[layer] = at, [(size, at, layer, False, None)] if size else []
+            self._offloaded[layer], self._parts[layer] = (
+                at,
+                ([(size, at, layer, False, None)] if size else []),
+            )
         for each, moved in block.moved.items():
-            self._parts[owner_of(each)].append((each.total_bytes, moved, each.maker, len(each.savers) > 1, each))
+            self._parts[owner_of(each)].append(
+                (each.total_bytes, moved, each.maker, len(each.savers) > 1, each)
+            )
 
     def on_device(self, layer: int, is_forward: bool, hosts: tuple[int, int]) -> Terms:
         """Return the bytes on the device of what copies take of earlier layers, during an action of a layer.
 
         `hosts` are the variables of the bytes on the host when the action begins and when it ends.
         """
-        program, found, away = self.program, Terms(), Terms()
+        program = self.program
+        found = Terms()
+        away = Terms()
         for saver, parts in self._parts.items():
             here = [part for part in parts if part[2] < layer and (is_forward or saver < layer)]
             is_there = program.variable(1.0, is_whole=True) if here else 0
             for num_bytes, moved, _, is_of_several, storage in here:
-                size, there = program.per_byte * num_bytes, program.variable(1.0)
+                size = program.per_byte * num_bytes
+                there = program.variable(1.0)
                 takers = [] if storage is None else self.block.takers[storage]
                 taken = Terms((self.block.at[option], 1.0) for option in takers)
                 left = Terms({moved: 1.0})
@@ -285,12 +348,17 @@ class _WholeCopies:
                 # on the device as its segment is, if it leaves at all and with that segment
                 leaves = Terms({there: 1.0}) - left
                 program.row(leaves, high=0.0)
-                is_early = is_forward and saver >= layer and all(option.end > saver for option in takers)
+                is_early = (
+                    is_forward and saver >= layer and all(option.end > saver for option in takers)
+                )
                 if is_early and not is_of_several:
                     program.row(leaves, low=0.0)
                 else:
                     bound = Terms({self._offloaded[saver]: 1.0} if is_of_several else {})
-                    program.row(Terms({there: 1.0, is_there: -1.0}) + bound - taken, high=float(is_of_several))
+                    program.row(
+                        Terms({there: 1.0, is_there: -1.0}) + bound - taken,
+                        high=float(is_of_several),
+                    )
                     program.row(leaves + {is_there: -1.0} - bound + taken, low=-1.0 - is_of_several)
                 found[there] = size
                 away += leaves * -size

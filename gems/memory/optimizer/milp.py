@@ -76,7 +76,10 @@ class Program:
         self._rows.append((terms, low, high))
 
     def solve(self, is_whole: bool, node_limit: int = 0, gap: float = 0.0) -> Solution | None:
-        """Solve the MILP, or its relaxation; None if it has no solution. Work is bounded in nodes, not seconds."""
+        """Solve the MILP, or its relaxation; None if it has no solution.
+
+        Work is bounded in nodes, not seconds.
+        """
         # here, because a login node plans without it where the policy asks for no MILP
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csr_array

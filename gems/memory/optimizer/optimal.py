@@ -1,4 +1,7 @@
-"""The optimal plan, by a MILP and a local search: per layer keep, offload or recompute so that the step is fastest."""
+"""The optimal plan, by a MILP and a local search.
+
+Per layer keep, offload or recompute so that the step is fastest.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +20,35 @@ from gems.memory.plan import Choice, MemoryPlan, Segment
 from gems.memory.storages import profile_storages
 
 POLICY = "plan"
-# For which limits and prices of copies the MILP is solved beside: the share of the largest layer's saved bytes that is
-# left for copies under way, and what of a hidden copy's time counts as if it were exposed, where plans are alike.
+# For which limits and prices of copies the MILP is solved beside: the share of the largest layer's
+# saved bytes that is left for copies under way, and what of a hidden copy's time counts as if it
+# were exposed, where plans are alike.
 VARIANTS = ((0.0, 0.01), (0.25, 0.01))
 FLUID_VARIANTS = ((0.5, 0.1), (1.0, 0.1))
-# how far the mixed-integer program is followed, and its looser end where only a plan is asked for; a budget above the
-# usual one follows the bound further, by so many nodes a second over the number of variables
-NODES, GAP, LOOSE_GAP = 10, 0.01, 0.02
-USUAL_BUDGET_S, NODES_PER_S = 10.0, 60_000
+# how far the mixed-integer program is followed, and its looser end where only a plan is asked for;
+# a budget above the usual one follows the bound further, by so many nodes a second over the number
+# of variables
+NODES = 10
+GAP = 0.01
+LOOSE_GAP = 0.02
+USUAL_BUDGET_S = 10.0
+NODES_PER_S = 60_000
 GOOD = 0.001  # a plan this near to the bound is not improved further
 VARIABLES_PER_S = 600  # of a MILP that HiGHS follows so far in a second
 SEARCH_SHARE = 0.5  # of the budget; the MILPs have the rest
-PARTS = (0, 1, 2, 3, 4, 6, 8)  # in how many segments all of a stage is recomputed; 0: each layer by itself
-ADVICE = "give more memory, use more partitions or fewer micro-batches in flight, or a smaller image or micro-batch"
+PARTS = (
+    0,
+    1,
+    2,
+    3,
+    4,
+    6,
+    8,
+)  # in how many segments all of a stage is recomputed; 0: each layer by itself
+ADVICE = (
+    "give more memory, use more partitions or fewer micro-batches in flight, or a smaller image or"
+    " micro-batch"
+)
 ACTIONS_PER_S = 60_000  # actions of a schedule that a common core simulates in a second
 ACTIONS_OF_A_LAYER = 10  # what finding out a layer's storages costs beside
 HOTTEST = 0.02  # the share of a step that annealing first gives away lightly
@@ -44,12 +63,14 @@ Move = Callable[[tuple[Segment, ...]], tuple[Segment, ...] | None]
 class Planned:
     """A plan that fits, what it does, and how far it is from the least time, in seconds.
 
-    No plan under the limit takes less than `bound_s`, for this partition and order of the schedule, these links' rates
-    and bytes as the timeline counts them, whatever each layer's choice, the segments and the distances of the copies,
-    if an offloaded layer moves all that it saved and not the inputs of its convolutions alone.
-    Recomputed segments have at most so many layers as `MAX_OPTIONS` allows (24 of a stage of 25), or all of the stage.
-    If a rank has more than one micro-batch, or the MILP is too large for the budget, the bound takes copies for a fluid
-    of which any part can leave. `gap` is the step over the bound, less 1. `method` names where the plan came from.
+    No plan under the limit takes less than `bound_s`, for this partition and order of the schedule,
+    these links' rates and bytes as the timeline counts them, whatever each layer's choice, the
+    segments and the distances of the copies, if an offloaded layer moves all that it saved and not
+    the inputs of its convolutions alone. Recomputed segments have at most so many layers as
+    `MAX_OPTIONS` allows (24 of a stage of 25), or all of the stage. If a rank has more than one
+    micro-batch, or the MILP is too large for the budget, the bound takes copies for a fluid of
+    which any part can leave. `gap` is the step over the bound, less 1. `method` names where the
+    plan came from.
     """
 
     outcome: PlanOutcome
@@ -79,17 +100,19 @@ def target_limit_bytes(case: MemoryCase, saving: float) -> int:
     return int(max(limits))
 
 
-def plan(case: MemoryCase, limit_bytes: int, budget_s: float, rivals: Sequence[MemoryPlan] = ()) -> Planned:
+def plan(
+    case: MemoryCase, limit_bytes: int, budget_s: float, rivals: Sequence[MemoryPlan] = ()
+) -> Planned:
     """Find a plan under which each rank holds at most `limit_bytes` and the simulated step takes the least time.
 
-    A mixed-integer program (HiGHS) chooses for each layer under the prefix-bandwidth constraints; copies then get the
-    widest windows that the bytes allow, the plan is simulated, and a search changes single layers while `budget_s`
-    lasts, counted in actions and not in seconds, so that the same plan comes out everywhere. It is never worse than the
-    best of `rivals` that fit.
+    A mixed-integer program (HiGHS) chooses for each layer under the prefix-bandwidth constraints;
+    copies then get the widest windows that the bytes allow, the plan is simulated, and a search
+    changes single layers while `budget_s` lasts, counted in actions and not in seconds, so that the
+    same plan comes out everywhere. It is never worse than the best of `rivals` that fit.
 
     Raises:
-        DoesNotFitError: no plan fits that is known; names the layer that needs the most by itself, and the least bytes
-            that a plan reached.
+        DoesNotFitError: no plan fits that is known; names the layer that needs the most by itself,
+            and the least bytes that a plan reached.
     """
     search = Search(case, limit_bytes, SEARCH_SHARE * budget_s)
     if not search.excess_bytes(case.kept):
@@ -119,13 +142,18 @@ def _planned(outcome: PlanOutcome, bound_s: float, method: str) -> Planned:
     return Planned(outcome, min(bound_s, outcome.step_s), method)
 
 
-def _by_milp(case: MemoryCase, limit_bytes: int, budget_s: float) -> Iterator[tuple[float, Cut | None]]:
+def _by_milp(
+    case: MemoryCase, limit_bytes: int, budget_s: float
+) -> Iterator[tuple[float, Cut | None]]:
     """Yield solutions of the MILP at the limit and below it, each with a lower bound of every plan's step, in seconds.
 
-    Where the MILP is too large for the budget its relaxation is rounded. Without any solution no plan can keep the
-    limit, and nothing is yielded.
+    Where the MILP is too large for the budget its relaxation is rounded. Without any solution no
+    plan can keep the limit, and nothing is yielded.
     """
-    is_chain = case.schedule.num_ranks == 1 and len({action.micro_batch for action in case.schedule.rows[0]}) == 1
+    is_chain = (
+        case.schedule.num_ranks == 1
+        and len({action.micro_batch for action in case.schedule.rows[0]}) == 1
+    )
     model = PlanModel(case, limit_bytes, moves_all=is_chain)
     relaxed = model.solve(is_whole=False)
     if relaxed is None:
@@ -151,7 +179,10 @@ def _by_milp(case: MemoryCase, limit_bytes: int, budget_s: float) -> Iterator[tu
 
 
 def _rounded(case: MemoryCase, weights: Weights) -> Cut:
-    """Return the segments of a solution; of a relaxed one the path through each stage with the most weight."""
+    """Return the segments of a solution.
+
+    Of a relaxed one the path through each stage with the most weight.
+    """
     stages = []
     for (first, end), chosen in zip(pairwise(case.boundaries), weights, strict=True):
         best: dict[int, tuple[float, tuple[Segment, ...]]] = {first: (0.0, ())}
@@ -178,7 +209,8 @@ def _simple(case: MemoryCase) -> Iterator[Cut]:
 
 def _too_small(case: MemoryCase, least: PlanOutcome, limit_bytes: int) -> DoesNotFitError:
     """Return the error: the layer with which the best plan exceeds the limit, and what it needs by itself."""
-    spans, rank = profile_storages(case.profile).spans, least.fullest_rank
+    spans = profile_storages(case.profile).spans
+    rank = least.fullest_rank
     alone = {
         layer: int(max(spans.forward_peak[layer, layer + 1], spans.backward_peak[layer, layer + 1]))
         for stage in {stage for _, stage in case.schedule.placement.stages_on(rank)}
@@ -189,19 +221,22 @@ def _too_small(case: MemoryCase, least: PlanOutcome, limit_bytes: int) -> DoesNo
         f"rank {rank} under the plan of least memory",
         least.peak_bytes[rank],
         limit_bytes,
-        f"its largest layer {case.profile.layers[largest].name} needs {alone[largest]} bytes by itself; {ADVICE}",
+        f"its largest layer {case.profile.layers[largest].name} needs {alone[largest]} bytes by"
+        f" itself; {ADVICE}",
     )
 
 
 class Search:
     """Improves a plan under a limit by changes of one or two places, in an order drawn from a fixed seed.
 
-    It ends where a plan takes no more than `good_s`, seconds, or the budget is spent, which is counted in simulated
-    actions so that a search is the same on every machine. Copies get their windows in one `way`.
+    It ends where a plan takes no more than `good_s`, seconds, or the budget is spent, which is
+    counted in simulated actions so that a search is the same on every machine. Copies get their
+    windows in one `way`.
     """
 
     def __init__(self, case: MemoryCase, limit_bytes: int, budget_s: float) -> None:
-        self.case, self.limit_bytes = case, limit_bytes
+        self.case = case
+        self.limit_bytes = limit_bytes
         self.good_s = 0.0
         self.way = WindowOrder.OUT_FIRST
         self._left = budget_s * ACTIONS_PER_S
@@ -219,7 +254,9 @@ class Search:
     def simulate(self, plan: MemoryPlan) -> PlanOutcome:
         """Simulate a plan and count what that took."""
         found = self.case.outcome(plan)
-        self._left -= sum(map(len, found.schedule.rows)) + ACTIONS_OF_A_LAYER * self.case.profile.num_layers
+        self._left -= (
+            sum(map(len, found.schedule.rows)) + ACTIONS_OF_A_LAYER * self.case.profile.num_layers
+        )
         return found
 
     def judge(self, stages: Cut) -> PlanOutcome:
@@ -244,7 +281,10 @@ class Search:
         return not self.excess_bytes(tried) and tried.step_s <= self.good_s
 
     def improve(self, starts: Sequence[PlanOutcome]) -> PlanOutcome:
-        """Return the best plan found: mix stages of the starts, descend by single changes, then anneal."""
+        """Return the best plan found.
+
+        Mix stages of the starts, descend by single changes, then anneal.
+        """
         starts = sorted(starts, key=self.cost)
         best = starts[0] if self.is_good(starts[0]) else self._mix(starts[0], starts[1:])
         for start in (best, *starts[1:STARTS]):
@@ -252,7 +292,8 @@ class Search:
                 return best
             changed = self._descend(start)
             while changed is not start:
-                start, changed = changed, self._descend(changed)
+                start = changed
+                changed = self._descend(changed)
             best = min(best, start, key=self.cost)
         return self._anneal(best)
 
@@ -260,7 +301,11 @@ class Search:
         """Return the plan with neighbouring kept segments joined if that costs nothing, for a shorter schedule."""
         plan = MemoryPlan("plan", _bare(best.plan.stages)).joined()
         found = self._with_windows(plan.stages, tuple(WindowOrder))
-        return found if self.cost(found) <= (self.excess_bytes(best), best.step_s * (1 + 1e-9)) else best
+        return (
+            found
+            if self.cost(found) <= (self.excess_bytes(best), best.step_s * (1 + 1e-9))
+            else best
+        )
 
     def _with_windows(self, stages: Cut, ways: Sequence[WindowOrder]) -> PlanOutcome:
         return with_windows(MemoryPlan("plan", stages), self.limit_bytes, self.simulate, ways)
@@ -284,12 +329,15 @@ class Search:
         for stage, move in moves:
             found = None if self.is_good(best) else self._after(stages, stage, move)
             if found is not None and self.cost(found) < self.cost(best):
-                best, stages = found, _by_layer(found.plan.stages)
+                best = found
+                stages = _by_layer(found.plan.stages)
         return best
 
     def _anneal(self, best: PlanOutcome) -> PlanOutcome:
         """Take changes that cost a little too, ever less as the budget goes (Kirkpatrick et al. 1983)."""
-        now, whole, rounds = best, max(self._left, 1.0), 0
+        now = best
+        whole = max(self._left, 1.0)
+        rounds = 0
         while self._left > 0 and not self.is_good(best) and rounds < MAX_ROUNDS:
             rounds += 1
             stages = _by_layer(now.plan.stages)
@@ -329,8 +377,13 @@ def _moves(cut: tuple[Segment, ...]) -> Iterator[Move]:
             yield partial(_toggled, layer=layer + 1)
 
 
-def _chosen(now: tuple[Segment, ...], first: int, end: int, choice: Choice) -> tuple[Segment, ...] | None:
-    """Make layers one segment of a choice; what is left of the segments around them stays as it was."""
+def _chosen(
+    now: tuple[Segment, ...], first: int, end: int, choice: Choice
+) -> tuple[Segment, ...] | None:
+    """Make layers one segment of a choice.
+
+    What is left of the segments around them stays as it was.
+    """
     if any((each.first, each.end, each.choice) == (first, end, choice) for each in now):
         return None
     before = [replace(each, end=min(each.end, first)) for each in now if each.first < first]
@@ -353,9 +406,18 @@ def _toggled(now: tuple[Segment, ...], layer: int) -> tuple[Segment, ...] | None
         if not segment.choice.is_recomputed:
             continue
         if segment.first < layer < segment.end:
-            return (*now[:index], replace(segment, end=layer), replace(segment, first=layer), *now[index + 1 :])
+            return (
+                *now[:index],
+                replace(segment, end=layer),
+                replace(segment, first=layer),
+                *now[index + 1 :],
+            )
         if segment.first == layer and index and now[index - 1].choice is segment.choice:
-            return (*now[: index - 1], replace(segment, first=now[index - 1].first), *now[index + 1 :])
+            return (
+                *now[: index - 1],
+                replace(segment, first=now[index - 1].first),
+                *now[index + 1 :],
+            )
     return None
 
 
@@ -365,11 +427,17 @@ def _by_layer(stages: Cut) -> Cut:
     def parts(segment: Segment) -> list[Segment]:
         if segment.choice is not Choice.KEEP:
             return [segment]
-        return [replace(segment, first=layer, end=layer + 1) for layer in range(segment.first, segment.end)]
+        return [
+            replace(segment, first=layer, end=layer + 1)
+            for layer in range(segment.first, segment.end)
+        ]
 
     return tuple(tuple(part for segment in cut for part in parts(segment)) for cut in stages)
 
 
 def _bare(stages: Cut) -> Cut:
     """Return segments without distances."""
-    return tuple(tuple(Segment(segment.first, segment.end, segment.choice) for segment in cut) for cut in stages)
+    return tuple(
+        tuple(Segment(segment.first, segment.end, segment.choice) for segment in cut)
+        for cut in stages
+    )

@@ -17,15 +17,25 @@ MAX_OPTIONS = 1200
 class StageBlock:
     """The variables of a stage: one per possible segment (`at`), and cumulative sums of bytes on the device and moved.
 
-    `given_bytes` are those of the stage's inputs if they may leave, which they do where all of it is recomputed as one.
-    All expressions are bytes of one micro-batch, scaled by the MILP. `value_kept` has the values of variables if every
-    layer is kept. `shared` are the storages that several layers see, `own` by layer those that no other layer sees.
+    `given_bytes` are those of the stage's inputs if they may leave, which they do where all of it
+    is recomputed as one. All expressions are bytes of one micro-batch, scaled by the MILP.
+    `value_kept` has the values of variables if every layer is kept. `shared` are the storages that
+    several layers see, `own` by layer those that no other layer sees.
     """
 
     def __init__(
-        self, program: Program, profile: ModelProfile, first: int, end: int, least_bytes: int, given_bytes: int = 0
+        self,
+        program: Program,
+        profile: ModelProfile,
+        first: int,
+        end: int,
+        least_bytes: int,
+        given_bytes: int = 0,
     ) -> None:
-        self.program, self.profile, self.first, self.end = program, profile, first, end
+        self.program = program
+        self.profile = profile
+        self.first = first
+        self.end = end
         self.given_bytes = given_bytes if given_bytes >= least_bytes else 0
         self.storages = profile_storages(profile).made(first, end, least_bytes)
         self.shared = tuple(each for each in self.storages if each.last_use > each.maker)
@@ -41,12 +51,18 @@ class StageBlock:
         for option in self.at:
             for layer in range(option.first, option.end):
                 self.covering[layer].append(option)
-        self.value_kept = {at: float(option.choice is Choice.KEEP) for option, at in self.at.items()}
+        self.value_kept = {
+            at: float(option.choice is Choice.KEEP) for option, at in self.at.items()
+        }
         self._path()
         # the recomputed segments whose inputs leave, by the storages that are among these
-        self.takers = {each: [option for option in self.at if _is_taken(each, option)] for each in self.shared}
+        self.takers = {
+            each: [option for option in self.at if _is_taken(each, option)] for each in self.shared
+        }
         self.held = {each: self._held(each) for each in self.shared}
-        self.moved = {each: self._moved(each) for each in self.shared if each.savers or self.takers[each]}
+        self.moved = {
+            each: self._moved(each) for each in self.shared if each.savers or self.takers[each]
+        }
         self._back = self._returned(owner_of)
         self._extra = self._returned(lambda each: each.last_use)
         self._kept_earlier: dict[int, Terms] = {}
@@ -56,28 +72,36 @@ class StageBlock:
     def _options(self) -> Iterator[Segment]:
         """Yield the possible segments: kept and offloaded ones of a layer, others of several.
 
-        Of long stages only those up to some length, and the stage as a whole. The inputs of the first segment are the
-        stage's.
+        Of long stages only those up to some length, and the stage as a whole. The inputs of the
+        first segment are the stage's.
         """
-        first, end = self.first, self.end
+        first = self.first
+        end = self.end
         longest = max(2, MAX_OPTIONS // (2 * (end - first)))
         for begin in range(first, end):
-            yield from (Segment(begin, begin + 1, choice) for choice in (Choice.KEEP, Choice.OFFLOAD))
+            yield from (
+                Segment(begin, begin + 1, choice) for choice in (Choice.KEEP, Choice.OFFLOAD)
+            )
             ends = list(range(begin + 1, min(end, begin + longest) + 1))
             if begin == first and end - first > longest:
                 ends.append(end)
             for stop in ends:
                 yield Segment(begin, stop, Choice.RECOMPUTE)
                 option = Segment(begin, stop, Choice.OFFLOAD_INPUTS)
-                if any(_is_taken(each, option) for each in self.shared) or self._given_bytes(option):
+                if any(_is_taken(each, option) for each in self.shared) or self._given_bytes(
+                    option
+                ):
                     yield option
-                if any(layer.cheap_s < layer.recompute_s for layer in self.profile.layers[begin:stop]):
+                if any(
+                    layer.cheap_s < layer.recompute_s for layer in self.profile.layers[begin:stop]
+                ):
                     yield Segment(begin, stop, Choice.SELECTIVE)
 
     def backward_bytes(self, layer: int) -> Terms:
         """Return what is on the device during a layer's backward beyond what the layer itself has saved.
 
-        That is what earlier layers keep, and what a recomputed segment has brought for layers before this one.
+        That is what earlier layers keep, and what a recomputed segment has brought for layers
+        before this one.
         """
         return self._earlier(layer) + Terms(
             (self.at[option], self.program.per_byte * self._brought_bytes(option, layer))
@@ -89,7 +113,11 @@ class StageBlock:
         """Return what is on the device while a segment is recomputed right before the backward of its last layer."""
         peak = profile_storages(self.profile).recompute_peak_bytes
         return self._earlier(layer) + Terms(
-            (at, self.program.per_byte * peak(option.first, option.end, option.choice is Choice.SELECTIVE))
+            (
+                at,
+                self.program.per_byte
+                * peak(option.first, option.end, option.choice is Choice.SELECTIVE),
+            )
             for option, at in self._recomputed_for(layer)
         )
 
@@ -97,20 +125,27 @@ class StageBlock:
         """Return the time of the forward that is recomputed right before the backward of a layer, seconds scaled."""
         found = Terms()
         for option, at in self._recomputed_for(layer):
-            layers, is_selective = self.profile.layers[option.first : option.end], option.choice is Choice.SELECTIVE
-            found[at] = self.program.per_s * sum(each.cheap_s if is_selective else each.recompute_s for each in layers)
+            layers = self.profile.layers[option.first : option.end]
+            is_selective = option.choice is Choice.SELECTIVE
+            found[at] = self.program.per_s * sum(
+                each.cheap_s if is_selective else each.recompute_s for each in layers
+            )
         return found
 
     def forward_bytes(self, layer: int) -> Terms:
         """Return what is on the device of earlier layers when the forward of a layer begins, or the stage has ended.
 
-        From then on inputs of the stage that leave are taken off, which count elsewhere as if they stayed.
+        From then on inputs of the stage that leave are taken off, which count elsewhere as if they
+        stayed.
         """
         found = self.before(layer, self.kept_own, self.kept_made)
         return found - self._given_left() if layer == self.end else found
 
     def moved_before(self, layer: int, is_forward: bool) -> Terms:
-        """Return the bytes that copies take of earlier layers: made by them, or in backward needed by them alone."""
+        """Return the bytes that copies take of earlier layers.
+
+        Made by them, or in backward needed by them alone.
+        """
         if is_forward:
             found = self.before(layer, self.moved_own, self.moved_made)
             return found + self._given_left() if layer == self.end else found
@@ -118,7 +153,9 @@ class StageBlock:
 
     def worth_kept(self, terms: Terms) -> float:
         """Return the value of an expression if every layer is kept."""
-        return sum(factor * self.value_kept.get(variable, 0.0) for variable, factor in terms.items())
+        return sum(
+            factor * self.value_kept.get(variable, 0.0) for variable, factor in terms.items()
+        )
 
     def returned(self, each: Storage, layer: int) -> Terms:
         """Return whether a storage has come back before a layer's backward for a recompute of later layers too."""
@@ -130,7 +167,11 @@ class StageBlock:
             taken = sum(each.total_bytes for each in self.shared if _is_taken(each, option))
             return taken + self._given_bytes(option)
         is_offloaded = option.choice is Choice.OFFLOAD
-        return sum(each.total_bytes for each in self.storages if is_offloaded and option.first in each.savers[-1:])
+        return sum(
+            each.total_bytes
+            for each in self.storages
+            if is_offloaded and option.first in each.savers[-1:]
+        )
 
     def own_movable_bytes(self, layer: int) -> int:
         """Return what only a layer itself sees and saves and a copy takes."""
@@ -143,12 +184,19 @@ class StageBlock:
 
     def _given_left(self) -> Terms:
         """Return the bytes of the stage's inputs that leave."""
-        sizes = ((at, self.program.per_byte * self._given_bytes(option)) for option, at in self.at.items())
+        sizes = (
+            (at, self.program.per_byte * self._given_bytes(option))
+            for option, at in self.at.items()
+        )
         return Terms((at, size) for at, size in sizes if size)
 
     def _recomputed_for(self, layer: int) -> list[tuple[Segment, int]]:
         """Return the options that are recomputed right before the backward of a layer, with their variables."""
-        options = [each for each in self.covering[layer] if each.choice.is_recomputed and each.end == layer + 1]
+        options = [
+            each
+            for each in self.covering[layer]
+            if each.choice.is_recomputed and each.end == layer + 1
+        ]
         return [(option, self.at[option]) for option in options]
 
     def _earlier(self, layer: int) -> Terms:
@@ -166,19 +214,31 @@ class StageBlock:
         for layer in range(self.first, self.end):
             self.program.row(self._any(self.covering[layer]), low=1.0, high=1.0)
             if layer > self.first:
-                ending = self._any(option for option in self.covering[layer - 1] if option.end == layer)
-                starting = self._any(option for option in self.covering[layer] if option.first == layer)
+                ending = self._any(
+                    option for option in self.covering[layer - 1] if option.end == layer
+                )
+                starting = self._any(
+                    option for option in self.covering[layer] if option.first == layer
+                )
                 self.program.row(ending - starting, low=0.0, high=0.0)
 
     def _any(self, options: Iterable[Segment]) -> Terms:
-        """Return whether one of some options over a layer is chosen: their sum, since they exclude each other."""
+        """Return whether one of some options over a layer is chosen.
+
+        Their sum, since they exclude each other.
+        """
         return Terms((self.at[option], 1.0) for option in options)
 
     def _offloaded(self, layer: int) -> Terms:
-        return self._any(option for option in self.covering[layer] if option.choice is Choice.OFFLOAD)
+        return self._any(
+            option for option in self.covering[layer] if option.choice is Choice.OFFLOAD
+        )
 
     def _held(self, each: Storage) -> int:
-        """Make the variable of whether a storage stays: who needs it last decides, and take it along if offloaded."""
+        """Make the variable of whether a storage stays.
+
+        Who needs it last decides, and take it along if offloaded.
+        """
         variable = self.program.variable(1.0)
         self.value_kept[variable] = float(bool(each.savers))
         taken = Terms()
@@ -194,7 +254,8 @@ class StageBlock:
         variable = self.program.variable(1.0)
         staying = Terms()
         for layer in range(each.last_use, each.maker - 1, -1):
-            needing, taking = self._needing(each, layer), self._taking(each, layer)
+            needing = self._needing(each, layer)
+            taking = self._taking(each, layer)
             for terms in (needing, taking):
                 if terms and each.is_movable:
                     self.program.row(Terms({variable: 1.0, self.held[each]: 1.0}) - terms, low=0.0)
@@ -208,7 +269,9 @@ class StageBlock:
 
         def needs(option: Segment) -> bool:
             if option.choice.is_recomputed:
-                is_product = option.choice is Choice.SELECTIVE and each.is_product and layer == each.maker
+                is_product = (
+                    option.choice is Choice.SELECTIVE and each.is_product and layer == each.maker
+                )
                 return is_product or (_is_input(each, option) and not _is_taken(each, option))
             return layer in each.savers and (option.choice is Choice.KEEP or not each.is_movable)
 
@@ -217,7 +280,9 @@ class StageBlock:
     def _taking(self, each: Storage, layer: int) -> Terms:
         """Return the options over a layer that take a storage to the host, each at the last of its layers only."""
         found = self._offloaded(layer) if each.is_movable and layer in each.savers else Terms()
-        ending = (option for option in self.covering[layer] if layer == min(option.end - 1, each.last_use))
+        ending = (
+            option for option in self.covering[layer] if layer == min(option.end - 1, each.last_use)
+        )
         return found + self._any(option for option in ending if _is_taken(each, option))
 
     def _last_takers(self, each: Storage) -> list[Segment]:
@@ -226,8 +291,9 @@ class StageBlock:
     def _returned(self, ends_at: Callable[[Storage], int]) -> dict[int, Terms]:
         """Make for each layer the variable of the bytes that its backward finds back for a recompute, though not read.
 
-        They came for the recompute of a segment that ends with this layer or a later one. Of each storage that it takes
-        these are layers after `ends_at`, as far as nothing after the segment reads it.
+        They came for the recompute of a segment that ends with this layer or a later one. Of each
+        storage that it takes these are layers after `ends_at`, as far as nothing after the segment
+        reads it.
         """
         found = {layer: Terms() for layer in range(self.first, self.end)}
         for each in self.takers:
@@ -247,15 +313,22 @@ class StageBlock:
         variable = self.program.variable(1.0)
         earlier = [saver for saver in each.savers if saver < layer]
         self.value_kept[variable] = float(bool(earlier))
-        is_there = (Choice.KEEP, Choice.OFFLOAD) if each.savers and each.savers[-1] > layer else (Choice.KEEP,)
+        is_there = (
+            (Choice.KEEP, Choice.OFFLOAD)
+            if each.savers and each.savers[-1] > layer
+            else (Choice.KEEP,)
+        )
         for saver in earlier:
-            chosen = self._any(option for option in self.covering[saver] if option.choice in is_there)
+            chosen = self._any(
+                option for option in self.covering[saver] if option.choice in is_there
+            )
             self.program.row(Terms({variable: 1.0}) - chosen, low=0.0)
         # where an input is that leaves with one segment and is read by a later one too is left open
         recomputed = (
             option
             for option in self.covering[layer]
-            if option.choice.is_recomputed and not (_is_taken(each, option) and option.end <= each.last_use)
+            if option.choice.is_recomputed
+            and not (_is_taken(each, option) and option.end <= each.last_use)
         )
         taking = self._any(option for option in recomputed if _is_input(each, option))
         self.program.row(Terms({variable: 1.0}) - taking, low=0.0)
@@ -263,14 +336,22 @@ class StageBlock:
 
     def _sums(self) -> None:
         """Make the cumulative sums of what one layer uses, and of shared storages by their first and last users."""
-        own, moved = {}, {}
+        own = {}
+        moved = {}
         for layer, storages in self.own.items():
             size = {
-                choice: self.program.per_byte * sum(each.total_bytes for each in storages if _stays(each, choice))
+                choice: (
+                    self.program.per_byte
+                    * sum(each.total_bytes for each in storages if _stays(each, choice))
+                )
                 for choice in Choice
             }
-            own[layer] = Terms((self.at[option], size[option.choice]) for option in self.covering[layer])
-            moved[layer] = self._offloaded(layer) * (self.program.per_byte * self.own_movable_bytes(layer))
+            own[layer] = Terms(
+                (self.at[option], size[option.choice]) for option in self.covering[layer]
+            )
+            moved[layer] = self._offloaded(layer) * (
+                self.program.per_byte * self.own_movable_bytes(layer)
+            )
         self.kept_own, self.moved_own = self._cumulated(own), self._cumulated(moved)
         self.kept_made = self._by(self.held, lambda each: each.maker)
         self.kept_done = self._by(self.held, lambda each: each.last_use)
@@ -279,10 +360,15 @@ class StageBlock:
         self.moved_done = self._by(self.moved, owner_of)
 
     def _may_leave_after(self, each: Storage) -> int:
-        """Return the first layer after which a storage may leave: one that saves it, or is given it to recompute."""
+        """Return the first layer after which a storage may leave.
+
+        One that saves it, or is given it to recompute.
+        """
         return min([*each.savers[:1], *(each.maker + 1,) * bool(self.takers[each])])
 
-    def _by(self, variables: dict[Storage, int], layer_of: Callable[[Storage], int]) -> dict[int, int]:
+    def _by(
+        self, variables: dict[Storage, int], layer_of: Callable[[Storage], int]
+    ) -> dict[int, int]:
         terms = {layer: Terms() for layer in range(self.first, self.end)}
         for each, variable in variables.items():
             terms[layer_of(each)][variable] = self.program.per_byte * each.total_bytes
@@ -316,7 +402,8 @@ class StageBlock:
                 if each.last_use < layer:
                     is_kept = option.choice is Choice.SELECTIVE and each.is_product
                     at[each.maker] += each.total_bytes * (bool(each.savers) - is_kept)
-            found, total = {}, 0
+            found = {}
+            total = 0
             for before in range(layer - 1, self.first - 1, -1):
                 total += at[before]
                 found[before] = total
@@ -343,4 +430,6 @@ def _stays(each: Storage, choice: Choice) -> bool:
     """Whether a storage that only its layer sees stays on the device between forward and backward."""
     if choice is Choice.SELECTIVE:
         return each.is_product
-    return bool(each.savers) and (choice is Choice.KEEP or (choice is Choice.OFFLOAD and not each.is_movable))
+    return bool(each.savers) and (
+        choice is Choice.KEEP or (choice is Choice.OFFLOAD and not each.is_movable)
+    )

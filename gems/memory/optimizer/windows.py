@@ -1,4 +1,7 @@
-"""When copies leave and come back: windows as wide as the bytes allow, then shortened to what copies used."""
+"""When copies leave and come back.
+
+Windows as wide as the bytes allow, then shortened to what copies used.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,15 @@ from gems.schedule.action import COMPUTE_KINDS, Action, Kind
 
 Simulate = Callable[[MemoryPlan], PlanOutcome]
 Widths = dict[Place, int]
-TRIALS = 4  # how often windows are made anew with less room, where the timeline finds more than was counted
+# how often windows are made anew with less room, where the timeline finds more than was counted
+TRIALS = 4
 
 
 class WindowOrder(Enum):
-    """Who has the first choice of bytes: copies out, copies back, or each as long as its window is the shortest."""
+    """Who has the first choice of bytes.
+
+    Copies out, copies back, or each as long as its window is the shortest.
+    """
 
     OUT_FIRST = "out first"
     BACK_FIRST = "back first"
@@ -27,14 +34,17 @@ class WindowOrder(Enum):
 
 
 def with_windows(
-    plan: MemoryPlan, limit_bytes: int, simulate: Simulate, ways: Sequence[WindowOrder] = (WindowOrder.OUT_FIRST,)
+    plan: MemoryPlan,
+    limit_bytes: int,
+    simulate: Simulate,
+    ways: Sequence[WindowOrder] = (WindowOrder.OUT_FIRST,),
 ) -> PlanOutcome:
     """Give a plan its distances and simulate it; of several ways return the fastest.
 
-    With the first two ways copies out are waited for only where an action would lack bytes, the one posted first before
-    the others, and copies back posted as early as the bytes allow, in the order in which they are needed. With the
-    third each window grows by one action at a time, the shortest in seconds first. Where the timeline finds more than
-    was counted, that action gets less room.
+    With the first two ways copies out are waited for only where an action would lack bytes, the one
+    posted first before the others, and copies back posted as early as the bytes allow, in the order
+    in which they are needed. With the third each window grows by one action at a time, the shortest
+    in seconds first. Where the timeline finds more than was counted, that action gets less room.
     """
     tight = simulate(set_distances(plan, {}, {}))
     has_copies = any(segment.choice.is_copied for stage in plan.stages for segment in stage)
@@ -55,13 +65,17 @@ def with_windows(
             for windows, rank in zip(ranks, found.ranks, strict=True):
                 during = _during_bytes(rank.points)
                 windows.room = [
-                    room - max(0, held - limit_bytes) for room, held in zip(windows.room, during, strict=True)
+                    room - max(0, held - limit_bytes)
+                    for room, held in zip(windows.room, during, strict=True)
                 ]
     return best
 
 
 def set_distances(plan: MemoryPlan, free: Widths | None, ahead: Widths | None) -> MemoryPlan:
-    """Return a plan with these distances for its copied segments: 0 if not given, as they are if None."""
+    """Return a plan with these distances for its copied segments.
+
+    0 if not given, as they are if None.
+    """
 
     def change(place: Place, segment: Segment) -> Segment:
         if not segment.choice.is_copied:
@@ -78,7 +92,10 @@ def set_distances(plan: MemoryPlan, free: Widths | None, ahead: Widths | None) -
 
 @dataclass(slots=True)
 class _Window:
-    """One copy of one micro-batch on a rank: made and needed at these places of its compute actions."""
+    """One copy of one micro-batch on a rank.
+
+    Made and needed at these places of its compute actions.
+    """
 
     place: Place
     made: int
@@ -95,7 +112,8 @@ class _Window:
 class _RankWindows:
     """The copies of a rank in the order in which they are made, waited for at once and fetched on demand.
 
-    `room` are the bytes that are free during each compute action, `ends` the seconds at which each ends without a wait.
+    `room` are the bytes that are free during each compute action, `ends` the seconds at which each
+    ends without a wait.
     """
 
     def __init__(self, tight: PlanOutcome, rank: int, limit_bytes: int) -> None:
@@ -107,7 +125,8 @@ class _RankWindows:
         places: dict[Action, int] = {}
         before = points[0].device_bytes if points else 0
         for point in points:
-            action, forward = point.action, point.action._replace(kind=Kind.F)
+            action = point.action
+            forward = point.action._replace(kind=Kind.F)
             if _is_counted(action):
                 places[action] = len(self.ends)
                 self.ends.append((self.ends[-1] if self.ends else 0.0) + tight.costs.time(action))
@@ -117,7 +136,10 @@ class _RankWindows:
             elif action.kind is Kind.FREE:
                 made[forward].next_bytes = before - point.device_bytes
             elif action.kind is Kind.PREFETCH:
-                made[forward].needed, made[forward].back_bytes = len(self.ends), point.device_bytes - before
+                made[forward].needed, made[forward].back_bytes = (
+                    len(self.ends),
+                    point.device_bytes - before,
+                )
             before = point.device_bytes
 
     def length_s(self, copy: _Window, width: int, is_back: bool) -> float:
@@ -142,16 +164,23 @@ def _during_bytes(points: Sequence[Point]) -> list[int]:
 
 
 def _is_counted(action: Action) -> bool:
-    """Whether an action counts among a rank's compute actions; a recompute belongs to the backward after it."""
+    """Whether an action counts among a rank's compute actions.
+
+    A recompute belongs to the backward after it.
+    """
     return action.kind in COMPUTE_KINDS and action.kind is not Kind.R
 
 
 def _widest(ranks: Sequence[_RankWindows], back_first: bool) -> tuple[Widths, Widths]:
-    """Return the distances out and back; a segment's are those of the micro-batch and rank with the least."""
+    """Return the distances out and back.
+
+    A segment's are those of the micro-batch and rank with the least.
+    """
     both: tuple[Widths, Widths] = ({}, {})
     order = (_back, _out) if back_first else (_out, _back)
     for windows in ranks:
-        room, first = list(windows.room), dict[int, int]()
+        room = list(windows.room)
+        first = dict[int, int]()
         for get in order:
             first = get(windows.copies, room, first)
             widths = both[get is _back]
@@ -164,7 +193,8 @@ def _widest(ranks: Sequence[_RankWindows], back_first: bool) -> tuple[Widths, Wi
 def _out(copies: Sequence[_Window], room: list[int], ahead: dict[int, int]) -> dict[int, int]:
     """Return each copy's window out in compute actions, and take its bytes from the room.
 
-    At an action that lacks bytes the copies are waited for that were posted first: they have ended first.
+    At an action that lacks bytes the copies are waited for that were posted first: they have ended
+    first.
     """
     widths: dict[int, int] = {}
     under_way: list[int] = []
@@ -172,7 +202,9 @@ def _out(copies: Sequence[_Window], room: list[int], ahead: dict[int, int]) -> d
     for index in range(len(room)):
         while waiting and copies[waiting[0]].made < index:
             under_way.append(waiting.pop(0))
-        for each in [each for each in under_way if copies[each].needed - ahead.get(each, 0) <= index]:
+        for each in [
+            each for each in under_way if copies[each].needed - ahead.get(each, 0) <= index
+        ]:
             under_way.remove(each)
             widths[each] = index - 1 - copies[each].made
         taken = sum(copies[each].out_bytes_at(index) for each in under_way)
@@ -185,10 +217,14 @@ def _out(copies: Sequence[_Window], room: list[int], ahead: dict[int, int]) -> d
 
 
 def _back(copies: Sequence[_Window], room: list[int], free: dict[int, int]) -> dict[int, int]:
-    """Return each copy's window back: `_out` with time the other way, so what is needed last is posted last."""
+    """Return each copy's window back.
+
+    `_out` with time the other way, so what is needed last is posted last.
+    """
     last = len(room) - 1
     mirrored = [
-        _Window(each.place, last - each.needed, last - each.made, each.back_bytes, each.back_bytes) for each in copies
+        _Window(each.place, last - each.needed, last - each.made, each.back_bytes, each.back_bytes)
+        for each in copies
     ]
     room.reverse()
     widths = _out(mirrored, room, free)
@@ -204,7 +240,10 @@ def _even(plan: MemoryPlan, ranks: Sequence[_RankWindows]) -> tuple[Widths, Widt
     for stage, segments in enumerate(plan.stages):
         for index, segment in enumerate(segments):
             if segment.choice.is_copied:
-                queue += [(0.0, len(queue) + is_back, (stage, index), is_back) for is_back in (False, True)]
+                queue += [
+                    (0.0, len(queue) + is_back, (stage, index), is_back)
+                    for is_back in (False, True)
+                ]
     while queue:
         _, order, place, is_back = heapq.heappop(queue)
         width = widths[is_back].get(place, 0) + 1
@@ -234,9 +273,15 @@ def _even(plan: MemoryPlan, ranks: Sequence[_RankWindows]) -> tuple[Widths, Widt
 def shortened(outcome: PlanOutcome, limit_bytes: int, simulate: Simulate) -> PlanOutcome:
     """Shorten the windows of a simulated plan to what its copies used, at the same step time.
 
-    The segments whose windows meet, so that no copy ever takes anything, become kept or recomputed ones.
+    The segments whose windows meet, so that no copy ever takes anything, become kept or recomputed
+    ones.
     """
-    moved = {place_of(action) for row in outcome.schedule.rows for action in row if action.kind is Kind.OFFLOAD}
+    moved = {
+        place_of(action)
+        for row in outcome.schedule.rows
+        for action in row
+        if action.kind is Kind.OFFLOAD
+    }
 
     def uncopied_if_idle(place: Place, segment: Segment) -> Segment:
         if not segment.choice.is_copied or place in moved:
@@ -262,8 +307,11 @@ def _in_order(outcome: PlanOutcome) -> Widths:
     """Return windows in which no copy back is posted before one that is needed sooner."""
     ahead: Widths = {}
     for row in outcome.schedule.rows:
-        index_of, latest = _indices(row), 0
-        for needed, action in sorted((index_of[action], action) for action in row if action.kind is Kind.PREFETCH):
+        index_of = _indices(row)
+        latest = 0
+        for needed, action in sorted(
+            (index_of[action], action) for action in row if action.kind is Kind.PREFETCH
+        ):
             place = place_of(action)
             latest = max(latest, needed - outcome.plan.segment(place).ahead)
             ahead[place] = max(ahead.get(place, 0), needed - latest)
@@ -273,20 +321,25 @@ def _in_order(outcome: PlanOutcome) -> Widths:
 def _used(outcome: PlanOutcome) -> tuple[Widths, Widths]:
     """Return what the simulated copies used of their windows, out and back.
 
-    A copy out is waited for where it has ended by then anyway, a copy back posted at the last action from which it and
-    those after it still come in time.
+    A copy out is waited for where it has ended by then anyway, a copy back posted at the last
+    action from which it and those after it still come in time.
     """
     free: Widths = {}
     ahead: Widths = {}
     for rank, row in enumerate(outcome.schedule.rows):
-        start, end = outcome.simulation.start[rank], outcome.simulation.end[rank]
-        index_of, compute = _indices(row), [index for index, action in enumerate(row) if _is_counted(action)]
+        start = outcome.simulation.start[rank]
+        end = outcome.simulation.end[rank]
+        index_of = _indices(row)
+        compute = [index for index, action in enumerate(row) if _is_counted(action)]
         latest: list[tuple[int, float, Action]] = []
         for index, action in enumerate(row):
             if action.kind is Kind.OFFLOAD:
-                place, made = place_of(action), index_of[action]
+                place = place_of(action)
+                made = index_of[action]
                 width = outcome.plan.segment(place).free_after
-                used = next((w for w in range(width) if end[compute[made + w]] >= end[index]), width)
+                used = next(
+                    (w for w in range(width) if end[compute[made + w]] >= end[index]), width
+                )
                 free[place] = max(free.get(place, 0), used)
             elif action.kind is Kind.PREFETCH:
                 latest.append((index_of[action], end[index] - start[index], action))
@@ -301,9 +354,14 @@ def _used(outcome: PlanOutcome) -> tuple[Widths, Widths]:
 
 
 def _indices(row: Sequence[Action]) -> dict[Action, int]:
-    """Return the index among a rank's compute actions of each copy's own: a forward for a copy out, or a backward."""
+    """Return the index among a rank's compute actions of each copy's own.
+
+    A forward for a copy out, or a backward.
+    """
     found: dict[Action, int] = {}
     for index, action in enumerate(filter(_is_counted, row)):
         if action.kind is not Kind.W:
-            found[action._replace(kind=Kind.OFFLOAD if action.kind is Kind.F else Kind.PREFETCH)] = index
+            found[
+                action._replace(kind=Kind.OFFLOAD if action.kind is Kind.F else Kind.PREFETCH)
+            ] = index
     return found

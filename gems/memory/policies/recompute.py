@@ -1,7 +1,7 @@
 """Recompute: what forward saves is freed, and forward runs again before backward.
 
-Chen et al. 2016 (arXiv 1604.06174, section 4.1): a chain of L layers in about the root of L segments holds the inputs
-of all segments, and all else of one at a time.
+Chen et al. 2016 (arXiv 1604.06174, section 4.1): a chain of L layers in about the root of L
+segments holds the inputs of all segments, and all else of one at a time.
 """
 
 from __future__ import annotations
@@ -21,15 +21,19 @@ POLICY = "recompute"
 
 
 def recompute(
-    case: MemoryCase, how: str = "segment", segments: int | None = None, offload_inputs: bool = False
+    case: MemoryCase,
+    how: str = "segment",
+    segments: int | None = None,
+    offload_inputs: bool = False,
 ) -> MemoryPlan:
     """Return the plan that recomputes whole stages, segments, or, "selective", all but products, by `how`.
 
-    `segments` is their number in each stage, None for the root of its layers. Selective recomputation runs norms,
-    activations and poolings again and keeps the results of convolutions and matrix products: each layer is a segment,
-    and one that would free nothing is kept. With `segments` what layers pass to each other within one is freed too.
-    With `offload_inputs` what recomputed segments keep is on the host between, and back one action before it is read.
-    In strips a stage is one segment, and each strip of it is recomputed before its backward.
+    `segments` is their number in each stage, None for the root of its layers. Selective
+    recomputation runs norms, activations and poolings again and keeps the results of convolutions
+    and matrix products: each layer is a segment, and one that would free nothing is kept. With
+    `segments` what layers pass to each other within one is freed too. With `offload_inputs` what
+    recomputed segments keep is on the host between, and back one action before it is read. In
+    strips a stage is one segment, and each strip of it is recomputed before its backward.
 
     Raises:
         ConfigError: no such way, or no such number of segments.
@@ -49,10 +53,16 @@ def recompute(
     plan = keep_last(case, plan, tuple(case.peak_bytes(plan)))
     if how == "segment":
         return plan
-    return plan.changed(lambda _, each: replace(each, choice=Choice.SELECTIVE) if each.choice.is_recomputed else each)
+    return plan.changed(
+        lambda _, each: (
+            replace(each, choice=Choice.SELECTIVE) if each.choice.is_recomputed else each
+        )
+    )
 
 
-def run_again(case: MemoryCase, segments: int | None = None, choice: Choice = Choice.RECOMPUTE) -> MemoryPlan:
+def run_again(
+    case: MemoryCase, segments: int | None = None, choice: Choice = Choice.RECOMPUTE
+) -> MemoryPlan:
     """Recompute every segment of a stage, split so that the largest segment is smallest."""
     spans = []
     for first, end in pairwise(case.boundaries):
@@ -66,8 +76,9 @@ def run_again(case: MemoryCase, segments: int | None = None, choice: Choice = Ch
 def keep_last(case: MemoryCase, plan: MemoryPlan, peak_bytes: Sequence[int]) -> MemoryPlan:
     """Keep the last segments of stages if no rank's peak grows and no time is lost.
 
-    On a stage whose backward follows its forward it would be recomputed at once. To do less is never slower but where
-    messages compete for a link, so that only there the plan is simulated. `peak_bytes` are the plan's, by rank.
+    On a stage whose backward follows its forward it would be recomputed at once. To do less is
+    never slower but where messages compete for a link, so that only there the plan is simulated.
+    `peak_bytes` are the plan's, by rank.
     """
     peaks = dict(enumerate(peak_bytes))
     step_s = case.outcome(plan).step_s if case.network.has_contention else 0.0
@@ -82,13 +93,17 @@ def keep_last(case: MemoryCase, plan: MemoryPlan, peak_bytes: Sequence[int]) -> 
             continue
         other_s = case.outcome(other).step_s if case.network.has_contention else 0.0
         if other_s <= step_s:
-            plan, step_s = other, other_s
+            plan = other
+            step_s = other_s
             peaks |= others
     return plan
 
 
 def lets_go(layer: LayerProfile) -> bool:
-    """Whether selective recomputation of a layer frees anything: saved, not a product, and no other layer's input."""
+    """Whether selective recomputation of a layer frees anything.
+
+    Saved, not a product, and no other layer's input.
+    """
     return any(
         storage.savers and not storage.is_product and storage.last_use == 0 and storage.num_bytes
         for storage in layer.saved
@@ -97,7 +112,8 @@ def lets_go(layer: LayerProfile) -> bool:
 
 def least_largest(sizes: Sequence[int], parts: int) -> tuple[int, ...]:
     """Return the ends of at most `parts` runs of neighbours, at least one, so that the largest sum is least."""
-    low, high = max(sizes), sum(sizes)
+    low = max(sizes)
+    high = sum(sizes)
     while low < high:
         middle = (low + high) // 2
         if len(_ends(sizes, middle)) <= parts:
@@ -109,7 +125,8 @@ def least_largest(sizes: Sequence[int], parts: int) -> tuple[int, ...]:
 
 def _ends(sizes: Sequence[int], limit: int) -> tuple[int, ...]:
     """Fill runs one after the other, each as far as the limit goes."""
-    ends, total = [], 0
+    ends = []
+    total = 0
     for index, size in enumerate(sizes):
         if total and total + size > limit:
             ends.append(index)
@@ -119,4 +136,6 @@ def _ends(sizes: Sequence[int], limit: int) -> tuple[int, ...]:
 
 
 def _plan(spans: Sequence[Sequence[tuple[int, int]]], choice: Choice) -> MemoryPlan:
-    return MemoryPlan(POLICY, tuple(tuple(Segment(*span, choice) for span in stage) for stage in spans))
+    return MemoryPlan(
+        POLICY, tuple(tuple(Segment(*span, choice) for span in stage) for stage in spans)
+    )

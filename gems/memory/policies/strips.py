@@ -1,8 +1,9 @@
 """memory=plan in strips: what becomes of the strips of each stage, so that every rank keeps the limit and none waits.
 
-A strip of a stage is kept, leaves for host memory, or is run again, from inputs that stay or leave too. Stages of
-different ranks touch each other only through time, so each rank's choices are tried alone, those that keep its limit
-by the step with all other stages kept; then the stages of all ranks are improved in turn while the budget lasts.
+A strip of a stage is kept, leaves for host memory, or is run again, from inputs that stay or leave
+too. Stages of different ranks touch each other only through time, so each rank's choices are tried
+alone, those that keep its limit by the step with all other stages kept; then the stages of all
+ranks are improved in turn while the budget lasts.
 """
 
 from __future__ import annotations
@@ -28,14 +29,17 @@ def plan_in_strips(case: MemoryCase, limit: int, budget_s: float) -> MemoryPlan:
     """
     until = time.monotonic() + budget_s
     kept = MemoryPlan.keeping(case.boundaries)
-    plan, fitting = kept, list[tuple[list[int], list[MemoryPlan]]]()
+    plan = kept
+    fitting = list[tuple[list[int], list[MemoryPlan]]]()
     for rank in range(case.schedule.num_ranks):
         stages = sorted({stage for _, stage in case.schedule.placement.stages_on(rank)})
         peaks = [(tried, next(case.peak_bytes(tried, [rank]))) for tried in _choices(kept, stages)]
         found = [tried for tried, peak in peaks if peak <= limit]
         if not found:
             advice = "use more strips or partitions, or a smaller micro-batch"
-            raise DoesNotFitError(f"rank {rank} under memory=plan", min(peak for _, peak in peaks), limit, advice)
+            raise DoesNotFitError(
+                f"rank {rank} under memory=plan", min(peak for _, peak in peaks), limit, advice
+            )
         fitting.append((stages, found))
         plan = _with_stages(plan, min(found, key=lambda tried: case.outcome(tried).step_s), stages)
     best = case.outcome(plan).step_s
@@ -49,14 +53,21 @@ def plan_in_strips(case: MemoryCase, limit: int, budget_s: float) -> MemoryPlan:
                 tried = _with_stages(plan, other, stages)
                 step_s = case.outcome(tried).step_s
                 if step_s < best:
-                    plan, best, is_better = tried, step_s, True
+                    plan = tried
+                    best = step_s
+                    is_better = True
     return replace(plan, policy="plan", counters={"limit_bytes": limit})
 
 
 def _choices(kept: MemoryPlan, stages: Sequence[int]) -> Iterator[MemoryPlan]:
     """Yield the plans in which some stages have each choice, and all others are kept."""
     ways = [Segment(0, 1)]
-    ways += [Segment(0, 1, choice, far, far) for choice in Choice if choice.is_copied for far in _DISTANCES]
+    ways += [
+        Segment(0, 1, choice, far, far)
+        for choice in Choice
+        if choice.is_copied
+        for far in _DISTANCES
+    ]
     ways.append(Segment(0, 1, Choice.RECOMPUTE))
     if len(ways) ** len(stages) > MAX_COMBINATIONS:  # all stages of the rank alike
         combinations = [(way,) * len(stages) for way in ways]
@@ -74,5 +85,8 @@ def _choices(kept: MemoryPlan, stages: Sequence[int]) -> Iterator[MemoryPlan]:
 def _with_stages(plan: MemoryPlan, other: MemoryPlan, stages: Sequence[int]) -> MemoryPlan:
     """Return a plan with some stages of another."""
     return replace(
-        plan, stages=tuple(other.stages[n] if n in stages else of_stage for n, of_stage in enumerate(plan.stages))
+        plan,
+        stages=tuple(
+            other.stages[n] if n in stages else of_stage for n, of_stage in enumerate(plan.stages)
+        ),
     )

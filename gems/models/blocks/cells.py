@@ -30,9 +30,10 @@ class CellStem(nn.Sequential):
 class Cell(nn.Module):
     """A cell: both inputs are brought to `channels`, then `pairs` of operations add states, and some are joined.
 
-    Takes the output of the last cell (N, channels_last, H, W) and of the one before it (N, channels_before, H, W, or
-    twice as many pixels a side after a reduction); the first cell has only one. Gives (N, channels * len(joined), H',
-    W'), where a reduction cell halves the sides, rounded up, and the last cell's output as it came, unless `is_last`.
+    Takes the output of the last cell (N, channels_last, H, W) and of the one before it (N,
+    channels_before, H, W, or twice as many pixels a side after a reduction); the first cell has
+    only one. Gives (N, channels * len(joined), H', W'), where a reduction cell halves the sides,
+    rounded up, and the last cell's output as it came, unless `is_last`.
     """
 
     def __init__(
@@ -96,17 +97,30 @@ class FactorizedReduction(nn.Module):
 
 
 def _activated_conv(
-    in_channels: int, out_channels: int, norm: str, kernel: int | tuple[int, int] = 1, stride: int = 1
+    in_channels: int,
+    out_channels: int,
+    norm: str,
+    kernel: int | tuple[int, int] = 1,
+    stride: int = 1,
 ) -> nn.Sequential:
-    return nn.Sequential(nn.ReLU(), conv2d(in_channels, out_channels, kernel, stride, norm), norm2d(norm, out_channels))
+    return nn.Sequential(
+        nn.ReLU(),
+        conv2d(in_channels, out_channels, kernel, stride, norm),
+        norm2d(norm, out_channels),
+    )
 
 
-def _bottleneck(channels: int, stride: int, norm: str, *kernels: int | tuple[int, int]) -> nn.Sequential:
+def _bottleneck(
+    channels: int, stride: int, norm: str, *kernels: int | tuple[int, int]
+) -> nn.Sequential:
     inner = channels // _BOTTLENECK
     strides = [stride, *[1] * (len(kernels) - 1)]
     return nn.Sequential(
         _activated_conv(channels, inner, norm),
-        *(_activated_conv(inner, inner, norm, kernel, step) for kernel, step in zip(kernels, strides, strict=True)),
+        *(
+            _activated_conv(inner, inner, norm, kernel, step)
+            for kernel, step in zip(kernels, strides, strict=True)
+        ),
         _activated_conv(inner, channels, norm),
     )
 
@@ -117,8 +131,12 @@ _OPERATIONS: dict[str, Callable[[int, int, str], nn.Module]] = {
     ),
     "conv1x1": lambda channels, stride, norm: _activated_conv(channels, channels, norm, 1, stride),
     "conv3x3": lambda channels, stride, norm: _bottleneck(channels, stride, norm, 3),
-    "conv1x7_7x1": lambda channels, stride, norm: _bottleneck(channels, stride, norm, (1, 7), (7, 1)),
+    "conv1x7_7x1": lambda channels, stride, norm: _bottleneck(
+        channels, stride, norm, (1, 7), (7, 1)
+    ),
     "max2x2": lambda channels, stride, norm: nn.MaxPool2d(2, stride, ceil_mode=True),
     "max3x3": lambda channels, stride, norm: nn.MaxPool2d(3, stride, padding=1),
-    "average3x3": lambda channels, stride, norm: nn.AvgPool2d(3, stride, padding=1, count_include_pad=False),
+    "average3x3": lambda channels, stride, norm: nn.AvgPool2d(
+        3, stride, padding=1, count_include_pad=False
+    ),
 }

@@ -1,4 +1,7 @@
-"""A layer that runs steps one after another: convolutions, poolings and forks into branches; and parts of layers."""
+"""A layer that runs steps one after another: convolutions, poolings and forks into branches.
+
+And parts of layers.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,8 @@ from gems.models.steps import Conv, Fork, LocalNorm, Operator, Pool, Step, chann
 class ConvUnit(nn.Sequential):
     """A convolution, followed by norm and ReLU when `activate`.
 
-    Takes (N, in_channels, H, W) and gives (N, out_channels, H', W'); without `padding` an odd kernel gives
-    H' = ceil(H / stride).
+    Takes (N, in_channels, H, W) and gives (N, out_channels, H', W'); without `padding` an odd
+    kernel gives H' = ceil(H / stride).
     """
 
     def __init__(
@@ -30,7 +33,9 @@ class ConvUnit(nn.Sequential):
         padding: int | tuple[int, int] | None = None,
     ) -> None:
         conv = conv2d(in_channels, out_channels, kernel, stride, norm, padding)
-        activation = nn.Sequential(norm2d(norm, out_channels), nn.ReLU()) if activate else nn.Identity()
+        activation = (
+            nn.Sequential(norm2d(norm, out_channels), nn.ReLU()) if activate else nn.Identity()
+        )
         super().__init__(OrderedDict(conv=conv, activation=activation))
 
 
@@ -51,7 +56,9 @@ class Chain(nn.Module):
     Takes (N, in_channels, H, W), and gives (N, C', H', W') as the steps say.
     """
 
-    def __init__(self, in_channels: int, steps: tuple[Step, ...], norm: str, carried: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, in_channels: int, steps: tuple[Step, ...], norm: str, carried: tuple[str, ...] = ()
+    ) -> None:
         super().__init__()
         self.steps = _run(in_channels, steps, norm)
         self.output_names = ("main", *carried) if carried else ()
@@ -71,7 +78,9 @@ def _run(in_channels: int, steps: Sequence[Step], norm: str) -> nn.Sequential:
 
 def _module(in_channels: int, step: Step, norm: str) -> nn.Module:
     if isinstance(step, Conv):
-        return ConvUnit(in_channels, step.channels, step.kernel, step.stride, norm, step.activates, step.padding)
+        return ConvUnit(
+            in_channels, step.channels, step.kernel, step.stride, norm, step.activates, step.padding
+        )
     if isinstance(step, Fork):
         return Branches([_run(in_channels, branch, norm) for branch in step.branches])
     if isinstance(step, LocalNorm):
@@ -82,7 +91,10 @@ def _module(in_channels: int, step: Step, norm: str) -> nn.Module:
 
 
 class Join(nn.Module):
-    """Puts branches together along the channels: (N, C_1, H, W), (N, C_2, H, W), ... to (N, sum of C, H, W)."""
+    """Puts branches together along the channels.
+
+    (N, C_1, H, W), (N, C_2, H, W), ... to (N, sum of C, H, W).
+    """
 
     def forward(self, *branches: Tensor) -> Tensor:
         return torch.cat(branches, 1)
@@ -94,7 +106,9 @@ class Inner(nn.Module):
     def __init__(self, whole: nn.Module, path: str) -> None:
         super().__init__()
         adopt(self, whole, path)
-        self._run = [whole.get_submodule(path)]  # in a list, so that it is not registered under a second name
+        self._run = [
+            whole.get_submodule(path)
+        ]  # in a list, so that it is not registered under a second name
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self._run[0](x)
@@ -104,7 +118,8 @@ class Inner(nn.Module):
 def adopt(part: nn.Module, whole: nn.Module, path: str) -> None:
     """Give `part` the module, parameter or buffer of `whole` at `path`, at the same path."""
     *folders, name = path.split(".")
-    into, source = part, whole
+    into = part
+    source = whole
     for folder in folders:
         source = source.get_submodule(folder)
         if folder not in into._modules:
@@ -117,11 +132,16 @@ def adopt(part: nn.Module, whole: nn.Module, path: str) -> None:
     elif name in source._parameters:
         into.register_parameter(name, source._parameters[name])
     else:
-        into.register_buffer(name, source._buffers[name], name not in source._non_persistent_buffers_set)
+        into.register_buffer(
+            name, source._buffers[name], name not in source._non_persistent_buffers_set
+        )
 
 
 def operator_module(operator: Operator, whole: nn.Module) -> nn.Module:
-    """Return the module of an operator; `whole` is that of its layer, of which it takes its own part."""
+    """Return the module of an operator.
+
+    `whole` is that of its layer, of which it takes its own part.
+    """
     if operator.path is None:
         return Join()
     return Inner(whole, operator.path) if operator.path else whole

@@ -1,4 +1,7 @@
-"""The layers of ConvNeXt (Liu et al. 2022, arXiv 2201.03545): norms over channels, and linear maps of each pixel."""
+"""The layers of ConvNeXt (Liu et al. 2022, arXiv 2201.03545).
+
+Norms over channels, and linear maps of each pixel.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,8 @@ Map = TypeVar("Map", nn.Conv2d, nn.Linear)
 class Stem(nn.Sequential):
     """A convolution of patches that do not overlap, and a norm.
 
-    Takes (N, in_channels, H, W) and gives (N, out_channels, floor(H / side_px), floor(W / side_px)).
+    Takes (N, in_channels, H, W) and gives (N, out_channels, floor(H / side_px), floor(W /
+    side_px)).
     """
 
     def __init__(self, in_channels: int, out_channels: int, side_px: int) -> None:
@@ -27,7 +31,10 @@ class Stem(nn.Sequential):
 
 
 class Downsample(nn.Sequential):
-    """A norm and a 2x2 convolution: (N, in_channels, H, W) to (N, out_channels, floor(H / 2), floor(W / 2))."""
+    """A norm and a 2x2 convolution.
+
+    (N, in_channels, H, W) to (N, out_channels, floor(H / 2), floor(W / 2)).
+    """
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         conv = _initialized(nn.Conv2d(in_channels, out_channels, 2, 2))
@@ -35,10 +42,11 @@ class Downsample(nn.Sequential):
 
 
 class Block(nn.Module):
-    """A residual block (N, channels, H, W): a depthwise 7x7 convolution, a norm, and two linear maps with GELU between.
+    """A residual block (N, channels, H, W).
 
-    The branch is scaled by channel, from 1e-6 on (Touvron et al. 2021, arXiv 2103.17239), and skipped by a share
-    `drop_rate` of the samples.
+    A depthwise 7x7 convolution, a norm, and two linear maps with GELU between.
+    The branch is scaled by channel, from 1e-6 on (Touvron et al. 2021, arXiv 2103.17239), and
+    skipped by a share `drop_rate` of the samples.
     """
 
     def __init__(self, channels: int, drop_rate: float) -> None:
@@ -59,7 +67,10 @@ class Block(nn.Module):
 
 
 class NormedHead(nn.Module):
-    """Global average pooling, a norm, dropout and one linear map: (N, in_channels, H, W) to logits (N, num_classes)."""
+    """Global average pooling, a norm, dropout and one linear map.
+
+    (N, in_channels, H, W) to logits (N, num_classes).
+    """
 
     def __init__(self, in_channels: int, num_classes: int, dropout_rate: float) -> None:
         super().__init__()

@@ -17,14 +17,22 @@ _AUXILIARY_STRIDE = 3
 class Head(nn.Module):
     """Norm and ReLU when `activate` (ResNet version 2), global average pooling, dropout, one linear map.
 
-    Takes (N, in_channels, H, W) and gives logits (N, num_classes): the loss applies its own log-softmax.
+    Takes (N, in_channels, H, W) and gives logits (N, num_classes): the loss applies its own
+    log-softmax.
     """
 
     def __init__(
-        self, in_channels: int, num_classes: int, norm: str, activate: bool, dropout_rate: float = 0.0
+        self,
+        in_channels: int,
+        num_classes: int,
+        norm: str,
+        activate: bool,
+        dropout_rate: float = 0.0,
     ) -> None:
         super().__init__()
-        self.activation = nn.Sequential(norm2d(norm, in_channels), nn.ReLU()) if activate else nn.Identity()
+        self.activation = (
+            nn.Sequential(norm2d(norm, in_channels), nn.ReLU()) if activate else nn.Identity()
+        )
         self.dropout = dropout(dropout_rate)
         self.linear = nn.Linear(in_channels, num_classes)
 
@@ -36,7 +44,8 @@ class Head(nn.Module):
 class Flatten(nn.Module):
     """Averages a feature map of any size to `side_px` a side, so that a linear map behind it has a fixed size.
 
-    Takes (N, C, H, W) and gives (N, C x side_px x side_px). At the size of the publication it changes no value.
+    Takes (N, C, H, W) and gives (N, C x side_px x side_px). At the size of the publication it
+    changes no value.
     """
 
     def __init__(self, side_px: int) -> None:
@@ -50,12 +59,15 @@ class Flatten(nn.Module):
 
 
 class FullyConnected(nn.Sequential):
-    """Dropout, a linear map, and ReLU unless it `is_last`; in front of them `Flatten` where `map_px` is not 0.
+    """Dropout, a linear map, and ReLU unless it `is_last`.
 
+    In front of them `Flatten` where `map_px` is not 0.
     Takes (N, in_features) or a map (N, in_features / map_px^2, H, W), and gives (N, out_features).
     """
 
-    def __init__(self, in_features: int, out_features: int, map_px: int, dropout_rate: float, is_last: bool) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, map_px: int, dropout_rate: float, is_last: bool
+    ) -> None:
         steps: dict[str, nn.Module] = {
             "flatten": Flatten(map_px) if map_px else nn.Identity(),
             "dropout": dropout(dropout_rate),
@@ -68,15 +80,19 @@ class FullyConnected(nn.Sequential):
 class Auxiliary(nn.Module):
     """The auxiliary classifier of Inception v3 (Szegedy et al. 2015, arXiv 1512.00567, section 4 and figure 8).
 
-    5x5 average pooling of stride 3, 1x1 and 5x5 convolutions, a global average and a linear map: at the published
-    17x17 the last map is 1x1. A map too small for these windows is averaged to 5x5 first.
+    5x5 average pooling of stride 3, 1x1 and 5x5 convolutions, a global average and a linear map: at
+    the published 17x17 the last map is 1x1. A map too small for these windows is averaged to 5x5
+    first.
 
-    Takes (N, in_channels, H, W) and hands on that very tensor, and beside it logits (N, num_classes).
+    Takes (N, in_channels, H, W) and hands on that very tensor, and beside it logits (N,
+    num_classes).
     """
 
     output_names = ("main", "auxiliary")
 
-    def __init__(self, in_channels: int, inner_channels: int, out_channels: int, num_classes: int, norm: str) -> None:
+    def __init__(
+        self, in_channels: int, inner_channels: int, out_channels: int, num_classes: int, norm: str
+    ) -> None:
         super().__init__()
         self.features = nn.Sequential(
             conv2d(in_channels, inner_channels, 1, 1, norm),
@@ -100,12 +116,19 @@ class Auxiliary(nn.Module):
 class AuxiliaryHead(Head):
     """A pooled head that joins its logits with those of an auxiliary classifier into one output.
 
-    In training it gives (N, num_classes + 1) scores, whose cross-entropy is exactly that of the main logits plus
-    `weight` times that of the auxiliary ones (see `joined_scores`). In evaluation it gives the main logits alone.
+    In training it gives (N, num_classes + 1) scores, whose cross-entropy is exactly that of the
+    main logits plus `weight` times that of the auxiliary ones (see `joined_scores`). In evaluation
+    it gives the main logits alone.
     """
 
     def __init__(
-        self, in_channels: int, num_classes: int, norm: str, activate: bool, dropout_rate: float, weight: float
+        self,
+        in_channels: int,
+        num_classes: int,
+        norm: str,
+        activate: bool,
+        dropout_rate: float,
+        weight: float,
     ) -> None:
         super().__init__(in_channels, num_classes, norm, activate, dropout_rate)
         self.weight = weight
@@ -118,10 +141,10 @@ class AuxiliaryHead(Head):
 def joined_scores(main: Tensor, auxiliary: Tensor, weight: float) -> Tensor:
     """Return scores (N, C + 1) with cross-entropy(scores) = cross-entropy(main) + weight x cross-entropy(auxiliary).
 
-    Both are logits (N, C). The score of a class is log p(main) + weight log p(auxiliary). Their exponentials sum to
-    Z <= 1, and a last column log(1 - Z), "none of the classes", fills that up to one: the log-softmax of the scores is
-    then the scores themselves, and the normaliser has no gradient. Below the rounding of 1 - Z the column is held
-    constant.
+    Both are logits (N, C). The score of a class is log p(main) + weight log p(auxiliary). Their
+    exponentials sum to Z <= 1, and a last column log(1 - Z), "none of the classes", fills that up
+    to one: the log-softmax of the scores is then the scores themselves, and the normaliser has no
+    gradient. Below the rounding of 1 - Z the column is held constant.
     """
     wide = torch.promote_types(main.dtype, torch.float32)
     joint = main.to(wide).log_softmax(1) + weight * auxiliary.to(wide).log_softmax(1)

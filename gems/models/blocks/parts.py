@@ -1,6 +1,7 @@
 """Convolution, linear map and norm as all blocks make them.
 
-Weights before a ReLU are drawn as in He et al. 2015 (arXiv 1502.01852): normal with variance 2 / fan-in, biases zero.
+Weights before a ReLU are drawn as in He et al. 2015 (arXiv 1502.01852): normal with variance 2 /
+fan-in, biases zero.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 LAYER_NORM_EPS = 1e-6  # that of ConvNeXt; torch's is 1e-5
-RELU_GAIN = math.sqrt(2 / (1 - 1 / math.pi))  # 1 / deviation of the ReLU of a standard normal variable
+RELU_GAIN = math.sqrt(
+    2 / (1 - 1 / math.pi)
+)  # 1 / deviation of the ReLU of a standard normal variable
 _MIN_VARIANCE = 1e-4
 _MAX_GROUPS = 8
 
@@ -29,14 +32,21 @@ def conv2d(
     padding: int | tuple[int, int] | None = None,
     scale: float = 1.0,
 ) -> nn.Conv2d:
-    """Return a convolution, padded to keep the size unless `padding` is given; with a bias where no norm has one.
+    """Return a convolution, padded to keep the size unless `padding` is given.
 
-    `scale` is that of standardized weights (`norm` "normalizer_free"): what makes up for the deviation of the input.
+    With a bias where no norm has one.
+    `scale` is that of standardized weights (`norm` "normalizer_free"): what makes up for the
+    deviation of the input.
     """
     height, width = (kernel, kernel) if isinstance(kernel, int) else kernel
     pad = (height // 2, width // 2) if padding is None else padding
     has_bias = norm in ("none", "normalizer_free")
-    options: dict[str, Any] = {"kernel_size": (height, width), "stride": stride, "padding": pad, "bias": has_bias}
+    options: dict[str, Any] = {
+        "kernel_size": (height, width),
+        "stride": stride,
+        "padding": pad,
+        "bias": has_bias,
+    }
     if norm == "normalizer_free":
         conv: nn.Conv2d = ScaledStdConv2d(in_channels, out_channels, scale=scale, **options)
     else:
@@ -50,8 +60,8 @@ def conv2d(
 class ScaledStdConv2d(nn.Conv2d):
     """A convolution with standardized weights (Brock, De and Smith 2021, arXiv 2101.08692, section 4).
 
-    The weights of an output channel have mean 0 and deviation scale / sqrt(fan-in), times a gain that is trained: input
-    of variance 1 / scale^2 gives output of variance 1, whatever its mean.
+    The weights of an output channel have mean 0 and deviation scale / sqrt(fan-in), times a gain
+    that is trained: input of variance 1 / scale^2 gives output of variance 1, whatever its mean.
     """
 
     def __init__(self, in_channels: int, out_channels: int, scale: float, **options: Any) -> None:
@@ -63,9 +73,13 @@ class ScaledStdConv2d(nn.Conv2d):
         """Convolve with the standardized weights."""
         variance, mean = torch.var_mean(self.weight, dim=(1, 2, 3), correction=0, keepdim=True)
         fan_in = self.weight[0].numel()
-        factor = torch.rsqrt((variance * fan_in).clamp_min(_MIN_VARIANCE)) * self.gain.view(-1, 1, 1, 1)
+        factor = torch.rsqrt((variance * fan_in).clamp_min(_MIN_VARIANCE)) * self.gain.view(
+            -1, 1, 1, 1
+        )
         weight = (self.weight - mean) * (self.scale * factor)
-        return functional.conv2d(input, weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
+        return functional.conv2d(
+            input, weight, self.bias, self.stride, self.padding, self.dilation, self.groups
+        )
 
 
 def hidden_linear(in_features: int, out_features: int) -> nn.Linear:
@@ -85,13 +99,16 @@ class _Frozen(nn.Module):
 class FrozenBatchNorm2d(_Frozen, nn.BatchNorm2d):
     """Batch norm by the running statistics in training too, as in fine-tuning with few images at a time.
 
-    Unlike torchvision's of that name its weight and bias are trained, unless optimizer.frozen says otherwise.
+    Unlike torchvision's of that name its weight and bias are trained, unless optimizer.frozen says
+    otherwise.
     """
 
 
 def freeze_batch_norms(root: nn.Module) -> int:
     """Let all batch norms of a network stay by their running statistics, and return how many there are."""
-    norms = [module for module in root.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    norms = [
+        module for module in root.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)
+    ]
     for norm in norms:
         kind: Any = type(norm)
         norm.__class__ = _frozen(kind)
@@ -109,12 +126,13 @@ def _frozen(kind: Any) -> Any:
 class GhostBatchNorm2d(nn.BatchNorm2d):
     """Batch norm by the statistics of each strip of rows (ghost batch norm: Hoffer et al. 2017, arXiv 1705.08741).
 
-    With `parallel.strips` the rows of an image that run together are normalized together, which is another model than
-    batch norm of whole images. A strip moves the running statistics by its share of the rows. `num_batches_tracked`,
-    which nothing reads, stays as it is.
+    With `parallel.strips` the rows of an image that run together are normalized together, which is
+    another model than batch norm of whole images. A strip moves the running statistics by its share
+    of the rows. `num_batches_tracked`, which nothing reads, stays as it is.
 
     Attributes:
-        row_ends: rows after each strip, with which whole images are normalized as in strips; None: all rows together.
+        row_ends: rows after each strip, with which whole images are normalized as in strips; None:
+            all rows together.
     """
 
     row_ends: tuple[int, ...] | None = None
@@ -126,14 +144,24 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
             return self._normalize(input, 1.0)
         spans = [(begin, end) for begin, end in pairwise((0, *self.row_ends)) if begin < end]
         return torch.cat(
-            [self._normalize(input[:, :, slice(*span)], (span[1] - span[0]) / height) for span in spans], 2
+            [
+                self._normalize(input[:, :, slice(*span)], (span[1] - span[0]) / height)
+                for span in spans
+            ],
+            2,
         )
 
     def _normalize(self, rows: Tensor, share: float) -> Tensor:
         return functional.batch_norm(
-            rows, self.running_mean, self.running_var, self.weight, self.bias, self.training,
-            share * (self.momentum or 0.0), self.eps,
-        )  # fmt: skip
+            rows,
+            self.running_mean,
+            self.running_var,
+            self.weight,
+            self.bias,
+            self.training,
+            share * (self.momentum or 0.0),
+            self.eps,
+        )
 
 
 def ghost_batch_norms(root: nn.Module) -> int:
@@ -141,7 +169,11 @@ def ghost_batch_norms(root: nn.Module) -> int:
 
     Classes of one's own, and norms without momentum, stay as they are.
     """
-    norms = [module for module in root.modules() if type(module) is nn.BatchNorm2d and module.momentum is not None]
+    norms = [
+        module
+        for module in root.modules()
+        if type(module) is nn.BatchNorm2d and module.momentum is not None
+    ]
     for norm in norms:
         norm.__class__ = GhostBatchNorm2d
     return len(norms)
@@ -161,8 +193,9 @@ class LayerNorm2d(nn.LayerNorm):
 def norm2d(norm: str, channels: int) -> nn.Module:
     """Return the norm of a feature map by its name in `model.norm`.
 
-    That is "batch", "ghost_batch" (by strip), "frozen_batch" (by running statistics), "group" (8 groups, or as many as
-    divide the channels), "layer" (over channels), or none at all: "none" and "normalizer_free".
+    That is "batch", "ghost_batch" (by strip), "frozen_batch" (by running statistics), "group" (8
+    groups, or as many as divide the channels), "layer" (over channels), or none at all: "none" and
+    "normalizer_free".
     """
     if norm == "batch":
         return nn.BatchNorm2d(channels)
@@ -192,7 +225,9 @@ class StochasticDepth(nn.Module):
     def forward(self, branch: Tensor) -> Tensor:
         if not self.training:
             return branch
-        kept = torch.empty((len(branch), 1, 1, 1), dtype=branch.dtype, device=branch.device).bernoulli_(1 - self.p)
+        kept = torch.empty(
+            (len(branch), 1, 1, 1), dtype=branch.dtype, device=branch.device
+        ).bernoulli_(1 - self.p)
         return branch * kept / (1 - self.p)
 
 

@@ -18,8 +18,8 @@ from gems.models.blocks.parts import RELU_GAIN, conv2d, norm2d, tame
 class _ResidualBlock(nn.Module):
     """A residual block: takes (N, in_channels, H, W), gives (N, out_channels, ceil(H / stride), ceil(W / stride)).
 
-    Without a normalizer convolutions expect an input of deviation `input_std`, and the branch is scaled by
-    `branch_scale`.
+    Without a normalizer convolutions expect an input of deviation `input_std`, and the branch is
+    scaled by `branch_scale`.
     """
 
     is_preactivated: ClassVar[bool]
@@ -66,7 +66,9 @@ class _ResidualBlock(nn.Module):
                 self.shortcut = Subsample(stride, out_channels - in_channels)
             else:
                 self.projects = True
-                projection: list[nn.Module] = [conv2d(in_channels, out_channels, 1, stride, norm, scale=first_scale)]
+                projection: list[nn.Module] = [
+                    conv2d(in_channels, out_channels, 1, stride, norm, scale=first_scale)
+                ]
                 projection += [] if self.is_preactivated else [norm2d(norm, out_channels)]
                 self.shortcut = nn.Sequential(*projection)
         tame(convs[-1], norm, num_blocks)
@@ -82,10 +84,12 @@ class PostActivationBlock(_ResidualBlock):
 
 
 class PreActivationBlock(_ResidualBlock):
-    """A residual block of version 2: shortcut + branch_scale * branch(relu(norm(x))), He et al. 2016, figure 4e.
+    """A residual block of version 2.
 
-    A projection reads the activated input, which it shares with the branch; an identity reads x itself. So does a
-    normalizer-free ResNet (Brock et al. 2021, section 3), whose division by `input_std` is in the convolutions' scale.
+    Shortcut + branch_scale * branch(relu(norm(x))), He et al. 2016, figure 4e.
+    A projection reads the activated input, which it shares with the branch; an identity reads x
+    itself. So does a normalizer-free ResNet (Brock et al. 2021, section 3), whose division by
+    `input_std` is in the convolutions' scale.
     """
 
     is_preactivated = True
@@ -97,8 +101,9 @@ class PreActivationBlock(_ResidualBlock):
 
 
 class Subsample(nn.Module):
-    """The parameter-free shortcut "option A" of He et al. 2015: every `stride`-th pixel, zero channels.
+    """The parameter-free shortcut "option A" of He et al. 2015.
 
+    Every `stride`-th pixel, zero channels.
     Gives (N, C + new_channels, ceil(H / stride), ceil(W / stride)).
     """
 
@@ -108,4 +113,6 @@ class Subsample(nn.Module):
         self.new_channels = new_channels
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.new_channels))
+        return functional.pad(
+            x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.new_channels)
+        )

@@ -1,7 +1,9 @@
-"""The layers of the language models: embeddings, LSTM layers, additive attention and the head over the vocabulary.
+"""The layers of the language models.
 
-Hidden states are time first, (T, N, width), as recurrent kernels read and write them without a copy. Weights are
-drawn as torch draws them: embeddings normal, LSTM and linear maps uniform within 1 / sqrt(fan-in).
+Embeddings, LSTM layers, additive attention and the head over the vocabulary.
+Hidden states are time first, (T, N, width), as recurrent kernels read and write them without a
+copy. Weights are drawn as torch draws them: embeddings normal, LSTM and linear maps uniform within
+1 / sqrt(fan-in).
 """
 
 from __future__ import annotations
@@ -31,7 +33,10 @@ class WordEmbedding(_Embedding):
 
 
 class SourceEmbedding(_Embedding):
-    """Takes pairs of sequences (N, 2, T); gives the source's vectors (T, N, width), and the target's tokens (N, T)."""
+    """Takes pairs of sequences (N, 2, T).
+
+    Gives the source's vectors (T, N, width), and the target's tokens (N, T).
+    """
 
     output_names = ("main", "target")
 
@@ -43,7 +48,8 @@ class SourceEmbedding(_Embedding):
 class TargetEmbedding(_Embedding):
     """Takes the encoder's output (S, N, width) and the target's tokens (N, T).
 
-    Gives the tokens' vectors (T, N, width), and the encoder's output as it came, the memory of the attention.
+    Gives the tokens' vectors (T, N, width), and the encoder's output as it came, the memory of the
+    attention.
     """
 
     output_names = ("main", "memory")
@@ -53,10 +59,11 @@ class TargetEmbedding(_Embedding):
 
 
 class Recurrent(nn.Module):
-    """One LSTM layer from a zero state; with `num_cells` its output is a projection of so many cells.
+    """One LSTM layer from a zero state.
 
-    Takes (T, N, in_features) and gives (T, N, width), twice as wide when `bidirectional`; `is_residual` adds the input.
-    Hands on the tensors named in `carried` as they are.
+    With `num_cells` its output is a projection of so many cells.
+    Takes (T, N, in_features) and gives (T, N, width), twice as wide when `bidirectional`;
+    `is_residual` adds the input. Hands on the tensors named in `carried` as they are.
     """
 
     def __init__(
@@ -70,7 +77,9 @@ class Recurrent(nn.Module):
     ) -> None:
         super().__init__()
         projected = width if num_cells else 0
-        self.lstm = nn.LSTM(in_features, num_cells or width, proj_size=projected, bidirectional=bidirectional)
+        self.lstm = nn.LSTM(
+            in_features, num_cells or width, proj_size=projected, bidirectional=bidirectional
+        )
         self.is_residual = is_residual
         self.output_names = ("main", *carried) if carried else ()
 
@@ -81,10 +90,12 @@ class Recurrent(nn.Module):
 
 
 class Attention(nn.Module):
-    """Additive attention (Bahdanau et al. 2015, appendix A.1.2): v tanh(W query + U key), softmax over the source.
+    """Additive attention (Bahdanau et al. 2015, appendix A.1.2).
 
-    Takes the lowest decoder layer's output (T, N, width), whose value a place before is the query (zero at the first),
-    and memory (S, N, width). Gives the output as it came and the context (T, N, width).
+    V tanh(W query + U key), softmax over the source.
+    Takes the lowest decoder layer's output (T, N, width), whose value a place before is the query
+    (zero at the first), and memory (S, N, width). Gives the output as it came and the context (T,
+    N, width).
     """
 
     output_names = ("main", "context")
@@ -103,14 +114,17 @@ class Attention(nn.Module):
 
 
 class ContextDecoder(Recurrent):
-    """An upper LSTM layer of the decoder: takes the output of the layer below and the context, both (T, N, width).
+    """An upper LSTM layer of the decoder.
 
-    Gives the output (T, N, width), to which `is_residual` adds that below, and the context as it came, unless
-    `is_last`.
+    Takes the output of the layer below and the context, both (T, N, width).
+    Gives the output (T, N, width), to which `is_residual` adds that below, and the context as it
+    came, unless `is_last`.
     """
 
     def __init__(self, width: int, is_residual: bool, is_last: bool) -> None:
-        super().__init__(2 * width, width, is_residual=is_residual, carried=() if is_last else ("context",))
+        super().__init__(
+            2 * width, width, is_residual=is_residual, carried=() if is_last else ("context",)
+        )
 
     def forward(self, x: Tensor, *context: Tensor) -> Tensor | tuple[Tensor, ...]:
         made, _ = self.lstm(torch.cat([x, *context], dim=2))

@@ -1,6 +1,7 @@
 """The layers of U-Net that begin or end a skip (Ronneberger et al. 2015, arXiv 1505.04597).
 
-Each takes (main, skip1, skip2, ...) and hands the same kind of tuple on, with one skip more or less.
+Each takes (main, skip1, skip2, ...) and hands the same kind of tuple on, with one skip more or
+less.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ class Descend(nn.Module):
 
 
 class Ascend(nn.Module):
-    """A 2x2 up-convolution, cropped to the last skip and joined behind it; `names` are those of the other skips.
+    """A 2x2 up-convolution, cropped to the last skip and joined behind it.
 
+    `names` are those of the other skips.
     Takes (N, in_channels, H, W) and gives (N, 2 * out_channels, H', W') at the size of the skip.
     """
 

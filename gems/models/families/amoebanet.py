@@ -1,10 +1,11 @@
 """AmoebaNet-D (Real et al. 2018, arXiv 1802.01548) as named layers, in the layout that GPipe trains.
 
-A stem of one 3x3 convolution and two reduction cells, then three stages of L/3 normal cells with a reduction cell
-between each two. A cell reads the outputs of the two cells before it, so two tensors cross most boundaries. Cells of a
-stage have F, 2F and 4F filters (Huang et al. 2019, arXiv 1811.06965, table 1, write a network as (L, F); L =
-`model.depth`, F = `model.width`). The normal cell joins the states 0, 3, 4 and 6, as the reference implementation
-does, and not all unused ones, as the paper draws it: with that (18, 208) has the 82 M parameters that GPipe gives.
+A stem of one 3x3 convolution and two reduction cells, then three stages of L/3 normal cells with a
+reduction cell between each two. A cell reads the outputs of the two cells before it, so two tensors
+cross most boundaries. Cells of a stage have F, 2F and 4F filters (Huang et al. 2019, arXiv
+1811.06965, table 1, write a network as (L, F); L = `model.depth`, F = `model.width`). The normal
+cell joins the states 0, 3, 4 and 6, as the reference implementation does, and not all unused ones,
+as the paper draws it: with that (18, 208) has the 82 M parameters that GPipe gives.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from gems.models.layer import MODELS, Layer, ModelFamily, block
 Term = tuple[str, int]
 Pairs = tuple[tuple[Term, Term], ...]
 
-# A new state is the sum of two operations, each on an earlier state: 0 is the last cell's output, 1 that before it.
+# A new state is the sum of two operations, each on an earlier state: 0 is the last cell's output, 1
+# that before it.
 NORMAL: Pairs = (
     (("conv1x1", 1), ("max3x3", 1)),
     (("none", 1), ("conv1x7_7x1", 0)),
@@ -39,15 +41,29 @@ REDUCTION_JOINED = (4, 5, 6)
 def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
     """Return stem.conv, stem.reduction1, stem.reduction2, stage1.cell1, ..., reduction1, ..., stage3.cellN, head.
 
-    Raises ConfigError for a depth that is no multiple of 3, a width that is none of 8, and for norm=none.
+    Raises ConfigError for a depth that is no multiple of 3, a width that is none of 8, and for
+    norm=none.
     """
     _check(model)
-    stages = [[f"stage{stage}.cell{number + 1}" for number in range(model.depth // 3)] for stage in (1, 2, 3)]
-    names = ["stem.reduction1", "stem.reduction2", *stages[0], "reduction1", *stages[1], "reduction2", *stages[2]]
+    stages = [
+        [f"stage{stage}.cell{number + 1}" for number in range(model.depth // 3)]
+        for stage in (1, 2, 3)
+    ]
+    names = [
+        "stem.reduction1",
+        "stem.reduction2",
+        *stages[0],
+        "reduction1",
+        *stages[1],
+        "reduction2",
+        *stages[2],
+    ]
     channels = model.width >> 2
     stem = {"in_channels": data.channels, "out_channels": channels, "norm": model.norm}
     out = [block("stem.conv", "conv", "cells:CellStem", **stem)]
-    before, last, was_reduction = channels, channels, False
+    before = channels
+    last = channels
+    was_reduction = False
     for index, name in enumerate(names):
         is_reduction = "reduction" in name
         channels = 2 * channels if is_reduction else channels
@@ -67,7 +83,9 @@ def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
             norm=model.norm,
         )
         out.append(cell)
-        before, last, was_reduction = last, channels * len(joined), is_reduction
+        before = last
+        last = channels * len(joined)
+        was_reduction = is_reduction
     return (*out, pooled_head(model, data, last, norm="none", activate=True))
 
 

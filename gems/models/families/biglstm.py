@@ -1,9 +1,10 @@
 """BIG LSTM, a language model (Jozefowicz et al. 2016, arXiv 1602.02410, section 3), as named layers.
 
-Word embeddings, `model.depth` LSTM layers whose outputs are projected (Sak et al. 2014, arXiv 1402.1128) from 8 times
-`model.width` cells to `model.width`, and a softmax over the whole vocabulary. Published are depth 2, width 1024 (8192
-cells) and 793 470 words. The publication trains with importance sampling of the softmax and with dropout; here the
-softmax is whole and nothing is dropped. Hidden states are time first, (T, N, width).
+Word embeddings, `model.depth` LSTM layers whose outputs are projected (Sak et al. 2014, arXiv
+1402.1128) from 8 times `model.width` cells to `model.width`, and a softmax over the whole
+vocabulary. Published are depth 2, width 1024 (8192 cells) and 793 470 words. The publication trains
+with importance sampling of the softmax and with dropout; here the softmax is whole and nothing is
+dropped. Hidden states are time first, (T, N, width).
 
 It takes sequences, int64 (N, T), and begins each from a zero state.
 """
@@ -26,11 +27,15 @@ def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
     check_language(model, data)
     if model.depth < 1:
         raise ConfigError("model.depth", model.depth, "LSTM layers, at least 1")
-    words, width = {"vocabulary": model.vocabulary, "width": model.width}, model.width
+    words = {"vocabulary": model.vocabulary, "width": model.width}
+    width = model.width
     recurrent = {"in_features": width, "width": width, "num_cells": _CELLS_PER_OUTPUT * width}
     return (
         block("words", "embedding", "sequences:WordEmbedding", **words),
-        *(block(f"lstm{number + 1}", "lstm", "sequences:Recurrent", **recurrent) for number in range(model.depth)),
+        *(
+            block(f"lstm{number + 1}", "lstm", "sequences:Recurrent", **recurrent)
+            for number in range(model.depth)
+        ),
         block("head", "head", "sequences:WordHead", **words),
     )
 

@@ -1,8 +1,9 @@
-"""GoogLeNet (Szegedy et al. 2014, arXiv 1409.4842, table 1) as named layers; an inception block is one layer.
+"""GoogLeNet (Szegedy et al. 2014, arXiv 1409.4842, table 1) as named layers.
 
-Without the two auxiliary classifiers, which the network has in training only. Published with dropout 0.4 in front of
-the linear map, without norm but for local response normalisation behind conv1 and conv3: `norm=none` gives these,
-another norm takes their place.
+An inception block is one layer.
+Without the two auxiliary classifiers, which the network has in training only. Published with
+dropout 0.4 in front of the linear map, without norm but for local response normalisation behind
+conv1 and conv3: `norm=none` gives these, another norm takes their place.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ _BEFORE_HALVING = ("inception3b", "inception4e")
 
 
 def backbone(model: ModelConfig) -> Backbone:
-    """Return conv1, conv2, conv3, inception3a ... inception5b; poolings are part of the layer before."""
+    """Return conv1, conv2, conv3, inception3a ... inception5b.
+
+    Poolings are part of the layer before.
+    """
     local: tuple[Step, ...] = (LocalNorm(5),) if model.norm == "none" else ()
     parts: dict[str, tuple[Step, ...]] = {
         "conv1": (conv(64, 7, 2), _HALVE, *local),
@@ -37,7 +41,8 @@ def backbone(model: ModelConfig) -> Backbone:
         "conv3": (conv(192, 3), *local, _HALVE),
     }
     for name, (one, three, five, pooled) in _BLOCKS.items():
-        two, last = (conv(three[0]), conv(three[1], 3)), (conv(five[0]), conv(five[1], 5))
+        two = (conv(three[0]), conv(three[1], 3))
+        last = (conv(five[0]), conv(five[1], 5))
         block = Fork(((conv(one),), two, last, (max_pool(3, 1, 1), conv(pooled))))
         parts[name] = (block, _HALVE) if name in _BEFORE_HALVING else (block,)
     return Backbone(64, parts)
@@ -46,6 +51,8 @@ def backbone(model: ModelConfig) -> Backbone:
 MODELS.register(
     "googlenet",
     chain_family(
-        backbone, lambda model, data, body: (pooled_head(model, data, body.channels(model.width)),), is_padded=True
+        backbone,
+        lambda model, data, body: (pooled_head(model, data, body.channels(model.width)),),
+        is_padded=True,
     ),
 )

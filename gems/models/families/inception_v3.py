@@ -1,11 +1,12 @@
 """Inception v3 (Szegedy et al. 2015, arXiv 1512.00567, table 1 and figures 5 to 7) as named layers.
 
-An inception block is one layer. Where the paper leaves widths out, or its table disagrees (the fifth convolution), they
-are those of the authors' released model, which has batch norm, and dropout 0.2 in front of the linear map. 299x299 px
-give a last map of 8x8.
+An inception block is one layer. Where the paper leaves widths out, or its table disagrees (the
+fifth convolution), they are those of the authors' released model, which has batch norm, and dropout
+0.2 in front of the linear map. 299x299 px give a last map of 8x8.
 
-With `auxiliary` a second classifier reads the map behind mixed6e (layer "auxiliary"). Its logits cross the following
-boundaries beside the map, and the head adds its loss, with the weight of Szegedy et al. 2014, to that of the main ones.
+With `auxiliary` a second classifier reads the map behind mixed6e (layer "auxiliary"). Its logits
+cross the following boundaries beside the map, and the head adds its loss, with the weight of
+Szegedy et al. 2014, to that of the main ones.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ _HALVE = max_pool(3, 2)
 
 
 def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
-    """Return conv1 ... conv5, mixed5b ... mixed7c, head; with model.auxiliary also "auxiliary" after mixed6e.
+    """Return conv1 ... conv5, mixed5b ... mixed7c, head.
 
+    With model.auxiliary also "auxiliary" after mixed6e.
     Raises ConfigError for a norm, width or dropout that no such network has.
     """
     check_classifier(model, has_auxiliary=True)
@@ -34,7 +36,9 @@ def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
     in_channels = _BACKBONE.channels(model.width)
     if not model.auxiliary:
         return (*features, pooled_head(model, data, in_channels))
-    inner, last = (scaled_channels(channels, model.width, _WIDTH) for channels in _AUXILIARY_CHANNELS)
+    inner, last = (
+        scaled_channels(channels, model.width, _WIDTH) for channels in _AUXILIARY_CHANNELS
+    )
     auxiliary = block(
         "auxiliary",
         "head",
@@ -45,17 +49,24 @@ def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
         num_classes=data.num_classes,
         norm=model.norm,
     )
-    split, carried = len(_UP_TO_AUXILIARY.parts), {"carried": ("auxiliary",)}
+    split = len(_UP_TO_AUXILIARY.parts)
+    carried = {"carried": ("auxiliary",)}
     return (
         *features[:split],
         auxiliary,
-        *(replace(layer, options=tuple((dict(layer.options) | carried).items())) for layer in features[split:]),
+        *(
+            replace(layer, options=tuple((dict(layer.options) | carried).items()))
+            for layer in features[split:]
+        ),
         pooled_head(model, data, in_channels, "AuxiliaryHead", weight=_AUXILIARY_WEIGHT),
     )
 
 
 def normed_px(model: ModelConfig, side_px: int) -> int:
-    """Return a side of the last map, or of the auxiliary classifier's when that is smaller; 0 below 75 px."""
+    """Return a side of the last map, or of the auxiliary classifier's when that is smaller.
+
+    0 below 75 px.
+    """
     last_px = _BACKBONE.normed_px(side_px)
     if not model.auxiliary:
         return last_px
@@ -68,7 +79,9 @@ def _with_pooling(*branches: tuple[Step, ...], pooled: int) -> Fork:
 
 
 def _mixed5(pooled: int) -> Fork:
-    return _with_pooling((conv(64),), (conv(48), conv(64, 5)), (conv(64), conv(96, 3), conv(96, 3)), pooled=pooled)
+    return _with_pooling(
+        (conv(64),), (conv(48), conv(64, 5)), (conv(64), conv(96, 3), conv(96, 3)), pooled=pooled
+    )
 
 
 def _mixed6(inner: int) -> Fork:
@@ -76,13 +89,23 @@ def _mixed6(inner: int) -> Fork:
     return _with_pooling(
         (conv(192),),
         (conv(inner), conv(inner, (1, 7)), conv(192, (7, 1))),
-        (conv(inner), conv(inner, (7, 1)), conv(inner, (1, 7)), conv(inner, (7, 1)), conv(192, (1, 7))),
+        (
+            conv(inner),
+            conv(inner, (7, 1)),
+            conv(inner, (1, 7)),
+            conv(inner, (7, 1)),
+            conv(192, (1, 7)),
+        ),
         pooled=192,
     )
 
 
 _MIXED6A = Fork(
-    ((conv(384, 3, 2, is_padded=False),), (conv(64), conv(96, 3), conv(96, 3, 2, is_padded=False)), (_HALVE,))
+    (
+        (conv(384, 3, 2, is_padded=False),),
+        (conv(64), conv(96, 3), conv(96, 3, 2, is_padded=False)),
+        (_HALVE,),
+    )
 )
 _MIXED7A = Fork(
     (
@@ -93,7 +116,9 @@ _MIXED7A = Fork(
 )
 # figure 7: the filter banks are expanded by branches that fork once more
 _EXPANDED = Fork(((conv(384, (1, 3)),), (conv(384, (3, 1)),)))
-_MIXED7 = _with_pooling((conv(320),), (conv(384), _EXPANDED), (conv(448), conv(384, 3), _EXPANDED), pooled=192)
+_MIXED7 = _with_pooling(
+    (conv(320),), (conv(384), _EXPANDED), (conv(448), conv(384, 3), _EXPANDED), pooled=192
+)
 _UP_TO_AUXILIARY = Backbone(
     _WIDTH,
     {

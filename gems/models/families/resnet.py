@@ -1,17 +1,20 @@
 """Residual networks as named layers: those for CIFAR, of any depth, and those for ImageNet.
 
-`resnet` has the CIFAR form. Version 1 is He et al. 2015 (arXiv 1512.03385, section 4.2), version 2 the pre-activation
-form of He et al. 2016 (arXiv 1603.05027): a 3x3 stem, three stages of n residual blocks whose feature maps halve at
-stages 2 and 3, and a head of global average pooling and one linear map. A basic block has two 3x3 convolutions, so
-depth = 6n + 2; a bottleneck block has 1x1, 3x3 and 1x1 to four times its width, so depth = 9n + 2.
+`resnet` has the CIFAR form. Version 1 is He et al. 2015 (arXiv 1512.03385, section 4.2), version 2
+the pre-activation form of He et al. 2016 (arXiv 1603.05027): a 3x3 stem, three stages of n residual
+blocks whose feature maps halve at stages 2 and 3, and a head of global average pooling and one
+linear map. A basic block has two 3x3 convolutions, so depth = 6n + 2; a bottleneck block has 1x1,
+3x3 and 1x1 to four times its width, so depth = 9n + 2.
 
-`resnet_imagenet` (arXiv 1512.03385, table 1) has a 7x7 convolution and a pooling, four stages whose maps halve at
-stages 2 to 4, and the same head. Depths 18 and 34 have basic blocks, 50, 101 and 152 bottlenecks; shortcuts are
-projections where the shape changes (option B). In version 2 the first block activates what the stem gives.
+`resnet_imagenet` (arXiv 1512.03385, table 1) has a 7x7 convolution and a pooling, four stages whose
+maps halve at stages 2 to 4, and the same head. Depths 18 and 34 have basic blocks, 50, 101 and 152
+bottlenecks; shortcuts are projections where the shape changes (option B). In version 2 the first
+block activates what the stem gives.
 
-Version 2 with `model.norm=normalizer_free` is the NF-ResNet (Brock, De and Smith 2021, arXiv 2101.08692, section 3): no
-norm, but convolutions with standardized weights, residual branches scaled by 0.2, and each block's input divided by the
-deviation that it has at initialization, which grows with each block and is 1 again after a projection.
+Version 2 with `model.norm=normalizer_free` is the NF-ResNet (Brock, De and Smith 2021, arXiv
+2101.08692, section 3): no norm, but convolutions with standardized weights, residual branches
+scaled by 0.2, and each block's input divided by the deviation that it has at initialization, which
+grows with each block and is 1 again after a projection.
 """
 
 from __future__ import annotations
@@ -22,13 +25,23 @@ from typing import Any
 
 from gems.config.schema import DataConfig, ModelConfig
 from gems.errors import ConfigError, one_of
-from gems.models.families.shared import NORMS, Backbone, check_choice, check_classifier, depth_error, pooled_head
+from gems.models.families.shared import (
+    NORMS,
+    Backbone,
+    check_choice,
+    check_classifier,
+    depth_error,
+    pooled_head,
+)
 from gems.models.layer import MODELS, Layer, ModelFamily, block
 from gems.models.steps import conv, max_pool
 
 _NUM_STAGES = 3
 _CONVS = {"basic": 2, "bottleneck": 3}
-_EXPANSION = {"basic": 1, "bottleneck": 4}  # how many times wider a block's output is than its inside
+_EXPANSION = {
+    "basic": 1,
+    "bottleneck": 4,
+}  # how many times wider a block's output is than its inside
 _PREFERENCE = {1: ("basic", "bottleneck"), 2: ("bottleneck", "basic")}
 
 _NORMALIZER_FREE = "normalizer_free"
@@ -47,23 +60,33 @@ _DEPTHS = {
 def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
     """Return stem, stage1.block1, ..., head of the configured ResNet for `data`'s channels and classes.
 
-    Raises ConfigError for a version, block, shortcut, norm, width or depth that no such network has.
+    Raises ConfigError for a version, block, shortcut, norm, width or depth that no such network
+    has.
     """
     _check(model, tuple(_PREFERENCE), tuple(_CONVS))
     kind = block_of(model)
     num_blocks = (model.depth - 2) // (_NUM_STAGES * _CONVS[kind])
     is_plain = model.version == 1 and kind == "basic"
-    stem = {"in_channels": data.channels, "out_channels": model.width, "kernel": 3, "stride": 1, "norm": model.norm}
+    stem = {
+        "in_channels": data.channels,
+        "out_channels": model.width,
+        "kernel": 3,
+        "stride": 1,
+        "norm": model.norm,
+    }
     return (
         block("stem", "conv", "chain:ConvUnit", **stem, activate=model.version == 1),
-        *_stages(model, data, kind, [num_blocks] * _NUM_STAGES, "identity" if is_plain else "projection"),
+        *_stages(
+            model, data, kind, [num_blocks] * _NUM_STAGES, "identity" if is_plain else "projection"
+        ),
     )
 
 
 def imagenet_layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
     """Return stem, stage1.block1, ..., head for `data`'s channels and classes.
 
-    Raises ConfigError for a depth, version, block, shortcut, norm, width or dropout that no such network has.
+    Raises ConfigError for a depth, version, block, shortcut, norm, width or dropout that no such
+    network has.
     """
     if model.depth not in _DEPTHS:
         raise depth_error(model.depth, one_of(map(str, _DEPTHS)), _DEPTHS)
@@ -71,12 +94,16 @@ def imagenet_layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
     _check(model, tuple(_PREFERENCE), (kind,))
     first = conv(64, 7, 2)._replace(activates=model.version == 1)
     stem = Backbone(64, {"stem": (first, max_pool(3, 2, 1))})
-    return (*stem.layers(data.channels, model.width, model.norm), *_stages(model, data, kind, blocks, "projection"))
+    return (
+        *stem.layers(data.channels, model.width, model.norm),
+        *_stages(model, data, kind, blocks, "projection"),
+    )
 
 
 def block_of(model: ModelConfig) -> str:
-    """Return "basic" or "bottleneck"; `auto` prefers basic for version 1 and bottleneck for version 2.
+    """Return "basic" or "bottleneck".
 
+    `auto` prefers basic for version 1 and bottleneck for version 2.
     Raises ConfigError, with the nearest depths, when the depth fits no wanted block.
     """
     wanted = _PREFERENCE[model.version] if model.block == "auto" else (model.block,)
@@ -88,14 +115,19 @@ def block_of(model: ModelConfig) -> str:
             return kind
         valid |= {period * max(1, num_blocks) + 2, period * (max(1, num_blocks) + 1) + 2}
     formulas = " or ".join(f"{_NUM_STAGES * _CONVS[kind]}n+2 ({kind})" for kind in wanted)
-    raise depth_error(model.depth, f"a ResNet v{model.version} has depth {formulas}, n >= 1", valid, 3)
+    raise depth_error(
+        model.depth, f"a ResNet v{model.version} has depth {formulas}, n >= 1", valid, 3
+    )
 
 
-def _stages(model: ModelConfig, data: DataConfig, kind: str, blocks: Sequence[int], shortcut: str) -> tuple[Layer, ...]:
+def _stages(
+    model: ModelConfig, data: DataConfig, kind: str, blocks: Sequence[int], shortcut: str
+) -> tuple[Layer, ...]:
     """Return the blocks of all stages, with `shortcut` unless the model names one, and the head."""
     is_preactivated = model.version == 2
     out = []
-    in_channels, variance = model.width, 1.0
+    in_channels = model.width
+    variance = 1.0
     for stage, num_blocks in enumerate(blocks):
         inner = model.width << stage
         for index in range(num_blocks):
@@ -130,7 +162,9 @@ def _check(model: ModelConfig, versions: Sequence[int], kinds: Sequence[str]) ->
     check_choice("shortcut", model.shortcut, ("auto", "identity", "projection"))
     check_classifier(model, (*NORMS, _NORMALIZER_FREE))
     if model.norm == _NORMALIZER_FREE and model.version != 2:
-        raise ConfigError("model.norm", model.norm, "has blocks of version 2", "set model.version=2")
+        raise ConfigError(
+            "model.norm", model.norm, "has blocks of version 2", "set model.version=2"
+        )
     if model.norm == _NORMALIZER_FREE and model.shortcut == "identity":
         text = "has less variance than model.norm=normalizer_free counts on where the shape changes"
         raise ConfigError("model.shortcut", model.shortcut, text, "set model.shortcut=projection")
@@ -138,4 +172,7 @@ def _check(model: ModelConfig, versions: Sequence[int], kinds: Sequence[str]) ->
 
 # stages 2 and 3, or 2 to 4, each halve the map, and the stem for ImageNet shrinks the image 4 times
 MODELS.register("resnet", ModelFamily(layers, lambda model: 4, title="{name}{depth}-v{version}"))
-MODELS.register("resnet_imagenet", ModelFamily(imagenet_layers, lambda model: 32, title="{name}{depth}-v{version}"))
+MODELS.register(
+    "resnet_imagenet",
+    ModelFamily(imagenet_layers, lambda model: 32, title="{name}{depth}-v{version}"),
+)

@@ -44,7 +44,10 @@ class Backbone:
         return stride_after(self.steps)
 
     def normed_px(self, side_px: int) -> int:
-        """Return a side of the last map that a norm sees, for a side of the image; 0 when that is too small."""
+        """Return a side of the last map that a norm sees, for a side of the image.
+
+        0 when that is too small.
+        """
         return normed_side(side_px, self.steps)
 
     def channels(self, width: int) -> int:
@@ -66,14 +69,23 @@ Classifier = Callable[[ModelConfig, DataConfig, Backbone], tuple[Layer, ...]]
 
 
 def chain_family(
-    backbone: Callable[[ModelConfig], Backbone], classifier: Classifier, is_padded: bool = False, title: str = "{name}"
+    backbone: Callable[[ModelConfig], Backbone],
+    classifier: Classifier,
+    is_padded: bool = False,
+    title: str = "{name}",
 ) -> ModelFamily:
-    """Return the family of a backbone and a classifier; if all of it `is_padded`, its maps are rounded up."""
+    """Return the family of a backbone and a classifier.
+
+    If all of it `is_padded`, its maps are rounded up.
+    """
 
     def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
         check_classifier(model)
         body = backbone(model)
-        return (*body.layers(data.channels, model.width, model.norm), *classifier(model, data, body))
+        return (
+            *body.layers(data.channels, model.width, model.norm),
+            *classifier(model, data, body),
+        )
 
     return ModelFamily(
         layers,
@@ -84,10 +96,12 @@ def chain_family(
 
 
 def fully_connected(map_px: int, hidden: tuple[int, int], dropped: Collection[str]) -> Classifier:
-    """Return the classifier of AlexNet, OverFeat and VGG: a flattened map, two hidden layers, the logits.
+    """Return the classifier of AlexNet, OverFeat and VGG.
 
-    The last map is averaged to the side `map_px` of the publication before it is flattened. `hidden` are the features
-    of fc1 and fc2 at the published width, `dropped` the layers (fc1, fc2, head) with dropout in front.
+    A flattened map, two hidden layers, the logits.
+    The last map is averaged to the side `map_px` of the publication before it is flattened.
+    `hidden` are the features of fc1 and fc2 at the published width, `dropped` the layers (fc1, fc2,
+    head) with dropout in front.
     """
 
     def layers(model: ModelConfig, data: DataConfig, backbone: Backbone) -> tuple[Layer, ...]:
@@ -110,7 +124,9 @@ def fully_connected(map_px: int, hidden: tuple[int, int], dropped: Collection[st
     return layers
 
 
-def pooled_head(model: ModelConfig, data: DataConfig, in_channels: int, target: str = "Head", **changes: Any) -> Layer:
+def pooled_head(
+    model: ModelConfig, data: DataConfig, in_channels: int, target: str = "Head", **changes: Any
+) -> Layer:
     """Return the head of global average pooling and one linear map."""
     options = {
         "in_channels": in_channels,
@@ -123,23 +139,36 @@ def pooled_head(model: ModelConfig, data: DataConfig, in_channels: int, target: 
 
 
 def check_classifier(
-    model: ModelConfig, norms: Sequence[str] = NORMS, has_auxiliary: bool = False, has_stochastic_depth: bool = False
+    model: ModelConfig,
+    norms: Sequence[str] = NORMS,
+    has_auxiliary: bool = False,
+    has_stochastic_depth: bool = False,
 ) -> None:
     """Raise ConfigError for a norm, width or dropout that no classifier has, and for options that this one lacks."""
     check_choice("norm", model.norm, norms)
     if model.width < 1:
-        raise ConfigError("model.width", model.width, "the filters of the first convolution, at least 1")
+        raise ConfigError(
+            "model.width", model.width, "the filters of the first convolution, at least 1"
+        )
     if not 0 <= model.dropout < 1:
-        raise ConfigError("model.dropout", model.dropout, "a share of values to drop: 0 or more, below 1")
+        raise ConfigError(
+            "model.dropout", model.dropout, "a share of values to drop: 0 or more, below 1"
+        )
     if not 0 <= model.stochastic_depth < 1:
-        raise ConfigError("model.stochastic_depth", model.stochastic_depth, "a share of samples: 0 or more, below 1")
+        raise ConfigError(
+            "model.stochastic_depth",
+            model.stochastic_depth,
+            "a share of samples: 0 or more, below 1",
+        )
     if model.stochastic_depth and not has_stochastic_depth:
         text = f"{model.name} has no stochastic depth here"
         advice = "set model.stochastic_depth=0 or model=convnext_tiny"
         raise ConfigError("model.stochastic_depth", model.stochastic_depth, text, advice)
     if model.auxiliary and not has_auxiliary:
         text = f"{model.name} has no auxiliary classifier here"
-        raise ConfigError("model.auxiliary", True, text, "set model.auxiliary=false or model=inception_v3")
+        raise ConfigError(
+            "model.auxiliary", True, text, "set model.auxiliary=false or model=inception_v3"
+        )
 
 
 def check_choice(key: str, value: object, valid: Collection[object]) -> None:

@@ -1,12 +1,15 @@
-"""U-Net (Ronneberger et al. 2015, arXiv 1505.04597) as named layers: a map of classes, or one for the whole image.
+"""U-Net (Ronneberger et al. 2015, arXiv 1505.04597) as named layers.
 
-`model.depth` levels: on the way down two 3x3 convolutions a level and a 2x2 max pooling between levels, each of which
-doubles the channels from `model.width`; on the way up a 2x2 up-convolution, the skip of that level beside it, and two
-3x3 convolutions. Published are depth 5 and width 64 without a norm. Convolutions are padded here, so the map of the
-logits has the size of the image; sides need not be multiples of anything. For data.task=segmentation the head gives
-that map, otherwise the mean of the pixels' logits.
+A map of classes, or one for the whole image.
+`model.depth` levels: on the way down two 3x3 convolutions a level and a 2x2 max pooling between
+levels, each of which doubles the channels from `model.width`; on the way up a 2x2 up-convolution,
+the skip of that level beside it, and two 3x3 convolutions. Published are depth 5 and width 64
+without a norm. Convolutions are padded here, so the map of the logits has the size of the image;
+sides need not be multiples of anything. For data.task=segmentation the head gives that map,
+otherwise the mean of the pixels' logits.
 
-A skip travels by name through the layers between, as the very tensor: where it crosses a cut, it is sent on.
+A skip travels by name through the layers between, as the very tensor: where it crosses a cut, it is
+sent on.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ _MAX_LEVELS = 12
 def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
     """Return down1.conv1, down1.conv2, down1.pool, ..., bottom.conv1, bottom.conv2, up1.widen, up1.conv1, ..., head.
 
-    Level 1 is that of the image; up1 comes last. Raises ConfigError for a depth, norm or width that it cannot have.
+    Level 1 is that of the image; up1 comes last. Raises ConfigError for a depth, norm or width that
+    it cannot have.
     """
     check_classifier(model)
     _check_levels(model)
@@ -52,7 +56,10 @@ def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
 
 
 def stride_px(model: ModelConfig) -> int:
-    """Return 2^(levels - 1), that of the lowest level; raises ConfigError for a depth that it cannot have."""
+    """Return 2^(levels - 1), that of the lowest level.
+
+    Raises ConfigError for a depth that it cannot have.
+    """
     _check_levels(model)
     return 1 << (model.depth - 1)
 
@@ -63,7 +70,9 @@ def _check_levels(model: ModelConfig) -> None:
         raise ConfigError("model.depth", model.depth, text, "published: 5")
 
 
-def _double(name: str, in_channels: int, out_channels: int, norm: str, skips: tuple[str, ...]) -> tuple[Layer, Layer]:
+def _double(
+    name: str, in_channels: int, out_channels: int, norm: str, skips: tuple[str, ...]
+) -> tuple[Layer, Layer]:
     step = (conv(out_channels, 3),)
     return (
         chain_layer(f"{name}.conv1", "conv", in_channels, step, norm, skips),

@@ -1,12 +1,13 @@
 """VGG of any depth as named layers.
 
-Simonyan and Zisserman 2014 (arXiv 1409.1556, table 1, configurations A, B, D and E): five groups of 3x3 convolutions,
-each followed by a 2x2 pooling, and three fully connected layers, fc1, fc2 and head. Deeper than VGG-16, as Rhu et al.
-2016 (vDNN, arXiv 1602.08124, section V) make it: the same number of convolutions is added to each of the five groups,
-so that VGG-116, 216, 316 and 416 have 100, 200, 300 and 400 more. 224x224 px give a last map of 7x7, to which other
-sizes are averaged; a side has at least 32 px. Published with dropout 0.5 on fc1 and fc2, and without norm: zero padding
-then costs each layer some variance, and the signal of VGG-416 fades to 10^-8 at 64 px. The deep ones are loads for
-memory and time, not networks to train.
+Simonyan and Zisserman 2014 (arXiv 1409.1556, table 1, configurations A, B, D and E): five groups of
+3x3 convolutions, each followed by a 2x2 pooling, and three fully connected layers, fc1, fc2 and
+head. Deeper than VGG-16, as Rhu et al. 2016 (vDNN, arXiv 1602.08124, section V) make it: the same
+number of convolutions is added to each of the five groups, so that VGG-116, 216, 316 and 416 have
+100, 200, 300 and 400 more. 224x224 px give a last map of 7x7, to which other sizes are averaged; a
+side has at least 32 px. Published with dropout 0.5 on fc1 and fc2, and without norm: zero padding
+then costs each layer some variance, and the signal of VGG-416 fades to 10^-8 at 64 px. The deep
+ones are loads for memory and time, not networks to train.
 """
 
 from __future__ import annotations
@@ -22,11 +23,16 @@ _BASE = 16
 
 
 def backbone(model: ModelConfig) -> Backbone:
-    """Return conv1_1, conv1_2, ..., the last of a group with its pooling; raises ConfigError for an unknown depth."""
+    """Return conv1_1, conv1_2, ..., the last of a group with its pooling.
+
+    Raises ConfigError for an unknown depth.
+    """
     more, left = divmod(model.depth - _BASE, len(_CHANNELS))
     if model.depth not in _CONVS and (left or more < 0):
         above = {_BASE + len(_CHANNELS) * max(1, more + step) for step in (0, 1)}
-        raise depth_error(model.depth, "a VGG has depth 11, 13, 16, 19 or 16+5n, n >= 1", {*_CONVS, *above})
+        raise depth_error(
+            model.depth, "a VGG has depth 11, 13, 16, 19 or 16+5n, n >= 1", {*_CONVS, *above}
+        )
     groups = _CONVS.get(model.depth) or tuple(convs + more for convs in _CONVS[_BASE])
     parts = {}
     for group, (channels, convs) in enumerate(zip(_CHANNELS, groups, strict=True), 1):

@@ -1,8 +1,8 @@
 """A user's own network as named layers, without torch in this process.
 
-`model.target` names a class, or a function that gives a module. A child process constructs and traces it, and the
-answer is kept in the cache by the configuration and by the text of the code: of all files in the target's outermost
-package, or beside a module that is in none.
+`model.target` names a class, or a function that gives a module. A child process constructs and
+traces it, and the answer is kept in the cache by the configuration and by the text of the code: of
+all files in the target's outermost package, or beside a module that is in none.
 """
 
 from __future__ import annotations
@@ -20,38 +20,53 @@ from gems.models.layer import Layer
 from gems.utils.cache import cached
 from gems.utils.targets import ask_child, locate, source_of
 
-_NORMS = ("batch", "frozen_batch", "ghost_batch")  # of a user's network: as it is, by running statistics, by strip
+_NORMS = (
+    "batch",
+    "frozen_batch",
+    "ghost_batch",
+)  # of a user's network: as it is, by running statistics, by strip
 _TORCH_PART = "gems.models.imported.parts"
 
 
 def resolve_target(model: ModelConfig) -> ModelConfig:
     """Return the configuration of a user's network with every derived field filled.
 
-    The name is that of the class, `path` the folder that holds the package where it is not installed: the current
-    one, or one of PYTHONPATH. The keys of the toolkit's own networks, which mean nothing here, take their defaults.
+    The name is that of the class, `path` the folder that holds the package where it is not
+    installed: the current one, or one of PYTHONPATH. The keys of the toolkit's own networks, which
+    mean nothing here, take their defaults.
 
     Raises:
-        ConfigError: a target that is no dotted name, a path that is no folder, or a norm that only networks of the
-            toolkit have.
+        ConfigError: a target that is no dotted name, a path that is no folder, or a norm that only
+            networks of the toolkit have.
     """
     target = str(model.target)
     if model.norm not in _NORMS:
         text = f"is for networks of the zoo; {target} has norms of its own"
-        raise ConfigError("model.norm", model.norm, text, "leave it out, or set frozen_batch or ghost_batch")
+        raise ConfigError(
+            "model.norm", model.norm, text, "leave it out, or set frozen_batch or ghost_batch"
+        )
     name, path = locate("model.target", target, model.path)
-    return ModelConfig(name=name, target=target, kwargs=dict(model.kwargs), path=path, norm=model.norm)
+    return ModelConfig(
+        name=name, target=target, kwargs=dict(model.kwargs), path=path, norm=model.norm
+    )
 
 
 def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
     """Return the layers of a user's network for `data`'s images: parts of one whole, first to last.
 
     Raises:
-        ConfigError: a network that cannot be found, constructed, run on such images or cut into layers, with the line
-            of the user's code.
+        ConfigError: a network that cannot be found, constructed, run on such images or cut into
+            layers, with the line of the user's code.
     """
     text, source, described = _described(model, data)
     return tuple(
-        Layer(name, kind, f"{_TORCH_PART}:part", (("text", text), ("index", index), ("source", source)), is_part=True)
+        Layer(
+            name,
+            kind,
+            f"{_TORCH_PART}:part",
+            (("text", text), ("index", index), ("source", source)),
+            is_part=True,
+        )
         for index, (name, kind) in enumerate(described["layers"])
     )
 
@@ -60,24 +75,41 @@ def check_batch(model: ModelConfig, data: DataConfig, micro_batch_size: int | No
     """Raise ConfigError as `layers`, or if a batch norm in a user's network would see a single value a channel."""
     least = _described(model, data)[2]["min_batch"]
     if micro_batch_size is not None and micro_batch_size < least:
-        text = f"{model.target} takes {least} images of {data.height_px}x{data.width_px} px or more at a time"
-        advice = f"set parallel.micro_batch_size={least}, or use group norm where batch norm would see a single value"
+        text = (
+            f"{model.target} takes {least} images of {data.height_px}x{data.width_px} px or more at"
+            " a time"
+        )
+        advice = (
+            f"set parallel.micro_batch_size={least}, or use group norm where batch norm would see a"
+            " single value"
+        )
         raise ConfigError("parallel.micro_batch_size", micro_batch_size, text, advice)
 
 
 def num_outputs(model: ModelConfig, data: DataConfig) -> int:
-    """Return how many tensors a user's network gives, in training or in evaluation; raises ConfigError as `layers`."""
+    """Return how many tensors a user's network gives, in training or in evaluation.
+
+    Raises ConfigError as `layers`.
+    """
     return int(_described(model, data)[2]["num_outputs"])
 
 
 def _described(model: ModelConfig, data: DataConfig) -> tuple[str, str | None, dict[str, Any]]:
     """Return what a process is told of the network, the hash of its code, and what it answers."""
     image = (data.channels, data.height_px, data.width_px)
-    request = {"target": model.target, "kwargs": model.kwargs, "path": model.path, "norm": model.norm, "image": image}
+    request = {
+        "target": model.target,
+        "kwargs": model.kwargs,
+        "path": model.path,
+        "norm": model.norm,
+        "image": image,
+    }
     try:
         text = json.dumps(request, sort_keys=True)
     except TypeError as error:
-        raise ConfigError("model.kwargs", model.kwargs, f"must be plain values ({error})") from error
+        raise ConfigError(
+            "model.kwargs", model.kwargs, f"must be plain values ({error})"
+        ) from error
     source = source_of(str(model.target), model.path)
     return text, source, _description(text, source, data.num_classes, task_of(data))
 
@@ -86,13 +118,22 @@ def _described(model: ModelConfig, data: DataConfig) -> tuple[str, str | None, d
 def _description(text: str, source: str | None, num_classes: int, task: str) -> dict[str, Any]:
     """Return names and kinds of the layers, from this process where torch is loaded, the cache, or a child."""
     if "torch" in sys.modules:
-        described: dict[str, Any] = importlib.import_module(_TORCH_PART).describe(text, num_classes, task)
+        described: dict[str, Any] = importlib.import_module(_TORCH_PART).describe(
+            text, num_classes, task
+        )
         return described
     if source is None:
         return _ask(text, num_classes, task)
-    return cached(None, "network", repr((text, source, num_classes, task)), lambda: _ask(text, num_classes, task))
+    return cached(
+        None,
+        "network",
+        repr((text, source, num_classes, task)),
+        lambda: _ask(text, num_classes, task),
+    )
 
 
 def _ask(text: str, num_classes: int, task: str) -> dict[str, Any]:
     """Let a child process describe the network."""
-    return ask_child("model.target", json.loads(text)["target"], _TORCH_PART, text, str(num_classes), task)
+    return ask_child(
+        "model.target", json.loads(text)["target"], _TORCH_PART, text, str(num_classes), task
+    )

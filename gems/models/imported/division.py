@@ -19,8 +19,8 @@ from gems.models.imported.tracing import FROZEN, Path, Traced, block_of, leaves
 class Slice:
     """One layer of a traced network.
 
-    Its graph takes what the layer before gives, and gives the tensors of `output_names` (one needs no name). `paths`
-    are those of the modules, parameters and buffers that it uses.
+    Its graph takes what the layer before gives, and gives the tensors of `output_names` (one needs
+    no name). `paths` are those of the modules, parameters and buffers that it uses.
     """
 
     name: str
@@ -33,20 +33,24 @@ class Slice:
 def divide(root: nn.Module, modes: Sequence[Traced]) -> list[tuple[Slice, ...]]:
     """Divide a network traced in some modes into the same layers at its blocks, in the order in which they run.
 
-    A new layer begins where the block changes (`block_of`). Steps between blocks, and modules without
-    parameters and buffers, belong to the block before; in a Sequential every child is a layer. Neighbours become one
-    layer when they share a parameter or a buffer, when something other than tensors and sizes would cross between
-    them, or when one changes in place what another holds by two names.
+    A new layer begins where the block changes (`block_of`). Steps between blocks, and modules
+    without parameters and buffers, belong to the block before; in a Sequential every child is a
+    layer. Neighbours become one layer when they share a parameter or a buffer, when something other
+    than tensors and sizes would cross between them, or when one changes in place what another holds
+    by two names.
 
-    A tensor that a later layer uses is handed on, as it is, by the layers between. A size is handed on as the shape
-    of a tensor without elements. A layer that does not run in a mode hands on what it gets.
+    A tensor that a later layer uses is handed on, as it is, by the layers between. A size is handed
+    on as the shape of a tensor without elements. A layer that does not run in a mode hands on what
+    it gets.
     """
     begun = [_begin(root, list(each.graph.nodes)[:-1], each.values) for each in modes]
     names, numbers = _aligned([of_mode for _, of_mode in begun])
     layer_of: dict[fx.Node, int] = {}
     spans: list[tuple[int, int]] = []
     for traced, (of_nodes, _), places in zip(modes, begun, numbers, strict=True):
-        layer_of |= {node: places[layer] for node, layer in of_nodes.items()} | {traced.end: len(names) - 1}
+        layer_of |= {node: places[layer] for node, layer in of_nodes.items()} | {
+            traced.end: len(names) - 1
+        }
         nodes = list(of_nodes)
         spans += _inseparable(traced, nodes, layer_of)
         spans += [(n, n + 1) for n in range(len(names) - 1) if not _crossing(nodes, layer_of, n)]
@@ -69,7 +73,9 @@ def _slices_of(
     for layer, (before, after) in enumerate(pairwise([[], *boundaries, None])):
         inside = [node for node in nodes if layer_of[node] == layer]
         graph, slots = _graph_of(traced, inside, before or [], after)
-        paths = sorted({str(node.target) for node in inside if node.op in ("call_module", "get_attr")})
+        paths = sorted(
+            {str(node.target) for node in inside if node.op in ("call_module", "get_attr")}
+        )
         out.append(Slice(titles[layer], kinds[layer], graph, slots, tuple(paths)))
     return tuple(out)
 
@@ -79,8 +85,11 @@ def _aligned(modes: Sequence[Sequence[str]]) -> tuple[list[str], list[list[int]]
     names = list(modes[0])
     for other in modes[1:]:
         joined: list[str] = []
-        for _, first, end, other_first, other_end in SequenceMatcher(None, names, other, autojunk=False).get_opcodes():
-            mine, theirs = names[first:end], list(other[other_first:other_end])
+        for _, first, end, other_first, other_end in SequenceMatcher(
+            None, names, other, autojunk=False
+        ).get_opcodes():
+            mine = names[first:end]
+            theirs = list(other[other_first:other_end])
             joined += mine if mine == theirs else [*mine, *theirs]
         names = joined
     numbers = []
@@ -108,7 +117,9 @@ def _begin(
         layer_of[node] = len(names) - 1
         source = node.args[0] if node.target is operator.getitem else None
         if isinstance(source, fx.Node) and isinstance(values[source], tuple | list | dict):
-            layer_of[node] = layer_of[source]  # what is taken out of a tuple does not cross inside of it
+            layer_of[node] = layer_of[
+                source
+            ]  # what is taken out of a tuple does not cross inside of it
     return layer_of, names
 
 
@@ -116,7 +127,9 @@ def _state(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()]
 
 
-def _sharing(root: nn.Module, modes: Iterable[Traced], layer_of: dict[fx.Node, int]) -> Iterator[tuple[int, int]]:
+def _sharing(
+    root: nn.Module, modes: Iterable[Traced], layer_of: dict[fx.Node, int]
+) -> Iterator[tuple[int, int]]:
     """Yield the spans of layers that share a parameter or a buffer, whose gradients and statistics are one."""
     users: dict[int, list[int]] = {}
     for traced in modes:
@@ -127,18 +140,21 @@ def _sharing(root: nn.Module, modes: Iterable[Traced], layer_of: dict[fx.Node, i
     yield from ((min(layers), max(layers)) for layers in users.values())
 
 
-def _inseparable(traced: Traced, nodes: Iterable[fx.Node], layer_of: dict[fx.Node, int]) -> Iterator[tuple[int, int]]:
+def _inseparable(
+    traced: Traced, nodes: Iterable[fx.Node], layer_of: dict[fx.Node, int]
+) -> Iterator[tuple[int, int]]:
     """Yield the spans of layers that must be one in a mode.
 
-    A value would cross between them that no tensors carry. Or one changes what came to it by two names, or changes the
-    network's state; what came by one name only is copied first (`_graph_of`).
+    A value would cross between them that no tensors carry. Or one changes what came to it by two
+    names, or changes the network's state; what came by one name only is copied first (`_graph_of`).
     """
     for node in nodes:
         here = layer_of[node]
         parts = [leaf for _, leaf in leaves(traced.values[node])]
         if not parts or not all(isinstance(part, Tensor) or _is_size(part) for part in parts):
             yield here, _last_use(node, layer_of)
-        # values of layers before that this step changes in place and that its layer, or a later one, uses
+        # values of layers before that this step changes in place and that its layer, or a later
+        # one, uses
         changed = [
             other
             for other in traced.writes.get(node, ())
@@ -164,13 +180,19 @@ def _merge(num_layers: int, spans: Iterable[tuple[int, int]]) -> list[int]:
 
 
 def _crossing(nodes: Sequence[fx.Node], layer_of: dict[fx.Node, int], layer: int) -> list[fx.Node]:
-    """Return the values that cross from a layer to the next, the newest first: the one that a stage listens to."""
+    """Return the values that cross from a layer to the next, the newest first.
+
+    The one that a stage listens to.
+    """
     crossing = [node for node in nodes if layer_of[node] <= layer < _last_use(node, layer_of)]
     return crossing[::-1]
 
 
 def _titles(spans: Sequence[tuple[str, str]]) -> list[str]:
-    """Return names for layers that run from one block to another; one that comes again gets a number."""
+    """Return names for layers that run from one block to another.
+
+    One that comes again gets a number.
+    """
     out: list[str] = []
     for first, last in spans:
         title = (first if first == last else f"{first}-{last}") or "network"
@@ -184,22 +206,37 @@ def _is_size(value: Any) -> bool:
 
 
 def _slots(node: fx.Node, value: Any) -> list[tuple[str, Path | None]]:
-    """Return the names of the tensors that carry a value, with the place of each in it; None carries the sizes."""
+    """Return the names of the tensors that carry a value, with the place of each in it.
+
+    None carries the sizes.
+    """
     parts = list(leaves(value))
     slots: list[tuple[str, Path | None]] = [
-        (".".join([node.name, *map(str, path)]), path) for path, leaf in parts if isinstance(leaf, Tensor)
+        (".".join([node.name, *map(str, path)]), path)
+        for path, leaf in parts
+        if isinstance(leaf, Tensor)
     ]
-    return [*slots, *([(f"{node.name}.sizes", None)] if any(_is_size(leaf) for _, leaf in parts) else [])]
+    return [
+        *slots,
+        *([(f"{node.name}.sizes", None)] if any(_is_size(leaf) for _, leaf in parts) else []),
+    ]
 
 
 def _take(graph: fx.Graph, whole: Any, path: Path) -> Any:
     for index in path:
-        whole = whole[index] if isinstance(whole, tuple) else graph.call_function(operator.getitem, (whole, index))
+        whole = (
+            whole[index]
+            if isinstance(whole, tuple)
+            else graph.call_function(operator.getitem, (whole, index))
+        )
     return whole
 
 
 def _carrier(like: Tensor, *sizes: int) -> Tensor:
-    """Return a tensor without elements whose shape is (*sizes, 0): nothing to send, and nothing to wait for."""
+    """Return a tensor without elements whose shape is (*sizes, 0).
+
+    Nothing to send, and nothing to wait for.
+    """
     return like.new_empty((*sizes, 0), dtype=torch.uint8)
 
 
@@ -211,7 +248,10 @@ def _stop_gradients() -> bool:
 
 
 def _graph_of(
-    traced: Traced, inside: Sequence[fx.Node], before: Sequence[fx.Node], after: Sequence[fx.Node] | None
+    traced: Traced,
+    inside: Sequence[fx.Node],
+    before: Sequence[fx.Node],
+    after: Sequence[fx.Node] | None,
 ) -> tuple[fx.Graph, tuple[str, ...]]:
     """Return the graph of one layer and the names of what it gives (none for a single tensor).
 
@@ -222,10 +262,12 @@ def _graph_of(
     changed = {other for node in inside for other in traced.writes.get(node, ())}
     number = count()
     taken = [
-        {path: graph.placeholder(f"taken_{next(number)}") for _, path in _slots(node, values[node])} for node in before
+        {path: graph.placeholder(f"taken_{next(number)}") for _, path in _slots(node, values[node])}
+        for node in before
     ]
     copies: dict[fx.Node, Any] = {
-        node: _rebuild(graph, slots, values[node], node in changed) for node, slots in zip(before, taken, strict=True)
+        node: _rebuild(graph, slots, values[node], node in changed)
+        for node, slots in zip(before, taken, strict=True)
     }
     for node in inside:
         mode = graph.call_function(_stop_gradients) if node.meta[FROZEN] else None
@@ -241,16 +283,26 @@ def _graph_of(
     like = next(iter(graph.nodes))  # a layer takes one tensor at least
     given: list[tuple[str, Any]] = []
     for node in after:
-        sizes = [_take(graph, copies[node], path) for path, leaf in leaves(values[node]) if _is_size(leaf)]
+        sizes = [
+            _take(graph, copies[node], path)
+            for path, leaf in leaves(values[node])
+            if _is_size(leaf)
+        ]
         for name, path in _slots(node, values[node]):
-            made = graph.call_function(_carrier, (like, *sizes)) if path is None else _take(graph, copies[node], path)
+            made = (
+                graph.call_function(_carrier, (like, *sizes))
+                if path is None
+                else _take(graph, copies[node], path)
+            )
             given.append((name, made))
     graph.output(given[0][1] if len(given) == 1 else tuple(made for _, made in given))
     graph.lint()
     return graph, () if len(given) == 1 else tuple(name for name, _ in given)
 
 
-def _rebuild(graph: fx.Graph, slots: Mapping[Path | None, fx.Node], value: Any, is_changed: bool) -> Any:
+def _rebuild(
+    graph: fx.Graph, slots: Mapping[Path | None, fx.Node], value: Any, is_changed: bool
+) -> Any:
     """Return a value made again of the tensors that carried it, copied first where the layer changes it in place."""
     places = iter(range(sum(_is_size(leaf) for _, leaf in leaves(value))))
 

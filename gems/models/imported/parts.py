@@ -22,15 +22,17 @@ from gems.models.imported.user_code import construct, construct_on_meta, other_g
 from gems.models.outputs import tensors_in
 from gems.utils.targets import answer
 
-Modes = dict[int, tuple[bool, bool]]  # id of a module -> whether it trains in evaluation, and in training
+Modes = dict[
+    int, tuple[bool, bool]
+]  # id of a module -> whether it trains in evaluation, and in training
 
 
 class Part(nn.Module):
     """One layer of a larger network, with its parameters under the names that they have there.
 
-    Takes the tensors that the layer before gives and gives those named by `output_names`, or one that needs no name.
-    In training and in evaluation each module is in the mode that the network's own `train` puts it in, which may leave
-    some as they are: a frozen batch norm, say.
+    Takes the tensors that the layer before gives and gives those named by `output_names`, or one
+    that needs no name. In training and in evaluation each module is in the mode that the network's
+    own `train` puts it in, which may leave some as they are: a frozen batch norm, say.
     """
 
     def __init__(self, whole: nn.Module, train: Slice, evaluate: Slice, modes: Modes) -> None:
@@ -38,10 +40,14 @@ class Part(nn.Module):
         self._output_names = (evaluate.output_names, train.output_names)
         for path in sorted({*train.paths, *evaluate.paths}):
             adopt(self, whole, path)
-        self._modes = {name: modes[id(module)] for name, module in self.named_modules() if id(module) in modes}
+        self._modes = {
+            name: modes[id(module)] for name, module in self.named_modules() if id(module) in modes
+        }
         self.train(whole.training)
         # functions (self, *tensors) that drop each value after its last use
-        self._forwards = [type(fx.GraphModule(self, each.graph)).forward for each in (evaluate, train)]
+        self._forwards = [
+            type(fx.GraphModule(self, each.graph)).forward for each in (evaluate, train)
+        ]
 
     def train(self, mode: bool = True) -> Part:
         """Switch between training and evaluation as the whole network does."""
@@ -56,7 +62,10 @@ class Part(nn.Module):
         return self._output_names[self.training]
 
     def forward(self, *tensors: Tensor) -> Any:
-        """Run the layer as it runs in the network's own forward, in the same mode; the last one gives its output."""
+        """Run the layer as it runs in the network's own forward, in the same mode.
+
+        The last one gives its output.
+        """
         return self._forwards[self.training](self, *tensors)
 
 
@@ -71,7 +80,9 @@ def modes_of(whole: nn.Module) -> Modes:
     return {number: (found[0][number], found[1][number]) for number in found[0]}
 
 
-def whole_with_parts(text: str, seed: int, dtype: torch.dtype, device: torch.device) -> tuple[nn.Module, list[Part]]:
+def whole_with_parts(
+    text: str, seed: int, dtype: torch.dtype, device: torch.device
+) -> tuple[nn.Module, list[Part]]:
     """Return the network of `text` uncut, as `part` constructs it, and its layers, which share its tensors."""
     slices, _ = _slices(text)
     with torch.random.fork_rng(devices=[]), other_generators(seed):
@@ -84,9 +95,9 @@ def whole_with_parts(text: str, seed: int, dtype: torch.dtype, device: torch.dev
 def part(text: str, index: int, source: str | None) -> Part:
     """Return the `index`-th layer of the network that `text` describes (`gems.models.imported.describe`).
 
-    The whole network is constructed once, from the host's generator as `build_layer` has seeded it, and each layer is
-    taken out of it; asking for a layer again constructs it anew. `source`, the state of the user's code, only tells
-    layers apart. Raises ConfigError as `describe`.
+    The whole network is constructed once, from the host's generator as `build_layer` has seeded it,
+    and each layer is taken out of it; asking for a layer again constructs it anew. `source`, the
+    state of the user's code, only tells layers apart. Raises ConfigError as `describe`.
     """
     is_meta = torch.get_default_device().type == "meta"
     return _whole(text, None if is_meta else torch.initial_seed()).take(index)
@@ -100,38 +111,51 @@ def release() -> None:
 def describe(text: str, num_classes: int, task: str = TASKS[0]) -> dict[str, Any]:
     """Return the names and kinds of the layers, and the least images that the network takes at a time.
 
-    These are 2 where one image is too few (batch norm over a single value, a dimension that squeeze drops).
+    These are 2 where one image is too few (batch norm over a single value, a dimension that squeeze
+    drops).
 
     Raises:
-        ConfigError: a network that cannot be found, constructed, run or cut into layers, or whose output has no tensor
-            (N, num_classes), or (N, num_classes, height, width) for a segmentation.
+        ConfigError: a network that cannot be found, constructed, run or cut into layers, or whose
+            output has no tensor (N, num_classes), or (N, num_classes, height, width) for a
+            segmentation.
     """
     code, image = _request(text)
     slices, shapes = _slices(text)
-    sides, named = (image[1:], ", data.height_px, data.width_px") if task == "segmentation" else ((), "")
+    sides, named = (
+        (image[1:], ", data.height_px, data.width_px") if task == "segmentation" else ((), "")
+    )
     for of_mode in shapes:
         if not any(shape[1:] == (num_classes, *sides) for shape in of_mode):
             whole = " and ".join(f"({', '.join(map(str, ('N', *shape[1:])))})" for shape in of_mode)
             raise ConfigError(
-                "model.target", code[0],
-                f"gives logits of shape {whole}, must give (N, data.num_classes={num_classes}{named}) for {task}",
+                "model.target",
+                code[0],
+                f"gives logits of shape {whole}, must give (N,"
+                f" data.num_classes={num_classes}{named}) for {task}",
                 "set data.num_classes, or what the network calls it in model.kwargs",
-            )  # fmt: skip
+            )
     min_batch = 2
     network = construct_on_meta(*code).train()
     with contextlib.suppress(Exception), torch.no_grad(), torch.device("meta"):
         alone = [tuple(tensor.shape) for tensor in tensors_in(network(torch.empty((1, *image))))]
         if alone == [(1, *shape[1:]) for shape in shapes[0]]:
             min_batch = 1
-    return {"layers": [[each.name, each.kind] for each, _ in slices], "min_batch": min_batch,
-            "num_outputs": max(map(len, shapes))}  # fmt: skip
+    return {
+        "layers": [[each.name, each.kind] for each, _ in slices],
+        "min_batch": min_batch,
+        "num_outputs": max(map(len, shapes)),
+    }
 
 
 def _request(text: str) -> tuple[tuple[str, dict[str, Any], str | None, str], tuple[int, int, int]]:
     """Return what constructs the network (target, kwargs, path, norm), and its images (channels, height, width)."""
     request = json.loads(text)
     channels, height, width = request["image"]
-    return (request["target"], request["kwargs"], request["path"], request["norm"]), (channels, height, width)
+    return (request["target"], request["kwargs"], request["path"], request["norm"]), (
+        channels,
+        height,
+        width,
+    )
 
 
 @lru_cache(maxsize=4)

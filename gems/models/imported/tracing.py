@@ -1,7 +1,7 @@
 """A user's network traced into a graph of its blocks.
 
-Symbolic tracing (Reed et al. 2022, arXiv 2112.08429) on torch's meta device. Only what is between blocks is traced; a
-block is called as it is, so anything may happen inside of it.
+Symbolic tracing (Reed et al. 2022, arXiv 2112.08429) on torch's meta device. Only what is between
+blocks is traced; a block is called as it is, so anything may happen inside of it.
 """
 
 from __future__ import annotations
@@ -57,10 +57,12 @@ class Traced:
 def trace(root: nn.Module, image: tuple[int, int, int], target: str) -> Traced:
     """Trace a network on the meta device for images (channels, height, width), in the mode that it is in.
 
-    A choice that shapes decide is taken as for two images of this size. Sizes themselves stay steps of the graph.
+    A choice that shapes decide is taken as for two images of this size. Sizes themselves stay steps
+    of the graph.
 
     Raises:
-        ConfigError: a step that cannot be traced or does not run, with its line, or an output without a tensor.
+        ConfigError: a step that cannot be traced or does not run, with its line, or an output
+        without a tensor.
     """
     tracer = _Tracer(image)
     check_inputs(root, target)
@@ -76,15 +78,19 @@ def trace(root: nn.Module, image: tuple[int, int, int], target: str) -> Traced:
             error = TraceError(_PLAIN).with_traceback(error.__traceback__)
         if isinstance(error, TraceError | NameError | NotImplementedError):
             raise refusal(target, "cannot be cut into layers", error, why=str(error)) from error
-        what = f"does not run on images of {image[0]}x{image[1]}x{image[2]} (channels, height, width)"
+        what = (
+            f"does not run on images of {image[0]}x{image[1]}x{image[2]} (channels, height, width)"
+        )
         raise refusal(target, what, error) from error
     end = next(node for node in graph.nodes if node.op == "output")
     value = fx.node.map_arg(end.args[0], tracer.values.__getitem__)
     if next(tensors_in(value), None) is None:
         raise ConfigError(
-            "model.target", target,
-            f"its forward at {place_of_forward(root)} must give a tensor of scores, and gives {type(value).__name__}",
-        )  # fmt: skip
+            "model.target",
+            target,
+            f"its forward at {place_of_forward(root)} must give a tensor of scores, and gives"
+            f" {type(value).__name__}",
+        )
     return Traced(graph, tracer.values, tracer.writes, value)
 
 
@@ -94,17 +100,25 @@ def _check_hooks(root: nn.Module, target: str) -> None:
         for kind in _HOOKS if not path else _HOOKS[2:] if is_open(root, path) else ():
             if getattr(module, kind):
                 name = f"{path or 'the network'} ({type(module).__name__})"
-                text = f"{name} has hooks ({kind.strip('_')}), which are lost when it is cut into layers"
+                text = (
+                    f"{name} has hooks ({kind.strip('_')}), which are lost when it is cut into"
+                    " layers"
+                )
                 raise ConfigError(
-                    "model.target", target, text, "register them on blocks inside of it, or take them out"
+                    "model.target",
+                    target,
+                    text,
+                    "register them on blocks inside of it, or take them out",
                 )
 
 
 def is_open(root: nn.Module, path: str) -> bool:
-    """Return whether a module's parts are layers by themselves; a module that is not open is a block.
+    """Return whether a module's parts are layers by themselves.
 
-    Open are the network; a Sequential, ModuleList or ModuleDict directly in it; and any other module that is such a
-    container of modules with modules of their own, or holds one directly (a list of lists of blocks, a backbone).
+    A module that is not open is a block.
+    Open are the network; a Sequential, ModuleList or ModuleDict directly in it; and any other
+    module that is such a container of modules with modules of their own, or holds one directly (a
+    list of lists of blocks, a backbone).
     """
     if not path:
         return True
@@ -114,7 +128,9 @@ def is_open(root: nn.Module, path: str) -> bool:
     if isinstance(module, _CONTAINERS):
         is_plain = type(module).forward in (nn.Sequential.forward, nn.Module.forward)
         return (is_plain and "." not in path) or _holds_blocks(module)
-    return any(isinstance(child, _CONTAINERS) and _holds_blocks(child) for child in module.children())
+    return any(
+        isinstance(child, _CONTAINERS) and _holds_blocks(child) for child in module.children()
+    )
 
 
 def block_of(root: nn.Module, path: str) -> str:
@@ -128,7 +144,21 @@ def _holds_blocks(container: nn.Module) -> bool:
     return any(next(child.children(), None) is not None for child in container.children())
 
 
-_IN_PLACE = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+_IN_PLACE = (
+    "add",
+    "sub",
+    "mul",
+    "matmul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "and",
+    "or",
+    "xor",
+    "lshift",
+    "rshift",
+)
 
 
 class _Value(fx.Proxy):
@@ -144,7 +174,10 @@ class _Value(fx.Proxy):
 
     def __getitem__(self, index: Any) -> fx.Proxy:
         if isinstance(index, str) and isinstance(self.tracer.values[self.node], Tensor):  # type: ignore[attr-defined]
-            raise TraceError(f"[{index!r}] of its input, which is one tensor of images (N, channels, height, width)")
+            raise TraceError(
+                f"[{index!r}] of its input, which is one tensor of images (N, channels, height,"
+                " width)"
+            )
         return self.tracer.create_proxy("call_function", operator.getitem, (self, index), {})
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
@@ -167,7 +200,9 @@ class _Value(fx.Proxy):
 
 def _in_place(name: str) -> Callable[[_Value, Any], fx.Proxy]:
     function = getattr(operator, f"i{name}")
-    return lambda self, other: self.tracer.create_proxy("call_function", function, (self, other), {})
+    return lambda self, other: self.tracer.create_proxy(
+        "call_function", function, (self, other), {}
+    )
 
 
 for _name in _IN_PLACE:
@@ -228,15 +263,25 @@ class _Tracer(fx.Tracer):
     def create_arg(self, a: Any) -> Any:
         if isinstance(a, np.generic | np.ndarray):
             return super().create_arg(a.tolist())
-        if isinstance(a, Tensor) and not any(a is known for known in (*self.root.parameters(), *self.root.buffers())):
-            raise TraceError("a tensor that is no parameter, no registered buffer and not made of the image")
+        if isinstance(a, Tensor) and not any(
+            a is known for known in (*self.root.parameters(), *self.root.buffers())
+        ):
+            raise TraceError(
+                "a tensor that is no parameter, no registered buffer and not made of the image"
+            )
         return super().create_arg(a)
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        return forward(*args, **kwargs) if self.is_running else super().call_module(m, forward, args, kwargs)
+        return (
+            forward(*args, **kwargs)
+            if self.is_running
+            else super().call_module(m, forward, args, kwargs)
+        )
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
-        return attr_val if self.is_running else super().getattr(attr, attr_val, parameter_proxy_cache)
+        return (
+            attr_val if self.is_running else super().getattr(attr, attr_val, parameter_proxy_cache)
+        )
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         value = self.values[obj.node]
@@ -270,7 +315,10 @@ class _Tracer(fx.Tracer):
             return
         self.values[node] = self._run(node, self.values)
         # which values have changed; views of one storage count their changes together
-        if any(self._versions.get(other) != _version(self.values[other]) for other in node.all_input_nodes):
+        if any(
+            self._versions.get(other) != _version(self.values[other])
+            for other in node.all_input_nodes
+        ):
             now = {other: _version(self.values[other]) for other in self._versions}
             self.writes[node] = tuple(other for other in now if now[other] != self._versions[other])
             self._versions = now
@@ -278,7 +326,8 @@ class _Tracer(fx.Tracer):
 
     def _run(self, node: fx.Node, values: Mapping[fx.Node, Any], batch: int = TRACED_BATCH) -> Any:
         """Return what a step gives on the meta device; nothing of it is recorded."""
-        before, self.is_running = self.is_running, True
+        before = self.is_running
+        self.is_running = True
         try:
             with torch.no_grad(), torch.device("meta"):
                 return self._call(node, values, batch)
@@ -318,7 +367,10 @@ def _functions_refused(tracer: _Tracer) -> Iterator[None]:
     finally:
         sys.setprofile(before)
     if names:
-        raise TraceError(f"a custom autograd function ({names[0]}) between its blocks: apply it in a module of its own")
+        raise TraceError(
+            f"a custom autograd function ({names[0]}) between its blocks: apply it in a module of"
+            " its own"
+        )
 
 
 def _version(value: Any) -> int:

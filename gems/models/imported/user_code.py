@@ -22,31 +22,41 @@ _KEY = "model.target"
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def construct(target: str, kwargs: Mapping[str, Any], path: str | None, norm: str = "batch") -> nn.Module:
+def construct(
+    target: str, kwargs: Mapping[str, Any], path: str | None, norm: str = "batch"
+) -> nn.Module:
     """Construct the user's network on the current default device, from the host's generators as they stand.
 
-    With `norm` "frozen_batch" its batch norms keep to their running statistics in training, with "ghost_batch" they
-    take those of each strip.
+    With `norm` "frozen_batch" its batch norms keep to their running statistics in training, with
+    "ghost_batch" they take those of each strip.
 
     Raises:
-        ConfigError: as `load`, keyword arguments that the constructor does not take, a constructor that fails, or
-            something that is no module, has no parameters or leaves their shapes open, or no batch norm for `norm` to
-            change.
+        ConfigError: as `load`, keyword arguments that the constructor does not take, a constructor
+            that fails, or something that is no module, has no parameters or leaves their shapes
+            open, or no batch norm for `norm` to change.
     """
     module = call_target(_KEY, target, kwargs, path)
     if not isinstance(module, nn.Module):
-        raise ConfigError(_KEY, target, f"must give a torch.nn.Module, gives {type(module).__name__}")
+        raise ConfigError(
+            _KEY, target, f"must give a torch.nn.Module, gives {type(module).__name__}"
+        )
     if next(module.parameters(), None) is None:
         raise ConfigError(_KEY, target, "has no parameters, so there is nothing to train")
     lazy = next((name for name, value in module.named_parameters() if is_lazy(value)), None)
     if lazy is not None:
-        raise ConfigError(_KEY, target, f"leaves the shape of {lazy} to its first image, and must say it")
+        raise ConfigError(
+            _KEY, target, f"leaves the shape of {lazy} to its first image, and must say it"
+        )
     if norm in CHANGED_NORMS and not CHANGED_NORMS[norm](module):
-        raise ConfigError("model.norm", norm, f"changes batch norms, and {target} has none", "leave it out")
+        raise ConfigError(
+            "model.norm", norm, f"changes batch norms, and {target} has none", "leave it out"
+        )
     return module
 
 
-def construct_on_meta(target: str, kwargs: Mapping[str, Any], path: str | None, norm: str = "batch") -> nn.Module:
+def construct_on_meta(
+    target: str, kwargs: Mapping[str, Any], path: str | None, norm: str = "batch"
+) -> nn.Module:
     """Construct the network, as `construct`, without memory for its weights.
 
     One whose constructor reads its own values goes through the host's memory.
@@ -63,7 +73,8 @@ def construct_on_meta(target: str, kwargs: Mapping[str, Any], path: str | None, 
 @contextmanager
 def other_generators(seed: int) -> Iterator[None]:
     """Seed the generators of Python and numpy, which a constructor may draw from too, and puts them back."""
-    python, numpy = random.getstate(), np.random.get_state()
+    python = random.getstate()
+    numpy = np.random.get_state()
     random.seed(seed)
     np.random.seed(seed % 2**32)
     try:
@@ -81,20 +92,32 @@ def refusal(target: str, what: str, error: BaseException, why: str | None = None
 def place_of_forward(module: nn.Module) -> str:
     """Return "file:line" of a module's forward, or the class's name where it has no source."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return f"{short_name(code.co_filename)}:{code.co_firstlineno}" if code else type(module).__name__
+    return (
+        f"{short_name(code.co_filename)}:{code.co_firstlineno}" if code else type(module).__name__
+    )
 
 
 def check_inputs(module: nn.Module, target: str) -> None:
     """Raise ConfigError if a module's forward does not take one batch of images and nothing else."""
     parameters = list(inspect.signature(module.forward).parameters.values())
-    needed = [each.name for each in parameters if each.default is each.empty and each.kind not in _VARIABLE]
-    positional = [each for each in parameters if each.kind not in (each.KEYWORD_ONLY, each.VAR_KEYWORD)]
+    needed = [
+        each.name
+        for each in parameters
+        if each.default is each.empty and each.kind not in _VARIABLE
+    ]
+    positional = [
+        each for each in parameters if each.kind not in (each.KEYWORD_ONLY, each.VAR_KEYWORD)
+    ]
     if len(needed) > 1 or not positional or (needed and needed[0] != positional[0].name):
         needs = ", ".join(needed) or "nothing"
         raise ConfigError(
-            _KEY, target, f"its forward at {place_of_forward(module)} needs {needs}, and gets one batch of images",
-            "give what else it needs a default, or wrap it in a module whose forward takes the images alone",
-        )  # fmt: skip
+            _KEY,
+            target,
+            f"its forward at {place_of_forward(module)} needs {needs}, and gets one batch of"
+            " images",
+            "give what else it needs a default, or wrap it in a module whose forward takes the"
+            " images alone",
+        )
 
 
 def check_momentum(module: nn.Module, target: str) -> None:
@@ -103,6 +126,9 @@ def check_momentum(module: nn.Module, target: str) -> None:
         counts = isinstance(layer, nn.modules.batchnorm._NormBase) and layer.momentum is None
         if counts and layer.training and layer.track_running_stats:
             raise ConfigError(
-                _KEY, target, f"layer {name} has momentum=None, an average over all batches, whose number must be read "
-                "in each forward", "give it a momentum such as 0.1, or set model.norm=frozen_batch",
-            )  # fmt: skip
+                _KEY,
+                target,
+                f"layer {name} has momentum=None, an average over all batches, whose number must be"
+                " read in each forward",
+                "give it a momentum such as 0.1, or set model.norm=frozen_batch",
+            )

@@ -1,1 +1,4 @@
-"""Rows of layers that take an image strip by strip (no torch here): which rows each gives, reads and keeps."""
+"""Rows of layers that take an image strip by strip (no torch here).
+
+Which rows each gives, reads and keeps.
+"""

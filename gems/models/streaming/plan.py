@@ -1,9 +1,11 @@
-"""The rows of a network in strips: what each value gets in a strip, what readers take, and what is kept (the carry).
+"""The rows of a network in strips.
 
-A value is a feature map, in strips of rows. The rows that some reader will still need when a strip has been run are its
-carry, in one piece or several (rows of a long skip are kept as they came, without a copy). In a strip a value has one
-fresh piece: its new rows, and in front of them those of the carry that a windowed reader wants in one tensor with them;
-and rows of zeros where that reader pads the image. So a row is copied for the overlap of kernels only.
+What each value gets in a strip, what readers take, and what is kept (the carry).
+A value is a feature map, in strips of rows. The rows that some reader will still need when a strip
+has been run are its carry, in one piece or several (rows of a long skip are kept as they came,
+without a copy). In a strip a value has one fresh piece: its new rows, and in front of them those of
+the carry that a windowed reader wants in one tensor with them; and rows of zeros where that reader
+pads the image. So a row is copied for the overlap of kernels only.
 """
 
 from __future__ import annotations
@@ -21,10 +23,11 @@ FRESH = -1
 class RowValue:
     """A value with rows, and how it is made.
 
-    An input of the network has the `ends` of its strips. Any other value names the values that it `reads`: row for row
-    where it has no rule; otherwise one value by the rule, as sums over new rows (`is_summed`) or as a window in one
-    tensor, in which rows outside of the map are zeros (`has_zeros`) or are not there. What `is_late` is made in the
-    last strip; other values wait until `together` strips are there, which they take at once.
+    An input of the network has the `ends` of its strips. Any other value names the values that it
+    `reads`: row for row where it has no rule; otherwise one value by the rule, as sums over new
+    rows (`is_summed`) or as a window in one tensor, in which rows outside of the map are zeros
+    (`has_zeros`) or are not there. What `is_late` is made in the last strip; other values wait
+    until `together` strips are there, which they take at once.
     """
 
     height: int
@@ -56,11 +59,13 @@ class ValueStrip:
 
     Attributes:
         new: the rows that are made in this strip.
-        fresh: the rows of the tensor that they are written to, which may be outside of the map: zeros.
+        fresh: the rows of the tensor that they are written to, which may be outside of the map:
+            zeros.
         carried: the pieces that were kept in the strip before.
         copied: what of these is written in front of the new rows.
         kept: what is kept for the next strip.
-        window: the rows that are read of others to make the new ones; where they are zeros, some outside of the map.
+        window: the rows that are read of others to make the new ones; where they are zeros, some
+            outside of the map.
         taken: the pieces that hold these rows, of each value that is read.
     """
 
@@ -73,7 +78,10 @@ class ValueStrip:
     taken: tuple[tuple[Piece, ...], ...]
 
     def moved(self, rows: int) -> Hashable:
-        """Return the spans so many rows further down; those of what is read lie as they do to one another."""
+        """Return the spans so many rows further down.
+
+        Those of what is read lie as they do to one another.
+        """
 
         def span(each: Span) -> Span:
             return each[0] + rows, each[1] + rows
@@ -84,10 +92,18 @@ class ValueStrip:
         )
         first = self.window[0]
         taken = tuple(
-            tuple(Piece(piece.source, piece.begin - first, piece.end - first) for piece in each) for each in self.taken
+            tuple(Piece(piece.source, piece.begin - first, piece.end - first) for piece in each)
+            for each in self.taken
         )
         window = self.window[1] - first
-        return span(self.new), span(self.fresh), tuple(map(span, self.carried)), *pieces, window, taken
+        return (
+            span(self.new),
+            span(self.fresh),
+            tuple(map(span, self.carried)),
+            *pieces,
+            window,
+            taken,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +116,12 @@ class RowPlan:
     def shapes_of(self, strip: int) -> Hashable:
         """Return a key that is equal for strips of as many rows, which lie alike to each other and to the edges."""
         return tuple(
-            (each.moved(-each.new[0]), each.window[0] < 0, each.new[1] == ends[-1], each.fresh[0] < 0)
+            (
+                each.moved(-each.new[0]),
+                each.window[0] < 0,
+                each.new[1] == ends[-1],
+                each.fresh[0] < 0,
+            )
             for each, ends in zip(self.strips[strip], self.ends, strict=True)
         )
 
@@ -118,11 +139,17 @@ def plan_rows(values: Sequence[RowValue], num_strips: int) -> RowPlan:
     for strip in range(num_strips):
         news = [(each[strip - 1] if strip else 0, each[strip]) for each in ends]
         windows = [_window(value, values, news, number) for number, value in enumerate(values)]
-        fresh, kept = [], []
+        fresh = []
+        kept = []
         for number, value in enumerate(values):
             wanted = [windows[reader] for reader in readers[number] if values[reader].is_windowed]
-            fresh.append(_span([news[number], *(window for window in wanted if window[0] < window[1])]))
-            firsts = [_next_row(values[reader], value.height, ends[reader][strip]) for reader in readers[number]]
+            fresh.append(
+                _span([news[number], *(window for window in wanted if window[0] < window[1])])
+            )
+            firsts = [
+                _next_row(values[reader], value.height, ends[reader][strip])
+                for reader in readers[number]
+            ]
             rows = min([news[number][1], *firsts]), news[number][1]
             kept.append(_pieces(rows, carried[number], fresh[number], news[number]))
         strips.append(
@@ -135,9 +162,12 @@ def plan_rows(values: Sequence[RowValue], num_strips: int) -> RowPlan:
                     kept=kept[number],
                     window=windows[number],
                     taken=tuple(
-                        _pieces(windows[number], carried[read], fresh[read], news[read])
-                        if not value.is_windowed
-                        else (_window_piece(windows[number], fresh[read]),) * (news[number][0] < news[number][1])
+                        (
+                            _pieces(windows[number], carried[read], fresh[read], news[read])
+                            if not value.is_windowed
+                            else (_window_piece(windows[number], fresh[read]),)
+                            * (news[number][0] < news[number][1])
+                        )
                         for read in value.reads
                     ),
                 )
@@ -155,7 +185,10 @@ def _ends_of(
     ready = [min(each) for each in zip(*(ends[read] for read in value.reads), strict=True)]
     if value.rule is not None:
         height = values[value.reads[0]].height
-        ready = [value.height if rows == height else min(value.height, value.rule.ready(rows)) for rows in ready]
+        ready = [
+            value.height if rows == height else min(value.height, value.rule.ready(rows))
+            for rows in ready
+        ]
     if value.is_late:
         return (*[0] * (num_strips - 1), ready[-1])
     taken = (strip - (strip + 1) % value.together for strip in range(num_strips - 1))
@@ -186,7 +219,11 @@ def _next_row(reader: RowValue, height: int, rows: int) -> int:
     """Return the first row of a value of some height that a reader still needs when it has made some rows."""
     if rows == reader.height or reader.is_summed:
         return height
-    return rows if reader.rule is None else min(max(0, reader.rule.reads(rows, rows + 1)[0]), height - 1)
+    return (
+        rows
+        if reader.rule is None
+        else min(max(0, reader.rule.reads(rows, rows + 1)[0]), height - 1)
+    )
 
 
 def _span(spans: Sequence[Span]) -> Span:
@@ -197,7 +234,10 @@ def _pieces(rows: Span, carried: Sequence[Span], fresh: Span, new: Span) -> tupl
     """Return where rows are: in the fresh piece as far as it has them, otherwise in those carried."""
     border = max(0, min(fresh[0], new[0]))
     own = max(rows[0], border), rows[1]
-    return (*_overlap((rows[0], min(rows[1], border)), carried), *([Piece(FRESH, *own)] if own[0] < own[1] else []))
+    return (
+        *_overlap((rows[0], min(rows[1], border)), carried),
+        *([Piece(FRESH, *own)] if own[0] < own[1] else []),
+    )
 
 
 def _overlap(rows: Span, carried: Sequence[Span]) -> tuple[Piece, ...]:

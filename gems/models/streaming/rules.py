@@ -1,7 +1,7 @@
 """Which rows of its input a row of an operation's output reads.
 
-All spans of rows are half-open, counted from the top of the whole map. What a rule says may lie outside of the map, at
-the top by padding and at the bottom by padding or ceil mode.
+All spans of rows are half-open, counted from the top of the whole map. What a rule says may lie
+outside of the map, at the top by padding and at the bottom by padding or ceil mode.
 """
 
 from __future__ import annotations
@@ -20,12 +20,18 @@ class Rule(Protocol):
         """Return the input rows that output rows first to last read, at least one of each."""
 
     def ready(self, rows: int) -> int:
-        """Return how many output rows read nothing but the first `rows` input rows; there may be more than exist."""
+        """Return how many output rows read nothing but the first `rows` input rows.
+
+        There may be more than exist.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A convolution, a pooling, a crop, a step: row o reads rows o * stride - top + i * dilation for i < kernel."""
+    """A convolution, a pooling, a crop, a step.
+
+    Row o reads rows o * stride - top + i * dilation for i < kernel.
+    """
 
     kernel: int = 1
     stride: int = 1
@@ -55,7 +61,10 @@ class Transposed:
     dilation: int = 1
 
     def reads(self, first: int, last: int) -> Span:
-        """Return the input rows that output rows first to last read; one that reads none is said to read one."""
+        """Return the input rows that output rows first to last read.
+
+        One that reads none is said to read one.
+        """
         end = (last - 1 + self.top) // self.stride + 1
         begin = -((self.dilation * (self.kernel - 1) - first - self.top) // self.stride)
         return min(begin, end - 1), end
@@ -105,12 +114,16 @@ SAME = Window()
 
 
 def even_ends(height: int, strips: int, multiple: int = 1) -> tuple[int, ...]:
-    """Return the ends of strips that divide `height` rows, as equal as can be; ends are multiples of `multiple`.
+    """Return the ends of strips that divide `height` rows, as equal as can be.
 
-    The last ends at the height. Where that leaves a strip without rows, ends are multiples of a smaller number.
+    Ends are multiples of `multiple`.
+    The last ends at the height. Where that leaves a strip without rows, ends are multiples of a
+    smaller number.
     """
     while True:
         ends = tuple(height * strip // strips // multiple * multiple for strip in range(1, strips))
-        if multiple == 1 or all(before < after for before, after in zip((0, *ends), (*ends, height), strict=True)):
+        if multiple == 1 or all(
+            before < after for before, after in zip((0, *ends), (*ends, height), strict=True)
+        ):
             return (*ends, height)
         multiple //= 2

@@ -1,4 +1,7 @@
-"""The exact placement of one graph: intervals on devices and links, by CP-SAT (extra `solver`, OR-tools)."""
+"""The exact placement of one graph.
+
+Intervals on devices and links, by CP-SAT (extra `solver`, OR-tools).
+"""
 
 from __future__ import annotations
 
@@ -6,22 +9,33 @@ from importlib.util import find_spec
 from itertools import product
 from typing import Any
 
-from gems.partition.dlplacer.devices import Devices, Item, Message, Phase, TimedPlacement, phases, simulate
+from gems.partition.dlplacer.devices import (
+    Devices,
+    Item,
+    Message,
+    Phase,
+    TimedPlacement,
+    phases,
+    simulate,
+)
 from gems.profile.operator_graph import OpGraph
 
 IS_INSTALLED = find_spec("ortools") is not None
-# Of the best known step: times are whole numbers of them, rounded down, so that a bound is one of the real times.
+# Of the best known step: times are whole numbers of them, rounded down, so that a bound is one of
+# the real times.
 GRAINS = 10**6
 
 
 def solve(
     graph: OpGraph, devices: Devices, hint: TimedPlacement, limit_s: float, seed: int = 0
 ) -> tuple[TimedPlacement | None, float]:
-    """Look for the placement of the shortest step, from a known one; return it, if any, and a bound in seconds.
+    """Look for the placement of the shortest step, from a known one.
 
-    Each operator lies on one device; its forward and its backward are intervals there, no two at once. What crosses
-    takes the link's time; under contention a message is an interval of the ports that it passes. Devices are equal, so
-    the first operator lies on the first, and a device is used only when the one before is.
+    Return it, if any, and a bound in seconds.
+    Each operator lies on one device; its forward and its backward are intervals there, no two at
+    once. What crosses takes the link's time; under contention a message is an interval of the ports
+    that it passes. Devices are equal, so the first operator lies on the first, and a device is used
+    only when the one before is.
     """
     from ortools.sat.python import cp_model
 
@@ -40,14 +54,20 @@ def solve(
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return None, bound_s
     places = tuple([solver.boolean_value(here) for here in row].index(True) for row in model.on)
-    return simulate(graph, devices, places, [part.sequence(places, solver) for part in parts]), bound_s
+    return (
+        simulate(graph, devices, places, [part.sequence(places, solver) for part in parts]),
+        bound_s,
+    )
 
 
 class _Model:
     """Where each operator lies, and which edges cross; times are in units of `unit_s`."""
 
     def __init__(self, cp: Any, graph: OpGraph, devices: Devices, unit_s: float) -> None:
-        self.cp, self.graph, self.devices, self.unit_s = cp, graph, devices, unit_s
+        self.cp = cp
+        self.graph = graph
+        self.devices = devices
+        self.unit_s = unit_s
         self.on = [[cp.new_bool_var("") for _ in range(devices.num)] for _ in graph.ops]
         for row in self.on:
             cp.add_exactly_one(row)
@@ -62,7 +82,9 @@ class _Model:
 
     def break_symmetry(self, hint: TimedPlacement) -> None:
         """Use devices in the order of the graph, and start from a known placement with its devices renamed so."""
-        order, on, names = self.graph.order, self.on, dict[int, int]()
+        order = self.graph.order
+        on = self.on
+        names = dict[int, int]()
         self.cp.add(on[order[0]][0] == 1)
         for at, v in enumerate(order):
             names.setdefault(hint.places[v], len(names))
@@ -77,20 +99,27 @@ class _Timing:
     """The starts of one phase's operators and, under contention, of its messages."""
 
     def __init__(self, model: _Model, phase: Phase) -> None:
-        cp, devices = model.cp, model.devices
-        self._model, self._phase = model, phase
+        cp = model.cp
+        devices = model.devices
+        self._model = model
+        self._phase = phase
         self._ticks = [int(time_s / model.unit_s) for time_s in phase.times_s]
         self._starts = [cp.new_int_var(0, GRAINS, "") for _ in self._ticks]
         self.span = cp.new_int_var(0, GRAINS, "")
         for column in zip(*model.on, strict=True):
             timed = zip(self._starts, self._ticks, column, strict=True)
-            cp.add_no_overlap([self._interval(start, length, here) for start, length, here in timed])
+            cp.add_no_overlap(
+                [self._interval(start, length, here) for start, length, here in timed]
+            )
         for start, length in zip(self._starts, self._ticks, strict=True):
             cp.add(self.span >= start + length)
         cp.add(devices.num * self.span >= sum(self._ticks))
         for (u, v), crosses in model.crosses.items():
             first, then = (u, v) if phase.is_forward else (v, u)
-            cp.add(self._starts[then] >= self._starts[first] + self._ticks[first] + self._lengths(u)[1] * crosses)
+            cp.add(
+                self._starts[then]
+                >= self._starts[first] + self._ticks[first] + self._lengths(u)[1] * crosses
+            )
         self._messages: dict[Message, Any] = {}
         self._passing: dict[tuple[int, str], list[Any]] = {}
         if devices.has_contention:
@@ -107,19 +136,30 @@ class _Timing:
         items = self._phase.with_messages(places, sorted(self._phase.order, key=lambda v: begin[v]))
         if not self._messages:
             return items
-        return sorted(items, key=lambda one: begin[one] if isinstance(one, int) else solver.value(self._messages[one]))
+        return sorted(
+            items,
+            key=lambda one: (
+                begin[one] if isinstance(one, int) else solver.value(self._messages[one])
+            ),
+        )
 
     def _interval(self, start: Any, length: int, where: Any) -> Any:
         return self._model.cp.new_optional_interval_var(start, length, start + length, where, "")
 
     def _lengths(self, maker: int) -> tuple[int, int]:
         """Return how long a message fills a port, and when it arrives."""
-        devices, size = self._model.devices, self._model.graph.ops[maker].output_bytes
-        return int(size * devices.s_per_byte / self._model.unit_s), int(devices.delay_s(size) / self._model.unit_s)
+        devices = self._model.devices
+        size = self._model.graph.ops[maker].output_bytes
+        return int(size * devices.s_per_byte / self._model.unit_s), int(
+            devices.delay_s(size) / self._model.unit_s
+        )
 
-    def _pass_port(self, port: tuple[int, str], start: Any, length: int, goes: Any, at: Any = None) -> None:
+    def _pass_port(
+        self, port: tuple[int, str], start: Any, length: int, goes: Any, at: Any = None
+    ) -> None:
         """Let a message that goes pass a port, of the operator that is `at` it, if that depends on where it lies."""
-        cp, passes = self._model.cp, goes
+        cp = self._model.cp
+        passes = goes
         if at is not None:
             passes = cp.new_bool_var("")
             cp.add_bool_or([~goes, ~at, passes])
@@ -129,7 +169,9 @@ class _Timing:
 
     def _add_outputs(self) -> None:
         """Make each output to another device an interval of the two ports that it passes."""
-        cp, on, starts = self._model.cp, self._model.on, self._starts
+        cp = self._model.cp
+        on = self._model.on
+        starts = self._starts
         for u, place in product(range(len(on)), range(self._model.devices.num)):
             readers = self._phase.after[u]
             if not readers:
@@ -150,7 +192,9 @@ class _Timing:
 
     def _add_gradients(self) -> None:
         """Make each gradient that comes from another device such an interval."""
-        cp, on, starts = self._model.cp, self._model.on, self._starts
+        cp = self._model.cp
+        on = self._model.on
+        starts = self._starts
         for (u, v), goes in self._model.crosses.items():
             length, delay = self._lengths(u)
             start = cp.new_int_var(0, GRAINS, "")

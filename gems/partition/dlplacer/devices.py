@@ -1,4 +1,7 @@
-"""What a model is placed on, and what a placement comes to: equal devices, links, and the times of a step."""
+"""What a model is placed on, and what a placement comes to.
+
+Equal devices, links, and the times of a step.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,9 @@ from gems.profile.operator_graph import OpGraph
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """Equal devices, with a link of `latency_s` + bytes x `s_per_byte` between any two; None bytes: no limit.
+    """Equal devices, with a link of `latency_s` + bytes x `s_per_byte` between any two.
 
+    None bytes: no limit.
     With `has_contention` a device sends its messages one at a time, and receives so too.
 
     Raises:
@@ -49,8 +53,8 @@ class Devices:
 class TimedPlacement:
     """A placement in time: the device of each operator, and when its forward and its backward start.
 
-    Backward starts at `forward_span_s`, when all of forward has ended, as the loss wants it; `span_s` is the whole
-    step.
+    Backward starts at `forward_span_s`, when all of forward has ended, as the loss wants it;
+    `span_s` is the whole step.
     """
 
     places: tuple[int, ...]
@@ -60,15 +64,18 @@ class TimedPlacement:
     span_s: float
 
 
-# From an operator, the output of which one (or its gradient), to which device. A device gets an output once, and
-# returns a gradient for each reader.
+# From an operator, the output of which one (or its gradient), to which device. A device gets an
+# output once, and returns a gradient for each reader.
 Message = tuple[int, int, int]
 Item = int | Message
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Forward or backward of a graph: what each operator waits for, what waits for it, an order, and its seconds."""
+    """Forward or backward of a graph.
+
+    What each operator waits for, what waits for it, an order, and its seconds.
+    """
 
     is_forward: bool
     before: tuple[tuple[int, ...], ...]
@@ -91,8 +98,10 @@ class Phase:
 
 def phases(graph: OpGraph) -> tuple[Phase, Phase]:
     """Return forward and backward of a graph."""
-    before, after = graph.predecessors, graph.successors
-    forward_s, backward_s = (tuple(op.forward_s for op in graph.ops), tuple(op.backward_s for op in graph.ops))
+    before = graph.predecessors
+    after = graph.successors
+    forward_s = tuple(op.forward_s for op in graph.ops)
+    backward_s = tuple(op.backward_s for op in graph.ops)
     return Phase(True, before, after, graph.order, forward_s), Phase(
         False, after, before, graph.order[::-1], backward_s
     )
@@ -103,13 +112,15 @@ def simulate(
 ) -> TimedPlacement:
     """Start each operator and message as early as the order allows.
 
-    `sequences` has all operators and messages of forward and of backward, none before what it waits for; a device runs
-    its own in this order.
+    `sequences` has all operators and messages of forward and of backward, none before what it waits
+    for; a device runs its own in this order.
     """
     forward, backward = phases(graph)
     starts, span_s = _starts(graph, devices, places, forward, sequences[0])
     later, last_s = _starts(graph, devices, places, backward, sequences[1])
-    return TimedPlacement(tuple(places), tuple(starts), tuple(at + span_s for at in later), span_s, span_s + last_s)
+    return TimedPlacement(
+        tuple(places), tuple(starts), tuple(at + span_s for at in later), span_s, span_s + last_s
+    )
 
 
 def _starts(
@@ -121,12 +132,17 @@ def _starts(
     for item in sequence:
         if isinstance(item, int):
             here = places[item]
-            needed = (u if places[u] == here else (u, phase.maker(u, item), here) for u in phase.before[item])
+            needed = (
+                u if places[u] == here else (u, phase.maker(u, item), here)
+                for u in phase.before[item]
+            )
             starts[item] = max(free[here], *(done[each] for each in needed), 0.0)
             free[here] = done[item] = starts[item] + phase.times_s[item]
             continue
         source, maker, receiver = item
-        sender, size, ready = places[source], graph.ops[maker].output_bytes, done[source]
+        sender = places[source]
+        size = graph.ops[maker].output_bytes
+        ready = done[source]
         if devices.has_contention:
             ready = max(ready, sends[sender], receives[receiver])
             sends[sender] = receives[receiver] = ready + size * devices.s_per_byte

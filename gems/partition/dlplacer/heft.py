@@ -20,14 +20,17 @@ _span = attrgetter("span_s")
 def heft(graph: OpGraph, devices: Devices) -> TimedPlacement | None:
     """Place forward by earliest end, then move operators one by one as long as the step gets shorter.
 
-    The result is never above all operators on one device, where that fits. None if not even a packing by size keeps
-    the devices' limit.
+    The result is never above all operators on one device, where that fits. None if not even a
+    packing by size keeps the devices' limit.
     """
     starts = [_earliest(graph, devices), (0,) * graph.num_ops, _packed(graph, devices)]
-    fitting = [timed_by_rank(graph, devices, places) for places in starts if devices.fit(graph, places)]
+    fitting = [
+        timed_by_rank(graph, devices, places) for places in starts if devices.fit(graph, places)
+    ]
     if not fitting:
         return None
-    best, tries = min(fitting, key=_span), 0
+    best = min(fitting, key=_span)
+    tries = 0
     for _ in range(MAX_ROUNDS):
         before = best.span_s
         for v, place in product(range(graph.num_ops), range(devices.num)):
@@ -44,18 +47,25 @@ def heft(graph: OpGraph, devices: Devices) -> TimedPlacement | None:
 
 def timed_by_rank(graph: OpGraph, devices: Devices, places: Sequence[int]) -> TimedPlacement:
     """Time a placement: of the operators that are ready the one goes first with the longest way left."""
-    orders = (phase.with_messages(places, _by_rank(graph, devices, places, phase)) for phase in phases(graph))
+    orders = (
+        phase.with_messages(places, _by_rank(graph, devices, places, phase))
+        for phase in phases(graph)
+    )
     return simulate(graph, devices, places, list(orders))
 
 
-def _ranks(graph: OpGraph, devices: Devices, places: Sequence[int] | None, phase: Phase) -> list[float]:
+def _ranks(
+    graph: OpGraph, devices: Devices, places: Sequence[int] | None, phase: Phase
+) -> list[float]:
     """Return the longest path from each operator to the end, with transfers that cross, or half of each if unplaced."""
     ranks = [0.0] * graph.num_ops
     for v in reversed(phase.order):
         left = 0.0
         for w in phase.after[v]:
             share = 0.5 if places is None else float(places[v] != places[w])
-            left = max(left, ranks[w] + share * devices.delay_s(graph.ops[phase.maker(v, w)].output_bytes))
+            left = max(
+                left, ranks[w] + share * devices.delay_s(graph.ops[phase.maker(v, w)].output_bytes)
+            )
         ranks[v] = left + phase.times_s[v]
     return ranks
 
@@ -71,7 +81,9 @@ def _by_rank(graph: OpGraph, devices: Devices, places: Sequence[int], phase: Pha
         begin = {}
         for v in ready:
             arrived = (
-                end[u] + (places[u] != places[v]) * devices.delay_s(graph.ops[phase.maker(u, v)].output_bytes)
+                end[u]
+                + (places[u] != places[v])
+                * devices.delay_s(graph.ops[phase.maker(u, v)].output_bytes)
                 for u in phase.before[v]
             )
             begin[v] = max(free[places[v]], *arrived, 0.0)
@@ -91,15 +103,20 @@ def _earliest(graph: OpGraph, devices: Devices) -> tuple[int, ...]:
     ranks = _ranks(graph, devices, None, phases(graph)[0])
     places = [0] * graph.num_ops
     end = [0.0] * graph.num_ops
-    free, held = [0.0] * devices.num, [0] * devices.num
+    free = [0.0] * devices.num
+    held = [0] * devices.num
     for v in sorted(graph.order, key=lambda v: -ranks[v]):
-        op, ends = graph.ops[v], []
+        op = graph.ops[v]
+        ends = []
         for place in range(devices.num):
             begin = free[place]
             for u in graph.predecessors[v]:
                 delay = 0.0 if places[u] == place else devices.delay_s(graph.ops[u].output_bytes)
                 begin = max(begin, end[u] + delay)
-            is_full = devices.limit_bytes is not None and held[place] + op.held_bytes > devices.limit_bytes
+            is_full = (
+                devices.limit_bytes is not None
+                and held[place] + op.held_bytes > devices.limit_bytes
+            )
             ends.append((is_full, begin + op.forward_s, place))
         _, end[v], places[v] = min(ends)
         free[places[v]] = end[v]
@@ -109,7 +126,8 @@ def _earliest(graph: OpGraph, devices: Devices) -> tuple[int, ...]:
 
 def _packed(graph: OpGraph, devices: Devices) -> tuple[int, ...]:
     """Place the largest operators first, each on the device that holds least."""
-    places, held = [0] * graph.num_ops, [0] * devices.num
+    places = [0] * graph.num_ops
+    held = [0] * devices.num
     for v in sorted(range(graph.num_ops), key=lambda v: -graph.ops[v].held_bytes):
         places[v] = held.index(min(held))
         held[places[v]] += graph.ops[v].held_bytes

@@ -18,17 +18,21 @@ IS_INSTALLED = find_spec("scipy") is not None
 def solve(
     graph: OpGraph, devices: Devices, hint: TimedPlacement, limit_s: float
 ) -> tuple[TimedPlacement | None, float]:
-    """Look for a placement of a shorter step than that of a known one; return it, if any, and a bound in seconds.
+    """Look for a placement of a shorter step than that of a known one.
 
-    Variables: the device of each operator, the start of its forward and its backward, for each edge whether it crosses,
-    and for each pair that may overlap which is first, which counts where both lie on one device (disjunctions by the
-    length of the known step). Messages pass each other freely.
+    Return it, if any, and a bound in seconds.
+    Variables: the device of each operator, the start of its forward and its backward, for each edge
+    whether it crosses, and for each pair that may overlap which is first, which counts where both
+    lie on one device (disjunctions by the length of the known step). Messages pass each other
+    freely.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_matrix
 
     table = _Table(graph, devices, hint.span_s)
-    entries = [(value, row, column) for row, (terms, _) in enumerate(table.rows) for column, value in terms]
+    entries = [
+        (value, row, column) for row, (terms, _) in enumerate(table.rows) for column, value in terms
+    ]
     values, rows, columns = zip(*entries, strict=True)
     coefficients = csr_matrix((values, (rows, columns)), shape=(len(table.rows), len(table.most)))
     upper = np.array([most for _, most in table.rows])
@@ -41,7 +45,10 @@ def solve(
             constraints=LinearConstraint(coefficients, -np.inf, upper),
             integrality=np.array(table.is_whole),
             bounds=Bounds(0.0, np.array(table.most)),
-            options={"time_limit": max(0.1, limit_s - (time.perf_counter() - begin)), "mip_rel_gap": 1e-7},
+            options={
+                "time_limit": max(0.1, limit_s - (time.perf_counter() - begin)),
+                "mip_rel_gap": 1e-7,
+            },
         )
     dual = getattr(answer, "mip_dual_bound", None)
     bound_s = hint.span_s * max(0.0, float(dual)) if dual is not None and np.isfinite(dual) else 0.0
@@ -49,15 +56,21 @@ def solve(
         return None, bound_s
     places = tuple(int(place) for place in np.asarray(answer.x)[np.array(table.on)].argmax(axis=1))
     sequences = [
-        phase.with_messages(places, _topological(phase, [round(float(answer.x[column]), 7) for column in starts]))
+        phase.with_messages(
+            places, _topological(phase, [round(float(answer.x[column]), 7) for column in starts])
+        )
         for phase, starts in zip(phases(graph), table.starts, strict=True)
     ]
     return simulate(graph, devices, places, sequences), bound_s
 
 
 def _topological(phase: Phase, starts: Sequence[float]) -> list[int]:
-    """Order operators by their starts as far as the graph allows: these are only as exact as a solver's tolerance."""
-    left, order = sorted(phase.order, key=lambda v: starts[v]), list[int]()
+    """Order operators by their starts as far as the graph allows.
+
+    These are only as exact as a solver's tolerance.
+    """
+    left = sorted(phase.order, key=lambda v: starts[v])
+    order = list[int]()
     while left:
         done = set(order)
         order.append(next(v for v in left if done.issuperset(phase.before[v])))
@@ -72,7 +85,9 @@ class _Table:
         self.rows: list[tuple[list[tuple[int, float]], float]] = []
         self.is_whole: list[int] = []
         self.most: list[float] = []
-        self._graph, self._devices, self._span_s = graph, devices, span_s
+        self._graph = graph
+        self._devices = devices
+        self._span_s = span_s
         self.on = [[self._variable(1) for _ in range(devices.num)] for _ in graph.ops]
         self._crosses = {edge: self._variable(0) for edge in graph.edges}
         self.spans = [self._variable(0), self._variable(0)]
@@ -84,7 +99,10 @@ class _Table:
         if devices.limit_bytes is not None:
             limit = max(1, devices.limit_bytes)
             for place in range(devices.num):
-                held = [(row[place], op.held_bytes / limit) for row, op in zip(self.on, graph.ops, strict=True)]
+                held = [
+                    (row[place], op.held_bytes / limit)
+                    for row, op in zip(self.on, graph.ops, strict=True)
+                ]
                 self._add(held, devices.limit_bytes / limit)
         for column in self.on[graph.order[0]][1:]:  # devices are equal
             self.most[column] = 0.0
@@ -112,8 +130,8 @@ class _Table:
                 if u in reach[v] or v in reach[u] or not (time[u] and time[v]):
                     continue
                 u_first = self._variable(1)
-                # start[first] + time <= start[then] where both lie on one device and the variable makes it so; 1 is the
-                # length of the known step, and no start follows it
+                # start[first] + time <= start[then] where both lie on one device and the variable
+                # makes it so; 1 is the length of the known step, and no start follows it
                 for first, then, sign, slack in ((u, v, 1.0, 1.0), (v, u, -1.0, 0.0)):
                     big = 1.0 + time[first]
                     for one, other in zip(self.on[first], self.on[then], strict=True):

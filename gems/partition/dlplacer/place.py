@@ -1,4 +1,7 @@
-"""Placement of operators on devices: each subgraph alone, or the whole graph if a limit on bytes couples them."""
+"""Placement of operators on devices.
+
+Each subgraph alone, or the whole graph if a limit on bytes couples them.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ from gems.profile.operator_graph import OpGraph
 METHODS = ("auto", "cp_sat", "milp", "heft")
 TOLERANCE = 2e-5  # times are rounded to 1e-6 of a step, on as many operators as a way has
 HELP = "use more devices, a smaller micro-batch, or partitions of a pipeline"
-# From a graph, devices, a known placement and seconds to a placement, if any, and a time that none is below.
+# From a graph, devices, a known placement and seconds to a placement, if any, and a time that none
+# is below.
 Solver = Callable[[OpGraph, Devices, TimedPlacement, float], tuple[TimedPlacement | None, float]]
 
 
@@ -48,13 +52,16 @@ class Placement:
         return self.graph.time_s / self.timed.span_s if self.timed.span_s else 1.0
 
 
-def place(graph: OpGraph, devices: Devices, budget_s: float = 50.0, method: str = "auto", seed: int = 0) -> Placement:
+def place(
+    graph: OpGraph, devices: Devices, budget_s: float = 50.0, method: str = "auto", seed: int = 0
+) -> Placement:
     """Place operators on equal devices for the shortest step, forward and backward of one micro-batch.
 
-    Pieces between cut vertices are solved alone, equal ones once, and a limit on bytes is left out of it. Where the
-    joined answer keeps the limit nothing was lost; otherwise the whole graph is solved at once, with the subgraphs'
-    bound. `method` is cp_sat (OR-tools), milp (HiGHS), heft (no solver), or auto, the first that is there; `budget_s`
-    is the time for solvers, and all answers hold when it is over.
+    Pieces between cut vertices are solved alone, equal ones once, and a limit on bytes is left out
+    of it. Where the joined answer keeps the limit nothing was lost; otherwise the whole graph is
+    solved at once, with the subgraphs' bound. `method` is cp_sat (OR-tools), milp (HiGHS), heft (no
+    solver), or auto, the first that is there; `budget_s` is the time for solvers, and all answers
+    hold when it is over.
 
     Raises:
         ConfigError: an unknown method, one that is not installed, or one that knows no contention.
@@ -62,7 +69,8 @@ def place(graph: OpGraph, devices: Devices, budget_s: float = 50.0, method: str 
     """
     begin = time.perf_counter()
     name, solver = _choose_solver(method, devices, seed)
-    share, limit = -(-graph.held_bytes // devices.num), devices.limit_bytes
+    share = -(-graph.held_bytes // devices.num)
+    limit = devices.limit_bytes
     if limit is not None:
         largest = max(graph.ops, key=lambda op: op.held_bytes)
         if largest.held_bytes > limit:
@@ -78,7 +86,9 @@ def place(graph: OpGraph, devices: Devices, budget_s: float = 50.0, method: str 
     known: dict[OpGraph, tuple[TimedPlacement, float]] = {}
     for index, shape in enumerate(different):
         left_s = budget_s - (time.perf_counter() - begin)
-        best, bound_s = _solve(shape, replace(devices, limit_bytes=None), solver, left_s / (len(different) - index))
+        best, bound_s = _solve(
+            shape, replace(devices, limit_bytes=None), solver, left_s / (len(different) - index)
+        )
         assert best is not None, "without a limit there is a placement"
         known[shape] = best, bound_s
     bound_s = sum(known[shape][1] for shape in shapes)
@@ -88,9 +98,12 @@ def place(graph: OpGraph, devices: Devices, budget_s: float = 50.0, method: str 
         if best is None:
             where = f"every placement found on {devices.num} devices of equal share {share}"
             raise DoesNotFitError(where, share, limit, HELP)
-        timed, bound_s = best, max(bound_s, whole_s)
+        timed = best
+        bound_s = max(bound_s, whole_s)
     solve_s = time.perf_counter() - begin
-    return Placement(graph, devices, timed, min(bound_s, timed.span_s), name, len(subgraphs), solve_s)
+    return Placement(
+        graph, devices, timed, min(bound_s, timed.span_s), name, len(subgraphs), solve_s
+    )
 
 
 def _choose_solver(method: str, devices: Devices, seed: int) -> tuple[str, Solver | None]:
@@ -98,11 +111,18 @@ def _choose_solver(method: str, devices: Devices, seed: int) -> tuple[str, Solve
         raise ConfigError("--method", method, f"allowed: {', '.join(METHODS)}")
     if method == "cp_sat" or (method == "auto" and cp_sat.IS_INSTALLED):
         if not cp_sat.IS_INSTALLED:
-            raise ConfigError("--method", method, "needs OR-tools", "install the extra: pip install .[solver]")
-        return "cp_sat", lambda graph, on, hint, limit_s: cp_sat.solve(graph, on, hint, limit_s, seed)
+            raise ConfigError(
+                "--method", method, "needs OR-tools", "install the extra: pip install .[solver]"
+            )
+        return "cp_sat", lambda graph, on, hint, limit_s: cp_sat.solve(
+            graph, on, hint, limit_s, seed
+        )
     if method == "milp" and devices.has_contention:
         raise ConfigError(
-            "--method", method, "lets messages pass each other", "use cp_sat or heft with machine.contention"
+            "--method",
+            method,
+            "lets messages pass each other",
+            "use cp_sat or heft with machine.contention",
         )
     if method == "milp" or (method == "auto" and milp.IS_INSTALLED and not devices.has_contention):
         return "milp", milp.solve
@@ -113,8 +133,13 @@ def _solve(
     graph: OpGraph, devices: Devices, solver: Solver | None, limit_s: float
 ) -> tuple[TimedPlacement | None, float]:
     """Return the best placement that keeps the devices' limit, None if none was found, and a bound in seconds."""
-    timed, bound_s = heft(graph, devices), span_bound_s(graph, devices.num)
-    if solver is None or limit_s <= 0 or (timed is not None and timed.span_s <= bound_s * (1 + TOLERANCE)):
+    timed = heft(graph, devices)
+    bound_s = span_bound_s(graph, devices.num)
+    if (
+        solver is None
+        or limit_s <= 0
+        or (timed is not None and timed.span_s <= bound_s * (1 + TOLERANCE))
+    ):
         return timed, bound_s
     hint = timed
     if hint is None:  # one without a limit, and a time above any that keeps it

@@ -1,10 +1,11 @@
 """Subgraphs: a graph split at its cut vertices, and the joined answer.
 
-An operator is a cut vertex when each other one is before or after it and no edge leads past it. After it nothing starts
-before it has ended, and nothing before it is left to do; so forward of the whole is forward of the subgraphs one after
-the other, backward likewise, and only the cut vertex ties them: it, and its backward with it, lies on one device.
-Devices are equal, so a subgraph's may be renamed until its cut vertex lies where the subgraph before has put it. Hence
-the best placement of the whole is made of best placements of the subgraphs, as long as no limit on bytes couples them.
+An operator is a cut vertex when each other one is before or after it and no edge leads past it.
+After it nothing starts before it has ended, and nothing before it is left to do; so forward of the
+whole is forward of the subgraphs one after the other, backward likewise, and only the cut vertex
+ties them: it, and its backward with it, lies on one device. Devices are equal, so a subgraph's may
+be renamed until its cut vertex lies where the subgraph before has put it. Hence the best placement
+of the whole is made of best placements of the subgraphs, as long as no limit on bytes couples them.
 A chain falls into single operators.
 """
 
@@ -22,8 +23,8 @@ from gems.profile.operator_graph import OpGraph
 class Subgraph:
     """Part of a graph, with the number of each of its operators in the whole.
 
-    Where `has_entry`, the first is the cut vertex that the subgraph before ends with; here it takes no time and holds
-    nothing.
+    Where `has_entry`, the first is the cut vertex that the subgraph before ends with; here it takes
+    no time and holds nothing.
     """
 
     graph: OpGraph
@@ -41,7 +42,10 @@ def cut_vertices(graph: OpGraph) -> tuple[int, ...]:
     position = {v: at for at, v in enumerate(graph.order)}
     last_source = max(position[v] for v in graph.order if not graph.predecessors[v])
     first_end = min(position[v] for v in graph.order if not graph.successors[v])
-    cuts, open_until = [], last_source  # the furthest source, or reader of what has been made before
+    cuts, open_until = (
+        [],
+        last_source,
+    )  # the furthest source, or reader of what has been made before
     for at, v in enumerate(graph.order):
         if open_until <= at <= first_end:
             cuts.append(v)
@@ -52,7 +56,9 @@ def cut_vertices(graph: OpGraph) -> tuple[int, ...]:
 def split_at_cut_vertices(graph: OpGraph) -> tuple[Subgraph, ...]:
     """Split a graph at all its cut vertices, each of which ends a subgraph."""
     position = {v: at for at, v in enumerate(graph.order)}
-    subgraphs, entry, begin = [], list[int](), 0
+    subgraphs = []
+    entry = list[int]()
+    begin = 0
     for end in sorted({*(position[cut] + 1 for cut in cut_vertices(graph)), graph.num_ops}):
         numbers = (*entry, *graph.order[begin:end])
         ops = [graph.ops[number] for number in numbers]
@@ -60,26 +66,43 @@ def split_at_cut_vertices(graph: OpGraph) -> tuple[Subgraph, ...]:
             ops[0] = replace(ops[0], forward_s=0.0, backward_s=0.0, held_bytes=0)
         local = {number: at for at, number in enumerate(numbers)}
         inside = numbers[len(entry) :]
-        edges = tuple((local[source], local[target]) for target in inside for source in graph.predecessors[target])
+        edges = tuple(
+            (local[source], local[target])
+            for target in inside
+            for source in graph.predecessors[target]
+        )
         subgraphs.append(Subgraph(OpGraph(tuple(ops), edges), numbers, bool(entry)))
-        entry, begin = [numbers[-1]], end
+        entry = [numbers[-1]]
+        begin = end
     return tuple(subgraphs)
 
 
 def joined(
-    graph: OpGraph, subgraphs: Sequence[Subgraph], solved: Sequence[TimedPlacement], num_devices: int
+    graph: OpGraph,
+    subgraphs: Sequence[Subgraph],
+    solved: Sequence[TimedPlacement],
+    num_devices: int,
 ) -> TimedPlacement:
-    """Put the subgraphs' answers together: devices renamed, forward from first to last, backward from last to first."""
-    places, forward, backward = [0] * graph.num_ops, [0.0] * graph.num_ops, [0.0] * graph.num_ops
+    """Put the subgraphs' answers together.
+
+    Devices renamed, forward from first to last, backward from last to first.
+    """
+    places = [0] * graph.num_ops
+    forward = [0.0] * graph.num_ops
+    backward = [0.0] * graph.num_ops
     pairs = list(zip(subgraphs, solved, strict=True))
     at = 0.0
     for subgraph, timed in pairs:
         names = list(range(num_devices))
         if subgraph.has_entry:
-            here, there = timed.places[0], places[subgraph.numbers[0]]
+            here = timed.places[0]
+            there = places[subgraph.numbers[0]]
             names[here], names[there] = there, here
         for index, number in subgraph.inner:
-            places[number], forward[number] = names[timed.places[index]], at + timed.forward_start_s[index]
+            places[number], forward[number] = (
+                names[timed.places[index]],
+                at + timed.forward_start_s[index],
+            )
         at += timed.forward_span_s
     span = at
     for subgraph, timed in reversed(pairs):
@@ -95,10 +118,12 @@ def closed_form_s(graph: OpGraph, num_devices: int) -> float:
 
 
 def span_bound_s(graph: OpGraph, num_devices: int) -> float:
-    """Return the sum of the subgraphs' bounds, forward and backward apart, in seconds; never below the closed form.
+    """Return the sum of the subgraphs' bounds, forward and backward apart, in seconds.
 
-    A subgraph takes at least its longest way, and, of each set of operators with so much before and so much after them,
-    both and their work over the devices between (Carlier and Pinson 1989, section 3, for one machine).
+    Never below the closed form.
+    A subgraph takes at least its longest way, and, of each set of operators with so much before and
+    so much after them, both and their work over the devices between (Carlier and Pinson 1989,
+    section 3, for one machine).
     """
     return math.fsum(
         _phase_bound_s(phase, num_devices)
@@ -108,21 +133,29 @@ def span_bound_s(graph: OpGraph, num_devices: int) -> float:
 
 
 def _phase_bound_s(phase: Phase, num_devices: int) -> float:
-    times, everything = phase.times_s, range(len(phase.order))
-    heads, tails = _longest(times, phase.order, phase.before), _longest(times, phase.order[::-1], phase.after)
+    times = phase.times_s
+    everything = range(len(phase.order))
+    heads = _longest(times, phase.order, phase.before)
+    tails = _longest(times, phase.order[::-1], phase.after)
     longest = max(heads[v] + times[v] + tails[v] for v in everything)
     windows = (
-        [v for v in everything if heads[v] >= head and tails[v] >= tail] for head in set(heads) for tail in set(tails)
+        [v for v in everything if heads[v] >= head and tails[v] >= tail]
+        for head in set(heads)
+        for tail in set(tails)
     )
     packed = max(
-        min(heads[v] for v in some) + math.fsum(times[v] for v in some) / num_devices + min(tails[v] for v in some)
+        min(heads[v] for v in some)
+        + math.fsum(times[v] for v in some) / num_devices
+        + min(tails[v] for v in some)
         for some in windows
         if some
     )
     return max(longest, packed)
 
 
-def _longest(times: Sequence[float], order: Sequence[int], others: Sequence[Sequence[int]]) -> list[float]:
+def _longest(
+    times: Sequence[float], order: Sequence[int], others: Sequence[Sequence[int]]
+) -> list[float]:
     """Return the longest way up to each operator (or after it, of a reversed order), without the operator itself."""
     longest = [0.0] * len(times)
     for v in order:

@@ -1,4 +1,7 @@
-"""A chain: every rank holds one stage. The partition of the least highest cost, exact for any tables."""
+"""A chain: every rank holds one stage.
+
+The partition of the least highest cost, exact for any tables.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +27,18 @@ class Chain:
         self.num_stages = problem.num_stages
         self.crossing = problem.crossing
         self.widest = widest(problem)
-        self._tables: list[list[tuple[Table, float | None]]] = [[] for _ in range(problem.num_stages)]
+        self._tables: list[list[tuple[Table, float | None]]] = [
+            [] for _ in range(problem.num_stages)
+        ]
         for term in terms_of(problem):
             ((stage, table),) = term.tables
             self._tables[stage].append((table, term.limit))
 
     def block(self, stage: int, windows: Windows) -> Table:
-        """Return the cost of a stage that begins and ends within its windows; infinite if it may not."""
+        """Return the cost of a stage that begins and ends within its windows.
+
+        Infinite if it may not.
+        """
         part, cost = run_block(windows, stage, -np.inf)
         for table, limit in self._tables[stage]:
             if limit is None:
@@ -41,32 +49,48 @@ class Chain:
 
     def is_monotone(self) -> bool:
         """Return whether every table is monotone."""
-        return all(map(is_monotone, {id(table): table for row in self._tables for table, _ in row}.values()))
+        return all(
+            map(
+                is_monotone, {id(table): table for row in self._tables for table, _ in row}.values()
+            )
+        )
 
     def furthest(self, stage: int, first: int, most: float) -> int:
-        """Return how far a stage from `first` on may go for `most`, of monotone tables; `first` if nowhere."""
+        """Return how far a stage from `first` on may go for `most`, of monotone tables.
+
+        `first` if nowhere.
+        """
         end = self.num_layers
         for table, limit in self._tables[stage]:
             cap = most if limit is None else limit
-            end = min(end, first + int(np.searchsorted(table[first, first + 1 :], cap, side="right")))
+            end = min(
+                end, first + int(np.searchsorted(table[first, first + 1 :], cap, side="right"))
+            )
         return end
 
     def nearest(self, stage: int, end: int, most: float) -> int:
-        """Return how early a stage up to `end` may begin for `most`, of monotone tables; `end` if nowhere."""
+        """Return how early a stage up to `end` may begin for `most`, of monotone tables.
+
+        `end` if nowhere.
+        """
         first = 0
         for table, limit in self._tables[stage]:
             cap = most if limit is None else limit
-            first = max(first, end - int(np.searchsorted(table[:end, end][::-1], cap, side="right")))
+            first = max(
+                first, end - int(np.searchsorted(table[:end, end][::-1], cap, side="right"))
+            )
         return first
 
 
 def partition_chain(problem: Problem) -> tuple[int, ...] | None:
-    """Return boundaries of the least cost and, among those, the fewest bytes that cross; None if limits allow none.
+    """Return boundaries of the least cost and, among those, the fewest bytes that cross.
 
-    Of monotone tables the least cost comes from a search over floats, each judged by filling one stage after the other
-    (stages without layers being allowed, which makes it a lower bound; it is the answer when a split into whole stages
-    attains it). Of any tables it comes from a dynamic program over stages and ends, S L^2 entries in all. A second
-    such program, over the entries that are not dearer, settles ties; both are exact.
+    None if limits allow none.
+    Of monotone tables the least cost comes from a search over floats, each judged by filling one
+    stage after the other (stages without layers being allowed, which makes it a lower bound; it is
+    the answer when a split into whole stages attains it). Of any tables it comes from a dynamic
+    program over stages and ends, S L^2 entries in all. A second such program, over the entries that
+    are not dearer, settles ties; both are exact.
     """
     chain = Chain(problem)
     if chain.num_layers > SMALL and chain.is_monotone():
@@ -80,12 +104,18 @@ def partition_chain(problem: Problem) -> tuple[int, ...] | None:
 
 
 def least_cost(chain: Chain) -> float:
-    """Return the least cost of a chain by the dynamic program; infinite if limits allow no partition."""
+    """Return the least cost of a chain by the dynamic program.
+
+    Infinite if limits allow no partition.
+    """
     return least_highest(chain.block(stage, chain.widest) for stage in range(chain.num_stages))
 
 
 def least_highest(blocks: Iterable[Table]) -> float:
-    """Return the least highest cost of stages in a row, of each the costs by begin and end; the blocks are used up."""
+    """Return the least highest cost of stages in a row, of each the costs by begin and end.
+
+    The blocks are used up.
+    """
     best: Floats = np.array([-np.inf])
     for block in blocks:
         best = np.maximum(block, best[:, None], out=block).min(axis=0)
@@ -95,11 +125,14 @@ def least_highest(blocks: Iterable[Table]) -> float:
 def _least_filled(chain: Chain) -> float | None:
     """Return the least float at which filling reaches the last layer; None when none does.
 
-    Floats from 0 up are in the order of their bits, so that a search over those ends at the float itself.
+    Floats from 0 up are in the order of their bits, so that a search over those ends at the float
+    itself.
     """
     if not _fills(chain, float("inf")):
         return None
-    return _float(bisect_left(range(INFINITE_BITS), True, key=lambda bits: _fills(chain, _float(bits))))
+    return _float(
+        bisect_left(range(INFINITE_BITS), True, key=lambda bits: _fills(chain, _float(bits)))
+    )
 
 
 def _float(bits: int) -> float:
@@ -116,9 +149,11 @@ def _fills(chain: Chain, most: float) -> bool:
 
 def _windows(chain: Chain, most: float) -> Windows:
     """Return the least and largest place of every boundary, by filling from the right and from the left."""
-    least, largest = [chain.num_layers], [0]
+    least = [chain.num_layers]
+    largest = [0]
     for stage in range(chain.num_stages):
-        first, end = largest[-1], least[-1]
+        first = largest[-1]
+        end = least[-1]
         largest.append(chain.furthest(stage, first, most) if first < chain.num_layers else first)
         least.append(chain.nearest(chain.num_stages - 1 - stage, end, most) if end else 0)
     return [
@@ -142,7 +177,9 @@ def _fewest_bytes(chain: Chain, most: float, windows: Windows) -> tuple[int, ...
     boundaries = [chain.num_layers]
     for stage in range(chain.num_stages - 1, -1, -1):
         column = (windows[stage], (boundaries[-1], boundaries[-1]))
-        allowed = chain.block(stage, [*windows[:stage], *column, *windows[stage + 2 :]])[:, 0] <= most
+        allowed = (
+            chain.block(stage, [*windows[:stage], *column, *windows[stage + 2 :]])[:, 0] <= most
+        )
         best = int(np.argmin(np.where(allowed, bytes_to[stage], np.inf)))
         boundaries.append(windows[stage][0] + best)
     return tuple(boundaries[::-1])

@@ -17,7 +17,8 @@ from gems.profile.spans import Table
 
 CHUNK = 1_000_000
 NARROW = 6  # states kept of one left boundary in a search that only looks for a good partition
-FIRST_STEP, STEP_GROWTH = 2e-4, 3.0
+FIRST_STEP = 2e-4
+STEP_GROWTH = 3.0
 RESOLUTION = 1e-4
 SMALL = 40  # layers up to which all states are cheaper than a search for the threshold
 ROUNDING = 1e-14
@@ -28,17 +29,22 @@ def partition_pairs(
 ) -> Solution:
     """Return the partition whose dearest pair costs least, exact for any tables unless the deadline comes first.
 
-    States are the places of the left and the right boundary, from outside to inside. A frontier of what can still be
-    completed, by minorants of the tables, gives a first bound and leaves a thin band of states; within it the dynamic
-    program reads the true tables. It is run at rising thresholds: one at which nothing is found is a bound, and what
-    is found at another is the least there is. `deadline` is a time.perf_counter(); `start` a partition that keeps the
-    limits; at a cost of `enough` the search ends.
+    States are the places of the left and the right boundary, from outside to inside. A frontier of
+    what can still be completed, by minorants of the tables, gives a first bound and leaves a thin
+    band of states; within it the dynamic program reads the true tables. It is run at rising
+    thresholds: one at which nothing is found is a bound, and what is found at another is the least
+    there is. `deadline` is a time.perf_counter(); `start` a partition that keeps the limits; at a
+    cost of `enough` the search ends.
     """
     pairs = Pairs(problem)
     now = time.perf_counter()
-    best = improve(problem, start or even(problem.num_layers, problem.num_stages), now + (deadline - now) / 5)
+    best = improve(
+        problem, start or even(problem.num_layers, problem.num_stages), now + (deadline - now) / 5
+    )
     cost = problem.cost(best)
-    low, most = (pairs.lowest, cost) if problem.num_layers <= SMALL else _bracket(pairs, cost, deadline)
+    low, most = (
+        (pairs.lowest, cost) if problem.num_layers <= SMALL else _bracket(pairs, cost, deadline)
+    )
     if most == np.inf and low == np.inf:
         return Solution(None, np.inf, np.inf, True)
     step = FIRST_STEP
@@ -50,13 +56,15 @@ def partition_pairs(
                 for width in (NARROW, None):
                     found = _Search(pairs, frontier, min(most, cost), deadline, width).run()
                     if found is not None and problem.cost(found) < cost:
-                        best, cost = found, problem.cost(found)
+                        best = found
+                        cost = problem.cost(found)
                 if cost == np.inf == most:
                     return Solution(None, np.inf, np.inf, True)
                 if cost <= most:
                     fewest = _fewest_bytes(pairs, problem, cost, deadline)
                     return Solution(fewest or best, cost, cost, True, fewest is not None)
-            low, most = most, most * (1 + step) if most > 0 else np.inf
+            low = most
+            most = most * (1 + step) if most > 0 else np.inf
             step *= STEP_GROWTH
             if time.perf_counter() > deadline:
                 break
@@ -67,13 +75,15 @@ def partition_pairs(
 
 def _bracket(pairs: Pairs, cost: float, deadline: float) -> tuple[float, float]:
     """Return a lower bound of every partition's cost, and a cost at which the minorants allow a partition."""
-    low, high = pairs.lowest, cost
+    low = pairs.lowest
+    high = cost
     if high == np.inf:
         if pairs.completable(np.inf) is None:
             return np.inf, np.inf
         high = max(low, 1.0)
         while pairs.completable(high) is None:
-            low, high = high, high * 4
+            low = high
+            high = high * 4
     elif pairs.completable(low) is not None:
         high = low
     while high - low > RESOLUTION * abs(high) and time.perf_counter() < deadline:
@@ -82,7 +92,9 @@ def _bracket(pairs: Pairs, cost: float, deadline: float) -> tuple[float, float]:
     return low, high
 
 
-def _fewest_bytes(pairs: Pairs, problem: Problem, cost: float, deadline: float) -> tuple[int, ...] | None:
+def _fewest_bytes(
+    pairs: Pairs, problem: Problem, cost: float, deadline: float
+) -> tuple[int, ...] | None:
     frontier = pairs.completable(cost)
     assert frontier is not None
     try:
@@ -93,7 +105,10 @@ def _fewest_bytes(pairs: Pairs, problem: Problem, cost: float, deadline: float) 
 
 @dataclass(frozen=True, slots=True)
 class _States:
-    """What is reached at one depth: places of the two boundaries, the value, and which state before led there."""
+    """What is reached at one depth.
+
+    Places of the two boundaries, the value, and which state before led there.
+    """
 
     left: Ints
     right: Ints
@@ -105,8 +120,9 @@ class _States:
 class _Search:
     """The dynamic program over (left boundary, right boundary) among the stages that cost `most` at most.
 
-    The value is the highest cost so far, or with `crossing`, of each boundary, the bytes that cross the partitions so
-    far. Only `width` states of a left boundary are kept. TimeoutError is raised when the deadline has passed.
+    The value is the highest cost so far, or with `crossing`, of each boundary, the bytes that cross
+    the partitions so far. Only `width` states of a left boundary are kept. TimeoutError is raised
+    when the deadline has passed.
     """
 
     pairs: Pairs
@@ -119,7 +135,11 @@ class _Search:
     def run(self) -> tuple[int, ...] | None:
         """Return the boundaries of the least value, or None."""
         start = 0.0 if self.crossing is not None else -np.inf
-        trail = [_States(np.array([0]), np.array([self.pairs.num_layers]), np.array([start]), np.array([-1]))]
+        trail = [
+            _States(
+                np.array([0]), np.array([self.pairs.num_layers]), np.array([start]), np.array([-1])
+            )
+        ]
         for depth in range(self.pairs.depth):
             trail.append(self._inward(depth, trail[-1]))
             if not len(trail[-1].left):
@@ -148,11 +168,17 @@ class _Search:
                 inward = np.where(right_start > left_end, self.crossing[right_start], 0.0)
                 value = value + self.crossing[left_end] + inward
             for term in self.pairs.terms[depth]:
-                cost = term.left[states.left[which], left_end] + term.right[right_start, states.right[which]]
+                cost = (
+                    term.left[states.left[which], left_end]
+                    + term.right[right_start, states.right[which]]
+                )
                 if term.limit is None and self.crossing is None:
                     value = np.maximum(value, cost)
                 ok = cost <= term.cap(self.most)
-                which, left_end, right_start, value = which[ok], left_end[ok], right_start[ok], value[ok]
+                which = which[ok]
+                left_end = left_end[ok]
+                right_start = right_start[ok]
+                value = value[ok]
             key = left_end * size + right_start
             np.minimum.at(best, key, value)
             wins = best[key] == value
@@ -165,17 +191,26 @@ class _Search:
 
     def _places(self, depth: int, states: _States) -> Iterator[tuple[Ints, Ints, Ints]]:
         """Yield states, ends of their next left stage and begins of their next right one that may be reached."""
-        terms, left_over = self.pairs.terms[depth], self.pairs.num_stages - 2 * (depth + 1)
+        terms = self.pairs.terms[depth]
+        left_over = self.pairs.num_stages - 2 * (depth + 1)
         inner = self.frontier[depth + 1]
         alive = np.flatnonzero(inner - np.arange(len(inner)) >= left_over)
         begin = np.searchsorted(alive, states.left, side="right")
-        stop = np.searchsorted(alive, self.pairs.reach(terms, self.most)[states.left], side="right") - 1
+        stop = (
+            np.searchsorted(alive, self.pairs.reach(terms, self.most)[states.left], side="right")
+            - 1
+        )
         for part in chunks(stop - begin + 1, CHUNK, self.deadline):
             which, place = expand(begin[part], stop[part])
-            which, left_end = which + part.start, alive[place]
+            which = which + part.start
+            left_end = alive[place]
             for term in terms:
-                ok = term.left[states.left[which], left_end] <= term.room(self.most) - term.floor_right
-                which, left_end = which[ok], left_end[ok]
+                ok = (
+                    term.left[states.left[which], left_end]
+                    <= term.room(self.most) - term.floor_right
+                )
+                which = which[ok]
+                left_end = left_end[ok]
             right_end = states.right[which]
             last = np.minimum(inner[left_end], right_end - 1)
             first = left_end + left_over
@@ -189,19 +224,24 @@ class _Search:
 
 
 def _read(trail: Sequence[_States], last: int, has_middle: bool) -> tuple[int, ...]:
-    left, right = [], []
+    left = []
+    right = []
     for states in trail[::-1]:
         left.append(int(states.left[last]))
         right.append(int(states.right[last]))
         last = int(states.parent[last])
-    return (*left[::-1], *right[not has_middle :])  # without a middle stage the innermost two boundaries are one
+    return (
+        *left[::-1],
+        *right[not has_middle :],
+    )  # without a middle stage the innermost two boundaries are one
 
 
 @dataclass(frozen=True, slots=True)
 class PairTerm:
     """One moment of one rank: the sum of a table over the left stage and one over the right stage of a pair.
 
-    It must be `limit` at most, or, without one, is part of the cost. Of the middle stage only `left` is read.
+    It must be `limit` at most, or, without one, is part of the cost. Of the middle stage only
+    `left` is read.
     """
 
     left: Table
@@ -228,14 +268,17 @@ class PairTerm:
 class Pairs:
     """The terms of every pair from outside to inside, and of the middle stage if there is one.
 
-    A state is (left boundary, right boundary): all layers outside are placed, `left` and `num_layers - right` of them.
+    A state is (left boundary, right boundary): all layers outside are placed, `left` and
+    `num_layers - right` of them.
     """
 
     def __init__(self, problem: Problem) -> None:
         self.num_layers = problem.num_layers
         self.num_stages = problem.num_stages
         self.depth = problem.num_stages // 2
-        self.terms: list[list[PairTerm]] = [[] for _ in range(self.depth + 1)]  # the last are the middle stage's
+        self.terms: list[list[PairTerm]] = [
+            [] for _ in range(self.depth + 1)
+        ]  # the last are the middle stage's
         self._cuts = np.arange(self.num_layers + 1)
         nothing = np.zeros((problem.num_layers, problem.num_layers + 1))
         lows: dict[int, Low] = {}
@@ -248,7 +291,9 @@ class Pairs:
             for table in (left, right):
                 if id(table) not in lows:
                     lows[id(table)] = minorant(table)
-            self.terms[outer].append(PairTerm(left, right, lows[id(left)], lows[id(right)], term.limit))
+            self.terms[outer].append(
+                PairTerm(left, right, lows[id(left)], lows[id(right)], term.limit)
+            )
 
     @property
     def has_middle(self) -> bool:
@@ -264,9 +309,10 @@ class Pairs:
     def completable(self, most: float) -> list[Ints] | None:
         """Return by depth, for every left boundary, the rightmost right boundary that can be completed for `most`.
 
-        It is -1 if there is none, and the whole None if the search from outside cannot be done at all. The
-        tables are the minorants and stages may be without layers, so that nothing that can be done is left out: of two
-        states the one with more layers placed is never the worse then, and the frontier says all.
+        It is -1 if there is none, and the whole None if the search from outside cannot be done at
+        all. The tables are the minorants and stages may be without layers, so that nothing that can
+        be done is left out: of two states the one with more layers placed is never the worse then,
+        and the frontier says all.
         """
         inner = self._cuts
         if self.has_middle:
@@ -281,7 +327,10 @@ class Pairs:
         return frontiers[::-1] if inner[0] == self.num_layers else None
 
     def reach(self, terms: list[PairTerm], most: float) -> Ints:
-        """Return how far a left stage may go from each layer on; one less than the layer if nowhere."""
+        """Return how far a left stage may go from each layer on.
+
+        One less than the layer if nowhere.
+        """
         reach = np.full(len(self._cuts), self.num_layers)
         for term in terms:
             room = np.full(len(self._cuts), term.room(most) - term.floor_right)
@@ -291,7 +340,8 @@ class Pairs:
     def _outward(self, terms: list[PairTerm], inner: Ints, most: float) -> Ints:
         first, left_end = expand(self._cuts, self.reach(terms, most))
         alive = inner[left_end] >= left_end
-        first, left_end = first[alive], left_end[alive]
+        first = first[alive]
+        left_end = left_end[alive]
         right_first = inner[left_end]
         right = np.full(len(first), self.num_layers)
         for term in terms:
@@ -308,8 +358,10 @@ def furthest(low: Low, row: Ints, first: Ints, last: Ints, room: Floats) -> Ints
 
     Rows of a minorant rise, so that it is a search by halves, all rows at once.
     """
-    flat, base = low.ravel(), row * low.shape[1]
-    below, above = first - 1, np.maximum(last, first - 1)
+    flat = low.ravel()
+    base = row * low.shape[1]
+    below = first - 1
+    above = np.maximum(last, first - 1)
     while np.any(below < above):
         middle = (below + above + 1) >> 1
         fits = flat.take(base + middle) <= room
@@ -320,8 +372,10 @@ def furthest(low: Low, row: Ints, first: Ints, last: Ints, room: Floats) -> Ints
 
 def nearest(low: Low, column: Ints, first: Ints, last: Ints, room: Floats) -> Ints:
     """Return the least row from `first` to `last` at which each column is at most `room`, or last + 1."""
-    flat, width = low.ravel(), low.shape[1]
-    below, above = first, last + 1
+    flat = low.ravel()
+    width = low.shape[1]
+    below = first
+    above = last + 1
     while np.any(below < above):
         middle = (below + above) >> 1
         fits = flat.take(middle * width + column) <= room
@@ -333,18 +387,23 @@ def nearest(low: Low, column: Ints, first: Ints, last: Ints, room: Floats) -> In
 def improve(problem: Problem, boundaries: Sequence[int], deadline: float) -> tuple[int, ...]:
     """Return a partition that no move of one boundary by one layer improves, or the best at the deadline.
 
-    Better is less above the limits, then less at the highest cost, then at the next one below and so on, then fewer
-    bytes that cross; so that a rank which is not the dearest may make room for the one that is. `deadline` is a
-    time.perf_counter().
+    Better is less above the limits, then less at the highest cost, then at the next one below and
+    so on, then fewer bytes that cross; so that a rank which is not the dearest may make room for
+    the one that is. `deadline` is a time.perf_counter().
     """
-    ranks, num_judged = [*problem.ranks, *problem.limits], len(problem.ranks)
-    touched = [{k for k, rank in enumerate(ranks) if stage in rank.stages} for stage in range(problem.num_stages)]
+    ranks = [*problem.ranks, *problem.limits]
+    num_judged = len(problem.ranks)
+    touched = [
+        {k for k, rank in enumerate(ranks) if stage in rank.stages}
+        for stage in range(problem.num_stages)
+    ]
 
     def rated(costs: Sequence[float], cuts: Sequence[int]) -> tuple[tuple[float, ...], int]:
         above = max((cost for cost in costs[num_judged:] if cost > problem.limit), default=0.0)
         return (above, *sorted(costs[:num_judged], reverse=True)), problem.crossing_bytes(cuts)
 
-    best, costs = list(boundaries), [rank.under(boundaries) for rank in ranks]
+    best = list(boundaries)
+    costs = [rank.under(boundaries) for rank in ranks]
     rating = rated(costs, best)
     reach = max(1, problem.num_layers // (2 * problem.num_stages))
     while reach:
@@ -355,10 +414,14 @@ def improve(problem: Problem, boundaries: Sequence[int], deadline: float) -> tup
             place = best[cut] + shift
             if not best[cut - 1] < place < best[cut + 1]:
                 continue
-            tried, changed = [*best[:cut], place, *best[cut + 1 :]], costs.copy()
+            tried = [*best[:cut], place, *best[cut + 1 :]]
+            changed = costs.copy()
             for index in touched[cut - 1] | touched[cut]:
                 changed[index] = ranks[index].under(tried)
             if (other := rated(changed, tried)) < rating:
-                best, costs, rating, has_moved = tried, changed, other, True
+                best = tried
+                costs = changed
+                rating = other
+                has_moved = True
         reach = reach if has_moved else reach // 2
     return tuple(best)

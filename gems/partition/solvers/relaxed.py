@@ -27,8 +27,8 @@ PATIENCE = 15  # rounds without a better bound, after which the steps are halved
 class Bound:
     """A bound below every partition's cost, and the weights of the terms that prove it.
 
-    `to_go[s][i]` is the least weighted cost of stages s to the last when stage s begins at layer i; the weighted cost
-    of a whole partition, less `offset`, is at most its cost.
+    `to_go[s][i]` is the least weighted cost of stages s to the last when stage s begins at layer i;
+    the weighted cost of a whole partition, less `offset`, is at most its cost.
     """
 
     value: float
@@ -38,11 +38,13 @@ class Bound:
 
 
 class Relaxation:
-    """Lagrangian bounds of a problem: for any weights of sum 1, the highest term is at least their weighted mean.
+    """Lagrangian bounds of a problem.
 
-    The best partition by a weighted mean is a shortest path over stages and boundaries, S L^2 entries in all, whatever
-    the tables. Limits enter by multipliers. The weights are raised by a subgradient with Polyak's step (Held, Wolfe and
-    Crowder 1974, "Validation of subgradient optimization", section 3).
+    For any weights of sum 1, the highest term is at least their weighted mean.
+    The best partition by a weighted mean is a shortest path over stages and boundaries, S L^2
+    entries in all, whatever the tables. Limits enter by multipliers. The weights are raised by a
+    subgradient with Polyak's step (Held, Wolfe and Crowder 1974, "Validation of subgradient
+    optimization", section 3).
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -52,11 +54,15 @@ class Relaxation:
         self._windows = widest(problem)
 
     def raise_bound(self, shaker: Shaker, deadline: float) -> Bound:
-        """Return the best bound found by the deadline (a time.perf_counter()); offers the partitions on the way."""
+        """Return the best bound found by the deadline (a time.perf_counter()).
+
+        Offers the partitions on the way.
+        """
         problem = self._problem
         weights = self._first_weights(shaker.best)
         bound, path = self.bound(weights)
-        step, idle = 1.0, 0
+        step = 1.0
+        idle = 0
         num_cuts = math.comb(problem.num_layers - 1, problem.num_stages - 1)
         for _ in range(min(ROUNDS, num_cuts // CUTS_OF_A_ROUND)):
             if bound.value >= shaker.cost or step < 1e-3 or time.perf_counter() > deadline:
@@ -70,7 +76,9 @@ class Relaxation:
             else:
                 idle += 1
                 if idle == PATIENCE:
-                    step, idle, weights = step / 2, 0, bound.weights
+                    step = step / 2
+                    idle = 0
+                    weights = bound.weights
                     _, path = self.bound(weights)
             bound = max(bound, tried, key=lambda each: each.value)
         shaker.offer(self.bound(bound.weights)[1], deadline)
@@ -78,7 +86,8 @@ class Relaxation:
 
     def bound(self, weights: Floats) -> tuple[Bound, tuple[int, ...]]:
         """Return the bound of some weights, and the partition that attains it."""
-        num_layers, num_stages = self._problem.num_layers, self._problem.num_stages
+        num_layers = self._problem.num_layers
+        num_stages = self._problem.num_stages
         to_go = np.full((num_stages + 1, num_layers + 1), np.inf)
         to_go[num_stages, num_layers] = 0.0
         ends = []
@@ -97,11 +106,18 @@ class Relaxation:
         for stage, end in enumerate(ends[::-1]):
             boundaries.append(int(end[boundaries[-1] - self._windows[stage][0]]))
         pairs = zip(weights, self.terms, strict=True)
-        offset = sum(float(weight) * term.limit for weight, term in pairs if term.limit is not None and weight)
+        offset = sum(
+            float(weight) * term.limit
+            for weight, term in pairs
+            if term.limit is not None and weight
+        )
         return Bound(float(to_go[0, 0]) - offset, weights, to_go, offset), tuple(boundaries)
 
     def bottleneck(self) -> float:
-        """Return a lower bound of the cost: as if each stage's companions on its rank cost their least."""
+        """Return a lower bound of the cost.
+
+        As if each stage's companions on its rank cost their least.
+        """
         read = valid(self._problem.num_layers)
         raised: list[list[tuple[Table, float]]] = [[] for _ in range(self._problem.num_stages)]
         for term in itertools.compress(self.terms, ~self.is_limit):
@@ -128,7 +144,10 @@ class Relaxation:
         return weights
 
     def _moved(self, weights: Floats, path: Sequence[int], cost: float, gap: float) -> Floats:
-        """Return the weights after one step up towards closing `gap`; limits are scaled to be `cost`."""
+        """Return the weights after one step up towards closing `gap`.
+
+        Limits are scaled to be `cost`.
+        """
         limits = np.array([term.limit or 1.0 for term in self.terms])
         factor = np.where(self.is_limit, cost / limits, 1.0)
         slope = np.array([term.at(path) for term in self.terms]) * factor
@@ -175,31 +194,38 @@ class Shaker:
 
     def shake(self, deadline: float) -> None:
         """Move half of the boundaries a little and settle the partition, again and again until the deadline."""
-        problem, draw = self._problem, self._random
+        problem = self._problem
+        draw = self._random
         reach = max(1, problem.num_layers // (2 * problem.num_stages))
         while time.perf_counter() < deadline:
             moved = list(self.best)
             for cut in range(1, problem.num_stages):
                 if draw.random() < SHAKEN:
-                    low, high = moved[cut - 1] + 1, moved[cut + 1] - 1
-                    moved[cut] = draw.randint(max(low, moved[cut] - reach), min(high, moved[cut] + reach))
+                    low = moved[cut - 1] + 1
+                    high = moved[cut + 1] - 1
+                    moved[cut] = draw.randint(
+                        max(low, moved[cut] - reach), min(high, moved[cut] + reach)
+                    )
             self.offer(moved, deadline)
 
 
 def resettle(problem: Problem, boundaries: Sequence[int], deadline: float) -> tuple[int, ...]:
     """Return a partition that no such move improves, or the best one at the deadline (a time.perf_counter()).
 
-    Stages of a run are all on different ranks, so that with the other stages fixed they are a chain, whose tables are
-    raised by what their ranks hold elsewhere: the move is the best one there is.
+    Stages of a run are all on different ranks, so that with the other stages fixed they are a
+    chain, whose tables are raised by what their ranks hold elsewhere: the move is the best one
+    there is.
     """
     best = tuple(boundaries)
     runs = runs_of(problem)
-    upcoming, idle = itertools.cycle(runs), 0
+    upcoming = itertools.cycle(runs)
+    idle = 0
     while idle < len(runs) and time.perf_counter() < deadline:
         moved = _settled(problem, best, *next(upcoming))
         idle += 1
         if moved is not None and _rating(problem, moved) < _rating(problem, best):
-            best, idle = moved, 0
+            best = moved
+            idle = 0
     return best
 
 
@@ -226,8 +252,11 @@ def _rating(problem: Problem, boundaries: Sequence[int]) -> tuple[float, ...]:
     return tuple(sorted((rank.under(boundaries) for rank in problem.ranks), reverse=True))
 
 
-def _settled(problem: Problem, boundaries: Sequence[int], first: int, end: int) -> tuple[int, ...] | None:
-    low, high = boundaries[first], boundaries[end]
+def _settled(
+    problem: Problem, boundaries: Sequence[int], first: int, end: int
+) -> tuple[int, ...] | None:
+    low = boundaries[first]
+    high = boundaries[end]
     part = (slice(low, high), slice(low, high + 1))
 
     def raised(ranks: Sequence[RankCosts]) -> tuple[RankCosts, ...]:
@@ -247,8 +276,11 @@ def _settled(problem: Problem, boundaries: Sequence[int], first: int, end: int) 
         return tuple(costs)
 
     crossing = problem.boundary_bytes[low : high - 1]
-    ranks, limits = raised(problem.ranks), raised(problem.limits)
-    inside = partition_chain(Problem(high - low, end - first, ranks, crossing, limits, problem.limit))
+    ranks = raised(problem.ranks)
+    limits = raised(problem.limits)
+    inside = partition_chain(
+        Problem(high - low, end - first, ranks, crossing, limits, problem.limit)
+    )
     if inside is None:
         return None
     return (*boundaries[:first], *(low + cut for cut in inside), *boundaries[end + 1 :])

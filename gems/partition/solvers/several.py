@@ -15,7 +15,8 @@ from gems.partition.solvers.tables import Floats, Ints, chunks, expand, valid
 from gems.profile.spans import Table
 
 ROUNDING = 1e-12  # sums of more than two tables come in another order than RankCosts.at has them
-FIRST_WIDTH, WIDENING = 32, 4
+FIRST_WIDTH = 32
+WIDENING = 4
 CHUNK = 2_000_000  # numbers at a time
 
 
@@ -24,11 +25,12 @@ def partition_several(
 ) -> Solution:
     """Return the partition whose dearest rank costs least, proven (to rounding) unless the deadline comes first.
 
-    Partitions are searched stage by stage by a beam: of all first stages, then all first two and so on, those are kept
-    whose whole partitions may cost least, by what a rank has come to and by a Lagrangian relaxation. What cannot be
-    better than the best partition known is left out; a beam wide enough to leave out nothing else is a proof, and so it
-    is widened until the deadline, a time.perf_counter(). `start` is a partition that keeps the limits; at a cost of
-    `enough` the search ends.
+    Partitions are searched stage by stage by a beam: of all first stages, then all first two and so
+    on, those are kept whose whole partitions may cost least, by what a rank has come to and by a
+    Lagrangian relaxation. What cannot be better than the best partition known is left out; a beam
+    wide enough to leave out nothing else is a proof, and so it is widened until the deadline, a
+    time.perf_counter(). `start` is a partition that keeps the limits; at a cost of `enough` the
+    search ends.
     """
     begin = time.perf_counter()
     first = tuple(start or even(problem.num_layers, problem.num_stages))
@@ -37,7 +39,8 @@ def partition_several(
     bound = relaxation.raise_bound(shaker, begin + (deadline - begin) / 3)
     low = max(relaxation.bottleneck(), bound.value) * (1 - ROUNDING)
     beam = _Beam(problem, relaxation, bound, deadline)
-    width, is_whole = FIRST_WIDTH, shaker.cost * (1 - ROUNDING) <= low
+    width = FIRST_WIDTH
+    is_whole = shaker.cost * (1 - ROUNDING) <= low
     try:
         while not is_whole and shaker.cost > enough:
             now = time.perf_counter()
@@ -60,7 +63,9 @@ def partition_several(
 
 
 def _with_fewest_bytes(problem: Problem, beam: _Beam, best: tuple[int, ...]) -> Solution:
-    cost, width, is_whole = problem.cost(best), FIRST_WIDTH, False
+    cost = problem.cost(best)
+    width = FIRST_WIDTH
+    is_whole = False
     try:
         while not is_whole:
             found, is_whole = beam.run(cost, width, problem.crossing_bytes(best))
@@ -88,7 +93,9 @@ class _Level(NamedTuple):
 class _Beam:
     """Partial partitions, a stage a level, with the least that each term can still come to."""
 
-    def __init__(self, problem: Problem, relaxation: Relaxation, bound: Bound, deadline: float) -> None:
+    def __init__(
+        self, problem: Problem, relaxation: Relaxation, bound: Bound, deadline: float
+    ) -> None:
         self._problem = problem
         self._bound = bound
         self._deadline = deadline
@@ -103,10 +110,13 @@ class _Beam:
         self._rest = self._least_rest()
         self._bytes_to_go = self._fewest_to_go()
 
-    def run(self, cost: float, width: int, most_bytes: float | None = None) -> tuple[tuple[int, ...] | None, bool]:
+    def run(
+        self, cost: float, width: int, most_bytes: float | None = None
+    ) -> tuple[tuple[int, ...] | None, bool]:
         """Return the best partition of a beam that costs less than `cost`, and whether nothing was left out that may.
 
-        With `most_bytes` it is the partition of cost `cost` with fewer crossing bytes than that, and the fewest.
+        With `most_bytes` it is the partition of cost `cost` with fewer crossing bytes than that,
+        and the fewest.
 
         Raises:
             TimeoutError: the deadline came first.
@@ -120,12 +130,19 @@ class _Beam:
             trail.append(level)
         return self._best(trail, cost, most_bytes), is_whole
 
-    def _best(self, trail: Sequence[_Level], cost: float, most_bytes: float | None) -> tuple[int, ...] | None:
-        problem, rating = self._problem, trail[-1].rating
+    def _best(
+        self, trail: Sequence[_Level], cost: float, most_bytes: float | None
+    ) -> tuple[int, ...] | None:
+        problem = self._problem
+        rating = trail[-1].rating
         if most_bytes is not None:
             within = (_read(trail, last) for last in range(len(rating)))
             return next((each for each in within if problem.cost(each) <= cost), None)
-        alike = int(np.searchsorted(rating, rating[0] * (1 + 4 * ROUNDING), side="right")) if len(rating) else 0
+        alike = (
+            int(np.searchsorted(rating, rating[0] * (1 + 4 * ROUNDING), side="right"))
+            if len(rating)
+            else 0
+        )
         best = min((_read(trail, last) for last in range(alike)), key=problem.cost, default=None)
         return None if best is None or problem.cost(best) >= cost else best
 
@@ -137,23 +154,35 @@ class _Beam:
         last = problem.num_layers - (problem.num_stages - stage - 1)
         first = level.end + 1 if stage < problem.num_stages - 1 else np.full(len(level.end), last)
         made: list[_Level] = []
-        num_made, num_kept = 0, 0
+        num_made = 0
+        num_kept = 0
         for part in chunks((last - first + 1) * self._num_terms, CHUNK, self._deadline):
             which, end = expand(first[part], np.full(len(first[part]), last))
             made.append(self._grow(stage, level, which + part.start, end, cost, most_bytes))
-            num_made, num_kept = num_made + len(made[-1].end), num_kept + len(made[-1].end)
+            num_made = num_made + len(made[-1].end)
+            num_kept = num_kept + len(made[-1].end)
             if num_kept > 4 * width:
-                made, num_kept = [_first_rated(made, width)], width
+                made = [_first_rated(made, width)]
+                num_kept = width
         return _first_rated(made, width) if made else level, num_made <= width
 
-    def _grow(self, stage: int, level: _Level, which: Ints, end: Ints, cost: float, most_bytes: float | None) -> _Level:
+    def _grow(
+        self,
+        stage: int,
+        level: _Level,
+        which: Ints,
+        end: Ints,
+        cost: float,
+        most_bytes: float | None,
+    ) -> _Level:
         """Return the partitions `which` with one more stage up to `end`, except those that cannot be better."""
         most = cost * (1 - ROUNDING) if most_bytes is None else cost * (1 + ROUNDING)
         caps = np.where(self._is_limit, self._caps, most)
         rest = self._rest[stage + 1]
         for index, table in self._on[stage]:
             here = level.sums[which, index] + table[level.end[which], end] + rest[end, index]
-            which, end = which[here <= caps[index]], end[here <= caps[index]]
+            which = which[here <= caps[index]]
+            end = end[here <= caps[index]]
         sums = level.sums[which]
         for index, table in self._on[stage]:
             sums[:, index] += table[level.end[which], end]
@@ -172,7 +201,10 @@ class _Beam:
         return _Level(end, sums, crossing, which, rating).take(chosen)
 
     def _least_rest(self) -> list[Floats]:
-        """Return by stage, (L + 1, terms): what its later stages add to a term at least, from a layer on."""
+        """Return by stage, (L + 1, terms).
+
+        What its later stages add to a term at least, from a layer on.
+        """
         num_layers = self._problem.num_layers
         read = valid(num_layers)
         rest = [np.zeros((num_layers + 1, self._num_terms))]
@@ -186,7 +218,8 @@ class _Beam:
 
     def _fewest_to_go(self) -> Floats:
         """Return by stage and begin the fewest bytes that cross the boundaries after it."""
-        num_layers, num_stages = self._problem.num_layers, self._problem.num_stages
+        num_layers = self._problem.num_layers
+        num_stages = self._problem.num_stages
         to_go = np.full((num_stages + 1, num_layers + 1), np.inf)
         to_go[num_stages, num_layers] = 0.0
         for stage in range(num_stages - 1, -1, -1):

@@ -1,4 +1,7 @@
-"""Tables as the solvers read them: built once, summed over what is judged together, made monotone from below."""
+"""Tables as the solvers read them.
+
+Built once, summed over what is judged together, made monotone from below.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ Windows = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One moment of one rank: the sum of a table over each of its stages; `limit` where it is no part of the cost."""
+    """One moment of one rank: the sum of a table over each of its stages.
+
+    `limit` where it is no part of the cost.
+    """
 
     tables: tuple[tuple[int, Table], ...]
     limit: float | None
@@ -35,7 +41,9 @@ class Term:
 def terms_of(problem: Problem) -> list[Term]:
     """Return the terms of a problem: those of the cost first."""
     return [
-        Term(tuple((stage, table()) for stage, table in zip(rank.stages, tables, strict=True)), limit)
+        Term(
+            tuple((stage, table()) for stage, table in zip(rank.stages, tables, strict=True)), limit
+        )
         for ranks, limit in ((problem.ranks, None), (problem.limits, problem.limit))
         for rank in ranks
         for tables in rank.moments
@@ -43,14 +51,20 @@ def terms_of(problem: Problem) -> list[Term]:
 
 
 def kept(problem: Problem) -> Problem:
-    """Return the same problem with tables that are built at the first call only; equal callables share one."""
+    """Return the same problem with tables that are built at the first call only.
+
+    Equal callables share one.
+    """
     known: dict[Build, Build] = {}
 
     def keep(build: Build) -> Build:
         return known.setdefault(build, cache(lambda: np.asarray(build(), dtype=np.float64)))
 
     def keep_all(ranks: tuple[RankCosts, ...]) -> tuple[RankCosts, ...]:
-        return tuple(RankCosts(rank.stages, tuple(tuple(map(keep, row)) for row in rank.moments)) for rank in ranks)
+        return tuple(
+            RankCosts(rank.stages, tuple(tuple(map(keep, row)) for row in rank.moments))
+            for rank in ranks
+        )
 
     return replace(problem, ranks=keep_all(problem.ranks), limits=keep_all(problem.limits))
 
@@ -62,7 +76,8 @@ def valid(num_layers: int) -> NDArray[np.bool_]:
 
 def widest(problem: Problem) -> Windows:
     """Return the least and the largest place of every boundary that leave each stage a layer."""
-    num_layers, num_stages = problem.num_layers, problem.num_stages
+    num_layers = problem.num_layers
+    num_stages = problem.num_stages
     inner = [(stage, num_layers - num_stages + stage) for stage in range(1, num_stages)]
     return [(0, 0), *inner, (num_layers, num_layers)]
 
@@ -80,15 +95,17 @@ def is_monotone(table: Table) -> bool:
     longer = table[:, 1:] >= table[:, :-1]
     earlier = table[:-1] >= table[1:]
     return bool(
-        np.all(longer | ~read[:, :-1]) and np.all(earlier | ~read[1:]) and np.all(np.diagonal(table, offset=1) >= 0)
+        np.all(longer | ~read[:, :-1])
+        and np.all(earlier | ~read[1:])
+        and np.all(np.diagonal(table, offset=1) >= 0)
     )
 
 
 def minorant(table: Table) -> Low:
     """Return the largest monotone table (L + 1, L + 1) below another one, rounded down to single precision.
 
-    Entry [i, e] is the least cost of a run of layers that holds i up to e; [i, i], of a stage without layers, is the
-    least cost of any. Below the diagonal it is infinite.
+    Entry [i, e] is the least cost of a run of layers that holds i up to e; [i, i], of a stage
+    without layers, is the least cost of any. Below the diagonal it is infinite.
     """
     num_layers = len(table)
     outside = ~valid(num_layers)

@@ -23,7 +23,8 @@ class Choice:
         step_s: T, a step; None where only ratios are known.
         cost: C in units of T_1 S_1.
         speedup: over the plan's base.
-        gain: over data parallelism on the same devices; None for that itself and where it cannot run.
+        gain: over data parallelism on the same devices; None for that itself and where it cannot
+            run.
         time_s: end to end.
         gpu_hours: devices times time.
         is_extrapolated: the epochs stand on a law far beyond what was measured.
@@ -68,9 +69,9 @@ class HybridPlan:
 def picks(plan: HybridPlan) -> dict[str, Choice]:
     """Return the fastest choice of all, the cheapest in GPU-hours of the nearly fastest, and the cheapest.
 
-    They are picked among the choices whose epochs do not stand far beyond what was measured, where there are such.
-    Times are compared by what they are relative to each other, so that none need be known in seconds. Nearly fastest is
-    what takes at most NEARLY times the least.
+    They are picked among the choices whose epochs do not stand far beyond what was measured, where
+    there are such. Times are compared by what they are relative to each other, so that none need be
+    known in seconds. Nearly fastest is what takes at most NEARLY times the least.
     """
     known = [choice for row in plan.rows for choice in row.choices]
     known = [choice for choice in known if not choice.is_extrapolated] or known
@@ -79,17 +80,32 @@ def picks(plan: HybridPlan) -> dict[str, Choice]:
     fastest = min(known, key=lambda choice: (choice.cost, choice.devices))
     near = [choice for choice in known if choice.cost <= NEARLY * fastest.cost]
     nearly, cheapest = (
-        min(some, key=lambda choice: (choice.cost * choice.devices, choice.devices)) for some in (near, known)
+        min(some, key=lambda choice: (choice.cost * choice.devices, choice.devices))
+        for some in (near, known)
     )
     return {"fastest": fastest, "nearly_fastest": nearly, "cheapest": cheapest}
 
 
 def device_counts(degrees: Sequence[int], most: int) -> tuple[int, ...]:
-    """Return the numbers of devices to look at: powers of two times each of the degrees, up to `most`."""
-    return tuple(sorted({size << k for size in {1, *degrees} for k in range(most.bit_length()) if size << k <= most}))
+    """Return the numbers of devices to look at.
+
+    Powers of two times each of the degrees, up to `most`.
+    """
+    return tuple(
+        sorted(
+            {
+                size << k
+                for size in {1, *degrees}
+                for k in range(most.bit_length())
+                if size << k <= most
+            }
+        )
+    )
 
 
-def plan_hybrid(case: HybridCase, devices: Sequence[int], num_draws: int = NUM_DRAWS, seed: int = 0) -> HybridPlan:
+def plan_hybrid(
+    case: HybridCase, devices: Sequence[int], num_draws: int = NUM_DRAWS, seed: int = 0
+) -> HybridPlan:
     """Weigh all workers x degrees at each number of devices, with bands from the intervals of the inputs.
 
     Raises:
@@ -98,21 +114,35 @@ def plan_hybrid(case: HybridCase, devices: Sequence[int], num_draws: int = NUM_D
     rng = np.random.default_rng(seed)
     draws = [] if is_exact(case) else [drawn(case, rng) for _ in range(num_draws)]
     weighed = {count: _costs(case, count) for count in sorted(devices)}
-    base = next(((count // degree, degree) for count, (costs, _) in weighed.items() for degree in costs), None)
+    base = next(
+        ((count // degree, degree) for count, (costs, _) in weighed.items() for degree in costs),
+        None,
+    )
     if base is None:
-        reason = [why for _, left_out in weighed.values() for why in list(left_out.values())[:1]][-1]
-        raise ConfigError("--hybrid", f"{len(weighed)} numbers of devices", f"has nothing to weigh: {reason}")
+        reason = [why for _, left_out in weighed.values() for why in list(left_out.values())[:1]][
+            -1
+        ]
+        raise ConfigError(
+            "--hybrid", f"{len(weighed)} numbers of devices", f"has nothing to weigh: {reason}"
+        )
     rows = tuple(
-        Row(count, tuple(_choice(case, draws, count // degree, degree, base) for degree in costs), left_out)
+        Row(
+            count,
+            tuple(_choice(case, draws, count // degree, degree, base) for degree in costs),
+            left_out,
+        )
         for count, (costs, left_out) in weighed.items()
     )
     hybrids = [degree for degree in case.degrees[1:] if not {1, degree} & set(case.misfits)]
-    return HybridPlan(base, rows, tuple(break_even(case, degree, devices, draws) for degree in hybrids))
+    return HybridPlan(
+        base, rows, tuple(break_even(case, degree, devices, draws) for degree in hybrids)
+    )
 
 
 def _costs(case: HybridCase, devices: int) -> tuple[dict[int, float], dict[int, str]]:
     """Return the cost of each degree that divides a number of devices, least first, and why others are left out."""
-    costs, left_out = {}, {}
+    costs = {}
+    left_out = {}
     for degree in (each for each in case.degrees if devices % each == 0):
         if degree in case.misfits:
             left_out[degree] = case.misfits[degree]
@@ -124,25 +154,38 @@ def _costs(case: HybridCase, devices: int) -> tuple[dict[int, float], dict[int, 
     return dict(sorted(costs.items(), key=lambda one: one[::-1])), left_out
 
 
-def _choice(case: HybridCase, draws: Sequence[HybridCase], workers: int, degree: int, base: tuple[int, int]) -> Choice:
-    cost, costs = case.cost(workers, degree), [draw.cost(workers, degree) for draw in draws]
-    seconds, batch = case.seconds(cost), workers * case.worker_batch
+def _choice(
+    case: HybridCase, draws: Sequence[HybridCase], workers: int, degree: int, base: tuple[int, int]
+) -> Choice:
+    cost = case.cost(workers, degree)
+    costs = [draw.cost(workers, degree) for draw in draws]
+    seconds = case.seconds(cost)
+    batch = workers * case.worker_batch
     time_s = None
     if seconds is not None:
-        time_s = band(seconds, [draw.seconds(each) or seconds for draw, each in zip(draws, costs, strict=True)])
+        time_s = band(
+            seconds,
+            [draw.seconds(each) or seconds for draw, each in zip(draws, costs, strict=True)],
+        )
     speedups = [draw.cost(*base) / each for draw, each in zip(draws, costs, strict=True)]
     return Choice(
-        workers, degree, batch, case.epochs.epochs(batch),
-        None if case.step_s is None else case.step_s.value * case.step(workers, degree), cost,
+        workers,
+        degree,
+        batch,
+        case.epochs.epochs(batch),
+        None if case.step_s is None else case.step_s.value * case.step(workers, degree),
+        cost,
         speedup=band(case.cost(*base) / cost, speedups),
         gain=_gain(case, draws, workers, degree),
         time_s=time_s,
         gpu_hours=None if time_s is None else time_s.scaled(workers * degree / 3600.0),
         is_extrapolated=case.epochs.is_extrapolated(batch),
-    )  # fmt: skip
+    )
 
 
-def _gain(case: HybridCase, draws: Sequence[HybridCase], workers: int, degree: int) -> Quantity | None:
+def _gain(
+    case: HybridCase, draws: Sequence[HybridCase], workers: int, degree: int
+) -> Quantity | None:
     """Return the gain over data parallelism, or None for that itself and where that does not fit or is not known."""
     if degree == 1 or 1 in case.misfits:
         return None

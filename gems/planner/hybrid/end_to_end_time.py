@@ -1,9 +1,10 @@
 """Data parallelism against workers of several devices, by end-to-end time C = T x S x E.
 
-(Pal et al., IEEE Micro 39(5), 2019.) T is the time of a step, S the steps of an epoch, E the epochs to the target. N
-workers of M devices each (M is their model-parallel degree) take, over one worker on one device, C_1 / C = SU^M SE_N N
-E_1 / E_N: SU^M is the speed-up of a worker's step by M-way model parallelism, SE_N the scaling efficiency of N workers.
-Workers of M devices beat M N workers of one exactly where SU^M > M (SE_MN / SE_N) (E_N / E_MN).
+(Pal et al., IEEE Micro 39(5), 2019.) T is the time of a step, S the steps of an epoch, E the epochs
+to the target. N workers of M devices each (M is their model-parallel degree) take, over one worker
+on one device, C_1 / C = SU^M SE_N N E_1 / E_N: SU^M is the speed-up of a worker's step by M-way
+model parallelism, SE_N the scaling efficiency of N workers. Workers of M devices beat M N workers
+of one exactly where SU^M > M (SE_MN / SE_N) (E_N / E_MN).
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from gems.errors import ConfigError
 from gems.planner.hybrid.epochs import Epochs
 from gems.planner.hybrid.quantity import SHARES, Quantity
 
-# SE_N = T_1 / T_N, the step time of one worker over that of N, each with the batch that it has alone, by N and M.
+# SE_N = T_1 / T_N, the step time of one worker over that of N, each with the batch that it has
+# alone, by N and M.
 Efficiency = Callable[[int, int], float]
 
 
@@ -31,10 +33,11 @@ def ideal_efficiency(workers: int, degree: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class EfficiencyTable:
-    """SE_N by the devices of a worker and the number of workers; between two numbers, linear in the logarithm of N.
+    """SE_N by the devices of a worker and the number of workers.
 
-    Workers of more devices than any in the table are taken to lose what those of the nearest smaller size lose, as
-    Pal et al. do, who use one SE_N for both.
+    Between two numbers, linear in the logarithm of N.
+    Workers of more devices than any in the table are taken to lose what those of the nearest
+    smaller size lose, as Pal et al. do, who use one SE_N for both.
     """
 
     by_degree: Mapping[int, Mapping[int, Quantity]]
@@ -43,7 +46,8 @@ class EfficiencyTable:
         """Return SE_N.
 
         Raises:
-            ConfigError: fewer or more workers than in the table; one worker alone has 1 where the table begins above.
+            ConfigError: fewer or more workers than in the table; one worker alone has 1 where the
+            table begins above.
         """
         sizes = sorted(self.by_degree)
         table = self.by_degree[sizes[max(0, bisect_right(sizes, degree) - 1)]]
@@ -52,15 +56,21 @@ class EfficiencyTable:
             return 1.0
         if not known[0] <= workers <= known[-1]:
             raise ConfigError(
-                "workers", workers, f"the scaling efficiency is known from {known[0]} to {known[-1]} workers",
+                "workers",
+                workers,
+                f"the scaling efficiency is known from {known[0]} to {known[-1]} workers",
                 "measure more of them, or leave --efficiency out to model it",
-            )  # fmt: skip
-        return float(np.interp(math.log(workers), np.log(known), [table[number].value for number in known]))
+            )
+        return float(
+            np.interp(math.log(workers), np.log(known), [table[number].value for number in known])
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class HybridCase:
-    """What the planner weighs. Its methods raise ConfigError where epochs or efficiency are not known.
+    """What the planner weighs.
+
+    Its methods raise ConfigError where epochs or efficiency are not known.
 
     Attributes:
         worker_batch: samples of one step of one worker, whatever its devices.
@@ -95,17 +105,27 @@ class HybridCase:
 
     def cost(self, workers: int, degree: int) -> float:
         """Return C in units of T_1 S_1, the epochs that one worker on one device would do in that time."""
-        return self.step(workers, degree) * self.epochs.epochs(workers * self.worker_batch) / workers
+        return (
+            self.step(workers, degree) * self.epochs.epochs(workers * self.worker_batch) / workers
+        )
 
     def threshold(self, workers: int, degree: int) -> float:
-        """Return the right side of the criterion: what SU^M must exceed for N workers of M devices to win."""
+        """Return the right side of the criterion.
+
+        What SU^M must exceed for N workers of M devices to win.
+        """
         many = workers * degree
         efficiencies = self.efficiency(many, 1) / self.efficiency(workers, degree)
-        epochs = self.epochs.epochs(workers * self.worker_batch) / self.epochs.epochs(many * self.worker_batch)
+        epochs = self.epochs.epochs(workers * self.worker_batch) / self.epochs.epochs(
+            many * self.worker_batch
+        )
         return degree * efficiencies * epochs
 
     def gain(self, workers: int, degree: int) -> float:
-        """Return the time of data parallelism on the same devices over that of N workers of M: above 1 hybrid wins."""
+        """Return the time of data parallelism on the same devices over that of N workers of M.
+
+        Above 1 hybrid wins.
+        """
         return self.speedup(degree) / self.threshold(workers, degree)
 
     def seconds(self, cost: float) -> float | None:
@@ -120,8 +140,10 @@ class BreakEven:
     """Where workers of M devices become faster than data parallelism, and stay so up to the most devices looked at.
 
     Attributes:
-        devices: the fewest from which on they are, a multiple of M; None where they are not at the most.
-        below: the most devices listed at which data parallelism still is at least as fast; None where it never is.
+        devices: the fewest from which on they are, a multiple of M; None where they are not at the
+            most.
+        below: the most devices listed at which data parallelism still is at least as fast; None
+            where it never is.
         listed: the fewest devices listed from which on they are.
         low, high: 95 % of the draws lie between; None where they have no break-even point.
     """
@@ -134,10 +156,13 @@ class BreakEven:
     high: float | None = None
 
 
-def break_even(case: HybridCase, degree: int, devices: Sequence[int], draws: Sequence[HybridCase] = ()) -> BreakEven:
+def break_even(
+    case: HybridCase, degree: int, devices: Sequence[int], draws: Sequence[HybridCase] = ()
+) -> BreakEven:
     """Find where workers of so many devices become faster, between the listed numbers of devices by halving.
 
-    Between two listed numbers the gain is taken to pass 1 once; the draws' points are on a line between them.
+    Between two listed numbers the gain is taken to pass 1 once; the draws' points are on a line
+    between them.
     """
     known = _gains(case, degree, devices)
     if not known:
@@ -172,7 +197,10 @@ def _gains(case: HybridCase, degree: int, devices: Sequence[int]) -> list[tuple[
 
 
 def _interpolated(known: Sequence[tuple[int, float]]) -> float:
-    """Return where gains pass 1 for the last time, both axes logarithmic; infinity where the last is not above 1."""
+    """Return where gains pass 1 for the last time, both axes logarithmic.
+
+    Infinity where the last is not above 1.
+    """
     point: float = math.inf
     above: tuple[int, float] | None = None
     for count, gain in reversed(known):
@@ -181,5 +209,6 @@ def _interpolated(known: Sequence[tuple[int, float]]) -> float:
                 return math.inf
             share = -math.log(gain) / (math.log(above[1]) - math.log(gain))
             return math.exp(math.log(count) + share * (math.log(above[0]) - math.log(count)))
-        point, above = float(count), (count, gain)
+        point = float(count)
+        above = (count, gain)
     return point

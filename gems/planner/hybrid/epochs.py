@@ -1,4 +1,7 @@
-"""Epochs to a target as a function of the global batch: a table, or the gradient noise scale, given or fitted."""
+"""Epochs to a target as a function of the global batch.
+
+A table, or the gradient noise scale, given or fitted.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +19,22 @@ from gems.planner.hybrid.quantity import SHARES, Quantity
 
 MAX_BEYOND = 4.0  # a law is trusted so many times beyond the batches that it was fitted to
 NUM_ROUNDS = 8
-MAX_FACTOR = 1e6  # an interval is not wider: beyond, nothing is known, and products of it stay finite
+MAX_FACTOR = (
+    1e6  # an interval is not wider: beyond, nothing is known, and products of it stay finite
+)
 
 
 @dataclass(frozen=True, slots=True)
 class EpochTable:
-    """Epochs at some global batches; between two of them, their logarithm is linear in that of the batch.
+    """Epochs at some global batches.
+
+    Between two of them, their logarithm is linear in that of the batch.
 
     Attributes:
         global_batches: samples of a step, rising.
         numbers: the epochs at each.
-        beyond: goes on along the line of the last two points (or the first two) outside of the table; without it, what
-            lies outside is refused.
+        beyond: goes on along the line of the last two points (or the first two) outside of the
+            table; without it, what lies outside is refused.
     """
 
     global_batches: tuple[float, ...]
@@ -37,7 +44,9 @@ class EpochTable:
     def __post_init__(self) -> None:
         batches = self.global_batches
         if len(batches) != len(self.numbers) or len(batches) < 1:
-            raise ValueError("must have at least one row, and a number of epochs for each global batch")
+            raise ValueError(
+                "must have at least one row, and a number of epochs for each global batch"
+            )
         if any(not 0 < batch < math.inf for batch in batches):
             raise ValueError("must have global batches above 0")
         if any(low >= high for low, high in pairwise(batches)):
@@ -46,7 +55,10 @@ class EpochTable:
     @classmethod
     def of(cls, rows: Mapping[float, float | Quantity], beyond: bool = False) -> EpochTable:
         """Build a table from epochs by global batch, in any order."""
-        numbers = (each if isinstance(each, Quantity) else Quantity.exact(each) for _, each in sorted(rows.items()))
+        numbers = (
+            each if isinstance(each, Quantity) else Quantity.exact(each)
+            for _, each in sorted(rows.items())
+        )
         return cls(tuple(sorted(rows)), tuple(numbers), beyond)
 
     def epochs(self, global_batch: float) -> float:
@@ -58,15 +70,18 @@ class EpochTable:
         batches = self.global_batches
         if self.is_extrapolated(global_batch) and not self.beyond:
             raise ConfigError(
-                "global batch", f"{global_batch:g}",
+                "global batch",
+                f"{global_batch:g}",
                 f"epochs are known from {batches[0]:g} to {batches[-1]:g} samples a step",
                 "measure more, or let the file of --epochs say beyond: true, or model: noise_scale",
-            )  # fmt: skip
+            )
         if len(batches) == 1:
             return self.numbers[0].value
         right = min(max(bisect_right(batches, global_batch), 1), len(batches) - 1)
-        low, high = batches[right - 1], batches[right]
-        first, last = self.numbers[right - 1].value, self.numbers[right].value
+        low = batches[right - 1]
+        high = batches[right]
+        first = self.numbers[right - 1].value
+        last = self.numbers[right].value
         share = math.log(global_batch / low) / math.log(high / low)
         return float(first * (last / first) ** share)
 
@@ -83,7 +98,8 @@ class NoiseScale:
         least_epochs: E_min, what small batches take.
         critical_batch: B_crit in samples, at which a step's batch costs twice the epochs.
         correlation: of the logarithms of the two, from -1 to 1.
-        measured: the smallest and the largest batch that the law was fitted to; None where it was given.
+        measured: the smallest and the largest batch that the law was fitted to; None where it was
+            given.
     """
 
     least_epochs: Quantity
@@ -106,7 +122,8 @@ class NoiseScale:
         """Return a law with both figures drawn together, correlated as they are."""
         one, other = (float(each) for each in rng.standard_normal(2))
         mixed = self.correlation * one + math.sqrt(1.0 - self.correlation**2) * other
-        least, critical = Quantity.exact(self.least_epochs.at(one)), Quantity.exact(self.critical_batch.at(mixed))
+        least = Quantity.exact(self.least_epochs.at(one))
+        critical = Quantity.exact(self.critical_batch.at(mixed))
         return replace(self, least_epochs=least, critical_batch=critical)
 
 
@@ -117,7 +134,10 @@ EQUAL_EPOCHS = NoiseScale(Quantity.exact(1.0), Quantity.exact(1e300))
 
 @dataclass(frozen=True, slots=True)
 class NoiseFit:
-    """A fitted law, its (global batch, epochs) runs, and the relative residual of each: measured / fitted - 1."""
+    """A fitted law, its (global batch, epochs) runs, and the relative residual of each.
+
+    Measured / fitted - 1.
+    """
 
     law: NoiseScale
     runs: tuple[tuple[float, float], ...]
@@ -127,10 +147,10 @@ class NoiseFit:
 def fit_noise_scale(runs: Sequence[tuple[float, float]]) -> NoiseFit:
     """Fit E(B) = E_min (1 + B / B_crit), a line in B (McCandlish et al. 2018, section 2.3, and its appendix on fits).
 
-    Runs, each a global batch in samples and the epochs that it took to the target, scatter in proportion to their
-    epochs, so that each weighs with the inverse square of what is fitted for it, in a few rounds. The 95 % intervals
-    are of Student's t on the runs beyond two, taken on the logarithms of the two figures, whose correlation is kept;
-    two runs alone give none.
+    Runs, each a global batch in samples and the epochs that it took to the target, scatter in
+    proportion to their epochs, so that each weighs with the inverse square of what is fitted for
+    it, in a few rounds. The 95 % intervals are of Student's t on the runs beyond two, taken on the
+    logarithms of the two figures, whose correlation is kept; two runs alone give none.
 
     Raises:
         ConfigError: fewer than two global batches, or epochs that do not grow with the batch.
@@ -148,15 +168,21 @@ def fit_noise_scale(runs: Sequence[tuple[float, float]]) -> NoiseFit:
         if least <= 0.0 or slope <= 0.0:
             why = "they do not grow with the batch" if slope <= 0.0 else "they grow faster than it"
             raise ConfigError(
-                "epochs", " ".join(f"{batch:g}:{number:g}" for batch, number in runs), f"have no noise scale: {why}",
+                "epochs",
+                " ".join(f"{batch:g}:{number:g}" for batch, number in runs),
+                f"have no noise scale: {why}",
                 "use the table (model: table), or measure more batches and repetitions",
-            )  # fmt: skip
+            )
         fitted = design @ line
-    critical, residuals, freedom = scale * least / slope, epochs / fitted - 1.0, len(runs) - 2
-    reaches, correlation = np.zeros(2), 0.0
+    critical = scale * least / slope
+    residuals = epochs / fitted - 1.0
+    freedom = len(runs) - 2
+    reaches = np.zeros(2)
+    correlation = 0.0
     if freedom:
         covariance = np.linalg.inv(normal) * float(residuals @ residuals) / freedom
-        # By small changes: ln E_min has d least / least, and ln B_crit has d least / least - d slope / slope.
+        # By small changes: ln E_min has d least / least, and ln B_crit has d least / least - d
+        # slope / slope.
         change = np.array([[1.0 / least, 0.0], [1.0 / least, -1.0 / slope]])
         of_logs = change @ covariance @ change.T
         deviations = np.sqrt(np.maximum(np.diag(of_logs), 0.0))

@@ -1,4 +1,7 @@
-"""What the hybrid planner is given on its command line: epochs, scaling efficiency, speed-ups of model parallelism."""
+"""What the hybrid planner is given on its command line.
+
+Epochs, scaling efficiency, speed-ups of model parallelism.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,11 @@ from gems.planner.hybrid.end_to_end_time import EfficiencyTable
 from gems.planner.hybrid.epochs import Epochs, EpochTable, NoiseFit, NoiseScale, fit_noise_scale
 from gems.planner.hybrid.quantity import Quantity
 
-EPOCHS, EFFICIENCY, SPEEDUP = "--epochs", "--efficiency", "--speedup"
-TABLE, NOISE_SCALE = "table", "noise_scale"
+EPOCHS = "--epochs"
+EFFICIENCY = "--efficiency"
+SPEEDUP = "--speedup"
+TABLE = "table"
+NOISE_SCALE = "noise_scale"
 # The most real of what stands for one point, first.
 SOURCES = ("measured", "emulated", "simulated")
 MAX_DEGREE = 2**12
@@ -30,7 +36,10 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """A file that an option names, whose numbers are refused by that option and path; all of it raises ConfigError."""
+    """A file that an option names, whose numbers are refused by that option and path.
+
+    All of it raises ConfigError.
+    """
 
     option: str
     path: Path
@@ -41,14 +50,18 @@ class _File:
     def document(self) -> dict[str, Any]:
         """Read a JSON object, or a CSV as one with its rows under `rows`."""
         try:
-            text = self.path.read_text("utf-8-sig")  # spreadsheets begin a file with a byte order mark
+            text = self.path.read_text(
+                "utf-8-sig"
+            )  # spreadsheets begin a file with a byte order mark
             if self.path.suffix != ".json":
                 lines = [line for line in text.splitlines() if not line.startswith("#")]
                 return {"rows": list(csv.DictReader(lines, strict=True))}
             document = json.loads(text)
         except (OSError, ValueError, csv.Error, RecursionError) as error:
             why = error.strerror if isinstance(error, OSError) else error
-            raise self.error(f"cannot be read ({why})", "give a .json or a .csv with a line of column names") from error
+            raise self.error(
+                f"cannot be read ({why})", "give a .json or a .csv with a line of column names"
+            ) from error
         if not isinstance(document, dict):
             raise self.error("must hold one JSON object")
         return document
@@ -65,18 +78,26 @@ class _File:
     def positive(self, row: Row, column: str) -> float:
         value = row.get(column)
         try:
-            number = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
+            number = (
+                float(value)
+                if isinstance(value, int | float | str) and not isinstance(value, bool)
+                else math.nan
+            )
         except (ValueError, OverflowError):
             number = math.nan
         if not 1e-30 <= number <= 1e30:
             shown = "nothing" if value in (None, "") else repr(value)
-            raise self.error(f"column {column} holds {shown} in a row, and must be a number above 0")
+            raise self.error(
+                f"column {column} holds {shown} in a row, and must be a number above 0"
+            )
         return number
 
     def whole(self, row: Row, column: str) -> int:
         number = self.positive(row, column)
         if number != int(number) or number > 2**31:
-            raise self.error(f"column {column} holds {number:g} in a row, and must be a whole number")
+            raise self.error(
+                f"column {column} holds {number:g} in a row, and must be a whole number"
+            )
         return int(number)
 
     def quantity(self, row: Row, column: str, low: str = "low", high: str = "high") -> Quantity:
@@ -95,7 +116,8 @@ class _File:
 class GivenEpochs:
     """Epochs by global batch as a file gives them.
 
-    `fit` is that of a noise scale that was fitted here, `num_samples` that of an epoch, where the file has it.
+    `fit` is that of a noise scale that was fitted here, `num_samples` that of an epoch, where the
+    file has it.
     """
 
     law: Epochs
@@ -107,11 +129,16 @@ PUBLISHED_EPOCHS = Path(__file__).with_name("published_epochs.csv")
 
 
 def published_series(given: Path | str = PUBLISHED_EPOCHS) -> dict[str, list[tuple[float, float]]]:
-    """Return the (global batch, epochs) runs of each series of a CSV; raise ConfigError as `read_epochs`."""
+    """Return the (global batch, epochs) runs of each series of a CSV.
+
+    Raise ConfigError as `read_epochs`.
+    """
     file = _File(EPOCHS, Path(given))
     found: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for row in file.rows(file.document(), "runs"):
-        found[str(row.get("series") or "")].append((file.positive(row, "global_batch"), file.positive(row, "epochs")))
+        found[str(row.get("series") or "")].append(
+            (file.positive(row, "global_batch"), file.positive(row, "epochs"))
+        )
     return found
 
 
@@ -124,14 +151,16 @@ def _chosen_series(path: Path) -> tuple[Path, str | None]:
 def read_epochs(path: Path) -> GivenEpochs:
     """Read epochs by global batch.
 
-    Of a CSV with a column series, `FILE:SERIES` chooses one, to which a noise scale is fitted. Another CSV has columns
-    global_batch and epochs, and may have low and high, the ends of a 95 % interval; a JSON object has such rows under
-    `runs`. Several rows of one batch are repetitions: their mean counts, and their range is its interval. In JSON
-    `model` chooses table (with `beyond: true` it goes on outside of its range) or noise_scale, which is fitted to the
-    runs, or given by `e_min` and `b_crit`; `samples_per_epoch` may be there. Lines that begin with # are notes.
+    Of a CSV with a column series, `FILE:SERIES` chooses one, to which a noise scale is fitted.
+    Another CSV has columns global_batch and epochs, and may have low and high, the ends of a 95 %
+    interval; a JSON object has such rows under `runs`. Several rows of one batch are repetitions:
+    their mean counts, and their range is its interval. In JSON `model` chooses table (with `beyond:
+    true` it goes on outside of its range) or noise_scale, which is fitted to the runs, or given by
+    `e_min` and `b_crit`; `samples_per_epoch` may be there. Lines that begin with # are notes.
 
     Raises:
-        ConfigError: a file that cannot be read, a number that is none, or runs without a noise scale.
+        ConfigError: a file that cannot be read, a number that is none, or runs without a noise
+        scale.
     """
     path, name = _chosen_series(path)
     file = _File(EPOCHS, path)
@@ -139,47 +168,62 @@ def read_epochs(path: Path) -> GivenEpochs:
     if path.suffix != ".json" and any(row.get("series") for row in file.rows(document, "runs")):
         series = published_series(path)
         if name not in series:
-            raise file.error(f"has the series {', '.join(series)}", f"choose one: {EPOCHS} {path}:{next(iter(series))}")
+            raise file.error(
+                f"has the series {', '.join(series)}",
+                f"choose one: {EPOCHS} {path}:{next(iter(series))}",
+            )
         fit = fit_noise_scale(series[name])
         return GivenEpochs(fit.law, fit)
     if name is not None:
         raise file.error(f"has no column series to choose {name} from")
-    num_samples = file.whole(document, "samples_per_epoch") if "samples_per_epoch" in document else None
+    num_samples = (
+        file.whole(document, "samples_per_epoch") if "samples_per_epoch" in document else None
+    )
     model = document.get("model", NOISE_SCALE if "e_min" in document else TABLE)
     if model not in (TABLE, NOISE_SCALE):
         raise file.error(f"model {model}: {one_of((TABLE, NOISE_SCALE))}")
     if "e_min" in document:
-        e_min, b_crit = (file.quantity(document, name, f"{name}_low", f"{name}_high") for name in ("e_min", "b_crit"))
+        e_min, b_crit = (
+            file.quantity(document, name, f"{name}_low", f"{name}_high")
+            for name in ("e_min", "b_crit")
+        )
         return GivenEpochs(NoiseScale(e_min, b_crit), None, num_samples)
     rows = file.rows(document, "runs")
     if model == NOISE_SCALE:
-        fit = fit_noise_scale([(file.positive(row, "global_batch"), file.positive(row, "epochs")) for row in rows])
+        fit = fit_noise_scale(
+            [(file.positive(row, "global_batch"), file.positive(row, "epochs")) for row in rows]
+        )
         return GivenEpochs(fit.law, fit, num_samples)
     by_batch: dict[float, list[Quantity]] = defaultdict(list)
     for row in rows:
         by_batch[file.positive(row, "global_batch")].append(file.quantity(row, "epochs"))
-    table = EpochTable.of({batch: _pooled(each) for batch, each in by_batch.items()}, document.get("beyond") is True)
+    table = EpochTable.of(
+        {batch: _pooled(each) for batch, each in by_batch.items()}, document.get("beyond") is True
+    )
     return GivenEpochs(table, None, num_samples)
 
 
 def _pooled(repetitions: Sequence[Quantity]) -> Quantity:
     mean = sum(each.value for each in repetitions) / len(repetitions)
-    low, high = min(each.low for each in repetitions), max(each.high for each in repetitions)
+    low = min(each.low for each in repetitions)
+    high = max(each.high for each in repetitions)
     return Quantity(min(max(mean, low), high), low, high)
 
 
 def read_efficiency(path: Path, schedule: str = "") -> tuple[EfficiencyTable, str]:
     """Read SE_N from a file; return also its source: the least real of what it stands on, or given.
 
-    The file is what `analysis scaling` wrote (its CSV, or its JSON), or has the columns workers and efficiency (low,
-    high, ways).
+    The file is what `analysis scaling` wrote (its CSV, or its JSON), or has the columns workers and
+    efficiency (low, high, ways).
 
-    Of a scaling study SE_N is the median step of the fewest replicas over that of N, for pipelines of equally many
-    partitions and an equal batch of each replica; so the fewest replicas count as without loss. Of several schedules
-    the run's own counts; of several sources for one point measured before emulated before simulated.
+    Of a scaling study SE_N is the median step of the fewest replicas over that of N, for pipelines
+    of equally many partitions and an equal batch of each replica; so the fewest replicas count as
+    without loss. Of several schedules the run's own counts; of several sources for one point
+    measured before emulated before simulated.
 
     Raises:
-        ConfigError: a file that cannot be read, no weak scaling in it, or several schedules and none is the run's.
+        ConfigError: a file that cannot be read, no weak scaling in it, or several schedules and
+        none is the run's.
     """
     file = _File(EFFICIENCY, path)
     rows = file.rows(file.document(), "points")
@@ -208,7 +252,11 @@ def read_efficiency(path: Path, schedule: str = "") -> tuple[EfficiencyTable, st
 
 def _rows_of_schedule(file: _File, rows: Sequence[Row], schedule: str) -> Sequence[Row]:
     lines = [str(row.get("schedule", "")).split(", pipelines of ")[0] for row in rows]
-    kept = lines if len(set(lines)) == 1 else [line for line in lines if line.split(",")[0] == schedule]
+    kept = (
+        lines
+        if len(set(lines)) == 1
+        else [line for line in lines if line.split(",")[0] == schedule]
+    )
     if len(set(kept)) != 1:
         held = ", ".join(sorted(set(lines)))
         raise file.error(f"must hold {schedule} once, or one schedule alone: it holds {held}")
@@ -232,7 +280,10 @@ def _weak_scaling(file: _File, rows: Sequence[Row]) -> dict[int, tuple[int, Quan
             "must be of weak scaling: the images of a step and replica change with the replicas",
             "keep parallel.micro_batches and parallel.micro_batch_size",
         )
-    return {replicas: (source, Quantity.exact(base_s / step_s)) for replicas, (source, _, step_s) in best.items()}
+    return {
+        replicas: (source, Quantity.exact(base_s / step_s))
+        for replicas, (source, _, step_s) in best.items()
+    }
 
 
 def read_speedups(text: str) -> Mapping[int, Quantity]:
@@ -247,13 +298,19 @@ def read_speedups(text: str) -> Mapping[int, Quantity]:
             first, *numbers = word.split(":")
             figures = [float(number) for number in numbers]
             low, value, high = figures if len(figures) == 3 else figures * 3
-            degree, speedup = int(first), Quantity(value, low, high)
+            degree = int(first)
+            speedup = Quantity(value, low, high)
         except ValueError as error:
             raise ConfigError(
-                SPEEDUP, text, "must be M:VALUE,... or M:LOW:VALUE:HIGH,...", "for example 2:1.32,4:1.9"
+                SPEEDUP,
+                text,
+                "must be M:VALUE,... or M:LOW:VALUE:HIGH,...",
+                "for example 2:1.32,4:1.9",
             ) from error
         if not 2 <= degree <= MAX_DEGREE or degree in speedups:
-            raise ConfigError(SPEEDUP, text, f"must name each of its ways once, from 2 to {MAX_DEGREE}")
+            raise ConfigError(
+                SPEEDUP, text, f"must name each of its ways once, from 2 to {MAX_DEGREE}"
+            )
         speedups[degree] = speedup
     return speedups
 
@@ -272,5 +329,8 @@ def epochs_json(given: GivenEpochs) -> dict[str, Any]:
         answer |= {name: each.value, f"{name}_low": each.low, f"{name}_high": each.high}
     if given.fit is not None:
         pairs = zip(given.fit.runs, given.fit.residuals, strict=True)
-        answer["runs"] = [{"global_batch": run[0], "epochs": run[1], "residual": residual} for run, residual in pairs]
+        answer["runs"] = [
+            {"global_batch": run[0], "epochs": run[1], "residual": residual}
+            for run, residual in pairs
+        ]
     return answer

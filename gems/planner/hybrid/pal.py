@@ -1,9 +1,10 @@
-"""The projections of Pal et al. (IEEE Micro 39(5), 2019, arXiv 1907.13257): inputs, each with how well it is known.
+"""The projections of Pal et al.
 
-The abstract gives three gains of hybrid over data parallelism alone, "at least", and is confirmed from its text. What
-they were reckoned from is recalled from the paper and has not been checked against it, and for two networks the growth
-of the epochs is not known at all: it is derived here from the gain itself, so that recomputing that gain proves
-nothing.
+(IEEE Micro 39(5), 2019, arXiv 1907.13257): inputs, each with how well it is known.
+The abstract gives three gains of hybrid over data parallelism alone, "at least", and is confirmed
+from its text. What they were reckoned from is recalled from the paper and has not been checked
+against it, and for two networks the growth of the epochs is not known at all: it is derived here
+from the gain itself, so that recomputing that gain proves nothing.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ class Published:
 class Network:
     """A network of the paper: its inputs, and its published gains.
 
-    `epochs` is by devices under data parallelism: numbers, or with `is_ratio` multiples of that of its first row.
+    `epochs` is by devices under data parallelism: numbers, or with `is_ratio` multiples of that of
+    its first row.
     """
 
     title: str
@@ -105,7 +107,9 @@ class Network:
     def case(self) -> HybridCase:
         """The planner's case: SE is 1, and epochs between two numbers of devices are interpolated."""
         batch = self.worker_batch.value
-        table = EpochTable.of({batch * devices: each.quantity for devices, each in self.epochs.items()})
+        table = EpochTable.of(
+            {batch * devices: each.quantity for devices, each in self.epochs.items()}
+        )
         return HybridCase(batch, table, {DEGREE: self.speedup.quantity})
 
     @property
@@ -134,11 +138,16 @@ class Network:
         """The noise scale that the epochs imply, or None where they have none.
 
         Of numbers it is fitted to those that grow, of a ratio r from N to 2 N workers solved:
-        B_crit = N b (2 - r) / (r - 1). A ratio of 2 or more is beyond the law: its steps are saturated.
+        B_crit = N b (2 - r) / (r - 1). A ratio of 2 or more is beyond the law: its steps are
+        saturated.
         """
         batch = self.worker_batch.value
         if not self.is_ratio:
-            grown = [(devices * batch, each.value) for devices, each in self.epochs.items() if devices >= GROWN_FROM]
+            grown = [
+                (devices * batch, each.value)
+                for devices, each in self.epochs.items()
+                if devices >= GROWN_FROM
+            ]
             return fit_noise_scale(grown).law
         workers, doubled = sorted(self.epochs)
         ratio = self.epochs[doubled].value
@@ -152,12 +161,19 @@ class Network:
     def noise_break_even(self) -> float | None:
         """Where two-way workers win by the noise scale, in devices; None where there is none.
 
-        With SE = 1 the criterion SU (1 + x) > M + x, x = devices b / B_crit, turns at x = (M - SU) / (SU - 1).
+        With SE = 1 the criterion SU (1 + x) > M + x, x = devices b / B_crit, turns at x = (M - SU)
+        / (SU - 1).
         """
-        law, speedup = self.noise_scale, self.speedup.value
+        law = self.noise_scale
+        speedup = self.speedup.value
         if law is None or speedup <= 1.0:
             return None
-        return (DEGREE - speedup) / (speedup - 1.0) * law.critical_batch.value / self.worker_batch.value
+        return (
+            (DEGREE - speedup)
+            / (speedup - 1.0)
+            * law.critical_batch.value
+            / self.worker_batch.value
+        )
 
 
 def _input(name: str, unit: str, value: float, mark: Mark, half: float = 0.0) -> Input:
@@ -174,35 +190,60 @@ def _batch(value: float) -> Input:
 
 def _derived(workers: int, gain: float, speedup: float) -> dict[int, Input]:
     """Return what the epochs must grow by from `workers` to twice as many for a published gain: circular."""
-    low, value, high = (DEGREE * (1.0 + each) / speedup for each in (gain - 0.005, gain, gain + 0.005))
+    low, value, high = (
+        DEGREE * (1.0 + each) / speedup for each in (gain - 0.005, gain, gain + 0.005)
+    )
     name = f"epochs on {DEGREE * workers} devices over those on {workers}"
     return {
         workers: _input(f"epochs on {workers} devices", "1", 1.0, Mark.UNIT),
-        DEGREE * workers: Input(name, "1", round(value, 3), low, high, Mark.DERIVED, "SU^2 and the published gain"),
+        DEGREE * workers: Input(
+            name, "1", round(value, 3), low, high, Mark.DERIVED, "SU^2 and the published gain"
+        ),
     }
 
 
 EFFICIENCY = _input("scaling efficiency", "1", 1.0, Mark.ASSUMED)
-# Series of published epochs (published_epochs.csv) that a projection is recomputed with: the network whose speed-up and
-# batch of a worker count, the name of the projection, and the devices at which it is asked for.
+# Series of published epochs (published_epochs.csv) that a projection is recomputed with: the
+# network whose speed-up and batch of a worker count, the name of the projection, and the devices at
+# which it is asked for.
 MEASURED = (
     ("GNMT", "gnmt_v0.6_v0.7", "GNMT", (128, 256)),
     ("Inception-V3", "resnet50_v1.1", "ResNet-50-like", (512, 1024)),
 )
 NETWORKS: tuple[Network, ...] = (
     Network(
-        "Inception-V3", "DLPlacer", _speedup(1.32), _batch(64.0),
-        {devices: _input(f"epochs on {counted(devices, 'device')}", "epochs", epochs, Mark.RECALLED, 0.5)
-         for devices, epochs in ((1, 4), (32, 4), (64, 7), (128, 12), (256, 23))},
+        "Inception-V3",
+        "DLPlacer",
+        _speedup(1.32),
+        _batch(64.0),
+        {
+            devices: _input(
+                f"epochs on {counted(devices, 'device')}", "epochs", epochs, Mark.RECALLED, 0.5
+            )
+            for devices, epochs in ((1, 4), (32, 4), (64, 7), (128, 12), (256, 23))
+        },
         is_ratio=False,
-        published=(Published(256, 0.265, Mark.CONFIRMED, ABSTRACT), Published(64, 0.155, Mark.RECALLED, BODY)),
+        published=(
+            Published(256, 0.265, Mark.CONFIRMED, ABSTRACT),
+            Published(64, 0.155, Mark.RECALLED, BODY),
+        ),
     ),
     Network(
-        "GNMT", "pipeline", _speedup(1.15), _batch(128.0), _derived(128, 0.08, 1.15), is_ratio=True,
+        "GNMT",
+        "pipeline",
+        _speedup(1.15),
+        _batch(128.0),
+        _derived(128, 0.08, 1.15),
+        is_ratio=True,
         published=(Published(256, 0.08, Mark.CONFIRMED, ABSTRACT),),
     ),
     Network(
-        "BigLSTM", "pipeline", _speedup(1.22), _batch(64.0), _derived(16, 0.22, 1.22), is_ratio=True,
+        "BigLSTM",
+        "pipeline",
+        _speedup(1.22),
+        _batch(64.0),
+        _derived(16, 0.22, 1.22),
+        is_ratio=True,
         published=(Published(32, 0.22, Mark.CONFIRMED, ABSTRACT),),
     ),
-)  # fmt: skip
+)

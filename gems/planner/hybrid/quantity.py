@@ -25,7 +25,8 @@ class Quantity:
     def __post_init__(self) -> None:
         if not 0.0 < self.low <= self.value <= self.high or not math.isfinite(self.high):
             raise ValueError(
-                f"must be above 0 and finite, within its interval: {self.low:g} <= {self.value:g} <= {self.high:g}"
+                f"must be above 0 and finite, within its interval: {self.low:g} <= {self.value:g}"
+                f" <= {self.high:g}"
             )
 
     @classmethod
@@ -34,16 +35,24 @@ class Quantity:
         return cls(value, value, value)
 
     def at(self, deviate: float) -> float:
-        """Return the figure for a standard normal deviate: 0 gives the value, -Z95 and Z95 the ends of the interval.
+        """Return the figure for a standard normal deviate.
 
-        Each side is a half of a log-normal distribution, so that no draw of a positive figure is negative.
+        0 gives the value, -Z95 and Z95 the ends of the interval.
+        Each side is a half of a log-normal distribution, so that no draw of a positive figure is
+        negative.
         """
         end = self.low if deviate < 0 else self.high
-        return self.value if end == self.value else self.value * (end / self.value) ** (abs(deviate) / Z95)
+        return (
+            self.value
+            if end == self.value
+            else self.value * (end / self.value) ** (abs(deviate) / Z95)
+        )
 
     def drawn(self, rng: np.random.Generator) -> Quantity:
         """Return one exact figure drawn from the interval's distribution."""
-        return self if self.low == self.high else Quantity.exact(self.at(float(rng.standard_normal())))
+        return (
+            self if self.low == self.high else Quantity.exact(self.at(float(rng.standard_normal())))
+        )
 
     def scaled(self, factor: float) -> Quantity:
         """Return the figure and its interval times a positive factor."""
@@ -53,7 +62,8 @@ class Quantity:
 def drawn(given: Any, rng: np.random.Generator) -> Any:
     """Return a value with each figure in it drawn independently.
 
-    These are quantities, in mappings, tuples and dataclasses; one with a method `drawn` of its own draws by that.
+    These are quantities, in mappings, tuples and dataclasses; one with a method `drawn` of its own
+    draws by that.
     """
     if hasattr(given, "drawn"):
         return given.drawn(rng)
@@ -62,7 +72,9 @@ def drawn(given: Any, rng: np.random.Generator) -> Any:
     if isinstance(given, tuple):
         return tuple(drawn(each, rng) for each in given)
     if is_dataclass(given) and not isinstance(given, type):
-        return replace(given, **{each.name: drawn(getattr(given, each.name), rng) for each in fields(given)})
+        return replace(
+            given, **{each.name: drawn(getattr(given, each.name), rng) for each in fields(given)}
+        )
     return given
 
 

@@ -10,7 +10,10 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Scored(Protocol):
-    """What becomes of a candidate that fits: seconds, the fewer the better, and bytes, which tell equals apart."""
+    """What becomes of a candidate that fits.
+
+    Seconds, the fewer the better, and bytes, which tell equals apart.
+    """
 
     @property
     def score_s(self) -> float:
@@ -50,10 +53,11 @@ S = TypeVar("S", bound=Scored)
 class Found(Generic[S]):
     """The best, first first, and what became of all candidates.
 
-    `num_simulated` were scored, `num_too_large` did not fit when they were simulated, `num_pruned_bytes` and
-    `num_pruned_time` were left out by their bounds, `num_impossible` have counts that their schedule cannot serve or a
-    policy that keeping makes pointless, and `num_left` were not reached in the time. `least_needed_bytes` is the least
-    that was found too large, None where nothing was.
+    `num_simulated` were scored, `num_too_large` did not fit when they were simulated,
+    `num_pruned_bytes` and `num_pruned_time` were left out by their bounds, `num_impossible` have
+    counts that their schedule cannot serve or a policy that keeping makes pointless, and `num_left`
+    were not reached in the time. `least_needed_bytes` is the least that was found too large, None
+    where nothing was.
     """
 
     best: tuple[S, ...]
@@ -76,10 +80,10 @@ class Found(Generic[S]):
 class Rules(Generic[C, S]):
     """How candidates are judged.
 
-    `least_s` and `refined_s` are below or at a candidate's seconds, the first without any work and the second with
-    some; one that `is_pruned` is below its bytes. `evaluate` is given the seconds above which nothing is asked for, and
-    gives None for a candidate that cannot be. Those of a higher `priority`, which are slower to evaluate, come after
-    all others.
+    `least_s` and `refined_s` are below or at a candidate's seconds, the first without any work and
+    the second with some; one that `is_pruned` is below its bytes. `evaluate` is given the seconds
+    above which nothing is asked for, and gives None for a candidate that cannot be. Those of a
+    higher `priority`, which are slower to evaluate, come after all others.
     """
 
     least_s: Callable[[C], float]
@@ -90,7 +94,10 @@ class Rules(Generic[C, S]):
 
 
 def search(
-    candidates: Iterable[C], rules: Rules[C, S], num_best: int, is_over: Callable[[], bool] = lambda: False
+    candidates: Iterable[C],
+    rules: Rules[C, S],
+    num_best: int,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> Found[S]:
     """Return the `num_best` candidates of the least seconds, those that are as fast by their bytes.
 
@@ -117,7 +124,9 @@ def search(
             counts["num_left"] += 1
             continue
         if not is_refined:
-            heapq.heappush(waiting, (priority, max(least_s, rules.refined_s(one)), place, True, one))
+            heapq.heappush(
+                waiting, (priority, max(least_s, rules.refined_s(one)), place, True, one)
+            )
             continue
         result = rules.evaluate(one, worst_s)
         if result is None:

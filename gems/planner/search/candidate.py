@@ -9,8 +9,10 @@ from gems.memory.registry import POLICIES
 from gems.schedule import CAPPED, FAMILIES, Family, Request, Terms
 
 KEEP = "keep"
-# Slow ones are tried up to so many ranks x micro-batches, and `plan` up to so many layers x micro-batches.
-MAX_SLOW, MAX_PLANNED = 512, 128
+# Slow ones are tried up to so many ranks x micro-batches, and `plan` up to so many layers x
+# micro-batches.
+MAX_SLOW = 512
+MAX_PLANNED = 128
 MAX_FORWARDS = 2**14  # stages x micro-batches of one step
 
 
@@ -18,9 +20,9 @@ MAX_FORWARDS = 2**14  # stages x micro-batches of one step
 class Candidate:
     """One configuration: ranks of a pipeline and its copies, schedule, micro-batches of a pipeline, memory policy.
 
-    `cap` is in micro-batches on a rank's part of the model, `parts` GEMS's micro-batches of one run, `chunks` the
-    stages of a rank where the schedule leaves that free, `how` the memory.recompute of a policy that reads it, `strips`
-    those of a micro-batch.
+    `cap` is in micro-batches on a rank's part of the model, `parts` GEMS's micro-batches of one
+    run, `chunks` the stages of a rank where the schedule leaves that free, `how` the
+    memory.recompute of a policy that reads it, `strips` those of a micro-batch.
     """
 
     partitions: int
@@ -62,9 +64,11 @@ class Candidate:
 
     @property
     def slowness(self) -> int:
-        """What its evaluation takes long for: 0 nothing, its schedule following from the counts alone.
+        """What its evaluation takes long for.
 
-        1: its schedule looks at the stages' times; 2: its policy takes seconds; 3: its schedule is searched.
+        0 nothing, its schedule following from the counts alone.
+        1: its schedule looks at the stages' times; 2: its policy takes seconds; 3: its schedule is
+        searched.
         """
         if self.schedule == CAPPED:
             return 3
@@ -78,7 +82,9 @@ class Candidate:
         cap = "" if self.cap is None else f" K={self.cap:g}"
         parts = f" parts={self.parts}" if self.parts > 1 else ""
         strips = f", {self.strips} strips" if self.strips > 1 else ""
-        return self.schedule + cap + parts + (f" v={self.chunks}" if self.chunks > 1 else "") + strips
+        return (
+            self.schedule + cap + parts + (f" v={self.chunks}" if self.chunks > 1 else "") + strips
+        )
 
     @property
     def policy(self) -> str:
@@ -88,10 +94,14 @@ class Candidate:
     def overrides(self, boundaries: Sequence[int] = ()) -> tuple[str, ...]:
         """Return the configuration as words of a command line, with the partition if it is given and not searched."""
         words = [
-            f"parallel.partitions={self.partitions}", f"parallel.replicas={self.replicas}",
-            f"parallel.micro_batches={self.micro_batches}", f"parallel.micro_batch_size={self.micro_batch_size}",
-            f"schedule={self.schedule}", f"memory={self.memory}", "cost=profile",
-        ]  # fmt: skip
+            f"parallel.partitions={self.partitions}",
+            f"parallel.replicas={self.replicas}",
+            f"parallel.micro_batches={self.micro_batches}",
+            f"parallel.micro_batch_size={self.micro_batch_size}",
+            f"schedule={self.schedule}",
+            f"memory={self.memory}",
+            "cost=profile",
+        ]
         words += [f"parallel.parts={self.parts}"] if self.parts > 1 else []
         words += [f"parallel.strips={self.strips}"] if self.strips > 1 else []
         words += [f"schedule.chunks={self.chunks}"] if self.chunks > 1 else []
@@ -102,12 +112,14 @@ class Candidate:
         return tuple(words)
 
 
-def candidates(num_gpus: int, global_batch: int, num_layers: int, has_policies: bool = True) -> list[Candidate]:
+def candidates(
+    num_gpus: int, global_batch: int, num_layers: int, has_policies: bool = True
+) -> list[Candidate]:
     """Return all configurations that use every device and make steps of the global batch.
 
-    `num_gpus` is partitions x replicas, `num_layers` the most stages; without `has_policies` activations may neither
-    leave the device nor be recomputed. Left out is what another candidate always replaces: GPipe and layer
-    parallelism, which 1F1B with a cap does with less.
+    `num_gpus` is partitions x replicas, `num_layers` the most stages; without `has_policies`
+    activations may neither leave the device nor be recomputed. Left out is what another candidate
+    always replaces: GPipe and layer parallelism, which 1F1B with a cap does with less.
     """
     policies = [(KEEP, "")]
     if has_policies:
@@ -147,7 +159,10 @@ def _schedules(shape: Candidate) -> Iterator[Candidate]:
 
 
 def _is_asked(one: Candidate, num_layers: int) -> bool:
-    """Whether what evaluating a candidate takes is within reason; a searched schedule keeps its activations."""
+    """Whether what evaluating a candidate takes is within reason.
+
+    A searched schedule keeps its activations.
+    """
     if one.schedule == CAPPED:
         return one.memory == KEEP
     if one.memory == "plan" and num_layers * one.micro_batches > MAX_PLANNED:

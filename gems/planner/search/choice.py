@@ -11,9 +11,12 @@ from gems.planner.search.best_first import is_as_fast
 from gems.planner.search.candidate import Candidate
 
 REASONS = {
-    "compute": "computes {} more", "recompute": "recomputes {}", "messages": "exposed messages {} more",
-    "all_reduce": "all-reduce {} more", "waiting": "bubble {} more",
-}  # fmt: skip
+    "compute": "computes {} more",
+    "recompute": "recomputes {}",
+    "messages": "exposed messages {} more",
+    "all_reduce": "all-reduce {} more",
+    "waiting": "bubble {} more",
+}
 PARTS = tuple(REASONS)
 COPIES = "bubble and copies {} more"
 MIN_SHARE = 0.001  # of the first's step: what is less is not reported
@@ -24,9 +27,10 @@ MAX_REASONS = 3
 class Choice:
     """A configuration with one simulated step of it.
 
-    `peak_bytes` and `host_bytes` have an entry a rank of one pipeline; `split` gives `parts_s`, which only the best are
-    asked for. `score_s` is what choices are ranked by: the step, or the seconds to the target where the epochs to it
-    are known (`epochs`). `changes` are what else of the run the plan sets, as words of a command line.
+    `peak_bytes` and `host_bytes` have an entry a rank of one pipeline; `split` gives `parts_s`,
+    which only the best are asked for. `score_s` is what choices are ranked by: the step, or the
+    seconds to the target where the epochs to it are known (`epochs`). `changes` are what else of
+    the run the plan sets, as words of a command line.
     """
 
     candidate: Candidate
@@ -64,38 +68,59 @@ class Choice:
         """Return the choice as plain data, beside the first one."""
         one = self.candidate
         return {
-            "step_s": self.step_s, "images_per_s": self.images_per_s, "peak_bytes": list(self.peak_bytes),
-            "host_bytes": list(self.host_bytes), "efficiency": self.efficiency, "partitions": one.partitions,
-            "replicas": one.replicas, "schedule": one.schedule, "activation_cap": one.cap, "parts": one.parts,
-            "chunks": one.chunks, "strips": one.strips, "micro_batch_size": one.micro_batch_size,
-            "micro_batches": one.micro_batches, "global_batch": one.global_batch,
-            "memory": one.policy, "boundaries": list(self.boundaries),
-            "parts_s": dict(self.parts_s), "epochs": self.epochs,
+            "step_s": self.step_s,
+            "images_per_s": self.images_per_s,
+            "peak_bytes": list(self.peak_bytes),
+            "host_bytes": list(self.host_bytes),
+            "efficiency": self.efficiency,
+            "partitions": one.partitions,
+            "replicas": one.replicas,
+            "schedule": one.schedule,
+            "activation_cap": one.cap,
+            "parts": one.parts,
+            "chunks": one.chunks,
+            "strips": one.strips,
+            "micro_batch_size": one.micro_batch_size,
+            "micro_batches": one.micro_batches,
+            "global_batch": one.global_batch,
+            "memory": one.policy,
+            "boundaries": list(self.boundaries),
+            "parts_s": dict(self.parts_s),
+            "epochs": self.epochs,
             "to_target_s": None if self.epochs is None else self.score_s,
-            "loses_by": reasons(first, self), "overrides": list(self.overrides),
-        }  # fmt: skip
+            "loses_by": reasons(first, self),
+            "overrides": list(self.overrides),
+        }
 
 
 def reasons(first: Choice, other: Choice) -> list[str]:
     """Report what makes a choice cost more than the first, largest cost first.
 
-    Each is given in milliseconds of a step and in percent of the first's. The parts are compared for the
-    same images, so that choices of different global batches compare too.
+    Each is given in milliseconds of a step and in percent of the first's. The parts are compared
+    for the same images, so that choices of different global batches compare too.
     """
     if other is first or first.step_s <= 0:
         return []
     scale = first.candidate.global_batch / other.candidate.global_batch
     more = {part: scale * other.parts_s[part] - first.parts_s[part] for part in PARTS}
-    causes = sorted((part for part in PARTS if more[part] > MIN_SHARE * first.step_s), key=lambda part: -more[part])
+    causes = sorted(
+        (part for part in PARTS if more[part] > MIN_SHARE * first.step_s),
+        key=lambda part: -more[part],
+    )
     costs = []
     for part in causes[:MAX_REASONS]:
         text = COPIES if part == "waiting" and any(other.host_bytes) else REASONS[part]
-        costs.append(text.format(f"{1e3 * more[part]:.3g} ms ({100 * more[part] / first.step_s:.1f} %)"))
+        costs.append(
+            text.format(f"{1e3 * more[part]:.3g} ms ({100 * more[part] / first.step_s:.1f} %)")
+        )
     if first.epochs and other.epochs and other.epochs > first.epochs:
         costs.append(f"needs {100 * (other.epochs / first.epochs - 1):.1f} % more epochs")
     if costs:
         return costs
     if not is_as_fast(first, other):
         return [f"as fast to {100 * (other.score_s / first.score_s - 1):.2g} %"]
-    held, least = other.most_bytes, first.most_bytes
-    return [f"as fast, holds {100 * (held / least - 1):.2g} % more" if held > least > 0 else "as fast"]
+    held = other.most_bytes
+    least = first.most_bytes
+    return [
+        f"as fast, holds {100 * (held / least - 1):.2g} % more" if held > least > 0 else "as fast"
+    ]

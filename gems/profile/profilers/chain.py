@@ -1,9 +1,9 @@
 """A chain: layers metered one by one, each on what the one before passes on, and joined by the memory they share.
 
-Memory is followed by name, not by address: a tensor that is carried through layers, or seen by a view, is one storage
-from where it is made to its last use, and so is a gradient on its way back. So it is known which layer is the first to
-save a storage, and what a carried gradient keeps alive. Equal layers on equal inputs are measured once: a ResNet-1001
-has few distinct ones.
+Memory is followed by name, not by address: a tensor that is carried through layers, or seen by a
+view, is one storage from where it is made to its last use, and so is a gradient on its way back. So
+it is known which layer is the first to save a storage, and what a carried gradient keeps alive.
+Equal layers on equal inputs are measured once: a ResNet-1001 has few distinct ones.
 """
 
 from __future__ import annotations
@@ -22,7 +22,14 @@ from gems.config.schema import DataConfig, MachineConfig, ModelConfig
 from gems.models import Layer, layers_of, title_of
 from gems.models.build import input_spec
 from gems.models.mixed import Precision
-from gems.profile.model_profile import LayerProfile, ModelProfile, Saved, counted, product_bytes_of, stash_of
+from gems.profile.model_profile import (
+    LayerProfile,
+    ModelProfile,
+    Saved,
+    counted,
+    product_bytes_of,
+    stash_of,
+)
 from gems.profile.profilers.layer_run import (
     Gradient,
     Gradients,
@@ -50,7 +57,9 @@ class Lab:
     times: Callable[[LayerCall], Times] = lambda _: Times()
     mode: AbstractContextManager[Any] = field(default_factory=nullcontext)
 
-    def call(self, layer: Layer, index: int, slots: Sequence[_Slot], loss: Loss | None) -> LayerCall:
+    def call(
+        self, layer: Layer, index: int, slots: Sequence[_Slot], loss: Loss | None
+    ) -> LayerCall:
         """Build a layer and inputs for it."""
         module = self.build(layer, index)
         with self.mode:
@@ -99,8 +108,9 @@ class _Kind:
 class _Placed:
     """A layer in the chain.
 
-    `made` is the memory that it passes on, `unsaved` what it is given and nobody has saved yet, by the distance of its
-    maker. `backward` has, by the end of its stage, its peak and what a stage that begins with it passes on.
+    `made` is the memory that it passes on, `unsaved` what it is given and nobody has saved yet, by
+    the distance of its maker. `backward` has, by the end of its stage, its peak and what a stage
+    that begins with it passes on.
     """
 
     layer: Layer
@@ -126,7 +136,9 @@ def profile_model(
     layers = profile_chain(layers_of(model, data), given, lab, task_loss(data))
     input_bytes = sum(tensor.numel() * tensor.element_size() for tensor in given)
     facts = {**facts, "subject": subject(model, data, micro_batch_size, dtype)}
-    return ModelProfile(title_of(model), *shape, dtype, device, source, layers, input_bytes, versions(), facts)
+    return ModelProfile(
+        title_of(model), *shape, dtype, device, source, layers, input_bytes, versions(), facts
+    )
 
 
 def machine_device(machine: MachineConfig) -> torch.device:
@@ -135,7 +147,9 @@ def machine_device(machine: MachineConfig) -> torch.device:
     return torch.device("cuda" if is_cuda else "cpu")
 
 
-def given_tensors(data: DataConfig, micro_batch_size: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+def given_tensors(
+    data: DataConfig, micro_batch_size: int, dtype: torch.dtype, device: torch.device
+) -> list[Tensor]:
     """Return what the model takes of one micro-batch, without its values."""
     spec = input_spec(data, micro_batch_size, dtype)
     return [torch.empty(spec.shape, dtype=spec.dtype, device=device)]
@@ -146,10 +160,13 @@ def profile_chain(
 ) -> tuple[LayerProfile, ...]:
     """Return the profile of each layer of a model, first to last.
 
-    `given` are its inputs, none sharing memory; only their layout is used. The last layer's one output goes into the
-    loss of training, as on the last stage of a run.
+    `given` are its inputs, none sharing memory; only their layout is used. The last layer's one
+    output goes into the loss of training, as on the last stage of a run.
     """
-    slots = [_Slot(Layout.of(tensor), _Storage(tensor.untyped_storage().nbytes(), _DATA)) for tensor in given]
+    slots = [
+        _Slot(Layout.of(tensor), _Storage(tensor.untyped_storage().nbytes(), _DATA))
+        for tensor in given
+    ]
     known: dict[object, _Kind] = {}
     chain: list[_Placed] = []
     for index, layer in enumerate(layers):
@@ -163,7 +180,9 @@ def profile_chain(
                     times = lab.times(call)
                     known[key] = _Kind(lab, make, meter(call, lab.workspace), times)
             except Exception as error:
-                error.add_note(f"layer {layer.name} took {', '.join(str(slot.layout.shape) for slot in slots)}")
+                error.add_note(
+                    f"layer {layer.name} took {', '.join(str(slot.layout.shape) for slot in slots)}"
+                )
                 raise
         chain.append(_Placed(layer, known[key]))
         slots = _join(chain[-1], index, slots)
@@ -195,7 +214,14 @@ def _join(placed: _Placed, index: int, slots: Sequence[_Slot]) -> list[_Slot]:
                 savers = [index] if output.is_saved else []
                 convs = [index] if output.is_conv_input else []
                 placed.made.append(
-                    _Storage(output.storage_bytes, index, savers, index, output.is_product, conv_savers=convs)
+                    _Storage(
+                        output.storage_bytes,
+                        index,
+                        savers,
+                        index,
+                        output.is_product,
+                        conv_savers=convs,
+                    )
                 )
             storage = placed.made[output.made]
         slot = _Slot(output.layout, storage)
@@ -210,14 +236,20 @@ def _join(placed: _Placed, index: int, slots: Sequence[_Slot]) -> list[_Slot]:
 def _add_backwards(chain: Sequence[_Placed]) -> None:
     """Measure each layer's backward in all stages that it may be in.
 
-    Of a gradient that the stage was given nothing is counted. From an end on the way back is walked only until the
-    gradients lie as they did on the way from the next end.
+    Of a gradient that the stage was given nothing is counted. From an end on the way back is walked
+    only until the gradients lie as they did on the way from the next end.
     """
     before: list[Gradients | None] = [None] * len(chain)
     for end in range(len(chain), 0, -1):
-        gradients: Gradients = tuple(  # of the stage that ends here: each a tensor of its own, which the stage holds
-            Gradient.fresh(output.layout.shape, output.layout.dtype, number, True) if output.grad_bytes else None
-            for number, output in enumerate(chain[end - 1].kind.meter.outputs)
+        gradients: Gradients = (
+            tuple(  # of the stage that ends here: each a tensor of its own, which the stage holds
+                (
+                    Gradient.fresh(output.layout.shape, output.layout.dtype, number, True)
+                    if output.grad_bytes
+                    else None
+                )
+                for number, output in enumerate(chain[end - 1].kind.meter.outputs)
+            )
         )
         for index in range(end - 1, -1, -1):
             if before[index] == gradients:
@@ -232,15 +264,23 @@ def _add_backwards(chain: Sequence[_Placed]) -> None:
 
 
 def _layer_profile(placed: _Placed, index: int) -> LayerProfile:
-    meter, unsaved = placed.kind.meter, placed.unsaved
+    meter = placed.kind.meter
+    unsaved = placed.unsaved
     handed = [
         Saved(
-            each.num_bytes, tuple(layer - index for layer in each.savers), each.last_use - index, 1, each.is_product,
-            *(tuple(layer - index for layer in layers) for layers in (each.weight_readers, each.conv_savers)),
+            each.num_bytes,
+            tuple(layer - index for layer in each.savers),
+            each.last_use - index,
+            1,
+            each.is_product,
+            *(
+                tuple(layer - index for layer in layers)
+                for layers in (each.weight_readers, each.conv_savers)
+            ),
         )
         for each in placed.made
         if each.num_bytes and (each.savers or each.last_use > index or each.is_product)
-    ]  # fmt: skip
+    ]
     storages = counted((*meter.inner, *handed))
     saved = tuple(storage for storage in storages if storage.savers)
     grad_bytes = sum(output.grad_bytes for output in meter.outputs)
@@ -256,10 +296,16 @@ def _layer_profile(placed: _Placed, index: int) -> LayerProfile:
         output_grad_bytes=grad_bytes,
         unsaved_input_bytes=sum(unsaved.values()),
         unsaved_from=tuple(pair for pair in sorted(unsaved.items()) if pair[0] > 1),
-        workspace_bytes=max(0, meter.layer.forward_peak_bytes - meter.left_bytes, usual - grad_bytes),
+        workspace_bytes=max(
+            0, meter.layer.forward_peak_bytes - meter.left_bytes, usual - grad_bytes
+        ),
         backward_peak_bytes=usual,
-        backward_peak_at=tuple((ahead, peak) for ahead, peak in peaks.items() if not ahead or peak != usual),
-        passed_at=tuple((end - index - 1, size) for end, (_, size) in sorted(placed.backward.items()) if size),
+        backward_peak_at=tuple(
+            (ahead, peak) for ahead, peak in peaks.items() if not ahead or peak != usual
+        ),
+        passed_at=tuple(
+            (end - index - 1, size) for end, (_, size) in sorted(placed.backward.items()) if size
+        ),
         cheap_bytes=product_bytes_of(storages),
         saved=saved,
         passing=tuple(storage for storage in storages if not storage.savers),
@@ -271,16 +317,21 @@ def _unique(storages: Iterable[_Storage]) -> list[_Storage]:
 
 
 def _pattern(slots: Sequence[_Slot]) -> object:
-    """Return a key that is equal for inputs that a layer cannot distinguish: layout and shared memory."""
+    """Return a key that is equal for inputs that a layer cannot distinguish.
+
+    Layout and shared memory.
+    """
     storages: dict[int, int] = {}
     names: dict[int, int] = {}
     return tuple(
         (
-            slot.layout, slot.storage.num_bytes, storages.setdefault(id(slot.storage), len(storages)),
+            slot.layout,
+            slot.storage.num_bytes,
+            storages.setdefault(id(slot.storage), len(storages)),
             names.setdefault(id(slot.name), len(names)),
         )
         for slot in slots
-    )  # fmt: skip
+    )
 
 
 def _tensors(slots: Sequence[_Slot], device: torch.device) -> list[Tensor]:
@@ -288,7 +339,8 @@ def _tensors(slots: Sequence[_Slot], device: torch.device) -> list[Tensor]:
     memory: dict[int, Tensor] = {}
     made: dict[int, Tensor] = {}
     for slot in slots:
-        key, dtype = id(slot.storage), slot.layout.dtype
+        key = id(slot.storage)
+        dtype = slot.layout.dtype
         if key not in memory:
             make = torch.randn if dtype.is_floating_point else torch.zeros
             memory[key] = make(slot.storage.num_bytes // dtype.itemsize, dtype=dtype, device=device)

@@ -1,7 +1,7 @@
 """Each layer of a network in strips, evaluated in strips and with a split backward, held against the layer itself.
 
-It is done in float64, or float32 where the layer takes no other, on a small image. As a child process it reads a
-resolved run as JSON on stdin.
+It is done in float64, or float32 where the layer takes no other, on a small image. As a child
+process it reads a resolved run as JSON on stdin.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from gems.profile.exactness import Exactness
 from gems.profile.profilers.take import answer
 
 SIDES_PX = (32, 64, 128, 256)
-BATCH, STRIPS = 2, 4
+BATCH = 2
+STRIPS = 4
 MAX_PARAMETERS = 200_000_000
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
 FLOOR = 1e-6  # of the largest value of a layer, with which smaller ones are compared
@@ -69,7 +70,8 @@ def _images(data: DataConfig) -> Iterator[DataConfig]:
     """Yield the data with images of growing sides, up to its own."""
     seen = set()
     for side in SIDES_PX:
-        height, width = min(side, data.height_px), min(side, data.width_px)
+        height = min(side, data.height_px)
+        width = min(side, data.width_px)
         if (height, width) not in seen:
             seen.add((height, width))
             yield replace(data, height_px=height, width_px=width)
@@ -82,10 +84,15 @@ class _DiffersError(Exception):
 class _Comparison:
     """The layers of a network in one type, on one image."""
 
-    def __init__(self, spec: RunSpec, data: DataConfig, layers: Sequence[Layer], dtype: torch.dtype) -> None:
-        self._spec, self._dtype = spec, dtype
+    def __init__(
+        self, spec: RunSpec, data: DataConfig, layers: Sequence[Layer], dtype: torch.dtype
+    ) -> None:
+        self._spec = spec
+        self._dtype = dtype
         modules = build_layers(layers, 0, len(layers), spec.seed, dtype)
-        self._layers: Named = [(layer.name, module) for layer, module in zip(layers, modules, strict=True)]
+        self._layers: Named = [
+            (layer.name, module) for layer, module in zip(layers, modules, strict=True)
+        ]
         freeze(self._layers, spec.optimizer.frozen)
         self._images = input_spec(data, BATCH, dtype)
 
@@ -123,10 +130,14 @@ class _Comparison:
                 left_out.append(name)
             else:
                 found, _ = _play(
-                    module, values, lambda given, form=form, takes=takes: _Streamed(form, takes, given), back
+                    module,
+                    values,
+                    lambda given, form=form, takes=takes: _Streamed(form, takes, given),
+                    back,
                 )
                 self._hold(name, "in strips", found, wanted)
-            values, takes = _next(wanted, form.outputs), form.outputs
+            values = _next(wanted, form.outputs)
+            takes = form.outputs
         return left_out
 
     def _evaluate_in_strips(self) -> None:
@@ -146,8 +157,11 @@ class _Comparison:
                 for strip in range(STRIPS):
                     outputs, carries = form.forward(strip, _rows(takes, values, strip), carries)
                     strips.append(outputs)
-                self._hold(name, "evaluated in strips", list(tensors_in(form.joined(strips))), wanted)
-                values, takes = tuple(wanted), form.outputs
+                self._hold(
+                    name, "evaluated in strips", list(tensors_in(form.joined(strips))), wanted
+                )
+                values = tuple(wanted)
+                takes = form.outputs
 
     def _split(self) -> None:
         values: tuple[Tensor, ...] = (self._image(),)
@@ -157,9 +171,15 @@ class _Comparison:
                 if isinstance(norm, GhostBatchNorm2d):
                     norm.row_ends = None
             wanted, back = _play(module, values, lambda given, module=module: module(*given))
-            layers, deferred = SplitLayers(nn.ModuleList([module])), DeferredGradients()
+            layers = SplitLayers(nn.ModuleList([module]))
+            deferred = DeferredGradients()
 
-            def run(given: Any, module: nn.Module = module, layers: SplitLayers = layers, to: Any = deferred) -> Any:
+            def run(
+                given: Any,
+                module: nn.Module = module,
+                layers: SplitLayers = layers,
+                to: Any = deferred,
+            ) -> Any:
                 with layers.defer_to(to):
                     return module(*given)
 
@@ -167,15 +187,30 @@ class _Comparison:
             self._hold(name, "with a split backward", found, wanted)
             values = tuple(each for each in wanted[: len(back)] if each is not None)
 
-    def _hold(self, name: str, how: str, found: Sequence[Tensor | None], wanted: Sequence[Tensor | None]) -> None:
-        largest = max((float(each.abs().max()) for each in wanted if each is not None and each.numel()), default=0.0)
+    def _hold(
+        self, name: str, how: str, found: Sequence[Tensor | None], wanted: Sequence[Tensor | None]
+    ) -> None:
+        largest = max(
+            (float(each.abs().max()) for each in wanted if each is not None and each.numel()),
+            default=0.0,
+        )
         error = max(
-            (_difference(one, other, FLOOR * largest) for one, other in zip(found, wanted, strict=True)), default=0.0
+            (
+                _difference(one, other, FLOOR * largest)
+                for one, other in zip(found, wanted, strict=True)
+            ),
+            default=0.0,
         )
         if not error <= TOLERANCES[self._dtype]:
             is_split = how.startswith("with")
-            key, value = ("schedule", self._spec.schedule.name) if is_split else (KEY, self._spec.parallel.strips)
-            advice = "set a schedule with a full backward, such as 1f1b" if is_split else f"set {KEY}=1"
+            key, value = (
+                ("schedule", self._spec.schedule.name)
+                if is_split
+                else (KEY, self._spec.parallel.strips)
+            )
+            advice = (
+                "set a schedule with a full backward, such as 1f1b" if is_split else f"set {KEY}=1"
+            )
             text = f"layer {name} {how} differs from itself, by {error:.1e} of the largest value"
             raise _DiffersError(key, value, text, advice)
 
@@ -186,9 +221,13 @@ class _Comparison:
 class _Streamed:
     """The outputs of a layer in strips, and its backward."""
 
-    def __init__(self, form: StripStage, takes: Sequence[Boundary], values: Sequence[Tensor]) -> None:
+    def __init__(
+        self, form: StripStage, takes: Sequence[Boundary], values: Sequence[Tensor]
+    ) -> None:
         self._form, self._takes, self._sample = form, takes, StripSample(form)
-        self.outputs = form.joined([self._sample.forward(_rows(takes, values, strip)) for strip in range(STRIPS)])
+        self.outputs = form.joined(
+            [self._sample.forward(_rows(takes, values, strip)) for strip in range(STRIPS)]
+        )
 
     def backward(self, back: Sequence[Tensor | None]) -> Values:
         """Return the gradients of the inputs."""
@@ -200,14 +239,18 @@ class _Streamed:
                 if boundary.ends is None and strip < STRIPS - 1:
                     continue
                 shape = boundary.strip_shape(strip)
-                found[place].append(torch.zeros(shape, dtype=boundary.dtype) if gradient is None else gradient)
+                found[place].append(
+                    torch.zeros(shape, dtype=boundary.dtype) if gradient is None else gradient
+                )
         return [
             torch.cat(parts[::-1], boundary.dim) if boundary.ends is not None else parts[0]
             for parts, boundary in zip(found, self._takes, strict=True)
         ]
 
 
-def _rows(boundaries: Sequence[Boundary], values: Sequence[Tensor | None], strip: int) -> list[Tensor | None]:
+def _rows(
+    boundaries: Sequence[Boundary], values: Sequence[Tensor | None], strip: int
+) -> list[Tensor | None]:
     """Return the rows of a strip of values, which are whole in the last strip if they have no rows."""
     found: list[Tensor | None] = []
     for boundary, value in zip(boundaries, values, strict=True):
@@ -244,15 +287,26 @@ def _play(
     if is_streamed:
         gradients = made.backward(back)
     else:
-        pairs = [(each, gradient) for each, gradient in zip(outputs, back, strict=True) if gradient is not None]
+        pairs = [
+            (each, gradient)
+            for each, gradient in zip(outputs, back, strict=True)
+            if gradient is not None
+        ]
         if pairs:
-            torch.autograd.backward([each for each, _ in pairs], [gradient for _, gradient in pairs])
+            torch.autograd.backward(
+                [each for each, _ in pairs], [gradient for _, gradient in pairs]
+            )
         gradients = [leaf.grad for leaf in leaves]
     after()
     moved = [each.detach().clone() for each, _ in buffers]
     for buffer, before in buffers:
         buffer.data.copy_(before)
-    found = [*(each.detach() for each in outputs), *gradients, *(parameter.grad for parameter in parameters), *moved]
+    found = [
+        *(each.detach() for each in outputs),
+        *gradients,
+        *(parameter.grad for parameter in parameters),
+        *moved,
+    ]
     for parameter in parameters:
         parameter.grad = None
     return found, list(back)

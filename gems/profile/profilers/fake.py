@@ -1,8 +1,9 @@
-"""The profile without a device: fake tensors give the bytes of any resolution, the machine's roofline the times.
+"""The profile without a device.
 
-Williams, Waterman, Patterson 2009: a kernel takes at least its operations over the machine's peak, and at least its
-bytes over the memory's bandwidth. Each operation of the layer is one kernel that reads its operands and writes its
-results once; a view takes no time.
+Fake tensors give the bytes of any resolution, the machine's roofline the times.
+Williams, Waterman, Patterson 2009: a kernel takes at least its operations over the machine's peak,
+and at least its bytes over the memory's bandwidth. Each operation of the layer is one kernel that
+reads its operands and writes its results once; a view takes no time.
 """
 
 from __future__ import annotations
@@ -33,12 +34,19 @@ from gems.profile.profilers.live_bytes import workspace_of
 
 _CONV_BACKWARD = torch.ops.aten.convolution_backward
 _ATEN = torch.ops.aten
-_NORMS = {_ATEN.native_batch_norm: 1, _ATEN.native_group_norm: 1, _ATEN.native_layer_norm: 2}  # place of the weight
+_NORMS = {
+    _ATEN.native_batch_norm: 1,
+    _ATEN.native_group_norm: 1,
+    _ATEN.native_layer_norm: 2,
+}  # place of the weight
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a machine does in a second on one dtype: floating-point operations, and bytes of device memory moved."""
+    """What a machine does in a second on one dtype.
+
+    Floating-point operations, and bytes of device memory moved.
+    """
 
     flops_per_s: float
     memory_bytes_per_s: float
@@ -49,10 +57,11 @@ class Rates:
 
 
 def rates_of(machine: MachineConfig, dtype: Dtype) -> Rates:
-    """Return the rates of a configured machine: the datasheet's, times the share that kernels reach.
+    """Return the rates of a configured machine.
 
-    In mixed precision a machine without a rate for 16 bits has that of float32. Raises ConfigError if no rate for
-    bfloat16 is given.
+    The datasheet's, times the share that kernels reach.
+    In mixed precision a machine without a rate for 16 bits has that of float32. Raises ConfigError
+    if no rate for bfloat16 is given.
     """
     parameters, dtype = as_precision(dtype)
     if parameters is not dtype and machine.bfloat16_flops_per_s is None:
@@ -61,9 +70,11 @@ def rates_of(machine: MachineConfig, dtype: Dtype) -> Rates:
     if dtype in (torch.bfloat16, torch.float16):  # devices compute both at one rate
         if machine.bfloat16_flops_per_s is None:
             raise ConfigError(
-                "machine.bfloat16_flops_per_s", "null", f"must be given, machine {machine.name} has none",
+                "machine.bfloat16_flops_per_s",
+                "null",
+                f"must be given, machine {machine.name} has none",
                 "give it, or train.precision=float32",
-            )  # fmt: skip
+            )
         peak = machine.bfloat16_flops_per_s
     if dtype is torch.float64:
         peak = machine.float64_flops_per_s or peak / 2
@@ -71,7 +82,10 @@ def rates_of(machine: MachineConfig, dtype: Dtype) -> Rates:
 
 
 class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up what the operations inside a `with` block take: flops, bytes moved, seconds, and those of products."""
+    """Adds up what the operations inside a `with` block take.
+
+    Flops, bytes moved, seconds, and those of products.
+    """
 
     def __init__(self, rates: Rates) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -91,7 +105,9 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for flops, moved in _conv_backward_parts(args, result):
                 self._add(flops, moved)
             return result
-        flops = flop_registry[packet](*args, **kwargs, out_val=result) if packet in flop_registry else 0
+        flops = (
+            flop_registry[packet](*args, **kwargs, out_val=result) if packet in flop_registry else 0
+        )
         seconds = self._add(flops, _moved_bytes([args, *kwargs.values(), result]))
         if is_matmul(func):
             self.product_seconds += seconds
@@ -108,7 +124,8 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def roofline_times(call: LayerCall, rates: Rates) -> Times:
     """Return the times of a layer on inputs, fake ones best: nothing is timed.
 
-    The weight gradient's is what the whole backward takes beyond that of a layer whose parameters need none.
+    The weight gradient's is what the whole backward takes beyond that of a layer whose parameters
+    need none.
     """
 
     def count(run: Callable[[], object]) -> Roofline:
@@ -122,11 +139,17 @@ def roofline_times(call: LayerCall, rates: Rates) -> Times:
         input_grad_s = call.forward_and_backward(count)[1].seconds
     weight_grad_s = max(0.0, backward.seconds - input_grad_s)
     return Times(
-        forward.seconds, input_grad_s, weight_grad_s, forward.seconds, forward.seconds - forward.product_seconds
+        forward.seconds,
+        input_grad_s,
+        weight_grad_s,
+        forward.seconds,
+        forward.seconds - forward.product_seconds,
     )
 
 
-def _conv_backward_parts(args: tuple[Any, ...], result: Sequence[Tensor | None]) -> Iterator[tuple[int, int]]:
+def _conv_backward_parts(
+    args: tuple[Any, ...], result: Sequence[Tensor | None]
+) -> Iterator[tuple[int, int]]:
     """Yield flops and bytes of each of a convolution's gradients: they are kernels of their own."""
     gradient, x, weight, *rest, wanted = args
     for number, operand in enumerate((weight, x)):
@@ -160,13 +183,22 @@ def fake_profile(
 ) -> ModelProfile:
     """Return the profile of a model on a machine that need not be here, by its rates.
 
-    With `has_whole`, `facts` hold `peak_bytes`, that of the unsplit model on one device. Raises ConfigError if the
-    model does not exist, or the machine has no rate for the dtype.
+    With `has_whole`, `facts` hold `peak_bytes`, that of the unsplit model on one device. Raises
+    ConfigError if the model does not exist, or the machine has no rate for the dtype.
     """
     precision = Precision.of(dtype)
-    rates, lab = rates_of(machine, precision), fake_lab(machine, precision)
-    whole = {"peak_bytes": _whole_peak_bytes(model, data, micro_batch_size, dtype, lab)} if has_whole else {}
-    facts = {**whole, "flops_per_s": rates.flops_per_s, "memory_bytes_per_s": rates.memory_bytes_per_s}
+    rates = rates_of(machine, precision)
+    lab = fake_lab(machine, precision)
+    whole = (
+        {"peak_bytes": _whole_peak_bytes(model, data, micro_batch_size, dtype, lab)}
+        if has_whole
+        else {}
+    )
+    facts = {
+        **whole,
+        "flops_per_s": rates.flops_per_s,
+        "memory_bytes_per_s": rates.memory_bytes_per_s,
+    }
     return profile_model(model, data, micro_batch_size, dtype, lab, machine.name, "fake", facts)
 
 
@@ -174,7 +206,9 @@ class FakeWithNorms(AbstractContextManager[None]):
     """Fake tensors whose norms keep the mean and deviation of 16-bit inputs in float32, as real ones do."""
 
     class _Norms(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             made = func(*args, **(kwargs or {}))
             place = _NORMS.get(func._overloadpacket)
             if place is not None and args[place] is not None and args[place].dtype is torch.float32:
@@ -194,7 +228,10 @@ class FakeWithNorms(AbstractContextManager[None]):
 
 
 def fake_lab(machine: MachineConfig, precision: Precision) -> Lab:
-    """Return what runs layers on fake tensors, with the times of a machine; raises ConfigError as `rates_of`."""
+    """Return what runs layers on fake tensors, with the times of a machine.
+
+    Raises ConfigError as `rates_of`.
+    """
     mode: Any = FakeWithNorms() if precision.is_mixed else FakeTensorMode()
     elsewhere = autocast_elsewhere(machine, precision)
 
@@ -209,7 +246,9 @@ def fake_lab(machine: MachineConfig, precision: Precision) -> Lab:
 
 def autocast_elsewhere(machine: MachineConfig, precision: Precision) -> Elsewhere | None:
     """Return whose autocast a run on a machine has, None for that of fake tensors themselves."""
-    return cuda_elsewhere() if precision.is_mixed and machine_device(machine).type == "cuda" else None
+    return (
+        cuda_elsewhere() if precision.is_mixed and machine_device(machine).type == "cuda" else None
+    )
 
 
 def on_meta(layer: Layer, dtype: torch.dtype) -> nn.Module:
@@ -234,14 +273,21 @@ def made_fake(module: nn.Module) -> nn.Module:
     return module
 
 
-def _whole_peak_bytes(model: ModelConfig, data: DataConfig, micro_batch_size: int, dtype: str, lab: Lab) -> int:
-    """Return the peak of one training step of the unsplit model: parameters, gradients, activations, images.
+def _whole_peak_bytes(
+    model: ModelConfig, data: DataConfig, micro_batch_size: int, dtype: str, lab: Lab
+) -> int:
+    """Return the peak of one training step of the unsplit model.
 
-    It is torch's `MemTracker`'s; the optimizer's state is not in it, nor what kernels use within themselves.
+    Parameters, gradients, activations, images.
+    It is torch's `MemTracker`'s; the optimizer's state is not in it, nor what kernels use within
+    themselves.
     """
 
     class WholePeak(mem_tracker()):  # type: ignore[misc]
-        """Keep the peak of the whole only: those of all modules take time that grows with the square of the depth."""
+        """Keep the peak of the whole only.
+
+        Those of all modules take time that grows with the square of the depth.
+        """
 
         peak_bytes = 0
 

@@ -1,10 +1,11 @@
-"""The incremental profile of mCAP (Dreuning, Bal, van Nieuwpoort, Euro-Par 2022, section 3): layers added one by one.
+"""The incremental profile of mCAP (Dreuning, Bal, van Nieuwpoort, Euro-Par 2022, section 3).
 
-A device is given one layer, then one more, and so on, and each time its peak in training is taken: `isolated[l]` is the
-peak of a device that holds layer l alone, `added[l]` how much layer l raised the peak of the device that it was added
-to. A device is full when it has its share of the layers, or when the next one would exceed its memory; then the next
-device begins. mCAP's predictor adds these up, a transient peak for each layer among them: it is no upper or lower
-bound.
+Layers added one by one.
+A device is given one layer, then one more, and so on, and each time its peak in training is taken:
+`isolated[l]` is the peak of a device that holds layer l alone, `added[l]` how much layer l raised
+the peak of the device that it was added to. A device is full when it has its share of the layers,
+or when the next one would exceed its memory; then the next device begins. mCAP's predictor adds
+these up, a transient peak for each layer among them: it is no upper or lower bound.
 """
 
 from __future__ import annotations
@@ -22,7 +23,14 @@ from gems.models.build import TensorSpec, as_tuple, boundary_shapes, input_spec
 from gems.models.mixed import Precision
 from gems.profile.model_profile import ModelProfile
 from gems.profile.profilers.fake import fake_lab
-from gems.profile.profilers.layer_run import LayerCall, Run, fresh_gradients, give_gradients, given_memory, task_loss
+from gems.profile.profilers.layer_run import (
+    LayerCall,
+    Run,
+    fresh_gradients,
+    give_gradients,
+    given_memory,
+    task_loss,
+)
 from gems.profile.profilers.live_bytes import AllocatedBytes, LiveBytes, Workspace, unique_bytes
 from gems.profile.profilers.measured import device_lab
 
@@ -33,21 +41,26 @@ def incremental_profile(
     layers_per_device: int | None = None,
     device_bytes: int | None = None,
 ) -> ModelProfile:
-    """Return a profile with mCAP's statistics in `facts`: `isolated` and `added` bytes of each layer.
+    """Return a profile with mCAP's statistics in `facts`.
 
-    The first layer on a device was added to none, so its `added` is the peak that it alone has. `base` has the layers'
-    own figures, `peak_of` returns the peak of a device that trains layers a up to e. As many layers share a device as
-    `layers_per_device` and `device_bytes` allow, each without a limit if None.
+    `isolated` and `added` bytes of each layer.
+    The first layer on a device was added to none, so its `added` is the peak that it alone has.
+    `base` has the layers' own figures, `peak_of` returns the peak of a device that trains layers a
+    up to e. As many layers share a device as `layers_per_device` and `device_bytes` allow, each
+    without a limit if None.
     """
     num = base.num_layers
     isolated = [peak_of(layer, layer + 1) for layer in range(num)]
     added: list[int] = []
-    first, before = 0, 0
+    first = 0
+    before = 0
     for layer in range(num):
         is_full = layers_per_device is not None and layer - first >= layers_per_device
         peak = isolated[layer] if is_full or layer == first else peak_of(first, layer + 1)
         if layer > first and (is_full or (device_bytes is not None and peak > device_bytes)):
-            first, before, peak = layer, 0, isolated[layer]
+            first = layer
+            before = 0
+            peak = isolated[layer]
         added.append(peak - before)
         before = peak
     facts = {**base.facts, "isolated": isolated, "added": added, "taken_on": base.source}
@@ -57,8 +70,8 @@ def incremental_profile(
 class Devices:
     """Trains runs of layers alone, each on a device of its own, and returns their peaks.
 
-    A peak is that of one micro-batch in flight: parameters, gradients and `optimizer_states` more copies, buffers,
-    inputs, activations, gradients and what kernels need.
+    A peak is that of one micro-batch in flight: parameters, gradients and `optimizer_states` more
+    copies, buffers, inputs, activations, gradients and what kernels need.
     """
 
     def __init__(
@@ -80,17 +93,26 @@ class Devices:
         self._known: dict[object, int] = {}
 
     def peak_bytes(self, first: int, end: int) -> int:
-        """Return the peak of a device that trains layers first up to end; equal runs are trained once."""
+        """Return the peak of a device that trains layers first up to end.
+
+        Equal runs are trained once.
+        """
         layers = tuple((layer.target, layer.options) for layer in self._layers[first:end])
         given = tuple((spec.shape, spec.dtype) for spec in self._given[first])
         key = (layers, given, first == 0, end == len(self._layers))
         if key not in self._known:
-            stage = _Layers([self._lab.build(self._layers[index], index) for index in range(first, end)])
+            stage = _Layers(
+                [self._lab.build(self._layers[index], index) for index in range(first, end)]
+            )
             with self._lab.mode:
                 inputs = [self._input(spec) for spec in self._given[first]]
                 loss = self._loss if end == len(self._layers) else None
-                moving = trained_peak_bytes(LayerCall(stage, inputs, first == 0, loss), self._lab.workspace)
-                static = self._copies * unique_bytes(stage.parameters()) + unique_bytes(stage.buffers())
+                moving = trained_peak_bytes(
+                    LayerCall(stage, inputs, first == 0, loss), self._lab.workspace
+                )
+                static = self._copies * unique_bytes(stage.parameters()) + unique_bytes(
+                    stage.buffers()
+                )
                 self._known[key] = static + unique_bytes(inputs) + moving
         return self._known[key]
 
@@ -100,10 +122,11 @@ class Devices:
 
 
 def trained_peak_bytes(call: LayerCall, workspace: Workspace | None = None) -> int:
-    """Return the most that a forward and backward of a stage hold at once: counted, or on a GPU the allocator's.
+    """Return the most that a forward and backward of a stage hold at once.
 
-    Inputs, parameters, their gradients and buffers are not in it; the gradients of the outputs are, and held
-    throughout.
+    Counted, or on a GPU the allocator's.
+    Inputs, parameters, their gradients and buffers are not in it; the gradients of the outputs are,
+    and held throughout.
     """
     give_gradients(call.module)
     is_cuda = call.device.type == "cuda"

@@ -1,8 +1,9 @@
 """One run of a layer as inside a stage, between a node that feeds its inputs and one that takes its outputs.
 
-In a chain a gradient dies when it has been consumed, and a layer's output when the next layer is done. So the first end
-drops the gradients of the inputs, and the second makes those of the outputs within backward. Parameters have their
-gradients already, as in a run, where they are views of one buffer.
+In a chain a gradient dies when it has been consumed, and a layer's output when the next layer is
+done. So the first end drops the gradients of the inputs, and the second makes those of the outputs
+within backward. Parameters have their gradients already, as in a run, where they are views of one
+buffer.
 """
 
 from __future__ import annotations
@@ -46,12 +47,19 @@ class Layout(NamedTuple):
     @classmethod
     def of(cls, tensor: Tensor) -> Layout:
         """Return the layout of a tensor."""
-        return cls(tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype)
+        return cls(
+            tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype
+        )
 
     @classmethod
     def contiguous(cls, shape: Sequence[int], dtype: torch.dtype) -> Layout:
         """Return the layout of a contiguous tensor in memory of its own."""
-        return cls(tuple(shape), tuple(math.prod(shape[place + 1 :]) for place in range(len(shape))), 0, dtype)
+        return cls(
+            tuple(shape),
+            tuple(math.prod(shape[place + 1 :]) for place in range(len(shape))),
+            0,
+            dtype,
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -67,8 +75,8 @@ class Layout(NamedTuple):
 class Gradient:
     """A gradient; those of the same `storage` share its memory.
 
-    `is_given` says that the stage was given that memory and holds it until its backward ends; other memory is freed
-    when it was read. `is_untouched` says that it is the very tensor that was given.
+    `is_given` says that the stage was given that memory and holds it until its backward ends; other
+    memory is freed when it was read. `is_untouched` says that it is the very tensor that was given.
     """
 
     layout: Layout
@@ -78,7 +86,9 @@ class Gradient:
     is_untouched: bool = False
 
     @classmethod
-    def fresh(cls, shape: Sequence[int], dtype: torch.dtype, storage: int, is_given: bool = False) -> Gradient:
+    def fresh(
+        cls, shape: Sequence[int], dtype: torch.dtype, storage: int, is_given: bool = False
+    ) -> Gradient:
         """Return a contiguous gradient in memory of its own."""
         layout = Layout.contiguous(shape, dtype)
         return cls(layout, storage, layout.num_bytes, is_given, is_given)
@@ -108,8 +118,8 @@ class Times:
 class LayerCall:
     """A layer and its inputs; a tensor that is among them twice is the same tensor to the layer.
 
-    A layer that `is_first` computes no input gradient. The last one has a `loss`, which makes a scalar of what it
-    gives, in place of handing that on.
+    A layer that `is_first` computes no input gradient. The last one has a `loss`, which makes a
+    scalar of what it gives, in place of handing that on.
     """
 
     module: nn.Module
@@ -138,7 +148,9 @@ class LayerCall:
     @contextmanager
     def without_weight_gradients(self) -> Iterator[None]:
         """Let no parameter need a gradient."""
-        parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        parameters = [
+            parameter for parameter in self.module.parameters() if parameter.requires_grad
+        ]
         for parameter in parameters:
             parameter.requires_grad_(False)
         yield
@@ -148,12 +160,17 @@ class LayerCall:
 
 def given_memory(gradients: Sequence[Gradient | None], device: torch.device) -> dict[int, Tensor]:
     """Make the memory of those gradients that the stage holds, by its number."""
-    return {each.storage: each.memory(device) for each in gradients if each is not None and each.is_given}
+    return {
+        each.storage: each.memory(device)
+        for each in gradients
+        if each is not None and each.is_given
+    }
 
 
 def training_loss(output: Any, task: str = "classification") -> Tensor:
-    """Return the task's loss of a model's output, as the engine computes it: of all its tensors if it has several.
+    """Return the task's loss of a model's output, as the engine computes it.
 
+    Of all its tensors if it has several.
     Labels are the class 0, of each sample, place or pixel, or values 0.
     """
     total: Tensor | None = None
@@ -162,7 +179,9 @@ def training_loss(output: Any, task: str = "classification") -> Tensor:
         if task in _OF_VALUES:
             loss = _OF_VALUES[task](wide, torch.zeros_like(wide), reduction="sum")
         else:
-            labels = torch.zeros(scores.shape[:1] + scores.shape[2:], dtype=torch.int64, device=scores.device)
+            labels = torch.zeros(
+                scores.shape[:1] + scores.shape[2:], dtype=torch.int64, device=scores.device
+            )
             loss = functional.cross_entropy(wide, labels, reduction="sum")
         total = loss if total is None else total + loss
     assert total is not None
@@ -182,21 +201,27 @@ def give_gradients(module: nn.Module) -> None:
 
 
 def static_tensors(module: nn.Module) -> list[Tensor]:
-    """Return what a layer holds without running: parameters, their gradients and low copies, buffers."""
+    """Return what a layer holds without running.
+
+    Parameters, their gradients and low copies, buffers.
+    """
     gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
     return [*module.parameters(), *gradients, *module.buffers(), *low_copies(module)]
 
 
 class Run:
-    """One forward and backward of a layer between two ends; a whole stage has leaves in place of the first.
+    """One forward and backward of a layer between two ends.
 
+    A whole stage has leaves in place of the first.
     A leaf keeps its gradient, in a copy where somebody else holds it.
     """
 
     def __init__(self, call: LayerCall, has_leaves: bool = False) -> None:
         self._call = call
         leaves = {
-            id(tensor): tensor.detach().requires_grad_(tensor.is_floating_point() and not call.is_first)
+            id(tensor): (
+                tensor.detach().requires_grad_(tensor.is_floating_point() and not call.is_first)
+            )
             for tensor in call.inputs
         }
         floats = {key: leaf for key, leaf in leaves.items() if leaf.requires_grad}
@@ -205,7 +230,9 @@ class Run:
         self._untouched: list[Tensor] = []
         self._places = [list(floats).index(id(t)) if id(t) in floats else None for t in call.inputs]
         if floats and not has_leaves:
-            leaves |= zip(floats, _start(self._arrived, self._untouched, *floats.values()), strict=True)
+            leaves |= zip(
+                floats, _start(self._arrived, self._untouched, *floats.values()), strict=True
+            )
         self.values = [leaves[id(tensor)] for tensor in call.inputs]
 
     def forward(self) -> tuple[Tensor, ...]:
@@ -219,16 +246,27 @@ class Run:
         gradients: Sequence[Gradient | None] | None = None,
         memory: dict[int, Tensor] | None = None,
     ) -> Tensor | None:
-        """Put the second end after the outputs, to make their gradients in backward; None if there are none.
+        """Put the second end after the outputs, to make their gradients in backward.
 
-        Without `gradients` each is a tensor of its own; `memory` is that of storages that are there already.
+        None if there are none.
+        Without `gradients` each is a tensor of its own; `memory` is that of storages that are there
+        already.
         """
-        made = zip(outputs, fresh_gradients(outputs) if gradients is None else gradients, strict=True)
-        wanted = [(gradient, tensor) for tensor, gradient in made if tensor.requires_grad and gradient]
+        made = zip(
+            outputs, fresh_gradients(outputs) if gradients is None else gradients, strict=True
+        )
+        wanted = [
+            (gradient, tensor) for tensor, gradient in made if tensor.requires_grad and gradient
+        ]
         self.values.clear()
         if not wanted:
             return None
-        return _end([gradient for gradient, _ in wanted], memory or {}, self._untouched, *(each for _, each in wanted))
+        return _end(
+            [gradient for gradient, _ in wanted],
+            memory or {},
+            self._untouched,
+            *(each for _, each in wanted),
+        )
 
     def backward(self, end: Tensor | None) -> None:
         """Make the outputs' gradients and run backward."""
@@ -236,8 +274,9 @@ class Run:
             torch.autograd.backward([end], [torch.empty_like(end)])
 
     def input_gradients(self, given: set[int]) -> Gradients:
-        """Return the layout of the inputs' gradients; a tensor that is given twice gets one, at its first place.
+        """Return the layout of the inputs' gradients.
 
+        A tensor that is given twice gets one, at its first place.
         `given` names the storages that were there before backward.
         """
         numbers: dict[int, int] = {}
@@ -256,9 +295,15 @@ class _Start(Function):
     """Feeds tensors; their gradients end here, and their layout is recorded."""
 
     @staticmethod
-    def forward(ctx: Any, arrived: list[tuple[int, Gradient] | None], untouched: list[Tensor], *tensors: Tensor) -> Any:
+    def forward(
+        ctx: Any,
+        arrived: list[tuple[int, Gradient] | None],
+        untouched: list[Tensor],
+        *tensors: Tensor,
+    ) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.arrived, ctx.untouched = arrived, untouched
+        ctx.arrived = arrived
+        ctx.untouched = untouched
         return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
@@ -268,7 +313,9 @@ class _Start(Function):
                 ctx.arrived.append(None)
                 continue
             is_untouched = any(each is given for given in ctx.untouched)
-            found = Gradient(Layout.of(each), 0, each.untyped_storage().nbytes(), is_untouched=is_untouched)
+            found = Gradient(
+                Layout.of(each), 0, each.untyped_storage().nbytes(), is_untouched=is_untouched
+            )
             ctx.arrived.append((storage_of(each), found))
         ctx.untouched.clear()
         return (None,) * (2 + len(gradients))
@@ -279,9 +326,18 @@ class _End(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, gradients: list[Gradient], memory: dict[int, Tensor], untouched: list[Tensor], *tensors: Tensor
+        ctx: Any,
+        gradients: list[Gradient],
+        memory: dict[int, Tensor],
+        untouched: list[Tensor],
+        *tensors: Tensor,
     ) -> Any:
-        ctx.gradients, ctx.memory, ctx.untouched, ctx.device = gradients, memory, untouched, tensors[0].device
+        ctx.gradients, ctx.memory, ctx.untouched, ctx.device = (
+            gradients,
+            memory,
+            untouched,
+            tensors[0].device,
+        )
         return tensors[0].new_empty(0)
 
     @staticmethod
@@ -290,10 +346,15 @@ class _End(Function):
         uses = Counter(each.storage for each in ctx.gradients)
         made = []
         for each in ctx.gradients:
-            shape, dtype = each.layout.shape, each.layout.dtype
+            shape = each.layout.shape
+            dtype = each.layout.dtype
             if each.storage not in memory:
                 is_whole = each.layout.strides == Layout.contiguous(shape, dtype).strides
-                if is_whole and each.storage_bytes == each.layout.num_bytes and uses[each.storage] == 1:
+                if (
+                    is_whole
+                    and each.storage_bytes == each.layout.num_bytes
+                    and uses[each.storage] == 1
+                ):
                     # no view: the engine may add to it in place
                     made.append(torch.zeros(shape, dtype=dtype, device=ctx.device))
                     continue
@@ -311,8 +372,10 @@ _end: Callable[..., Tensor] = _End.apply
 def fresh_gradients(outputs: Sequence[Tensor], is_given: bool = False) -> Gradients:
     """Return gradients that are each a tensor of its own, None for outputs that have none."""
     return tuple(
-        Gradient.fresh(tensor.shape, tensor.dtype, number, is_given)
-        if tensor.requires_grad and tensor.is_floating_point()
-        else None
+        (
+            Gradient.fresh(tensor.shape, tensor.dtype, number, is_given)
+            if tensor.requires_grad and tensor.is_floating_point()
+            else None
+        )
         for number, tensor in enumerate(outputs)
     )

@@ -1,16 +1,18 @@
 """Live bytes: the memory that tensors made since a moment hold, now and at most, and what kernels use.
 
-`torch.distributed._tools.mem_tracker.MemTracker` counts the same storages and returns a whole model's peak (`fake.py`
-prints it). For one layer's forward and backward it is too coarse: it has one peak for its lifetime, hooks itself onto
-the parameters, and counts a gradient that autograd adds in place as a second tensor. The last is so because autograd's
-engine adds two gradients of one tensor out of place as soon as any dispatch mode is on, and for fake tensors always.
-Here such a sum takes the place of the gradient that the engine alone holds, as it does in a run.
+`torch.distributed._tools.mem_tracker.MemTracker` counts the same storages and returns a whole
+model's peak (`fake.py` prints it). For one layer's forward and backward it is too coarse: it has
+one peak for its lifetime, hooks itself onto the parameters, and counts a gradient that autograd
+adds in place as a second tensor. The last is so because autograd's engine adds two gradients of one
+tensor out of place as soon as any dispatch mode is on, and for fake tensors always. Here such a sum
+takes the place of the gradient that the engine alone holds, as it does in a run.
 
-No tracker of tensors sees what kernels allocate and free within themselves. On a processor torch computes convolutions
-with oneDNN, which wants channels in blocks: images, weights and gradients are copied into blocked layouts and back
-around each kernel. The sizes here are those of the copies that live at once, as the allocator's own events show them
-for oneDNN 3 (within 5 % for 3x3 and 1x1 convolutions of 16 channels or more). A GPU's workspaces depend on the
-algorithm that cuDNN picks and are measured, not predicted.
+No tracker of tensors sees what kernels allocate and free within themselves. On a processor torch
+computes convolutions with oneDNN, which wants channels in blocks: images, weights and gradients are
+copied into blocked layouts and back around each kernel. The sizes here are those of the copies that
+live at once, as the allocator's own events show them for oneDNN 3 (within 5 % for 3x3 and 1x1
+convolutions of 16 channels or more). A GPU's workspaces depend on the algorithm that cuDNN picks
+and are measured, not predicted.
 """
 
 from __future__ import annotations
@@ -25,7 +27,12 @@ import torch
 from torch import Tensor
 
 from gems.autograd.convolutions import ConvolutionWatch
-from gems.autograd.torch_internals import TorchDispatchMode, current_autograd_node, disable_current_modes, use_counts
+from gems.autograd.torch_internals import (
+    TorchDispatchMode,
+    current_autograd_node,
+    disable_current_modes,
+    use_counts,
+)
 from gems.models.outputs import tensors_in
 
 Workspace = Callable[[Any, tuple[Any, ...], Any], int]
@@ -47,11 +54,14 @@ def processor_workspace_bytes(func: Any, args: tuple[Any, ...], result: Any) -> 
         x, weight, _, stride, padding, _, is_transposed = args[:7]
         if not _is_blocked(x, weight, stride, padding):
             return 0
-        plain, blocked = _bytes(result), _image(result)
+        plain = _bytes(result)
+        blocked = _image(result)
         if is_transposed and max(stride) > 1:
-            gathered, least = _image(x) // x.shape[0], plain + blocked
+            gathered = _image(x) // x.shape[0]
+            least = plain + blocked
         else:
-            gathered, least = _read(x) // math.prod(stride) if _is_pointwise(weight) else 0, blocked
+            gathered = _read(x) // math.prod(stride) if _is_pointwise(weight) else 0
+            least = blocked
         return int(max(_read(x) + gathered + _weights(weight) + blocked - plain, least))
     if func is _BACKWARD:
         gradient, x, weight, _, stride, padding = args[:6]
@@ -63,12 +73,19 @@ def processor_workspace_bytes(func: Any, args: tuple[Any, ...], result: Any) -> 
     return 0
 
 
-def _backward_bytes(gradient: Tensor, x: Tensor, weight: Tensor, wanted: list[bool], is_strided: bool) -> int:
-    plain_x, blocked_x = _bytes(x), _image(x)
-    blocked_gradient, blocked_weight = _image(gradient), _weights(weight)
+def _backward_bytes(
+    gradient: Tensor, x: Tensor, weight: Tensor, wanted: list[bool], is_strided: bool
+) -> int:
+    plain_x = _bytes(x)
+    blocked_x = _image(x)
+    blocked_gradient = _image(gradient)
+    blocked_weight = _weights(weight)
     most = kept = 0
     if wanted[0]:
-        most = max(blocked_gradient + blocked_weight + blocked_x, blocked_x + (2 if is_strided else 1) * plain_x)
+        most = max(
+            blocked_gradient + blocked_weight + blocked_x,
+            blocked_x + (2 if is_strided else 1) * plain_x,
+        )
         kept = plain_x
     if wanted[1]:
         images = _read(x) + blocked_gradient
@@ -78,7 +95,10 @@ def _backward_bytes(gradient: Tensor, x: Tensor, weight: Tensor, wanted: list[bo
 
 
 def _is_blocked(x: Tensor, weight: Tensor, stride: list[int], padding: list[int]) -> bool:
-    """Whether the kernel wants blocked layouts: not a 1x1 convolution of unit stride, which is a matrix product."""
+    """Whether the kernel wants blocked layouts.
+
+    Not a 1x1 convolution of unit stride, which is a matrix product.
+    """
     is_product = _is_pointwise(weight) and set(stride) == {1} and set(padding) <= {0}
     return x.dtype in _BLOCKED and not is_product
 
@@ -101,7 +121,12 @@ def _read(x: Tensor) -> int:
 
 def _weights(weight: Tensor) -> int:
     outer, inner = weight.shape[:2]
-    return _bytes(weight) // (outer * inner) * _up(outer) * (_up(inner) if inner >= _PLAIN_CHANNELS else inner)
+    return (
+        _bytes(weight)
+        // (outer * inner)
+        * _up(outer)
+        * (_up(inner) if inner >= _PLAIN_CHANNELS else inner)
+    )
 
 
 def _up(channels: int) -> int:
@@ -125,14 +150,16 @@ def storage_of(tensor: Tensor) -> int:
 
 def unique_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of tensors, a storage that several share counted once."""
-    return sum({storage_of(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+    return sum(
+        {storage_of(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values()
+    )
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the storages that operations make inside a `with` block, until they are freed.
 
-    The memory of `given` is not counted. What a kernel allocates and frees within itself is not seen: `workspace`
-    returns it, where it is known.
+    The memory of `given` is not counted. What a kernel allocates and frees within itself is not
+    seen: `workspace` returns it, where it is known.
     """
 
     def __init__(self, given: Iterable[Tensor] = (), workspace: Workspace | None = None) -> None:
@@ -176,14 +203,24 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _is_replaced(self, first: Tensor, result: Tensor) -> bool:
-        """Whether autograd's engine would add to `first` in place: it alone holds it, and it has no gaps."""
-        dims = sorted((stride, size) for stride, size in zip(first.stride(), first.shape, strict=True) if size != 1)
+        """Whether autograd's engine would add to `first` in place.
+
+        It alone holds it, and it has no gaps.
+        """
+        dims = sorted(
+            (stride, size)
+            for stride, size in zip(first.stride(), first.shape, strict=True)
+            if size != 1
+        )
         return (
             current_autograd_node() is not None
             and not torch.is_grad_enabled()
             and use_counts(first) == self._uses_of_engine
             and first.shape == result.shape
-            and all(stride == math.prod(size for _, size in dims[:place]) for place, (stride, _) in enumerate(dims))
+            and all(
+                stride == math.prod(size for _, size in dims[:place])
+                for place, (stride, _) in enumerate(dims)
+            )
         )
 
     def _free(self, key: int) -> None:

@@ -1,10 +1,11 @@
-"""The profile of this device: every distinct layer runs here, alone, and is timed; the medians count.
+"""The profile of this device: every distinct layer runs here, alone, and is timed.
 
-Times are those of a forward, of a whole backward, and of a backward in which no parameter needs a gradient: the last
-is the input gradient's, and what the whole takes beyond it the weight gradient's. Apart, as a split backward computes
-them, the two take longer: that is timed as the engine runs it, and so is a selective recompute. To recompute is to run
-forward again. On a processor bytes are counted as for fake tensors; on a
-GPU the allocator's own peaks are taken.
+The medians count.
+Times are those of a forward, of a whole backward, and of a backward in which no parameter needs a
+gradient: the last is the input gradient's, and what the whole takes beyond it the weight
+gradient's. Apart, as a split backward computes them, the two take longer: that is timed as the
+engine runs it, and so is a selective recompute. To recompute is to run forward again. On a
+processor bytes are counted as for fake tensors; on a GPU the allocator's own peaks are taken.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ from gems.profile.profilers.live_bytes import workspace_of
 from gems.utils.host_memory import keep_freed_memory
 
 WARM_UP_RUNS = 2
-# small layers run more often than they are asked to: until they took so long, and at most so many times
-MIN_TIMED_S, MAX_RUNS = 0.05, 50
+# small layers run more often than they are asked to: until they took so long, and at most so many
+# times
+MIN_TIMED_S = 0.05
+MAX_RUNS = 50
 _SEED = 0
 
 Clock = Callable[[Callable[[], object]], float]
@@ -60,22 +63,33 @@ def measured_profile(
     except torch.OutOfMemoryError as error:
         where = "; ".join(getattr(error, "__notes__", ()))
         raise ConfigError(
-            "profile", "measured", f"{where}: it does not fit this device", "use profile=fake, or a smaller image"
+            "profile",
+            "measured",
+            f"{where}: it does not fit this device",
+            "use profile=fake, or a smaller image",
         ) from error
 
 
 def device_lab(machine: MachineConfig, dtype: Precision, repetitions: int = 1) -> Lab:
-    """Return what runs layers on this process's device and times them; raises ConfigError as `open_device`."""
+    """Return what runs layers on this process's device and times them.
+
+    Raises ConfigError as `open_device`.
+    """
     device = open_device(machine)
 
     def build(layer: Layer, index: int) -> nn.Module:
         return build_layer(layer, index, _SEED, dtype, device)
 
-    return Lab(build, device, workspace_of(device), partial(measured_times, repetitions=repetitions))
+    return Lab(
+        build, device, workspace_of(device), partial(measured_times, repetitions=repetitions)
+    )
 
 
 def open_device(machine: MachineConfig) -> torch.device:
-    """Return the device to measure on; raises ConfigError for machine.device=cuda if torch sees no GPU."""
+    """Return the device to measure on.
+
+    Raises ConfigError for machine.device=cuda if torch sees no GPU.
+    """
     if machine.device == "cuda" and not torch.cuda.is_available():
         advice = "use profile=fake, or take the profile on a GPU"
         raise ConfigError("machine.device", "cuda", "torch sees no GPU here", advice)
@@ -116,7 +130,9 @@ def medians_s(run: Callable[[], tuple[float, ...]], repetitions: int) -> tuple[f
         run()
     taken: list[tuple[float, ...]] = []
     begin = time.perf_counter()
-    while len(taken) < repetitions or (len(taken) < MAX_RUNS and time.perf_counter() - begin < MIN_TIMED_S):
+    while len(taken) < repetitions or (
+        len(taken) < MAX_RUNS and time.perf_counter() - begin < MIN_TIMED_S
+    ):
         taken.append(run())
     return tuple(map(statistics.median, zip(*taken, strict=True)))
 
@@ -139,7 +155,8 @@ def _cuda_clock(run: Callable[[], object]) -> float:
 def _apart_s(call: LayerCall, layers: SplitLayers, clock: Clock) -> float:
     """Return the seconds of the input gradient and then the weight gradients, as the engine runs a split backward.
 
-    Of a layer that cannot be split they are those of the whole backward: 0, so that nothing is added to it.
+    Of a layer that cannot be split they are those of the whole backward: 0, so that nothing is
+    added to it.
     """
     later = DeferredGradients()
     with layers.defer_to(later):

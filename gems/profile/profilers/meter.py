@@ -40,10 +40,10 @@ from gems.profile.profilers.live_bytes import (
 class Output:
     """One tensor that a layer passes on.
 
-    `number` tells its tensors apart: a tensor that it passes on twice has one. `same_as` is the input that it is
-    itself, `given` the input whose memory it is in; with None the layer made that memory, which `made` numbers.
-    `is_saved` says that the layer itself saves it, `is_conv_input` that a convolution in it does, `is_product` that a
-    convolution or a matrix product gave it.
+    `number` tells its tensors apart: a tensor that it passes on twice has one. `same_as` is the
+    input that it is itself, `given` the input whose memory it is in; with None the layer made that
+    memory, which `made` numbers. `is_saved` says that the layer itself saves it, `is_conv_input`
+    that a convolution in it does, `is_product` that a convolution or a matrix product gave it.
     """
 
     layout: Layout
@@ -64,12 +64,13 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class LayerMeter:
-    """The bytes of a layer, whatever its neighbours: the fields of `layer` that do not depend on them.
+    """The bytes of a layer, whatever its neighbours.
 
-    `saved_inputs` are the inputs whose memory it saves, `conv_inputs` those that a convolution in it saves,
-    `held_inputs` those that its weight gradients read.
-    `left_bytes` is what its forward leaves: stash and outputs. `inner` is the memory that it makes and does not pass
-    on: what it saves, and what products gave.
+    The fields of `layer` that do not depend on them.
+    `saved_inputs` are the inputs whose memory it saves, `conv_inputs` those that a convolution in
+    it saves, `held_inputs` those that its weight gradients read. `left_bytes` is what its forward
+    leaves: stash and outputs. `inner` is the memory that it makes and does not pass on: what it
+    saves, and what products gave.
     """
 
     layer: LayerProfile
@@ -93,9 +94,11 @@ class BackwardMeter:
 
 
 def meter(call: LayerCall, workspace: Workspace | None = None) -> LayerMeter:
-    """Run a layer forward on tensors, real or fake, and return its bytes; its running statistics move.
+    """Run a layer forward on tensors, real or fake, and return its bytes.
 
-    `workspace` gives what kernels use within themselves. On a GPU the peak of forward is the allocator's.
+    Its running statistics move.
+    `workspace` gives what kernels use within themselves. On a GPU the peak of forward is the
+    allocator's.
     """
     give_gradients(call.module)
     known = call.static_tensors()
@@ -132,7 +135,9 @@ def meter(call: LayerCall, workspace: Workspace | None = None) -> LayerMeter:
         held_input_bytes=unique_bytes(call.inputs[number] for number in held_inputs),
         held_output_grad_bytes=held_gradient,
         plain_peak_bytes=recomputed_peak(),
-        cheap_first_peak_bytes=recomputed_peak(RecordMatmuls(MatmulOutputs(), RandomState(call.module, call.device))),
+        cheap_first_peak_bytes=recomputed_peak(
+            RecordMatmuls(MatmulOutputs(), RandomState(call.module, call.device))
+        ),
         cheap_peak_bytes=_cheap_peak(call, workspace),
     )
     saved_inputs, conv_inputs = (
@@ -142,11 +147,13 @@ def meter(call: LayerCall, workspace: Workspace | None = None) -> LayerMeter:
     return LayerMeter(layer, described, saved_inputs, conv_inputs, held_inputs, left, inner)
 
 
-def meter_backward(call: LayerCall, gradients: Gradients, workspace: Workspace | None = None) -> BackwardMeter:
+def meter_backward(
+    call: LayerCall, gradients: Gradients, workspace: Workspace | None = None
+) -> BackwardMeter:
     """Run a layer forward and backward, and return the bytes of its backward.
 
-    `gradients` are those of the outputs, None for one that nothing after it reads. Weight gradients are added to those
-    that are there. On a GPU the peak is the allocator's.
+    `gradients` are those of the outputs, None for one that nothing after it reads. Weight gradients
+    are added to those that are there. On a GPU the peak is the allocator's.
     """
     give_gradients(call.module)
     memory = given_memory(gradients, call.device)
@@ -162,11 +169,16 @@ def meter_backward(call: LayerCall, gradients: Gradients, workspace: Workspace |
     peak_bytes, run = peak(LiveBytes([*call.static_tensors(), *memory.values()], workspace))
     if call.device.type == "cuda":
         peak_bytes, _ = peak(AllocatedBytes())
-    return BackwardMeter(peak_bytes, run.input_gradients({storage_of(tensor) for tensor in memory.values()}))
+    return BackwardMeter(
+        peak_bytes, run.input_gradients({storage_of(tensor) for tensor in memory.values()})
+    )
 
 
 def _describe(
-    outputs: Sequence[Tensor], inputs: Sequence[Tensor], saved: SavedStorages, products: set[int | None]
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    saved: SavedStorages,
+    products: set[int | None],
 ) -> tuple[Output, ...]:
     """Return the outputs; `products` are the numbers of the storages that products gave."""
     given: dict[int, int] = {}
@@ -178,27 +190,41 @@ def _describe(
     numbers: dict[int, int] = {}
     found = []
     for tensor in outputs:
-        name, number = storage_of(tensor), numbers.setdefault(id(tensor), len(numbers))
+        name = storage_of(tensor)
+        number = numbers.setdefault(id(tensor), len(numbers))
         place = None if name in given else made.setdefault(name, len(made))
         found.append(
             Output(
-                Layout.of(tensor), number, same.get(id(tensor)), given.get(name), place,
-                tensor.untyped_storage().nbytes(), name in saved.num_bytes, name in saved.by_convolutions,
+                Layout.of(tensor),
+                number,
+                same.get(id(tensor)),
+                given.get(name),
+                place,
+                tensor.untyped_storage().nbytes(),
+                name in saved.num_bytes,
+                name in saved.by_convolutions,
                 place is not None and place in products,
             )
-        )  # fmt: skip
+        )
     return tuple(found)
 
 
 def _inner(call: LayerCall, static: set[int]) -> tuple[tuple[Saved, ...], set[int | None]]:
     """Return the memory that a layer makes and keeps to itself, and which memory that it passes on products gave."""
     run = Run(call)
-    products, state = MatmulOutputs(), RandomState(call.module, call.device)
-    with RecordMatmuls(products, state), ConvolutionWatch(call.module) as watch, SavedStorages(watch) as saved:
+    products = MatmulOutputs()
+    state = RandomState(call.module, call.device)
+    with (
+        RecordMatmuls(products, state),
+        ConvolutionWatch(call.module) as watch,
+        SavedStorages(watch) as saved,
+    ):
         outputs = run.forward()
     given = {storage_of(tensor): tensor.untyped_storage().nbytes() for tensor in products.tensors()}
     described = _describe(outputs, run.values, saved, set())
-    made = {storage_of(tensor): output.made for tensor, output in zip(outputs, described, strict=True)}
+    made = {
+        storage_of(tensor): output.made for tensor, output in zip(outputs, described, strict=True)
+    }
     inner = [
         Saved(
             num_bytes,
@@ -212,7 +238,9 @@ def _inner(call: LayerCall, static: set[int]) -> tuple[tuple[Saved, ...], set[in
     return counted(inner), {made[name] for name in given if name in made}
 
 
-def _forward_peak(call: LayerCall, live: LiveBytes | AllocatedBytes, *around: AbstractContextManager[object]) -> int:
+def _forward_peak(
+    call: LayerCall, live: LiveBytes | AllocatedBytes, *around: AbstractContextManager[object]
+) -> int:
     """Return the most that a forward within `around` makes at once."""
     run = Run(call)
     with ExitStack() as stack:
@@ -228,10 +256,13 @@ def _drop(_: Tensor) -> Any:
 
 def _cheap_peak(call: LayerCall, workspace: Workspace | None) -> int:
     """Return the most that a selective recompute makes at once, beside what the first one kept for it."""
-    products, random = MatmulOutputs(), RandomState(call.module, call.device)
+    products = MatmulOutputs()
+    random = RandomState(call.module, call.device)
     with RecordMatmuls(products, random):
         Run(call).forward()
-    kept = list(products.tensors())  # until the end: other memory must not get the address of a product that is dropped
+    kept = list(
+        products.tensors()
+    )  # until the end: other memory must not get the address of a product that is dropped
     live = LiveBytes([*call.static_tensors(), *kept], workspace)
     return _forward_peak(call, live, ReplayMatmuls(products, random))
 
@@ -240,7 +271,8 @@ def _held_for_weights(call: LayerCall) -> tuple[int, tuple[int, ...], int]:
     """Return what the engine's split backward keeps of the layer between I and W, by running its I.
 
     Returns:
-        Bytes of all that is kept, which inputs are among it, and bytes of the gradients of the outputs among it.
+        Bytes of all that is kept, which inputs are among it, and bytes of the gradients of the
+        outputs among it.
     """
     later = DeferredGradients()
     with SplitLayers(nn.ModuleList([call.module])).defer_to(later):
@@ -254,6 +286,10 @@ def _held_for_weights(call: LayerCall) -> tuple[int, tuple[int, ...], int]:
     static = {storage_of(tensor) for tensor in static_tensors(call.module)}
     kept = [tensor for tensor in later.tensors() if storage_of(tensor) not in static]
     names = {storage_of(tensor) for tensor in kept}
-    held_inputs = tuple(number for number, tensor in enumerate(call.inputs) if storage_of(tensor) in names)
-    held_gradient = unique_bytes(tensor for tensor in memory.values() if storage_of(tensor) in names)
+    held_inputs = tuple(
+        number for number, tensor in enumerate(call.inputs) if storage_of(tensor) in names
+    )
+    held_gradient = unique_bytes(
+        tensor for tensor in memory.values() if storage_of(tensor) in names
+    )
     return unique_bytes(kept), held_inputs, held_gradient

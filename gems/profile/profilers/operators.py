@@ -1,6 +1,7 @@
 """Child process: reads a resolved run as JSON on stdin, prints its operators' graph with times and bytes.
 
-As in the fake profile: fake tensors give the bytes, the roofline of `machine=` the times, of each operator alone.
+As in the fake profile: fake tensors give the bytes, the roofline of `machine=` the times, of each
+operator alone.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ from gems.profile.profilers.take import answer
 def take(spec: RunSpec) -> OpGraph:
     """Return the operators of a resolved run's model on one micro-batch, on its machine.
 
-    An operator holds its parameters, their gradients, the optimizer's state, and what its forward leaves. The gradients
-    of an output that several read are added up in the backward of the operator that made it. Raises ConfigError if the
-    machine has no rate for the dtype.
+    An operator holds its parameters, their gradients, the optimizer's state, and what its forward
+    leaves. The gradients of an output that several read are added up in the backward of the
+    operator that made it. Raises ConfigError if the machine has no rate for the dtype.
     """
     precision = Precision.of(spec.train.precision)
-    kind, lab = precision.compute, fake_lab(spec.machine, precision)
+    kind = precision.compute
+    lab = fake_lab(spec.machine, precision)
     elsewhere = autocast_elsewhere(spec.machine, precision)
     layers = layers_of(spec.model, spec.data)
     operators = operators_of(layers)
@@ -50,27 +52,47 @@ def take(spec: RunSpec) -> OpGraph:
         layer = layers[operator.layer]
         loss = task_loss(spec.data) if number == len(operators) - 1 else None
         key = (
-            layer.target, layer.options, operator.path, number == 0, loss is None,
+            layer.target,
+            layer.options,
+            operator.path,
+            number == 0,
+            loss is None,
             tuple((tuple(tensor.shape), tensor.dtype) for tensor in inputs),
-        )  # fmt: skip
+        )
         if key not in known:
             module = operator_module(operator, on_meta(layer, precision.parameters))
             with lab.mode:
                 compute_in(made_fake(module), precision, elsewhere)
                 call = LayerCall(module, inputs, number == 0, loss)
-                times, found = lab.times(call), meter(call, lab.workspace)
-                made = tuple(torch.empty(each.shape, dtype=each.dtype) for each in tensors_in(module(*inputs)))
+                times = lab.times(call)
+                found = meter(call, lab.workspace)
+                made = tuple(
+                    torch.empty(each.shape, dtype=each.dtype)
+                    for each in tensors_in(module(*inputs))
+                )
             state_bytes = found.layer.param_bytes * (2 + states) + found.layer.buffer_bytes
             handed_bytes = 0 if loss else sum(output.layout.num_bytes for output in found.outputs)
             backward_s = times.input_grad_s + times.weight_grad_s
             known[key] = (
-                Op("", times.forward_s, backward_s, handed_bytes, state_bytes + found.left_bytes, state_bytes), made
-            )  # fmt: skip
+                Op(
+                    "",
+                    times.forward_s,
+                    backward_s,
+                    handed_bytes,
+                    state_bytes + found.left_bytes,
+                    state_bytes,
+                ),
+                made,
+            )
         op, made = known[key]
         outputs.append(made)
-        sums_s = max(0, readers[number] - 1) * rates_of(spec.machine, precision).seconds(0, 3 * op.output_bytes)
+        sums_s = max(0, readers[number] - 1) * rates_of(spec.machine, precision).seconds(
+            0, 3 * op.output_bytes
+        )
         ops.append(replace(op, name=operator.name, backward_s=op.backward_s + sums_s))
-    edges = tuple((feeder, at) for at, operator in enumerate(operators) for feeder in operator.feeders)
+    edges = tuple(
+        (feeder, at) for at, operator in enumerate(operators) for feeder in operator.feeders
+    )
     return OpGraph(tuple(ops), edges)
 
 

@@ -29,14 +29,18 @@ def take(spec: RunSpec) -> StripWork:
     made = {name: [0] * form.strips for name in names}
     largest = dict.fromkeys(names, (0, 1))
     for module, at_once, products in form.work():
-        name = next((name for name in names if module == name or module.startswith(f"{name}.")), None)
+        name = next(
+            (name for name in names if module == name or module.startswith(f"{name}.")), None
+        )
         if name is not None:
             made[name] = [sum(both) for both in zip(made[name], products, strict=True)]
             largest[name] = max(largest[name], (sum(products), at_once))
     even = (1 / form.strips,) * form.strips
     return StripWork(
         tuple(
-            LayerWork(largest[name][1], tuple(each / sum(work) for each in work) if any(work) else even)
+            LayerWork(
+                largest[name][1], tuple(each / sum(work) for each in work) if any(work) else even
+            )
             for name, work in made.items()
         )
     )

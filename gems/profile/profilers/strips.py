@@ -1,7 +1,8 @@
-"""The strips of stages on fake tensors: each runs forward and backward as in a run, and what it keeps is counted.
+"""The strips of stages on fake tensors.
 
-Strips that run on equal shapes are run once. As a child process it reads a resolved run as JSON on stdin, cut at
-parallel.boundaries, and prints its strip profile.
+Each runs forward and backward as in a run, and what it keeps is counted.
+Strips that run on equal shapes are run once. As a child process it reads a resolved run as JSON on
+stdin, cut at parallel.boundaries, and prints its strip profile.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def take(spec: RunSpec) -> StripProfile:
     precision = Precision.of(spec.train.layer_dtype)
     lab = fake_lab(spec.machine, precision)
     passed: tuple[Boundary, ...] = (images(spec, precision),)
-    layers, stages = layers_of(spec.model, spec.data), []
+    layers = layers_of(spec.model, spec.data)
+    stages = []
     for first, end in pairwise(boundaries):
         modules, form = stage_of(spec, layers[first:end], passed, lab)
         with lab.mode:
@@ -69,15 +71,18 @@ def stage_of(
     modules = nn.ModuleList([lab.build(layer, place).train() for place, layer in enumerate(layers)])
     named = [(layer.name, module) for layer, module in zip(layers, modules, strict=True)]
     freeze(named, spec.optimizer.frozen)
-    return modules, StripStage(named, takes, spec.parallel.strips, spec.parallel.min_strip_positions)
+    return modules, StripStage(
+        named, takes, spec.parallel.strips, spec.parallel.min_strip_positions
+    )
 
 
 class _Forward(NamedTuple):
     """A strip whose forward has run.
 
-    `saved` and `by_loss` are the bytes of storages that it and the loss have saved, `edges` the ends of its graph, of
-    the outputs first, with shape and type of the gradients that arrive there, of which the first `num_received` come
-    from elsewhere. `loss` is the end of the loss's graph, with the places where the gradients of outputs arrive.
+    `saved` and `by_loss` are the bytes of storages that it and the loss have saved, `edges` the
+    ends of its graph, of the outputs first, with shape and type of the gradients that arrive there,
+    of which the first `num_received` come from elsewhere. `loss` is the end of the loss's graph,
+    with the places where the gradients of outputs arrive.
     """
 
     saved: dict[int, int]
@@ -102,14 +107,18 @@ class _Strips:
         loss: Loss | None,
         lab: Lab,
     ) -> None:
-        self._form, self._takes, self._is_first, self._loss = form, takes, is_first, loss
+        self._form = form
+        self._takes = takes
+        self._is_first = is_first
+        self._loss = loss
         self._workspace = lab.workspace
         self._static = static_tensors(modules)
         self._known: dict[Hashable, tuple[StripBytes, list[bool]]] = {}
 
     def all(self) -> tuple[StripBytes, ...]:
         """Return the bytes of all strips."""
-        found, flags = [], list[bool]()
+        found = []
+        flags = list[bool]()
         for strip in range(self._form.strips):
             key = self._is_last(strip), tuple(flags), self._form.shapes_of(strip)
             if key not in self._known:
@@ -122,12 +131,18 @@ class _Strips:
         return strip == self._form.strips - 1
 
     def _measure(self, strip: int, flags: Sequence[bool]) -> tuple[StripBytes, list[bool]]:
-        """Return the bytes of a strip, and which of what it leaves needs a gradient; `flags` are those of the last."""
+        """Return the bytes of a strip, and which of what it leaves needs a gradient.
+
+        `flags` are those of the last.
+        """
         inputs = [
-            None if each.ends is None and not self._is_last(strip)
-            else torch.empty(each.strip_shape(strip), dtype=each.dtype)
+            (
+                None
+                if each.ends is None and not self._is_last(strip)
+                else torch.empty(each.strip_shape(strip), dtype=each.dtype)
+            )
             for each in self._takes
-        ]  # fmt: skip
+        ]
         shapes = self._form.carries(strip - 1) if strip else ()
         carried = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
         static = set(self._form.static_carries(strip - 1)) if strip else set[int]()
@@ -140,13 +155,17 @@ class _Strips:
         def forward(deferred: DeferredGradients | None) -> tuple[_Forward, LiveBytes]:
             live = LiveBytes([*given, *carried, *before, *self._static], self._workspace)
             with live:
-                made = self._forward(strip, inputs, list(zip(carried, flags, strict=True)), before, deferred)
+                made = self._forward(
+                    strip, inputs, list(zip(carried, flags, strict=True)), before, deferred
+                )
             return made, live
 
         made, live = forward(None)
         forward_peak = live.peak_bytes
         saved = {name: size for name, size in made.saved.items() if size and name not in unsaved}
-        by_loss = tuple(size for name, size in made.by_loss.items() if name not in unsaved | saved.keys())
+        by_loss = tuple(
+            size for name, size in made.by_loss.items() if name not in unsaved | saved.keys()
+        )
         outputs, carries = ({storage_of(each) for each in some} for some in (made.outputs, own))
         waiting = sum(
             each.untyped_storage().nbytes()
@@ -161,7 +180,9 @@ class _Strips:
             "left": unique_bytes(made.left),
             "waiting": waiting,
             "loss_gradient": sum(each.numel() * each.element_size() for each in before),
-            "carried_back": _float_bytes(each for each, flag in zip(carried, flags, strict=True) if flag),
+            "carried_back": _float_bytes(
+                each for each, flag in zip(carried, flags, strict=True) if flag
+            ),
         }
         needs = [tensor.requires_grad for tensor in made.kept]
         backward_peak, _ = self._backward(made, live)
@@ -173,19 +194,24 @@ class _Strips:
         start = live.restart()
         with live:
             deferred.run(lambda: None)
-        return StripBytes(
-            **sizes,
-            saved=tuple(size for name, size in saved.items() if name not in outputs | carries),
-            saved_outputs=tuple(size for name, size in saved.items() if name in outputs - carries),
-            carried=tuple(each.untyped_storage().nbytes() for each in own if each.numel()),
-            saved_carried=tuple(size for name, size in saved.items() if name in carries),
-            saved_by_loss=by_loss,
-            held_for_weights=held,
-            forward_peak=forward_peak,
-            backward_peak=backward_peak,
-            input_gradient_peak=input_gradient_peak,
-            weight_gradient_peak=live.peak_bytes - start,
-        ), needs  # fmt: skip
+        return (
+            StripBytes(
+                **sizes,
+                saved=tuple(size for name, size in saved.items() if name not in outputs | carries),
+                saved_outputs=tuple(
+                    size for name, size in saved.items() if name in outputs - carries
+                ),
+                carried=tuple(each.untyped_storage().nbytes() for each in own if each.numel()),
+                saved_carried=tuple(size for name, size in saved.items() if name in carries),
+                saved_by_loss=by_loss,
+                held_for_weights=held,
+                forward_peak=forward_peak,
+                backward_peak=backward_peak,
+                input_gradient_peak=input_gradient_peak,
+                weight_gradient_peak=live.peak_bytes - start,
+            ),
+            needs,
+        )
 
     def _before(self, strip: int) -> list[Tensor]:
         """Return what earlier strips of the last stage have given, for the loss after the last strip."""
@@ -208,15 +234,22 @@ class _Strips:
     ) -> _Forward:
         """Run a strip; `carried` has what it was left, and whether that needs a gradient."""
         begun = [
-            each if each is None or self._is_first or not each.is_floating_point() else begin(Cut(), each)
+            (
+                each
+                if each is None or self._is_first or not each.is_floating_point()
+                else begin(Cut(), each)
+            )
             for each in inputs
         ]
-        kept_before = [begin(Cut(), each) if has_gradient else each for each, has_gradient in carried]
+        kept_before = [
+            begin(Cut(), each) if has_gradient else each for each, has_gradient in carried
+        ]
         draws = (lambda _: 0) if self._form.draws else None
         with SavedStorages() as saved:
             outputs, kept = self._form.forward(strip, begun, kept_before, draws, deferred)
         made = [each for each in outputs if each is not None]
-        by_loss, loss = SavedStorages(), None
+        by_loss = SavedStorages()
+        loss = None
         if self._loss is not None and self._is_last(strip):
             cuts: list[Cut] = []
             with by_loss:
@@ -230,9 +263,13 @@ class _Strips:
             if each.requires_grad
         ]
         num_received = 0 if self._loss is not None else sum(each.requires_grad for each in made)
-        return _Forward(saved.num_bytes, by_loss.num_bytes, made, kept, left, edges, num_received, loss)
+        return _Forward(
+            saved.num_bytes, by_loss.num_bytes, made, kept, left, edges, num_received, loss
+        )
 
-    def _whole(self, outputs: Sequence[Tensor | None], before: Sequence[Tensor], cuts: list[Cut]) -> Any:
+    def _whole(
+        self, outputs: Sequence[Tensor | None], before: Sequence[Tensor], cuts: list[Cut]
+    ) -> Any:
         """Return what the loss is given: the rows of all strips, whose gradients arrive at `cuts`."""
 
         def cut(tensor: Tensor | None) -> Tensor | None:
@@ -242,13 +279,20 @@ class _Strips:
             return begin(cuts[-1], tensor.detach())
 
         made = iter(before)
-        earlier = [[cut(next(made)) if each.ends is not None else None for each in self._form.outputs]
-                   for _ in range(self._form.strips - 1)]  # fmt: skip
+        earlier = [
+            [cut(next(made)) if each.ends is not None else None for each in self._form.outputs]
+            for _ in range(self._form.strips - 1)
+        ]
         return self._form.joined([*earlier, [cut(each) for each in outputs]])
 
     def _backward(self, made: _Forward, live: LiveBytes) -> tuple[int, list[Tensor]]:
-        """Run backward from all ends; return its peak beyond what is saved, and the gradients that were received."""
-        edges, num_received, loss = list(made.edges), made.num_received, made.loss
+        """Run backward from all ends.
+
+        Return its peak beyond what is saved, and the gradients that were received.
+        """
+        edges = list(made.edges)
+        num_received = made.num_received
+        loss = made.loss
         for each in (made.outputs, made.left, made.edges):
             each.clear()
         del made

@@ -23,24 +23,37 @@ from gems.utils.registry import load_plugins
 
 
 def take(spec: RunSpec) -> ModelProfile:
-    """Take the profile of a resolved run; raises ConfigError for a device or rate that the machine does not have."""
-    profile, machine = spec.profile, spec.machine
+    """Take the profile of a resolved run.
+
+    Raises ConfigError for a device or rate that the machine does not have.
+    """
+    profile = spec.profile
+    machine = spec.machine
     run = (spec.model, spec.data, spec.parallel.micro_batch_size, spec.train.layer_dtype, machine)
     fake = is_fake(profile)
-    base = fake_profile(*run, profile.whole_model_peak) if fake else measured_profile(*run, profile.repetitions)
+    base = (
+        fake_profile(*run, profile.whole_model_peak)
+        if fake
+        else measured_profile(*run, profile.repetitions)
+    )
     if profile.name != "incremental":
         return base
     devices = Devices(*run, fake, spec.optimizer.num_states)
-    return incremental_profile(base, devices.peak_bytes, layers_per_device(spec), machine.device_bytes)
+    return incremental_profile(
+        base, devices.peak_bytes, layers_per_device(spec), machine.device_bytes
+    )
 
 
 def layers_per_device(spec: RunSpec) -> int | None:
     """Return how many layers share a device in mCAP's runs on as many devices as the pipeline has ranks."""
-    num_layers, num_devices = len(layers_of(spec.model, spec.data)), spec.parallel.partitions
+    num_layers = len(layers_of(spec.model, spec.data))
+    num_devices = spec.parallel.partitions
     return None if num_devices < 3 else (num_layers - 2) // (num_devices - 2) + 1
 
 
-def answer(make: Callable[[RunSpec], ModelProfile | OpGraph | StripProfile | StripWork | Exactness]) -> int:
+def answer(
+    make: Callable[[RunSpec], ModelProfile | OpGraph | StripProfile | StripWork | Exactness],
+) -> int:
     """Print what `make` returns for the resolved run on stdin, as JSON; return the exit code.
 
     A ConfigError is printed as {"refused": [key, value, allowed, advice]}.
@@ -49,7 +62,8 @@ def answer(make: Callable[[RunSpec], ModelProfile | OpGraph | StripProfile | Str
     load_plugins(spec.plugins, spec.plugins_dir)
     torch.set_num_threads(spec.machine.threads_per_rank)
     try:
-        document, code = make(spec).to_json(), 0
+        document = make(spec).to_json()
+        code = 0
     except ConfigError as error:
         document = {REFUSED: [error.key, str(error.value), error.allowed, error.advice]}
         code = error.exit_code

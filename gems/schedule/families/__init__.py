@@ -2,6 +2,22 @@
 
 # The order in tables, simplest first. A family that is not named here comes after these.
 ORDER = (
-    "layer_parallel", "gpipe", "1f1b", "zb_h1", "zb_h2", "interleaved_1f1b", "looped_bfs", "group_interleaved",
-    "zb_v", "v_half", "v_min", "v_adaptive", "dualpipe_v", "chimera", "gems_zb", "gems_mast", "gems_master", "capped",
-)  # fmt: skip
+    "layer_parallel",
+    "gpipe",
+    "1f1b",
+    "zb_h1",
+    "zb_h2",
+    "interleaved_1f1b",
+    "looped_bfs",
+    "group_interleaved",
+    "zb_v",
+    "v_half",
+    "v_min",
+    "v_adaptive",
+    "dualpipe_v",
+    "chimera",
+    "gems_zb",
+    "gems_mast",
+    "gems_master",
+    "capped",
+)

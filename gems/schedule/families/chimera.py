@@ -17,22 +17,27 @@ def _step_units(s: Terms) -> float | None:
 
 
 @schedule_family(
-    "chimera", step_units=_step_units, peak_units=lambda s: min(s.n, s.p), placement=bidirectional, num_directions=2,
+    "chimera",
+    step_units=_step_units,
+    peak_units=lambda s: min(s.n, s.p),
+    placement=bidirectional,
+    num_directions=2,
     is_quick=True,
-)  # fmt: skip
+)
 def chimera(request: Request) -> Schedule:
     """Build Chimera (Li & Hoefler 2021, "Chimera: Efficiently Training Large-Scale Neural Networks").
 
-    Both directions run 1F1B's slots with half of a unit of P micro-batches each; for even P their slots never meet.
-    Further units follow every 2 P slots, whose first forwards fill the holes at the end of the unit before (the
-    paper's direct concatenation). For f = b and P dividing N it takes (2 N + P - 2) f time; a rank holds P
-    micro-batches of activations at most. The paper has even P; for odd P direction 1 starts a slot later and a unit
-    has P + 1 micro-batches.
+    Both directions run 1F1B's slots with half of a unit of P micro-batches each; for even P their
+    slots never meet. Further units follow every 2 P slots, whose first forwards fill the holes at
+    the end of the unit before (the paper's direct concatenation). For f = b and P dividing N it
+    takes (2 N + P - 2) f time; a rank holds P micro-batches of activations at most. The paper has
+    even P; for odd P direction 1 starts a slot later and a unit has P + 1 micro-batches.
 
     Raises:
         ConfigError: an odd number of micro-batches.
     """
-    num_ranks, num_micro_batches = request.num_ranks, request.num_micro_batches
+    num_ranks = request.num_ranks
+    num_micro_batches = request.num_micro_batches
     refuse_odd("chimera", num_micro_batches, "half run in each direction")
     late = num_ranks % 2
     unit = num_ranks + late

@@ -10,32 +10,44 @@ from gems.schedule.schedule import Schedule
 
 
 @schedule_family(
-    "dualpipe_v", placement=v, stages_per_rank=2, peak_units=lambda s: s.p + 0.5,
+    "dualpipe_v",
+    placement=v,
+    stages_per_rank=2,
+    peak_units=lambda s: s.p + 0.5,
     step_units=lambda s: s.work + (s.p - 1) * s.f / 2 if s.n >= 2 * s.p and s.is_even else None,
-)  # fmt: skip
+)
 def dualpipe_v(request: Request) -> Schedule:
     """Build DualPipeV (DeepSeek-AI 2025, the "cut in half" form of DualPipe; Sea AI Lab).
 
-    In its steady part a rank runs a forward of one chunk and a backward of the other in turn; the authors overlap
-    these two, here they follow each other. The backward is split where ranks would wait for it: while they warm up and
-    while they drain. Holds P + 1/2 micro-batches of activations on every rank. Between a rank's first and last action
-    it idles (P - 1 - rank) / 2 at f = i = w = 1.
+    In its steady part a rank runs a forward of one chunk and a backward of the other in turn; the
+    authors overlap these two, here they follow each other. The backward is split where ranks would
+    wait for it: while they warm up and while they drain. Holds P + 1/2 micro-batches of activations
+    on every rank. Between a rank's first and last action it idles (P - 1 - rank) / 2 at f = i = w =
+    1.
 
     Raises:
         ConfigError: fewer micro-batches than 2 P.
     """
-    num_ranks, num_micro_batches = request.num_ranks, request.num_micro_batches
+    num_ranks = request.num_ranks
+    num_micro_batches = request.num_micro_batches
     if num_micro_batches < 2 * num_ranks:
         raise ConfigError(
-            "parallel.micro_batches", num_micro_batches,
-            f"must be {2 * num_ranks} or more for dualpipe_v, twice parallel.partitions={num_ranks}",
+            "parallel.micro_batches",
+            num_micro_batches,
+            f"must be {2 * num_ranks} or more for dualpipe_v, twice"
+            f" parallel.partitions={num_ranks}",
             "use more micro-batches, or schedule=zb_v",
-        )  # fmt: skip
+        )
     rows = []
     for rank in range(num_ranks):
-        below, above = num_ranks - 1 - rank, rank + 1
+        below = num_ranks - 1 - rank
+        above = rank + 1
         steady = num_micro_batches - num_ranks - below
         ends = "".join(("Bb" if k < above else "Ii")[k % 2] for k in range(2 * above))
         letters = "f" * (2 * below) + "fF" * above + "IwF" * below + "fBFb" * steady + "BFb" * below
-        rows.append(from_letters(letters + ends + "wi" * below + "w" * above, rank, num_ranks, num_micro_batches))
+        rows.append(
+            from_letters(
+                letters + ends + "wi" * below + "w" * above, rank, num_ranks, num_micro_batches
+            )
+        )
     return Schedule("dualpipe_v", num_micro_batches, v(num_ranks), tuple(rows))

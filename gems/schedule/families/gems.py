@@ -1,4 +1,7 @@
-"""GEMS: two copies of the pipeline in opposite directions over the same ranks, in turn; also with a split backward."""
+"""GEMS: two copies of the pipeline in opposite directions over the same ranks, in turn.
+
+Also with a split backward.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ PLANNED_PARTS = (1, 2, 4)
 
 
 def _step_units(s: Terms) -> float | None:
-    runs, way = s.n // s.parts, s.p - 1 + s.parts
+    runs = s.n // s.parts
+    way = s.p - 1 + s.parts
     return way * s.f + runs * way * s.b + (runs - 1) * s.parts * s.f if s.b >= s.f else None
 
 
@@ -26,31 +30,50 @@ def _parts(request: Request, parts: Iterable[int]) -> Iterable[Request]:
 
 
 @schedule_family(
-    "gems_mast", step_units=_step_units, peak_units=lambda s: s.parts, placement=bidirectional, num_directions=2,
-    has_runs=True, planned=None, rival=lambda request: _parts(request, [request.num_micro_batches // 2]),
-)  # fmt: skip
+    "gems_mast",
+    step_units=_step_units,
+    peak_units=lambda s: s.parts,
+    placement=bidirectional,
+    num_directions=2,
+    has_runs=True,
+    planned=None,
+    rival=lambda request: _parts(request, [request.num_micro_batches // 2]),
+)
 def gems_mast(request: Request) -> Schedule:
-    """Build GEMS-MAST (Jain et al. 2020): one run down and one run up, that is MASTER with two runs."""
+    """Build GEMS-MAST (Jain et al. 2020).
+
+    One run down and one run up, that is MASTER with two runs.
+    """
     master = gems_master(replace(request, num_micro_batches=2 * request.num_parts))
     return replace(master, name="gems_mast")
 
 
 @schedule_family(
-    "gems_master", step_units=_step_units, peak_units=lambda s: s.parts, placement=bidirectional, num_directions=2,
-    has_runs=True, planned=lambda request: _parts(request, PLANNED_PARTS),
-    rival=lambda request: _parts(request, range(1, request.num_micro_batches // 2 + 1)), is_quick=True,
-    chain_bound=lambda s, recompute, share: s.f + s.n // s.parts * s.b,  # the runs' backwards follow each other
+    "gems_master",
+    step_units=_step_units,
+    peak_units=lambda s: s.parts,
+    placement=bidirectional,
+    num_directions=2,
+    has_runs=True,
+    planned=lambda request: _parts(request, PLANNED_PARTS),
+    rival=lambda request: _parts(request, range(1, request.num_micro_batches // 2 + 1)),
+    is_quick=True,
+    chain_bound=lambda s, recompute, share: (
+        s.f + s.n // s.parts * s.b
+    ),  # the runs' backwards follow each other
     least_in_flight=lambda s: [s.parts] * s.p,
-)  # fmt: skip
+)
 def gems_master(request: Request) -> Schedule:
     """Build GEMS-MASTER (Jain et al. 2020): an even number of runs, direction 0 and 1 in turn.
 
-    Each run is a block of `num_parts` micro-batches, all forwards and then all backwards. No rank waits on
-    purpose: a rank that has freed the activations of one run starts the next, so runs chase each other over the
-    ranks. Holds `num_parts` = m micro-batches of activations on every rank, whatever the number of runs, and takes,
-    for b >= f, (P - 1 + m) f + (N / m)(P - 1 + m) b + (N / m - 1) m f time; with one part P f + N P b + (N - 1) f.
+    Each run is a block of `num_parts` micro-batches, all forwards and then all backwards. No rank
+    waits on purpose: a rank that has freed the activations of one run starts the next, so runs
+    chase each other over the ranks. Holds `num_parts` = m micro-batches of activations on every
+    rank, whatever the number of runs, and takes, for b >= f, (P - 1 + m) f + (N / m)(P - 1 + m) b +
+    (N / m - 1) m f time; with one part P f + N P b + (N - 1) f.
     """
-    ranks, parts = range(request.num_ranks), request.num_parts
+    ranks = range(request.num_ranks)
+    parts = request.num_parts
     runs = request.num_micro_batches // parts
     rows = tuple(
         tuple(
@@ -65,21 +88,29 @@ def gems_master(request: Request) -> Schedule:
 
 
 @schedule_family(
-    "gems_zb", peak_units=lambda s: 1.0, placement=bidirectional, num_directions=2, is_quick=True,
-    step_units=lambda s: s.p * s.f + s.n * s.p * s.i + (s.n - 1) * (s.f + s.w) + s.w if s.i >= s.f else None,
+    "gems_zb",
+    peak_units=lambda s: 1.0,
+    placement=bidirectional,
+    num_directions=2,
+    is_quick=True,
+    step_units=lambda s: (
+        s.p * s.f + s.n * s.p * s.i + (s.n - 1) * (s.f + s.w) + s.w if s.i >= s.f else None
+    ),
     chain_bound=lambda s, recompute, share: s.f + s.n * s.i,
-)  # fmt: skip
+)
 def gems_zb(request: Request) -> Schedule:
-    """Build GEMS-MASTER (Jain et al. 2020) with each backward split: the input gradient first, and then W.
+    """Build GEMS-MASTER (Jain et al. 2020) with each backward split.
 
-    The next micro-batch, in the other direction, still finds each rank free of activations, but the backward's way
-    through the ranks no longer waits for weight gradients: P f + N P i + (N - 1)(f + w) + w time for i >= f, with one
-    micro-batch of activations.
+    The input gradient first, and then W.
+    The next micro-batch, in the other direction, still finds each rank free of activations, but the
+    backward's way through the ranks no longer waits for weight gradients: P f + N P i + (N - 1)(f +
+    w) + w time for i >= f, with one micro-batch of activations.
 
     Raises:
         ConfigError: an odd number of micro-batches.
     """
-    num_ranks, num_micro_batches = request.num_ranks, request.num_micro_batches
+    num_ranks = request.num_ranks
+    num_micro_batches = request.num_micro_batches
     refuse_odd("gems_zb", num_micro_batches, "the two directions take turns")
     rows = tuple(
         tuple(

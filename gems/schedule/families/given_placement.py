@@ -1,4 +1,7 @@
-"""Schedules for a given placement, which are no choice of `schedule=`: evaluation, and the stages of a graph."""
+"""Schedules for a given placement, which are no choice of `schedule=`.
+
+Evaluation, and the stages of a graph.
+"""
 
 from __future__ import annotations
 
@@ -14,27 +17,42 @@ def forward_only(placement: Placement, num_whole: int, num_strips: int = 1) -> S
 
     With `num_strips` above 1 these are the strips of `num_whole` micro-batches.
 
-    One direction is enough: the copies of a stage hold equal weights, and two streams in one list of a rank would
-    wait for each other at every turn. A rank with several stages takes them along the diagonal, so that it holds few
-    boundaries at once.
+    One direction is enough: the copies of a stage hold equal weights, and two streams in one list
+    of a rank would wait for each other at every turn. A rank with several stages takes them along
+    the diagonal, so that it holds few boundaries at once.
     """
-    rows, num = [], num_whole * num_strips
+    rows = []
+    num = num_whole * num_strips
     for rank in range(placement.num_ranks):
         stages = [stage for direction, stage in placement.stages_on(rank) if direction == 0]
         cells = sorted((m + stage, stage, m) for stage in stages for m in range(num))
         rows.append(tuple(forward(stage, m) for _, stage, m in cells))
-    return Schedule("forward_only", num, placement, tuple(rows), forward_only=True, num_strips=num_strips)
+    return Schedule(
+        "forward_only", num, placement, tuple(rows), forward_only=True, num_strips=num_strips
+    )
 
 
 def placed(
-    placement: Placement, num_micro_batches: int, forward_order: Sequence[int], backward_order: Sequence[int]
+    placement: Placement,
+    num_micro_batches: int,
+    forward_order: Sequence[int],
+    backward_order: Sequence[int],
 ) -> Schedule:
     """Build the schedule that runs the stages of a graph in the order of a placement in time.
 
-    A rank runs forward of its stages in the order given, then their backward, then the next micro-batch: it may begin
-    that one while others are still at this one (Pal et al. 2019 place one micro-batch).
+    A rank runs forward of its stages in the order given, then their backward, then the next
+    micro-batch: it may begin that one while others are still at this one (Pal et al. 2019 place one
+    micro-batch).
     """
-    both = [(forward, stage) for stage in forward_order] + [(backward, stage) for stage in backward_order]
-    mine = ([one for one in both if placement.rank_of(0, one[1]) == rank] for rank in range(placement.num_ranks))
-    rows = tuple(tuple(make(stage, m) for m in range(num_micro_batches) for make, stage in some) for some in mine)
+    both = [(forward, stage) for stage in forward_order] + [
+        (backward, stage) for stage in backward_order
+    ]
+    mine = (
+        [one for one in both if placement.rank_of(0, one[1]) == rank]
+        for rank in range(placement.num_ranks)
+    )
+    rows = tuple(
+        tuple(make(stage, m) for m in range(num_micro_batches) for make, stage in some)
+        for some in mine
+    )
     return Schedule("placed", num_micro_batches, placement, rows)

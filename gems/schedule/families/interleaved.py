@@ -8,7 +8,8 @@ from gems.schedule.placement import looped
 from gems.schedule.registry import Request, Terms, schedule_family, with_sizes
 from gems.schedule.schedule import Schedule
 
-PLANNED_CHUNKS, RIVAL_CHUNKS = (2, 4), (2, 3, 4)
+PLANNED_CHUNKS = (2, 4)
+RIVAL_CHUNKS = (2, 3, 4)
 
 
 def _step_units(s: Terms) -> float:
@@ -17,29 +18,39 @@ def _step_units(s: Terms) -> float:
 
 
 def _peak_units(s: Terms) -> float:
-    """Return ((v - 1) G + 2 P - 1) / v and at most N: a bound if the groups are not full, else exact."""
+    """Return ((v - 1) G + 2 P - 1) / v and at most N.
+
+    A bound if the groups are not full, else exact.
+    """
     group = -(-s.n // max(1, s.n // s.p))
     return min(s.n, ((s.chunks - 1) * group + 2 * s.p - 1) / s.chunks)
 
 
 @schedule_family(
-    "interleaved_1f1b", peak_units=_peak_units, placement=looped, stages_per_rank=None,
+    "interleaved_1f1b",
+    peak_units=_peak_units,
+    placement=looped,
+    stages_per_rank=None,
     step_units=lambda s: None if s.n % max(1, s.n // s.p) else _step_units(s),
-    planned=with_sizes("chunks", PLANNED_CHUNKS), rival=with_sizes("chunks", RIVAL_CHUNKS),
-)  # fmt: skip
+    planned=with_sizes("chunks", PLANNED_CHUNKS),
+    rival=with_sizes("chunks", RIVAL_CHUNKS),
+)
 def interleaved_1f1b(request: Request) -> Schedule:
     """Build interleaved 1F1B (Narayanan et al. 2021, section 2.2) with v = `chunks` stages a rank.
 
-    Micro-batches go in N div P groups of G = ceil(N / groups), which is P where P divides N. A rank takes the
-    forwards of a group chunk by chunk, and so, from the last chunk, the backwards; it warms up with
-    (v - 1) G + 2 (P - 1 - rank) forwards. Takes N (f + b) + (P - 1)(f + b) / v time where the groups are full and
-    N >= P, and then holds at most ((v - 1) G + 2 P - 1) / v micro-batches of activations. Where the groups are not
-    full, the places that lack a micro-batch are left out.
+    Micro-batches go in N div P groups of G = ceil(N / groups), which is P where P divides N. A rank
+    takes the forwards of a group chunk by chunk, and so, from the last chunk, the backwards; it
+    warms up with (v - 1) G + 2 (P - 1 - rank) forwards. Takes N (f + b) + (P - 1)(f + b) / v time
+    where the groups are full and N >= P, and then holds at most ((v - 1) G + 2 P - 1) / v
+    micro-batches of activations. Where the groups are not full, the places that lack a micro-batch
+    are left out.
 
     Raises:
         ConfigError: fewer than two chunks.
     """
-    num_ranks, num_micro_batches, chunks = request.num_ranks, request.num_micro_batches, request.chunks
+    num_ranks = request.num_ranks
+    num_micro_batches = request.num_micro_batches
+    chunks = request.chunks
     _check_chunks("interleaved_1f1b", chunks)
     num_groups = max(1, num_micro_batches // num_ranks)
     size = -(-num_micro_batches // num_groups)
@@ -48,37 +59,50 @@ def interleaved_1f1b(request: Request) -> Schedule:
     for rank in range(num_ranks):
         stages = range(rank, num_ranks * chunks, num_ranks)
         forwards = [forward(stage, m) for group in groups for stage in stages for m in group]
-        backwards = [backward(stage, m) for group in groups for stage in reversed(stages) for m in group]
+        backwards = [
+            backward(stage, m) for group in groups for stage in reversed(stages) for m in group
+        ]
         warmup = min(len(forwards), (chunks - 1) * size + 2 * (num_ranks - 1 - rank))
         row: list[Action] = forwards[:warmup]
         for pair in zip(forwards[warmup:], backwards, strict=False):
             row += pair
         row += backwards[len(forwards) - warmup :]
-        rows.append(tuple(action for action in row if (action.micro_batch or 0) < num_micro_batches))
+        rows.append(
+            tuple(action for action in row if (action.micro_batch or 0) < num_micro_batches)
+        )
     return Schedule("interleaved_1f1b", num_micro_batches, looped(num_ranks, chunks), tuple(rows))
 
 
 @schedule_family(
-    "looped_bfs", step_units=_step_units, peak_units=lambda s: s.n, placement=looped, stages_per_rank=None,
+    "looped_bfs",
+    step_units=_step_units,
+    peak_units=lambda s: s.n,
+    placement=looped,
+    stages_per_rank=None,
     planned=None,  # interleaved 1F1B takes as long with less memory
     rival=with_sizes("chunks", RIVAL_CHUNKS),
-)  # fmt: skip
+)
 def looped_bfs(request: Request) -> Schedule:
     """Build looped breadth-first (Lamy-Poirier 2023) with v = `chunks` stages a rank.
 
-    All micro-batches pass a rank's first stage, then all its second, and so on; backwards from the last. Takes
-    N (f + b) + (P - 1)(f + b) / v time for N >= P and holds N micro-batches of activations.
+    All micro-batches pass a rank's first stage, then all its second, and so on; backwards from the
+    last. Takes N (f + b) + (P - 1)(f + b) / v time for N >= P and holds N micro-batches of
+    activations.
 
     Raises:
         ConfigError: fewer than two chunks.
     """
-    num_ranks, micro_batches, chunks = request.num_ranks, range(request.num_micro_batches), request.chunks
+    num_ranks = request.num_ranks
+    micro_batches = range(request.num_micro_batches)
+    chunks = request.chunks
     _check_chunks("looped_bfs", chunks)
     rows = []
     for rank in range(num_ranks):
         stages = range(rank, num_ranks * chunks, num_ranks)
         row = [forward(stage, m) for stage in stages for m in micro_batches]
-        rows.append((*row, *(backward(stage, m) for stage in reversed(stages) for m in micro_batches)))
+        rows.append(
+            (*row, *(backward(stage, m) for stage in reversed(stages) for m in micro_batches))
+        )
     return Schedule("looped_bfs", len(micro_batches), looped(num_ranks, chunks), tuple(rows))
 
 
@@ -86,5 +110,8 @@ def _check_chunks(name: str, chunks: int) -> None:
     if chunks < 2:
         one = "1f1b" if name == "interleaved_1f1b" else "gpipe"
         raise ConfigError(
-            "schedule.chunks", chunks, f"must be 2 or more for {name}", f"one chunk a rank is schedule={one}"
+            "schedule.chunks",
+            chunks,
+            f"must be 2 or more for {name}",
+            f"one chunk a rank is schedule={one}",
         )

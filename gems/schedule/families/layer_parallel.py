@@ -9,16 +9,21 @@ from gems.schedule.schedule import Schedule
 
 
 @schedule_family(
-    "layer_parallel", step_units=lambda s: s.p * s.work, peak_units=lambda s: 1.0, siblings="in_flight",
+    "layer_parallel",
+    step_units=lambda s: s.p * s.work,
+    peak_units=lambda s: 1.0,
+    siblings="in_flight",
     planned=None,  # 1F1B with a cap of 1 takes as long
-)  # fmt: skip
+)
 def layer_parallel(request: Request) -> Schedule:
     """Build the schedule in which a micro-batch goes down and back up before the next starts.
 
     Takes N P (f + b) time and holds one micro-batch of activations (Jain et al. 2020, GEMS-Basic).
     """
     rows = tuple(
-        tuple(make(stage, m) for m in range(request.num_micro_batches) for make in (forward, backward))
+        tuple(
+            make(stage, m) for m in range(request.num_micro_batches) for make in (forward, backward)
+        )
         for stage in range(request.num_ranks)
     )
     return Schedule("layer_parallel", request.num_micro_batches, linear(request.num_ranks), rows)

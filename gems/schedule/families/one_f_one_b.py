@@ -23,9 +23,9 @@ def _step_units(s: Terms) -> float | None:
 def _chain_bound(s: Terms, recompute: float, share: float) -> float:
     """Return the bound of rank r, which begins after r forwards and ends before r backwards, for the best cut.
 
-    A step of M has N t_r + sum of t_s over s < r <= M for every rank; the cut that makes the least M gives
-    M = T / (1 - (1 - 1/N)^P), T being the model's time, with the N of a recomputed model as many times larger. With a
-    cap of K, the micro-batches K apart follow each other.
+    A step of M has N t_r + sum of t_s over s < r <= M for every rank; the cut that makes the least
+    M gives M = T / (1 - (1 - 1/N)^P), T being the model's time, with the N of a recomputed model as
+    many times larger. With a cap of K, the micro-batches K apart follow each other.
     """
     time = s.f + s.b
     return max(time / (1 - (1 - 1 / (s.n * recompute)) ** s.p), ceil(s.n / s.in_flight) * time)
@@ -33,46 +33,71 @@ def _chain_bound(s: Terms, recompute: float, share: float) -> float:
 
 def _planned_caps(request: Request) -> Iterable[Request]:
     """Return no cap, and caps of 1, 2, 3, 4, 6, 8, 12, ... micro-batches below P and N."""
-    p, n = request.num_ranks, request.num_micro_batches
+    p = request.num_ranks
+    n = request.num_micro_batches
     caps = {cap for k in range(p.bit_length()) for cap in (2**k, 3 * 2**k) if cap < min(p, n)}
     return with_sizes("cap", [None, *map(float, sorted(caps))])(request)
 
 
 def _most_in_flight(request: Request) -> Iterable[Request]:
-    """Return the most micro-batches that keep the cap, if any do: of K, stage s holds min(K, P - s)."""
-    p, n, cap = request.num_ranks, request.num_micro_batches, request.cap
+    """Return the most micro-batches that keep the cap, if any do.
+
+    Of K, stage s holds min(K, P - s).
+    """
+    p = request.num_ranks
+    n = request.num_micro_batches
+    cap = request.cap
     if cap is None:
         return [request]
-    limit, sizes = cap + TOLERANCE, request.costs.of(linear(p)).activation
-    fitting = (k for k in range(p, 0, -1) if all(min(k, p - s, n) * size <= limit for s, size in enumerate(sizes)))
+    limit = cap + TOLERANCE
+    sizes = request.costs.of(linear(p)).activation
+    fitting = (
+        k
+        for k in range(p, 0, -1)
+        if all(min(k, p - s, n) * size <= limit for s, size in enumerate(sizes))
+    )
     return with_sizes("cap", [float(k) for k in fitting][:1])(request)
 
 
 @schedule_family(
-    "1f1b", step_units=_step_units, peak_units=lambda s: min(s.n, s.in_flight), siblings="in_flight",
-    planned=_planned_caps, rival=_most_in_flight, is_quick=True,
-    chain_bound=_chain_bound, least_in_flight=lambda s: [min(s.n, s.p - rank, s.in_flight) for rank in range(s.p)],
-)  # fmt: skip
+    "1f1b",
+    step_units=_step_units,
+    peak_units=lambda s: min(s.n, s.in_flight),
+    siblings="in_flight",
+    planned=_planned_caps,
+    rival=_most_in_flight,
+    is_quick=True,
+    chain_bound=_chain_bound,
+    least_in_flight=lambda s: [min(s.n, s.p - rank, s.in_flight) for rank in range(s.p)],
+)
 def one_f_one_b(request: Request) -> Schedule:
     """Build the synchronous 1F1B schedule (PipeDream-Flush: Narayanan et al. 2021, section 2.2; DAPPLE).
 
-    Takes (N + P - 1)(f + b) time and holds min(N, P - stage) micro-batches of activations. With K, the integer part of
-    `cap`, below P, micro-batches run in groups of K: the first rank starts a group when the group before has left it,
-    so no rank holds more than K, and N micro-batches take ((N - 1) div K)(P - K) (f + b) longer.
+    Takes (N + P - 1)(f + b) time and holds min(N, P - stage) micro-batches of activations. With K,
+    the integer part of `cap`, below P, micro-batches run in groups of K: the first rank starts a
+    group when the group before has left it, so no rank holds more than K, and N micro-batches take
+    ((N - 1) div K)(P - K) (f + b) longer.
 
     Raises:
         ConfigError: the cap is below one micro-batch.
     """
-    num_ranks, num_micro_batches, cap = request.num_ranks, request.num_micro_batches, request.cap
+    num_ranks = request.num_ranks
+    num_micro_batches = request.num_micro_batches
+    cap = request.cap
     if cap is not None and cap < 1:
         raise ConfigError(
-            "schedule.activation_cap", cap, "must be 1 or more for 1f1b: a rank holds whole micro-batches of its stage",
+            "schedule.activation_cap",
+            cap,
+            "must be 1 or more for 1f1b: a rank holds whole micro-batches of its stage",
             "raise it to 1, or use schedule=capped, whose stages are smaller",
-        )  # fmt: skip
+        )
     group = num_ranks if cap is None else min(num_ranks, int(cap))
 
     def timed() -> Iterator[tuple[float, Action]]:
-        """Yield actions with slots in which forward and backward take one each: the two never meet on a rank."""
+        """Yield actions with slots in which forward and backward take one each.
+
+        The two never meet on a rank.
+        """
         for m in range(num_micro_batches):
             start = 2 * (m // group * num_ranks + m % group)
             for stage in range(num_ranks):

@@ -1,4 +1,7 @@
-"""What several families share: rows from the times of a paper's figure or from letters, and a check of counts."""
+"""What several families share.
+
+Rows from the times of a paper's figure or from letters, and a check of counts.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,9 @@ def in_order_of_time(
 ) -> Schedule:
     """Build the schedule that runs each rank's actions in the order of their times in the paper's figure.
 
-    An action's time must be later than those of the actions that it needs, so that no order can make ranks wait in a
-    circle. Of two actions at one time a backward goes first, because it frees memory, and then direction 0.
+    An action's time must be later than those of the actions that it needs, so that no order can
+    make ranks wait in a circle. Of two actions at one time a backward goes first, because it frees
+    memory, and then direction 0.
     """
     rows: list[list[tuple[float, bool, int, Action]]] = [[] for _ in range(placement.num_ranks)]
     for time, action in timed:
@@ -36,15 +40,20 @@ def refuse_odd(name: str, num_micro_batches: int, why: str) -> None:
     """
     if num_micro_batches % 2:
         raise ConfigError(
-            "parallel.micro_batches", num_micro_batches, f"must be even for {name}: {why}",
+            "parallel.micro_batches",
+            num_micro_batches,
+            f"must be even for {name}: {why}",
             f"use {num_micro_batches + 1}",
-        )  # fmt: skip
+        )
 
 
-def from_letters(letters: str, rank: int, num_ranks: int, num_micro_batches: int) -> tuple[Action, ...]:
+def from_letters(
+    letters: str, rank: int, num_ranks: int, num_micro_batches: int
+) -> tuple[Action, ...]:
     """Return a rank's actions: f b i of the chunk on the way down, F B I of the one on the way up, w of either.
 
-    Micro-batches past the last are left out; b and i count together, and w is the oldest weight gradient owed.
+    Micro-batches past the last are left out; b and i count together, and w is the oldest weight
+    gradient owed.
     """
     make = {"f": forward, "b": backward, "i": input_gradient}
     next_of = dict.fromkeys(product((False, True), repeat=2), 0)
@@ -54,7 +63,8 @@ def from_letters(letters: str, rank: int, num_ranks: int, num_micro_batches: int
         if letter == "w":
             row.append(owed.popleft())
             continue
-        kind, is_up = letter.lower(), letter.isupper()
+        kind = letter.lower()
+        is_up = letter.isupper()
         m = next_of[kind == "f", is_up]
         if m < num_micro_batches:
             next_of[kind == "f", is_up] += 1

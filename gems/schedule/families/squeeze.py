@@ -13,17 +13,20 @@ from gems.schedule.schedule import Schedule
 def squeeze(order: Schedule, most_held: int) -> Schedule:
     """Return the order in which ranks run F and I if none waits while it could run another, with equal times.
 
-    After the squeezing and reordering of Qi et al. 2024 ("Pipeline Parallelism with Controllable Memory", section 3):
-    in place of an action that is not ready a rank takes the first later one that is, as long as no more than
-    `most_held` pairs of stage and micro-batch are held on the way, and runs a W if there is none. F of a stage, and
-    I, keep their order. What moves are the actions of the first and the last micro-batches: a block that repeats
-    without a wait stays as it is.
+    After the squeezing and reordering of Qi et al. 2024 ("Pipeline Parallelism with Controllable
+    Memory", section 3): in place of an action that is not ready a rank takes the first later one
+    that is, as long as no more than `most_held` pairs of stage and micro-batch are held on the way,
+    and runs a W if there is none. F of a stage, and I, keep their order. What moves are the actions
+    of the first and the last micro-batches: a block that repeats without a wait stays as it is.
     """
     return _Squeezing(order, most_held).schedule()
 
 
 class _Squeezing:
-    """Runs all ranks forward at once; a micro-batch goes its way through 2 S places, F of all stages and then I."""
+    """Runs all ranks forward at once.
+
+    A micro-batch goes its way through 2 S places, F of all stages and then I.
+    """
 
     def __init__(self, order: Schedule, most_held: int) -> None:
         ranks = range(order.num_ranks)
@@ -58,7 +61,8 @@ class _Squeezing:
             is_forward = action.kind is Kind.F
             self.in_flight[rank] += 1 if is_forward else -1
             self.owed[rank] += not is_forward
-            place, m = self.place(action), action.micro_batch or 0
+            place = self.place(action)
+            m = action.micro_batch or 0
             self.ended[place, m] = now + 1
             if place + 1 < self.num_places:
                 stage = min(place + 1, self.num_places - 2 - place)
@@ -72,9 +76,14 @@ class _Squeezing:
         held = most = self.in_flight[rank]
         for index, action in enumerate(self.todo[rank]):
             is_forward = action.kind is Kind.F
-            if (action.stage, action.kind) not in seen and (not is_forward or not index or most < self.most_held):
+            if (action.stage, action.kind) not in seen and (
+                not is_forward or not index or most < self.most_held
+            ):
                 place = self.place(action)
-                if not place or self.ended.get((place - 1, action.micro_batch or 0), now + 1) <= now:
+                if (
+                    not place
+                    or self.ended.get((place - 1, action.micro_batch or 0), now + 1) <= now
+                ):
                     return index
             seen.add((action.stage, action.kind))
             if len(seen) == 2 * len(self.order.placement.stages_on(rank)):

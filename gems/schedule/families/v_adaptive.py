@@ -16,7 +16,10 @@ from gems.schedule.simulate import simulate
 
 STEPS: tuple[Steps, ...] = ((1, 1, 1, 1), (1, 2, 1, 2), (1, 3, 1, 3))
 WAITS: tuple[Waits, ...] = ((0, 0, 1), *product((0, 2, 4), (0, 2, 4), (0, 2, 4)))
-MAX_TRIED, SIZE_TRIED = 12, 1 << 13  # blocks that are played: so many, and on many ranks so many over P squared
+MAX_TRIED, SIZE_TRIED = (
+    12,
+    1 << 13,
+)  # blocks that are played: so many, and on many ranks so many over P squared
 MAX_RIVAL = 1 << 13  # ranks x micro-batches from which a search has no time for it
 
 
@@ -26,7 +29,11 @@ def _most_held(p: int, cap: float | None) -> int:
 
 def _step_units(s: Terms) -> float | None:
     held = _most_held(s.p, s.cap)
-    return s.work + (3 * s.p - 1 - held) * s.f / 2 if s.n >= 2 * s.p and 4 * held >= 7 * s.p and s.is_even else None
+    return (
+        s.work + (3 * s.p - 1 - held) * s.f / 2
+        if s.n >= 2 * s.p and 4 * held >= 7 * s.p and s.is_even
+        else None
+    )
 
 
 def _rivals(request: Request) -> Iterable[Request]:
@@ -34,28 +41,38 @@ def _rivals(request: Request) -> Iterable[Request]:
 
 
 @schedule_family(
-    "v_adaptive", placement=v, stages_per_rank=2, siblings="v", planned=None, rival=_rivals,
-    peak_units=lambda s: min(s.n, _most_held(s.p, s.cap) / 2), step_units=_step_units,
-)  # fmt: skip
+    "v_adaptive",
+    placement=v,
+    stages_per_rank=2,
+    siblings="v",
+    planned=None,
+    rival=_rivals,
+    peak_units=lambda s: min(s.n, _most_held(s.p, s.cap) / 2),
+    step_units=_step_units,
+)
 def v_adaptive(request: Request) -> Schedule:
     """Build the fastest V under a cap (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", V search).
 
-    Building blocks differ in the slots from rank to rank and in the waits between the four passes. Those whose F and I
-    never meet on a rank, and that keep the cap when they repeat, are squeezed and played with 2 P micro-batches, those
-    that use most of the cap first; the fastest is taken. From 7 / 8 of 1F1B's memory on, with f = i = w and N >= 2 P,
-    the bubble is (3 P - 1) / 2 - cap: the last rank cannot start before P - 1, nor take back its first micro-batch
-    before 3 P - 1 slots of f / 2, and until then can only run as many F as the cap allows.
+    Building blocks differ in the slots from rank to rank and in the waits between the four passes.
+    Those whose F and I never meet on a rank, and that keep the cap when they repeat, are squeezed
+    and played with 2 P micro-batches, those that use most of the cap first; the fastest is taken.
+    From 7 / 8 of 1F1B's memory on, with f = i = w and N >= 2 P, the bubble is (3 P - 1) / 2 - cap:
+    the last rank cannot start before P - 1, nor take back its first micro-batch before 3 P - 1
+    slots of f / 2, and until then can only run as many F as the cap allows.
 
     Raises:
         ConfigError: a cap below V-Min's memory.
     """
-    num_ranks, held = request.num_ranks, _most_held(request.num_ranks, request.cap)
+    num_ranks = request.num_ranks
+    held = _most_held(request.num_ranks, request.cap)
     least = min_peak(num_ranks)
     if held < 2 * least:
         raise ConfigError(
-            "schedule.activation_cap", request.cap, f"must be {least} or more for v_adaptive on {num_ranks} ranks",
+            "schedule.activation_cap",
+            request.cap,
+            f"must be {least} or more for v_adaptive on {num_ranks} ranks",
             "raise it, or use schedule=capped",
-        )  # fmt: skip
+        )
     short = replace(request, num_micro_batches=min(request.num_micro_batches, 2 * num_ranks))
     costs = request.costs.of(v(num_ranks))
     tried = max(2, min(MAX_TRIED, SIZE_TRIED // num_ranks**2))
@@ -79,7 +96,10 @@ def _blocks(num_ranks: int, most_held: int) -> Iterator[tuple[int, Steps, Waits]
             begun = [(slots[place], slots[last - place]) for place in places]
             if len({slot % PERIOD for both in begun for slot in both}) < 4:
                 break
-            held = (sum((slot - f) // PERIOD - (slot - i - 1) // PERIOD for f, i in begun) for slot in range(PERIOD))
+            held = (
+                sum((slot - f) // PERIOD - (slot - i - 1) // PERIOD for f, i in begun)
+                for slot in range(PERIOD)
+            )
             most = max(most, *held)
         else:
             if most <= most_held:

@@ -29,31 +29,45 @@ def _min_wait(p: int) -> int:
 
 
 @schedule_family(
-    "v_half", placement=v, stages_per_rank=2, siblings="v", peak_units=lambda s: min(s.n, _half_peak(s.p)),
-    step_units=lambda s: s.work + (3 * s.p - 7 + 3 * (s.p % 2)) * s.f / 2 if s.n >= s.p >= 3 and s.is_even else None,
-)  # fmt: skip
+    "v_half",
+    placement=v,
+    stages_per_rank=2,
+    siblings="v",
+    peak_units=lambda s: min(s.n, _half_peak(s.p)),
+    step_units=lambda s: (
+        s.work + (3 * s.p - 7 + 3 * (s.p % 2)) * s.f / 2 if s.n >= s.p >= 3 and s.is_even else None
+    ),
+)
 def v_half(request: Request) -> Schedule:
     """Build V-Half (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory").
 
-    The passes up the ranks take two slots a rank: at most (P + 2) div 2 micro-batches of activations, and for
-    N >= P >= 3 and f = i = w = 1 a bubble of 3 (P - 1) / 2 - 1/2, half of 1F1B's, or 3 / 2 less if P is even: four
-    slots before the first I then use the room that an odd P lacks.
+    The passes up the ranks take two slots a rank: at most (P + 2) div 2 micro-batches of
+    activations, and for N >= P >= 3 and f = i = w = 1 a bubble of 3 (P - 1) / 2 - 1/2, half of
+    1F1B's, or 3 / 2 less if P is even: four slots before the first I then use the room that an odd
+    P lacks.
     """
     waits = (0, 0 if request.num_ranks % 2 else 4, 0)
     return repeated("v_half", request, (1, 2, 1, 2), waits, 2 * _half_peak(request.num_ranks))
 
 
 @schedule_family(
-    "v_min", placement=v, stages_per_rank=2, siblings="v", peak_units=lambda s: min(s.n, min_peak(s.p)),
-    step_units=lambda s: s.work + (4 * s.p - 5 - _min_wait(s.p)) * s.f / 2 if s.n >= s.p >= 3 and s.is_even else None,
-)  # fmt: skip
+    "v_min",
+    placement=v,
+    stages_per_rank=2,
+    siblings="v",
+    peak_units=lambda s: min(s.n, min_peak(s.p)),
+    step_units=lambda s: (
+        s.work + (4 * s.p - 5 - _min_wait(s.p)) * s.f / 2 if s.n >= s.p >= 3 and s.is_even else None
+    ),
+)
 def v_min(request: Request) -> Schedule:
     """Build V-Min (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory").
 
-    Every pass goes on to the next rank at once, so that a micro-batch's life is as short as it can be: at most
-    (P + 4) div 3 micro-batches of activations, and for N >= P >= 3 and f = i = w = 1 a bubble of 2 (P - 1) - 1/2, two
-    thirds of 1F1B's, if 3 divides P - 1. Otherwise two or four slots before the first I keep the chunks of a rank apart
-    and use the room that is left, for a bubble that is as many slots, of half a unit, shorter.
+    Every pass goes on to the next rank at once, so that a micro-batch's life is as short as it can
+    be: at most (P + 4) div 3 micro-batches of activations, and for N >= P >= 3 and f = i = w = 1 a
+    bubble of 2 (P - 1) - 1/2, two thirds of 1F1B's, if 3 divides P - 1. Otherwise two or four slots
+    before the first I keep the chunks of a rank apart and use the room that is left, for a bubble
+    that is as many slots, of half a unit, shorter.
     """
     waits = (0, _min_wait(request.num_ranks), 0)
     return repeated("v_min", request, (1, 1, 1, 1), waits, 2 * min_peak(request.num_ranks))
@@ -64,12 +78,21 @@ def repeated(name: str, request: Request, steps: Steps, waits: Waits, most_held:
 
     A block with no wait before its first I is as tight as can be: its order stays.
     """
-    num_ranks, num_micro_batches = request.num_ranks, request.num_micro_batches
+    num_ranks = request.num_ranks
+    num_micro_batches = request.num_micro_batches
     passes = [
-        (slot, forward if place < 2 * num_ranks else input_gradient, min(place, 4 * num_ranks - 1 - place))
+        (
+            slot,
+            forward if place < 2 * num_ranks else input_gradient,
+            min(place, 4 * num_ranks - 1 - place),
+        )
         for place, slot in enumerate(block(num_ranks, steps, waits))
     ]
-    timed = ((slot + PERIOD * m, make(stage, m)) for m in range(num_micro_batches) for slot, make, stage in passes)
+    timed = (
+        (slot + PERIOD * m, make(stage, m))
+        for m in range(num_micro_batches)
+        for slot, make, stage in passes
+    )
     order = in_order_of_time(name, num_micro_batches, v(num_ranks), timed)
     if waits[1]:
         order = squeeze(order, most_held)
@@ -79,7 +102,8 @@ def repeated(name: str, request: Request, steps: Steps, waits: Waits, most_held:
 def block(num_ranks: int, steps: Steps, waits: Waits) -> list[int]:
     """Return the slots of a micro-batch's F of all stages and its I of all stages, the last stage's first.
 
-    `steps` are slots from a rank to the next for F down, F up, I down and I up, `waits` more slots between these.
+    `steps` are slots from a rank to the next for F down, F up, I down and I up, `waits` more slots
+    between these.
     """
     slot = 0
     slots: list[int] = []

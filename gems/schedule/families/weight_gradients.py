@@ -1,4 +1,7 @@
-"""Where the weight gradients go: into the time that a rank would wait, and where the memory needs them."""
+"""Where the weight gradients go.
+
+Into the time that a rank would wait, and where the memory needs them.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,12 @@ _SHARE = 0.25
 def place_weight_gradients(schedule: Schedule, costs: StageCosts, most_held: int) -> Schedule:
     """Put a W for every I into a schedule of F and I, whose order stays (Qi et al. 2023: W fills the bubbles).
 
-    A rank runs its oldest W when it would wait for its next action, or when the next forward would hold more than
-    `most_held` pairs of stage and micro-batch; the rest of the W follow its last action. With unequal times it is not
-    plain how short a wait is worth a W: the faster is taken of what equal times give and of a W in each wait of a
-    quarter of its time. Whether `most_held` can be kept depends on the order of F and I alone, and a schedule that
-    cannot keep it exceeds it rather than wait for ever.
+    A rank runs its oldest W when it would wait for its next action, or when the next forward would
+    hold more than `most_held` pairs of stage and micro-batch; the rest of the W follow its last
+    action. With unequal times it is not plain how short a wait is worth a W: the faster is taken of
+    what equal times give and of a W in each wait of a quarter of its time. Whether `most_held` can
+    be kept depends on the order of F and I alone, and a schedule that cannot keep it exceeds it
+    rather than wait for ever.
     """
     equal = uniform(schedule.num_ranks, schedule.num_stages)
     plain = _Filling(schedule, equal, most_held, 1.0).schedule()
@@ -35,17 +39,21 @@ def place_weight_gradients(schedule: Schedule, costs: StageCosts, most_held: int
 class _Filling:
     """Runs all ranks forward at once, in the order of time.
 
-    A micro-batch goes its way through 2 S places, F of stage 0 to S - 1 and I of S - 1 to 0; an action waits for the
-    one at the place before, of the same micro-batch.
+    A micro-batch goes its way through 2 S places, F of stage 0 to S - 1 and I of S - 1 to 0; an
+    action waits for the one at the place before, of the same micro-batch.
     """
 
     def __init__(self, order: Schedule, costs: StageCosts, most_held: int, share: float) -> None:
         ranks = range(order.num_ranks)
-        self.order, self.most_held, self.share = order, most_held, share
+        self.order = order
+        self.most_held = most_held
+        self.share = share
         self.num_stages = order.num_stages
         self.weight_times = costs.weight_grad
         self.times = (*costs.forward, *reversed(costs.split_input_grad))
-        self.ended: list[list[float | None]] = [[None] * order.num_micro_batches for _ in self.times]
+        self.ended: list[list[float | None]] = [
+            [None] * order.num_micro_batches for _ in self.times
+        ]
         self.rows: list[list[Action]] = [[] for _ in ranks]
         self.todo = [deque(row) for row in order.rows]
         self.owed: list[deque[Action]] = [deque() for _ in ranks]
@@ -69,8 +77,10 @@ class _Filling:
 
     def advance(self, rank: int, now: float) -> None:
         """Start one action of a free rank, or note what must wake it."""
-        action, owed = self.todo[rank][0], self.owed[rank]
-        stage, m = action.stage, action.micro_batch or 0
+        action = self.todo[rank][0]
+        owed = self.owed[rank]
+        stage = action.stage
+        m = action.micro_batch or 0
         is_forward = action.kind is Kind.F
         place = stage if is_forward else 2 * self.num_stages - 1 - stage
         ready = self.ended[place - 1][m] if place else 0.0

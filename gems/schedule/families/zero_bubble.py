@@ -15,46 +15,66 @@ def _chain_bound(s: Terms, recompute: float, share: float) -> float:
 
 
 @schedule_family(
-    "zb_h1", siblings="zb_h", peak_units=lambda s: min(s.n, s.p), chain_bound=_chain_bound,
-    step_units=lambda s: s.work + (s.p - 1) * max(s.f, s.i, s.f + s.i - s.w) if s.n >= s.p else None,
-)  # fmt: skip
+    "zb_h1",
+    siblings="zb_h",
+    peak_units=lambda s: min(s.n, s.p),
+    chain_bound=_chain_bound,
+    step_units=lambda s: (
+        s.work + (s.p - 1) * max(s.f, s.i, s.f + s.i - s.w) if s.n >= s.p else None
+    ),
+)
 def zb_h1(request: Request) -> Schedule:
     """Build ZB-H1 (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", handcrafted schedules).
 
-    1F1B's order, where a rank holds P micro-batches of activations at most and runs a W wherever it would wait or hold
-    more. Built for its costs it takes, for N >= P, N (f + i + w) + (P - 1) max(f, i, f + i - w) time: for w <= f, i
-    the published bubble of (P - 1)(f + i - w), a third of 1F1B's at f = i = w.
+    1F1B's order, where a rank holds P micro-batches of activations at most and runs a W wherever it
+    would wait or hold more. Built for its costs it takes, for N >= P, N (f + i + w) + (P - 1)
+    max(f, i, f + i - w) time: for w <= f, i the published bubble of (P - 1)(f + i - w), a third of
+    1F1B's at f = i = w.
     """
     return _zero_bubble("zb_h1", request, 1)
 
 
 def _h2_step_units(s: Terms) -> float | None:
-    # The last rank starts (P - 1) f late, so that with no bubble the step still takes W + (P - 1) f.
-    return s.work + (s.p - 1) * max(s.f, s.f + s.i - 2 * s.w) if s.n >= 2 * s.p - 1 and s.w <= s.f else None
+    # The last rank starts (P - 1) f late, so that with no bubble the step still takes W + (P - 1)
+    # f.
+    return (
+        s.work + (s.p - 1) * max(s.f, s.f + s.i - 2 * s.w)
+        if s.n >= 2 * s.p - 1 and s.w <= s.f
+        else None
+    )
 
 
 @schedule_family(
-    "zb_h2", siblings="zb_h", peak_units=lambda s: min(s.n, 2 * s.p - 1), step_units=_h2_step_units,
+    "zb_h2",
+    siblings="zb_h",
+    peak_units=lambda s: min(s.n, 2 * s.p - 1),
+    step_units=_h2_step_units,
     chain_bound=_chain_bound,
-)  # fmt: skip
+)
 def zb_h2(request: Request) -> Schedule:
     """Build ZB-H2 (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", handcrafted schedules).
 
-    Twice the warm-up of 1F1B, so that the first rank is busy until its first backward, and 2 P - 1 micro-batches of
-    activations at most. For N >= 2 P - 1 and f = i = w no rank idles between its first and its last action.
+    Twice the warm-up of 1F1B, so that the first rank is busy until its first backward, and 2 P - 1
+    micro-batches of activations at most. For N >= 2 P - 1 and f = i = w no rank idles between its
+    first and its last action.
     """
     return _zero_bubble("zb_h2", request, 2)
 
 
 def _zero_bubble(name: str, request: Request, warmup: int) -> Schedule:
-    num_ranks, num_micro_batches = request.num_ranks, request.num_micro_batches
+    num_ranks = request.num_ranks
+    num_micro_batches = request.num_micro_batches
     rows = []
     for stage in range(num_ranks):
         ahead = min(num_micro_batches, warmup * (num_ranks - 1 - stage))
         row = [forward(stage, m) for m in range(ahead)]
         for m in range(ahead, num_micro_batches):
             row += [forward(stage, m), input_gradient(stage, m - ahead)]
-        row += [input_gradient(stage, m) for m in range(num_micro_batches - ahead, num_micro_batches)]
+        row += [
+            input_gradient(stage, m) for m in range(num_micro_batches - ahead, num_micro_batches)
+        ]
         rows.append(tuple(row))
     order = Schedule(name, num_micro_batches, linear(num_ranks), tuple(rows))
-    return place_weight_gradients(order, request.costs.of(order.placement), warmup * (num_ranks - 1) + 1)
+    return place_weight_gradients(
+        order, request.costs.of(order.placement), warmup * (num_ranks - 1) + 1
+    )

@@ -17,9 +17,10 @@ IDLE = "."
 def grid(schedule: Schedule, result: Simulation, unit: float = 1.0) -> str:
     """Draw the compute actions over time; `unit` is the time of one column.
 
-    `F3` is the forward of micro-batch 3 in direction 0, `f4` one in direction 1; `--` goes on with the action to
-    its left and `.` is idle. If a rank holds several stages of a direction, a letter names which: `F3a`, `F3b`. A step
-    longer than 400 columns is cut, and a last line counts the rest.
+    `F3` is the forward of micro-batch 3 in direction 0, `f4` one in direction 1; `--` goes on with
+    the action to its left and `.` is idle. If a rank holds several stages of a direction, a letter
+    names which: `F3a`, `F3b`. A step longer than 400 columns is cut, and a last line counts the
+    rest.
     """
     columns = max(1, round(result.span / unit))
     chunk_of = _chunks(schedule)
@@ -46,7 +47,10 @@ def grid(schedule: Schedule, result: Simulation, unit: float = 1.0) -> str:
 
 
 def unit_to_fit(schedule: Schedule, result: Simulation, chars: int) -> float | None:
-    """Return the time of a column at which a grid has lines of so many characters; None if a rank has more actions."""
+    """Return the time of a column at which a grid has lines of so many characters.
+
+    None if a rank has more actions.
+    """
     columns = (chars - len(_head(0))) // (_cell_chars(schedule, _chunks(schedule)) + 1)
     most = max(sum(action.kind in COMPUTE_KINDS for action in row) for row in schedule.rows)
     return result.span / columns if columns >= most else None
@@ -62,7 +66,10 @@ def _chunks(schedule: Schedule) -> dict[tuple[int, int], str]:
     for rank in range(schedule.num_ranks):
         for way in range(schedule.num_directions):
             mine = [place for place in schedule.placement.stages_on(rank) if place[0] == way]
-            found |= {place: chr(ord("a") + i % 26) if len(mine) > 1 else "" for i, place in enumerate(mine)}
+            found |= {
+                place: chr(ord("a") + i % 26) if len(mine) > 1 else ""
+                for i, place in enumerate(mine)
+            }
     return found
 
 
@@ -71,21 +78,29 @@ def _cell_chars(schedule: Schedule, chunk_of: dict[tuple[int, int], str]) -> int
 
 
 def fault_grid(schedule: Schedule, error: ScheduleError) -> str:
-    """Draw each rank's list, one action a step, up to what never runs: the fault as `!0B0!`, the rest as `0B1?`.
+    """Draw each rank's list, one action a step, up to what never runs.
 
-    Steps count actions and not time: in each, every rank runs its next action if all that it needs is done. The
-    fault's own rank is shown up to it, even if it is stuck before; a fault that is not in the list comes after its
-    rank's last action. Of many ranks or steps those around the fault are shown.
+    The fault as `!0B0!`, the rest as `0B1?`.
+    Steps count actions and not time: in each, every rank runs its next action if all that it needs
+    is done. The fault's own rank is shown up to it, even if it is stuck before; a fault that is not
+    in the list comes after its rank's last action. Of many ranks or steps those around the fault
+    are shown.
     """
     cells = _cells(schedule, error)
     ranks = range(len(cells))
     fault = error.rank if error.rank in ranks else 0
     shown = ranks[max(0, min(fault - MAX_RANKS // 2, len(cells) - MAX_RANKS)) :][:MAX_RANKS]
-    marked = next((step for step, cell in enumerate(cells[fault]) if cell.startswith("!")), len(cells[fault]))
+    marked = next(
+        (step for step, cell in enumerate(cells[fault]) if cell.startswith("!")), len(cells[fault])
+    )
     steps = range(max(0, marked + MAX_STEPS // 4 - MAX_STEPS), marked + MAX_STEPS // 4 + 1)
-    steps = range(steps.start, min(steps.stop, max((len(cells[rank]) for rank in shown), default=0)))
+    steps = range(
+        steps.start, min(steps.stop, max((len(cells[rank]) for rank in shown), default=0))
+    )
     width = {
-        step: max([len(str(step)), *(len(cells[rank][step]) for rank in shown if step < len(cells[rank]))])
+        step: max(
+            [len(str(step)), *(len(cells[rank][step]) for rank in shown if step < len(cells[rank]))]
+        )
         for step in steps
     }
     before = "... " if steps.start else ""
@@ -101,9 +116,15 @@ def fault_grid(schedule: Schedule, error: ScheduleError) -> str:
 
 def _cells(schedule: Schedule, error: ScheduleError) -> list[list[str]]:
     """Return the cells of each rank, the last one of a rank that is stuck being what it is stuck at."""
-    rows, fault = schedule.rows, None
-    if 0 <= error.rank < len(rows) and error.action in rows[error.rank]:  # the second, if it is in the list twice
-        fault = error.rank, max(i for i, action in enumerate(rows[error.rank]) if action == error.action)
+    rows = schedule.rows
+    fault = None
+    if (
+        0 <= error.rank < len(rows) and error.action in rows[error.rank]
+    ):  # the second, if it is in the list twice
+        fault = (
+            error.rank,
+            max(i for i, action in enumerate(rows[error.rank]) if action == error.action),
+        )
     cells: list[list[str]] = [[] for _ in rows]
     at = [0] * len(rows)
     done: set[Action] = set()
@@ -111,8 +132,10 @@ def _cells(schedule: Schedule, error: ScheduleError) -> list[list[str]]:
         ready = [
             rank
             for rank, row in enumerate(rows)
-            if at[rank] < len(row) and (rank, at[rank]) != fault and _is_ready(rank, row[at[rank]], at, done, schedule)
-        ]  # fmt: skip
+            if at[rank] < len(row)
+            and (rank, at[rank]) != fault
+            and _is_ready(rank, row[at[rank]], at, done, schedule)
+        ]
         if not ready:
             break
         for rank, row in enumerate(rows):
@@ -133,19 +156,26 @@ def _cells(schedule: Schedule, error: ScheduleError) -> list[list[str]]:
     return cells
 
 
-def _is_ready(rank: int, action: Action, at: list[int], done: set[Action], schedule: Schedule) -> bool:
+def _is_ready(
+    rank: int, action: Action, at: list[int], done: set[Action], schedule: Schedule
+) -> bool:
     placement = schedule.placement
     if action.kind is Kind.REDUCE_GRAD:
         peers = (peer for peer in placement.peers_of(rank) if peer < len(schedule.rows))
         return all(
-            any(other.kind is Kind.REDUCE_GRAD for other in schedule.rows[peer][: at[peer] + 1]) for peer in peers
+            any(other.kind is Kind.REDUCE_GRAD for other in schedule.rows[peer][: at[peer] + 1])
+            for peer in peers
         )
     if action.kind in (Kind.STEP, Kind.START_REDUCE) or action.kind in RECV_KINDS:
         return True
-    is_known = 0 <= action.direction < schedule.num_directions and 0 <= action.stage < schedule.num_stages
+    is_known = (
+        0 <= action.direction < schedule.num_directions and 0 <= action.stage < schedule.num_stages
+    )
     if not is_known or schedule.rank_of(action) != rank:
         return False
     for need in dependencies(action, schedule):
-        if need not in done or (need.kind in RECV_KINDS and dependencies(need, schedule)[0] not in done):
+        if need not in done or (
+            need.kind in RECV_KINDS and dependencies(need, schedule)[0] not in done
+        ):
             return False
     return True

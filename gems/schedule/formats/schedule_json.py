@@ -9,15 +9,17 @@ from gems.schedule.action import Action, Kind
 from gems.schedule.placement import Placement
 from gems.schedule.schedule import Schedule
 
-SCHEMA, WITH_STRIPS = "gems.schedule/1", "gems.schedule/2"
+SCHEMA = "gems.schedule/1"
+WITH_STRIPS = "gems.schedule/2"
 
 
 def to_json(schedule: Schedule) -> dict[str, Any]:
     """Return the dictionary of the schema; an action is [kind, stage, direction, micro_batch].
 
-    With strips the micro-batches are counted and numbered in strips, `strips` of them to one; without, it is schema 1,
-    which has no such field. An action of a segment has the segment behind that, and a transfer between stages of a
-    graph the stage at its other end; `feeders` are there for such a graph alone.
+    With strips the micro-batches are counted and numbered in strips, `strips` of them to one;
+    without, it is schema 1, which has no such field. An action of a segment has the segment behind
+    that, and a transfer between stages of a graph the stage at its other end; `feeders` are there
+    for such a graph alone.
     """
     feeders = schedule.placement.feeders
     return {
@@ -82,7 +84,11 @@ def _words(action: Action) -> list[str | int | None]:
     return words if segment is None else [*words, segment]
 
 
-def _action(kind: str, stage: int, direction: int, micro_batch: int | None, segment: int | None = None) -> Action:
-    if not all(isinstance(number, int) for number in (stage, direction, micro_batch or 0, segment or 0)):
+def _action(
+    kind: str, stage: int, direction: int, micro_batch: int | None, segment: int | None = None
+) -> Action:
+    if not all(
+        isinstance(number, int) for number in (stage, direction, micro_batch or 0, segment or 0)
+    ):
         raise TypeError(f"no whole numbers in {[kind, stage, direction, micro_batch, segment]}")
     return Action(Kind(kind), stage, micro_batch, direction, segment)

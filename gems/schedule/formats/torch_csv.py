@@ -17,13 +17,14 @@ _OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
 def to_torch_csv(schedule: Schedule) -> str:
-    """Return the compute-only CSV that torch's runtime loads, as in `0F0,0F1,0B0`; B is a whole backward.
+    """Return the compute-only CSV that torch's runtime loads, as in `0F0,0F1,0B0`.
 
+    B is a whole backward.
     Transfers, the reduction and the step are left out: torch puts its own there.
 
     Raises:
-        ConfigError: the schedule says what that format cannot: two directions, segments of a stage, recomputation or
-            copies to host memory.
+        ConfigError: the schedule says what that format cannot: two directions, segments of a stage,
+            recomputation or copies to host memory.
     """
     for is_so, what in (
         (schedule.num_directions > 1, f"it runs {schedule.num_directions} directions"),
@@ -32,7 +33,9 @@ def to_torch_csv(schedule: Schedule) -> str:
         (any(schedule.num_segments), "its stages run in segments"),
     ):
         if is_so:
-            raise ConfigError("format", "torch", f"cannot say schedule {schedule.name}: {what}", "use --json")
+            raise ConfigError(
+                "format", "torch", f"cannot say schedule {schedule.name}: {what}", "use --json"
+            )
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     for row in schedule.rows:
@@ -43,11 +46,12 @@ def to_torch_csv(schedule: Schedule) -> str:
 def from_torch_csv(text: str, name: str = "torch") -> Schedule:
     """Read torch's compute-only CSV; empty cells, which are idle steps there, are passed over.
 
-    An overlapped pair `(0F3;1B2)OVERLAP_F_B` becomes its parts one after the other. Stages are placed where they
-    appear, and micro-batches counted up to the highest.
+    An overlapped pair `(0F3;1B2)OVERLAP_F_B` becomes its parts one after the other. Stages are
+    placed where they appear, and micro-batches counted up to the highest.
 
     Raises:
-        ConfigError: a cell that is no compute action, a stage on two ranks, or stages that are not 0 to S - 1.
+        ConfigError: a cell that is no compute action, a stage on two ranks, or stages that are not
+        0 to S - 1.
     """
     rows = tuple(
         tuple(action for cell in cells for action in _actions(cell.strip(), line))
@@ -58,11 +62,15 @@ def from_torch_csv(text: str, name: str = "torch") -> Schedule:
         for action in row:
             if rank_of.setdefault(action.stage, rank) != rank:
                 raise ConfigError(
-                    "schedule", name, f"stage {action.stage} is on rank {rank_of[action.stage]} and on rank {rank}"
-                )  # fmt: skip
+                    "schedule",
+                    name,
+                    f"stage {action.stage} is on rank {rank_of[action.stage]} and on rank {rank}",
+                )
     if not rank_of or set(rank_of) != set(range(len(rank_of))):
         found = ", ".join(map(str, sorted(rank_of))) or "none"
-        raise ConfigError("schedule", name, f"its stages must be numbered from 0 on without gaps, not {found}")
+        raise ConfigError(
+            "schedule", name, f"its stages must be numbered from 0 on without gaps, not {found}"
+        )
     return Schedule(
         name=name,
         num_micro_batches=1 + max(action.micro_batch or 0 for row in rows for action in row),
@@ -81,8 +89,10 @@ def _actions(cell: str, line: int) -> list[Action]:
         match = _CELL.fullmatch(word.strip())
         if match is None:
             raise ConfigError(
-                "schedule", repr(cell), f"is no compute action in line {line}",
+                "schedule",
+                repr(cell),
+                f"is no compute action in line {line}",
                 "allowed: [stage]F|B|I|W[micro-batch], as in 0F3: torch's compute_only format",
-            )  # fmt: skip
+            )
         found.append(Action(Kind(match[2]), int(match[1]), int(match[3])))
     return found

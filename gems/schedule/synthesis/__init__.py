@@ -35,9 +35,13 @@ CHECK_STEPS = 9
 CHECK_SHARE = 0.7
 NUM_REPLAYED = 3
 NEAR = 1.25
-NUM_PLACEMENTS, NUM_WITH_ACTS = 5, 4
+NUM_PLACEMENTS = 5
+NUM_WITH_ACTS = 4
 WAVE_CHUNKS = (4, 8)
-RUNGS, GAINED = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0), 1e-9  # lower caps for strips, and the share that one must gain
+RUNGS, GAINED = (
+    (1.0, 1.25, 1.5, 2.0, 3.0, 4.0),
+    1e-9,
+)  # lower caps for strips, and the share that one must gain
 PLANNED_CAPS = (1.0, 2.0, 4.0)
 MAX_PLANNED = 64  # ranks x micro-batches for which `gems plan` may search
 
@@ -46,10 +50,11 @@ MAX_PLANNED = 64  # ranks x micro-batches for which `gems plan` may search
 class Found:
     """A schedule and how good it is.
 
-    `span` is in the units of the costs, `peak` in those of a cap. `bound` is an efficiency that no schedule on the
-    allowed placements exceeds in so many strips, `gap` what is missing to it, as a part of it, and `bound_any_strips`
-    one that none exceeds in any number of strips. `method` is what made the schedule (greedy, pattern, annealing,
-    solver, or the name of a published family), `candidates` how many were simulated.
+    `span` is in the units of the costs, `peak` in those of a cap. `bound` is an efficiency that no
+    schedule on the allowed placements exceeds in so many strips, `gap` what is missing to it, as a
+    part of it, and `bound_any_strips` one that none exceeds in any number of strips. `method` is
+    what made the schedule (greedy, pattern, annealing, solver, or the name of a published family),
+    `candidates` how many were simulated.
     """
 
     schedule: Schedule
@@ -68,20 +73,25 @@ class Found:
         best = lower if lower.span < self.span else self
         bound = max(self.bound, lower.bound)
         return replace(
-            best, bound=bound, bound_any_strips=max(self.bound_any_strips, lower.bound_any_strips),
-            gap=1.0 - best.efficiency / bound if bound else 0.0, candidates=self.candidates + lower.candidates,
-        )  # fmt: skip
+            best,
+            bound=bound,
+            bound_any_strips=max(self.bound_any_strips, lower.bound_any_strips),
+            gap=1.0 - best.efficiency / bound if bound else 0.0,
+            candidates=self.candidates + lower.candidates,
+        )
 
 
 def capped(request: Request, rivals: Iterable[Schedule] = ()) -> Found:
-    """Return the fastest schedule found for a request; `rivals` are schedules that it must not be slower than.
+    """Return the fastest schedule found for a request.
 
-    Templates are patterns (modulo scheduling), bettered by annealing and, if OR-tools is installed, by its solver;
-    a list scheduler makes finite steps of them, and the best of these are varied; where a split backward takes longer,
-    backwards become whole again where that is faster. All of it takes a number of steps that follows from `budget_s`,
-    so the result is the same for the same request on any machine. Those of `rivals` that keep the cap, with the same
-    ranks and micro-batches, take part. The winner is validated. A list of strips is found forward in time, so that more
-    room may lead it astray: what is found under a lower cap of `RUNGS` is an answer too.
+    `rivals` are schedules that it must not be slower than.
+    Templates are patterns (modulo scheduling), bettered by annealing and, if OR-tools is installed,
+    by its solver; a list scheduler makes finite steps of them, and the best of these are varied;
+    where a split backward takes longer, backwards become whole again where that is faster. All of
+    it takes a number of steps that follows from `budget_s`, so the result is the same for the same
+    request on any machine. Those of `rivals` that keep the cap, with the same ranks and
+    micro-batches, take part. The winner is validated. A list of strips is found forward in time, so
+    that more room may lead it astray: what is found under a lower cap of `RUNGS` is an answer too.
 
     Raises:
         ConfigError: a cap below the least one that any allowed placement can keep.
@@ -103,7 +113,12 @@ def _shortest(request: Request) -> float:
     """Return a time that no step on the allowed placements is shorter than."""
     request, problems, rooms = _problems(request)
     return min(
-        _time_bound(request, one.placement, one.counts, _any_strips_bound(request, one.placement, one.counts))
+        _time_bound(
+            request,
+            one.placement,
+            one.counts,
+            _any_strips_bound(request, one.placement, one.counts),
+        )
         for one, room in zip(problems, rooms, strict=True)
         if room <= one.cap
     )
@@ -113,60 +128,86 @@ def _at_cap(request: Request, rivals: Iterable[Schedule]) -> Found:
     """Search under the cap of a request alone."""
     if request.num_strips > 1 and request.allow:
         raise ConfigError(
-            "schedule.memory_actions", list(request.allow), "must be empty with parallel.strips above 1",
+            "schedule.memory_actions",
+            list(request.allow),
+            "must be empty with parallel.strips above 1",
             "leave one of the two out",
-        )  # fmt: skip
+        )
     request, problems, rooms = _problems(request)
-    cap, allow = request.cap, request.allow
+    cap = request.cap
+    allow = request.allow
     least = min(rooms) / SIZES_PER_UNIT
     if cap is not None and cap < least - TOLERANCE:
-        advice = "raise it" if allow else "raise it, or allow recompute or offload (schedule.memory_actions)"
+        advice = (
+            "raise it"
+            if allow
+            else "raise it, or allow recompute or offload (schedule.memory_actions)"
+        )
         raise ConfigError(
-            "schedule.activation_cap", f"{cap:g}",
-            f"must be at least {least:.6g}, what one micro-batch holds on the heaviest rank", advice,
-        )  # fmt: skip
+            "schedule.activation_cap",
+            f"{cap:g}",
+            f"must be at least {least:.6g}, what one micro-batch holds on the heaviest rank",
+            advice,
+        )
     possible = [one for one, room in zip(problems, rooms, strict=True) if room <= one.cap]
     best: tuple[Simulation, Schedule, str] | None = None
 
     def faster(schedule: Schedule, method: str) -> tuple[Simulation, Schedule, str] | None:
         """Return the best so far and this schedule's simulation as ranks run it, whichever is faster."""
-        costs, network = request.costs.of(schedule.placement), request.network
+        costs = request.costs.of(schedule.placement)
+        network = request.network
         try:
             result = simulate(schedule, costs, network, cap)
             is_faster = best is None or result.span < best[0].span
-            if is_faster and network.takes_time(costs.boundary_bytes):  # lowered it is no faster, on free links as fast
+            if is_faster and network.takes_time(
+                costs.boundary_bytes
+            ):  # lowered it is no faster, on free links as fast
                 result = simulate(add_transfers(schedule, costs, network, cap), costs, network, cap)
         except ScheduleError:
             return best
         return (result, schedule, method) if best is None or result.span < best[0].span else best
 
     for rival in rivals:
-        if (rival.num_ranks, rival.num_micro_batches) == (request.num_ranks, request.num_micro_batches) and (
+        if (rival.num_ranks, rival.num_micro_batches) == (
+            request.num_ranks,
+            request.num_micro_batches,
+        ) and (
             cap is None or max(peaks(rival, request.costs.of(rival.placement))) <= cap + TOLERANCE
         ):
             best = faster(rival, rival.name)
     budget = Budget(int(request.budget_s * STEPS_PER_S))
-    least_of = {one.placement: _any_strips_bound(request, one.placement, one.counts) for one in problems}
-    shortest = min(_time_bound(request, one.placement, one.counts, least_of[one.placement]) for one in possible)
+    least_of = {
+        one.placement: _any_strips_bound(request, one.placement, one.counts) for one in problems
+    }
+    shortest = min(
+        _time_bound(request, one.placement, one.counts, least_of[one.placement]) for one in possible
+    )
     shortest_any = min(least_of.values())
     num_tried, listed = _listed(request, _affordable(request, possible, budget), budget, shortest)
     for one, method, schedule in listed:
         best = faster(schedule, method)
-        whole = with_whole_backwards(schedule, request.costs.of(schedule.placement), request.network, cap)
+        whole = with_whole_backwards(
+            schedule, request.costs.of(schedule.placement), request.network, cap
+        )
         best = faster(whole, method) if whole.rows != schedule.rows else best
         if best is not None and one.num_steps * CHECK_STEPS * NUM_REPLAYED > budget.steps:
             break
     if best is None:
-        raise ConfigError("schedule.budget_s", request.budget_s, "is too short to find a schedule", "raise it")
+        raise ConfigError(
+            "schedule.budget_s", request.budget_s, "is too short to find a schedule", "raise it"
+        )
     result, schedule, method = best
     validate(schedule, request.costs.of(schedule.placement), cap)
     counts = Counter(schedule.directions().values())
     own = schedule.placement, [counts[way] for way in range(schedule.num_directions)]
     least_own = _any_strips_bound(request, *own)
     shortest = min(shortest, _time_bound(request, *own, least_own))
-    shortest_any = shortest if allow else min(shortest_any, least_own)  # memory actions leave one number of strips
+    shortest_any = (
+        shortest if allow else min(shortest_any, least_own)
+    )  # memory actions leave one number of strips
     bound, bound_any = (
-        min(1.0, result.efficiency * result.span / least) if least else 1.0 for least in (shortest, shortest_any)
+        min(1.0, result.efficiency * result.span / least) if least else 1.0
+        for least in (shortest, shortest_any)
     )
     known = _placements(replace(request, placements=()))
     return Found(
@@ -176,7 +217,9 @@ def _at_cap(request: Request, rivals: Iterable[Schedule]) -> Found:
         bound=bound,
         bound_any_strips=bound_any,
         gap=1.0 - result.efficiency / bound if bound else 0.0,
-        placement=next((name for name, p in known if p.ranks == schedule.placement.ranks), f"that of {method}"),
+        placement=next(
+            (name for name, p in known if p.ranks == schedule.placement.ranks), f"that of {method}"
+        ),
         peak=result.peak,
         method=method,
         candidates=num_tried,
@@ -192,7 +235,9 @@ def _listed(
         return len(runs), ((run.problem, GREEDY, run.schedule()) for run in runs[:NUM_REPLAYED])
     search = Search(problems, request.allow, budget, request.seed, shortest)
     plans = search.run()[:NUM_REPLAYED]
-    return search.tried, ((plan.problem, plan.method, search.listed(plan).schedule()) for plan in plans)
+    return search.tried, (
+        (plan.problem, plan.method, search.listed(plan).schedule()) for plan in plans
+    )
 
 
 def _planned_caps(request: Request) -> Iterable[Request]:
@@ -215,11 +260,16 @@ def _problems(request: Request) -> tuple[Request, list[Problem], list[int]]:
     """Return the request with costs of its ranks, its problem on each allowed placement, and the least cap of each."""
     if isinstance(request.costs, DepthCosts):
         request = replace(request, costs=replace(request.costs, num_ranks=request.num_ranks))
-    placements, num_strips = _placements(request), request.num_strips
+    placements = _placements(request)
+    num_strips = request.num_strips
     if num_strips > 1:
-        costs, num = StripCosts(request.costs, num_strips), request.num_micro_batches * num_strips
+        costs = StripCosts(request.costs, num_strips)
+        num = request.num_micro_batches * num_strips
         request = replace(request, costs=costs, num_micro_batches=num)
-    found = [_problem(request, f"{name}-{i}", placement) for i, (name, placement) in enumerate(placements)]
+    found = [
+        _problem(request, f"{name}-{i}", placement)
+        for i, (name, placement) in enumerate(placements)
+    ]
     if num_strips > 1:
         return request, found, [least_strip_room(one, num_strips) for one in found]
     rooms = []
@@ -235,8 +285,9 @@ def _problem(request: Request, name: str, placement: Placement) -> Problem:
 
 
 def _placements(request: Request) -> list[tuple[str, Placement]]:
-    """Return the placements that a request allows, by name; a wave with four and with eight stages a rank.
+    """Return the placements that a request allows, by name.
 
+    A wave with four and with eight stages a rank.
     More stages free activations sooner and more smoothly.
 
     Raises:
@@ -249,14 +300,20 @@ def _placements(request: Request) -> list[tuple[str, Placement]]:
         "v": [v(num_ranks)],
         "wave": [wave(num_ranks, chunks) for chunks in WAVE_CHUNKS],
     }
-    found = [(name, placement) for name in request.placements or tuple(made) for placement in made[name]]
-    fitting = [(name, placement) for name, placement in found if request.allows(placement.num_stages)]
+    found = [
+        (name, placement) for name in request.placements or tuple(made) for placement in made[name]
+    ]
+    fitting = [
+        (name, placement) for name, placement in found if request.allows(placement.num_stages)
+    ]
     if not fitting and request.num_stages is not None:
         raise ConfigError(
-            "parallel.boundaries", f"of {request.num_stages} stages",
-            f"must make one of {sorted({placement.num_stages for _, placement in found})} stages, those of the "
-            "placements that schedule=capped may use", "leave it out, and the search cuts the model too",
-        )  # fmt: skip
+            "parallel.boundaries",
+            f"of {request.num_stages} stages",
+            f"must make one of {sorted({placement.num_stages for _, placement in found})} stages,"
+            " those of the placements that schedule=capped may use",
+            "leave it out, and the search cuts the model too",
+        )
     return fitting or [min(found, key=lambda pair: pair[1].num_stages)]
 
 
@@ -265,29 +322,48 @@ def _affordable(request: Request, problems: list[Problem], budget: Budget) -> li
     fitting = [one for one in problems if one.num_steps * CHECK_STEPS <= budget.steps * CHECK_SHARE]
     chosen = fitting or [min(problems, key=lambda one: one.num_steps)]
     budget.spend(min(budget.steps // 2, CHECK_STEPS * max(one.num_steps for one in chosen)))
-    costs, cap, network = request.costs, request.cap, request.network
-    bounds = {one.name: rough_span(costs.of(one.placement), one.placement, one.counts, cap, network) for one in chosen}
+    costs = request.costs
+    cap = request.cap
+    network = request.network
+    bounds = {
+        one.name: rough_span(costs.of(one.placement), one.placement, one.counts, cap, network)
+        for one in chosen
+    }
     near = [one for one in chosen if bounds[one.name] <= NEAR * min(bounds.values())]
     near.sort(key=lambda one: bounds[one.name])
     return near[: NUM_WITH_ACTS if request.allow else NUM_PLACEMENTS]
 
 
-def _time_bound(request: Request, placement: Placement, counts: Sequence[int], any_strips: float) -> float:
-    """Return a time that no step in so many strips is shorter than; none is shorter than `any_strips`."""
-    costs, cap, network = request.costs.of(placement), request.cap, request.network
+def _time_bound(
+    request: Request, placement: Placement, counts: Sequence[int], any_strips: float
+) -> float:
+    """Return a time that no step in so many strips is shorter than.
+
+    None is shorter than `any_strips`.
+    """
+    costs = request.costs.of(placement)
+    cap = request.cap
+    network = request.network
     if costs.strip_loads:
-        return any_strips  # the first strips have less to do than the mean, of which the other bounds are
+        # the first strips have less to do than the mean, of which the other bounds are
+        return any_strips
     bound = max(any_strips, span_bound(costs, placement, counts, cap, network, request.allow))
     if request.num_strips == 1:
         return bound
-    return max(bound, strips_span_bound(costs, placement, sum(counts), request.num_strips, cap, network))
+    return max(
+        bound, strips_span_bound(costs, placement, sum(counts), request.num_strips, cap, network)
+    )
 
 
 def _any_strips_bound(request: Request, placement: Placement, counts: Sequence[int]) -> float:
     """Return a time that no step without memory actions is shorter than in any number of strips."""
     if request.allow:
         return 0.0
-    costs, network, shared = request.costs.of(placement), request.network, request.shared_latency
-    latency, node_latency = (max(0.0, each - shared) for each in (network.latency, network.node_latency))
+    costs = request.costs.of(placement)
+    network = request.network
+    shared = request.shared_latency
+    latency, node_latency = (
+        max(0.0, each - shared) for each in (network.latency, network.node_latency)
+    )
     least = replace(network, latency=latency, node_latency=node_latency)
     return any_strips_span_bound(costs, placement, counts, request.num_strips, request.cap, least)

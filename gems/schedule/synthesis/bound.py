@@ -1,4 +1,7 @@
-"""How good a capped schedule can be: bounds on the time of a step that hold for every order of its actions."""
+"""How good a capped schedule can be.
+
+Bounds on the time of a step that hold for every order of its actions.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,19 @@ FEW = 3.0  # micro-batches under the cap up to which sequences of peaks are look
 
 
 def span_bound(
-    costs: StageCosts, placement: Placement, counts: Sequence[int], cap: float | None, network: Network = FREE,
+    costs: StageCosts,
+    placement: Placement,
+    counts: Sequence[int],
+    cap: float | None,
+    network: Network = FREE,
     allow: Sequence[str] = (),
-) -> float:  # fmt: skip
+) -> float:
     """Return the time that no step with `counts` micro-batches in the directions of a placement is shorter than.
 
-    It holds on each rank: `rough_span`, and where activations stay on the device the work with fill and drain under the
-    cap, and the way to its first peak, the distance of its peaks and the way from the last one. Times are real, as
-    those of a simulation, so no rounding of them lets a schedule pass.
+    It holds on each rank: `rough_span`, and where activations stay on the device the work with fill
+    and drain under the cap, and the way to its first peak, the distance of its peaks and the way
+    from the last one. Times are real, as those of a simulation, so no rounding of them lets a
+    schedule pass.
     """
     longest = rough_span(costs, placement, counts, cap, network, allow)
     if cap is None or allow:
@@ -51,21 +59,27 @@ def span_bound(
 
 
 def rough_span(
-    costs: StageCosts, placement: Placement, counts: Sequence[int], cap: float | None, network: Network = FREE,
+    costs: StageCosts,
+    placement: Placement,
+    counts: Sequence[int],
+    cap: float | None,
+    network: Network = FREE,
     allow: Sequence[str] = (),
-) -> float:  # fmt: skip
+) -> float:
     """Return a time that no step is shorter than, by work, chain and memory-time alone.
 
-    It holds on each rank, with heads and tails of the chain: its work, its forwards and input gradients with the way
-    back to stage 0, and the memory-time of what it holds (size x shortest lifetime, over cap x time; the bound of the
-    controllable-memory schedules, Qi et al. 2024). Memory actions save memory-time as in `least_time`, recomputation
-    and copies without regard to each other, so the bound holds but may not be reached.
+    It holds on each rank, with heads and tails of the chain: its work, its forwards and input
+    gradients with the way back to stage 0, and the memory-time of what it holds (size x shortest
+    lifetime, over cap x time; the bound of the controllable-memory schedules, Qi et al. 2024).
+    Memory actions save memory-time as in `least_time`, recomputation and copies without regard to
+    each other, so the bound holds but may not be reached.
     """
     ways = _ways(costs, placement, counts, network)
     longest = min(way.ends[-1] for way in ways) + costs.weight_grad[0]
     for rank in range(placement.num_ranks):
         work = chain = held = 0.0
-        heads, tails = [], []
+        heads = []
+        tails = []
         savings: dict[str, list[Saving]] = {"recompute": [], "offload": []}
         for way in ways:
             stages = way.stages[rank]
@@ -76,14 +90,18 @@ def rough_span(
                 chain += way.count * (costs.forward[stage] + costs.input_grad[stage])
                 work += way.count * costs.weight_grad[stage]
                 life = way.back(stage) - way.start(stage)
-                kept = costs.activation[stage] * life + costs.held_for_weights[stage] * costs.weight_grad[stage]
+                kept = (
+                    costs.activation[stage] * life
+                    + costs.held_for_weights[stage] * costs.weight_grad[stage]
+                )
                 held += way.count * kept
                 for name in allow:
                     saved, paid = _saving(costs, stage, life + costs.weight_grad[stage], name)
                     if saved > 0:
                         savings[name].append((way.count * saved, way.count * paid))
         if heads:
-            work, head = work + chain, min(heads)
+            work = work + chain
+            head = min(heads)
             by_memory = work if cap is None else least_time(work, held, cap + CAP_SLACK, **savings)
             longest = max(longest, head + chain + min(tails), head + by_memory)
     return longest * (1 - SUMMING)
@@ -91,10 +109,11 @@ def rough_span(
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """The micro-batches of one direction: `ends` are the least times from their start to the end of each operation.
+    """The micro-batches of one direction.
 
-    Operations are the forwards of stages 0 to S - 1, then the input gradients of stages S - 1 to 0. `stages` are those
-    of each rank, lowest first.
+    `ends` are the least times from their start to the end of each operation.
+    Operations are the forwards of stages 0 to S - 1, then the input gradients of stages S - 1 to 0.
+    `stages` are those of each rank, lowest first.
     """
 
     count: int
@@ -111,7 +130,9 @@ class _Way:
         return self.ends[-1 - stage]
 
 
-def _ways(costs: StageCosts, placement: Placement, counts: Sequence[int], network: Network) -> list[_Way]:
+def _ways(
+    costs: StageCosts, placement: Placement, counts: Sequence[int], network: Network
+) -> list[_Way]:
     """Return the directions in which micro-batches run."""
     found = []
     for count, ranks in zip(counts, placement.ranks, strict=True):
@@ -131,7 +152,8 @@ def _ways(costs: StageCosts, placement: Placement, counts: Sequence[int], networ
 
 def _saving(costs: StageCosts, stage: int, life: float, name: str) -> Saving:
     """Return the memory-time that a memory action saves of one micro-batch on a stage, and the time that it takes."""
-    size, after = costs.activation[stage], costs.input_grad[stage] + costs.weight_grad[stage]
+    size = costs.activation[stage]
+    after = costs.input_grad[stage] + costs.weight_grad[stage]
     if name == "recompute":
         paid = costs.recompute[stage]
         return (size - costs.boundary[stage]) * (life - paid - after), paid
@@ -140,8 +162,16 @@ def _saving(costs: StageCosts, stage: int, life: float, name: str) -> Saving:
 
 
 def _room(costs: StageCosts, stages: Sequence[int], cap: float) -> float:
-    """Return what of the cap a rank can use: whole activations, if all its sizes are multiples of the smallest."""
-    sizes = [size for stage in stages for size in (costs.activation[stage], costs.held_for_weights[stage]) if size]
+    """Return what of the cap a rank can use.
+
+    Whole activations, if all its sizes are multiples of the smallest.
+    """
+    sizes = [
+        size
+        for stage in stages
+        for size in (costs.activation[stage], costs.held_for_weights[stage])
+        if size
+    ]
     room = cap * (1 + ROUNDING) + CAP_SLACK
     unit = min(sizes, default=0.0)
     if unit and all(abs(size / unit - round(size / unit)) <= ROUNDING for size in sizes):
@@ -154,7 +184,8 @@ def _peak(costs: StageCosts, way: _Way, stages: Sequence[int]) -> Peak:
     top = way.start(stages[-1])
     after = []
     for stage in stages:
-        left, end = costs.held_for_weights[stage], way.back(stage) - top
+        left = costs.held_for_weights[stage]
+        end = way.back(stage) - top
         after += [(end, costs.activation[stage] - left), (end + costs.weight_grad[stage], left)]
     return Peak(
         count=way.count,
@@ -171,20 +202,26 @@ def _span(peaks: Sequence[Peak], distance: float) -> float:
     return min(one.peak for one in peaks) + distance + min(one.tail for one in peaks)
 
 
-def _fill_and_drain(costs: StageCosts, here: Sequence[tuple[_Way, list[int]]], room: float) -> float:
+def _fill_and_drain(
+    costs: StageCosts, here: Sequence[tuple[_Way, list[int]]], room: float
+) -> float:
     """Return a rank's work and what it must idle before its first input gradient and after its last forward.
 
-    Before the first it runs forwards alone, whose activations fit into the cap together, so of the time to there it
-    works at most what these take; after the last forward it works off what it holds under the cap. If not all
-    activations fit at once, some are freed before the last forward, so the two stretches lie apart and both count.
+    Before the first it runs forwards alone, whose activations fit into the cap together, so of the
+    time to there it works at most what these take; after the last forward it works off what it
+    holds under the cap. If not all activations fit at once, some are freed before the last forward,
+    so the two stretches lie apart and both count.
     """
     work = total = 0.0
     ahead: list[Saving] = []
     behind: list[Saving] = []
     for way, stages in here:
         for stage in stages:
-            size, left, weight_grad = costs.activation[stage], costs.held_for_weights[stage], costs.weight_grad[stage]
-            forward, backward = costs.forward[stage], costs.input_grad[stage] + weight_grad
+            size = costs.activation[stage]
+            left = costs.held_for_weights[stage]
+            weight_grad = costs.weight_grad[stage]
+            forward = costs.forward[stage]
+            backward = costs.input_grad[stage] + weight_grad
             work += way.count * (forward + backward)
             total += way.count * size
             ahead.append((forward * way.count, size * way.count))

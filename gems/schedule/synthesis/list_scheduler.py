@@ -20,9 +20,10 @@ NUM_OPERATIONS = 7  # of a micro-batch on a stage
 class Rules:
     """How the list scheduler decides, in ticks.
 
-    A forward starts at most `lead` ahead of its key. A weight gradient counts as `defer` later than its key when a rank
-    may choose. A rank idles at most `patience` for an operation that is on its way and comes before the one that it
-    could start. Activations are asked back `ahead` operations early.
+    A forward starts at most `lead` ahead of its key. A weight gradient counts as `defer` later than
+    its key when a rank may choose. A rank idles at most `patience` for an operation that is on its
+    way and comes before the one that it could start. Activations are asked back `ahead` operations
+    early.
     """
 
     lead: int = NEVER
@@ -36,22 +37,34 @@ Item = tuple[int, int, int, int]
 
 
 class ListScheduler:
-    """Runs a step forward in time; each rank takes what is ready, has room, and comes first by its key.
+    """Runs a step forward in time.
 
-    The forwards of a stage keep the order of the micro-batches, whatever their keys: batch norm's statistics follow it.
+    Each rank takes what is ready, has room, and comes first by its key.
+    The forwards of a stage keep the order of the micro-batches, whatever their keys: batch norm's
+    statistics follow it.
 
-    Room is given so that every micro-batch that has started can still end, in the order of their starts (the banker's
-    algorithm: Dijkstra 1965), so no order of the keys leads to a deadlock. `rows` hold micro-batch x 7 S + operation,
-    operations as in `Acting`. `span` is in ticks, `NEVER` if the step did not end.
+    Room is given so that every micro-batch that has started can still end, in the order of their
+    starts (the banker's algorithm: Dijkstra 1965), so no order of the keys leads to a deadlock.
+    `rows` hold micro-batch x 7 S + operation, operations as in `Acting`. `span` is in ticks,
+    `NEVER` if the step did not end.
     """
 
     def __init__(
-        self, problem: Problem, keys: Sequence[Sequence[int]], actings: Sequence[Acting], rules: Rules
+        self,
+        problem: Problem,
+        keys: Sequence[Sequence[int]],
+        actings: Sequence[Acting],
+        rules: Rules,
     ) -> None:
-        ranks, numbers = range(problem.num_ranks), range(problem.num_micro_batches)
-        self.problem, self.keys, self.actings, self.rules = problem, keys, actings, rules
+        ranks = range(problem.num_ranks)
+        numbers = range(problem.num_micro_batches)
+        self.problem = problem
+        self.keys = keys
+        self.actings = actings
+        self.rules = rules
         self.num_stages = problem.num_stages
-        # of each rank: until when rank and copy engines are busy, sizes used and on their way out, oldest micro-batch
+        # of each rank: until when rank and copy engines are busy, sizes used and on their way out,
+        # oldest micro-batch
         self.free, self.out_free, self.in_free = ([0] * problem.num_ranks for _ in range(3))
         self.used, self.leaving, self.oldest = ([0] * problem.num_ranks for _ in range(3))
         self.ready: list[list[Item]] = [[] for _ in ranks]
@@ -61,7 +74,10 @@ class ListScheduler:
         ways = [m % problem.num_directions for m in numbers]
         self.held = [[0] * problem.num_micro_batches for _ in ranks]
         self.peak = [[actings[m].peak_at_first[ways[m]][rank] for m in numbers] for rank in ranks]
-        counts = [[len(problem.stages_of(rank, way)) for way in range(problem.num_directions)] for rank in ranks]
+        counts = [
+            [len(problem.stages_of(rank, way)) for way in range(problem.num_directions)]
+            for rank in ranks
+        ]
         self.left = [[counts[rank][way] for way in ways] for rank in ranks]
         self.started: list[int] = []
         # of each direction and stage, the micro-batch whose forward comes next
@@ -75,7 +91,8 @@ class ListScheduler:
         self.span = 0
         for m in range(min(problem.num_directions, problem.num_micro_batches)):
             self.offer(problem.rank[m][0], (keys[m][0], m, 0, 0))
-        events, free = self.events, self.free
+        events = self.events
+        free = self.free
         while events:
             now, rank = heappop(events)
             if free[rank] <= now:
@@ -86,7 +103,9 @@ class ListScheduler:
     def schedule(self) -> Schedule:
         """Return the rows as a schedule of actions."""
         stages = range(self.num_stages)
-        kinds = [(Kind.F, stage) for stage in stages] + [(Kind.I, stage) for stage in reversed(stages)]
+        kinds = [(Kind.F, stage) for stage in stages] + [
+            (Kind.I, stage) for stage in reversed(stages)
+        ]
         others = (Kind.W, Kind.R, Kind.OFFLOAD, Kind.PREFETCH, Kind.FREE)
         kinds += [(kind, stage) for kind in others for stage in stages]
 
@@ -111,7 +130,8 @@ class ListScheduler:
             self.leaving[rank] -= self.problem.moved[stage]
             self.note(rank, m, 6 * self.num_stages + stage)
         best, coming, wake = self.choose(now, rank)
-        weights, defer = self.weights[rank], self.rules.defer
+        weights = self.weights[rank]
+        defer = self.rules.defer
         is_weight = bool(weights) and (
             best is None or (best[2] < 4 * self.num_stages and weights[0][0] + defer < best[0])
         )
@@ -135,9 +155,14 @@ class ListScheduler:
 
     def choose(self, now: int, rank: int) -> tuple[Item | None, Item | None, int]:
         """Return the first operation that may start now, one on its way that comes before it, and when to ask again."""
-        num_stages, num_directions, rules = self.num_stages, self.problem.num_directions, self.rules
+        num_stages = self.num_stages
+        num_directions = self.problem.num_directions
+        rules = self.rules
         horizon = now + rules.patience
-        coming, wake, refused, asked = None, NEVER, -1, 0
+        coming = None
+        wake = NEVER
+        refused = -1
+        asked = 0
         for item in self.ready[rank]:
             key, m, operation, at = item
             if at > now:
@@ -167,7 +192,8 @@ class ListScheduler:
                 continue  # what an earlier one of its direction did not get
             if self.has_room(rank, m, operation, size):
                 return item, coming, wake
-            refused, asked = m, size
+            refused = m
+            asked = size
         return None, coming, wake
 
     def has_room(self, rank: int, m: int, operation: int, size: int) -> bool:
@@ -176,7 +202,9 @@ class ListScheduler:
         if room < 0:
             return False
         room += self.leaving[rank]
-        held, peak, started = self.held[rank], self.peak[rank], self.started
+        held = self.held[rank]
+        peak = self.peak[rank]
+        started = self.started
         for position in range(self.oldest[rank], len(started)):
             older = started[position]
             if older == m:
@@ -207,7 +235,9 @@ class ListScheduler:
         self.take(rank, m, -self.problem.held[stage])
         self.note(rank, m, 2 * self.num_stages + stage)
         self.finish(rank, now + self.problem.weight_grad[stage])
-        left, started, oldest = self.left[rank], self.started, self.oldest[rank]
+        left = self.left[rank]
+        started = self.started
+        oldest = self.oldest[rank]
         left[m] -= 1
         while oldest < len(started) and not left[started[oldest]]:
             oldest += 1
@@ -222,7 +252,9 @@ class ListScheduler:
     def start_chain(self, now: int, rank: int, item: Item) -> None:
         """Start a forward or an input gradient, and offer what follows from it."""
         _, m, operation, _ = item
-        problem, acting, num_stages = self.problem, self.actings[m], self.num_stages
+        problem = self.problem
+        acting = self.actings[m]
+        num_stages = self.num_stages
         direction = m % problem.num_directions
         end = now + problem.time[direction][operation]
         self.peak[rank][m] = acting.peak_after[direction][operation]
@@ -256,7 +288,9 @@ class ListScheduler:
                 self.asked[m, stage] = at
                 return
             at = max(at, back)
-        self.offer(self.problem.rank[direction][operation], (self.keys[m][operation], m, operation, at))
+        self.offer(
+            self.problem.rank[direction][operation], (self.keys[m][operation], m, operation, at)
+        )
 
     def copy_out(self, rank: int, m: int, stage: int, begin: int) -> None:
         """Post a copy to host memory, which starts when its engine is free."""
@@ -273,15 +307,18 @@ class ListScheduler:
     def ask_back(self, now: int, m: int, stage: int, direction: int) -> None:
         """Offer the recomputation or the copy back of a stage's activations, on each rank one after the other.
 
-        In another order than that of the chain, the first could take the room that the next to be used needs.
+        In another order than that of the chain, the first could take the room that the next to be
+        used needs.
         """
-        num_stages, at = self.num_stages, now
+        num_stages = self.num_stages
+        at = now
         key = self.keys[m][2 * num_stages - 1 - stage] - self.problem.recompute[stage]
         operation = 3 * num_stages + stage
         if self.actings[m].acts[stage] == Act.OFFLOAD:
             operation = 5 * num_stages + stage
             at = max(at, self.away.pop((m, stage)))
-        rank, item = self.problem.rank[direction][stage], (key, m, operation, at)
+        rank = self.problem.rank[direction][stage]
+        item = (key, m, operation, at)
         if (rank, m) in self.queued:
             self.queued[rank, m].append(item)
         else:
@@ -291,7 +328,8 @@ class ListScheduler:
     def restore(self, now: int, rank: int, item: Item) -> None:
         """Start a recomputation on the rank or a copy back on its engine."""
         _, m, operation, _ = item
-        problem, stage = self.problem, operation % self.num_stages
+        problem = self.problem
+        stage = operation % self.num_stages
         direction = m % problem.num_directions
         self.peak[rank][m] = self.actings[m].peak_after[direction][operation]
         if operation < 4 * self.num_stages:

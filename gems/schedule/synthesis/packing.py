@@ -1,4 +1,7 @@
-"""How close micro-batches can follow each other on a rank: what each must hold around its peak, packed under a cap."""
+"""How close micro-batches can follow each other on a rank.
+
+What each must hold around its peak, packed under a cap.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ from math import ceil, floor, inf
 
 ROUNDING = 1e-9
 SIZES_PER_UNIT = 10**12
-FEWEST_CELLS, MOST_CELLS = 36, 72
+FEWEST_CELLS = 36
+MOST_CELLS = 72
 CYCLE = 6  # distances after which a sequence is continued by what it grew in as many
 Step = tuple[float, float]  # a time from the peak, and the size that is held up to there
 
@@ -18,12 +22,14 @@ Step = tuple[float, float]  # a time from the peak, and the size that is held up
 class Peak:
     """What a micro-batch of one direction must hold on one rank around its peak, whatever the schedule.
 
-    The peak is the start of its last forward on the rank. Each size of `before` is held from at least so long before
-    the peak on, each of `after` until at least so long after it; both add up to `size`. `peak` is the least time from
-    the start of the step to a peak, `tail` that from a peak to the end of the step, `time` that of the last forward.
+    The peak is the start of its last forward on the rank. Each size of `before` is held from at
+    least so long before the peak on, each of `after` until at least so long after it; both add up
+    to `size`. `peak` is the least time from the start of the step to a peak, `tail` that from a
+    peak to the end of the step, `time` that of the last forward.
 
-    Micro-batches of a direction are alike, so the n-th start or end of each operation on the rank may count as that of
-    the n-th micro-batch: all distances and what is held at any time stay as they are, and peaks follow each other.
+    Micro-batches of a direction are alike, so the n-th start or end of each operation on the rank
+    may count as that of the n-th micro-batch: all distances and what is held at any time stay as
+    they are, and peaks follow each other.
     """
 
     count: int
@@ -38,15 +44,17 @@ class Peak:
 def distance_by_memory_time(peaks: Sequence[Peak], cap: float) -> float:
     """Return the least time from the first to the last peak on a rank, by the memory-time of what must be held.
 
-    All of it is less than the cap x that time and what lies before the first peak or after the last one. At the first
-    peak that micro-batch holds its `size` and all others fit into the rest of the cap; what any of them held before
-    that, times its time, is at most the largest ratio of such memory-time to what it holds now. Likewise at the last.
+    All of it is less than the cap x that time and what lies before the first peak or after the last
+    one. At the first peak that micro-batch holds its `size` and all others fit into the rest of the
+    cap; what any of them held before that, times its time, is at most the largest ratio of such
+    memory-time to what it holds now. Likewise at the last.
     """
     total = sum(one.count * (_memory_time(one.before) + _memory_time(one.after)) for one in peaks)
     for sides in ([one.before for one in peaks], [one.after for one in peaks]):
         ratio = max(map(_largest_ratio, sides))
         total -= max(
-            _memory_time(steps) + max(0.0, cap - one.size) * ratio for one, steps in zip(peaks, sides, strict=True)
+            _memory_time(steps) + max(0.0, cap - one.size) * ratio
+            for one, steps in zip(peaks, sides, strict=True)
         )
     return max(0.0, total / cap) if cap else 0.0
 
@@ -62,17 +70,19 @@ def _largest_ratio(steps: Sequence[Step]) -> float:
         if held and time < last:
             beyond += held * (last - time)
             largest = max(largest, beyond / held)
-        held, last = held + size, time
+        held = held + size
+        last = time
     return largest
 
 
 def distance_by_sequence(peak: Peak, cap: float, most_cells: int = MOST_CELLS) -> float:
     """Return the least time from the first to the last of equal peaks on a rank, by what fits beside each other.
 
-    At the latest start of each of its forwards, what a micro-batch, the two before it and the next one must hold then
-    fits into the cap. The shortest sequence of distances that keeps this, by dynamic programming over the last two, is
-    no longer than that of any schedule. It is in whole cells of time: with what must be held rounded down to cells, the
-    peaks of a schedule may be rounded down too, as all that is held at a cell is held together at its end.
+    At the latest start of each of its forwards, what a micro-batch, the two before it and the next
+    one must hold then fits into the cap. The shortest sequence of distances that keeps this, by
+    dynamic programming over the last two, is no longer than that of any schedule. It is in whole
+    cells of time: with what must be held rounded down to cells, the peaks of a schedule may be
+    rounded down too, as all that is held at a cell is held together at its end.
     """
     span = max(time for time, _ in peak.before) + max(time for time, _ in peak.after)
     if peak.count < 2 or span <= 0.0:
@@ -89,7 +99,8 @@ def distance_by_sequence(peak: Peak, cap: float, most_cells: int = MOST_CELLS) -
 def _next_distances(peak: Peak, cap: float, cell: float) -> list[list[int]]:
     """Return, in cells, the least distance to the next peak by the last distance and the one before it.
 
-    From a distance that has the last index on, micro-batches do not meet. A value above it says that nothing fits.
+    From a distance that has the last index on, micro-batches do not meet. A value above it says
+    that nothing fits.
     """
 
     def cells(time: float) -> int:
@@ -103,16 +114,24 @@ def _next_distances(peak: Peak, cap: float, cell: float) -> list[list[int]]:
 
     def level(x: int) -> int:
         """Return what is held `x` cells after a peak."""
-        return sum(size for back, size in before if back >= -x) if x < 0 else sum(size for on, size in after if on > x)
+        return (
+            sum(size for back, size in before if back >= -x)
+            if x < 0
+            else sum(size for on, size in after if on > x)
+        )
 
-    # The rank is busy in the last forward: what the next one must start before its end, it starts before its begin.
+    # The rank is busy in the last forward: what the next one must start before its end, it starts
+    # before its begin.
     late = [(cells(time + peak.time) - 1, amount(size)) for time, size in peak.before if time > 0.0]
     first = cells(peak.time)
     most = max(before)[0] + max(after)[0] + first + 1
     room = ceil(cap * (1 + ROUNDING) * SIZES_PER_UNIT) + len(before)
     found = [[first] * (most + 1) for _ in range(most + 1)]
     total = sum(size for _, size in before)
-    for time, coming in [(0, late), *((time, before) for time in sorted({time for time, _ in before}))]:
+    for time, coming in [
+        (0, late),
+        *((time, before) for time in sorted({time for time, _ in before})),
+    ]:
         held = [level(x - time) for x in range(2 * most + 1)]
         own = total if coming is late else sum(size for back, size in before if back >= time)
         needs = [-sum(size for back, size in coming if back >= time + x) for x in range(most + 1)]
@@ -132,8 +151,9 @@ def _next_distances(peak: Peak, cap: float, cell: float) -> list[list[int]]:
 def _shortest(next_distances: list[list[int]], num: int) -> float:
     """Return the least sum of `num` distances, each at least what the two before it ask for.
 
-    After two cycles a sum is continued by the least that any state has grown by in the second one: sums of states grow
-    no less in a later cycle, since they follow from those before it by adding and taking the least alone.
+    After two cycles a sum is continued by the least that any state has grown by in the second one:
+    sums of states grow no less in a later cycle, since they follow from those before it by adding
+    and taking the least alone.
     """
     most = len(next_distances) - 1
     first = next_distances[most][most]
@@ -163,7 +183,8 @@ def _shortest(next_distances: list[list[int]], num: int) -> float:
             for total, following in zip(sums, nexts, strict=True):
                 if total < best[following]:
                     best[following] = total
-            least, row = inf, []
+            least = inf
+            row = []
             for distance in range(most + 1):
                 if best[distance] < least:
                     least = best[distance]

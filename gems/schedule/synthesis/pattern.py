@@ -13,8 +13,9 @@ from gems.schedule.synthesis.problem import Act, Problem
 class Template:
     """When the operations of one period's micro-batches start, in grains.
 
-    `starts[g][operation]` has operations as in `Acting` up to 3 S. Micro-batch m follows row m mod G, (m div G) periods
-    later. `overflow` is the size above the cap, summed over ranks, which a list scheduler then has to wait for.
+    `starts[g][operation]` has operations as in `Acting` up to 3 S. Micro-batch m follows row m mod
+    G, (m div G) periods later. `overflow` is the size above the cap, summed over ranks, which a
+    list scheduler then has to wait for.
     """
 
     period: int
@@ -47,7 +48,9 @@ class _Ring:
         """Return the starts with `length` free grains as bits, the bit of `turn` first."""
         if length > self.period:
             return 0
-        free, period, known = self.full & ~self.busy, self.period, 1
+        free = self.full & ~self.busy
+        period = self.period
+        known = 1
         while known < length:
             step = min(known, length - known)
             free &= (free >> step) | (free << (period - step))
@@ -64,7 +67,9 @@ class _Ring:
     def put_before(self, end: int, length: int) -> int | None:
         """Take the latest room that ends by `end` and return its start, None if the ring is full."""
         rooms = self.rooms(length, end - length + 1)
-        return self._take(end - length + rooms.bit_length() - self.period, length) if rooms else None
+        return (
+            self._take(end - length + rooms.bit_length() - self.period, length) if rooms else None
+        )
 
     def _take(self, start: int, length: int) -> int:
         bits = ((1 << length) - 1) << (start % self.period)
@@ -81,21 +86,29 @@ def pattern(
 ) -> Template | None:
     """Lay one period: the chains of the micro-batches one after the other, then their weight gradients.
 
-    Stall-free modulo ASAP: every operation takes the earliest free slot modulo the period after the one that it needs
-    (modulo scheduling: Rau 1994). Recomputation takes the latest slot before its input gradient, copies the earliest
-    and latest on their engines. `phases[g]` starts micro-batch g, `stalls[g][operation]` delays an operation: what
-    annealing varies. None if an operation finds no slot. All times are in grains.
+    Stall-free modulo ASAP: every operation takes the earliest free slot modulo the period after the
+    one that it needs (modulo scheduling: Rau 1994). Recomputation takes the latest slot before its
+    input gradient, copies the earliest and latest on their engines. `phases[g]` starts micro-batch
+    g, `stalls[g][operation]` delays an operation: what annealing varies. None if an operation finds
+    no slot. All times are in grains.
     """
-    times, lags, recompute = problem.time_grains, problem.lag_grains, problem.recompute_grains
-    num_stages, num_directions = problem.num_stages, problem.num_directions
+    times = problem.time_grains
+    lags = problem.lag_grains
+    recompute = problem.recompute_grains
+    num_stages = problem.num_stages
+    num_directions = problem.num_directions
     rings = [_Ring(period) for _ in range(problem.num_ranks)]
     last = 2 * num_stages - 1
     starts: list[list[int]] = []
     again: list[dict[int, int]] = []
     for g, phase in enumerate(phases):
         direction = g % num_directions
-        ranks, lengths, flights = problem.rank[direction], times[direction], lags[direction]
-        now, row, anew = phase, [], {}
+        ranks = problem.rank[direction]
+        lengths = times[direction]
+        flights = lags[direction]
+        now = phase
+        row = []
+        anew = {}
         for c in range(2 * num_stages):
             now += flights[c]
             if stalls is not None:
@@ -114,7 +127,8 @@ def pattern(
         starts.append(row)
         again.append(anew)
     for g, row in enumerate(starts):
-        direction, found = g % num_directions, [0] * num_stages
+        direction = g % num_directions
+        found = [0] * num_stages
         for stage in reversed(range(num_stages)):
             now = row[last - stage] + times[direction][last - stage]
             now += 0 if stalls is None else stalls[g][2 * num_stages + stage]
@@ -126,23 +140,36 @@ def pattern(
     held = _held(problem, acts, period, starts, again)
     if held is None:
         return None
-    return Template(period, tuple(map(tuple, starts)), sum(max(0, top - problem.cap) for top in held))
+    return Template(
+        period, tuple(map(tuple, starts)), sum(max(0, top - problem.cap) for top in held)
+    )
 
 
 def _held(
-    problem: Problem, acts: Sequence[int], period: int, starts: Sequence[Sequence[int]], again: Sequence[dict[int, int]]
+    problem: Problem,
+    acts: Sequence[int],
+    period: int,
+    starts: Sequence[Sequence[int]],
+    again: Sequence[dict[int, int]],
 ) -> list[int] | None:
     """Return the most that each rank holds in the steady state, None if a copy finds no room on its engine."""
-    num_stages, ranks = problem.num_stages, range(problem.num_ranks)
-    away, back = [_Ring(period) for _ in ranks], [_Ring(period) for _ in ranks]
+    num_stages = problem.num_stages
+    ranks = range(problem.num_ranks)
+    away = [_Ring(period) for _ in ranks]
+    back = [_Ring(period) for _ in ranks]
     changes: list[list[tuple[int, int]]] = [[] for _ in ranks]
     base = [0] * problem.num_ranks
     for g, row in enumerate(starts):
         direction = g % problem.num_directions
         for stage in reversed(range(num_stages)):
-            rank, size, act = problem.rank[direction][stage], problem.size[stage], acts[stage]
-            begin, end = row[stage], row[2 * num_stages + stage] + problem.weight_grains[stage]
-            lives, turn, change = [(begin, end, size)], row[2 * num_stages - 1 - stage], problem.held[stage] - size
+            rank = problem.rank[direction][stage]
+            size = problem.size[stage]
+            act = acts[stage]
+            begin = row[stage]
+            end = row[2 * num_stages + stage] + problem.weight_grains[stage]
+            lives = [(begin, end, size)]
+            turn = row[2 * num_stages - 1 - stage]
+            change = problem.held[stage] - size
             if change < 0:  # freed by the input gradient
                 turn += problem.time_grains[direction][2 * num_stages - 1 - stage]
             if act == Act.RECOMPUTE:
@@ -155,7 +182,11 @@ def _held(
                 if out is None or home is None or home < out + length:
                     return None
                 moved = problem.moved[stage]
-                lives = [(begin, end, size - moved), (begin, out + length, moved), (home, end, moved)]
+                lives = [
+                    (begin, end, size - moved),
+                    (begin, out + length, moved),
+                    (home, end, moved),
+                ]
             for first, last, amount in (*lives, (turn, end, change)):
                 base[rank] += (last // period - first // period) * amount
                 changes[rank] += ((first % period, amount), (last % period, -amount))

@@ -24,10 +24,10 @@ COARSE_GRAINS = 16
 class Problem:
     """One placement with times in integer ticks and sizes in integers; `problem` builds it.
 
-    A micro-batch in direction d is a chain of 2 S operations: forward of stages 0 to S - 1, then input gradients of
-    stages S - 1 to 0. `rank[d][c]`, `time[d][c]` and `lag[d][c]` are the rank, the ticks and the flight before
-    operation c. The other tuples of ticks and sizes are by stage. A `grain` is the coarser tick of
-    patterns, in which the fields `*_grains` count.
+    A micro-batch in direction d is a chain of 2 S operations: forward of stages 0 to S - 1, then
+    input gradients of stages S - 1 to 0. `rank[d][c]`, `time[d][c]` and `lag[d][c]` are the rank,
+    the ticks and the flight before operation c. The other tuples of ticks and sizes are by stage. A
+    `grain` is the coarser tick of patterns, in which the fields `*_grains` count.
     """
 
     name: str
@@ -84,12 +84,15 @@ class Problem:
 
     def reached(self, direction: int) -> list[int]:
         """Return the least ticks from the start of a micro-batch to the end of each operation of its chain."""
-        spans = (time + lag for time, lag in zip(self.time[direction], self.lag[direction], strict=True))
+        spans = (
+            time + lag for time, lag in zip(self.time[direction], self.lag[direction], strict=True)
+        )
         return list(accumulate(spans))
 
     def lifetimes(self, direction: int) -> list[int]:
         """Return the least ticks from the start of a stage's forward to the end of its weight gradient."""
-        ends, last = self.reached(direction), 2 * self.num_stages - 1
+        ends = self.reached(direction)
+        last = 2 * self.num_stages - 1
         return [
             ends[last - stage] - ends[stage] + self.time[direction][stage] + self.weight_grad[stage]
             for stage in range(self.num_stages)
@@ -97,7 +100,12 @@ class Problem:
 
 
 def problem(
-    name: str, placement: Placement, num_micro_batches: int, costs: StageCosts, network: Network, cap: float | None
+    name: str,
+    placement: Placement,
+    num_micro_batches: int,
+    costs: StageCosts,
+    network: Network,
+    cap: float | None,
 ) -> Problem:
     """Build the integer form: exact if costs are fractions with small denominators, else to a millionth of a unit.
 
@@ -125,20 +133,41 @@ def problem(
 
     chain = ticks((*costs.forward, *input_grad[::-1]))
     lags = tuple((0, *ticks(row), 0, *ticks(row[::-1])) for row in flights)
-    weight_grad, recompute, copy = ticks(costs.weight_grad), ticks(costs.recompute), ticks(costs.copy)
+    weight_grad = ticks(costs.weight_grad)
+    recompute = ticks(costs.recompute)
+    copy = ticks(costs.copy)
     grain = _grain([*chain, *weight_grad, *(lag for row in lags for lag in row)])
     size = sizes(costs.activation)
     return Problem(
-        name=name, placement=placement, num_micro_batches=num_micro_batches,
-        cap=sum(size) * num_micro_batches if cap is None else floor((cap + CAP_SLACK) * SIZES_PER_UNIT),
-        ticks_per_unit=ticks_per_unit, grain=grain,
-        rank=tuple((*row, *row[::-1]) for row in placement.ranks), time=(chain,) * placement.num_directions, lag=lags,
-        weight_grad=weight_grad, recompute=recompute, copy=copy,
-        size=size, moved=sizes(costs.movable), held=sizes(costs.held_for_weights), boundary=sizes(costs.boundary),
-        num_ranks=placement.num_ranks, num_stages=placement.num_stages, num_directions=placement.num_directions,
-        time_grains=(grains(chain),) * placement.num_directions, lag_grains=tuple(map(grains, lags)),
-        weight_grains=grains(weight_grad), recompute_grains=grains(recompute), copy_grains=grains(copy),
-    )  # fmt: skip
+        name=name,
+        placement=placement,
+        num_micro_batches=num_micro_batches,
+        cap=(
+            sum(size) * num_micro_batches
+            if cap is None
+            else floor((cap + CAP_SLACK) * SIZES_PER_UNIT)
+        ),
+        ticks_per_unit=ticks_per_unit,
+        grain=grain,
+        rank=tuple((*row, *row[::-1]) for row in placement.ranks),
+        time=(chain,) * placement.num_directions,
+        lag=lags,
+        weight_grad=weight_grad,
+        recompute=recompute,
+        copy=copy,
+        size=size,
+        moved=sizes(costs.movable),
+        held=sizes(costs.held_for_weights),
+        boundary=sizes(costs.boundary),
+        num_ranks=placement.num_ranks,
+        num_stages=placement.num_stages,
+        num_directions=placement.num_directions,
+        time_grains=(grains(chain),) * placement.num_directions,
+        lag_grains=tuple(map(grains, lags)),
+        weight_grains=grains(weight_grad),
+        recompute_grains=grains(recompute),
+        copy_grains=grains(copy),
+    )
 
 
 def _ticks_per_unit(values: Iterable[float]) -> int:
@@ -152,7 +181,10 @@ def _ticks_per_unit(values: Iterable[float]) -> int:
 
 
 def _grain(times: list[int]) -> int:
-    """Return the tick of patterns: one that measures all times, or a part of their mean if that is too fine."""
+    """Return the tick of patterns.
+
+    One that measures all times, or a part of their mean if that is too fine.
+    """
     positive = [time for time in times if time]
     exact = gcd(*positive)
     if max(positive, default=0) <= MAX_GRAINS * exact:
@@ -172,10 +204,11 @@ class Act(IntEnum):
 class Acting:
     """The acts of one micro-batch's stages, and what follows from them.
 
-    Operations are numbered over S stages: forward s, input gradient 2 S - 1 - s, weight gradient 2 S + s,
-    recomputation 3 S + s, copy out 4 S + s, copy back 5 S + s, the wait for a copy out 6 S + s. `takes[s]` is what
-    forward brings, `awaited[d][c]` the stages whose activations are asked back when operation c of the chain starts,
-    and `peak_after[d][operation]` the most that the operation's rank holds of this micro-batch from then on.
+    Operations are numbered over S stages: forward s, input gradient 2 S - 1 - s, weight gradient 2
+    S + s, recomputation 3 S + s, copy out 4 S + s, copy back 5 S + s, the wait for a copy out 6 S +
+    s. `takes[s]` is what forward brings, `awaited[d][c]` the stages whose activations are asked
+    back when operation c of the chain starts, and `peak_after[d][operation]` the most that the
+    operation's rank holds of this micro-batch from then on.
     """
 
     acts: tuple[int, ...]
@@ -196,7 +229,8 @@ def acting(problem: Problem, acts: Sequence[int], ahead: int) -> Acting:
     return Acting(
         acts=tuple(acts),
         takes=tuple(
-            problem.boundary[stage] if act == Act.RECOMPUTE else problem.size[stage] for stage, act in enumerate(acts)
+            problem.boundary[stage] if act == Act.RECOMPUTE else problem.size[stage]
+            for stage, act in enumerate(acts)
         ),
         awaited=tuple(map(tuple, awaited)),
         peak_at_first=tuple(first for first, _ in after),
@@ -204,10 +238,13 @@ def acting(problem: Problem, acts: Sequence[int], ahead: int) -> Acting:
     )
 
 
-def _peaks(problem: Problem, acts: Sequence[int], direction: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _peaks(
+    problem: Problem, acts: Sequence[int], direction: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the most that one micro-batch alone holds on each rank, in all and after each operation."""
     num_stages = problem.num_stages
-    table, first = [0] * (6 * num_stages), []
+    table = [0] * (6 * num_stages)
+    first = []
     for rank in range(problem.num_ranks):
         levels: list[tuple[int, int]] = []  # of each operation of the rank, in order
         held = 0
@@ -219,7 +256,11 @@ def _peaks(problem: Problem, acts: Sequence[int], direction: int) -> tuple[tuple
         for stage in reversed(stages):
             if acts[stage]:
                 is_recomputed = acts[stage] == Act.RECOMPUTE
-                held += problem.size[stage] - problem.boundary[stage] if is_recomputed else problem.moved[stage]
+                held += (
+                    problem.size[stage] - problem.boundary[stage]
+                    if is_recomputed
+                    else problem.moved[stage]
+                )
                 levels.append(((3 if is_recomputed else 5) * num_stages + stage, held))
             levels.append((2 * num_stages - 1 - stage, held + problem.grows[stage]))
             held -= problem.size[stage]
@@ -233,4 +274,6 @@ def _peaks(problem: Problem, acts: Sequence[int], direction: int) -> tuple[tuple
 
 def least_room(problem: Problem, acts: Sequence[int]) -> int:
     """Return the least cap, in the problem's sizes, under which every micro-batch can pass."""
-    return max(max(_peaks(problem, acts, direction)[0]) for direction in range(problem.num_directions))
+    return max(
+        max(_peaks(problem, acts, direction)[0]) for direction in range(problem.num_directions)
+    )

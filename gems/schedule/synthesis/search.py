@@ -19,24 +19,35 @@ from gems.schedule.synthesis.templates import (
     patterns,
 )
 
-GREEDY, PATTERN, ANNEALING, SOLVER = "greedy", "pattern", "annealing", "solver"
+GREEDY = "greedy"
+PATTERN = "pattern"
+ANNEALING = "annealing"
+SOLVER = "solver"
 QUICK = ((1.0, 0.5), (2.0, NEVER), (0.0, NEVER), (NEVER, NEVER), (4.0, 1.0))
 LEADS = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 20.0, NEVER)
 DEFERS = (0.0, 0.25, 0.5, 1.0, 4.0, NEVER)
 AHEADS = (2, 4, 3, 1, 6)
 PATIENCES = (0.0, 0.0, 0.0, 0.25, 0.5)
-NUM_REFINED, NUM_CLIMBED, MAX_REFINED = 8, 3, 3000
-PATTERN_SHARE, WHOLE_SHARE, SOLVER_SHARE, SCREEN_SHARE, REFINE_SHARE = 0.3, 0.05, 0.2, 0.5, 0.5
+NUM_REFINED = 8
+NUM_CLIMBED = 3
+MAX_REFINED = 3000
+PATTERN_SHARE = 0.3
+WHOLE_SHARE = 0.05
+SOLVER_SHARE = 0.2
+SCREEN_SHARE = 0.5
+REFINE_SHARE = 0.5
 NUM_SOLVED = 2
 CLIMB_FAIR = 0.6
 OVERHEAD_STEPS = 150
-SLACK, PATTERN_SLACK = 1.02, 1.15
+SLACK = 1.02
+PATTERN_SLACK = 1.15
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the list scheduler is given: keys by micro-batch and operation, acts by micro-batch, rules.
+    """What the list scheduler is given.
 
+    Keys by micro-batch and operation, acts by micro-batch, rules.
     `template` numbers the template that it comes from.
     """
 
@@ -61,10 +72,18 @@ class Search:
     """Tries plans on several placements and keeps the best one of each template."""
 
     def __init__(
-        self, problems: Sequence[Problem], allow: Sequence[str], budget: Budget, seed: int, least: float = 0.0
+        self,
+        problems: Sequence[Problem],
+        allow: Sequence[str],
+        budget: Budget,
+        seed: int,
+        least: float = 0.0,
     ) -> None:
         """Take `least`, the time in units at which nothing better can be found."""
-        self.problems, self.allow, self.budget, self.least = problems, allow, budget, least
+        self.problems = problems
+        self.allow = allow
+        self.budget = budget
+        self.least = least
         self.seed, self.random = seed, Random(seed)
         self.tried = 0
         self.best: dict[int, Plan] = {}
@@ -73,7 +92,8 @@ class Search:
 
     def run(self) -> list[Plan]:
         """Return the plans found, the fastest first; there is one at least, whatever the budget."""
-        templates, whole = self.templates(), self.budget
+        templates = self.templates()
+        whole = self.budget
         with whole.share(SCREEN_SHARE) as self.budget:
             self.screen(templates)
         with whole.share(REFINE_SHARE) as self.budget:
@@ -88,7 +108,8 @@ class Search:
 
     def listed(self, plan: Plan) -> ListScheduler:
         """Run the list scheduler with a plan."""
-        actings, ahead = [], plan.rules.ahead
+        actings = []
+        ahead = plan.rules.ahead
         for acts in plan.acts:
             key = (plan.problem.name, acts, ahead)
             if key not in self._actings:
@@ -100,7 +121,11 @@ class Search:
         """Return a plan with its span, None when the budget is spent or the least time has been reached."""
         if self.best and self.fastest <= self.least * (1 + 1e-9):
             return None
-        steps = OVERHEAD_STEPS + plan.problem.num_steps + 4 * sum(1 for acts in plan.acts for act in acts if act)
+        steps = (
+            OVERHEAD_STEPS
+            + plan.problem.num_steps
+            + 4 * sum(1 for acts in plan.acts for act in acts if act)
+        )
         if not self.budget.spend(steps) and not must:
             return None
         self.tried += 1
@@ -115,8 +140,14 @@ class Search:
 
     def templates(self) -> list[Case]:
         """Return the templates of all placements, acts and numbers of micro-batches a period, most promising first."""
-        cases = [(problem, acts) for problem in self.problems for acts in acts_to_try(problem, self.allow)]
-        found: list[Case] = [(problem, acts, GREEDY, free_running(problem, acts)) for problem, acts in cases]
+        cases = [
+            (problem, acts)
+            for problem in self.problems
+            for acts in acts_to_try(problem, self.allow)
+        ]
+        found: list[Case] = [
+            (problem, acts, GREEDY, free_running(problem, acts)) for problem, acts in cases
+        ]
         cells = [
             (problem, acts, times * problem.num_directions)
             for problem, acts in cases
@@ -136,30 +167,53 @@ class Search:
                             better = anneal(problem, acts, template, own, self.random)
                             found += [] if better is None else [(problem, acts, ANNEALING, better)]
         whole = [(in_whole_micro_batches(problem), acts, group) for problem, acts, group in cells]
-        lower = [(one, acts, group) for one, acts, group in whole if one and least_room(one, acts) <= one.cap]
+        lower = [
+            (one, acts, group)
+            for one, acts, group in whole
+            if one and least_room(one, acts) <= one.cap
+        ]
         with self.budget.share(WHOLE_SHARE) as budget:
             for i, (problem, acts, group) in enumerate(lower):
                 with budget.share(3.0 / (len(lower) - i + 2)) as own:
-                    found += [(problem, acts, PATTERN, template) for template in patterns(problem, acts, group, own)]
-        made = [case for case in found if case[2] != GREEDY and not case[3].overflow and is_small(*case[:2], case[3])]
+                    found += [
+                        (problem, acts, PATTERN, template)
+                        for template in patterns(problem, acts, group, own)
+                    ]
+        made = [
+            case
+            for case in found
+            if case[2] != GREEDY and not case[3].overflow and is_small(*case[:2], case[3])
+        ]
         made.sort(key=lambda case: _pace(case[0], case[3]))
         budget = Budget(int(self.budget.steps * SOLVER_SHARE))  # the solver has time of its own
         for problem, acts, _, template in made[:NUM_SOLVED]:
             better = solve(problem, template, budget, self.seed)
             found += [] if better is None else [(problem, acts, SOLVER, better)]
-        return sorted(found, key=lambda case: (case[2] == GREEDY or case[3].overflow > 0, _pace(case[0], case[3])))
+        return sorted(
+            found,
+            key=lambda case: (case[2] == GREEDY or case[3].overflow > 0, _pace(case[0], case[3])),
+        )
 
     def screen(self, templates: Sequence[Case]) -> None:
-        """Simulate every template under a few rules; those whose pace alone is too slow are passed over."""
+        """Simulate every template under a few rules.
+
+        Those whose pace alone is too slow are passed over.
+        """
         for lead, defer in QUICK:
             for number, (problem, acts, method, template) in enumerate(templates):
                 if _pace(problem, template) * problem.num_micro_batches > self.fastest * SLACK:
                     continue
                 ahead = AHEADS[0] if problem.num_stages < 4 * problem.num_ranks else AHEADS[1]
-                num, rules = problem.num_micro_batches, _rules(problem, lead, defer, 0.0, ahead)
+                num = problem.num_micro_batches
+                rules = _rules(problem, lead, defer, 0.0, ahead)
                 plan = Plan(
-                    problem, method, tuple(template.keys(problem.grain, num)), (acts,) * num, rules, number
-                )  # fmt: skip
+                    problem,
+                    method,
+                    tuple(template.keys(problem.grain, num)),
+                    (acts,) * num,
+                    rules,
+                    number,
+                )
                 result = self.evaluate(plan, must=not self.best)
                 if result is not None:
                     self.keep(result)
@@ -171,7 +225,8 @@ class Search:
 
     def refine(self) -> None:
         """Simulate the best templates under more rules."""
-        random, best = self.random, self.plans()[:NUM_REFINED]
+        random = self.random
+        best = self.plans()[:NUM_REFINED]
         tried = set()
         for _ in range(MAX_REFINED if best else 0):
             plan = best[min(int(random.expovariate(0.5)), len(best) - 1)]
@@ -186,7 +241,10 @@ class Search:
             self.keep(result)
 
     def climb(self) -> None:
-        """Vary the best plans of the best placements, each for as long, at last the best; keep what is not worse."""
+        """Vary the best plans of the best placements, each for as long, at last the best.
+
+        Keep what is not worse.
+        """
         best: dict[str, Plan] = {}
         for plan in self.plans():
             best.setdefault(plan.problem.name, plan)
@@ -207,9 +265,14 @@ class Search:
             self.keep(plan)
 
     def vary(self, plan: Plan) -> Plan:
-        """Return a plan with one thing changed: keys of some micro-batches or operations, the rules, or an act."""
-        random, problem = self.random, plan.problem
-        num_stages, num = problem.num_stages, problem.num_micro_batches
+        """Return a plan with one thing changed.
+
+        Keys of some micro-batches or operations, the rules, or an act.
+        """
+        random = self.random
+        problem = plan.problem
+        num_stages = problem.num_stages
+        num = problem.num_micro_batches
         unit = problem.work() / (3 * problem.num_ranks)
         shift = round(random.choice((-1, 1)) * unit * random.choice((0.25, 0.5, 1.0, 2.0, 4.0)))
         choice = random.random()
@@ -217,18 +280,24 @@ class Search:
             return self.vary_acts(plan)
         if choice < 0.3:
             return replace(plan, rules=self.any_rules(problem, plan.rules.ahead))
-        place, kind = min(int(random.expovariate(0.4)), num - 1), random.random()  # more often in fill or drain
+        place, kind = (
+            min(int(random.expovariate(0.4)), num - 1),
+            random.random(),
+        )  # more often in fill or drain
         first = place if kind < 0.5 else num - 1 - place if kind < 0.7 else random.randrange(num)
         chosen = range(first, min(num, first + random.choice((1, 1, 2, 4))))
-        low, high = 0, 3 * num_stages
+        low = 0
+        high = 3 * num_stages
         if choice < 0.55:  # the rest of the step moves up
-            chosen, shift = range(first, num), -abs(shift) if random.random() < 0.8 else shift
+            chosen = range(first, num)
+            shift = -abs(shift) if random.random() < 0.8 else shift
         elif 0.7 <= choice < 0.85:
             low = random.randrange(2 * num_stages)
             high = random.choice((low + 1, low + problem.num_ranks, 2 * num_stages))
             chosen = chosen if choice < 0.78 else range(num)
         elif choice >= 0.85:
-            low, high = 2 * num_stages, 3 * num_stages
+            low = 2 * num_stages
+            high = 3 * num_stages
         keys = list(plan.keys)
         for m in chosen:
             row = list(keys[m])
@@ -238,13 +307,19 @@ class Search:
 
     def vary_acts(self, plan: Plan) -> Plan:
         """Return a plan in which one stage acts otherwise, for some micro-batches at the ends or for all."""
-        random, problem = self.random, plan.problem
+        random = self.random
+        problem = plan.problem
         num = problem.num_micro_batches
         ways = [0, *(int(Act[name.upper()]) for name in self.allow)]
         count = random.choice((1, 2, 4, num))
-        chosen = range(min(count, num)) if random.random() < 0.5 else range(max(0, num - count), num)
-        stage, way = random.randrange(problem.num_stages - 1), random.choice(ways)
-        stages = range(stage, min(problem.num_stages - 1, stage + random.choice((1, problem.num_ranks))))
+        chosen = (
+            range(min(count, num)) if random.random() < 0.5 else range(max(0, num - count), num)
+        )
+        stage = random.randrange(problem.num_stages - 1)
+        way = random.choice(ways)
+        stages = range(
+            stage, min(problem.num_stages - 1, stage + random.choice((1, problem.num_ranks)))
+        )
         acts = list(plan.acts)
         for m in chosen:
             acts[m] = tuple(way if stage in stages else act for stage, act in enumerate(acts[m]))

@@ -29,7 +29,8 @@ def solve(problem: Problem, template: Template, budget: Budget, seed: int) -> Te
 
     One worker and the solver's own deterministic time keep the result the same on any machine.
     """
-    group, found = template.num_micro_batches, None
+    group = template.num_micro_batches
+    found = None
     floor = least_period(problem, (0,) * problem.num_stages, group)
     period = template.period
     while (period := period - max(1, period // 40)) >= floor and budget.spend(STEPS_A_PERIOD):
@@ -43,8 +44,9 @@ def solve(problem: Problem, template: Template, budget: Budget, seed: int) -> Te
 def _at_period(problem: Problem, group: int, period: int, seed: int) -> Template | None:
     """Return the pattern of a period, None if there is none or none is found in time.
 
-    An operation starts at slot + period x turn. A rank holds, at a slot, what was begun by then and not ended: the sum
-    over its activations of (turns between begin and end, and one more if the slot is inside the rest).
+    An operation starts at slot + period x turn. A rank holds, at a slot, what was begun by then and
+    not ended: the sum over its activations of (turns between begin and end, and one more if the
+    slot is inside the rest).
     """
     from ortools.sat.python import cp_model
 
@@ -55,7 +57,10 @@ def _at_period(problem: Problem, group: int, period: int, seed: int) -> Template
     turns: dict[tuple[int, int], Any] = {}
     starts: dict[tuple[int, int], Any] = {}
     busy: list[list[Any]] = [[] for _ in range(problem.num_ranks)]
-    length = [(*problem.time_grains[g % problem.num_directions], *problem.weight_grains) for g in range(group)]
+    length = [
+        (*problem.time_grains[g % problem.num_directions], *problem.weight_grains)
+        for g in range(group)
+    ]
     shortest = sum(problem.time_grains[0]) + sum(problem.lag_grains[0])
     horizon = 3 * (shortest + period) // period + 2
     for g in range(group):
@@ -70,7 +75,9 @@ def _at_period(problem: Problem, group: int, period: int, seed: int) -> Template
             starts[g, operation] = slot + period * turn
             busy[ranks[operation]].append(model.new_fixed_size_interval_var(slot, ticks, ""))
             # what runs over the end of the period also fills its begin
-            busy[ranks[operation]].append(model.new_fixed_size_interval_var(slot - period, ticks, ""))
+            busy[ranks[operation]].append(
+                model.new_fixed_size_interval_var(slot - period, ticks, "")
+            )
         for c in range(last):
             lag = problem.lag_grains[direction][c + 1]
             model.add(starts[g, c + 1] >= starts[g, c] + length[g][c] + lag)
@@ -82,16 +89,26 @@ def _at_period(problem: Problem, group: int, period: int, seed: int) -> Template
         model.add_no_overlap(row)
     unit = max(1, max(problem.size) // SIZE_DIGITS)
     for rank in range(problem.num_ranks):
-        lives = [(g, stage) for g in range(group) for stage in problem.stages_of(rank, g % problem.num_directions)]
-        for at in lives:  # the cap holds at the begin of every forward of the rank: only there what is held grows
-            moment, held = slots[at], []
+        lives = [
+            (g, stage)
+            for g in range(group)
+            for stage in problem.stages_of(rank, g % problem.num_directions)
+        ]
+        for at in (
+            lives
+        ):  # the cap holds at the begin of every forward of the rank: only there what is held grows
+            moment = slots[at]
+            held = []
             for g, stage in lives:
-                weight, size = 2 * num_stages + stage, -(-problem.size[stage] // unit)
+                weight = 2 * num_stages + stage
+                size = -(-problem.size[stage] // unit)
                 begun, ended, wraps = (model.new_bool_var("") for _ in range(3))
-                begin, end = slots[g, stage], slots[g, weight] + length[g][weight]
+                begin = slots[g, stage]
+                end = slots[g, weight] + length[g][weight]
                 model.add(begin <= moment).only_enforce_if(begun)
                 model.add(begin > moment).only_enforce_if(~begun)
-                # one-sided, since the solver wants fewer held: an end counts only when it is over by the moment
+                # one-sided, since the solver wants fewer held: an end counts only when it is over
+                # by the moment
                 model.add(end <= moment).only_enforce_if(ended)
                 model.add(end <= moment + period).only_enforce_if(~wraps)
                 held.append(size * (turns[g, weight] - turns[g, stage] + begun - ended + wraps))
@@ -104,6 +121,7 @@ def _at_period(problem: Problem, group: int, period: int, seed: int) -> Template
     if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return None
     rows = tuple(
-        tuple(int(solver.value(starts[g, operation])) for operation in range(3 * num_stages)) for g in range(group)
+        tuple(int(solver.value(starts[g, operation])) for operation in range(3 * num_stages))
+        for g in range(group)
     )
     return Template(period, rows, 0)

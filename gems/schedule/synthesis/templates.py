@@ -1,6 +1,7 @@
 """Templates to start from: the patterns with the shortest periods that were found, and their annealing.
 
-The search is limited by an amount of work and not by the clock, so that it gives the same result on any machine.
+The search is limited by an amount of work and not by the clock, so that it gives the same result on
+any machine.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ from gems.schedule.synthesis.problem import Act, Problem, least_room
 
 WHOLE = (2, 3)  # micro-batches
 KEEP_EIGHTHS = (0, 1, 2, 3, 4, 6)
-ROUNDS, LATENCY_ROUNDS = 1500, 300
-LATENCY_WEIGHT, COLD = 0.02, 0.002
+ROUNDS = 1500
+LATENCY_ROUNDS = 300
+LATENCY_WEIGHT = 0.02
+COLD = 0.002
 SHARE = 0.5
-STEPS_PER_S = 300_000  # what one core of a common server does in pure Python, so that seconds are roughly kept
+# what one core of a common server does in pure Python, so that seconds are roughly kept
+STEPS_PER_S = 300_000
 
 
 class Budget:
@@ -52,11 +56,16 @@ class Budget:
 def in_whole_micro_batches(problem: Problem) -> Problem | None:
     """Return a problem with the cap lowered to two or three whole micro-batches on the heaviest rank, if it is between.
 
-    A rank that starts the first stages of one more micro-batch than it can hold blocks the room for those that could
-    end, so a list found under the lower cap, which keeps the higher one too, may be much faster. With one micro-batch
-    too much of the cap would be lost, with more than three the part is small.
+    A rank that starts the first stages of one more micro-batch than it can hold blocks the room for
+    those that could end, so a list found under the lower cap, which keeps the higher one too, may
+    be much faster. With one micro-batch too much of the cap would be lost, with more than three the
+    part is small.
     """
-    held = [problem.stages_of(rank, way) for rank in range(problem.num_ranks) for way in range(problem.num_directions)]
+    held = [
+        problem.stages_of(rank, way)
+        for rank in range(problem.num_ranks)
+        for way in range(problem.num_directions)
+    ]
     heaviest = max(1, *(sum(problem.size[stage] for stage in stages) for stages in held))
     whole = problem.cap // heaviest
     is_between = whole in WHOLE and problem.cap - whole * heaviest > heaviest // 1000
@@ -64,18 +73,22 @@ def in_whole_micro_batches(problem: Problem) -> Problem | None:
 
 
 def acts_to_try(problem: Problem, allow: Sequence[str]) -> list[tuple[int, ...]]:
-    """Return the assignments of acts to stages worth a pattern: early stages, whose activations wait longest, first.
+    """Return the assignments of acts to stages worth a pattern.
 
+    Early stages, whose activations wait longest, first.
     The last stage's activations are used at once and always stay.
     """
     num_stages = problem.num_stages
     tried = [(0,) * num_stages]
     for name in allow:
         firsts = (num_stages - 1 - num_stages * eighths // 8 for eighths in KEEP_EIGHTHS)
-        tried += [(int(Act[name.upper()]),) * first + (0,) * (num_stages - first) for first in firsts]
+        tried += [
+            (int(Act[name.upper()]),) * first + (0,) * (num_stages - first) for first in firsts
+        ]
     if len(allow) > 1:
         for offloaded, acted in product((2, 4, 6), (4, 5, 6, 7)):
-            first, second = num_stages * offloaded // 8, num_stages * acted // 8
+            first = num_stages * offloaded // 8
+            second = num_stages * acted // 8
             if first < second:
                 acts = (int(Act.OFFLOAD),) * first + (int(Act.RECOMPUTE),) * (second - first)
                 tried.append(acts + (0,) * (num_stages - second))
@@ -84,10 +97,12 @@ def acts_to_try(problem: Problem, allow: Sequence[str]) -> list[tuple[int, ...]]
 
 def least_period(problem: Problem, acts: Sequence[int], group: int) -> int:
     """Return the grains that `group` micro-batches need of the busiest rank, and of its room if nothing acts."""
-    load, room = [0] * problem.num_ranks, [0] * problem.num_ranks
+    load = [0] * problem.num_ranks
+    room = [0] * problem.num_ranks
     for g in range(group):
         direction = g % problem.num_directions
-        lifetimes, times = problem.lifetimes(direction), problem.time_grains[direction]
+        lifetimes = problem.lifetimes(direction)
+        times = problem.time_grains[direction]
         for stage in range(problem.num_stages):
             rank = problem.rank[direction][stage]
             load[rank] += times[stage] + times[2 * problem.num_stages - 1 - stage]
@@ -100,15 +115,21 @@ def least_period(problem: Problem, acts: Sequence[int], group: int) -> int:
 
 
 def free_running(problem: Problem, acts: Sequence[int]) -> Template:
-    """Return the template of the plain greedy: chains without a wait, at the least period, whatever collides."""
-    num_stages, grain = problem.num_stages, problem.grain
+    """Return the template of the plain greedy.
+
+    Chains without a wait, at the least period, whatever collides.
+    """
+    num_stages = problem.num_stages
+    grain = problem.grain
     group = problem.num_directions
     period = least_period(problem, acts, group)
     rows = []
     for direction in range(group):
         phase = direction * period // group
         ends = [end // grain for end in problem.reached(direction)]
-        starts = [end - time // grain for end, time in zip(ends, problem.time[direction], strict=True)]
+        starts = [
+            end - time // grain for end, time in zip(ends, problem.time[direction], strict=True)
+        ]
         rows.append(tuple(phase + start for start in (*starts, *ends[: num_stages - 1 : -1])))
     return Template(period, tuple(rows), 0)
 
@@ -118,8 +139,8 @@ def patterns(
 ) -> Iterator[Template]:
     """Yield the template of the shortest period that keeps the cap, and before it a shorter one that overflows little.
 
-    Tries periods from the lower bound up to `longest`, and for each the phases of the micro-batches against one
-    another.
+    Tries periods from the lower bound up to `longest`, and for each the phases of the micro-batches
+    against one another.
     """
     steps = 2 * group * problem.num_stages
     period = least_period(problem, acts, group)
@@ -165,11 +186,12 @@ def anneal(
 ) -> Template | None:
     """Return a template of a shorter period than that of `template`, None if none is found within the budget.
 
-    Modulo scheduling by simulated annealing: what is varied are the stalls before operations and the phases of
-    micro-batches, what is paid is the size above the cap and a little the latency, which is brought down
-    further once the cap is kept.
+    Modulo scheduling by simulated annealing: what is varied are the stalls before operations and
+    the phases of micro-batches, what is paid is the size above the cap and a little the latency,
+    which is brought down further once the cap is kept.
     """
-    group, steps = template.num_micro_batches, 2 * template.num_micro_batches * problem.num_stages
+    group = template.num_micro_batches
+    steps = 2 * template.num_micro_batches * problem.num_stages
     floor = least_period(problem, acts, group)
     period = max(floor, template.period - max(1, template.period // 40))
     found: Template | None = None
@@ -184,7 +206,13 @@ def anneal(
 
 
 def _at_period(
-    problem: Problem, acts: Sequence[int], group: int, period: int, budget: Budget, random: Random, steps: int
+    problem: Problem,
+    acts: Sequence[int],
+    group: int,
+    period: int,
+    budget: Budget,
+    random: Random,
+    steps: int,
 ) -> Template | None:
     num_operations = 3 * problem.num_stages
     stalls = [[0] * num_operations for _ in range(group)]
@@ -198,22 +226,29 @@ def _at_period(
         if not left or not budget.spend(steps):
             break
         left -= 1
-        g, operation = random.randrange(group), random.randrange(num_operations)
-        was, phase = stalls[g][operation], phases[g]
+        g = random.randrange(group)
+        operation = random.randrange(num_operations)
+        was = stalls[g][operation]
+        phase = phases[g]
         if turn and group > 1 and random.random() < 0.2:
             phases[g] = random.randrange(period) if g else 0
         elif turn:
             stalls[g][operation] = 0 if was and random.random() < 0.6 else random.choice(delays)
         made = pattern(problem, acts, period, phases, stalls)
         cost = float("inf")
-        if made is not None:  # sizes above the cap, in the largest stages' activations, and a little for the latency
+        if (
+            made is not None
+        ):  # sizes above the cap, in the largest stages' activations, and a little for the latency
             latency = sum(row[2 * problem.num_stages - 1] - row[0] for row in made.starts) / period
             cost = made.overflow / max(problem.size) + LATENCY_WEIGHT * latency
         if made is not None and not made.overflow and cost < best:
             left = LATENCY_ROUNDS if found is None else left
-            found, best = made, cost
+            found = made
+            best = cost
         heat = (1.0 - turn / (ROUNDS + LATENCY_ROUNDS)) if found is None else COLD
-        if cost <= current or (cost < float("inf") and random.random() < exp((current - cost) / heat)):
+        if cost <= current or (
+            cost < float("inf") and random.random() < exp((current - cost) / heat)
+        ):
             current = cost
         else:
             stalls[g][operation], phases[g] = was, phase

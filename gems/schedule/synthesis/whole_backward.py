@@ -1,4 +1,7 @@
-"""Whole backwards where they are faster: an input gradient that is computed apart from the weights' takes longer."""
+"""Whole backwards where they are faster.
+
+An input gradient that is computed apart from the weights' takes longer.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,13 @@ class Joining(IntEnum):
     ALL = 2
 
 
-def with_whole_backwards(schedule: Schedule, costs: StageCosts, network: Network, cap: float | None) -> Schedule:
+def with_whole_backwards(
+    schedule: Schedule, costs: StageCosts, network: Network, cap: float | None
+) -> Schedule:
     """Return the schedule with I and W joined to B on the stages where its step is shorter so.
 
-    All stages are joined alike first, and then one after the other otherwise. What is held is never more: a weight
-    gradient only moves up.
+    All stages are joined alike first, and then one after the other otherwise. What is held is never
+    more: a weight gradient only moves up.
     """
     if not any(costs.split) or not schedule.has_split_backward:
         return schedule
@@ -66,8 +71,11 @@ def _joined(schedule: Schedule, joinings: Sequence[Joining]) -> Schedule:
 def _joined_row(row: Sequence[Action], joinings: Sequence[Joining]) -> Iterator[Action]:
     joined: set[Action] = set()
     for action, following in zip(row, (*row[1:], None), strict=True):
-        how, weight_gradient = joinings[action.stage], action._replace(kind=Kind.W)
-        is_joined = how is Joining.ALL or (how is Joining.NEIGHBOURS and following == weight_gradient)
+        how = joinings[action.stage]
+        weight_gradient = action._replace(kind=Kind.W)
+        is_joined = how is Joining.ALL or (
+            how is Joining.NEIGHBOURS and following == weight_gradient
+        )
         if action.kind is Kind.I and is_joined:
             joined.add(weight_gradient)
             yield action._replace(kind=Kind.B)

@@ -37,7 +37,10 @@ def test_an_image_costs_its_share_of_a_ranks_time_in_strong_and_weak_scaling() -
 
 
 def test_larger_images_count_by_their_work() -> None:
-    grown = [point(count, (1.0,) * 8, images_per_step=4, problem=("resnet", 3, 1024 * count)) for count in (1, 2, 4)]
+    grown = [
+        point(count, (1.0,) * 8, images_per_step=4, problem=("resnet", 3, 1024 * count))
+        for count in (1, 2, 4)
+    ]
     (found,) = make_series(grown)
     assert found.rank_s_per_image == pytest.approx([0.25] * 3)
     other_model = point(8, problem=("vgg", 3, 1024))
@@ -52,7 +55,9 @@ def test_what_ran_is_not_mixed_with_what_was_predicted() -> None:
     (found,) = make_series([*weak(1, 2, 4), *simulated])
     assert (found.source, found.ranks.tolist()) == ("measured", [1.0, 2.0, 4.0])
     fits = fit_laws([*weak(1, 2, 4), *simulated])
-    assert {fit.law for fit in fits} == {"amdahl", "gustafson"} and {fit.limit_ranks for fit in fits} == {16}
+    assert {fit.law for fit in fits} == {"amdahl", "gustafson"} and {
+        fit.limit_ranks for fit in fits
+    } == {16}
 
 
 def test_comparisons_and_studies_that_mix_have_no_fits() -> None:
@@ -72,9 +77,13 @@ def test_the_best_fit_misses_left_out_points_least_and_is_the_simpler_of_equals(
     best = best_fits(fits)
     assert best["1f1b"].law == "amdahl" and best["1f1b"] is fits[0]
     assert fits[3].error > fits[0].error
-    exact = best_fits(fit_laws([point(count, (1.0 + 0.02 * count,) * 8) for count in RANKS]))["1f1b"]
+    exact = best_fits(fit_laws([point(count, (1.0 + 0.02 * count,) * 8) for count in RANKS]))[
+        "1f1b"
+    ]
     assert exact.law == "amdahl"
-    bent = best_fits(fit_laws([point(count, (1.0 + 0.001 * count**2,) * 8) for count in RANKS]))["1f1b"]
+    bent = best_fits(fit_laws([point(count, (1.0 + 0.001 * count**2,) * 8) for count in RANKS]))[
+        "1f1b"
+    ]
     assert bent.law in ("usl", "pmnf")
 
 
@@ -82,7 +91,9 @@ def test_one_law_alone_none_and_a_wrong_one() -> None:
     points = weak(1, 2, 4, 8)
     assert {fit.law for fit in fit_laws(points, "usl")} == {"usl"}
     assert fit_laws(points, "none") == []
-    assert why_not_fitted(points) == ["pmnf needs points on 5 numbers of ranks of one source; the most on a line are 4"]
+    assert why_not_fitted(points) == [
+        "pmnf needs points on 5 numbers of ranks of one source; the most on a line are 4"
+    ]
     with pytest.raises(ConfigError, match="fit=pmnf: pmnf needs points on 5"):
         fit_laws(points, "pmnf")
     with pytest.raises(ConfigError, match=r"fit=linear: allowed: .*amdahl"):
@@ -93,7 +104,16 @@ def test_fits_are_plain_data_and_lines() -> None:
     fits = fit_laws(weak(1, 2, 4, 8))
     rows = json.loads(json.dumps(fit_rows(fits), allow_nan=False))
     assert [row["is_best"] for row in rows] == [True, False, False]
-    assert set(rows[0]) >= {"name", "parameters", "intervals", "residuals", "error", "limit_ranks", "r2", "formula"}
+    assert set(rows[0]) >= {
+        "name",
+        "parameters",
+        "intervals",
+        "residuals",
+        "error",
+        "limit_ranks",
+        "r2",
+        "formula",
+    }
     low, high = rows[0]["intervals"]["serial_fraction"]
     assert low <= 0.01 <= high and rows[0]["limit_ranks"] == 32
     assert [residual["ranks"] for residual in rows[0]["residuals"]] == [1, 2, 4, 8]
@@ -112,4 +132,8 @@ def test_a_curve_ends_at_four_times_the_data_and_says_where_it_extrapolates() ->
     rows = curve_rows([fit])
     assert all((row["ranks"] > 4.0) == bool(row["is_extrapolated"]) for row in rows)
     assert rows[-1]["images_per_s"] == pytest.approx(16 / fit.cost_s(16).value)
-    assert rows[-1]["rank_s_per_image_low"] < rows[-1]["rank_s_per_image"] < rows[-1]["rank_s_per_image_high"]
+    assert (
+        rows[-1]["rank_s_per_image_low"]
+        < rows[-1]["rank_s_per_image"]
+        < rows[-1]["rank_s_per_image_high"]
+    )

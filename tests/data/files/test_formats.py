@@ -34,16 +34,27 @@ def refused(path: Path, data: DataConfig = DATA) -> str:
 def test_compressions_of_tiff_are_read(tmp_path: Path, compression: str) -> None:
     pytest.importorskip("imagecodecs")
     kwargs: Any = {"compressionargs": {"lossless": True}} if compression == "webp" else {}
-    tifffile.imwrite(tmp_path / "a.tif", PIXELS, photometric="rgb", tile=(16, 16), compression=compression, **kwargs)
+    tifffile.imwrite(
+        tmp_path / "a.tif",
+        PIXELS,
+        photometric="rgb",
+        tile=(16, 16),
+        compression=compression,
+        **kwargs,
+    )
     read_through(tmp_path / "a.tif", DATA)
     np.testing.assert_array_equal(read_image(tmp_path / "a.tif", DATA), PIXELS.transpose(2, 0, 1))
 
 
-def test_a_compression_that_no_library_reads_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compression_that_no_library_reads_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("imagecodecs")
     tifffile.imwrite(tmp_path / "a.tif", PIXELS, photometric="rgb", compression="jpeg2000")
     monkeypatch.setitem(tifffile.TIFF.__dict__, "DECOMPRESSORS", {})
-    with pytest.raises(ConfigError, match=r"compressed by JPEG2000, which no .*; pip install imagecodecs"):
+    with pytest.raises(
+        ConfigError, match=r"compressed by JPEG2000, which no .*; pip install imagecodecs"
+    ):
         read_through(tmp_path / "a.tif", DATA)
 
 
@@ -61,13 +72,18 @@ def test_other_formats_are_named(tmp_path: Path) -> None:
     nifti = bytearray(400)
     nifti[344:348] = b"n+1\0"
     files = {
-        "a.nii": (bytes(nifti), "NIfTI"), "b.nii.gz": (gzip.compress(bytes(nifti)), "NIfTI (.nii.gz)"),
-        "c.dcm": (bytes(128) + b"DICM" + bytes(100), "DICOM"), "d.png": (b"\x93NUMPY\1\0" + bytes(100), "NumPy (.npy)"),
-        "e.tif": (b"\x89HDF\r\n\x1a\n" + bytes(100), "HDF5"), "f.jpg": (b"<!DOCTYPE html><p>", "a web page (HTML)"),
+        "a.nii": (bytes(nifti), "NIfTI"),
+        "b.nii.gz": (gzip.compress(bytes(nifti)), "NIfTI (.nii.gz)"),
+        "c.dcm": (bytes(128) + b"DICM" + bytes(100), "DICOM"),
+        "d.png": (b"\x93NUMPY\1\0" + bytes(100), "NumPy (.npy)"),
+        "e.tif": (b"\x89HDF\r\n\x1a\n" + bytes(100), "HDF5"),
+        "f.jpg": (b"<!DOCTYPE html><p>", "a web page (HTML)"),
         "g.png": (b"version https://git-lfs.github.com/spec/v1\n", "a pointer of Git LFS"),
-        "h.mha": (b"ObjectType = Image\n", "MetaImage"), "i.exr": (b"v/1\x01" + bytes(50), "OpenEXR"),
-        "j.npz": (b"PK\x03\x04" + bytes(50), "NumPy (.npz)"), "k.zip": (b"PK\x03\x04" + bytes(50), "a ZIP archive"),
-    }  # fmt: skip
+        "h.mha": (b"ObjectType = Image\n", "MetaImage"),
+        "i.exr": (b"v/1\x01" + bytes(50), "OpenEXR"),
+        "j.npz": (b"PK\x03\x04" + bytes(50), "NumPy (.npz)"),
+        "k.zip": (b"PK\x03\x04" + bytes(50), "a ZIP archive"),
+    }
     for name, (head, expected) in files.items():
         (tmp_path / name).write_bytes(head)
         said = refused(tmp_path / name)

@@ -29,7 +29,9 @@ def test_colours_of_16_bits(tmp_path: Path, planar: Any) -> None:
 def test_a_page_is_chosen(tmp_path: Path) -> None:
     tifffile.imwrite(tmp_path / "a.tif", VALUES, photometric="minisblack")
     for page in range(3):
-        np.testing.assert_array_equal(read_tiff(tmp_path / "a.tif", page, 1), VALUES[page : page + 1])
+        np.testing.assert_array_equal(
+            read_tiff(tmp_path / "a.tif", page, 1), VALUES[page : page + 1]
+        )
 
 
 @pytest.mark.parametrize(
@@ -37,9 +39,21 @@ def test_a_page_is_chosen(tmp_path: Path) -> None:
     [
         ({"photometric": "minisblack"}, None, 1, "data.page", "has 3 pages"),
         ({"photometric": "minisblack"}, 3, 1, "data.page", "count from 0"),
-        ({"photometric": "rgb", "planarconfig": "separate"}, None, 1, "data.channels", "set data.channels=3"),
+        (
+            {"photometric": "rgb", "planarconfig": "separate"},
+            None,
+            1,
+            "data.channels",
+            "set data.channels=3",
+        ),
         ({"photometric": "miniswhite"}, 0, 1, "data.path", "counts from white"),
-        ({"photometric": "minisblack", "extratags": [(274, 3, 1, 6, True)]}, 0, 1, "data.path", "orientation 6"),
+        (
+            {"photometric": "minisblack", "extratags": [(274, 3, 1, 6, True)]},
+            0,
+            1,
+            "data.path",
+            "orientation 6",
+        ),
     ],
 )
 def test_what_would_be_misread(

@@ -23,9 +23,16 @@ pytestmark = pytest.mark.cases
 
 
 def data_of(name: str, path: Path, **changes: Any) -> DataConfig:
-    return DataConfig(**{
-        "name": name, "path": str(path), "height_px": SIDE, "width_px": SIDE, "augment": False, **changes
-    })  # fmt: skip
+    return DataConfig(
+        **{
+            "name": name,
+            "path": str(path),
+            "height_px": SIDE,
+            "width_px": SIDE,
+            "augment": False,
+            **changes,
+        }
+    )
 
 
 def opened(name: str, path: Path, **changes: Any) -> ImageDataset:
@@ -58,10 +65,14 @@ def with_gap(root: Path, nodata: str | None) -> Path:
     for kind in "ab":
         (root / kind).mkdir(parents=True)
         for number in range(3):
-            values = np.random.default_rng(number).integers(1000, 60000, (SIDE, SIDE, 3), dtype=np.uint16)
+            values = np.random.default_rng(number).integers(
+                1000, 60000, (SIDE, SIDE, 3), dtype=np.uint16
+            )
             values[:2] = 65535
             tags = [(42113, "s", 0, nodata, True)] if nodata else []
-            tifffile.imwrite(root / kind / f"{number}.tif", values, photometric="rgb", extratags=tags)
+            tifffile.imwrite(
+                root / kind / f"{number}.tif", values, photometric="rgb", extratags=tags
+            )
     return root
 
 
@@ -70,11 +81,20 @@ class TestRange:
         path = write(tmp_path / "ct.h5", floats() * 4000 - 1000)
         for normalization in ("fixed", "imagenet", "none"):
             said = refused("hdf5", path, normalization=normalization)
-            assert said.startswith(f"data.normalization={normalization}: takes floats from 0 to 1, and {path}:images[")
-            assert "has values from -9" in said and "set data.normalization=computed, or data.mean" in said
+            assert said.startswith(
+                f"data.normalization={normalization}: takes floats from 0 to 1, and {path}:images["
+            )
+            assert (
+                "has values from -9" in said
+                and "set data.normalization=computed, or data.mean" in said
+            )
         found = opened("hdf5", path, normalization="computed").image("train", 0)
         assert abs(float(np.mean(found))) < 1 and float(np.abs(found).max()) < 4
-        assert opened("hdf5", path, mean=[1000.0], std=[1000.0]).image("train", 0).shape == (3, SIDE, SIDE)
+        assert opened("hdf5", path, mean=[1000.0], std=[1000.0]).image("train", 0).shape == (
+            3,
+            SIDE,
+            SIDE,
+        )
 
     def test_one_image_of_many_is_found(self, tmp_path: Path) -> None:
         images = floats(9)
@@ -93,7 +113,9 @@ class TestRange:
 class TestNotFinite:
     @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
     @pytest.mark.parametrize("normalization", ["fixed", "computed"])
-    def test_is_refused_by_file_and_place(self, tmp_path: Path, value: float, normalization: str) -> None:
+    def test_is_refused_by_file_and_place(
+        self, tmp_path: Path, value: float, normalization: str
+    ) -> None:
         images = floats()
         images[4, 5, 6, 2] = value
         said = refused("hdf5", write(tmp_path / "a.h5", images), normalization=normalization)
@@ -109,8 +131,9 @@ class TestNotFinite:
         bad = floats(1)[0]
         bad[1, 2] = np.nan
         tifffile.imwrite(tmp_path / "b" / "1.tif", bad, photometric="rgb")
-        assert "b/1.tif: has 3 values that are not finite, the first (nan) in row 1, column 2" in refused(
-            "folder", tmp_path
+        assert (
+            "b/1.tif: has 3 values that are not finite, the first (nan) in row 1, column 2"
+            in refused("folder", tmp_path)
         )
 
 
@@ -121,7 +144,9 @@ class TestNoData:
         changes: dict[str, Any] = {"bits": 16} | ({} if said == "by the tag" else {"nodata": 65535})
         for normalization in ("fixed", "computed"):
             dataset = opened("folder", root, normalization=normalization, **changes)
-            images = np.stack([np.asarray(dataset.image("train", index)) for index in range(dataset.num_train)])
+            images = np.stack(
+                [np.asarray(dataset.image("train", index)) for index in range(dataset.num_train)]
+            )
             assert (images[:, :, :2] == 0).all() and (images[:, :, 2:] != 0).mean() > 0.99
             if normalization == "computed":
                 np.testing.assert_allclose(images[:, :, 2:].mean((0, 2, 3)), 0, atol=1e-5)
@@ -129,7 +154,9 @@ class TestNoData:
             np.testing.assert_array_equal(dataset.rows("train", 0, 0, 1, 5), images[0][:, 1:5])
 
     def test_is_not_mixed_with_data(self, tmp_path: Path) -> None:
-        dataset = opened("folder", with_gap(tmp_path / "x", "65535"), bits=16, height_px=6, width_px=6)
+        dataset = opened(
+            "folder", with_gap(tmp_path / "x", "65535"), bits=16, height_px=6, width_px=6
+        )
         for index in range(dataset.num_train):
             image = np.asarray(dataset.image("train", index))
             assert (image[:, :2] == 0).all() and image.max() < 2  # 65535 would be 1.99
@@ -151,7 +178,9 @@ class TestNoData:
             path.rename(tmp_path / "images" / path.name)
             mask = np.ones((SIDE, SIDE), np.uint8)
             mask[5] = 200
-            tifffile.imwrite(tmp_path / "masks" / path.name, mask, extratags=[(42113, "s", 0, "200", True)])
+            tifffile.imwrite(
+                tmp_path / "masks" / path.name, mask, extratags=[(42113, "s", 0, "200", True)]
+            )
         dataset = opened("masks", tmp_path, bits=16)
         label = np.asarray(dataset.label("train", 0))
         expected = np.ones((SIDE, SIDE))
@@ -172,7 +201,9 @@ class TestNoData:
         assert is_nodata(np.array([0, 255], np.uint8), -9999.0).tolist() == [False, False]
         assert is_nodata(np.array([math.nan, 1]), math.nan).tolist() == [True, False]
         values = np.full((1, 4, 4), 7, np.uint8)
-        assert fitted(values, DataConfig(channels=1, height_px=2, width_px=2), "x", 7.0).tolist() == [[[7, 7]] * 2]
+        assert fitted(
+            values, DataConfig(channels=1, height_px=2, width_px=2), "x", 7.0
+        ).tolist() == [[[7, 7]] * 2]
 
     def test_of_a_word_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="must be a number, or nan"):

@@ -28,7 +28,10 @@ def test_a_convolution_lags_by_its_reach() -> None:
 
 
 def test_a_sum_waits_for_the_slower_branch() -> None:
-    """The input of two convolutions is added to their output: two rows wait for it, and are not copied."""
+    """The input of two convolutions is added to their output.
+
+    Two rows wait for it, and are not copied.
+    """
     plan = plan_rows([image(4, 8, 12), conv(0, 12), conv(1, 12), RowValue(12, reads=(0, 2))], 3)
     assert plan.ends[2:] == ((2, 6, 12), (2, 6, 12))
     assert plan.strips[1][3].taken == ((Piece(FRESH, 2, 6),), (Piece(FRESH, 2, 6),))
@@ -36,8 +39,16 @@ def test_a_sum_waits_for_the_slower_branch() -> None:
 
 
 def test_rows_of_a_long_skip_are_kept_as_they_came() -> None:
-    """A branch that gives nothing before the last strip: the other's rows wait in pieces, none is copied."""
-    values = [image(2, 4, 6), conv(0, 6, Window(11, 1, 5)), RowValue(6, reads=(0,)), RowValue(6, reads=(1, 2))]
+    """A branch that gives nothing before the last strip.
+
+    The other's rows wait in pieces, none is copied.
+    """
+    values = [
+        image(2, 4, 6),
+        conv(0, 6, Window(11, 1, 5)),
+        RowValue(6, reads=(0,)),
+        RowValue(6, reads=(1, 2)),
+    ]
     plan = plan_rows(values, 3)
     assert plan.ends[3] == (0, 0, 6)
     assert plan.strips[1][2].kept == (Piece(0, 0, 2), Piece(FRESH, 2, 4))

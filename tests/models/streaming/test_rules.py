@@ -12,7 +12,10 @@ small = st.integers(1, 5)
 
 
 def check(rule: Rule, rows_read: list[set[int]], height: int) -> None:
-    """Compare with the input rows that each output row reads; those outside of the map do not count for `ready`."""
+    """Compare with the input rows that each output row reads.
+
+    Those outside of the map do not count for `ready`.
+    """
     for first in range(len(rows_read)):
         for last in range(first + 1, len(rows_read) + 1):
             read = set().union(*rows_read[first:last])
@@ -27,7 +30,9 @@ def check(rule: Rule, rows_read: list[set[int]], height: int) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(small, small, st.integers(0, 4), small, st.integers(1, 12))
-def test_a_window_reads_its_taps(kernel: int, stride: int, top: int, dilation: int, height: int) -> None:
+def test_a_window_reads_its_taps(
+    kernel: int, stride: int, top: int, dilation: int, height: int
+) -> None:
     rule = Window(kernel, stride, top, dilation)
     count = max(0, (height + 2 * top - dilation * (kernel - 1) - 1) // stride + 1)
     taps = [{row * stride - top + tap * dilation for tap in range(kernel)} for row in range(count)]
@@ -57,7 +62,9 @@ def test_a_transposed_window_reads_what_adds_to_it(
 @given(st.integers(1, 20), st.integers(1, 20))
 def test_bins_share_all_rows(height: int, count: int) -> None:
     rule = Bins(height, count)
-    bins = [set(range(row * height // count, -(-(row + 1) * height // count))) for row in range(count)]
+    bins = [
+        set(range(row * height // count, -(-(row + 1) * height // count))) for row in range(count)
+    ]
     check(rule, bins, height)
     assert [rule.begun(rows) for rows in range(height + 1)] == [
         sum(min(each) < rows for each in bins) for rows in range(height + 1)
@@ -72,7 +79,12 @@ def test_a_lookup_is_a_table() -> None:
 
 @pytest.mark.parametrize(
     ("height", "strips", "multiple", "ends"),
-    [(10, 3, 1, (3, 6, 10)), (64, 4, 32, (16, 32, 48, 64)), (1000, 4, 32, (224, 480, 736, 1000)), (3, 3, 8, (1, 2, 3))],
+    [
+        (10, 3, 1, (3, 6, 10)),
+        (64, 4, 32, (16, 32, 48, 64)),
+        (1000, 4, 32, (224, 480, 736, 1000)),
+        (3, 3, 8, (1, 2, 3)),
+    ],
 )
 def test_strips_end_at_multiples_where_each_gets_rows(
     height: int, strips: int, multiple: int, ends: tuple[int, ...]

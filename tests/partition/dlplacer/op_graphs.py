@@ -24,9 +24,11 @@ def random_graph(seed: int, num_ops: int, share: float = 0.4) -> OpGraph:
 def branches(*lengths: int, blocks: int = 1, seed: int = 0) -> OpGraph:
     """Return blocks of branches of so many operators, with an operator before and behind each block."""
     rng = random.Random(seed)
-    ops, edges = [Op("stem", 1.0, 2.0, 2, 1)], []
+    ops = [Op("stem", 1.0, 2.0, 2, 1)]
+    edges = []
     for block in range(blocks):
-        entry, ends = len(ops) - 1, []
+        entry = len(ops) - 1
+        ends = []
         for length in lengths:
             before = entry
             for _ in range(length):
@@ -40,7 +42,10 @@ def branches(*lengths: int, blocks: int = 1, seed: int = 0) -> OpGraph:
 
 
 def best_span_s(graph: OpGraph, devices: Devices) -> float:
-    """Return the shortest step over all devices of all operators, and all orders; messages pass each other."""
+    """Return the shortest step over all devices of all operators, and all orders.
+
+    Messages pass each other.
+    """
     best = float("inf")
     forwards = list(orders(graph.num_ops, graph.predecessors))
     backwards = list(orders(graph.num_ops, graph.successors))
@@ -70,7 +75,11 @@ def orders(num_ops: int, before: tuple[tuple[int, ...], ...]) -> Iterator[tuple[
 
 
 def phase_s(
-    graph: OpGraph, devices: Devices, places: tuple[int, ...], order: tuple[int, ...], is_forward: bool
+    graph: OpGraph,
+    devices: Devices,
+    places: tuple[int, ...],
+    order: tuple[int, ...],
+    is_forward: bool,
 ) -> float:
     """Return the length of one phase, written apart from the code under test."""
     end = [0.0] * graph.num_ops

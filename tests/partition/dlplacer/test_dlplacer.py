@@ -10,7 +10,12 @@ from gems.partition.dlplacer import cp_sat, milp
 from gems.partition.dlplacer.devices import Devices, TimedPlacement
 from gems.partition.dlplacer.heft import heft, timed_by_rank
 from gems.partition.dlplacer.place import TOLERANCE, place
-from gems.partition.dlplacer.subgraphs import closed_form_s, cut_vertices, span_bound_s, split_at_cut_vertices
+from gems.partition.dlplacer.subgraphs import (
+    closed_form_s,
+    cut_vertices,
+    span_bound_s,
+    split_at_cut_vertices,
+)
 from gems.profile.operator_graph import Op, OpGraph
 from tests.partition.dlplacer.op_graphs import best_span_s, branches, played, random_graph
 
@@ -22,7 +27,9 @@ METHODS = [pytest.param("cp_sat", marks=needs_solver), "milp"]
 def check(graph: OpGraph, devices: Devices, timed: TimedPlacement) -> None:
     """Holds that a placement can be: data before use, one thing at a time, and the limit."""
     end = [start + op.forward_s for start, op in zip(timed.forward_start_s, graph.ops, strict=True)]
-    back = [start + op.backward_s for start, op in zip(timed.backward_start_s, graph.ops, strict=True)]
+    back = [
+        start + op.backward_s for start, op in zip(timed.backward_start_s, graph.ops, strict=True)
+    ]
     for u, v in graph.edges:
         crossing = timed.places[u] != timed.places[v]
         delay = devices.delay_s(graph.ops[u].output_bytes) if crossing else 0.0
@@ -31,7 +38,9 @@ def check(graph: OpGraph, devices: Devices, timed: TimedPlacement) -> None:
     for starts, ends in ((timed.forward_start_s, end), (timed.backward_start_s, back)):
         for device in range(devices.num):
             spans = sorted(
-                (start, stop) for start, stop, on in zip(starts, ends, timed.places, strict=True) if on == device
+                (start, stop)
+                for start, stop, on in zip(starts, ends, timed.places, strict=True)
+                if on == device
             )
             assert all(before[1] <= after[0] + 1e-9 for before, after in itertools.pairwise(spans))
     assert min(timed.backward_start_s) >= max(end) - 1e-9
@@ -72,7 +81,9 @@ def test_pieces_keep_the_optimum(method: str) -> None:
 
 
 def test_a_chain_falls_into_single_operators_and_gains_nothing() -> None:
-    graph = OpGraph(tuple(Op(str(v), 1.0, 2.0, 5) for v in range(30)), tuple((v, v + 1) for v in range(29)))
+    graph = OpGraph(
+        tuple(Op(str(v), 1.0, 2.0, 5) for v in range(30)), tuple((v, v + 1) for v in range(29))
+    )
     answer = place(graph, TWO)
     assert answer.num_pieces == 30
     assert answer.speed_up == 1.0
@@ -94,13 +105,18 @@ def test_cut_vertices_are_those_that_all_ways_pass(seed: int) -> None:
         if not graph.predecessors[v]:
             walk((v,))
     assert set(cut_vertices(graph)) == set.intersection(*map(set, ways))
-    covered = [v for subgraph in split_at_cut_vertices(graph) for v in subgraph.numbers[subgraph.has_entry :]]
+    covered = [
+        v
+        for subgraph in split_at_cut_vertices(graph)
+        for v in subgraph.numbers[subgraph.has_entry :]
+    ]
     assert covered == list(graph.order)
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_bounds_are_below_all_placements_and_above_the_closed_form(seed: int) -> None:
-    graph, free = random_graph(seed, 5), Devices(2)
+    graph = random_graph(seed, 5)
+    free = Devices(2)
     bound_s = span_bound_s(graph, 2)
     assert closed_form_s(graph, 2) <= bound_s + 1e-9
     assert bound_s <= best_span_s(graph, free) + 1e-9
@@ -126,11 +142,16 @@ def test_messages_that_compete_for_a_link_take_turns() -> None:
     assert both[1].span_s >= both[0].span_s - 1e-9
     places = (0, 1, 0, 0, 1, 0, 0, 0)
     crowded = replace(free, has_contention=True, s_per_byte=3.0)
-    assert played(graph, crowded, places) > played(graph, replace(crowded, has_contention=False), places) - 1e-9
+    assert (
+        played(graph, crowded, places)
+        > played(graph, replace(crowded, has_contention=False), places) - 1e-9
+    )
 
 
 def test_contention_delays_the_second_message() -> None:
-    graph = OpGraph((Op("a", 1.0, 0, 1), Op("b", 1.0, 0, 1), Op("c", 1.0), Op("d", 1.0)), ((0, 2), (1, 3)))
+    graph = OpGraph(
+        (Op("a", 1.0, 0, 1), Op("b", 1.0, 0, 1), Op("c", 1.0), Op("d", 1.0)), ((0, 2), (1, 3))
+    )
     places = (0, 0, 1, 1)
     assert timed_by_rank(graph, Devices(2, 0.0, 5.0), places).forward_span_s == 8.0  # 1 + 1 + 5 + 1
     alone = timed_by_rank(graph, Devices(2, 0.0, 5.0, None, True), places)
@@ -144,11 +165,16 @@ def test_contention_is_solved_to_the_optimum_of_its_turns() -> None:
     devices = Devices(2, 0.05, 0.5, None, True)
     answer = place(graph, devices)
     assert answer.is_optimal
-    assert answer.timed.span_s <= min(timed_by_rank(graph, devices, places).span_s for places in _all(graph)) + 1e-9
+    assert (
+        answer.timed.span_s
+        <= min(timed_by_rank(graph, devices, places).span_s for places in _all(graph)) + 1e-9
+    )
 
 
 def _all(graph: OpGraph) -> list[tuple[int, ...]]:
-    return [tuple(number >> v & 1 for v in range(graph.num_ops)) for number in range(2**graph.num_ops)]
+    return [
+        tuple(number >> v & 1 for v in range(graph.num_ops)) for number in range(2**graph.num_ops)
+    ]
 
 
 @needs_solver
@@ -160,13 +186,17 @@ def test_many_blocks_on_four_devices_are_proven_optimal() -> None:
 
 
 @pytest.mark.parametrize("has_solver", [False, True])
-def test_without_solvers_the_list_schedule_tells_its_gap(monkeypatch: pytest.MonkeyPatch, has_solver: bool) -> None:
+def test_without_solvers_the_list_schedule_tells_its_gap(
+    monkeypatch: pytest.MonkeyPatch, has_solver: bool
+) -> None:
     monkeypatch.setattr(cp_sat, "IS_INSTALLED", False)
     monkeypatch.setattr(milp, "IS_INSTALLED", has_solver)
     graph = random_graph(5, 6)
     answer = place(graph, TWO)
     assert answer.method == ("milp" if has_solver else "heft")
-    assert answer.bound_s <= best_span_s(graph, TWO) * (1 + 1e-6) <= answer.timed.span_s * (1 + 2e-6)
+    assert (
+        answer.bound_s <= best_span_s(graph, TWO) * (1 + 1e-6) <= answer.timed.span_s * (1 + 2e-6)
+    )
     with pytest.raises(ConfigError, match="needs OR-tools"):
         place(graph, TWO, method="cp_sat")
 

@@ -11,7 +11,8 @@ from gems.partition.dlplacer.devices import Devices
 from gems.profile.operator_graph import Op, OpGraph
 from tests.partition.dlplacer.op_graphs import branches, random_graph
 
-A, B = Op("a", 1.0), Op("b", 2.0, 3.0)
+A = Op("a", 1.0)
+B = Op("b", 2.0, 3.0)
 
 
 def test_a_graph_knows_its_order_and_its_critical_path() -> None:
@@ -50,10 +51,14 @@ def test_bad_graphs_are_refused_in_one_line(
 
 @pytest.mark.parametrize(
     "document",
-    [{}, {"schema": "gems.operators/2"}, {"schema": "gems.operators/1"},
-     {"schema": "gems.operators/1", "ops": [{"name": "a"}], "edges": []},
-     {"schema": "gems.operators/1", "ops": [{"name": "a", "forward_s": 1}], "edges": [[0]]}],
-)  # fmt: skip
+    [
+        {},
+        {"schema": "gems.operators/2"},
+        {"schema": "gems.operators/1"},
+        {"schema": "gems.operators/1", "ops": [{"name": "a"}], "edges": []},
+        {"schema": "gems.operators/1", "ops": [{"name": "a", "forward_s": 1}], "edges": [[0]]},
+    ],
+)
 def test_json_that_is_no_graph_is_refused(document: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         OpGraph.from_json(document)

@@ -27,7 +27,8 @@ def test_outside_of_the_table_nothing_is_known_unless_told(batch: float) -> None
     with pytest.raises(ConfigError, match="known from 2048 to 16384 samples"):
         TABLE.epochs(batch)
     on = EpochTable(TABLE.global_batches, TABLE.numbers, beyond=True)
-    first, last = ((2048, 4, 7 / 4), (16384, 23, 23 / 12))
+    first = (2048, 4, 7 / 4)
+    last = (16384, 23, 23 / 12)
     base, epochs, ratio = first if batch < 2048 else last
     assert on.epochs(batch) == pytest.approx(epochs * ratio ** math.log2(batch / base))
     assert on.is_extrapolated(batch) and not on.is_extrapolated(5000)
@@ -43,15 +44,24 @@ def test_one_row_is_known_at_its_own_batch() -> None:
 
 @pytest.mark.parametrize(
     ("batches", "numbers"),
-    [((), ()), ((2.0, 1.0), (1.0, 1.0)), ((1.0, 1.0), (1.0, 1.0)), ((0.0,), (1.0,)), ((1.0,), (1.0, 2.0))],
+    [
+        ((), ()),
+        ((2.0, 1.0), (1.0, 1.0)),
+        ((1.0, 1.0), (1.0, 1.0)),
+        ((0.0,), (1.0,)),
+        ((1.0,), (1.0, 2.0)),
+    ],
 )
-def test_a_table_that_is_none_is_refused(batches: tuple[float, ...], numbers: tuple[float, ...]) -> None:
+def test_a_table_that_is_none_is_refused(
+    batches: tuple[float, ...], numbers: tuple[float, ...]
+) -> None:
     with pytest.raises(ValueError, match="must have"):
         EpochTable(batches, tuple(map(Quantity.exact, numbers)))
 
 
 @pytest.mark.parametrize(
-    "figures", [(1, 2, 3), (1, 0.5, 0.9), (0, 0, 0), (1, 1, math.inf), (1, math.nan, 2), (-1, -2, 0)]
+    "figures",
+    [(1, 2, 3), (1, 0.5, 0.9), (0, 0, 0), (1, 1, math.inf), (1, math.nan, 2), (-1, -2, 0)],
 )
 def test_a_quantity_lies_in_its_interval(figures: tuple[float, float, float]) -> None:
     with pytest.raises(ValueError, match="interval"):
@@ -60,7 +70,11 @@ def test_a_quantity_lies_in_its_interval(figures: tuple[float, float, float]) ->
 
 def test_draws_of_a_quantity_have_its_interval() -> None:
     each = Quantity(2.0, 1.0, 3.0)
-    assert each.at(0.0) == 2.0 and each.at(-Z95) == pytest.approx(1.0) and each.at(Z95) == pytest.approx(3.0)
+    assert (
+        each.at(0.0) == 2.0
+        and each.at(-Z95) == pytest.approx(1.0)
+        and each.at(Z95) == pytest.approx(3.0)
+    )
     rng = np.random.default_rng(0)
     found = band(2.0, [each.drawn(rng).value for _ in range(4000)])
     assert (found.low, found.high) == pytest.approx((1.0, 3.0), rel=0.06)
@@ -78,7 +92,9 @@ def test_draws_of_a_noise_scale_are_correlated() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    least=st.floats(0.1, 1000), critical=st.floats(1, 1e6), spots=st.sets(st.integers(-4, 4), min_size=2, max_size=6)
+    least=st.floats(0.1, 1000),
+    critical=st.floats(1, 1e6),
+    spots=st.sets(st.integers(-4, 4), min_size=2, max_size=6),
 )
 def test_the_fit_finds_what_was_planted(least: float, critical: float, spots: set[int]) -> None:
     law = NoiseScale(Quantity.exact(least), Quantity.exact(critical))
@@ -94,7 +110,9 @@ def test_intervals_of_noisy_runs_hold_the_planted_figures() -> None:
     law = NoiseScale(Quantity.exact(3.0), Quantity.exact(500.0))
     rng = np.random.default_rng(1)
     batches = [32, 64, 128, 256, 512, 1024, 2048, 4096]
-    least, critical, num = 0, 0, 200
+    least = 0
+    critical = 0
+    num = 200
     for _ in range(num):
         noise = np.exp(0.05 * rng.standard_normal(len(batches)))
         found = fit_noise_scale(
@@ -129,5 +147,10 @@ def test_runs_without_a_noise_scale_are_refused(runs: list[tuple[float, float]],
 
 def test_a_law_is_extrapolated_from_four_times_its_runs_on() -> None:
     law = fit_noise_scale([(64, 2.0), (128, 3.0)]).law
-    assert [law.is_extrapolated(batch) for batch in (15, 16, 512, 513)] == [True, False, False, True]
+    assert [law.is_extrapolated(batch) for batch in (15, 16, 512, 513)] == [
+        True,
+        False,
+        False,
+        True,
+    ]
     assert not EQUAL_EPOCHS.is_extrapolated(1e9) and EQUAL_EPOCHS.epochs(5.0) == 1.0

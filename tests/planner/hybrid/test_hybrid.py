@@ -1,4 +1,7 @@
-"""The planner of Pal et al.: the criterion, crossings and the best workers x degree against brute force."""
+"""The planner of Pal et al..
+
+The criterion, crossings and the best workers x degree against brute force.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,12 @@ from hypothesis import strategies as st
 
 from gems.errors import ConfigError
 from gems.planner.hybrid.device_allocation import NEARLY, Choice, device_counts, picks, plan_hybrid
-from gems.planner.hybrid.end_to_end_time import EfficiencyTable, HybridCase, break_even, ideal_efficiency
+from gems.planner.hybrid.end_to_end_time import (
+    EfficiencyTable,
+    HybridCase,
+    break_even,
+    ideal_efficiency,
+)
 from gems.planner.hybrid.epochs import EpochTable, NoiseScale, fit_noise_scale
 from gems.planner.hybrid.quantity import Quantity, drawn, is_exact
 
@@ -27,15 +35,27 @@ def cases(draw: st.DrawFn) -> tuple[HybridCase, dict[float, float], dict[int, fl
     epochs = {batch * count: draw(POSITIVE) for count in COUNTS}
     efficiencies = {count: draw(st.floats(0.05, 1.0)) for count in COUNTS}
     speedups = {
-        degree: EXACT(draw(st.floats(0.5, 8.0))) for degree in draw(st.sets(st.sampled_from([2, 4, 8]), min_size=1))
+        degree: EXACT(draw(st.floats(0.5, 8.0)))
+        for degree in draw(st.sets(st.sampled_from([2, 4, 8]), min_size=1))
     }
     table = EfficiencyTable({1: {count: EXACT(each) for count, each in efficiencies.items()}})
-    case = HybridCase(batch, EpochTable.of(epochs), speedups, table, EXACT(draw(POSITIVE)), draw(st.integers(1, 10**6)))
+    case = HybridCase(
+        batch,
+        EpochTable.of(epochs),
+        speedups,
+        table,
+        EXACT(draw(POSITIVE)),
+        draw(st.integers(1, 10**6)),
+    )
     return case, epochs, efficiencies
 
 
 def seconds(
-    case: HybridCase, epochs: dict[float, float], efficiencies: dict[int, float], workers: int, degree: int
+    case: HybridCase,
+    epochs: dict[float, float],
+    efficiencies: dict[int, float],
+    workers: int,
+    degree: int,
 ) -> float:
     """C = T x S x E, each by its own definition."""
     assert case.step_s is not None and case.num_samples is not None
@@ -65,7 +85,9 @@ def test_best_and_criterion_are_those_of_brute_force(
         for choice in row.choices:
             assert choice.time_s is not None and choice.gpu_hours is not None
             assert choice.time_s.value == pytest.approx(times[choice.degree])
-            assert choice.gpu_hours.value == pytest.approx(times[choice.degree] * row.devices / 3600)
+            assert choice.gpu_hours.value == pytest.approx(
+                times[choice.degree] * row.devices / 3600
+            )
             if choice.degree == 1:
                 assert choice.gain is None
                 continue
@@ -78,12 +100,18 @@ def test_best_and_criterion_are_those_of_brute_force(
 
 @settings(max_examples=100, deadline=None)
 @given(cases())
-def test_the_crossing_is_where_a_scan_finds_it(given_: tuple[HybridCase, dict[float, float], dict[int, float]]) -> None:
+def test_the_crossing_is_where_a_scan_finds_it(
+    given_: tuple[HybridCase, dict[float, float], dict[int, float]],
+) -> None:
     case, *_ = given_
     for degree in case.degrees[1:]:
         found = break_even(case, degree, COUNTS)
-        gains = {count: case.gain(count // degree, degree) for count in COUNTS if count % degree == 0}
-        later = [count for count in gains if all(gains[other] > 1.0 for other in gains if other >= count)]
+        gains = {
+            count: case.gain(count // degree, degree) for count in COUNTS if count % degree == 0
+        }
+        later = [
+            count for count in gains if all(gains[other] > 1.0 for other in gains if other >= count)
+        ]
         assert found.listed == (min(later) if later else None)
         if not later:
             assert found.devices is None and found.below == max(gains)
@@ -98,7 +126,9 @@ def test_the_crossing_is_where_a_scan_finds_it(given_: tuple[HybridCase, dict[fl
 
 @settings(max_examples=100, deadline=None)
 @given(st.floats(1.05, 1.95), st.floats(30.0, 3e4), st.sampled_from([1.0, 16.0, 64.0]))
-def test_the_crossing_under_a_noise_scale_is_the_closed_form(speedup: float, critical: float, batch: float) -> None:
+def test_the_crossing_under_a_noise_scale_is_the_closed_form(
+    speedup: float, critical: float, batch: float
+) -> None:
     law = NoiseScale(EXACT(3.0), EXACT(critical))
     case = HybridCase(batch, law, {2: EXACT(speedup)})
     place = (2.0 - speedup) / (speedup - 1.0) * critical / batch
@@ -113,19 +143,31 @@ def test_equal_epochs_and_no_losses_leave_data_parallelism_first() -> None:
     assert all(row.choices[0].degree == 1 for row in plan.rows)
     assert [(each.devices, each.below) for each in plan.break_evens] == [(None, 1024), (None, 1024)]
     assert plan.base == (1, 1)
-    assert [row.choices[0].speedup.value for row in plan.rows] == pytest.approx([row.devices for row in plan.rows])
-    assert all(choice.time_s is None for row in plan.rows for choice in row.choices), "no step time was given"
+    assert [row.choices[0].speedup.value for row in plan.rows] == pytest.approx(
+        [row.devices for row in plan.rows]
+    )
+    assert all(choice.time_s is None for row in plan.rows for choice in row.choices), (
+        "no step time was given"
+    )
 
 
 def test_ways_that_are_no_power_of_two_have_numbers_of_their_own() -> None:
     assert device_counts((2, 3), 12) == (1, 2, 3, 4, 6, 8, 12)
     case = HybridCase(1.0, NoiseScale(EXACT(1.0), EXACT(4.0)), {3: EXACT(2.9)})
-    rows = {row.devices: {choice.degree for choice in row.choices} for row in plan_hybrid(case, (1, 3, 4, 6)).rows}
+    rows = {
+        row.devices: {choice.degree for choice in row.choices}
+        for row in plan_hybrid(case, (1, 3, 4, 6)).rows
+    }
     assert rows == {1: {1}, 3: {1, 3}, 4: {1}, 6: {1, 3}}
 
 
 def test_what_does_not_fit_is_left_out_with_its_reason() -> None:
-    case = HybridCase(8.0, EpochTable.of({8: 4, 4096: 9}), {2: EXACT(1.5), 4: EXACT(2.0)}, misfits={1: "too large"})
+    case = HybridCase(
+        8.0,
+        EpochTable.of({8: 4, 4096: 9}),
+        {2: EXACT(1.5), 4: EXACT(2.0)},
+        misfits={1: "too large"},
+    )
     plan = plan_hybrid(case, (1, 2, 4, 1024))
     assert plan.base == (1, 2) and plan.break_evens == ()
     assert [set(row.left_out) for row in plan.rows] == [{1}, {1}, {1}, {1}]
@@ -154,7 +196,8 @@ def test_bands_hold_the_value_and_grow_with_the_inputs() -> None:
         return each
 
     assert is_exact(gain(1.0)) and gain(1.0).value == pytest.approx(1.5 / 2 * 7 / 4)
-    narrow, wide = gain(1.1), gain(1.4)
+    narrow = gain(1.1)
+    wide = gain(1.4)
     assert narrow.value == wide.value == gain(1.0).value
     assert wide.low < narrow.low < narrow.value < narrow.high < wide.high
     assert (wide.low, wide.high) == pytest.approx((wide.value / 1.4, wide.value * 1.4), rel=0.1)
@@ -179,12 +222,18 @@ def test_efficiency_between_known_numbers_and_ways() -> None:
     assert ideal_efficiency(1024, 8) == 1.0
     rng = np.random.default_rng(0)
     uncertain = EfficiencyTable({1: {1: Quantity(0.9, 0.8, 1.0)}})
-    assert not is_exact(uncertain) and is_exact(drawn(uncertain, rng)) and drawn(uncertain, rng)(1, 1) != 0.9
+    assert (
+        not is_exact(uncertain)
+        and is_exact(drawn(uncertain, rng))
+        and drawn(uncertain, rng)(1, 1) != 0.9
+    )
 
 
 @settings(max_examples=60, deadline=None)
 @given(cases())
-def test_picks_are_the_least_of_all(given_: tuple[HybridCase, dict[float, float], dict[int, float]]) -> None:
+def test_picks_are_the_least_of_all(
+    given_: tuple[HybridCase, dict[float, float], dict[int, float]],
+) -> None:
     case, *tables = given_
     found = picks(plan_hybrid(case, COUNTS))
     assert found
@@ -195,7 +244,11 @@ def test_picks_are_the_least_of_all(given_: tuple[HybridCase, dict[float, float]
         if count % degree == 0
     }
     hours = {pair: time_s * pair[0] * pair[1] for pair, time_s in times.items()}
-    near = [pair for pair, time_s in times.items() if time_s <= NEARLY * min(times.values()) * (1 + 1e-12)]
+    near = [
+        pair
+        for pair, time_s in times.items()
+        if time_s <= NEARLY * min(times.values()) * (1 + 1e-12)
+    ]
 
     def at(choice: Choice) -> tuple[int, int]:
         return choice.workers, choice.degree

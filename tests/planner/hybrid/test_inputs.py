@@ -44,17 +44,23 @@ def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path) -> None:
 
 
 def test_epochs_from_json_as_table_and_as_noise_scale(tmp_path: Path) -> None:
-    runs = [{"global_batch": batch, "epochs": 2.0 * (1 + batch / 100)} for batch in (50, 100, 200, 400)]
+    runs = [
+        {"global_batch": batch, "epochs": 2.0 * (1 + batch / 100)} for batch in (50, 100, 200, 400)
+    ]
     document = {"runs": runs, "samples_per_epoch": 5000, "beyond": True}
     found = read_epochs(written(tmp_path, json.dumps(document), "a.json"))
     assert isinstance(found.law, EpochTable) and found.law.beyond and found.num_samples == 5000
-    found = read_epochs(written(tmp_path, json.dumps({**document, "model": "noise_scale"}), "b.json"))
-    assert isinstance(found.law, NoiseScale) and found.fit is not None
-    assert found.law.critical_batch.value == pytest.approx(100) and found.law.least_epochs.value == pytest.approx(2)
-    shown = epochs_json(found)
-    assert shown["b_crit"] == pytest.approx(100) and [each["residual"] for each in shown["runs"]] == pytest.approx(
-        [0] * 4
+    found = read_epochs(
+        written(tmp_path, json.dumps({**document, "model": "noise_scale"}), "b.json")
     )
+    assert isinstance(found.law, NoiseScale) and found.fit is not None
+    assert found.law.critical_batch.value == pytest.approx(
+        100
+    ) and found.law.least_epochs.value == pytest.approx(2)
+    shown = epochs_json(found)
+    assert shown["b_crit"] == pytest.approx(100) and [
+        each["residual"] for each in shown["runs"]
+    ] == pytest.approx([0] * 4)
     given = {"e_min": 2, "b_crit": 100, "b_crit_low": 50, "b_crit_high": 150}
     law = read_epochs(written(tmp_path, json.dumps(given), "c.json")).law
     assert isinstance(law, NoiseScale) and law.critical_batch == Quantity(100.0, 50.0, 150.0)
@@ -80,10 +86,18 @@ def test_epochs_from_json_as_table_and_as_noise_scale(tmp_path: Path) -> None:
         ("a.json", '{"runs": [{"global_batch": 1, "epochs": true}]}', "column epochs holds True"),
         ("a.json", '{"runs": [{"global_batch": 1, "epochs": 1e999}]}', "number above 0"),
         ("a.json", '{"model": "magic", "runs": []}', "model magic"),
-        ("a.json", '{"model": "noise_scale", "runs": [{"global_batch": 1, "epochs": 1}]}', "two global batches"),
+        (
+            "a.json",
+            '{"model": "noise_scale", "runs": [{"global_batch": 1, "epochs": 1}]}',
+            "two global batches",
+        ),
         ("a.json", '{"e_min": 1}', "column b_crit holds nothing"),
         ("a.json", '{"samples_per_epoch": 1.5, "e_min": 1, "b_crit": 2}', "whole number"),
-        ("a.json", '{"samples_per_epoch": 0, "e_min": 1, "b_crit": 2}', "column samples_per_epoch holds 0"),
+        (
+            "a.json",
+            '{"samples_per_epoch": 0, "e_min": 1, "b_crit": 2}',
+            "column samples_per_epoch holds 0",
+        ),
     ],
 )
 def test_bad_epochs_are_one_line(tmp_path: Path, name: str, text: str, why: str) -> None:
@@ -101,15 +115,20 @@ def test_a_missing_file_and_one_of_bytes_are_one_line(tmp_path: Path) -> None:
 
 
 def test_efficiency_from_a_scaling_study(tmp_path: Path) -> None:
-    rows = ["1f1b,measured,1,2,16,1.0", "1f1b,measured,2,2,32,1.25", "1f1b,simulated,2,2,32,9.0",
-    "1f1b,simulated,4,2,64,2.0",
-            "1f1b,emulated,1,4,16,1.0", "1f1b,emulated,2,4,32,1.6"]  # fmt: skip
+    rows = [
+        "1f1b,measured,1,2,16,1.0",
+        "1f1b,measured,2,2,32,1.25",
+        "1f1b,simulated,2,2,32,9.0",
+        "1f1b,simulated,4,2,64,2.0",
+        "1f1b,emulated,1,4,16,1.0",
+        "1f1b,emulated,2,4,32,1.6",
+    ]
     table, source = read_efficiency(written(tmp_path, HEAD + "\n".join(rows) + "\n"))
     assert source == "simulated", "the least real of what counts"
-    assert {ways: {n: each.value for n, each in found.items()} for ways, found in table.by_degree.items()} == {
-        2: {1: 1.0, 2: 0.8, 4: 0.5},
-        4: {1: 1.0, 2: 0.625},
-    }
+    assert {
+        ways: {n: each.value for n, each in found.items()}
+        for ways, found in table.by_degree.items()
+    } == {2: {1: 1.0, 2: 0.8, 4: 0.5}, 4: {1: 1.0, 2: 0.625}}
 
 
 def test_efficiency_of_the_runs_own_schedule_and_from_json(tmp_path: Path) -> None:
@@ -120,7 +139,10 @@ def test_efficiency_of_the_runs_own_schedule_and_from_json(tmp_path: Path) -> No
         ("1f1b", 1, 4, 1.0),
         ("1f1b", 2, 8, 1.1),
     ]
-    rows = [dict(zip(names, (line, "simulated", n, 2, images, step), strict=True)) for line, n, images, step in lines]
+    rows = [
+        dict(zip(names, (line, "simulated", n, 2, images, step), strict=True))
+        for line, n, images, step in lines
+    ]
     path = written(tmp_path, json.dumps({"points": rows}), "scaling.json")
     assert read_efficiency(path, "gpipe")[0](2, 2) == 0.5
     assert read_efficiency(path, "1f1b")[0](2, 2) == pytest.approx(1 / 1.1)
@@ -132,7 +154,11 @@ def test_plain_efficiency(tmp_path: Path) -> None:
     table, source = read_efficiency(
         written(tmp_path, "workers,efficiency,low,high,ways\n1,1,,,\n8,.9,.85,.95,\n8,.8,,,4\n")
     )
-    assert source == "given" and table.by_degree[1][8] == Quantity(0.9, 0.85, 0.95) and table(8, 4) == 0.8
+    assert (
+        source == "given"
+        and table.by_degree[1][8] == Quantity(0.9, 0.85, 0.95)
+        and table(8, 4) == 0.8
+    )
 
 
 @pytest.mark.parametrize(
@@ -144,7 +170,10 @@ def test_plain_efficiency(tmp_path: Path) -> None:
         (HEAD + "1f1b,measured,1,2,16,1.0\n1f1b,measured,2,2,16,1.0\n", "weak scaling"),
         (HEAD + "1f1b,guessed,1,2,16,1.0\n1f1b,measured,2,2,32,1.0\n", "source guessed"),
         (HEAD + "1f1b,measured,1,2,16,none\n1f1b,measured,2,2,32,1.0\n", "step_median_s"),
-        (HEAD + '"capped, cap 1",measured,1,2,16,1\n"capped, cap 2",measured,2,2,32,1\n', "must hold capped once"),
+        (
+            HEAD + '"capped, cap 1",measured,1,2,16,1\n"capped, cap 2",measured,2,2,32,1\n',
+            "must hold capped once",
+        ),
         ("a,b\n1,2\n", "column partitions holds nothing"),
     ],
 )
@@ -155,12 +184,30 @@ def test_bad_efficiencies_are_one_line(tmp_path: Path, text: str, why: str) -> N
 
 
 def test_speedups() -> None:
-    assert read_speedups("2:1.32,4:1.5:1.9:2") == {2: Quantity.exact(1.32), 4: Quantity(1.9, 1.5, 2.0)}
+    assert read_speedups("2:1.32,4:1.5:1.9:2") == {
+        2: Quantity.exact(1.32),
+        4: Quantity(1.9, 1.5, 2.0),
+    }
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "2", "2:", "2:x", "1:1", "2:0", "2:-1", "2:1,2:1", "2:2:1", "2:2:1:3", "2:nan", "2:inf", "2.5:1", "9999999:1"],
+    [
+        "",
+        "2",
+        "2:",
+        "2:x",
+        "1:1",
+        "2:0",
+        "2:-1",
+        "2:1,2:1",
+        "2:2:1",
+        "2:2:1:3",
+        "2:nan",
+        "2:inf",
+        "2.5:1",
+        "9999999:1",
+    ],
 )
 def test_bad_speedups_are_one_line(text: str) -> None:
     with pytest.raises(ConfigError, match="--speedup"):
@@ -171,12 +218,17 @@ def test_a_series_of_published_epochs_has_a_noise_scale(tmp_path: Path) -> None:
     found = read_epochs(Path(f"{PUBLISHED_EPOCHS}:gnmt_v0.6_v0.7"))
     assert found.fit is not None and len(found.fit.runs) == 5
     assert found.law.epochs(8192) == pytest.approx(6.2, rel=0.02)
-    own = written(tmp_path, "# a note\nseries,global_batch,epochs\na,64,4\na,128,5\nb,64,1\nb,256,2\n", "my:own.csv")
+    own = written(
+        tmp_path,
+        "# a note\nseries,global_batch,epochs\na,64,4\na,128,5\nb,64,1\nb,256,2\n",
+        "my:own.csv",
+    )
     assert read_epochs(Path(f"{own}:b")).law.epochs(160) == pytest.approx(1.5)
 
 
 @pytest.mark.parametrize(
-    ("name", "says"), [("", "has the series a; choose one: --epochs .*:a"), (":c", "has the series a; choose one")]
+    ("name", "says"),
+    [("", "has the series a; choose one: --epochs .*:a"), (":c", "has the series a; choose one")],
 )
 def test_a_series_must_be_chosen(tmp_path: Path, name: str, says: str) -> None:
     path = written(tmp_path, "series,global_batch,epochs\na,64,4\na,128,5\n", "e.csv")

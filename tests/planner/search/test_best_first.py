@@ -23,12 +23,15 @@ class Case:
 
 CASES = st.lists(
     st.builds(
-        Case, st.integers(1, 30).map(float), st.floats(0.0, 1.0),
+        Case,
+        st.integers(1, 30).map(float),
+        st.floats(0.0, 1.0),
         st.sampled_from(["fits", "fits", "large", "pruned", "none"]),
-        st.integers(0, 3), st.integers(0, 3),
+        st.integers(0, 3),
+        st.integers(0, 3),
     ),
     max_size=40,
-)  # fmt: skip
+)
 
 
 def rules(evaluated: list[Case]) -> Rules[Case, Case]:
@@ -50,12 +53,18 @@ def rules(evaluated: list[Case]) -> Rules[Case, Case]:
 def test_it_is_exact_and_counts_everything(cases: list[Case], num_best: int) -> None:
     evaluated: list[Case] = []
     found = search(cases, rules(evaluated), num_best)
-    expected = sorted((case.score_s, case.most_bytes) for case in cases if case.fate == "fits")[:num_best]
+    expected = sorted((case.score_s, case.most_bytes) for case in cases if case.fate == "fits")[
+        :num_best
+    ]
     assert [(case.score_s, case.most_bytes) for case in found.best] == expected
     counted = (
-        found.num_simulated + found.num_too_large + found.num_pruned_bytes + found.num_pruned_time
-        + found.num_impossible + found.num_left
-    )  # fmt: skip
+        found.num_simulated
+        + found.num_too_large
+        + found.num_pruned_bytes
+        + found.num_pruned_time
+        + found.num_impossible
+        + found.num_left
+    )
     assert counted == found.num_candidates == len(cases)
     assert found.is_exact and found.num_left == 0
     assert len(evaluated) == found.num_simulated + found.num_too_large + found.num_impossible
@@ -72,7 +81,11 @@ def test_tight_bounds_leave_most_unscored() -> None:
 
 
 def test_of_those_that_are_as_fast_the_one_of_fewest_bytes_is_first() -> None:
-    sums = [Case(0.1 + 0.2, 1.0, "fits", 0, 4), Case(0.3, 1.0, "fits", 0, 7), Case(0.1 + 0.1 + 0.1, 1.0, "fits", 0, 2)]
+    sums = [
+        Case(0.1 + 0.2, 1.0, "fits", 0, 4),
+        Case(0.3, 1.0, "fits", 0, 7),
+        Case(0.1 + 0.1 + 0.1, 1.0, "fits", 0, 2),
+    ]
     slower = Case(0.3 * (1 + 1e-6), 1.0, "fits", 0, 1)
     found = search([slower, *sums], rules([]), 3)
     assert [case.most_bytes for case in found.best] == [2, 4, 7]

@@ -45,9 +45,20 @@ def test_overrides_compose_to_the_candidate() -> None:
     one = Candidate(2, 2, "gems_master", 2, 4, parts=2, memory="recompute", how="stage")
     spec = compose([*one.overrides((0, 5, 11)), "data=synthetic"])
     assert global_batch(spec) == one.global_batch == 16
-    assert (spec.parallel.partitions, spec.parallel.parts, spec.parallel.boundaries) == (2, 2, [0, 5, 11])
-    assert (spec.schedule.name, spec.memory.name, spec.memory.recompute) == ("gems_master", "recompute", "stage")
+    assert (spec.parallel.partitions, spec.parallel.parts, spec.parallel.boundaries) == (
+        2,
+        2,
+        [0, 5, 11],
+    )
+    assert (spec.schedule.name, spec.memory.name, spec.memory.recompute) == (
+        "gems_master",
+        "recompute",
+        "stage",
+    )
     capped = compose(
-        [*replace(one, schedule="1f1b", parts=1, cap=3.0, memory=KEEP, how="").overrides(), "data=synthetic"]
+        [
+            *replace(one, schedule="1f1b", parts=1, cap=3.0, memory=KEEP, how="").overrides(),
+            "data=synthetic",
+        ]
     )
     assert capped.schedule.activation_cap == 3.0

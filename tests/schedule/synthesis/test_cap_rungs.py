@@ -23,7 +23,9 @@ def found_at(cap: float, costs: DepthCosts, num: int, strips: int) -> Found:
 def check_rise(found: list[Found]) -> None:
     for low, high in pairwise(found):
         assert high.span <= low.span * (1 + 1e-9)
-        assert high.bound >= low.bound * (1 - 1e-9) and high.bound_any_strips >= low.bound_any_strips * (1 - 1e-9)
+        assert high.bound >= low.bound * (
+            1 - 1e-9
+        ) and high.bound_any_strips >= low.bound_any_strips * (1 - 1e-9)
         assert high.gap == pytest.approx(1 - high.efficiency / high.bound)
 
 
@@ -34,14 +36,19 @@ def test_a_cap_of_one_and_a_fifth_is_no_slower_than_one() -> None:
     found = [found_at(cap, costs, 8, 3) for cap in (1.0, 1.2)]
     check_rise(found)
     assert found[0].span == pytest.approx(31.767, abs=1e-3)
-    assert max(peaks(found[1].schedule, StripCosts(costs, 3).of(found[1].schedule.placement))) <= 1.2 + 1e-9
+    assert (
+        max(peaks(found[1].schedule, StripCosts(costs, 3).of(found[1].schedule.placement)))
+        <= 1.2 + 1e-9
+    )
 
 
 @pytest.mark.cases
 @pytest.mark.parametrize("seed", range(5))
 def test_no_rung_is_slower_than_a_lower_one(seed: int) -> None:
     random = Random(seed)
-    num_ranks, num, strips = random.randint(2, 5), random.randint(2, 6), random.randint(2, 4)
+    num_ranks = random.randint(2, 5)
+    num = random.randint(2, 6)
+    strips = random.randint(2, 4)
     forward, input_grad, weight_grad = (random.uniform(0.5, 1.5) for _ in range(3))
     costs = DepthCosts(num_ranks, forward, input_grad, weight_grad)
     check_rise([found_at(cap, costs, num, strips) for cap in RUNGS])

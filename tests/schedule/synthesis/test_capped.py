@@ -39,16 +39,24 @@ times = st.sampled_from((0.5, 0.8, 1.0, 1.2))
 def requests(draw: st.DrawFn) -> Request:
     num_ranks = draw(st.integers(1, 6))
     costs = DepthCosts(
-        num_ranks, draw(times), draw(times), draw(times),
-        copy=draw(st.sampled_from((0.5, 2.0))), times=draw(weights), activations=draw(weights),
-    )  # fmt: skip
+        num_ranks,
+        draw(times),
+        draw(times),
+        draw(times),
+        copy=draw(st.sampled_from((0.5, 2.0))),
+        times=draw(weights),
+        activations=draw(weights),
+    )
     return Request(
-        num_ranks, draw(st.integers(1, 9)), cap=draw(st.sampled_from((1.0, 1.3, 1.5, 2.0, 4.0))), costs=costs,
+        num_ranks,
+        draw(st.integers(1, 9)),
+        cap=draw(st.sampled_from((1.0, 1.3, 1.5, 2.0, 4.0))),
+        costs=costs,
         network=Network(latency=draw(st.sampled_from((0.0, 0.1, 0.25)))),
         allow=draw(st.sampled_from(((), ("recompute",), ("offload",), ("offload", "recompute")))),
         placements=draw(st.sampled_from(((), ("v",), ("bidirectional",), ("linear", "wave")))),
         budget_s=BUDGET_S / 5,
-    )  # fmt: skip
+    )
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -62,7 +70,11 @@ def test_every_schedule_validates_under_its_cap_and_its_bound(asked: Request) ->
     costs = asked.costs.stages(found.schedule.num_stages)
     validate(found.schedule, costs, asked.cap)
     played = simulate(found.schedule, costs, asked.network, asked.cap)
-    assert (played.span, played.efficiency, played.peak) == (found.span, found.efficiency, found.peak)
+    assert (played.span, played.efficiency, played.peak) == (
+        found.span,
+        found.efficiency,
+        found.peak,
+    )
     assert max(found.peak) <= asked.cap + 1e-9
     assert max(peaks(found.schedule, costs)) <= asked.cap + 1e-9  # in whatever time copies take
     assert found.efficiency <= found.bound + 1e-9
@@ -72,18 +84,25 @@ def test_every_schedule_validates_under_its_cap_and_its_bound(asked: Request) ->
     used = {action.kind for _, action in found.schedule.actions()}
     assert used - {Kind.F, Kind.I, Kind.W} <= {
         kind
-        for name, kinds in (("recompute", {Kind.R}), ("offload", {Kind.OFFLOAD, Kind.FREE, Kind.PREFETCH}))
+        for name, kinds in (
+            ("recompute", {Kind.R}),
+            ("offload", {Kind.OFFLOAD, Kind.FREE, Kind.PREFETCH}),
+        )
         if name in asked.allow
         for kind in kinds
     }
 
 
 @pytest.mark.parametrize("link", [0.0, 0.3])
-@pytest.mark.parametrize(("num_ranks", "num_micro_batches", "cap"), [(2, 3, 1), (3, 7, 2), (4, 8, 4), (5, 10, 10)])
+@pytest.mark.parametrize(
+    ("num_ranks", "num_micro_batches", "cap"), [(2, 3, 1), (3, 7, 2), (4, 8, 4), (5, 10, 10)]
+)
 def test_it_is_never_slower_than_a_named_schedule_that_keeps_the_cap(
     num_ranks: int, num_micro_batches: int, cap: float, link: float
 ) -> None:
-    asked = request(num_ranks, num_micro_batches, cap, network=Network(latency=link), placements=("linear",))
+    asked = request(
+        num_ranks, num_micro_batches, cap, network=Network(latency=link), placements=("linear",)
+    )
     named = [
         gpipe(Request(num_ranks, num_micro_batches)),
         one_f_one_b(Request(num_ranks, num_micro_batches)),
@@ -99,8 +118,13 @@ def test_it_is_never_slower_than_a_named_schedule_that_keeps_the_cap(
 
 
 def test_it_is_judged_by_the_list_that_ranks_run() -> None:
-    """On slow links and uneven stages: what it believed was 154.9 and ran 247.8, where interleaved_1f1b took 176.5."""
-    uneven = DepthCosts(6, 1.0, 1.5, 0.5, times=(1.0, 3.0, 1.0), activations=(3.0, 4.0, 1.0, 8.0, 9.0, 7.0))
+    """On slow links and uneven stages.
+
+    What it believed was 154.9 and ran 247.8, where interleaved_1f1b took 176.5.
+    """
+    uneven = DepthCosts(
+        6, 1.0, 1.5, 0.5, times=(1.0, 3.0, 1.0), activations=(3.0, 4.0, 1.0, 8.0, 9.0, 7.0)
+    )
     asked = request(6, 32, 6, costs=uneven, network=Network(latency=1.0))
     rivals = published_schedules(asked)
     found = capped(asked, rivals)
@@ -116,11 +140,14 @@ def test_it_is_judged_by_the_list_that_ranks_run() -> None:
 def test_a_named_schedule_wins_where_the_search_may_not_find_better() -> None:
     asked = request(4, 6, 1, placements=("linear",))
     winner = replace(capped(replace(asked, placements=("wave",))).schedule, name="published")
-    alone, helped = capped(asked), capped(asked, [one_f_one_b(Request(4, 6)), winner])
+    alone = capped(asked)
+    helped = capped(asked, [one_f_one_b(Request(4, 6)), winner])
     assert (helped.method, helped.placement) == ("published", "wave")
     assert helped.span < alone.span
     assert helped.schedule == replace(winner, name="capped")
-    assert capped(asked, [one_f_one_b(Request(4, 1)), one_f_one_b(Request(2, 6))]).span == alone.span  # of another size
+    assert (
+        capped(asked, [one_f_one_b(Request(4, 1)), one_f_one_b(Request(2, 6))]).span == alone.span
+    )  # of another size
 
 
 @pytest.mark.parametrize("allow", [(), ("offload",)])
@@ -141,7 +168,9 @@ def test_the_same_request_gives_the_same_schedule(allow: tuple[str, ...]) -> Non
 def test_known_optima_are_reached(
     num_ranks: int, num_micro_batches: int, cap: float, placement: str, efficiency: float
 ) -> None:
-    asked = request(num_ranks, num_micro_batches, cap, placements=(placement,), max_stages=4 * num_ranks)
+    asked = request(
+        num_ranks, num_micro_batches, cap, placements=(placement,), max_stages=4 * num_ranks
+    )
     asked = replace(asked, budget_s=0.5)
     assert capped(asked).efficiency >= efficiency - 0.0005
 
@@ -169,7 +198,9 @@ def test_uneven_directions_take_an_odd_number_of_micro_batches() -> None:
 def test_a_cap_below_the_least_is_refused_with_the_least() -> None:
     asked = request(4, 8, 0.9)
     assert least_cap(asked) == 1.0
-    with pytest.raises(ConfigError, match=r"schedule.activation_cap=0.9: must be at least 1, .* allow recompute"):
+    with pytest.raises(
+        ConfigError, match=r"schedule.activation_cap=0.9: must be at least 1, .* allow recompute"
+    ):
         capped(asked)
     assert capped(replace(asked, allow=("recompute",))).peak <= (0.9,) * 4
     assert least_cap(replace(asked, allow=("offload",))) == pytest.approx(1 / 8)
@@ -190,13 +221,17 @@ def test_no_placement_has_more_stages_than_the_model_has_parts() -> None:
 @pytest.mark.parametrize(
     ("num_ranks", "num_micro_batches", "times", "seed"),
     [(9, 53, (0.97, 1.23, 0.92), 494), (10, 27, (0.8, 1.14, 0.32), 171)],
-)  # fmt: skip
+)
 def test_a_part_of_a_micro_batch_more_gives_no_slower_list(
     num_ranks: int, num_micro_batches: int, times: tuple[float, float, float], seed: int
 ) -> None:
     """Half a micro-batch more was hoarded by each rank, and the step took 1.8 times as long."""
     asked = request(
-        num_ranks, num_micro_batches, 2.0, costs=DepthCosts(num_ranks, *times), network=Network(latency=1.0)
+        num_ranks,
+        num_micro_batches,
+        2.0,
+        costs=DepthCosts(num_ranks, *times),
+        network=Network(latency=1.0),
     )
     asked = replace(asked, budget_s=0.2, seed=seed)
     spans = [capped(replace(asked, cap=cap)).span for cap in (2.0, 2.25, 2.5)]

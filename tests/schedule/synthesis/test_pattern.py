@@ -20,7 +20,9 @@ def unit(placement: Placement, cap: float, **costs: object) -> Problem:
 
 def best(made: Problem, group: int) -> Template:
     found = [
-        template for template in patterns(made, (0,) * made.num_stages, group, Budget(10**6)) if not template.overflow
+        template
+        for template in patterns(made, (0,) * made.num_stages, group, Budget(10**6))
+        if not template.overflow
     ]
     return found[-1]
 
@@ -38,8 +40,12 @@ def test_the_periods_of_the_wave_and_of_two_directions_at_cap_one(num_ranks: int
     assert best(unit(bidirectional(num_ranks), 1), 2).period == 2 * num_ranks + 4
 
 
-@pytest.mark.parametrize(("placement", "cap", "group"), [(v(4), 1.5, 2), (wave(3, 4), 1.25, 2), (linear(5), 2, 1)])
-def test_a_pattern_repeats_without_a_clash_and_keeps_the_cap(placement: Placement, cap: float, group: int) -> None:
+@pytest.mark.parametrize(
+    ("placement", "cap", "group"), [(v(4), 1.5, 2), (wave(3, 4), 1.25, 2), (linear(5), 2, 1)]
+)
+def test_a_pattern_repeats_without_a_clash_and_keeps_the_cap(
+    placement: Placement, cap: float, group: int
+) -> None:
     made = unit(placement, cap, forward=1, input_grad=1.5, weight_grad=0.5)
     found = best(made, group)
     lengths = (*made.time_grains[0], *made.weight_grains)
@@ -59,7 +65,8 @@ def test_a_pattern_repeats_without_a_clash_and_keeps_the_cap(placement: Placemen
             for turn in range(21):
                 for stage in range(made.num_stages):
                     weight = 2 * made.num_stages + stage
-                    begin, end = row[stage], row[weight] + lengths[weight]
+                    begin = row[stage]
+                    end = row[weight] + lengths[weight]
                     if begin <= tick - turn * found.period < end:
                         held[ranks[stage]] += made.size[stage]
         assert max(held) <= made.cap

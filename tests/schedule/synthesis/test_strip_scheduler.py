@@ -1,4 +1,7 @@
-"""gems.schedule.synthesis.strip_scheduler: steps of strips that were found under a cap, and their bound."""
+"""gems.schedule.synthesis.strip_scheduler.
+
+Steps of strips that were found under a cap, and their bound.
+"""
 
 from __future__ import annotations
 
@@ -26,18 +29,25 @@ from gems.schedule.synthesis.templates import Budget
 from gems.schedule.validate import validate
 
 
-def found_in(num_strips: int, cap: float, num_ranks: int = 8, num: int = 8, **more: object) -> Found:
-    request = Request(num_ranks, num, cap=cap, costs=DepthCosts(num_ranks), num_strips=num_strips, **more)  # type: ignore[arg-type]
+def found_in(
+    num_strips: int, cap: float, num_ranks: int = 8, num: int = 8, **more: object
+) -> Found:
+    request = Request(
+        num_ranks, num, cap=cap, costs=DepthCosts(num_ranks), num_strips=num_strips, **more
+    )  # type: ignore[arg-type]
     return capped(request, published_schedules(request))
 
 
 def test_strips_reach_at_the_memory_of_gems_what_whole_micro_batches_cannot() -> None:
-    whole, strips = found_in(1, 1.0, budget_s=1.0), found_in(8, 1.0)
+    whole = found_in(1, 1.0, budget_s=1.0)
+    strips = found_in(8, 1.0)
     assert whole.bound < 0.5 and strips.efficiency > 0.75
     assert max(strips.peak) <= 1.0 + 1e-9
 
 
-@pytest.mark.parametrize(("num_strips", "cap", "least"), [(32, 1.0, 0.88), (16, 1.0, 0.78), (16, 1.5, 0.98)])
+@pytest.mark.parametrize(
+    ("num_strips", "cap", "least"), [(32, 1.0, 0.88), (16, 1.0, 0.78), (16, 1.5, 0.98)]
+)
 def test_efficiency_by_strips_and_cap(num_strips: int, cap: float, least: float) -> None:
     found = found_in(num_strips, cap, placements=("v",))
     assert least <= found.efficiency <= found.bound + 1e-9
@@ -47,17 +57,30 @@ def test_efficiency_by_strips_and_cap(num_strips: int, cap: float, least: float)
 def test_on_a_line_at_cap_one_the_bound_is_met() -> None:
     found = found_in(8, 1.0, placements=("linear",))
     assert found.gap == pytest.approx(0.0, abs=1e-6)
-    assert found.span == pytest.approx(8 * (3 + 2 * 7 / 8)), "a rank idles while the last strip is away"
+    assert found.span == pytest.approx(8 * (3 + 2 * 7 / 8)), (
+        "a rank idles while the last strip is away"
+    )
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_lists_of_any_costs_are_valid_keep_the_cap_and_stay_below_the_bound(seed: int) -> None:
     random = Random(seed)
-    num_ranks, num, strips = random.randint(1, 5), random.randint(1, 5), random.randint(2, 7)
+    num_ranks = random.randint(1, 5)
+    num = random.randint(1, 5)
+    strips = random.randint(2, 7)
     times, sizes = (tuple(random.uniform(0.5, 3.0) for _ in range(4)) for _ in range(2))
-    costs = DepthCosts(num_ranks, *(random.uniform(0.3, 2.0) for _ in range(3)), times=times, activations=sizes)
+    costs = DepthCosts(
+        num_ranks, *(random.uniform(0.3, 2.0) for _ in range(3)), times=times, activations=sizes
+    )
     network = Network(latency=random.choice((0.0, 0.05)))
-    request = Request(num_ranks, num, cap=random.uniform(1.3, 3.0), costs=costs, network=network, num_strips=strips)
+    request = Request(
+        num_ranks,
+        num,
+        cap=random.uniform(1.3, 3.0),
+        costs=costs,
+        network=network,
+        num_strips=strips,
+    )
     found = capped(request, published_schedules(request))
     validate(found.schedule, StripCosts(costs, strips).of(found.schedule.placement), request.cap)
     assert found.efficiency <= found.bound + 1e-9
@@ -66,19 +89,33 @@ def test_lists_of_any_costs_are_valid_keep_the_cap_and_stay_below_the_bound(seed
 @pytest.mark.parametrize("seed", range(8))
 def test_no_number_of_strips_is_faster_than_the_bound_over_all_of_them(seed: int) -> None:
     random = Random(seed)
-    num_ranks, num, link = random.randint(2, 4), random.randint(1, 3), random.choice((0.0, 0.3))
+    num_ranks = random.randint(2, 4)
+    num = random.randint(1, 3)
+    link = random.choice((0.0, 0.3))
     times, sizes = (tuple(random.uniform(0.5, 3.0) for _ in range(4)) for _ in range(2))
     costs = DepthCosts(
-        num_ranks, *(random.uniform(0.3, 2.0) for _ in range(3)), boundary_bytes=random.choice((0.0, 1.0)), times=times,
+        num_ranks,
+        *(random.uniform(0.3, 2.0) for _ in range(3)),
+        boundary_bytes=random.choice((0.0, 1.0)),
+        times=times,
         activations=sizes,
-    )  # fmt: skip
-    latency, cap = random.choice((0.0, 0.02, 0.2)), random.uniform(1.3, 3.0)
-    spans, bounds, over_all = [], [], []
+    )
+    latency = random.choice((0.0, 0.02, 0.2))
+    cap = random.uniform(1.3, 3.0)
+    spans = []
+    bounds = []
+    over_all = []
     for strips in (1, 2, 3, random.randint(4, 16), random.randint(17, 64)):
         request = Request(
-            num_ranks, num, cap=cap, costs=costs, network=Network(latency + link / strips, 0.05), num_strips=strips,
-            shared_latency=link / strips, budget_s=0.2,
-        )  # fmt: skip
+            num_ranks,
+            num,
+            cap=cap,
+            costs=costs,
+            network=Network(latency + link / strips, 0.05),
+            num_strips=strips,
+            shared_latency=link / strips,
+            budget_s=0.2,
+        )
         found = capped(request, published_schedules(request))
         work = found.efficiency * found.span
         spans.append(found.span)
@@ -89,29 +126,43 @@ def test_no_number_of_strips_is_faster_than_the_bound_over_all_of_them(seed: int
 
 
 @pytest.mark.parametrize(
-    ("placement", "least"), [(linear(4), 3 * 0.25 + 3), (v(4), 2 * (6 * 0.25 + 1))], ids=["linear", "v"]
+    ("placement", "least"),
+    [(linear(4), 3 * 0.25 + 3), (v(4), 2 * (6 * 0.25 + 1))],
+    ids=["linear", "v"],
 )
 def test_the_bound_over_all_numbers_is_met_by_one_micro_batch_in_many_strips(
     placement: Placement, least: float
 ) -> None:
     """The way to the last rank and its work, or the hops of all stages and a rank's forward, and so back."""
-    network, strips = Network(latency=0.25), 512
+    network = Network(latency=0.25)
+    strips = 512
     costs = StripCosts(DepthCosts(4), strips).of(placement)
     bound = any_strips_span_bound(costs, placement, [strips], strips, None, network)
     assert bound == pytest.approx(least)
-    run = StripScheduler(problem("made up", placement, strips, costs, network, None), strips, ORDERS[0])
+    run = StripScheduler(
+        problem("made up", placement, strips, costs, network, None), strips, ORDERS[0]
+    )
     assert bound <= simulate(run.schedule(), costs, network).span <= 1.6 * bound
 
 
-def test_under_a_cap_of_one_a_rank_waits_for_the_messages_of_each_micro_batch_in_any_strips() -> None:
-    costs, network = StripCosts(DepthCosts(4), 8).of(linear(4)), Network(latency=0.1)
-    free, capped_at_one = (any_strips_span_bound(costs, linear(4), [5 * 8], 8, cap, network) for cap in (None, 1.0))
-    assert free == pytest.approx(5 * 3 + 3 * 0.1) and capped_at_one == pytest.approx(5 * (3 + 6 * 0.1))
+def test_under_a_cap_of_one_a_rank_waits_for_the_messages_of_each_micro_batch_in_any_strips() -> (
+    None
+):
+    costs = StripCosts(DepthCosts(4), 8).of(linear(4))
+    network = Network(latency=0.1)
+    free, capped_at_one = (
+        any_strips_span_bound(costs, linear(4), [5 * 8], 8, cap, network) for cap in (None, 1.0)
+    )
+    assert free == pytest.approx(5 * 3 + 3 * 0.1) and capped_at_one == pytest.approx(
+        5 * (3 + 6 * 0.1)
+    )
 
 
 @pytest.mark.parametrize("placement", [linear(3), v(3), wave(3, 4), bidirectional(3)], ids=str)
 @pytest.mark.parametrize("order", ORDERS, ids=lambda order: "".join(map(str, order)))
-def test_the_span_is_that_of_the_simulation_at_the_least_cap(placement: object, order: tuple[object, ...]) -> None:
+def test_the_span_is_that_of_the_simulation_at_the_least_cap(
+    placement: object, order: tuple[object, ...]
+) -> None:
     costs = StripCosts(DepthCosts(3, 1.0, 1.5, 0.5, activations=(2.0, 1.0, 1.0)), 4).of(placement)  # type: ignore[arg-type]
     loose = problem("made up", placement, 16, costs, Network(), None)  # type: ignore[arg-type]
     cap = least_strip_room(loose, 4) / 1e12

@@ -1,4 +1,7 @@
-"""gems.schedule.synthesis.whole_backward: backwards are whole where that is faster, and no more is held then."""
+"""gems.schedule.synthesis.whole_backward.
+
+Backwards are whole where that is faster, and no more is held then.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,9 @@ def costs_with(split: float, ranks: int = 4) -> StageCosts:
 
 
 def zb_h1(ranks: int = 4, micro_batches: int = 8) -> Schedule:
-    return FAMILIES["zb_h1"].build(Request(num_ranks=ranks, num_micro_batches=micro_batches, num_parts=1))
+    return FAMILIES["zb_h1"].build(
+        Request(num_ranks=ranks, num_micro_batches=micro_batches, num_parts=1)
+    )
 
 
 def kinds(schedule: Schedule) -> set[Kind]:
@@ -47,24 +52,31 @@ def test_nothing_changes_where_a_split_backward_takes_no_longer() -> None:
 
 @pytest.mark.parametrize("split", [0.1, 0.5, 2.0])
 def test_the_step_is_never_longer_and_the_list_stays_valid(split: float) -> None:
-    made, costs = zb_h1(), costs_with(split)
+    made = zb_h1()
+    costs = costs_with(split)
     joined = with_whole_backwards(made, costs, FREE, None)
     assert simulate(joined, costs).span < simulate(made, costs).span
     assert max(peaks(joined, costs)) <= max(peaks(made, costs))
     validate(joined, costs)
 
 
-def test_what_costs_much_apart_is_whole_everywhere_and_what_costs_little_stays_where_it_fills_a_wait() -> None:
+def test_what_costs_much_apart_is_whole_everywhere_and_what_costs_little_stays_where_it_fills_a_wait() -> (
+    None
+):
     assert Kind.I not in kinds(with_whole_backwards(zb_h1(), costs_with(9.0), FREE, None))
     little = with_whole_backwards(zb_h1(), costs_with(0.01), FREE, None)
-    assert {Kind.I, Kind.B} <= kinds(little), "the first stage hands on no gradient, so its backward is whole"
+    assert {Kind.I, Kind.B} <= kinds(little), (
+        "the first stage hands on no gradient, so its backward is whole"
+    )
 
 
 def test_the_search_takes_whole_backwards_and_simulates_their_own_time() -> None:
     spans = {}
     for split in (0.0, 1.0):
         costs = costs_with(split, 2)
-        request = Request(2, 4, 1, cap=1.0, costs=FixedCosts(costs), placements=("linear",), budget_s=0.05)
+        request = Request(
+            2, 4, 1, cap=1.0, costs=FixedCosts(costs), placements=("linear",), budget_s=0.05
+        )
         found = capped(request)
         spans[split] = found.span
         assert found.span == pytest.approx(simulate(found.schedule, costs).span)

@@ -1,6 +1,7 @@
 """The allocator of LMS by need: a caching allocator that pages out what is not in use.
 
-It follows the rules of IBM's large model support for PyTorch 1.5, whose counters it keeps under the same names.
+It follows the rules of IBM's large model support for PyTorch 1.5, whose counters it keeps under the
+same names.
 """
 
 from __future__ import annotations
@@ -12,8 +13,13 @@ from dataclasses import dataclass, field, fields
 from gems.memory.reserved import BLOCK_BYTES, SMALL_BYTES, Block, CachingAllocator
 
 SOURCES = (
-    "freelist", "cudamalloc", "reclaim_one", "reclaim_fragments", "reclaim_all", "cudamalloc_retry",
-)  # fmt: skip
+    "freelist",
+    "cudamalloc",
+    "reclaim_one",
+    "reclaim_fragments",
+    "reclaim_all",
+    "cudamalloc_retry",
+)
 
 
 class OutOfMemoryError(Exception):
@@ -31,7 +37,9 @@ class Paged:
 
     num_bytes: int
     block: Block | None = None  # its memory on the device, None while it is in host memory only
-    is_leaving: bool = False  # its copy out was started ahead, since it was reclaimed here in the last iteration
+    is_leaving: bool = (
+        False  # its copy out was started ahead, since it was reclaimed here in the last iteration
+    )
     identity: tuple[int, int, int] | None = None
 
 
@@ -43,7 +51,8 @@ class _History:
     before: list[bool] = field(default_factory=list)
 
     def restart(self) -> None:
-        self.before, self.now = self.now, []
+        self.before = self.now
+        self.now = []
 
     @property
     def expects_reclaim(self) -> bool:
@@ -53,7 +62,10 @@ class _History:
 
 @dataclass(slots=True)
 class Counts:
-    """Counters of one iteration, under the original's names; `pinned` are peaks of what cannot be reclaimed."""
+    """Counters of one iteration, under the original's names.
+
+    `pinned` are peaks of what cannot be reclaimed.
+    """
 
     reclaimed: int = 0
     reclaimed_bytes: int = 0
@@ -74,9 +86,10 @@ class Counts:
 class LmsAllocator(CachingAllocator):
     """Serves requests from free blocks, then from the device up to the limit, then from storages not in use.
 
-    Unpinned storages queue up, the least recently used first. To reclaim: one of them that makes room with its free
-    neighbours (`reclaim` "first": the first in the queue; "size": the one that fits best); or all that lie in segments
-    as large as the request; or all. At last free segments are given back and the device is asked again.
+    Unpinned storages queue up, the least recently used first. To reclaim: one of them that makes
+    room with its free neighbours (`reclaim` "first": the first in the queue; "size": the one that
+    fits best); or all that lie in segments as large as the request; or all. At last free segments
+    are given back and the device is asked again.
     """
 
     def __init__(self, limit_bytes: int, reclaim: str = "first") -> None:
@@ -94,7 +107,8 @@ class LmsAllocator(CachingAllocator):
 
     def restart(self) -> Counts:
         """End an iteration and return its counts."""
-        counts, self.counts = self.counts, Counts()
+        counts = self.counts
+        self.counts = Counts()
         return counts
 
     def take(self, num_bytes: int) -> Block:
@@ -161,7 +175,9 @@ class LmsAllocator(CachingAllocator):
         if block is None:
             # give segments that are free as a whole back to the device
             for free in self._free.values():
-                for _, _, whole in [entry for entry in free if entry[2].num_bytes == entry[2].segment_bytes]:
+                for _, _, whole in [
+                    entry for entry in free if entry[2].num_bytes == entry[2].segment_bytes
+                ]:
                     self._forget(whole)
                     self.reserved_bytes -= whole.num_bytes
             block = self._from_device(size, is_small, "cudamalloc_retry")
@@ -184,12 +200,18 @@ class LmsAllocator(CachingAllocator):
         while self._inactive:
             one = self._suitable(size, is_small)
             if one is not None:
-                chosen, source = [one], "reclaim_one"
+                chosen = [one]
+                source = "reclaim_one"
             else:
-                chosen = [storage for storage, block in self._of_pool(is_small) if block.segment_bytes >= size]
+                chosen = [
+                    storage
+                    for storage, block in self._of_pool(is_small)
+                    if block.segment_bytes >= size
+                ]
                 source = "reclaim_fragments"
             if not chosen:
-                chosen, source = list(self._inactive), "reclaim_all"
+                chosen = list(self._inactive)
+                source = "reclaim_all"
             for storage in chosen:
                 assert storage.block is not None
                 self._withdraw(storage, is_reclaimed=True)
@@ -197,7 +219,8 @@ class LmsAllocator(CachingAllocator):
                 self.counts.reclaimed_bytes += storage.num_bytes
                 self.reclaimed.append(storage)
                 self.give(storage.block)
-                storage.block, storage.is_leaving = None, False
+                storage.block = None
+                storage.is_leaving = False
             block = self._best(size, is_small)
             if block is not None:
                 self._source = source
@@ -206,15 +229,19 @@ class LmsAllocator(CachingAllocator):
 
     def _suitable(self, size: int, is_small: bool) -> Paged | None:
         """Return the storage whose leaving makes room by itself."""
-        best, best_bytes = None, 0
+        best = None
+        best_bytes = 0
         for storage, block in self._of_pool(is_small):
             # once freed, it joins its free neighbours
-            around = (each for each in (block.before, block.after) if each is not None and each.is_free)
+            around = (
+                each for each in (block.before, block.after) if each is not None and each.is_free
+            )
             has = block.num_bytes
             if has < size and has + sum(each.num_bytes for each in around) < size:
                 continue
             if best is None or has < best_bytes:
-                best, best_bytes = storage, has
+                best = storage
+                best_bytes = has
                 left = has - size
                 if self._takes_first or (left < BLOCK_BYTES if is_small else left <= SMALL_BYTES):
                     break
@@ -222,7 +249,9 @@ class LmsAllocator(CachingAllocator):
 
     def _of_pool(self, is_small: bool) -> Iterator[tuple[Paged, Block]]:
         return (
-            (each, each.block) for each in self._inactive if each.block is not None and each.block.is_small == is_small
+            (each, each.block)
+            for each in self._inactive
+            if each.block is not None and each.block.is_small == is_small
         )
 
     def _withdraw(self, storage: Paged, is_reclaimed: bool) -> None:

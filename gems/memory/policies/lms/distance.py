@@ -1,8 +1,9 @@
 """LMS by distance: a run's layers as a graph of operations, tuned as TFLMSv2 does, and its swaps as a memory plan.
 
-Le et al. 2018 (arXiv 1807.02037) and 2019 ("Automatic GPU memory management for large neural models in TensorFlow").
-An operation is the forward or the backward of a layer here, where theirs are kernels, and the graph is that of one
-micro-batch of each stage of a rank. Swapping is local to a rank: beside data parallelism it only leaves more room.
+Le et al. 2018 (arXiv 1807.02037) and 2019 ("Automatic GPU memory management for large neural models
+in TensorFlow"). An operation is the forward or the backward of a layer here, where theirs are
+kernels, and the graph is that of one micro-batch of each stage of a rank. Swapping is local to a
+rank: beside data parallelism it only leaves more room.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ RATIO = 0.9
 RATIO_WITH_REPLICAS = 0.8
 _TRIES = 16
 _SHARE = 0.97  # of the room that a try leaves to the next at most
-_HELP = "lms swaps saved tensors only: use memory=plan, more partitions, or a smaller image or micro-batch"
+_HELP = (
+    "lms swaps saved tensors only: use memory=plan, more partitions, or a smaller image or"
+    " micro-batch"
+)
 
 
 @dataclass(slots=True)
@@ -38,13 +42,17 @@ class _Holder:
     is_least: bool = False
 
     def tune(self, given: tuple[int | None, ...], is_last: bool = False) -> bool:
-        """Find parameters, in the end those that swap and wait for everything; return whether any were left."""
+        """Find parameters, in the end those that swap and wait for everything.
+
+        Return whether any were left.
+        """
         found = None if is_last else tune(self.layers.graph, self.room_bytes, *given)
         if found is None and self.is_least:
             return False
         if found is None:
             _, ahead, groupby, _ = given
-            found, self.is_least = Tuned(Parameters(1, ahead or 1, groupby or 0, 3), True, 0), True
+            found = Tuned(Parameters(1, ahead or 1, groupby or 0, 3), True, 0)
+            self.is_least = True
         self.tuned = found
         return True
 
@@ -61,23 +69,25 @@ def lms(
     sync_mode: int | None = None,
     ratio: float | None = None,
 ) -> MemoryPlan:
-    """Return the plan of the given parameters; those that are None are tuned (`gems.memory.policies.lms.graph`).
+    """Return the plan of the given parameters.
 
-    Each rank is tuned under M = (limit - what never leaves it) x ratio, by default 0.9, and 0.8 with replicas. That
-    sees one micro-batch and no workspace; where a rank then holds more than its limit, it is tuned again under less,
-    and where the tuner finds nothing, everything is swapped and waited for. With a threshold that is given, or without
-    a limit, nothing is tuned again.
+    Those that are None are tuned (`gems.memory.policies.lms.graph`).
+    Each rank is tuned under M = (limit - what never leaves it) x ratio, by default 0.9, and 0.8
+    with replicas. That sees one micro-batch and no workspace; where a rank then holds more than its
+    limit, it is tuned again under less, and where the tuner finds nothing, everything is swapped
+    and waited for. With a threshold that is given, or without a limit, nothing is tuned again.
 
-    A layer is offloaded where most of the bytes that leave with it are swapped. Its memory is free one action after the
-    one that the copy is posted after, or at once where copies out are waited for; it comes back as many actions ahead
-    as the operation lies that sets it off. As in the original, one whose maker is nearer than the distance ahead comes
-    back on demand.
+    A layer is offloaded where most of the bytes that leave with it are swapped. Its memory is free
+    one action after the one that the copy is posted after, or at once where copies out are waited
+    for; it comes back as many actions ahead as the operation lies that sets it off. As in the
+    original, one whose maker is nearer than the distance ahead comes back on demand.
 
     Raises:
         DoesNotFitError: no parameters fit one of the ranks.
     """
     share = ratio if ratio is not None else RATIO_WITH_REPLICAS if case.num_replicas > 1 else RATIO
-    limit, given = case.limit_bytes, (swapout_threshold, swapin_ahead, swapin_groupby, sync_mode)
+    limit = case.limit_bytes
+    given = (swapout_threshold, swapin_ahead, swapin_groupby, sync_mode)
     by_stages: dict[tuple[int, ...], list[int]] = {}
     for rank in range(case.schedule.num_ranks):
         stages = tuple(sorted({stage for _, stage in case.schedule.placement.stages_on(rank)}))
@@ -98,17 +108,21 @@ def lms(
         for holder in holders if tries < _TRIES else ():
             needed = holder.needed_bytes(outcome)
             if needed > limit:
-                # lower the room in the proportion in which the ranks hold too much, for other parameters
+                # lower the room in the proportion in which the ranks hold too much, for other
+                # parameters
                 simulated = simulate(holder.layers.graph, holder.tuned.parameters, inf).peak_bytes
                 fitting = (limit - holder.static_bytes) / max(1, needed - holder.static_bytes)
-                holder.room_bytes = min(holder.room_bytes, simulated) * max(0.0, min(_SHARE, fitting))
+                holder.room_bytes = min(holder.room_bytes, simulated) * max(
+                    0.0, min(_SHARE, fitting)
+                )
                 if not holder.tune(given, is_last=tries + 1 == _TRIES):
                     raise _too_large(case, holder, outcome)
     raise _too_large(case, max(holders, key=lambda one: one.needed_bytes(outcome)), outcome)
 
 
 def _plan(case: MemoryCase, holders: list[_Holder], counters: Mapping[str, Any]) -> MemoryPlan:
-    layers, ranks = {}, []
+    layers = {}
+    ranks = []
     for holder in holders:
         if holder.tuned.is_needed:
             layers.update(holder.layers.segments(holder.tuned.parameters))
@@ -130,7 +144,9 @@ def _too_large(case: MemoryCase, holder: _Holder, outcome: PlanOutcome) -> DoesN
     """Return the error: what a rank needs with everything swapped at once."""
     assert case.limit_bytes is not None
     rank = max(holder.ranks, key=lambda rank: outcome.peak_bytes[rank])
-    return DoesNotFitError(f"rank {rank} under lms", outcome.peak_bytes[rank], case.limit_bytes, _HELP)
+    return DoesNotFitError(
+        f"rank {rank} under lms", outcome.peak_bytes[rank], case.limit_bytes, _HELP
+    )
 
 
 _Held = tuple[int, int]  # direction and stage
@@ -140,9 +156,10 @@ _Layer = tuple[_Held, int]
 class RankGraph:
     """One micro-batch of each stage of a rank, in the order in which the rank's list first runs them.
 
-    Operations are a stage's layers, forward from the first and backward from the last. Tensors are the storages that
-    they save, of which a copy may take those that are large enough; what a layer hands to the next that nobody saves;
-    the gradients on their way back; and what a stage is given, forward and backward.
+    Operations are a stage's layers, forward from the first and backward from the last. Tensors are
+    the storages that they save, of which a copy may take those that are large enough; what a layer
+    hands to the next that nobody saves; the gradients on their way back; and what a stage is given,
+    forward and backward.
     """
 
     def __init__(self, case: MemoryCase, rank: int) -> None:
@@ -151,11 +168,15 @@ class RankGraph:
         self._backward: dict[_Layer, int] = {}
         self._tensors: list[Tensor] = []
         self._movable: dict[int, tuple[_Held, Storage]] = {}
-        cuts, num_ops = case.boundaries, 0
+        cuts = case.boundaries
+        num_ops = 0
         first: dict[_Held, int | None] = {}
         for action in case.schedule.rows[rank]:
             held = (action.direction, action.stage)
-            if action.kind is Kind.W or first.setdefault(held, action.micro_batch) != action.micro_batch:
+            if (
+                action.kind is Kind.W
+                or first.setdefault(held, action.micro_batch) != action.micro_batch
+            ):
                 continue
             layers = range(*cuts[action.stage : action.stage + 2])
             is_forward = action.kind is Kind.F
@@ -171,7 +192,8 @@ class RankGraph:
     def segments(self, parameters: Parameters) -> dict[int, Segment]:
         """Return the segments of layers most of whose bytes are swapped for their backward.
 
-        A copy back is posted right after the operation that sets it off: so many actions ahead as run in between.
+        A copy back is posted right after the operation that sets it off: so many actions ahead as
+        run in between.
         """
         swaps = {swap.tensor: swap for swap in self.graph.swaps(parameters)}
         movable: dict[int, int] = {}
@@ -183,23 +205,31 @@ class RankGraph:
             for _, (reader, *_), trigger in swaps[tensor].returns if tensor in swaps else ():
                 if reader == self._backward[held, layer]:
                     swapped[layer] = swapped.get(layer, 0) + storage.total_bytes
-                    ahead[layer] = max(ahead.get(layer, 0), 0 if trigger is None else reader - trigger - 1)
+                    ahead[layer] = max(
+                        ahead.get(layer, 0), 0 if trigger is None else reader - trigger - 1
+                    )
         free_after = 0 if parameters.is_swapout_sync else 1
         return {
-            layer: Segment(layer, layer + 1, Choice.OFFLOAD, free_after=free_after, ahead=ahead[layer])
+            layer: Segment(
+                layer, layer + 1, Choice.OFFLOAD, free_after=free_after, ahead=ahead[layer]
+            )
             for layer, num_bytes in swapped.items()
             if 2 * num_bytes > movable[layer]
         }
 
     def _add_stage(self, held: _Held, first: int, end: int) -> None:
-        layers, forward, backward = self._case.profile.layers, self._forward, self._backward
+        layers = self._case.profile.layers
+        forward = self._forward
+        backward = self._backward
         for storage in saved_storages(self._case.profile, first, end, self._case.least_bytes):
             readers = {*storage.savers, storage.last_use} - {storage.maker}
             consumers = {forward[held, layer] for layer in readers}
             consumers |= {backward[held, layer] for layer in storage.savers}
             if storage.is_movable:
                 self._movable[len(self._tensors)] = (held, storage)
-            self._add(storage.total_bytes, forward[held, storage.maker], consumers, storage.is_movable)
+            self._add(
+                storage.total_bytes, forward[held, storage.maker], consumers, storage.is_movable
+            )
         for layer in range(first + 1, end):
             unsaved = layers[layer].unsaved_input_bytes
             for back, num_bytes in layers[layer].unsaved_from:
@@ -207,12 +237,20 @@ class RankGraph:
                 if layer - back >= first:
                     self._add(num_bytes, forward[held, layer - back], [forward[held, layer]])
             self._add(max(0, unsaved), forward[held, layer - 1], [forward[held, layer]])
-            self._add(layers[layer - 1].output_grad_bytes, backward[held, layer], [backward[held, layer - 1]])
+            self._add(
+                layers[layer - 1].output_grad_bytes,
+                backward[held, layer],
+                [backward[held, layer - 1]],
+            )
         if first and forward[held, first]:
             given = self._case.profile.given_bytes(first)
-            self._add(given, forward[held, first] - 1, [forward[held, first], backward[held, first]])
+            self._add(
+                given, forward[held, first] - 1, [forward[held, first], backward[held, first]]
+            )
         given_back = layers[end - 1].output_grad_bytes
         self._add(given_back, backward[held, end - 1] - 1, [backward[held, end - 1]])
 
-    def _add(self, num_bytes: int, maker: int, consumers: Iterable[int], is_movable: bool = False) -> None:
+    def _add(
+        self, num_bytes: int, maker: int, consumers: Iterable[int], is_movable: bool = False
+    ) -> None:
         self._tensors.append(Tensor(num_bytes, maker, tuple(sorted(consumers)), is_movable))

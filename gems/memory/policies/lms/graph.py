@@ -1,7 +1,8 @@
 """A graph of operations and tensors as LMS sees it, and the tuner of LMS's four parameters.
 
-TFLMSv2 (Le et al. 2019, "Automatic GPU memory management for large neural models in TensorFlow") measures distance in
-levels of the graph: an operation's level is the length of the longest way to it from any source.
+TFLMSv2 (Le et al. 2019, "Automatic GPU memory management for large neural models in TensorFlow")
+measures distance in levels of the graph: an operation's level is the length of the longest way to
+it from any source.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ SYNC_MODES = (0, 1, 2, 3)
 class Tensor(NamedTuple):
     """What an operation makes: its size, its maker and the operations that read it, by number.
 
-    Only one that `is_movable` may be swapped; the original leaves out vectors, scalars and variables.
+    Only one that `is_movable` may be swapped; the original leaves out vectors, scalars and
+    variables.
     """
 
     num_bytes: int
@@ -31,7 +33,8 @@ class Tensor(NamedTuple):
 class Return(NamedTuple):
     """One copy of a swapped tensor that comes back for the operations `consumers`.
 
-    It sets out when the operation `trigger` has run; without one, when the first of the consumers begins, which waits.
+    It sets out when the operation `trigger` has run; without one, when the first of the consumers
+    begins, which waits.
     """
 
     tensor: int
@@ -50,9 +53,9 @@ class Swap(NamedTuple):
 class Parameters(NamedTuple):
     """What large model support swaps, and when.
 
-    A tensor is swapped for readers more than `swapout_threshold` levels from its maker, comes back `swapin_ahead`
-    levels before them, and once for readers within `swapin_groupby` levels of each other. `sync_mode` 1 waits for
-    copies out, 2 for copies back, 3 for both, 0 for none.
+    A tensor is swapped for readers more than `swapout_threshold` levels from its maker, comes back
+    `swapin_ahead` levels before them, and once for readers within `swapin_groupby` levels of each
+    other. `sync_mode` 1 waits for copies out, 2 for copies back, 3 for both, 0 for none.
     """
 
     swapout_threshold: int
@@ -73,7 +76,10 @@ class Parameters(NamedTuple):
 
 @dataclass(frozen=True)
 class Graph:
-    """A DAG of `num_ops` operations, makers numbered before readers; they run level by level, by number."""
+    """A DAG of `num_ops` operations, makers numbered before readers.
+
+    They run level by level, by number.
+    """
 
     num_ops: int
     tensors: tuple[Tensor, ...]
@@ -81,13 +87,17 @@ class Graph:
     def __post_init__(self) -> None:
         for tensor in self.tensors:
             if not all(tensor.maker < consumer < self.num_ops for consumer in tensor.consumers):
-                raise ValueError(f"{tensor} is read before it is made, or by an operation that is not there")
+                raise ValueError(
+                    f"{tensor} is read before it is made, or by an operation that is not there"
+                )
 
     @cached_property
     def levels(self) -> tuple[int, ...]:
         """The level of each operation, 0 for sources."""
         found = [0] * self.num_ops
-        for reader, maker in sorted((reader, tensor.maker) for tensor in self.tensors for reader in tensor.consumers):
+        for reader, maker in sorted(
+            (reader, tensor.maker) for tensor in self.tensors for reader in tensor.consumers
+        ):
             found[reader] = max(found[reader], found[maker] + 1)
         return tuple(found)
 
@@ -137,8 +147,8 @@ class Graph:
     def control(self, maker: int, consumer: int, ahead: int) -> int | None:
         """Return the operation after which a tensor is to come back for `consumer`, or None.
 
-        It is the latest that leads to the consumer, lies more than `ahead` levels before it and after the maker;
-        at most 10 levels are searched, and of one level the first is taken.
+        It is the latest that leads to the consumer, lies more than `ahead` levels before it and
+        after the maker; at most 10 levels are searched, and of one level the first is taken.
         """
         above = self.levels[consumer] - ahead
         lowest = max(above - LOOK_BACK_LEVELS, self.levels[maker] + 1)
@@ -154,7 +164,15 @@ class Graph:
                 continue
             near = self._by_level(set(tensor.consumers) - set(far))
             returns = tuple(
-                Return(index, group, None if parameters.is_swapin_sync else self.control(tensor.maker, group[0], ahead))
+                Return(
+                    index,
+                    group,
+                    (
+                        None
+                        if parameters.is_swapin_sync
+                        else self.control(tensor.maker, group[0], ahead)
+                    ),
+                )
                 for group in self.groups(far, groupby)
             )
             found.append(Swap(index, near[-1] if near else tensor.maker, returns))
@@ -183,16 +201,18 @@ class Tuned(NamedTuple):
 def simulate(graph: Graph, parameters: Parameters, limit_bytes: float) -> GraphMemory:
     """Simulate the memory of a graph, operation by operation in the order of its levels.
 
-    An operation allocates what comes back for it on demand, and its outputs; after it what nobody reads any more is
-    freed, then the copies that it sets off are allocated. A tensor that leaves is free after its last near reader where
-    copies out are waited for, and one operation later where they are not. As in the original, an allocation must be
-    smaller than what is free, an output that nobody reads is never there, and host memory only counts.
+    An operation allocates what comes back for it on demand, and its outputs; after it what nobody
+    reads any more is freed, then the copies that it sets off are allocated. A tensor that leaves is
+    free after its last near reader where copies out are waited for, and one operation later where
+    they are not. As in the original, an allocation must be smaller than what is free, an output
+    that nobody reads is never there, and host memory only counts.
     """
     num = graph.num_ops
     place = {op: index for index, op in enumerate(graph.order)}
     takes: list[list[int]] = [[] for _ in range(num)]
     sets_off: list[list[int]] = [[] for _ in range(num)]
-    frees, host = [0] * num, [0] * (num + 1)
+    frees = [0] * num
+    host = [0] * (num + 1)
     swaps = {swap.tensor: swap for swap in graph.swaps(parameters)}
     for index, (num_bytes, maker, consumers, _) in enumerate(graph.tensors):
         if not consumers:
@@ -236,15 +256,18 @@ def tune(
     swapin_groupby: int | None = None,
     sync_mode: int | None = None,
 ) -> Tuned | None:
-    """Return the parameters by the original's search; those that are given stay. None if even the least does not fit.
+    """Return the parameters by the original's search; those that are given stay.
 
-    Nothing is swapped where the graph fits so (and none of the first three is given). Otherwise the synchronisation
-    mode is the first, from `sync_mode` (or 0) on, under which threshold 1 fits with 1 ahead and no grouping. Then, each
-    by a binary search over the levels: the largest threshold that fits; unless copies back are waited for, the largest
-    distance ahead; and all readers in one group where that fits, else the first grouping that a binary search meets.
-    Where fitting is not monotone in a parameter, a binary search's answer is what it is: one that fits.
+    None if even the least does not fit.
+    Nothing is swapped where the graph fits so (and none of the first three is given). Otherwise the
+    synchronisation mode is the first, from `sync_mode` (or 0) on, under which threshold 1 fits with
+    1 ahead and no grouping. Then, each by a binary search over the levels: the largest threshold
+    that fits; unless copies back are waited for, the largest distance ahead; and all readers in one
+    group where that fits, else the first grouping that a binary search meets. Where fitting is not
+    monotone in a parameter, a binary search's answer is what it is: one that fits.
     """
-    num_levels, num_plays = graph.num_levels, 0
+    num_levels = graph.num_levels
+    num_plays = 0
 
     def fits(parameters: Parameters) -> bool:
         nonlocal num_plays
@@ -255,7 +278,9 @@ def tune(
         return Tuned(parameters, is_needed, num_plays)
 
     given = swapout_threshold, swapin_ahead, swapin_groupby
-    threshold, ahead, grouped = (value if each is None else each for each, value in zip(given, (1, 1, 0), strict=True))
+    threshold, ahead, grouped = (
+        value if each is None else each for each, value in zip(given, (1, 1, 0), strict=True)
+    )
     start = Parameters(threshold, ahead, grouped, sync_mode or 0)
     if given == (None, None, None):
         off = start._replace(swapout_threshold=num_levels)
@@ -275,12 +300,21 @@ def tune(
         start = _search(fits, start, "swapin_ahead", 1, num_levels)
     if swapin_groupby is None:
         wide = start._replace(swapin_groupby=num_levels)
-        start = wide if fits(wide) else _search(fits, start, "swapin_groupby", 0, num_levels, is_any=True)
+        start = (
+            wide
+            if fits(wide)
+            else _search(fits, start, "swapin_groupby", 0, num_levels, is_any=True)
+        )
     return found(start)
 
 
 def _search(
-    fits: Callable[[Parameters], bool], start: Parameters, name: str, low: int, high: int, is_any: bool = False
+    fits: Callable[[Parameters], bool],
+    start: Parameters,
+    name: str,
+    low: int,
+    high: int,
+    is_any: bool = False,
 ) -> Parameters:
     """Return the last parameters that fitted in a binary search for the largest value, or the first with `is_any`."""
     best = start
@@ -288,7 +322,8 @@ def _search(
         middle = (low + high) // 2
         tried = start._replace(**{name: middle})
         if fits(tried):
-            best, low = tried, middle + 1
+            best = tried
+            low = middle + 1
             if is_any:
                 break
         else:

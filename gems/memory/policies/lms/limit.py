@@ -1,9 +1,10 @@
 """LMS by need: the plan of what an allocator with a limit pages out in a step.
 
-IBM's large model support for PyTorch 1.5 pages out from within the allocator, the least recently used first, when a
-request meets the limit, and pages in when an operation reads. A step repeats itself, and the allocator learns it: what
-was reclaimed at a place in the last step is copied out there as soon as it is not in use. Here each rank's list is
-simulated with those rules until a step is like the one before. What is then reclaimed is the plan.
+IBM's large model support for PyTorch 1.5 pages out from within the allocator, the least recently
+used first, when a request meets the limit, and pages in when an operation reads. A step repeats
+itself, and the allocator learns it: what was reclaimed at a place in the last step is copied out
+there as soon as it is not in use. Here each rank's list is simulated with those rules until a step
+is like the one before. What is then reclaimed is the plan.
 """
 
 from __future__ import annotations
@@ -24,21 +25,28 @@ DEFAULT_SHARE = 0.95  # of the device, where no limit is given
 _UNLIMITED = 1 << 62
 _TRIES = 8
 _SHARE = 0.98  # of the limit that a try leaves to the next, so that tries end
-_HELP = "lms_limit pages out saved tensors only: use memory=plan, more partitions, or a smaller image or micro-batch"
+_HELP = (
+    "lms_limit pages out saved tensors only: use memory=plan, more partitions, or a smaller image"
+    " or micro-batch"
+)
 
 
-def lms_limit(case: MemoryCase, limit_bytes: int | None = None, reclaim: str = "first") -> MemoryPlan:
+def lms_limit(
+    case: MemoryCase, limit_bytes: int | None = None, reclaim: str = "first"
+) -> MemoryPlan:
     """Return the plan of what is reclaimed in a step that repeats itself.
 
-    A layer is offloaded where, over its micro-batches, most of the bytes that leave with it are reclaimed before its
-    backward; its memory is free where the first of them is needed by another, and it comes back on demand. What is not
-    saved for backward (parameters, gradients, messages, workspace) stays, where the original pages that out as well.
-    The limit is on what the allocator reserves, in its segments; where the plan, which treats all micro-batches alike,
-    holds more than the limit, the step is simulated again under less. `counters` has the original's for the first and
-    for the repeated step, rank by rank.
+    A layer is offloaded where, over its micro-batches, most of the bytes that leave with it are
+    reclaimed before its backward; its memory is free where the first of them is needed by another,
+    and it comes back on demand. What is not saved for backward (parameters, gradients, messages,
+    workspace) stays, where the original pages that out as well. The limit is on what the allocator
+    reserves, in its segments; where the plan, which treats all micro-batches alike, holds more than
+    the limit, the step is simulated again under less. `counters` has the original's for the first
+    and for the repeated step, rank by rank.
 
-    `limit_bytes` is the allocator's, None or 0 for 0.95 of what the rank may hold; without either nothing is reclaimed.
-    `reclaim` "first" takes the least recently used that is large enough, "size" the one that fits best.
+    `limit_bytes` is the allocator's, None or 0 for 0.95 of what the rank may hold; without either
+    nothing is reclaimed. `reclaim` "first" takes the least recently used that is large enough,
+    "size" the one that fits best.
 
     Raises:
         DoesNotFitError: a request that does not fit although everything that may leave has left.
@@ -58,7 +66,9 @@ def lms_limit(case: MemoryCase, limit_bytes: int | None = None, reclaim: str = "
             except OutOfMemoryError as error:
                 wanted = -(-(error.reserved_bytes + error.num_bytes) * allowed // limit)
                 needed = outcome.peak_bytes[rank] if outcome else wanted
-                raise DoesNotFitError(f"rank {rank} under lms_limit", needed, allowed, _HELP) from error
+                raise DoesNotFitError(
+                    f"rank {rank} under lms_limit", needed, allowed, _HELP
+                ) from error
         counters = {
             "tries": tries,
             "ranks": [
@@ -96,7 +106,9 @@ def _plan(case: MemoryCase, ranks: Iterable[RankPaging]) -> MemoryPlan:
     for layer, found in uses.items():
         if 2 * sum(use.reclaimed_bytes for use in found) > sum(use.movable_bytes for use in found):
             soonest = min(use.soonest for use in found if use.soonest is not None)
-            layers[layer] = Segment(layer, layer + 1, Choice.OFFLOAD, free_after=max(0, soonest), ahead=0)
+            layers[layer] = Segment(
+                layer, layer + 1, Choice.OFFLOAD, free_after=max(0, soonest), ahead=0
+            )
     return MemoryPlan.by_layer("lms_limit", case.boundaries, layers)
 
 
@@ -107,8 +119,9 @@ MAX_STEPS = 8
 class Use:
     """What becomes of the bytes that leave with one layer, over a step.
 
-    `soonest` is the fewest actions that run between the layer's forward and the one that needs their memory, or the
-    stage's backward if that is sooner: there another layer may bring back what left with this one.
+    `soonest` is the fewest actions that run between the layer's forward and the one that needs
+    their memory, or the stage's backward if that is sooner: there another layer may bring back what
+    left with this one.
     """
 
     movable_bytes: int = 0
@@ -121,22 +134,30 @@ class _Flight:
     """One micro-batch of one stage in flight."""
 
     paged: dict[int, list[Paged]] = field(default_factory=dict)  # by the numbers of storages
-    forward: dict[int, int] = field(default_factory=dict)  # when that of a layer ran which had no backward yet
+    forward: dict[int, int] = field(
+        default_factory=dict
+    )  # when that of a layer ran which had no backward yet
     turn: int | None = None  # when backward began
     gone: set[Paged] = field(default_factory=set)
     others: list[Block] = field(default_factory=list)
 
 
 class RankPaging:
-    """Simulates the steps of a rank; `uses` is of the last step, by layer, `steps` has the counts of all."""
+    """Simulates the steps of a rank.
+
+    `uses` is of the last step, by layer, `steps` has the counts of all.
+    """
 
     def __init__(self, case: MemoryCase, rank: int, limit_bytes: int, reclaim: str) -> None:
         self.allocator = LmsAllocator(limit_bytes, reclaim)
         self.steps: list[Counts] = []
         self.uses: dict[int, Use] = {}
-        self._case, self._rank = case, rank
+        self._case = case
+        self._rank = rank
         # the storages that each layer makes, reads in its forward and saves for backward
-        self._makes, self._reads, self._saves = (defaultdict[int, list[Storage]](list) for _ in range(3))
+        self._makes, self._reads, self._saves = (
+            defaultdict[int, list[Storage]](list) for _ in range(3)
+        )
         for stage in {stage for _, stage in case.schedule.placement.stages_on(rank)}:
             first, end = case.boundaries[stage : stage + 2]
             for storage in saved_storages(case.profile, first, end, case.least_bytes):
@@ -154,13 +175,15 @@ class RankPaging:
         """Simulate steps until one reclaims as the one before did, at most 8.
 
         Raises:
-            OutOfMemoryError: a request that does not fit although everything that may leave has left.
+            OutOfMemoryError: a request that does not fit although everything that may leave has
+            left.
         """
         for num_bytes in self._case.static_blocks(self._rank):
             self.allocator.take(num_bytes)
         before = None
         for _ in range(MAX_STEPS):
-            self.uses, self._now = {}, 0
+            self.uses = {}
+            self._now = 0
             for action in self._case.schedule.rows[self._rank]:
                 self._act(action)
             self.steps.append(self.allocator.restart())
@@ -169,7 +192,8 @@ class RankPaging:
             before = self.uses
 
     def _act(self, action: Action) -> None:
-        kind, profile = action.kind, self._case.profile
+        kind = action.kind
+        profile = self._case.profile
         layers = range(*self._case.boundaries[action.stage : action.stage + 2])
         key = (action.direction, action.stage, action.micro_batch)
         passing: list[Block] = []
@@ -198,7 +222,9 @@ class RankPaging:
         read = [paged for storage in self._reads[layer] for paged in flight.paged[storage.number]]
         self._pin(read)
         for storage in self._makes[layer]:
-            mine = flight.paged[storage.number] = [Paged(storage.num_bytes) for _ in range(storage.count)]
+            mine = flight.paged[storage.number] = [
+                Paged(storage.num_bytes) for _ in range(storage.count)
+            ]
             for paged in mine:
                 self._of[paged] = (flight, storage)
                 self._note(self.allocator.make(paged))
@@ -213,9 +239,12 @@ class RankPaging:
         self._unpin([*read, *(paged for number in used for paged in flight.paged[number])])
         return outputs
 
-    def _backward(self, flight: _Flight, layer: int, passing: Sequence[Block], is_split: bool) -> list[Block]:
+    def _backward(
+        self, flight: _Flight, layer: int, passing: Sequence[Block], is_split: bool
+    ) -> list[Block]:
         """Run a layer's backward, and return the gradient of its input."""
-        saves, profile = self._saves[layer], self._case.profile.layers[layer]
+        saves = self._saves[layer]
+        profile = self._case.profile.layers[layer]
         del flight.forward[layer]
         self._pin([paged for storage in saves for paged in flight.paged[storage.number]])
         gradient, rest = map(self._take, backward_requests(profile))
