@@ -15,9 +15,9 @@ from analysis.attribution.stage_times import USEFUL, balanced, undisturbed_times
 from analysis.metrics.events import ranks_written
 from gems.schedule.action import COMPUTE_KINDS, COPY_KINDS, RECV_KINDS, WAIT_KINDS, Kind
 from gems.schedule.ledger import BRINGING_KINDS
-from gems.trace import Trace
+from gems.trace import TIME_UNIT, Trace
 from gems.utils.tables import table
-from gems.utils.units import counted, time_unit
+from gems.utils.units import Unit, counted, time_unit
 
 CAUSES = (
     "bubble",
@@ -66,6 +66,7 @@ class Attribution:
         residual_s: measured step time less that of the replay with nothing removed; part of `host`.
         times_from: source of the undisturbed times, see
             `analysis.attribution.stage_times.undisturbed_times`.
+        is_in_units: whether a second stands for a unit of time.
     """
 
     source: str
@@ -76,6 +77,12 @@ class Attribution:
     own_s: Mapping[str, tuple[float, ...]]
     residual_s: float
     times_from: str
+    is_in_units: bool = False
+
+    @property
+    def unit(self) -> Unit:
+        """The unit in which people are shown its times."""
+        return time_unit([self.step_s], self.is_in_units)
 
     @property
     def run_s(self) -> dict[str, float]:
@@ -154,7 +161,15 @@ def attribute(trace: Trace) -> Attribution:
     )
     num_steps = len(measured.window.steps)
     return Attribution(
-        trace.source, num_steps, step_s, ideal_s, lost_s, own_s, residual_s, times_from
+        trace.source,
+        num_steps,
+        step_s,
+        ideal_s,
+        lost_s,
+        own_s,
+        residual_s,
+        times_from,
+        TIME_UNIT in trace.attributes,
     )
 
 
@@ -267,7 +282,7 @@ def attribution_dict(found: Attribution) -> dict[str, Any]:
 
 def attribution_table(found: Attribution, with_ranks: bool = False) -> str:
     """Return a row for each part of the step, in time and percent of it, and if asked for one for each rank."""
-    unit = time_unit([found.step_s])
+    unit = found.unit
     parts = {"ideal": found.ideal_s} | {
         LABELS[cause]: time_s for cause, time_s in found.run_s.items()
     }

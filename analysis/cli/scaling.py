@@ -17,7 +17,9 @@ from analysis.scaling.points import (
     base_points,
     base_rows,
     describe_base,
+    in_units,
     point_rows,
+    rate_name,
     read_points,
     scaling_kind,
     title,
@@ -140,12 +142,12 @@ def study_report(study: Study) -> str:
 
 def study_table(points: Sequence[Point]) -> str:
     """Return a line for each point with the 95 % interval of its median; efficiencies in %."""
-    unit = time_unit([point.step_median_s for point in points])
+    unit = time_unit([point.step_median_s for point in points], in_units(points))
     columns = {
         "schedule": "",
         "source": "",
         "ranks": "d",
-        "images/s": RIGHT,
+        rate_name(points): RIGHT,
         f"step [{unit.name}]": RIGHT,
         "95 % interval": RIGHT,
         "p95": RIGHT,

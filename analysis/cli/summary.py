@@ -15,7 +15,7 @@ from analysis.metrics.statistics import min_values
 from gems.errors import ConfigError
 from gems.trace import TIME_UNIT, Trace
 from gems.utils.tables import name_values
-from gems.utils.units import UNKNOWN, Unit, bytes_unit, counted, number, percent, time_unit
+from gems.utils.units import UNKNOWN, bytes_unit, counted, number, percent, time_unit
 
 MAX_RANK_ROWS = 16
 SOURCE_NOTES = {
@@ -98,7 +98,7 @@ def _headline(trace: Trace) -> str:
 def _speed_rows(metrics: Metrics, trace: Trace) -> list[Row]:
     is_in_units = TIME_UNIT in trace.attributes
     source = trace.source
-    unit = Unit("units", 1.0) if is_in_units else time_unit([metrics.step_p95_s])
+    unit = time_unit([metrics.step_p95_s], is_in_units)
     images = UNKNOWN if metrics.images_per_s is None else number(metrics.images_per_s)
     left_out = (
         f" ({counted(metrics.num_warmup_steps, 'warm-up step')} left out)"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from analysis.io.files import refuse_unwritable
 from analysis.scaling.points import format_error
 from gems.errors import ConfigError, one_of
+from gems.trace import TIME_UNIT
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -109,6 +110,15 @@ def add_legend(
         frameon=False,
         **style,
     )
+
+
+def show_units(axes: Axes, attributes: Mapping[str, object]) -> None:
+    """Name milliseconds on the time axis as the units that they stand for, if the trace's root attributes say so."""
+    from matplotlib.ticker import FuncFormatter
+
+    if TIME_UNIT in attributes:
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda time_ms, _: f"{time_ms / 1e3:g}"))
+        axes.set_xlabel(TIME_AXIS.replace("(ms)", "(units)"))
 
 
 def set_title(figure: Figure, axes: Axes, headline: str, detail: str) -> None:

@@ -15,6 +15,7 @@ from analysis.plots.figure import (
     add_legend,
     new_figure,
     set_title,
+    show_units,
     source_mark,
 )
 from gems.errors import ConfigError
@@ -89,6 +90,7 @@ def memory_figure(trace: Trace, step: int | None = None) -> Figure:
     panels[0].set_xlim(0.0, max(window.span_s * 1e3, 1e-9))
     panels[0].set_ylim(0.0, highest[0].peak_bytes / unit.size * 1.25 or 1.0)
     panels[0].yaxis.set_major_locator(MaxNLocator(3))
+    show_units(panels[-1], trace.attributes)
     _name_parts(figure, shown)
     figure.supylabel(f"held on the device ({unit.name})", fontsize=9, color=TEXT_COLOUR)
     low, high = (unit.show(pick(curve.peak_bytes for curve in curves)) for pick in (min, max))

@@ -28,6 +28,7 @@ from analysis.scaling.points import (
     describe_base,
     may_join,
     most_real,
+    rate_name,
     scaling_kind,
     title,
 )
@@ -60,7 +61,7 @@ def scaling_figure(points: Sequence[Point], fits: Sequence[Fit] = ()) -> Figure:
     range, below 6 steps). The base of each line is in the legend, with its images/s. The best fit
     of each line is drawn over its points, and up to four times beyond them with a shaded 95 % band.
     """
-    labels = ("images/s", "parallel efficiency, of 1")
+    labels = (rate_name(points), "parallel efficiency, of 1")
     figure, (rate, share) = new_figure(
         WIDTH_IN, 7.6, 2, x="ranks", y=labels, has_grid=True, sharex=True, height_ratios=(3, 2)
     )
@@ -273,7 +274,7 @@ def _draw_band(axes: Axes, places: Sequence[Place], colour: str) -> None:
         linestyle=(0, (4, 2)),
         marker="^",
         markerfacecolor="none",
-        label=f"{line} (base {base.images_per_s:.3g} images/s on {base.ranks} ranks)",
+        label=f"{line} (base {base.images_per_s:.3g} {rate_name([base])} on {base.ranks} ranks)",
     )
     for place in places:
         if place.published is not None:

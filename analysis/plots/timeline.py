@@ -18,9 +18,10 @@ from analysis.plots.figure import (
     new_figure,
     scaled_pt,
     set_title,
+    show_units,
     source_mark,
 )
-from gems.trace import Trace
+from gems.trace import TIME_UNIT, Trace
 from gems.utils.units import counted
 
 if TYPE_CHECKING:
@@ -139,6 +140,7 @@ def lanes_figure(
     axes.set_yticks(list(shown), [str(ranks[lane]) for lane in shown])
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
+    show_units(axes, trace.attributes)
     set_title(figure, axes, *title)
     _name_looks(figure, drawn, shade_names)
     # settles the layout, so that the size of a box in points is known
@@ -245,7 +247,10 @@ def _title(trace: Trace, window: StepWindow, facts: RunFacts, num_lanes: int) ->
     source = source_mark(trace.source, trace.attributes)
     details = [window.label]
     if window.is_whole:
-        details[0] += f": {window.span_s * 1e3:.4g} ms"
+        is_in_units = TIME_UNIT in trace.attributes
+        details[0] += (
+            f": {window.span_s:.4g} units" if is_in_units else f": {window.span_s * 1e3:.4g} ms"
+        )
     if window.bubble is not None:
         details.append(f"bubble {100 * window.bubble:.1f} %")
     times_s = [

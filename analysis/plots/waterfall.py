@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from analysis.attribution.causes import CAUSES, LABELS, Attribution
 from analysis.plots.figure import SOURCE_MARKS, TEXT_COLOUR, WIDTH_IN, new_figure, set_title
-from gems.utils.units import counted, time_unit
+from gems.utils.units import counted
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,7 +30,7 @@ def waterfall_figure(attribution: Attribution) -> Figure:
 
     A cause that saved time goes back. Each bar carries its time and its share of the step.
     """
-    unit = time_unit([attribution.step_s])
+    unit = attribution.unit
     figure, (axes,) = new_figure(WIDTH_IN, 4.2, x=f"time of a step ({unit.name})")
     bars = [("ideal", attribution.ideal_s, IDEAL_COLOUR)]
     bars += [(LABELS[cause], attribution.run_s[cause], COLOURS[cause]) for cause in CAUSES]

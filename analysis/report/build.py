@@ -20,7 +20,9 @@ from analysis.scaling.points import (
     agreements,
     base_points,
     describe_base,
+    in_units,
     point_rows,
+    rate_name,
     read_points,
     title,
 )
@@ -133,15 +135,13 @@ def _study_section(runs: Sequence[Path]) -> Html:
     rows: list[tuple[Cell, ...]] = [
         tuple(row[key] for key in POINT_COLUMNS) for row in point_rows(points)
     ]
-    tables = [
-        Table(
-            "points",
-            "Points of the study",
-            tuple(POINT_COLUMNS.values()),
-            rows,
-            (4,) * len(POINT_COLUMNS),
+    columns = tuple(POINT_COLUMNS.values())
+    if in_units(points):
+        columns = tuple(
+            name.replace("[s]", "[units]").replace("images/s", rate_name(points))
+            for name in columns
         )
-    ]
+    tables = [Table("points", "Points of the study", columns, rows, (4,) * len(POINT_COLUMNS))]
     found: list[tuple[Cell, ...]] = [
         (
             *(each[name] for name in ("line", "ranks", "source", "step_s", "simulated_s")),

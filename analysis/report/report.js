@@ -44,7 +44,8 @@
 
   // ---- words
 
-  function shortTime(ns) {
+  function shortTime(ns, isInUnits) {
+    if (isInUnits) return `${Number((ns / 1e9).toPrecision(9))} units`;
     const size = Math.abs(ns);
     const [unit, scale] = size >= 1e9 ? ["s", 1e9] : size >= 1e6 ? ["ms", 1e6] : ["\u00b5s", 1e3];
     return `${Number((ns / scale).toPrecision(size >= 1e3 * scale ? 9 : 6))} ${unit}`;
@@ -163,7 +164,7 @@
     drawNow() {
       const begin = performance.now();
       for (const picture of this.pictures) picture.draw();
-      this.range.value = `${shortTime(this.from)} to ${shortTime(this.to)}`;
+      this.range.value = `${shortTime(this.from, this.data.is_in_units)} to ${shortTime(this.to, this.data.is_in_units)}`;
       this.drawMs = performance.now() - begin;
     }
   }
@@ -277,7 +278,8 @@
       for (let t = Math.ceil(views.from / tick) * tick; t <= views.to; t += tick) {
         const x = LEFT + (t - views.from) * this.scale;
         context.fillRect(x, bottom, 1, 5);
-        if (x < width - 30 && x > LEFT + 10) context.fillText(shortTime(Math.round(t * 1e3) / 1e3), x, bottom + 8);
+        const text = shortTime(Math.round(t * 1e3) / 1e3, views.data.is_in_units);
+        if (x < width - 30 && x > LEFT + 10) context.fillText(text, x, bottom + 8);
       }
     }
   }
@@ -411,7 +413,8 @@
     if (column.micro_batch[i] >= 0) place.push(`micro-batch ${column.micro_batch[i]}`);
     place.push(`direction ${column.direction[i]}`, `step ${column.step[i]}`);
     const words = [`${kinds[column.kind[i]]} on rank ${rank}, ${views.data.source}`, place.join(", ")];
-    words.push(`begins at ${shortTime(column.start_ns[i])}, takes ${shortTime(column.duration_ns[i])}`);
+    const [begin, time] = [column.start_ns[i], column.duration_ns[i]].map((ns) => shortTime(ns, views.data.is_in_units));
+    words.push(`begins at ${begin}, takes ${time}`);
     if (column.moved_bytes[i] > 0) words.push(`moves ${shortBytes(column.moved_bytes[i])}`);
     if (column.device_bytes[i] > 0) words.push(`at its end ${shortBytes(column.device_bytes[i])} on the device`);
     if (column.host_bytes[i] > 0) words.push(`at its end ${shortBytes(column.host_bytes[i])} in host memory`);
@@ -475,7 +478,7 @@
       const { offsets, time_ns: times, value_bytes: values, name } = this.curve;
       const i = above(times, time, offsets[lane], offsets[lane + 1]) - 1;
       if (i < offsets[lane]) return null;
-      return [`rank ${this.ranks[lane]}: ${shortBytes(values[i])}`, name, `from ${shortTime(times[i])} on`];
+      return [`rank ${this.ranks[lane]}: ${shortBytes(values[i])}`, name, `from ${shortTime(times[i], this.views.data.is_in_units)} on`];
     }
   }
 

@@ -26,9 +26,10 @@ from analysis.report.run_tables import (
     prediction_table,
     rank_table,
     stage_table,
+    table_unit,
 )
 from gems.errors import ConfigError
-from gems.trace import Trace
+from gems.trace import TIME_UNIT, Trace
 from gems.utils.units import counted
 
 MAX_EVENTS = 1 << 20
@@ -91,7 +92,7 @@ def run_section(place: int, name: str, loaded: Loaded, max_events: int) -> RunSe
         drawn = svg_image(picture.getvalue(), "Waterfall from ideal to actual step time")
         waterfall = [element("figure", caption, drawn)]
     tables = (
-        None if causes is None else cause_table(f"causes-{place}", causes, trace.source),
+        None if causes is None else cause_table(f"causes-{place}", causes, trace),
         prediction_table(f"predictions-{place}", metrics, trace),
         stage_table(f"stages-{place}", trace),
         rank_table(f"ranks-{place}", metrics, trace, causes),
@@ -118,7 +119,7 @@ def run_section(place: int, name: str, loaded: Loaded, max_events: int) -> RunSe
         *_texts(trace),
     ]
     html = element("section", *body, class_="run", id=f"run-{place}")
-    return RunSection(heading, trace.source, overview_row(metrics), html, num_drawn)
+    return RunSection(heading, trace.source, overview_row(metrics, trace), html, num_drawn)
 
 
 def select_events(trace: Trace, max_events: int = MAX_EVENTS) -> tuple[np.ndarray, str]:
@@ -160,7 +161,14 @@ def _pictures(place: int, trace: Trace, events: np.ndarray) -> tuple[Html, int]:
     timeline = timeline_block(trace, events)
     memory = memory_block(trace, events, timeline["origin_ns"])
     windows = windows_json(trace, events, timeline["origin_ns"])
-    data = {"source": trace.source, "timeline": timeline, "memory": memory, "windows": windows}
+    is_in_units = TIME_UNIT in trace.attributes
+    data = {
+        "source": trace.source,
+        "is_in_units": is_in_units,
+        "timeline": timeline,
+        "memory": memory,
+        "windows": windows,
+    }
     buttons = [
         element("button", shown, type="button", data_act=act, title=title or shown)
         for act, shown, title in BUTTONS
@@ -197,10 +205,11 @@ def _charts(place: int, trace: Trace) -> list[Html]:
     loss = line_chart(
         f"loss-{place}", steps["step"], steps["loss"], name, f"Training loss, {trace.source}"
     )
-    times_ms = step_times_s(steps) * 1e3
-    about = f"Step time in ms, {trace.source}"
-    times = line_chart(
-        f"step-times-{place}", steps["step"], times_ms, name, about, is_from_zero=True
+    unit = table_unit(trace)
+    times = step_times_s(steps) / unit.size
+    about = f"Step time in {unit.name}, {trace.source}"
+    step_times = line_chart(
+        f"step-times-{place}", steps["step"], times, name, about, is_from_zero=True
     )
     validations = [
         line_chart(
@@ -211,7 +220,7 @@ def _charts(place: int, trace: Trace) -> list[Html]:
         )
         for metric, curve in validation_curves(trace).items()
     ]
-    return [loss, *validations, times]
+    return [loss, *validations, step_times]
 
 
 def _texts(trace: Trace) -> list[Html]:

@@ -16,8 +16,8 @@ from analysis.metrics.events import COMPUTE, of_kinds
 from analysis.metrics.run_metrics import NS, Metrics
 from analysis.metrics.statistics import min_values
 from analysis.report.html import Cell, Table
-from gems.trace import KINDS, Trace
-from gems.utils.units import MIB, UNKNOWN, Unit, bytes_unit, number, time_unit
+from gems.trace import KINDS, TIME_UNIT, Trace
+from gems.utils.units import MIB, MS, UNITS, UNKNOWN, Unit, bytes_unit, number, time_unit
 
 PEAKS = (
     ("activations", "predicted_activation_bytes", "peak_activation_bytes"),
@@ -35,10 +35,14 @@ class Figure(NamedTuple):
 
 def key_figures(metrics: Metrics, trace: Trace) -> list[Figure]:
     """Return the figures of a run's headline; those that the trace does not contain are left out."""
-    rate = UNKNOWN if metrics.images_per_s is None else number(metrics.images_per_s)
+    rate = (
+        UNKNOWN
+        if metrics.images_per_s is None or TIME_UNIT in trace.attributes
+        else number(metrics.images_per_s)
+    )
     found = [
         Figure("images/s", rate, f"{metrics.num_images} images in {metrics.num_steps} steps"),
-        _step_time(metrics),
+        _step_time(metrics, TIME_UNIT in trace.attributes),
         Figure("efficiency", _percent(metrics.efficiency), "useful compute over ranks x time"),
         Figure(
             "bubble",
@@ -61,18 +65,25 @@ def key_figures(metrics: Metrics, trace: Trace) -> list[Figure]:
     return [figure for figure in found if figure.value != UNKNOWN]
 
 
-def overview_row(metrics: Metrics) -> dict[str, Cell]:
+def overview_row(metrics: Metrics, trace: Trace) -> dict[str, Cell]:
     """Return the figures by which runs are compared, each in one unit; None if unknown."""
     peaks = [peak for peak in metrics.peak_device_bytes if peak]
+    unit = table_unit(trace)
+    rate = {} if unit is UNITS else {"images/s": metrics.images_per_s}
     return {
-        "images/s": metrics.images_per_s,
-        "step, median [ms]": _scaled(metrics.step_median_s, 1e3),
+        **rate,
+        f"step, median [{unit.name}]": _scaled(metrics.step_median_s, 1 / unit.size),
         "efficiency [%]": _scaled(metrics.efficiency, 100),
         "bubble [%]": _scaled(metrics.bubble_measured, 100),
         "peak on a device [MiB]": max(peaks) / MIB if peaks else None,
         "energy [J/image]": metrics.joules_per_image,
         "last loss": metrics.loss_last,
     }
+
+
+def table_unit(trace: Trace) -> Unit:
+    """Return the unit of times in tables and charts: ms, or the units of configured costs."""
+    return UNITS if TIME_UNIT in trace.attributes else MS
 
 
 def _joules(metrics: Metrics) -> str:
@@ -83,8 +94,8 @@ def _joules(metrics: Metrics) -> str:
     )
 
 
-def _step_time(metrics: Metrics) -> Figure:
-    unit = time_unit([metrics.step_p95_s])
+def _step_time(metrics: Metrics, is_in_units: bool) -> Figure:
+    unit = time_unit([metrics.step_p95_s], is_in_units)
     bounds = ""
     low = metrics.step_low_s
     high = metrics.step_high_s
@@ -131,10 +142,11 @@ def rank_table(name: str, metrics: Metrics, trace: Trace, causes: Attribution | 
     Host, time in compute and its share, peaks, and the lost time by cause if known.
     """
     hosts = trace.attributes.get("hostnames", ())
+    unit = table_unit(trace)
     lost = (
         {}
         if causes is None
-        else {f"{cause} [ms/step]": found for cause, found in causes.causes_s.items()}
+        else {f"{cause} [{unit.name}/step]": found for cause, found in causes.causes_s.items()}
     )
     peaks = (metrics.peak_device_bytes, metrics.peak_driver_bytes, metrics.peak_rss_bytes)
     rows: list[tuple[Cell, ...]] = [
@@ -144,14 +156,14 @@ def rank_table(name: str, metrics: Metrics, trace: Trace, causes: Attribution | 
             busy_s,
             _scaled(busy_s, 100 / metrics.time_s) if metrics.time_s else None,
             *(_scaled(peak[rank], 1 / MIB) for peak in peaks),
-            *(1e3 * found[rank] if rank < len(found) else None for found in lost.values()),
+            *(found[rank] / unit.size if rank < len(found) else None for found in lost.values()),
         )
         for rank, busy_s in enumerate(metrics.busy_s)
     ]
     columns = (
         "rank",
         "host",
-        "in compute [s]",
+        f"in compute [{'units' if unit is UNITS else 's'}]",
         "in compute [%]",
         "peak, ledger [MiB]",
         "peak, driver [MiB]",
@@ -175,12 +187,13 @@ def stage_table(name: str, trace: Trace) -> Table | None:
     totals = {stage: sum(found.values()) for stage, found in medians.items()}
     mean_s = sum(totals.values()) / len(totals)
     cuts = trace.boundaries
+    unit = table_unit(trace)
     rows: list[tuple[Cell, ...]] = [
         (
             stage,
             f"{cuts[stage]} to {cuts[stage + 1] - 1}" if stage + 1 < len(cuts) else None,
-            *(_scaled(found.get(kind), 1e3) for kind in kinds),
-            1e3 * totals[stage],
+            *(_scaled(found.get(kind), 1 / unit.size) for kind in kinds),
+            totals[stage] / unit.size,
             totals[stage] / mean_s if mean_s else None,
         )
         for stage, found in sorted(medians.items())
@@ -188,8 +201,8 @@ def stage_table(name: str, trace: Trace) -> Table | None:
     columns = (
         "stage",
         "layers",
-        *(f"{kind} [ms]" for kind in kinds),
-        "together [ms]",
+        *(f"{kind} [{unit.name}]" for kind in kinds),
+        f"together [{unit.name}]",
         "over the mean",
     )
     return Table(name, f"Stages, medians of one pass, {trace.source}", columns, rows)
@@ -223,21 +236,17 @@ def stage_medians_s(trace: Trace) -> dict[int, dict[str, float]]:
     return found
 
 
-def cause_table(name: str, causes: Attribution, source: str) -> Table:
+def cause_table(name: str, causes: Attribution, trace: Trace) -> Table:
     """Return a row for each cause: its part of the step, mean over the ranks."""
     step_s = causes.step_s or 1.0
+    unit = table_unit(trace)
     parts = {"useful compute, ideal": causes.ideal_s, **causes.run_s}
     rows = [
-        (cause.replace("_", " "), 1e3 * seconds, 100 * seconds / step_s)
+        (cause.replace("_", " "), seconds / unit.size, 100 * seconds / step_s)
         for cause, seconds in parts.items()
     ]
-    return Table(
-        name,
-        f"Where a step's time went, {source}",
-        ("cause", "ms/step", "of the step [%]"),
-        rows,
-        (0, 3, 2),
-    )
+    columns = ("cause", f"{unit.name}/step", "of the step [%]")
+    return Table(name, f"Where a step's time went, {trace.source}", columns, rows, (0, 3, 2))
 
 
 def prediction_table(name: str, metrics: Metrics, trace: Trace) -> Table | None:
@@ -252,12 +261,13 @@ def prediction_table(name: str, metrics: Metrics, trace: Trace) -> Table | None:
             rows.append((quantity, rank, predicted, found, 100 * (predicted / found - 1.0)))
 
     planned = _planned(trace)
-    add(
-        "step time [ms]",
-        None,
-        _scaled(planned.get("step_s"), 1e3),
-        _scaled(metrics.step_median_s, 1e3),
-    )
+    if TIME_UNIT not in trace.attributes:
+        add(
+            "step time [ms]",
+            None,
+            _scaled(planned.get("step_s"), 1e3),
+            _scaled(metrics.step_median_s, 1e3),
+        )
     add(
         "bubble, by formula [%]",
         None,

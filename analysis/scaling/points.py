@@ -26,7 +26,7 @@ from analysis.metrics.statistics import (
 )
 from gems.config.schema import CostConfig, DataConfig, ModelConfig, ParallelConfig, ScheduleConfig
 from gems.errors import ConfigError
-from gems.trace import SOURCES
+from gems.trace import SOURCES, TIME_UNIT
 from gems.utils.units import counted, number
 
 MAX_JOINED = 4  # times as many ranks
@@ -64,6 +64,7 @@ class Point:
         model: the network's name, depth and version, if costs are those of a network.
         held_out_error: how far predictions with the machine's calibration were off, of 1; None if
             unknown.
+        is_in_units: whether seconds stand for units of time, of costs that were configured.
     """
 
     line: str
@@ -82,6 +83,7 @@ class Point:
     run_steps: tuple[int, ...] = ()
     model: str = ""
     held_out_error: float | None = None
+    is_in_units: bool = False
 
     @property
     def step_median_s(self) -> float:
@@ -179,6 +181,16 @@ class Point:
         return float(pixels / base_pixels) if model == base_model else None
 
 
+def in_units(points: Sequence[Point]) -> bool:
+    """Return whether the times of any of the points are in units: then those of all are shown so."""
+    return any(point.is_in_units for point in points)
+
+
+def rate_name(points: Sequence[Point]) -> str:
+    """Return the name of `Point.images_per_s` for people."""
+    return "images/unit" if in_units(points) else "images/s"
+
+
 def format_error(held_out_error: float) -> str:
     """Return a calibration's error as text."""
     return f"held-out error of step times {100 * held_out_error:.1f} %"
@@ -225,6 +237,7 @@ def read_point(path: Path) -> Point:
         held_out_error=(
             None if (error := attributes.get("held_out_error")) is None else float(error)
         ),
+        is_in_units=TIME_UNIT in attributes,
     )
 
 
@@ -428,6 +441,7 @@ def point_rows(points: Sequence[Point]) -> list[dict[str, Any]]:
             "step_min_s": min(point.step_s),
             "step_p95_s": point.step_p95_s,
             "step_max_s": max(point.step_s),
+            "time_unit": "unit" if point.is_in_units else "s",
             "images_per_s": point.images_per_s,
             "images_per_s_mean": harmonic_mean(point.images_per_step / np.asarray(point.step_s)),
         }
@@ -483,4 +497,7 @@ def title(points: Sequence[Point]) -> tuple[str, str]:
 
 def describe_base(base: Point) -> str:
     """Return a base with its absolute figure, its ranks and its source."""
-    return f"{number(base.images_per_s)} images/s on {counted(base.ranks, 'rank')}, {base.source}"
+    return (
+        f"{number(base.images_per_s)} {rate_name([base])} on {counted(base.ranks, 'rank')},"
+        f" {base.source}"
+    )

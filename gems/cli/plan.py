@@ -88,7 +88,7 @@ def show_plan(spec: RunSpec, options: Options) -> int:
     if options.json:
         print_json(answer)
         return 0
-    print(_table(answer, found))
+    print(_table(answer, found, spec.machine.noise > 0))
     print(f"step times are {confidence.words}")
     if path is not None:
         print(
@@ -98,7 +98,7 @@ def show_plan(spec: RunSpec, options: Options) -> int:
     return 0
 
 
-def _table(answer: dict[str, Any], found: Found[Choice]) -> str:
+def _table(answer: dict[str, Any], found: Found[Choice], has_noise: bool) -> str:
     first = found.best[0]
     device_bytes = answer["device_bytes"]
     device = (
@@ -125,8 +125,9 @@ def _table(answer: dict[str, Any], found: Found[Choice]) -> str:
         for place, choice in enumerate(found.best, 1)
         for one in (choice.candidate,)
     ]
+    quiet = " without noise" if has_noise else ""
     exact = (
-        "no other can be better as modelled"
+        f"no other can be better as modelled{quiet}"
         if found.is_exact
         else (
             f"ended by its budget with {found.num_left} not looked at: they may be better"

@@ -20,7 +20,7 @@ from gems.schedule.ledger import TOLERANCE
 from gems.schedule.lower import compute_only, lower
 from gems.schedule.replicas import slowest_replica, with_all_reduce
 from gems.schedule.schedule import Schedule
-from gems.schedule.simulate import EVEN, Simulation, simulate
+from gems.schedule.simulate import EVEN, Pace, Simulation, simulate
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class MemoryCase:
     """What a policy plans for: `schedule` is the compute-only one, in whole stages.
 
     Rates are bytes per second.
-    `limit_bytes` is what a rank may hold; `network` has times in seconds. In `strips` each stage is
-    a layer of the profile (`gems.memory.strips`).
+    `limit_bytes` is what a rank may hold; `network` has times in seconds, and `paces` one for each
+    replica. In `strips` each stage is a layer of the profile (`gems.memory.strips`).
     """
 
     profile: ModelProfile
@@ -41,7 +41,7 @@ class MemoryCase:
     h2d_bytes_per_s: float = 5e9
     network: Network = FREE
     least_bytes: int = 0
-    num_replicas: int = 1
+    paces: tuple[Pace, ...] = (EVEN,)
     strips: StripProfile | None = None
 
     @cached_property
@@ -76,7 +76,9 @@ class MemoryCase:
             self.profile, plan, schedule, self.d2h_bytes_per_s, self.h2d_bytes_per_s
         )
         ranks = tuple(self.timelines(plan, schedule))
-        return PlanOutcome(plan, schedule, costs, ranks, simulate(schedule, costs, self.network))
+        return PlanOutcome(
+            plan, schedule, costs, ranks, simulate(schedule, costs, self.network), self.network
+        )
 
     def with_early_receives(self, outcome: PlanOutcome) -> PlanOutcome:
         """Return the outcome with receives posted in time for their links, if that is faster and the buffers fit."""
@@ -88,7 +90,9 @@ class MemoryCase:
         step = simulate(schedule, costs, self.network)
         if step.span >= outcome.step_s * (1 - TOLERANCE):
             return outcome
-        early = PlanOutcome(plan, schedule, costs, tuple(self.timelines(plan, schedule)), step)
+        early = PlanOutcome(
+            plan, schedule, costs, tuple(self.timelines(plan, schedule)), step, self.network
+        )
         limit = (
             sys.maxsize if self.limit_bytes is None else max(self.limit_bytes, *outcome.peak_bytes)
         )
@@ -104,9 +108,9 @@ class MemoryCase:
         outcome = self.with_early_receives(outcome)
         schedule = outcome.schedule
         network = self.network
-        costs = with_all_reduce(outcome.costs, schedule.placement, network, self.num_replicas)
-        _, step = slowest_replica(schedule, costs, network, [EVEN] * self.num_replicas)
-        return replace(outcome, costs=costs, simulation=step)
+        costs = with_all_reduce(outcome.costs, schedule.placement, network, len(self.paces))
+        network, step = slowest_replica(schedule, costs, network, self.paces)
+        return replace(outcome, costs=costs, simulation=step, network=network)
 
     def timelines(
         self, plan: MemoryPlan, schedule: Schedule, ranks: Iterable[int] | None = None
@@ -120,13 +124,14 @@ class MemoryCase:
 
 @dataclass(frozen=True)
 class PlanOutcome:
-    """A plan with the lowered schedule, its costs in seconds and bytes, each rank's bytes, and the simulated step."""
+    """A plan with its lowered schedule, costs in seconds and bytes, bytes by rank, the simulated step and its links."""
 
     plan: MemoryPlan
     schedule: Schedule
     costs: StageCosts
     ranks: tuple[RankTimeline, ...]
     simulation: Simulation
+    network: Network
 
     @cached_property
     def peak_bytes(self) -> tuple[int, ...]:

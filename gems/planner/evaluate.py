@@ -38,7 +38,7 @@ from gems.schedule.ledger import TOLERANCE, in_flight, peaks
 from gems.schedule.lower import lower
 from gems.schedule.placement import Placement, looped
 from gems.schedule.schedule import Schedule
-from gems.schedule.simulate import Simulation, simulate
+from gems.schedule.simulate import Simulation, Span, simulate
 from gems.simulation.build import compute_schedule, lowered_within, search_schedule
 from gems.simulation.costs import (
     activation_cap,
@@ -49,6 +49,7 @@ from gems.simulation.costs import (
 )
 from gems.simulation.memory_case import fits_host, memory_case
 from gems.simulation.model_costs import PROFILE
+from gems.simulation.prediction import with_jitter
 from gems.simulation.profiled_costs import profiled_costs
 
 ESTIMATE_ERROR = 1.25  # times the limit, up to which what is estimated to be held may well fit
@@ -246,7 +247,7 @@ class Planner:
             for choice in best
             for one in (choice.candidate,)
         ]
-        fitting = [choice for choice in judged if isinstance(choice, Choice)]
+        fitting = [self.with_noise(choice) for choice in judged if isinstance(choice, Choice)]
         return tuple(sorted(fitting, key=lambda each: (each.score_s, each.most_bytes))) or tuple(
             best
         )
@@ -433,8 +434,11 @@ class Planner:
                 network, step = simulate_step(made.run, schedule)
                 costs = schedule_costs(made.run, schedule.placement)
                 pace = replica_pace(made.run, 0)
-                split = partial(parts_s, schedule, costs, step, network, pace)
-                return self._choice(one, made, step, peaks, (0,) * len(peaks), split)
+                split = partial(parts_s, schedule, costs, links=network, pace=pace)
+                jitter = partial(
+                    with_jitter, made.run, schedule, costs, network, activation_cap(made.run)
+                )
+                return self._choice(one, made, step, peaks, (0,) * len(peaks), split, jitter)
         return TooLarge(least)
 
     def _peak_bytes(
@@ -484,10 +488,14 @@ class Planner:
                 rates = run.machine.d2h_bytes_per_s, run.machine.h2d_bytes_per_s
                 costs = segment_costs(model.profile, plan, schedule, *rates)
                 step = simulate(schedule, costs, case.network)
-                found = case.as_run(PlanOutcome(plan, schedule, costs, tuple(timelines), step))
-                step = found.simulation
-                split = partial(parts_s, found.schedule, found.costs, step, case.network)
-                return self._choice(one, made, step, found.peak_bytes, on_host, split)
+                found = case.as_run(
+                    PlanOutcome(plan, schedule, costs, tuple(timelines), step, case.network)
+                )
+                split = partial(parts_s, found.schedule, found.costs, links=found.network)
+                jitter = partial(with_jitter, run, found.schedule, found.costs, found.network, None)
+                return self._choice(
+                    one, made, found.simulation, found.peak_bytes, on_host, split, jitter
+                )
         return TooLarge(least)
 
     def _scheduled(self, one: Candidate) -> Iterator[_Scheduled]:
@@ -534,7 +542,8 @@ class Planner:
         step: Simulation,
         peaks: tuple[int, ...],
         on_host: tuple[int, ...],
-        split: Callable[[], Mapping[str, float]],
+        split: Callable[[Simulation], Mapping[str, float]],
+        jitter: Callable[[Simulation], tuple[Simulation, Span]],
     ) -> Choice:
         score_s = self.score(one, step.span)
         epochs = None if self.epochs is None else self.epochs(one.global_batch)
@@ -547,9 +556,18 @@ class Planner:
             step.efficiency,
             peaks,
             on_host,
-            split,
+            partial(split, step),
+            lambda: self._choice(one, made, jitter(step)[0], peaks, on_host, split, jitter),
             epochs,
             changes,
+        )
+
+    def with_noise(self, choice: Choice) -> Choice:
+        """Return a choice by the median of its steps under machine.noise, which would take too long for all."""
+        return (
+            replace(choice.noisy(), noisy=None)
+            if self.spec.machine.noise and choice.noisy
+            else choice
         )
 
     def score(self, one: Candidate, step_s: float) -> float:

@@ -54,24 +54,22 @@ def fastest(
             planner.model(size)
     search_begin = time.perf_counter()
     found = _search(planner, asked, num_best, search_begin + budget_s)
-    if also is not None:
-        more = also(planner, found.best, asked)
-        best = tuple(
-            sorted((*found.best, *more), key=lambda each: (each.score_s, each.most_bytes))[
-                :num_best
-            ]
-        )
-        found = replace(
-            found,
-            best=best,
-            num_simulated=found.num_simulated + len(more),
-            num_candidates=found.num_candidates + len(more),
-        )
+    best = [planner.with_noise(choice) for choice in found.best]
+    more = [] if also is None else also(planner, best, asked)
+    best = sorted((*best, *more), key=lambda each: (each.score_s, each.most_bytes))[:num_best]
+    found = replace(
+        found,
+        best=tuple(best),
+        num_simulated=found.num_simulated + len(more),
+        num_candidates=found.num_candidates + len(more),
+    )
     search_s = time.perf_counter() - search_begin
     found = replace(found, best=planner.confirmed(found.best))
     if not found.best:
         lean = leanest_or_refuse(planner, asked, found, num_gpus, search_begin + budget_s)
-        found = replace(found, best=(lean,), num_simulated=found.num_simulated + 1)
+        found = replace(
+            found, best=(planner.with_noise(lean),), num_simulated=found.num_simulated + 1
+        )
     answer = {
         "source": "simulated",
         "model": spec.model.name,

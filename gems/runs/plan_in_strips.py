@@ -106,6 +106,7 @@ def _choice(planner: Planner, one: Candidate) -> Choice:
         held.peak_bytes,
         held.host_bytes,
         partial(parts_s, found.schedule, found.costs, found.step, found.network),
+        None,
         None if planner.epochs is None else planner.epochs(one.global_batch),
         planner.changes(one),
     )

@@ -170,16 +170,23 @@ def confidence_of(spec: RunSpec) -> Confidence:
     pace = known_pace(spec)
     profile = None if path is None else read_document(Path(path))
     is_measured = not is_fake(spec.profile) if profile is None else profile.source == "measured"
+    device = "" if profile is None else f" on {profile.device}"
     if not is_measured:
-        rates = f"the rates of machine={spec.machine.name}"
-        return Confidence(False, None, f"by {rates}, not compared with any run (profile=measured)")
+        rates = (
+            f"the rates of machine={spec.machine.name}"
+            if path is None
+            else f"a profile on fake tensors{device}"
+        )
+        return Confidence(
+            False,
+            None,
+            f"by {rates}, not compared with any run (profile=measured would time layers)",
+        )
     if pace is not None or (profile is not None and FACT in profile.facts):
         return Confidence(True, None, "calibrated by runs on this machine")
     low, high = UNCALIBRATED
-    words = (
-        f"not calibrated for this machine: {low:g} to {high:g} times what its layers take alone"
-        " (make calibrate)"
-    )
+    alone = f"{low:g} to {high:g} times what its layers take alone{device}"
+    words = f"not calibrated for this machine: {alone} (make calibrate)"
     return Confidence(False, UNCALIBRATED, words)
 
 

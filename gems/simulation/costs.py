@@ -93,15 +93,19 @@ def replica_pace(run: RunSpec, replica: int) -> Pace:
     return Pace(slow_rank, machine.slowdown, run.cost.input_load / run.parallel.strips)
 
 
+def replica_paces(run: RunSpec) -> tuple[Pace, ...]:
+    """Return what disturbs each replica."""
+    return tuple(replica_pace(run, replica) for replica in range(run.parallel.replicas))
+
+
 def simulate_step(run: RunSpec, schedule: Schedule) -> tuple[Network, Simulation]:
     """Simulate one step of a run without jitter, in units.
 
     Return the network that it was simulated on too.
     """
-    paces = [replica_pace(run, replica) for replica in range(run.parallel.replicas)]
     costs = schedule_costs(run, schedule.placement)
     cap = activation_cap(run)
-    return slowest_replica(schedule, costs, network_in_units(run), paces, cap)
+    return slowest_replica(schedule, costs, network_in_units(run), replica_paces(run), cap)
 
 
 def parts_s(

@@ -16,6 +16,7 @@ from gems.profile import ModelProfile
 from gems.profile.store import profile_of, strips_of
 from gems.schedule import CAPPED
 from gems.schedule.schedule import Schedule
+from gems.simulation.costs import replica_paces
 from gems.utils.cache import cached
 
 SMALLER = "use another policy (memory=plan), more partitions, or a smaller image or micro-batch"
@@ -52,7 +53,7 @@ def memory_case(
         machine.h2d_bytes_per_s,
         network_in_seconds(spec),
         spec.memory.min_offload_bytes,
-        spec.parallel.replicas,
+        replica_paces(spec),
         strips,
     )
 
@@ -75,7 +76,7 @@ def memory_outcome(run: RunSpec, case: MemoryCase) -> PlanOutcome:
             case.d2h_bytes_per_s,
             case.h2d_bytes_per_s,
             case.least_bytes,
-            case.num_replicas,
+            len(case.paces),
             case.strips,
         )
     )

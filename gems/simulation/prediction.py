@@ -15,16 +15,14 @@ from gems.memory.case import PlanOutcome
 from gems.memory.plan import MemoryPlan
 from gems.memory.timeline import RankTimeline
 from gems.models import layers_of
-from gems.partition.links import network_in_seconds
 from gems.schedule import CAPPED
 from gems.schedule.action import Kind
 from gems.schedule.bounds import memory_time_bound
 from gems.schedule.costs import Network, StageCosts
 from gems.schedule.lower import compute_only
 from gems.schedule.memory import Held, RankMemory, memory_over_time
-from gems.schedule.replicas import slowest_replica
 from gems.schedule.schedule import Schedule
-from gems.schedule.simulate import EVEN, RankTime, Simulation, rank_times
+from gems.schedule.simulate import RankTime, Simulation, rank_times
 from gems.simulation.build import partition_of, search_schedule
 from gems.simulation.calibration import Confidence, confidence_of
 from gems.simulation.costs import (
@@ -175,7 +173,7 @@ def predict_schedule(run: RunSpec, schedule: Schedule) -> Prediction:
     costs = schedule_costs(run, schedule.placement)
     cap = activation_cap(run)
     network, quiet = simulate_step(run, schedule)
-    step, interval = _with_jitter(run, schedule, costs, network, cap, quiet)
+    step, interval = with_jitter(run, schedule, costs, network, cap, quiet)
     return Prediction(
         run,
         schedule,
@@ -199,10 +197,8 @@ def predict_outcome(run: RunSpec, outcome: PlanOutcome) -> Prediction:
     """
     schedule = outcome.schedule
     costs = outcome.costs
-    network, _ = slowest_replica(
-        schedule, costs, network_in_seconds(run), [EVEN] * run.parallel.replicas
-    )
-    step, interval = _with_jitter(run, schedule, costs, network, None, outcome.simulation)
+    network = outcome.network
+    step, interval = with_jitter(run, schedule, costs, network, None, outcome.simulation)
     cap = activation_cap(run) if schedule.name == CAPPED else None
     bounds: tuple[float, float | None]
     if cap is None:
@@ -221,7 +217,7 @@ def predict_outcome(run: RunSpec, outcome: PlanOutcome) -> Prediction:
         network,
         None if cap is None else cap * run.cost.activation_bytes,
         step,
-        rank_times(schedule, costs, step, network),
+        rank_times(schedule, costs, step, network, replica_pace(run, 0)),
         _memory_over_time(outcome.ranks, step),
         bounds,
         interval,
@@ -230,7 +226,7 @@ def predict_outcome(run: RunSpec, outcome: PlanOutcome) -> Prediction:
     )
 
 
-def _with_jitter(
+def with_jitter(
     run: RunSpec,
     schedule: Schedule,
     costs: StageCosts,

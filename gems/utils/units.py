@@ -24,12 +24,18 @@ class Unit:
         return UNKNOWN if value is None else number(value / self.size)
 
 
-def time_unit(values_s: Iterable[float | None]) -> Unit:
-    """Return s, ms or us by the largest of times in seconds."""
+MS = Unit("ms", 1e-3)
+UNITS = Unit("units", 1.0)
+
+
+def time_unit(values_s: Iterable[float | None], is_in_units: bool = False) -> Unit:
+    """Return s, ms or us by the largest of times in seconds, or units if seconds stand for these."""
+    if is_in_units:
+        return UNITS
     largest = max((abs(value) for value in values_s if value is not None), default=0.0)
     if largest >= 1.0:
         return Unit("s", 1.0)
-    return Unit("ms", 1e-3) if largest >= 1e-3 else Unit("us", 1e-6)
+    return MS if largest >= 1e-3 else Unit("us", 1e-6)
 
 
 def bytes_unit(values_bytes: Iterable[float | None]) -> Unit:

@@ -6,20 +6,25 @@ All kinds and streams, one replica for all, memory by what it holds.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from analysis.__main__ import main
 from analysis.cli.collect import collect
+from analysis.cli.scaling import study_table
 from analysis.cli.summary import summary_table
 from analysis.metrics.events import step_window
 from analysis.metrics.run_metrics import backward_mean_s, run_metrics
 from analysis.plots.memory_curve import buffer_bytes, memory_figure, rank_curve
 from analysis.plots.timeline import LOOKS, timeline_figure
+from analysis.report.build import build_report
+from analysis.scaling.points import read_points
 from gems.config.resolve import resolve
 from gems.config.schema import (
     BenchmarkConfig,
@@ -36,7 +41,7 @@ from gems.runs.simulated_run import simulated_trace
 from gems.schedule.memory import memory_over_time
 from gems.simulation.build import lowered_schedule
 from gems.simulation.costs import schedule_costs, simulate_step
-from gems.trace import KINDS, STREAMS, Trace
+from gems.trace import KINDS, STREAMS, Trace, write_trace
 
 MEMORY = {
     "schema": "gems.schedule/1",
@@ -261,3 +266,23 @@ def test_units_are_no_seconds_in_the_table(make: Make) -> None:
     ]
     assert "images/s" in texts[0] and "step time, median [ms]" in texts[0]
     assert "images/s" not in texts[1] and "step time, median [units]" in texts[1]
+
+
+def test_units_are_no_seconds_in_a_study_and_its_page(make: Make, tmp_path: Path) -> None:
+    spec = make("1f1b")
+    trace = trace_of(replace(spec, cost=replace(spec.cost, unit_s=1.0)))
+    trace.run_yaml = yaml.safe_dump(spec.to_dict())
+    path = tmp_path / "a" / "trace.h5"
+    path.parent.mkdir()
+    write_trace(path, trace)
+    shown = study_table(read_points([path]))
+    assert (
+        "images/unit" in shown
+        and "[units]" in shown
+        and "images/s" not in shown
+        and "[s]" not in shown
+    )
+    page = tmp_path / "page.html"
+    build_report([path], page)
+    text = re.sub(r"<script.*?</script>", "", page.read_text(), flags=re.DOTALL)
+    assert "[units]" in text and not re.search(r"images/s\b|\[m?s\]|\bms\b| m?s<", text)

@@ -17,7 +17,7 @@ import gems.simulation.profiled_costs
 from gems.config.compose import compose
 from gems.config.resolve import global_batch, run_id
 from gems.config.schema import RunSpec
-from gems.runs.run_plan import plan_run
+from gems.runs.run_plan import plan_run, plan_simulation, predict
 from tests.commands import Gems, check_refusal, runner
 from tests.partition.profiles import random_profile
 from tests.planners import NUM_LAYERS, RUN, made_up, sized
@@ -99,6 +99,36 @@ def test_what_is_written_runs_as_planned(
         monkeypatch.setattr(module, "profile_of", profile_of)
     made = plan_run(spec)
     assert list(made.boundaries) == first["boundaries"]
+
+
+def test_steps_under_noise_are_those_that_simulate_prints(
+    gems_: Gems, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noise = "machine.noise=0.1"
+    said = gems_(*ASKED, noise, "machine.device_bytes=12000", "--top", "3", "--json")
+    assert said.code == 0, said.err
+    choices = json.loads(said.out)["choices"]
+    assert [choice["step_s"] for choice in choices] == sorted(
+        choice["step_s"] for choice in choices
+    )
+
+    def profile_of(spec: RunSpec) -> object:
+        return sized(random_profile(NUM_LAYERS, 5, 0.9), spec.parallel.micro_batch_size)
+
+    for module in (
+        gems.partition.methods,
+        gems.simulation.memory_case,
+        gems.simulation.profiled_costs,
+    ):
+        monkeypatch.setattr(module, "profile_of", profile_of)
+    for choice in choices:
+        words = [*RUN, "machine.device_bytes=12000", *choice["overrides"]]
+        noisy, quiet = (
+            predict(plan_simulation(compose([*words, *more]))).step_s for more in ([noise], [])
+        )
+        assert (
+            choice["step_s"] == pytest.approx(noisy, rel=1e-9) and abs(noisy - quiet) > 1e-6 * quiet
+        )
 
 
 def test_what_does_not_fit_says_what_would(gems_: Gems, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,6 +49,23 @@ def test_gems_simulate_knows_them() -> None:
     assert predict(plan_simulation(slow)).to_json()["useful_s"] == [72, 24, 24, 24]
 
 
+def test_a_search_that_recomputes_knows_them() -> None:
+    words = (
+        "cost=profile",
+        "schedule=capped",
+        "schedule.activation_cap=1",
+        "schedule.memory_actions=[recompute]",
+    )
+    usual, slow, late = (
+        predict(
+            plan_simulation(compose(["machine=simulated", "parallel.partitions=2", *words, *more]))
+        ).to_json()
+        for more in ((), ("machine.slow_rank=0", "machine.slowdown=3"), ("cost.input_load=1",))
+    )
+    assert slow["useful_s"][0] == pytest.approx(3 * usual["useful_s"][0])
+    assert late["input_wait_s"][0] >= 1 and late["step_s"] > 1 > usual["step_s"]
+
+
 def test_a_simulated_trace_shows_the_wait() -> None:
     spec = spec_of("cost.input_load=2", "train.steps=3", "benchmark.skip_steps=1")
     events = simulated_trace(spec, lowered_schedule(spec)).events

@@ -18,6 +18,7 @@ from gems.memory.policies.vdnn import vdnn_all
 from gems.memory.storages import saved_storages
 from gems.profile import ModelProfile
 from gems.schedule.action import Kind
+from gems.schedule.simulate import EVEN
 from gems.schedule.validate import validate
 from tests.memory.policy_cases import MIB, SCHEDULES, case_of, network, random_network
 
@@ -120,11 +121,11 @@ def test_lms_has_less_of_the_device_with_replicas() -> None:
     assert case.limit_bytes is not None
     room = case.limit_bytes - sum(case.static_blocks(0))
     assert lms(case).counters["ratio"] == 0.9  # type: ignore[index]
-    two = lms(replace(case, num_replicas=2))
+    two = lms(replace(case, paces=(EVEN, EVEN)))
     assert two.counters["ratio"] == 0.8  # type: ignore[index]
     assert tuned(two)["room_bytes"] <= int(0.8 * room) < int(0.9 * room)
     assert len(segments(two)) >= len(segments(lms(case)))
-    assert lms(replace(case, num_replicas=2), ratio=0.95).counters["ratio"] == 0.95  # type: ignore[index]
+    assert lms(replace(case, paces=(EVEN, EVEN)), ratio=0.95).counters["ratio"] == 0.95  # type: ignore[index]
 
 
 @pytest.mark.parametrize(

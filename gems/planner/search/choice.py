@@ -27,10 +27,11 @@ MAX_REASONS = 3
 class Choice:
     """A configuration with one simulated step of it.
 
-    `peak_bytes` and `host_bytes` have an entry a rank of one pipeline; `split` gives `parts_s`,
-    which only the best are asked for. `score_s` is what choices are ranked by: the step, or the
-    seconds to the target where the epochs to it are known (`epochs`). `changes` are what else of
-    the run the plan sets, as words of a command line.
+    `peak_bytes` and `host_bytes` have an entry a rank of one pipeline. Only the best are asked for
+    `split`, which gives `parts_s`, and for `noisy`, the same by the median step under
+    machine.noise. `score_s` is what choices are ranked by: the step, or the seconds to the target
+    where the epochs to it are known (`epochs`). `changes` are what else of the run the plan sets,
+    as words of a command line.
     """
 
     candidate: Candidate
@@ -41,6 +42,7 @@ class Choice:
     peak_bytes: tuple[int, ...]
     host_bytes: tuple[int, ...]
     split: Callable[[], Mapping[str, float]] = field(repr=False, compare=False)
+    noisy: Callable[[], Choice] | None = field(default=None, repr=False, compare=False)
     epochs: float | None = None
     changes: tuple[str, ...] = ()
 

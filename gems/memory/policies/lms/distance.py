@@ -85,7 +85,7 @@ def lms(
     Raises:
         DoesNotFitError: no parameters fit one of the ranks.
     """
-    share = ratio if ratio is not None else RATIO_WITH_REPLICAS if case.num_replicas > 1 else RATIO
+    share = ratio if ratio is not None else RATIO_WITH_REPLICAS if len(case.paces) > 1 else RATIO
     limit = case.limit_bytes
     given = (swapout_threshold, swapin_ahead, swapin_groupby, sync_mode)
     by_stages: dict[tuple[int, ...], list[int]] = {}
