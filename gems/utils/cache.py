@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,19 @@ from gems.utils.atomic_io import write_json
 def cache_folder(configured: str | None = None) -> Path:
     """Return the folder of the cache.
 
-    As configured, $GEMS_CACHE_DIR, or the user's own cache folder.
+    As configured, $GEMS_CACHE_DIR, or the user's own cache folder; below $TMPDIR for a user without
+    a home.
     """
     if configured:
         return Path(configured)
     if "GEMS_CACHE_DIR" in os.environ:
         return Path(os.environ["GEMS_CACHE_DIR"])
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gems"
+    if os.environ.get("XDG_CACHE_HOME"):
+        return Path(os.environ["XDG_CACHE_HOME"]) / "gems"
+    try:
+        return Path.home() / ".cache" / "gems"
+    except RuntimeError:  # a container's user without $HOME and without an entry in passwd
+        return Path(tempfile.gettempdir()) / f"gems-cache-{os.getuid()}"
 
 
 def cached(
