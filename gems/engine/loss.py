@@ -238,9 +238,8 @@ class SummedLoss:
         own = getattr(self.loss.function, "weight", None)
         self._own_weight = own if callable(own) and not isinstance(own, Tensor) else None
         self.is_constant = self._weighs_samples_equally()
-        self._check_sum(device)
-        if self._dtype is not torch.float64:
-            self._take_more_digits(config, device)
+        if self._dtype is torch.float64 or not self._takes_more_digits(config, device):
+            self._check_sum(device)
 
     def __call__(self, outputs: Outputs, labels: Tensor) -> Tensor:
         """Return the loss of a micro-batch, summed over its labels and computed in float32 at least."""
@@ -323,8 +322,8 @@ class SummedLoss:
             known = self._exact.known(labels)
             return self._exact.summed(part, known) / self._exact.function(part, known)
 
-    def _take_more_digits(self, config: LossConfig, device: torch.device) -> None:
-        """Weigh labels in float64, and check the sum so, if the loss runs in it.
+    def _takes_more_digits(self, config: LossConfig, device: torch.device) -> bool:
+        """Weigh labels in float64 and check the sum so; return False if the loss does not run in it.
 
         Its constants may be of float32.
         """
@@ -337,6 +336,8 @@ class SummedLoss:
                 raise
             self._exact = self.loss
             self._exact_dtype = self._dtype
+            return False
+        return True
 
     def _check_sum(self, device: torch.device) -> None:
         """Compare made-up samples with two parts of them.
@@ -359,6 +360,7 @@ class SummedLoss:
         tolerance = _TOLERANCES[self._exact_dtype]
         found = []
         try:
+            self(map_tensors(lambda each: each.to(self._dtype), outputs), labels)
             for part in (slice(None), slice(0, 1), slice(1, None)):
                 some = map_tensors(operator.itemgetter(part), outputs)
                 value = self._sum(exact, some, labels[part])
