@@ -268,7 +268,7 @@ def _check_nodes_left(spec: RunSpec, blocked: Sequence[BlockedNode]) -> None:
     if not cluster.exclude:
         return
     try:
-        left, excluded = left_nodes(cluster.partition, cluster.exclude)
+        left, excluded = left_nodes(cluster)
     except SchedulerUnavailableError:
         return
     needed = min([job.nodes, *cluster.smaller_nodes(job.nodes)]) + cluster.spare_nodes

@@ -122,7 +122,7 @@ def _num_left(cluster: ClusterConfig) -> int | None:
     if not cluster.exclude:
         return None
     try:
-        return len(left_nodes(cluster.partition, cluster.exclude)[0])
+        return len(left_nodes(cluster)[0])
     except SchedulerUnavailableError:
         return None
 

@@ -210,7 +210,8 @@ def _own_variables() -> dict[str, str]:
 def _found(row: Sequence[str]) -> FoundJob:
     """Read a line of `flux jobs`; raise SchedulerUnavailableError if it is none."""
     values = dict(zip(COLUMNS, map(str.strip, row), strict=False))
-    state = STATES.get(values.get("state", ""))
+    word = values.get("state", "")
+    state = STATES.get(word, word if word.isupper() else None)  # one that is new counts as active
     if state == "":
         state = RESULTS.get(values.get("result", ""))
     if len(row) != len(COLUMNS) or state is None or not re.fullmatch(JOB_ID, values["id.f58plain"]):

@@ -270,9 +270,10 @@ def _rows(text: str) -> dict[str, dict[str, str]]:
 
 
 def _found(job_id: str, row: Mapping[str, str]) -> FoundJob:
-    state = STATES.get(row.get("job_state", ""))
-    if state is None:
-        raise SchedulerUnavailableError("qstat", f"printed job {job_id} in a state that is none")
+    letter = row.get("job_state", "")
+    if not letter:
+        raise SchedulerUnavailableError("qstat", f"printed job {job_id} without a state")
+    state = STATES.get(letter, letter)  # of a letter that is new the job counts as active
     code, used, limit = (
         row.get(name)
         for name in ("Exit_status", "resources_used.walltime", "Resource_List.walltime")

@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from gems.config.schema import ClusterConfig
 from gems.errors import ConfigError, nearest
 from gems.utils.units import MIB
 from jobs.batch.command import (
@@ -20,6 +21,7 @@ from jobs.batch.command import (
     run_command,
     user_name,
 )
+from jobs.slurm.environment import clusters
 from jobs.slurm.jobs import on
 
 MINUTES_PER_DAY = 1440
@@ -143,26 +145,16 @@ def query_partitions(names: str | None, clusters: str = "") -> tuple[Partition, 
     )
 
 
-def node_names(partition: str | None) -> tuple[str, ...]:
-    """Return the nodes of a partition, or of all.
-
-    Raise SchedulerUnavailableError if SLURM does not answer.
-    """
-    chosen = [f"--partition={partition}"] if partition else []
-    return tuple(
-        dict.fromkeys(
-            query_site("sinfo", "--all", "--noheader", "--Node", *chosen, "--format=%N").split()
-        )
-    )
-
-
-def left_nodes(partition: str | None, exclude: Sequence[str]) -> tuple[set[str], set[str]]:
-    """Return the nodes of a partition, or of all, that are not excluded, and those that are.
+def left_nodes(cluster: ClusterConfig) -> tuple[set[str], set[str]]:
+    """Return the nodes of a run's partition, or of all, that are not excluded, and those that are.
 
     Raises SchedulerUnavailableError if SLURM does not answer.
     """
-    nodes = {*node_names(partition)}
-    excluded = {*expand_nodes(exclude)}
+    chosen = [f"--partition={cluster.partition}"] if cluster.partition else []
+    words = [*on(clusters(cluster)), "--all", "--noheader", "--Node", *chosen, "--format=%N"]
+    lines = query_site("sinfo", *words).splitlines()
+    nodes = {line.strip() for line in lines if line.strip() and not line.startswith("CLUSTER:")}
+    excluded = {*expand_nodes(cluster.exclude)}
     return nodes - excluded, nodes & excluded
 
 

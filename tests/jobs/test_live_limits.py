@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gems.config.schema import RunSpec
+from gems.config.schema import ClusterConfig, RunSpec
 from gems.errors import ConfigError
 from jobs.batch.command import SchedulerUnavailableError
 from jobs.batch.resources import job_spec
@@ -202,8 +202,18 @@ def test_there_is_no_slurm(slurm: FakeSlurm) -> None:
 def test_a_warning_is_no_name_of_a_node(slurm: FakeSlurm) -> None:
     slurm.says("sinfo", "n1", "n2", error="sinfo: warning: slurm.conf differs\n")
     slurm.says("scontrol", "n2", error="scontrol: warning: slurm.conf differs\n")
-    assert left_nodes(None, ["n2"]) == ({"n1"}, {"n2"})
+    assert left_nodes(ClusterConfig(exclude=["n2"])) == ({"n1"}, {"n2"})
     assert expand_nodes(["n2"]) == ("n2",)
+
+
+def test_nodes_are_those_of_the_cluster_of_the_run(slurm: FakeSlurm) -> None:
+    slurm.says("sinfo", "CLUSTER: other", "n1", "n2")
+    slurm.says("scontrol", "n2")
+    assert left_nodes(ClusterConfig(exclude=["n2"], sbatch={"clusters": "other"})) == (
+        {"n1"},
+        {"n2"},
+    )
+    assert any(line.startswith("sinfo --clusters=other") for line in slurm.asked())
 
 
 def test_accounts_of_a_user(slurm: FakeSlurm) -> None:

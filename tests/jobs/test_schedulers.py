@@ -606,6 +606,7 @@ class TestPbs:
             ({"job_state": "S"}, ("SUSPENDED", "")),
             ({"job_state": "M"}, ("PENDING", "")),
             ({"job_state": "E"}, ("COMPLETING", "")),
+            ({"job_state": "Z", "comment": "new"}, ("Z", "new")),
             ({"job_state": "F", "Exit_status": "0"}, ("COMPLETED", "")),
             ({"job_state": "F", "Exit_status": "3"}, ("FAILED", "")),
             ({"job_state": "F", "Exit_status": "-29"}, ("TIMEOUT", "")),
@@ -628,10 +629,11 @@ class TestPbs:
         )
         found = pbs_module._found("41.server", pbs_module._rows(text)["41"])
         assert ((found.job.state, found.job.reason), found.token) == (expected, "abc")
+        assert found.job.is_active == (row["job_state"] != "F")
 
-    def test_a_state_that_is_none_is_no_answer(self) -> None:
-        with pytest.raises(SchedulerError, match=r"printed job 41\.server in a state that is none"):
-            pbs_module._found("41.server", {"job_state": "Z"})
+    def test_a_job_without_a_state_is_no_answer(self) -> None:
+        with pytest.raises(SchedulerError, match=r"printed job 41\.server without a state"):
+            pbs_module._found("41.server", {})
 
     def test_qstat_must_tell_of_each_job(self, fake: FakeScheduler, make: Make) -> None:
         """Some releases print the first alone of the jobs that they are asked for."""
