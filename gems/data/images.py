@@ -59,6 +59,7 @@ class ImageDataset(Dataset):
         self.seeds_process = data.transform is not None
         self._transform: Any = None
         self._normalization: tuple[Image, Image] | None = None
+        self._empty: tuple[tuple[Split, int], NDArray[np.bool_]] | None = None
         self._by_rows: dict[Split, bool] = {}
 
     @abstractmethod
@@ -92,14 +93,20 @@ class ImageDataset(Dataset):
 
     def sample(self, split: Split, index: int, draw: int = 0) -> tuple[Image | Tokens, Label]:
         """Return an image and its label, which is transformed alike if it is a mask."""
-        label = super().label(split, index, draw)
         if split != "train" or self.config.transform is None:
-            return self.image(split, index, draw), label
+            return self.image(split, index, draw), super().label(split, index, draw)
+        values, gaps = self._known(split, index)
+        fill = self._fill(values.dtype)
+        if gaps is not None:
+            values = np.where(gaps, fill, values)
+        label = super().label(split, index, draw)
         mask = np.asarray(label) if np.ndim(label) == 2 else None
         with seeded(self.seed, "transform", index, draw) as number:
-            given = self._filled(self.values(split, index), self.nodata(split, index))
-            values, mask = self._transformed(given, mask, number, self.name_of(split, index))
-        return self._normalised(values), label if mask is None else mask
+            values, mask = self._transformed(values, mask, number, self.name_of(split, index))
+        made = self._normalised(values)
+        if gaps is not None:
+            made[values == fill] = 0
+        return made, label if mask is None else mask
 
     def prepare(self) -> None:
         """Compute what the cache keeps for all ranks: mean and deviation of the training split."""
@@ -110,7 +117,19 @@ class ImageDataset(Dataset):
         return split == "train" and self.config.transform is not None
 
     def _pixels(self, split: Split, index: int) -> Image:
-        return self._normalised(self.values(split, index), self.nodata(split, index))
+        values, gaps = self._known(split, index)
+        made = self._normalised(values)
+        if gaps is not None:
+            made[gaps] = 0
+        return made
+
+    def _known(self, split: Split, index: int) -> tuple[Values, NDArray[np.bool_] | None]:
+        """Return an image, and where it has no data; what its label needs of that is remembered."""
+        values = self.values(split, index)
+        nodata = self.nodata(split, index)
+        gaps = None if nodata is None else is_nodata(values, nodata)
+        self._empty = None if gaps is None else ((split, index), np.asarray(gaps.all(axis=0)))
+        return values, gaps
 
     def _write(self, split: Split, index: int, box: Box, out: Image) -> None:
         self._normalised(self.part(split, index, box), self.nodata(split, index), out)
@@ -128,12 +147,10 @@ class ImageDataset(Dataset):
             made[is_nodata(values, nodata)] = 0
         return made
 
-    def _filled(self, values: Values, nodata: float | None) -> Values:
-        """Return values with the mean in place of those without data, for a transform that does not know of them."""
-        if nodata is None:
-            return values
-        mean = self.statistics()[0] * np.float32(range_of(values.dtype, self.config.bits))
-        return np.where(is_nodata(values, nodata), mean, values).astype(values.dtype)
+    def _fill(self, dtype: np.dtype[Any]) -> Values:
+        """Return the mean as values, in place of no data for a transform that does not know of it."""
+        mean = self.statistics()[0] * np.float32(range_of(dtype, self.config.bits))
+        return mean.astype(dtype)
 
     def _without_nodata(self, label: Label, split: Split, index: int) -> Label:
         """Return a mask in which the pixels without data in all channels have NO_LABEL.
@@ -144,7 +161,11 @@ class ImageDataset(Dataset):
         if nodata is None:
             return label
         mask = np.asarray(label)
-        mask[is_nodata(self.values(split, index), nodata).all(axis=0)] = NO_LABEL
+        seen = self._empty  # of the image that was read last, in any thread
+        if seen is not None and seen[0] == (split, index):
+            mask[seen[1]] = NO_LABEL
+        else:
+            mask[is_nodata(self.values(split, index), nodata).all(axis=0)] = NO_LABEL
         return mask
 
     def statistics(self) -> tuple[Image, Image]:
@@ -257,7 +278,8 @@ class ImageDataset(Dataset):
                 "crop and resize to these",
             )
         if made.dtype != values.dtype:
-            made = (made * np.float32(peak)).astype(values.dtype)
+            made = made * np.float32(peak)
+            made = (np.rint(made) if values.dtype.kind in "iu" else made).astype(values.dtype)
         return made, None if made_mask is None else made_mask.astype(np.int64)
 
 

@@ -35,10 +35,26 @@ class TableDataset(FileDataset):
         self._rows = split_rows(data, "data.path", rows, kinds, seed)
         self._folder = expanded("data.path", str(data.path)).parent
         super().__init__(data, len(self._rows["train"]), len(self._rows["validation"]), seed)
+        self._check_classes()
 
     def path(self, split: Split, index: int) -> Path:
         """Return the file of an image."""
         return self._folder / self._rows[split][index][self.config.image_column]
+
+    def _check_classes(self) -> None:
+        """Raise ConfigError for a class that is validated and never trained."""
+        if self._task != TASKS[0]:
+            return
+        column = self.config.label_columns[0]
+        trained, validated = (
+            {self._numbers[row[column]]: row[column] for row in rows}
+            for rows in self._rows.values()
+        )
+        if trained and (
+            untrained := [validated[each] for each in validated if each not in trained]
+        ):
+            text = f"the class {untrained[0]} has no image for training"
+            raise ConfigError("data.path", self.config.path, text, "add rows of it to train")
 
     def files(self) -> list[Path]:
         """Return all files that the dataset reads."""

@@ -15,6 +15,7 @@ from PIL import Image
 
 from gems.config.schema import DataConfig
 from gems.data import check_data, class_names, open_dataset
+from gems.data.dataset import NO_LABEL
 from gems.data.files.values import have_one_shape
 from gems.data.inspection import inspect_data
 from gems.errors import ConfigError
@@ -69,6 +70,10 @@ def stripe(height: int, width: int, value: int = 1) -> np.ndarray:
     mask[:, : width // 4] = value
     mask[0] = value
     return mask
+
+
+def unchanged(image: Any, mask: Any) -> Any:
+    return image, mask
 
 
 class TestMasks:
@@ -179,6 +184,19 @@ class TestMasks:
         dataset = opened("masks", tmp_path, class_map={255: 1})
         np.testing.assert_array_equal(dataset.label("train", 0), stripe(SIDE, SIDE))
 
+    @pytest.mark.parametrize("transform", [None, f"{__name__}.unchanged"])
+    def test_an_image_with_gaps_is_read_once(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transform: str | None
+    ) -> None:
+        for number in range(4):
+            save_pair(tmp_path, number, stripe(SIDE, SIDE))
+        dataset = opened("masks", tmp_path, nodata="0", transform=transform)
+        dataset.statistics()
+        read, reads = dataset.values, []
+        monkeypatch.setattr(dataset, "values", lambda *place: reads.append(place) or read(*place))
+        _, mask = dataset.sample("train", 0)
+        assert len(reads) == 1 and set(np.unique(mask)) == {NO_LABEL, 1}
+
 
 class TestFolders:
     def fill(self, root: Path, *folders: str, count: int = 3) -> Path:
@@ -271,6 +289,18 @@ class TestTables:
         (tmp_path / "t.csv").write_text("\n".join(["file,label", *rows]))
         assert refused("table", tmp_path / "t.csv", label_columns=["label"]).endswith(words)
         assert refused("folder", tmp_path, labels_path=str(tmp_path / "t.csv")).endswith(words)
+
+    def test_a_class_that_is_only_validated_is_refused(self, tmp_path: Path) -> None:
+        rows = ["0.png,a,train", "1.png,b,train", "2.png,c,val", "3.png,a,val"]
+        (tmp_path / "t.csv").write_text("\n".join(["file,label,split", *rows]))
+        for number in range(4):
+            save(tmp_path / f"{number}.png", np.full((SIDE, SIDE, 3), number))
+        words = {"label_columns": ["label"], "num_classes": 3}
+        assert "the class c has no image for training" in refused(
+            "table", tmp_path / "t.csv", **words
+        )
+        merged = {**words, "num_classes": 2, "class_map": {"a": 0, "b": 1, "c": 1}}
+        assert opened("table", tmp_path / "t.csv", **merged).num_train == 2
 
     def test_a_value_that_is_not_finite_is_named(self, tmp_path: Path) -> None:
         (tmp_path / "t.csv").write_text("file,age\n0.png,1\n1.png,nan\n")

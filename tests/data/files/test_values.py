@@ -10,6 +10,7 @@ import h5py
 import numpy as np
 import pytest
 import tifffile
+import torch
 
 from gems.config.schema import DataConfig
 from gems.data import check_data, open_dataset
@@ -74,6 +75,10 @@ def with_gap(root: Path, nodata: str | None) -> Path:
                 root / kind / f"{number}.tif", values, photometric="rgb", extratags=tags
             )
     return root
+
+
+def upside_down(image: torch.Tensor) -> torch.Tensor:
+    return image.flip(1)
 
 
 class TestRange:
@@ -152,6 +157,14 @@ class TestNoData:
                 np.testing.assert_allclose(images[:, :, 2:].mean((0, 2, 3)), 0, atol=1e-5)
                 np.testing.assert_allclose(images[:, :, 2:].std((0, 2, 3)), 1, atol=1e-5)
             np.testing.assert_array_equal(dataset.rows("train", 0, 0, 1, 5), images[0][:, 1:5])
+
+    def test_is_zero_after_a_transform(self, tmp_path: Path) -> None:
+        root = with_gap(tmp_path / "x", "65535")
+        target = f"{__name__}.upside_down"
+        dataset = opened("folder", root, bits=16, normalization="computed", transform=target)
+        for index in range(dataset.num_train):
+            image = np.asarray(dataset.image("train", index))
+            assert (image[:, -2:] == 0).all() and (image[:, :-2] != 0).mean() > 0.99
 
     def test_is_not_mixed_with_data(self, tmp_path: Path) -> None:
         dataset = opened(
