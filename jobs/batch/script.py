@@ -9,6 +9,7 @@ import contextlib
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,18 @@ UNCLEAR = (
     "Socket timed out",
     "Zero Bytes were transmitted",
 )
+
+
+def render(system: str, *, command: str, directives: Sequence[str], **blocks: Sequence[str]) -> str:
+    """Fill in a system's template, templates/SYSTEM.sh; the line of an empty block is left out."""
+    text = resources.files("jobs.batch").joinpath(f"templates/{system}.sh").read_text()
+    lines = {"command": [command], "directives": directives, **blocks}
+    return re.sub(
+        r"^@([A-Z]+)@\n",
+        lambda mark: "".join(f"{line}\n" for line in lines[mark[1].lower()]),
+        text,
+        flags=re.MULTILINE,
+    )
 
 
 def call_submit(

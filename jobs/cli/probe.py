@@ -155,7 +155,7 @@ def _by_slurm(spec: RunSpec, job: JobSpec, limit_min: float) -> dict[str, Any]:
     Its script is that of a run except for the last line, and its job is cancelled when the wait is
     over.
     """
-    from jobs.slurm.executor import call_sbatch, executor
+    from jobs.slurm.sbatch import call_sbatch, sbatch_script
 
     if spec.cluster.scheduler != "slurm":
         text = "is probed by the first job of a run, not by this command"
@@ -177,7 +177,7 @@ def _by_slurm(spec: RunSpec, job: JobSpec, limit_min: float) -> dict[str, Any]:
     token = new_token()
     script = script_path(folder.logs, token)
     line = f"{shlex.join(probe_argv(spec, small, folder))} > {shlex.quote(str(log))} 2>&1"
-    script.write_text(executor(replace(spec, name="probe"), small, folder).script(line))
+    script.write_text(sbatch_script(replace(spec, name="probe"), small, folder, command=line))
     job_id = None
     try:
         with SignalsWait():

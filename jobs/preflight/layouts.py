@@ -128,9 +128,9 @@ def _num_left(cluster: ClusterConfig) -> int | None:
 
 
 def _wait_h(spec: RunSpec, folder: RunFolder) -> float | None:
-    from jobs.slurm.executor import executor
+    from jobs.slurm.sbatch import sbatch_script
 
-    return estimate_wait_h(executor(spec, job_spec(spec), folder).script())
+    return estimate_wait_h(sbatch_script(spec, job_spec(spec), folder))
 
 
 def _own_layouts(spec: RunSpec, world_size: int) -> Iterator[RunSpec]:

@@ -23,7 +23,14 @@ from gems.utils.run_module import RUN_MODULE
 from jobs.batch.command import SchedulerError
 from jobs.batch.job import Job, JobQuery, ListedJob, UnclearSubmissionError, script_path
 from jobs.batch.resources import TOKEN_VARIABLE, JobSpec, Work
-from jobs.batch.script import call_submit, check_path, export_lines, module_lines, report_short_job
+from jobs.batch.script import (
+    call_submit,
+    check_path,
+    export_lines,
+    module_lines,
+    render,
+    report_short_job,
+)
 from jobs.schedulers.scheduler import Scheduler
 
 PROGRAM = "jobs.launch.batch"
@@ -46,7 +53,6 @@ class FoundJob:
 class ByCommands(Scheduler):
     """A batch system of which a subclass knows the directives, the commands and what they print."""
 
-    first_line: ClassVar[str] = "#!/bin/bash"
     sentinel: ClassVar[str]
     forbidden: ClassVar[Mapping[str, str]]  # in paths, with the words for them
     full: ClassVar[tuple[str, ...]] = ()  # what the system says if the queue takes no more jobs now
@@ -55,9 +61,9 @@ class ByCommands(Scheduler):
     def directives(self, spec: RunSpec, job: JobSpec, folder: RunFolder) -> list[str]:
         """Return the options of a job, one or more words of a line each."""
 
-    def prologue(self, spec: RunSpec, job: JobSpec) -> list[str]:
-        """Return the lines that the system needs before all others."""
-        return []
+    def blocks(self, job: JobSpec) -> dict[str, list[str]]:
+        """Return the lines of the template's other blocks, by name."""
+        return {}
 
     @abstractmethod
     def submit_argv(self, spec: RunSpec, token: str) -> list[str]:
@@ -99,19 +105,14 @@ class ByCommands(Scheduler):
             if job.snapshot
             else [*RUN_MODULE, PROGRAM]
         )
-        lines = [
-            self.first_line,
-            *(f"{self.sentinel} {line}" for line in self.directives(spec, job, folder)),
-            "",
-            *self.prologue(spec, job),
-            *module_lines(cluster),
-            *cluster.setup,
-            *export_lines(cluster.environment),
-            # exec: signals and the exit code are then the launching process's, not the shell's
-            f"exec {shlex.join([sys.executable, '-u', *code, *runs])}",
-            "",
-        ]
-        return "\n".join(lines)
+        # exec: signals and the exit code are then the launching process's, not the shell's
+        return render(
+            self.name,
+            command=f"exec {shlex.join([sys.executable, '-u', *code, *runs])}",
+            directives=[f"{self.sentinel} {line}" for line in self.directives(spec, job, folder)],
+            setup=[*module_lines(cluster), *cluster.setup, *export_lines(cluster.environment)],
+            **self.blocks(job),
+        )
 
     def submit(
         self, spec: RunSpec, job: JobSpec, folder: RunFolder, works: Sequence[Work], token: str

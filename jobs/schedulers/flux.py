@@ -149,10 +149,6 @@ class Flux(ByCommands):
             for name, value in [*own, *values]
         ]
 
-    def prologue(self, spec: RunSpec, job: JobSpec) -> list[str]:
-        """Return the line that names the job: not every release does."""
-        return [f'export {FLUX_VARIABLE}="$(flux getattr jobid)"']
-
     def submit_argv(self, spec: RunSpec, token: str) -> list[str]:
         """Return the command; the token ends the job's name, which `flux jobs` shows."""
         variables = [f"--env=-{FLUX_VARIABLE}", f"--env={TOKEN_VARIABLE}={token}"]

@@ -77,8 +77,6 @@ class Pbs(ByCommands):
     queue_program = "qstat"
     cancel_program = "qdel"
     job_id_form = re.compile(JOB_ID)
-    # PBS passes on no environment, so that modules come from the login shell's files
-    first_line = "#!/bin/bash -l"
     sentinel = "#PBS"
     forbidden: ClassVar[Mapping[str, str]] = {
         " ": SPACE,
@@ -131,16 +129,13 @@ class Pbs(ByCommands):
             *(f"-{name}" if value is True else f"-{name} {value}" for name, value in free.items()),
         ]
 
-    def prologue(self, spec: RunSpec, job: JobSpec) -> list[str]:
-        """Return the lines that go to the folder of the submission, and ask the run to save before its end."""
-        lines = ['cd "${PBS_O_WORKDIR:-.}" || exit 2']
-        if job.has_early_signal:
-            seconds = 60 * job.minutes - job.cluster.signal_before_end_s
-            lines.append(
-                f"{{ sleep {seconds} && kill -USR2 $$; }} </dev/null >/dev/null 2>&1 &  # PBS sends"
-                " no signal"
-            )
-        return lines
+    def blocks(self, job: JobSpec) -> dict[str, list[str]]:
+        """Return the line that asks the run to save before its end, as PBS sends no signal."""
+        if not job.has_early_signal:
+            return {"signal": []}
+        seconds = 60 * job.minutes - job.cluster.signal_before_end_s
+        signal = f"{{ sleep {seconds} && kill -USR2 $$; }} </dev/null >/dev/null 2>&1 &"
+        return {"signal": [f"{signal}  # PBS sends no signal"]}
 
     def submit_argv(self, spec: RunSpec, token: str) -> list[str]:
         """Return the command; the token is among the job's variables, which qstat shows."""

@@ -65,7 +65,7 @@ class Scheduler(ABC):
     def submit(
         self, spec: RunSpec, job: JobSpec, folder: RunFolder, works: Sequence[Work], token: str
     ) -> str:
-        """Submit prepared runs and return the job's ID; raises as `jobs.slurm.executor.submit_job`."""
+        """Submit prepared runs and return the job's ID; raises as `jobs.slurm.sbatch.submit_job`."""
 
     def clusters(self, cluster: ClusterConfig) -> str:
         """Return the clusters, separated by commas, of which one gets a job.

@@ -49,15 +49,15 @@ class Slurm(Scheduler):
 
     def script(self, spec: RunSpec, job: JobSpec, folder: RunFolder) -> str:
         """Return the batch script of a run, by submitit."""
-        from jobs.slurm.executor import executor
+        from jobs.slurm.sbatch import sbatch_script
 
-        return executor(spec, job, folder).script()
+        return sbatch_script(spec, job, folder)
 
     def submit(
         self, spec: RunSpec, job: JobSpec, folder: RunFolder, works: Sequence[Work], token: str
     ) -> str:
         """Submit one job, or an array with a task for each of several works."""
-        from jobs.slurm.executor import submit_job
+        from jobs.slurm.sbatch import submit_job
 
         return submit_job(spec, job, folder, works, token)
 

@@ -20,7 +20,7 @@ from jobs.launch.batch import claim, run_prepared
 from jobs.launch.launch import StopRequest
 from jobs.launch.own_job import hand_over, requeue_refusal
 from jobs.launch.submission import submit_chain
-from jobs.slurm.executor import executor
+from jobs.slurm.sbatch import sbatch_script
 from jobs.status.ownership import CHAIN_JSON, gone_verifier, read_chain
 from jobs.status.run_status import run_statuses
 from tests.jobs.fake_slurm import FakeSlurm
@@ -134,7 +134,7 @@ def test_a_refused_job_makes_the_chain_shorter(
             raise ConfigError("cluster", "mini", "sbatch refuses the job")
         return str(41 + len(after))
 
-    monkeypatch.setattr("jobs.slurm.executor.submit_job", submit)
+    monkeypatch.setattr("jobs.slurm.sbatch.submit_job", submit)
     assert submit_chain(spec, job_spec(spec), RunFolder(tmp_path), "41", 5) == ["41", "42", "43"]
     assert read_chain(RunFolder(tmp_path)) == ["41", "42", "43"] and after == ["41", "42", "43"]
     assert (
@@ -191,7 +191,7 @@ def test_a_dependency_joins_that_of_the_user(
         (("+cluster.sbatch.dependency=singleton",), "singleton,afterany:41"),
     ):
         spec = resolved("cluster=mini", *words)
-        script = executor(spec, replace(job_spec(spec), after="41"), RunFolder(tmp_path)).script()
+        script = sbatch_script(spec, replace(job_spec(spec), after="41"), RunFolder(tmp_path))
         assert f"#SBATCH --dependency={expected}\n" in script
 
 

@@ -24,8 +24,8 @@ from jobs.launch.submission import start_run
 from jobs.preflight.checks import site_checks
 from jobs.schedulers.scheduler import SCHEDULERS, find_submitted
 from jobs.slurm import environment
-from jobs.slurm.executor import executor, read_id
 from jobs.slurm.jobs import SACCT, SQUEUE, list_jobs, query_jobs
+from jobs.slurm.sbatch import read_id, sbatch_script
 from jobs.slurm.site import query_accounts
 from jobs.status.cancellation import cancel_all
 from jobs.status.lookup import Catalogue
@@ -109,8 +109,8 @@ def test_a_job_of_a_second_cluster_is_known_by_it(queue: FakeSlurm, make: Make) 
     with pytest.raises(
         ConfigError, match="is a job of the default cluster, and this one is of cluster serial"
     ):
-        executor(spec, replace(job_spec(spec), after="40"), folder)
-    script = executor(spec, replace(job_spec(spec), after="41@serial"), folder).script()
+        sbatch_script(spec, replace(job_spec(spec), after="40"), folder)
+    script = sbatch_script(spec, replace(job_spec(spec), after="41@serial"), folder)
     assert "#SBATCH --dependency=afterany:41\n" in script
 
 
@@ -264,7 +264,7 @@ def test_variables_of_the_shell_are_kept_or_named(
         monkeypatch.setenv(name, value)
     spec = make()
     assert SCHEDULERS["slurm"].clusters(spec.cluster) == "serial"
-    script = executor(spec, job_spec(spec), RunFolder.of(spec)).script()
+    script = sbatch_script(spec, job_spec(spec), RunFolder.of(spec))
     passed = environment.submission_environment(script)
     assert {name: passed[name] for name in passed if name.startswith(("SLURM_", "SBATCH_"))} == own
     (line,) = SCHEDULERS["slurm"].notes(script)
@@ -276,7 +276,7 @@ def test_variables_of_the_shell_are_kept_or_named(
     assert "SLURM_MPI_TYPE=none is ignored: set +cluster.environment.SLURM_MPI_TYPE" in line
     assert "SBATCH_TIMELIMIT=5 is ignored: cluster.minutes is decisive" in line
     chosen = make(qos="debug")
-    script = executor(chosen, job_spec(chosen), RunFolder.of(chosen)).script()
+    script = sbatch_script(chosen, job_spec(chosen), RunFolder.of(chosen))
     assert "SBATCH_QOS" not in environment.submission_environment(script)
 
 

@@ -17,8 +17,8 @@ from gems.runs.folder import RunFolder, describe_layout
 from gems.runs.run_plan import predict_peaks
 from jobs.batch.resources import job_spec
 from jobs.preflight.layouts import check_layouts, plan_of_start, smaller_plan
-from jobs.slurm.executor import executor
 from jobs.slurm.limits import check_limits
+from jobs.slurm.sbatch import sbatch_script
 from tests.jobs.fake_slurm import FakeSlurm
 
 pytestmark = pytest.mark.timeout(120)
@@ -122,17 +122,17 @@ def test_the_allocation_has_spare_nodes_and_cpus_for_the_densest_layout(resolved
         *FOUR, TWO_CPUS, "cluster.elastic=[4,2]", "cluster.spare_nodes=1", "cluster.gpus_per_node=1"
     )
     job = job_spec(spec)
-    script = executor(spec, job, RunFolder(Path("/runs/my-run"))).script()
+    script = sbatch_script(spec, job, RunFolder(Path("/runs/my-run")))
     for line in ("--nodes=5", "--ntasks-per-node=1", "--no-kill"):  # one GPU a rank
         assert f"#SBATCH {line}\n" in script
     assert (job.nodes, job.gpus, job.gpu_hours) == (4, 5, 5 * job.minutes / 60)
     assert "nodes 4 and 1 spare" in job.summary()
     without = resolved(*FOUR, TWO_CPUS, "cluster.elastic=[4,2]")
-    dense = executor(without, job_spec(without), RunFolder(Path("/runs/my-run"))).script()
+    dense = sbatch_script(without, job_spec(without), RunFolder(Path("/runs/my-run")))
     assert "#SBATCH --nodes=4\n" in dense and "#SBATCH --ntasks-per-node=2\n" in dense
-    plain = executor(
+    plain = sbatch_script(
         resolved(*FOUR), job_spec(resolved(*FOUR)), RunFolder(Path("/runs/my-run"))
-    ).script()
+    )
     assert "--no-kill" not in plain
     assert run_id(spec) == run_id(resolved(*FOUR, TWO_CPUS, "cluster.gpus_per_node=1"))
 

@@ -16,7 +16,7 @@ from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
 from jobs.batch.resources import job_spec
 from jobs.diagnosis.node_blocklist import NodeBlocklist
-from jobs.slurm.executor import executor
+from jobs.slurm.sbatch import sbatch_script
 
 NOW = datetime.now(UTC)
 
@@ -87,5 +87,5 @@ def test_a_damaged_file_counts_as_none(tmp_path: Path, text: str) -> None:
 def test_the_option_names_each_node_once(resolved: Callable[..., RunSpec]) -> None:
     for nodes, options in (("n1,n2,n1", ["#SBATCH --exclude=n1,n2"]), ("", [])):
         spec = resolved("cluster=mini", f"cluster.exclude=[{nodes}]")
-        script = executor(spec, job_spec(spec), RunFolder.of(spec)).script()
+        script = sbatch_script(spec, job_spec(spec), RunFolder.of(spec))
         assert [line for line in script.splitlines() if "exclude" in line] == options

@@ -22,7 +22,7 @@ from gems.runs.folder import RunFolder
 from gems.utils.run_module import RUN_MODULE
 from jobs.batch.resources import job_spec
 from jobs.cli.submit import submit
-from jobs.slurm.executor import executor, sbatch_options
+from jobs.slurm.sbatch import sbatch_options, sbatch_script
 
 SBATCH = """#!{python}
 import json, os, pathlib, sys
@@ -72,7 +72,7 @@ def directives(script: str) -> list[str]:
 
 
 def script_of(spec: RunSpec) -> str:
-    return executor(spec, job_spec(spec), RunFolder.of(spec)).script()
+    return sbatch_script(spec, job_spec(spec), RunFolder.of(spec))
 
 
 def on_slurm(
@@ -146,9 +146,9 @@ def test_the_batch_process_is_told_before_the_end(
     ]  # it would come when the run has hardly begun
     assert ends(signal_before_end_s=0, max_requeues=0) == []
     short = on_slurm(resolved, tmp_path, minutes=3, signal_before_end_s=120)
-    script = executor(
+    script = sbatch_script(
         short, replace(job_spec(short), minutes=6), RunFolder.of(short)
-    ).script()  # of several runs
+    )  # of several runs
     assert "#SBATCH --signal=B:USR2@120\n" in script
     assert ends(sbatch={"signal": "B:TERM@60", "no_requeue": True}) == [
         "--no-requeue",

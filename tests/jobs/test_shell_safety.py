@@ -25,7 +25,7 @@ from gems.runs.folder import RunFolder
 from gems.utils.run_module import RUN_MODULE
 from jobs.batch.resources import job_spec
 from jobs.launch.launchers import command, sweep_by_srun
-from jobs.slurm.executor import executor
+from jobs.slurm.sbatch import sbatch_script
 from tests.jobs.job_helpers import ROOT
 
 NOTES = """#!{python}
@@ -198,9 +198,9 @@ def written(spec: RunSpec) -> tuple[str, list[str]]:
     check_cluster(spec.cluster)
     job = job_spec(spec)
     folder = RunFolder.of(spec)
-    made = executor(spec, job, folder)
+    script = sbatch_script(spec, job, folder)
     sweep_by_srun(job, folder)
-    return made.script(), command(job, folder)
+    return script, command(job, folder)
 
 
 RUN_BY_BASH = [odd for odd in ODD if odd.isprintable() and "%" not in odd and "\\" not in odd]
@@ -227,7 +227,7 @@ def test_bash_runs_the_script_and_nothing_else(
         base, name=f"n{name}", runs_dir=str(tmp_path / "runs" / f"d{name}"), cluster=cluster
     )
     script = tmp_path / "script"
-    script.write_text(executor(spec, job_spec(spec), RunFolder.of(spec)).script())
+    script.write_text(sbatch_script(spec, job_spec(spec), RunFolder.of(spec)))
     ended = subprocess.run(["bash", str(script)], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stderr) == (0, "")
     folder = RunFolder.of(spec)
@@ -250,7 +250,7 @@ def test_a_variable_may_hold_anything(
     monkeypatch.setattr(sys, "executable", str(noting(tmp_path / "python", notes)))
     spec = of_cluster(base, environment={"ODD": odd})
     (tmp_path / "script").write_bytes(
-        executor(spec, job_spec(spec), RunFolder.of(spec)).script().encode()
+        sbatch_script(spec, job_spec(spec), RunFolder.of(spec)).encode()
     )
     subprocess.run(["bash", str(tmp_path / "script")], check=True, timeout=60)
     assert environment_of(notes)["ODD"] == odd

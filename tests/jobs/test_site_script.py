@@ -23,7 +23,7 @@ from gems.utils.run_module import RUN_MODULE
 from jobs.batch.resources import job_spec
 from jobs.launch import launch as launch_module
 from jobs.launch.launchers import command, sweep_by_srun
-from jobs.slurm.executor import executor
+from jobs.slurm.sbatch import sbatch_script
 from tests.jobs.job_helpers import ROOT
 
 FOLDER = RunFolder(Path("/runs/it's mine"))
@@ -37,7 +37,7 @@ def on(resolved: Callable[..., RunSpec], **more: Any) -> RunSpec:
 
 
 def script(spec: RunSpec) -> list[str]:
-    return executor(spec, job_spec(spec), RunFolder.of(spec)).script().splitlines()
+    return sbatch_script(spec, job_spec(spec), RunFolder.of(spec)).splitlines()
 
 
 @pytest.mark.parametrize(

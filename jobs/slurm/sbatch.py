@@ -19,13 +19,13 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import submitit
 from submitit.core.utils import DelayedSubmission
-from submitit.slurm.slurm import SlurmExecutor
 
 from gems.config.schema import ClusterConfig, RunSpec
 from gems.errors import ConfigError
@@ -40,6 +40,7 @@ from jobs.batch.script import (
     export_lines,
     free_options,
     module_lines,
+    render,
     report_short_job,
 )
 from jobs.slurm.environment import OWN_KEYS, clusters, submission_environment
@@ -52,91 +53,87 @@ SUBMITTED = re.compile(
     r" \t]*$",
     re.MULTILINE,
 )
+SUBMITIT_PROGRAM = "submitit.core._submit"
+MAX_TIMEOUTS = 3  # submitit's default: how often it may put a job back into the queue itself
 MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu")
 
 
-class Executor(SlurmExecutor):
-    """submitit's executor with a script that can be printed on any machine, and without submitit's own signal.
+def sbatch_script(
+    spec: RunSpec,
+    job: JobSpec,
+    folder: RunFolder,
+    array: Sequence[RunFolder] = (),
+    command: str | None = None,
+) -> str:
+    """Return the batch script of a run, of an `array` of runs, or with another `command` in it.
 
-    Its `--signal=USR2@90` would reach every rank 90 s before the end, at once in a job of one
-    minute. `python` is the command that runs submitit's program: an interpreter, or one with a code
-    archive; `logs` is the word of the script for the folder of what that program reads and writes.
-    SLURM's output goes to `folder`.
-    """
-
-    def __init__(self, folder: Path, python: str, logs: str) -> None:
-        super().__init__(folder, python=python)
-        self._logs = logs
-
-    @classmethod
-    def name(cls) -> str:
-        """Return the name under which submitit's batch side knows its environment."""
-        return "slurm"
-
-    @classmethod
-    def affinity(cls) -> int:
-        """Report that SLURM can be used: the script can be printed also without one."""
-        return 2
-
-    @property
-    def _submitit_command_str(self) -> str:
-        # exec: SLURM's SIGTERM and the job's exit code are then the launching process's, not the
-        # shell's
-        return f"exec {self.python} submitit.core._submit {self._logs}"
-
-    def _make_submission_file_text(self, command: str, uid: str) -> str:
-        text = super()._make_submission_file_text(command, uid)
-        if "signal" in (self.parameters.get("additional_parameters") or {}):
-            return text
-        return "".join(
-            line
-            for line in text.splitlines(keepends=True)
-            if not line.startswith("#SBATCH --signal=")
-        )
-
-    def script(self, command: str | None = None) -> str:
-        """Return the batch script of a submission, or the same one with another last line."""
-        return self._make_submission_file_text(command or self._submitit_command_str, "")
-
-
-def executor(
-    spec: RunSpec, job: JobSpec, folder: RunFolder, array: Sequence[RunFolder] = ()
-) -> Executor:
-    """Build the executor of a run, or of an `array` of runs.
-
-    Its `script()` and its submission are the same text.
     The output of an array's tasks goes to the logs of `folder`, which belongs to none of them, and
-    has a name in the logs of each run too. Raises ConfigError for a name, path or option that SLURM
-    would read as something else.
+    has a name in the logs of each run too.
+
+    Raises:
+        ConfigError: a name, path or option that SLURM would read as something else.
     """
     for each in (folder, *array):
         check_path(spec, job, each, "SLURM", {"%": "'%'", "\\": "'\\'"})
-    cluster = spec.cluster
-    run, quote = (RunFolder(Path("$run")), '"{}"'.format) if array else (folder, shlex.quote)
-    code = quote(str(run.code_zip)) if job.snapshot else shlex.join(RUN_MODULE)
-    made = Executor(folder.logs, f"{shlex.quote(sys.executable)} -u {code}", quote(str(run.logs)))
-    made.update_parameters(
-        job_name=spec.name,
-        nodes=job.allocated_nodes,
-        ntasks_per_node=job.allocated_tasks_per_node,
-        cpus_per_task=job.cpus_per_task,
-        time=job.minutes,
-        partition=cluster.partition,
-        wckey=None,
-        stderr_to_stdout=True,
-        use_srun=False,
-        account=cluster.full_account or os.environ.get("SBATCH_ACCOUNT"),
+    return render(
+        "slurm",
+        directives=_directives(spec, job, folder, len(array)),
         setup=[
             *_task_lines(folder, array),
-            *module_lines(cluster),
-            *cluster.setup,
+            *module_lines(spec.cluster),
+            *spec.cluster.setup,
             *_exports(spec, job),
         ],
-        additional_parameters=_options(cluster, job),
+        command=command or _launch_command(job, folder, is_array=bool(array)),
     )
-    if array:
-        made.parameters |= {"map_count": len(array), "array_parallelism": len(array)}
-    return made
+
+
+def _launch_command(job: JobSpec, folder: RunFolder, *, is_array: bool) -> str:
+    """Return the line that starts submitit's program, in a task of an array for the run of `$run`.
+
+    With exec, SLURM's SIGTERM and the job's exit code are those of that program, not of the shell.
+    """
+    quote: Callable[[str], str] = shlex.quote
+    if is_array:
+        folder = RunFolder(Path("$run"))
+        quote = '"{}"'.format
+    code = quote(str(folder.code_zip)) if job.snapshot else shlex.join(RUN_MODULE)
+    python = shlex.quote(sys.executable)
+    return f"exec {python} -u {code} {SUBMITIT_PROGRAM} {quote(str(folder.logs))}"
+
+
+def _directives(spec: RunSpec, job: JobSpec, folder: RunFolder, num_tasks: int) -> list[str]:
+    """Return the lines of sbatch's options, sorted; `num_tasks` is 0 unless it is a job array."""
+    cluster = spec.cluster
+    number = "%A_%a" if num_tasks else "%j"
+    options: dict[str, Any] = {
+        "job-name": spec.name,
+        "nodes": job.allocated_nodes,
+        "ntasks-per-node": job.allocated_tasks_per_node,
+        "cpus-per-task": job.cpus_per_task,
+        "time": job.minutes,
+        "partition": cluster.partition,
+        "account": cluster.full_account or os.environ.get("SBATCH_ACCOUNT"),
+        "array": f"0-{num_tasks - 1}%{num_tasks}" if num_tasks else None,
+        "output": f"{folder.logs.absolute()}/{number}_0_log.out",
+        "open-mode": "append",
+        **_options(cluster, job),
+    }
+    return [
+        f"#SBATCH --{name}" + ("" if value is True else f"={shlex.quote(str(value))}")
+        for name, value in sorted(options.items())
+        if value is not None
+    ]
+
+
+def _pickle_work(work: Work, minutes: int, path: Path) -> None:
+    """Write what submitit's program runs in the job; submitit has no public name for this."""
+    if not hasattr(DelayedSubmission, "set_timeout") or not hasattr(DelayedSubmission, "dump"):
+        text = "cannot pickle a submission as submitit 1.5 does"
+        raise ConfigError("submitit", submitit.__version__, text, "install submitit>=1.5.2,<2")
+    delayed = DelayedSubmission(work)
+    delayed.set_timeout(minutes, MAX_TIMEOUTS)
+    delayed.dump(path)
 
 
 def _task_lines(folder: RunFolder, array: Sequence[RunFolder]) -> list[str]:
@@ -171,17 +168,15 @@ def submit_job(
     """
     is_array = len(works) > 1
     runs = [RunFolder(Path(work.run_folders[0])) for work in works] if is_array else [folder]
-    made = executor(spec, job, folder, runs if is_array else ())
+    text = sbatch_script(spec, job, folder, runs if is_array else ())
     folder.logs.mkdir(parents=True, exist_ok=True)
     script = script_path(folder.logs, token)
     pickles = [pickle_path(run.logs, token) for run in runs]
     for run in runs:
-        run.job_sh.write_text(made.script())
-    script.write_text(made.script())
+        run.job_sh.write_text(text)
+    script.write_text(text)
     for pickle, work in zip(pickles, works, strict=True):
-        delayed = DelayedSubmission(work)
-        delayed.set_timeout(job.minutes, made.max_num_timeout)
-        delayed.dump(pickle)
+        _pickle_work(work, job.minutes, pickle)
     try:
         job_id = call_sbatch(spec.cluster, script, token)
     except UnclearSubmissionError:
@@ -190,7 +185,7 @@ def submit_job(
         for path in (script, *pickles):
             path.unlink()
         raise
-    if not made.parameters["additional_parameters"].get("signal"):
+    if "#SBATCH --signal=" not in text:
         report_short_job(job)
     return job_id
 
