@@ -34,7 +34,7 @@ ANY = ("*",)
 # Each folder may import the folders above it in this table, and the libraries that its row names.
 FOLDERS: dict[str, tuple[str, ...]] = {
     "gems.errors": (),
-    "gems.utils": ("yaml",),
+    "gems.utils": ("psutil", "yaml"),
     "gems.schedule": ("ortools",),
     "gems.trace": ("h5py", "numpy"),
     "gems.config": ("hydra", "omegaconf", "yaml"),
@@ -47,7 +47,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "gems.simulation": ("numpy",),
     "gems.planner": ("numpy", "scipy"),
     "gems.runs": ("numpy", "yaml"),
-    "gems.launch": (),
+    "gems.launch": ("psutil",),
     "gems.engine": ANY,
     "gems.cli": ("numpy", "h5py"),
     "gems": ANY,
@@ -56,7 +56,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "jobs.schedulers": (),
     "jobs.status": (),
     "jobs.diagnosis": (),
-    "jobs.preflight": (),
+    "jobs.preflight": ("psutil",),
     "jobs.launch": (),
     "jobs.studies": ("yaml",),
     "jobs.cli": ("yaml",),

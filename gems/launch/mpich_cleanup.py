@@ -11,6 +11,8 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
+
 FOLDER = Path("/dev/shm")
 MIN_AGE_S = 2.0
 
@@ -45,15 +47,10 @@ def _mapped_by_own_processes() -> set[str]:
     # a process that hides its memory is no rank, and losing the name of a file that it has mapped
     # would not harm it
     mapped: set[str] = set()
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if process.stat().st_uid == os.getuid():
-                lines = (process / "maps").read_text(errors="replace").splitlines()
-                mapped.update(
-                    fields[5].strip()
-                    for line in lines
-                    if len(fields := line.split(maxsplit=5)) == 6
-                )
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.uids().real == os.getuid():
+                mapped.update(region.path for region in process.memory_maps())
     return mapped
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import resource
-from pathlib import Path
+
+import psutil
 
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
@@ -14,8 +14,7 @@ KEPT_BYTES = 1 << 30
 
 def rss_bytes() -> int:
     """Return the resident memory of this process."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize()
+    return psutil.Process().memory_info().rss
 
 
 def keep_freed_memory() -> bool:

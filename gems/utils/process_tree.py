@@ -8,8 +8,10 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+
+import psutil
 
 POLL_S = 0.1
 
@@ -47,13 +49,15 @@ def end_stranger(
     """
     if not is_alive(pid, started):
         return True
-    family = {pid: started, **_descendants(pid)}
+    family = {*_descendants(pid)}
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGTERM)
         os.kill(pid, signal.SIGCONT)  # a stopped one would not get it
     if _wait_gone(pid, started, grace_s, has_ended):
         return True
-    _kill_all(family | _descendants(pid))
+    if start_time(pid) == started:
+        family |= {psutil.Process(pid), *_descendants(pid)}
+    _kill_all(family)
     return _wait_gone(pid, started, grace_s, has_ended)
 
 
@@ -82,26 +86,17 @@ def start_time(pid: int) -> str:
     return fields[19] if fields else ""
 
 
-def _kill_all(family: dict[int, str]) -> None:
-    for pid, started in family.items():
-        if start_time(pid) == started:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+def _kill_all(family: Iterable[psutil.Process]) -> None:
+    for process in family:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
 
 
-def _descendants(root: int) -> dict[int, str]:
-    """Return the processes under `root` with their start times, as numbers come again."""
-    parents: dict[int, int] = {}
-    for path in Path("/proc").glob("[0-9]*"):
-        fields = _stat(int(path.name))
-        if fields:
-            parents[int(path.name)] = int(fields[1])
-    family: dict[int, str] = {}
-    frontier = [root]
-    while frontier:
-        frontier = [pid for pid, parent in parents.items() if parent in frontier]
-        family.update({pid: start_time(pid) for pid in frontier})
-    return family
+def _descendants(root: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(root).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
 
 
 def _stat(pid: int) -> list[str]:
@@ -118,13 +113,13 @@ def is_mentioned(text: str) -> bool:
     Open files are seen of the user's own processes; one that is about to become another program
     keeps them.
     """
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if text.encode() in (process / "cmdline").read_bytes():
-                return True
-        with contextlib.suppress(OSError):
-            for file in (process / "fd").iterdir():
-                with contextlib.suppress(OSError):
-                    if text in os.readlink(file):
-                        return True
-    return False
+    return any(
+        text
+        in " ".join(
+            (
+                *(process.info["cmdline"] or ()),
+                *(file.path for file in process.info["open_files"] or ()),
+            )
+        )
+        for process in psutil.process_iter(["cmdline", "open_files"])
+    )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from gems.config.cluster_presets import host_names
 from gems.config.resolve import global_batch
@@ -352,14 +352,9 @@ def check_free_space(spec: RunSpec, storage: Storage, needed_bytes: int = 0) -> 
 
 def _kind(path: Path) -> str:
     """Return the type of the file system that holds a path, by the longest mount point above it."""
-    best = ""
-    kind = "unknown"
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/mounts").read_text(errors="replace").splitlines():
-            fields = line.split(" ")
-            if len(fields) > 2:
-                point = re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), fields[1])
-                if len(point) >= len(best) and path.is_relative_to(point):
-                    best = point
-                    kind = fields[2]
-    return kind
+    above = [
+        mount for mount in psutil.disk_partitions(all=True) if path.is_relative_to(mount.mountpoint)
+    ]
+    return (
+        max(reversed(above), key=lambda mount: len(mount.mountpoint)).fstype if above else "unknown"
+    )

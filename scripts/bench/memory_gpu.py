@@ -21,9 +21,9 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from gems.engine.supervision.monitor import _open_gpu
@@ -216,13 +216,9 @@ def run_alone(
     `device_bytes` is what the allocator may give; 0 for most of the device.
     """
     before = _device_used_bytes()
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    free_bytes = 1024 * next(
-        int(line.split()[1]) for line in lines if line.startswith("MemAvailable")
-    )
     limits = (
         f"machine.device_bytes={device_bytes or round(DEVICE_SHARE * torch.cuda.mem_get_info()[1])}"
-        f" machine.host_bytes={round(HOST_SHARE * free_bytes)}"
+        f" machine.host_bytes={round(HOST_SHARE * psutil.virtual_memory().available)}"
     )
     spec = one_rank(
         model, side_px, gpu_machine(**rates), limits, _two_micro_batches(), f"memory={policy}"
