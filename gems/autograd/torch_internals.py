@@ -57,6 +57,7 @@ __all__ = [
     "lerp_all",
     "mem_tracker",
     "no_python_dispatcher",
+    "set_allocator",
     "storage_of_weak",
     "stores",
     "tree_flatten",
@@ -66,6 +67,8 @@ __all__ = [
     "without_autocast",
 ]
 
+# what PYTORCH_ALLOC_CONF says, once the environment has been read
+set_allocator: Any = torch._C._accelerator_setAllocatorSettings
 SET_GRAD_MODE: Any = (
     torch._C._set_grad_enabled
 )  # the node that a graph has for torch.set_grad_enabled

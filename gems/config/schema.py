@@ -509,6 +509,12 @@ class MachineConfig:
     )
     slowdown: float = number(1.0, "how many times longer machine.slow_rank computes", min=1)
     device_bytes: int | None = number(None, "memory of a device", min=1)
+    library_bytes: int | None = number(
+        None,
+        "what cuBLAS and cuDNN hold of a device for each rank; null: as profile=measured found on a"
+        " GPU, else 0",
+        in_run_id=False,
+    )
     host_bytes: int | None = number(
         None, "host memory of a node for the activations of its ranks together", min=1
     )

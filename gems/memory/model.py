@@ -73,9 +73,10 @@ def static_blocks(
 ) -> Iterator[int]:
     """Yield the sizes in bytes of all that a rank holds throughout a step, allocation by allocation.
 
-    These are parameters, their gradients and the optimizer's state, buffers, and the images of the
-    step.
+    These are what libraries hold, parameters, their gradients and the optimizer's state, buffers,
+    and the images of the step.
     """
+    yield profile.library_bytes
     directions = list(schedule.whole_directions().values())
     for direction, stage in schedule.placement.stages_on(rank):
         for layer in profile.layers[boundaries[stage] : boundaries[stage + 1]]:
@@ -235,10 +236,10 @@ def peak_snapshots(schedule: Schedule, rank: int) -> tuple[Snapshot, ...]:
 class MemoryModel:
     """Predicts the peak of each rank in bytes allocated, in the order of its schedule.
 
-    Counted are parameters, gradients and optimizer state, buffers, activations in flight, boundary
-    tensors, the largest transient and what waits to be sent. The images of a step are on the device
-    from its beginning to its end; what torch's allocator reserves beyond is another prediction
-    (`gems.memory.reserved`).
+    Counted are what libraries hold, parameters, gradients and optimizer state, buffers, activations
+    in flight, boundary tensors, the largest transient and what waits to be sent. The images of a
+    step are on the device from its beginning to its end; what torch's allocator reserves beyond is
+    another prediction (`gems.memory.reserved`).
     """
 
     def __init__(self, spans: Spans, optimizer: Optimizer) -> None:
@@ -289,7 +290,9 @@ class MemoryModel:
 
     def _of_stage(self, snapshot: Snapshot, stage: int, where: Where) -> Any:
         """Return what one stage of the rank holds at a snapshot, in all directions that the rank holds it in."""
-        total: Any = 0.0
+        # the first stage of the rank counts what libraries hold
+        is_first = stage == min(held[1] for held, _ in snapshot.counts)
+        total: Any = float(self._spans.profile.library_bytes * is_first)
         for held, counts in snapshot.counts:
             if held[1] != stage:
                 continue

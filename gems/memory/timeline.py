@@ -86,16 +86,17 @@ def rank_timeline(
 ) -> RankTimeline:
     """Return the bytes along a rank's lowered schedule, by the rules that the engine's store follows (`Residency`).
 
-    Counted are parameters, gradients and optimizer state, buffers, the images of the step, tensors
-    between stages, saved storages, values and gradients between segments, and the transients of
-    each action. If the schedule does not wait for a copy to host memory (no FREE), what it moves
-    counts as freed when the copy is posted. In `strips` the profile and the plan are those of
-    stages (`stages_as_layers`), and what is held between stages is that of the largest strip.
+    Counted are what libraries hold, parameters, gradients and optimizer state, buffers, the images
+    of the step, tensors between stages, saved storages, values and gradients between segments, and
+    the transients of each action. If the schedule does not wait for a copy to host memory (no
+    FREE), what it moves counts as freed when the copy is posted. In `strips` the profile and the
+    plan are those of stages (`stages_as_layers`), and what is held between stages is that of the
+    largest strip.
     """
     spans = profile_storages(profile).spans
     cuts = plan.boundaries
     held, actions = boundary_tensors(schedule, rank)
-    static_bytes = 0
+    static_bytes = profile.library_bytes
     sizes = []
     for (_, stage), counts in held.items():
         span = (cuts[stage], cuts[stage + 1])

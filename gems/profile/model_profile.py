@@ -87,6 +87,7 @@ def saved_from(
 
 
 SCHEMA = "gems.profile/1"
+LIBRARY_BYTES = "library_bytes"  # of the facts
 
 
 def _value(default: Any, long_name: str) -> Any:
@@ -218,6 +219,11 @@ class ModelProfile:
     input_bytes: int = 0
     versions: Mapping[str, str] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def library_bytes(self) -> int:
+        """What cuBLAS and cuDNN hold of each rank's device, whatever it computes."""
+        return int(self.facts.get(LIBRARY_BYTES, 0))
 
     @property
     def num_layers(self) -> int:

@@ -24,7 +24,7 @@ from gems.config.schema import DataConfig, MachineConfig, ModelConfig, ProfileCo
 from gems.data import task_of
 from gems.errors import ConfigError
 from gems.models import layers_of, stride_of
-from gems.profile.model_profile import TIMES, ModelProfile
+from gems.profile.model_profile import LIBRARY_BYTES, TIMES, ModelProfile
 from gems.profile.pace import RunPace
 from gems.profile.strip_profile import STRIP_SHARES, StripProfile, StripWork
 from gems.utils.cache import cached, keep_cached, read_cached
@@ -157,6 +157,8 @@ def _values(spec: RunSpec, keys: Sequence[str]) -> dict[str, Any]:
 def profile_of(spec: RunSpec) -> ModelProfile:
     """Return the profile of a resolved run, with the times of layers in a run where the machine's pace is known.
 
+    What libraries hold is as `machine.library_bytes` says, else as the profile measured it.
+
     In strips the times are those of as many strips one after the other: thin ones read weights more
     often.
 
@@ -167,7 +169,14 @@ def profile_of(spec: RunSpec) -> ModelProfile:
     pace = known_pace(spec)
     if spec.parallel.strips > 1 and spec.profile.path is None:
         profile = _with_times_of_strips(spec, profile)
-    return profile if pace is None or profile.source != "measured" else pace.of(profile)
+    if pace is not None and profile.source == "measured":
+        profile = pace.of(profile)
+    known = spec.machine.library_bytes
+    return (
+        profile
+        if known is None
+        else replace(profile, facts={**profile.facts, LIBRARY_BYTES: known})
+    )
 
 
 def _with_times_of_strips(spec: RunSpec, profile: ModelProfile) -> ModelProfile:

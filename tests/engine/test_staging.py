@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 from contextlib import contextmanager
 from itertools import cycle
 from types import SimpleNamespace
@@ -205,6 +206,14 @@ def test_a_processor_s_memory_is_mpi_s_own(comm, wanted):
     assert open_staging(wanted, CPU, comm).is_direct
 
 
+@pytest.fixture(autouse=True)
+def own_settings(monkeypatch):
+    """The settings of torch's allocator that a test makes are its own."""
+    monkeypatch.setattr(staging, "set_allocator", lambda settings: None)
+    for name in staging.ALLOCATOR_SETTINGS:
+        monkeypatch.setenv(name, "")
+
+
 @pytest.mark.usefixtures("log")
 def test_device_pointers_need_a_library_that_takes_them(comm, monkeypatch):
     monkeypatch.setattr(staging, "gpu_support", lambda: False)
@@ -245,6 +254,32 @@ def test_the_self_test_compares_what_came_back(comm, monkeypatch):
     monkeypatch.setattr(staging.Transport, "receive", receive)
     monkeypatch.setattr(staging.Transport, "wait", wrong)
     assert not staging._self_test(CPU, comm)
+
+
+@pytest.mark.usefixtures("log")
+@pytest.mark.parametrize(
+    ("wanted", "takes", "of_user", "expands"),
+    [
+        ("auto", False, "", True),
+        ("auto", True, "", False),
+        ("host", True, "", True),
+        ("nccl", True, "", True),
+        ("auto", False, "max_split_size_mb:64", False),
+    ],
+)
+def test_segments_expand_unless_mpi_takes_pointers_or_the_user_has_chosen(
+    comm, monkeypatch, wanted, takes, of_user, expands
+):
+    told = []
+    monkeypatch.setattr(staging, "set_allocator", told.append)
+    monkeypatch.setattr(staging, "gpu_support", lambda: takes)
+    monkeypatch.setattr(staging, "_self_test", lambda device, comm: True)
+    monkeypatch.setattr(staging, "StreamStaging", lambda device: None)
+    for name in staging.ALLOCATOR_SETTINGS:
+        monkeypatch.setenv(name, of_user)
+    open_staging(wanted, GPU, comm)
+    assert told == [staging.EXPANDABLE] * expands
+    assert os.environ["PYTORCH_ALLOC_CONF"] == (staging.EXPANDABLE if expands else of_user)
 
 
 @pytest.mark.parametrize("name", GPU_QUERIES)

@@ -67,6 +67,7 @@ def test_a_profile_is_measured_on_the_gpu(tmp_path: Path) -> None:
     )
     assert found["source"] == "measured" and found["device"] == NAME
     assert all(layer["forward_s"] > 0 and layer["stash_bytes"] >= 0 for layer in found["layers"])
+    assert found["facts"]["library_bytes"] == 2**20  # the workspace of its one stream
 
 
 @pytest.mark.timeout(LIMIT_S)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
 from gems.memory.model import OPTIMIZERS, MemoryModel, time_costs
 from gems.profile import LayerProfile
+from gems.profile.model_profile import LIBRARY_BYTES
 from gems.profile.spans import Spans
 from gems.schedule import generate
 from gems.schedule.lower import lower
@@ -48,6 +50,18 @@ def test_1f1b_by_hand() -> None:
     """
     model = MemoryModel(BY_HAND, OPTIMIZERS["sgd"])
     assert model.peak_bytes(lower(generate("1f1b", 2, 2)), (0, 1, 2)) == (382, 434)
+
+
+def test_each_rank_counts_once_what_libraries_hold() -> None:
+    with_libraries = Spans(replace(BY_HAND.profile, facts={LIBRARY_BYTES: 1000}))
+    schedule = lower(generate("chimera", 2, 2))
+    before, after = (MemoryModel(spans, OPTIMIZERS["sgd"]) for spans in (BY_HAND, with_libraries))
+    for rank, cost in enumerate(after.rank_costs(schedule)):
+        assert len(cost.stages) == 2
+        assert (
+            after.peak_bytes(schedule, (0, 1, 2))[rank]
+            == before.peak_bytes(schedule, (0, 1, 2))[rank] + 1000
+        )
 
 
 def test_a_split_backward_by_hand() -> None:

@@ -151,11 +151,10 @@ def _is_fragmented(state: MemoryState, asked_bytes: int | None) -> bool:
     """Return whether the free pieces of torch's allocator would have been enough, in one."""
     if state.fragment_bytes is None or asked_bytes is None or state.fragment_bytes < asked_bytes:
         return False
-    from gems.engine.transport.staging import ALLOCATOR_SETTINGS
+    from gems.engine.transport.staging import ALLOCATOR_SETTINGS, EXPANDABLE
 
     return not any(
-        "expandable_segments:true" in os.environ.get(name, "").lower()
-        for name in ALLOCATOR_SETTINGS
+        EXPANDABLE.lower() in os.environ.get(name, "").lower() for name in ALLOCATOR_SETTINGS
     )
 
 

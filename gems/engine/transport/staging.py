@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from gems.autograd.torch_internals import set_allocator
 from gems.config.schema import NCCL
 from gems.engine.device import Arrival, CopyIn
 from gems.engine.transport.mpi import Comm, Transport, allgather, gpu_support
@@ -21,6 +22,7 @@ from gems.models.build import TensorSpec
 from gems.partition.links import STAGED_PIECE_BYTES
 
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+EXPANDABLE = "expandable_segments:True"
 _log = logging.getLogger(__name__)
 
 
@@ -211,24 +213,32 @@ def open_staging(wanted: str, device: torch.device, comm: Comm) -> Staging:
     messages arrive correctly on every rank; else messages go through pinned memory, as with `host`
     and `gloo`.
 
+    Unless MPI gets device pointers, torch's allocator then expands its segments, which ends most of
+    its fragmentation. It does so by a call: its environment was read when the device was opened,
+    before MPI could be asked. UCX cannot share such segments between the GPUs of a node. What the
+    user has set stays.
+
     Raises:
         ConfigError: machine.transport=mpi, and the library or the test refuses device pointers.
     """
     if device.type == "cpu":
         return Staging(device)
-    if wanted == NCCL:
-        return StreamStaging(device)
     works = (
         wanted in ("auto", "mpi")
         and all(allgather(comm, gpu_support()))
         and _self_test(device, comm)
     )
     settings = next((value for name in ALLOCATOR_SETTINGS if (value := os.environ.get(name))), "")
-    if works and "expandable_segments:true" in settings.lower() and comm.rank == 0:
+    if works and EXPANDABLE.lower() in settings.lower() and comm.rank == 0:
         _log.warning(
             "expandable_segments in torch's allocator keeps UCX from copying between the GPUs of a"
             " node"
         )
+    if not (works or settings or torch.version.hip):
+        set_allocator(EXPANDABLE)
+        os.environ[ALLOCATOR_SETTINGS[0]] = EXPANDABLE  # the advice on full memory reads it
+    if wanted == NCCL:
+        return StreamStaging(device)
     if wanted == "mpi" and not works:
         raise ConfigError(
             "machine.transport",

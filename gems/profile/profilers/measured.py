@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from gems.errors import ConfigError
 from gems.models import Layer
 from gems.models.build import build_layer
 from gems.models.mixed import Precision
-from gems.profile.model_profile import ModelProfile
+from gems.profile.model_profile import LIBRARY_BYTES, ModelProfile
 from gems.profile.profilers.chain import Lab, machine_device, profile_model
 from gems.profile.profilers.layer_run import LayerCall, Run, Times, give_gradients
 from gems.profile.profilers.live_bytes import workspace_of
@@ -56,8 +56,9 @@ def measured_profile(
     Raises ConfigError as `open_device`, or if a layer does not fit the device.
     """
     lab = device_lab(machine, Precision.of(dtype), repetitions)
+    held = library_bytes(lab.device)
     device = torch.cuda.get_device_name(lab.device) if lab.device.type == "cuda" else "cpu"
-    facts = {"repetitions": repetitions}
+    facts = {"repetitions": repetitions, LIBRARY_BYTES: held}
     try:
         return profile_model(model, data, micro_batch_size, dtype, lab, device, "measured", facts)
     except torch.OutOfMemoryError as error:
@@ -83,6 +84,25 @@ def device_lab(machine: MachineConfig, dtype: Precision, repetitions: int = 1) -
     return Lab(
         build, device, workspace_of(device), partial(measured_times, repetitions=repetitions)
     )
+
+
+@cache
+def library_bytes(device: torch.device) -> int:
+    """Return what cuBLAS and cuDNN take of torch's allocator with their first use in this process, and keep.
+
+    autograd runs backward in a thread of its own, which has a workspace of its own.
+    """
+    if device.type == "cpu":
+        return 0
+    before = torch.cuda.memory_allocated(device)
+    image = torch.ones(1, 8, 8, 8, device=device, requires_grad=True)
+    weights = [
+        torch.ones(*shape, device=device, requires_grad=True) for shape in ((8, 8, 3, 3), (8, 8))
+    ]
+    torch.autograd.backward((torch.conv2d(image, weights[0], padding=1) @ weights[1]).sum())
+    torch.cuda.synchronize(device)
+    del image, weights
+    return torch.cuda.memory_allocated(device) - before
 
 
 def open_device(machine: MachineConfig) -> torch.device:
