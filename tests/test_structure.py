@@ -65,7 +65,6 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "analysis.metrics": ("numpy",),
     "analysis.scaling": ("numpy", "scipy"),
     "analysis.attribution": ("numpy",),
-    "analysis.papers": ("numpy",),
     "analysis.plots": ("numpy", "matplotlib"),
     "analysis.report": ("numpy", "yaml"),
     "analysis.export": ("numpy",),

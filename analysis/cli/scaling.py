@@ -9,8 +9,8 @@ from typing import Any
 
 from analysis.io.files import refuse_unwritable, write_csv
 from analysis.plots.figure import save_figure
-from analysis.plots.scaling import projection_figure, scaling_figure
-from analysis.scaling.fits import Fit, curve_rows, fit_laws, fit_lines, fit_rows, why_not_fitted
+from analysis.plots.scaling import scaling_figure
+from analysis.scaling.fits import Fit, curve_rows, fit_lines, fit_points, fit_rows, why_not_fitted
 from analysis.scaling.points import (
     Point,
     agreements,
@@ -24,13 +24,6 @@ from analysis.scaling.points import (
     scaling_kind,
     title,
 )
-from analysis.scaling.projection import (
-    Projection,
-    place_rows,
-    project,
-    projection_table,
-    sensitivity_rows,
-)
 from analysis.scaling.rules import Rule, check_rules, rule_lines
 from gems.utils.tables import RIGHT, table
 from gems.utils.units import Unit, number, time_unit
@@ -40,11 +33,10 @@ PICTURE_SUFFIXES = (".png", ".pdf")
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """The points of a study, their fits, why others were not fitted, which claims the plot supports, and the files.
+    """The points of a study, the law of each line, which claims the plot supports, and the files.
 
-    `tables` are CSVs of the points, and of the curves of the fits if there are any; `pictures` are
-    PNG and PDF, with the tables of a projection. A study that is not simulated throughout has no
-    projection.
+    `tables` are CSVs of the points, and of the curves of the laws if there are any; `pictures` are
+    PNG and PDF.
     """
 
     points: list[Point]
@@ -53,22 +45,18 @@ class Study:
     rules: list[Rule]
     tables: list[Path]
     pictures: list[Path]
-    projection: Projection | None = None
 
 
-def write_study(paths: Sequence[Path], out: Path, fit: str = "all") -> Study:
+def write_study(paths: Sequence[Path], out: Path) -> Study:
     """Read runs and write scaling.png, scaling.pdf and scaling.csv into the folder `out`, which is made.
 
-    `fit` is a law, all of them or none. The curves of the fits go to scaling-fits.csv. A study that
-    is simulated throughout gets projection.png, .pdf and .csv, and sensitivity.csv, see
-    `analysis.scaling.projection`.
+    The curves of the laws go to scaling-fits.csv.
 
     Raises:
-        ConfigError: a run that cannot be read, a law that has too few points, or a folder that
-        cannot be written.
+        ConfigError: a run that cannot be read, or a folder that cannot be written.
     """
     points = read_points(paths)
-    fits = fit_laws(points, fit)
+    fits = fit_points(points)
     with refuse_unwritable(out):
         out.mkdir(parents=True, exist_ok=True)
         tables = [write_csv(point_rows(points), out / "scaling.csv")]
@@ -77,39 +65,16 @@ def write_study(paths: Sequence[Path], out: Path, fit: str = "all") -> Study:
             tables.append(write_csv(curve_rows(fits), curves))
         else:
             curves.unlink(missing_ok=True)
-    figures = {"scaling": scaling_figure(points, fits)}
-    beside = []
-    projection = project(points, paths)
-    if projection is not None:
-        figures["projection"] = projection_figure(projection)
-        for name, rows in (
-            ("projection", place_rows(projection)),
-            ("sensitivity", sensitivity_rows(projection)),
-        ):
-            beside.append(write_csv(rows, out / f"{name}.csv"))
-    pictures = []
-    for name, figure in figures.items():
-        for suffix in PICTURE_SUFFIXES:
-            pictures.append(out / f"{name}{suffix}")
-            save_figure(figure, pictures[-1])
-    return Study(
-        points,
-        fits,
-        why_not_fitted(points, fit),
-        check_rules(points),
-        tables,
-        pictures + beside,
-        projection,
-    )
+    figure = scaling_figure(points, fits)
+    pictures = [out / f"scaling{suffix}" for suffix in PICTURE_SUFFIXES]
+    for picture in pictures:
+        save_figure(figure, picture)
+    return Study(points, fits, why_not_fitted(points, fits), check_rules(points), tables, pictures)
 
 
 def study_answer(study: Study) -> dict[str, Any]:
     """Return a study as plain data."""
     kind = scaling_kind(study.points)
-    projection = study.projection
-    predicted = {}
-    if projection is not None:
-        predicted = {"bands": place_rows(projection), "sensitivities": sensitivity_rows(projection)}
     return {
         "scaling": kind,
         "kind": kind,
@@ -122,21 +87,13 @@ def study_answer(study: Study) -> dict[str, Any]:
         "pictures": [str(picture) for picture in study.pictures],
         "csv": str(study.tables[0]),
         "tables": [str(table) for table in study.tables],
-        **predicted,
     }
 
 
 def study_report(study: Study) -> str:
     """Return the text to print: the table, the fits, and the rules that do not hold."""
-    projected = [] if study.projection is None else [projection_table(study.projection)]
     unfitted = [f"not fitted: {reason}" for reason in study.unfitted]
-    lines = [
-        study_table(study.points),
-        *projected,
-        *fit_lines(study.fits),
-        *unfitted,
-        *rule_lines(study.rules),
-    ]
+    lines = [study_table(study.points), *fit_lines(study.fits), *unfitted, *rule_lines(study.rules)]
     return "\n".join(lines)
 
 

@@ -34,6 +34,11 @@ DRAWN_ANSWERS = {
         "gems memory",
         "draw an answer of `gems memory`: bytes over time by policy",
     ),
+    "hybrid": (
+        "hybrid_figure",
+        "gems plan --hybrid",
+        "draw an answer of `gems plan --hybrid --json`",
+    ),
     "placement": (
         "placement_figure",
         "gems place",
@@ -77,9 +82,7 @@ def parser() -> argparse.ArgumentParser:
     scaling.add_argument(
         "paths", type=Path, nargs="*", metavar="RUN", help="run folder or trace.h5"
     )
-    about_table = (
-        "CSV of published step times, or folder of MLPerf's results: fit them in place of runs"
-    )
+    about_table = "CSV of published step times: fit them in place of runs"
     scaling.add_argument("--table", type=Path, metavar="FILE", help=about_table)
     scaling.add_argument(
         "--series",
@@ -89,10 +92,6 @@ def parser() -> argparse.ArgumentParser:
     scaling.add_argument(
         "--fit-to", type=int, metavar="P", help="fit rows of up to P accelerators; default all"
     )
-    about_laws = (
-        "law of scaling: amdahl, gustafson, usl, pmnf, all (the default; the best is drawn) or none"
-    )
-    scaling.add_argument("--fit", default="all", metavar="LAW", help=about_laws)
     draw = verb("draw", "draw a schedule's file, rank x time, to a picture")
     about_file = ".json of `gems schedule --json`, or torch's .csv"
     draw.add_argument("schedule", type=Path, metavar="SCHEDULE", help=about_file)
@@ -106,11 +105,6 @@ def parser() -> argparse.ArgumentParser:
     about_out = f"{PICTURE_HELP} of the waterfall, with a .csv beside it"
     attribution = verb("attribution", "show where the time of a step goes, and draw it", about_out)
     attribution.add_argument("--ranks", action="store_true", help="a row for each rank too")
-    verb("vdnn", "simulate the vDNN paper's studies, beside its figures")
-    about = "recompute the projections of Pal et al. from their inputs, or draw a plan"
-    hybrid = verb("hybrid", about, f"picture: {PICTURE_HELP}")
-    about_file = "a file of `gems plan --hybrid --json`, to draw"
-    hybrid.add_argument("answer", type=Path, nargs="?", metavar="ANSWER", help=about_file)
     about_out = (
         ".html (.pdf with --proposal, with a .csv beside it); default in the folder of the run or"
         " study"
@@ -253,30 +247,29 @@ def _scaling(options: Options) -> None:
         raise ConfigError("RUN", "none", "takes runs, or --table", f"see {PROGRAM} scaling --help")
     from analysis.cli.scaling import study_answer, study_report, write_study
 
-    study = write_study(
-        options.paths, options.out or options.paths[0].resolve().parent, options.fit
-    )
+    study = write_study(options.paths, options.out or options.paths[0].resolve().parent)
     _print(options, study_answer(study), study_report(study), *study.pictures, *study.tables)
 
 
 def _published(options: Options) -> None:
-    from analysis.cli.published import published_report
-    from analysis.scaling.forecasts import forecast_series
-    from analysis.scaling.published import choose_series, read_table
+    from analysis.scaling.published import (
+        choose_series,
+        forecast_series,
+        published_report,
+        read_table,
+    )
 
     if options.paths:
         raise ConfigError(
             "--table", options.table, "is fitted in place of runs", "leave the runs out"
         )
-    notes: list[str] = []
-    series = choose_series(read_table(options.table, notes.append), options.series)
+    series = choose_series(read_table(options.table), options.series)
     answers = forecast_series(series, options.fit_to)
     left_out = sorted(series.keys() - {answer["series"] for answer in answers})
-    notes += (
+    _print_notes(
         f"left out: {name} has no row of {options.fit_to} accelerators or fewer"
         for name in left_out
     )
-    _print_notes(notes)
     _print(options, answers, lambda: published_report(answers))
 
 
@@ -358,32 +351,6 @@ def _export(options: Options) -> None:
     _print(options, asdict(made), made.path)
 
 
-def _vdnn(options: Options) -> None:
-    from analysis.papers.vdnn import answer, simulate_networks, table, table_rows
-
-    made, machine = simulate_networks()
-    rows = table_rows(made, machine)
-    _print(options, answer(rows, made, machine), table(rows))
-
-
-def _hybrid(options: Options) -> None:
-    from analysis.papers.hybrid import answer, projections, table
-    from analysis.plots.figure import draw_answer_file, save_figure
-    from analysis.plots.hybrid import plan_figure, projections_figure
-
-    if options.answer is not None:
-        out = options.out or options.answer.with_suffix(".png")
-        draw_answer_file(options.answer, out, "answer", "gems plan --hybrid --json", plan_figure)
-        _print(options, {"picture": out}, out)
-        return
-    found = projections()
-    made = {}
-    if options.out is not None:
-        made["picture"] = options.out
-        save_figure(projections_figure(found), options.out)
-    _print(options, answer(found) | made, table(found), *made.values())
-
-
 VERBS: dict[str, Callable[[Options], None]] = {
     "timeline": _timeline,
     "summary": _summary,
@@ -392,8 +359,6 @@ VERBS: dict[str, Callable[[Options], None]] = {
     **dict.fromkeys(DRAWN_ANSWERS, _draw_answer),
     "scaling": _scaling,
     "attribution": _attribution,
-    "vdnn": _vdnn,
-    "hybrid": _hybrid,
     "report": _report,
     "export": _export,
 }

@@ -1,4 +1,4 @@
-"""Pictures of the answers of `gems partition`, `gems memory` and `gems place`."""
+"""Pictures of the answers of `gems partition`, `gems memory`, `gems place` and `gems plan --hybrid`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from analysis.plots.figure import LINE_COLOURS, TEXT_COLOUR, WIDTH_IN, new_figure, set_title
+from analysis.plots.figure import (
+    LINE_COLOURS,
+    TEXT_COLOUR,
+    WIDTH_IN,
+    label_counts,
+    new_figure,
+    set_title,
+)
 from gems.utils.units import MIB, bytes_unit, counted, number
 
 if TYPE_CHECKING:
@@ -175,5 +182,46 @@ def placement_figure(answer: dict[str, Any]) -> Figure:
         f"{answer['model']}: {answer['operators']} operators on {answer['devices']} devices, "
         f"{answer['speed_up']:.2f} times as fast as one",
         f"PREDICTED for {answer['machine']}; {proof}",
+    )
+    return figure
+
+
+def hybrid_figure(answer: dict[str, Any]) -> Figure:
+    """Build the figure of a plan.
+
+    Speed-ups of one device a worker and of the fastest of several, with their bands.
+    """
+    base = answer["base"]
+    counts = [row["devices"] for row in answer["rows"]]
+    unit = f"speed-up over {base['workers']} x {base['ways']}"
+    figure, (axes,) = new_figure(WIDTH_IN * 0.7, 4.0, x="devices", y=[unit], has_grid=True)
+    for label, colour, is_several in (
+        ("data parallelism", BLUE, False),
+        ("workers of several devices", VERMILION, True),
+    ):
+        points = []
+        for row in answer["rows"]:
+            speedups = [
+                each["speedup"] for each in row["choices"] if (each["ways"] > 1) is is_several
+            ]
+            points += [
+                (row["devices"], each["low"], each["value"], each["high"]) for each in speedups[:1]
+            ]
+        if points:
+            devices, lows, values, highs = zip(*points, strict=True)
+            axes.plot(devices, values, color=colour, marker="o", markersize=4, label=label)
+            axes.fill_between(devices, lows, highs, color=colour, alpha=0.18, linewidth=0)
+    for crossing in answer["crossings"]:
+        if crossing["devices"] is not None and crossing["below"] is not None:
+            axes.axvline(crossing["devices"], color=TEXT_COLOUR, linewidth=1.0, linestyle="--")
+    label_counts(axes, counts)
+    axes.set_ylim(bottom=0.0)
+    axes.legend(fontsize=8, frameon=False)
+    set_title(
+        figure,
+        axes,
+        "Data parallelism and workers of several devices: PREDICTED",
+        f"{answer['model']} at {answer['height_px']}x{answer['width_px']} px, "
+        f"{answer['worker_batch']:g} samples a step of a worker, bands 95 %",
     )
     return figure

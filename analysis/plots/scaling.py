@@ -21,7 +21,8 @@ from analysis.plots.figure import (
     new_figure,
     set_title,
 )
-from analysis.scaling.fits import MAX_EXTRAPOLATION, Fit, best_fits, curve_ranks
+from analysis.scaling.fits import Fit, curve_ranks
+from analysis.scaling.law import MAX_RATIO
 from analysis.scaling.points import (
     Point,
     base_points,
@@ -32,7 +33,6 @@ from analysis.scaling.points import (
     scaling_kind,
     title,
 )
-from analysis.scaling.projection import SHARE, Place, Projection, describe_error
 from gems.trace import SOURCES
 
 if TYPE_CHECKING:
@@ -58,8 +58,8 @@ def scaling_figure(points: Sequence[Point], fits: Sequence[Fit] = ()) -> Figure:
     One colour a line, one marker a source. A line joins the most real point of each number of
     ranks, dashed where an end of it is simulated, and none where ranks are far apart; a dotted line
     goes on from its base in proportion to the ranks. Bars are 95 % intervals of the median (the
-    range, below 6 steps). The base of each line is in the legend, with its images/s. The best fit
-    of each line is drawn over its points, and up to four times beyond them with a shaded 95 % band.
+    range, below 6 steps). The base of each line is in the legend, with its images/s. The law of
+    each line is drawn over its points, and up to four times beyond them with a shaded 95 % band.
     """
     labels = (rate_name(points), "parallel efficiency, of 1")
     figure, (rate, share) = new_figure(
@@ -68,16 +68,16 @@ def scaling_figure(points: Sequence[Point], fits: Sequence[Fit] = ()) -> Figure:
     bases = base_points(points)
     kind = scaling_kind(points)
     lines = list(dict.fromkeys(point.line for point in points))
-    best = best_fits(fits)
+    laws = {fit.line: fit for fit in fits}
     for place, line in enumerate(lines):
         mine = [point for point in points if point.line == line]
         colour = LINE_COLOURS[place % len(LINE_COLOURS)]
         base = bases[line]
-        fit = best.get(line)
+        fit = laws.get(line)
         if (
             kind != "capability"
         ):  # there the images of the points differ, and one line of images/s would mislead
-            largest = max(*(point.ranks for point in mine), fit.limit_ranks if fit else 0)
+            largest = max(*(point.ranks for point in mine), fit.law.limit_ranks if fit else 0)
             span = np.array([base.ranks, largest])
             rate.plot(
                 span, span / base.rank_s_per_image, color=colour, linewidth=0.8, linestyle=":"
@@ -91,20 +91,20 @@ def scaling_figure(points: Sequence[Point], fits: Sequence[Fit] = ()) -> Figure:
             kind,
         )
         if fit and kind != "capability":
-            _draw_fit(rate, fit, colour, curve_ranks(fit))
+            _draw_fit(rate, fit, colour)
         if fit:
-            _draw_fit(share, fit, colour, base.rank_s_per_image)
+            _draw_fit(share, fit, colour, base)
     rate.set_yscale("log")
     plain_ticks(rate)
     label_counts(
         share,
-        [*(point.ranks for point in points), *(fit.limit_ranks for fit in best.values())],
+        [*(point.ranks for point in points), *(fit.law.limit_ranks for fit in fits)],
         MAX_TICKS,
     )
     share.axhline(1.0, color=TEXT_COLOUR, linewidth=0.8, linestyle=":")
     share.set_ylim(0.0, max(1.08, share.get_ylim()[1]))
     set_title(figure, rate, *title(points))
-    _name_parts(figure, points, lines, best)
+    _name_parts(figure, points, lines, bool(fits))
     return figure
 
 
@@ -139,12 +139,19 @@ def draw_points(axes: Axes, values: Mapping[Point, Interval], colour: str, kind:
         )
 
 
-def _draw_fit(axes: Axes, fit: Fit, colour: str, scale: np.ndarray | float) -> None:
-    """Draw `scale` over what an image costs: over the points, and with a shaded band beyond them."""
+def _draw_fit(axes: Axes, fit: Fit, colour: str, base: Point | None = None) -> None:
+    """Draw images/s by a law, or with `base` the efficiency.
+
+    Over the points, and with a shaded band beyond them.
+    """
     ranks = curve_ranks(fit)
-    low, value, high = scale / fit.curve(ranks)
+    rates = [fit.images_per_s(count) for count in ranks.tolist()]
+    curves = np.array([[rate.low, rate.value, rate.high] for rate in rates]).T
+    if base is not None:
+        curves *= base.rank_s_per_image / ranks
+    low, value, high = curves
     axes.plot(ranks, value, color=colour, linewidth=FIT_WIDTH, linestyle="-.", alpha=0.8)
-    beyond = ranks >= fit.last_ranks
+    beyond = ranks >= fit.law.last_ranks
     axes.fill_between(
         ranks[beyond],
         low[beyond],
@@ -170,7 +177,7 @@ def point_marks(point: Point, colour: str) -> dict[str, Any]:
 
 
 def _name_parts(
-    figure: Figure, points: Sequence[Point], lines: Sequence[str], best: Mapping[str, Fit]
+    figure: Figure, points: Sequence[Point], lines: Sequence[str], has_fits: bool
 ) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
@@ -196,8 +203,7 @@ def _name_parts(
             [], [], color="#444444", linewidth=0.8, linestyle=":", label="ideal, from the base on"
         )
     )
-    if best:
-        laws = ", ".join(f"{line}: {fit.law}" for line, fit in sorted(best.items()))
+    if has_fits:
         handles += [
             Line2D(
                 [],
@@ -205,90 +211,13 @@ def _name_parts(
                 color="#444444",
                 linewidth=FIT_WIDTH,
                 linestyle="-.",
-                label=f"best fit ({laws})",
+                label="law of scaling, fitted",
             ),
             Patch(
                 color="#444444",
                 alpha=BAND_ALPHA,
                 linewidth=0,
-                label=f"extrapolated, at most {MAX_EXTRAPOLATION} times beyond the data: 95 % band",
+                label=f"extrapolated, at most {MAX_RATIO:.0f} times beyond the data: 95 % band",
             ),
         ]
     add_legend(figure, handles)
-
-
-def projection_figure(found: Projection) -> Figure:
-    """Build the picture: efficiency over ranks with its bands on the left, sensitivities on the right."""
-    ranks = " and ".join(dict.fromkeys(str(each.ranks) for each in found.sensitivities))
-    figure, (left, right) = new_figure(
-        1.25 * WIDTH_IN,
-        4.6,
-        1,
-        2,
-        y=["parallel efficiency [%]"],
-        size_pt=6.4,
-        has_grid=True,
-        width_ratios=(3, 2),
-        x=("ranks", f"efficiency [%] on {ranks} ranks, constant {SHARE:.0%} less or more"),
-    )
-    lines = dict.fromkeys(place.point.line for place in found.places)
-    colours = {line: LINE_COLOURS[number % len(LINE_COLOURS)] for number, line in enumerate(lines)}
-    for line, colour in colours.items():
-        _draw_band(left, [place for place in found.places if place.point.line == line], colour)
-    label_counts(left, (place.point.ranks for place in found.places))
-    low = left.get_ylim()[0]
-    left.set_ylim(low - 0.6 * (100 - low), 100.5)  # room for the legend
-    left.legend(fontsize=7.5, frameon=False, loc="lower left")
-    for row, each in enumerate(
-        found.sensitivities
-    ):  # from the efficiency with less of a constant to that with more
-        low, high = sorted((100 * each.less, 100 * each.more))
-        right.barh(row, high - low, left=low, color=colours[each.line], height=0.6)
-        right.plot([low, high], [row, row], color=colours[each.line], marker="|", linestyle="none")
-    names = [
-        f"{each.constant.removeprefix('machine.')} ({each.value:.3g})"
-        for each in found.sensitivities
-    ]
-    right.set_yticks(range(len(names)), names)
-    right.invert_yaxis()
-    detail = (
-        f"{describe_error(found)}; bands: 95 % of draws, all constants off by up to {SHARE:.0%}"
-    )
-    set_title(figure, left, "SIMULATED, a prediction: scaling efficiency", detail)
-    return figure
-
-
-def _draw_band(axes: Axes, places: Sequence[Place], colour: str) -> None:
-    base = places[0].point
-    line = places[0].point.line
-    ranks = [place.point.ranks for place in places]
-    lows, values, highs = (
-        [100 * getattr(place, name) for place in places] for name in ("low", "efficiency", "high")
-    )
-    axes.fill_between(ranks, lows, highs, color=colour, alpha=0.2, linewidth=0)
-    axes.plot(
-        ranks,
-        values,
-        color=colour,
-        linewidth=1.3,
-        linestyle=(0, (4, 2)),
-        marker="^",
-        markerfacecolor="none",
-        label=f"{line} (base {base.images_per_s:.3g} {rate_name([base])} on {base.ranks} ranks)",
-    )
-    for place in places:
-        if place.published is not None:
-            value = 100 * place.published[0]
-            label = (
-                f"published for {line}: {value:.2f} % on"
-                f" {place.point.ranks}\n({place.published[1]})"
-            )
-            axes.plot(
-                [place.point.ranks],
-                [value],
-                color=colour,
-                marker="*",
-                markersize=12,
-                linestyle="none",
-                label=label,
-            )

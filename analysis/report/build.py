@@ -15,7 +15,7 @@ from analysis.plots.scaling import scaling_figure
 from analysis.report.canvas_data import TRACKS, looks_json
 from analysis.report.html import Cell, Html, Table, data_element, element, joined, svg_image
 from analysis.report.run_section import MAX_EVENTS, RunSection, run_section, source_mark
-from analysis.scaling.fits import fit_laws, fit_lines, why_not_fitted
+from analysis.scaling.fits import fit_lines, fit_points, why_not_fitted
 from analysis.scaling.points import (
     agreements,
     base_points,
@@ -124,14 +124,14 @@ def _study_section(runs: Sequence[Path]) -> Html:
         configuration.
     """
     points = read_points(runs)
-    fits = fit_laws(points)
+    fits = fit_points(points)
     headline, detail = title(points)
     picture = io.BytesIO()
     scaling_figure(points, fits).savefig(picture, format="svg", facecolor="white")
     bases = base_points(points)
     lines = dict.fromkeys(point.line for point in points)
     stated = [element("li", f"base of {line}: {describe_base(bases[line])}") for line in lines]
-    laws = [*fit_lines(fits), *(f"not fitted: {reason}" for reason in why_not_fitted(points))]
+    laws = [*fit_lines(fits), *(f"not fitted: {reason}" for reason in why_not_fitted(points, fits))]
     rows: list[tuple[Cell, ...]] = [
         tuple(row[key] for key in POINT_COLUMNS) for row in point_rows(points)
     ]

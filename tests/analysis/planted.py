@@ -1,4 +1,4 @@
-"""Made-up points and series, whose laws are known."""
+"""Made-up points, whose law is known."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from analysis.metrics.statistics import median_draws
-from analysis.scaling.fits import Series
 from analysis.scaling.points import Point, Setting
 
 KNOWN = Setting(commits=("abc",), versions=("gems 0.1", "numpy 2"), num_warmup_steps=1)
-RANKS = (1, 2, 4, 8, 16, 32, 64)
 
 
 def point(ranks: int = 4, step_s: Sequence[float] = (1.0,) * 8, **fields: Any) -> Point:
@@ -38,31 +35,3 @@ def noisy(step_s: float, count: int = 20, noise: float = 0.01, seed: int = 0) ->
     """Return step times around a median, spread by `noise`."""
     rng = np.random.default_rng([seed, round(step_s * 1e6)])
     return tuple(step_s * np.exp(noise * rng.standard_normal(count)))
-
-
-def series(
-    costs_s: Sequence[float] | np.ndarray,
-    noise: float = 0.0,
-    num_steps: int = 1,
-    seed: int = 0,
-    ranks: Sequence[int] = RANKS,
-) -> Series:
-    """Return a series around planted costs of an image.
-
-    Medians of `num_steps` steps, each off by `noise`.
-    """
-    rng = np.random.default_rng(seed)
-    steps_s = np.asarray(costs_s)[:, None] * np.exp(
-        noise * rng.standard_normal((len(ranks), num_steps))
-    )
-    medians_s = np.median(steps_s, axis=1)
-    draws = [median_draws(mine, 500, seed=place) for place, mine in enumerate(steps_s)]
-    return Series(
-        "1f1b",
-        "measured",
-        np.array(ranks, dtype=float),
-        medians_s,
-        np.stack(
-            [np.log(mine / median) for mine, median in zip(draws, medians_s, strict=True)], axis=1
-        ),
-    )

@@ -368,7 +368,7 @@ def test_the_command_prints_table_and_paths(
     ]
     assert lines[4] == "a to b: fewer than 6 steps, so their range and no interval"
     assert lines[5] == "base of 1f1b: 533 images/s on 4 ranks, emulated"
-    assert lines[6].startswith("not fitted: a fit needs points on 3 numbers of ranks of one source")
+    assert lines[6].startswith("not fitted: the law needs points on 3 numbers of ranks")
     assert [line.split(",")[0] for line in lines[7:-3]] == [
         "rule 5",
         "rule 9",

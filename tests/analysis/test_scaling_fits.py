@@ -18,7 +18,7 @@ from matplotlib.collections import PolyCollection
 from analysis.__main__ import main
 from analysis.cli.scaling import study_table, write_study
 from analysis.plots.scaling import scaling_figure
-from analysis.scaling.fits import fit_laws
+from analysis.scaling.fits import fit_points
 from analysis.scaling.points import Point, base_points, point_rows, read_points
 from gems.config.schema import ParallelConfig, RunSpec, ScheduleConfig
 from gems.trace import DTYPES, Trace, root_attributes, write_trace
@@ -144,9 +144,9 @@ def bands(figure: object, panel: int) -> list[tuple[float, float]]:
     ]
 
 
-def test_the_best_fit_is_drawn_over_the_data_and_shaded_four_times_beyond(runs: Runs) -> None:
+def test_the_law_is_drawn_over_the_data_and_shaded_four_times_beyond(runs: Runs) -> None:
     points = read_points(runs(1, 2, 4))
-    fits = fit_laws(points)
+    fits = fit_points(points)
     figure = scaling_figure(points, fits)
     assert bands(figure, 0) == bands(figure, 1) == [(16.0, 64.0)]
     rate, share = figure.axes
@@ -155,10 +155,11 @@ def test_the_best_fit_is_drawn_over_the_data_and_shaded_four_times_beyond(runs: 
         ranks = np.array(curve.get_xdata())
         shown = np.array(curve.get_ydata())
         assert (ranks[0], ranks[-1]) == (4.0, 64.0)
-        assert shown == pytest.approx((ranks if scale is None else scale) / fits[0].curve(ranks)[1])
+        rates = np.array([fits[0].images_per_s(count).value for count in ranks])
+        assert shown == pytest.approx(rates if scale is None else rates * scale / ranks)
     (legend,) = figure.legends
     words = [text.get_text() for text in legend.get_texts()]
-    assert f"best fit (1f1b: {fits[0].law})" in words and "ideal, from the base on" in words
+    assert "law of scaling, fitted" in words and "ideal, from the base on" in words
     assert any("at most 4 times beyond the data" in word for word in words)
     assert bands(scaling_figure(points), 0) == []
 
@@ -197,7 +198,7 @@ def test_of_capability_scaling_only_the_efficiency_is_fitted() -> None:
         )
         for ranks in (4, 8, 16)
     ]
-    figure = scaling_figure(grown, fit_laws(grown))
+    figure = scaling_figure(grown, fit_points(grown))
     assert bands(figure, 0) == [] and bands(figure, 1) == [(16.0, 64.0)]
 
 
@@ -220,7 +221,7 @@ def test_the_curves_are_in_a_csv_that_goes_with_the_fits(runs: Runs, tmp_path: P
     assert [table.name for table in study.tables] == ["scaling.csv", "scaling-fits.csv"]
     with study.tables[1].open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert {row["law"] for row in rows} == {"amdahl", "gustafson"}
+    assert {row["schedule"] for row in rows} == {"1f1b"}
     assert max(float(row["ranks"]) for row in rows) == 64.0
     write_study(folders[:1], tmp_path / "out")
     assert not study.tables[1].exists() and study.tables[0].exists()
@@ -232,34 +233,12 @@ def test_the_command_prints_fits_and_broken_rules(
     words = [*map(str, runs(1, 2, 4, 8, 16)), "--out", str(tmp_path / "out")]
     assert main(["scaling", *words]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert any(line.startswith("best fit of 1f1b: amdahl, rank_s_per_image") for line in lines)
+    assert any(line.startswith("law of 1f1b: fixed_s") for line in lines)
     assert not any(line.startswith(("rule", "not fitted")) for line in lines)
-    assert main(["scaling", *words, "--fit", "usl", "--json"]) == 0
+    assert main(["scaling", *words, "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert (answer["kind"], answer["base"][0]["ranks"]) == ("weak", 4)
     (fit,) = answer["fits"]
-    assert (fit["name"], fit["limit_ranks"], len(fit["residuals"])) == ("usl", 256, 5)
-    low, high = fit["intervals"]["sigma"]
-    assert low <= SERIAL <= high
+    assert (fit["limit_ranks"], len(fit["residuals"])) == (256, 5)
     assert [rule["number"] for rule in answer["rules"]] == list(range(1, 14))
     assert {rule["holds"] for rule in answer["rules"]} == {True, None}
-    assert main(["scaling", *words, "--fit", "none", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["fits"] == []
-
-
-@pytest.mark.parametrize(
-    ("law", "said"), [("usl", "needs points on 4"), ("linear", "allowed: amdahl")]
-)
-def test_a_law_that_cannot_be_fitted_is_refused(
-    law: str, said: str, runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = [*map(str, runs(1, 2, 4)), "--out", str(tmp_path / "out"), "--fit", law]
-    assert main(["scaling", *words]) == 2
-    out, err = capsys.readouterr()
-    assert (
-        out == ""
-        and err.startswith(f"analysis: fit={law}: ")
-        and said in err
-        and err.count("\n") == 1
-    )
-    assert not (tmp_path / "out").exists()

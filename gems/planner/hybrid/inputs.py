@@ -125,15 +125,12 @@ class GivenEpochs:
     num_samples: int | None = None
 
 
-PUBLISHED_EPOCHS = Path(__file__).with_name("published_epochs.csv")
-
-
-def published_series(given: Path | str = PUBLISHED_EPOCHS) -> dict[str, list[tuple[float, float]]]:
+def published_series(path: Path) -> dict[str, list[tuple[float, float]]]:
     """Return the (global batch, epochs) runs of each series of a CSV.
 
     Raise ConfigError as `read_epochs`.
     """
-    file = _File(EPOCHS, Path(given))
+    file = _File(EPOCHS, path)
     found: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for row in file.rows(file.document(), "runs"):
         found[str(row.get("series") or "")].append(

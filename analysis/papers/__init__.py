@@ -1,1 +1,0 @@
-"""The studies of published papers, recomputed beside the papers' figures."""
