@@ -10,8 +10,8 @@ RUN    ?=
 EVERY  ?= 1
 export HDF5_USE_FILE_LOCKING ?= FALSE
 
-BENCHES = bench-engine bench-peers bench-transports bench-split bench-compile bench-schedules bench-capped bench-strips bench-emulated bench-profile bench-partition bench-cuts bench-memory bench-plan \
-          bench-resume bench-outside bench-fidelity bench-attribution bench-report bench-planner bench-slide bench-networks
+BENCHES = bench-engine bench-peers bench-transports bench-split bench-schedules bench-capped bench-strips bench-emulated bench-profile bench-memory \
+          bench-outside bench-fidelity bench-planner bench-slide
 
 .PHONY: help setup run submit plan study status logs cancel diagnose resubmit report test test-device test-gloo test-slurm test-wheel coverage docs docs-test lint \
         format bench $(BENCHES) bench-memory-gpu calibrate clean

@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 import torch
 
+import scripts.reproduce.language  # noqa: F401  registers data=tokens
 from gems.config.schema import DataConfig
 from gems.data import open_dataset
 from gems.data.dataset import batch_indices

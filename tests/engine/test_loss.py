@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import scripts.reproduce.language  # noqa: F401  registers data=tokens
 from gems.config.recipe import LossConfig
 from gems.config.schema import DataConfig
 from gems.engine.loss import Loss, StepWeight, SummedLoss, open_loss

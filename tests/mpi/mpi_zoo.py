@@ -39,6 +39,7 @@ def make_spec(name: str, schedule: str, partitions: int, replicas: int = 1, **ch
         replicas,
         model=ModelConfig(name=name, **model),
         data=DataConfig(**sizes),
+        plugins=["scripts.reproduce.language"],
         **{"partition__name": "even", "train__precision": "float64", **changes},
     )
 

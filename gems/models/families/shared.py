@@ -181,13 +181,3 @@ def depth_error(depth: int, text: str, candidates: Collection[int], count: int =
     """Return the error for a depth of which there is no network, with the nearest of the candidates."""
     near = sorted(candidates, key=lambda other: (abs(other - depth), other))[:count]
     return ConfigError("model.depth", depth, text, f"nearest: {', '.join(map(str, sorted(near)))}")
-
-
-def check_language(model: ModelConfig, data: DataConfig) -> None:
-    """Raise ConfigError for a width below 1, or a vocabulary smaller than that of the data."""
-    if model.width < 1:
-        raise ConfigError("model.width", model.width, "the size of the hidden states, at least 1")
-    if model.vocabulary < data.num_classes:
-        text = f"must be data.num_classes={data.num_classes} or more: the data has so many tokens"
-        advice = f"set model.vocabulary={data.num_classes}, or fewer data.num_classes"
-        raise ConfigError("model.vocabulary", model.vocabulary, text, advice)

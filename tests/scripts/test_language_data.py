@@ -10,8 +10,8 @@ import pytest
 
 from gems.config.schema import DataConfig
 from gems.data import check_data, kind_of, open_dataset, sample_shape, sources_of
-from gems.data.synthetic import CHANCES, START
 from gems.errors import ConfigError
+from scripts.reproduce.language import CHANCES, START
 
 TOKENS = DataConfig(
     name="tokens", num_classes=50, length=12, train_samples=40, validation_samples=7
