@@ -24,7 +24,7 @@ help:
 	@echo "make diagnose RUN=a | resubmit RUN='a b' [ARGS='cluster.minutes=90 --yes']   say why runs ended, and send them again"
 	@echo "make calibrate ARGS='--out DIR/machine/NAME.yaml'   time this machine's links, for --config-dir DIR machine=NAME"
 	@echo "make report CONF=study | RUN='a b' [ARGS='--out x.html']  one HTML page about runs, which needs no network"
-	@echo "make report CONF=study ARGS=--proposal              one PDF page for a compute-time proposal, and its CSV"
+	@echo "make report CONF=study ARGS=--proposal              the same with a section for a compute-time proposal, and its CSV"
 	@echo "make test | test-device | test-gloo | test-slurm | test-wheel | coverage | lint | bench    check"
 	@echo "make docs | docs-test                               build the site from docs/, run every command in it"
 

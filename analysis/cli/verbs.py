@@ -105,15 +105,12 @@ def parser() -> argparse.ArgumentParser:
     about_out = f"{PICTURE_HELP} of the waterfall, with a .csv beside it"
     attribution = verb("attribution", "show where the time of a step goes, and draw it", about_out)
     attribution.add_argument("--ranks", action="store_true", help="a row for each rank too")
-    about_out = (
-        ".html (.pdf with --proposal, with a .csv beside it); default in the folder of the run or"
-        " study"
-    )
+    about_out = ".html; default in the folder of the run or study"
     report = verb("report", "write one HTML page about runs, which needs no network", about_out)
     report.add_argument(
         "--proposal",
         action="store_true",
-        help="a page for a proposal of compute time instead, as PDF",
+        help="with a section for a proposal of compute time, and proposal.csv beside the page",
     )
     for name, about in (
         (
@@ -296,51 +293,31 @@ def _draw_answer(options: Options) -> None:
 
 
 def _report(options: Options) -> None:
+    from analysis.io.files import write_csv
     from analysis.io.load import default_out, find_runs
     from analysis.report.build import build_report
+    from analysis.scaling.proposal import Ask, propose
 
     runs = find_runs(options.runs, options.runs_dir)
     out = options.out or default_out(options.runs, runs, options.runs_dir)
+    names = ("num_runs", "num_steps", "gpus")
+    given = {name: getattr(options, name) for name in names}
+    proposal, files = None, {}
     if options.proposal:
-        _proposal(options, runs, options.out or out.with_name("proposal.pdf"))
-        return
-    for name in ("num_steps", "num_runs", "gpus"):
-        if getattr(options, name) is not None:
-            raise ConfigError(
-                name.replace("_", "-"),
-                getattr(options, name),
-                "is of a proposal alone",
-                "--proposal",
-            )
-    made = build_report(runs, out)
-    _print_notes(made.notes)
-    _print(options, asdict(made), made.path)
-
-
-def _proposal(options: Options, runs: list[Path], out: Path) -> None:
-    from analysis.io.files import write_csv
-    from analysis.plots.figure import check_picture_path, save_figure
-    from analysis.plots.proposal import proposal_figure
-    from analysis.scaling.proposal import Ask, propose
-
-    check_picture_path(out)
-    made = propose(runs, Ask(options.num_runs, options.num_steps, options.gpus))
-    save_figure(proposal_figure(made), out)
-    table = write_csv(made.rows, out.with_suffix(".csv"))
-    answer = {
-        "path": out,
-        "csv": table,
-        "gpu_hours": asdict(made.gpu_hours),
-        "request": made.request,
-    }
-    answer |= {
-        "missing": made.missing,
-        "points": made.rows,
-        "sources": made.sources,
-        "method": made.method,
-    }
-    _print_notes(made.missing)
-    _print(options, answer, made.request, out, table)
+        proposal = propose(runs, Ask(**given))
+    for name, value in given.items():
+        if value is not None and proposal is None:
+            key = name.replace("_", "-")
+            raise ConfigError(key, value, "is of a proposal alone", "--proposal")
+    made = build_report(runs, out, proposal)
+    answer = asdict(made)
+    if proposal is not None:
+        files["csv"] = write_csv(proposal.rows, out.with_name("proposal.csv"))
+        answer |= {"gpu_hours": asdict(proposal.gpu_hours), "points": proposal.rows}
+        answer |= {name: getattr(proposal, name) for name in ("request", "missing", "method")}
+    _print_notes([*made.notes, *answer.get("missing", ())])
+    lines = [] if proposal is None else [proposal.request]
+    _print(options, answer | files, *lines, made.path, *files.values())
 
 
 def _export(options: Options) -> None:

@@ -14,6 +14,7 @@ from analysis.io.load import load_trace
 from analysis.plots.scaling import scaling_figure
 from analysis.report.canvas_data import TRACKS, looks_json
 from analysis.report.html import Cell, Html, Table, data_element, element, joined, svg_image
+from analysis.report.proposal import proposal_section
 from analysis.report.run_section import MAX_EVENTS, RunSection, run_section, source_mark
 from analysis.scaling.fits import fit_lines, fit_points, why_not_fitted
 from analysis.scaling.points import (
@@ -26,6 +27,7 @@ from analysis.scaling.points import (
     read_points,
     title,
 )
+from analysis.scaling.proposal import Proposal
 from analysis.scaling.rules import check_rules
 from gems.errors import ConfigError
 from gems.utils.atomic_io import atomic_write
@@ -64,12 +66,12 @@ class Report:
     notes: tuple[str, ...]
 
 
-def build_report(runs: Sequence[Path], out: Path) -> Report:
+def build_report(runs: Sequence[Path], out: Path, proposal: Proposal | None = None) -> Report:
     """Write one page about a run, or about several with a section that compares them.
 
     Up to 16 runs have sections of their own; of more, the first and the last by their order, spread
     evenly between. All runs are in the table of the study. Runs share the room for events, see
-    `select_events`.
+    `select_events`. A proposal comes first.
 
     Raises:
         ConfigError: a run that cannot be read, or a page that cannot be written.
@@ -90,7 +92,7 @@ def build_report(runs: Sequence[Path], out: Path) -> Report:
             path.resolve().parent.name if path.resolve().name == "trace.h5" else path.resolve().name
         )
         sections.append(run_section(place, name, loaded, MAX_EVENTS // len(shown)))
-    study = []
+    study = [] if proposal is None else [proposal_section(proposal)]
     if len(runs) > 1:
         try:
             study.append(_study_section(runs))

@@ -1,0 +1,50 @@
+"""The section for a compute-time proposal: strong and weak scaling, what is asked for, and the method."""
+
+from __future__ import annotations
+
+import io
+
+from analysis.plots.figure import SOURCE_MARKS
+from analysis.plots.scaling import scaling_figure
+from analysis.report.html import Cell, Html, Table, element, svg_image
+from analysis.scaling.fits import fit_points
+from analysis.scaling.proposal import Proposal
+
+COLUMNS = {
+    "scaling": "scaling",
+    "schedule": "series",
+    "source": "source",
+    "ranks": "GPUs",
+    "step_median_s": "step, median [s]",
+    "step_low_s": "from [s]",
+    "step_high_s": "to [s]",
+    "images_per_s": "images/s",
+    "parallel_efficiency": "efficiency",
+    "parallel_efficiency_low": "from",
+    "parallel_efficiency_high": "to",
+    "gpu_hours": "GPU-hours",
+}
+
+
+def proposal_section(proposal: Proposal) -> Html:
+    """Build the section, which is printed on pages of its own."""
+    figures = []
+    for kind, points in proposal.points.items():
+        picture = io.BytesIO()
+        scaling_figure(points, fit_points(points)).savefig(picture, format="svg", facecolor="white")
+        alt = f"{kind} scaling: images/s and efficiency over GPUs"
+        figures.append(element("figure", svg_image(picture.getvalue(), alt)))
+    rows: list[tuple[Cell, ...]] = [tuple(row[key] for key in COLUMNS) for row in proposal.rows]
+    sources = dict.fromkeys(row["source"] for row in proposal.rows)
+    marks = " and ".join(SOURCE_MARKS[source] for source in sources)
+    return element(
+        "section",
+        element("h2", "Scaling, for a compute-time proposal"),
+        element("p", f"All figures: {marks}."),
+        *figures,
+        Table("asked", "Points", tuple(COLUMNS.values()), rows, (3,) * len(COLUMNS)).html(),
+        *(element("p", note, class_="note") for note in proposal.missing),
+        element("p", element("strong", f"Asked for: {proposal.request}")),
+        element("p", f"Method. {proposal.method}"),
+        id="proposal",
+    )
