@@ -1,18 +1,14 @@
 """Engine speed beside torch.distributed.pipelining.
 
-The engines alone, and the best schedules of both at equal peak.
-Engines: images/s of our 1f1b beside Schedule1F1B, in turn. Both run the same ResNet, partition,
-micro-batches and images, with one thread each and SGD with momentum; ours moves data by MPI, and by
-gloo as theirs. First in the same two processes, so that the memory settings of our engine serve
-all; then each in processes of its own, started in turn, as a user of either has it.
+Images/s, bytes and exactness of 1F1B, each in its own processes.
+Both train the same ResNet on two ranks, with the same partition, micro-batches and images, one
+thread each and SGD with momentum; ours moves data by MPI, and by gloo as theirs. Each has processes
+of its own, as a user of either has, which are started in turn, A B C A B C. Shown are medians of
+images/s, the ratio over torch's in the same turn, the most bytes of all tensors at once, counted
+from torch's storages alike for all, and how far the weights after the first step are from those of
+one unsplit process, relative to the largest change. `scripts.bench.peers` races more engines.
 
-Best: our best schedule beside theirs at equal or lower measured peak. Every contender trains the
-same ResNet on the same two ranks, images and micro-batches; stages are equal if there are as many.
-Times are medians over rounds in which all take turns. A peak is the most bytes of all tensors at
-once, weights and optimizer included, in the first step of each, counted from torch's storages alike
-for both. Schedules that cannot run are named with the reason.
-
-Takes Hydra overrides, for every case; prints medians and ratios on stderr and JSON on stdout.
+Takes Hydra overrides, for every case; prints tables and ratios on stderr and JSON on stdout.
 """
 
 from __future__ import annotations
@@ -25,7 +21,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,12 +36,12 @@ from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
 from gems.engine.optimization.optimizer import build_optimizer
 from gems.engine.optimization.parameter_groups import NumberedLayer
-from gems.errors import GemsError
 from gems.models import layers_of
 from gems.models.build import build_layers
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
 from gems.utils.atomic_io import read_json, write_json
+from gems.utils.host_memory import keep_freed_memory
 from scripts.bench import rig
 
 DEFAULTS = (
@@ -53,240 +49,194 @@ DEFAULTS = (
     " machine=cpu"
 )
 SIDES_PX = (32, 64)
-CUTS = (0, 4, 11)  # nearer to equal work than the even partition
-ROUNDS = 15
-STEPS = 4
+CUTS = {
+    2: (0, 4, 11),
+    4: (0, 2, 4, 7, 11),
+}  # by stages, nearer to equal work than the even partition
 STARTS = 5
-ROUNDS_A_START = 5
+ROUNDS = 5
+STEPS = 4
 OURS = "ours"
-OVER_GLOO = "ours over gloo"
+OVER_GLOO = "ours, gloo"
 THEIRS = "torch"
-
-BEST_CUTS = {2: (0, 5, 11), 4: (0, 2, 4, 7, 11)}  # nearest to equal work for this network
-OUR_SCHEDULES = {
-    "gpipe": 2,
-    "1f1b": 2,
-    "zb_h1": 2,
-    "zb_h2": 2,
-    "chimera": 2,
-    "gems_master": 2,
-    "gems_zb": 2,
-    "interleaved_1f1b": 4,
-    "looped_bfs": 4,
-    "zb_v": 4,
-    "v_half": 4,
-    "v_min": 4,
-    "dualpipe_v": 4,
-}
-THEIR_SCHEDULES = {
+PLACEMENTS = {
     "ScheduleGPipe": "linear",
     "Schedule1F1B": "linear",
     "ScheduleInterleaved1F1B": "looped",
-    "ScheduleLoopedBFS": "looped",
-    "ScheduleInterleavedZeroBubble": "looped",
     "ScheduleZBVZeroBubble": "v",
 }
-BEST_ROUNDS = 11
-Contender = tuple[str, str]  # the engine, and its schedule
 Step = Callable[[], object]
 Layers = Mapping[int, nn.Module]  # those of a rank, by their number in the network
 
 
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """An engine with one of its schedules; `num_stages` of the network."""
+
+    engine: str
+    schedule: str
+    num_stages: int = 2
+    num_processes: int = 2
+
+
 def main(overrides: list[str]) -> int:
-    """Run all cases and print their results."""
+    """Run both sizes and print their results."""
+    contenders = [
+        Contender(OURS, "1f1b"),
+        Contender(OVER_GLOO, "1f1b"),
+        Contender(THEIRS, "Schedule1F1B"),
+    ]
+    return rig.answered(compare(contenders, overrides), False)
+
+
+def compare(
+    contenders: Sequence[Contender], overrides: list[str], is_alike: bool = False
+) -> dict[str, Any]:
+    """Race contenders at each size; with `is_alike` all have the memory settings of our engine."""
     rig.machine()
-    results: dict[str, Any] = {}
-    for side_px in SIDES_PX:
-        name = f"{side_px} px"
-        words = (DEFAULTS, "schedule=1f1b", _boundaries(CUTS), rig.square(side_px), overrides)
-        results[name] = found = _compared(words, ROUNDS, 1, is_apart=False)
-        rig.log(
-            f"{name}: ours {found['ours_images_per_s']:.1f} images/s, over gloo"
-            f" {found['gloo_images_per_s']:.1f}, torch.distributed.pipelining"
-            f" {found['torch_images_per_s']:.1f}; over torch's {found['ratio']:.3f} and"
-            f" {found['gloo_ratio']:.3f} (medians of {ROUNDS} rounds of {STEPS} steps, in turn;"
-            f" middle half of the rounds' ratios {found['ratio_p25']:.3f} to"
-            f" {found['ratio_p75']:.3f}, over gloo {found['gloo_ratio_p25']:.3f} to"
-            f" {found['gloo_ratio_p75']:.3f})"
-        )
-        found["apart"] = apart = _compared(words, ROUNDS_A_START, STARTS, is_apart=True)
-        rig.log(
-            f"{name}, each in its processes: over torch's {apart['ratio']:.3f}, by gloo"
-            f" {apart['gloo_ratio']:.3f} (medians of {STARTS} starts of each, in turn; ours"
-            f" {apart['ours_images_per_s']:.1f}, over gloo {apart['gloo_images_per_s']:.1f}, torch"
-            f" {apart['torch_images_per_s']:.1f} images/s)"
-        )
-    results["best"] = compete(overrides)
-    return rig.answered(results, False)
-
-
-def _boundaries(cuts: Sequence[int]) -> str:
-    return f"parallel.boundaries=[{','.join(map(str, cuts))}]"
-
-
-def _compared(
-    words: Sequence[str | list[str]], rounds: int, starts: int, is_apart: bool
-) -> dict[str, Any]:
-    """Compare 1F1B of both engines, in the same processes or each in processes of its own that are started in turn."""
-    spec = rig.composed(*words)
-    over_gloo = rig.composed(*words, "machine.transport=gloo")
-    engines = [OURS, OVER_GLOO, THEIRS]
-    groups = [[engine] for engine in engines] if is_apart else [engines]
-
-    def run(engines: list[str]) -> dict[str, Any]:
-        with tempfile.TemporaryDirectory() as scratch:
-            path, gloo_path = (
-                str(prepare(replace(each, runs_dir=scratch)).path) for each in (spec, over_gloo)
-            )
-            contenders = {
-                OURS: (OURS, "1f1b", path),
-                OVER_GLOO: (OVER_GLOO, "1f1b", gloo_path),
-                THEIRS: (THEIRS, "Schedule1F1B", spec.parallel.boundaries),
-            }
-            found = _raced(spec, path, [contenders[engine] for engine in engines], rounds, STEPS)
-        if found["failed"]:
-            raise SystemExit(str(found["failed"]))
-        return found
-
-    runs = rig.in_turns({"+".join(engines): partial(run, engines) for engines in groups}, starts)
-    times: dict[str, list[float]] = {engine: [] for engine in engines}
-    for found in (each for all_of_group in runs.values() for each in all_of_group):
-        for (engine, _), times_s in zip(found["contenders"], found["seconds"], strict=True):
-            times[engine] += [statistics.median(times_s)] if is_apart else times_s
-    images = global_batch(spec)
-    torch_version = found["torch"]
-    ours_s, gloo_s, theirs_s = (statistics.median(times[engine]) for engine in engines)
-    answer = {
-        "images": images,
-        "model": f"{spec.model.name}{spec.model.depth}-v{spec.model.version}",
-        "height_px": spec.data.height_px,
-        "micro_batches": spec.parallel.micro_batches,
-        "micro_batch_size": spec.parallel.micro_batch_size,
-        "torch": torch_version,
-        "ours_images_per_s": images / ours_s,
-        "gloo_images_per_s": images / gloo_s,
-        "torch_images_per_s": images / theirs_s,
-        "ratio": theirs_s / ours_s,
-        "gloo_ratio": theirs_s / gloo_s,
+    return {
+        f"{side_px} px": race(contenders, [DEFAULTS, rig.square(side_px), *overrides], is_alike)
+        for side_px in SIDES_PX
     }
-    if is_apart:
-        return answer
-    for engine, prefix in ((OURS, ""), (OVER_GLOO, "gloo_")):
-        ratios = [theirs / ours for ours, theirs in zip(times[engine], times[THEIRS], strict=True)]
-        answer |= {prefix + name: value for name, value in rig.quartiles(ratios).items()}
-    return answer
 
 
-def compete(overrides: list[str]) -> dict[str, Any]:
-    """Let all schedules take turns on the same ranks, print the table, and return what was found."""
-    contenders: list[tuple[str, str, object]] = []
-    failed: dict[str, str] = {}
-    with tempfile.TemporaryDirectory() as scratch:
-        for name, num_stages in OUR_SCHEDULES.items():
-            try:
-                words = f"schedule={name} {_boundaries(BEST_CUTS[num_stages])}"
-                spec = rig.composed(DEFAULTS, rig.square(SIDES_PX[0]), words, overrides)
-                contenders.append(
-                    (OURS, name, str(prepare(replace(spec, runs_dir=scratch, name=name)).path))
-                )
-            except GemsError as error:
-                failed[name] = str(error)
-        first = contenders[0][2]
-        for name, placement in THEIR_SCHEDULES.items():
-            contenders.append((THEIRS, name, BEST_CUTS[2 if placement == "linear" else 4]))
-        made = _raced(spec, str(first), contenders, BEST_ROUNDS, 1)
-    found = judge(made["contenders"], made["seconds"], made["peaks"], failed | made["failed"])
+def race(contenders: Sequence[Contender], words: Sequence[str], is_alike: bool) -> dict[str, Any]:
+    """Start contenders in turn; return a row for each, and for each of theirs our fastest at its peak."""
+    rig.log(words[1])
+    ways = {one: partial(measured, one, words, is_alike) for one in contenders}
+    runs = rig.in_turns(ways, STARTS)
+    times = {
+        one: [step_s for start in starts for step_s in start["seconds"]]
+        for one, starts in runs.items()
+    }
     table = rig.Table(
-        "engine:<7", "schedule:<32", "ms a step=step_ms:>10.1f", "peak MiB=peak_bytes:>10.2f"
+        "engine:<12",
+        "schedule:<26",
+        "images/s=images_per_s:>10.1f",
+        "over torch=ratio:>10.3f",
+        "peak MiB=peak_bytes:>10.2f",
+        "error:>10.1e",
     )
-    for one in sorted(found["contenders"], key=lambda one: float(one["step_s"])):
-        table.row({**one, "step_ms": 1e3 * one["step_s"]})
-    for name, why in found["failed"].items():
-        rig.log(f"{name} does not run: {why}")
-    for one in found["answers"]:
-        middle = one["ours"] and (
-            f"{one['ours']}, {one['ratio']:.3f} times as fast (middle half of {BEST_ROUNDS} rounds "
-            f"{one['ratio_p25']:.3f} to {one['ratio_p75']:.3f})"
-        )
-        rig.log(
-            f"at most the peak of torch's {one['theirs']}: "
-            + (f"ours {middle}" if middle else "none of ours")
-        )
-    return found
+    first = next((one for one in contenders if one.engine == THEIRS), contenders[0])
+    rows = []
+    for one, starts in runs.items():
+        step_s = statistics.median(times[one])
+        ratios = [theirs / ours for theirs, ours in zip(times[first], times[one], strict=True)]
+        row = {
+            "engine": one.engine,
+            "schedule": one.schedule,
+            "step_s": step_s,
+            "images_per_s": starts[0]["images"] / step_s,
+        }
+        row |= {name: max(each[name] for each in starts) for name in ("peak_bytes", "error")}
+        rows.append(row | {"ratio": statistics.median(ratios), **rig.quartiles(ratios)})
+    table.rows(sorted(rows, key=lambda row: float(row["step_s"])))
+    answers = judge(contenders, list(times.values()), [row["peak_bytes"] for row in rows])
+    for answer in answers:
+        found = "none of ours"
+        if answer["ours"]:
+            middle = f"middle half {answer['ratio_p25']:.3f} to {answer['ratio_p75']:.3f}"
+            found = f"ours {answer['ours']}, {answer['ratio']:.3f} times as fast ({middle})"
+        rig.log(f"at most the peak of {answer['theirs']}: {found}")
+    return {"rows": rows, "answers": answers}
 
 
-def _raced(
-    spec: RunSpec, folder: str, contenders: Sequence[object], rounds: int, steps: int
-) -> dict[str, Any]:
-    """Let contenders take turns on ranks of their own.
+def judge(
+    contenders: Sequence[Contender], times: Sequence[Sequence[float]], peaks: Sequence[int]
+) -> list[dict[str, Any]]:
+    """Find for each of theirs the fastest of ours at equal or lower peak.
 
-    `folder` is a prepared run with their model and data.
+    Their fastest comes first.
     """
-    rig.start_ranks(
-        spec.world_size, *rig.call_argv(race, folder, contenders, rounds, steps), timeout_s=580.0
+    order = sorted(range(len(contenders)), key=lambda i: statistics.median(times[i]))
+    answers = []
+    for theirs in (i for i in order if not contenders[i].engine.startswith(OURS)):
+        ours = next(
+            (i for i in order if contenders[i].engine == OURS and peaks[i] <= peaks[theirs]), None
+        )
+        answer: dict[str, Any] = {
+            "theirs": f"{contenders[theirs].engine} {contenders[theirs].schedule}",
+            "ours": None if ours is None else contenders[ours].schedule,
+        }
+        if ours is not None:
+            ratios = [a / b for a, b in zip(times[theirs], times[ours], strict=True)]
+            answer |= {"ratio": statistics.median(ratios), **rig.quartiles(ratios)}
+        answers.append(answer)
+    return answers
+
+
+def measured(
+    contender: Contender,
+    words: Sequence[str],
+    is_alike: bool,
+    rounds: int = ROUNDS,
+    steps: int = STEPS,
+) -> dict[str, Any]:
+    """Start a contender's processes, and return its times, its peak and its error."""
+    is_ours = contender.engine.startswith(OURS)
+    cuts = CUTS[contender.num_stages if is_ours else 2]
+    own = (
+        f"schedule={contender.schedule if is_ours else '1f1b'}"
+        f" parallel.boundaries=[{','.join(map(str, cuts))}]"
     )
-    return read_json(RunFolder(Path(folder)).result_json)
+    own += " machine.transport=gloo" if contender.engine == OVER_GLOO else ""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = prepare(replace(rig.composed(*words, own), runs_dir=scratch))
+        call = rig.call_argv(
+            run,
+            str(folder.path),
+            contender.engine,
+            contender.schedule,
+            CUTS[contender.num_stages],
+            is_alike,
+            rounds,
+            steps,
+        )
+        rig.start_ranks(contender.num_processes, *call)
+        return read_json(folder.result_json)
 
 
-def race(path: str, contenders: list[tuple[str, str, Any]], rounds: int, num_steps: int) -> None:
-    """Build all contenders on this rank and time their steps in turn; rank 0 writes what was found.
+def run(
+    path: str,
+    name: str,
+    schedule: str,
+    cuts: Sequence[int],
+    is_alike: bool,
+    rounds: int,
+    num_steps: int,
+) -> None:
+    """Train with one contender on this rank: compare its first step, then time others.
 
-    A contender is its engine, its schedule, and the prepared run of ours or the boundaries of
-    torch's. One that raises on a rank is left out, with the reason.
+    Rank 0 writes what was found.
     """
     from gems.engine.transport.mpi import allgather, world
+    from scripts.bench import peers
 
     comm = world()
     folder = RunFolder(Path(path))
-    has_gloo = any(engine == THEIRS for engine, *_ in contenders)
-    if has_gloo:
-        open_gloo(comm, path)
+    if is_alike or name.startswith(OURS):
+        keep_freed_memory()  # as the ranks of a run
     spec = folder.read_spec()
     images, labels = batch_of(spec)
-    running: dict[Contender, Step] = {}
-    peaks: list[int] = []
-    failed: dict[str, str] = {}
-    for engine, name, how in contenders:
-        why = ""
-        try:
-            with LiveBytes() as live:
-                if engine != THEIRS:
-                    step, _ = of_ours(RunFolder(Path(how)), comm, images, labels)
-                else:
-                    step, _ = of_torch(name, how, spec, comm, images, labels)
-                step()
-        except Exception as error:  # whatever their schedules raise on this model
-            why = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
-        if any(whys := allgather(comm, why)):
-            failed[name] = next(filter(None, whys))
-            continue
-        running[engine, name] = step
-        peaks.append(max(allgather(comm, live.peak_bytes)))
-    rig.in_turns(running, 1)  # warms up
-    times = rig.in_turns(
-        {one: partial(timed, comm, step, num_steps) for one, step in running.items()}, rounds
-    )
+    with LiveBytes() as live:
+        if name.startswith(OURS):
+            step, layers = of_ours(folder, comm, images, labels)
+        elif name == THEIRS:
+            step, layers = of_torch(schedule, cuts, spec, comm, images, labels, path)
+        else:
+            step, layers = peers.BUILDERS[name](schedule, cuts, spec, comm, images, labels, live)
+        step()
+    error = max(allgather(comm, error_of(layers, spec, images, labels)))
+    timed(comm, step, num_steps)  # warms up
+    found = {
+        "seconds": [timed(comm, step, num_steps) for _ in range(rounds)],
+        "peak_bytes": max(allgather(comm, live.peak_bytes)),
+        "error": error,
+        "images": global_batch(spec),
+        "torch": torch.__version__,
+    }
     if comm.rank == 0:
-        write_json(
-            folder.result_json,
-            {
-                "contenders": list(running),
-                "seconds": list(times.values()),
-                "peaks": peaks,
-                "failed": failed,
-                "torch": torch.__version__,
-            },
-        )
-    if has_gloo:
-        distributed.destroy_process_group()
-
-
-def open_gloo(comm: Any, path: str) -> None:
-    """Open torch's process group over gloo, by a file in a run folder."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    distributed.init_process_group(
-        "gloo", init_method=f"file://{path}/gloo", rank=comm.rank, world_size=comm.size
-    )
+        write_json(folder.result_json, found)
 
 
 def batch_of(spec: RunSpec) -> tuple[Tensor, Tensor]:
@@ -306,39 +256,6 @@ def timed(comm: Any, step: Step, count: int) -> float:
         step()
     comm.Barrier()
     return (time.perf_counter() - begin) / count
-
-
-def judge(
-    contenders: Sequence[Sequence[str]],
-    times: list[list[float]],
-    peaks: list[int],
-    failed: Mapping[str, str],
-) -> dict[str, Any]:
-    """Find for each of theirs the fastest of ours at equal or lower peak.
-
-    Their fastest comes first.
-    A contender is an engine and its schedule.
-    """
-    median = [statistics.median(mine) for mine in times]
-    order = sorted(range(len(contenders)), key=lambda i: median[i])
-    answers = []
-    for theirs in (i for i in order if contenders[i][0] == THEIRS):
-        ours = next(
-            (i for i in order if contenders[i][0] == OURS and peaks[i] <= peaks[theirs]), None
-        )
-        answer: dict[str, Any] = {
-            "theirs": contenders[theirs][1],
-            "ours": None if ours is None else contenders[ours][1],
-        }
-        if ours is not None:
-            ratios = [a / b for a, b in zip(times[theirs], times[ours], strict=True)]
-            answer |= {"ratio": statistics.median(ratios), **rig.quartiles(ratios)}
-        answers.append(answer)
-    shown = [
-        {"engine": engine, "schedule": schedule, "step_s": median[i], "peak_bytes": peaks[i]}
-        for i, (engine, schedule) in enumerate(contenders)
-    ]
-    return {"contenders": shown, "answers": answers, "failed": failed}
 
 
 def of_ours(folder: RunFolder, comm: Any, images: Tensor, labels: Tensor) -> tuple[Step, Layers]:
@@ -362,14 +279,24 @@ def of_ours(folder: RunFolder, comm: Any, images: Tensor, labels: Tensor) -> tup
 
 
 def of_torch(
-    name: str, cuts: Sequence[int], spec: RunSpec, comm: Any, images: Tensor, labels: Tensor
+    name: str,
+    cuts: Sequence[int],
+    spec: RunSpec,
+    comm: Any,
+    images: Tensor,
+    labels: Tensor,
+    path: str,
 ) -> tuple[Step, Layers]:
     """Return the step of a schedule of torch's, and the layers of this rank."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{path}/gloo", rank=comm.rank, world_size=comm.size
+    )
     rank = comm.rank
     size = comm.size
     num_stages = len(cuts) - 1
     held = {"linear": [rank], "looped": [rank, rank + size], "v": [rank, 2 * size - 1 - rank]}[
-        THEIR_SCHEDULES[name]
+        PLACEMENTS[name]
     ]
     layers = layers_of(spec.model, spec.data)
     modules = [
@@ -405,6 +332,29 @@ def optimizer_of(spec: RunSpec, modules: Sequence[nn.Module]) -> torch.optim.Opt
     """Return the optimizer of a run for some modules."""
     layers = [NumberedLayer(i, str(i), module) for i, module in enumerate(modules)]
     return build_optimizer(spec.optimizer, layers, len(modules))
+
+
+def error_of(layers: Layers, spec: RunSpec, images: Tensor, labels: Tensor) -> float:
+    """Return how far weights are from those of one unsplit process after a step, relative to the largest change."""
+    names = layers_of(spec.model, spec.data)
+    model = nn.Sequential(*build_layers(names, 0, len(names), spec.seed)).train()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer = optimizer_of(spec, [model])
+    count = spec.parallel.micro_batches
+    for part, truth in zip(images.chunk(count), labels.chunk(count), strict=True):
+        (functional.cross_entropy(model(part), truth) / count).backward()
+    optimizer.step()
+    changes = (
+        parameter.detach() - old for parameter, old in zip(model.parameters(), before, strict=True)
+    )
+    largest = max(float(change.abs().max()) for change in changes)
+    pairs = ((layer, model[place]) for place, layer in layers.items())
+    errors = (
+        (ours.detach() - theirs.detach()).abs().max()
+        for layer, truth in pairs
+        for ours, theirs in zip(layer.parameters(), truth.parameters(), strict=True)
+    )
+    return max(map(float, errors)) / largest
 
 
 class LiveBytes(TorchDispatchMode):

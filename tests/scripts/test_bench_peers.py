@@ -11,18 +11,23 @@ import pytest
 import torch
 
 from scripts.bench import rig
-from scripts.bench.engine import DEFAULTS, THEIRS, LiveBytes
-from scripts.bench.peers import LOOP, Contender, measured
+from scripts.bench.engine import DEFAULTS, OURS, THEIRS, Contender, LiveBytes, measured
+from scripts.bench.peers import LOOP
 
 TINY = [DEFAULTS, rig.square(16), "parallel.micro_batch_size=1"]
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    "contender", [Contender(LOOP, "1f1b"), Contender(THEIRS, "ScheduleZBVZeroBubble", 4)]
+    "contender",
+    [
+        Contender(LOOP, "1f1b"),
+        Contender(THEIRS, "ScheduleZBVZeroBubble", 4),
+        Contender(OURS, "1f1b"),
+    ],
 )
 def test_a_peer_computes_what_one_unsplit_process_does(contender: Contender) -> None:
-    found = measured(contender, TINY, 1, 1)
+    found = measured(contender, TINY, True, 1, 1)
     assert found["error"] < 1e-4 and len(found["seconds"]) == 1
     assert found["peak_bytes"] > 1 << 20
 
