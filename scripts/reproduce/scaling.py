@@ -19,12 +19,7 @@ import numpy as np
 
 from analysis.scaling.law import Row
 from analysis.scaling.published import read_table
-from gems.config.schema import CostConfig, RunSpec
-from gems.partition.links import network_in_seconds
-from gems.schedule.replicas import all_reduce
-from gems.simulation.build import lowered_schedule
-from gems.simulation.prediction import predict_schedule
-from gems.simulation.profiled_costs import with_profiled_costs
+from gems import RunSpec, plan_run, simulate
 from gems.utils.tables import table
 from scripts.bench.rig import composed, square
 
@@ -127,9 +122,11 @@ ALL_SERIES = (
 )
 
 
-def compute_s(cost: CostConfig) -> float:
-    """Return the seconds of a step's computation."""
-    return cost.forward + cost.input_grad + cost.weight_grad
+def quiet_s(spec: RunSpec, **parallel: int) -> float:
+    """Return a step without stragglers."""
+    machine = replace(spec.machine, noise=0.0)
+    parallel_config = replace(spec.parallel, **parallel)
+    return simulate(replace(spec, machine=machine, parallel=parallel_config)).step_s
 
 
 def spec_of(series: Series, base: Base, accelerators: int, images: int) -> RunSpec:
@@ -137,34 +134,27 @@ def spec_of(series: Series, base: Base, accelerators: int, images: int) -> RunSp
 
     A base of several GPUs holds their sum too, which is taken off.
     """
+    schedule = "gpipe" if series.sums == 1 else "interleaved_1f1b"
     spec = composed(
-        f"model=resnet50 data=synthetic data.num_classes=1000 {square(224)} machine={base.machine}"
-        " cost=profile",
-        "machine.kind=simulated machine.device_bytes=null",
-        (
-            "schedule=gpipe"
-            if series.sums == 1
-            else f"schedule=interleaved_1f1b schedule.chunks={series.sums}"
-        ),
-        f"parallel.replicas={accelerators} parallel.micro_batches=1"
-        f" parallel.micro_batch_size={images}",
+        f"model=resnet50 data=synthetic data.num_classes=1000 {square(224)} cost=profile",
+        f"machine={base.machine} machine.kind=simulated machine.device_bytes=null",
+        f"schedule={schedule}" + (f" schedule.chunks={series.sums}" if series.sums > 1 else ""),
+        f"parallel.replicas={accelerators} parallel.micro_batches=1",
+        f"parallel.micro_batch_size={images}",
     )
-    spec = with_profiled_costs(spec)
-    cost = replace(spec.cost, param_bytes=spec.cost.param_bytes * series.gradient_bytes // 4)
-    own_s = all_reduce(network_in_seconds(spec), range(base.gpus), cost.param_bytes).time
-    factor = images * replace(base, step_s=base.step_s - own_s).image_s(images) / compute_s(cost)
-    times = {
-        name: getattr(cost, name) * factor
-        for name in COMPUTE_TIMES
-        if getattr(cost, name) is not None
-    }
-    stages = {
-        name: values for name, values in cost.stages.items() if name != "param_bytes"
-    }  # the sums are alike
+    cost = replace(plan_run(spec).costs, name="uniform")
+    param_bytes = cost.param_bytes * series.gradient_bytes // 4
+    stages = {name: values for name, values in cost.stages.items() if name != "param_bytes"}
+    spec = replace(spec, cost=replace(cost, param_bytes=param_bytes, stages=stages))
+    alone_s = quiet_s(spec, replicas=1)
+    own_s = quiet_s(spec, replicas=base.gpus) - alone_s
+    factor = images * replace(base, step_s=base.step_s - own_s).image_s(images) / alone_s
+    times = {name: getattr(cost, name) for name in COMPUTE_TIMES}
+    times = {name: time * factor for name, time in times.items() if time is not None}
     for name in COMPUTE_TIMES:
         if name in stages:
             stages[name] = [time * factor for time in stages[name]]
-    return replace(spec, cost=replace(cost, **times, stages=stages))
+    return replace(spec, cost=replace(spec.cost, **times, stages=stages))
 
 
 def simulated(
@@ -173,12 +163,9 @@ def simulated(
     """Return the base of a row, and the simulated step, its exposed sums and its stragglers, in seconds."""
     base = next(base for part, base in bases.items() if part in row.where)
     spec = spec_of(series, base, row.accelerators, int(row.samples))
-    schedule = lowered_schedule(spec)
-    step_s = predict_schedule(spec, schedule).step_s
-    quiet_s = predict_schedule(
-        replace(spec, machine=replace(spec.machine, noise=0.0)), schedule
-    ).step_s
-    return base, step_s, quiet_s - compute_s(spec.cost), step_s - quiet_s
+    step_s = simulate(spec).step_s
+    without_s = quiet_s(spec)
+    return base, step_s, without_s - quiet_s(spec, replicas=1), step_s - without_s
 
 
 def show(series: Series, rows: list[Row]) -> None:
