@@ -162,7 +162,9 @@ def _low_copy(weight: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
         copy.grad = None
         if gradient is None:  # which a split backward adds later
             return
-        if weight.grad is None:
+        if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
+            weight.backward(gradient.to(weight.dtype))  # type: ignore[no-untyped-call]  # which calls them
+        elif weight.grad is None:
             weight.grad = gradient.to(weight.dtype)
         else:
             weight.grad.add_(gradient)

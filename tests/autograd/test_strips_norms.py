@@ -143,3 +143,38 @@ def test_a_norm_of_a_single_value_in_a_strip_is_refused_with_its_name() -> None:
         match=r"norm \(GhostBatchNorm2d: batch_norm\) has a single value .*fewer strips",
     ):
         cut_stages([("norm", GhostBatchNorm2d(CHANNELS))], image, (1, 2, 3, 4))
+
+
+def test_a_spectral_norm_that_runs_again_reads_the_vectors_of_its_own_image() -> None:
+    ends = (5, 9, 14)
+    images = torch.randn(
+        2, SAMPLES, CHANNELS, 14, WIDTH, dtype=DTYPE, generator=torch.Generator().manual_seed(1)
+    )
+
+    def train(is_run_again: bool) -> list[torch.Tensor | None]:
+        torch.manual_seed(0)
+        conv = nn.utils.parametrizations.spectral_norm(nn.Conv2d(CHANNELS, 8, 3)).to(DTYPE)
+        for vector in (conv.parametrizations.weight[0]._u, conv.parametrizations.weight[0]._v):
+            vector.copy_(
+                nn.functional.normalize(torch.randn_like(vector), dim=0)
+            )  # far from their limits
+        (stage,) = cut_stages([("conv", conv)], images[0], ends)
+        samples = [StripSample(stage, None) for _ in images]
+        carried = []
+        for image, sample in zip(images, samples, strict=True):
+            for strip in spans(ends):
+                carried.append(sample.carried)
+                sample.forward([image[:, :, slice(*strip)]], is_run_again=is_run_again)
+        for number, (image, sample) in enumerate(zip(images, samples, strict=True)):
+            for strip in reversed(range(3)):
+                if is_run_again:
+                    sample.run_again(
+                        strip,
+                        [image[:, :, slice(*spans(ends)[strip])]],
+                        carried[3 * number + strip],
+                    )
+                sample.backward([torch.ones(stage.outputs[0].strip_shape(strip), dtype=DTYPE)])
+        return [*(each.grad for each in conv.parameters()), *conv.buffers()]
+
+    for again, kept in zip(train(True), train(False), strict=True):
+        assert relative(again, kept) <= TOLERANCE

@@ -41,6 +41,27 @@ def test_gradients_are_those_of_autocast_added_up_in_float32(precision):
             ), number
 
 
+def clip(weight: torch.Tensor) -> None:
+    weight.grad.clamp_(-0.1, 0.1)
+
+
+def test_hooks_on_gradients_of_weights_are_called_as_under_autocast():
+    mixed = compute_in(network(), BF16)
+    plain = network()
+    for module in (mixed, plain):
+        module[0].weight.register_hook(lambda gradient: gradient * 0.5)
+        module[4].weight.register_post_accumulate_grad_hook(clip)
+    for _ in range(2):
+        x = torch.randn(2, 3, 8, 8).bfloat16()
+        mixed(x).float().square().sum().backward()
+        with torch.autocast("cpu", torch.bfloat16):
+            made = plain(x)
+        made.float().square().sum().backward()
+    for one, other in zip(mixed.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+    assert plain[4].weight.grad.abs().max() == pytest.approx(0.1)
+
+
 def test_weights_are_copied_once_until_they_change():
     """Autocast by itself keeps a copy for each micro-batch in flight."""
     module = compute_in(nn.Linear(512, 512), BF16)

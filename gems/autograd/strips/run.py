@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -80,6 +80,11 @@ class Network:
         self.watch: Callable[[str, tuple[Any, ...]], None] | None = (
             None  # is given what each module's operations make
         )
+        self.changed = {  # in the first strip
+            weight
+            for each in operations
+            if each.info.kind == STATIC and (weight := changed_buffer(each.step))
+        }
         self.held = [self._held(strip) for strip in range(len(plan.strips))]
         self._wanted: dict[tuple[int, int], tuple[Span, ...]] = {}
 
@@ -185,9 +190,11 @@ class StripRun:
         draws: Draws | None,
         deferred: DeferredGradients | None,
         is_again: bool = False,
+        buffers: Mapping[Weight, Tensor] | None = None,
     ) -> None:
         self._network = network
         self._strip = strip
+        self._buffers = {weight: tensor.clone() for weight, tensor in (buffers or {}).items()}
         self._draws = draws
         self._deferred = deferred
         self._is_again = is_again
@@ -274,10 +281,9 @@ class StripRun:
         if not operation.reads:
             if self._strip == 0 if operation.info.kind == STATIC else self._is_last:
                 buffer = changed_buffer(operation.step) if self._is_again else None
+                is_run = buffer is None or buffer in self._buffers
                 self._values[number] = (
-                    operation.run(self._call(operation, number, None))
-                    if buffer is None
-                    else buffer.get()
+                    operation.run(self._call(operation, number, None)) if is_run else buffer.get()
                 )
             return
         at = self._network.at(self._strip, number)
@@ -389,7 +395,7 @@ class StripRun:
         # a method: a nested function that calls itself would hold all tensors until Python collects
         # garbage
         if isinstance(value, Weight):
-            return self._rows_of(value.get(), operation, at)
+            return self._rows_of(self._buffers.get(value, value.get()), operation, at)
         if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
             return type(value)(self._settle(part, operation, at) for part in value)
         return self._device if isinstance(value, torch.device) else value

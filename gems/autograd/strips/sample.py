@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from gems.autograd.split_backward.deferred import DeferredGradients
 from gems.autograd.strips.run import Draws
 from gems.autograd.strips.stage import StripStage
+from gems.autograd.strips.trace import Weight
 
 
 @dataclass(slots=True)
@@ -76,6 +77,9 @@ class StripSample:
         self._has_gradients = has_input_gradients
         self._carries: tuple[Tensor, ...] = ()
         self._graphs: list[_Graph | None] = []
+        self._buffers: dict[
+            Weight, Tensor
+        ] = {}  # that the first strip changes, as they were before
         self._given: list[
             Tensor | None
         ] = []  # gradients of what a strip has kept, from the strip behind it
@@ -105,6 +109,8 @@ class StripSample:
         If it `is_run_again`, its graph is dropped.
         """
         strip = len(self._graphs)
+        if is_run_again and not strip:
+            self._buffers = self._stage.changed_buffers()
         outputs, kept, graph = self._run(strip, inputs, self._carries, deferred, is_again=False)
         self._graphs.append(None if is_run_again else graph)
         static = set(self._stage.static_carries(strip))
@@ -168,7 +174,13 @@ class StripSample:
         here = [Cut() if each else None for each in is_cut]
         before = [Cut() if tensor.requires_grad else None for tensor in carried]
         outputs, kept = self._stage.forward(
-            strip, _begun(here, inputs), _begun(before, carried), self._draws, deferred, is_again
+            strip,
+            _begun(here, inputs),
+            _begun(before, carried),
+            self._draws,
+            deferred,
+            is_again,
+            self._buffers if is_again else None,
         )
         return outputs, kept, _Graph([*map(_edge, outputs)], [*map(_edge, kept)], here, before)
 

@@ -5,7 +5,7 @@ Layers that take an image strip by strip, and as arguments what they kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -30,7 +30,7 @@ from gems.autograd.strips.operation import (
     strips_at_once,
 )
 from gems.autograd.strips.run import Draws, Network, StripRun
-from gems.autograd.strips.trace import Trace, trace
+from gems.autograd.strips.trace import Trace, Weight, trace
 from gems.models.build import TensorSpec
 from gems.models.outputs import map_tensors
 from gems.models.streaming.plan import RowValue, plan_rows
@@ -180,6 +180,10 @@ class StripStage:
             place for place, held in enumerate(self._network.held[strip]) if held.kind == STATIC
         ]
 
+    def changed_buffers(self) -> dict[Weight, Tensor]:
+        """Return copies of the buffers that the first strip changes, such as the vectors of a spectral norm."""
+        return {weight: weight.get().clone() for weight in self._network.changed}
+
     def forward(
         self,
         strip: int,
@@ -188,6 +192,7 @@ class StripStage:
         draws: Draws | None = None,
         deferred: DeferredGradients | None = None,
         is_again: bool = False,
+        buffers: Mapping[Weight, Tensor] | None = None,
     ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...]]:
         """Run a strip.
 
@@ -198,6 +203,7 @@ class StripStage:
             draws: gives seeds for random numbers; the same in all strips of an image.
             deferred: takes the weight gradients of backward where they can wait.
             is_again: whether it has run before, so that running statistics have its rows already.
+            buffers: what `changed_buffers` returned before it ran first.
 
         Returns:
             What it gives of each output: rows, perhaps none; a whole tensor in the last strip and
@@ -208,7 +214,7 @@ class StripStage:
         """
         if self.draws and draws is None:
             raise ValueError("these layers draw random numbers: give the seeds of the image")
-        run = StripRun(self._network, strip, inputs, carries, draws, deferred, is_again)
+        run = StripRun(self._network, strip, inputs, carries, draws, deferred, is_again, buffers)
         return run.outputs(), run.carries()
 
     @contextmanager
