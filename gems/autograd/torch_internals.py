@@ -54,6 +54,8 @@ __all__ = [
     "enter_autocast",
     "exit_autocast",
     "has_kernel",
+    "is_saving_changed",
+    "is_transformed",
     "lerp_all",
     "mem_tracker",
     "no_python_dispatcher",
@@ -72,6 +74,23 @@ set_allocator: Any = torch._C._accelerator_setAllocatorSettings
 SET_GRAD_MODE: Any = (
     torch._C._set_grad_enabled
 )  # the node that a graph has for torch.set_grad_enabled
+
+
+def is_transformed() -> bool:
+    """Return whether torch.func (vmap, grad, jvp) runs what is called now.
+
+    If it is gone: return False.
+    """
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_saving_changed() -> bool:
+    """Return whether hooks but a checkpoint's act on what is saved for backward.
+
+    If it is gone: refuse nothing.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and not str(hooks[0].__module__).startswith("torch.utils.checkpoint")
 
 
 def current_autograd_node() -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -136,6 +137,34 @@ def inner_gradient(self: Any, x: Tensor) -> Any:
     return self.conv(x) + gradient
 
 
+def graph_hook(self: Any, x: Tensor) -> Any:
+    y = self.conv(x)
+    if y.grad_fn is not None:
+        y.grad_fn.register_prehook(lambda gradients: (gradients[0] * 2,))
+    return y
+
+
+def saved_otherwise(self: Any, x: Tensor) -> Any:
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor * 2, lambda tensor: tensor):
+        return self.conv(x) ** 2
+
+
+def frozen_weight(self: Any, x: Tensor) -> Any:
+    self.conv.weight.requires_grad_(False)
+    y = self.conv(x)
+    self.conv.weight.requires_grad_(True)
+    return y
+
+
+def constant_kernel(self: Any, x: Tensor) -> Any:
+    row = torch.tensor([1.0, 2.0, 1.0], dtype=x.dtype, device=x.device)
+    return functional.conv2d(self.conv(x), row.repeat(4, 1, 3, 1), padding=1, groups=4)
+
+
+def over_images(self: Any, x: Tensor) -> Any:
+    return torch.vmap(lambda image: self.conv(image) * 2)(x)
+
+
 def double(weight: Tensor) -> None:
     assert weight.grad is not None
     weight.grad.mul_(2)
@@ -218,6 +247,7 @@ class Stateful(nn.Module):
         self.calls = 0
         self.kept = None
         self.sizes: list[Any] = []
+        self.counts, self.place = {"calls": 0}, SimpleNamespace(calls=0)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.conv(x)
@@ -228,6 +258,12 @@ class Stateful(nn.Module):
         if self.kind == "hidden":
             y = y if self.kept is None else y + self.kept
             self.kept = y
+        if self.kind == "scaled_by_dict":
+            self.counts["calls"] += 1
+            y = y * self.counts["calls"]
+        if self.kind == "scaled_by_object":
+            self.place.calls += 1
+            y = y * self.place.calls
         if self.kind == "shown":
             self.kept = y
         return y
@@ -248,6 +284,23 @@ class Coordinates(nn.Module):
 class Squared(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x * x
+
+
+class Tripled(Tensor):
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        return made * 3 if func is functional.conv2d else made
+
+
+class OwnTensor(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = conv()
+        self.conv.weight = nn.Parameter(self.conv.weight.detach().as_subclass(Tripled))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x).as_subclass(Tensor)
 
 
 def hooked(register: str, hook: Callable[..., Any], *path: str) -> nn.Module:
@@ -325,6 +378,18 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "hidden": lambda: Stateful("hidden"),
     "shown": lambda: Stateful("shown"),
     "coordinates": Coordinates,
+    "graph_hook": lambda: with_conv(graph_hook),
+    "saved_otherwise": lambda: with_conv(saved_otherwise),
+    "frozen_weight": lambda: with_conv(frozen_weight),
+    "constant_kernel": lambda: with_conv(constant_kernel),
+    "over_images": lambda: with_conv(over_images),
+    "by_name": lambda: with_conv(lambda self, x: self.conv(input=x)),
+    "scaled_by_dict": lambda: Stateful("scaled_by_dict"),
+    "scaled_by_object": lambda: Stateful("scaled_by_object"),
+    "own_tensor": OwnTensor,
+    "scripted": lambda: Function(
+        lambda self, x: self.conv(x), conv=torch.jit.trace(conv(), torch.ones(1, 4, 5, 5))
+    ),
 }
 REFUSED = {
     "function": "applies a custom autograd function (Reversed)",
@@ -350,6 +415,15 @@ REFUSED = {
     "changed_by_data": "a parameter or buffer by another name",
     "scaled": "computes with what an earlier call has left (calls)",
     "hidden": "computes with what an earlier call has left",
+    "graph_hook": "reads the graph of autograd",
+    "saved_otherwise": "changes what is saved for backward",
+    "frozen_weight": "sets requires_grad of a parameter",
+    "constant_kernel": "makes a tensor of numbers in its forward",
+    "over_images": "cannot be traced into operations",
+    "scaled_by_dict": "computes with what an earlier call has left (calls)",
+    "scaled_by_object": "computes with what an earlier call has left (calls)",
+    "own_tensor": "has weight as a Tripled",
+    "scripted": "layer middle.conv is TorchScript",
 }
 UNSPLIT = ("weight_hook", "weight_post_hook")
 Layers = list[tuple[str, nn.Module]]

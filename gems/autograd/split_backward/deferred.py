@@ -34,12 +34,12 @@ class Target:
         None if its gradient must pass through more of the graph, or a hook.
         """
         if tensor.is_leaf:
-            return None if has_hooks(tensor) else cls(tensor)
+            return cls(tensor) if can_wait(tensor) else None
         base = tensor._base
         is_part = (
             base is not None and base.is_leaf and base.is_contiguous() and tensor.is_contiguous()
         )
-        if base is None or not is_part or has_hooks(base):
+        if base is None or not is_part or not can_wait(base):
             return None
         return cls(base, int(tensor.storage_offset() - base.storage_offset()), tuple(tensor.shape))
 
@@ -80,9 +80,14 @@ def has_hooks(parameter: Tensor) -> bool:
     )
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Return whether operations on a tensor are torch's own, and not those of a subclass."""
+    return type(tensor).__module__.startswith("torch.") or type(tensor) is Tensor
+
+
 def can_wait(parameter: Tensor) -> bool:
     """Return whether nothing but the sum itself happens to the gradient of a tensor."""
-    return parameter.is_leaf and not has_hooks(parameter)
+    return parameter.is_leaf and is_plain(parameter) and not has_hooks(parameter)
 
 
 class DeferredGradients:

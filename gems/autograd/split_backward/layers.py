@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from gems.autograd.split_backward.conv import conv, conv_transposed
-from gems.autograd.split_backward.deferred import DeferredGradients, has_hooks
+from gems.autograd.split_backward.deferred import DeferredGradients, can_wait
 from gems.autograd.split_backward.linear import attention, embedding, linear
+from gems.autograd.torch_internals import is_transformed
 
 Forward = Callable[..., Any]
 
@@ -46,7 +47,7 @@ class SplitLayers:
             name: split
             for name, module in found.items()
             if (split := _split_forward(module)) is not None
-            and not any(map(has_hooks, _own_parameters(module)))
+            and all(map(can_wait, _own_parameters(module)))
         }
         self._exclude_shared(found, chosen)
         self._unsplit = {
@@ -107,7 +108,9 @@ def _run(
 ) -> Any:
     """Run one layer, split if that is asked for and possible."""
     deferred = layers._deferred
-    if deferred is not None and torch.is_grad_enabled():
+    if "input" in kwargs:
+        args = kwargs.pop("input"), *args
+    if deferred is not None and torch.is_grad_enabled() and not is_transformed():
         cast = _cast_for(module, args)
         made = None if cast is None else split(deferred, name, module, *cast, **kwargs)
         if made is not None:

@@ -12,6 +12,7 @@ import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
-from gems.autograd.split_backward.deferred import has_hooks
+from gems.autograd.split_backward.deferred import has_hooks, is_plain
+from gems.autograd.torch_internals import is_saving_changed
 from gems.models.outputs import map_tensors, tensors_in
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
@@ -33,8 +35,12 @@ _INSTEAD = {
     "WeightNorm": "use torch.nn.utils.parametrizations.weight_norm",
 }
 _GRADIENT_HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
+_READS_GRAPH = (Tensor.grad_fn.__get__, torch.autograd.graph.get_gradient_edge)  # type: ignore[attr-defined]
+_SETS_GRADIENTS = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+_OF_NUMBERS = (torch.tensor, torch.as_tensor, torch.from_numpy)
 _CONTAINERS = (list, dict, set, deque)
+_NO_HOLDERS = (nn.Module, Tensor, type, ModuleType, FunctionType)
 _PLAIN = (int, float, str)
 
 
@@ -50,6 +56,21 @@ def refuse_hooks(layer: str, root: nn.Module) -> None:
     is_training = torch.is_grad_enabled()
     for path, module in root.named_modules():
         name = f"{layer}.{path}" if path else layer
+        if isinstance(module, torch.jit.ScriptModule):
+            raise RefusedError(
+                f"layer {name} is TorchScript, which is not traced", "use the module itself"
+            )
+        for key, tensor in (
+            *module.named_parameters(recurse=False),
+            *module.named_buffers(recurse=False),
+        ):
+            if not is_plain(tensor):
+                text = (
+                    f"layer {name} ({type(module).__name__}) has {key} as a {type(tensor).__name__}"
+                )
+                raise RefusedError(
+                    f"{text}, whose own operations strips would lose", "use torch.nn.Parameter"
+                )
         for attribute, kind in (_KINDS | _BACKWARD_KINDS if is_training else _KINDS).items():
             for hook in getattr(module, attribute).values():
                 hook = getattr(hook, "func", hook)
@@ -81,6 +102,7 @@ class Recorded(TorchFunctionMode):
         super().__init__()
         self._stand_ins = stand_ins
         self._where = where
+        self._is_looking = False
         self._known: set[Any] = (
             set()
         )  # nodes of the graph of autograd, held so that each stays one object
@@ -94,9 +116,21 @@ class Recorded(TorchFunctionMode):
             raise RefusedError(
                 f"layer {self._where()} computes gradients in its forward, which strips would lose"
             )
+        if func in _READS_GRAPH and not self._is_looking:
+            raise RefusedError(
+                f"layer {self._where()} reads the graph of autograd, whose hooks strips would lose"
+            )
+        if func in _SETS_GRADIENTS and self._is_weight(args[0]):
+            raise RefusedError(
+                f"layer {self._where()} sets requires_grad of a parameter in its forward"
+            )
         if func == Tensor.data.__set__:  # type: ignore[attr-defined]
             raise RefusedError(
                 f"layer {self._where()} sets the data of a tensor, which strips would lose"
+            )
+        if is_saving_changed():
+            raise RefusedError(
+                f"layer {self._where()} changes what is saved for backward (saved_tensors_hooks)"
             )
         if torch.is_inference_mode_enabled():
             text = f"layer {self._where()} runs in inference mode, which strips would lose"
@@ -104,11 +138,20 @@ class Recorded(TorchFunctionMode):
         if func == Tensor.data.__get__:  # type: ignore[attr-defined]
             func = Tensor.detach
         args, kwargs = (map_tensors(self._stand_in, each) for each in (args, kwargs or {}))
-        return func(*args, **kwargs)
+        made = func(*args, **kwargs)
+        if func in _OF_NUMBERS and made.is_meta:
+            text = (
+                f"layer {self._where()} makes a tensor of numbers in its forward, whose values a"
+                " trace loses"
+            )
+            raise RefusedError(text, "make it a buffer")
+        return made
 
     def refuse_functions(self, made: Any) -> None:
         """Refuse what a module gives if a custom autograd function is on the way to it."""
+        self._is_looking = True
         found: list[Any] = [tensor.grad_fn for tensor in tensors_in(made)]
+        self._is_looking = False
         while found:
             node = found.pop()
             if node is None or node in self._known:
@@ -131,6 +174,11 @@ class Recorded(TorchFunctionMode):
                 raise RefusedError(text, instead or "write it with torch's own operations")
             found += [before for before, _ in node.next_functions]
 
+    def _is_weight(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._stand_ins or any(
+            tensor is each for each in self._stand_ins.values()
+        )
+
     def _stand_in(self, tensor: Tensor) -> Tensor:
         return self._stand_ins.get(id(tensor), tensor)
 
@@ -138,26 +186,14 @@ class Recorded(TorchFunctionMode):
 @contextmanager
 def untouched(root: nn.Module) -> Iterator[None]:
     """Put the attributes of all modules back as they are, with what lists and dicts hold."""
-    before = []
-    for module in root.modules():
-        values = dict(vars(module))
-        before.append(
-            (
-                module,
-                values,
-                {k: copy.copy(v) for k, v in values.items() if isinstance(v, _CONTAINERS)},
-            )
-        )
+    before = [(held, copy.copy(held)) for module in root.modules() for held in _holders(module)]
     try:
         yield
     finally:
-        for module, values, contents in before:
-            vars(module).clear()
-            vars(module).update(values)
-            for name, held in contents.items():
-                values[name].clear()
-                add = values[name].extend if isinstance(held, list | deque) else values[name].update
-                add(held)
+        for held, contents in before:
+            held.clear()
+            add = held.extend if isinstance(held, list | deque) else held.update
+            add(contents)
 
 
 @contextmanager
@@ -190,11 +226,29 @@ def clear_hooks(modules: Iterable[nn.Module]) -> None:
 def state_of(root: nn.Module) -> dict[tuple[int, str], Any]:
     """Return the plain attributes of the modules, and the tensors among them that may be made of inputs."""
     return {
-        (number, name): value
-        for number, module in enumerate(root.modules())
-        for name, value in vars(module).items()
+        (number, str(name)): value
+        for number, (module, held) in enumerate(
+            (module, held) for module in root.modules() for held in _holders(module)
+        )
+        if isinstance(held, dict) and held is not module._parameters
+        for name, value in held.items()
         if isinstance(value, _PLAIN) or (isinstance(value, Tensor) and value.requires_grad)
     }
+
+
+def _holders(module: nn.Module) -> Iterator[Any]:
+    """Yield what a forward may change of a module.
+
+    Its attributes, and those of objects and containers in them.
+    """
+    yield vars(module)
+    for value in list(vars(module).values()):
+        if isinstance(value, _CONTAINERS):
+            yield value
+        elif isinstance(getattr(value, "__dict__", None), dict) and not isinstance(
+            value, _NO_HOLDERS
+        ):
+            yield vars(value)
 
 
 def changed_attribute(root: nn.Module, before: dict[tuple[int, str], Any]) -> str | None:
