@@ -1,15 +1,16 @@
-"""Each layer of a network in strips, evaluated in strips and with a split backward, held against the layer itself.
+"""Each layer of a network in strips (trained and evaluated) or with a split backward, held against the layer itself.
 
-It is done in float64, or float32 where the layer takes no other, on a small image. As a child
-process it reads a resolved run as JSON on stdin.
+As a child process it reads a resolved run as JSON on stdin.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -20,50 +21,61 @@ from gems.autograd.split_backward.layers import SplitLayers
 from gems.autograd.strips.sample import StripSample
 from gems.autograd.strips.stage import Boundary, StripStage
 from gems.autograd.strips.trace import KEY
+from gems.autograd.torch_internals import TorchDispatchMode
 from gems.config.schema import DataConfig, RunSpec
 from gems.errors import ConfigError, one_line
 from gems.models import Layer, layers_of
 from gems.models.blocks.parts import GhostBatchNorm2d
-from gems.models.build import TensorSpec, as_tuple, build_layers, freeze, input_spec
+from gems.models.build import build_layers, freeze, input_spec
 from gems.models.outputs import tensors_in
+from gems.models.streaming.rules import even_ends
 from gems.profile.exactness import Exactness
 from gems.profile.profilers.take import answer
 
-SIDES_PX = (32, 64, 128, 256)
+SIDES_PX = (32, 64, 128, 256, 512)
 BATCH = 2
 STRIPS = 4
-MAX_PARAMETERS = 200_000_000
+MAX_PARAMETERS = 1_000_000_000
+MAX_OF_LAYER = 200_000_000
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
 FLOOR = 1e-6  # of the largest value of a layer, with which smaller ones are compared
+_PLAIN = (int, float, complex, bool, type(None), torch.dtype, torch.device, set)
+_DRAWS = ("bernoulli", "rand", "normal", "uniform", "exponential")
 Values = list[Tensor | None]
-Named = list[tuple[str, nn.Module]]
+Rows = Sequence[
+    int | None
+]  # of each tensor between layers the dimension of rows, None if it has none
 
 
 def take(spec: RunSpec) -> Exactness:
-    """Compare the layers of a resolved run on the smallest image on which they stream.
+    """Compare the layers of a resolved run on the smallest image on which all stream, or else most.
 
     Raises:
         ConfigError: a layer that differs from itself.
     """
-    why = "no image of up to 256 px a side suits it"
-    for data in _images(spec.data):
-        try:
-            layers = layers_of(spec.model, data)
-        except ConfigError:
-            continue
-        for dtype in TOLERANCES:
+    best: Exactness | None = None
+    fewest = 0
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # small layers are slower on several
+    try:
+        for data in _images(spec.data):
             try:
-                left_out = _Comparison(spec, data, layers, dtype).run()
-            except _DiffersError as error:
-                raise ConfigError(*error.args) from None
-            except ConfigError as error:  # rows are too few for the strips, say
-                why = str(error)
-                break
-            except Exception as error:
-                why = one_line(f"{type(error).__name__}: {error}")[:200]
+                layers = layers_of(spec.model, data)
+            except ConfigError:
                 continue
-            return Exactness((data.height_px, data.width_px), left_out)
-    return Exactness(None, why)
+            comparison = _Comparison(spec, data, layers)
+            left_out = comparison.run()
+            if best is None or len(left_out) < fewest:
+                text = "; ".join(f"{name} ({why})" for name, why in left_out.items())
+                best = Exactness((data.height_px, data.width_px), text)
+                fewest = len(left_out)
+            if not comparison.may_be_too_small:
+                break
+    finally:
+        torch.set_num_threads(threads)
+    return best or Exactness(
+        None, f"all (the network takes no image of up to {SIDES_PX[-1]} px a side)"
+    )
 
 
 def _images(data: DataConfig) -> Iterator[DataConfig]:
@@ -81,111 +93,181 @@ class _DiffersError(Exception):
     """The arguments of the ConfigError for a layer that differs."""
 
 
+class _LeftOutError(Exception):
+    """Why a layer cannot be compared."""
+
+
+class _Constant(TorchDispatchMode):
+    """Puts a constant in place of random numbers, which strips draw in another order."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return made
+        name = func.overloadpacket.__name__
+        if not name.startswith(_DRAWS):
+            raise _LeftOutError(f"draws random numbers by {name}")
+        return made.fill_(0.5)
+
+
 class _Comparison:
-    """The layers of a network in one type, on one image."""
+    """The layers of a network on one image, each alone on what the one before gives.
 
-    def __init__(
-        self, spec: RunSpec, data: DataConfig, layers: Sequence[Layer], dtype: torch.dtype
-    ) -> None:
+    Equal ones are compared once.
+    Only the present layer is in float64, or float32 if it takes no other.
+    """
+
+    def __init__(self, spec: RunSpec, data: DataConfig, layers: Sequence[Layer]) -> None:
         self._spec = spec
-        self._dtype = dtype
-        modules = build_layers(layers, 0, len(layers), spec.seed, dtype)
-        self._layers: Named = [
-            (layer.name, module) for layer, module in zip(layers, modules, strict=True)
-        ]
-        freeze(self._layers, spec.optimizer.frozen)
-        self._images = input_spec(data, BATCH, dtype)
+        self._dtype = torch.float64
+        self._names = [layer.name for layer in layers]
+        self._left_out: dict[str, str] = {}
+        self.may_be_too_small = False
+        alone = build_layers(layers, 0, len(layers), spec.seed, device="meta")
+        self._parameters = sum(each.numel() for module in alone for each in module.parameters())
+        self._modules: list[nn.Module] = []
+        if self._parameters <= MAX_PARAMETERS:
+            self._modules = build_layers(layers, 0, len(layers), spec.seed)
+            freeze(zip(self._names, self._modules, strict=True), spec.optimizer.frozen)
+        self._images = input_spec(data, BATCH, torch.float64)
 
-    def run(self) -> str:
-        """Compare all layers; return what could not be."""
-        parameters = sum(each.numel() for _, module in self._layers for each in module.parameters())
-        if parameters > MAX_PARAMETERS:
-            return f"it has {parameters} parameters, more than {MAX_PARAMETERS}"
+    def run(self) -> dict[str, str]:
+        """Compare all layers; return why some could not be, by name."""
+        if not self._modules:
+            return {
+                "all": f"the network has {self._parameters} parameters, more than {MAX_PARAMETERS}"
+            }
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)
             if self._spec.parallel.strips > 1:
-                left_out = self._train_in_strips()
-                self._evaluate_in_strips()
+                self._each(True, self._train_in_strips)
+                self._each(False, self._evaluate_in_strips)
             else:
-                left_out = []
-            self._split()
-        return f"{', '.join(left_out)} draw random numbers" if left_out else ""
+                self._each(True, self._split)
+        return self._left_out
 
-    def _image(self) -> Tensor:
-        return torch.randn(self._images.shape, dtype=self._dtype)
-
-    def _train_in_strips(self) -> list[str]:
-        values: tuple[Tensor, ...] = (self._image(),)
-        takes: tuple[Boundary, ...] = (self._boundary(self._images),)
-        left_out = []
-        for name, module in self._layers:
-            form = StripStage([(name, module.train())], takes, STRIPS)
-            if form.draws:
-                form = StripStage([(name, module.eval())], takes, STRIPS)
-            for path, norm in module.named_modules():
-                if isinstance(norm, GhostBatchNorm2d):
-                    norm.row_ends = form.norm_ends.get(f"{name}.{path}" if path else name)
-            wanted, back = _play(module, values, lambda given, module=module: module(*given))
-            if form.draws:
-                left_out.append(name)
-            else:
-                found, _ = _play(
-                    module,
-                    values,
-                    lambda given, form=form, takes=takes: _Streamed(form, takes, given),
-                    back,
-                )
-                self._hold(name, "in strips", found, wanted)
-            values = _next(wanted, form.outputs)
-            takes = form.outputs
-        return left_out
-
-    def _evaluate_in_strips(self) -> None:
-        values: tuple[Tensor, ...] = (self._image(),)
-        takes: tuple[Boundary, ...] = (self._boundary(self._images),)
-        with torch.no_grad():
-            for name, module in self._layers:
+    def _each(
+        self,
+        training: bool,
+        compare: Callable[[str, nn.Module, Sequence[Tensor], Rows], Rows | None],
+    ) -> None:
+        values: tuple[Tensor, ...] = (torch.randn(self._images.shape, dtype=self._images.dtype),)
+        rows: Rows = (2,)
+        known: dict[Hashable, tuple[tuple[Tensor, ...], Rows]] = {}
+        for name, module in zip(self._names, self._modules, strict=True):
+            module.train(training)
+            key = _likeness(module), *((value.shape, value.dtype) for value in values), *rows
+            if key not in known:
                 try:
-                    form = StripStage([(name, module.eval())], takes, STRIPS)
-                except ConfigError:  # then whole images are evaluated
+                    rows_after = self._alone(name, module, values, rows, compare)
+                    with torch.no_grad():
+                        made = tuple(
+                            tensors_in(module(*(each.clone() for each in self._cast(values))))
+                        )
+                except _DiffersError as error:
+                    raise ConfigError(*error.args) from None
+                except Exception as error:
+                    after = "" if name == self._names[-1] else ", nor what follows it"
+                    self._left_out[name] = (
+                        one_line(f"{type(error).__name__}: {error}")[:200] + after
+                    )
                     return
-                if form.draws:
-                    return
+                values = tuple(each.double() if each.is_floating_point() else each for each in made)
+                known[key] = (
+                    values,
+                    rows_after
+                    or [2 if each.dim() == 4 and each.shape[2] > 1 else None for each in made],
+                )
+            values, rows = known[key]
+            module.float()
+
+    def _alone(
+        self,
+        name: str,
+        module: nn.Module,
+        values: Sequence[Tensor],
+        rows: Rows,
+        compare: Callable[[str, nn.Module, Sequence[Tensor], Rows], Rows | None],
+    ) -> Rows | None:
+        """Compare a layer, or note why it cannot be.
+
+        Return where what it gives has rows, if that is known.
+        """
+        parameters = sum(each.numel() for each in module.parameters())
+        if parameters > MAX_OF_LAYER:
+            self._dtype = torch.float32
+            self._left_out[name] = f"it has {parameters} parameters, more than {MAX_OF_LAYER}"
+            return None
+        why = ""
+        for self._dtype in TOLERANCES:
+            module.to(self._dtype)
+            try:
+                return compare(name, module, self._cast(values), rows)
+            except _DiffersError:
+                raise
+            except ConfigError as error:  # its map has too few rows, say
+                self.may_be_too_small = True
+                why = why or error.allowed
+            except _LeftOutError as error:
+                why = why or str(error)
+            except Exception as error:
+                why = why or one_line(f"{type(error).__name__}: {error}")[:200]
+        self._left_out[name] = why
+        return None
+
+    def _cast(self, values: Sequence[Tensor]) -> list[Tensor]:
+        return [each.to(self._dtype) if each.is_floating_point() else each for each in values]
+
+    def _train_in_strips(
+        self, name: str, module: nn.Module, values: Sequence[Tensor], rows: Rows
+    ) -> Rows:
+        takes = _boundaries(values, rows)
+        form = StripStage([(name, module)], takes, STRIPS)
+        for path, norm in module.named_modules():
+            if isinstance(norm, GhostBatchNorm2d):
+                norm.row_ends = form.norm_ends.get(f"{name}.{path}" if path else name)
+        deferred = DeferredGradients()
+        with _Constant() if form.draws else nullcontext():
+            wanted, back = _play(module, values, lambda given: module(*given))
+            after = partial(deferred.run, lambda: None)
+            found, _ = _play(
+                module, values, lambda given: _Streamed(form, takes, given, deferred), back, after
+            )
+        self._hold(name, "in strips", found, wanted)
+        return [None if each.ends is None else each.dim for each in form.outputs]
+
+    def _evaluate_in_strips(
+        self, name: str, module: nn.Module, values: Sequence[Tensor], rows: Rows
+    ) -> Rows | None:
+        takes = _boundaries(values, rows)
+        with torch.no_grad():
+            try:
+                form = StripStage([(name, module)], takes, STRIPS)
+            except ConfigError:  # then whole images are evaluated
+                return None
+            with _Constant() if form.draws else nullcontext():
                 wanted = list(tensors_in(module(*(value.clone() for value in values))))
                 carries: tuple[Tensor, ...] = ()
                 strips = []
                 for strip in range(STRIPS):
-                    outputs, carries = form.forward(strip, _rows(takes, values, strip), carries)
+                    outputs, carries = form.forward(
+                        strip, _rows(takes, values, strip), carries, lambda _: 0
+                    )
                     strips.append(outputs)
-                self._hold(
-                    name, "evaluated in strips", list(tensors_in(form.joined(strips))), wanted
-                )
-                values = tuple(wanted)
-                takes = form.outputs
+        self._hold(name, "evaluated in strips", list(tensors_in(form.joined(strips))), wanted)
+        return [None if each.ends is None else each.dim for each in form.outputs]
 
-    def _split(self) -> None:
-        values: tuple[Tensor, ...] = (self._image(),)
-        for name, module in self._layers:
-            module.train()
-            for norm in module.modules():
-                if isinstance(norm, GhostBatchNorm2d):
-                    norm.row_ends = None
-            wanted, back = _play(module, values, lambda given, module=module: module(*given))
-            layers = SplitLayers(nn.ModuleList([module]))
-            deferred = DeferredGradients()
+    def _split(self, name: str, module: nn.Module, values: Sequence[Tensor], rows: Rows) -> None:
+        wanted, back = _play(module, values, lambda given: module(*given))
+        layers = SplitLayers(nn.ModuleList([module]))
+        deferred = DeferredGradients()
 
-            def run(
-                given: Any,
-                module: nn.Module = module,
-                layers: SplitLayers = layers,
-                to: Any = deferred,
-            ) -> Any:
-                with layers.defer_to(to):
-                    return module(*given)
+        def run(given: Any) -> Any:
+            with layers.defer_to(deferred):
+                return module(*given)
 
-            found, _ = _play(module, values, run, back, partial(deferred.run, lambda: None))
-            self._hold(name, "with a split backward", found, wanted)
-            values = tuple(each for each in wanted[: len(back)] if each is not None)
+        found, _ = _play(module, values, run, back, partial(deferred.run, lambda: None))
+        self._hold(name, "with a split backward", found, wanted)
 
     def _hold(
         self, name: str, how: str, found: Sequence[Tensor | None], wanted: Sequence[Tensor | None]
@@ -214,20 +296,72 @@ class _Comparison:
             text = f"layer {name} {how} differs from itself, by {error:.1e} of the largest value"
             raise _DiffersError(key, value, text, advice)
 
-    def _boundary(self, images: TensorSpec) -> Boundary:
-        return Boundary.of_images(images, STRIPS)
+
+def _boundaries(values: Sequence[Tensor], rows: Rows) -> list[Boundary]:
+    """Return what a layer takes in strips of equally many rows, or one more."""
+    return [
+        Boundary(
+            tuple(each.shape),
+            each.dtype,
+            None if dim is None else even_ends(each.shape[dim], STRIPS),
+            dim or 2,
+        )
+        for each, dim in zip(values, rows, strict=True)
+    ]
+
+
+def _likeness(module: nn.Module) -> Hashable:
+    """Return what is equal for layers that are alike but for the values of their tensors."""
+    pieces = {
+        piece
+        for path, _ in (*module.named_modules(), *module.named_parameters())
+        for piece in (path, *path.split("."))
+    }
+    numbers: dict[Any, int] = {}
+
+    def like(value: Any) -> Hashable:
+        if isinstance(value, Tensor):
+            number = numbers.setdefault(id(value), len(numbers))
+            return number, value.shape, value.stride(), value.dtype, value.requires_grad
+        if isinstance(value, tuple | list):
+            return tuple(map(like, value))
+        if isinstance(value, dict):
+            return tuple((like(key), like(inner)) for key, inner in value.items())
+        if isinstance(value, FunctionType) and value.__code__.co_filename.startswith(
+            "<eval_with_key>"
+        ):  # made by fx
+            code = value.__code__
+            return (
+                code.co_code,
+                like(code.co_names),
+                like([each for each in code.co_consts if each is not None]),
+            )
+        if isinstance(value, str):
+            return numbers.setdefault(value, len(numbers)) if value in pieces else value
+        return repr(value) if isinstance(value, _PLAIN) else id(value)
+
+    skipped = ("_modules", "_output_names")
+    return tuple(
+        (type(each), *(like(value) for key, value in vars(each).items() if key not in skipped))
+        for each in module.modules()
+    )
 
 
 class _Streamed:
     """The outputs of a layer in strips, and its backward."""
 
     def __init__(
-        self, form: StripStage, takes: Sequence[Boundary], values: Sequence[Tensor]
+        self,
+        form: StripStage,
+        takes: Sequence[Boundary],
+        values: Sequence[Tensor],
+        deferred: DeferredGradients,
     ) -> None:
-        self._form, self._takes, self._sample = form, takes, StripSample(form)
-        self.outputs = form.joined(
-            [self._sample.forward(_rows(takes, values, strip)) for strip in range(STRIPS)]
-        )
+        self._form, self._takes, self._sample = form, takes, StripSample(form, lambda _: 0)
+        strips = [
+            self._sample.forward(_rows(takes, values, strip), deferred) for strip in range(STRIPS)
+        ]
+        self.outputs = form.joined(strips)
 
     def backward(self, back: Sequence[Tensor | None]) -> Values:
         """Return the gradients of the inputs."""
@@ -310,11 +444,6 @@ def _play(
     for parameter in parameters:
         parameter.grad = None
     return found, list(back)
-
-
-def _next(wanted: Values, outputs: Sequence[Boundary]) -> tuple[Tensor, ...]:
-    """Return what the next layer takes."""
-    return as_tuple(tuple(each for each in wanted[: len(outputs)] if each is not None))
 
 
 def _difference(found: Tensor | None, wanted: Tensor | None, floor: float) -> float:
