@@ -281,10 +281,10 @@ class StripRun:
         if not operation.reads:
             if self._strip == 0 if operation.info.kind == STATIC else self._is_last:
                 buffer = changed_buffer(operation.step) if self._is_again else None
-                is_run = buffer is None or buffer in self._buffers
-                self._values[number] = (
-                    operation.run(self._call(operation, number, None)) if is_run else buffer.get()
-                )
+                if buffer is None or buffer in self._buffers:
+                    self._values[number] = operation.run(self._call(operation, number, None))
+                else:
+                    self._values[number] = buffer.get()
             return
         at = self._network.at(self._strip, number)
         if operation.is_summed:

@@ -35,7 +35,10 @@ _INSTEAD = {
     "WeightNorm": "use torch.nn.utils.parametrizations.weight_norm",
 }
 _GRADIENT_HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
-_READS_GRAPH = (Tensor.grad_fn.__get__, torch.autograd.graph.get_gradient_edge)  # type: ignore[attr-defined]
+_READS_GRAPH = (
+    Tensor.grad_fn.__get__,  # type: ignore[union-attr]
+    torch.autograd.graph.get_gradient_edge,
+)
 _SETS_GRADIENTS = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 _OF_NUMBERS = (torch.tensor, torch.as_tensor, torch.from_numpy)
