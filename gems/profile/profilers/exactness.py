@@ -97,7 +97,7 @@ class _LeftOutError(Exception):
     """Why a layer cannot be compared."""
 
 
-class _Constant(TorchDispatchMode):
+class _Constant(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Puts a constant in place of random numbers, which strips draw in another order."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -227,7 +227,7 @@ class _Comparison:
             if isinstance(norm, GhostBatchNorm2d):
                 norm.row_ends = form.norm_ends.get(f"{name}.{path}" if path else name)
         deferred = DeferredGradients()
-        with _Constant() if form.draws else nullcontext():
+        with _Constant() if form.draws else nullcontext():  # type: ignore[no-untyped-call]
             wanted, back = _play(module, values, lambda given: module(*given))
             after = partial(deferred.run, lambda: None)
             found, _ = _play(
@@ -245,7 +245,7 @@ class _Comparison:
                 form = StripStage([(name, module)], takes, STRIPS)
             except ConfigError:  # then whole images are evaluated
                 return None
-            with _Constant() if form.draws else nullcontext():
+            with _Constant() if form.draws else nullcontext():  # type: ignore[no-untyped-call]
                 wanted = list(tensors_in(module(*(value.clone() for value in values))))
                 carries: tuple[Tensor, ...] = ()
                 strips = []
