@@ -18,9 +18,9 @@ from gems.utils.targets import import_module
 from tests.fake_cuda.build import why_not
 from tests.fake_cuda.load import install
 
-# Files that take a minute or more, or wait most of it: started last, they would leave workers of
-# pytest-xdist idle.
-FIRST = ("test_mpi.py", "test_hangs.py", "test_run.py")
+# Folders and files that take a minute or more, or wait most of it: started last, they would leave
+# workers of pytest-xdist idle.
+FIRST = ("mpi", "test_hangs.py", "test_run.py")
 
 # Hundreds of processes and ranks start: each would compile all modules anew, and pytest its tests.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -53,7 +53,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(
-        key=lambda item: FIRST.index(name) if (name := item.path.name) in FIRST else len(FIRST)
+        key=lambda item: not {item.path.name, item.path.parent.name}.isdisjoint(FIRST), reverse=True
     )
     # what was imported and collected stays: each full collection would look through it again
     gc.freeze()
@@ -72,6 +72,8 @@ def own_environment(tmp_path_factory: pytest.TempPathFactory) -> None:
 
     Workers of pytest-xdist share one cache: their folders are in that of the whole run.
     """
+    if "GEMS_TEST_RANK" in os.environ:
+        return  # a rank has the environment of the process that started it
     patch = pytest.MonkeyPatch()
     base = tmp_path_factory.getbasetemp()
     patch.setenv(

@@ -29,7 +29,6 @@ ENGINE = (
     "staging",
     "transport",
 )
-NUM_RANKS = 4
 # pytest without the settings of setup.cfg, whose plugins a machine may lack
 PYTEST = ("pytest", "-q", "-rfE", "-p", "no:cacheprovider", "-o", "addopts=")
 TISSUE = (
@@ -117,13 +116,15 @@ def rows(is_small: bool, device: str) -> tuple[Row, ...]:
 
 
 def _on_ranks(name: str, question: str, file: str, chosen: str, limit_s: float, device: str) -> Row:
-    program = (*PYTEST, *(("-k", chosen) if chosen else ()), f"tests/mpi/mpi_{file}.py")
-    environment = {
-        "GEMS_TEST_DEVICE": device,
-        "GEMS_MPI_TESTS": "1",
-        "MPIR_CVAR_POLLS_BEFORE_YIELD": "10",
-    }
-    return Row(name, question, program, limit_s, NUM_RANKS, environment, pytest_counts)
+    program = (*PYTEST, *(("-k", chosen) if chosen else ()), f"tests/mpi/test_{file}.py")
+    return Row(
+        name,
+        question,
+        program,
+        limit_s,
+        environment={"GEMS_TEST_DEVICE": device},
+        read=pytest_counts,
+    )
 
 
 def _verify(name: str, schedule: str, is_small: bool) -> Row:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from gems.launch.local_launcher import mpiexec_argv, rank_environment, run_ranks
+from gems.launch.local_launcher import rank_environment, run_ranks
 from scripts.bench.rig import cause_of
 
 Figures = list[dict[str, Any]]
@@ -41,7 +41,6 @@ class Row:
         question: what it answers, in one line.
         program: the module and its arguments, as after `python -m`.
         limit_s: seconds until its processes are ended.
-        num_ranks: MPI ranks that run the program together.
         environment: variables that it needs beside this process's.
         read: makes figures of the lines that it prints.
         columns: the figures that the page shows, in order; empty for all.
@@ -51,7 +50,6 @@ class Row:
     question: str
     program: tuple[str, ...]
     limit_s: float
-    num_ranks: int = 1
     environment: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     read: Read = field(default_factory=lambda: answer())
     columns: tuple[str, ...] = ()
@@ -60,8 +58,7 @@ class Row:
     def command(self) -> str:
         """The command line that repeats it, without the paths of a machine."""
         variables = [f"{name}={value}" for name, value in self.environment.items()]
-        ranks = [] if self.num_ranks == 1 else ["mpiexec", "-n", str(self.num_ranks)]
-        return " ".join([*variables, *ranks, "python", "-m", shlex.join(self.program)])
+        return " ".join([*variables, "python", "-m", shlex.join(self.program)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +77,7 @@ def run(row: Row, limit_s: float, environment: Mapping[str, str] | None = None) 
     if limit_s < min(MIN_ROW_S, row.limit_s):
         return Outcome(NOT_MEASURED, [], TIME_OVER)
     lines: list[str] = []
-    program = [sys.executable, "-m", *row.program]
-    argv = program if row.num_ranks == 1 else mpiexec_argv(row.num_ranks, program)
+    argv = [sys.executable, "-m", *row.program]
     variables = rank_environment(1) | dict(environment or {}) | dict(row.environment)
     begin_s = time.monotonic()
     ended = run_ranks(argv, variables, timeout_s=limit_s, on_line=lines.append, echo=False)
@@ -150,7 +146,7 @@ def _flat(figure: dict[str, Any]) -> Figures:
 
 
 def pytest_counts(lines: Sequence[str]) -> Figures:
-    """Read how many tests passed: the most that any rank says.
+    """Read how many tests passed.
 
     Raises:
         ValueError: pytest did not come to its end.

@@ -1,4 +1,4 @@
-"""The example of a model is split into layers; tests/mpi/mpi_tasks.py has its gradients."""
+"""The example of a model is split into layers; tests/mpi/test_tasks.py has its gradients."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from tests.device import DEVICE
 from tests.engine.toys import make_spec
 from tests.fake_cuda.load import native
 from tests.fake_cuda.watch import DIRECT
-from tests.mpi.conftest import comm, control, together  # noqa: F401
+from tests.mpi.conftest import comm  # noqa: F401
 
 MICRO_BATCHES = 4, 8  # of a step; what the second waits for more is by the micro-batch
 CASES = {

@@ -14,6 +14,7 @@ import torch
 
 from tests.fake_cuda.children import REPORTS, report
 from tests.fake_cuda.load import native
+from tests.mpi.world import IN_RANK
 
 TOTAL: Counter[str] = Counter()
 RACES: list[str] = []
@@ -74,4 +75,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    report("pytest", dict(TOTAL), RACES)
+    if not IN_RANK:  # which tests.fake_cuda started, and reports
+        report("pytest", dict(TOTAL), RACES)

@@ -51,7 +51,7 @@ def _mpi(name: str, chosen: str = "", **environment: str) -> Part:
         TRANSPORT: environment.get(TRANSPORT, ""),
     }
     way = ", ".join(way for key, way in ways.items() if key in environment) or "staged"
-    return Part(f"{name}, {way}", (f"tests/mpi/mpi_{name}.py",), chosen, environment)
+    return Part(f"{name}, {way}", (f"tests/mpi/test_{name}.py",), chosen, environment, num_ranks=1)
 
 
 PARTS = (
@@ -143,7 +143,6 @@ def _pytest(part: Part, more: dict[str, str]) -> tuple[int, list[str]]:
         rank_environment(1)
         | {
             "GEMS_TEST_DEVICE": "fake_cuda",
-            "GEMS_MPI_TESTS": "1",
             "MPIR_CVAR_POLLS_BEFORE_YIELD": "10",
             "PYTHONPATH": os.pathsep.join(paths),
         }

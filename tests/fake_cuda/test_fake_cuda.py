@@ -8,15 +8,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from gems.launch.local_launcher import mpiexec_argv, rank_environment, run_ranks
 from tests.fake_cuda.build import library, why_not
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-NUM_RANKS = 4
 LIMIT_S = 280
 ENGINE = (
     "copies",
@@ -39,11 +38,28 @@ pytestmark = [
 ]
 
 
-def environment(**more: str) -> dict[str, str]:
+def on_fake_device(arguments: Sequence[str | Path], **environment: str) -> None:
+    """Run pytest, which passes, in a process that has the fake device."""
     paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    return (
-        os.environ | {"GEMS_TEST_DEVICE": "fake_cuda", "PYTHONPATH": os.pathsep.join(paths)} | more
+    variables = (
+        os.environ
+        | {"GEMS_TEST_DEVICE": "fake_cuda", "PYTHONPATH": os.pathsep.join(paths)}
+        | environment
     )
+    argv = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        *map(str, arguments),
+    ]
+    ended = subprocess.run(
+        argv, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert ended.returncode == 0, ended.stdout[-6000:] + ended.stderr[-2000:]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -61,40 +77,13 @@ def test_the_device_and_the_engine_on_it() -> None:
         here / "fake_mutants.py",
         *(engine / f"test_{name}.py" for name in ENGINE),
     ]
-    argv = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *map(str, paths)]
-    ended = subprocess.run(
-        argv,
-        cwd=ROOT,
-        env=environment(GEMS_FAKE_CUDA_SEEDS="1"),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    assert ended.returncode == 0, ended.stdout[-6000:] + ended.stderr[-2000:]
+    on_fake_device(paths, GEMS_FAKE_CUDA_SEEDS="1")
 
 
 @pytest.mark.parametrize("transport", QUICK)
 def test_ranks_on_it(transport: str) -> None:
-    paths = [str(ROOT / "tests" / "mpi" / f"mpi_{name}.py") for name in ("exactness", "memory")]
-    pytest_argv = [
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        "-k",
-        QUICK[transport],
-        *paths,
-    ]
-    more = {"GEMS_MPI_TESTS": "1"} | (
-        {"GEMS_FAKE_CUDA_DIRECT": "1"} if transport == "direct" else {}
+    paths = [ROOT / "tests" / "mpi" / f"test_{name}.py" for name in ("exactness", "memory")]
+    on_fake_device(
+        ["-k", QUICK[transport], *paths],
+        **({"GEMS_FAKE_CUDA_DIRECT": "1"} if transport == "direct" else {}),
     )
-    ended = run_ranks(
-        mpiexec_argv(NUM_RANKS, [sys.executable, *pytest_argv]),
-        rank_environment(1) | environment(**more),
-        log=None,
-        timeout_s=LIMIT_S,
-    )
-    assert ended.returncode == 0, "\n".join(ended.tail)
-    assert any(" passed" in line for line in ended.tail), "\n".join(ended.tail)

@@ -49,7 +49,7 @@ def gems(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_trains_as_one_process_would(folder: Path) -> None:
-    """With a backward that is split; with a whole one in tests/mpi/mpi_tasks.py."""
+    """With a backward that is split; with a whole one in tests/mpi/test_tasks.py."""
     done = gems(folder, "verify", *WORDS, "schedule=zb_h1", "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

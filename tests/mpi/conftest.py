@@ -1,10 +1,10 @@
-"""Fixtures of tests that every rank of a world of four runs together."""
+"""Tests that a world of four ranks runs together.
+
+Pytest sends each to the ranks, and the fixtures are theirs.
+"""
 
 from __future__ import annotations
 
-import os
-import sys
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -12,33 +12,30 @@ import torch
 
 from gems.autograd.kernels import choose_kernels
 from gems.config.schema import MachineConfig
-from gems.engine.transport.mpi import Comm, Transport, abort, meet, world
+from gems.engine.transport.mpi import Comm, meet, world
 from gems.utils.logs import set_up_rank_logging
 from tests.device import ON_GPU
+from tests.mpi.world import IN_RANK, World
 
-ALONE_S = 60.0
-_failed: list[threading.Timer] = []
+if not IN_RANK:
+
+    def pytest_itemcollected(item: pytest.Function) -> None:
+        item.fixturenames = ["ranks"]  # those that the test asks for are set up in the ranks
+
+    def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool:
+        outcome, text = pyfuncitem.funcargs["ranks"].run(pyfuncitem.nodeid)
+        if outcome == "failed":
+            pytest.fail(text, pytrace=False)
+        if outcome == "skipped":
+            pytest.skip(text)
+        return True
 
 
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(item, call):
-    """Go on if all ranks come to the end of a test that has failed.
-
-    End all if one waits, or with -x at once.
-    The others may wait for this one for ever.
-    """
-    outcome = yield
-    report = outcome.get_result()
-    if report.failed:
-        print(
-            f"rank {world().rank}: {item.name}\n{report.longreprtext}", file=sys.stderr, flush=True
-        )
-        if item.config.option.maxfail or report.when == "teardown":
-            abort(1)
-        timer = threading.Timer(ALONE_S, os._exit, [1])  # whereupon mpiexec ends the other ranks
-        timer.daemon = True
-        timer.start()
-        _failed.append(timer)
+@pytest.fixture(scope="package")
+def ranks(own_environment: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    started = World(tmp_path_factory.mktemp("ranks"))
+    yield started
+    started.close()
 
 
 @pytest.fixture(scope="session")
@@ -47,28 +44,12 @@ def comm() -> Comm:
     return world()
 
 
-@pytest.fixture(scope="session")
-def control(comm: Comm) -> Transport:
-    return Transport(
-        comm, hang_timeout_s=200, sleep_s=0.002
-    )  # idle ranks leave the cores to others
-
-
 @pytest.fixture(autouse=True, scope="session")
 def same_bits_each_time() -> None:
     """Let a GPU compute as with machine.deterministic=true; what has no such kernel is warned of."""
     if ON_GPU:
         choose_kernels(MachineConfig(deterministic=True))
         torch.use_deterministic_algorithms(True, warn_only=True)
-
-
-@pytest.fixture(autouse=True)
-def together(control: Transport) -> Iterator[None]:
-    """Keep ranks in the same test."""
-    yield
-    control.barrier()
-    while _failed:
-        _failed.pop().cancel()
 
 
 def sub_world(comm: Comm, size: int) -> Comm | None:

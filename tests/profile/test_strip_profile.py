@@ -1,6 +1,6 @@
 """What stages keep of strips, found on fake tensors.
 
-`tests/mpi/mpi_strips.py` compares it with what ranks count.
+`tests/mpi/test_strips.py` compares it with what ranks count.
 """
 
 from __future__ import annotations
