@@ -32,7 +32,7 @@ from gems.simulation.model_costs import PROFILE, ModelCosts
 from gems.simulation.model_search import search_under_policy, search_with_cut, search_within_bytes
 from gems.utils.cache import cached
 
-SEARCH = 7  # another number for searches that would find other schedules
+SEARCH = 8  # another number for searches that would find other schedules
 
 
 def compute_schedule(spec: RunSpec) -> Schedule:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 from gems.errors import ConfigError, ScheduleError
 from gems.schedule.costs import DepthCosts
@@ -179,11 +180,16 @@ def _at_cap(request: Request, rivals: Iterable[Schedule]) -> Found:
     least_of = {
         one.placement: _any_strips_bound(request, one.placement, one.counts) for one in problems
     }
-    shortest = min(
-        _time_bound(request, one.placement, one.counts, least_of[one.placement]) for one in possible
-    )
+    bounds = {
+        one.name: _time_bound(request, one.placement, one.counts, least_of[one.placement])
+        for one in possible
+    }
+    shortest = min(bounds.values())
     shortest_any = min(least_of.values())
-    num_tried, listed = _listed(request, _affordable(request, possible, budget), budget, shortest)
+    limit = inf if best is None else best[0].span
+    num_tried, listed = _listed(
+        request, _affordable(request, possible, budget), budget, bounds, limit
+    )
     for one, method, schedule in listed:
         best = faster(schedule, method)
         whole = with_whole_backwards(
@@ -227,13 +233,34 @@ def _at_cap(request: Request, rivals: Iterable[Schedule]) -> Found:
 
 
 def _listed(
-    request: Request, problems: list[Problem], budget: Budget, shortest: float
+    request: Request,
+    problems: list[Problem],
+    budget: Budget,
+    bounds: Mapping[str, float],
+    limit: float,
 ) -> tuple[int, Iterator[tuple[Problem, str, Schedule]]]:
-    """Return how many schedules a search has tried, and the best of them with problem and method, the best first."""
+    """Return how many schedules a search has tried, and the best of them with problem and method, the best first.
+
+    Bounds are times by the problems' names. Of strips only those that may be shorter than `limit`
+    are listed.
+    """
     if request.num_strips > 1:
-        runs = strip_schedules(problems, request.num_strips, budget)
-        return len(runs), ((run.problem, GREEDY, run.schedule()) for run in runs[:NUM_REPLAYED])
-    search = Search(problems, request.allow, budget, request.seed, shortest)
+        costs = [request.costs.of(one.placement) for one in problems]
+        shortest = [bounds[one.name] for one in problems]
+        num_best = (
+            NUM_REPLAYED
+            if any(request.network.takes_time(each.boundary_bytes) for each in costs)
+            else 1
+        )
+        if any(any(each.split) or each.strip_loads for each in costs):  # replayed it may be shorter
+            num_best = NUM_REPLAYED
+            limit = inf
+            shortest = [0.0] * len(problems)
+        num_tried, runs = strip_schedules(
+            problems, request.num_strips, budget, num_best, limit, shortest
+        )
+        return num_tried, ((run.problem, GREEDY, run.schedule()) for run in runs)
+    search = Search(problems, request.allow, budget, request.seed, min(bounds.values()))
     plans = search.run()[:NUM_REPLAYED]
     return search.tried, (
         (plan.problem, plan.method, search.listed(plan).schedule()) for plan in plans
@@ -350,9 +377,7 @@ def _time_bound(
     bound = max(any_strips, span_bound(costs, placement, counts, cap, network, request.allow))
     if request.num_strips == 1:
         return bound
-    return max(
-        bound, strips_span_bound(costs, placement, sum(counts), request.num_strips, cap, network)
-    )
+    return max(bound, strips_span_bound(costs, placement, counts, request.num_strips, cap, network))
 
 
 def _any_strips_bound(request: Request, placement: Placement, counts: Sequence[int]) -> float:

@@ -82,6 +82,14 @@ class Problem:
         """Return the ticks of one micro-batch over all stages, without recomputation."""
         return sum(self.time[0]) + sum(self.weight_grad)
 
+    def work_of(self, stage: int) -> int:
+        """Return the ticks of one micro-batch on a stage, without recomputation."""
+        return (
+            self.time[0][stage]
+            + self.time[0][2 * self.num_stages - 1 - stage]
+            + self.weight_grad[stage]
+        )
+
     def reached(self, direction: int) -> list[int]:
         """Return the least ticks from the start of a micro-batch to the end of each operation of its chain."""
         spans = (

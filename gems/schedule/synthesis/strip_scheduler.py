@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from heapq import heappop, heappush
 from itertools import accumulate, pairwise
+from math import inf
 
 from gems.schedule.action import Action, Kind
 from gems.schedule.costs import Network, StageCosts
@@ -24,23 +25,35 @@ _F = Kind.F
 _I = Kind.I
 _W = Kind.W
 STEPS_PER_OPERATION = 2  # of a budget
-ORDERS = ((_I, _F, _W), (_F, _I, _W), (_I, _W, _F))
+Rule = tuple[
+    tuple[Kind, ...], tuple[Kind, ...]
+]  # the order of kinds, and those of which the first to come runs first
+QUEUES: tuple[Rule, ...] = (
+    ((_I, _F, _W), (_F, _I)),
+    ((_I, _W, _F), (_I,)),
+    ((_F, _I, _W), (_F, _I)),
+)
+DEPTH_FIRST: tuple[Rule, ...] = (((_I, _F, _W), ()), ((_F, _I, _W), ()), ((_I, _W, _F), ()))
+SLACK = 1e-9  # share of a step that rounding may make up
 VANISHING = 2**40  # strips of a strip, which then takes no time
 
 
 class StripScheduler:
     """Runs a step forward in time under the cap of a problem whose micro-batches are strips.
 
-    Of the strips that may run a rank takes the first kind in `order`, of that the earliest
-    micro-batch, and of that the last stage. Room is given so that every micro-batch that has
-    started can hold all of its strips, in the order of their starts (the banker's algorithm), for
-    none is freed before the last one has been through all stages. `span` is in ticks.
+    Of the strips that may run a rank takes the first kind in the order of `rule`, of that the
+    earliest micro-batch, of that the first to come if the rule says so, and of that the last stage.
+    Room is given so that every micro-batch that has started can hold all of its strips, in the
+    order of their starts (the banker's algorithm), for none is freed before the last one has been
+    through all stages. `span` is in ticks; it is infinite, and the run ends early, if it would be
+    `limit` or longer.
     """
 
-    def __init__(self, problem: Problem, num_strips: int, order: Sequence[Kind]) -> None:
+    def __init__(self, problem: Problem, num_strips: int, rule: Rule, limit: float = inf) -> None:
         self.problem = problem
         self.num_strips = num_strips
-        self.order = order
+        self.limit = limit
+        self.order, self.queued = rule
         ranks = range(problem.num_ranks)
         self.keys: list[list[Key]] = [
             [
@@ -61,6 +74,10 @@ class StripScheduler:
             kind: {key: [] for key in keys} for kind in (_F, _I)
         }
         self.free, self.used, self.oldest = ([0] * problem.num_ranks for _ in range(3))
+        self.work = [
+            sum(problem.num_in(way) * problem.work_of(stage) for way, stage in self.keys[rank])
+            for rank in ranks
+        ]
         num_whole = problem.num_micro_batches // num_strips
         self.held = [[0] * num_whole for _ in ranks]
         self.left = [
@@ -72,7 +89,7 @@ class StripScheduler:
         ]
         self.rows: list[list[Action]] = [[] for _ in ranks]
         self.events: list[tuple[int, int]] = []
-        self.span = 0
+        self.span = 0.0
         for way in range(problem.num_directions):
             self.arrivals[_F][way, 0] = [0] * (
                 len(range(way, num_whole, problem.num_directions)) * num_strips
@@ -100,18 +117,20 @@ class StripScheduler:
     def decide(self, now: int, rank: int) -> None:
         """Start the next operation of an idle rank, if any may run; what arrives later asks again."""
         for kind in self.order:
-            found: tuple[int, int, Key] | None = None
+            found: tuple[int, int, int, Key] | None = None
+            is_queued = kind in self.queued
             for key in self.keys[rank]:
                 count = self.started[kind][key]
                 if not self.is_ready(kind, key, count, now):
                     continue
                 m = self.whole(key, count)
-                if (found is None or (m, -key[1]) < found[:2]) and (
+                came = self.arrivals[kind][key][count] if is_queued else 0
+                if (found is None or (m, came, -key[1]) < found[:3]) and (
                     kind is not _F or self.has_room(rank, m, key[1])
                 ):
-                    found = m, -key[1], key
+                    found = m, came, -key[1], key
             if found is not None:
-                self.start(now, rank, kind, found[2], found[0])
+                self.start(now, rank, kind, found[3], found[0])
                 return
 
     def is_ready(self, kind: Kind, key: Key, count: int, now: int) -> bool:
@@ -149,6 +168,10 @@ class StripScheduler:
         """Start an operation, and hand on what it makes when it ends."""
         problem = self.problem
         num = self.num_strips
+        if now + self.work[rank] >= self.limit:
+            self.span = inf
+            self.events.clear()
+            return
         (way, stage), last = key, problem.num_stages - 1
         count = self.started[kind][key]
         self.started[kind][key] += 1
@@ -178,6 +201,7 @@ class StripScheduler:
             while oldest < len(left) and not left[oldest]:
                 oldest += 1
             self.oldest[rank] = oldest
+        self.work[rank] -= end - now
         self.free[rank] = end
         self.span = max(self.span, end)
         heappush(self.events, (end, rank))
@@ -194,15 +218,37 @@ class StripScheduler:
 
 
 def strip_schedules(
-    problems: Sequence[Problem], num_strips: int, budget: Budget
-) -> list[StripScheduler]:
-    """Return the steps of all placements and orders that the budget allows, one at least, the shortest first."""
-    found: list[StripScheduler] = []
-    for order in ORDERS:
-        for problem in problems:
-            if budget.spend(STEPS_PER_OPERATION * problem.num_steps) or not found:
-                found.append(StripScheduler(problem, num_strips, order))
-    return sorted(found, key=lambda run: run.span / run.problem.ticks_per_unit)
+    problems: Sequence[Problem],
+    num_strips: int,
+    budget: Budget,
+    num_best: int,
+    limit: float,
+    shortest: Sequence[float],
+) -> tuple[int, list[StripScheduler]]:
+    """Return how many steps the budget allows, one at least, and the best that are shorter than `limit`, in order.
+
+    No step of a problem is shorter than its time in `shortest`. So most are left out, or end early:
+    those that cannot be one of the `num_best`.
+    """
+    tried: list[tuple[int, float, Rule, Problem]] = []
+    for rules in (QUEUES, DEPTH_FIRST):  # each has the whole budget, for few runs go to their end
+        own = Budget(budget.left)
+        start = len(tried)
+        for number, rule in enumerate(rules, start):
+            for problem, least in zip(problems, shortest, strict=True):
+                if own.spend(STEPS_PER_OPERATION * problem.num_steps) or not tried:
+                    tried.append((number, least, rule, problem))
+    best: list[StripScheduler] = []
+    for _, least, rule, problem in sorted(tried, key=lambda each: each[:2]):
+        if least < limit * (1 - SLACK):
+            run = StripScheduler(problem, num_strips, rule, limit * problem.ticks_per_unit)
+            best = sorted([*best, run], key=_span)[:num_best] if run.span < inf else best
+            limit = min(limit, _span(best[-1])) if len(best) == num_best else limit
+    return len(tried), best
+
+
+def _span(run: StripScheduler) -> float:
+    return run.span / run.problem.ticks_per_unit
 
 
 def least_strip_room(problem: Problem, num_strips: int) -> int:
@@ -221,54 +267,80 @@ def least_strip_room(problem: Problem, num_strips: int) -> int:
 def strips_span_bound(
     costs: StageCosts,
     placement: Placement,
-    num: int,
+    counts: Sequence[int],
     num_strips: int,
     cap: float | None,
     network: Network,
 ) -> float:
-    """Return a time that no step of `num` strips, `num_strips` to a micro-batch, is shorter than in one direction.
+    """Return a time that no step is shorter than with `counts` strips in the directions, `num_strips` a micro-batch.
 
     When the last strip of a micro-batch starts its last forward on a rank, the rank holds all of
     it. Until the first gradient comes back it works only on what the rest of the cap holds: strips
     that came before go on to their weight gradients, and as many later ones run forward. The rest
-    of that time it idles, once for each micro-batch, if the cap is below two of them.
+    of that time it idles, once for each micro-batch, if no two of them fit under the cap, and
+    before all of it until the first strip comes.
     """
-    if placement.num_directions > 1 or cap is None:
+    if cap is None:
         return 0.0
-    ranks = placement.ranks[0]
     longest = 0.0
-    back = (
-        [0.0] * costs.num_stages
-    )  # from the end of a stage's forward of the last strip to its first gradient
-    for stage in reversed(range(costs.num_stages - 1)):
-        here = ranks[stage]
-        there = ranks[stage + 1]
-        size = costs.boundary_bytes[stage]
-        hops = (
-            0.0
-            if here == there
-            else network.delay(here, there, size) + network.delay(there, here, size)
-        )
-        back[stage] = (
-            back[stage + 1] + hops + costs.forward[stage + 1] + costs.input_grad[stage + 1]
-        )
+    passes = [_way_there_and_back(costs, ranks, network) for ranks in placement.ranks]
     for rank in range(placement.num_ranks):
-        stages = [stage for _, stage in placement.stages_on(rank)]
-        held = num_strips * sum(costs.activation[stage] for stage in stages)
-        room = cap * (1 + ROUNDING) + CAP_SLACK - held
-        work = sum(costs.forward[s] + costs.input_grad[s] + costs.weight_grad[s] for s in stages)
+        of_way = [
+            [s for way, s in placement.stages_on(rank) if way == d]
+            for d in range(placement.num_directions)
+        ]
+        held = [num_strips * sum(costs.activation[s] for s in stages) for stages in of_way]
+        room = [cap * (1 + ROUNDING) + CAP_SLACK - each for each in held]
         # what a size of activations lets do: its whole backward if it came before, a forward if it
         # comes after
         rates = [
-            (costs.forward[s] + costs.input_grad[s] + costs.weight_grad[s]) / min(sizes)
-            for s in stages
-            if min(sizes := (costs.activation[s], costs.held_for_weights[s])) > 0
+            (
+                (costs.forward[s] + costs.input_grad[s] + costs.weight_grad[s]) / size
+                if size > 0
+                else inf
+            )
+            for s in {s for stages in of_way for s in stages}
+            for size in (min(costs.activation[s], costs.held_for_weights[s]),)
         ]
-        idle = 0.0
-        if len(rates) == len(stages) and 0 <= room < held:
-            idle = max(0.0, back[stages[-1]] - room * max(rates))
-        longest = max(longest, num * work + num // num_strips * idle)
+        is_alone = all(0 <= each < min(held) for each in room)
+        span = 0.0
+        first = inf
+        for count, stages, (there, back), free in zip(counts, of_way, passes, room, strict=True):
+            if count:
+                idle = (
+                    max(0.0, back[stages[-1]] - free * max(rates))
+                    if is_alone and max(rates) < inf
+                    else 0.0
+                )
+                work = sum(
+                    costs.forward[s] + costs.input_grad[s] + costs.weight_grad[s] for s in stages
+                )
+                span += count * work + count // num_strips * idle
+                first = min(first, there[stages[0]])
+        longest = max(longest, span + first)
     return longest * (1 - SUMMING)
+
+
+def _way_there_and_back(
+    costs: StageCosts, ranks: Sequence[int], network: Network
+) -> tuple[list[float], list[float]]:
+    """Return by stage the least time to its first forward, and from the end of a forward to its gradient."""
+    there, back = ([0.0] * costs.num_stages for _ in range(2))
+    hops = [
+        (
+            (0.0, 0.0)
+            if one == next_one
+            else (network.delay(one, next_one, size), network.delay(next_one, one, size))
+        )
+        for (one, next_one), size in zip(pairwise(ranks), costs.boundary_bytes, strict=False)
+    ]
+    for stage, (down, _) in enumerate(hops):
+        there[stage + 1] = there[stage] + costs.forward[stage] + down
+    for stage, hop in reversed(list(enumerate(hops))):
+        back[stage] = (
+            back[stage + 1] + sum(hop) + costs.forward[stage + 1] + costs.input_grad[stage + 1]
+        )
+    return there, back
 
 
 def any_strips_span_bound(
@@ -296,7 +368,7 @@ def any_strips_span_bound(
     return max(
         min(passes) * (1 - SUMMING),
         rough_span(small, placement, many, cap, network),
-        strips_span_bound(small, placement, sum(many), num_strips * VANISHING, cap, network),
+        strips_span_bound(small, placement, many, num_strips * VANISHING, cap, network),
     )
 
 

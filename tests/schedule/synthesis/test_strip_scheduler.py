@@ -5,6 +5,7 @@ Steps of strips that were found under a cap, and their bound.
 
 from __future__ import annotations
 
+from math import inf
 from random import Random
 
 import pytest
@@ -19,11 +20,13 @@ from gems.schedule.strips import StripCosts
 from gems.schedule.synthesis import Found, capped
 from gems.schedule.synthesis.problem import problem
 from gems.schedule.synthesis.strip_scheduler import (
-    ORDERS,
+    DEPTH_FIRST,
+    QUEUES,
     StripScheduler,
     any_strips_span_bound,
     least_strip_room,
     strip_schedules,
+    strips_span_bound,
 )
 from gems.schedule.synthesis.templates import Budget
 from gems.schedule.validate import validate
@@ -140,7 +143,7 @@ def test_the_bound_over_all_numbers_is_met_by_one_micro_batch_in_many_strips(
     bound = any_strips_span_bound(costs, placement, [strips], strips, None, network)
     assert bound == pytest.approx(least)
     run = StripScheduler(
-        problem("made up", placement, strips, costs, network, None), strips, ORDERS[0]
+        problem("made up", placement, strips, costs, network, None), strips, DEPTH_FIRST[0]
     )
     assert bound <= simulate(run.schedule(), costs, network).span <= 1.6 * bound
 
@@ -159,15 +162,17 @@ def test_under_a_cap_of_one_a_rank_waits_for_the_messages_of_each_micro_batch_in
 
 
 @pytest.mark.parametrize("placement", [linear(3), v(3), wave(3, 4), bidirectional(3)], ids=str)
-@pytest.mark.parametrize("order", ORDERS, ids=lambda order: "".join(map(str, order)))
+@pytest.mark.parametrize(
+    "rule", (*QUEUES, *DEPTH_FIRST), ids=lambda rule: "".join(map(str, (*rule[0], *rule[1])))
+)
 def test_the_span_is_that_of_the_simulation_at_the_least_cap(
-    placement: object, order: tuple[object, ...]
+    placement: object, rule: tuple[object, ...]
 ) -> None:
     costs = StripCosts(DepthCosts(3, 1.0, 1.5, 0.5, activations=(2.0, 1.0, 1.0)), 4).of(placement)  # type: ignore[arg-type]
     loose = problem("made up", placement, 16, costs, Network(), None)  # type: ignore[arg-type]
     cap = least_strip_room(loose, 4) / 1e12
     one = problem("made up", placement, 16, costs, Network(), cap)  # type: ignore[arg-type]
-    run = StripScheduler(one, 4, order)  # type: ignore[arg-type]
+    run = StripScheduler(one, 4, rule)  # type: ignore[arg-type]
     schedule = validate(run.schedule(), costs, cap)
     assert run.span / one.ticks_per_unit == pytest.approx(simulate(schedule, costs).span)
 
@@ -175,8 +180,51 @@ def test_the_span_is_that_of_the_simulation_at_the_least_cap(
 def test_a_small_budget_still_finds_one() -> None:
     costs = StripCosts(DepthCosts(2), 4).of(linear(2))
     one = problem("made up", linear(2), 8, costs, Network(), 1.0)
-    assert len(strip_schedules([one], 4, Budget(0))) == 1
-    assert len(strip_schedules([one], 4, Budget(10**6))) == len(ORDERS)
+    for steps, count in ((0, 1), (10**6, len(QUEUES) + len(DEPTH_FIRST))):
+        tried, runs = strip_schedules([one], 4, Budget(steps), 3, inf, [0.0])
+        assert tried == count and len(runs) == min(3, count)
+
+
+def test_runs_that_cannot_be_the_best_change_nothing_but_the_time() -> None:
+    """Neither a limit of time nor bounds of placements lose the shortest step.
+
+    A limit that none keeps leaves none.
+    """
+    problems = []
+    bounds = []
+    for placement in (linear(3), v(3), wave(3, 4), bidirectional(3)):
+        costs = StripCosts(DepthCosts(3, 1.0, 1.3, 0.7), 4).of(placement)
+        problems.append(problem(str(placement.num_stages), placement, 16, costs, Network(), 1.2))
+        bounds.append(strips_span_bound(costs, placement, problems[-1].counts, 4, 1.2, Network()))
+    rules = (*QUEUES, *DEPTH_FIRST)
+    spans = [
+        StripScheduler(one, 4, rule).span / one.ticks_per_unit for one in problems for rule in rules
+    ]
+    for best in (1, 3):
+        _, runs = strip_schedules(problems, 4, Budget(10**7), best, inf, bounds)
+        assert runs[0].span / runs[0].problem.ticks_per_unit == min(spans)
+    assert strip_schedules(problems, 4, Budget(10**7), 1, min(spans), bounds)[1] == []
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_strips", "ratio"),
+    [(8, 8, (1, 1, 1)), (4, 8, (1, 1.5, 0.5)), (3, 4, (1, 1, 1))],
+)
+def test_at_cap_one_only_the_turn_of_each_image_is_lost(
+    num_ranks: int, num_strips: int, ratio: tuple[float, float, float]
+) -> None:
+    """The rank farthest from the last stage waits for its last strip once an image, and no wait is longer."""
+    request = Request(
+        num_ranks, 5, cap=1.0, costs=DepthCosts(num_ranks, *ratio), num_strips=num_strips
+    )
+    found = capped(request, published_schedules(request))
+    assert found.placement == "wave" and max(found.schedule.placement.ranks[0]) == num_ranks - 1
+    forward, input_grad, _ = (each / num_strips / 8 for each in ratio)
+    turn = (num_ranks - 1) * (forward + input_grad)
+    assert found.span == pytest.approx(
+        5 * (sum(ratio) + turn) + (num_ranks - 1) * forward, rel=2e-2
+    )
+    assert found.efficiency <= found.bound + 1e-9
 
 
 def test_a_cap_below_one_micro_batch_is_refused_for_all_its_strips_are_held_at_the_turn() -> None:
