@@ -31,11 +31,11 @@ def check_rise(found: list[Found]) -> None:
 
 @pytest.mark.cases
 def test_a_cap_of_one_and_a_fifth_is_no_slower_than_one() -> None:
-    """It took 33.95 units, and 31.77 at a cap of 1."""
+    """It once took 33.95 units, and 31.77 at a cap of 1."""
     costs = DepthCosts(6, 1.0, 1.3, 0.7)
     found = [found_at(cap, costs, 8, 3) for cap in (1.0, 1.2)]
     check_rise(found)
-    assert found[0].span == pytest.approx(31.767, abs=1e-3)
+    assert found[0].span == pytest.approx(30.508, abs=1e-3)
     assert (
         max(peaks(found[1].schedule, StripCosts(costs, 3).of(found[1].schedule.placement)))
         <= 1.2 + 1e-9
