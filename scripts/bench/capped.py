@@ -10,25 +10,10 @@ every case. Prints a table on stderr and JSON on stdout.
 
 from __future__ import annotations
 
-import statistics
 import sys
-from collections.abc import Callable
-from functools import partial
-from typing import Any
 
-from gems.config.resolve import global_batch
-from gems.config.schema import RunSpec
 from gems.runs.run_plan import plan_run, predict_peak
-from gems.utils.atomic_io import read_json
-from scripts.bench.rig import (
-    Table,
-    answered,
-    composed,
-    counted_steps_s,
-    finished_run,
-    in_turns,
-    machine,
-)
+from scripts.bench.rig import Table, answered, composed, machine, trained_in_turns
 
 DEFAULTS = (
     "model=resnet56_v1 data=synthetic data.height_px=128 data.width_px=128 profile=measured"
@@ -57,7 +42,7 @@ def main(overrides: list[str]) -> int:
         "predicted MiB=predicted_bytes:>14.1f",
         "step ms=step_s:>9.1f",
         "images/s=images_per_s:>9.2f",
-        "over GEMS=ratio:>10.2f",
+        "over GEMS=over_gems:>10.2f",
     )
     specs = {way: composed(DEFAULTS, words, overrides) for way, words in WAYS.items()}
     peak = predict_peak(plan_run(specs[WITH_RECOMPUTE]))
@@ -66,39 +51,14 @@ def main(overrides: list[str]) -> int:
     specs |= {
         way: composed(DEFAULTS, f"{words} {limit}", overrides) for way, words in UNDER_PLAN.items()
     }
-    calls: dict[str, Callable[[], dict[str, Any]]] = {
-        way: partial(_run, spec) for way, spec in specs.items()
-    }
-    found = in_turns(calls, ROUNDS)
-    rows = []
-    for way, runs in found.items():
-        ratios = [
-            gems["step_s"] / run["step_s"] for gems, run in zip(found[GEMS], runs, strict=True)
-        ]
-        step_s = statistics.median(run["step_s"] for run in runs)
-        rows.append(
-            table.row(
-                runs[0]
-                | {
-                    "way": way,
-                    "step_s": step_s,
-                    "ratio": statistics.median(ratios),
-                    "images_per_s": global_batch(specs[way]) / step_s,
-                }
-            )
-        )
-    return answered(rows, False)
-
-
-def _run(spec: RunSpec) -> dict[str, Any]:
-    """Train, and return the median step with the most that any rank's activations took, counted and predicted."""
-    with finished_run(spec) as folder:
-        result = read_json(folder.result_json)
-        return {
-            "step_s": statistics.median(counted_steps_s(folder).tolist()),
-            "activation_bytes": max(result["peak_activation_bytes"]),
-            "predicted_bytes": max(result["predicted_activation_bytes"]),
-        }
+    rows = table.rows(
+        (
+            row | ({"over_gems": 1.0 / row["ratio"]} if row.get("ratio") else {})
+            for row in trained_in_turns(specs, ROUNDS)
+        ),
+        lambda row: row.get("failed", ""),
+    )
+    return answered(rows, any("failed" in row for row in rows))
 
 
 if __name__ == "__main__":

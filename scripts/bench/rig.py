@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,12 +28,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from analysis.io.load import load_parts
-from analysis.metrics.run_metrics import step_times_s
+from analysis.metrics.run_metrics import run_metrics, step_times_s
 from gems.config.compose import compose
+from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
+from gems.errors import GemsError
 from gems.launch.local_launcher import mpiexec_argv, rank_environment, run_ranks
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
+from gems.utils.atomic_io import read_json
 from gems.utils.host_memory import keep_freed_memory
 from gems.utils.units import GIB, MIB
 
@@ -286,6 +290,45 @@ def counted_steps_s(folder: RunFolder) -> np.ndarray:
     steps = load_parts(folder.path).trace.steps
     times_s: np.ndarray = step_times_s(steps)[steps["is_warmup"] == 0]
     return times_s
+
+
+def trained_in_turns(specs: Mapping[str, RunSpec], rounds: int) -> list[dict[str, Any]]:
+    """Train in turn; return a row for each way, whose times are over those of the first in the same round.
+
+    A way that fails in a round has no times; of one whose first way fails there are no ratios.
+    """
+    found = in_turns({way: partial(_trained, spec) for way, spec in specs.items()}, rounds)
+    first = next(iter(found.values()))
+    rows = []
+    for way, runs in found.items():
+        if failed := next((run for run in runs if "failed" in run), None):
+            rows.append({"way": way, **failed})
+            continue
+        pairs = zip(first, runs, strict=True)
+        ratios = [run["step_s"] / base["step_s"] for base, run in pairs if "step_s" in base]
+        step_s = statistics.median(run["step_s"] for run in runs)
+        ratio = statistics.median(ratios) if ratios else None
+        images_per_s = global_batch(specs[way]) / step_s
+        row = {"way": way, **runs[0], "step_s": step_s, "ratio": ratio}
+        rows.append(row | {"images_per_s": images_per_s})
+    return rows
+
+
+def _trained(spec: RunSpec) -> dict[str, Any]:
+    """Train, and return the median step, and the most that any rank held; or why it does not run."""
+    try:
+        with finished_run(spec) as folder:
+            result = read_json(folder.result_json)
+            metrics = run_metrics(load_parts(folder.path).trace)
+            return {
+                "step_s": statistics.median(counted_steps_s(folder).tolist()),
+                "activation_bytes": max(result["peak_activation_bytes"]),
+                "predicted_bytes": max(result["predicted_activation_bytes"]),
+                "device_bytes": max(size or 0 for size in metrics.peak_device_bytes),
+                "rss_bytes": max(size or 0 for size in metrics.peak_rss_bytes),
+            }
+    except (GemsError, SystemExit) as error:
+        return {"failed": cause_of(str(error).splitlines())}
 
 
 def allocator_peaks(

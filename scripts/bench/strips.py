@@ -12,34 +12,16 @@ not run is named with the reason.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-from analysis.io.load import load_parts
-from analysis.metrics.run_metrics import run_metrics
-from gems.config.schema import RunSpec
-from gems.errors import GemsError
 from gems.models import layers_of
 from gems.profile.profilers.fake import fake_profile
 from gems.profile.store import strips_of
 from gems.runs.run_plan import plan_run, predict_peak
-from gems.utils.atomic_io import read_json
-from scripts.bench.rig import (
-    Table,
-    answered,
-    cause_of,
-    composed,
-    counted_steps_s,
-    finished_run,
-    in_turns,
-    machine,
-    options,
-    square,
-)
+from scripts.bench.rig import Table, answered, composed, machine, options, square, trained_in_turns
 
 RESNET50 = "resnet50"
 VGG16 = "vgg16"
@@ -102,7 +84,8 @@ def _device(chosen: argparse.Namespace) -> list[dict[str, Any]]:
             way: composed(RESNET, ONE, size, words, chosen.overrides) for way, words in ways.items()
         }
         rows += table.rows(
-            ({"height_px": height, **row} for row in _in_turns(specs, chosen.rounds)), _why_not
+            ({"height_px": height, **row} for row in trained_in_turns(specs, chosen.rounds)),
+            _why_not,
         )
     return rows
 
@@ -123,7 +106,8 @@ def _ranks(chosen: argparse.Namespace) -> list[dict[str, Any]]:
             for way, more in words.items()
         }
         rows += table.rows(
-            ({"height_px": height, **row} for row in _in_turns(specs, chosen.rounds)), _why_not
+            ({"height_px": height, **row} for row in trained_in_turns(specs, chosen.rounds)),
+            _why_not,
         )
     return rows
 
@@ -139,58 +123,11 @@ def _time(chosen: argparse.Namespace) -> list[dict[str, Any]]:
                 way: composed(model, ONE, size, words, chosen.overrides)
                 for way, words in ways.items()
             }
-            found = _in_turns(specs, chosen.rounds)
+            found = trained_in_turns(specs, chosen.rounds)
             rows += table.rows(
                 ({"model": name, "height_px": height, **row} for row in found), _why_not
             )
     return rows
-
-
-def _in_turns(specs: Mapping[str, RunSpec], rounds: int) -> list[dict[str, Any]]:
-    """Train in turn; return a row for each way, whose times are over those of the first in the same round.
-
-    A way that fails in a round has no times; of one whose first way fails there are no ratios.
-    """
-    calls: dict[str, Callable[[], dict[str, Any]]] = {
-        way: partial(_run, spec) for way, spec in specs.items()
-    }
-    found = in_turns(calls, rounds)
-    first = next(iter(found.values()))
-    rows = []
-    for way, runs in found.items():
-        if failed := next((run for run in runs if "failed" in run), None):
-            rows.append({"way": way, **failed})
-            continue
-        ratios = [
-            run["step_s"] / whole["step_s"]
-            for whole, run in zip(first, runs, strict=True)
-            if "step_s" in whole
-        ]
-        step_s = statistics.median(run["step_s"] for run in runs)
-        ratio = statistics.median(ratios) if ratios else None
-        rows.append({"way": way, **runs[0], "step_s": step_s, "ratio": ratio})
-    return rows
-
-
-def _run(spec: RunSpec) -> dict[str, Any]:
-    """Train, and return the median step, and the most that any rank held.
-
-    Activations, device and resident memory.
-    A run that does not fit, or fails, is the reason of it.
-    """
-    try:
-        with finished_run(spec) as folder:
-            result = read_json(folder.result_json)
-            metrics = run_metrics(load_parts(folder.path).trace)
-            return {
-                "step_s": statistics.median(counted_steps_s(folder).tolist()),
-                "activation_bytes": max(result["peak_activation_bytes"]),
-                "predicted_bytes": max(result["predicted_activation_bytes"]),
-                "device_bytes": max(size or 0 for size in metrics.peak_device_bytes),
-                "rss_bytes": max(size or 0 for size in metrics.peak_rss_bytes),
-            }
-    except (GemsError, SystemExit) as error:
-        return {"failed": cause_of(str(error).splitlines())}
 
 
 def _why_not(row: dict[str, Any]) -> str:

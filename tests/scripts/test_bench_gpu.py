@@ -15,7 +15,7 @@ import torch
 from gems.config.schema import RunSpec
 from gems.errors import DoesNotFitError
 from gems.profile.model_profile import LayerProfile, ModelProfile
-from scripts.bench import memory_gpu, split, strips
+from scripts.bench import memory_gpu, rig, split, strips
 from scripts.bench.profile import compared
 from scripts.bench.rig import cause_of, gpu_machine
 
@@ -77,7 +77,7 @@ def test_strips_name_what_does_not_run(
         raise failure
         yield
 
-    monkeypatch.setattr(strips, "finished_run", run)
+    monkeypatch.setattr(rig, "finished_run", run)
     words = [
         "--part",
         "time",
