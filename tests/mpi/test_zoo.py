@@ -11,11 +11,11 @@ import pytest
 
 from gems.config.schema import DataConfig, ModelConfig, RunSpec
 from gems.data import open_dataset
-from gems.data.synthetic import CHANCES
 from gems.engine.batch_loader import BatchLoader
 from gems.engine.pipeline import build_pipeline
 from gems.engine.train import evaluate
 from gems.engine.verification.compare import compare
+from scripts.reproduce.language import CHANCES
 from tests.device import DEVICE
 from tests.engine import toys
 from tests.mpi.conftest import sub_world
