@@ -1,6 +1,6 @@
-"""Loads what a rank reads of each step, ahead of time.
+"""Loads what a rank reads of each step by torch's DataLoader, ahead of time.
 
-In a thread, or in processes by torch's DataLoader.
+In processes, or in a thread if there are none.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ import math
 import multiprocessing
 import os
 import sys
+import threading
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import count, tee
-from typing import Any, Protocol, cast
+from itertools import tee
+from queue import SimpleQueue
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -27,26 +29,18 @@ from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
 from gems.data import Dataset
 from gems.data.dataset import batch_indices, micro_batch_slice
-from gems.data.prefetch import MicroBatchReader, Prefetcher, Request
-from gems.engine.device import Arrival, CopyIn
+from gems.data.micro_batch_reader import MicroBatchReader, Request
+from gems.engine.device import CopyIn
 from gems.engine.executor import Batch
 from gems.errors import ConfigError
 from gems.models.streaming.rules import even_ends
 
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
-Requests = Mapping[int, Request]  # of one step: micro-batch -> its samples
+Requests = Sequence[tuple[int, Request]]  # of one step: micro-batches, then strips
+Found = tuple[tuple[int, Request], Any]  # what was requested, and what was read
+T = TypeVar("T")
 _as_tensors: Any = default_convert
 _PRELOADED = ["torch", "gems.data"]  # by the process from which workers are forked
-
-
-class Steps(Protocol):
-    """Batches of rising steps, on the host."""
-
-    def get(self, step: int) -> Batch:
-        """Return the batch of a step."""
-
-    def close(self) -> None:
-        """Stop loading."""
 
 
 class BatchLoader:
@@ -80,18 +74,15 @@ class BatchLoader:
         self._device = device
         self._copies = CopyIn(device) if device.type == "cuda" else None
         self.reads = bool(image_micro_batches or label_micro_batches)
+        self._collate = partial(_collate, dtype, spec.machine.channels_last)
         self._train: Steps | None = None
-        self._validation_workers: Workers | None = None
-        self._all_workers: list[Workers] = []
+        self._validation_reader: Reader | None = None
         if not self.reads:
             return
-        per_step = len({*image_micro_batches, *label_micro_batches})
-        if strip_order and self._data.reads_rows("train"):
-            self._train = self._by_strips(self._requests, first_step, spec.train.steps, strip_order)
-        else:
-            self._train = self._ahead(
-                self._requests, first_step, spec.train.steps, partial(self._workers, per_step)
-            )
+        in_strips = bool(strip_order) and self._data.reads_rows("train")
+        self._train = self._steps(
+            self._requests, strip_order if in_strips else (), (first_step, spec.train.steps)
+        )
 
     def batch(self, step: int) -> Batch:
         """Return the batch of a training step, on the rank's device."""
@@ -101,8 +92,9 @@ class BatchLoader:
         """Stop loading ahead."""
         if self._train is not None:
             self._train.close()
-        for workers in self._all_workers:
-            workers.end()
+            self._train.reader.end()
+        if self._validation_reader is not None:
+            self._validation_reader.end()
 
     def _requests(self, step: int) -> Requests:
         """Return what this rank reads in a training step."""
@@ -112,120 +104,68 @@ class BatchLoader:
         )
         size = parallel.micro_batch_size
         number = parallel.micro_batches or 1
-        return {
-            m: Request(
-                "train",
-                samples[micro_batch_slice(self._replica, m, number, size)],
-                m in self._image_micro_batches,
-                m in self._label_micro_batches,
+        return [
+            (
+                m,
+                Request(
+                    "train",
+                    samples[micro_batch_slice(self._replica, m, number, size)],
+                    m in self._image_micro_batches,
+                    m in self._label_micro_batches,
+                ),
             )
             for m in range(number)
             if m in self._image_micro_batches or m in self._label_micro_batches
-        }
+        ]
 
-    def _load(self, requests: Requests) -> Batch:
-        """Load the micro-batches of a step in this process."""
-        read = MicroBatchReader(self._data)
-        batch = as_batch(
-            requests, {m: _as_tensors(read[request]) for m, request in requests.items()}
-        )
-        batch = Batch({m: self._typed(images) for m, images in batch.images.items()}, batch.labels)
-        if self._device.type != "cuda":
-            return batch
-        images, labels = (
-            {m: held.pin_memory() for m, held in part.items()}
-            for part in (batch.images, batch.labels)
-        )
-        return Batch(images, labels)
-
-    def _ahead(
+    def _steps(
         self,
         requests: Callable[[int], Requests],
-        first: int,
-        end: int,
-        workers: Callable[[], Workers] | None,
+        strip_order: Sequence[int],
+        steps: tuple[int, int],
+        reader: Reader | None = None,
     ) -> Steps:
-        """Begin to load what is requested of the steps `first` to `end`, in the processes that there may be."""
-        if self._spec.data.num_workers and workers is not None:
-            return workers().steps(map(requests, range(first, end)), first)
-        depth = 0 if self._data.seeds_process else self._spec.data.prefetch_steps
-        return Prefetcher(lambda step: self._load(requests(step)), depth, first, end - 1)
+        """Begin to read what is requested of the steps from the first to the end.
 
-    def _by_strips(
-        self,
-        requests: Callable[[int], Requests],
-        first: int,
-        end: int,
-        order: Sequence[int],
-        workers: Callable[[], Workers] | None = None,
-    ) -> StripSteps:
-        """Begin to load the labels of steps, and the rows of strips in the order in which each step takes them."""
-        num_strips = self._spec.parallel.strips
-        ends = even_ends(self._spec.data.height_px, num_strips)
-
-        def labels(step: int) -> Requests:
-            return {
-                m: replace(request, images=False)
-                for m, request in requests(step).items()
-                if request.labels
-            }
-
-        def strips(number: int) -> Requests:
-            step, place = divmod(number, len(order))
-            m, strip = divmod(order[place], num_strips)
-            rows = ends[strip - 1] if strip else 0, ends[strip]
-            return {order[place]: replace(requests(step)[m], labels=False, rows=rows)}
-
-        ahead = self._ahead(
-            strips, first * len(order), end * len(order), workers or partial(self._workers, 1)
-        )
-        return StripSteps(
-            self._ahead(labels, first, end, None),
-            ahead,
-            order,
-            lambda number: self._load(strips(number)),
-        )
-
-    def _workers(self, per_step: int) -> Workers:
+        With `strip_order`, images are read as the rows of strips, in the order in which each step
+        takes them, after its labels.
+        """
         data = self._spec.data
-        ahead = math.ceil(max(1, data.prefetch_steps) * per_step / data.num_workers)
-        workers = Workers(
-            MicroBatchReader(self._data), data.num_workers, ahead, self._device.type == "cuda"
-        )
-        self._all_workers.append(workers)
-        return workers
+        num_strips = self._spec.parallel.strips
+        ends = (0, *even_ends(data.height_px, num_strips)) if strip_order else ()
 
-    def _typed(self, images: Tensor) -> Tensor:
-        return (
-            images.to(self._dtype, memory_format=self._format(images))
-            if images.is_floating_point()
-            else images
-        )
+        def by_strip(step: int) -> Requests:
+            whole = dict(requests(step))
+            labels = [(m, replace(one, images=False)) for m, one in whole.items() if one.labels]
+            strips = []
+            for key in strip_order:
+                m, strip = divmod(key, num_strips)
+                rows = ends[strip], ends[strip + 1]
+                strips.append((key, replace(whole[m], labels=False, rows=rows)))
+            return [*labels, *strips]
 
-    def _format(self, images: Tensor) -> torch.memory_format:
-        is_last = self._spec.machine.channels_last and images.dim() == 4
-        return torch.channels_last if is_last else torch.preserve_format
+        wanted = by_strip if strip_order else requests
+        ahead = data.prefetch_steps * (1 if strip_order else len(wanted(steps[0])))
+        if reader is None:
+            pins = self._device.type == "cuda"
+            reader = Reader(
+                MicroBatchReader(self._data), data.num_workers, ahead, self._collate, pins
+            )
+        depth = 0 if data.num_workers or self._data.seeds_process else ahead
+        return Steps(reader, wanted, *steps, depth)
 
     def _on_device(self, batch: Batch) -> Batch:
-        """Return a batch whose images are typed, on a GPU as they arrive there."""
-        rows = batch.rows
+        """Return a batch whose images are, on a GPU, as they arrive there."""
         copies = self._copies
+        rows = batch.rows
         if copies is None:
-            images = {m: self._typed(images) for m, images in batch.images.items()}
-            return replace(
-                batch, images=images, rows=None if rows is None else lambda n: self._typed(rows(n))
-            )
-
-        def begin(images: Tensor) -> Arrival:
-            dtype = self._dtype if images.is_floating_point() else images.dtype
-            return copies.begin(images, dtype, self._format(images))
-
+            return batch
         labels = {m: copies.begin(labels) for m, labels in batch.labels.items()}
-        arrivals = {m: begin(images) for m, images in batch.images.items()}
+        arrivals = {m: copies.begin(images) for m, images in batch.images.items()}
         return Batch(
             {m: arrival.tensor for m, arrival in arrivals.items()},
             {m: arrival.take() for m, arrival in labels.items()},
-            None if rows is None else lambda strip: begin(rows(strip)).take(),
+            None if rows is None else lambda strip: copies.begin(rows(strip)).take(),
             lambda m: arrivals[m].take(),
         )
 
@@ -252,15 +192,14 @@ class BatchLoader:
 
         def requests(number: int) -> Requests:
             starts = first + (number * num_micro_batches + np.arange(num_micro_batches)) * size
-            made = {}
+            made = []
             for m, start in enumerate(starts.tolist()):
                 indices = np.arange(start, start + size)
                 samples = np.stack(
                     [np.where(indices < end, indices, 0), np.zeros_like(indices)], axis=1
                 )
-                made[m] = Request(
-                    "validation", samples, has_images, has_labels, max(0, min(size, end - start))
-                )
+                num_known = max(0, min(size, end - start))
+                made.append((m, Request("validation", samples, has_images, has_labels, num_known)))
             return made
 
         if not (has_images or has_labels):
@@ -268,19 +207,9 @@ class BatchLoader:
             return
         by_rows = has_images and num_strips > 1 and self._data.reads_rows("validation")
 
-        def workers() -> Workers:
-            self._validation_workers = self._validation_workers or self._workers(
-                1 if by_rows else num_micro_batches
-            )
-            return self._validation_workers
-
-        loading: Steps
-        if by_rows:
-            loading = self._by_strips(
-                requests, 0, num_rounds, range(num_micro_batches * num_strips), workers
-            )
-        else:
-            loading = self._ahead(requests, 0, num_rounds, workers)
+        order = range(num_micro_batches * num_strips) if by_rows else ()
+        loading = self._steps(requests, order, (0, num_rounds), self._validation_reader)
+        self._validation_reader = loading.reader
         try:
             for number in range(num_rounds):
                 yield self._on_device(loading.get(number))
@@ -288,54 +217,127 @@ class BatchLoader:
             loading.close()
 
 
-class StripSteps:
-    """Steps whose batches give the rows of strips one by one, read ahead in the order in which forwards take them."""
+class Steps:
+    """The batches of rising steps, read in the order in which they are taken."""
 
     def __init__(
-        self, labels: Steps, ahead: Steps, order: Sequence[int], load: Callable[[int], Batch]
+        self, reader: Reader, requests: Callable[[int], Requests], first: int, end: int, depth: int
     ) -> None:
-        """Take what loads labels by step and rows by number, and `load` for rows that are asked for again."""
-        self._labels = labels
-        self._ahead = ahead
-        self._load = load
-        self._places = {strip: place for place, strip in enumerate(order)}
-        self._next = 0
+        """Begin to read; with a `depth`, a thread is up to so many requests ahead of what is taken."""
+        self.reader = reader
+        self._requests = requests
+        layout = requests(first)
+        self._num_whole = sum(request.rows is None for _, request in layout)
+        self._places = {key: place for place, (key, one) in enumerate(layout) if one.rows}
+        self._per_step = len(layout)
+        expected, sent = tee(one for step in range(first, end) for one in requests(step))
+        # neither zip nor enumerate, which hold what they gave last until they are asked again
+        found = map(_pair, expected, reader.read(request for _, request in sent))
+        self._ahead = ReadAhead(found, depth) if depth else None
+        self._found = self._ahead or found
+        self._next = first * self._per_step
 
     def get(self, step: int) -> Batch:
-        """Return the batch of a step, whose rows are taken before the next step."""
-        return replace(self._labels.get(step), rows=partial(self._rows, step))
+        """Return the batch of a step; those jumped over are dropped. Its rows are taken before the next step.
+
+        Raises:
+            ConfigError: a sample that cannot be read, or a process that ended.
+        """
+        found = [self._take(step * self._per_step + place) for place in range(self._num_whole)]
+        return replace(as_batch(found), rows=partial(self._rows, step) if self._places else None)
 
     def close(self) -> None:
-        """Stop loading."""
-        self._labels.close()
-        self._ahead.close()
+        """Stop reading ahead in a thread; the processes of `reader` may read other steps later."""
+        if self._ahead is not None:
+            self._ahead.close()
 
     def _rows(self, step: int, strip: int) -> Tensor:
-        number = step * len(self._places) + self._places[strip]
-        if number < self._next:  # a step that runs again
-            return self._load(number).images[strip]
-        self._next = number + 1
-        return self._ahead.get(number).images[strip]
+        place = self._places[strip]
+        if step * self._per_step + place < self._next:  # a step that runs again
+            one = self._requests(step)[place]
+            return as_batch([(one, self.reader.read_here(one[1]))]).images[strip]
+        return as_batch([self._take(step * self._per_step + place)]).images[strip]
+
+    def _take(self, position: int) -> Found:
+        if position >= self._next:
+            for found in self._found:
+                self._next += 1
+                if self._next > position:
+                    return found
+        raise ValueError(f"request {position} was given already or is beyond the last step")
 
 
-def as_batch(requests: Requests, found: Mapping[int, Any]) -> Batch:
-    """Return the batch of a step's micro-batches as they were read.
+def _pair(expected: tuple[int, Request], found: Any) -> Found:
+    return expected, found
+
+
+class ReadAhead(Iterator[T]):
+    """Takes items in a daemon thread, at most `depth` ahead of those it gave; an error is raised in its place."""
+
+    def __init__(self, items: Iterator[T], depth: int) -> None:
+        self._items = items
+        self._room = threading.Semaphore(depth)
+        self._ready: SimpleQueue[T | _Error] = SimpleQueue()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
+        self._thread.start()
+
+    def __next__(self) -> T:
+        item = self._ready.get()
+        if isinstance(item, _Error):
+            self._ready.put(item)
+            raise item.error
+        self._room.release()
+        return item
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Stop the thread, waiting up to `timeout_s` for an item that it is taking."""
+        self._is_closed = True
+        self._room.release()
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        error: BaseException = StopIteration()
+        try:
+            while self._room.acquire() and not self._is_closed:
+                self._ready.put(next(self._items))
+        except BaseException as found:
+            error = found
+        self._ready.put(_Error(error))
+
+
+class _Error(NamedTuple):
+    error: BaseException
+
+
+def as_batch(found: Iterable[Found]) -> Batch:
+    """Return the batch of micro-batches as they were read.
 
     Raises:
         ConfigError: the first sample that could not be read.
     """
     images: dict[int, Tensor] = {}
     labels: dict[int, Tensor] = {}
-    for m, request in requests.items():
-        if isinstance(found[m], ConfigError):
-            raise found[m]
+    for (m, request), item in found:
+        if isinstance(item, ConfigError):
+            raise item
         if request.images:
-            images[m] = found[m][0]
+            images[m] = item[0]
         if request.labels:
-            labels[m] = compact(found[m][1])
-            if request.num_known is not None:
-                labels[m] = labels[m][: request.num_known]
+            labels[m] = item[1][: request.num_known]
     return Batch(images, labels)
+
+
+def _collate(dtype: torch.dtype, is_channels_last: bool, found: Any) -> Any:
+    """Return what was read as tensors: images in `dtype`, masks in the least type that holds them."""
+    if isinstance(found, ConfigError):
+        return found
+    images, labels = _as_tensors(found)
+    if images is not None and images.is_floating_point():
+        is_last = is_channels_last and images.dim() == 4
+        form = torch.channels_last if is_last else torch.preserve_format
+        images = images.to(dtype, memory_format=form)
+    return images, None if labels is None else compact(labels)
 
 
 def compact(labels: Tensor) -> Tensor:
@@ -349,45 +351,58 @@ def compact(labels: Tensor) -> Tensor:
     return labels.to(next(kind for kind in _INTEGERS if most <= torch.iinfo(kind).max))
 
 
-class Workers:
-    """Processes that read micro-batches, kept over several sequences of steps.
+class Reader:
+    """Reads micro-batches by torch's DataLoader, in processes kept over several sequences of steps.
 
     They are forked from a process that is started anew (forkserver): a fork of a rank is not safe
-    once MPI runs.
+    once MPI runs. Without `num_workers` it reads where it is asked.
     """
 
-    def __init__(self, reader: MicroBatchReader, num_workers: int, ahead: int, pin: bool) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
+    def __init__(
+        self,
+        dataset: MicroBatchReader,
+        num_workers: int,
+        ahead: int,
+        collate: Callable[[Any], Any],
+        pins: bool,
+    ) -> None:
+        self._dataset = dataset
         self._order = _Order()
         self._num_workers = num_workers
+        self._collate = collate
+        in_processes: dict[str, Any] = {}
+        if num_workers:
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(_PRELOADED)
+            in_processes = {
+                "prefetch_factor": math.ceil(max(1, ahead) / num_workers),
+                "persistent_workers": True,
+                "multiprocessing_context": context,
+            }
         self._loader: DataLoader[Any] = DataLoader(
-            cast("TorchDataset[Any]", reader),
+            cast("TorchDataset[Any]", dataset),
             batch_size=None,
             sampler=self._order,
             num_workers=num_workers,
-            collate_fn=_as_tensors,
-            prefetch_factor=ahead,
-            pin_memory=pin,
-            persistent_workers=True,
-            multiprocessing_context=context,
+            collate_fn=collate,
+            pin_memory=pins,
             generator=torch.Generator(),
+            **in_processes,
         )
-        self._expected: Iterator[Requests] = iter(())
-        self._found: Iterator[Any] = iter(())
-        self._numbers: Iterator[int] = count()
 
-    def steps(self, steps: Iterable[Requests], first_step: int) -> Workers:
-        """Begin to read the requests of the steps from `first_step` on."""
-        self._numbers = count(first_step)
-        self._expected, sent = tee(steps)
-        self._order.requests = (request for requests in sent for request in requests.values())
+    def read(self, requests: Iterable[Request]) -> Iterator[Any]:
+        """Begin to read requests.
+
+        Raises:
+            ConfigError: the dataset cannot be sent to a process, or later one that ended.
+        """
+        self._order.requests = requests
         try:
             with (
                 _clean_start(),
                 warnings.catch_warnings(action="ignore"),
             ):  # the error below says as much
-                self._found = iter(self._loader)
+                found = iter(self._loader)
         except Exception as error:
             raise ConfigError(
                 "data.num_workers",
@@ -396,30 +411,22 @@ class Workers:
                 "open files in __getitem__, name functions instead of lambda, or set"
                 " data.num_workers=0",
             ) from error
-        return self
+        return self._guarded(found) if self._num_workers else found
 
-    def get(self, step: int) -> Batch:
-        """Return the batch of a step; steps rise, and those jumped over are dropped.
+    def read_here(self, request: Request) -> Any:
+        """Return a micro-batch, read in this process."""
+        return self._collate(self._dataset[request])
 
-        Raises:
-            ConfigError: a sample that cannot be read, or a process that ended.
-        """
-        for number, requests in zip(self._numbers, self._expected, strict=False):
-            try:
-                found = {m: next(self._found) for m in requests}
-            except RuntimeError as error:
-                raise ConfigError(
-                    "data.num_workers",
-                    self._num_workers,
-                    f"a process that reads samples ended ({error})",
-                    "if memory or /dev/shm was full, use fewer, or a lower data.prefetch_steps",
-                ) from error
-            if number == step:
-                return as_batch(requests, found)
-        raise ValueError(f"step {step} was given already or is beyond the last step")
-
-    def close(self) -> None:
-        """Stop nothing: the processes read other steps later."""
+    def _guarded(self, found: Iterator[Any]) -> Iterator[Any]:
+        try:
+            yield from found
+        except RuntimeError as error:
+            raise ConfigError(
+                "data.num_workers",
+                self._num_workers,
+                f"a process that reads samples ended ({error})",
+                "if memory or /dev/shm was full, use fewer, or a lower data.prefetch_steps",
+            ) from error
 
     def end(self) -> None:
         """End the processes."""

@@ -62,7 +62,7 @@ def test_a_source_may_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_reading_images_loads_no_torch() -> None:
     program = (
         "import sys; from gems.config.schema import *; from gems.data import *; import"
-        " gems.data.prefetch; [check_data(DataConfig(name=name)) for name in ('tissue',"
+        " gems.data.micro_batch_reader; [check_data(DataConfig(name=name)) for name in ('tissue',"
         " 'synthetic')]; print('skimage' in sys.modules, 'PIL' in sys.modules);"
         " open_dataset(DataConfig(name='tissue'), 0).image('train', 0); print('torch' in"
         " sys.modules)"

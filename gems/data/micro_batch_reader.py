@@ -1,0 +1,77 @@
+"""Reads the samples of micro-batches, in whichever process or thread."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gems.data.dataset import Dataset, Split
+from gems.errors import ConfigError
+from gems.utils.targets import target_error
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The (index, draw) pairs of one micro-batch, shape (size, 2), and what a rank needs of them.
+
+    Those after the first `num_known` only fill the micro-batch and have no label; None: all have
+    one. With `rows`, from the first to the end, only these of the images are read, and no labels.
+    """
+
+    split: Split
+    samples: NDArray[np.int64]
+    images: bool
+    labels: bool
+    num_known: int | None = None
+    rows: tuple[int, int] | None = None
+
+
+class MicroBatchReader:
+    """Reads micro-batches of a dataset, in this process or in another, which needs no MPI for it."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset = dataset
+
+    def __getitem__(
+        self, request: Request
+    ) -> tuple[NDArray[Any] | None, NDArray[Any] | None] | ConfigError:
+        """Return images and labels, or the error of a sample that cannot be read, which crosses processes so."""
+        try:
+            return self._read(request, request.samples)
+        except ConfigError as error:
+            return error
+        except Exception as error:
+            return self._error(request, error)
+
+    def __len__(self) -> int:
+        """Return the samples of both splits."""
+        return self._dataset.num_train + self._dataset.num_validation
+
+    def _read(
+        self, request: Request, samples: NDArray[np.int64]
+    ) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
+        if request.rows is None:
+            return self._dataset.batch(request.split, samples, request.images, request.labels)
+        found = [
+            self._dataset.rows(request.split, index, draw, *request.rows)
+            for index, draw in samples.tolist()
+        ]
+        return found[0][np.newaxis] if len(found) == 1 else np.stack(found), None
+
+    def _error(self, request: Request, whole: Exception) -> ConfigError:
+        """Return the error of the first sample at fault, found by reading them one by one."""
+        for index, draw in request.samples.tolist():
+            name = self._dataset.name_of(request.split, index)
+            try:
+                self._read(request, np.array([[index, draw]]))
+            except ConfigError as error:
+                return error
+            except Exception as error:
+                return target_error("data", name, "cannot be read", error)
+        name = self._dataset.name_of(request.split, int(request.samples[0, 0]))
+        return ConfigError(
+            "data", name, f"cannot be stacked with the others of its micro-batch ({whole})"
+        )
