@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from gems.engine.checkpoint import saver as saver_module
 from gems.engine.checkpoint.manifest import (
-    HostTensor,
     Manifest,
     checkpoint_folder,
     checkpoint_folders,
@@ -46,14 +46,12 @@ class Slow:
     def num_bytes(self) -> int:
         return self.size
 
-    def host_tensors(self) -> dict[str, HostTensor]:
+    def host_tensors(self) -> dict[str, torch.Tensor]:
         assert self.may_write.wait(LIMIT_S)
         self.num_full -= 1
         if self.num_full >= 0:
             raise OSError(errno.EDQUOT, "Disk quota exceeded", "rank0000.safetensors.partial")
-        return {
-            "x": HostTensor("U8", (self.size,), memoryview(bytes([len(self.taken)]) * self.size))
-        }
+        return {"x": torch.full((self.size,), len(self.taken), dtype=torch.uint8)}
 
 
 class Rig:

@@ -1,10 +1,10 @@
 """The files of checkpoints: shards, the manifest that makes those of all ranks one checkpoint, and their folders.
 
-A shard has one rank's tensors, in a safetensors file that is written with its checksum in one pass.
-The format (github.com/huggingface/safetensors) is a header with the byte range of each tensor, then
-their bytes. So a rank of another partition reads only the layers that it has, nothing is unpickled,
-and no process group is needed as for torch.distributed.checkpoint. The library reads the files;
-they are written here, by a thread that so holds neither a second copy nor the interpreter.
+A shard has one rank's tensors, in a safetensors file (github.com/huggingface/safetensors): a header
+with the byte range of each tensor, then their bytes. So a rank of another partition reads only the
+layers that it has, nothing is unpickled, and no process group is needed as for
+torch.distributed.checkpoint. The library writes straight from the tensors' memory, without the
+interpreter's lock.
 """
 
 from __future__ import annotations
@@ -13,13 +13,17 @@ import contextlib
 import errno
 import json
 import os
+import re
 import shutil
-import struct
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
 
 from gems.config.checkpoint_schema import MANIFEST_JSON, SCHEMA
 from gems.config.resolve import global_batch
@@ -31,20 +35,11 @@ from gems.utils.targets import source_of
 from gems.utils.units import bytes_unit
 
 CHUNK_BYTES = 1 << 24
-ALIGN_BYTES = 8
 MARGIN_BYTES = 1 << 16  # of a checkpoint, for its manifest and the blocks of its files
 DAMAGED = ".damaged"
 PREFIX = "step"
 CODE = "code"  # the hashes of the user's own code in an identity
 IRRELEVANT_KEYS = ("path", "prefetch_steps")  # of a model and its data: they change neither
-
-
-class HostTensor(NamedTuple):
-    """A tensor on the host: its type as in safetensors (F32, BF16, I64, ...), its shape, and its bytes."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    data: memoryview
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,24 +56,30 @@ def shard_name(rank: int) -> str:
     return f"rank{rank:04d}.safetensors"
 
 
-def write_shard(path: Path, host_tensors: Mapping[str, HostTensor]) -> ShardFile:
+def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> ShardFile:
     """Write and sync a file that appears complete or not at all, and return its size and checksum.
 
     Raises:
         OSError: it cannot be written; no part of it is left.
     """
-    # wide types first: the header ends at a multiple of eight bytes, so each tensor is aligned to
-    # its type
-    ordered = sorted(host_tensors.items(), key=lambda item: (-_width(item[1]), item[0]))
-    crc32 = num_bytes = 0
-    with atomic_write(path, sync=True) as partial, partial.open("wb") as file:
-        for data in (_header(ordered), *(tensor.data for _, tensor in ordered)):
-            for start in range(0, len(data), CHUNK_BYTES):
-                chunk = data[start : start + CHUNK_BYTES]
-                crc32 = zlib.crc32(chunk, crc32)
-                file.write(chunk)
-            num_bytes += len(data)
-    return ShardFile(path.name, num_bytes, crc32)
+    with atomic_write(path, sync=True) as partial:
+        try:
+            save_file(dict(tensors), partial, {"format": "pt"})
+        except SafetensorError as error:  # which has the system's number in its text alone
+            if (number := re.search(r"os error (\d+)", str(error))) is None:
+                raise
+            code = int(number[1])
+            raise OSError(code, os.strerror(code), str(path)) from error
+        written = ShardFile(path.name, partial.stat().st_size, _checksum(partial))
+    return written
+
+
+def _checksum(path: Path) -> int:
+    crc32 = 0
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            crc32 = zlib.crc32(chunk, crc32)
+    return crc32
 
 
 def find_damage(folder: Path, written: ShardFile) -> str | None:
@@ -88,10 +89,7 @@ def find_damage(folder: Path, written: ShardFile) -> str | None:
         size = path.stat().st_size
         if size != written.num_bytes:
             return f"{written.name} has {size} bytes instead of {written.num_bytes}"
-        crc32 = 0
-        with path.open("rb") as file:
-            while chunk := file.read(CHUNK_BYTES):
-                crc32 = zlib.crc32(chunk, crc32)
+        crc32 = _checksum(path)
     except OSError as error:
         return f"{written.name} cannot be read ({error.strerror})"
     return (
@@ -99,28 +97,6 @@ def find_damage(folder: Path, written: ShardFile) -> str | None:
         if crc32 == written.crc32
         else f"{written.name} has another checksum than it was written with"
     )
-
-
-def _header(ordered: list[tuple[str, HostTensor]]) -> memoryview:
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for name, tensor in ordered:
-        end = at + len(tensor.data)
-        entries[name] = {
-            "dtype": tensor.dtype,
-            "shape": list(tensor.shape),
-            "data_offsets": [at, end],
-        }
-        at = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % ALIGN_BYTES)
-    return memoryview(struct.pack("<Q", len(text)) + text)
-
-
-def _width(tensor: HostTensor) -> int:
-    """Return the bytes of one element."""
-    bits = tensor.dtype.lstrip("BFIUC").split("_")[0]
-    return int(bits) // 8 if bits.isdecimal() else 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,10 @@ from datetime import UTC, datetime
 from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
+from torch import Tensor
 
 from gems.config.schema import TrainConfig
 from gems.engine.checkpoint.manifest import (
-    HostTensor,
     Manifest,
     ShardFile,
     checkpoint_folder,
@@ -57,7 +57,7 @@ class StateSource(Protocol):
     def num_bytes(self) -> int:
         """Return the bytes of what was copied last."""
 
-    def host_tensors(self) -> Mapping[str, HostTensor]:
+    def host_tensors(self) -> Mapping[str, Tensor]:
         """Return what was copied last; called by the thread that writes."""
 
 

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from gems.autograd.recompute.layer_state import RandomState
-from gems.engine.checkpoint.manifest import HostTensor, Manifest, rank_layout, shard_name
+from gems.engine.checkpoint.manifest import Manifest, rank_layout, shard_name
 from gems.engine.pipeline import Pipeline
 from gems.engine.stage import StageKey
 from gems.errors import ConfigError
@@ -28,18 +28,6 @@ LOSSES = "losses"
 SCHEDULE = "schedule"
 LOSS_SCALE = "loss_scale"
 NUMBER = ":number"  # after the name of a slot that is no tensor
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 _PYTHON = "random/python"
 _NUMPY = "random/numpy"
 _TORCH = "random/torch"
@@ -336,18 +324,11 @@ class HostCopy:
         """Return the bytes of the copies."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self._copies.values())
 
-    def host_tensors(self) -> dict[str, HostTensor]:
+    def host_tensors(self) -> dict[str, Tensor]:
         """Wait for the copies and return them, valid until the next ones; from any thread."""
         if self._copied is not None:
             self._copied.synchronize()
-        return {
-            name: HostTensor(
-                _DTYPES[tensor.dtype],
-                tuple(tensor.shape),
-                tensor.reshape(-1).view(torch.uint8).numpy().data,
-            )
-            for name, tensor in self._copies.items()
-        }
+        return self._copies
 
     def _copy(self, tensors: dict[str, Tensor]) -> None:
         for name, tensor in tensors.items():
