@@ -88,23 +88,14 @@ def _docstring(thing: object) -> str:
 
 def commands() -> str:
     """Return a table of verbs for each of the three programs."""
-    from analysis.cli.verbs import parser
+    from analysis.__main__ import VERBS as ANALYSIS
     from gems.__main__ import VERBS as GEMS
     from gems.cli.framework import command_name
     from jobs.__main__ import VERBS as JOBS
 
-    analysis_help = {
-        choice.dest: choice.help
-        for choice in parser()._subparsers._group_actions[0]._choices_actions
-    }  # type: ignore[union-attr]
-    programs = {
-        "gems": {name: verb.help for name, verb in GEMS.items()},
-        "jobs": {name: verb.help for name, verb in JOBS.items()},
-        "analysis": analysis_help,
-    }
     tables = []
-    for program, verbs in programs.items():
-        rows = [f"| `{name}` | {_escaped(text)} |" for name, text in verbs.items()]
+    for program, verbs in (("gems", GEMS), ("jobs", JOBS), ("analysis", ANALYSIS)):
+        rows = [f"| `{name}` | {_escaped(verb.help)} |" for name, verb in verbs.items()]
         tables.append(
             "\n".join([f"## {program}", "", f"| `{command_name(program)}` | |", "|---|---|", *rows])
         )

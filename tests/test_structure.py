@@ -102,6 +102,7 @@ FOREIGN: dict[str, tuple[str, ...]] = {
         "gems.memory",
         "gems.planner",
         "gems.runs",
+        "gems.cli.framework",
     ),
 }
 # A library -> the only places that may import it.

@@ -1,4 +1,4 @@
-"""The verbs of `gems-analysis`: what each takes, and the functions that it puts together.
+"""The verbs of `gems-analysis`: the functions that each puts together.
 
 Modules are imported by the verb that needs them, so that a verb without pictures does not load
 matplotlib.
@@ -6,141 +6,40 @@ matplotlib.
 
 from __future__ import annotations
 
-import argparse
 import json
+import math
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from analysis.io.load import Loaded, load_trace
-from gems.errors import ConfigError
+from gems.cli.framework import Options
+from gems.errors import ConfigError, one_of
 
-PROGRAM = "gems-analysis"
-Options = argparse.Namespace
-PICTURE_HELP = ".png, .pdf or .svg"
-# Verbs that draw an answer of `gems ... --json`: the figure in `analysis.plots.answers`, the
-# command, the help.
+Words = Sequence[str]
+# Verbs that draw an answer of `gems ... --json`: the figure in `analysis.plots.answers`, and the
+# command.
 DRAWN_ANSWERS = {
-    "partition": (
-        "partition_figure",
-        "gems partition",
-        "draw an answer of `gems partition --json` with its layers",
-    ),
-    "memory": (
-        "memory_plans_figure",
-        "gems memory",
-        "draw an answer of `gems memory`: bytes over time by policy",
-    ),
-    "hybrid": (
-        "hybrid_figure",
-        "gems plan --hybrid",
-        "draw an answer of `gems plan --hybrid --json`",
-    ),
-    "placement": (
-        "placement_figure",
-        "gems place",
-        "draw an answer of `gems place --json`: operators on devices over time",
-    ),
+    "partition": ("partition_figure", "gems partition"),
+    "memory": ("memory_plans_figure", "gems memory"),
+    "hybrid": ("hybrid_figure", "gems plan --hybrid"),
+    "placement": ("placement_figure", "gems place"),
 }
+FORMATS = ("perfetto", "csv", "extrap")
+RUNS_DIR = Path("runs")
+PROPOSAL = ("--num-runs", "--num-steps", "--gpus")  # as `Ask` takes them
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports a bad command line as the toolkit's one line, not as usage and error."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError("arguments", self.prog, message, f"see {self.prog} --help")
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of all verbs; its errors are a ConfigError."""
-    top = _Parser(prog=PROGRAM, description="Figures and pictures from trace files.")
-    verbs = top.add_subparsers(dest="verb", required=True)
-
-    def verb(
-        name: str, about: str, out: str = "", *, default: Path | None = None
-    ) -> argparse.ArgumentParser:
-        made = verbs.add_parser(name, help=about)
-        if name not in DRAWN_ANSWERS:
-            made.add_argument("--json", action="store_true", help="one object on stdout")
-        if out:
-            made.add_argument("--out", type=Path, default=default, help=out)
-        return made
-
-    about_out = f"{PICTURE_HELP}; default timeline.png beside the trace"
-    timeline = verb("timeline", "draw one step, rank x time, to a file", about_out)
-    timeline.add_argument(
-        "--step", type=int, help="optimizer step; default the last whole one after warm-up"
-    )
-    summary = verb("summary", "print the closing table of a run")
-    about_out = "folder to write to; default the one that holds the first run"
-    scaling = verb(
-        "scaling", "draw images/s and efficiency over ranks, and write them as CSV", about_out
-    )
-    scaling.add_argument(
-        "paths", type=Path, nargs="*", metavar="RUN", help="run folder or trace.h5"
-    )
-    about_table = "CSV of published step times: fit them in place of runs"
-    scaling.add_argument("--table", type=Path, metavar="FILE", help=about_table)
-    scaling.add_argument(
-        "--series",
-        metavar="NAME",
-        help="series of the table, or a part of their names; default all",
-    )
-    scaling.add_argument(
-        "--fit-to", type=int, metavar="P", help="fit rows of up to P accelerators; default all"
-    )
-    draw = verb("draw", "draw a schedule's file, rank x time, to a picture")
-    about_file = ".json of `gems schedule --json`, or torch's .csv"
-    draw.add_argument("schedule", type=Path, metavar="SCHEDULE", help=about_file)
-    draw.add_argument("out", type=Path, metavar="OUT", help=".svg, .png or .pdf")
-    for name, (_, command, about) in DRAWN_ANSWERS.items():
-        drawn = verb(name, about, PICTURE_HELP, default=Path(f"{name}.png"))
-        drawn.add_argument(
-            "answer", type=Path, metavar=name.upper(), help=f"the file that {command} writes"
-        )
-    collect = verb("collect", "merge a run's parts into trace.h5, draw it, print the table")
-    about_out = f"{PICTURE_HELP} of the waterfall, with a .csv beside it"
-    attribution = verb("attribution", "show where the time of a step goes, and draw it", about_out)
-    attribution.add_argument("--ranks", action="store_true", help="a row for each rank too")
-    about_out = ".html; default in the folder of the run or study"
-    report = verb("report", "write one HTML page about runs, which needs no network", about_out)
-    report.add_argument(
-        "--proposal",
-        action="store_true",
-        help="with a section for a proposal of compute time, and proposal.csv beside the page",
-    )
-    for name, about in (
-        (
-            "--num-steps",
-            "steps of a run that the proposal asks time for; default: the study once more",
-        ),
-        ("--num-runs", "how many such runs; default 1"),
-        ("--gpus", "GPUs of such a run, as many as a run of the study has; default the most"),
-    ):
-        report.add_argument(name, type=int, metavar="N", help=f"with --proposal: {about}")
-    about_out = "file to write; default perfetto.json, events.csv or extrap.jsonl"
-    export = verb(
-        "export", "write events for Perfetto or a table, or step times for Extra-P", about_out
-    )
-    export.add_argument("--format", choices=("perfetto", "csv", "extrap"), required=True)
-    runs_help = {
-        report: "run folder, trace file, or name of a run or study",
-        export: "as for report; several for extrap alone",
-    }
-    for made, about in runs_help.items():
-        made.add_argument("runs", nargs="+", metavar="RUN", help=about)
-        made.add_argument(
-            "--runs-dir",
-            type=Path,
-            default=Path("runs"),
-            help="folder in which names are looked up",
-        )
-    for made in (timeline, summary, collect, attribution):
-        made.add_argument("path", type=Path, metavar="PATH", help="run folder or trace file")
-    return top
+def _paths(words: Words, name: str, least: int = 1, most: float = 1) -> list[Path]:
+    """Return the paths that a command line names beside its options."""
+    if not least <= len(words) <= most:
+        wanted = str(least) if least == most else f"{least} or more"
+        raise ConfigError(name, " ".join(words) or "none", f"takes {wanted} words", "see --help")
+    return [Path(word) for word in words]
 
 
 def _print(options: Options, answer: dict[str, Any] | list[dict[str, Any]], *lines: object) -> None:
@@ -165,19 +64,20 @@ def _load(path: Path) -> Loaded:
     return loaded
 
 
-def _timeline(options: Options) -> None:
+def timeline(words: Words, options: Options) -> None:
+    """Draw one step of a trace."""
     from analysis.metrics.events import step_window
     from analysis.plots.figure import save_figure
     from analysis.plots.timeline import timeline_figure
 
-    path = options.path
-    trace = _load(options.path).trace
+    (path,) = _paths(words, "PATH")
+    trace = _load(path).trace
     # of a run folder or its trace.h5 timeline.png, of another trace named after that file
     name = (
         "timeline.png" if path.is_dir() or path.name == "trace.h5" else f"{path.stem}-timeline.png"
     )
-    out = options.out or (path / name if path.is_dir() else path.with_name(name))
-    window = step_window(trace, options.step)
+    out = options.path("--out") or (path / name if path.is_dir() else path.with_name(name))
+    window = step_window(trace, options.whole("--step", None, least=0))
     save_figure(timeline_figure(trace, window.step), out)
     answer = {
         "timeline": out,
@@ -190,11 +90,12 @@ def _timeline(options: Options) -> None:
     _print(options, answer, out)
 
 
-def _summary(options: Options) -> None:
+def summary(words: Words, options: Options) -> None:
+    """Print the closing table of a run."""
     from analysis.cli.summary import summary_dict, summary_table
     from analysis.metrics.run_metrics import run_metrics
 
-    loaded = _load(options.path)
+    loaded = _load(*_paths(words, "PATH"))
     metrics = run_metrics(loaded.trace)
     paths = loaded.paths
     answer = {**summary_dict(metrics, loaded.trace), "paths": paths, "notes": loaded.notes}
@@ -202,17 +103,19 @@ def _summary(options: Options) -> None:
     _print(options, answer, lambda: summary_table(metrics, loaded.trace, {"trace": str(shown)}))
 
 
-def _collect(options: Options) -> None:
-    from analysis.cli.collect import collect
+def collect(words: Words, options: Options) -> None:
+    """Merge a run's parts, draw it and print its table."""
+    from analysis.cli.collect import collect as collected
     from analysis.cli.summary import summary_dict, summary_table
 
-    loaded, metrics, files = collect(options.path)
+    loaded, metrics, files = collected(*_paths(words, "PATH"))
     _print_notes(loaded.notes[1:])
     answer = {**summary_dict(metrics, loaded.trace), **files, "notes": loaded.notes}
     _print(options, answer, lambda: summary_table(metrics, loaded.trace, files))
 
 
-def _attribution(options: Options) -> None:
+def attribution(words: Words, options: Options) -> None:
+    """Show where the time of a step goes."""
     from analysis.attribution.causes import (
         attribute,
         attribution_dict,
@@ -223,32 +126,32 @@ def _attribution(options: Options) -> None:
     from analysis.plots.figure import save_figure
     from analysis.plots.waterfall import waterfall_figure
 
-    found = attribute(_load(options.path).trace)
+    found = attribute(_load(*_paths(words, "PATH")).trace)
     files = []
-    if options.out is not None:
-        save_figure(waterfall_figure(found), options.out)
-        files = [options.out, write_csv(attribution_rows(found), options.out.with_suffix(".csv"))]
+    if (out := options.path("--out")) is not None:
+        save_figure(waterfall_figure(found), out)
+        files = [out, write_csv(attribution_rows(found), out.with_suffix(".csv"))]
     _print(
         options,
         {**attribution_dict(found), "files": files},
-        attribution_table(found, options.ranks),
+        attribution_table(found, "--ranks" in options.flags),
         *files,
     )
 
 
-def _scaling(options: Options) -> None:
-    if options.table is not None:
-        _published(options)
+def scaling(words: Words, options: Options) -> None:
+    """Draw a study's scaling, or fit a published table."""
+    if (table := options.path("--table")) is not None:
+        _published(table, words, options)
         return
-    if not options.paths:
-        raise ConfigError("RUN", "none", "takes runs, or --table", f"see {PROGRAM} scaling --help")
     from analysis.cli.scaling import study_answer, study_report, write_study
 
-    study = write_study(options.paths, options.out or options.paths[0].resolve().parent)
+    paths = _paths(words, "RUN", 1, math.inf)
+    study = write_study(paths, options.path("--out") or paths[0].resolve().parent)
     _print(options, study_answer(study), study_report(study), *study.pictures, *study.tables)
 
 
-def _published(options: Options) -> None:
+def _published(table: Path, words: Words, options: Options) -> None:
     from analysis.scaling.published import (
         choose_series,
         forecast_series,
@@ -256,59 +159,68 @@ def _published(options: Options) -> None:
         read_table,
     )
 
-    if options.paths:
-        raise ConfigError(
-            "--table", options.table, "is fitted in place of runs", "leave the runs out"
-        )
-    series = choose_series(read_table(options.table), options.series)
-    answers = forecast_series(series, options.fit_to)
+    if words:
+        raise ConfigError("--table", table, "is fitted in place of runs", "leave the runs out")
+    fit_to = options.whole("--fit-to", None)
+    series = choose_series(read_table(table), options.chosen.get("--series"))
+    answers = forecast_series(series, fit_to)
     left_out = sorted(series.keys() - {answer["series"] for answer in answers})
     _print_notes(
-        f"left out: {name} has no row of {options.fit_to} accelerators or fewer"
-        for name in left_out
+        f"left out: {name} has no row of {fit_to} accelerators or fewer" for name in left_out
     )
     _print(options, answers, lambda: published_report(answers))
 
 
-def _draw(options: Options) -> None:
+def draw(words: Words, options: Options) -> None:
+    """Draw a schedule's file."""
     from analysis.plots.schedule import draw_schedule
 
-    simulated = draw_schedule(options.schedule, options.out)
+    schedule, out = _paths(words, "SCHEDULE OUT", 2, 2)
+    simulated = draw_schedule(schedule, out)
     answer = {
-        "drawing": options.out,
+        "drawing": out,
         "span_units": simulated.span,
         "efficiency": simulated.efficiency,
         "peak_units": simulated.peak,
     }
-    _print(options, answer, options.out)
+    _print(options, answer, out)
 
 
-def _draw_answer(options: Options) -> None:
+def draw_answer(verb: str, words: Words, options: Options) -> None:
+    """Draw the file that a command of `gems` writes."""
     from analysis.plots import answers
     from analysis.plots.figure import draw_answer_file
 
-    figure, command, _ = DRAWN_ANSWERS[options.verb]
-    draw_answer_file(options.answer, options.out, options.verb, command, getattr(answers, figure))
-    print(options.out)
+    figure, command = DRAWN_ANSWERS[verb]
+    (path,) = _paths(words, verb.upper())
+    out = options.path("--out") or Path(f"{verb}.png")
+    draw_answer_file(path, out, verb, command, getattr(answers, figure))
+    print(out)
 
 
-def _report(options: Options) -> None:
+partition = partial(draw_answer, "partition")
+memory = partial(draw_answer, "memory")
+hybrid = partial(draw_answer, "hybrid")
+placement = partial(draw_answer, "placement")
+
+
+def report(words: Words, options: Options) -> None:
+    """Write a page about runs."""
     from analysis.io.files import write_csv
     from analysis.io.load import default_out, find_runs
     from analysis.report.build import build_report
     from analysis.scaling.proposal import Ask, propose
 
-    runs = find_runs(options.runs, options.runs_dir)
-    out = options.out or default_out(options.runs, runs, options.runs_dir)
-    names = ("num_runs", "num_steps", "gpus")
-    given = {name: getattr(options, name) for name in names}
+    _paths(words, "RUN", 1, math.inf)
+    runs_dir = options.path("--runs-dir") or RUNS_DIR
+    runs = find_runs(words, runs_dir)
+    out = options.path("--out") or default_out(words, runs, runs_dir)
     proposal, files = None, {}
-    if options.proposal:
-        proposal = propose(runs, Ask(**given))
-    for name, value in given.items():
-        if value is not None and proposal is None:
-            key = name.replace("_", "-")
-            raise ConfigError(key, value, "is of a proposal alone", "--proposal")
+    if "--proposal" in options.flags:
+        proposal = propose(runs, Ask(*(options.whole(name, None) for name in PROPOSAL)))
+    for name in PROPOSAL:
+        if name in options.chosen and proposal is None:
+            raise ConfigError(name, options.chosen[name], "is of a proposal alone", "--proposal")
     made = build_report(runs, out, proposal)
     answer = asdict(made)
     if proposal is not None:
@@ -320,22 +232,14 @@ def _report(options: Options) -> None:
     _print(options, answer | files, *lines, made.path, *files.values())
 
 
-def _export(options: Options) -> None:
+def export(words: Words, options: Options) -> None:
+    """Write a run's events, or the step times of several."""
     from analysis.export.formats import export_runs
     from analysis.io.load import find_runs
 
-    made = export_runs(find_runs(options.runs, options.runs_dir), options.format, options.out)
+    _paths(words, "RUN", 1, math.inf)
+    runs = find_runs(words, options.path("--runs-dir") or RUNS_DIR)
+    if (form := options.chosen.get("--format")) is None:
+        raise ConfigError("--format", "none", one_of(FORMATS))
+    made = export_runs(runs, form, options.path("--out"))
     _print(options, asdict(made), made.path)
-
-
-VERBS: dict[str, Callable[[Options], None]] = {
-    "timeline": _timeline,
-    "summary": _summary,
-    "collect": _collect,
-    "draw": _draw,
-    **dict.fromkeys(DRAWN_ANSWERS, _draw_answer),
-    "scaling": _scaling,
-    "attribution": _attribution,
-    "report": _report,
-    "export": _export,
-}

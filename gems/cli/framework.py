@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, GemsError, nearest, of_the_system, one_of
@@ -39,6 +39,9 @@ HYDRA_FLAGS: dict[str, tuple[str, ...] | None] = {
 }
 
 
+Whole = TypeVar("Whole", int, None)
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """Options of the command line, beside overrides."""
@@ -46,6 +49,20 @@ class Options:
     json: bool = False
     flags: frozenset[str] = frozenset()
     chosen: Mapping[str, str] = field(default_factory=dict)
+
+    def path(self, name: str) -> Path | None:
+        """Return the path that an option gives."""
+        return Path(self.chosen[name]) if name in self.chosen else None
+
+    def whole(self, name: str, default: Whole, least: int = 1, most: int = 10**9) -> int | Whole:
+        """Return the whole number that an option gives, or the default.
+
+        Raises:
+            ConfigError: it gives none, or one out of range.
+        """
+        if name not in self.chosen:
+            return default
+        return whole_number(name, self.chosen[name], least, most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +260,18 @@ def _hydra_value(word: str, choices: tuple[str, ...] | None, rest: deque[str]) -
     return [value]
 
 
+def whole_number(name: str, text: str, least: int = 1, most: int = 10**9) -> int:
+    """Return the whole number that a word of the command line is.
+
+    Raises:
+        ConfigError: it is none, or out of range.
+    """
+    is_whole = text.isascii() and text.isdigit() and len(text) <= len(str(most))
+    if not is_whole or not least <= int(text) <= most:
+        raise ConfigError(name, text, f"must be a whole number from {least} to {most}")
+    return int(text)
+
+
 def command_name(program: str) -> str:
     """Return the command that an installation has for a program."""
     return program if program == "gems" else f"gems-{program}"
@@ -251,15 +280,17 @@ def command_name(program: str) -> str:
 def _usage(program: str, verbs: Mapping[str, Verb]) -> str:
     width = max(map(len, verbs))
     command = command_name(program)
-    lines = [f"usage: {command} VERB [key=value ...] [--json]"]
+    takes_keys = not all(verb.takes_words for verb in verbs.values())
+    lines = [f"usage: {command} VERB {'[key=value ...]' if takes_keys else 'WORD ...'} [--json]"]
     lines += [f"       {command} --version | --completion {'|'.join(SHELLS)}", ""]
     columns = terminal_width()
     lines += [wrapped(verb.help, f"  {name:<{width}}  ", columns) for name, verb in verbs.items()]
-    hint = (
-        f"`{command} VERB --help` lists every key with its limits; --cfg job prints the"
-        " configuration."
-    )
-    lines += ["", wrapped(hint, "", columns)]
+    if takes_keys:
+        hint = (
+            f"`{command} VERB --help` lists every key with its limits; --cfg job prints the"
+            " configuration."
+        )
+        lines += ["", wrapped(hint, "", columns)]
     return "\n".join(lines)
 
 

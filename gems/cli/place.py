@@ -7,7 +7,6 @@ from typing import Any
 from gems.cli.answers import draw, picture_path
 from gems.cli.framework import Options, print_json
 from gems.config.schema import RunSpec
-from gems.errors import ConfigError
 from gems.models import title_of
 from gems.partition.dlplacer.place import Placement
 from gems.partition.dlplacer.subgraphs import closed_form_s
@@ -35,12 +34,10 @@ def show_dlplacer(spec: RunSpec, options: Options) -> int:
 
     A row an operator, the speed-up over one device, bound and gap.
     """
-    word = options.chosen.get("--devices", "2")
-    if not word.isdecimal() or not 1 <= int(word) <= MAX_DEVICES:
-        raise ConfigError("--devices", word, f"must be a whole number from 1 to {MAX_DEVICES}")
+    num_devices = options.whole("--devices", 2, most=MAX_DEVICES)
     picture = picture_path(options)
     found = placement_of(
-        spec, int(word), network_in_seconds(spec), options.chosen.get("--method", "auto")
+        spec, num_devices, network_in_seconds(spec), options.chosen.get("--method", "auto")
     )
     answer = _answer(spec, found)
     if picture is not None:

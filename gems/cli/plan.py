@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gems import __version__
-from gems.cli.framework import Options, print_json
+from gems.cli.framework import Options, print_json, whole_number
 from gems.config.compose import compose
 from gems.config.experiment_file import check_experiment, experiment_text, write_experiment
 from gems.config.resolve import global_batch
@@ -65,7 +65,7 @@ def show_plan(spec: RunSpec, options: Options) -> int:
         ).show_hybrid
         return shown(spec, options)
     chosen = options.chosen
-    num_best = _whole("--top", chosen.get("--top", str(NUM_BEST)))
+    num_best = options.whole("--top", NUM_BEST)
     budget_s = _seconds("--budget", chosen.get("--budget", str(BUDGET_S)))
     epochs: Epochs | None = None
     if "--epochs" in chosen:
@@ -173,12 +173,6 @@ def _write(path: Path, planner: Planner, first: Choice, num_gpus: int) -> None:
     write_experiment(path, experiment_text(run, base, path.stem, comments))
 
 
-def _whole(name: str, text: str) -> int:
-    if not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= 10**6:
-        raise ConfigError(name, text, "must be a whole number from 1 to 1000000")
-    return int(text)
-
-
 def _seconds(name: str, text: str) -> float:
     try:
         value = float(text)
@@ -200,4 +194,4 @@ def _batches(text: str | None, spec: RunSpec, has_epochs: bool) -> list[int]:
             "must be one number",
             "several compare by the time to a target: give --epochs FILE",
         )
-    return sorted({_whole("--global-batch", word) for word in words})
+    return sorted({whole_number("--global-batch", word) for word in words})

@@ -20,7 +20,7 @@ MAX_INT = 2**63 - 1
 # Products and quotients of a few numbers between these two stay finite.
 MIN_REAL = 1e-30
 MAX_REAL = 1e30
-_KINDS = {
+KINDS = {
     int: "a whole number",
     float: "a number",
     bool: "true or false",
@@ -269,10 +269,10 @@ def _check(key: str, value: Any, kind: Any, rule: Rule | None) -> None:
         check_fields(value, f"{key}.", rule is None)
         return
     origin = get_origin(bare) or bare
-    if origin in _KINDS:
+    if origin in KINDS:
         is_right = isinstance(value, int | float) if origin is float else isinstance(value, origin)
         if not is_right or (isinstance(value, bool) and origin in (int, float)):
-            raise ConfigError(key, value, f"must be {_KINDS[origin]}")
+            raise ConfigError(key, value, f"must be {KINDS[origin]}")
     if origin is list:
         if rule is not None and rule.needs_entries and not value:
             raise ConfigError(key, value, "must have one entry or more", rule.help)

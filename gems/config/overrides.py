@@ -9,16 +9,22 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import get_origin
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Override
 from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    OmegaConfBaseException,
+    ValidationError,
+)
 
 from gems.config.cluster_presets import AUTO, choose_preset
 from gems.config.cluster_presets import GROUP as CLUSTER
-from gems.config.fields import RENAMED, keys, renamed_error, renamed_word
+from gems.config.fields import KINDS, RENAMED, keys, renamed_error, renamed_word
 from gems.config.quantities import forms, is_size, plain_number
 from gems.config.recipe import AUTO as AUTO_LOSS
 from gems.config.recipe import LOSSES, LR_SCHEDULERS, METRICS, OPTIMIZERS
@@ -31,9 +37,6 @@ from gems.utils.registry import load_plugins, plugin_folder
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 IN_CONF = "(in conf/)"
-# What OmegaConf says of a value of another type, and the type that the key has.
-WRONG_KIND = re.compile(r"could not be converted to (Integer|Float)|is not a valid (bool)")
-KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
 FILE = "file://"
 PACKAGE = "pkg://"
 # Mappings whose keys are the user's own.
@@ -258,19 +261,19 @@ def translate(error: Exception, words: Sequence[str]) -> ConfigError:
     if isinstance(error, (yaml.YAMLError, UnicodeDecodeError)):
         return ConfigError("file", "a file of the configuration", f"is no YAML ({error})")
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-    text = str(cause).strip() or type(cause).__name__
-    first = text.splitlines()[0]
-    named = re.search(r"full_key: (\S+)", text) or re.search(r"'\+{0,2}([\w./]+)=", first)
-    key = named[1] if named else "configuration"
-    if not named and "interpolation" in first:
+    first = (str(cause).strip() or type(cause).__name__).splitlines()[0]
+    given = {name.lstrip("+"): value for name, _, value in (word.partition("=") for word in words)}
+    quoted = first.replace("+", "")
+    key = getattr(cause, "full_key", None) or next(
+        (name for name in given if f"'{name}" in quoted), ""
+    )
+    if not key and "interpolation" in first:
         # OmegaConf cannot name the key of a recursion that reaches Python's limit before its own
-        key = next(
-            (word.partition("=")[0].lstrip("+") for word in reversed(words) if "${" in word), key
-        )
-    given = [word.partition("=")[2] for word in words if word.partition("=")[0].lstrip("+") == key]
-    wrong = re.search(r"Value '(.*?)' of type", first)
-    value = wrong[1] if wrong else given[-1] if given else IN_CONF
-    if "is not in struct" in text or "' not in '" in text:
+        key = next((name for name in reversed(given) if "${" in given[name]), "")
+    value = getattr(cause, "value", None)
+    if value is None:
+        value = given.get(key, IN_CONF)
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError):
         if (renamed := renamed_error(key, value)) is not None:
             return renamed
         if FREE.match(key):
@@ -278,7 +281,10 @@ def translate(error: Exception, words: Sequence[str]) -> ConfigError:
         return ConfigError(
             key, value, "unknown key; nearest: " + ", ".join(nearest(key, valid_keys()))
         )
-    if (kind := WRONG_KIND.search(first)) is not None:
-        name = next((word for text, word in KINDS.items() if text in kind[0]), "")
-        return ConfigError(key, value, f"must be {name}{forms(key)}")
-    return ConfigError(key, value, first)
+    name, is_entry, _ = key.partition("[")
+    if isinstance(cause, ValidationError):
+        for known in keys(RunSpec):
+            if known.name == name:
+                kind = known.entry if is_entry else get_origin(known.kind) or known.kind
+                return ConfigError(key, value, f"must be {KINDS[kind]}{forms(key)}")
+    return ConfigError(key or "configuration", value, first)

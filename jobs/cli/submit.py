@@ -105,10 +105,7 @@ def submit(spec: RunSpec, options: Options) -> int:
 
 
 def _chain_length(options: Options) -> int:
-    text = options.chosen.get(CHAIN, "1")
-    if not (text.isdecimal() and len(text) < 4 and 1 <= int(text) <= MAX_CHAIN):
-        raise ConfigError(CHAIN, text, f"must be a whole number of jobs, 1 to {MAX_CHAIN}")
-    return int(text)
+    return options.whole(CHAIN, 1, most=MAX_CHAIN)
 
 
 def _job_to_await(spec: RunSpec, options: Options) -> str | None:

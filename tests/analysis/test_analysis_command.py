@@ -124,9 +124,11 @@ def test_one_part_alone_is_a_trace_too(
 
 
 def test_unknown_verbs_name_the_valid_ones(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["efficiency", "x"], ["--json"], []):
+    for arguments in (["efficiency", "x"], ["--json"]):
         line = refused(capsys, *arguments)
         assert line.startswith("analysis: command=") and "allowed: timeline, summary" in line
+    assert main([]) == 2
+    assert capsys.readouterr().out.startswith("usage: gems-analysis VERB WORD ... [--json]\n")
 
 
 @pytest.mark.parametrize(
@@ -271,7 +273,7 @@ def test_the_module_runs_as_a_program(run_folder: Path) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert (
         done.stderr.strip()
-        == f"analysis: command=reprot: allowed: {', '.join(VERBS)}; see gems-analysis --help"
+        == f"analysis: command=reprot: allowed: {', '.join(VERBS)}; nearest: report"
     )
     done = subprocess.run(
         [*command, "summary", str(run_folder)], cwd=ROOT, capture_output=True, text=True, timeout=60

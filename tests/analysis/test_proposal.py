@@ -173,7 +173,7 @@ def test_predictions_are_marked(study: Study) -> None:
     [
         (["--proposal", "--num-steps", "5", "--gpus", "3"], "gpus=3: allowed: 2, 4, 8"),
         (["--proposal", "--num-runs", "3"], "num-runs=3"),
-        (["--proposal", "--num-steps", "0"], "num-steps=0: allowed: a whole number from 1"),
+        (["--proposal", "--num-steps", "0"], "--num-steps=0: must be a whole number from 1"),
         (["--num-steps", "5"], "num-steps=5: is of a proposal alone"),
     ],
 )

@@ -216,8 +216,8 @@ def test_a_job_that_never_starts_is_named_with_what_to_do(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--chain", "0"], "jobs: --chain=0: must be a whole number of jobs, 1 to 100"),
-        (["--chain=two"], "jobs: --chain=two: must be a whole number of jobs, 1 to 100"),
+        (["--chain", "0"], "jobs: --chain=0: must be a whole number from 1 to 100"),
+        (["--chain=two"], "jobs: --chain=two: must be a whole number from 1 to 100"),
         (
             ["--chain=2", "cluster=local"],
             "jobs: --chain=2: needs jobs of a batch system, and this run starts here",
