@@ -260,7 +260,8 @@ def translate(error: Exception, words: Sequence[str]) -> ConfigError:
         return ConfigError("file", error.filename, f"cannot be read or written ({error.strerror})")
     if isinstance(error, (yaml.YAMLError, UnicodeDecodeError)):
         return ConfigError("file", "a file of the configuration", f"is no YAML ({error})")
-    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    chain = (error, error.__cause__, error.__context__)
+    cause = next((one for one in chain if isinstance(one, OmegaConfBaseException)), error)
     first = (str(cause).strip() or type(cause).__name__).splitlines()[0]
     given = {name.lstrip("+"): value for name, _, value in (word.partition("=") for word in words)}
     quoted = first.replace("+", "")
@@ -271,7 +272,7 @@ def translate(error: Exception, words: Sequence[str]) -> ConfigError:
         # OmegaConf cannot name the key of a recursion that reaches Python's limit before its own
         key = next((name for name in reversed(given) if "${" in given[name]), "")
     value = getattr(cause, "value", None)
-    if value is None:
+    if value is None or isinstance(value, list):
         value = given.get(key, IN_CONF)
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
         if (renamed := renamed_error(key, value)) is not None:
