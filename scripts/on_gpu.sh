@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Prove and measure on a machine with a GPU, in three calls of at most nine minutes: scripts/on_gpu.sh 1|2|3 [--out FILE]
-# [--only TEXT] [--small]. Where Python lacks what the toolkit needs, a virtual environment without pip is made in VENV
+# Prove and measure on a machine with a GPU, in one call of at most eight minutes: scripts/on_gpu.sh [1|2|3] [--out FILE]
+# [--only TEXT] [--small]; a number runs one part. Where Python lacks what the toolkit needs, a virtual environment without pip is made in VENV
 # (.venv-gpu) that sees the packages of PYTHON (python3), and the wheels in GEMS_WHEELS are put into it; no network.
 set -euo pipefail
 cd "$(dirname "$0")/.."

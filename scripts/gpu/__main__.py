@@ -1,6 +1,8 @@
 """Prove and measure on this machine's GPU.
 
-`python -m scripts.gpu 1|2|3`, or render what was measured as a page.
+`python -m scripts.gpu` proves, measures and tests the claims within eight minutes: the proofs side
+by side where there are cores for it, then the rest one by one in order of value. `python -m
+scripts.gpu 1|2|3` runs one of these parts, `--render` makes a page of what was measured.
 `scripts/on_gpu.sh` prepares a bare machine first. `--out FILE` takes the lines (runs/gpu.jsonl),
 `--only TEXT` chooses rows by their names, `--small` takes small sizes, as a device made of host
 memory gets them by itself; what is measured there is printed, and kept only with `--out`. `--render
@@ -10,6 +12,7 @@ exit code is 1 if a row failed.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -18,13 +21,14 @@ from typing import Any
 
 from gems.errors import ConfigError, GemsError
 from scripts.bench.rig import answered, in_child, options
-from scripts.gpu import cases
+from scripts.gpu import cases, prove
 from scripts.gpu.page import page
 from scripts.gpu.parts import LIMIT_S, MARGIN_S, TITLES, rows_of
 from scripts.gpu.record import Line, Machine, has_failed, read_lines, run_part
 
 OUT = Path("runs/gpu.jsonl")
 FACTS_LIMIT_S = 60.0
+CORES_OF_A_PROOF = 4  # of which some run on four ranks
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,38 +49,45 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if given.render is not None:
             return _render(given.render, given.page)
-        lines = _measure(_part(given.number), given.only, given.small, given.out, given.limit_s)
+        lines = _measure(_parts(given.number), given.only, given.small, given.out, given.limit_s)
     except GemsError as refused:
         print("on_gpu:", refused, file=sys.stderr)
         return refused.exit_code
     return answered(lines, has_failed(lines), given.json)
 
 
-def _part(word: str | None) -> int:
-    if word is None or not word.isdigit() or int(word) not in TITLES:
+def _parts(word: str | None) -> tuple[int, ...]:
+    if word is None:
+        return tuple(TITLES)
+    if not word.isdigit() or int(word) not in TITLES:
         allowed = ", ".join(f"{part} ({title.lower()})" for part, title in TITLES.items())
-        raise ConfigError("PART", word or "", f"allowed are {allowed}", "name one of them")
-    return int(word)
+        raise ConfigError("PART", word, f"allowed are {allowed}", "name one of them, or none")
+    return (int(word),)
 
 
-def _measure(part: int, only: str, is_small: bool, out: Path | None, limit_s: float) -> list[Line]:
-    """Run the rows of a part, and return their lines.
+def _measure(
+    parts: Sequence[int], only: str, is_small: bool, out: Path | None, limit_s: float
+) -> list[Line]:
+    """Run the rows of some parts, and return their lines.
 
     Raises:
         ConfigError: no row is named so, torch sees no GPU here, or the file cannot be written.
     """
-    begin_s = time.monotonic()
-    if not any(only in row.name for row in rows_of(part)):
-        names = ", ".join(row.name for row in rows_of(part))
-        raise ConfigError(
-            "--only", only, f"is in no name of a row of part {part}", f"they are {names}"
-        )
+    end_s = time.monotonic() + limit_s - MARGIN_S
+    names = [row.name for part in parts for row in rows_of(part)]
+    if not any(only in name for name in names):
+        raise ConfigError("--only", only, "is in no name of a row", f"they are {', '.join(names)}")
     machine = _machine()
-    rows = rows_of(part, is_small or machine.is_fake, machine.is_fake)
     if out is None and not machine.is_fake:
         out = OUT
-    left_s = limit_s - MARGIN_S - (time.monotonic() - begin_s)
-    return run_part(part, [row for row in rows if only in row.name], machine, out, left_s)
+    lines = []
+    for part in parts:
+        rows = rows_of(part, is_small or machine.is_fake, machine.is_fake)
+        chosen = [row for row in rows if only in row.name]
+        is_proof = TITLES[part] == prove.TITLE
+        side_by_side = max(1, (os.cpu_count() or 1) // CORES_OF_A_PROOF) if is_proof else 1
+        lines += run_part(part, chosen, machine, out, end_s - time.monotonic(), side_by_side)
+    return lines
 
 
 def _machine() -> Machine:

@@ -40,6 +40,14 @@ OF_VALIDATION = "validation_accuracy", "validation_majority", "num_validation"
 SANITIZER = "TORCH_CUDA_SANITIZER"
 NO_DEVICE_POINTERS = "this MPI takes no device pointers"
 HOST_BYTES = "SC_PHYS_PAGES", "SC_PAGE_SIZE"
+Precisions = Sequence[tuple[str, bool | None]]
+# with the use of TF32
+PRECISIONS: Precisions = (
+    ("float32", False),
+    ("float32", True),
+    ("bf16_mixed", None),
+    ("bf16_pure", None),
+)
 
 
 def facts() -> dict[str, Any]:
@@ -276,19 +284,17 @@ def union(spans: Iterable[tuple[int, int]]) -> int:
     return covered
 
 
-def kernels(model: str, side_px: int, steps: int, limit_s: float) -> list[dict[str, Any]]:
+def kernels(
+    model: str, side_px: int, steps: int, limit_s: float, precisions: Precisions
+) -> list[dict[str, Any]]:
     """Time a step on one rank by precision, kernels and memory format, each in a process of its own."""
-    return _over_the_first(_shown(_kernels(model, side_px, steps, limit_s)))
+    return _over_the_first(_shown(_kernels(model, side_px, steps, limit_s, precisions)))
 
 
-def _kernels(model: str, side_px: int, steps: int, limit_s: float) -> Iterator[dict[str, Any]]:
+def _kernels(
+    model: str, side_px: int, steps: int, limit_s: float, precisions: Precisions
+) -> Iterator[dict[str, Any]]:
     both = (False, True)
-    precisions = [
-        ("float32", False),
-        ("float32", True),
-        ("bf16_mixed", None),
-        ("bf16_pure", None),
-    ]  # with TF32
     for (precision, tf32), is_benchmarked, is_last in itertools.product(precisions, both, both):
         chosen = {
             "precision": precision,

@@ -25,7 +25,11 @@ def rows(is_small: bool, device: str) -> tuple[Row, ...]:
         else ("--only", "resnet110_v2", "--sizes", "1024,2048")
     )
     split = ("--only", "conv 1x1, 64 ch", "--rounds", "3") if is_small else ("--rounds", "9")
-    chosen = ("resnet20_v1", 32, 2, 30) if is_small else ("resnet110_v2", 1024, 5, 60)
+    chosen = (
+        ("resnet20_v1", 32, 2, 60, cases.PRECISIONS[-1:])
+        if is_small
+        else ("resnet110_v2", 1024, 5, 60, cases.PRECISIONS)
+    )
     return (
         Row(
             "copy rates",

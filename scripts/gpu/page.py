@@ -23,15 +23,15 @@ device; their figures say nothing about a GPU and are not kept.
 HOW = """
 ## Run it
 
-One machine with a GPU and torch is enough, and it needs no network. Each part ends within nine minutes, each row within
-the seconds of its limit. `GEMS_WHEELS` is a folder with wheels of what the machine's Python lacks; nothing is installed
-where all of it is there.
+One machine with a GPU and torch is enough, and it needs no network. The call ends within eight minutes: the proofs run
+side by side, the rest one by one in order of value, each within its limit in seconds; rows without time left say so.
+`GEMS_WHEELS` is a folder with wheels of what the machine's Python lacks; nothing is installed where all of it is there.
 
 <!-- docs-test: needs a machine with a GPU -->
 ```sh
 # where there is a network, with the same version of Python
 pip wheel --no-deps -w wheels hydra-core omegaconf antlr4-python3-runtime==4.9.3 submitit mpi4py mpich
-GEMS_WHEELS=wheels scripts/on_gpu.sh 1       # prove; 2: measure; 3: claims
+GEMS_WHEELS=wheels scripts/on_gpu.sh         # all; or 1: prove, 2: measure, 3: claims
 scripts/on_gpu.sh 2 --only peaks             # one row
 cat runs/gpu.jsonl >>docs/gpu.jsonl
 python -m scripts.gpu --render docs/gpu.jsonl --page docs/gpu.md

@@ -140,9 +140,9 @@ def test_lines_are_kept_and_rows_without_time_are_recorded(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "PART=: allowed are 1 (prove), 2 (measure), 3 (claims)"),
-        (["4"], "PART=4: allowed are"),
-        (["1", "--only", "zzz"], "--only=zzz: is in no name of a row of part 1"),
+        (["4"], "PART=4: allowed are 1 (prove), 2 (measure), 3 (claims)"),
+        (["1", "--only", "zzz"], "--only=zzz: is in no name of a row; they are machine"),
+        ([], "GPU=None: torch sees no GPU here: nothing was measured"),
         (["1"], "GPU=None: torch sees no GPU here: nothing was measured"),
         (["--render", "/no/such"], "--render=/no/such: cannot be read"),
         (["--render", str(PAGE)], f"--render={PAGE}:1: is no line of gems.gpu/1"),
@@ -160,6 +160,19 @@ def test_bad_input_is_one_line(
     assert shown.out == ""
     assert shown.err.startswith(f"on_gpu: {said}")
     assert shown.err.count("\n") == 1
+
+
+def test_rows_run_side_by_side(tmp_path: Path) -> None:
+    """Each of two waits for the other's file, and both end."""
+    wait = (
+        "import pathlib, time\n{0}.touch()\nwhile not {1}.exists(): time.sleep(.05)\n"
+        + printing({"x": 1}).replace("{", "{{").replace("}", "}}")
+    )
+    files = [f"pathlib.Path({str(tmp_path / name)!r})" for name in "ab"]
+    rows = [a_row(wait.format(*files)), a_row(wait.format(*reversed(files)))]
+    lines = run_part(1, rows, MACHINE, tmp_path / "gpu.jsonl", 60, side_by_side=2)
+    assert [line["status"] for line in lines] == [MEASURED, MEASURED]
+    assert len(read_lines(tmp_path / "gpu.jsonl")) == 2
 
 
 def test_a_file_that_cannot_be_written_ends_the_part(tmp_path: Path) -> None:
