@@ -287,5 +287,7 @@ def translate(error: Exception, words: Sequence[str]) -> ConfigError:
         for known in keys(RunSpec):
             if known.name == name:
                 kind = known.entry if is_entry else get_origin(known.kind) or known.kind
-                return ConfigError(key, value, f"must be {KINDS[kind]}{forms(key)}")
+                return ConfigError(
+                    key, value, f"must be {KINDS.get(kind, KINDS[dict])}{forms(key)}"
+                )
     return ConfigError(key or "configuration", value, first)
