@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from gems.errors import StalledError as StalledError
     from gems.launch.verification import Verification as Verification
     from gems.launch.verification import verify as verify
-    from gems.runs.run_plan import RunPlan as RunPlan
-    from gems.runs.run_plan import plan_run as plan_run
-    from gems.runs.run_plan import simulate as simulate
+    from gems.plan.evaluate import Plan as RunPlan
+    from gems.plan.evaluate import evaluate as plan_run
+    from gems.plan.evaluate import simulate as simulate
     from gems.simulation.prediction import Prediction as Prediction
     from gems.trace.layout import Trace as Trace
     from gems.trace.parts import load_trace as load_trace
@@ -60,9 +60,9 @@ __all__ = [
 _HOMES = {
     "compose": "gems.config.compose",
     "RunSpec": "gems.config.schema",
-    "plan_run": "gems.runs.run_plan",
-    "RunPlan": "gems.runs.run_plan",
-    "simulate": "gems.runs.run_plan",
+    "plan_run": "gems.plan.evaluate:evaluate",
+    "RunPlan": "gems.plan.evaluate:Plan",
+    "simulate": "gems.plan.evaluate",
     "Prediction": "gems.simulation.prediction",
     "verify": "gems.launch.verification",
     "Verification": "gems.launch.verification",

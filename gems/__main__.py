@@ -7,7 +7,7 @@ import sys
 
 from gems.cli.framework import Verb, main
 
-ON_PAPER = "gems.runs.run_plan:with_strips_chosen_on_paper"
+ON_PAPER = "gems.plan.evaluate:with_strips_on_paper"
 VERBS = {
     "schedule": Verb(
         "gems.cli.schedule:show_schedule",

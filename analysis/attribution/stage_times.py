@@ -10,7 +10,7 @@ from analysis.attribution.graph import Graph
 from analysis.io.run_config import read_document
 from gems.config.schema import RunSpec
 from gems.schedule.action import COMPUTE_KINDS, Kind
-from gems.simulation.costs import schedule_costs
+from gems.simulation.costs import RunCosts
 from gems.trace import Trace
 
 USEFUL = (Kind.F, Kind.B, Kind.I, Kind.W)
@@ -37,11 +37,9 @@ def undisturbed_times(trace: Trace, graph: Graph, work_s: np.ndarray) -> tuple[n
     found = np.zeros(graph.num_nodes)
     if trace.source != "measured" and trace.run_yaml:
         spec = RunSpec.from_dict(read_document(trace.run_yaml))
-        costs = schedule_costs(spec, graph.schedule.placement)
+        costs = RunCosts.of(spec).stages(graph.schedule.placement)
         if graph.schedule.num_stages == costs.num_stages and not costs.segments:
-            found[places] = [
-                costs.time(graph.actions[place]) * spec.cost.unit_s for place in places
-            ]
+            found[places] = [costs.time(graph.actions[place]) for place in places]
             return found, COSTS
     runs: dict[Part, dict[int, list[int]]] = {}
     for place in places:

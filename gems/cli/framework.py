@@ -79,7 +79,7 @@ class Verb:
     flags: tuple[str, ...] = field(default=())
     choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     takes_words: bool = False
-    completes: str | None = "gems.runs.run_plan:with_strips_chosen"
+    completes: str | None = "gems.plan.evaluate:with_strips_chosen"
 
     def load(self) -> Callable[..., int | None]:
         """Import the function, so that what other verbs need is never loaded."""

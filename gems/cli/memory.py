@@ -14,7 +14,7 @@ from gems.errors import ConfigError, DoesNotFitError
 from gems.memory.case import Exposure, MemoryCase, PlanOutcome, exposures
 from gems.memory.plan import Choice
 from gems.memory.registry import POLICIES, plan_of
-from gems.runs.run_plan import plan_policies
+from gems.plan.evaluate import policy_case
 from gems.schedule.action import COPY_KINDS, RECV_KINDS, SEND_KINDS
 from gems.simulation.calibration import confidence_of
 from gems.utils.tables import table
@@ -48,7 +48,7 @@ def show_memory(spec: RunSpec, options: Options) -> int:
     """
     is_comparison = "--compare" in options.flags
     picture = picture_path(options)
-    case = plan_policies(spec)
+    case = policy_case(spec)
     names = tuple(POLICIES) if is_comparison else (spec.memory.name,)
     keeping = case.as_run(case.kept)
     outcomes: list[PlanOutcome] = []
@@ -57,10 +57,7 @@ def show_memory(spec: RunSpec, options: Options) -> int:
         memory = replace(spec.memory, name=name)
         try:
             check_memory(replace(spec, memory=memory))
-            is_kept = name == "keep"
-            outcomes.append(
-                keeping if is_kept else case.as_run(case.outcome(plan_of(memory, case)))
-            )
+            outcomes.append(case.as_run(case.outcome(plan_of(memory, case))))
         except (ConfigError, DoesNotFitError) as error:
             if not is_comparison:
                 raise

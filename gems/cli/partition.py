@@ -14,7 +14,7 @@ from gems.config.schema import RunSpec
 from gems.partition.compare import PLAIN, EvaluatedPartition, compare, evaluate
 from gems.partition.max_model_size import RESOLUTION, max_model_sizes
 from gems.partition.methods import METHODS, PartitionCase, partition_case, partition_model
-from gems.runs.largest_image import largest_image
+from gems.plan.largest_image import largest_image
 from gems.simulation.build import lowered_schedule
 from gems.utils.tables import table
 from gems.utils.units import GIB, MIB

@@ -10,7 +10,6 @@ from gems.config.schema import RunSpec
 from gems.models import title_of
 from gems.partition.dlplacer.place import Placement
 from gems.partition.dlplacer.subgraphs import closed_form_s
-from gems.partition.links import network_in_seconds
 from gems.partition.operator_placement import placement_of
 from gems.utils.tables import table
 from gems.utils.units import MIB
@@ -36,9 +35,7 @@ def show_dlplacer(spec: RunSpec, options: Options) -> int:
     """
     num_devices = options.whole("--devices", 2, most=MAX_DEVICES)
     picture = picture_path(options)
-    found = placement_of(
-        spec, num_devices, network_in_seconds(spec), options.chosen.get("--method", "auto")
-    )
+    found = placement_of(spec, num_devices, options.chosen.get("--method", "auto"))
     answer = _answer(spec, found)
     if picture is not None:
         answer["picture"] = draw("placement", answer, picture)

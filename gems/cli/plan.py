@@ -19,9 +19,9 @@ from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.planner.evaluate import Epochs, Planner
 from gems.planner.fastest import BUDGET_S, NUM_BEST, fastest
+from gems.planner.in_strips import in_strips
 from gems.planner.search.best_first import Found
 from gems.planner.search.choice import Choice, reasons
-from gems.runs.plan_in_strips import in_strips
 from gems.simulation.calibration import confidence_of
 from gems.utils.tables import table
 from gems.utils.units import GIB

@@ -9,13 +9,13 @@ from typing import Any
 
 from gems.cli.framework import Options, print_json
 from gems.config.schema import RunSpec
+from gems.plan.evaluate import simulate
 from gems.planner.hybrid import inputs
 from gems.planner.hybrid.device_allocation import Choice, device_counts, picks, plan_hybrid
 from gems.planner.hybrid.end_to_end_time import HybridCase
 from gems.planner.hybrid.epochs import EQUAL_EPOCHS
 from gems.planner.hybrid.quantity import Quantity
 from gems.planner.worker_step import modelled_efficiency, with_degree, worker_steps
-from gems.runs.run_plan import plan_simulation, predict
 from gems.simulation.costs import counts_units
 from gems.utils.tables import RIGHT, table
 from gems.utils.units import counted
@@ -56,7 +56,7 @@ def show_hybrid(spec: RunSpec, options: Options) -> int:
     most = parallel.gpus or MAX_DEVICES
     wanted = sorted(speedups or {*WAYS, parallel.partitions} - {1})
     degrees = (1, *(degree for degree in wanted if degree <= most))
-    steps, refused = worker_steps(spec, degrees, lambda changed: predict(plan_simulation(changed)))
+    steps, refused = worker_steps(spec, degrees, simulate)
     alone_s = steps[1].step_s
     case = HybridCase(
         float((parallel.micro_batches or 1) * parallel.micro_batch_size),

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from gems.cli.framework import Options, print_json
 from gems.config.schema import RunSpec
 from gems.errors import ScheduleError
-from gems.runs.run_plan import plan_simulation
+from gems.plan.evaluate import evaluate
 from gems.schedule.costs import StageCosts
 from gems.schedule.formats.grid import fault_grid, grid, unit_to_fit
 from gems.schedule.formats.schedule_json import to_json
@@ -39,9 +39,9 @@ def show_schedule(spec: RunSpec, options: Options) -> int:
         stderr.
     """
     with draw_faults():
-        plan = plan_simulation(spec)
+        plan = evaluate(spec, runs=False)
         made = compute_only(plan.schedule)
-        costs = plan.stage_costs
+        costs = plan.memory.costs.in_units(plan.costs.unit_s, 1.0)
         lowered = plan.schedule
     if TORCH in options.flags:
         print(to_torch_csv(made), end="")
@@ -55,11 +55,11 @@ def show_schedule(spec: RunSpec, options: Options) -> int:
         for rank, row in enumerate((lowered if LOWERED in options.flags else made).rows):
             print(f"rank {rank:>4} | " + " ".join(map(str, row)))
         return 0
-    step = simulate(lowered, costs, plan.network)
-    is_profiled = plan.costs.name == PROFILE
+    cost = plan.costs
+    step = simulate(lowered, costs, plan.memory.links.in_units(cost.unit_s))
+    is_profiled = cost.name == PROFILE
     unit = "s" if is_profiled else "units"
     print(drawn(lowered, costs, step, is_profiled))
-    cost = plan.costs
     print(
         f"{made.name}: {made.num_ranks} ranks x {spec.parallel.replicas} replicas,"
         f" {made.num_stages} stages, {made.num_micro_batches} micro-batches, step {step.span:g}"

@@ -7,7 +7,7 @@ from typing import Any
 from gems.cli.framework import Options, print_json
 from gems.cli.schedule import draw_faults, drawn
 from gems.config.schema import RunSpec
-from gems.runs.run_plan import plan_simulation, predict
+from gems.plan.evaluate import simulate
 from gems.schedule import CAPPED, PLACEMENTS
 from gems.simulation.calibration import Confidence
 from gems.simulation.model_costs import PROFILE
@@ -22,7 +22,7 @@ PARTS = ("useful", "recompute", "link_wait", "input_wait", "reduce", "optimizer"
 def show_simulation(spec: RunSpec, options: Options) -> int:
     """Print the prediction for a resolved run: a grid and tables, or one object as JSON."""
     with draw_faults():
-        found = predict(plan_simulation(spec))
+        found = simulate(spec)
     answer = found.to_json()
     if options.json:
         print_json(answer)
@@ -54,7 +54,7 @@ def assumed(found: Prediction) -> str:
         )
     actions = [
         {"recompute": "recomputed", "offload": "copied to host"}[name]
-        for name in allowed_actions(run, schedule)
+        for name in allowed_actions(run.schedule.memory_actions, schedule)
     ]
     links = (
         "links without contention"

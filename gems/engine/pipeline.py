@@ -41,8 +41,8 @@ from gems.memory.plan import MemoryPlan
 from gems.models.build import freeze
 from gems.models.mixed import Precision
 from gems.partition.methods import partition_model
+from gems.plan.evaluate import evaluate as plan_run
 from gems.runs.heartbeat import Heartbeat
-from gems.runs.run_plan import plan_run
 from gems.schedule.action import Kind
 from gems.schedule.edges import check_message_order
 from gems.schedule.families.given_placement import forward_only

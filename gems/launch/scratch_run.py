@@ -14,9 +14,9 @@ from typing import Any
 from gems.config.schema import BenchmarkConfig, RunSpec
 from gems.errors import RankFailedError
 from gems.launch.local_launcher import mpiexec_argv, rank_environment, run_ranks
+from gems.plan.evaluate import evaluate
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
-from gems.runs.run_plan import plan_run
 from gems.utils.atomic_io import read_json, write_json
 from gems.utils.run_module import RUN_MODULE
 
@@ -46,7 +46,7 @@ def run_program(
     """
     with tempfile.TemporaryDirectory(prefix=f"gems-{verb}-") as scratch:
         scratch_spec = replace(spec, runs_dir=scratch, benchmark=BenchmarkConfig(skip_steps=0))
-        folder = prepare(scratch_spec, plan_run(scratch_spec, trains), needs_labels)
+        folder = prepare(scratch_spec, evaluate(scratch_spec, trains), needs_labels)
         if request is not None:
             write_json(folder.path / REQUEST_JSON, dict(request))
         program = [sys.executable, *RUN_MODULE, "gems.engine.program", function, str(folder.path)]

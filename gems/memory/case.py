@@ -20,7 +20,7 @@ from gems.schedule.ledger import TOLERANCE
 from gems.schedule.lower import compute_only, lower
 from gems.schedule.replicas import slowest_replica, with_all_reduce
 from gems.schedule.schedule import Schedule
-from gems.schedule.simulate import EVEN, Pace, Simulation, simulate
+from gems.schedule.simulate import EVEN, Pace, Simulation
 
 
 @dataclass(frozen=True)
@@ -75,24 +75,16 @@ class MemoryCase:
         costs = segment_costs(
             self.profile, plan, schedule, self.d2h_bytes_per_s, self.h2d_bytes_per_s
         )
-        ranks = tuple(self.timelines(plan, schedule))
-        return PlanOutcome(
-            plan, schedule, costs, ranks, simulate(schedule, costs, self.network), self.network
-        )
+        return PlanOutcome(plan, schedule, costs, self.network, self)
 
     def with_early_receives(self, outcome: PlanOutcome) -> PlanOutcome:
         """Return the outcome with receives posted in time for their links, if that is faster and the buffers fit."""
-        plan = outcome.plan
-        costs = outcome.costs
-        schedule = lower(compute_only(outcome.schedule), costs, self.network)
-        if schedule.rows == outcome.schedule.rows:
+        schedule = lower(compute_only(outcome.schedule), outcome.costs, self.network)
+        early = replace(outcome, schedule=schedule)
+        if schedule.rows == outcome.schedule.rows or early.step_s >= outcome.step_s * (
+            1 - TOLERANCE
+        ):
             return outcome
-        step = simulate(schedule, costs, self.network)
-        if step.span >= outcome.step_s * (1 - TOLERANCE):
-            return outcome
-        early = PlanOutcome(
-            plan, schedule, costs, tuple(self.timelines(plan, schedule)), step, self.network
-        )
         limit = (
             sys.maxsize if self.limit_bytes is None else max(self.limit_bytes, *outcome.peak_bytes)
         )
@@ -106,11 +98,14 @@ class MemoryCase:
         be.
         """
         outcome = self.with_early_receives(outcome)
-        schedule = outcome.schedule
-        network = self.network
-        costs = with_all_reduce(outcome.costs, schedule.placement, network, len(self.paces))
-        network, step = slowest_replica(schedule, costs, network, self.paces)
-        return replace(outcome, costs=costs, simulation=step, network=network)
+        costs = with_all_reduce(
+            outcome.costs, outcome.schedule.placement, self.network, len(self.paces)
+        )
+        as_run = replace(outcome, costs=costs, paces=self.paces)
+        as_run.__dict__.update(
+            (name, found) for name, found in outcome.__dict__.items() if name == "ranks"
+        )  # as walked
+        return as_run
 
     def timelines(
         self, plan: MemoryPlan, schedule: Schedule, ranks: Iterable[int] | None = None
@@ -124,14 +119,45 @@ class MemoryCase:
 
 @dataclass(frozen=True)
 class PlanOutcome:
-    """A plan with its lowered schedule, costs in seconds and bytes, bytes by rank, the simulated step and its links."""
+    """A plan with its lowered schedule and costs.
+
+    Each rank's bytes, and the step, are found when first asked for.
+    Without a `case` no layers are known, and so no bytes of ranks. `cap` is what a rank may hold in
+    the costs' unit of size, by which the step waits for copies to the host, and `paces` what
+    disturbs each replica.
+    """
 
     plan: MemoryPlan
     schedule: Schedule
     costs: StageCosts
-    ranks: tuple[RankTimeline, ...]
-    simulation: Simulation
-    network: Network
+    links: Network
+    case: MemoryCase | None = None
+    cap: float | None = None
+    paces: tuple[Pace, ...] = (EVEN,)
+
+    @property
+    def is_segmented(self) -> bool:
+        """Whether stages run in segments, as every policy but keeping has them."""
+        return any(self.schedule.num_segments)
+
+    @cached_property
+    def ranks(self) -> tuple[RankTimeline, ...]:
+        """The bytes along the schedule, by rank."""
+        return () if self.case is None else tuple(self.case.timelines(self.plan, self.schedule))
+
+    @cached_property
+    def _slowest(self) -> tuple[Network, Simulation]:
+        return slowest_replica(self.schedule, self.costs, self.links, self.paces, self.cap)
+
+    @property
+    def network(self) -> Network:
+        """The links of the slowest replica."""
+        return self._slowest[0]
+
+    @property
+    def simulation(self) -> Simulation:
+        """One step of the slowest replica, for which the others wait."""
+        return self._slowest[1]
 
     @cached_property
     def peak_bytes(self) -> tuple[int, ...]:
@@ -141,7 +167,7 @@ class PlanOutcome:
     @property
     def fullest_rank(self) -> int:
         """The rank with the highest peak, the first of several."""
-        return self.peak_bytes.index(max(self.peak_bytes))
+        return self.peak_bytes.index(max(self.peak_bytes)) if self.peak_bytes else 0
 
     @cached_property
     def host_bytes(self) -> tuple[int, ...]:

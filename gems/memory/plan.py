@@ -14,6 +14,7 @@ from gems.schedule.placement import Placement
 from gems.schedule.schedule import Schedule
 
 SCHEMA = "gems.memory/1"
+KEEP = "keep"  # the policy that leaves all on the device
 PASS = "add_memory"  # the pass that puts a plan into a schedule
 Place = tuple[int, int]  # stage, and number of the segment in it
 
@@ -100,7 +101,7 @@ class MemoryPlan:
     @classmethod
     def keeping(cls, boundaries: tuple[int, ...]) -> MemoryPlan:
         """Return the plan that keeps everything, with one segment per stage."""
-        return cls.by_layer("keep", boundaries, {}).joined()
+        return cls.by_layer(KEEP, boundaries, {}).joined()
 
     @classmethod
     def by_layer(

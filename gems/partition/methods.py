@@ -11,7 +11,7 @@ from operator import itemgetter
 
 from gems.config import registries
 from gems.config.constraints import check_boundaries
-from gems.config.schema import RunSpec
+from gems.config.schema import OptimizerConfig, RunSpec, TrainConfig
 from gems.errors import ConfigError, DoesNotFitError
 from gems.memory.model import AVERAGED, MIXED, OPTIMIZERS, MemoryModel, time_costs
 from gems.memory.reserved import reserved_bytes
@@ -20,7 +20,7 @@ from gems.models import layers_of
 from gems.partition.even import even
 from gems.partition.exact import solve
 from gems.partition.heuristics import block_partition, pipedream
-from gems.partition.links import network_in_seconds
+from gems.partition.links import links_of
 from gems.partition.mcap import mcap
 from gems.partition.problem import InfeasibleError, Partition, Problem
 from gems.partition.step_time import MAX_SIMULATED, Cost, shortest_step
@@ -196,27 +196,27 @@ def partition_case(
     check_depth(spec, schedule.num_stages, profile.num_layers)
     # other policies make room after the partition is made
     limit_bytes = spec.machine.device_bytes if spec.memory.name == "keep" else None
-    network = network_in_seconds(spec)
+    links = links_of(spec.machine)
     return PartitionCase(
-        profile, schedule, optimizer_name(spec), limit_bytes, network, spec.parallel.replicas
+        profile,
+        schedule,
+        optimizer_name(spec.train, spec.optimizer),
+        limit_bytes,
+        links,
+        spec.parallel.replicas,
     )
 
 
-def optimizer_name(spec: RunSpec) -> str:
+def optimizer_name(train: TrainConfig, optimizer: OptimizerConfig) -> str:
     """Return the name under which the memory model knows what a run keeps of its weights."""
-    average = AVERAGED if spec.train.ema_decay is not None else ""
-    mixed = MIXED if spec.train.dtype != spec.train.compute_dtype else ""
-    return f"{('sgd_plain', 'sgd', 'adam')[spec.optimizer.num_states]}{average}{mixed}"
+    average = AVERAGED if train.ema_decay is not None else ""
+    mixed = MIXED if train.dtype != train.compute_dtype else ""
+    return f"{('sgd_plain', 'sgd', 'adam')[optimizer.num_states]}{average}{mixed}"
 
 
-def profile_used(spec: RunSpec, schedule: Schedule) -> ModelProfile | None:
-    """Return the profile that a run's partition is based on, or None if it needs none.
-
-    Raises:
-        ConfigError: a profile that cannot be had.
-    """
-    needs_one = spec.machine.device_bytes is not None or _needs_profile(spec, schedule)
-    return profile_of(spec) if spec.machine.kind == "real" and needs_one else None
+def uses_profile(spec: RunSpec, schedule: Schedule) -> bool:
+    """Return whether a run's partition is based on a profile."""
+    return spec.machine.device_bytes is not None or _needs_profile(spec, schedule)
 
 
 def _needs_profile(spec: RunSpec, schedule: Schedule) -> bool:
@@ -246,7 +246,7 @@ def partition_model(spec: RunSpec, schedule: Schedule) -> Partition:
     needs_profile = _needs_profile(spec, schedule)
     check_depth(spec, num_stages, num_layers)
     case = None
-    if spec.machine.device_bytes is not None or needs_profile:
+    if uses_profile(spec, schedule):
         timed = lower(compute_only(schedule))
         if schedule.num_strips > 1:
             case = replace(partition_case(spec, lower(without_strips(schedule))), in_strips=timed)

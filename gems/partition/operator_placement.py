@@ -5,25 +5,22 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from gems.config.schema import RunSpec
+from gems.config.schema import MachineConfig, RunSpec
 from gems.errors import ConfigError
 from gems.partition.dlplacer.devices import Devices, TimedPlacement
 from gems.partition.dlplacer.place import Placement, place
+from gems.partition.links import links_of
 from gems.profile.operator_graph import OpGraph
 from gems.profile.store import operators_taken
-from gems.schedule.costs import Network, StageCosts
+from gems.schedule.costs import StageCosts
 from gems.schedule.families.given_placement import placed
 from gems.schedule.placement import Placement as StagePlacement
 from gems.schedule.schedule import Schedule
 from gems.utils.cache import cached
 
 
-def placement_of(
-    spec: RunSpec, num_devices: int, network: Network, method: str = "auto"
-) -> Placement:
+def placement_of(spec: RunSpec, num_devices: int, method: str = "auto") -> Placement:
     """Place the operators of a resolved run's model, one micro-batch of a step, within partition.budget_s.
-
-    `network` is that of the machine, in seconds.
 
     Raises:
         ConfigError: operators that cannot be profiled, or a method that is not there.
@@ -31,7 +28,7 @@ def placement_of(
     """
     return place(
         graph_of(spec),
-        devices_of(spec, num_devices, network),
+        devices_of(spec.machine, num_devices),
         spec.partition.budget_s,
         method,
         spec.seed,
@@ -54,13 +51,14 @@ def graph_of(spec: RunSpec) -> OpGraph:
     return OpGraph.from_json(operators_taken(spec))
 
 
-def devices_of(spec: RunSpec, num: int, network: Network) -> Devices:
+def devices_of(machine: MachineConfig, num: int) -> Devices:
     """Return equal devices with the machine's links: those of neighbours, as ranks 0 and 1 are."""
+    network = links_of(machine)
     latency_s, s_per_byte = network.parts(0, 1, 1.0)
-    return Devices(num, latency_s, s_per_byte, spec.machine.device_bytes, network.has_contention)
+    return Devices(num, latency_s, s_per_byte, machine.device_bytes, network.has_contention)
 
 
-def placed_on(spec: RunSpec, network: Network) -> Schedule:
+def placed_on(spec: RunSpec) -> Schedule:
     """Return the compute-only schedule of schedule=placed.
 
     A stage an operator, on the ranks of the placement.
@@ -72,11 +70,11 @@ def placed_on(spec: RunSpec, network: Network) -> Schedule:
     """
     graph = graph_of(spec)
     num_ranks = spec.parallel.partitions
-    devices = devices_of(spec, num_ranks, network)
+    devices = devices_of(spec.machine, num_ranks)
     key = repr((graph, devices, spec.partition.budget_s, spec.seed))
 
     def make() -> dict[str, Any]:
-        return asdict(placement_of(spec, num_ranks, network).timed)
+        return asdict(placement_of(spec, num_ranks).timed)
 
     timed = TimedPlacement(**cached(spec.cache_dir, "placement", key, make))
     unused = sorted(set(range(num_ranks)) - set(timed.places))
@@ -95,12 +93,11 @@ def placed_on(spec: RunSpec, network: Network) -> Schedule:
 
 
 def stage_costs_of(spec: RunSpec) -> StageCosts:
-    """Return the costs of the stages of schedule=placed, in units of cost.unit_s and bytes."""
+    """Return the costs of the stages of schedule=placed, in seconds and bytes."""
     graph = graph_of(spec)
-    unit_s = spec.cost.unit_s
-    backward = tuple(op.backward_s / unit_s for op in graph.ops)
+    backward = tuple(op.backward_s for op in graph.ops)
     return StageCosts(
-        forward=tuple(op.forward_s / unit_s for op in graph.ops),
+        forward=tuple(op.forward_s for op in graph.ops),
         input_grad=backward,
         weight_grad=(0.0,) * graph.num_ops,
         activation=tuple(float(op.held_bytes - op.state_bytes) for op in graph.ops),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from itertools import chain
@@ -14,12 +14,12 @@ from operator import attrgetter
 
 import numpy as np
 
-from gems.config.schema import RunSpec
+from gems.config.schema import CostConfig, RunSpec
 from gems.errors import ConfigError, DoesNotFitError
-from gems.memory.case import PlanOutcome
+from gems.memory.case import MemoryCase, PlanOutcome
 from gems.memory.model import OPTIMIZERS, MemoryModel, Optimizer
 from gems.memory.registry import plan_within
-from gems.memory.timeline import rank_timeline, segment_costs, stage_costs
+from gems.memory.timeline import stage_costs
 from gems.partition.exact import solve
 from gems.partition.methods import PartitionCase, optimizer_name
 from gems.partition.problem import InfeasibleError, Problem
@@ -38,16 +38,10 @@ from gems.schedule.ledger import TOLERANCE, in_flight, peaks
 from gems.schedule.lower import lower
 from gems.schedule.placement import Placement, looped
 from gems.schedule.schedule import Schedule
-from gems.schedule.simulate import Simulation, Span, simulate
-from gems.simulation.build import compute_schedule, lowered_within, search_schedule
-from gems.simulation.costs import (
-    activation_cap,
-    parts_s,
-    replica_pace,
-    schedule_costs,
-    simulate_step,
-)
-from gems.simulation.memory_case import fits_host, memory_case
+from gems.schedule.simulate import Simulation, simulate
+from gems.simulation.build import compute_schedule, kept_within, search_schedule
+from gems.simulation.costs import RunCosts, parts_s
+from gems.simulation.memory_case import HOST, Room, memory_case, policy_outcome
 from gems.simulation.model_costs import PROFILE
 from gems.simulation.prediction import with_jitter
 from gems.simulation.profiled_costs import profiled_costs
@@ -173,12 +167,9 @@ class _Scheduled:
 
 def _keeps_cap(made: _Scheduled) -> bool:
     """Return whether a schedule that is cut so would not be refused under its cap."""
-    cap = activation_cap(made.run)
-    return (
-        cap is None
-        or max(peaks(made.compute, schedule_costs(made.run, made.compute.placement)))
-        <= cap + TOLERANCE
-    )
+    costs = RunCosts.of(made.run)
+    stages = costs.stages(made.compute.placement)
+    return costs.cap is None or max(peaks(made.compute, stages)) <= costs.cap + TOLERANCE
 
 
 @dataclass(frozen=True)
@@ -286,7 +277,7 @@ class Planner:
 
     @property
     def _optimizer(self) -> Optimizer:
-        return OPTIMIZERS[optimizer_name(self.spec)]
+        return OPTIMIZERS[optimizer_name(self.spec.train, self.spec.optimizer)]
 
     def is_unlikely(self, one: Candidate) -> bool:
         """Return whether a candidate is estimated to be too large for its devices or a node's host memory."""
@@ -296,9 +287,9 @@ class Planner:
         ):
             return True
         on_host = bounds.estimated_host_bytes(one, self.model(one.micro_batch_size).load)
-        return on_host > 0 and not fits_host(
-            self.run_of(one), [round(on_host / ESTIMATE_ERROR)] * one.partitions
-        )
+        room = Room.of(self.run_of(one))
+        node_bytes = room.node_bytes([round(on_host / ESTIMATE_ERROR)])
+        return room.host_bytes is not None and node_bytes > room.host_bytes
 
     def run_of(self, one: Candidate, boundaries: tuple[int, ...] = ()) -> RunSpec:
         """Return the resolved run of a candidate and partition.
@@ -370,10 +361,9 @@ class Planner:
             if partitions is None:
                 self._fits.pop(one, None)
                 return TooSlow()
-            if one.memory != KEEP:
-                return self._under_policy(one, partitions)
-            choice = self._keeping(one, partitions)
-            self._fits[one] = isinstance(choice, Choice)
+            choice = self._fitting(one, partitions)
+            if one.memory == KEEP:
+                self._fits[one] = isinstance(choice, Choice)
             return choice
         except ConfigError:
             return None
@@ -411,92 +401,62 @@ class Planner:
 
     def _stage_costs(self, one: Candidate, made: _Scheduled) -> StageCosts:
         if made.run.machine.kind != "real":  # no real layers: the machine's own costs
-            return schedule_costs(made.run, made.compute.placement)
+            return RunCosts.of(made.run).stages(made.compute.placement)
         spans = self.model(one.micro_batch_size).spans
         return stage_costs(spans, made.boundaries)
 
-    def _keeping(self, one: Candidate, partitions: Iterable[_Scheduled]) -> Choice | TooLarge:
-        limit = self.limit_bytes or sys.maxsize
+    def _fitting(self, one: Candidate, partitions: Iterable[_Scheduled]) -> Choice | TooLarge:
+        """Return a candidate as it runs, by the first of its partitions that fits."""
         least = sys.maxsize
+        outcome_of = self._kept if one.memory == KEEP else self._under_policy
         for made in partitions:
-            at_least = self.least_bytes(one, bounds.held_at_once(made.compute))
-            if at_least > limit:
-                return TooLarge(at_least)
-            peaks = self._peak_bytes(one, made)
-            least = min(least, max(peaks))
-            if max(peaks) <= limit:
-                if made.is_by_bytes:
-                    made, peaks = self._faster(one, made, peaks, limit)
-                peak_bytes = partial(self._peak_bytes, one, made)
-                schedule, peaks = lowered_within(
-                    made.run, made.compute, peak_bytes, self.limit_bytes
-                )
-                network, step = simulate_step(made.run, schedule)
-                costs = schedule_costs(made.run, schedule.placement)
-                pace = replica_pace(made.run, 0)
-                split = partial(parts_s, schedule, costs, links=network, pace=pace)
-                jitter = partial(
-                    with_jitter, made.run, schedule, costs, network, activation_cap(made.run)
-                )
-                return self._choice(one, made, step, peaks, (0,) * len(peaks), split, jitter)
-        return TooLarge(least)
-
-    def _peak_bytes(
-        self, one: Candidate, made: _Scheduled, schedule: Schedule | None = None
-    ) -> tuple[int, ...]:
-        model = MemoryModel(self.model(one.micro_batch_size).spans, self._optimizer)
-        return model.peak_bytes(schedule or lower(made.compute), made.boundaries)
-
-    def _faster(
-        self, one: Candidate, made: _Scheduled, peaks: tuple[int, ...], limit: int
-    ) -> tuple[_Scheduled, tuple[int, ...]]:
-        """Return the exact partition within the bytes in place of that by bytes, if it can be had and keeps them."""
-        model = self.model(one.micro_batch_size)
-        boundaries = model.within(lower(made.compute), optimizer_name(self.spec), limit)
-        if boundaries is None:
-            return made, peaks
-        other = self._scheduled_at(one, boundaries)
-        others = self._peak_bytes(one, other)
-        return (other, others) if max(others) <= limit and _keeps_cap(other) else (made, peaks)
-
-    def _under_policy(self, one: Candidate, partitions: Iterable[_Scheduled]) -> Choice | TooLarge:
-        limit = self.limit_bytes or sys.maxsize
-        least = sys.maxsize
-        model = self.model(one.micro_batch_size)
-        for made in partitions:
-            run = made.run
-            case = memory_case(run, made.compute, made.boundaries, model.profile)
-            case = replace(case, limit_bytes=run.memory.limit_bytes or self.limit_bytes)
             try:
-                plan = replace(plan_within(run.memory, case), least_bytes=case.least_bytes)
+                return self._choice(one, *outcome_of(one, made))
             except DoesNotFitError as error:
-                least = min(least, error.needed_bytes)
-                continue
-            schedule = case.lowered(plan)
-            timelines = []
-            for rank in range(schedule.num_ranks):
-                timelines.append(
-                    rank_timeline(model.profile, plan, schedule, rank, self._optimizer)
-                )
-                if timelines[-1].peak_bytes > limit:
-                    break
-            peaks = tuple(each.peak_bytes for each in timelines)
-            on_host = tuple(each.peak_host_bytes for each in timelines)
-            if max(peaks) > limit:
-                least = min(least, max(peaks))
-            elif fits_host(run, on_host):
-                rates = run.machine.d2h_bytes_per_s, run.machine.h2d_bytes_per_s
-                costs = segment_costs(model.profile, plan, schedule, *rates)
-                step = simulate(schedule, costs, case.network)
-                found = case.as_run(
-                    PlanOutcome(plan, schedule, costs, tuple(timelines), step, case.network)
-                )
-                split = partial(parts_s, found.schedule, found.costs, links=found.network)
-                jitter = partial(with_jitter, run, found.schedule, found.costs, found.network, None)
-                return self._choice(
-                    one, made, found.simulation, found.peak_bytes, on_host, split, jitter
-                )
+                if error.key != HOST:
+                    least = min(least, error.needed_bytes)
         return TooLarge(least)
+
+    def _kept(self, one: Candidate, made: _Scheduled) -> tuple[_Scheduled, PlanOutcome]:
+        limit = self.limit_bytes or sys.maxsize
+        at_least = self.least_bytes(one, bounds.held_at_once(made.compute))
+        peak = at_least if at_least > limit else max(self._peak_bytes(one, made))
+        if peak > limit:
+            raise DoesNotFitError(str(one), peak, limit, "")
+        if made.is_by_bytes:
+            made = self._faster(one, made, limit)
+        costs = RunCosts.of(made.run)
+        stages = costs.stages(made.compute.placement)
+        early = lower(made.compute, stages, costs.network, costs.cap)
+        return made, kept_within(costs, early, self._case(one, made))
+
+    def _under_policy(self, one: Candidate, made: _Scheduled) -> tuple[_Scheduled, PlanOutcome]:
+        case = self._case(one, made)
+        plan = plan_within(made.run.memory, case)
+        for peak in case.peak_bytes(plan):
+            if self.limit_bytes is not None and peak > self.limit_bytes:
+                raise DoesNotFitError(str(one), peak, self.limit_bytes, "")
+        return made, policy_outcome(Room.of(made.run), case, plan)
+
+    def _case(self, one: Candidate, made: _Scheduled) -> MemoryCase:
+        profile = self.model(one.micro_batch_size).profile
+        return memory_case(made.run, made.compute, made.boundaries, profile)
+
+    def _peak_bytes(self, one: Candidate, made: _Scheduled) -> tuple[int, ...]:
+        model = MemoryModel(self.model(one.micro_batch_size).spans, self._optimizer)
+        return model.peak_bytes(lower(made.compute), made.boundaries)
+
+    def _faster(self, one: Candidate, made: _Scheduled, limit: int) -> _Scheduled:
+        """Return the exact partition within the bytes in place of that by bytes, if it keeps them."""
+        model = self.model(one.micro_batch_size)
+        boundaries = model.within(
+            lower(made.compute), optimizer_name(self.spec.train, self.spec.optimizer), limit
+        )
+        if boundaries is None:
+            return made
+        other = self._scheduled_at(one, boundaries)
+        is_better = max(self._peak_bytes(one, other)) <= limit and _keeps_cap(other)
+        return other if is_better else made
 
     def _scheduled(self, one: Candidate) -> Iterator[_Scheduled]:
         """Yield the candidate by its partition of least time, and if another is asked for, by that of least bytes."""
@@ -504,13 +464,11 @@ class Planner:
             run = self.run_of(one)
             profile = self.model(one.micro_batch_size).profile
             found = search_schedule(run, profile)
-            run = replace(
-                run,
-                cost=profiled_costs(
-                    run, profile, found["boundaries"], unit_bytes=found["unit_bytes"]
-                ),
+            boundaries, unit_bytes = tuple(found["boundaries"]), found["unit_bytes"]
+            run = self._priced(
+                run, profiled_costs(RunCosts.of(run), profile, boundaries, unit_bytes)
             )
-            yield _Scheduled(tuple(found["boundaries"]), run, found=from_json(found["schedule"]))
+            yield _Scheduled(boundaries, run, found=from_json(found["schedule"]))
             return
         made = self._scheduled_at(one, self._by_time(one)[0])
         if _keeps_cap(made):
@@ -532,35 +490,34 @@ class Planner:
         spans = self.model(one.micro_batch_size).spans
         run = self.run_of(one, boundaries)
         return _Scheduled(
-            boundaries, replace(run, cost=profiled_costs(run, spans.profile, boundaries))
+            boundaries,
+            self._priced(run, profiled_costs(RunCosts.of(run), spans.profile, boundaries)),
         )
 
+    def _priced(self, run: RunSpec, cost: CostConfig) -> RunSpec:
+        """Return a run with its costs, on devices of the limit."""
+        return replace(run, cost=cost, machine=replace(run.machine, device_bytes=self.limit_bytes))
+
     def _choice(
-        self,
-        one: Candidate,
-        made: _Scheduled,
-        step: Simulation,
-        peaks: tuple[int, ...],
-        on_host: tuple[int, ...],
-        split: Callable[[Simulation], Mapping[str, float]],
-        jitter: Callable[[Simulation], tuple[Simulation, Span]],
+        self, one: Candidate, made: _Scheduled, found: PlanOutcome, step: Simulation | None = None
     ) -> Choice:
-        score_s = self.score(one, step.span)
-        epochs = None if self.epochs is None else self.epochs(one.global_batch)
-        changes = self.changes(one)
+        step = step or found.simulation
         return Choice(
             one,
             made.boundaries,
             step.span,
-            score_s,
+            self.score(one, step.span),
             step.efficiency,
-            peaks,
-            on_host,
-            partial(split, step),
-            lambda: self._choice(one, made, jitter(step)[0], peaks, on_host, split, jitter),
-            epochs,
-            changes,
+            found.peak_bytes,
+            found.host_bytes,
+            partial(parts_s, found, step),
+            lambda: self._choice(one, made, found, self._noisy(found)),
+            None if self.epochs is None else self.epochs(one.global_batch),
+            self.changes(one),
         )
+
+    def _noisy(self, found: PlanOutcome) -> Simulation:
+        return with_jitter(found, self.spec.machine.noise, self.spec.seed)[0]
 
     def with_noise(self, choice: Choice) -> Choice:
         """Return a choice by the median of its steps under machine.noise, which would take too long for all."""

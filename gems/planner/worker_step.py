@@ -13,7 +13,7 @@ from gems.config.schema import CostConfig, RunSpec, ScheduleConfig
 from gems.errors import ConfigError, DoesNotFitError
 from gems.schedule.schedule import Schedule
 from gems.simulation.build import lowered_schedule
-from gems.simulation.costs import simulate_step
+from gems.simulation.costs import RunCosts
 from gems.simulation.model_costs import PROFILE
 from gems.simulation.prediction import Prediction
 from gems.simulation.profiled_costs import with_profiled_costs
@@ -126,7 +126,7 @@ def modelled_efficiency(spec: RunSpec) -> Callable[[int, int], float]:
     def span(workers: int, degree: int) -> float:
         one, schedule = one_worker(degree)
         many = replace(one, parallel=replace(one.parallel, replicas=workers))
-        return simulate_step(many, schedule)[1].span
+        return RunCosts.of(many).kept(schedule).step_s
 
     return lambda workers, degree: span(1, degree) / span(workers, degree)
 

@@ -1,4 +1,1 @@
-"""What a run is before and beside its ranks.
-
-Its plan, its folder, where it came from, and its heartbeats.
-"""
+"""What a run is before and beside its ranks: its folder, where it came from, and its heartbeats."""

@@ -13,18 +13,18 @@ from gems.config.training import RESUME_NEVER
 from gems.data import find_source
 from gems.data.inspection import inspect_data
 from gems.errors import ConfigError
+from gems.plan.evaluate import Plan, evaluate, with_strips_chosen
 from gems.profile.exactness import check_exact
 from gems.runs.code_archive import hash_of
 from gems.runs.folder import RunFolder, older_folders, to_yaml
 from gems.runs.owner import check_free
 from gems.runs.provenance import share_bundle, write_bundle
-from gems.runs.run_plan import RunPlan, plan_run, predict_peaks, with_strips_chosen
 from gems.utils.atomic_io import atomic_write, write_json
 
 
 def prepare(
     spec: RunSpec,
-    plan: RunPlan | None = None,
+    plan: Plan | None = None,
     needs_labels: bool = True,
     own: Callable[[RunFolder], object] = check_free,
     like: RunFolder | None = None,
@@ -54,7 +54,7 @@ def prepare(
             f"train.resume={older} goes on from it",
             file=sys.stderr,
         )
-    made = plan or plan_run(spec)
+    made = plan or evaluate(spec)
     if spec.machine.kind == "real":
         inspect_data(spec.data, spec.seed)
         check_exact(made.spec, made.schedule.has_split_backward)
@@ -89,7 +89,7 @@ def prepare(
     return folder
 
 
-def change_layout(folder: RunFolder, plan: RunPlan, why: str, by: str, step: int | None) -> None:
+def change_layout(folder: RunFolder, plan: Plan, why: str, by: str, step: int | None) -> None:
     """Let a prepared run go on by another plan of the same steps.
 
     Its files are written first, then it is recorded.
@@ -108,7 +108,7 @@ def change_layout(folder: RunFolder, plan: RunPlan, why: str, by: str, step: int
     )
 
 
-def _write_plan(folder: RunFolder, plan: RunPlan) -> None:
+def _write_plan(folder: RunFolder, plan: Plan) -> None:
     """Write the configuration of a plan and what ranks read beside it."""
     with atomic_write(folder.run_yaml) as partial:
         partial.write_text(to_yaml(plan.spec))
@@ -116,11 +116,11 @@ def _write_plan(folder: RunFolder, plan: RunPlan) -> None:
         write_json(folder.costs_json, asdict(plan.costs), indent=None)
     folder.write_schedule(plan.schedule)
     # of layers as they are, and compiled ones keep other tensors
-    peaks = None if plan.spec.train.compile else predict_peaks(plan)
+    peaks = None if plan.spec.train.compile else plan.peak_bytes
     folder.write_boundaries(plan.boundaries, peaks)
     if plan.profile is not None:
         write_json(folder.profile_json, plan.profile.to_json(), indent=None)
-    if plan.memory is not None and plan.memory_plan is not None:
+    if plan.memory_plan is not None:
         write_json(
             folder.memory_json, plan.memory_plan.to_json() | {"predicted": plan.memory.to_json()}
         )

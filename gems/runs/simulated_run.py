@@ -16,6 +16,7 @@ from gems import __version__
 from gems.config.resolve import global_batch, run_id
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, GemsError
+from gems.memory.case import PlanOutcome
 from gems.runs.folder import RunFolder
 from gems.schedule.action import (
     BLOCKING_KINDS,
@@ -25,18 +26,11 @@ from gems.schedule.action import (
     SEND_KINDS,
     Kind,
 )
-from gems.schedule.costs import StageCosts
 from gems.schedule.dependencies import boundary_of
 from gems.schedule.memory import RankMemory, memory_over_time
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import Simulation
-from gems.simulation.costs import (
-    activation_cap,
-    counts_units,
-    replica_pace,
-    schedule_costs,
-    simulate_step,
-)
+from gems.simulation.costs import RunCosts, counts_units
 from gems.simulation.jitter import noisy_steps
 from gems.trace import DTYPES, KINDS, STREAMS, TIME_UNIT, Trace, root_attributes, write_trace
 from gems.utils.atomic_io import read_json, write_json
@@ -89,10 +83,11 @@ def simulated_trace(spec: RunSpec, schedule: Schedule) -> Trace:
     Raises:
         ScheduleError: the schedule would not run.
     """
-    costs = schedule_costs(spec, schedule.placement)
+    kept = RunCosts.of(spec).kept(schedule)
     cost = spec.cost
     replicas = spec.parallel.replicas
-    network, quiet = simulate_step(spec, schedule)
+    costs = kept.costs
+    quiet = kept.simulation
     images = global_batch(spec)
     warmup = spec.benchmark.skip_steps
     noise = spec.machine.noise
@@ -102,28 +97,18 @@ def simulated_trace(spec: RunSpec, schedule: Schedule) -> Trace:
     drawn = [quiet]
     if noise:
         count = min(num_steps, MAX_NOISY_STEPS)
-        pace = replica_pace(spec, 0)
+        pace = kept.paces[0]
         drawn = noisy_steps(
-            schedule,
-            costs,
-            network,
-            activation_cap(spec),
-            noise,
-            replicas,
-            spec.seed,
-            count,
-            pace=pace,
+            schedule, costs, kept.network, kept.cap, noise, replicas, spec.seed, count, pace=pace
         )
-    spans_ns = [round(drawn[k % len(drawn)].span * cost.unit_s * 1e9) for k in range(num_steps)]
+    spans_ns = [round(drawn[k % len(drawn)].span * 1e9) for k in range(num_steps)]
     starts_ns = [0, *accumulate(spans_ns)]
     untrained = math.nan, math.nan  # norm of the gradient, learning rate
     steps = [
         (k, starts_ns[k], starts_ns[k + 1], images, math.nan, k < warmup, 1, *untrained)
         for k in range(num_steps)
     ]
-    ends_ns = [
-        [round(max(row, default=0.0) * cost.unit_s * 1e9) for row in step.end] for step in drawn
-    ]
+    ends_ns = [[round(max(row, default=0.0) * 1e9) for row in step.end] for step in drawn]
     rank_steps = [
         (
             rank,
@@ -143,7 +128,7 @@ def simulated_trace(spec: RunSpec, schedule: Schedule) -> Trace:
         for step in drawn
     ]
     events = [
-        _events(spec, schedule, costs, step, memory)
+        _events(kept, step, memory, cost.activation_bytes)
         for step, memory in zip(drawn, held, strict=True)
     ]
     peaks = [
@@ -181,15 +166,12 @@ def simulated_trace(spec: RunSpec, schedule: Schedule) -> Trace:
 
 
 def _events(
-    spec: RunSpec,
-    schedule: Schedule,
-    costs: StageCosts,
-    step: Simulation,
-    memory: tuple[RankMemory, ...],
+    kept: PlanOutcome, step: Simulation, memory: tuple[RankMemory, ...], activation_bytes: int
 ) -> np.ndarray:
     """Return the events of one step of replica 0, sorted by (rank, start_ns)."""
-    unit_ns = spec.cost.unit_s * 1e9
-    pace = replica_pace(spec, 0)
+    schedule = kept.schedule
+    costs = kept.costs
+    pace = kept.paces[0]
     rows = []
     for rank, row in enumerate(schedule.rows):
         inputs_ready = pace.inputs_ready(schedule, rank)
@@ -209,8 +191,8 @@ def _events(
                         direction,
                         micro_batch,
                         STREAMS.index("compute"),
-                        round(free * unit_ns),
-                        round(ready * unit_ns),
+                        round(free * 1e9),
+                        round(ready * 1e9),
                         0,
                         round(held.device),
                         round(held.host),
@@ -222,7 +204,7 @@ def _events(
             if kind in SEND_KINDS | RECV_KINDS:
                 moved_bytes = costs.boundary_bytes[boundary_of(action)]
             elif kind in COPY_KINDS:
-                moved_bytes = costs.activation[stage] * spec.cost.activation_bytes
+                moved_bytes = costs.activation[stage] * activation_bytes
             rows.append(
                 (
                     rank,
@@ -233,8 +215,8 @@ def _events(
                     direction,
                     -1 if micro_batch is None else micro_batch,
                     _STREAM_OF[kind],
-                    round(start * unit_ns),
-                    round(end * unit_ns),
+                    round(start * 1e9),
+                    round(end * 1e9),
                     round(moved_bytes),
                     round(held.device),
                     round(held.host),

@@ -149,7 +149,8 @@ class StageCosts:
 
     def in_units(self, time: float, size: float) -> StageCosts:
         """Return the same stages with times and sizes in larger units, given in the present ones."""
-        units = dict.fromkeys(STAGE_TIMES, time) | dict.fromkeys(STAGE_SIZES, size)
+        times = (*STAGE_TIMES, "reduce", "reduce_link", "step")
+        units = dict.fromkeys(times, time) | dict.fromkeys(STAGE_SIZES, size)
         parts = {
             name: tuple(value / unit for value in getattr(self, name))
             for name, unit in units.items()
@@ -235,6 +236,12 @@ class Network:
     first_rank: int = 0
     copies: tuple[float, ...] = ()
     piece_bytes: float = 0.0
+
+    def in_units(self, time: float) -> Network:
+        """Return the same links in a larger unit of time, given in the present one."""
+        names = ("latency", "per_byte", "node_latency", "node_per_byte")
+        parts: dict[str, Any] = {name: getattr(self, name) / time for name in names}
+        return replace(self, **parts, copies=tuple(copy / time for copy in self.copies))
 
     def node_of(self, rank: int) -> int:
         """Return the node of a rank of the pipeline.

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gems.config.schema import RunSpec
+from gems.config.schema import ParallelConfig, RunSpec
 from gems.errors import ConfigError
-from gems.partition.links import network_in_seconds, network_in_units
+from gems.memory.case import MemoryCase, PlanOutcome
 from gems.partition.methods import partition_model
 from gems.partition.operator_placement import placed_on
 from gems.partition.problem import Partition
@@ -27,7 +26,7 @@ from gems.schedule.strips import with_strips
 from gems.schedule.synthesis import capped
 from gems.schedule.synthesis.solver import IS_INSTALLED
 from gems.schedule.validate import validate
-from gems.simulation.costs import activation_cap, depth_costs, schedule_costs
+from gems.simulation.costs import RunCosts
 from gems.simulation.model_costs import PROFILE, ModelCosts
 from gems.simulation.model_search import search_under_policy, search_with_cut, search_within_bytes
 from gems.utils.cache import cached
@@ -46,14 +45,16 @@ def compute_schedule(spec: RunSpec) -> Schedule:
     """
     name = spec.schedule.name
     if name == FROM_FILE:
-        return _read(spec)
+        return _read(spec.schedule.path, spec.parallel)
     if name == PLACED:
-        return placed_on(spec, network_in_seconds(spec))
+        return placed_on(spec)
     if name == CAPPED:
         return from_json(
             search_schedule(spec)["schedule"]
         )  # of a model with the cut that it was found with
-    return with_strips(FAMILIES[name].build(schedule_request(spec)), spec.parallel.strips)
+    return with_strips(
+        FAMILIES[name].build(schedule_request(RunCosts.of(spec), spec.seed)), spec.parallel.strips
+    )
 
 
 def search_schedule(spec: RunSpec, profile: ModelProfile | None = None) -> dict[str, Any]:
@@ -71,7 +72,11 @@ def search_schedule(spec: RunSpec, profile: ModelProfile | None = None) -> dict[
         ConfigError: a cap that no placement can keep, or a profile that cannot be had.
     """
     model = ModelCosts(spec, profile or profile_of(spec)) if spec.cost.name == PROFILE else None
-    request = schedule_request(spec) if model is None else model_request(spec, model)
+    request = (
+        schedule_request(RunCosts.of(spec), spec.seed)
+        if model is None
+        else model_request(spec, model)
+    )
     facts: tuple[object, ...] = (SEARCH, request, IS_INSTALLED)
     is_under_policy = spec.memory.name != "keep" and request.cap is None
     if is_under_policy:
@@ -130,40 +135,31 @@ def lowered_schedule(spec: RunSpec) -> Schedule:
         ScheduleError: a schedule that would not run.
     """
     made = compute_schedule(spec)
-    costs = schedule_costs(spec, made.placement)
-    cap = activation_cap(spec)
-    return validate(lower(made, costs, network_in_units(spec), cap), costs, cap)
+    costs = RunCosts.of(spec)
+    stages = costs.stages(made.placement)
+    return validate(lower(made, stages, costs.network, costs.cap), stages, costs.cap)
 
 
-def lowered_within(
-    run: RunSpec,
-    compute: Schedule,
-    peak_bytes: Callable[[Schedule], tuple[int, ...]],
-    limit_bytes: int | None,
-) -> tuple[Schedule, tuple[int, ...]]:
-    """Return the list of a run that keeps its activations, and the peaks of its ranks.
+def kept_within(costs: RunCosts, lowered: Schedule, case: MemoryCase | None = None) -> PlanOutcome:
+    """Return what a lowered schedule makes of a step with activations kept.
 
-    Receives are posted in time for the links, unless their buffers do not fit; then with the fewest
-    buffers.
+    Its receives are posted in time for the links, unless their buffers do not fit the device; then
+    with the fewest buffers.
     """
-    cap = activation_cap(run)
-    network = network_in_units(run)
-    early = lower(compute, schedule_costs(run, compute.placement), network, cap)
-    fewest = lower(compute)
-    held = peak_bytes(early)
-    if limit_bytes is None or max(held) <= limit_bytes or early.rows == fewest.rows:
-        return early, held
-    return fewest, peak_bytes(fewest)
+    kept = costs.kept(lowered, case)
+    limit = costs.machine.device_bytes
+    if case is None or limit is None or max(kept.peak_bytes) <= limit:
+        return kept
+    return costs.kept(validate(lower(compute_only(lowered))), case)
 
 
 def model_request(spec: RunSpec, model: ModelCosts) -> Request:
     """Return what a search over the stages of a profiled model is asked for, in the units of `model`."""
     unit_s = model.unit_s
-    link = spec.cost.link / model.unit_s
-    cost = replace(spec.cost, unit_s=unit_s, link=link)
+    cost = replace(spec.cost, unit_s=unit_s, link=spec.cost.link / unit_s)
     if spec.schedule.activation_cap_bytes is not None:
         cost = replace(cost, activation_bytes=model.unit_bytes)  # the model is cut for it
-    request = schedule_request(replace(spec, cost=cost))
+    request = schedule_request(replace(RunCosts.of(spec), cost=cost), spec.seed)
     num_layers = model.profile.num_layers
     boundaries = spec.parallel.boundaries
     return replace(
@@ -174,34 +170,34 @@ def model_request(spec: RunSpec, model: ModelCosts) -> Request:
     )
 
 
-def schedule_request(spec: RunSpec) -> Request:
-    """Return what the generator is asked for."""
-    parallel = spec.parallel
-    schedule = spec.schedule
+def schedule_request(costs: RunCosts, seed: int) -> Request:
+    """Return what the generator is asked for, in units of the costs."""
+    parallel = costs.parallel
+    schedule = costs.schedule
     return Request(
         num_ranks=parallel.partitions,
         num_micro_batches=parallel.micro_batches or 1,
         num_parts=parallel.parts or 1,
         chunks=schedule.chunks,
-        cap=activation_cap(spec),
-        costs=depth_costs(spec),
-        network=network_in_units(spec),
+        cap=costs.cap,
+        costs=costs.depth,
+        network=costs.network.in_units(costs.cost.unit_s),
         allow=tuple(sorted(schedule.memory_actions)),
         max_stages=schedule.max_stages,
         placements=tuple(schedule.placements),
-        seed=spec.seed,
+        seed=seed,
         budget_s=schedule.budget_s,
         num_strips=parallel.strips,
-        shared_latency=spec.cost.link / parallel.strips,
+        shared_latency=costs.cost.link / parallel.strips,
     )
 
 
-def _read(spec: RunSpec) -> Schedule:
+def _read(schedule_path: str | None, parallel: ParallelConfig) -> Schedule:
     """Read the file of schedule=file.
 
     What `gems schedule --json` gave, or torch's CSV, valid as it stands.
     """
-    path = Path(spec.schedule.path or "")
+    path = Path(schedule_path or "")
     try:
         text = path.read_text()
         is_csv = path.suffix == ".csv"
@@ -213,18 +209,17 @@ def _read(spec: RunSpec) -> Schedule:
             f"holds no schedule ({error})",
             "give a file of `gems schedule --json`, or a .csv of `gems schedule format=torch`",
         ) from error
-    asked = spec.parallel
-    if schedule.num_ranks != asked.partitions:
+    if schedule.num_ranks != parallel.partitions:
         raise ConfigError(
             "parallel.partitions",
-            asked.partitions,
+            parallel.partitions,
             f"must be {schedule.num_ranks}, the ranks of {path}",
         )
-    if schedule.num_strips != asked.strips:
+    if schedule.num_strips != parallel.strips:
         raise ConfigError(
-            "parallel.strips", asked.strips, f"must be {schedule.num_strips}, those of {path}"
+            "parallel.strips", parallel.strips, f"must be {schedule.num_strips}, those of {path}"
         )
-    if schedule.num_whole != asked.micro_batches:
+    if schedule.num_whole != parallel.micro_batches:
         fault = f"must be {schedule.num_whole}, those of {path}"
-        raise ConfigError("parallel.micro_batches", asked.micro_batches, fault)
+        raise ConfigError("parallel.micro_batches", parallel.micro_batches, fault)
     return compute_only(validate(schedule))

@@ -5,28 +5,153 @@ And one step.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from statistics import fmean
 
-from gems.config.schema import RunSpec
+from gems.config.schema import CostConfig, MachineConfig, ParallelConfig, RunSpec, ScheduleConfig
 from gems.errors import ConfigError
-from gems.partition.links import network_in_units
-from gems.partition.operator_placement import stage_costs_of
+from gems.memory.case import MemoryCase, PlanOutcome
+from gems.memory.plan import KEEP, MemoryPlan
+from gems.partition.links import links_of
 from gems.schedule.costs import DepthCosts, Network, StageCosts
 from gems.schedule.placement import Placement
-from gems.schedule.replicas import slowest_replica, with_all_reduce
+from gems.schedule.replicas import with_all_reduce
 from gems.schedule.schedule import Schedule
-from gems.schedule.simulate import EVEN, Pace, Simulation, rank_times
+from gems.schedule.simulate import Pace, Simulation, rank_times
 from gems.schedule.strips import strip_costs
 from gems.simulation.model_costs import PROFILE
 
 
-def activation_cap(run: RunSpec) -> float | None:
-    """Return the cap in units of one micro-batch's activations on the heaviest of P equal parts, None without one."""
-    schedule = run.schedule
-    if schedule.activation_cap_bytes is None:
-        return schedule.activation_cap
-    return schedule.activation_cap_bytes / run.cost.activation_bytes
+@dataclass(frozen=True)
+class RunCosts:
+    """The costs of a run's steps, configured or by its profile.
+
+    Times in seconds, sizes in units of activations.
+    A unit of activations is the most that one micro-batch holds on any of P equal parts of the
+    model, of `cost.activation_bytes`.
+    """
+
+    cost: CostConfig
+    machine: MachineConfig
+    parallel: ParallelConfig
+    schedule: ScheduleConfig
+    least_bytes: int  # of a storage that a schedule moves to the host
+
+    @classmethod
+    def of(cls, run: RunSpec) -> RunCosts:
+        """Return the costs of a resolved run."""
+        least_bytes = run.memory.min_offload_bytes
+        return cls(run.cost, run.machine, run.parallel, run.schedule, least_bytes)
+
+    @property
+    def cap(self) -> float | None:
+        """The most activations of a rank, in units; None without a cap.
+
+        Raises:
+            ConfigError: a cap in bytes, and a unit of unknown size.
+        """
+        cap_bytes = self.schedule.activation_cap_bytes
+        if cap_bytes is None:
+            return self.schedule.activation_cap
+        if not self.cost.activation_bytes:
+            raise ConfigError(
+                "schedule.activation_cap_bytes",
+                cap_bytes,
+                "needs cost.activation_bytes, the bytes of one unit",
+                "give it, use cost=profile, or give schedule.activation_cap in units",
+            )
+        return cap_bytes / self.cost.activation_bytes
+
+    @cached_property
+    def network(self) -> Network:
+        """The machine's links, with `cost.link` of which each strip's message takes its share."""
+        links = links_of(self.machine)
+        link_s = self.cost.link * self.cost.unit_s / self.parallel.strips
+        return replace(
+            links, latency=links.latency + link_s, node_latency=links.node_latency + link_s
+        )
+
+    @property
+    def depth(self) -> DepthCosts:
+        """The costs of the model over its depth, in units of `cost.unit_s`."""
+        cost = self.cost
+        return DepthCosts(
+            num_ranks=self.parallel.partitions,
+            forward=cost.forward,
+            input_grad=cost.input_grad,
+            weight_grad=cost.weight_grad,
+            recompute=cost.recompute,
+            copy=cost.offload,
+            boundary_bytes=float(cost.boundary_bytes),
+            times=tuple(cost.times),
+            activations=tuple(cost.activations),
+            given=StageCosts.from_json(cost.stages) if cost.stages else None,
+        )
+
+    def stages(self, placement: Placement) -> StageCosts:
+        """Return the costs of a placement's stages (of a strip, where parallel.strips makes several).
+
+        They have the all-reduce of each stage's gradients, of equal stages unless the costs name
+        their bytes. Without `cost.param_bytes` that takes no time, so that abstract costs are those
+        of the pipeline alone.
+
+        Raises:
+            ConfigError: `cost.stages` has other stages.
+        """
+        depth = self.depth
+        cost = self.cost
+        if depth.given is not None and depth.given.num_stages != placement.num_stages:
+            raise ConfigError(
+                "cost.stages",
+                f"of {depth.given.num_stages} stages",
+                f"must be of {placement.num_stages}, the stages of schedule={self.schedule.name}",
+            )
+        stages = strip_costs(
+            depth.of(placement).in_units(1.0 / cost.unit_s, 1.0), self.parallel.strips
+        )
+        if cost.param_bytes and not stages.param_bytes:
+            share = cost.param_bytes * placement.num_ranks / placement.num_stages
+            stages = replace(stages, param_bytes=(share,) * placement.num_stages)
+        return with_all_reduce(stages, placement, self.network, self.parallel.replicas)
+
+    def pace(self, replica: int) -> Pace:
+        """Return what disturbs one replica.
+
+        Its slow rank, if it has one, and the time to read inputs.
+        """
+        slow = self.machine.slow_rank
+        num_ranks = self.parallel.partitions
+        is_here = slow is not None and slow // num_ranks == replica
+        slow_rank = slow % num_ranks if slow is not None and is_here else None
+        input_s = self.cost.input_load * self.cost.unit_s / self.parallel.strips
+        return Pace(slow_rank, self.machine.slowdown, input_s)
+
+    @property
+    def paces(self) -> tuple[Pace, ...]:
+        """What disturbs each replica."""
+        return tuple(map(self.pace, range(self.parallel.replicas)))
+
+    def kept(self, schedule: Schedule, case: MemoryCase | None = None) -> PlanOutcome:
+        """Return what a lowered schedule makes of a step with activations kept.
+
+        `case` has the layers, if known.
+        """
+        plan = MemoryPlan.keeping(() if case is None else case.boundaries)
+        return PlanOutcome(
+            plan,
+            schedule,
+            self.stages(schedule.placement),
+            self.network,
+            case,
+            self.cap,
+            self.paces,
+        )
+
+
+def is_by_layers(run: RunSpec) -> bool:
+    """Return whether a run is simulated by the profile of its layers."""
+    return run.cost.name == PROFILE or run.memory.name != KEEP
 
 
 def counts_units(run: RunSpec) -> bool:
@@ -34,85 +159,12 @@ def counts_units(run: RunSpec) -> bool:
 
     Configured costs without cost.unit_s.
     """
-    is_by_layers = run.cost.name == PROFILE or run.memory.name != "keep"
-    return not is_by_layers and run.cost.unit_s == 1.0 and run.machine.kind != "emulated"
+    return not is_by_layers(run) and run.cost.unit_s == 1.0 and run.machine.kind != "emulated"
 
 
-def depth_costs(run: RunSpec) -> DepthCosts:
-    """Return the costs of the model over its depth, in units."""
-    cost = run.cost
-    return DepthCosts(
-        num_ranks=run.parallel.partitions,
-        forward=cost.forward,
-        input_grad=cost.input_grad,
-        weight_grad=cost.weight_grad,
-        recompute=cost.recompute,
-        copy=cost.offload,
-        boundary_bytes=float(cost.boundary_bytes),
-        times=tuple(cost.times),
-        activations=tuple(cost.activations),
-        given=StageCosts.from_json(cost.stages) if cost.stages else None,
-    )
-
-
-def schedule_costs(run: RunSpec, placement: Placement) -> StageCosts:
-    """Return the costs of a schedule's stages in units (of a strip, where parallel.strips makes several).
-
-    They have the all-reduce of each stage's gradients, of equal stages unless the costs name their
-    bytes. Without `cost.param_bytes` that takes no time, so that abstract costs are those of the
-    pipeline alone.
-
-    Raises:
-        ConfigError: `cost.stages` has other stages.
-    """
-    costs = depth_costs(run)
-    if costs.given is not None and costs.given.num_stages != placement.num_stages:
-        raise ConfigError(
-            "cost.stages",
-            f"of {costs.given.num_stages} stages",
-            f"must be of {placement.num_stages}, the stages of schedule={run.schedule.name}",
-        )
-    stages = costs.of(placement) if placement.feeders is None else stage_costs_of(run)
-    stages = strip_costs(stages, run.parallel.strips)
-    if run.cost.param_bytes and not stages.param_bytes:
-        share = run.cost.param_bytes * placement.num_ranks / placement.num_stages
-        stages = replace(stages, param_bytes=(share,) * placement.num_stages)
-    return with_all_reduce(stages, placement, network_in_units(run), run.parallel.replicas)
-
-
-def replica_pace(run: RunSpec, replica: int) -> Pace:
-    """Return what disturbs one replica of the pipeline.
-
-    Its slow rank, if it has one, and the time to read inputs.
-    """
-    machine = run.machine
-    num_ranks = run.parallel.partitions
-    slow = machine.slow_rank
-    is_here = slow is not None and slow // num_ranks == replica
-    slow_rank = slow % num_ranks if slow is not None and is_here else None
-    return Pace(slow_rank, machine.slowdown, run.cost.input_load / run.parallel.strips)
-
-
-def replica_paces(run: RunSpec) -> tuple[Pace, ...]:
-    """Return what disturbs each replica."""
-    return tuple(replica_pace(run, replica) for replica in range(run.parallel.replicas))
-
-
-def simulate_step(run: RunSpec, schedule: Schedule) -> tuple[Network, Simulation]:
-    """Simulate one step of a run without jitter, in units.
-
-    Return the network that it was simulated on too.
-    """
-    costs = schedule_costs(run, schedule.placement)
-    cap = activation_cap(run)
-    return slowest_replica(schedule, costs, network_in_units(run), replica_paces(run), cap)
-
-
-def parts_s(
-    schedule: Schedule, costs: StageCosts, step: Simulation, links: Network, pace: Pace = EVEN
-) -> dict[str, float]:
+def parts_s(outcome: PlanOutcome, step: Simulation) -> dict[str, float]:
     """Return the seconds of a simulated step by what a rank does, means over the ranks, which add up to the step."""
-    times = rank_times(schedule, costs, step, links, pace)
+    times = rank_times(outcome.schedule, outcome.costs, step, outcome.network, outcome.paces[0])
     useful, recompute, link, reduce = (
         fmean(getattr(time, name) for time in times)
         for name in ("useful", "recompute", "link", "reduce")

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from gems.config.schema import RunSpec
+from gems.config.schema import MemoryConfig, RunSpec
 from gems.errors import DoesNotFitError
 from gems.memory.case import MemoryCase, PlanOutcome
 from gems.memory.plan import MemoryPlan
 from gems.memory.registry import plan_of
 from gems.memory.strips import stages_as_layers
-from gems.partition.links import network_in_seconds
+from gems.partition.links import links_of
 from gems.partition.methods import optimizer_name
 from gems.profile import ModelProfile
 from gems.profile.store import profile_of, strips_of
 from gems.schedule import CAPPED
 from gems.schedule.schedule import Schedule
-from gems.simulation.costs import replica_paces
+from gems.simulation.costs import RunCosts
 from gems.utils.cache import cached
 
+HOST = "machine.host_bytes"
 SMALLER = "use another policy (memory=plan), more partitions, or a smaller image or micro-batch"
 
 
@@ -47,26 +49,26 @@ def memory_case(
         profile,
         schedule,
         boundaries,
-        optimizer_name(spec),
+        optimizer_name(spec.train, spec.optimizer),
         spec.memory.limit_bytes or machine.device_bytes,
         machine.d2h_bytes_per_s,
         machine.h2d_bytes_per_s,
-        network_in_seconds(spec),
+        links_of(machine),
         spec.memory.min_offload_bytes,
-        replica_paces(spec),
+        RunCosts.of(spec).paces,
         strips,
     )
 
 
-def memory_outcome(run: RunSpec, case: MemoryCase) -> PlanOutcome:
-    """Return what the run's memory policy does; the plan is kept in the cache.
+def policy_plan(memory: MemoryConfig, case: MemoryCase, cache_dir: str | None) -> MemoryPlan:
+    """Return the plan of a memory policy, from the cache where it has been made.
 
     Raises:
-        DoesNotFitError: it leaves too much on a device or in host memory.
+        DoesNotFitError: nothing that the policy can do keeps the limit.
     """
     key = repr(
         (
-            run.memory,
+            memory,
             case.schedule.digest(),
             case.profile,
             case.network,
@@ -80,58 +82,65 @@ def memory_outcome(run: RunSpec, case: MemoryCase) -> PlanOutcome:
             case.strips,
         )
     )
-    made = MemoryPlan.from_json(
-        cached(run.cache_dir, "memory", key, lambda: plan_of(run.memory, case).to_json())
+    return MemoryPlan.from_json(
+        cached(cache_dir, "memory", key, lambda: plan_of(memory, case).to_json())
     )
-    outcome = case.as_run(case.outcome(made))
-    check_fits(run, outcome)
-    return outcome
 
 
-def check_fits(spec: RunSpec, outcome: PlanOutcome) -> None:
-    """Check what a memory plan leaves on the devices and takes of host memory.
+def policy_outcome(room: Room, case: MemoryCase, plan: MemoryPlan) -> PlanOutcome:
+    """Return what a plan makes of a step as it runs.
 
     Raises:
-        DoesNotFitError: a rank would hold more than its device, or the ranks of a node more than
-        machine.host_bytes.
+        DoesNotFitError: it leaves too much on a device or in host memory.
     """
-    peaks = outcome.peak_bytes
-    worst = outcome.fullest_rank
-    is_searched = outcome.plan.policy == CAPPED
-    policy = f"schedule={CAPPED}" if is_searched else f"memory={outcome.plan.policy}"
-    smaller = (
-        "lower schedule.activation_cap, or use a smaller image or micro-batch"
-        if is_searched
-        else SMALLER
-    )
-    limit = spec.machine.device_bytes
-    host_limit = spec.machine.host_bytes
-    if limit is not None and peaks[worst] > limit:
-        raise DoesNotFitError(
-            f"rank {worst} of {len(peaks)} under {policy}", peaks[worst], limit, smaller
-        )
-    if host_limit is not None and not fits_host(spec, outcome.host_bytes):
-        num_ranks = _ranks_on_node(spec, outcome.host_bytes)
-        raise DoesNotFitError(
-            f"host memory of {num_ranks} ranks on a node under {policy}",
-            node_host_bytes(spec, outcome.host_bytes),
-            host_limit,
-            "recompute more (memory=recompute, memory=plan), use more nodes, or a smaller image or"
-            " micro-batch",
-            key="machine.host_bytes",
-        )
+    outcome = case.outcome(plan)
+    room.check(outcome)  # first: as it runs it holds no more, unless that fits too
+    return case.as_run(outcome)
 
 
-def fits_host(spec: RunSpec, host_bytes: Sequence[int]) -> bool:
-    """Return whether a node's host memory holds what its ranks keep there, given for each rank of a pipeline."""
-    limit = spec.machine.host_bytes
-    return limit is None or node_host_bytes(spec, host_bytes) <= limit
+@dataclass(frozen=True, slots=True)
+class Room:
+    """The memory that ranks have: of a device, and of a node for its ranks together."""
 
+    device_bytes: int | None
+    host_bytes: int | None
+    ranks_on_node: int
 
-def node_host_bytes(spec: RunSpec, host_bytes: Sequence[int]) -> int:
-    """Return the most bytes that the ranks of a node keep in host memory together."""
-    return max(host_bytes) * _ranks_on_node(spec, host_bytes)
+    @classmethod
+    def of(cls, spec: RunSpec) -> Room:
+        """Return the room of a resolved run."""
+        num_ranks = spec.cluster.ranks_per_node or spec.parallel.partitions
+        machine = spec.machine
+        return cls(machine.device_bytes, machine.host_bytes, min(num_ranks, spec.world_size))
 
+    def node_bytes(self, host_bytes: Sequence[int]) -> int:
+        """Return the most bytes that a node's ranks keep in host memory, of those by rank."""
+        return max(host_bytes) * self.ranks_on_node
 
-def _ranks_on_node(spec: RunSpec, host_bytes: Sequence[int]) -> int:
-    return min(spec.cluster.ranks_per_node or len(host_bytes), spec.world_size)
+    def check(self, outcome: PlanOutcome) -> None:
+        """Check what a memory plan leaves on the devices and takes of host memory.
+
+        Raises:
+            DoesNotFitError: a rank would hold more than its device, or the ranks of a node more
+                than machine.host_bytes.
+        """
+        peaks = outcome.peak_bytes
+        worst = outcome.fullest_rank
+        policy = f"memory={outcome.plan.policy}"
+        smaller = SMALLER
+        if outcome.plan.policy == CAPPED:
+            policy = f"schedule={CAPPED}"
+            smaller = "lower schedule.activation_cap, or use a smaller image or micro-batch"
+        if self.device_bytes is not None and peaks[worst] > self.device_bytes:
+            where = f"rank {worst} of {len(peaks)} under {policy}"
+            raise DoesNotFitError(where, peaks[worst], self.device_bytes, smaller)
+        node_bytes = self.node_bytes(outcome.host_bytes)
+        if self.host_bytes is not None and node_bytes > self.host_bytes:
+            raise DoesNotFitError(
+                f"host memory of {self.ranks_on_node} ranks on a node under {policy}",
+                node_bytes,
+                self.host_bytes,
+                "recompute more (memory=recompute, memory=plan), use more nodes, or a smaller image"
+                " or micro-batch",
+                key=HOST,
+            )

@@ -63,7 +63,7 @@ class ModelCosts:
         facts = (
             spec.partition,
             spec.parallel.boundaries,
-            optimizer_name(spec),
+            optimizer_name(spec.train, spec.optimizer),
             spec.memory.min_offload_bytes,
             self._rates,
         )

@@ -22,7 +22,7 @@ from gems.schedule.simulate import simulate
 from gems.schedule.strips import strip_costs
 from gems.schedule.synthesis import Found, capped, least_cap
 from gems.schedule.synthesis.whole_backward import with_whole_backward
-from gems.simulation.memory_case import memory_case, memory_outcome
+from gems.simulation.memory_case import Room, memory_case, policy_outcome, policy_plan
 from gems.simulation.model_costs import ModelCosts
 
 MAX_CUTS = 2  # times that the model is cut again where no ladder is climbed
@@ -113,7 +113,8 @@ def search_under_policy(
             (replace(last, schedule=replace(rival, name=CAPPED), method=rival.name), by_name)
         )
     kept_s = [_span(one.schedule, request, made) * made.unit_s for one, made in tried]
-    short = replace(spec, memory=replace(spec.memory, budget_s=PLAN_SHARE * spec.memory.budget_s))
+    short = replace(spec.memory, budget_s=PLAN_SHARE * spec.memory.budget_s)
+    room = Room.of(spec)
     fastest_s = math.inf
     best = tried[0]
     least = math.inf
@@ -127,9 +128,8 @@ def search_under_policy(
         if kept_s[number] >= fastest_s:
             break
         try:
-            step_s = memory_outcome(
-                short, memory_case(short, found.schedule, key[1], made.profile)
-            ).step_s
+            case = memory_case(spec, found.schedule, key[1], made.profile)
+            step_s = policy_outcome(room, case, policy_plan(short, case, spec.cache_dir)).step_s
         except DoesNotFitError as error:
             if fastest_s == math.inf and error.needed_bytes < least:
                 least = error.needed_bytes

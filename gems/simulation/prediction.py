@@ -12,29 +12,18 @@ from typing import Any
 from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
 from gems.memory.case import PlanOutcome
-from gems.memory.plan import MemoryPlan
 from gems.memory.timeline import RankTimeline
-from gems.models import layers_of
 from gems.schedule import CAPPED
 from gems.schedule.action import Kind
 from gems.schedule.bounds import memory_time_bound
 from gems.schedule.costs import Network, StageCosts
-from gems.schedule.lower import compute_only
 from gems.schedule.memory import Held, RankMemory, memory_over_time
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import RankTime, Simulation, rank_times
-from gems.simulation.build import partition_of, search_schedule
+from gems.simulation.build import search_schedule
 from gems.simulation.calibration import Confidence, confidence_of
-from gems.simulation.costs import (
-    activation_cap,
-    counts_units,
-    replica_pace,
-    schedule_costs,
-    simulate_step,
-)
+from gems.simulation.costs import RunCosts, counts_units, is_by_layers
 from gems.simulation.jitter import interval_of, median_of, noisy_steps
-from gems.simulation.memory_case import memory_case
-from gems.simulation.model_costs import PROFILE
 
 # The name of a rank's times in the JSON, and in `RankTime`.
 TIMES = {
@@ -50,7 +39,7 @@ TIMES = {
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """One simulated step of a run, in its units, and what it was simulated with.
+    """One simulated step of a run, in seconds, and what it was simulated with.
 
     Attributes:
         run: with the costs that it was simulated with.
@@ -58,7 +47,7 @@ class Prediction:
         step: with machine.noise, the median of drawn steps.
         interval: the spans between which 95 % of the drawn steps lie; without noise, the step's
             span twice.
-        unit_s: seconds in a unit of time.
+        unit_s: seconds in a unit of the configured time.
         activation_bytes: bytes in a unit of memory; 0 if not known.
     """
 
@@ -83,7 +72,7 @@ class Prediction:
     @property
     def step_s(self) -> float:
         """Seconds of one step."""
-        return self.step.span * self.unit_s
+        return self.step.span
 
     @property
     def confidence(self) -> Confidence | None:
@@ -91,11 +80,8 @@ class Prediction:
 
         None if its costs are not those of its layers.
         """
-        spec = self.run
-        is_by_layers = spec.machine.kind == "real" and (
-            spec.cost.name == PROFILE or spec.memory.name != "keep"
-        )
-        return confidence_of(spec) if is_by_layers else None
+        is_real = self.run.machine.kind == "real"
+        return confidence_of(self.run) if is_real and is_by_layers(self.run) else None
 
     @property
     def peak_bytes(self) -> tuple[float, ...] | None:
@@ -120,7 +106,6 @@ class Prediction:
         is_in_units = counts_units(self.run)
         spec = self.run
         step = self.step
-        unit_s = self.unit_s
         num_ranks = self.schedule.num_ranks
         size = self.activation_bytes
         unknown = [None] * num_ranks
@@ -136,12 +121,12 @@ class Prediction:
             "strips": self.schedule.num_strips,
             "stages": self.schedule.num_stages,
             "directions": self.schedule.num_directions,
-            "step_units": step.span,
+            "step_units": step.span / self.unit_s,
             "step_s": self.step_s,
             "is_calibrated": None if confidence is None else confidence.is_calibrated,
             "step_range_s": None if confidence is None else confidence.range_s(self.step_s),
-            "step_low_s": self.interval[0] * unit_s,
-            "step_high_s": self.interval[1] * unit_s,
+            "step_low_s": self.interval[0],
+            "step_high_s": self.interval[1],
             "time_unit": "unit" if is_in_units else "s",
             "images_per_s": None if is_in_units else global_batch(spec) / self.step_s,
             "efficiency": step.efficiency,
@@ -158,22 +143,43 @@ class Prediction:
                 for memory in self.memory
             ],
             **{
-                f"{name}_s": [getattr(time, part) * unit_s for time in self.times]
+                f"{name}_s": [getattr(time, part) for time in self.times]
                 for name, part in TIMES.items()
             },
         }
 
 
-def predict_schedule(run: RunSpec, schedule: Schedule) -> Prediction:
-    """Simulate a lowered schedule that keeps its activations, one pipeline for all replicas.
+def predict(run: RunSpec, outcome: PlanOutcome) -> Prediction:
+    """Simulate a step of a run as planned, one pipeline for all replicas.
 
-    Raises:
-        DoesNotFitError: a rank would hold more than its device, by the profile of its layers.
+    `run` has the costs of its plan.
+    Bytes on the device are those of a walk over the layers, where they are known. Else they are of
+    activations, messages and parameters alone.
     """
-    costs = schedule_costs(run, schedule.placement)
-    cap = activation_cap(run)
-    network, quiet = simulate_step(run, schedule)
-    step, interval = with_jitter(run, schedule, costs, network, cap, quiet)
+    schedule = outcome.schedule
+    costs = outcome.costs
+    network = outcome.network
+    unit_s, unit_bytes = (
+        (1.0, 1) if outcome.is_segmented else (run.cost.unit_s, run.cost.activation_bytes)
+    )
+    step, interval = with_jitter(outcome, run.machine.noise, run.seed)
+    memory = (
+        memory_over_time(schedule, costs, step, unit_bytes, run.cost.param_bytes)
+        if outcome.case is None
+        else _memory_over_time(outcome.ranks, step)
+    )
+    cap = outcome.cap
+    limit = RunCosts.of(run).cap
+    bounds: tuple[float, float | None]
+    if schedule.name == CAPPED and limit is not None:
+        found = search_schedule(run)
+        bounds = float(found["bound"]), float(found["bound_any_strips"])
+        cap = limit * run.cost.activation_bytes if outcome.is_segmented else limit
+    else:
+        most = max(step.peak) if cap is None and not outcome.is_segmented else cap
+        allow = allowed_actions(run.schedule.memory_actions, schedule)
+        is_split = schedule.has_split_backward
+        bounds = memory_time_bound(costs, schedule.placement, most, is_split, network, allow), None
     return Prediction(
         run,
         schedule,
@@ -181,86 +187,33 @@ def predict_schedule(run: RunSpec, schedule: Schedule) -> Prediction:
         network,
         cap,
         step,
-        rank_times(schedule, costs, step, network, replica_pace(run, 0)),
-        _kept_memory(run, schedule, costs, step),
-        _efficiency_bounds(run, schedule, costs, network, max(step.peak) if cap is None else cap),
-        interval,
-        run.cost.unit_s,
-        run.cost.activation_bytes,
-    )
-
-
-def predict_outcome(run: RunSpec, outcome: PlanOutcome) -> Prediction:
-    """Simulate a run under its memory policy, in seconds and bytes.
-
-    The bytes on the device are those of its walk.
-    """
-    schedule = outcome.schedule
-    costs = outcome.costs
-    network = outcome.network
-    step, interval = with_jitter(run, schedule, costs, network, None, outcome.simulation)
-    cap = activation_cap(run) if schedule.name == CAPPED else None
-    bounds: tuple[float, float | None]
-    if cap is None:
-        bounds = (
-            memory_time_bound(
-                costs, schedule.placement, None, schedule.has_split_backward, network
-            ),
-            None,
-        )
-    else:
-        bounds = _search_bounds(run)
-    return Prediction(
-        run,
-        schedule,
-        costs,
-        network,
-        None if cap is None else cap * run.cost.activation_bytes,
-        step,
-        rank_times(schedule, costs, step, network, replica_pace(run, 0)),
-        _memory_over_time(outcome.ranks, step),
+        rank_times(schedule, costs, step, network, outcome.paces[0]),
+        memory,
         bounds,
         interval,
-        1.0,
-        1,
+        unit_s,
+        unit_bytes,
     )
 
 
 def with_jitter(
-    run: RunSpec,
-    schedule: Schedule,
-    costs: StageCosts,
-    network: Network,
-    cap: float | None,
-    quiet: Simulation,
+    outcome: PlanOutcome, noise: float, seed: int
 ) -> tuple[Simulation, tuple[float, float]]:
     """Return the median step under machine.noise, and the times between which 95 % of the steps lie."""
-    if not run.machine.noise:
+    quiet = outcome.simulation
+    if not noise:
         return quiet, (quiet.span, quiet.span)
-    machine = run.machine
-    replicas = run.parallel.replicas
     steps = noisy_steps(
-        schedule, costs, network, cap, machine.noise, replicas, run.seed, pace=replica_pace(run, 0)
+        outcome.schedule,
+        outcome.costs,
+        outcome.network,
+        outcome.cap,
+        noise,
+        len(outcome.paces),
+        seed,
+        pace=outcome.paces[0],
     )
     return median_of(steps), interval_of(steps)
-
-
-def _kept_memory(
-    run: RunSpec, schedule: Schedule, costs: StageCosts, step: Simulation
-) -> tuple[RankMemory, ...]:
-    """Return the bytes of ranks that keep their activations.
-
-    By the storages of the layers, if a profile names them.
-    Configured costs, a placed schedule, and a searched one of more stages than layers count only
-    activations, messages and parameters.
-    """
-    has_profile = run.cost.name == PROFILE and schedule.placement.feeders is None
-    if not has_profile or schedule.num_stages > len(layers_of(run.model, run.data)):
-        return memory_over_time(
-            schedule, costs, step, run.cost.activation_bytes, run.cost.param_bytes
-        )
-    case = memory_case(run, compute_only(schedule), partition_of(run, schedule).boundaries)
-    return _memory_over_time(case.timelines(MemoryPlan.keeping(case.boundaries), schedule), step)
 
 
 def _memory_over_time(ranks: Iterable[RankTimeline], step: Simulation) -> tuple[RankMemory, ...]:
@@ -277,31 +230,7 @@ def _memory_over_time(ranks: Iterable[RankTimeline], step: Simulation) -> tuple[
     return tuple(memory)
 
 
-def _efficiency_bounds(
-    run: RunSpec, schedule: Schedule, costs: StageCosts, network: Network, cap: float
-) -> tuple[float, float | None]:
-    """Return the efficiency that no order on the same placement exceeds under the cap.
-
-    See `memory_time_bound`.
-    A search knows its own, over all placements that it may use, and that in any number of strips.
-    """
-    if schedule.name == CAPPED:
-        return _search_bounds(run)
-    allow = allowed_actions(run, schedule)
-    return (
-        memory_time_bound(
-            costs, schedule.placement, cap, schedule.has_split_backward, network, allow
-        ),
-        None,
-    )
-
-
-def _search_bounds(run: RunSpec) -> tuple[float, float]:
-    found = search_schedule(run)
-    return float(found["bound"]), float(found["bound_any_strips"])
-
-
-def allowed_actions(run: RunSpec, schedule: Schedule) -> tuple[str, ...]:
+def allowed_actions(memory_actions: Iterable[str], schedule: Schedule) -> tuple[str, ...]:
     """Return the memory actions that the bound allows.
 
     The schedule's own, and those that the run lets a search use.
@@ -311,4 +240,4 @@ def allowed_actions(run: RunSpec, schedule: Schedule) -> tuple[str, ...]:
         for name, kind in (("recompute", Kind.R), ("offload", Kind.OFFLOAD))
         if schedule.has_any(kind)
     }
-    return tuple(sorted(used | set(run.schedule.memory_actions), reverse=True))
+    return tuple(sorted(used | set(memory_actions), reverse=True))

@@ -10,11 +10,20 @@ from typing import Any
 from gems.config.schema import CostConfig, RunSpec
 from gems.memory.timeline import acting_stage_costs
 from gems.partition.methods import partition_model
+from gems.partition.operator_placement import stage_costs_of
 from gems.profile import ModelProfile
 from gems.profile.store import profile_of
-from gems.schedule import CAPPED
-from gems.schedule.costs import STAGE_BYTES, STAGE_SIZES, STAGE_TIMES, STRIP_LOADS, DepthCosts
+from gems.schedule import CAPPED, PLACED
+from gems.schedule.costs import (
+    STAGE_BYTES,
+    STAGE_SIZES,
+    STAGE_TIMES,
+    STRIP_LOADS,
+    DepthCosts,
+    StageCosts,
+)
 from gems.simulation.build import compute_schedule, search_schedule
+from gems.simulation.costs import RunCosts
 from gems.simulation.model_costs import PROFILE
 
 MIN_S = 1e-9  # times are above 0
@@ -22,6 +31,8 @@ MIN_S = 1e-9  # times are above 0
 
 def with_profiled_costs(spec: RunSpec) -> RunSpec:
     """Return the run with the costs of its profile in place of the configured ones, if it asks for them (cost=profile).
+
+    Those of schedule=placed are of its operators.
 
     This is for simulation only: the run's identity, and run.yaml, stay those of `spec`. The unit of
     time is the second, that of activations what the heaviest of P equal parts keeps of one
@@ -32,46 +43,58 @@ def with_profiled_costs(spec: RunSpec) -> RunSpec:
         ConfigError: as `profile_of`, `partition_model` and `search_schedule`.
         DoesNotFitError: a rank would hold more than machine.device_bytes.
     """
+    if spec.schedule.name == PLACED:
+        return replace(
+            spec,
+            cost=replace(
+                spec.cost, stages=_of_stages(stage_costs_of(spec).in_units(spec.cost.unit_s, 1))
+            ),
+        )
     if spec.cost.name != PROFILE or spec.cost.activation_bytes:
         return spec
     profile = profile_of(spec)
+    costs = RunCosts.of(spec)
     if spec.schedule.name == CAPPED:
         found = search_schedule(spec)
         return replace(
-            spec, cost=profiled_costs(spec, profile, found["boundaries"], found["unit_bytes"])
+            spec, cost=profiled_costs(costs, profile, found["boundaries"], found["unit_bytes"])
         )
-    made = compute_schedule(replace(spec, cost=layer_costs(spec, profile)))
+    made = compute_schedule(replace(spec, cost=layer_costs(costs, profile)))
     boundaries = partition_model(spec, made).boundaries
-    return replace(spec, cost=profiled_costs(spec, profile, boundaries))
+    return replace(spec, cost=profiled_costs(costs, profile, boundaries))
 
 
-def layer_costs(spec: RunSpec, profile: ModelProfile) -> CostConfig:
+def layer_costs(costs: RunCosts, profile: ModelProfile) -> CostConfig:
     """Return the costs of a model whose stages are not known, each layer a piece of its depth."""
     kept = [float(layer.kept_bytes) for layer in profile.layers]
-    return _costs(spec, profile, list(range(profile.num_layers + 1)), kept)
+    return _costs(costs, profile, list(range(profile.num_layers + 1)), kept)
 
 
 def profiled_costs(
-    spec: RunSpec, profile: ModelProfile, boundaries: Sequence[int], unit_bytes: int | None = None
+    costs: RunCosts, profile: ModelProfile, boundaries: Sequence[int], unit_bytes: int | None = None
 ) -> CostConfig:
     """Return the costs of the stages between boundaries.
 
     `unit_bytes` is the unit of activations, if it is given.
     """
-    machine = spec.machine
+    machine = costs.machine
     rates = machine.d2h_bytes_per_s, machine.h2d_bytes_per_s
-    stages = acting_stage_costs(profile, boundaries, spec.memory.min_offload_bytes, *rates)
-    cost = _costs(spec, profile, boundaries, list(stages.activation), unit_bytes)
-    stages = stages.in_units(1.0, cost.activation_bytes)
+    stages = acting_stage_costs(profile, boundaries, costs.least_bytes, *rates)
+    cost = _costs(costs, profile, boundaries, list(stages.activation), unit_bytes)
+    return replace(cost, stages=_of_stages(stages.in_units(1.0, cost.activation_bytes)))
+
+
+def _of_stages(stages: StageCosts) -> dict[str, Any]:
+    """Return costs of stages as `cost.stages` holds them."""
     names = (*STAGE_TIMES, *STAGE_SIZES, *STAGE_BYTES)
     of_stages: dict[str, Any] = {name: list(getattr(stages, name)) for name in names}
     if stages.strip_loads:
         of_stages[STRIP_LOADS] = [list(loads) for loads in stages.strip_loads]
-    return replace(cost, stages=of_stages)
+    return of_stages
 
 
 def _costs(
-    spec: RunSpec,
+    costs: RunCosts,
     profile: ModelProfile,
     boundaries: Sequence[int],
     kept: Sequence[float],
@@ -79,7 +102,7 @@ def _costs(
 ) -> CostConfig:
     """Return the costs of pieces of the depth, each the layers between two boundaries, of which each keeps `kept`."""
     pieces = [profile.layers[first:end] for first, end in pairwise(boundaries)]
-    num_ranks = spec.parallel.partitions
+    num_ranks = costs.parallel.partitions
     activations = [max(1.0, size) for size in kept]
     one = DepthCosts(num_ranks, activations=tuple(activations)).stages(num_ranks).activation
     shares: dict[str, Any] = {
@@ -89,7 +112,7 @@ def _costs(
         for name in ("forward", "input_grad", "weight_grad", "recompute")
     }
     return replace(
-        spec.cost,
+        costs.cost,
         **shares,
         times=[max(MIN_S, sum(layer.time_s for layer in piece)) for piece in pieces],
         activations=activations,

@@ -16,9 +16,9 @@ from gems.cli.framework import Options, print_json
 from gems.config.compose import changed
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, GemsError, one_of
+from gems.plan.evaluate import with_strips_chosen
 from gems.runs.failure_cause import FailureCause
 from gems.runs.folder import RunFolder
-from gems.runs.run_plan import with_strips_chosen
 from gems.utils.tables import printable
 from jobs.batch.command import SchedulerUnavailableError
 from jobs.batch.resources import job_spec

@@ -12,10 +12,10 @@ from pathlib import Path
 from gems.cli.framework import Options, print_json
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
+from gems.plan.evaluate import evaluate
 from gems.runs.folder import RunFolder
 from gems.runs.owner import own_job_id, release, take
 from gems.runs.prepare import prepare
-from gems.runs.run_plan import plan_run
 from gems.utils.stdio import report
 from jobs.batch.resources import JobSpec, job_spec
 from jobs.diagnosis.node_blocklist import NodeBlocklist
@@ -138,7 +138,7 @@ def _show(spec: RunSpec, job: JobSpec, options: Options) -> None:
     for note in notes:
         report("jobs", note)
     checks = passed(
-        preflight(spec, job, script, partial(plan_run, spec), here=is_on_site(spec.cluster))
+        preflight(spec, job, script, partial(evaluate, spec), here=is_on_site(spec.cluster))
     )
     if options.json:
         names = (

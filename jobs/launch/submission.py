@@ -9,10 +9,10 @@ from functools import cache, partial
 
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
+from gems.plan.evaluate import Plan, evaluate
 from gems.runs.folder import RunFolder, describe_layout
 from gems.runs.owner import check_free, new_token
 from gems.runs.prepare import change_layout, prepare
-from gems.runs.run_plan import RunPlan, plan_run
 from gems.utils.atomic_io import write_json
 from gems.utils.stdio import report
 from jobs.batch.job import name_submission
@@ -61,7 +61,7 @@ def submit_run(
     scheduler.check_here()
     check_submission(spec.cluster)
     check_free(folder, gone_verifier(force=force))
-    plan = cache(partial(plan_run, spec))
+    plan = cache(partial(evaluate, spec))
     layout = plan_of_start(spec, folder)
     run = spec
     if layout is not None:
@@ -82,10 +82,10 @@ def submit_run(
 def submit_together(
     specs: Sequence[RunSpec],
     job: JobSpec,
-    plans: Sequence[RunPlan | None],
+    plans: Sequence[Plan | None],
     *,
     force: bool = False,
-    layout: tuple[RunPlan, str] | None = None,
+    layout: tuple[Plan, str] | None = None,
 ) -> str:
     """Prepare the runs of one job, submit it, and return its number.
 

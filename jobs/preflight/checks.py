@@ -16,8 +16,8 @@ from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, DoesNotFitError, GemsError
 from gems.launch.recipe import check_recipe, needs_check
+from gems.plan.evaluate import Peak, Plan
 from gems.runs.folder import RunFolder
-from gems.runs.run_plan import Peak, RunPlan, predict_peak, predict_steps_s
 from gems.simulation.calibration import confidence_of
 from gems.simulation.memory_case import SMALLER
 from gems.utils.stdio import report
@@ -84,7 +84,7 @@ def preflight(
     spec: RunSpec,
     job: JobSpec,
     script: str | None,
-    make_plan: Callable[[], RunPlan],
+    make_plan: Callable[[], Plan],
     *,
     here: bool = True,
 ) -> Iterator[Check]:
@@ -192,10 +192,10 @@ def _check(name: str, look: Callable[[], Outcome]) -> Check:
     return Check(name, True, found) if isinstance(found, str) else Check(name, *found)
 
 
-def _check_memory(spec: RunSpec, plan: RunPlan) -> Outcome:
+def _check_memory(spec: RunSpec, plan: Plan) -> Outcome:
     if spec.machine.kind != "real":
         return None, f"a run on machine={spec.machine.name} computes nothing"
-    peak = predict_peak(plan)
+    peak = plan.peak
     limit = spec.machine.device_bytes
     if peak is None:
         reason = (
@@ -253,7 +253,7 @@ def _check_folder(spec: RunSpec, job: JobSpec) -> Outcome:
     return None, f"{text}; compute nodes must see it"
 
 
-def _check_checkpoints(spec: RunSpec, plan: RunPlan) -> Outcome:
+def _check_checkpoints(spec: RunSpec, plan: Plan) -> Outcome:
     if plan.profile is None:
         return None, "the size of a checkpoint is not predicted"
     states = (1 + spec.optimizer.num_states + (spec.train.ema_decay is not None)) * sum(
@@ -264,8 +264,8 @@ def _check_checkpoints(spec: RunSpec, plan: RunPlan) -> Outcome:
     return f"{needed_bytes / GIB:.2f} GiB for {CHECKPOINTS} checkpoints of weights and optimizer"
 
 
-def _check_time(spec: RunSpec, job: JobSpec, plan: RunPlan) -> Outcome:
-    predicted_s = predict_steps_s(plan)
+def _check_time(spec: RunSpec, job: JobSpec, plan: Plan) -> Outcome:
+    predicted_s = plan.steps_s
     if predicted_s is None:
         return None, f"{job.minutes} min requested; the steps' time is not predicted"
     confidence = confidence_of(spec) if spec.machine.kind == "real" else None

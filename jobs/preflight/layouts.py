@@ -12,8 +12,8 @@ from dataclasses import replace
 from gems.config.resolve import global_batch, resolve
 from gems.config.schema import ClusterConfig, RunSpec
 from gems.errors import ConfigError, DoesNotFitError, ScheduleError
+from gems.plan.evaluate import Plan, evaluate
 from gems.runs.folder import RunFolder, describe_layout
-from gems.runs.run_plan import RunPlan, plan_run, step_s
 from jobs.batch.command import SchedulerUnavailableError
 from jobs.batch.resources import job_spec
 from jobs.slurm.limits import estimate_wait_h
@@ -23,7 +23,7 @@ NO_LAYOUT = (ConfigError, DoesNotFitError, ScheduleError)
 SEARCH_BUDGET_S = 10.0
 
 
-def smaller_plan(spec: RunSpec, nodes: int) -> RunPlan:
+def smaller_plan(spec: RunSpec, nodes: int) -> Plan:
     """Return the plan by which a resolved run goes on on fewer nodes.
 
     It has as many ranks as the nodes hold, at most the run's own, and the run's micro-batches, so
@@ -38,14 +38,14 @@ def smaller_plan(spec: RunSpec, nodes: int) -> RunPlan:
     most = min(cluster.max_ranks_per_node, spec.world_size // nodes)
     for per_node in range(most, 0, -1):
         run = replace(spec, cluster=replace(cluster, nodes=nodes, ranks_per_node=per_node))
-        found: list[RunPlan] = []
+        found: list[Plan] = []
         for layout in _own_layouts(run, nodes * per_node):
             try:
-                found.append(plan_run(resolve(layout)))
+                found.append(evaluate(resolve(layout)))
             except NO_LAYOUT as error:
                 why = f" ({error})"
         if found:
-            return min(found, key=lambda plan: (step_s(plan), -plan.spec.parallel.partitions))
+            return min(found, key=lambda plan: (plan.step_s, -plan.spec.parallel.partitions))
         if run.machine.kind == "real":
             try:
                 return _searched_plan(run, nodes * per_node)
@@ -81,7 +81,7 @@ def check_layouts(spec: RunSpec) -> tuple[bool, str]:
     )
 
 
-def plan_of_start(spec: RunSpec, folder: RunFolder) -> tuple[RunPlan, str] | None:
+def plan_of_start(spec: RunSpec, folder: RunFolder) -> tuple[Plan, str] | None:
     """Return the plan on fewer nodes that a submission begins with, and why.
 
     None if it has its own nodes.
@@ -157,7 +157,7 @@ def _own_layouts(spec: RunSpec, world_size: int) -> Iterator[RunSpec]:
             yield replace(spec, parallel=changed)
 
 
-def _searched_plan(spec: RunSpec, world_size: int) -> RunPlan:
+def _searched_plan(spec: RunSpec, world_size: int) -> Plan:
     """Return the plan of the best configuration that `gems plan` finds with the run's micro-batches and strips.
 
     Raises:
@@ -181,4 +181,4 @@ def _searched_plan(spec: RunSpec, world_size: int) -> RunPlan:
         accepts=lambda one: one.micro_batch_size == size and one.strips == strips,
     )
     run = planner.run_of(found.best[0].candidate, found.best[0].boundaries)
-    return plan_run(resolve(replace(run, cluster=replace(run.cluster, ranks_per_node=per_node))))
+    return evaluate(resolve(replace(run, cluster=replace(run.cluster, ranks_per_node=per_node))))

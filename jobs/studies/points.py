@@ -17,8 +17,8 @@ from gems.config.compose import compose
 from gems.config.overrides import CONF, options_of
 from gems.config.schema import RunSpec, StudyConfig
 from gems.errors import ConfigError, nearest, one_of
+from gems.plan.evaluate import with_strips_chosen
 from gems.runs.folder import RunFolder
-from gems.runs.run_plan import with_strips_chosen
 from gems.simulation.profiled_costs import with_profiled_costs
 
 GROUP = "study"

@@ -24,11 +24,11 @@ from typing import Any
 
 from gems.config.schema import RunSpec
 from gems.errors import SIGNAL_BASE, ConfigError, GemsError, RankFailedError, TryLaterError
+from gems.plan.evaluate import evaluate
 from gems.runs.folder import RunFolder
 from gems.runs.owner import read_owner
 from gems.runs.prepare import prepare
 from gems.runs.provenance import own_code
-from gems.runs.run_plan import plan_run
 from gems.utils.stdio import report
 from jobs.batch.job import UnclearSubmissionError
 from jobs.batch.resources import JobSpec, job_spec
@@ -407,7 +407,7 @@ def _owners(points: Iterable[Point]) -> Iterator[str]:
 
 def _prepare(point: Point, job: JobSpec, ownership: Ownership, last: Point | None) -> None:
     """Prepare a point whose job the site takes, once all is checked that differs from that of the `last` point."""
-    plan = cache(partial(plan_run, point.spec))
+    plan = cache(partial(evaluate, point.spec))
     passed(preflight(point.spec, job, None, plan))
     has_same_code = last is not None and [*own_code(point.spec)] == [*own_code(last.spec)]
     like = last.folder if last is not None and has_same_code else None

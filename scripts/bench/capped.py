@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 
-from gems.runs.run_plan import plan_run, predict_peak
+from gems.plan.evaluate import evaluate
 from scripts.bench.rig import Table, answered, composed, machine, trained_in_turns
 
 DEFAULTS = (
@@ -45,7 +45,7 @@ def main(overrides: list[str]) -> int:
         "over GEMS=over_gems:>10.2f",
     )
     specs = {way: composed(DEFAULTS, words, overrides) for way, words in WAYS.items()}
-    peak = predict_peak(plan_run(specs[WITH_RECOMPUTE]))
+    peak = evaluate(specs[WITH_RECOMPUTE]).peak
     assert peak is not None
     limit = f"memory=plan memory.limit_bytes={peak.device_bytes}"
     specs |= {

@@ -17,9 +17,8 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from gems.partition.links import network_in_units
 from gems.schedule.simulate import simulate
-from gems.simulation.costs import activation_cap, schedule_costs
+from gems.simulation.costs import RunCosts
 from gems.utils.atomic_io import read_json
 from scripts.bench.rig import Table, answered, composed, counted_steps_s, finished_run, machine
 
@@ -99,12 +98,12 @@ def run_case(
         times_s = counted_steps_s(folder).tolist()
         made = folder.read_schedule()
         hop_s = float(read_json(folder.result_json)["hop_s"])
-    unit_s = spec.cost.unit_s
-    network = network_in_units(spec)
+    costs = RunCosts.of(spec)
+    network = costs.network
     if not any(word.startswith(LINK_KEYS) for word in overrides):
-        network = replace(network, latency=hop_s / unit_s)
-    step = simulate(made, schedule_costs(spec, made.placement), network, activation_cap(spec))
-    simulated_s = step.span * unit_s
+        network = replace(network, latency=hop_s)
+    step = simulate(made, costs.stages(made.placement), network, costs.cap)
+    simulated_s = step.span
     emulated_s = statistics.median(times_s)
     return {
         "schedule": schedule if cap is None else f"{schedule} K={cap:g}",

@@ -35,7 +35,7 @@ from gems.schedule.memory import memory_over_time
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import Simulation
 from gems.simulation.calibration import calibration_of
-from gems.simulation.costs import schedule_costs
+from gems.simulation.costs import RunCosts
 from gems.simulation.profiled_costs import with_profiled_costs
 from gems.trace import KINDS, Trace
 from scripts.bench.pace import (
@@ -219,23 +219,22 @@ def observed(spec: RunSpec) -> Step:
         trace = load_parts(folder.path).trace
         made = folder.read_schedule()
         cost = spec.cost
-        costs = schedule_costs(with_profiled_costs(spec), made.placement)
-        peaks = step_peaks(trace, made, costs, cost.unit_s, cost.activation_bytes)
+        costs = RunCosts.of(with_profiled_costs(spec)).stages(made.placement)
+        peaks = step_peaks(trace, made, costs, cost.activation_bytes)
         return Step(
             step_s, float(np.median(peaks)), float(max(trace.attributes["peak_allocated_bytes"]))
         )
 
 
 def step_peaks(
-    trace: Trace, schedule: Schedule, costs: StageCosts, unit_s: float, activation_bytes: float
+    trace: Trace, schedule: Schedule, costs: StageCosts, activation_bytes: float
 ) -> np.ndarray:
     """Return the most bytes that come and go on any rank in each counted step, (steps,).
 
     Activations and messages.
     A trace keeps the most of a whole run, which one late message decides; a simulation without
     noise can be compared with the median step. The costs are of the lowered schedule's stages,
-    boundaries in bytes; `unit_s` is seconds of their unit, `activation_bytes` bytes of a unit of
-    activations.
+    boundaries in bytes; `activation_bytes` is the size of a unit of activations.
 
     Raises:
         ConfigError: a step lacks an action.
@@ -246,7 +245,7 @@ def step_peaks(
 
     def peak(step: int) -> float:
         mine = events[events["step"] == step]
-        times = [_as_simulation(mine, schedule, replica, unit_s) for replica in range(pipelines)]
+        times = [_as_simulation(mine, schedule, replica) for replica in range(pipelines)]
         return max(
             rank.peak
             for each in times
@@ -256,10 +255,8 @@ def step_peaks(
     return np.array([peak(step) for step in counted])
 
 
-def _as_simulation(
-    events: np.ndarray, schedule: Schedule, replica: int, unit_s: float
-) -> Simulation:
-    """Return the times of one replica's actions in one step, in units from its first event."""
+def _as_simulation(events: np.ndarray, schedule: Schedule, replica: int) -> Simulation:
+    """Return the times of one replica's actions in one step, in seconds from its first event."""
     first_ns = events["start_ns"].min()
     starts = []
     ends = []
@@ -271,7 +268,7 @@ def _as_simulation(
         if missing:
             raise ConfigError("trace", f"rank {rank}", f"lacks {missing[0]}")
         spans = np.array([times[_event_key(action)] for action in row]).reshape(-1, 2) - first_ns
-        start, end = (spans * 1e-9 / unit_s).T.tolist()
+        start, end = (spans * 1e-9).T.tolist()
         starts.append(tuple(start))
         ends.append(tuple(end))
     return Simulation(tuple(starts), tuple(ends), 0.0, (), ())

@@ -17,13 +17,13 @@ from typing import NamedTuple
 import numpy as np
 
 from gems.config.schema import RunSpec
+from gems.plan.evaluate import evaluate
 from gems.profile.pace import RunPace
-from gems.runs.run_plan import plan_run
 from gems.schedule.memory import memory_over_time
 from gems.schedule.simulate import simulate
 from gems.simulation.build import lowered_schedule
 from gems.simulation.calibration import Calibration, fit_pace
-from gems.simulation.costs import schedule_costs, simulate_step
+from gems.simulation.costs import RunCosts
 from gems.simulation.profiled_costs import with_profiled_costs
 from gems.utils.atomic_io import read_json
 from scripts.bench.rig import composed, counted_steps_s, finished_run, square
@@ -78,7 +78,7 @@ def real_run(case: Case, steps: int, overrides: Sequence[str]) -> RunSpec:
     spec = composed(REAL, case[1], f"train.steps={steps + SKIPPED_STEPS}", overrides)
     spec = replace(spec, machine=replace(spec.machine, pace_factor=None))
     return replace(
-        spec, parallel=replace(spec.parallel, boundaries=list(plan_run(spec).boundaries))
+        spec, parallel=replace(spec.parallel, boundaries=list(evaluate(spec).boundaries))
     )
 
 
@@ -126,7 +126,7 @@ def passes_of(spec: RunSpec) -> float:
         weight_grad=share,
         times=list(map(float, layers)),
     )
-    return simulate(made, schedule_costs(replace(spec, cost=cost), made.placement)).span
+    return simulate(made, RunCosts.of(replace(spec, cost=cost)).stages(made.placement)).span
 
 
 def predicted(spec: RunSpec, links: Calibration) -> Step:
@@ -140,14 +140,15 @@ def predicted(spec: RunSpec, links: Calibration) -> Step:
     cost = spec.cost
     values = {key: value for key, value in links.machine().items() if key != "noise"}
     spec = replace(spec, machine=replace(spec.machine, **values))
-    simulated = simulate_step(spec, made)[1]
+    run_costs = RunCosts.of(spec)
+    simulated = run_costs.kept(made).simulation
     if spec.machine.kind == "emulated":
-        costs = schedule_costs(spec, made.placement)
-        memory = memory_over_time(made, costs, simulated, cost.activation_bytes, cost.param_bytes)
+        stages = run_costs.stages(made.placement)
+        memory = memory_over_time(made, stages, simulated, cost.activation_bytes, cost.param_bytes)
         peak = max(rank.peak - rank.parameters for rank in memory)
     else:
         peak = max(simulated.peak) * cost.activation_bytes
-    return Step(simulated.span * cost.unit_s, peak)
+    return Step(simulated.span, peak)
 
 
 def observed(spec: RunSpec) -> Step:

@@ -18,9 +18,9 @@ from dataclasses import replace
 from typing import Any
 
 from gems.models import layers_of
+from gems.plan.evaluate import evaluate
 from gems.profile.profilers.fake import fake_profile
 from gems.profile.store import strips_of
-from gems.runs.run_plan import plan_run, predict_peak
 from scripts.bench.rig import Table, answered, composed, machine, options, square, trained_in_turns
 
 RESNET50 = "resnet50"
@@ -176,7 +176,7 @@ def _largest(chosen: argparse.Namespace) -> list[dict[str, Any]]:
             spec = composed(
                 RESNET, ONE, square(height), f"parallel.strips={k}", words, chosen.overrides
             )
-            peak = predict_peak(plan_run(spec))
+            peak = evaluate(spec).peak
             rows.append(
                 table.row(
                     {

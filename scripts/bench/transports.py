@@ -13,10 +13,9 @@ import sys
 from dataclasses import replace
 
 from gems.config.schema import RunSpec
-from gems.runs.run_plan import RunPlan, plan_simulation
+from gems.plan.evaluate import Plan, evaluate
 from gems.schedule.costs import FREE, Network, StageCosts
 from gems.schedule.simulate import simulate
-from gems.simulation.costs import schedule_costs
 from scripts.bench.rig import Table, answered, composed, square
 
 DEFAULTS = (
@@ -54,19 +53,19 @@ def main(overrides: list[str]) -> int:
 def _steps(spec: RunSpec) -> dict[str, float]:
     """Return the seconds of a step by way."""
     direct, staged = (
-        plan_simulation(replace(spec, machine=replace(spec.machine, transport=transport)))
+        evaluate(replace(spec, machine=replace(spec.machine, transport=transport)), runs=False)
         for transport in ("nccl", "host")
     )
-    costs = schedule_costs(direct.run, direct.schedule.placement)
+    costs = direct.memory.costs
 
-    def step_s(plan: RunPlan, costs: StageCosts, network: Network) -> float:
-        return simulate(plan.schedule, costs, network).span * plan.run.cost.unit_s
+    def step_s(plan: Plan, costs: StageCosts, network: Network) -> float:
+        return simulate(plan.schedule, costs, network).span
 
     return {
         "free": step_s(direct, costs, FREE),
-        "device": step_s(direct, costs, direct.network),
-        "staged": step_s(staged, costs, staged.network),
-        "staged, blocking": step_s(direct, _with_copies(costs, spec), direct.network),
+        "device": step_s(direct, costs, direct.memory.links),
+        "staged": step_s(staged, costs, staged.memory.links),
+        "staged, blocking": step_s(direct, _with_copies(costs, spec), direct.memory.links),
     }
 
 

@@ -22,8 +22,8 @@ from analysis.metrics.run_metrics import run_metrics
 from gems import __version__
 from gems.config.schema import RunSpec
 from gems.errors import GemsError
+from gems.plan.evaluate import evaluate
 from gems.runs.provenance import commit
-from gems.runs.run_plan import plan_run, predict_peak, predict_steps_s
 from gems.utils.atomic_io import read_json
 from scripts.bench.rig import (
     cause_of,
@@ -160,9 +160,9 @@ def _trained(words: str, predicts: bool) -> dict[str, Any]:
 
 
 def _predicted(spec: RunSpec) -> dict[str, Any]:
-    plan = plan_run(spec)
-    steps_s = predict_steps_s(plan)
-    peak = predict_peak(plan)
+    plan = evaluate(spec)
+    steps_s = plan.steps_s
+    peak = plan.peak
     return {
         "predicted_s": None if steps_s is None else steps_s / spec.train.steps,
         "predicted_bytes": None if peak is None else peak.device_bytes,

@@ -12,9 +12,9 @@ from analysis.__main__ import main
 from analysis.io.load import load_trace
 from gems.config.compose import compose
 from gems.errors import ConfigError
+from gems.plan.evaluate import evaluate
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import change_layout, prepare
-from gems.runs.run_plan import plan_run
 from gems.schedule.action import COMPUTE_KINDS
 from gems.trace import KINDS, TracePart, part_path, root_attributes
 from gems.utils.atomic_io import read_json
@@ -107,7 +107,7 @@ def test_changes_of_the_layout_are_in_the_trace_and_the_summary(
     spec = compose(
         ["parallel.partitions=1", "schedule=1f1b", "memory=recompute", f"runs_dir={tmp_path}"]
     )
-    change_layout(folder, plan_run(spec), "node n2 is lost", "job 41 on n1", 7)
+    change_layout(folder, evaluate(spec), "node n2 is lost", "job 41 on n1", 7)
     (row,) = folder.layouts()
     line = (
         f"2 x 1 ranks on 1 node became 1 x 1 ranks on 1 node from step 7 ({row['utc']}, job 41 on"

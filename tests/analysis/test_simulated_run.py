@@ -40,7 +40,7 @@ from gems.runs.simulated_run import main as simulate_run
 from gems.runs.simulated_run import simulated_trace
 from gems.schedule.memory import memory_over_time
 from gems.simulation.build import lowered_schedule
-from gems.simulation.costs import schedule_costs, simulate_step
+from gems.simulation.costs import RunCosts
 from gems.trace import KINDS, STREAMS, Trace, write_trace
 
 MEMORY = {
@@ -123,10 +123,10 @@ def test_recomputation_is_busy_and_not_useful(make: Make) -> None:
     """Rank 0 computes 2 x 3 units and a recomputation of 1, rank 1 computes 6: 10 ms each."""
     spec = make()
     found = run_metrics(trace_of(spec))
-    _, played = simulate_step(spec, lowered_schedule(spec))
+    played = RunCosts.of(spec).kept(lowered_schedule(spec)).simulation
     assert found.busy_s == pytest.approx((2 * 0.07, 2 * 0.06))
     assert found.efficiency == pytest.approx(played.efficiency, rel=1e-6)
-    assert found.bubble_measured == pytest.approx(1 - 0.13 / (2 * played.span * 0.01), rel=1e-6)
+    assert found.bubble_measured == pytest.approx(1 - 0.13 / (2 * played.span), rel=1e-6)
     window = step_window(trace_of(spec))
     assert window.bubble == pytest.approx(found.bubble_measured)
 
@@ -188,15 +188,13 @@ def test_buffers_are_told_from_activations(make: Make) -> None:
         spec = make(name, partitions, 2 if name == "file" else 8)
         trace = trace_of(spec)
         schedule = lowered_schedule(spec)
+        costs = RunCosts.of(spec)
         memory = memory_over_time(
-            schedule,
-            schedule_costs(spec, schedule.placement),
-            simulate_step(spec, schedule)[1],
-            1 << 20,
+            schedule, costs.stages(schedule.placement), costs.kept(schedule).simulation, 1 << 20
         )
         for rank, held in enumerate(memory):
             events = trace.events[(trace.events["rank"] == rank) & (trace.events["step"] == 0)]
-            times_ns = np.array([round(point.time * 1e7) for point in held.held])
+            times_ns = np.array([round(point.time * 1e9) for point in held.held])
             assert buffer_bytes(events, times_ns).tolist() == [
                 point.boundaries for point in held.held
             ]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import gems.partition.methods
+import gems.plan.evaluate
 import gems.profile.store
 import gems.simulation.memory_case
 import gems.simulation.profiled_costs
@@ -44,6 +45,7 @@ def gems_(
 
     for module in (
         gems.partition.methods,
+        gems.plan.evaluate,
         gems.simulation.profiled_costs,
         gems.simulation.memory_case,
         gems.profile.store,

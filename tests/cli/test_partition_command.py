@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import gems.partition.methods
+import gems.plan.evaluate
 import gems.profile.store
 import gems.simulation.build
 import gems.simulation.memory_case
@@ -33,6 +34,7 @@ def gems_(
 
     for module in (
         gems.partition.methods,
+        gems.plan.evaluate,
         gems.simulation.build,
         gems.simulation.profiled_costs,
         gems.simulation.memory_case,

@@ -11,13 +11,14 @@ import pytest
 
 import gems.errors
 import gems.partition.methods
+import gems.plan.evaluate
 import gems.planner.infeasibility
 import gems.simulation.memory_case
 import gems.simulation.profiled_costs
 from gems.config.compose import compose
 from gems.config.resolve import global_batch, run_id
 from gems.config.schema import RunSpec
-from gems.runs.run_plan import plan_run, plan_simulation, predict
+from gems.plan.evaluate import evaluate, simulate
 from tests.commands import Gems, check_refusal, runner
 from tests.partition.profiles import random_profile
 from tests.planners import NUM_LAYERS, RUN, made_up, sized
@@ -93,11 +94,12 @@ def test_what_is_written_runs_as_planned(
 
     for module in (
         gems.partition.methods,
+        gems.plan.evaluate,
         gems.simulation.memory_case,
         gems.simulation.profiled_costs,
     ):
         monkeypatch.setattr(module, "profile_of", profile_of)
-    made = plan_run(spec)
+    made = evaluate(spec)
     assert list(made.boundaries) == first["boundaries"]
 
 
@@ -117,15 +119,14 @@ def test_steps_under_noise_are_those_that_simulate_prints(
 
     for module in (
         gems.partition.methods,
+        gems.plan.evaluate,
         gems.simulation.memory_case,
         gems.simulation.profiled_costs,
     ):
         monkeypatch.setattr(module, "profile_of", profile_of)
     for choice in choices:
         words = [*RUN, "machine.device_bytes=12000", *choice["overrides"]]
-        noisy, quiet = (
-            predict(plan_simulation(compose([*words, *more]))).step_s for more in ([noise], [])
-        )
+        noisy, quiet = (simulate(compose([*words, *more])).step_s for more in ([noise], []))
         assert (
             choice["step_s"] == pytest.approx(noisy, rel=1e-9) and abs(noisy - quiet) > 1e-6 * quiet
         )
@@ -230,7 +231,7 @@ def test_a_run_is_held_to_its_gpus() -> None:
             "parallel.gpus=4",
         ]
     )
-    assert plan_run(spec).schedule.num_ranks == 4
+    assert evaluate(spec).schedule.num_ranks == 4
     assert run_id(spec) == run_id(
         compose(["data=synthetic", "schedule=1f1b", "machine=simulated", "parallel.partitions=4"])
     )
@@ -246,4 +247,4 @@ def test_a_run_is_held_to_its_gpus() -> None:
     with pytest.raises(
         gems.errors.ConfigError, match=r"parallel.gpus=8: must be partitions x replicas = 4 x 1"
     ):
-        plan_run(other)
+        evaluate(other)

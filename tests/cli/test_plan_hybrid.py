@@ -9,18 +9,19 @@ from typing import Any
 import pytest
 
 import gems.partition.methods
+import gems.plan.evaluate
 import gems.profile.store
 import gems.simulation.memory_case
 import gems.simulation.profiled_costs
 from gems.cli.framework import Verb
 from gems.config.compose import compose
 from gems.config.schema import RunSpec
+from gems.plan.evaluate import simulate
 from gems.planner.hybrid.inputs import read_speedups
 from gems.planner.worker_step import modelled_efficiency, with_degree, worker_step
 from gems.profile import ModelProfile
-from gems.runs.run_plan import plan_simulation, predict
 from gems.simulation.build import lowered_schedule
-from gems.simulation.costs import simulate_step
+from gems.simulation.costs import RunCosts
 from gems.simulation.prediction import Prediction
 from tests.commands import Gems, check_refusal, runner
 from tests.partition.profiles import random_profile
@@ -142,13 +143,13 @@ def test_efficiency_is_that_of_the_simulated_replicas() -> None:
         spans = []
         for replicas in (1, workers):
             many.parallel.replicas = replicas
-            spans.append(simulate_step(many, lowered_schedule(many))[1].span)
+            spans.append(RunCosts.of(many).kept(lowered_schedule(many)).simulation.span)
         assert modelled(workers, ways) == pytest.approx(spans[0] / spans[1])
         assert modelled(workers, ways) < 1.0
 
 
 def predicted(spec: RunSpec) -> Prediction:
-    return predict(plan_simulation(spec))
+    return simulate(spec)
 
 
 def test_a_worker_that_does_not_fit_is_left_out(gems_: Gems) -> None:
@@ -210,6 +211,7 @@ def test_a_real_model_has_the_costs_of_its_profile(
 
     for module in (
         gems.partition.methods,
+        gems.plan.evaluate,
         gems.simulation.profiled_costs,
         gems.simulation.memory_case,
         gems.profile.store,

@@ -15,8 +15,8 @@ from gems.config.compose import compose
 from gems.config.resolve import resolve
 from gems.config.schema import CostConfig, MachineConfig, ParallelConfig, RunSpec, ScheduleConfig
 from gems.errors import ScheduleError
+from gems.plan.evaluate import simulate
 from gems.profile.profilers.take import take
-from gems.runs.run_plan import plan_simulation, predict
 from gems.simulation.prediction import Prediction
 
 
@@ -42,7 +42,7 @@ def spec_of(
 
 
 def predicted(spec: RunSpec) -> Prediction:
-    return predict(plan_simulation(spec))
+    return simulate(spec)
 
 
 def shown(capsys: pytest.CaptureFixture[str], spec: RunSpec) -> dict[str, object]:
@@ -66,7 +66,7 @@ def test_the_figures_of_1f1b(capsys: pytest.CaptureFixture[str]) -> None:
         8,
         4,
     )
-    assert (found["step_units"], found["step_s"]) == (33, pytest.approx(0.33))
+    assert (found["step_units"], found["step_s"]) == pytest.approx((33, 0.33))
     assert found["efficiency"] == pytest.approx(24 / 33)
     assert found["bubble"] == pytest.approx(9 / 33)
     assert found["images_per_s"] == pytest.approx(8 / 0.33)

@@ -11,11 +11,11 @@ import pytest
 from gems.config.compose import compose
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
-from gems.runs.run_plan import plan_simulation, predict
+from gems.plan.evaluate import evaluate
 from gems.runs.simulated_run import simulated_trace
 from gems.schedule.simulate import Pace, simulate
 from gems.simulation.build import lowered_schedule
-from gems.simulation.costs import replica_pace, schedule_costs, simulate_step
+from gems.simulation.costs import RunCosts
 from gems.trace import KINDS
 
 BASE = ("machine=simulated", "schedule=1f1b", "parallel.partitions=4", "parallel.micro_batches=8")
@@ -29,24 +29,27 @@ def test_the_slow_rank_is_one_of_the_world() -> None:
     spec = spec_of(
         "parallel.replicas=3", "machine.slow_rank=6", "machine.slowdown=2", "cost.input_load=0.5"
     )
-    assert [replica_pace(spec, replica) for replica in range(3)] == [
+    assert [RunCosts.of(spec).pace(replica) for replica in range(3)] == [
         Pace(None, 2.0, 0.5),
         Pace(2, 2.0, 0.5),
         Pace(None, 2.0, 0.5),
     ]
     made = lowered_schedule(spec)
-    costs = schedule_costs(spec, made.placement)
-    spans = [simulate(made, costs, pace=replica_pace(spec, replica)).span for replica in range(3)]
-    assert simulate_step(spec, made)[1].span == spans[1] > spans[0] == spans[2], (
+    costs = RunCosts.of(spec)
+    spans = [
+        simulate(made, costs.stages(made.placement), pace=costs.pace(replica)).span
+        for replica in range(3)
+    ]
+    assert costs.kept(made).step_s == spans[1] > spans[0] == spans[2], (
         "the slowest replica stands for all"
     )
 
 
 def test_gems_simulate_knows_them() -> None:
-    answer = predict(plan_simulation(spec_of("cost.input_load=2"))).to_json()
+    answer = evaluate(spec_of("cost.input_load=2"), runs=False).predict().to_json()
     assert answer["input_wait_s"] == [5, 0, 0, 0] and answer["step_units"] == 35
     slow = spec_of("machine.slow_rank=0", "machine.slowdown=3")
-    assert predict(plan_simulation(slow)).to_json()["useful_s"] == [72, 24, 24, 24]
+    assert evaluate(slow, runs=False).predict().to_json()["useful_s"] == [72, 24, 24, 24]
 
 
 def test_a_search_that_recomputes_knows_them() -> None:
@@ -57,9 +60,9 @@ def test_a_search_that_recomputes_knows_them() -> None:
         "schedule.memory_actions=[recompute]",
     )
     usual, slow, late = (
-        predict(
-            plan_simulation(compose(["machine=simulated", "parallel.partitions=2", *words, *more]))
-        ).to_json()
+        evaluate(compose(["machine=simulated", "parallel.partitions=2", *words, *more]), runs=False)
+        .predict()
+        .to_json()
         for more in ((), ("machine.slow_rank=0", "machine.slowdown=3"), ("cost.input_load=1",))
     )
     assert slow["useful_s"][0] == pytest.approx(3 * usual["useful_s"][0])

@@ -13,7 +13,7 @@ from gems.config.resolve import check_batch, global_batch, resolve
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.models import layers_of
-from gems.runs.run_plan import plan_run
+from gems.plan.evaluate import evaluate
 from gems.schedule import FAMILIES
 
 Values = dict[str, Any]
@@ -116,12 +116,12 @@ class TestPartition:
     def test_as_many_partitions_as_layers_and_no_more(self) -> None:
         num_layers = len(layers_of(RunSpec().model, RunSpec().data))
         deepest = resolve(spec_of(parallel__partitions=num_layers))
-        assert plan_run(deepest).boundaries == tuple(range(num_layers + 1))
+        assert evaluate(deepest).boundaries == tuple(range(num_layers + 1))
         too_deep = resolve(spec_of(parallel__partitions=num_layers + 1))
         with pytest.raises(
             ConfigError, match=f"must make at most {num_layers}, the layers of resnet; use fewer"
         ):
-            plan_run(too_deep)
+            evaluate(too_deep)
 
     @pytest.mark.parametrize("boundaries", [[], [0, 4], [0, 4, 4], [0, 4, 10_000]])
     def test_boundaries_that_do_not_fit(self, boundaries: list[int]) -> None:

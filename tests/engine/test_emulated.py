@@ -46,7 +46,15 @@ class Device:
         sizes = (stage_bytes,) * schedule.num_stages
         sums = None if peers is None else EmulatedSums(schedule, 0, peers, sizes, recorder)
         self.emulated = EmulatedExecutor(
-            schedule, 0, costs, UNIT_S, UNIT_BYTES, cap, self.channels, waiter, recorder, sums
+            schedule,
+            0,
+            costs.in_units(1 / UNIT_S, 1.0),
+            UNIT_BYTES,
+            cap,
+            self.channels,
+            waiter,
+            recorder,
+            sums,
         )
 
     def run(self, steps: int = 1) -> list[dict]:

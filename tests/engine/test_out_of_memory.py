@@ -25,10 +25,10 @@ from gems.engine.supervision.recorder import Recorder
 from gems.engine.transport.mpi import Comm
 from gems.engine.transport.staging import ALLOCATOR_SETTINGS
 from gems.launch.local_launcher import mpiexec_argv, rank_environment, run_ranks
+from gems.plan.evaluate import evaluate
 from gems.runs.failure_cause import FailureCause, classify_error
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
-from gems.runs.run_plan import plan_run
 from gems.utils.atomic_io import read_json
 from gems.utils.units import GIB, MIB
 from tests.device import DEVICE, NAME, ON_GPU
@@ -178,7 +178,7 @@ def test_the_recorder_counts_by_kind():
 def test_a_step_notes_what_it_held_before_it_is_freed(comm: Comm, tmp_path):
     """The second forward asks for more than there is, while the activations of the first are held."""
     spec = make_spec("gpipe", 1, parallel__micro_batches=2)
-    plan = plan_run(spec)
+    plan = evaluate(spec)
     pipeline = build_pipeline(
         spec, comm, DEVICE, schedule=plan.schedule, boundaries=plan.boundaries
     )

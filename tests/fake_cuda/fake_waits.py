@@ -17,7 +17,7 @@ from gems.data import open_dataset
 from gems.engine.batch_loader import BatchLoader
 from gems.engine.pipeline import build_pipeline
 from gems.engine.transport.mpi import Comm, allgather, broadcast
-from gems.runs.run_plan import plan_run
+from gems.plan.evaluate import evaluate
 from tests.device import DEVICE
 from tests.engine.toys import make_spec
 from tests.fake_cuda.load import native
@@ -49,7 +49,7 @@ def waits_of(world: Comm, schedule: str, memory: str, micro_batches: int) -> lis
         make_spec(schedule, 4, model__depth=20, parallel__micro_batches=micro_batches),
         memory=MemoryConfig(memory, asynchronous=memory != "keep", min_offload_bytes=0),
     )
-    made = broadcast(world, plan_run(spec) if world.rank == 0 else None)
+    made = broadcast(world, evaluate(spec) if world.rank == 0 else None)
     pipeline = build_pipeline(
         spec,
         world,

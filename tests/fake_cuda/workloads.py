@@ -24,7 +24,7 @@ from gems.engine.transport.mpi import Transport, world
 from gems.engine.transport.p2p_channels import P2PChannels
 from gems.engine.transport.staging import HostStaging, Staging
 from gems.models.build import TensorSpec
-from gems.runs.run_plan import RunPlan, plan_run
+from gems.plan.evaluate import Plan, evaluate
 from gems.schedule.action import Action, Kind
 from gems.schedule.placement import Placement
 from gems.schedule.schedule import Schedule
@@ -42,12 +42,12 @@ STEPS = 2
 
 
 @cache
-def _planned(memory: str) -> tuple[RunSpec, RunPlan]:
+def _planned(memory: str) -> tuple[RunSpec, Plan]:
     spec = replace(
         make_spec("1f1b", 1, parallel__micro_batches=3),
         memory=MemoryConfig(memory, asynchronous=True, min_offload_bytes=0),
     )
-    return spec, plan_run(spec)
+    return spec, evaluate(spec)
 
 
 def offload() -> Numbers:

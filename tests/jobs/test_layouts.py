@@ -14,7 +14,6 @@ from gems.config.resolve import global_batch, run_id
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder, describe_layout
-from gems.runs.run_plan import predict_peaks
 from jobs.batch.resources import job_spec
 from jobs.preflight.layouts import check_layouts, plan_of_start, smaller_plan
 from jobs.slurm.limits import check_limits
@@ -68,7 +67,7 @@ def test_another_policy_where_the_own_one_does_not_fit(resolved: Resolved) -> No
         "cluster=mini", "parallel.partitions=2", "cluster.elastic=[1]", "parallel.micro_batches=2"
     )
     plan = smaller_plan(replace(spec, machine=replace(spec.machine, device_bytes=PLENTY)), 1)
-    peaks = predict_peaks(plan)
+    peaks = plan.peak_bytes
     assert plan.spec.memory.name == "keep" and peaks is not None
     small = replace(spec, machine=replace(spec.machine, device_bytes=max(peaks) * 7 // 10))
     plan = smaller_plan(small, 1)

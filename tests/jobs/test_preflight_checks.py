@@ -20,8 +20,8 @@ import pytest
 from gems.cli.framework import Options
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, DoesNotFitError, TryLaterError
+from gems.plan.evaluate import evaluate
 from gems.runs.folder import RunFolder
-from gems.runs.run_plan import plan_run, predict_peak, predict_steps_s
 from jobs.batch.command import SchedulerUnavailableError
 from jobs.batch.resources import job_spec
 from jobs.cli.submit import submit
@@ -269,7 +269,7 @@ def test_predicted_memory_beside_the_device(
 
 def test_more_host_memory_than_a_node_has(resolved: Callable[..., RunSpec], tmp_path: Path) -> None:
     spec = on(resolved, tmp_path, "memory=vdnn_all")
-    peak = predict_peak(plan_run(spec))
+    peak = evaluate(spec).peak
     assert peak is not None and peak.host_bytes > 0
     check_host_memory(
         replace(spec, cluster=replace(spec.cluster, node_memory_bytes=peak.host_bytes)), peak
@@ -289,7 +289,7 @@ def test_steps_that_take_longer_than_the_minutes(
 ) -> None:
     """Ten hours of timed waits in ten minutes: a warning, for a prediction may be wrong."""
     spec = on(resolved, tmp_path, "machine=emulated", "cost.unit_s=10", "train.steps=600")
-    seconds = predict_steps_s(plan_run(spec))
+    seconds = evaluate(spec).steps_s
     assert seconds is not None and seconds > 600
     assert submit(spec, replace(DRY, json=True)) == 0
     row = rows(capsys.readouterr().out)["time"]
@@ -300,12 +300,10 @@ def test_rates_of_a_processor_tell_nothing_of_a_gpu(
     resolved: Callable[..., RunSpec], tmp_path: Path
 ) -> None:
     spec = on(resolved, tmp_path)
-    made = plan_run(spec)
-    assert made.profile is not None and (predict_steps_s(made) or 0) > 0
+    made = evaluate(spec)
+    assert made.profile is not None and (made.steps_s or 0) > 0
     assert (
-        predict_steps_s(
-            replace(made, spec=replace(spec, cluster=replace(spec.cluster, gpus_per_node=2)))
-        )
+        replace(made, spec=replace(spec, cluster=replace(spec.cluster, gpus_per_node=2))).steps_s
         is None
     )
 
@@ -320,7 +318,7 @@ def test_the_time_of_a_schedule_found_under_a_cap_is_predicted(
         "schedule.activation_cap=1",
         "schedule.budget_s=0.2",
     )
-    assert (predict_steps_s(plan_run(resolved(*words))) or 0) > 0
+    assert (evaluate(resolved(*words)).steps_s or 0) > 0
 
 
 def test_a_preset_of_elsewhere_is_not_asked_here(

@@ -6,7 +6,7 @@ import pytest
 
 from gems.engine.transport.mpi import broadcast
 from gems.engine.verification.compare import compare
-from gems.runs.run_plan import plan_run
+from gems.plan.evaluate import evaluate
 from tests.device import DEVICE, ON_GPU
 from tests.engine.toys import make_spec
 from tests.mpi.conftest import sub_world
@@ -68,7 +68,7 @@ def test_random_layers_equal_those_of_the_uncut_network(comm, run, network):
     part = sub_world(comm, spec.world_size)
     if part is None:
         return
-    made = broadcast(part, plan_run(spec) if part.rank == 0 else None)
+    made = broadcast(part, evaluate(spec) if part.rank == 0 else None)
     found = compare(spec, part, DEVICE, made.schedule, made.boundaries, made.memory_plan)
     assert found.max_rel_error <= 1e-12, found
     if ON_GPU:  # whose masks of dropout are of booleans, and of floats in the profile

@@ -16,7 +16,7 @@ from gems.engine.verification import compare as comparing
 from gems.engine.verification.compare import compare
 from gems.errors import ConfigError
 from gems.launch.verification import Verification
-from gems.runs.run_plan import plan_run
+from gems.plan.evaluate import evaluate
 from gems.schedule import FAMILIES, generate, published
 from gems.schedule.lower import compute_only, lower
 from gems.schedule.validate import validate
@@ -144,7 +144,7 @@ def test_channels_last_is_exact_and_travels_without_a_conversion(comm, case, mon
 
     monkeypatch.setattr(ChannelsLast, "post_send", spy_on_stage)
     monkeypatch.setattr(P2PChannels, "post_send", spy_on_message)
-    made = plan_run(spec)
+    made = evaluate(spec)
     difference = compare(spec, part, DEVICE, made.schedule, made.boundaries, made.memory_plan)
     assert difference.max_rel_error <= TOLERANCE, difference
     assert difference.peak_activation_bytes == difference.predicted_activation_bytes, difference

@@ -20,7 +20,7 @@ from gems.engine.pipeline import Pipeline, build_pipeline
 from gems.engine.transport.mpi import allgather, broadcast
 from gems.engine.verification.compare import collect_values
 from gems.errors import DoesNotFitError
-from gems.runs.run_plan import RunPlan, plan_run
+from gems.plan.evaluate import Plan, evaluate
 from gems.schedule.action import Kind
 from gems.schedule.lower import lower
 from gems.simulation.build import compute_schedule
@@ -102,7 +102,7 @@ def spec_of(
     return replace(spec, memory=replace(memory, min_offload_bytes=0))
 
 
-def played(spec: RunSpec, comm, given: RunPlan) -> tuple[Pipeline, list[torch.Tensor]]:
+def played(spec: RunSpec, comm, given: Plan) -> tuple[Pipeline, list[torch.Tensor]]:
     """Run two steps from the same random state, and gives what the rank then has, in the order of its layers."""
     pipeline = build_pipeline(
         spec,
@@ -141,18 +141,18 @@ def played_keeping(spec: RunSpec, comm) -> list[torch.Tensor]:
     if key not in _last_kept:  # the same on every rank
         _last_kept.clear()
         _last_kept[key] = played(
-            kept, comm, broadcast(comm, plan_run(kept) if comm.rank == 0 else None)
+            kept, comm, broadcast(comm, evaluate(kept) if comm.rank == 0 else None)
         )[1]
     return _last_kept[key]
 
 
-def limited(spec: RunSpec, comm) -> RunPlan:
+def limited(spec: RunSpec, comm) -> Plan:
     """Plan on the first rank, which tells the others, under a limit that a run cannot keep that keeps everything."""
     return broadcast(comm, _limited(spec) if comm.rank == 0 else None)
 
 
-def _limited(spec: RunSpec) -> RunPlan:
-    vdnn = plan_run(
+def _limited(spec: RunSpec) -> Plan:
+    vdnn = evaluate(
         replace(spec, memory=MemoryConfig("vdnn_all", asynchronous=True, min_offload_bytes=0))
     )
     assert vdnn.memory is not None
@@ -166,7 +166,7 @@ def _limited(spec: RunSpec) -> RunPlan:
         limit = max(20 * MIB, most * 6 // 10)
     while limit < 3 * most:
         try:
-            return plan_run(replace(spec, memory=replace(spec.memory, limit_bytes=limit)))
+            return evaluate(replace(spec, memory=replace(spec.memory, limit_bytes=limit)))
         except DoesNotFitError as error:
             limit = max(error.needed_bytes, limit + most // 50)
     raise AssertionError(f"{spec.memory.name} finds no plan between {least} and {most} bytes")
@@ -185,7 +185,6 @@ def test_bits_and_bytes(comm, network, schedule, policy):
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     assert all(value.isfinite().all() for value in wanted)
     train = pipeline.train
-    assert made.memory is not None
     predicted = made.memory.ranks[pipeline.rank].peak_activation_bytes
     if (
         ON_GPU and spec.model.dropout
@@ -212,11 +211,11 @@ def test_what_stages_received_leaves_until_they_are_recomputed(comm, network, sc
         return
     memory = MemoryConfig("recompute", recompute="stage", offload_inputs=True)
     spec = spec_of(network, schedule, memory, partitions=3)
-    made = broadcast(part, plan_run(spec) if part.rank == 0 else None)
+    made = broadcast(part, evaluate(spec) if part.rank == 0 else None)
     wanted = played_keeping(spec, part)
     pipeline, found = played(spec, part, made)
     assert found and all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-    assert made.memory is not None and pipeline.segments is not None
+    assert pipeline.segments is not None
     activations = pipeline.train.activations
     host = pipeline.segments.store.on_host
     ours = made.memory.ranks[pipeline.rank]
@@ -253,8 +252,8 @@ def test_bits_and_bytes_of_a_list_found_with_its_actions(comm, network, actions)
         "capped", activation_cap=1.0, memory_actions=actions, budget_s=0.3, placements=["v"]
     )
     spec = replace(spec_of(network, "1f1b", MemoryConfig()), schedule=schedule)
-    made = broadcast(part, plan_run(spec) if part.rank == 0 else None)
-    assert made.memory is not None and made.schedule.has_memory_actions
+    made = broadcast(part, evaluate(spec) if part.rank == 0 else None)
+    assert made.schedule.has_memory_actions
     plain = [[action for action in row if action.kind in PLAIN_KINDS] for row in made.schedule.rows]
     rows = tuple(tuple(action._replace(segment=None) for action in row) for row in plain)
     kept = replace(made, schedule=lower(replace(made.schedule, rows=rows, passes=())), memory=None)

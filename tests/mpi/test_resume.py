@@ -32,10 +32,10 @@ from gems.errors import ConfigError, RankFailedError
 from gems.models import MODELS, Layer, ModelFamily
 from gems.models.families.shared import Backbone, chain_family, pooled_head
 from gems.models.steps import Fork, conv, max_pool
+from gems.plan.evaluate import Plan, evaluate
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat
 from gems.runs.prepare import prepare
-from gems.runs.run_plan import RunPlan, plan_run
 from gems.trace import part_path, read_part
 from gems.utils.atomic_io import read_json
 from tests.device import DEVICE
@@ -43,7 +43,7 @@ from tests.engine.toys import make_spec
 from tests.mpi.conftest import sub_world
 
 STEPS = 7
-_plans: dict[str, RunPlan] = {}  # a plan serves all attempts of a case
+_plans: dict[str, Plan] = {}  # a plan serves all attempts of a case
 
 
 def _drop_layers(model, data):
@@ -124,7 +124,7 @@ def attempt(
         folder.path.mkdir(parents=True, exist_ok=True)
         folder.archive()
         if (case := repr(spec)) not in _plans:
-            _plans[case] = plan_run(spec)
+            _plans[case] = evaluate(spec)
         made = _plans[case]
         folder.write_schedule(made.schedule)
         folder.write_boundaries(made.boundaries)

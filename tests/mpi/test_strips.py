@@ -21,8 +21,8 @@ from gems.engine.transport.mpi import broadcast
 from gems.engine.verification.compare import compare
 from gems.errors import ConfigError
 from gems.launch.verification import Verification
+from gems.plan.evaluate import evaluate as plan_run
 from gems.profile import store
-from gems.runs.run_plan import plan_run
 from gems.utils.targets import import_module
 from tests.device import DEVICE, NAME
 from tests.engine.toys import make_spec

@@ -31,9 +31,9 @@ from gems.engine.transport.mpi import allgather, broadcast, meet
 from gems.engine.verification.compare import compare, named_values
 from gems.models import layers_of
 from gems.models.build import build_layers
+from gems.plan.evaluate import evaluate as plan_run
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat
-from gems.runs.run_plan import plan_run
 from gems.trace import KINDS, merge_parts, part_path, read_part
 from gems.utils.atomic_io import read_json
 from tests.device import DEVICE

@@ -1,4 +1,4 @@
-"""gems.runs.largest_image: the largest square image that trains in strips on a device."""
+"""gems.plan.largest_image: the largest square image that trains in strips on a device."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-import gems.runs.largest_image
+import gems.plan.largest_image
 from gems.config.schema import RunSpec
 from gems.errors import DoesNotFitError
 from gems.partition.max_model_size import RESOLUTION, with_value
-from gems.runs.largest_image import largest_image
-from gems.runs.run_plan import plan_run, predict_peak
+from gems.plan.evaluate import evaluate
+from gems.plan.largest_image import largest_image
 from tests.engine.toys import make_spec
 
 PRECISION = 0.15  # in place of the finer one, for speed
@@ -21,7 +21,7 @@ LIMIT = 12_000_000
 
 @pytest.fixture
 def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunSpec:
-    monkeypatch.setattr(gems.runs.largest_image, "PRECISION", PRECISION)
+    monkeypatch.setattr(gems.plan.largest_image, "PRECISION", PRECISION)
     made = make_spec("layer_parallel", 1)
     model = replace(made.model, norm="none", depth=8)
     machine = replace(made.machine, device_bytes=LIMIT)
@@ -37,12 +37,12 @@ def in_strips(spec: RunSpec, side_px: int, strips: int) -> RunSpec:
 def test_the_largest_fits_and_little_more_does_not(spec: RunSpec) -> None:
     found = largest_image(spec)
     assert found is not None and found.memory == "recompute"
-    peak = predict_peak(plan_run(in_strips(spec, found.side_px, found.strips)))
+    peak = evaluate(in_strips(spec, found.side_px, found.strips)).peak
     assert peak is not None and peak.device_bytes == found.peak_bytes <= LIMIT
     with pytest.raises(DoesNotFitError):
-        plan_run(in_strips(spec, round(found.side_px * (1 + 2 * PRECISION)), found.strips))
+        evaluate(in_strips(spec, round(found.side_px * (1 + 2 * PRECISION)), found.strips))
     with pytest.raises(DoesNotFitError):
-        plan_run(
+        evaluate(
             with_value(
                 replace(spec, memory=replace(spec.memory, name="recompute")),
                 RESOLUTION,

@@ -12,18 +12,18 @@ from random import Random
 import pytest
 
 import gems.partition.methods
+import gems.plan.evaluate
 import gems.planner.evaluate
-import gems.runs.run_plan
 import gems.simulation.build
 import gems.simulation.memory_case
 import gems.simulation.profiled_costs
 from gems.config.compose import compose
 from gems.config.schema import RunSpec
+from gems.plan.evaluate import evaluate, simulate
 from gems.planner.evaluate import Planner
 from gems.planner.search.candidate import Candidate, candidates
 from gems.planner.search.choice import Choice
 from gems.profile import ModelProfile
-from gems.runs.run_plan import plan_run, plan_simulation, predict, step_s
 from gems.schedule import CAPPED
 from tests.partition.profiles import random_profile
 from tests.planners import NUM_LAYERS, RUN, sized
@@ -45,7 +45,7 @@ def run_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[str, ...
     for module in (
         gems.partition.methods,
         gems.planner.evaluate,
-        gems.runs.run_plan,
+        gems.plan.evaluate,
         gems.simulation.build,
         gems.simulation.memory_case,
         gems.simulation.profiled_costs,
@@ -104,12 +104,12 @@ def test_plan_and_simulate_say_the_same(run_words: tuple[str, ...]) -> None:
         (choice,) = planner.confirmed([judged])
         size = "null" if limit is None else limit
         run = compose([*run_words, *words, f"machine.device_bytes={size}", *choice.overrides])
-        prediction = predict(plan_simulation(run))
+        prediction = simulate(run)
         assert prediction.step_s == pytest.approx(choice.step_s, rel=1e-9), one
         assert prediction.step.efficiency == pytest.approx(choice.efficiency, rel=1e-9), one
         assert prediction.peak_bytes == pytest.approx(choice.peak_bytes, rel=1e-9), one
         if number % 5 == 0:
-            assert step_s(plan_run(run)) == pytest.approx(choice.step_s, rel=1e-9), one
+            assert evaluate(run).step_s == pytest.approx(choice.step_s, rel=1e-9), one
         seen.append(one)
         if len(seen) == NUM_SETTINGS:
             break

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-import gems.runs.plan_in_strips
+import gems.planner.in_strips
 from gems.config.compose import compose
 from gems.config.schema import RunSpec
 from gems.errors import DoesNotFitError
+from gems.plan.evaluate import evaluate, simulate
 from gems.planner.evaluate import Planner
 from gems.planner.fastest import fastest
-from gems.runs.plan_in_strips import in_strips
-from gems.runs.run_plan import plan_run, plan_simulation, predict, predict_peak
+from gems.planner.in_strips import in_strips
 
 WORDS = (
     "model=resnet20_v1 model.norm=none model.depth=8 data=synthetic data.height_px=128"
@@ -24,7 +24,7 @@ WORDS = (
 
 @pytest.fixture
 def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunSpec:
-    monkeypatch.setattr(gems.runs.plan_in_strips, "NUM_SHAPES", 1)
+    monkeypatch.setattr(gems.planner.in_strips, "NUM_SHAPES", 1)
     return replace(compose(WORDS.split()), cache_dir=str(tmp_path))
 
 
@@ -41,9 +41,9 @@ def test_strips_are_among_the_best(spec: RunSpec) -> None:
         compose([*WORDS.replace("parallel.gpus=2", "").split(), *chosen["overrides"]]),
         cache_dir=spec.cache_dir,
     )
-    peak = predict_peak(plan_run(run))
+    peak = evaluate(run).peak
     assert peak is not None and peak.device_bytes == first.most_bytes
-    assert predict(plan_simulation(run)).step_s == pytest.approx(first.step_s, rel=1e-9)
+    assert simulate(run).step_s == pytest.approx(first.step_s, rel=1e-9)
     assert sum(first.parts_s.values()) == pytest.approx(first.step_s)
 
 

@@ -1,4 +1,4 @@
-"""gems.runs.run_plan: cut, schedule and memory plan of a run together, kept in the cache and in the run folder."""
+"""gems.plan.evaluate: cut, schedule and memory plan of a run together, kept in the cache and in the run folder."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import pytest
 import yaml
 
 import gems.partition.methods
-import gems.runs.run_plan
+import gems.plan.evaluate
 import gems.simulation.memory_case
 import gems.simulation.profiled_costs
 from gems.config.schema import CostConfig, MemoryConfig, ProfileConfig, RunSpec, ScheduleConfig
 from gems.errors import ConfigError, DoesNotFitError
 from gems.memory.plan import Choice, MemoryPlan
-from gems.partition.links import network_in_seconds
+from gems.partition.links import links_of
+from gems.plan.evaluate import evaluate
 from gems.profile import ModelProfile
 from gems.runs.prepare import prepare
-from gems.runs.run_plan import plan_run, predict_peak
 from gems.schedule.action import Kind
 from gems.schedule.lower import compute_only, lower
 from gems.schedule.simulate import simulate
@@ -34,7 +34,7 @@ def spec(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RunSpec:
     def profile_of(spec: object) -> ModelProfile:
         return random_profile(5, seed=3, decay=0.9)
 
-    for module in (gems.partition.methods, gems.simulation.memory_case):
+    for module in (gems.partition.methods, gems.plan.evaluate, gems.simulation.memory_case):
         monkeypatch.setattr(module, "profile_of", profile_of)
     made = toys.make_spec("1f1b", 2)
     memory = MemoryConfig("vdnn_all", min_offload_bytes=0)
@@ -44,7 +44,7 @@ def spec(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RunSpec:
 
 
 def test_actions_of_the_policy_are_in_the_list(spec: RunSpec) -> None:
-    made = plan_run(spec)
+    made = evaluate(spec)
     assert made.schedule.has_any(Kind.OFFLOAD) and made.schedule.has_any(Kind.FREE)
     plan = made.memory_plan
     assert plan is not None and plan.policy == "vdnn_all" and plan.boundaries == made.boundaries
@@ -52,7 +52,7 @@ def test_actions_of_the_policy_are_in_the_list(spec: RunSpec) -> None:
 
 
 def test_kept_activations_need_no_plan(spec: RunSpec) -> None:
-    made = plan_run(replace(spec, memory=MemoryConfig()))
+    made = evaluate(replace(spec, memory=MemoryConfig()))
     assert made.memory_plan is None and made.schedule.num_segments == (None, None)
 
 
@@ -68,27 +68,27 @@ def strips(tmp_path: Path) -> RunSpec:
 def test_strips_are_cut_as_whole_micro_batches_and_hold_what_is_predicted_of_them(
     strips: RunSpec,
 ) -> None:
-    whole = plan_run(replace(strips, parallel=replace(strips.parallel, strips=1)))
-    plan = plan_run(strips)
+    whole = evaluate(replace(strips, parallel=replace(strips.parallel, strips=1)))
+    plan = evaluate(strips)
     assert (
         plan.boundaries == whole.boundaries
         and plan.schedule.num_strips == 3
         and plan.memory_plan is None
     )
-    peak = predict_peak(plan)
+    peak = plan.peak
     assert peak is not None
     fits = replace(strips, machine=replace(strips.machine, device_bytes=peak.device_bytes))
-    assert plan_run(fits).schedule.rows == plan.schedule.rows
+    assert evaluate(fits).schedule.rows == plan.schedule.rows
     small = replace(strips, machine=replace(strips.machine, device_bytes=peak.device_bytes - 1))
     with pytest.raises(DoesNotFitError, match=f"rank {peak.rank} of 2 under memory=keep"):
-        plan_run(small)
+        evaluate(small)
 
 
 def test_under_a_policy_each_strip_of_a_stage_leaves_or_is_run_again(strips: RunSpec) -> None:
-    kept = predict_peak(plan_run(strips))
+    kept = evaluate(strips).peak
     assert kept is not None
-    again = plan_run(replace(strips, memory=MemoryConfig("recompute", recompute="strip")))
-    peak = predict_peak(again)
+    again = evaluate(replace(strips, memory=MemoryConfig("recompute", recompute="strip")))
+    peak = again.peak
     plan = again.memory_plan
     assert peak is not None and peak.device_bytes < kept.device_bytes
     assert (
@@ -98,15 +98,15 @@ def test_under_a_policy_each_strip_of_a_stage_leaves_or_is_run_again(strips: Run
     )
     number = sum(action.kind is Kind.R for _, action in again.schedule.actions())
     assert number == 2 * again.schedule.num_micro_batches
-    away = plan_run(replace(strips, memory=MemoryConfig("vdnn_all", min_offload_bytes=0)))
-    assert away.schedule.has_any(Kind.OFFLOAD) and predict_peak(away).host_bytes > 0
+    away = evaluate(replace(strips, memory=MemoryConfig("vdnn_all", min_offload_bytes=0)))
+    assert away.schedule.has_any(Kind.OFFLOAD) and away.peak.host_bytes > 0
     limit = (peak.device_bytes + kept.device_bytes) // 2
-    found = plan_run(
+    found = evaluate(
         replace(strips, memory=MemoryConfig("plan", limit_bytes=limit, min_offload_bytes=0))
     )
-    assert predict_peak(found).device_bytes <= limit and found.memory.step_s <= again.memory.step_s
+    assert found.peak.device_bytes <= limit and found.memory.step_s <= again.memory.step_s
     with pytest.raises(DoesNotFitError, match=r"under memory=plan .*memory.limit_bytes=1000"):
-        plan_run(replace(strips, memory=MemoryConfig("plan", limit_bytes=1000)))
+        evaluate(replace(strips, memory=MemoryConfig("plan", limit_bytes=1000)))
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_under_a_policy_each_strip_of_a_stage_leaves_or_is_run_again(strips: Run
 def test_what_does_not_train_in_strips_is_refused(changes: dict, why: str) -> None:
     spec = toys.make_spec("1f1b", 2, **{"parallel__strips": 2, **changes})
     with pytest.raises(ConfigError, match=f"must be 1 for a run that trains {why}"):
-        plan_run(spec)
+        evaluate(spec)
 
 
 def test_receives_are_early_for_slow_links_if_the_device_has_room(spec: RunSpec) -> None:
@@ -139,78 +139,72 @@ def test_receives_are_early_for_slow_links_if_the_device_has_room(spec: RunSpec)
         cost=CostConfig(link=8.0),
         machine=roomy,
     )
-    early = plan_run(kept)
-    fewest = plan_run(replace(kept, cost=CostConfig()))
+    early = evaluate(kept)
+    fewest = evaluate(replace(kept, cost=CostConfig()))
     assert early.schedule.rows != fewest.schedule.rows == lower(compute_only(early.schedule)).rows
     assert early.boundaries == fewest.boundaries
-    most = predict_peak(early)
-    least = predict_peak(fewest)
+    most = early.peak
+    least = fewest.peak
     assert most is not None and least is not None and most.device_bytes > least.device_bytes
     for device_bytes, expected in ((most.device_bytes, early), (least.device_bytes, fewest)):
-        made = plan_run(replace(kept, machine=replace(roomy, device_bytes=device_bytes)))
+        made = evaluate(replace(kept, machine=replace(roomy, device_bytes=device_bytes)))
         assert made.schedule.rows == expected.schedule.rows
 
 
 def test_a_policy_has_early_receives_if_they_are_faster(spec: RunSpec) -> None:
     slow = replace(spec, machine=replace(spec.machine, link_latency_s=2.0))
-    early = plan_run(slow).memory
-    assert early is not None
+    early = evaluate(slow).memory
     fewest = lower(compute_only(early.schedule))
     assert early.schedule.rows != fewest.rows
-    assert early.step_s < simulate(fewest, early.costs, network_in_seconds(slow)).span
+    assert early.step_s < simulate(fewest, early.costs, links_of(slow.machine)).span
 
 
 def test_a_device_too_small_for_keeping_is_no_matter_for_the_cut(spec: RunSpec) -> None:
     """The cut leaves the limit to the policy, which either keeps it or says by how much it does not."""
-    whole = plan_run(
+    whole = evaluate(
         replace(spec, memory=replace(spec.memory, name="recompute", recompute="stage"))
     )
-    assert whole.memory is not None
     most = max(whole.memory.peak_bytes)
     fits = replace(
         spec,
         machine=replace(spec.machine, device_bytes=most),
         partition=replace(spec.partition, name="exact"),
     )
-    assert (
-        plan_run(
-            replace(fits, memory=MemoryConfig("plan", min_offload_bytes=0, budget_s=0.5))
-        ).memory
-        is not None
-    )
+    assert evaluate(
+        replace(fits, memory=MemoryConfig("plan", min_offload_bytes=0, budget_s=0.5))
+    ).peak_bytes
     small = replace(spec, machine=replace(spec.machine, device_bytes=100))
     with pytest.raises(
         DoesNotFitError, match=r"rank \d of 2 under memory=vdnn_all needs \d+ bytes"
     ):
-        plan_run(small)
+        evaluate(small)
 
 
 def test_host_memory_is_that_of_a_node(spec: RunSpec) -> None:
-    made = plan_run(spec)
-    assert made.memory is not None
+    made = evaluate(spec)
     together = 2 * max(made.memory.host_bytes)
-    plan_run(replace(spec, machine=replace(spec.machine, host_bytes=together)))
+    evaluate(replace(spec, machine=replace(spec.machine, host_bytes=together)))
     with pytest.raises(
         DoesNotFitError, match=f"2 ranks on a node .* above machine.host_bytes={together - 1}"
     ):
-        plan_run(replace(spec, machine=replace(spec.machine, host_bytes=together - 1)))
+        evaluate(replace(spec, machine=replace(spec.machine, host_bytes=together - 1)))
 
 
 def test_a_plan_is_made_once(spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = plan_run(spec)
+    first = evaluate(spec)
     monkeypatch.setattr(gems.simulation.memory_case, "plan_of", None)
-    assert plan_run(spec).memory_plan == first.memory_plan
+    assert evaluate(spec).memory_plan == first.memory_plan
 
 
 def test_the_run_folder_has_plan_and_prediction(spec: RunSpec) -> None:
     folder = prepare(spec)
-    made = plan_run(spec)
+    made = evaluate(spec)
     plan = folder.read_memory_plan()
     assert plan == made.memory_plan and isinstance(plan, MemoryPlan)
     assert plan.stages[0][0].choice is Choice.OFFLOAD
     assert folder.read_schedule().rows == made.schedule.rows
     predicted = read_json(folder.memory_json)["predicted"]
-    assert made.memory is not None and predicted["peak_bytes"] == list(made.memory.peak_bytes)
+    assert predicted["peak_bytes"] == list(made.memory.peak_bytes)
     kept = prepare(replace(spec, name="kept", memory=MemoryConfig()))
     assert kept.read_memory_plan() is None and not kept.memory_json.exists()
 
@@ -222,9 +216,8 @@ def test_the_step_of_a_policy_has_the_all_reduce_of_its_replicas(spec: RunSpec) 
     """
     spec = replace(spec, machine=replace(spec.machine, link_bytes_per_s=1e3))
     alone, many = (
-        plan_run(replace(spec, parallel=replace(spec.parallel, replicas=n))).memory for n in (1, 4)
+        evaluate(replace(spec, parallel=replace(spec.parallel, replicas=n))).memory for n in (1, 4)
     )
-    assert alone is not None and many is not None
     assert not any(alone.costs.reduce) and min(many.costs.reduce) > 0
     least = min(many.costs.reduce)
     most = max(many.costs.reduce)
@@ -236,10 +229,9 @@ def test_the_step_of_a_policy_is_that_of_the_replica_that_lies_worst(spec: RunSp
     """On nodes of three ranks the second pipeline of two crosses from one node to the next."""
     machine = replace(spec.machine, ranks_per_node=3, link_latency_s=100.0)
     first, both = (
-        plan_run(replace(spec, machine=machine, parallel=replace(spec.parallel, replicas=n))).memory
+        evaluate(replace(spec, machine=machine, parallel=replace(spec.parallel, replicas=n))).memory
         for n in (1, 2)
     )
-    assert first is not None and both is not None
     assert both.step_s - max(both.costs.reduce) > first.step_s + 100
 
 
@@ -250,9 +242,8 @@ def test_the_all_reduces_of_a_node_share_its_links(spec: RunSpec) -> None:
     """
     machine = replace(spec.machine, ranks_per_node=2, link_bytes_per_s=10.0)
     spec = replace(spec, machine=machine, parallel=replace(spec.parallel, replicas=2))
-    free = plan_run(spec).memory
-    shared = plan_run(replace(spec, machine=replace(machine, contention=True))).memory
-    assert free is not None and shared is not None
+    free = evaluate(spec).memory
+    shared = evaluate(replace(spec, machine=replace(machine, contention=True))).memory
     assert shared.step_s > free.step_s + 0.5 * min(shared.costs.reduce_link) > free.step_s
 
 
@@ -266,22 +257,24 @@ def test_two_caches_are_one_run(
             5, seed=1 if spec.cache_dir == str(tmp_path / "one") else 2, decay=0.9
         )
 
-    for module in (
+    modules = (
         gems.partition.methods,
+        gems.plan.evaluate,
         gems.simulation.memory_case,
         gems.simulation.profiled_costs,
-    ):
+    )
+    for module in modules:
         monkeypatch.setattr(module, "profile_of", profile_of)
     asked = replace(
         spec, memory=MemoryConfig(), cost=CostConfig("profile"), profile=ProfileConfig("measured")
     )
     one, other = (replace(asked, cache_dir=str(tmp_path / name)) for name in ("one", "other"))
-    assert plan_run(one).costs != plan_run(other).costs
+    assert evaluate(one).costs != evaluate(other).costs
     folder = prepare(one)
-    assert folder.read_spec() == one and folder.read_run().cost == plan_run(one).costs
+    assert folder.read_spec() == one and folder.read_run().cost == evaluate(one).costs
     assert prepare(other) == folder and len(list((tmp_path / "runs").iterdir())) == 1
-    assert folder.read_spec().cost == asked.cost and folder.read_run().cost == plan_run(other).costs
-    assert yaml.safe_load(folder.traced_yaml())["cost"] == asdict(plan_run(other).costs)
+    assert folder.read_spec().cost == asked.cost and folder.read_run().cost == evaluate(other).costs
+    assert yaml.safe_load(folder.traced_yaml())["cost"] == asdict(evaluate(other).costs)
 
 
 def test_configured_costs_need_no_file(spec: RunSpec) -> None:
@@ -294,7 +287,7 @@ def test_costs_in_the_run_yaml_of_an_earlier_version_are_read(spec: RunSpec) -> 
     """Costs of a profile used to be in run.yaml itself."""
     earlier = replace(spec, cost=CostConfig("profile", times=[1.0, 2.0], activation_bytes=5))
     folder = prepare(earlier)
-    assert folder.read_run().cost == earlier.cost == plan_run(earlier).costs
+    assert folder.read_run().cost == earlier.cost == evaluate(earlier).costs
 
 
 @pytest.mark.parametrize(
@@ -323,12 +316,12 @@ def test_compiled_layers_exclude_what_takes_them_apart(
     plain = toys.make_spec(schedule, 2, **changes)
     spec = replace(plain, train=replace(plain.train, compile=True))
     with pytest.raises(ConfigError, match=f"^train.compile=true: excludes {why}"):
-        plan_run(spec)
+        evaluate(spec)
 
 
 def test_timed_waits_are_not_compiled() -> None:
     plain = toys.make_spec("zb_h1", 2, machine__kind="emulated")
-    assert plan_run(
+    assert evaluate(
         replace(plain, train=replace(plain.train, compile=True))
     ).schedule.has_split_backward
 
@@ -336,4 +329,4 @@ def test_timed_waits_are_not_compiled() -> None:
 def test_a_schedule_with_a_whole_backward_is_planned_as_without_compiled_layers() -> None:
     plain = toys.make_spec("gems_master", 2)
     spec = replace(plain, train=replace(plain.train, compile=True))
-    assert plan_run(spec).schedule.rows == plan_run(plain).schedule.rows
+    assert evaluate(spec).schedule.rows == evaluate(plain).schedule.rows

@@ -21,9 +21,9 @@ from gems.config.schema import (
     ScheduleConfig,
     TrainConfig,
 )
+from gems.plan.evaluate import evaluate
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
-from gems.runs.run_plan import plan_run
 from gems.runs.simulated_run import main, simulated_trace
 from gems.simulation.build import lowered_schedule
 from gems.trace import KINDS, STREAMS, Trace, read_trace
@@ -78,7 +78,7 @@ def of_kind(trace: Trace, kind: str, step: int = 0) -> np.ndarray:
 def test_a_simulated_run_cuts_no_model() -> None:
     """16 stages of a network with fewer layers: nothing is cut, nothing is loaded."""
     spec = spec_of(partitions=64, micro_batches=64)
-    assert plan_run(spec).boundaries == ()
+    assert evaluate(spec).boundaries == ()
 
 
 def test_events_are_those_of_the_schedule_in_their_streams() -> None:

@@ -1,4 +1,4 @@
-"""gems.runs.strips_choice: the number of strips of runs that leave it open."""
+"""gems.plan.strips_choice: the number of strips of runs that leave it open."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from gems.config.constraints import check_constraints
 from gems.config.resolve import run_id
 from gems.config.schema import RunSpec, ScheduleConfig
 from gems.errors import ConfigError, DoesNotFitError
+from gems.plan.evaluate import evaluate, simulate, with_strips_chosen
+from gems.plan.strips_choice import GAIN, with_fastest_strips
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
-from gems.runs.run_plan import plan_run, plan_simulation, predict, with_strips_chosen
-from gems.runs.strips_choice import GAIN, with_fastest_strips
 from tests.engine import toys
 
 Outcome = float | ConfigError | DoesNotFitError
@@ -98,10 +98,10 @@ def test_of_a_published_schedule_it_is_where_the_closed_form_gains_no_more(
         "parallel.micro_batches=4",
         "schedule=layer_parallel",
     ]
-    plan = plan_simulation(simulated(tmp_path, *words, "parallel.strips=0"))
+    plan = evaluate(simulated(tmp_path, *words, "parallel.strips=0"), runs=False)
     expected = gaining(lambda strips: (strips + partitions - 1) / strips)
     assert plan.schedule.num_strips == plan.spec.parallel.strips == expected
-    assert predict(plan).step.efficiency == pytest.approx(expected / (expected + partitions - 1))
+    assert plan.predict().step.efficiency == pytest.approx(expected / (expected + partitions - 1))
 
 
 def test_a_search_under_a_cap_is_as_fast_as_with_the_number_given(tmp_path: Path) -> None:
@@ -112,10 +112,9 @@ def test_a_search_under_a_cap_is_as_fast_as_with_the_number_given(tmp_path: Path
         "schedule.activation_cap=1",
         "schedule.budget_s=0.5",
     ]
-    found = predict(plan_simulation(simulated(tmp_path, *words, "parallel.strips=0")))
+    found = simulate(simulated(tmp_path, *words, "parallel.strips=0"))
     given = {
-        k: predict(plan_simulation(simulated(tmp_path, *words, f"parallel.strips={k}"))).step_s
-        for k in (1, 2, 4)
+        k: simulate(simulated(tmp_path, *words, f"parallel.strips={k}")).step_s for k in (1, 2, 4)
     }
     best = min(given.values())
     assert found.schedule.num_strips > 1 and found.step_s <= best / (1 - GAIN)
@@ -129,7 +128,7 @@ def test_messages_that_take_time_make_strips_fewer(tmp_path: Path) -> None:
         "parallel.strips=0",
     ]
     free, slow = (
-        plan_simulation(simulated(tmp_path, *words, f"machine.link_latency_s={latency}"))
+        evaluate(simulated(tmp_path, *words, f"machine.link_latency_s={latency}"), runs=False)
         for latency in (0.0, 1.0)
     )
     assert 1 <= slow.schedule.num_strips < free.schedule.num_strips
@@ -178,14 +177,14 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> RunSpec:
 def test_layers_take_the_times_of_their_profile_so_strips_do_not_become_thin(
     opened: RunSpec,
 ) -> None:
-    chosen = plan_run(opened)
+    chosen = evaluate(opened)
     assert 1 < chosen.spec.parallel.strips == chosen.schedule.num_strips < opened.data.height_px
     assert chosen.spec == replace(opened, parallel=chosen.spec.parallel)
 
 
 def test_what_needs_the_whole_image_stays_whole(opened: RunSpec) -> None:
     assert (
-        plan_run(replace(opened, model=replace(opened.model, norm="batch"))).spec.parallel.strips
+        evaluate(replace(opened, model=replace(opened.model, norm="batch"))).spec.parallel.strips
         == 1
     )
 
@@ -193,21 +192,18 @@ def test_what_needs_the_whole_image_stays_whole(opened: RunSpec) -> None:
 def test_a_cap_in_bytes_is_kept_with_the_rows_that_strips_share(opened: RunSpec) -> None:
     low = replace(opened, data=replace(opened.data, height_px=32))
     asked = replace(low, schedule=ScheduleConfig("capped", activation_cap=1.0, budget_s=0.2))
-    many = plan_run(replace(asked, parallel=replace(asked.parallel, strips=8)))
-    assert many.kept is not None
-    held = max(rank.peak_activation_bytes for rank in many.kept.ranks)
+    many = evaluate(replace(asked, parallel=replace(asked.parallel, strips=8)))
+    held = max(rank.peak_activation_bytes for rank in many.memory.ranks)
     unit_bytes = many.costs.activation_bytes
     assert held > unit_bytes, "the search counts equal shares of the image"
     capped = replace(
         asked, schedule=ScheduleConfig("capped", activation_cap_bytes=unit_bytes, budget_s=0.2)
     )
     with pytest.raises(ConfigError, match=f"leaves no schedule in 8 strips, which .* hold {held}"):
-        plan_run(replace(capped, parallel=replace(capped.parallel, strips=8)))
-    plan = plan_run(capped)
-    kept = plan.kept
-    assert kept is None or max(rank.peak_activation_bytes for rank in kept.ranks) <= unit_bytes
+        evaluate(replace(capped, parallel=replace(capped.parallel, strips=8)))
+    assert max(rank.peak_activation_bytes for rank in evaluate(capped).memory.ranks) <= unit_bytes
     roomy = replace(capped, schedule=replace(capped.schedule, activation_cap_bytes=2 * held))
-    assert plan_run(roomy).schedule.num_strips > 1
+    assert evaluate(roomy).schedule.num_strips > 1
 
 
 def test_simulate_prints_both_bounds_and_plan_refuses_one_pipelines_choice(

@@ -31,7 +31,7 @@ from gems.profile.store import known_pace
 from gems.runs.simulated_run import simulated_trace
 from gems.schedule.memory import memory_over_time
 from gems.simulation.build import lowered_schedule
-from gems.simulation.costs import schedule_costs, simulate_step
+from gems.simulation.costs import RunCosts
 from gems.trace import write_trace
 from scripts import calibrate
 from scripts.bench.fidelity import (
@@ -147,12 +147,15 @@ def test_the_peak_of_a_step_follows_from_the_times_in_the_trace() -> None:
     spec = replace(spec, cost=replace(spec.cost, boundary_bytes=300))
     made = lowered_schedule(spec)
     trace = simulated_trace(spec, made)
-    costs = schedule_costs(spec, made.placement)
+    run_costs = RunCosts.of(spec)
+    costs = run_costs.stages(made.placement)
 
     def peaks() -> list[float]:
-        return step_peaks(trace, made, costs, spec.cost.unit_s, spec.cost.activation_bytes).tolist()
+        return step_peaks(trace, made, costs, spec.cost.activation_bytes).tolist()
 
-    held = memory_over_time(made, costs, simulate_step(spec, made)[1], spec.cost.activation_bytes)
+    held = memory_over_time(
+        made, costs, run_costs.kept(made).simulation, spec.cost.activation_bytes
+    )
     assert peaks() == [max(rank.peak for rank in held)] * 3
     sends = (
         (trace.events["step"] == 2) & of_kinds(trace.events, "SEND_F") & (trace.events["rank"] == 0)
@@ -161,7 +164,7 @@ def test_the_peak_of_a_step_follows_from_the_times_in_the_trace() -> None:
     first, late, last = peaks()
     assert first == last < late <= first + 8 * 300
     with pytest.raises(ConfigError, match="lacks"):
-        step_peaks(replace(trace, events=trace.events[~sends]), made, costs, spec.cost.unit_s, 1.0)
+        step_peaks(replace(trace, events=trace.events[~sends]), made, costs, 1.0)
 
 
 def test_the_pace_of_runs_is_a_factor_and_host_time() -> None:

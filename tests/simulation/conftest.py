@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import gems.partition.methods
-import gems.runs.run_plan
+import gems.plan.evaluate
 import gems.simulation.build
 import gems.simulation.memory_case
 import gems.simulation.profiled_costs
@@ -26,7 +26,7 @@ from tests.partition.profiles import random_profile
 NUM_LAYERS = 11
 MODULES = (
     gems.partition.methods,
-    gems.runs.run_plan,
+    gems.plan.evaluate,
     gems.simulation.build,
     gems.simulation.memory_case,
     gems.simulation.profiled_costs,

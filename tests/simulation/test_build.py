@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,14 +12,14 @@ import gems.simulation.build
 from gems.config.resolve import resolve
 from gems.config.schema import CostConfig, MachineConfig, ParallelConfig, RunSpec, ScheduleConfig
 from gems.errors import ConfigError, ScheduleError
-from gems.partition.links import STAGED_PIECE_BYTES, network_in_units
-from gems.runs.run_plan import plan_run
+from gems.partition.links import STAGED_PIECE_BYTES
+from gems.plan.evaluate import evaluate
 from gems.schedule import generate
 from gems.schedule.action import Kind
 from gems.schedule.formats.schedule_json import to_json
 from gems.schedule.placement import bidirectional, linear
 from gems.simulation.build import compute_schedule, lowered_schedule, search_schedule
-from gems.simulation.costs import activation_cap, schedule_costs
+from gems.simulation.costs import RunCosts
 
 
 def spec_of(
@@ -48,15 +49,20 @@ def test_a_cap_that_a_named_schedule_does_not_keep_is_refused() -> None:
 def test_a_cap_in_bytes_is_one_in_units() -> None:
     cost = CostConfig(activation_bytes=1000)
     assert (
-        activation_cap(
+        RunCosts.of(
             spec_of(schedule=ScheduleConfig("1f1b", activation_cap_bytes=2500), cost=cost)
-        )
+        ).cap
         == 2.5
     )
     assert (
-        activation_cap(spec_of(schedule=ScheduleConfig("1f1b", activation_cap=2), cost=cost)) == 2
+        RunCosts.of(spec_of(schedule=ScheduleConfig("1f1b", activation_cap=2), cost=cost)).cap == 2
     )
-    assert activation_cap(spec_of()) is None
+    assert RunCosts.of(spec_of()).cap is None
+    unknown = replace(spec_of(), schedule=ScheduleConfig("capped", activation_cap_bytes=2500))
+    with pytest.raises(
+        ConfigError, match=r"activation_cap_bytes=2500: needs cost.activation_bytes"
+    ):
+        assert RunCosts.of(unknown).cap
 
 
 class TestFromAFile:
@@ -106,16 +112,18 @@ class TestCosts:
             node_latency_s=0.001,
             node_bytes_per_s=4e6,
         )
-        network = network_in_units(spec_of(machine=machine, cost=CostConfig(unit_s=0.01, link=0.5)))
+        network = RunCosts.of(
+            spec_of(machine=machine, cost=CostConfig(unit_s=0.01, link=0.5))
+        ).network.in_units(0.01)
         assert network.delay(0, 4, 1e4) == pytest.approx(0.5 + 0.2 + 1.0)
         assert network.delay(0, 3, 1e4) == pytest.approx(0.5 + 0.1 + 0.25)
 
     def test_messages_through_host_memory_are_copied_there_and_back_besides(self) -> None:
         rates = {"link_bytes_per_s": 1e6, "d2h_bytes_per_s": 2e6, "h2d_bytes_per_s": 4e6}
         networks = [
-            network_in_units(
+            RunCosts.of(
                 spec_of(machine=MachineConfig(device=device, transport=transport, **rates))
-            )
+            ).network
             for device, transport in (("cuda", "host"), ("cuda", "auto"), ("cpu", "host"))
         ]
         staged, direct, of_processors = (network.delay(0, 1, 1e6) for network in networks)
@@ -129,16 +137,16 @@ class TestCosts:
         cost = CostConfig(unit_s=0.001, param_bytes=3000)
         machine = MachineConfig(link_latency_s=0.001, link_bytes_per_s=1e6)
         alone = spec_of(machine=machine, cost=cost)
-        assert schedule_costs(alone, linear(2)).reduce == (0.0, 0.0)
+        assert RunCosts.of(alone).stages(linear(2)).reduce == (0.0, 0.0)
         abstract = spec_of(machine=machine, cost=CostConfig(link=0.5))
-        assert schedule_costs(abstract, bidirectional(2)).reduce == (0.0, 0.0)
+        assert RunCosts.of(abstract).stages(bidirectional(2)).reduce == (0.0, 0.0)
         pair = 2 * 1 * 1.0 + 2 * 1 / 2 * 2 * 3.0  # each of the two holds both stages
-        assert schedule_costs(alone, bidirectional(2)).reduce[0] == pytest.approx(pair)
+        assert RunCosts.of(alone).stages(bidirectional(2)).reduce[0] == pytest.approx(0.001 * pair)
         replicas = spec_of(
             machine=machine, cost=cost, parallel=ParallelConfig(2, replicas=3, micro_batches=4)
         )
-        assert schedule_costs(replicas, linear(2)).reduce == pytest.approx(
-            (4 * 1.0 + 2 * 2 / 3 * 3.0,) * 2
+        assert RunCosts.of(replicas).stages(linear(2)).reduce == pytest.approx(
+            (0.001 * (4 * 1.0 + 2 * 2 / 3 * 3.0),) * 2
         )
 
 
@@ -146,19 +154,19 @@ class TestCut:
     def test_a_placement_with_more_stages_than_layers(self) -> None:
         deepest = spec_of("1f1b", 11)
         spec = spec_of("zb_v", 8)
-        assert plan_run(deepest).boundaries == tuple(range(12))
+        assert evaluate(deepest).boundaries == tuple(range(12))
         with pytest.raises(
             ConfigError, match=r"partitions=8: makes 16 stages .*2 stages on a rank"
         ):
-            plan_run(spec)
+            evaluate(spec)
 
     def test_too_deep_a_cut_is_refused_before_a_run(self) -> None:
         with pytest.raises(ConfigError, match="must make at most"):
-            plan_run(spec_of("1f1b", 64, 64))
+            evaluate(spec_of("1f1b", 64, 64))
 
     def test_a_machine_on_paper_cuts_no_model(self) -> None:
         spec = spec_of("1f1b", 64, 64, machine=MachineConfig(kind="emulated"))
-        assert plan_run(spec).schedule.num_ranks == 64
+        assert evaluate(spec).schedule.num_ranks == 64
 
 
 class TestSearch:
@@ -168,7 +176,7 @@ class TestSearch:
         On paper it may hold any number.
         """
         spec = spec_of(ScheduleConfig("capped", activation_cap=1.5, budget_s=0.5), 4, 8)
-        assert plan_run(spec).schedule.num_stages <= 11
+        assert evaluate(spec).schedule.num_stages <= 11
         assert lowered_schedule(spec).num_stages > 11
         few = spec_of(
             ScheduleConfig("capped", activation_cap=1.5, budget_s=0.5, max_stages=4), 4, 8
@@ -189,8 +197,8 @@ class TestSearch:
             "capped", activation_cap=0.75, budget_s=0.5, memory_actions=["recompute"]
         )
         assert lowered_schedule(spec_of(schedule, 2, 4)).has_any(Kind.R)
-        assert plan_run(spec_of(schedule, 2, 4)).schedule.has_any(Kind.R)
+        assert evaluate(spec_of(schedule, 2, 4)).schedule.has_any(Kind.R)
         assert (
-            plan_run(spec_of(schedule, 2, 4, machine=MachineConfig(kind="emulated"))).boundaries
+            evaluate(spec_of(schedule, 2, 4, machine=MachineConfig(kind="emulated"))).boundaries
             == ()
         )

@@ -8,7 +8,7 @@ import pytest
 
 import gems.partition.methods
 import gems.partition.step_time
-import gems.runs.run_plan
+import gems.plan.evaluate
 import gems.simulation.build
 import gems.simulation.memory_case
 import gems.simulation.model_costs
@@ -16,18 +16,18 @@ import gems.simulation.profiled_costs
 from gems.config.schema import CostConfig, RunSpec
 from gems.errors import ConfigError, DoesNotFitError
 from gems.memory.plan import Choice, MemoryPlan
-from gems.runs.run_plan import RunPlan, plan_run, predict
+from gems.plan.evaluate import Plan, evaluate
 from gems.schedule.action import Kind
 from gems.schedule.lower import compute_only
 from gems.schedule.placement import Placement, bidirectional, linear, v, wave
 from gems.simulation.build import model_request, search_schedule
-from gems.simulation.costs import schedule_costs
+from gems.simulation.costs import RunCosts
 from gems.simulation.memory_case import memory_case
 from gems.simulation.model_costs import ModelCosts
 from tests.simulation.conftest import NUM_LAYERS, made_up
 
 
-def peaks_of(plan: RunPlan) -> tuple[list[int], int]:
+def peaks_of(plan: Plan) -> tuple[list[int], int]:
     """Return the peak bytes of what is saved on each rank, storage by storage, and those of a cap of 1."""
     profile = plan.profile
     compute = compute_only(plan.schedule)
@@ -60,14 +60,14 @@ def test_units_are_those_of_a_rank_and_of_the_heaviest_stage(
 @pytest.mark.parametrize("cap", [1.0, 1.5])
 def test_a_run_keeps_its_cap_in_bytes(spec: RunSpec, cap: float, actions: list[str]) -> None:
     schedule = replace(spec.schedule, activation_cap=cap, memory_actions=actions)
-    plan = plan_run(replace(spec, schedule=schedule))
+    plan = evaluate(replace(spec, schedule=schedule))
     peaks, unit_bytes = peaks_of(plan)
     assert max(peaks) <= cap * unit_bytes
     assert plan.schedule.num_stages <= NUM_LAYERS and plan.costs.name == "profile"
-    found = predict(plan)
+    found = plan.predict()
     assert found.step.efficiency <= found.bound + 1e-9
     in_bytes = replace(schedule, activation_cap=None, activation_cap_bytes=round(cap * unit_bytes))
-    assert plan_run(replace(spec, schedule=in_bytes)).schedule.rows == plan.schedule.rows
+    assert evaluate(replace(spec, schedule=in_bytes)).schedule.rows == plan.schedule.rows
 
 
 def test_a_list_with_actions_has_its_memory_plan(spec: RunSpec) -> None:
@@ -76,8 +76,8 @@ def test_a_list_with_actions_has_its_memory_plan(spec: RunSpec) -> None:
     The device's limit holds for what the list leaves on it.
     """
     asked = replace(spec, schedule=replace(spec.schedule, memory_actions=["offload"]))
-    plan = plan_run(asked)
-    assert plan.memory is not None and plan.memory_plan is not None
+    plan = evaluate(asked)
+    assert plan.memory_plan is not None
     assert [len(stage) for stage in plan.memory_plan.stages] == [1] * plan.schedule.num_stages
     kinds = [action.kind for _, action in plan.schedule.actions()]
     assert kinds.count(Kind.OFFLOAD) == kinds.count(Kind.FREE) == kinds.count(Kind.PREFETCH) > 0
@@ -87,13 +87,13 @@ def test_a_list_with_actions_has_its_memory_plan(spec: RunSpec) -> None:
     }
     peak = max(plan.memory.peak_bytes)
     assert (
-        plan_run(replace(asked, machine=replace(spec.machine, device_bytes=peak))).schedule
+        evaluate(replace(asked, machine=replace(spec.machine, device_bytes=peak))).schedule
         == plan.schedule
     )
     with pytest.raises(
         DoesNotFitError, match=r"under schedule=capped.*lower schedule.activation_cap"
     ):
-        plan_run(replace(asked, machine=replace(spec.machine, device_bytes=peak - 1)))
+        evaluate(replace(asked, machine=replace(spec.machine, device_bytes=peak - 1)))
 
 
 def test_a_search_depends_on_all_that_its_cuts_do(spec: RunSpec) -> None:
@@ -116,15 +116,15 @@ def test_given_boundaries_are_those_of_the_schedule(spec: RunSpec) -> None:
     cut = [0, 3, 5, 8, NUM_LAYERS]
     spec = replace(spec, schedule=replace(spec.schedule, activation_cap=2.0))
     given = replace(spec, parallel=replace(spec.parallel, boundaries=cut))
-    plan = plan_run(given)
+    plan = evaluate(given)
     assert plan.boundaries == tuple(cut) and plan.schedule.num_stages == 4
     with pytest.raises(ConfigError, match=r"parallel.boundaries=of 3 stages: must make one of"):
-        plan_run(replace(spec, parallel=replace(spec.parallel, boundaries=[0, 3, 5, NUM_LAYERS])))
+        evaluate(replace(spec, parallel=replace(spec.parallel, boundaries=[0, 3, 5, NUM_LAYERS])))
 
 
 def test_configured_costs_are_searched_as_they_are(spec: RunSpec) -> None:
     costs = CostConfig(times=[2.0, 1.0])
-    plan = plan_run(replace(spec, cost=costs))
+    plan = evaluate(replace(spec, cost=costs))
     assert plan.costs == costs
     paper = search_schedule(
         replace(spec, cost=costs, schedule=replace(spec.schedule, max_stages=NUM_LAYERS))
@@ -139,8 +139,8 @@ def test_costs_of_stages_may_be_given(spec: RunSpec) -> None:
         "weight_grad": [0.5, 0.0],
         "activation": [1.0, 0.25],
     }
-    costs = schedule_costs(replace(spec, cost=CostConfig(stages=stages)), linear(2))
+    costs = RunCosts.of(replace(spec, cost=CostConfig(stages=stages))).stages(linear(2))
     assert (costs.forward, costs.activation) == ((1.0, 2.0), (1.0, 0.25))
     assert costs.movable == costs.held_for_weights == costs.activation
     with pytest.raises(ConfigError, match=r"cost.stages=of 2 stages: must be of 3"):
-        schedule_costs(replace(spec, cost=CostConfig(stages=stages)), linear(3))
+        RunCosts.of(replace(spec, cost=CostConfig(stages=stages))).stages(linear(3))

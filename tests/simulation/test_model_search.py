@@ -13,7 +13,7 @@ import gems.partition.step_time
 from gems.config.constraints import check_constraints
 from gems.config.schema import MemoryConfig, ParallelConfig, RunSpec, ScheduleConfig
 from gems.errors import ConfigError, DoesNotFitError
-from gems.runs.run_plan import plan_run, predict_peak
+from gems.plan.evaluate import evaluate
 from gems.schedule.families.published_schedules import published_schedules
 from gems.schedule.synthesis import capped
 from gems.simulation.build import model_request
@@ -58,8 +58,8 @@ class TestUnderPolicy:
     @pytest.fixture
     def under(self, spec: RunSpec) -> RunSpec:
         """Two thirds of what the list that is fastest without a limit holds."""
-        fastest = plan_run(replace(spec, schedule=replace(spec.schedule, activation_cap=8.0)))
-        peak = predict_peak(fastest)
+        fastest = evaluate(replace(spec, schedule=replace(spec.schedule, activation_cap=8.0)))
+        peak = fastest.peak
         assert peak is not None
         memory = MemoryConfig(
             "plan", limit_bytes=2 * peak.device_bytes // 3, budget_s=1.0, min_offload_bytes=0
@@ -67,7 +67,7 @@ class TestUnderPolicy:
         return replace(spec, memory=memory, schedule=ScheduleConfig("capped", budget_s=0.1))
 
     def test_it_is_not_slower_than_any_list_under_its_own_plan(self, under: RunSpec) -> None:
-        found = plan_run(under).memory
+        found = evaluate(under).memory
         limit = under.memory.limit_bytes
         assert found is not None and limit is not None and max(found.peak_bytes) <= limit
         tried = [
@@ -79,18 +79,18 @@ class TestUnderPolicy:
         steps_s = []
         for schedule in tried:
             with suppress(DoesNotFitError):
-                other = plan_run(replace(under, schedule=schedule)).memory
+                other = evaluate(replace(under, schedule=schedule)).memory
                 steps_s.append(other.step_s if other else 0.0)
         assert found.step_s <= min(steps_s) * 1.01
 
     def test_it_says_what_does_not_fit(self, under: RunSpec) -> None:
         with pytest.raises(DoesNotFitError, match=r"above memory.limit_bytes=1000"):
-            plan_run(replace(under, memory=replace(under.memory, limit_bytes=1000)))
+            evaluate(replace(under, memory=replace(under.memory, limit_bytes=1000)))
 
     def test_another_limit_is_another_search(self, under: RunSpec) -> None:
         """A list that is kept for one limit is not taken for another, under which a faster one fits."""
-        plan_run(under)
-        free = plan_run(replace(under, memory=replace(under.memory, limit_bytes=10**12))).memory
+        evaluate(under)
+        free = evaluate(replace(under, memory=replace(under.memory, limit_bytes=10**12))).memory
         assert free is not None and not free.schedule.has_memory_actions
 
     @pytest.mark.parametrize("memory", [MemoryConfig(), MemoryConfig("plan", target_reduction=0.5)])

@@ -13,7 +13,7 @@ from gems.profile import LayerProfile, ModelProfile
 from gems.profile.spans import Spans
 from gems.schedule.action import Action, Kind
 from gems.schedule.placement import linear
-from gems.simulation.costs import schedule_costs
+from gems.simulation.costs import RunCosts
 from gems.simulation.profiled_costs import profiled_costs
 
 LAYERS = tuple(
@@ -32,9 +32,12 @@ def test_each_stage_has_its_layers_own_three_times(boundaries: tuple[int, ...]) 
         RunSpec(schedule=ScheduleConfig("zb_h1"), parallel=ParallelConfig(2, micro_batches=4))
     )
     run = replace(
-        spec, cost=profiled_costs(replace(spec, cost=CostConfig("profile")), PROFILE, boundaries)
+        spec,
+        cost=profiled_costs(
+            RunCosts.of(replace(spec, cost=CostConfig("profile"))), PROFILE, boundaries
+        ),
     )
-    found = schedule_costs(run, linear(2))
+    found = RunCosts.of(run).stages(linear(2))
     wanted = stage_costs(Spans(PROFILE), boundaries)
     for name in ("forward", "input_grad", "weight_grad", "recompute"):
         assert getattr(found, name) == pytest.approx(getattr(wanted, name)), name

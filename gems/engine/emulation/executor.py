@@ -220,10 +220,9 @@ class EmulatedSums:
 class EmulatedExecutor:
     """Runs one rank's actions on an emulated device with one compute stream and a copy engine in each direction.
 
-    `costs` are in units of `unit_s` seconds and `activation_bytes`. At most `cap` units of
-    activations are held: what allocates some waits for copies to host memory. `sums` are those of
-    the gradients, if the list has any. `pace` makes this rank slower than the costs, or makes it
-    wait for its inputs.
+    `costs` are in seconds and units of `activation_bytes`. At most `cap` units of activations are
+    held: what allocates some waits for copies to host memory. `sums` are those of the gradients, if
+    the list has any. `pace` makes this rank slower than the costs, or makes it wait for its inputs.
     """
 
     def __init__(
@@ -231,7 +230,6 @@ class EmulatedExecutor:
         schedule: Schedule,
         rank: int,
         costs: StageCosts,
-        unit_s: float,
         activation_bytes: int,
         cap: float | None,
         channels: EmulatedChannels,
@@ -251,12 +249,11 @@ class EmulatedExecutor:
         self._recorder = recorder
         self._sums = sums
         self._time_ns = {
-            action: round(costs.time(action) * pace.factor(rank, action) * unit_s * 1e9)
+            action: round(costs.time(action) * pace.factor(rank, action) * 1e9)
             for action in actions
         }
         self._inputs_ns = {
-            action: round(time * unit_s * 1e9)
-            for action, time in pace.inputs_ready(schedule, rank).items()
+            action: round(time * 1e9) for action, time in pace.inputs_ready(schedule, rank).items()
         }
         self._copies_of = {
             action: tuple(

@@ -67,8 +67,8 @@ def measure_hop(
         chain, rank, (float(num_bytes),) * num_ranks, [transport] * 2, recorder
     )
     waiter = Waiter(channels.poll, poll_interval_s, hang_timeout_s, wait_state)
-    costs = uniform(num_ranks, num_ranks, 1.0, 1.0, 0.0)
-    executor = EmulatedExecutor(chain, rank, costs, COMPUTE_S, 0, None, channels, waiter, recorder)
+    costs = uniform(num_ranks, num_ranks, COMPUTE_S, COMPUTE_S, 0.0)
+    executor = EmulatedExecutor(chain, rank, costs, 0, None, channels, waiter, recorder)
     control.barrier()
     executor.run(0)
     channels.close()

@@ -26,7 +26,7 @@ from gems.engine.transport.mpi import Comm, Transport, ranks_here
 from gems.engine.transport.polling import Waiter, WaitState, poll_interval_s, reduce_timer_slack
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat
-from gems.simulation.costs import activation_cap, replica_pace, schedule_costs
+from gems.simulation.costs import RunCosts
 from gems.trace import TracePart, part_path
 from gems.utils.atomic_io import write_json
 
@@ -60,7 +60,8 @@ def emulate(
         hang_timeout_s = spec.train.hang_timeout_s
         interval_s = poll_interval_s(ranks_here(comm))
         replica, rank = divmod(comm.rank, spec.parallel.partitions)
-        costs = schedule_costs(spec, placement)
+        run_costs = RunCosts.of(spec)
+        costs = run_costs.stages(placement)
 
         open_group = partial(
             Transport.of_group,
@@ -89,15 +90,14 @@ def emulate(
             schedule,
             rank,
             costs,
-            spec.cost.unit_s,
             spec.cost.activation_bytes,
-            activation_cap(spec),
+            run_costs.cap,
             channels,
             waiter,
             recorder,
             sums,
             heartbeat,
-            replica_pace(spec, replica),
+            run_costs.pace(replica),
         )
 
         def run_step(step: int) -> StepResult:

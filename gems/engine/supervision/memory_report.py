@@ -84,7 +84,7 @@ def _bytes_from_profile(pipeline: Pipeline, path: Path | None) -> tuple[int, ...
             size = spec.parallel.micro_batch_size
             dtype = spec.train.layer_dtype
             profile = fake_profile(spec.model, spec.data, size, dtype, spec.machine)
-        optimizer = OPTIMIZERS[optimizer_name(spec)]
+        optimizer = OPTIMIZERS[optimizer_name(spec.train, spec.optimizer)]
         walked = (
             rank_timeline(profile, plan, schedule, rank, optimizer, strips)
             for rank in range(schedule.num_ranks)

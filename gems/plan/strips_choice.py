@@ -14,6 +14,7 @@ from gems.config.schema import MAX_FORWARDS, MAX_STRIPS, RunSpec
 from gems.errors import ConfigError, DoesNotFitError
 from gems.simulation.model_costs import PROFILE
 
+KEY = "parallel.strips"
 GAIN = 0.01  # of the step's time, that twice as many strips must bring
 PATIENCE = 2  # slower ones in a row, after which there are no more
 

@@ -8,7 +8,8 @@ from functools import cache
 from gems.config.schema import MemoryConfig, RunSpec
 from gems.errors import ConfigError, DoesNotFitError
 from gems.partition.max_model_size import RESOLUTION, search, with_value
-from gems.runs.run_plan import KEY, plan_run, predict_peak
+from gems.plan.evaluate import evaluate
+from gems.plan.strips_choice import KEY
 
 # Thicker strips hold more of one, thinner ones more of what is carried between them: for a
 # ResNet-50 of 12 000 to 50 000 px about so many rows take least.
@@ -41,9 +42,7 @@ def largest_image(spec: RunSpec) -> LargestImage | None:
         strips = given if given > 1 else max(2, side_px // STRIP_ROWS)
         sized = with_value(replace(spec, memory=memory), RESOLUTION, side_px)
         try:
-            peak = predict_peak(
-                plan_run(replace(sized, parallel=replace(sized.parallel, strips=strips)))
-            )
+            peak = evaluate(replace(sized, parallel=replace(sized.parallel, strips=strips))).peak
         except DoesNotFitError:
             return None
         assert peak is not None

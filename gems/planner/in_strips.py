@@ -14,10 +14,11 @@ from dataclasses import replace
 from functools import partial
 
 from gems.errors import ConfigError, DoesNotFitError
+from gems.plan.evaluate import evaluate
+from gems.plan.strips_choice import KEY
 from gems.planner.evaluate import Planner
 from gems.planner.search.candidate import Candidate
 from gems.planner.search.choice import Choice
-from gems.runs.run_plan import KEY, plan_run, predict
 from gems.simulation.costs import parts_s
 
 ROWS = (256, 128, 64)  # of a strip
@@ -93,10 +94,9 @@ def _choice(planner: Planner, one: Candidate) -> Choice:
         DoesNotFitError: a rank would hold more than the limit.
     """
     run = planner.run_of(one)
-    plan = plan_run(replace(run, machine=replace(run.machine, device_bytes=planner.limit_bytes)))
-    held = plan.held
-    found = predict(plan)
-    assert held is not None
+    plan = evaluate(replace(run, machine=replace(run.machine, device_bytes=planner.limit_bytes)))
+    held = plan.memory
+    found = plan.predict()
     return Choice(
         one,
         plan.boundaries,
@@ -105,7 +105,7 @@ def _choice(planner: Planner, one: Candidate) -> Choice:
         found.step.efficiency,
         held.peak_bytes,
         held.host_bytes,
-        partial(parts_s, found.schedule, found.costs, found.step, found.network),
+        partial(parts_s, held, found.step),
         None,
         None if planner.epochs is None else planner.epochs(one.global_batch),
         planner.changes(one),

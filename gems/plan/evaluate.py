@@ -1,0 +1,366 @@
+"""The plan of a run: from a resolved configuration to all that its ranks are given, one stage after another.
+
+Costs (from the profile, if asked), schedule, partition and memory plan are made in this order.
+Everything that needs a run's plan gets it here, so that it is the same for all.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NoReturn
+
+from gems.config.resolve import check_batch, check_gpus
+from gems.config.schema import ORDERED_TRANSPORTS, CostConfig, RunSpec
+from gems.data import IMAGES, kind_of
+from gems.errors import ConfigError
+from gems.memory.case import MemoryCase, PlanOutcome
+from gems.memory.plan import KEEP, MemoryPlan, plan_of_schedule
+from gems.models import layers_of
+from gems.partition.methods import uses_profile
+from gems.plan.strips_choice import KEY, with_fastest_strips
+from gems.profile import ModelProfile
+from gems.profile.store import profile_of
+from gems.schedule import CAPPED, PLACED
+from gems.schedule.edges import check_message_order
+from gems.schedule.lower import compute_only
+from gems.schedule.schedule import Schedule
+from gems.schedule.validate import validate
+from gems.simulation.build import compute_schedule, kept_within, lowered_schedule, partition_of
+from gems.simulation.costs import RunCosts
+from gems.simulation.memory_case import Room, memory_case, policy_outcome, policy_plan
+from gems.simulation.model_costs import PROFILE
+from gems.simulation.prediction import Prediction, predict
+from gems.simulation.profiled_costs import profiled_costs, with_profiled_costs
+
+MAX_ACTIONS = 200_000  # simulated in some seconds
+HAS_CLOCK = ("real", "emulated")
+WITHOUT_RATES = (
+    "auto",
+    "cuda",
+)  # machines with the default rates, which are those of a processor's core
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The fullest rank's bytes on its device, and what the ranks of a node hold in host memory together."""
+
+    rank: int
+    device_bytes: int
+    host_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a resolved configuration becomes.
+
+    Raises:
+        ConfigError: links that match messages by order, and a schedule whose ranks do not send in
+            the order in which others receive.
+    """
+
+    spec: RunSpec  # as its user resolved it, from which the run has its identity
+    run_costs: RunCosts  # those configured, or with cost=profile those of the profile
+    memory: PlanOutcome  # what becomes of activations, and the step with it
+    boundaries: tuple[
+        int, ...
+    ] = ()  # where layers are cut; none without devices, or if operators are placed
+    profile: ModelProfile | None = None  # what the partition was made from, if it needed one
+
+    def __post_init__(self) -> None:
+        transport = self.spec.machine.transport
+        if transport in ORDERED_TRANSPORTS:
+            check_message_order(self.schedule, transport)
+
+    @property
+    def costs(self) -> CostConfig:
+        """The costs in the form of the configuration."""
+        return self.run_costs.cost
+
+    @property
+    def schedule(self) -> Schedule:
+        """The lowered and validated schedule: the one list that ranks run."""
+        return self.memory.schedule
+
+    @property
+    def memory_plan(self) -> MemoryPlan | None:
+        """The segments of each stage, None if stages run whole."""
+        if not self.memory.is_segmented:
+            return None
+        return (
+            self.memory.plan
+            if self.schedule.num_strips == 1
+            else self.memory.plan.between(self.boundaries)
+        )
+
+    @property
+    def peak_bytes(self) -> tuple[int, ...] | None:
+        """The peak bytes on the device of each rank of a pipeline, None if the planned run has no profile."""
+        return None if self.memory.case is None else self.memory.peak_bytes
+
+    @property
+    def peak(self) -> Peak | None:
+        """The peak of the fullest rank, None if the planned run has no profile."""
+        peaks = self.peak_bytes
+        rank = self.memory.fullest_rank
+        return (
+            None
+            if peaks is None
+            else Peak(rank, peaks[rank], Room.of(self.spec).node_bytes(self.memory.host_bytes))
+        )
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step, of a run with devices by the profile of its layers unless costs are configured."""
+        if self.boundaries and self.costs == CostConfig():
+            return self._layers_step_s(self.profile or profile_of(self.spec))
+        return self.memory.step_s
+
+    @property
+    def steps_s(self) -> float | None:
+        """Seconds of all steps, None if their costs are not known.
+
+        They are known for a run with timed waits, and if a profile measured them or the machine has
+        rates.
+        """
+        spec = self.spec
+        profile = self.profile
+        steps = spec.train.steps
+        if spec.machine.kind not in HAS_CLOCK or sum(map(len, self.schedule.rows)) > MAX_ACTIONS:
+            return None
+        if spec.machine.kind != "real":
+            return steps * self.memory.step_s
+        if profile is None:
+            return None
+        is_guess = profile.source == "fake" and spec.machine.name in WITHOUT_RATES
+        if is_guess and spec.cluster.gpus_per_node:
+            return None
+        return steps * self._layers_step_s(profile)
+
+    def _layers_step_s(self, profile: ModelProfile) -> float:
+        """Return the seconds of a step by its layers.
+
+        The cap was kept by the plan's costs, and has another unit.
+        """
+        if self.memory.is_segmented or self.costs.name == PROFILE:
+            return self.memory.step_s
+        free = replace(self.spec.schedule, activation_cap=None, activation_cap_bytes=None)
+        costs = replace(
+            self.run_costs,
+            cost=profiled_costs(self.run_costs, profile, self.boundaries),
+            schedule=free,
+        )
+        return costs.kept(self.schedule).step_s
+
+    def predict(self) -> Prediction:
+        """Simulate one step, one pipeline for all replicas, which are alike."""
+        return predict(replace(self.spec, cost=self.costs), self.memory)
+
+
+def evaluate(spec: RunSpec, trains: bool = True, runs: bool = True) -> Plan:
+    """Return the plan of a resolved run.
+
+    Unless it `trains`, what training in strips would need of the layers and of memory is not asked.
+    Of one that is only simulated, not `runs`, costs are as configured, and its stages may outnumber
+    the layers of its model.
+
+    A search of the schedule is one over the stages of the model, by its profile unless costs are
+    configured, and finds the partition too. What is found is kept in the cache, so that all who ask
+    get the same.
+
+    Raises:
+        ConfigError: counts or a cap that the schedule cannot serve, more stages than layers, a
+            profile that cannot be had, other ranks than parallel.gpus, or less data than one step
+            takes.
+        DoesNotFitError: a rank would hold more than its device, or a node's ranks more than its
+        host memory. ScheduleError: a schedule that would not run.
+    """
+    runs = runs or spec.memory.name != KEEP
+    is_real = spec.machine.kind == "real"
+    if runs:
+        check_gpus(spec)
+        _check_compiled(spec, trains)
+    spec = with_strips_chosen(spec, runs)
+    if runs:
+        _check_strips(spec)
+    run = with_profiled_costs(_of_model(spec) if runs else spec)
+    schedule = lowered_schedule(run)
+    costs = RunCosts.of(run)
+    if runs:
+        _check_compiled(spec, trains, schedule)
+        check_batch(spec)
+    by_layers = is_real if runs else run.cost.name == PROFILE
+    if not by_layers or schedule.placement.feeders is not None:
+        return Plan(spec, costs, costs.kept(schedule))
+    acts = schedule.has_memory_actions
+    is_whole = schedule.num_strips == 1
+    if acts and not is_whole:
+        _refuse_strips(spec, "a list that recomputes or moves activations")
+    is_kept = spec.memory.name == KEEP and not acts
+    if is_kept and is_whole:
+        boundaries = partition_of(run, schedule).boundaries
+        has_profile = run.cost.name == PROFILE or uses_profile(run, schedule)
+    else:
+        boundaries = _unlimited_partition(run, schedule)
+        has_profile = trains or is_whole
+    if not has_profile:
+        return Plan(spec, costs, costs.kept(schedule), boundaries)
+    profile = profile_of(run)
+    case = memory_case(run, compute_only(schedule), boundaries, profile)
+    room = Room.of(run)
+    if is_kept:
+        outcome = kept_within(costs, schedule, case)
+        room.check(outcome)
+    else:
+        plan = (
+            plan_of_schedule(case.schedule, case.boundaries)
+            if acts
+            else policy_plan(run.memory, case, run.cache_dir)
+        )
+        outcome = policy_outcome(room, case, plan)
+        validate(outcome.schedule, outcome.costs)
+    return Plan(spec, costs, outcome, boundaries, profile)
+
+
+def with_strips_chosen(spec: RunSpec, runs: bool = True) -> RunSpec:
+    """Return a resolved run with a number of strips.
+
+    Its own, or if that is open the one that trains fastest.
+    Layers take the times of their profile, unless costs are configured or the run is only
+    simulated.
+
+    Raises:
+        ConfigError, DoesNotFitError: as `with_fastest_strips`.
+    """
+    if spec.parallel.strips:
+        return spec
+    return with_fastest_strips(spec, lambda one: evaluate(one, runs=runs).step_s)
+
+
+with_strips_on_paper = partial(with_strips_chosen, runs=False)
+
+
+def policy_case(spec: RunSpec) -> MemoryCase:
+    """Return what any memory policy of a resolved run would plan for.
+
+    The device does not limit its partition.
+
+    Raises:
+        ConfigError: counts that the schedule cannot serve, more stages than layers, or a profile
+        that cannot be had.
+    """
+    run = with_profiled_costs(_of_model(with_strips_chosen(spec)))
+    compute = compute_schedule(run)
+    return memory_case(run, compute, _unlimited_partition(run, compute))
+
+
+def simulate(spec: RunSpec) -> Prediction:
+    """Simulate one step of a resolved run: times, efficiency, bound and peak bytes.
+
+    Raises:
+        ConfigError, DoesNotFitError, ScheduleError: as `evaluate`.
+    """
+    return evaluate(spec, runs=False).predict()
+
+
+def _check_strips(spec: RunSpec) -> None:
+    """Check that a run that trains can do so in strips, as far as that is known without its layers.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    strips = spec.parallel.strips
+    data = spec.data
+    if strips == 1 or spec.machine.kind != "real":
+        return
+    faults = {
+        f"data.name={data.name}, whose samples are no images": kind_of(data) != IMAGES,
+        "schedule.memory_actions": bool(spec.schedule.memory_actions),
+        f"schedule={spec.schedule.name}, a graph of stages": spec.schedule.name == PLACED,
+        f"data.height_px={data.height_px}, which has fewer rows": strips > data.height_px,
+    }
+    for fault in (text for text, is_so in faults.items() if is_so):
+        _refuse_strips(spec, fault)
+
+
+def _check_compiled(spec: RunSpec, trains: bool, schedule: Schedule | None = None) -> None:
+    """Check that layers can be compiled in a run, as far as that is known without its schedule.
+
+    Raises:
+        ConfigError: it runs parts of a layer's own forward or backward, or counts on what that
+        keeps.
+    """
+    if not (spec.train.compile and trains and spec.machine.kind == "real"):
+        return
+    strips = spec.parallel.strips
+    name = spec.schedule.name
+    precision = spec.train.precision
+    cap = spec.schedule.activation_cap_bytes
+    for is_so, fault, advice in (
+        (
+            strips != 1,
+            f"parallel.strips={strips}, for which each operation of a layer has a form of its own",
+            "leave parallel.strips out",
+        ),
+        (
+            spec.memory.name != "keep",
+            f"memory={spec.memory.name}, which plans by what layers keep as they are",
+            "use memory=keep",
+        ),
+        (
+            cap is not None,
+            f"schedule.activation_cap_bytes={cap}, which counts what layers keep as they are",
+            "give schedule.activation_cap, in micro-batches",
+        ),
+        (
+            spec.train.compute_dtype in ("bfloat16", "float16"),
+            (
+                f"train.precision={precision}, whose rounding between operations compiled kernels"
+                " leave out"
+            ),
+            "use train.precision=float32",
+        ),
+        (
+            schedule is not None and schedule.has_split_backward,
+            f"schedule={name}, which runs the backward of each layer in two parts",
+            "use a schedule with a whole backward, such as 1f1b or gems_master",
+        ),
+        (
+            schedule is not None and schedule.has_memory_actions,
+            f"schedule={name}, whose list recomputes or moves what layers keep",
+            "use another schedule",
+        ),
+    ):
+        if is_so:
+            raise ConfigError(
+                "train.compile",
+                "true",
+                f"excludes {fault}",
+                f"{advice}, or set train.compile=false",
+            )
+
+
+def _of_model(spec: RunSpec) -> RunSpec:
+    """Return the run with what the search of a schedule that will run needs to know of its model.
+
+    Unless costs are configured that is its profile, with configured ones only how many stages its
+    layers can make.
+    """
+    if spec.machine.kind != "real" or spec.schedule.name != CAPPED or spec.cost.name == PROFILE:
+        return spec
+    if spec.cost == CostConfig():
+        return replace(spec, cost=CostConfig(name=PROFILE))
+    most = min(len(layers_of(spec.model, spec.data)), spec.schedule.max_stages or sys.maxsize)
+    return replace(spec, schedule=replace(spec.schedule, max_stages=most))
+
+
+def _unlimited_partition(run: RunSpec, schedule: Schedule) -> tuple[int, ...]:
+    """Return the boundaries of a run in which more than the partition decides what fits the device."""
+    return partition_of(
+        replace(run, machine=replace(run.machine, device_bytes=None)), schedule
+    ).boundaries
+
+
+def _refuse_strips(spec: RunSpec, fault: str) -> NoReturn:
+    raise ConfigError(KEY, spec.parallel.strips, f"must be 1 for a run that trains with {fault}")
