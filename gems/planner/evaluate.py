@@ -19,7 +19,6 @@ from gems.errors import ConfigError, DoesNotFitError
 from gems.memory.case import MemoryCase, PlanOutcome
 from gems.memory.model import OPTIMIZERS, MemoryModel, Optimizer
 from gems.memory.registry import plan_within
-from gems.memory.timeline import stage_costs
 from gems.partition.exact import solve
 from gems.partition.methods import PartitionCase, optimizer_name
 from gems.partition.problem import InfeasibleError, Problem
@@ -32,7 +31,6 @@ from gems.profile.scaling import extrapolate
 from gems.profile.spans import RankCosts, Spans
 from gems.profile.store import profile_of
 from gems.schedule import CAPPED
-from gems.schedule.costs import StageCosts
 from gems.schedule.formats.schedule_json import from_json
 from gems.schedule.ledger import TOLERANCE, in_flight, peaks
 from gems.schedule.lower import lower
@@ -392,18 +390,13 @@ class Planner:
         """Return the seconds of a step without messages, which are the same under every memory policy."""
         key = one.kept, made.boundaries
         if key not in self._computed_s:
-            self._computed_s[key] = simulate(made.compute, self._stage_costs(one, made)).span
+            stages = RunCosts.of(made.run).stages(made.compute.placement)
+            self._computed_s[key] = simulate(made.compute, stages).span
         return self._computed_s[key]
 
     @cached_property
     def _computed_s(self) -> dict[tuple[Candidate, tuple[int, ...]], float]:
         return {}
-
-    def _stage_costs(self, one: Candidate, made: _Scheduled) -> StageCosts:
-        if made.run.machine.kind != "real":  # no real layers: the machine's own costs
-            return RunCosts.of(made.run).stages(made.compute.placement)
-        spans = self.model(one.micro_batch_size).spans
-        return stage_costs(spans, made.boundaries)
 
     def _fitting(self, one: Candidate, partitions: Iterable[_Scheduled]) -> Choice | TooLarge:
         """Return a candidate as it runs, by the first of its partitions that fits."""
