@@ -79,7 +79,7 @@ def test_equals_one_unsplit_process(comm, schedule, partitions, replicas):
 
     Here each runs with replicas.
     """
-    depth = 8 if FAMILIES[schedule].stages(2) == 1 else 20
+    depth = 8 if FAMILIES[schedule].stages(2) == 1 else 14
     difference = check(
         comm,
         make_spec(
@@ -119,7 +119,7 @@ def test_channels_last_is_exact_and_travels_without_a_conversion(comm, case, mon
     depth = (
         {}
         if "model__name" in CHANNELS_LAST[case] or FAMILIES[schedule].stages(2) == 1
-        else {"model__depth": 20}
+        else {"model__depth": 14}
     )
     changes = {**depth, **CHANNELS_LAST[case]}
     spec = make_spec(schedule, 3, machine__channels_last=True, **changes, parallel__micro_batches=6)
@@ -161,7 +161,7 @@ def test_a_schedule_found_under_a_cap(comm, cap):
     spec = make_spec(
         "capped",
         3,
-        model__depth=20,
+        model__depth=14,
         parallel__micro_batches=6,
         schedule__activation_cap=cap,
         schedule__budget_s=0.2,
@@ -175,7 +175,7 @@ def test_a_schedule_found_under_a_cap(comm, cap):
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved_1f1b", "zb_v", "looped_bfs"])
 def test_receives_far_ahead_for_slow_links(comm, name, link):
     """Of the second link some ranks post all that their first actions leave room for."""
-    spec = make_spec(name, 4, model__depth=20, parallel__micro_batches=8, cost__link=link)
+    spec = make_spec(name, 4, model__depth=14, parallel__micro_batches=8, cost__link=link)
     made = lowered_schedule(spec)
     assert made.rows != lower(compute_only(made)).rows
     check(comm, spec, made)
@@ -364,8 +364,8 @@ def test_clipping_average_and_schedule_over_20_steps(comm, schedule, monkeypatch
 
 
 MIXED = [
-    ("1f1b", 4, 1, {"model__depth": 20}),
-    ("zb_h1", 4, 1, {"model__depth": 20, "model__norm": "group"}),
+    ("1f1b", 4, 1, {"model__depth": 14}),
+    ("zb_h1", 4, 1, {"model__depth": 14, "model__norm": "group"}),
     ("gems_master", 2, 2, {"train__max_grad_norm": 0.9, "train__ema_decay": 0.9}),
     ("zb_h1", 2, 2, {"memory__name": "recompute", "memory__recompute": "selective"}),
 ]

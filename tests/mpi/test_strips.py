@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gems.config.schema import DataConfig, LossConfig, ModelConfig, RunSpec
 from gems.data import open_dataset
 from gems.data.dataset import batch_indices
+from gems.engine import pipeline as pipeline_module
 from gems.engine.checkpoint.state_dict import restore
 from gems.engine.optimization.nonfinite import find_nonfinite
 from gems.engine.pipeline import build_pipeline
@@ -44,9 +45,9 @@ MODELS = {
         CLASSES,
         {},
     ),
-    "resnet": ({"name": "resnet", "depth": 14, "width": 4, "norm": "none"}, CLASSES, {}),
+    "resnet": ({"name": "resnet", "depth": 8, "width": 4, "norm": "none"}, CLASSES, {}),
     "ghost": (
-        {"name": "resnet", "depth": 14, "width": 4, "norm": "ghost_batch"},
+        {"name": "resnet", "depth": 8, "width": 4, "norm": "ghost_batch"},
         {**CLASSES, "width_px": 32},
         {},
     ),
@@ -61,7 +62,7 @@ MODELS = {
         {},
     ),
     "vgg": (
-        {"name": "vgg", "depth": 16, "width": 2, "norm": "none", "dropout": 0.5},
+        {"name": "vgg", "depth": 11, "width": 2, "norm": "none", "dropout": 0.5},
         {**CLASSES, "width_px": 32},
         {},
     ),
@@ -126,6 +127,12 @@ def without_times_of_strips(monkeypatch):
     monkeypatch.setattr(store, "_with_times_of_strips", lambda _, profile: profile)
 
 
+@pytest.fixture
+def without_evaluation(monkeypatch):
+    """Trace no layers for evaluation: it takes as long as the tracing that a comparison needs."""
+    monkeypatch.setattr(pipeline_module, "find_evaluation_forms", lambda *_: None)
+
+
 def built(comm, spec, trains=True):
     """Return the pipeline of a run that rank 0 plans for all, as of one that is submitted; collective."""
     made = broadcast(comm, plan_run(spec, trains) if comm.rank == 0 else None)
@@ -149,6 +156,7 @@ def strip_spec(
     )
 
 
+@pytest.mark.usefixtures("without_evaluation")
 @pytest.mark.parametrize(
     ("name", "schedule", "partitions", "replicas", "strips", "height", "more"), RUNS
 )
@@ -208,6 +216,7 @@ STORED = [
 ]
 
 
+@pytest.mark.usefixtures("without_evaluation")
 @pytest.mark.parametrize(
     ("name", "schedule", "partitions", "replicas", "strips", "height", "policy"), STORED
 )
@@ -229,6 +238,7 @@ MIXED = [
 ]
 
 
+@pytest.mark.usefixtures("without_evaluation")
 @pytest.mark.parametrize(
     ("name", "schedule", "partitions", "replicas", "strips", "height", "precision", "more"), MIXED
 )
