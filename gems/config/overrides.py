@@ -265,9 +265,9 @@ def translate(error: Exception, words: Sequence[str]) -> ConfigError:
     first = (str(cause).strip() or type(cause).__name__).splitlines()[0]
     given = {name.lstrip("+"): value for name, _, value in (word.partition("=") for word in words)}
     quoted = first.replace("+", "")
-    key = getattr(cause, "full_key", None) or next(
-        (name for name in given if f"'{name}" in quoted), ""
-    )
+    # errors of Python's own, as OverflowError, have the key in their text alone
+    named = re.search(r"full_key: (\S+)", str(cause))
+    key = named[1] if named else next((name for name in given if f"'{name}" in quoted), "")
     if not key and "interpolation" in first:
         # OmegaConf cannot name the key of a recursion that reaches Python's limit before its own
         key = next((name for name in reversed(given) if "${" in given[name]), "")

@@ -234,6 +234,7 @@ class TestRefused:
             ("parallel.partitions=1.5", "parallel.partitions=1.5: must be a whole number", ""),
             ("parallel.partitions=true", "parallel.partitions=True: must be a whole number", ""),
             ("parallel.boundaries=[0,a]", "parallel.boundaries[1]=a: must be a whole number", ""),
+            (f"optimizer.lr={'1' * 400}", "optimizer.lr=111", "too large"),
             ("cluster.limits=[5]", "cluster.limits[0]=5: must be a mapping", ""),
             ("seed=null", "seed=null: ", "must be a whole number"),
             ("train.evaluate=maybe", "train.evaluate=maybe: must be true or false", ""),
