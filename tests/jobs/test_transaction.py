@@ -24,7 +24,7 @@ from jobs.batch.resources import job_spec
 from jobs.launch.batch import BatchJob
 from jobs.launch.submission import start_run, submit_together
 from jobs.launch.transaction import SIGNALS, Ownership, SignalsWait, submit_owned
-from jobs.slurm import executor
+from jobs.slurm import sbatch
 from jobs.status.ownership import gone_verifier
 from jobs.status.run_status import run_statuses
 from tests.jobs.fake_slurm import FakeSlurm
@@ -172,7 +172,7 @@ def test_where_nobody_can_tell_nothing_is_submitted_again(
     listing = (queue.here / "squeue").read_text()
     queue.says("squeue", error="Socket timed out on send/recv operation\n", code=1)
     with pytest.raises(
-        executor.UnclearSubmissionError, match="cannot determine whether SLURM accepted the job"
+        sbatch.UnclearSubmissionError, match="cannot determine whether SLURM accepted the job"
     ):
         start_run(make(), assume_yes=True)
     assert folder.read_status()["state"] == "submitting"
