@@ -36,6 +36,7 @@ ASIDE = (
     "train.loggers",
     "machine.pace_factor",
     "machine.pace_pass_s",
+    "machine.library_bytes",
     "plugins_dir",
     "train.log_level",
     "cluster.hosts",
