@@ -105,7 +105,7 @@ def test_bars_of_the_waterfall_stand_where_the_one_before_ended(trace: Trace) ->
     assert (bars[-1].get_x(), bars[-1].get_width()) == pytest.approx((0, reached))
     words = [text.get_text() for text in waterfall_figure(found).axes[0].texts]
     assert (
-        f"{found.run_s['bubble']:.3g} s, {100 * found.run_s['bubble'] / found.step_s:.1f} %"
+        f"{found.run_s['bubble']:.3g} units, {100 * found.run_s['bubble'] / found.step_s:.1f} %"
         in words
     )
     assert any("SIMULATED" in word for word in words)
