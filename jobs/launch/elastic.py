@@ -1,8 +1,9 @@
-"""Going on after a job has lost nodes.
+"""Continue a run after its job has lost nodes.
 
-By its spare nodes or on fewer in the same allocation, else by a new job.
-A job that outlives its nodes is submitted with --no-kill: SLURM takes a node that fails from it,
-and ends the step that ran there. The run then resumes its newest checkpoint on nodes that are left.
+The run continues on spare nodes or on fewer nodes of the same allocation, or else in a new job. A
+job that outlives its nodes is submitted with --no-kill: SLURM removes a failed node from it, and
+ends the step that ran there. The run then resumes from its newest checkpoint on the nodes that are
+left.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from jobs.launch.transaction import Ownership, submit_owned
 from jobs.preflight.layouts import smaller_plan
 
 CODES = (RankFailedError.exit_code, StalledError.exit_code)
-# Failures that are settled by what the run is, whatever became of a node.
+# Failures that the run itself explains, whatever happened to a node.
 OF_THE_RUN = (
     FailureCause.CONFIGURATION,
     FailureCause.DOES_NOT_FIT,
@@ -47,11 +48,11 @@ GONE = "SLURM has taken it from the job"
 
 
 class Recovery:
-    """The recovery of a run whose job has lost nodes, if its cluster.elastic or cluster.spare_nodes allows one.
+    """The recovery of a run whose job has lost nodes, if its configuration allows one.
 
-    After a failure `again` says whether the run is to be launched once more in this job,
-    `has_moved` whether another start of a job continues it. `left_out` are the nodes that it may
-    not use any more, each with its fault.
+    cluster.elastic or cluster.spare_nodes allows it. After a failure, `again` says whether to
+    launch the run once more in this job, and `has_moved` whether another start of a job continues
+    it. `left_out` maps each node that the run may no longer use to its fault.
     """
 
     def __init__(self, folder: RunFolder, work: Work) -> None:
@@ -61,7 +62,7 @@ class Recovery:
         self.again = self.has_moved = False
 
     def return_to_own_layout(self) -> None:
-        """Let a run whose job starts with all its own nodes go on by its own layout."""
+        """Return a run to its own layout if its job starts with all its own nodes."""
         folder = self._folder
         if not folder.layouts():
             return
@@ -95,16 +96,16 @@ class Recovery:
             yield
 
     def is_concerned(self, job: JobSpec, nodes: Sequence[str], failure: Failure) -> bool:
-        """Return whether a failure of ranks on some nodes may be the loss of one, from which the run could go on."""
+        """Return whether a failure may be the loss of a node from which the run could recover."""
         is_settled = failure.exit_code not in CODES or failure.cause_class in OF_THE_RUN
         return job.cluster.outlives_nodes and bool(nodes) and not is_settled
 
     def find_faults(
         self, job: JobSpec, environment: Mapping[str, str], nodes: Sequence[str], failure: Failure
     ) -> dict[str, str]:
-        """Return the nodes of a failed launch that are gone or bad, each with its fault.
+        """Return the fault of each node of a failed launch that is gone or bad.
 
-        No rank is left there.
+        All ranks must have ended on these nodes.
         """
         left = own_nodes()
         blamed = failure.node if failure.cause_class in OF_A_NODE else None
@@ -121,7 +122,10 @@ class Recovery:
     def goes_on(
         self, job: JobSpec, facts: Mapping[str, Any], good: Sequence[str], faults: Mapping[str, str]
     ) -> bool:
-        """Return whether the run goes on without some nodes, and choose and record by which layout and job."""
+        """Return whether the run continues without some nodes.
+
+        If so, choose and record its layout and job.
+        """
         if not job.cluster.outlives_nodes:
             return False
         self.left_out |= faults
@@ -174,14 +178,14 @@ class Recovery:
         return True
 
     def replace_job(self, batch_node: str) -> None:
-        """Submit the run as a new job that starts after this one, whose batch script is lost with its node.
+        """Submit the run as a new job that starts after this one, whose batch script is lost.
 
-        The next job of a chain is that already. Without a smaller layout a new job counts as a
-        requeue.
+        If a chain has a next job, that job continues the run. Without a smaller layout, a new job
+        counts as a requeue.
 
         Raises:
-            GemsError: it has started again as often as allowed, sbatch refuses it, or the folder
-            has another owner.
+            GemsError: the run has restarted as often as allowed, sbatch refuses the job, or the
+                folder has another owner.
         """
         own = self._folder.read_own_spec()
         now = self._folder.read_spec()
@@ -208,7 +212,7 @@ class Recovery:
         lost: str,
         after: str | None = None,
     ) -> None:
-        """Submit the run as a new job without the nodes that were lost, on fewer nodes unless `size` is None."""
+        """Submit the run as a new job without the lost nodes, on `size` nodes unless it is None."""
         folder = self._folder
         plan = None if size is None else smaller_plan(own, size)
         spec = folder.read_spec() if plan is None else plan.spec

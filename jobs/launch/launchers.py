@@ -1,6 +1,6 @@
 """Build a launcher's command line from a job's resources, in a container if the site needs one.
 
-All raise ConfigError for a path that the container's runtime would read as something else.
+All functions raise ConfigError for a path that the container's runtime would misread.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from jobs.batch.resources import IMAGE, SIMULATED, JobSpec
 RANK = "gems.engine.run"
 DEPUTY = "jobs.launch.deputy"
 CODE = code_root()
-CHECKOUT = CODE / "setup.cfg"  # without it the code is installed, and the image must have its own
+CHECKOUT = CODE / "setup.cfg"  # if missing, the code is installed, and the image needs its own
 PYXIS = "pyxis"
 UENV = "uenv"
-OF_SRUN = (PYXIS, UENV)  # plug-ins of srun itself
+OF_SRUN = (PYXIS, UENV)  # srun plug-ins
 Launcher = Callable[[JobSpec, RunFolder], list[str]]
 
 
 def command(job: JobSpec, folder: RunFolder) -> list[str]:
     """Return the command line that runs all ranks of a job.
 
-    Raise ConfigError if the launcher is not there.
+    Raises:
+        ConfigError: the launcher does not exist.
     """
     start = by_simulator if job.launcher == SIMULATED else LAUNCHERS[job.launcher]
     return start(job, folder)
@@ -43,12 +44,11 @@ def command(job: JobSpec, folder: RunFolder) -> list[str]:
 def rank_program(job: JobSpec, folder: RunFolder, module: str = RANK, *arguments: str) -> list[str]:
     """Return the command line of one rank, in its container.
 
-    Its argument is the run folder unless others are given.
+    By default, its argument is the run folder.
     """
     words = [*_module(job, folder, module), *(arguments or (str(folder.path),))]
-    if (
-        job.checks_placement
-    ):  # starts in some ms: outside of a container by its file, without site packages
+    # fast start (some ms): outside of a container, run the file without site packages
+    if job.checks_placement:
         is_bare = job.cluster.container_image is None
         bare = ["-I", "-S"] if is_bare else []
         name = placement_check.__name__
@@ -60,18 +60,18 @@ def rank_program(job: JobSpec, folder: RunFolder, module: str = RANK, *arguments
 
 
 def by_mpiexec(job: JobSpec, folder: RunFolder) -> list[str]:
-    """Return the command line for ranks on this machine, each with a watcher of its exit."""
+    """Return the command line for ranks on this machine, each with an exit watcher."""
     watcher = [sys.executable, *RUN_MODULE, "gems.launch.exit_watcher", str(folder.path)]
     return mpiexec_argv(job.tasks, [*watcher, *rank_program(job, folder)])
 
 
 def by_srun(job: JobSpec, folder: RunFolder, program: Sequence[str] | None = None) -> list[str]:
-    """Return the command line for one step of all ranks, or of another program, inside a SLURM allocation.
+    """Return the command line for one srun step of all ranks, or of another program.
 
-    Tasks per node are given because a block distribution would fill the first nodes, CPUs per task
-    because srun ignores sbatch's since 22.05. Unless the preset binds GPUs, all GPUs of a node are
-    visible to each of its ranks, which choose by local rank: with GPUs bound to tasks, CUDA IPC
-    between ranks fails. One failed rank ends the step.
+    It runs inside a SLURM allocation. Tasks per node are given because a block distribution would
+    fill the first nodes. CPUs per task are given because srun has ignored sbatch's since 22.05.
+    Unless the preset binds GPUs, each rank sees all GPUs of its node and chooses one by local rank:
+    CUDA IPC between ranks fails if GPUs are bound to tasks. One failed rank ends the step.
     """
     cluster = job.cluster
     gpus = job.gpu_option
@@ -93,8 +93,8 @@ def by_srun(job: JobSpec, folder: RunFolder, program: Sequence[str] | None = Non
 def by_flux(job: JobSpec, folder: RunFolder, program: Sequence[str] | None = None) -> list[str]:
     """Return the command line for one job of all ranks in the Flux instance of a batch script.
 
-    GPUs that do not divide among a node's ranks are not asked for again: the instance has them.
-    Unless the preset binds GPUs, all of a node are visible to each of its ranks, as by srun.
+    GPUs that do not divide evenly among a node's ranks are not requested again: the instance has
+    them. Unless the preset binds GPUs, each rank sees all GPUs of its node, as with srun.
     """
     cluster = job.cluster
     per_rank, rest = divmod(job.gpus_per_node, job.tasks_per_node)
@@ -119,20 +119,23 @@ def by_flux(job: JobSpec, folder: RunFolder, program: Sequence[str] | None = Non
 
 
 def by_hydra(job: JobSpec, folder: RunFolder, program: Sequence[str] | None = None) -> list[str]:
-    """Return the command line of the site's mpiexec, MPICH's or Intel's, which finds the job's nodes by itself."""
+    """Return the command line of the site's mpiexec (MPICH or Intel MPI).
+
+    It finds the job's nodes by itself.
+    """
     shape = ["mpiexec", "-n", str(job.tasks), "-ppn", str(job.tasks_per_node)]
     return [*shape, *job.cluster.mpiexec, *(program or rank_program(job, folder))]
 
 
 def by_pals(job: JobSpec, folder: RunFolder, program: Sequence[str] | None = None) -> list[str]:
-    """Return the command line of HPE Cray's mpiexec (PALS), each rank bound to its CPUs."""
+    """Return the command line of HPE Cray's mpiexec (PALS); each rank is bound to its CPUs."""
     shape = ["mpiexec", "-n", str(job.tasks), "--ppn", str(job.tasks_per_node)]
     depth = ["--depth", str(job.cpus_per_task), "--cpu-bind", "depth"]
     return [*shape, *depth, *job.cluster.mpiexec, *(program or rank_program(job, folder))]
 
 
 def by_simulator(job: JobSpec, folder: RunFolder) -> list[str]:
-    """Return the command line of the one process that simulates all ranks."""
+    """Return the command line of the single process that simulates all ranks."""
     return [*job.python, *_words(job, "gems.runs.simulated_run"), str(folder.path)]
 
 
@@ -144,7 +147,7 @@ def sweep_by_srun(job: JobSpec, folder: RunFolder) -> list[str]:
 
 
 def check_by_srun(job: JobSpec, folder: RunFolder, nodes: Sequence[str]) -> list[str]:
-    """Return the command line that checks some nodes of an allocation, with the GPUs that ranks have there."""
+    """Return the command line that checks some nodes of an allocation, with their ranks' GPUs."""
     name, gpus = job.gpu_option or ("", "")
     option = (
         (f"--gpus-per-node={job.gpus_per_node}" if name == "gpus-per-task" else f"--{name}={gpus}")
@@ -167,7 +170,10 @@ def check_by_srun(job: JobSpec, folder: RunFolder, nodes: Sequence[str]) -> list
 
 
 def deputy_by_srun(job: JobSpec, folder: RunFolder, node: str, batch_node: str) -> list[str]:
-    """Return the command line that runs the batch script's deputy on another node, beside the ranks."""
+    """Return the command line that runs the batch script's deputy on another node.
+
+    It runs beside the ranks.
+    """
     program = from_snapshot(folder.code_zip, DEPUTY) if job.snapshot else [*RUN_MODULE, DEPUTY]
     words = [
         "srun",
@@ -178,21 +184,20 @@ def deputy_by_srun(job: JobSpec, folder: RunFolder, node: str, batch_node: str) 
         "--cpus-per-task=1",
         "--mpi=none",
     ]
-    words += (
-        ["--mem=0"] if job.cluster.supports_mem_option else []
-    )  # shared, where a step has all memory by default
+    # share the memory: by default a step may take all of it
+    words += ["--mem=0"] if job.cluster.supports_mem_option else []
     return [*words, sys.executable, *program, str(folder.path), batch_node]
 
 
 def on_each_node(job: JobSpec) -> list[str]:
-    """Return the words that run a program without MPI once on each node of an allocation."""
+    """Return the command prefix that runs a program without MPI once on each node of a job."""
     return ["srun", *_shape(job, 1), "--cpus-per-task=1", "--mpi=none"]
 
 
 def _module(job: JobSpec, folder: RunFolder, name: str) -> list[str]:
     """Return the command that runs one of our modules.
 
-    From the run's code archive in a job, else the code as it is.
+    In a job it uses the run's code archive, otherwise the code in place.
     """
     return [
         *job.python,
@@ -201,9 +206,9 @@ def _module(job: JobSpec, folder: RunFolder, name: str) -> list[str]:
 
 
 def _words(job: JobSpec, module: str) -> list[str]:
-    """Return the words that run a module as it is.
+    """Return the arguments that run a module in place.
 
-    Another interpreter has the code installed, unless in a checkout.
+    Another interpreter must have the code installed, unless this is a checkout.
     """
     is_here = job.python == (sys.executable,) or CHECKOUT.exists()
     return [*RUN_MODULE, module] if is_here else [*INSTALLED, module]
@@ -229,9 +234,9 @@ def _shape(job: JobSpec, tasks_per_node: int) -> list[str]:
 
 
 def _in_container(job: JobSpec, program: Sequence[str], folder: Path | None) -> list[str]:
-    """Return the command that runs `program`, by `apptainer exec` or its like if the job's container needs that.
+    """Return the command that runs `program`, wrapped in the job's container runtime if it has one.
 
-    shifter keeps the working directory, and mounts the site's file systems by itself.
+    shifter keeps the working directory and mounts the site's file systems by itself.
     """
     cluster = job.cluster
     image = _image(job)
@@ -259,7 +264,7 @@ def _in_container(job: JobSpec, program: Sequence[str], folder: Path | None) -> 
 
 
 def _container_options(job: JobSpec, folder: Path | None) -> list[str]:
-    """Return the options for srun itself, of which pyxis and uenv are plug-ins.
+    """Return the container options of srun itself; pyxis and uenv are srun plug-ins.
 
     A uenv sees all file systems.
     """
@@ -276,9 +281,9 @@ def _container_options(job: JobSpec, folder: Path | None) -> list[str]:
 
 
 def _home(job: JobSpec, folder: Path | None) -> list[Path]:
-    """Return the working directory inside.
+    """Return the working directory inside the container.
 
-    A code archive is in the run folder, so nothing else need be there.
+    A code archive is in the run folder, so no other folder is needed there.
     """
     if job.snapshot:
         return [folder] if folder is not None else []
@@ -308,9 +313,8 @@ def _shared(job: JobSpec, folder: Path | None) -> list[Path]:
 LAUNCHERS: Registry[Launcher] = registries.LAUNCHERS
 LAUNCHERS.register("mpiexec", by_mpiexec)
 LAUNCHERS.register("srun", by_srun)
-LAUNCHERS.register(
-    "ibrun", lambda job, folder: ["ibrun", *rank_program(job, folder)]
-)  # the site's own
+# ibrun is the site's own launcher
+LAUNCHERS.register("ibrun", lambda job, folder: ["ibrun", *rank_program(job, folder)])
 LAUNCHERS.register("flux", by_flux)
 LAUNCHERS.register("hydra", by_hydra)
 LAUNCHERS.register("pals", by_pals)

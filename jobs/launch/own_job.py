@@ -1,4 +1,4 @@
-"""This process's own job: what its batch system knows of it, its record in the run folder, and how its run ends."""
+"""Query and record this process's own job, and decide how its run ends."""
 
 from __future__ import annotations
 
@@ -34,10 +34,9 @@ REQUEUES_JSON = "requeues.json"
 LAUNCHER = "launcher"
 SLURM = "SLURM"
 CHAIN = "chain"
-OWN_JOB_LIMIT_S = (
-    3.0  # SLURM kills KillWait seconds after its SIGTERM, and the answer is needed before
-)
-EARLY_S = 60  # SLURM sends a signal before the end up to so many seconds early
+# SLURM kills the job KillWait seconds after its SIGTERM; the answer is needed before that.
+OWN_JOB_LIMIT_S = 3.0
+EARLY_S = 60  # SLURM may send the signal before the end up to this many seconds early
 TAIL_BYTES = 1 << 14
 CANCELLED_CODE = SIGNAL_BASE + signal.SIGTERM
 DESCRIPTIONS: dict[str | None, str] = {
@@ -50,12 +49,12 @@ DESCRIPTIONS: dict[str | None, str] = {
 
 
 def own_scheduler() -> Scheduler | None:
-    """Return the batch system of the job that this process is in; None outside of one."""
+    """Return the batch system of the job that this process is in; None outside of a job."""
     return scheduler_of(own_job_id())
 
 
 def num_restarts() -> int:
-    """Return how often this job had been started again when this attempt began."""
+    """Return how often this job had been restarted when this attempt began."""
     scheduler = own_scheduler()
     return 0 if scheduler is None else scheduler.num_restarts()
 
@@ -64,7 +63,7 @@ def _stderr() -> Path:
     return Path(f"/proc/{os.getpid()}/fd/2").resolve()
 
 
-LOG_START_BYTES = 0  # a job that starts again adds to the log of its earlier attempts
+LOG_START_BYTES = 0  # a restarted job appends to the log of its earlier attempts
 with contextlib.suppress(OSError):
     LOG_START_BYTES = _stderr().stat().st_size
 
@@ -72,23 +71,23 @@ with contextlib.suppress(OSError):
 def own_job() -> Job | None:
     """Query the job that this process is in.
 
-    None outside of one, or if its batch system does not answer.
+    Return None outside of a job, or if its batch system does not answer.
     """
     scheduler = own_scheduler()
     return None if scheduler is None else scheduler.own_job(str(own_job_id()), OWN_JOB_LIMIT_S)
 
 
 def will_restart(job: Job | None) -> bool:
-    """Return whether SLURM is to start the job once more after this attempt."""
+    """Return whether SLURM will restart the job after this attempt."""
     return job is not None and job.restarts > num_restarts()
 
 
 def kill_reason(log: Path | None = None) -> str | None:
-    """Read in the job's own output why its batch system ends it; None if unknown.
+    """Read from the job's own output why its batch system ends it; return None if unknown.
 
-    That is a FailureCause, REQUEUED, or the system's own words. SLURM writes the message to the
-    batch script's stderr before it sends SIGTERM; `log` is what this process has added to its
-    stderr unless it is given.
+    The result is a FailureCause, REQUEUED, or the system's own words. SLURM writes the message to
+    the batch script's stderr before it sends SIGTERM. By default, read what this process has added
+    to its stderr; `log` names another file.
     """
     log, start = (_stderr(), LOG_START_BYTES) if log is None else (log, 0)
     try:
@@ -105,11 +104,12 @@ def kill_reason(log: Path | None = None) -> str | None:
 
 
 def record_start(folder: RunFolder, code_is_snapshot: bool) -> None:
-    """Record the job's environment and SLURM's record of it in `provenance/`, and check that the code is as prepared.
+    """Record the job's environment and SLURM's record of it in `provenance/`, and check the code.
 
-    Later, scontrol has forgotten the job, and not every site has accounting. Outside of a job it
-    does nothing. A job that SLURM started again keeps the records of its earlier starts. A record
-    that cannot be written ends no run.
+    The record is made now because scontrol forgets the job later, and not every site has
+    accounting. The code must be the same as when the run was prepared. Outside of a job, do
+    nothing. A job that SLURM restarted keeps the records of its earlier starts. If a record cannot
+    be written, the run continues.
 
     Raises:
         ConfigError: the code archive was changed or is damaged.
@@ -121,7 +121,7 @@ def record_start(folder: RunFolder, code_is_snapshot: bool) -> None:
         kept = read_json(folder.provenance / ENVIRONMENT_JSON)
         write_json(folder.provenance / ENVIRONMENT_JSON, {**kept, "job": environment()})
         starts = [*read_json(folder.slurm_json).get("starts", [])]
-        if starts and folder.affinity_json.exists():  # of an earlier start, perhaps on other nodes
+        if starts and folder.affinity_json.exists():  # of an earlier start, maybe on other nodes
             folder.affinity_json.rename(
                 folder.affinity_json.with_name(f"affinity.start{len(starts)}.json")
             )
@@ -137,7 +137,10 @@ def record_start(folder: RunFolder, code_is_snapshot: bool) -> None:
 
 
 def record_end(folder: RunFolder) -> None:
-    """Record SLURM's record of the job once its ranks have ended, with sacct's steps if the site has accounting."""
+    """Record SLURM's record of the job after its ranks have ended.
+
+    sacct's steps are included if the site has accounting.
+    """
     job_id = own_job_id()
     if job_id is None:
         return
@@ -167,8 +170,8 @@ def _record(job_id: str) -> dict[str, Any] | None:
 def stop_cause(job: Job | None, cluster: ClusterConfig, reason: str) -> FailureCause | None:
     """Return why the batch system made a run save and stop; None if a user did.
 
-    If the system does not answer, a job counts as out of time, or as preempted after SIGTERM.
-    `reason` is what the ranks agreed on: SIGTERM reaches ranks alone at a preemption.
+    If the system does not answer, the job counts as preempted after SIGTERM, and otherwise as out
+    of time. `reason` is what the ranks agreed on: at a preemption, SIGTERM reaches the ranks alone.
     """
     if job is None:
         is_batch = own_job_id() is not None
@@ -187,9 +190,9 @@ def stop_cause(job: Job | None, cluster: ClusterConfig, reason: str) -> FailureC
 
 
 def read_requeues(folder: RunFolder) -> list[dict[str, Any]]:
-    """Read when the run's job was put back into the queue, the earliest first.
+    """Read the list of the run's requeues, oldest first.
 
-    Utc, why, by, job_id, step.
+    Each row has the keys utc, why, by, job_id and step.
     """
     rows = read_or_empty(folder.path / REQUEUES_JSON).get("requeues", [])
     return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
@@ -205,7 +208,10 @@ def add_requeue(folder: RunFolder, why: str, by: str, step: int | None) -> int:
 
 @contextlib.contextmanager
 def counted_requeue(folder: RunFolder, why: str, step: int | None) -> Iterator[dict[str, int]]:
-    """Count one more start of the run by its launcher, unless it is refused, and yield the count for status.json."""
+    """Count one more start of the run by its launcher, and yield the count for status.json.
+
+    If the block raises because the start is refused, the count is taken back.
+    """
     facts = {"requeue_count": add_requeue(folder, why, LAUNCHER, step)}
     try:
         yield facts
@@ -215,10 +221,10 @@ def counted_requeue(folder: RunFolder, why: str, step: int | None) -> Iterator[d
 
 
 def requeue_refusal(folder: RunFolder, cluster: ClusterConfig, why: str) -> str | None:
-    """Return why a saved run is not to start again by itself, or None.
+    """Return why a saved run must not restart by itself, or None.
 
-    The bound is on attempts that used up their time or memory, or that lost nodes. A preemption is
-    SLURM's own, and costs the run no attempt.
+    The limit counts attempts that ran out of time or memory, or that lost nodes. A preemption is
+    SLURM's own decision and costs the run no attempt.
     """
     options = {
         str(name).lstrip("-").replace("_", "-"): value for name, value in cluster.sbatch.items()
@@ -248,13 +254,12 @@ def requeue_run(
     step: int | None,
     work: Work | None,
 ) -> str | None:
-    """Put this process's job back into the queue, or submit `work` as a new job if SLURM refuses.
+    """Requeue this process's job, or submit `work` as a new job if SLURM refuses.
 
-    Return the error.
-    requeues.json and status.json, which takes the `facts`, are written before SLURM is asked: it
-    may end this process at once, and ends the command that asked before that has its answer. A new
-    job owns the folder from then on, and waits until status.json has its number, so the two never
-    run at once.
+    Return the error, or None. requeues.json and status.json, which takes the `facts`, are written
+    before the call to SLURM: SLURM may end this process at once, and then the calling command gets
+    no answer. From then on a new job owns the folder. It waits until status.json has its number, so
+    the two jobs never run at the same time.
     """
     job_id = str(own_job_id())
     error = None
@@ -280,7 +285,7 @@ def requeue_run(
 
 
 def next_in_chain(folder: RunFolder) -> str | None:
-    """Return the ID of the job that continues this run when this process's job has ended, or None."""
+    """Return the ID of the job that continues this run after this process's job, or None."""
     own = own_job_id()
     chain = read_chain(folder)
     following = chain[chain.index(own) + 1 :] if own in chain else []
@@ -290,14 +295,17 @@ def next_in_chain(folder: RunFolder) -> str | None:
 def is_over(status: Mapping[str, Any]) -> bool:
     """Return whether a chain has nothing left to do.
 
-    The run is finished or cancelled, or would fail again.
+    This is so if the run is finished or cancelled, or would fail again.
     """
     codes = (ConfigError.exit_code, DoesNotFitError.exit_code)
     return status.get("state") in ("finished", "cancelled") or status.get("exit_code") in codes
 
 
 def hand_over(folder: RunFolder) -> None:
-    """Record that the next job of the chain continues the run, unless it is over or this job itself starts again."""
+    """Record that the next job of the chain continues the run.
+
+    Do nothing if the run is over or this job itself restarts.
+    """
     status = folder.read_status()
     following = next_in_chain(folder)
     if following is None or is_over(status) or status.get("state") == "requeued":
@@ -318,11 +326,11 @@ def end_saved_run(
 ) -> str:
     """Requeue the job of a saved run if SLURM made it stop.
 
-    Write status.json, report it and return the state.
-    That is requeued, cancelled, or stopped if a user wanted that or the run is not to start again.
-    `stopped` is the content of stopped.json, and `facts` what else goes to status.json. `is_killed`
-    means that SIGTERM came to this process too; such a job is requeued only if SLURM gives another
-    reason than a user. `work` is what a new job calls if SLURM refuses to requeue this one.
+    Write status.json, report the state and return it. The state is `requeued`, `cancelled`, or
+    `stopped` if a user requested that or the run must not restart. `stopped` is the content of
+    stopped.json, and `facts` are further fields for status.json. `is_killed` means that this
+    process received SIGTERM too; such a job is requeued only if SLURM gives a reason other than a
+    user. `work` is what a new job runs if SLURM refuses to requeue this one.
     """
     step = stopped.get("step")
     reason = str(stopped.get("reason", ""))
@@ -363,7 +371,10 @@ def end_saved_run(
 def describe_killed_run(
     folder: RunFolder, job: JobSpec, failure: Failure, ended: Ended
 ) -> tuple[str, Failure]:
-    """Return the state of a run that was ended before it had saved, and the failure with who ended it and why."""
+    """Return the state of a run that was killed before it saved, and its failure.
+
+    The failure is completed with who ended the run and why.
+    """
     if folder.cancelled_json.exists():
         what = DESCRIPTIONS[FailureCause.CANCELLED]
         return "cancelled", replace(failure, what=what, cause_class=FailureCause.CANCELLED)

@@ -1,6 +1,6 @@
-"""A submission as a transaction.
+"""Submit jobs as transactions.
 
-Whatever ends it, and whenever, the job is recorded or can be found.
+Whatever interrupts a submission, and whenever, the job is recorded or can be found.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class SignalsWait:
-    """Keeps SIGINT, SIGTERM and SIGHUP until its end, and then raises the first that came.
+    """A context that holds back SIGINT, SIGTERM and SIGHUP, and raises the first one at its end.
 
-    They are blocked, which sbatch inherits: what a terminal sends to the whole group ends it
-    neither. Threads of libraries block nothing, and so they are noted too. Entered by another than
-    the main thread it does nothing, as Python allows no handlers there.
+    The signals are blocked. sbatch inherits this, so a signal that a terminal sends to the whole
+    group does not end it either. Threads of libraries block nothing, so a handler also notes the
+    signals. Outside of the main thread the context does nothing, as Python allows no handlers
+    there.
     """
 
     def __enter__(self) -> Self:
@@ -47,7 +48,9 @@ class SignalsWait:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         try:
             self._restore()
-        finally:  # a signal that another thread took may come as late as here, and raise once its handler is back
+        finally:
+            # a signal that another thread took may arrive this late, and raise once its handler is
+            # back
             self._restore()
         if self.came:
             signal.raise_signal(self.came[0])
@@ -61,9 +64,9 @@ class SignalsWait:
 
 
 class Ownership:
-    """The folders that this process takes, all by one token.
+    """The folders that this process owns, all by one token.
 
-    They are given back if it ends by an error.
+    They are released if the block ends by an error.
     """
 
     def __init__(self, verify: Verify) -> None:
@@ -72,13 +75,17 @@ class Ownership:
         self.taken: list[tuple[RunFolder, Owner]] = []
 
     def take(self, folder: RunFolder) -> None:
-        """Make this process the owner; raises TryLaterError unless the owner before is proven gone."""
+        """Make this process the owner of a folder.
+
+        Raises:
+            TryLaterError: the previous owner is not proven to be gone.
+        """
         self.taken.append((folder, take(folder, self._verify, token=self.token)))
 
     def part(self, folders: Iterable[RunFolder]) -> Ownership:
-        """Return the ownership of some of the folders, by a token of its own, for a submission of their own.
+        """Return the ownership of some folders, with its own token, for a separate submission.
 
-        `release` of the whole gives back what the part does not submit.
+        `release` of the whole ownership releases the folders that the part does not submit.
         """
         chosen = {folder.path for folder in folders}
         part = Ownership(self._verify)
@@ -89,9 +96,9 @@ class Ownership:
         return part
 
     def release(self) -> None:
-        """Give back the folders that were not submitted."""
+        """Release the folders that were not submitted."""
         for folder, owner in self.taken:
-            if read_owner(folder) == owner:  # else SLURM has its job, or may have
+            if read_owner(folder) == owner:  # else SLURM has its job, or may have it
                 owner.release(folder)
 
     def __enter__(self) -> Self:
@@ -111,11 +118,11 @@ def submit_owned(
     facts: dict[str, Any] | None = None,
     home: RunFolder | None = None,
 ) -> list[str]:
-    """Submit prepared runs, one job or an array of several works, and return the number of each work's job.
+    """Submit prepared runs, as one job or as an array of several works; return their job numbers.
 
     The job is recorded as the owner of its runs, with `state` and `facts`. `home` is the folder of
-    an array's script and output. Raises as `submit_job`; unless it is not known whether SLURM has
-    the job, the runs are as before then.
+    an array's script and output. Raises the errors of `submit_job`. On an error, the runs are as
+    before, unless it is unknown whether SLURM has the job.
     """
     token = ownership.token
     pid = os.getpid()
@@ -151,10 +158,8 @@ def submit_owned(
                 name_submission(first.logs, token, job_id)
             for folder, owner, task in taken:
                 record_submission(folder, owner, job_ids[task], state, facts)
-        except (
-            UnclearSubmissionError,
-            OSError,
-        ):  # the next command looks for the job: this process is done with it
+        except (UnclearSubmissionError, OSError):
+            # the next command looks for the job; this process is done with it
             for folder, owner, _ in taken:
                 owner.update(folder, pid=0)
             mark(pid=0)

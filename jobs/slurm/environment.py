@@ -1,8 +1,8 @@
-"""What sbatch reads from a user's environment.
+"""Handle the sbatch variables in a user's environment.
 
-Kept for what the configuration leaves open, else named as ignored.
-sbatch itself prefers its SBATCH_* variables to the lines of a script, so that one left in a shell
-would change a run.
+sbatch prefers its SBATCH_* variables to the lines of a script, so a variable left in a shell would
+change a run. Variables are kept for options that the configuration leaves open. The others are
+ignored, and named in a note.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gems.launch.local_launcher import without_leftovers
 from gems.runs.owner import CLUSTER_VARIABLE, own_job_id
 
 PREFIX = "SBATCH_"
-CLUSTERS = ("SBATCH_CLUSTERS", "SLURM_CLUSTERS")  # the first goes before the second, as in sbatch
+CLUSTERS = ("SBATCH_CLUSTERS", "SLURM_CLUSTERS")  # the first takes precedence, as in sbatch
 OWN_KEYS = {
     "nodes": "cluster.nodes",
     "ntasks": "parallel.partitions and parallel.replicas",
@@ -34,7 +34,7 @@ OWN_KEYS = {
     "open-mode": "runs_dir",
     "exclude": "cluster.exclude",
 }
-# Options of sbatch whose variable has another name.
+# sbatch options whose variable has another name.
 OPTIONS = {
     "SBATCH_ARRAY_INX": "array",
     "SBATCH_BURST_BUFFER": "bb",
@@ -44,8 +44,8 @@ OPTIONS = {
     "SBATCH_TIMELIMIT": "time",
     "SLURM_CLUSTERS": "clusters",
 }
-# Options that choose where a job waits and runs. Others would change its ranks, its output or how
-# sbatch ends.
+# Options that choose where a job waits and runs. Other options would change its ranks, its output
+# or how sbatch ends.
 CHOICES = (
     "account",
     "acctg-freq",
@@ -73,7 +73,7 @@ CHOICES = (
     "wait-all-nodes",
     "wckey",
 )
-# Of the variables that srun reads, those that shells set; sbatch gives its job none of them.
+# Variables that srun reads and that shells set; sbatch passes none of them on to its job.
 OF_SRUN = (
     "SLURM_ACCOUNT",
     "SLURM_CONSTRAINT",
@@ -97,9 +97,9 @@ OF_SRUN = (
 
 
 def clusters(cluster: ClusterConfig) -> str:
-    """Return the clusters that the configuration or else the environment chooses.
+    """Return the clusters chosen by the configuration, or else by the environment.
 
-    Empty for the default one.
+    The result is empty for the default cluster.
     """
     names = [name for name in cluster.sbatch if str(name).lstrip("-") in ("clusters", "cluster")]
     chosen = (
@@ -111,7 +111,10 @@ def clusters(cluster: ClusterConfig) -> str:
 
 
 def submission_environment(script: str) -> dict[str, str]:
-    """Return the environment of an sbatch that submits a script, with the variables for what it leaves open."""
+    """Return the environment for an sbatch call.
+
+    It keeps the user's sbatch variables only for options that the script leaves open.
+    """
     kept, _ = _sorted(script)
     return {
         name: value
@@ -121,7 +124,10 @@ def submission_environment(script: str) -> dict[str, str]:
 
 
 def notes(script: str) -> list[str]:
-    """Return the line that names the user's variables that sbatch reads, and those that it does not get."""
+    """Return a line that names the user's sbatch variables, those kept and those ignored.
+
+    Return an empty list if there are none.
+    """
     kept, ignored = _sorted(script)
     parts = [f"{name}={kept[name]} is kept" for name in sorted(kept)]
     parts += [f"{name}={os.environ[name]} is ignored: {ignored[name]}" for name in sorted(ignored)]
@@ -129,7 +135,7 @@ def notes(script: str) -> list[str]:
 
 
 def _sorted(script: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the variables that a submission keeps, and of those that it ignores what is decisive instead."""
+    """Return the variables to keep, and for each ignored variable what decides instead."""
     lines = dict(re.findall(r"^#SBATCH --([a-z0-9-]+)(?:=(.*))?$", script, re.MULTILINE))
     kept = {}
     ignored = {}
@@ -148,16 +154,15 @@ def _sorted(script: str) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _variables(environment: Mapping[str, str]) -> dict[str, str | None]:
-    """Return the variables of a user's that SLURM reads, each with its option of sbatch.
+    """Map each of the user's variables that SLURM reads to its sbatch option.
 
-    None if only srun has it.
+    The option is None if only srun reads the variable.
     """
     found: dict[str, str | None] = {}
     for name in environment:
         if name.startswith(PREFIX) or name in CLUSTERS:
             found[name] = OPTIONS.get(name, name.removeprefix(PREFIX).lower().replace("_", "-"))
-        elif (
-            name in OF_SRUN and own_job_id() is None
-        ):  # else they may be those of the job that this process is in
+        # inside a job, these may be the job's own variables
+        elif name in OF_SRUN and own_job_id() is None:
             found[name] = None
     return found

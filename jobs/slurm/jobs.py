@@ -1,6 +1,6 @@
-"""SLURM's jobs, by squeue, sacct or scontrol, whichever a site has.
+"""Query SLURM's jobs by squeue, sacct or scontrol, and parse its messages of their end in logs.
 
-And messages of their end in logs.
+A site may have only some of these commands.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from gems.runs.failure_cause import FailureCause
 from jobs.batch.command import SchedulerUnavailableError, run_command
 from jobs.batch.job import Job, JobId, JobQuery, ListedJob, script_path
 
-HELD = (  # by its user, who may let it go; what an administrator holds is his to release
-    "JobHeldUser"
-)
-NEVER_SATISFIED = "DependencyNeverSatisfied"  # the reason of a job that stays pending for ever
+# Held by its user, who may release it; only an administrator releases what an administrator holds.
+HELD = "JobHeldUser"
+NEVER_SATISFIED = "DependencyNeverSatisfied"  # the reason of a job that stays pending forever
 LISTED = {"%i": "JOBID", "%T": "STATE", "%o": "COMMAND"}
 SQUEUE = "squeue"
 SACCT = "sacct"
@@ -40,14 +39,13 @@ SACCT_FIELDS = (
     "MaxRSS",
 )
 JOB_NUMBER = "[0-9]{1,18}(_[0-9]{1,9})?"  # 41, or 41_7 for a task of a job array
-JOB_ID = (
-    JOB_NUMBER + "(@[A-Za-z0-9][A-Za-z0-9_.-]*)?"
-)  # 41@serial for a job of a cluster that is not the default
+# 41@serial for a job of a cluster that is not the default
+JOB_ID = JOB_NUMBER + "(@[A-Za-z0-9][A-Za-z0-9_.-]*)?"
 STATE = "[A-Z][A-Z_]+"
 UNKNOWN = ("", "None", "(null)", "None assigned", "N/A", "Unknown")
 SIZES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
-REQUEUED = "requeued"  # by `scontrol requeue`: no failure
+REQUEUED = "requeued"  # by `scontrol requeue`; not a failure
 CANCELLED = re.compile(
     r"\*\*\* (?P<what>JOB|STEP) (?P<job>\d+)?\S* .*?CANCELLED AT (?P<time>\S+)(?: DUE TO"
     r" (?P<why>[A-Z ]+))?"
@@ -62,19 +60,22 @@ REASONS: dict[str, str] = {
 
 
 def is_job_number(value: object) -> bool:
-    """Return whether a value is the number of a job of SLURM's, or of a task of a job array, perhaps with a cluster."""
+    """Return whether a value is a SLURM job number.
+
+    A task of a job array, and a number with a cluster, count as well.
+    """
     return isinstance(value, str | int) and re.fullmatch(JOB_ID, str(value)) is not None
 
 
 def job_order(job_id: str) -> tuple[int, ...]:
-    """Return the key that sorts jobs by the time of their submission, and the tasks of an array by their index."""
+    """Return the key that sorts jobs by submission time, and the tasks of an array by index."""
     return tuple(map(int, JobId.parse(job_id).local.split("_")))
 
 
 def by_cluster(job_ids: Iterable[object]) -> dict[str, list[str]]:
-    """Group jobs by their cluster, "" for the default one, as numbers there.
+    """Group job numbers by cluster; the key "" is the default cluster.
 
-    What is no job is left out.
+    Values that are no job IDs are left out.
     """
     groups: dict[str, list[str]] = {}
     for job_id in (JobId.parse(str(value)) for value in job_ids if is_job_number(value)):
@@ -83,19 +84,22 @@ def by_cluster(job_ids: Iterable[object]) -> dict[str, list[str]]:
 
 
 def on(cluster: str) -> list[str]:
-    """Return the option that asks a cluster, or several that commas separate, instead of the default one."""
+    """Return the option that queries `cluster` instead of the default one.
+
+    `cluster` may be several names, separated by commas.
+    """
     return [f"--clusters={cluster}"] if cluster else []
 
 
 def query_jobs(
     job_ids: Iterable[str], source: str, *, steps: bool = False, limit_s: float | None = None
 ) -> JobQuery:
-    """Query squeue or sacct once for all jobs of a cluster, or scontrol for one.
+    """Query squeue or sacct once for all jobs of a cluster, or scontrol for one job.
 
-    What is no number is left out.
-    A job array is asked for as a whole, and all its tasks are returned. squeue also knows jobs that
-    ended some minutes ago; of a job that SLURM started again sacct returns the last start. With
-    `steps` sacct reads the steps too, for their states and their memory. `limit_s` bounds the wait.
+    Values that are no job IDs are left out. A job array is queried as a whole, and all its tasks
+    are returned. squeue also knows jobs that ended some minutes ago. For a job that SLURM
+    restarted, sacct returns the last start. With `steps`, sacct also reads the steps, for their
+    states and their memory. `limit_s` bounds the wait.
     """
     found: dict[str, Job] = {}
     errors = []
@@ -118,12 +122,16 @@ def query_jobs(
 
 
 def list_jobs(chosen: str, clusters: str = "") -> list[ListedJob]:
-    """List the jobs that an option of squeue chooses, those that ended some minutes ago too, as a proof of what is not.
+    """List the jobs that a squeue option selects, including those that ended some minutes ago.
 
-    squeue prints its header even if there are no jobs, so that an answer without one is none; of
-    several clusters each has its own. Lines after a job that are none are the rest of its
-    arguments, which may hold line breaks. Raises SchedulerUnavailableError or SchedulerRefusedError
-    if there is no answer.
+    A job that is missing from the list does not exist: squeue prints its header even if there are
+    no jobs, so output without a header is no answer. With several clusters, each has its own
+    header. Lines after a job that are not rows are the rest of its arguments, which may hold line
+    breaks.
+
+    Raises:
+        SchedulerUnavailableError: squeue is not available, or printed no list.
+        SchedulerRefusedError: squeue failed.
     """
     format_ = f"--format={'|'.join(LISTED)}"
     result = run_command(["squeue", *on(clusters), "--array", "--states=all", format_, chosen])
@@ -155,16 +163,16 @@ def list_jobs(chosen: str, clusters: str = "") -> list[ListedJob]:
 
 
 def _is_row(row: Sequence[str], size: int) -> bool:
-    """Return whether the cells of a line are a job's, of which the first two are number and state."""
+    """Return whether the cells of a line describe a job; the first two are its number and state."""
     return len(row) == size and bool(
         re.fullmatch(JOB_NUMBER, row[0]) and re.fullmatch(STATE, row[1])
     )
 
 
 def find_submitted(tokens: Iterable[str], clusters: str = "") -> dict[str, ListedJob]:
-    """Find the jobs of submissions among this user's, by one squeue, of an array an active task if there is any.
+    """Find this user's jobs of some submissions, by token, with one squeue.
 
-    Raises as `list_jobs`.
+    Of an array, prefer an active task. Raises the errors of `list_jobs`.
     """
     found = sorted(list_jobs(f"--user={os.getuid()}", clusters), key=lambda job: job.is_active)
     named = (
@@ -177,7 +185,7 @@ def find_submitted(tokens: Iterable[str], clusters: str = "") -> dict[str, Liste
 
 
 def find_job(job_id: str) -> tuple[Job | None, tuple[str, ...]]:
-    """Return what sacct, or else scontrol, knows of a job, and the errors of those that did not answer."""
+    """Return a job from sacct, or else from scontrol, and the errors of the queries that failed."""
     errors: list[str] = []
     for source in (SACCT, SCONTROL) if is_job_number(job_id) else ():
         query = query_jobs([job_id], source, steps=True)
@@ -196,9 +204,9 @@ def scontrol_fields(lines: Sequence[str]) -> dict[str, str]:
 def num_queued(
     partition: str | None = None, qos: str | None = None, clusters: str = ""
 ) -> int | None:
-    """Return how many jobs of this user wait or run in a partition and a qos.
+    """Count this user's queued and running jobs in a partition and a qos.
 
-    None if squeue does not answer.
+    Return None if squeue does not answer.
     """
     chosen = [
         f"--{key}={value}" for key, value in (("partition", partition), ("qos", qos)) if value
@@ -215,7 +223,7 @@ def num_queued(
 
 
 def cancel_jobs(job_ids: Sequence[str]) -> str | None:
-    """Cancel jobs by one scancel; return its error, or None."""
+    """Cancel jobs with one scancel per cluster; return the error, or None."""
     results = (
         run_command(["scancel", *on(cluster), *numbers])
         for cluster, numbers in by_cluster(job_ids).items()
@@ -234,7 +242,7 @@ def _read_squeue(lines: Sequence[str]) -> dict[str, Job]:
 
 
 def _read_sacct(lines: Sequence[str]) -> dict[str, Job]:
-    """Read the rows of jobs and of their steps, which follow their job."""
+    """Read the rows of jobs and of their steps; steps follow their job."""
     jobs: dict[str, Job] = {}
     rows = [
         dict(zip(SACCT_FIELDS, map(str.strip, line.split("|")), strict=False)) for line in lines
@@ -295,7 +303,7 @@ def _job(
 
 
 def _first(state: str) -> str:
-    """Return a state without who brought it about, as in CANCELLED by 1000."""
+    """Return the first word of a state: CANCELLED for `CANCELLED by 1000`."""
     return state.split()[0] if state.split() else "UNKNOWN"
 
 
@@ -307,9 +315,9 @@ def _utc(text: str) -> datetime | None:
 
 @dataclass(frozen=True, slots=True)
 class Cancellation:
-    """The end of a job or of a step by SLURM.
+    """SLURM's message that it ended a job or a step.
 
-    `reason` is the text after DUE TO, empty if a user cancelled it.
+    `reason` is the text after DUE TO; it is empty if a user cancelled the job.
     """
 
     is_job: bool
@@ -319,7 +327,7 @@ class Cancellation:
 
     @property
     def cause(self) -> str:
-        """The cause: a FailureCause if the reason is a known one, REQUEUED, or the reason in lower case."""
+        """The FailureCause of a known reason, REQUEUED, or else the reason in lower case."""
         if not self.reason:
             return FailureCause.CANCELLED
         return next(
@@ -329,7 +337,10 @@ class Cancellation:
 
 
 def parse_cancellation(line: str) -> Cancellation | None:
-    """Parse `*** STEP 7.0 ON n1 CANCELLED AT 2026-11-20T12:00:00 DUE TO TIME LIMIT ***`, the time a local one."""
+    """Parse a message such as `*** STEP 7.0 ON n1 CANCELLED AT 2026-11-20T12:00:00 DUE TO ... ***`.
+
+    The time in the message is local time.
+    """
     found = CANCELLED.search(line)
     if found is None:
         return None

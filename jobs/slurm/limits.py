@@ -1,6 +1,6 @@
-"""What a site allows, checked before anything is queued.
+"""Check a job against a site's limits before anything is queued.
 
-By its preset, and by what its SLURM answers now.
+The limits come from the preset, and from what the site's SLURM answers now.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ ESTIMATE = re.compile(
     r"Job \d+ to start at (?P<start>\S+)(?: using (?P<cpus>\d+) processors)?(?: on nodes"
     r" (?P<nodes>\S+))?"
 )
-# All of SLURM's names of limits on the number of jobs have this in common, as
-# QOSMaxSubmitJobPerUserLimit and AssocGrpSubmitJobsLimit have. The policy is named for limits of
-# size and time too, whose names sbatch prints before.
+# SLURM's names of limits on the number of jobs all contain this, such as
+# QOSMaxSubmitJobPerUserLimit and AssocGrpSubmitJobsLimit. The policy is also named for limits of
+# size and time; sbatch prints the names of those first.
 QUEUE_FULL = re.compile(r"SubmitJob|temporarily unable to accept job")
 POLICY = "Job violates accounting/QOS policy"
 NAMED_LIMIT = re.compile(r"\b(?:QOS|Assoc|Partition)[A-Z]\w*")
-# What sbatch --test-only says if nodes are drained, down or reserved; the first also if no nodes
-# are like that.
+# Messages of sbatch --test-only if nodes are drained, down or reserved. The first also appears if
+# no such nodes exist.
 NOT_NOW = re.compile(
     r"node configuration is not available|[Nn]odes? .*not available|nodes are busy|DOWN, DRAINED"
 )
 NumQueued = Callable[
     [str | None, str | None], int | None
 ]  # jobs of this user in a partition and a qos
-CLOSED = ("DRAIN", "INACTIVE")  # states of partitions that take no job
+CLOSED = ("DRAIN", "INACTIVE")  # states of partitions that take no jobs
 
 
 def check_limits(spec: RunSpec, job: JobSpec) -> None:
-    """Raise ConfigError if a job exceeds what its preset allows.
+    """Raise ConfigError if a job exceeds a limit of its preset.
 
-    A node's CPUs and memory, size and time.
+    The limits are a node's CPUs and memory, and the job's size and time.
     """
     if not job.is_batch:
         return
@@ -97,9 +97,9 @@ def check_limits(spec: RunSpec, job: JobSpec) -> None:
 
 
 def is_on_site(cluster: ClusterConfig) -> bool:
-    """Return whether this machine's batch system is the preset's.
+    """Return whether this machine's batch system is the one of the preset.
 
-    One that names no hosts is for any, as is a job.
+    A preset that names no hosts matches any machine, and so does every preset inside a job.
     """
     patterns = [pattern.lower() for pattern in cluster.hosts]
     is_named = any(fnmatchcase(name, pattern) for name in host_names() for pattern in patterns)
@@ -107,7 +107,10 @@ def is_on_site(cluster: ClusterConfig) -> bool:
 
 
 def check_submission(cluster: ClusterConfig) -> None:
-    """Raise ConfigError on a machine of another site, or if a job lacks what a script may be shown without."""
+    """Raise ConfigError on a machine of another site, or if a required setting is missing.
+
+    A submission needs these settings; a script may be shown without them.
+    """
     if not is_on_site(cluster):
         text = (
             f"is not submitted from {host_names()[0]}, which is none of its hosts"
@@ -141,7 +144,10 @@ def check_submission(cluster: ClusterConfig) -> None:
 
 
 def check_queue(spec: RunSpec, job: JobSpec, num_queued: NumQueued = num_queued) -> None:
-    """Raise TryLaterError if as many jobs of this user are queued as the preset allows, if the queue answers."""
+    """Raise TryLaterError if this user already has as many queued jobs as the preset allows.
+
+    If the queue does not answer, nothing is raised.
+    """
     limits = [
         queue_limit(spec.cluster, job.allocated_nodes),
         *(row for row in _rows(spec.cluster) if not row.is_of_size),
@@ -162,7 +168,6 @@ def check_queue(spec: RunSpec, job: JobSpec, num_queued: NumQueued = num_queued)
 
 
 def _rows(cluster: ClusterConfig) -> list[QueueLimit]:
-    """Return the preset's rows for the partition and qos of a run."""
     qos = cluster.sbatch.get("qos")
     return [
         row
@@ -174,9 +179,11 @@ def _rows(cluster: ClusterConfig) -> list[QueueLimit]:
 def queue_limit(cluster: ClusterConfig, nodes: int) -> QueueLimit | None:
     """Return the preset's first limit for a job on so many nodes.
 
-    None if it has none for the partition and qos.
-    Rows that only count queued jobs are for jobs of any size. Raises ConfigError if there are
-    limits for the partition and qos, and none allows so many nodes.
+    Return None if the preset has no limit for the partition and qos. Rows that only count queued
+    jobs apply to jobs of any size.
+
+    Raises:
+        ConfigError: the partition and qos have limits, but none allows so many nodes.
     """
     rows = _rows(cluster)
     rows = [row for row in rows if row.is_of_size] or rows
@@ -193,9 +200,11 @@ def queue_limit(cluster: ClusterConfig, nodes: int) -> QueueLimit | None:
 def check_partitions(spec: RunSpec, job: JobSpec, partitions: Sequence[Partition]) -> str:
     """Check a job against the partitions that it may run in, and describe those that would take it.
 
-    A quality of service may lift a partition's limits of minutes and nodes; with one, these are
-    left to SLURM. Raises ConfigError if none of them would ever start the job, with the reason of
-    the first.
+    A quality of service may lift a partition's limits on minutes and nodes. If the job has one,
+    these limits are left to SLURM.
+
+    Raises:
+        ConfigError: no partition would ever start the job; it has the reason of the first.
     """
     refusals = [next(_refusals(spec, job, partition), None) for partition in partitions]
     usable = [
@@ -209,11 +218,10 @@ def check_partitions(spec: RunSpec, job: JobSpec, partitions: Sequence[Partition
 
 
 def shortage(job: JobSpec, partitions: Sequence[Partition]) -> str | None:
-    """Return why none of some partitions could start a job now that it may run in later.
+    """Return why none of some partitions could start a job now, though it may run there later.
 
-    None if one could.
-    That is a partition that is down, or too few nodes that are up: others are drained, down or in
-    maintenance.
+    Return None if one of them could. A partition may be down, or too few of its nodes may be up
+    because the others are drained, down or in maintenance.
     """
     cpus = job.tasks_per_node * job.cpus_per_task
     gpus = job.gpus_per_node if job.gpu_option is not None else 0
@@ -236,7 +244,8 @@ def shortage(job: JobSpec, partitions: Sequence[Partition]) -> str | None:
 def check_account(spec: RunSpec, accounts: Accounts) -> str:
     """Describe the account and quality of service of a run.
 
-    Raise ConfigError if SLURM would refuse one.
+    Raises:
+        ConfigError: SLURM would refuse one of them.
     """
     account = spec.cluster.full_account
     known = {name.lower(): name for name in accounts.qos}
@@ -263,7 +272,7 @@ def check_account(spec: RunSpec, accounts: Accounts) -> str:
 
 
 def _refusals(spec: RunSpec, job: JobSpec, found: Partition) -> Iterator[ConfigError]:
-    """Yield the reasons against a job in a partition, the plainest first."""
+    """Yield the reasons why a partition refuses a job, the simplest first."""
     where = f"partition {found.name}"
     qos = spec.cluster.sbatch.get("qos")
     if found.state in CLOSED:
@@ -297,7 +306,7 @@ def _refusals(spec: RunSpec, job: JobSpec, found: Partition) -> Iterator[ConfigE
         f" {max_cpus} CPUs"
     )
     suffix = f" and {gpus} GPUs" if asks_gpus else ""
-    limits = (  # what is asked for and allowed; the key and its value, the reason and the advice
+    limits = (  # requested and allowed; the key and its value, the reason, the advice
         (
             gpus,
             max_gpus,
@@ -346,7 +355,7 @@ def _refusals(spec: RunSpec, job: JobSpec, found: Partition) -> Iterator[ConfigE
 
 
 def _scope(limit: QueueLimit) -> str:
-    """Describe the jobs that a limit is for: 3-512 nodes in partition normal."""
+    """Describe the jobs that a limit applies to, such as `3-512 nodes in partition normal`."""
     nodes = (
         f"{limit.min_nodes} or more"
         if limit.max_nodes is None
@@ -363,12 +372,12 @@ def _scope(limit: QueueLimit) -> str:
 def check_script(cluster: str, script: str, short_of: str | None = None) -> tuple[bool, str]:
     """Return whether SLURM would start a script with the nodes that are up, and when.
 
-    Nothing is queued.
-    `sbatch --test-only` refuses a job for which too few nodes are up in the words of one that no
-    nodes could run, and sbatch queues it: `short_of` is what `shortage` says.
+    Nothing is queued. If too few nodes are up, `sbatch --test-only` refuses the job with the same
+    message as if no nodes could ever run it, although sbatch would queue it. `short_of`, the result
+    of `shortage`, tells the two apart.
 
     Raises:
-        ConfigError: sbatch refuses it.
+        ConfigError: sbatch refuses the script.
         SchedulerUnavailableError: sbatch is missing, or reaches no SLURM.
     """
     try:
@@ -382,15 +391,15 @@ def check_script(cluster: str, script: str, short_of: str | None = None) -> tupl
 
 
 def _test(script: str) -> CommandResult:
-    """Run `sbatch --test-only` as the submission would be run."""
+    """Run `sbatch --test-only` in the environment of a real submission."""
     environment = submission_environment(script) | {"LC_ALL": "C"}
     return run_command(["sbatch", "--test-only"], script, TEST_LIMIT_S, environment)
 
 
 def estimate_wait_h(script: str) -> float | None:
-    """Return the hours after which SLURM would start a script.
+    """Return the hours until SLURM would start a script.
 
-    Infinite if too few nodes are up, None if unknown.
+    Return infinity if too few nodes are up, and None if the time is unknown.
     """
     result = _test(script)
     if result.error is not None:
@@ -400,7 +409,10 @@ def estimate_wait_h(script: str) -> float | None:
 
 
 def parse_estimate(text: str) -> tuple[datetime | None, str]:
-    """Parse the local start and the nodes of `Job 7 to start at 2026-11-21T22:00:00 using 2 processors on nodes n1`."""
+    """Parse the local start time and the nodes in the answer of `sbatch --test-only`.
+
+    An example is `Job 7 to start at 2026-11-21T22:00:00 using 2 processors on nodes n1`.
+    """
     if (found := ESTIMATE.search(text)) is not None:
         with contextlib.suppress(ValueError):
             return datetime.fromisoformat(found["start"]), found["nodes"] or ""
@@ -425,7 +437,7 @@ def describe_start(start: datetime | None, nodes: str, now: datetime) -> str:
 
 
 def refusal(cluster: str, reason: str) -> ConfigError:
-    """Return the error for a job that sbatch refuses; a TryLaterError if the queue is full."""
+    """Return the error for a job that sbatch refuses: a TryLaterError if the queue is full."""
     is_full = QUEUE_FULL.search(reason) or (POLICY in reason and NAMED_LIMIT.search(reason) is None)
     plain = re.sub(r"(sbatch: )?(error: |fatal: )|allocation failure: ", "", reason)
     kind = TryLaterError if is_full else ConfigError

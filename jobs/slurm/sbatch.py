@@ -1,16 +1,16 @@
-"""Submission to SLURM, with submitit underneath.
+"""Submit jobs to SLURM, with submitit underneath.
 
 A job is one batch script. On the first node it runs a callable, `jobs.launch.batch.BatchJob`, which
-launches all ranks by ONE srun step (submitit's own srun is switched off). So a job leaves one log
-and three small files, not three per rank; post-processing happens outside of MPI; the launch is
-that of a local run; and a failure is recorded in status.json without SLURM's accounting, which not
-every site has.
+launches all ranks with ONE srun step (submitit's own srun is switched off). This has four benefits:
+a job leaves one log and three small files, not three per rank; post-processing happens outside of
+MPI; the launch is the same as for a local run; and a failure is recorded in status.json without
+SLURM's accounting, which not every site has.
 
 Runs whose jobs are equal can share one submission, a job array. The script finds the run of its
-task by the index, and from there on is that of the run alone: its code, its callable and its
-results are in the run's own folder.
+task by the index. After that it uses only files from the run's own folder: its code, its callable
+and its results.
 
-The only module that imports submitit; it is imported when it is needed.
+This is the only module that imports submitit, and it is imported only on demand.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from jobs.slurm.environment import OWN_KEYS, clusters, submission_environment
 from jobs.slurm.jobs import find_submitted
 from jobs.slurm.limits import refusal
 
-# What sbatch prints, the second with --parsable; a site may print more before or after it.
+# Output of sbatch, the second form with --parsable; a site may print more before or after it.
 SUBMITTED = re.compile(
     r"^(?:.*\bSubmitted batch job )?(?P<number>[0-9]+)(?:(?: on cluster |;)(?P<cluster>\S+))?["
     r" \t]*$",
     re.MULTILINE,
 )
 SUBMITIT_PROGRAM = "submitit.core._submit"
-MAX_TIMEOUTS = 3  # submitit's default: how often it may put a job back into the queue itself
+MAX_TIMEOUTS = 3  # submitit's default: how often it may requeue a job itself
 MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu")
 
 
@@ -67,11 +67,11 @@ def sbatch_script(
 ) -> str:
     """Return the batch script of a run, of an `array` of runs, or with another `command` in it.
 
-    The output of an array's tasks goes to the logs of `folder`, which belongs to none of them, and
-    has a name in the logs of each run too.
+    The output of an array's tasks goes to the logs of `folder`, which belongs to none of them. Each
+    output also has a name in the logs of its run.
 
     Raises:
-        ConfigError: a name, path or option that SLURM would read as something else.
+        ConfigError: SLURM would misread a name, path or option.
     """
     for each in (folder, *array):
         check_path(spec, job, each, "SLURM", {"%": "'%'", "\\": "'\\'"})
@@ -89,9 +89,10 @@ def sbatch_script(
 
 
 def _launch_command(job: JobSpec, folder: RunFolder, *, is_array: bool) -> str:
-    """Return the line that starts submitit's program, in a task of an array for the run of `$run`.
+    """Return the line that starts submitit's program; in an array it runs the run in `$run`.
 
-    With exec, SLURM's SIGTERM and the job's exit code are those of that program, not of the shell.
+    With exec, the program itself receives SLURM's SIGTERM and sets the job's exit code, not the
+    shell.
     """
     quote: Callable[[str], str] = shlex.quote
     if is_array:
@@ -103,7 +104,7 @@ def _launch_command(job: JobSpec, folder: RunFolder, *, is_array: bool) -> str:
 
 
 def _directives(spec: RunSpec, job: JobSpec, folder: RunFolder, num_tasks: int) -> list[str]:
-    """Return the lines of sbatch's options, sorted; `num_tasks` is 0 unless it is a job array."""
+    """Return the sorted lines of sbatch options; `num_tasks` is 0 unless the job is an array."""
     cluster = spec.cluster
     number = "%A_%a" if num_tasks else "%j"
     options: dict[str, Any] = {
@@ -127,7 +128,7 @@ def _directives(spec: RunSpec, job: JobSpec, folder: RunFolder, num_tasks: int) 
 
 
 def _pickle_work(work: Work, minutes: int, path: Path) -> None:
-    """Write what submitit's program runs in the job; submitit has no public name for this."""
+    """Write the file that submitit's program runs in the job; submitit has no public API for it."""
     if not hasattr(DelayedSubmission, "set_timeout") or not hasattr(DelayedSubmission, "dump"):
         text = "cannot pickle a submission as submitit 1.5 does"
         raise ConfigError("submitit", submitit.__version__, text, "install submitit>=1.5.2,<2")
@@ -137,9 +138,10 @@ def _pickle_work(work: Work, minutes: int, path: Path) -> None:
 
 
 def _task_lines(folder: RunFolder, array: Sequence[RunFolder]) -> list[str]:
-    """Return the lines by which a task of an array finds its run, and gives the run's logs a name of its output.
+    """Return the lines by which an array task finds its run and links its output into the logs.
 
-    A hard link survives the removal of the other name; some file systems have none between folders.
+    A hard link survives the removal of the other name. Some file systems do not support hard links
+    between folders.
     """
     if not array:
         return []
@@ -156,15 +158,15 @@ def submit_job(
 ) -> str:
     """Submit prepared runs and return the job's number.
 
-    One job, or an array with a task for each of several works.
-    `folder` is the run's, or of an array that of the script and the output. The names of the script
-    and of the pickled works, which are in the logs of each task's first run, hold the token until
-    `name_submission`.
+    Several works become an array with a task for each; a single work becomes one job. `folder` is
+    the run's folder, or for an array the folder of the script and the output. The names of the
+    script and of the pickled works, which are in the logs of each task's first run, hold the token
+    until `name_submission` renames them.
 
     Raises:
-        UnclearSubmissionError: sbatch did not say whether SLURM has the job, and squeue does not
-        either. TryLaterError: the queue takes no more jobs now, or SLURM cannot be reached.
-        ConfigError: sbatch refuses it.
+        UnclearSubmissionError: neither sbatch nor squeue told whether SLURM has the job.
+        TryLaterError: the queue takes no more jobs now, or SLURM cannot be reached.
+        ConfigError: sbatch refuses the job.
     """
     is_array = len(works) > 1
     runs = [RunFolder(Path(work.run_folders[0])) for work in works] if is_array else [folder]
@@ -193,7 +195,7 @@ def submit_job(
 def call_sbatch(cluster: ClusterConfig, script: Path, token: str) -> str:
     """Submit a script whose name holds the token, and return the job's number.
 
-    Raises as `submit_job`.
+    Raises the errors of `submit_job`.
     """
     chosen = clusters(cluster)
     return call_submit(
@@ -209,10 +211,10 @@ def call_sbatch(cluster: ClusterConfig, script: Path, token: str) -> str:
 
 
 def read_id(chosen: str, text: str) -> str | None:
-    """Return the job in what sbatch prints, with its cluster if some are `chosen`.
+    """Return the job number in sbatch's output, with its cluster if some are `chosen`.
 
-    None unless there is one for sure.
-    Of several numbers squeue knows which is the job's, by the name of its script.
+    Return None if the output is ambiguous. If it holds several numbers, squeue can tell which one
+    is the job's, by the name of its script.
     """
     only = chosen if "," not in chosen else ""
     found = {
@@ -223,10 +225,12 @@ def read_id(chosen: str, text: str) -> str | None:
 
 
 def sbatch_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Check the free `cluster.sbatch` map.
+    """Check the free-form `cluster.sbatch` options.
 
-    True is a bare flag, false and null leave the option out.
-    Raises ConfigError for an option that a key of its own sets, or text that would leave its line.
+    True is a bare flag; false and null leave the option out.
+
+    Raises:
+        ConfigError: another key sets the option, or its text would break out of its line.
     """
     form = r"[a-z][a-z0-9-]*"
     return free_options(
@@ -235,7 +239,7 @@ def sbatch_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _options(cluster: ClusterConfig, job: JobSpec) -> dict[str, Any]:
-    """Return the options that submitit has no parameter for, or that sites ask for in ways of their own."""
+    """Return the options that submitit has no parameter for, or that sites request differently."""
     free = sbatch_options(cluster.sbatch)
     memory = [name for name in free if name in MEMORY]
     if not cluster.supports_mem_option and memory:
@@ -249,8 +253,8 @@ def _options(cluster: ClusterConfig, job: JobSpec) -> dict[str, Any]:
         text = f"conflicts with cluster.gpu_request={cluster.gpu_request}"
         advice = "set cluster.gpu_request=none to ask for GPUs by hand"
         raise ConfigError(f"cluster.sbatch.{name}", free[name], text, advice)
-    # a signal to the batch process alone, which asks the ranks to save; SLURM sends it up to half a
-    # minute early
+    # signal only the batch process, which asks the ranks to save; SLURM may send the signal up to
+    # half a minute early
     if "signal" not in free and job.has_early_signal:
         own["signal"] = f"B:USR2@{cluster.signal_before_end_s}"
     if cluster.max_requeues and not free.keys() & {"requeue", "no-requeue"}:
@@ -264,16 +268,15 @@ def _options(cluster: ClusterConfig, job: JobSpec) -> dict[str, Any]:
         own["dependency"] = ",".join(
             filter(None, (str(free.get("dependency", "")), _after(cluster, job.after)))
         )
-    if (
-        job.launcher == "ibrun"
-    ):  # takes the number of tasks from the allocation, and such sites demand it
+    # ibrun takes the number of tasks from the allocation, and its sites demand the option
+    if job.launcher == "ibrun":
         own["ntasks"] = str(job.tasks)
     excluded = ",".join(dict.fromkeys(cluster.exclude))
     return {**free, **own, **({"exclude": excluded} if excluded else {})}
 
 
 def _after(cluster: ClusterConfig, job_id: str) -> str:
-    """Return the dependency on a job, which must be one of the same cluster."""
+    """Return the dependency on a job, which must be on the same cluster."""
     before = JobId.parse(job_id)
     chosen = clusters(cluster)
     if before.cluster != chosen and before.cluster not in chosen.split(","):
@@ -288,7 +291,11 @@ def _after(cluster: ClusterConfig, job_id: str) -> str:
 
 
 def _exports(spec: RunSpec, job: JobSpec) -> list[str]:
-    """Return the lines that set variables, with the cluster by which the job's own ID is that of its submission."""
+    """Return the lines that set variables.
+
+    One of them holds the cluster, so that the job computes the same ID for itself as its
+    submission.
+    """
     chosen = clusters(spec.cluster)
     own = [] if not chosen else [f'export {CLUSTER_VARIABLE}="$SLURM_CLUSTER_NAME"']
     if chosen and "," not in chosen:

@@ -1,6 +1,7 @@
-"""What SLURM knows of a site.
+"""Query what SLURM knows of a site.
 
-Partitions and their nodes, its configuration, and the accounts this user may charge.
+This covers partitions and their nodes, the configuration, and the accounts that this user may
+charge.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ NODE_LINE = re.compile(r"([^|]+)\|(\d+)\|(\d+)\+?\|(\d+)\+?\|([^|]*)(?:\|(.*))?"
 
 @dataclass(frozen=True, slots=True)
 class NodeKind:
-    """Nodes of a partition that are alike.
+    """A group of identical nodes in a partition.
 
-    `memory_bytes` is that of one, `state` empty if it was not asked for.
+    `memory_bytes` is per node. `state` is empty if it was not queried.
     """
 
     partition: str
@@ -51,7 +52,10 @@ class NodeKind:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """What a partition has and allows; None is no limit, and an empty list of names is everybody."""
+    """A partition's resources and limits.
+
+    A limit of None means no limit; an empty tuple of names means everybody.
+    """
 
     name: str
     state: str
@@ -64,7 +68,7 @@ class Partition:
     qos: tuple[str, ...] = ()
 
     def count(self, cpus: int, gpus: int, states: Collection[str] | None = None) -> int:
-        """Return the number of nodes that have at least so many CPUs and GPUs, and one of some states if given."""
+        """Count the nodes with at least these CPUs and GPUs, in one of `states` if given."""
         fitting = (kind for kind in self.kinds if kind.cpus >= cpus and kind.gpus >= gpus)
         return sum(kind.nodes for kind in fitting if states is None or kind.state in states)
 
@@ -82,7 +86,7 @@ class Partition:
 
 @dataclass(frozen=True, slots=True)
 class Accounts:
-    """The accounts that this user belongs to, each with its qualities of service, and whether SLURM enforces them."""
+    """This user's accounts with their qualities of service, and whether SLURM enforces accounts."""
 
     qos: Mapping[str, tuple[str, ...]]
     is_enforced: bool
@@ -90,7 +94,7 @@ class Accounts:
 
 @contextlib.contextmanager
 def cached_site_queries() -> Iterator[None]:
-    """Cache the site's answers inside the block: they are the same for all jobs of a study."""
+    """Cache the site's answers inside the block; they are the same for all jobs of a study."""
     _answers.append({})
     try:
         yield
@@ -99,9 +103,10 @@ def cached_site_queries() -> Iterator[None]:
 
 
 def query_site(*argv: str, with_stderr: bool = False) -> str:
-    """Return what a command prints on stdout, or on both streams.
+    """Return a command's stdout, or stdout and stderr.
 
-    Raise SchedulerUnavailableError if it fails.
+    Raises:
+        SchedulerUnavailableError: the command fails.
     """
     kept = _answers[-1] if _answers else {}
     result = kept.get(argv) or run_command(argv, limit_s=SITE_LIMIT_S)
@@ -114,11 +119,13 @@ def query_site(*argv: str, with_stderr: bool = False) -> str:
 
 
 def query_partitions(names: str | None, clusters: str = "") -> tuple[Partition, ...]:
-    """Return the partitions of a list like sbatch's, or the default one, of the default cluster or of others.
+    """Return the partitions in a comma-separated list, or else the default one.
+
+    `clusters` names the clusters to query, if not the default one.
 
     Raises:
         ConfigError: SLURM has no such partition.
-        SchedulerUnavailableError: SLURM does not answer, or has no default.
+        SchedulerUnavailableError: SLURM does not answer, or has no default partition.
     """
     rows = parse_partitions(
         query_site("scontrol", *on(clusters), "--all", "--oneliner", "show", "partition")
@@ -146,9 +153,12 @@ def query_partitions(names: str | None, clusters: str = "") -> tuple[Partition, 
 
 
 def left_nodes(cluster: ClusterConfig) -> tuple[set[str], set[str]]:
-    """Return the nodes of a run's partition, or of all, that are not excluded, and those that are.
+    """Return the names of the nodes that are not excluded, and of those that are.
 
-    Raises SchedulerUnavailableError if SLURM does not answer.
+    Both are nodes of the run's partition, or of all partitions if it names none.
+
+    Raises:
+        SchedulerUnavailableError: SLURM does not answer.
     """
     chosen = [f"--partition={cluster.partition}"] if cluster.partition else []
     words = [*on(clusters(cluster)), "--all", "--noheader", "--Node", *chosen, "--format=%N"]
@@ -159,14 +169,14 @@ def left_nodes(cluster: ClusterConfig) -> tuple[set[str], set[str]]:
 
 
 def expand_nodes(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the names in a list that may hold SLURM's short forms, as in n[1-3]."""
+    """Expand SLURM's short forms, such as n[1-3], in a list of node names."""
     return (
         tuple(query_site("scontrol", "show", "hostnames", ",".join(names)).split()) if names else ()
     )
 
 
 def max_nodes(names: str | None) -> int | None:
-    """Return how many nodes a job of a partition may have; None if SLURM does not answer."""
+    """Return the most nodes that a job in a partition may have; None if SLURM does not answer."""
     try:
         found = query_partitions(names)
     except (ConfigError, SchedulerUnavailableError):
@@ -175,9 +185,9 @@ def max_nodes(names: str | None) -> int | None:
 
 
 def max_array_tasks() -> int:
-    """Return how many tasks a job array may have.
+    """Return the most tasks that a job array may have.
 
-    1 where the site allows no arrays, or does not say.
+    Return 1 if the site allows no arrays, or does not answer.
     """
     try:
         size = parse_config(query_site("scontrol", "show", "config")).get("MaxArraySize", "")
@@ -187,9 +197,10 @@ def max_array_tasks() -> int:
 
 
 def query_accounts() -> Accounts:
-    """Return the accounts of this user.
+    """Return this user's accounts.
 
-    Raise SchedulerUnavailableError if SLURM keeps none, or does not answer.
+    Raises:
+        SchedulerUnavailableError: SLURM has no account of this user, or does not answer.
     """
     user = user_name("sacctmgr")
     words = [
@@ -214,7 +225,11 @@ def query_accounts() -> Accounts:
 
 
 def parse_kinds(text: str) -> list[NodeKind]:
-    """Parse sinfo's lines of partition, nodes, CPUs, memory in MiB, generic resources and, if asked for, state."""
+    """Parse sinfo's lines of nodes.
+
+    The fields are partition, number of nodes, CPUs, memory in MiB, generic resources and, if it was
+    queried, state.
+    """
     found = []
     for fields in filter(None, (NODE_LINE.fullmatch(line.strip()) for line in text.splitlines())):
         name, nodes, cpus, mib, resources, state = fields.groups(default="")
@@ -242,18 +257,18 @@ def parse_config(text: str) -> dict[str, str]:
 
 
 def parse_mpi_types(text: str) -> tuple[str, ...]:
-    """Parse `srun --mpi=list`: a heading, then a word on each line.
+    """Parse the output of `srun --mpi=list`: a heading, then one type per line.
 
-    Newer releases add a line of versions.
+    Newer releases add a line of versions, which is skipped.
     """
     words = [line.removeprefix("srun:").strip() for line in text.splitlines()]
     return tuple(word for word in words if re.fullmatch(r"[a-z][a-z0-9_]*", word))
 
 
 def parse_minutes(text: str) -> int | None:
-    """Parse SLURM's durations (1-00:00:00, 12:00:00, 30:00, 30) as whole minutes.
+    """Parse a SLURM duration (1-00:00:00, 12:00:00, 30:00, 30) as whole minutes.
 
-    None if unlimited.
+    Return None if it is unlimited.
     """
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
     if found is None or text.upper() in UNLIMITED:
@@ -264,7 +279,7 @@ def parse_minutes(text: str) -> int | None:
 
 
 def parse_count(text: str) -> int | None:
-    """Parse a number of nodes; None for UNLIMITED and its like."""
+    """Parse a number of nodes; return None for UNLIMITED and similar words."""
     return int(text) if text.isdecimal() else None
 
 

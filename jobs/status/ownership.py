@@ -1,8 +1,9 @@
-"""The proof that the owner of a run folder is gone, also by its batch system, and the end of interrupted submissions.
+"""Prove that the owner of a run folder is gone, and complete interrupted submissions.
 
-Whoever submits writes "submitting" into status.json before the command that submits, with a token
-that the job carries: SLURM's in the name of the batch script. If it ends before it has written the
-job's ID, the next look at the run finds the job by the token.
+The proof includes the owner's batch system. Whoever submits writes "submitting" into status.json
+before the command that submits, with a token that the job carries (with SLURM, in the name of the
+batch script). If the submitter ends before it has written the job's ID, the next look at the run
+finds the job by the token.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from jobs.batch.job import JobId, ListedJob, name_submission, script_path
 from jobs.schedulers.scheduler import find_submitted, is_job_id, list_jobs
 
 CHAIN_JSON = "chain.json"
-SLURM = "slurm"  # the system of submissions that name none, as earlier versions wrote them
-ABANDONED_WAIT_S = 10.0  # to wait for a submission that its caller has left
+SLURM = "slurm"  # the default for submissions that earlier versions recorded without a system
+ABANDONED_WAIT_S = 10.0  # wait for a submission whose caller has ended
 OLD_S = 600.0
 POLL_S = 0.1
 UNSURE = "try again, or add --force if you know that it has ended"
@@ -34,11 +35,11 @@ Find = Callable[[str], ListedJob | None]
 
 
 def gone_verifier(*, force: bool = False, find: Find | None = None) -> Verify:
-    """Return the check that raises TryLaterError unless a folder's owner is gone, by its batch system too.
+    """Return the check that raises TryLaterError unless a folder's owner is gone.
 
-    A job of the run's chain that waits or runs keeps the folder as the owner does. With `force` an
-    owner is taken for gone if nobody can tell, but never one that is known to be there. `find`
-    looks jobs up; by a command each unless it is given.
+    A job of the run's chain that waits or runs keeps the folder as the owner does. With `force`, an
+    owner counts as gone if its state cannot be determined, but never if it is known to exist.
+    `find` looks jobs up; by default, one command runs per job.
     """
     look_up = find or _find
 
@@ -62,9 +63,8 @@ def gone_verifier(*, force: bool = False, find: Find | None = None) -> Verify:
         found = None
         active = None
         try:
-            if is_submitting(
-                status, owner
-            ):  # perhaps with the job's number: status.json is written after it
+            # the owner may have the job's number already: status.json is written after it
+            if is_submitting(status, owner):
                 found = complete_submissions([folder]).get(owner.token)
             own = owner.job_id if found is None else _own_number(found, status)
             for job_id in dict.fromkeys(filter(None, (own, *chain))):
@@ -97,7 +97,10 @@ def gone_verifier(*, force: bool = False, find: Find | None = None) -> Verify:
 
 
 def _check_other_host(folder: RunFolder, owner: Owner, force: bool) -> None:
-    """Raise TryLaterError for a process that cannot be looked at, unless it is old, and the user says that it ended."""
+    """Raise TryLaterError for a process on another host.
+
+    With `force`, a process that is old enough counts as ended.
+    """
     age_s = 0.0
     with contextlib.suppress(ValueError):
         age_s = (datetime.now(UTC) - datetime.fromisoformat(owner.utc)).total_seconds()
@@ -117,7 +120,7 @@ def _check_other_host(folder: RunFolder, owner: Owner, force: bool) -> None:
 
 
 def is_submitting(status: Mapping[str, Any], owner: Owner) -> bool:
-    """Return whether status.json says that this owner submits, and does not know the job's ID yet."""
+    """Return whether status.json says that this owner submits and has no job ID yet."""
     return (
         status.get("state") == SUBMITTING
         and status.get("token") == owner.token
@@ -126,10 +129,12 @@ def is_submitting(status: Mapping[str, Any], owner: Owner) -> bool:
 
 
 def complete_submissions(folders: Sequence[RunFolder]) -> dict[str, ListedJob]:
-    """Complete the interrupted submissions of some folders, by one look, and return the jobs by token.
+    """Complete the interrupted submissions of some folders; return the jobs by token.
 
-    A submission whose process is alive is left to it. Raises SchedulerError if there is no list of
-    jobs.
+    One query covers all folders. A submission whose process is alive is left to that process.
+
+    Raises:
+        SchedulerError: there is no list of jobs.
     """
     owners = {}
     tokens = {}
@@ -147,7 +152,7 @@ def complete_submissions(folders: Sequence[RunFolder]) -> dict[str, ListedJob]:
         if owner.token in found:
             job = found[owner.token]
             folder = RunFolder(path)
-            with contextlib.suppress(OSError):  # somebody else's folder
+            with contextlib.suppress(OSError):  # the folder may belong to another user
                 job_id = _own_number(job, folder.read_status())
                 if job.command:
                     name_submission(
@@ -165,7 +170,7 @@ def record_submission(
     state: str = "submitted",
     facts: Mapping[str, Any] | None = None,
 ) -> None:
-    """Record the job of a submission as the owner, and the state, unless somebody has done so."""
+    """Record the job of a submission as the owner, and the state, unless this has been done."""
     if is_submitting(status := folder.read_status(), owner):
         owner.update(folder, job_id=job_id)
         folder.change_status(
@@ -174,7 +179,11 @@ def record_submission(
 
 
 def _await_submission(token: str) -> None:
-    """Wait until no process on this machine names the submission's script or has it open, or raise SchedulerError."""
+    """Wait until no process on this machine names the submission's script or has it open.
+
+    Raises:
+        SchedulerUnavailableError: a process still does after ABANDONED_WAIT_S.
+    """
     pause = threading.Event()
     deadline_s = time.monotonic() + ABANDONED_WAIT_S
     while is_mentioned(script_path(Path(), token).name):
@@ -186,16 +195,17 @@ def _await_submission(token: str) -> None:
 def _own_number(job: ListedJob, status: Mapping[str, Any]) -> str:
     """Return the number of a run's own job.
 
-    `job` is any task of the submission, and `status` the run's status.json.
+    `job` is any task of the submission, and `status` is the run's status.json.
     """
     task = status.get("task")
     return str(JobId.parse(job.job_id)._replace(task="" if task is None else str(task)))
 
 
 def find_among(job_ids: Iterable[str]) -> Find:
-    """Ask once for some jobs, and return what looks them up in the answer, and others by a command each.
+    """Query some jobs at once, and return a function that looks a job up in the answer.
 
-    A job that was asked for is looked up with a SchedulerError if there was no list of jobs.
+    The function runs one command for each job that was not among them. If there was no list of
+    jobs, it raises SchedulerError for the jobs that were.
     """
     wanted = set(filter(is_job_id, job_ids))
     jobs: dict[str, ListedJob] = {}
@@ -217,9 +227,10 @@ def find_among(job_ids: Iterable[str]) -> Find:
 
 
 def _find(job_id: str) -> ListedJob | None:
-    """Return a job; None if its system has forgotten it.
+    """Return a job, or None if its system has forgotten it.
 
-    Raises SchedulerError if there is no list of jobs.
+    Raises:
+        SchedulerError: there is no list of jobs.
     """
     if not is_job_id(job_id):
         raise SchedulerError("the queue", f"cannot be asked for job {job_id!r}")
@@ -229,7 +240,7 @@ def _find(job_id: str) -> ListedJob | None:
 def read_chain(folder: RunFolder) -> list[str]:
     """Read the numbers of the jobs that continue the run one after the other.
 
-    Empty if it has one job.
+    The list is empty if the run has a single job.
     """
     job_ids: Any = None
     with contextlib.suppress(OSError, ValueError):

@@ -1,4 +1,4 @@
-"""The points of a study: from its file to the configuration of each run."""
+"""Turn a study's file into points: the configuration of each run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KEYS = tuple(field.name for field in dataclasses.fields(StudyConfig))
 
 @dataclass(frozen=True)
 class Point:
-    """One run of a study: the overrides that distinguish it, and its whole configuration."""
+    """One run of a study: the overrides that distinguish it, and its complete configuration."""
 
     words: tuple[str, ...]
     spec: RunSpec
@@ -44,12 +44,16 @@ class Point:
 
 
 def study_name(study: str) -> str:
-    """Return the name of a study, given by name or by its file."""
+    """Return the name of a study that is given by name or by file."""
     return Path(study).stem if _is_file(study) else study
 
 
 def read_study(study: str) -> StudyConfig:
-    """Read a study by its name in `conf/study/` or its .yaml file; raise ConfigError if it is none."""
+    """Read a study by its name in `conf/study/` or from its .yaml file.
+
+    Raises:
+        ConfigError: there is no such study, or it is invalid.
+    """
     options = options_of(GROUP)
     if not _is_file(study) and study not in options:
         advice = "".join(f"nearest: {option}, " for option in nearest(study, options, 1))
@@ -67,14 +71,14 @@ def read_study(study: str) -> StudyConfig:
 def compose_points(study: StudyConfig, name: str, overrides: Sequence[str] = ()) -> list[Point]:
     """Compose every point of a study, each followed by `overrides`.
 
-    Points of one run folder count once.
-    They are in the order in which they run: each repetition is a round of all points, so that a
-    machine that grows slower over hours slows all of them alike, and not the last ones (Hoefler and
-    Belli, SC 2015, rule 10). The first round is in the file's order, the others in a random one,
-    the same for every call. Each repetition has a seed of its own, and so a folder.
+    Points with the same run folder count once. The result is in running order: each repetition is a
+    round of all points, so a machine that slows down over hours slows all points alike, and not
+    only the last ones (Hoefler and Belli, SC 2015, rule 10). The first round is in the file's
+    order. The others are in a random order that is the same for every call. Each repetition has its
+    own seed, and therefore its own folder.
 
     Raises:
-        ConfigError: a point that cannot run, with its number and words before the key.
+        ConfigError: a point cannot run; its number and words precede the key.
     """
     once: dict[Path, Point] = {}
     axes = [[_words(key, choice) for choice in choices] for key, choices in study.axes.items()]
@@ -82,7 +86,7 @@ def compose_points(study: StudyConfig, name: str, overrides: Sequence[str] = ())
         words = tuple(itertools.chain(*chosen))
         try:
             spec = with_strips_chosen(compose([f"name='{name}'", *study.base, *words, *overrides]))
-            with_profiled_costs(spec)  # refuses what cannot be partitioned before any point runs
+            with_profiled_costs(spec)  # fail before any point runs if a point cannot be partitioned
         except ConfigError as error:
             key = f"point {number} of study {name} ({' '.join(words)}): {error.key}"
             raise ConfigError(key, error.value, error.allowed, error.advice) from error
@@ -104,7 +108,7 @@ def compose_points(study: StudyConfig, name: str, overrides: Sequence[str] = ())
 
 
 def _words(key: str, choice: Any) -> list[str]:
-    """Return the overrides of one choice of an axis."""
+    """Return the overrides of one choice on an axis."""
     if isinstance(choice, list):
         return choice
     return [

@@ -1,14 +1,14 @@
-"""The runner of a study: starts the points that are due, and with --wait looks again until all have ended.
+"""Run a study: start the points that are due, and with --wait poll until all have ended.
 
-Points whose jobs are equal go as one job array: one sbatch, and as many tasks as points, each with
-its own folder, logs and end. The elements of an array share one request of nodes and time, so
-points of different sizes make different arrays, and one alone is a plain job.
+Points whose jobs are equal are submitted as one job array: one sbatch with a task for each point.
+Each point has its own folder, logs and end. The elements of an array share one request of nodes and
+time, so points of different sizes make different arrays. A single point is a plain job.
 
 Small points may share a job, one after another, as `cluster.runs_per_job` allows. They do not run
-side by side under `srun --exact`: a study is there to be timed, and neighbours on a node share
-memory bandwidth, links, power and cores of the system. It is also robust: whether steps that
-overlap get disjoint CPUs and GPUs depends on SLURM's release and on the site. The job takes one
-slot in the queue, the resources of the largest point, and the minutes of all.
+side by side under `srun --exact`: a study measures times, and neighbours on a node share memory
+bandwidth, links, power and system cores. Running in turn is also robust: whether overlapping steps
+get disjoint CPUs and GPUs depends on SLURM's release and on the site. The job takes one slot in the
+queue, the resources of the largest point, and the minutes of all points.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ POLL_GROWTH = 1.5
 
 
 class QueueSlots:
-    """The free slots for jobs at one look at the queue; the jobs of each limit are counted once."""
+    """The free queue slots at one look at the queue; the jobs of each limit are counted once."""
 
     def __init__(self) -> None:
         self._slots: dict[Scope, int | None] = {}
-        self.full: set[Scope] = (
-            set()
-        )  # accounts, partitions and qos for which SLURM takes no more jobs now
+        # accounts, partitions and qos for which SLURM takes no more jobs now
+        self.full: set[Scope] = set()
 
     def num_free(self, spec: RunSpec, job: JobSpec) -> float:
-        """Return how many more jobs the queue takes, as far as is known.
+        """Return how many more jobs the queue takes; infinity if that is unknown.
 
-        Raise ConfigError if none of this size.
+        Raises:
+            ConfigError: the queue takes no job of this size.
         """
         if _scope(spec) in self.full:
             return 0
@@ -85,10 +85,10 @@ class QueueSlots:
 
 
 class StudyRunner:
-    """Runs the points of a study that are due.
+    """The runner of a study's due points.
 
-    `waiting` are those of them that the queue does not take yet, `refused` has the errors of those
-    that cannot start.
+    `waiting` are the due points that the queue does not take yet. `refused` maps the folder of each
+    point that cannot start to its error.
     """
 
     def __init__(self, points: Sequence[Point], record: StudyRecord, due: Sequence[Point]) -> None:
@@ -97,17 +97,16 @@ class StudyRunner:
         self._record = record
         self._submitted: list[Point] = []
         self._is_stopped = False
-        self._has_arrays = True  # until a site refuses one whose points it takes
+        self._has_arrays = True  # until a site refuses an array but takes its points
         self.waiting = list(due)
         self.refused: dict[Path, GemsError] = {}
 
     def run(self) -> int:
-        """Start what is due, as far as the queue takes it.
+        """Start the due points, as far as the queue takes them.
 
-        Return the worst exit code of what failed or did not start.
-        Points of this machine run here, one after another. Unless a signal to a point's run or a
-        cancelled study ends the whole, only points without a slot in the queue are left in
-        `waiting`.
+        Return the worst exit code of the points that failed or did not start. Points of this
+        machine run here, one after another. Afterwards, `waiting` holds only points without a slot
+        in the queue, unless a signal to a point's run or a cancelled study ended the whole run.
         """
         due = pack_points(self.waiting)
         self.waiting = []
@@ -129,16 +128,16 @@ class StudyRunner:
                 code = max(code, ended)
                 state = point.folder.read_status().get("state")
                 if state == "stopped" or (ended > SIGNAL_BASE and state != "cancelled"):
-                    self._is_stopped = (
-                        True  # someone ends the whole study, and not this point alone
-                    )
+                    # someone ends the whole study, not just this point
+                    self._is_stopped = True
                     break
         return code
 
     def wait(self) -> int:
-        """Wait until every job of the study has ended, submit what waits as slots come, and return the worst exit code.
+        """Wait until all jobs of the study have ended, and return the worst exit code.
 
-        One squeue asks for all points; polls become rarer while nothing changes.
+        Waiting points are submitted as slots become free. One squeue covers all points, and polls
+        become rarer while nothing changes.
         """
         pause = threading.Event()
         poll_s = MIN_POLL_S
@@ -173,7 +172,7 @@ class StudyRunner:
         return code
 
     def _run_here(self, point: Point) -> int:
-        """Run one point and return its exit code; what cannot start is reported in one line."""
+        """Run one point and return its exit code; report a point that cannot start in one line."""
         self._report_start(point)
         try:
             code = start_run(point.spec)
@@ -184,7 +183,7 @@ class StudyRunner:
         return code
 
     def _submit(self, packs: Sequence[Pack], slots: QueueSlots) -> int:
-        """Submit packs of equal jobs; those without a slot wait."""
+        """Submit packs of equal jobs; hold back those without a slot."""
         spec = packs[0][0].spec
         try:
             job = pack_resources(packs[0])
@@ -205,7 +204,7 @@ class StudyRunner:
     def _submit_array(self, packs: Sequence[Pack], job: JobSpec, slots: QueueSlots) -> int:
         """Prepare the points of equal jobs and submit them together.
 
-        A point that cannot be prepared is left out.
+        Points that cannot be prepared are left out.
         """
         spec = packs[0][0].spec
         home = RunFolder(self._record.path)
@@ -244,7 +243,11 @@ class StudyRunner:
         ownership: Ownership,
         slots: QueueSlots,
     ) -> int:
-        """Submit prepared packs as one array, in halves if the queue does not take so many, or else one by one."""
+        """Submit prepared packs as one array.
+
+        Split it in halves if the queue does not take so many, and submit the packs one by one if
+        the site refuses arrays.
+        """
         parts = deque([packs] if packs else [])
         code = 0
         refusal: ConfigError | None = None
@@ -280,7 +283,7 @@ class StudyRunner:
                     self._has_arrays = False
                     parts.appendleft(part)
                     continue
-                if refusal is not None:  # it was not the array that was refused
+                if refusal is not None:  # the site did not refuse it for being an array
                     part = [*part, *(pack for rest in parts for pack in rest)]
                     self._has_arrays = True
                     parts.clear()
@@ -293,7 +296,7 @@ class StudyRunner:
     def _refuse(self, packs: Sequence[Pack], error: GemsError, slots: QueueSlots) -> int:
         """Hold packs back if their jobs would be taken later, or report that they cannot start.
 
-        Return the code.
+        Return the exit code.
         """
         spec = packs[0][0].spec
         scheduler = SCHEDULERS[spec.cluster.scheduler]
@@ -331,7 +334,10 @@ class StudyRunner:
 
 
 def group_packs(packs: Sequence[Pack]) -> list[list[Pack]]:
-    """Group packs whose jobs are equal, for arrays of as many tasks as the site allows, in the order of the first."""
+    """Group packs whose jobs are equal into arrays of at most as many tasks as the site allows.
+
+    The groups are in the order of their first packs.
+    """
     groups: dict[str, list[Pack]] = {}
     for number, pack in enumerate(packs):
         spec = pack[0].spec
@@ -349,10 +355,10 @@ def group_packs(packs: Sequence[Pack]) -> list[list[Pack]]:
 
 
 def pack_points(points: Sequence[Point]) -> list[Pack]:
-    """Group points of one node and of the same cluster settings, as many as a job may hold, in their order.
+    """Group one-node points with the same cluster settings into packs that can share a job.
 
-    A pack takes the position of its first point. Its minutes stay within what the site allows for
-    one job.
+    The order is kept: a pack takes the position of its first point. Its minutes stay within the
+    site's limit for one job.
     """
     packs: list[list[Point]] = []
     open_packs: dict[str, list[Point]] = {}
@@ -397,7 +403,7 @@ def submit_packs(
 
 
 def _owners(points: Iterable[Point]) -> Iterator[str]:
-    """Yield the jobs to which the folders of points belong, by what is recorded."""
+    """Yield the recorded jobs that own the folders of points."""
     for point in points:
         owner = read_owner(point.folder)
         if owner is not None and owner.job_id is not None:
@@ -406,7 +412,10 @@ def _owners(points: Iterable[Point]) -> Iterator[str]:
 
 
 def _prepare(point: Point, job: JobSpec, ownership: Ownership, last: Point | None) -> None:
-    """Prepare a point whose job the site takes, once all is checked that differs from that of the `last` point."""
+    """Prepare a point whose job the site takes, after the checks that depend on the point.
+
+    The code archive of the `last` point is reused if the code is the same.
+    """
     plan = cache(partial(evaluate, point.spec))
     passed(preflight(point.spec, job, None, plan))
     has_same_code = last is not None and [*own_code(point.spec)] == [*own_code(last.spec)]
@@ -415,7 +424,7 @@ def _prepare(point: Point, job: JobSpec, ownership: Ownership, last: Point | Non
 
 
 def _pack_key(point: Point) -> str | None:
-    """Return what points of one job must share; None for a point with a job of its own."""
+    """Return what the points of one job must share; None if the point needs its own job."""
     spec = point.spec
     job = job_spec(spec)
     if spec.cluster.runs_per_job == 1 or job.nodes > 1 or not job.is_batch:
@@ -423,7 +432,7 @@ def _pack_key(point: Point) -> str | None:
     settings: dict[str, Any] = {
         key: value for key, value in asdict(spec.cluster).items() if key not in POINT_KEYS
     }
-    if job.launcher == "ibrun":  # takes the number of tasks from the job
+    if job.launcher == "ibrun":  # ibrun takes the number of tasks from the job
         settings["tasks"] = job.tasks
     return repr(settings)
 
@@ -439,7 +448,7 @@ def _fits(pack: Sequence[Point], point: Point) -> bool:
 
 
 def _limit(spec: RunSpec, job: JobSpec) -> tuple[Scope, int | None]:
-    """Return the cluster, partition and qos of the preset's limit for a job, and how many jobs it allows."""
+    """Return the cluster, partition and qos of the preset's limit for a job, and the limit."""
     limit = queue_limit(spec.cluster, job.allocated_nodes)
     if limit is None:
         return (spec.cluster.name, None, None), None
