@@ -1,4 +1,7 @@
-"""What every source offers: samples (float32 images, or int64 tokens) and labels by index, the same on each rank."""
+"""The interface of all data sources: samples and labels by index, the same on each rank.
+
+Samples are float32 images or int64 tokens.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +32,11 @@ IMAGES = "images"
 TOKENS = "tokens"
 TOKEN_PAIRS = "token_pairs"
 NO_LABEL = -1  # of a pixel that is ignored
-_SPREAD = 4  # times as many numbers as values: the values of a mask are no numbers of classes
+# If the largest value of a mask is this many times the number of values, its values are not class
+# numbers.
+_SPREAD = 4
 
-LARGE = 2**28  # values of an image that is better not held whole
+LARGE = 2**28  # number of values from which an image should not be held whole
 _BAND_PX = 256
 
 
@@ -45,15 +50,14 @@ class Box(NamedTuple):
 class Dataset(ABC):
     """Labelled samples of one shape in two splits, read by index in any order.
 
-    Images (channels, height, width).
-    `seed` fixes everything random. Subclasses give the pixels and labels; augmentation and bounds
-    are here. Where samples are tokens, `dtype` is int64, and a label is an array: a class for each
-    of several places.
+    Images have shape (channels, height, width). `seed` fixes everything random. Subclasses give the
+    pixels and labels; this class does augmentation and bounds checks. If samples are tokens,
+    `dtype` is int64 and a label is an array: a class for each of several places.
     """
 
     dtype: ClassVar[type[np.float32] | type[np.int64]] = np.float32
     # Whether reading a sample seeds the generators of the whole process, so that no other thread
-    # may draw meanwhile.
+    # may draw at the same time.
     seeds_process: bool = False
 
     def __init__(
@@ -73,14 +77,18 @@ class Dataset(ABC):
         self.augment = augment
 
     def num_images(self, split: Split) -> int:
-        """Return how many samples a split has."""
+        """Return the number of samples of a split."""
         return self.num_train if split == "train" else self.num_validation
 
     def image(self, split: Split, index: int, draw: int = 0) -> Image | Tokens:
-        """Return one sample: an image, float32 of shape (channels, height, width), about zero mean and unit variance.
+        """Return one sample.
 
-        Training images are flipped (and turned by 90 degrees when square) as (seed, index, draw)
-        says; validation images never. Raises IndexError outside the split.
+        An image is float32 of shape (channels, height, width), with about zero mean and unit
+        variance. Training images are flipped (and turned by 90 degrees if square) as (seed, index,
+        draw) says; validation images never are.
+
+        Raises:
+            IndexError: The index is outside the split.
         """
         self._check(split, index)
         pixels: Any = self._pixels(split, index)
@@ -90,21 +98,21 @@ class Dataset(ABC):
 
     @property
     def is_large(self) -> bool:
-        """Whether an image is better not held whole by who could do without."""
+        """Whether an image is so large that it should not be held whole if this can be avoided."""
         return math.prod(self.shape) > LARGE
 
     def bands(self) -> Iterator[Box]:
-        """Yield bands of some rows of an image, downwards."""
+        """Yield bands of rows of an image, from top to bottom."""
         _, height, width = self.shape
         for first in range(0, height, _BAND_PX):
             yield Box(slice(first, min(first + _BAND_PX, height)), slice(0, width))
 
     def reads_rows(self, split: Split) -> bool:
-        """Return whether `rows` reads little more of an image than it returns, so that no whole image is ever held."""
+        """Return whether `rows` reads little more than the rows it returns, never a whole image."""
         return False
 
     def rows(self, split: Split, index: int, draw: int, first: int, end: int) -> Image:
-        """Return rows `first` to `end` of what `image` returns."""
+        """Return rows `first` to `end` of the image that `image` returns."""
         if not self.reads_rows(split):
             return np.ascontiguousarray(cast(Image, self.image(split, index, draw))[:, first:end])
         self._check(split, index)
@@ -122,9 +130,9 @@ class Dataset(ABC):
     def label(self, split: Split, index: int, draw: int = 0) -> Label:
         """Return the label of one sample, without reading its pixels.
 
-        It is a class, 0 <= label < num_classes; several as an array (a token each, or a pixel each,
-        flipped and turned as the image of the same `draw`); or float32 values of shape
-        (num_classes,), for several labels and regression.
+        The label is one of: a class, 0 <= label < num_classes; an array of classes (one for each
+        token, or one for each pixel, flipped and turned as the image of the same `draw`); or
+        float32 values of shape (num_classes,), for several labels and for regression.
         """
         self._check(split, index)
         found = self._label(split, index)
@@ -137,7 +145,7 @@ class Dataset(ABC):
         )
 
     def sample(self, split: Split, index: int, draw: int = 0) -> tuple[Image | Tokens, Label]:
-        """Return a sample and its label, which come from one reading where both are in one place."""
+        """Return a sample and its label, by a single read if both are stored together."""
         return self.image(split, index, draw), self.label(split, index, draw)
 
     def batch(
@@ -145,8 +153,8 @@ class Dataset(ABC):
     ) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
         """Return the images and labels of (index, draw) pairs, stacked.
 
-        None for what is not wanted.
-        A single image is not copied, unless it is a part of another array.
+        If `images` or `labels` is False, None is returned in its place. A single image is not
+        copied, unless it is a part of another array.
         """
         stacked: NDArray[Any] | None = None
         found: list[Label] = []
@@ -168,13 +176,13 @@ class Dataset(ABC):
         return stacked, np.stack([_as_array(label) for label in found]) if labels else None
 
     def name_of(self, split: Split, index: int) -> str:
-        """Return what an error calls a sample: its number, and its file if it has one of its own."""
+        """Return the name of a sample in errors: its number, and its file if it has its own."""
         return f"sample {index} of {split}"
 
     def class_counts(self, split: Split) -> tuple[int, ...]:
         """Return the number of labels of each class.
 
-        The largest share of them is the accuracy of always guessing one class.
+        The largest count, as a share of all, is the accuracy of always guessing one class.
         """
         counts = np.zeros(self.num_classes, dtype=np.int64)
         for index in range(self.num_images(split)):
@@ -188,10 +196,10 @@ class Dataset(ABC):
 
     @abstractmethod
     def _label(self, split: Split, index: int) -> Label:
-        """Return the class, or classes or values."""
+        """Return the class, the classes or the values of a sample."""
 
     def _write(self, split: Split, index: int, box: Box, out: Image) -> None:
-        """Write a part of a sample before augmentation to `out`, of a source that reads rows."""
+        """Write a part of a sample before augmentation to `out`, for sources that read rows."""
         raise NotImplementedError
 
     def _check(self, split: Split, index: int) -> None:
@@ -204,16 +212,22 @@ Opener = TypeVar("Opener", bound=Callable[[DataConfig, int], Dataset])
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A source of samples, whose `kind` is what the families of models read.
+    """A source of samples.
 
-    Images, tokens or token_pairs.
-    `open` opens the data set from its configuration and a seed: a subclass of Dataset, or a
-    function. `check` raises ConfigError for data that cannot be opened, without decoding an image;
-    `field_of_view_px` derives that of `data`. If it `counts_itself`, the number of samples is that
-    of the files, whatever data.train_samples is. The source gives the labels of the first of its
-    `tasks`, unless data.task says another. `keys` are those that only some sources read. Samples
-    that are not `labelled` can be predicted, not trained on. `class_numbers` gives classes by name,
-    if any.
+    Attributes:
+        open: Opens the data set from its configuration and a seed: a subclass of Dataset, or a
+            function.
+        check: Raises ConfigError for data that cannot be opened, without decoding an image.
+        field_of_view_px: Derives the field of view of `data`.
+        kind: The kind of samples that the families of models read: images, tokens or token_pairs.
+        tasks: Tasks with labels; the source gives those of the first one, unless data.task names
+            another.
+        counts_itself: Whether the number of samples is that of the files, whatever
+            data.train_samples says.
+        keys: Keys of the configuration that only some sources read.
+        labelled: Whether the samples have labels; without, they can be predicted but not trained
+            on.
+        class_numbers: Gives classes by name, if any.
     """
 
     open: Callable[[DataConfig, int], Dataset]
@@ -231,7 +245,7 @@ DATASETS: Registry[Source] = registries.DATASETS
 
 
 def dataset(name: str, **known: Any) -> Callable[[Opener], Opener]:
-    """Register the class or function below as data=`name`.
+    """Register the class or function below it as data=`name`.
 
     `known` are the other fields of `Source`.
     """
@@ -246,16 +260,16 @@ def dataset(name: str, **known: Any) -> Callable[[Opener], Opener]:
 def generator(seed: int, purpose: str, *key: int) -> np.random.Generator:
     """Return a fresh generator for (seed, purpose, key).
 
-    Other purposes or keys are independent streams.
+    Different purposes or keys give independent streams.
     """
     return np.random.default_rng((seed, zlib.crc32(purpose.encode()), *key))
 
 
 @contextmanager
 def seeded(seed: int, purpose: str, *key: int) -> Iterator[int]:
-    """Seed the process's generators of Python, numpy and torch (if it is loaded) by a key, and restore them after.
+    """Seed the process's generators of Python, numpy and torch (if loaded) by a key.
 
-    Yields the number that seeds them.
+    The generators are restored on exit. Yields the number that seeds them.
     """
     number = int(generator(seed, purpose, *key).integers(2**32))
     torch: Any = sys.modules.get("torch")
@@ -274,13 +288,14 @@ def seeded(seed: int, purpose: str, *key: int) -> Iterator[int]:
 
 
 def as_label(value: Any, data: DataConfig, task: str, name: str) -> Label:
-    """Return a label that a user's data gives as the engine takes it; `name` is that of its sample.
+    """Convert a label of a user's data to the form that the engine takes.
 
-    Pixels that are negative or have the value data.ignore_label become NO_LABEL.
+    `name` is the name of its sample. Pixels that are negative or equal to data.ignore_label become
+    NO_LABEL.
 
     Raises:
-        ConfigError: a class outside 0 <= label < num_classes, another shape, or a value that is not
-        finite.
+        ConfigError: A class is outside 0 <= label < num_classes, the shape is wrong, or a value is
+            not finite.
     """
     given = np.asarray(value.detach() if hasattr(value, "detach") else value)
     shape = {"classification": (), "segmentation": (data.height_px, data.width_px)}.get(
@@ -336,7 +351,7 @@ def as_label(value: Any, data: DataConfig, task: str, name: str) -> Label:
 
 
 def _advice_for_values(values: list[int], data: DataConfig, task: str) -> str:
-    """Return what to set for a label or mask that has these values, in rising order, of which some are no class."""
+    """Return advice for the values of a label or mask, in rising order; some are not classes."""
     if values[0] < 0:
         return "number them from 0"
     if task != "segmentation":
@@ -348,9 +363,8 @@ def _advice_for_values(values: list[int], data: DataConfig, task: str) -> str:
             f"set data.num_classes={values[-1] + 1} or more, or data.ignore_label if that value is"
             " to be ignored"
         )
-    count = max(
-        data.num_classes, len(values)
-    )  # the values stand for classes and are spread, as 0 and 255 are
+    # the values stand for classes but are spread, as 0 and 255 are
+    count = max(data.num_classes, len(values))
     classes = dict(zip(others, range(count - len(others), count), strict=True))
     pairs = ",".join(f"{value}:{number}" for value, number in classes.items())
     if data.target is not None:
@@ -374,9 +388,9 @@ def _as_array(label: Label) -> NDArray[Any]:
 
 
 def turned(image: Image, rng: np.random.Generator) -> Image:
-    """Return a (channels, height, width) image flipped and, when square, turned.
+    """Return an image (channels, height, width), randomly flipped and, if square, turned.
 
-    One of 8 ways, else of 4.
+    A square image has 8 possible results, another one 4.
     """
     flip_rows, flip_columns, swap = rng.integers(2, size=3)
     if flip_rows:
@@ -391,16 +405,18 @@ def turned(image: Image, rng: np.random.Generator) -> Image:
 def unturned(
     part: Image, first: int, sides_px: tuple[int, int], rng: np.random.Generator
 ) -> tuple[Image, Box]:
-    """Return where the rows from `first` on of what `turned` makes, with an equal generator, are in the image.
+    """Map rows of the image that `turned` makes back to the unturned image.
+
+    `rng` must be in the same state as the generator of `turned`.
 
     Args:
         part: The rows, (channels, rows, width).
-        first: The number of the first one.
+        first: The number of the first row.
         sides_px: Height and width of the whole image.
         rng: The generator.
 
     Returns:
-        A view of the part that is a part of the image, and which part.
+        A view of `part` in the orientation of the unturned image, and its box in that image.
     """
     height, width = sides_px
     flip_rows, flip_columns, swap = rng.integers(2, size=3)
@@ -418,11 +434,14 @@ def unturned(
 
 
 def batch_indices(num_images: int, seed: int, step: int, global_batch: int) -> NDArray[np.int64]:
-    """Return the (index, draw) pairs of optimizer step `step`, an array of shape (global_batch, 2).
+    """Return the (index, draw) pairs of optimizer step `step`, of shape (global_batch, 2).
 
-    The run is one sequence of epochs, each a permutation of all images drawn from (seed, epoch); a
-    step takes the next `global_batch` of it and may straddle epochs. `draw` is the epoch, which
-    seeds the augmentation. Raises ValueError for counts below 1 or a negative step.
+    The run is one sequence of epochs; each is a permutation of all images drawn from (seed, epoch).
+    A step takes the next `global_batch` entries and may straddle epochs. `draw` is the epoch, which
+    seeds the augmentation.
+
+    Raises:
+        ValueError: A count is below 1, or the step is negative.
     """
     if num_images < 1 or global_batch < 1 or step < 0:
         raise ValueError(f"num_images={num_images}, global_batch={global_batch}, step={step}")
@@ -438,10 +457,13 @@ def batch_indices(num_images: int, seed: int, step: int, global_batch: int) -> N
 def micro_batch_slice(
     replica: int, micro_batch: int, num_micro_batches: int, micro_batch_size: int
 ) -> slice:
-    """Return where a micro-batch of a replica lies in the global batch.
+    """Return the slice of a replica's micro-batch in the global batch.
 
-    A global batch is replicas x num_micro_batches x micro_batch_size samples in that order;
-    `num_micro_batches` counts those of one replica and step, over both directions.
+    A global batch is replicas x num_micro_batches x micro_batch_size samples in that order.
+    `num_micro_batches` counts the micro-batches of one replica and step, over both directions.
+
+    Raises:
+        ValueError: The micro-batch is outside 0 <= micro_batch < num_micro_batches.
     """
     if not 0 <= micro_batch < num_micro_batches:
         raise ValueError(f"micro-batch {micro_batch} of {num_micro_batches}")

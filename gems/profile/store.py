@@ -1,6 +1,6 @@
-"""Where profiles come from: a file, the cache, or taken.
+"""Get profiles from a file or the cache, or take them.
 
-By a child process if torch is not loaded here.
+A child process takes them if torch is not loaded here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from gems.utils.gpus import may_have_gpu
 from gems.utils.run_module import RUN_MODULE
 from gems.utils.targets import source_of
 
-PROFILER = 12  # another number for profilers that would give other figures
+PROFILER = 12  # increase it if profilers give other figures
 DISTRIBUTIONS = ("torch", "numpy")
 REFUSED = "refused"
 PACE = "pace"
@@ -41,14 +41,9 @@ TAKER, OPERATORS_TAKER, STRIPS_TAKER, STRIP_WORK_TAKER, EXACTNESS_TAKER = (
     f"gems.profile.profilers.{name}"
     for name in ("take", "operators", "strips", "strip_work", "exactness")
 )
-_SEEN = (
-    "height_px",
-    "width_px",
-    "channels",
-    "num_classes",
-    "length",
-)  # of the data, by the layers and the loss
-# the keys of the configuration that a profile depends on beside its subject
+# fields of the data that the layers and the loss see
+_SEEN = ("height_px", "width_px", "channels", "num_classes", "length")
+# keys of the configuration that a profile depends on besides its subject
 _ON_FAKE = (
     "machine.name",
     "machine.device",
@@ -78,7 +73,7 @@ _INCREMENTAL = ("profile.on", "machine.device_bytes", "optimizer.num_states", "p
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that a profile depends on, without importing what they are of."""
+    """Return the versions that a profile depends on, without importing the packages."""
     return {"gems": gems.__version__, **{name: _version(name) for name in DISTRIBUTIONS}}
 
 
@@ -93,7 +88,10 @@ def _version(distribution: str) -> str:
 def subject(
     model: ModelConfig, data: DataConfig, micro_batch_size: int, dtype: str
 ) -> dict[str, Any]:
-    """Return the model, and of the data and the run all that its layers see, by the keys of the configuration."""
+    """Return the model and everything of the data and the run that its layers see.
+
+    The entries are keyed by the keys of the configuration.
+    """
     code = (
         {"code of model.target": source_of(model.target, model.path)}
         if model.target is not None
@@ -115,14 +113,14 @@ def subject_of(spec: RunSpec) -> dict[str, Any]:
 
 
 def is_fake(profile: ProfileConfig) -> bool:
-    """Whether a profile is taken on fake tensors."""
+    """Return whether a profile is taken on fake tensors."""
     return profile.name == "fake" or (profile.name == "incremental" and profile.on == "fake")
 
 
 def key_of(spec: RunSpec) -> dict[str, Any]:
     """Return everything that the profile of a resolved run depends on.
 
-    Subject, profiler, machine, versions.
+    This is the subject, the profiler, the machine and the versions.
     """
     name = spec.profile.name
     where = (
@@ -144,7 +142,7 @@ def key_of(spec: RunSpec) -> dict[str, Any]:
 def _on_fake(spec: RunSpec, keys: Sequence[str]) -> dict[str, Any]:
     """Return the values of keys, and whether machine.device=auto stands for a GPU.
 
-    Nodes may share a cache.
+    The latter is part of the key because nodes with and without GPUs may share a cache.
     """
     more = {"has_gpu": may_have_gpu()} if spec.machine.device == "auto" else {}
     return {**_values(spec, keys), **more}
@@ -155,15 +153,14 @@ def _values(spec: RunSpec, keys: Sequence[str]) -> dict[str, Any]:
 
 
 def profile_of(spec: RunSpec) -> ModelProfile:
-    """Return the profile of a resolved run, with the times of layers in a run where the machine's pace is known.
+    """Return the profile of a resolved run, with layer times at the pace of a run if it is known.
 
-    What libraries hold is as `machine.library_bytes` says, else as the profile measured it.
-
-    In strips the times are those of as many strips one after the other: thin ones read weights more
-    often.
+    The bytes that libraries hold are `machine.library_bytes` if set, else as the profile measured
+    them. With strips, the times are those of the strips one after the other: thin strips read
+    weights more often.
 
     Raises:
-        ConfigError: as `profile_alone`.
+        ConfigError: As `profile_alone`.
     """
     profile = profile_alone(spec)
     pace = known_pace(spec)
@@ -180,12 +177,12 @@ def profile_of(spec: RunSpec) -> ModelProfile:
 
 
 def _with_times_of_strips(spec: RunSpec, profile: ModelProfile) -> ModelProfile:
-    """Return a profile with the times of layers that run on strips, and how much of them is in each strip.
+    """Return a profile with layer times for strips, and each strip's share of the layers.
 
-    A layer takes the time that it takes for an image of the rows of the strips that it takes at
-    once, as often as there are so many. Strips thinner than what the model shrinks to one row count
-    as so thick. Where the model does not take an image so short, or has no streaming form, times
-    stay.
+    A layer's time is the time for an image with the rows of the strips that it takes at once,
+    multiplied by the number of such groups. Strips thinner than the rows that the model shrinks to
+    one row count as that thick. If the model does not take such a short image, or has no streaming
+    form, times stay unchanged.
     """
     try:
         work = strip_work_of(spec)
@@ -209,7 +206,10 @@ def _with_times_of_strips(spec: RunSpec, profile: ModelProfile) -> ModelProfile:
 
 
 def _shorter(spec: RunSpec, profile: ModelProfile, rows: int) -> ModelProfile:
-    """Return the profile of an image of so many rows, or the given one if that has no more or the model refuses it."""
+    """Return the profile of an image of `rows` rows.
+
+    Return the given profile if its image has no more rows, or if the model refuses such an image.
+    """
     if rows >= profile.height_px:
         return profile
     try:
@@ -226,9 +226,9 @@ def _shorter(spec: RunSpec, profile: ModelProfile, rows: int) -> ModelProfile:
 def known_pace(spec: RunSpec) -> RunPace | None:
     """Return how much longer measured layers take in a resolved run.
 
-    By its machine, or as calibrated on this node.
-    None if neither says. A profile in a file may be of another machine, and takes nothing from this
-    node.
+    The pace is that of the machine's configuration, or as calibrated on this node; None if neither
+    is known. A profile in a file may be of another machine, so the calibration of this node does
+    not apply to it.
     """
     machine = spec.machine
     if machine.kind != "real" or (spec.profile.path is None and is_fake(spec.profile)):
@@ -242,12 +242,12 @@ def known_pace(spec: RunSpec) -> RunPace | None:
     )
     try:
         return None if found is None else RunPace(**found)
-    except TypeError:  # of another version
+    except TypeError:  # written by another version
         return None
 
 
 def keep_pace(pace: RunPace, cache_dir: str | None, machine: MachineConfig) -> None:
-    """Keep the pace of this node's devices for runs that follow."""
+    """Cache the pace of this node's devices for later runs."""
     keep_cached(cache_dir, PACE, _pace_key(machine), asdict(pace))
 
 
@@ -256,14 +256,13 @@ def _pace_key(machine: MachineConfig) -> str:
 
 
 def profile_alone(spec: RunSpec) -> ModelProfile:
-    """Return the profile of a resolved run.
+    """Return the profile of a resolved run, from `profile.path` or the cache, or taken now.
 
-    Of its file `profile.path`, from the cache, or taken now.
-    A measured one has the times of layers that run alone.
+    A measured profile has the times of layers that run alone.
 
     Raises:
-        ConfigError: a file without a profile, or with one of another model, shape, dtype or
-            version; or a profile that could not be taken.
+        ConfigError: The file has no profile, or one of another model, shape, dtype or version; or
+            the profile could not be taken.
     """
     if spec.profile.path is not None:
         profile = read_document(Path(spec.profile.path))
@@ -276,9 +275,10 @@ def profile_alone(spec: RunSpec) -> ModelProfile:
 
 
 def read_document(path: Path) -> ModelProfile:
-    """Read what `gems profile --json` printed, or (.h5) `--hdf5` wrote.
+    """Read a profile that `gems profile --json` printed or (.h5) `--hdf5` wrote.
 
-    Raises ConfigError if there is no profile.
+    Raises:
+        ConfigError: The file contains no profile.
     """
     advice = "give a file of `gems profile --json` or --hdf5"
     try:
@@ -298,7 +298,7 @@ def read_document(path: Path) -> ModelProfile:
 
 
 def check(profile: ModelProfile, spec: RunSpec, path: Path) -> None:
-    """Raise ConfigError if a profile is of other layers, another shape or dtype, or other versions than the run."""
+    """Raise ConfigError if a profile differs from the run in layers, shape, dtype or versions."""
     found = {
         "data.height_px": profile.height_px,
         "data.width_px": profile.width_px,
@@ -331,9 +331,12 @@ def check(profile: ModelProfile, spec: RunSpec, path: Path) -> None:
 
 
 def operators_taken(spec: RunSpec) -> dict[str, Any]:
-    """Return the operators of a resolved run's model with their roofline times, from the cache or taken now.
+    """Return the operators of a run's model with roofline times, from the cache or taken now.
 
-    The document is of schema gems.operators/1. Raises ConfigError as `take_profile`.
+    The run is resolved; the document has schema gems.operators/1.
+
+    Raises:
+        ConfigError: As `take_profile`.
     """
     known = key_of(spec) | _values(spec, ("optimizer.num_states",))
     key = json.dumps(known, sort_keys=True, default=str)
@@ -343,22 +346,24 @@ def operators_taken(spec: RunSpec) -> dict[str, Any]:
 
 
 def strips_of(spec: RunSpec, boundaries: Sequence[int]) -> StripProfile:
-    """Return what the stages of a resolved run keep of each strip, from the cache or taken now, on fake tensors.
+    """Return what the stages of a resolved run keep of each strip.
+
+    The profile comes from the cache or is taken now, on fake tensors.
 
     Raises:
-        ConfigError: a layer that needs the whole image, or as `take_profile`.
+        ConfigError: A layer needs the whole image, or as `take_profile`.
     """
     cut = replace(spec, parallel=replace(spec.parallel, boundaries=list(boundaries)))
     return StripProfile.from_json(_strips_taken(cut, STRIPS_TAKER, "stages"))
 
 
 def strip_work_of(spec: RunSpec) -> StripWork:
-    """Return how much of each layer of a resolved run is in each strip, from the cache or taken now.
+    """Return each strip's share of the layers of a resolved run, from the cache or taken now.
 
     Raises:
-        ConfigError: as `strips_of`.
+        ConfigError: As `strips_of`.
     """
-    parallel = replace(spec.parallel, boundaries=None)  # the same wherever it is cut
+    parallel = replace(spec.parallel, boundaries=None)  # boundaries do not matter here
     return StripWork.from_json(
         _strips_taken(replace(spec, parallel=parallel), STRIP_WORK_TAKER, "layers")
     )
@@ -371,7 +376,7 @@ def _strips_taken(spec: RunSpec, taker: str, wanted: str) -> dict[str, Any]:
 
 
 def take_in_this_process() -> None:
-    """Load torch, for one who asks for many profiles on fake tensors.
+    """Load torch, so that many profiles on fake tensors are taken in this process.
 
     A process for each would take longer.
     """
@@ -381,9 +386,11 @@ def take_in_this_process() -> None:
 def take_profile(spec: RunSpec, taker: str | None = None, wanted: str = "layers") -> dict[str, Any]:
     """Take the profile and return its document.
 
-    Raises ConfigError for what the profiler refused, or how it failed.
-    A measured one is always taken in a child process; one on fake tensors in this process if torch
-    is loaded already.
+    A measured profile is always taken in a child process. One on fake tensors is taken in this
+    process if torch is loaded already.
+
+    Raises:
+        ConfigError: The profiler refused the run or failed; the error says why.
     """
     is_strips = taker in (STRIPS_TAKER, STRIP_WORK_TAKER, EXACTNESS_TAKER)
     what = "profile of strips" if is_strips else f"profile ({spec.profile.name})"

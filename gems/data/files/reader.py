@@ -1,6 +1,6 @@
-"""Reads image files and masks.
+"""Read image files and masks.
 
-By Pillow, and by tifffile for TIFF files that Pillow cuts or cannot decode.
+Pillow reads them; tifffile reads the TIFF files that Pillow would cut to 8 bits or cannot decode.
 """
 
 from __future__ import annotations
@@ -29,15 +29,17 @@ _MASK_MODES = ("1", "L", "P", "I", "I;16", "I;16B")
 _ORIENTATION = 274  # tag of EXIF
 _UPRIGHT = 1
 _LAST_UNSWAPPED = 4
-_STUBS = ("BUFR", "FITS", "GRIB", "HDF5")  # which Pillow knows and does not read as images
-_NOT_DECODED = ("webp",)  # compressions of TIFF that Pillow knows and its libtiff may not
+_STUBS = ("BUFR", "FITS", "GRIB", "HDF5")  # formats that Pillow identifies but cannot read
+_NOT_DECODED = ("webp",)  # TIFF compressions that Pillow knows but its libtiff may not
 
 
 def gives_parts(path: Path, data: DataConfig) -> bool:
-    """Return whether `read_tiff` gives parts of a file as `read_image` does the whole, and with less memory."""
-    if path.suffix.lower() not in TIFF_SUFFIXES or data.channels == max(
-        MODES
-    ):  # which may be an alpha channel
+    """Return whether `read_tiff` reads parts of a file with less memory than the whole.
+
+    The parts equal those of the image that `read_image` returns.
+    """
+    # the fourth channel may be an alpha channel
+    if path.suffix.lower() not in TIFF_SUFFIXES or data.channels == max(MODES):
         return False
     dtype = part_type(path, data.page, data.channels, (data.height_px, data.width_px))
     if dtype is None or data.channels not in MODES:
@@ -48,12 +50,13 @@ def gives_parts(path: Path, data: DataConfig) -> bool:
 
 
 def read_image(path: Path, data: DataConfig, nodata: float | None = None) -> Values:
-    """Return an image file as (channels, height, width), scaled to cover height x width, its middle kept.
+    """Read an image file as (channels, height, width), scaled to cover height x width.
+
+    The middle of the image is kept.
 
     Raises:
-        ConfigError: a file that cannot be read, or that would be misread: wider values without
-            data.bits, more pages than one without data.page, CMYK, transparency that data.channels
-            drops.
+        ConfigError: The file cannot be read, or would be misread: wider values without data.bits,
+            more than one page without data.page, CMYK, transparency that data.channels drops.
     """
     from PIL import ImageOps
     from PIL.Image import Resampling
@@ -82,14 +85,13 @@ def read_image(path: Path, data: DataConfig, nodata: float | None = None) -> Val
 
 
 def read_mask(path: Path, data: DataConfig, image: Path | None = None) -> NDArray[Any]:
-    """Return a mask file as (height, width) of the numbers in it, and NO_LABEL where it holds its number of no data.
+    """Read a mask file as the numbers in it, of shape (height, width).
 
-    It is turned as its image is and fitted as `read_image` does, by the nearest pixel. A number of
-    no data that is one of a class stays as it is.
+    Pixels with the file's nodata value become NO_LABEL, unless this value is the number of a class.
+    The mask is turned as its image is and fitted as `read_image` does, by the nearest pixel.
 
     Raises:
-        ConfigError: a file that cannot be read, one of colours, or one of another shape than its
-        image.
+        ConfigError: The file cannot be read, has colours, or has another shape than its image.
     """
     from PIL import ImageOps
     from PIL.Image import Resampling
@@ -123,7 +125,10 @@ def read_mask(path: Path, data: DataConfig, image: Path | None = None) -> NDArra
 
 
 def read_nodata(path: Path, data: DataConfig) -> float | None:
-    """Return the value of an image's pixels without data, by data.nodata or the tag of a TIFF file; None if none."""
+    """Return the nodata value of an image, or None if it has none.
+
+    The value is that of data.nodata, or else of the tag of a TIFF file.
+    """
     from PIL import Image
 
     if data.nodata is not None:
@@ -134,19 +139,23 @@ def read_nodata(path: Path, data: DataConfig) -> float | None:
         with Image.open(path) as picture:
             picture.seek(data.page or 0)
             return _nodata_of(picture)
-    except Exception:  # what only tifffile reads
+    except Exception:  # a file that only tifffile reads
         return as_nodata(tag_of(path, data.page, NODATA_TAG))
 
 
 def check_header(path: Path, data: DataConfig) -> None:
-    """Raise ConfigError for a file that says of itself that it cannot be read, or would be misread."""
+    """Raise ConfigError if a file's header says that it cannot be read or would be misread."""
     if not _is_for_tifffile(path, data):
         with opened(path, data):
             pass
 
 
 def read_through(path: Path, data: DataConfig, nodata: float | None = None) -> None:
-    """Read a whole file; raises ConfigError if it cannot be read, or would be misread."""
+    """Read a whole file.
+
+    Raises:
+        ConfigError: The file cannot be read, or would be misread.
+    """
     if _is_for_tifffile(path, data):
         checked(read_tiff(path, data.page, data.channels), data, str(path), nodata)
         return
@@ -168,10 +177,12 @@ def read_through(path: Path, data: DataConfig, nodata: float | None = None) -> N
 def opened(
     path: Path, data: DataConfig, is_mask: bool = False, verify: bool = False
 ) -> Iterator[Picture]:
-    """Open an image file at its page; to `verify` is to look at checksums only.
+    """Open an image file at its page.
+
+    If `verify` is True, only check its checksums.
 
     Raises:
-        ConfigError: it cannot be read, or would be misread.
+        ConfigError: The file cannot be read, or would be misread.
     """
     import PIL.Image
 
@@ -192,7 +203,7 @@ def opened(
 
 
 def _is_for_tifffile(path: Path, data: DataConfig) -> bool:
-    """Return whether tifffile reads a file: one that Pillow would cut to 8 bits, or cannot decode."""
+    """Return whether tifffile reads a file, as Pillow would cut it to 8 bits or cannot decode it."""
     import PIL.Image
 
     if data.channels not in MODES:
@@ -216,10 +227,10 @@ def _is_for_tifffile(path: Path, data: DataConfig) -> bool:
 def _as_its_image(mask: Picture, path: Path, data: DataConfig, image: Path) -> Picture:
     """Return a mask turned as its image is.
 
-    By its own orientation, or by that of the image if that fits.
+    The mask is turned by its own orientation, or by the orientation of the image if that fits.
 
     Raises:
-        ConfigError: it has another shape.
+        ConfigError: The mask has another shape than its image.
     """
     from PIL import ImageOps
     from PIL.Image import Transpose
@@ -248,7 +259,7 @@ def _as_its_image(mask: Picture, path: Path, data: DataConfig, image: Path) -> P
 
 
 def _geometry(path: Path, data: DataConfig) -> tuple[tuple[int, int], int]:
-    """Return the (width, height) of an image as it is stored, and its orientation."""
+    """Return the stored (width, height) of an image, and its orientation."""
     if _is_for_tifffile(path, data):
         return sides_of(path, data.page), _UPRIGHT
     with opened(path, data, is_mask=True) as picture:
@@ -312,7 +323,7 @@ def _check_picture(picture: Picture, path: Path, data: DataConfig, is_mask: bool
 
 
 def _is_wide_colour(picture: Picture, data: DataConfig) -> bool:
-    """Return whether a file is a TIFF of colours that Pillow would cut to 8 bits and data.bits wants whole."""
+    """Return whether data.bits wants whole a TIFF of colours that Pillow would cut to 8 bits."""
     wide = (
         picture.format == "TIFF" and not picture.mode.startswith("I;16") and _bits_of(picture) > 8
     )

@@ -1,4 +1,4 @@
-"""Convolution, linear map and norm as all blocks make them.
+"""Convolutions, linear maps and norms that all blocks share.
 
 Weights before a ReLU are drawn as in He et al. 2015 (arXiv 1502.01852): normal with variance 2 /
 fan-in, biases zero.
@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-LAYER_NORM_EPS = 1e-6  # that of ConvNeXt; torch's is 1e-5
-RELU_GAIN = math.sqrt(
-    2 / (1 - 1 / math.pi)
-)  # 1 / deviation of the ReLU of a standard normal variable
+LAYER_NORM_EPS = 1e-6  # as in ConvNeXt; torch's default is 1e-5
+# 1 / standard deviation of the ReLU of a standard normal variable
+RELU_GAIN = math.sqrt(2 / (1 - 1 / math.pi))
 _MIN_VARIANCE = 1e-4
 _MAX_GROUPS = 8
 
@@ -34,9 +33,8 @@ def conv2d(
 ) -> nn.Conv2d:
     """Return a convolution, padded to keep the size unless `padding` is given.
 
-    With a bias where no norm has one.
-    `scale` is that of standardized weights (`norm` "normalizer_free"): what makes up for the
-    deviation of the input.
+    It has a bias if no norm has one. `scale` applies to standardized weights (`norm`
+    "normalizer_free"): it compensates for the deviation of the input.
     """
     height, width = (kernel, kernel) if isinstance(kernel, int) else kernel
     pad = (height // 2, width // 2) if padding is None else padding
@@ -58,10 +56,11 @@ def conv2d(
 
 
 class ScaledStdConv2d(nn.Conv2d):
-    """A convolution with standardized weights (Brock, De and Smith 2021, arXiv 2101.08692, section 4).
+    """A convolution with standardized weights.
 
-    The weights of an output channel have mean 0 and deviation scale / sqrt(fan-in), times a gain
-    that is trained: input of variance 1 / scale^2 gives output of variance 1, whatever its mean.
+    Source: Brock, De and Smith 2021 (arXiv 2101.08692), section 4. The weights of an output channel
+    have mean 0 and deviation scale / sqrt(fan-in), times a trained gain: input of variance 1 /
+    scale^2 gives output of variance 1, whatever its mean.
     """
 
     def __init__(self, in_channels: int, out_channels: int, scale: float, **options: Any) -> None:
@@ -92,20 +91,20 @@ def hidden_linear(in_features: int, out_features: int) -> nn.Linear:
 
 class _Frozen(nn.Module):
     def train(self, mode: bool = True) -> Self:
-        """Stay in evaluation."""
+        """Stay in evaluation mode."""
         return super().train(False)
 
 
 class FrozenBatchNorm2d(_Frozen, nn.BatchNorm2d):
-    """Batch norm by the running statistics in training too, as in fine-tuning with few images at a time.
+    """Batch norm that uses its running statistics in training too.
 
-    Unlike torchvision's of that name its weight and bias are trained, unless optimizer.frozen says
-    otherwise.
+    This is common in fine-tuning with few images at a time. Unlike torchvision's class of this
+    name, it trains its weight and bias, unless optimizer.frozen says otherwise.
     """
 
 
 def freeze_batch_norms(root: nn.Module) -> int:
-    """Let all batch norms of a network stay by their running statistics, and return how many there are."""
+    """Make all batch norms of a network keep to running statistics, and return their number."""
     norms = [
         module for module in root.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)
     ]
@@ -124,15 +123,16 @@ def _frozen(kind: Any) -> Any:
 
 
 class GhostBatchNorm2d(nn.BatchNorm2d):
-    """Batch norm by the statistics of each strip of rows (ghost batch norm: Hoffer et al. 2017, arXiv 1705.08741).
+    """Batch norm by the statistics of each strip of rows.
 
-    With `parallel.strips` the rows of an image that run together are normalized together, which is
-    another model than batch norm of whole images. A strip moves the running statistics by its share
-    of the rows. `num_batches_tracked`, which nothing reads, stays as it is.
+    Source: ghost batch norm (Hoffer et al. 2017, arXiv 1705.08741). With `parallel.strips`, the
+    rows of an image that run together are normalized together; this is another model than batch
+    norm of whole images. A strip moves the running statistics by its share of the rows.
+    `num_batches_tracked`, which nothing reads, is never updated.
 
     Attributes:
-        row_ends: rows after each strip, with which whole images are normalized as in strips; None:
-            all rows together.
+        row_ends: The end row of each strip, so that whole images are normalized as in strips; None
+            for all rows together.
     """
 
     row_ends: tuple[int, ...] | None = None
@@ -165,9 +165,9 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
 
 
 def ghost_batch_norms(root: nn.Module) -> int:
-    """Let the batch norms of a network normalize by strips, and return how many there are.
+    """Make the batch norms of a network normalize by strips, and return their number.
 
-    Classes of one's own, and norms without momentum, stay as they are.
+    User-defined classes, and norms without momentum, stay as they are.
     """
     norms = [
         module
@@ -180,7 +180,10 @@ def ghost_batch_norms(root: nn.Module) -> int:
 
 
 class LayerNorm2d(nn.LayerNorm):
-    """Layer norm over the channels of each pixel, as in ConvNeXt (Liu et al. 2022, arXiv 2201.03545)."""
+    """Layer norm over the channels of each pixel, as in ConvNeXt.
+
+    Source: Liu et al. 2022 (arXiv 2201.03545).
+    """
 
     def __init__(self, channels: int) -> None:
         super().__init__(channels, LAYER_NORM_EPS)
@@ -193,9 +196,9 @@ class LayerNorm2d(nn.LayerNorm):
 def norm2d(norm: str, channels: int) -> nn.Module:
     """Return the norm of a feature map by its name in `model.norm`.
 
-    That is "batch", "ghost_batch" (by strip), "frozen_batch" (by running statistics), "group" (8
-    groups, or as many as divide the channels), "layer" (over channels), or none at all: "none" and
-    "normalizer_free".
+    The name is one of "batch", "ghost_batch" (per strip), "frozen_batch" (by running statistics),
+    "group" (8 groups, or as many as divide the channels), "layer" (over channels), or, for no norm,
+    "none" and "normalizer_free".
     """
     if norm == "batch":
         return nn.BatchNorm2d(channels)
@@ -211,12 +214,15 @@ def norm2d(norm: str, channels: int) -> nn.Module:
 
 
 def dropout(rate: float) -> nn.Module:
-    """Return dropout of a share `rate` of the values; nothing at all for 0."""
+    """Return dropout of a share `rate` of the values, or the identity if it is 0."""
     return nn.Dropout(rate) if rate else nn.Identity()
 
 
 class StochasticDepth(nn.Module):
-    """Drop a residual branch for a share `p` of the samples (Huang et al. 2016, arXiv 1603.09382)."""
+    """A layer that drops a residual branch for a share `p` of the samples.
+
+    Source: Huang et al. 2016 (arXiv 1603.09382).
+    """
 
     def __init__(self, p: float) -> None:
         super().__init__()
@@ -232,9 +238,10 @@ class StochasticDepth(nn.Module):
 
 
 def tame(last: nn.Conv2d, norm: str, num_blocks: int) -> None:
-    """Shrink a branch that no norm tames, or the variance would double at each of `num_blocks` blocks.
+    """Scale down a branch without a norm by 1 / sqrt(`num_blocks`).
 
-    Frozen statistics are those of no data until weights are loaded.
+    Otherwise the variance would double at each of `num_blocks` blocks. Frozen statistics count as
+    no norm, since they reflect no data until weights are loaded.
     """
     if norm in ("none", "frozen_batch"):
         with torch.no_grad():

@@ -1,7 +1,7 @@
-"""A user's network traced into a graph of its blocks.
+"""Trace a user's network into a graph of its blocks.
 
-Symbolic tracing (Reed et al. 2022, arXiv 2112.08429) on torch's meta device. Only what is between
-blocks is traced; a block is called as it is, so anything may happen inside of it.
+Symbolic tracing (Reed et al. 2022, arXiv 2112.08429) on torch's meta device. Only the code between
+blocks is traced. A block is called as it is, so anything may happen inside it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from gems.models.outputs import tensors_in
 
 Path = tuple[int, ...]
 TRACED_BATCH = 2
-FROZEN = "frozen"  # of a step in training: whether the network computes it without gradients
+# Key of a node's meta: whether the network, in training, computes this step without gradients.
+FROZEN = "frozen"
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -37,9 +38,11 @@ _PLAIN = "a size or a value as a plain number (of a size only a block's own forw
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """A graph, the value that each of its nodes gave, which earlier nodes' values it changed in place, and its output.
+    """A traced graph with the values of its nodes, their in-place writes and its output.
 
-    `output` is what the network gives: a tensor, or tensors in tuples, lists and dicts.
+    `values` maps each node to its value. `writes` maps a node to the earlier nodes whose values it
+    changed in place. `output` is the output of the network: a tensor, or tensors in tuples, lists
+    and dicts.
     """
 
     graph: fx.Graph
@@ -49,20 +52,20 @@ class Traced:
 
     @property
     def end(self) -> fx.Node:
-        """The node of the output."""
+        """The output node."""
         last: fx.Node = list(self.graph.nodes)[-1]
         return last
 
 
 def trace(root: nn.Module, image: tuple[int, int, int], target: str) -> Traced:
-    """Trace a network on the meta device for images (channels, height, width), in the mode that it is in.
+    """Trace a network on the meta device, in its current mode, for images of one size.
 
-    A choice that shapes decide is taken as for two images of this size. Sizes themselves stay steps
-    of the graph.
+    `image` is (channels, height, width). A branch that depends on shapes is taken as for two images
+    of this size. The sizes themselves stay steps of the graph.
 
     Raises:
-        ConfigError: a step that cannot be traced or does not run, with its line, or an output
-        without a tensor.
+        ConfigError: A step cannot be traced or does not run (the error names its line), or the
+            output contains no tensor.
     """
     tracer = _Tracer(image)
     check_inputs(root, target)
@@ -95,7 +98,7 @@ def trace(root: nn.Module, image: tuple[int, int, int], target: str) -> Traced:
 
 
 def _check_hooks(root: nn.Module, target: str) -> None:
-    """Raise ConfigError for a hook of a module that is cut into layers, which none of them would call."""
+    """Raise ConfigError for hooks of a module that is cut into layers; no layer would call them."""
     for path, module in root.named_modules():
         for kind in _HOOKS if not path else _HOOKS[2:] if is_open(root, path) else ():
             if getattr(module, kind):
@@ -115,10 +118,10 @@ def _check_hooks(root: nn.Module, target: str) -> None:
 def is_open(root: nn.Module, path: str) -> bool:
     """Return whether a module's parts are layers by themselves.
 
-    A module that is not open is a block.
-    Open are the network; a Sequential, ModuleList or ModuleDict directly in it; and any other
-    module that is such a container of modules with modules of their own, or holds one directly (a
-    list of lists of blocks, a backbone).
+    A module that is not open is a block. These modules are open: the network; a Sequential,
+    ModuleList or ModuleDict directly in it; and any other module that is such a container of
+    modules with modules of their own, or that has one as a direct child (a list of lists of blocks,
+    a backbone).
     """
     if not path:
         return True
@@ -134,7 +137,10 @@ def is_open(root: nn.Module, path: str) -> bool:
 
 
 def block_of(root: nn.Module, path: str) -> str:
-    """Return the path of the block that the module at `path` is, or is part of, or nothing where it is open."""
+    """Return the path of the block that contains the module at `path`, or "" if it is open.
+
+    A block contains itself.
+    """
     words = path.split(".")
     blocks = (".".join(words[: end + 1]) for end in range(len(words)))
     return next((block for block in blocks if not is_open(root, block)), "")
@@ -162,13 +168,13 @@ _IN_PLACE = (
 
 
 class _Value(fx.Proxy):
-    """A traced value: it knows its length where it is a tuple or list, and what changes it in place stays in place.
+    """A traced value that knows its length if it is a tuple or list, and is changed in place.
 
-    A plain proxy makes a new tensor of `x += y`, which another name of x would not see.
+    A plain proxy turns `x += y` into a new tensor, and another name of x would not see the change.
     """
 
     def __getattr__(self, k: str) -> Attribute:
-        if k.startswith("__array"):  # by which numpy asks what a value is
+        if k.startswith("__array"):  # numpy's protocol of array-like objects
             raise AttributeError(k)
         return _Attribute(self, k)
 
@@ -210,11 +216,14 @@ for _name in _IN_PLACE:
 
 
 class _Attribute(Attribute, _Value):
-    """An attribute of a traced value, which becomes a step where it is used and not called."""
+    """An attribute of a traced value; it becomes a step if it is used without being called."""
 
 
 class _Tracer(fx.Tracer):
-    """Runs each step on the meta device as it is recorded, so that shapes can decide, and records what it changed."""
+    """A tracer that runs each step on the meta device as it records it.
+
+    So shapes can decide branches, and the in-place writes of each step are known.
+    """
 
     proxy_buffer_attributes = True
 
@@ -255,7 +264,7 @@ class _Tracer(fx.Tracer):
     def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(kind, *args, **kwargs)
         node.meta[FROZEN] = self.root.training and not torch.is_grad_enabled()
-        # parameters among arguments, and named tuples, are made into nodes without a proxy
+        # parameters among arguments, and named tuples, become nodes without a proxy
         if kind == "get_attr" or isinstance(node.target, type):
             self._evaluate(node)
         return node
@@ -296,7 +305,11 @@ class _Tracer(fx.Tracer):
         return iter([obj[index] for index in range(len(value))])  # type: ignore[index]
 
     def constant(self, node: fx.Node) -> Any:
-        """Return the sizes that a step gives, which are the same for any number of images."""
+        """Return the sizes that a step gives, as constants.
+
+        Raises:
+            TraceError: The value contains a tensor, or depends on the number of images.
+        """
         value = self.values[node]
         if any(isinstance(leaf, Tensor) for _, leaf in leaves(value)):
             raise TraceError("the values of a tensor as an array of numpy")
@@ -314,7 +327,7 @@ class _Tracer(fx.Tracer):
         if node in self.values:
             return
         self.values[node] = self._run(node, self.values)
-        # which values have changed; views of one storage count their changes together
+        # find the values that changed; views of one storage share their version counter
         if any(
             self._versions.get(other) != _version(self.values[other])
             for other in node.all_input_nodes
@@ -325,7 +338,7 @@ class _Tracer(fx.Tracer):
         self._versions[node] = _version(self.values[node])
 
     def _run(self, node: fx.Node, values: Mapping[fx.Node, Any], batch: int = TRACED_BATCH) -> Any:
-        """Return what a step gives on the meta device; nothing of it is recorded."""
+        """Return the value of a step on the meta device, without recording anything."""
         before = self.is_running
         self.is_running = True
         try:
@@ -350,9 +363,9 @@ class _Tracer(fx.Tracer):
 
 @contextmanager
 def _functions_refused(tracer: _Tracer) -> Iterator[None]:
-    """Raise TraceError after a block in which a custom autograd function was applied between blocks.
+    """Raise TraceError on exit if a custom autograd function was applied between blocks.
 
-    It runs on traced values as on any others, and only its forward would be recorded.
+    It would run on traced values as on any others, but only its forward would be recorded.
     """
     names: list[str] = []
 
@@ -383,7 +396,7 @@ def _version(value: Any) -> int:
 
 
 def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield what a value holds that is no tuple and no list, with its place."""
+    """Yield the leaves of nested tuples and lists, each with its path of indices."""
     if isinstance(value, tuple | list):
         for index, inner in enumerate(value):
             yield from leaves(inner, (*path, index))
