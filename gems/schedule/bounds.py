@@ -1,4 +1,4 @@
-"""The memory-time bound: activations take memory for as long as they are held, in whatever order a rank works."""
+"""The memory-time bound: in any order of work, activations occupy memory while they are held."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ def memory_time_bound(
     """Return an efficiency that no schedule of this placement exceeds while it keeps the cap.
 
     A stage's activations stay from its forward until the gradient has come back through all later
-    stages, so a micro-batch takes at least size x that time of a rank's cap x step time. The step
-    is at least as long as all micro-batches' products over the cap, and as a rank's compute. With f
-    = i = w = 1 and one stage a rank that is cap x 3 / (2 P + 1) split, cap / P whole; V: cap x 3 /
-    (P + 1) split.
+    stages, so a micro-batch takes at least size x that time out of a rank's cap x step time. The
+    step takes at least the sum of these products over all micro-batches divided by the cap, and at
+    least a rank's compute. With f = i = w = 1 and one stage per rank, the bound is cap x 3 / (2 P +
+    1) with split backwards and cap / P with whole ones; for a V it is cap x 3 / (P + 1) with split
+    backwards.
 
-    Sizes of `costs` are in the unit of the cap. `is_split` lets the weight gradient come later than
-    the input gradient, delays of the network prolong what is held, and `allow` ("recompute",
-    "offload") lets the best part of each rank's activations go in between, at the price of time on
-    the rank and on each copy engine.
+    Sizes of `costs` are in the unit of the cap. `is_split` allows the weight gradient to come later
+    than the input gradient. Delays of the network prolong the time for which activations are held.
+    `allow` ("recompute", "offload") allows the best part of each rank's activations to be dropped
+    in between, at the price of time on the rank and on each copy engine.
     """
     share = 1.0 / placement.num_directions
     held_for = [_times_held(costs, row, placement, is_split, network) for row in placement.ranks]
@@ -65,7 +66,7 @@ def memory_time_bound(
 def _times_held(
     costs: StageCosts, ranks: Sequence[int], placement: Placement, is_split: bool, network: Network
 ) -> list[float]:
-    """Return for each stage the least time from the begin of F to the end of B or I."""
+    """Return, for each stage, the least time from the start of F to the end of B or I."""
     held = [0.0] * costs.num_stages
     for stage in reversed(range(costs.num_stages)):
         here = ranks[stage]
@@ -91,9 +92,9 @@ def least_time(
 ) -> float:
     """Return the time for which a rank must have its memory.
 
-    Its work, or what it holds (`product`) over the cap.
-    Recomputation lowers the product at the price of the rank's time, offloading at that of its copy
-    engines' time. Each is taken at its best rate, in fractions of a micro-batch.
+    It is the larger of the rank's work and its memory-time (`product`) divided by the cap.
+    Recomputation lowers the product at the price of the rank's time, and offloading at the price of
+    its copy engines' time. Each is applied at its best rate, in fractions of a micro-batch.
     """
     if product <= cap * busy:
         return busy
@@ -111,9 +112,9 @@ def least_time(
 
 
 def most_in(items: Sequence[tuple[float, float]], budget: float) -> float:
-    """Return the most that a budget buys of items (gain, cost).
+    """Return the most gain that a budget buys from items (gain, cost).
 
-    Those that give most for it, the last one in part.
+    The items with the best rate are taken first, and the last one in part.
     """
     total = 0.0
     for gain, cost in sorted(

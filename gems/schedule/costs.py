@@ -1,4 +1,4 @@
-"""What a micro-batch costs: time and activation size of each stage, and the way between ranks."""
+"""Costs of a micro-batch: times and activation sizes of each stage, and links between ranks."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ _I = Kind.I
 
 @dataclass(frozen=True, slots=True)
 class SegmentCosts:
-    """One micro-batch on one segment of a stage, in the units of `StageCosts`.
+    """The costs of one micro-batch on one segment of a stage, in the units of `StageCosts`.
 
-    `activation` is what its forward keeps (or its second run, where it is recomputed), `boundary`
-    what the first run of a recomputed one keeps, `moved` what its copy to host memory carries,
-    `copy_out` and `copy_in` the times of it, `split` what the input gradient takes more where the
-    weight gradient is computed apart.
+    `activation` is the size that its forward keeps (or its second run, if it is recomputed).
+    `boundary` is the size that the first run of a recomputed segment keeps. `moved` is the size
+    that its copy to host memory carries, and `copy_out` and `copy_in` are the times of the two
+    copies. `split` is the extra time of the input gradient if the weight gradient is computed
+    separately.
     """
 
     forward: float
@@ -72,19 +73,20 @@ STRIP_LOADS = "strip_loads"
 
 @dataclass(frozen=True, slots=True)
 class StageCosts:
-    """One micro-batch on each of S stages.
+    """The costs of one micro-batch on each of S stages.
 
-    Times are in any one unit, sizes in another; each tuple has S entries.
-    `activation` is what forward keeps, `held_for_weights` what is left of it between I and W,
-    `boundary_bytes[s]` what stage s hands to stage s + 1 (and gets back as gradient), `movable` the
-    part of `activation` that a copy to host memory carries and `copy` its time one way, `boundary`
-    the part that a recomputed stage keeps. A whole backward takes `input_grad` + `weight_grad`;
-    where the two are apart the former takes `split` more. `reduce` is the time to sum the gradients
-    of a stage (in two directions of both of a rank, at the lower one), `reduce_link` the part of it
-    in which the links between nodes are full, and `step` that of the optimizer, found by the lowest
-    stage of the rank. `param_bytes` are the bytes of its parameters, empty if not known. `segments`
-    has the parts of each stage that runs in segments. Where strips differ, `strip_loads` has for
-    each stage how much longer than the mean each strip takes.
+    Times share one arbitrary unit, and sizes another; each tuple has S entries. `activation` is the
+    size that forward keeps, and `held_for_weights` the part of it that remains between I and W.
+    `boundary_bytes[s]` is the message from stage s to stage s + 1 (and the gradient that comes
+    back). `movable` is the part of `activation` that a copy to host memory carries, and `copy` its
+    time in one direction. `boundary` is the part that a recomputed stage keeps. A whole backward
+    takes `input_grad` + `weight_grad`; if the two are separate, the input gradient takes `split`
+    more. `reduce` is the time to sum the gradients of a stage (in two directions, of both stages of
+    a rank, stored at the lower one). `reduce_link` is the part of that time in which the links
+    between nodes are full. `step` is the time of the optimizer step, stored at the lowest stage of
+    the rank. `param_bytes` are the bytes of a stage's parameters, empty if unknown. `segments` has
+    the parts of each stage that runs in segments. If strips differ, `strip_loads` has, for each
+    stage, the time of each strip relative to the mean.
     """
 
     forward: tuple[float, ...]
@@ -124,7 +126,10 @@ class StageCosts:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> StageCosts:
-        """Read lists of numbers by the names of the fields, with segments as mappings and loads stage by stage."""
+        """Read costs from lists of numbers keyed by field name.
+
+        Segments are mappings, and strip loads are lists by stage.
+        """
         given: dict[str, Any] = {
             name: tuple(map(float, values))
             for name, values in document.items()
@@ -144,11 +149,11 @@ class StageCosts:
 
     @property
     def split_input_grad(self) -> tuple[float, ...]:
-        """Time of an input gradient whose weight gradient is computed apart, by stage."""
+        """Time of an input gradient whose weight gradient is computed separately, by stage."""
         return tuple(map(sum, zip(self.input_grad, self.split, strict=True)))
 
     def in_units(self, time: float, size: float) -> StageCosts:
-        """Return the same stages with times and sizes in larger units, given in the present ones."""
+        """Return these costs in larger units of time and size, each given in the present unit."""
         times = (*STAGE_TIMES, "reduce", "reduce_link", "step")
         units = dict.fromkeys(times, time) | dict.fromkeys(STAGE_SIZES, size)
         parts = {
@@ -158,7 +163,7 @@ class StageCosts:
         return replace(self, **parts)
 
     def in_segments(self, counts: Sequence[int]) -> StageCosts:
-        """Return the same with each stage in so many equal segments."""
+        """Return these costs with each stage split into the given number of equal segments."""
         return replace(
             self,
             segments=tuple(
@@ -202,7 +207,7 @@ class StageCosts:
         return 0.0 if name is None else float(getattr(self, name)[stage])
 
     def held(self, what: str, action: Action) -> float:
-        """Return the size of that name of an action's stage or segment."""
+        """Return the size called `what` of an action's stage or segment."""
         _, stage, _, _, segment = action
         if segment is not None:
             return float(getattr(self.segments[stage][segment], what))
@@ -215,16 +220,17 @@ class StageCosts:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Messages between ranks: `latency` + bytes x `per_byte`, with other figures inside a node where they are given.
+    """The cost of messages between ranks: `latency` + bytes x `per_byte`.
 
-    Messages that are copied on their way, each byte in the times of `copies`, travel in pieces of
-    `piece_bytes`: the slowest of link and copies sets the pace, and the first piece takes all of
+    Other values can be given for messages within a node. If messages are copied on their way,
+    `copies` has the time per byte of each copy. Such messages travel in pieces of `piece_bytes`:
+    the slowest of the link and the copies sets the pace, and the first piece passes through all of
     them one after the other.
 
-    With `has_contention` a rank's outgoing messages and its incoming ones each pass one at a time;
-    between nodes it is all messages out of a node, and all into it, that do, and the all-reduces of
-    its ranks with them. `first_rank` is the world rank of the pipeline's rank 0, which tells how
-    its ranks lie over the nodes.
+    With `has_contention`, a rank's outgoing messages pass one at a time, and so do its incoming
+    ones. Between nodes this holds for all messages out of a node and for all messages into it,
+    together with the all-reduces of its ranks. `first_rank` is the world rank of the pipeline's
+    rank 0, which determines how its ranks are distributed over the nodes.
     """
 
     latency: float = 0.0
@@ -238,7 +244,7 @@ class Network:
     piece_bytes: float = 0.0
 
     def in_units(self, time: float) -> Network:
-        """Return the same links in a larger unit of time, given in the present one."""
+        """Return these links in a larger unit of time, given in the present unit."""
         names = ("latency", "per_byte", "node_latency", "node_per_byte")
         parts: dict[str, Any] = {name: getattr(self, name) / time for name in names}
         return replace(self, **parts, copies=tuple(copy / time for copy in self.copies))
@@ -246,7 +252,7 @@ class Network:
     def node_of(self, rank: int) -> int:
         """Return the node of a rank of the pipeline.
 
-        Where `ranks_per_node` is not given each rank has its own.
+        If `ranks_per_node` is not given, each rank has a node of its own.
         """
         return (self.first_rank + rank) // (self.ranks_per_node or 1)
 
@@ -268,18 +274,18 @@ class Network:
         return latency, num_bytes * per_byte
 
     def lanes(self, sender: int, receiver: int) -> tuple[int, int]:
-        """Return who competes for the way out and for the way in.
+        """Return the outgoing and the incoming lane for which a message competes.
 
-        Ranks, or between nodes all ranks of a node.
+        Within a node these are the two ranks. Between nodes they are shared by all ranks of a node.
         """
         if self.ranks_per_node and self.node_of(sender) == self.node_of(receiver):
             return sender, receiver
         return self.outer_lane(sender), self.outer_lane(receiver)
 
     def outer_lane(self, rank: int) -> int:
-        """Return the lane of a rank to other nodes.
+        """Return the lane from a rank to other nodes.
 
-        -1 - node, or the rank itself where nodes are not told apart.
+        It is -1 - node, or the rank itself if nodes are not distinguished.
         """
         return -1 - self.node_of(rank) if self.ranks_per_node else rank
 
@@ -289,7 +295,7 @@ class Network:
         return latency + transmission
 
     def takes_time(self, sizes: Sequence[float]) -> bool:
-        """Return whether any message of these bytes takes time on any link."""
+        """Return whether a message of any of these sizes, in bytes, takes time on any link."""
         per_byte = self.per_byte or self.node_per_byte or any(self.copies)
         return bool(self.latency or self.node_latency or (per_byte and any(sizes)))
 
@@ -299,13 +305,14 @@ FREE = Network()
 
 @dataclass(frozen=True, slots=True)
 class DepthCosts:
-    """Costs of a whole model over its depth, that can be cut into any number of stages of equal depth.
+    """The costs of a whole model over its depth, which can be cut into any number of equal stages.
 
-    `forward`, `input_grad`, `weight_grad`, `recompute` and `copy` are the time of one of
+    `forward`, `input_grad`, `weight_grad`, `recompute` and `copy` are the times of one of
     `num_ranks` equal parts of the model, so a stage of S = 2P costs half. `times` and `activations`
-    weigh equal pieces of the depth against each other, first layer to last; times are scaled to a
-    mean of 1, activations so that the largest of P stages holds 1 unit (the unit of a cap). `given`
-    are the costs of one cut, for placements of as many stages.
+    weigh equal pieces of the depth against each other, from the first layer to the last. Times are
+    scaled to a mean of 1; activations are scaled so that the largest of P stages holds 1 unit (the
+    unit of a cap). `given` are the costs of one cut, used for placements with that number of
+    stages.
     """
 
     num_ranks: int
@@ -329,7 +336,7 @@ class DepthCosts:
     def stages(self, num_stages: int) -> StageCosts:
         """Return the costs of the model cut into `num_stages` stages of equal depth.
 
-        `boundary` and `boundary_bytes` are those of one tensor between stages, wherever the cut is.
+        `boundary` and `boundary_bytes` describe one tensor between stages, at any cut.
         """
         share = self.num_ranks * len(self.times) / sum(map(Fraction, self.times))
         times = [share * part for part in _cut(self.times, num_stages)]
@@ -358,7 +365,7 @@ def _stages(costs: DepthCosts, num_stages: int) -> StageCosts:
 
 
 def _cut(density: Sequence[float], num_stages: int) -> list[Fraction]:
-    """Integrate a step function over [0, 1], given by equal pieces, over `num_stages` equal parts; exact."""
+    """Integrate a step function over [0, 1], given as equal pieces, over equal parts, exactly."""
     pieces = len(density)
     parts = []
     for stage in range(num_stages):
@@ -383,5 +390,8 @@ def uniform(
     input_grad: float = 1.0,
     weight_grad: float = 1.0,
 ) -> StageCosts:
-    """Return equal costs: times of whole-rank work, activations of 1 for a rank's part of the model."""
+    """Return equal costs for every stage.
+
+    Times are those of a rank's whole work; activations are 1 for a rank's part of the model.
+    """
     return DepthCosts(num_ranks, forward, input_grad, weight_grad).stages(num_stages)

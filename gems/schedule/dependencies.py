@@ -1,12 +1,12 @@
-"""What must be complete before an action may start, and the two ends of a transfer.
+"""Data dependencies between actions, and the two ends of a transfer.
 
-The only place that knows it.
-In a chain a transfer joins neighbours. Between the stages of a graph (`Placement.feeders`) it names
-the stage at the other end in place of a segment: `2.5SEND_F0` carries what stage 2 made to the rank
-of stage 5, and pairs with `5.2RECV_F0`. What a stage makes goes once to each other rank that reads
-it, in the name of the lowest stage that does so there. Each reader's gradient comes back by itself,
-so that all are added up where autograd would, in its order. The stages of a graph run whole, with a
-full backward.
+This module is the single source of truth for lowering, validation, simulation and execution. In a
+chain, a transfer joins neighbours. Between the stages of a graph (`Placement.feeders`), it names
+the stage at the other end in place of a segment: `2.5SEND_F0` carries the output of stage 2 to the
+rank of stage 5, and pairs with `5.2RECV_F0`. The output of a stage is sent once to each other rank
+that reads it, addressed to the lowest stage that reads it on that rank. The gradients of the
+readers come back separately, so that they are added up in the same place and order as in autograd.
+The stages of a graph run whole, with a full backward.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _SAME = {Kind.W: Kind.I, Kind.OFFLOAD: Kind.F, Kind.FREE: Kind.OFFLOAD, Kind.AWA
 def dependencies(action: Action, schedule: Schedule) -> tuple[Action, ...]:
     """Return the actions whose data `action` needs.
 
-    A receive needs the send that it pairs with, whose data the message carries. REDUCE_GRAD needs
-    every backward of its own rank, which precedes it in the list, so only those of other ranks
-    would be named: there are none. Segments of a stage run one after the other, forward from its
-    first and backward from its last; so do the strips of a micro-batch on each stage.
+    A receive needs the send that it pairs with, since the message carries that send's data.
+    REDUCE_GRAD needs every backward of its own rank; these precede it in the list, so nothing is
+    returned for it. Segments of a stage run one after the other, forward from the first and
+    backward from the last; so do the strips of a micro-batch on each stage.
     """
     found = schedule.needs.get(action)
     if found is None:
@@ -89,7 +89,7 @@ def _find(action: Action, schedule: Schedule) -> tuple[Action, ...]:
 
 
 def _carry(action: Action, schedule: Schedule) -> tuple[Action, ...]:
-    """Return the neighbouring strip that leaves rows to this one, or the gradient of those that it has left."""
+    """Return the neighbouring strip that hands rows, or their gradient, to this one."""
     kind, stage, micro_batch, direction, segment = action
     num_strips = schedule.num_strips
     if num_strips == 1 or micro_batch is None:
@@ -124,7 +124,7 @@ def _from_stage(
 def stages_summed(action: Action, schedule: Schedule) -> tuple[int, ...]:
     """Return the stages whose gradients START_REDUCE or REDUCE_GRAD sums.
 
-    The latter those that no START_REDUCE has.
+    REDUCE_GRAD sums the stages that have no START_REDUCE.
     """
     if action.kind is Kind.START_REDUCE:
         return (action.stage,)
@@ -137,9 +137,10 @@ def stages_summed(action: Action, schedule: Schedule) -> tuple[int, ...]:
 
 
 def transfers_after(action: Action, schedule: Schedule) -> tuple[tuple[Action, Action, int], ...]:
-    """Return, for each transfer that carries what a compute action makes, its send, its receive and the receiving rank.
+    """Return the send, the receive and the receiving rank of each transfer after a compute action.
 
-    In a chain there is one at most; in a graph of stages one for each rank that reads it.
+    These transfers carry the data that the action makes. In a chain there is at most one; in a
+    graph of stages there is one for each rank that reads the data.
     """
     placement = schedule.placement
     if placement.feeders is None:
@@ -163,9 +164,9 @@ def transfers_after(action: Action, schedule: Schedule) -> tuple[tuple[Action, A
 
 
 def transfer_after(action: Action, schedule: Schedule) -> tuple[Action, Action, int] | None:
-    """Return the send and the receive that carry what a compute action of a chain makes, and the receiving rank.
+    """Return the send, the receive and the receiving rank after a compute action of a chain.
 
-    None if the data stays on its rank or nothing follows.
+    Return None if the data stays on its rank or if nothing follows.
     """
     kind, stage, micro_batch, direction, segment = action
     if kind is _F:
@@ -208,14 +209,14 @@ def partner_of(transfer: Action) -> Action:
 
 
 def sender_of(transfer: Action) -> int:
-    """Return the stage that sends, of a send or of its receive."""
+    """Return the sending stage of a send or of its receive."""
     return transfer.stage if transfer.kind in SEND_KINDS else other_stage(transfer)
 
 
 def boundary_of(transfer: Action) -> int:
-    """Return the stage whose output a transfer carries, or whose output's gradient.
+    """Return the stage whose output, or the gradient of whose output, a transfer carries.
 
-    The lower one of its ends.
+    It is the lower one of the two ends.
     """
     return min(transfer.stage, other_stage(transfer))
 
@@ -252,7 +253,7 @@ def _graph_needs(action: Action, placement: Placement, has_transfers: bool) -> t
 
 
 def readers_by_rank(placement: Placement, direction: int, stage: int) -> dict[int, list[int]]:
-    """Return the stages that read what `stage` makes, ascending, by their ranks."""
+    """Return the stages that read the output of `stage`, in ascending order, keyed by rank."""
     found: dict[int, list[int]] = {}
     for reader in placement.users_of(stage):
         found.setdefault(placement.rank_of(direction, reader), []).append(reader)

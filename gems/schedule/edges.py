@@ -1,4 +1,4 @@
-"""Edges: the ordered pairs of ranks that messages of one way travel between, and the order of messages on each."""
+"""Edges: ordered pairs of ranks between which messages travel, and the message order on each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BACKWARD_KINDS = frozenset((Kind.SEND_B, Kind.RECV_B))
 
 
 class Edge(NamedTuple):
-    """Messages from one rank of a pipeline to another, of activations or of gradients."""
+    """The messages from one rank of a pipeline to another, of activations or of gradients."""
 
     source: int
     destination: int
@@ -35,9 +35,9 @@ def edges_of(placement: Placement) -> list[Edge]:
 
 
 def check_message_order(schedule: Schedule, transport: str) -> None:
-    """Check that each edge of a lowered list sends and receives in one order.
+    """Check that each edge of a lowered list sends and receives in the same order.
 
-    Process groups match messages by their order, where MPI matches them by tags.
+    Process groups match messages by their order, whereas MPI matches them by tags.
 
     Raises:
         ConfigError: names the first receive that stands where another message is sent.

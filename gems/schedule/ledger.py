@@ -1,6 +1,6 @@
 """The activations of a rank along its schedule.
 
-What each action allocates and frees, and micro-batches in flight.
+The ledger tells how much each action allocates and frees, and which micro-batches are in flight.
 Every count of activations follows these rules: the simulation, the timeline of memory, the tables
 of the memory model and the planner's bounds.
 """
@@ -28,12 +28,13 @@ LEAVING_KINDS = frozenset({_B, _I, _W, _FREE})
 
 
 class Ledger:
-    """Counts the activations that a rank holds, in the unit of `StageCosts.activation`, and their peak.
+    """The count of activations that a rank holds, and their peak.
 
-    F allocates the activations of a stage or segment (only its boundary if R follows), R the rest
-    of them, PREFETCH what OFFLOAD moved out. I frees all but what W needs, or allocates what W
-    needs beside it; B and W free everything. What OFFLOAD moved is freed by FREE if the schedule
-    has one, otherwise when the copy ends.
+    The unit is that of `StageCosts.activation`. F allocates the activations of a stage or segment
+    (only its boundary if R follows), R allocates the rest of them, and PREFETCH allocates the part
+    that OFFLOAD moved out. I frees everything except the part that W needs, or allocates the
+    additional part that W needs. B and W free everything. The part that OFFLOAD moved is freed by
+    FREE if the schedule has one, and otherwise when the copy ends.
     """
 
     __slots__ = (
@@ -58,9 +59,9 @@ class Ledger:
         self.peak = 0.0
 
     def take(self, rank: int, action: Action, now: float) -> float:
-        """Count what an action allocates, and return the time, `now` or later, at which there is room for it.
+        """Allocate for an action, and return the time, `now` or later, at which there is room.
 
-        Under a cap an action waits for copies that make room; room is given in the order of the
+        Under a cap, an action waits for copies that make room; room is given in the order of the
         schedule.
 
         Raises:
@@ -90,14 +91,14 @@ class Ledger:
         return now
 
     def give(self, action: Action) -> None:
-        """Count what the end of an action frees."""
+        """Free the activations that the end of an action frees."""
         left = self.leaves(action)
         if left:
             self.held -= left
             self.peak = max(self.peak, self.held)
 
     def give_at(self, action: Action, time: float) -> None:
-        """Count what a copy to host memory frees when it ends."""
+        """Free the activations that a copy to host memory frees when it ends at `time`."""
         if not self._waits_for(action):
             heapq.heappush(self._leaving, (time, self._costs.moved(action)))
 
@@ -136,7 +137,10 @@ class Ledger:
         return self._schedule.has_any(Kind.FREE) and self._schedule.has(Kind.FREE, *copy[1:])
 
     def leaves_at_once(self, action: Action) -> float:
-        """Return the size that counts as freed after an action, by the order of the schedule alone."""
+        """Return the size that counts as freed after an action, by the order of the schedule.
+
+        Times are not considered.
+        """
         if action.kind is Kind.OFFLOAD:
             return 0.0 if self._waits_for(action) else self._costs.moved(action)
         return self.leaves(action)
@@ -145,7 +149,8 @@ class Ledger:
 def peaks(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
     """Return the peak activations of each rank, by the order of its schedule alone.
 
-    Exact if each copy out is waited for (FREE); one that is not counts as freed when it is posted.
+    The result is exact if each copy out is waited for (FREE). A copy without FREE counts as freed
+    when it is posted.
     """
     found = []
     for row in schedule.rows:

@@ -1,4 +1,4 @@
-"""Lowering: from compute actions to the list that the executor runs."""
+"""Lowering: turn a schedule of compute actions into the list that the executor runs."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ def add_transfers(
     cap: float | None = None,
     receives_ahead: int | None = None,
 ) -> Schedule:
-    """Insert sends after the compute whose data they carry, and receives ahead of the compute that needs it.
+    """Insert each send after the compute that makes its data, and each receive before its reader.
 
-    A message sets out when both of its sides are posted. With `costs`, each receive is posted as
-    late as it may be without making its message late in the simulated step: the longer the link
-    takes, the earlier. It is posted at least `receives_ahead` compute actions early, by default 1
-    in a chain and 8 in a graph of stages. More would only hold more buffers. What several actions
-    need comes ahead of the first. Receives from a rank are posted in the order in which it sends,
-    forward and backward apart.
+    A message departs when both of its sides are posted. With `costs`, each receive is posted as
+    late as possible without delaying its message in the simulated step: the longer the link takes,
+    the earlier the posting. It is posted at least `receives_ahead` compute actions early, by
+    default 1 in a chain and 8 in a graph of stages; a larger number would only hold more buffers.
+    If several actions need the same data, the receive precedes the first of them. Receives from a
+    rank are posted in the order in which it sends, separately for forward and backward.
 
-    Posting never blocks, and a receive always precedes what needs it, so no posting time makes a
-    deadlock.
+    Posting never blocks, and a receive always precedes the action that needs it, so no posting time
+    causes a deadlock.
     """
     if receives_ahead is None:
         receives_ahead = (
@@ -71,7 +71,7 @@ def add_transfers(
 
 
 def _first_readers(row: Sequence[Action], posted: Schedule) -> list[tuple[Action, int]]:
-    """Return the receives that a rank's actions need, each with the index of the first action that needs it."""
+    """Return a rank's receives, each with the index of the first action that needs it."""
     first: dict[Action, int] = {}
     for i, action in enumerate(row):
         for need in dependencies(action, posted):
@@ -88,11 +88,12 @@ def _latest_places(
     network: Network,
     cap: float | None,
 ) -> list[list[int]]:
-    """Return for each receive of each rank the last index in its row at which the posting delays nothing.
+    """Return the last index in its row at which posting each receive delays nothing, by rank.
 
     The step is simulated with receives that are never late. A receive is then posted by the start
-    of the action that needs it less the time on the link; if messages compete for links, by the end
-    of the action that makes the data, so that all of them set out as in that step.
+    of the action that needs it, less the time on the link. If messages compete for links, it is
+    posted by the end of the action that makes the data, so that all messages depart as in that
+    step.
     """
     if network.has_contention:
         schedule = _with_receives(posted, readers, [[0] * len(needed) for needed in readers])
@@ -130,7 +131,7 @@ def _latest_places(
 def _with_receives(
     posted: Schedule, readers: Sequence[Receives], places: Sequence[Sequence[int]]
 ) -> Schedule:
-    """Return the lowered list with each receive ahead of the compute action at its place in the rank's row."""
+    """Return the lowered list, with each receive before the action at its place in the row."""
     rows = []
     after = [[transfers_after(action, posted) for action in row] for row in posted.rows]
     sent = {
@@ -156,10 +157,11 @@ def _with_receives(
 def _in_sent_order(
     receives: Sequence[Action], places: Sequence[int], sent: Mapping[Action, tuple[int, int]]
 ) -> list[tuple[Action, int]]:
-    """Return receives of a rank with their places, each at its own or earlier, in the order of the sends on each edge.
+    """Return a rank's receives with their places, in the order of the sends on each edge.
 
-    `sent` has the rank that sends each, and which of its messages it is. Process groups match
-    messages by their order, where MPI matches them by tags.
+    Each receive keeps its place or moves to an earlier one. `sent` maps each receive to the rank
+    that sends it and the number of the message. Process groups match messages by their order,
+    whereas MPI matches them by tags.
     """
     edges: dict[tuple[int, Kind], list[int]] = {}
     for at, receive in enumerate(receives):
@@ -180,12 +182,12 @@ def lower(
     network: Network = FREE,
     cap: float | None = None,
 ) -> Schedule:
-    """Run all passes: transfers, and for training the gradient reduction of each rank and the optimizer step.
+    """Run all passes: add transfers, and for training the gradient reductions and optimizer steps.
 
     With `costs`, receives are posted early enough for the time on the links of `network`; see
-    `add_transfers`. Where a rank computes on after a stage's last weight gradient, the sum of that
-    stage over the replicas starts there. In two directions a sum needs both ranks of a pair, of
-    which one ends last, and so there is one for all.
+    `add_transfers`. If a rank computes on after a stage's last weight gradient, the sum of that
+    stage over the replicas starts at that point. In two directions a sum needs both ranks of a
+    pair, and one of them ends last; there is therefore a single sum for all stages.
     """
     lowered = add_transfers(schedule, costs, network, cap)
     if schedule.forward_only:
@@ -199,7 +201,7 @@ def lower(
 
 
 def _with_starts(row: Sequence[Action]) -> list[Action]:
-    """Return a row with START_REDUCE of each stage but the last to end, after its last compute and the sends of it."""
+    """Insert START_REDUCE for each stage but the last to end, after its last compute and sends."""
     last = {action.stage: at for at, action in enumerate(row) if action.kind in COMPUTE_KINDS}
     ends = {at: stage for stage, at in last.items() if at != max(last.values())}
     started: list[Action] = []
@@ -216,9 +218,9 @@ def _with_starts(row: Sequence[Action]) -> list[Action]:
 def _with_needs(
     schedule: Schedule, rows: tuple[tuple[Action, ...], ...], passes: tuple[str, ...]
 ) -> Schedule:
-    """Return the schedule with rows that hold more.
+    """Return the schedule with rows that contain more actions.
 
-    What its actions need is the same, and not derived again.
+    The dependencies of its present actions are unchanged, so they are copied and not derived again.
     """
     more = replace(schedule, rows=rows, passes=passes)
     more.needs.update(schedule.needs)
@@ -226,9 +228,9 @@ def _with_needs(
 
 
 def compute_only(schedule: Schedule) -> Schedule:
-    """Take out again what lowering put in.
+    """Remove everything that lowering has added.
 
-    All but the compute actions and what copies to host memory.
+    Compute actions and the copies to and from host memory, with their waits, remain.
     """
     rows = tuple(tuple(a for a in row if a.kind in MADE_KINDS) for row in schedule.rows)
     return replace(schedule, rows=rows, passes=())
@@ -240,7 +242,7 @@ def check_receives(
     """Check that no rank of a lowered list waits for a message that a late receive has delayed.
 
     Raises:
-        ScheduleError: names the first such receive; the step would be shorter with an earlier one.
+        ScheduleError: names the first such receive; with an earlier one the step would be shorter.
     """
     early = add_transfers(compute_only(schedule), receives_ahead=max(map(len, schedule.rows)))
     at_best, step = (simulate(each, costs, network, cap) for each in (early, schedule))

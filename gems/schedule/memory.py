@@ -1,6 +1,6 @@
-"""Memory over the time of a simulated step.
+"""Memory over the time of a simulated step, rank by rank.
 
-Activations, boundary buffers and copies in host memory, rank by rank.
+It covers activations, boundary buffers and copies in host memory.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Change = tuple[float, int, float]
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a rank holds from `time` on, in bytes, `time` in the unit of the costs.
+    """The bytes that a rank holds from `time` on.
 
-    `activations` and `boundaries` (messages that leave or arrive) are on the device, `host` is in
-    host memory.
+    `time` is in the unit of the costs. `activations` and `boundaries` (messages that leave or
+    arrive) are on the device; `host` is in host memory.
     """
 
     time: float
@@ -40,18 +40,18 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """The memory of one rank: `parameters` all the time, and what comes and goes."""
+    """The memory of one rank: its constant `parameters`, and the bytes that come and go."""
 
     parameters: float
     held: tuple[Held, ...]
 
     @property
     def peak(self) -> float:
-        """The most bytes on the device at once, with the parameters."""
+        """The peak of the bytes on the device, including the parameters."""
         return self.parameters + max((held.device for held in self.held), default=0.0)
 
     def at(self, time: float) -> Held:
-        """Return what is held just after `time`."""
+        """Return the memory held just after `time`."""
         place = bisect.bisect_right(self.held, time + TOLERANCE, key=lambda held: held.time)
         return self.held[place - 1] if place else Held(0.0, 0.0, 0.0, 0.0)
 
@@ -65,14 +65,14 @@ def memory_over_time(
 ) -> tuple[RankMemory, ...]:
     """Return each rank's memory over a simulated step.
 
-    An action's activations come when it starts and go when it ends, those of a copy to host memory
-    when the copy ends. A send's buffer is held until the message has arrived, a receive's from its
-    posting until the compute that needs it has ended. Host memory is held from the end of the copy
-    out to the end of the copy back.
+    An action's activations are allocated when it starts and freed when it ends; those of a copy to
+    host memory are freed when the copy ends. A send's buffer is held until the message has arrived,
+    and a receive's buffer from its posting until the compute that needs it has ended. Host memory
+    is held from the end of the copy out to the end of the copy back.
 
-    `result` is that of this schedule, whose transfers in the list have the boundary buffers.
-    `activation_bytes` is the size of one unit of activations, `param_bytes` that of the parameters
-    of one direction's stages on a rank.
+    `result` is the simulation of this schedule; transfers in its list have the boundary buffers.
+    `activation_bytes` is the size of one unit of activations, and `param_bytes` the size of the
+    parameters of one direction's stages on a rank.
     """
     found = []
     for rank, row in enumerate(schedule.rows):
@@ -112,9 +112,9 @@ def memory_over_time(
 
 
 def _summed(changes: list[Change]) -> tuple[Held, ...]:
-    """Add the changes up, one point for all that happens at one time.
+    """Add up the changes, with one point for all changes at the same time.
 
-    What goes then makes room for what comes.
+    Memory that is freed at a time makes room for allocations at that time.
     """
     held: list[Held] = []
     sums = [0.0, 0.0, 0.0]

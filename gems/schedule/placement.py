@@ -1,4 +1,4 @@
-"""Where a stage lives: the one place that knows which rank holds which stage in which direction."""
+"""Placement of stages: the single place that maps a direction and a stage to a rank."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Ranks of one pipeline by direction and stage: `ranks[direction][stage]`.
+    """The ranks of one pipeline by direction and stage: `ranks[direction][stage]`.
 
     Ranks here are places inside one pipeline, 0 to `num_ranks` - 1. With `replicas` copies of the
     pipeline, world rank = replica x num_ranks + rank.
 
-    Stages form a chain, unless `feeders` names, for each stage, the lower ones whose outputs it
-    reads, ascending. Only stage 0 reads none there (it reads the data), and only the last is read
-    by none (it makes the loss).
+    Stages form a chain, unless `feeders` lists, for each stage, the lower stages whose outputs it
+    reads, in ascending order. In such a graph only stage 0 reads no other stage (it reads the
+    data), and only the output of the last stage is read by none (it makes the loss).
 
     Raises:
-        ValueError: `feeders` are no such graph.
+        ValueError: `feeders` do not form such a graph.
     """
 
     num_ranks: int
@@ -43,7 +43,7 @@ class Placement:
 
     @property
     def num_stages(self) -> int:
-        """Number of stages that the model is cut into."""
+        """Number of stages into which the model is cut."""
         return len(self.ranks[0])
 
     @property
@@ -53,7 +53,7 @@ class Placement:
 
     @property
     def is_chain_one_way(self) -> bool:
-        """Whether stages form a chain in one direction, so that a rank shares none of its own with another."""
+        """Whether stages form a chain in one direction, so that no two ranks share a stage."""
         return self.num_directions == 1 and self.feeders is None
 
     def rank_of(self, direction: int, stage: int) -> int:
@@ -65,13 +65,13 @@ class Placement:
         return self._held[rank]
 
     def feeders_of(self, stage: int) -> tuple[int, ...]:
-        """Return the stages whose outputs a stage reads, ascending."""
+        """Return the stages whose outputs a stage reads, in ascending order."""
         if self.feeders is None:
             return (stage - 1,) if stage else ()
         return self.feeders[stage]
 
     def users_of(self, stage: int) -> tuple[int, ...]:
-        """Return the stages that read what a stage makes, ascending."""
+        """Return the stages that read the output of a stage, in ascending order."""
         if self.feeders is None:
             return (stage + 1,) if stage + 1 < self.num_stages else ()
         return self._users[stage]
@@ -81,16 +81,16 @@ class Placement:
         return min(stage for _, stage in self.stages_on(rank))
 
     def peers_of(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks of the pipeline, `rank` among them, that hold copies of the same stages.
+        """Return the ranks of the pipeline, including `rank`, that hold copies of the same stages.
 
-        For two directions that is the pair {r, P-1-r} (GEMS, section "layout"): the same two ranks
-        hold both stages, so one fused all-reduce serves the two.
+        For two directions this is the pair {r, P-1-r} (GEMS, section "layout"): the same two ranks
+        hold both stages, so one fused all-reduce serves both.
         """
         mine = {stage for _, stage in self.stages_on(rank)}
         return tuple(sorted({row[stage] for row in self.ranks for stage in mine}))
 
     def reduce_group(self, rank: int, num_replicas: int) -> tuple[int, ...]:
-        """Return the world ranks whose gradients are summed with those of `rank`, in every replica."""
+        """Return the world ranks in all replicas that sum their gradients with `rank`."""
         return tuple(
             replica * self.num_ranks + peer
             for replica in range(num_replicas)
@@ -139,9 +139,10 @@ def looped(num_ranks: int, chunks: int) -> Placement:
 
 
 def wave(num_ranks: int, chunks: int) -> Placement:
-    """Place stages in a zig-zag, down the ranks and up again, `chunks` times (Hanayo: Liu et al. 2023, section 3).
+    """Place stages in a zig-zag, down the ranks and up again, `chunks` times.
 
-    Two stages in sequence at a turn lie on one rank, where no transfer is needed.
+    Two consecutive stages at a turn are on one rank, so no transfer is needed. Source: Hanayo (Liu
+    et al. 2023, section 3).
     """
     down = tuple(range(num_ranks))
     return Placement(
@@ -150,8 +151,8 @@ def wave(num_ranks: int, chunks: int) -> Placement:
 
 
 def v(num_ranks: int) -> Placement:
-    """Place stage s on rank s and stage 2P-1-s beside it.
+    """Place stage s on rank s, and stage 2P-1-s on the same rank.
 
-    A wave of two (Qi et al. 2024, section 3).
+    This is a wave of two (Qi et al. 2024, section 3).
     """
     return wave(num_ranks, 2)

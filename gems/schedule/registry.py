@@ -1,4 +1,4 @@
-"""Schedule families by name: each generator registers itself with all that anyone asks of it."""
+"""Registry of schedule families: each generator registers its name and its properties."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ PLACED = "placed"
 
 
 class Costs(Protocol):
-    """What a model costs on any placement of its stages.
+    """The costs of a model on any placement of its stages.
 
-    Those of equal depth, or each with a cut of its own.
+    The stages have equal depth, or each placement has a cut of its own.
     """
 
     def of(self, placement: Placement) -> StageCosts:
@@ -28,15 +28,16 @@ class Costs(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a generator is asked for.
+    """The parameters of a generator.
 
-    `num_parts` is GEMS's micro-batches a run, `chunks` the stages of a rank if free.
-    `cap` is the most activations a rank may hold, in units of one micro-batch on the heaviest of P
-    equal parts of the model. The rest is for generators that search: `seed` and `budget_s` bound
-    their search, `allow` names the memory actions that they may use ("recompute", "offload"),
-    `max_stages` is the most stages of the model, if known, `num_stages` their number, if the
-    model's cut is given, and `num_strips` the strips of each micro-batch, between which
-    `shared_latency` of the network's latency is shared: with more strips a message has less of it.
+    `num_parts` is the number of micro-batches in a run of GEMS, and `chunks` the stages of a rank
+    if that number is free. `cap` is the most activations that a rank may hold, in units of one
+    micro-batch on the heaviest of P equal parts of the model. The other fields are for generators
+    that search. `seed` and `budget_s` bound their search, and `allow` names the memory actions that
+    they may use ("recompute", "offload"). `max_stages` is the largest number of stages that the
+    model allows, if known, and `num_stages` the exact number if the cut of the model is given.
+    `num_strips` is the number of strips of each micro-batch. They share `shared_latency` of the
+    network's latency: with more strips, each message has less of it.
     """
 
     num_ranks: int
@@ -56,7 +57,7 @@ class Request:
     shared_latency: float = 0.0
 
     def allows(self, num_stages: int) -> bool:
-        """Return whether the model can have so many stages."""
+        """Return whether the model can be cut into that number of stages."""
         if self.num_stages is not None:
             return num_stages == self.num_stages
         return self.max_stages is None or num_stages <= self.max_stages
@@ -66,9 +67,9 @@ class Request:
 class Terms:
     """The terms of a closed form, named as in the papers.
 
-    P ranks, N micro-batches, GEMS's parts, chunks of a rank, a cap in micro-batches if any; and the
-    times of forward (f), input gradient (i) and weight gradient (w) of one micro-batch on a rank's
-    part of the model.
+    They are P ranks, N micro-batches, the parts of GEMS, the chunks of a rank, a cap in
+    micro-batches (if any), and the times of forward (f), input gradient (i) and weight gradient (w)
+    of one micro-batch on a rank's part of the model.
     """
 
     p: int
@@ -97,7 +98,7 @@ class Terms:
 
     @property
     def in_flight(self) -> int:
-        """Most micro-batches in flight: P, or the whole part of the cap."""
+        """Most micro-batches in flight: P, or the integer part of the cap if that is less."""
         return self.p if self.cap is None else min(self.p, int(self.cap))
 
 
@@ -108,21 +109,21 @@ ChainBound = Callable[[Terms, float, float], float]
 
 
 def as_asked(request: Request) -> Iterable[Request]:
-    """Return the one size of a family that has no sizes of its own."""
+    """Return the request itself, for a family that has no other sizes to try."""
     return (request,)
 
 
 def forward_and_input_grad(s: Terms, recompute: float, share: float) -> float:
-    """Return the least that any schedule takes.
+    """Return a lower bound of the step time of any schedule.
 
-    One micro-batch goes down the stages and its gradient comes back.
+    One micro-batch passes down the stages and its gradient comes back.
     """
     return s.f + s.i
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A named schedule and what is known of it."""
+    """A named schedule and its known properties."""
 
     # makes the compute-only schedule; raises ConfigError for counts that it cannot serve
     build: Generator
@@ -156,11 +157,14 @@ class Family:
     )
 
     def stages(self, chunks: int) -> int:
-        """Return the stages of a rank in one direction, 0 if they are known only once the schedule is built."""
+        """Return the stages of a rank in one direction.
+
+        It is 0 if the number is known only after the schedule has been built.
+        """
         return chunks if self.stages_per_rank is None else self.stages_per_rank
 
     def place(self, num_ranks: int, chunks: int) -> Placement:
-        """Return where the stages are."""
+        """Return the placement of the stages."""
         return (
             self.placement(num_ranks, chunks)
             if self.stages_per_rank is None
@@ -168,7 +172,7 @@ class Family:
         )
 
     def terms(self, request: Request) -> Terms:
-        """Return the terms of this family's closed forms at the size of a request, with f = i = w = 1."""
+        """Return the terms of the closed forms at the size of a request, with f = i = w = 1."""
         chunks = self.stages(request.chunks)
         return Terms(
             request.num_ranks, request.num_micro_batches, request.num_parts, chunks, request.cap
@@ -181,7 +185,7 @@ FAMILIES: Registry[Family] = Registry(
 
 
 def schedule_family(name: str, **known: Any) -> Callable[[Generator], Generator]:
-    """Register the generator below as schedule=`name`; `known` are the other fields of `Family`."""
+    """Register the decorated generator as schedule=`name`; `known` has other `Family` fields."""
 
     def register(build: Generator) -> Generator:
         FAMILIES.register(name, Family(build, **known))
@@ -191,14 +195,14 @@ def schedule_family(name: str, **known: Any) -> Callable[[Generator], Generator]
 
 
 def published() -> list[str]:
-    """Return the names of all families that are no search."""
+    """Return the names of all families except the search."""
     return [name for name in FAMILIES if name != CAPPED]
 
 
 def step_units(name: str, terms: Terms) -> float | None:
     """Return the time of a step with equal stages and free links, in the unit of the terms' times.
 
-    None for a family without a closed form, or outside of the form's range.
+    Return None for a family without a closed form, or outside the range of the form.
     """
     family: Family | None = FAMILIES.get(name)
     if (
@@ -216,11 +220,11 @@ def generate(
     """Build the compute-only schedule of a family; `more` are further fields of `Request`.
 
     Raises:
-        ConfigError: no family of that name, or counts or a cap that it cannot serve.
+        ConfigError: no family has that name, or the family cannot serve the counts or the cap.
     """
     return FAMILIES[name].build(Request(num_ranks, num_micro_batches, num_parts, **more))  # type: ignore[arg-type]
 
 
 def with_sizes(field: str, values: Iterable[Any]) -> Sizes:
-    """Return the sizes that differ in one field of the request, one for each value."""
+    """Return a function that varies one field of a request, with one request for each value."""
     return lambda request: [replace(request, **{field: value}) for value in values]

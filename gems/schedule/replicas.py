@@ -16,10 +16,10 @@ from gems.schedule.simulate import Pace, Simulation, simulate
 def with_all_reduce(
     costs: StageCosts, placement: Placement, links: Network, num_replicas: int
 ) -> StageCosts:
-    """Return costs with the all-reduce of each stage's gradients.
+    """Return costs that include the all-reduce of each stage's gradients.
 
-    It takes no time unless `param_bytes` are known.
-    In two directions, and in a graph of stages, one all-reduce is that of all stages of a rank.
+    It takes no time if `param_bytes` are unknown. In two directions, and in a graph of stages, one
+    all-reduce covers all stages of a rank.
     """
     if not costs.param_bytes:
         return costs
@@ -41,9 +41,10 @@ def slowest_replica(
     paces: Sequence[Pace],
     cap: float | None = None,
 ) -> tuple[Network, Simulation]:
-    """Simulate one step of the replicas, one for each of `paces`, and return the slowest, for which the others wait.
+    """Simulate one step of each replica, one per entry of `paces`, and return the slowest.
 
-    Replicas differ only in how their ranks lie over the nodes and in their pace.
+    The others wait for it. Replicas differ only in the distribution of their ranks over the nodes
+    and in their pace.
     """
     variants = dict.fromkeys(
         zip(_layouts(links, schedule.num_ranks, len(paces)), paces, strict=True)
@@ -53,7 +54,7 @@ def slowest_replica(
 
 
 def _layouts(links: Network, num_ranks: int, num_replicas: int) -> list[Network]:
-    """Return the network of each replica of `num_ranks` ranks, as these lie over the nodes."""
+    """Return the network of each replica, by the distribution of its ranks over the nodes."""
     per_node = links.ranks_per_node
     if per_node is None:
         return [links] * num_replicas
@@ -68,10 +69,10 @@ def _layouts(links: Network, num_ranks: int, num_replicas: int) -> list[Network]
 
 @dataclass(frozen=True, slots=True)
 class AllReduce:
-    """What an all-reduce takes, in the network's unit of time.
+    """The cost of an all-reduce, in the network's unit of time.
 
-    `time` is all of it where nothing else is under way, `link_time` the part in which it fills the
-    links between nodes that it uses; 0 where its ranks lie on one node.
+    `time` is the total if nothing else is under way. `link_time` is the part in which it fills the
+    links between nodes that it uses; it is 0 if all ranks are on one node.
     """
 
     algorithm: str
@@ -80,9 +81,10 @@ class AllReduce:
 
 
 def all_reduce(network: Network, group: Sequence[int], num_bytes: float) -> AllReduce:
-    """Return the fastest of rings and trees over the ranks of `group`, as communication libraries choose by size.
+    """Return the fastest all-reduce over the ranks of `group`.
 
-    `group` has ranks as the network counts them, `num_bytes` is of each rank's message.
+    The candidates are rings and trees; communication libraries choose among them by size, too.
+    `group` has ranks as the network numbers them; `num_bytes` is the size of each rank's message.
     """
     if len(group) < 2:
         return AllReduce("none", 0.0, 0.0)
@@ -90,11 +92,11 @@ def all_reduce(network: Network, group: Sequence[int], num_bytes: float) -> AllR
 
 
 def ring(network: Network, group: Sequence[int], num_bytes: float) -> AllReduce:
-    """Return one ring through all n ranks (Patarasuk and Yuan, JPDC 2009).
+    """Return the cost of one ring through all n ranks (Patarasuk and Yuan, JPDC 2009).
 
-    2 (n - 1) steps of 1 / n of the bytes.
-    The ranks of a node stand beside each other in it, so that each node's link carries one message
-    a step. Each step takes as long as the slowest link of the ring.
+    It takes 2 (n - 1) steps with 1 / n of the bytes each. The ranks of a node are neighbours in the
+    ring, so that each node's link carries one message per step. Each step takes as long as the
+    slowest link of the ring.
     """
     num = len(group)
     far = _farthest(network, group)
@@ -105,12 +107,12 @@ def ring(network: Network, group: Sequence[int], num_bytes: float) -> AllReduce:
 
 
 def hierarchical(network: Network, group: Sequence[int], num_bytes: float) -> AllReduce:
-    """Return a ring in each node, rings between the nodes, and the ring in each node again.
+    """Return the cost of rings within nodes, then between nodes, then within nodes again.
 
-    A node of k ranks scatters its sums in k - 1 steps, so that each rank holds 1 / k of them; the k
-    rings between the m nodes take 2 (m - 1) steps and share the node's link, or have a link each
-    where there is no contention; then the parts are gathered in k - 1 steps. The node with the most
-    ranks is the slowest inside, the one with the fewest has the largest parts.
+    A node of k ranks scatters its sums in k - 1 steps, so that each rank holds 1 / k of them. The k
+    rings between the m nodes take 2 (m - 1) steps. They share the node's link, or have a link each
+    if there is no contention. Then the parts are gathered in k - 1 steps. The node with the most
+    ranks is the slowest inside; the node with the fewest ranks has the largest parts.
     """
     on_node = Counter(network.node_of(rank) for rank in group)
     most = max(on_node.values())
@@ -132,11 +134,11 @@ def hierarchical(network: Network, group: Sequence[int], num_bytes: float) -> Al
 
 
 def trees(network: Network, group: Sequence[int], num_bytes: float) -> AllReduce:
-    """Return two binary trees over the nodes, with a chain through the ranks of each (Sanders et al. 2009; NCCL 2.4).
+    """Return the cost of two binary trees over the nodes, with a chain of ranks in each node.
 
     Sums go up the trees and down again in pieces, so that the slowest link sets the pace: each link
-    carries all bytes twice. A node has an inner place in one tree and is a leaf of the other. Few
-    latencies, and more bytes than rings.
+    carries all bytes twice. A node is an inner node of one tree and a leaf of the other. This needs
+    few latencies, but more bytes than rings. Source: Sanders et al. 2009; NCCL 2.4.
     """
     on_node = Counter(network.node_of(rank) for rank in group)
     most = max(on_node.values())
@@ -157,6 +159,6 @@ FORMS = (ring, hierarchical, trees)
 
 
 def _farthest(network: Network, group: Sequence[int]) -> int:
-    """Return a rank of the group on another node than its first one, where there is one."""
+    """Return a rank of the group on another node than its first rank, if there is one."""
     first = network.node_of(group[0])
     return next((rank for rank in group if network.node_of(rank) != first), group[-1])

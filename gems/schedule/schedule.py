@@ -19,14 +19,14 @@ _MARKS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The program of one step: what each rank does, in order.
+    """The program of one step: the actions of each rank, in order.
 
-    `num_micro_batches` counts all of a step over both directions; a micro-batch runs in one
-    direction. With `num_strips` above 1, so many that follow each other are the strips of one
-    (`gems.schedule.strips`). `passes` names what has been done to the compute-only list that a
-    generator made. `num_segments` are those of each stage (None if it runs whole). With
-    `has_transfers` data of other ranks comes only through transfers in the list. `needs` caches the
-    answers of `gems.schedule.dependencies`.
+    `num_micro_batches` counts all micro-batches of a step over both directions; each runs in one
+    direction. If `num_strips` is above 1, that many consecutive micro-batches are the strips of one
+    (`gems.schedule.strips`). `passes` names the passes that were applied to the compute-only list
+    of a generator. `num_segments` has the number of segments of each stage (None if it runs whole).
+    With `has_transfers`, data of other ranks comes only through transfers in the list. `needs`
+    caches the answers of `gems.schedule.dependencies`.
     """
 
     name: str
@@ -77,18 +77,18 @@ class Schedule:
         direction: int,
         segment: int | None = None,
     ) -> bool:
-        """Whether an I, R or action of a copy of this stage (or segment), micro-batch and direction is in the list."""
+        """Return whether the list has this I, R or copy action of a stage (or segment)."""
         return (kind, stage, micro_batch, direction, segment) in self._marks
 
     def has_any(self, kind: Kind) -> bool:
-        """Whether any I, R, action of a copy or START_REDUCE of that kind is in the list."""
+        """Return whether the list has any I, R, copy action or START_REDUCE of that kind."""
         return kind in self._marked
 
     def inputs_leave(self, stage: int, micro_batch: int | None, direction: int) -> bool:
-        """Whether what a stage is given leaves for host memory between its forward and its recompute.
+        """Return whether a stage's inputs are in host memory between forward and recompute.
 
-        Then it counts among the activations from the end of the forward on, and no more as a
-        message received.
+        If they are, they count among the activations from the end of the forward on, and no longer
+        as a received message.
         """
         place = stage, micro_batch, direction, self.first_segment(stage)
         return self.has(Kind.R, *place) and self.has(Kind.OFFLOAD, *place)
@@ -108,7 +108,7 @@ class Schedule:
         return None if count is None else count - 1
 
     def segments_of(self, stage: int) -> tuple[int | None, ...]:
-        """Return the segments of a stage in order; only None if it runs whole."""
+        """Return the segments of a stage in order, or only None if it runs whole."""
         count = self.num_segments[stage]
         return (None,) if count is None else tuple(range(count))
 
@@ -119,12 +119,12 @@ class Schedule:
 
     @property
     def has_memory_actions(self) -> bool:
-        """Whether any activations are recomputed, or leave for host memory."""
+        """Whether any activations are recomputed or copied to host memory."""
         return Kind.R in self._marked or self.has_copies
 
     @property
     def has_copies(self) -> bool:
-        """Whether activations leave for host memory, so that bytes held depend on time and not on order alone."""
+        """Whether activations leave for host memory, so that the bytes held depend on time, too."""
         return Kind.OFFLOAD in self._marked
 
     @property

@@ -1,4 +1,7 @@
-"""Simulation: one step of a schedule, event by event, over compute, link and copy streams, and where its time goes."""
+"""Event-driven simulation of one step of a schedule.
+
+It covers the compute, link and copy streams of every rank, and tells where the time goes.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +31,13 @@ Posting = tuple[int, int, float]  # rank, place in its row, and time
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """What disturbs one pipeline beside the costs of its stages.
+    """The disturbances of one pipeline that the costs of its stages do not include.
 
-    Compute on `slow_rank`, a rank of the pipeline, takes `slowdown` times as long, and all that
-    rank r does `slowdowns[r]` times as long, if given. A rank where a direction begins reads one
-    input after the other from the beginning of the step on, each in `input` units of time. `late`
-    is, by reduction, when peers in other replicas join it at the earliest.
+    Compute on `slow_rank`, a rank of the pipeline, takes `slowdown` times as long. If `slowdowns`
+    is given, everything on rank r takes `slowdowns[r]` times as long. A rank on which a direction
+    begins reads its inputs one after the other from the beginning of the step, and each takes
+    `input` units of time. `late` maps each reduction to the earliest time at which peers in other
+    replicas join it.
     """
 
     slow_rank: int | None = None
@@ -43,7 +47,7 @@ class Pace:
     late: Mapping[Action, float] = field(default_factory=dict, hash=False)
 
     def factor(self, rank: int, action: Action) -> float:
-        """Return how many times longer than its cost an action takes on `rank`."""
+        """Return the factor by which an action on `rank` takes longer than its cost."""
         usual = self.slowdowns[rank] if self.slowdowns else 1.0
         return (
             usual * self.slowdown
@@ -52,7 +56,10 @@ class Pace:
         )
 
     def inputs_ready(self, schedule: Schedule, rank: int) -> dict[Action, float]:
-        """Return when the input of each forward that reads one is ready, in units from the beginning of the step."""
+        """Return when each forward's input is ready, in units of time after the start of the step.
+
+        Only forwards that read an input are included.
+        """
         if not self.input:
             return {}
         first = schedule.first_segment(0)
@@ -69,11 +76,11 @@ EVEN = Pace()
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """When each action ran, in the units of the costs.
+    """The time at which each action ran, in the units of the costs.
 
-    `start` and `end` follow `Schedule.rows`; for a transfer they are the posting and the arrival,
-    for a reduction that is started its posting and its end, for a copy the begin and the end on its
-    engine. `peak` is the most activations that each rank held at once, in their unit.
+    `start` and `end` follow `Schedule.rows`. For a transfer they are the posting and the arrival,
+    for a reduction that is only started its posting and its end, for a copy its begin and its end
+    on the copy engine. `peak` is the most activations that each rank held at once, in their unit.
     """
 
     start: tuple[tuple[float, ...], ...]
@@ -84,9 +91,9 @@ class Simulation:
 
     @property
     def efficiency(self) -> float:
-        """Useful compute over ranks x span.
+        """Useful compute divided by ranks x span.
 
-        Recomputation is not useful, nor what a backward takes more if split.
+        Recomputation does not count as useful, nor does the extra time of a split backward.
         """
         return sum(self.busy) / (len(self.busy) * self.span) if self.span else 1.0
 
@@ -98,11 +105,12 @@ def simulate(
     cap: float | None = None,
     pace: Pace = EVEN,
 ) -> Simulation:
-    """Simulate all ranks forward at once. Transfers and copies post; who needs the data waits.
+    """Simulate one step on all ranks at once.
 
-    Without transfers in the list, data still takes the network's time. `cap` is the most
-    activations a rank may hold: an action that brings some waits, in the order of the list, for
-    copies to host memory to make room.
+    Transfers and copies are posted; the action that needs the data waits. If the schedule contains
+    no transfers, data still takes the network's time. `cap` is the most activations that a rank may
+    hold: an action that allocates some waits, in the order of the list, until copies to host memory
+    make room.
 
     Raises:
         ScheduleError: an action waits for something that never comes (a deadlock, a missing
@@ -168,7 +176,7 @@ class _Simulator:
         )
 
     def advance(self, rank: int, action: Action) -> bool:
-        """Run one action if it can run; otherwise note what must wake this rank."""
+        """Run one action if it can run; otherwise note which event must wake this rank."""
         kind = action[0]
         needs = dependencies(action, self.schedule)
         if kind in RECV_KINDS:
@@ -239,7 +247,7 @@ class _Simulator:
         return rank, len(start) - 1, now
 
     def transfer(self, send: Action, receive: Action, sender: Posting, receiver: Posting) -> None:
-        """Send data whose both sides are posted, as soon as the way is free."""
+        """Send data, after both sides are posted, as soon as the lanes are free."""
         arrival = max(sender[2], receiver[2])
         if self.has_delay or self.network.has_contention:
             size = self.costs.boundary_bytes[min(send.stage, receive.stage)]
@@ -254,7 +262,7 @@ class _Simulator:
         self.finish(receive, arrival)
 
     def copy(self, rank: int, action: Action, begin: float) -> None:
-        """Start a copy on its engine, one of each direction a rank; the rank goes on."""
+        """Start a copy on its engine (one per rank and direction); the rank goes on."""
         engine = (rank, action.kind)
         begin = max(begin, self.engines.get(engine, 0.0))
         if action.kind is _PREFETCH:
@@ -267,7 +275,7 @@ class _Simulator:
         self.finish(action, finish)
 
     def reduce(self, rank: int, action: Action) -> bool:
-        """Join a collective; the last peer to come lets all of them go on."""
+        """Join a collective; the last peer to arrive releases all of them."""
         group = self.arrived.setdefault(action.stage, {})
         peers = self.schedule.placement.peers_of(rank)
         if rank not in group:
@@ -286,7 +294,7 @@ class _Simulator:
         return True
 
     def sum_gradients(self, action: Action, ranks: Sequence[int], ready: float) -> float:
-        """Sum over ranks that are ready, after what they sum already, and return when that ends."""
+        """Sum gradients over ranks that are ready, after their earlier sums; return the end."""
         begin = max(ready, self.pace.late.get(action, 0.0))
         stages = stages_summed(action, self.schedule)
         ways = [(rank, _REDUCE_GRAD) for rank in ranks]
@@ -301,7 +309,7 @@ class _Simulator:
         return end
 
     def pass_through(self, ways: Sequence[tuple[int, Kind]], begin: float, time: float) -> float:
-        """Take ways that pass one thing at a time, as soon as all of them are free, and return when that is."""
+        """Occupy lanes, which pass one message at a time, once all are free; return that time."""
         begin = max(begin, *(self.engines.get(way, 0.0) for way in ways))
         self.engines.update(dict.fromkeys(ways, begin + time))
         return begin
@@ -316,7 +324,7 @@ class _Simulator:
             heapq.heappush(self.ready, (max(time, self.clock[rank]), rank))
 
     def refuse_stuck(self) -> None:
-        """Refuse an action of a circle of ranks that wait for each other, or one that waits for nothing to come."""
+        """Raise ScheduleError if a rank waits in a cycle, or for something that never comes."""
         rows = self.schedule.rows
         stuck = {
             rank: row[self.next[rank]]
@@ -353,10 +361,10 @@ class _Simulator:
 class RankTime:
     """The time of one rank in one step, in the unit of the costs; the parts add up to the step.
 
-    `useful` is F, B, I and W; `recompute` is R; `link` is waiting while the awaited message was
-    under way, the exposed communication; `input` is waiting for the input of a micro-batch;
-    `reduce` is the gradient reduction with its waiting for peers; `step` the optimizer's; `idle`
-    the rest, in which the rank waits for others to compute, for room under the cap, or for copies
+    `useful` is F, B, I and W; `recompute` is R. `link` is the exposed communication: the rank waits
+    while the awaited message is under way. `input` is waiting for the input of a micro-batch,
+    `reduce` the gradient reduction including the wait for peers, and `step` the optimizer step.
+    `idle` is the rest: the rank waits for others to compute, for room under the cap, or for copies
     to come back.
     """
 
@@ -378,7 +386,7 @@ def rank_times(
 ) -> tuple[RankTime, ...]:
     """Split each rank's step into its parts.
 
-    `network` and `pace` are those that `simulation` was simulated with.
+    `network` and `pace` must be the ones with which `simulation` was made.
     """
     spans = {
         action: (start, end)
@@ -417,7 +425,7 @@ def _flight(
     network: Network,
     spans: dict[Action, Span],
 ) -> Span:
-    """Return when the last message that an action needs set out and arrived."""
+    """Return when the last message that an action needs departed and arrived."""
     last = (0.0, 0.0)
     for need in dependencies(action, schedule):
         if need.kind in RECV_KINDS:

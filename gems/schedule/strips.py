@@ -20,14 +20,14 @@ from gems.schedule.schedule import Schedule
 
 
 def with_strips(schedule: Schedule, num_strips: int) -> Schedule:
-    """Return a compute-only schedule of whole micro-batches with the strips of each action in its place.
+    """Return a compute-only schedule with each whole micro-batch replaced by its strips.
 
-    Any order of whole micro-batches that runs does so in strips: what a rank may hold stays, and
-    the way through the stages takes a strip's time a stage in place of a micro-batch's. With whole
-    backwards and a cap of one micro-batch the efficiency is k / (k + P - 1).
+    Any order of whole micro-batches that runs also runs in strips: the memory of a rank is
+    unchanged, and each stage on the way takes the time of a strip instead of that of a micro-batch.
+    With whole backwards and a cap of one micro-batch, the efficiency is k / (k + P - 1).
 
     Raises:
-        ConfigError: stages that form a graph.
+        ConfigError: the stages form a graph.
     """
     if num_strips == 1:
         return schedule
@@ -45,7 +45,7 @@ def with_strips(schedule: Schedule, num_strips: int) -> Schedule:
 def without_strips(schedule: Schedule) -> Schedule:
     """Return the compute-only list of whole micro-batches.
 
-    Each forward where its last strip is, and so backward.
+    Each forward is placed where its last strip was, and each backward likewise.
     """
     num = schedule.num_strips
     rows = []
@@ -74,7 +74,7 @@ def _strips_of(row: tuple[Action, ...], num_strips: int) -> Iterator[Action]:
 
 
 def strip_costs(costs: StageCosts, num_strips: int) -> StageCosts:
-    """Return the costs of a strip, the mean of all, from those of a whole micro-batch."""
+    """Return the costs of a mean strip, from the costs of a whole micro-batch."""
     if costs.strip_loads and len(costs.strip_loads[0]) != num_strips:
         costs = replace(costs, strip_loads=())
     if num_strips == 1:
@@ -88,7 +88,7 @@ def strip_costs(costs: StageCosts, num_strips: int) -> StageCosts:
 
 @dataclass(frozen=True, slots=True)
 class StripCosts:
-    """The costs of strips, from those of whole micro-batches, on any placement."""
+    """The costs of strips, from the costs of whole micro-batches, on any placement."""
 
     whole: Costs
     num_strips: int

@@ -1,4 +1,4 @@
-"""Validation: refuses a schedule that would not run, and names the rank and the action at fault."""
+"""Validation: reject a schedule that would not run, and name the rank and the action at fault."""
 
 from __future__ import annotations
 
@@ -168,7 +168,10 @@ def _check_compute_is_whole(schedule: Schedule) -> None:
 def _compute_kinds(
     schedule: Schedule, stage: int, micro_batch: int, direction: int, segment: int | None
 ) -> Sequence[Kind]:
-    """Return the compute actions that one stage (or segment) and micro-batch needs, judged by those in the list."""
+    """Return the compute actions that a stage (or segment) and micro-batch need.
+
+    They depend on the kinds that are in the list.
+    """
     if schedule.forward_only:
         return (_F,)
     return _SPLIT if schedule.backward_kind(stage, micro_batch, direction) is _I else _WHOLE
