@@ -1,6 +1,6 @@
-"""Loads what a rank reads of each step by torch's DataLoader, ahead of time.
+"""Loads what a rank reads in each step, ahead of time, with torch's DataLoader.
 
-In processes, or in a thread if there are none.
+It reads in worker processes, or in a thread if there are none.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from gems.errors import ConfigError
 from gems.models.streaming.rules import even_ends
 
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
-Requests = Sequence[tuple[int, Request]]  # of one step: micro-batches, then strips
-Found = tuple[tuple[int, Request], Any]  # what was requested, and what was read
+Requests = Sequence[tuple[int, Request]]  # one step's requests: micro-batches, then strips
+Found = tuple[tuple[int, Request], Any]  # the request, and what was read
 T = TypeVar("T")
 _as_tensors: Any = default_convert
-_PRELOADED = ["torch", "gems.data"]  # by the process from which workers are forked
+_PRELOADED = ["torch", "gems.data"]  # imported by the process from which workers are forked
 
 
 class BatchLoader:
-    """Loads samples for the micro-batches that start on this rank, and labels for those that end on it.
+    """Loads images of the micro-batches that start on this rank and labels of those that end on it.
 
-    Both ranks draw the same samples from the seed, so none sends them. A rank with neither the
-    first nor the last stage needs no dataset. What is loaded depends on the seed and the step
-    alone, whoever loads it.
+    Both ranks draw the same samples from the seed, so no rank sends samples. A rank with neither
+    the first nor the last stage needs no dataset. The samples depend only on the seed and the step,
+    not on the process that loads them.
     """
 
     def __init__(
@@ -63,11 +63,15 @@ class BatchLoader:
         first_step: int = 0,
         strip_order: Sequence[int] = (),
     ) -> None:
-        """Begin to load ahead; of the images of strips in `strip_order`, as forwards take them, rows if there are."""
+        """Begin to load ahead.
+
+        With `strip_order`, the strips in the order in which the forwards take them, images are read
+        as rows if the source can read rows.
+        """
         self._spec = spec
         self._replica = replica
         self.dataset = dataset
-        self._data = cast(Dataset, dataset)  # which a rank that reads has
+        self._data = cast(Dataset, dataset)  # every rank that reads has one
         self._image_micro_batches = image_micro_batches
         self._label_micro_batches = label_micro_batches
         self._dtype = dtype
@@ -125,10 +129,10 @@ class BatchLoader:
         steps: tuple[int, int],
         reader: Reader | None = None,
     ) -> Steps:
-        """Begin to read what is requested of the steps from the first to the end.
+        """Begin to read the requests of `steps`, from the first to the end.
 
         With `strip_order`, images are read as the rows of strips, in the order in which each step
-        takes them, after its labels.
+        takes them, after the labels of the step.
         """
         data = self._spec.data
         num_strips = self._spec.parallel.strips
@@ -155,7 +159,7 @@ class BatchLoader:
         return Steps(reader, wanted, *steps, depth)
 
     def _on_device(self, batch: Batch) -> Batch:
-        """Return a batch whose images are, on a GPU, as they arrive there."""
+        """Return a batch on the device; on a GPU, images are available as copies arrive."""
         copies = self._copies
         rows = batch.rows
         if copies is None:
@@ -177,11 +181,12 @@ class BatchLoader:
         has_labels: bool,
         num_strips: int = 1,
     ) -> Iterator[Batch]:
-        """Yield this replica's share of the `num_validation` samples, `num_micro_batches` micro-batches at a time.
+        """Yield this replica's share of the validation samples, `num_micro_batches` at a time.
 
-        If they run as `num_strips` strips, images come by rows if the source reads rows. Every rank
-        of the pipeline gets as many batches. The last micro-batch of a replica is filled with
-        samples that have no label: its labels are fewer.
+        There are `num_validation` samples in all replicas together. If they run as `num_strips`
+        strips, images are read by rows if the source can read rows. Every rank of the pipeline gets
+        the same number of batches. The last micro-batch of a replica is filled up with samples
+        without a label, so it has fewer labels than images.
         """
         size = self._spec.parallel.micro_batch_size
         replicas = self._spec.parallel.replicas
@@ -223,7 +228,7 @@ class Steps:
     def __init__(
         self, reader: Reader, requests: Callable[[int], Requests], first: int, end: int, depth: int
     ) -> None:
-        """Begin to read; with a `depth`, a thread is up to so many requests ahead of what is taken."""
+        """Begin to read; with a `depth`, a thread reads up to that many requests ahead."""
         self.reader = reader
         self._requests = requests
         layout = requests(first)
@@ -231,23 +236,25 @@ class Steps:
         self._places = {key: place for place, (key, one) in enumerate(layout) if one.rows}
         self._per_step = len(layout)
         expected, sent = tee(one for step in range(first, end) for one in requests(step))
-        # neither zip nor enumerate, which hold what they gave last until they are asked again
+        # neither zip nor enumerate: both keep their last item alive until the next call
         found = map(_pair, expected, reader.read(request for _, request in sent))
         self._ahead = ReadAhead(found, depth) if depth else None
         self._found = self._ahead or found
         self._next = first * self._per_step
 
     def get(self, step: int) -> Batch:
-        """Return the batch of a step; those jumped over are dropped. Its rows are taken before the next step.
+        """Return the batch of a step; batches of skipped steps are dropped.
+
+        Take the rows of the batch before you get the next step.
 
         Raises:
-            ConfigError: a sample that cannot be read, or a process that ended.
+            ConfigError: A sample cannot be read, or a worker process ended.
         """
         found = [self._take(step * self._per_step + place) for place in range(self._num_whole)]
         return replace(as_batch(found), rows=partial(self._rows, step) if self._places else None)
 
     def close(self) -> None:
-        """Stop reading ahead in a thread; the processes of `reader` may read other steps later."""
+        """Stop reading ahead in a thread; the processes of `reader` may still read other steps."""
         if self._ahead is not None:
             self._ahead.close()
 
@@ -272,7 +279,7 @@ def _pair(expected: tuple[int, Request], found: Any) -> Found:
 
 
 class ReadAhead(Iterator[T]):
-    """Takes items in a daemon thread, at most `depth` ahead of those it gave; an error is raised in its place."""
+    """Takes items in a daemon thread, at most `depth` ahead; re-raises an error in its place."""
 
     def __init__(self, items: Iterator[T], depth: int) -> None:
         self._items = items
@@ -291,7 +298,7 @@ class ReadAhead(Iterator[T]):
         return item
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Stop the thread, waiting up to `timeout_s` for an item that it is taking."""
+        """Stop the thread; wait up to `timeout_s` for the item that it is reading."""
         self._is_closed = True
         self._room.release()
         self._thread.join(timeout_s)
@@ -311,10 +318,10 @@ class _Error(NamedTuple):
 
 
 def as_batch(found: Iterable[Found]) -> Batch:
-    """Return the batch of micro-batches as they were read.
+    """Return the batch of micro-batches that were read.
 
     Raises:
-        ConfigError: the first sample that could not be read.
+        ConfigError: A sample could not be read; the first such error is raised.
     """
     images: dict[int, Tensor] = {}
     labels: dict[int, Tensor] = {}
@@ -329,7 +336,7 @@ def as_batch(found: Iterable[Found]) -> Batch:
 
 
 def _collate(dtype: torch.dtype, is_channels_last: bool, found: Any) -> Any:
-    """Return what was read as tensors: images in `dtype`, masks in the least type that holds them."""
+    """Return the tensors that were read: images in `dtype`, masks in the least integer type."""
     if isinstance(found, ConfigError):
         return found
     images, labels = _as_tensors(found)
@@ -341,9 +348,9 @@ def _collate(dtype: torch.dtype, is_channels_last: bool, found: Any) -> Any:
 
 
 def compact(labels: Tensor) -> Tensor:
-    """Return masks in the least integer type that holds them.
+    """Return masks in the smallest integer type that can hold them.
 
-    Those of a whole step are on the device at once.
+    This saves device memory, since the masks of a whole step are on the device at once.
     """
     if labels.ndim < 3 or labels.is_floating_point() or not labels.numel():
         return labels
@@ -352,10 +359,10 @@ def compact(labels: Tensor) -> Tensor:
 
 
 class Reader:
-    """Reads micro-batches by torch's DataLoader, in processes kept over several sequences of steps.
+    """Reads micro-batches with torch's DataLoader, in processes shared by sequences of steps.
 
-    They are forked from a process that is started anew (forkserver): a fork of a rank is not safe
-    once MPI runs. Without `num_workers` it reads where it is asked.
+    The processes are forked from a fresh process (forkserver), because a fork of a rank is not safe
+    once MPI runs. Without `num_workers`, the reader reads in the calling thread.
     """
 
     def __init__(
@@ -394,14 +401,13 @@ class Reader:
         """Begin to read requests.
 
         Raises:
-            ConfigError: the dataset cannot be sent to a process, or later one that ended.
+            ConfigError: The dataset cannot be sent to a process; or, while results are read, a
+                worker process ended.
         """
         self._order.requests = requests
         try:
-            with (
-                _clean_start(),
-                warnings.catch_warnings(action="ignore"),
-            ):  # the error below says as much
+            # the error below says what the warnings would say
+            with _clean_start(), warnings.catch_warnings(action="ignore"):
                 found = iter(self._loader)
         except Exception as error:
             raise ConfigError(
@@ -414,7 +420,7 @@ class Reader:
         return self._guarded(found) if self._num_workers else found
 
     def read_here(self, request: Request) -> Any:
-        """Return a micro-batch, read in this process."""
+        """Read a micro-batch in this process and return it."""
         return self._collate(self._dataset[request])
 
     def _guarded(self, found: Iterator[Any]) -> Iterator[Any]:
@@ -437,7 +443,7 @@ class Reader:
 
 @contextmanager
 def _clean_start() -> Iterator[None]:
-    """Start processes that import neither the program of the ranks nor, by it, MPI, which would join the ranks."""
+    """Start processes without the ranks' program, which would start MPI and join the ranks."""
     main: Any = sys.modules["__main__"]
     spec = main.__spec__
     file = getattr(main, "__file__", None)
@@ -459,7 +465,7 @@ def _clean_start() -> Iterator[None]:
 
 
 class _Order(Sampler[Request]):
-    """The requests in the order in which they are read, set anew for each sequence."""
+    """The requests in reading order, replaced for each sequence of steps."""
 
     def __init__(self) -> None:
         self.requests: Iterable[Request] = ()

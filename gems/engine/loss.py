@@ -1,7 +1,8 @@
-"""The loss of a run as a sum over a micro-batch and the weight of its labels, of which sum / weight is the mean.
+"""The loss of a run: the sum over micro-batches and the weight of their labels, which give a mean.
 
-The gradient of a step is that of one mean over its whole global batch, whatever the micro-batches,
-directions and replicas: sums of micro-batches are divided by the weight of all labels of the step.
+The gradient of a step is the gradient of one mean over the whole global batch, whatever the
+micro-batches, directions and replicas: the sums of the micro-batches are divided by the weight of
+all labels of the step.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from gems.models.outputs import map_tensors, tensors_in
 from gems.utils.targets import call_target, check_kwargs, load_target, target_error
 
 if TYPE_CHECKING:
-    from gems.engine.transport.mpi import Transport  # which starts MPI
+    from gems.engine.transport.mpi import Transport  # this import starts MPI
 
-Outputs = Any  # of a model: a tensor, or tensors in tuples, lists and dicts
+Outputs = Any  # the output of a model: a tensor, or tensors in tuples, lists and dicts
 LossFunction = Callable[[Outputs, Tensor], Tensor]
 _BY_CLASS = (nn.CrossEntropyLoss, nn.NLLLoss)
 _BY_ELEMENT = (
@@ -42,17 +43,13 @@ _BY_ELEMENT = (
     nn.HuberLoss,
     nn.SoftMarginLoss,
 )
-_TENSORS = (
-    "weight",
-    "pos_weight",
-)  # arguments of torch's losses that a configuration gives as lists
-# of the probe
+# arguments of torch's losses that a configuration gives as lists
+_TENSORS = ("weight", "pos_weight")
+# sizes of the made-up samples on which a loss is probed
 _SAMPLES = 4
 _SIDE_PX = 64
-_TOLERANCES = {
-    torch.float64: 1e-6,
-    torch.float32: 1e-4,
-}  # a loss may compute in float32 whatever it is given
+# a loss may compute in float32 even if its inputs are float64
+_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
 _REFUSAL = "cannot be summed over micro-batches"
 _ADVICE = (
     "give it an argument `reduction` (mean or sum), or a method weight(labels) by which its mean is"
@@ -62,9 +59,9 @@ _ADVICE = (
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """The configured loss as it is called by its own class, a mean (or a sum) over the labels that it is given.
+    """The configured loss with its own reduction: a mean (or a sum) over the labels of one call.
 
-    `summed` gives the sum instead, if the loss can.
+    `summed` returns the sum instead; it is None if the loss has no such form.
     """
 
     config: LossConfig
@@ -75,13 +72,13 @@ class Loss:
 
     @property
     def reduction(self) -> str:
-        """What the loss makes of its labels: mean if it does not tell."""
+        """Return the reduction of the loss, or mean if the loss does not state one."""
         given = self.config.kwargs.get("reduction", getattr(self.function, "reduction", "mean"))
         return str(getattr(given, "value", given))
 
     @property
     def takes_one_tensor(self) -> bool:
-        """Whether it is torch's, and takes one tensor and not the whole output of a model."""
+        """Return whether the loss is torch's own and takes one tensor, not a whole output."""
         return self.config.target is None or isinstance(self.function, (*_BY_CLASS, *_BY_ELEMENT))
 
     def __call__(self, outputs: Outputs, labels: Tensor) -> Tensor:
@@ -89,10 +86,10 @@ class Loss:
         return self.function(self.part(outputs), self.known(labels))
 
     def part(self, outputs: Outputs) -> Outputs:
-        """Return what the loss takes of a model's output.
+        """Return the part of a model's output that the loss takes.
 
         Raises:
-            ConfigError: loss.output names no part of it, or must be given.
+            ConfigError: `loss.output` names no part of the output, or it is missing and required.
         """
         if isinstance(outputs, Tensor):
             return outputs
@@ -117,7 +114,7 @@ class Loss:
         )
 
     def known(self, labels: Tensor) -> Tensor:
-        """Return labels as the loss takes them: what has none has the index that the loss ignores."""
+        """Return the labels with the loss's own ignore_index in place of `NO_LABEL`."""
         ignored = getattr(self.function, "ignore_index", NO_LABEL)
         if (
             isinstance(self.function, _BY_CLASS)
@@ -147,11 +144,10 @@ def named_part(outputs: Outputs, name: str) -> Outputs:
 
 
 def open_loss(config: LossConfig, task: str, dtype: torch.dtype, device: torch.device) -> Loss:
-    """Return the configured loss; one that has tensors has them in `dtype` on `device`.
+    """Build the configured loss, with its tensors in `dtype` on `device`.
 
     Raises:
-        ConfigError: no such loss, arguments that it does not take, or one with parameters of its
-        own.
+        ConfigError: The loss does not exist, does not take the arguments, or has parameters.
     """
     key = "loss.name" if config.target is None else "loss.target"
     name = config.name if config.target is None else config.target
@@ -204,11 +200,11 @@ def _parameters(made: Callable[..., Any]) -> Mapping[str, Any]:
 
 
 class SummedLoss:
-    """The loss summed over the labels of a micro-batch, and the weight by which sums become the mean.
+    """The loss summed over the labels of a micro-batch, and the weight that turns sums into a mean.
 
     Attributes:
-        is_sum: the user wants the sum over the step, so that nothing is divided.
-        is_constant: each sample weighs the same, whatever its labels.
+        is_sum: The user wants the sum over the step, so nothing is divided.
+        is_constant: Every sample has the same weight, whatever its labels.
     """
 
     def __init__(
@@ -224,8 +220,8 @@ class SummedLoss:
         `like` has the shapes of the model's output.
 
         Raises:
-            ConfigError: as `open_loss`, a loss that cannot take such outputs, or one that cannot be
-            summed.
+            ConfigError: `open_loss` fails, the loss cannot take such outputs, or it cannot be
+                summed over micro-batches.
         """
         self._task = task_of(data)
         self._data = data
@@ -242,7 +238,7 @@ class SummedLoss:
             self._check_sum(device)
 
     def __call__(self, outputs: Outputs, labels: Tensor) -> Tensor:
-        """Return the loss of a micro-batch, summed over its labels and computed in float32 at least."""
+        """Return the loss summed over the labels of a micro-batch, in float32 or wider."""
         wide = map_tensors(
             lambda each: each.float() if each.dtype in (torch.bfloat16, torch.float16) else each,
             outputs,
@@ -252,9 +248,9 @@ class SummedLoss:
         )
 
     def weight(self, labels: Tensor, like: Outputs | None = None) -> Tensor:
-        """Return the weight of labels, a scalar in float64 on their device, which depends on nothing else.
+        """Return the weight of labels, a float64 scalar on their device that only they determine.
 
-        `like` has the shapes of the outputs if they are not those of the model.
+        Give `like` if the shapes of the outputs differ from those of the model's output.
         """
         function = self._exact.function
         labels = labels if labels.is_floating_point() else labels.long()
@@ -280,7 +276,7 @@ class SummedLoss:
         return first_tensor(self.loss.part(outputs) if is_named else outputs)
 
     def mean(self, total: float, weight: float) -> float:
-        """Return the loss over all labels of which `total` is the sum and `weight` the weight."""
+        """Return the loss over all labels, given their sum `total` and their weight."""
         if self.is_sum:
             return total
         return total / weight if weight else math.nan
@@ -303,7 +299,7 @@ class SummedLoss:
         if loss.summed is not None:
             return loss.summed(loss.part(outputs), loss.known(labels))
         weight = self.weight(labels)
-        if not float(weight):  # whose mean does not exist
+        if not float(weight):  # there is no mean, so return a zero that keeps the graph
             return (
                 torch.stack(
                     [tensor.sum() for tensor in tensors_in(outputs) if tensor.is_floating_point()]
@@ -323,9 +319,9 @@ class SummedLoss:
             return self._exact.summed(part, known) / self._exact.function(part, known)
 
     def _takes_more_digits(self, config: LossConfig, device: torch.device) -> bool:
-        """Weigh labels in float64 and check the sum so; return False if the loss does not run in it.
+        """Weigh labels and check the sum in float64; return False if the loss cannot run so.
 
-        Its constants may be of float32.
+        The constants of a loss may be float32.
         """
         self._exact = open_loss(config, self._task, torch.float64, device)
         self._exact_dtype = torch.float64
@@ -340,10 +336,10 @@ class SummedLoss:
         return True
 
     def _check_sum(self, device: torch.device) -> None:
-        """Compare made-up samples with two parts of them.
+        """Compare the loss of made-up samples with the losses of two parts of them.
 
         Raises:
-            ConfigError: the loss fails on such outputs, is no scalar, or is no sum over samples.
+            ConfigError: The loss fails on such outputs, is no scalar, or is no sum over samples.
         """
         key = self.loss.key
         name = self.loss.name
@@ -399,9 +395,9 @@ class SummedLoss:
             )
 
     def _made_up_labels(self, device: torch.device) -> tuple[Tensor, Outputs]:
-        """Return labels of some samples, and the outputs' shapes.
+        """Return labels of some samples, and the shapes of the outputs.
 
-        Of large maps both are cut to a corner.
+        Large maps are cut to a corner, in both.
         """
         data = self._data
         generator = torch.Generator().manual_seed(0)
@@ -439,7 +435,7 @@ def _class_weight(loss: nn.CrossEntropyLoss | nn.NLLLoss, labels: Tensor) -> Ten
 def _made_up(
     like: Outputs, num: int, seed: int, device: torch.device, dtype: torch.dtype
 ) -> Outputs:
-    """Return random outputs of `num` samples, which may be scores or probabilities."""
+    """Return random outputs of `num` samples that are valid both as scores and as probabilities."""
     generator = torch.Generator().manual_seed(seed)
 
     def make(tensor: Tensor) -> Tensor:
@@ -466,12 +462,13 @@ class StepWeight:
         self._loss = loss
         self._global_batch = global_batch
         self._transport = transport
-        self.mine = 0.0  # of the labels of this rank
+        self.mine = 0.0  # weight of this rank's own labels
 
     def __call__(self, labels: Mapping[int, Tensor]) -> float:
-        """Return the weight that a step's sums are divided by, given this rank's labels by micro-batch.
+        """Return the divisor for the sums of a step, given this rank's labels by micro-batch.
 
-        Collective over the ranks that read labels if it depends on them; 1 on other ranks.
+        If the divisor depends on the labels, the call is collective over the ranks that read
+        labels. Other ranks get 1.
         """
         self.mine = 0.0
         if not labels:

@@ -1,4 +1,4 @@
-"""The summed loss of a step, and what validation measures of outputs and labels, by task."""
+"""The summed loss of a step, and the validation metrics of outputs and labels, by task."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from gems.engine.loss import Outputs, SummedLoss, first_tensor
 
 PREFIX = "validation_"
 Scores = Callable[[Outputs], Tensor]
-Values = dict[str, Any]  # numbers, or lists of a number for each class; None where there is none
+Values = dict[str, Any]  # numbers, or lists with one number or None for each class
 
 
 @dataclass(slots=True)
 class LossSums:
-    """The summed losses of micro-batches as tensors.
+    """The summed losses of micro-batches, kept as tensors.
 
-    Reading each would make the host wait for a GPU.
+    Reading each loss would make the host wait for a GPU.
     """
 
     losses: list[Tensor] = field(default_factory=list)
@@ -35,23 +35,25 @@ class LossSums:
         return loss
 
     def loss_gradient(self, weight: float) -> Tensor:
-        """Return the gradient of a micro-batch's summed loss in the mean over labels of a weight.
+        """Return the gradient of the mean over labels of total `weight` for the last summed loss.
 
-        NaN of none.
+        The gradient is NaN if the weight is 0.
         """
         return torch.full_like(self.losses[-1], 1.0 / weight if weight else math.nan)
 
     def read(self) -> float:
-        """Return the sum."""
+        """Return the sum of all losses."""
         return float(torch.stack(self.losses).double().sum()) if self.losses else 0.0
 
 
 class Metric(ABC):
-    """A figure of validation: `update` for each micro-batch on the ranks of the last stage, then `compute` on all.
+    """A validation metric.
+
+    The ranks of the last stage call `update` for each micro-batch; then all ranks call `compute`.
 
     Attributes:
-        sums: what is summed over ranks, in float64.
-        rows: what is joined over ranks, tensors with a row for each sample.
+        sums: Values that are summed over ranks, in float64.
+        rows: Tensors that are joined over ranks, with a row for each sample.
     """
 
     def __init__(self, num_sums: int) -> None:
@@ -60,18 +62,18 @@ class Metric(ABC):
 
     @abstractmethod
     def update(self, outputs: Outputs, labels: Tensor) -> None:
-        """Count the outputs and labels of some samples, as the model gives them."""
+        """Count the labels and the model's outputs of some samples."""
 
     @abstractmethod
     def compute(self) -> Values:
-        """Return the figures of all that was counted, by name; NaN or None of nothing."""
+        """Return the figures over all counted samples, by name; NaN or None if there are none."""
 
     def state(self) -> tuple[NDArray[Any], list[NDArray[Any]]]:
-        """Return what other ranks need of this one."""
+        """Return the state of this rank that the other ranks need."""
         return self.sums.cpu().numpy(), [part.cpu().numpy() for part in self.rows]
 
     def join(self, states: Sequence[tuple[NDArray[Any], list[NDArray[Any]]]]) -> None:
-        """Take the states of all ranks."""
+        """Combine the states of all ranks."""
         self.sums = torch.from_numpy(np.sum([sums for sums, _ in states], axis=0))
         self.rows = [torch.from_numpy(part) for _, parts in states for part in parts]
 
@@ -98,7 +100,7 @@ class MeanLoss(Metric):
 
 
 class ClassAccuracy(Metric):
-    """The share of labels that the largest score is right for, beside that of the most frequent class."""
+    """The share of labels for which the largest score is right, and the majority class's share."""
 
     def __init__(self, num_classes: int, scores: Scores = first_tensor) -> None:
         super().__init__(1 + num_classes)
@@ -120,11 +122,11 @@ class ClassAccuracy(Metric):
 
 
 class Dice(Metric):
-    """The Dice coefficient 2 |A and B| / (|A| + |B|) of each class over all pixels, and its mean over classes.
+    """The Dice coefficient 2 |A and B| / (|A| + |B|) of each class over all pixels, and its mean.
 
-    Beside it are those of constant predictors: by class of always predicting that class, and of the
-    one whose mean over classes is the best. A class that is neither in the masks nor predicted has
-    none.
+    The coefficients of constant predictors are reported as well: by class, of always predicting
+    that class; and of the constant class with the best mean over classes. A class that is neither
+    in the masks nor predicted has no coefficient.
     """
 
     def __init__(self, num_classes: int, scores: Scores = first_tensor) -> None:
@@ -158,7 +160,7 @@ class Dice(Metric):
 
 
 class LabelAccuracy(Metric):
-    """The share of right answers to each yes-or-no label, beside that of always giving its more frequent answer."""
+    """The share of right answers to each yes-or-no label, and that of its more frequent answer."""
 
     def __init__(self, num_labels: int, scores: Scores = first_tensor) -> None:
         super().__init__(1 + 2 * num_labels)
@@ -186,7 +188,7 @@ class LabelAccuracy(Metric):
 
 
 class AbsoluteError(Metric):
-    """The mean absolute error of predicted values, beside that of always predicting the mean of the labels."""
+    """The mean absolute error of predictions, and that of always predicting the mean label."""
 
     def __init__(self, scores: Scores = first_tensor) -> None:
         super().__init__(2)
@@ -213,7 +215,7 @@ class AbsoluteError(Metric):
 
 
 def metrics_of(task: str, num_classes: int, loss: SummedLoss) -> list[Metric]:
-    """Return what validation measures of a task."""
+    """Return the validation metrics of a task."""
     made: Metric
     if task == "regression":
         made = AbsoluteError(loss.scores)
@@ -228,14 +230,14 @@ def metrics_of(task: str, num_classes: int, loss: SummedLoss) -> list[Metric]:
 
 
 def compute(metrics: Sequence[Metric]) -> Values:
-    """Return the figures of all metrics, named as those of validation."""
+    """Return the figures of all metrics, with the names of validation."""
     return {
         f"{PREFIX}{name}": value for metric in metrics for name, value in metric.compute().items()
     }
 
 
 def _classes(scores: Tensor, labels: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
-    """Return the predicted and the true classes of all that has a label, as flat tensors."""
+    """Return the predicted and the true classes of all labelled elements, as flat tensors."""
     found = scores[:, :num_classes].argmax(1)
     is_known = (labels >= 0) & (labels < num_classes)
     return found[is_known], labels[is_known].long()

@@ -1,4 +1,4 @@
-"""Tensors on their way from the action that makes them to the one that takes them, on one rank."""
+"""Tensors on their way between the actions of one rank, from producer to consumer."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ Tensors = tuple[Tensor, ...]
 
 
 class TensorRouter:
-    """Routes between the stages of a chain: each output has one taker.
+    """Routes tensors between the stages of a chain, where each output has one consumer.
 
-    The taker is a send, the next stage if it is on this rank too, or the next segment of the stage.
-    Inside of a stage a gradient may be None, for an output that was not used.
+    The consumer is a send, the next stage if it is on this rank too, or the next segment of the
+    stage. Within a stage a gradient may be None, for an output that was not used.
 
     Attributes:
-        between_stages: bytes passed between stages on this rank, until the taker's backward.
-        between_segments: bytes passed between segments that nobody has saved.
-        input_rows: bytes of the rows of images that the first stage was given by strip, and still
-            reads.
+        between_stages: Bytes passed between stages on this rank, until the consumer's backward.
+        between_segments: Bytes passed between segments that are not saved.
+        input_rows: Bytes of the image rows that the first stage received by strip and still reads.
     """
 
     def __init__(
@@ -40,7 +39,7 @@ class TensorRouter:
         self.between_stages = MemoryCounter(recorder.count_bytes)
         self.between_segments = MemoryCounter(recorder.count_bytes)
         self.input_rows = MemoryCounter(recorder.count_bytes)
-        self._rows: set[int] = set()  # their addresses
+        self._rows: set[int] = set()  # addresses of the input rows
         self._schedule = schedule
         self._channels = channels
         self._out: dict[Action, Tensors] = {}
@@ -49,10 +48,10 @@ class TensorRouter:
         self._prepare(list(actions))
 
     def _prepare(self, actions: Sequence[Action]) -> None:
-        """Look up who takes what from whom, once for all steps."""
+        """Look up the source and the consumer of each action's data, once for all steps."""
         self._sources = {action: self._source(action) for action in actions}
-        # the send that takes what a compute action makes; the action itself if that stays on this
-        # rank
+        # the send that takes the output of a compute action, or the action itself if the output
+        # stays on this rank
         transfers = {action: transfer_after(action, self._schedule) for action in actions}
         self._takers = {
             action: action if found is None else found[0] for action, found in transfers.items()
@@ -65,15 +64,15 @@ class TensorRouter:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is on its way, or borrowed."""
+        """Return whether no tensor is on its way or borrowed."""
         return not self._out and not self._borrowed
 
     def stays_in_stage(self, action: Action) -> bool:
-        """Return whether what an action makes goes to another segment of its stage."""
+        """Return whether the output of an action goes to another segment of its stage."""
         return action in self._stays
 
     def take(self, action: Action) -> Tensors | None:
-        """Wait for and return the inputs of an action; None if it takes nothing from others."""
+        """Wait for and return an action's inputs; return None if it takes nothing from others."""
         source = self._sources[action]
         if source is None:
             return None
@@ -84,16 +83,16 @@ class TensorRouter:
         return self._out.pop(send)
 
     def put(self, action: Action, tensors: Tensors) -> None:
-        """Keep what an action made until its taker takes it."""
+        """Keep the output of an action until its consumer takes it."""
         taker = self._takers[action]
         self._out[taker] = tensors
         if taker is action and action not in self._stays:
             self.between_stages.count_bytes(total_bytes(tensors))
 
     def release(self, tensors: Sequence[Tensor], action: Action) -> None:
-        """Release inputs of an action, which nothing reads any more.
+        """Release inputs of an action that nothing reads any more.
 
-        Of a receive, of another stage, or an image's.
+        They come from a receive, from another stage, or from an image.
         """
         source = self._sources[action]
         if source is None:
@@ -105,21 +104,24 @@ class TensorRouter:
             self._release_tensors(source, tensors)
 
     def hold_rows(self, rows: Tensor) -> None:
-        """Count the rows of a strip, which the first stage takes, until their release."""
+        """Count the rows of a strip, which the first stage takes, until they are released."""
         self._rows.add(_address(rows))
         self.input_rows.count_bytes(rows.nbytes)
 
     def hand_over(self, tensors: Sequence[Tensor]) -> None:
-        """Count received tensors no more, whose memory is another's from now on and no later receive's."""
+        """Stop counting received tensors, whose memory belongs to another owner from now on."""
         self._channels.hand_over(tensors)
 
     def borrow(self, tensors: Sequence[Tensor], action: Action) -> None:
-        """Keep inputs of an action that weight gradients of its stage may still read."""
+        """Keep inputs of an action that the weight gradients of its stage may still read."""
         if tensors and self._sources[action] not in self._stays:
             self._borrowed.setdefault(micro_batch_key(action), []).append((list(tensors), action))
 
     def release_borrowed(self, action: Action, still_read: set[int]) -> None:
-        """Release what the stage and micro-batch of an action borrowed, except the storages at `still_read`."""
+        """Release what an action's stage and micro-batch borrowed, except what is `still_read`.
+
+        `still_read` holds the addresses of storages.
+        """
         left = []
         for tensors, taken_by in self._borrowed.pop(micro_batch_key(action), []):
             self.release(
@@ -132,7 +134,7 @@ class TensorRouter:
             self._borrowed[micro_batch_key(action)] = left
 
     def count_between_segments(self, is_counted: Callable[[MicroBatchKey, Tensor], bool]) -> None:
-        """Count what is on its way inside of stages, without memory that is counted elsewhere."""
+        """Count tensors on their way within stages, without memory that is counted elsewhere."""
         found: dict[int, int] = {}
         for action in self._out.keys() & self._stays:
             for tensor in self._out[action]:
@@ -141,7 +143,7 @@ class TensorRouter:
         self.between_segments.set_bytes(sum(found.values()))
 
     def reset(self) -> None:
-        """Drop all tensors, after a failed step."""
+        """Drop all tensors after a failed step."""
         self._out.clear()
         self._borrowed.clear()
         self.between_stages.set_bytes(0)
@@ -156,9 +158,10 @@ class TensorRouter:
             self.between_stages.count_bytes(-total_bytes(tensors))
 
     def _source(self, action: Action) -> Action | None:
-        """Return the action whose data it takes.
+        """Return the action whose data an action takes.
 
-        A receive, a stage on this rank, or a segment of its own stage.
+        It is a receive, or an action of another stage on this rank or of another segment of its
+        stage.
         """
         if action.kind not in (Kind.F, Kind.B, Kind.I):
             return None
@@ -175,10 +178,10 @@ class TensorRouter:
 
 
 class GraphTensorRouter(TensorRouter):
-    """Routes between the stages of a graph, which have neither segments nor a split backward.
+    """Routes tensors between the stages of a graph, without segments or a split backward.
 
-    An output has several readers, and is kept until the last one on this rank is done; what comes
-    from another rank comes once. Gradients of an output are added from its last reader to its
+    An output has several readers and is kept until the last one on this rank is done. Data from
+    another rank is received once. The gradients of an output are added from its last reader to its
     first, in autograd's order.
     """
 
@@ -186,12 +189,15 @@ class GraphTensorRouter(TensorRouter):
         self._needs = {action: self._data_needs(action) for action in actions}
         self._num_readers = Counter(need for needs in self._needs.values() for need in needs)
         self._num_left: dict[Action, int] = {}
-        self._unsummed: set[Action] = (
-            set()
-        )  # backwards whose gradient is the one of their only reader
+        # backwards whose gradient comes unsummed from their only reader
+        self._unsummed: set[Action] = set()
 
     def take(self, action: Action) -> Tensors | None:
-        """Return the outputs that an F's stage reads, in their order, or the sum of the gradients of a B's readers."""
+        """Return the inputs of an action.
+
+        For an F these are the outputs that its stage reads, in order; for a B, the sum of the
+        gradients of its readers.
+        """
         needs = self._needs[action]
         if not needs:
             return None
@@ -224,7 +230,7 @@ class GraphTensorRouter(TensorRouter):
         return gradient
 
     def put(self, action: Action, tensors: Tensors) -> None:
-        """Keep an output for its readers, or the gradients of a stage's inputs for the stages that made them."""
+        """Keep an output for its readers, or input gradients for the stages before."""
         if action.kind is Kind.F:
             self._out[action] = tensors
             self._num_left[action] = self._num_readers[action]
@@ -239,7 +245,7 @@ class GraphTensorRouter(TensorRouter):
             first = end
 
     def release(self, tensors: Sequence[Tensor], action: Action) -> None:
-        """Release inputs of an action, once nothing else on this rank reads them."""
+        """Release inputs of an action once nothing else on this rank reads them."""
         if not tensors:
             return
         if action.kind is Kind.F:
@@ -250,7 +256,7 @@ class GraphTensorRouter(TensorRouter):
             self._release_tensors(self._needs[action][0], tuple(tensors))
 
     def reset(self) -> None:
-        """Drop all tensors, after a failed step."""
+        """Drop all tensors after a failed step."""
         super().reset()
         self._num_left.clear()
         self._unsummed.clear()
@@ -263,7 +269,7 @@ class GraphTensorRouter(TensorRouter):
         return tuple(need for need in dependencies(action, self._schedule) if need != own)
 
     def _gradient(self, need: Action, stage: int | None) -> Tensors:
-        """Return the gradient of a stage's output that one reader made here, or wait for that of another rank."""
+        """Return the gradient of a stage's output from one reader, here or on another rank."""
         return (
             self._channels.wait(need)
             if need.kind in RECV_KINDS
@@ -271,7 +277,7 @@ class GraphTensorRouter(TensorRouter):
         )
 
     def _drop_reader(self, need: Action) -> None:
-        """Count one reader of an output as done, and release the output after the last one."""
+        """Mark one reader of an output as done, and release the output after the last one."""
         self._num_left[need] -= 1
         if self._num_left[need]:
             return
@@ -294,7 +300,7 @@ def open_router(
 
 
 def micro_batch_key(action: Action) -> MicroBatchKey:
-    """Return direction, stage and micro-batch of an action."""
+    """Return the direction, stage and micro-batch of an action."""
     assert action.micro_batch is not None
     return action.direction, action.stage, action.micro_batch
 
@@ -304,12 +310,12 @@ def _address(tensor: Tensor) -> int:
 
 
 def total_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of tensors, each counted by itself."""
+    """Return the total bytes of tensors; shared memory counts once per tensor."""
     return sum(tensor.nbytes for tensor in tensors)
 
 
 def copy_shared(made: Tensors, received: Sequence[Tensor]) -> Tensors:
-    """Copy what shares memory with receive buffers, which are about to be filled again.
+    """Copy tensors that share memory with receive buffers, which will be filled again soon.
 
     A layer may return a view of its input (flatten, identity), and autograd a view of the gradient.
     """

@@ -16,19 +16,18 @@ from gems.memory.residency import Key, Residency
 
 
 class SavedTensor:
-    """What a node of autograd's graph keeps in place of a tensor.
+    """The stand-in for a tensor that a node of autograd's graph keeps.
 
-    A view of a storage that may leave the device.
-    `storage` is None if the store does not move its memory: that of a parameter, or of an input of
-    the stage.
+    It is a view of a storage that may leave the device. `storage` is None if the store does not
+    move its memory, because it belongs to a parameter or an input of the stage.
     """
 
     __slots__ = ("__weakref__", "_layout", "_was_changed", "storage", "tensor", "version")
 
     def __init__(self, tensor: Tensor, storage: SavedStorage | None = None) -> None:
         self.storage = storage
-        # It shares the version but not the graph, which would hold the very node that saves it.
-        # Only these tensors own the memory, so it is freed with the last node.
+        # A detached tensor shares the version but not the graph, which would hold the very node
+        # that saves it. Only these tensors own the memory, so it is freed with the last node.
         self.tensor: Tensor | None = tensor.detach()
         self.version = tensor._version
         self._layout: tuple[int, torch.Size, tuple[int, ...], torch.dtype] | None = None
@@ -36,13 +35,13 @@ class SavedTensor:
 
     @property
     def is_changed(self) -> bool:
-        """Whether it was changed in place since it was saved."""
+        """Return whether the tensor was changed in place after it was saved."""
         return self._was_changed or (
             self.tensor is not None and self.tensor._version != self.version
         )
 
     def drop_memory(self) -> None:
-        """Drop the device memory, and remember whether the tensor was changed until now."""
+        """Drop the device memory, and remember whether the tensor was changed before."""
         if self.tensor is not None:
             self._was_changed = self.is_changed
             tensor = self.tensor
@@ -55,13 +54,13 @@ class SavedTensor:
             )
 
     def rebuild(self, storage: UntypedStorage) -> None:
-        """Make the tensor again over a storage with the same bytes."""
+        """Recreate the tensor over a storage with the same bytes."""
         if self.tensor is None:
             assert self._layout is not None
             offset, size, stride, dtype = self._layout
             empty = torch.empty(0, dtype=dtype, device=storage.device)
             made = empty.set_(storage, offset, size, stride).data  # of version 0
-            # split layers record versions themselves, and expect the same again
+            # split layers record versions themselves, and expect the same version again
             for _ in range(self.version):
                 torch.autograd.graph.increment_version(made)
             self.tensor = made
@@ -70,7 +69,7 @@ class SavedTensor:
         """Return the tensor, which must be on the device.
 
         Raises:
-            RuntimeError: it was changed in place.
+            RuntimeError: The tensor was changed in place.
         """
         assert self.tensor is not None
         if self._was_changed:
@@ -82,7 +81,7 @@ class SavedTensor:
 
 
 class SavedStorage:
-    """A storage that a micro-batch has saved, in one version, with its one copy in host memory (`buffer`)."""
+    """One version of a storage that a micro-batch has saved, with its host copy in `buffer`."""
 
     __slots__ = (
         "_tensors",
@@ -96,12 +95,12 @@ class SavedStorage:
     )
 
     def __init__(self, number: int, num_bytes: int) -> None:
-        self.number = number  # among the storages of the micro-batch
+        self.number = number  # unique among the storages of the micro-batch
         self.num_bytes = num_bytes
         self.buffer: Tensor | None = None
         self.coming: Copy | None = None  # the copy back to the device
         self.copied_version: int | None = None
-        self.is_fixed = False  # a tensor in it could not be made again from its bytes
+        self.is_fixed = False  # True if a tensor in it could not be rebuilt from its bytes
         self._tensors: list[weakref.ref[SavedTensor]] = []
         # A weak reference keeps the address from being reused while a tensor in flight may still
         # have the storage.
@@ -109,18 +108,18 @@ class SavedStorage:
 
     @property
     def addresses(self) -> Iterator[int]:
-        """Addresses of the storage objects that it is or was in."""
+        """Return the addresses of the storage objects that hold or have held this storage."""
         return iter(self._weak)
 
     def add_memory(self, memory: UntypedStorage) -> int:
-        """Record memory that it is in, and return its unique address."""
+        """Record a storage object that holds this storage, and return its unique address."""
         address = int(memory._cdata)
         if address not in self._weak:
             self._weak[address] = StorageWeakRef(memory)  # type: ignore[no-untyped-call]
         return address
 
     def save(self, tensor: Tensor, is_on_device: bool) -> SavedTensor:
-        """Return the saved form of a tensor in this storage, without memory unless `is_on_device`."""
+        """Return the saved form of a tensor, without memory unless `is_on_device`."""
         made = SavedTensor(tensor, self)
         if not is_on_device:
             made.drop_memory()
@@ -135,32 +134,32 @@ class SavedStorage:
                 yield tensor
 
     def memory(self) -> UntypedStorage | None:
-        """Return its device memory; None if it has left and no tensor in flight has it."""
+        """Return the device memory, or None if it has left and no tensor in flight holds it."""
         alive = (storage_of_weak(weak.cdata) for weak in self._weak.values())
         return next((memory for memory in alive if memory is not None), None)
 
     def record_copied_version(self) -> None:
-        """Record which version is copied to host memory."""
+        """Record the version that is copied to host memory."""
         versions = [saved.tensor._version for saved in self.tensors() if saved.tensor is not None]
         self.copied_version = max(versions, default=-1)
 
     def drop_memory(self) -> None:
-        """Drop the device memory of all its tensors."""
+        """Drop the device memory of all tensors in this storage."""
         for saved in self.tensors():
             saved.drop_memory()
 
     def rebuild(self, memory: UntypedStorage) -> None:
-        """Make all its tensors again over memory with the same bytes."""
+        """Recreate all tensors of this storage over memory with the same bytes."""
         for saved in self.tensors():
             saved.rebuild(memory)
 
 
 class SavedTensorTable:
-    """The saved storages of a micro-batch in one stage and direction, by the memory that they are in.
+    """The saved storages of a micro-batch in one stage and direction, indexed by their memory.
 
-    `segments` are those of the stage, of which those in `offloaded` have an OFFLOAD; `given` are
-    the inputs of the stage, which are counted elsewhere, unless it `takes_inputs`: then they are
-    saved as what its forward makes is.
+    `segments` are the segments of the stage; those in `offloaded` have an OFFLOAD action. `given`
+    are the inputs of the stage, which are counted elsewhere. If the table `takes_inputs`, they are
+    saved here instead, like what the forward makes.
     """
 
     def __init__(
@@ -171,13 +170,12 @@ class SavedTensorTable:
         takes_inputs: bool = False,
     ) -> None:
         self.residency = Residency(offloaded)
-        self.counted_bytes = 0  # of `residency.device_bytes`, in the rank's total
-        self.open = set(
-            segments
-        )  # whose backward has not ended; `~segment` stands for weight gradients of one
+        self.counted_bytes = 0  # the part of the rank's total that `residency.device_bytes` made
+        # segments whose backward has not ended; `~segment` stands for its weight gradients
+        self.open = set(segments)
         self.leaving: dict[int, Copy] = {}
         self.coming: dict[int, Copy] = {}
-        self.for_weights: set[SavedStorage] = set()  # that weight gradients will read
+        self.for_weights: set[SavedStorage] = set()  # read later by weight gradients
         self.input_bytes = sum(tensor.nbytes for tensor in given) if takes_inputs else None
         self._given = set() if takes_inputs else storage_addresses(given)
         self._storages: dict[Key, SavedStorage] = {}
@@ -187,7 +185,7 @@ class SavedTensorTable:
 
     @property
     def storages(self) -> list[SavedStorage]:
-        """All that is saved and still needed."""
+        """Return all storages that are saved and still needed."""
         return list(self._storages.values())
 
     def select(self, numbers: Iterable[Key]) -> list[SavedStorage]:
@@ -195,25 +193,25 @@ class SavedTensorTable:
         return [self._storages[number] for number in numbers]
 
     def is_given(self, memory: UntypedStorage) -> bool:
-        """Return whether memory is that of an input of the stage."""
+        """Return whether memory belongs to an input of the stage."""
         return memory.data_ptr() in self._given
 
     def find(self, memory: UntypedStorage) -> SavedStorage | None:
-        """Return the saved storage that is, or was, in some memory."""
+        """Return the saved storage that is or was in `memory`, if there is one."""
         return self._by_address.get(memory._cdata)
 
     def save(
         self, tensor: Tensor, segment: int, is_movable: bool
     ) -> tuple[SavedStorage, bool, bool]:
-        """Record that a segment saves a tensor, and whether its memory may leave for all that this one knows.
+        """Record that a segment saves a tensor, and whether this use lets its memory be moved.
 
         Returns:
-            The storage, whether it is a new one, and whether its memory is now held and was not
-            before.
+            The storage, whether it is new, and whether its memory is held from now on but was not
+                before.
         """
         memory = tensor.untyped_storage()
         saved = self.find(memory)
-        # one that has changed since its copy needs a copy of its own
+        # a tensor that has changed since its copy needs a copy of its own
         is_new = saved is None or saved.copied_version not in (None, tensor._version)
         if saved is None or is_new:
             saved = self._storages[self._num_saved] = SavedStorage(self._num_saved, memory.nbytes())
@@ -232,7 +230,7 @@ class SavedTensorTable:
     def record_outputs(self, segment: int, outputs: Iterable[Tensor]) -> None:
         """Record the outputs of a segment, which stay in use for a while."""
         if self.input_bytes is not None:
-            return  # what of its inputs a stage passes on is sent, and counted there
+            return  # inputs that a stage passes on are sent, and counted there
         found = (self.find(tensor.untyped_storage()) for tensor in outputs)
         self._outputs[segment] = {saved.number for saved in found if saved is not None}
 
@@ -243,9 +241,8 @@ class SavedTensorTable:
     def end_backward(self, segment: int) -> list[SavedStorage]:
         """Forget what nothing needs after the backward of a segment.
 
-        Return the storages whose buffers are free.
-        Besides those forgotten they are the ones that only weight gradients will read, on the
-        device.
+        Return the storages whose buffers are free: the forgotten ones, and those on the device that
+        only weight gradients will read.
         """
         free = [self._storages.pop(number) for number in self.residency.done(segment)]
         for saved in free:

@@ -1,4 +1,4 @@
-"""The activation store: what autograd saves between forward and backward, on the device or in host memory."""
+"""The activation store: what autograd saves for the backward, on device or host."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ MicroBatchKey = tuple[int, int, int]  # direction, stage, micro-batch
 
 @dataclass(slots=True)
 class Counters:
-    """Bytes saved and moved so far, each storage counted once.
+    """Bytes saved and moved so far; each storage counts once.
 
-    `num_misses` counts storages that were read before their copy back was posted, and so waited
-    for.
+    `num_misses` counts the storages that were read before their copy back was posted, so that the
+    backward had to wait.
     """
 
     saved_bytes: int = 0
@@ -41,11 +41,12 @@ class Counters:
 
 
 class ActivationStore:
-    """Keeps what the forwards of segments save, by direction, stage and micro-batch, and moves it as the schedule says.
+    """Keeps what the forwards of segments save and moves it as the schedule says.
 
-    The rules are those of `gems.memory.residency`: each storage is counted once and moved once in
-    each direction, however many tensors share it. Parameters and buffers are never moved, inputs of
-    stages only where the schedule recomputes and offloads the stage as one.
+    Tensors are kept by direction, stage and micro-batch. The rules are those of
+    `gems.memory.residency`: each storage is counted once and moved once in each direction, however
+    many tensors share it. Parameters and buffers are never moved. Inputs of a stage are moved only
+    if the schedule recomputes and offloads the stage as one.
     """
 
     def __init__(
@@ -59,11 +60,11 @@ class ActivationStore:
         min_offload_bytes: int = 0,
         convolutions: ConvolutionWatch | None = None,
     ) -> None:
-        """Begin empty.
+        """Start with an empty store.
 
-        Tensors that are not on `device`, `parameters` (of all stages on the rank, and their
-        buffers) and storages smaller than `min_offload_bytes` are not moved; with `convolutions`
-        only what is saved while one of them runs.
+        The following are never moved: tensors that are not on `device`, `parameters` (of all stages
+        on the rank, and their buffers), and storages smaller than `min_offload_bytes`. With
+        `convolutions`, only tensors that are saved while a convolution runs are moved.
         """
         self.activations = recorder.open_counter("activations")
         self.on_host = MemoryCounter(recorder.count_host_bytes)
@@ -81,7 +82,7 @@ class ActivationStore:
 
     @property
     def num_in_flight(self) -> int:
-        """Micro-batches of stages of which something is kept."""
+        """Return the number of micro-batches of stages for which the store keeps something."""
         return len(self._tables)
 
     def begin(self, key: MicroBatchKey, inputs: Sequence[Tensor]) -> None:
@@ -101,11 +102,11 @@ class ActivationStore:
             self._tables[key] = table
 
     def takes_inputs(self, key: MicroBatchKey) -> bool:
-        """Return whether the inputs of a micro-batch are kept here from its forward on, and nowhere else."""
+        """Return whether only the store holds a micro-batch's inputs after its forward."""
         return self._tables[key].input_bytes is not None
 
     def saved_tensor_hooks(self, key: MicroBatchKey, segment: int) -> AbstractContextManager[None]:
-        """Keep in the store what autograd saves inside the block, for the backward of a segment."""
+        """Return a context that stores what autograd saves for the backward of a segment."""
         table = self._tables[key]
         return torch.autograd.graph.saved_tensors_hooks(
             lambda tensor: self._save(table, segment, tensor), self.load
@@ -116,10 +117,10 @@ class ActivationStore:
         return self._save(self._tables[key], segment, tensor)
 
     def load(self, saved: SavedTensor) -> Tensor:
-        """Return a saved tensor, on the device; may be called more than once.
+        """Return a saved tensor on the device; it may be loaded more than once.
 
         Raises:
-            RuntimeError: it was changed in place meanwhile.
+            RuntimeError: The tensor was changed in place after it was saved.
         """
         if saved.storage is None:
             return saved.read()
@@ -134,7 +135,7 @@ class ActivationStore:
         self._tables[key].record_outputs(segment, outputs)
 
     def is_counted(self, key: MicroBatchKey, tensor: Tensor) -> bool:
-        """Return whether a tensor's memory is counted: as saved here, or as an input of the stage."""
+        """Return whether a tensor's memory is counted already, as saved here or as an input."""
         table = self._tables.get(key)
         memory = tensor.untyped_storage()
         saved = None if table is None else table.find(memory)
@@ -144,7 +145,7 @@ class ActivationStore:
         )
 
     def offload(self, action: Action) -> None:
-        """Post the copy to host memory of what a segment saved."""
+        """Post the copy of a segment's saved tensors to host memory."""
         with self._lock:
             table, segment = self._table(action)
             pairs = []
@@ -160,14 +161,14 @@ class ActivationStore:
             self._recorder.span(action, COPY_OUT, copy.start, copy.end, copy.num_bytes)
 
     def free(self, action: Action) -> None:
-        """Make compute wait for the copy of a segment to host memory, and free its device memory."""
+        """Make compute wait for the copy of a segment to the host, then free its device memory."""
         with self._lock:
             table, segment = self._table(action)
             self._free(table, segment)
             self._update_counter(table)
 
     def prefetch(self, action: Action) -> None:
-        """Allocate what the backward of a segment reads and is not on the device, and post its copy back."""
+        """Post the copy back of what a segment's backward reads and the device lacks."""
         with self._lock:
             table, segment = self._table(action)
             self._free(table, segment)
@@ -184,7 +185,7 @@ class ActivationStore:
             self._copier.wait(table.coming[segment])
 
     def free_copied(self) -> None:
-        """Free device memory whose copy has ended, if the schedule has no FREE for it."""
+        """Free device memory whose copy has ended, if the schedule has no FREE action for it."""
         with self._lock:
             for (direction, stage, micro_batch), table in self._tables.items():
                 is_whole = self._schedule.num_segments[stage] is None
@@ -197,7 +198,7 @@ class ActivationStore:
     def end_backward(
         self, key: MicroBatchKey, segment: int, for_weights: Iterable[Tensor] = ()
     ) -> None:
-        """End the backward of a segment, whose weight gradients will still read `for_weights`."""
+        """End the backward of a segment; its weight gradients will still read `for_weights`."""
         with self._lock:
             table = self._tables[key]
             for tensor in for_weights:
@@ -213,7 +214,7 @@ class ActivationStore:
                 self._end(key, ~segment)
 
     def reset(self) -> None:
-        """Drop all that is kept, after a failed step; host memory goes back to the pool."""
+        """Drop everything after a failed step and return the host memory to the pool."""
         with self._lock:
             self._copier.synchronize()
             for table in self._tables.values():
@@ -228,7 +229,7 @@ class ActivationStore:
         return self._tables[action.direction, action.stage, action.micro_batch], action.segment or 0
 
     def _is_managed(self, table: SavedTensorTable, tensor: Tensor) -> bool:
-        """Return whether a tensor is a strided view of memory on the device, no parameter, and no input that stays."""
+        """Return whether a tensor is strided, on the device, and no parameter or kept input."""
         if (
             type(tensor) is not Tensor
             or tensor.layout is not torch.strided
@@ -255,7 +256,7 @@ class ActivationStore:
             is_movable = tensor.untyped_storage().nbytes() >= self._min_offload_bytes and (
                 self._convolutions is None or self._convolutions.is_running
             )
-        else:  # the inputs of a stage, of which the profile knows the sum
+        else:  # the inputs of a stage; the profile knows only their sum
             is_movable = table.input_bytes >= self._min_offload_bytes
         saved, is_new, is_held = table.save(tensor, segment, is_movable)
         if is_new:
@@ -265,7 +266,7 @@ class ActivationStore:
         return saved
 
     def _update_counter(self, table: SavedTensorTable) -> None:
-        # once at the end of each method: what changes inside of one is no peak
+        # once at the end of each method: changes inside a method are no peak
         before = table.counted_bytes
         table.counted_bytes = table.residency.device_bytes
         if table.counted_bytes != before:
@@ -279,7 +280,7 @@ class ActivationStore:
                 saved.drop_memory()
 
     def _copy_in(self, table: SavedTensorTable, storages: Sequence[SavedStorage]) -> Copy:
-        """Post the copy of storages to new device memory, and make their tensors over it."""
+        """Post the copy of storages to new device memory, and rebuild their tensors over it."""
         moved = [(saved, saved.buffer) for saved in storages if saved.buffer is not None]
         copy, made = self._copier.copy_in([(buffer, saved.num_bytes) for saved, buffer in moved])
         for (saved, _), memory in zip(moved, made, strict=True):
@@ -290,7 +291,7 @@ class ActivationStore:
         return copy
 
     def _load_missing(self, saved: SavedStorage) -> None:
-        """Copy one storage back because it is read before its PREFETCH."""
+        """Copy back one storage that is read before its PREFETCH."""
         table = next((table for table in self._tables.values() if saved in table.storages), None)
         if table is None:
             raise RuntimeError("a backward reads what was saved in a step that has ended")

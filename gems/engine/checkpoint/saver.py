@@ -1,4 +1,4 @@
-"""The saver: all ranks agree after each step on whether to save or stop, and save while training goes on."""
+"""The saver: after each step all ranks agree to save or stop, and they save in the background."""
 
 from __future__ import annotations
 
@@ -41,7 +41,13 @@ _log = logging.getLogger(__name__)
 
 
 class SaveError(NamedTuple):
-    """Why a state could not be saved, the system's number of the error, and whether more room was made since."""
+    """The reason why a state could not be saved.
+
+    Attributes:
+        text: The message.
+        errno: The system's number of the error.
+        has_room_now: Room was made after the error.
+    """
 
     text: str
     errno: int | None
@@ -52,26 +58,26 @@ class StateSource(Protocol):
     """Copies the state of a rank for its shard."""
 
     def take(self, losses: Sequence[float]) -> None:
-        """Copy the state as it is now."""
+        """Copy the current state."""
 
     def num_bytes(self) -> int:
-        """Return the bytes of what was copied last."""
+        """Return the size of the last copy in bytes."""
 
     def host_tensors(self) -> Mapping[str, Tensor]:
-        """Return what was copied last; called by the thread that writes."""
+        """Return the last copy; called by the thread that writes."""
 
 
 class Saver:
-    """Saves checkpoints between steps, and stops the run after a step if any rank is asked to.
+    """Saves checkpoints between steps, and stops the run after a step if any rank is asked to stop.
 
     Shards are copied between steps and written by a thread; then rank 0 writes the manifest. A
     checkpoint that is due while another is being written is taken after the first step that finds
-    it written.
+    the other one complete.
 
-    Before a save rank 0 checks that there is room, and removes older checkpoints if that makes
-    some. If a save fails on any rank, all remove its parts and save again every RETRY_S, without a
-    step between: one more step would be one more to lose. After train.max_failed_saves in a row the
-    run fails, with its last whole checkpoint.
+    Before a save, rank 0 checks that there is room, and removes older checkpoints if that makes
+    some. If a save fails on any rank, all ranks remove its parts and save again every RETRY_S,
+    without a step in between: one more step would be one more to lose. After
+    `train.max_failed_saves` failures in a row the run fails; its last complete checkpoint remains.
     """
 
     def __init__(
@@ -84,9 +90,9 @@ class Saver:
         source: StateSource | None = None,
         stop: StopListener | None = None,
     ) -> None:
-        """Begin after the state of `manifest`, from which those of checkpoints are made.
+        """Begin after the state of `manifest`, the template for the manifests of later checkpoints.
 
-        `source` is None for a run without a state, whose checkpoints have a step number only.
+        `source` is None for a run without a state, whose checkpoints have only a step number.
         """
         self._folder = folder
         self._train = train
@@ -99,7 +105,7 @@ class Saver:
         self._last_saved_step: int | None = manifest.step or None
         self._is_periodic = train.checkpoint_steps is not None or train.checkpoint_s is not None
         self._is_owed = False
-        self._pending: tuple[int, Future[ShardFile | None]] | None = None  # the step, and its shard
+        self._pending: tuple[int, Future[ShardFile | None]] | None = None  # step and shard
         self._saved_s = time.monotonic()
         self._mine, self._all = np.zeros(3), np.zeros(3)
         self._request: Request | None = None
@@ -109,7 +115,7 @@ class Saver:
         self._show_error: Callable[[str | None], None] | None = None
 
     def begin(self) -> None:
-        """Post this rank's part of the decision before a step, so that nobody waits for it after; collective."""
+        """Post this rank's part of the decision, so no rank waits after the step; collective."""
         if self._stop is None and not self._is_periodic:
             return
         every_s = self._train.checkpoint_s
@@ -125,12 +131,13 @@ class Saver:
         losses: Sequence[float],
         show_error: Callable[[str | None], None] | None = None,
     ) -> bool:
-        """Act on the decision before `step`, and return whether the run has saved its state and stops; collective.
+        """Act on the decision posted before `step`; collective.
 
-        `show_error` gets what is wrong with saving on rank 0, and None once a save has succeeded.
+        Return True if the run has saved its state and stops. On rank 0, `show_error` gets the
+        reason why saving fails, and None once a save has succeeded.
 
         Raises:
-            RankFailedError: train.max_failed_saves tries to save the state have failed.
+            RankFailedError: `train.max_failed_saves` attempts to save the state have failed.
         """
         if self._request is None:
             return False
@@ -153,10 +160,10 @@ class Saver:
         return False
 
     def finish(self, *, retries: bool = True) -> None:
-        """Wait for the checkpoint that is being written, after the last step; collective.
+        """Wait after the last step for the checkpoint that is being written; collective.
 
-        If it cannot be saved, the results of the run may find room all the same. Without `retries`
-        the state is not to be saved once more.
+        If the checkpoint cannot be saved, only log the error: the run's results may still find
+        room. Without `retries`, do not try to save the state again.
         """
         error = self._complete()
         text = (
@@ -177,9 +184,9 @@ class Saver:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _begin_to_save(self) -> SaveError | None:
-        """Begin to save the state of now, unless there is no room for it.
+        """Begin to save the current state, unless there is no room for it.
 
-        Return that error, the same on all ranks.
+        Return the error in that case, the same on all ranks.
         """
         self._is_owed = False
         self._saved_s = time.monotonic()
@@ -208,7 +215,7 @@ class Saver:
     def _complete(self) -> SaveError | None:
         """Wait until all ranks have written and rank 0 has completed the checkpoint.
 
-        Return what went wrong, if so.
+        Return the error if that failed, otherwise None.
         """
         if self._pending is None:
             return None
@@ -238,10 +245,10 @@ class Saver:
         return error
 
     def _retry(self, error: SaveError | None) -> None:
-        """Save the state of now again until that succeeds, if a save has failed; collective.
+        """If a save has failed, save the current state again until that succeeds; collective.
 
         Raises:
-            RankFailedError: train.max_failed_saves have failed in a row.
+            RankFailedError: `train.max_failed_saves` saves have failed in a row.
         """
         while error is not None:
             if not error.has_room_now:
@@ -250,7 +257,7 @@ class Saver:
             error = self._begin_to_save() or self._complete()
 
     def _discard(self, step: int, error: SaveError) -> SaveError:
-        """Remove the parts of a checkpoint, and older ones if a disk was full that had room, as under a quota."""
+        """Remove the parts of a checkpoint, and older ones too if the disk or a quota is full."""
         shutil.rmtree(checkpoint_folder(self._folder.checkpoints, step), ignore_errors=True)
         if error.errno not in DISK_FULL or len(checkpoint_folders(self._folder.checkpoints)) < 2:
             return error
@@ -261,7 +268,7 @@ class Saver:
         """Report a failed save.
 
         Raises:
-            RankFailedError: it was the last that train.max_failed_saves allows.
+            RankFailedError: It was the last failure that `train.max_failed_saves` allows.
         """
         self._num_failed += 1
         limit = self._train.max_failed_saves
@@ -314,7 +321,7 @@ class Saver:
 
 
 def _result(future: Future[_T]) -> tuple[_T | None, SaveError | None]:
-    """Wait for a thread's result, and return it or what went wrong."""
+    """Wait for a thread and return its result, or its error."""
     try:
         return future.result(), None
     except OSError as error:

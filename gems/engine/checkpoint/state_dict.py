@@ -1,7 +1,7 @@
-"""Plain state dicts: weights by the names that they have in the user's own class, and how they fit a model's names.
+"""Plain state dicts: weights by their names in the user's own class, and matching with a model.
 
-A network of the user's own has its own names ("layer1.0.conv1.weight"), one of the toolkit's those
-of its layers, each followed by the layer's ("stem.conv.weight").
+A user's own network has its own names ("layer1.0.conv1.weight"). A network of the toolkit has the
+name of the layer followed by the name inside the layer ("stem.conv.weight").
 """
 
 from __future__ import annotations
@@ -34,27 +34,23 @@ if TYPE_CHECKING:
 
 KEY = "train.initial_checkpoint"
 SAFETENSORS = ".safetensors"
-NESTED = (
-    "state_dict",
-    "model_state_dict",
-    "model",
-    "module",
-    "net",
-)  # where a training script's checkpoint has them
-# Of batch norm: older files lack it, a frozen one has none, and only one without a momentum reads
-# it.
+# keys under which a training script's checkpoint may nest its state dict
+NESTED = ("state_dict", "model_state_dict", "model", "module", "net")
+# Counter of batch norm. Older files lack it, a frozen batch norm has none, and only a batch norm
+# without a momentum reads it.
 COUNTER = "num_batches_tracked"
-MAX_NAMES = 4  # that a message lists
+MAX_NAMES = 4  # listed in a message
 
 
 def read_state_dict(path: Path, model: ModelConfig) -> dict[str, Tensor]:
-    """Read weights by name from a .pt, .pth or .safetensors file, the folder of a run, of weights or of a checkpoint.
+    """Read weights by name from a file, or from the folder of a run, weights or a checkpoint.
 
-    Only tensors are unpickled, and a file is mapped into memory, not copied. A checkpoint of a
-    training script may have them one level down, as "state_dict" or "model".
+    A file is .pt, .pth or .safetensors. Only tensors are unpickled, and a file is mapped into
+    memory, not copied. A training script's checkpoint may have its tensors one level down, under a
+    key such as "state_dict" or "model".
 
     Raises:
-        ConfigError: the file cannot be read, or holds no tensors by name.
+        ConfigError: The file cannot be read, or holds no tensors by name.
     """
     if path.is_dir():
         layers = _read_layers(path)
@@ -92,7 +88,7 @@ def read_state_dict(path: Path, model: ModelConfig) -> dict[str, Tensor]:
 
 
 def _read_layers(path: Path) -> weights.Weights:
-    """Return the weights of a finished run, or of the newest checkpoint of one that has not finished."""
+    """Return the weights of a finished run, or of the newest checkpoint of an unfinished one."""
     run = RunFolder(path)
     saved = [path] if (path / MANIFEST_JSON).exists() else checkpoint_folders(run.checkpoints)
     if not saved or run.checkpoint.is_dir():
@@ -119,13 +115,21 @@ def _is_state_dict(found: Mapping[Any, Any]) -> bool:
 
 
 def full_name(model: ModelConfig, layer: str, key: str) -> str:
-    """Return the name of a tensor in the whole network, of which a layer knows it as `key`."""
+    """Return the name in the whole network of the tensor that its layer calls `key`."""
     return key if model.target is not None else f"{layer}.{key}"
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """How weights fit a model: the name in the file of each of its tensors, those drawn anew, and names left over."""
+    """How weights fit a model.
+
+    Attributes:
+        names: The name in the file of each tensor of the model that is loaded.
+        drawn_anew: The model's tensors that keep newly drawn values.
+        unused: The names in the file that are left over.
+        removed_prefix: Removed from the names in the file.
+        added_prefix: Put before the names in the file.
+    """
 
     names: Mapping[str, str]
     drawn_anew: tuple[str, ...]
@@ -134,7 +138,7 @@ class Match:
     added_prefix: str
 
     def describe(self, path: Path | str) -> str:
-        """Return one line about what was loaded."""
+        """Describe in one line what was loaded."""
         total = len(self.names) + len(self.drawn_anew)
         removed = f", without the prefix {self.removed_prefix}" if self.removed_prefix else ""
         added = f", into {self.added_prefix.rstrip('.')}" if self.added_prefix else ""
@@ -151,16 +155,15 @@ def match_names(
     is_strict: bool = True,
     new: Sequence[str] = (),
 ) -> Match:
-    """Match names and shapes of a model's tensors with those of a file.
+    """Match the names and shapes of a model's tensors with those of a file.
 
-    `prefix` is taken off the file's names; None finds the one that makes most names fit, or one
-    that the file lacks because its network is a submodule of ours. Tensors of ours that fit a
-    pattern of `new` are drawn anew. If `is_strict` all others must be in the file, and the file may
-    hold no more than that.
+    `prefix` is removed from the names in the file. If it is None, the prefix that makes most names
+    fit is chosen; this may also be a prefix that the file lacks, because its network is a submodule
+    of the model. Tensors of the model that match a pattern of `new` are drawn anew. If `is_strict`,
+    the file must hold all the others, and nothing else.
 
     Raises:
-        ConfigError: no name fits, another shape, or, if strict, names that are missing or left
-        over.
+        ConfigError: No name fits, a shape differs, or, if strict, names are missing or left over.
     """
     removed, added = _prefixes(wanted, given) if prefix is None else (prefix, "")
     theirs = {
@@ -206,7 +209,7 @@ def match_names(
 
 
 def _prefixes(wanted: Iterable[str], given: Iterable[str]) -> tuple[str, str]:
-    """Return the prefix to take off the file's names and that to put before them, with which most names fit."""
+    """Return the prefixes to remove from and to add to the file's names for most matches."""
     ours = set(wanted)
     theirs = set(given)
     heads = [(head, "") for head in _heads(theirs)] + [("", head) for head in _heads(ours)]
@@ -222,7 +225,7 @@ def _prefixes(wanted: Iterable[str], given: Iterable[str]) -> tuple[str, str]:
 
 
 def _heads(names: Iterable[str]) -> list[str]:
-    """Return the first one and the first two words of names, with their dots."""
+    """Return the first word and the first two words of each name, with their dots."""
     words = [name.split(".") for name in names]
     return sorted(
         {".".join(each[:count]) + "." for each in words for count in (1, 2) if len(each) > count}
@@ -240,10 +243,12 @@ def _shape(shape: Sequence[int]) -> str:
 
 
 def restore(pipeline: Pipeline, path: Path) -> Match:
-    """Load weights into every stage of this rank, whatever partition they were saved with, and return how they fit.
+    """Load weights into every stage of this rank and return how they fit.
+
+    The partition with which the weights were saved does not matter.
 
     Raises:
-        ConfigError: as `read_state_dict` and `match_names`.
+        ConfigError: Raised by `read_state_dict` or `match_names`.
     """
     spec = pipeline.spec
     train = spec.train
@@ -270,9 +275,9 @@ def restore(pipeline: Pipeline, path: Path) -> Match:
 
 
 class NamedLayers(nn.Module):
-    """A network of the toolkit's own in one piece.
+    """A network of the toolkit in one piece.
 
-    Its state dict has the layers' names before those in a layer.
+    Each name in its state dict is the name of a layer, then the name inside the layer.
     """
 
     def __init__(self, names: Iterable[str], modules: Iterable[nn.Module]) -> None:
@@ -299,7 +304,7 @@ class NamedLayers(nn.Module):
 def whole_model(model: ModelConfig, data: DataConfig, device: str = "cpu") -> nn.Module:
     """Return the configured network in one piece.
 
-    An instance of the user's own class, or `NamedLayers`.
+    It is an instance of the user's own class, or a `NamedLayers`.
     """
     if model.target is not None:
         make = construct_on_meta if device == "meta" else construct
@@ -311,18 +316,19 @@ def whole_model(model: ModelConfig, data: DataConfig, device: str = "cpu") -> nn
 
 
 def trained_model(path: Path, model: ModelConfig, data: DataConfig) -> nn.Module:
-    """Return the configured network with the weights of a run's folder or a folder of weights, in evaluation mode.
+    """Return the configured network with trained weights, in evaluation mode.
 
-    Tensors that no layer of a run uses keep the values that the constructor gives them.
+    `path` is the folder of a run or a folder of weights. Tensors that no layer of a run uses keep
+    the values from the constructor.
 
     Raises:
-        ConfigError: there are no weights, or they are of another model.
+        ConfigError: There are no weights, or they belong to another model.
     """
     module = whole_model(model, data)
     state = module.state_dict()
     found = read_state_dict(path, model)
     for name in {name for name, _ in module.named_buffers()} - state.keys():
-        found.pop(name, None)  # a checkpoint has buffers that are not persistent, too
+        found.pop(name, None)  # a checkpoint also has the buffers that are not persistent
     strange = [name for name in found if name not in state]
     if strange:
         raise ConfigError(KEY, path, f"has weights of another model: {_listed(strange)}")
@@ -333,11 +339,11 @@ def trained_model(path: Path, model: ModelConfig, data: DataConfig) -> nn.Module
 def load_model(run: str | Path) -> nn.Module:
     """Return the network of a run with its trained weights, in evaluation mode.
 
-    It is an instance of the user's own class, or one module with the layers of a network of the
+    It is an instance of the user's own class, or one module with all layers of a network of the
     toolkit. `run` is the run's folder, or its name below runs/.
 
     Raises:
-        ConfigError: no such run, or none with weights.
+        ConfigError: The run does not exist or has no weights.
     """
     path = find_run(str(run))
     spec = RunFolder(path).read_spec()
@@ -345,12 +351,12 @@ def load_model(run: str | Path) -> nn.Module:
 
 
 def write_state_dict(state: Mapping[str, Tensor], path: Path) -> None:
-    """Write a state dict as .safetensors, or by torch.save for any other suffix.
+    """Write a state dict as .safetensors, or with torch.save for any other suffix.
 
-    The file appears complete.
+    The write is atomic: the file appears only when it is complete.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: The file cannot be written.
     """
     plain = {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}
     try:

@@ -1,4 +1,4 @@
-"""Affinity: on which cores and which GPU each rank runs, and warnings about ranks that share them or are far apart."""
+"""Affinity: the cores and the GPU of each rank, and warnings about shared or distant ones."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RankLocation:
-    """Where a rank runs: its node, the CPUs it may use, as in "0-7,64-71", their NUMA nodes, and its GPU.
+    """The place where a rank runs: its node, the CPUs it may use, their NUMA nodes, and its GPU.
 
-    `gpu_numa_node` is the NUMA node that the GPU is attached to and `gpu_cpus` its CPUs, None if
-    that is not known.
+    CPUs are written as in "0-7,64-71". `gpu_numa_node` is the NUMA node that the GPU is attached
+    to, and `gpu_cpus` are its CPUs; both are None if unknown.
     """
 
     rank: int
@@ -47,7 +47,7 @@ class RankLocation:
 
     @property
     def is_far(self) -> bool:
-        """Whether no CPU of the rank is on the NUMA node of its GPU, as far as that is known."""
+        """Return whether all CPUs of the rank are known to be off the NUMA node of its GPU."""
         return self.gpu_cpus is not None and not set(numbers(self.cpus)) & set(
             numbers(self.gpu_cpus)
         )
@@ -56,9 +56,9 @@ class RankLocation:
 def write_affinity(
     comm: Comm, device: torch.device | None, path: Path, cpus_per_rank: int = 1
 ) -> None:
-    """Gather the locations of all ranks on rank 0, which writes `path` and warns of what looks wrong; collective.
+    """Gather the locations of all ranks on rank 0, which writes them and logs warnings; collective.
 
-    A file that cannot be written does not end the run.
+    An error in writing `path` does not end the run.
     """
     locations = comm.gather(locate(comm.rank, device))
     if locations is None:
@@ -76,7 +76,7 @@ def write_affinity(
 
 
 def locate(rank: int, device: torch.device | None, sys: Path = SYS) -> RankLocation:
-    """Return where this process runs, by the kernel's tree `sys`; loads torch only for a GPU."""
+    """Return the location of this process by the kernel's tree `sys`; load torch only for a GPU."""
     cpus = os.sched_getaffinity(0)
     gpu: dict[str, Any] = {}
     if device is not None and device.type == "cuda":
@@ -105,10 +105,11 @@ def locate(rank: int, device: torch.device | None, sys: Path = SYS) -> RankLocat
 
 
 def warnings(locations: Sequence[RankLocation], cpus_per_rank: int) -> list[str]:
-    """Return a line for the first node on which ranks share a GPU, share CPUs, or are far from their GPUs, one each.
+    """Return warnings about shared GPUs, shared CPUs and GPUs far from their ranks.
 
-    Ranks share CPUs if their overlapping sets have fewer than `cpus_per_rank` each, on a node that
-    has enough for all.
+    There is at most one line of each kind, which describes the first case. Ranks share CPUs if
+    their overlapping sets have fewer than `cpus_per_rank` CPUs each, on a node that has enough for
+    all.
     """
     lines = []
     of_gpu: dict[tuple[str, str], list[RankLocation]] = defaultdict(list)
@@ -150,7 +151,7 @@ def warnings(locations: Sequence[RankLocation], cpus_per_rank: int) -> list[str]
 
 
 def _nearer(here: Sequence[RankLocation]) -> str:
-    """Return the keys, with values where they can be told, that bring the ranks of a node and their GPUs together."""
+    """Return the configuration keys that bring ranks and GPUs together, with values if known."""
     ranks = sorted(here, key=lambda each: each.local_rank)
     order = []
     free = {each.gpu_index: each.gpu_numa_node for each in ranks}
@@ -172,7 +173,7 @@ def _nearer(here: Sequence[RankLocation]) -> str:
 
 
 def _crowded(here: Sequence[RankLocation], cpus_per_rank: int) -> list[RankLocation]:
-    """Return the first ranks of a node whose CPUs overlap and are too few, if the node has enough for all."""
+    """Return the first ranks of a node with overlapping, too few CPUs, if the node has enough."""
     if here[0].node_cpus < len(here) * cpus_per_rank:
         return []
     groups: list[tuple[set[int], list[RankLocation]]] = []
@@ -201,7 +202,7 @@ def _more(count: int, what: str) -> str:
 
 
 def ranges(values: Iterable[int]) -> str:
-    """Format numbers as the kernel does: "0-3,8"."""
+    """Format numbers as the kernel does, for example "0-3,8"."""
     runs: list[list[int]] = []
     for value in sorted(set(values)):
         if runs and value == runs[-1][1] + 1:
@@ -212,7 +213,7 @@ def ranges(values: Iterable[int]) -> str:
 
 
 def numbers(text: str) -> list[int]:
-    """Parse what `ranges` formats."""
+    """Parse the format of `ranges`."""
     found: list[int] = []
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -221,16 +222,16 @@ def numbers(text: str) -> list[int]:
 
 
 def numa_nodes(cpus: Iterable[int], sys: Path = SYS) -> tuple[int, ...]:
-    """Return the NUMA nodes of these CPUs; none if the kernel does not list them."""
+    """Return the NUMA nodes of these CPUs; the result is empty if the kernel does not list them."""
     wanted = set(cpus)
     return tuple(sorted(node for node, here in _cpus_of_nodes(sys).items() if wanted & here))
 
 
 def near_cpus(bus_id: str | None, sys: Path = SYS) -> tuple[int, str] | None:
-    """Return the NUMA node that a PCI device is attached to, and its CPUs.
+    """Return the NUMA node that a PCI device is attached to, and the CPUs of that node.
 
-    None if the kernel does not know it.
-    A virtual machine has no such node, and the memory of some GPUs is a node without CPUs.
+    Return None if the kernel does not know the node. A virtual machine has no such node, and the
+    memory of some GPUs is a node without CPUs.
     """
     if bus_id is None:
         return None
@@ -250,12 +251,12 @@ def _cpus_of_nodes(sys: Path) -> dict[int, set[int]]:
 
 
 def _bus_id(device: torch.device, properties: Any) -> str | None:
-    """Return a GPU's PCI address as the kernel writes it, as in 0000:17:00.0.
+    """Return a GPU's PCI address in the kernel's format, for example 0000:17:00.0.
 
-    None if neither torch nor NVML has it.
+    Return None if neither torch nor NVML knows it.
     """
     with contextlib.suppress(Exception):
-        if hasattr(properties, "pci_bus_id"):  # in newer versions of torch
+        if hasattr(properties, "pci_bus_id"):  # only in newer versions of torch
             parts = (properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id)
             return "{:04x}:{:02x}:{:02x}.0".format(*parts)
         from gems.engine.supervision.monitor import Gpu

@@ -1,14 +1,14 @@
-"""The watchdog: a thread of each rank that finds hangs, makes every rank write its stacks, and ends the job.
+"""The watchdog: a thread of each rank that finds hangs, dumps all ranks' stacks and ends the job.
 
 A rank hangs if its main thread has been in one action longer than `train.hang_timeout_s`
-(PHASE_FACTOR times as long in a phase outside of the schedule, such as start-up or a checkpoint),
-or waits that long while no rank that it depends on, directly or through others, has begun anything.
-So a first step may be slow on one rank after the other.
+(PHASE_FACTOR times as long in a phase outside of the schedule, such as start-up or a checkpoint).
+A rank that waits hangs only if no rank that it depends on, directly or through others, has begun
+anything for that long. So a first step may be slow on one rank after the other.
 
-The first rank that finds a hang writes STALLED.json. Two ranks of each node check for that file;
-they, and the finder, send SIGUSR1 to the other ranks of their node, whose stacks are then written
-even while the interpreter is held. The watchdog never calls MPI, which the main thread may be in:
-it ends its process, and the launcher ends the others.
+The first rank that finds a hang writes STALLED.json. Two ranks of each node check for that file.
+They and the finder send SIGUSR1 to the other ranks of their node. These ranks then write their
+stacks, even while the interpreter is held. The watchdog never calls MPI, because the main thread
+may be in it: it ends its process, and the launcher ends the others.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from gems.utils.process_tree import start_time
 
 TICK_S = 1.0
 CHECK_S = 2.0
-GRACE_S = 3.0  # a wait that has timed out ends itself first, and knows best what it waited for
+GRACE_S = 3.0  # let a wait that has timed out end itself: it knows best what it waited for
 LINGER_S = 20.0
 LATE_S = 5.0
 MAX_LATE = 3
@@ -57,17 +57,17 @@ _log = logging.getLogger(__name__)
 class LocalPeer:
     """A rank on this node.
 
-    Its process is identified by its start too, since process IDs are reused.
+    The start time of its process identifies it too, since process IDs are reused.
     """
 
     rank: int
     pid: int
     started: str
-    pid_namespace: int  # of its container
+    pid_namespace: int  # of the rank's container
 
     @classmethod
     def this_process(cls, rank: int) -> LocalPeer:
-        """Return this process."""
+        """Return the peer that describes this process."""
         try:
             namespace = Path("/proc/self/ns/pid").stat().st_ino
         except OSError:
@@ -76,7 +76,7 @@ class LocalPeer:
 
 
 def request_stacks(peers: Sequence[LocalPeer], rank: int) -> None:
-    """Send SIGUSR1 to the other ranks among `peers`, which then write their stacks, on behalf of `rank`."""
+    """Send SIGUSR1 on behalf of `rank` to its peers, which then write their stacks."""
     me = next(peer for peer in peers if peer.rank == rank)
     for peer in peers:
         if peer.rank != rank and peer.pid_namespace == me.pid_namespace:
@@ -86,7 +86,7 @@ def request_stacks(peers: Sequence[LocalPeer], rank: int) -> None:
 
 
 class RankHeartbeats(Mapping[int, Beat]):
-    """The last heartbeats of all ranks, each read from its file on first use."""
+    """The last heartbeats of all ranks; each file is read on first use."""
 
     def __init__(self, folder: RunFolder, num_ranks: int) -> None:
         self._folder = folder
@@ -110,12 +110,12 @@ class RankHeartbeats(Mapping[int, Beat]):
         return self._num_ranks
 
     def known(self) -> dict[int, Beat]:
-        """Return those of the ranks that have one."""
+        """Return the heartbeats of the ranks that have one."""
         return {rank: self[rank] for rank in self if rank in self}
 
 
 class Watchdog:
-    """Watches over one rank while the block runs.
+    """Watches one rank while the block runs.
 
     `peers` are the ranks of its node, including this one.
     """
@@ -140,9 +140,8 @@ class Watchdog:
         self._checks_others = rank in sorted(peer.rank for peer in peers)[:NUM_CHECKING_RANKS]
         self._main = threading.main_thread().ident or 0
         self._closing = threading.Event()
-        self._ending = (
-            threading.Lock()
-        )  # whoever holds it reports the end: the main thread or the watchdog
+        # whoever holds it reports the end: the main thread or the watchdog
+        self._ending = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._ticked_s = self._checked_s = self._armed_s = time.monotonic()
         self._last_seen = (0, 0, True)
@@ -156,12 +155,12 @@ class Watchdog:
     def __enter__(self) -> Self:
         path = self._folder.stacks(self._rank)
         self._stacks: Any = sys.stderr
-        with contextlib.suppress(OSError):  # opened now, since signal handlers cannot open files
+        with contextlib.suppress(OSError):  # open now, since signal handlers cannot open files
             path.parent.mkdir(parents=True, exist_ok=True)
             self._stacks = io.FileIO(path, "w")
         faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)
         self._arm()
-        # a rank that is stopped before the first tick has shown a sign of life too
+        # a first sign of life, in case the rank is stopped before the first tick
         self._heartbeat.live()
         self._wait_state.is_progressing = self.is_progressing
         self._thread.start()
@@ -177,7 +176,7 @@ class Watchdog:
             time.sleep(2 * DUMP_S + GRACE_S)  # the watchdog is ending this process
         if isinstance(error, StalledError):
             error.waits_for = self._announce(error)
-            # the thread still shows signs of life while others look for the rank that does not
+            # keep the thread alive: other ranks may look for the rank without signs of life
             return
         self._closing.set()
         self._thread.join(2 * TICK_S)
@@ -192,13 +191,14 @@ class Watchdog:
                     path.parent.rmdir()
 
     def is_progressing(self) -> bool:
-        """Return whether a rank that this one depends on, directly or through others, has begun anything in time.
+        """Return whether a rank that this one depends on has begun anything in time.
 
-        Time in which this process was stopped does not count: SLURM suspends jobs so.
+        The dependency may be direct or through other ranks. Time during which this process was
+        stopped does not count, because SLURM suspends jobs that way.
         """
         if time.monotonic() - self._ticked_s > LATE_S:
             self._num_late += 1
-            if self._num_late <= MAX_LATE:  # beyond that the thread itself hangs
+            if self._num_late <= MAX_LATE:  # after that, the thread itself hangs
                 return True
         else:
             self._num_late = 0
@@ -259,7 +259,7 @@ class Watchdog:
     def _check(self, beat: Beat, what: object, passed_s: float) -> None:
         """End the job if the main thread has been in its action too long.
 
-        The job goes on while that thread waits for a rank that makes progress.
+        The job goes on if that thread waits for a rank that makes progress.
         """
         if what is not None:
             if self._ticked_s - self._asked_s < max(TICK_S, self._limit_s / 10):
@@ -285,9 +285,9 @@ class Watchdog:
         os._exit(code)
 
     def _announce(self, raised: BaseException | None = None) -> str | None:
-        """Write STALLED.json, if no rank has yet, and stacks.
+        """Write STALLED.json, if no rank has yet, and the stacks.
 
-        Return who waits for whom, if this rank was the first.
+        Return the chain of waiting ranks as text if this rank was the first, otherwise None.
         """
         document = rank_facts(self._rank, self._heartbeat.last()) | {
             "waited_s": round(self._still_s, 1)
@@ -296,7 +296,7 @@ class Watchdog:
         with contextlib.suppress(OSError), self._folder.stalled_json.open("x") as file:
             is_first = True
             json.dump(document, file)
-        # read before the signals, which may wake up a rank that hangs
+        # read before the signals are sent, since these may wake up a rank that hangs
         beats = RankHeartbeats(self._folder, self._num_ranks).known() if is_first else {}
         at_ns = now_ns()
         self._dump("hangs", raised)
@@ -315,7 +315,7 @@ class Watchdog:
             return None
 
     def _check_others(self, now_s: float) -> None:
-        """If another rank has found a hang, write stacks here, and end this process some time later."""
+        """If another rank has found a hang, write stacks here, and later end this process."""
         if self._seen_s is None:
             if not self._ending.locked() and self._folder.stalled_json.exists():
                 self._seen_s = now_s
@@ -326,7 +326,7 @@ class Watchdog:
             os._exit(StalledError.exit_code)
 
     def _dump(self, why: str, raised: BaseException | None = None) -> None:
-        """Write the stacks of all threads, after that of an exception that has been raised already."""
+        """Write the stack of `raised`, if given, and then the stacks of all threads."""
         beat = self._heartbeat.last()
         where = f"step {beat.step}, action {beat.action}" if beat else "no heartbeat"
         utc = datetime.now(UTC).isoformat(timespec="milliseconds")
@@ -340,7 +340,7 @@ class Watchdog:
             faulthandler.dump_traceback(self._stacks, all_threads=True)
 
     def _arm(self) -> None:
-        """Schedule a dump of the stacks in case C code holds the interpreter and this thread cannot run."""
+        """Schedule a stack dump in case C code holds the interpreter and blocks this thread."""
         self._armed_s = time.monotonic()
         if not self._ending.locked():
             faulthandler.dump_traceback_later(self._limit_s * 1.25 + LATE_S, file=self._stacks)

@@ -1,6 +1,6 @@
 """Messages between ranks, over MPI.
 
-The only module that imports MPI, and so starts it; needs no torch.
+This is the only module that imports MPI, and the import starts MPI. It needs no torch.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
 from mpi4py import MPI
 
-# not in a process that only reads samples, for which `_clean_start` of the batch loader sets this
+# not in a process that only reads samples: there `_clean_start` of the batch loader sets this
 if not MPI.Is_initialized() and os.environ.get("MPI4PY_RC_INITIALIZE") != "false":
     os.environ.update(mpich_settings(MPI.Get_library_version(), os.environ))
-    # One call at a time, from any thread: on a GPU autograd's thread polls while the main thread
+    # One call at a time, from any thread: on a GPU, autograd's thread polls while the main thread
     # waits for it.
     MPI.Init_thread(MPI.THREAD_SERIALIZED)
 
-# of both MPICH and Open MPI; of MPICH; of Open MPI
+# GPU queries of MPICH and Open MPI, of MPICH only, of Open MPI only
 GPU_QUERIES = ("MPIX_Query_cuda_support", "MPIX_Query_hip_support", "MPIX_Query_rocm_support")
 MEET_SLEEP_S = 0.0005
 
@@ -44,7 +44,7 @@ PersistentRequest = MPI.Prequest
 TYPES = {"float32": MPI.FLOAT, "float64": MPI.DOUBLE}
 
 
-Sendable = Union["torch.Tensor", np.ndarray]  # on the host, or on a device that MPI knows
+Sendable = Union["torch.Tensor", np.ndarray]  # on the host, or on a device that MPI supports
 T = TypeVar("T")
 
 
@@ -52,12 +52,11 @@ def world() -> Comm:
     """Return the communicator of all ranks.
 
     Raises:
-        ConfigError: SLURM started another number of tasks than MPI sees; a wrong `srun --mpi=`
-            silently makes every rank a world of its own.
+        ConfigError: The number of tasks that SLURM started differs from the number of ranks that
+            MPI sees. A wrong `srun --mpi=` silently makes every rank a world of its own.
     """
     comm = MPI.COMM_WORLD
-    # MPI_LOCALNRANKS is set by the hydra launcher, under which the task is its proxy and not this
-    # rank
+    # the hydra launcher sets MPI_LOCALNRANKS; under it the SLURM task is its proxy, not this rank
     is_task = "SLURM_PROCID" in os.environ and "MPI_LOCALNRANKS" not in os.environ
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS") if is_task else None
     if tasks is not None and int(tasks) != comm.size:
@@ -85,9 +84,9 @@ def thread_level() -> str:
 
 
 class Transport(Links):
-    """Sends and receives the bytes of contiguous tensors or arrays on one MPI communicator of its own.
+    """Sends and receives the bytes of contiguous tensors or arrays on its own MPI communicator.
 
-    Large messages move only while the process is inside MPI, so long work calls `poll`.
+    Large messages move only while the process is inside MPI, so long work must call `poll`.
     """
 
     sums_on_device = False
@@ -101,13 +100,15 @@ class Transport(Links):
         wait_state: WaitState | None = None,
     ) -> None:
         super().__init__(comm.rank, hang_timeout_s, spin_s, sleep_s, wait_state)
-        self.comm = comm.Dup()  # so tags need only be unique among its own
+        self.comm = comm.Dup()  # tags need to be unique only within this transport
         self.size = comm.size
         self.max_tag = cast(int, self.comm.Get_attr(MPI.TAG_UB))
 
     @classmethod
     def of_group(cls, comm: Comm, group: int, *args: Any, **options: Any) -> Self:
-        """Open a transport between the ranks of `comm` that name the same group, in their order; collective.
+        """Open a transport between the ranks of `comm` with the same group; collective.
+
+        The ranks keep their order.
 
         The further arguments are those of the class.
         """
@@ -119,45 +120,47 @@ class Transport(Links):
     def send(
         self, tensor: Sendable, rank: int, tag: int, done: Callable[[], None] | None = None
     ) -> None:
-        """Post a send; the tensor is kept until it has left, and `done` is called then.
+        """Post a send; keep the tensor until it has left, then call `done`.
 
         Raises:
-            ValueError: the tensor is not contiguous, and MPI would send its storage in another
-                order; or it is on a GPU, and this MPI takes no device pointers: it would read them
-                as the host's.
+            ValueError: The tensor is not contiguous, so MPI would send its storage in another
+                order. Or it is on a GPU and this MPI takes no device pointers: it would read them
+                as host pointers.
         """
         self._keep_sent(self.comm.Isend(_buffer(tensor), rank, tag), tensor, done)
 
     def receive(self, tensor: Sendable, rank: int, tag: int) -> MPI.Request:
-        """Post a receive into a contiguous tensor, whose data may be read after `wait` for the request."""
+        """Post a receive into a contiguous tensor, which may be read after `wait`."""
         request = self.comm.Irecv(_buffer(tensor), rank, tag)
         self._keep_received(request, tensor)
         return request
 
     def persistent_send(self, data: Sendable, rank: int, tag: int) -> PersistentRequest:
-        """Make a persistent send of `data`.
+        """Create a persistent send of `data`.
 
         Start() posts it, Test() returns whether it has left, Free() ends it.
         """
         return self.comm.Send_init(_buffer(data), rank, tag)
 
     def persistent_receive(self, data: Sendable, rank: int, tag: int) -> PersistentRequest:
-        """Make a persistent receive into `data`, used like `persistent_send`."""
+        """Create a persistent receive into `data`, used like `persistent_send`."""
         return self.comm.Recv_init(_buffer(data), rank, tag)
 
     def sum_in_place(self, tensor: Sendable) -> None:
         """Sum a contiguous float32 or float64 tensor on the host over all ranks, in place.
 
         Raises:
-            TypeError: another type; MPI adds 16-bit floats wrongly or not at all.
+            TypeError: The tensor has another type; MPI adds 16-bit floats wrongly or not at all.
         """
         self.wait_sum(self.post_sum(tensor))
 
     def post_sum(self, tensor: Sendable) -> Request:
-        """Post the same; until `wait_sum` for the request has returned the tensor may not be used.
+        """Post the sum of a tensor over all ranks, in place, as `sum_in_place` does.
+
+        The tensor may not be used until `wait_sum` for the request has returned.
 
         Raises:
-            TypeError: another type.
+            TypeError: The tensor is neither float32 nor float64.
         """
         name = str(tensor.dtype).removeprefix("torch.")
         if name not in TYPES:
@@ -169,7 +172,7 @@ class Transport(Links):
         self.wait(request, f"the sum over {self.size} ranks")
 
     def sum_to_first(self, values: Sequence[float]) -> list[float] | None:
-        """Return the sums of numbers over all ranks on rank 0, None elsewhere; collective."""
+        """Return the sums of numbers over all ranks on rank 0 and None elsewhere; collective."""
         mine = np.array(values, dtype=np.float64)
         total = np.zeros_like(mine) if self.rank == 0 else None
         self.wait(self.comm.Ireduce(mine, total, MPI.SUM), "the sum on rank 0")
@@ -178,22 +181,22 @@ class Transport(Links):
     def post_maximum(self, mine: np.ndarray, of_all: np.ndarray) -> Request:
         """Post the elementwise maximum of a float64 array over all ranks; collective.
 
-        Until `wait` for the request has returned neither array may be used.
+        Neither array may be used until `wait` for the request has returned.
         """
         return self.comm.Iallreduce(mine, of_all, MPI.MAX)
 
     def barrier(self, sleep_s: float | None = None) -> None:
-        """Wait for all ranks without keeping a core busy, as MPI's own barrier does.
+        """Wait for all ranks without keeping a core busy, unlike MPI's own barrier.
 
-        A long wait may poll seldom.
+        If the wait is long, give a larger `sleep_s` to poll less often.
         """
         request = self.comm.Ibarrier()
         self.wait_until(request.Test, "the other ranks", sleep_s=sleep_s)
 
     def round_trip_s(self, sent: Sendable, got: Sendable) -> float:
-        """Return the seconds in which a message goes from rank 0 to rank 1 and another one back.
+        """Return the seconds of a message from rank 0 to rank 1 and another one back.
 
-        Collective over two.
+        The call is collective over two ranks.
         """
         other = 1 - self.rank
         begin = time.perf_counter()
@@ -212,7 +215,7 @@ class Transport(Links):
 
 
 def _buffer(data: Sendable) -> Any:
-    """Return a view of the bytes: MPI has no bfloat16, and a raw address serves host and device."""
+    """Return a view of the bytes: MPI has no bfloat16, and an address works on host and device."""
     if isinstance(data, np.ndarray):
         return MPI.memory.frombuffer(data)
     if not data.is_contiguous():
@@ -228,29 +231,36 @@ def _buffer(data: Sendable) -> Any:
 
 
 def meet(comm: Comm) -> None:
-    """Wait for all ranks of `comm` without keeping a core busy, as MPI's own collectives do; collective."""
+    """Wait for all ranks of `comm` without keeping a core busy, unlike MPI's calls; collective."""
     request = comm.Ibarrier()
     while not request.Test():
         time.sleep(MEET_SLEEP_S)
 
 
 def allgather(comm: Comm, mine: T) -> list[T]:
-    """Return the values of all ranks, in rank order, for which ranks wait without keeping a core busy; collective."""
+    """Return the values of all ranks, in rank order; collective.
+
+    The ranks wait for each other without keeping a core busy.
+    """
     meet(comm)
     return cast(list[T], comm.allgather(mine))
 
 
 def broadcast(comm: Comm, value: T | None, root: int = 0) -> T:
-    """Return the value of the rank `root`, for which the others wait without keeping a core busy; collective."""
+    """Return the value of the rank `root`; collective.
+
+    The ranks wait for each other without keeping a core busy.
+    """
     meet(comm)
     return cast(T, comm.bcast(value, root))
 
 
 def ranks_here(comm: Comm) -> int:
-    """Return how many ranks of `comm` share this rank's machine, its cores and memory; collective.
+    """Return the number of ranks of `comm` on this rank's machine; collective.
 
-    Containers, and the nodes of a SLURM that runs on one machine, share a kernel's boot ID though
-    MPI takes them for several machines. MPI is asked if there is no boot ID.
+    Ranks on one machine share its cores and memory. Containers, and the nodes of a SLURM that runs
+    on one machine, share a kernel's boot ID, although MPI takes them for several machines. If there
+    is no boot ID, MPI decides.
     """
     machine = ""
     with contextlib.suppress(OSError):
@@ -273,7 +283,7 @@ def gather_here(comm: Comm, mine: T) -> list[T]:
 
 @functools.cache
 def gpu_support() -> bool:
-    """Return whether the MPI library says that it takes device pointers, of CUDA or of ROCm."""
+    """Return whether the MPI library says that it takes device pointers of CUDA or ROCm."""
     import ctypes
 
     found = False

@@ -1,6 +1,6 @@
-"""Staging: how a tensor gets between the device and the buffers that links read and write.
+"""Staging: moves tensors between the device and the buffers that links read and write.
 
-The host waits for no stream: a buffer says by an event from when on links may use it.
+The host waits for no stream: each buffer has an event that says when links may use it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Buffer:
-    """Contiguous memory of a message, which is the device's, or the links' once an event has been reached.
+    """Contiguous memory of a message.
 
-    If that is other memory than the device's, `source` is what it is copied from.
+    The links may use it once `event` has been reached. If it is not the device's own memory,
+    `source` is the memory that it is copied from.
     """
 
     tensor: torch.Tensor
@@ -39,15 +40,15 @@ class Buffer:
 
     @property
     def is_ready(self) -> bool:
-        """Whether links may use it now."""
+        """Return whether links may use the buffer now."""
         return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call]
 
 
 @dataclass(slots=True, eq=False)
 class Incoming:
-    """A tensor that is received in buffers, each a piece of it.
+    """A tensor that is received piece by piece, each piece in a buffer.
 
-    `arrival` is what they are copied to, if they are.
+    `arrival` is the destination of the pieces if they are copied.
     """
 
     spec: TensorSpec
@@ -58,7 +59,7 @@ class Incoming:
 class Staging:
     """Lends the device's own memory to MPI.
 
-    That of a CPU, or that of a GPU whose pointers MPI takes.
+    The device is a CPU, or a GPU whose pointers MPI takes.
     """
 
     is_direct = True
@@ -68,7 +69,7 @@ class Staging:
         self._free: dict[tuple[tuple[int, ...], torch.dtype], list[Buffer]] = {}
 
     def num_pieces(self, spec: TensorSpec) -> int:
-        """Return in how many pieces a tensor travels."""
+        """Return the number of pieces in which a tensor travels."""
         return 1
 
     def receiving(self, spec: TensorSpec) -> Incoming:
@@ -76,28 +77,28 @@ class Staging:
         return Incoming(spec, [self._borrow(spec.shape, spec.dtype)])
 
     def bring(self, incoming: Incoming, place: int) -> None:
-        """Begin to bring the piece that has arrived in a buffer to the device."""
+        """Begin to copy a piece that has arrived in a buffer to the device."""
 
     def received(self, incoming: Incoming) -> torch.Tensor:
-        """Return a tensor whose pieces `bring` was called for, for the current stream."""
+        """Return a tensor for the current stream, after `bring` was called for all its pieces."""
         return incoming.buffers[0].tensor
 
     def sending(self, tensor: torch.Tensor) -> list[Buffer]:
-        """Return buffers with the pieces of a tensor, to be sent."""
+        """Return buffers with the pieces of a tensor, ready to be sent."""
         return [Buffer(tensor.detach().contiguous(), self._now())]
 
     def sent(self, buffer: Buffer) -> None:
         """Take back a buffer that has left."""
 
     def release(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Take back received tensors that nothing reads any more after what is posted, for the next receive."""
+        """Take back received tensors that no work posted later reads, for the next receive."""
         for tensor in tensors:
             self._give_back(Buffer(tensor.detach(), self._now()))
 
     def _borrow(self, shape: Sequence[int], dtype: torch.dtype) -> Buffer:
-        """Return a buffer that was given back, if possible one that is ready.
+        """Return a returned buffer, if possible one that is ready.
 
-        A fresh one of megabytes would cost a page fault for each 4 KiB.
+        A new buffer of megabytes would cost a page fault for each 4 KiB.
         """
         free = self._free.get((tuple(shape), dtype))
         if not free:
@@ -108,11 +109,11 @@ class Staging:
         self._free.setdefault((tuple(buffer.tensor.shape), buffer.tensor.dtype), []).append(buffer)
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Buffer:
-        # torch's allocator may give memory that work posted before still reads
+        # torch's allocator may return memory that earlier posted work still reads
         return Buffer(torch.empty(shape, dtype=dtype, device=self._device), self._now())
 
     def _now(self) -> torch.cuda.Event | None:
-        """Return an event after what is posted on the current stream."""
+        """Return an event after all work that is posted on the current stream."""
         if self._device.type != "cuda":
             return None
         event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
@@ -122,7 +123,7 @@ class Staging:
 class StreamStaging(Staging):
     """Lends a GPU's memory to NCCL, which takes messages at once.
 
-    They follow the work on the current stream.
+    The messages follow the work on the current stream.
     """
 
     def _now(self) -> None:
@@ -132,8 +133,8 @@ class StreamStaging(Staging):
 class HostStaging(Staging):
     """Stages a GPU's messages through pinned host memory, which all links take.
 
-    Copies have streams of their own.
-    A tensor travels in pieces, so that one is copied while others are on the link.
+    The copies have their own streams. A tensor travels in pieces, so that one piece is copied while
+    others are on the link.
     """
 
     is_direct = False
@@ -145,7 +146,7 @@ class HostStaging(Staging):
         self._in = CopyIn(device)
 
     def num_pieces(self, spec: TensorSpec) -> int:
-        """Return in how many pieces a tensor travels."""
+        """Return the number of pieces in which a tensor travels."""
         return len(self._pieces(spec.shape, spec.dtype))
 
     def receiving(self, spec: TensorSpec) -> Incoming:
@@ -156,7 +157,7 @@ class HostStaging(Staging):
         )
 
     def bring(self, incoming: Incoming, place: int) -> None:
-        """Post the copy of the piece that has arrived in a buffer to the device."""
+        """Post the copy to the device of a piece that has arrived in a buffer."""
         buffer = incoming.buffers[place]
         first = (
             incoming.buffers[0].tensor.numel() + (place - 1) * buffer.tensor.numel() if place else 0
@@ -167,14 +168,14 @@ class HostStaging(Staging):
         buffer.event = incoming.arrival.event
 
     def received(self, incoming: Incoming) -> torch.Tensor:
-        """Return what was brought; the current stream waits for it, and the buffers are given back."""
+        """Return the tensor that was brought and give back its buffers; the stream waits for it."""
         assert incoming.arrival is not None
         for buffer in incoming.buffers:
             self._give_back(buffer)
         return incoming.arrival.take()
 
     def sending(self, tensor: torch.Tensor) -> list[Buffer]:
-        """Post the copies of a tensor's pieces to buffers, after the compute that was posted before."""
+        """Post the copies of a tensor's pieces to buffers, after the compute posted before."""
         source = tensor.detach().contiguous().view(-1)
         sizes = self._pieces(source.shape, source.dtype)
         buffers = [self._borrow((size,), source.dtype) for size in sizes]
@@ -183,13 +184,13 @@ class HostStaging(Staging):
             if buffer.event is not None:
                 self._out.wait_event(buffer.event)
             with torch.cuda.stream(self._out):
-                buffer.source = piece  # which is held until the copy has ended
+                buffer.source = piece  # keep it alive until the copy has ended
                 buffer.tensor.copy_(piece, non_blocking=True)
                 buffer.event = self._now()
         return buffers
 
     def _pieces(self, shape: Sequence[int], dtype: torch.dtype) -> list[int]:
-        """Return the elements of each piece, of which the first is the smallest, so that all others are alike."""
+        """Return the number of elements of each piece; the first may be smaller than the others."""
         size = math.prod(shape)
         most = max(1, self._piece_bytes // dtype.itemsize)
         rest = size % most
@@ -200,7 +201,7 @@ class HostStaging(Staging):
         self._give_back(buffer)
 
     def release(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Do nothing: the tensors are torch's allocator's."""
+        """Do nothing: the tensors belong to torch's allocator."""
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Buffer:
         return Buffer(torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True))
@@ -209,17 +210,17 @@ class HostStaging(Staging):
 def open_staging(wanted: str, device: torch.device, comm: Comm) -> Staging:
     """Return the staging of a device; collective over `comm`, the communicator of all ranks.
 
-    `mpi` gives MPI device pointers, and `auto` does so if the library claims to take them and real
-    messages arrive correctly on every rank; else messages go through pinned memory, as with `host`
-    and `gloo`.
+    With `mpi`, MPI gets device pointers. With `auto` it gets them too, if the library claims to
+    take them and test messages arrive correctly on every rank. Otherwise messages go through pinned
+    memory, as with `host` and `gloo`.
 
-    Unless MPI gets device pointers, torch's allocator then expands its segments, which ends most of
-    its fragmentation. It does so by a call: its environment was read when the device was opened,
-    before MPI could be asked. UCX cannot share such segments between the GPUs of a node. What the
-    user has set stays.
+    Unless MPI gets device pointers, torch's allocator is then set to expand its segments, which
+    ends most of its fragmentation. This is done by a call, because the allocator read its
+    environment when the device was opened, before MPI could be asked. UCX cannot share such
+    segments between the GPUs of a node. Settings of the user are kept.
 
     Raises:
-        ConfigError: machine.transport=mpi, and the library or the test refuses device pointers.
+        ConfigError: `machine.transport=mpi`, and the library or the test refuses device pointers.
     """
     if device.type == "cpu":
         return Staging(device)
@@ -236,7 +237,7 @@ def open_staging(wanted: str, device: torch.device, comm: Comm) -> Staging:
         )
     if not (works or settings or torch.version.hip):
         set_allocator(EXPANDABLE)
-        os.environ[ALLOCATOR_SETTINGS[0]] = EXPANDABLE  # the advice on full memory reads it
+        os.environ[ALLOCATOR_SETTINGS[0]] = EXPANDABLE  # read by the advice on full memory
     if wanted == NCCL:
         return StreamStaging(device)
     if wanted == "mpi" and not works:
@@ -250,7 +251,7 @@ def open_staging(wanted: str, device: torch.device, comm: Comm) -> Staging:
 
 
 def _self_test(device: torch.device, comm: Comm) -> bool:
-    """Send a pattern of device memory around the ranks once, and return whether it arrived on all of them."""
+    """Send a pattern from device memory around the ranks; return whether it arrived everywhere."""
     transport = Transport(comm, hang_timeout_s=60.0)
     pattern = torch.arange(1 << 16, dtype=torch.int32, device=device)
     got = torch.zeros_like(pattern)
