@@ -1,7 +1,7 @@
-"""The plan of a run: from a resolved configuration to all that its ranks are given, one stage after another.
+"""The plan of a run: from a resolved configuration to everything that its ranks need.
 
-Costs (from the profile, if asked), schedule, partition and memory plan are made in this order.
-Everything that needs a run's plan gets it here, so that it is the same for all.
+The order is costs (from the profile, if requested), schedule, partition and memory plan. All users
+of a run's plan get it here, so that it is the same for all.
 """
 
 from __future__ import annotations
@@ -34,17 +34,15 @@ from gems.simulation.model_costs import PROFILE
 from gems.simulation.prediction import Prediction, predict
 from gems.simulation.profiled_costs import profiled_costs, with_profiled_costs
 
-MAX_ACTIONS = 200_000  # simulated in some seconds
+MAX_ACTIONS = 200_000  # simulated within a few seconds
 HAS_CLOCK = ("real", "emulated")
-WITHOUT_RATES = (
-    "auto",
-    "cuda",
-)  # machines with the default rates, which are those of a processor's core
+# Machines with the default rates, which are the rates of a CPU core.
+WITHOUT_RATES = ("auto", "cuda")
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The fullest rank's bytes on its device, and what the ranks of a node hold in host memory together."""
+    """The device bytes of the fullest rank, and the host bytes of all ranks of a node together."""
 
     rank: int
     device_bytes: int
@@ -53,20 +51,19 @@ class Peak:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a resolved configuration becomes.
+    """The plan of a resolved configuration.
 
     Raises:
-        ConfigError: links that match messages by order, and a schedule whose ranks do not send in
+        ConfigError: the links match messages by order, and the ranks of the schedule do not send in
             the order in which others receive.
     """
 
-    spec: RunSpec  # as its user resolved it, from which the run has its identity
-    run_costs: RunCosts  # those configured, or with cost=profile those of the profile
-    memory: PlanOutcome  # what becomes of activations, and the step with it
-    boundaries: tuple[
-        int, ...
-    ] = ()  # where layers are cut; none without devices, or if operators are placed
-    profile: ModelProfile | None = None  # what the partition was made from, if it needed one
+    spec: RunSpec  # as resolved from the user's configuration; it identifies the run
+    run_costs: RunCosts  # the configured costs, or with cost=profile the costs of the profile
+    memory: PlanOutcome  # the memory plan, and the step with it
+    # the cuts between layers; none without devices, or if operators are placed
+    boundaries: tuple[int, ...] = ()
+    profile: ModelProfile | None = None  # the partition's profile, if it needed one
 
     def __post_init__(self) -> None:
         transport = self.spec.machine.transport
@@ -80,12 +77,12 @@ class Plan:
 
     @property
     def schedule(self) -> Schedule:
-        """The lowered and validated schedule: the one list that ranks run."""
+        """The lowered and validated schedule, which the ranks run."""
         return self.memory.schedule
 
     @property
     def memory_plan(self) -> MemoryPlan | None:
-        """The segments of each stage, None if stages run whole."""
+        """The segments of each stage; None if stages run whole."""
         if not self.memory.is_segmented:
             return None
         return (
@@ -96,12 +93,12 @@ class Plan:
 
     @property
     def peak_bytes(self) -> tuple[int, ...] | None:
-        """The peak bytes on the device of each rank of a pipeline, None if the planned run has no profile."""
+        """The peak device bytes of each rank of a pipeline; None if the run has no profile."""
         return None if self.memory.case is None else self.memory.peak_bytes
 
     @property
     def peak(self) -> Peak | None:
-        """The peak of the fullest rank, None if the planned run has no profile."""
+        """The peak of the fullest rank; None if the planned run has no profile."""
         peaks = self.peak_bytes
         rank = self.memory.fullest_rank
         return (
@@ -112,16 +109,20 @@ class Plan:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step, of a run with devices by the profile of its layers unless costs are configured."""
+        """Seconds of a step.
+
+        For a run with devices they follow from the profile of its layers, unless costs are
+        configured.
+        """
         if self.boundaries and self.costs == CostConfig():
             return self._layers_step_s(self.profile or profile_of(self.spec))
         return self.memory.step_s
 
     @property
     def steps_s(self) -> float | None:
-        """Seconds of all steps, None if their costs are not known.
+        """Seconds of all steps; None if the costs of the steps are not known.
 
-        They are known for a run with timed waits, and if a profile measured them or the machine has
+        They are known for a run with timed waits, if a profile measured them, or if the machine has
         rates.
         """
         spec = self.spec
@@ -139,9 +140,9 @@ class Plan:
         return steps * self._layers_step_s(profile)
 
     def _layers_step_s(self, profile: ModelProfile) -> float:
-        """Return the seconds of a step by its layers.
+        """Return the seconds of a step from the times of the layers.
 
-        The cap was kept by the plan's costs, and has another unit.
+        The activation cap is left out: it was checked with the plan's costs, and has another unit.
         """
         if self.memory.is_segmented or self.costs.name == PROFILE:
             return self.memory.step_s
@@ -154,27 +155,27 @@ class Plan:
         return costs.kept(self.schedule).step_s
 
     def predict(self) -> Prediction:
-        """Simulate one step, one pipeline for all replicas, which are alike."""
+        """Simulate one step of one pipeline; all replicas are alike."""
         return predict(replace(self.spec, cost=self.costs), self.memory)
 
 
 def evaluate(spec: RunSpec, trains: bool = True, runs: bool = True) -> Plan:
     """Return the plan of a resolved run.
 
-    Unless it `trains`, what training in strips would need of the layers and of memory is not asked.
-    Of one that is only simulated, not `runs`, costs are as configured, and its stages may outnumber
-    the layers of its model.
+    If `trains` is False, skip the checks that only strip-wise training needs. If `runs` is False,
+    the run is only simulated: its costs are as configured, and its stages may outnumber the layers
+    of its model.
 
-    A search of the schedule is one over the stages of the model, by its profile unless costs are
-    configured, and finds the partition too. What is found is kept in the cache, so that all who ask
-    get the same.
+    A search for a schedule covers the stages of the model and also finds the partition. It uses the
+    model's profile unless costs are configured. Its result is cached, so that all callers get the
+    same.
 
     Raises:
-        ConfigError: counts or a cap that the schedule cannot serve, more stages than layers, a
-            profile that cannot be had, other ranks than parallel.gpus, or less data than one step
-            takes.
-        DoesNotFitError: a rank would hold more than its device, or a node's ranks more than its
-        host memory. ScheduleError: a schedule that would not run.
+        ConfigError: the schedule cannot serve the counts or the cap, there are more stages than
+            layers, a profile is not available, the ranks differ from parallel.gpus, or there is
+            less data than one step takes.
+        DoesNotFitError: a rank would exceed its device, or the ranks of a node its host memory.
+        ScheduleError: the schedule would not run.
     """
     runs = runs or spec.memory.name != KEEP
     is_real = spec.machine.kind == "real"
@@ -224,10 +225,9 @@ def evaluate(spec: RunSpec, trains: bool = True, runs: bool = True) -> Plan:
 
 
 def with_strips_chosen(spec: RunSpec, runs: bool = True) -> RunSpec:
-    """Return a resolved run with a number of strips.
+    """Return a resolved run with its number of strips, or with the fastest one if that is open.
 
-    Its own, or if that is open the one that trains fastest.
-    Layers take the times of their profile, unless costs are configured or the run is only
+    The times of layers come from their profile, unless costs are configured or the run is only
     simulated.
 
     Raises:
@@ -242,13 +242,13 @@ with_strips_on_paper = partial(with_strips_chosen, runs=False)
 
 
 def policy_case(spec: RunSpec) -> MemoryCase:
-    """Return what any memory policy of a resolved run would plan for.
+    """Return the case for which any memory policy of a resolved run would plan.
 
     The device does not limit its partition.
 
     Raises:
-        ConfigError: counts that the schedule cannot serve, more stages than layers, or a profile
-        that cannot be had.
+        ConfigError: the schedule cannot serve the counts, there are more stages than layers, or a
+            profile is not available.
     """
     run = with_profiled_costs(_of_model(with_strips_chosen(spec)))
     compute = compute_schedule(run)
@@ -265,7 +265,7 @@ def simulate(spec: RunSpec) -> Prediction:
 
 
 def _check_strips(spec: RunSpec) -> None:
-    """Check that a run that trains can do so in strips, as far as that is known without its layers.
+    """Check that a run can train in strips, as far as this is known without its layers.
 
     Raises:
         ConfigError: it cannot.
@@ -285,11 +285,10 @@ def _check_strips(spec: RunSpec) -> None:
 
 
 def _check_compiled(spec: RunSpec, trains: bool, schedule: Schedule | None = None) -> None:
-    """Check that layers can be compiled in a run, as far as that is known without its schedule.
+    """Check that the layers of a run can be compiled, as far as known without its schedule.
 
     Raises:
-        ConfigError: it runs parts of a layer's own forward or backward, or counts on what that
-        keeps.
+        ConfigError: the run splits a layer's own forward or backward, or counts on what they keep.
     """
     if not (spec.train.compile and trains and spec.machine.kind == "real"):
         return
@@ -342,10 +341,10 @@ def _check_compiled(spec: RunSpec, trains: bool, schedule: Schedule | None = Non
 
 
 def _of_model(spec: RunSpec) -> RunSpec:
-    """Return the run with what the search of a schedule that will run needs to know of its model.
+    """Return the run with the costs or the stage limit that a search for a real schedule needs.
 
-    Unless costs are configured that is its profile, with configured ones only how many stages its
-    layers can make.
+    Without configured costs it gets cost=profile. With configured costs it only gets the largest
+    number of stages that its layers can form.
     """
     if spec.machine.kind != "real" or spec.schedule.name != CAPPED or spec.cost.name == PROFILE:
         return spec
@@ -356,7 +355,10 @@ def _of_model(spec: RunSpec) -> RunSpec:
 
 
 def _unlimited_partition(run: RunSpec, schedule: Schedule) -> tuple[int, ...]:
-    """Return the boundaries of a run in which more than the partition decides what fits the device."""
+    """Return the boundaries of a run without a limit of device memory on the partition.
+
+    More than the partition decides whether such a run fits its devices.
+    """
     return partition_of(
         replace(run, machine=replace(run.machine, device_bytes=None)), schedule
     ).boundaries

@@ -1,4 +1,4 @@
-"""What a candidate takes: by its profile, its partition, the very schedule that would run, and simulation."""
+"""Evaluate candidates from the profile, the partition, the exact schedule and its simulation."""
 
 from __future__ import annotations
 
@@ -44,14 +44,12 @@ from gems.simulation.model_costs import PROFILE
 from gems.simulation.prediction import with_jitter
 from gems.simulation.profiled_costs import profiled_costs
 
-ESTIMATE_ERROR = 1.25  # times the limit, up to which what is estimated to be held may well fit
-EFFORT = 128  # in actions, up to which candidates are tried in the order of their bounds alone
+ESTIMATE_ERROR = 1.25  # a candidate may still fit if its estimate is up to this times the limit
+EFFORT = 128  # in actions; up to this, only the bounds order the candidates
 ROUNDING = 1e-8  # of sums in another order, and of scores to nine digits
-PROFILED_SIZES = (1, 2)  # micro-batches of other sizes follow from these
-PLAN_BUDGET_S, SEARCH_BUDGET_S = (
-    3.0,
-    1.0,
-)  # of memory=plan and schedule=capped, of which there are many candidates
+PROFILED_SIZES = (1, 2)  # profiles of other micro-batch sizes are extrapolated from these
+# Budgets of memory=plan and schedule=capped: short, because there are many candidates of both.
+PLAN_BUDGET_S, SEARCH_BUDGET_S = (3.0, 1.0)
 CHANGED = (
     "schedule.activation_cap",
     "schedule.activation_cap_bytes",
@@ -61,13 +59,13 @@ CHANGED = (
     "memory.budget_s",
     "parallel.strips",
 )
-CUT_BUDGET_S = 1.0  # of a partition
-MAX_TABLE_BYTES = 2**29  # of the tables in which a partition within bytes is sought
+CUT_BUDGET_S = 1.0  # for one partition
+MAX_TABLE_BYTES = 2**29  # of the cost tables of a partition within a limit of bytes
 Epochs = Callable[[int], float]
 
 
 class ProfiledModel:
-    """A model at one micro-batch size: its profile, what the bounds need of it, and its partitions."""
+    """A model at one micro-batch size: its profile, inputs to the bounds, and partitions."""
 
     def __init__(self, profile: ModelProfile, optimizer: Optimizer) -> None:
         self.profile = profile
@@ -78,14 +76,14 @@ class ProfiledModel:
 
     @cached_property
     def load(self) -> bounds.Load:
-        """What one micro-batch is."""
+        """The load of one micro-batch, for the bounds."""
         return bounds.Load(self.profile, self._optimizer)
 
     def _by_time(self, placement: Placement) -> tuple[tuple[int, ...], float]:
-        """Return the partition whose heaviest rank computes least, and the seconds that this takes it at least.
+        """Return the fastest partition, and a lower bound on its heaviest rank in seconds.
 
-        It is exact where ranks hold one stage or a pair of them; where they hold several in a row
-        of chunks, each stage is weighed by itself.
+        The partition is exact if ranks hold one stage or a pair of stages. If ranks hold several
+        chunks in a row, each stage is weighed by itself, and the bound is 0.
         """
         num_stages = placement.num_stages
         num_ranks = placement.num_ranks
@@ -103,9 +101,9 @@ class ProfiledModel:
         return best.boundaries, 0.0 if is_alone else best.cost if best.is_optimal else best.bound
 
     def _by_bytes(self, counts: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the partition whose stages hold alike.
+        """Return the partition that balances the bytes of the stages.
 
-        What one micro-batch keeps, as often as `counts` has it.
+        A stage holds the activations of one micro-batch as many times as `counts` says.
         """
         ranks = tuple(
             RankCosts((stage,), ((partial(np.multiply, float(count), self.spans.stash),),))
@@ -116,9 +114,9 @@ class ProfiledModel:
     def within(
         self, schedule: Schedule, optimizer: str, limit_bytes: int
     ) -> tuple[int, ...] | None:
-        """Return the exact partition for a lowered schedule, of the least time within the bytes.
+        """Return the fastest exact partition within the limit of bytes, for a lowered schedule.
 
-        None where its tables are too large, or nothing fits.
+        Return None if the tables would be too large, or if nothing fits.
         """
         case = PartitionCase(self.profile, schedule, optimizer, limit_bytes)
         case.__dict__["spans"] = self.spans
@@ -137,7 +135,7 @@ class ProfiledModel:
 
 
 def stashes(schedule: Schedule) -> tuple[int, ...]:
-    """Return for each stage of a schedule the most micro-batches in flight on it."""
+    """Return the largest number of micro-batches in flight on each stage of a schedule."""
     counts = [1] * schedule.num_stages
     for row in schedule.rows:
         for action, now in in_flight(row):
@@ -149,22 +147,22 @@ def stashes(schedule: Schedule) -> tuple[int, ...]:
 class _Scheduled:
     """A candidate with a partition: its run and its compute-only schedule.
 
-    `is_by_bytes` tells the two partitions.
+    `is_by_bytes` is True for the partition by bytes, and False for the one by time.
     """
 
     boundaries: tuple[int, ...]
     run: RunSpec
     is_by_bytes: bool = False
-    found: Schedule | None = None  # of a search
+    found: Schedule | None = None  # the result of a search
 
     @cached_property
     def compute(self) -> Schedule:
-        """The schedule, which is built when it is first asked for."""
+        """The compute-only schedule, built at first access."""
         return self.found or compute_schedule(self.run)
 
 
 def _keeps_cap(made: _Scheduled) -> bool:
-    """Return whether a schedule that is cut so would not be refused under its cap."""
+    """Return whether the schedule with this partition stays within its cap."""
     costs = RunCosts.of(made.run)
     stages = costs.stages(made.compute.placement)
     return costs.cap is None or max(peaks(made.compute, stages)) <= costs.cap + TOLERANCE
@@ -172,12 +170,12 @@ def _keeps_cap(made: _Scheduled) -> bool:
 
 @dataclass(frozen=True)
 class Planner:
-    """Judges candidates for a run.
+    """The judge of the candidates for a run.
 
-    `spec` is the resolved one that has everything that no candidate chooses.
-    `epochs` gives the epochs to the target by global batch, where they are known: then choices are
-    ranked by the seconds to it. `models` holds profiles and partitions by micro-batch size, which
-    do not depend on the limit.
+    `spec` is the resolved run with everything that candidates do not choose. `epochs` gives the
+    epochs to the target by global batch. If it is known, choices are ranked by the seconds to the
+    target. `models` holds profiles and partitions by micro-batch size; they do not depend on the
+    limit.
     """
 
     spec: RunSpec
@@ -187,17 +185,17 @@ class Planner:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The micro-batch sizes whose profiles are taken; of a profile that was given, its own."""
+        """The micro-batch sizes to profile; with a given profile, only the size of that profile."""
         given = self.spec.profile.path is not None
         return (self.spec.parallel.micro_batch_size,) if given else PROFILED_SIZES
 
     def model(self, size: int) -> ProfiledModel:
         """Return the model at a micro-batch size.
 
-        Beyond two images its profile follows from those of one and two.
+        Profiles of sizes beyond two images are extrapolated from those of one and two.
 
         Raises:
-            ConfigError: a profile that cannot be had.
+            ConfigError: the profile cannot be taken or read.
         """
         if size not in self.models:
             if size in self.sizes:
@@ -215,9 +213,10 @@ class Planner:
         return profile_of(replace(self.spec, parallel=parallel))
 
     def confirmed(self, best: Sequence[Choice]) -> tuple[Choice, ...]:
-        """Return choices by the profiles of their own micro-batch sizes, as a run has them, without those too large.
+        """Return the choices judged again by the real profiles of their micro-batch sizes.
 
-        Choices stay as they are if none fits, or if a profile cannot be had.
+        A run uses these profiles. Choices that turn out too large are dropped. The choices are
+        returned unchanged if none fits, or if a profile is not available.
         """
         sizes = {
             choice.candidate.micro_batch_size for choice in best if choice.candidate.strips == 1
@@ -242,7 +241,7 @@ class Planner:
         )
 
     def rules(self) -> Rules[Candidate, Choice]:
-        """Return how the search judges candidates: by seconds of a step, or to the target."""
+        """Return the rules of the search, which rank by the seconds of a step or to the target."""
         return Rules(
             lambda one: self.score(
                 one, bounds.least_step_s(one, self.model(one.micro_batch_size).load)
@@ -254,23 +253,24 @@ class Planner:
         )
 
     def priority(self, one: Candidate) -> int:
-        """Return when a candidate is tried.
+        """Return the position of a candidate in the search; lower ones are tried first.
 
-        In steps of four times the effort, and last what is likely too large.
-        What takes little finds the times soon that spare the search most of what takes long.
+        The priority rises by one for each factor of four in effort. Candidates that are probably
+        too large come last. Cheap candidates soon find times that spare the search most of the
+        expensive ones.
         """
         effort = bounds.effort(one, self.model(one.micro_batch_size).load)
         return ceil(log(max(effort, EFFORT) / EFFORT, 4)) + 100 * self.is_unlikely(one)
 
     def least_bytes(self, one: Candidate, held: Sequence[float] = ()) -> int:
-        """Return bytes below which a candidate's fullest rank cannot be.
+        """Return a lower bound on the bytes of a candidate's fullest rank.
 
-        `held` are micro-batches in flight by rank.
+        `held` is the number of micro-batches in flight on each rank.
         """
         return bounds.least_bytes(one, self.model(one.micro_batch_size).load, held)
 
     def estimated_bytes(self, one: Candidate) -> float:
-        """Return about what a candidate's fullest rank holds."""
+        """Estimate the bytes of a candidate's fullest rank."""
         return bounds.estimated_bytes(one, self.model(one.micro_batch_size).load)
 
     @property
@@ -278,7 +278,7 @@ class Planner:
         return OPTIMIZERS[optimizer_name(self.spec.train, self.spec.optimizer)]
 
     def is_unlikely(self, one: Candidate) -> bool:
-        """Return whether a candidate is estimated to be too large for its devices or a node's host memory."""
+        """Return whether a candidate probably exceeds its devices or the host memory of a node."""
         if (
             self.limit_bytes is not None
             and self.estimated_bytes(one) > ESTIMATE_ERROR * self.limit_bytes
@@ -292,7 +292,7 @@ class Planner:
     def run_of(self, one: Candidate, boundaries: tuple[int, ...] = ()) -> RunSpec:
         """Return the resolved run of a candidate and partition.
 
-        Its costs are still to be taken from its profile.
+        Its costs are not yet taken from the profile.
         """
         spec = self.spec
         on_node = self.spec.cluster.gpus_per_node or self.spec.machine.ranks_per_node
@@ -322,7 +322,7 @@ class Planner:
         how = one.how or spec.memory.recompute
         memory = replace(
             spec.memory, name=one.memory, recompute=how, offload_inputs=False
-        )  # not among the candidates
+        )  # offloaded inputs are not among the candidates
         if one.memory == "plan":
             memory = replace(memory, budget_s=min(memory.budget_s, PLAN_BUDGET_S))
         cost = replace(spec.cost, name=PROFILE, activation_bytes=0)
@@ -332,7 +332,7 @@ class Planner:
         )
 
     def changes(self, one: Candidate) -> tuple[str, ...]:
-        """Return what a candidate's run has otherwise than the planner's spec, beside its own overrides."""
+        """Return the settings that a candidate's run changes besides its overrides."""
         run = self.run_of(one)
         own = {word.partition("=")[0] for word in one.overrides()}
         names = (*CHANGED, "parallel.boundaries") if one.schedule == CAPPED else CHANGED
@@ -341,9 +341,9 @@ class Planner:
         return tuple(f"{name}={json.dumps(value)}" for name, value in words)
 
     def evaluate(self, one: Candidate, worst_s: float = inf) -> Choice | TooLarge | TooSlow | None:
-        """Partition, schedule and simulate a candidate, unless it is plain that its score is above `worst_s`.
+        """Partition, schedule and simulate a candidate, unless its score must exceed `worst_s`.
 
-        None where its counts, or a policy where keeping fits, make no sense.
+        Return None for invalid counts, or for a memory policy if the candidate fits without one.
         """
         try:
             if one.memory != KEEP:
@@ -368,13 +368,13 @@ class Planner:
 
     @cached_property
     def _fits(self) -> dict[Candidate, bool]:
-        """Which candidates that keep their activations fit: no policy is faster than that."""
+        """Whether each candidate that keeps its activations fits; no policy is faster."""
         return {}
 
     def _not_slower(self, one: Candidate, worst_s: float) -> Iterable[_Scheduled] | None:
-        """Return a candidate by its partitions, None if all of them score above `worst_s`.
+        """Return the partitions of a candidate, or None if all of them score above `worst_s`.
 
-        On free links, with everything kept, no list takes longer than as it runs.
+        The bound holds because a schedule is fastest on free links with all activations kept.
         """
         partitions = self._scheduled(one)
         slower = []
@@ -387,7 +387,7 @@ class Planner:
         return None
 
     def _compute_s(self, one: Candidate, made: _Scheduled) -> float:
-        """Return the seconds of a step without messages, which are the same under every memory policy."""
+        """Return the seconds of a step without messages, which no memory policy changes."""
         key = one.kept, made.boundaries
         if key not in self._computed_s:
             stages = RunCosts.of(made.run).stages(made.compute.placement)
@@ -399,7 +399,7 @@ class Planner:
         return {}
 
     def _fitting(self, one: Candidate, partitions: Iterable[_Scheduled]) -> Choice | TooLarge:
-        """Return a candidate as it runs, by the first of its partitions that fits."""
+        """Return the candidate as it runs, with the first of its partitions that fits."""
         least = sys.maxsize
         outcome_of = self._kept if one.memory == KEEP else self._under_policy
         for made in partitions:
@@ -440,7 +440,7 @@ class Planner:
         return model.peak_bytes(lower(made.compute), made.boundaries)
 
     def _faster(self, one: Candidate, made: _Scheduled, limit: int) -> _Scheduled:
-        """Return the exact partition within the bytes in place of that by bytes, if it keeps them."""
+        """Return the exact partition within the bytes if it fits, or else the one by bytes."""
         model = self.model(one.micro_batch_size)
         boundaries = model.within(
             lower(made.compute), optimizer_name(self.spec.train, self.spec.optimizer), limit
@@ -452,7 +452,7 @@ class Planner:
         return other if is_better else made
 
     def _scheduled(self, one: Candidate) -> Iterator[_Scheduled]:
-        """Yield the candidate by its partition of least time, and if another is asked for, by that of least bytes."""
+        """Yield the candidate with its fastest partition, then with its smallest one if needed."""
         if one.schedule == CAPPED:
             run = self.run_of(one)
             profile = self.model(one.micro_batch_size).profile
@@ -472,7 +472,7 @@ class Planner:
             )
         if self.limit_bytes is None or one.num_stages == 1:
             return
-        # what is recomputed is there for one micro-batch at a time
+        # recomputed activations exist for one micro-batch at a time
         counts = stashes(made.compute) if one.memory == KEEP else (1,) * one.num_stages
         boundaries = self.model(one.micro_batch_size).by_bytes(counts)
         other = replace(self._scheduled_at(one, boundaries), is_by_bytes=True)
@@ -488,7 +488,7 @@ class Planner:
         )
 
     def _priced(self, run: RunSpec, cost: CostConfig) -> RunSpec:
-        """Return a run with its costs, on devices of the limit."""
+        """Return a run with its costs, on devices with the limit as their memory."""
         return replace(run, cost=cost, machine=replace(run.machine, device_bytes=self.limit_bytes))
 
     def _choice(
@@ -513,7 +513,10 @@ class Planner:
         return with_jitter(found, self.spec.machine.noise, self.spec.seed)[0]
 
     def with_noise(self, choice: Choice) -> Choice:
-        """Return a choice by the median of its steps under machine.noise, which would take too long for all."""
+        """Return a choice with the median of its steps under machine.noise.
+
+        This would take too long for all candidates.
+        """
         return (
             replace(choice.noisy(), noisy=None)
             if self.spec.machine.noise and choice.noisy
@@ -521,7 +524,7 @@ class Planner:
         )
 
     def score(self, one: Candidate, step_s: float) -> float:
-        """Return what a candidate is ranked by: seconds of a step, or of all steps to the target."""
+        """Return the seconds of a step, or of all steps to the target, which rank a candidate."""
         if self.epochs is None:
             return step_s
         return (
@@ -535,10 +538,11 @@ class Planner:
     def _by_time(
         self, one: Candidate, placement: Placement | None = None
     ) -> tuple[tuple[int, ...], float]:
-        """Return the partition of least time, that of the smallest micro-batch.
+        """Return the fastest partition at the smallest size, and its bottleneck in seconds.
 
-        Layers' times grow nearly alike.
-        For another size the seconds of the heaviest rank are bounded by the layer that grows least.
+        The times of layers grow nearly alike with the micro-batch size, so the partition serves all
+        sizes. For other sizes, the layer that grows least bounds the seconds of the heaviest rank
+        from below.
         """
         placement = placement or one.family.place(one.partitions, one.chunks)
         smallest = self.model(self.sizes[0])

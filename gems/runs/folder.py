@@ -1,4 +1,4 @@
-"""The run folder: what a run leaves, and where. `runs/<name>-<run id>/`."""
+"""The run folder `runs/<name>-<run id>/`: the files of a run and their paths."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class _Entry:
 
 
 class _PlanEntry(_Entry):
-    """A file of the plan that ranks run: that of the present layout."""
+    """A file of the plan that the ranks run, which is the plan of the present layout."""
 
     def __get__(self, folder: RunFolder, owner: type[RunFolder]) -> Path:
         return folder.layout.path / self.name
@@ -70,61 +70,52 @@ class _PlanEntry(_Entry):
 class RunFolder:
     """The paths of one run.
 
-    A run has the layout that its user gave it, whose plan is in the folder itself, until it goes on
-    with other ranks: then the configuration and the plan of its present layout are in
-    `layouts/<number>/`, and layouts.json says which layouts it has had, when and why. run.yaml
-    stays what the user said.
+    At first a run has the layout that its user chose, and the plan is in the folder itself. If the
+    run continues with other ranks, the configuration and the plan of the present layout are in
+    `layouts/<number>/`, and layouts.json lists the layouts so far, when they began and why.
+    run.yaml always holds the user's configuration.
     """
 
     path: Path
 
-    run_yaml = _Entry("run.yaml")  # the resolved configuration as its user gave it
-    layouts_json = _Entry(
-        "layouts.json"
-    )  # the layouts that the run has had after its own, the present one last
-    costs_json = _PlanEntry(
-        "costs.json"
-    )  # of the run's profile, with cost=profile or a search over its stages
-    schedule_json = _PlanEntry(
-        "schedule.json"
-    )  # lowered and validated: the one list that every rank runs
-    partition_json = _PlanEntry(
-        "partition.json"
-    )  # where the model is cut, and the predicted peaks of ranks
-    profile_json = _PlanEntry("profile.json")  # from which it was cut, if the cut needed one
-    memory_json = _PlanEntry("memory.json")  # what becomes of activations, unless they are kept
+    run_yaml = _Entry("run.yaml")  # the resolved configuration as the user gave it
+    # the layouts after the run's own, the present one last
+    layouts_json = _Entry("layouts.json")
+    # costs from the run's profile, with cost=profile or a search over its stages
+    costs_json = _PlanEntry("costs.json")
+    # the lowered and validated schedule, which every rank runs
+    schedule_json = _PlanEntry("schedule.json")
+    # the cuts of the model, and the predicted peaks of the ranks
+    partition_json = _PlanEntry("partition.json")
+    profile_json = _PlanEntry("profile.json")  # the partition's profile, if it needed one
+    memory_json = _PlanEntry("memory.json")  # the memory plan, unless activations are kept
     status_json = _Entry("status.json")  # the run's state, written by the launcher
-    progress_json = _Entry("progress.json")  # the step that the ranks are in
-    result_json = _Entry("result.json")  # what rank 0 knew at the end
+    progress_json = _Entry("progress.json")  # the current step of the ranks
+    result_json = _Entry("result.json")  # the results that rank 0 reported at the end
     provenance_json = _Entry("provenance.json")  # summary of the folder `provenance`
     provenance = _Entry("provenance")  # how the run was made
-    code_zip = _Entry(
-        f"provenance/{CODE_ZIP}"
-    )  # the code when the run was prepared, which a job runs
+    # the code at preparation time, which a job runs
+    code_zip = _Entry(f"provenance/{CODE_ZIP}")
     job_sh = _Entry("provenance/job.sh")  # the batch script as submitted
     slurm_json = _Entry("provenance/slurm.json")  # SLURM's record of the job, at each start and end
     affinity_json = _Entry("provenance/affinity.json")  # cores and GPU of each rank
     cancelled_json = _Entry(CANCELLED_JSON)  # who cancelled the run, and when
-    stop_json = _Entry(
-        "stop.json"
-    )  # who asked the run to save and stop at the end of a step, and why
-    stopped_json = _Entry("stopped.json")  # before which step the ranks stopped on request, and why
+    # who asked the run to save and stop at the end of a step, and why
+    stop_json = _Entry("stop.json")
+    stopped_json = _Entry("stopped.json")  # the step before which the ranks stopped, and why
     stalled_json = _Entry("STALLED.json")  # the hang that a rank detected
     trace_h5 = _Entry("trace.h5")  # the merged trace
     logs = _Entry("logs")  # the ranks' output
-    metrics_csv = _Entry(
-        "metrics.csv"
-    )  # loss and other figures of each step, of all attempts together
-    predictions_png = _Entry(
-        "predictions.png"
-    )  # images, masks and predicted classes of some validation samples
+    # loss and other figures of each step, over all attempts
+    metrics_csv = _Entry("metrics.csv")
+    # images, masks and predicted classes of some validation samples
+    predictions_png = _Entry("predictions.png")
     checkpoint = _Entry("checkpoint")  # the weights at the end
-    average = _Entry(
-        "checkpoint/average"
-    )  # the weights averaged over the steps, by train.ema_decay
+    # the weights averaged over the steps with train.ema_decay
+    average = _Entry("checkpoint/average")
     best = _Entry("best")  # the weights of the best validation, in a folder that best.json names
     best_json = _Entry("best.json")
-    checkpoints = _Entry("checkpoints")  # the whole states to resume from, a folder for each step
+    checkpoints = _Entry("checkpoints")  # complete states to resume from, one folder per step
 
     @classmethod
     def of(cls, spec: RunSpec) -> RunFolder:
@@ -132,20 +123,23 @@ class RunFolder:
         return cls(Path(spec.runs_dir).resolve() / f"{spec.name}-{run_id(spec)}")
 
     def best_weights(self) -> Path | None:
-        """Return the folder of the weights of the best validation; None if none were kept."""
+        """Return the folder of the weights of the best validation, or None if none were saved."""
         step = self._read_optional(self.best_json).get("step")
         return None if step is None else self.best / f"step{step:08d}"
 
     def layouts(self) -> list[dict[str, Any]]:
         """Read the layouts that the run has had after its own.
 
-        Number, nodes, ranks, when, from which and why.
+        Each row has the number, the nodes, the ranks, the time, the step and the reason.
         """
         rows = self._read_optional(self.layouts_json).get("layouts", [])
         return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
 
     def add_layout(self, number: int, spec: RunSpec, why: str, by: str, **more: Any) -> None:
-        """Record a layout as the present one, 1 for the run's own; its files must be there."""
+        """Record a layout as the present one; number 1 is the run's own.
+
+        The files of the layout must already exist.
+        """
         rows = self.layouts()
         before = self.read_spec()
         row = {
@@ -163,31 +157,37 @@ class RunFolder:
 
     @property
     def layout_number(self) -> int:
-        """The number of the present layout, 1 for the run's own."""
+        """The number of the present layout; 1 is the run's own."""
         rows = self.layouts()
         return int(rows[-1].get("number", 1)) if rows else 1
 
     @property
     def layout(self) -> RunFolder:
-        """The folder of the present layout's configuration and plan, this one unless the run has gone on by another."""
+        """The folder with the configuration and plan of the present layout.
+
+        It is this folder unless the run has continued with another layout.
+        """
         number = self.layout_number
         return self if number == 1 else RunFolder(self.path / "layouts" / f"{number:04d}")
 
     def run_id(self, spec: RunSpec) -> str:
-        """Return the run's ID, that of its own configuration; `spec` is the one that its ranks run."""
+        """Return the run's ID, which is the ID of its own configuration.
+
+        `spec` is the configuration that the ranks run.
+        """
         return run_id(self.read_own_spec() if self.layouts() else spec)
 
     @property
     def attempt(self) -> int:
-        """The number of the attempt that runs now, from 1: one more than are archived."""
+        """The number of the current attempt, from 1: one more than the archived attempts."""
         return 1 + len(list((self.path / "attempts").glob("*/")))
 
     def heartbeat(self, rank: int) -> Path:
-        """Return the file in which a rank marks the action that it is in."""
+        """Return the file in which a rank marks its current action."""
         return self.path / "heartbeat" / f"rank{rank:04d}"
 
     def failed_json(self, rank: int) -> Path:
-        """Return the file that a failing rank leaves."""
+        """Return the file that a rank writes when it fails."""
         return self.path / f"FAILED.rank{rank:04d}.json"
 
     def stacks(self, rank: int) -> Path:
@@ -195,15 +195,16 @@ class RunFolder:
         return self.path / "stacks" / f"rank{rank:04d}.txt"
 
     def read_spec(self) -> RunSpec:
-        """Read the configuration that ranks run, that of the present layout, and import the plugins of the run.
+        """Read the configuration of the present layout, which the ranks run; import its plugins.
 
         Raises:
-            ConfigError: it is missing or no run's configuration, or a plugin cannot be imported.
+            ConfigError: the file is missing or is not the configuration of a run, or a plugin
+                cannot be imported.
         """
         return self.layout.read_own_spec()
 
     def read_own_spec(self) -> RunSpec:
-        """Read run.yaml: the configuration as its user gave it, by which the run is identified.
+        """Read run.yaml: the user's configuration, which identifies the run.
 
         Raises:
             ConfigError: as `read_spec`.
@@ -217,17 +218,17 @@ class RunFolder:
         return spec
 
     def read_run(self) -> RunSpec:
-        """Read the configuration with the costs of the run's profile in place of its own, for emulation and simulation.
+        """Read the configuration with the costs of the run's profile, for emulation and simulation.
 
         Raises:
-            ConfigError: as `read_spec`, or a damaged costs.json.
+            ConfigError: as `read_spec`, or costs.json is damaged.
         """
         spec = self.read_spec()
         costs = self._read_optional(self.costs_json)
         return RunSpec.from_dict(spec.to_dict() | {"cost": costs}) if costs else spec
 
     def traced_yaml(self) -> str:
-        """Return the configuration for the trace, with the costs that the run was emulated or simulated with."""
+        """Return the configuration for the trace, with the costs of the emulation or simulation."""
         if not self.costs_json.exists():
             return self.layout.run_yaml.read_text()
         return to_yaml(self.read_run())
@@ -236,7 +237,7 @@ class RunFolder:
         """Read schedule.json.
 
         Raises:
-            ConfigError: it is missing, or no schedule.
+            ConfigError: the file is missing or holds no schedule.
         """
         with self._refusing(self.schedule_json):
             return from_json(json.loads(self.schedule_json.read_text()))
@@ -246,10 +247,10 @@ class RunFolder:
         write_json(self.schedule_json, to_json(schedule), indent=None)
 
     def read_boundaries(self) -> tuple[int, ...]:
-        """Read where the model is cut from partition.json; empty for an emulated or simulated run.
+        """Read the cuts of the model from partition.json; empty for an emulated or simulated run.
 
         Raises:
-            ConfigError: it is missing, or holds no boundaries.
+            ConfigError: the file is missing or holds no boundaries.
         """
         with self._refusing(self.partition_json):
             return tuple(
@@ -259,7 +260,7 @@ class RunFolder:
     def write_boundaries(
         self, boundaries: tuple[int, ...], peak_bytes: tuple[int, ...] | None = None
     ) -> None:
-        """Write partition.json, with the peak bytes predicted for each rank of a pipeline where they are known."""
+        """Write partition.json, with the predicted peak bytes of each rank if they are known."""
         write_json(
             self.partition_json,
             {"boundaries": list(boundaries), "predicted_peak_bytes": peak_bytes},
@@ -269,16 +270,16 @@ class RunFolder:
     def predicted_peak_bytes(self, rank: int) -> int | None:
         """Return the peak bytes that partition.json predicts for a rank of any replica.
 
-        None if it predicts none.
+        Return None if it predicts none.
         """
         peaks = self._read_optional(self.partition_json).get("predicted_peak_bytes")
         return int(peaks[rank % len(peaks)]) if peaks else None
 
     def read_memory_plan(self) -> MemoryPlan | None:
-        """Read memory.json; None if activations are kept.
+        """Read memory.json, or return None if activations are kept.
 
         Raises:
-            ConfigError: it holds no plan.
+            ConfigError: the file holds no plan.
         """
         document = self._read_optional(self.memory_json)
         return MemoryPlan.from_json(document) if document else None
@@ -287,7 +288,7 @@ class RunFolder:
         """Read status.json; empty if it is missing.
 
         Raises:
-            ConfigError: it is no JSON.
+            ConfigError: the file is not valid JSON.
         """
         return self._read_optional(self.status_json, "move that folder away")
 
@@ -299,16 +300,19 @@ class RunFolder:
     def change_status(
         self, status: Mapping[str, Any], state: str, without: Collection[str] = (), **more: Any
     ) -> None:
-        """Write status.json with another state than in `status`, whose other fields stay, and with `more`."""
+        """Write status.json with a new state, with `more`, and with the other fields of `status`.
+
+        The fields named in `without` are left out.
+        """
         left_out = ("state", "updated_utc", *without)
         self.write_status(
             state, **{**{key: status[key] for key in status if key not in left_out}, **more}
         )
 
     def archive(self, keep: Collection[str] = (), also: Iterable[Path] = ()) -> None:
-        """Move what an earlier attempt left to attempts/<number>/, so that nothing recorded is lost.
+        """Move the files of an earlier attempt to attempts/<number>/, so that no record is lost.
 
-        Entries named in `keep` stay; files in `also` go with the rest. A folder that was only
+        Entries named in `keep` stay. Files in `also` move with the rest. A folder that was only
         prepared stays as it is.
         """
         left = [
@@ -350,7 +354,7 @@ class RunFolder:
 
 
 def describe_layout(spec: RunSpec) -> str:
-    """Describe how a resolved run is spread over nodes and ranks."""
+    """Describe the nodes and ranks of a resolved run."""
     parallel = spec.parallel
     nodes = spec.cluster.nodes or 1
     ranks = f"{parallel.partitions} x {parallel.replicas} ranks"
@@ -358,9 +362,9 @@ def describe_layout(spec: RunSpec) -> str:
 
 
 def describe_change(row: Mapping[str, Any]) -> str:
-    """Describe in one line a row of layouts.json.
+    """Describe a row of layouts.json in one line.
 
-    From what to what, from which step, when, by whom and why.
+    The line says which layout became which, from which step, when, by whom and why.
     """
     step = "its start" if row.get("step") is None else f"step {row['step']}"
     shapes = f"{row.get('from')} became {row.get('to')} from {step}"
@@ -373,14 +377,14 @@ def to_yaml(spec: RunSpec) -> str:
 
 
 def older_folders(spec: RunSpec) -> list[Path]:
-    """Return the folders beside a resolved run's own that hold the same configuration.
+    """Return the other folders with the same configuration, beside a resolved run's own.
 
-    Earlier versions' IDs differ.
+    They exist because earlier versions computed other IDs.
     """
     own = RunFolder.of(spec).path
     found = []
     for path in sorted(own.parent.glob(f"{escape(spec.name)}-{'[0-9a-f]' * 8}")):
-        with contextlib.suppress(ConfigError, OSError):  # no run, or one that cannot be read
+        with contextlib.suppress(ConfigError, OSError):  # not a run, or an unreadable one
             if (
                 path != own
                 and _id_in(path, (path / "run.yaml").stat().st_mtime_ns) == own.name[-8:]
@@ -391,8 +395,8 @@ def older_folders(spec: RunSpec) -> list[Path]:
 
 @functools.cache
 def _id_in(path: Path, mtime_ns: int) -> str:
-    """Return the ID of the configuration in a folder, read once.
+    """Return the ID of the configuration in a folder.
 
-    Each point of a study looks at all the others.
+    It is cached, because each point of a study looks at all the others.
     """
     return run_id(RunFolder(path).read_own_spec())

@@ -1,8 +1,7 @@
-"""What the user names by a target, "package.module.Class".
+"""Targets, the user's code named as "package.module.Class": find, call and report errors in it.
 
-Found, called, and refused with the line of their code.
-A process without torch asks a child about such code (`ask_child`) and keeps the answer by the hash
-of the code.
+A process without torch asks a child process about such code (`ask_child`) and caches the answer by
+the hash of the code. Errors name the line of the user's code.
 """
 
 from __future__ import annotations
@@ -28,23 +27,22 @@ from gems.errors import ConfigError, nearest
 from gems.utils.run_module import RUN_MODULE
 
 _TIME_LIMIT_S = 600.0
-_UNLOADED = ("nms", "qnms")  # of torchvision 0.28, each described when it is imported
+_UNLOADED = ("nms", "qnms")  # operators that torchvision 0.28 describes at import
 _libraries: list[Any] = []
 _OWN_FOLDERS = ("gems/", "jobs/", "analysis/", "conf/")
-_OURS = Path(
-    nearest.__code__.co_filename
-).parent  # by its name in tracebacks, which in an archive is no file's
+# The package's folder as tracebacks name it; in an archive that is not the path of a file.
+_OURS = Path(nearest.__code__.co_filename).parent
 
 
 def load_target(key: str, target: str, path: str | None = None) -> Callable[..., Any]:
-    """Return the class or function that the key's target names, "package.module.Class" or "package.module:Class".
+    """Return the class or function that a target names.
 
-    `path` is the folder of the user's packages; it stays first in `sys.path`, for what is imported
-    later.
+    The form is "package.module.Class" or "package.module:Class". `path` is the folder of the user's
+    packages. It stays first in `sys.path` for later imports.
 
     Raises:
-        ConfigError: no such module, none of that name in it, a module whose import fails, or
-        nothing to call.
+        ConfigError: the module does not exist or cannot be imported, it has nothing of that name,
+            or what it has cannot be called.
     """
     module_name, _, name = target.partition(":") if ":" in target else target.rpartition(".")
     if not module_name or not all(
@@ -81,9 +79,9 @@ def load_target(key: str, target: str, path: str | None = None) -> Callable[...,
 
 
 def import_module(name: str) -> Any:
-    """Import a module, also one that needs torchvision where that is built for GPUs and torch is not.
+    """Import a module, even if it needs a torchvision for GPUs beside a torch without them.
 
-    Such a torchvision describes operators that it cannot load, and only those that use them fail.
+    Such a torchvision describes operators that it cannot load. Only code that uses them fails.
     """
     try:
         return importlib.import_module(name)
@@ -94,18 +92,17 @@ def import_module(name: str) -> Any:
         library = torch.library.Library("torchvision", "FRAGMENT")
         for operator in _UNLOADED:
             library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        _libraries.append(library)  # which takes its operators away when it goes
+        _libraries.append(library)  # keep it alive: its operators disappear with it
         return importlib.import_module(name)
 
 
 def call_target(
     key: str, target: str, kwargs: Mapping[str, Any], path: str | None, *args: Any
 ) -> Any:
-    """Return what the key's target gives for `args` and `kwargs`.
+    """Call what a target names with `args` and `kwargs`, and return the result.
 
     Raises:
-        ConfigError: as `load_target`, keyword arguments that it does not take, or a call that
-        fails.
+        ConfigError: as `load_target`, it does not take the keyword arguments, or the call fails.
     """
     make = load_target(key, target, path)
     check_kwargs(key, make, kwargs, *args)
@@ -121,7 +118,7 @@ def check_kwargs(key: str, make: Callable[..., Any], kwargs: Mapping[str, Any], 
     """Check that a callable takes `args` and `kwargs`.
 
     Raises:
-        ConfigError: it does not; with what it takes.
+        ConfigError: it does not; the message lists its parameters.
     """
     try:
         signature = inspect.signature(make)
@@ -146,7 +143,7 @@ def check_kwargs(key: str, make: Callable[..., Any], kwargs: Mapping[str, Any], 
 def target_error(
     key: str, target: str, what: str, error: BaseException, why: str | None = None
 ) -> ConfigError:
-    """Return the error that says what cannot be done with the user's code, why, and at which line of it."""
+    """Return the error that says what failed in the user's code, why, and at which line."""
     if why is None:
         lines = str(error).strip().splitlines()
         why = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
@@ -155,7 +152,7 @@ def target_error(
 
 
 def _place(error: BaseException) -> str:
-    """Return "file:line `source`" of the innermost line outside of torch and this toolkit, or nothing."""
+    """Return "file:line `source`" of the innermost line outside torch and this toolkit, or ""."""
     if isinstance(error, SyntaxError):
         return f"{short_name(error.filename or '')}:{error.lineno} `{(error.text or '').strip()}`"
     torch = sys.modules.get("torch")
@@ -169,18 +166,18 @@ def _place(error: BaseException) -> str:
 
 
 def short_name(name: str) -> str:
-    """Return a file's name as seen from the current folder, if it is below."""
+    """Return a file's name relative to the current folder, if it is below it."""
     relative = os.path.relpath(name)
     return name if relative.startswith("..") else relative
 
 
 def locate(key: str, target: str, path: str | None) -> tuple[str, str | None]:
-    """Return the name of what a target names, and the folder that holds its package if that is not installed.
+    """Return the name of a target, and the folder of its package if that is not installed.
 
-    The folder is `path`, or else the current one or one of PYTHONPATH. No code runs.
+    The folder is `path`, or otherwise the current folder or one of PYTHONPATH. No code runs.
 
     Raises:
-        ConfigError: a target that is no dotted name, or a path that is no folder.
+        ConfigError: the target is not a dotted name, or the path is not a folder.
     """
     words = target.replace(":", ".").split(".")
     if len(words) < 2 or target.count(":") > 1 or not all(word.isidentifier() for word in words):
@@ -197,9 +194,9 @@ def locate(key: str, target: str, path: str | None) -> tuple[str, str | None]:
 
 @lru_cache(maxsize=64)
 def source_of(target: str, path: str | None) -> str | None:
-    """Return a hash of the code around a target, found without running it.
+    """Return a hash of the code around a target, without running the code.
 
-    None where it is nowhere on the path.
+    Return None if the code is not on the path.
     """
     digest = hashlib.sha256()
     has_any = False
@@ -213,9 +210,9 @@ def source_of(target: str, path: str | None) -> str | None:
 def sources_of(target: str, path: str | None) -> Iterator[tuple[str, bytes]]:
     """Yield names and contents of the Python files around a target.
 
-    Its outermost package, or those beside its module.
-    Names are relative to the folder that holds them. A process that runs from a code archive which
-    has them takes them from there.
+    These are the files of its outermost package, or those beside its module. Names are relative to
+    the folder that holds them. A process that runs from a code archive reads the files from the
+    archive, if they are in it.
     """
     top = target.replace(":", ".").partition(".")[0]
     archive = code_archive()
@@ -239,14 +236,17 @@ def sources_of(target: str, path: str | None) -> Iterator[tuple[str, bytes]]:
 
 
 def code_archive() -> Path | None:
-    """Return the archive that this process runs from, if it does."""
+    """Return the archive that this process runs from, or None if it runs from files."""
     spec = PathFinder.find_spec("gems", sys.path)
     root = Path(str(spec.origin)).parents[1] if spec is not None and spec.origin else None
     return root if root is not None and root.is_file() else None
 
 
 def search_first(folder: str, module_name: str) -> None:
-    """Put the folder of a user's module first in `sys.path`, unless this process runs from an archive that has it."""
+    """Put the folder of a user's module first in `sys.path`.
+
+    Do nothing if this process runs from an archive that has the module.
+    """
     archive = code_archive()
     if folder not in sys.path and not (
         archive and archived_names(archive, module_name.partition(".")[0])
@@ -256,9 +256,9 @@ def search_first(folder: str, module_name: str) -> None:
 
 @lru_cache(maxsize=16)
 def archived_names(archive: Path, top: str) -> tuple[str, ...]:
-    """Return the user's Python files that an archive holds for a top-level name.
+    """Return the user's Python files in an archive that belong to a top-level name.
 
-    Its package, or all modules.
+    These are the files of its package, or all modules if it is a module.
     """
     with zipfile.ZipFile(archive) as file:
         names = sorted(
@@ -281,10 +281,12 @@ def _find(name: str, folders: list[str] | None) -> ModuleSpec | None:
 
 
 def ask_child(key: str, target: str, module: str, *arguments: str) -> dict[str, Any]:
-    """Return the answer of a module that runs the user's code in a process of its own, by `answer`.
+    """Return the answer of a module that runs the user's code in its own process.
+
+    The module answers by `answer`.
 
     Raises:
-        ConfigError: what the module refuses, or a process that ends without an answer.
+        ConfigError: the module refuses, or the process ends without an answer.
     """
     ended = subprocess.run(
         [sys.executable, *RUN_MODULE, module, *arguments],
@@ -308,14 +310,14 @@ def ask_child(key: str, target: str, module: str, *arguments: str) -> dict[str, 
 def answer(
     make: Callable[[], dict[str, Any]], as_refusal: Callable[[Exception], ConfigError]
 ) -> None:
-    """Print, as one line of JSON, what `make` gives or what it refuses.
+    """Print the result of `make`, or its refusal, as one line of JSON.
 
-    Anything else goes to stderr.
+    All other output goes to stderr.
     """
     with contextlib.redirect_stdout(sys.stderr):
         try:
             found = make()
-        except Exception as error:  # also the toolkit's own fault: still one line for the user
+        except Exception as error:  # a fault of the toolkit, too, is one line for the user
             refused = error if isinstance(error, ConfigError) else as_refusal(error)
             found = {"refused": [refused.key, str(refused.value), refused.allowed, refused.advice]}
     print(json.dumps(found), flush=True)

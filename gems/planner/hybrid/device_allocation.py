@@ -1,4 +1,4 @@
-"""How to spend devices: at each number of them the workers x degree, weighed by end-to-end time, with bands."""
+"""The allocation of devices: workers x degree for each device count, by end-to-end time."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ NEARLY = 1.05
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """N workers of M devices: its figures with their bands.
+    """The figures of N workers with M devices each, with their bands.
 
     Attributes:
-        step_s: T, a step; None where only ratios are known.
+        step_s: T, the seconds of a step; None if only ratios are known.
         cost: C in units of T_1 S_1.
         speedup: over the plan's base.
-        gain: over data parallelism on the same devices; None for that itself and where it cannot
-            run.
+        gain: over data parallelism on the same devices; None for data parallelism itself, and if it
+            cannot run.
         time_s: end to end.
         gpu_hours: devices times time.
-        is_extrapolated: the epochs stand on a law far beyond what was measured.
+        is_extrapolated: the epochs come from a law far beyond the measurements.
     """
 
     workers: int
@@ -44,13 +44,13 @@ class Choice:
 
     @property
     def devices(self) -> int:
-        """Workers times degree."""
+        """The number of devices: workers times degree."""
         return self.workers * self.degree
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One number of devices: the choices, fastest first, and the degrees left out with the reason."""
+    """The choices for one number of devices, fastest first, and why other degrees are left out."""
 
     devices: int
     choices: tuple[Choice, ...]
@@ -59,7 +59,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class HybridPlan:
-    """The planner's answer; `base` is (workers, degree) of the fastest choice on the fewest devices that are known."""
+    """The planner's answer.
+
+    `base` is (workers, degree) of the fastest choice on the fewest devices that are known.
+    """
 
     base: tuple[int, int]
     rows: tuple[Row, ...]
@@ -67,11 +70,11 @@ class HybridPlan:
 
 
 def picks(plan: HybridPlan) -> dict[str, Choice]:
-    """Return the fastest choice of all, the cheapest in GPU-hours of the nearly fastest, and the cheapest.
+    """Return the fastest choice, the cheapest of the nearly fastest, and the cheapest of all.
 
-    They are picked among the choices whose epochs do not stand far beyond what was measured, where
-    there are such. Times are compared by what they are relative to each other, so that none need be
-    known in seconds. Nearly fastest is what takes at most NEARLY times the least.
+    The cost is in GPU-hours. Choices whose epochs are not extrapolated far beyond the measurements
+    come first, if there are any. Times are compared as ratios, so no time in seconds is needed. A
+    choice is nearly fastest if it takes at most NEARLY times the least time.
     """
     known = [choice for row in plan.rows for choice in row.choices]
     known = [choice for choice in known if not choice.is_extrapolated] or known
@@ -87,9 +90,9 @@ def picks(plan: HybridPlan) -> dict[str, Choice]:
 
 
 def device_counts(degrees: Sequence[int], most: int) -> tuple[int, ...]:
-    """Return the numbers of devices to look at.
+    """Return the numbers of devices to consider.
 
-    Powers of two times each of the degrees, up to `most`.
+    These are the powers of two times each of the degrees, up to `most`.
     """
     return tuple(
         sorted(
@@ -106,10 +109,11 @@ def device_counts(degrees: Sequence[int], most: int) -> tuple[int, ...]:
 def plan_hybrid(
     case: HybridCase, devices: Sequence[int], num_draws: int = NUM_DRAWS, seed: int = 0
 ) -> HybridPlan:
-    """Weigh all workers x degrees at each number of devices, with bands from the intervals of the inputs.
+    """Weigh all workers x degrees at each number of devices, with bands from the input intervals.
 
     Raises:
-        ConfigError: nothing is known or fits at any of them; the reason at the most devices.
+        ConfigError: nothing is known or fits at any number of devices; the message gives the reason
+            at the last of them.
     """
     rng = np.random.default_rng(seed)
     draws = [] if is_exact(case) else [drawn(case, rng) for _ in range(num_draws)]
@@ -140,7 +144,10 @@ def plan_hybrid(
 
 
 def _costs(case: HybridCase, devices: int) -> tuple[dict[int, float], dict[int, str]]:
-    """Return the cost of each degree that divides a number of devices, least first, and why others are left out."""
+    """Return costs by degree, least first, and the reasons for degrees left out.
+
+    Only degrees that divide the number of devices are considered.
+    """
     costs = {}
     left_out = {}
     for degree in (each for each in case.degrees if devices % each == 0):
@@ -186,7 +193,10 @@ def _choice(
 def _gain(
     case: HybridCase, draws: Sequence[HybridCase], workers: int, degree: int
 ) -> Quantity | None:
-    """Return the gain over data parallelism, or None for that itself and where that does not fit or is not known."""
+    """Return the gain over data parallelism.
+
+    Return None for data parallelism itself, and if it does not fit or is not known.
+    """
     if degree == 1 or 1 in case.misfits:
         return None
     try:
