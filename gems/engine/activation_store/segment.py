@@ -1,4 +1,4 @@
-"""Segments of a stage: neighbouring layers under one memory policy, whose saved tensors are in the activation store."""
+"""Segments of a stage: neighbouring layers under one memory policy, in the activation store."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from gems.models.mixed import low_copies
 from gems.schedule.action import Kind
 from gems.schedule.schedule import Schedule
 
-Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]  # with the strides
+Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]  # second: strides
 
 
 def _gradient_layout(tensor: Tensor) -> Layout:
@@ -42,7 +42,7 @@ def _gradient_layout(tensor: Tensor) -> Layout:
 
 
 def _in_layout(gradient: Tensor | None, layout: Layout) -> Tensor:
-    """Return a gradient in a layout; zeros for None."""
+    """Return a gradient in a layout, or zeros if the gradient is None."""
     size, stride, dtype, device = layout
     if gradient is not None:
         same = zip(gradient.size(), gradient.stride(), stride, strict=True)
@@ -54,10 +54,10 @@ def _in_layout(gradient: Tensor | None, layout: Layout) -> Tensor:
 
 @dataclass(slots=True)
 class SegmentInput:
-    """The inputs of one forward, and the gradients that backward has computed for those that want one.
+    """The inputs of one forward, and the gradients that backward has computed for wanted inputs.
 
     A graph holds a leaf that requires a gradient until backward, saved or not. So the graph begins
-    at an anchor of one element instead, and the inputs pass by it.
+    at an anchor of one element instead, and the inputs bypass it.
     """
 
     wanted: tuple[bool, ...]
@@ -68,11 +68,11 @@ class SegmentInput:
     def enter(
         cls, inputs: Sequence[Tensor], wanted: Sequence[bool]
     ) -> tuple[SegmentInput, tuple[Tensor, ...]]:
-        """Pass inputs into a new graph, those in `wanted` with a gradient.
+        """Pass inputs into a new graph; those in `wanted` get a gradient.
 
         Returns:
-            The segment's input, and the tensors for its layers: over the same memory, and no
-            leaves.
+            The segment's input, and the tensors for its layers, which share the memory of the
+                inputs and are no leaves.
         """
         layouts = tuple(
             _gradient_layout(tensor) if tensor.is_floating_point() else None for tensor in inputs
@@ -91,9 +91,9 @@ class SegmentInput:
     def gradients(self, is_first: bool) -> tuple[Tensor | None, ...]:
         """Return the gradients of the floating-point inputs, and drop them.
 
-        Those of a stage's first segment are complete and have the layout of their inputs. In later
-        segments an input without a gradient gives None to the segment before it, as in an uncut
-        graph.
+        The gradients of a stage's first segment are complete and have the layout of their inputs.
+        In later segments, an input without a gradient gives None to the segment before it, as in an
+        uncut graph.
         """
         caught = iter(self._caught or [None] * sum(self.wanted))
         found: list[Tensor | None] = []
@@ -106,7 +106,7 @@ class SegmentInput:
 
 
 class _Pass(Function):
-    """Pass tensors through, and catch their gradients."""
+    """Pass tensors through and catch their gradients."""
 
     @staticmethod
     def forward(
@@ -114,7 +114,7 @@ class _Pass(Function):
     ) -> tuple[Tensor, ...]:
         ctx.caught = caught
         ctx.set_materialize_grads(False)
-        # detached, each is a tensor of its own that the layers may change in place
+        # a detached tensor is separate, so the layers may change it in place
         return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
@@ -128,7 +128,7 @@ _pass: Callable[..., tuple[Tensor, ...]] = _Pass.apply
 
 @functools.cache
 def _anchor(device: torch.device) -> Tensor:
-    return torch.zeros(1, device=device, requires_grad=True)  # and gets no gradient
+    return torch.zeros(1, device=device, requires_grad=True)  # never gets a gradient
 
 
 SegmentKey = tuple[int, int, int | None]  # direction, stage, segment
@@ -136,15 +136,15 @@ SegmentKey = tuple[int, int, int | None]  # direction, stage, segment
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """The segments on a rank, their store, and its pool of host memory."""
+    """The segments on a rank, their store, and their pool of host memory."""
 
     by_key: dict[SegmentKey, StoredSegment | StoredStrips]
     store: ActivationStore
     pool: HostPool
 
 
-# What is left of a forward that will be recomputed: inputs, which of them want a gradient, context,
-# and `is_split`.
+# What remains of a forward that will be recomputed: its inputs, whether each wants a gradient, the
+# context, and `is_split`.
 PendingRecompute = tuple[tuple[SavedTensor, ...], tuple[bool, ...], RecomputeContext, bool]
 
 
@@ -152,7 +152,7 @@ class StoredSegment(Stage):
     """Some layers of a stage, run as a `Stage` but with their saved tensors in the store.
 
     An output's `requires_grad` says whether its gradient is wanted, so that the gradients of a
-    stage are those of its uncut graph.
+    stage equal those of its uncut graph.
     """
 
     def __init__(
@@ -166,9 +166,9 @@ class StoredSegment(Stage):
         poll: Callable[[], None],
         is_selective: bool = False,
     ) -> None:
-        """Take the layers `modules` of the stage `whole`, whose segments have numbers from 0.
+        """Take the layers `modules` of the stage `whole`, whose segments are numbered from 0.
 
-        If `is_selective`, recomputation keeps outputs of matrix products.
+        If `is_selective`, recomputation keeps the outputs of matrix products.
         """
         super().__init__(modules, whole.is_first and number == 0, poll)
         self._whole = whole
@@ -185,7 +185,7 @@ class StoredSegment(Stage):
         )
 
     def split_layers(self) -> SplitLayers:
-        """Return those of the whole stage."""
+        """Return the split layers of the whole stage."""
         return self._whole.split_layers()
 
     def forward(
@@ -195,7 +195,7 @@ class StoredSegment(Stage):
         loss: Loss | None = None,
         is_split: bool = False,
     ) -> tuple[Tensor, ...]:
-        """Run the layers and keep in the store what autograd saves; see `Stage.forward`."""
+        """Run the layers and put what autograd saves into the store; see `Stage.forward`."""
         key = self._begin(micro_batch, inputs)
         wanted = self._wanted(inputs)
         outputs = self._record(
@@ -236,10 +236,10 @@ class StoredSegment(Stage):
         )
 
     def recompute(self, micro_batch: int, loss: Loss | None = None) -> None:
-        """Run the layers again, now keeping in the store what backward needs.
+        """Run the layers again, and put what backward needs into the store.
 
         Raises:
-            RuntimeError: an input was changed in place meanwhile.
+            RuntimeError: An input was changed in place in the meantime.
         """
         saved, wanted, context, is_split = self._recomputes.pop(micro_batch)
         inputs = [self._store.load(tensor) for tensor in saved]
@@ -268,8 +268,9 @@ class StoredSegment(Stage):
         """Add to the parameters' gradients, and free what only this segment needed.
 
         Returns:
-            The gradients of the floating-point inputs (None inside of a stage for one without), and
-            on the first segment the stage's inputs, which nothing reads any more.
+            The gradients of the floating-point inputs (None within a stage for an input without a
+                gradient), and on the first segment the stage's inputs, which nothing reads any
+                more.
         """
         found = super().backward(micro_batch, gradients)
         self._store.end_backward(self._key(micro_batch), self._number)
@@ -278,7 +279,7 @@ class StoredSegment(Stage):
     def backward_input(
         self, micro_batch: int, gradients: Sequence[Tensor]
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Compute the input gradients, and keep what the weight gradients need, on the device."""
+        """Compute the input gradients, and keep on the device what the weight gradients need."""
         found = super().backward_input(micro_batch, gradients)
         received = storage_addresses(gradients) if self._is_last else set()
         kept = self._deferred[micro_batch].tensors()
@@ -299,7 +300,7 @@ class StoredSegment(Stage):
 
     @property
     def num_in_flight(self) -> int:
-        """Micro-batches whose backward, or the rest of it, is still to come."""
+        """Return the number of micro-batches whose backward is not complete."""
         return super().num_in_flight + len(self._recomputes)
 
     def _key(self, micro_batch: int) -> MicroBatchKey:
@@ -351,13 +352,13 @@ class StoredSegment(Stage):
         self, micro_batch: int, stash: Stash, gradients: Sequence[Tensor]
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         run_backward(stash.edges, gradients)
-        # inside of a stage some may be None, which the segment before expects
+        # within a stage some may be None, which the segment before expects
         return stash.inputs.gradients(is_first=self._number == 0), self._inputs.pop(micro_batch, ())
 
     def _run_on_copies(self, given: tuple[Tensor, ...], loss: Loss | None) -> tuple[Tensor, ...]:
         """Run the layers on copies of the inputs that they change in place.
 
-        The first call finds out which.
+        The first call finds out which inputs these are.
         """
         if self._changed_inputs is not None:
             return self._run(self._copy_changed(given), loss)
@@ -385,7 +386,7 @@ class StoredSegment(Stage):
 
 
 def _view_of_original(original: Tensor | None, tensor: Tensor) -> Tensor:
-    """Return a view of a copy as the same view of what was copied."""
+    """Return a view of a copy as the same view of the original."""
     if original is None or original.dtype is not tensor.dtype:
         return tensor
     offset = original.storage_offset() + tensor.storage_offset()
@@ -395,7 +396,7 @@ def _view_of_original(original: Tensor | None, tensor: Tensor) -> Tensor:
 def needs_store(schedule: Schedule) -> bool:
     """Return whether a schedule has segments, offloads or recomputes.
 
-    Otherwise stages keep what they save.
+    Otherwise, stages keep their saved tensors themselves.
     """
     has_segments = any(number is not None for number in schedule.num_segments)
     return has_segments or schedule.has_any(Kind.OFFLOAD) or schedule.has_any(Kind.R)
@@ -412,12 +413,13 @@ def open_segments(
     min_offload_bytes: int = 0,
     host_limit_bytes: int | None = None,
 ) -> Segments:
-    """Split the stages of a rank into the segments of its schedule, or of one each without a memory plan.
+    """Split the stages of a rank into the segments of its schedule.
 
-    Storages smaller than `min_offload_bytes` stay on the device, unless the plan has another limit.
+    Without a memory plan each stage is one segment. Storages smaller than `min_offload_bytes` stay
+    on the device, unless the plan has another limit.
 
     Raises:
-        ConfigError: the schedule is not that of the plan.
+        ConfigError: The schedule does not belong to the plan.
     """
     where = f"rank {rank}"
     is_gpu = device.type == "cuda"

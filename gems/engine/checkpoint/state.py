@@ -1,8 +1,8 @@
-"""The state of a rank: its tensors and their names, copied to the host, and restored into any partition.
+"""The state of a rank: named tensors, copied to the host and restored into any partition.
 
 In a shard they are named `parameters/LAYER/KEY`, `average/LAYER/KEY`, `buffers/LAYER/KEY`,
 `optimizer/SLOT/LAYER/KEY` and, for a buffer that may differ from copy to copy,
-`copies/DIRECTION/LAYER/KEY`. Rank 0 has `losses`, `schedule` and `loss_scale`.
+`copies/DIRECTION/LAYER/KEY`. Rank 0 also has `losses`, `schedule` and `loss_scale`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gems.errors import ConfigError
 LOSSES = "losses"
 SCHEDULE = "schedule"
 LOSS_SCALE = "loss_scale"
-NUMBER = ":number"  # after the name of a slot that is no tensor
+NUMBER = ":number"  # suffix of a slot that is no tensor
 _PYTHON = "random/python"
 _NUMPY = "random/numpy"
 _TORCH = "random/torch"
@@ -51,15 +51,15 @@ def layer_owners(pipeline: Pipeline) -> dict[str, int]:
 
 
 def state_tensors(pipeline: Pipeline) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return what this rank saves.
+    """Return the tensors that this rank saves.
 
-    Its share of the layers, counters of its copies, and its random states.
-    Parameters, optimizer state and running statistics are equal in all copies, so one is saved.
-    Other buffers, such as batch norm's count of batches, advance with the micro-batches of each
-    copy, so every rank saves its own.
+    These are its share of the layers, the counters of its copies, and its random states.
+    Parameters, optimizer state and running statistics are equal in all copies, so only one copy is
+    saved. Other buffers, such as batch norm's count of batches, advance with the micro-batches of
+    each copy, so every rank saves its own.
 
     Returns:
-        Tensors that the next forward changes, and those that only the optimizer changes.
+        The tensors that the next forward changes, and those that only the optimizer changes.
     """
     owners = layer_owners(pipeline)
     mine = pipeline.comm.rank
@@ -92,14 +92,14 @@ def state_tensors(pipeline: Pipeline) -> tuple[dict[str, Tensor], dict[str, Tens
 def restore_state(pipeline: Pipeline, folder: Path, manifest: Manifest) -> list[float]:
     """Load a checkpoint into every layer of this rank, whatever partition it was saved with.
 
-    Returns:
-        On rank 0 the training loss of every step that was done.
-
-    Random states and counters of copies are restored if the layout is the same; otherwise
+    Random states and the counters of copies are restored if the layout is the same. Otherwise,
     generators are seeded anew from the seed, the rank and the step.
 
+    Returns:
+        On rank 0, the training loss of every step that was done.
+
     Raises:
-        ConfigError: a tensor is missing or of another shape.
+        ConfigError: A tensor is missing or has another shape.
     """
     optimizer_state: dict[int, dict[str, Any]] = {}
     update = pipeline.update
@@ -167,10 +167,7 @@ def restore_state(pipeline: Pipeline, folder: Path, manifest: Manifest) -> list[
 
 
 def _number_or_tensor(slot: str, value: Tensor) -> tuple[str, Any]:
-    """Return a slot of an optimizer's state as the optimizer had it.
-
-    A number was saved as a tensor.
-    """
+    """Return a slot of an optimizer's state in its original form: numbers are saved as tensors."""
     if not slot.endswith(NUMBER):
         return slot, value
     number = float(value)
@@ -178,7 +175,7 @@ def _number_or_tensor(slot: str, value: Tensor) -> tuple[str, Any]:
 
 
 class _Shards(contextlib.ExitStack):
-    """The files of a checkpoint, each opened on first use."""
+    """The files of a checkpoint; each file is opened on first use."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -201,7 +198,7 @@ class _Shards(contextlib.ExitStack):
         )
 
     def tensor(self, rank: int, name: str) -> Tensor:
-        """Read a copy of a tensor: the library's own may be the memory-mapped file, which is removed one day."""
+        """Return a copy of a tensor: the original may map a file that is removed later."""
         if name not in self.names(rank):
             raise self._misfit(rank, f"holds no {name}")
         tensor: Tensor = self._files[rank][0].get_tensor(name)
@@ -225,7 +222,7 @@ class _Shards(contextlib.ExitStack):
 
 
 def _layers(pipeline: Pipeline) -> Iterator[tuple[StageKey, str, str, nn.Module]]:
-    """Yield for each module of this rank its stage key, its layer's name, and its own if it is an operator."""
+    """Yield the stage key, layer name, part name and module of each layer or operator here."""
     for key in pipeline.modules:
         parts = pipeline.stage_modules.unit_names(key[1])
         for part, (name, module) in zip(parts, pipeline.named_layers(key), strict=True):
@@ -283,10 +280,10 @@ def _number(bits: int) -> float:
 
 
 class HostCopy:
-    """Copies a state to host memory that is reused by the next checkpoint.
+    """Copies a state to host memory, which the next checkpoint reuses.
 
-    On a GPU a separate stream copies to pinned memory. The compute stream waits at once for `early`
-    tensors, and for the `late` ones only before the optimizer's next step.
+    On a GPU, a separate stream copies to pinned memory. The compute stream waits at once for
+    `early` tensors, and for the `late` ones only before the optimizer's next step.
     """
 
     def __init__(self, device: torch.device, optimizer: torch.optim.Optimizer) -> None:
@@ -299,7 +296,7 @@ class HostCopy:
             optimizer.register_step_pre_hook(lambda *_: self._wait_for_copies())
 
     def begin(self, early: dict[str, Tensor], late: dict[str, Tensor]) -> None:
-        """Begin to copy."""
+        """Begin to copy the tensors."""
         before = self._copies
         self._copies = {}
         for name, tensor in (early | late).items():
@@ -325,7 +322,7 @@ class HostCopy:
         return sum(tensor.numel() * tensor.element_size() for tensor in self._copies.values())
 
     def host_tensors(self) -> dict[str, Tensor]:
-        """Wait for the copies and return them, valid until the next ones; from any thread."""
+        """Wait for the copies and return them, valid until the next; callable by any thread."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._copies
@@ -340,14 +337,14 @@ class HostCopy:
 
 
 class PipelineState(HostCopy):
-    """Copies of a rank's share of the state of a pipeline, and on rank 0 of the losses."""
+    """Copies of a rank's share of a pipeline's state; on rank 0, also of the losses."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         super().__init__(pipeline.device, pipeline.update.optimizer)
         self._pipeline = pipeline
 
     def take(self, losses: Sequence[float]) -> None:
-        """Copy the state as it is now; `losses` are of all steps before."""
+        """Copy the current state; `losses` are those of all steps so far."""
         early, late = state_tensors(self._pipeline)
         if self._pipeline.comm.rank == 0:
             early[LOSSES] = torch.tensor(losses, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""The hop: what a message between neighbours costs on emulated ranks, measured by the code that runs a step."""
+"""The hop: the cost of a message between neighbours on emulated ranks, measured by step code."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Times = dict[
 
 
 class _EventTimes:
-    """Collects when the events of a rank began and ended."""
+    """Collects the begin and end of each event of a rank."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -45,15 +45,15 @@ def measure_hop(
     hang_timeout_s: float,
     wait_state: WaitState | None = None,
 ) -> float:
-    """Return seconds from the planned end of a compute to the arrival of its data at the next rank; collective.
+    """Return the seconds from the planned end of a compute to its data's arrival; collective.
 
     Micro-batches go down the ranks of `transport` and back one by one. A rank measures how long it
-    waited for a gradient, and its neighbour how much of that was its own work, each by its own
-    clock: the rest is two hops. The median over neighbours and trips counts. It includes how late a
-    rank wakes up, as any step does.
+    waited for a gradient, and its neighbour measures how much of that was its own work, each by its
+    own clock. The rest is two hops. The result is the median over neighbours and trips. It includes
+    the delay with which a rank wakes up, as in any step.
 
     Returns:
-        The same on all ranks; 0 if there is only one.
+        The same value on all ranks; 0 if there is only one rank.
     """
     num_ranks = transport.size
     rank = transport.rank
@@ -76,7 +76,7 @@ def measure_hop(
 
 
 def hop_times_s(times: list[Times], trips: int) -> list[float]:
-    """Return the seconds of a hop for each pair of neighbours and each trip, from the events of each rank."""
+    """Return the seconds of a hop by pair of neighbours and by trip, from the ranks' events."""
     found = []
     for here, there in pairwise(times):
         for m in range(trips):

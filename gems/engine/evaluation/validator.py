@@ -1,7 +1,4 @@
-"""Validation while a run trains.
-
-When it is due, the best weights so far, and when training ends early.
-"""
+"""Validation during training: when it is due, the best weights so far, and early stopping."""
 
 from __future__ import annotations
 
@@ -20,13 +17,13 @@ from gems.trace import TracePart
 from gems.utils.atomic_io import read_json, write_json
 
 PREFIX = "validation_"
-FALLING = ("loss", "error")  # metrics whose names end so are better when they are lower
+FALLING = ("loss", "error")  # metrics with these endings are better when they are lower
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The best value of the monitored metric, after how many steps it was reached, and how many were worse since."""
+    """The best value of the monitored metric, its step, and the number of worse values since."""
 
     metric: str
     step: int
@@ -35,15 +32,16 @@ class Best:
 
     @property
     def weights(self) -> str:
-        """The folder of its weights, below that of the run's best."""
+        """Return the name of the folder of its weights, below the run's folder of best weights."""
         return f"step{self.step:08d}"
 
 
 class Validator:
-    """Validates every so many steps, keeps the weights of the best validation, and tells when to stop.
+    """Validates at regular steps, keeps the best weights, and decides when to stop.
 
     `measure` returns the validation metrics, the same on all ranks, and `save` writes this rank's
-    weights to a folder; both are collective. A run that continues knows its best from best.json.
+    weights to a folder; both are collective. A run that continues reads its best value from
+    best.json.
     """
 
     def __init__(
@@ -72,17 +70,19 @@ class Validator:
         self.best = Best(**known) if known and known["step"] <= first_step else None
 
     def after(self, num_steps: int) -> Mapping[str, float]:
-        """Return the metrics after so many steps, empty if no validation is due; collective."""
+        """Return the metrics after `num_steps`, empty if no validation is due; collective."""
         self._num_steps = num_steps
         is_due = self._every is not None and num_steps % self._every == 0
         is_last = self._train.evaluate and num_steps == self._train.steps
         return self.validate() if is_due or is_last else {}
 
     def validate(self) -> Mapping[str, float]:
-        """Return the metrics after the steps done, measured once, and keep weights that are the best; collective.
+        """Return the metrics after the steps done, and keep the best weights; collective.
+
+        The metrics of a step are measured only once.
 
         Raises:
-            ConfigError: train.monitor is none of the metrics.
+            ConfigError: `train.monitor` is none of the metrics.
         """
         if self._last is None or self._last[0] != self._num_steps:
             metrics = self._measure()
@@ -97,7 +97,7 @@ class Validator:
 
     @property
     def is_over(self) -> bool:
-        """Whether train.patience validations in a row were not better than the best."""
+        """Return whether the last train.patience validations were not better than the best."""
         patience = self._train.patience
         return patience is not None and self.best is not None and self.best.num_worse >= patience
 
@@ -142,7 +142,7 @@ class Validator:
                 )
 
     def _keep_weights(self, folder: Path) -> str | None:
-        """Save the weights, and return what went wrong on a rank, of which no part stays; collective."""
+        """Save the weights; if a rank fails, remove them and return its error; collective."""
         mine = None
         try:
             self._save(folder)

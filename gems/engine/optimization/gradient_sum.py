@@ -1,4 +1,4 @@
-"""Sums of a flat tensor over ranks, which go on while the rank computes."""
+"""Sums of a flat tensor over ranks, which run while the rank computes."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from torch import Tensor
 
 from gems.engine.transport.links import Request, Sums
 
-BUCKET_ELEMENTS = 2**23  # of 4 or 8 bytes: a copy of milliseconds
+BUCKET_ELEMENTS = 2**23  # 4 or 8 bytes per element: a bucket is copied in milliseconds
 
 
 class GradientSum(Protocol):
     """A sum of one tensor in place, step after step.
 
-    All ranks start the same ones in the same order.
+    All ranks start the same sums in the same order.
     """
 
     def start(self) -> None:
-        """Begin; until `finish` the tensor may not be used."""
+        """Begin the sum; the tensor may not be used until `finish`."""
 
     def poll(self) -> bool:
-        """Let it move on without waiting, and return whether all of it is posted, so that the next one may be."""
+        """Make progress without waiting; return whether all of it is posted, so the next may be."""
 
     def post(self) -> None:
-        """Post all of it, and wait for the device to come to it."""
+        """Post all of the sum, and wait for the device if necessary."""
 
     @property
     def is_over(self) -> bool:
-        """Whether a poll has seen its end."""
+        """Return whether a poll has seen the end of the sum."""
 
     def finish(self) -> None:
-        """Wait for its end; the current stream may use the tensor."""
+        """Wait for the end of the sum; after that, the current stream may use the tensor."""
 
 
 def open_sum(tensor: Tensor, sums: Sums) -> GradientSum:
-    """Return the sum of a flat tensor where it is, or by way of host memory or of another type."""
+    """Return the sum of a flat tensor, staged in host memory or another type if necessary."""
     return StagedSum(tensor, sums) if needs_staging(tensor, sums) else PlainSum(tensor, sums)
 
 
 class PlainSum:
-    """Sums a tensor where it is."""
+    """Sums a tensor in its own memory."""
 
     def __init__(self, tensor: Tensor, sums: Sums) -> None:
         self._tensor = tensor
@@ -51,32 +51,32 @@ class PlainSum:
         self._request: Request | None = None
 
     def start(self) -> None:
-        """Post it; on a GPU it follows the work of the current stream."""
+        """Post the sum; on a GPU it follows the work of the current stream."""
         self._request = self._sums.post_sum(self._tensor)
 
     def poll(self) -> bool:
-        """Return True: it is posted."""
+        """Return True, since `start` has posted the sum."""
         return True
 
     def post(self) -> None:
-        """Do nothing: it is posted."""
+        """Do nothing, since `start` has posted the sum."""
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended."""
+        """Return whether the sum has ended."""
         return self._request is None or self._request.Test()
 
     def finish(self) -> None:
-        """Wait for its end."""
+        """Wait for the end of the sum."""
         self._sums.wait_sum(self._request)
         self._request = None
 
 
 class StagedSum:
-    """Sums a tensor of a GPU in pinned host memory, or one of a low type in float32, bucket by bucket.
+    """Sums a tensor bucket by bucket, from a GPU in pinned host memory, or a low type in float32.
 
-    Both ways have streams of their own: while ranks sum one bucket, the next ones leave, and
-    earlier ones come back.
+    Copies in both directions have their own streams: while ranks sum one bucket, the next ones
+    leave and earlier ones come back.
     """
 
     def __init__(self, tensor: Tensor, sums: Sums, elements: int = BUCKET_ELEMENTS) -> None:
@@ -97,9 +97,9 @@ class StagedSum:
         self._coming: deque[tuple[Request, Tensor, Tensor]] = deque()
 
     def start(self) -> None:
-        """Copy all buckets, behind the work of the current stream.
+        """Copy all buckets, after the work of the current stream.
 
-        Those that need no event are posted.
+        Buckets that need no event are posted at once.
         """
         if self._streams is None:
             for bucket, staged in self._buckets:
@@ -117,7 +117,7 @@ class StagedSum:
     def poll(self) -> bool:
         """Post the buckets that have left, and bring back those that are summed.
 
-        Return whether all are posted.
+        Return whether all buckets are posted.
         """
         while self._leaving and self._leaving[0][0].query():  # type: ignore[no-untyped-call]
             self._post(*self._leaving.popleft()[1:])
@@ -126,7 +126,7 @@ class StagedSum:
         return not self._leaving
 
     def post(self) -> None:
-        """Post all buckets, each once it has left the device."""
+        """Post all buckets, each after it has left the device."""
         while self._leaving:
             event, bucket, staged = self._leaving.popleft()
             event.synchronize()
@@ -134,11 +134,11 @@ class StagedSum:
 
     @property
     def is_over(self) -> bool:
-        """Whether all buckets are on their way back."""
+        """Return whether all buckets are on their way back."""
         return not self._leaving and not self._coming
 
     def finish(self) -> None:
-        """Bring back all buckets, for the current stream."""
+        """Bring back all buckets for the current stream."""
         self.post()
         while self._coming:
             self._bring_next()
@@ -156,7 +156,7 @@ class StagedSum:
 
 
 def needs_staging(tensor: Tensor, sums: Sums) -> bool:
-    """Return whether ranks cannot sum a tensor where it is, as what it is."""
+    """Return whether ranks cannot sum a tensor in its own memory and type."""
     return not _can_sum_at(tensor.device, sums) or tensor.dtype not in (
         torch.float32,
         torch.float64,

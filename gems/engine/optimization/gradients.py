@@ -14,20 +14,20 @@ from gems.engine.transport.links import Sums
 
 
 def running_statistics(module: nn.Module) -> list[Tensor]:
-    """Return the floating-point buffers of a module (running means and variances), in a fixed order."""
+    """Return a module's floating-point buffers (running means and variances) in a fixed order."""
     return [buffer for buffer in module.buffers() if buffer.is_floating_point()]
 
 
 class Gradients:
     """The gradients of all stages on a rank, as views of one buffer, and their sum over all copies.
 
-    Frozen parameters have none, and without other copies running statistics stay where they are.
+    Frozen parameters have no gradient. Without other copies, running statistics stay in place.
 
-    The buffer is [gradients by stage | running statistics | gradients of second copies], with the
-    stages first that START_REDUCE sums, each by itself. What is left of the first two parts is one
-    message. Ranks r and P-1-r hold the same two stages, so one all-reduce serves both directions
-    and all replicas (GEMS). Running statistics come back as their mean, so that all copies stay
-    equal.
+    The buffer is [gradients by stage | running statistics | gradients of second copies]. The stages
+    that START_REDUCE sums come first, and each of them is summed by itself. The rest of the first
+    two parts is one message. Ranks r and P-1-r hold the same two stages, so one all-reduce serves
+    both directions and all replicas (GEMS). Running statistics come back as their mean, so that all
+    copies stay equal.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class Gradients:
         )
         self._flat = torch.zeros(end_of_message + num_seconds, dtype=dtype, device=device)
         self._packed = self._flat[num_gradients:end_of_message]
-        # a second copy of a stage on the rank, the middle one of an odd number, is added before the
-        # message is sent
+        # a second copy of a stage on the rank (the middle stage of an odd number) is added before
+        # the message is sent
         self._seconds: list[tuple[Tensor, Tensor]] = []
         self._of_stage: dict[int, Tensor] = {}
         at = 0
@@ -87,29 +87,32 @@ class Gradients:
 
     @property
     def num_bytes(self) -> int:
-        """Size of what one rank sums with its peers in bytes."""
+        """Return the bytes that one rank sums with its peers."""
         return self._message_bytes
 
     def zero(self) -> None:
-        """Clear all gradients, for the next step."""
+        """Clear all gradients for the next step."""
         self._flat.zero_()
 
     def squared_norm(self, stages: Iterable[int]) -> float:
-        """Return the sum of the squared gradients of some stages on this rank, in float64 and in a fixed order."""
+        """Return the squared norm of the gradients of some stages on this rank.
+
+        It is summed in float64 and in a fixed order.
+        """
         norms = [
             torch.linalg.vector_norm(self._of_stage[stage], dtype=torch.float64) for stage in stages
         ]
         return float(torch.stack(norms).square().sum()) if norms else 0.0
 
     def scale(self, factor: float) -> None:
-        """Multiply all gradients."""
+        """Multiply all gradients by a factor."""
         if factor != 1:
             self._flat.mul_(factor)
 
     def start_reduce(self, stage: int, done: Callable[[int], None]) -> None:
-        """Begin to sum the gradients of a stage over its copies.
+        """Begin to sum the gradients of a stage over its copies; collective.
 
-        `done` gets their bytes at the end; collective.
+        `done` gets their size in bytes at the end.
         """
         if self._transport.size > 1 and stage in self._sums:
             size = self._of_stage[stage].nbytes
@@ -118,7 +121,7 @@ class Gradients:
             self._unreported.append((self._sums[stage], lambda: done(size)))
 
     def poll(self) -> None:
-        """Let sums that were started move on."""
+        """Let the started sums make progress."""
         for each, _ in self._unreported:
             if not each.poll():
                 break
@@ -126,7 +129,7 @@ class Gradients:
             self._unreported.pop(0)[1]()
 
     def reduce(self) -> None:
-        """Sum the other gradients, average the running statistics, and wait for all sums; collective."""
+        """Sum the other gradients, average running statistics, wait for all sums; collective."""
         if not self._has_copies:
             return
         for first, second in self._seconds:
@@ -159,9 +162,9 @@ class Gradients:
 
 
 def _set_views(parameters: Iterable[nn.Parameter], flat: Tensor, start: int) -> int:
-    """Make the gradients of `parameters` views of `flat` from `start` on, and return their number of elements.
+    """Make the gradients of `parameters` views of `flat` from `start` on; return the element count.
 
-    Each has the order of memory of its parameter, in which autograd makes what it adds.
+    Each gradient has the memory order of its parameter, which autograd uses for what it adds.
     """
     at = start
     for parameter in parameters:

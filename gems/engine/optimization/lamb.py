@@ -1,4 +1,4 @@
-"""LAMB: Adam whose step in each parameter is as long as the parameter, times the learning rate (You et al. 2019)."""
+"""LAMB: Adam with steps as long as the parameter times the learning rate (You et al. 2019)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from torch.optim import Optimizer
 
 
 class Lamb(Optimizer):
-    """Layer-wise adaptive moments for large batches (arXiv:1904.00962, algorithm 2), with Adam's bias correction.
+    """Layer-wise adaptive moments for large batches, with Adam's bias correction.
 
-    The trust ratio is that of one parameter tensor, so it is the same however the model is cut into
-    stages. Parameters without weight decay take Adam's step.
+    This is algorithm 2 of arXiv:1904.00962. The trust ratio is computed for each parameter tensor,
+    so it does not depend on how the model is cut into stages. Parameters without weight decay take
+    Adam's step.
     """
 
     def __init__(
@@ -31,7 +32,7 @@ class Lamb(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take one step, and return the closure's loss if there is a closure."""
+        """Take one step and return the closure's loss, or None without a closure."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

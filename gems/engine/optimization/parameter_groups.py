@@ -1,4 +1,4 @@
-"""Parameter groups: which parameters are trained, with which learning rate, and which of them are decayed."""
+"""Parameter groups: which parameters are trained and decayed, and with which learning rate."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NORMS = (
 
 
 class NumberedLayer(NamedTuple):
-    """A layer's module, with its place in the whole model, from 0."""
+    """A layer's module, with its place in the whole model, counted from 0."""
 
     place: int
     name: str
@@ -33,7 +33,7 @@ def trained(parameters: Iterable[nn.Parameter]) -> Iterator[nn.Parameter]:
 
 
 def check_frozen(patterns: Iterable[str], used: Collection[str]) -> None:
-    """Raise ConfigError for the first pattern of optimizer.frozen that has matched nothing in the whole model."""
+    """Raise ConfigError for the first pattern of optimizer.frozen that matches nothing."""
     for pattern in patterns:
         if pattern not in used:
             raise ConfigError(
@@ -48,12 +48,11 @@ def check_frozen(patterns: Iterable[str], used: Collection[str]) -> None:
 def parameter_groups(
     config: OptimizerConfig, layers: Iterable[NumberedLayer], num_layers: int, lr: float
 ) -> list[dict[str, Any]]:
-    """Return the groups for an optimizer, those of all ranks in the same order.
+    """Return the groups for an optimizer, in the same order on all ranks.
 
-    Some may be empty on a rank.
-    A layer's learning rate is `lr` x layer_decay to the power of its distance from the last layer.
-    Without decay_norms_and_biases, parameters of norms and those of one dimension have a group
-    without weight decay.
+    Some groups may be empty on a rank. A layer's learning rate is `lr` x layer_decay to the power
+    of its distance from the last layer. Without `decay_norms_and_biases`, parameters of norms and
+    those with one dimension have a group without weight decay.
     """
     depths = range(num_layers) if config.layer_decay != 1 else range(1)
     kinds = (True,) if config.decay_norms_and_biases else (True, False)

@@ -1,4 +1,4 @@
-"""The end of a step: gradients are reduced, all ranks agree whether they are finite, and the weights change."""
+"""The end of a step: gradients are reduced, ranks agree whether they are finite, weights change."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from gems.engine.transport.mpi import Transport
 STOP = "stop"
 SKIP = "skip"
 IGNORE = "ignore"
-CLIP_FLOOR = 1e-6  # added to the norm, as torch.nn.utils.clip_grad_norm_ does
+CLIP_FLOOR = 1e-6  # added to the norm, as in torch.nn.utils.clip_grad_norm_
 
 
 class Update:
-    """Changes the weights of a rank once a step, the same way on all ranks.
+    """Changes the weights of a rank once a step, in the same way on all ranks.
 
     The sums of squared gradients of all ranks of a pipeline, and the number of losses that are not
-    finite, travel in one small message to every rank of the run. Each entry of it comes from one
-    rank, so that its sum has the same bits everywhere, and all copies of a stage scale, skip or
-    stop alike. In float16 a gradient that overflows skips the step and halves the loss scale, and
+    finite, travel in one small message to every rank of the run. Each entry of the message comes
+    from one rank, so its sum has the same bits everywhere, and all copies of a stage scale, skip or
+    stop alike. In float16, a gradient that overflows skips the step and halves the loss scale. It
     is no failure until the scale is 1.
 
     Attributes:
-        grad_norm: norm of the gradient over all stages in the last step, before clipping; NaN if no
+        grad_norm: Norm of the gradient over all stages in the last step, before clipping; NaN if no
             message was needed.
-        learning_rate: the largest of the groups in the last step.
-        has_failed: the last step was not finite, and the weights are those before it.
-        scale: the loss scale of float16, None in other precisions.
+        learning_rate: The largest learning rate of the groups in the last step.
+        has_failed: The last step was not finite, and the weights are those before it.
+        scale: The loss scale of float16, None in other precisions.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Update:
         schedule: LrSchedule,
         average: WeightAverage | None = None,
     ) -> None:
-        """Take the parts of a rank's update; `rank` is its number in its pipeline of `num_ranks`."""
+        """Take the parts of a rank's update; `rank` counts in its pipeline of `num_ranks`."""
         self.gradients = gradients
         self.optimizer = optimizer
         self.schedule = schedule
@@ -81,7 +81,7 @@ class Update:
         self._is_repeated = False
 
     def begin(self) -> None:
-        """Clear the gradients, and keep what a skipped step must leave as it was."""
+        """Clear the gradients, and save what a skipped step must leave unchanged."""
         self.gradients.zero()
         if self.average is not None:
             self.average.values()
@@ -89,7 +89,10 @@ class Update:
             self._before = [buffer.clone() for buffer in self._buffers]
 
     def reduce(self, losses: Collection[Tensor]) -> None:
-        """Sum gradients over all copies, and agree on their norm; `losses` are those of this rank; collective."""
+        """Sum gradients over all copies and agree on their norm; collective.
+
+        `losses` are the losses of this rank.
+        """
         self.gradients.reduce()
         self.gradients.scale(1 / self.loss_scale)
         if not self._needs_message or self._is_repeated:
@@ -130,17 +133,17 @@ class Update:
 
     @property
     def loss_scale(self) -> float:
-        """The factor of the loss whose gradients are added up; 1 without a loss scale."""
+        """Return the factor of the loss whose gradients are added up; 1 without a loss scale."""
         return 1.0 if self.scale is None else self.scale.value
 
     @property
     def stops(self) -> bool:
-        """Whether the last step was not finite, and the run is to stop for it."""
+        """Return whether the run must stop because the last step was not finite."""
         return self.has_failed and self._on_nonfinite == STOP
 
     @contextmanager
     def repeated(self) -> Iterator[None]:
-        """Leave weights as they are, for a step that is repeated to find what went wrong."""
+        """Leave the weights unchanged, for a step that is repeated to find what went wrong."""
         self._is_repeated = True
         try:
             yield
@@ -149,13 +152,13 @@ class Update:
 
     @contextmanager
     def averaged(self) -> Iterator[bool]:
-        """Put the averaged weights in place of the weights inside the block, if the run has them.
+        """Replace the weights by the averaged weights inside the block, if the run has them.
 
-        Yield whether.
+        Yield whether it has them.
         """
         with nullcontext() if self.average is None else self.average.applied():
             yield self.average is not None
 
     def state_bytes(self) -> int:
-        """Return the bytes of the optimizer's state and of the averaged weights."""
+        """Return the bytes of the optimizer's state and the averaged weights."""
         return state_bytes(self.optimizer) + (0 if self.average is None else self.average.num_bytes)

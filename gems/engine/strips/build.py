@@ -1,4 +1,4 @@
-"""The stages of a rank in strips, in training and in evaluation, and what passes between stages with each strip."""
+"""A rank's stages in strips, for training and evaluation, and the tensors passed with each."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StripForms:
-    """The streaming forms of the stages of a rank, what each takes, and what passes between all stages.
+    """The streaming forms of a rank's stages, their inputs, and the tensors between all stages.
 
-    `norm_ends` are those of the norms by strip of all stages, with which one process normalizes
-    alike.
+    `norm_ends` are the ends of the per-strip norms of all stages; with them, one process normalizes
+    in the same way.
     """
 
     forms: Mapping[StageKey, StripStage]
     takes: Mapping[StageKey, Passed]
-    specs: Sequence[tuple[TensorSpec, ...]]  # of each strip of each stage but the last, in turn
+    specs: Sequence[tuple[TensorSpec, ...]]  # for each strip of each stage but the last, in order
     norm_ends: Mapping[str, tuple[int, ...]]
 
     def open(
@@ -47,7 +47,7 @@ class StripForms:
         device: torch.device,
         draws: Mapping[StageKey, Draws],
     ) -> dict[StageKey, StageInStrips]:
-        """Return the stages of the rank."""
+        """Return the stages of the rank for training."""
         return {
             key: StageInStrips(
                 of_stage, key[1] == 0, poll, self.forms[key], self.takes[key], device, draws[key]
@@ -78,13 +78,14 @@ def find_forms(
     precision: Precision,
     is_training: bool = True,
 ) -> StripForms:
-    """Return the streaming forms of a run's stages, the same on all ranks, which each trace the whole model.
+    """Return the streaming forms of a run's stages, the same on all ranks.
 
-    Those of other ranks are traced without memory, for the rows that they give in each strip.
-    Layers are traced in the mode of training or of evaluation, and left in that of training.
+    Each rank traces the whole model. Stages of other ranks are traced without memory, to find the
+    rows that they give in each strip. Layers are traced in the mode of training or of evaluation,
+    and left in training mode.
 
     Raises:
-        ConfigError: a layer that needs the whole image.
+        ConfigError: A layer needs the whole image.
     """
     strips = spec.parallel.strips
     given = input_spec(spec.data, spec.parallel.micro_batch_size, precision.compute)
@@ -123,9 +124,9 @@ def find_evaluation_forms(
     precision: Precision,
     is_logged: bool,
 ) -> StripForms | None:
-    """Return the forms of the stages of evaluation, in direction 0.
+    """Return the forms of the stages for evaluation, in direction 0.
 
-    None if a layer needs whole images there alone.
+    Return None if a layer needs whole images in evaluation only.
     """
     try:
         return find_forms(
@@ -140,9 +141,9 @@ def find_evaluation_forms(
 
 
 def draws_in(layers: Iterable[tuple[str, nn.Module]], draws: RandomDraws) -> Draws:
-    """Return the seeds of the modules of named layers, by the checksums of the names that they have in a trace.
+    """Return the seeds of named layers' modules, by the checksums of their names in a trace.
 
-    They are those that the modules draw from without strips.
+    The modules draw from the same seeds without strips.
     """
     streams = {}
     for name, layer in layers:

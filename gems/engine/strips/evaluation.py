@@ -15,9 +15,9 @@ from gems.engine.strips.stage import InStrips
 
 
 class EvaluationInStrips(InStrips):
-    """Runs forward of strips in their order, one image after the other, and keeps what the next strip needs.
+    """Runs forward of strips in order, image after image, and keeps what the next strip needs.
 
-    The last stage gives the whole output with the last strip of an image. Weights are those that
+    The last stage gives the whole output with the last strip of an image. It uses the weights that
     the modules of the form have at the time.
     """
 
@@ -31,15 +31,15 @@ class EvaluationInStrips(InStrips):
         device: torch.device,
         is_last: bool,
     ) -> None:
-        """Take the streaming form of the modules in evaluation and what it takes."""
+        """Take the modules' streaming form in evaluation and the description of its inputs."""
         super().__init__(modules, is_first, poll, form, takes, device)
         self._is_last = is_last
         self._strip = 0
         self._carries: tuple[Tensor, ...] = ()
-        self._outputs: list[tuple[Tensor | None, ...]] = []  # of the last stage, by strip
+        self._outputs: list[tuple[Tensor | None, ...]] = []  # on the last stage, by strip
 
     def infer(self, inputs: Sequence[Tensor]) -> Any:
-        """Run the next strip, and return what it gives; nothing holds the inputs afterwards."""
+        """Run the next strip and return its outputs; nothing holds the inputs afterwards."""
         strip = self._strip
         taken = storage_addresses(inputs)
         with torch.no_grad():
@@ -61,7 +61,7 @@ class EvaluationInStrips(InStrips):
         return self.form.joined(found)
 
     def reset(self) -> None:
-        """Drop the image that is under way, after a failed step."""
+        """Drop the image under way after a failed step."""
         super().reset()
         self._strip = 0
         self._carries = ()
@@ -69,7 +69,7 @@ class EvaluationInStrips(InStrips):
 
 
 def _alone(tensor: Tensor, taken: set[int]) -> Tensor:
-    """Return a tensor that is kept, copied if it is a part of more memory, or of inputs, whose memory is reused."""
+    """Return a tensor to keep, copied if it is part of more memory or of inputs that are reused."""
     storage = tensor.untyped_storage()
     return (
         tensor.clone()

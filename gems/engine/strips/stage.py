@@ -1,4 +1,4 @@
-"""A stage that takes an image strip by strip, with the interface of a stage that takes it whole."""
+"""A stage that takes an image strip by strip, with the interface of a stage for whole images."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ Tensors = tuple[Tensor, ...]
 class Image:
     """A micro-batch on its way through a stage.
 
-    Of the last stage there are the outputs until the loss follows the last strip, then the edge of
-    the loss and, for each strip, the places where the gradients of its outputs arrive. `left_bytes`
-    is the size of what only the next strip or the loss will read, of which the loss
-    `waiting_bytes`; counted while sizes are measured, or for the store.
+    On the last stage, `outputs` are kept until the loss follows the last strip; then `loss` is the
+    edge of the loss, and `cuts` are the places, for each strip, that receive the gradients of its
+    outputs. `left_bytes` is the size of what only the next strip or the loss will read, and
+    `waiting_bytes` the part that only the loss will read. Both are counted while sizes are
+    measured, or for the store.
     """
 
     sample: StripSample
@@ -39,10 +40,10 @@ class Image:
 
 
 class InStrips(Stage):
-    """A stage in a streaming form, with what it takes and gives of each strip.
+    """A stage in a streaming form, with the inputs and outputs of each strip.
 
-    What is not there yet, or has no rows in a strip, is neither taken nor given. The first stage
-    takes the rows of a strip, or the whole images with each.
+    A tensor that is not ready yet, or has no rows in a strip, is neither taken nor given. The first
+    stage takes the rows of a strip, or the whole images with each strip.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class InStrips(Stage):
         takes: Passed,
         device: torch.device,
     ) -> None:
-        """Take the streaming form of the modules and what it takes."""
+        """Take the streaming form of the modules and the description of its inputs."""
         super().__init__(modules, is_first, poll)
         self.form = form
         self.takes = takes
@@ -62,7 +63,7 @@ class InStrips(Stage):
         self._gives = Passed(form.outputs, form.strips)
 
     def _rows_of(self, strip: int, inputs: Sequence[Tensor]) -> Tensors:
-        """Return what a strip is given: on the first stage its rows of the images."""
+        """Return the inputs of a strip; on the first stage, its rows of the images."""
         if not self.is_first:
             return tuple(inputs)
         return tuple(self.takes.rows_of(tensor, strip) for tensor in inputs)
@@ -77,8 +78,8 @@ class InStrips(Stage):
 class StageInStrips(InStrips):
     """Runs forward of strips from the first to the last, then backward from the last to the first.
 
-    In place of micro-batches strips are numbered: x is strip x % k of micro-batch x // k. The last
-    stage gives nothing, and has its loss in the last strip. Evaluation is that of
+    Strips are numbered in place of micro-batches: x is strip x % k of micro-batch x // k. The last
+    stage gives nothing, and has its loss in the last strip. For evaluation, see
     `EvaluationInStrips`.
     """
 
@@ -92,14 +93,14 @@ class StageInStrips(InStrips):
         device: torch.device,
         draws: Draws | None = None,
     ) -> None:
-        """Take the streaming form of the modules and what it takes.
+        """Take the streaming form of the modules and the description of its inputs.
 
-        `draws` gives the seeds of the present image.
+        `draws` gives the seeds of the current image.
         """
         super().__init__(modules, is_first, poll, form, takes, device)
         self.draws = draws
         self._images: dict[int, Image] = {}
-        self._brought_bytes: dict[int, int] = {}  # by strip, as the two below
+        self._brought_bytes: dict[int, int] = {}  # by strip, like the two below
         self._kept_bytes: dict[int, int] = {}
         self._held_bytes: dict[int, int] = {}
 
@@ -110,7 +111,7 @@ class StageInStrips(InStrips):
         loss: Loss | None = None,
         is_split: bool = False,
     ) -> Tensors:
-        """Run a strip and keep what backward needs.
+        """Run a strip and keep what its backward needs.
 
         Return the tensors of the next boundary, detached.
         """
@@ -125,13 +126,13 @@ class StageInStrips(InStrips):
         return () if loss is not None else self._given_on(strip, outputs)
 
     def backward(self, micro_batch: int, gradients: Sequence[Tensor]) -> tuple[Tensors, Tensors]:
-        """Add to the parameters' gradients, and free what forward of the strip kept."""
+        """Add to the parameters' gradients, and free what the strip's forward kept."""
         return self._back(micro_batch, self._stash.pop(micro_batch), gradients)
 
     def backward_input(
         self, micro_batch: int, gradients: Sequence[Tensor]
     ) -> tuple[Tensors, Tensors]:
-        """Compute the input gradients as `backward`, and keep only what the weight gradients need."""
+        """Compute the input gradients like `backward`; keep only what the weight gradients need."""
         stash = self._stash.pop(micro_batch)
         strip = micro_batch % self.form.strips
         assert stash.deferred is not None
@@ -143,27 +144,28 @@ class StageInStrips(InStrips):
         return found
 
     def brought_bytes(self, micro_batch: int) -> int:
-        """Return what forward of a strip added.
+        """Return the bytes that forward of a strip added.
 
-        What it keeps, and what the next one is left less what it was left.
+        This is the size of what it keeps, plus what it leaves for the next strip, less what the
+        strip before left for it.
         """
         return self._brought_bytes[micro_batch % self.form.strips]
 
     def kept_bytes(self, micro_batch: int) -> int:
-        """Return what forward of a strip keeps until its backward."""
+        """Return the bytes that forward of a strip keeps until its backward."""
         return self._kept_bytes[micro_batch % self.form.strips]
 
     def held_bytes(self, micro_batch: int) -> int:
-        """Return what backward of a strip leaves for its weight gradients."""
+        """Return the bytes that backward of a strip leaves for its weight gradients."""
         return self._held_bytes[micro_batch % self.form.strips]
 
     def reset(self) -> None:
-        """Drop all micro-batches in flight, after a failed step."""
+        """Drop all micro-batches in flight after a failed step."""
         super().reset()
         self._images.clear()
 
     def _image_of(self, micro_batch: int) -> tuple[Image, int]:
-        """Return the image that a strip about to run belongs to, and which one it is of the strips."""
+        """Return the image of a strip that is about to run, and the number of the strip in it."""
         number, strip = divmod(micro_batch, self.form.strips)
         if strip == 0:
             self._images[number] = Image(StripSample(self.form, self.draws, not self.is_first))
@@ -184,14 +186,14 @@ class StageInStrips(InStrips):
     def _end_strip(
         self, image: Image, strip: int, outputs: tuple[Tensor | None, ...], loss: Loss | None
     ) -> None:
-        """Keep what a strip of the last stage gives, until the loss follows the last one."""
+        """Keep the outputs of a strip of the last stage until the loss follows the last strip."""
         if loss is not None:
             image.outputs.append(outputs)
             if strip == self.form.strips - 1:
                 self._add_loss(image, loss)
 
     def _add_loss(self, image: Image, loss: Loss) -> None:
-        """Compute the loss, of what the last strip gives or of the rows of all."""
+        """Compute the loss from the last strip's outputs, or from the rows of all strips."""
         image.cuts = [
             [
                 Cut() if tensor is not None and tensor.is_floating_point() else None
@@ -253,7 +255,7 @@ class StageInStrips(InStrips):
         loss: Loss | None,
         deferred: DeferredGradients | None,
     ) -> tuple[Tensor | None, ...]:
-        """Run a strip and measure what it keeps."""
+        """Run a strip and measure the memory that it keeps."""
         known = storage_addresses(self._known([*inputs, *image.sample.static]))
         with StashMeter(self._known(inputs)) as meter:
             outputs = self._run_strip(image, strip, inputs, loss, deferred)
@@ -269,7 +271,10 @@ class StageInStrips(InStrips):
     def _count_left(
         self, image: Image, outputs: Sequence[Tensor | None], is_counted: Callable[[Tensor], bool]
     ) -> None:
-        """Count what a strip has left to the next, and what of its outputs waits for the loss, unless it is counted."""
+        """Count what a strip leaves to the next one, and its outputs that wait for the loss.
+
+        Tensors for which `is_counted` is true are left out.
+        """
         static = storage_addresses(image.sample.static)
         made = (each for each in outputs if each is not None and not is_counted(each))
         image.waiting_bytes = image.waiting_bytes + new_bytes(made, static) if image.outputs else 0

@@ -1,4 +1,4 @@
-"""The memory report of a run: measured peaks of activations beside the predicted ones."""
+"""The memory report of a run: measured and predicted peaks of activations."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from gems.schedule.ledger import peaks
 
 
 def memory_report(pipeline: Pipeline, profile: Path | None = None) -> dict[str, Any]:
-    """Return peak bytes of activations of each rank, counted and predicted, and layers that cannot be split.
+    """Return each rank's peak activation bytes, counted and predicted, and the unsplit layers.
 
-    Of the steps so far; collective, after one step at least.
+    The report covers the steps so far; the call is collective, after at least one step. Unsplit
+    layers are those whose backward cannot be split.
 
-    Without segments peaks are predicted from the stages' measured sizes; otherwise from the file of
-    the profile that the run was planned with, or a fake profile. Those of strips are predicted on
-    fake tensors.
+    Without segments, peaks are predicted from the stages' measured sizes. Otherwise they are
+    predicted from the profile that the run was planned with, or from a fake profile. Peaks of
+    strips are predicted on fake tensors.
     """
     if pipeline.segments is not None or pipeline.schedule.num_strips > 1:
         predicted = _bytes_from_profile(pipeline, profile)
@@ -42,7 +43,7 @@ def memory_report(pipeline: Pipeline, profile: Path | None = None) -> dict[str, 
 
 
 def _bytes_from_stages(pipeline: Pipeline) -> tuple[int, ...]:
-    """Return the peak of each rank from the schedule and the measured sizes of stages, of their largest copy."""
+    """Return each rank's peak by the schedule and the measured sizes of stages' largest copies."""
     sizes: dict[int, tuple[int, int]] = {}
     mine = [
         (key[1], stage.stash_bytes or 0, stage.held_for_weights_bytes or 0)
@@ -66,7 +67,10 @@ def _bytes_from_stages(pipeline: Pipeline) -> tuple[int, ...]:
 
 
 def _bytes_from_profile(pipeline: Pipeline, path: Path | None) -> tuple[int, ...]:
-    """Return the peak of each rank by walking its schedule over a profile, or over that of its strips; collective."""
+    """Return each rank's peak by walking its schedule over a profile; collective.
+
+    In strips, the profile of the strips is used.
+    """
     spec = pipeline.spec
     schedule = pipeline.schedule
     boundaries = pipeline.stage_modules.boundaries
@@ -95,13 +99,13 @@ def _bytes_from_profile(pipeline: Pipeline, path: Path | None) -> tuple[int, ...
 
 
 def _kept(pipeline: Pipeline) -> MemoryPlan:
-    """Return the plan of a schedule that has none: what it moves is as large as the run says."""
+    """Return a plan for a schedule without one; the size limit for offloads is the run's."""
     whole = MemoryPlan.keeping(pipeline.stage_modules.boundaries)
     return replace(whole, least_bytes=pipeline.spec.memory.min_offload_bytes)
 
 
 def _unsplit_layers(pipeline: Pipeline) -> tuple[str, ...]:
-    """Return the names of the layers whose full backward runs at I because it cannot be split; collective."""
+    """Return the layers whose full backward runs at I because it cannot be split; collective."""
     mine = set()
     if pipeline.schedule.has_split_backward:
         for key, stage in pipeline.stages.items():

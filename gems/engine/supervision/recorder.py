@@ -1,6 +1,6 @@
-"""The recorder: times what a rank does and counts what it holds, for its part of the trace.
+"""The recorder: times a rank's actions and counts its memory, for its part of the trace.
 
-Needs torch on a GPU only.
+It needs torch only on a GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Timestamp = Any  # host nanoseconds, or a torch.cuda.Event
 
 
 class MemoryCounter:
-    """Bytes held now and at most; what is counted here is counted in `total` too."""
+    """The bytes held now and their peak; all changes are passed on to `total` too."""
 
     def __init__(self, total: Callable[[int], None] | None = None) -> None:
         self._total = total
@@ -44,7 +44,7 @@ class MemoryCounter:
 
 
 class EventSink(Protocol):
-    """Takes the rows of a rank's events: its part of the trace."""
+    """A sink for the rows of a rank's events: the rank's part of the trace."""
 
     rank: int
 
@@ -53,16 +53,17 @@ class EventSink(Protocol):
 
 
 class Recorder:
-    """Writes the events of a rank to its part of the trace, at once if they have times of the host's clock.
+    """Writes the events of a rank to its part of the trace.
 
-    Compute on a GPU is timed by CUDA events, read at the end of the step and converted to the
-    host's clock by one event of known time.
+    Events timed by the host's clock are written at once. Compute on a GPU is timed by CUDA events,
+    which are read at the end of the step and converted to the host's clock by one event of known
+    time.
 
     Attributes:
-        memory: bytes counted on the device, which events show; torch's allocator also has
-            workspaces of libraries, and its peaks are attributes of the rank's part of the trace.
-        weights: of these the parameters, their gradients, and buffers.
-        optimizer: the optimizer's state.
+        memory: Bytes counted on the device, which events show. Torch's allocator also holds
+            workspaces of libraries; its peaks are attributes of the rank's part of the trace.
+        weights: The part of `memory` for parameters, their gradients, and buffers.
+        optimizer: The part of `memory` for the optimizer's state.
     """
 
     def __init__(self, part: EventSink | None, device: torch.device | None = None) -> None:
@@ -88,19 +89,19 @@ class Recorder:
 
     @property
     def device(self) -> torch.device | None:
-        """The device whose bytes are counted; None where compute is emulated."""
+        """Return the device whose bytes are counted; None if compute is emulated."""
         return self._device
 
     def open_counter(self, name: str) -> MemoryCounter:
-        """Return a counter of one kind of bytes, which are counted in `memory` too."""
+        """Return a new counter for one kind of bytes, which are counted in `memory` too."""
         counter = MemoryCounter(self.count_bytes)
         self._counters.append((name, counter))
         return counter
 
     def held_by_kind(self) -> dict[str, int]:
-        """Return the bytes counted now by the names of their counters.
+        """Return the bytes counted now, by the names of their counters.
 
-        What has none is tensors between stages.
+        Bytes without a counter belong to tensors between stages and are listed as messages.
         """
         held: dict[str, int] = {}
         for name, counter in self._counters:
@@ -108,11 +109,11 @@ class Recorder:
         return held | {"messages": self.memory.held_bytes - sum(held.values())}
 
     def count_host_bytes(self, num_bytes: int) -> None:
-        """Count bytes that were copied from the device to host memory (above 0), or back (below 0)."""
+        """Count bytes copied from the device to host memory (above 0), or back (below 0)."""
         self._host_bytes += num_bytes
 
     def begin_step(self, step: int) -> None:
-        """Set the step that the next events belong to."""
+        """Set the step of the next events."""
         self.step = step
         if self._cuda is not None:
             self._cuda.current_stream(
@@ -121,7 +122,7 @@ class Recorder:
             self._base = (self.timestamp(), time.perf_counter_ns())
 
     def synchronize(self) -> None:
-        """Wait until the device has done all that was posted, so that the host's clock is right."""
+        """Wait until the device has done all posted work, so that the host's clock is right."""
         if self._cuda is not None:
             self._cuda.synchronize(self._device)
 
@@ -147,7 +148,7 @@ class Recorder:
     ) -> None:
         """Record an action between two timestamps.
 
-        Those of a GPU, which it may not have reached yet, with the step.
+        Timestamps of a GPU, which it may not have reached yet, are written at the end of the step.
         """
         if self.is_on:
             row = (
@@ -165,7 +166,7 @@ class Recorder:
                 self._spans.append(row)
 
     def waited(self, step: int, start_ns: int, end_ns: int, read: Action | None = None) -> None:
-        """Record a wait for input: that of the forward `read`, or of the whole step if there is none."""
+        """Record a wait for the input of the forward `read`, or of the whole step if it is None."""
         if self._part is not None and self.is_on:
             stage, direction = (-1, 0) if read is None else (read.stage, read.direction)
             micro_batch = -1 if read is None or read.micro_batch is None else read.micro_batch

@@ -1,4 +1,4 @@
-"""Requests to save and stop a run, by signal or by file, received whatever the main thread is in."""
+"""Requests to save and stop a run, by signal or by file, received whatever the main thread does."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ END = signal.SIGTERM
 
 
 class StopListener:
-    """Listens in a thread for SIGUSR2, SIGTERM and stop.json, even while the main thread is inside MPI.
+    """Listens in a thread for SIGUSR2, SIGTERM and stop.json, even if the main thread is in MPI.
 
-    SIGUSR2 asks to save and stop. If `sigterm_asks`, so does the first SIGTERM: at a preemption
-    SLURM sends it to the ranks alone and grants them the partition's GraceTime; the second one ends
-    the process. Otherwise SIGTERM keeps its default action. What ends the whole job (scancel, the
-    time limit) reaches srun too, which kills the ranks. `stop_json` is None for a rank that does
-    not check the file: one rank that does is enough, and spares the file system.
+    SIGUSR2 asks to save and stop. If `sigterm_asks`, so does the first SIGTERM: at a preemption,
+    SLURM sends it to the ranks alone and grants them the partition's GraceTime. The second SIGTERM
+    ends the process. Otherwise SIGTERM keeps its default action. Events that end the whole job
+    (scancel, the time limit) reach srun too, which kills the ranks. `stop_json` is None for a rank
+    that does not check the file: one rank that checks is enough, and spares the file system.
     """
 
     # Python's handlers run in the main thread once it is back from C, maybe minutes later. So the
-    # signals are blocked, and this thread waits for them. Threads inherit the mask of the one that
-    # starts them, hence `start` before MPI; those of libraries loaded earlier report signals
-    # through the wake-up pipe.
+    # signals are blocked, and this thread waits for them. A thread inherits the mask of the thread
+    # that starts it, so `start` must come before MPI. Threads of libraries loaded earlier report
+    # signals through the wake-up pipe.
 
     def __init__(self, stop_json: Path | None, *, sigterm_asks: bool) -> None:
         self._stop_json = stop_json
@@ -42,7 +42,7 @@ class StopListener:
     def start(self) -> None:
         """Block the signals and start the thread.
 
-        Once, from the main thread, before anything else has threads.
+        Call it once, from the main thread, before anything else has started threads.
         """
         self._pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._mask_before = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
@@ -52,11 +52,11 @@ class StopListener:
         self._thread.start()
 
     def reason(self) -> str | None:
-        """Return why the run should save and stop; None while nobody has asked."""
+        """Return why the run should save and stop; None if nobody has asked."""
         return self._reason
 
     def close(self) -> None:
-        """End the thread and restore the signals; from the main thread."""
+        """End the thread and restore the signals; call it from the main thread."""
         if self._thread is None:
             return
         self._closing.set()
@@ -100,9 +100,9 @@ class StopListener:
 def stop_listener(
     stop_json: Path, rank: int, environment: Mapping[str, str] = os.environ
 ) -> StopListener:
-    """Return the listener of a rank.
+    """Return the stop listener of a rank.
 
-    Rank 0 checks the file, and ranks started by srun save at SIGTERM.
+    Only rank 0 checks the file. Ranks started by srun save at SIGTERM.
     """
     return StopListener(
         stop_json if rank == 0 else None, sigterm_asks="SLURM_STEP_ID" in environment
@@ -110,17 +110,17 @@ def stop_listener(
 
 
 def read_reason(stop_json: Path) -> str | None:
-    """Return why a stop is wanted; None if there is no such file."""
+    """Return why a stop is wanted; None if the file does not exist."""
     document = None
     try:
         document = json.loads(stop_json.read_text(errors="replace"))
     except OSError:
-        return None  # if it is the file system, that may be back at the next poll
+        return None  # after a file system error, the file may be back at the next poll
     except ValueError:
-        pass  # what asks is that there is a file
+        pass  # the file's existence is the request
     reason = document.get("reason") if isinstance(document, dict) else None
     return " ".join(str(reason or stop_json.name).split())
 
 
 def _ignore(number: int, frame: object) -> None:
-    """Replace the default action, which would end the process if an older thread receives the signal."""
+    """Replace the default action, which would end the process on a signal to an older thread."""

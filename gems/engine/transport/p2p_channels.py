@@ -1,4 +1,4 @@
-"""Point-to-point channels: the transfers of a schedule as messages between the ranks of one pipeline."""
+"""Point-to-point channels: a schedule's transfers as messages between the ranks of a pipeline."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Boundary = tuple[TensorSpec, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Transfer:
-    """What is the same for a transfer in every step."""
+    """The properties of a transfer that are the same in every step."""
 
     links: Links
     peer: int
@@ -40,7 +40,7 @@ class _Transfer:
 class _Receive:
     """A receive under way, with a request for each of its buffers that was posted.
 
-    The first `num_brought` of them are on their way to the device.
+    The first `num_brought` buffers are on their way to the device.
     """
 
     tensors: list[Incoming]
@@ -53,9 +53,9 @@ class _Receive:
 class P2PChannels:
     """Posts the sends and receives of one rank, and waits for data.
 
-    Links get a message once the device has done with its buffer: at once on a CPU, on a GPU when a
-    poll finds so. What is posted to or from a peer, forward or backward, keeps the order of the
-    list, by which some links match messages.
+    Links get a message once the device has done with its buffer: at once on a CPU; on a GPU, when a
+    poll finds that it has. Messages to or from a peer, forward or backward, keep the order of the
+    schedule, because some links match messages by order.
     """
 
     def __init__(
@@ -69,12 +69,12 @@ class P2PChannels:
     ) -> None:
         """Look up peers, tags and sizes, once for all steps.
 
-        `boundaries` are the output tensors of each stage, or of each strip of each stage in turn,
-        which may be none; gradients of those of a floating-point type travel back. `links` are
-        those of forward and of backward messages.
+        `boundaries` are the output tensors of each stage, or of each strip of each stage in order;
+        a boundary may be empty. The gradients of floating-point tensors travel back. `links` are
+        the links of forward and of backward messages.
 
         Raises:
-            ConfigError: the links have too few tags for the messages of a step.
+            ConfigError: The links have too few tags for the messages of a step.
         """
         self._boundaries = boundaries = [
             tuple(map(self.spec_in_memory, boundary)) for boundary in boundaries
@@ -104,7 +104,7 @@ class P2PChannels:
 
     @staticmethod
     def spec_in_memory(spec: TensorSpec) -> TensorSpec:
-        """Return a tensor's shape in the order of memory in which it travels."""
+        """Return a tensor's spec in the memory order in which it travels."""
         return spec
 
     def post_receive(self, action: Action) -> None:
@@ -124,7 +124,7 @@ class P2PChannels:
             )
 
     def wait(self, action: Action) -> tuple[torch.Tensor, ...]:
-        """Wait for a posted receive and return its tensors, on the rank's device."""
+        """Wait for a posted receive and return its tensors on the rank's device."""
         transfer = self._transfers[action]
         receive = self._receives.pop(action)
         if None in receive.requests:
@@ -139,7 +139,7 @@ class P2PChannels:
         return tuple(map(self._staging.received, receive.tensors))
 
     def post_send(self, action: Action, tensors: Sequence[torch.Tensor]) -> None:
-        """Post the tensors of a SEND_F or SEND_B; their memory is free again once they have left."""
+        """Post the tensors of a SEND_F or SEND_B; their memory is freed once they have left."""
         transfer = self._transfers[action]
         left = len(transfer.tags)
         posted_ns = time.perf_counter_ns()
@@ -174,15 +174,15 @@ class P2PChannels:
         self._staging.release(tensors)
 
     def hand_over(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Count received tensors no more; their memory is not received into again."""
+        """Stop counting received tensors; their memory is not received into again."""
         self._recorder.count_bytes(-sum(tensor.nbytes for tensor in tensors))
 
     def num_gradients(self, stage: int) -> int:
-        """Return how many tensors the gradient of a stage's output has."""
+        """Return the number of tensors in the gradient of a stage's output."""
         return len(with_gradient(self._boundaries[stage]))
 
     def poll_also(self, other: Callable[[], None]) -> None:
-        """Call `other` at each poll and in waits, for what else is under way."""
+        """Call `other` at each poll and during waits, for other work under way."""
         self._others.append(other)
 
     def poll(self) -> None:
@@ -199,7 +199,7 @@ class P2PChannels:
                     self._bring_next(receive)
 
     def post_all(self) -> None:
-        """Wait until links have all messages that were posted, for a wait that does not poll for them."""
+        """Wait until links have all posted messages, before a wait that does not poll for them."""
         if self._unposted:
             self._links[0].wait_until(lambda: not self._unposted, "the device", self._post_ready)
 
@@ -217,7 +217,7 @@ class P2PChannels:
             self._unposted.setdefault(edge, deque()).append((buffer, post))
 
     def _post_ready(self) -> None:
-        """Give links the buffers that the device has done with, and that stand behind no other."""
+        """Give links the buffers that the device has done with, in the order of each peer."""
         for other in self._others:
             other()
         for edge, waiting in list(self._unposted.items()):
@@ -239,5 +239,5 @@ class P2PChannels:
 
 
 def with_gradient(boundary: Boundary) -> Boundary:
-    """Return the tensors of a boundary that have a gradient: those of a floating-point type."""
+    """Return the tensors of a boundary that have a gradient: those with a floating-point type."""
     return tuple(spec for spec in boundary if spec.dtype.is_floating_point)
