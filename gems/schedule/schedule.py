@@ -94,7 +94,7 @@ class Schedule:
         return self.has(Kind.R, *place) and self.has(Kind.OFFLOAD, *place)
 
     def backward_kind(self, stage: int, micro_batch: int | None, direction: int) -> Kind:
-        """Return the kind that makes the input gradient: I if the backward is split, otherwise B."""
+        """Return the kind that makes the input gradient: I if the backward is split, else B."""
         segment = None if self.num_segments[stage] is None else 0
         return _I if (_I, stage, micro_batch, direction, segment) in self._marks else _B
 

@@ -1,9 +1,9 @@
-"""Strips: the rows of a micro-batch's images as a row of smaller micro-batches, which have an order.
+"""Strips: the rows of a micro-batch's images, processed as a sequence of smaller micro-batches.
 
-Layers keep the rows that they have not used up from one strip for the next (the carry), so on each
-stage forward runs from the first strip to the last and backward from the last to the first. In a
-list with `num_strips` k the strips of micro-batch m are numbered m k to m k + k - 1, in the place
-of micro-batches (`gems.schedule.dependencies` knows their order).
+Layers keep the rows that one strip has not used up for the next strip (the carry). On each stage,
+forward therefore runs from the first strip to the last, and backward from the last to the first. In
+a list with `num_strips` k, the strips of micro-batch m are numbered m k to m k + k - 1, in place of
+micro-batches (`gems.schedule.dependencies` knows their order).
 """
 
 from __future__ import annotations

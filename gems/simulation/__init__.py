@@ -1,1 +1,1 @@
-"""What a step will take: the schedule with the costs of a profile, a network, jitter and calibration."""
+"""Prediction of a step from its schedule, the costs of a profile, a network, jitter, calibration."""

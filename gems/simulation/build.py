@@ -37,11 +37,11 @@ SEARCH = 8  # another number for searches that would find other schedules
 def compute_schedule(spec: RunSpec) -> Schedule:
     """Return the compute-only schedule of a resolved run.
 
-    Generated, found by search (or in the cache), or read.
+    It is generated, found by a search (or in the cache), or read from a file.
 
     Raises:
-        ConfigError: counts or a cap that the family cannot serve, or a file that holds no such
-        schedule. ScheduleError: a file's schedule that would not run.
+        ConfigError: the family cannot serve the counts or the cap, or a file has no such schedule.
+        ScheduleError: the schedule of a file would not run.
     """
     name = spec.schedule.name
     if name == FROM_FILE:
@@ -58,18 +58,17 @@ def compute_schedule(spec: RunSpec) -> Schedule:
 
 
 def search_schedule(spec: RunSpec, profile: ModelProfile | None = None) -> dict[str, Any]:
-    """Return what the search of schedule=capped found, from the cache where it has been done.
+    """Return the result of the search of schedule=capped, from the cache if it has been done.
 
-    Without a cap, under a memory policy, it is the schedule that is fastest under that policy.
-
-    The dictionary holds `schedule` (as JSON), `bound` (the efficiency that no schedule exceeds
-    under the cap), `bound_any_strips` (the same in any number of strips, by these costs),
-    `placement`, `method` and `candidates`; with cost=profile also `boundaries`, the cut that was
-    found with the schedule, and `unit_bytes`, the bytes of a cap of 1. The profile is that of the
-    run, unless it is given.
+    Without a cap and under a memory policy, it is the schedule that is fastest under that policy.
+    The dictionary has `schedule` (as JSON), `bound` (the efficiency that no schedule exceeds under
+    the cap), `bound_any_strips` (the same for any number of strips, by these costs), `placement`,
+    `method` and `candidates`. With cost=profile it also has `boundaries`, the cut that was found
+    with the schedule, and `unit_bytes`, the bytes of a cap of 1. If `profile` is not given, it is
+    the profile of the run.
 
     Raises:
-        ConfigError: a cap that no placement can keep, or a profile that cannot be had.
+        ConfigError: no placement can keep the cap, or the profile is not available.
     """
     model = ModelCosts(spec, profile or profile_of(spec)) if spec.cost.name == PROFILE else None
     request = (
@@ -114,7 +113,7 @@ def search_schedule(spec: RunSpec, profile: ModelProfile | None = None) -> dict[
 def partition_of(run: RunSpec, schedule: Schedule) -> Partition:
     """Return the partition of a resolved run.
 
-    Of a schedule that was searched by a profile the cut found with it.
+    For a schedule that was searched with a profile, it is the cut found with the schedule.
 
     Raises:
         ConfigError, DoesNotFitError: as `partition_model`.
@@ -131,8 +130,8 @@ def lowered_schedule(spec: RunSpec) -> Schedule:
     Its receives are posted in time for the links of the run, by the run's costs.
 
     Raises:
-        ConfigError: as `compute_schedule`, or a cap that the schedule does not keep.
-        ScheduleError: a schedule that would not run.
+        ConfigError: as `compute_schedule`, or the schedule does not keep the cap.
+        ScheduleError: the schedule would not run.
     """
     made = compute_schedule(spec)
     costs = RunCosts.of(spec)
@@ -141,10 +140,10 @@ def lowered_schedule(spec: RunSpec) -> Schedule:
 
 
 def kept_within(costs: RunCosts, lowered: Schedule, case: MemoryCase | None = None) -> PlanOutcome:
-    """Return what a lowered schedule makes of a step with activations kept.
+    """Return the outcome of a step of a lowered schedule with all activations kept.
 
-    Its receives are posted in time for the links, unless their buffers do not fit the device; then
-    with the fewest buffers.
+    Its receives are posted in time for the links. If their buffers do not fit the device, they are
+    posted with the fewest buffers.
     """
     kept = costs.kept(lowered, case)
     limit = costs.machine.device_bytes
@@ -154,7 +153,7 @@ def kept_within(costs: RunCosts, lowered: Schedule, case: MemoryCase | None = No
 
 
 def model_request(spec: RunSpec, model: ModelCosts) -> Request:
-    """Return what a search over the stages of a profiled model is asked for, in the units of `model`."""
+    """Return the request for a search over the stages of a profiled model, in units of `model`."""
     unit_s = model.unit_s
     cost = replace(spec.cost, unit_s=unit_s, link=spec.cost.link / unit_s)
     if spec.schedule.activation_cap_bytes is not None:
@@ -171,7 +170,7 @@ def model_request(spec: RunSpec, model: ModelCosts) -> Request:
 
 
 def schedule_request(costs: RunCosts, seed: int) -> Request:
-    """Return what the generator is asked for, in units of the costs."""
+    """Return the request for the generator, in units of the costs."""
     parallel = costs.parallel
     schedule = costs.schedule
     return Request(

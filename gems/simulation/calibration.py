@@ -1,4 +1,7 @@
-"""Calibration: from timed messages, sums and computes to a machine's constants, with the error of each fit."""
+"""Calibration: fit a machine's constants to timed messages, sums and computes.
+
+Each fit comes with its error.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +33,9 @@ UNCALIBRATED = (1.0, 2.4)
 
 @dataclass(frozen=True, slots=True)
 class LinkFit:
-    """A link as `latency_s` + bytes / `bytes_per_s`.
+    """The fit of a link: a message takes `latency_s` + bytes / `bytes_per_s`.
 
-    `error` is the median relative error over its timings, of 1.
+    `error` is the median relative error over its timings, as a fraction of 1.
     """
 
     latency_s: float
@@ -46,17 +49,17 @@ class LinkFit:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What probes of a machine say.
+    """The constants that probes of a machine have found.
 
     Attributes:
-        links: the fit of each level: link (between nodes, or anywhere where nodes are not told
-            apart), node.
+        links: the fit of each level: link (between nodes, or everywhere if nodes are not
+        distinguished), node.
         noise: relative standard deviation of a rank's compute.
-        all_reduce_error: median relative error of all-reduces that the links predict, of 1; None
-            where none were timed.
-        d2h_bytes_per_s, h2d_bytes_per_s: rates of the copy engines; None without a GPU.
-        ranks_per_node: where ranks of several nodes took part.
-        pace: how much longer layers take in a run than alone; None where no run told.
+        all_reduce_error: median relative error of all-reduces predicted from the links, as a
+        fraction of 1; None if none were timed. d2h_bytes_per_s, h2d_bytes_per_s: rates of the copy
+        engines; None without a GPU.
+        ranks_per_node: the number of ranks per node, if ranks of several nodes took part.
+        pace: how much longer layers take in a run than alone; None if no run has been measured.
     """
 
     links: Mapping[str, LinkFit]
@@ -68,7 +71,7 @@ class Calibration:
     pace: RunPace | None = None
 
     def machine(self) -> dict[str, float | int]:
-        """Return the keys of `machine` that this calibration settles."""
+        """Return the keys of `machine` that this calibration determines."""
         values: dict[str, float | int | None] = {}
         for level, fit in self.links.items():
             values |= {f"{level}_latency_s": fit.latency_s, f"{level}_bytes_per_s": fit.bytes_per_s}
@@ -87,13 +90,13 @@ class Calibration:
 
 
 def fit_link(sizes_bytes: Sequence[float], times_s: Sequence[float]) -> LinkFit:
-    """Fit latency and bandwidth by least squares of relative errors, so that small messages count as large ones do.
+    """Fit latency and bandwidth by least squares of relative errors.
 
-    Where the best line would have a negative latency or rate, that one is 0 (or as good as free)
-    and the other alone is fitted.
+    Small messages therefore count as much as large ones. If the best line has a negative latency or
+    rate, that value is set to 0 (or to practically free), and only the other is fitted.
 
     Raises:
-        ConfigError: fewer than two different sizes, or times that are not above 0.
+        ConfigError: there are fewer than two different sizes, or times that are not above 0.
     """
     sizes = np.asarray(sizes_bytes, float)
     times = np.asarray(times_s, float)
@@ -120,12 +123,13 @@ def fit_link(sizes_bytes: Sequence[float], times_s: Sequence[float]) -> LinkFit:
 def fit_pace(
     alone_s: Sequence[float], passes: Sequence[float], steps_s: Sequence[float]
 ) -> RunPace:
-    """Fit the pace to steps that took `steps_s`, by what their layers take alone and the passes of layers in them.
+    """Fit the pace to the times of steps, by the times of their layers alone and their passes.
 
-    By least squares of relative errors. The host's time is not below 0, nor the factor below 0.
+    `passes` counts the passes of layers in each step. The fit is by least squares of relative
+    errors. Neither the host's time nor the factor is below 0.
 
     Raises:
-        ConfigError: no steps, or times that are not above 0.
+        ConfigError: there are no steps, or times that are not above 0.
     """
     alone, count, steps = (np.asarray(values, float) for values in (alone_s, passes, steps_s))
     if not len(steps) or not (alone > 0).all() or not (steps > 0).all():
@@ -146,9 +150,9 @@ def fit_pace(
 
 @dataclass(frozen=True, slots=True)
 class Confidence:
-    """What is known of a real step beside its simulation.
+    """The confidence in the simulated time of a step.
 
-    `band` are factors of its time, None if not known.
+    `band` has the factors between which the time of a real step lies, None if unknown.
     """
 
     is_calibrated: bool
@@ -156,15 +160,15 @@ class Confidence:
     words: str
 
     def range_s(self, step_s: float) -> tuple[float, float] | None:
-        """Return the shortest and the longest time that a step of this simulated time is likely to take."""
+        """Return the shortest and the longest likely time of a step of this simulated time."""
         return None if self.band is None else (self.band[0] * step_s, self.band[1] * step_s)
 
 
 def confidence_of(spec: RunSpec) -> Confidence:
-    """Return how far a prediction of a resolved run's step by its layers can be trusted.
+    """Return the confidence in a prediction of a resolved run's step by its layers.
 
-    With a known pace it is calibrated. Layers that were measured alone give a band. Of those on
-    fake tensors only the rates of the machine are known, and no run has shown how far they are off.
+    With a known pace, it is calibrated. Layers that were measured alone give a band. For layers on
+    fake tensors only the rates of the machine are known, and no run has shown the error.
     """
     path = spec.profile.path
     pace = known_pace(spec)
@@ -191,13 +195,14 @@ def confidence_of(spec: RunSpec) -> Confidence:
 
 
 def noise_of(times_s: np.ndarray) -> float:
-    """Return the relative standard deviation of computes that should take equally long, repetitions x ranks.
+    """Return the relative standard deviation of computes that should take equally long.
 
-    It is by the middle half of each rank's times, so that a few interruptions do not count; the
-    median over ranks.
+    `times_s` is an array of repetitions x ranks. The deviation is computed from the middle half of
+    each rank's times, so that a few interruptions do not count; the result is the median over
+    ranks.
 
     Raises:
-        ConfigError: fewer than four repetitions.
+        ConfigError: there are fewer than four repetitions.
     """
     if len(times_s) < 4:
         raise ConfigError(
@@ -208,13 +213,13 @@ def noise_of(times_s: np.ndarray) -> float:
 
 
 def calibration_of(probe: Mapping[str, Any]) -> Calibration:
-    """Return the calibration of what `gems.engine.transport.speed_probe` wrote.
+    """Return the calibration for a result of `gems.engine.transport.speed_probe`.
 
-    Of one node alone its links stand for all links. Emulated compute is a timed wait, which has no
-    noise.
+    If only one node was probed, its links stand for all links. Emulated compute is a timed wait,
+    which has no noise.
 
     Raises:
-        ConfigError: another schema, or too few timings.
+        ConfigError: the schema is another one, or there are too few timings.
     """
     if probe.get("schema") != SCHEMA:
         raise ConfigError(
@@ -252,7 +257,7 @@ def calibration_of(probe: Mapping[str, Any]) -> Calibration:
 
 
 def merged(found: Calibration, noises: Sequence[float], pace: RunPace | None = None) -> Calibration:
-    """Return the calibration with the noise that runs showed, where they are given (the median of them), and a pace."""
+    """Return the calibration with the given pace and with the median noise of runs, if given."""
     return replace(found, noise=float(np.median(noises)) if noises else found.noise, pace=pace)
 
 
@@ -266,11 +271,12 @@ def machine_yaml(
     base: str | None = None,
     held_out_error: float | None = None,
 ) -> str:
-    """Return the text of a machine's file, for conf/machine/ or the folder machine/ of one that --config-dir names.
+    """Return the text of a machine's file.
 
-    `origin` says what it was measured on; `comments` are lines more that head it. With `base` the
-    rest is that machine's. A noise above what predictions take, on a machine that others use too,
-    is cut to that.
+    It belongs in conf/machine/, or in the folder machine/ of a folder given by --config-dir.
+    `origin` names the source of the measurement; `comments` are additional lines at the top. With
+    `base`, all other keys are those of that machine. Noise above the limit of predictions, as on a
+    machine that others use too, is cut to that limit.
     """
     notes = [f"Calibrated: {origin}", *comments]
     notes += [

@@ -1,7 +1,4 @@
-"""What a run's schedule costs by its configuration: compute, links, pace, and all-reduces.
-
-And one step.
-"""
+"""Costs of a run by its configuration: compute, links, pace, all-reduces and one step."""
 
 from __future__ import annotations
 
@@ -25,11 +22,10 @@ from gems.simulation.model_costs import PROFILE
 
 @dataclass(frozen=True)
 class RunCosts:
-    """The costs of a run's steps, configured or by its profile.
+    """The costs of a run's steps, from the configuration or from its profile.
 
-    Times in seconds, sizes in units of activations.
-    A unit of activations is the most that one micro-batch holds on any of P equal parts of the
-    model, of `cost.activation_bytes`.
+    Times are in seconds, sizes in units of activations. A unit of activations is the most that one
+    micro-batch holds on any of P equal parts of the model; its size is `cost.activation_bytes`.
     """
 
     cost: CostConfig
@@ -49,7 +45,7 @@ class RunCosts:
         """The most activations of a rank, in units; None without a cap.
 
         Raises:
-            ConfigError: a cap in bytes, and a unit of unknown size.
+            ConfigError: the cap is in bytes and the size of a unit is unknown.
         """
         cap_bytes = self.schedule.activation_cap_bytes
         if cap_bytes is None:
@@ -65,7 +61,7 @@ class RunCosts:
 
     @cached_property
     def network(self) -> Network:
-        """The machine's links, with `cost.link` of which each strip's message takes its share."""
+        """The machine's links, with the share of `cost.link` that each strip's message takes."""
         links = links_of(self.machine)
         link_s = self.cost.link * self.cost.unit_s / self.parallel.strips
         return replace(
@@ -90,11 +86,11 @@ class RunCosts:
         )
 
     def stages(self, placement: Placement) -> StageCosts:
-        """Return the costs of a placement's stages (of a strip, where parallel.strips makes several).
+        """Return the costs of a placement's stages (of a strip, if parallel.strips is above 1).
 
-        They have the all-reduce of each stage's gradients, of equal stages unless the costs name
-        their bytes. Without `cost.param_bytes` that takes no time, so that abstract costs are those
-        of the pipeline alone.
+        They include the all-reduce of each stage's gradients; stages count as equal unless the
+        costs give their bytes. Without `cost.param_bytes` the all-reduce takes no time, so abstract
+        costs cover the pipeline alone.
 
         Raises:
             ConfigError: `cost.stages` has other stages.
@@ -116,9 +112,9 @@ class RunCosts:
         return with_all_reduce(stages, placement, self.network, self.parallel.replicas)
 
     def pace(self, replica: int) -> Pace:
-        """Return what disturbs one replica.
+        """Return the disturbances of one replica.
 
-        Its slow rank, if it has one, and the time to read inputs.
+        These are its slow rank, if it has one, and the time to read inputs.
         """
         slow = self.machine.slow_rank
         num_ranks = self.parallel.partitions
@@ -129,11 +125,11 @@ class RunCosts:
 
     @property
     def paces(self) -> tuple[Pace, ...]:
-        """What disturbs each replica."""
+        """The disturbances of each replica."""
         return tuple(map(self.pace, range(self.parallel.replicas)))
 
     def kept(self, schedule: Schedule, case: MemoryCase | None = None) -> PlanOutcome:
-        """Return what a lowered schedule makes of a step with activations kept.
+        """Return the outcome of a step of a lowered schedule with all activations kept.
 
         `case` has the layers, if known.
         """
@@ -155,15 +151,18 @@ def is_by_layers(run: RunSpec) -> bool:
 
 
 def counts_units(run: RunSpec) -> bool:
-    """Return whether a run's times are in units that stand for no seconds.
+    """Return whether a run's times are in units without a length in seconds.
 
-    Configured costs without cost.unit_s.
+    That is the case for configured costs without cost.unit_s.
     """
     return not is_by_layers(run) and run.cost.unit_s == 1.0 and run.machine.kind != "emulated"
 
 
 def parts_s(outcome: PlanOutcome, step: Simulation) -> dict[str, float]:
-    """Return the seconds of a simulated step by what a rank does, means over the ranks, which add up to the step."""
+    """Return the seconds of a simulated step by activity, as means over the ranks.
+
+    They add up to the step.
+    """
     times = rank_times(outcome.schedule, outcome.costs, step, outcome.network, outcome.paces[0])
     useful, recompute, link, reduce = (
         fmean(getattr(time, name) for time in times)

@@ -1,4 +1,4 @@
-"""Noise: compute that takes longer on one rank than on another, and the slowest of the replicas, for which all wait."""
+"""Noise: compute times vary between ranks, and every replica waits for the slowest one."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ LEVEL = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """When one replica's ranks are ready for each of their reductions, over steps.
+    """The times at which one replica's ranks are ready for each of their reductions, over steps.
 
-    Normal, in the unit of the costs.
+    The distribution is normal, in the unit of the costs.
 
     Attributes:
-        reductions: those that replicas join, of which two ranks of a pair have one.
-        mean: of each reduction.
+        reductions: the reductions that replicas join; the two ranks of a pair share one.
+        mean: the mean of each reduction.
         root: a matrix whose product with its transpose is their covariance.
     """
 
@@ -37,7 +37,7 @@ class Arrivals:
     def last(self, num_replicas: int, rng: np.random.Generator) -> Mapping[Action, float]:
         """Draw one step of `num_replicas` replicas.
 
-        Return when the last of them is ready, by reduction.
+        Return the time at which the last of them is ready, by reduction.
         """
         if num_replicas < 1 or not self.reductions:
             return {}
@@ -47,11 +47,11 @@ class Arrivals:
 
 
 def slowdowns(num_ranks: int, noise: float, num: int, rng: np.random.Generator) -> np.ndarray:
-    """Draw how many times as long compute takes.
+    """Draw the factors by which compute takes longer.
 
-    An array of draws x ranks, of mean 1 and standard deviation `noise`.
-    More than a few draws have these moments exactly, and no correlation between ranks: what depends
-    on them in proportion is then without sampling error.
+    Return an array of draws x ranks, with mean 1 and standard deviation `noise`. More than a few
+    draws have these moments exactly, without correlation between ranks; quantities that are
+    proportional to the factors then have no sampling error.
     """
     normal = rng.standard_normal((num, num_ranks))
     if num > 2 * num_ranks:
@@ -71,9 +71,9 @@ def arrivals_of(
     rng: np.random.Generator,
     pace: Pace = EVEN,
 ) -> Arrivals:
-    """Simulate one replica under noise, often enough to know when its reductions could begin.
+    """Simulate one replica under noise, often enough to know when its reductions can begin.
 
-    Reductions take no time in this, so that the answer is the same for any number of replicas.
+    Reductions take no time here, so the result is the same for any number of replicas.
 
     Raises:
         ScheduleError: the schedule would not run.
@@ -116,16 +116,16 @@ def noisy_steps(
     arrivals: Arrivals | None = None,
     pace: Pace = EVEN,
 ) -> list[Simulation]:
-    """Draw steps of `num_replicas` replicas that differ in their noise alone.
+    """Draw steps of `num_replicas` replicas that differ only in their noise.
 
-    Each is given as replica 0 sees it.
-    Each rank of each replica computes a step faster or slower by its own draw. One replica is
-    simulated some times, which gives the distribution of when it is ready for its reductions. A
-    step then is a simulation of replica 0 in which each reduction begins when the last of all
-    replicas is ready, drawn from that distribution: of R replicas the largest of R draws, so that
-    no replica but one is simulated however many there are. `arrivals` is that distribution where it
-    is known (`arrivals_of`), for it does not depend on the number of replicas. `pace` is what
-    disturbs replica 0 besides; the others have none of it.
+    Each step is given as replica 0 sees it. Each rank of each replica computes a step faster or
+    slower by its own draw. One replica is simulated several times, which gives the distribution of
+    the times at which it is ready for its reductions. A step is then a simulation of replica 0 in
+    which each reduction begins when the last of all replicas is ready. That time is drawn from the
+    distribution: for R replicas it is the largest of R draws. Therefore only one replica is
+    simulated, whatever their number. `arrivals` is that distribution if it is known
+    (`arrivals_of`); it does not depend on the number of replicas. `pace` has additional
+    disturbances of replica 0; the others have none.
 
     Raises:
         ScheduleError: the schedule would not run.
@@ -151,11 +151,11 @@ def noisy_steps(
 
 
 def median_of(steps: list[Simulation]) -> Simulation:
-    """Return the step of median time among drawn ones."""
+    """Return the drawn step of median time."""
     return sorted(steps, key=lambda step: step.span)[len(steps) // 2]
 
 
 def interval_of(steps: list[Simulation], level: float = LEVEL) -> tuple[float, float]:
-    """Return the times between which a share `level` of drawn steps lies, as much above as below."""
+    """Return the central interval of time that contains a share `level` of the drawn steps."""
     low, high = np.quantile([step.span for step in steps], [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)

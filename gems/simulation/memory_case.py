@@ -1,4 +1,4 @@
-"""A run's memory policy: what it plans for, what the plan does to a step, and whether it fits devices and hosts."""
+"""The memory policy of a run: its case, the effect of its plan on a step, and whether it fits."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def memory_case(
     boundaries: tuple[int, ...],
     profile: ModelProfile | None = None,
 ) -> MemoryCase:
-    """Return what the memory policies of a resolved run plan for.
+    """Return the case for which the memory policies of a resolved run plan.
 
-    `schedule` is the compute-only one.
-    The profile comes from where the run says, unless it is given. In strips each stage is a layer.
+    `schedule` is the compute-only schedule. If the profile is not given, it comes from the source
+    that the run names. In strips, each stage is a layer.
 
     Raises:
-        ConfigError: a profile that cannot be had, or in strips a layer that needs the whole image.
+        ConfigError: the profile is not available, or in strips a layer needs the whole image.
     """
     machine = spec.machine
     strips = None
@@ -61,10 +61,10 @@ def memory_case(
 
 
 def policy_plan(memory: MemoryConfig, case: MemoryCase, cache_dir: str | None) -> MemoryPlan:
-    """Return the plan of a memory policy, from the cache where it has been made.
+    """Return the plan of a memory policy, from the cache if it has been made.
 
     Raises:
-        DoesNotFitError: nothing that the policy can do keeps the limit.
+        DoesNotFitError: the policy cannot keep the limit.
     """
     key = repr(
         (
@@ -88,10 +88,10 @@ def policy_plan(memory: MemoryConfig, case: MemoryCase, cache_dir: str | None) -
 
 
 def policy_outcome(room: Room, case: MemoryCase, plan: MemoryPlan) -> PlanOutcome:
-    """Return what a plan makes of a step as it runs.
+    """Return the outcome of a plan for a step as it runs.
 
     Raises:
-        DoesNotFitError: it leaves too much on a device or in host memory.
+        DoesNotFitError: the plan leaves too much on a device or in host memory.
     """
     outcome = case.outcome(plan)
     room.check(outcome)  # first: as it runs it holds no more, unless that fits too
@@ -100,7 +100,7 @@ def policy_outcome(room: Room, case: MemoryCase, plan: MemoryPlan) -> PlanOutcom
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The memory that ranks have: of a device, and of a node for its ranks together."""
+    """The memory of a device, and the host memory of a node for all of its ranks."""
 
     device_bytes: int | None
     host_bytes: int | None
@@ -114,15 +114,15 @@ class Room:
         return cls(machine.device_bytes, machine.host_bytes, min(num_ranks, spec.world_size))
 
     def node_bytes(self, host_bytes: Sequence[int]) -> int:
-        """Return the most bytes that a node's ranks keep in host memory, of those by rank."""
+        """Return the most bytes that a node's ranks keep in host memory, from the bytes by rank."""
         return max(host_bytes) * self.ranks_on_node
 
     def check(self, outcome: PlanOutcome) -> None:
-        """Check what a memory plan leaves on the devices and takes of host memory.
+        """Check that the outcome of a memory plan fits the devices and the host memory.
 
         Raises:
             DoesNotFitError: a rank would hold more than its device, or the ranks of a node more
-                than machine.host_bytes.
+            than machine.host_bytes.
         """
         peaks = outcome.peak_bytes
         worst = outcome.fullest_rank

@@ -1,6 +1,6 @@
-"""What a profiled model costs on any placement of its stages, with a cut for each.
+"""The costs of a profiled model on any placement of its stages, with a cut for each.
 
-What a search under a cap asks.
+The search under a cap reads them.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ CUT_BUDGET_S = 0.5  # of one placement, of which a search tries several
 class ModelCosts:
     """The costs of a model's stages by its profile, in units, on any placement.
 
-    A placement has the cut that is given for it in `cuts`, by the run's own boundaries, or by its
-    method of partitioning. A unit of time is what a forward, an input gradient or a weight gradient
-    of one micro-batch takes on average on one of P equal ranks; a unit of activations the most that
-    one micro-batch holds on any of P stages.
+    A placement is cut as given in `cuts`, at the run's own boundaries, or by its method of
+    partitioning. A unit of time is the average time of a forward, an input gradient or a weight
+    gradient of one micro-batch on one of P equal ranks. A unit of activations is the most that one
+    micro-batch holds on any of P stages.
 
     Raises:
-        ConfigError: fewer layers than ranks.
+        ConfigError: there are fewer layers than ranks.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class ModelCosts:
         self._made: dict[Placement, StageCosts] = {}
 
     def __repr__(self) -> str:
-        """Return all that the costs depend on, as a part of the key under which a search is kept."""
+        """Return everything on which the costs depend, as a part of the cache key of a search."""
         spec = self._spec
         facts = (
             spec.partition,
@@ -80,13 +80,13 @@ class ModelCosts:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the cut of each placement stays, whatever schedule is found."""
+        """Whether the cut of each placement is fixed for all schedules."""
         method = self._spec.partition
         is_by_time = method.name == "exact" and method.objective in ("auto", "time")
         return self._spec.parallel.boundaries is not None or not is_by_time
 
     def cut(self, placement: Placement) -> Boundaries:
-        """Return where the model is cut into the stages of a placement."""
+        """Return the boundaries at which the model is cut into the stages of a placement."""
         if placement not in self._cuts:
             self._cuts[placement] = partition_model(
                 self._spec, _one_micro_batch(placement)
@@ -106,10 +106,11 @@ class ModelCosts:
     def faster_cut(
         self, schedule: Schedule, network: Network, cap: float | None, share: float = 1.0
     ) -> Boundaries:
-        """Return the cut with which the steps of a schedule are shortest among those near the cut of its placement.
+        """Return the cut, among those near the placement's, that makes a schedule's steps shortest.
 
-        It keeps the cap. `share` is the part of the most cuts that may be simulated. Boundaries
-        that are given, or made by another method or for another objective than time, stay.
+        The cut keeps the cap. `share` is the part of the largest number of cuts that may be
+        simulated. Boundaries that are given, or made by another method or for another objective
+        than time, stay.
         """
         best = self.cut(schedule.placement)
         if self.is_cut:
@@ -124,7 +125,7 @@ class ModelCosts:
         return shortest_step(best, cost, math.ceil(sum(map(len, schedule.rows)) / share))[0]
 
     def with_cut(self, placement: Placement, boundaries: Boundaries) -> ModelCosts:
-        """Return the same with another cut for a placement."""
+        """Return these costs with another cut for a placement."""
         made = ModelCosts(self._spec, self.profile, self._given | {placement: boundaries})
         made.unit_bytes = self.unit_bytes  # that of the model, whatever its cuts
         made._cuts = self._cuts | made._cuts
@@ -143,7 +144,7 @@ class ModelCosts:
 
 
 def _one_micro_batch(placement: Placement) -> Schedule:
-    """Return the schedule of one micro-batch in each direction, which a placement is partitioned for."""
+    """Return the schedule of one micro-batch in each direction, for which a placement is cut."""
     rows = []
     for rank in range(placement.num_ranks):
         held = placement.stages_on(rank)

@@ -1,4 +1,4 @@
-"""The search of a schedule for a profiled model, together with the cut into stages and what a memory policy does."""
+"""The search for a schedule of a profiled model, together with its cut and memory policy."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def search_with_cut(request: Request, model: ModelCosts) -> tuple[Found, Boundar
 def search_within_bytes(
     spec: RunSpec, request: Request, model: ModelCosts, cap_bytes: int
 ) -> tuple[Found, Boundaries]:
-    """Return what is found for strips whose activations, with the rows that they share, stay within bytes.
+    """Return a schedule in strips, and its cut, whose activations stay within bytes.
 
-    The costs of a search are equal shares of a whole image, so it is given a lower cap until what
-    is found keeps it.
+    The activations include the rows that strips share. A search assumes costs that are equal shares
+    of a whole image, so its cap is lowered until the schedule that it finds keeps the bytes.
 
     Raises:
         ConfigError: no schedule that keeps the cap was found.
@@ -92,13 +92,14 @@ def search_within_bytes(
 def search_under_policy(
     spec: RunSpec, request: Request, model: ModelCosts
 ) -> tuple[Found, Boundaries]:
-    """Return the schedule whose step is shortest under the memory policy of a resolved run, and its cut.
+    """Return the schedule with the shortest step under the memory policy of a run, and its cut.
 
-    Candidates are the schedules found at each cap of the ladder and without one, the same with
-    whole backwards, and the published ones. The policy plans for one after the other, in a part of
-    its budget, from the shortest step with everything kept: no policy makes it shorter, so that the
-    rest is left out once that alone takes longer than the best step found. A published schedule is
-    cut as it would be by its name. Where the policy makes none fit it is the one that needs least.
+    Candidates are the schedules found at each cap of the ladder and without a cap, the same
+    schedules with whole backwards, and the published ones. The policy plans for one after the
+    other, each with a part of its budget, starting from the shortest step with everything kept. No
+    policy makes a step shorter, so the rest is left out once that step alone takes longer than the
+    best step found. A published schedule is cut as it would be if chosen by name. If the policy
+    makes none fit, the schedule that needs the least memory is returned.
     """
     tried: list[tuple[Found, ModelCosts]] = []
     for one, made in _climbed(request, model):
@@ -143,14 +144,14 @@ def search_under_policy(
 
 
 def _climbed(request: Request, model: ModelCosts) -> Iterator[tuple[Found, ModelCosts]]:
-    """Yield what is found at each cap of a fixed ladder up to that of the request, and with what cuts of the model.
+    """Yield the schedule found at each cap of a ladder up to that of the request, and its cut.
 
-    Where the cut may change, the model is cut on each for each placement, by the time of the step
-    of the fastest schedule that a short search finds there; all placements are searched with these
-    cuts, the model is cut again for the schedule found, and all are searched once more. Each takes
-    what the one before it found as a rival, with its cut. So at a cap of the ladder the answer is
-    not slower than at a lower one. Large steps, and cuts that stay, are searched in turn under
-    their own cap alone, or without a cap under each of the ladder.
+    If the cut may change, the model is cut for each placement, by the step time of the fastest
+    schedule that a short search finds there. All placements are searched with these cuts, the model
+    is cut again for the schedule found, and all are searched once more. Each search takes the
+    schedule found before, with its cut, as a rival. Therefore the result at a cap of the ladder is
+    never slower than at a lower cap. Large steps and fixed cuts are searched only under the cap of
+    the request, or, without a cap, under each cap of the ladder as well.
     """
     size = request.num_ranks * request.num_micro_batches * request.num_strips
     lower = [cap for cap in LADDER if request.cap is None or cap < request.cap]
@@ -176,7 +177,10 @@ def _climbed(request: Request, model: ModelCosts) -> Iterator[tuple[Found, Model
 def _searched(
     request: Request, model: ModelCosts, rivals: Sequence[Schedule], cuts: int, share: float = 1.0
 ) -> tuple[Found, ModelCosts]:
-    """Search, and while it changes, so many times, cut the model for the schedule that was found and search again."""
+    """Search, then cut the model for the schedule found and search again, at most `cuts` times.
+
+    Stop when the cut no longer changes.
+    """
     found = capped(request, [*rivals, *published_schedules(request)])
     for _ in range(cuts):
         before = model
@@ -193,7 +197,8 @@ def _fastest_on_each_placement(
 ) -> list[Schedule]:
     """Return the fastest of known, published and shortly searched schedules on each placement.
 
-    Where one is known all placements have been cut, and those left far behind are left out.
+    If a schedule is known, all placements have been cut, and those that are far slower are left
+    out.
     """
     names = request.placements or PLACEMENTS
     short = replace(request, budget_s=request.budget_s * FIRST_SHARE / len(names))
@@ -213,7 +218,7 @@ def _fastest_on_each_placement(
 def _cut_for(
     schedule: Schedule, request: Request, model: ModelCosts, share: float = 1.0
 ) -> ModelCosts:
-    """Return the model with the cut for a schedule, the same model if its steps take no less time with another."""
+    """Return the model with the cut for a schedule, or the same model if that is no faster."""
     cut = model.faster_cut(schedule, request.network, request.cap, share)
     if cut == model.cut(schedule.placement):
         return model

@@ -1,7 +1,4 @@
-"""What one step of a run is predicted to take.
-
-Times, efficiency, memory over time and the bound, by simulation.
-"""
+"""The prediction of one step of a run by simulation: times, efficiency, memory and bound."""
 
 from __future__ import annotations
 
@@ -39,16 +36,17 @@ TIMES = {
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """One simulated step of a run, in seconds, and what it was simulated with.
+    """One simulated step of a run, in seconds, and the inputs of the simulation.
 
     Attributes:
-        run: with the costs that it was simulated with.
-        bounds: the largest efficiency in so many strips, and of a search in any number of them.
-        step: with machine.noise, the median of drawn steps.
+        run: the run with the costs of the simulation.
+        bounds: the largest efficiency in the run's number of strips, and, for a search, in any
+        number of strips.
+        step: the simulated step; with machine.noise, the median of drawn steps.
         interval: the spans between which 95 % of the drawn steps lie; without noise, the step's
-            span twice.
+        span twice.
         unit_s: seconds in a unit of the configured time.
-        activation_bytes: bytes in a unit of memory; 0 if not known.
+        activation_bytes: bytes in a unit of memory; 0 if unknown.
     """
 
     run: RunSpec
@@ -66,7 +64,7 @@ class Prediction:
 
     @property
     def bound(self) -> float:
-        """The largest efficiency in so many strips."""
+        """The largest efficiency in the run's number of strips."""
         return self.bounds[0]
 
     @property
@@ -76,16 +74,16 @@ class Prediction:
 
     @property
     def confidence(self) -> Confidence | None:
-        """How far the step of a real machine can be trusted.
+        """The confidence in the step time on a real machine.
 
-        None if its costs are not those of its layers.
+        It is None if the costs are not those of the run's layers.
         """
         is_real = self.run.machine.kind == "real"
         return confidence_of(self.run) if is_real and is_by_layers(self.run) else None
 
     @property
     def peak_bytes(self) -> tuple[float, ...] | None:
-        """The most bytes that each rank of a pipeline holds on its device, None if they are not known."""
+        """The most bytes that each rank of a pipeline holds on its device; None if unknown."""
         return tuple(rank.peak for rank in self.memory) if self.activation_bytes else None
 
     def to_json(self) -> dict[str, Any]:
@@ -150,11 +148,10 @@ class Prediction:
 
 
 def predict(run: RunSpec, outcome: PlanOutcome) -> Prediction:
-    """Simulate a step of a run as planned, one pipeline for all replicas.
+    """Simulate a step of a run as planned, with one pipeline for all replicas.
 
-    `run` has the costs of its plan.
-    Bytes on the device are those of a walk over the layers, where they are known. Else they are of
-    activations, messages and parameters alone.
+    `run` has the costs of its plan. Bytes on the device come from a walk over the layers if these
+    are known. Otherwise they cover only activations, messages and parameters.
     """
     schedule = outcome.schedule
     costs = outcome.costs
@@ -199,7 +196,7 @@ def predict(run: RunSpec, outcome: PlanOutcome) -> Prediction:
 def with_jitter(
     outcome: PlanOutcome, noise: float, seed: int
 ) -> tuple[Simulation, tuple[float, float]]:
-    """Return the median step under machine.noise, and the times between which 95 % of the steps lie."""
+    """Return the median step under machine.noise, and the interval of 95 % of the steps."""
     quiet = outcome.simulation
     if not noise:
         return quiet, (quiet.span, quiet.span)
@@ -233,7 +230,7 @@ def _memory_over_time(ranks: Iterable[RankTimeline], step: Simulation) -> tuple[
 def allowed_actions(memory_actions: Iterable[str], schedule: Schedule) -> tuple[str, ...]:
     """Return the memory actions that the bound allows.
 
-    The schedule's own, and those that the run lets a search use.
+    They are the schedule's own and those that the run lets a search use.
     """
     used = {
         name

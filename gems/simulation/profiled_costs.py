@@ -1,4 +1,4 @@
-"""The costs of a run from its model's profile and partition, in seconds and bytes, in the form of `CostConfig`."""
+"""Costs of a run by its profile and partition, in seconds and bytes, as a `CostConfig`."""
 
 from __future__ import annotations
 
@@ -30,14 +30,13 @@ MIN_S = 1e-9  # times are above 0
 
 
 def with_profiled_costs(spec: RunSpec) -> RunSpec:
-    """Return the run with the costs of its profile in place of the configured ones, if it asks for them (cost=profile).
+    """Return the run with the costs of its profile, if it asks for them (cost=profile).
 
-    Those of schedule=placed are of its operators.
-
-    This is for simulation only: the run's identity, and run.yaml, stay those of `spec`. The unit of
-    time is the second, that of activations what the heaviest of P equal parts keeps of one
-    micro-batch. A named schedule has the stages of its partition; a searched one those that it was
-    found with, and activations in the unit of its cap.
+    They replace the configured costs. For schedule=placed they are the costs of its operators. They
+    are for simulation only: the run's identity, and run.yaml, remain those of `spec`. The unit of
+    time is the second; the unit of activations is the size that the heaviest of P equal parts keeps
+    of one micro-batch. A named schedule has the stages of its partition. A searched one has the
+    stages with which it was found, and activations in the unit of its cap.
 
     Raises:
         ConfigError: as `profile_of`, `partition_model` and `search_schedule`.
@@ -65,7 +64,7 @@ def with_profiled_costs(spec: RunSpec) -> RunSpec:
 
 
 def layer_costs(costs: RunCosts, profile: ModelProfile) -> CostConfig:
-    """Return the costs of a model whose stages are not known, each layer a piece of its depth."""
+    """Return the costs of a model with unknown stages, with each layer a piece of its depth."""
     kept = [float(layer.kept_bytes) for layer in profile.layers]
     return _costs(costs, profile, list(range(profile.num_layers + 1)), kept)
 
@@ -75,7 +74,7 @@ def profiled_costs(
 ) -> CostConfig:
     """Return the costs of the stages between boundaries.
 
-    `unit_bytes` is the unit of activations, if it is given.
+    `unit_bytes` is the unit of activations, if given.
     """
     machine = costs.machine
     rates = machine.d2h_bytes_per_s, machine.h2d_bytes_per_s
@@ -85,7 +84,7 @@ def profiled_costs(
 
 
 def _of_stages(stages: StageCosts) -> dict[str, Any]:
-    """Return costs of stages as `cost.stages` holds them."""
+    """Return costs of stages in the form of `cost.stages`."""
     names = (*STAGE_TIMES, *STAGE_SIZES, *STAGE_BYTES)
     of_stages: dict[str, Any] = {name: list(getattr(stages, name)) for name in names}
     if stages.strip_loads:
@@ -100,7 +99,10 @@ def _costs(
     kept: Sequence[float],
     unit_bytes: int | None = None,
 ) -> CostConfig:
-    """Return the costs of pieces of the depth, each the layers between two boundaries, of which each keeps `kept`."""
+    """Return the costs of pieces of the depth, each consisting of the layers between boundaries.
+
+    Each piece keeps its entry of `kept`.
+    """
     pieces = [profile.layers[first:end] for first, end in pairwise(boundaries)]
     num_ranks = costs.parallel.partitions
     activations = [max(1.0, size) for size in kept]

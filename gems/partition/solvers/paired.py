@@ -1,4 +1,4 @@
-"""Stages in pairs: GEMS's two directions or a V. The partition of the least highest cost of a pair."""
+"""Partition of paired stages (GEMS's two directions, or a V) with the least highest pair cost."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ ROUNDING = 1e-14
 def partition_pairs(
     problem: Problem, deadline: float, start: Sequence[int] | None = None, enough: float = -np.inf
 ) -> Solution:
-    """Return the partition whose dearest pair costs least, exact for any tables unless the deadline comes first.
+    """Return the partition with the least highest cost of a pair.
 
-    States are the places of the left and the right boundary, from outside to inside. A frontier of
-    what can still be completed, by minorants of the tables, gives a first bound and leaves a thin
-    band of states; within it the dynamic program reads the true tables. It is run at rising
-    thresholds: one at which nothing is found is a bound, and what is found at another is the least
-    there is. `deadline` is a time.perf_counter(); `start` a partition that keeps the limits; at a
-    cost of `enough` the search ends.
+    It is exact for any tables unless the deadline comes first. States are the positions of the left
+    and the right boundary, from outside to inside. A frontier of the states that can still be
+    completed, by minorants of the tables, gives a first bound and leaves a narrow band of states;
+    within it the dynamic program reads the true tables. It runs at rising thresholds: a threshold
+    at which nothing is found is a bound, and the partition found at a later one is optimal.
+    `deadline` is a time.perf_counter(). `start` is a partition that keeps the limits. The search
+    ends at a cost of `enough`.
     """
     pairs = Pairs(problem)
     now = time.perf_counter()
@@ -74,7 +75,7 @@ def partition_pairs(
 
 
 def _bracket(pairs: Pairs, cost: float, deadline: float) -> tuple[float, float]:
-    """Return a lower bound of every partition's cost, and a cost at which the minorants allow a partition."""
+    """Return a lower bound of every partition's cost, and a cost that the minorants allow."""
     low = pairs.lowest
     high = cost
     if high == np.inf:
@@ -105,9 +106,9 @@ def _fewest_bytes(
 
 @dataclass(frozen=True, slots=True)
 class _States:
-    """What is reached at one depth.
+    """The states reached at one depth.
 
-    Places of the two boundaries, the value, and which state before led there.
+    They have the positions of the two boundaries, the value, and the index of the previous state.
     """
 
     left: Ints
@@ -118,11 +119,11 @@ class _States:
 
 @dataclass(frozen=True, slots=True)
 class _Search:
-    """The dynamic program over (left boundary, right boundary) among the stages that cost `most` at most.
+    """The dynamic program over boundary pairs, among the stages that cost at most `most`.
 
-    The value is the highest cost so far, or with `crossing`, of each boundary, the bytes that cross
-    the partitions so far. Only `width` states of a left boundary are kept. TimeoutError is raised
-    when the deadline has passed.
+    The value is the highest cost so far. With `crossing`, the bytes at each boundary, it is the
+    bytes that cross the boundaries so far. Only `width` states of each left boundary are kept.
+    TimeoutError is raised when the deadline has passed.
     """
 
     pairs: Pairs
@@ -133,7 +134,7 @@ class _Search:
     crossing: Floats | None = None
 
     def run(self) -> tuple[int, ...] | None:
-        """Return the boundaries of the least value, or None."""
+        """Return the boundaries of the least value, or None if there are none."""
         start = 0.0 if self.crossing is not None else -np.inf
         trail = [
             _States(
@@ -149,7 +150,7 @@ class _Search:
         return None if value[last] == np.inf else _read(trail, last, self.pairs.has_middle)
 
     def _close(self, states: _States) -> Floats:
-        """Return the values with the middle stage, infinite if it is too dear."""
+        """Return the values including the middle stage, infinite if it is too expensive."""
         value = states.value.copy()
         for term in self.pairs.terms[-1] if self.pairs.has_middle else ():
             cost = term.left[states.left, states.right]
@@ -190,7 +191,7 @@ class _Search:
         return _States(reached // size, reached % size, best[reached], parent[reached])
 
     def _places(self, depth: int, states: _States) -> Iterator[tuple[Ints, Ints, Ints]]:
-        """Yield states, ends of their next left stage and begins of their next right one that may be reached."""
+        """Yield states with reachable ends of the next left and starts of the next right stage."""
         terms = self.pairs.terms[depth]
         left_over = self.pairs.num_stages - 2 * (depth + 1)
         inner = self.frontier[depth + 1]
@@ -238,9 +239,9 @@ def _read(trail: Sequence[_States], last: int, has_middle: bool) -> tuple[int, .
 
 @dataclass(frozen=True, slots=True)
 class PairTerm:
-    """One moment of one rank: the sum of a table over the left stage and one over the right stage of a pair.
+    """One moment of one rank: the sum of a table over the left and one over the right stage.
 
-    It must be `limit` at most, or, without one, is part of the cost. Of the middle stage only
+    It must not exceed `limit`; without a limit, it is part of the cost. For the middle stage only
     `left` is read.
     """
 
@@ -255,13 +256,16 @@ class PairTerm:
         return most if self.limit is None else self.limit
 
     def room(self, most: float) -> float:
-        """Return `cap` with room for rounding, so that subtracting one table from it leaves out no sum within it."""
+        """Return `cap` with a margin for rounding.
+
+        Subtracting one table from it then rejects no sum within the cap.
+        """
         cap = self.cap(most)
         return cap + abs(cap) * ROUNDING
 
     @property
     def floor_right(self) -> float:
-        """The least that the right stage costs anywhere."""
+        """The least cost of the right stage anywhere."""
         return float(self.low_right[0, 0])
 
 
@@ -302,17 +306,17 @@ class Pairs:
 
     @cached_property
     def lowest(self) -> float:
-        """A cost below every partition's: the dearest pair's least."""
+        """A lower bound of every partition's cost: the least cost of the most expensive pair."""
         judged = (term for terms in self.terms for term in terms if term.limit is None)
         return max((float(term.low_left[0, 0]) + term.floor_right for term in judged), default=0.0)
 
     def completable(self, most: float) -> list[Ints] | None:
-        """Return by depth, for every left boundary, the rightmost right boundary that can be completed for `most`.
+        """Return, by depth, the rightmost right boundary that can be completed for each left one.
 
-        It is -1 if there is none, and the whole None if the search from outside cannot be done at
-        all. The tables are the minorants and stages may be without layers, so that nothing that can
-        be done is left out: of two states the one with more layers placed is never the worse then,
-        and the frontier says all.
+        The cost is at most `most`. An entry is -1 if there is no such boundary; the result is None
+        if the search from outside cannot be completed at all. The tables are the minorants, and
+        stages may be empty, so no feasible state is left out: of two states, the one with more
+        layers placed is never the worse one, and so the frontier is sufficient.
         """
         inner = self._cuts
         if self.has_middle:
@@ -327,9 +331,9 @@ class Pairs:
         return frontiers[::-1] if inner[0] == self.num_layers else None
 
     def reach(self, terms: list[PairTerm], most: float) -> Ints:
-        """Return how far a left stage may go from each layer on.
+        """Return how far a left stage that starts at each layer may extend.
 
-        One less than the layer if nowhere.
+        It is one less than the layer if no stage is possible.
         """
         reach = np.full(len(self._cuts), self.num_layers)
         for term in terms:
@@ -354,9 +358,10 @@ class Pairs:
 
 
 def furthest(low: Low, row: Ints, first: Ints, last: Ints, room: Floats) -> Ints:
-    """Return the largest column from `first` to `last` at which each row is at most `room`, or first - 1.
+    """Return the largest column from `first` to `last` at which each row is at most `room`.
 
-    Rows of a minorant rise, so that it is a search by halves, all rows at once.
+    It is first - 1 if there is none. The rows of a minorant rise, so this is a binary search over
+    all rows at once.
     """
     flat = low.ravel()
     base = row * low.shape[1]
@@ -371,7 +376,10 @@ def furthest(low: Low, row: Ints, first: Ints, last: Ints, room: Floats) -> Ints
 
 
 def nearest(low: Low, column: Ints, first: Ints, last: Ints, room: Floats) -> Ints:
-    """Return the least row from `first` to `last` at which each column is at most `room`, or last + 1."""
+    """Return the least row from `first` to `last` at which each column is at most `room`.
+
+    It is last + 1 if there is none.
+    """
     flat = low.ravel()
     width = low.shape[1]
     below = first
@@ -385,11 +393,12 @@ def nearest(low: Low, column: Ints, first: Ints, last: Ints, room: Floats) -> In
 
 
 def improve(problem: Problem, boundaries: Sequence[int], deadline: float) -> tuple[int, ...]:
-    """Return a partition that no move of one boundary by one layer improves, or the best at the deadline.
+    """Return a partition that no move of a boundary by one layer improves.
 
-    Better is less above the limits, then less at the highest cost, then at the next one below and
-    so on, then fewer bytes that cross; so that a rank which is not the dearest may make room for
-    the one that is. `deadline` is a time.perf_counter().
+    At the deadline it is the best one so far. A partition is better if it exceeds the limits by
+    less; then if its highest cost is lower, then the next highest, and so on; then if fewer bytes
+    cross. Thus a rank that is not the most expensive one may make room for the one that is.
+    `deadline` is a time.perf_counter().
     """
     ranks = [*problem.ranks, *problem.limits]
     num_judged = len(problem.ranks)
