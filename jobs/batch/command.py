@@ -97,11 +97,10 @@ def run_command(
     environment: Mapping[str, str] | None = None,
     pass_fds: Sequence[int] = (),
 ) -> CommandResult:
-    """Run a command of a scheduler, for QUERY_LIMIT_S at most unless `limit_s` is given.
+    """Run a scheduler command for at most `limit_s`, by default QUERY_LIMIT_S; never raise.
 
-    Raises nothing.
-    `environment` is that of a query, with which messages are English, unless it is given. The
-    command has the files of `pass_fds` open, as in subprocess.
+    By default, `environment` is the environment for queries, in which messages are English. The
+    command inherits the open files in `pass_fds`, as in subprocess.
     """
     limit_s = QUERY_LIMIT_S if limit_s is None else limit_s
     if environment is None:

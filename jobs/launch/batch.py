@@ -28,15 +28,15 @@ from jobs.status.ownership import read_chain
 
 SUBMITTED_LIMIT_S = 60.0
 POLL_S = 0.1
-STOPPED = ("stopped", "requeued")  # the job is to end, not one run alone
+STOPPED = ("stopped", "requeued")  # the whole job must end, not just one run
 
 
 @dataclass(frozen=True, slots=True)
 class BatchJob:
-    """Launches prepared runs, one after another; a run that fails does not end the others.
+    """A launcher of prepared runs, one after another; a failed run does not end the others.
 
-    submitit pickles it by name, so it needs this package and nothing else. `token` is that of its
-    submission.
+    submitit pickles it by name, so unpickling needs this package and nothing else. `token` is the
+    token of its submission.
     """
 
     run_folders: tuple[str, ...]
@@ -47,11 +47,11 @@ class BatchJob:
         return replace(self, token=token)
 
     def __call__(self) -> None:
-        """Run the job; a run that has finished is left as it is when SLURM starts the job again.
+        """Run the job; skip runs that had finished before SLURM restarted the job.
 
         Raises:
-            SystemExit: with the worst of the runs' exit codes unless it is 0. submitit keeps other
-                exceptions in a pickle and exits with 1; this one goes through, so SLURM sees the
+            SystemExit: with the worst of the runs' exit codes unless it is 0. submitit stores other
+                exceptions in a pickle and exits with 1; this one passes through, so SLURM sees the
                 code and the job is FAILED.
         """
         worst = 0
@@ -74,7 +74,7 @@ class BatchJob:
 def _has_finished(folder: RunFolder) -> bool:
     """Return whether this job itself has finished a run before.
 
-    What is wrong with the folder is reported later.
+    Errors in the folder are reported later.
     """
     with contextlib.suppress(GemsError, OSError):
         status = folder.read_status()
@@ -83,7 +83,10 @@ def _has_finished(folder: RunFolder) -> bool:
 
 
 def run_prepared(folder: RunFolder, request: StopRequest, token: str) -> int:
-    """Launch a prepared run in its job and return the exit code, unless the folder has a later owner."""
+    """Launch a prepared run in its job and return the exit code.
+
+    Do nothing if the folder has a later owner.
+    """
     other = (
         _other_owner(folder, token) if num_restarts() else None
     )  # a job that is new may not be recorded yet
@@ -140,7 +143,7 @@ def run_prepared(folder: RunFolder, request: StopRequest, token: str) -> int:
 def wait_for_submission(folder: RunFolder, limit_s: float = SUBMITTED_LIMIT_S) -> None:
     """Wait until the submitting process has recorded this job.
 
-    It would write "submitted" over a later state.
+    Otherwise it would overwrite a later state with "submitted".
     """
     pause = threading.Event()
     deadline_s = time.monotonic() + limit_s
@@ -154,9 +157,9 @@ def _is_recorded(folder: RunFolder) -> bool:
 
 
 def _adopt_cluster(folder: RunFolder) -> None:
-    """Take the cluster with which the submission recorded this job.
+    """Adopt the cluster with which the submission recorded this job.
 
-    Sbatch may have named one that nobody chose.
+    sbatch may have named a cluster that nobody chose.
     """
     own = own_job_id()
     recorded = list(read_chain(folder))
@@ -184,8 +187,8 @@ def _other_owner(folder: RunFolder, token: str) -> Owner | None:
 def claim(folder: RunFolder, token: str) -> Owner | None:
     """Make this job's process the owner, or return the owner that was faster.
 
-    A job that starts again after it has given the folder back takes it like anybody else: it may
-    have gone to another.
+    A restarted job that had released the folder takes it like anybody else: another owner may have
+    it by now.
     """
     owner = read_owner(folder)
     if (other := _other_owner(folder, token)) is not None:
@@ -203,7 +206,7 @@ def claim(folder: RunFolder, token: str) -> Owner | None:
 def main(run_folders: list[str]) -> None:
     """Run the job of a batch script that calls this module with its run folders.
 
-    Submitit calls BatchJob by itself.
+    submitit calls BatchJob by itself.
     """
     # Flux ends a batch script by SIGHUP
     signal.signal(signal.SIGHUP, lambda number, frame: os.kill(os.getpid(), signal.SIGTERM))

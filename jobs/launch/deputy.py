@@ -30,7 +30,7 @@ LOOK_EVERY_S = 20.0
 
 
 def main(argv: list[str]) -> int:
-    """Watch until the batch script's node is lost, or SLURM ends this step; return the exit code."""
+    """Watch until the batch script's node is lost or SLURM ends this step; return the exit code."""
     if len(argv) != 2:
         print("usage: python -m jobs.launch.deputy RUN_FOLDER BATCH_NODE", file=sys.stderr)
         return 2

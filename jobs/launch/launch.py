@@ -1,6 +1,6 @@
-"""The launch of a prepared run, the same here and in a SLURM job.
+"""Launch a prepared run, in the same way here and in a SLURM job.
 
-Start the ranks, watch, find the failure, collect.
+The steps are: start the ranks, watch them, find the failure, collect the traces.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ BATCH_GRACE_S = 2.0
 
 
 class StopRequest:
-    """Notes SIGUSR2 while it is entered, and passes it on to the ranks through stop.json.
+    """A context that notes SIGUSR2 and passes it on to the ranks through stop.json.
 
-    Entered by another than the main thread it notes nothing, as Python allows no handlers there.
+    Outside of the main thread it notes nothing, as Python allows no handlers there.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class StopRequest:
             signal.signal(signal.SIGUSR2, self._before)  # type: ignore[arg-type]
 
     def pass_on(self, folder: RunFolder) -> None:
-        """Write stop.json once the signal has come, for each launch.
+        """Write stop.json after the signal has arrived, for each launch.
 
         The ranks stop at the end of a step.
         """
@@ -111,16 +111,16 @@ def launch(
 ) -> int:
     """Run all ranks of a prepared run and return the run's exit code.
 
-    A failed run is reported in one line, recorded in status.json, and its traces are collected as
-    far as they go. With `echo` the ranks' output goes to stderr too, beside logs/ranks.log;
-    `is_quiet` writes the closing table to logs/, and neither table nor pictures of a simulated run.
-    `request` notes SIGUSR2, which makes the ranks save and stop; `work` is what a new job calls if
-    SLURM refuses to requeue this one; `recovery` lets the run go on if nodes are lost. This
-    process, or its job, owns the folder until the end.
+    A failed run is reported in one line and recorded in status.json, and as much of its traces as
+    possible is collected. With `echo`, the ranks' output goes to stderr as well as to
+    logs/ranks.log. `is_quiet` writes the closing table to logs/, and writes neither table nor
+    pictures of a simulated run. `request` notes SIGUSR2, which makes the ranks save and stop.
+    `work` is what a new job runs if SLURM refuses to requeue this one. `recovery` lets the run
+    continue if nodes are lost. This process, or its job, owns the folder until the end.
 
     Raises:
         ConfigError: the launcher is missing, or the folder has another owner.
-        KeyboardInterrupt: after the ranks have ended.
+        KeyboardInterrupt: the user interrupted the run; it is raised after the ranks have ended.
     """
     job = job_spec(spec)
     with contextlib.ExitStack() as stack:
@@ -210,9 +210,8 @@ def launch(
                 collect_traces()
             return own_job.CANCELLED_CODE if state == "cancelled" else 0
         if ended.returncode == 0 and not is_killed and not has_record:
-            is_complete = (
-                is_quiet and job.launcher == SIMULATED
-            )  # its trace is, and nobody asks for the rest
+            # the trace is complete, and nobody asks for the rest
+            is_complete = is_quiet and job.launcher == SIMULATED
             code = 0 if is_complete else collect_traces()
             folder.write_status("finished", **facts, exit_code=code, collected=code == 0)
             return code
@@ -232,7 +231,7 @@ def launch(
 
 
 def _give_back(folder: RunFolder) -> None:
-    """Release the folder unless this job is to start again, or the next of its chain is to continue."""
+    """Release the folder unless this job will restart or the next of its chain will continue."""
     with contextlib.suppress(OSError):  # the folder is gone
         status = read_or_empty(folder.status_json)
         continues = own_job.next_in_chain(folder) is not None and not own_job.is_over(status)
@@ -253,8 +252,8 @@ def _check_run_yaml(folder: RunFolder) -> None:
 def _sweep(job: JobSpec, folder: RunFolder, environment: dict[str, str]) -> Ended | None:
     """Remove what an earlier start left on a job's nodes.
 
-    Return how that ended if the job was stopped meanwhile.
-    Not needed after a node check, which does the same.
+    Return how the sweep ended if the job was stopped meanwhile. The sweep is not needed after a
+    node check, which does the same.
     """
     is_first = "SLURM_RESTART_COUNT" not in os.environ  # a job that starts again has its old number
     if job.launcher != "srun" or is_first or job.cluster.checks_nodes:
@@ -272,9 +271,8 @@ def collect(
 ) -> int:
     """Merge the ranks' traces and print the summary.
 
-    Return the exit code of `gems-analysis collect`.
-    `is_quiet` writes the summary to logs/summary.txt. Plotting and HDF5 are loaded by the child
-    alone.
+    Return the exit code of `gems-analysis collect`. `is_quiet` writes the summary to
+    logs/summary.txt. Only the child process loads the plotting and HDF5 libraries.
     """
     is_probe = folder.read_spec().machine.kind == PROBE
     sys.stdout.flush()
@@ -298,7 +296,7 @@ def collect(
 def _show_placement(folder: RunFolder, out: IO[str] | None, as_json: bool) -> int:
     """Report the result of a placement check, which leaves no trace.
 
-    Without one of the first rank it has failed.
+    The check has failed if the first rank left no placement.
     """
     found = read_json(folder.result_json)
     if not found:
@@ -322,16 +320,14 @@ def _show_placement(folder: RunFolder, out: IO[str] | None, as_json: bool) -> in
 def _find_failure(
     folder: RunFolder, job: JobSpec, output: LauncherOutput, ended: Ended
 ) -> tuple[str, Failure]:
-    """Return the state of a run whose ranks have failed, and how."""
+    """Return the state and the failure of a run whose ranks have failed."""
     state = "failed"
     failure = find_failure(folder, output, ended)
     if job.launcher == SIMULATED and ended.returncode in RANK_CODES:
-        failure = replace(
-            failure, exit_code=ended.returncode
-        )  # there is no rank; the code is the process's own
-    if (
-        ended.stopped_by is not None or folder.cancelled_json.exists()
-    ):  # SLURM may end the ranks first
+        # there is no rank; the code is the process's own
+        failure = replace(failure, exit_code=ended.returncode)
+    # SLURM may end the ranks first
+    if ended.stopped_by is not None or folder.cancelled_json.exists():
         state, failure = own_job.describe_killed_run(folder, job, failure, ended)
     return state, failure
 
@@ -344,7 +340,7 @@ def _record_failure(
     ended: Ended,
     collect_traces: Callable[[], int],
 ) -> int:
-    """Report how the ranks have failed, in status.json and on stderr, and return the exit code."""
+    """Report the ranks' failure in status.json and on stderr; return the exit code."""
     if state == "requeued":
         facts = facts | {
             "requeue_count": own_job.add_requeue(folder, failure.what, own_job.SLURM, None)

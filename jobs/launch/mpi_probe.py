@@ -1,6 +1,6 @@
-"""The probe of a cluster and environment.
+"""Probe a cluster and environment.
 
-Two ranks try MPI and device memory, if need be as a job's first step.
+Two ranks try MPI and device memory, as the first step of a job if necessary.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ MPI_HELP = "MPICH takes cluster.mpi=pmi2, Open MPI pmix, Cray MPICH cray_shasta 
 def probe_in_job(
     spec: RunSpec, job: JobSpec, folder: RunFolder, environment: Mapping[str, str]
 ) -> Ended | None:
-    """Probe as the first step of a job, before its ranks, if nothing is known of its cluster and environment.
+    """Probe as the first step of a job if its cluster and environment have no known probe.
 
-    The result is written to logs/probe.json, and kept for later jobs. Return how the probe ended if
-    the job was stopped meanwhile, None if the run may start. Raises what `read_probe` raises.
+    The ranks start after it. The result is written to logs/probe.json and kept for later jobs.
+    Return how the probe ended if the job was stopped meanwhile, or None if the run may start.
+    Raises the errors of `read_probe`.
     """
     if not needs_probe(spec, job):
         return None
@@ -47,7 +48,7 @@ def probe_in_job(
 def run_probe(
     spec: RunSpec, job: JobSpec, folder: RunFolder, environment: Mapping[str, str]
 ) -> Ended:
-    """Run the two ranks, which write `probe_json`, and return how they ended."""
+    """Run the two ranks, which write `probe_json`; return how they ended."""
     probe_json(folder).unlink(missing_ok=True)
     argv = probe_argv(spec, job, folder)
     return run_ranks(argv, environment, folder.logs / "probe.log", timeout_s=LIMIT_S, echo=False)
@@ -62,9 +63,9 @@ def _pair(job: JobSpec) -> JobSpec:
 
 
 def probe_argv(spec: RunSpec, job: JobSpec, folder: RunFolder) -> list[str]:
-    """Return the command line of the probe, by the launcher of the job's ranks.
+    """Return the command line of the probe, using the launcher of the job's ranks.
 
-    It writes `probe_json`.
+    The probe writes `probe_json`.
     """
     order = ",".join(map(str, spec.cluster.device_order))
     words = [str(probe_json(folder)), spec.machine.device, *([order] if order else [])]
@@ -83,14 +84,14 @@ def probe_json(folder: RunFolder) -> Path:
 
 
 def read_probe(spec: RunSpec, ended: Ended, result: Path) -> dict[str, Any]:
-    """Return what the probe found.
+    """Return the result of the probe.
 
-    Without a result, raise by what its ranks left, and how they ended.
+    Without a result, raise an error from what its ranks left, and how they ended.
 
     Raises:
         ConfigError: MPI does not start as configured, or must not be given device memory.
         RankFailedError: the ranks ended otherwise.
-        StalledError: they did not end.
+        StalledError: the ranks did not end.
     """
     found = read_or_empty(result)
     if words := found.get("config_error"):

@@ -1,6 +1,6 @@
-"""The nodes of this process's own job.
+"""Select the nodes of this process's own job.
 
-Which it still has, which are good, and which the ranks run on.
+The module finds which nodes the job still has, which are good, and which the ranks run on.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ LINK = "link"
 
 
 class Selection(NamedTuple):
-    """The job with those of its good `nodes` that the ranks run on.
+    """The job with the good `nodes` that its ranks run on.
 
-    How the check ended if the job was stopped then.
+    It also has how the check ended if the job was stopped then.
     """
 
     job: JobSpec
@@ -47,15 +47,15 @@ class Selection(NamedTuple):
 def select_nodes(
     job: JobSpec, folder: RunFolder, environment: Mapping[str, str], left_out: Collection[str] = ()
 ) -> Selection:
-    """Check the nodes of this job if its cluster wants that, and choose those that the ranks run on.
+    """Check the nodes of this job if its cluster requests that, and choose the ranks' nodes.
 
-    A bad node goes on the node blocklist. Spare nodes, or those of a larger layout, take its place.
-    Nodes `left_out` are not looked at; of a cluster that wants neither a check nor spare nodes no
-    node is.
+    A bad node goes on the node blocklist; spare nodes, or those of a larger layout, take its place.
+    Nodes in `left_out` are not checked. If the cluster requests neither a check nor spare nodes, no
+    node is checked.
 
     Raises:
         NodeFailedError: fewer good nodes are left than the ranks need; it names a bad one and its
-        fault.
+            fault.
     """
     cluster = job.cluster
     if job.launcher != "srun" or not (cluster.outlives_nodes or cluster.checks_nodes):
@@ -82,7 +82,7 @@ def select_nodes(
 def own_nodes() -> tuple[str, ...]:
     """Return the nodes that this job has now.
 
-    SLURM takes a node that fails from a job that outlives it.
+    SLURM removes a failed node from a job that outlives its nodes.
     """
     job = own_job()
     listed = (
@@ -95,7 +95,7 @@ def own_nodes() -> tuple[str, ...]:
 
 
 def note_bad_node(folder: RunFolder, job: JobSpec, node: str, fault: str) -> None:
-    """Put a node on the node blocklist; a folder that is closed to us ends no run."""
+    """Put a node on the node blocklist; a folder without write permission ends no run."""
     attempt = f"{folder.path.name} attempt {folder.attempt}"
     try:
         NodeBlocklist(folder.path.parent).add(
@@ -115,7 +115,7 @@ def _shortage(job: JobSpec, num_good: int, faults: Mapping[str, str]) -> str:
 class NodeCheck:
     """The launcher's end of `gems.launch.node_check`.
 
-    It collects the nodes' reports and sends every node the addresses of all.
+    It collects the nodes' reports and sends the addresses of all nodes to every node.
     """
 
     def __init__(self, nodes: Sequence[str]) -> None:
@@ -127,7 +127,7 @@ class NodeCheck:
         self._is_sent = False
 
     def run(self, job: JobSpec, folder: RunFolder, environment: Mapping[str, str]) -> Ended:
-        """Run the check on all nodes, each within limits of time, and return how it ended."""
+        """Run the check on all nodes, each within time limits; return how it ended."""
         argv = check_by_srun(job, folder, self._nodes)
         source, self._input = os.pipe()
         self._begin_s = time.monotonic()
@@ -150,7 +150,7 @@ class NodeCheck:
         return ended
 
     def feed(self, line: str) -> None:
-        """Take a line of output."""
+        """Process a line of output."""
         try:
             said = json.loads(line)
         except ValueError:
@@ -164,7 +164,10 @@ class NodeCheck:
             self._phase_s = time.monotonic() if len(self._said) == 1 else self._phase_s
 
     def is_over(self) -> bool:
-        """Send the addresses once all nodes have answered, end the input once all have tried; polled."""
+        """Send the addresses after all nodes have answered, and end the input after all have tried.
+
+        This is polled.
+        """
         now_s = time.monotonic()
         if self._input is None:
             return now_s - self._phase_s > END_LIMIT_S
@@ -190,9 +193,9 @@ class NodeCheck:
             self._input = None
 
     def faults(self) -> dict[str, str]:
-        """Return the fault of each node that has one.
+        """Return the fault of each faulty node.
 
-        None if no node has answered: then the check is at fault.
+        If no node has answered, the check itself is at fault, and no node is named.
         """
         if not self._said:
             return {}

@@ -1,7 +1,8 @@
-"""Notifications: tell a program or a person that a run has ended, has stalled, or was put back into the queue.
+"""Notify a program or a person that a run has ended, has stalled, or was requeued.
 
-The launching process sends them once status.json has the state, 10 s each at most. What cannot be
-sent is one line in the log, and changes nothing for the run. Mail is the batch system's own.
+The launching process sends the notifications after status.json has the state, within 10 s each. A
+notification that cannot be sent is one line in the log and changes nothing for the run. Mail is
+left to the batch system.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ REQUEUED = "requeued"
 
 
 def notify(folder: RunFolder) -> None:
-    """Send what status.json says of a run to all of `cluster.notify`; raises nothing."""
+    """Send the run's status to all targets in `cluster.notify`; never raise."""
     try:
         targets = folder.read_spec().cluster.notify
         document = describe(folder) if targets else {}
@@ -42,9 +43,9 @@ def notify(folder: RunFolder) -> None:
 
 
 def describe(folder: RunFolder) -> dict[str, Any]:
-    """Return what is sent of a run.
+    """Return the document that is sent about a run.
 
-    What happened, its state with its cause, the step, and where it is.
+    It has the event, the state with its cause, the step, and the run folder.
     """
     status = folder.read_status()
     progress = read_or_empty(folder.progress_json)
@@ -75,7 +76,7 @@ def describe(folder: RunFolder) -> dict[str, Any]:
 
 
 def send(target: str, document: dict[str, Any]) -> str | None:
-    """Send JSON to a web address by POST, or to a command's stdin; return why that failed, or None."""
+    """POST JSON to a web address, or pipe it to a command; return the error, or None."""
     text = json.dumps(document)
     if target.startswith(COMMAND):
         return _run(target.removeprefix(COMMAND), text)
@@ -91,9 +92,8 @@ def send(target: str, document: dict[str, Any]) -> str | None:
         except Exception as error:  # of any library that a proxy or a certificate brings in
             outcome[:] = [" ".join(str(error).split()) or type(error).__name__]
 
-    thread = threading.Thread(
-        target=post, daemon=True
-    )  # a name server or a slow answer may take longer than a socket
+    # a name server or a slow answer may take longer than the socket's timeout
+    thread = threading.Thread(target=post, daemon=True)
     thread.start()
     thread.join(LIMIT_S)
     return outcome[0] if outcome else None
@@ -120,5 +120,5 @@ def _run(command: str, text: str) -> str | None:
 
 
 def _shown(target: str) -> str:
-    """Return a target without what an address may keep secret: its path and query."""
+    """Return a target without the parts of an address that may be secret: its path and query."""
     return target if target.startswith(COMMAND) else str(urlsplit(target).hostname)

@@ -1,7 +1,4 @@
-"""The watch over the ranks of a run from outside, which sees what none of them can tell.
-
-That all have stopped.
-"""
+"""Watch the ranks of a run from outside, and see what no rank can report: that all have stopped."""
 
 from __future__ import annotations
 
@@ -23,14 +20,12 @@ from jobs.diagnosis.root_cause import BY_LAUNCHER, has_failed_rank
 
 POLL_S = 1.0
 ABORT_LIMIT_S = 10.0
-DEATH_LIMIT_S = (
-    2.0  # srun reports dead ranks at once; ranks that ignore one SIGTERM live for KillWait more
-)
-MARGIN_S = 8.0  # a rank that is alive finds a hang first, and knows best what it waited for
+# srun reports dead ranks at once; ranks that ignore one SIGTERM live for another KillWait
+DEATH_LIMIT_S = 2.0
+MARGIN_S = 8.0  # let a live rank report a hang first: it knows what it waited for
 MAX_LOOK_S = 10.0
-PHASE_FACTOR = (
-    3.0  # as in the ranks' own watchdog: start-up or a checkpoint may hold the interpreter
-)
+# as in the ranks' own watchdog: start-up or a checkpoint may block the interpreter
+PHASE_FACTOR = 3.0
 NUM_LOOKS = 2  # before a folder counts as gone
 
 
@@ -43,12 +38,12 @@ class Reason(Enum):
 
 
 class RankWatch:
-    """Decides when the launcher ends the ranks; `reason` is why, once it has.
+    """The watch that decides when the launcher ends the ranks; `reason` is why, once decided.
 
-    That is ABORT_LIMIT_S after a rank's failure (DEATH_LIMIT_S by srun), since an end before MPI
-    starts ends nobody else; once no heartbeat has changed for `hang_timeout_s` and MARGIN_S, by
-    this machine's monotonic clock, as nodes' clocks may differ by any time; and once the run folder
-    is gone. `on_poll` is called at every look.
+    It ends them in three cases. First, ABORT_LIMIT_S after a rank's failure (DEATH_LIMIT_S with
+    srun), since a rank that ends before MPI starts ends no other rank. Second, if no heartbeat has
+    changed for `hang_timeout_s` and MARGIN_S, by this machine's monotonic clock, as nodes' clocks
+    may differ by any amount. Third, if the run folder is gone. `on_poll` is called at every look.
     """
 
     def __init__(
@@ -73,7 +68,7 @@ class RankWatch:
         self.reason: Reason | None = None
 
     def is_over(self) -> bool:
-        """Return whether the ranks are to be ended now; polled all the time."""
+        """Return whether the ranks must be ended now; this is polled all the time."""
         self._on_poll()
         now_s = time.monotonic()
         if self.reason is None and now_s - self._polled_s > POLL_S:
@@ -137,9 +132,9 @@ class RankWatch:
             json.dump(document, file)
 
     def _chain(self) -> WaitingChain | None:
-        """Return who waits for whom by the ranks' last marks, which share one clock.
+        """Return which rank waits for which, by the ranks' last marks, which share one clock.
 
-        None without a schedule.
+        Return None without a schedule.
         """
         try:
             return waiting_chain(self._folder.read_schedule(), self._beats)
@@ -147,7 +142,7 @@ class RankWatch:
             return None
 
     def _end(self, reason: Reason) -> None:
-        """Note in the ranks' log that what follows is the launcher's doing."""
+        """Note in the ranks' log that the launcher causes what follows."""
         self.reason = reason
         line = f"{OUR_LINE}: {reason.value}"
         self._output.feed_line(line)
@@ -158,7 +153,7 @@ class RankWatch:
 def is_gone(folder: RunFolder) -> bool:
     """Return whether a run folder was deleted or moved.
 
-    One whose file system does not answer was not.
+    A folder whose file system does not answer does not count as gone.
     """
     try:
         folder.run_yaml.stat()

@@ -1,7 +1,7 @@
-"""Files that all ranks of a large job read, copied to the nodes' own disks by sbcast before the ranks start.
+"""Copy files that all ranks of a large job read to the nodes' own disks, before the ranks start.
 
 A thousand ranks that open one file of a parallel file system wait for each other; sbcast sends it
-by a tree of nodes.
+through a tree of nodes.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ REMOVE_LIMIT_S = 10.0
 
 @contextlib.contextmanager
 def staged(job: JobSpec, folder: RunFolder) -> Iterator[JobSpec]:
-    """Copy what `cluster.stage` names, and yield the job with commands that use the copies.
+    """Copy the files that `cluster.stage` names; yield the job with commands that use the copies.
 
-    Remove them at the end.
-    What cannot be copied is read where it is. Jobs of few nodes, and of other launchers than srun,
-    copy nothing.
+    Remove the copies at the end. Files that cannot be copied are read in place. Jobs of few nodes,
+    and of launchers other than srun, copy nothing.
     """
     copied: list[str] = []
     if job.launcher == "srun" and job.nodes > job.cluster.stage_above_nodes:
@@ -46,7 +45,7 @@ def staged(job: JobSpec, folder: RunFolder) -> Iterator[JobSpec]:
 
 
 def sources(job: JobSpec, folder: RunFolder) -> dict[str, Path]:
-    """Return the files to copy: the code's archive, and the container's image if it is a file."""
+    """Return the files to copy: the code archive, and the container image if it is a file."""
     image = job.cluster.container_image
     files = {
         CODE: folder.code_zip if job.snapshot else None,

@@ -1,4 +1,4 @@
-"""The start of a run: prepared and launched on this machine, or submitted after its preflight."""
+"""Start a run: prepare and launch it on this machine, or submit it after its preflight."""
 
 from __future__ import annotations
 
@@ -33,12 +33,13 @@ from jobs.status.ownership import CHAIN_JSON, gone_verifier
 def start_run(spec: RunSpec, *, assume_yes: bool = False, force: bool = False) -> int:
     """Run here or submit a job, with nothing on stdout, and return the exit code.
 
-    0 for a submitted job.
+    The code is 0 for a submitted job.
 
     Raises:
         ConfigError: no launcher, no permission, a refused job, a folder in use, or nobody to
-        confirm the cost. DoesNotFitError: a rank would hold more than its device, or a node's ranks
-        more than its host memory.
+            confirm the cost.
+        DoesNotFitError: a rank would need more than its device's memory, or a node's ranks more
+            than its host memory.
     """
     job = job_spec(spec)
     check_limits(spec, job)
@@ -50,11 +51,11 @@ def start_run(spec: RunSpec, *, assume_yes: bool = False, force: bool = False) -
 def submit_run(
     spec: RunSpec, job: JobSpec, *, assume_yes: bool, force: bool = False, num_jobs: int = 1
 ) -> tuple[str, list[Check]] | None:
-    """Submit a run and return the job's number and the checks that it passed.
+    """Submit a run; return the job's number and the checks that it passed.
 
-    None if its cost is refused.
-    With `force` the owner of the folder is taken for gone if nobody can tell. `num_jobs` is the
-    length of the chain that the job begins, all of which is confirmed.
+    Return None if the user rejects its cost. With `force`, the owner of the folder counts as gone
+    if its state cannot be determined. `num_jobs` is the length of the chain that the job begins;
+    the cost of the whole chain is confirmed.
     """
     folder = RunFolder.of(spec)
     scheduler = SCHEDULERS[spec.cluster.scheduler]
@@ -89,11 +90,11 @@ def submit_together(
 ) -> str:
     """Prepare the runs of one job, submit it, and return its number.
 
-    This process owns their folders until then.
-    `layout` is the plan by which the first run starts in place of its own, and why.
+    This process owns their folders until then. `layout` is the plan by which the first run starts
+    instead of its own, and the reason.
 
     Raises:
-        ConfigError: as `prepare` and `submit_job`, or a folder in use.
+        ConfigError: as for `prepare` and `submit_job`, or a folder is in use.
     """
     with Ownership(gone_verifier(force=force)) as ownership:
         folders = [
@@ -116,10 +117,9 @@ def submit_together(
 def submit_chain(
     spec: RunSpec, job: JobSpec, folder: RunFolder, job_id: str, num_jobs: int
 ) -> list[str]:
-    """Submit the jobs that continue a run when its first one, `job_id`, has ended.
+    """Submit the jobs that continue a run after its first one, `job_id`; return the whole chain.
 
-    Return all of the chain.
-    Each starts after the one before, resumes from the newest checkpoint, and ends at once if
+    Each job starts after its predecessor, resumes from the newest checkpoint, and ends at once if
     nothing is left to do. If one is refused, the chain is shorter, and that is reported.
     """
     chain = [job_id]
@@ -142,9 +142,9 @@ def submit_chain(
 
 
 def prepare_here(spec: RunSpec, job: JobSpec, *, force: bool = False) -> RunFolder:
-    """Prepare the folder of a run on this machine, once its launcher has been found.
+    """Prepare the folder of a run on this machine, after its launcher has been found.
 
-    This process owns it then.
+    This process owns the folder from then on.
     """
     command(job, RunFolder.of(spec))
     with Ownership(gone_verifier(force=force)) as ownership:

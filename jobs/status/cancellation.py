@@ -1,4 +1,7 @@
-"""Cancel runs and studies: jobs by their batch system, a run of this machine by its launching process."""
+"""Cancel runs and studies.
+
+Jobs are cancelled through their batch system, a run of this machine through its launching process.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +34,10 @@ Result = tuple[RunFolder, str, str]  # a run, what became of it, and why
 
 
 def cancel_all(found: Catalogue, *, as_json: bool) -> int:
-    """Cancel what is active, print what became of each run, and return 1 if any was refused or has not ended yet.
+    """Cancel what is active and print the result of each run.
 
-    A cancelled study starts no more points, as its command looks for the mark before each.
+    Return 1 if a cancellation was refused or a run has not ended yet. A cancelled study starts no
+    more points, as its command looks for the mark before each point.
     """
     notes = [note for study in found.studies if (note := _stop_study(study))]
     results: list[Result] = []
@@ -76,9 +80,9 @@ def cancel_all(found: Catalogue, *, as_json: bool) -> int:
 
 
 def _stop_study(study: StudyRecord) -> str | None:
-    """Mark a study as cancelled, and wait for its command to start no more points.
+    """Mark a study as cancelled, and wait until its command starts no more points.
 
-    Return a note if unknown.
+    Return a note if that is unknown.
     """
     study.mark_cancelled()
     pause = threading.Event()
@@ -102,7 +106,7 @@ def _stop_study(study: StudyRecord) -> str | None:
 
 
 def _mark(folder: RunFolder) -> str | None:
-    """Write the mark by which a run that is stopped knows why; return why it cannot be written."""
+    """Write the mark that tells a stopped run why; return the error if it cannot be written."""
     try:
         write_json(folder.cancelled_json, requested_by())
     except OSError as error:
@@ -137,7 +141,10 @@ def _refusal(run: RunStatus) -> str | None:
 
 
 def _end_here(run: RunStatus) -> Result:
-    """End a run of this machine by its launching process, which ends the ranks and records that in status.json."""
+    """End a run of this machine through its launching process.
+
+    That process ends the ranks and records the end in status.json.
+    """
     pid = run.status["pid"]
     started = str(run.status["pid_started"])
     try:

@@ -1,4 +1,4 @@
-"""The runs and studies of a folder, all of them or those that a command line names, and the status of them all."""
+"""Find the runs and studies of a folder, or those that a command line names, and their status."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RUNS_DIR = "runs_dir="
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
-    """Runs, and studies with runs of their own.
+    """Runs, and studies with their own runs.
 
     A point of a study is among `runs` only if it was named.
     """
@@ -31,7 +31,7 @@ class Catalogue:
 
 @dataclass(frozen=True, slots=True)
 class StudyStatus:
-    """The status of a study: its points in order, missing ones too."""
+    """The status of a study: its points in order, including missing ones."""
 
     record: StudyRecord
     points: tuple[tuple[str, RunStatus], ...]
@@ -59,7 +59,7 @@ class StudyStatus:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the study and its points for a program."""
+        """Return the study and its points as a dictionary for programs."""
         points = [{"point": label, **run.to_dict()} for label, run in self.points]
         return {
             "name": self.record.name,
@@ -85,19 +85,19 @@ class Overview:
         )
 
     def all_runs(self) -> tuple[RunStatus, ...]:
-        """Return the runs and the points of the studies, each folder once."""
+        """Return the runs and the points of the studies; each folder appears once."""
         points = [run for study in self.studies for _, run in study.points]
         return tuple({run.folder.path: run for run in (*self.runs, *points)}.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the whole for a program."""
+        """Return the overview as a dictionary for programs."""
         runs = [run.to_dict() for run in self.runs]
         studies = [study.to_dict() for study in self.studies]
         return {"runs": runs, "studies": studies, "query_errors": self.errors}
 
 
 def overview(catalogue: Catalogue) -> Overview:
-    """Return the status of the runs and studies of a catalogue, by one query to SLURM for all of them."""
+    """Return the status of a catalogue's runs and studies, with one query to SLURM for all."""
     points = [study.points() for study in catalogue.studies]
     every = (*catalogue.runs, *(folder for rows in points for _, folder in rows))
     statuses = run_statuses(list({folder.path: folder for folder in every}.values()))
@@ -114,11 +114,11 @@ def overview(catalogue: Catalogue) -> Overview:
 def find_runs(words: Sequence[str], *, allows_several: bool = True) -> Catalogue:
     """Find the runs and studies that `words` name: paths, or names below `runs_dir=` (runs).
 
-    All if none is named.
-    A run's name without its ID means all runs of that name, or the only one.
+    Return all if `words` names none. A run's name without its ID means all runs of that name, or
+    the only one.
 
     Raises:
-        ConfigError: there is none of a name; or several runs where only one is allowed.
+        ConfigError: a name matches no run, or several runs if only one is allowed.
     """
     runs_dir, names = split_runs_dir(words)
     if not names:
@@ -153,7 +153,8 @@ def find_runs(words: Sequence[str], *, allows_several: bool = True) -> Catalogue
 def find_named(words: Sequence[str], verb: str) -> Catalogue:
     """Find the runs and studies that `words` name.
 
-    Raise ConfigError if none is named, or one does not exist.
+    Raises:
+        ConfigError: none is named, or one does not exist.
     """
     if not split_runs_dir(words)[1]:
         raise ConfigError(
@@ -163,7 +164,7 @@ def find_named(words: Sequence[str], verb: str) -> Catalogue:
 
 
 def find_one_run(words: Sequence[str], verb: str) -> RunFolder:
-    """Find the run that `words` name; raise ConfigError unless it is one."""
+    """Find the run that `words` name; raise ConfigError unless it is exactly one."""
     names = split_runs_dir(words)[1]
     if len(names) != 1:
         raise ConfigError(verb, " ".join(names) or "none", "takes one run", f"gems-jobs {verb} RUN")

@@ -1,4 +1,4 @@
-"""The status of runs: what their folders record, joined with what SLURM knows of their jobs."""
+"""Determine the status of runs from their folders' records and SLURM's view of their jobs."""
 
 from __future__ import annotations
 
@@ -50,14 +50,15 @@ SLOW = ("start", "load", "begin", "checkpoint")
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """The status of a run: prepared, pending, starting, running, stalled, stopped, finished, failed, cancelled, lost...
+    """The status of a run, such as prepared, pending, starting, running, stalled or finished.
 
-    A stopped run has saved its state on request. "submitted" and "requeued" are the states of runs
-    whose job SLURM was not asked for. `source` is where the state is from; with `is_guess` SLURM
-    did not confirm it. `status` is the content of status.json, `sign_ns` the last progress, `beats`
-    those of an open run; None for what is not known. `sources` names the source of a guessed
-    figure. `error` is what the ranks report as wrong though the run goes on: saves that fail.
-    `layouts` are those that the run has had after its own.
+    Other states include stopped, failed, cancelled and lost. A stopped run has saved its state on
+    request. "submitted" and "requeued" are the states of runs for whose job SLURM was not queried.
+    `source` is where the state comes from; with `is_guess`, SLURM did not confirm it. `status` is
+    the content of status.json, `sign_ns` the last progress, and `beats` the heartbeats of an open
+    run. Unknown values are None. `sources` names the source of a guessed figure. `error` is a
+    problem that the ranks report although the run continues, such as failing saves. `layouts` are
+    the layouts that the run has had after its own.
     """
 
     folder: RunFolder
@@ -89,7 +90,10 @@ class RunStatus:
 
     @property
     def still_s(self) -> float:
-        """How long no rank had begun an action at the last sign of life, by the clock that the ranks share."""
+        """Seconds without a new action on any rank, at the last sign of life.
+
+        They are measured by the clock that the ranks share.
+        """
         begun_ns = max((beat.time_ns for beat in self.beats.values()), default=0)
         return max(
             0.0, (max((beat.alive_ns for beat in self.beats.values()), default=0) - begun_ns) / 1e9
@@ -97,7 +101,7 @@ class RunStatus:
 
     @property
     def layout_note(self) -> str:
-        """The change by which the run has its present layout; empty if it has its own."""
+        """The change that led to the run's present layout; empty if the run has its own layout."""
         last = self.layouts[-1] if self.layouts else {}
         return describe_change(last) if last.get("number", 1) != 1 else ""
 
@@ -114,14 +118,14 @@ class RunStatus:
 
     @property
     def cause(self) -> str:
-        """Why the run ended, by status.json."""
+        """Why the run ended, according to status.json."""
         return " ".join(str(self.status.get("cause", "")).split())
 
     @property
     def may_be_queued(self) -> bool:
-        """Whether SLURM may still have the job, or again.
+        """Whether SLURM may still have the job, or have it again.
 
-        One that was stopped may have been put back.
+        A stopped job may have been requeued.
         """
         state = self.recorded_state
         code = self.status.get("exit_code")
@@ -134,7 +138,7 @@ class RunStatus:
         return self.state in ACTIVE
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields of the status for a program."""
+        """Return the status as a dictionary for programs."""
         path = self.folder.path
         names = (
             "state",
@@ -166,10 +170,10 @@ class RunStatuses(NamedTuple):
 
 
 def run_statuses(folders: Sequence[RunFolder]) -> RunStatuses:
-    """Return the status of runs, by one squeue for all of them, and one sacct for the jobs that it does not know.
+    """Return the status of runs, with one squeue for all, and one sacct for unknown jobs.
 
-    A folder whose job seems to have gone is read again: the run may have ended between the two
-    reads. Submissions that were interrupted are completed first, by a squeue more.
+    A folder whose job seems to be gone is read again: the run may have ended between the two reads.
+    Interrupted submissions are completed first, which takes one more squeue.
     """
     read = [read_recorded(folder) for folder in folders]
     doubt = None
@@ -192,9 +196,8 @@ def run_statuses(folders: Sequence[RunFolder]) -> RunStatuses:
             fresh = read[index] = read_recorded(run.folder)
             chain = chains.get(run.folder.path, [])
             active = [each for each in chain if each in queue.jobs and queue.jobs[each].is_active]
-            if (
-                active and fresh.may_be_queued
-            ):  # the job was killed before it could name the next of its chain
+            # the job was killed before it could name the next of its chain
+            if active and fresh.may_be_queued:
                 read[index] = replace(
                     fresh, status={**fresh.status, "job_id": active[0]}, state=WAITING[1]
                 )
@@ -207,7 +210,7 @@ def run_statuses(folders: Sequence[RunFolder]) -> RunStatuses:
 
 
 def _complete(folders: Sequence[RunFolder]) -> str | None:
-    """Complete interrupted submissions, and return why it is not known whether there is a job."""
+    """Complete interrupted submissions; return why it is unknown whether there is a job."""
     try:
         complete_submissions(folders)
     except SchedulerError as error:
@@ -216,7 +219,7 @@ def _complete(folders: Sequence[RunFolder]) -> str | None:
 
 
 def _submission(run: RunStatus, doubt: str | None) -> RunStatus:
-    """Judge a run whose process wrote that it submits, and not yet which job."""
+    """Judge a run whose process wrote that it submits, but not yet which job."""
     where = f"process {run.status.get('pid') or ''} on {run.status.get('host')}"
     is_here = is_alive_here(run.status)
     if is_here or is_here is None:
@@ -233,9 +236,9 @@ def _submission(run: RunStatus, doubt: str | None) -> RunStatus:
 
 
 def _look_again(runs: Sequence[RunStatus]) -> tuple[RunStatus, ...]:
-    """Read the heartbeats of runs that seem stalled once more.
+    """Read the heartbeats of seemingly stalled runs once more.
 
-    Nodes' clocks may differ from ours by any time.
+    Nodes' clocks may differ from ours by any amount.
     """
     suspects = {run.folder.path for run in runs if run.state == "stalled" and run.beats}
     if suspects:
@@ -250,7 +253,7 @@ def _look_again(runs: Sequence[RunStatus]) -> tuple[RunStatus, ...]:
 
 
 def read_recorded(folder: RunFolder) -> RunStatus:
-    """Read what a run folder alone records; damaged files raise nothing."""
+    """Read only what a run folder records; damaged files raise nothing."""
     status = read_status(folder)
     run = RunStatus(folder, status, str(status.get("state", MISSING)), layouts=_layouts(folder))
     run = replace(run, note=run.cause)
@@ -300,7 +303,7 @@ def _layouts(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 def read_status(folder: RunFolder) -> Mapping[str, Any]:
-    """Read status.json; a damaged or forbidden one has a state of its own."""
+    """Read status.json; a damaged or unreadable file has a special state."""
     try:
         return folder.read_status()
     except (ConfigError, OSError) as error:
@@ -308,7 +311,7 @@ def read_status(folder: RunFolder) -> Mapping[str, Any]:
 
 
 def _judged(run: RunStatus, queue: JobQuery, accounting: JobQuery) -> RunStatus:
-    """Return the status by SLURM, the process or the heartbeats; `run` is what the folder records."""
+    """Return the status by SLURM, the process or the heartbeats; `run` is the recorded status."""
     if run.may_be_queued and run.job_id is not None:
         job = queue.jobs.get(run.job_id) or accounting.jobs.get(run.job_id)
         if job is not None and not (job.source == SACCT and job.is_active and queue.error is None):
@@ -345,7 +348,7 @@ def _judged(run: RunStatus, queue: JobQuery, accounting: JobQuery) -> RunStatus:
 def _from_job(run: RunStatus, job: Job) -> RunStatus:
     """Judge by a job that SLURM knows.
 
-    The end that the run recorded counts, unless it is to start again.
+    An end that the run recorded counts, unless the run will restart.
     """
     if job.state in PENDING:
         again = "" if run.state == "submitted" else " (to start again)"
@@ -390,7 +393,7 @@ def _from_ranks(run: RunStatus, note: str) -> RunStatus:
 def _alive(run: RunStatus, source: str, note: str = "") -> RunStatus:
     """Judge by the last progress.
 
-    A clock of the ranks that is ahead of ours hides its age, but not `still_s`.
+    If the ranks' clock is ahead of ours, that hides the age of the progress, but not `still_s`.
     """
     if run.sign_ns is None:
         return replace(run, state="running", source=source, note=note, age_s=None)
@@ -412,7 +415,7 @@ def _gone(run: RunStatus, source: str, note: str) -> RunStatus:
 
 
 def format_start(start: datetime) -> str:
-    """Format an estimated start in this machine's time, without the date on the same day."""
+    """Format an estimated start in local time, without the date if it is today."""
     local = start.astimezone()
     today = datetime.now(UTC).astimezone().date()
     return f"{local:%H:%M}" if local.date() == today else f"{local:%Y-%m-%d %H:%M}"
@@ -426,14 +429,14 @@ def read_spec(folder: RunFolder) -> RunSpec | None:
 
 
 def read_or_empty(path: Path) -> dict[str, Any]:
-    """Read a JSON object; a damaged or forbidden one counts as empty."""
+    """Read a JSON object; a damaged or unreadable file counts as empty."""
     with contextlib.suppress(OSError, ValueError):
         return read_json(path)
     return {}
 
 
 def whole(value: object) -> int | None:
-    """Return a whole number from a file; None if it is none."""
+    """Return a whole number from a file; None if the value is not one."""
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
@@ -443,7 +446,7 @@ def _number(value: object) -> float | None:
 
 
 def utc_ns(text: object) -> int | None:
-    """Return a time from a file in ns; None if it is none."""
+    """Return a time from a file in ns; None if the value is not a time."""
     with contextlib.suppress(ValueError, OverflowError):
         return int(datetime.fromisoformat(str(text)).timestamp() * 1e9)
     return None

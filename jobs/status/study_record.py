@@ -1,6 +1,6 @@
-"""The record of a study, beside its pictures.
+"""Record a study: its points, the command that runs them, and whether it was cancelled.
 
-Its points, the command that runs them, and whether it was cancelled.
+The record is beside the study's pictures.
 """
 
 from __future__ import annotations
@@ -43,14 +43,17 @@ class StudyRecord:
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether the study was cancelled since its command was called last."""
+        """Whether the study was cancelled since its command was last called."""
         return self.cancelled_json.exists()
 
     def begin(self, points: Sequence[tuple[str, Path]]) -> None:
-        """Record that this process runs `points`, labels and run folders, and remove an earlier cancellation.
+        """Record that this process runs `points`, and remove an earlier cancellation.
 
-        Points of earlier calls, which had other overrides, stay as long as their folders exist.
-        Raises ConfigError if the folder cannot be written.
+        `points` are labels and run folders. Points of earlier calls, which had other overrides,
+        stay as long as their folders exist.
+
+        Raises:
+            ConfigError: the folder cannot be written.
         """
         now = {path.name: label for label, path in points}
         earlier = {
@@ -78,9 +81,9 @@ class StudyRecord:
         return tuple(found)
 
     def read(self) -> dict[str, Any]:
-        """Read study.json, the points and the process that runs them.
+        """Read study.json: the points and the process that runs them.
 
-        A damaged one counts as empty.
+        A damaged file counts as empty.
         """
         return read_or_empty(self.study_json)
 
@@ -90,9 +93,10 @@ class StudyRecord:
         return is_alive_here(record) if "pid" in record else False
 
     def mark_cancelled(self) -> None:
-        """Ask the study's command, which looks before each point, to start no more.
+        """Ask the study's command to start no more points; it looks before each point.
 
-        Raise ConfigError if one cannot.
+        Raises:
+            ConfigError: the mark cannot be written.
         """
         try:
             write_json(self.cancelled_json, requested_by())
@@ -103,5 +107,5 @@ class StudyRecord:
 
 
 def requested_by() -> dict[str, Any]:
-    """Return who cancels something, and when."""
+    """Return who requests a cancellation, and when."""
     return {"uid": os.getuid(), "host": os.uname().nodename, "utc": now_utc()}
