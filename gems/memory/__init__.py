@@ -1,1 +1,1 @@
-"""What stays on the device: the memory of every rank under a schedule, a partition and a plan (no torch here)."""
+"""The memory of every rank under a schedule, a partition and a memory plan (no torch here)."""

@@ -1,4 +1,4 @@
-"""The case of a memory policy: a model, its partition and schedule, and what a plan makes of them."""
+"""The case of a memory policy: a model, its partition and schedule, and the outcome of a plan."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from gems.schedule.simulate import EVEN, Pace, Simulation
 
 @dataclass(frozen=True)
 class MemoryCase:
-    """What a policy plans for: `schedule` is the compute-only one, in whole stages.
+    """The input of a memory policy; `schedule` is the compute-only one, in whole stages.
 
-    Rates are bytes per second.
-    `limit_bytes` is what a rank may hold; `network` has times in seconds, and `paces` one for each
-    replica. In `strips` each stage is a layer of the profile (`gems.memory.strips`).
+    Rates are in bytes per second. `limit_bytes` is the most that a rank may hold. `network` has
+    times in seconds, and `paces` has one entry for each replica. In `strips`, each stage is a layer
+    of the profile (`gems.memory.strips`).
     """
 
     profile: ModelProfile
@@ -68,7 +68,7 @@ class MemoryCase:
     def outcome(self, plan: MemoryPlan, schedule: Schedule | None = None) -> PlanOutcome:
         """Simulate a plan: bytes by the order of the schedule, time by simulation.
 
-        It is `lowered` unless given.
+        The schedule is `lowered` unless given.
         """
         plan = replace(plan, least_bytes=self.least_bytes)
         schedule = schedule or self.lowered(plan)
@@ -78,7 +78,10 @@ class MemoryCase:
         return PlanOutcome(plan, schedule, costs, self.network, self)
 
     def with_early_receives(self, outcome: PlanOutcome) -> PlanOutcome:
-        """Return the outcome with receives posted in time for their links, if that is faster and the buffers fit."""
+        """Return the outcome with receives in time for their links, if that is faster.
+
+        Their buffers must fit.
+        """
         schedule = lower(compute_only(outcome.schedule), outcome.costs, self.network)
         early = replace(outcome, schedule=schedule)
         if schedule.rows == outcome.schedule.rows or early.step_s >= outcome.step_s * (
@@ -93,9 +96,8 @@ class MemoryCase:
     def as_run(self, outcome: PlanOutcome) -> PlanOutcome:
         """Return the outcome as it runs.
 
-        With receives in time for the links, and the slowest of all replicas.
-        Policies plan for one replica, which reduces nothing, and with as few posted buffers as can
-        be.
+        Its receives are in time for the links, and it has the slowest of all replicas. Policies
+        plan for one replica, without reductions, and with as few posted buffers as possible.
         """
         outcome = self.with_early_receives(outcome)
         costs = with_all_reduce(
@@ -110,7 +112,7 @@ class MemoryCase:
     def timelines(
         self, plan: MemoryPlan, schedule: Schedule, ranks: Iterable[int] | None = None
     ) -> Iterator[RankTimeline]:
-        """Yield the bytes along a lowered schedule under a plan, for each of the ranks (default: all)."""
+        """Yield the bytes along a lowered schedule under a plan, for each rank (default: all)."""
         for rank in range(schedule.num_ranks) if ranks is None else ranks:
             yield rank_timeline(
                 self.profile, plan, schedule, rank, OPTIMIZERS[self.optimizer], self.strips
@@ -121,10 +123,10 @@ class MemoryCase:
 class PlanOutcome:
     """A plan with its lowered schedule and costs.
 
-    Each rank's bytes, and the step, are found when first asked for.
-    Without a `case` no layers are known, and so no bytes of ranks. `cap` is what a rank may hold in
-    the costs' unit of size, by which the step waits for copies to the host, and `paces` what
-    disturbs each replica.
+    Each rank's bytes, and the step, are computed on first access. Without a `case` no layers are
+    known, and therefore no bytes of ranks. `cap` is the most that a rank may hold, in the costs'
+    unit of size; under it the step waits for copies to the host. `paces` has the disturbances of
+    each replica.
     """
 
     plan: MemoryPlan

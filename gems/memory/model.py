@@ -1,4 +1,4 @@
-"""The memory model: what a rank holds along its schedule, and its peak in bytes for every partition at once."""
+"""The memory model: the memory of a rank along its schedule, and its peak for every partition."""
 
 from __future__ import annotations
 
@@ -33,11 +33,10 @@ MESSAGE_COPIES = (
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """What training keeps for each byte of parameters.
+    """The memory that training keeps for each byte of parameters.
 
-    Itself, its gradient, and `states` of the optimizer.
-    The average of the weights is one more of them. In mixed precision there is a copy of half the
-    size.
+    It consists of the parameters, their gradient, and `states` of the optimizer. The average of the
+    weights counts as one more state. In mixed precision there is also a copy of half the size.
     """
 
     states: int
@@ -46,7 +45,7 @@ class Optimizer:
     def static_bytes(self, params: Any, buffers: Any) -> Any:
         """Return the bytes that parameters and buffers take throughout a step.
 
-        Of numbers or of whole tables.
+        The arguments are numbers or whole tables.
         """
         return (
             (2 + self.states) * params + self.has_low_copy * params // 2 + MESSAGE_COPIES * buffers
@@ -71,10 +70,10 @@ def static_blocks(
     boundaries: Sequence[int],
     optimizer: Optimizer,
 ) -> Iterator[int]:
-    """Yield the sizes in bytes of all that a rank holds throughout a step, allocation by allocation.
+    """Yield the size in bytes of each allocation that a rank holds throughout a step.
 
-    These are what libraries hold, parameters, their gradients and the optimizer's state, buffers,
-    and the images of the step.
+    These are the memory of libraries, parameters, their gradients and the optimizer's state,
+    buffers, and the images of the step.
     """
     yield profile.library_bytes
     directions = list(schedule.whole_directions().values())
@@ -88,7 +87,7 @@ def static_blocks(
 
 
 class HeldCounts(NamedTuple):
-    """How many micro-batches of a stage and direction hold each kind of tensor."""
+    """The number of micro-batches of a stage and direction that hold each kind of tensor."""
 
     stashes: int = 0  # saved tensors, between forward and backward
     weights: int = 0  # what W needs, between I and W
@@ -125,11 +124,11 @@ Counts = dict[StageKey, dict[str, int]]  # the fields of HeldCounts by stage
 
 
 def boundary_tensors(schedule: Schedule, rank: int) -> tuple[Counts, Iterator[tuple[Action, bool]]]:
-    """Return counts of the tensors between stages, and of the images, and the actions of a rank that change them.
+    """Return counts of boundary tensors and images, and the actions that change them.
 
-    A compute action comes twice, while it runs (False) and after it has run (True), others once
-    (True). Of a stage in segments the first one reads the stage's inputs and makes their gradients,
-    the last one makes the outputs and reads their gradients.
+    A compute action comes twice, while it runs (False) and after it has run (True); other actions
+    come once (True). For a stage in segments, the first segment reads the stage's inputs and makes
+    their gradients, and the last one makes the outputs and reads their gradients.
     """
     counts = {
         held: dict.fromkeys(HeldCounts._fields, 0) for held in schedule.placement.stages_on(rank)
@@ -176,9 +175,9 @@ def _count_boundary(schedule: Schedule, rank: int, counts: Counts) -> Iterator[t
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a rank holds, by stage, during an action of kind `kind` on stage `active`.
+    """The tensors that a rank holds, by stage, during an action of kind `kind` on stage `active`.
 
-    None at the optimizer step.
+    `active` is None at the optimizer step.
     """
 
     counts: tuple[tuple[StageKey, HeldCounts], ...]
@@ -186,7 +185,7 @@ class Snapshot:
     kind: Kind
 
     def covers(self, other: Snapshot) -> bool:
-        """Whether at least as much of everything is held as in `other`, during the same kind of action."""
+        """Return whether every count is at least that in `other`, in the same kind of action."""
         return (self.active, self.kind) == (other.active, other.kind) and all(
             mine >= theirs
             for (_, counts), (_, others) in zip(self.counts, other.counts, strict=True)
@@ -197,7 +196,7 @@ class Snapshot:
 def peak_snapshots(schedule: Schedule, rank: int) -> tuple[Snapshot, ...]:
     """Return the snapshots of a rank's lowered schedule that may be its peak: none covers another.
 
-    What a copy moves to host memory counts as freed when the copy is posted.
+    Bytes that a copy moves to host memory count as freed when the copy is posted.
     """
     ones = (1.0,) * schedule.num_stages
     zeros = (0.0,) * schedule.num_stages
@@ -234,12 +233,12 @@ def peak_snapshots(schedule: Schedule, rank: int) -> tuple[Snapshot, ...]:
 
 
 class MemoryModel:
-    """Predicts the peak of each rank in bytes allocated, in the order of its schedule.
+    """The prediction of each rank's peak in allocated bytes, in the order of its schedule.
 
-    Counted are what libraries hold, parameters, gradients and optimizer state, buffers, activations
-    in flight, boundary tensors, the largest transient and what waits to be sent. The images of a
-    step are on the device from its beginning to its end; what torch's allocator reserves beyond is
-    another prediction (`gems.memory.reserved`).
+    It counts the memory of libraries, parameters, gradients and optimizer state, buffers,
+    activations in flight, boundary tensors, the largest transient, and data that waits to be sent.
+    The images of a step are on the device from its beginning to its end. Memory that torch's
+    allocator reserves beyond that is a separate prediction (`gems.memory.reserved`).
     """
 
     def __init__(self, spans: Spans, optimizer: Optimizer) -> None:
@@ -247,7 +246,7 @@ class MemoryModel:
         self._static: Table = optimizer.static_bytes(spans.params, spans.buffers)
 
     def rank_costs(self, schedule: Schedule) -> tuple[RankCosts, ...]:
-        """Return the costs in bytes of each rank of a lowered schedule, as tables over the layers of its stages."""
+        """Return the bytes of each rank of a lowered schedule, as tables over its layers."""
         made: dict[object, RankCosts] = {}
         listed = []
         for rank in range(schedule.num_ranks):
@@ -274,7 +273,7 @@ class MemoryModel:
         return tuple(listed)
 
     def peak_bytes(self, schedule: Schedule, boundaries: Sequence[int]) -> tuple[int, ...]:
-        """Return each rank's peak under one partition, in bytes, without a table over all the others."""
+        """Return each rank's peak bytes under one partition, without a table over all others."""
         spans = tuple(pairwise(boundaries))
         found = []
         for rank in range(schedule.num_ranks):
@@ -289,7 +288,7 @@ class MemoryModel:
         return tuple(map(round, found))
 
     def _of_stage(self, snapshot: Snapshot, stage: int, where: Where) -> Any:
-        """Return what one stage of the rank holds at a snapshot, in all directions that the rank holds it in."""
+        """Return the bytes of one stage of a rank at a snapshot, in all directions of the rank."""
         # the first stage of the rank counts what libraries hold
         is_first = stage == min(held[1] for held, _ in snapshot.counts)
         total: Any = float(self._spans.profile.library_bytes * is_first)
@@ -306,7 +305,7 @@ class MemoryModel:
 
 
 def time_costs(spans: Spans, schedule: Schedule) -> tuple[RankCosts, ...]:
-    """Return each rank's compute seconds of a step: forward and backward of all its micro-batches."""
+    """Return each rank's compute seconds of a step, forward and backward of all micro-batches."""
     directions = list(schedule.directions().values())
     listed: dict[tuple[tuple[int, int], ...], RankCosts] = {}
     for rank in range(schedule.num_ranks):

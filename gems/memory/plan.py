@@ -1,4 +1,4 @@
-"""A memory plan: what happens to each layer's saved tensors between forward and backward, and its actions."""
+"""A memory plan: the treatment of each layer's saved tensors until backward, and its actions."""
 
 from __future__ import annotations
 
@@ -217,16 +217,14 @@ def plan_of_schedule(schedule: Schedule, boundaries: tuple[int, ...]) -> MemoryP
 
 
 def add_memory(schedule: Schedule, plan: MemoryPlan) -> Schedule:
-    """Split the compute actions of a compute-only schedule into segments, and add the plan's memory actions.
+    """Split the actions of a compute-only schedule into segments, and add the plan's actions.
 
-    A schedule that has such actions already (`plan_of_schedule`) keeps them, and only gets the
-    segments.
-
-    A segment that is copied gets OFFLOAD after its forward, FREE and PREFETCH at the plan's
-    distances, and AWAIT where the plan says so; one that is recomputed gets R before its backward,
-    and after its PREFETCH. Copies that are posted at one place come back in the order in which they
-    are needed. Where a copy would have to come back before it has left, there is none for that
-    micro-batch: so it is for the last ones before the turn.
+    A schedule that has memory actions already (`plan_of_schedule`) keeps them, and only gets the
+    segments. A copied segment gets OFFLOAD after its forward, FREE and PREFETCH at the plan's
+    distances, and AWAIT if the plan says so. A recomputed segment gets R before its backward, and
+    after its PREFETCH. Copies that are posted at the same place come back in the order in which
+    they are needed. If a copy would have to come back before it has left, that micro-batch has no
+    copy: this happens for the last ones before the turn.
     """
     if schedule.has_memory_actions:
         rows = tuple(tuple(action._replace(segment=0) for action in row) for row in schedule.rows)
@@ -246,7 +244,10 @@ def is_received(placement: Placement, direction: int, stage: int) -> bool:
 
 
 def _can_inputs_leave(plan: MemoryPlan, placement: Placement, direction: int, place: Place) -> bool:
-    """Whether no other segment reads the inputs of one, as those behind the first of a stage may."""
+    """Return whether no other segment reads the inputs of this one.
+
+    Segments after the first of a stage may read them.
+    """
     stage, number = place
     return number > 0 or (is_received(placement, direction, stage) and len(plan.stages[stage]) == 1)
 

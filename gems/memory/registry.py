@@ -1,4 +1,4 @@
-"""Policies by name: from the configuration of a run's memory to the plan that its policy makes."""
+"""Registry of memory policies: from a run's memory configuration to the plan of its policy."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ POLICIES: Registry[MemoryPolicy] = registries.POLICIES
 
 
 def memory_policy(name: str, **known: Any) -> Callable[[Maker], Maker]:
-    """Register the function below as memory=`name`; `known` are the other fields of `MemoryPolicy`."""
+    """Register the decorated function as memory=`name`; `known` has other `MemoryPolicy` fields."""
 
     def register(make: Maker) -> Maker:
         POLICIES.register(name, MemoryPolicy(make, **known))
@@ -58,7 +58,11 @@ def memory_policy(name: str, **known: Any) -> Callable[[Maker], Maker]:
 
 
 def plan_of(memory: MemoryConfig, case: MemoryCase) -> MemoryPlan:
-    """Return the plan of the configured policy, or raise DoesNotFitError if nothing that it can do keeps the limit."""
+    """Return the plan of the configured policy.
+
+    Raises:
+        DoesNotFitError: the policy cannot keep the limit.
+    """
     try:
         return POLICIES[memory.name].make(memory, case)
     except DoesNotFitError as error:
@@ -150,9 +154,9 @@ for _name, _make, _known in _PUBLISHED:
 
 @memory_policy("plan", needs_limit=True, takes_target=True, in_strips=True)
 def _plan(memory: MemoryConfig, case: MemoryCase) -> MemoryPlan:
-    """Return the optimal plan under the limit, or under that of memory.target_reduction if it is less.
+    """Return the optimal plan under the limit, or under memory.target_reduction if that is less.
 
-    Its rivals are the plans of the published policies that can be had under that limit.
+    Its rivals are the plans of the published policies that can be made under that limit.
     """
     limit = memory.limit_bytes or case.limit_bytes or sys.maxsize
     if memory.target_reduction is not None:

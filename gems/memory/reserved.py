@@ -36,11 +36,12 @@ class Block:
 
 
 class CachingAllocator:
-    """Simulate torch's CUDA caching allocator (torch.cuda memory management notes) with its default settings.
+    """A simulation of torch's CUDA caching allocator with its default settings.
 
-    Two pools, best fit, blocks split and joined with free neighbours, segments never given back.
-    `reserved_bytes` is what has been taken from the device, `allocated_bytes` what is in use,
-    rounded as the allocator counts it.
+    It has two pools and best fit; blocks are split and joined with free neighbours, and segments
+    are never given back. `reserved_bytes` is the memory taken from the device, and
+    `allocated_bytes` the memory in use, rounded as the allocator counts it. Source: torch.cuda
+    memory management notes.
     """
 
     def __init__(self) -> None:
@@ -187,7 +188,7 @@ def _backward(
 
 
 def backward_requests(layer: LayerProfile) -> tuple[int, int]:
-    """Return the bytes of the gradient that a layer returns and the rest of what its backward needs."""
+    """Return the bytes of a layer's input gradient, and the rest of its backward's needs."""
     needed = max(0, layer.backward_peak_bytes - layer.output_grad_bytes)
     gradient = min(needed, layer.output_grad_bytes)
     return gradient, needed - gradient

@@ -1,4 +1,4 @@
-"""The bytes that a rank holds along its schedule under a memory plan, storage by storage, and what segments cost."""
+"""The bytes of a rank along its schedule under a memory plan, by storage, and segment costs."""
 
 from __future__ import annotations
 

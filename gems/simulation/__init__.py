@@ -1,1 +1,1 @@
-"""Prediction of a step from its schedule, the costs of a profile, a network, jitter, calibration."""
+"""Prediction of a step from its schedule and a profile's costs, network, jitter and calibration."""

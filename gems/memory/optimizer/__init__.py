@@ -1,1 +1,1 @@
-"""The optimal plan: for each layer keep, recompute or offload, by a MILP, windows for its copies, and a search."""
+"""The optimal memory plan: a MILP over the choices per layer, copy windows, and a local search."""

@@ -1,4 +1,7 @@
-"""A mixed-integer linear program under construction, in bytes and seconds scaled to like sizes, solved by HiGHS."""
+"""A mixed-integer linear program under construction, scaled evenly and solved by HiGHS.
+
+Its quantities are bytes and seconds.
+"""
 
 from __future__ import annotations
 

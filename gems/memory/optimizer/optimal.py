@@ -1,6 +1,6 @@
-"""The optimal plan, by a MILP and a local search.
+"""The optimal plan, found by a MILP and a local search.
 
-Per layer keep, offload or recompute so that the step is fastest.
+For each layer it chooses to keep, offload or recompute so that the step is fastest.
 """
 
 from __future__ import annotations
@@ -61,16 +61,16 @@ Move = Callable[[tuple[Segment, ...]], tuple[Segment, ...] | None]
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan that fits, what it does, and how far it is from the least time, in seconds.
+    """A plan that fits, its outcome, and its distance from the least time, in seconds.
 
-    No plan under the limit takes less than `bound_s`, for this partition and order of the schedule,
-    these links' rates and bytes as the timeline counts them, whatever each layer's choice, the
-    segments and the distances of the copies, if an offloaded layer moves all that it saved and not
-    the inputs of its convolutions alone. Recomputed segments have at most so many layers as
-    `MAX_OPTIONS` allows (24 of a stage of 25), or all of the stage. If a rank has more than one
-    micro-batch, or the MILP is too large for the budget, the bound takes copies for a fluid of
-    which any part can leave. `gap` is the step over the bound, less 1. `method` names where the
-    plan came from.
+    No plan under the limit takes less than `bound_s`. The bound holds for this partition and order
+    of the schedule, these rates of the links and bytes as the timeline counts them, for any choice
+    per layer, segments and distances of the copies, if an offloaded layer moves all that it saved
+    and not only the inputs of its convolutions. Recomputed segments have at most as many layers as
+    `MAX_OPTIONS` allows (24 of a stage of 25), or all layers of the stage. If a rank has more than
+    one micro-batch, or the MILP is too large for the budget, the bound treats copies as a fluid of
+    which any part can leave. `gap` is the step divided by the bound, less 1. `method` names the
+    origin of the plan.
     """
 
     outcome: PlanOutcome
@@ -84,14 +84,14 @@ class Planned:
 
     @property
     def gap(self) -> float:
-        """How much longer than the bound a step takes, as a share of the bound."""
+        """The excess of the step over the bound, as a share of the bound."""
         return self.outcome.step_s / self.bound_s - 1.0 if self.bound_s else float("inf")
 
 
 def target_limit_bytes(case: MemoryCase, saving: float) -> int:
-    """Return the limit in bytes at which the rank with the most has saved a share of what comes and goes in a step.
+    """Return the limit in bytes at which the fullest rank saves a share of its dynamic memory.
 
-    Parameters, gradients, the optimizer's state and the step's images stay, whatever the plan.
+    Parameters, gradients, the optimizer's state and the step's images stay under any plan.
     """
     limits = []
     for rank in case.kept.ranks:
@@ -103,16 +103,17 @@ def target_limit_bytes(case: MemoryCase, saving: float) -> int:
 def plan(
     case: MemoryCase, limit_bytes: int, budget_s: float, rivals: Sequence[MemoryPlan] = ()
 ) -> Planned:
-    """Find a plan under which each rank holds at most `limit_bytes` and the simulated step takes the least time.
+    """Find the plan with the fastest simulated step under which no rank exceeds `limit_bytes`.
 
-    A mixed-integer program (HiGHS) chooses for each layer under the prefix-bandwidth constraints;
-    copies then get the widest windows that the bytes allow, the plan is simulated, and a search
-    changes single layers while `budget_s` lasts, counted in actions and not in seconds, so that the
-    same plan comes out everywhere. It is never worse than the best of `rivals` that fit.
+    A mixed-integer program (HiGHS) chooses for each layer under the prefix-bandwidth constraints.
+    Copies then get the widest windows that the bytes allow, and the plan is simulated. A search
+    changes single layers while `budget_s` lasts; the budget is counted in actions and not in
+    seconds, so that the result is the same everywhere. The plan is never worse than the best of
+    `rivals` that fit.
 
     Raises:
-        DoesNotFitError: no plan fits that is known; names the layer that needs the most by itself,
-            and the least bytes that a plan reached.
+        DoesNotFitError: no known plan fits; it names the layer that needs the most by itself, and
+        the least bytes that a plan reached.
     """
     search = Search(case, limit_bytes, SEARCH_SHARE * budget_s)
     if not search.excess_bytes(case.kept):
@@ -145,10 +146,10 @@ def _planned(outcome: PlanOutcome, bound_s: float, method: str) -> Planned:
 def _by_milp(
     case: MemoryCase, limit_bytes: int, budget_s: float
 ) -> Iterator[tuple[float, Cut | None]]:
-    """Yield solutions of the MILP at the limit and below it, each with a lower bound of every plan's step, in seconds.
+    """Yield lower bounds of every plan's step in seconds, each with a solution of the MILP.
 
-    Where the MILP is too large for the budget its relaxation is rounded. Without any solution no
-    plan can keep the limit, and nothing is yielded.
+    The MILP is solved at the limit and below it. If it is too large for the budget, its relaxation
+    is rounded. Without any solution no plan can keep the limit, and nothing is yielded.
     """
     is_chain = (
         case.schedule.num_ranks == 1
@@ -181,7 +182,7 @@ def _by_milp(
 def _rounded(case: MemoryCase, weights: Weights) -> Cut:
     """Return the segments of a solution.
 
-    Of a relaxed one the path through each stage with the most weight.
+    For a relaxed solution this is the path through each stage with the most weight.
     """
     stages = []
     for (first, end), chosen in zip(pairwise(case.boundaries), weights, strict=True):
@@ -208,7 +209,7 @@ def _simple(case: MemoryCase) -> Iterator[Cut]:
 
 
 def _too_small(case: MemoryCase, least: PlanOutcome, limit_bytes: int) -> DoesNotFitError:
-    """Return the error: the layer with which the best plan exceeds the limit, and what it needs by itself."""
+    """Return the error, with the largest layer of the fullest rank and the bytes that it needs."""
     spans = profile_storages(case.profile).spans
     rank = least.fullest_rank
     alone = {
@@ -227,11 +228,11 @@ def _too_small(case: MemoryCase, least: PlanOutcome, limit_bytes: int) -> DoesNo
 
 
 class Search:
-    """Improves a plan under a limit by changes of one or two places, in an order drawn from a fixed seed.
+    """The search that improves a plan under a limit by changes of one or two places.
 
-    It ends where a plan takes no more than `good_s`, seconds, or the budget is spent, which is
-    counted in simulated actions so that a search is the same on every machine. Copies get their
-    windows in one `way`.
+    The order of the changes is drawn from a fixed seed. It ends when a plan takes at most `good_s`
+    seconds or the budget is spent. The budget is counted in simulated actions, so that a search is
+    the same on every machine. Copies get their windows in the order `way`.
     """
 
     def __init__(self, case: MemoryCase, limit_bytes: int, budget_s: float) -> None:
@@ -244,15 +245,15 @@ class Search:
         self._random = random.Random(0)
 
     def excess_bytes(self, tried: PlanOutcome) -> int:
-        """Return the bytes above the limit, of all ranks together: so each rank's change counts."""
+        """Return the bytes above the limit, summed over ranks so that each rank's change counts."""
         return sum(max(0, peak - self.limit_bytes) for peak in tried.peak_bytes)
 
     def cost(self, tried: PlanOutcome) -> tuple[float, float]:
-        """Return the objective, to be minimised: bytes above the limit first, seconds then."""
+        """Return the objective to be minimised: first the bytes above the limit, then seconds."""
         return (float(self.excess_bytes(tried)), tried.step_s)
 
     def simulate(self, plan: MemoryPlan) -> PlanOutcome:
-        """Simulate a plan and count what that took."""
+        """Simulate a plan and charge the budget for it."""
         found = self.case.outcome(plan)
         self._left -= (
             sum(map(len, found.schedule.rows)) + ACTIONS_OF_A_LAYER * self.case.profile.num_layers
@@ -260,14 +261,17 @@ class Search:
         return found
 
     def judge(self, stages: Cut) -> PlanOutcome:
-        """Set the windows of a plan's copies and simulate it, with kept layers as segments of their own."""
+        """Set the windows of a plan's copies and simulate it.
+
+        Kept layers count as separate segments.
+        """
         key = (_bare(_by_layer(stages)), self.way)
         if key not in self._tried:
             self._tried[key] = self._with_windows(key[0], (self.way,))
         return self._tried[key]
 
     def choose_order(self, starts: Sequence[PlanOutcome]) -> list[PlanOutcome]:
-        """Choose the window order under which the best starts do best, and return all that were tried."""
+        """Choose the window order that suits the best starts, and return all outcomes tried."""
         found = {way: list(starts) for way in WindowOrder}
         for start in sorted(starts, key=self.cost)[:STARTS]:
             for self.way in WindowOrder:
@@ -277,7 +281,7 @@ class Search:
         return list({id(each): each for tried in found.values() for each in tried}.values())
 
     def is_good(self, tried: PlanOutcome) -> bool:
-        """Whether a plan fits and is fast enough."""
+        """Return whether a plan fits and is fast enough."""
         return not self.excess_bytes(tried) and tried.step_s <= self.good_s
 
     def improve(self, starts: Sequence[PlanOutcome]) -> PlanOutcome:
@@ -298,7 +302,10 @@ class Search:
         return self._anneal(best)
 
     def joined(self, best: PlanOutcome) -> PlanOutcome:
-        """Return the plan with neighbouring kept segments joined if that costs nothing, for a shorter schedule."""
+        """Return the plan with neighbouring kept segments joined, if that costs nothing.
+
+        The schedule is then shorter.
+        """
         plan = MemoryPlan("plan", _bare(best.plan.stages)).joined()
         found = self._with_windows(plan.stages, tuple(WindowOrder))
         return (
@@ -362,7 +369,7 @@ class Search:
 
 
 def _moves(cut: tuple[Segment, ...]) -> Iterator[Move]:
-    """Yield the changes of a stage, by its layers, so that they mean something after other changes too."""
+    """Yield the changes of a stage, by layer, so that they stay valid after other changes."""
     layers = range(cut[0].first, cut[-1].end)
     for layer in layers:
         for choice in Choice:
@@ -380,9 +387,9 @@ def _moves(cut: tuple[Segment, ...]) -> Iterator[Move]:
 def _chosen(
     now: tuple[Segment, ...], first: int, end: int, choice: Choice
 ) -> tuple[Segment, ...] | None:
-    """Make layers one segment of a choice.
+    """Make a range of layers one segment with a choice.
 
-    What is left of the segments around them stays as it was.
+    The remainders of the segments around them stay as they were.
     """
     if any((each.first, each.end, each.choice) == (first, end, choice) for each in now):
         return None

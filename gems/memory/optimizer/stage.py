@@ -1,4 +1,4 @@
-"""One stage in the MILP: its storages, possible segments, and the bytes that each layer then holds."""
+"""One stage in the MILP: its storages, possible segments, and the bytes held at each layer."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ MAX_OPTIONS = 1200
 
 
 class StageBlock:
-    """The variables of a stage: one per possible segment (`at`), and cumulative sums of bytes on the device and moved.
+    """The variables of a stage in the MILP.
 
-    `given_bytes` are those of the stage's inputs if they may leave, which they do where all of it
-    is recomputed as one. All expressions are bytes of one micro-batch, scaled by the MILP.
-    `value_kept` has the values of variables if every layer is kept. `shared` are the storages that
-    several layers see, `own` by layer those that no other layer sees.
+    There is one per possible segment (`at`), and there are cumulative sums of the bytes on the
+    device and of the bytes moved. `given_bytes` is the size of the stage's inputs if they may
+    leave; they leave if the whole stage is recomputed as one segment. All expressions are bytes of
+    one micro-batch, scaled by the MILP. `value_kept` has the values of the variables if every layer
+    is kept. `shared` are the storages that several layers see; `own` has, by layer, the storages
+    that no other layer sees.
     """
 
     def __init__(
@@ -70,10 +72,10 @@ class StageBlock:
         self._sums()
 
     def _options(self) -> Iterator[Segment]:
-        """Yield the possible segments: kept and offloaded ones of a layer, others of several.
+        """Yield the possible segments: one layer kept or offloaded, or several layers recomputed.
 
-        Of long stages only those up to some length, and the stage as a whole. The inputs of the
-        first segment are the stage's.
+        For long stages only segments up to some length, and the stage as a whole, are possible. The
+        inputs of the first segment are the inputs of the stage.
         """
         first = self.first
         end = self.end
@@ -98,10 +100,10 @@ class StageBlock:
                     yield Segment(begin, stop, Choice.SELECTIVE)
 
     def backward_bytes(self, layer: int) -> Terms:
-        """Return what is on the device during a layer's backward beyond what the layer itself has saved.
+        """Return the bytes on the device in a layer's backward, beyond its own saved bytes.
 
-        That is what earlier layers keep, and what a recomputed segment has brought for layers
-        before this one.
+        These are the bytes that earlier layers keep, and the bytes that a recomputed segment has
+        allocated for layers before this one.
         """
         return self._earlier(layer) + Terms(
             (self.at[option], self.program.per_byte * self._brought_bytes(option, layer))
@@ -110,7 +112,10 @@ class StageBlock:
         )
 
     def again_bytes(self, layer: int) -> Terms:
-        """Return what is on the device while a segment is recomputed right before the backward of its last layer."""
+        """Return the bytes on the device while a segment that ends with a layer is recomputed.
+
+        The recompute runs right before the backward of that layer.
+        """
         peak = profile_storages(self.profile).recompute_peak_bytes
         return self._earlier(layer) + Terms(
             (
@@ -122,7 +127,7 @@ class StageBlock:
         )
 
     def again_s(self, layer: int) -> Terms:
-        """Return the time of the forward that is recomputed right before the backward of a layer, seconds scaled."""
+        """Return the scaled seconds of the recompute right before the backward of a layer."""
         found = Terms()
         for option, at in self._recomputed_for(layer):
             layers = self.profile.layers[option.first : option.end]
@@ -133,18 +138,19 @@ class StageBlock:
         return found
 
     def forward_bytes(self, layer: int) -> Terms:
-        """Return what is on the device of earlier layers when the forward of a layer begins, or the stage has ended.
+        """Return the bytes of earlier layers on the device when the forward of a layer begins.
 
-        From then on inputs of the stage that leave are taken off, which count elsewhere as if they
-        stayed.
+        At the end of the stage, the stage's inputs that leave are subtracted; elsewhere they count
+        as if they stayed.
         """
         found = self.before(layer, self.kept_own, self.kept_made)
         return found - self._given_left() if layer == self.end else found
 
     def moved_before(self, layer: int, is_forward: bool) -> Terms:
-        """Return the bytes that copies take of earlier layers.
+        """Return the bytes of earlier layers that copies move.
 
-        Made by them, or in backward needed by them alone.
+        In forward these are the bytes that earlier layers made; in backward, the bytes that only
+        they need.
         """
         if is_forward:
             found = self.before(layer, self.moved_own, self.moved_made)
@@ -158,11 +164,17 @@ class StageBlock:
         )
 
     def returned(self, each: Storage, layer: int) -> Terms:
-        """Return whether a storage has come back before a layer's backward for a recompute of later layers too."""
+        """Return whether a storage is back before a layer's backward because of a recompute.
+
+        The recompute is one that covers later layers, too.
+        """
         return self._any(option for option in self._last_takers(each) if option.end > layer)
 
     def copied_bytes(self, option: Segment) -> int:
-        """Return the bytes that leave with an option's copy, if it is copied and nothing later needs them."""
+        """Return the bytes that leave with an option's copy.
+
+        These are the bytes that leave if the option is copied and nothing later needs them.
+        """
         if option.choice is Choice.OFFLOAD_INPUTS:
             taken = sum(each.total_bytes for each in self.shared if _is_taken(each, option))
             return taken + self._given_bytes(option)
@@ -174,7 +186,7 @@ class StageBlock:
         )
 
     def own_movable_bytes(self, layer: int) -> int:
-        """Return what only a layer itself sees and saves and a copy takes."""
+        """Return the bytes that only one layer sees and saves, and that a copy can move."""
         return sum(each.total_bytes for each in self.own[layer] if each.savers and each.is_movable)
 
     def _given_bytes(self, option: Segment) -> int:
@@ -191,7 +203,7 @@ class StageBlock:
         return Terms((at, size) for at, size in sizes if size)
 
     def _recomputed_for(self, layer: int) -> list[tuple[Segment, int]]:
-        """Return the options that are recomputed right before the backward of a layer, with their variables."""
+        """Return the options recomputed right before a layer's backward, with their variables."""
         options = [
             each
             for each in self.covering[layer]
@@ -200,7 +212,7 @@ class StageBlock:
         return [(option, self.at[option]) for option in options]
 
     def _earlier(self, layer: int) -> Terms:
-        """Return what earlier layers keep on the device at the backward of a layer."""
+        """Return the bytes that earlier layers keep on the device at the backward of a layer."""
         if layer not in self._kept_earlier:
             found = self.before(layer, self.kept_own, self.kept_done) + self._extra[layer]
             for each in self.shared:
@@ -210,7 +222,7 @@ class StageBlock:
         return self._kept_earlier[layer]
 
     def _path(self) -> None:
-        """Require the chosen options to form one way from the first layer to the last."""
+        """Require the chosen options to form one path from the first layer to the last."""
         for layer in range(self.first, self.end):
             self.program.row(self._any(self.covering[layer]), low=1.0, high=1.0)
             if layer > self.first:
@@ -225,7 +237,7 @@ class StageBlock:
     def _any(self, options: Iterable[Segment]) -> Terms:
         """Return whether one of some options over a layer is chosen.
 
-        Their sum, since they exclude each other.
+        It is their sum, since they exclude each other.
         """
         return Terms((self.at[option], 1.0) for option in options)
 
@@ -235,9 +247,9 @@ class StageBlock:
         )
 
     def _held(self, each: Storage) -> int:
-        """Make the variable of whether a storage stays.
+        """Make the variable that tells whether a storage stays.
 
-        Who needs it last decides, and take it along if offloaded.
+        The last layer that needs it decides, and takes it along if it is offloaded.
         """
         variable = self.program.variable(1.0)
         self.value_kept[variable] = float(bool(each.savers))
@@ -250,7 +262,7 @@ class StageBlock:
         return variable
 
     def _moved(self, each: Storage) -> int:
-        """Make the variable of whether a storage leaves."""
+        """Make the variable that tells whether a storage leaves."""
         variable = self.program.variable(1.0)
         staying = Terms()
         for layer in range(each.last_use, each.maker - 1, -1):
@@ -265,7 +277,7 @@ class StageBlock:
         return variable
 
     def _needing(self, each: Storage, layer: int) -> Terms:
-        """Return the options over a layer that hold a storage on the device between forward and backward."""
+        """Return the options over a layer that keep a storage on the device until backward."""
 
         def needs(option: Segment) -> bool:
             if option.choice.is_recomputed:
@@ -278,7 +290,10 @@ class StageBlock:
         return self._any(filter(needs, self.covering[layer]))
 
     def _taking(self, each: Storage, layer: int) -> Terms:
-        """Return the options over a layer that take a storage to the host, each at the last of its layers only."""
+        """Return the options over a layer that move a storage to the host.
+
+        Each option appears only at the last of its layers.
+        """
         found = self._offloaded(layer) if each.is_movable and layer in each.savers else Terms()
         ending = (
             option for option in self.covering[layer] if layer == min(option.end - 1, each.last_use)
@@ -289,11 +304,11 @@ class StageBlock:
         return [option for option in self.takers[each] if each.last_use < option.end]
 
     def _returned(self, ends_at: Callable[[Storage], int]) -> dict[int, Terms]:
-        """Make for each layer the variable of the bytes that its backward finds back for a recompute, though not read.
+        """Make, for each layer, the variable of the bytes that its backward finds but does not read.
 
-        They came for the recompute of a segment that ends with this layer or a later one. Of each
-        storage that it takes these are layers after `ends_at`, as far as nothing after the segment
-        reads it.
+        They came back for the recompute of a segment that ends with this layer or a later one. For
+        each storage that such a segment takes, they count at the layers after `ends_at`, if nothing
+        after the segment reads the storage.
         """
         found = {layer: Terms() for layer in range(self.first, self.end)}
         for each in self.takers:
@@ -309,7 +324,10 @@ class StageBlock:
         return found
 
     def _rest(self, each: Storage, layer: int) -> int:
-        """Make the variable of whether a storage that crosses a layer is there in its backward for earlier layers."""
+        """Make the variable that tells whether a storage is in a layer's backward for earlier ones.
+
+        The storage crosses the layer.
+        """
         variable = self.program.variable(1.0)
         earlier = [saver for saver in each.savers if saver < layer]
         self.value_kept[variable] = float(bool(earlier))
@@ -335,7 +353,10 @@ class StageBlock:
         return variable
 
     def _sums(self) -> None:
-        """Make the cumulative sums of what one layer uses, and of shared storages by their first and last users."""
+        """Make the cumulative sums of the bytes of single layers and of shared storages.
+
+        Shared storages are summed by their first and by their last users.
+        """
         own = {}
         moved = {}
         for layer, storages in self.own.items():
@@ -362,7 +383,7 @@ class StageBlock:
     def _may_leave_after(self, each: Storage) -> int:
         """Return the first layer after which a storage may leave.
 
-        One that saves it, or is given it to recompute.
+        It is a layer that saves the storage, or one that receives it for a recompute.
         """
         return min([*each.savers[:1], *(each.maker + 1,) * bool(self.takers[each])])
 
@@ -375,7 +396,7 @@ class StageBlock:
         return self._cumulated(terms)
 
     def _cumulated(self, terms: dict[int, Terms]) -> dict[int, int]:
-        """Make for each layer the variable of a sum up to it."""
+        """Make, for each layer, the variable of the sum up to it."""
         found: dict[int, int] = {}
         total = 0.0
         for layer in range(self.first, self.end):
@@ -391,9 +412,10 @@ class StageBlock:
         return Terms({each[layer - 1]: 1.0 for each in sums if layer - 1 in each})
 
     def _brought_bytes(self, option: Segment, layer: int) -> int:
-        """Return the bytes that a segment's recompute has made for layers before `layer` and holds at its backward.
+        """Return the bytes that a recompute holds at a layer's backward for layers before it.
 
-        Of a selective one without what the first run kept and the second has freed.
+        The segment's recompute has made them. For a selective recompute this excludes the bytes
+        that the first run kept and that the second run has freed.
         """
         found = self._brought.get((layer, option.choice))
         if found is None:
@@ -417,17 +439,20 @@ def owner_of(each: Storage) -> int:
 
 
 def _is_input(each: Storage, option: Segment) -> bool:
-    """Whether a segment is given a storage by an earlier one, for itself or those behind it."""
+    """Return whether a segment receives a storage from an earlier one.
+
+    The segment or a later one needs it.
+    """
     return each.maker < option.first <= each.last_use
 
 
 def _is_taken(each: Storage, option: Segment) -> bool:
-    """Whether a segment is given a storage that leaves with its inputs."""
+    """Return whether a segment receives a storage that leaves with its inputs."""
     return option.choice is Choice.OFFLOAD_INPUTS and each.is_movable and _is_input(each, option)
 
 
 def _stays(each: Storage, choice: Choice) -> bool:
-    """Whether a storage that only its layer sees stays on the device between forward and backward."""
+    """Return whether a storage seen only by its layer stays on the device until backward."""
     if choice is Choice.SELECTIVE:
         return each.is_product
     return bool(each.savers) and (
