@@ -48,12 +48,12 @@ class _Part:
 
 
 class Hdf5Dataset(ImageDataset):
-    """Images of data.image_key and labels of data.label_key, sample by sample, in the files that data.path names.
+    """Images of data.image_key and labels of data.label_key, in the files that data.path names.
 
-    The path is a file or a pattern with *; `{split}` in path or keys stands for train and
-    validation (or val), else data.split_path or the seed divides the samples. A mask of each image
-    is a label of data.task=segmentation. Texts as labels are names of classes. Each process opens
-    the files that it reads, when it does.
+    The path is a file or a pattern with *. `{split}` in the path or the keys stands for train and
+    validation (or val); without it, data.split_path or the seed divides the samples. With
+    data.task=segmentation the label of an image is a mask. Labels that are texts are names of
+    classes. Each process opens the files that it reads, on first use.
     """
 
     def __init__(self, data: DataConfig, seed: int) -> None:
@@ -75,11 +75,11 @@ class Hdf5Dataset(ImageDataset):
         super().__init__(data, len(places["train"]), len(places["validation"]), seed)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return all but the open files, which another process opens itself."""
+        """Return the state without the open files; another process opens them itself."""
         return self.__dict__ | {"_open": {}}
 
     def name_of(self, split: Split, index: int) -> str:
-        """Return the file of a sample, its key and its place."""
+        """Return the file of a sample, its key and its row."""
         part, row = self._place(split, index)
         return f"{part.path}:{part.image_key}[{row}]"
 
@@ -88,9 +88,10 @@ class Hdf5Dataset(ImageDataset):
         return sorted({Path(part.path) for parts in self._parts.values() for part in parts})
 
     def examine(self, split: Split, index: int) -> None:
-        """Read an image whose type does not say its range, and a mask.
+        """Read an image whose type does not determine its range, and a mask.
 
-        Raises ConfigError for what would be misread.
+        Raises:
+            ConfigError: They would be misread.
         """
         part, _ = self._place(split, index)
         if (
@@ -106,29 +107,32 @@ class Hdf5Dataset(ImageDataset):
             self._label(split, index)
 
     def values(self, split: Split, index: int) -> Values:
-        """Return an image as it is stored, channels first, fitted as those of image files."""
+        """Return an image as it is stored, channels first, fitted as images of image files are."""
         stored = self._stored(split, index, _WHOLE)
         nodata = self.nodata(split, index)
         return fitted(stored, self.config, self.name_of(split, index), nodata)
 
     def nodata(self, split: Split, index: int) -> float | None:
-        """Return the value of an image's pixels without data, by data.nodata or the attribute _FillValue."""
+        """Return the nodata value of an image, from data.nodata or the attribute _FillValue."""
         return self._place(split, index)[0].nodata
 
     def reads_rows(self, split: Split) -> bool:
-        """Return whether all images have the wanted sides and small chunks or none, and nothing transforms them."""
+        """Return whether parts of images can be read.
+
+        All images must have the wanted sides and small chunks or none, and no transform may apply.
+        """
         return not self._is_transformed(split) and all(
             part.gives_parts for part in self._parts[split]
         )
 
     def part(self, split: Split, index: int, box: Box) -> Values:
-        """Return a part of `values`."""
+        """Return a part of the image that `values` returns."""
         stored = self._stored(split, index, box)
         nodata = self.nodata(split, index)
         return checked(stored, self.config, self.name_of(split, index), nodata, box.rows.start)
 
     def identity(self, split: Split) -> str:
-        """Return names, sizes and times of a split's files, and which of their samples are in it."""
+        """Return names, sizes and times of a split's files, and which samples are in the split."""
         files = sorted({Path(part.path) for part in self._parts[split]})
         return f"{stamps(files)} {self.config.image_key} {self._places[split].tolist()}"
 
@@ -176,7 +180,7 @@ class Hdf5Dataset(ImageDataset):
 
 
 def check(data: DataConfig) -> None:
-    """Raise ConfigError for files or keys that are not there, or of another shape; reads no image."""
+    """Raise ConfigError for missing files or keys, or wrong shapes; reads no image."""
     check_images(data)
     numbers_of_classes(data)
 
@@ -194,7 +198,7 @@ def numbers_of_classes(data: DataConfig) -> dict[str, int]:
 
 
 def _numbers_of(data: DataConfig, parts: list[_Part]) -> dict[str, int]:
-    """Return the number of each class that labels of text name."""
+    """Return the number of each class that text labels name."""
     named = [part for part in parts if part.has_text]
     if not named:
         return {}
@@ -206,7 +210,7 @@ def _numbers_of(data: DataConfig, parts: list[_Part]) -> dict[str, int]:
 
 
 def _texts(labels: Any) -> list[str]:
-    """Return labels of text, as h5py gives them, without spaces around them."""
+    """Return text labels, as h5py gives them, without surrounding spaces."""
     return [
         (text.decode() if isinstance(text, bytes) else str(text)).strip()
         for text in np.asarray(labels).ravel()
@@ -228,7 +232,7 @@ def _places(parts: list[_Part]) -> NDArray[np.int64]:
 
 
 def _parts(data: DataConfig, split: Split) -> list[_Part]:
-    """Return what each file holds of a split, without reading samples."""
+    """Return the part of each file that belongs to a split, without reading samples."""
     if data.path is None:
         raise ConfigError(
             "data.path", None, "data=hdf5 needs a file", "or a pattern, as in tiles/*.h5"
@@ -340,7 +344,7 @@ def _is_channels_last(data: DataConfig, path: str, shape: tuple[int, ...], layou
     """Return whether images are (height, width, channels).
 
     Raises:
-        ConfigError: neither first nor last axis, or either of them, has data.channels entries.
+        ConfigError: Neither or both of the first and last axes have data.channels entries.
     """
     if len(shape) == 3:
         if data.channels != 1:

@@ -37,11 +37,11 @@ EXTRA = {"torchvision": "vision", "albumentations": "albumentations"}
 
 
 class ImageDataset(Dataset):
-    """Images of files, whose labels are by image or masks.
+    """Images of files; a label belongs to an image, or is a mask.
 
     Subclasses give the values of an image, fitted to the shape but not normalised, and its label.
-    With data.transform a training image is transformed instead of flipped, its mask alike. Data
-    without labels are a validation split alone.
+    With data.transform a training image is transformed instead of flipped, and its mask with it.
+    Data without labels have only a validation split.
     """
 
     needs_training: ClassVar[bool] = True
@@ -64,14 +64,14 @@ class ImageDataset(Dataset):
 
     @abstractmethod
     def values(self, split: Split, index: int) -> Values:
-        """Return an image as it is in its file, of the dataset's shape."""
+        """Return an image as it is in its file, in the dataset's shape."""
 
     def part(self, split: Split, index: int, box: Box) -> Values:
-        """Return a part of what `values` returns, of a source that reads rows."""
+        """Return a part of the image that `values` returns, for sources that read rows."""
         return self.values(split, index)[:, box.rows, box.columns]
 
     def nodata(self, split: Split, index: int) -> float | None:
-        """Return the value of an image's pixels without data, None if there is none."""
+        """Return the nodata value of an image, or None if it has none."""
         return None
 
     @abstractmethod
@@ -79,20 +79,23 @@ class ImageDataset(Dataset):
         """Return a text that changes when images of a split do."""
 
     def image(self, split: Split, index: int, draw: int = 0) -> Image | Tokens:
-        """Return one sample as `Dataset.image`, normalised."""
+        """Return one sample as `Dataset.image` does, normalised."""
         if split != "train" or self.config.transform is None:
             return super().image(split, index, draw)
         return self.sample(split, index, draw)[0]
 
     def label(self, split: Split, index: int, draw: int = 0) -> Label:
-        """Return the label of one sample as `Dataset.label`; a mask is transformed as its image."""
+        """Return the label of one sample as `Dataset.label` does.
+
+        A mask is transformed as its image.
+        """
         found = super().label(split, index, draw)
         if split != "train" or self.config.transform is None or np.ndim(found) != 2:
             return found
         return self.sample(split, index, draw)[1]
 
     def sample(self, split: Split, index: int, draw: int = 0) -> tuple[Image | Tokens, Label]:
-        """Return an image and its label, which is transformed alike if it is a mask."""
+        """Return an image and its label; a mask is transformed as its image."""
         if split != "train" or self.config.transform is None:
             return self.image(split, index, draw), super().label(split, index, draw)
         values, gaps = self._known(split, index)
@@ -109,7 +112,7 @@ class ImageDataset(Dataset):
         return made, label if mask is None else mask
 
     def prepare(self) -> None:
-        """Compute what the cache keeps for all ranks: mean and deviation of the training split."""
+        """Compute what is cached for all ranks: mean and deviation of the training split."""
         self.statistics()
 
     def _is_transformed(self, split: Split) -> bool:
@@ -124,7 +127,7 @@ class ImageDataset(Dataset):
         return made
 
     def _known(self, split: Split, index: int) -> tuple[Values, NDArray[np.bool_] | None]:
-        """Return an image, and where it has no data; what its label needs of that is remembered."""
+        """Return an image, and where it has no data; remember the pixels that its label needs."""
         values = self.values(split, index)
         nodata = self.nodata(split, index)
         gaps = None if nodata is None else is_nodata(values, nodata)
@@ -137,7 +140,10 @@ class ImageDataset(Dataset):
     def _normalised(
         self, values: Values, nodata: float | None = None, out: Image | None = None
     ) -> Image:
-        """Return float32 values of about zero mean and unit variance, 0 without data, in `out` or one new array."""
+        """Return float32 values of about zero mean and unit variance, 0 without data.
+
+        They are in `out`, or in one new array.
+        """
         mean, deviation = self.statistics()
         peak = np.float32(range_of(values.dtype, self.config.bits))
         made = np.empty(values.shape, dtype=np.float32) if out is None else out
@@ -148,20 +154,23 @@ class ImageDataset(Dataset):
         return made
 
     def _fill(self, dtype: np.dtype[Any]) -> Values:
-        """Return the mean as values, in place of no data for a transform that does not know of it."""
+        """Return the mean as values, to fill pixels without data for a transform.
+
+        The transform does not know of nodata values.
+        """
         mean = self.statistics()[0] * np.float32(range_of(dtype, self.config.bits))
         return mean.astype(dtype)
 
     def _without_nodata(self, label: Label, split: Split, index: int) -> Label:
-        """Return a mask in which the pixels without data in all channels have NO_LABEL.
+        """Return a mask with NO_LABEL for pixels without data in all channels.
 
-        Another label as it is.
+        Other labels are returned unchanged.
         """
         nodata = self.nodata(split, index) if np.ndim(label) == 2 else None
         if nodata is None:
             return label
         mask = np.asarray(label)
-        seen = self._empty  # of the image that was read last, in any thread
+        seen = self._empty  # gaps of the image that any thread read last
         if seen is not None and seen[0] == (split, index):
             mask[seen[1]] = NO_LABEL
         else:
@@ -169,7 +178,10 @@ class ImageDataset(Dataset):
         return mask
 
     def statistics(self) -> tuple[Image, Image]:
-        """Return mean and deviation of each channel, as shares of the range, of shape (channels, 1, 1)."""
+        """Return mean and deviation of each channel as shares of the range.
+
+        Both have shape (channels, 1, 1).
+        """
         if self._normalization is None:
             data = self.config
             channels = self.shape[0]
@@ -187,7 +199,7 @@ class ImageDataset(Dataset):
         return self._normalization
 
     def _computed(self) -> tuple[list[float], list[float]]:
-        """Return mean and deviation of each channel over the training split, which the cache keeps."""
+        """Return the cached mean and deviation of each channel over the training split."""
         channels = self.shape[0]
         data = self.config
         key = repr(
@@ -198,9 +210,8 @@ class ImageDataset(Dataset):
             """Return count, sum and sum of squares of each channel."""
             found = np.zeros((3, channels))
             nodata = self.nodata("train", index)
-            for values in self._bands_of(
-                index
-            ):  # as float64 the whole would be eight times the file's bytes
+            # in bands: as float64 the whole would take eight times the file's bytes
+            for values in self._bands_of(index):
                 band = values.reshape(channels, -1).astype(np.float64)
                 band /= range_of(values.dtype, data.bits)
                 known = np.full(channels, band.shape[1])
@@ -231,7 +242,7 @@ class ImageDataset(Dataset):
         return kept["mean"], kept["std"]
 
     def _bands_of(self, index: int) -> Iterator[Values]:
-        """Yield a training image in bands, downwards, which are read one by one if it is large."""
+        """Yield a training image in bands, from top to bottom; a large one is read band by band."""
         whole = None if self.is_large and self.reads_rows("train") else self.values("train", index)
         for box in self.bands():
             yield self.part("train", index, box) if whole is None else whole[:, box.rows]
@@ -239,10 +250,9 @@ class ImageDataset(Dataset):
     def _transformed(
         self, values: Values, mask: NDArray[Any] | None, number: int, name: str
     ) -> tuple[Values, NDArray[np.int64] | None]:
-        """Return an image and its mask by data.transform, called as its library wants.
+        """Return an image and its mask after data.transform, called as its library requires.
 
-        Values keep their type.
-        Images that are not of bytes are given as float32 from 0 to 1.
+        Values keep their type. Images that are not uint8 are passed as float32 from 0 to 1.
         """
         key = "data.transform"
         target = str(self.config.transform)
@@ -284,7 +294,7 @@ class ImageDataset(Dataset):
 
 
 class FileDataset(ImageDataset):
-    """Images that have a file each."""
+    """Images with a file each."""
 
     def __init__(self, data: DataConfig, num_train: int, num_validation: int, seed: int) -> None:
         super().__init__(data, num_train, num_validation, seed)
@@ -299,25 +309,26 @@ class FileDataset(ImageDataset):
         return str(self.path(split, index))
 
     def values(self, split: Split, index: int) -> Values:
-        """Return the bytes of an image, scaled to cover height x width, its middle kept."""
+        """Return the values of an image, scaled to cover height x width, its middle kept."""
         return read_image(self.path(split, index), self.config, self.nodata(split, index))
 
     def nodata(self, split: Split, index: int) -> float | None:
-        """Return the value of an image's pixels without data, by data.nodata or the file's own tag."""
+        """Return the nodata value of an image, from data.nodata or the file's own tag."""
         path = self.path(split, index)
         if path not in self._nodata:
             self._nodata[path] = read_nodata(path, self.config)
         return self._nodata[path]
 
     def examine(self, split: Split, index: int) -> None:
-        """Read an image, and its mask if it has one, through.
+        """Read an image, and its mask if it has one, completely.
 
-        Raises ConfigError for what would be misread.
+        Raises:
+            ConfigError: They would be misread.
         """
         read_through(self.path(split, index), self.config, self.nodata(split, index))
 
     def reads_rows(self, split: Split) -> bool:
-        """Return whether all images are TIFF files that are read in parts, and nothing transforms them."""
+        """Return whether all images are TIFF files that are read in parts, without a transform."""
         if self._is_transformed(split):
             return False
         if split not in self._by_rows:
@@ -328,7 +339,7 @@ class FileDataset(ImageDataset):
         return self._by_rows[split]
 
     def part(self, split: Split, index: int, box: Box) -> Values:
-        """Return a part of `values`."""
+        """Return a part of the image that `values` returns."""
         path = self.path(split, index)
         data = self.config
         values = read_tiff(path, data.page, data.channels, box)
@@ -364,10 +375,10 @@ def check_images(data: DataConfig) -> None:
 
 
 def load_transform(data: DataConfig) -> Callable[..., Any]:
-    """Return what data.transform names: a class or a factory is called with the keyword arguments.
+    """Return the transform that data.transform names.
 
-    A factory is a function that takes no more than these; another function is the transform, and
-    gets them too.
+    A class or a factory is called with the keyword arguments; a factory is a function that takes no
+    more than these. Any other function is the transform itself, and gets them too.
     """
     key = "data.transform"
     target = str(data.transform)
@@ -382,7 +393,7 @@ def load_transform(data: DataConfig) -> Callable[..., Any]:
 
 
 def is_of_albumentations(transform: Any) -> bool:
-    """Return whether a transform takes and gives arrays by name."""
+    """Return whether a transform is of albumentations, which takes and returns arrays by name."""
     return any(base.__module__.startswith("albumentations.") for base in type(transform).__mro__)
 
 
@@ -417,7 +428,7 @@ def _by_torch(
 
 @contextmanager
 def threads() -> Iterator[ThreadPoolExecutor]:
-    """Yield a pool of threads that decode images; what has not begun is cancelled at an error."""
+    """Yield a pool of threads that decode images; an error cancels what has not begun."""
     with ThreadPoolExecutor(max_workers=min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
         try:
             yield pool

@@ -1,7 +1,7 @@
 """A user's own map-style dataset, named by data.target.
 
-(sample, label) by index, as `torch.utils.data.Dataset`.
-A process without torch asks a child about it, which constructs it and reads its first samples.
+It gives (sample, label) by index, like `torch.utils.data.Dataset`. A process without torch asks a
+child process about it, which constructs it and reads its first samples.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from gems.utils.targets import (
 
 KEY = "data.target"
 SPLITS: tuple[Split, Split] = ("train", "validation")
-# What a dataset may be called with to give one of the splits.
+# Keyword arguments that make a dataset give one split.
 ARGUMENTS: dict[str, dict[Split, object]] = {
     "split": {"train": "train", "validation": "validation"},
     "train": {"train": True, "validation": False},
@@ -48,9 +48,9 @@ ARGUMENTS: dict[str, dict[Split, object]] = {
 class TargetDataset(Dataset):
     """The samples of a user's dataset, checked and seeded.
 
-    Around each reading the generators of Python, numpy and torch are seeded by (seed, split, index,
-    draw), so that the rank that reads images and the one that reads labels get the same sample, and
-    so does a run that is resumed.
+    Around each read, the generators of Python, numpy and torch are seeded by (seed, split, index,
+    draw). So the rank that reads images and the one that reads labels get the same sample, and so
+    does a resumed run.
     """
 
     seeds_process = True
@@ -87,9 +87,10 @@ class TargetDataset(Dataset):
         return self._as_image(self._read(split, index, draw)[0], split, index)
 
     def label(self, split: Split, index: int, draw: int = 0) -> Label:
-        """Return the label of one sample, from `label(index)` or `targets` of the dataset, or else by reading it.
+        """Return the label of one sample.
 
-        A label that is a mask is always read with its sample, which may crop it.
+        It comes from `label(index)` or `targets` of the dataset, or else from reading the sample. A
+        mask is always read with its sample, since the dataset may crop both.
         """
         self._check(split, index)
         given, place = self._place(split, index)
@@ -99,14 +100,17 @@ class TargetDataset(Dataset):
         )
 
     def sample(self, split: Split, index: int, draw: int = 0) -> tuple[Image | Tokens, Label]:
-        """Return a sample and its label by one reading."""
+        """Return a sample and its label by one read."""
         image, label = self._read(split, index, draw)
         return self._as_image(image, split, index), self._as_label(label, split, index)
 
     def batch(
         self, split: Split, samples: NDArray[np.int64], images: bool = True, labels: bool = True
     ) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
-        """Return a micro-batch by the dataset's own `collate` if it has one, which sees whole samples on every rank."""
+        """Return a micro-batch, by the dataset's own `collate` if it has one.
+
+        `collate` gets whole samples on every rank.
+        """
         if self._collate is None:
             return super().batch(split, samples, images, labels)
         pairs = [tuple(self._read(split, index, draw)) for index, draw in samples.tolist()]
@@ -138,12 +142,12 @@ class TargetDataset(Dataset):
         )
 
     def class_counts(self, split: Split) -> tuple[int, ...]:
-        """Return the number of labels of each class, as the dataset says it or by its labels."""
+        """Return the number of labels of each class, from the dataset or by counting its labels."""
         given, some = self._splits[split]
         told = getattr(given, "class_counts", None)
         if callable(told):
             told = told(split)
-        elif some is not None:  # a sequence counts all samples
+        elif some is not None:  # a sequence counts the samples of both splits
             told = None
         if told is None:
             return super().class_counts(split)
@@ -226,27 +230,33 @@ class TargetDataset(Dataset):
 
 
 def resolve_target(data: DataConfig) -> DataConfig:
-    """Return the configuration of a user's dataset.
+    """Return the configuration of a user's dataset with its name and path resolved.
 
-    `name` is that of the class, `path` the folder of its package.
+    `name` becomes the name of the class, `path` the folder of its package.
 
     Raises:
-        ConfigError: a target that is no dotted name, or a path that is no folder.
+        ConfigError: The target is no dotted name, or the path is no folder.
     """
     name, path = locate(KEY, str(data.target), data.path)
     return replace(data, name=name, path=path)
 
 
 def check(data: DataConfig) -> None:
-    """Raise ConfigError for a dataset that cannot be constructed, or whose first samples are not as `data` says."""
+    """Raise ConfigError if a dataset cannot be constructed, or its samples contradict `data`.
+
+    Only the first samples are read.
+    """
     describe(data)
 
 
 def describe(data: DataConfig) -> dict[str, Any]:
-    """Return the numbers of samples, num_train and num_validation; raises ConfigError as `check`.
+    """Return the numbers of samples, num_train and num_validation.
 
-    This process does so where torch is loaded, else a child whose answer is kept until the code or
-    the data change.
+    This process reads the dataset if torch is loaded. Otherwise a child does, and its answer is
+    cached until the code or the data change.
+
+    Raises:
+        ConfigError: As `check`.
     """
     data = resolve_target(data)
     known = {
@@ -283,11 +293,11 @@ def _described(text: str, source: str | None, stamps: tuple[str, ...]) -> dict[s
 
 
 def _describe(text: str) -> dict[str, Any]:
-    """Construct the dataset, read its first sample of each split, and return the number of samples.
+    """Construct the dataset, read its first sample of each split, and return the sample counts.
 
     Raises:
-        ConfigError: what cannot be constructed or read, or samples that differ when they are read
-        again.
+        ConfigError: The dataset cannot be constructed or read, or samples differ when they are read
+            again.
     """
     dataset = TargetDataset(DataConfig(**json.loads(text)), 0)
     for split in SPLITS:
@@ -318,7 +328,7 @@ def _describe(text: str) -> dict[str, Any]:
 
 
 def _open_splits(data: DataConfig, seed: int) -> dict[Split, tuple[Any, NDArray[np.int64] | None]]:
-    """Return the user's dataset of each split, and which of its samples belong to it (None: all)."""
+    """Return the user's dataset of each split, and the indices of its samples (None: all)."""
     target = str(data.target)
     path = data.path
     argument = {split: _argument(target, path, split) for split in SPLITS}
@@ -349,7 +359,7 @@ def _open_splits(data: DataConfig, seed: int) -> dict[Split, tuple[Any, NDArray[
 def _argument(target: str, path: str | None, split: Split) -> dict[str, Any]:
     """Return the keyword argument, split or train, that makes a dataset give one split.
 
-    Nothing if it takes none.
+    Return an empty dict if it takes neither.
     """
     with contextlib.suppress(TypeError, ValueError):
         parameters = inspect.signature(load_target(KEY, target, path)).parameters
@@ -360,10 +370,10 @@ def _argument(target: str, path: str | None, split: Split) -> dict[str, Any]:
 
 
 def _measured(target: str, given: Any) -> Any:
-    """Return a dataset that has a length and samples by index.
+    """Return a dataset after checking that it has a length and samples by index.
 
     Raises:
-        ConfigError: it lacks one of them.
+        ConfigError: It lacks one of them.
     """
     if not hasattr(given, "__len__") or not hasattr(given, "__getitem__"):
         text = f"is a {type(given).__name__} without __len__ and __getitem__"
@@ -374,14 +384,16 @@ def _measured(target: str, given: Any) -> Any:
 
 
 def _labels_of(given: Any) -> Callable[[int], Any] | None:
-    """Return a function from an index to its label that reads no sample, or None if the dataset has none."""
+    """Return a function from an index to its label that reads no sample.
+
+    Return None if the dataset has none.
+    """
     quick = getattr(given, "label", None)
     if callable(quick):
         return cast("Callable[[int], Any]", quick)
     targets = getattr(given, "targets", None)
-    joint = getattr(
-        given, "transforms", None
-    )  # of image and label; torchvision's own wrapper is of both apart
+    # transforms image and label together, unless it is torchvision's wrapper of two transforms
+    joint = getattr(given, "transforms", None)
     changes_label = getattr(given, "target_transform", None) or (
         joint and not hasattr(joint, "target_transform")
     )
@@ -391,7 +403,7 @@ def _labels_of(given: Any) -> Callable[[int], Any] | None:
 
 
 def _seed_members(given: Any, number: int) -> None:
-    """Seed what a dataset holds that has a generator of its own, as the pipelines of albumentations."""
+    """Seed members of a dataset with their own generator, such as albumentations pipelines."""
     for member in getattr(given, "__dict__", {}).values():
         seed = getattr(member, "set_random_seed", None)
         if callable(seed):

@@ -1,4 +1,7 @@
-"""Outputs of convolutions and matrix products, which selective recomputation keeps instead of computing them twice."""
+"""Outputs of convolutions and matrix products, kept by selective recomputation.
+
+Recomputation uses them instead of computing them twice.
+"""
 
 from __future__ import annotations
 
@@ -53,13 +56,13 @@ _OTHERWISE = "the recomputed forward does not call what it called the first time
 
 
 def is_matmul(func: Any) -> bool:
-    """Return whether an operator, as a dispatch mode sees it, is a convolution or a matrix product."""
+    """Return whether an operator of a dispatch mode is a convolution or a matrix product."""
     return func._overloadpacket in MATMULS
 
 
 @dataclass(slots=True)
 class MatmulOutput:
-    """The outputs of one call, empty once they are dropped, and how it was called.
+    """The outputs of one call and how it was called; `outputs` is empty once they are dropped.
 
     If `is_changed`, the layers changed the outputs in place before anything read them: the changed
     values are kept, and recomputation leaves that change out.
@@ -80,13 +83,13 @@ class MatmulOutput:
 
     @property
     def is_valid(self) -> bool:
-        """Whether it is kept, and nothing has changed it after the layers."""
+        """Whether the outputs are kept, and nothing has changed them after the layers."""
         return bool(self.outputs) and self.versions == tuple(
             tensor._version for tensor in self.tensors()
         )
 
     def detach(self) -> None:
-        """Detach the outputs from their graph; later changes in place still show in their versions."""
+        """Detach the outputs from their graph; their versions still show later changes in place."""
         self.outputs = tuple(
             value.detach() if isinstance(value, Tensor) else value for value in self.outputs
         )
@@ -108,10 +111,11 @@ class MatmulOutputs(deque[MatmulOutput]):
 
 
 class RecordMatmuls(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keep the outputs of convolutions and matrix products inside the block.
+    """A dispatch mode that keeps the outputs of convolutions and matrix products.
 
     An output that is changed in place before anything reads it is kept as changed (a convolution
-    before an activation that works in place). One that was read first is dropped, and recomputed.
+    before an activation that works in place). An output that is read first is dropped, and
+    recomputed.
     """
 
     def __init__(self, outputs: MatmulOutputs, random: RandomState) -> None:
@@ -127,7 +131,7 @@ class RecordMatmuls(TorchDispatchMode):  # type: ignore[no-untyped-call]
             entry.detach()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator and record what it does to outputs that are kept."""
+        """Run an operator and record its effect on outputs that are kept."""
         kwargs = kwargs or {}
         self._track(func, args, kwargs)
         made = func(*args, **kwargs)
@@ -164,12 +168,12 @@ class RecordMatmuls(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class ReplayMatmuls(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Return the kept outputs, in order, instead of computing them.
+    """A dispatch mode that returns the kept outputs, in order, instead of computing them.
 
-    Autograd records the calls all the same.
+    Autograd still records the calls.
 
     Raises:
-        RuntimeError: the layers do not make the same calls as the first time.
+        RuntimeError: The layers do not make the same calls as the first time.
     """
 
     def __init__(self, outputs: MatmulOutputs, random: RandomState) -> None:
@@ -254,7 +258,7 @@ def _is_view(func: Any) -> bool:
 
 @cache
 def _can_skip(func: Any) -> bool:
-    """Return whether an operator does nothing but change the values of one tensor, which it returns."""
+    """Return whether an operator only changes the values of one tensor, and returns it."""
     is_alone = len(_written(func)) == 1 and len(func._schema.returns) == 1
     returned = func._schema.returns[0].alias_info if is_alone else None
     tags = (torch.Tag.inplace_view, torch.Tag.nondeterministic_seeded)

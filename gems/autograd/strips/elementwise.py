@@ -1,6 +1,6 @@
-"""Operations that make each row of one row.
+"""Operations that make each row from one row.
 
-Elementwise ones, those along channels, and sums over rows.
+These are elementwise operations, operations along channels, and sums over rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROW_FOR_ROW = frozenset(_NAMES.split())
 
 
 def row_for_row(known: Known, step: Step, reads: tuple[int, ...]) -> Operation:
-    """Return the operation that makes a row of the same row of each of `reads`."""
+    """Return the operation that makes each row from the same row of each of `reads`."""
     infos = [known.infos[number] for number in reads]
     behind = {info.value.dim() - info.dim for info in infos}
     heights = {info.height for info in infos}
@@ -74,7 +74,7 @@ def row_for_row(known: Known, step: Step, reads: tuple[int, ...]) -> Operation:
 
 
 def reduce(known: Known, step: Step) -> Operation:
-    """Return a sum or mean: over rows as one that runs on, over other dimensions row for row."""
+    """Return a sum or mean: a running one over rows, a row-for-row one over other dimensions."""
     info = known.first(step)
     dims = arguments(step).get("dim")
     ndim = info.value.dim()
@@ -119,7 +119,7 @@ def _over_other_dims(step: Step, info: Info, over: Sequence[int]) -> Operation:
 
 
 def along(known: Known, step: Step) -> Operation:
-    """Return the operation along a dimension, or some last ones, that are not that of the rows."""
+    """Return the operation along one dimension, or several last ones, that are not the rows."""
     info = known.first(step)
     given = arguments(step)
     if "normalized_shape" in given:
@@ -138,7 +138,10 @@ def along(known: Known, step: Step) -> Operation:
 
 
 def average_over_channels(known: Known, step: Step) -> Operation:
-    """Return the pooling of three dimensions that leaves rows alone, as local response normalisation has it."""
+    """Return the pooling over three dimensions that leaves rows alone.
+
+    Local response normalisation uses it.
+    """
     info = known.first(step)
     given = arguments(step)
     axis = info.dim - (info.value.dim() - 3)

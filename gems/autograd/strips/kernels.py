@@ -1,6 +1,6 @@
-"""How operations run on rows.
+"""Run operations on the rows of a strip.
 
-On those that are there, with padding at the image's top and bottom only.
+Only the top and bottom of the image are padded.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ aten = torch.ops.aten
 
 
 class Rows(NamedTuple):
-    """Output rows first to last of `height`, made of rows begin to end of the input's `height_in`.
+    """Output rows first to last of `height`, made from input rows begin to end of `height_in`.
 
-    The rows read may be outside of the map; those of the tensor are `there`.
+    Rows that are read may be outside the map; `there` is the span of the rows in the tensor.
     """
 
     first: int
@@ -38,12 +38,12 @@ class Rows(NamedTuple):
 
     @property
     def num(self) -> int:
-        """How many rows are made."""
+        """The number of rows that are made."""
         return self.last - self.first
 
     @property
     def outside(self) -> tuple[int, int]:
-        """How many of the rows that are read are above and below those of the tensor."""
+        """The numbers of rows that are read above and below the rows of the tensor."""
         if self.there[0] == self.there[1]:
             return self.end - self.begin, 0
         return self.there[0] - self.begin, self.end - self.there[1]
@@ -51,9 +51,10 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One operation in one strip: `seeded` gives its random numbers, `carried` is its sum so far.
+    """One operation in one strip.
 
-    In a strip that runs again (`is_again`) it leaves running statistics alone.
+    `seeded` gives its random numbers, `carried` is its sum so far. In a strip that runs again
+    (`is_again`) it leaves running statistics alone.
     """
 
     name: str
@@ -78,14 +79,18 @@ def plain(call: Call) -> Any:
 
 
 def linear(call: Call) -> Tensor:
-    """Run a linear map, whose weight gradient may wait."""
+    """Run a linear map; its weight gradient may be deferred."""
     x, weight, bias = _weights(call)
     made = None if call.deferred is None else linear_map(call.deferred, call.name, x, weight, bias)
     return functional.linear(x, weight, bias) if made is None else made
 
 
 def batch_norm(call: Call) -> Any:
-    """Normalize; in training by the rows that are there, which move the running statistics by their share of all."""
+    """Normalize by batch norm.
+
+    In training it uses the statistics of the strip's rows, which move the running statistics by
+    their share of all rows.
+    """
     x, weight, bias, mean, variance, is_training, momentum, *more = call.args
     if is_training:
         momentum *= call.rows.num / call.rows.height if call.rows.height else 1.0
@@ -94,9 +99,9 @@ def batch_norm(call: Call) -> Any:
 
 
 def run_of(operation: str) -> Run:
-    """Return how an operation runs on rows, or whole, that needs no padding.
+    """Return the function that runs an operation, without padding, on rows or on whole tensors.
 
-    As it is, but for some.
+    Most operations run as they are.
     """
     return _OWN.get(operation, plain)
 
@@ -105,7 +110,7 @@ _OWN: dict[str, Run] = {"linear": linear, "batch_norm": batch_norm}
 
 
 def reshape(call: Call) -> Tensor:
-    """Change the shape, whose rows are those of the strip."""
+    """Change the shape to one with the rows of the strip."""
     x = call.args[0]
     shape = list(call.state["shape"])
     shape[call.state["dim"]] = call.rows.num
@@ -113,7 +118,10 @@ def reshape(call: Call) -> Tensor:
 
 
 def drop_rows(call: Call) -> Tensor:
-    """Dropout whose mask is drawn row by row, each from a seed of its own, so that all strips draw the same."""
+    """Apply dropout with a mask that is drawn row by row.
+
+    Each row has a seed of its own, so that any division into strips draws the same mask.
+    """
     x, p = call.args[:2]
     dim = call.state["dim"]
     mask = torch.empty_like(x, requires_grad=False)
@@ -124,7 +132,7 @@ def drop_rows(call: Call) -> Tensor:
 
 
 def pixel_shuffle(call: Call) -> Tensor:
-    """Make several rows of one, and cut those that are not wanted."""
+    """Make several rows from each one, and cut those that are not wanted."""
     factor = call.state["factor"]
     rows = call.rows
     made = functional.pixel_shuffle(call.args[0], factor)
@@ -132,13 +140,13 @@ def pixel_shuffle(call: Call) -> Tensor:
 
 
 def step_rows(call: Call) -> Tensor:
-    """Take every so many rows."""
+    """Take every `step`-th row."""
     made: Tensor = aten.slice.Tensor(call.args[0], call.state["dim"], 0, None, call.state["step"])
     return made
 
 
 def convolve(call: Call) -> Tensor:
-    """Convolve rows that have the padding of the top and bottom already."""
+    """Convolve rows that already have the padding of the top and bottom."""
     x, weight, bias = _weights(call)
     (left, right), stride = call.state["sides"], call.state["stride"]
     if left != right:
@@ -151,7 +159,7 @@ def convolve(call: Call) -> Tensor:
 
 
 def convolve_transposed(call: Call) -> Tensor:
-    """Convolve the other way round, and cut the rows that are not wanted."""
+    """Run a transposed convolution, and cut the rows that are not wanted."""
     x, weight, bias = _weights(call)
     state = call.state
     rows = call.rows
@@ -159,7 +167,7 @@ def convolve_transposed(call: Call) -> Tensor:
     above = rows.first - (rows.there[0] * stride - top)
     reach = (rows.there[1] - rows.there[0] - 1) * stride + dilation * (state["kernel"] - 1) + 1
     below = reach - above - rows.num
-    cut = max(0, min(above, below))  # what the padding of a whole image would cut
+    cut = max(0, min(above, below))  # the rows that the padding of a whole image would cut
     geometry = Geometry(
         state["stride"],
         (cut, side),
@@ -185,7 +193,7 @@ def _weights(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 class _MaxPool(Function):
-    """Max pooling of rows with padding of its own at top and bottom, which keeps the places of the maxima only."""
+    """Max pooling of rows that pads top and bottom itself, and saves only the maxima's places."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, outside: tuple[int, int], options: tuple[Any, ...]) -> Tensor:
@@ -215,7 +223,7 @@ _apply_max_pool: Callable[..., Tensor] = _MaxPool.apply
 
 
 def max_pool(call: Call) -> Tensor:
-    """Pool rows, with padding below every value."""
+    """Max-pool rows; the padding is below every value."""
     state = call.state
     options = (
         state["kernel"],
@@ -228,7 +236,7 @@ def max_pool(call: Call) -> Tensor:
 
 
 def average_pool(call: Call) -> Tensor:
-    """Pool rows, of which those outside of the map are zeros, and count them as the whole image would."""
+    """Pool rows and count them as the whole image would; rows outside the map are zeros."""
     state = call.state
     made = functional.avg_pool2d(
         call.args[0],
@@ -259,9 +267,9 @@ def pad_rows(call: Call) -> Tensor:
 
 
 def resample(call: Call) -> Tensor:
-    """Take rows by number, or between two of them by shares, and change the width.
+    """Take rows by number, or interpolate between two of them by shares, and change the width.
 
-    Shares of 16 bits in float32.
+    Shares of 16-bit values are computed in float32.
     """
     x = call.args[0]
     rows = call.rows
@@ -278,7 +286,7 @@ def resample(call: Call) -> Tensor:
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which values of a type are summed: of 16 bits in float32."""
+    """Return the type in which values of a type are summed: float32 for 16-bit types."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
@@ -291,8 +299,8 @@ def _places(numbers: Sequence[int], rows: Rows, device: torch.device) -> Tensor:
 def adaptive_average(call: Call) -> Tensor:
     """Add the rows of a strip to the averages that have begun.
 
-    Return them all, finished ones first.
-    Those of all rows at once are the operation's own; sums of several strips have 32 bits at least.
+    Return all of these averages, finished ones first. If all rows are there at once, the operation
+    itself computes them; sums of several strips have at least 32 bits.
     """
     x = call.args[0]
     rows = call.rows
@@ -336,7 +344,7 @@ def _shares(
     is_sum: bool,
     kind: dict[str, Any],
 ) -> Tensor:
-    """Return a matrix (last - first, rows there) of the share that each row has in each bin."""
+    """Return the share of each row in each bin, of shape (last - first, rows there)."""
     matrix = torch.zeros((last - first, there[1] - there[0]), **kind)
     for row in range(first, last):
         begin = row * size // bins

@@ -1,4 +1,4 @@
-"""One strip through a network of operations."""
+"""Run one strip through a network of operations."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _MASK = 2**63 - 1
 
 
 class Held(NamedTuple):
-    """What is kept from a strip for the next.
+    """An item that is kept from a strip for the next.
 
-    Rows, sums so far of rows, or a value that depends on no input.
+    It is rows, partial sums of rows, or a value that depends on no input.
     """
 
     kind: str
@@ -49,7 +49,7 @@ class Held(NamedTuple):
 class Network:
     """Operations in order, and the plan of the values with rows.
 
-    `rows` gives the number there of a value.
+    `rows` maps the number of a value to its number in the plan.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Network:
         return self.plan.strips[strip][self.rows[number]]
 
     def shape_of(self, held: Held) -> tuple[tuple[int, ...], torch.dtype]:
-        """Return shape and type of what is kept."""
+        """Return shape and type of a kept item."""
         value = self.infos[held.number].value
         shape = list(value.shape)
         dtype = value.dtype
@@ -111,9 +111,9 @@ class Network:
         return tuple(shape), dtype
 
     def wanted(self, strip: int, number: int) -> tuple[Span, ...]:
-        """Return the rows of a value's fresh piece that are read or kept.
+        """Return the spans of a value's fresh piece that are read or kept.
 
-        The first in the piece, and how many.
+        A span is its first row in the piece, and its number of rows.
         """
         key = strip, number
         if key not in self._wanted:
@@ -136,7 +136,7 @@ class Network:
         return self._wanted[key]
 
     def device(self, tensors: Sequence[Tensor | None]) -> torch.device:
-        """Return the device of tensors, or that of the weights where there is none."""
+        """Return the device of the tensors, or of the weights if there are no tensors."""
         weights = (
             part.get()
             for operation in self.operations
@@ -149,7 +149,7 @@ class Network:
         return torch.device("cpu") if found is None else found.device
 
     def _held(self, strip: int) -> list[Held]:
-        """Return what is kept after a strip, in order."""
+        """Return the items that are kept after a strip, in order."""
         if strip == len(self.plan.strips) - 1:
             return []
         found = []
@@ -179,7 +179,7 @@ class Network:
 
 
 class StripRun:
-    """Runs the operations on what there is in a strip, and has what they give."""
+    """A run of the operations on the rows of one strip."""
 
     def __init__(
         self,
@@ -234,11 +234,11 @@ class StripRun:
             self._release(number)
 
     def outputs(self) -> tuple[Tensor | None, ...]:
-        """Return what the network gives in this strip."""
+        """Return the outputs of the network in this strip."""
         return tuple(self._given[number] for number in self._network.outputs)
 
     def carries(self) -> tuple[Tensor, ...]:
-        """Return what is kept for the next strip."""
+        """Return the tensors that are kept for the next strip."""
         taken = {number: iter(tensors) for number, tensors in self._kept.items()}
         found = []
         for held in self._network.held[self._strip]:
@@ -249,7 +249,7 @@ class StripRun:
         return tuple(found)
 
     def _release(self, number: int) -> None:
-        """Forget a value that nothing reads any more, but for what is kept or given."""
+        """Forget a value that nothing reads any more, except what is kept or returned."""
         if number in self._network.outputs and number not in self._given:
             self._given[number] = self._output(number)
         if number in self._network.rows and number not in self._kept:
@@ -306,7 +306,10 @@ class StripRun:
                 self._store(number, operation.how, parts, operation.state.get("channel_dim", 1))
 
     def _is_direct(self, number: int, operation: Operation, at: ValueStrip) -> bool:
-        """Return whether an operation gives just what is wanted, of single pieces, with nothing in front."""
+        """Return whether an operation returns exactly the wanted rows, from single pieces.
+
+        Then no rows need to be written in front of them.
+        """
         wanted = self._network.wanted(self._strip, number)
         is_whole = at.fresh == at.new and wanted == ((0, at.new[1] - at.new[0]),)
         if operation.how in ("add", "cat"):
@@ -316,7 +319,7 @@ class StripRun:
     def _add_up(self, number: int, operation: Operation, at: ValueStrip) -> None:
         """Run an operation whose output is sums over rows.
 
-        Finished ones, and those to be carried on.
+        Finished sums are stored; unfinished ones are carried on.
         """
         made = self._sums.pop(number, None)
         if at.window[0] < at.window[1]:
@@ -391,7 +394,7 @@ class StripRun:
         )
 
     def _settle(self, value: Any, operation: Operation, at: ValueStrip | None) -> Any:
-        """Return arguments with weights and the device in place."""
+        """Return arguments with weights and the device filled in."""
         # a method: a nested function that calls itself would hold all tensors until Python collects
         # garbage
         if isinstance(value, Weight):
@@ -401,7 +404,10 @@ class StripRun:
         return self._device if isinstance(value, torch.device) else value
 
     def _rows_of(self, value: Any, operation: Operation, at: ValueStrip | None) -> Any:
-        """Return the rows of a tensor that stands for the whole map, such as an embedding of positions."""
+        """Return the strip's rows of a tensor for the whole map.
+
+        An embedding of positions is such a tensor.
+        """
         if at is None or not operation.is_elementwise or not isinstance(value, Tensor):
             return value
         dim = value.dim() - (operation.info.value.dim() - operation.info.dim)
@@ -427,7 +433,7 @@ class StripRun:
     ) -> None:
         """Write the rows of a value.
 
-        `parts` are the pieces of what makes its new rows, with their first rows there.
+        `parts` are the pieces that make its new rows, with their first rows there.
         """
         at = self._network.at(self._strip, number)
         info = self._network.infos[number]
@@ -466,7 +472,7 @@ class StripRun:
 
     @contextmanager
     def _seeded(self, step: Step, row: int | None) -> Iterator[None]:
-        """Draw from the stream of the module that a step belongs to, or from that of one of its rows."""
+        """Draw from the random stream of a step's module, or of one of its rows."""
         if self._draws is None:
             yield
             return
@@ -499,7 +505,10 @@ def _writes(
     rows: int,
     channel_dim: int,
 ) -> list[Write]:
-    """Return what makes new rows out of pieces of each part; the sources are numbered from `first`."""
+    """Return the writes that make new rows from pieces of each part.
+
+    The sources are numbered from `first`.
+    """
     if how == "cat":
         out = []
         channel = 0

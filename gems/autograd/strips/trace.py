@@ -1,8 +1,8 @@
-"""Layers as one list of operations of torch's core, for inputs of one shape.
+"""Trace layers into one list of core torch operations, for inputs of one shape.
 
-`make_fx` records what a forward calls above autograd, on the meta device. Whatever a block is
-written like, there are few operations left, and shapes and choices by shape are settled. What
-autocast casts in a layer of mixed precision is an operation too, so that the list runs without
+`make_fx` records what a forward calls above autograd, on the meta device. However a block is
+written, few kinds of operations are left, and shapes and choices by shape are settled. The casts of
+autocast in a layer of mixed precision become operations too, so that the list runs without
 autocast.
 """
 
@@ -46,16 +46,16 @@ Names = dict[str, tuple[str, str, int]]  # of nodes: the module that called it, 
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """The number of a value: inputs come first, then what each step gives."""
+    """The number of a value: inputs come first, then the value of each step."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A parameter or buffer of a module, which is looked up when it is read.
+    """A parameter or buffer of a module, or its copy of a `mixed` precision.
 
-    Or its copy of a `mixed` precision.
+    It is looked up when it is read.
     """
 
     module: nn.Module
@@ -75,9 +75,9 @@ class Weight:
 class Step:
     """One operation.
 
-    `name` is that of the module that called it, in the whole network, and `call` tells its calls
-    apart. `args` hold `Ref` and `Weight` for tensors. `value` is what it gives, of the meta device.
-    Without `has_grad` it runs under `torch.no_grad`.
+    `name` is the name, in the whole network, of the module that called it; `call` tells its calls
+    apart. `args` contain `Ref` and `Weight` in place of tensors. `value` is the result, on the meta
+    device. If `has_grad` is False, the operation runs under `torch.no_grad`.
     """
 
     name: str
@@ -91,14 +91,14 @@ class Step:
 
     @property
     def operation(self) -> str:
-        """The name of the operation, without that of its overload."""
+        """The name of the operation, without its overload."""
         packet = getattr(self.target, "overloadpacket", self.target)
         return str(packet.__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The steps of neighbouring layers, the values that they give at last, and in which structure."""
+    """The steps of neighbouring layers, the values that they return, and the structure of these."""
 
     inputs: tuple[Tensor, ...]
     steps: tuple[Step, ...]
@@ -108,11 +108,11 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """The graph of a layer, and what it gives.
+    """The graph of a layer, and the values that it returns.
 
-    For each node the module that called it, its class and call.
-    In mixed precision `mode` makes tensors without memory, on which `autocasts` act, the last as
-    the innermost. The last of `grad_modes` says whether gradients are computed.
+    `names` gives for each node the module that called it, its class and call. In mixed precision
+    `mode` makes tensors without memory, on which `autocasts` act; the last one is the innermost.
+    The last of `grad_modes` says whether gradients are computed.
     """
 
     weights: list[Weight]
@@ -125,12 +125,13 @@ class _Layer:
 
 
 def trace(layers: Sequence[tuple[str, nn.Module]], inputs: Sequence[Tensor], strips: int) -> Trace:
-    """Trace named layers, each of which takes what the one before gives, in the mode that they are in.
+    """Trace named layers in their current modes.
 
-    `inputs` are tensors of the meta device, `strips` their number, for messages.
+    Each layer takes the values that the layer before returns. `inputs` are tensors of the meta
+    device. `strips` is the number of strips, for messages.
 
     Raises:
-        ConfigError: a layer whose operations depend on values.
+        ConfigError: A layer has operations that depend on values.
     """
     device = _device([module for _, module in layers])
     steps: list[Step] = []
@@ -207,7 +208,7 @@ def _graph_of(
 def _weights_of(
     module: nn.Module, mixed: Mixed | None
 ) -> tuple[list[Weight], list[Tensor], list[tuple[nn.Module, str, int]]]:
-    """Return the parameters and buffers of a layer, each once, and by what names which module has which of them."""
+    """Return each parameter and buffer of a layer once, and the names that modules use for them."""
     weights: list[Weight] = []
     tensors: list[Tensor] = []
     places: list[tuple[nn.Module, str, int]] = []
@@ -226,7 +227,7 @@ def _weights_of(
 
 
 def _device(modules: Iterable[nn.Module]) -> torch.device:
-    """Return where layers run, of which some may be built without memory."""
+    """Return the device of the layers, some of which may be built without memory."""
     tensors = (each for module in modules for each in (*module.parameters(), *module.buffers()))
     return next(
         (each.device for each in tensors if each.device.type != "meta"), torch.device("cpu")
@@ -234,7 +235,7 @@ def _device(modules: Iterable[nn.Module]) -> torch.device:
 
 
 def _like(tensor: Tensor, dtype: torch.dtype | None = None, device: str | None = None) -> Tensor:
-    """Return a tensor of the same shape and layout, perhaps of another type, on the default device or another."""
+    """Return a tensor of the same shape and layout, optionally of another type or device."""
     return torch.empty_strided(
         tensor.size(), tensor.stride(), dtype=dtype or tensor.dtype, device=device
     )
@@ -244,7 +245,7 @@ def _like(tensor: Tensor, dtype: torch.dtype | None = None, device: str | None =
 def _calls(
     layer: str, root: nn.Module, stand_ins: dict[int, Tensor], names: Names
 ) -> Iterator[None]:
-    """Note for the nodes that are made inside which module made them, and refuse what would be lost."""
+    """Note which module makes each node, and refuse what would be lost."""
     graph = get_proxy_mode().tracer.graph  # type: ignore[union-attr]
     stack = [(layer, type(root).__name__, 0)]
     calls = 0
@@ -282,7 +283,7 @@ def _calls(
 def _append(
     steps: list[Step], values: list[Any], inputs: Sequence[int], layer: _Layer
 ) -> list[int]:
-    """Append the steps of a layer's graph, and return the numbers of the values that it gives."""
+    """Append the steps of a layer's graph, and return the numbers of the values that it returns."""
     found: dict[fx.Node, Any] = {}
     cast_weights: dict[tuple[Weight, torch.dtype], Ref] = {}
     has_grad: dict[fx.Node, bool] = {}
@@ -370,7 +371,7 @@ def _change_autocast(layer: _Layer, node: fx.Node) -> None:
 
 
 def _casts_of(layer: _Layer, node: fx.Node) -> tuple[dict[fx.Node, torch.dtype], Mapping[str, Any]]:
-    """Return the types to which autocast casts what a node reads, and the options that it sets."""
+    """Return the types to which autocast casts a node's inputs, and the options that it sets."""
     if layer.mode is None or not isinstance(node.target, OpOverload):
         return {}, {}
     reads = {read: _value(layer, read) for read in node.all_input_nodes}
@@ -387,19 +388,19 @@ def _casts_of(layer: _Layer, node: fx.Node) -> tuple[dict[fx.Node, torch.dtype],
 
 
 def _value(layer: _Layer, node: fx.Node) -> Any:
-    """Return what a node gives, without memory."""
+    """Return the value of a node, without memory."""
     return getattr(layer.graph, str(node.target)) if node.op == "get_attr" else node.meta["val"]
 
 
 def _of_meta(tensor: Tensor) -> Tensor:
-    """Return a tensor of the meta device like one that was recorded."""
+    """Return a tensor of the meta device like a recorded one."""
     return _like(tensor, device="meta")
 
 
 def _refuse_changes(
     node: fx.Node, layer: _Layer, found: dict[fx.Node, Any], has_grad: dict[fx.Node, bool]
 ) -> None:
-    """Refuse a change in place that steps which give new tensors do not carry."""
+    """Refuse a change in place that cannot be replaced by steps that return new tensors."""
     target = node.target
     name = layer.names[node.name][0]
     for changed in written(target, node.args, node.kwargs):
@@ -441,7 +442,7 @@ def changed_weights(args: Sequence[Any], kwargs: Mapping[str, Any], target: Any)
 
 
 def _base(node: fx.Node) -> fx.Node:
-    """Return the node whose memory a node's value is part of."""
+    """Return the node that owns the memory of a node's value."""
     returned = getattr(getattr(node.target, "_schema", None), "returns", ())
     is_view = node.target is operator.getitem or any(
         each.alias_info is not None for each in returned
@@ -451,7 +452,7 @@ def _base(node: fx.Node) -> fx.Node:
 
 
 def _without_change_in_place(target: Any) -> Any:
-    """Return the operation that gives a new tensor, where there is one."""
+    """Return the operation that returns a new tensor, or the operation itself if there is none."""
     if not is_in_place(target):
         return target
     packet = getattr(torch.ops.aten, target.overloadpacket.__name__.removesuffix("_"), None)
@@ -460,6 +461,6 @@ def _without_change_in_place(target: Any) -> Any:
 
 
 def is_in_place(target: Any) -> bool:
-    """Return whether an operation changes its first argument."""
+    """Return whether an operation changes its first argument in place."""
     schema = getattr(target, "_schema", None)
     return target is not operator.getitem and schema is not None and str(schema.name).endswith("_")

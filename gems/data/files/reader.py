@@ -203,7 +203,7 @@ def opened(
 
 
 def _is_for_tifffile(path: Path, data: DataConfig) -> bool:
-    """Return whether tifffile reads a file, as Pillow would cut it to 8 bits or cannot decode it."""
+    """Return whether tifffile reads a file: Pillow would cut it to 8 bits or cannot decode it."""
     import PIL.Image
 
     if data.channels not in MODES:

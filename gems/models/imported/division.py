@@ -1,4 +1,4 @@
-"""A traced network divided into layers at its blocks, with the tensors that cross between them."""
+"""Divide a traced network into layers at its blocks, with the tensors that cross between them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from gems.models.imported.tracing import FROZEN, Path, Traced, block_of, leaves
 class Slice:
     """One layer of a traced network.
 
-    Its graph takes what the layer before gives, and gives the tensors of `output_names` (one needs
-    no name). `paths` are those of the modules, parameters and buffers that it uses.
+    Its graph takes the tensors of the layer before, and returns the tensors of `output_names` (a
+    single one needs no name). `paths` are the modules, parameters and buffers that it uses.
     """
 
     name: str
@@ -31,17 +31,17 @@ class Slice:
 
 
 def divide(root: nn.Module, modes: Sequence[Traced]) -> list[tuple[Slice, ...]]:
-    """Divide a network traced in some modes into the same layers at its blocks, in the order in which they run.
+    """Divide a network, traced in some modes, into the same layers at its blocks, in run order.
 
     A new layer begins where the block changes (`block_of`). Steps between blocks, and modules
     without parameters and buffers, belong to the block before; in a Sequential every child is a
-    layer. Neighbours become one layer when they share a parameter or a buffer, when something other
-    than tensors and sizes would cross between them, or when one changes in place what another holds
-    by two names.
+    layer. Neighbours become one layer if they share a parameter or a buffer, if something other
+    than tensors and sizes would cross between them, or if one changes in place a value that another
+    has under two names.
 
-    A tensor that a later layer uses is handed on, as it is, by the layers between. A size is handed
-    on as the shape of a tensor without elements. A layer that does not run in a mode hands on what
-    it gets.
+    A tensor that a later layer uses is passed on unchanged by the layers between. A size is passed
+    on as the shape of a tensor without elements. A layer that does not run in a mode passes on its
+    inputs.
     """
     begun = [_begin(root, list(each.graph.nodes)[:-1], each.values) for each in modes]
     names, numbers = _aligned([of_mode for _, of_mode in begun])
@@ -81,7 +81,7 @@ def _slices_of(
 
 
 def _aligned(modes: Sequence[Sequence[str]]) -> tuple[list[str], list[list[int]]]:
-    """Return the layers that run in any of the modes, in order, and the number of each mode's layers among them."""
+    """Return the layers that run in any mode, in order, and the numbers of each mode's layers."""
     names = list(modes[0])
     for other in modes[1:]:
         joined: list[str] = []
@@ -102,7 +102,7 @@ def _aligned(modes: Sequence[Sequence[str]]) -> tuple[list[str], list[list[int]]
 def _begin(
     root: nn.Module, nodes: Sequence[fx.Node], values: Mapping[fx.Node, Any]
 ) -> tuple[dict[fx.Node, int], list[str]]:
-    """Return the layer of each node, and for each layer the path of the block that began it."""
+    """Return the layer of each node, and the path of the block that begins each layer."""
     layer_of: dict[fx.Node, int] = {}
     names = [""]
     is_chain = type(root).forward is nn.Sequential.forward
@@ -130,7 +130,10 @@ def _state(module: nn.Module) -> list[Tensor]:
 def _sharing(
     root: nn.Module, modes: Iterable[Traced], layer_of: dict[fx.Node, int]
 ) -> Iterator[tuple[int, int]]:
-    """Yield the spans of layers that share a parameter or a buffer, whose gradients and statistics are one."""
+    """Yield the spans of layers that share a parameter or a buffer.
+
+    Its gradients and statistics must stay in one place.
+    """
     users: dict[int, list[int]] = {}
     for traced in modes:
         for node in traced.graph.nodes:
@@ -145,8 +148,9 @@ def _inseparable(
 ) -> Iterator[tuple[int, int]]:
     """Yield the spans of layers that must be one in a mode.
 
-    A value would cross between them that no tensors carry. Or one changes what came to it by two
-    names, or changes the network's state; what came by one name only is copied first (`_graph_of`).
+    They must be one if tensors cannot carry a value that would cross between them. They also must
+    if one changes a value that it got under two names, or changes the network's state. A value with
+    one name only is copied first (`_graph_of`).
     """
     for node in nodes:
         here = layer_of[node]
@@ -169,7 +173,7 @@ def _last_use(node: fx.Node, layer_of: dict[fx.Node, int]) -> int:
 
 
 def _merge(num_layers: int, spans: Iterable[tuple[int, int]]) -> list[int]:
-    """Return each layer's number once the layers of a span are one."""
+    """Return the number of each layer after the layers of each span are merged."""
     is_joined = [False] * num_layers
     for first, last in spans:
         is_joined[first + 1 : last + 1] = [True] * (last - first)
@@ -182,16 +186,16 @@ def _merge(num_layers: int, spans: Iterable[tuple[int, int]]) -> list[int]:
 def _crossing(nodes: Sequence[fx.Node], layer_of: dict[fx.Node, int], layer: int) -> list[fx.Node]:
     """Return the values that cross from a layer to the next, the newest first.
 
-    The one that a stage listens to.
+    The first is the one that a stage listens to.
     """
     crossing = [node for node in nodes if layer_of[node] <= layer < _last_use(node, layer_of)]
     return crossing[::-1]
 
 
 def _titles(spans: Sequence[tuple[str, str]]) -> list[str]:
-    """Return names for layers that run from one block to another.
+    """Return names for layers that span from one block to another.
 
-    One that comes again gets a number.
+    A repeated name gets a number.
     """
     out: list[str] = []
     for first, last in spans:
@@ -206,9 +210,9 @@ def _is_size(value: Any) -> bool:
 
 
 def _slots(node: fx.Node, value: Any) -> list[tuple[str, Path | None]]:
-    """Return the names of the tensors that carry a value, with the place of each in it.
+    """Return the names of the tensors that carry a value, each with its place in the value.
 
-    None carries the sizes.
+    The place is None for the tensor that carries the sizes.
     """
     parts = list(leaves(value))
     slots: list[tuple[str, Path | None]] = [
@@ -235,13 +239,13 @@ def _take(graph: fx.Graph, whole: Any, path: Path) -> Any:
 def _carrier(like: Tensor, *sizes: int) -> Tensor:
     """Return a tensor without elements whose shape is (*sizes, 0).
 
-    Nothing to send, and nothing to wait for.
+    There is nothing to send, and nothing to wait for.
     """
     return like.new_empty((*sizes, 0), dtype=torch.uint8)
 
 
 def _stop_gradients() -> bool:
-    """Compute without gradients from here on; return whether there were any."""
+    """Disable gradients from here on; return whether they were enabled."""
     before = torch.is_grad_enabled()
     torch.set_grad_enabled(False)
     return before
@@ -253,9 +257,9 @@ def _graph_of(
     before: Sequence[fx.Node],
     after: Sequence[fx.Node] | None,
 ) -> tuple[fx.Graph, tuple[str, ...]]:
-    """Return the graph of one layer and the names of what it gives (none for a single tensor).
+    """Return the graph of one layer and the names of its outputs (none for a single tensor).
 
-    Without `after` it is the last one, which gives the network's output.
+    If `after` is None, it is the last layer, which returns the network's output.
     """
     graph = fx.Graph()
     values = traced.values
@@ -303,7 +307,10 @@ def _graph_of(
 def _rebuild(
     graph: fx.Graph, slots: Mapping[Path | None, fx.Node], value: Any, is_changed: bool
 ) -> Any:
-    """Return a value made again of the tensors that carried it, copied first where the layer changes it in place."""
+    """Return a value rebuilt from the tensors that carried it.
+
+    They are copied first if the layer changes the value in place.
+    """
     places = iter(range(sum(_is_size(leaf) for _, leaf in leaves(value))))
 
     def build(part: Any, path: Path) -> Any:

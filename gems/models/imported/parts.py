@@ -1,4 +1,7 @@
-"""The layers of a user's network as torch modules: parts of one whole, which is constructed once."""
+"""The layers of a user's network as torch modules.
+
+They are parts of one whole network, which is constructed once.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +25,16 @@ from gems.models.imported.user_code import construct, construct_on_meta, other_g
 from gems.models.outputs import tensors_in
 from gems.utils.targets import answer
 
-Modes = dict[
-    int, tuple[bool, bool]
-]  # id of a module -> whether it trains in evaluation, and in training
+# id of a module -> whether it is in training mode in evaluation, and in training
+Modes = dict[int, tuple[bool, bool]]
 
 
 class Part(nn.Module):
-    """One layer of a larger network, with its parameters under the names that they have there.
+    """One layer of a larger network; its parameters keep their names in that network.
 
-    Takes the tensors that the layer before gives and gives those named by `output_names`, or one
-    that needs no name. In training and in evaluation each module is in the mode that the network's
-    own `train` puts it in, which may leave some as they are: a frozen batch norm, say.
+    It takes the tensors of the layer before. It returns those named by `output_names`, or a single
+    one without a name. In training and in evaluation, each module is in the mode that the network's
+    own `train` sets; this may leave some modules as they are, such as a frozen batch norm.
     """
 
     def __init__(self, whole: nn.Module, train: Slice, evaluate: Slice, modes: Modes) -> None:
@@ -58,19 +60,22 @@ class Part(nn.Module):
 
     @property
     def output_names(self) -> tuple[str, ...]:
-        """The names of the tensors that the layer gives in its mode."""
+        """The names of the tensors that the layer returns in its current mode."""
         return self._output_names[self.training]
 
     def forward(self, *tensors: Tensor) -> Any:
         """Run the layer as it runs in the network's own forward, in the same mode.
 
-        The last one gives its output.
+        The last layer returns the network's output.
         """
         return self._forwards[self.training](self, *tensors)
 
 
 def modes_of(whole: nn.Module) -> Modes:
-    """Return whether each module of a network trains in evaluation and in training, as its own `train` decides."""
+    """Return the mode of each module of a network, in evaluation and in training.
+
+    The network's own `train` sets these modes.
+    """
     was_training = whole.training
     found = []
     for mode in (False, True):
@@ -83,7 +88,10 @@ def modes_of(whole: nn.Module) -> Modes:
 def whole_with_parts(
     text: str, seed: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[nn.Module, list[Part]]:
-    """Return the network of `text` uncut, as `part` constructs it, and its layers, which share its tensors."""
+    """Return the uncut network of `text`, as `part` constructs it, and its layers.
+
+    The layers share the tensors of the network.
+    """
     slices, _ = _slices(text)
     with torch.random.fork_rng(devices=[]), other_generators(seed):
         torch.default_generator.manual_seed(seed)
@@ -93,11 +101,15 @@ def whole_with_parts(
 
 
 def part(text: str, index: int, source: str | None) -> Part:
-    """Return the `index`-th layer of the network that `text` describes (`gems.models.imported.describe`).
+    """Return the `index`-th layer of the network that `text` describes.
 
-    The whole network is constructed once, from the host's generator as `build_layer` has seeded it,
-    and each layer is taken out of it; asking for a layer again constructs it anew. `source`, the
-    state of the user's code, only tells layers apart. Raises ConfigError as `describe`.
+    `text` is as in `gems.models.imported.describe`. The whole network is constructed once, from the
+    host's generator as `build_layer` has seeded it, and each layer is taken out of it; a second
+    request for a layer constructs the network anew. `source`, the state of the user's code, only
+    tells layers apart.
+
+    Raises:
+        ConfigError: As `describe`.
     """
     is_meta = torch.get_default_device().type == "meta"
     return _whole(text, None if is_meta else torch.initial_seed()).take(index)
@@ -109,15 +121,14 @@ def release() -> None:
 
 
 def describe(text: str, num_classes: int, task: str = TASKS[0]) -> dict[str, Any]:
-    """Return the names and kinds of the layers, and the least images that the network takes at a time.
+    """Return the names and kinds of the layers, and the smallest batch that the network takes.
 
-    These are 2 where one image is too few (batch norm over a single value, a dimension that squeeze
-    drops).
+    The smallest batch is 2 if one image is too few (batch norm over a single value, a dimension
+    that squeeze drops).
 
     Raises:
-        ConfigError: a network that cannot be found, constructed, run or cut into layers, or whose
-            output has no tensor (N, num_classes), or (N, num_classes, height, width) for a
-            segmentation.
+        ConfigError: The network cannot be found, constructed, run or cut into layers, or its output
+            has no tensor (N, num_classes), or (N, num_classes, height, width) for a segmentation.
     """
     code, image = _request(text)
     slices, shapes = _slices(text)
@@ -148,7 +159,10 @@ def describe(text: str, num_classes: int, task: str = TASKS[0]) -> dict[str, Any
 
 
 def _request(text: str) -> tuple[tuple[str, dict[str, Any], str | None, str], tuple[int, int, int]]:
-    """Return what constructs the network (target, kwargs, path, norm), and its images (channels, height, width)."""
+    """Return the arguments that construct the network, and the shape of its images.
+
+    The arguments are target, kwargs, path and norm; the shape is channels, height and width.
+    """
     request = json.loads(text)
     channels, height, width = request["image"]
     return (request["target"], request["kwargs"], request["path"], request["norm"]), (
@@ -160,7 +174,10 @@ def _request(text: str) -> tuple[tuple[str, dict[str, Any], str | None, str], tu
 
 @lru_cache(maxsize=4)
 def _slices(text: str) -> tuple[tuple[tuple[Slice, Slice], ...], list[list[tuple[int, ...]]]]:
-    """Return each layer in training and in evaluation, and the shapes of their outputs' tensors for two images."""
+    """Return each layer in training and in evaluation, and the shapes of the outputs' tensors.
+
+    The shapes are those for two images, in training and in evaluation.
+    """
     code, image = _request(text)
     root = construct_on_meta(*code)
     traced = [trace(root.train(mode), image, code[0]) for mode in (True, False)]
@@ -197,7 +214,7 @@ _whole = lru_cache(maxsize=2)(_Whole)
 
 
 def main(argv: Sequence[str]) -> None:
-    """Print what `describe` gives or what it refuses."""
+    """Print the result of `describe`, or its error."""
     answer(
         lambda: describe(argv[0], int(argv[1]), argv[2]),
         lambda error: refusal(_request(argv[0])[0][0], "cannot be cut into layers", error),

@@ -1,4 +1,7 @@
-"""The user's own code: a class found by its name and constructed, and the line of it at which something failed."""
+"""Construct the user's network from their own code, and report its errors.
+
+The class is found by its name. An error names the line of the user's code at which it arose.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +28,15 @@ _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 def construct(
     target: str, kwargs: Mapping[str, Any], path: str | None, norm: str = "batch"
 ) -> nn.Module:
-    """Construct the user's network on the current default device, from the host's generators as they stand.
+    """Construct the user's network on the current default device, from the host's generators.
 
     With `norm` "frozen_batch" its batch norms keep to their running statistics in training, with
-    "ghost_batch" they take those of each strip.
+    "ghost_batch" they use the statistics of each strip.
 
     Raises:
-        ConfigError: as `load`, keyword arguments that the constructor does not take, a constructor
-            that fails, or something that is no module, has no parameters or leaves their shapes
-            open, or no batch norm for `norm` to change.
+        ConfigError: As `call_target`; or the constructor does not take the keyword arguments, or
+            fails; or its result is no module, has no parameters, leaves their shapes open, or has
+            no batch norm for `norm` to change.
     """
     module = call_target(_KEY, target, kwargs, path)
     if not isinstance(module, nn.Module):
@@ -57,9 +60,9 @@ def construct(
 def construct_on_meta(
     target: str, kwargs: Mapping[str, Any], path: str | None, norm: str = "batch"
 ) -> nn.Module:
-    """Construct the network, as `construct`, without memory for its weights.
+    """Construct the network like `construct`, without memory for its weights.
 
-    One whose constructor reads its own values goes through the host's memory.
+    A network whose constructor reads its own values is constructed in the host's memory first.
     """
     with other_generators(0):
         try:
@@ -72,7 +75,7 @@ def construct_on_meta(
 
 @contextmanager
 def other_generators(seed: int) -> Iterator[None]:
-    """Seed the generators of Python and numpy, which a constructor may draw from too, and puts them back."""
+    """Seed the generators of Python and numpy, which a constructor may use, and restore them."""
     python = random.getstate()
     numpy = np.random.get_state()
     random.seed(seed)
@@ -85,12 +88,15 @@ def other_generators(seed: int) -> Iterator[None]:
 
 
 def refusal(target: str, what: str, error: BaseException, why: str | None = None) -> ConfigError:
-    """Return the error that says what cannot be done with the user's network, why, and at which line of their code."""
+    """Return the error that says what cannot be done with the user's network, and why.
+
+    The error also names the line of the user's code.
+    """
     return target_error(_KEY, target, what, error, why)
 
 
 def place_of_forward(module: nn.Module) -> str:
-    """Return "file:line" of a module's forward, or the class's name where it has no source."""
+    """Return "file:line" of a module's forward, or the class's name if it has no source."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return (
         f"{short_name(code.co_filename)}:{code.co_firstlineno}" if code else type(module).__name__
@@ -98,7 +104,7 @@ def place_of_forward(module: nn.Module) -> str:
 
 
 def check_inputs(module: nn.Module, target: str) -> None:
-    """Raise ConfigError if a module's forward does not take one batch of images and nothing else."""
+    """Raise ConfigError if a module's forward takes anything but one batch of images."""
     parameters = list(inspect.signature(module.forward).parameters.values())
     needed = [
         each.name
@@ -121,7 +127,7 @@ def check_inputs(module: nn.Module, target: str) -> None:
 
 
 def check_momentum(module: nn.Module, target: str) -> None:
-    """Raise ConfigError if a batch norm in training averages its statistics over all batches so far."""
+    """Raise ConfigError if a batch norm in training averages its statistics over all batches."""
     for name, layer in module.named_modules():
         counts = isinstance(layer, nn.modules.batchnorm._NormBase) and layer.momentum is None
         if counts and layer.training and layer.track_running_stats:

@@ -1,11 +1,11 @@
-"""The rows of a network in strips.
+"""Plan the rows of a network in strips.
 
-What each value gets in a strip, what readers take, and what is kept (the carry).
-A value is a feature map, in strips of rows. The rows that some reader will still need when a strip
-has been run are its carry, in one piece or several (rows of a long skip are kept as they came,
-without a copy). In a strip a value has one fresh piece: its new rows, and in front of them those of
-the carry that a windowed reader wants in one tensor with them; and rows of zeros where that reader
-pads the image. So a row is copied for the overlap of kernels only.
+The plan says which rows of each value are made in a strip, which rows its readers take, and which
+are kept for later strips (the carry). A value is a feature map, in strips of rows. Its carry is the
+rows that some reader still needs after a strip, in one piece or several (rows of a long skip are
+kept as they came, without a copy). In a strip, a value has one fresh piece: its new rows; above
+them, the rows of the carry that a windowed reader wants in one tensor with them; and rows of zeros,
+if that reader pads the image. So rows are copied only for the overlap of kernels.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class RowValue:
     """A value with rows, and how it is made.
 
     An input of the network has the `ends` of its strips. Any other value names the values that it
-    `reads`: row for row where it has no rule; otherwise one value by the rule, as sums over new
-    rows (`is_summed`) or as a window in one tensor, in which rows outside of the map are zeros
-    (`has_zeros`) or are not there. What `is_late` is made in the last strip; other values wait
-    until `together` strips are there, which they take at once.
+    `reads`. Without a rule it reads them row for row. With a rule it reads one value: as sums over
+    new rows (`is_summed`), or as a window in one tensor. Rows of the window outside the map are
+    zeros (`has_zeros`) or absent. A value that `is_late` is made in the last strip. Other values
+    wait until `together` strips are there, and take these at once.
     """
 
     height: int
@@ -41,12 +41,12 @@ class RowValue:
 
     @property
     def is_windowed(self) -> bool:
-        """Whether the rows that it reads are to be in one tensor."""
+        """Whether the rows that the value reads must be in one tensor."""
         return self.rule is not None and not self.is_summed
 
 
 class Piece(NamedTuple):
-    """Rows of a value: of the carried piece `source`, or of the fresh one."""
+    """Rows of a value, in the carried piece `source` or in the fresh one."""
 
     source: int
     begin: int
@@ -58,15 +58,14 @@ class ValueStrip:
     """A value in one strip.
 
     Attributes:
-        new: the rows that are made in this strip.
-        fresh: the rows of the tensor that they are written to, which may be outside of the map:
-            zeros.
-        carried: the pieces that were kept in the strip before.
-        copied: what of these is written in front of the new rows.
-        kept: what is kept for the next strip.
-        window: the rows that are read of others to make the new ones; where they are zeros, some
-            outside of the map.
-        taken: the pieces that hold these rows, of each value that is read.
+        new: The rows that are made in this strip.
+        fresh: The rows of the tensor that they are written to; rows outside the map are zeros.
+        carried: The pieces that were kept in the strip before.
+        copied: The parts of these pieces that are written in front of the new rows.
+        kept: The pieces that are kept for the next strip.
+        window: The rows of other values that are read to make the new ones; if these have zeros,
+            some may be outside the map.
+        taken: The pieces with these rows, for each value that is read.
     """
 
     new: Span
@@ -78,9 +77,9 @@ class ValueStrip:
     taken: tuple[tuple[Piece, ...], ...]
 
     def moved(self, rows: int) -> Hashable:
-        """Return the spans so many rows further down.
+        """Return the spans shifted down by `rows`.
 
-        Those of what is read lie as they do to one another.
+        The spans of the values that are read keep their positions relative to one another.
         """
 
         def span(each: Span) -> Span:
@@ -108,13 +107,20 @@ class ValueStrip:
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
-    """All values in all strips: `strips[strip][value]`, and how many rows of each there are after each strip."""
+    """The plan of all values in all strips.
+
+    `strips[strip][value]` is a value in a strip; `ends` has the number of rows of each value after
+    each strip.
+    """
 
     strips: tuple[tuple[ValueStrip, ...], ...]
     ends: tuple[tuple[int, ...], ...]
 
     def shapes_of(self, strip: int) -> Hashable:
-        """Return a key that is equal for strips of as many rows, which lie alike to each other and to the edges."""
+        """Return a key that is equal for strips of the same shapes.
+
+        Such strips have as many rows, which lie alike to one another and to the edges of the map.
+        """
         return tuple(
             (
                 each.moved(-each.new[0]),
@@ -127,7 +133,7 @@ class RowPlan:
 
 
 def plan_rows(values: Sequence[RowValue], num_strips: int) -> RowPlan:
-    """Return the rows of all values in all strips; each value is behind those that it reads."""
+    """Plan the rows of all values in all strips; each value must follow those that it reads."""
     ends: list[tuple[int, ...]] = []
     readers: list[list[int]] = [[] for _ in values]
     for number, value in enumerate(values):
@@ -181,7 +187,7 @@ def plan_rows(values: Sequence[RowValue], num_strips: int) -> RowPlan:
 def _ends_of(
     value: RowValue, values: Sequence[RowValue], ends: Sequence[tuple[int, ...]], num_strips: int
 ) -> tuple[int, ...]:
-    """Return how many rows of a value there are after each strip."""
+    """Return the number of rows of a value after each strip."""
     ready = [min(each) for each in zip(*(ends[read] for read in value.reads), strict=True)]
     if value.rule is not None:
         height = values[value.reads[0]].height
@@ -196,7 +202,7 @@ def _ends_of(
 
 
 def _window(value: RowValue, values: Sequence[RowValue], news: Sequence[Span], number: int) -> Span:
-    """Return the rows that a value reads of others in a strip."""
+    """Return the rows of other values that a value reads in a strip."""
     first, last = news[number]
     if value.is_summed:
         return news[value.reads[0]]
@@ -211,12 +217,18 @@ def _window(value: RowValue, values: Sequence[RowValue], news: Sequence[Span], n
 
 
 def _window_piece(window: Span, fresh: Span) -> Piece:
-    """Return where a window is; one that reads padding only, which is not there, reads no rows of the piece."""
+    """Return the piece of a window in the fresh piece.
+
+    A window of nothing but absent padding reads no rows of the piece.
+    """
     return Piece(FRESH, *(window if window[0] < window[1] else (fresh[0], fresh[0])))
 
 
 def _next_row(reader: RowValue, height: int, rows: int) -> int:
-    """Return the first row of a value of some height that a reader still needs when it has made some rows."""
+    """Return the first row that a reader still needs after it has made `rows` rows.
+
+    `height` is the height of the value that it reads.
+    """
     if rows == reader.height or reader.is_summed:
         return height
     return (
@@ -231,7 +243,7 @@ def _span(spans: Sequence[Span]) -> Span:
 
 
 def _pieces(rows: Span, carried: Sequence[Span], fresh: Span, new: Span) -> tuple[Piece, ...]:
-    """Return where rows are: in the fresh piece as far as it has them, otherwise in those carried."""
+    """Return the pieces with the given rows, from the fresh piece if possible, else carried."""
     border = max(0, min(fresh[0], new[0]))
     own = max(rows[0], border), rows[1]
     return (

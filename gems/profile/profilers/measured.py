@@ -1,11 +1,11 @@
-"""The profile of this device: every distinct layer runs here, alone, and is timed.
+"""Measure the profile of this device: run and time every distinct layer here, alone.
 
-The medians count.
-Times are those of a forward, of a whole backward, and of a backward in which no parameter needs a
-gradient: the last is the input gradient's, and what the whole takes beyond it the weight
-gradient's. Apart, as a split backward computes them, the two take longer: that is timed as the
-engine runs it, and so is a selective recompute. To recompute is to run forward again. On a
-processor bytes are counted as for fake tensors; on a GPU the allocator's own peaks are taken.
+The times are medians over repetitions: of a forward, of a whole backward, and of a backward in
+which no parameter needs a gradient. The last is the time of the input gradient; the rest of the
+whole backward is the time of the weight gradient. A split backward computes the two separately,
+which takes longer: this is timed as the engine runs it, and so is a selective recompute. A full
+recompute takes the time of a forward. On a CPU, bytes are counted as for fake tensors; on a GPU the
+allocator's own peaks are taken.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def measured_profile(
 ) -> ModelProfile:
     """Return the profile of a model on this process's device.
 
-    Raises ConfigError as `open_device`, or if a layer does not fit the device.
+    Raises:
+        ConfigError: As `open_device`, or a layer does not fit the device.
     """
     lab = device_lab(machine, Precision.of(dtype), repetitions)
     held = library_bytes(lab.device)
@@ -72,9 +73,10 @@ def measured_profile(
 
 
 def device_lab(machine: MachineConfig, dtype: Precision, repetitions: int = 1) -> Lab:
-    """Return what runs layers on this process's device and times them.
+    """Return the lab that runs and times layers on this process's device.
 
-    Raises ConfigError as `open_device`.
+    Raises:
+        ConfigError: As `open_device`.
     """
     device = open_device(machine)
 
@@ -88,9 +90,9 @@ def device_lab(machine: MachineConfig, dtype: Precision, repetitions: int = 1) -
 
 @cache
 def library_bytes(device: torch.device) -> int:
-    """Return what cuBLAS and cuDNN take of torch's allocator with their first use in this process, and keep.
+    """Return the bytes that cuBLAS and cuDNN take of torch's allocator on first use, and keep.
 
-    autograd runs backward in a thread of its own, which has a workspace of its own.
+    autograd runs backward in a thread of its own, which has its own workspace.
     """
     if device.type == "cpu":
         return 0
@@ -108,30 +110,32 @@ def library_bytes(device: torch.device) -> int:
 def open_device(machine: MachineConfig) -> torch.device:
     """Return the device to measure on.
 
-    Raises ConfigError for machine.device=cuda if torch sees no GPU.
+    Raises:
+        ConfigError: machine.device is cuda, but torch sees no GPU.
     """
     if machine.device == "cuda" and not torch.cuda.is_available():
         advice = "use profile=fake, or take the profile on a GPU"
         raise ConfigError("machine.device", "cuda", "torch sees no GPU here", advice)
     device = machine_device(machine)
     if device.type == "cpu":
-        keep_freed_memory()  # as the ranks of a run
+        keep_freed_memory()  # as the ranks of a run do
     else:
         choose_kernels(machine)
     return device
 
 
 def measured_times(call: LayerCall, repetitions: int) -> Times:
-    """Time a layer on its device: medians over `repetitions` or more, after runs that warm up.
+    """Time a layer on its device: medians over `repetitions` or more, after warm-up runs.
 
-    What is subtracted is timed in turns, so that it saw the same machine.
+    Runs whose times are subtracted from each other are timed in turns, so that they see the same
+    machine state.
     """
     give_gradients(call.module)
     clock = _cuda_clock if call.device.type == "cuda" else _clock
     layers = SplitLayers(nn.ModuleList([call.module]))
 
     def backwards() -> tuple[float, float, float, float]:
-        """Time a forward, the whole backward, one without weight gradients, and both gradients apart."""
+        """Time a forward, the backward, one without weight gradients, and separate gradients."""
         forward_s, backward_s = call.forward_and_backward(clock)
         with call.without_weight_gradients():
             _, input_grad_s = call.forward_and_backward(clock)
@@ -145,7 +149,7 @@ def measured_times(call: LayerCall, repetitions: int) -> Times:
 
 
 def medians_s(run: Callable[[], tuple[float, ...]], repetitions: int) -> tuple[float, ...]:
-    """Return the medians of what a run's parts take, in seconds."""
+    """Return the medians of the times that a run's parts take, in seconds."""
     for _ in range(WARM_UP_RUNS):
         run()
     taken: list[tuple[float, ...]] = []
@@ -173,10 +177,10 @@ def _cuda_clock(run: Callable[[], object]) -> float:
 
 
 def _apart_s(call: LayerCall, layers: SplitLayers, clock: Clock) -> float:
-    """Return the seconds of the input gradient and then the weight gradients, as the engine runs a split backward.
+    """Return the seconds of the input gradient plus the weight gradients in a split backward.
 
-    Of a layer that cannot be split they are those of the whole backward: 0, so that nothing is
-    added to it.
+    The backward runs as the engine runs it. Return 0 for a layer that cannot be split, so that
+    nothing is added to its whole backward.
     """
     later = DeferredGradients()
     with layers.defer_to(later):
@@ -189,7 +193,7 @@ def _apart_s(call: LayerCall, layers: SplitLayers, clock: Clock) -> float:
 
 
 def _cheap(call: LayerCall, clock: Clock) -> float:
-    """Return the seconds of a second forward that has what convolutions and matrix products gave in the first."""
+    """Return the seconds of a second forward that reuses convolutions and matrix products."""
     recomputation = Recomputation(nn.ModuleList([call.module]), is_selective=True)
     run = Run(call)
     values = tuple(run.values)

@@ -1,4 +1,4 @@
-"""Metering: one layer run forward and backward as inside a stage, and the bytes that it makes, saves and needs."""
+"""Meter a layer: run it as inside a stage, and count the bytes that it makes, saves and needs."""
 
 from __future__ import annotations
 
@@ -40,10 +40,11 @@ from gems.profile.profilers.live_bytes import (
 class Output:
     """One tensor that a layer passes on.
 
-    `number` tells its tensors apart: a tensor that it passes on twice has one. `same_as` is the
-    input that it is itself, `given` the input whose memory it is in; with None the layer made that
-    memory, which `made` numbers. `is_saved` says that the layer itself saves it, `is_conv_input`
-    that a convolution in it does, `is_product` that a convolution or a matrix product gave it.
+    `number` tells the layer's tensors apart: a tensor that is passed on twice has one number.
+    `same_as` is the input that this tensor is, `given` the input whose memory it is in. If `given`
+    is None, the layer made the memory, and `made` is its number. `is_saved` says that the layer
+    itself saves the tensor, `is_conv_input` that a convolution in it does, `is_product` that a
+    convolution or a matrix product made it.
     """
 
     layout: Layout
@@ -58,19 +59,18 @@ class Output:
 
     @property
     def grad_bytes(self) -> int:
-        """Size of its gradient in bytes, 0 for a tensor of integers."""
+        """The size of its gradient in bytes, 0 for a tensor of integers."""
         return self.layout.num_bytes if self.layout.dtype.is_floating_point else 0
 
 
 @dataclass(frozen=True, slots=True)
 class LayerMeter:
-    """The bytes of a layer, whatever its neighbours.
+    """The bytes of a layer, independent of its neighbours.
 
-    The fields of `layer` that do not depend on them.
-    `saved_inputs` are the inputs whose memory it saves, `conv_inputs` those that a convolution in
-    it saves, `held_inputs` those that its weight gradients read. `left_bytes` is what its forward
-    leaves: stash and outputs. `inner` is the memory that it makes and does not pass on: what it
-    saves, and what products gave.
+    `layer` has the fields that do not depend on them. `saved_inputs` are the inputs whose memory
+    the layer saves, `conv_inputs` those that a convolution in it saves, `held_inputs` those that
+    its weight gradients read. `left_bytes` is what its forward leaves: stash and outputs. `inner`
+    is the memory that it makes and does not pass on: saved tensors, and results of products.
     """
 
     layer: LayerProfile
@@ -84,9 +84,10 @@ class LayerMeter:
 
 @dataclass(frozen=True, slots=True)
 class BackwardMeter:
-    """The peak of a layer's backward beyond what is saved and what its stage was given, and its gradients.
+    """The peak of a layer's backward and its gradients.
 
-    `input_gradients` has an entry an input, None if none comes.
+    The peak does not include what is saved and what its stage was given. `input_gradients` has an
+    entry for each input, None if it gets no gradient.
     """
 
     peak_bytes: int
@@ -96,9 +97,8 @@ class BackwardMeter:
 def meter(call: LayerCall, workspace: Workspace | None = None) -> LayerMeter:
     """Run a layer forward on tensors, real or fake, and return its bytes.
 
-    Its running statistics move.
-    `workspace` gives what kernels use within themselves. On a GPU the peak of forward is the
-    allocator's.
+    Its running statistics change. `workspace` gives the bytes that kernels use internally. On a GPU
+    the peak of forward is the allocator's.
     """
     give_gradients(call.module)
     known = call.static_tensors()
@@ -152,8 +152,8 @@ def meter_backward(
 ) -> BackwardMeter:
     """Run a layer forward and backward, and return the bytes of its backward.
 
-    `gradients` are those of the outputs, None for one that nothing after it reads. Weight gradients
-    are added to those that are there. On a GPU the peak is the allocator's.
+    `gradients` are the gradients of the outputs, None for an output that nothing after it reads.
+    Weight gradients are added to existing ones. On a GPU the peak is the allocator's.
     """
     give_gradients(call.module)
     memory = given_memory(gradients, call.device)
@@ -180,7 +180,7 @@ def _describe(
     saved: SavedStorages,
     products: set[int | None],
 ) -> tuple[Output, ...]:
-    """Return the outputs; `products` are the numbers of the storages that products gave."""
+    """Return the outputs; `products` are the numbers of the storages that products made."""
     given: dict[int, int] = {}
     same: dict[int, int] = {}
     for number, tensor in enumerate(inputs):
@@ -210,7 +210,7 @@ def _describe(
 
 
 def _inner(call: LayerCall, static: set[int]) -> tuple[tuple[Saved, ...], set[int | None]]:
-    """Return the memory that a layer makes and keeps to itself, and which memory that it passes on products gave."""
+    """Return the memory that a layer keeps to itself, and the product memory that it passes on."""
     run = Run(call)
     products = MatmulOutputs()
     state = RandomState(call.module, call.device)
@@ -241,7 +241,7 @@ def _inner(call: LayerCall, static: set[int]) -> tuple[tuple[Saved, ...], set[in
 def _forward_peak(
     call: LayerCall, live: LiveBytes | AllocatedBytes, *around: AbstractContextManager[object]
 ) -> int:
-    """Return the most that a forward within `around` makes at once."""
+    """Return the peak bytes of a forward within the contexts `around`."""
     run = Run(call)
     with ExitStack() as stack:
         for context in (live, *around):
@@ -255,24 +255,22 @@ def _drop(_: Tensor) -> Any:
 
 
 def _cheap_peak(call: LayerCall, workspace: Workspace | None) -> int:
-    """Return the most that a selective recompute makes at once, beside what the first one kept for it."""
+    """Return the peak bytes of a selective recompute, beyond what the first forward kept for it."""
     products = MatmulOutputs()
     random = RandomState(call.module, call.device)
     with RecordMatmuls(products, random):
         Run(call).forward()
-    kept = list(
-        products.tensors()
-    )  # until the end: other memory must not get the address of a product that is dropped
+    # kept until the end: other memory must not get the address of a dropped product
+    kept = list(products.tensors())
     live = LiveBytes([*call.static_tensors(), *kept], workspace)
     return _forward_peak(call, live, ReplayMatmuls(products, random))
 
 
 def _held_for_weights(call: LayerCall) -> tuple[int, tuple[int, ...], int]:
-    """Return what the engine's split backward keeps of the layer between I and W, by running its I.
+    """Return what a split backward keeps of a layer between I and W, by running its I.
 
     Returns:
-        Bytes of all that is kept, which inputs are among it, and bytes of the gradients of the
-        outputs among it.
+        All kept bytes, the inputs among them, and the bytes of the gradients of outputs among them.
     """
     later = DeferredGradients()
     with SplitLayers(nn.ModuleList([call.module])).defer_to(later):
