@@ -24,14 +24,12 @@ DTYPES = {
 
 
 def seed_generators(device: torch.device, seed: int, replica: int, rank: int) -> None:
-    """Seed the generators that layers draw from while they train, such as dropout.
+    """Seed the generators from which layers such as dropout draw during training.
 
-    Weights do not depend on them.
-    Torch's default seed would make all replicas drop the same values. Python's and numpy's
-    generators are seeded for layers of a user's own.
+    Weights do not depend on them. Torch's default seed would make all replicas drop the same
+    values. Python's and numpy's generators are seeded for layers of the user's own.
     """
-    # the last number tells these states from those that weights are drawn from: numpy fills up with
-    # zeros
+    # the last number separates these states from those of weights: numpy pads with zeros
     state = np.random.SeedSequence((seed, replica, rank, 1)).generate_state(2, np.uint64)
     torch.default_generator.manual_seed(int(state[0]))
     if device.type == "cuda":
@@ -44,15 +42,14 @@ def seed_generators(device: torch.device, seed: int, replica: int, rank: int) ->
 def open_device(machine: MachineConfig, order: Sequence[int] = ()) -> torch.device:
     """Open the rank's device and set its number of threads.
 
-    More ranks on a node than visible GPUs share them.
-    `order` is the GPU of each local rank (`cluster.device_order`): at some sites the GPUs nearest
-    to the first cores, or to the first network card, are not the first ones. It has no effect if
-    the scheduler bound the rank to one GPU. torch's allocator gives at most `machine.device_bytes`,
-    also of a larger GPU.
+    If a node has more ranks than visible GPUs, the ranks share them. `order` is the GPU of each
+    local rank (`cluster.device_order`): at some sites the GPUs nearest to the first cores, or to
+    the first network card, are not the first ones. It has no effect if the scheduler bound the rank
+    to one GPU. Torch's allocator gives at most `machine.device_bytes`, even on a larger GPU.
 
     Raises:
-        ConfigError: machine.device=cuda and torch sees no GPU, or `order` names other GPUs than are
-        visible.
+        ConfigError: `machine.device=cuda` and torch sees no GPU, or `order` names GPUs other than
+            the visible ones.
     """
     torch.set_num_threads(machine.threads_per_rank)
     if (
@@ -94,14 +91,14 @@ def open_device(machine: MachineConfig, order: Sequence[int] = ()) -> torch.devi
 
 
 class Arrival:
-    """A tensor on its way to a GPU, and the event that it has arrived."""
+    """A tensor on its way to a GPU, and the event of its arrival."""
 
     def __init__(self, tensor: torch.Tensor, event: torch.cuda.Event) -> None:
         self.tensor = tensor
         self.event = event
 
     def take(self) -> torch.Tensor:
-        """Return the tensor, for which the current stream waits; the host does not."""
+        """Return the tensor; the current stream waits for it, the host does not."""
         stream = torch.cuda.current_stream(self.tensor.device)
         stream.wait_event(self.event)
         self.tensor.record_stream(stream)
@@ -109,10 +106,10 @@ class Arrival:
 
 
 class CopyIn:
-    """Copies from pinned memory to a GPU on a stream of its own, and in memory of that stream.
+    """Copies from pinned memory to a GPU on its own stream, into memory of that stream.
 
-    So a copy waits for no compute: memory that compute has freed may be in use until all that is
-    posted has run.
+    So a copy waits for no compute. Memory that compute has freed may be in use until all posted
+    work has run.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -125,7 +122,7 @@ class CopyIn:
         dtype: torch.dtype | None = None,
         memory_format: torch.memory_format = torch.preserve_format,
     ) -> Arrival:
-        """Post the copy of a tensor, there perhaps of another type or memory format."""
+        """Post the copy of a tensor, with another type or memory format if given."""
         with torch.cuda.stream(self._stream):
             made = tensor.to(self._device, non_blocking=True).to(dtype or tensor.dtype)
             if memory_format is not torch.preserve_format:
@@ -135,7 +132,10 @@ class CopyIn:
     def add_piece(
         self, piece: torch.Tensor, first: int, shape: Sequence[int], arrival: Arrival | None = None
     ) -> Arrival:
-        """Post the copy of a piece of a tensor, from element `first` on, beside those of an earlier `arrival`."""
+        """Post the copy of a piece of a tensor, from element `first` on.
+
+        It goes into the tensor of an earlier `arrival`, if there is one.
+        """
         with torch.cuda.stream(self._stream):
             made = (
                 torch.empty(tuple(shape), dtype=piece.dtype, device=self._device)

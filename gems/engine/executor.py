@@ -1,4 +1,4 @@
-"""The executor: runs one rank's lowered schedule, the very list that was validated."""
+"""The executor: runs one rank's lowered schedule, exactly as it was validated."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from gems.schedule.schedule import Schedule
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What a rank reads of one step, by micro-batch.
+    """The data that a rank reads for one step, by micro-batch.
 
     Samples are images (N, C, H, W) or tokens (N, T) or (N, 2, T). Labels are int64 of shape (N,) or
     (N, T), integers of shape (N, H, W), or float32 of shape (N, K). In validation there may be
-    fewer labels than samples: the last ones count for nothing. If `rows` is given, it returns the
-    rows of each strip in place of images, in the order in which the list takes them. `arrive` is
-    called before images of a micro-batch are read that are on their way to the device.
+    fewer labels than samples: the last samples are ignored. If `rows` is given, it returns the rows
+    of each strip in place of images, in the order of the schedule. If the images of a micro-batch
+    are on their way to the device, `arrive` is called before they are read.
     """
 
     images: Mapping[int, Tensor]
@@ -47,13 +47,13 @@ class Batch:
 
 
 class Executor:
-    """Runs the actions of `rank` in order, each by the handler of its kind.
+    """Runs the actions of `rank` in order, each with the handler of its kind.
 
     Stages run whole, or in `segments` whose saved tensors are in a store. Transfers and copies are
     only posted; the action that needs the data waits for it.
 
     Attributes:
-        metrics: what gets the outputs and labels of a schedule without backward.
+        metrics: The metrics that get the outputs and labels of a schedule without backward.
     """
 
     def __init__(
@@ -72,10 +72,10 @@ class Executor:
     ) -> None:
         """Prepare the handlers.
 
-        To train, there are a `loss` and the `step_weight`, the weight of all labels of a step by
-        which summed gradients are those of the mean loss. There are `segments` if the schedule
+        Training needs a `loss` and the `step_weight`, the weight of all labels of a step, which
+        turns summed gradients into those of the mean loss. `segments` are given if the schedule
         needs a store. `draws` is called with step and micro-batch before each forward and
-        recomputation, which may draw random numbers.
+        recomputation, since these may draw random numbers.
         """
         self.schedule = schedule
         self.rank = rank
@@ -137,7 +137,7 @@ class Executor:
         self._loop = ActionLoop(rank, actions, handlers, poll, heartbeat)
 
     def run(self, step: int, batch: Batch) -> float:
-        """Run all actions once, and return the summed loss of the last stages on this rank; collective."""
+        """Run all actions once; return the summed loss of this rank's last stages; collective."""
         self._batch = batch
         self._step = step
         self._sums = LossSums()
@@ -171,7 +171,7 @@ class Executor:
             self.router.hand_over(inputs[0])
         self._begin_draws(action)
         start = self._recorder.timestamp()
-        # popped: inside of a stage nothing but this call may hold the inputs
+        # pop, so that within a stage this call holds the only reference to the inputs
         outputs = run(micro_batch, inputs.pop(), loss, self._has(Kind.I, action))
         if loss is None:
             self.router.put(action, outputs)
@@ -232,7 +232,7 @@ class Executor:
         output = self._segment(action).infer(inputs)
         if action.stage != self._last_stage:
             self.router.put(action, copy_shared(as_tuple(output), inputs))
-        elif output is not None:  # of strips the last one gives that of the image
+        elif output is not None:  # in strips, the last strip gives the output of the image
             self._measure(output, self._batch.labels[self._whole(action)])
         self.router.release(inputs, action)
         self._recorder.compute(action, start)
@@ -246,7 +246,7 @@ class Executor:
             metric.update(known, labels)
 
     def _still_read(self, action: Action) -> set[int]:
-        """Return the addresses of storages that later weight gradients of the stage and micro-batch read."""
+        """Return the addresses of storages that later weight gradients of the stage will read."""
         names = self.schedule.segments_of(action.stage)
         segments = (self._segments[action.direction, action.stage, name] for name in names)
         return set().union(*(segment.still_read(_micro_batch(action)) for segment in segments))
@@ -274,7 +274,7 @@ class Executor:
         )
 
     def _whole(self, action: Action) -> int:
-        """Return the micro-batch, where actions run strips of one."""
+        """Return the micro-batch of an action, also if actions run strips of it."""
         return _micro_batch(action) // self.schedule.num_strips
 
     def _segment(self, action: Action) -> Stage:
@@ -327,7 +327,7 @@ class Executor:
             self.router.put(action, copy_shared(gradients, received))
 
     def _reset(self) -> None:
-        """Release all tensors of a failed step."""
+        """Release all tensors after a failed step."""
         for segment in self._segments.values():
             segment.reset()
         if self._store is not None:
@@ -344,7 +344,7 @@ class Executor:
             self._update.gradients.start_reduce(action.stage, done)
 
     def _reduce_or_step(self, action: Action) -> None:
-        self._channels.post_all()  # what peers need before they come to the sum
+        self._channels.post_all()  # peers need these messages before they reach the sum
         start = self._recorder.timestamp()
         if self._update is not None and action.kind is Kind.REDUCE_GRAD:
             self._update.reduce(self._sums.losses)

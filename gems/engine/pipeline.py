@@ -1,4 +1,4 @@
-"""A rank's share of a run: its stages, channels, gradients and executors, built from the configuration."""
+"""A rank's share of a run: stages, channels, gradients and executors, built by configuration."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ EPOCH = "epoch"
 
 @dataclass(slots=True)
 class Pipeline:
-    """What one rank runs; `rank` is its number in its pipeline, `replica` that of the pipeline."""
+    """The parts that one rank runs; `rank` counts in its pipeline, `replica` counts pipelines."""
 
     spec: RunSpec
     comm: Comm
@@ -83,19 +83,19 @@ class Pipeline:
 
     @property
     def image_micro_batches(self) -> Collection[int]:
-        """Micro-batches of a step whose images this rank reads."""
+        """Return the micro-batches of a step whose images this rank reads."""
         return self._micro_batches(0)
 
     @property
     def label_micro_batches(self) -> Collection[int]:
-        """Micro-batches of a step whose labels this rank reads."""
+        """Return the micro-batches of a step whose labels this rank reads."""
         return self._micro_batches(self.schedule.num_stages - 1)
 
     @property
     def strip_order(self) -> list[int]:
-        """Strips whose rows this rank reads, in the order of their forwards.
+        """Return the strips whose rows this rank reads, in the order of their forwards.
 
-        None if images run whole.
+        The list is empty if images run whole.
         """
         if self.schedule.num_strips == 1:
             return []
@@ -118,13 +118,13 @@ class Pipeline:
         return list(zip(self.stage_modules.layer_names(key[1]), self.modules[key], strict=True))
 
     def has_in_evaluation(self, stage: int) -> bool:
-        """Return whether this rank has `stage` in the direction of evaluation."""
+        """Return whether this rank has `stage` in the direction used for evaluation."""
         return self.schedule.placement.rank_of(0, stage) == self.rank
 
     def close(self) -> None:
-        """Free communicators, of which MPI has a limited number.
+        """Free the communicators, of which MPI has a limited number.
 
-        Collective, when nothing is under way.
+        The call is collective. Nothing may be under way.
         """
         for transport in self.transports:
             transport.close()
@@ -149,14 +149,14 @@ def build_pipeline(
 ) -> Pipeline:
     """Build the share of one rank; collective over `comm`.
 
-    Layers that run in strips in evaluation alone are refused if it `trains`. A rank builds the
-    layers of its own stages only. Seed and layer index determine the weights, so all copies start
-    equal. The run is planned anew without a `schedule`, which comes with `boundaries` and `plan`
+    If it `trains`, layers that run in strips only in evaluation are refused. A rank builds only the
+    layers of its own stages. Seed and layer index determine the weights, so all copies start equal.
+    Without a `schedule`, the run is planned anew; a schedule comes with its `boundaries` and `plan`
     from the run folder.
 
     Raises:
-        ConfigError: another number of ranks, ranks that disagree about the schedule, or a plan of
-        another schedule.
+        ConfigError: The number of ranks is wrong, the ranks disagree about the schedule, or the
+            plan belongs to another schedule.
     """
     if schedule is None:
         run = plan_run(spec)
@@ -344,10 +344,10 @@ def build_pipeline(
 
 
 def _freeze(spec: RunSpec, comm: Comm, layers: Sequence[NumberedLayer]) -> None:
-    """Freeze parameters by optimizer.frozen; collective if there are patterns.
+    """Freeze the parameters that match optimizer.frozen; collective if there are patterns.
 
     Raises:
-        ConfigError: a pattern matches nothing in the whole model.
+        ConfigError: A pattern matches nothing in the whole model.
     """
     patterns = spec.optimizer.frozen
     if not patterns:
@@ -359,7 +359,7 @@ def _freeze(spec: RunSpec, comm: Comm, layers: Sequence[NumberedLayer]) -> None:
 
 
 def _samples_per_epoch(spec: RunSpec, comm: Comm) -> int:
-    """Return the training samples; collective if a learning rate by epoch needs to ask the source."""
+    """Return the number of training samples; collective if the source must be asked for it."""
     if spec.lr_scheduler.interval != EPOCH or not find_source(spec.data).counts_itself:
         return spec.data.train_samples
     return int(

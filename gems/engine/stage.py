@@ -1,4 +1,4 @@
-"""A stage: layers that move together between ranks, and what their backward needs."""
+"""A stage: layers that move together between ranks, and the tensors that their backward needs."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ POLL_EVERY_S = (
 
 
 class Stash(NamedTuple):
-    """What is left of a forward.
+    """The remains of a forward.
 
-    Its graph is kept by its edges, so the memory of outputs is free once they are sent.
-    `inputs` are the leaves, or the `SegmentInput` of a segment.
+    The graph is kept by its edges, so the memory of outputs is free once they are sent. `inputs`
+    are the leaves, or the `SegmentInput` of a segment.
     """
 
     inputs: Any
@@ -47,11 +47,11 @@ class Stage:
     2).
 
     Attributes:
-        stash_bytes: what a forward keeps, without parameters, buffers and inputs; as the two below,
-            measured on the first micro-batch.
-        held_for_weights_bytes: what `backward_input` leaves for `backward_weight`, also without
-            gradients received.
-        input_bytes: the inputs.
+        stash_bytes: The bytes that a forward keeps, without parameters, buffers and inputs;
+            measured on the first micro-batch, like the two below.
+        held_for_weights_bytes: The bytes that `backward_input` leaves for `backward_weight`,
+            without received gradients either.
+        input_bytes: The bytes of the inputs.
     """
 
     def __init__(self, modules: nn.ModuleList, is_first: bool, poll: Callable[[], None]) -> None:
@@ -66,7 +66,7 @@ class Stage:
         self._layers: SplitLayers | None = None
 
     def split_layers(self) -> SplitLayers:
-        """Prepare the layers for a split backward, once."""
+        """Prepare the layers for a split backward once, and return them."""
         if self._layers is None:
             self._layers = SplitLayers(self.modules)
         return self._layers
@@ -80,9 +80,9 @@ class Stage:
     ) -> tuple[Tensor, ...]:
         """Run the layers and keep what backward needs.
 
-        Return the tensors of the next boundary, detached.
-        On the last stage `loss` makes a scalar of the model's output, which is returned. If
-        `is_split`, `backward_input` and `backward_weight` will follow, and not `backward`.
+        Return the tensors of the next boundary, detached. On the last stage, `loss` turns the
+        model's output into a scalar, which is returned. If `is_split`, `backward_input` and
+        `backward_weight` will follow instead of `backward`.
         """
         has_gradient = not self.is_first
         leaves = tuple(
@@ -105,21 +105,21 @@ class Stage:
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Add to the parameters' gradients, and free what forward kept.
 
-        Takes the gradients of the floating-point outputs, and returns those of the floating-point
-        inputs and the inputs themselves, which nothing reads any more.
+        Take the gradients of the floating-point outputs. Return the gradients of the floating-point
+        inputs, and the inputs themselves, which nothing reads any more.
         """
         return self._backward(micro_batch, self._stash.pop(micro_batch), gradients)
 
     def backward_input(
         self, micro_batch: int, gradients: Sequence[Tensor]
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Compute the input gradients as `backward`, and keep only what the weight gradients need.
+        """Compute the input gradients like `backward`; keep only what the weight gradients need.
 
-        Weight gradients of layers that cannot be split are added now. Until `backward_weight` the
-        storages in `still_read` must not change.
+        Weight gradients of layers that cannot be split are added now. The storages in `still_read`
+        must not change until `backward_weight`.
 
         Raises:
-            RuntimeError: a tensor that is needed was changed in place.
+            RuntimeError: A tensor that is needed was changed in place.
         """
         stash = self._stash.pop(micro_batch)
         assert stash.deferred is not None
@@ -135,12 +135,12 @@ class Stage:
         """Add the weight gradients that `backward_input` deferred, and free what it kept.
 
         Raises:
-            RuntimeError: a tensor that is needed was changed in place since `backward_input`.
+            RuntimeError: A tensor that is needed was changed in place after `backward_input`.
         """
         self._deferred.pop(micro_batch).run(self.poll)
 
     def still_read(self, micro_batch: int) -> set[int]:
-        """Return the addresses of the storages that `backward_weight` of a micro-batch will read."""
+        """Return the addresses of the storages that a micro-batch's `backward_weight` will read."""
         return (
             storage_addresses(self._deferred[micro_batch].tensors())
             if micro_batch in self._deferred
@@ -148,24 +148,24 @@ class Stage:
         )
 
     def brought_bytes(self, micro_batch: int) -> int:
-        """Return by how much forward of a micro-batch changed the bytes that are kept."""
+        """Return by how many bytes forward of a micro-batch changed the kept memory."""
         return self.kept_bytes(micro_batch)
 
     def kept_bytes(self, micro_batch: int) -> int:
-        """Return what backward of a micro-batch frees of the bytes that forward kept."""
+        """Return how many of the kept bytes backward of a micro-batch frees."""
         return self.stash_bytes or 0
 
     def held_bytes(self, micro_batch: int) -> int:
-        """Return what `backward_input` of a micro-batch left for `backward_weight`."""
+        """Return the bytes that a micro-batch's `backward_input` left for `backward_weight`."""
         return self.held_for_weights_bytes or 0
 
     def reset(self) -> None:
-        """Drop all micro-batches in flight, after a failed step."""
+        """Drop all micro-batches in flight after a failed step."""
         self._stash.clear()
         self._deferred.clear()
 
     def infer(self, inputs: Sequence[Tensor]) -> Any:
-        """Run the layers for evaluation, keep nothing, and return what the last one gives."""
+        """Run the layers for evaluation, keep nothing, and return the output of the last layer."""
         with torch.no_grad():
             output: Any = tuple(inputs)
             for module in self.modules:
@@ -175,7 +175,10 @@ class Stage:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of parameters, of gradients of the same size unless they are frozen, of low copies and of buffers."""
+        """Return the bytes of parameters, their gradients, low copies and buffers.
+
+        Gradients are as large as their parameters; frozen parameters have none.
+        """
         parameters = list(self.modules.parameters())
         gradients = tensor_bytes(parameter for parameter in parameters if parameter.requires_grad)
         others = [*self.modules.buffers(), *low_copies(self.modules)]
@@ -183,7 +186,7 @@ class Stage:
 
     @property
     def num_in_flight(self) -> int:
-        """Micro-batches whose backward, or the rest of it, is still to come."""
+        """Return the number of micro-batches whose backward is not complete."""
         return len(self._stash) + len(self._deferred)
 
     def _known(self, more: Iterable[Tensor]) -> list[Tensor]:
@@ -227,7 +230,7 @@ class Stage:
 
 
 class CompiledStage(Stage):
-    """A stage whose layers torch.compile makes, on its first forward; its backward is whole."""
+    """A stage whose layers torch.compile compiles on its first forward; its backward is whole."""
 
     def __init__(
         self,
@@ -237,10 +240,10 @@ class CompiledStage(Stage):
         device: torch.device,
         is_drawing: Callable[[nn.Module], bool],
     ) -> None:
-        """Take also which layers draw random numbers, and so stay as they are.
+        """Take also a function that tells which layers draw random numbers, and so stay uncompiled.
 
         Raises:
-            ConfigError: this machine cannot compile for the device.
+            ConfigError: This machine cannot compile for the device.
         """
         super().__init__(modules, is_first, poll)
         check_compiler(device)
@@ -253,9 +256,9 @@ class CompiledStage(Stage):
         loss: Loss | None = None,
         is_split: bool = False,
     ) -> tuple[Tensor, ...]:
-        """Run the layers as `Stage.forward`.
+        """Run the layers like `Stage.forward`.
 
-        The first time compile them, so that what they then keep is measured.
+        The first call compiles them, so that the memory that they then keep is measured.
         """
         assert not is_split, "a layer's backward is compiled as a whole"
         if self.stash_bytes is None:
@@ -264,9 +267,9 @@ class CompiledStage(Stage):
 
 
 def gradient_edges(outputs: Sequence[Tensor]) -> tuple[GradientEdge | None, ...]:
-    """Return where gradients of floating-point outputs enter the graph.
+    """Return the edges at which gradients of floating-point outputs enter the graph.
 
-    None for one that needs no gradient.
+    The edge is None for an output that needs no gradient.
     """
     return tuple(
         get_gradient_edge(tensor) if tensor.requires_grad else None
@@ -278,8 +281,8 @@ def gradient_edges(outputs: Sequence[Tensor]) -> tuple[GradientEdge | None, ...]
 def run_backward(edges: Sequence[GradientEdge | None], gradients: Sequence[Tensor | None]) -> None:
     """Run the backward of a graph from its edges.
 
-    There may be a gradient for an output that needs none, such as images passed on, and none for
-    one that is unused.
+    There may be a gradient for an output that needs none, such as images passed on, and no gradient
+    for an output that is unused.
     """
     pairs = [
         (edge, gradient)

@@ -103,7 +103,7 @@ class StageModules:
         return built
 
     def output(self, spec: RunSpec, dtype: torch.dtype) -> Any:
-        """Return what the model gives of one micro-batch in training, with tensors of torch's meta device."""
+        """Return the model's output for one training micro-batch, as meta tensors of torch."""
         given = input_spec(spec.data, spec.parallel.micro_batch_size, dtype)
         shapes = [(given,), *boundary_shapes(self.layers[:-1], given.shape, dtype, given.dtype)]
         return model_output(self.layers[-1], shapes[-1], dtype)

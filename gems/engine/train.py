@@ -1,4 +1,4 @@
-"""Training: the steps of a run on one rank, evaluation, and what a rank writes to the run folder."""
+"""Training: a run's steps on one rank, evaluation, and the rank's files in the run folder."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def train(
 ) -> None:
     """Run a whole training on one rank: set-up, steps, evaluation, weights, trace part; collective.
 
-    It continues from the state that an earlier attempt saved. If `stop` of any rank has a reason,
-    all ranks save their state after the same step and end, without evaluation and result.
+    The training continues from the state that an earlier attempt saved. If `stop` of any rank has a
+    reason, all ranks save their state after the same step and end, without evaluation and result.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     attributes = trace_attributes(
@@ -219,10 +219,10 @@ def open_loader(
     first_step: int = 0,
     view: Callable[[Dataset], Dataset] = lambda dataset: dataset,
 ) -> tuple[BatchLoader, int, int]:
-    """Open the data of a run, if this rank reads any, and load what `view` makes of them; collective.
+    """Open the data of a run, if this rank reads any, and load the `view` of it; collective.
 
     Returns:
-        The loader; the numbers of validation and of training samples, on all ranks.
+        The loader, and the numbers of validation and training samples, on all ranks.
     """
     spec = pipeline.spec
     comm = pipeline.comm
@@ -245,7 +245,7 @@ def open_loader(
 
 
 def validation_metrics(pipeline: Pipeline) -> list[Metric]:
-    """Return the metrics of the task, and those that the run asks for beside them."""
+    """Return the metrics of the task and the further metrics that the run asks for."""
     spec = pipeline.spec
     task = task_of(spec.data)
     num_classes = spec.data.num_classes
@@ -259,10 +259,9 @@ def validation_metrics(pipeline: Pipeline) -> list[Metric]:
 def evaluate(
     pipeline: Pipeline, loader: BatchLoader, num_validation: int, more: Sequence[Metric] = ()
 ) -> Values:
-    """Run the validation samples through direction 0 of every replica.
+    """Run the validation samples through direction 0 of every replica; collective.
 
-    Collective, the same result on all ranks.
-    `more` metrics get the outputs of this rank too.
+    The result is the same on all ranks. `more` metrics get only the outputs of this rank.
 
     Returns:
         The figures by name, and `num_validation`.
@@ -279,9 +278,9 @@ def measure(
     metrics: Sequence[Metric],
     more: Sequence[Metric] = (),
 ) -> None:
-    """Run the validation samples as `evaluate`; collective.
+    """Run the validation samples like `evaluate`; collective.
 
-    Metrics get what all ranks gave them, and `more` metrics the outputs of this rank alone.
+    `metrics` combine the outputs of all ranks; `more` metrics get only the outputs of this rank.
     """
     last = pipeline.schedule.num_stages - 1
     executor = pipeline.evaluate

@@ -1,1 +1,1 @@
-"""Tensors that segments save for backward, on the device or in host memory, and the copies between the two."""
+"""Tensors that segments save for backward, on the device or in host memory, and their copies."""

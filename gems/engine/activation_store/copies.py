@@ -1,4 +1,4 @@
-"""Copies between device and host memory, posted beside compute and waited for by the stream that needs them."""
+"""Copies between device and host memory, posted beside compute; the stream that needs one waits."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class CudaCopier:
         return Copy(start, end, _num_bytes(memory), memory)
 
     def copy_in(self, pairs: Sequence[tuple[Tensor, int]]) -> tuple[Copy, list[UntypedStorage]]:
-        """Allocate storages on the device and post copies of the pinned buffers' first bytes to them."""
+        """Allocate storages on the device and post copies of the pinned buffers to them."""
         fresh = [
             torch.empty(num_bytes, dtype=torch.uint8, device=self._device) for _, num_bytes in pairs
         ]

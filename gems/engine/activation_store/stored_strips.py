@@ -31,11 +31,11 @@ class _Pending(NamedTuple):
 
 
 class StoredStrips(StageInStrips):
-    """Keeps in the store what strips save, so that each may be recomputed or copied to host memory and back.
+    """Keeps in the store what strips save, so that each can be recomputed or copied to the host.
 
-    A strip that is run again keeps its inputs and what was carried to it. The loss is computed
-    once, and what it saves stays. What is carried between strips is counted here, all else by the
-    store.
+    A strip that is run again keeps its inputs and the tensors carried to it. The loss is computed
+    once, and its saved tensors stay. Tensors carried between strips are counted here, everything
+    else by the store.
     """
 
     def __init__(self, whole: StageInStrips, stage_key: StageKey, store: ActivationStore) -> None:

@@ -19,9 +19,11 @@ Weights = dict[str, dict[str, Tensor]]
 
 
 def save(pipeline: Pipeline, folder: Path) -> None:
-    """Write a file {layer name: state dict} for each stage of this rank, if it is in direction 0 of replica 0.
+    """Write a file {layer name: state dict} for each stage of this rank in direction 0.
 
-    Other directions and replicas have equal copies. Files appear complete or not at all.
+    Only replica 0 writes.
+
+    Other directions and replicas have equal copies. Each file appears complete or not at all.
     """
     if pipeline.replica:
         return

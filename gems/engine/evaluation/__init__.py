@@ -1,1 +1,1 @@
-"""Evaluation: validation while a run trains, and the weights of a run measured by ranks of their own."""
+"""Evaluation: validation during training, and measuring a run's weights on ranks of their own."""

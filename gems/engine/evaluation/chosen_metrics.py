@@ -54,7 +54,7 @@ def open_metrics(
 
 
 class ConfusionMatrix(Metric):
-    """Counts of predicted classes (columns) by true class (rows), and the mean of the recalls of all classes."""
+    """Counts of predicted classes (columns) by true class (rows), and the mean recall."""
 
     def __init__(self, num_classes: int, scores: Scores = first_tensor) -> None:
         super().__init__(num_classes**2)

@@ -1,4 +1,4 @@
-"""Heat maps of slides: the probability of a class at the place of each region, over the slide's thumbnail."""
+"""Heat maps of slides: the probability of a class for each region, drawn over the thumbnail."""
 
 from __future__ import annotations
 

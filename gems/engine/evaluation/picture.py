@@ -51,7 +51,7 @@ class Predictions(Metric):
 
 
 def write_picture(path: Path, dataset: Dataset, maps: list[Tensor]) -> None:
-    """Write a row of image, mask and prediction for each of the first validation samples, of which `maps` are known."""
+    """Write rows of image, mask and prediction for the first validation samples, by `maps`."""
     from PIL import Image, ImageDraw
 
     columns = len(TITLES)

@@ -179,7 +179,7 @@ def write_table(
 
 
 def stems_of(names: Sequence[str]) -> list[str]:
-    """Return where each sample lies below the folder that holds all, without suffix, and with a number if it recurs."""
+    """Return each sample's path below the common folder, without suffix, numbered if it recurs."""
     paths = [Path(name) for name in names]
     parents = {str(path.parent) for path in paths}
     common = (
@@ -190,7 +190,7 @@ def stems_of(names: Sequence[str]) -> list[str]:
 
 
 def write_map(path: Path, classes: NDArray[np.int64], num_classes: int) -> None:
-    """Write a map of classes (H, W) as a tiled and compressed TIFF of the least type that holds all of them."""
+    """Write a map of classes (H, W) as a tiled, compressed TIFF of the smallest sufficient type."""
     import tifffile
 
     path.parent.mkdir(parents=True, exist_ok=True)

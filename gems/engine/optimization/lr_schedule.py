@@ -1,7 +1,4 @@
-"""The learning rate over the steps.
-
-A linear warm-up, and then one of torch's schedulers or the user's own.
-"""
+"""The learning rate over the steps: a linear warm-up, then a scheduler of torch or the user."""
 
 from __future__ import annotations
 
@@ -29,17 +26,17 @@ STEP = "step"
 class LrSchedule:
     """Sets the learning rate of each step; all ranks have the same groups, so nothing is sent.
 
-    In the first `warmup_steps` the scheduler waits, and its first rates are scaled up linearly.
-    Then it advances with every step, or with every epoch that begins.
+    During the first `warmup_steps` the scheduler waits, and its first rates are scaled up linearly.
+    After that it advances with every step, or with every epoch that begins.
     """
 
     def __init__(
         self, spec: RunSpec, optimizer: torch.optim.Optimizer, samples_per_epoch: int
     ) -> None:
-        """Build the scheduler; what it needs to know of the run's length is filled in.
+        """Build the scheduler, and fill in what it needs to know of the run's length.
 
         Raises:
-            ConfigError: a scheduler that cannot be constructed, or one that needs a metric.
+            ConfigError: The scheduler cannot be constructed, or it needs a metric.
         """
         config = spec.lr_scheduler
         self._config = config
@@ -74,7 +71,7 @@ class LrSchedule:
                     self._scheduler.step()
 
     def state(self) -> torch.Tensor:
-        """Return the state as bytes of a tensor: JSON, the same for the same state."""
+        """Return the state as JSON in a tensor of bytes; equal states give equal bytes."""
         groups = [
             _plain({key: value for key, value in group.items() if key != "params"})
             for group in self._optimizer.param_groups
@@ -91,7 +88,11 @@ class LrSchedule:
         )
 
     def restore(self, step: int, saved: torch.Tensor | None) -> None:
-        """Continue before a step: from a state, or if the recipe has changed since, as if it had always been this."""
+        """Continue before a step from a saved state.
+
+        If the recipe has changed since, the steps are repeated as if it had always been the current
+        one.
+        """
         state = None if saved is None else json.loads(saved.numpy().tobytes())
         if state is None or state["key"] != self._digest():
             for _ in range(step):
@@ -166,9 +167,9 @@ def _build(
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """Return what JSON can hold.
+    """Return the values that JSON can hold.
 
-    The rest, such as functions, is no state and comes from the configuration.
+    Other values, such as functions, are no state and come from the configuration.
     """
     kept = {}
     for key, value in values.items():

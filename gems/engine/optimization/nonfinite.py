@@ -1,4 +1,4 @@
-"""Where a loss or gradient stopped being finite: the step runs again with its layers watched."""
+"""Finds where a loss or gradient stopped being finite: the step runs again with watched layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gems.errors import RankFailedError
 
 
 class Finding(NamedTuple):
-    """What was not finite; the least of all ranks is the first in the model."""
+    """A value that was not finite; the smallest finding of all ranks is the first in the model."""
 
     order: int  # outputs before gradients
     place: int
@@ -28,12 +28,12 @@ class Finding(NamedTuple):
 
 
 def raise_nonfinite(pipeline: Pipeline, step: int, batch: Batch) -> NoReturn:
-    """Raise the error of a step that was not finite, on the rank at fault.
+    """Raise the error of a step that was not finite, on the rank at fault; collective.
 
-    The others wait for the end; collective.
+    The other ranks wait for the end of the job.
 
     Raises:
-        RankFailedError: naming step, rank and layer.
+        RankFailedError: The error names the step, the rank and the layer.
     """
     found = find_nonfinite(pipeline, step, batch)
     if pipeline.comm.rank == found.rank:
@@ -48,9 +48,10 @@ def raise_nonfinite(pipeline: Pipeline, step: int, batch: Batch) -> NoReturn:
 
 
 def find_nonfinite(pipeline: Pipeline, step: int, batch: Batch) -> Finding:
-    """Run a step again without changing weights, and return the first layer that is not finite; collective.
+    """Run a step again without changing weights, and return the layer at fault; collective.
 
-    That is the first whose output is not; if all are finite, the last one with such a gradient.
+    This is the first layer whose output is not finite; if all outputs are finite, the last layer
+    with a gradient that is not.
     """
     mine: list[Finding] = []
     rank = pipeline.comm.rank
@@ -62,7 +63,7 @@ def find_nonfinite(pipeline: Pipeline, step: int, batch: Batch) -> Finding:
             )
             watches.callback(hook.remove)
         for stage in pipeline.stages.values():
-            if isinstance(stage, StageInStrips):  # which calls no modules
+            if isinstance(stage, StageInStrips):  # it does not call its modules
                 watches.enter_context(
                     stage.form.watched(partial(_watch_strips, mine, pipeline.layers, rank))
                 )
@@ -102,7 +103,10 @@ def _watch_strips(
     name: str,
     made: tuple[Any, ...],
 ) -> None:
-    """Watch an operation of the module `name`, which belongs to the layer with the longest name that begins its own."""
+    """Watch an operation of the module `name`.
+
+    It belongs to the layer with the longest name that begins the module's name.
+    """
     layer = max(
         (each for each in layers if f"{name}.".startswith(f"{each.name}.")),
         key=lambda each: len(each.name),

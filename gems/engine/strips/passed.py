@@ -59,7 +59,7 @@ class Passed:
     def given(
         self, tensors: Sequence[Tensor], strip: int, device: torch.device
     ) -> list[Tensor | None]:
-        """Return the tensors of a strip as `spread`, and empty ones at the places of those that have no rows yet."""
+        """Return a strip's tensors like `spread`, with empty tensors for those without rows yet."""
         found = self.spread(tensors, strip)
         for place, boundary in enumerate(self.boundaries):
             if found[place] is None and boundary.ends is not None:

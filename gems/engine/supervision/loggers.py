@@ -189,7 +189,7 @@ class WandbLogger:
 
 
 class MlflowLogger:
-    """A run of MLflow, in `mlruns` beside the run folders unless MLFLOW_TRACKING_URI says another place."""
+    """A run of MLflow, in `mlruns` beside the run folders, or at MLFLOW_TRACKING_URI if set."""
 
     def __init__(self, spec: RunSpec, folder: RunFolder, first_step: int) -> None:
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # which MLflow 3 refuses otherwise

@@ -99,7 +99,7 @@ class OutOfMemory:
 
 
 def note_memory(error: BaseException, recorder: Recorder) -> None:
-    """Note at an exception of a full memory what the rank holds, before what the step held is freed; never raises."""
+    """Note in an out-of-memory exception what the rank holds, before it is freed; never raise."""
     with contextlib.suppress(Exception):
         if classify_error(error).cause not in (
             FailureCause.DEVICE_MEMORY,

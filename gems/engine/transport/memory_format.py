@@ -13,10 +13,10 @@ from gems.schedule.action import Action
 
 
 class ChannelsLast(P2PChannels):
-    """Sends tensors of four dimensions (N, C, H, W) by the order (N, H, W, C), in which torch.channels_last keeps them.
+    """Sends tensors (N, C, H, W) in the memory order (N, H, W, C) of torch.channels_last.
 
-    So neither side copies them. What is in another format, in which cuDNN for example computes in
-    float64, is converted when it is sent.
+    So neither side copies them. Tensors in another format, which for example cuDNN uses in float64,
+    are converted when they are sent.
     """
 
     @staticmethod

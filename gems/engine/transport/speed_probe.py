@@ -99,7 +99,7 @@ def probe(result: Path, comm: Comm, kind: str) -> None:
 
 
 def rank_pairs(nodes: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """Return two ranks of one node (level node) and two of different nodes (level link), if there are any."""
+    """Return two ranks of one node (level node) and two of different nodes (level link), if any."""
     found: dict[str, tuple[int, int]] = {}
     for rank, node in enumerate(nodes):
         first = nodes.index(node)

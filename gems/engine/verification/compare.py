@@ -52,7 +52,7 @@ Values = dict[str, Tensor]  # "<layer>.<parameter>" -> tensor on the host
 
 
 def named_values(name: str, module: nn.Module) -> tuple[Values, Values, Values]:
-    """Return copies of a layer's parameters, their gradients and its running statistics, by full name."""
+    """Return copies of a layer's parameters, gradients and running statistics, by full name."""
 
     def copies(tensors: Iterable[tuple[str, Tensor | None]]) -> Values:
         return {

@@ -62,7 +62,10 @@ def _open(spec: RunSpec) -> None:
 
 
 def _optimizer(spec: RunSpec, layers: Sequence[Layer], dtype: torch.dtype) -> torch.optim.Optimizer:
-    """Return the optimizer of parameters without values, or if it reads values of those of the smallest layer."""
+    """Return the optimizer of parameters without values.
+
+    If the optimizer reads values, it gets the parameters of the smallest layer instead.
+    """
     built = [
         NumberedLayer(index, layer.name, build_layer(layer, index, spec.seed, dtype, "meta"))
         for index, layer in enumerate(layers)
