@@ -45,7 +45,7 @@ __all__ = [
 
 
 def check_data(data: DataConfig) -> None:
-    """Raise ConfigError for data that cannot be opened, as far as can be told without decoding an image."""
+    """Raise ConfigError for data that cannot be opened, without decoding an image."""
     _check_keys(data)
     find_source(data).check(data)
 

@@ -1,4 +1,4 @@
-"""A directory of images by class or with a table of their classes, and a list of images without labels."""
+"""Images in folders by class or with a table of their classes, and lists of unlabelled images."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ Files = list[tuple[Path, int]]
 
 
 class FolderDataset(FileDataset):
-    """Images of PATH/train/CLASS/* and PATH/validation/CLASS/* (or val), or of PATH/CLASS/* split by the seed.
+    """Images in folders of classes, with or without folders of splits.
 
-    A class has all files below its folder. Without a split each class gives the share
+    The files are PATH/train/CLASS/* and PATH/validation/CLASS/* (or val), or PATH/CLASS/* split by
+    the seed. A class has all files below its folder. Without a split each class gives the share
     data.validation_samples / (data.train_samples + data.validation_samples) of its images to
     validation; all images are used, whatever those two counts are. Classes are numbered by sorted
     name, or by data.class_map. With data.labels_path the files and their classes are those of a

@@ -30,7 +30,7 @@ class Request:
 
 
 class MicroBatchReader:
-    """Reads micro-batches of a dataset, in this process or in another, which needs no MPI for it."""
+    """A reader of micro-batches of a dataset, in this process or in another one without MPI."""
 
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
@@ -38,7 +38,10 @@ class MicroBatchReader:
     def __getitem__(
         self, request: Request
     ) -> tuple[NDArray[Any] | None, NDArray[Any] | None] | ConfigError:
-        """Return images and labels, or the error of a sample that cannot be read, which crosses processes so."""
+        """Return images and labels, or the error of a sample that cannot be read.
+
+        An error is returned, not raised, so that it can cross processes.
+        """
         try:
             return self._read(request, request.samples)
         except ConfigError as error:

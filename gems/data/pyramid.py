@@ -261,7 +261,10 @@ def _cut(band: Bytes, first: int, column: int, rows: slice, columns: slice) -> t
 
 
 def thumbnail(slide: Slide) -> tuple[Bytes, float]:
-    """Return a slide on at most 1024 pixels a side, and the pixels of level 0 on a side of one of its pixels."""
+    """Return a slide with at most 1024 pixels a side, and its scale.
+
+    The scale is the number of pixels of level 0 on a side of a pixel of the thumbnail.
+    """
     whole = slide.levels[0]
     scale = max(1.0, max(whole.width_px, whole.height_px) / _THUMBNAIL_PX)
     shape_px = max(1, int(whole.height_px / scale)), max(1, int(whole.width_px / scale))
@@ -272,7 +275,7 @@ def thumbnail(slide: Slide) -> tuple[Bytes, float]:
 
 
 def tissue_mask(slide: Slide) -> tuple[NDArray[np.bool_], float]:
-    """Return where a thumbnail shows tissue, and the pixels of level 0 on a side of one of its pixels.
+    """Return a thumbnail's mask of tissue, and its scale as `thumbnail` does.
 
     Tissue is more saturated than Otsu's threshold, and by more than CLAM's 8 of 255.
     """

@@ -90,8 +90,8 @@ class SlideDataset(ImageDataset):
 
     The regions are those of data.coords_path, those at columns x and y of the table, or a grid over
     data.region or the tissue. All regions of a slide are in one split, unless the table divides
-    them. Each process opens the slides that it reads, when it does; rows of pixels are normalised
-    one band after another into the sample, which is all that is held whole.
+    them. Each process opens the slides that it reads, on first use. Rows of pixels are normalised
+    band by band into the sample; nothing else is held whole.
     """
 
     def __init__(self, data: DataConfig, seed: int) -> None:
@@ -132,19 +132,19 @@ class SlideDataset(ImageDataset):
         return f"{found.slide.path} at x={x}, y={y}"
 
     def box(self, split: Split, index: int) -> tuple[Slide, tuple[float, float, float, float]]:
-        """Return the slide of a sample and its region: x, y, width and height in pixels of level 0."""
+        """Return the slide and the region (x, y, width, height) of a sample, in pixels of level 0."""
         found, (x, y) = self._place(split, index)
         _, height, width = self.shape
         return found.slide, (x, y, width * found.downsample, height * found.downsample)
 
     def reads_rows(self, split: Split) -> bool:
-        """Return whether parts of regions are read alone: not if a transform needs all of one."""
+        """Return whether parts of regions can be read; a transform needs whole regions."""
         return not self._is_transformed(split)
 
     def image(self, split: Split, index: int, draw: int = 0) -> Image | Tokens:
-        """Return one sample as `ImageDataset.image`.
+        """Return one sample as `ImageDataset.image` does.
 
-        Its bands go straight to where a flip or turn has them.
+        Its bands are written directly to their places after a flip or turn.
         """
         if not self.reads_rows(split):
             return super().image(split, index, draw)
@@ -208,15 +208,15 @@ class SlideDataset(ImageDataset):
 
 
 class UnlabelledSlides(SlideDataset):
-    """Slides of a table whose labels mean nothing, to predict: a validation split alone."""
+    """Slides of a table for prediction, with a validation split only; their labels mean nothing."""
 
     needs_training = False
 
 
 def check(data: DataConfig) -> None:
-    """Raise ConfigError for slides, labels or regions that are not as `data` says.
+    """Raise ConfigError for slides, labels or regions that contradict `data`.
 
-    Reads thumbnails at most.
+    At most thumbnails are read.
     """
     rows = _checked_rows(data)
     numbers_of_classes(data, rows)
@@ -304,7 +304,10 @@ def _checked_rows(data: DataConfig) -> Rows:
 
 
 def _split(data: DataConfig, rows: Rows, seed: int) -> dict[Split, Rows]:
-    """Return the rows of each split; those of a slide stay together unless the table divides them."""
+    """Return the rows of each split.
+
+    Rows of a slide stay together unless the table divides them.
+    """
     if "split" in rows[0]:
         return split_rows(data, "data.labels_path", rows, [], seed)
     firsts: dict[str, Row] = {}
@@ -492,7 +495,10 @@ def _patch_side_px(path: Path, slide: Slide, said: dict[str, int]) -> float:
 
 
 def _grid(data: DataConfig, slide: Slide, downsample: float) -> Corners:
-    """Return the regions of a grid over data.region, or over the tissue, those left out that show too little of it."""
+    """Return the regions of a grid over data.region or the tissue.
+
+    Regions that show too little tissue are left out.
+    """
     side_px = _side_px(data, downsample)
     whole = slide.levels[0]
     if data.region is not None:
@@ -522,7 +528,7 @@ def _grid(data: DataConfig, slide: Slide, downsample: float) -> Corners:
 
 
 def _corners(box: tuple[int, int, int, int], side_px: tuple[float, float]) -> Corners:
-    """Return the corners of as many regions as fit into a box (x, y, width, height), row by row."""
+    """Return the corners of all regions that fit into a box (x, y, width, height), row by row."""
     columns, rows = (
         int(length / side + 1e-6) for length, side in zip(box[2:], side_px, strict=True)
     )

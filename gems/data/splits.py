@@ -26,10 +26,12 @@ Indices = dict[Split, NDArray[np.int64]]
 
 
 def split_indices(data: DataConfig, count: int, seed: int) -> Indices:
-    """Return the indices of both splits among `count` samples, by data.split_path, or else by the seed.
+    """Return the indices of both splits among `count` samples.
+
+    They are those of data.split_path, or else drawn from the seed.
 
     Raises:
-        ConfigError: as `read_split`, or samples too few for two splits.
+        ConfigError: As `read_split`, or there are too few samples for two splits.
     """
     if data.split_path is not None:
         return read_split(data.split_path, count)
@@ -45,7 +47,10 @@ def split_indices(data: DataConfig, count: int, seed: int) -> Indices:
 
 
 def num_held_out(data: DataConfig, count: int) -> int:
-    """Return how many of `count` samples are for validation, by the share that the two counts of `data` have."""
+    """Return how many of `count` samples are for validation.
+
+    Their share is that of data.validation_samples in both counts of `data`.
+    """
     share = data.validation_samples / (data.train_samples + data.validation_samples)
     return min(max(round(share * count), 1), count - 1) if count > 1 and share else 0
 

@@ -1,4 +1,4 @@
-"""Samples from nothing: images of class patterns under noise, and sequences of tokens from a Markov chain."""
+"""Synthetic samples: images of class patterns under noise, and tokens of a Markov chain."""
 
 from __future__ import annotations
 

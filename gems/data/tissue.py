@@ -1,4 +1,4 @@
-"""Real histology: tiles of the immunohistochemistry image that ships inside the scikit-image wheel."""
+"""Real histology: tiles of the immunohistochemistry image in the scikit-image wheel."""
 
 from __future__ import annotations
 
@@ -176,9 +176,10 @@ def field_shape_px(data: DataConfig) -> tuple[int, int]:
 
 
 def read_slide() -> NDArray[np.uint8]:
-    """Return the slide, bytes of shape (512, 512, 3), from the installed wheel and never from the network.
+    """Return the slide, bytes of shape (512, 512, 3), from the installed wheel, never the network.
 
-    Raises ConfigError when the installed scikit-image lacks it.
+    Raises:
+        ConfigError: The installed scikit-image lacks it.
     """
     import PIL.Image
     import skimage
@@ -252,7 +253,10 @@ def tissue_slide() -> Path:
 
 
 def _window_means(mask: NDArray[np.bool_], shape_px: tuple[int, int]) -> NDArray[np.float64]:
-    """Return the share of true pixels in each window that fits, by its first pixel, from an integral image."""
+    """Return the share of true pixels in each window that fits, indexed by its first pixel.
+
+    An integral image gives the shares.
+    """
     height, width = shape_px
     total = np.zeros((mask.shape[0] + 1, mask.shape[1] + 1), dtype=np.int64)
     total[1:, 1:] = mask.cumsum(axis=0).cumsum(axis=1)

@@ -1,4 +1,7 @@
-"""The zoo: model families by name, each a function from a configuration to named layers (no torch here)."""
+"""The zoo of model families by name.
+
+A family is a function from a configuration to named layers. There is no torch here.
+"""
 
 from __future__ import annotations
 
@@ -123,5 +126,5 @@ def _normed_px(model: ModelConfig, side_px: int) -> int:
 
 
 def _least_side(model: ModelConfig, map_px: int) -> int:
-    """Return the smallest side of an image, in pixels, whose last normed map has `map_px` a side."""
+    """Return the smallest image side, in pixels, whose last normed map has `map_px` a side."""
     return next(side_px for side_px in count(1) if _normed_px(model, side_px) >= map_px)

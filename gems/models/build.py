@@ -130,15 +130,15 @@ def boundary_shapes(
     input_dtype: torch.dtype | None = None,
     training: bool = True,
 ) -> list[tuple[TensorSpec, ...]]:
-    """Return, for each layer, the tensors it hands on when the model takes a batch, such as images (N, C, H, W).
+    """Return, for each layer, the tensors that it passes on for a batch such as (N, C, H, W).
 
-    `dtype` is that of the parameters, and of the input too unless `input_dtype` says another
-    (tokens: int64). In mixed precision layers hand on the low type.
+    `dtype` is the type of the parameters, and of the input too unless `input_dtype` says another
+    (tokens: int64). In mixed precision layers pass on the low type.
 
     The layers run on torch's meta device, so no memory is used at any resolution; equal layers on
-    equal input run once in a process. A layer's tensors are named after it, with a number when it
-    gives several, or as its module's `output_names` says; the parts of a user's network may give
-    others when they are not `training`.
+    equal input run once in a process. A layer's tensors are named after it, with a number if there
+    are several, or as its module's `output_names` says. The parts of a user's network may pass on
+    other tensors if they are not `training`.
     """
     wide, low = as_precision(dtype)
     given = wide if input_dtype in (None, low) else input_dtype

@@ -44,7 +44,10 @@ class Pool(NamedTuple):
 
 
 class LocalNorm(NamedTuple):
-    """Local response normalisation over `channels` neighbouring channels (Krizhevsky et al. 2012, section 3.3)."""
+    """Local response normalisation over `channels` neighbouring channels.
+
+    Source: Krizhevsky et al. 2012, section 3.3.
+    """
 
     channels: int
 
@@ -80,7 +83,7 @@ def chain_layer(
     norm: str,
     carried: tuple[str, ...] = (),
 ) -> Layer:
-    """Return the layer that runs `steps`, and hands on, beside its output, the tensors named in `carried`."""
+    """Return the layer that runs `steps` and passes on its output and the `carried` tensors."""
     options = (("in_channels", in_channels), ("steps", steps), ("norm", norm), ("carried", carried))
     return Layer(name, kind, _CHAIN, options)
 
@@ -194,7 +197,10 @@ def num_branching(operators: Sequence[Operator]) -> int:
 def _add_steps(
     found: list[Operator], name: str, layer: int, steps: Sequence[Step], path: str, last: int
 ) -> int:
-    """Add steps that run one after the other, behind operator `last`, and gives the number of the last of them."""
+    """Add steps that run one after the other after operator `last`.
+
+    Return the number of the last of them.
+    """
     for number, step in enumerate(steps):
         here = f"{path}.{number}"
         if not isinstance(step, Fork):

@@ -33,12 +33,12 @@ class Exactness:
 
 
 def check_exact(spec: RunSpec, has_split_backward: bool) -> None:
-    """Compare the streaming form and the split backward of each layer of a user's network with the layer itself.
+    """Compare each layer of a user's network with its streaming form and its split backward.
 
     The toolkit's own networks are not compared, nor runs without strips and with a full backward.
 
     Raises:
-        ConfigError: a layer that differs, by its name.
+        ConfigError: A layer differs; the error names it.
     """
     layers = layers_of(spec.model, spec.data)
     targets = {

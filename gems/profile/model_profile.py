@@ -54,7 +54,7 @@ class Saved:
 
 
 def counted(storages: Iterable[Saved]) -> tuple[Saved, ...]:
-    """Return storages with equal ones counted, in the order in which each first came."""
+    """Return storages with equal ones counted together, in order of first occurrence."""
     numbers: Counter[Saved] = Counter()
     for storage in storages:
         numbers[replace(storage, count=1)] += storage.count
@@ -79,7 +79,10 @@ def product_bytes_of(storages: Iterable[Saved]) -> int:
 def saved_from(
     stash_bytes: int, saved_later: Iterable[tuple[int, int]], cheap_bytes: int = 0
 ) -> tuple[Saved, ...]:
-    """Return storages that a stash may be made of, one per first saver, for a profile that has only sums."""
+    """Return storages that a stash may consist of, for a profile that has only sums.
+
+    There is one for each first saver.
+    """
     cheap = min(cheap_bytes, stash_bytes)
     own = (Saved(cheap, is_product=True), Saved(stash_bytes - cheap))
     later = (Saved(num_bytes, (ahead,), ahead) for ahead, num_bytes in saved_later)
@@ -183,7 +186,7 @@ class LayerProfile:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that the layer makes and that are saved for backward, by itself or by a later layer."""
+        """The bytes that the layer makes and that it or a later layer saves for backward."""
         return self.stash_bytes + sum(num_bytes for _, num_bytes in self.saved_later)
 
     @property
@@ -222,7 +225,7 @@ class ModelProfile:
 
     @property
     def library_bytes(self) -> int:
-        """What cuBLAS and cuDNN hold of each rank's device, whatever it computes."""
+        """The bytes that cuBLAS and cuDNN hold on each rank's device, whatever it computes."""
         return int(self.facts.get(LIBRARY_BYTES, 0))
 
     @property
@@ -266,7 +269,7 @@ class ModelProfile:
 
 
 def _check_fields(kind: type, values: Mapping[str, Any]) -> None:
-    """Raise TypeError or ValueError for a field of the wrong type, or a number that is not a time or a size."""
+    """Raise TypeError or ValueError for a field of the wrong type, or an invalid time or size."""
     takes = {
         "str": str,
         "int": int,

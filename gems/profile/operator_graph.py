@@ -99,7 +99,7 @@ class OpGraph:
 
     @property
     def critical_s(self) -> float:
-        """Forward and backward of the longest way through the graph without transfers, in seconds."""
+        """The seconds of forward and backward on the longest path, without transfers."""
         return self._longest("forward_s") + self._longest("backward_s")
 
     def to_json(self) -> dict[str, Any]:

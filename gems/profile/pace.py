@@ -14,9 +14,10 @@ FACT = "pace"  # of a profile, where its times have a pace
 
 @dataclass(frozen=True, slots=True)
 class RunPace:
-    """A pass of a layer takes `factor` times as long in a run as alone, and `pass_s` seconds of the host beside.
+    """How much longer a pass of a layer takes in a run than alone.
 
-    Forward, input gradient, weight gradient and recompute are a pass each.
+    A pass takes `factor` times as long, plus `pass_s` seconds of the host. Forward, input gradient,
+    weight gradient and recompute are a pass each.
     """
 
     factor: float = 1.0
@@ -27,7 +28,10 @@ class RunPace:
         return self.factor * alone_s + self.pass_s * passes
 
     def of(self, profile: ModelProfile) -> ModelProfile:
-        """Return a profile of layers alone with the times of a run; one that has a pace as it is."""
+        """Return a profile of layers alone with the times of a run.
+
+        A profile that already has a pace is returned unchanged.
+        """
         if FACT in profile.facts:
             return profile
         layers = tuple(map(self._layer, profile.layers))

@@ -1,4 +1,4 @@
-"""Tables of what layers i up to e cost together, for every i and e at once, and of what a rank's stages cost."""
+"""Tables of the joint costs of layers i to e, for every i and e at once, and of a rank's stages."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ class Spans:
 
     @cached_property
     def held_for_weights(self) -> Table:
-        """Bytes that a split backward keeps between I and W, the stage's inputs and given gradients not among them."""
+        """The bytes that a split backward keeps between I and W.
+
+        The stage's inputs and given gradients are not included.
+        """
         own = self._of("held_input_bytes")[:, None] + np.append(
             0.0, self._of("held_output_grad_bytes")
         )

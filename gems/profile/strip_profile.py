@@ -1,4 +1,4 @@
-"""What the stages of a model keep and its layers do in each strip of an image, as plain data behind predictions."""
+"""Plain data of the work and memory in each strip of an image, by layer and stage."""
 
 from __future__ import annotations
 
@@ -100,7 +100,10 @@ class StripProfile:
 
 @dataclass(frozen=True, slots=True)
 class LayerWork:
-    """The shares of a layer's work in each strip, in all 1, and how many strips its largest operation takes at once."""
+    """The shares of a layer's work in each strip, and the strips that it takes at once.
+
+    The shares sum to 1. The strips at once are those of its largest operation.
+    """
 
     at_once: int
     shares: tuple[float, ...]

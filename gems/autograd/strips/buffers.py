@@ -37,9 +37,10 @@ WRITTEN = ("copy", "add", "cat", *_FROM_OUTPUT)
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Rows that are written: `how` of the sources (their number, and the first of their rows), at a row and channel.
+    """Rows to write at a row and channel: `how`, and the sources.
 
-    "copy" and "cat" take one source, "add" adds two, others are an activation of one.
+    A source is its number and the first of its rows. "copy" and "cat" take one source, "add" adds
+    two, others are an activation of one.
     """
 
     how: str
@@ -51,9 +52,9 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A tensor of rows: shape, the dimension of rows and of channels, what is written, and the aliases (row, rows).
+    """A tensor of rows: its shape, dimensions of rows and channels, writes, and aliases.
 
-    Rows that nothing is written to are zeros.
+    An alias is (row, rows). Rows that nothing is written to are zeros.
     """
 
     shape: tuple[int, ...]

@@ -1,4 +1,7 @@
-"""What autocast casts: found by running an operation under it on tensors without memory, and watching."""
+"""Find what autocast casts.
+
+An operation is run under autocast on tensors without memory, and its kernels are watched.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +101,10 @@ def _dtypes(made: Any) -> list[torch.dtype]:
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the kernels that run with the types of their arguments, and apart from them the casts of `given`."""
+    """A watch that notes the kernels that run with the types of their arguments.
+
+    The casts of `given` are noted separately.
+    """
 
     def __init__(self, given: Mapping[int, Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -88,7 +88,7 @@ class Known:
 
 
 def products(operation: Operation, infos: Sequence[Info]) -> int:
-    """Return how often an operation multiplies a value with a weight for each value that it gives, at least 1."""
+    """Return the multiplications with a weight for each value of the output, at least 1."""
     if operation.step.operation not in _PRODUCTS:
         return 1
     weight = arguments(operation.step)["weight"]
@@ -103,9 +103,10 @@ def changed_buffer(step: Step) -> Weight | None:
 
 
 def refuse_changed(known: Known, operations: Sequence[Operation]) -> None:
-    """Refuse a parameter or buffer that one operation changes and another uses, unless no rows have a part in either.
+    """Refuse a parameter or buffer that one operation changes and another uses.
 
-    Those run once for an image, in their order; others in each strip.
+    Operations on no rows are exempt: they run once for an image, in their order; others run in each
+    strip.
     """
     users: dict[Weight, list[Operation]] = {}
     for operation in operations:

@@ -131,7 +131,7 @@ class StripSample:
         carried: Sequence[Tensor],
         deferred: DeferredGradients | None = None,
     ) -> None:
-        """Run a strip again, whose backward is next, from its inputs and what was `carried` to it."""
+        """Run a strip again before its backward, from its inputs and what was `carried` to it."""
         *_, self._graphs[strip] = self._run(strip, inputs, carried, deferred, is_again=True)
 
     def backward(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:

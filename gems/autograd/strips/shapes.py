@@ -23,7 +23,7 @@ def permute(known: Known, step: Step) -> Operation:
 
 
 def view(known: Known, step: Step) -> Operation:
-    """Return the change of shape, by rows where they stay a dimension, otherwise of all rows in the last strip."""
+    """Return a change of shape: by rows if they stay a dimension, else whole in the last strip."""
     info = known.first(step)
     before = info.value.shape
     shape = step.value.shape

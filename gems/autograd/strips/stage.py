@@ -1,6 +1,6 @@
 """The streaming form of a stage.
 
-Layers that take an image strip by strip, and as arguments what they kept.
+Its layers take an image strip by strip, and as arguments what they kept of earlier strips.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from gems.models.streaming.rules import even_ends
 class Boundary:
     """A tensor between stages in strips.
 
-    The shape of the whole, and how many rows of `dim` there are after each strip.
-    Without `ends` it has no rows and is there in the last strip.
+    It has the shape of the whole, and `ends`, the number of rows of `dim` after each strip. Without
+    `ends` it has no rows and arrives in the last strip.
     """
 
     shape: tuple[int, ...]
@@ -52,11 +52,11 @@ class Boundary:
 
     @classmethod
     def of_images(cls, images: TensorSpec, strips: int) -> Boundary:
-        """Return what the first stage takes: images in strips of equally many rows, or one more."""
+        """Return the input of the first stage: images in strips of equal rows, or one more."""
         return cls(images.shape, images.dtype, even_ends(images.shape[2], strips))
 
     def strip_shape(self, strip: int) -> tuple[int, ...]:
-        """Return the shape of the tensor of a strip, which may have no rows."""
+        """Return the shape of a strip's tensor, which may have no rows."""
         if self.ends is None:
             return self.shape
         rows = self.ends[strip] - (self.ends[strip - 1] if strip else 0)
@@ -66,10 +66,10 @@ class Boundary:
 def trace_stage(
     layers: Sequence[tuple[str, nn.Module]], inputs: Sequence[Boundary], strips: int
 ) -> Trace:
-    """Return the operations of layers, which hold for any number of strips of such inputs.
+    """Trace layers to operations that hold for any number of strips of such inputs.
 
     Raises:
-        ConfigError: a layer whose operations depend on values.
+        ConfigError: A layer has operations that depend on values.
     """
     return trace(
         layers,
@@ -79,17 +79,19 @@ def trace_stage(
 
 
 class StripStage:
-    """Layers in a streaming form, for one shape of image, division into strips and mode (training or evaluation).
+    """Layers in a streaming form.
 
-    `forward` is a function of its arguments: whoever calls it holds what it returns, and may cut
-    the graph of autograd there. Weights are those that the modules have at the time.
+    The form is for one shape of image, one division into strips and one mode (training or
+    evaluation). `forward` is a function of its arguments: its caller holds what it returns, and may
+    cut the graph of autograd there. Weights are those that the modules have at the time.
 
     Attributes:
-        outputs: what the stage gives, which the next one takes as `inputs`.
-        draws: whether it draws random numbers, for which `forward` needs seeds.
-        draws_by_row: the name of the first module that draws them row by row, unlike a layer that
+        outputs: The outputs of the stage, which the next one takes as `inputs`.
+        draws: Whether it draws random numbers, for which `forward` needs seeds.
+        draws_by_row: The name of the first module that draws them row by row, unlike a layer that
             gets the whole image.
-        norm_ends: of each norm by strip, by its module's name, the rows after each strip.
+        norm_ends: The rows after each strip for each norm by strip, keyed by the name of its
+            module.
     """
 
     def __init__(
@@ -99,14 +101,13 @@ class StripStage:
         strips: int,
         min_positions: int = 1,
     ) -> None:
-        """Trace the named layers, or take what `trace_stage` has made of them, and plan the rows of all strips.
+        """Trace the named layers, unless a trace is given, and plan the rows of all strips.
 
         A convolution, linear layer or norm by strip whose map has less than `min_positions` (rows x
         columns x images) in a strip waits for more strips, and takes them at once.
 
         Raises:
-            ConfigError: a layer needs the whole image, or has an operation that nothing is known
-            of.
+            ConfigError: A layer needs the whole image, or has an unknown operation.
         """
         traced = layers if isinstance(layers, Trace) else trace_stage(layers, inputs, strips)
         given = zip(inputs, traced.inputs, strict=True)
@@ -149,7 +150,7 @@ class StripStage:
                 self._add_norm(known, operation, plan.ends[rows[number]])
 
     def carries(self, strip: int) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-        """Return shape and type of what `forward` of a strip returns for the next one."""
+        """Return shape and type of what `forward` of a strip returns for the next strip."""
         return tuple(self._network.shape_of(held) for held in self._network.held[strip])
 
     def shapes_of(self, strip: int) -> Hashable:
@@ -158,7 +159,11 @@ class StripStage:
         return before, self.carries(strip), self._network.plan.shapes_of(strip)
 
     def work(self) -> Iterator[tuple[str, int, list[int]]]:
-        """Yield of each operation its module's name, how many strips it takes at once, and its products in each."""
+        """Yield the work of each operation.
+
+        Each item is its module's name, how many strips it takes at once, and its products in each
+        strip.
+        """
         network = self._network
         for number, row in network.rows.items():
             if number < network.num_inputs:
@@ -175,13 +180,16 @@ class StripStage:
             yield operation.step.name, self._at_once[number], made
 
     def static_carries(self, strip: int) -> list[int]:
-        """Return which of `carries` weights alone determine."""
+        """Return the places of the `carries` that weights alone determine."""
         return [
             place for place, held in enumerate(self._network.held[strip]) if held.kind == STATIC
         ]
 
     def changed_buffers(self) -> dict[Weight, Tensor]:
-        """Return copies of the buffers that the first strip changes, such as the vectors of a spectral norm."""
+        """Return copies of the buffers that the first strip changes.
+
+        The vectors of a spectral norm are such buffers.
+        """
         return {weight: weight.get().clone() for weight in self._network.changed}
 
     def forward(
@@ -197,20 +205,21 @@ class StripStage:
         """Run a strip.
 
         Args:
-            strip: its number; strips run first to last.
-            inputs: its rows of each input, and nothing for one that is not there yet.
-            carries: what the strip before returned.
-            draws: gives seeds for random numbers; the same in all strips of an image.
-            deferred: takes the weight gradients of backward where they can wait.
-            is_again: whether it has run before, so that running statistics have its rows already.
-            buffers: what `changed_buffers` returned before it ran first.
+            strip: Its number; strips run first to last.
+            inputs: Its rows of each input, and None for one that is not there yet.
+            carries: What the strip before returned.
+            draws: Gives seeds for random numbers; the same in all strips of an image.
+            deferred: Takes the weight gradients of backward if they can wait.
+            is_again: Whether it has run before, so that running statistics include its rows
+                already.
+            buffers: What `changed_buffers` returned before it ran first.
 
         Returns:
-            What it gives of each output: rows, perhaps none; a whole tensor in the last strip and
-            None before. And what the next strip needs.
+            The outputs: rows (perhaps none), or a whole tensor in the last strip and None before.
+                And the carries for the next strip.
 
         Raises:
-            ValueError: random numbers are drawn, and there are no seeds.
+            ValueError: Random numbers are drawn, and there are no seeds.
         """
         if self.draws and draws is None:
             raise ValueError("these layers draw random numbers: give the seeds of the image")
@@ -219,7 +228,7 @@ class StripStage:
 
     @contextmanager
     def watched(self, watch: Callable[[str, tuple[Any, ...]], None]) -> Iterator[None]:
-        """Give `watch` what each operation makes in a block, with the name of its module."""
+        """Pass the result of each operation and its module's name to `watch` in a context."""
         self._network.watch = watch
         try:
             yield
@@ -227,9 +236,9 @@ class StripStage:
             self._network.watch = None
 
     def joined(self, strips: Sequence[Sequence[Tensor | None]]) -> Any:
-        """Return the outputs of all strips as the last layer gives them.
+        """Return the outputs of all strips as the last layer returns them.
 
-        A tensor, or several of them.
+        This is one tensor, or several.
         """
         whole: list[Tensor] = []
         for place, boundary in enumerate(self.outputs):

@@ -1,9 +1,8 @@
-"""What surrounds the operations of a layer.
+"""Handle what surrounds the operations of a layer in a trace.
 
-A trace keeps it, or refuses it, and leaves the layer as it was.
-Hooks and custom autograd functions would be lost, so they are refused by name. The tensors of a
-layer are replaced while it is traced; whatever its forward writes to its attributes is undone
-afterwards.
+A trace keeps it or refuses it, and leaves the layer unchanged. Hooks and custom autograd functions
+would be lost, so they are refused by name. The tensors of a layer are replaced while it is traced;
+changes that its forward makes to its attributes are undone afterwards.
 """
 
 from __future__ import annotations
@@ -48,13 +47,13 @@ _PLAIN = (int, float, str)
 
 
 class RefusedError(Exception):
-    """What is wrong with a layer, and what to do."""
+    """The error of a layer that cannot be traced, with advice."""
 
 
 def refuse_hooks(layer: str, root: nn.Module) -> None:
     """Refuse hooks of a layer's modules and parameters that are not the toolkit's own.
 
-    Those on gradients matter only where gradients are computed.
+    Hooks on gradients matter only if gradients are computed.
     """
     is_training = torch.is_grad_enabled()
     for path, module in root.named_modules():
@@ -96,9 +95,9 @@ def refuse_hooks(layer: str, root: nn.Module) -> None:
 
 
 class Recorded(TorchFunctionMode):
-    """Runs the functions that a layer calls on the stand-ins of its tensors, wherever it has them from.
+    """A mode that runs the functions of a layer on the stand-ins of its tensors.
 
-    `where` says which module runs.
+    It does so wherever the layer gets these tensors from. `where` says which module runs.
     """
 
     def __init__(self, stand_ins: dict[int, Tensor], where: Callable[[], str]) -> None:
@@ -151,7 +150,7 @@ class Recorded(TorchFunctionMode):
         return made
 
     def refuse_functions(self, made: Any) -> None:
-        """Refuse what a module gives if a custom autograd function is on the way to it."""
+        """Refuse the output of a module if a custom autograd function was applied on the way."""
         self._is_looking = True
         found: list[Any] = [tensor.grad_fn for tensor in tensors_in(made)]
         self._is_looking = False
@@ -188,7 +187,7 @@ class Recorded(TorchFunctionMode):
 
 @contextmanager
 def untouched(root: nn.Module) -> Iterator[None]:
-    """Put the attributes of all modules back as they are, with what lists and dicts hold."""
+    """Restore the attributes of all modules on exit, with the contents of lists and dicts."""
     before = [(held, copy.copy(held)) for module in root.modules() for held in _holders(module)]
     try:
         yield
@@ -201,10 +200,10 @@ def untouched(root: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def replaced(layer: str, tensors: Sequence[tuple[nn.Module, str, Tensor]]) -> Iterator[None]:
-    """Let modules have other parameters and buffers; inside `untouched`.
+    """Replace parameters and buffers of modules, inside `untouched`.
 
     Raises:
-        RefusedError: the layer has put a tensor of its own in place of one.
+        RefusedError: The layer has put a tensor of its own in place of one.
     """
     for module, name, tensor in tensors:
         _home(module, name)[name] = tensor
@@ -220,14 +219,17 @@ def replaced(layer: str, tensors: Sequence[tuple[nn.Module, str, Tensor]]) -> It
 
 
 def clear_hooks(modules: Iterable[nn.Module]) -> None:
-    """Take away the toolkit's own hooks, inside `untouched`."""
+    """Remove the toolkit's own hooks, inside `untouched`."""
     for module in modules:
         for each in _HOOKS:
             setattr(module, each, type(getattr(module, each))())
 
 
 def state_of(root: nn.Module) -> dict[tuple[int, str], Any]:
-    """Return the plain attributes of the modules, and the tensors among them that may be made of inputs."""
+    """Return the plain attributes of the modules, and tensors among them that need gradients.
+
+    Inputs may be part of what these tensors are made of.
+    """
     return {
         (number, str(name)): value
         for number, (module, held) in enumerate(
@@ -255,7 +257,7 @@ def _holders(module: nn.Module) -> Iterator[Any]:
 
 
 def changed_attribute(root: nn.Module, before: dict[tuple[int, str], Any]) -> str | None:
-    """Return the name of an attribute that a forward has changed, and may read when it is called again."""
+    """Return an attribute that a forward has changed and may read in its next call, or None."""
     for key, value in state_of(root).items():
         old = before.get(key)
         is_other = (

@@ -54,7 +54,7 @@ def files_below(folder: Path) -> list[Path]:
 
 
 def folders_in(folder: Path) -> list[str]:
-    """Return the sorted names of the folders in a folder, except hidden ones and what systems leave."""
+    """Return the sorted names of a folder's folders, without hidden and system ones."""
     return sorted(
         entry.name for entry in folder.iterdir() if entry.is_dir() and not is_left_over(entry.name)
     )

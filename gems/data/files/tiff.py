@@ -27,10 +27,10 @@ Part = tuple[slice, slice]  # rows and columns
 
 
 def part_type(path: Path, page: int | None, channels: int, sides_px: tuple[int, int]) -> Any:
-    """Return the type of the values of a page that is read in parts with much less memory than whole, else None.
+    """Return the type of a page's values if parts of it can be read with much less memory.
 
-    It is of the sides that are wanted, and its values lie as they are in the file, or in many tiles
-    or strips.
+    Otherwise return None. Such a page has the wanted sides, and its values are stored plainly in
+    the file, or in many tiles or strips.
     """
     import tifffile
 
@@ -56,11 +56,13 @@ def part_type(path: Path, page: int | None, channels: int, sides_px: tuple[int, 
 def read_tiff(
     path: Path, page: int | None, channels: int, part: Part | None = None
 ) -> NDArray[Any]:
-    """Return a page, or a part of it, as (channels, height, width), of the file's own type, without a further copy.
+    """Return a page or a part of it as (channels, height, width), of the file's own type.
+
+    No further copy is made.
 
     Raises:
-        ConfigError: a file that cannot be read, pages without a `page` said, another number of
-            channels, or values, colours or an orientation that would be misread.
+        ConfigError: The file cannot be read, it has several pages and `page` is None, the number of
+            channels differs, or values, colours or an orientation would be misread.
     """
     import tifffile
 

@@ -88,7 +88,10 @@ def checked(
 
 
 def have_one_shape(first: tuple[int, ...], second: tuple[int, ...]) -> bool:
-    """Return whether two (width, height) are equal but for scale, which may have been rounded to whole pixels."""
+    """Return whether two (width, height) are equal up to scale.
+
+    A scaled side may have been rounded to whole pixels.
+    """
     (width, height), (other_width, other_height) = sorted((first, second))
     error = abs(width * other_height - height * other_width)
     return error == 0 or (
@@ -111,10 +114,12 @@ def _not_finite(values: Values, name: str, nodata: float | None, first_row: int)
 def fitted(
     values: Values, data: DataConfig, name: str, nodata: float | None = None, is_mask: bool = False
 ) -> Values:
-    """Return (channels, height, width) values scaled to cover the configured sides, their middle kept.
+    """Return values (channels, height, width) scaled to cover the configured sides.
 
-    A value that would be mixed with one of no data is of no data too. Raises ConfigError as
-    `checked`.
+    The middle is kept. A value that would be mixed with a nodata value becomes a nodata value too.
+
+    Raises:
+        ConfigError: As `checked`.
     """
     from PIL import ImageOps
     from PIL.Image import Resampling, fromarray

@@ -1,4 +1,7 @@
-"""The cells of AmoebaNet-D (Real et al. 2018, arXiv 1802.01548), which read the two cells before them."""
+"""The cells of AmoebaNet-D, which read the two cells before them.
+
+Source: Real et al. 2018 (arXiv 1802.01548).
+"""
 
 from __future__ import annotations
 
@@ -28,12 +31,13 @@ class CellStem(nn.Sequential):
 
 
 class Cell(nn.Module):
-    """A cell: both inputs are brought to `channels`, then `pairs` of operations add states, and some are joined.
+    """A cell of pairs of operations.
 
-    Takes the output of the last cell (N, channels_last, H, W) and of the one before it (N,
+    Both inputs are brought to `channels`, then `pairs` of operations add states, and some are
+    joined. Takes the output of the last cell (N, channels_last, H, W) and of the one before it (N,
     channels_before, H, W, or twice as many pixels a side after a reduction); the first cell has
     only one. Gives (N, channels * len(joined), H', W'), where a reduction cell halves the sides,
-    rounded up, and the last cell's output as it came, unless `is_last`.
+    rounded up, and the last cell's output unchanged, unless `is_last`.
     """
 
     def __init__(

@@ -40,7 +40,10 @@ class ConvUnit(nn.Sequential):
 
 
 class Branches(nn.Module):
-    """Branches over one input (N, C, H, W), joined along the channels to (N, sum of the branches' channels, H', W')."""
+    """Branches over one input, joined along the channels.
+
+    Takes (N, C, H, W) and gives (N, sum of the branches' channels, H', W').
+    """
 
     def __init__(self, branches: Sequence[nn.Module]) -> None:
         super().__init__()

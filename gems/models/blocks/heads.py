@@ -15,10 +15,10 @@ _AUXILIARY_STRIDE = 3
 
 
 class Head(nn.Module):
-    """Norm and ReLU when `activate` (ResNet version 2), global average pooling, dropout, one linear map.
+    """Global average pooling, dropout and one linear map.
 
-    Takes (N, in_channels, H, W) and gives logits (N, num_classes): the loss applies its own
-    log-softmax.
+    Norm and ReLU come first if `activate` is True (ResNet version 2). Takes (N, in_channels, H, W)
+    and gives logits (N, num_classes): the loss applies its own log-softmax.
     """
 
     def __init__(
@@ -42,10 +42,10 @@ class Head(nn.Module):
 
 
 class Flatten(nn.Module):
-    """Averages a feature map of any size to `side_px` a side, so that a linear map behind it has a fixed size.
+    """Average a feature map of any size to `side_px` a side, and flatten it.
 
-    Takes (N, C, H, W) and gives (N, C x side_px x side_px). At the size of the publication it
-    changes no value.
+    So a linear map after it has a fixed size. Takes (N, C, H, W) and gives (N, C x side_px x
+    side_px). At the published size it changes no value.
     """
 
     def __init__(self, side_px: int) -> None:
@@ -59,10 +59,10 @@ class Flatten(nn.Module):
 
 
 class FullyConnected(nn.Sequential):
-    """Dropout, a linear map, and ReLU unless it `is_last`.
+    """Dropout, a linear map, and a ReLU unless it `is_last`.
 
-    In front of them `Flatten` where `map_px` is not 0.
-    Takes (N, in_features) or a map (N, in_features / map_px^2, H, W), and gives (N, out_features).
+    `Flatten` comes first if `map_px` is not 0. Takes (N, in_features) or a map (N, in_features /
+    map_px^2, H, W), and gives (N, out_features).
     """
 
     def __init__(
@@ -78,14 +78,14 @@ class FullyConnected(nn.Sequential):
 
 
 class Auxiliary(nn.Module):
-    """The auxiliary classifier of Inception v3 (Szegedy et al. 2015, arXiv 1512.00567, section 4 and figure 8).
+    """The auxiliary classifier of Inception v3.
 
-    5x5 average pooling of stride 3, 1x1 and 5x5 convolutions, a global average and a linear map: at
-    the published 17x17 the last map is 1x1. A map too small for these windows is averaged to 5x5
-    first.
+    Source: Szegedy et al. 2015 (arXiv 1512.00567), section 4 and figure 8. It is 5x5 average
+    pooling of stride 3, 1x1 and 5x5 convolutions, a global average and a linear map: at the
+    published 17x17 the last map is 1x1. A map too small for these windows is averaged to 5x5 first.
 
-    Takes (N, in_channels, H, W) and hands on that very tensor, and beside it logits (N,
-    num_classes).
+    Takes (N, in_channels, H, W), passes it on unchanged, and gives logits (N, num_classes) beside
+    it.
     """
 
     output_names = ("main", "auxiliary")
@@ -139,12 +139,13 @@ class AuxiliaryHead(Head):
 
 
 def joined_scores(main: Tensor, auxiliary: Tensor, weight: float) -> Tensor:
-    """Return scores (N, C + 1) with cross-entropy(scores) = cross-entropy(main) + weight x cross-entropy(auxiliary).
+    """Return scores whose cross-entropy is the weighted sum of two classifiers' cross-entropies.
 
-    Both are logits (N, C). The score of a class is log p(main) + weight log p(auxiliary). Their
-    exponentials sum to Z <= 1, and a last column log(1 - Z), "none of the classes", fills that up
-    to one: the log-softmax of the scores is then the scores themselves, and the normaliser has no
-    gradient. Below the rounding of 1 - Z the column is held constant.
+    cross-entropy(scores) = cross-entropy(main) + weight x cross-entropy(auxiliary). Both inputs are
+    logits (N, C); the scores are (N, C + 1). The score of a class is log p(main) + weight log
+    p(auxiliary). Their exponentials sum to Z <= 1, and a last column log(1 - Z), "none of the
+    classes", fills the sum up to one: the log-softmax of the scores is then the scores themselves,
+    and the normaliser has no gradient. Below the rounding of 1 - Z the column is held constant.
     """
     wide = torch.promote_types(main.dtype, torch.float32)
     joint = main.to(wide).log_softmax(1) + weight * auxiliary.to(wide).log_softmax(1)

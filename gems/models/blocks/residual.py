@@ -16,9 +16,10 @@ from gems.models.blocks.parts import RELU_GAIN, conv2d, norm2d, tame
 
 
 class _ResidualBlock(nn.Module):
-    """A residual block: takes (N, in_channels, H, W), gives (N, out_channels, ceil(H / stride), ceil(W / stride)).
+    """A residual block.
 
-    Without a normalizer convolutions expect an input of deviation `input_std`, and the branch is
+    Takes (N, in_channels, H, W), gives (N, out_channels, ceil(H / stride), ceil(W / stride)).
+    Without a normalizer, convolutions expect an input of deviation `input_std`, and the branch is
     scaled by `branch_scale`.
     """
 

@@ -1,1 +1,4 @@
-"""The zoo: published networks, one file a family, each a function from a configuration to named layers."""
+"""Published networks, one file for each family.
+
+A family is a function from a configuration to named layers.
+"""

@@ -1,11 +1,12 @@
-"""AmoebaNet-D (Real et al. 2018, arXiv 1802.01548) as named layers, in the layout that GPipe trains.
+"""AmoebaNet-D as named layers, in the layout that GPipe trains.
 
-A stem of one 3x3 convolution and two reduction cells, then three stages of L/3 normal cells with a
-reduction cell between each two. A cell reads the outputs of the two cells before it, so two tensors
-cross most boundaries. Cells of a stage have F, 2F and 4F filters (Huang et al. 2019, arXiv
-1811.06965, table 1, write a network as (L, F); L = `model.depth`, F = `model.width`). The normal
-cell joins the states 0, 3, 4 and 6, as the reference implementation does, and not all unused ones,
-as the paper draws it: with that (18, 208) has the 82 M parameters that GPipe gives.
+Source: Real et al. 2018 (arXiv 1802.01548). A stem of one 3x3 convolution and two reduction cells,
+then three stages of L/3 normal cells with a reduction cell between each two. A cell reads the
+outputs of the two cells before it, so two tensors cross most boundaries. Cells of a stage have F,
+2F and 4F filters (Huang et al. 2019, arXiv 1811.06965, table 1, write a network as (L, F); L =
+`model.depth`, F = `model.width`). The normal cell joins the states 0, 3, 4 and 6, as the reference
+implementation does, and not all unused ones, as the paper draws it: so (18, 208) has the 82 M
+parameters that GPipe gives.
 """
 
 from __future__ import annotations
@@ -39,10 +40,13 @@ REDUCTION_JOINED = (4, 5, 6)
 
 
 def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
-    """Return stem.conv, stem.reduction1, stem.reduction2, stage1.cell1, ..., reduction1, ..., stage3.cellN, head.
+    """Return the layers of AmoebaNet-D, from the stem to the head.
 
-    Raises ConfigError for a depth that is no multiple of 3, a width that is none of 8, and for
-    norm=none.
+    They are stem.conv, stem.reduction1, stem.reduction2, stage1.cell1, ..., reduction1, ...,
+    stage3.cellN, head.
+
+    Raises:
+        ConfigError: The depth is no multiple of 3, the width is no multiple of 8, or norm is none.
     """
     _check(model)
     stages = [

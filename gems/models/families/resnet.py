@@ -58,10 +58,12 @@ _DEPTHS = {
 
 
 def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
-    """Return stem, stage1.block1, ..., head of the configured ResNet for `data`'s channels and classes.
+    """Return the layers stem, stage1.block1, ..., head of the configured ResNet.
 
-    Raises ConfigError for a version, block, shortcut, norm, width or depth that no such network
-    has.
+    They fit `data`'s channels and classes.
+
+    Raises:
+        ConfigError: No such network has this version, block, shortcut, norm, width or depth.
     """
     _check(model, tuple(_PREFERENCE), tuple(_CONVS))
     kind = block_of(model)

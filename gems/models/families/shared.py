@@ -1,4 +1,4 @@
-"""What the families share: their checks, a backbone of convolutional layers, and the classifiers behind it."""
+"""Shared parts of the families: checks, a backbone of convolutional layers, and classifiers."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def check_classifier(
     has_auxiliary: bool = False,
     has_stochastic_depth: bool = False,
 ) -> None:
-    """Raise ConfigError for a norm, width or dropout that no classifier has, and for options that this one lacks."""
+    """Raise ConfigError for an invalid norm, width or dropout, or options that do not apply."""
     check_choice("norm", model.norm, norms)
     if model.width < 1:
         raise ConfigError(
@@ -178,6 +178,6 @@ def check_choice(key: str, value: object, valid: Collection[object]) -> None:
 
 
 def depth_error(depth: int, text: str, candidates: Collection[int], count: int = 2) -> ConfigError:
-    """Return the error for a depth of which there is no network, with the nearest of the candidates."""
+    """Return the error for a depth without a network, with the nearest of the candidates."""
     near = sorted(candidates, key=lambda other: (abs(other - depth), other))[:count]
     return ConfigError("model.depth", depth, text, f"nearest: {', '.join(map(str, sorted(near)))}")

@@ -27,10 +27,13 @@ _MAX_LEVELS = 12
 
 
 def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
-    """Return down1.conv1, down1.conv2, down1.pool, ..., bottom.conv1, bottom.conv2, up1.widen, up1.conv1, ..., head.
+    """Return the layers of a U-Net, from the image to the head.
 
-    Level 1 is that of the image; up1 comes last. Raises ConfigError for a depth, norm or width that
-    it cannot have.
+    They are down1.conv1, down1.conv2, down1.pool, ..., bottom.conv1, bottom.conv2, up1.widen,
+    up1.conv1, ..., head. Level 1 is the level of the image; up1 comes last.
+
+    Raises:
+        ConfigError: The depth, norm or width is invalid.
     """
     check_classifier(model)
     _check_levels(model)

@@ -72,7 +72,10 @@ def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
 
 
 def check_batch(model: ModelConfig, data: DataConfig, micro_batch_size: int | None) -> None:
-    """Raise ConfigError as `layers`, or if a batch norm in a user's network would see a single value a channel."""
+    """Raise ConfigError as `layers`, or if a micro-batch is too small for a user's network.
+
+    A batch norm would see a single value for each channel.
+    """
     least = _described(model, data)[2]["min_batch"]
     if micro_batch_size is not None and micro_batch_size < least:
         text = (
@@ -116,7 +119,10 @@ def _described(model: ModelConfig, data: DataConfig) -> tuple[str, str | None, d
 
 @lru_cache(maxsize=64)
 def _description(text: str, source: str | None, num_classes: int, task: str) -> dict[str, Any]:
-    """Return names and kinds of the layers, from this process where torch is loaded, the cache, or a child."""
+    """Return names and kinds of the layers, from this process if torch is loaded.
+
+    Otherwise they come from the cache or a child process.
+    """
     if "torch" in sys.modules:
         described: dict[str, Any] = importlib.import_module(_TORCH_PART).describe(
             text, num_classes, task

@@ -53,7 +53,10 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Transposed:
-    """A transposed convolution: input row i adds to rows i * stride - top + j * dilation for j < kernel."""
+    """A transposed convolution.
+
+    Input row i adds to rows i * stride - top + j * dilation for j < kernel.
+    """
 
     kernel: int
     stride: int = 1
