@@ -16,10 +16,7 @@ PLAIN = "exact_plain"
 
 @dataclass(frozen=True, slots=True)
 class EvaluatedPartition:
-    """A partition and what it means.
-
-    The peak of each rank in bytes, and the predicted time of a step in seconds.
-    """
+    """A partition with the peak of each rank in bytes and the predicted seconds of a step."""
 
     partition: Partition
     peak_bytes: tuple[int, ...]
@@ -49,10 +46,10 @@ def plain_pipeline(case: PartitionCase, budget_s: float) -> Partition:
 
 
 def compare(case: PartitionCase, objective: str, budget_s: float) -> list[EvaluatedPartition]:
-    """Partition by every method and evaluate each; the exact one first.
+    """Partition by every method and evaluate each, the exact method first.
 
-    The exact one also takes the others' partitions for candidates, so that it is never above any,
-    proven or not.
+    The exact method also takes the others' partitions as candidates, so it is never worse than any
+    of them, proven or not.
     """
     others = [partition_by(name, case, objective) for name in METHODS if name != "exact"]
     if objective == "peak_bytes" and any(len(costs.stages) > 1 for costs in case.memory):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 
 def even(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Return boundaries of stages whose numbers of layers differ by one at most, the longer ones in the middle.
+    """Return boundaries of stages whose numbers of layers differ by at most one.
 
-    Stage s holds layers boundaries[s] up to boundaries[s + 1]. The first stage has the largest
-    images and the last one the loss, so they are not the ones that take the odd layers.
+    The longer stages are in the middle. Stage s holds layers boundaries[s] up to boundaries[s + 1].
+    The first stage has the largest images and the last one the loss, so they do not take the
+    additional layers.
     """
     size, extra = divmod(num_layers, num_stages)
     first_long = (num_stages - extra) // 2

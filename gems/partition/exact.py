@@ -1,4 +1,4 @@
-"""The exact method: the partition of least cost with its proof, by the solver that suits the placement."""
+"""The exact method: the partition of least cost with its proof, by a solver for the placement."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ METHOD = "exact"
 
 
 def solve(problem: Problem, budget_s: float = 10.0) -> Partition:
-    """Return the partition of the least cost and, among those, of the fewest bytes that cross.
+    """Return the partition of least cost and, among those, with the fewest crossing bytes.
 
-    Chains are always solved to the end. Of pairs and other placements the answer is the best
-    partition found in `budget_s` seconds; `bound`, `gap` and `is_optimal` say how far from the
-    least it may be. Tables are built once, whatever time that takes. facts: `solver` is chain,
-    pairs or several; `has_fewest_bytes` says whether ties are settled for sure.
+    Chains are always solved to the end. For pairs and other placements, the result is the best
+    partition found in `budget_s` seconds; `bound`, `gap` and `is_optimal` tell its distance from
+    the least cost. Tables are built once, regardless of the time. In `facts`, `solver` is chain,
+    pairs or several, and `has_fewest_bytes` tells whether ties are certainly settled.
 
     Raises:
-        InfeasibleError: no partition keeps the limits; of pairs and other placements also when none
-        was found in the time. ValueError: more stages than layers.
+        InfeasibleError: no partition keeps the limits; for pairs and other placements also if none
+        was found in time.
+        ValueError: there are more stages than layers.
     """
     begin = time.perf_counter()
     if not 1 <= problem.num_stages <= problem.num_layers:

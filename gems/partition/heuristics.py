@@ -1,4 +1,7 @@
-"""Published heuristics: PipeDream's least time of the slowest stage or message, and torchgpipe's even blocks."""
+"""Published heuristics: PipeDream's fastest slowest stage, and torchgpipe's even blocks.
+
+PipeDream's cost is the time of the slowest stage or message.
+"""
 
 from __future__ import annotations
 
@@ -49,16 +52,16 @@ def pipedream(
 
 
 def block_partition(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
-    """Return the boundaries that torchgpipe's balance_by_time or balance_by_size would take for these costs.
+    """Return the boundaries of torchgpipe's balance_by_time or balance_by_size for these costs.
 
     (Kim et al. 2020, "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant Models".)
-    Costs are mapped onto 0 to 1, the cheapest layer to 0 and the dearest to 1. Then, after Barany
-    and Grinberg 2015, "Block partitions of sequences", the smallest block takes layers from the
-    side of the largest one, again and again, until the two differ by 1 at most, which is always
-    reached. That is no promise about the highest sum, of the mapped costs or of the true.
+    Costs are mapped onto 0 to 1, the cheapest layer to 0 and the most expensive to 1. Then, after
+    Barany and Grinberg 2015, "Block partitions of sequences", the smallest block repeatedly takes
+    layers from the side of the largest one, until the two differ by at most 1, which is always
+    reached. This gives no guarantee about the highest sum, of either the mapped or the true costs.
 
     Raises:
-        ValueError: more stages than layers, or none.
+        ValueError: there are more stages than layers, or no stages.
     """
     if not 1 <= num_stages <= len(costs):
         raise ValueError(f"{len(costs)} layers make no {num_stages} stages")

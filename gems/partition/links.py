@@ -13,8 +13,8 @@ STAGED_PIECE_BYTES = (
 def links_of(machine: MachineConfig) -> Network:
     """Return the links of a machine, in seconds.
 
-    Messages of a GPU that go through host memory (`machine.transport=host` or gloo) are copied
-    there and back besides.
+    Messages of a GPU that pass through host memory (`machine.transport=host` or gloo) are also
+    copied to it and back.
     """
     copies: tuple[float, ...] = ()
     if machine.device == "cuda" and machine.transport in ("host", GLOO):

@@ -1,4 +1,4 @@
-"""The largest model that fits a device's memory, by depth, resolution or micro-batch, for each method."""
+"""The largest model that fits a device, by depth, resolution or micro-batch, for each method."""
 
 from __future__ import annotations
 
@@ -40,14 +40,15 @@ class MaxModelSize:
 def max_model_sizes(
     spec: RunSpec, axis: str, methods: tuple[str, ...], case_of: Callable[[RunSpec], PartitionCase]
 ) -> list[MaxModelSize]:
-    """Return for each method the largest `axis` whose partition keeps every rank within machine.device_bytes.
+    """Return, for each method, the largest `axis` for which every rank fits machine.device_bytes.
 
-    Doubling, then halving the interval; since a heuristic's peak may fall when the model grows, the
-    next values above the answer are tried as well. Value 0 if not even the smallest one trains.
-    `axis` is depth, resolution or micro_batch; `case_of` gives the case of a changed run.
+    The value is doubled, then the interval is halved. A heuristic's peak may fall when the model
+    grows, so the next values above the result are tried as well. The value is 0 if not even the
+    smallest model trains. `axis` is depth, resolution or micro_batch; `case_of` returns the case of
+    a changed run.
 
     Raises:
-        ConfigError: no machine.device_bytes, or a model that has no such axis.
+        ConfigError: machine.device_bytes is not set, or the model has no such axis.
     """
     limit = spec.machine.device_bytes
     if limit is None:
@@ -91,7 +92,7 @@ def max_model_sizes(
 def least_bytes(case: PartitionCase) -> int:
     """Return a lower bound of the peak: an equal share of all states and one stash of each layer.
 
-    It needs no table, so that a model that is far too large is refused at once.
+    It needs no table, so a model that is far too large is rejected at once.
     """
     optimizer = OPTIMIZERS[case.optimizer]
     layers = case.profile.layers
@@ -114,9 +115,9 @@ def with_value(spec: RunSpec, axis: str, value: int) -> RunSpec:
 def search(
     spec: RunSpec, axis: str, fits: Callable[[int], bool], first: int = 1, tolerance: float = 0.0
 ) -> int:
-    """Return the largest value found that fits, from `first` on and to a share of itself.
+    """Return the largest value found that fits, starting at `first`; 0 if none does.
 
-    0 if none does.
+    The result is accurate to the relative `tolerance`.
     """
     good = 0
     bad = MAX_VALUES[axis] + 1

@@ -23,10 +23,11 @@ ROUNDING = 1e-12
 def mcap(measure: Measure, num_layers: int, num_stages: int) -> Boundaries:
     """Return the boundaries that mCAP recommends.
 
-    `measure` gives the peak bytes of each stage of a run with some.
-    (Dreuning, Bal and van Nieuwpoort 2022, "mCAP: Memory-Centric Partitioning for Large-Scale
-    Pipeline-Parallel DNN Training", Euro-Par.) Brute force where there are not too many partitions,
-    else the search of CAPSlog (Dreuning, Verstoep, Bal and van Nieuwpoort 2024, PDP).
+    `measure` returns the peak bytes of each stage of a run with given boundaries. Source: Dreuning,
+    Bal and van Nieuwpoort 2022, "mCAP: Memory-Centric Partitioning for Large-Scale
+    Pipeline-Parallel DNN Training", Euro-Par. The search is brute force if there are not too many
+    partitions, and otherwise the search of CAPSlog (Dreuning, Verstoep, Bal and van Nieuwpoort
+    2024, PDP).
     """
     isolated, added = profile(measure, num_layers, num_stages)
     if math.comb(num_layers - 1, num_stages - 1) <= MAX_CUTS:
@@ -159,9 +160,9 @@ def brute_force(isolated: Sequence[float], added: Sequence[float], num_stages: i
 def recommend(isolated: Sequence[float], added: Sequence[float], num_stages: int) -> Boundaries:
     """Return the partition of CAPSlog.
 
-    The least peak for which filling stage after stage comes to the end.
-    The stage of the highest peak stays; what is left and right of it is split in the same way
-    again. The peak is found by halves, to a byte.
+    It uses the least peak for which filling stage after stage reaches the end. The stage of the
+    highest peak stays; the parts to its left and right are split again in the same way. The peak is
+    found by bisection, to a byte.
     """
     return (0, *_recommend(_table(isolated, added), 0, len(isolated), num_stages))
 

@@ -1,4 +1,4 @@
-"""The partition of a run by the configured method, and what its ranks then hold and take."""
+"""The partition of a run by the configured method, and the memory and time of its ranks."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ METHODS: Registry[PartitionMethod] = registries.METHODS
 
 
 def partition_method(name: str, needs_profile: bool = True) -> Callable[[Boundaries], Boundaries]:
-    """Register the function below, from a case to the boundaries of its stages, as partition=`name`."""
+    """Register the decorated function (case to boundaries) as partition=`name`."""
 
     def register(make: Boundaries) -> Boundaries:
         def cut(case: PartitionCase, objective: str, budget_s: float) -> Partition:
@@ -89,10 +89,10 @@ def partition_method(name: str, needs_profile: bool = True) -> Callable[[Boundar
 
 @dataclass(frozen=True)
 class PartitionCase:
-    """A model to partition: its profile, the lowered schedule that will run it, and the limit in bytes, if any.
+    """A model to partition: its profile, its lowered schedule, and the limit in bytes, if any.
 
-    Of a run in strips `schedule` is the list of whole micro-batches, which hold as much, and
-    `in_strips` what runs.
+    For a run in strips, `schedule` is the list of whole micro-batches, which needs the same memory,
+    and `in_strips` is the list that runs.
     """
 
     profile: ModelProfile
@@ -110,7 +110,7 @@ class PartitionCase:
 
     @property
     def plain(self) -> PartitionCase:
-        """The same stages as a plain pipeline of one micro-batch, which knows of no other stage on its rank."""
+        """The same stages as a plain pipeline of one micro-batch, with one stage on each rank."""
         return PartitionCase(
             self.profile, lower(gpipe(Request(self.num_stages, 1))), self.optimizer
         )
@@ -126,10 +126,10 @@ class PartitionCase:
         return MemoryModel(self.spans, OPTIMIZERS[self.optimizer]).rank_costs(self.schedule)
 
     def problem(self, objective: str) -> Problem:
-        """Return what is to be made least.
+        """Return the partition problem of an objective.
 
-        Peak_bytes, or compute of the worst rank, if the partition fits the device.
-        The latter also bounds the time of a step.
+        It minimises the peak bytes, or the compute of the worst rank if the partition fits the
+        device. The latter also bounds the time of a step.
         """
         return self._problems[0 if objective == "peak_bytes" else 1]
 
@@ -145,9 +145,9 @@ class PartitionCase:
         return by_bytes, by_time
 
     def cost(self, objective: str, boundaries: Sequence[int]) -> float:
-        """Return what an objective makes of a partition: bytes, or seconds.
+        """Return the value of an objective for a partition, in bytes or seconds.
 
-        Infinite if it does not fit the device.
+        It is infinite if the partition does not fit the device.
         """
         least = self.problem(objective).cost(boundaries)
         if objective != "time" or least == math.inf or self.num_actions > MAX_SIMULATED // 2:
@@ -155,7 +155,7 @@ class PartitionCase:
         return self.step_s(boundaries)
 
     def step_s(self, boundaries: Sequence[int]) -> float:
-        """Return the seconds of a step of the slowest replica, with the all-reduce of each stage's gradients."""
+        """Return the seconds of a step of the slowest replica, including its all-reduces."""
         timed = self._timed
         network = self.network
         stages = strip_costs(stage_costs(self.spans, boundaries), timed.num_strips)
@@ -230,14 +230,13 @@ def _needs_profile(spec: RunSpec, schedule: Schedule) -> bool:
 def partition_model(spec: RunSpec, schedule: Schedule) -> Partition:
     """Return the partition of a resolved run.
 
-    As given in parallel.boundaries, or by the configured method.
-    It depends on what the ranks compute, and not on how early they post their receives, which
-    depends on its costs: a compute-only schedule and all that it is lowered to have the same
-    partition.
+    It is given in parallel.boundaries, or made by the configured method. It depends on the compute
+    of the ranks, and not on how early they post their receives, which depends on its costs: a
+    compute-only schedule and every lowered form of it have the same partition.
 
     Raises:
-        ConfigError: more stages than layers, boundaries that do not make the schedule's stages, or
-            a profile that cannot be had.
+        ConfigError: there are more stages than layers, the boundaries do not make the schedule's
+        stages, or the profile is not available.
         DoesNotFitError: a rank would hold more than machine.device_bytes.
     """
     given = spec.parallel.boundaries
@@ -341,7 +340,7 @@ def check_depth(spec: RunSpec, num_stages: int, num_layers: int) -> None:
     """Check that there is a layer for every stage.
 
     Raises:
-        ConfigError: there is not.
+        ConfigError: there are fewer layers than stages.
     """
     if num_stages <= num_layers:
         return

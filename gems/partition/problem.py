@@ -14,11 +14,11 @@ from gems.profile.spans import RankCosts
 
 
 class InfeasibleError(ValueError):
-    """No partition keeps the limits, as far as was found.
+    """The error that no partition keeps the limits, as far as the search could tell.
 
-    `least` is the cost of the best partition by the limits alone: what the limit must be for that
-    one. `bound` is below or at what it must be for any; where `bound` is not above the limit, the
-    search ended before it was proven.
+    `least` is the cost of the best partition by the limits alone: the limit that this partition
+    needs. `bound` is a lower bound of the limit that any partition needs; if it is not above the
+    limit, the search ended without a proof.
     """
 
     def __init__(self, least: float, limit: float, bound: float) -> None:
@@ -34,12 +34,12 @@ class InfeasibleError(ValueError):
 
 @dataclass(frozen=True)
 class Problem:
-    """How to partition `num_layers` layers into `num_stages` stages so that the most expensive rank costs least.
+    """The problem of partitioning layers into stages so that the most expensive rank costs least.
 
-    `ranks` holds one entry for each group of stages that is judged together; several ranks of the
-    same stages are one entry. With `limits` a partition is allowed only when no rank's cost there
-    is above `limit`. `boundary_bytes[b]` is the size of the tensors between layers b and b + 1,
-    which settles ties.
+    There are `num_layers` layers and `num_stages` stages. `ranks` has one entry for each group of
+    stages that is judged together; several ranks with the same stages share an entry. With
+    `limits`, a partition is allowed only if no rank's cost there is above `limit`.
+    `boundary_bytes[b]` is the size of the tensors between layers b and b + 1, which settles ties.
     """
 
     num_layers: int
@@ -82,10 +82,10 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """What a search found: boundaries, None if no partition keeps the limits, and their cost.
+    """The result of a search: boundaries, None if no partition keeps the limits, and their cost.
 
-    `bound` is below or at every partition's cost; `is_proven` says that nothing better exists, and
-    `has_fewest_bytes` that no partition of this cost has fewer bytes that cross.
+    `bound` is a lower bound of every partition's cost. `is_proven` tells that nothing better
+    exists, and `has_fewest_bytes` that no partition of this cost has fewer crossing bytes.
     """
 
     boundaries: tuple[int, ...] | None

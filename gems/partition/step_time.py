@@ -18,12 +18,12 @@ Cost = tuple[
 def shortest_step(
     start: Boundaries, cost: Callable[[Boundaries], Cost], num_actions: int
 ) -> tuple[Boundaries, Cost]:
-    """Return the best cut that small moves lead to from `start`, with its cost.
+    """Return the best cut that small moves reach from `start`, with its cost.
 
-    The least peak among the shortest.
-    A move shifts one boundary or a run of them by a layer, or two boundaries against each other,
-    and is kept if the step gets shorter, or no longer and the peak lower, until none does.
-    `num_actions` are those of the schedule, which limit how many cuts are simulated.
+    Among the shortest steps it has the least peak. A move shifts one boundary or a run of them by a
+    layer, or two boundaries against each other. It is kept if the step gets shorter, or if the step
+    is no longer and the peak is lower; the search ends when no move helps. `num_actions` is the
+    number of actions of the schedule, which limits how many cuts are simulated.
     """
     best = start
     least = cost(start)

@@ -304,7 +304,7 @@ class StageBlock:
         return [option for option in self.takers[each] if each.last_use < option.end]
 
     def _returned(self, ends_at: Callable[[Storage], int]) -> dict[int, Terms]:
-        """Make, for each layer, the variable of the bytes that its backward finds but does not read.
+        """Make, for each layer, the variable of the bytes present but not read in its backward.
 
         They came back for the recompute of a segment that ends with this layer or a later one. For
         each storage that such a segment takes, they count at the layers after `ends_at`, if nothing

@@ -11,13 +11,14 @@ from gems.schedule.schedule import Schedule
 
 
 def squeeze(order: Schedule, most_held: int) -> Schedule:
-    """Return the order in which ranks run F and I if none waits while it could run another, with equal times.
+    """Return the order of F and I in which no rank waits while it could run another action.
 
-    After the squeezing and reordering of Qi et al. 2024 ("Pipeline Parallelism with Controllable
-    Memory", section 3): in place of an action that is not ready a rank takes the first later one
-    that is, as long as no more than `most_held` pairs of stage and micro-batch are held on the way,
-    and runs a W if there is none. F of a stage, and I, keep their order. What moves are the actions
-    of the first and the last micro-batches: a block that repeats without a wait stays as it is.
+    Times are equal. After the squeezing and reordering of Qi et al. 2024 ("Pipeline Parallelism
+    with Controllable Memory", section 3): in place of an action that is not ready, a rank takes the
+    first later one that is, as long as at most `most_held` pairs of stage and micro-batch are held
+    on the way; it runs a W if there is none. The F of a stage keep their order, and so do the I.
+    Only the actions of the first and the last micro-batches move: a block that repeats without a
+    wait stays unchanged.
     """
     return _Squeezing(order, most_held).schedule()
 

@@ -51,17 +51,18 @@ def _rivals(request: Request) -> Iterable[Request]:
     step_units=_step_units,
 )
 def v_adaptive(request: Request) -> Schedule:
-    """Build the fastest V under a cap (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", V search).
+    """Build the fastest V under a cap.
 
+    This is the V search of Qi et al. 2024, "Pipeline Parallelism with Controllable Memory".
     Building blocks differ in the slots from rank to rank and in the waits between the four passes.
-    Those whose F and I never meet on a rank, and that keep the cap when they repeat, are squeezed
-    and played with 2 P micro-batches, those that use most of the cap first; the fastest is taken.
-    From 7 / 8 of 1F1B's memory on, with f = i = w and N >= 2 P, the bubble is (3 P - 1) / 2 - cap:
-    the last rank cannot start before P - 1, nor take back its first micro-batch before 3 P - 1
-    slots of f / 2, and until then can only run as many F as the cap allows.
+    Blocks whose F and I never meet on a rank, and that keep the cap when they repeat, are squeezed
+    and simulated with 2 P micro-batches, starting with those that use most of the cap; the fastest
+    is taken. From 7 / 8 of 1F1B's memory on, with f = i = w and N >= 2 P, the bubble is (3 P - 1) /
+    2 - cap: the last rank cannot start before P - 1, nor take back its first micro-batch before 3 P
+    - 1 slots of f / 2, and until then it can only run as many F as the cap allows.
 
     Raises:
-        ConfigError: a cap below V-Min's memory.
+        ConfigError: the cap is below V-Min's memory.
     """
     num_ranks = request.num_ranks
     held = _most_held(request.num_ranks, request.cap)
