@@ -15,7 +15,7 @@ Handler = Callable[[Action], None]
 
 
 class ActionLoop:
-    """Runs actions in order, each by the handler of its kind, and polls for messages after each."""
+    """Runs actions in order with the handler of their kind, and polls for messages after each."""
 
     def __init__(
         self,
@@ -25,10 +25,10 @@ class ActionLoop:
         poll: Callable[[], None],
         heartbeat: Heartbeat | None = None,
     ) -> None:
-        """Look up handlers and names of actions, once for all steps.
+        """Look up the handlers and names of actions, once for all steps.
 
         Raises:
-            ScheduleError: an action of a kind that this device cannot run.
+            ScheduleError: An action has a kind that this device cannot run.
         """
         for action in actions:
             if action.kind not in handlers:

@@ -50,7 +50,8 @@ def check_ranks(spec: RunSpec, schedule: Schedule, comm: Comm) -> None:
     """Check the number of ranks and the digest of their schedule; collective.
 
     Raises:
-        ConfigError: it is not partitions x replicas ranks, or two of them have different schedules.
+        ConfigError: There are not partitions x replicas ranks, or two ranks have different
+            schedules.
     """
     if comm.size != spec.world_size:
         raise ConfigError(
@@ -145,7 +146,7 @@ def trace_attributes(
 
 
 def schedule_record(schedule: Schedule) -> dict[str, object]:
-    """Return what result.json says of the schedule."""
+    """Return the entries of result.json about the schedule."""
     return {
         "schedule_sha256": schedule.digest(),
         "schedule_rows": [" ".join(map(str, row)) for row in schedule.rows],
@@ -155,11 +156,11 @@ def schedule_record(schedule: Schedule) -> dict[str, object]:
 def measure_offset(comm: Comm, prefix: str) -> dict[str, int]:
     """Measure this rank's clock minus rank 0's; collective.
 
-    The fastest of some round trips counts, and half of it bounds the error (Cristian 1989).
-    Measured at the start and at the end of a run, since clocks drift.
+    The fastest of some round trips counts, and half of it bounds the error (Cristian 1989). The
+    offset is measured at the start and at the end of a run, since clocks drift.
 
     Returns:
-        Attributes of a trace part: the offset, its error, and what this rank's clock read then.
+        Attributes of a trace part: the offset, its error, and the time of this rank's clock.
     """
     offset = 0
     error = 0

@@ -39,7 +39,7 @@ class PinnedMemory:
         """Return a new pinned buffer.
 
         Raises:
-            DoesNotFitError: the system refuses to pin it.
+            DoesNotFitError: The system refuses to pin it.
         """
         size = _whole_pages(num_bytes)
         buffer = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8, count=num_bytes)
@@ -84,9 +84,10 @@ class HostPool:
     def __init__(
         self, pinned: PinnedMemory | None, where: str, limit_bytes: int | None = None
     ) -> None:
-        """Begin empty, with memory of the process that stands for the host's if it is not to be `pinned`.
+        """Start with an empty pool.
 
-        `where` is the rank, for an error's text, and `limit_bytes` of all buffers, used or not.
+        Without `pinned`, buffers are memory of the process, which stands for the host's. `where` is
+        the rank, for the text of errors. `limit_bytes` limits all buffers together, used or not.
         """
         self.held_bytes = 0
         self.used_bytes = 0
@@ -100,7 +101,7 @@ class HostPool:
         """Return a buffer of that size or, near the limit, a larger one.
 
         Raises:
-            DoesNotFitError: the limit leaves no room for it.
+            DoesNotFitError: The limit leaves no room for it.
         """
         size = (
             num_bytes

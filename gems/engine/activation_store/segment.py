@@ -180,9 +180,8 @@ class StoredSegment(Stage):
         self.stash_bytes = self.held_for_weights_bytes = 0  # the store counts them
         self._recomputes: dict[int, PendingRecompute] = {}
         self._inputs: dict[int, tuple[Tensor, ...]] = {}
-        self._changed_inputs: frozenset[int] | None = (
-            None  # those that the layers change in place; None until known
-        )
+        # inputs that the layers change in place; None until known
+        self._changed_inputs: frozenset[int] | None = None
 
     def split_layers(self) -> SplitLayers:
         """Return the split layers of the whole stage."""

@@ -1,8 +1,8 @@
-"""The files of checkpoints: shards, the manifest that makes those of all ranks one checkpoint, and their folders.
+"""The files of checkpoints: shards, the manifest that joins them, and their folders.
 
-A shard has one rank's tensors, in a safetensors file (github.com/huggingface/safetensors): a header
-with the byte range of each tensor, then their bytes. So a rank of another partition reads only the
-layers that it has, nothing is unpickled, and no process group is needed as for
+A shard has one rank's tensors in a safetensors file (github.com/huggingface/safetensors): a header
+with the byte range of each tensor, then their bytes. So a rank of another partition reads only its
+own layers, nothing is unpickled, and no process group is needed, unlike for
 torch.distributed.checkpoint. The library writes straight from the tensors' memory, without the
 interpreter's lock.
 """

@@ -47,11 +47,11 @@ class StartPoint:
 
     @property
     def step(self) -> int:
-        """The first step to run."""
+        """Return the first step to run."""
         return 0 if self.checkpoint is None else self.checkpoint[1].step
 
     def attributes(self) -> dict[str, int | str]:
-        """Return the attributes of the attempt for a trace part, with its clock beside the time of day.
+        """Return the attempt's attributes for a trace part, with its clock and the time of day.
 
         `continues` is 1 if the attempt continues from an earlier one of the same run.
         """

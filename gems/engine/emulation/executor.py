@@ -218,11 +218,12 @@ class EmulatedSums:
 
 
 class EmulatedExecutor:
-    """Runs one rank's actions on an emulated device with one compute stream and a copy engine in each direction.
+    """Runs one rank's actions on an emulated device.
 
-    `costs` are in seconds and units of `activation_bytes`. At most `cap` units of activations are
-    held: what allocates some waits for copies to host memory. `sums` are those of the gradients, if
-    the list has any. `pace` makes this rank slower than the costs, or makes it wait for its inputs.
+    The device has one compute stream and a copy engine in each direction. `costs` are in seconds
+    and units of `activation_bytes`. At most `cap` units of activations are held: an action that
+    allocates some waits for copies to host memory. `sums` are the sums of gradients, if the
+    schedule has any. `pace` makes this rank slower than the costs, or makes it wait for its inputs.
     """
 
     def __init__(

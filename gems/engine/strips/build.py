@@ -106,9 +106,8 @@ def find_forms(
             takes[key] = passed
         if form is None:
             built = stages.build([stage], spec.seed, precision, "meta")[stage]
-            low = (
-                compute_in(module, precision) for module in built
-            )  # which layers without memory do not
+            # `build` does not set layers without memory to compute in low precision
+            low = (compute_in(module, precision) for module in built)
             form = _form(zip(names, low, strict=True), passed, least, is_training)
         norm_ends |= form.norm_ends
         passed = Passed(form.outputs, strips)

@@ -89,7 +89,7 @@ def report_failure(
 
 
 def rank_facts(rank: int, beat: Beat | None) -> dict[str, Any]:
-    """Return who and where this rank is, for a record of its end."""
+    """Return the identity and location of this rank, for a record of its end."""
     utc = datetime.fromtimestamp(now_ns() / 1e9, UTC).isoformat(timespec="milliseconds")
     return {
         "rank": rank,

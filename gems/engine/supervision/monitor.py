@@ -30,7 +30,7 @@ class Gpu:
         self._handle = pynvml.nvmlDeviceGetHandleByUUID(full)
 
     def read(self) -> tuple[int, float, float]:
-        """Return bytes in use on the whole device (-1 if unknown), watts, and utilisation from 0 to 1."""
+        """Return the device's bytes in use (-1 if unknown), watts, and utilisation from 0 to 1."""
         used = self._query(lambda: self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)
         power = self._query(lambda: self._nvml.nvmlDeviceGetPowerUsage(self._handle) / 1000.0)
         busy = self._query(

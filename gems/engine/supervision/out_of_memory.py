@@ -1,6 +1,7 @@
-"""A rank out of memory: what it held by torch's allocator and its own count, the predicted peak, and what to change.
+"""A rank out of memory: the memory that it held, the predicted peak, and what to change.
 
-Loads torch only where it is loaded already: a rank may fail before.
+The memory is reported by torch's allocator and by the rank's own count. The module uses torch only
+if it is loaded already, since a rank may fail before.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ NOTE = "memory_state"  # the attribute of an exception that has what its rank he
 
 @dataclass(frozen=True, slots=True)
 class MemoryState:
-    """What a rank holds, in bytes; None for what its device or its stage of life has not.
+    """The memory that a rank holds, in bytes; None if its device or its stage of life has no value.
 
     Attributes:
-        counted_bytes: what the rank counts on its device, by kind.
-        allocated_bytes: what torch's allocator has handed out.
-        reserved_bytes: what it has of the device, with these.
-        fragment_bytes: free pieces of blocks that are partly in use, which no larger request can
-            have.
-        process_bytes: host memory of the process, where that is the device's.
+        counted_bytes: Bytes that the rank counts on its device, by kind.
+        allocated_bytes: Bytes that torch's allocator has handed out.
+        reserved_bytes: Bytes that the allocator holds of the device, including the allocated ones.
+        fragment_bytes: Free pieces of blocks that are partly in use, which no larger request can
+            use.
+        process_bytes: Host memory of the process, if that is the device's memory.
     """
 
     counted_bytes: dict[str, int] | None = None
@@ -47,10 +48,10 @@ class MemoryState:
 
 @dataclass(frozen=True, slots=True)
 class OutOfMemory:
-    """A request for memory that failed, beside what the rank held and what was predicted.
+    """A failed request for memory, with the memory that the rank held and the prediction.
 
-    None for what is not known.
-    `limit_bytes` is the device's memory, or `machine.device_bytes` if that is less.
+    Unknown values are None. `limit_bytes` is the device's memory, or `machine.device_bytes` if that
+    is less.
     """
 
     state: MemoryState

@@ -44,12 +44,13 @@ def local_rank() -> int:
 
 
 def mpich_settings(library: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that this MPI library needs in the environment in which its ranks were started.
+    """Return the variables that this MPI library needs in the environment of its ranks.
 
-    MPICH 5's UCX transport publishes each rank's address as the 4096 bytes of memory that begin
-    with it, packed by runs of equal bytes, in lines of up to 1100 characters; SLURM's pmi2 plugin
-    reads at most 1024 characters of a line. So MPI starts or hangs depending on the memory after
-    the address. The OFI transport publishes the address alone.
+    The environment is the one in which the ranks were started. MPICH 5's UCX transport publishes
+    each rank's address as the 4096 bytes of memory that begin with it, packed by runs of equal
+    bytes, in lines of up to 1100 characters. SLURM's pmi2 plugin reads at most 1024 characters of a
+    line. So MPI starts or hangs depending on the memory after the address. The OFI transport
+    publishes the address alone.
     """
     is_by_slurm = "PMI_FD" in environment and environment.get("SLURM_MPI_TYPE") == "pmi2"
     version = re.match(r"MPICH Version:\s*(\d+)\.", library)

@@ -19,21 +19,21 @@ class Request(Protocol):
     """A message under way."""
 
     def Test(self) -> bool:  # noqa: N802, as mpi4py
-        """Return whether it is over, and let messages move."""
+        """Return whether the message is over, and let messages move."""
 
 
 class Sums(Protocol):
-    """What sums a contiguous tensor over `size` ranks in place.
+    """Sums a contiguous tensor over `size` ranks in place.
 
-    Of a GPU too if it `sums_on_device`.
-    All ranks post the same sums in the same order.
+    If it `sums_on_device`, the tensor may be on a GPU. All ranks post the same sums in the same
+    order.
     """
 
     size: int
     sums_on_device: bool
 
     def post_sum(self, tensor: Any, /) -> Request:
-        """Post a sum; until `wait_sum` for the request has returned the tensor may not be used."""
+        """Post a sum; the tensor may not be used until `wait_sum` for the request has returned."""
 
     def wait_sum(self, request: Any, /) -> None:
         """Wait for a posted sum."""
@@ -42,7 +42,7 @@ class Sums(Protocol):
         """Sum a tensor; collective."""
 
     def close(self) -> None:
-        """Give back what was opened; collective."""
+        """Release the opened resources; collective."""
 
 
 class Links(ABC):
@@ -77,18 +77,18 @@ class Links(ABC):
     def send(
         self, tensor: Any, rank: int, tag: int, done: Callable[[], None] | None = None
     ) -> None:
-        """Post a send; the tensor is kept until it has left, and `done` is called then."""
+        """Post a send; keep the tensor until it has left, then call `done`."""
 
     @abstractmethod
     def receive(self, tensor: Any, rank: int, tag: int) -> Request:
-        """Post a receive into a tensor, whose data may be read after `wait` for the request."""
+        """Post a receive into a tensor, which may be read after `wait` for the request."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what was opened; collective, when nothing is under way."""
+        """Release the opened resources; collective, when nothing is under way."""
 
     def poll(self) -> None:
-        """Let messages move, and drop what has been sent; cheap if nothing is under way."""
+        """Let messages move, and drop the sent ones; cheap if nothing is under way."""
         if self._outgoing:
             kept = []
             for entry in self._outgoing:
@@ -124,7 +124,7 @@ class Links(ABC):
         """Wait until all sends have left.
 
         Raises:
-            StalledError: they did not within the hang timeout.
+            StalledError: They did not leave within the hang timeout.
         """
         if self._outgoing:
             self.wait_until(lambda: not self._outgoing, "sends to leave")
@@ -136,12 +136,12 @@ class Links(ABC):
         meanwhile: Callable[[], None] | None = None,
         sleep_s: float | None = None,
     ) -> None:
-        """Wait until `is_done`, and call `meanwhile` before each time.
+        """Wait until `is_done`, and call `meanwhile` before each check.
 
-        It spins first, and then sleeps between polls, so that ranks may share a core.
+        The wait spins first, and then sleeps between polls, so that ranks may share a core.
 
         Raises:
-            StalledError: nothing came within the hang timeout.
+            StalledError: Nothing came within the hang timeout.
         """
 
         def is_done_after_poll() -> object:

@@ -152,7 +152,7 @@ def _num_cores() -> int:
 
 
 def reduce_timer_slack() -> None:
-    """Make Linux end sleeps on time, which by default end up to 50 us late; do nothing elsewhere."""
+    """Make Linux end sleeps on time (by default up to 50 us late); do nothing elsewhere."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(TIMER_SLACK_NS), 0, 0, 0)
 

@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class _Rendezvous:
-    """Where ranks find each other to open groups; collective over `comm`."""
+    """Open the place where ranks find each other to open groups; collective over `comm`."""
 
     def __init__(self, backend: str, comm: Comm) -> None:
         self._backend = backend
@@ -102,7 +102,7 @@ class _Message:
 
 
 class _GlooMessage:
-    """A message of gloo, which says only to who waits for it that it is over: a thread does."""
+    """A message of gloo, which reports its end only to a waiter; so a thread waits for it."""
 
     def __init__(self, work: Any) -> None:
         self.work = work
@@ -116,7 +116,7 @@ class _GlooMessage:
 
 
 class _Edge:
-    """The group of an edge, on one of its two ranks.
+    """The process group of an edge, on one of its two ranks.
 
     `arrived` is set when a message of gloo is over.
     """
@@ -165,10 +165,9 @@ class _Edge:
 
 
 class GroupLinks(Links):
-    """Messages of one way, each edge over a process group of its own, in order.
+    """Messages in one direction, in order; each edge has its own process group.
 
-    Tags are not looked at.
-    What is posted to NCCL follows the work on the current stream.
+    Tags are ignored. Messages that are posted to NCCL follow the work on the current stream.
     """
 
     max_tag = 2**62
@@ -194,17 +193,17 @@ class GroupLinks(Links):
     def send(
         self, tensor: Tensor, rank: int, tag: int, done: Callable[[], None] | None = None
     ) -> None:
-        """Post a send; the tensor is kept until it has left, and `done` is called then."""
+        """Post a send; keep the tensor until it has left, then call `done`."""
         self._keep_sent(self._to[rank].send(tensor), tensor, done)
 
     def receive(self, tensor: Tensor, rank: int, tag: int) -> Request:
-        """Post a receive into a tensor, whose data may be read after `wait` for the request."""
+        """Post a receive into a tensor, which may be read after `wait` for the request."""
         request = self._by[rank].receive(tensor)
         self._keep_received(request, tensor)
         return request
 
     def _sleep(self, seconds: float) -> None:
-        """Sleep until a message of gloo is over, which may have been before."""
+        """Sleep until a message of gloo is over; it may be over already."""
         self._arrived.wait(seconds)
         self._arrived.clear()
 
@@ -215,7 +214,7 @@ class GroupLinks(Links):
 
 
 class GroupSum:
-    """Sums tensors over the ranks of a process group; NCCL takes those of a GPU."""
+    """Sums tensors over the ranks of a process group; NCCL sums tensors of a GPU."""
 
     def __init__(
         self, group: Any, rank: int, is_nccl: bool, hang_timeout_s: float, wait_state: WaitState
@@ -241,8 +240,8 @@ class GroupSum:
         """Wait for a posted sum.
 
         Raises:
-            LostPeerError: another rank is gone.
-            StalledError: it was not over within the hang timeout.
+            LostPeerError: Another rank is gone.
+            StalledError: The sum was not over within the hang timeout.
         """
         what = f"the sum over {self.size} ranks"
         who = f"rank {self._rank} "
@@ -252,8 +251,8 @@ class GroupSum:
         """Sum a contiguous tensor over all ranks.
 
         Raises:
-            LostPeerError: another rank is gone.
-            StalledError: it was not over within the hang timeout.
+            LostPeerError: Another rank is gone.
+            StalledError: The sum was not over within the hang timeout.
         """
         self.wait_sum(self.post_sum(tensor))
 
@@ -265,10 +264,7 @@ class GroupSum:
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The process groups of a rank.
-
-    Links of forward and of backward messages, and the sum of gradients.
-    """
+    """The process groups of a rank: forward and backward links, and the gradient sum."""
 
     links: tuple[GroupLinks, GroupLinks]
     gradients: GroupSum

@@ -361,7 +361,7 @@ def _micro_batches(
 def relative_error(
     ours: Mapping[str, Tensor], reference: Mapping[str, Tensor], floor: float = FLOOR
 ) -> tuple[float, str]:
-    """Return the largest of max |a - b| / max |b| over the tensors of `ours`, and the name of that tensor.
+    """Return the largest of max |a - b| / max |b| over tensors of `ours`, and the tensor's name.
 
     A tensor that is zero except for rounding, such as a bias before a normalisation, is compared
     with `floor` times the largest value in all of `reference`.
