@@ -1,4 +1,4 @@
-"""Whether a convolution is running, so that what autograd saves meanwhile is known to be read by its backward."""
+"""Track whether a convolution is running: its backward reads what autograd saves meanwhile."""
 
 from __future__ import annotations
 

@@ -72,7 +72,10 @@ class _Finder:
         self._known: dict[object, _Found] = {}
 
     def autocast(self, is_enabled: bool = True) -> Autocast:
-        """Return the device's autocast, which leaves other tensors alone, so that layers can ask for it and end it."""
+        """Return the device's autocast, so that layers can ask for it and end it.
+
+        It leaves tensors of other devices alone.
+        """
         return Autocast(self.device.type, torch.get_autocast_dtype(_HERE), is_enabled)
 
     @property
@@ -107,9 +110,10 @@ class _Finder:
 
 
 class _CastsElsewhere(SchemaCheckMode):
-    """Casts what the autocast of another device casts, where that of the tensors' own is on, and in its place.
+    """A mode that casts as the autocast of another device does, in place of the tensors' own.
 
-    It sees operations before autocast does; torch lets few classes there, of which this is one.
+    It does so if the tensors' own autocast is on. It sees operations before autocast does; torch
+    lets few classes there, of which this is one.
     """
 
     def __init__(self, finder: _Finder) -> None:

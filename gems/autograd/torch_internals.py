@@ -150,7 +150,10 @@ def mem_tracker() -> Any:
 
 
 def stores() -> tuple[Any, Any]:
-    """Return torch.distributed's TCPStore and PrefixStore, which have no types under their public names."""
+    """Return torch.distributed's TCPStore and PrefixStore.
+
+    They have no types under their public names.
+    """
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 
     return TCPStore, PrefixStore

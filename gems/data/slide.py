@@ -132,7 +132,7 @@ class SlideDataset(ImageDataset):
         return f"{found.slide.path} at x={x}, y={y}"
 
     def box(self, split: Split, index: int) -> tuple[Slide, tuple[float, float, float, float]]:
-        """Return the slide and the region (x, y, width, height) of a sample, in pixels of level 0."""
+        """Return the slide of a sample and its region: x, y, width, height in level-0 pixels."""
         found, (x, y) = self._place(split, index)
         _, height, width = self.shape
         return found.slide, (x, y, width * found.downsample, height * found.downsample)

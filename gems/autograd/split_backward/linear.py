@@ -1,4 +1,7 @@
-"""Split backward of linear maps, attention (only its projections, linear maps, have weights) and embeddings."""
+"""Split backward of linear maps, attention and embeddings.
+
+Only the projections of attention, which are linear maps, have weights.
+"""
 
 from __future__ import annotations
 

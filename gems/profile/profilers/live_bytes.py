@@ -44,12 +44,12 @@ _PLAIN_CHANNELS = 4  # images of fewer channels are read as they are
 
 
 def workspace_of(device: torch.device) -> Workspace | None:
-    """Return the function for an operation's workspace in bytes on a device, or None if it is not known."""
+    """Return the function for an operation's workspace in bytes on a device, or None if unknown."""
     return processor_workspace_bytes if device.type == "cpu" else None
 
 
 def processor_workspace_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
-    """Return the bytes that an operation holds at once beyond its operands and results, on a processor."""
+    """Return the bytes that an operation on a CPU holds at once beyond operands and results."""
     if func is _FORWARD:
         x, weight, _, stride, padding, _, is_transposed = args[:7]
         if not _is_blocked(x, weight, stride, padding):
@@ -156,10 +156,10 @@ def unique_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the storages that operations make inside a `with` block, until they are freed.
+    """A counter of the storages that operations make inside a `with` block, until they are freed.
 
-    The memory of `given` is not counted. What a kernel allocates and frees within itself is not
-    seen: `workspace` returns it, where it is known.
+    The memory of `given` is not counted. It does not see what a kernel allocates and frees
+    internally: `workspace` returns these bytes, if they are known.
     """
 
     def __init__(self, given: Iterable[Tensor] = (), workspace: Workspace | None = None) -> None:
@@ -173,7 +173,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._references: dict[int, weakref.ref[Any]] = {}
 
     def restart(self) -> int:
-        """Start a new peak from what is live, and return that."""
+        """Start a new peak from the live bytes, and return these."""
         self.peak_bytes = self.live_bytes
         return self.live_bytes
 
