@@ -1,4 +1,4 @@
-"""A job of any batch system as a record, in SLURM's words, and the files by which a submission is found."""
+"""Describe a job of any batch system in SLURM's words, and find the files of a submission."""
 
 from __future__ import annotations
 
@@ -107,7 +107,10 @@ class ListedJob:
 
 
 class JobId(NamedTuple):
-    """The parts of a job's ID: of 41_7@serial the number in its cluster, the task of an array, and the cluster."""
+    """The parts of a job's ID, such as 41_7@serial.
+
+    They are the number in its cluster, the task of an array, and the cluster.
+    """
 
     number: str
     task: str = ""
@@ -115,7 +118,7 @@ class JobId(NamedTuple):
 
     @classmethod
     def parse(cls, job_id: str) -> JobId:
-        """Take an ID apart; one that is not SLURM's is a number as a whole."""
+        """Split an ID into its parts; an ID that is not SLURM's is a number as a whole."""
         found = re.fullmatch(r"([0-9]+)(?:_([0-9]+))?(?:@(.+))?", job_id)
         return cls(job_id) if found is None else cls(*found.groups(default=""))
 
@@ -135,7 +138,7 @@ class UnclearSubmissionError(TryLaterError):
 def script_path(logs: Path, token: str) -> Path:
     """Return the batch script of a submission.
 
-    Its name is the sign by which a job of SLURM's is found.
+    The script's name identifies the submission's job in SLURM.
     """
     return logs / f".submission_file_{token}.sh"
 
@@ -148,7 +151,7 @@ def pickle_path(logs: Path, token: str) -> Path:
 def name_submission(logs: Path, token: str, job_id: str) -> None:
     """Give the files of a submission the names by which the job looks for them.
 
-    What has its name keeps it.
+    Files that already have their names keep them.
     """
     script = script_path(logs, token)
     pickle = pickle_path(logs, token)

@@ -23,9 +23,8 @@ OF_SYSTEM = {
     "ibrun": "slurm",
     "flux": "flux",
 }  # launchers that work in jobs of one batch system
-TOKEN_VARIABLE = (  # of a job that has the token of its submission in its environment
-    "GEMS_SUBMISSION"
-)
+# Holds the token of a job's submission, in the job's environment.
+TOKEN_VARIABLE = "GEMS_SUBMISSION"
 
 
 class Work(Protocol):
@@ -44,14 +43,14 @@ class Work(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
-    """The resources of one run, one task per rank.
+    """The resources of one run, with one task per rank.
 
-    `python` is the command that starts the ranks' interpreter.
-    A simulated run has no ranks: it is one process here, whatever the cluster. With
-    `checks_placement` ranks only report their placement. With `snapshot` everything is started from
-    the code's archive in the run folder. `after` is the number of a job that must have ended,
-    however, before this one starts. `staged` is what each node has a copy of. `nodelist` are the
-    nodes of the allocation that the ranks run on, SLURM's choice if it is empty.
+    `python` is the command that starts the ranks' interpreter. A simulated run has no ranks: it is
+    one process here, whatever the cluster. With `checks_placement`, ranks only report their
+    placement. With `snapshot`, everything is started from the code archive in the run folder.
+    `after` is the number of a job that must have ended, in any state, before this one starts.
+    `staged` names the files of which each node has a copy. `nodelist` are the nodes of the
+    allocation that the ranks run on; if it is empty, SLURM chooses.
     """
 
     name: str
@@ -143,7 +142,10 @@ class JobSpec:
 
     @property
     def has_early_signal(self) -> bool:
-        """Whether the job is long enough for the signal before its end, which must come in the second half."""
+        """Whether the job is long enough for the signal before its end.
+
+        The signal must come in the second half of the job.
+        """
         return 0 < 2 * self.cluster.signal_before_end_s <= 60 * self.minutes
 
     def summary(self) -> str:
@@ -164,7 +166,7 @@ class JobSpec:
 def _is_batch(launcher: str, cluster: ClusterConfig) -> bool:
     """Return whether a launcher's ranks run in a job.
 
-    SLURM is every cluster's default, that of this machine too.
+    SLURM is the default of every cluster preset, even the one for this machine.
     """
     return launcher != SIMULATED and (
         cluster.scheduler != "slurm" or OF_SYSTEM.get(launcher) == "slurm"

@@ -56,17 +56,17 @@ def call_submit(
 ) -> str:
     """Call the command that submits a script and return the job's ID.
 
-    `read_id` finds it in what the command prints; `refuse` makes the error of a refusal; `find`
-    looks for the job where the command did not tell.
+    `read_id` extracts the ID from the command's output. `refuse` makes the error of a refusal.
+    `find` looks for the job if the command did not report it.
 
     Raises:
         UnclearSubmissionError: it is not known whether the system has the job.
         TryLaterError: the queue takes no more jobs now, or the system cannot be reached.
-        ConfigError: it refuses the job.
+        ConfigError: the system refuses the job.
         OSError: the script cannot be read.
     """
-    # open from the fork on, before the command line is the command's: so it is found if it outlives
-    # this process
+    # inherit the script's fd from the fork on, before the command line changes, so that an orphaned
+    # command can be found
     with script.open() as file:
         held = (file.fileno(),)
         result = run_command(
@@ -167,9 +167,9 @@ def export_lines(values: Mapping[str, object]) -> list[str]:
 def check_path(
     spec: RunSpec, job: JobSpec, folder: RunFolder, system: str, forbidden: Mapping[str, str]
 ) -> None:
-    """Raise ConfigError for a run folder that a batch system or Python would read as something else.
+    """Raise ConfigError for a run folder that a batch system or Python would misread.
 
-    `forbidden` has the texts that the system interprets, with the words for them in the message.
+    `forbidden` maps the texts that the system interprets to the words for them in the message.
     """
     path = str(folder.path)
     if not path.isprintable() or any(text in path for text in forbidden):

@@ -1,4 +1,7 @@
-"""The evidence of a run's end, from its folder, logs, trace and SLURM's records, and what each piece of it shows."""
+"""Gather the evidence of a run's end, and what each piece of it shows.
+
+The evidence comes from the run's folder, logs and trace, and from SLURM's records.
+"""
 
 from __future__ import annotations
 
@@ -53,12 +56,9 @@ GONE = "the interpreter"
 OUTPUT, EXEC = "#SBATCH --output=", "exec "
 SCRIPT_LINE = re.compile(f"^({OUTPUT}|{EXEC})(.*)$", re.MULTILINE)
 BATCH_LOGS = ("*_log.out", "*.OU")  # the second is what PBS names its file in a folder
-BY_OTHERS = (
-    9,
-    15,
-)  # signals by which a launcher, a scheduler or a user ends ranks; others a process causes itself
-# What may be behind the kill of a rank; all else that ranks met when one was killed is a
-# consequence.
+# Signals by which a launcher, a scheduler or a user ends ranks; a process causes the others itself.
+BY_OTHERS = (9, 15)
+# Possible reasons for the kill of a rank; if one was killed, everything else is a consequence.
 BEHIND_KILLS = (
     FailureCause.HOST_MEMORY,
     FailureCause.DEVICE_MEMORY,
@@ -72,13 +72,12 @@ BEHIND_KILLS = (
 
 
 class Evidence:
-    """All that is known of a run, each part empty or None if there is none.
+    """All that is known of a run; each part is empty or None if it is missing.
 
-    SLURM's commands have a time limit.
-    `failure` is the rank at fault by the launcher's output, records and heartbeats; `trace_steps`
-    the number of complete steps in the trace, read only `with_trace` and in a process of its own;
-    `resume_step` the step at which the newest checkpoint resumes; `errors` those of the queries
-    that failed.
+    SLURM's commands have a time limit. `failure` is the rank at fault by the launcher's output,
+    records and heartbeats. `trace_steps` is the number of complete steps in the trace; it is read
+    only `with_trace`, in a separate process. `resume_step` is the step at which the newest
+    checkpoint resumes. `errors` are the errors of the queries that failed.
     """
 
     def __init__(self, folder: RunFolder, *, with_trace: bool = True) -> None:
@@ -148,7 +147,7 @@ class Evidence:
 
     @property
     def is_killed(self) -> bool:
-        """Whether the rank at fault was killed, so that what the others met is a consequence."""
+        """Whether the rank at fault was killed; if so, the other ranks' errors are a consequence."""
         return self.failure.cause_class in (
             FailureCause.KILLED,
             FailureCause.HOST_MEMORY,
@@ -169,16 +168,16 @@ def log_paths(folder: RunFolder) -> list[Path]:
 def newest_checkpoint(folder: RunFolder) -> int | None:
     """Return the step at which the newest complete checkpoint resumes.
 
-    One without a manifest does not count.
+    A checkpoint without a manifest does not count.
     """
     names = [path.parent.name for path in folder.checkpoints.glob("step*/manifest.json")]
     return max((int(name[4:]) for name in names if re.fullmatch(r"step\d+", name)), default=None)
 
 
 def trace_steps(folder: RunFolder) -> int | None:
-    """Return the number of steps that every rank finished by the run's trace.
+    """Return the number of steps that every rank finished, by the run's trace.
 
-    None if none is readable.
+    Return None if no trace is readable.
     """
     if not folder.trace_h5.exists() and not any((folder.path / "trace").glob("rank*.h5")):
         return None
@@ -233,7 +232,7 @@ def _from_job(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _from_script(evidence: Evidence) -> Iterator[Finding]:
-    """Yield what a job that did not come to its ranks misses of what its script names."""
+    """Yield what is missing of the paths in a job's script, if the job never reached its ranks."""
     job = evidence.job
     folder = evidence.folder
     if (
@@ -305,7 +304,10 @@ def _from_failure(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _from_silence(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the node all of whose ranks ended without a record, if those of the others only lost their messages."""
+    """Yield the only node whose ranks all ended without a record.
+
+    This applies only if the ranks of the other nodes merely lost their messages.
+    """
     records = evidence.records
     if not evidence.is_batch or not records or evidence.is_killed or evidence.stall:
         return

@@ -1,8 +1,8 @@
-"""The output of launchers when a rank dies.
+"""Parse the output of launchers when a rank dies.
 
-MPICH's and Intel's hydra, Open MPI, srun, and MPI_Abort itself.
-As soon as a rank has failed, its launcher or MPI_Abort ends the others by signals, too. What is
-reported after that is marked `is_cleanup`: it shows how those ranks ended, and not why.
+The launchers are MPICH's and Intel's hydra, Open MPI and srun; MPI_Abort prints its own messages.
+As soon as a rank has failed, its launcher or MPI_Abort ends the others, also by signals. Deaths
+that are reported after that are marked `is_cleanup`: they show how those ranks ended, and not why.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ AMENDMENTS = (
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """The end of one rank as its launcher reports it; None for what it does not report.
+    """The end of one rank as its launcher reports it; fields that it does not report are None.
 
-    With `is_cleanup` another rank had failed before, and the launcher was ending those that were
-    left.
+    With `is_cleanup`, another rank had failed before, and the launcher was ending the ranks that
+    were left.
     """
 
     rank: int | None = None
@@ -88,7 +88,7 @@ class Death:
 
 
 class LauncherOutput:
-    """Parses a launcher's output, line by line, and keeps the deaths that it reports in their order."""
+    """A parser of a launcher's output, line by line; it keeps the reported deaths in order."""
 
     def __init__(self) -> None:
         self._deaths: list[Death] = []
@@ -180,7 +180,7 @@ class LauncherOutput:
 
 
 def _as_signal(death: Death) -> Death:
-    """Replace the exit code by which a shell or a container reports that a signal ended its process."""
+    """Convert an exit code by which a shell or container reports a signal into that signal."""
     number = (death.exit_code or 0) - SIGNAL_BASE
     if death.exit_code is None or number not in KILLING_SIGNALS:
         return death

@@ -1,6 +1,6 @@
-"""Findings on a run's end, and the patterns in its logs that show one.
+"""Find patterns in a run's logs that show why it ended.
 
-Messages of kernels, SLURM, MPI, libraries.
+They are messages of kernels, SLURM, MPI and libraries.
 """
 
 from __future__ import annotations
@@ -117,11 +117,11 @@ CONSEQUENCE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one source reports of a run's end, in its own words.
+    """A source's report of a run's end, in its own words.
 
     `time_ns` is None if the source has no clock. `may_follow` marks a possible consequence of
     something else: a rank that waits for a dead one stalls, and a launcher kills the ranks that are
-    left. `is_consequence` marks one of the cause that is known.
+    left. `is_consequence` marks a consequence of the known cause.
     """
 
     cause: FailureCause

@@ -1,6 +1,7 @@
-"""The node blocklist: nodes on which runs have failed through no fault of theirs, in `runs_dir/bad_nodes.json`.
+"""Keep the node blocklist: nodes that are to blame for failures of runs.
 
-One failure may be a coincidence: a node is blocked after MIN_FAILURES of them.
+It is in `runs_dir/bad_nodes.json`. One failure may be a coincidence: a node is blocked after
+MIN_FAILURES of them.
 """
 
 from __future__ import annotations

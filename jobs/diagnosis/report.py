@@ -1,4 +1,4 @@
-"""The diagnosis of one run: cause, first failing rank, where and when, what it leaves, and what to change."""
+"""Diagnose a run: cause, first failing rank, where and when, what it leaves, what to change."""
 
 from __future__ import annotations
 
@@ -226,9 +226,9 @@ class Diagnosis:
 
 
 def diagnose_run(folder: RunFolder, *, with_trace: bool = True) -> Diagnosis:
-    """Find out why a run ended, from all that is there.
+    """Find out why a run ended, from all available evidence.
 
-    Never raises for what is missing or damaged.
+    Missing or damaged evidence never raises an error.
     """
     evidence = Evidence(folder, with_trace=with_trace)
     run = evidence.run
@@ -269,9 +269,8 @@ def judge(findings: Iterable[Finding]) -> Finding | None:
     """
     every = list(findings)
     found = [finding for finding in every if not finding.is_consequence] or every
-    if any(
-        finding.cause is FailureCause.NODE for finding in found
-    ):  # reported minutes after ranks began to wait
+    # SLURM reports a lost node minutes after the ranks began to wait
+    if any(finding.cause is FailureCause.NODE for finding in found):
         found = [finding for finding in found if finding.cause is not FailureCause.STALLED]
 
     certain = [finding for finding in found if not finding.may_follow]
@@ -289,9 +288,9 @@ def judge(findings: Iterable[Finding]) -> Finding | None:
 
 
 def record_diagnosis(diagnosis: Diagnosis) -> None:
-    """Write the diagnosis of a run that has ended to its folder, and the node at fault to the blocklist.
+    """Write the diagnosis of an ended run to its folder, and the node at fault to the blocklist.
 
-    If that cannot be written, a warning on stderr is all.
+    If that cannot be written, it only prints a warning on stderr.
     """
     folder = diagnosis.folder
     node = diagnosis.blamed_node

@@ -1,6 +1,6 @@
-"""Which rank ended a run, and why.
+"""Find which rank ended a run, and why.
 
-From the records that ranks left, the launcher's output, and the heartbeats.
+The sources are the records that ranks left, the launcher's output, and the heartbeats.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def _first_cause(deaths: Sequence[Death], memory_event: str | None) -> Death | N
 def has_trained(beats: Mapping[int, Beat]) -> bool:
     """Return whether a rank has begun a step.
 
-    Then the launcher, MPI and the configuration were right.
+    If so, the launcher, MPI and the configuration were right.
     """
     return any(beat.step >= 0 for beat in beats.values())
 
@@ -214,9 +214,9 @@ def classify_record(record: Mapping[str, Any]) -> FailureCause:
 def first_exit(
     folder: RunFolder, beats: Mapping[int, Beat] | None = None
 ) -> tuple[int, int] | None:
-    """Return when in ns the first process ended that had not finished, and its rank.
+    """Return when the first unfinished process ended, in ns, and its rank.
 
-    None if none has.
+    Return None if none has.
     """
     notes = read_notes(folder.path).items()
     beats = read_beats(folder.path) if notes and beats is None else beats or {}
@@ -281,7 +281,10 @@ def _from_record(record: Mapping[str, Any]) -> Failure:
 def _from_stall(
     stall: dict[str, Any], records: Sequence[dict[str, Any]], beats: Mapping[int, Beat]
 ) -> Failure:
-    """Describe a stall: which rank was silent, by the one that found it or else by the heartbeats, and which waited."""
+    """Describe a stall: which rank was silent, and which waited.
+
+    The finder of the stall names the silent rank, or else the heartbeats show it.
+    """
     first = next(
         (record for record in records if record.get("exit_code") == StalledError.exit_code), {}
     )

@@ -1,4 +1,4 @@
-"""The preflight: everything that can be known of a job before it is queued, as one list of checks."""
+"""Run the preflight: a list of checks of all that can be known of a job before it is queued."""
 
 from __future__ import annotations
 
@@ -62,9 +62,10 @@ SHARED = (
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A check and its outcome: `ok` is None if there was nothing to check it by, `said` what was found, or why not.
+    """A check and its outcome.
 
-    `refusal` is the error of a check that forbids the job; one that only warns has none.
+    `ok` is None if the check could not be made. `said` is what was found, or why it could not be
+    made. `refusal` is the error of a check that forbids the job; a check that only warns has none.
     """
 
     name: str
@@ -88,10 +89,10 @@ def preflight(
     *,
     here: bool = True,
 ) -> Iterator[Check]:
-    """Check a run, those checks first that take no time.
+    """Check a run; checks that take no time come first.
 
-    `script` is the batch script, None for a run on this machine; `make_plan` returns the plan of
-    the run, which may take a profile; `here` queries the batch system of this machine, which must
+    `script` is the batch script, None for a run on this machine. `make_plan` returns the plan of
+    the run, which may take a profile. `here` queries the batch system of this machine, which must
     be the preset's.
     """
     parallel = spec.parallel
@@ -127,7 +128,7 @@ def preflight(
 
 
 def site_checks(spec: RunSpec, job: JobSpec, script: str, *, here: bool = True) -> Iterator[Check]:
-    """Check whether the site takes a job; the answer is that for every run with an equal one."""
+    """Check whether the site takes a job; the answer holds for every run with an equal job."""
     yield _check("limits", lambda: _check_limits(spec, job, here))
     away = f"not asked: {host_names()[0]} is no login node of {spec.cluster.name}"
     scheduler = SCHEDULERS[spec.cluster.scheduler]
@@ -317,7 +318,7 @@ class Storage:
 
 
 def find_storage(spec: RunSpec) -> Storage:
-    """Find the storage of a run's folder; raise ConfigError if one cannot write there."""
+    """Find the storage of a run's folder; raise ConfigError if it is not writable."""
     wanted = RunFolder.of(spec).path
     path = next(each for each in (wanted, *wanted.parents) if os.path.lexists(each))
     if not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
@@ -334,9 +335,9 @@ def find_storage(spec: RunSpec) -> Storage:
 
 
 def check_free_space(spec: RunSpec, storage: Storage, needed_bytes: int = 0) -> str:
-    """Describe the free space, or raise ConfigError if what a run writes does not fit.
+    """Describe the free space; raise ConfigError if the run's files do not fit.
 
-    Quotas are not seen.
+    Quotas are not visible to this check.
     """
     needed = max(needed_bytes, MIN_BYTES)
     free = f"{storage.free_bytes / GIB:.2f} GiB"

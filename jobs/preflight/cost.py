@@ -15,7 +15,10 @@ KEY = "cluster.confirm_above_gpu_hours"
 
 
 def describe_cost(jobs: Sequence[JobSpec]) -> str:
-    """Describe the GPU-hours of jobs that take all their minutes, and the site's charge if its rate is known."""
+    """Describe the GPU-hours of jobs that take all their minutes.
+
+    The site's charge is added if its rate is known.
+    """
     hours = sum(job.gpu_hours for job in jobs)
     charges: dict[str, float] = {}
     for job in jobs:

@@ -1,4 +1,7 @@
-"""Known probes: what two ranks found out about MPI and device memory on a cluster, kept for later jobs."""
+"""Keep the results of probes for later jobs.
+
+A probe is two ranks that find out about MPI and device memory on a cluster.
+"""
 
 from __future__ import annotations
 
@@ -60,12 +63,15 @@ def _key(spec: RunSpec, job: JobSpec) -> str:
 
 
 def keep_probe(spec: RunSpec, job: JobSpec, found: dict[str, Any]) -> None:
-    """Keep what a probe found."""
+    """Store the result of a probe."""
     keep_cached(spec.cache_dir, KIND, _key(spec, job), found)
 
 
 def known_probe(spec: RunSpec, job: JobSpec) -> dict[str, Any] | None:
-    """Return the kept probe of this cluster and environment; None if it is old, or of fewer nodes."""
+    """Return the stored probe of this cluster and environment.
+
+    Return None if it is old, or was made on fewer nodes.
+    """
     found = read_cached(spec.cache_dir, KIND, _key(spec, job)) or {}
     with contextlib.suppress(KeyError, TypeError, ValueError):
         age = datetime.now(UTC) - datetime.fromisoformat(found["utc"])

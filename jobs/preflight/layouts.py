@@ -1,6 +1,6 @@
-"""The layouts on fewer nodes by which a run can go on.
+"""Find the layouts on fewer nodes with which a run can continue.
 
-Other partitions x replicas, and the same samples a step.
+They have other numbers of partitions x replicas, and the same samples per step.
 """
 
 from __future__ import annotations
@@ -134,7 +134,10 @@ def _wait_h(spec: RunSpec, folder: RunFolder) -> float | None:
 
 
 def _own_layouts(spec: RunSpec, world_size: int) -> Iterator[RunSpec]:
-    """Yield a run on so many ranks by its own schedule, with as many micro-batches over all replicas as it has."""
+    """Yield the run on this number of ranks with its own schedule.
+
+    The number of micro-batches over all replicas stays the same.
+    """
     parallel = spec.parallel
     total = parallel.replicas * (parallel.micro_batches or 0)
     for replicas in range(1, world_size + 1):
@@ -158,7 +161,9 @@ def _own_layouts(spec: RunSpec, world_size: int) -> Iterator[RunSpec]:
 
 
 def _searched_plan(spec: RunSpec, world_size: int) -> Plan:
-    """Return the plan of the best configuration that `gems plan` finds with the run's micro-batches and strips.
+    """Return the plan of the best configuration that `gems plan` finds.
+
+    It has the run's micro-batches and strips.
 
     Raises:
         ConfigError, DoesNotFitError: there is none.

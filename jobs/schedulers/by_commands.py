@@ -1,7 +1,8 @@
-"""Batch systems that run a script of ours as it is, where one query returns everything known about a user's jobs.
+"""Support batch systems that run our script as it is.
 
-A submission's token is in the job's environment, and where the system's query shows it; the script
-itself has none, so that a dry run prints what is submitted.
+One query of such a system returns everything known about a user's jobs. A submission's token is in
+the job's environment, and the system's query shows it. The script itself has no token, so a dry run
+prints exactly what is submitted.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ PROGRAM = "jobs.launch.batch"
 
 @dataclass(frozen=True, slots=True)
 class FoundJob:
-    """A job of this user's: what is known of it, the token of its submission if it is ours, and its queue."""
+    """A job of this user: its facts, its queue, and the token of its submission if it is ours."""
 
     job_id: str
     job: Job
@@ -51,7 +52,7 @@ class FoundJob:
 
 
 class ByCommands(Scheduler):
-    """A batch system of which a subclass knows the directives, the commands and what they print."""
+    """A batch system whose subclass knows the directives, the commands and their output."""
 
     sentinel: ClassVar[str]
     forbidden: ClassVar[Mapping[str, str]]  # in paths, with the words for them
@@ -158,7 +159,7 @@ class ByCommands(Scheduler):
         )
 
     def find_submitted(self, tokens: Iterable[str], clusters: str = "") -> dict[str, ListedJob]:
-        """Find the jobs of submissions by their tokens, of a token an active job if there is any."""
+        """Find the jobs of submissions by token; prefer an active job if a token has several."""
         wanted = set(tokens)
         found = sorted(self.fetch(), key=lambda each: each.job.is_active)
         return {each.token: each.listed() for each in found if each.token in wanted}

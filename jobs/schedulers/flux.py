@@ -161,13 +161,13 @@ class Flux(ByCommands):
         return job_id if self.job_id_form.fullmatch(job_id) else None
 
     def environment(self) -> dict[str, str]:
-        """Return this process's environment with Flux's own variables, by which the command finds its instance."""
+        """Return this process's environment with Flux's own variables, which locate its instance."""
         return without_leftovers(os.environ) | _own_variables()
 
     def fetch(
         self, job_ids: Sequence[str] | None = None, limit_s: float | None = None
     ) -> list[FoundJob]:
-        """Return all of this user's jobs: asked for one that it has forgotten, `flux jobs` fails."""
+        """Return all of this user's jobs: `flux jobs` fails if it is asked for a forgotten one."""
         columns = "|".join(f"{{{column}}}" for column in COLUMNS)
         argv = [*_flux("jobs"), "-a", "--count=0", "--color=never", f"--format={columns}"]
         result = run_command(

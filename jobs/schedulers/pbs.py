@@ -181,7 +181,10 @@ class Pbs(ByCommands):
 
 
 def _free(cluster: ClusterConfig) -> tuple[dict[str, Any], dict[str, Any], str]:
-    """Return the options of `cluster.qsub`, its resources, and what it adds to each chunk of select."""
+    """Return the options of `cluster.qsub`, its resources, and its additions to each chunk.
+
+    The chunks are those of the select option.
+    """
     form = r"[A-Za-z]|[a-z][a-z0-9_]+"
     what = "an option of one letter, or a resource of -l"
     options = free_options(
@@ -218,10 +221,13 @@ def _with_history(command: list[str], words: list[str], limit_s: float | None) -
 
 
 def _query(job_ids: list[str], limit_s: float | None) -> list[FoundJob]:
-    """Query some jobs by qstat; raise SchedulerError unless it tells of each, or that it does not know it.
+    """Query some jobs by qstat.
 
     Its JSON is not used: some releases leave out all jobs but the first, or print variables that
-    are no JSON.
+    are not JSON.
+
+    Raises:
+        SchedulerError: qstat does not report each job as known or unknown.
     """
     result = _with_history(["qstat"], ["-f", *job_ids], limit_s)
     lines = [line for line in result.stderr.splitlines() if line.strip()]
@@ -250,9 +256,9 @@ def _number(job_id: str) -> str:
 
 
 def _rows(text: str) -> dict[str, dict[str, str]]:
-    """Read `qstat -f`: a block for each job, with an attribute a line.
+    """Read `qstat -f`: a block for each job, with one attribute per line.
 
-    What goes on is behind a tab.
+    Continuation lines start with a tab.
     """
     rows: dict[str, dict[str, str]] = {}
     row: dict[str, str] = {}
@@ -300,7 +306,10 @@ def _found(job_id: str, row: Mapping[str, str]) -> FoundJob:
 
 
 def _end_state(code: str | None, *, is_late: bool) -> str:
-    """Return how a job has ended by its exit status: one that was deleted before it ran has none."""
+    """Return how a job ended, by its exit status.
+
+    A job that was deleted before it ran has no exit status.
+    """
     if code == "0":
         return "COMPLETED"
     if code == KILLED_BY_WALLTIME or (code in BY_SIGTERM and is_late):

@@ -27,8 +27,8 @@ from jobs.batch.resources import JobSpec, Work
 class Scheduler(ABC):
     """A batch system: how a job is written, submitted, found, queried and cancelled.
 
-    What it raises is a SchedulerError if a command gives no answer: an answer that is slow, strange
-    or an error is never "there is no such job".
+    Methods raise SchedulerError if a command gives no answer: a slow, strange or failed answer
+    never means "there is no such job".
     """
 
     name: ClassVar[str]
@@ -65,7 +65,10 @@ class Scheduler(ABC):
     def submit(
         self, spec: RunSpec, job: JobSpec, folder: RunFolder, works: Sequence[Work], token: str
     ) -> str:
-        """Submit prepared runs and return the job's ID; raises as `jobs.slurm.sbatch.submit_job`."""
+        """Submit prepared runs and return the job's ID.
+
+        Raises the errors of `jobs.slurm.sbatch.submit_job`.
+        """
 
     def clusters(self, cluster: ClusterConfig) -> str:
         """Return the clusters, separated by commas, of which one gets a job.
@@ -110,7 +113,10 @@ class Scheduler(ABC):
 
     @abstractmethod
     def cancel(self, job_ids: Sequence[str]) -> str | None:
-        """Cancel jobs by one command; return its error, or None. A job that has ended is no error."""
+        """Cancel jobs with one command; return its error, or None.
+
+        A job that has already ended is no error.
+        """
 
     @abstractmethod
     def num_queued(
@@ -123,7 +129,7 @@ class Scheduler(ABC):
         return 1
 
     def num_restarts(self) -> int:
-        """Return how often the system had started this process's job again when this attempt began."""
+        """Return how often this process's job had been restarted when this attempt began."""
         return 0
 
     def requeue(self, job_id: str) -> str | None:
@@ -138,7 +144,10 @@ class Scheduler(ABC):
         return None
 
     def record(self, job_id: str) -> dict[str, Any] | None:
-        """Return the system's own record of a job for the run folder; None if there is no answer."""
+        """Return the system's own record of a job for the run folder.
+
+        Return None if there is no answer.
+        """
         return None
 
     def record_steps(self, job_id: str) -> list[dict[str, str]] | None:
@@ -152,7 +161,7 @@ SCHEDULERS: Registry[Scheduler] = registries.SCHEDULERS
 def scheduler_of(job_id: object) -> Scheduler | None:
     """Return the system of a job by the form of its ID; None for a value that is no ID.
 
-    Nothing else passes, as a command could take it for an option.
+    No other values are accepted, as a command could take them for an option.
     """
     if not isinstance(job_id, str | int) or isinstance(job_id, bool):
         return None
@@ -162,9 +171,9 @@ def scheduler_of(job_id: object) -> Scheduler | None:
 
 
 def place(cluster: ClusterConfig) -> str:
-    """Return the system that gets a run's job, with its clusters if they are not the default one.
+    """Return the system that gets a run's job, with its clusters if they are not the default.
 
-    Slurm@serial.
+    An example is slurm@serial.
     """
     return "@".join(
         filter(None, (cluster.scheduler, SCHEDULERS[cluster.scheduler].clusters(cluster)))
