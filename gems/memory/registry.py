@@ -86,11 +86,10 @@ def _with_key(error: DoesNotFitError, memory: MemoryConfig, case: MemoryCase) ->
 
 
 def plan_within(memory: MemoryConfig, case: MemoryCase) -> MemoryPlan:
-    """Return the plan of the configured policy, stopping early if recomputed segments miss the limit.
+    """Return the plan of the configured policy; stop early if recomputed segments miss the limit.
 
     Raises:
-        DoesNotFitError: the plan does not keep the case's limit, or nothing that the policy can do
-        does.
+        DoesNotFitError: the plan does not keep the case's limit, or the policy cannot keep it.
     """
     limit = case.limit_bytes
     if limit is None or (memory.name, memory.recompute) != ("recompute", "segment"):

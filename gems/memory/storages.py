@@ -63,7 +63,10 @@ class Storage:
 def saved_storages(
     profile: ModelProfile, first: int, end: int, least_bytes: int = 0
 ) -> tuple[Storage, ...]:
-    """Return what layers `first` up to `end` make and a backward of them reads; see `Layers.made`."""
+    """Return the storages that layers `first` up to `end` make and that their backward reads.
+
+    See `Layers.made`.
+    """
     return tuple(
         one for one in profile_storages(profile).made(first, end, least_bytes) if one.savers
     )
@@ -108,10 +111,10 @@ class Layers:
         self.first_forward_peak_bytes = cache(self._first_forward_peak_bytes)
 
     def _made(self, first: int, end: int, least_bytes: int) -> tuple[Storage, ...]:
-        """Return what layers `first` up to `end` make that is saved, kept for a recompute or passed on.
+        """Return the storages of some layers that are saved, kept for a recompute or passed on.
 
-        What a stage is given by another is in its receive buffer whatever the plan, and not among
-        them. Storages below `least_bytes` stay.
+        The layers are `first` up to `end`. The inputs of a stage are in its receive buffer under
+        any plan, and are not included. Storages below `least_bytes` stay.
         """
         found: list[Storage] = []
         for maker in range(first, end):
@@ -140,9 +143,10 @@ class Layers:
         return tuple(found)
 
     def _first_forward_peak_bytes(self, first: int, end: int, is_selective: bool) -> int:
-        """Return the peak bytes of a forward of layers first up to end that will be recomputed, without its inputs.
+        """Return the peak bytes of a forward that will be recomputed, without its inputs.
 
-        Nothing is kept of it, or with `is_selective` what convolutions and matrix products gave.
+        It covers layers `first` up to `end`. Nothing is kept of it, or, with `is_selective`, the
+        results of convolutions and matrix products.
         """
         passing: list[tuple[int, Saved]] = []
         most = kept = 0
@@ -161,10 +165,10 @@ class Layers:
         return most
 
     def recompute_peak_bytes(self, first: int, end: int, is_selective: bool) -> int:
-        """Return the peak bytes that a recompute of layers makes, beyond its inputs and what the forward kept.
+        """Return the peak bytes of a recompute, beyond its inputs and the bytes that forward kept.
 
-        Of a selective one, what products gave is freed where it is used, unless it is saved or
-        passed on.
+        In a selective recompute, the results of products are freed where they are used, unless they
+        are saved or passed on.
         """
         if not is_selective:
             return as_bytes(self.spans.forward_peak[first, end])

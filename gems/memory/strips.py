@@ -37,10 +37,10 @@ _SIZES = {
 
 @cache
 def strip_states(strip: StripBytes, script: Script, least_bytes: int) -> tuple[State, ...]:
-    """Return the state of a strip at each of its actions, by the rules that the engine's store follows.
+    """Return the state of a strip at each of its actions, by the rules of the engine's store.
 
-    A strip that is recomputed keeps what it was left, and what the loss saves. Storages below
-    `least_bytes` are not copied.
+    A strip that is recomputed keeps the rows it received from the strip before, and the tensors
+    that the loss saves. Storages below `least_bytes` are not copied.
     """
     kinds = {kind for kind, _ in script}
     residency = Residency({0} if Kind.OFFLOAD in kinds else ())
@@ -152,7 +152,7 @@ class BetweenStrips:
 
 
 def boundary_sizes(strips: StripProfile, held: Counts) -> Iterator[tuple[dict[str, int], str, int]]:
-    """Yield counts, their field and the most bytes of one, of all that is held between stages, and of the images."""
+    """Yield counts, their field and the largest size, for boundary tensors and for the images."""
     image_bytes = sum(strip.given for strip in strips.stages[0])
     for (_, stage), counts in held.items():
         yield from ((counts, name, strips.most(stage, each)) for name, each in _SIZES.items())

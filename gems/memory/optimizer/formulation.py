@@ -327,9 +327,10 @@ class _WholeCopies:
             )
 
     def on_device(self, layer: int, is_forward: bool, hosts: tuple[int, int]) -> Terms:
-        """Return the bytes on the device of what copies take of earlier layers, during an action of a layer.
+        """Return the bytes of earlier layers that copies take and that are on the device.
 
-        `hosts` are the variables of the bytes on the host when the action begins and when it ends.
+        They are counted during an action of a layer. `hosts` are the variables of the bytes on the
+        host when the action begins and when it ends.
         """
         program = self.program
         found = Terms()

@@ -110,10 +110,10 @@ class _Window:
 
 
 class _RankWindows:
-    """The copies of a rank in the order in which they are made, waited for at once and fetched on demand.
+    """The copies of a rank in the order in which they are made.
 
-    `room` are the bytes that are free during each compute action, `ends` the seconds at which each
-    ends without a wait.
+    They are waited for at once and fetched on demand. `room` has the bytes that are free during
+    each compute action, and `ends` the seconds at which each ends without a wait.
     """
 
     def __init__(self, tight: PlanOutcome, rank: int, limit_bytes: int) -> None:

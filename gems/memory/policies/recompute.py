@@ -111,7 +111,7 @@ def lets_go(layer: LayerProfile) -> bool:
 
 
 def least_largest(sizes: Sequence[int], parts: int) -> tuple[int, ...]:
-    """Return the ends of at most `parts` runs of neighbours, at least one, so that the largest sum is least."""
+    """Return the ends of at most `parts` runs of neighbours with the least largest sum."""
     low = max(sizes)
     high = sum(sizes)
     while low < high:

@@ -284,11 +284,11 @@ def find_prefetch(
 def prefetch_window(
     is_conv: Sequence[bool], is_offloaded: Sequence[bool]
 ) -> tuple[int | None, ...]:
-    """Return for each layer, first to last, the one whose input is fetched while the layer's backward runs.
+    """Return, for each layer, the layer whose input is fetched while its backward runs.
 
-    Every offloaded input is there once, and at the latest with the layer after it: only that of the
-    very last layer is brought by none, and comes on demand. The arguments are for each layer in the
-    order of forward.
+    Every offloaded input appears once, and at the latest with the layer after it. Only the input of
+    the very last layer is not fetched ahead; it comes on demand. The arguments have an entry for
+    each layer in the order of forward.
     """
     is_prefetched = [False] * len(is_conv)
     fetched: list[int | None] = [None] * len(is_conv)

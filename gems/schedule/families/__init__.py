@@ -1,4 +1,4 @@
-"""Published schedules, one file a family: each a pure function that can be read beside its paper."""
+"""Published schedules, one file per family: pure functions to be read beside their papers."""
 
 # The order in tables, simplest first. A family that is not named here comes after these.
 ORDER = (

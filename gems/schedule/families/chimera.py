@@ -25,16 +25,17 @@ def _step_units(s: Terms) -> float | None:
     is_quick=True,
 )
 def chimera(request: Request) -> Schedule:
-    """Build Chimera (Li & Hoefler 2021, "Chimera: Efficiently Training Large-Scale Neural Networks").
+    """Build Chimera (Li & Hoefler 2021).
 
-    Both directions run 1F1B's slots with half of a unit of P micro-batches each; for even P their
-    slots never meet. Further units follow every 2 P slots, whose first forwards fill the holes at
-    the end of the unit before (the paper's direct concatenation). For f = b and P dividing N it
-    takes (2 N + P - 2) f time; a rank holds P micro-batches of activations at most. The paper has
-    even P; for odd P direction 1 starts a slot later and a unit has P + 1 micro-batches.
+    The paper is "Chimera: Efficiently Training Large-Scale Neural Networks". Both directions run
+    the slots of 1F1B with half of a unit of P micro-batches each; for even P their slots never
+    meet. Further units follow every 2 P slots; their first forwards fill the holes at the end of
+    the previous unit (the paper's direct concatenation). For f = b and P dividing N it takes (2 N +
+    P - 2) f time; a rank holds at most P micro-batches of activations. The paper has even P. For
+    odd P, direction 1 starts a slot later and a unit has P + 1 micro-batches.
 
     Raises:
-        ConfigError: an odd number of micro-batches.
+        ConfigError: the number of micro-batches is odd.
     """
     num_ranks = request.num_ranks
     num_micro_batches = request.num_micro_batches

@@ -1,6 +1,6 @@
-"""Schedules for a given placement, which are no choice of `schedule=`.
+"""Schedules for a given placement, which are not values of `schedule=`.
 
-Evaluation, and the stages of a graph.
+They serve evaluation, and the stages of a graph.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from gems.schedule.schedule import Schedule
 
 
 def forward_only(placement: Placement, num_whole: int, num_strips: int = 1) -> Schedule:
-    """Build the schedule that sends every micro-batch down through the stages and frees it at once, for evaluation.
+    """Build the schedule for evaluation: every micro-batch passes the stages and is freed at once.
 
-    With `num_strips` above 1 these are the strips of `num_whole` micro-batches.
-
-    One direction is enough: the copies of a stage hold equal weights, and two streams in one list
-    of a rank would wait for each other at every turn. A rank with several stages takes them along
-    the diagonal, so that it holds few boundaries at once.
+    If `num_strips` is above 1, these are the strips of `num_whole` micro-batches. One direction is
+    enough: the copies of a stage have equal weights, and two streams in one rank's list would wait
+    for each other at every turn. A rank with several stages runs them along the diagonal, so that
+    it holds few boundary tensors at once.
     """
     rows = []
     num = num_whole * num_strips

@@ -1,4 +1,4 @@
-"""A schedule as text: over time, or if it is broken action by action as far as it runs."""
+"""A schedule as text: over time, or, if it is broken, action by action as far as it runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A schedule as JSON, the form that other programs read (schema gems.schedule/1, with strips gems.schedule/2)."""
+"""A schedule as JSON for other programs: schema gems.schedule/1, with strips gems.schedule/2."""
 
 from __future__ import annotations
 

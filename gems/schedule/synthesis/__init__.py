@@ -70,7 +70,7 @@ class Found:
     candidates: int
 
     def or_faster(self, lower: Found) -> Found:
-        """Return what is faster, this or what was found under a lower cap, with bounds that hold for this cap."""
+        """Return the faster of this result and one under a lower cap, with bounds for this cap."""
         best = lower if lower.span < self.span else self
         bound = max(self.bound, lower.bound)
         return replace(

@@ -1,4 +1,4 @@
-"""The finite schedule: a list scheduler that follows the starts of a template, and may run ahead of them."""
+"""The list scheduler of the finite schedule: it follows a template, and may run ahead of it."""
 
 from __future__ import annotations
 

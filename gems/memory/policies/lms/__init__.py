@@ -1,1 +1,4 @@
-"""LMS: tensors swapped by their distance in the graph (TFLMSv2), or by need under a limit (the PyTorch variant)."""
+"""LMS: tensors swapped by distance in the graph (TFLMSv2), or by need (the PyTorch variant).
+
+Swapping by need happens under a limit.
+"""

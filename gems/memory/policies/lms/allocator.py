@@ -45,7 +45,10 @@ class Paged:
 
 @dataclass(slots=True)
 class _History:
-    """Whether a storage was reclaimed each time that it was not in use, in this iteration and in the last."""
+    """The history of a storage: whether it was reclaimed at each time that it was not in use.
+
+    It covers this iteration and the last one.
+    """
 
     now: list[bool] = field(default_factory=list)
     before: list[bool] = field(default_factory=list)
@@ -56,7 +59,7 @@ class _History:
 
     @property
     def expects_reclaim(self) -> bool:
-        """Whether all went so far as in the iteration before, and there the storage was reclaimed next."""
+        """Whether the history matches the last iteration, in which a reclaim came next."""
         return self.before[: len(self.now) + 1] == [*self.now, True]
 
 
@@ -84,12 +87,13 @@ class Counts:
 
 
 class LmsAllocator(CachingAllocator):
-    """Serves requests from free blocks, then from the device up to the limit, then from storages not in use.
+    """An allocator that serves requests from free blocks, the device, and then unused storages.
 
-    Unpinned storages queue up, the least recently used first. To reclaim: one of them that makes
-    room with its free neighbours (`reclaim` "first": the first in the queue; "size": the one that
-    fits best); or all that lie in segments as large as the request; or all. At last free segments
-    are given back and the device is asked again.
+    It takes memory from the device up to the limit. Unpinned storages queue up, the least recently
+    used first. To reclaim memory, it takes one storage that makes room together with its free
+    neighbours (`reclaim` "first": the first in the queue; "size": the one that fits best); or all
+    storages in segments as large as the request; or all storages. Finally, free segments are given
+    back and the device is asked again.
     """
 
     def __init__(self, limit_bytes: int, reclaim: str = "first") -> None:
@@ -136,7 +140,7 @@ class LmsAllocator(CachingAllocator):
         return self.reclaimed
 
     def pin(self, storage: Paged) -> list[Paged]:
-        """Pin a storage, bringing it to the device if needed, and return what had to leave for it."""
+        """Pin a storage, on the device, and return the storages that had to leave for it."""
         if storage in self._inactive:
             self._withdraw(storage, is_reclaimed=False)
             self.counts.speculative_missed += storage.is_leaving
@@ -149,7 +153,7 @@ class LmsAllocator(CachingAllocator):
         return self.make(storage)
 
     def unpin(self, storage: Paged) -> None:
-        """Queue a storage up, and start its copy out if the last iteration says it will be reclaimed."""
+        """Queue a storage, and start its copy out if the last iteration predicts its reclaim."""
         assert storage.block is not None
         self._inactive[storage] = None
         self._inactive_bytes += storage.block.num_bytes

@@ -130,7 +130,10 @@ class Graph:
         return bool(self._reached[op] >> other & 1)
 
     def far_consumers(self, tensor: Tensor, threshold: int) -> tuple[int, ...]:
-        """Return the readers of a tensor that are more than `threshold` levels from its maker, nearest first."""
+        """Return the readers of a tensor that are far from its maker, nearest first.
+
+        They are more than `threshold` levels away.
+        """
         nearest = self.levels[tensor.maker] + threshold
         return self._by_level({op for op in tensor.consumers if self.levels[op] > nearest})
 
@@ -183,7 +186,7 @@ class Graph:
 
 
 class GraphMemory(NamedTuple):
-    """What a graph holds under some parameters, in bytes; `fits` tells if it stays below the limit."""
+    """The bytes of a graph under some parameters; `fits` tells if it stays below the limit."""
 
     fits: bool
     peak_bytes: int
@@ -191,7 +194,7 @@ class GraphMemory(NamedTuple):
 
 
 class Tuned(NamedTuple):
-    """The parameters found, whether the graph needs them to fit, and how often its memory was simulated."""
+    """The parameters found, whether the graph needs them to fit, and the number of simulations."""
 
     parameters: Parameters
     is_needed: bool
@@ -316,7 +319,10 @@ def _search(
     high: int,
     is_any: bool = False,
 ) -> Parameters:
-    """Return the last parameters that fitted in a binary search for the largest value, or the first with `is_any`."""
+    """Return the last parameters that fitted in a binary search for the largest value.
+
+    With `is_any`, return the first that fitted.
+    """
     best = start
     while low <= high:
         middle = (low + high) // 2

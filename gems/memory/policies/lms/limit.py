@@ -266,7 +266,10 @@ class RankPaging:
         return block
 
     def _pin(self, storages: Sequence[Paged]) -> None:
-        """Pin those that are there before any is paged in, so that none leaves for another of the same operation."""
+        """Pin the storages on the device before any is paged in.
+
+        Thus none leaves for another storage of the same operation.
+        """
         away = [storage for storage in storages if storage.block is None]
         for storage in (*(one for one in storages if one.block is not None), *away):
             self._note(self.allocator.pin(storage))
