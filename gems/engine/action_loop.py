@@ -1,7 +1,4 @@
-"""The loop over a rank's schedule.
-
-The one place that runs actions, on real and on emulated devices.
-"""
+"""The loop over a rank's schedule: the one place that runs actions, real and emulated."""
 
 from __future__ import annotations
 

@@ -24,11 +24,11 @@ from gems.utils.logs import set_up_rank_logging
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """What a finished training left.
+    """The results of a finished training.
 
-    The run folder, with trace, weights and logs, and its main figures.
-    Steps are those of all attempts together; losses are means over labels. There is no validation
-    with train.evaluate=false.
+    These are the run folder, with trace, weights and logs, and the main figures. Steps are counted
+    over all attempts together; losses are means over labels. There is no validation with
+    train.evaluate=false.
     """
 
     folder: Path
@@ -48,19 +48,19 @@ def train(
 ) -> TrainResult:
     """Train a configured run in the ranks of this MPI world; collective.
 
-    `model` is the class of a network, a function that makes one, or a network, whose weights are
-    then the first ones; `dataset` a map-style dataset of (sample, label), or its class; `loss` as
-    in loss.target. They take the place of what the configuration names. Each rank keeps its own
-    layers of the network, and only ranks that read samples use the dataset.
+    `model` is the class of a network, a function that makes one, or a network, which training then
+    starts from. `dataset` is a map-style dataset of (sample, label), or its class. `loss` is as in
+    loss.target. They replace what the configuration names. Each rank keeps its own layers of the
+    network, and only ranks that read samples use the dataset.
 
-    A process that no launcher started is a world of one rank. Rank 0 writes the run folder, in
-    which the run continues from its newest checkpoint if there is one. A failure in a world of
-    several ranks ends all of them with the exit code of the error, since the others would wait for
-    this rank; alone it is raised.
+    A process that no launcher started is a world of one rank. Rank 0 writes the run folder; the run
+    continues from the newest checkpoint in it, if there is one. A failure in a world of several
+    ranks ends all of them with the exit code of the error, since the others would wait for this
+    rank. In a world of one rank the error is raised.
 
     Raises:
-        ConfigError: a configuration that cannot be run, or another number of ranks than partitions
-        x replicas. DoesNotFitError: a rank would hold more than its device.
+        ConfigError: The configuration cannot be run, or there are not partitions x replicas ranks.
+        DoesNotFitError: A rank would hold more than its device.
     """
     spec = _with_objects(spec, model, dataset, validation_dataset, loss)
     if spec.machine.kind == "simulated":

@@ -19,19 +19,18 @@ from gems.utils.logs import set_log_level, set_up_rank_logging
 
 
 def main(argv: list[str]) -> None:
-    """Run one rank. A failure is reported in one line and a file, and aborts all ranks.
+    """Run one rank; report a failure in one line and a file, and abort all ranks.
 
-    Without the abort the others would wait for this one in MPI_Finalize until the job's time is
-    over.
+    Without the abort, the other ranks would wait for this one in MPI_Finalize until the job's time
+    is over.
     """
     if len(argv) != 1:
         print("usage: python -m gems.engine.run RUN_FOLDER", file=sys.stderr)
         sys.exit(2)
     start_up.begin()
     set_up_rank_logging(launched_rank())
-    faulthandler.register(
-        signal.SIGUSR1, all_threads=True
-    )  # whose default action would end the process
+    # the signal's default action would end the process
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     folder = RunFolder(Path(argv[0]))
     stop = stop_listener(folder.stop_json, launched_rank())
     stop.start()  # before MPI and anything else that has threads

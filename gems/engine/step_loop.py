@@ -1,7 +1,4 @@
-"""What real and emulated runs share.
-
-The checks before the first step, the loop over steps, and facts for the trace.
-"""
+"""The code that real and emulated runs share: first checks, the loop over steps, trace facts."""
 
 from __future__ import annotations
 

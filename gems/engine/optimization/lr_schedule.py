@@ -120,7 +120,7 @@ class LrSchedule:
             group["lr"] = rate * factor
 
     def _advances(self, first: int, last: int) -> int:
-        """Return how often the scheduler advances from before step `first` to before step `last`."""
+        """Return how often the scheduler advances between the starts of two steps."""
         if self._config.interval == STEP:
             return max(0, last - first)
         size = self._samples_per_step

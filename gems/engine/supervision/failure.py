@@ -24,11 +24,10 @@ from gems.utils.atomic_io import write_json
 from gems.utils.host_memory import rss_bytes
 
 FLUSH_S = 0.3  # launchers forward nothing after a rank aborts, not even what it wrote before
-# meanwhile the launcher reports the death that this rank's lost messages may be a consequence of
+# grace period: let the launcher report the root cause of this rank's lost messages first
 LOST_PEER_S = 2.0
-DUMP_S = (
-    3.0  # other ranks check for a hang every two seconds, and need a moment to write their stacks
-)
+# other ranks check for a hang every two seconds, and need a moment to write their stacks
+DUMP_S = 3.0
 END_LIMIT_S = 30.0
 MAX_LINES = 200
 T = TypeVar("T")
@@ -38,9 +37,9 @@ _log = logging.getLogger(__name__)
 def report_failure(
     folder: RunFolder, rank: int, error: BaseException, frames: Sequence[str] | None = None
 ) -> int:
-    """Log the failure in one line, write FAILED.rank<k>.json, and return the exit code of the job.
+    """Log the failure in one line, write FAILED.rank<k>.json, and return the job's exit code.
 
-    Raises nothing; facts that cannot be found out are left out of the record. `frames` replace the
+    The function never raises; unknown facts are left out of the record. `frames` replace the
     exception's own traceback if another thread is at fault.
     """
     code = error.exit_code if isinstance(error, GemsError) else RankFailedError.exit_code
@@ -102,7 +101,7 @@ def rank_facts(rank: int, beat: Beat | None) -> dict[str, Any]:
 
 
 def describe_cause(error: BaseException) -> str:
-    """Describe an exception in one line: one of ours by its text, others by type, text and hint."""
+    """Describe an exception in one line: our own errors by text, others by type, text and hint."""
     with contextlib.suppress(Exception):
         text = " ".join(str(error).split())
         if isinstance(error, GemsError):
@@ -123,9 +122,9 @@ def stage_number(action: str) -> int | None:
 def ensure_exit(limit_s: float = END_LIMIT_S) -> None:
     """Make sure that this process ends within `limit_s`, whatever hangs.
 
-    A file system, MPI, an exit handler.
-    In the main thread SIGTERM and SIGINT are ignored from now on: they come if another rank has
-    failed too, and would end this one before it has reported its failure.
+    A file system, MPI or an exit handler may hang. In the main thread, SIGTERM and SIGINT are
+    ignored from now on: they come if another rank has failed too, and would end this rank before it
+    has reported its failure.
     """
     with contextlib.suppress(ValueError):  # not in the main thread
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -136,10 +135,10 @@ def ensure_exit(limit_s: float = END_LIMIT_S) -> None:
 
 
 def abort_all_ranks(code: int, error: BaseException) -> NoReturn:
-    """End all ranks of the job after an error, through MPI if it runs; from the main thread.
+    """End all ranks of the job after an error, through MPI if it runs.
 
-    MPI_Abort kills the other ranks, after which nobody can tell whether one of them had been killed
-    before.
+    Call it from the main thread. MPI_Abort kills the other ranks; after that, nobody can tell
+    whether one of them had been killed before.
     """
     has_lost_peer = isinstance(error, LostPeerError) or type(error).__module__.startswith("mpi4py")
     time.sleep(

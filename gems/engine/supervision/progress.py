@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class Progress:
-    """Shows steps, loss, learning rate, images/s (of all directions and replicas) and the time left.
+    """Shows steps, loss, learning rate, images/s (all directions and replicas) and the time left.
 
     On a terminal it is a bar; the launcher sets GEMS_PROGRESS, since the rank itself sees only a
     pipe. Otherwise it is a log line every few seconds. The file is written every FILE_INTERVAL_S,

@@ -116,9 +116,8 @@ class Recorder:
         """Set the step of the next events."""
         self.step = step
         if self._cuda is not None:
-            self._cuda.current_stream(
-                self._device
-            ).synchronize()  # whose time is known then; copies may go on
+            # the time of this stream is known after that; copies may go on
+            self._cuda.current_stream(self._device).synchronize()
             self._base = (self.timestamp(), time.perf_counter_ns())
 
     def synchronize(self) -> None:

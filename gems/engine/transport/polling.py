@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterator
 
 from gems.errors import StalledError
 
-POLL_S = 0.000025  # of one rank that has a core to itself
+POLL_S = 0.000025  # poll interval of one rank that has a core to itself
 MIN_POLL_S = 0.00005
-TIMED_WAIT_FACTOR = (
-    8  # who waits for a time polls less often: an earlier message changes nothing for it
-)
-SPIN_MARGIN_S = 0.00008  # before that time it spins, since sleeps end late on busy cores
-CROWDED_POLL_S = 0.0001  # from here on it spins less: that would take the cores from other ranks
+# a wait for a time polls less often: an earlier message changes nothing for it
+TIMED_WAIT_FACTOR = 8
+SPIN_MARGIN_S = 0.00008  # spin this long before that time, since sleeps end late on busy cores
+CROWDED_POLL_S = 0.0001  # from this interval on, spin less, to leave the cores to other ranks
 TIMER_SLACK_NS = 1_000
 SPIN_S = 0.0002
 OWN_CORE_SPIN_S = 0.02
@@ -28,15 +27,17 @@ _PR_SET_TIMERSLACK = 29
 
 
 class WaitState:
-    """What this rank waits for now: written by whoever waits, read by the rank's watchdog.
+    """The message or event that this rank waits for now.
+
+    The waiting code writes it, and the rank's watchdog reads it.
 
     Attributes:
-        what: None while the rank works; left after a wait that failed, since the rank still waits
-            then.
-        count: of the waits that have begun.
-        is_progressing: asked when a wait has timed out: has a rank that this one depends on begun
-            anything in time?
-        progress_mpi: called before each sleep: lets messages of MPI move that no wait asks for.
+        what: None while the rank works. It stays set after a wait that failed, since the rank still
+            waits then.
+        count: The number of waits that have begun.
+        is_progressing: Called when a wait has timed out; returns whether a rank that this one
+            depends on has begun anything in time.
+        progress_mpi: Called before each sleep; lets messages of MPI move that no wait polls for.
     """
 
     __slots__ = ("count", "is_progressing", "progress_mpi", "what")
@@ -62,8 +63,8 @@ class WaitState:
         Spin for `spin_s`, then `sleep` for `sleep_s` between calls.
 
         Raises:
-            StalledError: it did not within the hang timeout, and no rank that this one depends on
-            makes progress.
+            StalledError: It did not return true within the hang timeout, and no rank that this one
+                depends on makes progress.
         """
         begin_s = time.perf_counter()
         spin_until_s = begin_s + spin_s
@@ -141,7 +142,7 @@ def poll_interval_s(num_ranks_here: int) -> float:
 def spin_time_s(num_ranks_here: int) -> float:
     """Return how long a rank that waits for a message spins before it sleeps.
 
-    Long if it has a core to itself.
+    The time is long if the rank has a core to itself.
     """
     return OWN_CORE_SPIN_S if num_ranks_here <= _num_cores() else SPIN_S
 
@@ -161,9 +162,8 @@ def reduce_timer_slack() -> None:
 def realtime_priority() -> Iterator[None]:
     """Run this thread before others inside the block, if the user may (root on Linux).
 
-    Otherwise change nothing.
-    An emulated rank that wakes up on a busy core would wait milliseconds for its turn, as no device
-    does. There must be no spinning inside.
+    Otherwise change nothing. An emulated rank that wakes up on a busy core would wait milliseconds
+    for its turn, unlike a device. There must be no spinning inside the block.
     """
     try:
         before = os.sched_getscheduler(0)
