@@ -1,6 +1,6 @@
-"""Commands of SLURM and other schedulers.
+"""Run commands of SLURM and other schedulers.
 
-Bounded in time, without a shell or an enclosing job's variables.
+They are bounded in time, and run without a shell or an enclosing job's variables.
 """
 
 from __future__ import annotations

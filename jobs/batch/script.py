@@ -1,6 +1,6 @@
-"""What every batch script has, whichever system reads it.
+"""Build and submit what every batch script has, whichever system reads it.
 
-Its modules, variables and program, and its submission.
+This covers its modules, variables and program, and its submission.
 """
 
 from __future__ import annotations
@@ -150,7 +150,8 @@ def module_lines(cluster: ClusterConfig) -> list[str]:
 def export_lines(values: Mapping[str, object]) -> list[str]:
     """Return the lines that set variables.
 
-    Raise ConfigError for what is no name or no value of one.
+    Raises:
+        ConfigError: a name or value is not valid.
     """
     for name, value in values.items():
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):

@@ -147,7 +147,10 @@ class Evidence:
 
     @property
     def is_killed(self) -> bool:
-        """Whether the rank at fault was killed; if so, the other ranks' errors are a consequence."""
+        """Whether the rank at fault was killed.
+
+        If so, the errors of the other ranks are a consequence.
+        """
         return self.failure.cause_class in (
             FailureCause.KILLED,
             FailureCause.HOST_MEMORY,

@@ -24,14 +24,14 @@ SEARCH_BUDGET_S = 10.0
 
 
 def smaller_plan(spec: RunSpec, nodes: int) -> Plan:
-    """Return the plan by which a resolved run goes on on fewer nodes.
+    """Return the plan with which a resolved run continues on fewer nodes.
 
     It has as many ranks as the nodes hold, at most the run's own, and the run's micro-batches, so
-    that each step sums the same gradients. The fastest partitions x replicas of the run's own
-    schedule and memory policy is taken; if none fits, the best that `gems plan` finds.
+    that each step sums the same gradients. It takes the fastest partitions x replicas with the
+    run's own schedule and memory policy; if none fits, the best that `gems plan` finds.
 
     Raises:
-        ConfigError: no layout there makes the run's steps.
+        ConfigError: no layout there can make the run's steps.
     """
     cluster = spec.cluster
     why = ""
@@ -82,11 +82,11 @@ def check_layouts(spec: RunSpec) -> tuple[bool, str]:
 
 
 def plan_of_start(spec: RunSpec, folder: RunFolder) -> tuple[Plan, str] | None:
-    """Return the plan on fewer nodes that a submission begins with, and why.
+    """Return the plan on fewer nodes that a submission begins with, and the reason.
 
-    None if it has its own nodes.
-    The most nodes are taken that cluster.exclude leaves, and that the queue gives within
-    cluster.elastic_wait_h; if it gives none so soon, those that it gives first.
+    Return None if it has its own nodes. Take the most nodes that cluster.exclude leaves and that
+    the queue gives within cluster.elastic_wait_h; if it gives none so soon, take those that it
+    gives first.
     """
     cluster = spec.cluster
     own = spec.cluster.nodes or 1

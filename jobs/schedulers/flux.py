@@ -161,7 +161,7 @@ class Flux(ByCommands):
         return job_id if self.job_id_form.fullmatch(job_id) else None
 
     def environment(self) -> dict[str, str]:
-        """Return this process's environment with Flux's own variables, which locate its instance."""
+        """Return this process's environment, with the variables that locate its Flux instance."""
         return without_leftovers(os.environ) | _own_variables()
 
     def fetch(

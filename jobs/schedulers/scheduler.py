@@ -1,4 +1,4 @@
-"""The interface of a batch system, and the questions about jobs that go to the system of each job.
+"""Define the interface of a batch system, and send questions about jobs to each job's system.
 
 The form of a job's ID tells its system: 41, 41_7 and 41_7@serial are SLURM's, 41.server is PBS
 Pro's, f2kPq7 is Flux's.
