@@ -1,4 +1,4 @@
-"""Several stages on a rank in any places: looped and wave placements. A widening beam."""
+"""Partition of several stages per rank in any places (looped and wave), by a widening beam."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ CHUNK = 2_000_000  # numbers at a time
 def partition_several(
     problem: Problem, deadline: float, start: Sequence[int] | None = None, enough: float = -np.inf
 ) -> Solution:
-    """Return the partition whose dearest rank costs least, proven (to rounding) unless the deadline comes first.
+    """Return the partition whose most expensive rank costs least.
 
-    Partitions are searched stage by stage by a beam: of all first stages, then all first two and so
-    on, those are kept whose whole partitions may cost least, by what a rank has come to and by a
-    Lagrangian relaxation. What cannot be better than the best partition known is left out; a beam
-    wide enough to leave out nothing else is a proof, and so it is widened until the deadline, a
-    time.perf_counter(). `start` is a partition that keeps the limits; at a cost of `enough` the
-    search ends.
+    It is proven (to rounding) unless the deadline comes first. A beam searches partitions stage by
+    stage: of all first stages, then of all first two and so on, it keeps those whose whole
+    partitions may cost least, by the cost of each rank so far and by a Lagrangian relaxation.
+    Partitions that cannot be better than the best one known are left out. A beam wide enough to
+    leave out nothing else is a proof, so it is widened until the deadline, a time.perf_counter().
+    `start` is a partition that keeps the limits. The search ends at a cost of `enough`.
     """
     begin = time.perf_counter()
     first = tuple(start or even(problem.num_layers, problem.num_stages))

@@ -1,4 +1,4 @@
-"""Synthesis: the fastest schedule that could be found for a request, under a cap on the activations of a rank."""
+"""Synthesis: find the fastest schedule for a request, under a cap on a rank's activations."""
 
 from __future__ import annotations
 
@@ -239,10 +239,10 @@ def _listed(
     bounds: Mapping[str, float],
     limit: float,
 ) -> tuple[int, Iterator[tuple[Problem, str, Schedule]]]:
-    """Return how many schedules a search has tried, and the best of them with problem and method, the best first.
+    """Return the number of schedules that a search has tried, and the best ones, best first.
 
-    Bounds are times by the problems' names. Of strips only those that may be shorter than `limit`
-    are listed.
+    Each comes with its problem and method. Bounds are times by the problems' names. For strips only
+    the schedules that may be shorter than `limit` are listed.
     """
     if request.num_strips > 1:
         costs = [request.costs.of(one.placement) for one in problems]
@@ -284,7 +284,10 @@ def least_cap(request: Request) -> float:
 
 
 def _problems(request: Request) -> tuple[Request, list[Problem], list[int]]:
-    """Return the request with costs of its ranks, its problem on each allowed placement, and the least cap of each."""
+    """Return the request with costs of its ranks, and each placement's problem and least cap.
+
+    Only allowed placements are included.
+    """
     if isinstance(request.costs, DepthCosts):
         request = replace(request, costs=replace(request.costs, num_ranks=request.num_ranks))
     placements = _placements(request)
@@ -345,7 +348,10 @@ def _placements(request: Request) -> list[tuple[str, Placement]]:
 
 
 def _affordable(request: Request, problems: list[Problem], budget: Budget) -> list[Problem]:
-    """Return the placements whose schedules can be built and checked in the budget, at least the smallest."""
+    """Return the placements whose schedules can be built and checked in the budget.
+
+    It is at least the smallest one.
+    """
     fitting = [one for one in problems if one.num_steps * CHECK_STEPS <= budget.steps * CHECK_SHARE]
     chosen = fitting or [min(problems, key=lambda one: one.num_steps)]
     budget.spend(min(budget.steps // 2, CHECK_STEPS * max(one.num_steps for one in chosen)))

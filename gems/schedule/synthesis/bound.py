@@ -151,7 +151,7 @@ def _ways(
 
 
 def _saving(costs: StageCosts, stage: int, life: float, name: str) -> Saving:
-    """Return the memory-time that a memory action saves of one micro-batch on a stage, and the time that it takes."""
+    """Return the memory-time that a memory action saves of a micro-batch, and its own time."""
     size = costs.activation[stage]
     after = costs.input_grad[stage] + costs.weight_grad[stage]
     if name == "recompute":
@@ -205,12 +205,13 @@ def _span(peaks: Sequence[Peak], distance: float) -> float:
 def _fill_and_drain(
     costs: StageCosts, here: Sequence[tuple[_Way, list[int]]], room: float
 ) -> float:
-    """Return a rank's work and what it must idle before its first input gradient and after its last forward.
+    """Return a rank's work plus its least idle time at both ends of the step.
 
-    Before the first it runs forwards alone, whose activations fit into the cap together, so of the
-    time to there it works at most what these take; after the last forward it works off what it
+    The ends are before its first input gradient and after its last forward. Before the first input
+    gradient it runs only forwards, whose activations fit into the cap together, so in that time it
+    works at most as long as these take. After the last forward it works off the activations that it
     holds under the cap. If not all activations fit at once, some are freed before the last forward,
-    so the two stretches lie apart and both count.
+    so the two stretches are disjoint and both count.
     """
     work = total = 0.0
     ahead: list[Saving] = []

@@ -154,7 +154,10 @@ class ListScheduler:
                 self.restore(now, rank, best)
 
     def choose(self, now: int, rank: int) -> tuple[Item | None, Item | None, int]:
-        """Return the first operation that may start now, one on its way that comes before it, and when to ask again."""
+        """Return the first operation that may start, an earlier one on its way, and a wake time.
+
+        At the wake time the rank is to ask again.
+        """
         num_stages = self.num_stages
         num_directions = self.problem.num_directions
         rules = self.rules
@@ -197,7 +200,10 @@ class ListScheduler:
         return None, coming, wake
 
     def has_room(self, rank: int, m: int, operation: int, size: int) -> bool:
-        """Return whether `size` leaves room for all micro-batches that started before, and the rest of this one."""
+        """Return whether `size` leaves room for all micro-batches in flight.
+
+        These are all that started before, and the rest of this one.
+        """
         room = self.problem.cap - self.used[rank] - size
         if room < 0:
             return False
@@ -305,10 +311,10 @@ class ListScheduler:
         self.away[m, stage] = end
 
     def ask_back(self, now: int, m: int, stage: int, direction: int) -> None:
-        """Offer the recomputation or the copy back of a stage's activations, on each rank one after the other.
+        """Offer the recomputation or copy back of a stage's activations, in order on each rank.
 
-        In another order than that of the chain, the first could take the room that the next to be
-        used needs.
+        In an order other than that of the chain, the first could take the room that the next one to
+        be used needs.
         """
         num_stages = self.num_stages
         at = now

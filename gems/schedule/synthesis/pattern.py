@@ -1,4 +1,7 @@
-"""The pattern: one period of a cyclic schedule, each operation at the earliest free slot modulo the period."""
+"""The pattern: one period of a cyclic schedule, built from the earliest free slots.
+
+Slots are counted modulo the period.
+"""
 
 from __future__ import annotations
 
@@ -152,7 +155,10 @@ def _held(
     starts: Sequence[Sequence[int]],
     again: Sequence[dict[int, int]],
 ) -> list[int] | None:
-    """Return the most that each rank holds in the steady state, None if a copy finds no room on its engine."""
+    """Return the most that each rank holds in the steady state.
+
+    Return None if a copy finds no room on its engine.
+    """
     num_stages = problem.num_stages
     ranks = range(problem.num_ranks)
     away = [_Ring(period) for _ in ranks]

@@ -1,4 +1,7 @@
-"""The integer form of a request on one placement, which the search reads in its inner loops, and its memory actions."""
+"""The integer form of a request on one placement, for the search's inner loops.
+
+It includes the memory actions.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,10 @@ class Problem:
         return [stage for way, stage in self.placement.stages_on(rank) if way == direction]
 
     def num_in(self, direction: int) -> int:
-        """Return how many micro-batches run in one direction: they take turns, the first one down."""
+        """Return the number of micro-batches in a direction.
+
+        Directions take turns; the first micro-batch goes down.
+        """
         return (self.num_micro_batches - direction + self.num_directions - 1) // self.num_directions
 
     @property
@@ -91,7 +97,7 @@ class Problem:
         )
 
     def reached(self, direction: int) -> list[int]:
-        """Return the least ticks from the start of a micro-batch to the end of each operation of its chain."""
+        """Return the least ticks from a micro-batch's start to the end of each operation."""
         spans = (
             time + lag for time, lag in zip(self.time[direction], self.lag[direction], strict=True)
         )
@@ -115,9 +121,10 @@ def problem(
     network: Network,
     cap: float | None,
 ) -> Problem:
-    """Build the integer form: exact if costs are fractions with small denominators, else to a millionth of a unit.
+    """Build the integer form of a request.
 
-    Without a cap there is room for all micro-batches.
+    It is exact if costs are fractions with small denominators, and otherwise accurate to a
+    millionth of a unit. Without a cap there is room for all micro-batches.
     """
     flights = [  # from stage s to stage s + 1, for every s but the last
         [
@@ -201,7 +208,7 @@ def _grain(times: list[int]) -> int:
 
 
 class Act(IntEnum):
-    """Activations stay, are computed anew, or leave for host memory and come back."""
+    """The treatment of activations: keep, recompute, or move to host memory and back."""
 
     KEEP = 0
     RECOMPUTE = 1
@@ -227,7 +234,10 @@ class Acting:
 
 
 def acting(problem: Problem, acts: Sequence[int], ahead: int) -> Acting:
-    """Derive what follows from `acts` if activations are asked back `ahead` operations of the chain early."""
+    """Derive the consequences of `acts`.
+
+    Activations are asked back `ahead` operations of the chain early.
+    """
     num_stages = problem.num_stages
     awaited: list[list[int]] = [[] for _ in range(2 * num_stages)]
     for stage in reversed(range(num_stages)):
@@ -249,7 +259,7 @@ def acting(problem: Problem, acts: Sequence[int], ahead: int) -> Acting:
 def _peaks(
     problem: Problem, acts: Sequence[int], direction: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the most that one micro-batch alone holds on each rank, in all and after each operation."""
+    """Return the most that one micro-batch holds on each rank, in all and after each operation."""
     num_stages = problem.num_stages
     table = [0] * (6 * num_stages)
     first = []

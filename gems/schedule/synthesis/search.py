@@ -1,4 +1,4 @@
-"""The search: many templates under many rules, the best of them varied step by step, within a budget."""
+"""The search: many templates under many rules, the best of them varied, within a budget."""
 
 from __future__ import annotations
 

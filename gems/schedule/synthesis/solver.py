@@ -1,4 +1,4 @@
-"""The exact pattern: CP-SAT (extra `solver`, OR-tools) looks for a shorter period than a pattern has."""
+"""The exact pattern: CP-SAT (extra `solver`, OR-tools) searches for a shorter period."""
 
 from __future__ import annotations
 
