@@ -1,4 +1,4 @@
-"""A figure for a file: its set-up and its writing. matplotlib is loaded at the first call, not at import."""
+"""Set up and write figures; matplotlib is loaded at the first call, not at import."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ SOURCE_MARKS = {
 
 
 def source_mark(source: str, attributes: Mapping[str, object]) -> str:
-    """Return the text that marks the source of a picture's figures, with the error of predictions if it is known.
+    """Return the text that marks the source of a picture's figures.
 
-    `attributes` are the root attributes of the trace; a calibrated machine's predictions carry
-    `held_out_error`.
+    It includes the error of predictions if that is known. `attributes` are the root attributes of
+    the trace; predictions of a calibrated machine carry `held_out_error`.
     """
     mark = SOURCE_MARKS.get(source, source)
     error = attributes.get("held_out_error")
@@ -56,10 +56,10 @@ def new_figure(
     has_grid: bool = False,
     **layout: Any,
 ) -> tuple[Figure, list[Axes]]:
-    """Build a figure of panels without a frame above and to the right, without pyplot's global state.
+    """Build a figure of panels without top and right frames and without pyplot's global state.
 
-    `x` labels the panels of the lowest row, `y` the first panels; `size_pt` is the size of tick
-    labels; `layout` goes to `Figure.subplots`.
+    `x` labels the panels of the lowest row, and `y` the first panels. `size_pt` is the size of tick
+    labels. `layout` is passed to `Figure.subplots`.
     """
     from matplotlib.figure import Figure
 
@@ -82,12 +82,15 @@ def new_figure(
 
 
 def scaled_pt(figure: Figure, size_pt: float) -> float:
-    """Return a font size that reads alike when wide figures are printed as wide as narrow ones."""
+    """Return a font size that looks alike when wide and narrow figures are printed equally wide."""
     return size_pt * max(1.0, figure.get_figwidth() / WIDTH_IN)
 
 
 def label_counts(axes: Axes, counts: Iterable[int], max_ticks: int = 99) -> None:
-    """Scale an axis of ranks or devices by doublings, with a tick at each of the counts, or of many at every few."""
+    """Scale an axis of ranks or devices by doublings, with a tick at each of the counts.
+
+    If there are more than `max_ticks` counts, only every few get a tick.
+    """
     from matplotlib.ticker import NullLocator
 
     ticks = sorted(set(counts))
@@ -113,7 +116,7 @@ def add_legend(
 
 
 def show_units(axes: Axes, attributes: Mapping[str, object]) -> None:
-    """Name milliseconds on the time axis as the units that they stand for, if the trace's root attributes say so."""
+    """Show milliseconds on the time axis as units, if the trace's root attributes say so."""
     from matplotlib.ticker import FuncFormatter
 
     if TIME_UNIT in attributes:
@@ -122,7 +125,7 @@ def show_units(axes: Axes, attributes: Mapping[str, object]) -> None:
 
 
 def set_title(figure: Figure, axes: Axes, headline: str, detail: str) -> None:
-    """Write a bold line and one below it above the top panel, from its left edge on."""
+    """Write a bold line with a detail line below it, left-aligned above the top panel."""
     axes.set_title(detail, loc="left", fontsize=scaled_pt(figure, 9), color=TEXT_COLOUR)
     axes.annotate(
         headline,
@@ -141,7 +144,7 @@ def check_picture_path(path: Path) -> None:
     """Refuse a path that no picture can be written to.
 
     Raises:
-        ConfigError: another suffix than .png, .pdf or .svg, or no such folder.
+        ConfigError: the suffix is not .png, .pdf or .svg, or the folder does not exist.
     """
     if path.suffix not in FORMATS:
         raise ConfigError("out", path, f"suffix {path.suffix or 'missing'}: " + one_of(FORMATS))
@@ -150,10 +153,10 @@ def check_picture_path(path: Path) -> None:
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Write the figure, PNG at 150 dpi, PDF or SVG by the suffix.
+    """Write the figure as PNG at 150 dpi, PDF or SVG, by the suffix.
 
     Raises:
-        ConfigError: the path is not one for a picture or cannot be written.
+        ConfigError: the path is not for a picture or cannot be written.
     """
     check_picture_path(path)
     with refuse_unwritable(path):
@@ -163,7 +166,9 @@ def save_figure(figure: Figure, path: Path) -> None:
 def draw_answer_file(
     path: Path, out: Path, key: str, command: str, build: Callable[[dict[str, Any]], Figure]
 ) -> None:
-    """Draw an answer of `command` in a file, which `key` names, to a picture (PNG, PDF or SVG by the suffix).
+    """Draw the answer of `command` in a file as a picture (PNG, PDF or SVG by the suffix).
+
+    `key` names the file in errors.
 
     Raises:
         ConfigError: the file holds no such answer, or the picture cannot be written.

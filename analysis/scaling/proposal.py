@@ -1,4 +1,4 @@
-"""What a request for compute time shows of a study: strong and weak scaling, GPU-hours, and the method."""
+"""The part of a proposal for compute time: scaling, GPU-hours and method, from a study."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gems.trace import SOURCES
 from gems.utils.units import counted, number
 
 HOUR_S = 3600.0
-# Kinds of scaling, each by what its runs keep.
+# Kinds of scaling, with the figure that is constant over the runs of each.
 KINDS: Mapping[str, Callable[[Point], Fraction]] = {
     "strong": lambda point: Fraction(point.images_per_step),
     "weak": lambda point: Fraction(point.images_per_step, point.ranks),
@@ -27,7 +27,10 @@ KINDS: Mapping[str, Callable[[Point], Fraction]] = {
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What compute time is asked for: runs of some steps on some GPUs; without steps the study once more."""
+    """The requested compute time: runs of some steps on some GPUs.
+
+    Without steps the request is to run the whole study once more.
+    """
 
     num_runs: int | None = None
     num_steps: int | None = None
@@ -37,7 +40,7 @@ class Ask:
         """Check the numbers.
 
         Raises:
-            ConfigError: one below 1, or runs or GPUs without steps.
+            ConfigError: a number is below 1, or runs or GPUs are given without steps.
         """
         for name in self.__slots__:
             value = getattr(self, name)
@@ -48,7 +51,7 @@ class Ask:
                 raise ConfigError(key, value, "needs the steps of a run", "--num-steps N")
 
     def hours(self, point: Point) -> Interval:
-        """Return the GPU-hours of the runs asked for at a point; without any those of its own steps."""
+        """Return the GPU-hours of the requested runs at a point, or of the point's own steps."""
         if self.num_steps is None:
             own = sum(point.step_s) * point.ranks / HOUR_S
             return Interval(own, own, own)
@@ -58,10 +61,10 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """All that the section shows.
+    """The content of the section.
 
-    `points` are by kind of scaling, lines named after schedule, network and images; `missing` has a
-    sentence for each kind without a series. `rows` are those of the CSV.
+    `points` are by kind of scaling; their lines are named after schedule, network and images.
+    `missing` has a sentence for each kind without a series. `rows` are the rows of the CSV.
     """
 
     points: Mapping[str, Sequence[Point]]
@@ -73,11 +76,11 @@ class Proposal:
 
 
 def propose(paths: Sequence[Path], ask: Ask) -> Proposal:
-    """Read runs and return what the section of a proposal shows.
+    """Read runs and return the content of the section of a proposal.
 
     Raises:
-        ConfigError: a run that cannot be read, runs of which no two belong together, or GPUs that
-            no point has.
+        ConfigError: a run cannot be read, no two runs belong together, or no point has the
+            requested GPUs.
     """
     runs = [(path, read_point(path)) for path in paths]
     found = {kind: _series(kind, runs) for kind in KINDS}
@@ -106,7 +109,7 @@ def propose(paths: Sequence[Path], ask: Ask) -> Proposal:
 
 
 def _series(kind: str, runs: Sequence[tuple[Path, Point]]) -> list[Point]:
-    """Return the points of all series of a kind: alike runs on two numbers of ranks or more."""
+    """Return the points of all series of a kind: similar runs on at least two numbers of ranks."""
     key = KINDS[kind]
     groups: dict[Hashable, list[Path]] = {}
     for path, point in runs:
@@ -127,22 +130,24 @@ def _series(kind: str, runs: Sequence[tuple[Path, Point]]) -> list[Point]:
 
 
 def _title(point: Point) -> str:
-    """Return the schedule and, if its costs are those of a network, that."""
+    """Return the schedule and, if the costs are those of a network, the network."""
     return point.line if point.model in point.line else f"{point.line}, {point.model}"
 
 
 def _next_run(points: Sequence[Point], kind: str) -> str:
-    """Return which run would make a series of a kind with the smallest run that there is."""
+    """Return advice for the run that would form a series of a kind with the smallest run."""
     point = min(points, key=lambda point: (point.ranks, point.images_per_step))
     images = point.images_per_step * (1 if kind == "strong" else 2)
     return f"Run {_title(point)} on {2 * point.ranks} ranks with {images} images a step as well."
 
 
 def _asked_point(points: Sequence[Point], ask: Ask) -> Point | None:
-    """Return the point whose step the request counts: the most real on so many GPUs, by default the most.
+    """Return the point whose step the request counts.
+
+    It is the most real point with the requested GPUs, by default with the most GPUs.
 
     Raises:
-        ConfigError: no point has so many GPUs.
+        ConfigError: no point has the requested GPUs.
     """
     if ask.num_steps is None:
         return None
@@ -174,7 +179,7 @@ def _request(points: Sequence[Point], asked: Point | None, ask: Ask) -> tuple[In
 
 
 def _method(paths: Sequence[Path], by_kind: Mapping[str, Sequence[Point]]) -> str:
-    """Return how the figures were taken, after Hoefler and Belli's rules, and which are not kept."""
+    """Describe the method after the rules of Hoefler and Belli, and list the rules not kept."""
     points = [point for mine in by_kind.values() for point in mine]
     runs = _span([len(point.signatures) for point in points], "run")
     steps = _span([len(point.step_s) for point in points], "step")
@@ -202,7 +207,7 @@ def _method(paths: Sequence[Path], by_kind: Mapping[str, Sequence[Point]]) -> st
 
 
 def _machines(paths: Sequence[Path]) -> str:
-    """Return what the runs ran on, a clause for each machine and source."""
+    """Describe the machines of the runs, with a clause for each machine and source."""
     found: dict[tuple[str, str], set[str]] = {}
     for path in paths:
         attributes, _, document = read_head(path)
@@ -220,7 +225,7 @@ def _machines(paths: Sequence[Path]) -> str:
 
 
 def _span(values: Sequence[int], noun: str) -> str:
-    """Return the least and the most of counts as text."""
+    """Return the range of counts as text."""
     low = min(values)
     high = max(values)
     return counted(low, noun) if low == high else f"{low} to {counted(high, noun)}"

@@ -1,7 +1,6 @@
-"""Ranks as children of this process.
+"""Ranks as children of this process: the launcher's command line, environment and results.
 
-The launcher's command line, their environment, and how they ended.
-Needs the standard library only, so that login nodes and `gems verify` can use it.
+The module needs only the standard library, so that login nodes and `gems verify` can use it.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ KEPT = ("SLURM_CONF", "PMIX_MCA_", "PBS_CONF_FILE", "PBS_SERVER", "PBS_DEFAULT",
 GRACE_S = 5.0
 POLL_S = 0.1
 TAIL_LINES = 200
-# What hydra writes at the end helps to find the rank at fault. On a screen it is noise, and may
-# name another.
+# Hydra's last lines help to find the rank at fault. On a screen they are noise, and they may name
+# another rank.
 NOISE = re.compile(
     rb"\[mpiexec@[^\]]*\] Exit codes:|={80,}\s*$|=   (BAD TERMINATION|PID|EXIT CODE|CLEANING UP|YOU"
     rb" CAN IGNORE)"
@@ -58,7 +57,7 @@ NOISE_STARTS = (b"[mpiexec@", b"=", b"YOUR APPLICATION", b"This typically", b"Pl
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How ranks ended: the launcher's return code (negative for a signal) and the last lines of output."""
+    """The launcher's return code (negative for a signal) and its last lines of output."""
 
     returncode: int
     tail: tuple[str, ...]
@@ -70,7 +69,7 @@ class Ended:
 def mpiexec_argv(num_ranks: int, program: Sequence[str]) -> list[str]:
     """Return the command line that starts `num_ranks` ranks of `program` on this machine.
 
-    The mpiexec beside the interpreter (the mpich wheel's) goes before the one on PATH.
+    The mpiexec beside the interpreter (from the mpich wheel) comes before the one on PATH.
 
     Raises:
         ConfigError: there is no mpiexec.
@@ -94,7 +93,7 @@ def _find_mpiexec() -> str:
 
 @functools.cache
 def _flags(mpiexec: str) -> tuple[str, ...]:
-    """Return what this flavour needs to start more ranks than cores, also as root, and to name the dead."""
+    """Return the flags to start more ranks than cores, also as root, and to name dead ranks."""
     family = _family(mpiexec)
     if family == "mpich":
         return ("-print-all-exitcodes",)
@@ -105,9 +104,9 @@ def _flags(mpiexec: str) -> tuple[str, ...]:
 
 
 def mpi_family() -> str | None:
-    """Return the family of the mpiexec that starts ranks here, mpich or openmpi.
+    """Return the family of the local mpiexec, mpich or openmpi.
 
-    None for another, or none.
+    Return None for another family, or without mpiexec.
     """
     try:
         return _family(_find_mpiexec())
@@ -129,11 +128,12 @@ def _family(mpiexec: str) -> str | None:
 
 
 def without_leftovers(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without what an enclosing allocation or MPI process left in it.
+    """Return the environment without variables of an enclosing allocation or MPI process.
 
-    mpiexec takes SLURM_* as an order to start ranks by srun, sbatch takes SBATCH_* before the
-    script's own lines, and PMI_* makes a process believe that it is a rank of another world. By
-    PBS_NODEFILE mpiexec finds the nodes of a job. What finds a server, as SLURM_CONF, stays.
+    mpiexec takes SLURM_* as an order to start ranks by srun. sbatch prefers SBATCH_* to the
+    script's own lines. PMI_* makes a process believe that it is a rank of another world. mpiexec
+    finds the nodes of a job by PBS_NODEFILE. Variables that locate a server, such as SLURM_CONF,
+    stay.
     """
     return {
         name: value
@@ -143,11 +143,10 @@ def without_leftovers(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def rank_environment(threads_per_rank: int, *, keep_slurm: bool = False) -> dict[str, str]:
-    """Return the environment of ranks.
+    """Return the environment of ranks: this process's, with thread counts and required switches.
 
-    This process's, with thread counts and switches that ranks rely on.
-    `keep_slurm` is for srun, which must see its allocation. mpiexec must not: its ranks belong on
-    this machine, also when it is called inside an allocation.
+    `keep_slurm` is for srun, which must see its allocation. mpiexec must not see it: its ranks
+    belong on this machine, even inside an allocation.
     """
     base = dict(os.environ) if keep_slurm else without_leftovers(os.environ)
     threads = {f"{name}_NUM_THREADS": str(threads_per_rank) for name in ("OMP", "MKL", "OPENBLAS")}
@@ -170,13 +169,13 @@ def run_ranks(
     grace_s: float = GRACE_S,
     source: int = subprocess.DEVNULL,
 ) -> Ended:
-    """Run a launcher to its end; its output goes to our stderr (`echo`), to `log` and to `on_line`.
+    """Run a launcher to its end; pass its output to stderr (`echo`), `log` and `on_line`.
 
-    Its input is the file descriptor `source`, empty unless it is given.
+    Its input is the file descriptor `source`, empty by default.
 
-    On time-out, SIGTERM, SIGHUP, KeyboardInterrupt or when `give_up` (polled) returns true, the
-    launcher and every process under it end, by SIGTERM and after `grace_s` by SIGKILL;
-    KeyboardInterrupt is raised again.
+    The launcher and every process under it are ended on time-out, SIGTERM, SIGHUP,
+    KeyboardInterrupt, or when `give_up` (polled) returns true. They get SIGTERM and after `grace_s`
+    SIGKILL. KeyboardInterrupt is raised again.
 
     Raises:
         ConfigError: the launcher's program cannot be started.
@@ -216,7 +215,7 @@ def run_ranks(
 
 
 class _Pump:
-    """Reads a launcher's output to its end in a thread of its own, so that ranks never wait for a reader."""
+    """A thread that reads a launcher's output to its end, so that ranks never wait for a reader."""
 
     def __init__(
         self,
@@ -236,7 +235,7 @@ class _Pump:
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait until all is read; an orphan that holds the pipe open is not waited for."""
+        """Wait until all is read, but not for an orphan that holds the pipe open."""
         self._thread.join(timeout=2.0)
         if not self._thread.is_alive():
             self._source.close()
@@ -273,9 +272,10 @@ class _Pump:
 
 @contextlib.contextmanager
 def _noting_signals() -> Iterator[list[str]]:
-    """Collect SIGTERM and SIGHUP in a list while the block runs (in the main thread, where Python allows it).
+    """Collect SIGTERM and SIGHUP in a list while the block runs.
 
-    SIGHUP is left to a caller's own handler, and to nohup, which ignores it.
+    Signals are only collected in the main thread, because Python allows no other. SIGHUP is left to
+    a caller's own handler, and to nohup, which ignores it.
     """
     noted: list[str] = []
     if threading.current_thread() is not threading.main_thread():

@@ -1,4 +1,4 @@
-"""Verification: a short run in ranks of this machine, compared with one unsplit process."""
+"""Verification: compare a short run in ranks of this machine with one unsplit process."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from gems.config.schema import RunSpec
 from gems.launch.scratch_run import run_program
 
 STEPS = 2
-# In bfloat16 weights whose last digits differ, as sums in another order do, may round to others:
-# one step is compared.
+# Only one step is compared: sums in another order change last digits, and weights with different
+# last digits may round to different bfloat16 values.
 MIXED_STEPS = {"bf16_mixed": 1}
 TOLERANCES = {
     "float64": 1e-12,
@@ -19,24 +19,25 @@ TOLERANCES = {
     "bf16_mixed": 0.02,
     "fp16_mixed": 0.02,
 }
-# In strips 16 bits also round the gradients of rows that two strips read, and of what all strips
-# read.
+# In strips, 16 bits also round the gradients of rows that two strips read, and of data that all
+# strips read.
 IN_STRIPS = {"bf16_mixed": 0.2, "fp16_mixed": 0.05}
-# on a GPU: its kernels save other tensors than a processor's, which the prediction follows
+# On a GPU, kernels save other tensors than on a CPU; the prediction follows the CPU.
 BYTES_TOLERANCE = 0.05
-ROUNDINGS = 10.0  # times what the last digit of the images changes
+ROUNDINGS = 10.0  # times the change that the last digit of the images causes
 COMPARE = "gems.engine.verification.compare:compare_run"
 
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """How far a configured run is from one unsplit process, over all steps, ranks, directions and replicas.
+    """The difference between a configured run and one unsplit process.
 
-    Both computed in `dtype`. Errors are relative, and `worst` is the tensor of the largest, with
-    its rank and step. Bytes are the peaks of activations on each rank, as counted and as predicted
-    from the schedule. The backward of `unsplit_layers` cannot be split, in a schedule that splits
-    it. With norms by strip, which enlarge rounding, `rounding_error` is what the last digit of the
-    images changes in the unsplit process.
+    It covers all steps, ranks, directions and replicas. Both compute in `dtype`. Errors are
+    relative. `worst` is the tensor with the largest error, with its rank and step. Bytes are the
+    peaks of activations on each rank, as counted and as predicted from the schedule.
+    `unsplit_layers` lists the layers whose backward cannot be split, in a schedule that splits it.
+    Norms by strip enlarge rounding. For them, `rounding_error` is the change that the last digit of
+    the images causes in the unsplit process.
     """
 
     dtype: str
@@ -54,15 +55,18 @@ class Verification:
 
     @property
     def is_equal(self) -> bool:
-        """Whether the largest error is within the tolerance of the dtype, 1e-12 for float64, or of rounding."""
+        """Whether the largest error is within the tolerance of the dtype or of rounding.
+
+        The tolerance is 1e-12 for float64.
+        """
         tolerances = {**TOLERANCES, **IN_STRIPS} if self.is_in_strips else TOLERANCES
         return self.max_rel_error <= max(tolerances[self.dtype], ROUNDINGS * self.rounding_error)
 
     @property
     def has_predicted_bytes(self) -> bool:
-        """Whether every rank held the bytes of activations that were predicted, if they were.
+        """Whether every rank held the predicted bytes of activations, if there is a prediction.
 
-        On a GPU nearly so.
+        On a GPU they may differ by BYTES_TOLERANCE.
         """
         tolerance = BYTES_TOLERANCE if self.is_on_gpu else 0.0
         predicted = self.predicted_activation_bytes or self.peak_activation_bytes
@@ -71,18 +75,18 @@ class Verification:
 
 
 def steps_of(precision: str) -> int:
-    """Return the steps that a verification compares."""
+    """Return the number of steps that a verification compares."""
     return MIXED_STEPS.get(precision, STEPS)
 
 
 def verify(spec: RunSpec) -> Verification:
-    """Run the first steps of a resolved run in ranks of this machine and compare them with one unsplit process.
+    """Compare the first steps of a resolved run in local ranks with one unsplit process.
 
-    Compared are every parameter, gradient and running statistic of every copy on every rank. Both
-    compute in float64, or in train.precision if that is not the default.
+    The comparison covers every parameter, gradient and running statistic of every copy on every
+    rank. Both compute in float64, or in train.precision if that is not the default.
 
     Raises:
-        ConfigError: a configuration that cannot be run here.
+        ConfigError: the configuration cannot be run here.
         DoesNotFitError: a rank would hold more than its device.
         RankFailedError: a rank ended before the comparison was done.
     """

@@ -1,6 +1,6 @@
-"""Provenance: which code, packages and environment made a run.
+"""Provenance: the code, packages and environment of a run.
 
-`provenance/` in its folder, and a summary beside it.
+They are in `provenance/` in the run folder, with a summary beside it.
 """
 
 from __future__ import annotations
@@ -28,23 +28,22 @@ PACKAGES_TXT = "packages.txt"
 ENVIRONMENT_JSON = "environment.json"
 GIT_LIMIT_S = 10
 MAX_DIFF_BYTES = 4 << 20
-# What bears on how a run runs. Nothing else of the environment is kept: it may hold what is
-# nobody's business.
+# Variables that affect how a run behaves. No other variables are stored: they may be private.
 VARIABLES = re.compile(
     r"(SLURM|SRUN|SBATCH|PBS|FLUX|MPI|MPICH|OMPI|PRTE|PMIX|PMI|MV2|UCX|FI|OMP|KMP|MKL|OPENBLAS|NCCL|RCCL|GEMS|PYTORCH|TORCH|HSA"
     r"|MIOPEN|HDF5|I_MPI)_.*"
     r"|(CUDA_VISIBLE_DEVICES|CUDA_DEVICE_ORDER|CUDA_DEVICE_MAX_CONNECTIONS|ROCR_VISIBLE_DEVICES|HIP_VISIBLE_DEVICES)"
     r"|(PATH|LD_LIBRARY_PATH|LD_PRELOAD|PYTHONPATH|VIRTUAL_ENV|CONDA_PREFIX|LOADEDMODULES|PE_ENV|MODULEPATH)"
 )
-# Words in a variable's name that make it a secret, or a person.
+# Words in the names of variables that hold secrets or personal data.
 PRIVATE = re.compile(r"JWT|TOKEN|SECRET|PASS|KEY|CRED|AUTH|_USER$|_UID$|_GID$|MAIL", re.IGNORECASE)
 
 
 def write_bundle(folder: Path, spec: RunSpec) -> dict[str, Any]:
-    """Write to `folder` what is known of a run when it is prepared, and return the summary.
+    """Write the provenance of a prepared run to `folder`, and return the summary.
 
-    These are `code.zip`, the code itself; `code.diff`, its difference from its commit (none outside
-    of a checkout); `packages.txt`; and `environment.json`. The user's own packages are in the
+    The files are `code.zip`, the code itself; `code.diff`, its difference from its commit (none
+    outside a checkout); `packages.txt`; and `environment.json`. The user's own packages are in the
     archive, unless they are installed.
 
     Raises:
@@ -70,9 +69,9 @@ def write_bundle(folder: Path, spec: RunSpec) -> dict[str, Any]:
 
 
 def share_bundle(folder: RunFolder, like: RunFolder) -> dict[str, Any]:
-    """Give a run the bundle of another that has the same code, and return its summary.
+    """Share the bundle of another run that has the same code, and return its summary.
 
-    Git and archive take 0.2 s.
+    This saves the 0.2 s that git and the archive take.
     """
     folder.provenance.mkdir(parents=True, exist_ok=True)
     for name in (CODE_ZIP, CODE_DIFF, PACKAGES_TXT, ENVIRONMENT_JSON):
@@ -82,10 +81,7 @@ def share_bundle(folder: RunFolder, like: RunFolder) -> dict[str, Any]:
 
 
 def own_code(spec: RunSpec) -> Iterator[tuple[str, str]]:
-    """Yield each target of a run whose code is in a folder of the user's, with the folder.
-
-    Plugins too.
-    """
+    """Yield each target and plugin of a run whose code is in a user's folder, with the folder."""
     sections = (spec.model, spec.data, spec.loss, spec.optimizer, spec.lr_scheduler)
     found = [(section.target, section.path) for section in sections]
     found += [(f"{name}.plugin", spec.plugins_dir) for name in spec.plugins]
@@ -110,7 +106,10 @@ def check_code(folder: Path, summary: dict[str, Any]) -> str | None:
 
 
 def check_run_yaml(run_yaml: Path, summary: dict[str, Any]) -> str | None:
-    """Compare the configuration that ranks read with a bundle's summary, and return what is wrong, or None."""
+    """Compare the ranks' configuration with the summary of a bundle.
+
+    Return what is wrong, or None.
+    """
     expected = summary.get("run_yaml_blake2b")
     if expected is None or hash_of(run_yaml) == expected:
         return None
@@ -123,17 +122,17 @@ def check_run_yaml(run_yaml: Path, summary: dict[str, Any]) -> str | None:
 def commit(root: Path) -> str:
     """Return the commit of a checkout, with "-dirty" if files differ from it.
 
-    "unknown" outside of a checkout.
+    Return "unknown" outside a checkout.
     """
     output = _git(root, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     return output.decode(errors="replace").strip() if output else "unknown"
 
 
 def code_diff(root: Path) -> bytes | None:
-    """Return how our packages in a checkout differ from its commit, with new files.
+    """Return the difference of our packages in a checkout from its commit, with new files.
 
-    None outside of a checkout.
-    `git apply` takes it, unless it was cut at MAX_DIFF_BYTES, as its last line then tells.
+    Return None outside a checkout. `git apply` accepts the result unless it was cut at
+    MAX_DIFF_BYTES; then its last line says so.
     """
     diff = _git(root, "diff", "--no-color", "--no-ext-diff", "--binary", "HEAD", "--", *PACKAGES)
     new = _git(
@@ -161,7 +160,7 @@ def code_diff(root: Path) -> bytes | None:
 
 
 def _git(root: Path, *words: str, fine: tuple[int, ...] = (0,)) -> bytes | None:
-    """Return git's output in a checkout at `root`, not in one around it; None if it fails."""
+    """Return git's output in a checkout at `root` itself; None if git fails or there is none."""
     if not (root / ".git").exists():
         return None
     try:
@@ -176,7 +175,7 @@ def _git(root: Path, *words: str, fine: tuple[int, ...] = (0,)) -> bytes | None:
 
 @functools.cache
 def packages() -> str:
-    """Return the installed packages with their versions, one a line, as a requirements file."""
+    """Return the installed packages with their versions, one per line, as a requirements file."""
     known = (
         (each.metadata["Name"], each.metadata["Version"])
         for each in importlib.metadata.distributions()
@@ -189,7 +188,10 @@ def packages() -> str:
 
 
 def environment() -> dict[str, Any]:
-    """Return this process's interpreter, node, loaded modules and the variables that bear on a run, without secrets."""
+    """Return this process's interpreter, node, loaded modules and relevant variables.
+
+    Secrets are left out.
+    """
     modules = os.environ.get("LOADEDMODULES", "")
     return {
         "hostname": os.uname().nodename,

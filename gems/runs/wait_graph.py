@@ -1,4 +1,4 @@
-"""Who waits for whom: from the ranks' last heartbeats and the schedule to the ranks that hold all others up."""
+"""Who waits for whom: find the ranks that hold up all others, from heartbeats and schedule."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from gems.schedule.action import COMPUTE_KINDS, RECV_KINDS, SEND_KINDS, Action, 
 from gems.schedule.dependencies import dependencies, other_stage, partner_of
 from gems.schedule.schedule import Schedule
 
-SILENT_AFTER_S = 10.0  # signs of life come every second; on a network's file system they may lag
-SENDS = "sends to leave"  # what a rank waits for whose own messages have yet to go
+SILENT_AFTER_S = 10.0  # signs of life come every second, but a network file system may delay them
+SENDS = "sends to leave"  # the wait of a rank whose own messages have not left yet
 SHOWN = 3
 RECORDED_ROOTS = 8
 Point = tuple[int, int]  # (step, index in the rank's row); -1 is before the first action
 
 
 class State(StrEnum):
-    """What a rank does, the likelier cause of a hang first; the value is its text in messages."""
+    """The activity of a rank, the likelier cause of a hang first; the value is its text."""
 
     SILENT = "is silent"
     FINISHED = "has finished"
@@ -31,7 +31,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """A rank's last mark, for how long it works or waits there, what it waits for, and of which ranks."""
+    """A rank's last mark, the time since then, what it waits for, and the ranks it waits for."""
 
     rank: int
     node: str
@@ -44,7 +44,7 @@ class RankState:
     of_ranks: tuple[int, ...] = ()
 
     def text(self, who: str, after: tuple[int, ...] = ()) -> str:
-        """Describe in a clause what the rank does; `after` begins with the rank that it waits for."""
+        """Describe the rank in a clause; `after` begins with the rank that it waits for."""
         where = f"in step {self.step}, action {self.action}"
         if self.step < 0 or self.state is State.FINISHED:
             where = f"outside of the steps ({self.action})"
@@ -58,7 +58,10 @@ class RankState:
 
 
 class WaitGraph:
-    """The ranks of a run at one moment. Reads of `beats` only those that a question needs."""
+    """The ranks of a run at one moment.
+
+    It reads only those of `beats` that a question needs.
+    """
 
     def __init__(
         self,
@@ -74,10 +77,10 @@ class WaitGraph:
         self._index: dict[int, dict[Action, int]] = {}
 
     def state(self, rank: int) -> RankState:
-        """Return what a rank does.
+        """Return the activity of a rank.
 
         Raises:
-            KeyError: it has left no mark.
+            KeyError: the rank has left no mark.
         """
         beat = self._beats[rank]
         state = self._state(rank)
@@ -124,9 +127,9 @@ class WaitGraph:
         )
 
     def _guess(self, rank: int) -> str:
-        """Return what a rank whose heartbeat does not tell must be waiting for.
+        """Return what a rank must be waiting for if its heartbeat does not say.
 
-        Empty if it need not wait.
+        Return an empty text if it need not wait.
         """
         action = parse_action(self._beats[rank].action)
         if action is None or action not in self._row(rank):
@@ -138,13 +141,13 @@ class WaitGraph:
                 if need.kind in RECV_KINDS and (other := self._peer(rank, need)) in self._beats:
                     index = self._row(other).get(
                         partner_of(need)
-                    )  # of the send, which has yet to be posted
+                    )  # of the send, which has not been posted yet
                     if index is not None and self._point(other) < (self._beats[rank].step, index):
                         return str(need)
         return ""
 
     def _awaited(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks that a waiting one waits for."""
+        """Return the ranks that a waiting rank waits for."""
         what = self._beats[rank].waits_for or self._guess(rank)
         receive = parse_action(what)
         if receive is not None and receive.kind in RECV_KINDS:
@@ -152,7 +155,10 @@ class WaitGraph:
         return self._without_receive(rank) if what == SENDS else self._late(rank)
 
     def _late(self, rank: int) -> tuple[int, ...]:
-        """Return who has not come to the collective operation that `rank` is in, or is there and does not wait."""
+        """Return the ranks that hold up the collective operation of `rank`.
+
+        They have not reached it, or they are there and do not wait.
+        """
         action = parse_action(self._beats[rank].action)
         num_ranks = self._schedule.num_ranks
         is_sum = action is not None and action.kind is Kind.REDUCE_GRAD
@@ -179,7 +185,7 @@ class WaitGraph:
         return tuple(late)
 
     def _without_receive(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks that have yet to post a receive of this rank's messages, or are silent."""
+        """Return the ranks that are silent or have not posted a receive of this rank's messages."""
         found: dict[int, None] = {}
         for action in self._row(rank):
             if action.kind in SEND_KINDS and (other := self._peer(rank, action)) in self._beats:
@@ -192,7 +198,7 @@ class WaitGraph:
         return tuple(found)
 
     def _peer(self, rank: int, transfer: Action) -> int:
-        """Return the rank of the world at the other end of a transfer."""
+        """Return the world rank at the other end of a transfer."""
         first = rank - rank % self._schedule.num_ranks
         return first + self._schedule.placement.ranks[transfer.direction][other_stage(transfer)]
 
@@ -211,9 +217,9 @@ class WaitGraph:
 
 
 def parse_action(mark: str) -> Action | None:
-    """Return the action of the schedule that a mark names.
+    """Return the schedule's action that a mark names.
 
-    None for a phase outside of it, such as a checkpoint.
+    Return None for a phase outside the schedule, such as a checkpoint.
     """
     try:
         return Action.parse(mark)
@@ -223,12 +229,12 @@ def parse_action(mark: str) -> Action | None:
 
 @dataclass(frozen=True, slots=True)
 class WaitingChain:
-    """Who waits for whom.
+    """The result of a search for who waits for whom.
 
-    `roots` are the ranks that hold others up and wait for nobody, the likeliest first.
-    Silent ones come before those that work, and of these first who has been longest in one action.
-    `cycle` are ranks that wait for each other in a ring, if nobody else holds them up. `states` are
-    those of all ranks.
+    `roots` are the ranks that hold up others and wait for nobody, the likeliest first. Silent ranks
+    come before ranks that work, and among equals the rank that has been longest in one action comes
+    first. `cycle` holds ranks that wait for each other in a ring, if nobody else holds them up.
+    `states` are the states of all ranks.
     """
 
     states: Mapping[int, RankState]
@@ -236,13 +242,13 @@ class WaitingChain:
     cycle: tuple[int, ...] = ()
 
     def root_records(self) -> list[dict[str, Any]]:
-        """Return the first roots for STALLED.json."""
+        """Return the first roots as records for STALLED.json."""
         return [asdict(root) | {"state": root.state.value} for root in self.roots[:RECORDED_ROOTS]]
 
     def path(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks from `rank` to a root, each waiting for the next.
+        """Return the ranks from `rank` to a root; each waits for the next.
 
-        A ring ends where it began.
+        The path of a ring ends at the rank with which it began.
         """
         paths: dict[int, tuple[int, ...]] = {rank: (rank,)}
         queue = [rank]
@@ -260,9 +266,9 @@ class WaitingChain:
         return max(paths.values(), key=len)
 
     def text(self, rank: int | None = None) -> str:
-        """Describe in one line for whom `rank` waits, and that one, to the root.
+        """Describe in one line the chain of waits from `rank` to the root.
 
-        By default who waits longest.
+        The default is the rank that has waited longest.
         """
         if rank is None or rank not in self.states:
             waiting = [one for one in self.states.values() if one.state is State.WAITS]
@@ -294,9 +300,9 @@ def waiting_chain(
 ) -> WaitingChain:
     """Find who waits for whom, from each rank's last mark.
 
-    `beats` are by rank of the world, pipeline by pipeline. `now_ns` is the wall clock, by default
-    the last mark or sign of life of any rank. A rank without a sign of life for `silent_after_s` is
-    silent: stopped, dead, or held.
+    `beats` is indexed by world rank, pipeline by pipeline. `now_ns` is the wall clock, by default
+    the last mark or sign of life of any rank. A rank is silent if it has given no sign of life for
+    `silent_after_s`: it is stopped, dead, or held.
     """
     if now_ns is None:
         now_ns = max((max(beat.time_ns, beat.alive_ns) for beat in beats.values()), default=0)
@@ -307,10 +313,10 @@ def waiting_chain(
     ends = [one for one in states.values() if not one.of_ranks]
     if waiting:
         ends = [one for one in ends if one.rank in held_up or one.state is State.SILENT]
-    else:  # nobody is held up: then whoever does not finish
+    else:  # nobody is held up: take the ranks that have not finished
         ends = [one for one in ends if one.state is not State.FINISHED]
     cycle = () if ends else _cycle(states)
-    if not ends and not cycle:  # all wait in one operation that nobody has yet to join
+    if not ends and not cycle:  # all wait in one operation that every rank has joined
         ends = waiting
     order = list(State)
     roots = sorted(ends, key=lambda one: (order.index(one.state), -one.since_s, one.rank))
@@ -318,7 +324,7 @@ def waiting_chain(
 
 
 def _cycle(states: Mapping[int, RankState]) -> tuple[int, ...]:
-    """Return ranks that wait for each other in a ring, if any do."""
+    """Return ranks that wait for each other in a ring, or an empty tuple."""
     for start in states:
         path = [start]
         while (

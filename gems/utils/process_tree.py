@@ -1,4 +1,4 @@
-"""A process and all that it started, and their end; also of a process that is not our child."""
+"""Find and end a process and all its descendants, even if the process is not our child."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ POLL_S = 0.1
 
 
 def end_family(process: subprocess.Popen[bytes], grace_s: float) -> None:
-    """End a process that leads its session and all under it, also those that went into sessions of their own.
+    """End a process that leads its session and all its descendants, in other sessions too.
 
-    SIGTERM goes to its process group; what lives after `grace_s` gets SIGKILL.
+    SIGTERM goes to its process group. Processes that survive `grace_s` get SIGKILL.
     """
     if process.poll() is not None:
         return
@@ -40,19 +40,19 @@ def end_stranger(
 ) -> bool:
     """End the work of a process that is not our child, and return whether it has ended.
 
-    SIGTERM goes to the process alone, which ends its own, and may live on once `has_ended` is true.
-    After `grace_s` it and all under it get SIGKILL. A process of the same number that did not start
-    at `started` counts as gone.
+    SIGTERM goes only to the process, which ends its own children. It may live on once `has_ended`
+    is true. After `grace_s` it and all its descendants get SIGKILL. A process with the same number
+    that did not start at `started` counts as gone.
 
     Raises:
-        PermissionError: it is somebody else's.
+        PermissionError: the process belongs to another user.
     """
     if not is_alive(pid, started):
         return True
     family = {*_descendants(pid)}
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGTERM)
-        os.kill(pid, signal.SIGCONT)  # a stopped one would not get it
+        os.kill(pid, signal.SIGCONT)  # a stopped process would not receive SIGTERM
     if _wait_gone(pid, started, grace_s, has_ended):
         return True
     if start_time(pid) == started:
@@ -72,15 +72,15 @@ def _wait_gone(pid: int, started: str, limit_s: float, has_ended: Callable[[], b
 
 
 def is_alive(pid: int, started: str) -> bool:
-    """Return whether the process that started at `started` (see `start_time`) is there and has not ended."""
+    """Return whether the process that started at `started` (see `start_time`) still runs."""
     fields = _stat(pid)
     return bool(fields) and fields[0] not in ("Z", "X") and fields[19] == started
 
 
 def start_time(pid: int) -> str:
-    """Return when a process started, in clock ticks since the machine's start.
+    """Return the start time of a process in clock ticks since the machine's start.
 
-    Nothing when there is none.
+    Return an empty text if there is no such process.
     """
     fields = _stat(pid)
     return fields[19] if fields else ""
@@ -100,7 +100,7 @@ def _descendants(root: int) -> list[psutil.Process]:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on; none when there is no such process."""
+    """Return the fields of /proc/PID/stat from the state on; none if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -108,10 +108,10 @@ def _stat(pid: int) -> list[str]:
 
 
 def is_mentioned(text: str) -> bool:
-    """Return whether a process of this machine has a text in its command line, or in the name of an open file.
+    """Return whether a local process has a text in its command line or in an open file's name.
 
-    Open files are seen of the user's own processes; one that is about to become another program
-    keeps them.
+    Open files are only visible for the user's own processes. A process that is about to become
+    another program keeps them.
     """
     return any(
         text

@@ -1,10 +1,11 @@
 """Data parallelism against workers of several devices, by end-to-end time C = T x S x E.
 
-(Pal et al., IEEE Micro 39(5), 2019.) T is the time of a step, S the steps of an epoch, E the epochs
-to the target. N workers of M devices each (M is their model-parallel degree) take, over one worker
-on one device, C_1 / C = SU^M SE_N N E_1 / E_N: SU^M is the speed-up of a worker's step by M-way
-model parallelism, SE_N the scaling efficiency of N workers. Workers of M devices beat M N workers
-of one exactly where SU^M > M (SE_MN / SE_N) (E_N / E_MN).
+Source: Pal et al., IEEE Micro 39(5), 2019. T is the time of a step, S the number of steps of an
+epoch, and E the number of epochs to the target. N workers of M devices each (M is their
+model-parallel degree) are compared with one worker on one device: C_1 / C = SU^M SE_N N E_1 / E_N.
+SU^M is the speed-up of a worker's step by M-way model parallelism. SE_N is the scaling efficiency
+of N workers. Workers of M devices beat M N workers of one device exactly if SU^M > M (SE_MN / SE_N)
+(E_N / E_MN).
 """
 
 from __future__ import annotations
@@ -21,13 +22,16 @@ from gems.errors import ConfigError
 from gems.planner.hybrid.epochs import Epochs
 from gems.planner.hybrid.quantity import SHARES, Quantity
 
-# SE_N = T_1 / T_N, the step time of one worker over that of N, each with the batch that it has
-# alone, by N and M.
+# SE_N = T_1 / T_N by N and M: the step time of one worker over the step time of N workers. The
+# batch of a worker is the same in both.
 Efficiency = Callable[[int, int], float]
 
 
 def ideal_efficiency(workers: int, degree: int) -> float:
-    """Return 1: workers cost each other no time, which favours data parallelism most (Pal et al., projections)."""
+    """Return 1: workers do not slow each other down.
+
+    This favours data parallelism most (Pal et al., projections).
+    """
     return 1.0
 
 
@@ -35,19 +39,18 @@ def ideal_efficiency(workers: int, degree: int) -> float:
 class EfficiencyTable:
     """SE_N by the devices of a worker and the number of workers.
 
-    Between two numbers, linear in the logarithm of N.
-    Workers of more devices than any in the table are taken to lose what those of the nearest
-    smaller size lose, as Pal et al. do, who use one SE_N for both.
+    Between two numbers of workers it is linear in the logarithm of N. For workers with more devices
+    than in the table, the values of the nearest smaller size are used. Pal et al. use one SE_N for
+    both in the same way.
     """
 
     by_degree: Mapping[int, Mapping[int, Quantity]]
 
     def __call__(self, workers: int, degree: int) -> float:
-        """Return SE_N.
+        """Return SE_N; one worker alone has 1 if the table begins with more.
 
         Raises:
-            ConfigError: fewer or more workers than in the table; one worker alone has 1 where the
-            table begins above.
+            ConfigError: there are fewer or more workers than in the table.
         """
         sizes = sorted(self.by_degree)
         table = self.by_degree[sizes[max(0, bisect_right(sizes, degree) - 1)]]
@@ -68,17 +71,18 @@ class EfficiencyTable:
 
 @dataclass(frozen=True, slots=True)
 class HybridCase:
-    """What the planner weighs.
+    """The inputs of the planner for hybrid parallelism.
 
-    Its methods raise ConfigError where epochs or efficiency are not known.
+    Its methods raise ConfigError if epochs or efficiency are not known.
 
     Attributes:
-        worker_batch: samples of one step of one worker, whatever its devices.
+        worker_batch: samples of one step of one worker, for any number of devices.
         epochs: epochs by samples of a global batch.
-        speedups: SU^M by M; that of 1 is 1 and need not be there.
-        efficiency: SE_N by workers and degree; raises ConfigError where it is not known.
-        step_s: T_1, a step of one worker on one device; None where only ratios are known.
-        num_samples: samples of an epoch; None where only ratios are known.
+        speedups: SU^M by M; the speed-up of 1 is 1 and may be missing.
+        efficiency: SE_N by workers and degree; raises ConfigError if it is not known.
+        step_s: T_1, the seconds of a step of one worker on one device; None if only ratios are
+            known.
+        num_samples: samples of an epoch; None if only ratios are known.
         misfits: degrees that do not fit the devices, each with the reason.
     """
 
@@ -92,7 +96,7 @@ class HybridCase:
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """The degrees to weigh: 1, which is data parallelism, and those with a speed-up."""
+        """The degrees to weigh: 1 (data parallelism), and all degrees with a speed-up."""
         return tuple(sorted({1, *self.speedups}))
 
     def speedup(self, degree: int) -> float:
@@ -104,7 +108,10 @@ class HybridCase:
         return 1.0 / (self.speedup(degree) * self.efficiency(workers, degree))
 
     def cost(self, workers: int, degree: int) -> float:
-        """Return C in units of T_1 S_1, the epochs that one worker on one device would do in that time."""
+        """Return C in units of T_1 S_1.
+
+        This is the number of epochs that one worker on one device would complete in the same time.
+        """
         return (
             self.step(workers, degree) * self.epochs.epochs(workers * self.worker_batch) / workers
         )
@@ -112,7 +119,7 @@ class HybridCase:
     def threshold(self, workers: int, degree: int) -> float:
         """Return the right side of the criterion.
 
-        What SU^M must exceed for N workers of M devices to win.
+        N workers of M devices win if SU^M exceeds it.
         """
         many = workers * degree
         efficiencies = self.efficiency(many, 1) / self.efficiency(workers, degree)
@@ -122,14 +129,17 @@ class HybridCase:
         return degree * efficiencies * epochs
 
     def gain(self, workers: int, degree: int) -> float:
-        """Return the time of data parallelism on the same devices over that of N workers of M.
+        """Return the time of data parallelism over the time of N workers of M, on the same devices.
 
-        Above 1 hybrid wins.
+        Hybrid parallelism wins above 1.
         """
         return self.speedup(degree) / self.threshold(workers, degree)
 
     def seconds(self, cost: float) -> float | None:
-        """Return a cost in seconds, None where the time of a step or the samples of an epoch are not known."""
+        """Return a cost in seconds.
+
+        Return None if the time of a step or the samples of an epoch are not known.
+        """
         if self.step_s is None or self.num_samples is None:
             return None
         return cost * self.step_s.value * self.num_samples / self.worker_batch
@@ -137,15 +147,17 @@ class HybridCase:
 
 @dataclass(frozen=True, slots=True)
 class BreakEven:
-    """Where workers of M devices become faster than data parallelism, and stay so up to the most devices looked at.
+    """The point from which workers of M devices stay faster than data parallelism.
+
+    They stay faster up to the largest number of devices considered.
 
     Attributes:
-        devices: the fewest from which on they are, a multiple of M; None where they are not at the
-            most.
-        below: the most devices listed at which data parallelism still is at least as fast; None
-            where it never is.
-        listed: the fewest devices listed from which on they are.
-        low, high: 95 % of the draws lie between; None where they have no break-even point.
+        devices: the fewest devices from which they are faster, a multiple of M; None if they are
+            not faster at the most devices.
+        below: the most devices listed at which data parallelism is still at least as fast; None if
+            it never is.
+        listed: the fewest devices listed from which they are faster.
+        low, high: the interval of 95 % of the draws; None if these have no break-even point.
     """
 
     degree: int
@@ -159,10 +171,10 @@ class BreakEven:
 def break_even(
     case: HybridCase, degree: int, devices: Sequence[int], draws: Sequence[HybridCase] = ()
 ) -> BreakEven:
-    """Find where workers of so many devices become faster, between the listed numbers of devices by halving.
+    """Find the number of devices from which workers of `degree` devices are faster.
 
-    Between two listed numbers the gain is taken to pass 1 once; the draws' points are on a line
-    between them.
+    The search bisects between the listed numbers of devices. It assumes that the gain passes 1 once
+    between two of them. The points of the draws are interpolated linearly on logarithmic axes.
     """
     known = _gains(case, degree, devices)
     if not known:
@@ -186,7 +198,7 @@ def break_even(
 
 
 def _gains(case: HybridCase, degree: int, devices: Sequence[int]) -> list[tuple[int, float]]:
-    """Return the gain at each number of devices that the degree divides, where it is known."""
+    """Return the gain, if known, at each number of devices that the degree divides."""
     found = []
     for count in sorted(devices):
         try:
@@ -197,9 +209,9 @@ def _gains(case: HybridCase, degree: int, devices: Sequence[int]) -> list[tuple[
 
 
 def _interpolated(known: Sequence[tuple[int, float]]) -> float:
-    """Return where gains pass 1 for the last time, both axes logarithmic.
+    """Return the number of devices at which gains pass 1 for the last time, on logarithmic axes.
 
-    Infinity where the last is not above 1.
+    Return infinity if the last gain is not above 1.
     """
     point: float = math.inf
     above: tuple[int, float] | None = None

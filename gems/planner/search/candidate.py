@@ -9,8 +9,7 @@ from gems.memory.registry import POLICIES
 from gems.schedule import CAPPED, FAMILIES, Family, Request, Terms
 
 KEEP = "keep"
-# Slow ones are tried up to so many ranks x micro-batches, and `plan` up to so many layers x
-# micro-batches.
+# Limits for slow candidates in ranks x micro-batches, and for `plan` in layers x micro-batches.
 MAX_SLOW = 512
 MAX_PLANNED = 128
 MAX_FORWARDS = 2**14  # stages x micro-batches of one step
@@ -18,11 +17,12 @@ MAX_FORWARDS = 2**14  # stages x micro-batches of one step
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One configuration: ranks of a pipeline and its copies, schedule, micro-batches of a pipeline, memory policy.
+    """One configuration: pipeline ranks, replicas, schedule, micro-batches and memory policy.
 
-    `cap` is in micro-batches on a rank's part of the model, `parts` GEMS's micro-batches of one
-    run, `chunks` the stages of a rank where the schedule leaves that free, `how` the
-    memory.recompute of a policy that reads it, `strips` those of a micro-batch.
+    `cap` is in micro-batches on a rank's part of the model. `parts` is the number of GEMS's
+    micro-batches of one run. `chunks` is the number of stages of a rank if the schedule leaves that
+    free. `how` is the memory.recompute of a policy that reads it. `strips` is the number of strips
+    of a micro-batch.
     """
 
     partitions: int
@@ -49,26 +49,28 @@ class Candidate:
 
     @property
     def num_stages(self) -> int:
-        """Stages that the model is cut into; of a searched schedule at least."""
+        """The number of stages of the model; a lower bound for a searched schedule."""
         return self.partitions * (self.family.stages(self.chunks) or 1)
 
     def terms(self, f: float = 1.0, i: float = 1.0, w: float = 1.0) -> Terms:
-        """Return the terms of its family's closed forms, with the times of forward, input and weight gradient."""
+        """Return the terms of the family's closed forms.
+
+        `f`, `i` and `w` are the times of the forward, input gradient and weight gradient.
+        """
         chunks = self.family.stages(self.chunks)
         return Terms(self.partitions, self.micro_batches, self.parts, chunks, self.cap, f, i, w)
 
     @property
     def global_batch(self) -> int:
-        """Images of one optimizer step."""
+        """The number of images of one optimizer step."""
         return self.replicas * self.micro_batches * self.micro_batch_size
 
     @property
     def slowness(self) -> int:
-        """What its evaluation takes long for.
+        """The reason why the evaluation is slow, from 0 to 3.
 
-        0 nothing, its schedule following from the counts alone.
-        1: its schedule looks at the stages' times; 2: its policy takes seconds; 3: its schedule is
-        searched.
+        0: not slow, because the schedule follows from the counts alone. 1: the schedule depends on
+        the times of the stages. 2: the policy takes seconds. 3: the schedule is searched.
         """
         if self.schedule == CAPPED:
             return 3
@@ -78,7 +80,7 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """The schedule with its sizes, in a word."""
+        """The schedule with its sizes, as short text."""
         cap = "" if self.cap is None else f" K={self.cap:g}"
         parts = f" parts={self.parts}" if self.parts > 1 else ""
         strips = f", {self.strips} strips" if self.strips > 1 else ""
@@ -88,11 +90,14 @@ class Candidate:
 
     @property
     def policy(self) -> str:
-        """The memory policy with its memory.recompute, in a word."""
+        """The memory policy with its memory.recompute, as short text."""
         return f"{self.memory}/{self.how}" if self.how else self.memory
 
     def overrides(self, boundaries: Sequence[int] = ()) -> tuple[str, ...]:
-        """Return the configuration as words of a command line, with the partition if it is given and not searched."""
+        """Return the configuration as words of a command line.
+
+        The partition is included if it is given and the schedule is not searched.
+        """
         words = [
             f"parallel.partitions={self.partitions}",
             f"parallel.replicas={self.replicas}",
@@ -107,7 +112,7 @@ class Candidate:
         words += [f"schedule.chunks={self.chunks}"] if self.chunks > 1 else []
         words += [f"schedule.activation_cap={self.cap:g}"] if self.cap is not None else []
         words += [f"memory.recompute={self.how}"] if self.how else []
-        is_cut = bool(boundaries) and self.schedule != CAPPED  # whose search finds the cut too
+        is_cut = bool(boundaries) and self.schedule != CAPPED  # a search also finds the cut
         words += [f"parallel.boundaries=[{','.join(map(str, boundaries))}]"] if is_cut else []
         return tuple(words)
 
@@ -117,9 +122,9 @@ def candidates(
 ) -> list[Candidate]:
     """Return all configurations that use every device and make steps of the global batch.
 
-    `num_gpus` is partitions x replicas, `num_layers` the most stages; without `has_policies`
-    activations may neither leave the device nor be recomputed. Left out is what another candidate
-    always replaces: GPipe and layer parallelism, which 1F1B with a cap does with less.
+    `num_gpus` is partitions x replicas, and `num_layers` the largest number of stages. Without
+    `has_policies`, activations may neither leave the device nor be recomputed. GPipe and layer
+    parallelism are left out: 1F1B with a cap always replaces them and needs less.
     """
     policies = [(KEEP, "")]
     if has_policies:
@@ -144,7 +149,7 @@ def candidates(
 def _schedules(shape: Candidate) -> Iterator[Candidate]:
     """Yield a shape with every schedule that serves its counts.
 
-    On one rank all orders take equally long, so that 1F1B alone is yielded.
+    On one rank all orders take equally long, so only 1F1B is yielded.
     """
     if shape.partitions == 1:
         yield shape
@@ -159,9 +164,9 @@ def _schedules(shape: Candidate) -> Iterator[Candidate]:
 
 
 def _is_asked(one: Candidate, num_layers: int) -> bool:
-    """Whether what evaluating a candidate takes is within reason.
+    """Return whether the effort to evaluate a candidate is reasonable.
 
-    A searched schedule keeps its activations.
+    A searched schedule is only evaluated with all activations kept.
     """
     if one.schedule == CAPPED:
         return one.memory == KEEP
