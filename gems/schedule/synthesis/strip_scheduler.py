@@ -141,7 +141,7 @@ class StripScheduler:
         return count < len(arrivals) and arrivals[count] <= now
 
     def has_room(self, rank: int, m: int, stage: int) -> bool:
-        """Return whether a forward leaves room for earlier micro-batches and the rest of its own."""
+        """Return whether a forward leaves room for earlier micro-batches and its own rest."""
         room = self.problem.cap - self.used[rank] - self.size[stage]
         if room < 0:
             return False
