@@ -1,7 +1,4 @@
-"""Finding and opening what the user names.
-
-Studies, run folders, complete traces, or the parts of a killed run.
-"""
+"""Find and open studies, run folders, complete traces, or the parts of a killed run."""
 
 from __future__ import annotations
 

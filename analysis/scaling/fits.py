@@ -1,7 +1,4 @@
-"""The law of scaling fitted to the lines of a study.
-
-Its parameters, residuals, forecasts, and curve.
-"""
+"""The fitted law of scaling of a study's lines: parameters, residuals, forecasts and curve."""
 
 from __future__ import annotations
 

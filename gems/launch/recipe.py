@@ -1,4 +1,4 @@
-"""Loss, optimizer, scheduler, metrics and transform of a run, checked where nothing has loaded torch."""
+"""Check the recipe of a run (loss, optimizer and so on) in a process that has not loaded torch."""
 
 from __future__ import annotations
 

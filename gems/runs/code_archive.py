@@ -38,7 +38,7 @@ MODE = 0o644
 
 
 def code_root() -> Path:
-    """Return the folder that holds our packages, or the archive that this process runs from."""
+    """Return the folder of our packages, or the archive that this process runs from."""
     return Path(gems.__file__).resolve().parents[1]
 
 
@@ -143,10 +143,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def share(kept: Path, target: Path) -> None:
-    """Put a file that nobody changes at `target` too.
-
-    By a hard link, or as a copy where there are none.
-    """
+    """Put an immutable file at `target` too, by a hard link, or as a copy if links fail."""
     with atomic_write(target) as partial:
         try:
             os.link(kept, partial)

@@ -1,4 +1,4 @@
-"""Why a run ended: the one taxonomy of failures that the engine, the launcher and `jobs diagnose` share."""
+"""Why a run ended: the causes of failure that the engine, launcher and `jobs diagnose` share."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class FailureCause(StrEnum):
 
     @property
     def is_failure(self) -> bool:
-        """Whether the run ended otherwise than it should have."""
+        """Whether the run ended in failure."""
         return self not in (self.FINISHED, self.STOPPED, self.RUNNING, self.WAITING)
 
 

@@ -1,4 +1,4 @@
-"""A figure that is not known exactly: its value and its interval, and draws from it."""
+"""A figure that is not known exactly: its value, its interval, and draws from it."""
 
 from __future__ import annotations
 

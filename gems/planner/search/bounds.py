@@ -1,4 +1,4 @@
-"""How fast a candidate can be at most and how few bytes it can hold at least, whatever its partition; and estimates."""
+"""Bounds on the time and bytes of a candidate for any partition, and estimates of both."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def estimated_bytes(one: Candidate, load: Load) -> float:
 
 
 def estimated_host_bytes(one: Candidate, load: Load) -> float:
-    """Return about what the fullest rank of a candidate keeps in host memory."""
+    """Estimate the bytes that the fullest rank of a candidate keeps in host memory."""
     moves = one.memory not in (KEEP, "recompute")
     return moves * _estimated_in_flight(one) * load.kept_bytes / one.partitions
 
