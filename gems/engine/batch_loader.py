@@ -81,7 +81,7 @@ class BatchLoader:
         self._collate = partial(_collate, dtype, spec.machine.channels_last)
         self._train: Steps | None = None
         self._validation_reader: Reader | None = None
-        if not self.reads:
+        if not self.reads or first_step >= spec.train.steps:
             return
         in_strips = bool(strip_order) and self._data.reads_rows("train")
         self._train = self._steps(

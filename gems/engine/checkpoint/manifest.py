@@ -19,11 +19,9 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
 
 from gems.config.checkpoint_schema import MANIFEST_JSON, SCHEMA
 from gems.config.resolve import global_batch
@@ -33,6 +31,9 @@ from gems.schedule.schedule import Schedule
 from gems.utils.atomic_io import atomic_write, sync_to_disk
 from gems.utils.targets import source_of
 from gems.utils.units import bytes_unit
+
+if TYPE_CHECKING:  # emulated ranks read manifests without torch
+    from torch import Tensor
 
 CHUNK_BYTES = 1 << 24
 MARGIN_BYTES = 1 << 16  # of a checkpoint, for its manifest and the blocks of its files
@@ -62,6 +63,8 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> ShardFile:
     Raises:
         OSError: it cannot be written; no part of it is left.
     """
+    from safetensors.torch import save_file
+
     with atomic_write(path, sync=True) as partial:
         try:
             save_file(dict(tensors), partial, {"format": "pt"})

@@ -10,10 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import numpy as np
-from torch import Tensor
 
 from gems.config.schema import TrainConfig
 from gems.engine.checkpoint.manifest import (
@@ -32,6 +31,9 @@ from gems.errors import RankFailedError
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat
 from gems.utils.atomic_io import DISK_FULL, write_json
+
+if TYPE_CHECKING:  # emulated ranks save without torch
+    from torch import Tensor
 
 RETRY_S = 30.0
 BEAT_S = 1.0
