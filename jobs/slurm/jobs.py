@@ -47,8 +47,8 @@ SIZES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 REQUEUED = "requeued"  # by `scontrol requeue`; not a failure
 CANCELLED = re.compile(
-    r"\*\*\* (?P<what>JOB|STEP) (?P<job>\d+)?\S* .*?CANCELLED AT (?P<time>\S+)(?: DUE TO"
-    r" (?P<why>[A-Z ]+))?"
+    r"\*\*\* (?P<what>JOB|STEP) (?P<job>\d+)?\S* .*?CANCELLED AT (?P<time>\S+)"
+    r"(?: DUE TO (?P<why>[A-Z ]+))?"
 )
 NODE_FAILURE = re.compile(r"[Nn]ode failure on (?P<node>[A-Za-z0-9][A-Za-z0-9._-]*)")
 REASONS: dict[str, str] = {

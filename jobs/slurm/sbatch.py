@@ -49,8 +49,8 @@ from jobs.slurm.limits import refusal
 
 # Output of sbatch, the second form with --parsable; a site may print more before or after it.
 SUBMITTED = re.compile(
-    r"^(?:.*\bSubmitted batch job )?(?P<number>[0-9]+)(?:(?: on cluster |;)(?P<cluster>\S+))?["
-    r" \t]*$",
+    r"^(?:.*\bSubmitted batch job )?(?P<number>[0-9]+)"
+    r"(?:(?: on cluster |;)(?P<cluster>\S+))?[ \t]*$",
     re.MULTILINE,
 )
 SUBMITIT_PROGRAM = "submitit.core._submit"

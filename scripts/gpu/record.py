@@ -70,6 +70,7 @@ def run_part(
             return _recorded(part, row, outcome, machine, out)
 
     with TemporaryDirectory() as cache, ThreadPoolExecutor(side_by_side) as pool:
+        # one at a time in this thread, the only one in which a signal ends a row's processes
         return list((pool.map if side_by_side > 1 else map)(run_row, rows))
 
 
