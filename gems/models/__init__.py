@@ -1,6 +1,6 @@
-"""The zoo of model families by name.
+"""The model families of the zoo, by name.
 
-A family is a function from a configuration to named layers. There is no torch here.
+A family is a function from a configuration to named layers. This package does not import torch.
 """
 
 from __future__ import annotations
@@ -36,57 +36,60 @@ def _family(model: ModelConfig) -> ModelFamily:
 
 
 def layers_of(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
-    """Return the layers of the configured network, first to last.
+    """Return the layers of the configured network, in order.
 
-    Raises ConfigError for an unknown `model.name`, for whatever the family refuses (a depth, a
-    block, ...) and for a network of the user's own that cannot be cut into layers.
+    Raises:
+        ConfigError: `model.name` is unknown, the family refuses the configuration (a depth, a
+            block, ...), or a user's own network cannot be divided into layers.
     """
     return _family(model).layers(model, data)
 
 
 def num_outputs(model: ModelConfig, data: DataConfig) -> int:
-    """Return how many tensors the network gives, one of the zoo a single one.
+    """Return the number of tensors in the network's output; it is 1 for networks of the zoo.
 
-    Raises ConfigError as `layers_of`.
+    Raises:
+        ConfigError: As in `layers_of`.
     """
     return 1 if model.target is None else imported.num_outputs(model, data)
 
 
 def takes_of(model: ModelConfig) -> str:
-    """Return what the first layer reads: images, tokens or token_pairs.
+    """Return the kind of input of the first layer: images, tokens or token_pairs.
 
-    Images for a user's own network.
+    A user's own network takes images.
     """
     return _family(model).takes
 
 
 def tasks_of(model: ModelConfig) -> tuple[str, ...]:
-    """Return the tasks that the network may be trained for."""
+    """Return the tasks for which the network may be trained."""
     return _family(model).tasks
 
 
 def stride_of(model: ModelConfig) -> int:
-    """Return how many source pixels a side one pixel of the last feature map is for.
+    """Return the total stride: the source pixels per side that one pixel of the last map covers.
 
-    1 for a user's own network.
+    It is 1 for a user's own network.
     """
     return _family(model).stride_px(model)
 
 
 def title_of(model: ModelConfig) -> str:
-    """Return what a resolved model is called in tables.
+    """Return the name of a resolved model for tables.
 
-    Family and what it varies in, or the user's own class.
+    It consists of the family and the fields that distinguish its networks, or it is the name of the
+    user's class.
     """
     return _family(model).title.format(name=model.name, depth=model.depth, version=model.version)
 
 
 def check_image(model: ModelConfig, data: DataConfig, micro_batch_size: int | None = None) -> None:
-    """Raise ConfigError when a side of the image is smaller than the network can take.
+    """Raise ConfigError if a side of the image is smaller than the network accepts.
 
-    With `micro_batch_size` also when batch norm would see a single value a channel in the last
-    feature map, whose variance does not exist. A user's own network is run on the image without
-    computing. A model that reads no images passes.
+    With `micro_batch_size`, also raise it if batch norm would see a single value per channel in the
+    last feature map, because the variance of one value does not exist. A user's own network is run
+    on the image without computing. Models that do not read images pass.
     """
     if takes_of(model) != "images":
         return

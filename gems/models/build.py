@@ -1,4 +1,4 @@
-"""From layers as data to torch modules and the shapes between them."""
+"""Build torch modules from layer descriptions, and infer the shapes between them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from gems.models.layer import Layer
 from gems.models.mixed import Precision, compute_in
 from gems.models.outputs import tensors_in
 
-Dtype = torch.dtype | Precision  # of parameters and computation, or of both
+# one type for parameters and computation, or both types
+Dtype = torch.dtype | Precision
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One named tensor that crosses from a layer to the next: shape (N, ...) and dtype."""
+    """One named tensor that crosses from a layer to the next: its shape (N, ...) and dtype."""
 
     name: str
     shape: tuple[int, ...]
@@ -36,7 +37,7 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensor's data in bytes."""
+        """The size of the tensor's data in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -47,12 +48,13 @@ def build_layer(
     dtype: Dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> nn.Module:
-    """Build the module of `layer`, the `index`-th of its model, in `dtype` on `device`.
+    """Build the module of `layer`, the `index`-th layer of its model, in `dtype` on `device`.
 
-    Its parameters depend on (seed, index) alone, of a part of a whole on the seed: any cut of the
-    model, any rank and both directions get the same values, and no dtype or device changes them but
-    by rounding, for they are drawn in float32 on the host. The global random state is left as it
-    was. A layer of mixed precision computes and returns the low type; without memory it does not.
+    Its parameters depend on (seed, index) alone; those of a part of a whole depend on the seed
+    alone. So every partition of the model, every rank and both directions get the same values. They
+    are drawn in float32 on the host, so another dtype or device changes them only by rounding. The
+    global random state stays unchanged. A layer of mixed precision computes and returns the low
+    type, except on the meta device.
     """
     precision = as_precision(dtype)
     module_name, _, class_name = layer.target.partition(":")
@@ -65,15 +67,15 @@ def build_layer(
             module = construct()
         return module.to(precision.parameters)
     with torch.random.fork_rng(devices=[]):
-        # torch.manual_seed would reseed the accelerators too, which no fork of the host's state
-        # undoes.
+        # torch.manual_seed would also reseed the accelerators, which forking the host's state does
+        # not undo.
         torch.default_generator.manual_seed(layer_seed(seed, 0 if layer.is_part else index))
         module = construct()
     return compute_in(module.to(device=device, dtype=precision.parameters), precision)
 
 
 def layer_seed(seed: int, index: int) -> int:
-    """Return the seed of a layer's values; parts of a whole have that of index 0."""
+    """Return the seed of a layer's parameters; parts of a whole use index 0."""
     return int(np.random.SeedSequence((seed, index)).generate_state(1, np.uint64)[0])
 
 
@@ -85,17 +87,17 @@ def build_layers(
     dtype: Dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> list[nn.Module]:
-    """Build layers[first:last], each as `build_layer` with its index in the whole model."""
+    """Build layers[first:last], each with its index in the whole model, as `build_layer` does."""
     built = [build_layer(layers[index], index, seed, dtype, device) for index in range(first, last)]
     release()
     return built
 
 
 def freeze(layers: Iterable[tuple[str, nn.Module]], patterns: Sequence[str]) -> set[str]:
-    """Exclude parameters of named layers from training, and return the patterns that matched one.
+    """Exclude parameters of named layers from training, and return the patterns that matched any.
 
-    A pattern is that of a layer's name, of a parameter's name in the user's class, or of both with
-    a dot between.
+    A pattern applies to a layer's name, to a parameter's name in the user's class, or to both,
+    joined by a dot.
     """
     used = set()
     for layer, module in layers:
@@ -114,9 +116,9 @@ def freeze(layers: Iterable[tuple[str, nn.Module]], patterns: Sequence[str]) -> 
 def input_spec(
     data: DataConfig, micro_batch_size: int, dtype: torch.dtype = torch.float32
 ) -> TensorSpec:
-    """Return what the first layer takes of a micro-batch.
+    """Return the input of the first layer for a micro-batch.
 
-    Images (N, C, H, W) in `dtype`, or int64 tokens (N, ...).
+    It is images (N, C, H, W) in `dtype`, or int64 tokens (N, ...).
     """
     is_image = kind_of(data) == IMAGES
     name, kept = ("image", dtype) if is_image else ("tokens", torch.int64)
@@ -130,15 +132,13 @@ def boundary_shapes(
     input_dtype: torch.dtype | None = None,
     training: bool = True,
 ) -> list[tuple[TensorSpec, ...]]:
-    """Return, for each layer, the tensors that it passes on for a batch such as (N, C, H, W).
+    """Return, for each layer, the tensors that it passes on for a batch of `input_shape`.
 
-    `dtype` is the type of the parameters, and of the input too unless `input_dtype` says another
-    (tokens: int64). In mixed precision layers pass on the low type.
-
-    The layers run on torch's meta device, so no memory is used at any resolution; equal layers on
-    equal input run once in a process. A layer's tensors are named after it, with a number if there
-    are several, or as its module's `output_names` says. The parts of a user's network may pass on
-    other tensors if they are not `training`.
+    `dtype` is the type of the parameters, and of the input unless `input_dtype` is given (int64 for
+    tokens). In mixed precision, layers pass on the low type. The layers run on torch's meta device,
+    so no resolution uses memory; equal layers with equal input run once per process. A layer's
+    tensors are named after the layer, with a number if there are several, or by its module's
+    `output_names`. Parts of a user's network may pass on other tensors if `training` is False.
     """
     wide, low = as_precision(dtype)
     given = wide if input_dtype in (None, low) else input_dtype
@@ -159,21 +159,21 @@ def boundary_shapes(
 
 
 def as_precision(dtype: Dtype) -> Precision:
-    """Return a precision, of a dtype that of parameters and computation."""
+    """Return a precision; a single dtype applies to both parameters and computation."""
     return dtype if isinstance(dtype, Precision) else Precision(dtype, dtype)
 
 
 def as_tuple(output: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return what a layer returned as a tuple of tensors."""
+    """Return a layer's output as a tuple of tensors."""
     return (output,) if isinstance(output, Tensor) else tuple(output)
 
 
 def model_output(
     layer: Layer, inputs: Sequence[TensorSpec], dtype: torch.dtype, training: bool = True
 ) -> Any:
-    """Return what a model's last layer gives for such inputs, with tensors of torch's meta device.
+    """Return the output of a model's last layer for such inputs, on torch's meta device.
 
-    It is a tensor, or tensors in tuples, lists and dicts, which may differ in training.
+    It is a tensor, or tensors in tuples, lists and dicts, and may differ in training.
     """
     with _noting(layer, inputs):
         return _run_on_meta(layer, inputs, dtype, training)[1]
@@ -181,7 +181,7 @@ def model_output(
 
 @contextlib.contextmanager
 def _noting(layer: Layer, inputs: Sequence[TensorSpec]) -> Iterator[None]:
-    """Add to an error which layer took which shapes."""
+    """Add the layer and the shapes of its input to an error."""
     try:
         yield
     except Exception as error:
@@ -192,9 +192,9 @@ def _noting(layer: Layer, inputs: Sequence[TensorSpec]) -> Iterator[None]:
 def _run_on_meta(
     layer: Layer, inputs: Sequence[TensorSpec], dtype: torch.dtype, training: bool
 ) -> tuple[nn.Module, Any]:
-    """Return the module of a layer, and what it gives.
+    """Return a layer's module and its output.
 
-    Only parts of a user's network differ in training.
+    Only the parts of a user's network run in training mode.
     """
     module = build_layer(layer, 0, 0, dtype, "meta").train(training and layer.is_part)
     tensors = [torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in inputs]
@@ -206,7 +206,7 @@ def _run_on_meta(
 def _outputs(
     layer: Layer, specs: tuple[TensorSpec, ...], dtype: torch.dtype, training: bool
 ) -> tuple[TensorSpec, ...]:
-    """Return what a layer gives, named by what follows its own name."""
+    """Return the outputs of a layer; each name is the suffix that follows the layer's own name."""
     module, output = _run_on_meta(layer, specs, dtype, training)
     tensors = tuple(tensors_in(output))
     names = getattr(module, "output_names", ()) or (range(len(tensors)) if len(tensors) > 1 else ())

@@ -1,4 +1,4 @@
-"""A named layer as plain data: what a model is made of before any weight exists."""
+"""A named layer as plain data: the description of a model before any weight exists."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from gems.utils.registry import Registry
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The smallest unit that may be placed on a rank.
+    """The smallest unit that can be placed on a rank.
 
     `target` names the module class as "package.module:ClassName" and `options` its keyword
-    arguments, so that counting, cutting and hashing a model needs no torch. `kind` is a word for
+    arguments, so a model can be counted, partitioned and hashed without torch. `kind` is a word for
     tables ("conv", "residual", "head"). Layers that are parts of one whole (`is_part`) have the
-    values of a whole that is drawn at once.
+    parameters of a network that is initialized as a whole.
     """
 
     name: str
@@ -30,15 +30,15 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
-    """A way to turn a configuration into layers.
+    """A function from a configuration to layers, with the properties of its networks.
 
-    `layers` raises ConfigError for a network that does not exist; `stride_px` gives the total
-    down-sampling, 1 if there is no image to shrink. `normed_px` gives, for a side of the image, the
-    side of the smallest map that a norm sees, and 0 for an image too small; without it that is the
-    side over the stride, rounded up, from one stride on. `takes` says what the first layer reads,
-    by the kinds of `gems.data`: images, tokens or token_pairs; `tasks`, for what its output is a
-    score. `title` is the model's name in tables, with the fields of the configuration that tell one
-    network of the family from another.
+    `layers` raises ConfigError if no such network exists. `stride_px` returns the total
+    down-sampling, or 1 if there is no image to shrink. `normed_px` maps a side of the image to the
+    side of the smallest map that a norm sees, and returns 0 if the image is too small. Without it,
+    that side is the image's side divided by the stride, rounded up, and an image has at least one
+    stride. `takes` is the kind of input by the kinds of `gems.data`: images, tokens or token_pairs.
+    `tasks` are the tasks for which its output is a score. `title` is the model's name in tables,
+    with the configuration fields that distinguish the networks of the family.
     """
 
     layers: Callable[[ModelConfig, DataConfig], tuple[Layer, ...]]
@@ -50,7 +50,7 @@ class ModelFamily:
 
 
 def block(name: str, kind: str, target: str, **options: Any) -> Layer:
-    """Return a layer of `gems.models.blocks`, of which `target` names "file:Class"."""
+    """Return a layer of `gems.models.blocks`; `target` is "file:Class"."""
     return Layer(name, kind, f"gems.models.blocks.{target}", tuple(options.items()))
 
 

@@ -1,4 +1,4 @@
-"""Mixed precision of a layer: parameters of 32 bits, computation and outputs of 16."""
+"""Mixed precision of a layer: 32-bit parameters, 16-bit computation and outputs."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from gems.config.training import PRECISIONS
 from gems.models.outputs import map_tensors
 
 _MIXED = "_gems_mixed"
-# Layers whose products autocast computes in the low type; what others read is cast by it at each
-# use.
+# Layers whose products autocast computes in the low type. Autocast casts the weights of other
+# layers at each use.
 _PRODUCTS = (nn.modules.conv._ConvNd, nn.Linear, nn.Bilinear, nn.MultiheadAttention)
 
 
 class Precision(NamedTuple):
-    """The type of parameters, and that of computation and of the tensors between layers."""
+    """The type of parameters, and the type of computation and of the tensors between layers."""
 
     parameters: torch.dtype
     compute: torch.dtype
 
     @classmethod
     def of(cls, name: str) -> Precision:
-        """Return that of a train.precision, or of a torch dtype by name."""
+        """Return the precision for a value of train.precision, or for the name of a torch dtype."""
         return cls(*(getattr(torch, word) for word in PRECISIONS.get(name, (name, name))))
 
     @property
     def is_mixed(self) -> bool:
-        """Whether layers compute in another type than that of their parameters."""
+        """Whether layers compute in another type than the type of their parameters."""
         return self.parameters is not self.compute
 
 
 class Elsewhere(NamedTuple):
-    """A device that layers are profiled for.
+    """A device for which layers are profiled.
 
-    Inside what `casts` makes, its autocast acts on tensors of another.
+    In the context that `casts` returns, its autocast applies to tensors of another device.
     """
 
     device: torch.device
@@ -57,7 +57,7 @@ class _Copy:
     )
 
     def fresh(self) -> nn.Parameter:
-        """Return the copy, made again if the weight has changed."""
+        """Return the copy, updated if the weight has changed."""
         now = self.weight.untyped_storage()._cdata, self.weight._version
         if self.seen != now:
             self.low.data.copy_(self.weight.data)
@@ -67,16 +67,16 @@ class _Copy:
 
 
 class Mixed:
-    """Runs the forward of a layer under autocast, on copies of its weights of the low type.
+    """The forward of a layer under autocast, with copies of its weights in the low type.
 
-    Autocast alone would copy the weights anew for each micro-batch, and keep the copies until its
-    backward. These are copied again only after the weights have changed. Their gradients are added
-    to those of the weights at once.
+    Autocast alone would copy the weights for each micro-batch, and keep the copies until its
+    backward. These copies are only updated after the weights have changed. Their gradients are
+    added to those of the weights at once.
 
     Attributes:
-        dtype: the low type.
-        elsewhere: whose autocast acts, if not that of the device of the tensors.
-        low_copies: the copies of weights.
+        dtype: The low type.
+        elsewhere: The device whose autocast applies, if it is not the device of the tensors.
+        low_copies: The copies of weights.
     """
 
     def __init__(
@@ -103,11 +103,11 @@ class Mixed:
         return (id(module), name) in self._copies
 
     def copy(self, module: nn.Module, name: str) -> nn.Parameter:
-        """Return the copy of a weight as it is now."""
+        """Return the current copy of a weight."""
         return self._copies[id(module), name].fresh()
 
     def cast(self, made: Any) -> Any:
-        """Return what the layer's modules have made in the type that the layer gives."""
+        """Return the output of the layer's modules in the layer's output type."""
         return map_tensors(
             lambda tensor: tensor.to(self.dtype) if tensor.dtype is torch.float32 else tensor, made
         )
@@ -131,9 +131,9 @@ class Mixed:
 def compute_in(
     layer: nn.Module, precision: Precision, elsewhere: Elsewhere | None = None
 ) -> nn.Module:
-    """Let a layer compute in the low type of a mixed precision, perhaps as `elsewhere`.
+    """Make a layer compute in the low type of a mixed precision, and return the layer.
 
-    Return the layer.
+    `elsewhere` is the device whose autocast applies, if it is not the device of the tensors.
     """
     if precision.is_mixed:
         setattr(layer, _MIXED, Mixed(layer, precision.compute, elsewhere))
@@ -141,13 +141,13 @@ def compute_in(
 
 
 def mixed_of(layer: nn.Module) -> Mixed | None:
-    """Return how a layer computes in mixed precision, None if it does not."""
+    """Return the mixed precision of a layer, or None if it has none."""
     found: Mixed | None = vars(layer).get(_MIXED)
     return found
 
 
 def low_copies(module: nn.Module) -> Iterator[Tensor]:
-    """Yield the copies of weights in the low type of the layers in a module."""
+    """Yield the low-type copies of weights of the layers in a module."""
     for inner in module.modules():
         mixed = mixed_of(inner)
         yield from () if mixed is None else mixed.low_copies
@@ -155,15 +155,16 @@ def low_copies(module: nn.Module) -> Iterator[Tensor]:
 
 def _low_copy(weight: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
     low = nn.Parameter(weight.detach().to(dtype), weight.requires_grad)
-    low.master = weight  # type: ignore[attr-defined]  # to whose gradient a split backward adds
+    low.master = weight  # type: ignore[attr-defined]  # a split backward adds to its gradient
 
     def give(copy: Tensor) -> None:
         gradient = copy.grad
         copy.grad = None
-        if gradient is None:  # which a split backward adds later
+        if gradient is None:  # a split backward adds the gradient later
             return
         if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
-            weight.backward(gradient.to(weight.dtype))  # type: ignore[no-untyped-call]  # which calls them
+            # backward calls the hooks
+            weight.backward(gradient.to(weight.dtype))
         elif weight.grad is None:
             weight.grad = gradient.to(weight.dtype)
         else:

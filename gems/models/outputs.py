@@ -1,4 +1,4 @@
-"""What a model gives: a tensor, or tensors in tuples, lists and dicts."""
+"""A model's output: a tensor, or tensors in tuples, lists and dicts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:
-    """Yield the tensors of an output, first to last."""
+    """Yield the tensors of an output in order."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, Mapping | tuple | list):
@@ -18,7 +18,7 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], output: Any) -> Any:
-    """Return an output with each of its tensors changed by a function."""
+    """Apply a function to each tensor of an output, and return the new output."""
     if isinstance(output, Tensor):
         return function(output)
     if isinstance(output, Mapping):

@@ -1,7 +1,4 @@
-"""Resolution of model and data.
-
-What a configuration derives from its network and its samples, and refuses.
-"""
+"""Derive the fields of model and data of a configuration, and check that they fit together."""
 
 from __future__ import annotations
 
@@ -25,7 +22,8 @@ _log = logging.getLogger(__name__)
 def resolve_model_and_data(spec: RunSpec) -> RunSpec:
     """Return the run with the derived fields of `model` and `data`.
 
-    Raises ConfigError if they do not fit together.
+    Raises:
+        ConfigError: Model and data do not fit together.
     """
     if spec.model.target is not None:
         spec = replace(spec, model=resolve_target(spec.model))
@@ -70,9 +68,10 @@ def resolve_model_and_data(spec: RunSpec) -> RunSpec:
 
 
 def resolve_epochs(spec: RunSpec) -> RunSpec:
-    """Return the run with the steps of train.epochs, which go before train.steps.
+    """Return the run with train.steps derived from train.epochs, which take precedence.
 
-    Raises ConfigError for none.
+    Raises:
+        ConfigError: The epochs are fewer than one step.
     """
     epochs = spec.train.epochs
     default = TrainConfig().steps

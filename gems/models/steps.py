@@ -1,13 +1,12 @@
-"""What a convolutional layer does, step by step, as plain data.
+"""The steps of a convolutional layer as plain data: convolutions, poolings, norms and forks.
 
-Convolve, pool, normalise, fork into branches.
 A layer of the chain families (AlexNet, VGG, inception, ...) is a tuple of steps, which
-`blocks.chain.Chain` runs. The same tuple gives the size of its feature map, so that no size stands
-anywhere twice.
+`blocks.chain.Chain` runs. The same tuple gives the size of its feature map, so no size is written
+twice.
 
-Operators are the finest parts of a model's layers, with who reads whom. A layer whose steps fork is
-taken apart into its steps, each branch's among them, and the joins of its forks; any other layer is
-one operator. So a model is a chain of layers, with branches inside of some.
+Operators are the finest parts of a model's layers, with the operators that they read. A layer whose
+steps fork is divided into its steps, including those of each branch, and the joins of its forks;
+any other layer is one operator. So a model is a chain of layers, some of which contain branches.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _CHAIN = "gems.models.blocks.chain:Chain"
 
 
 class Conv(NamedTuple):
-    """A convolution, then, if it `activates`, the configured norm and ReLU.
+    """A convolution, followed by the configured norm and ReLU if `activates`.
 
     Sizes are (height, width) in pixels.
     """
@@ -53,7 +52,7 @@ class LocalNorm(NamedTuple):
 
 
 class Fork(NamedTuple):
-    """Branches that all read the same input; their outputs are joined along the channels."""
+    """Branches that read the same input; their outputs are concatenated along the channels."""
 
     branches: tuple[tuple[Step, ...], ...]
 
@@ -64,7 +63,7 @@ Step = Conv | Pool | LocalNorm | Fork
 def conv(
     channels: int, kernel: int | tuple[int, int] = 1, stride: int = 1, is_padded: bool = True
 ) -> Conv:
-    """Return a convolution; padded, it has ceil(side / stride) pixels a side for an odd kernel."""
+    """Return a convolution; if padded, an odd kernel gives ceil(side / stride) pixels per side."""
     sizes = (kernel, kernel) if isinstance(kernel, int) else kernel
     padding = (sizes[0] // 2, sizes[1] // 2) if is_padded else (0, 0)
     return Conv(channels, sizes, stride, padding)
@@ -99,10 +98,10 @@ def channels_after(in_channels: int, steps: Sequence[Step]) -> int:
 
 
 def side_after(side_px: int, steps: Iterable[Step]) -> int:
-    """Return the height of the feature map after `steps`, 0 when a window does not fit.
+    """Return the height of the feature map after `steps`, or 0 if a window does not fit.
 
-    So too for the width.
-    Kernels that are no squares are padded, so that either side sees the same.
+    The same holds for the width: kernels that are not square are padded, so both sides change
+    alike.
     """
     for step in steps:
         if isinstance(step, Fork):
@@ -115,9 +114,9 @@ def side_after(side_px: int, steps: Iterable[Step]) -> int:
 
 
 def normed_side(side_px: int, steps: Iterable[Step]) -> int:
-    """Return a side of the last map that a convolution makes, and its norm sees.
+    """Return a side of the last map that a convolution makes and its norm sees.
 
-    0 when the image is too small.
+    It is 0 if the image is too small.
     """
     normed_px = side_px
     for step in steps:
@@ -128,7 +127,7 @@ def normed_side(side_px: int, steps: Iterable[Step]) -> int:
 
 
 def stride_after(steps: Iterable[Step]) -> int:
-    """Return how many source pixels a side one pixel after `steps` stands for."""
+    """Return the number of source pixels per side that one pixel after `steps` covers."""
     stride = 1
     for step in steps:
         if isinstance(step, Fork):
@@ -139,7 +138,7 @@ def stride_after(steps: Iterable[Step]) -> int:
 
 
 def scaled(steps: tuple[Step, ...], width: int, published: int) -> tuple[Step, ...]:
-    """Return the steps with width / published times the channels, rounded down, at least one."""
+    """Return the steps with their channels times width / published, rounded down, at least one."""
     out: list[Step] = []
     for step in steps:
         if isinstance(step, Conv):
@@ -151,7 +150,7 @@ def scaled(steps: tuple[Step, ...], width: int, published: int) -> tuple[Step, .
 
 
 def scaled_channels(channels: int, width: int, published: int) -> int:
-    """Return width / published times the channels, rounded down, at least one."""
+    """Return the channels times width / published, rounded down, at least one."""
     return max(1, channels * width // published)
 
 
@@ -164,9 +163,9 @@ def _windows(side_px: int, kernel_px: int, stride_px: int, padding_px: int) -> i
 class Operator:
     """A part of a layer.
 
-    `path` is where the module of a step stands in that of its layer, "" for a whole layer, None for
-    a join, which puts what it reads together along the channels. `feeders` are the operators that
-    it reads, in order; none for the first of all.
+    `path` is the path of a step's module within the module of its layer, "" for a whole layer, or
+    None for a join, which concatenates its inputs along the channels. `feeders` are the operators
+    that it reads, in order; the first operator has none.
     """
 
     name: str
@@ -176,7 +175,7 @@ class Operator:
 
 
 def operators_of(layers: Sequence[Layer]) -> tuple[Operator, ...]:
-    """Return the operators of a model, each behind those that it reads."""
+    """Return the operators of a model, each after those that it reads."""
     found: list[Operator] = []
     for index, layer in enumerate(layers):
         last = len(found) - 1
@@ -190,17 +189,14 @@ def operators_of(layers: Sequence[Layer]) -> tuple[Operator, ...]:
 
 
 def num_branching(operators: Sequence[Operator]) -> int:
-    """Return how many layers fork."""
+    """Return the number of layers that fork."""
     return len({each.layer for each in operators if each.path is None})
 
 
 def _add_steps(
     found: list[Operator], name: str, layer: int, steps: Sequence[Step], path: str, last: int
 ) -> int:
-    """Add steps that run one after the other after operator `last`.
-
-    Return the number of the last of them.
-    """
+    """Add consecutive steps after operator `last`, and return the number of the last of them."""
     for number, step in enumerate(steps):
         here = f"{path}.{number}"
         if not isinstance(step, Fork):

@@ -1,7 +1,7 @@
 """Traces: one HDF5 layout for measured, emulated and simulated runs.
 
-A finished run has one file with a group of columns each for `/events`, `/steps`, `/rank_steps` and
-`/samples`; while it runs, every rank has a part of its own.
+A finished run has one file, with one group of columns for each of `/events`, `/steps`,
+`/rank_steps`, `/validations` and `/samples`. During the run, each rank writes its own part.
 """
 
 from gems.trace.hdf5 import open_trace, read_column, read_trace, write_trace

@@ -1,4 +1,4 @@
-"""Trace files: opening, attributes, and the file of a finished or simulated run."""
+"""Trace files: open them, read and write their attributes and whole traces."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-os.environ.setdefault("HDF5_USE_FILE_LOCKING", "FALSE")  # parallel file systems refuse the lock
+os.environ.setdefault("HDF5_USE_FILE_LOCKING", "FALSE")  # parallel file systems refuse locks
 import h5py
 
 from gems.errors import ConfigError
@@ -30,10 +30,10 @@ from gems.utils.atomic_io import atomic_write
 
 @contextlib.contextmanager
 def open_trace(path: Path) -> Iterator[h5py.File]:
-    """Open a trace file, or one rank's part of it, to read.
+    """Open a trace file, or one rank's part of it, for reading.
 
     Raises:
-        ConfigError: the file is missing, unreadable, of another layout, or of a newer major schema.
+        ConfigError: The file is missing, unreadable, of another layout, or of a newer major schema.
     """
     try:
         with h5py.File(path, "r") as file:
@@ -54,7 +54,7 @@ def open_trace(path: Path) -> Iterator[h5py.File]:
 
 
 def set_attributes(file: h5py.File, attributes: Mapping[str, Any]) -> None:
-    """Write root attributes: numbers, texts, and lists of one of these."""
+    """Write root attributes: numbers, strings, or lists of one of these types."""
     for name, value in attributes.items():
         if (
             isinstance(value, (list, tuple))
@@ -67,7 +67,7 @@ def set_attributes(file: h5py.File, attributes: Mapping[str, Any]) -> None:
 
 
 def get_attributes(file: h5py.File) -> dict[str, Any]:
-    """Read root attributes as plain Python values."""
+    """Return the root attributes as plain Python values."""
     return {name: _plain(value) for name, value in file.attrs.items()}
 
 
@@ -80,7 +80,7 @@ def _plain(value: Any) -> Any:
 
 
 def write_trace(path: Path, trace: Trace) -> None:
-    """Write a whole trace, each column with its `units` and `long_name`.
+    """Write a whole trace, with `units` and `long_name` for each column.
 
     The file appears complete or not at all.
     """
@@ -130,7 +130,7 @@ def write_trace(path: Path, trace: Trace) -> None:
 
 
 def read_column(file: h5py.File, table: str, column: str) -> Any:
-    """Read a column of an open trace, or its default if the trace is older than the column."""
+    """Return a column of an open trace, or its default if the trace is older than the column."""
     default = DEFAULTS.get((table, column))
     if default is not None and column not in file[table]:
         return default
@@ -141,7 +141,7 @@ def read_trace(path: Path) -> Trace:
     """Read a whole trace.
 
     Raises:
-        ConfigError: the file is missing, unreadable, or of a newer major schema.
+        ConfigError: The file is missing, unreadable, or of a newer major schema.
     """
     with open_trace(path) as file:
         tables: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""The layout: tables, their columns with units, and a trace in memory."""
+"""The trace layout: tables, their columns with units, and a trace in memory."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
-TIME_UNIT = "time_unit"  # root attribute of simulated runs whose seconds stand for units
+# root attribute of simulated runs whose seconds are abstract units
+TIME_UNIT = "time_unit"
 SCHEMA_VERSION = "1.3"
 SOURCES = ("measured", "emulated", "simulated")
-# The kinds of actions, and behind them what a rank does beside its list: INPUT, waiting for the
-# data of a step or micro-batch.
+# The kinds of actions, followed by what a rank does outside its list of actions: INPUT is the wait
+# for the data of a step or micro-batch.
 KINDS = (
     "F",
     "B",
@@ -122,7 +123,7 @@ COLUMNS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("utilisation", "f8", "1", "share of time in which the device computed, NaN without a GPU"),
     ),
 }
-# What a column says in a file of a minor version that had it not yet.
+# defaults of columns that files of an earlier minor version lack
 DEFAULTS: dict[tuple[str, str], float] = {
     ("steps", "attempt"): 1,
     **{
@@ -131,7 +132,7 @@ DEFAULTS: dict[tuple[str, str], float] = {
         for column in ("grad_norm", "learning_rate")
     },
 }
-LATER_TABLES = ("validations",)  # which files of an earlier minor version lack
+LATER_TABLES = ("validations",)  # files of an earlier minor version lack these
 DTYPES = {
     name: np.dtype([(column, kind) for column, kind, _, _ in columns])
     for name, columns in COLUMNS.items()
@@ -140,10 +141,7 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class LayerTimes:
-    """What each layer takes for a micro-batch, in seconds, by the profile in a trace.
-
-    The profile's source is given too.
-    """
+    """The profiled times of each layer for one micro-batch, in seconds, and their source."""
 
     source: str
     forward_s: tuple[float, ...]
@@ -153,11 +151,10 @@ class LayerTimes:
 
 @dataclass(slots=True)
 class Trace:
-    """A trace in memory: structured arrays of the tables in `COLUMNS`, the root attributes and the texts.
+    """A trace in memory: the tables of `COLUMNS` as structured arrays, root attributes and texts.
 
-    `memory_plan` is the JSON of what became of activations and what that was predicted to take;
-    empty where they were kept. `layer_times` are those of the profile in the file, None where it
-    has none.
+    `memory_plan` is JSON: the policy for each activation and its predicted cost. It is empty if all
+    activations were kept. `layer_times` is None if the file has no profile.
     """
 
     attributes: dict[str, Any]
@@ -175,17 +172,17 @@ class Trace:
 
     @property
     def source(self) -> str:
-        """One of measured, emulated, simulated."""
+        """The source of the trace: measured, emulated or simulated."""
         return str(self.attributes["source"])
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """The number of ranks."""
         return int(self.attributes["world_size"])
 
 
 def root_attributes(source: str, signature: str, world_size: int, **more: Any) -> dict[str, Any]:
-    """Return the root attributes that every trace has, and `more`."""
+    """Return the root attributes that every trace has, plus `more`."""
     return {
         "schema_version": SCHEMA_VERSION,
         "source": source,

@@ -1,8 +1,8 @@
-"""Parts: one rank's rows while the run goes on.
+"""Trace parts: the rows of one rank during the run.
 
-The parts of all ranks, and of all attempts, become one trace.
-Rows are in compound tables: one write a step instead of thirteen. With the default libver and a
-flush at each step's end the file is readable after SIGKILL.
+The parts of all ranks, and of all attempts, are merged into one trace. Rows are stored in compound
+tables, so a step needs one write instead of thirteen. With the default libver and a flush at the
+end of each step, the file is readable after SIGKILL.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ PART_TABLES = ("events", "rank_steps", "validations", "samples")
 TABLES = ("events", "steps", "rank_steps", "validations", "samples")
 GAP_NS = 1_000_000
 CHUNK_ROWS = 1024
-METADATA_BYTES = 1 << 14  # more than HDF5 adds for the new chunks and attributes of a flush
-MAX_WAITING_ROWS = 200_000  # of a table, while the disk is full
+METADATA_BYTES = 1 << 14  # more than HDF5 adds for new chunks and attributes in one flush
+# limit for each table while the disk is full
+MAX_WAITING_ROWS = 200_000
 CANNOT_ALLOCATE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 _log = logging.getLogger(__name__)
 
 
 class TracePart:
-    """One rank's part of a trace while the run goes on.
+    """One rank's part of a trace during the run.
 
-    Rows and attributes are kept until `flush`, at step ends.
-    On a disk without room they wait for a later flush, and no run ends for it: HDF5 is given
-    nothing that it could not write, since a write that fails breaks its file and may end the
-    process.
+    Rows and attributes are buffered until `flush` at the end of a step. If the disk is full, they
+    wait for a later flush, and the run goes on: a failed write breaks HDF5's file and may end the
+    process, so HDF5 only gets what fits.
     """
 
     def __init__(self, path: Path, rank: int, attributes: Mapping[str, Any]) -> None:
@@ -57,15 +57,15 @@ class TracePart:
         self.flush()
 
     def add(self, table: str, row: tuple[Any, ...]) -> None:
-        """Keep one row (all columns of `COLUMNS[table]`, in order) for the next flush."""
+        """Buffer one row (all columns of `COLUMNS[table]`, in order) for the next flush."""
         self._rows[table].append(row)
 
     def set_attributes(self, attributes: Mapping[str, Any]) -> None:
-        """Keep root attributes that are known only later (the clock's offset, say) for the next flush."""
+        """Buffer root attributes that become known later, such as the clock's offset."""
         self._attributes.update(attributes)
 
     def flush(self) -> None:
-        """Append the kept rows and hand them to the operating system, if there is room for them."""
+        """Append the buffered rows and pass them to the operating system, if the disk has room."""
         try:
             is_allocated = self._allocate()
             for name, rows in self._rows.items():
@@ -94,7 +94,7 @@ class TracePart:
                 del rows[MAX_WAITING_ROWS:]
 
     def close(self) -> None:
-        """Flush and close the file, without what still finds no room."""
+        """Flush and close the file; rows that still do not fit are lost."""
         if self._file:
             self.flush()
             if self._is_waiting:
@@ -104,10 +104,10 @@ class TracePart:
             self._file.close()
 
     def _allocate(self) -> bool:
-        """Allocate what the next flush may add to the file, and return whether it may add anything.
+        """Allocate space for the next flush, and return whether any was needed.
 
         Raises:
-            OSError: there is no room.
+            OSError: The disk is full.
         """
         num_bytes = METADATA_BYTES if self._attributes else 0
         for name, rows in self._rows.items():
@@ -128,15 +128,15 @@ class TracePart:
 
 
 def part_path(folder: Path, rank: int) -> Path:
-    """Return the path of a rank's part below the run folder."""
+    """Return the path of a rank's part in the run folder."""
     return folder / "trace" / f"rank{rank:04d}.h5"
 
 
 def read_part(path: Path) -> Trace:
-    """Read one rank's part, on its own clock; also that of a run that was killed.
+    """Read one rank's part, on its own clock, even if its run was killed.
 
     Raises:
-        ConfigError: the file is missing, unreadable, or of a newer schema.
+        ConfigError: The file is missing, unreadable, or of a newer schema.
     """
     with open_trace(path) as file:
         tables: dict[str, Any] = {
@@ -151,7 +151,7 @@ def read_part(path: Path) -> Trace:
 
 
 def _with_all_columns(name: str, table: np.ndarray) -> np.ndarray:
-    """Return a table with the columns that a part of an older minor version lacks."""
+    """Return a table with defaults for the columns that an older minor version lacks."""
     if table.dtype == DTYPES[name]:
         return table
     whole = np.empty(len(table), DTYPES[name])
@@ -163,11 +163,10 @@ def _with_all_columns(name: str, table: np.ndarray) -> np.ndarray:
 
 
 def merge_parts(paths: Sequence[Path], attributes: Mapping[str, Any]) -> Trace:
-    """Join parts on rank 0's clock, events sorted by (rank, start_ns).
+    """Merge parts on rank 0's clock, with events sorted by (rank, start_ns).
 
-    `attributes` are added to the root.
-    A step counts as done when every rank has it; later rows of a rank that got further stay in
-    `rank_steps`.
+    `attributes` are added to the root. A step is complete once every rank has finished it; later
+    rows of a rank that is ahead stay in `rank_steps`.
     """
     parts = sorted(map(read_part, paths), key=lambda part: int(part.attributes["rank"]))
     if not parts:
@@ -206,17 +205,17 @@ def _times(table: np.ndarray) -> list[str]:
 
 
 def _joined(names: Sequence[str], traces: Sequence[Trace]) -> dict[str, Any]:
-    """Return tables of several traces as one each, events sorted by (rank, start_ns)."""
+    """Concatenate the tables of several traces, with events sorted by (rank, start_ns)."""
     tables = {name: np.concatenate([getattr(trace, name) for trace in traces]) for name in names}
     events = tables["events"]
     return tables | {"events": events[np.lexsort((events["start_ns"], events["rank"]))]}
 
 
 def _offset_ns(attributes: Mapping[str, Any], times_ns: np.ndarray) -> np.ndarray:
-    """Return how far a rank's clock was ahead of rank 0's at some of its times.
+    """Return by how much a rank's clock was ahead of rank 0's at the given times.
 
-    Between the measurement at the start and the one at the end (which a killed run lacks) clocks
-    drift evenly.
+    The drift between the measurement at the start and the one at the end is taken as linear. A
+    killed run has no measurement at the end.
     """
     start = int(attributes.get("clock_offset_ns", 0))
     end = int(attributes.get("clock_end_offset_ns", start))
@@ -249,11 +248,11 @@ def _whole_steps(rank_steps: np.ndarray, world_size: int, attempt: int) -> np.nd
 def load_trace(path: Path | str) -> Trace:
     """Read the trace of a run folder, or a trace file.
 
-    Of a run without a `trace.h5` yet, the ranks' parts are joined: their events, steps and samples,
-    without the schedule and the configuration, which are in the folder's own files.
+    If the run has no `trace.h5` yet, merge the parts of its ranks: events, steps and samples. The
+    schedule and the configuration are then missing; they are in files of their own in the folder.
 
     Raises:
-        ConfigError: nothing there that can be read, or a newer major schema.
+        ConfigError: There is no readable trace, or its major schema is newer.
     """
     path = Path(path)
     whole = path / "trace.h5"
@@ -271,13 +270,14 @@ def load_trace(path: Path | str) -> Trace:
 
 
 def join_attempts(traces: Sequence[Trace]) -> Trace:
-    """Join the traces of attempts, given in their order, on the clock of the first that counts.
+    """Join the traces of attempts, given in order, on the clock of the first one that counts.
 
-    An attempt that resumed from a checkpoint continues the steps of those before it. What they did
-    of the steps that it repeats was lost, and is left out, so each step is there once. An attempt
-    that began at the first step, or from another run's state, has nothing before it. Clocks of
-    other nodes have nothing in common, so an attempt is placed by the time of day at its beginning,
-    at least GAP_NS after the one before. The root attributes are the last one's.
+    An attempt that resumed from a checkpoint continues the steps of the attempts before it. Steps
+    that it repeats are left out of the earlier attempts, because their work was lost; so each step
+    is present once. An attempt that began at the first step, or from the state of another run, has
+    no predecessor. The clocks of different nodes are unrelated, so an attempt is placed by the time
+    of day at its beginning, at least GAP_NS after the one before. The root attributes are those of
+    the last attempt.
     """
     start = len(traces) - 1
     while start and traces[start].attributes.get("continues"):
@@ -290,12 +290,12 @@ def join_attempts(traces: Sequence[Trace]) -> Trace:
         return int(trace.attributes.get("first_step", 0))
 
     def zero_ns(trace: Trace) -> int:
-        """Return the time of day at which the attempt's clock was zero."""
+        """Return the time of day at which the attempt's clock was zero, in ns."""
         return int(trace.attributes.get("utc_ns", 0)) - int(trace.attributes.get("utc_at_ns", 0))
 
     moved: list[Trace] = []
     shifts_ns: list[int] = []
-    free_ns: int | None = None  # from here on no attempt before has an event
+    free_ns: int | None = None  # no earlier attempt has an event from here on
     for number, trace in enumerate(chain):
         tables = {name: getattr(trace, name).copy() for name in TABLES}
         filled = [table for table in tables.values() if len(table) and _times(table)]
@@ -314,7 +314,8 @@ def join_attempts(traces: Sequence[Trace]) -> Trace:
             for column in _times(table):
                 table[column] += shift_ns
             if repeated is not None and "step" in (table.dtype.names or ()):
-                done = int(name == "validations")  # whose step is the number of steps before
+                # the step of a validation is the number of steps done before it
+                done = int(name == "validations")
                 tables[name] = table[table["step"] < repeated + done]
         moved.append(Trace({}, **tables))
     attributes = chain[-1].attributes | {

@@ -1,4 +1,4 @@
-"""The cells of AmoebaNet-D, which read the two cells before them.
+"""The cells of AmoebaNet-D, which read the outputs of the two cells before them.
 
 Source: Real et al. 2018 (arXiv 1802.01548).
 """
@@ -20,9 +20,9 @@ Pairs = tuple[tuple[tuple[str, int], tuple[str, int]], ...]
 
 
 class CellStem(nn.Sequential):
-    """A 3x3 convolution of stride 2 and a norm, without activation: the cells begin with one.
+    """A 3x3 convolution of stride 2 and a norm, without an activation, since cells begin with one.
 
-    Takes (N, in_channels, H, W) and gives (N, out_channels, ceil(H / 2), ceil(W / 2)).
+    Input (N, in_channels, H, W), output (N, out_channels, ceil(H / 2), ceil(W / 2)).
     """
 
     def __init__(self, in_channels: int, out_channels: int, norm: str) -> None:
@@ -33,11 +33,12 @@ class CellStem(nn.Sequential):
 class Cell(nn.Module):
     """A cell of pairs of operations.
 
-    Both inputs are brought to `channels`, then `pairs` of operations add states, and some are
-    joined. Takes the output of the last cell (N, channels_last, H, W) and of the one before it (N,
-    channels_before, H, W, or twice as many pixels a side after a reduction); the first cell has
-    only one. Gives (N, channels * len(joined), H', W'), where a reduction cell halves the sides,
-    rounded up, and the last cell's output unchanged, unless `is_last`.
+    Both inputs are projected to `channels`. Each of `pairs` then adds one state, and the states in
+    `joined` are concatenated. The inputs are the output of the last cell (N, channels_last, H, W)
+    and of the cell before it (N, channels_before, H, W, or twice as many pixels per side after a
+    reduction); the first cell has only one input. The output is (N, channels * len(joined), H', W')
+    and, unless `is_last`, the last cell's output unchanged. A reduction cell halves the sides,
+    rounded up.
     """
 
     def __init__(
@@ -82,9 +83,9 @@ class Cell(nn.Module):
 
 
 class FactorizedReduction(nn.Module):
-    """ReLU, two 1x1 convolutions of stride 2, one of them shifted by a pixel, joined, and a norm.
+    """ReLU, two 1x1 convolutions of stride 2 (one shifted by a pixel) concatenated, and a norm.
 
-    Takes (N, in_channels, H, W) and gives (N, out_channels, ceil(H / 2), ceil(W / 2)).
+    Input (N, in_channels, H, W), output (N, out_channels, ceil(H / 2), ceil(W / 2)).
     """
 
     def __init__(self, in_channels: int, out_channels: int, norm: str) -> None:

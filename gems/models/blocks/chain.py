@@ -1,7 +1,4 @@
-"""A layer that runs steps one after another: convolutions, poolings and forks into branches.
-
-And parts of layers.
-"""
+"""A layer that runs steps in sequence (convolutions, poolings, forks), and parts of layers."""
 
 from __future__ import annotations
 
@@ -16,10 +13,10 @@ from gems.models.steps import Conv, Fork, LocalNorm, Operator, Pool, Step, chann
 
 
 class ConvUnit(nn.Sequential):
-    """A convolution, followed by norm and ReLU when `activate`.
+    """A convolution, followed by norm and ReLU if `activate`.
 
-    Takes (N, in_channels, H, W) and gives (N, out_channels, H', W'); without `padding` an odd
-    kernel gives H' = ceil(H / stride).
+    Input (N, in_channels, H, W), output (N, out_channels, H', W'). If `padding` is None and the
+    kernel is odd, H' = ceil(H / stride).
     """
 
     def __init__(
@@ -40,9 +37,9 @@ class ConvUnit(nn.Sequential):
 
 
 class Branches(nn.Module):
-    """Branches over one input, joined along the channels.
+    """Branches that read the same input; their outputs are concatenated along the channels.
 
-    Takes (N, C, H, W) and gives (N, sum of the branches' channels, H', W').
+    Input (N, C, H, W), output (N, sum of the branches' channels, H', W').
     """
 
     def __init__(self, branches: Sequence[nn.Module]) -> None:
@@ -54,9 +51,9 @@ class Branches(nn.Module):
 
 
 class Chain(nn.Module):
-    """Runs `steps` on its first tensor and hands on the tensors named in `carried` as they are.
+    """A layer that runs `steps` on its first tensor and passes on the `carried` tensors unchanged.
 
-    Takes (N, in_channels, H, W), and gives (N, C', H', W') as the steps say.
+    Input (N, in_channels, H, W), output (N, C', H', W') according to the steps.
     """
 
     def __init__(
@@ -94,9 +91,9 @@ def _module(in_channels: int, step: Step, norm: str) -> nn.Module:
 
 
 class Join(nn.Module):
-    """Puts branches together along the channels.
+    """A concatenation of branches along the channels.
 
-    (N, C_1, H, W), (N, C_2, H, W), ... to (N, sum of C, H, W).
+    Inputs (N, C_1, H, W), (N, C_2, H, W), ..., output (N, sum of C, H, W).
     """
 
     def forward(self, *branches: Tensor) -> Tensor:
@@ -104,14 +101,13 @@ class Join(nn.Module):
 
 
 class Inner(nn.Module):
-    """A part of a layer, with its parameters under the names that they have there."""
+    """A part of a layer; its parameters keep the names that they have in the layer."""
 
     def __init__(self, whole: nn.Module, path: str) -> None:
         super().__init__()
         adopt(self, whole, path)
-        self._run = [
-            whole.get_submodule(path)
-        ]  # in a list, so that it is not registered under a second name
+        # a list, so that the module is not registered under a second name
+        self._run = [whole.get_submodule(path)]
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self._run[0](x)
@@ -128,7 +124,7 @@ def adopt(part: nn.Module, whole: nn.Module, path: str) -> None:
         if folder not in into._modules:
             into.add_module(folder, nn.Module())
         into = into.get_submodule(folder)
-        if into is source:  # all of it is adopted already
+        if into is source:  # already adopted as a whole
             return
     if name in source._modules:
         into.add_module(name, source.get_submodule(name))
@@ -141,10 +137,7 @@ def adopt(part: nn.Module, whole: nn.Module, path: str) -> None:
 
 
 def operator_module(operator: Operator, whole: nn.Module) -> nn.Module:
-    """Return the module of an operator.
-
-    `whole` is that of its layer, of which it takes its own part.
-    """
+    """Return the module of an operator, given the module `whole` of its layer."""
     if operator.path is None:
         return Join()
     return Inner(whole, operator.path) if operator.path else whole

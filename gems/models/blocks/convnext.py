@@ -1,6 +1,6 @@
 """The layers of ConvNeXt (Liu et al. 2022, arXiv 2201.03545).
 
-Norms over channels, and linear maps of each pixel.
+They use norms over channels and a linear map for each pixel.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from gems.models.blocks.parts import LAYER_NORM_EPS, LayerNorm2d, StochasticDepth, dropout
 
-_EXPANSION = 4  # how many times wider a block is inside
+# ratio of the channels inside a block to those outside
+_EXPANSION = 4
 _WEIGHT_STD = 0.02
 Map = TypeVar("Map", nn.Conv2d, nn.Linear)
 
@@ -21,8 +22,7 @@ Map = TypeVar("Map", nn.Conv2d, nn.Linear)
 class Stem(nn.Sequential):
     """A convolution of patches that do not overlap, and a norm.
 
-    Takes (N, in_channels, H, W) and gives (N, out_channels, floor(H / side_px), floor(W /
-    side_px)).
+    Input (N, in_channels, H, W), output (N, out_channels, floor(H / side_px), floor(W / side_px)).
     """
 
     def __init__(self, in_channels: int, out_channels: int, side_px: int) -> None:
@@ -31,9 +31,9 @@ class Stem(nn.Sequential):
 
 
 class Downsample(nn.Sequential):
-    """A norm and a 2x2 convolution.
+    """A norm and a 2x2 convolution of stride 2.
 
-    (N, in_channels, H, W) to (N, out_channels, floor(H / 2), floor(W / 2)).
+    Input (N, in_channels, H, W), output (N, out_channels, floor(H / 2), floor(W / 2)).
     """
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
@@ -42,11 +42,10 @@ class Downsample(nn.Sequential):
 
 
 class Block(nn.Module):
-    """A residual block (N, channels, H, W).
+    """A residual block: a depthwise 7x7 convolution, a norm, and two linear maps with GELU between.
 
-    A depthwise 7x7 convolution, a norm, and two linear maps with GELU between.
-    The branch is scaled by channel, from 1e-6 on (Touvron et al. 2021, arXiv 2103.17239), and
-    skipped by a share `drop_rate` of the samples.
+    Input and output (N, channels, H, W). The branch has a scale per channel, initially 1e-6
+    (Touvron et al. 2021, arXiv 2103.17239). A share `drop_rate` of the samples skips the branch.
     """
 
     def __init__(self, channels: int, drop_rate: float) -> None:
@@ -69,7 +68,7 @@ class Block(nn.Module):
 class NormedHead(nn.Module):
     """Global average pooling, a norm, dropout and one linear map.
 
-    (N, in_channels, H, W) to logits (N, num_classes).
+    Input (N, in_channels, H, W), output logits (N, num_classes).
     """
 
     def __init__(self, in_channels: int, num_classes: int, dropout_rate: float) -> None:

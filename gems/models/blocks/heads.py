@@ -1,4 +1,4 @@
-"""Classifiers: the pooled head, fully connected layers, and a head with an auxiliary loss."""
+"""Classifiers: a pooled head, fully connected layers, and a head with an auxiliary loss."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _AUXILIARY_STRIDE = 3
 class Head(nn.Module):
     """Global average pooling, dropout and one linear map.
 
-    Norm and ReLU come first if `activate` is True (ResNet version 2). Takes (N, in_channels, H, W)
-    and gives logits (N, num_classes): the loss applies its own log-softmax.
+    If `activate`, norm and ReLU come first (ResNet version 2). Input (N, in_channels, H, W), output
+    logits (N, num_classes); the loss applies log-softmax.
     """
 
     def __init__(
@@ -42,10 +42,10 @@ class Head(nn.Module):
 
 
 class Flatten(nn.Module):
-    """Average a feature map of any size to `side_px` a side, and flatten it.
+    """An average pooling of a map of any size to `side_px` per side, and a flattening.
 
-    So a linear map after it has a fixed size. Takes (N, C, H, W) and gives (N, C x side_px x
-    side_px). At the published size it changes no value.
+    It gives the linear map that follows a fixed size. Input (N, C, H, W), output (N, C x side_px x
+    side_px). At the published size the pooling changes no value.
     """
 
     def __init__(self, side_px: int) -> None:
@@ -59,10 +59,10 @@ class Flatten(nn.Module):
 
 
 class FullyConnected(nn.Sequential):
-    """Dropout, a linear map, and a ReLU unless it `is_last`.
+    """Dropout, a linear map, and a ReLU unless `is_last`.
 
-    `Flatten` comes first if `map_px` is not 0. Takes (N, in_features) or a map (N, in_features /
-    map_px^2, H, W), and gives (N, out_features).
+    If `map_px` is not 0, `Flatten` comes first. Input (N, in_features) or a map (N, in_features /
+    map_px^2, H, W), output (N, out_features).
     """
 
     def __init__(
@@ -80,12 +80,10 @@ class FullyConnected(nn.Sequential):
 class Auxiliary(nn.Module):
     """The auxiliary classifier of Inception v3.
 
-    Source: Szegedy et al. 2015 (arXiv 1512.00567), section 4 and figure 8. It is 5x5 average
-    pooling of stride 3, 1x1 and 5x5 convolutions, a global average and a linear map: at the
-    published 17x17 the last map is 1x1. A map too small for these windows is averaged to 5x5 first.
-
-    Takes (N, in_channels, H, W), passes it on unchanged, and gives logits (N, num_classes) beside
-    it.
+    Source: Szegedy et al. 2015 (arXiv 1512.00567), section 4 and figure 8. It consists of a 5x5
+    average pooling of stride 3, a 1x1 and a 5x5 convolution, a global average and a linear map. At
+    the published 17x17 the last map is 1x1. A map too small for these windows is averaged to 5x5
+    first. The input (N, in_channels, H, W) is passed on unchanged, next to logits (N, num_classes).
     """
 
     output_names = ("main", "auxiliary")
@@ -114,11 +112,11 @@ class Auxiliary(nn.Module):
 
 
 class AuxiliaryHead(Head):
-    """A pooled head that joins its logits with those of an auxiliary classifier into one output.
+    """A pooled head that combines its logits with those of an auxiliary classifier.
 
-    In training it gives (N, num_classes + 1) scores, whose cross-entropy is exactly that of the
-    main logits plus `weight` times that of the auxiliary ones (see `joined_scores`). In evaluation
-    it gives the main logits alone.
+    In training the output is scores (N, num_classes + 1), whose cross-entropy is exactly the
+    cross-entropy of the main logits plus `weight` times that of the auxiliary logits (see
+    `joined_scores`). In evaluation the output is the main logits alone.
     """
 
     def __init__(
@@ -143,9 +141,10 @@ def joined_scores(main: Tensor, auxiliary: Tensor, weight: float) -> Tensor:
 
     cross-entropy(scores) = cross-entropy(main) + weight x cross-entropy(auxiliary). Both inputs are
     logits (N, C); the scores are (N, C + 1). The score of a class is log p(main) + weight log
-    p(auxiliary). Their exponentials sum to Z <= 1, and a last column log(1 - Z), "none of the
-    classes", fills the sum up to one: the log-softmax of the scores is then the scores themselves,
-    and the normaliser has no gradient. Below the rounding of 1 - Z the column is held constant.
+    p(auxiliary). The exponentials of these scores sum to Z <= 1. A last column log(1 - Z), "none of
+    the classes", completes the sum to one. The log-softmax of the scores is then the scores
+    themselves, and the normaliser has no gradient. If 1 - Z is below its rounding error, the column
+    is a constant.
     """
     wide = torch.promote_types(main.dtype, torch.float32)
     joint = main.to(wide).log_softmax(1) + weight * auxiliary.to(wide).log_softmax(1)

@@ -1,7 +1,7 @@
 """Convolutions, linear maps and norms that all blocks share.
 
-Weights before a ReLU are drawn as in He et al. 2015 (arXiv 1502.01852): normal with variance 2 /
-fan-in, biases zero.
+Weights before a ReLU are initialized as in He et al. 2015 (arXiv 1502.01852): from a normal
+distribution of variance 2 / fan-in, with zero biases.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def conv2d(
 ) -> nn.Conv2d:
     """Return a convolution, padded to keep the size unless `padding` is given.
 
-    It has a bias if no norm has one. `scale` applies to standardized weights (`norm`
-    "normalizer_free"): it compensates for the deviation of the input.
+    It has a bias only if no norm follows that has one. `scale` applies to standardized weights
+    (`norm` "normalizer_free"): it compensates for the standard deviation of the input.
     """
     height, width = (kernel, kernel) if isinstance(kernel, int) else kernel
     pad = (height // 2, width // 2) if padding is None else padding
@@ -59,8 +59,8 @@ class ScaledStdConv2d(nn.Conv2d):
     """A convolution with standardized weights.
 
     Source: Brock, De and Smith 2021 (arXiv 2101.08692), section 4. The weights of an output channel
-    have mean 0 and deviation scale / sqrt(fan-in), times a trained gain: input of variance 1 /
-    scale^2 gives output of variance 1, whatever its mean.
+    have mean 0 and standard deviation scale / sqrt(fan-in), times a trained gain. Input of variance
+    1 / scale^2 then gives output of variance 1, whatever its mean.
     """
 
     def __init__(self, in_channels: int, out_channels: int, scale: float, **options: Any) -> None:
@@ -82,7 +82,7 @@ class ScaledStdConv2d(nn.Conv2d):
 
 
 def hidden_linear(in_features: int, out_features: int) -> nn.Linear:
-    """Return a linear map that a ReLU follows."""
+    """Return a linear map that is followed by a ReLU."""
     linear = nn.Linear(in_features, out_features)
     nn.init.kaiming_normal_(linear.weight, nonlinearity="relu")
     nn.init.zeros_(linear.bias)
@@ -104,7 +104,7 @@ class FrozenBatchNorm2d(_Frozen, nn.BatchNorm2d):
 
 
 def freeze_batch_norms(root: nn.Module) -> int:
-    """Make all batch norms of a network keep to running statistics, and return their number."""
+    """Make all batch norms of a network use running statistics, and return their number."""
     norms = [
         module for module in root.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)
     ]
@@ -123,22 +123,22 @@ def _frozen(kind: Any) -> Any:
 
 
 class GhostBatchNorm2d(nn.BatchNorm2d):
-    """Batch norm by the statistics of each strip of rows.
+    """Batch norm with the statistics of each strip of rows.
 
     Source: ghost batch norm (Hoffer et al. 2017, arXiv 1705.08741). With `parallel.strips`, the
-    rows of an image that run together are normalized together; this is another model than batch
-    norm of whole images. A strip moves the running statistics by its share of the rows.
-    `num_batches_tracked`, which nothing reads, is never updated.
+    rows of an image that run together are normalized together; this is a different model from batch
+    norm of whole images. Each strip updates the running statistics in proportion to its rows.
+    `num_batches_tracked` is never updated, because nothing reads it.
 
     Attributes:
         row_ends: The end row of each strip, so that whole images are normalized as in strips; None
-            for all rows together.
+            to normalize all rows together.
     """
 
     row_ends: tuple[int, ...] | None = None
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalize a feature map, (samples, channels, height, width)."""
+        """Normalize a feature map (samples, channels, height, width)."""
         height = input.shape[2]
         if not self.training or self.row_ends is None:
             return self._normalize(input, 1.0)
@@ -167,7 +167,7 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
 def ghost_batch_norms(root: nn.Module) -> int:
     """Make the batch norms of a network normalize by strips, and return their number.
 
-    User-defined classes, and norms without momentum, stay as they are.
+    User-defined classes, and norms without momentum, stay unchanged.
     """
     norms = [
         module
@@ -189,14 +189,14 @@ class LayerNorm2d(nn.LayerNorm):
         super().__init__(channels, LAYER_NORM_EPS)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalize a feature map, (samples, channels, height, width)."""
+        """Normalize a feature map (samples, channels, height, width)."""
         return super().forward(input.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
 def norm2d(norm: str, channels: int) -> nn.Module:
-    """Return the norm of a feature map by its name in `model.norm`.
+    """Return the norm of a feature map for a value of `model.norm`.
 
-    The name is one of "batch", "ghost_batch" (per strip), "frozen_batch" (by running statistics),
+    The name is one of "batch", "ghost_batch" (per strip), "frozen_batch" (running statistics),
     "group" (8 groups, or as many as divide the channels), "layer" (over channels), or, for no norm,
     "none" and "normalizer_free".
     """
@@ -214,12 +214,12 @@ def norm2d(norm: str, channels: int) -> nn.Module:
 
 
 def dropout(rate: float) -> nn.Module:
-    """Return dropout of a share `rate` of the values, or the identity if it is 0."""
+    """Return dropout of a share `rate` of the values, or the identity if the rate is 0."""
     return nn.Dropout(rate) if rate else nn.Identity()
 
 
 class StochasticDepth(nn.Module):
-    """A layer that drops a residual branch for a share `p` of the samples.
+    """A layer that drops a residual branch for a share `p` of the samples, in training.
 
     Source: Huang et al. 2016 (arXiv 1603.09382).
     """
@@ -240,8 +240,8 @@ class StochasticDepth(nn.Module):
 def tame(last: nn.Conv2d, norm: str, num_blocks: int) -> None:
     """Scale down a branch without a norm by 1 / sqrt(`num_blocks`).
 
-    Otherwise the variance would double at each of `num_blocks` blocks. Frozen statistics count as
-    no norm, since they reflect no data until weights are loaded.
+    Otherwise the variance would double at each of the `num_blocks` blocks. Frozen statistics count
+    as no norm, because they reflect no data until weights are loaded.
     """
     if norm in ("none", "frozen_batch"):
         with torch.no_grad():

@@ -1,6 +1,6 @@
 """The blocks of residual networks (He et al. 2015, arXiv 1512.03385; 2016, arXiv 1603.05027).
 
-A bottleneck that shrinks its map does so in its first 1x1 convolution, as published.
+A bottleneck block that shrinks its map does so in its first 1x1 convolution, as published.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from gems.models.blocks.parts import RELU_GAIN, conv2d, norm2d, tame
 class _ResidualBlock(nn.Module):
     """A residual block.
 
-    Takes (N, in_channels, H, W), gives (N, out_channels, ceil(H / stride), ceil(W / stride)).
-    Without a normalizer, convolutions expect an input of deviation `input_std`, and the branch is
-    scaled by `branch_scale`.
+    Input (N, in_channels, H, W), output (N, out_channels, ceil(H / stride), ceil(W / stride)).
+    Without a normalizer, convolutions expect an input of standard deviation `input_std`, and the
+    branch is scaled by `branch_scale`.
     """
 
     is_preactivated: ClassVar[bool]
@@ -85,12 +85,11 @@ class PostActivationBlock(_ResidualBlock):
 
 
 class PreActivationBlock(_ResidualBlock):
-    """A residual block of version 2.
+    """A residual block of version 2: shortcut + branch_scale * branch(relu(norm(x))).
 
-    Shortcut + branch_scale * branch(relu(norm(x))), He et al. 2016, figure 4e.
-    A projection reads the activated input, which it shares with the branch; an identity reads x
-    itself. So does a normalizer-free ResNet (Brock et al. 2021, section 3), whose division by
-    `input_std` is in the convolutions' scale.
+    Source: He et al. 2016, figure 4e. A projection reads the activated input, which it shares with
+    the branch; an identity reads x itself. A normalizer-free ResNet (Brock et al. 2021, section 3)
+    works in the same way; its division by `input_std` is part of the convolutions' scale.
     """
 
     is_preactivated = True
@@ -104,8 +103,8 @@ class PreActivationBlock(_ResidualBlock):
 class Subsample(nn.Module):
     """The parameter-free shortcut "option A" of He et al. 2015.
 
-    Every `stride`-th pixel, zero channels.
-    Gives (N, C + new_channels, ceil(H / stride), ceil(W / stride)).
+    It takes every `stride`-th pixel and appends zero channels. Input (N, C, H, W), output (N, C +
+    new_channels, ceil(H / stride), ceil(W / stride)).
     """
 
     def __init__(self, stride: int, new_channels: int) -> None:

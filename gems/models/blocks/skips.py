@@ -1,7 +1,6 @@
 """The layers of U-Net that begin or end a skip (Ronneberger et al. 2015, arXiv 1505.04597).
 
-Each takes (main, skip1, skip2, ...) and hands the same kind of tuple on, with one skip more or
-less.
+Each layer takes (main, skip1, skip2, ...) and returns such a tuple with one skip more or less.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ _FACTOR = 2
 
 
 class Descend(nn.Module):
-    """A 2x2 max pooling; what it read becomes the last skip, called as the last of `names`.
+    """A 2x2 max pooling whose input becomes the last skip, named by the last of `names`.
 
-    Takes (N, C, H, W) and gives (N, C, ceil(H / 2), ceil(W / 2)).
+    Input (N, C, H, W), output (N, C, ceil(H / 2), ceil(W / 2)).
     """
 
     def __init__(self, names: tuple[str, ...]) -> None:
@@ -30,16 +29,16 @@ class Descend(nn.Module):
 
 
 class Ascend(nn.Module):
-    """A 2x2 up-convolution, cropped to the last skip and joined behind it.
+    """A 2x2 up-convolution, cropped to the last skip and concatenated after it.
 
-    `names` are those of the other skips.
-    Takes (N, in_channels, H, W) and gives (N, 2 * out_channels, H', W') at the size of the skip.
+    `names` are the names of the other skips. Input (N, in_channels, H, W), output (N, 2 *
+    out_channels, H', W') at the size of the skip.
     """
 
     def __init__(self, in_channels: int, out_channels: int, names: tuple[str, ...]) -> None:
         super().__init__()
         self.widen = nn.ConvTranspose2d(in_channels, out_channels, _FACTOR, _FACTOR)
-        # each pixel that it makes comes of one pixel, and no ReLU follows
+        # each output pixel depends on one input pixel, and no ReLU follows
         nn.init.normal_(self.widen.weight, std=math.sqrt(1 / in_channels))
         nn.init.zeros_(self.widen.bias)  # type: ignore[arg-type]
         self.output_names = ("main", *names) if names else ()
@@ -54,7 +53,7 @@ class Ascend(nn.Module):
 class DenseHead(nn.Module):
     """A 1x1 convolution to the logits of each pixel.
 
-    Takes (N, in_channels, H, W) and gives logits (N, num_classes, H, W).
+    Input (N, in_channels, H, W), output logits (N, num_classes, H, W).
     """
 
     def __init__(self, in_channels: int, num_classes: int) -> None:
@@ -69,7 +68,7 @@ class DenseHead(nn.Module):
 class PixelHead(DenseHead):
     """The mean of the pixels' logits over the image.
 
-    Takes (N, in_channels, H, W) and gives logits (N, num_classes).
+    Input (N, in_channels, H, W), output logits (N, num_classes).
     """
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Published networks, one file for each family.
+"""Published networks, one file per family.
 
 A family is a function from a configuration to named layers.
 """

@@ -1,9 +1,9 @@
 """AlexNet in the single-tower layout of Krizhevsky 2014, as named layers.
 
-Source: arXiv 1404.5997, "one weird trick". Five convolutions with their poolings, conv1 ... conv5,
-and three fully connected layers, fc1, fc2 and head. 224x224 px give a last map of 6x6, to which
-other sizes are averaged, and a side has at least 63 px. Published with dropout 0.5 before fc1 and
-fc2, and without norm.
+Source: arXiv 1404.5997, "one weird trick". It has five convolutions with their poolings, conv1 ...
+conv5, and three fully connected layers, fc1, fc2 and head. 224x224 px give a last map of 6x6, to
+which other sizes are averaged; a side has at least 63 px. The published network has dropout 0.5
+before fc1 and fc2, and no norm.
 """
 
 from __future__ import annotations

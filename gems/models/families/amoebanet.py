@@ -1,12 +1,12 @@
 """AmoebaNet-D as named layers, in the layout that GPipe trains.
 
-Source: Real et al. 2018 (arXiv 1802.01548). A stem of one 3x3 convolution and two reduction cells,
-then three stages of L/3 normal cells with a reduction cell between each two. A cell reads the
-outputs of the two cells before it, so two tensors cross most boundaries. Cells of a stage have F,
-2F and 4F filters (Huang et al. 2019, arXiv 1811.06965, table 1, write a network as (L, F); L =
-`model.depth`, F = `model.width`). The normal cell joins the states 0, 3, 4 and 6, as the reference
-implementation does, and not all unused ones, as the paper draws it: so (18, 208) has the 82 M
-parameters that GPipe gives.
+Source: Real et al. 2018 (arXiv 1802.01548). The stem is one 3x3 convolution and two reduction
+cells. Three stages of L/3 normal cells follow, with a reduction cell between stages. A cell reads
+the outputs of the two cells before it, so two tensors cross most boundaries. The cells of the three
+stages have F, 2F and 4F filters. Huang et al. 2019 (arXiv 1811.06965, table 1) write a network as
+(L, F), with L = `model.depth` and F = `model.width`. The normal cell joins the states 0, 3, 4 and
+6, as the reference implementation does, instead of all unused ones, as the paper draws it; so (18,
+208) has the 82 M parameters that GPipe reports.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from gems.models.layer import MODELS, Layer, ModelFamily, block
 Term = tuple[str, int]
 Pairs = tuple[tuple[Term, Term], ...]
 
-# A new state is the sum of two operations, each on an earlier state: 0 is the last cell's output, 1
-# that before it.
+# A new state is the sum of two operations on earlier states: state 0 is the output of the last
+# cell, state 1 that of the cell before it.
 NORMAL: Pairs = (
     (("conv1x1", 1), ("max3x3", 1)),
     (("none", 1), ("conv1x7_7x1", 0)),
@@ -105,5 +105,5 @@ def _check(model: ModelConfig) -> None:
         raise ConfigError("model.norm", model.norm, text, "set model.norm=batch or group")
 
 
-# the stem and four reduction cells each halve the feature map, whatever the depth
+# the stem and four reduction cells each halve the feature map, at any depth
 MODELS.register("amoebanet", ModelFamily(layers, lambda model: 32, title="{name}{depth}"))

@@ -1,12 +1,12 @@
 """ConvNeXt (Liu et al. 2022, arXiv 2201.03545) as named layers.
 
-A 4x4 convolution of stride 4, four stages of residual blocks with a 2x2 convolution of stride 2
-between each two, and a head of global average pooling, a norm and one linear map. Stages have C,
-2C, 4C and 8C channels, C = `model.width`, and `model.depth` blocks in all: 18 (tiny: C = 96) or 36
-(small, base and large: C = 96, 128 and 192). All norms are over channels. With
+It has a 4x4 convolution of stride 4, four stages of residual blocks with a 2x2 convolution of
+stride 2 between stages, and a head of global average pooling, a norm and one linear map. The stages
+have C, 2C, 4C and 8C channels, C = `model.width`. `model.depth` is the total number of blocks: 18
+(tiny: C = 96) or 36 (small, base and large: C = 96, 128 and 192). All norms are over channels. With
 `model.stochastic_depth` a sample skips the branch of a block at a rate that rises from 0 in the
-first block to that in the last one; published are 0.1 for tiny, 0.4 for small, 0.5 for base and
-large.
+first block to the configured rate in the last one; the published rates are 0.1 for tiny, 0.4 for
+small, and 0.5 for base and large.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _STRIDE_PX = _STEM_PX * 2**3
 def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
     """Return stem, stage1.block1, ..., stage2.downsample, stage2.block1, ..., head.
 
-    Raises ConfigError for a depth, norm, width, dropout or stochastic depth that no such network
-    has.
+    Raises:
+        ConfigError: No such network has this depth, norm, width, dropout or stochastic depth.
     """
     check_classifier(model, ("layer",), has_stochastic_depth=True)
     if model.depth not in _BLOCKS:
@@ -64,7 +64,7 @@ def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
     return (*out, block("head", "head", "convnext:NormedHead", **sizes, dropout_rate=model.dropout))
 
 
-# strides equal kernels, so a map has the side over its stride, rounded down
+# strides equal kernels, so a map has the side divided by its stride, rounded down
 MODELS.register(
     "convnext",
     ModelFamily(

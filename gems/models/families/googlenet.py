@@ -1,9 +1,8 @@
 """GoogLeNet (Szegedy et al. 2014, arXiv 1409.4842, table 1) as named layers.
 
-An inception block is one layer.
-Without the two auxiliary classifiers, which the network has in training only. Published with
-dropout 0.4 in front of the linear map, without norm but for local response normalisation behind
-conv1 and conv3: `norm=none` gives these, another norm takes their place.
+An inception block is one layer. The two auxiliary classifiers, which exist in training only, are
+left out. The published network has dropout 0.4 in front of the linear map and no norm except local
+response normalisation after conv1 and conv3. `norm=none` selects these; another norm replaces them.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from gems.models.layer import MODELS
 from gems.models.steps import Fork, LocalNorm, Step, conv, max_pool
 
 _HALVE = max_pool(3, 2, 1)
-# name: 1x1 | 1x1 before the 3x3, 3x3 | 1x1 before the 5x5, 5x5 | 1x1 behind the pooling
+# name: 1x1 | 1x1 before the 3x3, 3x3 | 1x1 before the 5x5, 5x5 | 1x1 after the pooling
 _BLOCKS = {
     "inception3a": (64, (96, 128), (16, 32), 32),
     "inception3b": (128, (128, 192), (32, 96), 64),
@@ -32,7 +31,7 @@ _BEFORE_HALVING = ("inception3b", "inception4e")
 def backbone(model: ModelConfig) -> Backbone:
     """Return conv1, conv2, conv3, inception3a ... inception5b.
 
-    Poolings are part of the layer before.
+    A pooling is part of the layer before it.
     """
     local: tuple[Step, ...] = (LocalNorm(5),) if model.norm == "none" else ()
     parts: dict[str, tuple[Step, ...]] = {

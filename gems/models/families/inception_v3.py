@@ -1,12 +1,12 @@
 """Inception v3 (Szegedy et al. 2015, arXiv 1512.00567, table 1 and figures 5 to 7) as named layers.
 
-An inception block is one layer. Where the paper leaves widths out, or its table disagrees (the
-fifth convolution), they are those of the authors' released model, which has batch norm, and dropout
+An inception block is one layer. If the paper omits widths, or its table contradicts it (the fifth
+convolution), the widths are those of the authors' released model, which has batch norm, and dropout
 0.2 in front of the linear map. 299x299 px give a last map of 8x8.
 
-With `auxiliary` a second classifier reads the map behind mixed6e (layer "auxiliary"). Its logits
-cross the following boundaries beside the map, and the head adds its loss, with the weight of
-Szegedy et al. 2014, to that of the main ones.
+With `auxiliary` a second classifier reads the map after mixed6e (layer "auxiliary"). Its logits
+cross the following boundaries together with the map. The head adds their loss, with the weight of
+Szegedy et al. 2014, to the loss of the main logits.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ _HALVE = max_pool(3, 2)
 def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
     """Return conv1 ... conv5, mixed5b ... mixed7c, head.
 
-    With model.auxiliary also "auxiliary" after mixed6e.
-    Raises ConfigError for a norm, width or dropout that no such network has.
+    With model.auxiliary, the layer "auxiliary" follows mixed6e.
+
+    Raises:
+        ConfigError: No such network has this norm, width or dropout.
     """
     check_classifier(model, has_auxiliary=True)
     features = _BACKBONE.layers(data.channels, model.width, model.norm)
@@ -63,9 +65,9 @@ def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
 
 
 def normed_px(model: ModelConfig, side_px: int) -> int:
-    """Return a side of the last map, or of the auxiliary classifier's when that is smaller.
+    """Return a side of the last map, or of the auxiliary classifier's map if that is smaller.
 
-    0 below 75 px.
+    It is 0 for images below 75 px.
     """
     last_px = _BACKBONE.normed_px(side_px)
     if not model.auxiliary:
@@ -85,7 +87,7 @@ def _mixed5(pooled: int) -> Fork:
 
 
 def _mixed6(inner: int) -> Fork:
-    """Figure 6 with n = 7: a 7x7 convolution as 1x7 and 7x1."""
+    """Return a block of figure 6 with n = 7: a 7x7 convolution as 1x7 and 7x1."""
     return _with_pooling(
         (conv(192),),
         (conv(inner), conv(inner, (1, 7)), conv(192, (7, 1))),
@@ -114,7 +116,7 @@ _MIXED7A = Fork(
         (_HALVE,),
     )
 )
-# figure 7: the filter banks are expanded by branches that fork once more
+# figure 7: branches that fork again expand the filter banks
 _EXPANDED = Fork(((conv(384, (1, 3)),), (conv(384, (3, 1)),)))
 _MIXED7 = _with_pooling(
     (conv(320),), (conv(384), _EXPANDED), (conv(448), conv(384, 3), _EXPANDED), pooled=192

@@ -1,9 +1,9 @@
 """OverFeat's fast model (Sermanet et al. 2013, arXiv 1312.6229, table 1) as named layers.
 
-Five convolutions, the first two without padding, with their 2x2 poolings, conv1 ... conv5, and
-three fully connected layers, fc1, fc2 and head; 231x231 px give a last map of 6x6, to which other
-sizes are averaged, and a side has at least 71 px. Published with dropout 0.5 on fc1 and fc2, and
-without norm.
+It has five convolutions, the first two without padding, with their 2x2 poolings, conv1 ... conv5,
+and three fully connected layers, fc1, fc2 and head. 231x231 px give a last map of 6x6, to which
+other sizes are averaged; a side has at least 71 px. The published network has dropout 0.5 on fc1
+and fc2, and no norm.
 """
 
 from __future__ import annotations

@@ -1,20 +1,20 @@
-"""Residual networks as named layers: those for CIFAR, of any depth, and those for ImageNet.
+"""Residual networks as named layers: CIFAR networks of any depth, and ImageNet networks.
 
 `resnet` has the CIFAR form. Version 1 is He et al. 2015 (arXiv 1512.03385, section 4.2), version 2
-the pre-activation form of He et al. 2016 (arXiv 1603.05027): a 3x3 stem, three stages of n residual
-blocks whose feature maps halve at stages 2 and 3, and a head of global average pooling and one
-linear map. A basic block has two 3x3 convolutions, so depth = 6n + 2; a bottleneck block has 1x1,
-3x3 and 1x1 to four times its width, so depth = 9n + 2.
+the pre-activation form of He et al. 2016 (arXiv 1603.05027). It has a 3x3 stem, three stages of n
+residual blocks whose feature maps halve at stages 2 and 3, and a head of global average pooling and
+one linear map. A basic block has two 3x3 convolutions, so depth = 6n + 2; a bottleneck block has
+1x1, 3x3 and 1x1 convolutions to four times its width, so depth = 9n + 2.
 
 `resnet_imagenet` (arXiv 1512.03385, table 1) has a 7x7 convolution and a pooling, four stages whose
-maps halve at stages 2 to 4, and the same head. Depths 18 and 34 have basic blocks, 50, 101 and 152
-bottlenecks; shortcuts are projections where the shape changes (option B). In version 2 the first
-block activates what the stem gives.
+maps halve at stages 2 to 4, and the same head. Depths 18 and 34 have basic blocks; 50, 101 and 152
+have bottlenecks. Shortcuts are projections if the shape changes (option B). In version 2 the first
+block activates the output of the stem.
 
 Version 2 with `model.norm=normalizer_free` is the NF-ResNet (Brock, De and Smith 2021, arXiv
-2101.08692, section 3): no norm, but convolutions with standardized weights, residual branches
-scaled by 0.2, and each block's input divided by the deviation that it has at initialization, which
-grows with each block and is 1 again after a projection.
+2101.08692, section 3). It has no norm, but convolutions with standardized weights, and residual
+branches scaled by 0.2. The input of each block is divided by its standard deviation at
+initialization, which grows with each block and is 1 again after a projection.
 """
 
 from __future__ import annotations
@@ -38,16 +38,15 @@ from gems.models.steps import conv, max_pool
 
 _NUM_STAGES = 3
 _CONVS = {"basic": 2, "bottleneck": 3}
-_EXPANSION = {
-    "basic": 1,
-    "bottleneck": 4,
-}  # how many times wider a block's output is than its inside
+# ratio of a block's output channels to its inner channels
+_EXPANSION = {"basic": 1, "bottleneck": 4}
 _PREFERENCE = {1: ("basic", "bottleneck"), 2: ("bottleneck", "basic")}
 
 _NORMALIZER_FREE = "normalizer_free"
-_BRANCH_SCALE = 0.2  # of a residual branch without a normalizer
+# scale of a residual branch without a normalizer
+_BRANCH_SCALE = 0.2
 
-# depth: blocks a stage, and their kind
+# depth: number of blocks in each stage, and their kind
 _DEPTHS = {
     18: ((2, 2, 2, 2), "basic"),
     34: ((3, 4, 6, 3), "basic"),
@@ -60,7 +59,7 @@ _DEPTHS = {
 def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
     """Return the layers stem, stage1.block1, ..., head of the configured ResNet.
 
-    They fit `data`'s channels and classes.
+    They match `data`'s channels and classes.
 
     Raises:
         ConfigError: No such network has this version, block, shortcut, norm, width or depth.
@@ -87,8 +86,9 @@ def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
 def imagenet_layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
     """Return stem, stage1.block1, ..., head for `data`'s channels and classes.
 
-    Raises ConfigError for a depth, version, block, shortcut, norm, width or dropout that no such
-    network has.
+    Raises:
+        ConfigError: No such network has this depth, version, block, shortcut, norm, width or
+            dropout.
     """
     if model.depth not in _DEPTHS:
         raise depth_error(model.depth, one_of(map(str, _DEPTHS)), _DEPTHS)
@@ -106,7 +106,9 @@ def block_of(model: ModelConfig) -> str:
     """Return "basic" or "bottleneck".
 
     `auto` prefers basic for version 1 and bottleneck for version 2.
-    Raises ConfigError, with the nearest depths, when the depth fits no wanted block.
+
+    Raises:
+        ConfigError: The depth matches no allowed block; the error names the nearest depths.
     """
     wanted = _PREFERENCE[model.version] if model.block == "auto" else (model.block,)
     valid: set[int] = set()
@@ -125,7 +127,7 @@ def block_of(model: ModelConfig) -> str:
 def _stages(
     model: ModelConfig, data: DataConfig, kind: str, blocks: Sequence[int], shortcut: str
 ) -> tuple[Layer, ...]:
-    """Return the blocks of all stages, with `shortcut` unless the model names one, and the head."""
+    """Return the blocks of all stages and the head; the model may override `shortcut`."""
     is_preactivated = model.version == 2
     out = []
     in_channels = model.width
@@ -172,7 +174,7 @@ def _check(model: ModelConfig, versions: Sequence[int], kinds: Sequence[str]) ->
         raise ConfigError("model.shortcut", model.shortcut, text, "set model.shortcut=projection")
 
 
-# stages 2 and 3, or 2 to 4, each halve the map, and the stem for ImageNet shrinks the image 4 times
+# stages 2 and 3, or 2 to 4, each halve the map; the ImageNet stem shrinks the image 4 times
 MODELS.register("resnet", ModelFamily(layers, lambda model: 4, title="{name}{depth}-v{version}"))
 MODELS.register(
     "resnet_imagenet",

@@ -1,4 +1,4 @@
-"""Shared parts of the families: checks, a backbone of convolutional layers, and classifiers."""
+"""Parts that families share: checks, a backbone of convolutional layers, and classifiers."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ NORMS = ("batch", "ghost_batch", "frozen_batch", "group", "layer", "none")
 
 @dataclass(frozen=True, slots=True)
 class Backbone:
-    """The convolutional layers of a network by name, first to last, before the classifier.
+    """The named convolutional layers of a network before the classifier, in order.
 
-    They have the channels of the publication, whose first convolution has `width`.
+    They have the published channels; the first published convolution has `width`.
     """
 
     width: int
@@ -40,22 +40,22 @@ class Backbone:
 
     @property
     def stride_px(self) -> int:
-        """How many source pixels a side one pixel of the last map stands for."""
+        """The number of source pixels per side that one pixel of the last map covers."""
         return stride_after(self.steps)
 
     def normed_px(self, side_px: int) -> int:
-        """Return a side of the last map that a norm sees, for a side of the image.
+        """Return the side of the last map that a norm sees, for a side of the image.
 
-        0 when that is too small.
+        It is 0 if the image is too small.
         """
         return normed_side(side_px, self.steps)
 
     def channels(self, width: int) -> int:
-        """Return the channels of the last map when the first convolution has `width`."""
+        """Return the channels of the last map if the first convolution has `width`."""
         return channels_after(0, scaled(self.steps, width, self.width))
 
     def layers(self, in_channels: int, width: int, norm: str) -> list[Layer]:
-        """Return the layers, with channels in proportion to `width`."""
+        """Return the layers, with channels scaled in proportion to `width`."""
         out = []
         for name, published in self.parts.items():
             steps = scaled(published, width, self.width)
@@ -76,7 +76,7 @@ def chain_family(
 ) -> ModelFamily:
     """Return the family of a backbone and a classifier.
 
-    If all of it `is_padded`, its maps are rounded up.
+    If `is_padded`, all layers are padded, so the sizes of the maps are rounded up.
     """
 
     def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
@@ -98,10 +98,9 @@ def chain_family(
 def fully_connected(map_px: int, hidden: tuple[int, int], dropped: Collection[str]) -> Classifier:
     """Return the classifier of AlexNet, OverFeat and VGG.
 
-    A flattened map, two hidden layers, the logits.
-    The last map is averaged to the side `map_px` of the publication before it is flattened.
-    `hidden` are the features of fc1 and fc2 at the published width, `dropped` the layers (fc1, fc2,
-    head) with dropout in front.
+    It flattens the map and has two hidden layers and the logits. The last map is averaged to the
+    published side `map_px` before it is flattened. `hidden` are the features of fc1 and fc2 at the
+    published width. `dropped` are the layers (of fc1, fc2, head) with dropout in front.
     """
 
     def layers(model: ModelConfig, data: DataConfig, backbone: Backbone) -> tuple[Layer, ...]:
@@ -127,7 +126,7 @@ def fully_connected(map_px: int, hidden: tuple[int, int], dropped: Collection[st
 def pooled_head(
     model: ModelConfig, data: DataConfig, in_channels: int, target: str = "Head", **changes: Any
 ) -> Layer:
-    """Return the head of global average pooling and one linear map."""
+    """Return the head: global average pooling and one linear map."""
     options = {
         "in_channels": in_channels,
         "num_classes": data.num_classes,
@@ -144,7 +143,7 @@ def check_classifier(
     has_auxiliary: bool = False,
     has_stochastic_depth: bool = False,
 ) -> None:
-    """Raise ConfigError for an invalid norm, width or dropout, or options that do not apply."""
+    """Raise ConfigError for an invalid norm, width or dropout, or for options that do not apply."""
     check_choice("norm", model.norm, norms)
     if model.width < 1:
         raise ConfigError(
@@ -172,12 +171,12 @@ def check_classifier(
 
 
 def check_choice(key: str, value: object, valid: Collection[object]) -> None:
-    """Raise ConfigError for a value of model.`key` that is not among the valid ones."""
+    """Raise ConfigError if a value of model.`key` is not among the valid ones."""
     if value not in valid:
         raise ConfigError(f"model.{key}", value, one_of(map(str, valid)))
 
 
 def depth_error(depth: int, text: str, candidates: Collection[int], count: int = 2) -> ConfigError:
-    """Return the error for a depth without a network, with the nearest of the candidates."""
+    """Return the error for a depth without a network; it names the nearest candidates."""
     near = sorted(candidates, key=lambda other: (abs(other - depth), other))[:count]
     return ConfigError("model.depth", depth, text, f"nearest: {', '.join(map(str, sorted(near)))}")

@@ -1,15 +1,14 @@
 """U-Net (Ronneberger et al. 2015, arXiv 1505.04597) as named layers.
 
-A map of classes, or one for the whole image.
-`model.depth` levels: on the way down two 3x3 convolutions a level and a 2x2 max pooling between
-levels, each of which doubles the channels from `model.width`; on the way up a 2x2 up-convolution,
-the skip of that level beside it, and two 3x3 convolutions. Published are depth 5 and width 64
-without a norm. Convolutions are padded here, so the map of the logits has the size of the image;
-sides need not be multiples of anything. For data.task=segmentation the head gives that map,
-otherwise the mean of the pixels' logits.
+It has `model.depth` levels. On the way down, each level has two 3x3 convolutions; a 2x2 max pooling
+leads to the next level, which has twice the channels, starting from `model.width`. On the way up,
+each level has a 2x2 up-convolution, concatenated with the skip of that level, and two 3x3
+convolutions. The published network has depth 5, width 64 and no norm. Convolutions are padded here,
+so the map of the logits has the size of the image, and sides may be any number of pixels. For
+data.task=segmentation the head returns that map, otherwise the mean of the pixels' logits.
 
-A skip travels by name through the layers between, as the very tensor: where it crosses a cut, it is
-sent on.
+A skip is passed by name through the layers between, as the same tensor; if it crosses a stage
+boundary, it is sent on.
 """
 
 from __future__ import annotations
@@ -59,9 +58,10 @@ def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
 
 
 def stride_px(model: ModelConfig) -> int:
-    """Return 2^(levels - 1), that of the lowest level.
+    """Return the stride of the lowest level, 2^(levels - 1).
 
-    Raises ConfigError for a depth that it cannot have.
+    Raises:
+        ConfigError: The depth is invalid.
     """
     _check_levels(model)
     return 1 << (model.depth - 1)

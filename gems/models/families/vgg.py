@@ -1,13 +1,13 @@
 """VGG of any depth as named layers.
 
-Simonyan and Zisserman 2014 (arXiv 1409.1556, table 1, configurations A, B, D and E): five groups of
-3x3 convolutions, each followed by a 2x2 pooling, and three fully connected layers, fc1, fc2 and
-head. Deeper than VGG-16, as Rhu et al. 2016 (vDNN, arXiv 1602.08124, section V) make it: the same
-number of convolutions is added to each of the five groups, so that VGG-116, 216, 316 and 416 have
-100, 200, 300 and 400 more. 224x224 px give a last map of 7x7, to which other sizes are averaged; a
-side has at least 32 px. Published with dropout 0.5 on fc1 and fc2, and without norm: zero padding
-then costs each layer some variance, and the signal of VGG-416 fades to 10^-8 at 64 px. The deep
-ones are loads for memory and time, not networks to train.
+Source: Simonyan and Zisserman 2014 (arXiv 1409.1556, table 1, configurations A, B, D and E). It has
+five groups of 3x3 convolutions, each followed by a 2x2 pooling, and three fully connected layers,
+fc1, fc2 and head. Deeper networks than VGG-16 follow Rhu et al. 2016 (vDNN, arXiv 1602.08124,
+section V): the same number of convolutions is added to each of the five groups, so VGG-116, 216,
+316 and 416 have 100, 200, 300 and 400 more. 224x224 px give a last map of 7x7, to which other sizes
+are averaged; a side has at least 32 px. The published network has dropout 0.5 on fc1 and fc2, and
+no norm: zero padding then costs each layer some variance, and the signal of VGG-416 fades to 10^-8
+at 64 px. The deep networks serve as loads for memory and time; they are not meant to be trained.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ _BASE = 16
 
 
 def backbone(model: ModelConfig) -> Backbone:
-    """Return conv1_1, conv1_2, ..., the last of a group with its pooling.
+    """Return conv1_1, conv1_2, ...; the last layer of a group includes its pooling.
 
-    Raises ConfigError for an unknown depth.
+    Raises:
+        ConfigError: The depth is unknown.
     """
     more, left = divmod(model.depth - _BASE, len(_CHANNELS))
     if model.depth not in _CONVS and (left or more < 0):

@@ -1,8 +1,8 @@
-"""A user's own network as named layers, without torch in this process.
+"""A user's own network as named layers, without importing torch in this process.
 
-`model.target` names a class, or a function that gives a module. A child process constructs and
-traces it, and the answer is kept in the cache by the configuration and by the text of the code: of
-all files in the target's outermost package, or beside a module that is in none.
+`model.target` names a class, or a function that returns a module. A child process constructs and
+traces it. The result is cached by the configuration and by the source code: all files of the
+target's outermost package, or the files in the folder of a module that is in no package.
 """
 
 from __future__ import annotations
@@ -20,24 +20,21 @@ from gems.models.layer import Layer
 from gems.utils.cache import cached
 from gems.utils.targets import ask_child, locate, source_of
 
-_NORMS = (
-    "batch",
-    "frozen_batch",
-    "ghost_batch",
-)  # of a user's network: as it is, by running statistics, by strip
+# norms of a user's network: unchanged, by running statistics, by strip
+_NORMS = ("batch", "frozen_batch", "ghost_batch")
 _TORCH_PART = "gems.models.imported.parts"
 
 
 def resolve_target(model: ModelConfig) -> ModelConfig:
-    """Return the configuration of a user's network with every derived field filled.
+    """Return the configuration of a user's network with all derived fields.
 
-    The name is that of the class, `path` the folder that holds the package where it is not
-    installed: the current one, or one of PYTHONPATH. The keys of the toolkit's own networks, which
-    mean nothing here, take their defaults.
+    The name is the name of the class. `path` is the folder that contains the package if it is not
+    installed: the current folder, or one of PYTHONPATH. Keys that only apply to the toolkit's own
+    networks take their defaults.
 
     Raises:
-        ConfigError: a target that is no dotted name, a path that is no folder, or a norm that only
-            networks of the toolkit have.
+        ConfigError: The target is not a dotted name, the path is not a folder, or only networks of
+            the toolkit have the norm.
     """
     target = str(model.target)
     if model.norm not in _NORMS:
@@ -52,11 +49,11 @@ def resolve_target(model: ModelConfig) -> ModelConfig:
 
 
 def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
-    """Return the layers of a user's network for `data`'s images: parts of one whole, first to last.
+    """Return the layers of a user's network for `data`'s images, in order, as parts of one whole.
 
     Raises:
-        ConfigError: a network that cannot be found, constructed, run on such images or cut into
-            layers, with the line of the user's code.
+        ConfigError: The network cannot be found, constructed, run on such images or divided into
+            layers. The error names the line of the user's code.
     """
     text, source, described = _described(model, data)
     return tuple(
@@ -72,9 +69,9 @@ def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
 
 
 def check_batch(model: ModelConfig, data: DataConfig, micro_batch_size: int | None) -> None:
-    """Raise ConfigError as `layers`, or if a micro-batch is too small for a user's network.
+    """Raise ConfigError if a micro-batch is too small for a user's network, or as `layers` does.
 
-    A batch norm would see a single value for each channel.
+    It is too small if a batch norm would see a single value per channel.
     """
     least = _described(model, data)[2]["min_batch"]
     if micro_batch_size is not None and micro_batch_size < least:
@@ -90,15 +87,16 @@ def check_batch(model: ModelConfig, data: DataConfig, micro_batch_size: int | No
 
 
 def num_outputs(model: ModelConfig, data: DataConfig) -> int:
-    """Return how many tensors a user's network gives, in training or in evaluation.
+    """Return the number of tensors in the output of a user's network, in training or evaluation.
 
-    Raises ConfigError as `layers`.
+    Raises:
+        ConfigError: As in `layers`.
     """
     return int(_described(model, data)[2]["num_outputs"])
 
 
 def _described(model: ModelConfig, data: DataConfig) -> tuple[str, str | None, dict[str, Any]]:
-    """Return what a process is told of the network, the hash of its code, and what it answers."""
+    """Return the request to describe the network, the hash of its code, and the description."""
     image = (data.channels, data.height_px, data.width_px)
     request = {
         "target": model.target,
@@ -119,7 +117,7 @@ def _described(model: ModelConfig, data: DataConfig) -> tuple[str, str | None, d
 
 @lru_cache(maxsize=64)
 def _description(text: str, source: str | None, num_classes: int, task: str) -> dict[str, Any]:
-    """Return names and kinds of the layers, from this process if torch is loaded.
+    """Return names and kinds of the layers; use this process only if torch is already loaded.
 
     Otherwise they come from the cache or a child process.
     """

@@ -116,10 +116,10 @@ def _begin(
             names.append(block)
         layer_of[node] = len(names) - 1
         source = node.args[0] if node.target is operator.getitem else None
+        # an item belongs to the layer that makes its tuple, so it crosses a boundary outside the
+        # tuple
         if isinstance(source, fx.Node) and isinstance(values[source], tuple | list | dict):
-            layer_of[node] = layer_of[
-                source
-            ]  # what is taken out of a tuple does not cross inside of it
+            layer_of[node] = layer_of[source]
     return layer_of, names
 
 
@@ -146,18 +146,18 @@ def _sharing(
 def _inseparable(
     traced: Traced, nodes: Iterable[fx.Node], layer_of: dict[fx.Node, int]
 ) -> Iterator[tuple[int, int]]:
-    """Yield the spans of layers that must be one in a mode.
+    """Yield the spans of layers that must be one layer in a mode.
 
-    They must be one if tensors cannot carry a value that would cross between them. They also must
-    if one changes a value that it got under two names, or changes the network's state. A value with
-    one name only is copied first (`_graph_of`).
+    This is so if tensors cannot carry a value that would cross between them, or if one of them
+    changes a value that it got under two names, or changes the network's state. A value with only
+    one name is copied first (`_graph_of`).
     """
     for node in nodes:
         here = layer_of[node]
         parts = [leaf for _, leaf in leaves(traced.values[node])]
         if not parts or not all(isinstance(part, Tensor) or _is_size(part) for part in parts):
             yield here, _last_use(node, layer_of)
-        # values of layers before that this step changes in place and that its layer, or a later
+        # values of earlier layers that this step changes in place and that its layer, or a later
         # one, uses
         changed = [
             other
@@ -186,7 +186,7 @@ def _merge(num_layers: int, spans: Iterable[tuple[int, int]]) -> list[int]:
 def _crossing(nodes: Sequence[fx.Node], layer_of: dict[fx.Node, int], layer: int) -> list[fx.Node]:
     """Return the values that cross from a layer to the next, the newest first.
 
-    The first is the one that a stage listens to.
+    A stage observes the first of them.
     """
     crossing = [node for node in nodes if layer_of[node] <= layer < _last_use(node, layer_of)]
     return crossing[::-1]
@@ -239,7 +239,7 @@ def _take(graph: fx.Graph, whole: Any, path: Path) -> Any:
 def _carrier(like: Tensor, *sizes: int) -> Tensor:
     """Return a tensor without elements whose shape is (*sizes, 0).
 
-    There is nothing to send, and nothing to wait for.
+    There is nothing to send and nothing to wait for.
     """
     return like.new_empty((*sizes, 0), dtype=torch.uint8)
 
@@ -284,7 +284,7 @@ def _graph_of(
         graph.output(fx.node.map_arg(traced.end.args[0], copies.__getitem__))
         graph.lint()
         return graph, ()
-    like = next(iter(graph.nodes))  # a layer takes one tensor at least
+    like = next(iter(graph.nodes))  # a layer takes at least one tensor
     given: list[tuple[str, Any]] = []
     for node in after:
         sizes = [

@@ -1,6 +1,6 @@
 """The layers of a user's network as torch modules.
 
-They are parts of one whole network, which is constructed once.
+They are parts of one network, which is constructed once.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ Modes = dict[int, tuple[bool, bool]]
 class Part(nn.Module):
     """One layer of a larger network; its parameters keep their names in that network.
 
-    It takes the tensors of the layer before. It returns those named by `output_names`, or a single
-    one without a name. In training and in evaluation, each module is in the mode that the network's
-    own `train` sets; this may leave some modules as they are, such as a frozen batch norm.
+    Its input is the tensors of the layer before. Its output is the tensors named by `output_names`,
+    or a single tensor without a name. In training and in evaluation, each module is in the mode
+    that the network's own `train` sets; this may leave some modules unchanged, such as a frozen
+    batch norm.
     """
 
     def __init__(self, whole: nn.Module, train: Slice, evaluate: Slice, modes: Modes) -> None:
@@ -116,7 +117,7 @@ def part(text: str, index: int, source: str | None) -> Part:
 
 
 def release() -> None:
-    """Forget the whole network, so that layers that nobody has taken use no memory."""
+    """Forget the whole network, so that layers that no stage has taken use no memory."""
     _whole.cache_clear()
 
 

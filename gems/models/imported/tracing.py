@@ -1,7 +1,7 @@
 """Trace a user's network into a graph of its blocks.
 
-Symbolic tracing (Reed et al. 2022, arXiv 2112.08429) on torch's meta device. Only the code between
-blocks is traced. A block is called as it is, so anything may happen inside it.
+It uses symbolic tracing (Reed et al. 2022, arXiv 2112.08429) on torch's meta device. Only the code
+between blocks is traced. A block is called unchanged, so its code is arbitrary.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from gems.models.outputs import tensors_in
 
 Path = tuple[int, ...]
 TRACED_BATCH = 2
-# Key of a node's meta: whether the network, in training, computes this step without gradients.
+# key in a node's meta: whether the network, in training, computes this step without gradients
 FROZEN = "frozen"
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_WHOLE_CALLS = ("einops",)  # packages whose functions are steps of the graph, as torch's are
+_WHOLE_CALLS = ("einops",)  # packages whose functions are steps of the graph, like those of torch
 _PLAIN = "a size or a value as a plain number (of a size only a block's own forward makes one)"
 
 
@@ -98,7 +98,7 @@ def trace(root: nn.Module, image: tuple[int, int, int], target: str) -> Traced:
 
 
 def _check_hooks(root: nn.Module, target: str) -> None:
-    """Raise ConfigError for hooks of a module that is cut into layers; no layer would call them."""
+    """Raise ConfigError for hooks of a module that is divided, because no layer would call them."""
     for path, module in root.named_modules():
         for kind in _HOOKS if not path else _HOOKS[2:] if is_open(root, path) else ():
             if getattr(module, kind):
@@ -305,7 +305,7 @@ class _Tracer(fx.Tracer):
         return iter([obj[index] for index in range(len(value))])  # type: ignore[index]
 
     def constant(self, node: fx.Node) -> Any:
-        """Return the sizes that a step gives, as constants.
+        """Return the sizes that a step computes, as constants.
 
         Raises:
             TraceError: The value contains a tensor, or depends on the number of images.

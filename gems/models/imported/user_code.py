@@ -28,15 +28,15 @@ _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 def construct(
     target: str, kwargs: Mapping[str, Any], path: str | None, norm: str = "batch"
 ) -> nn.Module:
-    """Construct the user's network on the current default device, from the host's generators.
+    """Construct the user's network on the current default device, using the host's generators.
 
-    With `norm` "frozen_batch" its batch norms keep to their running statistics in training, with
-    "ghost_batch" they use the statistics of each strip.
+    If `norm` is "frozen_batch", its batch norms use their running statistics in training; if it is
+    "ghost_batch", they use the statistics of each strip.
 
     Raises:
-        ConfigError: As `call_target`; or the constructor does not take the keyword arguments, or
-            fails; or its result is no module, has no parameters, leaves their shapes open, or has
-            no batch norm for `norm` to change.
+        ConfigError: As in `call_target`; or the constructor fails or does not accept the keyword
+            arguments; or its result is not a module, has no parameters, has parameters of unknown
+            shape, or has no batch norm that `norm` could change.
     """
     module = call_target(_KEY, target, kwargs, path)
     if not isinstance(module, nn.Module):
@@ -62,7 +62,7 @@ def construct_on_meta(
 ) -> nn.Module:
     """Construct the network like `construct`, without memory for its weights.
 
-    A network whose constructor reads its own values is constructed in the host's memory first.
+    If the constructor reads its own values, the network is constructed in host memory first.
     """
     with other_generators(0):
         try:
@@ -88,7 +88,7 @@ def other_generators(seed: int) -> Iterator[None]:
 
 
 def refusal(target: str, what: str, error: BaseException, why: str | None = None) -> ConfigError:
-    """Return the error that says what cannot be done with the user's network, and why.
+    """Return the error that says which step failed for the user's network, and why.
 
     The error also names the line of the user's code.
     """
@@ -104,7 +104,7 @@ def place_of_forward(module: nn.Module) -> str:
 
 
 def check_inputs(module: nn.Module, target: str) -> None:
-    """Raise ConfigError if a module's forward takes anything but one batch of images."""
+    """Raise ConfigError unless a module's forward takes exactly one batch of images."""
     parameters = list(inspect.signature(module.forward).parameters.values())
     needed = [
         each.name

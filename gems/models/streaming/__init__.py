@@ -1,4 +1,4 @@
-"""Rows of layers that take an image strip by strip (no torch here).
+"""The rows of layers that process an image strip by strip (no torch here).
 
-Which rows each gives, reads and keeps.
+It plans the rows that each layer makes, reads and keeps.
 """

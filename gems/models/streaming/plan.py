@@ -109,17 +109,18 @@ class ValueStrip:
 class RowPlan:
     """The plan of all values in all strips.
 
-    `strips[strip][value]` is a value in a strip; `ends` has the number of rows of each value after
-    each strip.
+    `strips[strip][value]` is a value in a strip; `ends[value][strip]` is the number of rows of a
+    value after a strip.
     """
 
     strips: tuple[tuple[ValueStrip, ...], ...]
     ends: tuple[tuple[int, ...], ...]
 
     def shapes_of(self, strip: int) -> Hashable:
-        """Return a key that is equal for strips of the same shapes.
+        """Return a key that is equal for strips with the same shapes.
 
-        Such strips have as many rows, which lie alike to one another and to the edges of the map.
+        Such strips have the same numbers of rows, in the same positions relative to one another and
+        to the edges of the map.
         """
         return tuple(
             (
@@ -219,7 +220,7 @@ def _window(value: RowValue, values: Sequence[RowValue], news: Sequence[Span], n
 def _window_piece(window: Span, fresh: Span) -> Piece:
     """Return the piece of a window in the fresh piece.
 
-    A window of nothing but absent padding reads no rows of the piece.
+    A window that consists of absent padding only reads no rows of the piece.
     """
     return Piece(FRESH, *(window if window[0] < window[1] else (fresh[0], fresh[0])))
 

@@ -1,7 +1,7 @@
-"""Which rows of its input a row of an operation's output reads.
+"""Rules that say which input rows an output row of an operation reads.
 
-All spans of rows are half-open, counted from the top of the whole map. What a rule says may lie
-outside of the map, at the top by padding and at the bottom by padding or ceil mode.
+All spans of rows are half-open and counted from the top of the whole map. A rule may name rows
+outside the map, at the top because of padding and at the bottom because of padding or ceil mode.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ class Rule(Protocol):
         """Return the input rows that output rows first to last read, at least one of each."""
 
     def ready(self, rows: int) -> int:
-        """Return how many output rows read nothing but the first `rows` input rows.
+        """Return how many output rows read only the first `rows` input rows.
 
-        There may be more than exist.
+        The number may exceed the number of output rows.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A convolution, a pooling, a crop, a step.
+    """A convolution, a pooling, a crop, or a slice with a step.
 
     Row o reads rows o * stride - top + i * dilation for i < kernel.
     """
@@ -43,7 +43,7 @@ class Window:
         return first * self.stride - self.top, (last - 1) * self.stride - self.top + self._reach + 1
 
     def ready(self, rows: int) -> int:
-        """Return how many output rows read nothing but the first `rows` input rows."""
+        """Return how many output rows read only the first `rows` input rows."""
         return max(0, (rows - 1 + self.top - self._reach) // self.stride + 1)
 
     @property
@@ -66,20 +66,20 @@ class Transposed:
     def reads(self, first: int, last: int) -> Span:
         """Return the input rows that output rows first to last read.
 
-        One that reads none is said to read one.
+        A row that reads nothing counts as reading one row.
         """
         end = (last - 1 + self.top) // self.stride + 1
         begin = -((self.dilation * (self.kernel - 1) - first - self.top) // self.stride)
         return min(begin, end - 1), end
 
     def ready(self, rows: int) -> int:
-        """Return how many output rows read nothing but the first `rows` input rows."""
+        """Return how many output rows read only the first `rows` input rows."""
         return max(0, rows * self.stride - self.top)
 
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """A resampling: row o reads rows begins[o] to ends[o]; both lists never fall."""
+    """A resampling: row o reads rows begins[o] to ends[o]; both lists never decrease."""
 
     begins: tuple[int, ...]
     ends: tuple[int, ...]
@@ -89,7 +89,7 @@ class Lookup:
         return self.begins[first], self.ends[last - 1]
 
     def ready(self, rows: int) -> int:
-        """Return how many output rows read nothing but the first `rows` input rows."""
+        """Return how many output rows read only the first `rows` input rows."""
         return bisect_right(self.ends, rows)
 
 
@@ -105,7 +105,7 @@ class Bins:
         return first * self.height // self.count, -(-last * self.height // self.count)
 
     def ready(self, rows: int) -> int:
-        """Return how many output rows read nothing but the first `rows` input rows."""
+        """Return how many output rows read only the first `rows` input rows."""
         return rows * self.count // self.height
 
     def begun(self, rows: int) -> int:
@@ -117,11 +117,10 @@ SAME = Window()
 
 
 def even_ends(height: int, strips: int, multiple: int = 1) -> tuple[int, ...]:
-    """Return the ends of strips that divide `height` rows, as equal as can be.
+    """Return the ends of strips that divide `height` rows as equally as possible.
 
-    Ends are multiples of `multiple`.
-    The last ends at the height. Where that leaves a strip without rows, ends are multiples of a
-    smaller number.
+    The ends are multiples of `multiple`; the last is the height. If a strip would have no rows, the
+    multiple is halved.
     """
     while True:
         ends = tuple(height * strip // strips // multiple * multiple for strip in range(1, strips))
