@@ -51,7 +51,7 @@ def check_data(data: DataConfig) -> None:
 
 
 def resolve_data(data: DataConfig) -> DataConfig:
-    """Return a copy of `data` with the fields that None leaves to the source filled in."""
+    """Return a copy of `data` with the derived fields that are None filled in by the source."""
     if data.target is not None:
         return resolve_target(data)
     return replace(data, field_of_view_px=find_source(data).field_of_view_px(data))
@@ -61,31 +61,32 @@ def open_dataset(data: DataConfig, seed: int) -> Dataset:
     """Open the configured data set.
 
     The same (data, seed) gives the same images and labels on every rank.
-    Raises ConfigError as `check_data`, and for a bad image file, which it names.
+
+    Raises:
+        ConfigError: As in `check_data`, or an image file cannot be read; the error names the file.
     """
     if data.target is None:
         check_data(data)
-    else:  # whose check would construct the user's dataset once more
+    else:
+        # the source's check would construct the user's dataset a second time
         _check_keys(data)
     return find_source(data).open(data, seed)
 
 
 def class_names(data: DataConfig) -> list[str]:
-    """Return the names of the classes as the source or data.class_map has them.
-
-    Numbers where there are none.
-    """
+    """Return the names of the classes in the source or in data.class_map, or else their numbers."""
     numbers = dict(data.class_map) if task_of(data) == "classification" else {}
-    with contextlib.suppress(ConfigError, OSError):  # as data that are no longer there
+    with contextlib.suppress(ConfigError, OSError):  # the data may no longer exist
         numbers = find_source(data).class_numbers(data) or numbers
     names = {number: name for name, number in numbers.items()}
     return [names.get(number, str(number)) for number in range(data.num_classes)]
 
 
 def num_train(data: DataConfig, seed: int) -> int:
-    """Return the number of training samples, for which a source that counts them itself is asked.
+    """Return the number of training samples; some sources count them themselves.
 
-    Raises ConfigError as `open_dataset`.
+    Raises:
+        ConfigError: As in `open_dataset`.
     """
     if not find_source(data).counts_itself:
         return data.train_samples
@@ -97,10 +98,10 @@ def num_train(data: DataConfig, seed: int) -> int:
 
 
 def find_source(data: DataConfig) -> Source:
-    """Return the source of the samples: a registered one, or that of a user's own dataset.
+    """Return the source of the samples: a registered one, or the source of a user's own dataset.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: No source has this name.
     """
     if data.target is None and data.name not in DATASETS:
         near = nearest(data.name, DATASETS, 1)[0]
@@ -109,15 +110,15 @@ def find_source(data: DataConfig) -> Source:
 
 
 def kind_of(data: DataConfig) -> str:
-    """Return what a sample is: images, tokens or token_pairs."""
+    """Return the kind of a sample: images, tokens or token_pairs."""
     return find_source(data).kind
 
 
 def task_of(data: DataConfig) -> str:
-    """Return what the labels are: classification, multi_label, segmentation or regression.
+    """Return the task: classification, multi_label, segmentation or regression.
 
     Raises:
-        ConfigError: data.task is none that the source can give.
+        ConfigError: The source has no labels for data.task.
     """
     tasks = find_source(data).tasks
     if data.task is not None and data.task not in tasks:
@@ -126,14 +127,14 @@ def task_of(data: DataConfig) -> str:
 
 
 def sources_of(kind: str) -> list[str]:
-    """Return the names of the sources whose samples are of a kind."""
+    """Return the sorted names of the sources with samples of a kind."""
     return sorted(name for name, source in DATASETS.items() if source.kind == kind)
 
 
 def sample_shape(data: DataConfig) -> tuple[int, ...]:
     """Return the shape of one sample.
 
-    (channels, height, width) of an image, (length,) or (2, length) of tokens.
+    It is (channels, height, width) for an image, and (length,) or (2, length) for tokens.
     """
     if kind_of(data) == IMAGES:
         return data.channels, data.height_px, data.width_px

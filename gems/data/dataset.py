@@ -31,17 +31,18 @@ Label = int | Tokens | Image
 IMAGES = "images"
 TOKENS = "tokens"
 TOKEN_PAIRS = "token_pairs"
-NO_LABEL = -1  # of a pixel that is ignored
-# If the largest value of a mask is this many times the number of values, its values are not class
-# numbers.
+# label of an ignored pixel
+NO_LABEL = -1
+# If the largest value of a mask is at least this many times the number of values, its values are
+# not class numbers.
 _SPREAD = 4
 
-LARGE = 2**28  # number of values from which an image should not be held whole
+LARGE = 2**28  # images with more values than this should not be held whole
 _BAND_PX = 256
 
 
 class Box(NamedTuple):
-    """Rows and columns of an image."""
+    """A range of rows and a range of columns of an image."""
 
     rows: slice
     columns: slice
@@ -50,9 +51,9 @@ class Box(NamedTuple):
 class Dataset(ABC):
     """Labelled samples of one shape in two splits, read by index in any order.
 
-    Images have shape (channels, height, width). `seed` fixes everything random. Subclasses give the
-    pixels and labels; this class does augmentation and bounds checks. If samples are tokens,
-    `dtype` is int64 and a label is an array: a class for each of several places.
+    Images have shape (channels, height, width). `seed` determines everything random. Subclasses
+    supply pixels and labels; this class augments and checks bounds. If samples are tokens, `dtype`
+    is int64 and a label is an array: a class for each of several places.
     """
 
     dtype: ClassVar[type[np.float32] | type[np.int64]] = np.float32
@@ -84,8 +85,8 @@ class Dataset(ABC):
         """Return one sample.
 
         An image is float32 of shape (channels, height, width), with about zero mean and unit
-        variance. Training images are flipped (and turned by 90 degrees if square) as (seed, index,
-        draw) says; validation images never are.
+        variance. Training images are flipped (and turned by 90 degrees if square) at random, as
+        determined by (seed, index, draw); validation images never are.
 
         Raises:
             IndexError: The index is outside the split.
@@ -98,7 +99,7 @@ class Dataset(ABC):
 
     @property
     def is_large(self) -> bool:
-        """Whether an image is so large that it should not be held whole if this can be avoided."""
+        """Whether an image is so large that it should not be held whole if avoidable."""
         return math.prod(self.shape) > LARGE
 
     def bands(self) -> Iterator[Box]:
@@ -151,10 +152,10 @@ class Dataset(ABC):
     def batch(
         self, split: Split, samples: NDArray[np.int64], images: bool = True, labels: bool = True
     ) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
-        """Return the images and labels of (index, draw) pairs, stacked.
+        """Return the stacked images and labels of (index, draw) pairs.
 
-        If `images` or `labels` is False, None is returned in its place. A single image is not
-        copied, unless it is a part of another array.
+        If `images` or `labels` is False, None takes its place. A single image is not copied, unless
+        it is a part of another array.
         """
         stacked: NDArray[Any] | None = None
         found: list[Label] = []
@@ -182,7 +183,7 @@ class Dataset(ABC):
     def class_counts(self, split: Split) -> tuple[int, ...]:
         """Return the number of labels of each class.
 
-        The largest count, as a share of all, is the accuracy of always guessing one class.
+        The largest count, as a share of all, is the accuracy of always predicting one class.
         """
         counts = np.zeros(self.num_classes, dtype=np.int64)
         for index in range(self.num_images(split)):
@@ -199,7 +200,7 @@ class Dataset(ABC):
         """Return the class, the classes or the values of a sample."""
 
     def _write(self, split: Split, index: int, box: Box, out: Image) -> None:
-        """Write a part of a sample before augmentation to `out`, for sources that read rows."""
+        """Write a part of a sample before augmentation to `out`, if the source reads rows."""
         raise NotImplementedError
 
     def _check(self, split: Split, index: int) -> None:
@@ -215,19 +216,17 @@ class Source:
     """A source of samples.
 
     Attributes:
-        open: Opens the data set from its configuration and a seed: a subclass of Dataset, or a
+        open: Opens the data set for a configuration and a seed: a subclass of Dataset, or a
             function.
         check: Raises ConfigError for data that cannot be opened, without decoding an image.
         field_of_view_px: Derives the field of view of `data`.
-        kind: The kind of samples that the families of models read: images, tokens or token_pairs.
-        tasks: Tasks with labels; the source gives those of the first one, unless data.task names
-            another.
-        counts_itself: Whether the number of samples is that of the files, whatever
-            data.train_samples says.
-        keys: Keys of the configuration that only some sources read.
-        labelled: Whether the samples have labels; without, they can be predicted but not trained
-            on.
-        class_numbers: Gives classes by name, if any.
+        kind: The kind of samples that families of models read: images, tokens or token_pairs.
+        tasks: Tasks for which the source has labels; the first one is the default of data.task.
+        counts_itself: Whether the source counts its files and ignores data.train_samples.
+        keys: Configuration keys that only some sources read.
+        labelled: Whether the samples have labels; samples without labels can be used for
+            prediction, but not for training.
+        class_numbers: Returns classes by name, if any.
     """
 
     open: Callable[[DataConfig, int], Dataset]
@@ -245,7 +244,7 @@ DATASETS: Registry[Source] = registries.DATASETS
 
 
 def dataset(name: str, **known: Any) -> Callable[[Opener], Opener]:
-    """Register the class or function below it as data=`name`.
+    """Register the decorated class or function as data=`name`.
 
     `known` are the other fields of `Source`.
     """
@@ -258,7 +257,7 @@ def dataset(name: str, **known: Any) -> Callable[[Opener], Opener]:
 
 
 def generator(seed: int, purpose: str, *key: int) -> np.random.Generator:
-    """Return a fresh generator for (seed, purpose, key).
+    """Return a new generator for (seed, purpose, key).
 
     Different purposes or keys give independent streams.
     """
@@ -269,7 +268,7 @@ def generator(seed: int, purpose: str, *key: int) -> np.random.Generator:
 def seeded(seed: int, purpose: str, *key: int) -> Iterator[int]:
     """Seed the process's generators of Python, numpy and torch (if loaded) by a key.
 
-    The generators are restored on exit. Yields the number that seeds them.
+    The generators are restored on exit. Yields the seed.
     """
     number = int(generator(seed, purpose, *key).integers(2**32))
     torch: Any = sys.modules.get("torch")
@@ -288,7 +287,7 @@ def seeded(seed: int, purpose: str, *key: int) -> Iterator[int]:
 
 
 def as_label(value: Any, data: DataConfig, task: str, name: str) -> Label:
-    """Convert a label of a user's data to the form that the engine takes.
+    """Convert a label of a user's data to the form that the engine expects.
 
     `name` is the name of its sample. Pixels that are negative or equal to data.ignore_label become
     NO_LABEL.
@@ -305,7 +304,7 @@ def as_label(value: Any, data: DataConfig, task: str, name: str) -> Label:
         if given.ndim > len(shape) and [side for side in given.shape if side != 1] == [
             s for s in shape if s != 1
         ]:
-            given = given.reshape(shape)  # as (1,) or (1, height, width)
+            given = given.reshape(shape)  # a shape such as (1,) or (1, height, width)
         else:
             text = f"{name} has a label of shape {given.shape}, and data.task={task} takes {shape}"
             advice = (
@@ -351,7 +350,7 @@ def as_label(value: Any, data: DataConfig, task: str, name: str) -> Label:
 
 
 def _advice_for_values(values: list[int], data: DataConfig, task: str) -> str:
-    """Return advice for the values of a label or mask, in rising order; some are not classes."""
+    """Return advice for sorted values of a label or mask, some of which are not classes."""
     if values[0] < 0:
         return "number them from 0"
     if task != "segmentation":
@@ -363,7 +362,7 @@ def _advice_for_values(values: list[int], data: DataConfig, task: str) -> str:
             f"set data.num_classes={values[-1] + 1} or more, or data.ignore_label if that value is"
             " to be ignored"
         )
-    # the values stand for classes but are spread, as 0 and 255 are
+    # the values represent classes but are spread out, such as 0 and 255
     count = max(data.num_classes, len(values))
     classes = dict(zip(others, range(count - len(others), count), strict=True))
     pairs = ",".join(f"{value}:{number}" for value, number in classes.items())
@@ -390,7 +389,7 @@ def _as_array(label: Label) -> NDArray[Any]:
 def turned(image: Image, rng: np.random.Generator) -> Image:
     """Return an image (channels, height, width), randomly flipped and, if square, turned.
 
-    A square image has 8 possible results, another one 4.
+    A square image has 8 possible results, any other image 4.
     """
     flip_rows, flip_columns, swap = rng.integers(2, size=3)
     if flip_rows:
@@ -405,12 +404,12 @@ def turned(image: Image, rng: np.random.Generator) -> Image:
 def unturned(
     part: Image, first: int, sides_px: tuple[int, int], rng: np.random.Generator
 ) -> tuple[Image, Box]:
-    """Map rows of the image that `turned` makes back to the unturned image.
+    """Map rows of the image that `turned` returns back to the unturned image.
 
-    `rng` must be in the same state as the generator of `turned`.
+    `rng` must be in the same state as the generator passed to `turned`.
 
     Args:
-        part: The rows, (channels, rows, width).
+        part: The rows (channels, rows, width).
         first: The number of the first row.
         sides_px: Height and width of the whole image.
         rng: The generator.
@@ -436,9 +435,9 @@ def unturned(
 def batch_indices(num_images: int, seed: int, step: int, global_batch: int) -> NDArray[np.int64]:
     """Return the (index, draw) pairs of optimizer step `step`, of shape (global_batch, 2).
 
-    The run is one sequence of epochs; each is a permutation of all images drawn from (seed, epoch).
-    A step takes the next `global_batch` entries and may straddle epochs. `draw` is the epoch, which
-    seeds the augmentation.
+    A run is one sequence of epochs; each epoch is a permutation of all images drawn from (seed,
+    epoch). A step takes the next `global_batch` entries and may span epochs. `draw` is the epoch,
+    which seeds the augmentation.
 
     Raises:
         ValueError: A count is below 1, or the step is negative.

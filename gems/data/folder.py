@@ -22,11 +22,11 @@ class FolderDataset(FileDataset):
     """Images in folders of classes, with or without folders of splits.
 
     The files are PATH/train/CLASS/* and PATH/validation/CLASS/* (or val), or PATH/CLASS/* split by
-    the seed. A class has all files below its folder. Without a split each class gives the share
-    data.validation_samples / (data.train_samples + data.validation_samples) of its images to
-    validation; all images are used, whatever those two counts are. Classes are numbered by sorted
-    name, or by data.class_map. With data.labels_path the files and their classes are those of a
-    table.
+    the seed. A class consists of all files in its folder and its subfolders. Without folders of
+    splits, a share data.validation_samples / (data.train_samples + data.validation_samples) of the
+    images of each class is used for validation; all images are used, whatever these two counts are.
+    Classes are numbered by sorted name, or by data.class_map. With data.labels_path, a table names
+    the files and their classes.
     """
 
     def __init__(self, data: DataConfig, seed: int) -> None:
@@ -43,7 +43,7 @@ class FolderDataset(FileDataset):
         return [path for files in self._files.values() for path, _ in files]
 
     def identity(self, split: Split) -> str:
-        """Return names, sizes and times of a split's files."""
+        """Return the names, sizes and times of a split's files."""
         return stamps([path for path, _ in self._files[split]])
 
     def _label(self, split: Split, index: int) -> int:
@@ -51,9 +51,9 @@ class FolderDataset(FileDataset):
 
 
 class UnlabelledDataset(FileDataset):
-    """The images that the text file data.path names, a line each.
+    """The images listed in the text file data.path, one per line.
 
-    The validation split of a data set without labels.
+    They are the validation split of a data set without labels.
     """
 
     needs_training = False
@@ -68,7 +68,7 @@ class UnlabelledDataset(FileDataset):
         return self._files[index]
 
     def identity(self, split: Split) -> str:
-        """Return names, sizes and times of the files."""
+        """Return the names, sizes and times of the files."""
         return stamps(self._files)
 
     def _label(self, split: Split, index: int) -> int:
@@ -76,7 +76,7 @@ class UnlabelledDataset(FileDataset):
 
 
 def check_unlabelled(data: DataConfig) -> None:
-    """Raise ConfigError for a list of images that is missing; opens no image."""
+    """Raise ConfigError if the list of images is missing; no image is opened."""
     check_images(data)
     if data.path is None or not Path(data.path).is_file():
         raise ConfigError(
@@ -96,9 +96,9 @@ def numbers_of_classes(data: DataConfig) -> dict[str, int]:
 
 
 def check(data: DataConfig) -> None:
-    """Raise ConfigError for a missing folder, an empty class or another number of them.
+    """Raise ConfigError for a missing folder, an empty class or a wrong number of classes.
 
-    Opens no image.
+    No image is opened.
     """
     check_images(data)
     root = _root(data)
@@ -120,7 +120,7 @@ def check(data: DataConfig) -> None:
 
 
 def _classes_of(data: DataConfig, names: list[str]) -> dict[str, int]:
-    """Return the number of each class, as many as data.num_classes."""
+    """Return the number of each class; there must be data.num_classes of them."""
     if data.labels_path is not None:
         return class_numbers(data, names, "the table", is_table=True)
     if not names:
@@ -148,7 +148,7 @@ def _rows(data: DataConfig) -> Rows:
 
 
 def _training_folder(root: Path) -> Path:
-    """Return the folder of the classes: of the training split, or of both."""
+    """Return the folder of the classes: the training split's folder, or the only one."""
     split = split_folders(root, layouts=_LAYOUTS)
     return root if split is None else split["train"]
 

@@ -1,4 +1,4 @@
-"""Images and labels of HDF5 files: one, or many by a pattern."""
+"""Images and labels in HDF5 files: one file, or many that match a pattern."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ from gems.errors import ConfigError
 
 _SPLITS: tuple[Split, Split] = ("train", "validation")
 _PLACE = "{split}"
-_TEXT = "SUO"  # kinds of types
+_TEXT = "SUO"  # kinds of text types
 _WHOLE = Box(slice(None), slice(None))
-_LEAST_CHUNKS = 4  # by which rows are read with much less than the whole
+# with fewer chunks, reading rows saves too little memory
+_LEAST_CHUNKS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +42,19 @@ class _Part:
     label_key: str
     count: int
     is_channels_last: bool
-    gives_parts: bool  # without the rest of an image
+    gives_parts: bool  # whether parts can be read without the rest of the image
     dtype: Any
     nodata: float | None
-    has_text: bool  # as labels
+    has_text: bool  # whether the labels are texts
 
 
 class Hdf5Dataset(ImageDataset):
-    """Images of data.image_key and labels of data.label_key, in the files that data.path names.
+    """Images of data.image_key and labels of data.label_key, in the files of data.path.
 
     The path is a file or a pattern with *. `{split}` in the path or the keys stands for train and
     validation (or val); without it, data.split_path or the seed divides the samples. With
-    data.task=segmentation the label of an image is a mask. Labels that are texts are names of
-    classes. Each process opens the files that it reads, on first use.
+    data.task=segmentation the label of an image is a mask. Text labels are names of classes. Each
+    process opens the files that it reads, on first use.
     """
 
     def __init__(self, data: DataConfig, seed: int) -> None:
@@ -107,7 +108,7 @@ class Hdf5Dataset(ImageDataset):
             self._label(split, index)
 
     def values(self, split: Split, index: int) -> Values:
-        """Return an image as it is stored, channels first, fitted as images of image files are."""
+        """Return an image as stored, with channels first, fitted like images of image files."""
         stored = self._stored(split, index, _WHOLE)
         nodata = self.nodata(split, index)
         return fitted(stored, self.config, self.name_of(split, index), nodata)
@@ -119,7 +120,8 @@ class Hdf5Dataset(ImageDataset):
     def reads_rows(self, split: Split) -> bool:
         """Return whether parts of images can be read.
 
-        All images must have the wanted sides and small chunks or none, and no transform may apply.
+        All images must have the configured sides and be contiguous or in small chunks, and no
+        transform may apply.
         """
         return not self._is_transformed(split) and all(
             part.gives_parts for part in self._parts[split]
@@ -132,7 +134,7 @@ class Hdf5Dataset(ImageDataset):
         return checked(stored, self.config, self.name_of(split, index), nodata, box.rows.start)
 
     def identity(self, split: Split) -> str:
-        """Return names, sizes and times of a split's files, and which samples are in the split."""
+        """Return the names, sizes and times of a split's files, and the places of its samples."""
         files = sorted({Path(part.path) for part in self._parts[split]})
         return f"{stamps(files)} {self.config.image_key} {self._places[split].tolist()}"
 
@@ -158,7 +160,7 @@ class Hdf5Dataset(ImageDataset):
         return self._parts[split][number], row
 
     def _stored(self, split: Split, index: int, box: Box) -> Values:
-        """Return a part of an image as it is stored, channels first."""
+        """Return a part of an image as stored, with channels first."""
         part, row = self._place(split, index)
         given = self._read(
             part.path, part.image_key, (row, *(box if part.is_channels_last else (..., *box)))
@@ -172,7 +174,8 @@ class Hdf5Dataset(ImageDataset):
     def _read(self, path: str, key: str, place: Any) -> NDArray[Any]:
         import h5py
 
-        if self._process != os.getpid():  # handles of a process that forked are not its own
+        # file handles cannot be shared with a forked process
+        if self._process != os.getpid():
             self._open, self._process = {}, os.getpid()
         if path not in self._open:
             self._open[path] = h5py.File(path, "r")
@@ -180,7 +183,7 @@ class Hdf5Dataset(ImageDataset):
 
 
 def check(data: DataConfig) -> None:
-    """Raise ConfigError for missing files or keys, or wrong shapes; reads no image."""
+    """Raise ConfigError for missing files or keys, or wrong shapes; no image is read."""
     check_images(data)
     numbers_of_classes(data)
 
@@ -198,7 +201,7 @@ def numbers_of_classes(data: DataConfig) -> dict[str, int]:
 
 
 def _numbers_of(data: DataConfig, parts: list[_Part]) -> dict[str, int]:
-    """Return the number of each class that text labels name."""
+    """Return the number of each class that occurs in text labels."""
     named = [part for part in parts if part.has_text]
     if not named:
         return {}
@@ -210,7 +213,7 @@ def _numbers_of(data: DataConfig, parts: list[_Part]) -> dict[str, int]:
 
 
 def _texts(labels: Any) -> list[str]:
-    """Return text labels, as h5py gives them, without surrounding spaces."""
+    """Return text labels, as h5py returns them, without surrounding spaces."""
     return [
         (text.decode() if isinstance(text, bytes) else str(text)).strip()
         for text in np.asarray(labels).ravel()
@@ -222,7 +225,7 @@ def _is_split(data: DataConfig) -> bool:
 
 
 def _places(parts: list[_Part]) -> NDArray[np.int64]:
-    """Return (part, row) of each sample, shape (samples, 2)."""
+    """Return the (part, row) of each sample, of shape (samples, 2)."""
     return np.concatenate(
         [
             np.stack([np.full(part.count, number), np.arange(part.count)], axis=1)
@@ -253,7 +256,7 @@ def _parts(data: DataConfig, split: Split) -> list[_Part]:
 
 
 def _by_split(text: str, split: Split) -> list[str]:
-    """Return a text with each name of a split in place of {split}."""
+    """Return a text with {split} replaced by each name of the split."""
     return list(dict.fromkeys(text.replace(_PLACE, name) for name in SPLIT_NAMES[split]))
 
 

@@ -1,4 +1,4 @@
-"""Images of files: decoded, fitted, augmented by a transform, and normalised."""
+"""Images from files: decoded, fitted, augmented by a transform, and normalised."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from gems.utils.cache import cached
 from gems.utils.targets import call_target, load_target, target_error
 
 _MAX_THREADS = 8
-# Mean and deviation of each channel as shares of the range of values.
+# mean and standard deviation of each channel as shares of the range of values
 FIXED = (127.5 / 255, 64.0 / 255)
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-# Keys of all sources that read images of files.
+# keys of all sources that read images from files
 KEYS = ("bits", "page", "nodata", "normalization", "mean", "std", "transform", "transform_kwargs")
 EXTRA = {"torchvision": "vision", "albumentations": "albumentations"}
 
 
 class ImageDataset(Dataset):
-    """Images of files; a label belongs to an image, or is a mask.
+    """Images from files; an image has a label or a mask.
 
-    Subclasses give the values of an image, fitted to the shape but not normalised, and its label.
-    With data.transform a training image is transformed instead of flipped, and its mask with it.
-    Data without labels have only a validation split.
+    Subclasses supply the values of an image, fitted to the shape but not normalised, and its label.
+    With data.transform a training image and its mask are transformed instead of flipped. Data
+    without labels have only a validation split.
     """
 
     needs_training: ClassVar[bool] = True
@@ -64,7 +64,7 @@ class ImageDataset(Dataset):
 
     @abstractmethod
     def values(self, split: Split, index: int) -> Values:
-        """Return an image as it is in its file, in the dataset's shape."""
+        """Return an image with the values of its file, in the dataset's shape."""
 
     def part(self, split: Split, index: int, box: Box) -> Values:
         """Return a part of the image that `values` returns, for sources that read rows."""
@@ -76,7 +76,7 @@ class ImageDataset(Dataset):
 
     @abstractmethod
     def identity(self, split: Split) -> str:
-        """Return a text that changes when images of a split do."""
+        """Return a text that changes if images of a split change."""
 
     def image(self, split: Split, index: int, draw: int = 0) -> Image | Tokens:
         """Return one sample as `Dataset.image` does, normalised."""
@@ -87,7 +87,7 @@ class ImageDataset(Dataset):
     def label(self, split: Split, index: int, draw: int = 0) -> Label:
         """Return the label of one sample as `Dataset.label` does.
 
-        A mask is transformed as its image.
+        A mask is transformed together with its image.
         """
         found = super().label(split, index, draw)
         if split != "train" or self.config.transform is None or np.ndim(found) != 2:
@@ -95,7 +95,7 @@ class ImageDataset(Dataset):
         return self.sample(split, index, draw)[1]
 
     def sample(self, split: Split, index: int, draw: int = 0) -> tuple[Image | Tokens, Label]:
-        """Return an image and its label; a mask is transformed as its image."""
+        """Return an image and its label; a mask is transformed together with its image."""
         if split != "train" or self.config.transform is None:
             return self.image(split, index, draw), super().label(split, index, draw)
         values, gaps = self._known(split, index)
@@ -112,7 +112,7 @@ class ImageDataset(Dataset):
         return made, label if mask is None else mask
 
     def prepare(self) -> None:
-        """Compute what is cached for all ranks: mean and deviation of the training split."""
+        """Compute and cache the mean and standard deviation of the training split for all ranks."""
         self.statistics()
 
     def _is_transformed(self, split: Split) -> bool:
@@ -127,7 +127,10 @@ class ImageDataset(Dataset):
         return made
 
     def _known(self, split: Split, index: int) -> tuple[Values, NDArray[np.bool_] | None]:
-        """Return an image, and where it has no data; remember the pixels that its label needs."""
+        """Return an image and a mask of its nodata values.
+
+        The pixels without data are stored, because the image's label needs them.
+        """
         values = self.values(split, index)
         nodata = self.nodata(split, index)
         gaps = None if nodata is None else is_nodata(values, nodata)
@@ -140,9 +143,9 @@ class ImageDataset(Dataset):
     def _normalised(
         self, values: Values, nodata: float | None = None, out: Image | None = None
     ) -> Image:
-        """Return float32 values of about zero mean and unit variance, 0 without data.
+        """Return float32 values with about zero mean and unit variance; values without data are 0.
 
-        They are in `out`, or in one new array.
+        The result is `out`, or one new array.
         """
         mean, deviation = self.statistics()
         peak = np.float32(range_of(values.dtype, self.config.bits))
@@ -154,9 +157,9 @@ class ImageDataset(Dataset):
         return made
 
     def _fill(self, dtype: np.dtype[Any]) -> Values:
-        """Return the mean as values, to fill pixels without data for a transform.
+        """Return the mean as image values, to fill pixels without data before a transform.
 
-        The transform does not know of nodata values.
+        Transforms do not know nodata values.
         """
         mean = self.statistics()[0] * np.float32(range_of(dtype, self.config.bits))
         return mean.astype(dtype)
@@ -170,7 +173,7 @@ class ImageDataset(Dataset):
         if nodata is None:
             return label
         mask = np.asarray(label)
-        seen = self._empty  # gaps of the image that any thread read last
+        seen = self._empty  # the gaps of the image that any thread read last
         if seen is not None and seen[0] == (split, index):
             mask[seen[1]] = NO_LABEL
         else:
@@ -178,7 +181,7 @@ class ImageDataset(Dataset):
         return mask
 
     def statistics(self) -> tuple[Image, Image]:
-        """Return mean and deviation of each channel as shares of the range.
+        """Return the mean and standard deviation of each channel as shares of the range.
 
         Both have shape (channels, 1, 1).
         """
@@ -199,7 +202,7 @@ class ImageDataset(Dataset):
         return self._normalization
 
     def _computed(self) -> tuple[list[float], list[float]]:
-        """Return the cached mean and deviation of each channel over the training split."""
+        """Return the cached mean and standard deviation of each channel over the training split."""
         channels = self.shape[0]
         data = self.config
         key = repr(
@@ -207,10 +210,10 @@ class ImageDataset(Dataset):
         )
 
         def sums(index: int) -> NDArray[np.float64]:
-            """Return count, sum and sum of squares of each channel."""
+            """Return the count, sum and sum of squares of each channel."""
             found = np.zeros((3, channels))
             nodata = self.nodata("train", index)
-            # in bands: as float64 the whole would take eight times the file's bytes
+            # in bands, because the whole image as float64 would take eight times the file's bytes
             for values in self._bands_of(index):
                 band = values.reshape(channels, -1).astype(np.float64)
                 band /= range_of(values.dtype, data.bits)
@@ -242,7 +245,7 @@ class ImageDataset(Dataset):
         return kept["mean"], kept["std"]
 
     def _bands_of(self, index: int) -> Iterator[Values]:
-        """Yield a training image in bands, from top to bottom; a large one is read band by band."""
+        """Yield a training image in bands, from top to bottom; read large images band by band."""
         whole = None if self.is_large and self.reads_rows("train") else self.values("train", index)
         for box in self.bands():
             yield self.part("train", index, box) if whole is None else whole[:, box.rows]
@@ -294,7 +297,7 @@ class ImageDataset(Dataset):
 
 
 class FileDataset(ImageDataset):
-    """Images with a file each."""
+    """Images with one file each."""
 
     def __init__(self, data: DataConfig, num_train: int, num_validation: int, seed: int) -> None:
         super().__init__(data, num_train, num_validation, seed)
@@ -309,7 +312,7 @@ class FileDataset(ImageDataset):
         return str(self.path(split, index))
 
     def values(self, split: Split, index: int) -> Values:
-        """Return the values of an image, scaled to cover height x width, its middle kept."""
+        """Return the values of an image, scaled to cover height x width; the middle is kept."""
         return read_image(self.path(split, index), self.config, self.nodata(split, index))
 
     def nodata(self, split: Split, index: int) -> float | None:
@@ -328,7 +331,7 @@ class FileDataset(ImageDataset):
         read_through(self.path(split, index), self.config, self.nodata(split, index))
 
     def reads_rows(self, split: Split) -> bool:
-        """Return whether all images are TIFF files that are read in parts, without a transform."""
+        """Return whether all images are TIFF files readable in parts, and no transform applies."""
         if self._is_transformed(split):
             return False
         if split not in self._by_rows:
@@ -347,7 +350,7 @@ class FileDataset(ImageDataset):
 
 
 def check_images(data: DataConfig) -> None:
-    """Raise ConfigError for keys of normalisation and transform that do not fit together."""
+    """Raise ConfigError if keys of normalisation and transform contradict each other."""
     for key, given in (("data.mean", data.mean), ("data.std", data.std)):
         if given is not None and len(given) not in (1, data.channels):
             raise ConfigError(
@@ -377,8 +380,8 @@ def check_images(data: DataConfig) -> None:
 def load_transform(data: DataConfig) -> Callable[..., Any]:
     """Return the transform that data.transform names.
 
-    A class or a factory is called with the keyword arguments; a factory is a function that takes no
-    more than these. Any other function is the transform itself, and gets them too.
+    A class or a factory is called with the keyword arguments; a factory is a function that needs no
+    other arguments. Any other function is the transform itself, and gets the keyword arguments too.
     """
     key = "data.transform"
     target = str(data.transform)
@@ -393,7 +396,7 @@ def load_transform(data: DataConfig) -> Callable[..., Any]:
 
 
 def is_of_albumentations(transform: Any) -> bool:
-    """Return whether a transform is of albumentations, which takes and returns arrays by name."""
+    """Return whether a transform belongs to albumentations, which passes arrays by name."""
     return any(base.__module__.startswith("albumentations.") for base in type(transform).__mro__)
 
 
@@ -428,7 +431,7 @@ def _by_torch(
 
 @contextmanager
 def threads() -> Iterator[ThreadPoolExecutor]:
-    """Yield a pool of threads that decode images; an error cancels what has not begun."""
+    """Yield a pool of threads that decode images; an error cancels calls that have not begun."""
     with ThreadPoolExecutor(max_workers=min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
         try:
             yield pool
@@ -438,7 +441,7 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 
 def ordered(pool: ThreadPoolExecutor, function: Any, number: int) -> Iterator[Any]:
-    """Yield function(0) to function(number - 1) in order, a few of them at a time."""
+    """Yield function(0) to function(number - 1) in order, with a few of them in progress."""
     indices = iter(range(number))
     running = [pool.submit(function, index) for index in islice(indices, 2 * _MAX_THREADS)]
     while running:
@@ -447,5 +450,5 @@ def ordered(pool: ThreadPoolExecutor, function: Any, number: int) -> Iterator[An
 
 
 def stamps(paths: Sequence[Path]) -> str:
-    """Return names, sizes and times of files."""
+    """Return a text with the names, sizes and times of files."""
     return repr([(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths])

@@ -1,7 +1,7 @@
-"""What is checked of the data before a run is queued, once.
+"""Check the data once before a run is queued.
 
-The first images of each class, every file, every label.
-The user's code is run in a child process where torch is not loaded.
+The checks cover the first image of each class, every file and every label. If torch is not loaded
+in this process, the user's code runs in a child process.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ SPLITS: tuple[Split, Split] = ("train", "validation")
 
 
 def inspect_data(data: DataConfig, seed: int) -> None:
-    """Check what a run will read, and compute what all its ranks need of it.
+    """Check the data of a run, and compute what all its ranks need of it.
 
     Files that were read once are not read again until one of them changes.
 
     Raises:
-        ConfigError: a file that cannot be read or would be misread, a label out of range, a split
-        that is empty.
+        ConfigError: A file cannot be read or would be misread, a label is out of range, or a split
+            is empty.
     """
     if data.target is not None:
         find_source(data).check(data)
         return
-    if not find_source(data).counts_itself:  # samples from nothing
+    if not find_source(data).counts_itself:  # samples that need no files
         return
     if data.transform is None or "torch" in sys.modules:
         _inspect(data, seed)
@@ -79,7 +79,7 @@ def _inspect(data: DataConfig, seed: int) -> None:
 
 
 def _examine(dataset: Any) -> None:
-    """Read every sample through, several at a time; tell how far it is while that takes long."""
+    """Read every sample completely, several at a time, and report progress if it takes long."""
     places = [(split, index) for split in SPLITS for index in range(dataset.num_images(split))]
     is_terminal = sys.stderr.isatty()
     pause_s, end = (_PAUSES_S[0], "\r") if is_terminal else (_PAUSES_S[1], "\n")
@@ -98,9 +98,9 @@ def _examine(dataset: Any) -> None:
 
 
 def _first_of_each_class(dataset: Dataset, split: Split, task: str) -> list[int]:
-    """Return the first sample of each class, having looked at every label.
+    """Return the first sample of each class, after reading every label.
 
-    Of masks and values the first sample.
+    For masks and values, return the first sample only.
     """
     if task == "segmentation":
         return [0]
@@ -121,8 +121,8 @@ def _stamps(files: list[Path]) -> str:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Print what a process without torch asks about data with a transform."""
-    import torch  # which transforms take
+    """Print the answer to a process without torch that asks about data with a transform."""
+    import torch  # transforms take torch tensors
 
     data = DataConfig(**json.loads(argv[0]))
 

@@ -1,4 +1,4 @@
-"""Images and masks of their pixels' classes, in two folders with equal names."""
+"""Images and masks with the class of each pixel, in two folders with equal file names."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Pair = tuple[Path, Path]
 
 
 class MaskDataset(FileDataset):
-    """Images of PATH/images and the masks of PATH/masks with the same stems.
+    """Images in PATH/images and masks in PATH/masks with the same stems.
 
-    Both in train/ and validation/ if split.
-    A mask holds the number of each pixel's class, or a value that data.class_map maps to it. Pixels
-    of the value data.ignore_label count for nothing.
+    If the data are split, both folders are in train/ and validation/. A mask contains the class
+    number of each pixel, or a value that data.class_map maps to it. Pixels with the value
+    data.ignore_label are ignored.
     """
 
     def __init__(self, data: DataConfig, seed: int) -> None:
@@ -42,12 +42,16 @@ class MaskDataset(FileDataset):
         return [path for pairs in self._pairs.values() for pair in pairs for path in pair]
 
     def examine(self, split: Split, index: int) -> None:
-        """Read an image and its mask through; raises ConfigError for what would be misread."""
+        """Read an image and its mask completely.
+
+        Raises:
+            ConfigError: They would be misread.
+        """
         super().examine(split, index)
         self._label(split, index)
 
     def identity(self, split: Split) -> str:
-        """Return names, sizes and times of a split's images."""
+        """Return the names, sizes and times of a split's images."""
         return stamps([image for image, _ in self._pairs[split]])
 
     def _label(self, split: Split, index: int) -> Label:
@@ -59,7 +63,7 @@ class MaskDataset(FileDataset):
 
 
 def mapped(mask: NDArray[Any], class_map: dict[str, int]) -> NDArray[Any]:
-    """Return a mask with the values that data.class_map names replaced by their classes."""
+    """Return a mask with the values in data.class_map replaced by their classes."""
     if not class_map:
         return mask
     made = mask.copy()
@@ -69,7 +73,7 @@ def mapped(mask: NDArray[Any], class_map: dict[str, int]) -> NDArray[Any]:
 
 
 def check_values_of_map(data: DataConfig) -> None:
-    """Raise ConfigError for a data.class_map of names, of labels that are numbers."""
+    """Raise ConfigError if data.class_map has names, although the labels are numbers."""
     wrong = [value for value in data.class_map if not value.isdecimal()]
     if wrong:
         advice = "the labels are numbers, as in {255:1}"
@@ -77,7 +81,7 @@ def check_values_of_map(data: DataConfig) -> None:
 
 
 def check(data: DataConfig) -> None:
-    """Raise ConfigError for folders that are missing, or images without a mask; opens no image."""
+    """Raise ConfigError for missing folders, or images without a mask; no image is opened."""
     check_images(data)
     check_values_of_map(data)
     if data.path is None or not expanded("data.path", data.path).is_dir():
@@ -87,7 +91,7 @@ def check(data: DataConfig) -> None:
 
 
 def _folders(data: DataConfig) -> list[Path]:
-    """Return the folders of train and validation, or the only one."""
+    """Return the folders of train and validation, or the only folder."""
     root = expanded("data.path", str(data.path))
     split = split_folders(root, "images", _LAYOUTS)
     return [root] if split is None else [split["train"], split["validation"]]

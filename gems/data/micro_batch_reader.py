@@ -1,4 +1,4 @@
-"""Reads the samples of micro-batches, in whichever process or thread."""
+"""Read the samples of micro-batches, in any process or thread."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from gems.utils.targets import target_error
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The (index, draw) pairs of one micro-batch, shape (size, 2), and what a rank needs of them.
+    """The (index, draw) pairs of one micro-batch, shape (size, 2), and the parts that a rank needs.
 
-    Those after the first `num_known` only fill the micro-batch and have no label; None: all have
-    one. With `rows`, from the first to the end, only these of the images are read, and no labels.
+    Samples after the first `num_known` only fill the micro-batch and have no label; if None, all
+    have one. With `rows`, (first, end), only these rows of the images are read, and no labels.
     """
 
     split: Split
@@ -30,7 +30,7 @@ class Request:
 
 
 class MicroBatchReader:
-    """A reader of micro-batches of a dataset, in this process or in another one without MPI."""
+    """A reader of a dataset's micro-batches, in this process or in another one without MPI."""
 
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
@@ -40,7 +40,7 @@ class MicroBatchReader:
     ) -> tuple[NDArray[Any] | None, NDArray[Any] | None] | ConfigError:
         """Return images and labels, or the error of a sample that cannot be read.
 
-        An error is returned, not raised, so that it can cross processes.
+        An error is returned instead of raised, so that it can cross processes.
         """
         try:
             return self._read(request, request.samples)
@@ -50,7 +50,7 @@ class MicroBatchReader:
             return self._error(request, error)
 
     def __len__(self) -> int:
-        """Return the samples of both splits."""
+        """Return the number of samples of both splits."""
         return self._dataset.num_train + self._dataset.num_validation
 
     def _read(
@@ -65,7 +65,7 @@ class MicroBatchReader:
         return found[0][np.newaxis] if len(found) == 1 else np.stack(found), None
 
     def _error(self, request: Request, whole: Exception) -> ConfigError:
-        """Return the error of the first sample at fault, found by reading them one by one."""
+        """Return the error of the first failing sample, found by reading the samples one by one."""
         for index, draw in request.samples.tolist():
             name = self._dataset.name_of(request.split, index)
             try:

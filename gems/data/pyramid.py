@@ -1,6 +1,6 @@
 """Pyramids of whole-slide images.
 
-Levels, microns per pixel, and regions read in bands by openslide or tiffslide.
+They have levels, microns per pixel, and regions that openslide or tiffslide reads in bands.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from gems.data.images import stamps
 from gems.errors import ConfigError
 from gems.utils.cache import cached
 
-# The first that is installed is used.
+# the first one that is installed is used
 LIBRARIES = ("openslide", "tiffslide")
-# Relative difference of scales below which a level is read without resampling.
+# relative difference of scales below which a level is read without resampling
 SAME_SCALE = 0.01
 _WHITE = 255
 _THUMBNAIL_PX = 1024
@@ -42,7 +42,7 @@ Bytes = NDArray[np.uint8]  # (height, width, 3)
 class Level:
     """One level of a slide's pyramid.
 
-    `downsample` is the pixels of level 0 on a side of one of its pixels.
+    `downsample` is the number of level-0 pixels per side of one of its pixels.
     """
 
     width_px: int
@@ -53,7 +53,7 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Slide:
-    """What a slide's file says of itself, without its pixels."""
+    """The metadata of a slide's file, without its pixels."""
 
     path: Path
     levels: tuple[Level, ...]
@@ -63,7 +63,7 @@ class Slide:
 class Handles:
     """The slides that this process has open: the last few that it read, by one thread at a time.
 
-    A copy in another process starts with none.
+    A copy in another process starts with no open slides.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class Handles:
         self._lock = Lock()
 
     def __reduce__(self) -> tuple[type[Handles], tuple[()]]:
-        """Return what makes a copy, which has nothing open."""
+        """Return a constructor for a copy without open slides."""
         return Handles, ()
 
     def __len__(self) -> int:
@@ -82,17 +82,18 @@ class Handles:
     def __del__(self) -> None:
         """Close the slides of this process."""
         if self._process == os.getpid():
-            with suppress(Exception):  # a library's own objects may be gone before
+            with suppress(Exception):  # objects of the library may already be gone
                 self.close()
 
     @contextmanager
     def opened(self, path: Path) -> Iterator[Any]:
-        """Yield an open slide, while no other thread reads.
+        """Yield an open slide; no other thread reads in the meantime.
 
-        Beyond _MAX_OPEN that unused for longest is closed.
+        If more than _MAX_OPEN slides are open, the least recently used one is closed.
         """
         with self._lock:
-            if self._process != os.getpid():  # handles of a process that forked are not its own
+            # file handles cannot be shared with a forked process
+            if self._process != os.getpid():
                 self._open, self._process = {}, os.getpid()
             self._open[path] = self._open.pop(path, None) or open_slide(path)
             while len(self._open) > _MAX_OPEN:
@@ -106,15 +107,15 @@ class Handles:
 
 
 def library() -> Any:
-    """Return the module that reads slides: openslide, or tiffslide if that is not installed.
+    """Return the module that reads slides: openslide, or else tiffslide.
 
     Raises:
-        ConfigError: neither is.
+        ConfigError: Neither is installed.
     """
     for name in LIBRARIES:
         try:
             return import_module(name)
-        except (ImportError, OSError):  # the latter for openslide without its library in C
+        except (ImportError, OSError):  # OSError: openslide without its C library
             continue
     advice = "pip install gems-train[slide], or gems-train[tiffslide], which is pure Python"
     raise ConfigError(
@@ -123,19 +124,18 @@ def library() -> Any:
 
 
 def open_slide(path: Path) -> Any:
-    """Open a slide by the library that is installed.
+    """Open a slide with the installed library.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: The slide cannot be read.
     """
     found = library()
     try:
         if found.__name__ == "tiffslide":
             return found.TiffSlide(path)
         handle = found.OpenSlide(path)
-        if (
-            int(found.__library_version__.split(".")[0]) >= 4
-        ):  # its cache holds 32 MiB otherwise, and bands need none
+        # the default cache takes 32 MiB, and reading in bands needs none
+        if int(found.__library_version__.split(".")[0]) >= 4:
             handle.set_cache(found.OpenSlideCache(_CACHE_BYTES))
         return handle
     except Exception as error:
@@ -143,10 +143,10 @@ def open_slide(path: Path) -> Any:
 
 
 def read_facts(path: Path) -> Slide:
-    """Return what a slide's file says of itself, which the cache keeps until the file changes.
+    """Return the metadata of a slide's file, which is cached until the file changes.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: The slide cannot be read.
     """
 
     def make() -> dict[str, Any]:
@@ -178,22 +178,22 @@ def read_bands(
     shape_px: tuple[int, ...],
     box: Box | None = None,
 ) -> Iterator[tuple[slice, Bytes]]:
-    """Yield the rows and the pixels of each band of a region, or of a part of it, downwards.
+    """Yield the rows and pixels of each band of a region, or of a part of it, from top to bottom.
 
-    They are read from the coarsest level that is not coarser than `downsample`, and resampled
-    (bilinear, smoothed) if it is another: then bands are those of the whole region, in all columns,
-    so that a part has the same pixels. What lies beyond the slide is white.
+    They are read from the coarsest level that is not coarser than `downsample`. If its scale
+    differs, they are resampled (bilinear, smoothed); bands are then those of the whole region, in
+    all columns, so that a part has the same pixels. Pixels beyond the slide are white.
 
     Args:
         handle: The open slide.
-        slide: What its file says.
+        slide: The metadata of its file.
         corner: x and y of the region's upper left corner, at level 0.
-        downsample: Pixels of level 0 on a side of a pixel of the region.
+        downsample: The number of level-0 pixels per side of a pixel of the region.
         shape_px: Height and width of the region.
-        box: The part; None for all of it.
+        box: The part; None for the whole region.
 
     Raises:
-        ConfigError: the file cannot be read there.
+        ConfigError: The file cannot be read there.
     """
     from PIL.Image import Resampling, fromarray
 
@@ -211,24 +211,24 @@ def read_bands(
         column = round(left)
         row = round(top)
         part = rows, columns
-        if (
-            not level.downsample.is_integer()
-        ):  # pixels may then depend on where a read begins: all begin as the whole's
+        # pixels may then depend on where a read begins, so all reads begin as for the whole region
+        if not level.downsample.is_integer():
             part = slice(0, height), slice(0, width)
         start = part[0].start
         left_px = column + part[1].start
         size_px = part[1].stop - part[1].start
-        # bands end where the file's own tiles do, so that none is decoded twice
+        # bands end at the file's own tiles, so that no tile is decoded twice
         begins = [start, *range(start + tile_px - (row + start) % tile_px, part[0].stop, tile_px)]
         for first, end in zip(begins, [*begins[1:], part[0].stop], strict=True):
             if first < rows.stop and end > rows.start:
                 band = _read(handle, slide, number, (left_px, row + first), (size_px, end - first))
                 yield _cut(band, first, part[1].start, rows, columns)
         return
-    margin = ceil(ratio) + 1  # of pixels around a band that its own are made of
+    # pixels around a band that its own pixels depend on
+    margin = ceil(ratio) + 1
     right = left + width * ratio
     bottom = top + height * ratio
-    # beyond the slide only where the region is
+    # beyond the slide only if the region is
     first_column = max(floor(left) - margin, min(0, floor(left)))
     end_column = min(ceil(right) + margin, max(level.width_px, ceil(right)))
     rows_px = max(1, int(tile_px / ratio))
@@ -248,9 +248,9 @@ def read_bands(
 
 
 def _cut(band: Bytes, first: int, column: int, rows: slice, columns: slice) -> tuple[slice, Bytes]:
-    """Return which of some rows a band has, and their pixels in some columns.
+    """Return the rows of a band that are requested, and their pixels in some columns.
 
-    It begins at row `first` and `column`.
+    The band begins at row `first` and `column`.
     """
     begin = max(first, rows.start)
     end = min(first + len(band), rows.stop)
@@ -261,9 +261,9 @@ def _cut(band: Bytes, first: int, column: int, rows: slice, columns: slice) -> t
 
 
 def thumbnail(slide: Slide) -> tuple[Bytes, float]:
-    """Return a slide with at most 1024 pixels a side, and its scale.
+    """Return a slide with at most 1024 pixels per side, and its scale.
 
-    The scale is the number of pixels of level 0 on a side of a pixel of the thumbnail.
+    The scale is the number of level-0 pixels per side of a pixel of the thumbnail.
     """
     whole = slide.levels[0]
     scale = max(1.0, max(whole.width_px, whole.height_px) / _THUMBNAIL_PX)
@@ -275,9 +275,9 @@ def thumbnail(slide: Slide) -> tuple[Bytes, float]:
 
 
 def tissue_mask(slide: Slide) -> tuple[NDArray[np.bool_], float]:
-    """Return a thumbnail's mask of tissue, and its scale as `thumbnail` does.
+    """Return the tissue mask of a thumbnail, and its scale as in `thumbnail`.
 
-    Tissue is more saturated than Otsu's threshold, and by more than CLAM's 8 of 255.
+    Tissue is more saturated than Otsu's threshold, and than CLAM's threshold of 8 out of 255.
     """
     from skimage.filters import threshold_otsu
 
@@ -290,9 +290,9 @@ def tissue_mask(slide: Slide) -> tuple[NDArray[np.bool_], float]:
 def _read(
     handle: Any, slide: Slide, number: int, corner: tuple[int, int], size: tuple[int, int]
 ) -> Bytes:
-    """Return the pixels of a level at `corner` (x, y, of that level), of `size` (width, height).
+    """Return the pixels of a level at `corner` (x, y at that level), of `size` (width, height).
 
-    White beyond it.
+    Pixels beyond the level are white.
     """
     level = slide.levels[number]
     begin = [max(0, side) for side in corner]
@@ -320,9 +320,9 @@ def _read(
 
 
 def _opaque(pixels: Bytes) -> Bytes:
-    """Return colours without their alpha, over white where that is below 255.
+    """Return colours without alpha, blended over white if alpha is below 255.
 
-    The scanner saw nothing there.
+    The scanner saw nothing at such pixels.
     """
     if pixels.shape[2] == 3 or int(pixels[:, :, 3].min()) == _WHITE:
         return pixels[:, :, :3]
@@ -331,7 +331,7 @@ def _opaque(pixels: Bytes) -> Bytes:
 
 
 def _saturation(pixels: Bytes) -> NDArray[np.uint8]:
-    """Return the saturation of colours, as HSV has it, in bytes."""
+    """Return the HSV saturation of colours, in bytes."""
     most = pixels.max(axis=2).astype(np.float32)
     least = pixels.min(axis=2).astype(np.float32)
     saturation: NDArray[np.uint8] = np.rint(_WHITE * (most - least) / np.maximum(most, 1)).astype(

@@ -1,6 +1,6 @@
 """Regions of whole-slide images.
 
-Only the pixels of a sample's region are read, at the level that it needs.
+Only the pixels of a sample's region are read, at the required level.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ KEYS = (
     "transform_kwargs",
 )
 LABELS = "labels.csv"
-# Files that a table may name without their suffix.
+# suffixes of files that a table may name without their suffix
 SUFFIXES = (
     ".svs",
     ".tif",
@@ -70,14 +70,15 @@ _COORDS = "coords"
 _ATTRIBUTES = ("patch_size", "patch_level", "patch_size_level0")
 _CHANNELS = (1, 3)
 
-Corners = NDArray[np.int64]  # (regions, 2): x and y of the upper left corners, in pixels of level 0
+# (regions, 2): x and y of the upper left corners, in level-0 pixels
+Corners = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class _Regions:
     """The regions of a row of the table.
 
-    Corners on a slide, and pixels of level 0 on a side of a sample's pixel.
+    It has the corners on a slide, and the number of level-0 pixels per side of a sample's pixel.
     """
 
     slide: Slide
@@ -86,12 +87,12 @@ class _Regions:
 
 
 class SlideDataset(ImageDataset):
-    """Regions of the slides of a table, each with the label of its row.
+    """Regions of the slides in a table, each with the label of its row.
 
-    The regions are those of data.coords_path, those at columns x and y of the table, or a grid over
-    data.region or the tissue. All regions of a slide are in one split, unless the table divides
-    them. Each process opens the slides that it reads, on first use. Rows of pixels are normalised
-    band by band into the sample; nothing else is held whole.
+    The regions come from data.coords_path, from the columns x and y of the table, or from a grid
+    over data.region or the tissue. All regions of a slide are in one split, unless the table
+    divides them. Each process opens the slides that it reads, on first use. Rows of pixels are
+    normalised band by band into the sample; nothing else is held whole.
     """
 
     def __init__(self, data: DataConfig, seed: int) -> None:
@@ -99,9 +100,8 @@ class SlideDataset(ImageDataset):
         numbers = numbers_of_classes(data, rows)
         places = dict(zip(map(id, rows), _regions(data, rows), strict=True))
         self._regions: dict[Split, list[_Regions]] = {}
-        self._places: dict[
-            Split, NDArray[np.int64]
-        ] = {}  # (samples, 2): the row, and the region of it
+        # (samples, 2): the row, and the region in that row
+        self._places: dict[Split, NDArray[np.int64]] = {}
         self._labels: dict[Split, NDArray[np.int64]] = {}  # of each row
         for split, chosen in _split(data, rows, seed).items():
             regions = [places[id(row)] for row in chosen]
@@ -132,7 +132,7 @@ class SlideDataset(ImageDataset):
         return f"{found.slide.path} at x={x}, y={y}"
 
     def box(self, split: Split, index: int) -> tuple[Slide, tuple[float, float, float, float]]:
-        """Return the slide of a sample and its region: x, y, width, height in level-0 pixels."""
+        """Return the slide of a sample and its region: x, y, width and height in level-0 pixels."""
         found, (x, y) = self._place(split, index)
         _, height, width = self.shape
         return found.slide, (x, y, width * found.downsample, height * found.downsample)
@@ -163,7 +163,7 @@ class SlideDataset(ImageDataset):
         return made
 
     def identity(self, split: Split) -> str:
-        """Return names, sizes and times of a split's slides, and a digest of its regions."""
+        """Return the names, sizes and times of a split's slides, and a digest of its regions."""
         regions = self._regions[split]
         digest = sha256()
         for found in regions:
@@ -191,7 +191,7 @@ class SlideDataset(ImageDataset):
             self._normalised(band, out=out[:, rows])
 
     def _bands(self, split: Split, index: int, box: Box) -> Iterator[tuple[slice, Values]]:
-        """Yield the rows and values of each band of a part of a region, downwards."""
+        """Yield the rows and values of each band of a part of a region, from top to bottom."""
         from PIL.Image import fromarray
 
         found, corner = self._place(split, index)
@@ -208,7 +208,7 @@ class SlideDataset(ImageDataset):
 
 
 class UnlabelledSlides(SlideDataset):
-    """Slides of a table for prediction, with a validation split only; their labels mean nothing."""
+    """The slides of a table for prediction: a validation split whose labels have no meaning."""
 
     needs_training = False
 
@@ -224,13 +224,13 @@ def check(data: DataConfig) -> None:
 
 
 def numbers_of_classes(data: DataConfig, rows: Rows | None = None) -> dict[str, int]:
-    """Return the number of each class that the table of labels names."""
+    """Return the number of each class in the table of labels."""
     names = [row["label"] for row in (_checked_rows(data) if rows is None else rows)]
     return class_numbers(data, names, str(_labels_path(data)), is_table=True)
 
 
 def _root(data: DataConfig) -> Path:
-    """Return the folder of the slides, or the only one."""
+    """Return the folder of the slides, or the only slide."""
     if data.path == TISSUE_SLIDE:
         return tissue_slide()
     found = None if data.path is None else expanded("data.path", data.path)
@@ -254,7 +254,7 @@ def _checked_rows(data: DataConfig) -> Rows:
     """Return the rows of the table of labels.
 
     Raises:
-        ConfigError: keys that contradict each other, or a table without what they need.
+        ConfigError: Keys contradict each other, or the table lacks something that they need.
     """
     library()
     if data.channels not in _CHANNELS:
@@ -326,8 +326,8 @@ def _regions(data: DataConfig, rows: Rows) -> list[_Regions]:
     """Return the regions of each row.
 
     Raises:
-        ConfigError: a slide that is missing or cannot be read, or lacks the level, the microns per
-        pixel or the region.
+        ConfigError: A slide is missing, cannot be read, or lacks the level, the microns per pixel
+            or the region.
     """
     root = _root(data)
     by_stem: dict[str, list[Path]] = {}
@@ -358,7 +358,7 @@ def _regions(data: DataConfig, rows: Rows) -> list[_Regions]:
 
 
 def _slide_path(data: DataConfig, root: Path, name: str, by_stem: dict[str, list[Path]]) -> Path:
-    """Return the file of a slide that the table names, with or without its suffix.
+    """Return the file of a slide in the table, named with or without its suffix.
 
     `by_stem` is filled when needed.
     """
@@ -389,7 +389,7 @@ def _slide_path(data: DataConfig, root: Path, name: str, by_stem: dict[str, list
 
 
 def _downsample(data: DataConfig, slide: Slide) -> float:
-    """Return the pixels of level 0 on a side of a sample's pixel, by data.level or data.mpp."""
+    """Return the level-0 pixels per side of a sample's pixel, by data.level or data.mpp."""
     if data.mpp is None:
         number = data.level or 0
         if number >= len(slide.levels):
@@ -475,7 +475,7 @@ def _from_coords(data: DataConfig, slide: Slide) -> _Regions:
 
 
 def _patch_side_px(path: Path, slide: Slide, said: dict[str, int]) -> float:
-    """Return the side of a patch at level 0: as TRIDENT says it, or by CLAM's level."""
+    """Return the side of a patch at level 0, from TRIDENT's attribute or CLAM's level."""
     if "patch_size_level0" in said:
         return said["patch_size_level0"]
     if not {"patch_size", "patch_level"} <= said.keys():
@@ -497,7 +497,7 @@ def _patch_side_px(path: Path, slide: Slide, said: dict[str, int]) -> float:
 def _grid(data: DataConfig, slide: Slide, downsample: float) -> Corners:
     """Return the regions of a grid over data.region or the tissue.
 
-    Regions that show too little tissue are left out.
+    Regions with too little tissue are left out.
     """
     side_px = _side_px(data, downsample)
     whole = slide.levels[0]
@@ -541,9 +541,10 @@ def _corners(box: tuple[int, int, int, int], side_px: tuple[float, float]) -> Co
 
 
 def _tissue_corners(slide: Slide, side_px: tuple[float, float], share: float) -> Corners:
-    """Return the regions over the box of the tissue that show at least a share of it.
+    """Return the regions over the bounding box of the tissue that contain at least a share of it.
 
-    A box that is less than a region gives one, with the box in its middle as far as the slide goes.
+    A box smaller than a region gives one region, with the box in its middle as far as the slide
+    extends.
     """
     mask, scale = tissue_mask(slide)
     if not mask.any():

@@ -1,4 +1,4 @@
-"""Which samples are for validation: by a file, or by the seed."""
+"""Choose the samples for validation: by a file, or by the seed."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ Indices = dict[Split, NDArray[np.int64]]
 def split_indices(data: DataConfig, count: int, seed: int) -> Indices:
     """Return the indices of both splits among `count` samples.
 
-    They are those of data.split_path, or else drawn from the seed.
+    They come from data.split_path, or else are drawn from the seed.
 
     Raises:
-        ConfigError: As `read_split`, or there are too few samples for two splits.
+        ConfigError: As in `read_split`, or there are too few samples for two splits.
     """
     if data.split_path is not None:
         return read_split(data.split_path, count)
@@ -49,7 +49,7 @@ def split_indices(data: DataConfig, count: int, seed: int) -> Indices:
 def num_held_out(data: DataConfig, count: int) -> int:
     """Return how many of `count` samples are for validation.
 
-    Their share is that of data.validation_samples in both counts of `data`.
+    Their share is data.validation_samples divided by the sum of both counts of `data`.
     """
     share = data.validation_samples / (data.train_samples + data.validation_samples)
     return min(max(round(share * count), 1), count - 1) if count > 1 and share else 0
@@ -58,11 +58,11 @@ def num_held_out(data: DataConfig, count: int) -> int:
 def read_split(path: str, count: int) -> Indices:
     """Read the indices of both splits from a file.
 
-    Those that it does not name, or calls test, are left out.
+    Indices that the file omits, or assigns to test, are left out.
 
     Raises:
-        ConfigError: a file that cannot be read or says something else, an index twice or beyond
-            `count`, or an empty split.
+        ConfigError: The file cannot be read or has another form, an index occurs twice or is beyond
+            `count`, or a split is empty.
     """
     found: dict[Split, list[int]] = {"train": [], "validation": []}
     for name, index in _rows(path):
@@ -95,7 +95,7 @@ def read_split(path: str, count: int) -> Indices:
 
 
 def _rows(path: str) -> list[tuple[str, int]]:
-    """Return (name of the split, index) of each entry."""
+    """Return the (name of the split, index) of each entry."""
     try:
         text = expanded("data.split_path", path).read_text()
         if path.endswith(".json"):

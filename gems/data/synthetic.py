@@ -1,4 +1,4 @@
-"""Synthetic samples: images of class patterns under noise, and tokens of a Markov chain."""
+"""Synthetic samples: images of class patterns with noise, and tokens of a Markov chain."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _WHOLE = Box(slice(None), slice(None))
 
 @dataset("synthetic", tasks=TASKS)
 class SyntheticDataset(Dataset):
-    """Classes are random patterns of 8 x 8 cells stretched over the image, under noise.
+    """Images with random class patterns of 8 x 8 cells stretched over the image, plus noise.
 
     A pattern looks the same after flips and quarter turns. An image is 0.6 x pattern + 0.8 x noise,
-    so unit variance; classes take turns by index. The noise is one 64 px patch repeated from a
-    random offset, which costs a copy and not a draw for each pixel. A mask is the class where its
-    pattern is positive, and elsewhere 0; of several labels or values, an image is the sum of the
-    patterns by their labels.
+    so it has unit variance; classes alternate by index. The noise is one 64 px patch repeated from
+    a random offset, which costs a copy instead of a draw for each pixel. A mask is the class at
+    pixels where its pattern is positive, and 0 elsewhere. For several labels or values, an image is
+    the sum of the patterns weighted by the labels.
     """
 
     def __init__(self, data: DataConfig, seed: int) -> None:
@@ -47,7 +47,7 @@ class SyntheticDataset(Dataset):
         return self._part(split, index, _WHOLE)
 
     def reads_rows(self, split: Split) -> bool:
-        """Return True: any part can be made alone."""
+        """Return True, because any part can be generated alone."""
         return True
 
     def _write(self, split: Split, index: int, box: Box, out: Image) -> None:

@@ -22,9 +22,9 @@ TASKS = ("classification", "multi_label", "regression")
 
 
 class TableDataset(FileDataset):
-    """Images that a CSV file names, relative to its folder, with the labels of data.label_columns.
+    """Images listed in a CSV file, relative to its folder, with labels in data.label_columns.
 
-    A column `split` divides them (train, validation; test is left out), or else the seed does.
+    A column `split` divides them (train, validation; test is left out); without it, the seed does.
     """
 
     def __init__(self, data: DataConfig, seed: int) -> None:
@@ -42,7 +42,7 @@ class TableDataset(FileDataset):
         return self._folder / self._rows[split][index][self.config.image_column]
 
     def _check_classes(self) -> None:
-        """Raise ConfigError for a class that is validated and never trained."""
+        """Raise ConfigError for a class that occurs in validation but not in training."""
         if self._task != TASKS[0]:
             return
         column = self.config.label_columns[0]
@@ -65,7 +65,7 @@ class TableDataset(FileDataset):
         ]
 
     def identity(self, split: Split) -> str:
-        """Return names, sizes and times of a split's files."""
+        """Return the names, sizes and times of a split's files."""
         return stamps([self.path(split, index) for index in range(self.num_images(split))])
 
     def _label(self, split: Split, index: int) -> Label:
@@ -81,7 +81,7 @@ class TableDataset(FileDataset):
 
 
 def check(data: DataConfig) -> None:
-    """Raise ConfigError for columns or labels that are not as `data` says; opens no image."""
+    """Raise ConfigError if columns or labels contradict `data`; no image is opened."""
     _checked_rows(data)
 
 
@@ -131,7 +131,7 @@ def read_rows(key: str, path: str, columns: list[str]) -> Rows:
     """Return the rows of a CSV file by column, without spaces around the cells.
 
     Raises:
-        ConfigError: it cannot be read, or lacks a column, a cell or any row.
+        ConfigError: The file cannot be read, or lacks a column, a cell or any row.
     """
     try:
         with expanded(key, path).open(newline="", encoding="utf-8-sig") as file:
@@ -168,7 +168,7 @@ def read_rows(key: str, path: str, columns: list[str]) -> Rows:
 
 
 def numbers_of_classes(data: DataConfig, rows: Rows | None = None) -> dict[str, int]:
-    """Return the number of each class that the table names, none for another task."""
+    """Return the number of each class in the table; empty for tasks without classes."""
     if (data.task or TASKS[0]) != TASKS[0]:
         return {}
     names = [row[data.label_columns[0]] for row in (_checked_rows(data) if rows is None else rows)]
@@ -178,11 +178,10 @@ def numbers_of_classes(data: DataConfig, rows: Rows | None = None) -> dict[str, 
 def class_numbers(data: DataConfig, names: list[str], where: str, is_table: bool) -> dict[str, int]:
     """Return the number of each class: by data.class_map, or its rank among the sorted names.
 
-    Names in a table that are all numbers of classes stand for themselves.
+    If all names in a table are class numbers, they represent themselves.
 
     Raises:
-        ConfigError: another number of classes than data.num_classes, or a data.class_map that lacks
-        one of them.
+        ConfigError: The number of classes is not data.num_classes, or data.class_map lacks a class.
     """
     found = sorted(set(names))
     if data.class_map:
@@ -220,10 +219,11 @@ def split_rows(
 ) -> dict[Split, Rows]:
     """Return the rows of each split.
 
-    By their column `split`, or of each kind the share of validation by the seed.
+    They are divided by their column `split`, or else by the seed, with the same share of validation
+    for each kind.
 
     Raises:
-        ConfigError: the column holds another word.
+        ConfigError: The column contains another word.
     """
     found: dict[Split, Rows] = {"train": [], "validation": []}
     if "split" in rows[0]:

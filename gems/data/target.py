@@ -1,6 +1,6 @@
 """A user's own map-style dataset, named by data.target.
 
-It gives (sample, label) by index, like `torch.utils.data.Dataset`. A process without torch asks a
+It returns (sample, label) by index, like `torch.utils.data.Dataset`. A process without torch asks a
 child process about it, which constructs it and reads its first samples.
 """
 
@@ -38,7 +38,7 @@ from gems.utils.targets import (
 
 KEY = "data.target"
 SPLITS: tuple[Split, Split] = ("train", "validation")
-# Keyword arguments that make a dataset give one split.
+# keyword arguments that make a dataset return one split
 ARGUMENTS: dict[str, dict[Split, object]] = {
     "split": {"train": "train", "validation": "validation"},
     "train": {"train": True, "validation": False},
@@ -49,7 +49,7 @@ class TargetDataset(Dataset):
     """The samples of a user's dataset, checked and seeded.
 
     Around each read, the generators of Python, numpy and torch are seeded by (seed, split, index,
-    draw). So the rank that reads images and the one that reads labels get the same sample, and so
+    draw). So the rank that reads images and the rank that reads labels get the same sample, and so
     does a resumed run.
     """
 
@@ -83,14 +83,14 @@ class TargetDataset(Dataset):
         self._collate: Callable[[list[Any]], Any] | None = getattr(train, "collate", None)
 
     def image(self, split: Split, index: int, draw: int = 0) -> Image | Tokens:
-        """Return one sample as the dataset gives it, float32 of shape (channels, height, width)."""
+        """Return one sample of the dataset as float32 of shape (channels, height, width)."""
         return self._as_image(self._read(split, index, draw)[0], split, index)
 
     def label(self, split: Split, index: int, draw: int = 0) -> Label:
         """Return the label of one sample.
 
         It comes from `label(index)` or `targets` of the dataset, or else from reading the sample. A
-        mask is always read with its sample, since the dataset may crop both.
+        mask is always read with its sample, because the dataset may crop both.
         """
         self._check(split, index)
         given, place = self._place(split, index)
@@ -107,7 +107,7 @@ class TargetDataset(Dataset):
     def batch(
         self, split: Split, samples: NDArray[np.int64], images: bool = True, labels: bool = True
     ) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
-        """Return a micro-batch, by the dataset's own `collate` if it has one.
+        """Return a micro-batch, using the dataset's own `collate` if it has one.
 
         `collate` gets whole samples on every rank.
         """
@@ -235,7 +235,7 @@ def resolve_target(data: DataConfig) -> DataConfig:
     `name` becomes the name of the class, `path` the folder of its package.
 
     Raises:
-        ConfigError: The target is no dotted name, or the path is no folder.
+        ConfigError: The target is not a dotted name, or the path is not a folder.
     """
     name, path = locate(KEY, str(data.target), data.path)
     return replace(data, name=name, path=path)
@@ -252,11 +252,11 @@ def check(data: DataConfig) -> None:
 def describe(data: DataConfig) -> dict[str, Any]:
     """Return the numbers of samples, num_train and num_validation.
 
-    This process reads the dataset if torch is loaded. Otherwise a child does, and its answer is
-    cached until the code or the data change.
+    This process reads the dataset if torch is loaded. Otherwise a child process does, and its
+    answer is cached until the code or the data change.
 
     Raises:
-        ConfigError: As `check`.
+        ConfigError: As in `check`.
     """
     data = resolve_target(data)
     known = {
@@ -296,7 +296,7 @@ def _describe(text: str) -> dict[str, Any]:
     """Construct the dataset, read its first sample of each split, and return the sample counts.
 
     Raises:
-        ConfigError: The dataset cannot be constructed or read, or samples differ when they are read
+        ConfigError: The dataset cannot be constructed or read, or a sample differs when it is read
             again.
     """
     dataset = TargetDataset(DataConfig(**json.loads(text)), 0)
@@ -328,7 +328,7 @@ def _describe(text: str) -> dict[str, Any]:
 
 
 def _open_splits(data: DataConfig, seed: int) -> dict[Split, tuple[Any, NDArray[np.int64] | None]]:
-    """Return the user's dataset of each split, and the indices of its samples (None: all)."""
+    """Return the user's dataset of each split, and the indices of its samples (None for all)."""
     target = str(data.target)
     path = data.path
     argument = {split: _argument(target, path, split) for split in SPLITS}
@@ -357,9 +357,9 @@ def _open_splits(data: DataConfig, seed: int) -> dict[Split, tuple[Any, NDArray[
 
 
 def _argument(target: str, path: str | None, split: Split) -> dict[str, Any]:
-    """Return the keyword argument, split or train, that makes a dataset give one split.
+    """Return the keyword argument, `split` or `train`, that makes a dataset return one split.
 
-    Return an empty dict if it takes neither.
+    Return an empty dict if it accepts neither.
     """
     with contextlib.suppress(TypeError, ValueError):
         parameters = inspect.signature(load_target(KEY, target, path)).parameters
@@ -384,7 +384,7 @@ def _measured(target: str, given: Any) -> Any:
 
 
 def _labels_of(given: Any) -> Callable[[int], Any] | None:
-    """Return a function from an index to its label that reads no sample.
+    """Return a function from an index to its label that does not read the sample.
 
     Return None if the dataset has none.
     """
@@ -392,7 +392,7 @@ def _labels_of(given: Any) -> Callable[[int], Any] | None:
     if callable(quick):
         return cast("Callable[[int], Any]", quick)
     targets = getattr(given, "targets", None)
-    # transforms image and label together, unless it is torchvision's wrapper of two transforms
+    # `transforms` changes image and label together, unless it is torchvision's pair of transforms
     joint = getattr(given, "transforms", None)
     changes_label = getattr(given, "target_transform", None) or (
         joint and not hasattr(joint, "target_transform")
@@ -428,7 +428,7 @@ SOURCE = Source(TargetDataset, check, tasks=TASKS, counts_itself=True, keys=KEYS
 
 
 def main(argv: Sequence[str]) -> None:
-    """Print what a process without torch asks about a dataset."""
+    """Print the answer to a process without torch that asks about a dataset."""
     answer(
         lambda: _describe(argv[0]),
         lambda error: target_error(

@@ -21,7 +21,7 @@ MAX_FIELD_PX = 128
 _DERIVED_FIELD_PX = 64
 _MODES = {1: "L", 3: "RGB"}
 _VALIDATION_SEED = 0
-# The pyramid that `tissue_slide` writes; its name changes with what it holds.
+# the pyramid that `tissue_slide` writes; its name changes with its content
 TISSUE_SLIDE = "tissue"
 _FOLDER = "tissue-slide-1"
 _ENLARGED = 4
@@ -30,23 +30,24 @@ _TILE_PX = (256, 256)
 _NUM_REGIONS: dict[Split, int] = {"train": 256, "validation": 64}
 
 
+# columns of the slide: the first, and the end
 COLUMNS_PX: dict[Split, tuple[int, int]] = {
     "train": (0, TRAIN_COLUMNS_PX),
     "validation": (TRAIN_COLUMNS_PX, SLIDE_PX),
-}  # of the slide: the first, and the first beyond
+}
 
 
 class TissueDataset(Dataset):
     """Tiles of a colon section stained by immunohistochemistry (hematoxylin and DAB).
 
-    Stained (1) or not (0).
-    Colour deconvolution (Ruifrok and Johnston 2001) gives the DAB density; a pixel is positive
-    above Otsu's threshold of the training region, and a tile is stained when its share of positive
-    pixels is above Otsu's threshold of the shares there. Training tiles lie in the left 70 % of the
-    columns, validation tiles in the rest; none crosses. Positions are random, half of them on
-    stained tissue; those of training follow the seed, those of validation never change, so that
-    accuracies of different seeds compare. `data.field_of_view_px` source pixels on the longer side
-    are resampled to the tile. For data.task=segmentation the label is the mask of positive pixels.
+    The class is stained (1) or not (0). Colour deconvolution (Ruifrok and Johnston 2001) gives the
+    DAB density. A pixel is positive above Otsu's threshold of the training region; a tile is
+    stained if its share of positive pixels is above Otsu's threshold of the shares in that region.
+    Training tiles are in the left 70 % of the columns, validation tiles in the rest; no tile
+    crosses the border. Positions are random, half of them on stained tissue. Training positions
+    depend on the seed; validation positions never change, so accuracies of different seeds are
+    comparable. `data.field_of_view_px` source pixels on the longer side are resampled to the tile.
+    For data.task=segmentation the label is the mask of positive pixels.
     """
 
     def __init__(self, data: DataConfig, seed: int) -> None:
@@ -61,7 +62,7 @@ class TissueDataset(Dataset):
         density = rgb2hed(self.slide)[:, :, 2]
         known = density[:, :TRAIN_COLUMNS_PX]
         # A few specks ten times as dark as any tissue would stretch the histogram that Otsu's
-        # method reads.
+        # method uses.
         self.pixel_threshold = float(otsu(np.minimum(known, np.quantile(known, 0.999))))
         self.is_positive = density > self.pixel_threshold
         self._has_masks = data.task == "segmentation"
@@ -79,12 +80,12 @@ class TissueDataset(Dataset):
         self._deviation = pixels.std(axis=(0, 1)).astype(np.float32)
 
     def position_px(self, split: Split, index: int) -> tuple[int, int]:
-        """Return the slide's row and column of the first pixel of a tile's field of view."""
+        """Return the row and column, in the slide, of the first pixel of a tile's field of view."""
         top, left = self._positions[split][index]
         return int(top), int(left)
 
     def _inside(self, share: NDArray[np.float64], split: Split) -> NDArray[np.float64]:
-        """Return the shares of those fields that lie wholly in the split's region."""
+        """Return the shares of the fields that lie completely in the split's region."""
         left, right = COLUMNS_PX[split]
         return share[:, left : right - self.field_shape_px[1] + 1]
 
@@ -117,7 +118,7 @@ class TissueDataset(Dataset):
         if not self._has_masks:
             return int(self._labels[split][index])
         top, left = self.position_px(split, index)
-        # the source pixel in which the middle of each of the tile's pixels is
+        # the source pixel that contains the middle of each pixel of the tile
         rows, columns = (
             first + (2 * np.arange(side_px) + 1) * field_px // (2 * side_px)
             for first, side_px, field_px in zip(
@@ -130,7 +131,7 @@ class TissueDataset(Dataset):
     def _resample(
         self, pixels: NDArray[np.uint8], shape_px: tuple[int, int] | None
     ) -> NDArray[np.uint8]:
-        """Return (height, width, channels) bytes, bilinear, smoothed first when it shrinks."""
+        """Return bytes (height, width, channels), resampled bilinearly and smoothed if shrunk."""
         from PIL.Image import Resampling, fromarray
 
         picture = fromarray(np.ascontiguousarray(pixels)).convert(_MODES[self.shape[0]])
@@ -158,7 +159,7 @@ def check(data: DataConfig) -> None:
 def field_of_view_px(data: DataConfig) -> int:
     """Return `data.field_of_view_px`.
 
-    Where it is None, the tile's longer side cut off to 8 to 64 source pixels.
+    If it is None, return the tile's longer side, limited to 8 to 64 source pixels.
     """
     if data.field_of_view_px is not None:
         return data.field_of_view_px
@@ -166,7 +167,7 @@ def field_of_view_px(data: DataConfig) -> int:
 
 
 def field_shape_px(data: DataConfig) -> tuple[int, int]:
-    """Return height and width of the field of view in source pixels, of the tile's proportions."""
+    """Return height and width of the field of view in source pixels, in proportion to the tile."""
     longer = max(data.height_px, data.width_px)
     height, width = (
         max(1, round(field_of_view_px(data) * side / longer))
@@ -179,7 +180,7 @@ def read_slide() -> NDArray[np.uint8]:
     """Return the slide, bytes of shape (512, 512, 3), from the installed wheel, never the network.
 
     Raises:
-        ConfigError: The installed scikit-image lacks it.
+        ConfigError: The installed scikit-image lacks the slide.
     """
     import PIL.Image
     import skimage
@@ -201,11 +202,11 @@ def read_slide() -> NDArray[np.uint8]:
 
 
 def tissue_slide() -> Path:
-    """Return a folder of the cache with slide.tif and labels.csv, written if it is not there yet.
+    """Return a folder of the cache with slide.tif and labels.csv, written on first use.
 
-    The slide is the picture enlarged to 2048 x 2048 px, a tiled TIFF file of three levels; the
-    table has regions of 256 px at level 0, stained or not, of which those for validation are right
-    of those for training.
+    The slide is the picture enlarged to 2048 x 2048 px, a tiled TIFF file of three levels. The
+    table has regions of 256 px at level 0, stained or not; the validation regions are to the right
+    of the training regions.
     """
     import tifffile
     from PIL.Image import Resampling, fromarray
@@ -255,7 +256,7 @@ def tissue_slide() -> Path:
 def _window_means(mask: NDArray[np.bool_], shape_px: tuple[int, int]) -> NDArray[np.float64]:
     """Return the share of true pixels in each window that fits, indexed by its first pixel.
 
-    An integral image gives the shares.
+    The shares are computed from an integral image.
     """
     height, width = shape_px
     total = np.zeros((mask.shape[0] + 1, mask.shape[1] + 1), dtype=np.int64)

@@ -52,9 +52,8 @@ class _Copy:
     name: str
     weight: nn.Parameter
     low: nn.Parameter
-    seen: tuple[int, int] | None = (
-        None  # the memory of the weight, and its version, of which `low` is the copy
-    )
+    # the weight's memory and version of which `low` is the copy
+    seen: tuple[int, int] | None = None
 
     def fresh(self) -> nn.Parameter:
         """Return the copy, updated if the weight has changed."""

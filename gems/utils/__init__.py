@@ -1,4 +1,4 @@
-"""What any part may use: a cache, files that appear whole, processes, quiet libraries.
+"""Utilities for all parts: a cache, atomic files, processes, quiet libraries.
 
-No torch, no MPI.
+This package uses neither torch nor MPI.
 """

@@ -1,4 +1,4 @@
-"""Files that appear complete or not at all, and those that find room on a full disk."""
+"""Files that appear complete or not at all, and files with reserved space on a full disk."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-RESERVE = ".reserve"  # the folder of the files that `reserve` allocates
+RESERVE = ".reserve"  # folder of the files that `reserve` allocates
 RESERVE_BYTES = 1 << 13
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -19,7 +19,7 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 def atomic_write(path: Path, *, sync: bool = False) -> Iterator[Path]:
     """Yield a path to write to, which is moved to `path` at the end, or removed after an error.
 
-    With `sync` the file and its name survive a power failure too.
+    With `sync` the file and its name also survive a power failure.
     """
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
@@ -28,7 +28,7 @@ def atomic_write(path: Path, *, sync: bool = False) -> Iterator[Path]:
             sync_to_disk(partial)
         partial.replace(path)
     except OSError as error:
-        if error.filename is None:  # of a write to an open file
+        if error.filename is None:  # a write to an open file sets no name
             error.filename = str(path)
         raise
     finally:  # after a success too: replacing a file by a hard link to itself changes nothing (POSIX)
@@ -39,7 +39,7 @@ def atomic_write(path: Path, *, sync: bool = False) -> Iterator[Path]:
 
 
 def distinct(names: Iterable[str]) -> list[str]:
-    """Return names of files, those that recur with a number from 2 on at their end."""
+    """Return file names in which repeated names get a number from 2 on at their end."""
     found: dict[str, None] = {}
     for name in names:
         unused = name
@@ -52,10 +52,10 @@ def distinct(names: Iterable[str]) -> list[str]:
 
 
 def sync_to_disk(path: Path) -> None:
-    """Sync a file's content, or a folder's names.
+    """Sync a file's content, or the names in a folder.
 
     Raises:
-        OSError: it does not exist, or the disk fails.
+        OSError: The path does not exist, or the disk fails.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -65,9 +65,9 @@ def sync_to_disk(path: Path) -> None:
 
 
 def write_json(path: Path, document: dict[str, Any], indent: int | None = 1) -> None:
-    """Write a JSON file atomically, with its folder.
+    """Write a JSON file atomically, and create its folder.
 
-    On a full disk to what `reserve` allocated for it.
+    On a full disk, write to the space that `reserve` allocated for it.
     """
     text = json.dumps(document, indent=indent) + "\n"
     try:
@@ -81,21 +81,21 @@ def write_json(path: Path, document: dict[str, Any], indent: int | None = 1) -> 
 
 
 def reserve(path: Path) -> None:
-    """Allocate room for one more version of a file, so that `write_json` replaces it on a full disk too.
+    """Allocate space for one more version of a file, so that `write_json` works on a full disk.
 
     Raises:
-        OSError: there is no room.
+        OSError: There is no space.
     """
     spare = _reserve_path(path)
     spare.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(spare) as partial:
-        partial.write_bytes(b" " * RESERVE_BYTES)  # not a hole
+        partial.write_bytes(b" " * RESERVE_BYTES)  # real bytes, so the file is not sparse
 
 
 def _write_to_reserve(path: Path, text: bytes) -> None:
-    """Write the allocated file and exchange the two by their names alone.
+    """Write to the allocated file, and swap the two files by renaming only.
 
-    The old one is the next reserve.
+    The old file is the next reserve.
     """
     spare = _reserve_path(path)
     old = spare.with_name(f"{spare.name}.old")
@@ -114,10 +114,10 @@ def _reserve_path(path: Path) -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; an empty one if the file is missing or holds something else.
+    """Read a JSON object; return an empty one if the file is missing or is not an object.
 
     Raises:
-        OSError, ValueError: the file cannot be read.
+        OSError, ValueError: The file cannot be read.
     """
     try:
         document = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""The cache: results that took long, kept as JSON by what they depend on."""
+"""The cache: results that took long to compute, stored as JSON by their inputs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from gems.utils.atomic_io import write_json
 def cache_folder(configured: str | None = None) -> Path:
     """Return the folder of the cache.
 
-    As configured, $GEMS_CACHE_DIR, or the user's own cache folder; below $TMPDIR for a user without
-    a home.
+    It is the configured folder, $GEMS_CACHE_DIR, or the user's own cache folder. A user without a
+    home folder gets one in $TMPDIR.
     """
     if configured:
         return Path(configured)
@@ -29,16 +29,16 @@ def cache_folder(configured: str | None = None) -> Path:
         return Path(os.environ["XDG_CACHE_HOME"]) / "gems"
     try:
         return Path.home() / ".cache" / "gems"
-    except RuntimeError:  # a container's user without $HOME and without an entry in passwd
+    except RuntimeError:  # a user in a container without $HOME and without an entry in passwd
         return Path(tempfile.gettempdir()) / f"gems-cache-{os.getuid()}"
 
 
 def cached(
     configured: str | None, kind: str, key: str, make: Callable[[], dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return the result kept for this key and version of the toolkit.
+    """Return the result stored for this key and version of the toolkit.
 
-    If there is none, make and keep it.
+    If there is none, compute and store it.
     """
     found = read_cached(configured, kind, key)
     if found is None:
@@ -48,7 +48,7 @@ def cached(
 
 
 def read_cached(configured: str | None, kind: str, key: str) -> dict[str, Any] | None:
-    """Return the result kept for this key and version of the toolkit; None if none can be read."""
+    """Return the result stored for this key and version of the toolkit, or None if unreadable."""
     with contextlib.suppress(OSError, ValueError):
         document = json.loads(_path(configured, kind, key).read_text())
         if isinstance(document, dict):
@@ -57,7 +57,7 @@ def read_cached(configured: str | None, kind: str, key: str) -> dict[str, Any] |
 
 
 def keep_cached(configured: str | None, kind: str, key: str, document: dict[str, Any]) -> None:
-    """Keep a result for this key and version of the toolkit, if the cache can be written."""
+    """Store a result for this key and version of the toolkit, if the cache is writable."""
     with contextlib.suppress(OSError):
         write_json(_path(configured, kind, key), document, indent=None)
 

@@ -1,7 +1,4 @@
-"""What each command answers without a verb.
-
-Its version, and the script by which a shell completes its words.
-"""
+"""Options that every command answers without a verb: its version, and shell completion."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ compdef {function} {command}
 
 
 def completion(command: str, verbs: Mapping[str, Sequence[str]], shell: str) -> str:
-    """Return the script of a shell that completes the verbs of a command and the words of each."""
+    """Return a shell script that completes the verbs of a command and the words of each verb."""
     if shell == "fish":
         lines = [
             f"complete -c {command} -f -n __fish_use_subcommand -a {shlex.quote(' '.join(verbs))}"
@@ -61,12 +58,12 @@ def completion(command: str, verbs: Mapping[str, Sequence[str]], shell: str) -> 
 def answer(
     command: str, argv: Sequence[str], words: Callable[[], Mapping[str, Sequence[str]]]
 ) -> str | None:
-    """Return what a command prints for --version or --completion SHELL, or None.
+    """Return a command's output for --version or --completion SHELL, or None for other options.
 
-    `words` gives those of each verb.
+    `words` returns the words of each verb.
 
     Raises:
-        ConfigError: an unknown shell.
+        ConfigError: The shell is unknown.
     """
     option, _, shell = argv[0].partition("=") if argv else ("", "", "")
     if option == VERSION:

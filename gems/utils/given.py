@@ -1,7 +1,7 @@
-"""Networks and datasets of a running script, under names that a configuration can hold.
+"""Networks and datasets of a running script, under names that a configuration can contain.
 
-A class or function that can be imported becomes its own dotted name. Any other object is kept here
-under a name, and handed out to whoever calls the target `gems.utils.given.take`.
+A class or function that can be imported is represented by its dotted name. Any other object is
+stored here under a name, and returned when the target `gems.utils.given.take` is called.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ _objects: dict[str, Any] = {}
 
 
 def target_of(key: str, value: Any) -> tuple[str, dict[str, Any], str | None]:
-    """Return target, keyword arguments and folder that stand for a class, a function, a partial of these, or an object.
+    """Return a target, keyword arguments and a folder that represent `value` in a configuration.
 
-    What the script itself defines is found by the script's name, if it may be imported: its own
+    The value is a class, a function, a partial of these, or an object. If it is defined in the
+    script itself, its target contains the script's name. The script must then be importable: its
     call of this toolkit must be under `if __name__ == "__main__":`.
     """
     kwargs: dict[str, Any] = {}
@@ -37,7 +38,7 @@ def target_of(key: str, value: Any) -> tuple[str, dict[str, Any], str | None]:
         or (value.__module__ == "__main__" and script is None)
     ):
         _objects[key] = value
-        # what it prints tells networks of other layers apart
+        # the representation distinguishes networks with different layers
         digest = (
             hashlib.sha256(repr(value).encode()).hexdigest()[:8]
             if hasattr(value, "state_dict")
@@ -55,19 +56,18 @@ def target_of(key: str, value: Any) -> tuple[str, dict[str, Any], str | None]:
     if value.__module__ != "__main__":
         return f"{value.__module__}:{value.__qualname__}", kwargs, None
     module = Path(str(script)).stem
-    sys.modules.setdefault(
-        module, sys.modules["__main__"]
-    )  # so that its import does not run it again
+    # so that importing the script does not run it again
+    sys.modules.setdefault(module, sys.modules["__main__"])
     return f"{module}:{value.__qualname__}", kwargs, str(Path(str(script)).resolve().parent)
 
 
 def take(name: str, what: str, digest: str) -> Any:
-    """Return the object that the script has handed in under a name.
+    """Return the object that the script has passed under a name.
 
-    A network as a copy, anything else as it is.
+    A network is copied; anything else is returned unchanged.
 
     Raises:
-        ConfigError: this process has none, as any but the script's own.
+        ConfigError: This process is not the script's own, so it does not have the object.
     """
     if name not in _objects:
         raise ConfigError(

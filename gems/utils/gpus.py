@@ -1,4 +1,4 @@
-"""Whether this node has GPUs, found without loading what drives them."""
+"""Detect GPUs on this node without loading their libraries."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ DRIVER_FILES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 
 
 def may_have_gpu() -> bool:
-    """Whether a driver of GPUs is loaded on this node."""
+    """Return whether a GPU driver is loaded on this node."""
     return any(path.exists() for path in DRIVER_FILES)

@@ -1,4 +1,4 @@
-"""Host memory of this process: how much is resident, and how the C library allocates it."""
+"""Host memory of this process: the resident size, and how the C library allocates."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import psutil
 
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
-LARGEST_THRESHOLD_BYTES = 32 << 20  # glibc takes no more
+LARGEST_THRESHOLD_BYTES = 32 << 20  # the limit of glibc
 KEPT_BYTES = 1 << 30
 
 
 def rss_bytes() -> int:
-    """Return the resident memory of this process."""
+    """Return the resident memory of this process in bytes."""
     return psutil.Process().memory_info().rss
 
 
 def keep_freed_memory() -> bool:
-    """Let glibc keep freed blocks of up to 32 MB for the next tensor, and return whether it does.
+    """Make glibc keep freed blocks of up to 32 MB for the next tensor, and return whether it does.
 
-    By default it returns each to the kernel at once, and every activation and gradient of a step
-    then costs a page fault for each 4 KiB: on a processor a third of a ResNet stage's backward. The
-    process's memory stays at its peak.
+    By default it returns each block to the kernel at once. Every activation and gradient of a step
+    then costs a page fault for each 4 KiB; on a processor this is a third of the time of a ResNet
+    stage's backward. The process's memory stays at its peak.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -11,7 +11,7 @@ PACKAGES = ("gems", "jobs", "analysis")
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to whatever `sys.stderr` is when a record comes."""
+    """A handler that writes to the current `sys.stderr` of each record."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -22,17 +22,17 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
 
 
 def set_up_rank_logging(rank: int, level: str = "info") -> None:
-    """Log what this rank reports from `level` on, as in `[rank 3] WARNING text`."""
+    """Log the messages of this rank from `level` on, as in `[rank 3] WARNING text`."""
     _set_up(f"[rank {rank}] %(levelname)s %(message)s", level)
 
 
 def set_up_command_logging(program: str, level: str = "info") -> None:
-    """Log what a command reports from `level` on, as in `gems: text`."""
+    """Log the messages of a command from `level` on, as in `gems: text`."""
     _set_up(f"{program}: %(message)s", level)
 
 
 def set_log_level(level: str) -> None:
-    """Log from `level` on."""
+    """Log messages from `level` on."""
     for name in PACKAGES:
         logging.getLogger(name).setLevel(level.upper())
 

@@ -40,12 +40,12 @@ def end_stranger(
 ) -> bool:
     """End the work of a process that is not our child, and return whether it has ended.
 
-    SIGTERM goes only to the process, which ends its own children. It may live on once `has_ended`
-    is true. After `grace_s` it and all its descendants get SIGKILL. A process with the same number
-    that did not start at `started` counts as gone.
+    SIGTERM goes only to the process, which ends its own children. It may keep running once
+    `has_ended` is true. After `grace_s` it and all its descendants get SIGKILL. A process with the
+    same number that did not start at `started` counts as gone.
 
     Raises:
-        PermissionError: the process belongs to another user.
+        PermissionError: The process belongs to another user.
     """
     if not is_alive(pid, started):
         return True
@@ -80,7 +80,7 @@ def is_alive(pid: int, started: str) -> bool:
 def start_time(pid: int) -> str:
     """Return the start time of a process in clock ticks since the machine's start.
 
-    Return an empty text if there is no such process.
+    Return an empty string if there is no such process.
     """
     fields = _stat(pid)
     return fields[19] if fields else ""
@@ -100,7 +100,7 @@ def _descendants(root: int) -> list[psutil.Process]:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on; none if there is no such process."""
+    """Return the fields of /proc/PID/stat from the state on, or none without such a process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -110,8 +110,8 @@ def _stat(pid: int) -> list[str]:
 def is_mentioned(text: str) -> bool:
     """Return whether a local process has a text in its command line or in an open file's name.
 
-    Open files are only visible for the user's own processes. A process that is about to become
-    another program keeps them.
+    Only the open files of the user's own processes are visible. A process keeps its open files
+    while it is about to become another program.
     """
     return any(
         text

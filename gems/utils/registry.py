@@ -1,4 +1,4 @@
-"""Registries: what can be chosen by name, the toolkit's own and what the user's plugins add."""
+"""Registries: entries that users choose by name, from the toolkit and from plugins."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ Entry = TypeVar("Entry")
 class Registry(Mapping[str, Entry], Generic[Entry]):
     """Entries by name.
 
-    The modules that register the toolkit's own are imported when a name is first looked up.
-    A module named `package.*` stands for all modules of the package. Entries come in the order of
-    the package's tuple `ORDER`, whichever module was imported first, then those that it does not
-    name.
+    The modules that register the toolkit's own entries are imported at the first lookup. A module
+    named `package.*` represents all modules of the package. Entries have the order of the package's
+    tuple `ORDER`, in whatever order modules were imported; entries that it does not name follow.
     """
 
     def __init__(self, key: str, *modules: str) -> None:
@@ -37,7 +36,7 @@ class Registry(Mapping[str, Entry], Generic[Entry]):
         """Add an entry and return it.
 
         Raises:
-            ValueError: another entry has the name.
+            ValueError: Another entry has the name.
         """
         if self.entries.setdefault(name, entry) is not entry:
             raise ValueError(f"{self.key}={name} is registered already")
@@ -47,7 +46,7 @@ class Registry(Mapping[str, Entry], Generic[Entry]):
         """Return the entry of a name.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: There is no such entry.
         """
         self._fill()
         if name not in self.entries:
@@ -95,12 +94,12 @@ class Registry(Mapping[str, Entry], Generic[Entry]):
 
 
 def load_plugins(names: Sequence[str], folder: str | None = None) -> None:
-    """Import the user's modules, which register what they add.
+    """Import the user's modules, which register their entries.
 
-    `folder` is where those that are not installed are.
+    `folder` contains the modules that are not installed.
 
     Raises:
-        ConfigError: a module that is not there, or that cannot be imported.
+        ConfigError: A module does not exist or cannot be imported.
     """
     for name in names if folder is not None else ():
         search_first(str(folder), name)
@@ -126,9 +125,9 @@ def load_plugins(names: Sequence[str], folder: str | None = None) -> None:
 
 
 def plugin_folder(names: Sequence[str]) -> str | None:
-    """Return the folder of the first plugin that is not installed.
+    """Return the folder of the first plugin that is not installed, or None.
 
-    The current one, or one of PYTHONPATH.
+    It is the current folder, or one of PYTHONPATH.
     """
     folders = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     PathFinder.invalidate_caches()
@@ -144,7 +143,7 @@ def _load_installed() -> None:
     """Import the plugins of installed packages.
 
     Raises:
-        ConfigError: one cannot be imported.
+        ConfigError: A plugin cannot be imported.
     """
     for entry in entry_points(group=ENTRY_POINTS):
         load_plugins([entry.value.partition(":")[0]])

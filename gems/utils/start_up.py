@@ -1,28 +1,27 @@
-"""The start of a program that loads torch, without Python's garbage collector.
+"""Start a program that loads torch, without Python's garbage collector.
 
-The collector would look through thousands of modules while they are imported: a rank takes a
-quarter more time for it (4.2 s of a processor in place of 3.4, from its start to the end of a tiny
-run).
+The collector would scan thousands of modules while they are imported. This costs a rank a quarter
+more time (4.2 s of processor time instead of 3.4 s, from its start to the end of a tiny run).
 """
 
 from __future__ import annotations
 
 import gc
 
-_is_program = False  # a collector that a user's own script has disabled stays so
+_is_program = False  # if a user's own script has disabled the collector, it stays disabled
 
 
 def begin() -> None:
-    """Collect nothing until `end`."""
+    """Disable garbage collection until `end`."""
     global _is_program
     gc.disable()
     _is_program = True
 
 
 def end() -> None:
-    """Collect what is made from now on, and never look through what is there.
+    """Collect only objects that are created from now on, and never scan existing ones.
 
-    Nothing without a `begin`.
+    Do nothing without a `begin`.
     """
     global _is_program
     if _is_program:

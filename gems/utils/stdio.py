@@ -1,6 +1,6 @@
-"""Reports on stderr, and what libraries write to stdout from C sent there.
+"""Reports on stderr, and redirection of what C libraries write to stdout.
 
-A command's JSON object stays alone.
+So stdout contains only the JSON object of a command.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from gems.utils.tables import printable
 
 
 def report(program: str, text: str) -> None:
-    """Print a line on stderr at once: `jobs: text`."""
+    """Print a line on stderr immediately, as in `jobs: text`."""
     print(f"{program}: {printable(text)}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def stdout_to_stderr() -> Iterator[None]:
-    """Send to stderr what the process writes to file descriptor 1 meanwhile, with what C's buffers hold at the end.
+    """Send the process's output to file descriptor 1 to stderr, including C's buffers at the end.
 
-    HiGHS prints lines of its own for some mixed-integer programmes, whatever its options say.
+    HiGHS prints lines for some mixed-integer programs, whatever its options are.
     """
     c_library = ctypes.CDLL(None)
     sys.stdout.flush()

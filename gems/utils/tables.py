@@ -1,4 +1,4 @@
-"""Tables for people on a terminal: the one renderer of every verb."""
+"""Tables for terminals: the only renderer of all verbs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from gems.utils.units import UNKNOWN
 
 Cell = str | float | int | None
 GAP = "  "
-MIN_LAST_CHARS = 30  # that the last column keeps on a narrow terminal
-RIGHT = ">"  # the format of texts that are right-aligned, as numbers are
+MIN_LAST_CHARS = 30  # minimum width of the last column on a narrow terminal
+RIGHT = ">"  # format of texts that are right-aligned, like numbers
 
 
 def table(
@@ -24,17 +24,18 @@ def table(
     indent: int = 0,
     width: int = 0,
 ) -> str:
-    """Return rows of cells as aligned lines below their heads.
+    """Return rows of cells as aligned lines under their column heads.
 
     Args:
-        columns: head of each column, with the unit in brackets, and the format of its numbers
-            (`.1f`, `d`): these are right-aligned. A column without a format holds texts,
-            left-aligned; RIGHT aligns them right.
-        rows: a cell a column; None shows as `-`, and a text stands as it is in a column of numbers
-            too.
-        title: a line above the heads.
-        indent: spaces before each line but the title.
-        width: characters of the terminal, to which the last column is cut; 0 for no limit.
+        columns: The head of each column, with the unit in brackets, and the format of its numbers
+            (`.1f`, `d`), which are right-aligned. A column without a format contains left-aligned
+            texts; RIGHT aligns them right.
+        rows: One cell per column. None is shown as `-`. A text in a column of numbers is shown
+            unchanged.
+        title: A line above the heads.
+        indent: Spaces before each line except the title.
+        width: The width of the terminal in characters, to which the last column is cut; 0 for no
+            limit.
     """
     formats = tuple(columns.values())
     lines = [tuple(columns)]
@@ -53,7 +54,7 @@ def table(
 
 
 def name_values(pairs: Iterable[tuple[str, object]], *, title: str = "", indent: int = 2) -> str:
-    """Return a line for each name and its value, the values below each other."""
+    """Return a line for each name and its value, with the values aligned."""
     listed = [(name, printable(str(value))) for name, value in pairs]
     width = max((len(name) for name, _ in listed), default=0)
     lines = [f"{'':<{indent}}{name:<{width}}{GAP}{value}".rstrip() for name, value in listed]
@@ -61,9 +62,9 @@ def name_values(pairs: Iterable[tuple[str, object]], *, title: str = "", indent:
 
 
 def terminal_width() -> int:
-    """Return the columns that COLUMNS or the terminal of stdout has.
+    """Return the number of columns of COLUMNS or of the terminal of stdout.
 
-    0 for a file or a pipe, which have no limit.
+    Return 0 for a file or a pipe, which have no limit.
     """
     if (text := os.environ.get("COLUMNS", "")).isdecimal():
         return int(text)
@@ -71,7 +72,10 @@ def terminal_width() -> int:
 
 
 def wrapped(text: str, first: str, width: int) -> str:
-    """Return a text after `first`, in lines of so many characters below each other; 0 for one line."""
+    """Return a text after `first`, wrapped to lines of `width` characters; 0 means one line.
+
+    Further lines are indented to the end of `first`.
+    """
     indent = " " * len(first)
     return textwrap.fill(
         text,
@@ -84,7 +88,7 @@ def wrapped(text: str, first: str, width: int) -> str:
 
 
 def printable(text: str) -> str:
-    """Return text on one line, without what a terminal would take for a command."""
+    """Return text on one line, without characters that control a terminal."""
     return "".join(char if char.isprintable() else " " for char in text)
 
 

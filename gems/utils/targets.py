@@ -27,10 +27,10 @@ from gems.errors import ConfigError, nearest
 from gems.utils.run_module import RUN_MODULE
 
 _TIME_LIMIT_S = 600.0
-_UNLOADED = ("nms", "qnms")  # operators that torchvision 0.28 describes at import
+_UNLOADED = ("nms", "qnms")  # operators that torchvision 0.28 declares at import
 _libraries: list[Any] = []
 _OWN_FOLDERS = ("gems/", "jobs/", "analysis/", "conf/")
-# The package's folder as tracebacks name it; in an archive that is not the path of a file.
+# The package's folder as tracebacks name it; in an archive, this is not the path of a file.
 _OURS = Path(nearest.__code__.co_filename).parent
 
 
@@ -41,8 +41,8 @@ def load_target(key: str, target: str, path: str | None = None) -> Callable[...,
     packages. It stays first in `sys.path` for later imports.
 
     Raises:
-        ConfigError: the module does not exist or cannot be imported, it has nothing of that name,
-            or what it has cannot be called.
+        ConfigError: The module does not exist or cannot be imported, it has no such name, or the
+            object cannot be called.
     """
     module_name, _, name = target.partition(":") if ":" in target else target.rpartition(".")
     if not module_name or not all(
@@ -79,9 +79,9 @@ def load_target(key: str, target: str, path: str | None = None) -> Callable[...,
 
 
 def import_module(name: str) -> Any:
-    """Import a module, even if it needs a torchvision for GPUs beside a torch without them.
+    """Import a module, even if it needs a torchvision for GPUs and torch is built without them.
 
-    Such a torchvision describes operators that it cannot load. Only code that uses them fails.
+    Such a torchvision declares operators that it cannot load. Only code that uses them fails.
     """
     try:
         return importlib.import_module(name)
@@ -99,10 +99,11 @@ def import_module(name: str) -> Any:
 def call_target(
     key: str, target: str, kwargs: Mapping[str, Any], path: str | None, *args: Any
 ) -> Any:
-    """Call what a target names with `args` and `kwargs`, and return the result.
+    """Call the object that a target names with `args` and `kwargs`, and return the result.
 
     Raises:
-        ConfigError: as `load_target`, it does not take the keyword arguments, or the call fails.
+        ConfigError: As in `load_target`, or the object does not accept the keyword arguments, or
+            the call fails.
     """
     make = load_target(key, target, path)
     check_kwargs(key, make, kwargs, *args)
@@ -115,14 +116,14 @@ def call_target(
 
 
 def check_kwargs(key: str, make: Callable[..., Any], kwargs: Mapping[str, Any], *args: Any) -> None:
-    """Check that a callable takes `args` and `kwargs`.
+    """Check that a callable accepts `args` and `kwargs`.
 
     Raises:
-        ConfigError: it does not; the message lists its parameters.
+        ConfigError: It does not accept them; the message lists its parameters.
     """
     try:
         signature = inspect.signature(make)
-    except (TypeError, ValueError):  # written in C: it will say so itself
+    except (TypeError, ValueError):  # written in C: the call itself will fail
         return
     try:
         signature.bind(*args, **kwargs)
@@ -166,7 +167,7 @@ def _place(error: BaseException) -> str:
 
 
 def short_name(name: str) -> str:
-    """Return a file's name relative to the current folder, if it is below it."""
+    """Return a file's name relative to the current folder, if it is in that folder."""
     relative = os.path.relpath(name)
     return name if relative.startswith("..") else relative
 
@@ -177,7 +178,7 @@ def locate(key: str, target: str, path: str | None) -> tuple[str, str | None]:
     The folder is `path`, or otherwise the current folder or one of PYTHONPATH. No code runs.
 
     Raises:
-        ConfigError: the target is not a dotted name, or the path is not a folder.
+        ConfigError: The target is not a dotted name, or the path is not a folder.
     """
     words = target.replace(":", ".").split(".")
     if len(words) < 2 or target.count(":") > 1 or not all(word.isidentifier() for word in words):
@@ -208,11 +209,11 @@ def source_of(target: str, path: str | None) -> str | None:
 
 
 def sources_of(target: str, path: str | None) -> Iterator[tuple[str, bytes]]:
-    """Yield names and contents of the Python files around a target.
+    """Yield the names and contents of the Python files around a target.
 
-    These are the files of its outermost package, or those beside its module. Names are relative to
-    the folder that holds them. A process that runs from a code archive reads the files from the
-    archive, if they are in it.
+    These are the files of its outermost package, or those in the folder of its module. Names are
+    relative to the folder that contains them. A process that runs from a code archive reads the
+    files from the archive, if they are in it.
     """
     top = target.replace(":", ".").partition(".")[0]
     archive = code_archive()
@@ -283,10 +284,10 @@ def _find(name: str, folders: list[str] | None) -> ModuleSpec | None:
 def ask_child(key: str, target: str, module: str, *arguments: str) -> dict[str, Any]:
     """Return the answer of a module that runs the user's code in its own process.
 
-    The module answers by `answer`.
+    The module answers with `answer`.
 
     Raises:
-        ConfigError: the module refuses, or the process ends without an answer.
+        ConfigError: The module refuses, or the process ends without an answer.
     """
     ended = subprocess.run(
         [sys.executable, *RUN_MODULE, module, *arguments],
@@ -317,7 +318,7 @@ def answer(
     with contextlib.redirect_stdout(sys.stderr):
         try:
             found = make()
-        except Exception as error:  # a fault of the toolkit, too, is one line for the user
+        except Exception as error:  # an error of the toolkit is also shown to the user as one line
             refused = error if isinstance(error, ConfigError) else as_refusal(error)
             found = {"refused": [refused.key, str(refused.value), refused.allowed, refused.advice]}
     print(json.dumps(found), flush=True)

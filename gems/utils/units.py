@@ -1,4 +1,4 @@
-"""Figures for people: units that suit a size, numbers in a few digits, shares in percent."""
+"""Figures for people: suitable units, numbers with few digits, shares in percent."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ UNKNOWN = "-"
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A unit's name and its size in the base unit."""
+    """The name of a unit and its size in the base unit."""
 
     name: str
     size: float
 
     def show(self, value: float | None) -> str:
-        """Return the number in this unit, in three to four digits; `-` for None."""
+        """Return the number in this unit, with three to four digits; `-` for None."""
         return UNKNOWN if value is None else number(value / self.size)
 
 
@@ -29,7 +29,7 @@ UNITS = Unit("units", 1.0)
 
 
 def time_unit(values_s: Iterable[float | None], is_in_units: bool = False) -> Unit:
-    """Return s, ms or us by the largest of times in seconds, or units if seconds stand for these."""
+    """Return s, ms or us by the largest of times in seconds, or units if `is_in_units`."""
     if is_in_units:
         return UNITS
     largest = max((abs(value) for value in values_s if value is not None), default=0.0)
@@ -45,7 +45,7 @@ def bytes_unit(values_bytes: Iterable[float | None]) -> Unit:
 
 
 def number(value: float) -> str:
-    """Return a number in at least three digits: 1234, 123, 12.3, 1.23, 0.0123."""
+    """Return a number with at least three digits: 1234, 123, 12.3, 1.23, 0.0123."""
     size = abs(value)
     if size >= 100:
         return f"{value:.0f}"
@@ -55,17 +55,17 @@ def number(value: float) -> str:
 
 
 def counted(count: int, noun: str, plural: str = "s") -> str:
-    """Return `1 rank`, `2 ranks`; `plural` is the ending."""
+    """Return a count and a noun, such as `1 rank` or `2 ranks`; `plural` is the ending."""
     return f"{count} {noun}" + ("" if count == 1 else plural)
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Return `1.500 GiB` or, below one, `12.34 MiB`."""
+    """Return bytes as `1.500 GiB` or, below 1 GiB, `12.34 MiB`."""
     return f"{num_bytes / GIB:.3f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.2f} MiB"
 
 
 def format_rates(latency_s: float, bytes_per_s: float) -> str:
-    """Return what a link does: `1.5 us, 12.34 GB/s`."""
+    """Return the latency and bandwidth of a link as `1.5 us, 12.34 GB/s`."""
     return f"{1e6 * latency_s:.1f} us, {bytes_per_s / 1e9:.2f} GB/s"
 
 
@@ -75,5 +75,5 @@ def percent(share: float | None, digits: int = 1) -> str:
 
 
 def now_utc(timespec: str = "seconds") -> str:
-    """Return the time now as it stands in files: 2026-11-21T12:00:00+00:00."""
+    """Return the current time in the format of files: 2026-11-21T12:00:00+00:00."""
     return datetime.now(UTC).isoformat(timespec=timespec)

@@ -1,1 +1,1 @@
-"""Reads files of images and masks, and refuses by name what would be misread."""
+"""Read files of images and masks, and refuse files that would be misread."""

@@ -1,4 +1,4 @@
-"""Formats of files by their first bytes, to say what a file is that no reader of images takes."""
+"""File formats by their first bytes, to name the format of a file that no image reader accepts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from gems.errors import ConfigError
 
 _HEAD_BYTES = 1024
 _TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
-# (offset, bytes, format), the more special first.
+# (offset, bytes, format), the more specific first
 _MAGIC: tuple[tuple[int, bytes, str], ...] = (
     (344, b"n+1\0", "NIfTI"),
     (344, b"ni1\0", "NIfTI"),
@@ -54,7 +54,7 @@ _MAGIC: tuple[tuple[int, bytes, str], ...] = (
     (0, b"\x80\x04", "a pickle"),
     (0, b"\x80\x05", "a pickle"),
 )
-# By the end of the name, where the first bytes only tell how it was packed.
+# by the end of the file name, if the first bytes only reveal how the file was packed
 _ENDINGS = (
     (".nii.gz", "NIfTI (.nii.gz)"),
     (".npz", "NumPy (.npz)"),
@@ -73,7 +73,7 @@ _ADVICE_OF = {
 
 
 def head_of(path: Path) -> bytes:
-    """Return the first bytes of a file, none if it cannot be read."""
+    """Return the first bytes of a file, or no bytes if it cannot be read."""
     try:
         with path.open("rb") as file:
             return file.read(_HEAD_BYTES)
@@ -82,12 +82,12 @@ def head_of(path: Path) -> bytes:
 
 
 def is_tiff(path: Path) -> bool:
-    """Return whether a file is a TIFF by its first bytes."""
+    """Return whether a file is a TIFF file according to its first bytes."""
     return head_of(path).startswith(_TIFF)
 
 
 def format_of(path: Path) -> str | None:
-    """Return the name of a file's format if it is a known one that is no image here."""
+    """Return the name of a file's format if it is known and is not an image format."""
     if any((folder / mark).exists() for folder in path.parents[:4] for mark in _ZARR):
         return "Zarr"
     head = head_of(path)
@@ -102,7 +102,7 @@ def format_of(path: Path) -> str | None:
 
 
 def unreadable(path: Path, error: Exception) -> ConfigError:
-    """Return the error of a file that no reader takes: it names the format if that is known."""
+    """Return the error for a file that no reader accepts; it names the format if known."""
     if found := format_of(path):
         text = f"not a readable image: it is {found}, which is not read here"
         return ConfigError("data.path", path, text, _ADVICE_OF.get(found, _ADVICE))

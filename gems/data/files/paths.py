@@ -1,4 +1,4 @@
-"""Paths of data: home folders, files below a folder, and folders of the splits."""
+"""Paths of data: home folders, files in a folder, and folders of splits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from gems.data.dataset import Split
 from gems.errors import ConfigError
 
-# Folders and files that systems leave beside data; so are all hidden ones.
+# files and folders that operating systems leave next to data; hidden ones are left over, too
 LEFT_OVERS = (
     "__MACOSX",
     "@eaDir",
@@ -26,10 +26,10 @@ _MAYBE_CLASS = "valid"
 
 
 def expanded(key: str, text: str) -> Path:
-    """Return the path of a key's text, with `~` as the home folder.
+    """Return the path in a key's text, with `~` replaced by the home folder.
 
     Raises:
-        ConfigError: there is no such home folder.
+        ConfigError: There is no such home folder.
     """
     try:
         return Path(text).expanduser()
@@ -39,12 +39,12 @@ def expanded(key: str, text: str) -> Path:
 
 
 def is_left_over(name: str) -> bool:
-    """Return whether a file or folder is hidden, or is what a system leaves beside data."""
+    """Return whether a file or folder is hidden, or is left by the operating system."""
     return name.startswith(".") or name in LEFT_OVERS
 
 
 def files_below(folder: Path) -> list[Path]:
-    """Return all files below a folder, except hidden ones and what systems leave."""
+    """Return all files in a folder and its subfolders, except hidden and system files."""
     if not folder.is_dir():
         return []
     found = (path for path in folder.rglob("*") if path.is_file())
@@ -54,24 +54,24 @@ def files_below(folder: Path) -> list[Path]:
 
 
 def folders_in(folder: Path) -> list[str]:
-    """Return the sorted names of a folder's folders, without hidden and system ones."""
+    """Return the sorted names of a folder's subfolders, except hidden and system folders."""
     return sorted(
         entry.name for entry in folder.iterdir() if entry.is_dir() and not is_left_over(entry.name)
     )
 
 
 def split_folders(root: Path, below: str = "", layouts: str = "") -> dict[Split, Path] | None:
-    """Return the folders of train and validation in a folder, None if it has neither.
+    """Return the folders of train and validation in a folder, or None if it has neither.
 
-    One of test is left out.
+    A folder for test is ignored.
 
     Args:
         root: The folder.
-        below: The folder that each of them must hold.
-        layouts: What is expected, for an error.
+        below: The folder that each of them must contain.
+        layouts: The expected layouts, for an error.
 
     Raises:
-        ConfigError: one of them without the other, or two of validation.
+        ConfigError: Only one of them exists, or there are two folders for validation.
     """
     found = {
         split: [root / name for name in names if (root / name / below).is_dir()]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 TIFF_SUFFIXES = (".tif", ".tiff")
 _MASK_MODES = ("1", "L", "P", "I", "I;16", "I;16B")
-_ORIENTATION = 274  # tag of EXIF
+_ORIENTATION = 274  # EXIF tag
 _UPRIGHT = 1
 _LAST_UNSWAPPED = 4
 _STUBS = ("BUFR", "FITS", "GRIB", "HDF5")  # formats that Pillow identifies but cannot read
@@ -34,7 +34,7 @@ _NOT_DECODED = ("webp",)  # TIFF compressions that Pillow knows but its libtiff 
 
 
 def gives_parts(path: Path, data: DataConfig) -> bool:
-    """Return whether `read_tiff` reads parts of a file with less memory than the whole.
+    """Return whether `read_tiff` can read parts of a file with less memory than the whole.
 
     The parts equal those of the image that `read_image` returns.
     """
@@ -50,13 +50,14 @@ def gives_parts(path: Path, data: DataConfig) -> bool:
 
 
 def read_image(path: Path, data: DataConfig, nodata: float | None = None) -> Values:
-    """Read an image file as (channels, height, width), scaled to cover height x width.
+    """Read an image file as (channels, height, width), scaled to cover height x width and cropped.
 
     The middle of the image is kept.
 
     Raises:
-        ConfigError: The file cannot be read, or would be misread: wider values without data.bits,
-            more than one page without data.page, CMYK, transparency that data.channels drops.
+        ConfigError: The file cannot be read, or would be misread: values of more than 8 bits
+            without data.bits, more than one page without data.page, CMYK, or transparency that
+            data.channels drops.
     """
     from PIL import ImageOps
     from PIL.Image import Resampling
@@ -85,10 +86,10 @@ def read_image(path: Path, data: DataConfig, nodata: float | None = None) -> Val
 
 
 def read_mask(path: Path, data: DataConfig, image: Path | None = None) -> NDArray[Any]:
-    """Read a mask file as the numbers in it, of shape (height, width).
+    """Read the numbers in a mask file, of shape (height, width).
 
-    Pixels with the file's nodata value become NO_LABEL, unless this value is the number of a class.
-    The mask is turned as its image is and fitted as `read_image` does, by the nearest pixel.
+    Pixels with the file's nodata value become NO_LABEL, unless this value is a class number. The
+    mask is turned like its image and fitted as in `read_image`, with the nearest pixel.
 
     Raises:
         ConfigError: The file cannot be read, has colours, or has another shape than its image.
@@ -127,7 +128,7 @@ def read_mask(path: Path, data: DataConfig, image: Path | None = None) -> NDArra
 def read_nodata(path: Path, data: DataConfig) -> float | None:
     """Return the nodata value of an image, or None if it has none.
 
-    The value is that of data.nodata, or else of the tag of a TIFF file.
+    The value comes from data.nodata, or else from the tag of a TIFF file.
     """
     from PIL import Image
 
@@ -139,7 +140,7 @@ def read_nodata(path: Path, data: DataConfig) -> float | None:
         with Image.open(path) as picture:
             picture.seek(data.page or 0)
             return _nodata_of(picture)
-    except Exception:  # a file that only tifffile reads
+    except Exception:  # a file that only tifffile can read
         return as_nodata(tag_of(path, data.page, NODATA_TAG))
 
 
@@ -165,7 +166,7 @@ def read_through(path: Path, data: DataConfig, nodata: float | None = None) -> N
         if is_wide:
             checked(np.asarray(picture)[np.newaxis], data, str(path), nodata)
         elif not has_checksums:
-            # Other formats carry no checksums, so Pillow's verify() would pass a truncated file.
+            # Other formats have no checksums, so Pillow's verify() would accept a truncated file.
             picture.draft("L", (1, 1))
             picture.load()
     if has_checksums:
@@ -186,8 +187,8 @@ def opened(
     """
     import PIL.Image
 
-    # Pillow guards web services against huge uploads; here huge images are the point, and the
-    # user's own.
+    # Pillow's limit protects web services from huge uploads; here huge images are intended, and
+    # they are the user's own.
     PIL.Image.MAX_IMAGE_PIXELS = None
     try:
         with PIL.Image.open(path) as picture:
@@ -203,7 +204,7 @@ def opened(
 
 
 def _is_for_tifffile(path: Path, data: DataConfig) -> bool:
-    """Return whether tifffile reads a file: Pillow would cut it to 8 bits or cannot decode it."""
+    """Return whether tifffile must read a file, because Pillow would cut or cannot decode it."""
     import PIL.Image
 
     if data.channels not in MODES:
@@ -225,7 +226,7 @@ def _is_for_tifffile(path: Path, data: DataConfig) -> bool:
 
 
 def _as_its_image(mask: Picture, path: Path, data: DataConfig, image: Path) -> Picture:
-    """Return a mask turned as its image is.
+    """Return a mask turned like its image.
 
     The mask is turned by its own orientation, or by the orientation of the image if that fits.
 
@@ -323,7 +324,7 @@ def _check_picture(picture: Picture, path: Path, data: DataConfig, is_mask: bool
 
 
 def _is_wide_colour(picture: Picture, data: DataConfig) -> bool:
-    """Return whether data.bits wants whole a TIFF of colours that Pillow would cut to 8 bits."""
+    """Return whether data.bits asks for a colour TIFF in full, which Pillow would cut to 8 bits."""
     wide = (
         picture.format == "TIFF" and not picture.mode.startswith("I;16") and _bits_of(picture) > 8
     )
@@ -338,7 +339,7 @@ def _is_opaque(picture: Picture) -> bool:
 
 
 def _bits_of(picture: Picture) -> int:
-    """Return the bits of a channel in the file, which Pillow cuts to 8 for colours."""
+    """Return the bits per channel in the file; Pillow cuts colours to 8."""
     if picture.mode.startswith("I;16"):
         return 16
     tags: Any = getattr(picture, "tag_v2", None)

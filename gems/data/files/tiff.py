@@ -1,4 +1,4 @@
-"""TIFF files of any width of values and number of channels, which Pillow would cut or refuse."""
+"""TIFF files with any width of values and number of channels, which Pillow would cut or refuse."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from numpy.typing import NDArray
 from gems.data.files.formats import unreadable
 from gems.errors import ConfigError
 
-# tags PhotometricInterpretation and PlanarConfiguration
+# values of the tags PhotometricInterpretation and PlanarConfiguration
 _GREY = (0, 1)
 _RGB = 2
 _SEPARATE = 2
 _UPRIGHT = 1
 NODATA_TAG = 42113  # GDAL_NODATA
-# None, LZW, Deflate (two numbers), PackBits and Zstandard: all decoders give the same values.
+# None, LZW, Deflate (two numbers), PackBits and Zstandard: all decoders return the same values.
 _LOSSLESS = (1, 5, 8, 32946, 32773, 50000)
-_LEAST_SEGMENTS = 4  # by which rows are read with much less than the whole
+# with fewer segments, reading rows saves too little memory
+_LEAST_SEGMENTS = 4
 
 Part = tuple[slice, slice]  # rows and columns
 
@@ -29,8 +30,8 @@ Part = tuple[slice, slice]  # rows and columns
 def part_type(path: Path, page: int | None, channels: int, sides_px: tuple[int, int]) -> Any:
     """Return the type of a page's values if parts of it can be read with much less memory.
 
-    Otherwise return None. Such a page has the wanted sides, and its values are stored plainly in
-    the file, or in many tiles or strips.
+    Otherwise return None. Such a page has the requested sides, and its values are stored
+    uncompressed in the file, or in many tiles or strips.
     """
     import tifffile
 
@@ -49,20 +50,20 @@ def part_type(path: Path, page: int | None, channels: int, sides_px: tuple[int, 
                 if _segment_px(chosen)[0] * _LEAST_SEGMENTS > chosen.imagelength:
                     return None
             return chosen.dtype
-    except Exception:  # which reading it whole reports
+    except Exception:  # reading the whole image reports the error
         return None
 
 
 def read_tiff(
     path: Path, page: int | None, channels: int, part: Part | None = None
 ) -> NDArray[Any]:
-    """Return a page or a part of it as (channels, height, width), of the file's own type.
+    """Return a page or a part of it as (channels, height, width), in the file's own type.
 
     No further copy is made.
 
     Raises:
-        ConfigError: The file cannot be read, it has several pages and `page` is None, the number of
-            channels differs, or values, colours or an orientation would be misread.
+        ConfigError: The file cannot be read; it has several pages and `page` is None; the number of
+            channels differs; or values, colours or an orientation would be misread.
     """
     import tifffile
 
@@ -97,7 +98,11 @@ def read_tiff(
 
 
 def sides_of(path: Path, page: int | None) -> tuple[int, int]:
-    """Return the (width, height) of a page; raises ConfigError if it cannot be read."""
+    """Return the (width, height) of a page.
+
+    Raises:
+        ConfigError: The page cannot be read.
+    """
     import tifffile
 
     try:
@@ -109,7 +114,7 @@ def sides_of(path: Path, page: int | None) -> tuple[int, int]:
 
 
 def tag_of(path: Path, page: int | None, number: int) -> Any:
-    """Return the value of a page's tag, None if it has none or cannot be read."""
+    """Return the value of a page's tag, or None if it has no such tag or cannot be read."""
     import tifffile
 
     try:
@@ -125,14 +130,14 @@ def _name(code: Any) -> str:
 
 
 def _segment_px(page: Any) -> tuple[int, int]:
-    """Return the sides of a tile or strip."""
+    """Return the height and width of a tile or strip."""
     if page.is_tiled:
         return page.tilelength, page.tilewidth
     return min(page.rowsperstrip, page.imagelength), page.imagewidth
 
 
 def _read_part(page: Any, rows: slice, columns: slice) -> NDArray[Any]:
-    """Return rows and columns of a page, with axes as those of the whole."""
+    """Return rows and columns of a page, with the axes of the whole page."""
     file = page.parent.filehandle
     is_separate = page.samplesperpixel > 1 and page.planarconfig == _SEPARATE
     if page.is_memmappable:
@@ -153,8 +158,9 @@ def _read_part(page: Any, rows: slice, columns: slice) -> NDArray[Any]:
     of_columns = range(columns.start // width, ceil(columns.stop / width))
     for plane, row, column in product(range(planes), of_rows, of_columns):
         index = (plane * down + row) * across + column
+        # the writer of the file left the segment out: all values are 0
         if not page.databytecounts[index]:
-            continue  # left out by who wrote the file: all 0
+            continue
         file.seek(page.dataoffsets[index])
         segment = page.decode(file.read(page.databytecounts[index]), index)[0]
         top = row * height

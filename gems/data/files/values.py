@@ -1,4 +1,4 @@
-"""Values of images as they are in files: their range, those that hold no data, and other sides."""
+"""Values of images as stored in files: their range, nodata values, and resizing."""
 
 from __future__ import annotations
 
@@ -11,23 +11,26 @@ from numpy.typing import NDArray
 from gems.config.schema import DataConfig
 from gems.errors import ConfigError
 
-Values = NDArray[Any]  # (channels, height, width), of the file's own type
+Values = NDArray[Any]  # (channels, height, width), in the file's own type
 
 _BYTE = 255.0
-_SLACK = 1e-3  # of floats from 0 to 1, for what resampling and rounding add
-_LEAST_SCALE = 1.5  # of two sizes of one shape, of which the smaller may have been rounded
-_LARGEST = 3.4e38  # of float32, of which texts give some digits
+# tolerance for floats from 0 to 1, which resampling and rounding may exceed
+_SLACK = 1e-3
+# ratio of two sizes of the same shape from which the smaller may have been rounded
+_LEAST_SCALE = 1.5
+# about the largest float32; texts contain only some of its digits
+_LARGEST = 3.4e38
 
 
 def range_of(dtype: Any, bits: int | None) -> float:
-    """Return the largest value of images: of bytes, of data.bits, or 1 of floats."""
+    """Return the largest value of images: 255 for bytes, 1 for floats, or that of data.bits."""
     if dtype == np.uint8:
         return _BYTE
     return 1.0 if np.issubdtype(dtype, np.floating) else 2.0 ** (bits or 16) - 1
 
 
 def as_nodata(value: Any) -> float | None:
-    """Return the number in data.nodata, a tag or an attribute; None if there is none."""
+    """Return the number in data.nodata, a tag or an attribute, or None if it is not a number."""
     try:
         return float(np.asarray(value).ravel()[0])
     except (IndexError, TypeError, ValueError):
@@ -35,7 +38,7 @@ def as_nodata(value: Any) -> float | None:
 
 
 def is_nodata(values: NDArray[Any], nodata: float) -> NDArray[np.bool_]:
-    """Return where values are the one that stands for no data."""
+    """Return a mask of the values that equal the nodata value."""
     if math.isnan(nodata):
         return np.asarray(np.isnan(values))
     if abs(nodata) >= _LARGEST and np.issubdtype(values.dtype, np.floating):
@@ -46,11 +49,11 @@ def is_nodata(values: NDArray[Any], nodata: float) -> NDArray[np.bool_]:
 def checked(
     values: Values, data: DataConfig, name: str, nodata: float | None = None, first_row: int = 0
 ) -> Values:
-    """Return the values of an image, or of its rows from `first_row` on.
+    """Return the values of an image, or of its rows from `first_row` on, after checking them.
 
     Raises:
-        ConfigError: other channels than data.channels, values beyond data.bits, floats that are not
-            finite, or floats beyond 0 to 1 under a normalisation that takes no others.
+        ConfigError: The number of channels is not data.channels, values exceed data.bits, floats
+            are not finite, or floats are outside 0 to 1 and the normalisation requires that range.
     """
     if len(values) != data.channels:
         raise ConfigError(
@@ -59,7 +62,7 @@ def checked(
             f"{name} has {len(values)}",
             f"set data.channels={len(values)}",
         )
-    is_whole = values.dtype.kind == "u"  # of either order of bytes
+    is_whole = values.dtype.kind == "u"  # in either byte order
     if is_whole and values.dtype.itemsize == 2 and data.bits is None:
         raise ConfigError(
             "data.bits",
@@ -88,7 +91,7 @@ def checked(
 
 
 def have_one_shape(first: tuple[int, ...], second: tuple[int, ...]) -> bool:
-    """Return whether two (width, height) are equal up to scale.
+    """Return whether two sizes (width, height) are equal up to scale.
 
     A scaled side may have been rounded to whole pixels.
     """
@@ -119,7 +122,7 @@ def fitted(
     The middle is kept. A value that would be mixed with a nodata value becomes a nodata value too.
 
     Raises:
-        ConfigError: As `checked`.
+        ConfigError: As in `checked`.
     """
     from PIL import ImageOps
     from PIL.Image import Resampling, fromarray
