@@ -1,1 +1,1 @@
-"""Ranks as child processes of this machine, and programs that run beside them."""
+"""Ranks as child processes of this machine, and programs that accompany them."""

@@ -44,7 +44,7 @@ KEPT = ("SLURM_CONF", "PMIX_MCA_", "PBS_CONF_FILE", "PBS_SERVER", "PBS_DEFAULT",
 GRACE_S = 5.0
 POLL_S = 0.1
 TAIL_LINES = 200
-# Hydra's last lines help to find the rank at fault. On a screen they are noise, and they may name
+# Hydra's last lines help to find the failing rank. On a screen they are noise, and they may name
 # another rank.
 NOISE = re.compile(
     rb"\[mpiexec@[^\]]*\] Exit codes:|={80,}\s*$|=   (BAD TERMINATION|PID|EXIT CODE|CLEANING UP|YOU"
@@ -69,10 +69,10 @@ class Ended:
 def mpiexec_argv(num_ranks: int, program: Sequence[str]) -> list[str]:
     """Return the command line that starts `num_ranks` ranks of `program` on this machine.
 
-    The mpiexec beside the interpreter (from the mpich wheel) comes before the one on PATH.
+    The mpiexec in the interpreter's folder (from the mpich wheel) is preferred to the one on PATH.
 
     Raises:
-        ConfigError: there is no mpiexec.
+        ConfigError: There is no mpiexec.
     """
     mpiexec = _find_mpiexec()
     return [mpiexec, *_flags(mpiexec), "-n", str(num_ranks), *program]
@@ -93,7 +93,7 @@ def _find_mpiexec() -> str:
 
 @functools.cache
 def _flags(mpiexec: str) -> tuple[str, ...]:
-    """Return the flags to start more ranks than cores, also as root, and to name dead ranks."""
+    """Return the flags to start more ranks than cores, also as root, and to report dead ranks."""
     family = _family(mpiexec)
     if family == "mpich":
         return ("-print-all-exitcodes",)
@@ -130,10 +130,9 @@ def _family(mpiexec: str) -> str | None:
 def without_leftovers(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment without variables of an enclosing allocation or MPI process.
 
-    mpiexec takes SLURM_* as an order to start ranks by srun. sbatch prefers SBATCH_* to the
-    script's own lines. PMI_* makes a process believe that it is a rank of another world. mpiexec
-    finds the nodes of a job by PBS_NODEFILE. Variables that locate a server, such as SLURM_CONF,
-    stay.
+    mpiexec would start ranks with srun because of SLURM_*. sbatch prefers SBATCH_* to the script's
+    own lines. PMI_* makes a process believe that it is a rank of another world. mpiexec finds the
+    nodes of a job through PBS_NODEFILE. Variables that locate a server, such as SLURM_CONF, stay.
     """
     return {
         name: value
@@ -143,10 +142,10 @@ def without_leftovers(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def rank_environment(threads_per_rank: int, *, keep_slurm: bool = False) -> dict[str, str]:
-    """Return the environment of ranks: this process's, with thread counts and required switches.
+    """Return the environment of ranks: that of this process, with thread counts and switches.
 
-    `keep_slurm` is for srun, which must see its allocation. mpiexec must not see it: its ranks
-    belong on this machine, even inside an allocation.
+    `keep_slurm` is for srun, which must see its allocation. mpiexec must not see it, because its
+    ranks belong on this machine, even inside an allocation.
     """
     base = dict(os.environ) if keep_slurm else without_leftovers(os.environ)
     threads = {f"{name}_NUM_THREADS": str(threads_per_rank) for name in ("OMP", "MKL", "OPENBLAS")}
@@ -171,14 +170,13 @@ def run_ranks(
 ) -> Ended:
     """Run a launcher to its end; pass its output to stderr (`echo`), `log` and `on_line`.
 
-    Its input is the file descriptor `source`, empty by default.
-
-    The launcher and every process under it are ended on time-out, SIGTERM, SIGHUP,
-    KeyboardInterrupt, or when `give_up` (polled) returns true. They get SIGTERM and after `grace_s`
-    SIGKILL. KeyboardInterrupt is raised again.
+    Its input is the file descriptor `source`, empty by default. The launcher and all its
+    descendants are ended on time-out, SIGTERM, SIGHUP, KeyboardInterrupt, or when `give_up`
+    (polled) returns True. They get SIGTERM and after `grace_s` SIGKILL. KeyboardInterrupt is raised
+    again.
 
     Raises:
-        ConfigError: the launcher's program cannot be started.
+        ConfigError: The launcher's program cannot be started.
     """
     deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
     timed_out = gave_up = False
@@ -230,12 +228,12 @@ class _Pump:
         self._on_line = on_line
         self._rest = b""
         self._shown = 0
-        self.tail: deque[str] = deque(maxlen=TAIL_LINES)  # the last lines, without the empty ones
+        self.tail: deque[str] = deque(maxlen=TAIL_LINES)  # the last lines, without empty ones
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait until all is read, but not for an orphan that holds the pipe open."""
+        """Wait until all output is read, but not for an orphan that keeps the pipe open."""
         self._thread.join(timeout=2.0)
         if not self._thread.is_alive():
             self._source.close()
@@ -274,8 +272,8 @@ class _Pump:
 def _noting_signals() -> Iterator[list[str]]:
     """Collect SIGTERM and SIGHUP in a list while the block runs.
 
-    Signals are only collected in the main thread, because Python allows no other. SIGHUP is left to
-    a caller's own handler, and to nohup, which ignores it.
+    Signals are only collected in the main thread, because Python allows no other. A caller's own
+    SIGHUP handler stays, and so does nohup, which ignores SIGHUP.
     """
     noted: list[str] = []
     if threading.current_thread() is not threading.main_thread():

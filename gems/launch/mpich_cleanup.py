@@ -1,6 +1,6 @@
-"""MPICH's shared-memory files that outlive killed ranks.
+"""Remove MPICH's shared-memory files that outlive killed ranks.
 
-`python -m gems.launch.mpich_cleanup` removes them.
+The command is `python -m gems.launch.mpich_cleanup`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ MIN_AGE_S = 2.0
 def remove_stale_shared_memory(folder: Path = FOLDER, min_age_s: float = MIN_AGE_S) -> list[Path]:
     """Remove MPICH's shared-memory files of this user that no process maps, and return their paths.
 
-    They are left when ranks are killed, and named by SLURM's job and step: a requeued job on the
-    same node attaches to the old file and hangs. Files that processes map, or that may have just
-    been made (younger than `min_age_s`), are another run's and stay.
+    They remain after ranks are killed, and are named by SLURM's job and step: a requeued job on the
+    same node attaches to the old file and hangs. Files that processes map, or that may be new
+    (younger than `min_age_s`), belong to another run and stay.
     """
     now_s = time.time()
     stale = []
@@ -44,8 +44,8 @@ def remove_stale_shared_memory(folder: Path = FOLDER, min_age_s: float = MIN_AGE
 
 
 def _mapped_by_own_processes() -> set[str]:
-    # a process that hides its memory is no rank, and losing the name of a file that it has mapped
-    # would not harm it
+    # a process that hides its memory is not a rank, and a process keeps a file that it has mapped
+    # even after the name is removed
     mapped: set[str] = set()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):

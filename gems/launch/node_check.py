@@ -1,10 +1,10 @@
-"""The check of a job's nodes before its ranks start.
+"""Check a job's nodes before its ranks start.
 
-`python -m gems.launch.node_check RUN_FOLDER GPUS`, once a node.
-It prints what it found as one line of JSON, reads a line with the addresses of all nodes, tries the
-link to the next one, prints that, and ends with its input. The launcher has both ends: srun gives
-its input to every task. What earlier ranks left in shared memory is removed first. Needs the
-standard library only.
+The command is `python -m gems.launch.node_check RUN_FOLDER GPUS`, once per node. It prints its
+result as one line of JSON, reads a line with the addresses of all nodes, tries the link to the next
+node, prints that result, and ends at the end of its input. The launcher has both ends: srun gives
+its input to every task. Files that earlier ranks left in shared memory are removed first. The
+module needs only the standard library.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ MIN_SHARED_BYTES = 32 << 20
 PROBE_BYTES = 1 << 16
 LINK_LIMIT_S = 10.0
 TOOL_LIMIT_S = 15.0
-ANY_PATH = ("192.0.2.1", 9)  # an address of no host: a UDP socket that is connected sends nothing
+# an address of no host: connecting a UDP socket sends nothing
+ANY_PATH = ("192.0.2.1", 9)
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 IGNORED = ("nvidia-cuda-mps", "-")  # processes that share a GPU by design
 Run = Callable[[list[str]], str | None]
 
 
 def main(argv: list[str]) -> int:
-    """Check this node and its link to the next one; return 0, whatever was found."""
+    """Check this node and its link to the next one; return 0, whatever the result."""
     if len(argv) != 2 or not argv[1].isdecimal():
         print("usage: python -m gems.launch.node_check RUN_FOLDER GPUS", file=sys.stderr)
         return 2
@@ -50,17 +51,17 @@ def main(argv: list[str]) -> int:
         say({"node": node, "address": address, "time_ns": time.time_ns(), "fault": found})
         addresses = json.loads(sys.stdin.readline() or "{}")
         say({"node": node, "link": link_fault(node, addresses)})
-        sys.stdin.read()  # others still try the link to this node
+        sys.stdin.read()  # other nodes still try the link to this one
     return 0
 
 
 def say(document: Mapping[str, Any]) -> None:
-    """Print a line of JSON."""
+    """Print an object as a line of JSON."""
     print(json.dumps(document), flush=True)
 
 
 def node_fault(folder: Path, gpus: int, shared_memory: Path) -> str | None:
-    """Return what keeps ranks from running on this node, or None."""
+    """Return the reason why ranks cannot run on this node, or None."""
     try:
         is_seen = (folder / "run.yaml").is_file()
     except OSError as error:
@@ -73,10 +74,7 @@ def node_fault(folder: Path, gpus: int, shared_memory: Path) -> str | None:
 
 
 def shared_memory_fault(folder: Path) -> str | None:
-    """Return what is wrong with the folder of shared memory, by which MPI sends inside a node.
-
-    None if it is fine.
-    """
+    """Return the fault of the folder of shared memory, which MPI uses inside a node, or None."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(PROBE_BYTES))
@@ -90,7 +88,7 @@ def shared_memory_fault(folder: Path) -> str | None:
 
 
 def run_tool(argv: list[str]) -> str | None:
-    """Return what a vendor's tool prints; None without the tool, or if it fails."""
+    """Return the output of a vendor's tool, or None if it is missing or fails."""
     if shutil.which(argv[0]) is None:
         return None
     with contextlib.suppress(OSError, subprocess.SubprocessError):
@@ -103,9 +101,9 @@ def run_tool(argv: list[str]) -> str | None:
 
 
 def gpu_fault(gpus: int, environment: Mapping[str, str], run: Run) -> str | None:
-    """Return what is wrong with this job's GPUs of a node, by nvidia-smi or rocm-smi.
+    """Return the fault of this job's GPUs on a node, according to nvidia-smi or rocm-smi.
 
-    None without both tools.
+    Return None if there is no fault, or without both tools.
     """
     visible = next((environment[name] for name in VISIBLE if environment.get(name)), None)
     chosen = [f"--id={visible}"] if visible is not None else []
@@ -133,7 +131,7 @@ def gpu_fault(gpus: int, environment: Mapping[str, str], run: Run) -> str | None
 def own_address() -> str:
     """Return the address under which other nodes reach this one.
 
-    Of its name, or else of its way out.
+    It is the address of the node's name, or else of its outgoing connection.
     """
     with contextlib.suppress(OSError):
         found = socket.gethostbyname(os.uname().nodename)
@@ -146,7 +144,7 @@ def own_address() -> str:
 
 
 def answer_probes(server: socket.socket) -> None:
-    """Send each connection its bytes back, until the server is closed."""
+    """Send the bytes of each connection back, until the server is closed."""
     with contextlib.suppress(OSError):
         while True:
             connection, _ = server.accept()
@@ -156,7 +154,7 @@ def answer_probes(server: socket.socket) -> None:
 
 
 def link_fault(node: str, addresses: Mapping[str, tuple[str, int]]) -> str | None:
-    """Return why a message does not come back from the node after this one in a ring, or None."""
+    """Return why a message does not come back from the next node in the ring, or None."""
     ring = list(addresses)
     if node not in addresses or len(ring) < 2:
         return None

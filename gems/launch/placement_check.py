@@ -1,10 +1,10 @@
 """The program of a probing rank.
 
-`gems/launch/placement_check.py RUN_FOLDER RANKS RANKS_PER_NODE GPUS_PER_NODE`.
-It asks whether the launcher gave this rank the place that the run wants, by the variables that
-launchers set. It starts no MPI and imports two modules, so that a thousand ranks start in seconds
-where the real program would take minutes. A rank that finds something wrong leaves
-FAILED.rank<k>.json; the first one leaves result.json.
+The command is `gems/launch/placement_check.py RUN_FOLDER RANKS RANKS_PER_NODE GPUS_PER_NODE`. It
+checks whether the launcher placed this rank as the run requires, using the variables that launchers
+set. It does not start MPI and imports only two modules, so a thousand ranks start in seconds,
+whereas the real program would take minutes. A rank that finds a fault writes FAILED.rank<k>.json;
+the first one writes result.json.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from __future__ import annotations
 import os
 import sys
 
-TYPE_CHECKING = False  # typing's own name for it would cost each rank the import
+# importing it from typing would cost each rank the import
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any
@@ -46,7 +47,7 @@ WRONG_PLACE = 2
 
 
 def main(argv: Sequence[str]) -> int:
-    """Check this rank's place; return 0, or 2 if it is not the one that was asked for."""
+    """Check this rank's place; return 0, or 2 if it is not the required one."""
     if len(argv) != 4 or not all(word.isdecimal() for word in argv[1:]):
         print(
             "usage: placement_check.py RUN_FOLDER RANKS RANKS_PER_NODE GPUS_PER_NODE",
@@ -97,10 +98,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def fault_of(environment: Mapping[str, str], ranks: int, per_node: int, gpus: int) -> str | None:
-    """Return what is wrong with the place of the rank that has these variables, or None.
+    """Return the fault of the place of the rank with these variables, or None.
 
-    The run wants a world of `ranks`, `per_node` of them on a node, and `gpus` of a node's GPUs, 0
-    for none. Without a list of the visible GPUs a rank sees all of its node.
+    The run requires a world of `ranks`, with `per_node` of them on a node, and `gpus` of a node's
+    GPUs, or 0 for none. Without a list of visible GPUs, a rank sees all GPUs of its node.
     """
     rank = _number(environment, RANK)
     size = _number(environment, NUM_RANKS)
@@ -141,7 +142,7 @@ def _number(environment: Mapping[str, str], names: Sequence[str]) -> int | None:
 def _write(path: str, document: dict[str, Any]) -> None:
     """Write a JSON file that appears complete or not at all.
 
-    Modules that few ranks need are imported by those.
+    Modules that few ranks need are imported only by these ranks.
     """
     import json
 

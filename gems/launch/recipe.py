@@ -19,7 +19,7 @@ CHECKER = "gems.engine.verification.recipe"
 
 
 def needs_check(spec: RunSpec) -> bool:
-    """Return whether a run trains by more than names that the schema has checked."""
+    """Return whether the recipe of a run has more than names that the schema has checked."""
     recipe = (spec.loss, spec.optimizer, spec.lr_scheduler)
     return spec.machine.kind == "real" and (
         any(part.target is not None or part.kwargs for part in recipe)
@@ -33,13 +33,13 @@ def needs_check(spec: RunSpec) -> bool:
 
 
 def check_recipe(spec: RunSpec) -> str:
-    """Check the recipe of a resolved run as its ranks would, and return what was checked.
+    """Check the recipe of a resolved run as its ranks would, and return a summary.
 
     A child process does so once for each configuration and state of the code, unless torch is
     loaded here.
 
     Raises:
-        ConfigError: the first part of it that a rank would refuse.
+        ConfigError: A rank would refuse a part of the recipe; the error names the first one.
     """
     if "torch" in sys.modules:
         import_module(CHECKER).check(spec)
@@ -58,7 +58,10 @@ def _own_metrics(spec: RunSpec) -> dict[str, str | None]:
 
 
 def _key(spec: RunSpec) -> str:
-    """Return what the check depends on, so that the points of a study that differ in numbers share an answer."""
+    """Return the inputs of the check as a text.
+
+    Points of a study that differ in numbers only have the same key, and share a result.
+    """
     optimizer = {
         **asdict(spec.optimizer),
         "lr": 1.0,
@@ -86,7 +89,7 @@ def _key(spec: RunSpec) -> str:
 
 
 def _own_code(spec: RunSpec) -> Iterator[tuple[str, str]]:
-    """Yield the targets whose code is in a folder of the user's, with the folder."""
+    """Yield the targets whose code is in a folder of the user, with the folder."""
     parts = (spec.model, spec.data, spec.loss, spec.optimizer, spec.lr_scheduler)
     targets = {part.target: part.path for part in parts if part.target is not None} | _own_metrics(
         spec

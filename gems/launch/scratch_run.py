@@ -1,6 +1,6 @@
-"""Short runs in ranks of this machine, in a folder that is thrown away.
+"""Short runs in ranks of this machine, in a temporary folder.
 
-To verify, to evaluate and to predict.
+They are used to verify, evaluate and predict.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ def run_program(
     needs_labels: bool = True,
     trains: bool = True,
 ) -> dict[str, Any]:
-    """Prepare a resolved run in a scratch folder, run a function in its ranks, and return their result.json.
+    """Run a function in the ranks of a resolved run, in a scratch folder, and return the result.
 
-    The function, as module:name, is one that `gems.engine.program` takes; it finds `request` as
-    request.json in the folder. Nothing is counted, so no step is left out of figures.
+    The result is the content of result.json. The function, as module:name, is one that
+    `gems.engine.program` accepts; it finds `request` as request.json in the folder. No step counts
+    for figures, so no warm-up steps are skipped.
 
     Raises:
-        ConfigError: a configuration that cannot be run here.
-        DoesNotFitError: a rank would hold more than its device.
-        RankFailedError: a rank ended before there was a result; with the exit code of the first
-        that failed.
+        ConfigError: The configuration cannot be run here.
+        DoesNotFitError: A rank would hold more than its device.
+        RankFailedError: A rank ended before there was a result; its exit code is that of the first
+            rank that failed.
     """
     with tempfile.TemporaryDirectory(prefix=f"gems-{verb}-") as scratch:
         scratch_spec = replace(spec, runs_dir=scratch, benchmark=BenchmarkConfig(skip_steps=0))

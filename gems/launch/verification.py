@@ -9,8 +9,8 @@ from gems.config.schema import RunSpec
 from gems.launch.scratch_run import run_program
 
 STEPS = 2
-# Only one step is compared: sums in another order change last digits, and weights with different
-# last digits may round to different bfloat16 values.
+# Only one step is compared: a different order of summation changes the last digits, and weights
+# with different last digits may round to different bfloat16 values.
 MIXED_STEPS = {"bf16_mixed": 1}
 TOLERANCES = {
     "float64": 1e-12,
@@ -22,9 +22,10 @@ TOLERANCES = {
 # In strips, 16 bits also round the gradients of rows that two strips read, and of data that all
 # strips read.
 IN_STRIPS = {"bf16_mixed": 0.2, "fp16_mixed": 0.05}
-# On a GPU, kernels save other tensors than on a CPU; the prediction follows the CPU.
+# On a GPU, kernels save other tensors than on a CPU; the prediction is based on the CPU.
 BYTES_TOLERANCE = 0.05
-ROUNDINGS = 10.0  # times the change that the last digit of the images causes
+# a multiple of the change that the last digit of the images causes
+ROUNDINGS = 10.0
 COMPARE = "gems.engine.verification.compare:compare_run"
 
 
@@ -86,9 +87,9 @@ def verify(spec: RunSpec) -> Verification:
     rank. Both compute in float64, or in train.precision if that is not the default.
 
     Raises:
-        ConfigError: the configuration cannot be run here.
-        DoesNotFitError: a rank would hold more than its device.
-        RankFailedError: a rank ended before the comparison was done.
+        ConfigError: The configuration cannot be run here.
+        DoesNotFitError: A rank would hold more than its device.
+        RankFailedError: A rank ended before the comparison was done.
     """
     precision = "float64" if spec.train.precision == "float32" else spec.train.precision
     train = replace(spec.train, precision=precision, steps=steps_of(precision))

@@ -31,7 +31,8 @@ def atomic_write(path: Path, *, sync: bool = False) -> Iterator[Path]:
         if error.filename is None:  # a write to an open file sets no name
             error.filename = str(path)
         raise
-    finally:  # after a success too: replacing a file by a hard link to itself changes nothing (POSIX)
+    # after a success too: replacing a file by a hard link to itself changes nothing (POSIX)
+    finally:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
     if sync:

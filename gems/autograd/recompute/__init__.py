@@ -1,1 +1,1 @@
-"""Recomputation of layers before their backward, bit-equal to their first forward."""
+"""Recompute layers before their backward, bit-equal to their first forward."""

@@ -1,6 +1,6 @@
 """State of layers that recomputation must not advance.
 
-Running statistics, counters and random generators.
+It consists of running statistics, counters and random generators.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# These need no copies: with tracking off they normalise by the batch alone, as in the first
+# These need no copies: with tracking disabled they normalise by the batch alone, as in the first
 # forward.
 _BATCH_NORMS = (nn.modules.batchnorm._BatchNorm.forward, nn.SyncBatchNorm.forward)
 
@@ -22,7 +22,7 @@ _BATCH_NORMS = (nn.modules.batchnorm._BatchNorm.forward, nn.SyncBatchNorm.forwar
 class _Entry:
     """A buffer or number of a layer before a forward.
 
-    `home[name]` was `value`, a tensor equal to `copy`.
+    `home[name]` was `value`, a tensor that equals `copy`.
     """
 
     home: dict[str, Any]
@@ -45,9 +45,10 @@ ChangedState = tuple[_Entry, ...]
 class LayerState:
     """Buffers and numeric attributes that a forward changes in its layers.
 
-    What a forward changed is kept for each micro-batch, so that recomputation starts from the same
-    state whatever ran in between. Batch norm's running statistics are left alone by its own switch,
-    `track_running_stats`. Layers of `torch.nn` without buffers have no state.
+    The previous values of what a forward changed are stored for each micro-batch, so recomputation
+    starts from the same state, whatever ran in between. The running statistics of batch norm are
+    protected by its own switch, `track_running_stats`. Layers of `torch.nn` without buffers have no
+    state.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -62,7 +63,7 @@ class LayerState:
     def record(self) -> Callable[[], ChangedState]:
         """Record the state before a forward.
 
-        The function returned, called after it, returns what has changed.
+        Return a function that, called after the forward, returns the state that has changed.
         """
         entries = [entry for module in self._others for entry in _entries(module)]
 
@@ -80,7 +81,7 @@ class LayerState:
 
     @contextmanager
     def replay(self, state: ChangedState) -> Iterator[None]:
-        """Run layers from an earlier state inside the block, and restore the present one after it."""
+        """Run layers from an earlier state inside the block, then restore the current state."""
         tracked = [(vars(module), vars(module)["track_running_stats"]) for module in self._norms]
         now = [(entry, entry.home[entry.name]) for entry in state]
         try:
@@ -97,10 +98,7 @@ class LayerState:
 
 
 class RandomState:
-    """The random generators that layers on a device may draw from.
-
-    Torch's, and those that layers own.
-    """
+    """The random generators that layers on a device may use: torch's, and the layers' own."""
 
     def __init__(self, root: nn.Module, device: torch.device) -> None:
         self._generators = [torch.default_generator]
@@ -120,14 +118,14 @@ class RandomState:
             generator.set_state(state)
 
     def has_advanced(self, since: Sequence[Tensor]) -> bool:
-        """Return whether numbers were drawn since then."""
+        """Return whether random numbers were drawn since then."""
         return not all(torch.equal(was, now) for was, now in zip(since, self.get(), strict=True))
 
     @contextmanager
     def replay(self, states: Sequence[Tensor] | None) -> Iterator[None]:
-        """Draw from `states` inside the block, and restore the present states after it.
+        """Draw from `states` inside the block, and restore the current states afterwards.
 
-        Do nothing for None.
+        Do nothing if `states` is None.
         """
         now = None if states is None else self.get()
         try:

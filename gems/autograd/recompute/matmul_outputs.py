@@ -35,7 +35,7 @@ MATMULS = frozenset(
         _aten._scaled_dot_product_cudnn_attention,
     }
 )
-# Operators that take a tensor for its shape alone and read nothing of it, as dropout does for its
+# Operators that use only the shape of a tensor and do not read its values, as dropout does for its
 # mask.
 _OF_SHAPES = frozenset(
     {
@@ -62,10 +62,10 @@ def is_matmul(func: Any) -> bool:
 
 @dataclass(slots=True)
 class MatmulOutput:
-    """The outputs of one call and how it was called; `outputs` is empty once they are dropped.
+    """The outputs of one call, and how it was called; `outputs` is empty once they are dropped.
 
-    If `is_changed`, the layers changed the outputs in place before anything read them: the changed
-    values are kept, and recomputation leaves that change out.
+    If `is_changed`, the layers changed the outputs in place before anything read them. The changed
+    values are kept, and recomputation skips that change.
     """
 
     func: Any
@@ -83,7 +83,7 @@ class MatmulOutput:
 
     @property
     def is_valid(self) -> bool:
-        """Whether the outputs are kept, and nothing has changed them after the layers."""
+        """Whether the outputs are kept and unchanged since the layers ran."""
         return bool(self.outputs) and self.versions == tuple(
             tensor._version for tensor in self.tensors()
         )
@@ -113,9 +113,9 @@ class MatmulOutputs(deque[MatmulOutput]):
 class RecordMatmuls(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode that keeps the outputs of convolutions and matrix products.
 
-    An output that is changed in place before anything reads it is kept as changed (a convolution
-    before an activation that works in place). An output that is read first is dropped, and
-    recomputed.
+    An output that is changed in place before anything reads it is kept in its changed form (for
+    example a convolution before an in-place activation). An output that is read first is dropped
+    and recomputed.
     """
 
     def __init__(self, outputs: MatmulOutputs, random: RandomState) -> None:
@@ -180,7 +180,7 @@ class ReplayMatmuls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._outputs = outputs
         self._random = random
-        # a weak reference also holds the address, so that no memory made later has it
+        # a weak reference also keeps the address, so that no later allocation gets it
         self._changed: dict[int, StorageWeakRef] = {}
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
@@ -251,7 +251,7 @@ def _written(func: Any) -> tuple[tuple[int, str], ...]:
 
 @cache
 def _is_view(func: Any) -> bool:
-    """Return whether an operator reads nothing, and returns a view of an argument."""
+    """Return whether an operator reads no values and returns a view of an argument."""
     aliases = [argument.alias_info for argument in func._schema.arguments]
     return any(alias is not None and not alias.is_write for alias in aliases) and not _written(func)
 

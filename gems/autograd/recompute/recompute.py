@@ -20,9 +20,9 @@ Run = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
 class RecomputeContext:
     """What the first forward of a micro-batch leaves for its recomputation, besides the inputs.
 
-    `random` is the state that random numbers were drawn from, None if none were drawn; `state` the
-    state of layers before what the forward changed; `matmuls` what selective recomputation does not
-    compute twice.
+    `random` is the state from which random numbers were drawn, or None if none were drawn. `state`
+    is the state of the layers before the forward changed it. `matmuls` are the outputs that
+    selective recomputation does not compute again.
     """
 
     random: tuple[Tensor, ...] | None = None
@@ -30,26 +30,26 @@ class RecomputeContext:
     matmuls: MatmulOutputs | None = None
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors of activation size that are kept, outputs of matrix products.
+        """Yield the kept tensors of activation size, which are outputs of matrix products.
 
         Each is freed when used.
         """
         return iter(()) if self.matmuls is None else self.matmuls.tensors()
 
     def drop(self) -> None:
-        """Free all that is kept."""
+        """Free everything that is kept."""
         self.random = None
         self.state = ()
         self.matmuls = None
 
 
 class Recomputation:
-    """Neighbouring layers that run without a graph first, and later again with one (Chen et al. 2016, section 3).
+    """Adjacent layers that run first without a graph, and later again with one.
 
-    Both runs return the same bits, and leave all as after one run: random numbers are drawn once,
-    running statistics and counters advance once. If `is_selective`, outputs of convolutions and
-    matrix products are kept and only what lies between them is recomputed. Micro-batches may be in
-    flight in any order.
+    Source: Chen et al. 2016, section 3. Both runs return the same bits, and leave everything as
+    after one run: random numbers are drawn once, and running statistics and counters advance once.
+    If `is_selective`, the outputs of convolutions and matrix products are kept, and only the
+    operations between them are recomputed. Micro-batches may be in flight in any order.
     """
 
     def __init__(self, modules: nn.ModuleList, is_selective: bool = False) -> None:
@@ -61,16 +61,14 @@ class Recomputation:
     def forward(
         self, inputs: Sequence[Tensor], run: Run | None = None
     ) -> tuple[tuple[Tensor, ...], RecomputeContext]:
-        """Run the layers and drop what autograd saves.
+        """Run the layers, drop what autograd saves, and return the outputs and a context.
 
-        Return the outputs, detached, and what `recompute` needs.
-        `inputs` are as they will be given to `recompute`; those whose gradient is wanted require it
-        here too. `run` runs the layers, for example with a loss after them; by default one after
-        the other.
+        The outputs are detached; `recompute` needs the context. `inputs` are the same as for
+        `recompute`; those that need a gradient require it here too. `run` runs the layers, for
+        example followed by a loss; by default the layers run one after the other.
 
         Raises:
-            RuntimeError: a layer changes an input in place, which then could not be given to it
-            again.
+            RuntimeError: A layer changes an input in place, so it could not be used again.
         """
         random = self._random_state(inputs)
         drawn_from = random.get()
@@ -80,8 +78,8 @@ class Recomputation:
         recording: AbstractContextManager[object] = (
             nullcontext() if context.matmuls is None else RecordMatmuls(context.matmuls, random)
         )
-        # This run too records a graph, whose tensors are dropped: kernels may depend on whether
-        # there is one.
+        # This run records a graph too, whose tensors are dropped, because kernels may depend on
+        # whether there is a graph.
         with (
             torch.enable_grad(),
             torch.autograd.graph.saved_tensors_hooks(_drop, _refuse),
@@ -104,12 +102,12 @@ class Recomputation:
     def recompute(
         self, inputs: Sequence[Tensor], context: RecomputeContext, run: Run | None = None
     ) -> tuple[Tensor, ...]:
-        """Run the layers as `forward` did, now with a graph that the caller's saved-tensor hooks see.
+        """Run the layers as `forward` did, with a graph that the caller's saved-tensor hooks see.
 
-        The inputs equal those of the first run, and what it left in `context` is used up.
+        The inputs must equal those of the first run. The content of `context` is used up.
 
         Raises:
-            RuntimeError: the layers call other matrix products than the first time.
+            RuntimeError: The layers call other matrix products than in the first run.
         """
         random = self._random_state(inputs)
         replaying: AbstractContextManager[object] = (

@@ -1,4 +1,4 @@
-"""Split backward of convolutions of one to three dimensions, also transposed."""
+"""Split backward of convolutions of one to three dimensions, including transposed ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Sizes = tuple[int, ...]
 
 
 class Geometry(NamedTuple):
-    """The arguments of torch.convolution besides the tensors."""
+    """The arguments of torch.convolution other than tensors."""
 
     stride: Sizes
     padding: Sizes
@@ -32,7 +32,10 @@ Context = tuple[DeferredGradients, str, Geometry]
 
 
 class _Conv(Function):
-    """Compute the input gradient in backward, and keep (x, output gradient) for the weight gradient."""
+    """A convolution whose backward computes the input gradient only.
+
+    It keeps (x, output gradient) for the weight gradient.
+    """
 
     @staticmethod
     def forward(
@@ -60,7 +63,7 @@ class _Conv(Function):
             if needed
         ]
         if targets:
-            own = ctx.parameters[0]  # holding `ctx` would hold x too
+            own = ctx.parameters[0]  # keeping `ctx` would keep x alive too
 
             def compute(x: Tensor, gradient: Tensor) -> list[Tensor]:
                 found = _backward(gradient, x, own, bias_sizes, *geometry, wanted)
@@ -84,14 +87,17 @@ def convolution(
     bias: Tensor | None,
     geometry: Geometry,
 ) -> Tensor:
-    """Convolve; the weight gradients are deferred where that is wanted and the weights are parameters without hooks."""
+    """Convolve, and defer the weight gradients if possible.
+
+    They are deferred if `deferred` is given and the weights are parameters without hooks.
+    """
     if deferred is None or not can_wait(weight) or not (bias is None or can_wait(bias)):
         return torch.convolution(x, weight, bias, *geometry)
     return _apply_conv(x, weight, bias, (deferred, name, geometry))
 
 
 def conv(deferred: DeferredGradients, name: str, module: Any, x: Tensor) -> Tensor | None:
-    """Run the forward of nn.Conv1d, Conv2d or Conv3d; None where its backward cannot be split."""
+    """Run the forward of nn.Conv1d, Conv2d or Conv3d, or return None if it cannot be split."""
     if not _can_split(module, x):
         return None
     padding: Any = module.padding
@@ -103,7 +109,7 @@ def conv(deferred: DeferredGradients, name: str, module: Any, x: Tensor) -> Tens
     elif padding == "same":
         totals = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
         padding = tuple(total // 2 for total in totals)
-        # an even kernel pads one more on the right of its dimension
+        # an even kernel needs one more pixel of padding on the right
         if any(total % 2 for total in totals):
             x = functional.pad(x, [side for total in reversed(totals) for side in (0, total % 2)])
     geometry = Geometry(
@@ -119,7 +125,7 @@ def conv_transposed(
     x: Tensor,
     output_size: list[int] | None = None,
 ) -> Tensor | None:
-    """Run the forward of nn.ConvTranspose1d, 2d or 3d; None where its backward cannot be split."""
+    """Run the forward of nn.ConvTranspose1d, 2d or 3d, or return None if it cannot be split."""
     if not _can_split(module, x) or module.padding_mode != "zeros":
         return None
     sizes: Any = (module.stride, module.padding, module.kernel_size)

@@ -1,4 +1,4 @@
-"""Weight gradients that I defers to W, of one stage and one micro-batch."""
+"""Weight gradients of one stage and one micro-batch that I defers to W."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 
 from gems.autograd.storages import check_unchanged
 
-# From the tensors that I keeps to the gradient of each target.
+# computes the gradient of each target from the tensors that I keeps
 Compute = Callable[..., Sequence[Tensor | None]]
 Key = tuple[int, int | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a weight gradient is added: a parameter, or a contiguous view of one.
+    """The destination of a weight gradient: a parameter, or a contiguous view of one.
 
     The projections of attention are such views of a packed weight.
     """
@@ -31,7 +31,7 @@ class Target:
     def from_tensor(cls, tensor: Tensor) -> Target | None:
         """Return the target for `tensor`.
 
-        None if its gradient must pass through more of the graph, or a hook.
+        Return None if its gradient must pass through more of the graph, or through a hook.
         """
         if tensor.is_leaf:
             return cls(tensor) if can_wait(tensor) else None
@@ -45,13 +45,13 @@ class Target:
 
     @property
     def key(self) -> Key:
-        """Identity of the target."""
+        """The identity of the target."""
         return id(self.parameter), self.start
 
     def add(self, gradient: Tensor) -> None:
         """Add to the parameter's gradient in place, as autograd does.
 
-        Of a low copy to that of the weight.
+        The gradient of a low copy is added to the gradient of its weight.
         """
         parameter = getattr(self.parameter, "master", self.parameter)
         if parameter.grad is None:
@@ -72,7 +72,10 @@ class _Record:
 
 
 def has_hooks(parameter: Tensor) -> bool:
-    """Return whether a parameter has hooks on its gradient, unlike the toolkit's on a low copy."""
+    """Return whether a parameter has hooks on its gradient other than the toolkit's own.
+
+    The toolkit has hooks on low copies.
+    """
     if hasattr(parameter, "master"):
         return has_hooks(parameter.master)
     return bool(
@@ -81,21 +84,21 @@ def has_hooks(parameter: Tensor) -> bool:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether operations on a tensor are torch's own, and not those of a subclass."""
+    """Return whether operations on a tensor are torch's own, not those of a subclass."""
     return type(tensor).__module__.startswith("torch.") or type(tensor) is Tensor
 
 
 def can_wait(parameter: Tensor) -> bool:
-    """Return whether nothing but the sum itself happens to the gradient of a tensor."""
+    """Return whether the gradient of a tensor is only summed, without hooks."""
     return parameter.is_leaf and is_plain(parameter) and not has_hooks(parameter)
 
 
 class DeferredGradients:
     """Weight gradients of one backward that are still to be computed, in the order of I's backward.
 
-    Bits equal those of a full backward: the same kernels run on the same tensors, and the gradients
-    of a parameter that is used several times are summed in the order of autograd's engine before
-    they are added to `grad`.
+    The bits equal those of a full backward: the same kernels run on the same tensors, and the
+    gradients of a parameter that is used several times are summed in the order of autograd's engine
+    before they are added to `grad`.
     """
 
     def __init__(self) -> None:
@@ -104,7 +107,7 @@ class DeferredGradients:
     def add(
         self, layer: str, targets: Sequence[Target], kept: Sequence[Tensor], compute: Compute
     ) -> None:
-        """Keep tensors until `run` calls `compute` on them for the gradients of `targets`."""
+        """Keep tensors until `run` calls `compute` on them to get the gradients of `targets`."""
         versions = tuple(tensor._version for tensor in kept)
         self._records.append(_Record(layer, tuple(targets), tuple(kept), versions, compute))
 
@@ -114,10 +117,12 @@ class DeferredGradients:
             yield from record.kept
 
     def run(self, poll: Callable[[], None]) -> None:
-        """Compute and add the gradients, free their inputs layer by layer, and call `poll` after each.
+        """Compute and add the gradients, and free their inputs layer by layer.
+
+        `poll` is called after each layer.
 
         Raises:
-            RuntimeError: a tensor was changed in place since it was kept.
+            RuntimeError: A tensor was changed in place since it was kept.
         """
         uses = Counter(target.key for record in self._records for target in record.targets)
         sums: dict[Key, Tensor] = {}
@@ -130,7 +135,7 @@ class DeferredGradients:
 def _run(record: _Record, uses: Counter[Key], sums: dict[Key, Tensor]) -> None:
     """Compute the gradients of one record.
 
-    A function of its own, so that they are freed before the next are made.
+    This is a separate function, so that they are freed before the next ones are computed.
     """
     for tensor, version in zip(record.kept, record.versions, strict=True):
         check_unchanged(tensor, version, record.layer)

@@ -1,4 +1,4 @@
-"""Which layers of a stage defer their weight gradients to W, and how their forward is replaced."""
+"""Choose the layers of a stage that defer weight gradients to W, and replace their forward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gems.autograd.torch_internals import is_transformed
 
 Forward = Callable[..., Any]
 
-# Split forward by class; a subclass with a forward of its own is not split.
+# split forward by class; a subclass with its own forward is not split
 _SPLIT_FORWARDS: dict[type[nn.Module], Forward] = {
     **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), conv),
     **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), conv_transposed),
@@ -25,19 +25,19 @@ _SPLIT_FORWARDS: dict[type[nn.Module], Forward] = {
     nn.Embedding: embedding,
     nn.MultiheadAttention: attention,
 }
-# One kernel computes both gradients: apart they cost 1.44 (batch), 1.56 (group) and 1.09 (layer)
-# times as much on a CPU (`scripts/bench/split.py`), and the weight's would hold two tensors of
-# activation size until W.
+# One kernel computes both gradients. Separately they cost 1.44 (batch), 1.56 (group) and 1.09
+# (layer) times as much on a CPU (`scripts/bench/split.py`), and the weight gradient would keep two
+# tensors of activation size until W.
 _UNSPLIT_BY_CHOICE = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
 
 class SplitLayers:
     """The layers of one stage whose weight gradients can wait until W.
 
-    Only the `forward` of instances is replaced, which outside of `defer_to` runs the class's own.
-    Other layers with parameters have a full backward at I: normalisation by choice, all others
-    because nothing is known of them, or because hooks on the gradients of their parameters are
-    called then.
+    Only the `forward` of instances is replaced; outside `defer_to` it runs the class's own. Other
+    layers with parameters have a full backward at I: normalisation by choice; all others because
+    nothing is known about them, or because hooks on the gradients of their parameters are called at
+    I.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -61,9 +61,9 @@ class SplitLayers:
 
     @property
     def unsplit(self) -> tuple[str, ...]:
-        """Names of the layers whose full backward runs at I because it cannot be split.
+        """The names of the layers whose full backward runs at I because it cannot be split.
 
-        For a layer where that depends on the call it is known after a forward only.
+        If this depends on the call, a layer is listed only after a forward.
         """
         return tuple(sorted(self._unsplit))
 
@@ -71,7 +71,7 @@ class SplitLayers:
     def defer_to(self, deferred: DeferredGradients | None) -> Iterator[None]:
         """Make layers that run inside the block defer their weight gradients to `deferred`.
 
-        None changes nothing.
+        If it is None, nothing changes.
         """
         before = self._deferred
         self._deferred = deferred
@@ -81,7 +81,7 @@ class SplitLayers:
             self._deferred = before
 
     def _exclude_shared(self, found: dict[str, nn.Module], chosen: dict[str, Forward]) -> None:
-        """Remove layers from `chosen` that share a parameter with one that is not split.
+        """Remove layers from `chosen` that share a parameter with a layer that is not split.
 
         Half of a sum at I and half at W would round differently.
         """
@@ -106,7 +106,7 @@ class SplitLayers:
 def _run(
     layers: SplitLayers, name: str, module: nn.Module, split: Forward, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run one layer, split if that is asked for and possible."""
+    """Run one layer, split if requested and possible."""
     deferred = layers._deferred
     if "input" in kwargs:
         args = kwargs.pop("input"), *args
@@ -120,9 +120,10 @@ def _run(
 
 
 def _cast_for(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Return arguments as autocast would give them to a product.
+    """Return the arguments as autocast would pass them to a product.
 
-    None if it would cast the weight too, whose gradient then passes through the cast.
+    Return None if autocast would cast the weight too, because its gradient then passes through the
+    cast.
     """
     device = next((arg.device.type for arg in args if isinstance(arg, torch.Tensor)), "cpu")
     if not torch.is_autocast_enabled(device) or isinstance(module, nn.Embedding):
@@ -141,7 +142,10 @@ def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _split_forward(module: nn.Module) -> Forward | None:
-    """Return the split forward of a layer, None if its own forward is not that of a class in the table."""
+    """Return the split forward of a layer.
+
+    Return None if its forward is not the forward of a class in the table.
+    """
     replaced = vars(module).get("forward")
     if replaced is not None and getattr(replaced, "func", None) is not _run:
         return None

@@ -22,10 +22,13 @@ _ATTENTION_HELPERS = ("multi_head_attention_forward", "_in_projection_packed", "
 
 
 class _Linear(Function):
-    """Compute the input gradient of x W^T + b in backward, and keep (x, output gradient) for the weights."""
+    """A linear map x W^T + b whose backward computes the input gradient only.
 
-    # Kernels are torch's own, which depend on the layout of x: with contiguous x the bias is part
-    # of one matrix product, otherwise it is added to the product of a copy of x.
+    It keeps (x, output gradient) for the weight gradients.
+    """
+
+    # The kernels are torch's own and depend on the layout of x. If x is contiguous, the bias is
+    # part of one matrix product; otherwise it is added to the product of a copy of x.
 
     @staticmethod
     def forward(
@@ -47,7 +50,7 @@ class _Linear(Function):
         else:
             made = functional.linear(flat, weight).view(*x.shape[:-1], weight.shape[0])
             made = made if bias is None else made.add_(bias)
-        return made.data  # a view could not be changed in place by the next layer
+        return made.data  # the next layer could not change a view in place
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -84,9 +87,9 @@ def _flat(tensor: Tensor) -> Tensor:
 def linear_map(
     deferred: DeferredGradients, name: str, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Tensor | None:
-    """Return x W^T + b over the last dimension of x; None if its backward cannot be split.
+    """Return x W^T + b over the last dimension of x, or None if its backward cannot be split.
 
-    `weight` (out_features, in_features) and `bias` are parameters or rows of some.
+    `weight` (out_features, in_features) and `bias` are parameters, or rows of parameters.
     """
     parameters = [weight] if bias is None else [weight, bias]
     found = [Target.from_tensor(parameter) for parameter in parameters]
@@ -102,12 +105,15 @@ def linear_map(
 
 
 def linear(deferred: DeferredGradients, name: str, module: Any, x: Tensor) -> Tensor | None:
-    """Run the forward of nn.Linear; None where its backward cannot be split."""
+    """Run the forward of nn.Linear; return None if its backward cannot be split."""
     return linear_map(deferred, name, x, module.weight, module.bias)
 
 
 class _Embedding(Function):
-    """Keep (indices, output gradient) for the weights in backward; there is no input gradient."""
+    """An embedding that keeps (indices, output gradient) for the weights.
+
+    There is no input gradient.
+    """
 
     @staticmethod
     def forward(
@@ -152,7 +158,7 @@ def embedding(
 ) -> Tensor | None:
     """Run the forward of nn.Embedding.
 
-    None where its backward cannot be split (sparse, or with max_norm).
+    Return None if its backward cannot be split (if it is sparse, or has max_norm).
     """
     weight = module.weight
     if (
@@ -171,8 +177,7 @@ def attention(
 ) -> Any:
     """Run torch's own forward of nn.MultiheadAttention with split linear maps.
 
-    Bits are those of torch.
-    A projection that cannot be split has a full backward.
+    The result is bit-equal to torch's. A projection that cannot be split has a full backward.
     """
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -186,7 +191,7 @@ def attention(
 
 
 def _with_globals(function: Any, names: dict[str, Any]) -> Any:
-    """Return a function of the same code with other globals."""
+    """Return a function with the same code and other globals."""
     made = FunctionType(
         function.__code__, names, function.__name__, function.__defaults__, function.__closure__
     )
