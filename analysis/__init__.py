@@ -1,1 +1,1 @@
-"""Analysis: reads trace files only and makes tables and pictures of them."""
+"""Analysis: tables and pictures from trace files alone."""

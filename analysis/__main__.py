@@ -94,7 +94,7 @@ VERBS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb and return the exit code: 0, or 2 with one line on stderr for bad input."""
+    """Run one verb and return the exit code: 0, or 2 with one line on stderr for invalid input."""
     return framework.main("analysis", VERBS, sys.argv[1:] if argv is None else argv)
 
 

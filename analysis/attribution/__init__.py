@@ -1,1 +1,1 @@
-"""Loss attribution: where the time of a step goes, from a trace alone."""
+"""Loss attribution: find where the time of a step goes, from a trace alone."""

@@ -1,4 +1,7 @@
-"""The causes: why a step takes longer than its useful compute, found by removing one disturbance after another."""
+"""The causes of lost time: why a step takes longer than its useful compute.
+
+They are measured by removing one disturbance after another.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ LABELS = {
     cause: {"point_to_point": "point-to-point", "all_reduce": "all-reduce"}.get(cause, cause)
     for cause in CAUSES
 }
-# A cause that is removed first is also charged with its interactions with those removed later.
+# A cause that is removed first is also charged with its interactions with causes removed later.
 ORDER = (
     "noise",
     "input",
@@ -53,20 +56,22 @@ ORDER = (
 class Attribution:
     """Where the time of a step goes.
 
-    Ideal_s + sum(run_s.values()) = step_s, and the same on each rank.
+    ideal_s + sum(run_s.values()) = step_s, and the same holds on each rank.
 
     Attributes:
-        num_steps: steps counted, without warm-up steps.
-        step_s: mean time of a step, the last rank's end counted.
-        ideal_s: useful compute (F, B, I, W) of a rank in undisturbed times, if all ranks had an
+        num_steps: The number of counted steps, without warm-up steps.
+        step_s: The mean time of a step, to the last rank's end.
+        ideal_s: The useful compute (F, B, I, W) of a rank in undisturbed times, if all ranks had an
             equal share.
-        causes_s: seconds of a step that each cause takes on each world rank; below 0 if a cause
+        causes_s: The seconds per step that each cause takes on each world rank; negative if a cause
             saved time.
-        own_s: the part of it that the rank itself spent, whether or not the others waited for it.
-        residual_s: measured step time less that of the replay with nothing removed; part of `host`.
-        times_from: source of the undisturbed times, see
+        own_s: The part of causes_s that the rank itself spent, whether or not the others waited for
+            it.
+        residual_s: The measured step time minus that of the replay with nothing removed; part of
+            `host`.
+        times_from: The source of the undisturbed times, see
             `analysis.attribution.stage_times.undisturbed_times`.
-        is_in_units: whether a second stands for a unit of time.
+        is_in_units: Whether a second represents a unit of time.
     """
 
     source: str
@@ -81,21 +86,21 @@ class Attribution:
 
     @property
     def unit(self) -> Unit:
-        """The unit in which people are shown its times."""
+        """The unit in which its times are shown."""
         return time_unit([self.step_s], self.is_in_units)
 
     @property
     def run_s(self) -> dict[str, float]:
-        """Seconds a step lost to each cause, mean over the ranks."""
+        """The seconds per step lost to each cause, averaged over the ranks."""
         return {cause: float(np.mean(self.causes_s[cause])) for cause in CAUSES}
 
     @property
     def efficiency(self) -> float:
-        """Ideal over step time."""
+        """The ideal time divided by the step time."""
         return self.ideal_s / self.step_s if self.step_s else 1.0
 
     def largest(self, count: int) -> list[tuple[str, float]]:
-        """Return the causes that took most time, the largest first, with seconds a step."""
+        """Return the causes that took most time, the largest first, in seconds per step."""
         lost = sorted(self.run_s.items(), key=lambda item: -item[1])
         return [(cause, time_s) for cause, time_s in lost[:count] if time_s > 0]
 
@@ -104,27 +109,27 @@ def attribute(trace: Trace) -> Attribution:
     """Decompose the time of a trace's counted steps exactly into ideal compute and nine causes.
 
     The schedule is replayed with the measured times of all actions and messages, and then with one
-    cause after another removed; each is charged with the time that this saves:
+    cause after another removed. Each cause is charged with the time that its removal saves:
 
-    1. noise: each action takes its undisturbed time (`undisturbed_times`); so a rank slower than
-       its peers is noise;
-    2. input: data are available at once;
-    3. host: no optimizer step, no gaps while nothing is waited for, no late begin, no end after the
-       last action; the residual of the replay is added to it;
-    4. memory: copies take no time, nor does waiting for free memory;
-    5. recompute: R takes none;
-    6. all_reduce: reductions end with the arrival of the last rank of their group;
-    7. point_to_point: messages arrive when both sides are ready for them;
-    8. imbalance: all stages take as long as their mean;
-    9. bubble: what then remains above the useful compute of a rank.
+     1. noise: each action takes its undisturbed time (`undisturbed_times`); so a rank that is
+        slower than its peers is noise;
+     2. input: data are available at once;
+     3. host: no optimizer step, no gaps while nothing is waited for, no late begin, no end after
+        the last action; the residual of the replay is added;
+     4. memory: copies and waits for free memory take no time;
+     5. recompute: R takes no time;
+     6. all_reduce: reductions end when the last rank of their group arrives;
+     7. point_to_point: messages arrive when both sides are ready for them;
+     8. imbalance: all stages take their mean time;
+     9. bubble: the remaining time above the useful compute of a rank.
 
-    All ranks lose the same time in total, since they end the step together: some spend it and
-    others wait. A rank's share of a cause is the mean plus what the rank itself spent beyond it;
-    the difference in idle time is distributed over the causes in proportion to the run's idle time.
+    All ranks lose the same time in total, because they end the step together: some spend it and
+    others wait. A rank's share of a cause is the mean plus what the rank itself spent beyond the
+    mean; the difference in idle time is distributed over the causes in proportion to the run's idle
+    time.
 
     Raises:
-        ConfigError: a trace without counted steps, without its schedule, or with ranks that do not
-        match it.
+        ConfigError: The trace has no counted steps, no schedule, or ranks that do not match it.
     """
     on_processor = trace.source == "measured" and trace.attributes.get("device") == "cpu"
     graph = build_graph(schedule_from(trace.schedule_rows), copies_block=on_processor)
@@ -145,8 +150,8 @@ def attribute(trace: Trace) -> Attribution:
     }
     lost["host"] += residual_s
     own = _own(graph, measured, undisturbed_s, ideal_s)
-    # A rank loses what it spent beyond the mean; what it waited less for that is taken from the
-    # causes of waiting.
+    # A rank loses what it spent beyond the mean. In return it waited less; this is subtracted from
+    # the causes of waiting.
     beyond = {cause: own[cause] - own[cause].mean() for cause in CAUSES}
     spent = np.sum(list(beyond.values()), axis=0)
     waits = {cause: max(0.0, lost[cause] - float(own[cause].mean())) for cause in CAUSES}
@@ -176,7 +181,7 @@ def attribute(trace: Trace) -> Attribution:
 def _levels(
     graph: Graph, times: Times, undisturbed_s: np.ndarray, balanced_s: np.ndarray
 ) -> Iterator[Times]:
-    """Yield the times as measured, then without one cause after the other of `ORDER`.
+    """Yield the measured times, then the times without one cause after another of `ORDER`.
 
     They share arrays that change.
     """
@@ -211,9 +216,9 @@ def _levels(
 
 
 def nodes_awaiting_memory(graph: Graph) -> np.ndarray:
-    """Return the nodes whose lag is waiting for free memory.
+    """Return the nodes whose lag is a wait for free memory.
 
-    Those that bring activations while copies free it.
+    These nodes allocate activations while copies free memory.
     """
     schedule = graph.schedule
     if not schedule.has_copies or schedule.has_any(Kind.FREE):
@@ -221,7 +226,8 @@ def nodes_awaiting_memory(graph: Graph) -> np.ndarray:
     return graph.of_kinds(*(BRINGING_KINDS & COMPUTE_KINDS))
 
 
-def _with_gaps(graph: Graph) -> np.ndarray:  # nodes whose lag is charged to the host
+# nodes whose lag is charged to the host
+def _with_gaps(graph: Graph) -> np.ndarray:
     acting = graph.of_kinds(*COMPUTE_KINDS, *(COPY_KINDS if graph.copies_block else ()), Kind.STEP)
     found: np.ndarray = np.append(acting, np.flatnonzero(graph.is_arrival))
     return np.setdiff1d(found, nodes_awaiting_memory(graph))
@@ -230,9 +236,9 @@ def _with_gaps(graph: Graph) -> np.ndarray:  # nodes whose lag is charged to the
 def _own(
     graph: Graph, measured: Measured, undisturbed_s: np.ndarray, ideal_s: float
 ) -> dict[str, np.ndarray]:
-    """Return what each rank itself spent on each cause, (ranks x R,) in seconds a step.
+    """Return the time that each rank itself spent on each cause, (ranks x R,) in seconds per step.
 
-    On the bubble it is 0.
+    It is 0 for the bubble.
     """
     times = measured.times
     of_kinds = graph.of_kinds
@@ -265,7 +271,7 @@ def _own(
 def attribution_dict(found: Attribution) -> dict[str, Any]:
     """Return an attribution as plain data.
 
-    Seconds of a step for the run, and lists of them by rank.
+    It contains seconds per step for the run, and lists of them by rank.
     """
     return {
         **{
@@ -281,7 +287,10 @@ def attribution_dict(found: Attribution) -> dict[str, Any]:
 
 
 def attribution_table(found: Attribution, with_ranks: bool = False) -> str:
-    """Return a row for each part of the step, in time and percent of it, and if asked for one for each rank."""
+    """Return a row for each part of the step, in time and percent of the step.
+
+    If `with_ranks`, there is also a row for each rank.
+    """
     unit = found.unit
     parts = {"ideal": found.ideal_s} | {
         LABELS[cause]: time_s for cause, time_s in found.run_s.items()
@@ -311,7 +320,7 @@ def attribution_table(found: Attribution, with_ranks: bool = False) -> str:
 
 
 def largest_line(found: Attribution, count: int = 3) -> str:
-    """Return the largest causes in one line: `bubble 27.3, host 1.2`."""
+    """Return the largest causes in one line, such as `bubble 27.3, host 1.2`."""
     parts = [
         f"{LABELS[cause]} {_percent(time_s, found):.1f}" for cause, time_s in found.largest(count)
     ]

@@ -1,4 +1,4 @@
-"""The graph of a step: what each action of one pipeline waits for, in an order in which it can be computed."""
+"""The graph of a step: the dependencies of each action of one pipeline, in a computable order."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ _CODE_OF = {kind: code for code, kind in enumerate(Kind)}
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """What each node of one pipeline's step waits for.
+    """The dependencies of each node of one pipeline's step.
 
-    A node is an action on its rank, except sends, which only post; a gradient reduction has two,
-    the rank's arrival and its end. Nodes wait for rows of a table of M + P + I + 1: the M nodes,
-    the beginnings of the P ranks, the inputs of the I forwards that read one, and a last row that
-    is always ready.
+    A node is an action on its rank, except sends, which are only posted. A gradient reduction has
+    two nodes, the rank's arrival and its end. Nodes wait for rows of a table of M + P + I + 1 rows:
+    the M nodes, the beginnings of the P ranks, the inputs of the I forwards that read one, and a
+    last row that is always ready.
 
     Attributes:
-        schedule: lowered.
-        copies_block: whether a rank continues only after a copy has ended, as on a processor.
+        schedule: The lowered schedule.
+        copies_block: Whether a rank continues only after a copy has ended, as on a processor.
         kind: (M,) index of each node's kind.
         is_arrival: (M,) whether a node is the arrival at a reduction.
         before: (M,) row of the rank's previous action.
-        waits: (M, K) rows that a node waits for, `before` among them; of a receive, the previous
+        waits: (M, K) rows that a node waits for, including `before`; for a receive, the previous
             actions of both sides.
-        batches: nodes independent of each other, in an order in which they can be computed; with
-            each, whether they are ends of reductions, which wait for their rows in all replicas.
-        readers: the I nodes that read an input.
+        batches: Groups of independent nodes, in an order in which they can be computed; with each,
+            whether its nodes are ends of reductions, which wait for their rows in all replicas.
+        readers: The I nodes that read an input.
         last: (P,) the row of each rank's last action.
     """
 
@@ -61,12 +61,12 @@ class Graph:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of one pipeline."""
+        """The number of ranks of one pipeline."""
         return len(self.last)
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes, M."""
+        """The number of nodes, M."""
         return len(self.actions)
 
     def of_kinds(self, *kinds: Kind) -> np.ndarray:
@@ -74,7 +74,7 @@ class Graph:
         return np.flatnonzero(self._is_of(kinds) & ~self.is_arrival)
 
     def needed(self, kinds: frozenset[Kind]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the nodes that need a node of some kinds, and for each the one that it needs."""
+        """Return the nodes that need a node of some kinds, and for each the needed node."""
         others = np.zeros(self.num_ranks + len(self.readers) + 1, dtype=bool)
         users, column = np.nonzero(np.concatenate([self._is_of(kinds), others])[self.waits])
         return users, self.waits[users, column]
@@ -84,10 +84,10 @@ class Graph:
 
 
 def schedule_from(rows: Sequence[str]) -> Schedule:
-    """Read the schedule that a trace holds as text: a row of actions for each rank of a pipeline.
+    """Read the schedule in a trace, a text with the actions of each rank of a pipeline.
 
     Raises:
-        ConfigError: there is none, or a word is no action.
+        ConfigError: There is no schedule, or a word is not an action.
     """
     if not rows:
         raise ConfigError(
@@ -121,7 +121,7 @@ def build_graph(schedule: Schedule, copies_block: bool = False) -> Graph:
     """Return the graph of a lowered schedule.
 
     Raises:
-        ConfigError: an action waits for something that never happens.
+        ConfigError: An action waits for something that never happens.
     """
     builder = _Builder(schedule, copies_block)
     while any([builder.advance(rank) for rank in range(schedule.num_ranks)]):
@@ -138,10 +138,10 @@ def build_graph(schedule: Schedule, copies_block: bool = False) -> Graph:
 
 
 class _Builder:
-    """Adds nodes after those that they wait for.
+    """A builder that adds nodes after the nodes that they wait for.
 
-    Until all are added, rows -1 - r are the beginnings of the ranks r.
-    The rows after these, -1 - P - i, are the inputs.
+    Until all are added, rows -1 - r are the beginnings of the ranks r. The rows after these, -1 - P
+    - i, are the inputs.
     """
 
     def __init__(self, schedule: Schedule, copies_block: bool) -> None:
@@ -158,9 +158,9 @@ class _Builder:
         self.readers: list[int] = []
 
     def advance(self, rank: int) -> bool:
-        """Add the next actions of a rank as far as all that they wait for has been added.
+        """Add the next actions of a rank whose dependencies have all been added.
 
-        Return whether any was.
+        Return whether any was added.
         """
         row = self.schedule.rows[rank]
         first = self.following[rank]
@@ -179,9 +179,8 @@ class _Builder:
         elif kind in SEND_KINDS:
             self.sends[action] = self.before[rank]
             self.meet(action)
-        elif (
-            kind is not Kind.START_REDUCE
-        ):  # what is left of it counts as the reduction that waits for it
+        # the remaining time counts for the reduction that waits for it
+        elif kind is not Kind.START_REDUCE:
             needs = () if kind in RANK_KINDS else dependencies(action, self.schedule)
             if any(need not in self.place for need in needs):
                 return False
@@ -195,7 +194,7 @@ class _Builder:
         return True
 
     def meet(self, send: Action) -> None:
-        """Add the receive of a message that both sides have posted."""
+        """Add the receive of a message once both sides have posted it."""
         if send in self.sends and send in self.receives:
             receive, before = self.receives[send]
             self.place[receive] = len(self.nodes)
@@ -270,24 +269,24 @@ class _Builder:
 
 
 def _table_rows(rows: Sequence[int], num_nodes: int) -> np.ndarray:
-    """Return the rows of the table for nodes, and for ranks and inputs by their negative numbers."""
+    """Return the table rows of nodes, and of ranks and inputs given by negative numbers."""
     found = np.array(rows)
     return np.where(found < 0, num_nodes - 1 - found, found)
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """The times that make up a step, in seconds; the last two axes are replicas R and steps N.
+    """The times of which a step consists, in seconds; the last two axes are replicas R and steps N.
 
     Attributes:
-        work_s: (nodes, R, N) what an action takes once all that it waits for is ready.
-        lag_s: (nodes, R, N) delay before an action begins although nothing is waited for; of a
+        work_s: (nodes, R, N) the duration of an action once all its dependencies are ready.
+        lag_s: (nodes, R, N) the delay before an action begins although nothing is waited for; for a
             receive, the time from the moment at which both sides were ready to its arrival.
         begin_s: (ranks, R, N) when a rank begins, from the step's begin.
         data_s: (ranks, R, N) when the data of the whole step are ready, -inf if they are not waited
             for.
         input_s: (readers, R, N) when the input of a forward is ready, -inf if it is not waited for.
-        tail_s: (ranks, R, N) from a rank's last action to the end of its step.
+        tail_s: (ranks, R, N) the time from a rank's last action to the end of its step.
     """
 
     work_s: np.ndarray
@@ -301,9 +300,9 @@ class Times:
 def start_table(
     graph: Graph, begin_s: np.ndarray, data_s: np.ndarray, input_s: np.ndarray
 ) -> np.ndarray:
-    """Return the rows of `Graph`, (rows, R, N) in seconds.
+    """Return the rows of `Graph` before the first action, (rows, R, N) in seconds.
 
-    Times known before the first action, and NaN for nodes.
+    They contain the times that are known, and NaN for nodes.
     """
     nodes = np.full((graph.num_nodes, *begin_s.shape[1:]), np.nan)
     always = np.full((1, *begin_s.shape[1:]), -np.inf)
@@ -311,7 +310,7 @@ def start_table(
 
 
 def ready_times(graph: Graph, table: np.ndarray, batch: np.ndarray, is_end: bool) -> np.ndarray:
-    """Return when all that the nodes of a batch wait for is ready, (len(batch), R, N) in seconds."""
+    """Return when all dependencies of a batch of nodes are ready, (len(batch), R, N) in seconds."""
     ready: np.ndarray = table[graph.waits[batch]].max(axis=1)
     return np.broadcast_to(ready.max(axis=1, keepdims=True), ready.shape) if is_end else ready
 
@@ -319,7 +318,7 @@ def ready_times(graph: Graph, table: np.ndarray, batch: np.ndarray, is_end: bool
 def replay(graph: Graph, times: Times) -> np.ndarray:
     """Return when each step ends, (N,) in seconds from its begin.
 
-    Every action begins when what the rank did before it and all that it needs have ended. Copies
+    Every action begins when the rank's previous action and all its dependencies have ended. Copies
     follow each other on their engines; messages do not wait for each other; a reduction waits for
     its group in all replicas.
     """

@@ -1,6 +1,6 @@
 """The measured times of the counted steps.
 
-When each action of the graph ran, and what each rank waited for.
+They consist of the times of each action of the graph, and the waits of each rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NS = 1e-9
 class Window:
     """The counted steps of all replicas.
 
-    Number, begin and length, as `run_metrics.step_times_s` charges it.
+    It has the number, begin and length of each step, as in `run_metrics.step_times_s`.
     """
 
     steps: np.ndarray
@@ -33,7 +33,7 @@ class Window:
     num_replicas: int
 
     def at(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return rank in the pipeline, replica and number of the step of some rows."""
+        """Return the rank in the pipeline, the replica and the number of the step of some rows."""
         return (
             rows["rank"] % self.num_ranks,
             rows["rank"] // self.num_ranks,
@@ -48,13 +48,16 @@ class Window:
         return since
 
     def filled(self, count: int, value: float) -> np.ndarray:
-        """Return `value` for so many nodes or ranks, (count, R, N)."""
+        """Return an array of `value` for `count` nodes or ranks, (count, R, N)."""
         return np.full((count, self.num_replicas, len(self.steps)), value)
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Times of the counted steps, and each rank's waits for messages, copies and input, (ranks, R, N) in seconds."""
+    """The times of the counted steps, and each rank's waits for messages, copies and input.
+
+    The waits are (ranks, R, N) in seconds.
+    """
 
     window: Window
     times: Times
@@ -67,8 +70,8 @@ def measure(trace: Trace, graph: Graph) -> Measured:
     """Read the times of the graph's nodes from the events of a trace.
 
     Raises:
-        ConfigError: no counted step, a number of ranks that is no multiple of the schedule's, or a
-            compute action that a counted step lacks.
+        ConfigError: There is no counted step, the number of ranks is not a multiple of the
+            schedule's, or a counted step lacks a compute action.
     """
     num_ranks = graph.num_ranks
     written = ranks_written(trace)
@@ -90,7 +93,7 @@ def measure(trace: Trace, graph: Graph) -> Measured:
     events = trace.events[np.isin(trace.events["step"], window.steps)]
     is_input = of_kinds(events, "INPUT")
     starts, ends = _spans(events[~is_input], graph, window)
-    # In a trace without the ranks' own steps they begin with the step; their ends are not known.
+    # In a trace without the ranks' own steps, they begin with the step; their ends are not known.
     begin = window.filled(num_ranks, 0.0)
     over = window.filled(num_ranks, np.nan)
     rows = trace.rank_steps[np.isin(trace.rank_steps["step"], window.steps)]
@@ -99,12 +102,8 @@ def measure(trace: Trace, graph: Graph) -> Measured:
     data, inputs, waited = _inputs(events[is_input], graph, window)
     table = start_table(graph, begin, data, inputs)
     ready = np.empty_like(ends)
-    for (
-        batch,
-        is_end,
-    ) in (
-        graph.batches
-    ):  # a node without an event (a wait for a copy, say) ends as soon as it is ready
+    # a node without an event (such as a wait for a copy) ends as soon as it is ready
+    for batch, is_end in graph.batches:
         ready[batch] = ready_times(graph, table, batch, is_end)
         table[batch] = np.where(np.isnan(ends[batch]), ready[batch], ends[batch])
     lag, work = _taken(
@@ -117,9 +116,9 @@ def measure(trace: Trace, graph: Graph) -> Measured:
 
 
 def _spans(events: np.ndarray, graph: Graph, window: Window) -> tuple[np.ndarray, np.ndarray]:
-    """Return begin and end of each node, (nodes, R, N) in seconds from the step's begin.
+    """Return the begin and end of each node, (nodes, R, N) in seconds from the step's begin.
 
-    NaN without an event.
+    They are NaN without an event.
     """
     schedule = graph.schedule
     actions = graph.actions
@@ -187,7 +186,7 @@ def _spans(events: np.ndarray, graph: Graph, window: Window) -> tuple[np.ndarray
 def _inputs(
     events: np.ndarray, graph: Graph, window: Window
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return when the data of whole steps are ready, when those of single forwards are, and the waits for them."""
+    """Return when the data of whole steps and single forwards are ready, and the waits for them."""
     data = window.filled(graph.num_ranks, -np.inf)
     waited = window.filled(graph.num_ranks, 0.0)
     inputs = window.filled(len(graph.readers), -np.inf)
@@ -212,7 +211,7 @@ def _inputs(
 def _taken(
     graph: Graph, starts: np.ndarray, ends: np.ndarray, ready: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return each node's lag before it began and its duration, (nodes, R, N) in seconds."""
+    """Return each node's lag before its begin, and its duration, (nodes, R, N) in seconds."""
     lag = starts - ready
     work = ends - starts
     planned = () if graph.copies_block else COPY_KINDS
@@ -224,9 +223,10 @@ def _taken(
 
 
 def _exposed(graph: Graph, table: np.ndarray, ready: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return each rank's waits for messages in flight, and its other waits for copies, (ranks, R, N) in seconds.
+    """Return each rank's waits for messages in flight, and its other waits for copies.
 
-    Copies are the rank's own, so waiting for those before it on the copy engine counts as well.
+    Both are (ranks, R, N) in seconds. Copies belong to the rank, so waiting for earlier copies on
+    the copy engine also counts.
     """
     free = table[graph.before]
     waits_itself = graph.of_kinds(*WAIT_KINDS)
@@ -251,10 +251,10 @@ def _exposed(graph: Graph, table: np.ndarray, ready: np.ndarray) -> tuple[np.nda
 
 
 def _shorten_unseen(graph: Graph, table: np.ndarray, lag: np.ndarray) -> None:
-    """Bound the flight times of messages that nobody waited for: a busy rank sees them late.
+    """Limit the flight times of messages that nobody waited for: a busy rank sees them late.
 
-    They count at most as the median of those on the same link that were waited for, or else as the
-    shortest.
+    They count at most as the median of the messages on the same link that were waited for, or else
+    as the shortest one.
     """
     users, receives = graph.needed(RECV_KINDS)
     exposed = table[receives] > table[graph.before[users]]

@@ -1,4 +1,4 @@
-"""The times of the stages: what an action takes undisturbed, and what it would take with equal stages."""
+"""The times of the stages: of undisturbed actions, and of actions if all stages were equal."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Part = tuple[Kind, int, int | None]
 
 
 def undisturbed_times(trace: Trace, graph: Graph, work_s: np.ndarray) -> tuple[np.ndarray, str]:
-    """Return the undisturbed time of each node, (nodes,) in seconds, 0 unless it computes, and the source of the times.
+    """Return the undisturbed time of each node, (nodes,) in seconds, and the source of the times.
 
-    Of an emulated or simulated run these are the configured costs. Otherwise, among the ranks that
-    run the same stage in any replica or direction, it is the fastest one's median over steps and
-    micro-batches, so that a rank that is always slow stands out against its peers. Without a peer
-    it is the rank's own median; if the trace has a measured profile, a rank that is slower against
-    it than most by more than STRAGGLES is scaled to their ratio. Without a profile, a rank that is
-    always slow counts as a slow stage.
+    It is 0 for nodes that do not compute. For an emulated or simulated run, these are the
+    configured costs. Otherwise, among the ranks that run the same stage in any replica or
+    direction, it is the fastest rank's median over steps and micro-batches, so a rank that is
+    always slow differs from its peers. Without a peer it is the rank's own median. If the trace has
+    a measured profile, a rank that is slower relative to it than most by more than STRAGGLES is
+    scaled to their ratio. Without a profile, a rank that is always slow counts as a slow stage.
     """
     places = graph.of_kinds(*COMPUTE_KINDS)
     found = np.zeros(graph.num_nodes)
@@ -60,9 +60,8 @@ def undisturbed_times(trace: Trace, graph: Graph, work_s: np.ndarray) -> tuple[n
 def _scales(trace: Trace, graph: Graph, own_s: np.ndarray) -> np.ndarray | None:
     """Return the factor on each rank's own median, (ranks,).
 
-    Below 1 for a straggler against the profile.
-    None without a measured profile: a predicted one cannot distinguish a slow rank from a layer
-    that it misjudges.
+    It is below 1 for a straggler relative to the profile. Return None without a measured profile: a
+    predicted profile cannot distinguish a slow rank from a layer that it misjudges.
     """
     times = trace.layer_times
     cuts = trace.boundaries
@@ -95,9 +94,9 @@ def _scales(trace: Trace, graph: Graph, own_s: np.ndarray) -> np.ndarray | None:
 
 
 def balanced(graph: Graph, times_s: np.ndarray) -> np.ndarray:
-    """Return the time of each node if all stages took as long as their mean, (nodes,) in seconds.
+    """Return the time of each node if all stages took their mean time, (nodes,) in seconds.
 
-    Each kind of useful compute by itself; the segments of a stage keep their shares of it.
+    Each kind of useful compute is averaged separately; the segments of a stage keep their shares.
     Recomputation takes no time.
     """
     found = np.zeros_like(times_s)

@@ -1,1 +1,1 @@
-"""Exports: a run's events for Perfetto or as a table, step times for Extra-P."""
+"""Exports: a run's events for Perfetto or as a table, and step times for Extra-P."""

@@ -1,6 +1,6 @@
-"""Events for Perfetto and chrome://tracing or as a table, step times for Extra-P.
+"""Export events for Perfetto and chrome://tracing or as a table, and step times for Extra-P.
 
-Perfetto reads the Trace Event Format as JSON: a process a rank, a thread a stream.
+Perfetto reads the Trace Event Format as JSON, with one process per rank and one thread per stream.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from gems.errors import ConfigError, one_of
 from gems.trace import DTYPES, KINDS, STREAMS, Trace
 from gems.utils.atomic_io import atomic_write
 
-ROWS = 1 << 14  # of a piece
-THREADS = 100  # thread numbers that a stream has for itself
+ROWS = 1 << 14  # rows per chunk
+THREADS = 100  # number of threads reserved for a stream
 COUNTERS = ("device_bytes", "host_bytes")
 NAMES = {"kind": np.array(KINDS), "stream": np.array(STREAMS)}
 
@@ -39,13 +39,14 @@ def csv_pieces(trace: Trace) -> Iterator[str]:
 
 
 def extrap_lines(runs: Sequence[Path]) -> Iterator[str]:
-    """Yield `{"params": {"p": ranks}, "metric": "time", "callpath": "step", "value": seconds}` for each counted step.
+    """Yield a line of JSON for each counted step, with ranks, seconds and callpath.
 
+    A line is `{"params": {"p": ranks}, "metric": "time", "callpath": "step", "value": seconds}`.
     With several schedules, or runs of several sources, the callpath distinguishes them:
     `step->1f1b, simulated`.
 
     Raises:
-        ConfigError: a run without a trace, or without a step after warm-up.
+        ConfigError: A run has no trace, or no step after warm-up.
     """
     points = read_points(runs)
     lines = {(point.line, point.source) for point in points}
@@ -62,12 +63,11 @@ def extrap_lines(runs: Sequence[Path]) -> Iterator[str]:
 
 
 def perfetto_pieces(trace: Trace) -> Iterator[str]:
-    """Yield the document in pieces.
+    """Yield the document in chunks.
 
-    Names, then the events of each rank with counters of the bytes held at their ends.
-    Times are in microseconds from the first event. Events of a thread must not overlap there, and
-    transfers do: those that overlap on a stream get threads of their own beside it (`link`, `link
-    2` ...).
+    Names come first, then the events of each rank with counters of the bytes held at their ends.
+    Times are in microseconds from the first event. The events of a thread must not overlap, but
+    transfers do: transfers that overlap on a stream get additional threads (`link`, `link 2` ...).
     """
     origin_ns = int(trace.events["start_ns"].min()) if len(trace.events) else 0
     about = {
@@ -98,7 +98,8 @@ def perfetto_pieces(trace: Trace) -> Iterator[str]:
 def thread_numbers(events: np.ndarray) -> np.ndarray:
     """Return a thread for each event of a rank.
 
-    100 x its stream, plus a number if it overlaps with others there.
+    It is 100 x the stream of the event, plus a number if the event overlaps with others on the
+    stream.
     """
     found = events["stream"].astype(np.int64) * THREADS
     for stream in np.unique(events["stream"]).tolist():
@@ -192,7 +193,7 @@ EXTRAP_FILE = "extrap.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """The file that was written, its format, and its size."""
+    """The exported file, its format and its size."""
 
     path: Path
     format: str
@@ -200,13 +201,14 @@ class Export:
 
 
 def export_runs(runs: Sequence[Path], name: str, out: Path | None = None) -> Export:
-    """Write an export piece by piece: `perfetto` and `csv` of one run, `extrap` of one or several.
+    """Write an export in chunks: `perfetto` and `csv` of one run, `extrap` of one or several.
 
-    The default file is beside the trace, or of several runs beside the folder of the first.
+    The default file is in the folder of the trace or, for several runs, next to the folder of the
+    first.
 
     Raises:
-        ConfigError: no such format, several runs for a format of one, a run that cannot be read, or
-            a file that cannot be written.
+        ConfigError: The format is unknown or accepts only one run, a run cannot be read, or the
+            file cannot be written.
     """
     if name == EXTRAP:
         first = runs[0].resolve()

@@ -1,1 +1,1 @@
-"""Reading runs, traces and answers."""
+"""Read runs, traces and answers."""

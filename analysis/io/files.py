@@ -1,4 +1,4 @@
-"""Files that are written for the user."""
+"""Write files for the user."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gems.errors import ConfigError
 
 @contextmanager
 def refuse_unwritable(path: Path) -> Iterator[None]:
-    """Convert an error of the system while a file or folder is written into a ConfigError."""
+    """Convert an OSError that occurs while a file or folder is written into a ConfigError."""
     try:
         yield
     except OSError as error:
@@ -21,10 +21,12 @@ def refuse_unwritable(path: Path) -> Iterator[None]:
 
 
 def write_csv(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
-    """Write rows under the keys of the first, an empty field for an unknown figure, and return the path.
+    """Write rows under the keys of the first row, and return the path.
+
+    An unknown figure is an empty field.
 
     Raises:
-        ConfigError: the file cannot be written.
+        ConfigError: The file cannot be written.
     """
     with refuse_unwritable(path), path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))

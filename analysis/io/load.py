@@ -24,7 +24,7 @@ STUDY_JSON = "study.json"
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A trace, the files it came from, and notes for the user about what is missing."""
+    """A trace, the files that it was read from, and notes for the user about missing data."""
 
     trace: Trace
     paths: tuple[Path, ...]
@@ -34,11 +34,11 @@ class Loaded:
 def load_trace(path: Path) -> Loaded:
     """Read a run folder or a trace file.
 
-    Of a run that was killed it joins the ranks' parts in memory.
+    If the run was killed, the parts of its ranks are merged in memory.
 
     Raises:
-        ConfigError: nothing to read there, an unreadable file, a newer schema, or a file of another
-        layout.
+        ConfigError: There is nothing to read, or a file is unreadable, of a newer schema or of
+            another layout.
     """
     if not path.exists():
         raise ConfigError("path", path, "does not exist", "give a run folder or a trace file")
@@ -82,13 +82,13 @@ def _part_or_none(path: Path) -> Trace | None:
 
 
 def load_parts(folder: Path) -> Loaded:
-    """Join the ranks' parts in a run folder with those of the attempts that it goes on from, and with the run's files.
+    """Merge the parts of all ranks and attempts in a run folder, and add the run's files.
 
-    Attempts on another layout, whose ranks and stages are others, are named in the notes and left
-    out.
+    Earlier attempts count if the last one continues them. Attempts on another layout, with
+    different ranks and stages, are named in the notes and left out.
 
     Raises:
-        ConfigError: there is none, or none of the last attempt is readable.
+        ConfigError: There are no parts, or none of the last attempt is readable.
     """
     attempts = [loaded := _load_attempt(folder)]
     trace = loaded.trace
@@ -96,7 +96,7 @@ def load_parts(folder: Path) -> Loaded:
     for path in sorted(folder.glob(ATTEMPTS), reverse=True):
         if not attempts[0].trace.attributes.get("continues"):
             break
-        with contextlib.suppress(ConfigError):  # one that left no trace ran no step
+        with contextlib.suppress(ConfigError):  # an attempt without a trace ran no step
             earlier = _load_attempt(path)
             if _layout(earlier.trace) != _layout(trace):
                 first = attempts[0].trace.attributes.get("first_step", 0)
@@ -121,7 +121,7 @@ def _layout(trace: Trace) -> tuple[int, int]:
 
 
 def _load_attempt(folder: Path) -> Loaded:
-    """Join the parts of one attempt."""
+    """Merge the parts of one attempt."""
     found = sorted(folder.glob(PARTS))
     if not found:
         raise ConfigError(
@@ -159,10 +159,10 @@ def _load_attempt(folder: Path) -> Loaded:
 
 
 def _add_run_files(trace: Trace, folder: RunFolder) -> list[str]:
-    """Add to a trace the commit, schedule, partition, memory plan and layers' times that its run was prepared with.
+    """Add to a trace the data with which its run was prepared, and return notes.
 
-    The changes of its layout are added too. Without a file the trace stays as it was; a damaged
-    file is named in the notes that are returned.
+    The data are the commit, schedule, partition, memory plan, layers' times and changes of layout.
+    A missing file changes nothing; a damaged file is named in the notes.
     """
     notes = []
     commit = folder.provenance_json
@@ -205,19 +205,22 @@ def _add_run_files(trace: Trace, folder: RunFolder) -> list[str]:
 
 
 def find_runs(names: Sequence[str], runs_dir: Path) -> list[Path]:
-    """Return the run folders and trace files that `names` name, each once.
+    """Return the run folders and trace files for `names`, each once.
 
-    A name is a path, or the name of a run or a study below `runs_dir`; a run's name without its
-    signature stands for all runs of that name. Of a study those points are taken that have a trace.
+    A name is a path, or the name of a run or a study in `runs_dir`; a run's name without its
+    signature selects all runs of that name. A study selects its points that have a trace.
 
     Raises:
-        ConfigError: there is none of a name, or a study none of whose points has a trace.
+        ConfigError: A name matches nothing, or no point of a study has a trace.
     """
     return list(dict.fromkeys(path for name in names for path in _named(name, runs_dir)))
 
 
 def default_out(names: Sequence[str], runs: Sequence[Path], runs_dir: Path) -> Path:
-    """Name the page: report.html in the folder of the one run or study that was named, else beside the first run."""
+    """Return the default path of the report.
+
+    It is report.html in the folder of the only named run or study, or else next to the first run.
+    """
     if len(names) == 1:
         for folder in (Path(names[0]), runs_dir / names[0]):
             if folder.is_dir():

@@ -1,4 +1,4 @@
-"""The configuration of a run, as its trace holds it."""
+"""The configuration of a run, as stored in its trace."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Section = TypeVar("Section")
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """Facts of the resolved configuration; None if the trace does not carry it."""
+    """Facts of the resolved configuration; None if the trace does not contain it."""
 
     schedule: str | None = None
     partitions: int | None = None
@@ -36,8 +36,8 @@ class RunFacts:
     ) -> float | None:
         """Return the schedule's bubble by its closed form.
 
-        None if that or a fact is not known, or in strips.
-        Times are those of a stage; `weight_grad_s` is W's part of a split backward.
+        Return None if the closed form or a fact is unknown, or with strips. Times are those of a
+        stage; `weight_grad_s` is W's part of a split backward.
         """
         name = self.schedule
         partitions = self.partitions
@@ -57,11 +57,11 @@ class RunFacts:
 def run_facts(trace: Trace) -> RunFacts:
     """Return the facts in `trace.run_yaml`, the resolved `gems.config.schema.RunSpec`.
 
-    All None for an empty text.
+    All are None for an empty text.
 
     Raises:
-        ConfigError: the text is no YAML, no mapping of groups, or a figure in it is not a number
-        that is allowed.
+        ConfigError: The text is not YAML or not a mapping of groups, or it contains an invalid
+            figure.
     """
     document = read_document(trace.run_yaml)
     schedule, parallel, cost = (_group(document, name) for name in ("schedule", "parallel", "cost"))
@@ -89,10 +89,10 @@ def run_facts(trace: Trace) -> RunFacts:
 
 
 def read_document(run_yaml: str) -> dict[str, Any]:
-    """Return a run's configuration as groups of keys, empty for an empty text.
+    """Return a run's configuration as groups of keys; it is empty for an empty text.
 
     Raises:
-        ConfigError: the text is no YAML, or no mapping of groups.
+        ConfigError: The text is not YAML, or not a mapping of groups.
     """
     try:
         document = yaml.safe_load(run_yaml) if run_yaml else {}
@@ -113,7 +113,7 @@ def read_section(document: dict[str, Any], name: str, section: type[Section]) ->
     Keys that another version added are ignored.
 
     Raises:
-        ConfigError: the group is no mapping.
+        ConfigError: The group is not a mapping.
     """
     known: dict[str, Any] = getattr(section, "__dataclass_fields__", {})
     values = _group(document, name)
@@ -123,10 +123,10 @@ def read_section(document: dict[str, Any], name: str, section: type[Section]) ->
 def read_head(path: Path) -> tuple[dict[str, Any], np.ndarray, dict[str, Any]]:
     """Return the root attributes, the rows of `/steps` and the configuration of a finished run.
 
-    Events are not read, so that large traces cost no time. Rows are sorted by step.
+    Events are not read, so that large traces take no time. Rows are sorted by step.
 
     Raises:
-        ConfigError: no trace there, an unreadable one, or one without its configuration.
+        ConfigError: The trace is missing, unreadable, or lacks its configuration.
     """
     file_path = path / "trace.h5" if path.is_dir() else path
     if not file_path.exists():

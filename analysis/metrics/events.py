@@ -1,4 +1,4 @@
-"""Events by kind, rank and step."""
+"""Select events by kind, rank and step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COMPUTE = (*USEFUL, "R")
 
 
 def of_kinds(events: np.ndarray, *kinds: str) -> np.ndarray:
-    """Return the mask of the events whose kind is among `kinds`, names as in a schedule's text."""
+    """Return the mask of the events of some kinds; names are as in a schedule's text."""
     mask: np.ndarray = np.isin(events["kind"], [KINDS.index(kind) for kind in kinds])
     return mask
 
@@ -30,19 +30,19 @@ def by_rank(events: np.ndarray) -> dict[int, np.ndarray]:
 
 
 def ranks_written(trace: Trace) -> int:
-    """Return the number of ranks whose events a trace holds.
+    """Return the number of ranks whose events are in a trace.
 
-    Those of one replica if all are identical.
+    If all replicas are identical, only one of them may be there.
     """
     return trace.world_size // int(trace.attributes.get("identical_replicas", 1))
 
 
 @dataclass(frozen=True, slots=True)
 class StepWindow:
-    """The events of one step and the time that it spans, from the first rank's begin to the last rank's end.
+    """The events of one step, and its time span from the first rank's begin to the last rank's end.
 
-    `is_whole` is False for a step that some rank did not finish; it then spans the events that are
-    there.
+    `is_whole` is False for a step that some rank did not finish; it then spans the available
+    events.
     """
 
     step: int
@@ -54,18 +54,18 @@ class StepWindow:
 
     @property
     def label(self) -> str:
-        """Return the step's name, with anything unusual about it."""
+        """The step's name, with anything unusual about it."""
         not_whole = "" if self.is_whole else ", not whole: the run ended in it"
         return f"step {self.step}" + (", warm-up" if self.is_warmup else "") + not_whole
 
     @property
     def span_s(self) -> float:
-        """Time from the first rank's begin to the last rank's end."""
+        """The time from the first rank's begin to the last rank's end."""
         return (self.end_ns - self.start_ns) * 1e-9
 
     @property
     def bubble(self) -> float | None:
-        """Share of ranks x time in which the ranks with events here compute nothing."""
+        """The share of ranks x time in which the ranks with events here compute nothing."""
         ranks = len(np.unique(self.events["rank"]))
         if not self.is_whole or not ranks or self.end_ns <= self.start_ns:
             return None
@@ -75,10 +75,10 @@ class StepWindow:
 
 
 def step_window(trace: Trace, step: int | None = None) -> StepWindow:
-    """Take one step; by default the last whole one that is not a warm-up step, else the last one there is.
+    """Return one step, by default the last whole step after warm-up, or else the last step.
 
     Raises:
-        ConfigError: the trace has no events, or none of that step.
+        ConfigError: The trace has no events, or none of that step.
     """
     with_events = np.unique(trace.events["step"])
     if not len(with_events):

@@ -18,30 +18,30 @@ NS = 1e-9
 class Metrics:
     """Figures over the whole steps of a run that are not warm-up steps.
 
-    None if the trace does not contain them.
-    Tuples have an item for each world rank; in a trace of one replica for all, its ranks represent
-    the others. Peaks cover the whole trace, warm-up and unfinished steps included.
+    A figure is None if the trace does not contain it. Tuples have an item for each world rank; in a
+    trace of one replica for all, its ranks represent the others. Peaks cover the whole trace,
+    including warm-up and unfinished steps.
 
     Attributes:
-        num_warmup_steps: whole steps left out.
-        num_images: images of the counted steps, all directions and replicas.
-        time_s: from the first counted step's start to the last one's end with the gaps between,
-            attempt by attempt.
-        step_median_s: median of the step times, see `step_times_s`.
-        step_low_s, step_high_s: bounds of its 95 % interval; of fewer than 6 steps the extremes.
-        step_p95_s: 95th percentile of the same, linear between neighbours.
-        busy_s: time in F, B, I, W and R on the compute stream; None for a rank without events.
+        num_warmup_steps: Whole steps that are left out.
+        num_images: Images of the counted steps, in all directions and replicas.
+        time_s: Time from the first counted step's start to the last one's end, including gaps, for
+            each attempt.
+        step_median_s: Median of the step times, see `step_times_s`.
+        step_low_s, step_high_s: Bounds of its 95 % interval; with fewer than 6 steps the extremes.
+        step_p95_s: 95th percentile of the step times, linear between neighbours.
+        busy_s: Time in F, B, I, W and R on the compute stream; None for a rank without events.
         bubble_measured: 1 - sum(busy_s) / (world size x time_s), of the trace's `source`.
-        efficiency: useful compute (F, B, I and W, but not the recomputation R) over world size x
+        efficiency: Useful compute (F, B, I and W, but not the recomputation R) over world size x
             time_s.
-        bubble_formula: the closed form of the schedule at `forward_s` and `backward_s`.
-        forward_s: median duration of F of a stage, mean over the stages; backward_s that of B, or
-            of I and W together.
-        peak_device_bytes: most bytes held on the device: the allocator's peak on a GPU and the
+        bubble_formula: The closed form of the schedule at `forward_s` and `backward_s`.
+        forward_s: Median duration of F of a stage, averaged over the stages; backward_s is that of
+            B, or of I and W together.
+        peak_device_bytes: Most bytes held on the device: the allocator's peak on a GPU and the
             simulation's own, else the ledger's when an action ended.
-        peak_rss_bytes: most resident memory of the process, from samples.
-        peak_driver_bytes: most device memory in use as the driver reports it, from samples.
-        joules_per_image: energy of the ranks' GPUs in the counted steps over their images, by
+        peak_rss_bytes: Largest resident memory of the process, from samples.
+        peak_driver_bytes: Largest device memory in use as reported by the driver, from samples.
+        joules_per_image: Energy of the ranks' GPUs in the counted steps over their images, from
             samples of their power; None unless all ranks have some.
     """
 
@@ -69,7 +69,7 @@ class Metrics:
 
 
 def run_metrics(trace: Trace, facts: RunFacts | None = None) -> Metrics:
-    """Compute the figures of a run; `facts` are those in `trace.run_yaml` unless given.
+    """Compute the figures of a run; `facts` default to those in `trace.run_yaml`.
 
     Raises:
         ConfigError: `trace.run_yaml` is malformed.
@@ -85,9 +85,8 @@ def run_metrics(trace: Trace, facts: RunFacts | None = None) -> Metrics:
     median = p95 = None
     losses: list[float | None] = [None, None]
     if len(counted):
-        ends = np.flatnonzero(
-            np.diff(counted["attempt"], append=-1)
-        )  # of the attempts: no time passes between them
+        # ends of the attempts: no time passes between attempts
+        ends = np.flatnonzero(np.diff(counted["attempt"], append=-1))
         starts = np.concatenate([[0], ends[:-1] + 1])
         time_s = float((counted["end_ns"][ends] - counted["start_ns"][starts]).sum()) * NS
         energy_j = _energy_j(trace, counted["start_ns"][starts], counted["end_ns"][ends])
@@ -126,7 +125,7 @@ def run_metrics(trace: Trace, facts: RunFacts | None = None) -> Metrics:
 def step_times_s(steps: np.ndarray) -> np.ndarray:
     """Return the time of each step in seconds; `steps` are rows of `/steps`, sorted by step.
 
-    Without a barrier a rank begins step k + 1 while another still ends step k. A step is charged
+    Without a barrier a rank begins step k + 1 while another is still ending step k. A step counts
     from the previous step's last end (or its own begin if that is later) to its own last end.
     """
     begin = steps["start_ns"].copy()
@@ -138,7 +137,7 @@ def step_times_s(steps: np.ndarray) -> np.ndarray:
 def _energy_j(trace: Trace, starts_ns: np.ndarray, ends_ns: np.ndarray) -> float | None:
     """Return the energy of all GPUs between times, by the trapezoidal rule over samples of power.
 
-    None if unknown.
+    Return None if it is unknown.
     """
     known = trace.samples[np.isfinite(trace.samples["power_w"])]
     total_j = 0.0
@@ -157,7 +156,7 @@ def _energy_j(trace: Trace, starts_ns: np.ndarray, ends_ns: np.ndarray) -> float
 def _times_s(trace: Trace, events: np.ndarray, kinds: tuple[str, ...]) -> tuple[float | None, ...]:
     """Return each rank's time in actions of some kinds on the compute stream.
 
-    None for a rank without events.
+    It is None for a rank without events.
     """
     compute = events[events["stream"] == STREAMS.index("compute")]
     compute = compute[of_kinds(compute, *kinds)]
@@ -171,9 +170,9 @@ def _times_s(trace: Trace, events: np.ndarray, kinds: tuple[str, ...]) -> tuple[
 
 
 def _share(times_s: tuple[float | None, ...], time_s: float | None) -> float | None:
-    """Return a time's share of all ranks' time.
+    """Return the share of all ranks' time.
 
-    None if a rank's part is missing: unknown is not idle.
+    Return None if the time of a rank is missing, because unknown is not idle.
     """
     known = [time for time in times_s if time is not None]
     if not time_s or not known or len(known) < len(times_s):
@@ -182,9 +181,9 @@ def _share(times_s: tuple[float | None, ...], time_s: float | None) -> float | N
 
 
 def stage_mean_s(events: np.ndarray, kind: str) -> float | None:
-    """Return the median duration of a kind of action on a stage, in seconds, mean over the stages.
+    """Return the median duration of a kind of action on a stage, averaged over the stages.
 
-    None without any.
+    It is in seconds; return None if there is no such action.
     """
     mine = events[of_kinds(events, kind)]
     if not len(mine):
@@ -195,9 +194,9 @@ def stage_mean_s(events: np.ndarray, kind: str) -> float | None:
 
 
 def backward_mean_s(events: np.ndarray) -> float | None:
-    """Return the median duration of a stage's backward, in seconds, mean over the stages.
+    """Return the median duration of a stage's backward, averaged over the stages, in seconds.
 
-    B, or I and W together.
+    The backward is B, or I and W together.
     """
     whole = stage_mean_s(events, "B")
     halves = stage_mean_s(events, "I"), stage_mean_s(events, "W")
@@ -207,16 +206,16 @@ def backward_mean_s(events: np.ndarray) -> float | None:
 
 
 def _peaks(table: np.ndarray, column: str, world_size: int) -> tuple[int | None, ...]:
-    """Return the largest value of a column for each rank; a negative one means unknown."""
+    """Return the largest value of a column for each rank; negative values mean unknown."""
     peaks = np.full(world_size, -1, dtype=np.int64)
     np.maximum.at(peaks, table["rank"], table[column])
     return tuple(int(peak) if peak >= 0 else None for peak in peaks)
 
 
 def _device_peaks(trace: Trace) -> tuple[int | None, ...]:
-    """Return the allocator's own peaks if the trace has them.
+    """Return the allocator's own peaks if the trace has them, or else those of the events.
 
-    They include what an action held only while it ran.
+    The allocator's peaks include memory that an action held only while it ran.
     """
     written = _peaks(trace.events, "device_bytes", ranks_written(trace))
     counted = written * (trace.world_size // len(written))

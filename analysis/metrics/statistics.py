@@ -1,7 +1,8 @@
 """Statistics of repeated measurements: bootstrap intervals, percentiles and means of rates.
 
-Nothing here assumes a normal distribution. Values are assumed to be independent, which steps of one
-run are only approximately: repetitions as jobs of their own tell more than as many further steps.
+Nothing here assumes a normal distribution. Values are assumed to be independent, which is only
+approximately true for the steps of one run: repetitions as separate jobs tell more than the same
+number of additional steps.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ NUM_DRAWS = 2000
 class Interval:
     """An estimate between its bounds.
 
-    With `is_range` the bounds are the least and the largest value, as there are too few for an
-    interval. `level` is the share of cases in which such an interval contains the true value;
-    meaningless for a range.
+    If `is_range`, the bounds are the smallest and the largest value, because there are too few
+    values for an interval. `level` is the share of cases in which such an interval contains the
+    true value; it has no meaning for a range.
     """
 
     low: float
@@ -34,29 +35,28 @@ class Interval:
 
     @property
     def relative_half_width(self) -> float:
-        """Half the distance between the bounds, over the value."""
+        """Half the distance between the bounds, divided by the value."""
         return (self.high - self.low) / (2.0 * abs(self.value)) if self.value else np.inf
 
     def scaled(self, factor: float) -> Interval:
-        """Return the interval of the value times a factor above 0."""
+        """Return the interval of the value times a positive factor."""
         return replace(
             self, low=factor * self.low, value=factor * self.value, high=factor * self.high
         )
 
     def overlaps(self, other: Interval) -> bool:
-        """Return whether the two have a value in common."""
+        """Return whether the two intervals have a value in common."""
         return self.low <= other.high and other.low <= self.high
 
 
 def min_values(level: float = LEVEL) -> int:
     """Return how many values an interval of the median needs: 6 for 95 %.
 
-    The least and the largest of n values hold the median between them in all but 2^(1 - n) of
-    cases, whatever the distribution; with fewer values than this no interval between them reaches
-    the level.
+    The median lies between the smallest and the largest of n values in all but 2^(1 - n) of cases,
+    whatever the distribution. With fewer values, no interval between them reaches the level.
 
     Raises:
-        ConfigError: a level that is no share between 0 and 1.
+        ConfigError: The level is not between 0 and 1.
     """
     if not 0.0 < level < 1.0:
         raise ConfigError("level", level, "allowed: above 0 and below 1")
@@ -68,17 +68,17 @@ def median_draws(
 ) -> np.ndarray:
     """Return medians of resamples of `values`, shape (num_draws,), in the unit of the values.
 
-    A resample's median is an order statistic of it, or the mean of two, so the places of these
-    among the sorted values are drawn, from their beta distribution. That is exactly the bootstrap
-    of the median (Efron 1979), at a cost that does not grow with the number of values.
+    The median of a resample is one of its order statistics, or the mean of two; so their positions
+    among the sorted values are drawn from their beta distribution. This is exactly the bootstrap of
+    the median (Efron 1979), at a cost that does not grow with the number of values.
 
     Raises:
-        ConfigError: no value.
+        ConfigError: There are no values.
     """
     ordered = _sorted(values)
     count = len(ordered)
     rng = np.random.default_rng(seed)
-    upper = count // 2 + 1  # of 1..count
+    upper = count // 2 + 1  # in 1..count
     lower = upper - 1 if count % 2 == 0 else upper
     first = rng.beta(lower, count - lower + 1, num_draws)
     last = (
@@ -94,11 +94,11 @@ def median_interval(
 ) -> Interval:
     """Return the median with its bootstrap interval: the percentiles of the medians of resamples.
 
-    With fewer than `min_values` the bounds are the least and the largest value, and `is_range` is
-    set.
+    With fewer than `min_values`, the bounds are the smallest and the largest value, and `is_range`
+    is set.
 
     Raises:
-        ConfigError: no value, or a level that is no share between 0 and 1.
+        ConfigError: There are no values, or the level is not between 0 and 1.
     """
     ordered = _sorted(values)
     if len(ordered) < min_values(level):
@@ -109,23 +109,31 @@ def median_interval(
 
 
 def percentile_interval(draws: np.ndarray, value: float, level: float = LEVEL) -> Interval:
-    """Return an estimate with the percentiles of its draws as bounds, widened if necessary to contain it."""
+    """Return an estimate with the percentiles of its draws as bounds.
+
+    The bounds are widened if necessary to contain the estimate.
+    """
     percents = [50 * (1 - level), 50 * (1 + level)]
-    is_finite = np.isfinite(draws).all()  # no interpolation between a number and infinity
+    # interpolation between a number and infinity is impossible
+    is_finite = np.isfinite(draws).all()
     low, high = np.percentile(draws, percents, method="linear" if is_finite else "nearest").tolist()
     return Interval(min(low, value), value, max(high, value), False, level)
 
 
 def percentile(values: Sequence[float] | np.ndarray, percent: float) -> float:
-    """Return a percentile, linear between neighbours; no value is a ConfigError."""
+    """Return a percentile, linear between neighbours.
+
+    Raises:
+        ConfigError: There are no values.
+    """
     return float(np.percentile(_sorted(values), percent))
 
 
 def harmonic_mean(rates: Sequence[float] | np.ndarray) -> float:
-    """Return the mean of rates over equal work: that of their costs, as a rate.
+    """Return the mean of rates over equal work, that is, the inverse of the mean of their costs.
 
     Raises:
-        ConfigError: no value, or one that is not positive.
+        ConfigError: There are no values, or a value is not positive.
     """
     ordered = _sorted(rates)
     if ordered[0] <= 0.0:
@@ -134,10 +142,10 @@ def harmonic_mean(rates: Sequence[float] | np.ndarray) -> float:
 
 
 def further_values(interval: Interval, count: int, relative_half_width: float) -> int:
-    """Return how many values more it would take, about, to bring an interval from `count` values to a half width.
+    """Return about how many more values are needed for a given half width of an interval.
 
-    The width falls with the square root of the count. For a range it is the number that an interval
-    needs at all.
+    `count` is the current number of values; the width falls with the square root of the count. For
+    a range, the result is the number of values that an interval needs at all.
     """
     if interval.is_range:
         return max(1, min_values(interval.level) - count)

@@ -1,4 +1,4 @@
-"""Pictures of the answers of `gems partition`, `gems memory`, `gems place` and `gems plan --hybrid`."""
+"""Pictures of the answers of `gems partition`, `memory`, `place` and `plan --hybrid`."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ MAX_NAMES = 40
 ROW_IN = 0.42
 BARS_IN = 1.7
 DEVICE_IN = 0.55
-FAR = 2.0  # a limit this many times above all curves is not drawn: it would flatten them
+# a limit this many times above all curves is not drawn, because it would flatten them
+FAR = 2.0
 
 
 def partition_figure(answer: dict[str, Any]) -> Figure:
     """Build the figure of a partition.
 
-    Times and bytes of the layers side by side, and a row for each method.
-    A row shows the method's stages, with the peaks of their ranks if a rank has one stage or a pair
-    of them.
+    It shows the times and bytes of the layers, and a row for each method. A row shows the method's
+    stages, with the peaks of their ranks if a rank has one stage or a pair of stages.
     """
     layers = answer["drawn_layers"]
     methods = answer["methods"]
@@ -110,8 +110,8 @@ def partition_figure(answer: dict[str, Any]) -> Figure:
 def memory_plans_figure(answer: dict[str, Any]) -> Figure:
     """Build the figure of memory plans.
 
-    A line for each policy, over one simulated step, with the device's limit.
-    It is the rank that holds most: the device's bytes above, those in host memory below.
+    It has a line for each policy over one simulated step, and the device's limit. It shows the rank
+    that holds most: device bytes above, bytes in host memory below.
     """
     curves = answer["curves"]
     most = max((size for curve in curves for _, size in curve["device"]), default=0.0)
@@ -148,7 +148,7 @@ def memory_plans_figure(answer: dict[str, Any]) -> Figure:
 
 
 def placement_figure(answer: dict[str, Any]) -> Figure:
-    """Build the figure of a placement: a row a device, a bar an operator's forward or backward."""
+    """Build the figure of a placement: a row per device, a bar per forward or backward."""
     devices = range(answer["devices"])
     figure, (axes,) = new_figure(WIDTH_IN, 1.4 + DEVICE_IN * len(devices))
     for name, colour in (("forward", BLUE), ("backward", ORANGE)):
@@ -189,7 +189,7 @@ def placement_figure(answer: dict[str, Any]) -> Figure:
 def hybrid_figure(answer: dict[str, Any]) -> Figure:
     """Build the figure of a plan.
 
-    Speed-ups of one device a worker and of the fastest of several, with their bands.
+    It shows the speed-ups of one device per worker and of the fastest of several, with their bands.
     """
     base = answer["base"]
     counts = [row["devices"] for row in answer["rows"]]

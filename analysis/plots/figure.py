@@ -33,7 +33,7 @@ def source_mark(source: str, attributes: Mapping[str, object]) -> str:
     """Return the text that marks the source of a picture's figures.
 
     It includes the error of predictions if that is known. `attributes` are the root attributes of
-    the trace; predictions of a calibrated machine carry `held_out_error`.
+    the trace; predictions for a calibrated machine have `held_out_error`.
     """
     mark = SOURCE_MARKS.get(source, source)
     error = attributes.get("held_out_error")
@@ -82,7 +82,7 @@ def new_figure(
 
 
 def scaled_pt(figure: Figure, size_pt: float) -> float:
-    """Return a font size that looks alike when wide and narrow figures are printed equally wide."""
+    """Return a font size that looks the same in figures that are printed equally wide."""
     return size_pt * max(1.0, figure.get_figwidth() / WIDTH_IN)
 
 
@@ -141,10 +141,10 @@ def set_title(figure: Figure, axes: Axes, headline: str, detail: str) -> None:
 
 
 def check_picture_path(path: Path) -> None:
-    """Refuse a path that no picture can be written to.
+    """Refuse a path to which no picture can be written.
 
     Raises:
-        ConfigError: the suffix is not .png, .pdf or .svg, or the folder does not exist.
+        ConfigError: The suffix is not .png, .pdf or .svg, or the folder does not exist.
     """
     if path.suffix not in FORMATS:
         raise ConfigError("out", path, f"suffix {path.suffix or 'missing'}: " + one_of(FORMATS))
@@ -153,10 +153,10 @@ def check_picture_path(path: Path) -> None:
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Write the figure as PNG at 150 dpi, PDF or SVG, by the suffix.
+    """Write the figure as PNG at 150 dpi, PDF or SVG, depending on the suffix.
 
     Raises:
-        ConfigError: the path is not for a picture or cannot be written.
+        ConfigError: The path is not a picture's or cannot be written.
     """
     check_picture_path(path)
     with refuse_unwritable(path):
@@ -171,7 +171,7 @@ def draw_answer_file(
     `key` names the file in errors.
 
     Raises:
-        ConfigError: the file holds no such answer, or the picture cannot be written.
+        ConfigError: The file contains no such answer, or the picture cannot be written.
     """
     check_picture_path(out)
     try:

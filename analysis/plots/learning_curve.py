@@ -1,4 +1,4 @@
-"""The learning curve: the loss of each step, and below it the metrics of each validation, from a trace."""
+"""The learning curve, from a trace: the loss of each step, and the metrics of each validation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 PREFIX = "validation_"
 LOSS = "validation_loss"
-MAX_POINTS = 2000  # of the drawn loss: means over neighbouring steps
+# number of drawn points of the loss, which are means over neighbouring steps
+MAX_POINTS = 2000
 
 
 def validation_curves(trace: Trace) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -35,7 +36,7 @@ def learning_figure(trace: Trace) -> Figure:
     """Build the picture of losses, with a panel for the other metrics if training was validated.
 
     Raises:
-        ConfigError: no step of the trace has a loss.
+        ConfigError: No step of the trace has a loss.
     """
     steps = trace.steps[np.isfinite(trace.steps["loss"])]
     if not len(steps):
@@ -81,7 +82,7 @@ def learning_figure(trace: Trace) -> Figure:
 
 
 def _thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return at most MAX_POINTS points, each the mean of as many neighbouring steps."""
+    """Return at most MAX_POINTS points; each is the mean of equally many neighbouring steps."""
     size = -(-len(steps) // MAX_POINTS)
     starts = np.arange(0, len(steps), size)
     counts = np.diff(np.append(starts, len(steps)))

@@ -1,4 +1,4 @@
-"""The memory curve: device bytes over time of one step, a panel a rank, from a trace."""
+"""The memory curve, from a trace: device bytes over the time of one step, one panel per rank."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ CURVE_COLOUR, AREA_COLOUR, PEAK_COLOUR = "#1f65a8", "#d6e6f3", "#c94f07"
 BUFFER_COLOUR, HOST_COLOUR, HOST_STYLE = "#e8a33d", "#117a8b", (0, (4, 2))
 COUNTED = ("emulated", "simulated")
 MS = 1e-6
-# A receive's buffer is held until the action that reads it has ended.
+# The buffer of a receive is held until the action that reads it has ended.
 READERS = {"RECV_F": ("F",), "RECV_B": ("B", "I")}
 MESSAGE = ("step", "stage", "direction", "micro_batch")
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Bytes on one rank's device: `held_bytes[i]` from `time_ms[i]` on, time from the step's start.
+    """Bytes on one rank's device: `held_bytes[i]` from `time_ms[i]` on, since the step's start.
 
-    `buffer_bytes` are the buffers of messages among them (0 in a measured run, which does not
-    distinguish them), `host_bytes` the copies in host memory.
+    `buffer_bytes` is the part for buffers of messages (0 in a measured run, which does not
+    distinguish them); `host_bytes` are the copies in host memory.
     """
 
     rank: int
@@ -58,16 +58,17 @@ class Curve:
 
 
 def memory_figure(trace: Trace, step: int | None = None) -> Figure:
-    """Build the picture of device bytes over one step, by default the last whole one after warm-up.
+    """Build the picture of device bytes over a step, by default the last whole one after warm-up.
 
-    One stepped curve a rank, each in a panel with the same axes, its peak marked and named; beside
-    it the peaks over the whole run of resident memory and of the driver's figure, if samples carry
-    them. In emulated and simulated runs the buffers of messages are on top of the activations in a
-    colour of their own, and the parameters, which stay, are named beside the panel. Copies in host
-    memory are a dashed line. Of more than 16 ranks the 16 highest are shown.
+    Each rank has a stepped curve in its own panel with the same axes; the peak is marked and
+    labelled. Next to it are the peaks over the whole run of resident memory and of the driver's
+    figure, if there are samples. In emulated and simulated runs the buffers of messages are drawn
+    above the activations in their own colour, and the parameters, which are constant, are named
+    next to the panel. Copies in host memory are a dashed line. If there are more than 16 ranks, the
+    16 with the highest peaks are shown.
 
     Raises:
-        ConfigError: no such step, or the trace has no device bytes in it.
+        ConfigError: There is no such step, or the trace has no device bytes in it.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -106,7 +107,7 @@ def memory_figure(trace: Trace, step: int | None = None) -> Figure:
 
 
 def rank_curve(trace: Trace, window: StepWindow, rank: int) -> Curve | None:
-    """Return the curve of one rank, from what it held before the step on; None without a ledger."""
+    """Return the curve of one rank, starting from the bytes before the step, if it has a ledger."""
     mine = trace.events[(trace.events["rank"] == rank) & (trace.events["device_bytes"] >= 0)]
     mine = mine[np.argsort(mine["end_ns"], kind="stable")]
     inside = mine[mine["step"] == window.step]
@@ -127,9 +128,9 @@ def rank_curve(trace: Trace, window: StepWindow, rank: int) -> Curve | None:
 
 
 def thinned(curve: Curve) -> Curve:
-    """Thin a long curve to what is drawn.
+    """Reduce a long curve to what is drawn.
 
-    Each column of pixels keeps its first, least, most and last bytes.
+    Each column of pixels keeps its first, smallest, largest and last bytes.
     """
     if len(curve.time_ms) <= 4 * MAX_COLUMNS:
         return curve
@@ -200,7 +201,7 @@ def _draw_curve(axes: Axes, trace: Trace, curve: Curve, unit: Unit) -> None:
 
 
 def _name_parts(figure: Figure, shown: list[Curve]) -> None:
-    """Name the parts if there is more than one."""
+    """Add a legend if there is more than one part."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -221,10 +222,11 @@ def _human(size_bytes: int) -> str:
 
 
 def buffer_bytes(events: np.ndarray, times_ns: np.ndarray) -> np.ndarray:
-    """Return the bytes of boundary buffers that a rank with these events holds just after each of `times_ns`.
+    """Return the bytes of boundary buffers that a rank holds just after each of `times_ns`.
 
-    A send's buffer is held from its posting until it is complete, a receive's from its posting
-    until the compute that reads it has ended; so it is in emulated and simulated runs.
+    `events` are those of the rank. A send's buffer is held from its posting until it is complete, a
+    receive's from its posting until the compute that reads it has ended; this is so in emulated and
+    simulated runs.
     """
     sends = events[of_kinds(events, "SEND_F", "SEND_B")]
     messages = [sends]
@@ -241,7 +243,7 @@ def buffer_bytes(events: np.ndarray, times_ns: np.ndarray) -> np.ndarray:
 
 
 def _read_ns(receives: np.ndarray, readers: np.ndarray) -> np.ndarray:
-    """Return the end of each receive's reader (of the last of several), or its own end without one."""
+    """Return the end of each receive's last reader, or the receive's own end without a reader."""
     both = np.concatenate([readers, receives])
     keys = np.zeros(len(both), np.int64)
     for name in MESSAGE:

@@ -1,6 +1,6 @@
 """The pictures of a scaling study.
 
-Rates and efficiencies with the best fit, and bands of what is predicted.
+They show rates and efficiencies with the best fit, and bands of predictions.
 """
 
 from __future__ import annotations
@@ -53,13 +53,14 @@ BAND_ALPHA = 0.15
 
 
 def scaling_figure(points: Sequence[Point], fits: Sequence[Fit] = ()) -> Figure:
-    """Build the picture: images/s above, parallel efficiency below, over ranks.
+    """Build the picture of a scaling study: images/s above, parallel efficiency below, over ranks.
 
-    One colour a line, one marker a source. A line joins the most real point of each number of
-    ranks, dashed where an end of it is simulated, and none where ranks are far apart; a dotted line
-    goes on from its base in proportion to the ranks. Bars are 95 % intervals of the median (the
-    range, below 6 steps). The base of each line is in the legend, with its images/s. The law of
-    each line is drawn over its points, and up to four times beyond them with a shaded 95 % band.
+    Each line has a colour, and each source a marker. A line joins the most real point of each
+    number of ranks; it is dashed if one of its ends is simulated, and left out if ranks are far
+    apart. A dotted line extends from its base in proportion to the ranks. Bars are 95 % intervals
+    of the median (the range, below 6 steps). The legend names the base of each line with its
+    images/s. The law of each line is drawn over its points, and up to four times beyond them with a
+    shaded 95 % band.
     """
     labels = (rate_name(points), "parallel efficiency, of 1")
     figure, (rate, share) = new_figure(
@@ -74,9 +75,9 @@ def scaling_figure(points: Sequence[Point], fits: Sequence[Fit] = ()) -> Figure:
         colour = LINE_COLOURS[place % len(LINE_COLOURS)]
         base = bases[line]
         fit = laws.get(line)
-        if (
-            kind != "capability"
-        ):  # there the images of the points differ, and one line of images/s would mislead
+        # in capability scaling the images of the points differ, so one line of images/s would
+        # mislead
+        if kind != "capability":
             largest = max(*(point.ranks for point in mine), fit.law.limit_ranks if fit else 0)
             span = np.array([base.ranks, largest])
             rate.plot(
@@ -109,7 +110,7 @@ def scaling_figure(points: Sequence[Point], fits: Sequence[Fit] = ()) -> Figure:
 
 
 def plain_ticks(axes: Axes) -> None:
-    """Write rates as plain numbers, and between decades too if there are few decades."""
+    """Write rates as plain numbers, and also between decades if there are few decades."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     low, high = axes.get_ylim()
@@ -142,7 +143,7 @@ def draw_points(axes: Axes, values: Mapping[Point, Interval], colour: str, kind:
 def _draw_fit(axes: Axes, fit: Fit, colour: str, base: Point | None = None) -> None:
     """Draw images/s by a law, or with `base` the efficiency.
 
-    Over the points, and with a shaded band beyond them.
+    The curve is drawn over the points, and with a shaded band beyond them.
     """
     ranks = curve_ranks(fit)
     rates = [fit.images_per_s(count) for count in ranks.tolist()]
@@ -164,7 +165,7 @@ def _draw_fit(axes: Axes, fit: Fit, colour: str, base: Point | None = None) -> N
 
 
 def point_marks(point: Point, colour: str) -> dict[str, Any]:
-    """Return the style of a point's marker: what its source is, and open if it is a prediction."""
+    """Return the style of a point's marker, which shows its source and is open for predictions."""
     face = "none" if point.source == "simulated" else colour
     size = 7.0 if point.source == "simulated" else 5.0
     return {

@@ -1,4 +1,4 @@
-"""The drawing of a schedule: rank x time, from its file alone."""
+"""The drawing of a schedule, rank x time, from its file alone."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from gems.schedule.validate import validate
 from gems.trace import DTYPES, KINDS, STREAMS, Trace, root_attributes
 from gems.utils.units import counted, number
 
-UNIT_NS = 1_000_000  # one unit of the costs is one ms of the picture's axis
+UNIT_NS = 1_000_000  # one unit of the costs is one ms on the picture's axis
 _STREAM_OF = {Kind.OFFLOAD: STREAMS.index("copy_out"), Kind.PREFETCH: STREAMS.index("copy_in")}
 
 
 def draw_schedule(path: Path, out: Path) -> Simulation:
-    """Draw a schedule's file to a picture (PNG, PDF or SVG by the suffix) and return its simulation.
+    """Draw a schedule's file as PNG, PDF or SVG by the suffix, and return its simulation.
 
-    The compute actions are drawn at their simulated times, without links: by the costs in the file
-    (as `gems schedule --json` writes them), or else with f = i = w = 1 for a rank's part of the
+    The compute actions are drawn at their simulated times, without links. The costs are those in
+    the file (as `gems schedule --json` writes them), or else f = i = w = 1 for a rank's part of the
     model.
 
     Raises:
-        ConfigError: the file holds no schedule, or the picture cannot be written.
-        ScheduleError: the schedule would not run.
+        ConfigError: The file contains no schedule, or the picture cannot be written.
+        ScheduleError: The schedule would not run.
     """
     check_picture_path(out)
     schedule, costs = read_schedule(path)
@@ -65,7 +65,8 @@ def read_schedule(path: Path) -> tuple[Schedule, StageCosts]:
     """Read a schedule as JSON or as torch's CSV, and the costs of its stages.
 
     Raises:
-        ConfigError: the file is not there, holds no schedule, or costs that are not of its stages.
+        ConfigError: The file does not exist, or contains no schedule or costs that do not match its
+            stages.
     """
     try:
         text = path.read_text()

@@ -1,4 +1,4 @@
-"""The timeline picture: rank x time of one step, from a trace."""
+"""The timeline picture, from a trace: rank x time of one step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_LANES = 64
-MAX_BOXES = 40_000  # more are drawn by columns of pixels
+MAX_BOXES = 40_000  # more boxes are drawn by columns of pixels
 IDLE_COLOUR = "#f0f0f0"
 MS = 1e-6
 STAGE_NAMES: dict[int, tuple[str, ...]] = {1: (), 2: ("1st stage of a rank", "2nd stage")}
@@ -39,9 +39,9 @@ MAX_LABEL_PT = 8.0
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """How boxes are drawn; `top` and `bottom` are their span of the lane, positive below its middle.
+    """The style of boxes; `top` and `bottom` are their span of the lane, positive below its middle.
 
-    `shade` is 0 for light and 1 for dark, see `shaded`; None for what has but one.
+    `shade` is 0 for light and 1 for dark, see `shaded`, or None if there is only one.
     """
 
     kinds: tuple[str, ...]
@@ -85,16 +85,16 @@ LOOKS = (
 
 
 def timeline_figure(trace: Trace, step: int | None = None) -> Figure:
-    """Build the picture of one step, by default the last whole one that is not a warm-up step.
+    """Build the picture of one step, by default the last whole step that is not a warm-up step.
 
-    One lane a world rank, the first 64 of them; F in blue, B in orange, I in red, W in green and R
-    in purple, light and dark for the two directions or for the stages of a rank, with the
-    micro-batch in the box if it fits; idle time is the grey of the lane; transfers are thin bars
-    below the lane, from posting to completion, and copies to and from host memory below these. Time
-    is in ms from the first rank's begin.
+    Each world rank has a lane, up to 64 of them. F is blue, B orange, I red, W green and R purple,
+    light and dark for the two directions or for the stages of a rank, with the micro-batch in the
+    box if it fits. Idle time is the grey of the lane. Transfers are thin bars below the lane, from
+    posting to completion, and copies to and from host memory are below these. Time is in ms from
+    the first rank's begin.
 
     Raises:
-        ConfigError: no such step, or the trace has no events.
+        ConfigError: There is no such step, or the trace has no events.
     """
     window = step_window(trace, step)
     facts = run_facts(trace)
@@ -112,24 +112,22 @@ def lanes_figure(
 ) -> tuple[Figure, Axes]:
     """Build the picture of one step.
 
-    A lane for each of `ranks`, boxes, micro-batches, legend, two lines of title.
+    It has a lane for each of `ranks`, boxes, micro-batches, a legend, and two lines of title.
     """
     events, shade_names = shaded(window.events[np.isin(window.events["rank"], ranks)])
     forwards = events[of_kinds(events, "F")]
     typical_s = (
         float(np.median(forwards["end_ns"] - forwards["start_ns"])) * 1e-9 if len(forwards) else 0.0
     )
-    width_in = (
-        0.115 * window.span_s / typical_s if typical_s else WIDTH_IN
-    )  # wide enough to see a forward
+    # wide enough to see a forward
+    width_in = 0.115 * window.span_s / typical_s if typical_s else WIDTH_IN
     lane_in = 0.50 if len(ranks) <= 8 else 0.36 if len(ranks) <= 16 else 0.20
     height_in = 1.55 + lane_in * max(len(ranks), 2)
     figure, (axes,) = new_figure(min(max(width_in, WIDTH_IN), 12.0), height_in, y=["rank"])
     rows = trace.rank_steps[trace.rank_steps["step"] == window.step]
     own = {int(row["rank"]): (int(row["start_ns"]), int(row["end_ns"])) for row in rows}
-    for lane, rank in enumerate(
-        ranks
-    ):  # each rank's own step; what is not covered later is a bubble
+    # each rank's own step; what is not covered later is a bubble
+    for lane, rank in enumerate(ranks):
         start, end = own.get(int(rank), (window.start_ns, window.end_ns))
         span = ((start - window.start_ns) * MS, (end - start) * MS)
         axes.broken_barh([span], (lane - 0.40, 0.68), facecolors=IDLE_COLOUR, linewidth=0)
@@ -143,16 +141,17 @@ def lanes_figure(
     show_units(axes, trace.attributes)
     set_title(figure, axes, *title)
     _name_looks(figure, drawn, shade_names)
-    # settles the layout, so that the size of a box in points is known
+    # determine the layout, so that the size of a box in points is known
     figure.draw_without_rendering()
     _label_boxes(figure, axes, window, events, ranks)
     return figure, axes
 
 
 def shaded(events: np.ndarray) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Return the events with their shade (0 light, 1 dark) in place of the direction, and a name for each shade.
+    """Return the events with their shade in place of the direction, and a name for each shade.
 
-    The shade is the direction if there are two; with one, the stages of a rank alternate.
+    The shade (0 light, 1 dark) is the direction if there are two; with one direction, the stages of
+    a rank alternate.
     """
     if (events["direction"] > 0).any():
         return events, ("direction 0 (down)", "direction 1 (up)")
@@ -160,7 +159,8 @@ def shaded(events: np.ndarray) -> tuple[np.ndarray, tuple[str, ...]]:
     num_stages = int(events["stage"].max(initial=0)) + 1
     place = events["rank"].astype(np.int64) * num_stages
     forwards = np.unique((place + events["stage"])[of_kinds(events, "F")])
-    before = np.searchsorted(forwards, place)  # of the stages of the ranks below
+    # number of stages on all lower ranks
+    before = np.searchsorted(forwards, place)
     events["direction"] = (np.searchsorted(forwards, place + events["stage"]) - before) % 2
     of_rank = forwards // num_stages
     most = int(np.unique(of_rank, return_counts=True)[1].max(initial=1))
@@ -170,7 +170,7 @@ def shaded(events: np.ndarray) -> tuple[np.ndarray, tuple[str, ...]]:
 def _draw_boxes(
     figure: Figure, axes: Axes, window: StepWindow, events: np.ndarray, ranks: np.ndarray
 ) -> list[Look]:
-    """Draw all events, too many by columns of pixels, and return the looks that were used."""
+    """Draw all events, too many as columns of pixels, and return the looks that were used."""
     if len(events) > MAX_BOXES:
         return _draw_dense(figure, axes, window, events, ranks)
     pt_per_ms = figure.get_figwidth() * 72 / max(window.span_s * 1e3, 1e-9)
@@ -183,9 +183,8 @@ def _draw_boxes(
             start_ms = (boxes["start_ns"] - window.start_ns) * MS
             width_ms = (boxes["end_ns"] - boxes["start_ns"]) * MS
             typical_pt = float(np.median(width_ms)) * pt_per_ms
-            edge_pt = (
-                0.6 if typical_pt > 4 else 0.25 if typical_pt > 1.5 else 0.0
-            )  # no edge that would cover the box
+            # an edge must not cover the box
+            edge_pt = 0.6 if typical_pt > 4 else 0.25 if typical_pt > 1.5 else 0.0
             axes.broken_barh(
                 np.stack([start_ms, width_ms], axis=1).tolist(),
                 (lane + look.top, look.bottom - look.top),
@@ -202,7 +201,7 @@ def _draw_dense(
 ) -> list[Look]:
     """Draw each lane of each track as an image.
 
-    A column's colour is the mean of what happens in it.
+    The colour of a column is the mean of what happens in it.
     """
     from matplotlib.colors import to_rgb
 
@@ -232,7 +231,7 @@ def _draw_dense(
 
 
 def look_mask(events: np.ndarray, look: Look) -> np.ndarray:
-    """Return the mask of the events, shaded, that are drawn by a look."""
+    """Return the mask of the shaded events that are drawn with a look."""
     is_mine = of_kinds(events, *look.kinds) & (events["end_ns"] > events["start_ns"])
     return is_mine if look.shade is None else is_mine & (events["direction"] == look.shade)
 
@@ -327,15 +326,14 @@ def coverage(
 ) -> np.ndarray:
     """Return how much of each column the boxes of each row cover, `[row, column]`.
 
-    1 is all of it once.
-    Begins and ends of the boxes are in columns; what is outside of 0 to `num_columns` is cut off.
+    1 means that a column is completely covered once. Begins and ends of the boxes are in columns;
+    anything outside 0 to `num_columns` is cut off.
     """
-    width = (
-        num_columns + 2
-    )  # a box may end at the last edge, and the columns after it begin with the next
+    # a box may end at the last edge, and the columns after it begin with the next one
+    width = num_columns + 2
 
     def covered_from(edge: np.ndarray) -> np.ndarray:
-        """Return what the boxes would cover without an end."""
+        """Return how much the boxes would cover without an end."""
         edge = np.clip(edge, 0, num_columns)
         column = edge.astype(np.int64)
         place = row.astype(np.int64) * width + column
@@ -353,9 +351,8 @@ def coverage(
 def blended(shares: np.ndarray, colours: np.ndarray) -> np.ndarray:
     """Return the colour and opacity of each pixel, `[..., 4]`.
 
-    The mean of what covers it, as opaque as it is covered.
-    `shares[kind, ...]` is how much each kind covers, `colours[kind]` its red, green and blue from 0
-    to 1.
+    The colour is the mean of what covers the pixel; the opacity is its coverage. `shares[kind,
+    ...]` is how much each kind covers, `colours[kind]` its red, green and blue from 0 to 1.
     """
     total = shares.sum(axis=0)
     mean = np.einsum("k...,kc->...c", shares, colours) / np.maximum(total, 1e-12)[..., None]

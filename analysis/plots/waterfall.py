@@ -1,4 +1,4 @@
-"""The waterfall picture: from the ideal time of a step to its measured one, a bar for each cause of loss."""
+"""The waterfall picture: from the ideal to the measured time of a step, a bar per cause of loss."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ IDEAL_COLOUR, STEP_COLOUR = "#2f7d32", "#1b5f9e"
 
 
 def waterfall_figure(attribution: Attribution) -> Figure:
-    """Build the picture: the ideal time, then each cause from where the one before it ended, then the step's time.
+    """Build the picture: the ideal time, then each cause, then the step's time.
 
-    A cause that saved time goes back. Each bar carries its time and its share of the step.
+    The bar of a cause begins where the one before it ended; a cause that saved time goes back. Each
+    bar is labelled with its time and its share of the step.
     """
     unit = attribution.unit
     figure, (axes,) = new_figure(WIDTH_IN, 4.2, x=f"time of a step ({unit.name})")

@@ -1,1 +1,1 @@
-"""The report: one HTML page that holds everything about one run or several, and needs neither server nor network."""
+"""The report: one HTML page about one run or several, without a server or the network."""

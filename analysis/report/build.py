@@ -1,4 +1,4 @@
-"""Building the page: runs are read one after another, so that only one is in memory at a time."""
+"""Build the page; runs are read one after another, so only one is in memory at a time."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ POINT_COLUMNS = {
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The file that was written, and what is in it."""
+    """The written file and its content."""
 
     path: Path
     size_bytes: int
@@ -69,12 +69,12 @@ class Report:
 def build_report(runs: Sequence[Path], out: Path, proposal: Proposal | None = None) -> Report:
     """Write one page about a run, or about several with a section that compares them.
 
-    Up to 16 runs have sections of their own; of more, the first and the last by their order, spread
-    evenly between. All runs are in the table of the study. Runs share the room for events, see
+    Up to 16 runs have sections of their own; of more, the first, the last and runs spread evenly
+    between them. All runs are in the table of the study. Runs share the limit on events, see
     `select_events`. A proposal comes first.
 
     Raises:
-        ConfigError: a run that cannot be read, or a page that cannot be written.
+        ConfigError: A run cannot be read, or the page cannot be written.
     """
     if not runs:
         raise ConfigError("report", "none", "name at least one run")
@@ -112,7 +112,7 @@ def build_report(runs: Sequence[Path], out: Path, proposal: Proposal | None = No
 
 
 def spread(runs: Sequence[Path], count: int) -> list[Path]:
-    """Return at most `count` of the runs, evenly spread, the first and the last among them."""
+    """Return at most `count` of the runs, spread evenly, including the first and the last."""
     if len(runs) <= count:
         return list(runs)
     return [runs[round(place * (len(runs) - 1) / (count - 1))] for place in range(count)]
@@ -122,8 +122,7 @@ def _study_section(runs: Sequence[Path]) -> Html:
     """Build the section that compares runs, from their steps and configurations alone.
 
     Raises:
-        ConfigError: a run without a whole step after warm-up, or one whose trace does not hold its
-        configuration.
+        ConfigError: A run has no whole step after warm-up, or its trace lacks its configuration.
     """
     points = read_points(runs)
     fits = fit_points(points)
@@ -185,9 +184,9 @@ def _study_section(runs: Sequence[Path]) -> Html:
 
 
 def _page(sections: Sequence[RunSection], study: Sequence[Html], notes: Sequence[str]) -> str:
-    """Return the whole page, one file that loads nothing else.
+    """Return the whole page as one file that loads nothing else.
 
-    Every text in it that a run brought along is escaped.
+    Every text from a run is escaped.
     """
     name = sections[0].title if len(sections) == 1 else f"{len(sections)} runs"
     head = element(
@@ -230,5 +229,5 @@ def _page(sections: Sequence[RunSection], study: Sequence[Html], notes: Sequence
 
 
 def _own_file(name: str) -> Html:
-    """Read a file of this package that goes into the page unchanged."""
+    """Read a file of this package that is part of the page unchanged."""
     return Html(files(__package__).joinpath(name).read_text(encoding="utf-8"))

@@ -1,6 +1,6 @@
 """The data that the page's canvases draw.
 
-Events and bytes over time, in columns small enough for a million events.
+Events and bytes over time are packed in columns small enough for a million events.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from analysis.plots.timeline import LOOKS, shaded
 from gems.trace import KINDS, STREAMS, Trace
 
 LEVEL = 3
-# Types of JavaScript's typed arrays for whole numbers, narrow before wide.
+# integer types of JavaScript's typed arrays, from narrow to wide
 TYPES = ("i1", "u1", "i2", "u2", "i4", "u4")
 SAMPLED = {
     "rss_bytes": "resident memory, sampled",
@@ -28,7 +28,7 @@ PLAIN = ("kind", "stage", "segment", "direction", "micro_batch", "step", "stream
 
 
 def looks_json() -> list[dict[str, Any]]:
-    """Return the colours and tracks that the page draws with: those of the printed timeline."""
+    """Return the colours and tracks of the page, which are those of the printed timeline."""
     return [
         {
             "legend": look.legend,
@@ -42,7 +42,10 @@ def looks_json() -> list[dict[str, Any]]:
 
 
 def look_numbers(events: np.ndarray) -> np.ndarray:
-    """Return each event's place in LOOKS by its kind and its shade (the direction after `shaded`), 255 for none."""
+    """Return each event's index in LOOKS by its kind and shade, or 255 for none.
+
+    The shade is the direction after `shaded`.
+    """
     table = np.full((len(KINDS), 2), NOT_DRAWN, np.uint8)
     for number, look in enumerate(LOOKS):
         for kind in look.kinds:
@@ -52,10 +55,10 @@ def look_numbers(events: np.ndarray) -> np.ndarray:
 
 
 def timeline_block(trace: Trace, events: np.ndarray) -> dict[str, Any]:
-    """Return the block: `columns` of the events, and `offsets[lane * tracks + track]` where each track's begin in them.
+    """Return the timeline: `columns` of the events, and `offsets` at which each track begins.
 
-    Times are in ns from `origin_ns`. Within a track events are sorted by their begin. Events that
-    have no look or no length are left out.
+    The index in `offsets` is lane * tracks + track. Times are in ns from `origin_ns`. Within a
+    track, events are sorted by their begin. Events without a look or a length are left out.
     """
     light_dark, shade_names = shaded(events)
     looks = look_numbers(light_dark)
@@ -90,7 +93,10 @@ def timeline_block(trace: Trace, events: np.ndarray) -> dict[str, Any]:
 
 
 def windows_json(trace: Trace, events: np.ndarray, origin_ns: int) -> dict[str, Any]:
-    """Return the begin and end of the steps shown, in ns from `origin_ns`, and the step to look at first."""
+    """Return the begins and ends of the shown steps, and the first step to look at.
+
+    Times are in ns from `origin_ns`.
+    """
     shown = np.unique(events["step"])
     steps = np.sort(trace.steps[np.isin(trace.steps["step"], shown)], order="step")
     first = step_window(trace).step
@@ -105,9 +111,8 @@ def windows_json(trace: Trace, events: np.ndarray, origin_ns: int) -> dict[str, 
 def memory_block(trace: Trace, events: np.ndarray, origin_ns: int) -> dict[str, Any] | None:
     """Return the curves of bytes held on the device and in host memory, and the samples.
 
-    None without any byte.
-    Each curve has `offsets[lane]` where a rank's points begin in `time_ns` (from `origin_ns`) and
-    `value_bytes`; a value holds until the next point.
+    Return None if there are no bytes. Each curve has `offsets[lane]`, where a rank's points begin
+    in `time_ns` (from `origin_ns`) and `value_bytes`; a value is valid until the next point.
     """
     ranks = np.unique(events["rank"])
     curves = []
@@ -159,14 +164,14 @@ def _curve(
 
 
 def packed(values: np.ndarray, *, is_sum: bool = False) -> dict[str, Any]:
-    """Return a column as `{type, count, is_sum, data}`, in the narrowest type that holds it.
+    """Return a column as `{type, count, is_sum, data}`, in the narrowest type that fits.
 
-    `data` is base64 of the deflated bytes, first those of all values, then the second ones and so
-    on: similar bytes are adjacent and compress well. With `is_sum` differences are stored, from 0
-    on, which are small where values grow.
+    `data` is base64 of the deflated bytes: the first bytes of all values, then the second ones and
+    so on, because adjacent similar bytes compress well. With `is_sum`, differences are stored,
+    starting from 0, which are small if values grow.
 
     Raises:
-        ValueError: whole numbers that are not exact in a double.
+        ValueError: Whole numbers are not exact in a double.
     """
     stored = np.diff(values, prepend=values.dtype.type(0)) if is_sum else values
     kind = "f8"

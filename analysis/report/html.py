@@ -16,8 +16,8 @@ from gems.utils.units import UNKNOWN
 
 Cell = str | float | int | None
 VOID = ("meta", "input", "img", "br")
-LONG_CHARS = 40  # a longer text in a table is broken into lines
-# of a chart
+LONG_CHARS = 40  # longer texts in a table are broken into lines
+# sizes of a chart
 WIDTH_PX = 560
 HEIGHT_PX = 190
 LEFT_PX = 64
@@ -29,16 +29,16 @@ MAX_DOTS = 40
 
 
 class Html(str):
-    """A text that is HTML already.
+    """A text that is already HTML.
 
-    Only functions of this module and the readers of our own files make one.
+    Only functions of this module and the readers of our own files create it.
     """
 
     __slots__ = ()
 
 
 def element(tag: str, /, *children: str, **attributes: object) -> Html:
-    """Return an element; children that are not `Html` are texts, and are escaped, as attributes are.
+    """Return an element; attributes, and children that are not `Html`, are escaped.
 
     An underscore in an attribute's name becomes a dash, and one at its end is dropped (`class_`);
     True sets the name alone.
@@ -54,14 +54,14 @@ def element(tag: str, /, *children: str, **attributes: object) -> Html:
 
 
 def joined(children: Iterable[str]) -> Html:
-    """Return the children one after another, texts escaped."""
+    """Return the concatenated children, with texts escaped."""
     return Html(
         "".join(child if isinstance(child, Html) else html.escape(child) for child in children)
     )
 
 
 def data_element(name: str, document: Any) -> Html:
-    """Return a script element that holds data as JSON and that no text inside can end."""
+    """Return a script element that contains data as JSON; no text inside can end the element."""
     text = json.dumps(document, allow_nan=False, separators=(",", ":"))
     for sign in "<>&\u2028\u2029":
         text = text.replace(sign, f"\\u{ord(sign):04x}")
@@ -69,17 +69,17 @@ def data_element(name: str, document: Any) -> Html:
 
 
 def svg_image(svg: bytes, alt: str) -> Html:
-    """Return a picture that is part of the page."""
+    """Return an image that is embedded in the page."""
     coded = base64.b64encode(svg).decode()
     return element("img", alt=alt, src=f"data:image/svg+xml;base64,{coded}")
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table: an id of the page, a heading, names of columns with units, and rows.
+    """A table: an id on the page, a heading, names of columns with units, and rows.
 
-    None is a figure that is not known.
-    `digits` are the decimals of each column's numbers; whole numbers are shown whole.
+    None is an unknown figure. `digits` are the decimals of each column's numbers; whole numbers are
+    shown without decimals.
     """
 
     name: str
@@ -89,9 +89,9 @@ class Table:
     digits: tuple[int, ...] = ()
 
     def html(self) -> Html:
-        """Return the table, sorted by a click on a column's name.
+        """Return the table, which is sorted by a click on a column's name.
 
-        The cells carry what they are sorted by.
+        The cells contain their sort keys.
         """
         head = []
         for place, name in enumerate(self.columns):
@@ -133,8 +133,8 @@ def line_chart(
 ) -> Html:
     """Return a chart of finite values over x.
 
-    Of more than 1000 points, least and most of neighbours are drawn.
-    With `is_from_zero` the axis of y begins at 0.
+    Of more than 1000 points, the smallest and largest of neighbours are drawn. With `is_from_zero`
+    the y axis begins at 0.
     """
     finite = np.isfinite(y)
     x = x[finite].astype(float)

@@ -1,4 +1,4 @@
-"""The section for a compute-time proposal: strong and weak scaling, what is asked for, and the method."""
+"""The section for a compute-time proposal: strong and weak scaling, the request, and the method."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COLUMNS = {
 
 
 def proposal_section(proposal: Proposal) -> Html:
-    """Build the section, which is printed on pages of its own."""
+    """Build the section, which is printed on separate pages."""
     figures = []
     for kind, points in proposal.points.items():
         picture = io.BytesIO()

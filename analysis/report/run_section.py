@@ -1,4 +1,4 @@
-"""One run on the page: its figures, pictures, tables and texts, and the data that its pictures are drawn from."""
+"""The section of one run: figures, pictures, tables and texts, and the data of its pictures."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ HELP = (
 
 @dataclass(frozen=True, slots=True)
 class RunSection:
-    """A run's part of the page, its figures for the table of all runs, and how many events it holds."""
+    """A run's part of the page, its figures for the table of all runs, and its number of events."""
 
     title: str
     source: str
@@ -64,17 +64,17 @@ class RunSection:
 
 
 def run_section(place: int, name: str, loaded: Loaded, max_events: int) -> RunSection:
-    """Build the section of the run at a place of the page.
+    """Build the section of the run at a position on the page.
 
-    Its pictures hold at most `max_events` events.
+    Its pictures contain at most `max_events` events.
 
     Raises:
-        ConfigError: the trace's configuration is malformed.
+        ConfigError: The trace's configuration is malformed.
     """
     trace = loaded.trace
     metrics = run_metrics(trace)
     causes = None
-    with contextlib.suppress(ConfigError):  # the trace lacks what the attribution needs
+    with contextlib.suppress(ConfigError):  # the trace lacks data that the attribution needs
         causes = attribute(trace)
     facts = run_facts(trace)
     size = counted(trace.world_size, "rank")
@@ -123,9 +123,10 @@ def run_section(place: int, name: str, loaded: Loaded, max_events: int) -> RunSe
 
 
 def select_events(trace: Trace, max_events: int = MAX_EVENTS) -> tuple[np.ndarray, str]:
-    """Return the last whole steps that `max_events` hold, or of a step that is too large its first ranks, and a note.
+    """Return the last whole steps within `max_events`, and a note.
 
-    Events are sorted by (rank, start_ns); the note is empty if they are all of the trace.
+    If a step alone is too large, return its first ranks. Events are sorted by (rank, start_ns). The
+    note is empty if all events of the trace are returned.
     """
     events = trace.events
     if len(events) <= max_events:
@@ -155,7 +156,7 @@ def source_mark(source: str) -> Html:
 
 
 def _pictures(place: int, trace: Trace, events: np.ndarray) -> tuple[Html, int]:
-    """Return the two canvases with their data; of a trace without events nothing."""
+    """Return the two canvases with their data, or only a note if the trace has no events."""
     if not len(events):
         return element("p", "The trace holds no events, so there is no timeline.", class_="note"), 0
     timeline = timeline_block(trace, events)
@@ -224,7 +225,7 @@ def _charts(place: int, trace: Trace) -> list[Html]:
 
 
 def _texts(trace: Trace) -> list[Html]:
-    """Return the texts that a trace holds; lists that have an item a rank are cut at 64 of them."""
+    """Return the texts of a trace; lists with an item per rank are cut to 64 items."""
     shortened = {
         key: (
             [*value[:64], f"... {len(value)} in all"]

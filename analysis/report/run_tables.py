@@ -1,6 +1,6 @@
 """Key figures of one run and its tables.
 
-Ranks, stages, causes of lost time, predictions beside observations.
+The tables cover ranks, stages, causes of lost time, and predictions with observations.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Figure(NamedTuple):
 
 
 def key_figures(metrics: Metrics, trace: Trace) -> list[Figure]:
-    """Return the figures of a run's headline; those that the trace does not contain are left out."""
+    """Return the figures of a run's headline that the trace contains."""
     rate = (
         UNKNOWN
         if metrics.images_per_s is None or TIME_UNIT in trace.attributes
@@ -66,7 +66,7 @@ def key_figures(metrics: Metrics, trace: Trace) -> list[Figure]:
 
 
 def overview_row(metrics: Metrics, trace: Trace) -> dict[str, Cell]:
-    """Return the figures by which runs are compared, each in one unit; None if unknown."""
+    """Return the figures by which runs are compared, each in a fixed unit; None if unknown."""
     peaks = [peak for peak in metrics.peak_device_bytes if peak]
     unit = table_unit(trace)
     rate = {} if unit is UNITS else {"images/s": metrics.images_per_s}
@@ -139,7 +139,7 @@ def _percent(share: float | None) -> str:
 def rank_table(name: str, metrics: Metrics, trace: Trace, causes: Attribution | None) -> Table:
     """Return a row for each rank.
 
-    Host, time in compute and its share, peaks, and the lost time by cause if known.
+    It has the host, time in compute and its share, peaks, and the lost time by cause if known.
     """
     hosts = trace.attributes.get("hostnames", ())
     unit = table_unit(trace)
@@ -178,7 +178,7 @@ def rank_table(name: str, metrics: Metrics, trace: Trace, causes: Attribution | 
 def stage_table(name: str, trace: Trace) -> Table | None:
     """Return a row for each stage.
 
-    Layers, medians of each kind of compute, and their sum over the stages' mean.
+    It has the layers, medians of each kind of compute, and their sum divided by the stages' mean.
     """
     medians = stage_medians_s(trace)
     if not medians:
@@ -209,9 +209,10 @@ def stage_table(name: str, trace: Trace) -> Table | None:
 
 
 def stage_medians_s(trace: Trace) -> dict[int, dict[str, float]]:
-    """Return the median duration in seconds of F, B, I, W and R by stage, over all ranks, warm-up steps left out.
+    """Return the median duration of F, B, I, W and R by stage in seconds, over all ranks.
 
-    A segment's actions are summed over the segments of its stage, as one pass over the stage.
+    Warm-up steps are left out. The actions of segments are summed over the segments of their stage,
+    as one pass over the stage.
     """
     counted = trace.steps["step"][trace.steps["is_warmup"] == 0]
     events = trace.events[of_kinds(trace.events, *COMPUTE) & np.isin(trace.events["step"], counted)]
@@ -237,7 +238,7 @@ def stage_medians_s(trace: Trace) -> dict[int, dict[str, float]]:
 
 
 def cause_table(name: str, causes: Attribution, trace: Trace) -> Table:
-    """Return a row for each cause: its part of the step, mean over the ranks."""
+    """Return a row for each cause: its part of the step, averaged over the ranks."""
     step_s = causes.step_s or 1.0
     unit = table_unit(trace)
     parts = {"useful compute, ideal": causes.ideal_s, **causes.run_s}
@@ -252,7 +253,7 @@ def cause_table(name: str, causes: Attribution, trace: Trace) -> Table:
 def prediction_table(name: str, metrics: Metrics, trace: Trace) -> Table | None:
     """Return a row for each predicted quantity: prediction, observation and relative difference.
 
-    None without any.
+    Return None if there is no prediction.
     """
     rows: list[tuple[Cell, ...]] = []
 
@@ -279,7 +280,7 @@ def prediction_table(name: str, metrics: Metrics, trace: Trace) -> Table | None:
         found = trace.attributes.get(found_name, ())
         if isinstance(predicted, Sequence) and isinstance(found, Sequence) and len(found):
             for rank, peak in enumerate(found):
-                if peak is None or peak < 0:  # of a rank whose part is missing
+                if peak is None or peak < 0:  # a rank whose part is missing
                     continue
                 of_rank = predicted[rank % len(predicted)] if predicted else None
                 add(
@@ -297,7 +298,7 @@ def prediction_table(name: str, metrics: Metrics, trace: Trace) -> Table | None:
 
 
 def _planned(trace: Trace) -> dict[str, Any]:
-    """Return what the memory plan predicted."""
+    """Return the predictions of the memory plan."""
     try:
         document = json.loads(trace.memory_plan) if trace.memory_plan else {}
     except ValueError:

@@ -22,7 +22,7 @@ NUM_CURVE_POINTS = 41
 class Fit:
     """The law of a line, fitted to points of one source.
 
-    A larger image counts as several of the base.
+    A larger image counts as several images of the base.
     """
 
     line: str
@@ -31,11 +31,11 @@ class Fit:
 
     @property
     def first_ranks(self) -> int:
-        """Ranks of the smallest point."""
+        """The ranks of the smallest point."""
         return self.law.rows[0].accelerators
 
     def samples(self, ranks: float) -> float:
-        """Return the images a rank at some ranks, on a line between the points, both axes logarithmic."""
+        """Return the images per rank at some ranks, by log-log interpolation between the points."""
         by_ranks = {row.accelerators: row.samples for row in self.law.rows}
         known = np.log(sorted(by_ranks))
         sizes = np.log([by_ranks[count] for count in sorted(by_ranks)])
@@ -46,7 +46,7 @@ class Fit:
         return float(np.exp(sizes[-1] + slope * (at - known[-1])))
 
     def step_s(self, ranks: float) -> Interval:
-        """Return a step on some ranks, with its 95 % interval."""
+        """Return the time of a step on some ranks, with its 95 % interval."""
         return self.law.step_s(ranks, self.samples(ranks))
 
     def images_per_s(self, ranks: float) -> Interval:
@@ -57,10 +57,10 @@ class Fit:
 
 
 def fit_points(points: Sequence[Point]) -> list[Fit]:
-    """Fit each line that has three numbers of ranks of one source, of the most real such source.
+    """Fit each line that has three numbers of ranks of one source, using the most real such source.
 
-    A comparison and a study in which images and ranks change apart have no fits. Points whose work
-    cannot be compared with that of the base are left out.
+    A comparison has no fits, and neither has a study in which images and ranks change
+    independently. Points whose work cannot be compared with that of the base are left out.
     """
     if scaling_kind(points) in ("comparison", "mixed"):
         return []
@@ -80,7 +80,7 @@ def fit_points(points: Sequence[Point]) -> list[Fit]:
 
 
 def why_not_fitted(points: Sequence[Point], fits: Sequence[Fit]) -> list[str]:
-    """Return why no line is fitted; a comparison needs no reason."""
+    """Return the reasons why no line is fitted; a comparison needs no reason."""
     if fits or scaling_kind(points) == "comparison":
         return []
     return [
@@ -115,7 +115,10 @@ def fit_rows(fits: Sequence[Fit]) -> list[dict[str, Any]]:
 
 
 def curve_ranks(fit: Fit) -> np.ndarray:
-    """Return the ranks at which a fit is drawn, even on a logarithmic axis, among them the last that is fitted to."""
+    """Return the ranks at which a fit is drawn, evenly spaced on a logarithmic axis.
+
+    They include the last ranks to which it is fitted.
+    """
     within = np.geomspace(fit.first_ranks, fit.law.last_ranks, NUM_CURVE_POINTS)
     beyond = np.geomspace(fit.law.last_ranks, fit.law.limit_ranks, NUM_CURVE_POINTS // 2)
     within[-1] = beyond[0] = fit.law.last_ranks
@@ -142,7 +145,7 @@ def fit_lines(fits: Sequence[Fit]) -> list[str]:
 
 
 def _residuals(fit: Fit) -> list[tuple[Row, float]]:
-    """Return each row with its fitted step over the observed one, less 1."""
+    """Return each row with its fitted step divided by the observed one, minus 1."""
     rows = fit.law.rows
     return [
         (row, fit.law.step_s(row.accelerators, row.samples).value / row.step_s - 1.0)

@@ -1,15 +1,16 @@
-"""The law of scaling: a step takes `a + b x samples a rank + c x log2(ranks)` seconds, with no coefficient below 0.
+"""The law of scaling: a step takes `a + b x samples per rank + c x log2(ranks)` seconds.
 
-A fixed part, the computation, and sums over a tree of ranks: so ranks and samples a rank may change
-independently, as they do in most published series. Few rows cannot tell the three parts, so two
-have a weak normal prior: of a step at the first row 5 % +- 10 % are fixed, and a doubling of the
-ranks adds 2 % +- 2 %. Errors are relative: 1 % counts as much on 4 ranks as on 1024.
+No coefficient is below 0. The parts are a fixed part, the computation, and sums over a tree of
+ranks, so ranks and samples per rank may change independently, as they do in most published series.
+A few rows cannot separate the three parts, so two of them have a weak normal prior: 5 % +- 10 % of
+a step at the first row are fixed, and a doubling of the ranks adds 2 % +- 2 %. Errors are relative:
+1 % counts as much on 4 ranks as on 1024.
 
-How far a forecast may be off is measured, from a rolling origin (Tashman, International Journal of
-Forecasting 16, 2000): fitted to the rows up to some number of ranks, what did the law say of those
-up to four times as many? Few forecasts are pooled with a prior error. docs/benchmarks/outside.md
-has the errors on published series, and those of the laws that this one replaced. The priors are
-from `scripts/data/mlperf_scaling.csv`.
+The error of a forecast is measured from a rolling origin (Tashman, International Journal of
+Forecasting 16, 2000): the law is fitted to the rows up to some number of ranks, and compared with
+the rows of up to four times as many. A few forecasts are pooled with a prior error.
+docs/benchmarks/outside.md has the errors on published series, and those of the laws that this one
+replaced. The priors are from `scripts/data/mlperf_scaling.csv`.
 """
 
 from __future__ import annotations
@@ -25,19 +26,20 @@ from analysis.metrics.statistics import Interval
 FORMULA = (
     "step = fixed_s + s_per_sample x samples a rank + s_per_doubling x log2(ranks / first ranks)"
 )
-MAX_RATIO = 4.0  # of the ranks asked for over those fitted to, up to which the law is judged
+# ratio of the requested ranks to the fitted ones, up to which the law is evaluated
+MAX_RATIO = 4.0
 WIDEST = 0.4  # the largest relative half-width of a usable interval
 PRIORS = ((0, 0.05, 0.1), (2, 0.02, 0.02))  # column, mean and standard deviation
-NOISE = 0.01  # of a step time
+NOISE = 0.01  # relative error of a step time
 PRIOR_ERROR = 0.12
 PRIOR_FORECASTS = 4.0
 Z95 = 2.0  # standard deviations of a 95 % interval
-LEAST = 0.01  # of the first step
+LEAST = 0.01  # relative to the first step
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A step on some accelerators; `where` says where it was published."""
+    """A step on some accelerators; `where` is the place of its publication."""
 
     accelerators: int
     global_batch: float
@@ -46,7 +48,7 @@ class Row:
 
     @property
     def samples(self) -> float:
-        """Samples a rank."""
+        """The samples per rank."""
         return self.global_batch / self.accelerators
 
 
@@ -55,12 +57,13 @@ class Law:
     """The law fitted to rows.
 
     Attributes:
-        rows: those fitted to, by accelerators.
-        coefficients: fixed part, part by samples and part by doublings, of the first row's step.
-        covariance: what the rows leave open of them.
-        deviation: standard deviation of the logarithm of a forecast of up to four times the ranks
-            over the truth.
-        num_forecasts: how many it was measured by.
+        rows: The fitted rows, by accelerators.
+        coefficients: The fixed part, the part by samples and the part by doublings, relative to the
+            first row's step.
+        covariance: The remaining uncertainty of the coefficients.
+        deviation: The standard deviation of the logarithm of forecast over truth, for up to four
+            times the ranks.
+        num_forecasts: The number of forecasts from which it was measured.
     """
 
     rows: tuple[Row, ...]
@@ -71,12 +74,12 @@ class Law:
 
     @property
     def last_ranks(self) -> int:
-        """Ranks of the largest row: beyond them the law extrapolates."""
+        """The ranks of the largest row; beyond them the law extrapolates."""
         return self.rows[-1].accelerators
 
     @property
     def limit_ranks(self) -> int:
-        """The most ranks up to which the law is judged."""
+        """The largest number of ranks for which the law is evaluated."""
         return int(MAX_RATIO * self.last_ranks)
 
     @property
@@ -91,7 +94,10 @@ class Law:
         }
 
     def step_s(self, accelerators: float, samples: float) -> Interval:
-        """Return a step with its 95 % interval, the wider the farther beyond four times the ranks fitted to."""
+        """Return the time of a step with its 95 % interval.
+
+        Beyond four times the fitted ranks, the interval gets wider with the distance.
+        """
         first = self.rows[0]
         terms = _terms(accelerators, samples, first)
         value = max(float(terms @ self.coefficients), LEAST)
@@ -104,13 +110,13 @@ class Law:
         return Interval(step_s / factor, step_s, step_s * factor)
 
     def is_reliable(self, accelerators: float, samples: float) -> bool:
-        """Return whether a forecast is within four times the ranks fitted to, and narrow."""
+        """Return whether a forecast is within four times the fitted ranks, and narrow."""
         step = self.step_s(accelerators, samples)
         return accelerators <= self.limit_ranks and step.high <= (1.0 + WIDEST) * step.value
 
 
 def fit_law(rows: Sequence[Row]) -> Law:
-    """Fit the law, and measure by forecasts among the rows how far off it is."""
+    """Fit the law, and measure its error by forecasts among the rows."""
     ordered = tuple(sorted(rows, key=lambda row: (row.accelerators, row.global_batch)))
     errors = []
     for origin in sorted({row.accelerators for row in ordered})[:-1]:
@@ -134,7 +140,7 @@ def _terms(accelerators: float, samples: float, first: Row) -> np.ndarray:
 def _solve(rows: Sequence[Row]) -> tuple[np.ndarray, np.ndarray]:
     """Return coefficients and covariance.
 
-    Least squares of relative errors, with the priors as further rows.
+    They minimise the squares of relative errors, with the priors as additional rows.
     """
     from scipy.optimize import nnls
 

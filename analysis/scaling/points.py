@@ -1,6 +1,7 @@
 """Points of a scaling study.
 
-Runs that are alike, their step times and efficiencies, bases, and kinds of scaling.
+A point consists of similar runs with their step times. This module also determines efficiencies,
+bases and kinds of scaling.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ DOCUMENTED = ("git_commit", "versions", "created_utc")
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How the traces of a point's runs were taken; tuples are sorted, without duplicates.
+    """How the traces of a point's runs were recorded; tuples are sorted, without duplicates.
 
-    `missing` are root attributes that a trace lacks, `num_warmup_steps` those that the run with the
-    fewest left out, `clock_error_s` is the largest error of a rank's clock against that of rank 0.
+    `missing` are root attributes that a trace lacks. `num_warmup_steps` is the smallest number of
+    steps that a run left out. `clock_error_s` is the largest error of a rank's clock relative to
+    that of rank 0.
     """
 
     missing: tuple[str, ...] = ()
@@ -50,21 +52,21 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One place in a scaling study: runs that are alike, their counted steps together.
+    """One point of a scaling study: similar runs, with their counted steps together.
 
     Attributes:
-        line: the schedule and what bounds it; points of one line are joined.
-        micro_batches: of one step and replica.
-        images_per_step: over all micro-batches and replicas.
-        problem: what an image costs: equal if the same model sees images of the same size.
-        work_s: compute time of one image on one rank; None if only the hardware determines it.
-        step_s: times of the steps that are not warm-up steps, in the order of the runs.
-        num_images: images of all these steps together; None if each has `images_per_step`.
-        run_steps: how many of the step times are of each run; empty if all are of one run.
-        model: the network's name, depth and version, if costs are those of a network.
-        held_out_error: how far predictions with the machine's calibration were off, of 1; None if
+        line: The schedule and its limits; points of one line are joined.
+        micro_batches: The number for one step and replica.
+        images_per_step: The number over all micro-batches and replicas.
+        problem: The cost of an image: equal if the same model sees images of the same size.
+        work_s: The compute time of one image on one rank; None if only the hardware determines it.
+        step_s: The times of the steps that are not warm-up steps, in the order of the runs.
+        num_images: The images of all these steps together; None if each has `images_per_step`.
+        run_steps: The number of step times of each run; empty if all belong to one run.
+        model: The network's name, depth and version, if the costs are those of a network.
+        held_out_error: The relative error of predictions with the machine's calibration; None if
             unknown.
-        is_in_units: whether seconds stand for units of time, of costs that were configured.
+        is_in_units: Whether seconds represent units of time, with configured costs.
     """
 
     line: str
@@ -87,50 +89,50 @@ class Point:
 
     @property
     def step_median_s(self) -> float:
-        """Median of the step times."""
+        """The median of the step times."""
         return float(np.median(self.step_s))
 
     @property
     def step_interval_s(self) -> Interval:
-        """Median of the step times with its 95 % interval; with fewer than 6 steps their range."""
+        """The median of the step times with its 95 % interval, or their range below 6 steps."""
         return median_interval(self.step_s)
 
     @property
     def run_intervals_s(self) -> tuple[Interval, ...]:
-        """Median of the step times of each run by itself, with their intervals."""
+        """The median of the step times of each run separately, with their intervals."""
         ends = accumulate(self.run_steps or (len(self.step_s),), initial=0)
         return tuple(median_interval(self.step_s[start:end]) for start, end in pairwise(ends))
 
     @property
     def is_deterministic(self) -> bool:
-        """Whether all steps would take as long again: simulated without noise they do."""
+        """Whether all steps would take the same time again, as in a simulation without noise."""
         return self.source == "simulated" and min(self.step_s) == max(self.step_s)
 
     @property
     def has_range(self) -> bool:
-        """Whether there are too few steps for an interval of steps that differ."""
+        """Whether the steps differ, and are too few for an interval."""
         return self.step_interval_s.is_range and not self.is_deterministic
 
     @property
     def step_p95_s(self) -> float:
-        """95th percentile of the step times."""
+        """The 95th percentile of the step times."""
         return percentile(self.step_s, 95)
 
     @property
     def images_per_s(self) -> float:
-        """Images of a step over the median step time."""
+        """The images of a step divided by the median step time."""
         return self.images_per_step / self.step_median_s
 
     @property
     def images_per_s_interval(self) -> Interval:
-        """Images/s with the bounds that follow from those of the step time."""
+        """The images/s with the bounds that follow from those of the step time."""
         step = self.step_interval_s
         low, high = (self.images_per_step / bound for bound in (step.high, step.low))
         return Interval(low, self.images_per_s, high, step.is_range, step.level)
 
     @property
     def rank_s_per_image(self) -> float:
-        """What an image costs, in seconds of one rank."""
+        """The cost of an image, in seconds of one rank."""
         return self.ranks / self.images_per_s
 
     @property
@@ -139,11 +141,11 @@ class Point:
         return None if self.work_s is None else self.images_per_s * self.work_s / self.ranks
 
     def efficiency(self, base: Point) -> float | None:
-        """Return the parallel efficiency: work done per rank and time, over that of `base`.
+        """Return the parallel efficiency: work done per rank and time, divided by that of `base`.
 
-        For one problem that is T(p0) p0 / (T(p) p) in strong scaling and T(p0) / T(p) in weak
-        scaling. If the problem grows, an image counts by its compute time, or of one model by its
-        pixels; None for two models.
+        For a constant problem, this is T(p0) p0 / (T(p) p) in strong scaling and T(p0) / T(p) in
+        weak scaling. If the problem grows, an image counts by its compute time, or for the same
+        model by its pixels; for two models, return None.
         """
         share = self.work_beside(base)
         return (
@@ -153,10 +155,10 @@ class Point:
         )
 
     def efficiency_interval(self, base: Point) -> Interval | None:
-        """Return the parallel efficiency with its 95 % interval, both step times being uncertain.
+        """Return the parallel efficiency with its 95 % interval; both step times are uncertain.
 
-        If one has too few steps for an interval, the bounds are the extremes of both ranges. None
-        without an efficiency; for the base itself it is exactly 1.
+        If one has too few steps for an interval, the bounds are the extremes of both ranges. Return
+        None without an efficiency; for the base itself it is exactly 1.
         """
         value = self.efficiency(base)
         if value is None or self is base:
@@ -172,7 +174,7 @@ class Point:
         return percentile_interval(draws * value * mine.value / its.value, value)
 
     def work_beside(self, base: Point) -> float | None:
-        """Return the work of an image over that of an image of `base`; None if unknown."""
+        """Return the work of an image divided by that of an image of `base`; None if unknown."""
         if self.problem == base.problem or (self.work_s is None) != (base.work_s is None):
             return 1.0
         if self.work_s is not None and base.work_s is not None:
@@ -182,12 +184,12 @@ class Point:
 
 
 def in_units(points: Sequence[Point]) -> bool:
-    """Return whether the times of any of the points are in units: then those of all are shown so."""
+    """Return whether the times of any point are in units; then all times are shown in units."""
     return any(point.is_in_units for point in points)
 
 
 def rate_name(points: Sequence[Point]) -> str:
-    """Return the name of `Point.images_per_s` for people."""
+    """Return the name under which `Point.images_per_s` is shown."""
     return "images/unit" if in_units(points) else "images/s"
 
 
@@ -197,11 +199,11 @@ def format_error(held_out_error: float) -> str:
 
 
 def read_point(path: Path) -> Point:
-    """Read one run, its steps and configuration alone.
+    """Read one run, only its steps and configuration.
 
     Raises:
-        ConfigError: no trace there, an unreadable one, one without its configuration, or no step
-        after warm-up.
+        ConfigError: The trace is missing or unreadable, or lacks its configuration or a step after
+            warm-up.
     """
     attributes, steps, document = read_head(path)
     is_counted = steps["is_warmup"] == 0
@@ -244,11 +246,11 @@ def read_point(path: Path) -> Point:
 def read_points(paths: Iterable[Path]) -> list[Point]:
     """Read runs and return their points by line, ranks and source; runs of one point are pooled.
 
-    If a line has several models, or pipelines of several lengths, on as many ranks, each of them is
-    a line of its own.
+    If a line has several models, or pipelines of several lengths, on equally many ranks, each of
+    them becomes a line of its own.
 
     Raises:
-        ConfigError: as `read_point`.
+        ConfigError: As in `read_point`.
     """
     pooled: dict[Point, Point] = {}
     for path in paths:
@@ -283,9 +285,9 @@ def _together(point: Point, other: Point) -> Point:
 
 
 def _apart(points: Sequence[Point], name: Callable[[Point], str], *, if_alike: bool) -> list[Point]:
-    """Add names to the lines in which several points have one place.
+    """Add names to the lines that have several points at one place.
 
-    Only if their names differ, or also if alike.
+    This is done if their names differ or, with `if_alike`, also if they are equal.
     """
     places: dict[tuple[str, str, int], list[str]] = {}
     for point in points:
@@ -304,7 +306,7 @@ def _apart(points: Sequence[Point], name: Callable[[Point], str], *, if_alike: b
 
 
 def _model_name(model: ModelConfig) -> str:
-    """Return a network's name as people write it: resnet-1001-v2."""
+    """Return a network's name in its usual form, such as resnet-1001-v2."""
     parts = [model.name, str(model.depth)] if model.name in ("resnet", "vgg") else [model.name]
     return "-".join([*parts, *([f"v{model.version}"] if model.name == "resnet" else [])])
 
@@ -334,14 +336,13 @@ def _line(schedule: ScheduleConfig, parallel: ParallelConfig) -> str:
 
 
 def _problem(model: ModelConfig, data: DataConfig) -> tuple[Any, ...]:
-    seen = (
-        (key, str(value)) for key, value in sorted(asdict(model).items())
-    )  # values may be lists and mappings
+    # values may be lists and mappings
+    seen = ((key, str(value)) for key, value in sorted(asdict(model).items()))
     return (*seen, data.channels, data.height_px * data.width_px)
 
 
 def base_points(points: Sequence[Point]) -> dict[str, Point]:
-    """Return the base of each line: its smallest point, of the most real of several sources."""
+    """Return the base of each line: its smallest point, from the most real of several sources."""
     ordered = sorted(
         points, key=lambda point: (point.ranks, SOURCES.index(point.source)), reverse=True
     )
@@ -351,8 +352,8 @@ def base_points(points: Sequence[Point]) -> dict[str, Point]:
 def scaling_kind(points: Sequence[Point]) -> str:
     """Return the kind of a scaling study: strong, weak, capability, comparison or mixed.
 
-    Strong keeps the images of a step, weak those of a rank; in capability scaling the model or its
-    images grow in a line; a comparison has one number of ranks.
+    Strong scaling keeps the images of a step, weak scaling those of a rank; in capability scaling
+    the model or its images grow within a line; a comparison has one number of ranks.
     """
     if len({point.ranks for point in points}) == 1:
         return "comparison"
@@ -366,12 +367,12 @@ def scaling_kind(points: Sequence[Point]) -> str:
 
 
 def images_per_rank(points: Sequence[Point]) -> set[tuple[str, Fraction]]:
-    """Return the images of a step over the ranks, by line: one for each line in weak scaling."""
+    """Return the images of a step divided by the ranks, by line; weak scaling has one per line."""
     return {(point.line, Fraction(point.images_per_step, point.ranks)) for point in points}
 
 
 def most_real(points: Sequence[Point]) -> list[Point]:
-    """Return one point for each number of ranks, measured before emulated before simulated."""
+    """Return one point for each number of ranks: measured before emulated before simulated."""
     best: dict[int, Point] = {}
     for point in sorted(points, key=lambda point: (point.ranks, SOURCES.index(point.source))):
         best.setdefault(point.ranks, point)
@@ -381,15 +382,15 @@ def most_real(points: Sequence[Point]) -> list[Point]:
 def may_join(kind: str, point: Point, after: Point) -> bool:
     """Return whether neighbours may be joined.
 
-    At most four times the ranks, and images do not change independently.
+    They may if the ranks grow at most four times, and images do not change independently.
     """
     return kind != "mixed" and after.ranks <= MAX_JOINED * point.ranks
 
 
 def agreements(points: Sequence[Point]) -> list[dict[str, Any]]:
-    """Return every simulated point that has run too.
+    """Return every simulated point that has also run.
 
-    `error` is predicted over observed step time, less 1.
+    `error` is the predicted step time divided by the observed one, minus 1.
     """
     return [
         {
@@ -413,7 +414,7 @@ def _same_work(point: Point, other: Point) -> bool:
 def point_rows(points: Sequence[Point]) -> list[dict[str, Any]]:
     """Return the table of points, with units in the names of its columns.
 
-    None for an unknown figure.
+    Unknown figures are None.
     """
     kind = scaling_kind(points)
     bases = base_points(points)
@@ -487,7 +488,7 @@ def title(points: Sequence[Point]) -> tuple[str, str]:
         detail += f"; {format_error(max(known))}"
     found = [each["error"] for each in agreements(points)]
     if found:
-        low, high = (round(100 * pick(found), 1) + 0.0 for pick in (min, max))  # no "-0.0"
+        low, high = (round(100 * pick(found), 1) + 0.0 for pick in (min, max))  # avoid "-0.0"
         detail += (
             f"; simulated step times are off by {low:+.1f} to {high:+.1f} %"
             f" ({counted(len(found), 'point')})"

@@ -18,7 +18,7 @@ from gems.trace import SOURCES
 from gems.utils.units import counted, number
 
 HOUR_S = 3600.0
-# Kinds of scaling, with the figure that is constant over the runs of each.
+# kinds of scaling, with the figure that is constant over the runs of each
 KINDS: Mapping[str, Callable[[Point], Fraction]] = {
     "strong": lambda point: Fraction(point.images_per_step),
     "weak": lambda point: Fraction(point.images_per_step, point.ranks),
@@ -40,7 +40,7 @@ class Ask:
         """Check the numbers.
 
         Raises:
-            ConfigError: a number is below 1, or runs or GPUs are given without steps.
+            ConfigError: A number is below 1, or runs or GPUs are given without steps.
         """
         for name in self.__slots__:
             value = getattr(self, name)
@@ -63,8 +63,8 @@ class Ask:
 class Proposal:
     """The content of the section.
 
-    `points` are by kind of scaling; their lines are named after schedule, network and images.
-    `missing` has a sentence for each kind without a series. `rows` are the rows of the CSV.
+    `points` are grouped by kind of scaling; their lines are named after schedule, network and
+    images. `missing` has a sentence for each kind without a series. `rows` are the rows of the CSV.
     """
 
     points: Mapping[str, Sequence[Point]]
@@ -79,7 +79,7 @@ def propose(paths: Sequence[Path], ask: Ask) -> Proposal:
     """Read runs and return the content of the section of a proposal.
 
     Raises:
-        ConfigError: a run cannot be read, no two runs belong together, or no point has the
+        ConfigError: A run cannot be read, no two runs belong together, or no point has the
             requested GPUs.
     """
     runs = [(path, read_point(path)) for path in paths]
@@ -147,7 +147,7 @@ def _asked_point(points: Sequence[Point], ask: Ask) -> Point | None:
     It is the most real point with the requested GPUs, by default with the most GPUs.
 
     Raises:
-        ConfigError: no point has the requested GPUs.
+        ConfigError: No point has the requested GPUs.
     """
     if ask.num_steps is None:
         return None

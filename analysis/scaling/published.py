@@ -1,7 +1,7 @@
-"""Step times of others: a CSV with a row for each number of accelerators, and forecasts of its larger rows.
+"""Published step times: a CSV with a row per number of accelerators, and forecasts of larger rows.
 
 The columns are series, accelerators, global_batch, and step_s or epoch_s with train_samples; source
-may be there. Lines that begin with `#` are notes.
+is optional. Lines that begin with `#` are notes.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from gems.utils.units import number
 
 NEEDED = ("series", "accelerators", "global_batch")
 NOT_VERIFIED = "not verified by MLCommons"
-# a row of the first names its place
+# a published row names where it was published
 PUBLISHED = "published"
 MEASURED = "measured"
-BEYOND = (2, 4)  # times the accelerators of the last row, where a table has no more rows
+# multiples of the last row's accelerators, if a table has no more rows
+BEYOND = (2, 4)
 STEP_S = (1e-9, 1e9)
 MOST_WHOLE = 2**31
 
@@ -31,12 +32,11 @@ def read_table(path: Path) -> dict[str, list[Row]]:
     """Read a table and return the rows of each series by accelerators.
 
     Raises:
-        ConfigError: a file that cannot be read, or a row that lacks what a step's time needs.
+        ConfigError: The file cannot be read, or a row lacks data for the time of a step.
     """
     try:
-        lines = path.read_text(
-            "utf-8-sig"
-        ).splitlines()  # spreadsheets begin a file with a byte order mark
+        # spreadsheets begin a file with a byte order mark
+        lines = path.read_text("utf-8-sig").splitlines()
         numbered = [
             (number, line)
             for number, line in enumerate(lines, 1)
@@ -110,7 +110,7 @@ def choose_series(series: Mapping[str, list[Row]], name: str | None) -> dict[str
     """Return the series of that name, else those whose names contain it in any case, or all.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: There is no such series.
     """
     if name is None or name in series:
         return dict(series) if name is None else {name: series[name]}
@@ -124,14 +124,14 @@ def choose_series(series: Mapping[str, list[Row]], name: str | None) -> dict[str
 def forecast_series(
     series: Mapping[str, Sequence[Row]], fit_to: int | None
 ) -> list[dict[str, Any]]:
-    """Return for each series forecasts of the rows beyond `fit_to` accelerators.
+    """Return forecasts for each series of the rows beyond `fit_to` accelerators.
 
-    If no row is left, they are for two and four times the accelerators of the largest: with its
-    batch if that of all rows is the same, else with its samples a rank. Series without a row of so
-    few accelerators are left out.
+    If no row is left, they are for two and four times the largest number of accelerators: with its
+    batch if that of all rows is the same, else with its samples per rank. Series without a row of
+    so few accelerators are left out.
 
     Raises:
-        ConfigError: no series has a row of so few accelerators.
+        ConfigError: No series has a row of so few accelerators.
     """
     answers = []
     for name, rows in series.items():
@@ -189,7 +189,7 @@ def _point(law: Law, row: Row) -> dict[str, Any]:
 
 
 def published_report(answers: Sequence[Mapping[str, Any]]) -> str:
-    """Return the table of all forecasts beside what was measured, and those that are too uncertain."""
+    """Return the table of all forecasts with the measurements, and those that are too uncertain."""
     columns = {
         "series": "",
         "fitted to": "d",

@@ -1,7 +1,7 @@
-"""Which claims a plot of a study supports: the twelve rules of Hoefler and Belli as checks.
+"""The twelve rules of Hoefler and Belli as checks of the claims that a plot of a study supports.
 
-SC 2015, doi 10.1145/2807591.2807644. Their advice to measure until the median is known well enough
-is the thirteenth.
+Source: SC 2015, doi 10.1145/2807591.2807644. Their advice to measure until the median is known well
+enough is the thirteenth rule.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from analysis.scaling.points import (
 from gems.trace import SOURCES
 from gems.utils.units import counted
 
-PRECISION = 0.05  # half of the interval of the median, over the median
-TAIL = 0.10  # the 95th percentile above the median
-CLOCK_SHARE = 0.01  # error of a clock, of a step
+PRECISION = 0.05  # half the interval of the median, divided by the median
+TAIL = 0.10  # relative excess of the 95th percentile over the median
+CLOCK_SHARE = 0.01  # error of a clock relative to a step
 MAX_NAMED = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What may be claimed: whether the points keep a rule (None if it does not apply), and how, or why not.
+    """A claim: whether the points keep a rule (None if it does not apply), and how or why not.
 
-    `number` is that of the twelve, 13 for the precision of the median; `title` is what it asks for.
+    `number` is the number of the rule, 13 for the precision of the median; `title` is its demand.
     """
 
     number: int
@@ -41,13 +41,16 @@ class Rule:
     text: str
 
 
-# What a check finds: None if the rule is kept, a complaint, or its own verdict with a text.
+# The result of a check: None if the rule is kept, a complaint, or its own verdict with a text.
 Finding = tuple[bool | None, str] | str | None
 ALL_EXACT = "all points are simulated and deterministic"
 
 
 def check_rules(points: Sequence[Point]) -> list[Rule]:
-    """Return all rules in their order, checked on the points of a study (see `analysis.scaling.points.read_points`)."""
+    """Check the points of a study against all rules, and return these in order.
+
+    The points come from `analysis.scaling.points.read_points`.
+    """
     rules = []
     for number, (title, kept, check) in enumerate(_RULES, start=1):
         found = None if check is None else check(points)
@@ -275,7 +278,7 @@ def _failing(
 
 
 def _named(names: Iterable[str]) -> str:
-    """Join names, of many the first few."""
+    """Join names; if there are many, only the first few."""
     named = list(names)
     shown = (
         named if len(named) <= MAX_NAMED else [*named[:MAX_NAMED], f"{len(named) - MAX_NAMED} more"]
