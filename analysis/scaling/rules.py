@@ -268,7 +268,7 @@ def _failing(
     text: str,
     detail: Callable[[Point], str] = lambda _: "",
 ) -> str | None:
-    """Return `text` with the names of the points that fail in place of `{}`, or None if all pass."""
+    """Return `text` with the names of the failing points in place of `{}`, or None if all pass."""
     names = [
         f"{point.line} on {counted(point.ranks, 'rank')} ({point.source}){detail(point)}"
         for point in points

@@ -1,4 +1,4 @@
-"""The methods side by side on one case: peaks, predicted step time and time to solve."""
+"""Compare the methods on one case: peaks, predicted step time and time to solve."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ class EvaluatedPartition:
 
     @property
     def layers_per_stage(self) -> tuple[int, ...]:
-        """Number of layers of each stage."""
+        """The number of layers of each stage."""
         return tuple(end - first for first, end in pairwise(self.partition.boundaries))
 
 
 def evaluate(case: PartitionCase, partition: Partition) -> EvaluatedPartition:
-    """Predict the peaks of a partition and the seconds of its step."""
+    """Predict the peaks of a partition, and the seconds of a step."""
     boundaries = partition.boundaries
     return EvaluatedPartition(partition, case.peak_bytes(boundaries), case.step_s(boundaries))
 
 
 def plain_pipeline(case: PartitionCase, budget_s: float) -> Partition:
-    """Return the least peak of a plain pipeline.
+    """Return the partition with the least peak of a plain pipeline.
 
-    What is lost without looking at the stages of a rank together.
+    It shows what is lost if the stages of a rank are not considered together.
     """
     begin = time.perf_counter()
     boundaries = solve(case.plain.problem("peak_bytes"), budget_s).boundaries
@@ -46,10 +46,10 @@ def plain_pipeline(case: PartitionCase, budget_s: float) -> Partition:
 
 
 def compare(case: PartitionCase, objective: str, budget_s: float) -> list[EvaluatedPartition]:
-    """Partition by every method and evaluate each, the exact method first.
+    """Partition with every method and evaluate each partition, the exact method first.
 
-    The exact method also takes the others' partitions as candidates, so it is never worse than any
-    of them, proven or not.
+    The exact method also considers the other partitions as candidates, so it is never worse than
+    any of them, even if it is not proven optimal.
     """
     others = [partition_by(name, case, objective) for name in METHODS if name != "exact"]
     if objective == "peak_bytes" and any(len(costs.stages) > 1 for costs in case.memory):
@@ -59,7 +59,7 @@ def compare(case: PartitionCase, objective: str, budget_s: float) -> list[Evalua
 
 
 def at_most(ours: Partition, others: Sequence[Partition]) -> Partition:
-    """Return our partition, or the boundaries of another one that costs less."""
+    """Return our partition, or the boundaries of a cheaper one of the others."""
     best = min(others, key=lambda each: each.cost, default=ours)
     if best.cost >= ours.cost:
         return ours

@@ -22,12 +22,12 @@ def solve(problem: Problem, budget_s: float = 10.0) -> Partition:
     Chains are always solved to the end. For pairs and other placements, the result is the best
     partition found in `budget_s` seconds; `bound`, `gap` and `is_optimal` tell its distance from
     the least cost. Tables are built once, regardless of the time. In `facts`, `solver` is chain,
-    pairs or several, and `has_fewest_bytes` tells whether ties are certainly settled.
+    pairs or several, and `has_fewest_bytes` tells whether ties are certainly resolved.
 
     Raises:
-        InfeasibleError: no partition keeps the limits; for pairs and other placements also if none
-        was found in time.
-        ValueError: there are more stages than layers.
+        InfeasibleError: No partition keeps the limits; for pairs and other placements, also if none
+            was found in time.
+        ValueError: There are more stages than layers.
     """
     begin = time.perf_counter()
     if not 1 <= problem.num_stages <= problem.num_layers:

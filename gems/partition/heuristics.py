@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-MESSAGES = 2  # activations one way, as many bytes of gradients back
+MESSAGES = 2  # activations in one direction, and as many bytes of gradients back
 
 
 def pipedream(
@@ -20,14 +20,15 @@ def pipedream(
 ) -> tuple[int, ...]:
     """Return the boundaries of the fastest pipeline of stages without copies.
 
-    (Narayanan et al. 2019, "PipeDream: Generalized Pipeline Parallelism for DNN Training", section
-    3.1, with one worker a stage.) A(j, s), the time between two mini-batches of layers up to j in s
-    stages, is the least over i of the largest of A(i, s - 1), the seconds of the messages over
-    boundary i both ways, and those of layers i up to j. `times_s` are forward and backward of each
-    layer; without `link_bytes_per_s` messages take no time.
+    Source: Narayanan et al. 2019, "PipeDream: Generalized Pipeline Parallelism for DNN Training",
+    section 3.1, with one worker per stage. A(j, s) is the time between two mini-batches for the
+    layers up to j in s stages. It is the minimum over i of the maximum of A(i, s - 1), the seconds
+    of the messages over boundary i in both directions, and the seconds of layers i up to j.
+    `times_s` is forward plus backward of each layer; without `link_bytes_per_s` messages take no
+    time.
 
     Raises:
-        ValueError: more stages than layers, or none.
+        ValueError: There are more stages than layers, or no stages.
     """
     num_layers = len(times_s)
     if not 1 <= num_stages <= num_layers:
@@ -54,14 +55,15 @@ def pipedream(
 def block_partition(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
     """Return the boundaries of torchgpipe's balance_by_time or balance_by_size for these costs.
 
-    (Kim et al. 2020, "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant Models".)
-    Costs are mapped onto 0 to 1, the cheapest layer to 0 and the most expensive to 1. Then, after
-    Barany and Grinberg 2015, "Block partitions of sequences", the smallest block repeatedly takes
-    layers from the side of the largest one, until the two differ by at most 1, which is always
-    reached. This gives no guarantee about the highest sum, of either the mapped or the true costs.
+    Source: Kim et al. 2020, "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant
+    Models". Costs are mapped onto 0 to 1, the cheapest layer to 0 and the most expensive to 1.
+    Then, after Barany and Grinberg 2015, "Block partitions of sequences", the smallest block
+    repeatedly takes layers from the side of the largest one, until the two differ by at most 1,
+    which is always reached. This does not guarantee anything about the highest sum, of either the
+    mapped or the true costs.
 
     Raises:
-        ValueError: there are more stages than layers, or no stages.
+        ValueError: There are more stages than layers, or no stages.
     """
     if not 1 <= num_stages <= len(costs):
         raise ValueError(f"{len(costs)} layers make no {num_stages} stages")

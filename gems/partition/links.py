@@ -1,13 +1,12 @@
-"""The links between ranks, by their machine."""
+"""The links between ranks, for each machine."""
 
 from __future__ import annotations
 
 from gems.config.schema import GLOO, MachineConfig
 from gems.schedule.costs import Network
 
-STAGED_PIECE_BYTES = (
-    2**22
-)  # of a message through host memory: .1 ms on a link, and near its full rate
+# chunk of a message through host memory: 0.1 ms on a link, and near the link's full rate
+STAGED_PIECE_BYTES = 2**22
 
 
 def links_of(machine: MachineConfig) -> Network:

@@ -16,20 +16,16 @@ from gems.schedule import FAMILIES
 
 RESOLUTION = "resolution"
 MAX_VALUES = {"depth": 100_000, RESOLUTION: 1 << 20, "micro_batch": 1 << 20}
-DEPTH_REACH = 2000  # how far above a number the next depth that exists may be
+# range above a number within which the next existing depth is searched
+DEPTH_REACH = 2000
 PROBES_ABOVE = 2
-ITEM_BYTES = {
-    "float64": 8,
-    "float32": 4,
-    "bfloat16": 2,
-    "bf16_mixed": 4,
-    "fp16_mixed": 4,
-}  # of a parameter
+# bytes of a parameter
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "bf16_mixed": 4, "fp16_mixed": 4}
 
 
 @dataclass(frozen=True, slots=True)
 class MaxModelSize:
-    """The largest value that a method can train, with the parameters of that model and its peak in bytes."""
+    """The largest value that a method can train, its number of parameters and its peak in bytes."""
 
     method: str
     value: int
@@ -42,10 +38,10 @@ def max_model_sizes(
 ) -> list[MaxModelSize]:
     """Return, for each method, the largest `axis` for which every rank fits machine.device_bytes.
 
-    The value is doubled, then the interval is halved. A heuristic's peak may fall when the model
-    grows, so the next values above the result are tried as well. The value is 0 if not even the
-    smallest model trains. `axis` is depth, resolution or micro_batch; `case_of` returns the case of
-    a changed run.
+    The value is doubled, then the interval is bisected. A heuristic's peak may decrease as the
+    model grows, so the next values above the result are tried as well. The value is 0 if not even
+    the smallest model trains. `axis` is depth, resolution or micro_batch; `case_of` returns the
+    case of a changed run.
 
     Raises:
         ConfigError: machine.device_bytes is not set, or the model has no such axis.
@@ -60,7 +56,7 @@ def max_model_sizes(
         )
 
     if spec.model.target is None and spec.model.name == "resnet":
-        # the block of its own depth, which "auto" would change from one depth to another
+        # the block of its own depth; "auto" would change it from one depth to another
         spec = replace(spec, model=replace(spec.model, block=block_of(spec.model)))
 
     @lru_cache(maxsize=1)  # the tables of a deep model are large

@@ -1,4 +1,4 @@
-"""mCAP: the least peak by an additive predictor, from runs of the framework as it is."""
+"""mCAP: the least peak by an additive predictor, from runs of the unmodified framework."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gems.profile.spans import RankCosts, Table
 
 Boundaries = tuple[int, ...]
 Measure = Callable[[Boundaries], Sequence[float]]
-MAX_CUTS = 2_000_000  # up to which all are looked at
+MAX_CUTS = 2_000_000  # up to this number, all cuts are tried
 ROUNDING = 1e-12
 
 
@@ -36,12 +36,13 @@ def mcap(measure: Measure, num_layers: int, num_stages: int) -> Boundaries:
 
 
 def profile(measure: Measure, num_layers: int, num_stages: int) -> tuple[list[float], list[float]]:
-    """Return for each layer the bytes of a stage that holds it alone, and those that it adds after others.
+    """Return each layer's bytes as a stage of its own, and the bytes that it adds to a stage.
 
-    Both are means over the runs of `profiling_runs`: `isolated` of stages of one layer, `added` of
-    the differences between stages that begin alike and end one layer apart. With two stages an
-    inner layer is never alone, and with hardly more layers than stages some differences are never
-    seen; what a stage holds beside its layers is then taken to be as on average.
+    Both are means over the runs of `profiling_runs`: `isolated` over stages of one layer, `added`
+    over the differences between stages that begin at the same layer and end one layer apart. With
+    two stages an inner layer is never alone, and with hardly more layers than stages some
+    differences are never seen. The bytes of a stage besides its layers are then assumed to be
+    average.
     """
     seen: dict[tuple[int, int], list[float]] = defaultdict(list)
     for boundaries in profiling_runs(num_layers, num_stages):
@@ -73,11 +74,11 @@ def profile(measure: Measure, num_layers: int, num_stages: int) -> tuple[list[fl
 def profiling_runs(num_layers: int, num_stages: int) -> list[Boundaries]:
     """Return the partitions to run.
 
-    For every layer one in which it is alone, with growing stages before it.
-    The stages before the layer are filled with q = (L - 2) div (S - 2) + 1 layers each, so that
-    neighbouring runs differ by one layer in a stage; the layers after it are spread evenly. Where
-    too few are left for that, and where a layer is never the last of two stages that begin alike, a
-    run with the stage that is missing takes the place. About L runs.
+    For every layer, there is one in which it is alone, with growing stages before it. The stages
+    before the layer have q = (L - 2) div (S - 2) + 1 layers each, so neighbouring runs differ by
+    one layer in a stage; the layers after it are spread evenly. If too few layers are left for
+    that, or if a layer is never the last of two stages with the same beginning, a run with the
+    missing stage is used instead. There are about L runs.
     """
     if num_stages <= 2:
         return [
@@ -102,9 +103,9 @@ def profiling_runs(num_layers: int, num_stages: int) -> list[Boundaries]:
 
 
 def _around(first: int, end: int, num_layers: int, num_stages: int) -> Boundaries | None:
-    """Return a partition with a stage of layers `first` up to `end` and the others even.
+    """Return a partition with a stage of layers `first` up to `end` and even other stages.
 
-    None if there is none.
+    Return None if there is none.
     """
     others = num_stages - 1
     behind = num_layers - end
@@ -124,9 +125,9 @@ def _around(first: int, end: int, num_layers: int, num_stages: int) -> Boundarie
 def brute_force(isolated: Sequence[float], added: Sequence[float], num_stages: int) -> Boundaries:
     """Return the best of all partitions.
 
-    The one whose predicted peaks, highest first, are lexicographically least.
-    Partitions with a stage above the least highest peak are left out as soon as it is placed, which
-    changes no answer.
+    Its predicted peaks, sorted in decreasing order, are lexicographically smallest. Partitions with
+    a stage above the least highest peak are dropped as soon as the stage is placed, which does not
+    change the answer.
     """
     table = _table(isolated, added)
     num_layers = len(table)
@@ -148,9 +149,8 @@ def brute_force(isolated: Sequence[float], added: Sequence[float], num_stages: i
             cuts = np.column_stack((cuts[which[fits]], end[fits]))
         if len(cuts):
             peaks = np.sort(table[cuts[:, :-1], cuts[:, 1:]], axis=1)
-            least = np.lexsort(peaks.T)[
-                0
-            ]  # the last key of lexsort, the highest peak, counts first
+            # the last key of lexsort, the highest peak, has the highest priority
+            least = np.lexsort(peaks.T)[0]
             found = (tuple(map(float, peaks[least][::-1])), tuple(map(int, cuts[least])))
             best = found if best is None else min(best, found)
     assert best is not None
@@ -160,7 +160,7 @@ def brute_force(isolated: Sequence[float], added: Sequence[float], num_stages: i
 def recommend(isolated: Sequence[float], added: Sequence[float], num_stages: int) -> Boundaries:
     """Return the partition of CAPSlog.
 
-    It uses the least peak for which filling stage after stage reaches the end. The stage of the
+    It uses the least peak for which filling stage after stage reaches the end. The stage with the
     highest peak stays; the parts to its left and right are split again in the same way. The peak is
     found by bisection, to a byte.
     """
@@ -187,7 +187,10 @@ def _recommend(table: Table, first: int, end: int, num_stages: int) -> list[int]
 
 
 def _fill(table: Table, first: int, end: int, num_stages: int, most: float) -> list[int] | None:
-    """Return the ends of stages that each take as many layers as `most` allows and the others leave."""
+    """Return the ends of stages that each take as many layers as possible.
+
+    The number is limited by `most`, and by the layers that later stages need.
+    """
     ends: list[int] = []
     for stage in range(num_stages):
         last = end - (num_stages - stage - 1)

@@ -46,15 +46,14 @@ SMALLER = (
     "use more partitions, fewer micro-batches in flight (schedule.activation_cap), a smaller image"
     " or micro-batch"
 )
-# torchgpipe's balance_by_size counts the parameters so many times, for gradients and the
-# optimizer's state.
+# torchgpipe's balance_by_size multiplies the parameters by these factors, for gradients and the
+# optimizer's state
 PARAM_SCALES = {"sgd": 3, "adam": 5}
 
-QUICK, NUM_STARTS = (
-    ("even", "torchgpipe_time", "torchgpipe_size", "pipedream"),
-    2,
-)  # where a shorter step is sought
-CUTS = 2  # another number for methods that would cut elsewhere
+# starting points of the search for a shorter step
+QUICK, NUM_STARTS = (("even", "torchgpipe_time", "torchgpipe_size", "pipedream"), 2)
+# version of the cuts: change it if methods would cut elsewhere
+CUTS = 2
 
 Boundaries = Callable[["PartitionCase"], tuple[int, ...]]
 
@@ -63,7 +62,7 @@ Boundaries = Callable[["PartitionCase"], tuple[int, ...]]
 class PartitionMethod:
     """A method: `cut` takes a case, an objective and a budget in seconds.
 
-    Without `needs_profile` it only counts layers.
+    If `needs_profile` is False, it only counts layers.
     """
 
     cut: Callable[[PartitionCase, str, float], Partition]
@@ -105,7 +104,7 @@ class PartitionCase:
 
     @property
     def num_stages(self) -> int:
-        """Number of stages."""
+        """The number of stages."""
         return self.schedule.num_stages
 
     @property
@@ -117,12 +116,12 @@ class PartitionCase:
 
     @cached_property
     def spans(self) -> Spans:
-        """Table over all runs of layers."""
+        """The table over all spans of layers."""
         return Spans(self.profile)
 
     @cached_property
     def memory(self) -> tuple[RankCosts, ...]:
-        """Bytes by rank."""
+        """The bytes of each rank."""
         return MemoryModel(self.spans, OPTIMIZERS[self.optimizer]).rank_costs(self.schedule)
 
     def problem(self, objective: str) -> Problem:
@@ -164,7 +163,7 @@ class PartitionCase:
 
     @property
     def num_actions(self) -> int:
-        """Actions of a step."""
+        """The number of actions of a step."""
         return sum(map(len, self._timed.rows))
 
     @property
@@ -172,11 +171,11 @@ class PartitionCase:
         return self.in_strips or self.schedule
 
     def peak_bytes(self, boundaries: Sequence[int]) -> tuple[int, ...]:
-        """Return each rank's peak under a partition."""
+        """Return the peak of each rank under a partition, in bytes."""
         return tuple(round(costs.under(boundaries)) for costs in self.memory)
 
     def reserved_bytes(self, boundaries: Sequence[int]) -> tuple[int, ...]:
-        """Return what torch's allocator would reserve on each rank's GPU under a partition."""
+        """Return the bytes that torch's allocator would reserve on each rank's GPU."""
         optimizer = OPTIMIZERS[self.optimizer]
         return tuple(
             reserved_bytes(self.profile, self.schedule, rank, boundaries, optimizer)
@@ -190,11 +189,11 @@ def partition_case(
     """Return the case of a resolved run and its lowered schedule.
 
     Raises:
-        ConfigError: more stages than layers, or a profile that cannot be had.
+        ConfigError: There are more stages than layers, or the profile is not available.
     """
     profile = profile or profile_of(spec)
     check_depth(spec, schedule.num_stages, profile.num_layers)
-    # other policies make room after the partition is made
+    # other policies free memory after the partition is made
     limit_bytes = spec.machine.device_bytes if spec.memory.name == "keep" else None
     links = links_of(spec.machine)
     return PartitionCase(
@@ -208,7 +207,7 @@ def partition_case(
 
 
 def optimizer_name(train: TrainConfig, optimizer: OptimizerConfig) -> str:
-    """Return the name under which the memory model knows what a run keeps of its weights."""
+    """Return the name of the run's optimizer state in the memory model."""
     average = AVERAGED if train.ema_decay is not None else ""
     mixed = MIXED if train.dtype != train.compute_dtype else ""
     return f"{('sgd_plain', 'sgd', 'adam')[optimizer.num_states]}{average}{mixed}"
@@ -231,13 +230,14 @@ def partition_model(spec: RunSpec, schedule: Schedule) -> Partition:
     """Return the partition of a resolved run.
 
     It is given in parallel.boundaries, or made by the configured method. It depends on the compute
-    of the ranks, and not on how early they post their receives, which depends on its costs: a
-    compute-only schedule and every lowered form of it have the same partition.
+    of the ranks only. It does not depend on how early they post their receives, because that
+    depends on the partition's costs: a compute-only schedule and every lowered form of it have the
+    same partition.
 
     Raises:
-        ConfigError: there are more stages than layers, the boundaries do not make the schedule's
-        stages, or the profile is not available.
-        DoesNotFitError: a rank would hold more than machine.device_bytes.
+        ConfigError: There are more stages than layers, the boundaries do not match the schedule's
+            stages, or the profile is not available.
+        DoesNotFitError: A rank would hold more than machine.device_bytes.
     """
     given = spec.parallel.boundaries
     num_stages = schedule.num_stages
@@ -291,11 +291,11 @@ def partition_by(
 ) -> Partition:
     """Partition by the name of a method.
 
-    `cost` and `bound` are of the objective, in seconds or bytes.
+    `cost` and `bound` are values of the objective, in seconds or bytes.
 
     Raises:
-        DoesNotFitError: no partition keeps every rank within the limit (exact method, objective
-        time).
+        DoesNotFitError: No partition keeps every rank within the limit (exact method, objective
+            time).
     """
     begin = time.perf_counter()
     partition = METHODS[method].cut(case, objective, budget_s)
@@ -306,7 +306,7 @@ def check_fits(case: PartitionCase, partition: Partition) -> None:
     """Check the peaks of a partition against the device.
 
     Raises:
-        DoesNotFitError: a rank, or a single layer, is larger.
+        DoesNotFitError: A rank, or a single layer, is too large.
     """
     if case.limit_bytes is None:
         return
@@ -319,10 +319,7 @@ def check_fits(case: PartitionCase, partition: Partition) -> None:
 
 
 def _too_large(case: PartitionCase, where: str, needed_bytes: int) -> DoesNotFitError:
-    """Return the error, of a layer that no partition can make fit if there is one.
-
-    Above the limit on a rank alone.
-    """
+    """Return the error for a layer that alone exceeds the limit on a rank, or else for `where`."""
     limit = case.limit_bytes
     assert limit is not None
     for index, layer in enumerate(case.profile.layers):
@@ -340,7 +337,7 @@ def check_depth(spec: RunSpec, num_stages: int, num_layers: int) -> None:
     """Check that there is a layer for every stage.
 
     Raises:
-        ConfigError: there are fewer layers than stages.
+        ConfigError: There are fewer layers than stages.
     """
     if num_stages <= num_layers:
         return
@@ -362,7 +359,7 @@ def check_depth(spec: RunSpec, num_stages: int, num_layers: int) -> None:
 def _exact(case: PartitionCase, objective: str, budget_s: float) -> Partition:
     """Return the partition of least cost.
 
-    Of objective time the shortest step near the most even compute of ranks.
+    For the objective time, it is the shortest step found near the most even compute of ranks.
     """
     try:
         found = solve(case.problem(objective), budget_s)
@@ -396,9 +393,9 @@ def _even(case: PartitionCase) -> tuple[int, ...]:
 
 @partition_method("mcap")
 def _mcap(case: PartitionCase) -> tuple[int, ...]:
-    """Partition by mCAP, whose measured runs are predicted with the schedule's own peaks.
+    """Partition by mCAP, with measured runs replaced by the predicted peaks of the schedule.
 
-    Where a rank holds several, its method knows of no such pairing, so that its runs are plain ones
+    mCAP does not know of ranks with several stages. If there are any, its runs are plain pipelines
     of one micro-batch.
     """
     runs = case.plain if any(len(costs.stages) > 1 for costs in case.memory) else case

@@ -20,11 +20,11 @@ from gems.utils.cache import cached
 
 
 def placement_of(spec: RunSpec, num_devices: int, method: str = "auto") -> Placement:
-    """Place the operators of a resolved run's model, one micro-batch of a step, within partition.budget_s.
+    """Place the operators of a resolved run's model for one micro-batch, within partition.budget_s.
 
     Raises:
-        ConfigError: operators that cannot be profiled, or a method that is not there.
-        DoesNotFitError: nothing that was found keeps machine.device_bytes.
+        ConfigError: The operators cannot be profiled, or the method is not available.
+        DoesNotFitError: No placement that was found keeps machine.device_bytes.
     """
     return place(
         graph_of(spec),
@@ -36,10 +36,10 @@ def placement_of(spec: RunSpec, num_devices: int, method: str = "auto") -> Place
 
 
 def graph_of(spec: RunSpec) -> OpGraph:
-    """Return the operators of a resolved run's model, with the roofline's times on its machine.
+    """Return the operators of a resolved run's model, with roofline times on its machine.
 
     Raises:
-        ConfigError: another profile than profile=fake, or one that could not be taken.
+        ConfigError: The profile is not profile=fake, or cannot be computed.
     """
     if spec.profile.name != "fake" or spec.profile.path is not None:
         raise ConfigError(
@@ -52,7 +52,7 @@ def graph_of(spec: RunSpec) -> OpGraph:
 
 
 def devices_of(machine: MachineConfig, num: int) -> Devices:
-    """Return equal devices with the machine's links: those of neighbours, as ranks 0 and 1 are."""
+    """Return equal devices with the machine's links between neighbours, such as ranks 0 and 1."""
     network = links_of(machine)
     latency_s, s_per_byte = network.parts(0, 1, 1.0)
     return Devices(num, latency_s, s_per_byte, machine.device_bytes, network.has_contention)
@@ -61,12 +61,13 @@ def devices_of(machine: MachineConfig, num: int) -> Devices:
 def placed_on(spec: RunSpec) -> Schedule:
     """Return the compute-only schedule of schedule=placed.
 
-    A stage an operator, on the ranks of the placement.
-    The placement is kept in the cache, so that all who ask get the same one.
+    Each operator is a stage, on the ranks of the placement. The placement is cached, so that all
+    callers get the same one.
 
     Raises:
-        ConfigError: as `placement_of`, or a model without branches, of which no rank would run
-        beside another. DoesNotFitError: as `placement_of`.
+        ConfigError: As in `placement_of`, or the model has no branches, so no ranks could run in
+            parallel.
+        DoesNotFitError: As in `placement_of`.
     """
     graph = graph_of(spec)
     num_ranks = spec.parallel.partitions

@@ -1,4 +1,4 @@
-"""The partition problem: tables by which a partition is judged, and the solution."""
+"""The partition problem: the tables that rate a partition, and the solution."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from gems.profile.spans import RankCosts
 
 
 class InfeasibleError(ValueError):
-    """The error that no partition keeps the limits, as far as the search could tell.
+    """The error that no partition keeps the limits, as far as the search can tell.
 
-    `least` is the cost of the best partition by the limits alone: the limit that this partition
-    needs. `bound` is a lower bound of the limit that any partition needs; if it is not above the
-    limit, the search ended without a proof.
+    `least` is the cost of the best partition by the limits alone, that is, the limit that this
+    partition needs. `bound` is a lower bound of the limit that any partition needs; if it is not
+    above the limit, the search ended without a proof.
     """
 
     def __init__(self, least: float, limit: float, bound: float) -> None:
@@ -37,9 +37,9 @@ class Problem:
     """The problem of partitioning layers into stages so that the most expensive rank costs least.
 
     There are `num_layers` layers and `num_stages` stages. `ranks` has one entry for each group of
-    stages that is judged together; several ranks with the same stages share an entry. With
-    `limits`, a partition is allowed only if no rank's cost there is above `limit`.
-    `boundary_bytes[b]` is the size of the tensors between layers b and b + 1, which settles ties.
+    stages that is rated together; several ranks with the same stages share an entry. With `limits`,
+    a partition is allowed only if no rank's cost there exceeds `limit`. `boundary_bytes[b]` is the
+    size of the tensors between layers b and b + 1, which breaks ties.
     """
 
     num_layers: int
@@ -57,11 +57,11 @@ class Problem:
 
     @cached_property
     def crossing(self) -> NDArray[np.float64]:
-        """The bytes that cross a boundary before each layer, and none at both ends."""
+        """The bytes that cross a boundary before each layer, and 0 at both ends."""
         return np.concatenate(([0.0], self.boundary_bytes, [0.0]))
 
     def crossing_bytes(self, boundaries: Sequence[int]) -> int:
-        """Return the bytes of all boundaries together."""
+        """Return the total bytes of all boundaries."""
         return sum(self.boundary_bytes[cut - 1] for cut in boundaries[1:-1])
 
     @cached_property
@@ -82,9 +82,9 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """The result of a search: boundaries, None if no partition keeps the limits, and their cost.
+    """The result of a search: boundaries, or None if no partition keeps the limits, and their cost.
 
-    `bound` is a lower bound of every partition's cost. `is_proven` tells that nothing better
+    `bound` is a lower bound of every partition's cost. `is_proven` means that nothing better
     exists, and `has_fewest_bytes` that no partition of this cost has fewer crossing bytes.
     """
 
@@ -97,10 +97,10 @@ class Solution:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """An answer: stage s holds layers boundaries[s] up to boundaries[s + 1].
+    """An answer: stage s consists of layers boundaries[s] up to boundaries[s + 1].
 
-    `bound` is below or at the cost of every partition; `is_optimal` says that `cost` is the least
-    there is. `facts` are what the method has to say beside that.
+    `bound` is at most the cost of any partition; `is_optimal` means that `cost` is the minimum.
+    `facts` is additional information from the method.
     """
 
     method: str
@@ -113,5 +113,5 @@ class Partition:
 
     @property
     def gap(self) -> float:
-        """How far the cost may be above the least, as a share of the bound."""
+        """How much the cost may exceed the minimum, as a share of the bound."""
         return 0.0 if self.is_optimal or self.bound <= 0 else self.cost / self.bound - 1

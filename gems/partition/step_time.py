@@ -1,4 +1,4 @@
-"""The cut with which a step is shortest, near one that balances the ranks."""
+"""Find the cut with the shortest step near one that balances the ranks."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from itertools import combinations, cycle, islice, pairwise
 
 from gems.schedule.ledger import TOLERANCE
 
-MAX_SIMULATED = 100_000  # actions in all, of one schedule with several cuts
+MAX_SIMULATED = 100_000  # actions in total, of one schedule with several cuts
 Boundaries = tuple[int, ...]
-Cost = tuple[
-    float, float
-]  # time of a step, infinite if the cut is not allowed, and the most that a rank holds
+# time of a step (infinite if the cut is not allowed), and the most bytes that a rank holds
+Cost = tuple[float, float]
 
 
 def shortest_step(
@@ -21,8 +20,8 @@ def shortest_step(
     """Return the best cut that small moves reach from `start`, with its cost.
 
     Among the shortest steps it has the least peak. A move shifts one boundary or a run of them by a
-    layer, or two boundaries against each other. It is kept if the step gets shorter, or if the step
-    is no longer and the peak is lower; the search ends when no move helps. `num_actions` is the
+    layer, or two boundaries in opposite directions. It is kept if the step gets shorter, or if the
+    step is no longer and the peak is lower; the search ends if no move helps. `num_actions` is the
     number of actions of the schedule, which limits how many cuts are simulated.
     """
     best = start
@@ -49,7 +48,7 @@ def shortest_step(
 
 
 def _moves(num_stages: int) -> list[tuple[int, ...]]:
-    """Return the shifts of each boundary that a move makes, single ones first."""
+    """Return the shifts of each boundary for all moves, single ones first."""
     places = range(1, num_stages)
     runs = [(first, first) for first in places] + list(combinations(places, 2))
     shifts = [[first <= place <= end for place in range(num_stages + 1)] for first, end in runs]

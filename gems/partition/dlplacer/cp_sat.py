@@ -1,6 +1,6 @@
-"""The exact placement of one graph.
+"""The exact placement of one graph by CP-SAT (extra `solver`, OR-tools).
 
-Intervals on devices and links, by CP-SAT (extra `solver`, OR-tools).
+The model consists of intervals on devices and links.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from gems.partition.dlplacer.devices import (
 from gems.profile.operator_graph import OpGraph
 
 IS_INSTALLED = find_spec("ortools") is not None
-# Of the best known step: times are whole numbers of them, rounded down, so that a bound is one of
-# the real times.
+# grains per known step: times are whole numbers of grains, rounded down, so that a bound also holds
+# for the real times
 GRAINS = 10**6
 
 
 def solve(
     graph: OpGraph, devices: Devices, hint: TimedPlacement, limit_s: float, seed: int = 0
 ) -> tuple[TimedPlacement | None, float]:
-    """Look for the placement of the shortest step, from a known one.
+    """Search for the placement with the shortest step, starting from a known one.
 
-    Return it, if any, and a bound in seconds.
-    Each operator lies on one device; its forward and its backward are intervals there, no two at
-    once. What crosses takes the link's time; under contention a message is an interval of the ports
-    that it passes. Devices are equal, so the first operator lies on the first, and a device is used
-    only when the one before is.
+    Return the placement, if any, and a bound in seconds. Each operator is on one device; its
+    forward and its backward are intervals there that do not overlap with others. A tensor that
+    crosses devices takes the link's time; under contention, a message is an interval on the ports
+    that it passes. Devices are equal, so the first operator is on the first device, and a device is
+    used only if the one before it is.
     """
     from ortools.sat.python import cp_model
 
@@ -61,7 +61,7 @@ def solve(
 
 
 class _Model:
-    """Where each operator lies, and which edges cross; times are in units of `unit_s`."""
+    """The device of each operator, and the edges that cross; times are in units of `unit_s`."""
 
     def __init__(self, cp: Any, graph: OpGraph, devices: Devices, unit_s: float) -> None:
         self.cp = cp
@@ -81,7 +81,10 @@ class _Model:
                 cp.add(held <= devices.limit_bytes)
 
     def break_symmetry(self, hint: TimedPlacement) -> None:
-        """Use devices in the order of the graph, and start from a known placement with its devices renamed so."""
+        """Use devices in the order of the graph, and start from a known placement.
+
+        Its devices are renamed accordingly.
+        """
         order = self.graph.order
         on = self.on
         names = dict[int, int]()
@@ -96,7 +99,7 @@ class _Model:
 
 
 class _Timing:
-    """The starts of one phase's operators and, under contention, of its messages."""
+    """The starts of the operators of one phase and, under contention, of its messages."""
 
     def __init__(self, model: _Model, phase: Phase) -> None:
         cp = model.cp
@@ -131,7 +134,7 @@ class _Timing:
                 cp.add_no_overlap(passing)
 
     def sequence(self, places: tuple[int, ...], solver: Any) -> list[Item]:
-        """Order what a solution does by its starts; what starts together by the graph."""
+        """Return the items of a solution in the order of their starts; ties follow the graph."""
         begin = [solver.value(start) for start in self._starts]
         items = self._phase.with_messages(places, sorted(self._phase.order, key=lambda v: begin[v]))
         if not self._messages:
@@ -147,7 +150,7 @@ class _Timing:
         return self._model.cp.new_optional_interval_var(start, length, start + length, where, "")
 
     def _lengths(self, maker: int) -> tuple[int, int]:
-        """Return how long a message fills a port, and when it arrives."""
+        """Return how long a message occupies a port, and its delay until arrival."""
         devices = self._model.devices
         size = self._model.graph.ops[maker].output_bytes
         return int(size * devices.s_per_byte / self._model.unit_s), int(
@@ -157,7 +160,10 @@ class _Timing:
     def _pass_port(
         self, port: tuple[int, str], start: Any, length: int, goes: Any, at: Any = None
     ) -> None:
-        """Let a message that goes pass a port, of the operator that is `at` it, if that depends on where it lies."""
+        """Add the interval of a message on a port, if the message is sent.
+
+        `at` tells whether the operator is on the port's device, if that depends on its placement.
+        """
         cp = self._model.cp
         passes = goes
         if at is not None:
@@ -168,7 +174,7 @@ class _Timing:
         self._passing.setdefault(port, []).append(self._interval(start, length, passes))
 
     def _add_outputs(self) -> None:
-        """Make each output to another device an interval of the two ports that it passes."""
+        """Make each output to another device an interval on the two ports that it passes."""
         cp = self._model.cp
         on = self._model.on
         starts = self._starts
@@ -191,7 +197,7 @@ class _Timing:
                     self._pass_port((home, "out"), start, length, goes, here)
 
     def _add_gradients(self) -> None:
-        """Make each gradient that comes from another device such an interval."""
+        """Make each gradient from another device an interval on the two ports that it passes."""
         cp = self._model.cp
         on = self._model.on
         starts = self._starts

@@ -1,7 +1,4 @@
-"""What a model is placed on, and what a placement comes to.
-
-Equal devices, links, and the times of a step.
-"""
+"""The target of a placement: equal devices, links, and the times of a step."""
 
 from __future__ import annotations
 
@@ -16,11 +13,11 @@ from gems.profile.operator_graph import OpGraph
 class Devices:
     """Equal devices, with a link of `latency_s` + bytes x `s_per_byte` between any two.
 
-    None bytes: no limit.
-    With `has_contention` a device sends its messages one at a time, and receives so too.
+    `limit_bytes` None means no limit. With `has_contention` a device sends its messages one at a
+    time, and receives them one at a time.
 
     Raises:
-        ConfigError: no device.
+        ConfigError: There are no devices.
     """
 
     num: int
@@ -38,7 +35,7 @@ class Devices:
         return self.latency_s + num_bytes * self.s_per_byte
 
     def fit(self, graph: OpGraph, places: tuple[int, ...]) -> bool:
-        """Whether no device holds more than its limit."""
+        """Return whether no device holds more than its limit."""
         return self.limit_bytes is None or max(self.held(graph, places)) <= self.limit_bytes
 
     def held(self, graph: OpGraph, places: tuple[int, ...]) -> list[int]:
@@ -51,9 +48,9 @@ class Devices:
 
 @dataclass(frozen=True, slots=True)
 class TimedPlacement:
-    """A placement in time: the device of each operator, and when its forward and its backward start.
+    """A placement in time: the device of each operator, and the starts of its forward and backward.
 
-    Backward starts at `forward_span_s`, when all of forward has ended, as the loss wants it;
+    The backward begins at `forward_span_s`, when the whole forward has ended, because of the loss;
     `span_s` is the whole step.
     """
 
@@ -64,17 +61,18 @@ class TimedPlacement:
     span_s: float
 
 
-# From an operator, the output of which one (or its gradient), to which device. A device gets an
-# output once, and returns a gradient for each reader.
+# (sending operator, operator whose output or gradient it is, destination device). A device receives
+# an output once, and returns a gradient for each reader.
 Message = tuple[int, int, int]
 Item = int | Message
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Forward or backward of a graph.
+    """The forward or the backward of a graph.
 
-    What each operator waits for, what waits for it, an order, and its seconds.
+    `before` are the operators for which each operator waits, `after` those that wait for it,
+    `order` is a topological order, and `times_s` are the seconds of each operator.
     """
 
     is_forward: bool
@@ -84,11 +82,11 @@ class Phase:
     times_s: tuple[float, ...]
 
     def maker(self, first: int, then: int) -> int:
-        """Return whose output, or its gradient, goes from an operator to one that waits for it."""
+        """Return the operator whose output, or gradient, is sent between dependent operators."""
         return first if self.is_forward else then
 
     def with_messages(self, places: Sequence[int], order: Iterable[int]) -> list[Item]:
-        """Put each message right after the operator that sends it."""
+        """Return the operators with each message right after the operator that sends it."""
         sequence: list[Item] = []
         for v in order:
             crossing = [w for w in self.after[v] if places[w] != places[v]]
@@ -97,7 +95,7 @@ class Phase:
 
 
 def phases(graph: OpGraph) -> tuple[Phase, Phase]:
-    """Return forward and backward of a graph."""
+    """Return the forward and the backward of a graph."""
     before = graph.predecessors
     after = graph.successors
     forward_s = tuple(op.forward_s for op in graph.ops)
@@ -112,8 +110,8 @@ def simulate(
 ) -> TimedPlacement:
     """Start each operator and message as early as the order allows.
 
-    `sequences` has all operators and messages of forward and of backward, none before what it waits
-    for; a device runs its own in this order.
+    `sequences` contains all operators and messages of forward and of backward, in an order that
+    respects their dependencies; a device runs its own in this order.
     """
     forward, backward = phases(graph)
     starts, span_s = _starts(graph, devices, places, forward, sequences[0])

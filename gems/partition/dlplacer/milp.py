@@ -18,13 +18,13 @@ IS_INSTALLED = find_spec("scipy") is not None
 def solve(
     graph: OpGraph, devices: Devices, hint: TimedPlacement, limit_s: float
 ) -> tuple[TimedPlacement | None, float]:
-    """Look for a placement of a shorter step than that of a known one.
+    """Search for a placement with a shorter step than a known one.
 
-    Return it, if any, and a bound in seconds.
-    Variables: the device of each operator, the start of its forward and its backward, for each edge
-    whether it crosses, and for each pair that may overlap which is first, which counts where both
-    lie on one device (disjunctions by the length of the known step). Messages pass each other
-    freely.
+    Return the placement, if any, and a bound in seconds. The variables are the device of each
+    operator, the starts of its forward and its backward, whether each edge crosses devices, and,
+    for each pair that may overlap, which one is first. The last only matters if both are on one
+    device (disjunctions with the length of the known step as the constant). Messages do not delay
+    each other.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_matrix
@@ -67,7 +67,7 @@ def solve(
 def _topological(phase: Phase, starts: Sequence[float]) -> list[int]:
     """Order operators by their starts as far as the graph allows.
 
-    These are only as exact as a solver's tolerance.
+    The starts are only as exact as the solver's tolerance.
     """
     left = sorted(phase.order, key=lambda v: starts[v])
     order = list[int]()
@@ -79,7 +79,7 @@ def _topological(phase: Phase, starts: Sequence[float]) -> list[int]:
 
 
 class _Table:
-    """The MILP's rows, all of the form sum <= upper, with times in units of the known step."""
+    """The rows of the MILP, all of the form sum <= upper, with times in units of the known step."""
 
     def __init__(self, graph: OpGraph, devices: Devices, span_s: float) -> None:
         self.rows: list[tuple[list[tuple[int, float]], float]] = []
@@ -109,7 +109,9 @@ class _Table:
         for (u, v), k in self._crosses.items():
             for here, there in zip(self.on[u], self.on[v], strict=True):
                 self._add([(here, 1.0), (there, -1.0), (k, -1.0)], 0.0)
-        reach: list[set[int]] = [set() for _ in graph.ops]  # what follows each operator
+        reach: list[set[int]] = [
+            set() for _ in graph.ops
+        ]  # the operators that follow each operator
         for v in reversed(graph.order):
             reach[v].update(graph.successors[v], *(reach[w] for w in graph.successors[v]))
         for phase, start, span in zip(phases(graph), self.starts, self.spans, strict=True):
@@ -130,8 +132,8 @@ class _Table:
                 if u in reach[v] or v in reach[u] or not (time[u] and time[v]):
                     continue
                 u_first = self._variable(1)
-                # start[first] + time <= start[then] where both lie on one device and the variable
-                # makes it so; 1 is the length of the known step, and no start follows it
+                # start[first] + time <= start[then] if both are on one device and the variable
+                # selects this order; 1 is the length of the known step, and no start is later
                 for first, then, sign, slack in ((u, v, 1.0, 1.0), (v, u, -1.0, 0.0)):
                     big = 1.0 + time[first]
                     for one, other in zip(self.on[first], self.on[then], strict=True):

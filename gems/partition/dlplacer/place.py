@@ -1,6 +1,6 @@
 """Placement of operators on devices.
 
-Each subgraph alone, or the whole graph if a limit on bytes couples them.
+Each subgraph is placed separately, or the whole graph at once if a limit on bytes couples them.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from gems.partition.dlplacer.subgraphs import joined, span_bound_s, split_at_cut
 from gems.profile.operator_graph import OpGraph
 
 METHODS = ("auto", "cp_sat", "milp", "heft")
-TOLERANCE = 2e-5  # times are rounded to 1e-6 of a step, on as many operators as a way has
+# times are rounded to 1e-6 of a step, for as many operators as a path has
+TOLERANCE = 2e-5
 HELP = "use more devices, a smaller micro-batch, or partitions of a pipeline"
-# From a graph, devices, a known placement and seconds to a placement, if any, and a time that none
-# is below.
+# maps a graph, devices, a known placement and seconds to a placement, if any, and a lower bound of
+# the time
 Solver = Callable[[OpGraph, Devices, TimedPlacement, float], tuple[TimedPlacement | None, float]]
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The answer: a placement in time, a bound that no placement is below, and how it was found."""
+    """The answer: a placement in time, a lower bound of its time, and the method that found it."""
 
     graph: OpGraph
     devices: Devices
@@ -38,7 +39,7 @@ class Placement:
 
     @property
     def gap(self) -> float:
-        """How far the step may be above the shortest, as a share of the bound."""
+        """How much longer the step may be than the shortest one, as a share of the bound."""
         return self.timed.span_s / self.bound_s - 1.0 if self.bound_s else 0.0
 
     @property
@@ -48,24 +49,24 @@ class Placement:
 
     @property
     def speed_up(self) -> float:
-        """How many times as fast as one device a step is."""
+        """The speed-up of a step over one device."""
         return self.graph.time_s / self.timed.span_s if self.timed.span_s else 1.0
 
 
 def place(
     graph: OpGraph, devices: Devices, budget_s: float = 50.0, method: str = "auto", seed: int = 0
 ) -> Placement:
-    """Place operators on equal devices for the shortest step, forward and backward of one micro-batch.
+    """Place operators on equal devices for the shortest step of one micro-batch.
 
-    Pieces between cut vertices are solved alone, equal ones once, and a limit on bytes is left out
-    of it. Where the joined answer keeps the limit nothing was lost; otherwise the whole graph is
-    solved at once, with the subgraphs' bound. `method` is cp_sat (OR-tools), milp (HiGHS), heft (no
-    solver), or auto, the first that is there; `budget_s` is the time for solvers, and all answers
-    hold when it is over.
+    The step is a forward and a backward. Pieces between cut vertices are solved separately, equal
+    ones only once, without the limit on bytes. If the joined answer keeps the limit, nothing is
+    lost; otherwise the whole graph is solved at once, with the bound of the subgraphs. `method` is
+    cp_sat (OR-tools), milp (HiGHS), heft (no solver), or auto, the first one available. `budget_s`
+    is the time for solvers; answers are valid when it is over.
 
     Raises:
-        ConfigError: an unknown method, one that is not installed, or one that knows no contention.
-        DoesNotFitError: no placement was found that keeps the devices' limit.
+        ConfigError: The method is unknown, not installed, or does not support contention.
+        DoesNotFitError: No placement that keeps the devices' limit was found.
     """
     begin = time.perf_counter()
     name, solver = _choose_solver(method, devices, seed)
@@ -78,7 +79,7 @@ def place(
         if share > limit:
             raise DoesNotFitError(f"an equal share of {devices.num} devices", share, limit, HELP)
     subgraphs = split_at_cut_vertices(graph)
-    shapes = []  # subgraphs whose names are numbers, so that equal ones are equal
+    shapes = []  # subgraphs with numbers as names, so that equal ones are equal
     for part in (subgraph.graph for subgraph in subgraphs):
         ops = tuple(replace(op, name=str(number)) for number, op in enumerate(part.ops))
         shapes.append(OpGraph(ops, part.edges))
@@ -132,7 +133,10 @@ def _choose_solver(method: str, devices: Devices, seed: int) -> tuple[str, Solve
 def _solve(
     graph: OpGraph, devices: Devices, solver: Solver | None, limit_s: float
 ) -> tuple[TimedPlacement | None, float]:
-    """Return the best placement that keeps the devices' limit, None if none was found, and a bound in seconds."""
+    """Return the best placement that keeps the devices' limit, and a bound in seconds.
+
+    The placement is None if none was found.
+    """
     timed = heft(graph, devices)
     bound_s = span_bound_s(graph, devices.num)
     if (
@@ -142,7 +146,8 @@ def _solve(
     ):
         return timed, bound_s
     hint = timed
-    if hint is None:  # one without a limit, and a time above any that keeps it
+    # a hint without a limit, with a time above that of any placement that keeps it
+    if hint is None:
         hint = heft(graph, replace(devices, limit_bytes=None))
         assert hint is not None
         crossing_s = sum(2 * devices.delay_s(op.output_bytes) * devices.num for op in graph.ops)

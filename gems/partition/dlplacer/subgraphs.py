@@ -1,12 +1,12 @@
-"""Subgraphs: a graph split at its cut vertices, and the joined answer.
+"""Subgraphs: split a graph at its cut vertices, and join the answers.
 
-An operator is a cut vertex when each other one is before or after it and no edge leads past it.
-After it nothing starts before it has ended, and nothing before it is left to do; so forward of the
-whole is forward of the subgraphs one after the other, backward likewise, and only the cut vertex
-ties them: it, and its backward with it, lies on one device. Devices are equal, so a subgraph's may
-be renamed until its cut vertex lies where the subgraph before has put it. Hence the best placement
-of the whole is made of best placements of the subgraphs, as long as no limit on bytes couples them.
-A chain falls into single operators.
+An operator is a cut vertex if every other operator is before or after it and no edge bypasses it.
+Nothing after it starts before it has ended, and then nothing before it is left. So the forward of
+the whole graph is the forward of the subgraphs one after the other, and likewise the backward. The
+subgraphs are only connected by the cut vertex, which is on one device together with its backward.
+Devices are equal, so the devices of a subgraph can be renamed until its cut vertex is where the
+previous subgraph placed it. Hence the best placement of the whole graph consists of best placements
+of the subgraphs, unless a limit on bytes couples them. A chain is split into single operators.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from gems.profile.operator_graph import OpGraph
 
 @dataclass(frozen=True, slots=True)
 class Subgraph:
-    """Part of a graph, with the number of each of its operators in the whole.
+    """Part of a graph, with the number of each of its operators in the whole graph.
 
-    Where `has_entry`, the first is the cut vertex that the subgraph before ends with; here it takes
-    no time and holds nothing.
+    If `has_entry`, the first operator is the cut vertex at the end of the previous subgraph; here
+    it takes no time and holds nothing.
     """
 
     graph: OpGraph
@@ -33,19 +33,17 @@ class Subgraph:
 
     @property
     def inner(self) -> list[tuple[int, int]]:
-        """Pairs of an operator's index here and its number in the whole, without the entry."""
+        """The pairs of an operator's index and its number in the whole graph, without the entry."""
         return list(enumerate(self.numbers))[self.has_entry :]
 
 
 def cut_vertices(graph: OpGraph) -> tuple[int, ...]:
-    """Return the operators that all paths through the graph pass, first to last."""
+    """Return the operators through which all paths of the graph pass, in order."""
     position = {v: at for at, v in enumerate(graph.order)}
     last_source = max(position[v] for v in graph.order if not graph.predecessors[v])
     first_end = min(position[v] for v in graph.order if not graph.successors[v])
-    cuts, open_until = (
-        [],
-        last_source,
-    )  # the furthest source, or reader of what has been made before
+    # open_until: the last source, or the last reader of anything computed so far
+    cuts, open_until = ([], last_source)
     for at, v in enumerate(graph.order):
         if open_until <= at <= first_end:
             cuts.append(v)
@@ -54,7 +52,7 @@ def cut_vertices(graph: OpGraph) -> tuple[int, ...]:
 
 
 def split_at_cut_vertices(graph: OpGraph) -> tuple[Subgraph, ...]:
-    """Split a graph at all its cut vertices, each of which ends a subgraph."""
+    """Split a graph at all its cut vertices; each of them ends a subgraph."""
     position = {v: at for at, v in enumerate(graph.order)}
     subgraphs = []
     entry = list[int]()
@@ -83,9 +81,10 @@ def joined(
     solved: Sequence[TimedPlacement],
     num_devices: int,
 ) -> TimedPlacement:
-    """Put the subgraphs' answers together.
+    """Join the answers of the subgraphs.
 
-    Devices renamed, forward from first to last, backward from last to first.
+    Devices are renamed; the forward runs from the first to the last subgraph, the backward in
+    reverse.
     """
     places = [0] * graph.num_ops
     forward = [0.0] * graph.num_ops
@@ -113,17 +112,20 @@ def joined(
 
 
 def closed_form_s(graph: OpGraph, num_devices: int) -> float:
-    """Return total / min(M, total / critical path) in seconds, a bound of the speed-up (Pal et al. 2019)."""
+    """Return the time for the bound of the speed-up, min(M, total / critical path), in seconds.
+
+    Source: Pal et al. 2019.
+    """
     return max(graph.critical_s, graph.time_s / num_devices)
 
 
 def span_bound_s(graph: OpGraph, num_devices: int) -> float:
-    """Return the sum of the subgraphs' bounds, forward and backward apart, in seconds.
+    """Return the sum of the subgraphs' bounds, with forward and backward separate, in seconds.
 
-    Never below the closed form.
-    A subgraph takes at least its longest way, and, of each set of operators with so much before and
-    so much after them, both and their work over the devices between (Carlier and Pinson 1989,
-    section 3, for one machine).
+    It is never below the closed form. A subgraph takes at least its longest path. It also takes at
+    least, for each set of operators with a minimum time before and after all of them, these times
+    and the work of the set divided by the devices (Carlier and Pinson 1989, section 3, for one
+    machine).
     """
     return math.fsum(
         _phase_bound_s(phase, num_devices)
@@ -156,7 +158,10 @@ def _phase_bound_s(phase: Phase, num_devices: int) -> float:
 def _longest(
     times: Sequence[float], order: Sequence[int], others: Sequence[Sequence[int]]
 ) -> list[float]:
-    """Return the longest way up to each operator (or after it, of a reversed order), without the operator itself."""
+    """Return the longest path before each operator, without the operator itself.
+
+    With a reversed order, it is the longest path after the operator.
+    """
     longest = [0.0] * len(times)
     for v in order:
         longest[v] = max((longest[u] + times[u] for u in others[v]), default=0.0)

@@ -1,1 +1,1 @@
-"""Searches for the partition of least cost, by how stages lie on ranks."""
+"""Searches for the partition of least cost, depending on how stages are placed on ranks."""

@@ -1,6 +1,6 @@
-"""A chain: every rank holds one stage.
+"""A chain, in which every rank has one stage.
 
-The partition of the least highest cost, exact for any tables.
+The solver returns the partition with the least highest cost; it is exact for any tables.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from gems.partition.problem import Problem
 from gems.partition.solvers.tables import Floats, Windows, is_monotone, run_block, terms_of, widest
 from gems.profile.spans import Table
 
-SMALL = 150  # layers up to which the dynamic program is the quicker one whatever the tables
+# up to this number of layers, the dynamic program is faster for any tables
+SMALL = 150
 INFINITE_BITS = struct.unpack("<q", struct.pack("<d", float("inf")))[0]
 
 
 class Chain:
-    """The tables of each stage of a chain, each with its limit, or None if it is part of the cost."""
+    """The tables of each stage of a chain, each with its limit, or None if part of the cost."""
 
     def __init__(self, problem: Problem) -> None:
         self.num_layers = problem.num_layers
@@ -35,9 +36,9 @@ class Chain:
             self._tables[stage].append((table, term.limit))
 
     def block(self, stage: int, windows: Windows) -> Table:
-        """Return the cost of a stage that begins and ends within its windows.
+        """Return the cost of a stage for each begin and end within its windows.
 
-        Infinite if it may not.
+        It is infinite if the stage is not allowed.
         """
         part, cost = run_block(windows, stage, -np.inf)
         for table, limit in self._tables[stage]:
@@ -56,9 +57,9 @@ class Chain:
         )
 
     def furthest(self, stage: int, first: int, most: float) -> int:
-        """Return how far a stage from `first` on may go for `most`, of monotone tables.
+        """Return the last end of a stage that begins at `first` and costs at most `most`.
 
-        `first` if nowhere.
+        The tables must be monotone. It is `first` if no end is possible.
         """
         end = self.num_layers
         for table, limit in self._tables[stage]:
@@ -69,9 +70,9 @@ class Chain:
         return end
 
     def nearest(self, stage: int, end: int, most: float) -> int:
-        """Return how early a stage up to `end` may begin for `most`, of monotone tables.
+        """Return the first begin of a stage that ends at `end` and costs at most `most`.
 
-        `end` if nowhere.
+        The tables must be monotone. It is `end` if no begin is possible.
         """
         first = 0
         for table, limit in self._tables[stage]:
@@ -83,14 +84,14 @@ class Chain:
 
 
 def partition_chain(problem: Problem) -> tuple[int, ...] | None:
-    """Return boundaries of the least cost and, among those, the fewest bytes that cross.
+    """Return boundaries of the least cost and, among those, with the fewest crossing bytes.
 
-    None if limits allow none.
-    Of monotone tables the least cost comes from a search over floats, each judged by filling one
-    stage after the other (stages without layers being allowed, which makes it a lower bound; it is
-    the answer when a split into whole stages attains it). Of any tables it comes from a dynamic
-    program over stages and ends, S L^2 entries in all. A second such program, over the entries that
-    are not dearer, settles ties; both are exact.
+    Return None if the limits allow no partition. For monotone tables, the least cost is found by a
+    search over floats. Each float is tested by filling one stage after the other; stages without
+    layers are allowed, which makes the result a lower bound. It is the answer if a split into
+    non-empty stages attains it. For other tables, a dynamic program over stages and ends finds the
+    least cost, with S L^2 entries in total. A second such program, over the entries that are not
+    more expensive, breaks ties. Both are exact.
     """
     chain = Chain(problem)
     if chain.num_layers > SMALL and chain.is_monotone():
@@ -106,15 +107,15 @@ def partition_chain(problem: Problem) -> tuple[int, ...] | None:
 def least_cost(chain: Chain) -> float:
     """Return the least cost of a chain by the dynamic program.
 
-    Infinite if limits allow no partition.
+    It is infinite if the limits allow no partition.
     """
     return least_highest(chain.block(stage, chain.widest) for stage in range(chain.num_stages))
 
 
 def least_highest(blocks: Iterable[Table]) -> float:
-    """Return the least highest cost of stages in a row, of each the costs by begin and end.
+    """Return the least highest cost of consecutive stages; each block has costs by begin and end.
 
-    The blocks are used up.
+    The blocks are consumed.
     """
     best: Floats = np.array([-np.inf])
     for block in blocks:
@@ -123,10 +124,10 @@ def least_highest(blocks: Iterable[Table]) -> float:
 
 
 def _least_filled(chain: Chain) -> float | None:
-    """Return the least float at which filling reaches the last layer; None when none does.
+    """Return the least float at which filling reaches the last layer, or None if there is none.
 
-    Floats from 0 up are in the order of their bits, so that a search over those ends at the float
-    itself.
+    Non-negative floats have the order of their bits, so a search over the bits finds the exact
+    float.
     """
     if not _fills(chain, float("inf")):
         return None
@@ -148,7 +149,7 @@ def _fills(chain: Chain, most: float) -> bool:
 
 
 def _windows(chain: Chain, most: float) -> Windows:
-    """Return the least and largest place of every boundary, by filling from the right and from the left."""
+    """Return the smallest and largest position of every boundary, by filling from both sides."""
     least = [chain.num_layers]
     largest = [0]
     for stage in range(chain.num_stages):
@@ -163,7 +164,7 @@ def _windows(chain: Chain, most: float) -> Windows:
 
 
 def _fewest_bytes(chain: Chain, most: float, windows: Windows) -> tuple[int, ...] | None:
-    """Return the partition of the fewest crossing bytes whose stages cost `most` at most each."""
+    """Return the partition with the fewest crossing bytes whose stages cost at most `most` each."""
     if any(low > high for low, high in windows):
         return None
     bytes_to: list[Floats] = [np.zeros(1)]

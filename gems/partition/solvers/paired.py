@@ -16,11 +16,11 @@ from gems.partition.solvers.tables import Floats, Ints, Low, chunks, expand, min
 from gems.profile.spans import Table
 
 CHUNK = 1_000_000
-NARROW = 6  # states kept of one left boundary in a search that only looks for a good partition
+NARROW = 6  # states kept per left boundary in a search that only looks for a good partition
 FIRST_STEP = 2e-4
 STEP_GROWTH = 3.0
 RESOLUTION = 1e-4
-SMALL = 40  # layers up to which all states are cheaper than a search for the threshold
+SMALL = 40  # up to this number of layers, all states are cheaper than a search for the threshold
 ROUNDING = 1e-14
 
 
@@ -32,8 +32,8 @@ def partition_pairs(
     It is exact for any tables unless the deadline comes first. States are the positions of the left
     and the right boundary, from outside to inside. A frontier of the states that can still be
     completed, by minorants of the tables, gives a first bound and leaves a narrow band of states;
-    within it the dynamic program reads the true tables. It runs at rising thresholds: a threshold
-    at which nothing is found is a bound, and the partition found at a later one is optimal.
+    within it the dynamic program reads the true tables. It runs with rising thresholds: a threshold
+    at which nothing is found is a bound, and the first partition found at a later one is optimal.
     `deadline` is a time.perf_counter(). `start` is a partition that keeps the limits. The search
     ends at a cost of `enough`.
     """
@@ -231,10 +231,8 @@ def _read(trail: Sequence[_States], last: int, has_middle: bool) -> tuple[int, .
         left.append(int(states.left[last]))
         right.append(int(states.right[last]))
         last = int(states.parent[last])
-    return (
-        *left[::-1],
-        *right[not has_middle :],
-    )  # without a middle stage the innermost two boundaries are one
+    # without a middle stage, the innermost two boundaries are the same
+    return (*left[::-1], *right[not has_middle :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +240,7 @@ class PairTerm:
     """One moment of one rank: the sum of a table over the left and one over the right stage.
 
     It must not exceed `limit`; without a limit, it is part of the cost. For the middle stage only
-    `left` is read.
+    `left` is used.
     """
 
     left: Table
@@ -280,9 +278,8 @@ class Pairs:
         self.num_layers = problem.num_layers
         self.num_stages = problem.num_stages
         self.depth = problem.num_stages // 2
-        self.terms: list[list[PairTerm]] = [
-            [] for _ in range(self.depth + 1)
-        ]  # the last are the middle stage's
+        # the last list is that of the middle stage
+        self.terms: list[list[PairTerm]] = [[] for _ in range(self.depth + 1)]
         self._cuts = np.arange(self.num_layers + 1)
         nothing = np.zeros((problem.num_layers, problem.num_layers + 1))
         lows: dict[int, Low] = {}

@@ -1,4 +1,7 @@
-"""A relaxation: the highest of several costs replaced by a weighted mean, whose best partition is a shortest path."""
+"""A relaxation: the highest of several costs is replaced by a weighted mean.
+
+The best partition by a weighted mean is a shortest path.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +22,16 @@ from gems.partition.solvers.tables import Floats, run_block, terms_of, valid, wi
 from gems.profile.spans import RankCosts, Table
 
 ROUNDS = 400
-CUTS_OF_A_ROUND = 20  # a round of the relaxation is worth looking at so many partitions
+CUTS_OF_A_ROUND = 20  # a round of the relaxation takes as long as rating this many partitions
 PATIENCE = 15  # rounds without a better bound, after which the steps are halved
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A bound below every partition's cost, and the weights of the terms that prove it.
+    """A lower bound of every partition's cost, and the weights of the terms that prove it.
 
-    `to_go[s][i]` is the least weighted cost of stages s to the last when stage s begins at layer i;
-    the weighted cost of a whole partition, less `offset`, is at most its cost.
+    `to_go[s][i]` is the least weighted cost of stages s to the last if stage s begins at layer i.
+    The weighted cost of a whole partition, minus `offset`, is at most its cost.
     """
 
     value: float
@@ -40,11 +43,11 @@ class Bound:
 class Relaxation:
     """Lagrangian bounds of a problem.
 
-    For any weights of sum 1, the highest term is at least their weighted mean.
-    The best partition by a weighted mean is a shortest path over stages and boundaries, S L^2
-    entries in all, whatever the tables. Limits enter by multipliers. The weights are raised by a
-    subgradient with Polyak's step (Held, Wolfe and Crowder 1974, "Validation of subgradient
-    optimization", section 3).
+    For any weights with sum 1, the highest term is at least their weighted mean. The best partition
+    by a weighted mean is a shortest path over stages and boundaries, with S L^2 entries in total
+    for any tables. Limits are included by multipliers. The weights are improved by a subgradient
+    with Polyak's step (Held, Wolfe and Crowder 1974, "Validation of subgradient optimization",
+    section 3).
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -56,7 +59,7 @@ class Relaxation:
     def raise_bound(self, shaker: Shaker, deadline: float) -> Bound:
         """Return the best bound found by the deadline (a time.perf_counter()).
 
-        Offers the partitions on the way.
+        Partitions that are found on the way are offered to `shaker`.
         """
         problem = self._problem
         weights = self._first_weights(shaker.best)
@@ -116,7 +119,7 @@ class Relaxation:
     def bottleneck(self) -> float:
         """Return a lower bound of the cost.
 
-        As if each stage's companions on its rank cost their least.
+        It assumes that the other stages on each stage's rank have their least cost.
         """
         read = valid(self._problem.num_layers)
         raised: list[list[tuple[Table, float]]] = [[] for _ in range(self._problem.num_stages)]
@@ -134,7 +137,7 @@ class Relaxation:
         return least_highest(map(block, range(self._problem.num_stages)))
 
     def _first_weights(self, start: Sequence[int]) -> Floats:
-        """Return each rank's dearest moment under a partition the same weight, and limits none."""
+        """Return equal weights for each rank's most expensive moment, and 0 for limits."""
         weights = np.zeros(len(self.terms))
         index = 0
         for rank in self._problem.ranks:
@@ -144,9 +147,9 @@ class Relaxation:
         return weights
 
     def _moved(self, weights: Floats, path: Sequence[int], cost: float, gap: float) -> Floats:
-        """Return the weights after one step up towards closing `gap`.
+        """Return the weights after one ascent step that aims to close `gap`.
 
-        Limits are scaled to be `cost`.
+        Limits are scaled to `cost`.
         """
         limits = np.array([term.limit or 1.0 for term in self.terms])
         factor = np.where(self.is_limit, cost / limits, 1.0)
@@ -162,7 +165,7 @@ class Relaxation:
 
 
 def _on_simplex(values: Floats, chosen: NDArray[np.bool_]) -> Floats:
-    """Return the nearest point to the chosen values that is not negative and of sum 1 (Held et al. 1974)."""
+    """Return the nearest non-negative point with sum 1 to the chosen values (Held et al. 1974)."""
     falling = np.sort(values[chosen])[::-1]
     excess = (np.cumsum(falling) - 1.0) / np.arange(1, len(falling) + 1)
     last = int(np.flatnonzero(falling > excess)[-1])
@@ -174,9 +177,10 @@ SHAKEN = 0.5  # share of the boundaries
 
 
 class Shaker:
-    """The best partition so far; every one offered is settled, and the best one shaken and settled.
+    """The best partition so far.
 
-    What is shaken is drawn from a fixed seed; how often depends on the time given.
+    Every offered partition is improved by `resettle`; the best one is shaken and improved again.
+    Random moves use a fixed seed; their number depends on the time.
     """
 
     def __init__(self, problem: Problem, start: Sequence[int], deadline: float) -> None:
@@ -187,13 +191,13 @@ class Shaker:
         self.offer(start, deadline)
 
     def offer(self, boundaries: Sequence[int], deadline: float) -> None:
-        """Take a partition, settled until the deadline, if it is better than the best."""
+        """Improve a partition until the deadline, and keep it if it is better than the best."""
         for each in (tuple(boundaries), resettle(self._problem, boundaries, deadline)):
             if self._problem.cost(each) < self.cost:
                 self.best, self.cost = each, self._problem.cost(each)
 
     def shake(self, deadline: float) -> None:
-        """Move half of the boundaries a little and settle the partition, again and again until the deadline."""
+        """Move half of the boundaries a little and improve the partition, until the deadline."""
         problem = self._problem
         draw = self._random
         reach = max(1, problem.num_layers // (2 * problem.num_stages))
@@ -210,11 +214,11 @@ class Shaker:
 
 
 def resettle(problem: Problem, boundaries: Sequence[int], deadline: float) -> tuple[int, ...]:
-    """Return a partition that no such move improves, or the best one at the deadline (a time.perf_counter()).
+    """Return a partition that no move of a run of stages improves.
 
-    Stages of a run are all on different ranks, so that with the other stages fixed they are a
-    chain, whose tables are raised by what their ranks hold elsewhere: the move is the best one
-    there is.
+    At the deadline (a time.perf_counter()), return the best one so far. The stages of a run are all
+    on different ranks. So, with the other stages fixed, they are a chain, whose tables are
+    increased by the cost of the other stages on their ranks; the move is then optimal.
     """
     best = tuple(boundaries)
     runs = runs_of(problem)
@@ -230,7 +234,7 @@ def resettle(problem: Problem, boundaries: Sequence[int], deadline: float) -> tu
 
 
 def runs_of(problem: Problem) -> list[tuple[int, int]]:
-    """Return the longest runs of two or more stages (first, end) that are all on different ranks."""
+    """Return the longest runs of two or more stages (first, end) that are on different ranks."""
     together: list[set[int]] = [set() for _ in range(problem.num_stages)]
     for rank in (*problem.ranks, *problem.limits):
         for stage in rank.stages:
@@ -246,7 +250,7 @@ def runs_of(problem: Problem) -> list[tuple[int, int]]:
 
 
 def _rating(problem: Problem, boundaries: Sequence[int]) -> tuple[float, ...]:
-    """Return what partitions are ordered by: the costs of all ranks, dearest first."""
+    """Return the sort key of partitions: the costs of all ranks, the most expensive first."""
     if problem.cost(boundaries) == np.inf:
         return (np.inf,)
     return tuple(sorted((rank.under(boundaries) for rank in problem.ranks), reverse=True))
@@ -260,7 +264,7 @@ def _settled(
     part = (slice(low, high), slice(low, high + 1))
 
     def raised(ranks: Sequence[RankCosts]) -> tuple[RankCosts, ...]:
-        """Return the costs of the stages of the run as a chain's, with what their ranks hold elsewhere added."""
+        """Return the costs of the run's stages as a chain, plus the other costs on their ranks."""
         costs = []
         for rank in ranks:
             spans = rank.spans(boundaries)

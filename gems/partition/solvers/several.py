@@ -14,10 +14,11 @@ from gems.partition.solvers.relaxed import Bound, Relaxation, Shaker
 from gems.partition.solvers.tables import Floats, Ints, chunks, expand, valid
 from gems.profile.spans import Table
 
-ROUNDING = 1e-12  # sums of more than two tables come in another order than RankCosts.at has them
+# sums of more than two tables have another order of summation than RankCosts.at
+ROUNDING = 1e-12
 FIRST_WIDTH = 32
 WIDENING = 4
-CHUNK = 2_000_000  # numbers at a time
+CHUNK = 2_000_000  # numbers per chunk
 
 
 def partition_several(
@@ -77,7 +78,7 @@ def _with_fewest_bytes(problem: Problem, beam: _Beam, best: tuple[int, ...]) -> 
 
 
 class _Level(NamedTuple):
-    """Partial partitions: where the last stage ends, the sums of all terms, and which one each comes from."""
+    """Partial partitions: ends of the last stage, sums of all terms, and predecessors."""
 
     end: Ints
     sums: Floats
@@ -86,12 +87,12 @@ class _Level(NamedTuple):
     rating: Floats
 
     def take(self, chosen: Ints) -> _Level:
-        """Return some of them."""
+        """Return a selection of them."""
         return _Level._make(each[chosen] for each in self)
 
 
 class _Beam:
-    """Partial partitions, a stage a level, with the least that each term can still come to."""
+    """Partial partitions, one stage per level, with a lower bound of what each term still adds."""
 
     def __init__(
         self, problem: Problem, relaxation: Relaxation, bound: Bound, deadline: float
@@ -113,13 +114,13 @@ class _Beam:
     def run(
         self, cost: float, width: int, most_bytes: float | None = None
     ) -> tuple[tuple[int, ...] | None, bool]:
-        """Return the best partition of a beam that costs less than `cost`, and whether nothing was left out that may.
+        """Return a beam's best partition that costs less than `cost`, and whether it is certain.
 
-        With `most_bytes` it is the partition of cost `cost` with fewer crossing bytes than that,
-        and the fewest.
+        It is certain if nothing was left out that may be better. With `most_bytes`, it is the
+        partition of cost `cost` with the fewest crossing bytes, if they are fewer than that.
 
         Raises:
-            TimeoutError: the deadline came first.
+            TimeoutError: The deadline came first.
         """
         one = np.zeros(1, dtype=np.int64)
         trail = [_Level(one, np.zeros((1, self._num_terms)), np.zeros(1), one, np.zeros(1))]
@@ -149,7 +150,7 @@ class _Beam:
     def _next(
         self, stage: int, level: _Level, cost: float, width: int, most_bytes: float | None
     ) -> tuple[_Level, bool]:
-        """Return the level with one stage more, and whether all of it."""
+        """Return the level with one more stage, and whether it is complete."""
         problem = self._problem
         last = problem.num_layers - (problem.num_stages - stage - 1)
         first = level.end + 1 if stage < problem.num_stages - 1 else np.full(len(level.end), last)
@@ -175,7 +176,7 @@ class _Beam:
         cost: float,
         most_bytes: float | None,
     ) -> _Level:
-        """Return the partitions `which` with one more stage up to `end`, except those that cannot be better."""
+        """Return the partitions `which` with one more stage up to `end`, if they can be better."""
         most = cost * (1 - ROUNDING) if most_bytes is None else cost * (1 + ROUNDING)
         caps = np.where(self._is_limit, self._caps, most)
         rest = self._rest[stage + 1]
@@ -201,9 +202,9 @@ class _Beam:
         return _Level(end, sums, crossing, which, rating).take(chosen)
 
     def _least_rest(self) -> list[Floats]:
-        """Return by stage, (L + 1, terms).
+        """Return a lower bound of what later stages add to each term, by stage, (L + 1, terms).
 
-        What its later stages add to a term at least, from a layer on.
+        The first axis of an array is the layer at which the later stages begin.
         """
         num_layers = self._problem.num_layers
         read = valid(num_layers)

@@ -1,6 +1,6 @@
-"""Tables as the solvers read them.
+"""Tables for the solvers.
 
-Built once, summed over what is judged together, made monotone from below.
+They are built once, summed over terms that are rated together, and made monotone from below.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Windows = Sequence[tuple[int, int]]
 class Term:
     """One moment of one rank: the sum of a table over each of its stages.
 
-    `limit` where it is no part of the cost.
+    `limit` is None if the term is part of the cost.
     """
 
     tables: tuple[tuple[int, Table], ...]
@@ -39,7 +39,7 @@ class Term:
 
 
 def terms_of(problem: Problem) -> list[Term]:
-    """Return the terms of a problem: those of the cost first."""
+    """Return the terms of a problem; terms of the cost come first."""
     return [
         Term(
             tuple((stage, table()) for stage, table in zip(rank.stages, tables, strict=True)), limit
@@ -51,9 +51,9 @@ def terms_of(problem: Problem) -> list[Term]:
 
 
 def kept(problem: Problem) -> Problem:
-    """Return the same problem with tables that are built at the first call only.
+    """Return the same problem with tables that are built only at the first call.
 
-    Equal callables share one.
+    Equal callables share a table.
     """
     known: dict[Build, Build] = {}
 
@@ -70,12 +70,12 @@ def kept(problem: Problem) -> Problem:
 
 
 def valid(num_layers: int) -> NDArray[np.bool_]:
-    """Return where an array (L, L + 1) is read: [i, e] with e > i."""
+    """Return a mask of the entries of an array (L, L + 1) that are used: [i, e] with e > i."""
     return np.arange(num_layers + 1)[None, :] > np.arange(num_layers)[:, None]
 
 
 def widest(problem: Problem) -> Windows:
-    """Return the least and the largest place of every boundary that leave each stage a layer."""
+    """Return the smallest and largest position of every boundary that leave each stage a layer."""
     num_layers = problem.num_layers
     num_stages = problem.num_stages
     inner = [(stage, num_layers - num_stages + stage) for stage in range(1, num_stages)]
@@ -83,14 +83,17 @@ def widest(problem: Problem) -> Windows:
 
 
 def run_block(windows: Windows, stage: int, value: float) -> tuple[tuple[slice, slice], Table]:
-    """Return the slices of a stage's windows in the tables, and a table of one value, infinite where no run is."""
+    """Return the slices of a stage's windows in the tables, and a table of one value.
+
+    The table is infinite for empty stages.
+    """
     (first, last), (low, high) = windows[stage], windows[stage + 1]
     is_run = np.arange(low, high + 1)[None, :] > np.arange(first, last + 1)[:, None]
     return (slice(first, last + 1), slice(low, high + 1)), np.where(is_run, value, np.inf)
 
 
 def is_monotone(table: Table) -> bool:
-    """Return whether no run of layers costs more than a longer one around it, and none less than 0."""
+    """Return whether no span of layers costs more than a longer one around it, or less than 0."""
     read = valid(len(table))
     longer = table[:, 1:] >= table[:, :-1]
     earlier = table[:-1] >= table[1:]
@@ -102,10 +105,10 @@ def is_monotone(table: Table) -> bool:
 
 
 def minorant(table: Table) -> Low:
-    """Return the largest monotone table (L + 1, L + 1) below another one, rounded down to single precision.
+    """Return the largest monotone table (L + 1, L + 1) below another one, in single precision.
 
-    Entry [i, e] is the least cost of a run of layers that holds i up to e; [i, i], of a stage
-    without layers, is the least cost of any. Below the diagonal it is infinite.
+    It is rounded down. Entry [i, e] is the least cost of a span that contains layers i up to e; [i,
+    i], for a stage without layers, is the least cost of any. Below the diagonal it is infinite.
     """
     num_layers = len(table)
     outside = ~valid(num_layers)
@@ -121,7 +124,7 @@ def minorant(table: Table) -> Low:
 
 
 def expand(first: Ints, last: Ints) -> tuple[Ints, Ints]:
-    """Return, for ranges first[k] up to and with last[k], the k and the value of every member."""
+    """Return, for ranges first[k] to last[k] inclusive, the k and the value of every member."""
     count = np.maximum(last - first + 1, 0)
     which = np.repeat(np.arange(len(first)), count)
     within = np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count)
@@ -129,10 +132,10 @@ def expand(first: Ints, last: Ints) -> tuple[Ints, Ints]:
 
 
 def chunks(counts: Ints, size: int, deadline: float) -> Iterator[slice]:
-    """Yield runs of neighbours whose counts are about `size` together.
+    """Yield slices of neighbours whose counts sum up to about `size`.
 
     Raises:
-        TimeoutError: the deadline, a time.perf_counter(), has passed.
+        TimeoutError: The deadline, a time.perf_counter(), has passed.
     """
     total = np.cumsum(np.maximum(counts, 0))
     begin = 0
