@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gems.autograd.outputs import as_tuple
 from gems.autograd.torch_internals import dynamo_settings
 from gems.errors import ConfigError
-from gems.models.build import as_tuple
 
 KEY = "train.compile"
 NO = "set train.compile=false"

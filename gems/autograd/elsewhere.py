@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gems.autograd.strips.casts import Autocast, Casts, find_casts
+from gems.autograd.casts import Autocast, Casts, find_casts
+from gems.autograd.mixed import Elsewhere
 from gems.autograd.torch_internals import (
     DispatchKey,
     FakeTensorMode,
@@ -28,7 +29,6 @@ from gems.autograd.torch_internals import (
     tree_unflatten,
     without_autocast,
 )
-from gems.models.mixed import Elsewhere
 
 _HERE = "cpu"
 _COMPOSITE = DispatchKey.CompositeImplicitAutograd

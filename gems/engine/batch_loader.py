@@ -33,7 +33,7 @@ from gems.data.micro_batch_reader import MicroBatchReader, Request
 from gems.engine.device import CopyIn
 from gems.engine.executor import Batch
 from gems.errors import ConfigError
-from gems.models.streaming.rules import even_ends
+from gems.streaming.row_rules import even_ends
 
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 Requests = Sequence[tuple[int, Request]]  # one step's requests: micro-batches, then strips

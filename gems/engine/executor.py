@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from gems.autograd.outputs import as_tuple, map_tensors
 from gems.autograd.storages import tensor_bytes
 from gems.engine.action_loop import ActionLoop
 from gems.engine.activation_store.segment import SegmentKey, Segments, StoredSegment
@@ -22,8 +23,6 @@ from gems.engine.supervision.out_of_memory import note_memory
 from gems.engine.supervision.recorder import Recorder
 from gems.engine.tensor_router import copy_shared, open_router
 from gems.engine.transport.p2p_channels import P2PChannels
-from gems.models.build import as_tuple
-from gems.models.outputs import map_tensors
 from gems.runs.heartbeat import Heartbeat
 from gems.schedule.action import Action, Kind
 from gems.schedule.schedule import Schedule

@@ -20,12 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gems.autograd.outputs import map_tensors, tensors_in
 from gems.config.recipe import AUTO, LOSS_OF_TASK, LOSSES, LossConfig
 from gems.config.schema import DataConfig
 from gems.data import kind_of, task_of
 from gems.data.dataset import IMAGES, NO_LABEL
 from gems.errors import ConfigError, one_of
-from gems.models.outputs import map_tensors, tensors_in
 from gems.utils.targets import call_target, check_kwargs, load_target, target_error
 
 if TYPE_CHECKING:

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gems.autograd.compiled import check_compiler, compile_layers
+from gems.autograd.mixed import low_copies
+from gems.autograd.outputs import as_tuple, tensors_in
 from gems.autograd.split_backward.deferred import DeferredGradients
 from gems.autograd.split_backward.layers import SplitLayers
 from gems.autograd.storages import StashMeter, new_bytes, storage_addresses, tensor_bytes
-from gems.models.build import as_tuple
-from gems.models.mixed import low_copies
-from gems.models.outputs import tensors_in
 
 Loss = Callable[
     [Any], Tensor

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gems.autograd.outputs import as_tuple
 from gems.config.schema import RunSpec
 from gems.engine.optimization.parameter_groups import NumberedLayer
 from gems.models import Layer, layers_of
@@ -17,7 +18,6 @@ from gems.models.build import (
     Dtype,
     TensorSpec,
     as_precision,
-    as_tuple,
     boundary_shapes,
     build_layer,
     build_layers,

@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from gems.autograd.outputs import tensors_in
 from gems.config.schema import DataConfig
 from gems.data import IMAGES, kind_of, sample_shape
 from gems.models.imported.parts import release
 from gems.models.layer import Layer
 from gems.models.mixed import Precision, compute_in
-from gems.models.outputs import tensors_in
 
 # one type for parameters and computation, or both types
 Dtype = torch.dtype | Precision
@@ -161,11 +161,6 @@ def boundary_shapes(
 def as_precision(dtype: Dtype) -> Precision:
     """Return a precision; a single dtype applies to both parameters and computation."""
     return dtype if isinstance(dtype, Precision) else Precision(dtype, dtype)
-
-
-def as_tuple(output: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return a layer's output as a tuple of tensors."""
-    return (output,) if isinstance(output, Tensor) else tuple(output)
 
 
 def model_output(

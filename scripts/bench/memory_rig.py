@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from gems.autograd.outputs import as_tuple
 from gems.config.schema import RunSpec
 from gems.data import open_dataset
 from gems.engine.batch_loader import BatchLoader
@@ -27,7 +28,7 @@ from gems.memory.case import PlanOutcome
 from gems.memory.plan import Choice, MemoryPlan, Segment, add_memory
 from gems.memory.registry import plan_of
 from gems.models import layers_of
-from gems.models.build import as_tuple, build_layers
+from gems.models.build import build_layers
 from gems.profile.profilers.layer_run import training_loss
 from gems.schedule.lower import lower
 from gems.schedule.schedule import Schedule

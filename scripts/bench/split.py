@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gems.autograd.outputs import as_tuple
 from gems.config.schema import DataConfig, ModelConfig
 from gems.engine.stage import Stage
 from gems.models import layers_of
-from gems.models.build import as_tuple, build_layers
+from gems.models.build import build_layers
 from scripts.bench.rig import Table, answered, in_turns, machine, opened_device, options
 
 WRONG = 1e-3

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional
 
+from gems.autograd.casts import Autocast, find_casts
 from gems.autograd.elsewhere import cuda_elsewhere
-from gems.autograd.strips.casts import Autocast, find_casts
-from gems.models.mixed import Elsewhere, Precision, compute_in
+from gems.autograd.mixed import Elsewhere
+from gems.models.mixed import Precision, compute_in
 
 LOW = torch.bfloat16
 BF16 = Precision.of("bf16_mixed")

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gems.autograd.outputs import as_tuple
 from gems.autograd.recompute.matmul_outputs import is_matmul
 from gems.autograd.recompute.recompute import Recomputation
 from gems.autograd.split_backward.deferred import DeferredGradients
 from gems.autograd.split_backward.layers import SplitLayers
-from gems.models.build import as_tuple
 
 SEED = 7
 SIZE = 2

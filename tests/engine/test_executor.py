@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as functional
 from torch import nn
 
+from gems.autograd.outputs import as_tuple
 from gems.engine.executor import Batch
 from gems.engine.metrics import ClassAccuracy
-from gems.models.build import TensorSpec, as_tuple
+from gems.models.build import TensorSpec
 from gems.runs.heartbeat import Heartbeat, read_beat
 from gems.schedule import generate
 from gems.schedule.action import RECV_KINDS, Kind, backward, forward

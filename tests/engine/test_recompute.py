@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 
+from gems.autograd.outputs import as_tuple
 from gems.autograd.recompute import matmul_outputs as products
 from gems.autograd.recompute.recompute import Recomputation, RecomputeContext
-from gems.models.build import as_tuple
 from tests.engine.recompute_rig import (
     CHANNELS,
     NETS,

@@ -14,11 +14,11 @@ import torch.nn.functional as functional
 from torch import nn
 
 from gems.autograd.compiled import compile_layers
+from gems.autograd.outputs import as_tuple
 from gems.autograd.random_draws import RandomDraws
 from gems.autograd.storages import StashMeter
 from gems.engine import stage as stage_module
 from gems.engine.stage import CompiledStage, Stage
-from gems.models.build import as_tuple
 from tests.engine.toys import Fork, Join, Mix, Pass
 
 LAYERS = {

@@ -18,7 +18,7 @@ from gems.engine.pipeline import Pipeline, build_pipeline
 from gems.engine.strips.evaluation import EvaluationInStrips
 from gems.engine.train import evaluate, open_loader
 from gems.engine.transport.mpi import world
-from gems.models.streaming.rules import even_ends
+from gems.streaming.row_rules import even_ends
 from tests.engine.toys import make_spec
 
 CPU = torch.device("cpu")

@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gems.autograd.outputs import as_tuple
 from gems.autograd.storages import storage_addresses
-from gems.autograd.strips.run import StripRun
-from gems.autograd.strips.stage import Boundary, StripStage
 from gems.engine.stage import Stage
 from gems.engine.strips.evaluation import EvaluationInStrips
 from gems.engine.strips.passed import Passed
 from gems.engine.strips.stage import StageInStrips
-from gems.models.build import as_tuple
+from gems.streaming.strip_run import StripRun
+from gems.streaming.strip_stage import Boundary, StripStage
 from tests.models.own_streams import Dilated
 
 CPU = torch.device("cpu")

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from gems.autograd.outputs import as_tuple
 from gems.config.schema import DataConfig, ModelConfig
 from gems.engine.stage import Stage
 from gems.models import Layer, layers_of
-from gems.models.build import as_tuple, build_layers
+from gems.models.build import build_layers
 
 DTYPE = torch.float64
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gems.autograd.outputs import as_tuple
 from gems.config.schema import DataConfig, ModelConfig
 from gems.models import MODELS, Layer, ModelFamily, layers_of
-from gems.models.build import TensorSpec, as_tuple, boundary_shapes, build_layer, build_layers
+from gems.models.build import TensorSpec, boundary_shapes, build_layer, build_layers
 
 VARIANTS = [
     ModelConfig(depth=8),

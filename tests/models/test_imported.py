@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from gems.autograd.outputs import as_tuple, tensors_in
 from gems.config.schema import DataConfig, ModelConfig
 from gems.engine.stage import Stage
 from gems.models import layers_of
-from gems.models.build import as_tuple, boundary_shapes, build_layer, build_layers
+from gems.models.build import boundary_shapes, build_layer, build_layers
 from gems.models.imported.user_code import construct, other_generators
-from gems.models.outputs import tensors_in
 from tests.models.owned import DATA, NETS, UNET, own
 
 SEED = 3

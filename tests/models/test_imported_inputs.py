@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from gems.autograd.outputs import as_tuple
 from gems.config.compose import compose
 from gems.errors import ConfigError
 from gems.models import layers_of
-from gems.models.build import as_tuple, build_layers
+from gems.models.build import build_layers
 from gems.models.imported.user_code import construct
 from tests.models.owned import DATA, own
 

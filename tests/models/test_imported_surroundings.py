@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from gems.autograd.outputs import as_tuple
 from gems.errors import ConfigError
-from gems.models.build import as_tuple
 from gems.models.imported.parts import describe, whole_with_parts
 
 pytestmark = pytest.mark.cases

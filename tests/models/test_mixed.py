@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from gems.models.mixed import Precision, compute_in, low_copies
+from gems.autograd.mixed import low_copies
+from gems.models.mixed import Precision, compute_in
 
 BF16 = Precision.of("bf16_mixed")
 

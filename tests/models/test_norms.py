@@ -14,7 +14,6 @@ from gems.config.schema import DataConfig
 from gems.models import layers_of
 from gems.models.blocks.parts import (
     RELU_GAIN,
-    GhostBatchNorm2d,
     ScaledStdConv2d,
     freeze_batch_norms,
     ghost_batch_norms,
@@ -22,6 +21,7 @@ from gems.models.blocks.parts import (
 )
 from gems.models.build import build_layer
 from gems.models.layer import Layer
+from gems.streaming.ghost_norm import GhostBatchNorm2d
 from tests.models.zoo import published
 
 IMAGES = torch.randn(2, 6, 3, 4, dtype=torch.float64)

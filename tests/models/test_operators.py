@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import torch
 
+from gems.autograd.outputs import as_tuple
 from gems.config.compose import compose
 from gems.models import layers_of
 from gems.models.blocks.chain import operator_module
-from gems.models.build import as_tuple, build_layer
+from gems.models.build import build_layer
 from gems.models.steps import num_branching, operators_of
 
 RUN = ("data=synthetic", "data.height_px=128", "data.width_px=128", "model.width=4")

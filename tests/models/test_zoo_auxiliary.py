@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from gems.autograd.outputs import as_tuple
 from gems.config.schema import DataConfig
 from gems.models import layers_of
 from gems.models.blocks.heads import joined_scores
-from gems.models.build import as_tuple, boundary_shapes, build_layers
+from gems.models.build import boundary_shapes, build_layers
 from tests.models.cutting import one_thread
 from tests.models.zoo import SMALL
 

@@ -9,10 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from gems.autograd.outputs import as_tuple
 from gems.config.schema import DataConfig, ModelConfig
 from gems.errors import ConfigError
 from gems.models import check_image, layers_of, stride_of
-from gems.models.build import as_tuple, boundary_shapes, build_layer, build_layers
+from gems.models.build import boundary_shapes, build_layer, build_layers
 from tests.models.cutting import one_thread
 from tests.models.zoo import PRESETS, SMALL, num_parameters, published
 

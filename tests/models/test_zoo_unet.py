@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gems.autograd.outputs import as_tuple
 from gems.config.resolve import resolve
 from gems.config.schema import DataConfig, ModelConfig, RunSpec
 from gems.errors import ConfigError
 from gems.models import check_image, layers_of
-from gems.models.build import as_tuple, boundary_shapes, build_layers
+from gems.models.build import boundary_shapes, build_layers
 from tests.models.cutting import assert_cut_equals_whole
 
 PUBLISHED = ModelConfig(name="unet", depth=5, width=64, norm="none")

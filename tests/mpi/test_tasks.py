@@ -10,6 +10,7 @@ import pytest
 import tifffile
 import torch
 
+from gems.autograd.outputs import as_tuple
 from gems.config.schema import DataConfig, LossConfig, ModelConfig, RunSpec
 from gems.data import open_dataset, task_of
 from gems.engine.evaluation.predictions import Numbered, write_predictions
@@ -20,7 +21,7 @@ from gems.engine.transport.mpi import broadcast, meet
 from gems.engine.verification.compare import compare
 from gems.errors import ConfigError
 from gems.models import layers_of
-from gems.models.build import as_tuple, build_layers
+from gems.models.build import build_layers
 from tests.device import DEVICE
 from tests.engine import toys
 from tests.mpi.conftest import sub_world

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
+from gems.autograd.outputs import as_tuple
 from gems.engine.stage import Stage
 from gems.models import Layer
-from gems.models.build import as_tuple, boundary_shapes, build_layers
+from gems.models.build import boundary_shapes, build_layers
 from gems.profile import ModelProfile
 from gems.profile.profilers.chain import Lab, profile_chain
 from gems.profile.profilers.fake import made_fake, on_meta

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from gems.autograd.split_backward import layers as split_layers
-from gems.autograd.strips import buffers
 from gems.config.schema import DataConfig, ModelConfig, RunSpec
 from gems.errors import ConfigError
 from gems.profile import exactness
 from gems.profile.exactness import check_exact
+from gems.streaming import buffers
 from tests.engine.toys import make_spec
 
 pytestmark = pytest.mark.cases

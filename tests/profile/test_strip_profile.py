@@ -10,13 +10,13 @@ from dataclasses import replace
 
 import pytest
 
-from gems.autograd.strips.stage import StripStage
 from gems.config.schema import DataConfig, ModelConfig, RunSpec
 from gems.errors import ConfigError
 from gems.profile.profilers.fake import fake_profile
 from gems.profile.profilers.strip_work import take as take_work
 from gems.profile.profilers.strips import take
 from gems.profile.strip_profile import StripProfile
+from gems.streaming.strip_stage import StripStage
 from tests.engine.toys import make_spec
 
 OWN = "tests.models.own_streams."

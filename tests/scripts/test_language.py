@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from gems.autograd.outputs import as_tuple
 from gems.config.resolve import resolve
 from gems.config.schema import DataConfig, ModelConfig, RunSpec
 from gems.data import sample_shape
 from gems.errors import ConfigError
 from gems.models import check_image, layers_of, stride_of
-from gems.models.build import as_tuple, boundary_shapes, build_layer, build_layers, input_spec
+from gems.models.build import boundary_shapes, build_layer, build_layers, input_spec
 from scripts.reproduce import language
 from scripts.reproduce.sequences import Attention, Recurrent
 from tests.models.cutting import assert_cut_equals_whole

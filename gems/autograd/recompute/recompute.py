@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from gems.autograd.outputs import as_tuple
 from gems.autograd.recompute.layer_state import ChangedState, LayerState, RandomState
 from gems.autograd.recompute.matmul_outputs import MatmulOutputs, RecordMatmuls, ReplayMatmuls
-from gems.models.build import as_tuple
 
 Run = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
 

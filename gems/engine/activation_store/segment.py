@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from gems.autograd.convolutions import ConvolutionWatch
+from gems.autograd.mixed import low_copies
 from gems.autograd.recompute.recompute import Recomputation, RecomputeContext
 from gems.autograd.split_backward.deferred import DeferredGradients
 from gems.autograd.split_backward.layers import SplitLayers
@@ -27,7 +28,6 @@ from gems.engine.strips.stage import StageInStrips
 from gems.engine.supervision.recorder import Recorder
 from gems.errors import ConfigError
 from gems.memory.plan import Choice, MemoryPlan, Segment
-from gems.models.mixed import low_copies
 from gems.schedule.action import Kind
 from gems.schedule.schedule import Schedule
 

@@ -17,13 +17,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from gems.autograd.outputs import as_tuple
 from gems.config.checkpoint_schema import MANIFEST_JSON, check_schema
 from gems.config.schema import DataConfig, ModelConfig
 from gems.engine.checkpoint import weights
 from gems.engine.checkpoint.manifest import Manifest, checkpoint_folders
 from gems.errors import ConfigError
 from gems.models import layers_of
-from gems.models.build import as_tuple, build_layers
+from gems.models.build import build_layers
 from gems.models.imported.user_code import construct, construct_on_meta
 from gems.runs.folder import RunFolder
 from gems.runs.lookup import find_run

@@ -11,9 +11,6 @@ import torch
 from torch import nn
 
 from gems.autograd.random_draws import RandomDraws
-from gems.autograd.strips.run import Draws
-from gems.autograd.strips.stage import Boundary, StripStage
-from gems.autograd.strips.trace import KEY
 from gems.config.schema import RunSpec
 from gems.engine.stage import StageKey
 from gems.engine.stage_modules import StageModules
@@ -23,6 +20,9 @@ from gems.engine.strips.stage import StageInStrips
 from gems.errors import ConfigError
 from gems.models.build import TensorSpec, input_spec
 from gems.models.mixed import Precision, compute_in
+from gems.streaming.strip_run import Draws
+from gems.streaming.strip_stage import Boundary, StripStage
+from gems.streaming.trace import KEY
 
 _log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ def find_forms(
     """
     strips = spec.parallel.strips
     given = input_spec(spec.data, spec.parallel.micro_batch_size, precision.compute)
-    passed = Passed((Boundary.of_images(given, strips),), strips)
+    passed = Passed((Boundary.even(given.shape, given.dtype, strips),), strips)
     forms: dict[StageKey, StripStage] = {}
     takes: dict[StageKey, Passed] = {}
     specs: list[tuple[TensorSpec, ...]] = []

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from gems.autograd.storages import storage_addresses
-from gems.autograd.strips.stage import StripStage
 from gems.engine.strips.passed import Passed
 from gems.engine.strips.stage import InStrips
+from gems.streaming.strip_stage import StripStage
 
 
 class EvaluationInStrips(InStrips):

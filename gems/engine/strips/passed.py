@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gems.autograd.strips.stage import Boundary
 from gems.models.build import TensorSpec
+from gems.streaming.strip_stage import Boundary
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,11 @@ from torch.autograd.graph import GradientEdge
 
 from gems.autograd.split_backward.deferred import DeferredGradients
 from gems.autograd.storages import StashMeter, new_bytes, storage_addresses, tensor_bytes
-from gems.autograd.strips.run import Draws
-from gems.autograd.strips.sample import Cut, StripSample, begin
-from gems.autograd.strips.stage import StripStage
 from gems.engine.stage import Loss, Stage, Stash, gradient_edges, run_backward
 from gems.engine.strips.passed import Passed
+from gems.streaming.strip_run import Draws
+from gems.streaming.strip_sample import Cut, StripSample, begin
+from gems.streaming.strip_stage import StripStage
 
 Tensors = tuple[Tensor, ...]
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gems.autograd.outputs import as_tuple, map_tensors, tensors_in
 from gems.autograd.random_draws import RandomDraws
 from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
@@ -35,14 +36,13 @@ from gems.errors import ConfigError
 from gems.launch.verification import Verification
 from gems.memory.plan import MemoryPlan
 from gems.models import layers_of
-from gems.models.blocks.parts import GhostBatchNorm2d
-from gems.models.build import as_tuple, build_layers, freeze, layer_seed
+from gems.models.build import build_layers, freeze, layer_seed
 from gems.models.imported.parts import whole_with_parts
 from gems.models.layer import Layer
 from gems.models.mixed import Precision
-from gems.models.outputs import map_tensors, tensors_in
 from gems.runs.folder import RunFolder
 from gems.schedule.schedule import Schedule
+from gems.streaming.ghost_norm import GhostBatchNorm2d
 
 # of the largest value of its kind, with which smaller tensors are compared; in 16 bits their
 # spacing

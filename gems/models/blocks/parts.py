@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from itertools import pairwise
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from gems.streaming.ghost_norm import GhostBatchNorm2d
 
 LAYER_NORM_EPS = 1e-6  # as in ConvNeXt; torch's default is 1e-5
 # 1 / standard deviation of the ReLU of a standard normal variable
@@ -120,48 +121,6 @@ def _frozen(kind: Any) -> Any:
     if issubclass(kind, _Frozen):
         return kind
     return type(f"Frozen{kind.__name__}", (_Frozen, kind), {"__module__": kind.__module__})
-
-
-class GhostBatchNorm2d(nn.BatchNorm2d):
-    """Batch norm with the statistics of each strip of rows.
-
-    Source: ghost batch norm (Hoffer et al. 2017, arXiv 1705.08741). With `parallel.strips`, the
-    rows of an image that run together are normalized together; this is a different model from batch
-    norm of whole images. Each strip updates the running statistics in proportion to its rows.
-    `num_batches_tracked` is never updated, because nothing reads it.
-
-    Attributes:
-        row_ends: The end row of each strip, so that whole images are normalized as in strips; None
-            to normalize all rows together.
-    """
-
-    row_ends: tuple[int, ...] | None = None
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalize a feature map (samples, channels, height, width)."""
-        height = input.shape[2]
-        if not self.training or self.row_ends is None:
-            return self._normalize(input, 1.0)
-        spans = [(begin, end) for begin, end in pairwise((0, *self.row_ends)) if begin < end]
-        return torch.cat(
-            [
-                self._normalize(input[:, :, slice(*span)], (span[1] - span[0]) / height)
-                for span in spans
-            ],
-            2,
-        )
-
-    def _normalize(self, rows: Tensor, share: float) -> Tensor:
-        return functional.batch_norm(
-            rows,
-            self.running_mean,
-            self.running_var,
-            self.weight,
-            self.bias,
-            self.training,
-            share * (self.momentum or 0.0),
-            self.eps,
-        )
 
 
 def ghost_batch_norms(root: nn.Module) -> int:

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from gems.autograd.outputs import tensors_in
 from gems.config.recipe import TASKS
 from gems.errors import ConfigError
 from gems.models.blocks.chain import adopt
 from gems.models.imported.division import Slice, divide
 from gems.models.imported.tracing import trace
 from gems.models.imported.user_code import construct, construct_on_meta, other_generators, refusal
-from gems.models.outputs import tensors_in
 from gems.utils.targets import answer
 
 # id of a module -> whether it is in training mode in evaluation, and in training

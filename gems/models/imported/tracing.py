@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from torch import Tensor, fx, nn
 from torch.fx.proxy import Attribute, TraceError
 
+from gems.autograd.outputs import tensors_in
 from gems.errors import ConfigError
 from gems.models.imported.user_code import check_inputs, check_momentum, place_of_forward, refusal
-from gems.models.outputs import tensors_in
 
 Path = tuple[int, ...]
 TRACED_BATCH = 2

@@ -16,21 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gems.autograd.outputs import tensors_in
 from gems.autograd.split_backward.deferred import DeferredGradients
 from gems.autograd.split_backward.layers import SplitLayers
-from gems.autograd.strips.sample import StripSample
-from gems.autograd.strips.stage import Boundary, StripStage
-from gems.autograd.strips.trace import KEY
 from gems.autograd.torch_internals import TorchDispatchMode
 from gems.config.schema import DataConfig, RunSpec
 from gems.errors import ConfigError, one_line
 from gems.models import Layer, layers_of
-from gems.models.blocks.parts import GhostBatchNorm2d
 from gems.models.build import build_layers, freeze, input_spec
-from gems.models.outputs import tensors_in
-from gems.models.streaming.rules import even_ends
 from gems.profile.exactness import Exactness
 from gems.profile.profilers.take import answer
+from gems.streaming.ghost_norm import GhostBatchNorm2d
+from gems.streaming.strip_sample import StripSample
+from gems.streaming.strip_stage import Boundary, StripStage
+from gems.streaming.trace import KEY
 
 SIDES_PX = (32, 64, 128, 256, 512)
 BATCH = 2
@@ -300,12 +299,9 @@ class _Comparison:
 def _boundaries(values: Sequence[Tensor], rows: Rows) -> list[Boundary]:
     """Return what a layer takes in strips of equally many rows, or one more."""
     return [
-        Boundary(
-            tuple(each.shape),
-            each.dtype,
-            None if dim is None else even_ends(each.shape[dim], STRIPS),
-            dim or 2,
-        )
+        Boundary(tuple(each.shape), each.dtype, None)
+        if dim is None
+        else Boundary.even(tuple(each.shape), each.dtype, STRIPS, dim)
         for each, dim in zip(values, rows, strict=True)
     ]
 

@@ -19,14 +19,15 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
 from gems.autograd.elsewhere import cuda_elsewhere
+from gems.autograd.mixed import Elsewhere
+from gems.autograd.outputs import as_tuple, tensors_in
 from gems.autograd.recompute.matmul_outputs import is_matmul
 from gems.autograd.torch_internals import FakeTensorMode, TorchDispatchMode, mem_tracker
 from gems.config.schema import DataConfig, MachineConfig, ModelConfig
 from gems.errors import ConfigError
 from gems.models import Layer, layers_of
-from gems.models.build import Dtype, as_precision, as_tuple, build_layer
-from gems.models.mixed import Elsewhere, Precision, compute_in
-from gems.models.outputs import tensors_in
+from gems.models.build import Dtype, as_precision, build_layer
+from gems.models.mixed import Precision, compute_in
 from gems.profile.model_profile import ModelProfile
 from gems.profile.profilers.chain import Lab, given_tensors, machine_device, profile_model
 from gems.profile.profilers.layer_run import LayerCall, Times, give_gradients, task_loss

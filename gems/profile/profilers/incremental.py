@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gems.autograd.outputs import as_tuple
 from gems.config.schema import DataConfig, MachineConfig, ModelConfig
 from gems.models import layers_of
-from gems.models.build import TensorSpec, as_tuple, boundary_shapes, input_spec
+from gems.models.build import TensorSpec, boundary_shapes, input_spec
 from gems.models.mixed import Precision
 from gems.profile.model_profile import ModelProfile
 from gems.profile.profilers.fake import fake_lab

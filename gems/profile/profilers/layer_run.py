@@ -21,11 +21,10 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional
 
+from gems.autograd.mixed import low_copies
+from gems.autograd.outputs import as_tuple, tensors_in
 from gems.config.schema import DataConfig
 from gems.data import task_of
-from gems.models.build import as_tuple
-from gems.models.mixed import low_copies
-from gems.models.outputs import tensors_in
 from gems.profile.profilers.live_bytes import storage_of
 
 Loss = Callable[[Any], Tensor]

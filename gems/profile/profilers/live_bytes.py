@@ -27,13 +27,13 @@ import torch
 from torch import Tensor
 
 from gems.autograd.convolutions import ConvolutionWatch
+from gems.autograd.outputs import tensors_in
 from gems.autograd.torch_internals import (
     TorchDispatchMode,
     current_autograd_node,
     disable_current_modes,
     use_counts,
 )
-from gems.models.outputs import tensors_in
 
 Workspace = Callable[[Any, tuple[Any, ...], Any], int]
 _FORWARD = torch.ops.aten.convolution.default

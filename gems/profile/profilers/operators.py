@@ -13,11 +13,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from gems.autograd.outputs import tensors_in
 from gems.config.schema import RunSpec
 from gems.models import layers_of
 from gems.models.blocks.chain import operator_module
 from gems.models.mixed import Precision, compute_in
-from gems.models.outputs import tensors_in
 from gems.models.steps import operators_of
 from gems.profile.operator_graph import Op, OpGraph
 from gems.profile.profilers.chain import given_tensors

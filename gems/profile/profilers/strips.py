@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gems.autograd.split_backward.deferred import DeferredGradients
-from gems.autograd.strips.sample import Cut, begin
-from gems.autograd.strips.stage import Boundary, StripStage
 from gems.config.schema import RunSpec
 from gems.models import Layer, layers_of
 from gems.models.build import freeze, input_spec
@@ -29,6 +27,8 @@ from gems.profile.profilers.layer_run import Loss, give_gradients, static_tensor
 from gems.profile.profilers.live_bytes import LiveBytes, SavedStorages, storage_of, unique_bytes
 from gems.profile.profilers.take import answer
 from gems.profile.strip_profile import StripBytes, StripProfile
+from gems.streaming.strip_sample import Cut, begin
+from gems.streaming.strip_stage import Boundary, StripStage
 
 
 def take(spec: RunSpec) -> StripProfile:
@@ -57,7 +57,7 @@ def take(spec: RunSpec) -> StripProfile:
 def images(spec: RunSpec, precision: Precision) -> Boundary:
     """Return what the first stage of a resolved run takes."""
     given = input_spec(spec.data, spec.parallel.micro_batch_size, precision.compute)
-    return Boundary.of_images(given, spec.parallel.strips)
+    return Boundary.even(given.shape, given.dtype, spec.parallel.strips)
 
 
 def stage_of(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gems.models.streaming.plan import FRESH, Piece, RowValue, plan_rows
-from gems.models.streaming.rules import Bins, Window
+from gems.streaming.row_plan import FRESH, Piece, RowValue, plan_rows
+from gems.streaming.row_rules import Bins, Window
 
 SAME = Window(3, 1, 1)
 

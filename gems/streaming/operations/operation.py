@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from gems.autograd.strips.kernels import Run
-from gems.autograd.strips.trace import KEY, Ref, Step, Weight, changed_weights
 from gems.errors import ConfigError
-from gems.models.blocks.parts import GhostBatchNorm2d
-from gems.models.streaming.rules import Rule
+from gems.streaming.ghost_norm import GhostBatchNorm2d
+from gems.streaming.operations.kernels import Run
+from gems.streaming.row_rules import Rule
+from gems.streaming.trace import KEY, Ref, Step, Weight, changed_weights
 
 ROWS = "rows"
 WHOLE = "whole"

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gems.autograd.outputs import map_tensors, tensors_in
 from gems.autograd.torch_internals import FakeTensorMode, TorchDispatchMode
-from gems.models.outputs import map_tensors, tensors_in
 
 _CAST = torch.ops.aten._to_copy.default
 _EXPLICIT = ("to", "_to_copy", "type_as")  # what a layer casts itself

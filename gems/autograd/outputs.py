@@ -1,4 +1,4 @@
-"""A model's output: a tensor, or tensors in tuples, lists and dicts."""
+"""Outputs of modules: a tensor, or tensors in tuples, lists and dicts."""
 
 from __future__ import annotations
 
@@ -27,3 +27,8 @@ def map_tensors(function: Callable[[Tensor], Tensor], output: Any) -> Any:
         parts = [map_tensors(function, part) for part in output]
         return type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)
     return output
+
+
+def as_tuple(output: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return the output of a layer as a tuple of tensors."""
+    return (output,) if isinstance(output, Tensor) else tuple(output)

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from gems.autograd.strips.sample import StripSample
 from gems.errors import ConfigError
-from gems.models.blocks.parts import GhostBatchNorm2d
-from tests.autograd.strips_rig import (
+from gems.streaming.ghost_norm import GhostBatchNorm2d
+from gems.streaming.strip_sample import StripSample
+from tests.streaming.rig import (
     DTYPE,
     TOLERANCE,
     Function,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from gems.autograd.strips.kernels import plain, reshape
-from gems.autograd.strips.operation import ROWS, WHOLE, Info, Known, Operation, arguments
-from gems.autograd.strips.trace import Step
-from gems.models.streaming.rules import Lookup
+from gems.streaming.operations.kernels import plain, reshape
+from gems.streaming.operations.operation import ROWS, WHOLE, Info, Known, Operation, arguments
+from gems.streaming.row_rules import Lookup
+from gems.streaming.trace import Step
 
 
 def permute(known: Known, step: Step) -> Operation:

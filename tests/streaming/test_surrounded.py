@@ -18,10 +18,10 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
-from gems.autograd.strips.stage import Boundary, StripStage
 from gems.engine.stage import Stage
 from gems.errors import ConfigError
-from tests.autograd.strips_rig import DTYPE, TOLERANCE, Function, relative, run_strips
+from gems.streaming.strip_stage import Boundary, StripStage
+from tests.streaming.rig import DTYPE, TOLERANCE, Function, relative, run_strips
 
 pytestmark = pytest.mark.cases
 ENDS = (3, 4, 8, 12)

@@ -13,12 +13,12 @@ from torch.nn import functional
 
 from gems.autograd.split_backward.deferred import DeferredGradients
 from gems.autograd.storages import StashMeter
-from gems.autograd.strips.sample import StripSample
 from gems.config.schema import ModelConfig
 from gems.models.blocks.convnext import Block as ConvNeXtBlock
 from gems.models.imported import parts
-from gems.models.streaming.rules import even_ends
-from tests.autograd.strips_rig import (
+from gems.streaming.row_rules import even_ends
+from gems.streaming.strip_sample import StripSample
+from tests.streaming.rig import (
     DTYPE,
     TOLERANCE,
     Function,

@@ -15,9 +15,9 @@ from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gems.autograd.split_backward.deferred import DeferredGradients
-from gems.autograd.strips.run import Draws
-from gems.autograd.strips.stage import StripStage
-from gems.autograd.strips.trace import Weight
+from gems.streaming.strip_run import Draws
+from gems.streaming.strip_stage import StripStage
+from gems.streaming.trace import Weight
 
 
 @dataclass(slots=True)

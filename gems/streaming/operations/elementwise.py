@@ -7,10 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gems.autograd.strips.kernels import adaptive_average, drop_rows, plain, run_of, wide_dtype
-from gems.autograd.strips.operation import PARTS, ROWS, WHOLE, Info, Known, Operation, arguments
-from gems.autograd.strips.trace import Step
-from gems.models.streaming.rules import Bins
+from gems.streaming.operations.kernels import adaptive_average, drop_rows, plain, run_of, wide_dtype
+from gems.streaming.operations.operation import (
+    PARTS,
+    ROWS,
+    WHOLE,
+    Info,
+    Known,
+    Operation,
+    arguments,
+)
+from gems.streaming.row_rules import Bins
+from gems.streaming.trace import Step
 
 _NAMES = """
 relu sigmoid tanh gelu silu mish hardswish hardsigmoid hardtanh relu6 leaky_relu elu selu celu softplus threshold

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gems.autograd.strips.sample import StripSample
-from gems.autograd.strips.stage import Boundary, StripStage, trace_stage
-from gems.autograd.strips.trace import Trace
+from gems.autograd.outputs import as_tuple
 from gems.config.schema import DataConfig, ModelConfig
 from gems.models import layers_of
-from gems.models.build import as_tuple, build_layers
+from gems.models.build import build_layers
+from gems.streaming.strip_sample import StripSample
+from gems.streaming.strip_stage import Boundary, StripStage, trace_stage
+from gems.streaming.trace import Trace
 
 DTYPE = torch.float64
 TOLERANCE = 1e-12

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gems.autograd.outputs import map_tensors
 from gems.autograd.split_backward.deferred import DeferredGradients
-from gems.autograd.strips.kernels import drop_rows
-from gems.autograd.strips.lower import draws_numbers, lower
-from gems.autograd.strips.operation import (
+from gems.streaming.operations.kernels import drop_rows
+from gems.streaming.operations.lower import draws_numbers, lower
+from gems.streaming.operations.operation import (
     ROWS,
     STATIC,
     WHOLE,
@@ -29,12 +30,10 @@ from gems.autograd.strips.operation import (
     refuse_changed,
     strips_at_once,
 )
-from gems.autograd.strips.run import Draws, Network, StripRun
-from gems.autograd.strips.trace import Trace, Weight, trace
-from gems.models.build import TensorSpec
-from gems.models.outputs import map_tensors
-from gems.models.streaming.plan import RowValue, plan_rows
-from gems.models.streaming.rules import even_ends
+from gems.streaming.row_plan import RowValue, plan_rows
+from gems.streaming.row_rules import even_ends
+from gems.streaming.strip_run import Draws, Network, StripRun
+from gems.streaming.trace import Trace, Weight, trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +50,11 @@ class Boundary:
     dim: int = 2
 
     @classmethod
-    def of_images(cls, images: TensorSpec, strips: int) -> Boundary:
-        """Return the input of the first stage: images in strips of equal rows, or one more."""
-        return cls(images.shape, images.dtype, even_ends(images.shape[2], strips))
+    def even(
+        cls, shape: tuple[int, ...], dtype: torch.dtype, strips: int, dim: int = 2
+    ) -> Boundary:
+        """Return a tensor in strips of equal rows, or one more."""
+        return cls(shape, dtype, even_ends(shape[dim], strips), dim)
 
     def strip_shape(self, strip: int) -> tuple[int, ...]:
         """Return the shape of a strip's tensor, which may have no rows."""

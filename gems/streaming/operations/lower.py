@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import torch
 
-from gems.autograd.strips import elementwise, shapes, spatial
-from gems.autograd.strips.kernels import run_of
-from gems.autograd.strips.operation import (
+from gems.streaming.operations import elementwise, shapes, spatial
+from gems.streaming.operations.kernels import run_of
+from gems.streaming.operations.operation import (
     PARTS,
     ROWS,
     STATIC,
@@ -22,7 +22,7 @@ from gems.autograd.strips.operation import (
     is_ghost_norm,
     refs,
 )
-from gems.autograd.strips.trace import Step
+from gems.streaming.trace import Step
 
 
 def lower(known: Known, step: Step) -> Operation:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from gems.autograd.split_backward.deferred import DeferredGradients
-from gems.autograd.strips.buffers import Layout, Write, write_rows
-from gems.autograd.strips.kernels import Call, Rows
-from gems.autograd.strips.operation import (
+from gems.streaming.buffers import Layout, Write, write_rows
+from gems.streaming.operations.kernels import Call, Rows
+from gems.streaming.operations.operation import (
     PARTS,
     ROWS,
     STATIC,
@@ -25,9 +25,9 @@ from gems.autograd.strips.operation import (
     each,
     refs,
 )
-from gems.autograd.strips.trace import Ref, Step, Weight
-from gems.models.streaming.plan import FRESH, Piece, RowPlan, ValueStrip
-from gems.models.streaming.rules import Bins, Span
+from gems.streaming.row_plan import FRESH, Piece, RowPlan, ValueStrip
+from gems.streaming.row_rules import Bins, Span
+from gems.streaming.trace import Ref, Step, Weight
 
 Draws = Callable[
     [int], int

@@ -14,7 +14,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gems.models.streaming.rules import Rule, Span
+from gems.streaming.row_rules import Rule, Span
 
 FRESH = -1
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gems.autograd.strips import kernels
-from gems.autograd.strips.kernels import Run, plain
-from gems.autograd.strips.operation import ROWS, Info, Known, Operation, arguments
-from gems.autograd.strips.trace import Ref, Step
-from gems.models.streaming.rules import Bins, Lookup, Rule, Transposed, Window
+from gems.streaming.operations import kernels
+from gems.streaming.operations.kernels import Run, plain
+from gems.streaming.operations.operation import ROWS, Info, Known, Operation, arguments
+from gems.streaming.row_rules import Bins, Lookup, Rule, Transposed, Window
+from gems.streaming.trace import Ref, Step
 
 aten = torch.ops.aten
 

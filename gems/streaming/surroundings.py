@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
+from gems.autograd.outputs import map_tensors, tensors_in
 from gems.autograd.split_backward.deferred import has_hooks, is_plain
 from gems.autograd.torch_internals import is_saving_changed
-from gems.models.outputs import map_tensors, tensors_in
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _KINDS = {"_forward_pre_hooks": "forward pre-hook", "_forward_hooks": "forward hook"}

@@ -12,20 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gems.autograd.mixed import low_copies
 from gems.autograd.split_backward.deferred import DeferredGradients
-from gems.autograd.strips.sample import StripSample
-from gems.models.mixed import Precision, compute_in, low_copies
-from gems.models.streaming.rules import even_ends
-from tests.autograd.strips_rig import (
-    Function,
-    Layers,
-    cut_stages,
-    relative,
-    run_strips,
-    run_whole,
-    spans,
-)
-from tests.autograd.test_strips_networks import NETWORKS
+from gems.models.mixed import Precision, compute_in
+from gems.streaming.row_rules import even_ends
+from gems.streaming.strip_sample import StripSample
+from tests.streaming.rig import Function, Layers, cut_stages, relative, run_strips, run_whole, spans
+from tests.streaming.test_networks import NETWORKS
 
 LOW = torch.bfloat16
 EPS = torch.finfo(LOW).eps

@@ -18,8 +18,18 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
-from gems.autograd.strips.casts import Autocast, find_casts, without_memory
-from gems.autograd.strips.surroundings import (
+from gems.autograd.casts import Autocast, find_casts, without_memory
+from gems.autograd.mixed import Mixed, mixed_of
+from gems.autograd.outputs import map_tensors, tensors_in
+from gems.autograd.torch_internals import (
+    SET_GRAD_MODE,
+    FakeTensorMode,
+    OpOverload,
+    enter_autocast,
+    exit_autocast,
+)
+from gems.errors import ConfigError, one_line
+from gems.streaming.surroundings import (
     Recorded,
     RefusedError,
     changed_attribute,
@@ -29,16 +39,6 @@ from gems.autograd.strips.surroundings import (
     state_of,
     untouched,
 )
-from gems.autograd.torch_internals import (
-    SET_GRAD_MODE,
-    FakeTensorMode,
-    OpOverload,
-    enter_autocast,
-    exit_autocast,
-)
-from gems.errors import ConfigError, one_line
-from gems.models.mixed import Mixed, mixed_of
-from gems.models.outputs import map_tensors, tensors_in
 
 KEY = "parallel.strips"
 Names = dict[str, tuple[str, str, int]]  # of nodes: the module that called it, its class and call
