@@ -1,4 +1,4 @@
-"""List scheduling: operators by the longest path after them, each where it ends first.
+"""List scheduling: operators by their remaining path, each on the device where it ends first.
 
 HEFT: Topcuoglu et al. 2002, section 4.
 """
@@ -18,10 +18,10 @@ _span = attrgetter("span_s")
 
 
 def heft(graph: OpGraph, devices: Devices) -> TimedPlacement | None:
-    """Place forward by earliest end, then move operators one by one as long as the step gets shorter.
+    """Place forward by earliest end, then move single operators as long as the step gets shorter.
 
-    The result is never above all operators on one device, where that fits. None if not even a
-    packing by size keeps the devices' limit.
+    The step is never longer than with all operators on one device, if that fits. Return None if not
+    even a packing by size keeps the devices' limit.
     """
     starts = [_earliest(graph, devices), (0,) * graph.num_ops, _packed(graph, devices)]
     fitting = [
@@ -46,7 +46,7 @@ def heft(graph: OpGraph, devices: Devices) -> TimedPlacement | None:
 
 
 def timed_by_rank(graph: OpGraph, devices: Devices, places: Sequence[int]) -> TimedPlacement:
-    """Time a placement: of the operators that are ready the one goes first with the longest way left."""
+    """Time a placement; of the ready operators, the one with the longest remaining path runs."""
     orders = (
         phase.with_messages(places, _by_rank(graph, devices, places, phase))
         for phase in phases(graph)
@@ -57,7 +57,10 @@ def timed_by_rank(graph: OpGraph, devices: Devices, places: Sequence[int]) -> Ti
 def _ranks(
     graph: OpGraph, devices: Devices, places: Sequence[int] | None, phase: Phase
 ) -> list[float]:
-    """Return the longest path from each operator to the end, with transfers that cross, or half of each if unplaced."""
+    """Return the longest path from each operator to the end.
+
+    It includes transfers that cross devices, or half of each transfer if operators are not placed.
+    """
     ranks = [0.0] * graph.num_ops
     for v in reversed(phase.order):
         left = 0.0
@@ -99,7 +102,7 @@ def _by_rank(graph: OpGraph, devices: Devices, places: Sequence[int], phase: Pha
 
 
 def _earliest(graph: OpGraph, devices: Devices) -> tuple[int, ...]:
-    """Place operators by falling rank on the device on which they end first, among those with room."""
+    """Place operators by decreasing rank on the device with room where they end first."""
     ranks = _ranks(graph, devices, None, phases(graph)[0])
     places = [0] * graph.num_ops
     end = [0.0] * graph.num_ops
@@ -125,7 +128,7 @@ def _earliest(graph: OpGraph, devices: Devices) -> tuple[int, ...]:
 
 
 def _packed(graph: OpGraph, devices: Devices) -> tuple[int, ...]:
-    """Place the largest operators first, each on the device that holds least."""
+    """Place the largest operators first, each on the device that holds the least."""
     places = [0] * graph.num_ops
     held = [0] * devices.num
     for v in sorted(range(graph.num_ops), key=lambda v: -graph.ops[v].held_bytes):

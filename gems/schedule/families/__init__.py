@@ -1,6 +1,6 @@
-"""Published schedules, one file per family: pure functions to be read beside their papers."""
+"""Published schedules, one file per family: pure functions to be read next to their papers."""
 
-# The order in tables, simplest first. A family that is not named here comes after these.
+# The order in tables, simplest first. Families that are not named here come last.
 ORDER = (
     "layer_parallel",
     "gpipe",

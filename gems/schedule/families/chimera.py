@@ -1,4 +1,4 @@
-"""Chimera: two pipelines in opposite directions at once, each with half of the micro-batches."""
+"""Chimera: two pipelines in opposite directions at once, each with half the micro-batches."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def chimera(request: Request) -> Schedule:
 
     The paper is "Chimera: Efficiently Training Large-Scale Neural Networks". Both directions run
     the slots of 1F1B with half of a unit of P micro-batches each; for even P their slots never
-    meet. Further units follow every 2 P slots; their first forwards fill the holes at the end of
+    collide. Further units follow every 2 P slots; their first forwards fill the holes at the end of
     the previous unit (the paper's direct concatenation). For f = b and P dividing N it takes (2 N +
     P - 2) f time; a rank holds at most P micro-batches of activations. The paper has even P. For
     odd P, direction 1 starts a slot later and a unit has P + 1 micro-batches.
 
     Raises:
-        ConfigError: the number of micro-batches is odd.
+        ConfigError: The number of micro-batches is odd.
     """
     num_ranks = request.num_ranks
     num_micro_batches = request.num_micro_batches

@@ -1,4 +1,4 @@
-"""DualPipeV: two chunks a rank on a V, a forward of one and a backward of the other in turn."""
+"""DualPipeV: two chunks per rank on a V; a forward of one and a backward of the other alternate."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from gems.schedule.schedule import Schedule
 def dualpipe_v(request: Request) -> Schedule:
     """Build DualPipeV (DeepSeek-AI 2025, the "cut in half" form of DualPipe; Sea AI Lab).
 
-    In its steady part a rank runs a forward of one chunk and a backward of the other in turn; the
-    authors overlap these two, here they follow each other. The backward is split where ranks would
-    wait for it: while they warm up and while they drain. Holds P + 1/2 micro-batches of activations
-    on every rank. Between a rank's first and last action it idles (P - 1 - rank) / 2 at f = i = w =
+    In its steady part, a rank alternates a forward of one chunk and a backward of the other; the
+    authors overlap the two, here they run one after the other. The backward is split if ranks would
+    wait for it, that is, in warm-up and drain. Every rank holds P + 1/2 micro-batches of
+    activations. Between its first and last action, a rank idles (P - 1 - rank) / 2 for f = i = w =
     1.
 
     Raises:
-        ConfigError: fewer micro-batches than 2 P.
+        ConfigError: There are fewer than 2 P micro-batches.
     """
     num_ranks = request.num_ranks
     num_micro_batches = request.num_micro_batches

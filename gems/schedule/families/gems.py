@@ -1,6 +1,6 @@
 """GEMS: two copies of the pipeline in opposite directions over the same ranks, in turn.
 
-Also with a split backward.
+There is also a variant with a split backward.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _step_units(s: Terms) -> float | None:
 
 
 def _parts(request: Request, parts: Iterable[int]) -> Iterable[Request]:
-    """Return a request with each of some parts that give both directions as many runs."""
+    """Return a request for each of `parts` that gives both directions the same number of runs."""
     fitting = (each for each in parts if request.num_micro_batches % (2 * each) == 0)
     return with_sizes("num_parts", fitting)(request)
 
@@ -42,7 +42,7 @@ def _parts(request: Request, parts: Iterable[int]) -> Iterable[Request]:
 def gems_mast(request: Request) -> Schedule:
     """Build GEMS-MAST (Jain et al. 2020).
 
-    One run down and one run up, that is MASTER with two runs.
+    It has one run down and one run up, that is, MASTER with two runs.
     """
     master = gems_master(replace(request, num_micro_batches=2 * request.num_parts))
     return replace(master, name="gems_mast")
@@ -58,18 +58,17 @@ def gems_mast(request: Request) -> Schedule:
     planned=lambda request: _parts(request, PLANNED_PARTS),
     rival=lambda request: _parts(request, range(1, request.num_micro_batches // 2 + 1)),
     is_quick=True,
-    chain_bound=lambda s, recompute, share: (
-        s.f + s.n // s.parts * s.b
-    ),  # the runs' backwards follow each other
+    # the backwards of the runs follow each other
+    chain_bound=lambda s, recompute, share: s.f + s.n // s.parts * s.b,
     least_in_flight=lambda s: [s.parts] * s.p,
 )
 def gems_master(request: Request) -> Schedule:
-    """Build GEMS-MASTER (Jain et al. 2020): an even number of runs, direction 0 and 1 in turn.
+    """Build GEMS-MASTER (Jain et al. 2020): an even number of runs, alternating directions 0 and 1.
 
-    Each run is a block of `num_parts` micro-batches, all forwards and then all backwards. No rank
-    waits on purpose: a rank that has freed the activations of one run starts the next, so runs
-    chase each other over the ranks. Holds `num_parts` = m micro-batches of activations on every
-    rank, whatever the number of runs, and takes, for b >= f, (P - 1 + m) f + (N / m)(P - 1 + m) b +
+    Each run is a block of `num_parts` micro-batches, with all forwards followed by all backwards.
+    No rank waits on purpose: a rank that has freed the activations of one run starts the next, so
+    runs follow each other over the ranks. Every rank holds `num_parts` = m micro-batches of
+    activations, for any number of runs. For b >= f it takes (P - 1 + m) f + (N / m)(P - 1 + m) b +
     (N / m - 1) m f time; with one part P f + N P b + (N - 1) f.
     """
     ranks = range(request.num_ranks)
@@ -99,15 +98,14 @@ def gems_master(request: Request) -> Schedule:
     chain_bound=lambda s, recompute, share: s.f + s.n * s.i,
 )
 def gems_zb(request: Request) -> Schedule:
-    """Build GEMS-MASTER (Jain et al. 2020) with each backward split.
+    """Build GEMS-MASTER (Jain et al. 2020) with each backward split into I and then W.
 
-    The input gradient first, and then W.
     The next micro-batch, in the other direction, still finds each rank free of activations, but the
-    backward's way through the ranks no longer waits for weight gradients: P f + N P i + (N - 1)(f +
-    w) + w time for i >= f, with one micro-batch of activations.
+    path of the backward through the ranks no longer waits for weight gradients. For i >= f it takes
+    P f + N P i + (N - 1)(f + w) + w time, with one micro-batch of activations.
 
     Raises:
-        ConfigError: an odd number of micro-batches.
+        ConfigError: The number of micro-batches is odd.
     """
     num_ranks = request.num_ranks
     num_micro_batches = request.num_micro_batches

@@ -1,6 +1,6 @@
 """Schedules for a given placement, which are not values of `schedule=`.
 
-They serve evaluation, and the stages of a graph.
+They are used for evaluation, and for the stages of a graph.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ def forward_only(placement: Placement, num_whole: int, num_strips: int = 1) -> S
     """Build the schedule for evaluation: every micro-batch passes the stages and is freed at once.
 
     If `num_strips` is above 1, these are the strips of `num_whole` micro-batches. One direction is
-    enough: the copies of a stage have equal weights, and two streams in one rank's list would wait
-    for each other at every turn. A rank with several stages runs them along the diagonal, so that
-    it holds few boundary tensors at once.
+    sufficient: the copies of a stage have equal weights, and two streams in one rank's list would
+    wait for each other at every turn. A rank with several stages runs them along the diagonal, so
+    that it holds few boundary tensors at once.
     """
     rows = []
     num = num_whole * num_strips
@@ -39,9 +39,9 @@ def placed(
 ) -> Schedule:
     """Build the schedule that runs the stages of a graph in the order of a placement in time.
 
-    A rank runs forward of its stages in the order given, then their backward, then the next
-    micro-batch: it may begin that one while others are still at this one (Pal et al. 2019 place one
-    micro-batch).
+    A rank runs the forward of its stages in the given order, then their backward, then the next
+    micro-batch. It may begin that one while other ranks are still at this one (Pal et al. 2019
+    place one micro-batch).
     """
     both = [(forward, stage) for stage in forward_order] + [
         (backward, stage) for stage in backward_order

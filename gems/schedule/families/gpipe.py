@@ -13,12 +13,12 @@ from gems.schedule.schedule import Schedule
     step_units=lambda s: s.work + (s.p - 1) * (s.f + s.b),
     peak_units=lambda s: s.n,
     siblings="in_flight",
-    planned=None,  # 1F1B takes as long with less memory
+    planned=None,  # 1F1B takes the same time with less memory
 )
 def gpipe(request: Request) -> Schedule:
     """Build GPipe's schedule (Huang et al. 2019, section 2.3): all forwards, then all backwards.
 
-    Takes (N + P - 1)(f + b) time and holds N micro-batches of activations on every rank.
+    It takes (N + P - 1)(f + b) time and holds N micro-batches of activations on every rank.
     """
     rows = tuple(
         tuple(

@@ -1,4 +1,7 @@
-"""Interleaved with a split backward in groups of fewer micro-batches than ranks, so that a cap on memory is kept."""
+"""Interleaved schedule with a split backward, in groups of micro-batches that keep a memory cap.
+
+A group may have fewer micro-batches than there are ranks.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +20,21 @@ from gems.schedule.schedule import Schedule
 
 PLANNED_CHUNKS = (2, 4)
 RIVAL_CHUNKS = (2, 3, 4, 6, 8)
-MAX_FORWARDS = (
-    1 << 15
-)  # of all ranks in a step: more take seconds to build, which a search does not have
+# forwards of all ranks in a step; larger schedules take seconds to build, too long for a search
+MAX_FORWARDS = 1 << 15
 
 
 def _held(p: int, chunks: int, group: int) -> int:
-    """Return the pairs of stage and micro-batch that a rank holds at most, with groups of so many micro-batches."""
+    """Return the most pairs of stage and micro-batch that a rank holds with groups of `group`."""
     return (chunks - 1) * group + (p if 2 * group >= p else ceil(2 * p / 3) + 2)
 
 
 def _sizes(p: int, n: int, chunks: int, cap: float | None) -> list[int]:
-    """Return the sizes of the groups, the first the largest that keeps the cap, or none if even one is too many.
+    """Return the sizes of the groups, or none if even groups of one micro-batch exceed the cap.
 
-    A group below P / 2 does not hide the way from chunk to chunk: if there can be none, groups
-    differ by one. Smaller ones are even, for pairs.
+    The first group is the largest that keeps the cap. A group below P / 2 does not hide the path
+    from chunk to chunk. If such groups can be avoided, group sizes differ by at most one. Smaller
+    groups are even, so that they form pairs.
     """
     limit = float("inf") if cap is None else chunks * (cap + TOLERANCE)
     fitting = [group for group in range(p, 0, -1) if _held(p, chunks, group) <= limit]
@@ -63,7 +66,7 @@ def _peak_units(s: Terms) -> float:
 
 
 def _planned(request: Request) -> Iterable[Request]:
-    """Return each number of chunks with groups of P micro-batches and of P / 2."""
+    """Yield each number of chunks with groups of P and of P / 2 micro-batches."""
     p = request.num_ranks
     for chunks in PLANNED_CHUNKS:
         yield from with_sizes("cap", (None, _held(p, chunks, ceil(p / 2)) / chunks))(
@@ -72,7 +75,7 @@ def _planned(request: Request) -> Iterable[Request]:
 
 
 def _rivals(request: Request) -> Iterable[Request]:
-    """Return for each number of chunks the cap, also in units of the heaviest stage and of the heaviest rank."""
+    """Yield each number of chunks with the cap, also in units of the heaviest stage and rank."""
     p = request.num_ranks
     for chunks in RIVAL_CHUNKS:
         if p * request.num_micro_batches * chunks > MAX_FORWARDS:
@@ -99,19 +102,20 @@ def _rivals(request: Request) -> Iterable[Request]:
     rival=_rivals,
 )
 def group_interleaved(request: Request) -> Schedule:
-    """Build interleaved 1F1B with a split backward in groups of G <= P micro-batches, v = `chunks` stages a rank.
+    """Build interleaved 1F1B with a split backward in groups of G <= P micro-batches.
 
-    After PipeOffload (Wan et al. 2025, arXiv 2503.01328), whose interleaved schedules shorten
-    lifetimes by groups of fewer micro-batches than ranks; nothing is offloaded here, and the slots
-    are this module's own. G is the largest that keeps the cap, P without one. A rank runs a forward
-    and an input gradient in turn and holds ((v - 1) G + P) / v micro-batches of activations. For N
-    >= P, 2 G >= P and f = i = w the step takes N (f + i + w) + (P - (1 + (v - 1) G) / v) f: no rank
-    idles after its first I, and P micro-batches of memory leave a bubble of (P - 1) f / v. Smaller
-    groups go in pairs, so that F and I pass the ranks without a wait; they are slower at both ends,
-    and with 3 G < P everywhere.
+    There are v = `chunks` stages per rank. It follows PipeOffload (Wan et al. 2025, arXiv
+    2503.01328), whose interleaved schedules shorten lifetimes by groups of fewer micro-batches than
+    ranks; nothing is offloaded here, and the slots are those of this module. G is the largest group
+    that keeps the cap, or P without a cap. A rank alternates a forward and an input gradient and
+    holds ((v - 1) G + P) / v micro-batches of activations. For N >= P, 2 G >= P and f = i = w the
+    step takes N (f + i + w) + (P - (1 + (v - 1) G) / v) f: no rank idles after its first I, and P
+    micro-batches of memory leave a bubble of (P - 1) f / v. Smaller groups run in pairs, so that F
+    and I pass the ranks without a wait; they are slower at both ends, and with 3 G < P everywhere.
 
     Raises:
-        ConfigError: fewer than two chunks, or a cap below that of groups of one micro-batch.
+        ConfigError: There are fewer than two chunks, or the cap is below that of groups of one
+            micro-batch.
     """
     num_ranks = request.num_ranks
     chunks = request.chunks
@@ -141,11 +145,11 @@ def group_interleaved(request: Request) -> Schedule:
 def _timed(
     num_ranks: int, num_micro_batches: int, chunks: int, sizes: Sequence[int]
 ) -> Iterator[tuple[float, Action]]:
-    """Yield each F and I with its slot, three slots a micro-batch of a chunk.
+    """Yield each F and I with its slot, with three slots per micro-batch of a chunk.
 
-    From rank to rank F and I take three slots in all, one of them two slots, so that the two never
-    meet on a rank. In pairs, two F and two I in turn in six slots, they never meet with a slot
-    each.
+    From rank to rank, F and I together take three slots, one of them two slots, so they never
+    collide on a rank. In pairs, two F and two I alternate within six slots; with one slot each,
+    they never collide.
     """
     last = num_ranks - 1
     ranks = range(num_ranks)
@@ -156,11 +160,11 @@ def _timed(
         last - rank if is_paired else (3 * last + 1) // 2 - 3 * rank + down[rank] for rank in ranks
     ]
     slots = [6 * (j // 2) + 2 * (j % 2) if is_paired else 3 * j for j in range(group)]
-    lengths = [
-        max(3 * size, down[last] + 1) for size in sizes
-    ]  # at least the way to the next chunk
+    # at least the path to the next chunk
+    lengths = [max(3 * size, down[last] + 1) for size in sizes]
     lengths = [length + (is_paired and length % 2) for length in lengths]
-    turn = (chunks - 1) * lengths[0] + down[last] + 1  # from the first F of a group to its first I
+    # from the first F of a group to its first I
+    turn = (chunks - 1) * lengths[0] + down[last] + 1
     begin = m = 0
     for size, length in zip(sizes, lengths, strict=True):
         for slot in slots[: min(size, num_micro_batches - m)]:

@@ -13,14 +13,14 @@ RIVAL_CHUNKS = (2, 3, 4)
 
 
 def _step_units(s: Terms) -> float:
-    """Return W + (P - 1)(f + b) / v for N >= P, and W + (P - 1 - (v - 1)(N - 1) / v)(f + b) below."""
+    """Return W + (P - 1)(f + b) / v for N >= P, else W + (P - 1 - (v - 1)(N - 1) / v)(f + b)."""
     return s.work + (s.p - 1 - (s.chunks - 1) * (min(s.n, s.p) - 1) / s.chunks) * (s.f + s.b)
 
 
 def _peak_units(s: Terms) -> float:
-    """Return ((v - 1) G + 2 P - 1) / v and at most N.
+    """Return ((v - 1) G + 2 P - 1) / v, but at most N.
 
-    A bound if the groups are not full, else exact.
+    This is an upper bound if the groups are not full, and otherwise exact.
     """
     group = -(-s.n // max(1, s.n // s.p))
     return min(s.n, ((s.chunks - 1) * group + 2 * s.p - 1) / s.chunks)
@@ -36,17 +36,17 @@ def _peak_units(s: Terms) -> float:
     rival=with_sizes("chunks", RIVAL_CHUNKS),
 )
 def interleaved_1f1b(request: Request) -> Schedule:
-    """Build interleaved 1F1B (Narayanan et al. 2021, section 2.2) with v = `chunks` stages a rank.
+    """Build interleaved 1F1B (Narayanan et al. 2021, section 2.2), v = `chunks` stages per rank.
 
-    Micro-batches go in N div P groups of G = ceil(N / groups), which is P where P divides N. A rank
-    takes the forwards of a group chunk by chunk, and so, from the last chunk, the backwards; it
-    warms up with (v - 1) G + 2 (P - 1 - rank) forwards. Takes N (f + b) + (P - 1)(f + b) / v time
-    where the groups are full and N >= P, and then holds at most ((v - 1) G + 2 P - 1) / v
-    micro-batches of activations. Where the groups are not full, the places that lack a micro-batch
-    are left out.
+    Micro-batches run in N div P groups of G = ceil(N / groups), which is P if P divides N. A rank
+    runs the forwards of a group chunk by chunk, and likewise, from the last chunk, the backwards;
+    it warms up with (v - 1) G + 2 (P - 1 - rank) forwards. If the groups are full and N >= P, it
+    takes N (f + b) + (P - 1)(f + b) / v time and holds at most ((v - 1) G + 2 P - 1) / v
+    micro-batches of activations. If the groups are not full, the places without a micro-batch are
+    left out.
 
     Raises:
-        ConfigError: fewer than two chunks.
+        ConfigError: There are fewer than two chunks.
     """
     num_ranks = request.num_ranks
     num_micro_batches = request.num_micro_batches
@@ -79,18 +79,18 @@ def interleaved_1f1b(request: Request) -> Schedule:
     peak_units=lambda s: s.n,
     placement=looped,
     stages_per_rank=None,
-    planned=None,  # interleaved 1F1B takes as long with less memory
+    planned=None,  # interleaved 1F1B takes the same time with less memory
     rival=with_sizes("chunks", RIVAL_CHUNKS),
 )
 def looped_bfs(request: Request) -> Schedule:
-    """Build looped breadth-first (Lamy-Poirier 2023) with v = `chunks` stages a rank.
+    """Build looped breadth-first (Lamy-Poirier 2023) with v = `chunks` stages per rank.
 
-    All micro-batches pass a rank's first stage, then all its second, and so on; backwards from the
-    last. Takes N (f + b) + (P - 1)(f + b) / v time for N >= P and holds N micro-batches of
-    activations.
+    All micro-batches pass a rank's first stage, then all pass its second, and so on; backwards
+    start from the last. It takes N (f + b) + (P - 1)(f + b) / v time for N >= P and holds N
+    micro-batches of activations.
 
     Raises:
-        ConfigError: fewer than two chunks.
+        ConfigError: There are fewer than two chunks.
     """
     num_ranks = request.num_ranks
     micro_batches = range(request.num_micro_batches)

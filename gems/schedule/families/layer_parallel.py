@@ -13,12 +13,13 @@ from gems.schedule.schedule import Schedule
     step_units=lambda s: s.p * s.work,
     peak_units=lambda s: 1.0,
     siblings="in_flight",
-    planned=None,  # 1F1B with a cap of 1 takes as long
+    planned=None,  # 1F1B with a cap of 1 takes the same time
 )
 def layer_parallel(request: Request) -> Schedule:
     """Build the schedule in which a micro-batch goes down and back up before the next starts.
 
-    Takes N P (f + b) time and holds one micro-batch of activations (Jain et al. 2020, GEMS-Basic).
+    It takes N P (f + b) time and holds one micro-batch of activations (Jain et al. 2020,
+    GEMS-Basic).
     """
     rows = tuple(
         tuple(

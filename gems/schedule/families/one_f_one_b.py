@@ -1,4 +1,4 @@
-"""1F1B: one forward and one backward in turn; with a cap, in groups of so many micro-batches."""
+"""1F1B: alternate one forward and one backward; with a cap, in groups of limited size."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ def _step_units(s: Terms) -> float | None:
 
 
 def _chain_bound(s: Terms, recompute: float, share: float) -> float:
-    """Return the bound of rank r, which begins after r forwards and ends before r backwards, for the best cut.
+    """Return a lower bound of the step time for the best cut.
 
-    A step of M has N t_r + sum of t_s over s < r <= M for every rank; the cut that makes the least
-    M gives M = T / (1 - (1 - 1/N)^P), T being the model's time, with the N of a recomputed model as
-    many times larger. With a cap of K, the micro-batches K apart follow each other.
+    Rank r begins after r forwards and ends before r backwards. For every rank, a step of length M
+    satisfies N t_r + sum of t_s over s < r <= M. The cut with the least M gives M = T / (1 - (1 -
+    1/N)^P), with T the time of the model and N multiplied by the factor of recomputation. With a
+    cap of K, micro-batches that are K apart follow each other.
     """
     time = s.f + s.b
     return max(time / (1 - (1 - 1 / (s.n * recompute)) ** s.p), ceil(s.n / s.in_flight) * time)
@@ -40,9 +41,9 @@ def _planned_caps(request: Request) -> Iterable[Request]:
 
 
 def _most_in_flight(request: Request) -> Iterable[Request]:
-    """Return the most micro-batches that keep the cap, if any do.
+    """Return the most micro-batches in flight that keep the cap, if any do.
 
-    Of K, stage s holds min(K, P - s).
+    With K in flight, stage s holds min(K, P - s).
     """
     p = request.num_ranks
     n = request.num_micro_batches
@@ -71,15 +72,16 @@ def _most_in_flight(request: Request) -> Iterable[Request]:
     least_in_flight=lambda s: [min(s.n, s.p - rank, s.in_flight) for rank in range(s.p)],
 )
 def one_f_one_b(request: Request) -> Schedule:
-    """Build the synchronous 1F1B schedule (PipeDream-Flush: Narayanan et al. 2021, section 2.2; DAPPLE).
+    """Build the synchronous 1F1B schedule.
 
-    Takes (N + P - 1)(f + b) time and holds min(N, P - stage) micro-batches of activations. With K,
-    the integer part of `cap`, below P, micro-batches run in groups of K: the first rank starts a
-    group when the group before has left it, so no rank holds more than K, and N micro-batches take
-    ((N - 1) div K)(P - K) (f + b) longer.
+    Sources: PipeDream-Flush (Narayanan et al. 2021, section 2.2) and DAPPLE. It takes (N + P - 1)(f
+    + b) time and holds min(N, P - stage) micro-batches of activations. If K, the integer part of
+    `cap`, is below P, micro-batches run in groups of K: the first rank starts a group when the
+    previous one has left it, so no rank holds more than K, and N micro-batches take ((N - 1) div
+    K)(P - K) (f + b) longer.
 
     Raises:
-        ConfigError: the cap is below one micro-batch.
+        ConfigError: The cap is below one micro-batch.
     """
     num_ranks = request.num_ranks
     num_micro_batches = request.num_micro_batches
@@ -94,9 +96,9 @@ def one_f_one_b(request: Request) -> Schedule:
     group = num_ranks if cap is None else min(num_ranks, int(cap))
 
     def timed() -> Iterator[tuple[float, Action]]:
-        """Yield actions with slots in which forward and backward take one each.
+        """Yield actions with slots; forward and backward take one slot each.
 
-        The two never meet on a rank.
+        They never collide on a rank.
         """
         for m in range(num_micro_batches):
             start = 2 * (m // group * num_ranks + m % group)

@@ -1,4 +1,4 @@
-"""Every published schedule that can serve a request: what a search must not be worse than."""
+"""All published schedules that can serve a request: a search must not be worse than these."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from gems.schedule.registry import FAMILIES, Family, Request
 from gems.schedule.schedule import Schedule
 from gems.schedule.strips import with_strips
 
-LARGE = 4096  # ranks x micro-batches from which schedules that a sibling beats are left out
+# from this number of ranks x micro-batches on, schedules that a sibling beats are left out
+LARGE = 4096
 
 
 def published_schedules(request: Request) -> list[Schedule]:
-    """Build the schedules that serve a request's counts, placements, most stages and cap, those of plugins too.
+    """Build the schedules that satisfy a request's counts, placements, stages and cap.
 
-    Those with a size of their own come in each size: GEMS with all parts that divide N, interleaved
-    and looped ones with 2, 3 and 4 chunks, 1F1B with the most micro-batches in flight that the cap
-    allows. Without a cap all are built. From 4096 ranks x micro-batches on only one of like
-    schedules is, that with the most memory, which they trade for time (GPipe or 1F1B or layer
-    parallelism, GEMS's parts, ZB-V or V-Half or V-Min, ZB-H2 or ZB-H1): building all takes seconds
-    there.
+    They include those of plugins. Schedules with a parameter are built for several values: GEMS
+    with all parts that divide N, interleaved and looped ones with 2, 3 and 4 chunks, 1F1B with the
+    most micro-batches in flight that the cap allows. Without a cap all are built. From 4096 ranks x
+    micro-batches on, only one of several similar schedules is built, because building all takes
+    seconds. It is the one with the most memory, because these schedules trade memory for time
+    (GPipe or 1F1B or layer parallelism, GEMS's parts, ZB-V or V-Half or V-Min, ZB-H2 or ZB-H1).
     """
     rivals: list[tuple[float, str, Family, Request]] = []
     for name, family in FAMILIES.items():
@@ -44,9 +45,8 @@ def published_schedules(request: Request) -> list[Schedule]:
             continue
         costs = request.costs.of(family.place(request.num_ranks, size.chunks))
         lightest = min(costs.activation) * per_rank
-        if peak * lightest > limit or (
-            is_large and siblings in served
-        ):  # of those alike the largest is the fastest
+        # of similar schedules, the one with the most memory is the fastest
+        if peak * lightest > limit or (is_large and siblings in served):
             continue
         if request.placements and family.placement.__name__ not in request.placements:
             continue

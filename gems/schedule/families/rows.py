@@ -1,6 +1,6 @@
-"""What several families share.
+"""Helpers that several families share.
 
-Rows from the times of a paper's figure or from letters, and a check of counts.
+They build rows from the times in a paper's figure or from letters, and check counts.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from gems.schedule.schedule import Schedule
 def in_order_of_time(
     name: str, num_micro_batches: int, placement: Placement, timed: Iterable[tuple[float, Action]]
 ) -> Schedule:
-    """Build the schedule that runs each rank's actions in the order of their times in the paper's figure.
+    """Build the schedule that runs each rank's actions in the order of their times in a figure.
 
-    An action's time must be later than those of the actions that it needs, so that no order can
-    make ranks wait in a circle. Of two actions at one time a backward goes first, because it frees
-    memory, and then direction 0.
+    The time of an action must be later than the times of its dependencies, so that the order cannot
+    make ranks wait in a circle. Of two actions at the same time, a backward goes first, because it
+    frees memory, and then direction 0.
     """
     rows: list[list[tuple[float, bool, int, Action]]] = [[] for _ in range(placement.num_ranks)]
     for time, action in timed:
@@ -33,10 +33,10 @@ def in_order_of_time(
 
 
 def refuse_odd(name: str, num_micro_batches: int, why: str) -> None:
-    """Check that the micro-batches of family `name` can be halved.
+    """Check that the micro-batches of family `name` can be divided by two.
 
     Raises:
-        ConfigError: an odd number of them; `why` describes what the two directions do.
+        ConfigError: Their number is odd; `why` describes the use of the two directions.
     """
     if num_micro_batches % 2:
         raise ConfigError(
@@ -50,10 +50,11 @@ def refuse_odd(name: str, num_micro_batches: int, why: str) -> None:
 def from_letters(
     letters: str, rank: int, num_ranks: int, num_micro_batches: int
 ) -> tuple[Action, ...]:
-    """Return a rank's actions: f b i of the chunk on the way down, F B I of the one on the way up, w of either.
+    """Return a rank's actions for a string of letters.
 
-    Micro-batches past the last are left out; b and i count together, and w is the oldest weight
-    gradient owed.
+    The letters are f b i for the chunk on the way down, F B I for the one on the way up, and w for
+    either. Micro-batches past the last are left out; b and i count together, and w is the oldest
+    weight gradient that is due.
     """
     make = {"f": forward, "b": backward, "i": input_gradient}
     next_of = dict.fromkeys(product((False, True), repeat=2), 0)

@@ -13,20 +13,20 @@ from gems.schedule.schedule import Schedule
 def squeeze(order: Schedule, most_held: int) -> Schedule:
     """Return the order of F and I in which no rank waits while it could run another action.
 
-    Times are equal. After the squeezing and reordering of Qi et al. 2024 ("Pipeline Parallelism
-    with Controllable Memory", section 3): in place of an action that is not ready, a rank takes the
-    first later one that is, as long as at most `most_held` pairs of stage and micro-batch are held
-    on the way; it runs a W if there is none. The F of a stage keep their order, and so do the I.
-    Only the actions of the first and the last micro-batches move: a block that repeats without a
-    wait stays unchanged.
+    All actions take the same time. This follows the squeezing and reordering of Qi et al. 2024
+    ("Pipeline Parallelism with Controllable Memory", section 3). Instead of an action that is not
+    ready, a rank takes the first later one that is, as long as at most `most_held` pairs of stage
+    and micro-batch are held on the way; it runs a W if there is none. The F of a stage keep their
+    order, and so do the I. Only the actions of the first and the last micro-batches move: a block
+    that repeats without a wait stays unchanged.
     """
     return _Squeezing(order, most_held).schedule()
 
 
 class _Squeezing:
-    """Runs all ranks forward at once.
+    """A simulation of all ranks at once.
 
-    A micro-batch goes its way through 2 S places, F of all stages and then I.
+    A micro-batch passes through 2 S places: F of all stages, and then I.
     """
 
     def __init__(self, order: Schedule, most_held: int) -> None:

@@ -1,4 +1,4 @@
-"""The V search: of all building blocks on a V that keep a cap, the fastest."""
+"""The V search: the fastest of all building blocks on a V that keep a cap."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from gems.schedule.simulate import simulate
 
 STEPS: tuple[Steps, ...] = ((1, 1, 1, 1), (1, 2, 1, 2), (1, 3, 1, 3))
 WAITS: tuple[Waits, ...] = ((0, 0, 1), *product((0, 2, 4), (0, 2, 4), (0, 2, 4)))
-MAX_TRIED, SIZE_TRIED = (
-    12,
-    1 << 13,
-)  # blocks that are played: so many, and on many ranks so many over P squared
-MAX_RIVAL = 1 << 13  # ranks x micro-batches from which a search has no time for it
+# number of blocks that are simulated; on many ranks, SIZE_TRIED over P squared
+MAX_TRIED, SIZE_TRIED = (12, 1 << 13)
+# from this number of ranks x micro-batches on, it takes a search too long
+MAX_RIVAL = 1 << 13
 
 
 def _most_held(p: int, cap: float | None) -> int:
@@ -55,14 +54,15 @@ def v_adaptive(request: Request) -> Schedule:
 
     This is the V search of Qi et al. 2024, "Pipeline Parallelism with Controllable Memory".
     Building blocks differ in the slots from rank to rank and in the waits between the four passes.
-    Blocks whose F and I never meet on a rank, and that keep the cap when they repeat, are squeezed
-    and simulated with 2 P micro-batches, starting with those that use most of the cap; the fastest
-    is taken. From 7 / 8 of 1F1B's memory on, with f = i = w and N >= 2 P, the bubble is (3 P - 1) /
-    2 - cap: the last rank cannot start before P - 1, nor take back its first micro-batch before 3 P
-    - 1 slots of f / 2, and until then it can only run as many F as the cap allows.
+    Blocks whose F and I never collide on a rank, and that keep the cap when they repeat, are
+    squeezed and simulated with 2 P micro-batches, starting with those that use most of the cap; the
+    fastest one is chosen. From 7 / 8 of 1F1B's memory on, with f = i = w and N >= 2 P, the bubble
+    is (3 P - 1) / 2 - cap: the last rank can neither start before P - 1, nor finish its first
+    micro-batch before 3 P - 1 slots of f / 2, and until then it can only run as many F as the cap
+    allows.
 
     Raises:
-        ConfigError: the cap is below V-Min's memory.
+        ConfigError: The cap is below V-Min's memory.
     """
     num_ranks = request.num_ranks
     held = _most_held(request.num_ranks, request.cap)
@@ -87,7 +87,7 @@ def v_adaptive(request: Request) -> Schedule:
 
 
 def _blocks(num_ranks: int, most_held: int) -> Iterator[tuple[int, Steps, Waits]]:
-    """Yield what the blocks that keep the cap hold, with their steps and waits."""
+    """Yield the blocks that keep the cap: their peak, steps and waits."""
     last = 4 * num_ranks - 1
     for steps, waits in product(STEPS, WAITS):
         slots = block(num_ranks, steps, waits)

@@ -1,4 +1,4 @@
-"""V-Half and V-Min: a building block on a V of two chunks a rank, repeated."""
+"""V-Half and V-Min: a repeated building block on a V of two chunks per rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _half_peak(p: int) -> int:
 
 
 def min_peak(p: int) -> int:
-    """Return the micro-batches of activations that V-Min holds."""
+    """Return the peak of V-Min in micro-batches of activations."""
     return (p + 4) // 3
 
 
@@ -41,8 +41,8 @@ def _min_wait(p: int) -> int:
 def v_half(request: Request) -> Schedule:
     """Build V-Half (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory").
 
-    The passes up the ranks take two slots a rank: at most (P + 2) div 2 micro-batches of
-    activations, and for N >= P >= 3 and f = i = w = 1 a bubble of 3 (P - 1) / 2 - 1/2, half of
+    The passes up the ranks take two slots per rank. It holds at most (P + 2) div 2 micro-batches of
+    activations. For N >= P >= 3 and f = i = w = 1 its bubble is 3 (P - 1) / 2 - 1/2, half of
     1F1B's, or 3 / 2 less if P is even: four slots before the first I then use the room that an odd
     P lacks.
     """
@@ -63,11 +63,11 @@ def v_half(request: Request) -> Schedule:
 def v_min(request: Request) -> Schedule:
     """Build V-Min (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory").
 
-    Every pass goes on to the next rank at once, so that a micro-batch's life is as short as it can
-    be: at most (P + 4) div 3 micro-batches of activations, and for N >= P >= 3 and f = i = w = 1 a
-    bubble of 2 (P - 1) - 1/2, two thirds of 1F1B's, if 3 divides P - 1. Otherwise two or four slots
-    before the first I keep the chunks of a rank apart and use the room that is left, for a bubble
-    that is as many slots, of half a unit, shorter.
+    Every pass continues on the next rank at once, so the lifetime of a micro-batch is as short as
+    possible. It holds at most (P + 4) div 3 micro-batches of activations. For N >= P >= 3 and f = i
+    = w = 1 its bubble is 2 (P - 1) - 1/2, two thirds of 1F1B's, if 3 divides P - 1. Otherwise two
+    or four slots before the first I keep the chunks of a rank apart and use the remaining room; the
+    bubble is then shorter by these slots of half a unit.
     """
     waits = (0, _min_wait(request.num_ranks), 0)
     return repeated("v_min", request, (1, 1, 1, 1), waits, 2 * min_peak(request.num_ranks))
@@ -76,7 +76,7 @@ def v_min(request: Request) -> Schedule:
 def repeated(name: str, request: Request, steps: Steps, waits: Waits, most_held: int) -> Schedule:
     """Repeat a building block every six slots and squeeze it; W fill the gaps.
 
-    A block with no wait before its first I is as tight as can be: its order stays.
+    A block without a wait before its first I is as tight as possible, so its order stays.
     """
     num_ranks = request.num_ranks
     num_micro_batches = request.num_micro_batches
@@ -100,10 +100,10 @@ def repeated(name: str, request: Request, steps: Steps, waits: Waits, most_held:
 
 
 def block(num_ranks: int, steps: Steps, waits: Waits) -> list[int]:
-    """Return the slots of a micro-batch's F of all stages and its I of all stages, the last stage's first.
+    """Return the slots of a micro-batch's F, first stage first, and of its I, last stage first.
 
-    `steps` are slots from a rank to the next for F down, F up, I down and I up, `waits` more slots
-    between these.
+    `steps` are slots from a rank to the next for F down, F up, I down and I up; `waits` are
+    additional slots between these.
     """
     slot = 0
     slots: list[int] = []

@@ -1,7 +1,4 @@
-"""Where the weight gradients go.
-
-Into the time that a rank would wait, and where the memory needs them.
-"""
+"""Place the weight gradients: in the time that a rank would wait, and if memory requires them."""
 
 from __future__ import annotations
 
@@ -19,14 +16,15 @@ _SHARE = 0.25
 
 
 def place_weight_gradients(schedule: Schedule, costs: StageCosts, most_held: int) -> Schedule:
-    """Put a W for every I into a schedule of F and I, whose order stays (Qi et al. 2023: W fills the bubbles).
+    """Add a W for every I to a schedule of F and I, whose order stays.
 
-    A rank runs its oldest W when it would wait for its next action, or when the next forward would
-    hold more than `most_held` pairs of stage and micro-batch; the rest of the W follow its last
-    action. With unequal times it is not plain how short a wait is worth a W: the faster is taken of
-    what equal times give and of a W in each wait of a quarter of its time. Whether `most_held` can
-    be kept depends on the order of F and I alone, and a schedule that cannot keep it exceeds it
-    rather than wait for ever.
+    W fills the bubbles (Qi et al. 2023). A rank runs its oldest W if it would wait for its next
+    action, or if the next forward would hold more than `most_held` pairs of stage and micro-batch;
+    the remaining W follow its last action. With unequal times it is not obvious how short a wait
+    justifies a W. So the faster of two schedules is taken: the one for equal times, and one with a
+    W in each wait of at least a quarter of its time. Whether `most_held` can be kept depends on the
+    order of F and I alone; a schedule that cannot keep it exceeds it, because otherwise it would
+    wait for ever.
     """
     equal = uniform(schedule.num_ranks, schedule.num_stages)
     plain = _Filling(schedule, equal, most_held, 1.0).schedule()
@@ -37,10 +35,10 @@ def place_weight_gradients(schedule: Schedule, costs: StageCosts, most_held: int
 
 
 class _Filling:
-    """Runs all ranks forward at once, in the order of time.
+    """A simulation of all ranks at once, in the order of time.
 
-    A micro-batch goes its way through 2 S places, F of stage 0 to S - 1 and I of S - 1 to 0; an
-    action waits for the one at the place before, of the same micro-batch.
+    A micro-batch passes through 2 S places, F of stages 0 to S - 1 and I of stages S - 1 to 0; an
+    action waits for the previous place of the same micro-batch.
     """
 
     def __init__(self, order: Schedule, costs: StageCosts, most_held: int, share: float) -> None:
@@ -76,7 +74,7 @@ class _Filling:
         return max(last + rest for last, rest in zip(self.last, rests, strict=True))
 
     def advance(self, rank: int, now: float) -> None:
-        """Start one action of a free rank, or note what must wake it."""
+        """Start one action of a free rank, or note the action that must wake it."""
         action = self.todo[rank][0]
         owed = self.owed[rank]
         stage = action.stage
@@ -108,7 +106,7 @@ class _Filling:
             heapq.heappush(self.free, (end, waits))
 
     def soonest(self, place: int, micro_batch: int, now: float) -> float:
-        """Return the time before which a place that has not begun cannot end."""
+        """Return the earliest possible end of a place that has not begun."""
         time = 0.0
         while place >= 0:
             end = self.ended[place][micro_batch]

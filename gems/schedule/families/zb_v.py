@@ -1,4 +1,4 @@
-"""ZB-V: two chunks a rank on a V with a split backward, in the memory of 1F1B."""
+"""ZB-V: two chunks per rank on a V with a split backward, in the memory of 1F1B."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from gems.schedule.schedule import Schedule
 def zb_v(request: Request) -> Schedule:
     """Build ZB-V (Qi et al. 2023, "Zero Bubble Pipeline Parallelism"; V-ZB in Qi et al. 2024).
 
-    Holds P micro-batches of activations at most, as 1F1B; W fill what is left. With f = i = w no
-    rank idles between its first and its last action for N >= 2 P - 1, and the step takes N (f + i +
-    w) + (P - 1) f / 2 for N >= P.
+    It holds at most P micro-batches of activations, like 1F1B; W fill the remaining time. With f =
+    i = w no rank idles between its first and its last action for N >= 2 P - 1, and the step takes N
+    (f + i + w) + (P - 1) f / 2 for N >= P.
     """
     num_ranks = request.num_ranks
     num_micro_batches = request.num_micro_batches
     rows = []
     for rank in range(num_ranks):
         below = num_ranks - rank
-        # forwards down until the first comes up, both until its gradient comes down, then the chunk
-        # at the tip of the V until its gradient is back, then all in turn
+        # forwards down until the first one comes up; then both until its gradient comes down; then
+        # the chunk at the tip of the V until its gradient is back; then all in turn
         letters = "f" * (2 * below - 1) + "Ff" * rank + "FI" * below + "fiFI" * num_micro_batches
         rows.append(from_letters(letters, rank, num_ranks, num_micro_batches))
     order = Schedule("zb_v", num_micro_batches, v(num_ranks), tuple(rows))

@@ -10,7 +10,7 @@ from gems.schedule.schedule import Schedule
 
 
 def _chain_bound(s: Terms, recompute: float, share: float) -> float:
-    # of 1F1B's bound a split backward leaves the beginning, the forwards
+    # a split backward reduces 1F1B's bound to its beginning, the forwards
     return max(s.f, share * (s.f + s.b) / (1 - (1 - share / s.n) ** s.p)) if share else s.f + s.i
 
 
@@ -26,17 +26,16 @@ def _chain_bound(s: Terms, recompute: float, share: float) -> float:
 def zb_h1(request: Request) -> Schedule:
     """Build ZB-H1 (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", handcrafted schedules).
 
-    1F1B's order, where a rank holds P micro-batches of activations at most and runs a W wherever it
-    would wait or hold more. Built for its costs it takes, for N >= P, N (f + i + w) + (P - 1)
-    max(f, i, f + i - w) time: for w <= f, i the published bubble of (P - 1)(f + i - w), a third of
-    1F1B's at f = i = w.
+    It has the order of 1F1B. A rank holds at most P micro-batches of activations, and runs a W if
+    it would otherwise wait or hold more. For N >= P and its own costs it takes N (f + i + w) + (P -
+    1) max(f, i, f + i - w) time; for w <= f, i this is the published bubble of (P - 1)(f + i - w),
+    a third of 1F1B's at f = i = w.
     """
     return _zero_bubble("zb_h1", request, 1)
 
 
 def _h2_step_units(s: Terms) -> float | None:
-    # The last rank starts (P - 1) f late, so that with no bubble the step still takes W + (P - 1)
-    # f.
+    # The last rank starts (P - 1) f late, so even without a bubble the step takes W + (P - 1) f.
     return (
         s.work + (s.p - 1) * max(s.f, s.f + s.i - 2 * s.w)
         if s.n >= 2 * s.p - 1 and s.w <= s.f
@@ -54,9 +53,9 @@ def _h2_step_units(s: Terms) -> float | None:
 def zb_h2(request: Request) -> Schedule:
     """Build ZB-H2 (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", handcrafted schedules).
 
-    Twice the warm-up of 1F1B, so that the first rank is busy until its first backward, and 2 P - 1
-    micro-batches of activations at most. For N >= 2 P - 1 and f = i = w no rank idles between its
-    first and its last action.
+    It has twice the warm-up of 1F1B, so the first rank is busy until its first backward, and holds
+    at most 2 P - 1 micro-batches of activations. For N >= 2 P - 1 and f = i = w no rank idles
+    between its first and its last action.
     """
     return _zero_bubble("zb_h2", request, 2)
 

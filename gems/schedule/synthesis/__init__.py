@@ -39,23 +39,21 @@ NEAR = 1.25
 NUM_PLACEMENTS = 5
 NUM_WITH_ACTS = 4
 WAVE_CHUNKS = (4, 8)
-RUNGS, GAINED = (
-    (1.0, 1.25, 1.5, 2.0, 3.0, 4.0),
-    1e-9,
-)  # lower caps for strips, and the share that one must gain
+# lower caps that are tried for strips, and the share by which one must be faster
+RUNGS, GAINED = ((1.0, 1.25, 1.5, 2.0, 3.0, 4.0), 1e-9)
 PLANNED_CAPS = (1.0, 2.0, 4.0)
 MAX_PLANNED = 64  # ranks x micro-batches for which `gems plan` may search
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A schedule and how good it is.
+    """A schedule and its quality.
 
-    `span` is in the units of the costs, `peak` in those of a cap. `bound` is an efficiency that no
-    schedule on the allowed placements exceeds in so many strips, `gap` what is missing to it, as a
-    part of it, and `bound_any_strips` one that none exceeds in any number of strips. `method` is
-    what made the schedule (greedy, pattern, annealing, solver, or the name of a published family),
-    `candidates` how many were simulated.
+    `span` is in the units of the costs, `peak` in the units of a cap. `bound` is an efficiency that
+    no schedule on the allowed placements exceeds with this number of strips, `gap` is the relative
+    distance to it, and `bound_any_strips` is an efficiency that none exceeds with any number of
+    strips. `method` is the method that made the schedule (greedy, pattern, annealing, solver, or
+    the name of a published family); `candidates` is the number of simulated schedules.
     """
 
     schedule: Schedule
@@ -85,17 +83,17 @@ class Found:
 def capped(request: Request, rivals: Iterable[Schedule] = ()) -> Found:
     """Return the fastest schedule found for a request.
 
-    `rivals` are schedules that it must not be slower than.
-    Templates are patterns (modulo scheduling), bettered by annealing and, if OR-tools is installed,
-    by its solver; a list scheduler makes finite steps of them, and the best of these are varied;
-    where a split backward takes longer, backwards become whole again where that is faster. All of
-    it takes a number of steps that follows from `budget_s`, so the result is the same for the same
-    request on any machine. Those of `rivals` that keep the cap, with the same ranks and
-    micro-batches, take part. The winner is validated. A list of strips is found forward in time, so
-    that more room may lead it astray: what is found under a lower cap of `RUNGS` is an answer too.
+    The result is not slower than any of `rivals`. Templates are patterns (modulo scheduling),
+    improved by annealing and, if OR-tools is installed, by its solver. A list scheduler turns them
+    into finite steps, and the best of these are varied. If a split backward takes longer, backwards
+    are joined again if that is faster. The number of steps of the search follows from `budget_s`,
+    so the result is the same for the same request on any machine. The `rivals` that keep the cap,
+    with the same ranks and micro-batches, take part. The winner is validated. A list of strips is
+    built forward in time, so more room may mislead it; therefore the results under the lower caps
+    of `RUNGS` are considered as well.
 
     Raises:
-        ConfigError: a cap below the least one that any allowed placement can keep.
+        ConfigError: The cap is below the least one that any allowed placement can keep.
     """
     rivals = list(rivals)
     found = _at_cap(request, rivals)
@@ -111,7 +109,7 @@ def capped(request: Request, rivals: Iterable[Schedule] = ()) -> Found:
 
 
 def _shortest(request: Request) -> float:
-    """Return a time that no step on the allowed placements is shorter than."""
+    """Return a lower bound of the time of a step on the allowed placements."""
     request, problems, rooms = _problems(request)
     return min(
         _time_bound(
@@ -154,15 +152,14 @@ def _at_cap(request: Request, rivals: Iterable[Schedule]) -> Found:
     best: tuple[Simulation, Schedule, str] | None = None
 
     def faster(schedule: Schedule, method: str) -> tuple[Simulation, Schedule, str] | None:
-        """Return the best so far and this schedule's simulation as ranks run it, whichever is faster."""
+        """Return the faster of the best result so far and this schedule, as ranks run it."""
         costs = request.costs.of(schedule.placement)
         network = request.network
         try:
             result = simulate(schedule, costs, network, cap)
             is_faster = best is None or result.span < best[0].span
-            if is_faster and network.takes_time(
-                costs.boundary_bytes
-            ):  # lowered it is no faster, on free links as fast
+            # with transfers it is never faster, and on free links it takes the same time
+            if is_faster and network.takes_time(costs.boundary_bytes):
                 result = simulate(add_transfers(schedule, costs, network, cap), costs, network, cap)
         except ScheduleError:
             return best
@@ -208,9 +205,8 @@ def _at_cap(request: Request, rivals: Iterable[Schedule]) -> Found:
     own = schedule.placement, [counts[way] for way in range(schedule.num_directions)]
     least_own = _any_strips_bound(request, *own)
     shortest = min(shortest, _time_bound(request, *own, least_own))
-    shortest_any = (
-        shortest if allow else min(shortest_any, least_own)
-    )  # memory actions leave one number of strips
+    # memory actions allow only one number of strips
+    shortest_any = shortest if allow else min(shortest_any, least_own)
     bound, bound_any = (
         min(1.0, result.efficiency * result.span / least) if least else 1.0
         for least in (shortest, shortest_any)
@@ -241,8 +237,8 @@ def _listed(
 ) -> tuple[int, Iterator[tuple[Problem, str, Schedule]]]:
     """Return the number of schedules that a search has tried, and the best ones, best first.
 
-    Each comes with its problem and method. Bounds are times by the problems' names. For strips only
-    the schedules that may be shorter than `limit` are listed.
+    Each comes with its problem and method. `bounds` maps the problems' names to times. For strips,
+    only schedules that may be shorter than `limit` are listed.
     """
     if request.num_strips > 1:
         costs = [request.costs.of(one.placement) for one in problems]
@@ -252,7 +248,7 @@ def _listed(
             if any(request.network.takes_time(each.boundary_bytes) for each in costs)
             else 1
         )
-        if any(any(each.split) or each.strip_loads for each in costs):  # replayed it may be shorter
+        if any(any(each.split) or each.strip_loads for each in costs):  # a replay may be shorter
             num_best = NUM_REPLAYED
             limit = inf
             shortest = [0.0] * len(problems)
@@ -274,7 +270,7 @@ def _planned_caps(request: Request) -> Iterable[Request]:
 
 @schedule_family(CAPPED, stages_per_rank=0, planned=_planned_caps, rival=None)
 def fastest(request: Request) -> Schedule:
-    """Return the fastest schedule found, published ones among those tried."""
+    """Return the fastest schedule found, including the published ones."""
     return capped(request, published_schedules(request)).schedule
 
 
@@ -317,11 +313,11 @@ def _problem(request: Request, name: str, placement: Placement) -> Problem:
 def _placements(request: Request) -> list[tuple[str, Placement]]:
     """Return the placements that a request allows, by name.
 
-    A wave with four and with eight stages a rank.
-    More stages free activations sooner and more smoothly.
+    There are waves with four and with eight stages per rank. More stages free activations earlier
+    and more smoothly.
 
     Raises:
-        ConfigError: the model's cut is given, and no allowed placement has so many stages.
+        ConfigError: The model's cut is given, and no allowed placement has this number of stages.
     """
     num_ranks = request.num_ranks
     made = {
@@ -348,9 +344,9 @@ def _placements(request: Request) -> list[tuple[str, Placement]]:
 
 
 def _affordable(request: Request, problems: list[Problem], budget: Budget) -> list[Problem]:
-    """Return the placements whose schedules can be built and checked in the budget.
+    """Return the placements whose schedules can be built and checked within the budget.
 
-    It is at least the smallest one.
+    There is at least one, the smallest.
     """
     fitting = [one for one in problems if one.num_steps * CHECK_STEPS <= budget.steps * CHECK_SHARE]
     chosen = fitting or [min(problems, key=lambda one: one.num_steps)]
@@ -370,15 +366,15 @@ def _affordable(request: Request, problems: list[Problem], budget: Budget) -> li
 def _time_bound(
     request: Request, placement: Placement, counts: Sequence[int], any_strips: float
 ) -> float:
-    """Return a time that no step in so many strips is shorter than.
+    """Return a lower bound of the time of a step with the request's number of strips.
 
-    None is shorter than `any_strips`.
+    It is at least `any_strips`.
     """
     costs = request.costs.of(placement)
     cap = request.cap
     network = request.network
     if costs.strip_loads:
-        # the first strips have less to do than the mean, of which the other bounds are
+        # the first strips are shorter than the mean strip, on which the other bounds are based
         return any_strips
     bound = max(any_strips, span_bound(costs, placement, counts, cap, network, request.allow))
     if request.num_strips == 1:
@@ -387,7 +383,7 @@ def _time_bound(
 
 
 def _any_strips_bound(request: Request, placement: Placement, counts: Sequence[int]) -> float:
-    """Return a time that no step without memory actions is shorter than in any number of strips."""
+    """Return a lower bound of a step's time without memory actions, for any number of strips."""
     if request.allow:
         return 0.0
     costs = request.costs.of(placement)

@@ -1,6 +1,6 @@
-"""How good a capped schedule can be.
+"""Bounds of capped schedules.
 
-Bounds on the time of a step that hold for every order of its actions.
+They are lower bounds of the time of a step that hold for every order of its actions.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from gems.schedule.costs import FREE, Network, StageCosts
 from gems.schedule.placement import Placement
 from gems.schedule.synthesis.packing import Peak, distance_by_memory_time, distance_by_sequence
 
-CAP_SLACK = 2e-9  # above what a simulation lets pass
-ROUNDING = 1e-9  # of sizes, as a part of them
-SUMMING = 1e-10  # of times
-FEW = 3.0  # micro-batches under the cap up to which sequences of peaks are looked at
+CAP_SLACK = 2e-9  # excess that a simulation accepts
+ROUNDING = 1e-9  # relative error of sizes
+SUMMING = 1e-10  # relative error of times
+# up to this number of micro-batches under the cap, sequences of peaks are examined
+FEW = 3.0
 
 
 def span_bound(
@@ -29,12 +30,12 @@ def span_bound(
     network: Network = FREE,
     allow: Sequence[str] = (),
 ) -> float:
-    """Return the time that no step with `counts` micro-batches in the directions of a placement is shorter than.
+    """Return a lower bound of the time of a step with `counts` micro-batches in each direction.
 
-    It holds on each rank: `rough_span`, and where activations stay on the device the work with fill
-    and drain under the cap, and the way to its first peak, the distance of its peaks and the way
-    from the last one. Times are real, as those of a simulation, so no rounding of them lets a
-    schedule pass.
+    It is the maximum of several bounds on each rank: `rough_span` and, if activations stay on the
+    device, the work with fill and drain under the cap, and the path to its first peak plus the
+    distance of its peaks plus the path from the last one. Times are real numbers like those of a
+    simulation, so no schedule undercuts the bound by rounding.
     """
     longest = rough_span(costs, placement, counts, cap, network, allow)
     if cap is None or allow:
@@ -66,13 +67,13 @@ def rough_span(
     network: Network = FREE,
     allow: Sequence[str] = (),
 ) -> float:
-    """Return a time that no step is shorter than, by work, chain and memory-time alone.
+    """Return a lower bound of the time of a step from work, chain and memory-time alone.
 
-    It holds on each rank, with heads and tails of the chain: its work, its forwards and input
-    gradients with the way back to stage 0, and the memory-time of what it holds (size x shortest
-    lifetime, over cap x time; the bound of the controllable-memory schedules, Qi et al. 2024).
-    Memory actions save memory-time as in `least_time`, recomputation and copies without regard to
-    each other, so the bound holds but may not be reached.
+    It is the maximum of several bounds on each rank, with heads and tails of the chain: its work,
+    its forwards and input gradients with the path back to stage 0, and the memory-time of what it
+    holds (size x shortest lifetime, over cap x time; the bound of the controllable-memory
+    schedules, Qi et al. 2024). Memory actions save memory-time as in `least_time`; recomputation
+    and copies are considered independently, so the bound holds but may not be attained.
     """
     ways = _ways(costs, placement, counts, network)
     longest = min(way.ends[-1] for way in ways) + costs.weight_grad[0]
@@ -111,9 +112,9 @@ def rough_span(
 class _Way:
     """The micro-batches of one direction.
 
-    `ends` are the least times from their start to the end of each operation.
-    Operations are the forwards of stages 0 to S - 1, then the input gradients of stages S - 1 to 0.
-    `stages` are those of each rank, lowest first.
+    `ends` are the least times from their start to the end of each operation. Operations are the
+    forwards of stages 0 to S - 1, then the input gradients of stages S - 1 to 0. `stages` are the
+    stages of each rank, lowest first.
     """
 
     count: int
@@ -151,7 +152,7 @@ def _ways(
 
 
 def _saving(costs: StageCosts, stage: int, life: float, name: str) -> Saving:
-    """Return the memory-time that a memory action saves of a micro-batch, and its own time."""
+    """Return the memory-time that a memory action saves for a micro-batch, and its own time."""
     size = costs.activation[stage]
     after = costs.input_grad[stage] + costs.weight_grad[stage]
     if name == "recompute":
@@ -162,9 +163,9 @@ def _saving(costs: StageCosts, stage: int, life: float, name: str) -> Saving:
 
 
 def _room(costs: StageCosts, stages: Sequence[int], cap: float) -> float:
-    """Return what of the cap a rank can use.
+    """Return the part of the cap that a rank can use.
 
-    Whole activations, if all its sizes are multiples of the smallest.
+    If all its sizes are multiples of the smallest one, it is a whole number of activations.
     """
     sizes = [
         size
@@ -226,7 +227,8 @@ def _fill_and_drain(
             work += way.count * (forward + backward)
             total += way.count * size
             ahead.append((forward * way.count, size * way.count))
-            # what a size lets do is the more of the whole backward or the weight gradient alone
+            # relative to its size, the more productive of the whole backward and the weight
+            # gradient alone
             least = min(size, left * backward / weight_grad if weight_grad else inf)
             behind.append((backward * way.count, least * way.count))
     if total <= room:

@@ -13,16 +13,16 @@ from gems.schedule.schedule import Schedule
 from gems.schedule.synthesis.problem import Act, Acting, Problem
 
 NEVER = 1 << 60
-NUM_OPERATIONS = 7  # of a micro-batch on a stage
+NUM_OPERATIONS = 7  # per micro-batch on a stage
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """How the list scheduler decides, in ticks.
+    """The decision rules of the list scheduler, in ticks.
 
-    A forward starts at most `lead` ahead of its key. A weight gradient counts as `defer` later than
-    its key when a rank may choose. A rank idles at most `patience` for an operation that is on its
-    way and comes before the one that it could start. Activations are asked back `ahead` operations
+    A forward starts at most `lead` before its key. A weight gradient counts as `defer` later than
+    its key if a rank has a choice. A rank idles at most `patience` for an operation that will soon
+    be ready and precedes the one that it could start. Activations are requested `ahead` operations
     early.
     """
 
@@ -32,21 +32,19 @@ class Rules:
     ahead: int = 2
 
 
-# (key, micro-batch, operation, the time at which its data is there)
+# (key, micro-batch, operation, time at which its data are available)
 Item = tuple[int, int, int, int]
 
 
 class ListScheduler:
-    """Runs a step forward in time.
+    """A simulation of a step forward in time.
 
-    Each rank takes what is ready, has room, and comes first by its key.
-    The forwards of a stage keep the order of the micro-batches, whatever their keys: batch norm's
-    statistics follow it.
-
-    Room is given so that every micro-batch that has started can still end, in the order of their
-    starts (the banker's algorithm: Dijkstra 1965), so no order of the keys leads to a deadlock.
-    `rows` hold micro-batch x 7 S + operation, operations as in `Acting`. `span` is in ticks,
-    `NEVER` if the step did not end.
+    Each rank takes the operation that is ready, has room, and has the lowest key. The forwards of a
+    stage keep the order of the micro-batches, whatever their keys, because the statistics of batch
+    norm depend on it. Room is granted so that every micro-batch that has started can still end, in
+    the order of their starts (the banker's algorithm: Dijkstra 1965), so no order of the keys leads
+    to a deadlock. `rows` contain micro-batch x 7 S + operation, with operations as in `Acting`.
+    `span` is in ticks, or `NEVER` if the step did not end.
     """
 
     def __init__(
@@ -63,8 +61,8 @@ class ListScheduler:
         self.actings = actings
         self.rules = rules
         self.num_stages = problem.num_stages
-        # of each rank: until when rank and copy engines are busy, sizes used and on their way out,
-        # oldest micro-batch
+        # for each rank: when the rank and its copy engines are free, the sizes that are used and
+        # being copied out, and the oldest micro-batch
         self.free, self.out_free, self.in_free = ([0] * problem.num_ranks for _ in range(3))
         self.used, self.leaving, self.oldest = ([0] * problem.num_ranks for _ in range(3))
         self.ready: list[list[Item]] = [[] for _ in ranks]
@@ -80,7 +78,7 @@ class ListScheduler:
         ]
         self.left = [[counts[rank][way] for way in ways] for rank in ranks]
         self.started: list[int] = []
-        # of each direction and stage, the micro-batch whose forward comes next
+        # for each direction and stage, the micro-batch whose forward comes next
         self.following = [[way] * self.num_stages for way in range(problem.num_directions)]
         self.queued: dict[tuple[int, int], list[Item]] = {}
         self.asked: dict[tuple[int, int], int] = {}
@@ -117,12 +115,12 @@ class ListScheduler:
         return Schedule(CAPPED, self.problem.num_micro_batches, self.problem.placement, rows)
 
     def offer(self, rank: int, item: Item) -> None:
-        """Put an operation among those of a rank that wait for their turn."""
+        """Add an operation to those of a rank that wait for their turn."""
         insort(self.ready[rank], item)
         heappush(self.events, (item[3], rank))
 
     def decide(self, now: int, rank: int) -> None:
-        """Start the next operation of an idle rank, or have the rank asked again in time."""
+        """Start the next operation of an idle rank, or schedule when it decides again."""
         copies = self.copies[rank]
         while copies and copies[0][0] <= now:
             _, m, stage = heappop(copies)
@@ -154,9 +152,9 @@ class ListScheduler:
                 self.restore(now, rank, best)
 
     def choose(self, now: int, rank: int) -> tuple[Item | None, Item | None, int]:
-        """Return the first operation that may start, an earlier one on its way, and a wake time.
+        """Return the first operation that may start, an earlier one to come, and a wake time.
 
-        At the wake time the rank is to ask again.
+        At the wake time the rank must decide again.
         """
         num_stages = self.num_stages
         num_directions = self.problem.num_directions
@@ -192,7 +190,7 @@ class ListScheduler:
             if not size:
                 return item, coming, wake
             if 0 <= refused < m and size >= asked and (m - refused) % num_directions == 0:
-                continue  # what an earlier one of its direction did not get
+                continue  # an earlier micro-batch of its direction did not get this room
             if self.has_room(rank, m, operation, size):
                 return item, coming, wake
             refused = m
@@ -202,7 +200,7 @@ class ListScheduler:
     def has_room(self, rank: int, m: int, operation: int, size: int) -> bool:
         """Return whether `size` leaves room for all micro-batches in flight.
 
-        These are all that started before, and the rest of this one.
+        These are all micro-batches that started earlier, and the rest of this one.
         """
         room = self.problem.cap - self.used[rank] - size
         if room < 0:
@@ -222,21 +220,21 @@ class ListScheduler:
         return after - held[m] - size <= room
 
     def take(self, rank: int, m: int, size: int) -> None:
-        """Count what an operation allocates, or frees if `size` is negative."""
+        """Count the size that an operation allocates, or frees if `size` is negative."""
         self.used[rank] += size
         self.held[rank][m] += size
 
     def note(self, rank: int, m: int, operation: int) -> None:
-        """Put an operation at the end of a rank's row."""
+        """Append an operation to a rank's row."""
         self.rows[rank].append(m * NUM_OPERATIONS * self.num_stages + operation)
 
     def occupy(self, rank: int, until: int) -> None:
-        """Keep a rank busy, and ask it again at the end."""
+        """Keep a rank busy, and let it decide again at the end."""
         self.free[rank] = until
         heappush(self.events, (until, rank))
 
     def start_weight_gradient(self, now: int, rank: int) -> None:
-        """Start the first weight gradient of a rank, the last operation of a stage and micro-batch."""
+        """Start a rank's first weight gradient, the last operation of a stage and micro-batch."""
         _, m, stage = heappop(self.weights[rank])
         self.take(rank, m, -self.problem.held[stage])
         self.note(rank, m, 2 * self.num_stages + stage)
@@ -256,7 +254,7 @@ class ListScheduler:
         self.occupy(rank, end)
 
     def start_chain(self, now: int, rank: int, item: Item) -> None:
-        """Start a forward or an input gradient, and offer what follows from it."""
+        """Start a forward or an input gradient, and offer its successors."""
         _, m, operation, _ = item
         problem = self.problem
         acting = self.actings[m]
@@ -286,7 +284,7 @@ class ListScheduler:
         self.finish(rank, end)
 
     def pass_on(self, m: int, operation: int, at: int, direction: int) -> None:
-        """Offer the next operation of a chain, which waits for its activations if they are away."""
+        """Offer the next operation of a chain; it waits for its activations if they are away."""
         stage = 2 * self.num_stages - 1 - operation
         if stage < self.num_stages and self.actings[m].acts[stage]:
             back = self.restored.get((m, stage))
@@ -313,8 +311,8 @@ class ListScheduler:
     def ask_back(self, now: int, m: int, stage: int, direction: int) -> None:
         """Offer the recomputation or copy back of a stage's activations, in order on each rank.
 
-        In an order other than that of the chain, the first could take the room that the next one to
-        be used needs.
+        In another order than that of the chain, the first one could take the room that the next one
+        to be used needs.
         """
         num_stages = self.num_stages
         at = now

@@ -1,6 +1,6 @@
-"""How close micro-batches can follow each other on a rank.
+"""The least distance of micro-batches on a rank.
 
-What each must hold around its peak, packed under a cap.
+It follows from packing under a cap what each must hold around its peak.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ ROUNDING = 1e-9
 SIZES_PER_UNIT = 10**12
 FEWEST_CELLS = 36
 MOST_CELLS = 72
-CYCLE = 6  # distances after which a sequence is continued by what it grew in as many
-Step = tuple[float, float]  # a time from the peak, and the size that is held up to there
+# after two cycles of so many distances, a sequence is extrapolated by its growth in one
+CYCLE = 6
+# a time from the peak, and the size that is held until then
+Step = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """What a micro-batch of one direction must hold on one rank around its peak, whatever the schedule.
+    """What a micro-batch of one direction must hold on a rank around its peak, in any schedule.
 
-    The peak is the start of its last forward on the rank. Each size of `before` is held from at
-    least so long before the peak on, each of `after` until at least so long after it; both add up
-    to `size`. `peak` is the least time from the start of the step to a peak, `tail` that from a
-    peak to the end of the step, `time` that of the last forward.
-
-    Micro-batches of a direction are alike, so the n-th start or end of each operation on the rank
-    may count as that of the n-th micro-batch: all distances and what is held at any time stay as
-    they are, and peaks follow each other.
+    The peak is the start of its last forward on the rank. Each size of `before` is held at least
+    from this time before the peak on, each of `after` at least until this time after it; both sum
+    up to `size`. `peak` is the least time from the start of the step to a peak, `tail` that from a
+    peak to the end of the step, and `time` that of the last forward. Micro-batches of a direction
+    are alike, so the n-th start or end of each operation on the rank may be attributed to the n-th
+    micro-batch: all distances and the held sizes at any time stay the same, and peaks follow each
+    other.
     """
 
     count: int
@@ -42,12 +43,13 @@ class Peak:
 
 
 def distance_by_memory_time(peaks: Sequence[Peak], cap: float) -> float:
-    """Return the least time from the first to the last peak on a rank, by the memory-time of what must be held.
+    """Return the least time from the first to the last peak on a rank, by memory-time.
 
-    All of it is less than the cap x that time and what lies before the first peak or after the last
-    one. At the first peak that micro-batch holds its `size` and all others fit into the rest of the
-    cap; what any of them held before that, times its time, is at most the largest ratio of such
-    memory-time to what it holds now. Likewise at the last.
+    The memory-time of what must be held is at most the cap x that time plus what lies before the
+    first peak or after the last one. At the first peak, that micro-batch holds its `size` and all
+    others fit into the rest of the cap. The memory-time that any of them used before is at most the
+    largest ratio of such memory-time to the size that it holds now. The same applies to the last
+    peak.
     """
     total = sum(one.count * (_memory_time(one.before) + _memory_time(one.after)) for one in peaks)
     for sides in ([one.before for one in peaks], [one.after for one in peaks]):
@@ -64,7 +66,10 @@ def _memory_time(steps: Sequence[Step]) -> float:
 
 
 def _largest_ratio(steps: Sequence[Step]) -> float:
-    """Return the most memory-time that lies further from the peak than any one time, over the size held at that."""
+    """Return the largest ratio of the memory-time further from the peak to the size held then.
+
+    The maximum is over all times.
+    """
     largest = held = beyond = last = 0.0
     for time, size in [*sorted(steps, reverse=True), (0.0, 0.0)]:
         if held and time < last:
@@ -76,13 +81,13 @@ def _largest_ratio(steps: Sequence[Step]) -> float:
 
 
 def distance_by_sequence(peak: Peak, cap: float, most_cells: int = MOST_CELLS) -> float:
-    """Return the least time from the first to the last of equal peaks on a rank, by what fits beside each other.
+    """Return the least time between the first and last of equal peaks, by what fits together.
 
     At the latest start of each of its forwards, what a micro-batch, the two before it and the next
-    one must hold then fits into the cap. The shortest sequence of distances that keeps this, by
-    dynamic programming over the last two, is no longer than that of any schedule. It is in whole
-    cells of time: with what must be held rounded down to cells, the peaks of a schedule may be
-    rounded down too, as all that is held at a cell is held together at its end.
+    one must hold fits into the cap. The shortest sequence of distances with this property, by
+    dynamic programming over the last two, is not longer than that of any schedule. It is in whole
+    cells of time. If the held sizes are rounded down to cells, the peaks of a schedule may be
+    rounded down too, because everything held in a cell is held together at its end.
     """
     span = max(time for time, _ in peak.before) + max(time for time, _ in peak.after)
     if peak.count < 2 or span <= 0.0:
@@ -97,10 +102,9 @@ def distance_by_sequence(peak: Peak, cap: float, most_cells: int = MOST_CELLS) -
 
 
 def _next_distances(peak: Peak, cap: float, cell: float) -> list[list[int]]:
-    """Return, in cells, the least distance to the next peak by the last distance and the one before it.
+    """Return, in cells, the least distance to the next peak by the two distances before it.
 
-    From a distance that has the last index on, micro-batches do not meet. A value above it says
-    that nothing fits.
+    From the last index on, micro-batches do not overlap. A value above it means that nothing fits.
     """
 
     def cells(time: float) -> int:
@@ -113,15 +117,15 @@ def _next_distances(peak: Peak, cap: float, cell: float) -> list[list[int]]:
     after = [(cells(time), amount(size)) for time, size in peak.after]
 
     def level(x: int) -> int:
-        """Return what is held `x` cells after a peak."""
+        """Return the size that is held `x` cells after a peak."""
         return (
             sum(size for back, size in before if back >= -x)
             if x < 0
             else sum(size for on, size in after if on > x)
         )
 
-    # The rank is busy in the last forward: what the next one must start before its end, it starts
-    # before its begin.
+    # The rank is busy during the last forward: whatever the next one must start before its end, it
+    # starts before its begin.
     late = [(cells(time + peak.time) - 1, amount(size)) for time, size in peak.before if time > 0.0]
     first = cells(peak.time)
     most = max(before)[0] + max(after)[0] + first + 1
@@ -149,11 +153,11 @@ def _next_distances(peak: Peak, cap: float, cell: float) -> list[list[int]]:
 
 
 def _shortest(next_distances: list[list[int]], num: int) -> float:
-    """Return the least sum of `num` distances, each at least what the two before it ask for.
+    """Return the least sum of `num` distances; each must satisfy the two distances before it.
 
-    After two cycles a sum is continued by the least that any state has grown by in the second one:
-    sums of states grow no less in a later cycle, since they follow from those before it by adding
-    and taking the least alone.
+    After two cycles, a sum is continued by the least growth of any state in the second one: sums of
+    states do not grow less in a later cycle, because they follow from earlier ones by additions and
+    minima alone.
     """
     most = len(next_distances) - 1
     first = next_distances[most][most]

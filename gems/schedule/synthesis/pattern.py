@@ -14,11 +14,11 @@ from gems.schedule.synthesis.problem import Act, Problem
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """When the operations of one period's micro-batches start, in grains.
+    """The starts of the operations of one period's micro-batches, in grains.
 
     `starts[g][operation]` has operations as in `Acting` up to 3 S. Micro-batch m follows row m mod
-    G, (m div G) periods later. `overflow` is the size above the cap, summed over ranks, which a
-    list scheduler then has to wait for.
+    G, (m div G) periods later. `overflow` is the size above the cap, summed over ranks, for which a
+    list scheduler must wait.
     """
 
     period: int
@@ -27,11 +27,11 @@ class Template:
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches of one period."""
+        """The number of micro-batches of one period."""
         return len(self.starts)
 
     def keys(self, grain: int, num_micro_batches: int) -> list[list[int]]:
-        """Unroll the starts over a whole step, in ticks."""
+        """Return the starts for a whole step, in ticks."""
         group = self.num_micro_batches
         return [
             [(start + m // group * self.period) * grain for start in self.starts[m % group]]
@@ -48,7 +48,7 @@ class _Ring:
         self.period, self.busy, self.full = period, 0, (1 << period) - 1
 
     def rooms(self, length: int, turn: int) -> int:
-        """Return the starts with `length` free grains as bits, the bit of `turn` first."""
+        """Return the starts with `length` free grains as bits, with the bit of `turn` first."""
         if length > self.period:
             return 0
         free = self.full & ~self.busy
@@ -63,12 +63,12 @@ class _Ring:
         return ((free >> turn) | (free << (period - turn))) & self.full
 
     def put(self, start: int, length: int) -> int | None:
-        """Take the earliest room from `start` on and return its start, None if the ring is full."""
+        """Use the earliest room from `start` on and return its start; None if the ring is full."""
         rooms = self.rooms(length, start)
         return self._take(start + (rooms & -rooms).bit_length() - 1, length) if rooms else None
 
     def put_before(self, end: int, length: int) -> int | None:
-        """Take the latest room that ends by `end` and return its start, None if the ring is full."""
+        """Use the latest room that ends by `end` and return its start; None if the ring is full."""
         rooms = self.rooms(length, end - length + 1)
         return (
             self._take(end - length + rooms.bit_length() - self.period, length) if rooms else None
@@ -87,13 +87,13 @@ def pattern(
     phases: Sequence[int],
     stalls: Sequence[Sequence[int]] | None = None,
 ) -> Template | None:
-    """Lay one period: the chains of the micro-batches one after the other, then their weight gradients.
+    """Build one period: the chains of the micro-batches in turn, then their weight gradients.
 
-    Stall-free modulo ASAP: every operation takes the earliest free slot modulo the period after the
-    one that it needs (modulo scheduling: Rau 1994). Recomputation takes the latest slot before its
-    input gradient, copies the earliest and latest on their engines. `phases[g]` starts micro-batch
-    g, `stalls[g][operation]` delays an operation: what annealing varies. None if an operation finds
-    no slot. All times are in grains.
+    Every operation takes the earliest free slot, modulo the period, after its predecessor
+    (stall-free modulo scheduling, as soon as possible: Rau 1994). Recomputation takes the latest
+    slot before its input gradient; copies take the earliest and latest slots on their engines.
+    `phases[g]` starts micro-batch g, and `stalls[g][operation]` delays an operation; annealing
+    varies both. Return None if an operation finds no slot. All times are in grains.
     """
     times = problem.time_grains
     lags = problem.lag_grains
@@ -155,7 +155,7 @@ def _held(
     starts: Sequence[Sequence[int]],
     again: Sequence[dict[int, int]],
 ) -> list[int] | None:
-    """Return the most that each rank holds in the steady state.
+    """Return the peak of each rank in the steady state.
 
     Return None if a copy finds no room on its engine.
     """

@@ -60,12 +60,15 @@ class Problem:
 
     @property
     def grows(self) -> tuple[int, ...]:
-        """What an input gradient leaves for the weight gradient beyond what forward kept, by stage."""
+        """The additional size that an input gradient leaves for the weight gradient, by stage.
+
+        It is relative to what the forward kept.
+        """
         return tuple(max(0, held - size) for held, size in zip(self.held, self.size, strict=True))
 
     @property
     def num_steps(self) -> int:
-        """Compute actions of a whole step, without recomputation."""
+        """The compute actions of a whole step, without recomputation."""
         return 3 * self.num_stages * self.num_micro_batches
 
     def stages_of(self, rank: int, direction: int) -> list[int]:
@@ -75,13 +78,13 @@ class Problem:
     def num_in(self, direction: int) -> int:
         """Return the number of micro-batches in a direction.
 
-        Directions take turns; the first micro-batch goes down.
+        Directions alternate; the first micro-batch goes down.
         """
         return (self.num_micro_batches - direction + self.num_directions - 1) // self.num_directions
 
     @property
     def counts(self) -> list[int]:
-        """Micro-batches of each direction."""
+        """The number of micro-batches of each direction."""
         return [self.num_in(direction) for direction in range(self.num_directions)]
 
     def work(self) -> int:
@@ -104,7 +107,7 @@ class Problem:
         return list(accumulate(spans))
 
     def lifetimes(self, direction: int) -> list[int]:
-        """Return the least ticks from the start of a stage's forward to the end of its weight gradient."""
+        """Return the least ticks from the start of a stage's forward to the end of its W."""
         ends = self.reached(direction)
         last = 2 * self.num_stages - 1
         return [
@@ -126,7 +129,8 @@ def problem(
     It is exact if costs are fractions with small denominators, and otherwise accurate to a
     millionth of a unit. Without a cap there is room for all micro-batches.
     """
-    flights = [  # from stage s to stage s + 1, for every s but the last
+    # flights from stage s to stage s + 1, for every s except the last
+    flights = [
         [
             0.0 if here == there else network.delay(here, there, costs.boundary_bytes[stage])
             for stage, (here, there) in enumerate(pairwise(row))
@@ -198,7 +202,7 @@ def _ticks_per_unit(values: Iterable[float]) -> int:
 def _grain(times: list[int]) -> int:
     """Return the tick of patterns.
 
-    One that measures all times, or a part of their mean if that is too fine.
+    It is a common divisor of all times, or a part of their mean if that is too fine.
     """
     positive = [time for time in times if time]
     exact = gcd(*positive)
@@ -217,13 +221,13 @@ class Act(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Acting:
-    """The acts of one micro-batch's stages, and what follows from them.
+    """The acts of one micro-batch's stages, and their consequences.
 
     Operations are numbered over S stages: forward s, input gradient 2 S - 1 - s, weight gradient 2
     S + s, recomputation 3 S + s, copy out 4 S + s, copy back 5 S + s, the wait for a copy out 6 S +
-    s. `takes[s]` is what forward brings, `awaited[d][c]` the stages whose activations are asked
-    back when operation c of the chain starts, and `peak_after[d][operation]` the most that the
-    operation's rank holds of this micro-batch from then on.
+    s. `takes[s]` is the size that a forward allocates, `awaited[d][c]` are the stages whose
+    activations are requested when operation c of the chain starts, and `peak_after[d][operation]`
+    is the most that the operation's rank holds of this micro-batch from then on.
     """
 
     acts: tuple[int, ...]
@@ -236,7 +240,7 @@ class Acting:
 def acting(problem: Problem, acts: Sequence[int], ahead: int) -> Acting:
     """Derive the consequences of `acts`.
 
-    Activations are asked back `ahead` operations of the chain early.
+    Activations are requested `ahead` operations of the chain early.
     """
     num_stages = problem.num_stages
     awaited: list[list[int]] = [[] for _ in range(2 * num_stages)]
@@ -259,12 +263,12 @@ def acting(problem: Problem, acts: Sequence[int], ahead: int) -> Acting:
 def _peaks(
     problem: Problem, acts: Sequence[int], direction: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the most that one micro-batch holds on each rank, in all and after each operation."""
+    """Return the peak of one micro-batch on each rank, in total and after each operation."""
     num_stages = problem.num_stages
     table = [0] * (6 * num_stages)
     first = []
     for rank in range(problem.num_ranks):
-        levels: list[tuple[int, int]] = []  # of each operation of the rank, in order
+        levels: list[tuple[int, int]] = []  # for each operation of the rank, in order
         held = 0
         stages = problem.stages_of(rank, direction)
         for stage in stages:

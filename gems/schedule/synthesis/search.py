@@ -1,4 +1,4 @@
-"""The search: many templates under many rules, the best of them varied, within a budget."""
+"""The search: many templates under many rules; the best ones are varied, within a budget."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ PATTERN_SLACK = 1.15
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the list scheduler is given.
+    """The input of the list scheduler.
 
-    Keys by micro-batch and operation, acts by micro-batch, rules.
-    `template` numbers the template that it comes from.
+    It has keys by micro-batch and operation, acts by micro-batch, and rules. `template` is the
+    number of its template.
     """
 
     problem: Problem
@@ -61,7 +61,7 @@ class Plan:
 
     @property
     def time(self) -> float:
-        """The step's time in units; infinite where it did not end."""
+        """The step's time in units; infinite if it did not end."""
         return self.span / self.problem.ticks_per_unit if self.span < NEVER else float("inf")
 
 
@@ -69,7 +69,7 @@ Case = tuple[Problem, tuple[int, ...], str, Template]
 
 
 class Search:
-    """Tries plans on several placements and keeps the best one of each template."""
+    """A search that tries plans on several placements and keeps the best plan of each template."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Search:
         seed: int,
         least: float = 0.0,
     ) -> None:
-        """Take `least`, the time in units at which nothing better can be found."""
+        """Initialize the search; it stops at `least`, a lower bound of the time in units."""
         self.problems = problems
         self.allow = allow
         self.budget = budget
@@ -91,7 +91,7 @@ class Search:
         self._actings: dict[tuple[str, tuple[int, ...], int], Acting] = {}
 
     def run(self) -> list[Plan]:
-        """Return the plans found, the fastest first; there is one at least, whatever the budget."""
+        """Return the plans found, the fastest first; there is at least one, whatever the budget."""
         templates = self.templates()
         whole = self.budget
         with whole.share(SCREEN_SHARE) as self.budget:
@@ -118,7 +118,10 @@ class Search:
         return ListScheduler(plan.problem, plan.keys, actings, plan.rules)
 
     def evaluate(self, plan: Plan, must: bool = False) -> Plan | None:
-        """Return a plan with its span, None when the budget is spent or the least time has been reached."""
+        """Return a plan with its span.
+
+        Return None if the budget is spent or the least time has been reached.
+        """
         if self.best and self.fastest <= self.least * (1 + 1e-9):
             return None
         steps = (
@@ -132,14 +135,17 @@ class Search:
         return replace(plan, span=self.listed(plan).span)
 
     def keep(self, plan: Plan) -> None:
-        """Keep a plan if it is its template's best."""
+        """Keep a plan if it is the best of its template."""
         known = self.best.get(plan.template)
         if plan.span < NEVER and (known is None or plan.time < known.time):
             self.best[plan.template] = plan
             self.fastest = min(self.fastest, plan.time)
 
     def templates(self) -> list[Case]:
-        """Return the templates of all placements, acts and numbers of micro-batches a period, most promising first."""
+        """Return the templates of all placements, acts and period sizes, the most promising first.
+
+        The size of a period is its number of micro-batches.
+        """
         cases = [
             (problem, acts)
             for problem in self.problems
@@ -185,7 +191,7 @@ class Search:
             if case[2] != GREEDY and not case[3].overflow and is_small(*case[:2], case[3])
         ]
         made.sort(key=lambda case: _pace(case[0], case[3]))
-        budget = Budget(int(self.budget.steps * SOLVER_SHARE))  # the solver has time of its own
+        budget = Budget(int(self.budget.steps * SOLVER_SHARE))  # the solver has its own time
         for problem, acts, _, template in made[:NUM_SOLVED]:
             better = solve(problem, template, budget, self.seed)
             found += [] if better is None else [(problem, acts, SOLVER, better)]
@@ -197,7 +203,7 @@ class Search:
     def screen(self, templates: Sequence[Case]) -> None:
         """Simulate every template under a few rules.
 
-        Those whose pace alone is too slow are passed over.
+        Templates whose pace alone is too slow are skipped.
         """
         for lead, defer in QUICK:
             for number, (problem, acts, method, template) in enumerate(templates):
@@ -219,7 +225,7 @@ class Search:
                     self.keep(result)
 
     def any_rules(self, problem: Problem, ahead: int) -> Rules:
-        """Draw rules."""
+        """Draw random rules."""
         choice = self.random.choice
         return _rules(problem, choice(LEADS), choice(DEFERS), choice(PATIENCES), ahead)
 
@@ -241,9 +247,9 @@ class Search:
             self.keep(result)
 
     def climb(self) -> None:
-        """Vary the best plans of the best placements, each for as long, at last the best.
+        """Vary the best plans of the best placements, with equal effort, and finally the best one.
 
-        Keep what is not worse.
+        Variations that are not worse are kept.
         """
         best: dict[str, Plan] = {}
         for plan in self.plans():
@@ -265,9 +271,9 @@ class Search:
             self.keep(plan)
 
     def vary(self, plan: Plan) -> Plan:
-        """Return a plan with one thing changed.
+        """Return a plan with one change.
 
-        Keys of some micro-batches or operations, the rules, or an act.
+        It changes the keys of some micro-batches or operations, the rules, or an act.
         """
         random = self.random
         problem = plan.problem
@@ -280,15 +286,13 @@ class Search:
             return self.vary_acts(plan)
         if choice < 0.3:
             return replace(plan, rules=self.any_rules(problem, plan.rules.ahead))
-        place, kind = (
-            min(int(random.expovariate(0.4)), num - 1),
-            random.random(),
-        )  # more often in fill or drain
+        # fill and drain are chosen more often
+        place, kind = (min(int(random.expovariate(0.4)), num - 1), random.random())
         first = place if kind < 0.5 else num - 1 - place if kind < 0.7 else random.randrange(num)
         chosen = range(first, min(num, first + random.choice((1, 1, 2, 4))))
         low = 0
         high = 3 * num_stages
-        if choice < 0.55:  # the rest of the step moves up
+        if choice < 0.55:  # move the rest of the step up
             chosen = range(first, num)
             shift = -abs(shift) if random.random() < 0.8 else shift
         elif 0.7 <= choice < 0.85:
@@ -306,7 +310,7 @@ class Search:
         return replace(plan, keys=tuple(keys))
 
     def vary_acts(self, plan: Plan) -> Plan:
-        """Return a plan in which one stage acts otherwise, for some micro-batches at the ends or for all."""
+        """Return a plan with another act for a stage, for some micro-batches at the ends or all."""
         random = self.random
         problem = plan.problem
         num = problem.num_micro_batches
@@ -337,5 +341,5 @@ def _rules(problem: Problem, lead: float, defer: float, patience: float, ahead: 
 
 
 def _pace(problem: Problem, template: Template) -> float:
-    """Return the units of time that a template gives to one micro-batch."""
+    """Return the time in units that a template takes per micro-batch."""
     return template.period * problem.grain / template.num_micro_batches / problem.ticks_per_unit

@@ -13,21 +13,24 @@ from gems.schedule.synthesis.templates import Budget, least_period
 IS_INSTALLED = find_spec("ortools") is not None
 MAX_OPERATIONS = 200
 STEPS_A_PERIOD = 150_000
-# The solver's own deterministic time for it, which is about as long by the clock.
+# in the solver's own deterministic time, which is about the same in seconds
 DETERMINISTIC_TIME = 0.15
 SIZE_DIGITS = 10**6
 
 
 def is_small(problem: Problem, acts: Sequence[int], template: Template) -> bool:
-    """Whether the solver is there and the pattern small enough for it, and without memory actions."""
+    """Return whether the solver is installed and suits the pattern.
+
+    The pattern must be small and without memory actions.
+    """
     size = 3 * problem.num_stages * template.num_micro_batches
     return IS_INSTALLED and not any(acts) and size <= MAX_OPERATIONS
 
 
 def solve(problem: Problem, template: Template, budget: Budget, seed: int) -> Template | None:
-    """Return a template of a shorter period than that of `template`, None if none is found within the budget.
+    """Return a template with a shorter period than `template`, or None if none is found in time.
 
-    One worker and the solver's own deterministic time keep the result the same on any machine.
+    One worker and the solver's own deterministic time make the result the same on any machine.
     """
     group = template.num_micro_batches
     found = None
@@ -42,11 +45,11 @@ def solve(problem: Problem, template: Template, budget: Budget, seed: int) -> Te
 
 
 def _at_period(problem: Problem, group: int, period: int, seed: int) -> Template | None:
-    """Return the pattern of a period, None if there is none or none is found in time.
+    """Return the pattern of a period, or None if there is none or none is found in time.
 
-    An operation starts at slot + period x turn. A rank holds, at a slot, what was begun by then and
-    not ended: the sum over its activations of (turns between begin and end, and one more if the
-    slot is inside the rest).
+    An operation starts at slot + period x turn. At a slot, a rank holds what has begun by then and
+    not ended: the sum over its activations of the turns between begin and end, plus one if the slot
+    is within the rest.
     """
     from ortools.sat.python import cp_model
 
@@ -74,7 +77,7 @@ def _at_period(problem: Problem, group: int, period: int, seed: int) -> Template
             slots[g, operation], turns[g, operation] = slot, turn
             starts[g, operation] = slot + period * turn
             busy[ranks[operation]].append(model.new_fixed_size_interval_var(slot, ticks, ""))
-            # what runs over the end of the period also fills its begin
+            # an operation that extends past the end of the period also fills its beginning
             busy[ranks[operation]].append(
                 model.new_fixed_size_interval_var(slot - period, ticks, "")
             )
@@ -94,9 +97,9 @@ def _at_period(problem: Problem, group: int, period: int, seed: int) -> Template
             for g in range(group)
             for stage in problem.stages_of(rank, g % problem.num_directions)
         ]
-        for at in (
-            lives
-        ):  # the cap holds at the begin of every forward of the rank: only there what is held grows
+        # the held size only grows at forwards, so the cap needs to hold only when each of them
+        # begins
+        for at in lives:
             moment = slots[at]
             held = []
             for g, stage in lives:
@@ -107,8 +110,8 @@ def _at_period(problem: Problem, group: int, period: int, seed: int) -> Template
                 end = slots[g, weight] + length[g][weight]
                 model.add(begin <= moment).only_enforce_if(begun)
                 model.add(begin > moment).only_enforce_if(~begun)
-                # one-sided, since the solver wants fewer held: an end counts only when it is over
-                # by the moment
+                # one-sided, because the solver prefers to hold less: an end counts only if it is
+                # not after the moment
                 model.add(end <= moment).only_enforce_if(ended)
                 model.add(end <= moment + period).only_enforce_if(~wraps)
                 held.append(size * (turns[g, weight] - turns[g, stage] + begun - ended + wraps))

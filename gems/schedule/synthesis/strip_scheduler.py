@@ -1,6 +1,6 @@
 """The finite schedule of strips.
 
-Each rank starts, of what may run, the first by a fixed order of kinds.
+Each rank starts the first runnable operation by a fixed order of kinds.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ _F = Kind.F
 _I = Kind.I
 _W = Kind.W
 STEPS_PER_OPERATION = 2  # of a budget
-Rule = tuple[
-    tuple[Kind, ...], tuple[Kind, ...]
-]  # the order of kinds, and those of which the first to come runs first
+# the order of kinds, and the kinds that run first come, first served
+Rule = tuple[tuple[Kind, ...], tuple[Kind, ...]]
 QUEUES: tuple[Rule, ...] = (
     ((_I, _F, _W), (_F, _I)),
     ((_I, _W, _F), (_I,)),
     ((_F, _I, _W), (_F, _I)),
 )
 DEPTH_FIRST: tuple[Rule, ...] = (((_I, _F, _W), ()), ((_F, _I, _W), ()), ((_I, _W, _F), ()))
-SLACK = 1e-9  # share of a step that rounding may make up
-VANISHING = 2**40  # strips of a strip, which then takes no time
+SLACK = 1e-9  # share of a step that rounding may account for
+# strips per strip, each of which then takes no time
+VANISHING = 2**40
 
 
 class StripScheduler:
-    """Runs a step forward in time under the cap of a problem whose micro-batches are strips.
+    """A simulation of a step under the cap of a problem whose micro-batches are strips.
 
-    Of the strips that may run a rank takes the first kind in the order of `rule`, of that the
-    earliest micro-batch, of that the first to come if the rule says so, and of that the last stage.
-    Room is given so that every micro-batch that has started can hold all of its strips, in the
-    order of their starts (the banker's algorithm), for none is freed before the last one has been
-    through all stages. `span` is in ticks; it is infinite, and the run ends early, if it would be
-    `limit` or longer.
+    Of the strips that may run, a rank takes the first kind in the order of `rule`; then the
+    earliest micro-batch; then the first to arrive, if the rule says so; then the last stage. Room
+    is granted so that every micro-batch that has started can hold all of its strips, in the order
+    of their starts (the banker's algorithm), because none is freed before the last one has passed
+    all stages. `span` is in ticks; it is infinite, and the run ends early, if it would reach
+    `limit`.
     """
 
     def __init__(self, problem: Problem, num_strips: int, rule: Rule, limit: float = inf) -> None:
@@ -64,12 +64,12 @@ class StripScheduler:
             for rank in ranks
         ]
         keys = [key for of_rank in self.keys for key in of_rank]
-        # a gradient may need more beside it than forward kept, for which there must be room
+        # a gradient may need more memory than forward kept, so there must be room for it
         self.size = [max(both) for both in zip(problem.size, problem.held, strict=True)]
         self.started: dict[Kind, dict[Key, int]] = {
             kind: dict.fromkeys(keys, 0) for kind in (_F, _I, _W)
         }
-        # when the data of the next strips is there, in the order in which they run
+        # when the data of the next strips are available, in the order in which they run
         self.arrivals: dict[Kind, dict[Key, list[int]]] = {
             kind: {key: [] for key in keys} for kind in (_F, _I)
         }
@@ -111,11 +111,11 @@ class StripScheduler:
         )
 
     def whole(self, key: Key, count: int) -> int:
-        """Return the micro-batch of the strip that is run after `count` others."""
+        """Return the micro-batch of the strip that runs after `count` others."""
         return key[0] + count // self.num_strips * self.problem.num_directions
 
     def decide(self, now: int, rank: int) -> None:
-        """Start the next operation of an idle rank, if any may run; what arrives later asks again."""
+        """Start the next operation of an idle rank, if any may run; later arrivals retry."""
         for kind in self.order:
             found: tuple[int, int, int, Key] | None = None
             is_queued = kind in self.queued
@@ -134,7 +134,7 @@ class StripScheduler:
                 return
 
     def is_ready(self, kind: Kind, key: Key, count: int, now: int) -> bool:
-        """Return whether the data of a stage's next strip is there."""
+        """Return whether the data of a stage's next strip are available."""
         if kind is _W:
             return count < self.started[_I][key]
         arrivals = self.arrivals[kind][key]
@@ -152,7 +152,7 @@ class StripScheduler:
         return self.claim(rank, m) - self.size[stage] <= room
 
     def claim(self, rank: int, m: int) -> int:
-        """Return the sizes that a rank has yet to take for a micro-batch."""
+        """Return the sizes that a rank still has to allocate for a micro-batch."""
         num = self.num_strips
         ways = self.problem.num_directions
         way = m % ways
@@ -165,7 +165,7 @@ class StripScheduler:
         )
 
     def start(self, now: int, rank: int, kind: Kind, key: Key, m: int) -> None:
-        """Start an operation, and hand on what it makes when it ends."""
+        """Start an operation, and pass on its result when it ends."""
         problem = self.problem
         num = self.num_strips
         if now + self.work[rank] >= self.limit:
@@ -212,7 +212,7 @@ class StripScheduler:
         heappush(self.events, (at, self.problem.rank[key[0]][key[1]]))
 
     def take(self, rank: int, m: int, size: int) -> None:
-        """Count what an operation allocates, or frees if `size` is negative."""
+        """Count the size that an operation allocates, or frees if `size` is negative."""
         self.used[rank] += size
         self.held[rank][m] += size
 
@@ -225,13 +225,14 @@ def strip_schedules(
     limit: float,
     shortest: Sequence[float],
 ) -> tuple[int, list[StripScheduler]]:
-    """Return how many steps the budget allows, one at least, and the best that are shorter than `limit`, in order.
+    """Return how many schedules the budget allows, and the best ones below `limit`, in order.
 
-    No step of a problem is shorter than its time in `shortest`. So most are left out, or end early:
-    those that cannot be one of the `num_best`.
+    At least one is tried. `shortest` has a lower bound of the time for each problem. So most
+    schedules are skipped, or end early: those that cannot be among the `num_best`.
     """
     tried: list[tuple[int, float, Rule, Problem]] = []
-    for rules in (QUEUES, DEPTH_FIRST):  # each has the whole budget, for few runs go to their end
+    # each kind of rules has the whole budget, because few runs go to their end
+    for rules in (QUEUES, DEPTH_FIRST):
         own = Budget(budget.left)
         start = len(tried)
         for number, rule in enumerate(rules, start):
@@ -272,13 +273,14 @@ def strips_span_bound(
     cap: float | None,
     network: Network,
 ) -> float:
-    """Return a time that no step is shorter than with `counts` strips in the directions, `num_strips` a micro-batch.
+    """Return a lower bound of the time of a step with `counts` strips in each direction.
 
-    When the last strip of a micro-batch starts its last forward on a rank, the rank holds all of
-    it. Until the first gradient comes back it works only on what the rest of the cap holds: strips
-    that came before go on to their weight gradients, and as many later ones run forward. The rest
-    of that time it idles, once for each micro-batch, if no two of them fit under the cap, and
-    before all of it until the first strip comes.
+    There are `num_strips` strips per micro-batch. When the last strip of a micro-batch starts its
+    last forward on a rank, the rank holds all of the micro-batch. Until the first gradient comes
+    back, it works only on what fits into the rest of the cap: earlier strips continue to their
+    weight gradients, and later ones run forward. The rest of that time it idles, once for each
+    micro-batch if no two of them fit under the cap, and it also idles until the first strip
+    arrives.
     """
     if cap is None:
         return 0.0
@@ -291,8 +293,8 @@ def strips_span_bound(
         ]
         held = [num_strips * sum(costs.activation[s] for s in stages) for stages in of_way]
         room = [cap * (1 + ROUNDING) + CAP_SLACK - each for each in held]
-        # what a size of activations lets do: its whole backward if it came before, a forward if it
-        # comes after
+        # time per size of activations: the whole backward of an earlier strip, or the forward of a
+        # later one
         rates = [
             (
                 (costs.forward[s] + costs.input_grad[s] + costs.weight_grad[s]) / size
@@ -324,7 +326,7 @@ def strips_span_bound(
 def _way_there_and_back(
     costs: StageCosts, ranks: Sequence[int], network: Network
 ) -> tuple[list[float], list[float]]:
-    """Return by stage the least time to its first forward, and from the end of a forward to its gradient."""
+    """Return each stage's least time to its first forward, and from a forward to its gradient."""
     there, back = ([0.0] * costs.num_stages for _ in range(2))
     hops = [
         (
@@ -351,12 +353,12 @@ def any_strips_span_bound(
     cap: float | None,
     network: Network,
 ) -> float:
-    """Return a time that no step is shorter than, in whatever number of strips.
+    """Return a lower bound of the time of a step for any number of strips.
 
-    Costs and counts are those of strips, `num_strips` to a micro-batch; the latency of the network
-    is what a message takes however small it is. More strips shorten the way of each through the
-    stages and nothing else, so what holds of ranks in strips that take no time holds of any. Beside
-    their work there is the way of one micro-batch, whose gradients wait for its last strip.
+    Costs and counts are those of strips, `num_strips` per micro-batch; the latency of the network
+    is the time of a message of any size. More strips only shorten the path of each strip through
+    the stages, so a bound for ranks with strips that take no time holds for any number. In addition
+    to their work, there is the path of one micro-batch, whose gradients wait for its last strip.
     """
     small = strip_costs(costs, VANISHING)
     many = [count * VANISHING for count in counts]
@@ -375,9 +377,10 @@ def any_strips_span_bound(
 def _pass(
     costs: StageCosts, placement: Placement, way: int, num_strips: int, network: Network
 ) -> float:
-    """Return the least time in which one micro-batch goes through the stages, and then its gradients back.
+    """Return the least time in which one micro-batch passes the stages, and its gradients return.
 
-    Each of the two takes on every rank the way there, what the rank does, and the way on.
+    On every rank, each of the two takes the path to the rank, the work of the rank, and the path
+    onwards.
     """
     ranks = placement.ranks[way]
     hops = [pair if pair[0] != pair[1] else None for pair in pairwise(ranks)]

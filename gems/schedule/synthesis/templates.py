@@ -1,6 +1,6 @@
-"""Templates to start from: the patterns with the shortest periods that were found, and their annealing.
+"""Templates to start from: the patterns with the shortest periods found, and their annealing.
 
-The search is limited by an amount of work and not by the clock, so that it gives the same result on
+The search is limited by an amount of work instead of the clock, so that it gives the same result on
 any machine.
 """
 
@@ -23,12 +23,12 @@ LATENCY_ROUNDS = 300
 LATENCY_WEIGHT = 0.02
 COLD = 0.002
 SHARE = 0.5
-# what one core of a common server does in pure Python, so that seconds are roughly kept
+# the speed of one core of a common server in pure Python, so that seconds are roughly kept
 STEPS_PER_S = 300_000
 
 
 class Budget:
-    """Steps that a search may take; one step is one operation that the list scheduler places."""
+    """The steps that a search may take; one step is one operation placed by the list scheduler."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
@@ -36,30 +36,31 @@ class Budget:
 
     @property
     def left(self) -> int:
-        """Steps that have not been taken."""
+        """The steps that have not been taken."""
         return self.steps - self.spent
 
     def spend(self, steps: int) -> bool:
-        """Take steps if so many are left, and return whether they were."""
+        """Take steps if enough are left, and return whether they were taken."""
         is_left = steps <= self.left
         self.spent += steps * is_left
         return is_left
 
     @contextmanager
     def share(self, part: float) -> Iterator[Budget]:
-        """Yield a budget with a part of what is left, and count what it has spent at the end."""
+        """Yield a budget with a part of what is left, and count its spent steps at the end."""
         share = Budget(int(self.left * part))
         yield share
         self.spent += share.spent
 
 
 def in_whole_micro_batches(problem: Problem) -> Problem | None:
-    """Return a problem with the cap lowered to two or three whole micro-batches on the heaviest rank, if it is between.
+    """Return a problem with the cap lowered to two or three whole micro-batches.
 
-    A rank that starts the first stages of one more micro-batch than it can hold blocks the room for
-    those that could end, so a list found under the lower cap, which keeps the higher one too, may
-    be much faster. With one micro-batch too much of the cap would be lost, with more than three the
-    part is small.
+    Return None if the cap is not between such numbers on the heaviest rank. A rank that starts the
+    first stages of one more micro-batch than it can hold blocks the room for those that could end.
+    So a list found under the lower cap, which also keeps the higher one, may be much faster. With
+    one micro-batch, too much of the cap would be lost; with more than three, the lost part is
+    small.
     """
     held = [
         problem.stages_of(rank, way)
@@ -73,10 +74,10 @@ def in_whole_micro_batches(problem: Problem) -> Problem | None:
 
 
 def acts_to_try(problem: Problem, allow: Sequence[str]) -> list[tuple[int, ...]]:
-    """Return the assignments of acts to stages worth a pattern.
+    """Return the assignments of acts to stages that are worth a pattern.
 
-    Early stages, whose activations wait longest, first.
-    The last stage's activations are used at once and always stay.
+    Early stages, whose activations wait longest, come first. The activations of the last stage are
+    used at once and always stay.
     """
     num_stages = problem.num_stages
     tried = [(0,) * num_stages]
@@ -96,7 +97,10 @@ def acts_to_try(problem: Problem, allow: Sequence[str]) -> list[tuple[int, ...]]
 
 
 def least_period(problem: Problem, acts: Sequence[int], group: int) -> int:
-    """Return the grains that `group` micro-batches need of the busiest rank, and of its room if nothing acts."""
+    """Return the grains that `group` micro-batches need on the busiest rank.
+
+    They also include the need of its room if there are no memory actions.
+    """
     load = [0] * problem.num_ranks
     room = [0] * problem.num_ranks
     for g in range(group):
@@ -115,9 +119,9 @@ def least_period(problem: Problem, acts: Sequence[int], group: int) -> int:
 
 
 def free_running(problem: Problem, acts: Sequence[int]) -> Template:
-    """Return the template of the plain greedy.
+    """Return the template of the plain greedy method.
 
-    Chains without a wait, at the least period, whatever collides.
+    It has chains without waits, at the least period, regardless of collisions.
     """
     num_stages = problem.num_stages
     grain = problem.grain
@@ -137,10 +141,10 @@ def free_running(problem: Problem, acts: Sequence[int]) -> Template:
 def patterns(
     problem: Problem, acts: Sequence[int], group: int, budget: Budget, longest: float = float("inf")
 ) -> Iterator[Template]:
-    """Yield the template of the shortest period that keeps the cap, and before it a shorter one that overflows little.
+    """Yield the template with the shortest period that keeps the cap.
 
-    Tries periods from the lower bound up to `longest`, and for each the phases of the micro-batches
-    against one another.
+    Before it, yield a shorter template with little overflow, if any. Periods are tried from the
+    lower bound up to `longest`, and for each period the relative phases of the micro-batches.
     """
     steps = 2 * group * problem.num_stages
     period = least_period(problem, acts, group)
@@ -169,7 +173,7 @@ def patterns(
 
 
 def _phases(period: int, group: int) -> Iterator[tuple[int, ...]]:
-    """Yield the phases of a period's micro-batches, evenly spread ones if there are too many."""
+    """Yield the phases of a period's micro-batches; if there are too many, evenly spread ones."""
     if group == 1:
         yield (0,)
     elif group == 2:
@@ -184,11 +188,11 @@ def _phases(period: int, group: int) -> Iterator[tuple[int, ...]]:
 def anneal(
     problem: Problem, acts: Sequence[int], template: Template, budget: Budget, random: Random
 ) -> Template | None:
-    """Return a template of a shorter period than that of `template`, None if none is found within the budget.
+    """Return a template with a shorter period than `template`, or None if none is found in time.
 
-    Modulo scheduling by simulated annealing: what is varied are the stalls before operations and
-    the phases of micro-batches, what is paid is the size above the cap and a little the latency,
-    which is brought down further once the cap is kept.
+    This is modulo scheduling by simulated annealing. It varies the stalls before operations and the
+    phases of micro-batches. The cost is the size above the cap plus a small part of the latency,
+    which is reduced further once the cap is kept.
     """
     group = template.num_micro_batches
     steps = 2 * template.num_micro_batches * problem.num_stages
@@ -236,9 +240,8 @@ def _at_period(
             stalls[g][operation] = 0 if was and random.random() < 0.6 else random.choice(delays)
         made = pattern(problem, acts, period, phases, stalls)
         cost = float("inf")
-        if (
-            made is not None
-        ):  # sizes above the cap, in the largest stages' activations, and a little for the latency
+        # size above the cap, in the largest stage's activations, plus a small part of the latency
+        if made is not None:
             latency = sum(row[2 * problem.num_stages - 1] - row[0] for row in made.starts) / period
             cost = made.overflow / max(problem.size) + LATENCY_WEIGHT * latency
         if made is not None and not made.overflow and cost < best:

@@ -1,6 +1,6 @@
-"""Whole backwards where they are faster.
+"""Use whole backwards if they are faster.
 
-An input gradient that is computed apart from the weights' takes longer.
+An input gradient that is computed separately from the weight gradients takes longer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_SIMULATED = 300_000  # actions that are simulated to choose
 
 
 class Joining(IntEnum):
-    """Which pairs of I and W of a stage become one B, at the place of I."""
+    """The pairs of I and W of a stage that become one B, in the place of I."""
 
     NONE = 0
     NEIGHBOURS = 1
@@ -30,10 +30,10 @@ class Joining(IntEnum):
 def with_whole_backwards(
     schedule: Schedule, costs: StageCosts, network: Network, cap: float | None
 ) -> Schedule:
-    """Return the schedule with I and W joined to B on the stages where its step is shorter so.
+    """Return the schedule with I and W joined to B on the stages where this shortens the step.
 
-    All stages are joined alike first, and then one after the other otherwise. What is held is never
-    more: a weight gradient only moves up.
+    First all stages are joined in the same way, then they are changed one after the other. Never
+    more is held, because a weight gradient only moves to an earlier place.
     """
     if not any(costs.split) or not schedule.has_split_backward:
         return schedule
@@ -45,7 +45,7 @@ def with_whole_backwards(
         left -= sum(map(len, schedule.rows))
         try:
             return simulate(_joined(schedule, joinings), costs, network, cap).span
-        except ScheduleError:  # no room under the cap in this order
+        except ScheduleError:  # this order has no room under the cap
             return inf
 
     spans = {(one,) * len(stages): span_of((one,) * len(stages)) for one in Joining}
