@@ -22,7 +22,8 @@ from jobs.status.ownership import read_chain
 from jobs.status.run_status import RunStatus, read_status, run_statuses
 from jobs.status.study_record import StudyRecord, requested_by
 
-GRACE_S = 20.0  # a launching process gives its ranks some seconds, and then writes how they ended
+# a launching process allows its ranks some seconds, and then records how they ended
+GRACE_S = 20.0
 END_LIMIT_S = 60.0
 COMMAND_LIMIT_S = 60.0  # a study's command may be in the middle of a submission
 POLL_S = 1.0
@@ -30,14 +31,14 @@ CANCELLED = "cancelled"
 ENDING = "ending"
 LEFT = "left"
 REFUSED = "refused"
-Result = tuple[RunFolder, str, str]  # a run, what became of it, and why
+Result = tuple[RunFolder, str, str]  # a run, its result, and the reason
 
 
 def cancel_all(found: Catalogue, *, as_json: bool) -> int:
-    """Cancel what is active and print the result of each run.
+    """Cancel everything that is active and print the result of each run.
 
     Return 1 if a cancellation was refused or a run has not ended yet. A cancelled study starts no
-    more points, as its command looks for the mark before each point.
+    more points, because its command checks for the mark before each point.
     """
     notes = [note for study in found.studies if (note := _stop_study(study))]
     results: list[Result] = []
@@ -82,7 +83,7 @@ def cancel_all(found: Catalogue, *, as_json: bool) -> int:
 def _stop_study(study: StudyRecord) -> str | None:
     """Mark a study as cancelled, and wait until its command starts no more points.
 
-    Return a note if that is unknown.
+    Return a note if this is unknown.
     """
     study.mark_cancelled()
     pause = threading.Event()

@@ -63,7 +63,7 @@ def gone_verifier(*, force: bool = False, find: Find | None = None) -> Verify:
         found = None
         active = None
         try:
-            # the owner may have the job's number already: status.json is written after it
+            # the owner may already have the job's number, because status.json is written later
             if is_submitting(status, owner):
                 found = complete_submissions([folder]).get(owner.token)
             own = owner.job_id if found is None else _own_number(found, status)

@@ -42,9 +42,9 @@ FOLDER = "status.json"
 PROCESS = "process"
 BEATS = "heartbeats"
 QUEUE = "queue"
-# an action of a step takes less; loading, saving and starting may take as long as allowed
+# an action of a step takes less time; loading, saving and starting may take as long as allowed
 STALLED_AFTER_S = 120.0
-LOOK_AGAIN_S = 2.5  # ranks that run show a sign of life every second
+LOOK_AGAIN_S = 2.5  # running ranks show a sign of life every second
 SLOW = ("start", "load", "begin", "checkpoint")
 
 
@@ -101,7 +101,7 @@ class RunStatus:
 
     @property
     def layout_note(self) -> str:
-        """The change that led to the run's present layout; empty if the run has its own layout."""
+        """The change that led to the run's current layout; empty if the run has its own layout."""
         last = self.layouts[-1] if self.layouts else {}
         return describe_change(last) if last.get("number", 1) != 1 else ""
 
@@ -123,7 +123,7 @@ class RunStatus:
 
     @property
     def may_be_queued(self) -> bool:
-        """Whether SLURM may still have the job, or have it again.
+        """Whether SLURM may still have the job, or may have it again.
 
         A stopped job may have been requeued.
         """

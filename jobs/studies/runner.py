@@ -195,7 +195,7 @@ class StudyRunner:
                 return 0
             if len(fitting) > 1 or len(fitting[0]) > 1:
                 return self._submit_array(fitting, job, slots)
-            start_run(spec, assume_yes=True)  # confirmed for all points together
+            start_run(spec, assume_yes=True)  # the user has confirmed all points together
         except GemsError as error:
             return self._refuse(packs, error, slots)
         self._note_submitted(fitting, job, slots)

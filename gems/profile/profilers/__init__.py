@@ -1,1 +1,1 @@
-"""How profiles are taken: measured on this device, or with fake tensors. Needs torch."""
+"""Profilers: measure on this device, or use fake tensors. This package needs torch."""

@@ -1,9 +1,10 @@
-"""A chain: layers metered one by one, each on what the one before passes on, and joined by the memory they share.
+"""A chain: layers that are metered one by one, each on the output of the one before.
 
-Memory is followed by name, not by address: a tensor that is carried through layers, or seen by a
-view, is one storage from where it is made to its last use, and so is a gradient on its way back. So
-it is known which layer is the first to save a storage, and what a carried gradient keeps alive.
-Equal layers on equal inputs are measured once: a ResNet-1001 has few distinct ones.
+The results are joined by the memory that the layers share. Memory is tracked by name instead of by
+address: a tensor that is carried through layers, or seen through a view, is one storage from its
+creation to its last use, and so is a gradient on its way back. So it is known which layer first
+saves a storage, and what a carried gradient keeps alive. Equal layers on equal inputs are measured
+once: a ResNet-1001 has few distinct ones.
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ _DATA = -1  # the maker of the model's inputs
 
 @dataclass(frozen=True, slots=True)
 class Lab:
-    """How layers are measured: `build` makes the module of a layer with its index, `mode` is on while it runs."""
+    """The setup for measuring layers.
+
+    `build` makes the module of a layer from its index; `mode` is active while it runs.
+    """
 
     build: Callable[[Layer, int], nn.Module]
     device: torch.device
@@ -60,7 +64,7 @@ class Lab:
     def call(
         self, layer: Layer, index: int, slots: Sequence[_Slot], loss: Loss | None
     ) -> LayerCall:
-        """Build a layer and inputs for it."""
+        """Build a layer and its inputs."""
         module = self.build(layer, index)
         with self.mode:
             return LayerCall(module, _tensors(slots, self.device), index == 0, loss)
@@ -108,9 +112,9 @@ class _Kind:
 class _Placed:
     """A layer in the chain.
 
-    `made` is the memory that it passes on, `unsaved` what it is given and nobody has saved yet, by
-    the distance of its maker. `backward` has, by the end of its stage, its peak and what a stage
-    that begins with it passes on.
+    `made` is the memory that it passes on. `unsaved` is its input memory that no layer has saved
+    yet, by the distance to its maker. `backward` maps the end of its stage to its peak and to the
+    bytes that a stage beginning with it passes on.
     """
 
     layer: Layer
@@ -142,7 +146,7 @@ def profile_model(
 
 
 def machine_device(machine: MachineConfig) -> torch.device:
-    """Return the device that a rank of the machine uses; for `auto` the GPU if torch sees one."""
+    """Return the device that a rank of the machine uses; for `auto`, the GPU if torch sees one."""
     is_cuda = machine.device == "cuda" or (machine.device == "auto" and torch.cuda.is_available())
     return torch.device("cuda" if is_cuda else "cpu")
 
@@ -150,7 +154,7 @@ def machine_device(machine: MachineConfig) -> torch.device:
 def given_tensors(
     data: DataConfig, micro_batch_size: int, dtype: torch.dtype, device: torch.device
 ) -> list[Tensor]:
-    """Return what the model takes of one micro-batch, without its values."""
+    """Return the model's inputs for one micro-batch, without their values."""
     spec = input_spec(data, micro_batch_size, dtype)
     return [torch.empty(spec.shape, dtype=spec.dtype, device=device)]
 
@@ -158,10 +162,10 @@ def given_tensors(
 def profile_chain(
     layers: Sequence[Layer], given: Sequence[Tensor], lab: Lab, loss: Loss = training_loss
 ) -> tuple[LayerProfile, ...]:
-    """Return the profile of each layer of a model, first to last.
+    """Return the profile of each layer of a model, in order.
 
-    `given` are its inputs, none sharing memory; only their layout is used. The last layer's one
-    output goes into the loss of training, as on the last stage of a run.
+    `given` are its inputs, which must not share memory; only their layout is used. The single
+    output of the last layer goes into the training loss, as on the last stage of a run.
     """
     slots = [
         _Slot(Layout.of(tensor), _Storage(tensor.untyped_storage().nbytes(), _DATA))
@@ -191,7 +195,7 @@ def profile_chain(
 
 
 def _join(placed: _Placed, index: int, slots: Sequence[_Slot]) -> list[_Slot]:
-    """Put a layer after those before, and return what it passes on."""
+    """Append a layer to the chain, and return what it passes on."""
     meter = placed.kind.meter
     for storage in _unique(slot.storage for slot in slots):
         storage.last_use = index
@@ -234,22 +238,21 @@ def _join(placed: _Placed, index: int, slots: Sequence[_Slot]) -> list[_Slot]:
 
 
 def _add_backwards(chain: Sequence[_Placed]) -> None:
-    """Measure each layer's backward in all stages that it may be in.
+    """Measure each layer's backward in all stages that may contain it.
 
-    Of a gradient that the stage was given nothing is counted. From an end on the way back is walked
-    only until the gradients lie as they did on the way from the next end.
+    Gradients that the stage receives are not counted. For each end, the chain is walked backwards
+    only until the gradients are the same as on the walk from the next end.
     """
     before: list[Gradients | None] = [None] * len(chain)
     for end in range(len(chain), 0, -1):
-        gradients: Gradients = (
-            tuple(  # of the stage that ends here: each a tensor of its own, which the stage holds
-                (
-                    Gradient.fresh(output.layout.shape, output.layout.dtype, number, True)
-                    if output.grad_bytes
-                    else None
-                )
-                for number, output in enumerate(chain[end - 1].kind.meter.outputs)
+        # gradients of the stage that ends here: separate tensors, which the stage holds
+        gradients: Gradients = tuple(
+            (
+                Gradient.fresh(output.layout.shape, output.layout.dtype, number, True)
+                if output.grad_bytes
+                else None
             )
+            for number, output in enumerate(chain[end - 1].kind.meter.outputs)
         )
         for index in range(end - 1, -1, -1):
             if before[index] == gradients:
@@ -319,7 +322,7 @@ def _unique(storages: Iterable[_Storage]) -> list[_Storage]:
 def _pattern(slots: Sequence[_Slot]) -> object:
     """Return a key that is equal for inputs that a layer cannot distinguish.
 
-    Layout and shared memory.
+    It consists of their layout and shared memory.
     """
     storages: dict[int, int] = {}
     names: dict[int, int] = {}
@@ -335,7 +338,7 @@ def _pattern(slots: Sequence[_Slot]) -> object:
 
 
 def _tensors(slots: Sequence[_Slot], device: torch.device) -> list[Tensor]:
-    """Make tensors that share memory as the slots do: random numbers, or zeros for integers."""
+    """Create tensors that share memory like the slots: random numbers, or zeros for integers."""
     memory: dict[int, Tensor] = {}
     made: dict[int, Tensor] = {}
     for slot in slots:

@@ -1,6 +1,7 @@
-"""Each layer of a network in strips (trained and evaluated) or with a split backward, held against the layer itself.
+"""Compare each layer of a network in strips, or with a split backward, with the layer itself.
 
-As a child process it reads a resolved run as JSON on stdin.
+Strips are compared in training and in evaluation. As a child process, it reads a resolved run as
+JSON on stdin.
 """
 
 from __future__ import annotations
@@ -37,25 +38,25 @@ STRIPS = 4
 MAX_PARAMETERS = 1_000_000_000
 MAX_OF_LAYER = 200_000_000
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
-FLOOR = 1e-6  # of the largest value of a layer, with which smaller ones are compared
+# smaller values are compared relative to this share of a layer's largest value
+FLOOR = 1e-6
 _PLAIN = (int, float, complex, bool, type(None), torch.dtype, torch.device, set)
 _DRAWS = ("bernoulli", "rand", "normal", "uniform", "exponential")
 Values = list[Tensor | None]
-Rows = Sequence[
-    int | None
-]  # of each tensor between layers the dimension of rows, None if it has none
+# the dimension of rows of each tensor between layers, or None if it has none
+Rows = Sequence[int | None]
 
 
 def take(spec: RunSpec) -> Exactness:
-    """Compare the layers of a resolved run on the smallest image on which all stream, or else most.
+    """Compare the layers of a resolved run on the smallest image on which all, or most, stream.
 
     Raises:
-        ConfigError: a layer that differs from itself.
+        ConfigError: A layer differs from itself.
     """
     best: Exactness | None = None
     fewest = 0
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # small layers are slower on several
+    torch.set_num_threads(1)  # several threads are slower for small layers
     try:
         for data in _images(spec.data):
             try:
@@ -78,7 +79,7 @@ def take(spec: RunSpec) -> Exactness:
 
 
 def _images(data: DataConfig) -> Iterator[DataConfig]:
-    """Yield the data with images of growing sides, up to its own."""
+    """Yield the data with images of increasing sides, up to its own."""
     seen = set()
     for side in SIDES_PX:
         height = min(side, data.height_px)
@@ -93,11 +94,11 @@ class _DiffersError(Exception):
 
 
 class _LeftOutError(Exception):
-    """Why a layer cannot be compared."""
+    """The reason why a layer cannot be compared."""
 
 
 class _Constant(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Puts a constant in place of random numbers, which strips draw in another order."""
+    """A mode that replaces random numbers by a constant, because strips draw in another order."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
@@ -110,10 +111,10 @@ class _Constant(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Comparison:
-    """The layers of a network on one image, each alone on what the one before gives.
+    """The layers of a network on one image, each separately on the output of the one before.
 
-    Equal ones are compared once.
-    Only the present layer is in float64, or float32 if it takes no other.
+    Equal layers are compared once. Only the current layer is in float64, or in float32 if it
+    accepts no other type.
     """
 
     def __init__(self, spec: RunSpec, data: DataConfig, layers: Sequence[Layer]) -> None:
@@ -131,7 +132,7 @@ class _Comparison:
         self._images = input_spec(data, BATCH, torch.float64)
 
     def run(self) -> dict[str, str]:
-        """Compare all layers; return why some could not be, by name."""
+        """Compare all layers; return the reasons why some could not be compared, by name."""
         if not self._modules:
             return {
                 "all": f"the network has {self._parameters} parameters, more than {MAX_PARAMETERS}"
@@ -188,9 +189,9 @@ class _Comparison:
         rows: Rows,
         compare: Callable[[str, nn.Module, Sequence[Tensor], Rows], Rows | None],
     ) -> Rows | None:
-        """Compare a layer, or note why it cannot be.
+        """Compare a layer, or note why it cannot be compared.
 
-        Return where what it gives has rows, if that is known.
+        Return the row dimensions of its output, if they are known.
         """
         parameters = sum(each.numel() for each in module.parameters())
         if parameters > MAX_OF_LAYER:
@@ -204,7 +205,7 @@ class _Comparison:
                 return compare(name, module, self._cast(values), rows)
             except _DiffersError:
                 raise
-            except ConfigError as error:  # its map has too few rows, say
+            except ConfigError as error:  # for example, its map has too few rows
                 self.may_be_too_small = True
                 why = why or error.allowed
             except _LeftOutError as error:
@@ -297,7 +298,7 @@ class _Comparison:
 
 
 def _boundaries(values: Sequence[Tensor], rows: Rows) -> list[Boundary]:
-    """Return what a layer takes in strips of equally many rows, or one more."""
+    """Return a layer's inputs in strips whose numbers of rows differ by at most one."""
     return [
         Boundary(tuple(each.shape), each.dtype, None)
         if dim is None
@@ -307,7 +308,7 @@ def _boundaries(values: Sequence[Tensor], rows: Rows) -> list[Boundary]:
 
 
 def _likeness(module: nn.Module) -> Hashable:
-    """Return what is equal for layers that are alike but for the values of their tensors."""
+    """Return a key that is equal for layers that only differ in the values of their tensors."""
     pieces = {
         piece
         for path, _ in (*module.named_modules(), *module.named_parameters())
@@ -323,9 +324,10 @@ def _likeness(module: nn.Module) -> Hashable:
             return tuple(map(like, value))
         if isinstance(value, dict):
             return tuple((like(key), like(inner)) for key, inner in value.items())
+        # generated by fx
         if isinstance(value, FunctionType) and value.__code__.co_filename.startswith(
             "<eval_with_key>"
-        ):  # made by fx
+        ):
             code = value.__code__
             return (
                 code.co_code,
@@ -381,7 +383,7 @@ class _Streamed:
 def _rows(
     boundaries: Sequence[Boundary], values: Sequence[Tensor | None], strip: int
 ) -> list[Tensor | None]:
-    """Return the rows of a strip of values, which are whole in the last strip if they have no rows."""
+    """Return the rows of a strip of values; values without rows are whole in the last strip."""
     found: list[Tensor | None] = []
     for boundary, value in zip(boundaries, values, strict=True):
         if value is None or boundary.ends is None:
@@ -399,9 +401,9 @@ def _play(
     back: Sequence[Tensor | None] | None = None,
     after: Callable[[], None] = lambda: None,
 ) -> tuple[Values, list[Tensor | None]]:
-    """Run forward and backward; return outputs, gradients and buffers, and the gradients that outputs were given.
+    """Run forward and backward; return outputs, gradients and buffers, and the output gradients.
 
-    Buffers are as before afterwards, and random numbers those of any other call.
+    Buffers are restored afterwards, and random numbers are the same in every call.
     """
     torch.default_generator.manual_seed(1)
     buffers = [(each, each.detach().clone()) for each in module.buffers()]

@@ -1,9 +1,9 @@
 """The profile without a device.
 
-Fake tensors give the bytes of any resolution, the machine's roofline the times.
-Williams, Waterman, Patterson 2009: a kernel takes at least its operations over the machine's peak,
-and at least its bytes over the memory's bandwidth. Each operation of the layer is one kernel that
-reads its operands and writes its results once; a view takes no time.
+Fake tensors determine the bytes at any resolution, and the machine's roofline the times. Source:
+Williams, Waterman, Patterson 2009: a kernel takes at least its operations divided by the machine's
+peak, and at least its bytes divided by the memory bandwidth. Each operation of the layer is one
+kernel that reads its operands and writes its results once; a view takes no time.
 """
 
 from __future__ import annotations
@@ -35,18 +35,15 @@ from gems.profile.profilers.live_bytes import workspace_of
 
 _CONV_BACKWARD = torch.ops.aten.convolution_backward
 _ATEN = torch.ops.aten
-_NORMS = {
-    _ATEN.native_batch_norm: 1,
-    _ATEN.native_group_norm: 1,
-    _ATEN.native_layer_norm: 2,
-}  # place of the weight
+# position of the weight
+_NORMS = {_ATEN.native_batch_norm: 1, _ATEN.native_group_norm: 1, _ATEN.native_layer_norm: 2}
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a machine does in a second on one dtype.
+    """The rates of a machine for one dtype.
 
-    Floating-point operations, and bytes of device memory moved.
+    They are floating-point operations, and bytes of device memory moved, per second.
     """
 
     flops_per_s: float
@@ -58,17 +55,18 @@ class Rates:
 
 
 def rates_of(machine: MachineConfig, dtype: Dtype) -> Rates:
-    """Return the rates of a configured machine.
+    """Return the rates of a configured machine: datasheet rates times the share that kernels reach.
 
-    The datasheet's, times the share that kernels reach.
-    In mixed precision a machine without a rate for 16 bits has that of float32. Raises ConfigError
-    if no rate for bfloat16 is given.
+    In mixed precision, a machine without a rate for 16 bits has that of float32.
+
+    Raises:
+        ConfigError: No rate for bfloat16 is given.
     """
     parameters, dtype = as_precision(dtype)
     if parameters is not dtype and machine.bfloat16_flops_per_s is None:
         dtype = parameters
     peak = machine.flops_per_s
-    if dtype in (torch.bfloat16, torch.float16):  # devices compute both at one rate
+    if dtype in (torch.bfloat16, torch.float16):  # devices compute both at the same rate
         if machine.bfloat16_flops_per_s is None:
             raise ConfigError(
                 "machine.bfloat16_flops_per_s",
@@ -83,9 +81,9 @@ def rates_of(machine: MachineConfig, dtype: Dtype) -> Rates:
 
 
 class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up what the operations inside a `with` block take.
+    """A counter of the cost of the operations inside a `with` block.
 
-    Flops, bytes moved, seconds, and those of products.
+    It counts flops, bytes moved, seconds, and the seconds of matrix products.
     """
 
     def __init__(self, rates: Rates) -> None:
@@ -123,10 +121,10 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def roofline_times(call: LayerCall, rates: Rates) -> Times:
-    """Return the times of a layer on inputs, fake ones best: nothing is timed.
+    """Return the times of a layer on inputs, preferably fake ones, because nothing is timed.
 
-    The weight gradient's is what the whole backward takes beyond that of a layer whose parameters
-    need none.
+    The time of the weight gradient is the difference between the whole backward and the backward of
+    a layer whose parameters need no gradient.
     """
 
     def count(run: Callable[[], object]) -> Roofline:
@@ -151,7 +149,7 @@ def roofline_times(call: LayerCall, rates: Rates) -> Times:
 def _conv_backward_parts(
     args: tuple[Any, ...], result: Sequence[Tensor | None]
 ) -> Iterator[tuple[int, int]]:
-    """Yield flops and bytes of each of a convolution's gradients: they are kernels of their own."""
+    """Yield the flops and bytes of a convolution's gradients, each of them a separate kernel."""
     gradient, x, weight, *rest, wanted = args
     for number, operand in enumerate((weight, x)):
         if wanted[number]:
@@ -171,7 +169,8 @@ def _is_view(func: Any) -> bool:
     return any(info is not None and not info.is_write for info in infos)
 
 
-_HOST = torch.device("cpu")  # a build for processors has no autograd for fake tensors of a GPU
+# a CPU build of torch has no autograd for fake tensors of a GPU
+_HOST = torch.device("cpu")
 
 
 def fake_profile(
@@ -182,10 +181,12 @@ def fake_profile(
     machine: MachineConfig,
     has_whole: bool = False,
 ) -> ModelProfile:
-    """Return the profile of a model on a machine that need not be here, by its rates.
+    """Return the profile of a model on a machine that need not be present, from its rates.
 
-    With `has_whole`, `facts` hold `peak_bytes`, that of the unsplit model on one device. Raises
-    ConfigError if the model does not exist, or the machine has no rate for the dtype.
+    With `has_whole`, `facts` contain `peak_bytes`, the peak of the unsplit model on one device.
+
+    Raises:
+        ConfigError: The model does not exist, or the machine has no rate for the dtype.
     """
     precision = Precision.of(dtype)
     rates = rates_of(machine, precision)
@@ -204,7 +205,10 @@ def fake_profile(
 
 
 class FakeWithNorms(AbstractContextManager[None]):
-    """Fake tensors whose norms keep the mean and deviation of 16-bit inputs in float32, as real ones do."""
+    """Fake tensors whose norms keep the statistics of 16-bit inputs in float32, like real tensors.
+
+    The statistics are mean and standard deviation.
+    """
 
     class _Norms(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(
@@ -229,9 +233,10 @@ class FakeWithNorms(AbstractContextManager[None]):
 
 
 def fake_lab(machine: MachineConfig, precision: Precision) -> Lab:
-    """Return what runs layers on fake tensors, with the times of a machine.
+    """Return a lab that runs layers on fake tensors, with the times of a machine.
 
-    Raises ConfigError as `rates_of`.
+    Raises:
+        ConfigError: As in `rates_of`.
     """
     mode: Any = FakeWithNorms() if precision.is_mixed else FakeTensorMode()
     elsewhere = autocast_elsewhere(machine, precision)
@@ -246,7 +251,7 @@ def fake_lab(machine: MachineConfig, precision: Precision) -> Lab:
 
 
 def autocast_elsewhere(machine: MachineConfig, precision: Precision) -> Elsewhere | None:
-    """Return whose autocast a run on a machine has, None for that of fake tensors themselves."""
+    """Return the device whose autocast a run on a machine uses; None for that of fake tensors."""
     return (
         cuda_elsewhere() if precision.is_mixed and machine_device(machine).type == "cuda" else None
     )
@@ -258,9 +263,9 @@ def on_meta(layer: Layer, dtype: torch.dtype) -> nn.Module:
 
 
 def made_fake(module: nn.Module) -> nn.Module:
-    """Put fake parameters and buffers into a module of torch's meta device, and return it.
+    """Put fake parameters and buffers into a module on torch's meta device, and return it.
 
-    What the module shares within itself stays shared.
+    Tensors that the module shares internally stay shared.
     """
     made: dict[int, Any] = {}
     for inner in module.modules():
@@ -279,15 +284,14 @@ def _whole_peak_bytes(
 ) -> int:
     """Return the peak of one training step of the unsplit model.
 
-    Parameters, gradients, activations, images.
-    It is torch's `MemTracker`'s; the optimizer's state is not in it, nor what kernels use within
-    themselves.
+    It includes parameters, gradients, activations and images. It is measured by torch's
+    `MemTracker`, without the optimizer's state and without what kernels use internally.
     """
 
     class WholePeak(mem_tracker()):  # type: ignore[misc]
-        """Keep the peak of the whole only.
+        """A tracker of the whole peak only.
 
-        Those of all modules take time that grows with the square of the depth.
+        The time to track the peaks of all modules grows with the square of the depth.
         """
 
         peak_bytes = 0

@@ -1,11 +1,10 @@
 """The incremental profile of mCAP (Dreuning, Bal, van Nieuwpoort, Euro-Par 2022, section 3).
 
-Layers added one by one.
-A device is given one layer, then one more, and so on, and each time its peak in training is taken:
-`isolated[l]` is the peak of a device that holds layer l alone, `added[l]` how much layer l raised
-the peak of the device that it was added to. A device is full when it has its share of the layers,
-or when the next one would exceed its memory; then the next device begins. mCAP's predictor adds
-these up, a transient peak for each layer among them: it is no upper or lower bound.
+Layers are added one by one to a device, and each time its peak in training is measured:
+`isolated[l]` is the peak of a device with layer l alone, and `added[l]` is the increase of the peak
+of the device to which layer l was added. A device is full when it has its share of the layers, or
+when the next one would exceed its memory; then the next device begins. mCAP's predictor adds these
+up, including a transient peak for each layer, so it is neither an upper nor a lower bound.
 """
 
 from __future__ import annotations
@@ -42,13 +41,12 @@ def incremental_profile(
     layers_per_device: int | None = None,
     device_bytes: int | None = None,
 ) -> ModelProfile:
-    """Return a profile with mCAP's statistics in `facts`.
+    """Return a profile with mCAP's statistics, `isolated` and `added` bytes per layer, in `facts`.
 
-    `isolated` and `added` bytes of each layer.
-    The first layer on a device was added to none, so its `added` is the peak that it alone has.
-    `base` has the layers' own figures, `peak_of` returns the peak of a device that trains layers a
-    up to e. As many layers share a device as `layers_per_device` and `device_bytes` allow, each
-    without a limit if None.
+    The first layer on a device is added to nothing, so its `added` is its peak alone. `base` has
+    the figures of the layers, and `peak_of` returns the peak of a device that trains layers a up to
+    e. As many layers share a device as `layers_per_device` and `device_bytes` allow; None means no
+    limit.
     """
     num = base.num_layers
     isolated = [peak_of(layer, layer + 1) for layer in range(num)]
@@ -69,10 +67,10 @@ def incremental_profile(
 
 
 class Devices:
-    """Trains runs of layers alone, each on a device of its own, and returns their peaks.
+    """A trainer of spans of layers, each alone on a device, that returns their peaks.
 
-    A peak is that of one micro-batch in flight: parameters, gradients and `optimizer_states` more
-    copies, buffers, inputs, activations, gradients and what kernels need.
+    A peak is that of one micro-batch in flight: parameters, gradients and `optimizer_states`
+    additional copies, buffers, inputs, activations, gradients and workspaces of kernels.
     """
 
     def __init__(
@@ -96,7 +94,7 @@ class Devices:
     def peak_bytes(self, first: int, end: int) -> int:
         """Return the peak of a device that trains layers first up to end.
 
-        Equal runs are trained once.
+        Equal spans are trained once.
         """
         layers = tuple((layer.target, layer.options) for layer in self._layers[first:end])
         given = tuple((spec.shape, spec.dtype) for spec in self._given[first])
@@ -125,9 +123,9 @@ class Devices:
 def trained_peak_bytes(call: LayerCall, workspace: Workspace | None = None) -> int:
     """Return the most that a forward and backward of a stage hold at once.
 
-    Counted, or on a GPU the allocator's.
-    Inputs, parameters, their gradients and buffers are not in it; the gradients of the outputs are,
-    and held throughout.
+    It is counted or, on a GPU, measured by the allocator. It does not include inputs, parameters,
+    their gradients, and buffers. It includes the gradients of the outputs, which are held
+    throughout.
     """
     give_gradients(call.module)
     is_cuda = call.device.type == "cuda"
@@ -145,14 +143,14 @@ def trained_peak_bytes(call: LayerCall, workspace: Workspace | None = None) -> i
 
 
 class _Layers(nn.Module):
-    """Layers one after the other, with all the tensors between them."""
+    """Layers in sequence, with all the tensors between them."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
 
     def forward(self, *values: Tensor) -> Any:
-        """Return what the last layer gives."""
+        """Return the output of the last layer."""
         output: Any = values
         for layer in self.layers:
             output = layer(*as_tuple(output))

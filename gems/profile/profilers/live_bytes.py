@@ -1,18 +1,18 @@
-"""Live bytes: the memory that tensors made since a moment hold, now and at most, and what kernels use.
+"""Live bytes: the current and peak memory of tensors made since a moment, and kernels' workspaces.
 
 `torch.distributed._tools.mem_tracker.MemTracker` counts the same storages and returns a whole
-model's peak (`fake.py` prints it). For one layer's forward and backward it is too coarse: it has
-one peak for its lifetime, hooks itself onto the parameters, and counts a gradient that autograd
-adds in place as a second tensor. The last is so because autograd's engine adds two gradients of one
-tensor out of place as soon as any dispatch mode is on, and for fake tensors always. Here such a sum
-takes the place of the gradient that the engine alone holds, as it does in a run.
+model's peak (`fake.py` uses it). For one layer's forward and backward it is too coarse: it has one
+peak for its lifetime, registers hooks on the parameters, and counts a gradient that autograd adds
+in place as a second tensor. The reason for the last is that autograd's engine adds two gradients of
+one tensor out of place if any dispatch mode is active, and always for fake tensors. Here such a sum
+replaces the gradient that only the engine holds, as it does in a run.
 
-No tracker of tensors sees what kernels allocate and free within themselves. On a processor torch
-computes convolutions with oneDNN, which wants channels in blocks: images, weights and gradients are
-copied into blocked layouts and back around each kernel. The sizes here are those of the copies that
-live at once, as the allocator's own events show them for oneDNN 3 (within 5 % for 3x3 and 1x1
-convolutions of 16 channels or more). A GPU's workspaces depend on the algorithm that cuDNN picks
-and are measured, not predicted.
+No tracker of tensors sees the memory that kernels allocate and free internally. On a processor
+torch computes convolutions with oneDNN, which requires channels in blocks: images, weights and
+gradients are copied into blocked layouts and back around each kernel. The sizes here are those of
+the copies that are alive at once, as the allocator's events show for oneDNN 3 (within 5 % for 3x3
+and 1x1 convolutions of 16 channels or more). The workspaces of a GPU depend on the algorithm that
+cuDNN selects; they are measured instead of predicted.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _FORWARD = torch.ops.aten.convolution.default
 _BACKWARD = torch.ops.aten.convolution_backward.default
 _NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
 _BLOCKED = (torch.float32, torch.bfloat16)
-_PLAIN_CHANNELS = 4  # images of fewer channels are read as they are
+_PLAIN_CHANNELS = 4  # images with fewer channels are read without conversion
 
 
 def workspace_of(device: torch.device) -> Workspace | None:
@@ -95,9 +95,9 @@ def _backward_bytes(
 
 
 def _is_blocked(x: Tensor, weight: Tensor, stride: list[int], padding: list[int]) -> bool:
-    """Whether the kernel wants blocked layouts.
+    """Return whether the kernel needs blocked layouts.
 
-    Not a 1x1 convolution of unit stride, which is a matrix product.
+    A 1x1 convolution of unit stride does not, because it is a matrix product.
     """
     is_product = _is_pointwise(weight) and set(stride) == {1} and set(padding) <= {0}
     return x.dtype in _BLOCKED and not is_product
@@ -149,17 +149,17 @@ def storage_of(tensor: Tensor) -> int:
 
 
 def unique_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of tensors, a storage that several share counted once."""
+    """Return the bytes of tensors; a shared storage counts once."""
     return sum(
         {storage_of(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values()
     )
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A counter of the storages that operations make inside a `with` block, until they are freed.
+    """A counter of the storages that operations create inside a `with` block, until they are freed.
 
-    The memory of `given` is not counted. It does not see what a kernel allocates and frees
-    internally: `workspace` returns these bytes, if they are known.
+    The memory of `given` is not counted. Memory that a kernel allocates and frees internally is not
+    seen; `workspace` returns these bytes, if they are known.
     """
 
     def __init__(self, given: Iterable[Tensor] = (), workspace: Workspace | None = None) -> None:
@@ -178,7 +178,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.live_bytes
 
     def count(self, tensor: Tensor) -> None:
-        """Count the memory of a tensor that no operation seen here has made."""
+        """Count the memory of a tensor that was not created by an observed operation."""
         storage = tensor.untyped_storage()
         key = int(storage._cdata)
         if key in self._given:
@@ -203,9 +203,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _is_replaced(self, first: Tensor, result: Tensor) -> bool:
-        """Whether autograd's engine would add to `first` in place.
+        """Return whether autograd's engine would add to `first` in place.
 
-        It alone holds it, and it has no gaps.
+        It does if it alone holds the tensor and the tensor has no gaps.
         """
         dims = sorted(
             (stride, size)
@@ -229,9 +229,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class SavedStorages(torch.autograd.graph.saved_tensors_hooks):
-    """Records the bytes of the storages that autograd saves inside a `with` block, by their IDs.
+    """A recorder of the bytes of storages that autograd saves inside a `with` block, by their IDs.
 
-    With a watch on convolutions `by_convolutions` are those that are saved while one runs.
+    With a watch on convolutions, `by_convolutions` are the storages that are saved while one runs.
     """
 
     def __init__(self, watch: ConvolutionWatch | None = None) -> None:
@@ -253,7 +253,7 @@ class SavedStorages(torch.autograd.graph.saved_tensors_hooks):
 
 
 class AllocatedBytes:
-    """The bytes that the GPU's allocator gives out inside a `with` block, now and at most."""
+    """The current and peak bytes that the GPU's allocator provides inside a `with` block."""
 
     def __enter__(self) -> AllocatedBytes:
         self._before = 0
@@ -265,18 +265,18 @@ class AllocatedBytes:
 
     @property
     def peak_bytes(self) -> int:
-        """The most at once so far."""
+        """The peak so far."""
         return torch.cuda.max_memory_allocated() - self._before
 
     def restart(self) -> int:
-        """Start a new peak from what is given out, and return that."""
+        """Start a new peak from the allocated bytes, and return these."""
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated() - self._before
 
 
 class _UsesInSum(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records how often the first operand of a sum is held."""
+    """A mode that records how often the first operand of a sum is referenced."""
 
     found: Uses = (0, 0)
 
@@ -289,7 +289,7 @@ class _UsesInSum(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @cache
 def _uses_of_engine() -> Uses:
-    """Return the reference counts of a gradient that the engine alone holds, as seen in a mode."""
+    """Return the reference counts of a gradient that only the engine holds, as seen in a mode."""
     with disable_current_modes(), torch.enable_grad():
         x = torch.zeros(1, requires_grad=True).view(1)
         y = torch.sin(x) + torch.cos(x)

@@ -1,11 +1,11 @@
-"""Measure the profile of this device: run and time every distinct layer here, alone.
+"""Measure the profile of this device: run and time every distinct layer separately.
 
 The times are medians over repetitions: of a forward, of a whole backward, and of a backward in
 which no parameter needs a gradient. The last is the time of the input gradient; the rest of the
 whole backward is the time of the weight gradient. A split backward computes the two separately,
-which takes longer: this is timed as the engine runs it, and so is a selective recompute. A full
-recompute takes the time of a forward. On a CPU, bytes are counted as for fake tensors; on a GPU the
-allocator's own peaks are taken.
+which takes longer; it is timed as the engine runs it, and so is a selective recompute. A full
+recompute takes the time of a forward. On a CPU, bytes are counted as for fake tensors; on a GPU,
+the allocator's own peaks are used.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ from gems.profile.profilers.live_bytes import workspace_of
 from gems.utils.host_memory import keep_freed_memory
 
 WARM_UP_RUNS = 2
-# small layers run more often than they are asked to: until they took so long, and at most so many
-# times
+# small layers run more often than requested: until the runs took this long, and at most this often
 MIN_TIMED_S = 0.05
 MAX_RUNS = 50
 _SEED = 0
@@ -54,7 +53,7 @@ def measured_profile(
     """Return the profile of a model on this process's device.
 
     Raises:
-        ConfigError: As `open_device`, or a layer does not fit the device.
+        ConfigError: As in `open_device`, or a layer does not fit the device.
     """
     lab = device_lab(machine, Precision.of(dtype), repetitions)
     held = library_bytes(lab.device)
@@ -76,7 +75,7 @@ def device_lab(machine: MachineConfig, dtype: Precision, repetitions: int = 1) -
     """Return the lab that runs and times layers on this process's device.
 
     Raises:
-        ConfigError: As `open_device`.
+        ConfigError: As in `open_device`.
     """
     device = open_device(machine)
 
@@ -90,9 +89,9 @@ def device_lab(machine: MachineConfig, dtype: Precision, repetitions: int = 1) -
 
 @cache
 def library_bytes(device: torch.device) -> int:
-    """Return the bytes that cuBLAS and cuDNN take of torch's allocator on first use, and keep.
+    """Return the bytes that cuBLAS and cuDNN allocate from torch on first use, and keep.
 
-    autograd runs backward in a thread of its own, which has its own workspace.
+    autograd runs backward in its own thread, which has its own workspace.
     """
     if device.type == "cpu":
         return 0
@@ -108,7 +107,7 @@ def library_bytes(device: torch.device) -> int:
 
 
 def open_device(machine: MachineConfig) -> torch.device:
-    """Return the device to measure on.
+    """Return the device on which to measure.
 
     Raises:
         ConfigError: machine.device is cuda, but torch sees no GPU.
@@ -118,7 +117,7 @@ def open_device(machine: MachineConfig) -> torch.device:
         raise ConfigError("machine.device", "cuda", "torch sees no GPU here", advice)
     device = machine_device(machine)
     if device.type == "cpu":
-        keep_freed_memory()  # as the ranks of a run do
+        keep_freed_memory()  # like the ranks of a run
     else:
         choose_kernels(machine)
     return device

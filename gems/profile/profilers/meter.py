@@ -40,11 +40,11 @@ from gems.profile.profilers.live_bytes import (
 class Output:
     """One tensor that a layer passes on.
 
-    `number` tells the layer's tensors apart: a tensor that is passed on twice has one number.
-    `same_as` is the input that this tensor is, `given` the input whose memory it is in. If `given`
-    is None, the layer made the memory, and `made` is its number. `is_saved` says that the layer
-    itself saves the tensor, `is_conv_input` that a convolution in it does, `is_product` that a
-    convolution or a matrix product made it.
+    `number` distinguishes the layer's tensors: a tensor that is passed on twice has one number.
+    `same_as` is the input that equals this tensor, and `given` the input whose memory it uses. If
+    `given` is None, the layer made the memory, and `made` is its number. `is_saved` means that the
+    layer itself saves the tensor, `is_conv_input` that a convolution in it does, and `is_product`
+    that a convolution or a matrix product made it.
     """
 
     layout: Layout
@@ -68,9 +68,10 @@ class LayerMeter:
     """The bytes of a layer, independent of its neighbours.
 
     `layer` has the fields that do not depend on them. `saved_inputs` are the inputs whose memory
-    the layer saves, `conv_inputs` those that a convolution in it saves, `held_inputs` those that
-    its weight gradients read. `left_bytes` is what its forward leaves: stash and outputs. `inner`
-    is the memory that it makes and does not pass on: saved tensors, and results of products.
+    the layer saves, `conv_inputs` those that a convolution in it saves, and `held_inputs` those
+    that its weight gradients read. `left_bytes` is the size of stash and outputs after its forward.
+    `inner` is the memory that it makes and does not pass on: saved tensors, and results of
+    products.
     """
 
     layer: LayerProfile
@@ -86,8 +87,8 @@ class LayerMeter:
 class BackwardMeter:
     """The peak of a layer's backward and its gradients.
 
-    The peak does not include what is saved and what its stage was given. `input_gradients` has an
-    entry for each input, None if it gets no gradient.
+    The peak does not include saved tensors and what its stage received. `input_gradients` has an
+    entry for each input, or None if it gets no gradient.
     """
 
     peak_bytes: int
@@ -97,8 +98,8 @@ class BackwardMeter:
 def meter(call: LayerCall, workspace: Workspace | None = None) -> LayerMeter:
     """Run a layer forward on tensors, real or fake, and return its bytes.
 
-    Its running statistics change. `workspace` gives the bytes that kernels use internally. On a GPU
-    the peak of forward is the allocator's.
+    Its running statistics change. `workspace` returns the bytes that kernels use internally. On a
+    GPU the peak of forward is the allocator's.
     """
     give_gradients(call.module)
     known = call.static_tensors()
@@ -119,7 +120,7 @@ def meter(call: LayerCall, workspace: Workspace | None = None) -> LayerMeter:
         forward_peak = max(left, _forward_peak(call, AllocatedBytes()))
 
     def recomputed_peak(*keeping: AbstractContextManager[object]) -> int:
-        """Return the peak of a forward of which nothing is kept except by `keeping`."""
+        """Return the peak of a forward of which only `keeping` keeps anything."""
         hooks = torch.autograd.graph.saved_tensors_hooks(_drop, _drop)
         return _forward_peak(call, LiveBytes(known, workspace), hooks, *keeping)
 
@@ -152,7 +153,7 @@ def meter_backward(
 ) -> BackwardMeter:
     """Run a layer forward and backward, and return the bytes of its backward.
 
-    `gradients` are the gradients of the outputs, None for an output that nothing after it reads.
+    `gradients` are the gradients of the outputs, or None for an output that is not read later.
     Weight gradients are added to existing ones. On a GPU the peak is the allocator's.
     """
     give_gradients(call.module)
@@ -260,7 +261,7 @@ def _cheap_peak(call: LayerCall, workspace: Workspace | None) -> int:
     random = RandomState(call.module, call.device)
     with RecordMatmuls(products, random):
         Run(call).forward()
-    # kept until the end: other memory must not get the address of a dropped product
+    # keep them until the end, so that other memory does not get the address of a dropped product
     kept = list(products.tensors())
     live = LiveBytes([*call.static_tensors(), *kept], workspace)
     return _forward_peak(call, live, ReplayMatmuls(products, random))
@@ -270,7 +271,7 @@ def _held_for_weights(call: LayerCall) -> tuple[int, tuple[int, ...], int]:
     """Return what a split backward keeps of a layer between I and W, by running its I.
 
     Returns:
-        All kept bytes, the inputs among them, and the bytes of the gradients of outputs among them.
+        All kept bytes, the inputs among them, and the bytes of output gradients among them.
     """
     later = DeferredGradients()
     with SplitLayers(nn.ModuleList([call.module])).defer_to(later):

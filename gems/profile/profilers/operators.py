@@ -1,7 +1,7 @@
-"""Child process: reads a resolved run as JSON on stdin, prints its operators' graph with times and bytes.
+"""Child process: read a resolved run as JSON on stdin, and print its operators' graph as JSON.
 
-As in the fake profile: fake tensors give the bytes, the roofline of `machine=` the times, of each
-operator alone.
+Operators have times and bytes as in the fake profile: fake tensors determine the bytes, and the
+roofline of `machine=` the times, of each operator separately.
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ def take(spec: RunSpec) -> OpGraph:
     """Return the operators of a resolved run's model on one micro-batch, on its machine.
 
     An operator holds its parameters, their gradients, the optimizer's state, and what its forward
-    leaves. The gradients of an output that several read are added up in the backward of the
-    operator that made it. Raises ConfigError if the machine has no rate for the dtype.
+    leaves. If several operators read an output, its gradients are added in the backward of the
+    operator that made it.
+
+    Raises:
+        ConfigError: The machine has no rate for the dtype.
     """
     precision = Precision.of(spec.train.precision)
     kind = precision.compute

@@ -1,6 +1,6 @@
-"""How much of each layer's work is in each strip, by the rows that its operations make there and their products.
+"""The share of each layer's work in each strip, by the rows of its operations and their products.
 
-As a child process it reads a resolved run as JSON on stdin, and prints the work of its layers.
+As a child process, it reads a resolved run as JSON on stdin, and prints the work of its layers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def take(spec: RunSpec) -> StripWork:
     """Return the work of the layers of a resolved run by strip.
 
     Raises:
-        ConfigError: a layer that needs the whole image.
+        ConfigError: A layer needs the whole image.
     """
     precision = Precision.of(spec.train.layer_dtype)
     layers = layers_of(spec.model, spec.data)

@@ -1,8 +1,8 @@
 """The strips of stages on fake tensors.
 
-Each runs forward and backward as in a run, and what it keeps is counted.
-Strips that run on equal shapes are run once. As a child process it reads a resolved run as JSON on
-stdin, cut at parallel.boundaries, and prints its strip profile.
+Each strip runs forward and backward as in a run, and the bytes that it keeps are counted. Strips
+with equal shapes run once. As a child process, it reads a resolved run as JSON on stdin, cut at
+parallel.boundaries, and prints its strip profile.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def take(spec: RunSpec) -> StripProfile:
     """Return the strips of a resolved run that is cut at parallel.boundaries.
 
     Raises:
-        ConfigError: a layer that needs the whole image.
+        ConfigError: A layer needs the whole image.
     """
     boundaries = spec.parallel.boundaries
     assert boundaries is not None
@@ -55,7 +55,7 @@ def take(spec: RunSpec) -> StripProfile:
 
 
 def images(spec: RunSpec, precision: Precision) -> Boundary:
-    """Return what the first stage of a resolved run takes."""
+    """Return the input of the first stage of a resolved run."""
     given = input_spec(spec.data, spec.parallel.micro_batch_size, precision.compute)
     return Boundary.even(given.shape, given.dtype, spec.parallel.strips)
 
@@ -66,7 +66,7 @@ def stage_of(
     """Return layers on a lab's tensors, and their streaming form.
 
     Raises:
-        ConfigError: a layer that needs the whole image.
+        ConfigError: A layer needs the whole image.
     """
     modules = nn.ModuleList([lab.build(layer, place).train() for place, layer in enumerate(layers)])
     named = [(layer.name, module) for layer, module in zip(layers, modules, strict=True)]
@@ -79,10 +79,10 @@ def stage_of(
 class _Forward(NamedTuple):
     """A strip whose forward has run.
 
-    `saved` and `by_loss` are the bytes of storages that it and the loss have saved, `edges` the
-    ends of its graph, of the outputs first, with shape and type of the gradients that arrive there,
-    of which the first `num_received` come from elsewhere. `loss` is the end of the loss's graph,
-    with the places where the gradients of outputs arrive.
+    `saved` and `by_loss` are the bytes of storages that the strip and the loss have saved. `edges`
+    are the ends of its graph, outputs first, with shape and type of the gradients that arrive
+    there; the first `num_received` gradients come from elsewhere. `loss` is the end of the loss's
+    graph, with the places at which the gradients of outputs arrive.
     """
 
     saved: dict[int, int]
@@ -96,7 +96,7 @@ class _Forward(NamedTuple):
 
 
 class _Strips:
-    """Runs the strips of a stage, on fake tensors."""
+    """The strips of a stage, which run on fake tensors."""
 
     def __init__(
         self,
@@ -131,9 +131,9 @@ class _Strips:
         return strip == self._form.strips - 1
 
     def _measure(self, strip: int, flags: Sequence[bool]) -> tuple[StripBytes, list[bool]]:
-        """Return the bytes of a strip, and which of what it leaves needs a gradient.
+        """Return the bytes of a strip, and which tensors that it leaves need a gradient.
 
-        `flags` are those of the last.
+        `flags` are those of the previous strip.
         """
         inputs = [
             (
@@ -214,7 +214,7 @@ class _Strips:
         )
 
     def _before(self, strip: int) -> list[Tensor]:
-        """Return what earlier strips of the last stage have given, for the loss after the last strip."""
+        """Return the outputs of earlier strips in the last stage, for the loss."""
         if self._loss is None or not self._is_last(strip):
             return []
         return [
@@ -232,7 +232,7 @@ class _Strips:
         before: Sequence[Tensor],
         deferred: DeferredGradients | None,
     ) -> _Forward:
-        """Run a strip; `carried` has what it was left, and whether that needs a gradient."""
+        """Run a strip; `carried` has its carried tensors, and whether they need gradients."""
         begun = [
             (
                 each
@@ -270,7 +270,7 @@ class _Strips:
     def _whole(
         self, outputs: Sequence[Tensor | None], before: Sequence[Tensor], cuts: list[Cut]
     ) -> Any:
-        """Return what the loss is given: the rows of all strips, whose gradients arrive at `cuts`."""
+        """Return the loss's input: the rows of all strips, whose gradients arrive at `cuts`."""
 
         def cut(tensor: Tensor | None) -> Tensor | None:
             if tensor is None or not tensor.is_floating_point():
@@ -288,7 +288,7 @@ class _Strips:
     def _backward(self, made: _Forward, live: LiveBytes) -> tuple[int, list[Tensor]]:
         """Run backward from all ends.
 
-        Return its peak beyond what is saved, and the gradients that were received.
+        Return its peak beyond the saved tensors, and the received gradients.
         """
         edges = list(made.edges)
         num_received = made.num_received

@@ -1,4 +1,4 @@
-"""Child process: reads a resolved run as JSON on stdin, and prints its profile as JSON."""
+"""Child process: read a resolved run as JSON on stdin, and print its profile as JSON."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from gems.utils.registry import load_plugins
 
 
 def take(spec: RunSpec) -> ModelProfile:
-    """Take the profile of a resolved run.
+    """Return the profile of a resolved run.
 
-    Raises ConfigError for a device or rate that the machine does not have.
+    Raises:
+        ConfigError: The machine lacks the device or a rate.
     """
     profile = spec.profile
     machine = spec.machine
@@ -45,7 +46,10 @@ def take(spec: RunSpec) -> ModelProfile:
 
 
 def layers_per_device(spec: RunSpec) -> int | None:
-    """Return how many layers share a device in mCAP's runs on as many devices as the pipeline has ranks."""
+    """Return how many layers share a device in mCAP's runs.
+
+    mCAP uses as many devices as the pipeline has ranks.
+    """
     num_layers = len(layers_of(spec.model, spec.data))
     num_devices = spec.parallel.partitions
     return None if num_devices < 3 else (num_layers - 2) // (num_devices - 2) + 1
