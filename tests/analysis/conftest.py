@@ -17,7 +17,7 @@ from gems.schedule.lower import lower
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import Simulation
 from gems.trace import DTYPES, KINDS, STREAMS, Trace, TracePart, part_path, root_attributes
-from tests.schedule.drawings import play
+from tests.helpers.drawings import play
 
 STASH_BYTES = 3 << 20
 WEIGHT_BYTES = 5 << 20

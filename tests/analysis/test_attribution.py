@@ -12,7 +12,7 @@ import pytest
 
 from analysis.attribution.causes import CAUSES, attribute
 from gems.schedule import published
-from tests.analysis.attributed import check_sums, spec_of, trace_of
+from tests.helpers.attributed import check_sums, spec_of, trace_of
 
 # 1F1B, 4 ranks, 8 micro-batches, f = i = w = 1: 24 units of compute a rank, and a bubble of 3
 # micro-batches.

@@ -21,7 +21,7 @@ from analysis.cli.summary import summary_table
 from analysis.metrics.run_metrics import run_metrics
 from analysis.plots.waterfall import waterfall_figure
 from gems.trace import Trace, write_trace
-from tests.analysis.attributed import spec_of, trace_of
+from tests.helpers.attributed import spec_of, trace_of
 
 
 @pytest.fixture(scope="module")

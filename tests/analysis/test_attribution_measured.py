@@ -13,7 +13,7 @@ from analysis.attribution.graph import build_graph, schedule_from
 from analysis.attribution.measured import measure
 from gems.errors import ConfigError
 from gems.trace import KINDS, LayerTimes, Trace
-from tests.analysis.attributed import by_hand, check_sums, spec_of, trace_of
+from tests.helpers.attributed import by_hand, check_sums, spec_of, trace_of
 
 ONE_RANK = ("0F0 0B0 0REDUCE_GRAD 0STEP",)
 TWO_RANKS = ("0F0 0SEND_F0 0RECV_B0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0")

@@ -19,7 +19,7 @@ from gems.schedule.formats.torch_csv import to_torch_csv
 from gems.schedule.lower import lower
 from gems.schedule.placement import linear
 from gems.schedule.schedule import Schedule
-from tests.schedule.drawings import with_rows
+from tests.helpers.drawings import with_rows
 
 COLOURS = {(look.kinds[0], look.shade): look.colour for look in LOOKS}
 

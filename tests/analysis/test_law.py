@@ -18,7 +18,7 @@ from analysis.scaling.fits import (
 )
 from analysis.scaling.law import Row, fit_law
 from analysis.scaling.points import Point
-from tests.analysis.planted import noisy, point
+from tests.helpers.planted import noisy, point
 
 RANKS = (1, 2, 4, 8, 16, 32, 64)
 

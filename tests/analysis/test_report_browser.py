@@ -14,9 +14,9 @@ import pytest
 
 from analysis.report.build import build_report
 from gems.trace import Trace
-from tests.analysis.browser import Page, browser, find_browser
 from tests.analysis.conftest import Simulated
 from tests.analysis.test_report_page import EVIL, write_run
+from tests.helpers.browser import Page, browser, find_browser
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(200)]
 MS = 1_000_000

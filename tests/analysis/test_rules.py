@@ -12,7 +12,7 @@ import pytest
 
 from analysis.scaling.points import Point, Setting
 from analysis.scaling.rules import Rule, check_rules, rule_lines
-from tests.analysis.planted import KNOWN, noisy, point
+from tests.helpers.planted import KNOWN, noisy, point
 
 SPREAD = (0.95, 1.0, 1.0, 1.0, 1.0, 1.05, 1.0, 1.0)
 

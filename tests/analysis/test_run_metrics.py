@@ -13,7 +13,7 @@ from analysis.io.run_config import RunFacts, run_facts
 from analysis.metrics.run_metrics import Metrics, run_metrics, step_times_s
 from gems.errors import ConfigError
 from gems.trace import DTYPES, KINDS, Trace, root_attributes
-from tests.schedule.closed_forms import bubble
+from tests.helpers.closed_forms import bubble
 
 MS = 1_000_000
 CASES = [

@@ -22,7 +22,7 @@ from analysis.scaling.fits import fit_points
 from analysis.scaling.points import Point, base_points, point_rows, read_points
 from gems.config.schema import ParallelConfig, RunSpec, ScheduleConfig
 from gems.trace import DTYPES, Trace, root_attributes, write_trace
-from tests.analysis.planted import noisy, point
+from tests.helpers.planted import noisy, point
 
 SERIAL = 0.01
 Runs = Callable[..., list[Path]]

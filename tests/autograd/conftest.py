@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.models.cutting import one_thread
+from tests.helpers.cutting import one_thread
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from gems.cli.framework import HYDRA_FLAGS
 from gems.config.overrides import options_of, valid_keys
 from gems.config.schema import RunSpec
-from tests.commands import MINE, SEEN, Gems, Said, check_refusal, runner
+from tests.helpers.commands import MINE, SEEN, Gems, Said, check_refusal, runner
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -11,7 +11,7 @@ import pytest
 from gems.__main__ import VERBS
 from gems.cli.framework import Options
 from gems.config.schema import RunSpec
-from tests.commands import MINE, SEEN, Gems, check_refusal, runner
+from tests.helpers.commands import MINE, SEEN, Gems, check_refusal, runner
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ import gems.simulation.memory_case
 import gems.simulation.profiled_costs
 from gems.memory.registry import POLICIES
 from gems.profile import ModelProfile
-from tests.commands import Gems, check_refusal, runner
-from tests.partition.profiles import random_profile
+from tests.helpers.commands import Gems, check_refusal, runner
+from tests.helpers.profiles import random_profile
 
 RUN = (
     "data=synthetic",

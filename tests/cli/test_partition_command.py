@@ -15,8 +15,8 @@ import gems.simulation.memory_case
 import gems.simulation.profiled_costs
 from gems.partition.methods import METHODS
 from gems.profile import ModelProfile
-from tests.commands import Gems, check_refusal, runner
-from tests.partition.profiles import random_profile
+from tests.helpers.commands import Gems, check_refusal, runner
+from tests.helpers.profiles import random_profile
 
 RUN = ("data=synthetic", "model=resnet20_v1", "parallel.partitions=4", "parallel.micro_batches=8")
 PLAIN_RUN = (*RUN, "schedule=1f1b")

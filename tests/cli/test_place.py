@@ -15,7 +15,7 @@ from gems.errors import ConfigError
 from gems.partition.dlplacer import cp_sat
 from gems.partition.dlplacer.place import TOLERANCE
 from gems.profile.operator_graph import Op, OpGraph
-from tests.commands import Gems, check_refusal, runner
+from tests.helpers.commands import Gems, check_refusal, runner
 
 RUN = ("place", "machine=v100", "data=synthetic", "data.height_px=128", "data.width_px=128")
 FAST = ("machine.link_bytes_per_s=50e9", "machine.link_latency_s=1e-6")

@@ -19,9 +19,9 @@ from gems.config.compose import compose
 from gems.config.resolve import global_batch, run_id
 from gems.config.schema import RunSpec
 from gems.plan.evaluate import evaluate, simulate
-from tests.commands import Gems, check_refusal, runner
-from tests.partition.profiles import random_profile
-from tests.planners import NUM_LAYERS, RUN, made_up, sized
+from tests.helpers.commands import Gems, check_refusal, runner
+from tests.helpers.planners import NUM_LAYERS, RUN, made_up, sized
+from tests.helpers.profiles import random_profile
 
 ASKED = ("plan", *RUN, "parallel.gpus=4", "--global-batch", "4", "--budget", "2")
 

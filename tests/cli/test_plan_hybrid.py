@@ -23,8 +23,8 @@ from gems.profile import ModelProfile
 from gems.simulation.build import lowered_schedule
 from gems.simulation.costs import RunCosts
 from gems.simulation.prediction import Prediction
-from tests.commands import Gems, check_refusal, runner
-from tests.partition.profiles import random_profile
+from tests.helpers.commands import Gems, check_refusal, runner
+from tests.helpers.profiles import random_profile
 
 PLAN = {
     "plan": Verb(

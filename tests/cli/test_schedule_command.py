@@ -16,7 +16,7 @@ from gems.config.schema import CostConfig, ParallelConfig, RunSpec, ScheduleConf
 from gems.errors import ConfigError, ScheduleError
 from gems.schedule.formats.schedule_json import from_json
 from gems.schedule.validate import validate
-from tests.schedule.drawings import play, uniform_cost
+from tests.helpers.drawings import play, uniform_cost
 
 ROOT = Path(__file__).resolve().parents[2]
 

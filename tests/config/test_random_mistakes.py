@@ -30,9 +30,9 @@ from gems.models import layers_of
 from gems.profile import LayerProfile, ModelProfile, store
 from gems.profile.store import versions
 from jobs.__main__ import VERBS as JOBS
-from tests.commands import Said
-from tests.wrong_files import MANGLED, Folder
-from tests.wrong_words import (
+from tests.helpers.commands import Said
+from tests.helpers.wrong_files import MANGLED, Folder
+from tests.helpers.wrong_words import (
     CONTRARY,
     FORMS,
     PERHAPS,

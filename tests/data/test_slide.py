@@ -538,7 +538,7 @@ class TestReading:
     def test_workers_and_a_resumed_run_read_the_same(self, folder: Path) -> None:
         torch = pytest.importorskip("torch")
         from gems.engine.batch_loader import BatchLoader
-        from tests.engine.toys import make_spec
+        from tests.helpers.toys import make_spec
 
         dataset = opened(folder, augment=True, tissue_share=0)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import PAGES, ROOT, blocks, name
+from tests.helpers.pages import PAGES, ROOT, blocks, name
 
 pytestmark = [pytest.mark.docs, pytest.mark.timeout(900)]
 COMMAND_LIMIT_S = 300.0

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.docs.pages import ROOT, blocks
+from tests.helpers.pages import ROOT, blocks
 
 PAGE = ROOT / "docs" / "how-to" / "extend.md"
 FILES = ("my_schedules.py", "my_policies.py", "my_data.py")

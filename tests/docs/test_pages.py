@@ -12,7 +12,7 @@ from analysis.__main__ import VERBS as ANALYSIS_VERBS
 from gems.__main__ import VERBS as GEMS_VERBS
 from gems.config.schema import RunSpec
 from jobs.__main__ import VERBS as JOBS_VERBS
-from tests.docs.pages import PAGES, ROOT, Block, anchors, blocks, code_words, links, name, prose
+from tests.helpers.pages import PAGES, ROOT, Block, anchors, blocks, code_words, links, name, prose
 
 pytestmark = pytest.mark.docs
 MAX_README_WORDS = 1500

@@ -22,8 +22,8 @@ from gems.schedule.ledger import peaks
 from gems.schedule.lower import compute_only, lower
 from gems.schedule.validate import validate
 from gems.trace import KINDS
-from tests.engine.planned import watch
-from tests.engine.rig import SIZE, WIDTH, Rig, images_and_labels
+from tests.helpers.planned import watch
+from tests.helpers.rig import SIZE, WIDTH, Rig, images_and_labels
 
 DEEP = 24
 PER_TENSOR = SIZE * WIDTH * 4

@@ -18,9 +18,9 @@ from gems.engine.supervision.recorder import Recorder
 from gems.schedule.action import Action
 from gems.schedule.placement import Placement
 from gems.schedule.schedule import Schedule
-from tests.device import DEVICE, ON_GPU, forget_races
-from tests.engine.planned import assert_nothing_left, assert_same_bits, rig_of, step
-from tests.engine.rig import WIDTH
+from tests.helpers.device import DEVICE, ON_GPU, forget_races
+from tests.helpers.planned import assert_nothing_left, assert_same_bits, rig_of, step
+from tests.helpers.rig import WIDTH
 
 PLACE = (0, 0, 0)
 

@@ -15,7 +15,7 @@ from gems.data import open_dataset
 from gems.data.dataset import batch_indices
 from gems.engine.batch_loader import BatchLoader
 from gems.errors import ConfigError
-from tests.engine.toys import NumberedDataset, make_spec
+from tests.helpers.toys import NumberedDataset, make_spec
 
 CPU = torch.device("cpu")
 

@@ -18,8 +18,8 @@ from gems.errors import ConfigError
 from gems.models import layers_of
 from gems.models.build import build_layers
 from gems.runs.folder import RunFolder
-from tests.engine.toys import make_spec
-from tests.small_disk import small_disk
+from tests.helpers.small_disk import small_disk
+from tests.helpers.toys import make_spec
 
 
 def share(

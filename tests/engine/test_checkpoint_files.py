@@ -33,7 +33,7 @@ from gems.engine.checkpoint.state import HostCopy
 from gems.engine.checkpoint.state_dict import read_state_dict
 from gems.errors import ConfigError
 from gems.runs.prepare import prepare
-from tests.engine.toys import make_spec
+from tests.helpers.toys import make_spec
 
 TENSORS = {
     "a/b": torch.arange(6, dtype=torch.float32).reshape(2, 3),

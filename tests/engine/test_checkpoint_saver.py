@@ -25,8 +25,8 @@ from gems.runs.failure_cause import FailureCause, classify_error
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat
 from gems.utils.atomic_io import read_json
-from tests.engine.toys import make_spec
-from tests.small_disk import SmallDisk, small_disk
+from tests.helpers.small_disk import SmallDisk, small_disk
+from tests.helpers.toys import make_spec
 
 LIMIT_S = 60
 

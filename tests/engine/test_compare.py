@@ -9,8 +9,8 @@ import torch
 
 from gems.engine.verification import compare as module
 from gems.engine.verification.compare import compare, relative_error
-from tests.device import DEVICE
-from tests.engine.toys import make_spec
+from tests.helpers.device import DEVICE
+from tests.helpers.toys import make_spec
 
 
 def test_the_largest_error_is_relative_to_its_own_tensor():

@@ -20,7 +20,7 @@ from gems.schedule.placement import Placement, linear
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import simulate
 from gems.trace import COLUMNS, KINDS
-from tests.engine.rig import ListPart
+from tests.helpers.rig import ListPart
 
 NAMES = [name for name, *_ in COLUMNS["events"]]
 UNIT_S = 0.0005

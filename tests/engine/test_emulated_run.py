@@ -14,7 +14,7 @@ from gems.runs.heartbeat import read_beat
 from gems.runs.prepare import prepare
 from gems.trace import KINDS, SOURCES, part_path, read_part
 from gems.utils.atomic_io import read_json
-from tests.engine.toys import make_spec
+from tests.helpers.toys import make_spec
 
 NUM_RANKS = 3
 NUM_STEPS = 3

@@ -21,8 +21,8 @@ from gems.schedule.lower import lower
 from gems.schedule.placement import Placement
 from gems.schedule.schedule import Schedule
 from gems.schedule.validate import validate
-from tests.engine.rig import SIZE, WIDTH, N, Rig, images_and_labels
-from tests.engine.toys import Fork, Join, Mix, Pass
+from tests.helpers.rig import SIZE, WIDTH, N, Rig, images_and_labels
+from tests.helpers.toys import Fork, Join, Mix, Pass
 
 
 def on_one_rank(num_stages: int, order: str) -> Schedule:

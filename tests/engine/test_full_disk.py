@@ -18,9 +18,9 @@ from gems.runs.heartbeat import Heartbeat
 from gems.runs.prepare import prepare
 from gems.trace import part_path, read_part
 from gems.utils.atomic_io import read_json, reserve
-from tests.device import DEVICE
-from tests.engine.toys import make_spec
-from tests.small_disk import SmallDisk, small_disk
+from tests.helpers.device import DEVICE
+from tests.helpers.small_disk import SmallDisk, small_disk
+from tests.helpers.toys import make_spec
 
 STEPS = 23
 EVERY = 5

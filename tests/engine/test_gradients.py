@@ -14,8 +14,8 @@ from gems.engine.optimization.gradients import Gradients
 from gems.engine.optimization.optimizer import build_optimizer, state_bytes
 from gems.engine.optimization.parameter_groups import NumberedLayer
 from gems.engine.transport.mpi import Transport
-from tests.device import DEVICE, ON_GPU
-from tests.engine.toys import make_spec
+from tests.helpers.device import DEVICE, ON_GPU
+from tests.helpers.toys import make_spec
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from gems.launch.mpich_cleanup import remove_stale_shared_memory
 from gems.runs.heartbeat import Beat, read_beat
 from gems.runs.prepare import prepare
 from gems.utils.atomic_io import read_json
-from tests.engine.toys import make_spec
+from tests.helpers.toys import make_spec
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_RANKS = 3
@@ -51,7 +51,7 @@ class Run:
 
     def __init__(self, path: Path, *block: str, **changes: object) -> None:
         self.folder = prepare(make_spec("1f1b", NUM_RANKS, runs_dir=str(path), **CHANGES | changes))
-        module = ["tests.engine.blocked_rank"] if block else ["gems.engine.run"]
+        module = ["tests.helpers.blocked_rank"] if block else ["gems.engine.run"]
         self._argv = mpiexec_argv(
             NUM_RANKS, [sys.executable, "-m", *module, str(self.folder.path), *block]
         )

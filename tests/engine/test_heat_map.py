@@ -17,7 +17,7 @@ from gems.cli.predict import unlabelled, write_list
 from gems.config.schema import DataConfig
 from gems.data import open_dataset
 from gems.engine.evaluation.heat_map import heat, write_heat_maps
-from tests.engine.toys import make_spec
+from tests.helpers.toys import make_spec
 
 pytest.importorskip("openslide")
 SIDE = 64

@@ -15,8 +15,8 @@ import pytest
 from gems.engine.supervision.loggers import CsvLogger, Loggers, open_loggers, settings
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
-from tests.engine.toys import make_spec
-from tests.small_disk import small_disk
+from tests.helpers.small_disk import small_disk
+from tests.helpers.toys import make_spec
 
 NAMES = ("train_loss", "learning_rate", "validation_accuracy")
 

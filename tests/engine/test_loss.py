@@ -18,7 +18,7 @@ from gems.engine.loss import Loss, StepWeight, SummedLoss, open_loss
 from gems.errors import ConfigError
 
 CPU = torch.device("cpu")
-OWN = "tests.engine.own_losses"
+OWN = "tests.helpers.own_losses"
 CLASSES = 3
 SOURCES = {  # of shapes of outputs and labels of 7 samples
     "classification": (DataConfig(num_classes=CLASSES), (7, CLASSES)),

@@ -9,7 +9,7 @@ from torch.optim import lr_scheduler
 
 from gems.engine.optimization.lr_schedule import LrSchedule
 from gems.errors import ConfigError
-from tests.engine.toys import make_spec
+from tests.helpers.toys import make_spec
 
 STEPS = 12
 

@@ -22,9 +22,9 @@ from gems.models.build import TensorSpec
 from gems.schedule.action import Action, Kind
 from gems.schedule.placement import Placement
 from gems.schedule.schedule import Schedule
-from tests.device import DEVICE
-from tests.engine.rig import ListPart, staging_for_mpi
-from tests.engine.toys import make_spec
+from tests.helpers.device import DEVICE
+from tests.helpers.rig import ListPart, staging_for_mpi
+from tests.helpers.toys import make_spec
 
 MAP = (2, 3, 4, 5)
 VECTOR = (2, 7)

@@ -31,8 +31,8 @@ from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
 from gems.utils.atomic_io import read_json
 from gems.utils.units import GIB, MIB
-from tests.device import DEVICE, NAME, ON_GPU
-from tests.engine.toys import make_spec
+from tests.helpers.device import DEVICE, NAME, ON_GPU
+from tests.helpers.toys import make_spec
 
 HUGE = 10**14  # bytes that no machine gives
 ASKED = (

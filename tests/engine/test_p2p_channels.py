@@ -27,8 +27,8 @@ from gems.schedule.placement import Placement
 from gems.schedule.schedule import Schedule
 from gems.schedule.strips import with_strips
 from gems.trace import KINDS
-from tests.device import DEVICE
-from tests.engine.rig import LateTransport, ListPart, staging_for_mpi
+from tests.helpers.device import DEVICE
+from tests.helpers.rig import LateTransport, ListPart, staging_for_mpi
 
 
 @pytest.fixture(autouse=True)

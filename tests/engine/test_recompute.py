@@ -13,7 +13,7 @@ from torch.nn import functional
 from gems.autograd.outputs import as_tuple
 from gems.autograd.recompute import matmul_outputs as products
 from gems.autograd.recompute.recompute import Recomputation, RecomputeContext
-from tests.engine.recompute_rig import (
+from tests.helpers.recompute_rig import (
     CHANNELS,
     NETS,
     SHAPE,

@@ -9,7 +9,7 @@ from gems.autograd.storages import tensor_bytes
 from gems.engine.supervision.recorder import COMPUTE, LINK, Recorder
 from gems.schedule.action import Action, Kind
 from gems.trace import COLUMNS, DTYPES, KINDS, TracePart, read_part, root_attributes
-from tests.engine.rig import ListPart
+from tests.helpers.rig import ListPart
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)

@@ -30,7 +30,7 @@ from gems.runs.heartbeat import Beat, read_beat
 from gems.runs.prepare import prepare
 from gems.trace import KINDS, part_path, read_part
 from gems.utils.atomic_io import read_json
-from tests.engine.toys import make_spec
+from tests.helpers.toys import make_spec
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_RANKS = 2
@@ -312,7 +312,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_a_finite_checkpoint(
         data__width_px=8,
         model__name="toy_fuse",
         model__width=6 * forwards_of_a_step,
-        plugins=["tests.engine.toys"],
+        plugins=["tests.helpers.toys"],
         plugins_dir=str(ROOT),
         train__steps=9,
         train__checkpoint_steps=3,

@@ -23,8 +23,8 @@ from gems.profile.profilers.fake import fake_profile
 from gems.schedule import generate
 from gems.schedule.lower import lower
 from gems.schedule.validate import validate
-from tests.engine.planned import assert_nothing_left, assert_same_bits, watch
-from tests.engine.rig import SIZE, Rig
+from tests.helpers.planned import assert_nothing_left, assert_same_bits, watch
+from tests.helpers.rig import SIZE, Rig
 
 MODELS = {
     "resnet": (ModelConfig(name="resnet", depth=11, version=2), 16),

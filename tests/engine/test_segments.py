@@ -14,8 +14,8 @@ from gems.errors import ConfigError, DoesNotFitError
 from gems.schedule import generate
 from gems.schedule.action import Kind
 from gems.trace import KINDS
-from tests.device import forget_races
-from tests.engine.planned import (
+from tests.helpers.device import forget_races
+from tests.helpers.planned import (
     OFFLOAD,
     OFFLOAD_INPUTS,
     PLANS,
@@ -27,7 +27,7 @@ from tests.engine.planned import (
     step,
     watch,
 )
-from tests.engine.rig import SIZE, WIDTH, Rig
+from tests.helpers.rig import SIZE, WIDTH, Rig
 
 
 class Views(nn.Module):

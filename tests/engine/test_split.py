@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.engine.split_rig import batches_of, check, make_stage
-from tests.engine.toys import Call
+from tests.helpers.split_rig import batches_of, check, make_stage
+from tests.helpers.toys import Call
 
 SHAPES = {1: (2, 4, 9), 2: (2, 4, 6, 7), 3: (2, 4, 4, 5, 3)}
 CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}

@@ -22,9 +22,9 @@ from gems.schedule.lower import lower
 from gems.schedule.placement import Placement, v
 from gems.schedule.schedule import Schedule
 from gems.schedule.validate import validate
-from tests.engine.halves import halved
-from tests.engine.rig import SIZE, WIDTH, N, Rig, images_and_labels
-from tests.engine.toys import Fork, Join, Mix, Pass
+from tests.helpers.halves import halved
+from tests.helpers.rig import SIZE, WIDTH, N, Rig, images_and_labels
+from tests.helpers.toys import Fork, Join, Mix, Pass
 
 DELAYS = [0, 1, 2, None]
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gems.autograd.split_backward.layers import SplitLayers
-from tests.engine.split_rig import batches_of, check, make_stage
+from tests.helpers.split_rig import batches_of, check, make_stage
 
 # --- several uses of one parameter
 # -----------------------------------------------------------------------------------

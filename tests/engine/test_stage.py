@@ -19,7 +19,7 @@ from gems.autograd.random_draws import RandomDraws
 from gems.autograd.storages import StashMeter
 from gems.engine import stage as stage_module
 from gems.engine.stage import CompiledStage, Stage
-from tests.engine.toys import Fork, Join, Mix, Pass
+from tests.helpers.toys import Fork, Join, Mix, Pass
 
 LAYERS = {
     "resnet-like": lambda: [

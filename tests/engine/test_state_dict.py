@@ -25,10 +25,10 @@ from gems.engine.checkpoint.state_dict import (
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
 from tests.engine.test_checkpoint import scramble, share
-from tests.engine.toys import make_spec
-from tests.models.own_nets import Wrapped
+from tests.helpers.own_nets import Wrapped
+from tests.helpers.toys import make_spec
 
-OWN = ModelConfig(name="Wrapped", target="tests.models.own_nets.Wrapped")
+OWN = ModelConfig(name="Wrapped", target="tests.helpers.own_nets.Wrapped")
 SHAPES = {
     "stem.weight": (4, 3),
     "stem.num_batches_tracked": (),

@@ -19,7 +19,7 @@ from gems.engine.strips.evaluation import EvaluationInStrips
 from gems.engine.train import evaluate, open_loader
 from gems.engine.transport.mpi import world
 from gems.streaming.row_rules import even_ends
-from tests.engine.toys import make_spec
+from tests.helpers.toys import make_spec
 
 CPU = torch.device("cpu")
 STRIPS = 3

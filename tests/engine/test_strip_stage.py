@@ -20,7 +20,7 @@ from gems.engine.strips.passed import Passed
 from gems.engine.strips.stage import StageInStrips
 from gems.streaming.strip_run import StripRun
 from gems.streaming.strip_stage import Boundary, StripStage
-from tests.models.own_streams import Dilated
+from tests.helpers.own_streams import Dilated
 
 CPU = torch.device("cpu")
 DTYPE = torch.float64

@@ -21,7 +21,7 @@ from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
 from gems.trace import TracePart, part_path
 from gems.trace.parts import load_trace
-from tests.engine.toys import make_spec
+from tests.helpers.toys import make_spec
 
 
 class Case:

@@ -22,8 +22,8 @@ from gems.profile.profilers.live_bytes import LiveBytes
 from gems.schedule import generate
 from gems.schedule.action import RANK_KINDS
 from gems.schedule.lower import lower
-from tests.engine.planned import watch
-from tests.engine.rig import Rig
+from tests.helpers.planned import watch
+from tests.helpers.rig import Rig
 
 MODELS = {
     "resnet": (ModelConfig(name="resnet", depth=11, version=2), 16),

@@ -18,10 +18,10 @@ from gems.engine.batch_loader import BatchLoader
 from gems.engine.pipeline import build_pipeline
 from gems.engine.transport.mpi import Comm, allgather, broadcast
 from gems.plan.evaluate import evaluate
-from tests.device import DEVICE
-from tests.engine.toys import make_spec
 from tests.fake_cuda.load import native
 from tests.fake_cuda.watch import DIRECT
+from tests.helpers.device import DEVICE
+from tests.helpers.toys import make_spec
 from tests.mpi.conftest import comm  # noqa: F401
 
 MICRO_BATCHES = 4, 8  # of a step; what the second waits for more is by the micro-batch

@@ -28,11 +28,11 @@ from gems.plan.evaluate import Plan, evaluate
 from gems.schedule.action import Action, Kind
 from gems.schedule.placement import Placement
 from gems.schedule.schedule import Schedule
-from tests.device import DEVICE
-from tests.engine.rig import ListPart
-from tests.engine.toys import make_spec
 from tests.fake_cuda.load import native
 from tests.fake_cuda.watch import device_pointers
+from tests.helpers.device import DEVICE
+from tests.helpers.rig import ListPart
+from tests.helpers.toys import make_spec
 
 Numbers = list[torch.Tensor]
 SHAPE = (64, 64)

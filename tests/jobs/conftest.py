@@ -20,8 +20,8 @@ from gems.config.schema import RunSpec
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
 from jobs.launch import launch as launch_module
-from tests.jobs.fake_slurm import FakeSlurm
-from tests.jobs.job_helpers import ROOT
+from tests.helpers.fake_slurm import FakeSlurm
+from tests.helpers.job_helpers import ROOT
 
 
 @pytest.fixture(autouse=True)

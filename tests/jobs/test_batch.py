@@ -18,7 +18,7 @@ from gems.runs.folder import RunFolder
 from gems.runs.owner import read_owner, take
 from gems.utils.run_module import RUN_MODULE
 from jobs.launch.batch import BatchJob, claim, wait_for_submission
-from tests.jobs.job_helpers import ROOT
+from tests.helpers.job_helpers import ROOT
 
 Tiny = Callable[..., tuple[RunFolder, RunSpec]]
 

@@ -25,8 +25,8 @@ from jobs.launch.launch import launch
 from jobs.status import cancellation
 from jobs.status.study_record import StudyRecord
 from jobs.studies import runner as runner_module
-from tests.jobs.fake_slurm import FakeSlurm
-from tests.jobs.job_helpers import ROOT, wait_until
+from tests.helpers.fake_slurm import FakeSlurm
+from tests.helpers.job_helpers import ROOT, wait_until
 
 Prepared = Callable[..., RunFolder]
 Cancel = Callable[..., list[str]]

@@ -23,7 +23,7 @@ from jobs.launch.submission import submit_chain
 from jobs.slurm.sbatch import sbatch_script
 from jobs.status.ownership import CHAIN_JSON, gone_verifier, read_chain
 from jobs.status.run_status import run_statuses
-from tests.jobs.fake_slurm import FakeSlurm
+from tests.helpers.fake_slurm import FakeSlurm
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from gems.cli.framework import main
 from gems.config.compose import compose
 from gems.runs.prepare import prepare
 from jobs.__main__ import VERBS
-from tests.jobs.job_helpers import ROOT
+from tests.helpers.job_helpers import ROOT
 
 MASTER = ["experiment=gems_master", "data=synthetic"]
 

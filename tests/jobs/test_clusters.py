@@ -30,7 +30,7 @@ from jobs.slurm.site import query_accounts
 from jobs.status.cancellation import cancel_all
 from jobs.status.lookup import Catalogue
 from jobs.status.run_status import run_statuses
-from tests.jobs.fake_slurm import FakeSlurm
+from tests.helpers.fake_slurm import FakeSlurm
 
 pytestmark = pytest.mark.cases
 Make = Callable[..., RunSpec]

@@ -21,7 +21,7 @@ from jobs.__main__ import VERBS
 from jobs.diagnosis.node_blocklist import NodeBlocklist
 from jobs.diagnosis.report import Diagnosis, diagnose_run
 from jobs.status.study_record import StudyRecord
-from tests.jobs.fake_slurm import FakeSlurm
+from tests.helpers.fake_slurm import FakeSlurm
 
 Prepared = Callable[..., RunFolder]
 WriteFailed = Callable[..., None]

@@ -31,7 +31,7 @@ from jobs.launch.elastic import Recovery
 from jobs.launch.launch import StopRequest
 from jobs.status.ownership import CHAIN_JSON
 from jobs.status.run_status import read_recorded
-from tests.jobs.fake_slurm import FakeSlurm
+from tests.helpers.fake_slurm import FakeSlurm
 
 pytestmark = pytest.mark.timeout(120)
 FOUR = (

@@ -20,7 +20,7 @@ from jobs.batch.resources import job_spec
 from jobs.launch.launchers import command
 from jobs.schedulers.scheduler import SCHEDULERS
 from jobs.slurm.limits import check_limits
-from tests.jobs.job_helpers import ROOT
+from tests.helpers.job_helpers import ROOT
 
 GOLDEN = ROOT / "tests" / "golden"
 RENEW = "GEMS_RENEW_GOLDEN"

@@ -27,8 +27,8 @@ from jobs.diagnosis.report import diagnose_run
 from jobs.launch import launch as launch_module
 from jobs.launch import rank_watch
 from jobs.launch.launch import JOB_FILES, collect, launch
-from tests.jobs.job_helpers import wait_until
-from tests.small_disk import small_disk
+from tests.helpers.job_helpers import wait_until
+from tests.helpers.small_disk import small_disk
 
 Tiny = Callable[..., tuple[RunFolder, RunSpec]]
 

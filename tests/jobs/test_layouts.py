@@ -18,7 +18,7 @@ from jobs.batch.resources import job_spec
 from jobs.preflight.layouts import check_layouts, plan_of_start, smaller_plan
 from jobs.slurm.limits import check_limits
 from jobs.slurm.sbatch import sbatch_script
-from tests.jobs.fake_slurm import FakeSlurm
+from tests.helpers.fake_slurm import FakeSlurm
 
 pytestmark = pytest.mark.timeout(120)
 FOUR = [

@@ -24,7 +24,7 @@ from jobs.slurm.site import (
     query_accounts,
     query_partitions,
 )
-from tests.jobs.fake_slurm import FakeSlurm
+from tests.helpers.fake_slurm import FakeSlurm
 
 ROW = (
     "PartitionName={name} AllowGroups=ALL AllowAccounts={accounts} AllowQos={qos} Default={default}"

@@ -18,8 +18,8 @@ from gems.runs.folder import RunFolder
 from gems.utils.process_tree import start_time
 from jobs.__main__ import VERBS
 from jobs.cli.logs import Tail
-from tests.jobs.fake_slurm import FakeSlurm
-from tests.jobs.job_helpers import ROOT, wait_until
+from tests.helpers.fake_slurm import FakeSlurm
+from tests.helpers.job_helpers import ROOT, wait_until
 
 Prepared = Callable[..., RunFolder]
 HERE = {"pid": os.getpid(), "host": os.uname().nodename, "pid_started": start_time(os.getpid())}

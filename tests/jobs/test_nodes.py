@@ -17,7 +17,7 @@ from gems.runs.folder import RunFolder
 from gems.utils.atomic_io import read_json
 from jobs.batch.resources import JobSpec, job_spec
 from jobs.launch.nodes import NodeCheck, select_nodes
-from tests.jobs.fake_slurm import FakeSlurm
+from tests.helpers.fake_slurm import FakeSlurm
 
 pytestmark = pytest.mark.timeout(60)
 NODES = ("n1", "n2", "n3")

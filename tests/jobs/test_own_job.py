@@ -12,7 +12,7 @@ from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
 from jobs.launch.own_job import record_end, record_start
 from jobs.schedulers.scheduler import SCHEDULERS
-from tests.jobs.fake_slurm import FakeSlurm
+from tests.helpers.fake_slurm import FakeSlurm
 
 ONELINER = (
     "JobId=41 JobName=my run=2 UserId=me(1000) GroupId=me(1000) JobState=RUNNING Reason=None"

@@ -14,7 +14,7 @@ from gems.runs.owner import take
 from gems.utils.atomic_io import write_json
 from jobs.batch import command
 from jobs.status.ownership import find_among, gone_verifier
-from tests.jobs.fake_slurm import FakeSlurm
+from tests.helpers.fake_slurm import FakeSlurm
 
 HEADER = "JOBID|STATE|COMMAND"
 UNSURE = "belongs to job 41, and nobody can tell whether it has ended .*; try again, or add --force"

@@ -29,7 +29,7 @@ from jobs.launch.submission import start_run
 from jobs.preflight.checks import check_free_space, check_host_memory, find_storage
 from jobs.preflight.cost import describe_cost, is_confirmed
 from jobs.slurm.limits import check_script, describe_start, is_on_site, parse_estimate
-from tests.jobs.fake_slurm import FakeSlurm
+from tests.helpers.fake_slurm import FakeSlurm
 
 SEEN = (
     "sbatch: Job 41 to start at 2030-01-02T03:04:05 using 4 processors on nodes n[1-2] in partition"

@@ -23,7 +23,7 @@ from jobs.cli.probe import probe, probe_table
 from jobs.launch import mpi_probe
 from jobs.launch.mpi_probe import probe_argv, probe_in_job, probe_json, read_probe
 from jobs.preflight.known_probe import describe_probe, keep_probe, known_probe, needs_probe
-from tests.jobs.fake_slurm import FakeSlurm
+from tests.helpers.fake_slurm import FakeSlurm
 
 HOST = {"latency_s": 2e-6, "bytes_per_s": 5e9, "message_bytes": 4194304}
 FOUND: dict[str, Any] = {

@@ -30,8 +30,8 @@ from jobs.launch import launch as launch_module
 from jobs.launch import own_job
 from jobs.launch.batch import BatchJob
 from jobs.launch.launch import StopRequest, launch
-from tests.jobs.fake_slurm import FakeSlurm
-from tests.jobs.job_helpers import ROOT, wait_until
+from tests.helpers.fake_slurm import FakeSlurm
+from tests.helpers.job_helpers import ROOT, wait_until
 
 Tiny = Callable[..., tuple[RunFolder, RunSpec]]
 

@@ -18,7 +18,7 @@ from gems.runs.prepare import prepare
 from jobs.__main__ import VERBS
 from jobs.diagnosis.node_blocklist import NodeBlocklist
 from jobs.status.study_record import StudyRecord
-from tests.jobs.fake_slurm import FakeSlurm
+from tests.helpers.fake_slurm import FakeSlurm
 
 Prepared = Callable[..., RunFolder]
 Resubmit = Callable[..., tuple[str, str]]

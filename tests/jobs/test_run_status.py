@@ -19,7 +19,7 @@ from gems.utils.process_tree import start_time
 from jobs.status import run_status
 from jobs.status.ownership import CHAIN_JSON
 from jobs.status.run_status import RunStatus, is_alive_here, read_recorded, run_statuses
-from tests.jobs.fake_slurm import FakeSlurm
+from tests.helpers.fake_slurm import FakeSlurm
 
 Prepared = Callable[..., RunFolder]
 RESOURCES = "41|PENDING|2026-11-21T12:00:00|Resources|one"

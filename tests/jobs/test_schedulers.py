@@ -35,8 +35,8 @@ from jobs.schedulers.scheduler import SCHEDULERS, find_job, query_queue, schedul
 from jobs.status.cancellation import cancel_all
 from jobs.status.lookup import Catalogue
 from jobs.status.run_status import RunStatus, run_statuses
-from tests.jobs.fake_schedulers import FakeScheduler
-from tests.jobs.job_helpers import wait_until
+from tests.helpers.fake_schedulers import FakeScheduler
+from tests.helpers.job_helpers import wait_until
 
 pytestmark = pytest.mark.timeout(120)
 SYSTEMS = ("flux", "pbs")

@@ -26,7 +26,7 @@ from gems.utils.run_module import RUN_MODULE
 from jobs.batch.resources import job_spec
 from jobs.launch.launchers import command, sweep_by_srun
 from jobs.slurm.sbatch import sbatch_script
-from tests.jobs.job_helpers import ROOT
+from tests.helpers.job_helpers import ROOT
 
 NOTES = """#!{python}
 import os, sys

@@ -24,7 +24,7 @@ from jobs.batch.resources import job_spec
 from jobs.launch import launch as launch_module
 from jobs.launch.launchers import command, sweep_by_srun
 from jobs.slurm.sbatch import sbatch_script
-from tests.jobs.job_helpers import ROOT
+from tests.helpers.job_helpers import ROOT
 
 FOLDER = RunFolder(Path("/runs/it's mine"))
 CODE_ZIP = "/runs/it's mine/provenance/code.zip"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jobs.slurm.jobs import find_job
-from tests.jobs.fake_slurm import FakeSlurm
+from tests.helpers.fake_slurm import FakeSlurm
 
 ROWS = (
     "41|NODE_FAIL|None|2026-11-21T09:50:00|0:0|n[1-2]|2026-11-21T10:00:00|00:10:00|01:00:00|",

@@ -13,7 +13,7 @@ from gems.runs.folder import RunFolder
 from jobs.batch.resources import job_spec
 from jobs.launch.launchers import command
 from jobs.launch.staging import staged
-from tests.jobs.fake_slurm import FakeSlurm
+from tests.helpers.fake_slurm import FakeSlurm
 
 WORDS = ["cluster=mini", "cluster.stage_above_nodes=1", "cluster.stage_dir=/local/"]
 

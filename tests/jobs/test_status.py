@@ -17,7 +17,7 @@ from jobs.__main__ import VERBS
 from jobs.cli.status import status_table
 from jobs.status.lookup import find_one_run, find_runs, overview
 from jobs.status.study_record import StudyRecord
-from tests.jobs.fake_slurm import FakeSlurm
+from tests.helpers.fake_slurm import FakeSlurm
 
 Prepared = Callable[..., RunFolder]
 Status = Callable[..., str]

@@ -34,7 +34,7 @@ from jobs.launch.submission import start_run
 from jobs.slurm.limits import refusal as sbatch_refusal
 from jobs.status.run_status import run_statuses
 from jobs.studies import runner as runner_module
-from tests.jobs.fake_slurm import FakeSlurm
+from tests.helpers.fake_slurm import FakeSlurm
 
 BASE = ["data=synthetic", "schedule=1f1b", "parallel.partitions=2", "parallel.micro_batches=4"]
 WORDS = ("parallel.replicas=1", "parallel.replicas=2", "parallel.replicas=3")

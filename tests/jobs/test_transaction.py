@@ -27,8 +27,8 @@ from jobs.launch.transaction import SIGNALS, Ownership, SignalsWait, submit_owne
 from jobs.slurm import sbatch
 from jobs.status.ownership import gone_verifier
 from jobs.status.run_status import run_statuses
-from tests.jobs.fake_slurm import FakeSlurm
-from tests.jobs.interrupted_submissions import measure
+from tests.helpers.fake_slurm import FakeSlurm
+from tests.helpers.interrupted_submissions import measure
 
 pytestmark = pytest.mark.timeout(300)
 Make = Callable[..., RunSpec]

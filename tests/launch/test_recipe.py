@@ -18,7 +18,7 @@ from gems.launch import recipe
 from gems.utils.run_module import RUN_MODULE
 
 ROOT = Path(__file__).parents[2]
-OWN = "tests.engine.own_losses"
+OWN = "tests.helpers.own_losses"
 WORDS = (
     "data=synthetic",
     "data.height_px=16",
@@ -53,7 +53,7 @@ def spec_of(*words: str) -> RunSpec:
     ("words", "says"),
     [
         (
-            "loss.target=tests.engine.own_losses.Nope",
+            "loss.target=tests.helpers.own_losses.Nope",
             r"^loss\.target=.*nothing named Nope in tests\.engine",
         ),
         (

@@ -11,7 +11,7 @@ from gems.memory.plan import Choice, MemoryPlan, Segment
 from gems.profile import LayerProfile
 from gems.schedule.families.layer_parallel import layer_parallel
 from gems.schedule.registry import Request
-from tests.partition.profiles import profile
+from tests.helpers.profiles import profile
 
 # three layers of 1 s forward and 2 s backward, each keeping 100 bytes that no other layer saves
 LAYER = LayerProfile(

@@ -20,7 +20,7 @@ from gems.profile import ModelProfile
 from gems.schedule.action import Kind
 from gems.schedule.simulate import EVEN
 from gems.schedule.validate import validate
-from tests.memory.policy_cases import MIB, SCHEDULES, case_of, network, random_network
+from tests.helpers.policy_cases import MIB, SCHEDULES, case_of, network, random_network
 
 POLICIES = (lms, lms_limit)
 NAMES = ["lms", "lms_limit"]

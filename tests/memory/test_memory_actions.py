@@ -19,7 +19,7 @@ from gems.schedule.lower import compute_only, lower
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import simulate
 from gems.schedule.validate import validate
-from tests.partition.profiles import random_profile
+from tests.helpers.profiles import random_profile
 
 SCHEDULES = (
     ("layer_parallel", 1, 2),

@@ -13,7 +13,7 @@ from gems.profile.model_profile import LIBRARY_BYTES
 from gems.profile.spans import Spans
 from gems.schedule import generate
 from gems.schedule.lower import lower
-from tests.partition.profiles import profile, random_profile
+from tests.helpers.profiles import profile, random_profile
 
 FIRST = LayerProfile(
     "first",

@@ -20,7 +20,7 @@ from gems.memory.policies.recompute import recompute
 from gems.memory.policies.vdnn import vdnn_all
 from gems.schedule.action import Kind
 from gems.schedule.validate import validate
-from tests.memory.policy_cases import MIB, SCHEDULES, case_of, network, random_network
+from tests.helpers.policy_cases import MIB, SCHEDULES, case_of, network, random_network
 
 DISTANCES = ((0, 0), (1, 1), (2, 2))
 PLAIN = (Choice.KEEP, Choice.OFFLOAD, Choice.RECOMPUTE)

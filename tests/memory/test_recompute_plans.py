@@ -16,7 +16,7 @@ from gems.memory.registry import plan_within
 from gems.schedule.action import Kind
 from gems.schedule.costs import Network
 from gems.schedule.validate import validate
-from tests.memory.policy_cases import MIB, SCHEDULES, case_of, network, random_network
+from tests.helpers.policy_cases import MIB, SCHEDULES, case_of, network, random_network
 
 
 def choices(plan: MemoryPlan) -> list[list[Choice]]:

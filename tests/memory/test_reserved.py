@@ -11,7 +11,7 @@ from gems.memory.reserved import CachingAllocator, reserved_bytes
 from gems.profile.spans import Spans
 from gems.schedule import generate
 from gems.schedule.lower import lower
-from tests.partition.profiles import random_profile
+from tests.helpers.profiles import random_profile
 
 MIB = 1 << 20
 

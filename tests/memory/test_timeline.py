@@ -26,7 +26,7 @@ from gems.schedule import generate
 from gems.schedule.action import Kind
 from gems.schedule.lower import lower
 from gems.schedule.schedule import Schedule
-from tests.partition.profiles import profile, random_profile
+from tests.helpers.profiles import profile, random_profile
 
 SGD = OPTIMIZERS["sgd"]
 SCHEDULES = (

@@ -25,7 +25,7 @@ from gems.profile import LayerProfile
 from gems.profile.profilers.fake import fake_profile
 from gems.schedule.action import Kind
 from gems.schedule.validate import validate
-from tests.memory.policy_cases import SCHEDULES, case_of, network, random_network
+from tests.helpers.policy_cases import SCHEDULES, case_of, network, random_network
 
 
 def listed(case: MemoryCase, plan: MemoryPlan) -> list[str]:

@@ -17,14 +17,14 @@ from gems.engine.stage import Stage
 from gems.models import layers_of
 from gems.models.build import boundary_shapes, build_layer, build_layers
 from gems.models.imported.user_code import construct, other_generators
-from tests.models.owned import DATA, NETS, UNET, own
+from tests.helpers.owned import DATA, NETS, UNET, own
 
 SEED = 3
 
 # target -> names of its layers
 CUTS = {
     UNET: ["down.0", "down.1", "bottom", "up.0", "up.1", "logits"],
-    "tests.models.own_unet.make_unet": ["down.0", "down.1", "bottom", "up.0", "up.1", "logits"],
+    "tests.helpers.own_unet.make_unet": ["down.0", "down.1", "bottom", "up.0", "up.1", "logits"],
     f"{NETS}.chain": ["0", "1.0", "1.1", "1.2", "2", "3", "4"],
     f"{NETS}.cells": ["0", "1", "2", "3"],
     f"{NETS}.Wrapped": [

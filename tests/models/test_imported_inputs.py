@@ -13,9 +13,9 @@ from gems.errors import ConfigError
 from gems.models import layers_of
 from gems.models.build import build_layers
 from gems.models.imported.user_code import construct
-from tests.models.owned import DATA, own
+from tests.helpers.owned import DATA, own
 
-NETS = "tests.models.own_inputs"
+NETS = "tests.helpers.own_inputs"
 pytestmark = pytest.mark.cases
 
 

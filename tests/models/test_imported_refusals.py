@@ -19,7 +19,7 @@ from gems.errors import ConfigError
 from gems.models import check_image, layers_of, title_of
 from gems.models.imported.describe import resolve_target
 from gems.utils.targets import source_of
-from tests.models.owned import DATA, NETS, ROOT, UNET, own
+from tests.helpers.owned import DATA, NETS, ROOT, UNET, own
 
 
 class TestRefusals:
@@ -47,7 +47,7 @@ class TestRefusals:
             layers_of(own(f"{NETS}.{name}"), DATA)
         text = str(caught.value)
         assert caught.value.key == "model.target" and says in text and "\n" not in text
-        source = (ROOT / "tests/models/own_nets.py").read_text().splitlines()
+        source = (ROOT / "tests/helpers/own_nets.py").read_text().splitlines()
         number = int(text.partition("own_nets.py:")[2].partition(" ")[0].rstrip(":"))
         assert (line or "def forward") in source[number - 1]
 
@@ -56,7 +56,7 @@ class TestRefusals:
         [
             ("no_such_package.Net", "no module named no_such_package"),
             ("tests.no_such_module.Net", "no module named tests.no_such_module"),
-            (f"{NETS}.Wraped", "nothing named Wraped in tests.models.own_nets; nearest: Wrapped"),
+            (f"{NETS}.Wraped", "nothing named Wraped in tests.helpers.own_nets; nearest: Wrapped"),
             (f"{NETS}.HasNoParameters", "has no parameters"),
             (f"{NETS}.lazy", "leaves the shape of 1.weight to its first image"),
             (f"{NETS}.gives_a_number", "must give a torch.nn.Module, gives int"),

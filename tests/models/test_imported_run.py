@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One for all tests, so that the network is read once."""
     made = tmp_path_factory.mktemp("theirs")
     (made / "my_nets").mkdir()
-    shutil.copy(Path(__file__).with_name("own_unet.py"), made / "my_nets" / "unet.py")
+    shutil.copy(ROOT / "tests/helpers/own_unet.py", made / "my_nets" / "unet.py")
     return made
 
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.cases
 
 
 def text(**kwargs: Any) -> str:
-    target = "tests.models.own_surroundings.FrozenStem"
+    target = "tests.helpers.own_surroundings.FrozenStem"
     return json.dumps(
         {"target": target, "kwargs": kwargs, "path": None, "norm": "batch", "image": [3, 8, 8]}
     )

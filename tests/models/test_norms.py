@@ -22,7 +22,7 @@ from gems.models.blocks.parts import (
 from gems.models.build import build_layer
 from gems.models.layer import Layer
 from gems.streaming.ghost_norm import GhostBatchNorm2d
-from tests.models.zoo import published
+from tests.helpers.zoo import published
 
 IMAGES = torch.randn(2, 6, 3, 4, dtype=torch.float64)
 

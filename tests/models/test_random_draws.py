@@ -16,12 +16,12 @@ from gems.engine.verification.compare import compare
 from gems.errors import ConfigError
 from gems.models import layers_of
 from gems.models.build import build_layers
-from tests.engine.toys import make_spec
-from tests.models import own_nets
-from tests.models.own_draws import Drops, Noise
+from tests.helpers import own_nets
+from tests.helpers.own_draws import Drops, Noise
+from tests.helpers.toys import make_spec
 
 CPU = torch.device("cpu")
-NETS = "tests.models.own_nets"
+NETS = "tests.helpers.own_nets"
 OWN = {"model__name": "Own", "data__num_classes": 2, "train__precision": "float64"}
 
 

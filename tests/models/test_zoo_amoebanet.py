@@ -10,7 +10,7 @@ from gems.errors import ConfigError
 from gems.models import check_image, layers_of
 from gems.models.build import boundary_shapes, build_layer, build_layers
 from gems.models.families.amoebanet import NORMAL, NORMAL_JOINED, REDUCTION, REDUCTION_JOINED
-from tests.models.cutting import assert_cut_equals_whole
+from tests.helpers.cutting import assert_cut_equals_whole
 
 SMALL = ModelConfig(name="amoebanet", depth=3, width=8)
 

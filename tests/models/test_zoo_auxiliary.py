@@ -17,8 +17,8 @@ from gems.config.schema import DataConfig
 from gems.models import layers_of
 from gems.models.blocks.heads import joined_scores
 from gems.models.build import boundary_shapes, build_layers
-from tests.models.cutting import one_thread
-from tests.models.zoo import SMALL
+from tests.helpers.cutting import one_thread
+from tests.helpers.zoo import SMALL
 
 MODEL, _ = SMALL["inception_v3_auxiliary"]
 

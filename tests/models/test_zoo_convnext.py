@@ -11,7 +11,7 @@ from gems.config.schema import DataConfig, ModelConfig
 from gems.engine.checkpoint.state_dict import whole_model
 from gems.models import layers_of
 from gems.models.blocks.parts import StochasticDepth
-from tests.models.cutting import DTYPE, assert_cut_equals_whole, one_thread
+from tests.helpers.cutting import DTYPE, assert_cut_equals_whole, one_thread
 
 SMALL = ModelConfig(name="convnext", depth=18, width=8, norm="layer")
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import gems.models
 from gems.config.schema import DataConfig, ModelConfig
 from gems.models import MODELS, Layer, ModelFamily
-from tests.models.cutting import assert_cut_equals_whole
-from tests.models.zoo import SMALL
+from tests.helpers.cutting import assert_cut_equals_whole
+from tests.helpers.zoo import SMALL
 
 
 @pytest.mark.parametrize("is_split", [False, True], ids=["whole_backward", "split_backward"])

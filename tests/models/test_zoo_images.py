@@ -14,8 +14,8 @@ from gems.config.schema import DataConfig, ModelConfig
 from gems.errors import ConfigError
 from gems.models import check_image, layers_of, stride_of
 from gems.models.build import boundary_shapes, build_layer, build_layers
-from tests.models.cutting import one_thread
-from tests.models.zoo import PRESETS, SMALL, num_parameters, published
+from tests.helpers.cutting import one_thread
+from tests.helpers.zoo import PRESETS, SMALL, num_parameters, published
 
 CHAINS = (
     "alexnet",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gems.config.schema import DataConfig
-from tests.models.zoo import num_parameters, published
+from tests.helpers.zoo import num_parameters, published
 
 VGG_GROUPS = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))
 

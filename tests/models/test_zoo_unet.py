@@ -14,7 +14,7 @@ from gems.config.schema import DataConfig, ModelConfig, RunSpec
 from gems.errors import ConfigError
 from gems.models import check_image, layers_of
 from gems.models.build import boundary_shapes, build_layers
-from tests.models.cutting import assert_cut_equals_whole
+from tests.helpers.cutting import assert_cut_equals_whole
 
 PUBLISHED = ModelConfig(name="unet", depth=5, width=64, norm="none")
 SMALL = ModelConfig(name="unet", depth=4, width=4, norm="none")

@@ -14,7 +14,7 @@ from gems.autograd.kernels import choose_kernels
 from gems.config.schema import MachineConfig
 from gems.engine.transport.mpi import Comm, meet, world
 from gems.utils.logs import set_up_rank_logging
-from tests.device import ON_GPU
+from tests.helpers.device import ON_GPU
 from tests.mpi.world import IN_RANK, World
 
 if not IN_RANK:

@@ -14,7 +14,7 @@ from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat
 from gems.runs.prepare import prepare
 from gems.trace import KINDS, part_path, read_part
-from tests.engine.toys import make_spec
+from tests.helpers.toys import make_spec
 
 PLANTS = {
     "imbalance": {"cost__times": [1.0, 2.0, 1.0, 1.0]},

@@ -7,12 +7,12 @@ import pytest
 from gems.engine.transport.mpi import broadcast
 from gems.engine.verification.compare import compare
 from gems.plan.evaluate import evaluate
-from tests.device import DEVICE, ON_GPU
-from tests.engine.toys import make_spec
+from tests.helpers.device import DEVICE, ON_GPU
+from tests.helpers.toys import make_spec
 from tests.mpi.conftest import sub_world
 
 OWN = {
-    "model__target": "tests.models.own_draws.Random",
+    "model__target": "tests.helpers.own_draws.Random",
     "model__name": "Own",
     "data__num_classes": 2,
 }

@@ -18,7 +18,7 @@ from gems.schedule.action import COMPUTE_KINDS, RECV_KINDS, Action, Kind
 from gems.schedule.dependencies import dependencies
 from gems.schedule.formats.schedule_json import to_json
 from gems.trace import KINDS, part_path, read_part
-from tests.engine.toys import make_spec
+from tests.helpers.toys import make_spec
 
 PLAIN = ("layer_parallel", "1f1b", "gems_master", "chimera", "zb_h1", "zb_v", "interleaved_1f1b")
 

@@ -21,9 +21,9 @@ from gems.schedule import FAMILIES, generate, published
 from gems.schedule.lower import compute_only, lower
 from gems.schedule.validate import validate
 from gems.simulation.build import lowered_schedule
-from tests.device import DEVICE, ON_GPU
-from tests.engine import toys
-from tests.engine.halves import halved
+from tests.helpers import toys
+from tests.helpers.device import DEVICE, ON_GPU
+from tests.helpers.halves import halved
 from tests.mpi.conftest import sub_world
 
 TOLERANCE = 1e-12

@@ -25,8 +25,8 @@ from gems.schedule.action import Kind
 from gems.schedule.lower import lower
 from gems.simulation.build import compute_schedule
 from gems.simulation.memory_case import memory_case
-from tests.device import DEVICE, ON_GPU
-from tests.engine import toys
+from tests.helpers import toys
+from tests.helpers.device import DEVICE, ON_GPU
 from tests.mpi.conftest import sub_world
 
 STEPS = 2

@@ -24,8 +24,8 @@ from gems.schedule.families.given_placement import placed
 from gems.schedule.lower import lower
 from gems.schedule.placement import Placement
 from gems.schedule.validate import validate
-from tests.device import DEVICE
-from tests.engine import toys
+from tests.helpers import toys
+from tests.helpers.device import DEVICE
 from tests.mpi.conftest import sub_world
 
 DATA = {"name": "synthetic", "num_classes": 3, "train_samples": 32, "validation_samples": 5}

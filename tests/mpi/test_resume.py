@@ -38,8 +38,8 @@ from gems.runs.heartbeat import Heartbeat
 from gems.runs.prepare import prepare
 from gems.trace import part_path, read_part
 from gems.utils.atomic_io import read_json
-from tests.device import DEVICE
-from tests.engine.toys import make_spec
+from tests.helpers.device import DEVICE
+from tests.helpers.toys import make_spec
 from tests.mpi.conftest import sub_world
 
 STEPS = 7

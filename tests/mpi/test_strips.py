@@ -25,11 +25,11 @@ from gems.launch.verification import Verification
 from gems.plan.evaluate import evaluate as plan_run
 from gems.profile import store
 from gems.utils.targets import import_module
-from tests.device import DEVICE, NAME
-from tests.engine.toys import make_spec
+from tests.helpers.device import DEVICE, NAME
+from tests.helpers.toys import make_spec
 from tests.mpi.conftest import sub_world
 
-OWN = "tests.models.own_streams."
+OWN = "tests.helpers.own_streams."
 CLASSES = {
     "name": "synthetic",
     "num_classes": 3,
@@ -52,7 +52,7 @@ MODELS = {
         {},
     ),
     "own ghost": (
-        {"target": "tests.models.own_segmenters.OwnSegmenter", "norm": "ghost_batch"},
+        {"target": "tests.helpers.own_segmenters.OwnSegmenter", "norm": "ghost_batch"},
         {**MASKS, "width_px": 32},
         {},
     ),
@@ -86,7 +86,7 @@ MODELS = {
     "two outputs": (
         {"target": f"{OWN}Dilated", "kwargs": {"has_class": True}},
         MASKS,
-        {"target": "tests.engine.own_losses.of_pixels_and_image"},
+        {"target": "tests.helpers.own_losses.of_pixels_and_image"},
     ),
 }
 CAPPED = {"schedule__activation_cap": 1.5, "schedule__budget_s": 0.2}

@@ -22,11 +22,11 @@ from gems.engine.verification.compare import compare
 from gems.errors import ConfigError
 from gems.models import layers_of
 from gems.models.build import build_layers
-from tests.device import DEVICE
-from tests.engine import toys
+from tests.helpers import toys
+from tests.helpers.device import DEVICE
 from tests.mpi.conftest import sub_world
 
-OWN = "tests.engine.own_losses"
+OWN = "tests.helpers.own_losses"
 UNET = {"name": "unet", "depth": 3, "width": 4, "norm": "batch"}
 MASKS = {
     "name": "tissue",
@@ -36,7 +36,7 @@ MASKS = {
     "width_px": 28,
 }
 VALUES = {"name": "synthetic", "num_classes": 3, "height_px": 12, "width_px": 8}
-OWNED = {"target": "tests.models.own_segmenters.{}", "kwargs": {"num_classes": 2}}
+OWNED = {"target": "tests.helpers.own_segmenters.{}", "kwargs": {"num_classes": 2}}
 UNEVEN = {"kwargs": {"weight": [1, 9]}}
 
 
@@ -88,7 +88,7 @@ CASES = {
         ("1f1b", 2, 1),
     ),
     "own network that changes its input": (
-        {"target": "tests.models.own_unet.OwnUNet", "kwargs": {"width": 4}},
+        {"target": "tests.helpers.own_unet.OwnUNet", "kwargs": {"width": 4}},
         {"name": "synthetic", "num_classes": 2, "height_px": 18, "width_px": 14},
         {},
         ("1f1b", 3, 1),

@@ -36,8 +36,8 @@ from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat
 from gems.trace import KINDS, merge_parts, part_path, read_part
 from gems.utils.atomic_io import read_json
-from tests.device import DEVICE
-from tests.engine.toys import make_spec
+from tests.helpers.device import DEVICE
+from tests.helpers.toys import make_spec
 from tests.mpi.conftest import sub_world
 
 WORLDS = [("gems_master", 4, 1), ("gems_master", 3, 1), ("gems_mast", 2, 2), ("1f1b", 2, 2)]

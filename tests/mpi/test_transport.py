@@ -22,8 +22,8 @@ from gems.models.build import TensorSpec
 from gems.schedule.action import Action, Kind
 from gems.schedule.placement import Placement, bidirectional, linear
 from gems.schedule.schedule import Schedule
-from tests.device import DEVICE, ON_GPU
-from tests.engine.rig import staging_for_mpi
+from tests.helpers.device import DEVICE, ON_GPU
+from tests.helpers.rig import staging_for_mpi
 
 LARGE = 1 << 24  # 64 MiB of float32
 LIMIT_S = 60.0

@@ -16,8 +16,8 @@ from gems.engine.pipeline import build_pipeline
 from gems.engine.train import evaluate
 from gems.engine.verification.compare import compare
 from scripts.reproduce.language import CHANCES
-from tests.device import DEVICE
-from tests.engine import toys
+from tests.helpers import toys
+from tests.helpers.device import DEVICE
 from tests.mpi.conftest import sub_world
 
 IMAGES = {"name": "synthetic", "height_px": 21, "width_px": 35, "num_classes": 3}

@@ -8,7 +8,7 @@ import pytest
 from gems.partition.problem import Problem
 from gems.partition.solvers import chain
 from gems.partition.solvers.chain import Chain, least_cost, partition_chain
-from tests.partition.problems import least, memory_problem, random_problem
+from tests.helpers.problems import least, memory_problem, random_problem
 
 
 def filled_and_not(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, int]]:

@@ -17,7 +17,7 @@ from gems.partition.mcap import mcap
 from gems.partition.problem import InfeasibleError, Problem
 from gems.partition.solvers import paired, relaxed, several
 from gems.profile.spans import Spans, Table
-from tests.partition.problems import (
+from tests.helpers.problems import (
     MOST,
     PLACEMENTS,
     every_cut,
@@ -26,7 +26,7 @@ from tests.partition.problems import (
     memory_problem,
     random_problem,
 )
-from tests.partition.profiles import random_profile
+from tests.helpers.profiles import random_profile
 
 EXACT = 1e-11  # sums of several tables may come in another order
 

@@ -11,7 +11,7 @@ import pytest
 from gems.partition.even import even
 from gems.partition.solvers.paired import improve
 from gems.partition.solvers.relaxed import Relaxation, Shaker, _on_simplex, resettle, runs_of
-from tests.partition.problems import (
+from tests.helpers.problems import (
     PLACEMENTS,
     every_cut,
     largest,

@@ -15,7 +15,7 @@ from gems.partition.methods import PartitionCase, partition_by
 from gems.profile import LayerProfile
 from gems.schedule import generate
 from gems.schedule.lower import lower
-from tests.partition.profiles import profile
+from tests.helpers.profiles import profile
 
 SCHEDULE = lower(generate("1f1b", 2, 4))
 TRIED = ("exact", "even", "torchgpipe_time")

@@ -11,7 +11,7 @@ import pytest
 from gems.config.constraints import check_boundaries
 from gems.partition import mcap as module
 from gems.partition.mcap import brute_force, mcap, profile, profiling_runs, recommend
-from tests.partition.problems import every_cut
+from tests.helpers.problems import every_cut
 
 
 def predict(

@@ -35,7 +35,7 @@ from gems.schedule import generate
 from gems.schedule.lower import lower
 from gems.schedule.schedule import Schedule
 from gems.schedule.strips import with_strips
-from tests.partition.profiles import profile, random_profile
+from tests.helpers.profiles import profile, random_profile
 
 ALL = tuple(METHODS)
 

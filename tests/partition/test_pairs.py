@@ -11,7 +11,7 @@ from gems.partition.even import even
 from gems.partition.solvers import paired
 from gems.partition.solvers.paired import Pairs, furthest, nearest, partition_pairs
 from gems.partition.solvers.tables import expand, minorant
-from tests.partition.problems import every_cut, least, memory_problem, random_problem, random_table
+from tests.helpers.problems import every_cut, least, memory_problem, random_problem, random_table
 
 PAIRED = ("bidirectional", "v", "odd")
 

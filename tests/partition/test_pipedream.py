@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from gems.partition.heuristics import pipedream
-from tests.partition.problems import every_cut
+from tests.helpers.problems import every_cut
 
 
 def slowest(

@@ -6,7 +6,7 @@ import pytest
 
 from gems.profile import LayerProfile, ModelProfile
 from gems.profile.spans import Spans
-from tests.partition.profiles import profile, random_profile
+from tests.helpers.profiles import profile, random_profile
 
 MADE = random_profile(9, seed=3)
 

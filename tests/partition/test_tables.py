@@ -7,7 +7,7 @@ import pytest
 
 from gems.partition.solvers.tables import is_monotone, kept, minorant, valid
 from gems.profile.spans import Table
-from tests.partition.problems import memory_problem, random_problem, random_table
+from tests.helpers.problems import memory_problem, random_problem, random_table
 
 
 def runs(num_layers: int) -> list[tuple[int, int]]:

@@ -15,7 +15,7 @@ from gems.planner.search.candidate import KEEP, Candidate, candidates
 from gems.planner.search.choice import PARTS, Choice, reasons
 from gems.schedule import CAPPED
 from gems.schedule.lower import lower
-from tests.planners import NUM_LAYERS, made_up, planner
+from tests.helpers.planners import NUM_LAYERS, made_up, planner
 
 SEEDS = range(2)
 LONG = ("plan", "segment")

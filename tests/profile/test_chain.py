@@ -16,7 +16,7 @@ from gems.models import Layer, layers_of
 from gems.profile import LayerProfile, ModelProfile
 from gems.profile.model_profile import Saved
 from gems.profile.spans import Spans
-from tests.profile.profiled import (
+from tests.helpers.profiled import (
     celled,
     fake_chain,
     layer,
@@ -124,7 +124,7 @@ def test_storages_add_up_to_the_sums() -> None:
 
 
 def test_equal_layers_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.profile import profiled
+    from tests.helpers import profiled
 
     built: list[str] = []
     plain = profiled.on_meta

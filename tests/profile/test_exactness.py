@@ -15,7 +15,7 @@ from gems.errors import ConfigError
 from gems.profile import exactness
 from gems.profile.exactness import check_exact
 from gems.streaming import buffers
-from tests.engine.toys import make_spec
+from tests.helpers.toys import make_spec
 
 pytestmark = pytest.mark.cases
 DATA = {"name": "synthetic", "num_classes": 2, "height_px": 512, "width_px": 512}
@@ -23,7 +23,7 @@ DATA = {"name": "synthetic", "num_classes": 2, "height_px": 512, "width_px": 512
 
 @pytest.fixture
 def spec(tmp_path: Path) -> RunSpec:
-    model = ModelConfig(target="tests.models.own_gates.Gated")
+    model = ModelConfig(target="tests.helpers.own_gates.Gated")
     made = make_spec("1f1b", 2, model=model, data=DataConfig(**DATA), parallel__strips=3)
     return replace(made, cache_dir=str(tmp_path))
 

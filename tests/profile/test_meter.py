@@ -19,7 +19,7 @@ from gems.profile.profilers.fake import made_fake, on_meta
 from gems.profile.profilers.layer_run import Gradient, LayerCall
 from gems.profile.profilers.live_bytes import LiveBytes
 from gems.profile.profilers.meter import LayerMeter, meter, meter_backward
-from tests.profile.profiled import Cell, Down, Flat
+from tests.helpers.profiled import Cell, Down, Flat
 
 X = 2 * 3 * 8 * 8 * 4  # bytes of the input
 Y = 2 * 5 * 8 * 8 * 4  # bytes of five feature maps

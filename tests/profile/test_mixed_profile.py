@@ -14,7 +14,7 @@ from gems.models import layers_of
 from gems.models.families import convnext
 from gems.profile.profilers import operators, strips
 from gems.profile.profilers.fake import fake_profile
-from tests.engine.toys import make_spec
+from tests.helpers.toys import make_spec
 
 MODELS = {
     "convnext": ModelConfig("convnext", depth=18, width=8, norm="layer"),

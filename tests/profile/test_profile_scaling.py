@@ -16,7 +16,7 @@ from gems.profile.hdf5 import read_profile, write_profile
 from gems.profile.model_profile import PAIRS, SIZES, STORAGES, TIMES, stash_of
 from gems.profile.profilers.fake import fake_profile
 from gems.profile.scaling import extrapolate
-from tests.profile.profiled import fake_chain, skipping
+from tests.helpers.profiled import fake_chain, skipping
 
 MODEL = ModelConfig(depth=8, version=2, block="basic")
 CUDA = MachineConfig(device="cuda")  # no workspaces, whose size is not affine

@@ -17,9 +17,9 @@ from gems.profile.profilers.strip_work import take as take_work
 from gems.profile.profilers.strips import take
 from gems.profile.strip_profile import StripProfile
 from gems.streaming.strip_stage import StripStage
-from tests.engine.toys import make_spec
+from tests.helpers.toys import make_spec
 
-OWN = "tests.models.own_streams."
+OWN = "tests.helpers.own_streams."
 CLASSES = {
     "name": "synthetic",
     "num_classes": 3,

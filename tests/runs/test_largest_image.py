@@ -13,7 +13,7 @@ from gems.errors import DoesNotFitError
 from gems.partition.max_model_size import RESOLUTION, with_value
 from gems.plan.evaluate import evaluate
 from gems.plan.largest_image import largest_image
-from tests.engine.toys import make_spec
+from tests.helpers.toys import make_spec
 
 PRECISION = 0.15  # in place of the finer one, for speed
 LIMIT = 12_000_000

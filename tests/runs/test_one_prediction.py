@@ -25,8 +25,8 @@ from gems.planner.search.candidate import Candidate, candidates
 from gems.planner.search.choice import Choice
 from gems.profile import ModelProfile
 from gems.schedule import CAPPED
-from tests.partition.profiles import random_profile
-from tests.planners import NUM_LAYERS, RUN, sized
+from tests.helpers.planners import NUM_LAYERS, RUN, sized
+from tests.helpers.profiles import random_profile
 
 NUM_SETTINGS = 30
 LINKS = (

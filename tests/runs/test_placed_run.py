@@ -9,7 +9,7 @@ import pytest
 
 from gems.partition.dlplacer import cp_sat
 from gems.profile.operator_graph import Op, OpGraph
-from tests.commands import Gems, check_refusal, runner
+from tests.helpers.commands import Gems, check_refusal, runner
 
 RUN = (
     "model=googlenet",

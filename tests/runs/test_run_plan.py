@@ -23,8 +23,8 @@ from gems.schedule.action import Kind
 from gems.schedule.lower import compute_only, lower
 from gems.schedule.simulate import simulate
 from gems.utils.atomic_io import read_json
-from tests.engine import toys
-from tests.partition.profiles import random_profile
+from tests.helpers import toys
+from tests.helpers.profiles import random_profile
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from gems.plan.evaluate import evaluate, simulate, with_strips_chosen
 from gems.plan.strips_choice import GAIN, with_fastest_strips
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
-from tests.engine import toys
+from tests.helpers import toys
 
 Outcome = float | ConfigError | DoesNotFitError
 

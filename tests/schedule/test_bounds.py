@@ -14,7 +14,7 @@ from gems.schedule.costs import DepthCosts, uniform
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import Simulation, simulate
 from gems.schedule.validate import validate
-from tests.schedule.closed_forms import bubble, peak_units, step_units
+from tests.helpers.closed_forms import bubble, peak_units, step_units
 
 RANKS = range(1, 17)
 Cost = tuple[float, float, float]

@@ -10,7 +10,7 @@ from gems.schedule.dependencies import dependencies, transfer_after
 from gems.schedule.lower import lower
 from gems.schedule.placement import Placement, linear
 from gems.schedule.schedule import Schedule
-from tests.schedule.drawings import with_rows
+from tests.helpers.drawings import with_rows
 
 COMPUTE_ONLY = generate("gems_mast", 3, 2)
 LOWERED = lower(COMPUTE_ONLY)

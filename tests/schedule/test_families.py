@@ -11,7 +11,7 @@ from gems.schedule.families.given_placement import forward_only
 from gems.schedule.lower import lower
 from gems.schedule.placement import Placement, bidirectional, linear
 from gems.schedule.validate import validate
-from tests.schedule.drawings import drawn, lines, play, played_rows, text_of, uniform_cost
+from tests.helpers.drawings import drawn, lines, play, played_rows, text_of, uniform_cost
 
 PICTURES = [
     (

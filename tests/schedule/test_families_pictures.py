@@ -9,7 +9,7 @@ from gems.schedule.costs import uniform
 from gems.schedule.formats.grid import grid
 from gems.schedule.lower import lower
 from gems.schedule.simulate import simulate
-from tests.schedule.drawings import lines
+from tests.helpers.drawings import lines
 
 EQUAL = (1.0, 0.5, 0.5)  # f = b, as Chimera's and the interleaved schedules' figures are drawn
 SPLIT = (1.0, 1.0, 1.0)  # f = i = w, as the zero bubble papers' figures are

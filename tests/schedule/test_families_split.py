@@ -18,7 +18,7 @@ from gems.schedule.registry import Request
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import simulate
 from gems.schedule.validate import validate
-from tests.schedule.drawings import lines, text_of
+from tests.helpers.drawings import lines, text_of
 
 SPLIT = ["zb_h1", "zb_h2", "zb_v", "v_half", "v_min"]
 

@@ -10,7 +10,7 @@ from gems.schedule.formats.grid import fault_grid
 from gems.schedule.lower import lower
 from gems.schedule.schedule import Schedule
 from gems.schedule.validate import validate
-from tests.schedule.drawings import edited, lines, text_of, with_rows
+from tests.helpers.drawings import edited, lines, text_of, with_rows
 
 
 def drawing(schedule: Schedule, cap: float | None = None) -> list[str]:

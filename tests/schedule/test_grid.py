@@ -12,7 +12,7 @@ from gems.schedule.formats.grid import MAX_COLUMNS, grid
 from gems.schedule.lower import lower
 from gems.schedule.placement import linear
 from gems.schedule.schedule import Schedule
-from tests.schedule.drawings import drawn, play, played_rows, uniform_cost, with_rows
+from tests.helpers.drawings import drawn, play, played_rows, uniform_cost, with_rows
 
 GEMS_MASTER_4_RANKS_4_MICRO_BATCHES = (
     "rank    0 | F0 .. .. .. .. .. .. .. .. .. B0 -- f1 b1 -- F2 .. .. .. .. .. "

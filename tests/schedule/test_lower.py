@@ -16,7 +16,7 @@ from gems.schedule.placement import Placement
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import simulate
 from gems.schedule.validate import validate
-from tests.schedule.drawings import lines, text_of, with_rows
+from tests.helpers.drawings import lines, text_of, with_rows
 
 CASES = {
     ("1f1b", 3, 3): (

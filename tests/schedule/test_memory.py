@@ -13,7 +13,7 @@ from gems.schedule.memory import Held, memory_over_time
 from gems.schedule.placement import linear
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import simulate
-from tests.schedule.drawings import with_rows
+from tests.helpers.drawings import with_rows
 
 
 def costs_of(num_stages: int, boundary_bytes: float = 0.0, **more: tuple[float, ...]) -> StageCosts:

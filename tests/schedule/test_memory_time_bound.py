@@ -17,7 +17,7 @@ from gems.schedule.lower import lower
 from gems.schedule.placement import Placement, bidirectional, linear, looped, v, wave
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import simulate
-from tests.schedule.drawings import with_rows
+from tests.helpers.drawings import with_rows
 
 
 @pytest.mark.parametrize("num_ranks", range(1, 17))

@@ -22,7 +22,7 @@ from gems.schedule.placement import Placement, v
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import Simulation
 from gems.schedule.validate import validate
-from tests.schedule.drawings import play, with_rows
+from tests.helpers.drawings import play, with_rows
 
 LOOPED = with_rows(
     Schedule("looped", 2, Placement(2, ((0, 1, 1, 0),)), ((), ())),

@@ -11,7 +11,7 @@ from gems.schedule.lower import lower
 from gems.schedule.placement import linear
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import RankTime, rank_times, simulate
-from tests.schedule.drawings import with_rows
+from tests.helpers.drawings import with_rows
 
 
 def costs_of(num_stages: int, **more: tuple[float, ...]) -> StageCosts:

@@ -9,7 +9,7 @@ import pytest
 from gems.schedule import generate
 from gems.schedule.action import Action
 from gems.schedule.lower import lower
-from tests.schedule.drawings import text_of, with_rows
+from tests.helpers.drawings import text_of, with_rows
 
 MADE = generate("gems_mast", 3, 2)
 

@@ -16,7 +16,7 @@ from gems.schedule.ledger import peaks
 from gems.schedule.lower import add_transfers, lower
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import simulate
-from tests.schedule.drawings import edited, play, uniform_cost
+from tests.helpers.drawings import edited, play, uniform_cost
 
 
 def blocking_span(schedule: Schedule, forward: float, backward: float) -> float:

@@ -15,7 +15,7 @@ from gems.schedule.placement import Placement, linear
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import Simulation, simulate
 from gems.schedule.validate import validate
-from tests.schedule.drawings import with_rows
+from tests.helpers.drawings import with_rows
 
 Times = dict[str, tuple[float, float]]
 

@@ -20,7 +20,7 @@ from gems.schedule.lower import compute_only, lower
 from gems.schedule.placement import linear, looped, v
 from gems.schedule.schedule import Schedule
 from gems.schedule.validate import validate
-from tests.schedule.drawings import play, text_of, uniform_cost, with_rows
+from tests.helpers.drawings import play, text_of, uniform_cost, with_rows
 
 schedules: Any = pytest.importorskip("torch.distributed.pipelining.schedules")
 PLAIN = [

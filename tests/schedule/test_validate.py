@@ -15,7 +15,7 @@ from gems.schedule.lower import lower
 from gems.schedule.placement import Placement, bidirectional, linear
 from gems.schedule.schedule import Schedule
 from gems.schedule.validate import validate
-from tests.schedule.drawings import edited, text_of, with_rows
+from tests.helpers.drawings import edited, text_of, with_rows
 
 PLAIN = generate("gems_mast", 3, 2)
 ONE_WAY = lower(generate("1f1b", 3, 3))

@@ -15,7 +15,7 @@ from gems.models import check_image, layers_of, stride_of
 from gems.models.build import boundary_shapes, build_layer, build_layers, input_spec
 from scripts.reproduce import language
 from scripts.reproduce.sequences import Attention, Recurrent
-from tests.models.cutting import assert_cut_equals_whole
+from tests.helpers.cutting import assert_cut_equals_whole
 
 TOKENS = DataConfig(name="tokens", num_classes=11, length=5)
 PAIRS = DataConfig(name="token_pairs", num_classes=11, length=5)

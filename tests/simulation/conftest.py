@@ -20,8 +20,8 @@ from gems.config.schema import (
     ScheduleConfig,
 )
 from gems.profile import ModelProfile
-from tests.engine import toys
-from tests.partition.profiles import random_profile
+from tests.helpers import toys
+from tests.helpers.profiles import random_profile
 
 NUM_LAYERS = 11
 MODULES = (

@@ -19,7 +19,7 @@ from gems.schedule.synthesis import capped
 from gems.simulation.build import model_request
 from gems.simulation.model_costs import ModelCosts
 from gems.simulation.model_search import search_with_cut
-from tests.partition.profiles import random_profile
+from tests.helpers.profiles import random_profile
 from tests.simulation.conftest import made_up
 
 

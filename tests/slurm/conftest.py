@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.fault_runs import going, submit
-from tests.slurm.fault_table import ROWS, Fault, table
-from tests.slurm.mini_runs import no_job_is_left
+from tests.helpers.fault_runs import going, submit
+from tests.helpers.fault_table import ROWS, Fault, table
+from tests.helpers.mini_runs import no_job_is_left
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 SLURM_PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin", "/usr/local/sbin"])

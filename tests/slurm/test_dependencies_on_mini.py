@@ -15,8 +15,8 @@ import pytest
 
 from gems.runs.folder import RunFolder
 from gems.utils.atomic_io import read_json
-from tests.slurm.fault_table import note
-from tests.slurm.mini_runs import jobs, wait_until
+from tests.helpers.fault_table import note
+from tests.helpers.mini_runs import jobs, wait_until
 
 if TYPE_CHECKING:
     from tests.slurm.conftest import MiniSlurm

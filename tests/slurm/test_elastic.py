@@ -17,8 +17,8 @@ import pytest
 
 from gems.runs.folder import RunFolder
 from gems.utils.atomic_io import read_json
-from tests.slurm.fault_runs import cut_power, start_daemon
-from tests.slurm.mini_runs import jobs, said, wait_for_step, wait_until
+from tests.helpers.fault_runs import cut_power, start_daemon
+from tests.helpers.mini_runs import jobs, said, wait_for_step, wait_until
 
 if TYPE_CHECKING:
     from tests.slurm.conftest import MiniSlurm

@@ -18,9 +18,9 @@ from gems.config.checkpoint_schema import MANIFEST_JSON
 from gems.engine.checkpoint.manifest import checkpoint_folders
 from gems.runs.folder import RunFolder
 from gems.utils.atomic_io import read_json
-from tests.slurm.fault_runs import EMULATED, RUN, ended, last_steps
-from tests.slurm.mini_runs import job_fields, jobs, lines_of_jobs, said, wait_for_step, wait_until
-from tests.small_disk import SmallDisk, read_only, small_disk
+from tests.helpers.fault_runs import EMULATED, RUN, ended, last_steps
+from tests.helpers.mini_runs import job_fields, jobs, lines_of_jobs, said, wait_for_step, wait_until
+from tests.helpers.small_disk import SmallDisk, read_only, small_disk
 
 if TYPE_CHECKING:
     from tests.slurm.conftest import MiniSlurm

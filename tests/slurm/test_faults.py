@@ -20,7 +20,7 @@ import pytest
 from gems.runs.folder import RunFolder
 from gems.trace import part_path, read_part
 from gems.utils.atomic_io import read_json
-from tests.slurm.fault_runs import (
+from tests.helpers.fault_runs import (
     EMULATED,
     ENDLESS,
     RUN,
@@ -34,8 +34,8 @@ from tests.slurm.fault_runs import (
     start,
     start_daemon,
 )
-from tests.slurm.fault_table import ROWS, Fault
-from tests.slurm.mini_runs import (
+from tests.helpers.fault_table import ROWS, Fault
+from tests.helpers.mini_runs import (
     beats,
     jobs,
     lines_of_jobs,
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 
-HERE = Path(__file__).resolve().parent
+HELPERS = Path(__file__).resolve().parents[1] / "helpers"
 STALL_LIMIT_S = 10
 TICK_S = 30  # how often SLURM compares times
 
@@ -63,7 +63,7 @@ def test_a_rank_raises(
         "data=synthetic",
         "data.train_samples=64",
         "model.target=faulty_net.FaultyNet",
-        f"model.path={HERE}",
+        f"model.path={HELPERS}",
         "model.kwargs={fault:raise,after:20}",
         "partition=even",
         "schedule=1f1b",

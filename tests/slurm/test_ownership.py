@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from gems.runs.folder import RunFolder
-from tests.slurm.fault_table import note
-from tests.slurm.mini_runs import (
+from tests.helpers.fault_table import note
+from tests.helpers.mini_runs import (
     CONFIGURATION,
     ROOT,
     end_of,
@@ -159,7 +159,7 @@ def test_a_job_whose_submission_was_killed_is_found(
 
 
 def test_interrupted_submissions_leave_no_orphan(mini_slurm: MiniSlurm) -> None:
-    argv = [sys.executable, "-m", "tests.jobs.interrupted_submissions", str(TRIALS)]
+    argv = [sys.executable, "-m", "tests.helpers.interrupted_submissions", str(TRIALS)]
     ended = subprocess.run(
         argv, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=280
     )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.slurm.mini_runs import CONFIGURATION, ROOT, jobs
+from tests.helpers.mini_runs import CONFIGURATION, ROOT, jobs
 
 if TYPE_CHECKING:
     from tests.slurm.conftest import MiniSlurm

@@ -18,9 +18,9 @@ import yaml
 from gems.cli.framework import main
 from gems.runs.folder import RunFolder
 from jobs.__main__ import VERBS
-from tests.slurm.fault_runs import EMULATED
-from tests.slurm.fault_table import note
-from tests.slurm.mini_runs import ROOT, end_of, job_fields, wait_until
+from tests.helpers.fault_runs import EMULATED
+from tests.helpers.fault_table import note
+from tests.helpers.mini_runs import ROOT, end_of, job_fields, wait_until
 
 if TYPE_CHECKING:
     from tests.slurm.conftest import MiniSlurm

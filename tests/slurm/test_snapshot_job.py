@@ -19,7 +19,7 @@ import pytest
 
 from gems.runs.code_archive import PACKAGES, code_root, hash_of
 from gems.runs.folder import RunFolder
-from tests.slurm.mini_runs import wait_until
+from tests.helpers.mini_runs import wait_until
 
 if TYPE_CHECKING:
     from tests.slurm.conftest import MiniSlurm

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from gems.runs.folder import RunFolder
-from tests.slurm.mini_runs import (
+from tests.helpers.mini_runs import (
     ROOT,
     job_fields,
     jobs,

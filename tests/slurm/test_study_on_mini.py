@@ -15,7 +15,7 @@ import yaml
 
 from gems.runs.folder import RunFolder
 from gems.trace import read_trace
-from tests.slurm.mini_runs import jobs, wait_until
+from tests.helpers.mini_runs import jobs, wait_until
 
 if TYPE_CHECKING:
     from tests.slurm.conftest import MiniSlurm

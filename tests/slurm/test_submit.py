@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from gems.trace import read_trace
-from tests.slurm.mini_runs import (
+from tests.helpers.mini_runs import (
     CONFIGURATION,
     ROOT,
     batch_log,

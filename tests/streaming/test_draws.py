@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gems.autograd.random_draws import RandomDraws
-from tests.streaming.rig import DTYPE, Function, cut_stages, relative, run_strips, run_whole
+from tests.helpers.strips_rig import DTYPE, Function, cut_stages, relative, run_strips, run_whole
 
 HEIGHT = 12
 

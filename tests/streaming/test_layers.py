@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.streaming.rig import DTYPE, TOLERANCE, Function, error, freeze
+from tests.helpers.strips_rig import DTYPE, TOLERANCE, Function, error, freeze
 
 CHANNELS = 4
 WIDTH = 7

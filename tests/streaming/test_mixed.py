@@ -17,7 +17,15 @@ from gems.autograd.split_backward.deferred import DeferredGradients
 from gems.models.mixed import Precision, compute_in
 from gems.streaming.row_rules import even_ends
 from gems.streaming.strip_sample import StripSample
-from tests.streaming.rig import Function, Layers, cut_stages, relative, run_strips, run_whole, spans
+from tests.helpers.strips_rig import (
+    Function,
+    Layers,
+    cut_stages,
+    relative,
+    run_strips,
+    run_whole,
+    spans,
+)
 from tests.streaming.test_networks import NETWORKS
 
 LOW = torch.bfloat16

@@ -18,7 +18,7 @@ from gems.models.blocks.convnext import Block as ConvNeXtBlock
 from gems.models.imported import parts
 from gems.streaming.row_rules import even_ends
 from gems.streaming.strip_sample import StripSample
-from tests.streaming.rig import (
+from tests.helpers.strips_rig import (
     DTYPE,
     TOLERANCE,
     Function,

@@ -16,7 +16,7 @@ from torch import nn
 from gems.errors import ConfigError
 from gems.streaming.ghost_norm import GhostBatchNorm2d
 from gems.streaming.strip_sample import StripSample
-from tests.streaming.rig import (
+from tests.helpers.strips_rig import (
     DTYPE,
     TOLERANCE,
     Function,

@@ -14,7 +14,7 @@ from gems.errors import ConfigError
 from gems.models import layers_of
 from gems.models.build import build_layers
 from gems.models.mixed import Precision, compute_in
-from tests.streaming.rig import Function, cut_stages
+from tests.helpers.strips_rig import Function, cut_stages
 
 
 class SqueezeExcite(nn.Module):

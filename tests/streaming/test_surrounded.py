@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from gems.engine.stage import Stage
 from gems.errors import ConfigError
 from gems.streaming.strip_stage import Boundary, StripStage
-from tests.streaming.rig import DTYPE, TOLERANCE, Function, relative, run_strips
+from tests.helpers.strips_rig import DTYPE, TOLERANCE, Function, relative, run_strips
 
 pytestmark = pytest.mark.cases
 ENDS = (3, 4, 8, 12)

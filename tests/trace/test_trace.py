@@ -28,7 +28,7 @@ from gems.trace import (
     root_attributes,
     write_trace,
 )
-from tests.small_disk import small_disk
+from tests.helpers.small_disk import small_disk
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = ("run_yaml", "schedule/rows")
@@ -329,7 +329,7 @@ def test_rows_wait_for_a_full_disk_and_the_file_stays_readable(
 import sys
 from pathlib import Path
 from gems.trace import TracePart, part_path, read_part
-from tests.small_disk import SmallDisk
+from tests.helpers.small_disk import SmallDisk
 from tests.trace.test_trace import event
 disk = SmallDisk(Path(sys.argv[1]))
 part = TracePart(part_path(disk.path, 0), 0, {"schema_version": "1.0"})

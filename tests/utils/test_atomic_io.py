@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gems.utils.atomic_io import atomic_write, read_json, reserve, write_json
-from tests.small_disk import SmallDisk, small_disk
+from tests.helpers.small_disk import SmallDisk, small_disk
 
 
 def test_an_error_leaves_the_old_file_and_no_part_of_the_new_one(tmp_path: Path) -> None:

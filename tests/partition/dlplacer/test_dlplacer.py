@@ -17,7 +17,7 @@ from gems.partition.dlplacer.subgraphs import (
     split_at_cut_vertices,
 )
 from gems.profile.operator_graph import Op, OpGraph
-from tests.partition.dlplacer.op_graphs import best_span_s, branches, played, random_graph
+from tests.helpers.op_graphs import best_span_s, branches, played, random_graph
 
 TWO = Devices(2, 0.1, 0.2)
 needs_solver = pytest.mark.skipif(not cp_sat.IS_INSTALLED, reason="needs OR-tools")

@@ -9,7 +9,7 @@ import pytest
 from gems.errors import ConfigError
 from gems.partition.dlplacer.devices import Devices
 from gems.profile.operator_graph import Op, OpGraph
-from tests.partition.dlplacer.op_graphs import branches, random_graph
+from tests.helpers.op_graphs import branches, random_graph
 
 A = Op("a", 1.0)
 B = Op("b", 2.0, 3.0)

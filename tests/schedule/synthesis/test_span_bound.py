@@ -14,7 +14,7 @@ from gems.schedule.placement import Placement, bidirectional, linear, looped, v,
 from gems.schedule.registry import Request
 from gems.schedule.synthesis import capped
 from gems.schedule.synthesis.bound import rough_span, span_bound
-from tests.schedule.synthesis.every_order import least_span
+from tests.helpers.every_order import least_span
 
 MANY = 10**6
 

@@ -11,7 +11,7 @@ from gems.config.compose import compose
 from gems.config.schema import RunSpec
 from gems.planner.evaluate import Planner
 from gems.profile import ModelProfile
-from tests.partition.profiles import random_profile
+from tests.helpers.profiles import random_profile
 
 SIZES = (
     "stash_bytes",

@@ -23,9 +23,9 @@ from gems.config.schema import (
 )
 from gems.data.dataset import Dataset
 from gems.models import MODELS, Layer, ModelFamily
-from tests.device import TRANSPORT
+from tests.helpers.device import TRANSPORT
 
-HERE = "tests.engine.toys"
+HERE = "tests.helpers.toys"
 
 
 class Fork(nn.Module):

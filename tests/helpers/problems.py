@@ -9,7 +9,7 @@ import numpy as np
 
 from gems.partition.problem import Problem
 from gems.profile.spans import RankCosts, Spans, Table
-from tests.partition.profiles import random_profile
+from tests.helpers.profiles import random_profile
 
 Groups = list[tuple[int, ...]]
 PLACEMENTS: dict[str, Callable[[int], Groups]] = {

@@ -18,8 +18,8 @@ import pytest
 
 from gems.runs.folder import RunFolder
 from gems.trace import part_path, read_part
-from tests.slurm.fault_table import ROWS, Fault
-from tests.slurm.mini_runs import beats, jobs, said, wait_for_step, wait_until
+from tests.helpers.fault_table import ROWS, Fault
+from tests.helpers.mini_runs import beats, jobs, said, wait_for_step, wait_until
 
 if TYPE_CHECKING:
     from tests.slurm.conftest import MiniSlurm

@@ -42,7 +42,7 @@ def note(spec: RunSpec | list[str], options: Options) -> int | None:
     return 3 if isinstance(spec, RunSpec) and spec.name == "three" else None
 
 
-NOTE = "tests.commands:note"
+NOTE = "tests.helpers.commands:note"
 MINE = {
     "note": Verb(
         NOTE,

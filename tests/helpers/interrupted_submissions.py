@@ -1,7 +1,7 @@
 """Submissions that signals end at random moments, on the SLURM of PATH.
 
 What is left, and what the next command finds.
-By hand, on the mini cluster: python -m tests.jobs.interrupted_submissions 200
+By hand, on the mini cluster: python -m tests.helpers.interrupted_submissions 200
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from gems.models.build import TensorSpec
 from gems.schedule.action import RECV_KINDS, SEND_KINDS, Action, Kind
 from gems.schedule.edges import BACKWARD_KINDS
 from gems.schedule.schedule import Schedule
-from tests.device import DEVICE, ON_GPU
+from tests.helpers.device import DEVICE, ON_GPU
 
 # micro-batches, samples of each, values of a sample
 N = 4

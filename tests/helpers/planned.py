@@ -14,7 +14,7 @@ from gems.schedule.action import Action, Kind
 from gems.schedule.lower import lower
 from gems.schedule.schedule import Schedule
 from gems.schedule.validate import validate
-from tests.engine.rig import SIZE, WIDTH, N, Rig, images_and_labels
+from tests.helpers.rig import SIZE, WIDTH, N, Rig, images_and_labels
 
 KEEP, OFFLOAD, RECOMPUTE, SELECTIVE, OFFLOAD_INPUTS = Choice
 SEED = 7

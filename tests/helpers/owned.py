@@ -9,8 +9,8 @@ from gems.models.imported.describe import resolve_target
 
 ROOT = Path(__file__).parents[2]
 DATA = DataConfig(height_px=9, width_px=10)
-NETS = "tests.models.own_nets"
-UNET = "tests.models.own_unet:OwnUNet"
+NETS = "tests.helpers.own_nets"
+UNET = "tests.helpers.own_unet:OwnUNet"
 
 
 def own(target: str, **kwargs: object) -> ModelConfig:
