@@ -20,9 +20,8 @@ from gems.errors import ConfigError
 
 KEY = "train.compile"
 NO = "set train.compile=false"
-RECOMPILES = (
-    8  # of one layer at most: for training, for evaluation, and where a shape or type differs
-)
+# limit for one layer: for training, for evaluation, and if a shape or type differs
+RECOMPILES = 8
 
 
 def check_compiler(device: torch.device) -> None:
@@ -76,9 +75,8 @@ def _run_without_trace(layers: Sequence[nn.Module], inputs: Sequence[Tensor]) ->
     buffers = [(buffer, buffer.clone()) for layer in layers for buffer in layer.buffers()]
     devices = {tensor.device for tensor in inputs if tensor.device.type == "cuda"}
     with torch.no_grad(), torch.random.fork_rng(devices=devices):
-        output: Any = tuple(
-            tensor.clone() for tensor in inputs
-        )  # a layer may change its input in place
+        # a layer may change its input in place
+        output: Any = tuple(tensor.clone() for tensor in inputs)
         for layer in layers:
             output = layer(*as_tuple(output))
         for buffer, before in buffers:

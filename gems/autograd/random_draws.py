@@ -69,9 +69,8 @@ class RandomDraws:
 
     def seed_of(self, name: int) -> int:
         """Return the seed of a module's stream for the present micro-batch."""
-        return (
-            hash((self._seed, *self._now, name)) & _MASK
-        )  # of whole numbers, so the same in every process
+        # a hash of whole numbers is the same in every process
+        return hash((self._seed, *self._now, name)) & _MASK
 
 
 class _Stream:

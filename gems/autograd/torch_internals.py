@@ -11,33 +11,29 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 from torch._C import DispatchKey  # has no public name: torch.library takes its members as texts
-from torch._dispatch.python import (
-    enable_python_dispatcher,
-    no_python_dispatcher,
-)  # none: drop gems.autograd.elsewhere
+
+# none: drop gems.autograd.elsewhere
+from torch._dispatch.python import enable_python_dispatcher, no_python_dispatcher
 from torch._ops import OpOverload  # type(torch.ops.aten.add.Tensor)
-from torch._subclasses import (
-    FakeTensorMode,
-)  # torch.device("meta"), which loses the device of a tensor
-from torch._subclasses.schema_check_mode import (
-    SchemaCheckMode,
-)  # none: drop gems.autograd.elsewhere
-from torch.amp.autocast_mode import (
-    _enter_autocast as enter_autocast,
-)  # torch.autocast(...).__enter__
+
+# torch.device("meta"), which loses the device of a tensor
+from torch._subclasses import FakeTensorMode
+
+# none: drop gems.autograd.elsewhere
+from torch._subclasses.schema_check_mode import SchemaCheckMode
+
+# torch.autocast(...).__enter__
+from torch.amp.autocast_mode import _enter_autocast as enter_autocast
 from torch.amp.autocast_mode import _exit_autocast as exit_autocast  # torch.autocast(...).__exit__
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-)  # none: count bytes by torch.autograd.graph's hooks
-from torch.utils._python_dispatch import (
-    _disable_current_modes as disable_current_modes,
-)  # leave the modes first
-from torch.utils._pytree import (
-    TreeSpec,
-    tree_flatten,
-    tree_leaves,
-    tree_unflatten,
-)  # the package optree
+
+# none: count bytes by torch.autograd.graph's hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# leave the modes first
+from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+
+# the package optree
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 __all__ = [
     "SET_GRAD_MODE",
@@ -71,9 +67,8 @@ __all__ = [
 
 # what PYTORCH_ALLOC_CONF says, once the environment has been read
 set_allocator: Any = torch._C._accelerator_setAllocatorSettings
-SET_GRAD_MODE: Any = (
-    torch._C._set_grad_enabled
-)  # the node that a graph has for torch.set_grad_enabled
+# the node for torch.set_grad_enabled in a graph
+SET_GRAD_MODE: Any = torch._C._set_grad_enabled
 
 
 def is_transformed() -> bool:

@@ -54,9 +54,8 @@ LOCAL = "local"
 MICRO_BATCHES = "parallel.micro_batches"
 COUNTS = (MICRO_BATCHES, "parallel.replications", "parallel.parts")
 WIDTH = 120  # of a line of help
-warnings.filterwarnings(
-    "ignore", message="The version_base parameter is deprecated"
-)  # which Hydra 1.3 asks for
+# Hydra 1.3 asks for version_base
+warnings.filterwarnings("ignore", message="The version_base parameter is deprecated")
 
 
 def compose(overrides: Sequence[str], cluster: str = LOCAL) -> RunSpec:
@@ -89,9 +88,8 @@ def composed(overrides: Sequence[str], cluster: str = LOCAL) -> RunSpec:
     values = [override for override in given if _is_value(override, folders)]
     choices = tuple(str(override.input_line) for override in given if override not in values)
     try:
-        if cluster == AUTO or any(
-            PACKAGE in word for word in choices
-        ):  # which depend on more than files
+        # these choices depend on more than files
+        if cluster == AUTO or any(PACKAGE in word for word in choices):
             config = _with_options(choices, cluster)
         else:
             config = pickle.loads(

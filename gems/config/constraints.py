@@ -513,10 +513,8 @@ def _check_train(spec: RunSpec) -> None:
             "train.patience", train.patience, "needs a metric to judge by", "give train.monitor"
         )
     if train.initial_checkpoint is not None:
-        weights = (
-            "checkpoint/stage*.pt",
-            "stage*.pt",
-        )  # of a run's folder, or of that of the weights
+        # in a run's folder, or in the folder of the weights
+        weights = ("checkpoint/stage*.pt", "stage*.pt")
         is_file = (
             Path(train.initial_checkpoint).suffix in STATE_DICTS
             and Path(train.initial_checkpoint).is_file()

@@ -118,9 +118,8 @@ class Rule:
                 raise ConfigError(key, repr(value), self.form, self.help)
         elif isinstance(value, int | float) and not isinstance(value, bool):
             is_real = isinstance(value, float)
-            is_finite = not is_real or math.isfinite(
-                value
-            )  # isfinite refuses whole numbers that no float holds
+            # isfinite fails for whole numbers that no float can hold
+            is_finite = not is_real or math.isfinite(value)
             if (
                 not is_finite
                 or value < self.min

@@ -171,9 +171,8 @@ def parsed(overrides: Sequence[str]) -> list[Override]:
     """
     found: list[Override] = []
     for text in overrides:
-        if any(
-            "\ud800" <= char <= "\udfff" for char in text
-        ):  # the command line's bytes are not UTF-8
+        # the bytes of the command line are not UTF-8
+        if any("\ud800" <= char <= "\udfff" for char in text):
             raise ConfigError("override", ascii(text), "is no text in UTF-8")
         try:
             found += _parsed(text)

@@ -45,13 +45,15 @@ LR_SCHEDULERS = {
     "step": "torch.optim.lr_scheduler.StepLR",
 }
 _OF_CLASSES = ("classification", "segmentation")
-METRICS = {  # beside those of the task: the tasks that each is for
+# metrics in addition to those of the task, with the tasks that support them
+METRICS = {
     "auc": ("classification", "multi_label"),
     "balanced_accuracy": _OF_CLASSES,
     "confusion_matrix": _OF_CLASSES,
     "r2": ("regression",),
 }
-FIGURES_OF_TASK = {  # numbers that validation gives without further metrics
+# figures of validation without additional metrics
+FIGURES_OF_TASK = {
     "classification": ("loss", "accuracy", "majority"),
     "multi_label": ("loss", "accuracy", "majority"),
     "segmentation": ("loss", "accuracy", "majority", "dice", "dice_constant"),

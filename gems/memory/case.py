@@ -104,9 +104,10 @@ class MemoryCase:
             outcome.costs, outcome.schedule.placement, self.network, len(self.paces)
         )
         as_run = replace(outcome, costs=costs, paces=self.paces)
+        # the ranks have already been walked
         as_run.__dict__.update(
             (name, found) for name, found in outcome.__dict__.items() if name == "ranks"
-        )  # as walked
+        )
         return as_run
 
     def timelines(

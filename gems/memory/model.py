@@ -26,9 +26,8 @@ _STEP = Kind.STEP
 _PREFETCH = Kind.PREFETCH
 StageKey = tuple[int, int]  # (direction, stage)
 Where = tuple[int, int] | EllipsisType  # one entry of a table, or all of it
-MESSAGE_COPIES = (
-    2  # a buffer such as a running mean is in the layer, and in the message that averages it
-)
+# a buffer such as a running mean is in the layer, and in the message that averages it
+MESSAGE_COPIES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +93,8 @@ class HeldCounts(NamedTuple):
     # from the posting of their receive to the end of the backward (of W if it is split; of the
     # forward if they leave)
     inputs: int = 0
-    gradients: int = (
-        0  # received ones likewise, except the one that is used by the running backward
-    )
+    # received ones, for the same time, except the one that the running backward uses
+    gradients: int = 0
     outputs: int = 0  # given to a send that may not have left before the next action ends
     input_gradients: int = 0  # likewise
     images: int = 0  # of the whole step
@@ -150,9 +148,8 @@ def _count_boundary(schedule: Schedule, rank: int, counts: Counts) -> Iterator[t
             is_at_end = segment == schedule.last_segment(stage)
             has_next = stage < schedule.num_stages - 1
             if is_backward and is_at_end:
-                counts[direction, stage]["gradients"] -= (
-                    has_next  # they are among what the backward needs
-                )
+                # they are among the tensors that the backward needs
+                counts[direction, stage]["gradients"] -= has_next
             yield action, False
         if is_compute or kind in RANK_KINDS:
             for each in counts.values():  # all that was sent before is gone

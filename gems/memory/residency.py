@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from gems.schedule.action import Kind
 
 Key = Hashable
-Script = tuple[
-    tuple[Kind, int], ...
-]  # the actions of one micro-batch on a stage in order: kind and segment
+# the actions of one micro-batch on a stage, in order: kind and segment
+Script = tuple[tuple[Kind, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +38,8 @@ class StorageState:
     """A saved storage."""
 
     num_bytes: int
-    savers: set[int] = field(
-        default_factory=set
-    )  # whose backward has still to read it, `~segment` for a segment's W
+    # the segments whose backward still has to read it; `~segment` stands for a segment's W
+    savers: set[int] = field(default_factory=set)
     is_movable: bool = True  # may be copied: one that saved it allows that
     is_pinned: bool = False  # stays on the device: a segment that is not offloaded has saved it too
     moved_with: int | None = None  # the segment whose copy took it

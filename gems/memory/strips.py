@@ -77,9 +77,8 @@ def strip_states(strip: StripBytes, script: Script, least_bytes: int) -> tuple[S
             save(loss)
         elif kind is Kind.R:
             save(own)
-            used_up = sum(pending.values()) - sum(
-                strip.saved_carried
-            )  # kept only for what has run now
+            # these are kept only for the operations that have just run
+            used_up = sum(pending.values()) - sum(strip.saved_carried)
         elif kind in (Kind.B, Kind.I):
             moved = _total(residency, residency.prefetch(0))
             during += moved

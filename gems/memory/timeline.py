@@ -34,9 +34,8 @@ _TIMES = ("forward", "input_grad", "weight_grad", "recompute", "split")
 _COPIED: Script = tuple(
     (kind, 0) for kind in (Kind.F, Kind.OFFLOAD, Kind.FREE, Kind.PREFETCH, Kind.I, Kind.W)
 )
-_BETWEEN_STAGES = tuple(zip(HeldCounts._fields, TABLES, strict=True))[
-    2:
-]  # all but stashes and weights
+# everything but stashes and weights
+_BETWEEN_STAGES = tuple(zip(HeldCounts._fields, TABLES, strict=True))[2:]
 
 
 class Point(NamedTuple):

@@ -8,9 +8,8 @@ from typing import Any
 
 SCHEMA = "gems.strips/1"
 WORK_SCHEMA = "gems.strip_work/1"
-STRIP_SHARES = (  # fact of a profile: how much of the work of each layer is in each strip
-    "strip_shares"
-)
+# fact of a profile: the share of each layer's work in each strip
+STRIP_SHARES = "strip_shares"
 Sizes = tuple[int, ...]  # bytes of storages
 
 

@@ -27,12 +27,10 @@ CODE_ZIP = "code.zip"
 PACKAGES = ("gems", "jobs", "analysis", "conf")
 SUFFIXES = (".py", ".yaml", ".json", ".csv", ".txt", ".js", ".css", ".sh", ".typed")
 MAIN = "gems/runs/code_archive_main.py"  # the archive's own __main__.py
-UNCHECKED_HASH = (1).to_bytes(
-    4, "little"
-)  # PEP 552: byte-code that is never compared with its source
-WITHOUT_REFERENCES = (
-    2  # version of marshal: later ones note how often an object is in use, which differs by process
-)
+# PEP 552: byte-code that is never compared with its source
+UNCHECKED_HASH = (1).to_bytes(4, "little")
+# a version of marshal: later ones record reference counts, which differ between processes
+WITHOUT_REFERENCES = 2
 EPOCH = (1980, 1, 1, 0, 0, 0)
 MODE = 0o644
 
@@ -113,12 +111,10 @@ def _archive(sources: Sequence[tuple[str, bytes]]) -> bytes:
         for name, data in sources:
             for entry in (name, "__main__.py") if name == MAIN else (name,):
                 contents = {entry: data}
-                if entry.endswith(
-                    ".py"
-                ):  # the file name is within the archive, so that no file of a job shadows it
-                    with contextlib.suppress(
-                        SyntaxError, ValueError
-                    ):  # of a user's file that nobody may import
+                # the file name is relative to the archive, so that no file of a job shadows it
+                if entry.endswith(".py"):
+                    # a user's file that is never imported may be invalid
+                    with contextlib.suppress(SyntaxError, ValueError):
                         code = compile(
                             data, f"{CODE_ZIP}/{entry}", "exec", dont_inherit=True, optimize=0
                         )

@@ -20,9 +20,8 @@ FILE_SYSTEM_ERRORS = (
     errno.ENOTCONN,
     errno.EREMOTEIO,
 )
-DEVICE_FULL = re.compile(
-    r"(?:CUDA|HIP) error: out of memory"
-)  # of a library beside torch's allocator
+# messages of libraries other than torch's allocator
+DEVICE_FULL = re.compile(r"(?:CUDA|HIP) error: out of memory")
 HOST_FULL = re.compile(r"DefaultCPUAllocator: .*you tried to allocate")
 
 

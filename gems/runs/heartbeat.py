@@ -43,9 +43,8 @@ class Heartbeat:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._head = f"{os.getpid()} {os.uname().nodename}"
         with path.open("w+b") as file:
-            file.write(
-                b" " * SIZE_BYTES
-            )  # not a hole: on a full file system that would end the rank by SIGBUS
+            # a sparse file could end the rank by SIGBUS on a full file system
+            file.write(b" " * SIZE_BYTES)
             file.flush()
             self._map = mmap.mmap(file.fileno(), SIZE_BYTES)
         self.beat(-1, "start")

@@ -28,19 +28,11 @@ from gems.utils.atomic_io import read_json, write_json
 from gems.utils.process_tree import is_alive, start_time
 from gems.utils.units import now_utc
 
-ENDED = (
-    "finished",
-    "failed",
-    "cancelled",
-    "stopped",
-)  # states that are recorded once no rank is left
+# states that are recorded once no rank is left
+ENDED = ("finished", "failed", "cancelled", "stopped")
 SUBMITTING = "submitting"
-UNFINISHED = (
-    SUBMITTING,
-    "submitted",
-    "requeued",
-    "running",
-)  # of a run that has not recorded its end
+# states of a run that has not recorded its end
+UNFINISHED = (SUBMITTING, "submitted", "requeued", "running")
 FRESH_S = 60.0  # NFS shows other nodes what changed in a mapped file after half a minute
 CLOCKS_S = 5.0  # by which clocks of nodes may differ
 TRIES = 5
@@ -326,9 +318,8 @@ def _sign_of_life(folder: RunFolder) -> Beat | None:
     Fresh, later than the recorded end, and of no process that ended.
     """
     status: dict[str, Any] = {}
-    with contextlib.suppress(
-        OSError
-    ):  # the preparation of the folder reports what is wrong with it
+    # the preparation of the folder reports what is wrong with it
+    with contextlib.suppress(OSError):
         status = folder.read_status()
     ended_s = 0.0
     if status.get("state") in ENDED:

@@ -135,7 +135,8 @@ def simulated_trace(spec: RunSpec, schedule: Schedule) -> Trace:
         round(max(rank.peak - rank.parameters for rank in each)) for each in zip(*held, strict=True)
     ]
     machine = spec.machine
-    known = {  # of the machine, and of how far predictions with it were off
+    # facts about the machine, and the error of predictions with it
+    known = {
         "calibrated_from": machine.calibrated_from,
         "held_out_error": machine.held_out_error,
         "noise": noise or None,

@@ -139,9 +139,8 @@ class WaitGraph:
         if action.kind in COMPUTE_KINDS:
             for need in dependencies(action, self._schedule):
                 if need.kind in RECV_KINDS and (other := self._peer(rank, need)) in self._beats:
-                    index = self._row(other).get(
-                        partner_of(need)
-                    )  # of the send, which has not been posted yet
+                    # the index of the send, which has not been posted yet
+                    index = self._row(other).get(partner_of(need))
                     if index is not None and self._point(other) < (self._beats[rank].step, index):
                         return str(need)
         return ""

@@ -49,9 +49,8 @@ def compute_schedule(spec: RunSpec) -> Schedule:
     if name == PLACED:
         return placed_on(spec)
     if name == CAPPED:
-        return from_json(
-            search_schedule(spec)["schedule"]
-        )  # of a model with the cut that it was found with
+        # the schedule is for a model with the cut that it was found with
+        return from_json(search_schedule(spec)["schedule"])
     return with_strips(
         FAMILIES[name].build(schedule_request(RunCosts.of(spec), spec.seed)), spec.parallel.strips
     )

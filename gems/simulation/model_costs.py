@@ -45,9 +45,8 @@ class ModelCosts:
         profile: ModelProfile,
         cuts: Mapping[Placement, Boundaries] | None = None,
     ):
-        machine = replace(
-            spec.machine, kind="real", device_bytes=None
-        )  # what fits is seen once there is a schedule
+        # whether the model fits is checked once there is a schedule
+        machine = replace(spec.machine, kind="real", device_bytes=None)
         budget_s = min(CUT_BUDGET_S, spec.partition.budget_s)
         self._spec = replace(
             spec, machine=machine, partition=replace(spec.partition, budget_s=budget_s)

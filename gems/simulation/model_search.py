@@ -31,15 +31,11 @@ MAX_CLIMBED = 512
 LADDER = (1.0, 1.5, 2.0, 3.0, 4.0, 8.0)  # caps at which the model is cut on the way to a higher one
 SHARE = 0.4  # of the budget, for a search at one cap of the ladder, of which there are two
 FIRST_SHARE = 0.5  # of that, for the searches before these, on one placement each
-FIRST_CUT, CUT = (
-    1 / 8,
-    0.4,
-)  # of the cuts that may be simulated: for each placement, and for the schedule found
+# shares of the cuts that may be simulated: for each placement, and for the schedule found
+FIRST_CUT, CUT = (1 / 8, 0.4)
 PLAN_SHARE = 0.1  # of memory.budget_s, for the plan of each schedule from which one is chosen
-MAX_LOWERED, MARGIN = (
-    4,
-    1e-3,
-)  # times that the cap of strips is lowered, each time so much more than by their bytes
+# how often the cap of strips is lowered, and the margin below what their bytes require
+MAX_LOWERED, MARGIN = (4, 1e-3)
 NEAR = 1.1  # times the fastest, up to which a placement is cut again once all have been
 
 

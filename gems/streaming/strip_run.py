@@ -29,9 +29,8 @@ from gems.streaming.row_plan import FRESH, Piece, RowPlan, ValueStrip
 from gems.streaming.row_rules import Bins, Span
 from gems.streaming.trace import Ref, Step, Weight
 
-Draws = Callable[
-    [int], int
-]  # from the checksum of a module's name to the seed of its random numbers
+# maps the checksum of a module's name to the seed of its random numbers
+Draws = Callable[[int], int]
 _MASK = 2**63 - 1
 
 
@@ -72,15 +71,14 @@ class Network:
                 last[ref.number] = number
                 self._readers.setdefault(ref.number, set()).add(number)
             last[number] = number
-        self.released: dict[
-            int, list[int]
-        ] = {}  # by operation: the values that nothing reads after it
+        # by operation: the values that nothing reads after it
+        self.released: dict[int, list[int]] = {}
         for value, reader in last.items():
             self.released.setdefault(reader, []).append(value)
-        self.watch: Callable[[str, tuple[Any, ...]], None] | None = (
-            None  # is given what each module's operations make
-        )
-        self.changed = {  # in the first strip
+        # called with the results of each module's operations
+        self.watch: Callable[[str, tuple[Any, ...]], None] | None = None
+        # weights that are changed in the first strip
+        self.changed = {
             weight
             for each in operations
             if each.info.kind == STATIC and (weight := changed_buffer(each.step))

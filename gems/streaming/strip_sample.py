@@ -77,12 +77,10 @@ class StripSample:
         self._has_gradients = has_input_gradients
         self._carries: tuple[Tensor, ...] = ()
         self._graphs: list[_Graph | None] = []
-        self._buffers: dict[
-            Weight, Tensor
-        ] = {}  # that the first strip changes, as they were before
-        self._given: list[
-            Tensor | None
-        ] = []  # gradients of what a strip has kept, from the strip behind it
+        # buffers that the first strip changes, with their values before
+        self._buffers: dict[Weight, Tensor] = {}
+        # gradients of what a strip has kept, from the strip after it
+        self._given: list[Tensor | None] = []
 
     @property
     def carried(self) -> tuple[Tensor, ...]:

@@ -105,9 +105,8 @@ class Recorded(TorchFunctionMode):
         self._stand_ins = stand_ins
         self._where = where
         self._is_looking = False
-        self._known: set[Any] = (
-            set()
-        )  # nodes of the graph of autograd, held so that each stays one object
+        # nodes of autograd's graph, referenced so that each stays the same object
+        self._known: set[Any] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _GRADIENT_HOOKS:
@@ -159,9 +158,8 @@ class Recorded(TorchFunctionMode):
             if node is None or node in self._known:
                 continue
             self._known.add(node)
-            made_by = getattr(
-                type(node), "_forward_cls", None
-            )  # torch has some for tensors without memory
+            # torch also has such nodes, for tensors without memory
+            made_by = getattr(type(node), "_forward_cls", None)
             if isinstance(node, BackwardCFunction) and not getattr(
                 made_by, "__module__", ""
             ).startswith("torch._"):

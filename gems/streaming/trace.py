@@ -319,9 +319,8 @@ def _append(
             _change_autocast(layer, node)
         elif node.target is SET_GRAD_MODE:
             layer.grad_modes.append(bool(node.args[0]))
-        elif node.users or isinstance(
-            node.meta.get("val"), Tensor
-        ):  # a choice of a type, say, is a plain value by now
+        # other nodes, such as the choice of a type, are plain values by now
+        elif node.users or isinstance(node.meta.get("val"), Tensor):
             _refuse_changes(node, layer, found, has_grad)
             dtypes, options = _casts_of(layer, node)
             reads: dict[fx.Node, Any] = {
@@ -340,9 +339,8 @@ def _append(
             if target is not node.target and len({_value(layer, read).dtype for read in reads}) > 1:
                 given_here = {read: _of_meta(_value(layer, read)) for read in reads}
                 wide = target(*fx.node.map_arg(node.args, given_here.__getitem__), **kwargs)
-                if (
-                    wide.dtype is not value.dtype
-                ):  # what changes in place gives the type that is there
+                # an operation that changes its input in place returns the input's type
+                if wide.dtype is not value.dtype:
                     made = add(node, target, args, kwargs, wide)
                     target = torch.ops.aten.to.dtype
                     args = (made, value.dtype)

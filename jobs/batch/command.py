@@ -15,12 +15,8 @@ from gems.launch.local_launcher import without_leftovers
 
 QUERY_LIMIT_S = 10.0
 SITE_LIMIT_S = 30.0
-USER_FORMATS = (
-    "SINFO_",
-    "SACCTMGR_",
-    "SQUEUE_",
-    "SACCT_",
-)  # a user's own formats would hide the columns asked for
+# a user's own formats would hide the requested columns
+USER_FORMATS = ("SINFO_", "SACCTMGR_", "SQUEUE_", "SACCT_")
 # Messages of commands that reach no scheduler, as opposed to a refusal.
 UNREACHABLE = (
     "Unable to contact slurm controller",

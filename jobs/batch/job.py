@@ -157,9 +157,8 @@ def name_submission(logs: Path, token: str, job_id: str) -> None:
     pickle = pickle_path(logs, token)
     job_id = JobId.parse(job_id).local  # all that the job itself knows
     named = logs / f"{job_id}_submission.sh"
-    with contextlib.suppress(
-        FileNotFoundError
-    ):  # of an array the logs of each run have one, and no script
+    # the logs of each run of an array have a pickle, but no script
+    with contextlib.suppress(FileNotFoundError):
         pickle.rename(logs / f"{job_id}_submitted.pkl")
     with contextlib.suppress(FileNotFoundError):
         if not (script.is_symlink() or named.exists()):

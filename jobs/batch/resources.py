@@ -18,11 +18,8 @@ MPIEXEC = "mpiexec"
 SITE_MPIEXECS = ("hydra", "pals")  # which find the nodes of a job of PBS or Flux
 PROBE = "probe"
 CODE, IMAGE = STAGED
-OF_SYSTEM = {
-    "srun": "slurm",
-    "ibrun": "slurm",
-    "flux": "flux",
-}  # launchers that work in jobs of one batch system
+# launchers that only work in jobs of one batch system
+OF_SYSTEM = {"srun": "slurm", "ibrun": "slurm", "flux": "flux"}
 # Holds the token of a job's submission, in the job's environment.
 TOKEN_VARIABLE = "GEMS_SUBMISSION"
 

@@ -130,9 +130,8 @@ class Slurm(Scheduler):
             for each in map(slurm_jobs.parse_cancellation, text.splitlines())
             if each and each.is_job
         ]
-        own = [
-            each for each in found if each.job_id == os.environ.get("SLURM_JOB_ID")
-        ]  # of a task its own one too
+        # a cancelled task also has a message of its own
+        own = [each for each in found if each.job_id == os.environ.get("SLURM_JOB_ID")]
         return own[-1].cause if own else None
 
     def record(self, job_id: str) -> dict[str, Any] | None:

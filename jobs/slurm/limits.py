@@ -42,9 +42,8 @@ NAMED_LIMIT = re.compile(r"\b(?:QOS|Assoc|Partition)[A-Z]\w*")
 NOT_NOW = re.compile(
     r"node configuration is not available|[Nn]odes? .*not available|nodes are busy|DOWN, DRAINED"
 )
-NumQueued = Callable[
-    [str | None, str | None], int | None
-]  # jobs of this user in a partition and a qos
+# counts the jobs of this user in a partition and a qos
+NumQueued = Callable[[str | None, str | None], int | None]
 CLOSED = ("DRAIN", "INACTIVE")  # states of partitions that take no jobs
 
 
@@ -306,7 +305,8 @@ def _refusals(spec: RunSpec, job: JobSpec, found: Partition) -> Iterator[ConfigE
         f" {max_cpus} CPUs"
     )
     suffix = f" and {gpus} GPUs" if asks_gpus else ""
-    limits = (  # requested and allowed; the key and its value, the reason, the advice
+    # requested and allowed; the key and its value, the reason, the advice
+    limits = (
         (
             gpus,
             max_gpus,

@@ -36,15 +36,8 @@ NODES_PER_S = 60_000
 GOOD = 0.001  # a plan this near to the bound is not improved further
 VARIABLES_PER_S = 600  # of a MILP that HiGHS follows so far in a second
 SEARCH_SHARE = 0.5  # of the budget; the MILPs have the rest
-PARTS = (
-    0,
-    1,
-    2,
-    3,
-    4,
-    6,
-    8,
-)  # in how many segments all of a stage is recomputed; 0: each layer by itself
+# numbers of segments into which a recomputed stage is divided; 0: each layer by itself
+PARTS = (0, 1, 2, 3, 4, 6, 8)
 ADVICE = (
     "give more memory, use more partitions or fewer micro-batches in flight, or a smaller image or"
     " micro-batch"

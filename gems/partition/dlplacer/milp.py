@@ -109,9 +109,8 @@ class _Table:
         for (u, v), k in self._crosses.items():
             for here, there in zip(self.on[u], self.on[v], strict=True):
                 self._add([(here, 1.0), (there, -1.0), (k, -1.0)], 0.0)
-        reach: list[set[int]] = [
-            set() for _ in graph.ops
-        ]  # the operators that follow each operator
+        # the operators that follow each operator
+        reach: list[set[int]] = [set() for _ in graph.ops]
         for v in reversed(graph.order):
             reach[v].update(graph.successors[v], *(reach[w] for w in graph.successors[v]))
         for phase, start, span in zip(phases(graph), self.starts, self.spans, strict=True):

@@ -1,9 +1,9 @@
-"""One run of a layer as inside a stage, between a node that feeds its inputs and one that takes its outputs.
+"""One run of a layer as inside a stage, between two ends.
 
-In a chain a gradient dies when it has been consumed, and a layer's output when the next layer is
-done. So the first end drops the gradients of the inputs, and the second makes those of the outputs
-within backward. Parameters have their gradients already, as in a run, where they are views of one
-buffer.
+The first end feeds its inputs, the second takes its outputs. In a chain, a gradient dies when it
+has been consumed, and a layer's output when the next layer is done. So the first end drops the
+gradients of the inputs, and the second creates those of the outputs within backward. Parameters
+already have gradients, as in a run, where they are views of one buffer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 class Layout(NamedTuple):
-    """The layout of a tensor in its memory, where it begins `offset` elements from the start."""
+    """The layout of a tensor in its memory; it begins `offset` elements after the start."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -62,20 +62,21 @@ class Layout(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensor's data in bytes."""
+        """The size of the tensor's data in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def view(self, memory: Tensor) -> Tensor:
-        """Return the tensor of this layout in a flat memory."""
+        """Return a tensor of this layout in a flat memory."""
         return memory.view(self.dtype).as_strided(self.shape, self.strides, self.offset)
 
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """A gradient; those of the same `storage` share its memory.
+    """A gradient; gradients with the same `storage` share its memory.
 
-    `is_given` says that the stage was given that memory and holds it until its backward ends; other
-    memory is freed when it was read. `is_untouched` says that it is the very tensor that was given.
+    `is_given` means that the stage received the memory and holds it until its backward ends; other
+    memory is freed when it has been read. `is_untouched` means that it is the received tensor
+    itself.
     """
 
     layout: Layout
@@ -93,7 +94,7 @@ class Gradient:
         return cls(layout, storage, layout.num_bytes, is_given, is_given)
 
     def memory(self, device: torch.device) -> Tensor:
-        """Make its memory."""
+        """Allocate its memory."""
         dtype = self.layout.dtype
         return torch.zeros(self.storage_bytes // dtype.itemsize, dtype=dtype, device=device)
 
@@ -103,7 +104,7 @@ Gradients = tuple[Gradient | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds of one layer on one micro-batch."""
+    """The times of one layer for one micro-batch, in seconds."""
 
     forward_s: float = 0.0
     input_grad_s: float = 0.0
@@ -115,10 +116,10 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """A layer and its inputs; a tensor that is among them twice is the same tensor to the layer.
+    """A layer and its inputs; a tensor that occurs twice is the same tensor to the layer.
 
-    A layer that `is_first` computes no input gradient. The last one has a `loss`, which makes a
-    scalar of what it gives, in place of handing that on.
+    A layer that `is_first` computes no input gradient. The last layer has a `loss`, which computes
+    a scalar from its output instead of passing that on.
     """
 
     module: nn.Module
@@ -128,15 +129,18 @@ class LayerCall:
 
     @property
     def device(self) -> torch.device:
-        """The device that the layer runs on."""
+        """The device on which the layer runs."""
         return self.inputs[0].device
 
     def static_tensors(self) -> list[Tensor]:
-        """Return what is there without running: inputs, parameters, their gradients, buffers."""
+        """Return the tensors that exist without a run.
+
+        These are inputs, parameters, their gradients and buffers.
+        """
         return [*self.inputs, *static_tensors(self.module)]
 
     def forward_and_backward(self, watch: Callable[[Callable[[], object]], T]) -> tuple[T, T]:
-        """Run the layer, and return what `watch` returns for its forward and for its backward."""
+        """Run the layer, and return the results of `watch` for its forward and for its backward."""
         run = Run(self)
         outputs: list[Tensor] = []
         forward = watch(lambda: outputs.extend(run.forward()))
@@ -146,7 +150,7 @@ class LayerCall:
 
     @contextmanager
     def without_weight_gradients(self) -> Iterator[None]:
-        """Let no parameter need a gradient."""
+        """Disable the gradients of all parameters."""
         parameters = [
             parameter for parameter in self.module.parameters() if parameter.requires_grad
         ]
@@ -158,7 +162,7 @@ class LayerCall:
 
 
 def given_memory(gradients: Sequence[Gradient | None], device: torch.device) -> dict[int, Tensor]:
-    """Make the memory of those gradients that the stage holds, by its number."""
+    """Allocate the memory of the gradients that the stage holds, by storage number."""
     return {
         each.storage: each.memory(device)
         for each in gradients
@@ -169,8 +173,8 @@ def given_memory(gradients: Sequence[Gradient | None], device: torch.device) -> 
 def training_loss(output: Any, task: str = "classification") -> Tensor:
     """Return the task's loss of a model's output, as the engine computes it.
 
-    Of all its tensors if it has several.
-    Labels are the class 0, of each sample, place or pixel, or values 0.
+    If it has several tensors, their losses are added. Labels are class 0 for each sample, place or
+    pixel, or values 0.
     """
     total: Tensor | None = None
     for scores in tensors_in(output):
@@ -188,21 +192,21 @@ def training_loss(output: Any, task: str = "classification") -> Tensor:
 
 
 def task_loss(data: DataConfig) -> Loss:
-    """Return the loss of the task of some data."""
+    """Return the loss for the task of the data."""
     return partial(training_loss, task=task_of(data))
 
 
 def give_gradients(module: nn.Module) -> None:
-    """Give parameters without a gradient one of zeros."""
+    """Give zero gradients to parameters without a gradient."""
     for parameter in module.parameters():
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
 
 
 def static_tensors(module: nn.Module) -> list[Tensor]:
-    """Return what a layer holds without running.
+    """Return the tensors that a layer holds without a run.
 
-    Parameters, their gradients and low copies, buffers.
+    These are parameters, their gradients and low copies, and buffers.
     """
     gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
     return [*module.parameters(), *gradients, *module.buffers(), *low_copies(module)]
@@ -211,8 +215,8 @@ def static_tensors(module: nn.Module) -> list[Tensor]:
 class Run:
     """One forward and backward of a layer between two ends.
 
-    A whole stage has leaves in place of the first.
-    A leaf keeps its gradient, in a copy where somebody else holds it.
+    A whole stage has leaves instead of the first end. A leaf keeps its gradient, as a copy if
+    another object holds it.
     """
 
     def __init__(self, call: LayerCall, has_leaves: bool = False) -> None:
@@ -235,7 +239,7 @@ class Run:
         self.values = [leaves[id(tensor)] for tensor in call.inputs]
 
     def forward(self) -> tuple[Tensor, ...]:
-        """Run the layer, and the loss on what it gives."""
+        """Run the layer, and the loss on its output."""
         output = self._call.module(*self.values)
         return as_tuple(output) if self._call.loss is None else (self._call.loss(output),)
 
@@ -245,11 +249,10 @@ class Run:
         gradients: Sequence[Gradient | None] | None = None,
         memory: dict[int, Tensor] | None = None,
     ) -> Tensor | None:
-        """Put the second end after the outputs, to make their gradients in backward.
+        """Put the second end after the outputs, to create their gradients in backward.
 
-        None if there are none.
-        Without `gradients` each is a tensor of its own; `memory` is that of storages that are there
-        already.
+        Return None if there are no gradients. Without `gradients` each is a separate tensor;
+        `memory` is the memory of existing storages.
         """
         made = zip(
             outputs, fresh_gradients(outputs) if gradients is None else gradients, strict=True
@@ -268,15 +271,15 @@ class Run:
         )
 
     def backward(self, end: Tensor | None) -> None:
-        """Make the outputs' gradients and run backward."""
+        """Create the outputs' gradients and run backward."""
         if end is not None:
             torch.autograd.backward([end], [torch.empty_like(end)])
 
     def input_gradients(self, given: set[int]) -> Gradients:
         """Return the layout of the inputs' gradients.
 
-        A tensor that is given twice gets one, at its first place.
-        `given` names the storages that were there before backward.
+        A tensor that is passed twice gets one gradient, at its first position. `given` are the
+        storages that existed before backward.
         """
         numbers: dict[int, int] = {}
         arrived = dict(enumerate(self._arrived))
@@ -291,7 +294,7 @@ class Run:
 
 
 class _Start(Function):
-    """Feeds tensors; their gradients end here, and their layout is recorded."""
+    """A node that feeds tensors; their gradients end here, and the layout of these is recorded."""
 
     @staticmethod
     def forward(
@@ -321,7 +324,7 @@ class _Start(Function):
 
 
 class _End(Function):
-    """Takes outputs, and makes their gradients in backward."""
+    """A node that takes outputs, and creates their gradients in backward."""
 
     @staticmethod
     def forward(
@@ -354,7 +357,7 @@ class _End(Function):
                     and each.storage_bytes == each.layout.num_bytes
                     and uses[each.storage] == 1
                 ):
-                    # no view: the engine may add to it in place
+                    # not a view, because the engine may add to it in place
                     made.append(torch.zeros(shape, dtype=dtype, device=ctx.device))
                     continue
                 memory[each.storage] = each.memory(ctx.device)
@@ -369,7 +372,7 @@ _end: Callable[..., Tensor] = _End.apply
 
 
 def fresh_gradients(outputs: Sequence[Tensor], is_given: bool = False) -> Gradients:
-    """Return gradients that are each a tensor of its own, None for outputs that have none."""
+    """Return separate gradient tensors; outputs without a gradient get None."""
     return tuple(
         (
             Gradient.fresh(tensor.shape, tensor.dtype, number, is_given)

@@ -45,9 +45,8 @@ def row_for_row(known: Known, step: Step, reads: tuple[int, ...]) -> Operation:
         along = arguments(step)["dim"] % step.value.dim()
         if along == dim:
             known.refuse(step, "puts maps on top of each other")
-        has_fixed = len(reads) < len(
-            step.args[0]
-        )  # a part that depends on no input, such as coordinates
+        # a part that depends on no input, such as coordinates
+        has_fixed = len(reads) < len(step.args[0])
         how = "copy" if has_fixed else "cat"
         state = {"channel_dim": along}
         return Operation(

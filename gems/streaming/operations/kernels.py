@@ -211,9 +211,8 @@ class _MaxPool(Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (places,) = ctx.saved_tensors
         shape, dtype = ctx.like
-        like = torch.empty(
-            shape, dtype=dtype, device=gradient.device
-        )  # the kernel reads its shape only
+        # the kernel reads only its shape
+        like = torch.empty(shape, dtype=dtype, device=gradient.device)
         found = aten.max_pool2d_with_indices_backward.default(gradient, like, *ctx.options, places)
         above, below = ctx.outside
         return found.narrow(2, above, shape[2] - above - below), None, None

@@ -37,9 +37,8 @@ class Paged:
 
     num_bytes: int
     block: Block | None = None  # its memory on the device, None while it is in host memory only
-    is_leaving: bool = (
-        False  # its copy out was started ahead, since it was reclaimed here in the last iteration
-    )
+    # its copy out was started early, because it was reclaimed here in the last iteration
+    is_leaving: bool = False
     identity: tuple[int, int, int] | None = None
 
 

@@ -134,9 +134,8 @@ class _Flight:
     """One micro-batch of one stage in flight."""
 
     paged: dict[int, list[Paged]] = field(default_factory=dict)  # by the numbers of storages
-    forward: dict[int, int] = field(
-        default_factory=dict
-    )  # when that of a layer ran which had no backward yet
+    # when the forward of each layer ran whose backward has not run yet
+    forward: dict[int, int] = field(default_factory=dict)
     turn: int | None = None  # when backward began
     gone: set[Paged] = field(default_factory=set)
     others: list[Block] = field(default_factory=list)
