@@ -30,7 +30,7 @@ from gems.errors import ConfigError
 from gems.trace import SOURCES, TIME_UNIT
 from gems.utils.units import counted, number
 
-MAX_JOINED = 4  # times as many ranks
+MAX_JOINED = 4  # largest ratio of the ranks of joined neighbours
 DOCUMENTED = ("git_commit", "versions", "created_utc")
 
 

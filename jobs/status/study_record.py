@@ -1,6 +1,6 @@
 """Record a study: its points, the command that runs them, and whether it was cancelled.
 
-The record is beside the study's pictures.
+The record is in the same folder as the study's pictures.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jobs.status.run_status import read_or_empty
 
 @dataclass(frozen=True, slots=True)
 class StudyRecord:
-    """The folder of a study, `runs_dir/<study>/`; the run folders of its points are beside it."""
+    """The folder of a study, `runs_dir/<study>/`; the run folders of its points are next to it."""
 
     path: Path
 

@@ -18,11 +18,11 @@ Run = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
 
 @dataclass(slots=True)
 class RecomputeContext:
-    """What the first forward of a micro-batch leaves for its recomputation, besides the inputs.
+    """The state that the first forward of a micro-batch leaves for its recomputation.
 
     `random` is the state from which random numbers were drawn, or None if none were drawn. `state`
     is the state of the layers before the forward changed it. `matmuls` are the outputs that
-    selective recomputation does not compute again.
+    selective recomputation does not compute again. The inputs are kept elsewhere.
     """
 
     random: tuple[Tensor, ...] | None = None

@@ -146,7 +146,7 @@ def _solve(
     ):
         return timed, bound_s
     hint = timed
-    # a hint without a limit, with a time above that of any placement that keeps it
+    # a hint without a limit; its time exceeds the time of any placement that keeps the limit
     if hint is None:
         hint = heft(graph, replace(devices, limit_bytes=None))
         assert hint is not None

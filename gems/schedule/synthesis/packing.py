@@ -1,6 +1,6 @@
 """The least distance of micro-batches on a rank.
 
-It follows from packing under a cap what each must hold around its peak.
+It is computed by packing, under a cap, the sizes that each must hold around its peak.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ Step = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """What a micro-batch of one direction must hold on a rank around its peak, in any schedule.
+    """The sizes that a micro-batch of one direction must hold on a rank around its peak.
 
-    The peak is the start of its last forward on the rank. Each size of `before` is held at least
-    from this time before the peak on, each of `after` at least until this time after it; both sum
-    up to `size`. `peak` is the least time from the start of the step to a peak, `tail` that from a
-    peak to the end of the step, and `time` that of the last forward. Micro-batches of a direction
-    are alike, so the n-th start or end of each operation on the rank may be attributed to the n-th
-    micro-batch: all distances and the held sizes at any time stay the same, and peaks follow each
-    other.
+    They hold for any schedule. The peak is the start of its last forward on the rank. Each size of
+    `before` is held at least from this time before the peak on, each of `after` at least until this
+    time after it; both sum up to `size`. `peak` is the least time from the start of the step to a
+    peak, `tail` the time from a peak to the end of the step, and `time` the time of the last
+    forward. Micro-batches of a direction are equal, so the n-th start or end of each operation on
+    the rank may be attributed to the n-th micro-batch: all distances and the held sizes at any time
+    stay the same, and peaks follow each other.
     """
 
     count: int
