@@ -80,7 +80,7 @@ def rows(is_small: bool, device: str) -> tuple[Row, ...]:
         ),
         Row(
             "staging",
-            "What does it cost that messages of ranks that share the GPU pass through the host?",
+            "What does it cost to send messages through the host if ranks share the GPU?",
             call_argv(cases.staged, on_ranks),
             130,
         ),

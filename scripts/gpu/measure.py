@@ -40,14 +40,14 @@ def rows(is_small: bool, device: str) -> tuple[Row, ...]:
         ),
         Row(
             "profile",
-            "How far are times and bytes of layers predicted without a device from those measured?",
+            "How far are layer times and bytes, predicted without a device, from measurements?",
             ("scripts.bench.profile", "--json", "--device", "cuda", "--part", "layers", *profiled),
             110,
             read=answer("rows"),
         ),
         Row(
             "peaks",
-            "How far is the predicted peak from what the allocator gave, under four policies?",
+            "How far is the predicted peak from the allocator's, under four policies?",
             (*MEMORY_GPU, "peaks", *few, *case, "--policies", POLICIES),
             150,
             read=answer("peaks"),
@@ -65,7 +65,7 @@ def rows(is_small: bool, device: str) -> tuple[Row, ...]:
         ),
         Row(
             "half the memory",
-            "What does a step cost with half of the activations, beside torch's own ways?",
+            "What does halving the activations cost, compared with torch's own methods?",
             (*MEMORY_GPU, "overhead", *few, *case, "--rounds", "2" if is_small else "5"),
             130,
             read=answer("overhead"),
@@ -73,7 +73,7 @@ def rows(is_small: bool, device: str) -> tuple[Row, ...]:
         ),
         Row(
             "split backward",
-            "What do input and weight gradients apart cost over a whole backward?",
+            "What do separate input and weight gradients cost, compared with a whole backward?",
             ("scripts.bench.split", "--json", "--device", "cuda", *split),
             70,
             read=answer("cases"),
@@ -90,7 +90,7 @@ def rows(is_small: bool, device: str) -> tuple[Row, ...]:
         ),
         Row(
             "kernels",
-            "What do precision, cudnn_benchmark, TF32 and channels_last change of a step?",
+            "How do precision, cudnn_benchmark, TF32 and channels_last change a step?",
             call_argv(cases.kernels, *chosen),
             150,
         ),

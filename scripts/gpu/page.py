@@ -13,19 +13,19 @@ from scripts.gpu.row import MEASURED, NOT_MEASURED, NOTES, Row
 
 HEAD = """# GPU
 
-What was proved and measured on a GPU, by one command; this page is made from the lines that it wrote.
+What one command proved and measured on a GPU; this page is generated from the lines that the command wrote.
 """
 NOTHING = """
-Not measured on a GPU. The tables below say what the three parts will measure. On a CUDA device made of host memory all
-rows run (`make test-device ARGS=on_gpu`), without torch's sanitizer and its profiler of kernels, which know no such
-device; their figures say nothing about a GPU and are not kept.
+Not measured on a GPU. The tables below say what the three parts will measure. All rows also run on a CUDA device
+emulated in host memory (`make test-device ARGS=on_gpu`), without torch's sanitizer and kernel profiler, which do not
+support it; those figures say nothing about a GPU and are not kept.
 """
 HOW = """
 ## Run it
 
-One machine with a GPU and torch is enough, and it needs no network. The call ends within eight minutes: the proofs run
-side by side, the rest one by one in order of value, each within its limit in seconds; rows without time left say so.
-`GEMS_WHEELS` is a folder with wheels of what the machine's Python lacks; nothing is installed where all of it is there.
+You need one machine with a GPU and torch, and no network. The command ends within eight minutes: the proofs run side by
+side, the rest one by one in order of value, each within its limit in seconds; rows without time left say so.
+`GEMS_WHEELS` is a folder of wheels that the machine's Python lacks; if it lacks none, nothing is installed.
 
 <!-- docs-test: needs a machine with a GPU -->
 ```sh
@@ -37,9 +37,9 @@ cat runs/gpu.jsonl >>docs/gpu.jsonl
 python -m scripts.gpu --render docs/gpu.jsonl --page docs/gpu.md
 ```
 
-Each row runs in processes of its own. Its line is appended to `runs/gpu.jsonl` (or `--out`) as soon as it ends:
+Each row runs in its own processes. As soon as it ends, its line is appended to `runs/gpu.jsonl` (or `--out`):
 figures, or the reason why there are none, with hardware, versions, date, command and commit. The file keeps the lines
-of earlier runs; of each GPU and row the newest counts. Rows for which no time is left are recorded as not measured.
+of earlier runs; the newest line of each GPU and row counts. Rows without time left are recorded as not measured.
 """
 UNITS: tuple[tuple[str, str, float, str], ...] = (
     ("bytes_per_s", "GB/s", 1e-9, ".1f"),

@@ -54,7 +54,7 @@ def rows(is_small: bool, device: str) -> tuple[Row, ...]:
     return (
         Row(
             MACHINE,
-            "What hardware and which versions are these?",
+            "What are the hardware and the versions?",
             call_argv(cases.facts),
             60,
             read=machine_facts,
@@ -79,7 +79,7 @@ def rows(is_small: bool, device: str) -> tuple[Row, ...]:
         _verify("float64 gradients of a split backward", "zb_h1", is_small),
         _on_ranks(
             "memory policies on 4 ranks",
-            "Are bits equal and bytes as predicted when activations leave the GPU?",
+            "Are results bit-identical, and bytes as predicted, if activations leave the GPU?",
             "memory",
             "bits_and_bytes and resnet-1f1b" if is_small else "",
             110,
@@ -87,7 +87,7 @@ def rows(is_small: bool, device: str) -> tuple[Row, ...]:
         ),
         _on_ranks(
             "resume on 4 ranks",
-            "Does a resumed run go on with the same bits?",
+            "Is a resumed run bit-identical?",
             "resume",
             "same_bits" if is_small else "",
             90,
@@ -108,7 +108,7 @@ def rows(is_small: bool, device: str) -> tuple[Row, ...]:
         ),
         Row(
             "idle share",
-            "For how much of a step of one rank does no kernel run?",
+            "For what share of a step does no kernel run, on one rank?",
             call_argv(cases.idle_share, *idle),
             80,
         ),
