@@ -95,7 +95,7 @@ def rows(is_small: bool, device: str) -> tuple[Row, ...]:
         ),
         Row(
             "races",
-            "Does torch's CUDA sanitizer see a race where activations leave the GPU and come back?",
+            "Does torch's CUDA sanitizer see a race when activations leave the GPU and come back?",
             call_argv(cases.offloaded, model, side_px, "vdnn_all", 2),
             70,
             environment=sanitizer,
