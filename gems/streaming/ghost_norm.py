@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
 
 import torch
@@ -49,3 +50,10 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
             share * (self.momentum or 0.0),
             self.eps,
         )
+
+
+def set_row_ends(name: str, root: nn.Module, norm_ends: Mapping[str, tuple[int, ...]]) -> None:
+    """Let the norms by strip of a layer divide whole images as a streaming form divides them."""
+    for path, norm in root.named_modules():
+        if isinstance(norm, GhostBatchNorm2d):
+            norm.row_ends = norm_ends.get(f"{name}.{path}" if path else name)

@@ -116,16 +116,6 @@ class Bins:
 SAME = Window()
 
 
-def even_ends(height: int, strips: int, multiple: int = 1) -> tuple[int, ...]:
-    """Return the ends of strips that divide `height` rows as equally as possible.
-
-    The ends are multiples of `multiple`; the last is the height. If a strip would have no rows, the
-    multiple is halved.
-    """
-    while True:
-        ends = tuple(height * strip // strips // multiple * multiple for strip in range(1, strips))
-        if multiple == 1 or all(
-            before < after for before, after in zip((0, *ends), (*ends, height), strict=True)
-        ):
-            return (*ends, height)
-        multiple //= 2
+def even_ends(height: int, strips: int) -> tuple[int, ...]:
+    """Return the ends of strips that divide `height` rows, as equal as can be."""
+    return tuple(height * strip // strips for strip in range(1, strips + 1))

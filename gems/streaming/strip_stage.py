@@ -5,7 +5,7 @@ Its layers take an image strip by strip, and as arguments what they kept of earl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -56,26 +56,28 @@ class Boundary:
         """Return a tensor in strips of equal rows, or one more."""
         return cls(shape, dtype, even_ends(shape[dim], strips), dim)
 
+    def rows(self, strip: int) -> tuple[int, int]:
+        """Return the first row of a strip, and how many rows it has."""
+        assert self.ends is not None
+        first = self.ends[strip - 1] if strip else 0
+        return first, self.ends[strip] - first
+
     def strip_shape(self, strip: int) -> tuple[int, ...]:
         """Return the shape of a strip's tensor, which may have no rows."""
         if self.ends is None:
             return self.shape
-        rows = self.ends[strip] - (self.ends[strip - 1] if strip else 0)
+        _, rows = self.rows(strip)
         return (*self.shape[: self.dim], rows, *self.shape[self.dim + 1 :])
 
 
-def trace_stage(
-    layers: Sequence[tuple[str, nn.Module]], inputs: Sequence[Boundary], strips: int
-) -> Trace:
+def trace_stage(layers: Sequence[tuple[str, nn.Module]], inputs: Sequence[Boundary]) -> Trace:
     """Trace layers to operations that hold for any number of strips of such inputs.
 
     Raises:
-        ConfigError: A layer has operations that depend on values.
+        StreamingError: A layer has operations that depend on values.
     """
     return trace(
-        layers,
-        [torch.empty(each.shape, dtype=each.dtype, device="meta") for each in inputs],
-        strips,
+        layers, [torch.empty(each.shape, dtype=each.dtype, device="meta") for each in inputs]
     )
 
 
@@ -108,13 +110,12 @@ class StripStage:
         columns x images) in a strip waits for more strips, and takes them at once.
 
         Raises:
-            ConfigError: A layer needs the whole image, or has an unknown operation.
+            StreamingError: A layer needs the whole image, or has an unknown operation.
         """
-        traced = layers if isinstance(layers, Trace) else trace_stage(layers, inputs, strips)
+        traced = layers if isinstance(layers, Trace) else trace_stage(layers, inputs)
         given = zip(inputs, traced.inputs, strict=True)
         known = Known(
-            strips,
-            [Info(WHOLE if each.ends is None else ROWS, meta, each.dim) for each, meta in given],
+            [Info(WHOLE if each.ends is None else ROWS, meta, each.dim) for each, meta in given]
         )
         operations = tuple(lower(known, step) for step in traced.steps)
         refuse_changed(known, operations)
@@ -245,7 +246,11 @@ class StripStage:
         for place, boundary in enumerate(self.outputs):
             parts = [each for outputs in strips if (each := outputs[place]) is not None]
             whole.append(parts[-1] if boundary.ends is None else torch.cat(parts, boundary.dim))
-        tensors = iter(whole)
+        return self.structured(whole)
+
+    def structured(self, outputs: Iterable[Tensor]) -> Any:
+        """Return whole outputs as the last layer returns them."""
+        tensors = iter(outputs)
         return map_tensors(lambda _: next(tensors), self._structure)
 
     def _add_norm(self, known: Known, operation: Operation, ends: tuple[int, ...]) -> None:
@@ -254,7 +259,7 @@ class StripStage:
         positions = value.numel() // (value.shape[1] * operation.height)  # of a row
         if any(0 < (end - begin) * positions < 2 for begin, end in pairwise((0, *ends))):
             known.refuse(
-                operation.step, "has a single value of a channel in a strip", "fewer strips"
+                operation.step, "has a single value of a channel in a strip", "use fewer strips"
             )
         if self.norm_ends.get(name, ends) != ends:
             known.refuse(operation.step, "normalizes several maps of unlike rows")

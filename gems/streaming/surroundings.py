@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from gems.autograd.outputs import map_tensors, tensors_in
 from gems.autograd.split_backward.deferred import has_hooks, is_plain
 from gems.autograd.torch_internals import is_saving_changed
+from gems.streaming.errors import StreamingError
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _KINDS = {"_forward_pre_hooks": "forward pre-hook", "_forward_hooks": "forward hook"}
@@ -46,10 +47,6 @@ _NO_HOLDERS = (nn.Module, Tensor, type, ModuleType, FunctionType)
 _PLAIN = (int, float, str)
 
 
-class RefusedError(Exception):
-    """The error of a layer that cannot be traced, with advice."""
-
-
 def refuse_hooks(layer: str, root: nn.Module) -> None:
     """Refuse hooks of a layer's modules and parameters that are not the toolkit's own.
 
@@ -59,7 +56,7 @@ def refuse_hooks(layer: str, root: nn.Module) -> None:
     for path, module in root.named_modules():
         name = f"{layer}.{path}" if path else layer
         if isinstance(module, torch.jit.ScriptModule):
-            raise RefusedError(
+            raise StreamingError(
                 f"layer {name} is TorchScript, which is not traced", "use the module itself"
             )
         for key, tensor in (
@@ -70,7 +67,7 @@ def refuse_hooks(layer: str, root: nn.Module) -> None:
                 text = (
                     f"layer {name} ({type(module).__name__}) has {key} as a {type(tensor).__name__}"
                 )
-                raise RefusedError(
+                raise StreamingError(
                     f"{text}, whose own operations strips would lose", "use torch.nn.Parameter"
                 )
         for attribute, kind in (_KINDS | _BACKWARD_KINDS if is_training else _KINDS).items():
@@ -82,14 +79,14 @@ def refuse_hooks(layer: str, root: nn.Module) -> None:
                         f"layer {name} ({type(module).__name__}) has a {kind} ({title}), which"
                         " strips would lose"
                     )
-                    raise RefusedError(text, _INSTEAD.get(title, "take it out"))
+                    raise StreamingError(text, _INSTEAD.get(title, "take it out"))
         for key, parameter in module.named_parameters(recurse=False) if is_training else ():
             if has_hooks(parameter):
                 text = (
                     f"layer {name} ({type(module).__name__}) has a hook on the gradient of its"
                     f" {key}"
                 )
-                raise RefusedError(
+                raise StreamingError(
                     f"{text}, which each strip would call with a part of it", "take it out"
                 )
 
@@ -110,32 +107,32 @@ class Recorded(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _GRADIENT_HOOKS:
-            raise RefusedError(
+            raise StreamingError(
                 f"layer {self._where()} registers a hook on a tensor, which strips would lose"
             )
         if func in _GRADIENTS:
-            raise RefusedError(
+            raise StreamingError(
                 f"layer {self._where()} computes gradients in its forward, which strips would lose"
             )
         if func in _READS_GRAPH and not self._is_looking:
-            raise RefusedError(
+            raise StreamingError(
                 f"layer {self._where()} reads the graph of autograd, whose hooks strips would lose"
             )
         if func in _SETS_GRADIENTS and self._is_weight(args[0]):
-            raise RefusedError(
+            raise StreamingError(
                 f"layer {self._where()} sets requires_grad of a parameter in its forward"
             )
         if func == Tensor.data.__set__:  # type: ignore[attr-defined]
-            raise RefusedError(
+            raise StreamingError(
                 f"layer {self._where()} sets the data of a tensor, which strips would lose"
             )
         if is_saving_changed():
-            raise RefusedError(
+            raise StreamingError(
                 f"layer {self._where()} changes what is saved for backward (saved_tensors_hooks)"
             )
         if torch.is_inference_mode_enabled():
             text = f"layer {self._where()} runs in inference mode, which strips would lose"
-            raise RefusedError(text, "use torch.no_grad()")
+            raise StreamingError(text, "use torch.no_grad()")
         if func == Tensor.data.__get__:  # type: ignore[attr-defined]
             func = Tensor.detach
         args, kwargs = (map_tensors(self._stand_in, each) for each in (args, kwargs or {}))
@@ -145,7 +142,7 @@ class Recorded(TorchFunctionMode):
                 f"layer {self._where()} makes a tensor of numbers in its forward, whose values a"
                 " trace loses"
             )
-            raise RefusedError(text, "make it a buffer")
+            raise StreamingError(text, "make it a buffer")
         return made
 
     def refuse_functions(self, made: Any) -> None:
@@ -171,7 +168,7 @@ class Recorded(TorchFunctionMode):
                 instead = (
                     "checkpoint with use_reentrant=False" if name == "CheckpointFunction" else ""
                 )
-                raise RefusedError(text, instead or "write it with torch's own operations")
+                raise StreamingError(text, instead or "write it with torch's own operations")
             found += [before for before, _ in node.next_functions]
 
     def _is_weight(self, tensor: Tensor) -> bool:
@@ -201,7 +198,7 @@ def replaced(layer: str, tensors: Sequence[tuple[nn.Module, str, Tensor]]) -> It
     """Replace parameters and buffers of modules, inside `untouched`.
 
     Raises:
-        RefusedError: The layer has put a tensor of its own in place of one.
+        StreamingError: The layer has put a tensor of its own in place of one.
     """
     for module, name, tensor in tensors:
         _home(module, name)[name] = tensor
@@ -213,7 +210,7 @@ def replaced(layer: str, tensors: Sequence[tuple[nn.Module, str, Tensor]]) -> It
                 f"layer {layer} ({type(module).__name__}) puts another tensor in place of its"
                 f" {kind} {name}"
             )
-            raise RefusedError(text, "change it in place (copy_, add_)")
+            raise StreamingError(text, "change it in place (copy_, add_)")
 
 
 def clear_hooks(modules: Iterable[nn.Module]) -> None:

@@ -28,10 +28,9 @@ from gems.autograd.torch_internals import (
     enter_autocast,
     exit_autocast,
 )
-from gems.errors import ConfigError, one_line
+from gems.streaming.errors import StreamingError
 from gems.streaming.surroundings import (
     Recorded,
-    RefusedError,
     changed_attribute,
     clear_hooks,
     refuse_hooks,
@@ -40,7 +39,6 @@ from gems.streaming.surroundings import (
     untouched,
 )
 
-KEY = "parallel.strips"
 Names = dict[str, tuple[str, str, int]]  # of nodes: the module that called it, its class and call
 
 
@@ -124,14 +122,14 @@ class _Layer:
     grad_modes: list[bool]
 
 
-def trace(layers: Sequence[tuple[str, nn.Module]], inputs: Sequence[Tensor], strips: int) -> Trace:
+def trace(layers: Sequence[tuple[str, nn.Module]], inputs: Sequence[Tensor]) -> Trace:
     """Trace named layers in their current modes.
 
     Each layer takes the values that the layer before returns. `inputs` are tensors of the meta
-    device. `strips` is the number of strips, for messages.
+    device.
 
     Raises:
-        ConfigError: A layer has operations that depend on values.
+        StreamingError: A layer has operations that depend on values.
     """
     device = _device([module for _, module in layers])
     steps: list[Step] = []
@@ -144,14 +142,12 @@ def trace(layers: Sequence[tuple[str, nn.Module]], inputs: Sequence[Tensor], str
             layer = _graph_of(name, module, given, device)
             structure = layer.structure
             numbers = _append(steps, values, numbers, layer)
-        except RefusedError as error:
-            text, advice = (*error.args, "take it out")[:2]
-            raise ConfigError(
-                KEY, strips, text, advice if KEY in advice else f"{advice}, or set {KEY}=1"
-            ) from None
+        except StreamingError:
+            raise
         except Exception as error:
-            text = f"layer {name} cannot be traced into operations ({one_line(str(error))[:200]})"
-            raise ConfigError(KEY, strips, text, f"set {KEY}=1") from error
+            cause = " ".join(str(error).split())[:200]
+            text = f"layer {name} cannot be traced into operations ({cause})"
+            raise StreamingError(text, "") from error
     return Trace(tuple(inputs), tuple(steps), tuple(numbers), structure)
 
 
@@ -200,7 +196,7 @@ def _graph_of(
                 f"layer {name} ({type(module).__name__}) computes with what an earlier call has"
                 f" left ({changed})"
             )
-            raise RefusedError(text, "keep that in a buffer")
+            raise StreamingError(text, "keep that in a buffer")
     autocasts: list[torch.autocast] = [] if mixed is None else [Autocast(device.type, mixed.dtype)]
     return _Layer(weights, graph, structure, names, mode, autocasts, [has_grad])
 
@@ -351,7 +347,7 @@ def _append(
     for position, each in enumerate(outputs):
         if isinstance(each, Weight):
             name = layer.names[node.name][0]
-            raise RefusedError(
+            raise StreamingError(
                 f"layer {name} gives a parameter as output {position}", "give a copy of it"
             )
     return [each.number for each in outputs]
@@ -363,7 +359,7 @@ def _change_autocast(layer: _Layer, node: fx.Node) -> None:
         layer.autocasts.pop()
         return
     if layer.mode is None and node.args[2]:
-        raise RefusedError(f"layer {layer.names[node.name][0]} turns autocast on")
+        raise StreamingError(f"layer {layer.names[node.name][0]} turns autocast on")
     arguments: tuple[Any, ...] = node.args
     layer.autocasts.append(Autocast(*arguments))
 
@@ -378,7 +374,7 @@ def _casts_of(layer: _Layer, node: fx.Node) -> tuple[dict[fx.Node, torch.dtype],
     if casts is None:
         name, kind, _ = layer.names[node.name]
         text = f"layer {name} ({kind}: {node.target}) is cast in parts by mixed precision"
-        raise RefusedError(text, "set train.precision=float32|bf16_pure")
+        raise StreamingError(text, "compute in one type", "mixed")
     dtypes = {
         read: casts.dtypes[id(value)] for read, value in reads.items() if id(value) in casts.dtypes
     }
@@ -407,21 +403,21 @@ def _refuse_changes(
         base = _base(changed)
         where = f"layer {name} changes in place ({target})"
         if isinstance(found[base], Weight):
-            raise RefusedError(
+            raise StreamingError(
                 f"{where} a parameter or buffer by another name",
                 "change the parameter or buffer itself",
             )
         if not is_in_place(target):
-            raise RefusedError(f"{where} what out= names", "write to a new tensor")
+            raise StreamingError(f"{where} what out= names", "write to a new tensor")
         if not layer.grad_modes[-1] and layer.grad_modes[0] and has_grad.get(base, True):
-            raise RefusedError(
+            raise StreamingError(
                 f"{where} without gradients what has gradients", "write to a new tensor"
             )
         later = [other for other in node.graph.nodes if node < other]
         if any(
             read < node and _base(read) is base for other in later for read in other.all_input_nodes
         ):
-            raise RefusedError(f"{where} what has another name", "write to a new tensor")
+            raise StreamingError(f"{where} what has another name", "write to a new tensor")
 
 
 def written(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:

@@ -79,7 +79,7 @@ def cut_stages(
     stages = []
     for first, last in pairwise(cuts):
         if (first, last) not in traces:
-            traces[first, last] = trace_stage(layers[first:last], boundaries, len(ends))
+            traces[first, last] = trace_stage(layers[first:last], boundaries)
         stages.append(StripStage(traces[first, last], boundaries, len(ends), min_positions))
         boundaries = stages[-1].outputs
     return stages

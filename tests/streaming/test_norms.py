@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from gems.errors import ConfigError
+from gems.streaming.errors import StreamingError
 from gems.streaming.ghost_norm import GhostBatchNorm2d
 from gems.streaming.strip_sample import StripSample
 from tests.helpers.strips_rig import (
@@ -139,7 +139,7 @@ def test_a_linear_map_over_rows_waits_for_as_many_strips_as_a_convolution() -> N
 def test_a_norm_of_a_single_value_in_a_strip_is_refused_with_its_name() -> None:
     image = torch.randn(1, CHANNELS, 4, 1, dtype=DTYPE)
     with pytest.raises(
-        ConfigError,
+        StreamingError,
         match=r"norm \(GhostBatchNorm2d: batch_norm\) has a single value .*fewer strips",
     ):
         cut_stages([("norm", GhostBatchNorm2d(CHANNELS))], image, (1, 2, 3, 4))

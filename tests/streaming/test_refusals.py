@@ -14,6 +14,8 @@ from gems.errors import ConfigError
 from gems.models import layers_of
 from gems.models.build import build_layers
 from gems.models.mixed import Precision, compute_in
+from gems.models.streaming_errors import config_errors
+from gems.streaming.errors import StreamingError
 from tests.helpers.strips_rig import Function, cut_stages
 
 
@@ -109,7 +111,7 @@ def test_one_line_names_the_layer_and_what_to_do(name: str) -> None:
     made, *words = REFUSED[name]
     module = made if isinstance(made, nn.Module) else Function(made)
     layers = [("a", nn.Conv2d(3, 4, 3)), ("b", nn.Sequential(nn.ReLU(), module))]
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as caught, config_errors(2):
         cut_stages(layers, torch.zeros(2, 3, 16, 16), (8, 16))
     text = str(caught.value)
     assert text.startswith("parallel.strips=2: ") and "\n" not in text
@@ -132,7 +134,8 @@ def test_casts_within_an_operation_are_refused() -> None:
     layer = Function(lambda self, x: x + torch.einsum("ij,kj->ik", self.weight, self.weight).mean())
     layer.weight = weight
     with pytest.raises(
-        ConfigError, match=r"layer a \(Function: aten.einsum.*is cast in parts by mixed precision"
+        StreamingError,
+        match=r"layer a \(Function: aten.einsum.*is cast in parts by mixed precision",
     ):
         cut_stages(
             [("a", compute_in(layer, Precision.of("bf16_mixed")))],
@@ -146,7 +149,7 @@ def test_autocast_without_mixed_precision_is_refused() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             return x * 2
 
-    with pytest.raises(ConfigError, match="layer a turns autocast on"):
+    with pytest.raises(StreamingError, match="layer a turns autocast on"):
         cut_stages([("a", Function(run))], torch.zeros(1, 3, 8, 8), (4, 8))
 
 
@@ -156,5 +159,5 @@ def test_a_network_of_the_zoo_with_batch_norm_is_refused_at_its_first_norm() -> 
     layers = layers_of(model, data)
     modules = build_layers(layers, 0, len(layers), 0)
     named = [(layer.name, module) for layer, module in zip(layers, modules, strict=True)]
-    with pytest.raises(ConfigError, match=r"layer stem\.activation\.0 "):
+    with pytest.raises(StreamingError, match=r"layer stem\.activation\.0 "):
         cut_stages(named, torch.zeros(1, 3, 32, 32), (16, 32))

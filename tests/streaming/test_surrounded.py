@@ -19,7 +19,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
 from gems.engine.stage import Stage
-from gems.errors import ConfigError
+from gems.streaming.errors import StreamingError
 from gems.streaming.strip_stage import Boundary, StripStage
 from tests.helpers.strips_rig import DTYPE, TOLERANCE, Function, relative, run_strips
 
@@ -504,7 +504,7 @@ def test_networks_in_strips_split_and_evaluated(name: str) -> None:
         assert stage.split_layers().unsplit == ("1",)
 
     if name in REFUSED:
-        with pytest.raises(ConfigError, match="layer middle") as refusal:
+        with pytest.raises(StreamingError, match="layer middle") as refusal:
             form_of(streamed, image)
         assert REFUSED[name] in str(refusal.value)
     else:
@@ -520,7 +520,7 @@ def test_networks_in_strips_split_and_evaluated(name: str) -> None:
     with torch.no_grad():
         try:
             form = form_of(evaluated, image)
-        except ConfigError as refusal:
+        except StreamingError as refusal:
             assert "layer middle" in str(refusal)
             assert name in REFUSED
             return

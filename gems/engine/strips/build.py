@@ -20,9 +20,9 @@ from gems.engine.strips.stage import StageInStrips
 from gems.errors import ConfigError
 from gems.models.build import TensorSpec, input_spec
 from gems.models.mixed import Precision, compute_in
+from gems.models.streaming_errors import KEY, config_errors
 from gems.streaming.strip_run import Draws
 from gems.streaming.strip_stage import Boundary, StripStage
-from gems.streaming.trace import KEY
 
 _log = logging.getLogger(__name__)
 
@@ -157,7 +157,7 @@ def _form(
 ) -> StripStage:
     named = [(name, module.train(is_training)) for name, module in layers]
     try:
-        with torch.set_grad_enabled(is_training):
+        with torch.set_grad_enabled(is_training), config_errors(passed.num_strips):
             form = StripStage(named, passed.boundaries, passed.num_strips, min_positions)
     finally:
         for _, module in named:

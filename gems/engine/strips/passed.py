@@ -24,10 +24,7 @@ class Passed:
 
     def rows(self, place: int, strip: int) -> tuple[int, int]:
         """Return the first row of a tensor in a strip, and how many there are."""
-        ends = self.boundaries[place].ends
-        assert ends is not None
-        first = ends[strip - 1] if strip else 0
-        return first, ends[strip] - first
+        return self.boundaries[place].rows(strip)
 
     def is_there(self, place: int, strip: int) -> bool:
         """Return whether there is anything of a tensor in a strip."""

@@ -42,7 +42,7 @@ from gems.models.layer import Layer
 from gems.models.mixed import Precision
 from gems.runs.folder import RunFolder
 from gems.schedule.schedule import Schedule
-from gems.streaming.ghost_norm import GhostBatchNorm2d
+from gems.streaming.ghost_norm import set_row_ends
 
 # of the largest value of its kind, with which smaller tensors are compared; in 16 bits their
 # spacing
@@ -92,9 +92,7 @@ def train_unsplit(
     whole, modules = _build_reference(layers, spec.seed, precision, device)
     model = nn.ModuleList(modules)
     for name, module in zip(names, modules, strict=True):
-        for path, norm in module.named_modules():
-            if isinstance(norm, GhostBatchNorm2d):
-                norm.row_ends = norm_ends.get(f"{name}.{path}" if path else name)
+        set_row_ends(name, module, norm_ends)
     draws = RandomDraws(spec.seed, spec.model.target is not None)
     for name, module in zip(names, modules, strict=True):
         draws.watch(name, module)

@@ -20,29 +20,25 @@ from torch import Tensor, nn
 from gems.autograd.outputs import tensors_in
 from gems.autograd.split_backward.deferred import DeferredGradients
 from gems.autograd.split_backward.layers import SplitLayers
-from gems.autograd.torch_internals import TorchDispatchMode
 from gems.config.schema import DataConfig, RunSpec
 from gems.errors import ConfigError, one_line
 from gems.models import Layer, layers_of
 from gems.models.build import build_layers, freeze, input_spec
+from gems.models.streaming_errors import KEY
 from gems.profile.exactness import Exactness
 from gems.profile.profilers.take import answer
-from gems.streaming.ghost_norm import GhostBatchNorm2d
-from gems.streaming.strip_sample import StripSample
+from gems.streaming.compare import TOLERANCES, ConstantDraws, largest_difference, play
+from gems.streaming.errors import StreamingError
+from gems.streaming.ghost_norm import set_row_ends
+from gems.streaming.streamed import infer_streamed, run_streamed
 from gems.streaming.strip_stage import Boundary, StripStage
-from gems.streaming.trace import KEY
 
 SIDES_PX = (32, 64, 128, 256, 512)
 BATCH = 2
 STRIPS = 4
 MAX_PARAMETERS = 1_000_000_000
 MAX_OF_LAYER = 200_000_000
-TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
-# smaller values are compared relative to this share of a layer's largest value
-FLOOR = 1e-6
 _PLAIN = (int, float, complex, bool, type(None), torch.dtype, torch.device, set)
-_DRAWS = ("bernoulli", "rand", "normal", "uniform", "exponential")
-Values = list[Tensor | None]
 # the dimension of rows of each tensor between layers, or None if it has none
 Rows = Sequence[int | None]
 
@@ -91,23 +87,6 @@ def _images(data: DataConfig) -> Iterator[DataConfig]:
 
 class _DiffersError(Exception):
     """The arguments of the ConfigError for a layer that differs."""
-
-
-class _LeftOutError(Exception):
-    """The reason why a layer cannot be compared."""
-
-
-class _Constant(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode that replaces random numbers by a constant, because strips draw in another order."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return made
-        name = func.overloadpacket.__name__
-        if not name.startswith(_DRAWS):
-            raise _LeftOutError(f"draws random numbers by {name}")
-        return made.fill_(0.5)
 
 
 class _Comparison:
@@ -205,11 +184,9 @@ class _Comparison:
                 return compare(name, module, self._cast(values), rows)
             except _DiffersError:
                 raise
-            except ConfigError as error:  # for example, its map has too few rows
+            except StreamingError as error:  # for example, its map has too few rows
                 self.may_be_too_small = True
-                why = why or error.allowed
-            except _LeftOutError as error:
-                why = why or str(error)
+                why = why or error.reason
             except Exception as error:
                 why = why or one_line(f"{type(error).__name__}: {error}")[:200]
         self._left_out[name] = why
@@ -223,16 +200,18 @@ class _Comparison:
     ) -> Rows:
         takes = _boundaries(values, rows)
         form = StripStage([(name, module)], takes, STRIPS)
-        for path, norm in module.named_modules():
-            if isinstance(norm, GhostBatchNorm2d):
-                norm.row_ends = form.norm_ends.get(f"{name}.{path}" if path else name)
+        set_row_ends(name, module, form.norm_ends)
         deferred = DeferredGradients()
-        with _Constant() if form.draws else nullcontext():  # type: ignore[no-untyped-call]
-            wanted, back = _play(module, values, lambda given: module(*given))
-            after = partial(deferred.run, lambda: None)
-            found, _ = _play(
-                module, values, lambda given: _Streamed(form, takes, given, deferred), back, after
-            )
+        with ConstantDraws() if form.draws else nullcontext():  # type: ignore[no-untyped-call]
+            wanted, back = play(module, values, lambda given: module(*given))
+            parameters = list(module.parameters())
+
+            def in_strips(given: Sequence[Tensor]) -> Any:
+                return run_streamed(
+                    form, takes, given, lambda _: 0, parameters, deferred, is_run_again=False
+                )
+
+            found, _ = play(module, values, in_strips, back, partial(deferred.run, lambda: None))
         self._hold(name, "in strips", found, wanted)
         return [None if each.ends is None else each.dim for each in form.outputs]
 
@@ -243,22 +222,16 @@ class _Comparison:
         with torch.no_grad():
             try:
                 form = StripStage([(name, module)], takes, STRIPS)
-            except ConfigError:  # then whole images are evaluated
+            except StreamingError:  # then whole images are evaluated
                 return None
-            with _Constant() if form.draws else nullcontext():  # type: ignore[no-untyped-call]
+            with ConstantDraws() if form.draws else nullcontext():  # type: ignore[no-untyped-call]
                 wanted = list(tensors_in(module(*(value.clone() for value in values))))
-                carries: tuple[Tensor, ...] = ()
-                strips = []
-                for strip in range(STRIPS):
-                    outputs, carries = form.forward(
-                        strip, _rows(takes, values, strip), carries, lambda _: 0
-                    )
-                    strips.append(outputs)
-        self._hold(name, "evaluated in strips", list(tensors_in(form.joined(strips))), wanted)
+                found = infer_streamed(form, takes, values, lambda _: 0)
+        self._hold(name, "evaluated in strips", list(tensors_in(found)), wanted)
         return [None if each.ends is None else each.dim for each in form.outputs]
 
     def _split(self, name: str, module: nn.Module, values: Sequence[Tensor], rows: Rows) -> None:
-        wanted, back = _play(module, values, lambda given: module(*given))
+        wanted, back = play(module, values, lambda given: module(*given))
         layers = SplitLayers(nn.ModuleList([module]))
         deferred = DeferredGradients()
 
@@ -266,23 +239,13 @@ class _Comparison:
             with layers.defer_to(deferred):
                 return module(*given)
 
-        found, _ = _play(module, values, run, back, partial(deferred.run, lambda: None))
+        found, _ = play(module, values, run, back, partial(deferred.run, lambda: None))
         self._hold(name, "with a split backward", found, wanted)
 
     def _hold(
         self, name: str, how: str, found: Sequence[Tensor | None], wanted: Sequence[Tensor | None]
     ) -> None:
-        largest = max(
-            (float(each.abs().max()) for each in wanted if each is not None and each.numel()),
-            default=0.0,
-        )
-        error = max(
-            (
-                _difference(one, other, FLOOR * largest)
-                for one, other in zip(found, wanted, strict=True)
-            ),
-            default=0.0,
-        )
+        error = largest_difference(found, wanted)
         if not error <= TOLERANCES[self._dtype]:
             is_split = how.startswith("with")
             key, value = (
@@ -343,117 +306,6 @@ def _likeness(module: nn.Module) -> Hashable:
         (type(each), *(like(value) for key, value in vars(each).items() if key not in skipped))
         for each in module.modules()
     )
-
-
-class _Streamed:
-    """The outputs of a layer in strips, and its backward."""
-
-    def __init__(
-        self,
-        form: StripStage,
-        takes: Sequence[Boundary],
-        values: Sequence[Tensor],
-        deferred: DeferredGradients,
-    ) -> None:
-        self._form, self._takes, self._sample = form, takes, StripSample(form, lambda _: 0)
-        strips = [
-            self._sample.forward(_rows(takes, values, strip), deferred) for strip in range(STRIPS)
-        ]
-        self.outputs = form.joined(strips)
-
-    def backward(self, back: Sequence[Tensor | None]) -> Values:
-        """Return the gradients of the inputs."""
-        found: list[list[Tensor]] = [[] for _ in self._takes]
-        for strip in reversed(range(STRIPS)):
-            given = self._sample.backward(_rows(self._form.outputs, back, strip))
-            for place, boundary in enumerate(self._takes):
-                gradient = given[place]
-                if boundary.ends is None and strip < STRIPS - 1:
-                    continue
-                shape = boundary.strip_shape(strip)
-                found[place].append(
-                    torch.zeros(shape, dtype=boundary.dtype) if gradient is None else gradient
-                )
-        return [
-            torch.cat(parts[::-1], boundary.dim) if boundary.ends is not None else parts[0]
-            for parts, boundary in zip(found, self._takes, strict=True)
-        ]
-
-
-def _rows(
-    boundaries: Sequence[Boundary], values: Sequence[Tensor | None], strip: int
-) -> list[Tensor | None]:
-    """Return the rows of a strip of values; values without rows are whole in the last strip."""
-    found: list[Tensor | None] = []
-    for boundary, value in zip(boundaries, values, strict=True):
-        if value is None or boundary.ends is None:
-            found.append(value if strip == STRIPS - 1 else None)
-        else:
-            first = boundary.ends[strip - 1] if strip else 0
-            found.append(value.narrow(boundary.dim, first, boundary.ends[strip] - first))
-    return found
-
-
-def _play(
-    module: nn.Module,
-    values: Sequence[Tensor],
-    run: Callable[..., Any],
-    back: Sequence[Tensor | None] | None = None,
-    after: Callable[[], None] = lambda: None,
-) -> tuple[Values, list[Tensor | None]]:
-    """Run forward and backward; return outputs, gradients and buffers, and the output gradients.
-
-    Buffers are restored afterwards, and random numbers are the same in every call.
-    """
-    torch.default_generator.manual_seed(1)
-    buffers = [(each, each.detach().clone()) for each in module.buffers()]
-    parameters = list(module.parameters())
-    for parameter in parameters:
-        parameter.grad = None
-    leaves = [each.detach().clone().requires_grad_(each.is_floating_point()) for each in values]
-    made = run([leaf.clone() for leaf in leaves])
-    is_streamed = isinstance(made, _Streamed)
-    outputs = list(tensors_in(made.outputs if is_streamed else made))
-    if back is None:
-        back = [torch.randn_like(each) if each.requires_grad else None for each in outputs]
-    if is_streamed:
-        gradients = made.backward(back)
-    else:
-        pairs = [
-            (each, gradient)
-            for each, gradient in zip(outputs, back, strict=True)
-            if gradient is not None
-        ]
-        if pairs:
-            torch.autograd.backward(
-                [each for each, _ in pairs], [gradient for _, gradient in pairs]
-            )
-        gradients = [leaf.grad for leaf in leaves]
-    after()
-    moved = [each.detach().clone() for each, _ in buffers]
-    for buffer, before in buffers:
-        buffer.data.copy_(before)
-    found = [
-        *(each.detach() for each in outputs),
-        *gradients,
-        *(parameter.grad for parameter in parameters),
-        *moved,
-    ]
-    for parameter in parameters:
-        parameter.grad = None
-    return found, list(back)
-
-
-def _difference(found: Tensor | None, wanted: Tensor | None, floor: float) -> float:
-    if wanted is None or found is None:
-        there = wanted if found is None else found
-        return 0.0 if there is None or not there.any() else float("inf")
-    if found.shape != wanted.shape:
-        return float("inf")
-    if not wanted.numel():
-        return 0.0
-    largest = max(float(wanted.abs().max()), floor)
-    return float((found.double() - wanted.double()).abs().max()) / (largest or 1.0)
 
 
 if __name__ == "__main__":

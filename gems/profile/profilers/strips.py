@@ -21,6 +21,7 @@ from gems.config.schema import RunSpec
 from gems.models import Layer, layers_of
 from gems.models.build import freeze, input_spec
 from gems.models.mixed import Precision
+from gems.models.streaming_errors import config_errors
 from gems.profile.profilers.chain import Lab
 from gems.profile.profilers.fake import fake_lab
 from gems.profile.profilers.layer_run import Loss, give_gradients, static_tensors, task_loss
@@ -71,9 +72,10 @@ def stage_of(
     modules = nn.ModuleList([lab.build(layer, place).train() for place, layer in enumerate(layers)])
     named = [(layer.name, module) for layer, module in zip(layers, modules, strict=True)]
     freeze(named, spec.optimizer.frozen)
-    return modules, StripStage(
-        named, takes, spec.parallel.strips, spec.parallel.min_strip_positions
-    )
+    with config_errors(spec.parallel.strips):
+        return modules, StripStage(
+            named, takes, spec.parallel.strips, spec.parallel.min_strip_positions
+        )
 
 
 class _Forward(NamedTuple):

@@ -29,7 +29,7 @@ def lower(known: Known, step: Step) -> Operation:
     """Return the operation of the next step, and add what it gives to what is known.
 
     Raises:
-        ConfigError: it needs the whole image, or nothing is known of it.
+        StreamingError: it needs the whole image, or nothing is known of it.
     """
     made = _lower(known, step)
     known.infos.append(made.info)
@@ -61,17 +61,17 @@ def draws_numbers(operation: Operation) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(operation.step.target, "tags", ())
 
 
-_NORM = "model.norm=frozen_batch|none|layer"
+_NORM_ADVICE = "use a frozen batch norm, a norm by strip (GhostBatchNorm2d) or over channels"
 
 
 def _refuse_batch_norm(known: Known, step: Step) -> None:
     if arguments(step)["training"] and not is_ghost_norm(step):
-        _refuse_norm(known, step, f"{_NORM}|ghost_batch")
+        _refuse_norm(known, step, "batch_norm")
 
 
-def _refuse_norm(known: Known, step: Step, norms: str = _NORM) -> None:
+def _refuse_norm(known: Known, step: Step, cause: str = "norm") -> None:
     if any(known.infos[ref.number].kind == ROWS for ref in refs(step)):
-        known.refuse(step, "needs statistics of the whole image", norms)
+        known.refuse(step, "needs statistics of the whole image", _NORM_ADVICE, cause)
 
 
 def _refuse_product(known: Known, step: Step) -> None:

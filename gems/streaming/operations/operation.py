@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from gems.errors import ConfigError
+from gems.streaming.errors import StreamingError
 from gems.streaming.ghost_norm import GhostBatchNorm2d
 from gems.streaming.operations.kernels import Run
 from gems.streaming.row_rules import Rule
-from gems.streaming.trace import KEY, Ref, Step, Weight, changed_weights
+from gems.streaming.trace import Ref, Step, Weight, changed_weights
 
 ROWS = "rows"
 WHOLE = "whole"
@@ -67,9 +67,8 @@ class Operation:
 
 @dataclass(slots=True)
 class Known:
-    """The values so far, and the number of strips, for messages."""
+    """What is known of the values so far."""
 
-    strips: int
     infos: list[Info]
 
     def first(self, step: Step) -> Info:
@@ -79,12 +78,10 @@ class Known:
             self.refuse(step, "takes rows elsewhere than as its first argument")
         return self.infos[argument.number]
 
-    def refuse(self, step: Step, why: str, advice: str = "") -> NoReturn:
-        """Raise ConfigError for a step that cannot run by rows."""
+    def refuse(self, step: Step, why: str, advice: str = "", cause: str = "") -> NoReturn:
+        """Raise StreamingError for a step that cannot run by rows."""
         where = f"layer {step.name} ({step.kind}: {step.operation})"
-        raise ConfigError(
-            KEY, self.strips, f"{where} {why}", f"set {advice}{' or ' if advice else ''}{KEY}=1"
-        )
+        raise StreamingError(f"{where} {why}", advice, cause)
 
 
 def products(operation: Operation, infos: Sequence[Info]) -> int:

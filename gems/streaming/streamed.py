@@ -1,0 +1,339 @@
+"""Run a module on whole images, strip by strip, with the gradients of the module itself."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from gems.autograd.outputs import tensors_in
+from gems.autograd.split_backward.deferred import DeferredGradients
+from gems.autograd.storages import check_unchanged
+from gems.streaming.compare import TOLERANCES, ConstantDraws, largest_difference, play
+from gems.streaming.errors import StreamingError
+from gems.streaming.ghost_norm import set_row_ends
+from gems.streaming.strip_run import Draws
+from gems.streaming.strip_sample import StripSample
+from gems.streaming.strip_stage import Boundary, StripStage
+
+_SIDES_PX = (32, 64, 128, 256, 512)  # of the images on which a module is compared with itself
+_MASK = 2**63 - 1
+
+
+class Streamed(nn.Module):
+    """A module that computes what `module` computes, in strips of rows.
+
+    Forward keeps the inputs, and of each strip the rows that the next one needs. Backward runs the
+    strips again, last to first, so that the activations of a single strip are held at a time. The
+    parameters are those of `module`, in the mode and with the values that they have at the time.
+    """
+
+    def __init__(self, module: nn.Module, takes: Sequence[Boundary], divisions: int) -> None:
+        """Take the module and the shapes of its inputs.
+
+        Raises:
+            StreamingError: The module needs the whole image.
+        """
+        super().__init__()
+        self.module = module
+        self._takes = tuple(takes)
+        self._divisions = divisions
+        self._forms: dict[tuple[bool, ...], StripStage] = {}
+        self._form()
+
+    def forward(self, *inputs: Tensor) -> Any:
+        """Return the output of the module for inputs of the shapes that it was made for.
+
+        Raises:
+            StreamingError: The inputs have other shapes or types, or autocast is on.
+        """
+        found = [(tuple(each.shape), each.dtype) for each in inputs]
+        wanted = [(each.shape, each.dtype) for each in self._takes]
+        if found != wanted:
+            raise StreamingError(
+                f"the inputs are {_listed(found)}, and were {_listed(wanted)} when this module was"
+                " streamed",
+                "stream the module again with a sample like these inputs",
+            )
+        if any(torch.is_autocast_enabled(each.device.type) for each in inputs):
+            raise StreamingError("autocast is on", "let the module cast what it computes with")
+        form = self._form()
+        draws = _seeds() if form.draws else None
+        if torch.is_grad_enabled():
+            return run_streamed(form, self._takes, inputs, draws, list(self.module.parameters()))
+        return infer_streamed(form, self._takes, inputs, draws)
+
+    def _form(self) -> StripStage:
+        """Return the streaming form of the module in its present mode."""
+        mode = tuple(each.training for each in self.module.modules())
+        if mode not in self._forms:
+            named = [(type(self.module).__name__, self.module)]
+            with torch.enable_grad():
+                self._forms[mode] = StripStage(named, self._takes, self._divisions)
+        return self._forms[mode]
+
+
+def stream(
+    module: nn.Module, sample: Tensor | Sequence[Tensor], divisions: int, check: bool = True
+) -> Streamed:
+    """Return a module that computes `module` in strips of rows, exactly, in less memory.
+
+    Args:
+        module: Any module of convolutions, poolings, activations and other operations of known
+            rows. Norms need statistics that do not depend on the image.
+        sample: A tensor (N, C, H, W) like the input, or several. Only shapes and types are read, so
+            it may be on the meta device. Inputs of other than four dimensions are taken whole.
+        divisions: The number of strips.
+        check: Whether to compare outputs, gradients and buffers with those of the module, in
+            float64 on a small image of random numbers.
+
+    Raises:
+        StreamingError: The module or the sample cannot be divided, or the results differ.
+    """
+    samples = (sample,) if isinstance(sample, Tensor) else tuple(sample)
+    heights = [each.shape[2] for each in samples if each.dim() == 4]
+    if not heights or not 1 <= divisions <= min(heights):
+        raise StreamingError(
+            f"divisions={divisions} of {_listed([(tuple(each.shape),) for each in samples])}",
+            "give images (N, C, H, W), and a number of strips from 1 to H",
+        )
+    streamed = Streamed(module, _boundaries(samples, divisions), divisions)
+    if check:
+        _check(module, samples, divisions)
+    return streamed
+
+
+def run_streamed(
+    form: StripStage,
+    takes: Sequence[Boundary],
+    inputs: Sequence[Tensor],
+    draws: Draws | None,
+    parameters: Sequence[nn.Parameter],
+    deferred: DeferredGradients | None = None,
+    is_run_again: bool = True,
+) -> Any:
+    """Run a form on whole inputs, with gradients.
+
+    Without `is_run_again` the graphs of all strips are kept for backward. Weight gradients that can
+    wait go to `deferred`.
+    """
+    image = _Image(form, takes, draws, deferred, is_run_again, len(inputs), list(parameters))
+    return form.structured(_apply(image, *inputs, *parameters))
+
+
+def infer_streamed(
+    form: StripStage, takes: Sequence[Boundary], inputs: Sequence[Tensor], draws: Draws | None
+) -> Any:
+    """Run a form on whole inputs, without gradients."""
+    carries: tuple[Tensor, ...] = ()
+    strips = []
+    with torch.no_grad():
+        for strip in range(form.strips):
+            rows = _rows(takes, inputs, strip, form.strips)
+            outputs, carries = form.forward(strip, rows, carries, draws)
+            strips.append(outputs)
+    return form.joined(strips)
+
+
+class _Image:
+    """The strips of one image, between forward and backward."""
+
+    def __init__(
+        self,
+        form: StripStage,
+        takes: Sequence[Boundary],
+        draws: Draws | None,
+        deferred: DeferredGradients | None,
+        is_run_again: bool,
+        num_inputs: int,
+        parameters: list[nn.Parameter],
+    ) -> None:
+        self.form = form
+        self.takes = takes
+        self.num_inputs = num_inputs
+        self.parameters = parameters
+        self._versions = [each._version for each in parameters]
+        self._draws = draws
+        self._deferred = deferred
+        self._is_run_again = is_run_again
+        self._carried: list[tuple[Tensor, ...]] = []
+
+    def forward(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Run all strips, and return the outputs."""
+        self._sample = StripSample(
+            self.form, self._draws, any(each.requires_grad for each in inputs)
+        )
+        strips = []
+        for strip in range(self.form.strips):
+            self._carried.append(self._sample.carried)
+            strips.append(
+                self._sample.forward(
+                    _rows(self.takes, inputs, strip, self.form.strips),
+                    self._deferred,
+                    is_run_again=self._is_run_again,
+                )
+            )
+        return list(tensors_in(self.form.joined(strips)))
+
+    def backward(
+        self, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Run the backward of all strips, and return the gradients of the inputs."""
+        for parameter, version in zip(self.parameters, self._versions, strict=True):
+            check_unchanged(parameter, version, "forward in strips")
+        strips = []
+        for strip in reversed(range(self.form.strips)):
+            carried = self._carried.pop()
+            if self._is_run_again:
+                rows = _rows(self.takes, inputs, strip, self.form.strips)
+                self._sample.run_again(strip, rows, carried, self._deferred)
+            given = _rows(self.form.outputs, gradients, strip, self.form.strips)
+            strips.append(self._sample.backward(given))
+        found: list[Tensor | None] = []
+        for place, boundary in enumerate(self.takes):
+            parts = [each[place] for each in strips[::-1]]
+            if boundary.ends is None or all(part is None for part in parts):
+                found.append(parts[-1])
+                continue
+            like = next(part for part in parts if part is not None)
+            rows_of_all = [
+                like.new_zeros(boundary.strip_shape(strip)) if part is None else part
+                for strip, part in enumerate(parts)
+            ]
+            found.append(torch.cat(rows_of_all, boundary.dim))
+        return found
+
+
+class _InStrips(Function):
+    """Run the strips of an image as one function of its inputs and of the parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, image: _Image, *tensors: Tensor) -> tuple[Tensor, ...]:
+        inputs = tensors[: image.num_inputs]
+        ctx.image = image
+        ctx.save_for_backward(*inputs)
+        ctx.set_materialize_grads(False)
+        with torch.enable_grad():
+            outputs = image.forward(inputs)
+        ctx.mark_non_differentiable(*(each for each in outputs if not each.is_floating_point()))
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        image: _Image = ctx.image
+        # strips add to .grad: collect what they add, and let autograd add it as of any function
+        before = [each.grad for each in image.parameters]
+        try:
+            for parameter in image.parameters:
+                parameter.grad = None
+            with torch.enable_grad():  # in which strips run again
+                found = image.backward(ctx.saved_tensors, gradients)
+            added = [each.grad for each in image.parameters]
+        finally:
+            for parameter, gradient in zip(image.parameters, before, strict=True):
+                parameter.grad = gradient
+        return (None, *found, *added)
+
+
+_apply: Any = _InStrips.apply
+
+
+def _boundaries(samples: Sequence[Tensor], divisions: int) -> list[Boundary]:
+    return [
+        Boundary.even(tuple(each.shape), each.dtype, divisions)
+        if each.dim() == 4
+        else Boundary(tuple(each.shape), each.dtype, None)
+        for each in samples
+    ]
+
+
+def _rows(
+    boundaries: Sequence[Boundary], values: Sequence[Tensor | None], strip: int, strips: int
+) -> list[Tensor | None]:
+    """Return the rows of a strip; a value without rows is there in the last strip."""
+    found: list[Tensor | None] = []
+    for boundary, value in zip(boundaries, values, strict=True):
+        if value is None or boundary.ends is None:
+            found.append(value if strip == strips - 1 else None)
+        else:
+            found.append(value.narrow(boundary.dim, *boundary.rows(strip)))
+    return found
+
+
+def _seeds() -> Draws:
+    """Return seeds for the random numbers of one image, drawn by torch's own generator."""
+    first = int(torch.randint(_MASK, ()))
+    return lambda checksum: (first + checksum * 0x9E3779B97F4A7C15) & _MASK
+
+
+def _check(module: nn.Module, samples: Sequence[Tensor], divisions: int) -> None:
+    """Compare a module in strips with itself, on the smallest image that it takes.
+
+    Raises:
+        StreamingError: They differ, or the module takes no images of random numbers.
+    """
+    problem: Exception | None = None
+    own = max(max(each.shape[2:]) for each in samples if each.dim() == 4)
+    for side in (*(each for each in _SIDES_PX if each < own), own):
+        values = [_small(each, side) for each in samples]
+        strips = min(divisions, min(each.shape[2] for each in values if each.dim() == 4))
+        for dtype, tolerance in TOLERANCES.items():
+            try:
+                error = _compared(module, values, strips, dtype)
+            except Exception as caught:
+                problem = caught
+                continue
+            if not error <= tolerance:
+                raise StreamingError(
+                    f"{type(module).__name__} in strips differs from itself, by {error:.1e} of the"
+                    " largest value",
+                    "run it whole",
+                )
+            return
+    raise StreamingError(
+        f"{type(module).__name__} cannot be compared with itself ({type(problem).__name__}:"
+        f" {problem})",
+        "pass check=False",
+    ) from problem
+
+
+def _small(sample: Tensor, side: int) -> Tensor:
+    sizes = [min(size, side) for size in sample.shape[2:]] if sample.dim() == 4 else None
+    shape = sample.shape if sizes is None else (*sample.shape[:2], *sizes)
+    if sample.is_floating_point():
+        return torch.randn(shape, dtype=torch.float64)
+    return torch.zeros(shape, dtype=sample.dtype)
+
+
+def _compared(
+    module: nn.Module, values: Sequence[Tensor], strips: int, dtype: torch.dtype
+) -> float:
+    """Return the largest difference of a copy of a module and of the copy in strips."""
+    tensors = (*module.parameters(), *module.buffers())
+    device = next((each.device for each in tensors), torch.device("cpu"))
+    twin = copy.deepcopy(module).to(dtype)
+    given = [each.to(device, dtype if each.is_floating_point() else each.dtype) for each in values]
+    takes = _boundaries(given, strips)
+    form = Streamed(twin, takes, strips)._form()
+    set_row_ends(type(twin).__name__, twin, form.norm_ends)
+    parameters = list(twin.parameters())
+    with torch.random.fork_rng(), ConstantDraws() if form.draws else nullcontext():  # type: ignore[no-untyped-call]
+        wanted, back = play(twin, given, lambda inputs: twin(*inputs))
+        found, _ = play(
+            twin,
+            given,
+            lambda inputs: run_streamed(form, takes, inputs, lambda _: 0, parameters),
+            back,
+        )
+    return largest_difference(found, wanted)
+
+
+def _listed(values: Sequence[tuple[Any, ...]]) -> str:
+    return ", ".join(" ".join(map(str, each)) for each in values)
