@@ -25,7 +25,7 @@ from tests.fake_cuda.watch import APART, DIRECT
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 NUM_RANKS = 4
-LIMIT_S = 1800
+LIMIT_S = 3600
 DIRECTLY = {DIRECT: "1"}
 LATE = {"GEMS_FAKE_CUDA_LATE": "3"}
 TRANSPORT = "GEMS_TEST_TRANSPORT"
