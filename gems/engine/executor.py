@@ -21,7 +21,7 @@ from gems.engine.optimization.update import Update
 from gems.engine.stage import Loss, Stage, StageKey
 from gems.engine.supervision.out_of_memory import note_memory
 from gems.engine.supervision.recorder import Recorder
-from gems.engine.tensor_router import copy_shared, open_router
+from gems.engine.tensor_router import TensorRouter, copy_shared
 from gems.engine.transport.p2p_channels import P2PChannels
 from gems.runs.heartbeat import Heartbeat
 from gems.schedule.action import Action, Kind
@@ -99,7 +99,7 @@ class Executor:
         else:
             self.activations = recorder.open_counter("activations")
         self._samples = recorder.open_counter("samples")
-        self.router = open_router(schedule, rank, channels, recorder)
+        self.router = TensorRouter(schedule, rank, channels, recorder)
         actions = schedule.rows[rank]
         for key in {
             (action.direction, action.stage) for action in actions if action.kind is Kind.I
@@ -193,7 +193,7 @@ class Executor:
         micro_batch = _micro_batch(action)
         gradients, inputs = segment.backward(micro_batch, self._output_gradients(action, received))
         self.activations.count_bytes(-segment.kept_bytes(micro_batch))
-        self._put_gradients(action, gradients, received)
+        self.router.put(action, copy_shared(gradients, received))
         self.router.release(inputs, action._replace(kind=Kind.F))
         self.router.release(received, action)
         self._count_between_segments()
@@ -210,7 +210,7 @@ class Executor:
         self.activations.count_bytes(
             segment.held_bytes(micro_batch) - segment.kept_bytes(micro_batch)
         )
-        self._put_gradients(action, gradients, received)
+        self.router.put(action, copy_shared(gradients, received))
         self.router.borrow(inputs, action._replace(kind=Kind.F))
         self.router.borrow(received, action)
         self.router.release_borrowed(action, self._still_read(action))
@@ -310,7 +310,7 @@ class Executor:
         start_ns = time.perf_counter_ns()
         rows = self._batch.rows(_micro_batch(action))
         self._recorder.waited(self._step, start_ns, time.perf_counter_ns(), action)
-        self.router.hold_rows(rows)
+        self.router.hold_rows(rows, action)
         return (rows,)
 
     def _output_gradients(self, action: Action, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -318,12 +318,6 @@ class Executor:
             return received
         gradient = self._sums.loss_gradient(self._weight)
         return (gradient if self._update is None else gradient * self._update.loss_scale,)
-
-    def _put_gradients(
-        self, action: Action, gradients: tuple[Tensor, ...], received: tuple[Tensor, ...]
-    ) -> None:
-        if action.stage or self.router.stays_in_stage(action):
-            self.router.put(action, copy_shared(gradients, received))
 
     def _reset(self) -> None:
         """Release all tensors after a failed step."""

@@ -40,7 +40,6 @@ from gems.engine.transport.staging import open_staging
 from gems.memory.plan import MemoryPlan
 from gems.models.build import freeze
 from gems.models.mixed import Precision
-from gems.partition.methods import partition_model
 from gems.plan.evaluate import evaluate as plan_run
 from gems.runs.heartbeat import Heartbeat
 from gems.schedule.action import Kind
@@ -171,9 +170,7 @@ def build_pipeline(
     replica, rank = divmod(comm.rank, parallel.partitions)
     dtype = DTYPES[spec.train.dtype]
     precision = Precision.of(spec.train.precision)
-    if placement.feeders is None:
-        boundaries = boundaries or partition_model(spec, schedule).boundaries
-    stage_modules = StageModules.from_spec(spec, placement, boundaries or ())
+    stage_modules = StageModules.from_spec(spec, schedule, boundaries)
     num_sharers = ranks_here(comm)
     hang_timeout_s = spec.train.hang_timeout_s
     spin_s = spin_time_s(num_sharers)

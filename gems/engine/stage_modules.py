@@ -1,4 +1,4 @@
-"""The modules of stages: layers of the model or, if stages form a graph, its operators."""
+"""The modules of stages: layers of the model, or operators of layers."""
 
 from __future__ import annotations
 
@@ -9,97 +9,80 @@ from typing import Any
 import torch
 from torch import nn
 
-from gems.autograd.outputs import as_tuple
 from gems.config.schema import RunSpec
 from gems.engine.optimization.parameter_groups import NumberedLayer
 from gems.models import Layer, layers_of
 from gems.models.blocks.chain import operator_module
-from gems.models.build import (
-    Dtype,
-    TensorSpec,
-    as_precision,
-    boundary_shapes,
-    build_layer,
-    build_layers,
-    input_spec,
-    model_output,
-)
+from gems.models.build import TensorSpec, boundary_shapes, build_layer, input_spec, model_output
+from gems.models.imported.parts import release
 from gems.models.mixed import Precision, compute_in
-from gems.models.steps import Operator, operators_of
-from gems.schedule.placement import Placement
+from gems.models.steps import Operator, operators_of, whole_layers
+from gems.partition.methods import partition_model
+from gems.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True)
 class StageModules:
-    """What each stage consists of.
+    """The parts of the model of each stage: `units[boundaries[s]:boundaries[s + 1]]`.
 
-    `layers[boundaries[s]:boundaries[s + 1]]`, or `operators[s]` if there are any.
+    Units are whole layers, or operators if stages form a graph, in which each operator is a stage.
     """
 
     layers: tuple[Layer, ...]
+    units: tuple[Operator, ...]
     boundaries: tuple[int, ...]
-    operators: tuple[Operator, ...] = ()
 
     @classmethod
     def from_spec(
-        cls, spec: RunSpec, placement: Placement, boundaries: tuple[int, ...]
+        cls, spec: RunSpec, schedule: Schedule, boundaries: tuple[int, ...] | None
     ) -> StageModules:
-        """Return those of a run; `boundaries` are empty if the stages form a graph."""
+        """Return those of a run; a chain of stages without `boundaries` is cut anew."""
         layers = layers_of(spec.model, spec.data)
-        return cls(layers, boundaries, () if placement.feeders is None else operators_of(layers))
+        if schedule.placement.is_chain:
+            boundaries = boundaries or partition_model(spec, schedule).boundaries
+            return cls(layers, whole_layers(layers), boundaries)
+        units = operators_of(layers)
+        return cls(layers, units, tuple(range(len(units) + 1)))
+
+    def units_of(self, stage: int) -> tuple[Operator, ...]:
+        """Return the parts of a stage, in order."""
+        return self.units[self.boundaries[stage] : self.boundaries[stage + 1]]
 
     def layer_names(self, stage: int) -> list[str]:
-        """Return the names of the layers of which a stage has all, or a part."""
-        if self.operators:
-            return [self.layers[self.operators[stage].layer].name]
-        return [
-            layer.name for layer in self.layers[self.boundaries[stage] : self.boundaries[stage + 1]]
-        ]
+        """Return the names of the layers to which the parts of a stage belong."""
+        return [self.layers[unit.layer].name for unit in self.units_of(stage)]
 
     def unit_names(self, stage: int) -> list[str]:
-        """Return the names of what only this stage has: layers, or an operator."""
-        return [self.operators[stage].name] if self.operators else self.layer_names(stage)
+        """Return the names of the parts of a stage."""
+        return [unit.name for unit in self.units_of(stage)]
 
     def numbered(self, stage: int, modules: Iterable[nn.Module]) -> list[NumberedLayer]:
         """Return the modules of a stage with the places of their layers in the whole model."""
-        first = self.operators[stage].layer if self.operators else self.boundaries[stage]
-        names = self.layer_names(stage)
-        return [NumberedLayer(first + i, names[i], module) for i, module in enumerate(modules)]
+        return [
+            NumberedLayer(unit.layer, self.layers[unit.layer].name, module)
+            for unit, module in zip(self.units_of(stage), modules, strict=True)
+        ]
 
     def build(
-        self, stages: Iterable[int], seed: int, dtype: Dtype, device: torch.device | str
+        self, stages: Iterable[int], seed: int, precision: Precision, device: torch.device | str
     ) -> dict[int, nn.ModuleList]:
         """Build the modules of stages.
 
-        Parameters depend on seed and layer alone, wherever they are built.
+        Parameters depend on seed and layer alone, wherever they are built. Modules on the meta
+        device are not set to compute in low precision.
         """
-        if not self.operators:
-            return {
-                stage: nn.ModuleList(
-                    build_layers(
-                        self.layers,
-                        self.boundaries[stage],
-                        self.boundaries[stage + 1],
-                        seed,
-                        dtype,
-                        device,
-                    )
-                )
-                for stage in stages
-            }
         built: dict[int, nn.ModuleList] = {}
-        precision = as_precision(dtype)
         whole = nn.Module()
         last: int | None = None
         for stage in sorted(stages):
-            operator = self.operators[stage]
-            if operator.layer != last:
-                last = operator.layer
-                whole = build_layer(self.layers[last], last, seed, precision.parameters, device)
-            part = operator_module(operator, whole)
-            built[stage] = nn.ModuleList(
-                [part if device == "meta" else compute_in(part, precision)]
-            )
+            built[stage] = nn.ModuleList()
+            for unit in self.units_of(stage):
+                if unit.layer != last:
+                    last = unit.layer
+                    whole = build_layer(self.layers[last], last, seed, precision.parameters, device)
+                part = operator_module(unit, whole)
+                built[stage].append(part if device == "meta" else compute_in(part, precision))
+        release()
         return built
 
     def output(self, spec: RunSpec, dtype: torch.dtype) -> Any:
@@ -112,28 +95,19 @@ class StageModules:
         self, spec: RunSpec, precision: Precision, training: bool = True
     ) -> Sequence[tuple[TensorSpec, ...]]:
         """Return the output tensors of each stage except the last, of one micro-batch."""
-        given = input_spec(spec.data, spec.parallel.micro_batch_size, precision.parameters)
-        if not self.operators:
-            shapes = boundary_shapes(self.layers, given.shape, precision, given.dtype, training)
-            return [shapes[boundary - 1] for boundary in self.boundaries[1:-1]]
-        start = (torch.empty(given.shape, dtype=given.dtype, device="meta"),)
-        modules = self.build(range(len(self.operators)), 0, precision.parameters, "meta")
-        outputs: list[tuple[torch.Tensor, ...]] = []
-        with torch.no_grad():
-            for stage, operator in enumerate(self.operators[:-1]):
-                inputs = (
-                    tuple(tensor for feeder in operator.feeders for tensor in outputs[feeder])
-                    or start
-                )
-                outputs.append(as_tuple(modules[stage].eval()[0](*inputs)))
-        return [
-            tuple(
-                TensorSpec(
-                    f"{operator.name}.{index}",
-                    tuple(tensor.shape),
-                    precision.compute if tensor.dtype is precision.parameters else tensor.dtype,
-                )
-                for index, tensor in enumerate(tensors)
-            )
-            for operator, tensors in zip(self.operators[:-1], outputs, strict=True)
-        ]
+        wide = precision.parameters
+        given = input_spec(spec.data, spec.parallel.micro_batch_size, wide)
+        of_layers = boundary_shapes(self.layers, given.shape, precision, given.dtype, training)
+        inner = [number for number, unit in enumerate(self.units) if unit.path != ""]
+        parts = self.build(inner, 0, precision, "meta")  # each of them is a stage
+        specs: list[tuple[TensorSpec, ...]] = []
+        for number, unit in enumerate(self.units):
+            if number not in parts:
+                specs.append(of_layers[unit.layer])
+                continue
+            inputs = [spec for other in unit.predecessors for spec in specs[other]] or [given]
+            tensors = [torch.empty(spec.shape, dtype=wide, device="meta") for spec in inputs]
+            with torch.no_grad():
+                output = parts[number].eval()[0](*tensors)
+            specs.append((TensorSpec(unit.name, tuple(output.shape), precision.compute),))
+        return [specs[boundary - 1] for boundary in self.boundaries[1:-1]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
@@ -10,102 +10,111 @@ from torch import Tensor
 from gems.engine.activation_store.store import MicroBatchKey
 from gems.engine.supervision.recorder import MemoryCounter, Recorder
 from gems.engine.transport.p2p_channels import P2PChannels
-from gems.schedule.action import RECV_KINDS, Action, Kind
-from gems.schedule.dependencies import dependencies, readers_by_rank, transfer_after
+from gems.schedule.action import RECV_KINDS, SEND_KINDS, Action, Kind
+from gems.schedule.dependencies import dependencies, other_stage
 from gems.schedule.schedule import Schedule
 
 Tensors = tuple[Tensor, ...]
+# of a tensor: the action that makes or receives it, and its index among that action's tensors
+Place = tuple[Action, int]
+_ROWS = -1
 
 
 class TensorRouter:
-    """Routes tensors between the stages of a chain, where each output has one consumer.
+    """Routes tensors from the stages, and the segments of stages, that make them to their readers.
 
-    The consumer is a send, the next stage if it is on this rank too, or the next segment of the
-    stage. Within a stage a gradient may be None, for an output that was not used.
+    An output may have several readers: stages on this rank, and a send for each other rank. Data
+    from another rank is received once. The gradients of an output are added from its last reader to
+    its first, in autograd's order. Within a stage a gradient may be None, for an output that was
+    not used.
 
     Attributes:
-        between_stages: Bytes passed between stages on this rank, until the consumer's backward.
+        between_stages: Bytes passed between stages on this rank, until the last reader's backward.
         between_segments: Bytes passed between segments that are not saved.
         input_rows: Bytes of the image rows that the first stage received by strip and still reads.
     """
 
     def __init__(
-        self,
-        schedule: Schedule,
-        actions: Iterable[Action],
-        channels: P2PChannels,
-        recorder: Recorder,
+        self, schedule: Schedule, rank: int, channels: P2PChannels, recorder: Recorder
     ) -> None:
         self.between_stages = MemoryCounter(recorder.count_bytes)
         self.between_segments = MemoryCounter(recorder.count_bytes)
         self.input_rows = MemoryCounter(recorder.count_bytes)
-        self._rows: set[int] = set()  # addresses of the input rows
         self._schedule = schedule
         self._channels = channels
-        self._out: dict[Action, Tensors] = {}
-        self._borrowed: dict[MicroBatchKey, list[tuple[list[Tensor], Action]]] = {}
-        self._stays: set[Action] = set()
-        self._prepare(list(actions))
-
-    def _prepare(self, actions: Sequence[Action]) -> None:
-        """Look up the source and the consumer of each action's data, once for all steps."""
-        self._sources = {action: self._source(action) for action in actions}
-        # the send that takes the output of a compute action, or the action itself if the output
-        # stays on this rank
-        transfers = {action: transfer_after(action, self._schedule) for action in actions}
-        self._takers = {
-            action: action if found is None else found[0] for action, found in transfers.items()
-        }
-        self._stays = {
-            source
-            for action, source in self._sources.items()
-            if source is not None and source.stage == action.stage and source.kind not in RECV_KINDS
-        }
+        actions = schedule.rows[rank]
+        self._needs = {action: self._data_needs(action) for action in actions}
+        self._takers: dict[Action, list[Action]] = {}
+        for action, needs in self._needs.items():
+            for need in needs:
+                self._takers.setdefault(need, []).append(action)
+        self._inbox: dict[tuple[Action, Action], Tensors] = {}  # by taker and source
+        self._places: dict[Action, list[Place]] = {}  # of the inputs of an action, in order
+        self._more_readers: dict[Place, int] = {}  # after the next one, of tensors with several
+        self._borrowed: dict[MicroBatchKey, list[tuple[Place, Tensor]]] = {}
 
     @property
     def is_empty(self) -> bool:
         """Return whether no tensor is on its way or borrowed."""
-        return not self._out and not self._borrowed
-
-    def stays_in_stage(self, action: Action) -> bool:
-        """Return whether the output of an action goes to another segment of its stage."""
-        return action in self._stays
+        return not self._inbox and not self._borrowed
 
     def take(self, action: Action) -> Tensors | None:
-        """Wait for and return an action's inputs; return None if it takes nothing from others."""
-        source = self._sources[action]
-        if source is None:
+        """Wait for and return an action's inputs; return None if it takes nothing from others.
+
+        For an F these are the outputs that its stage reads, in order; for a backward, the sum of
+        the gradients of its readers.
+        """
+        needs = self._needs[action]
+        if not needs:
             return None
-        return self._channels.wait(source) if source.kind in RECV_KINDS else self._out.pop(source)
+        parcels = [self._fetch(action, need) for need in needs]
+        places = [
+            (need, index)
+            for need, parcel in zip(needs, parcels, strict=True)
+            if not _is_inside(action, need)
+            for index in range(len(parcel))
+        ]
+        if action.kind is Kind.F or len(parcels) == 1:
+            self._places[action] = places
+            return tuple(itertools.chain(*parcels))
+        total = parcels[-1]
+        for more in parcels[-2::-1]:
+            total = tuple(one + other for one, other in zip(total, more, strict=True))
+        for place, gradient in zip(places, itertools.chain(*parcels), strict=True):
+            self._release(place, gradient)
+        return total
 
     def take_for_send(self, send: Action) -> Tensors:
         """Return the tensors of a send."""
-        return self._out.pop(send)
+        return self._inbox.pop((send, self._needs[send][0]))
 
     def put(self, action: Action, tensors: Tensors) -> None:
-        """Keep the output of an action until its consumer takes it."""
-        taker = self._takers[action]
-        self._out[taker] = tensors
-        if taker is action and action not in self._stays:
-            self.between_stages.count_bytes(total_bytes(tensors))
+        """Keep the outputs of an action, or its input gradients, until their readers take them."""
+        parts = {} if action.kind is Kind.F else self._by_predecessor(action.stage, tensors)
+        parcels = []
+        for taker in self._takers.get(action, ()):
+            is_send = taker.kind in SEND_KINDS
+            stage = other_stage(taker) if is_send else taker.stage
+            parcel = self._inbox[taker, action] = parts.get(stage, tensors)
+            if not is_send and not _is_inside(taker, action):
+                parcels.append(parcel)
+        if action.kind is Kind.F:
+            self._share(action, tensors, len(parcels))
+            parcels = parcels[:1]
+        if parcels:
+            self.between_stages.count_bytes(total_bytes(itertools.chain(*parcels)))
 
     def release(self, tensors: Sequence[Tensor], action: Action) -> None:
-        """Release inputs of an action that nothing reads any more.
+        """Release inputs of an action that it does not read any more.
 
         They come from a receive, from another stage, or from an image.
         """
-        source = self._sources[action]
-        if source is None:
-            for tensor in tensors:
-                if _address(tensor) in self._rows:
-                    self._rows.discard(_address(tensor))
-                    self.input_rows.count_bytes(-tensor.nbytes)
-        elif tensors and source not in self._stays:
-            self._release_tensors(source, tensors)
+        for place, tensor in zip(self._places.get(action, ()), tensors, strict=False):
+            self._release(place, tensor)
 
-    def hold_rows(self, rows: Tensor) -> None:
+    def hold_rows(self, rows: Tensor, action: Action) -> None:
         """Count the rows of a strip, which the first stage takes, until they are released."""
-        self._rows.add(_address(rows))
+        self._places[action] = [(action, _ROWS)]
         self.input_rows.count_bytes(rows.nbytes)
 
     def hand_over(self, tensors: Sequence[Tensor]) -> None:
@@ -114,8 +123,9 @@ class TensorRouter:
 
     def borrow(self, tensors: Sequence[Tensor], action: Action) -> None:
         """Keep inputs of an action that the weight gradients of its stage may still read."""
-        if tensors and self._sources[action] not in self._stays:
-            self._borrowed.setdefault(micro_batch_key(action), []).append((list(tensors), action))
+        pairs = list(zip(self._places.get(action, ()), tensors, strict=False))
+        if pairs:
+            self._borrowed.setdefault(micro_batch_key(action), []).extend(pairs)
 
     def release_borrowed(self, action: Action, still_read: set[int]) -> None:
         """Release what an action's stage and micro-batch borrowed, except what is `still_read`.
@@ -123,180 +133,86 @@ class TensorRouter:
         `still_read` holds the addresses of storages.
         """
         left = []
-        for tensors, taken_by in self._borrowed.pop(micro_batch_key(action), []):
-            self.release(
-                [tensor for tensor in tensors if _address(tensor) not in still_read], taken_by
-            )
-            left.append(
-                ([tensor for tensor in tensors if _address(tensor) in still_read], taken_by)
-            )
-        if any(tensors for tensors, _ in left):
+        for place, tensor in self._borrowed.pop(micro_batch_key(action), []):
+            if _address(tensor) in still_read:
+                left.append((place, tensor))
+            else:
+                self._release(place, tensor)
+        if left:
             self._borrowed[micro_batch_key(action)] = left
 
     def count_between_segments(self, is_counted: Callable[[MicroBatchKey, Tensor], bool]) -> None:
         """Count tensors on their way within stages, without memory that is counted elsewhere."""
-        found: dict[int, int] = {}
-        for action in self._out.keys() & self._stays:
-            for tensor in self._out[action]:
-                if tensor is not None and not is_counted(micro_batch_key(action), tensor):
-                    found[_address(tensor)] = tensor.untyped_storage().nbytes()
-        self.between_segments.set_bytes(sum(found.values()))
+        sizes: dict[int, int] = {}
+        for (taker, source), tensors in self._inbox.items():
+            if taker.kind in SEND_KINDS or not _is_inside(taker, source):
+                continue
+            for tensor in tensors:
+                if tensor is not None and not is_counted(micro_batch_key(source), tensor):
+                    sizes[_address(tensor)] = tensor.untyped_storage().nbytes()
+        self.between_segments.set_bytes(sum(sizes.values()))
 
     def reset(self) -> None:
         """Drop all tensors after a failed step."""
-        self._out.clear()
+        self._inbox.clear()
         self._borrowed.clear()
         self.between_stages.set_bytes(0)
         self.between_segments.set_bytes(0)
         self.input_rows.set_bytes(0)
-        self._rows.clear()
 
-    def _release_tensors(self, source: Action, tensors: Sequence[Tensor]) -> None:
+    def _fetch(self, action: Action, need: Action) -> Tensors:
+        if need.kind in RECV_KINDS and (action, need) not in self._inbox:
+            tensors = self._channels.wait(need)
+            takers = self._takers[need]
+            self._inbox.update({(taker, need): tensors for taker in takers})
+            self._share(need, tensors, len(takers))
+        # pop, so that within a stage the caller holds the only reference to the inputs
+        return self._inbox.pop((action, need))
+
+    def _share(self, source: Action, tensors: Tensors, num_readers: int) -> None:
+        if num_readers > 1:
+            for index in range(len(tensors)):
+                self._more_readers[source, index] = num_readers - 1
+
+    def _release(self, place: Place, tensor: Tensor) -> None:
+        """Release a tensor after its last reader on this rank."""
+        more = self._more_readers.get(place, 0)
+        if more:
+            self._more_readers[place] = more - 1
+            return
+        source, index = place
         if source.kind in RECV_KINDS:
-            self._channels.release(tensors)
+            self._channels.release([tensor])
         else:
-            self.between_stages.count_bytes(-total_bytes(tensors))
+            counter = self.input_rows if index == _ROWS else self.between_stages
+            counter.count_bytes(-tensor.nbytes)
 
-    def _source(self, action: Action) -> Action | None:
-        """Return the action whose data an action takes.
-
-        It is a receive, or an action of another stage on this rank or of another segment of its
-        stage.
-        """
-        if action.kind not in (Kind.F, Kind.B, Kind.I):
-            return None
-        own = (action.stage, action.segment)
-        needs = dependencies(action, self._schedule)
-        return next(
-            (
-                need
-                for need in needs
-                if (need.stage, need.segment) != own or need.kind in RECV_KINDS
-            ),
-            None,
-        )
-
-
-class GraphTensorRouter(TensorRouter):
-    """Routes tensors between the stages of a graph, without segments or a split backward.
-
-    An output has several readers and is kept until the last one on this rank is done. Data from
-    another rank is received once. The gradients of an output are added from its last reader to its
-    first, in autograd's order.
-    """
-
-    def _prepare(self, actions: Sequence[Action]) -> None:
-        self._needs = {action: self._data_needs(action) for action in actions}
-        self._num_readers = Counter(need for needs in self._needs.values() for need in needs)
-        self._num_left: dict[Action, int] = {}
-        # backwards whose gradient comes unsummed from their only reader
-        self._unsummed: set[Action] = set()
-
-    def take(self, action: Action) -> Tensors | None:
-        """Return the inputs of an action.
-
-        For an F these are the outputs that its stage reads, in order; for a B, the sum of the
-        gradients of its readers.
-        """
-        needs = self._needs[action]
-        if not needs:
-            return None
-        if action.kind is Kind.F:
-            for need in needs:
-                if need.kind in RECV_KINDS and need not in self._out:
-                    self._out[need] = self._channels.wait(need)
-                    self._num_left[need] = self._num_readers[need]
-            return tuple(tensor for need in needs for tensor in self._out[need])
-        gradients = [self._gradient(need, action.stage) for need in needs]
-        if len(gradients) == 1:
-            self._unsummed.add(action)
-            return gradients[0]
-        total = gradients[-1]
-        for more in gradients[-2::-1]:
-            total = tuple(one + other for one, other in zip(total, more, strict=True))
-        for need, gradient in zip(needs, gradients, strict=True):
-            self._release_tensors(need, gradient)
-        return total
-
-    def take_for_send(self, send: Action) -> Tensors:
-        """Return the tensors of a send."""
-        need = self._needs[send][0]
-        if send.kind is Kind.SEND_F:
-            found = self._out[need]
-            self._drop_reader(need)
-            return found
-        gradient = self._gradient(need, send.segment)
-        self._release_tensors(need, gradient)
-        return gradient
-
-    def put(self, action: Action, tensors: Tensors) -> None:
-        """Keep an output for its readers, or input gradients for the stages before."""
-        if action.kind is Kind.F:
-            self._out[action] = tensors
-            self._num_left[action] = self._num_readers[action]
-            if self._is_read_here(action):
-                self.between_stages.count_bytes(total_bytes(tensors))
-            return
-        first = 0
-        for feeder in self._schedule.placement.feeders_of(action.stage):
-            end = first + self._channels.num_gradients(feeder)
-            gradients = self._out[action._replace(segment=feeder)] = tensors[first:end]
-            self.between_stages.count_bytes(total_bytes(gradients))
-            first = end
-
-    def release(self, tensors: Sequence[Tensor], action: Action) -> None:
-        """Release inputs of an action once nothing else on this rank reads them."""
-        if not tensors:
-            return
-        if action.kind is Kind.F:
-            for need in self._needs[action]:
-                self._drop_reader(need)
-        elif action in self._unsummed:
-            self._unsummed.discard(action)
-            self._release_tensors(self._needs[action][0], tuple(tensors))
-
-    def reset(self) -> None:
-        """Drop all tensors after a failed step."""
-        super().reset()
-        self._num_left.clear()
-        self._unsummed.clear()
+    def _by_predecessor(self, stage: int, gradients: Tensors) -> dict[int, Tensors]:
+        """Return the input gradients of a stage, by the stage whose output they belong to."""
+        stages = self._schedule.placement.predecessors[stage]
+        if len(stages) < 2:
+            return {}
+        left = iter(gradients)
+        return {
+            other: tuple(itertools.islice(left, self._channels.num_gradients(other)))
+            for other in stages
+        }
 
     def _data_needs(self, action: Action) -> tuple[Action, ...]:
-        """Return the actions whose data an F, B or send takes."""
-        if action.kind in RECV_KINDS or action.micro_batch is None:
+        """Return the actions whose data an action takes: receives, and actions of this rank."""
+        if action.kind not in (Kind.F, Kind.B, Kind.I, *SEND_KINDS):
             return ()
-        own = action._replace(kind=Kind.F) if action.kind is Kind.B else None
-        return tuple(need for need in dependencies(action, self._schedule) if need != own)
-
-    def _gradient(self, need: Action, stage: int | None) -> Tensors:
-        """Return the gradient of a stage's output from one reader, here or on another rank."""
-        return (
-            self._channels.wait(need)
-            if need.kind in RECV_KINDS
-            else self._out.pop(need._replace(segment=stage))
+        needs = dependencies(action, self._schedule)
+        if action.kind in SEND_KINDS:
+            return needs
+        own = (action.stage, action.segment)
+        return tuple(
+            need for need in needs if (need.stage, need.segment) != own or need.kind in RECV_KINDS
         )
 
-    def _drop_reader(self, need: Action) -> None:
-        """Mark one reader of an output as done, and release the output after the last one."""
-        self._num_left[need] -= 1
-        if self._num_left[need]:
-            return
-        del self._num_left[need]
-        tensors = self._out.pop(need)
-        if need.kind in RECV_KINDS or self._is_read_here(need):
-            self._release_tensors(need, tensors)
 
-    def _is_read_here(self, action: Action) -> bool:
-        placement, (direction, stage) = self._schedule.placement, (action.direction, action.stage)
-        return placement.rank_of(direction, stage) in readers_by_rank(placement, direction, stage)
-
-
-def open_router(
-    schedule: Schedule, rank: int, channels: P2PChannels, recorder: Recorder
-) -> TensorRouter:
-    """Return the router of a rank, for stages in a chain or in a graph."""
-    router = TensorRouter if schedule.placement.feeders is None else GraphTensorRouter
-    return router(schedule, schedule.rows[rank], channels, recorder)
+def _is_inside(action: Action, need: Action) -> bool:
+    return need.stage == action.stage and need.kind not in RECV_KINDS
 
 
 def micro_batch_key(action: Action) -> MicroBatchKey:

@@ -164,14 +164,22 @@ class Operator:
     """A part of a layer.
 
     `path` is the path of a step's module within the module of its layer, "" for a whole layer, or
-    None for a join, which concatenates its inputs along the channels. `feeders` are the operators
-    that it reads, in order; the first operator has none.
+    None for a join, which concatenates its inputs along the channels. `predecessors` are the
+    operators that it reads, in order; the first operator has none.
     """
 
     name: str
     layer: int
     path: str | None
-    feeders: tuple[int, ...]
+    predecessors: tuple[int, ...]
+
+
+def whole_layers(layers: Sequence[Layer]) -> tuple[Operator, ...]:
+    """Return each layer of a model as one operator."""
+    return tuple(
+        Operator(layer.name, index, "", (index - 1,) if index else ())
+        for index, layer in enumerate(layers)
+    )
 
 
 def operators_of(layers: Sequence[Layer]) -> tuple[Operator, ...]:

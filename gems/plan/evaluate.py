@@ -192,7 +192,7 @@ def evaluate(spec: RunSpec, trains: bool = True, runs: bool = True) -> Plan:
         _check_compiled(spec, trains, schedule)
         check_batch(spec)
     by_layers = is_real if runs else run.cost.name == PROFILE
-    if not by_layers or schedule.placement.feeders is not None:
+    if not by_layers or not schedule.placement.is_chain:
         return Plan(spec, costs, costs.kept(schedule))
     acts = schedule.has_memory_actions
     is_whole = schedule.num_strips == 1

@@ -38,7 +38,7 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class OpGraph:
-    """Operators and their edges (reader's feeder, reader), by their numbers; no circles.
+    """Operators and their edges (predecessor, reader), by their numbers; no circles.
 
     `predecessors[v]` and `successors[v]` are ascending, and `order` is a topological order: by
     depth first come, lowest number first.

@@ -72,11 +72,11 @@ def _times_held(
         here = ranks[stage]
         size = costs.boundary_bytes[stage]
         longest = 0.0
-        for reader in placement.users_of(stage):
+        for reader in placement.successors[stage]:
             there = ranks[reader]
             delay = 0.0
             if there != here:
-                delay = network.delay(here, there, size) + network.delay(there, here, size)
+                delay = 2 * network.delay(here, there, size)
             longest = max(longest, held[reader] + delay)
         backward = costs.input_grad[stage] + (0.0 if is_split else costs.weight_grad[stage])
         held[stage] = longest + (costs.forward[stage] + backward)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
+from itertools import pairwise
 from math import ceil
 from typing import Any
 
@@ -293,6 +294,13 @@ class Network:
         """Return the time from posting to arrival, without contention."""
         latency, transmission = self.parts(sender, receiver, num_bytes)
         return latency + transmission
+
+    def hops(self, ranks: Sequence[int], sizes: Sequence[float]) -> list[float]:
+        """Return the time from each stage to the next one, given their ranks and message sizes."""
+        return [
+            0.0 if here == there else self.delay(here, there, size)
+            for (here, there), size in zip(pairwise(ranks), sizes, strict=False)
+        ]
 
     def takes_time(self, sizes: Sequence[float]) -> bool:
         """Return whether a message of any of these sizes, in bytes, takes time on any link."""

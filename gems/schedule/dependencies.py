@@ -1,18 +1,16 @@
 """Data dependencies between actions, and the two ends of a transfer.
 
-This module is the single source of truth for lowering, validation, simulation and execution. In a
-chain, a transfer joins neighbours. Between the stages of a graph (`Placement.feeders`), it names
-the stage at the other end in place of a segment: `2.5SEND_F0` carries the output of stage 2 to the
-rank of stage 5, and pairs with `5.2RECV_F0`. The output of a stage is sent once to each other rank
-that reads it, addressed to the lowest stage that reads it on that rank. The gradients of the
-readers come back separately, so that they are added up in the same place and order as in autograd.
-The stages of a graph run whole, with a full backward.
+This module is the single source of truth for lowering, validation, simulation and execution. A
+transfer carries the stage of its own rank; the other end is the next stage, or the stage that it
+names in place of a segment: `2.5SEND_F0` carries the output of stage 2 to the rank of stage 5, and
+pairs with `5.2RECV_F0`. The output of a stage is sent once to each other rank that reads it,
+addressed to the lowest stage that reads it on that rank. The gradients of the readers come back
+separately, so that they are added up in the same place and order as in autograd.
 """
 
 from __future__ import annotations
 
 from gems.schedule.action import SEND_KINDS, Action, Kind
-from gems.schedule.placement import Placement
 from gems.schedule.schedule import Schedule
 
 _F = Kind.F
@@ -47,14 +45,13 @@ def dependencies(action: Action, schedule: Schedule) -> tuple[Action, ...]:
 
 def _find(action: Action, schedule: Schedule) -> tuple[Action, ...]:
     kind, stage, micro_batch, direction, segment = action
-    if schedule.placement.feeders is not None:
-        return _graph_needs(action, schedule.placement, schedule.has_transfers)
+    placement = schedule.placement
     if kind in _SAME:
         return (_named(_SAME[kind], stage, micro_batch, direction, segment),)
     if kind is _F:
         if segment:
             return (_named(kind, stage, micro_batch, direction, segment - 1),)
-        return () if stage == 0 else (_from_stage(action, stage - 1, _F, _RECV_F, schedule),)
+        return tuple([_output(action, other, schedule) for other in placement.predecessors[stage]])
     if kind is _B or kind is _I:
         place = stage, micro_batch, direction, segment
         brought_by = _F  # or by a recomputation, or a copy back
@@ -65,10 +62,7 @@ def _find(action: Action, schedule: Schedule) -> tuple[Action, ...]:
         own = _named(brought_by, *place)
         if segment is not None and segment != schedule.last_segment(stage):
             return (own, _named(kind, stage, micro_batch, direction, segment + 1))
-        if stage == schedule.num_stages - 1:
-            return (own,)
-        made_by = schedule.backward_kind(stage + 1, micro_batch, direction)
-        return (own, _from_stage(action, stage + 1, made_by, _RECV_B, schedule))
+        return (own, *[_gradient(action, other, schedule) for other in placement.successors[stage]])
     if kind is _R:
         is_back = schedule.has(_PREFETCH, stage, micro_batch, direction, segment)
         return (_named(_PREFETCH if is_back else _F, stage, micro_batch, direction, segment),)
@@ -81,10 +75,8 @@ def _find(action: Action, schedule: Schedule) -> tuple[Action, ...]:
     if kind is _SEND_B:
         made_by = schedule.backward_kind(stage, micro_batch, direction)
         return (_named(made_by, stage, micro_batch, direction, schedule.first_segment(stage)),)
-    if kind is _RECV_F:
-        return (_named(_SEND_F, stage - 1, micro_batch, direction),)
-    if kind is _RECV_B:
-        return (_named(_SEND_B, stage + 1, micro_batch, direction),)
+    if kind is _RECV_F or kind is _RECV_B:
+        return (partner_of(action),)
     return ()
 
 
@@ -109,16 +101,33 @@ def _named(
     return tuple.__new__(Action, (kind, stage, micro_batch, direction, segment))
 
 
-def _from_stage(
-    action: Action, other: int, compute: Kind, receive: Kind, schedule: Schedule
+def _transfer(
+    kind: Kind, stage: int, other: int, micro_batch: int | None, direction: int
 ) -> Action:
-    """Return the neighbour's compute, or the receive of its data if transfers are in the list."""
+    """Build the transfer of a stage to or from another one, which it names if no neighbour."""
+    is_next = other == stage + _TO_STAGE[kind]
+    return _named(kind, stage, micro_batch, direction, None if is_next else other)
+
+
+def _output(action: Action, other: int, schedule: Schedule) -> Action:
+    """Return the forward that makes an output that `action` reads, or the receive of the output."""
+    _, stage, micro_batch, direction, _ = action
+    ranks = schedule.placement.ranks[direction]
+    here = ranks[stage]
+    if not schedule.has_transfers or ranks[other] == here:
+        return _named(_F, other, micro_batch, direction, schedule.last_segment(other))
+    first = next(s for s in schedule.placement.successors[other] if ranks[s] == here)
+    return _transfer(_RECV_F, first, other, micro_batch, direction)
+
+
+def _gradient(action: Action, other: int, schedule: Schedule) -> Action:
+    """Return the backward of a stage that reads an output, or the receive of its gradient."""
     _, stage, micro_batch, direction, _ = action
     ranks = schedule.placement.ranks[direction]
     if schedule.has_transfers and ranks[other] != ranks[stage]:
-        return _named(receive, stage, micro_batch, direction)
-    segment = schedule.last_segment(other) if compute is _F else schedule.first_segment(other)
-    return _named(compute, other, micro_batch, direction, segment)
+        return _transfer(_RECV_B, stage, other, micro_batch, direction)
+    made_by = schedule.backward_kind(other, micro_batch, direction)
+    return _named(made_by, other, micro_batch, direction, schedule.first_segment(other))
 
 
 def stages_summed(action: Action, schedule: Schedule) -> tuple[int, ...]:
@@ -136,62 +145,29 @@ def stages_summed(action: Action, schedule: Schedule) -> tuple[int, ...]:
     return tuple(stage for stage in stages if stage not in started)
 
 
-def transfers_after(action: Action, schedule: Schedule) -> tuple[tuple[Action, Action, int], ...]:
+def transfers_after(action: Action, schedule: Schedule) -> list[tuple[Action, Action, int]]:
     """Return the send, the receive and the receiving rank of each transfer after a compute action.
 
-    These transfers carry the data that the action makes. In a chain there is at most one; in a
-    graph of stages there is one for each rank that reads the data.
-    """
-    placement = schedule.placement
-    if placement.feeders is None:
-        transfer = transfer_after(action, schedule)
-        return () if transfer is None else (transfer,)
-    kind, stage, micro_batch, direction, _ = action
-    here = placement.rank_of(direction, stage)
-    sends = []
-    if kind is _F:
-        readers = readers_by_rank(placement, direction, stage)
-        sends = [(_SEND_F, some[0], rank) for rank, some in readers.items()]
-    elif kind is _B:
-        feeders = placement.feeders_of(stage)
-        sends = [(_SEND_B, feeder, placement.rank_of(direction, feeder)) for feeder in feeders]
-    made = [
-        (Action(name, stage, micro_batch, direction, other), rank)
-        for name, other, rank in sends
-        if rank != here
-    ]
-    return tuple((send, partner_of(send), rank) for send, rank in made)
-
-
-def transfer_after(action: Action, schedule: Schedule) -> tuple[Action, Action, int] | None:
-    """Return the send, the receive and the receiving rank after a compute action of a chain.
-
-    Return None if the data stays on its rank or if nothing follows.
+    These transfers carry the data that the action makes.
     """
     kind, stage, micro_batch, direction, segment = action
-    if kind is _F:
-        at_end = schedule.last_segment(stage)
-        other = stage + 1
+    placement = schedule.placement
+    ranks = placement.ranks[direction]
+    if kind is _F and segment == schedule.last_segment(stage):
         send = _SEND_F
-        receive = _RECV_F
-    elif kind is _B or kind is _I:
-        at_end = schedule.first_segment(stage)
-        other = stage - 1
+        first = {ranks[other]: other for other in reversed(placement.successors[stage])}
+        ends = sorted(first.values())
+    elif (kind is _B or kind is _I) and segment == schedule.first_segment(stage):
         send = _SEND_B
-        receive = _RECV_B
+        ends = list(placement.predecessors[stage])
     else:
-        return None
-    if segment != at_end or not 0 <= other < schedule.num_stages:
-        return None
-    ranks = schedule.placement.ranks[direction]
-    there = ranks[other]
-    if ranks[stage] == there:
-        return None
-    return (
-        _named(send, stage, micro_batch, direction),
-        _named(receive, other, micro_batch, direction),
-        there,
-    )
+        return []
+    transfers = []
+    for other in ends:
+        if ranks[other] != ranks[stage]:
+            transfer = _transfer(send, stage, other, micro_batch, direction)
+            transfers.append((transfer, partner_of(transfer), ranks[other]))
+    return transfers
 
 
 def other_stage(transfer: Action) -> int:
@@ -205,7 +181,7 @@ def partner_of(transfer: Action) -> Action:
     """Return the other half of a transfer: the receive of a send, the send of a receive."""
     kind, stage, micro_batch, direction, other = transfer
     mine = None if other is None else stage
-    return Action(_PARTNER[kind], other_stage(transfer), micro_batch, direction, mine)
+    return _named(_PARTNER[kind], other_stage(transfer), micro_batch, direction, mine)
 
 
 def sender_of(transfer: Action) -> int:
@@ -219,42 +195,3 @@ def boundary_of(transfer: Action) -> int:
     It is the lower one of the two ends.
     """
     return min(transfer.stage, other_stage(transfer))
-
-
-def _graph_needs(action: Action, placement: Placement, has_transfers: bool) -> tuple[Action, ...]:
-    kind, stage, micro_batch, direction, _ = action
-    here = placement.rank_of(direction, stage)
-
-    def of(kind: Kind, stage: int, other: int | None = None) -> Action:
-        return Action(kind, stage, micro_batch, direction, other)
-
-    if kind is _F:
-        return tuple(
-            (
-                of(_F, feeder)
-                if not has_transfers or placement.rank_of(direction, feeder) == here
-                else of(_RECV_F, readers_by_rank(placement, direction, feeder)[here][0], feeder)
-            )
-            for feeder in placement.feeders_of(stage)
-        )
-    if kind is _B:
-        found = [of(_F, stage)]
-        for reader in placement.users_of(stage):
-            is_here = not has_transfers or placement.rank_of(direction, reader) == here
-            found.append(of(_B, reader) if is_here else of(_RECV_B, stage, reader))
-        return tuple(found)
-    if kind is _SEND_F:
-        return (of(_F, stage),)
-    if kind is _SEND_B:
-        return (of(_B, stage),)
-    if kind is _RECV_F or kind is _RECV_B:
-        return (partner_of(action),)
-    return ()
-
-
-def readers_by_rank(placement: Placement, direction: int, stage: int) -> dict[int, list[int]]:
-    """Return the stages that read the output of `stage`, in ascending order, keyed by rank."""
-    found: dict[int, list[int]] = {}
-    for reader in placement.users_of(stage):
-        found.setdefault(placement.rank_of(direction, reader), []).append(reader)
-    return found

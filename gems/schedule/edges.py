@@ -27,8 +27,8 @@ def edges_of(placement: Placement) -> list[Edge]:
     for direction in range(placement.num_directions):
         for stage in range(1, placement.num_stages):
             here = placement.rank_of(direction, stage)
-            for feeder in placement.feeders_of(stage):
-                there = placement.rank_of(direction, feeder)
+            for other in placement.predecessors[stage]:
+                there = placement.rank_of(direction, other)
                 if here != there:
                     found |= {Edge(there, here, False), Edge(here, there, True)}
     return sorted(found)

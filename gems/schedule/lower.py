@@ -27,8 +27,6 @@ from gems.schedule.ledger import TOLERANCE
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import simulate
 
-RECEIVES_AHEAD = 1
-GRAPH_RECEIVES_AHEAD = 8  # stages of a graph are single operators
 MADE_KINDS = COMPUTE_KINDS | COPY_KINDS | WAIT_KINDS
 Receives = list[
     tuple[Action, int]
@@ -40,24 +38,20 @@ def add_transfers(
     costs: StageCosts | None = None,
     network: Network = FREE,
     cap: float | None = None,
-    receives_ahead: int | None = None,
+    receives_ahead: int = 1,
 ) -> Schedule:
     """Insert each send after the compute that makes its data, and each receive before its reader.
 
     A message departs when both of its sides are posted. With `costs`, each receive is posted as
     late as possible without delaying its message in the simulated step: the longer the link takes,
-    the earlier the posting. It is posted at least `receives_ahead` compute actions early, by
-    default 1 in a chain and 8 in a graph of stages; a larger number would only hold more buffers.
+    the earlier the posting. It is posted at least `receives_ahead` compute actions early; a larger
+    number would only hold more buffers.
     If several actions need the same data, the receive precedes the first of them. Receives from a
     rank are posted in the order in which it sends, separately for forward and backward.
 
     Posting never blocks, and a receive always precedes the action that needs it, so no posting time
     causes a deadlock.
     """
-    if receives_ahead is None:
-        receives_ahead = (
-            RECEIVES_AHEAD if schedule.placement.feeders is None else GRAPH_RECEIVES_AHEAD
-        )
     posted = replace(schedule, passes=(*schedule.passes, "add_transfers"))
     readers = [_first_readers(row, posted) for row in schedule.rows]
     places = [[max(0, reader - receives_ahead) for _, reader in needed] for needed in readers]
@@ -186,8 +180,7 @@ def lower(
 
     With `costs`, receives are posted early enough for the time on the links of `network`; see
     `add_transfers`. If a rank computes on after a stage's last weight gradient, the sum of that
-    stage over the replicas starts at that point. In two directions a sum needs both ranks of a
-    pair, and one of them ends last; there is therefore a single sum for all stages.
+    stage over the replicas starts at that point (see `Placement.sums_by_stage`).
     """
     lowered = add_transfers(schedule, costs, network, cap)
     if schedule.forward_only:
@@ -195,7 +188,7 @@ def lower(
     rows = []
     for rank, row in enumerate(lowered.rows):
         stage = schedule.placement.lowest_stage(rank)
-        done = _with_starts(row) if schedule.placement.is_chain_one_way else row
+        done = _with_starts(row) if schedule.placement.sums_by_stage else row
         rows.append((*done, Action(Kind.REDUCE_GRAD, stage), Action(Kind.STEP, stage)))
     return _with_needs(lowered, tuple(rows), (*lowered.passes, "add_reduce", "add_step"))
 

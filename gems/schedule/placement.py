@@ -12,24 +12,25 @@ class Placement:
     Ranks here are places inside one pipeline, 0 to `num_ranks` - 1. With `replicas` copies of the
     pipeline, world rank = replica x num_ranks + rank.
 
-    Stages form a chain, unless `feeders` lists, for each stage, the lower stages whose outputs it
-    reads, in ascending order. In such a graph only stage 0 reads no other stage (it reads the
-    data), and only the output of the last stage is read by none (it makes the loss).
+    `predecessors[s]` has the stages whose outputs stage s reads, in ascending order, and
+    `successors[s]` those that read its output. Stages form a chain unless predecessors are given.
+    Only stage 0 reads no other stage (it reads the data), and only the output of the last stage is
+    read by none (it makes the loss).
 
     Raises:
-        ValueError: `feeders` do not form such a graph.
+        ValueError: `predecessors` do not form such a graph.
     """
 
     num_ranks: int
     ranks: tuple[tuple[int, ...], ...]
-    feeders: tuple[tuple[int, ...], ...] | None = None
+    predecessors: tuple[tuple[int, ...], ...] = ()
+    successors: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
     _held: tuple[tuple[tuple[int, int], ...], ...] = field(init=False, repr=False, compare=False)
-    _users: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "_users", () if self.feeders is None else _users_of(self.feeders, self.num_stages)
-        )
+        predecessors = self.predecessors or _chain(self.num_stages)
+        object.__setattr__(self, "predecessors", predecessors)
+        object.__setattr__(self, "successors", _successors(predecessors, self.num_stages))
         held: list[list[tuple[int, int]]] = [[] for _ in range(self.num_ranks)]
         places = sorted(
             (stage, way, rank)
@@ -52,9 +53,18 @@ class Placement:
         return len(self.ranks)
 
     @property
-    def is_chain_one_way(self) -> bool:
-        """Whether stages form a chain in one direction, so that no two ranks share a stage."""
-        return self.num_directions == 1 and self.feeders is None
+    def is_chain(self) -> bool:
+        """Whether each stage reads the one before it, as the layers of a model do."""
+        return self.predecessors == _chain(self.num_stages)
+
+    @property
+    def sums_by_stage(self) -> bool:
+        """Whether each stage's gradients are summed on their own; otherwise a rank's together.
+
+        In two directions a sum needs both ranks of a pair, and one of them ends last. The stages of
+        a graph are small.
+        """
+        return self.num_directions == 1 and self.is_chain
 
     def rank_of(self, direction: int, stage: int) -> int:
         """Return the rank that runs `stage` in `direction`."""
@@ -63,18 +73,6 @@ class Placement:
     def stages_on(self, rank: int) -> tuple[tuple[int, int], ...]:
         """Return the (direction, stage) pairs that `rank` holds, by stage and then direction."""
         return self._held[rank]
-
-    def feeders_of(self, stage: int) -> tuple[int, ...]:
-        """Return the stages whose outputs a stage reads, in ascending order."""
-        if self.feeders is None:
-            return (stage - 1,) if stage else ()
-        return self.feeders[stage]
-
-    def users_of(self, stage: int) -> tuple[int, ...]:
-        """Return the stages that read the output of a stage, in ascending order."""
-        if self.feeders is None:
-            return (stage + 1,) if stage + 1 < self.num_stages else ()
-        return self._users[stage]
 
     def lowest_stage(self, rank: int) -> int:
         """Return the lowest stage on `rank`, which names its gradient reduction."""
@@ -98,25 +96,31 @@ class Placement:
         )
 
 
-def _users_of(feeders: tuple[tuple[int, ...], ...], num_stages: int) -> tuple[tuple[int, ...], ...]:
-    if len(feeders) != num_stages:
-        raise ValueError(f"feeders are those of {len(feeders)} stages, and there are {num_stages}")
-    users: list[list[int]] = [[] for _ in feeders]
-    for stage, some in enumerate(feeders):
-        if list(some) != sorted(set(some)) or any(not 0 <= feeder < stage for feeder in some):
+def _chain(num_stages: int) -> tuple[tuple[int, ...], ...]:
+    return ((), *((stage,) for stage in range(num_stages - 1)))
+
+
+def _successors(
+    predecessors: tuple[tuple[int, ...], ...], num_stages: int
+) -> tuple[tuple[int, ...], ...]:
+    if len(predecessors) != num_stages:
+        raise ValueError(f"predecessors of {len(predecessors)} stages, and there are {num_stages}")
+    successors: list[list[int]] = [[] for _ in predecessors]
+    for stage, read in enumerate(predecessors):
+        if list(read) != sorted(set(read)) or any(not 0 <= other < stage for other in read):
             raise ValueError(
-                f"stage {stage} reads {list(some)}, which must be lower stages, ascending"
+                f"stage {stage} reads {list(read)}, which must be lower stages, ascending"
             )
-        if bool(some) != bool(stage):
-            raise ValueError(f"stage {stage} reads {list(some)}: stage 0 alone reads the data")
-        for feeder in some:
-            users[feeder].append(stage)
-    for stage, readers in enumerate(users):
+        if bool(read) != bool(stage):
+            raise ValueError(f"stage {stage} reads {list(read)}: stage 0 alone reads the data")
+        for other in read:
+            successors[other].append(stage)
+    for stage, readers in enumerate(successors):
         if bool(readers) == (stage == num_stages - 1):
             raise ValueError(
                 f"stage {stage} is read by {readers}: the last stage alone makes the loss"
             )
-    return tuple(map(tuple, users))
+    return tuple(map(tuple, successors))
 
 
 def linear(num_ranks: int) -> Placement:

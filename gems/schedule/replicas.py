@@ -18,8 +18,7 @@ def with_all_reduce(
 ) -> StageCosts:
     """Return costs that include the all-reduce of each stage's gradients.
 
-    It takes no time if `param_bytes` are unknown. In two directions, and in a graph of stages, one
-    all-reduce covers all stages of a rank.
+    It takes no time if `param_bytes` are unknown.
     """
     if not costs.param_bytes:
         return costs
@@ -28,7 +27,7 @@ def with_all_reduce(
     for rank in range(placement.num_ranks):
         stages = sorted({stage for _, stage in placement.stages_on(rank)})
         group = placement.reduce_group(rank, num_replicas)
-        for fused in [[stage] for stage in stages] if placement.is_chain_one_way else [stages]:
+        for fused in [[stage] for stage in stages] if placement.sums_by_stage else [stages]:
             cost = all_reduce(links, group, sum(costs.param_bytes[stage] for stage in fused))
             time[fused[0]], link_time[fused[0]] = cost.time, cost.link_time
     return replace(costs, reduce=tuple(time), reduce_link=tuple(link_time))

@@ -190,12 +190,10 @@ class _Simulator:
             return True
         if kind is _REDUCE_GRAD:
             return self.reduce(rank, action)
-        if kind is _START_REDUCE:
-            self.stamp(
-                rank, self.clock[rank], self.sum_gradients(action, (rank,), self.clock[rank])
-            )
-            return True
         begin = self.clock[rank]
+        if kind is _START_REDUCE:
+            self.stamp(rank, begin, self.sum_gradients(action, (rank,), begin))
+            return True
         for need in needs:
             ended = self.done.get(need)
             if ended is None:

@@ -31,7 +31,7 @@ def with_strips(schedule: Schedule, num_strips: int) -> Schedule:
     """
     if num_strips == 1:
         return schedule
-    if schedule.placement.feeders is not None:
+    if not schedule.placement.is_chain:
         raise ConfigError(
             "parallel.strips",
             num_strips,

@@ -29,7 +29,6 @@ _SPLIT = (_F, _I, Kind.W)
 _MEMORY_KINDS = (Kind.R, *COPY_KINDS, *WAIT_KINDS)
 _TRANSFER_KINDS = SEND_KINDS | RECV_KINDS
 _STAGE_KINDS = RANK_KINDS | {Kind.START_REDUCE}
-_GRAPH_KINDS = _TRANSFER_KINDS | RANK_KINDS | {Kind.F, Kind.B}
 
 
 def validate(
@@ -60,8 +59,8 @@ def validate(
                 f"{len(schedule.rows)} rows for {schedule.num_ranks} ranks",
             )
         _check_peers(schedule)
-        if schedule.placement.feeders is not None:
-            _check_graph(schedule)
+        if not schedule.placement.is_chain:
+            _check_whole(schedule)
         _check_places(schedule)
         _check_compute_is_whole(schedule)
         _check_transfers(schedule)
@@ -96,14 +95,13 @@ def _check_peers(schedule: Schedule) -> None:
                 )
 
 
-def _check_graph(schedule: Schedule) -> None:
+def _check_whole(schedule: Schedule) -> None:
     for rank, action in schedule.actions():
-        if action.kind not in _GRAPH_KINDS or action.direction:
+        is_part = action.segment is not None and action.kind not in _TRANSFER_KINDS
+        if is_part or action.kind in _MEMORY_KINDS:
             raise ScheduleError(
-                rank, action, "stages of a graph run whole, in one direction, with a full backward"
+                rank, action, "stages of a graph run whole, and keep what they save"
             )
-        if action.segment is not None and action.kind not in _TRANSFER_KINDS:
-            raise ScheduleError(rank, action, "stages of a graph have no segments")
 
 
 def _check_places(schedule: Schedule) -> None:
@@ -269,10 +267,8 @@ def _check_starts(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> Non
     for i, action in enumerate(row):
         if action.kind is not Kind.START_REDUCE:
             continue
-        if not schedule.placement.is_chain_one_way:
-            raise ScheduleError(
-                rank, action, "sums start early only where stages form a chain in one direction"
-            )
+        if schedule.num_directions > 1:
+            raise ScheduleError(rank, action, "sums start early only in one direction")
         if action.stage not in left or action != Action(Kind.START_REDUCE, action.stage):
             raise ScheduleError(rank, action, "must name a stage of this rank, and that once")
         if i > end:

@@ -17,6 +17,7 @@ from gems.engine.stage_modules import StageModules
 from gems.errors import ConfigError
 from gems.models import layers_of
 from gems.models.build import build_layers
+from gems.models.steps import whole_layers
 from gems.runs.folder import RunFolder
 from tests.helpers.small_disk import small_disk
 from tests.helpers.toys import make_spec
@@ -38,7 +39,7 @@ def share(
     pipeline = SimpleNamespace(
         spec=spec,
         replica=replica,
-        stage_modules=StageModules(layers_of(spec.model, spec.data), boundaries),
+        stage_modules=StageModules(layers, whole_layers(layers), boundaries),
         modules=modules,
     )
     pipeline.named_layers = lambda held: Pipeline.named_layers(pipeline, held)

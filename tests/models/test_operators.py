@@ -30,8 +30,8 @@ def test_inception_is_taken_apart_at_its_forks() -> None:
         None,
     ]
     first = operators.index(block[0])
-    assert block[-1].feeders == tuple(first + offset for offset in (0, 2, 5, 7))
-    assert [each.feeders for each in (block[0], block[1], block[3])] == [(first - 1,)] * 3
+    assert block[-1].predecessors == tuple(first + offset for offset in (0, 2, 5, 7))
+    assert [each.predecessors for each in (block[0], block[1], block[3])] == [(first - 1,)] * 3
 
 
 def test_other_layers_stay_whole() -> None:
@@ -39,7 +39,10 @@ def test_other_layers_stay_whole() -> None:
     layers = layers_of(spec.model, spec.data)
     operators = operators_of(layers)
     assert [each.name for each in operators] == [layer.name for layer in layers]
-    assert [each.feeders for each in operators] == [(), *((v,) for v in range(len(layers) - 1))]
+    assert [each.predecessors for each in operators] == [
+        (),
+        *((v,) for v in range(len(layers) - 1)),
+    ]
     assert num_branching(operators) == 0
 
 
@@ -58,7 +61,7 @@ def test_operators_compute_what_their_layers_do_with_their_parameters() -> None:
         module = operator_module(
             operator, build_layer(layers[operator.layer], operator.layer, 1, torch.float64)
         )
-        made.append(module(*([made[feeder] for feeder in operator.feeders] or [image])))
+        made.append(module(*([made[other] for other in operator.predecessors] or [image])))
         names |= {f"{operator.layer}.{name}" for name in module.state_dict()}
     assert torch.equal(made[-1], expected[0])
     assert names == {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -20,6 +22,7 @@ from gems.engine.transport.mpi import broadcast, meet
 from gems.engine.verification.compare import compare
 from gems.models import layers_of
 from gems.models.steps import operators_of
+from gems.schedule.action import Action, Kind
 from gems.schedule.families.given_placement import placed
 from gems.schedule.lower import lower
 from gems.schedule.placement import Placement
@@ -32,7 +35,7 @@ DATA = {"name": "synthetic", "num_classes": 3, "train_samples": 32, "validation_
 SIDES = {"googlenet": 64, "inception_v3": 107}
 
 
-def make_run(model: str, partitions: int, replicas: int = 1, seed: int = 0):
+def make_run(model: str, partitions: int, replicas: int = 1, is_split: bool = False, seed: int = 0):
     """Return a run whose operators lie anywhere, and its schedule."""
     spec = toys.make_spec(
         "gpipe",
@@ -51,20 +54,32 @@ def make_run(model: str, partitions: int, replicas: int = 1, seed: int = 0):
     ]
     rng.shuffle(ranks)
     placement = Placement(
-        partitions, (tuple(ranks),), tuple(operator.feeders for operator in operators)
+        partitions, (tuple(ranks),), tuple(operator.predecessors for operator in operators)
     )
     order = range(len(operators))
-    return resolve(spec), validate(
-        lower(placed(placement, spec.parallel.micro_batches, order, order[::-1]))
-    )
+    schedule = placed(placement, spec.parallel.micro_batches, order, order[::-1])
+    if is_split:
+        rows = (tuple(itertools.chain(*map(_split, row))) for row in schedule.rows)
+        schedule = replace(schedule, rows=tuple(rows))
+    return resolve(spec), validate(lower(schedule))
+
+
+def _split(action: Action) -> tuple[Action, ...]:
+    kinds = (Kind.I, Kind.W) if action.kind is Kind.B else (action.kind,)
+    return tuple(action._replace(kind=kind) for kind in kinds)
 
 
 @pytest.mark.parametrize(
-    ("model", "partitions", "replicas"),
-    [("googlenet", 4, 1), ("googlenet", 2, 2), ("inception_v3", 3, 1)],
+    ("model", "partitions", "replicas", "is_split"),
+    [
+        ("googlenet", 4, 1, False),
+        ("googlenet", 3, 1, True),
+        ("googlenet", 2, 2, False),
+        ("inception_v3", 3, 1, False),
+    ],
 )
-def test_gradients_are_those_of_one_process_to_the_bit(comm, model, partitions, replicas):
-    spec, schedule = make_run(model, partitions, replicas)
+def test_gradients_are_those_of_one_process_to_the_bit(comm, model, partitions, replicas, is_split):
+    spec, schedule = make_run(model, partitions, replicas, is_split)
     part = sub_world(comm, spec.world_size)
     if part is None:
         return
@@ -101,7 +116,7 @@ def test_a_step_leaves_nothing_behind_and_weights_go_to_a_chain_and_back(comm, t
         and pipeline.evaluate.router.between_stages.held_bytes == 0
     )
     loader.close()
-    assert set(layer_owners(pipeline)) == {each.name for each in pipeline.stage_modules.operators}
+    assert set(layer_owners(pipeline)) == {unit.name for unit in pipeline.stage_modules.units}
     weights.save(pipeline, folder)
     meet(comm)
     chain = build_pipeline(spec, comm, DEVICE)

@@ -69,8 +69,9 @@ def test_the_schedule_takes_the_time_of_the_placement(gems_: Gems) -> None:
 def test_the_program_names_the_graph(gems_: Gems) -> None:
     answer = answer_of(gems_, "schedule", *RUN)
     assert (answer["stages"], answer["name"]) == (11, "placed")
-    feeders = answer["feeders"]
-    assert isinstance(feeders, list) and feeders[5] == [1, 2, 3, 4] and feeders[6] == [5]
+    predecessors = answer["predecessors"]
+    assert isinstance(predecessors, list)
+    assert predecessors[5] == [1, 2, 3, 4] and predecessors[6] == [5]
     lowered = gems_("schedule", *RUN, "level=lowered").out
     assert "SEND_F0" in lowered and "RECV_B0" in lowered
 

@@ -6,7 +6,7 @@ import pytest
 
 from gems.schedule import generate
 from gems.schedule.action import Action
-from gems.schedule.dependencies import dependencies, transfer_after
+from gems.schedule.dependencies import dependencies, transfers_after
 from gems.schedule.lower import lower
 from gems.schedule.placement import Placement, linear
 from gems.schedule.schedule import Schedule
@@ -80,15 +80,15 @@ def test_a_recompute_waits_for_its_inputs_and_a_backward_for_the_recompute() -> 
     ],
 )
 def test_transfer(action: str, send: str, receive: str, rank: int) -> None:
-    expected = (Action.parse(send), Action.parse(receive), rank)
-    assert transfer_after(Action.parse(action), COMPUTE_ONLY) == expected
+    expected = [(Action.parse(send), Action.parse(receive), rank)]
+    assert transfers_after(Action.parse(action), COMPUTE_ONLY) == expected
 
 
 @pytest.mark.parametrize("action", ["2F0", "0B0", "0SEND_F0", "1RECV_B0", "0REDUCE_GRAD", "0STEP"])
 def test_nothing_to_send(action: str) -> None:
-    assert transfer_after(Action.parse(action), COMPUTE_ONLY) is None
+    assert transfers_after(Action.parse(action), COMPUTE_ONLY) == []
 
 
 @pytest.mark.parametrize("action", ["1F0", "2B0"])
 def test_nothing_to_send_to_oneself(action: str) -> None:
-    assert transfer_after(Action.parse(action), LOOPED) is None
+    assert transfers_after(Action.parse(action), LOOPED) == []

@@ -10,7 +10,7 @@ from gems.errors import ScheduleError
 from gems.schedule import generate, published
 from gems.schedule.action import COMPUTE_KINDS, RECV_KINDS, SEND_KINDS, Action, Kind
 from gems.schedule.costs import DepthCosts, Network, uniform
-from gems.schedule.dependencies import dependencies, transfer_after
+from gems.schedule.dependencies import dependencies, transfers_after
 from gems.schedule.lower import add_transfers, check_receives, compute_only, lower
 from gems.schedule.placement import Placement
 from gems.schedule.schedule import Schedule
@@ -165,7 +165,7 @@ def test_transfers_stand_where_they_should(name: str, p: int) -> None:
                 before = sum(other.kind in COMPUTE_KINDS for other in row[:i])
                 assert before == max(0, used - 1), "a receive is posted one compute action ahead"
         sends = [action for action in row if action.kind in SEND_KINDS]
-        expected = [found[0] for c in computes if (found := transfer_after(c, made))]
+        expected = [send for c in computes for send, _, _ in transfers_after(c, made)]
         assert sends == expected
         assert [str(action.kind) for action in row[-2:]] == ["REDUCE_GRAD", "STEP"]
     if p == 1:

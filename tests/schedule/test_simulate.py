@@ -11,7 +11,7 @@ from gems.errors import ScheduleError
 from gems.schedule import generate, published
 from gems.schedule.action import COMPUTE_KINDS, RECV_KINDS, Action, Kind
 from gems.schedule.costs import uniform
-from gems.schedule.dependencies import dependencies, transfer_after
+from gems.schedule.dependencies import dependencies, transfers_after
 from gems.schedule.ledger import peaks
 from gems.schedule.lower import add_transfers, lower
 from gems.schedule.schedule import Schedule
@@ -57,10 +57,9 @@ def received_when_sent(made: Schedule) -> Schedule:
                 action = row.pop(0)
                 done.add(action)
                 rows[rank].append(action)
-                transfer = transfer_after(action, made)
-                if transfer is not None:
-                    rows[rank].append(transfer[0])
-                    rows[transfer[2]].append(transfer[1])
+                for send, receive, there in transfers_after(action, made):
+                    rows[rank].append(send)
+                    rows[there].append(receive)
     return replace(made, rows=tuple(map(tuple, rows)), passes=("add_transfers",))
 
 

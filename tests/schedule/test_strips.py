@@ -138,7 +138,7 @@ def test_strips_of_a_micro_batch_run_in_one_direction() -> None:
 
 
 def test_a_graph_of_stages_has_no_strips() -> None:
-    graph = Placement(1, ((0, 0),), ((), (0,)))
+    graph = Placement(1, ((0, 0, 0),), ((), (0,), (0, 1)))
     rows = (
         tuple(
             Action(kind, stage, 0)

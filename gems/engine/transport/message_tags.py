@@ -31,12 +31,10 @@ class MessageTags:
         Raises:
             ConfigError: it has not.
         """
-        placement = schedule.placement
         self._schedule = schedule
         self._boundary_size = boundary_size
-        # a stage of a graph sends a gradient to each of its feeders
-        most = max(len(placement.feeders_of(stage)) or 1 for stage in range(schedule.num_stages))
-        self._max_tensors = boundary_size * most
+        # a stage sends a gradient to each of its predecessors
+        self._max_tensors = boundary_size * max(1, *map(len, schedule.placement.predecessors))
         last = Action(Kind.SEND_B, schedule.num_stages - 1, schedule.num_micro_batches)
         if message_tag(last, 0, schedule.num_stages, self._max_tensors) > max_tag:
             raise ConfigError(
@@ -54,7 +52,7 @@ class MessageTags:
         """Return the tags of the tensors of a transfer."""
         first = 0
         if action.kind in BACKWARD_KINDS:
-            feeders = self._schedule.placement.feeders_of(sender_of(action))
-            first = self._boundary_size * feeders.index(boundary_of(action))
+            predecessors = self._schedule.placement.predecessors[sender_of(action)]
+            first = self._boundary_size * predecessors.index(boundary_of(action))
         start = message_tag(action, first, self._schedule.num_stages, self._max_tensors)
         return range(start, start + num_tensors)

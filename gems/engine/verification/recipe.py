@@ -51,7 +51,7 @@ def _open(spec: RunSpec) -> None:
     layers = layers_of(spec.model, spec.data)
     dtype = DTYPES[spec.train.dtype]
     loss = SummedLoss(
-        spec.loss, spec.data, dtype, CPU, StageModules(layers, ()).output(spec, dtype)
+        spec.loss, spec.data, dtype, CPU, StageModules(layers, (), ()).output(spec, dtype)
     )
     open_metrics(spec.metrics, task_of(spec.data), spec.data.num_classes, loss.scores)
     optimizer = _optimizer(spec, layers, dtype)

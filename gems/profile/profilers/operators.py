@@ -43,7 +43,7 @@ def take(spec: RunSpec) -> OpGraph:
     elsewhere = autocast_elsewhere(spec.machine, precision)
     layers = layers_of(spec.model, spec.data)
     operators = operators_of(layers)
-    readers = Counter(feeder for operator in operators for feeder in operator.feeders)
+    readers = Counter(other for operator in operators for other in operator.predecessors)
     states = spec.optimizer.num_states
     known: dict[object, tuple[Op, tuple[Tensor, ...]]] = {}
     ops: list[Op] = []
@@ -51,7 +51,7 @@ def take(spec: RunSpec) -> OpGraph:
     with lab.mode:
         start = tuple(given_tensors(spec.data, spec.parallel.micro_batch_size, kind, lab.device))
     for number, operator in enumerate(operators):
-        inputs = tuple(t for feeder in operator.feeders for t in outputs[feeder]) or start
+        inputs = tuple(t for other in operator.predecessors for t in outputs[other]) or start
         layer = layers[operator.layer]
         loss = task_loss(spec.data) if number == len(operators) - 1 else None
         key = (
@@ -94,7 +94,7 @@ def take(spec: RunSpec) -> OpGraph:
         )
         ops.append(replace(op, name=operator.name, backward_s=op.backward_s + sums_s))
     edges = tuple(
-        (feeder, at) for at, operator in enumerate(operators) for feeder in operator.feeders
+        (other, at) for at, operator in enumerate(operators) for other in operator.predecessors
     )
     return OpGraph(tuple(ops), edges)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from gems.errors import ConfigError
-from gems.schedule.action import Action, Kind
+from gems.schedule.action import RECV_KINDS, SEND_KINDS, Action, Kind
+from gems.schedule.dependencies import other_stage
 from gems.schedule.placement import Placement
 from gems.schedule.schedule import Schedule
 
@@ -18,10 +19,10 @@ def to_json(schedule: Schedule) -> dict[str, Any]:
 
     With strips the micro-batches are counted and numbered in strips, `strips` of them to one;
     without, it is schema 1, which has no such field. An action of a segment has the segment behind
-    that, and a transfer between stages of a graph the stage at its other end; `feeders` are there
-    for such a graph alone.
+    that, and a transfer the stage at its other end if that is no neighbour; `predecessors` are
+    there unless stages form a chain.
     """
-    feeders = schedule.placement.feeders
+    placement = schedule.placement
     return {
         "schema": SCHEMA if schedule.num_strips == 1 else WITH_STRIPS,
         "name": schedule.name,
@@ -30,8 +31,8 @@ def to_json(schedule: Schedule) -> dict[str, Any]:
         "micro_batches": schedule.num_micro_batches,
         **({} if schedule.num_strips == 1 else {"strips": schedule.num_strips}),
         "directions": schedule.num_directions,
-        "placement": [list(row) for row in schedule.placement.ranks],
-        **({} if feeders is None else {"feeders": [list(some) for some in feeders]}),
+        "placement": [list(row) for row in placement.ranks],
+        **({} if placement.is_chain else {"predecessors": list(map(list, placement.predecessors))}),
         "passes": list(schedule.passes),
         "actions": [[_words(action) for action in row] for row in schedule.rows],
     }
@@ -68,14 +69,13 @@ def from_json(document: dict[str, Any]) -> Schedule:
 
 def _placement(document: dict[str, Any]) -> Placement:
     ranks = tuple(tuple(map(int, row)) for row in document["placement"])
-    feeders = document.get("feeders")
-    graph = None if feeders is None else tuple(tuple(map(int, some)) for some in feeders)
-    placement = Placement(int(document["ranks"]), ranks, graph)
+    num_ranks = int(document["ranks"])
     if len(ranks) != document["directions"] or any(len(row) != document["stages"] for row in ranks):
         raise ValueError("placement must give a rank to each stage in each direction")
-    if not ranks or any(not 0 <= rank < placement.num_ranks for row in ranks for rank in row):
-        raise ValueError(f"placement must name ranks from 0 to {placement.num_ranks - 1}")
-    return placement
+    if not ranks or any(not 0 <= rank < num_ranks for row in ranks for rank in row):
+        raise ValueError(f"placement must name ranks from 0 to {num_ranks - 1}")
+    read = document.get("predecessors", document.get("feeders", ()))  # the key in earlier files
+    return Placement(num_ranks, ranks, tuple(tuple(map(int, stages)) for stages in read))
 
 
 def _words(action: Action) -> list[str | int | None]:
@@ -91,4 +91,8 @@ def _action(
         isinstance(number, int) for number in (stage, direction, micro_batch or 0, segment or 0)
     ):
         raise TypeError(f"no whole numbers in {[kind, stage, direction, micro_batch, segment]}")
-    return Action(Kind(kind), stage, micro_batch, direction, segment)
+    action = Action(Kind(kind), stage, micro_batch, direction)
+    is_transfer = action.kind in SEND_KINDS | RECV_KINDS
+    if segment is None or (is_transfer and segment == other_stage(action)):
+        return action  # earlier files name neighbours, too
+    return action._replace(segment=segment)

@@ -123,6 +123,61 @@ def _shortest(request: Request) -> float:
     )
 
 
+@dataclass(slots=True)
+class _Race:
+    """The fastest schedule so far, as ranks run it."""
+
+    request: Request
+    result: Simulation | None = None
+    schedule: Schedule | None = None
+    method: str = ""
+
+    @property
+    def span(self) -> float:
+        return inf if self.result is None else self.result.span
+
+    def enter(self, schedule: Schedule, method: str) -> None:
+        """Keep a schedule if it is the fastest."""
+        request = self.request
+        costs = request.costs.of(schedule.placement)
+        network = request.network
+        cap = request.cap
+        try:
+            result = simulate(schedule, costs, network, cap)
+            # with transfers it is never faster, and on free links it takes the same time
+            if result.span < self.span and network.takes_time(costs.boundary_bytes):
+                result = simulate(add_transfers(schedule, costs, network, cap), costs, network, cap)
+        except ScheduleError:
+            return
+        if result.span < self.span:
+            self.result, self.schedule, self.method = result, schedule, method
+
+    def enter_rivals(self, rivals: Iterable[Schedule]) -> None:
+        """Enter the rivals that have the same ranks and micro-batches and keep the cap."""
+        request = self.request
+        size = request.num_ranks, request.num_micro_batches
+        for rival in rivals:
+            costs = request.costs.of(rival.placement)
+            if (rival.num_ranks, rival.num_micro_batches) == size and (
+                request.cap is None or max(peaks(rival, costs)) <= request.cap + TOLERANCE
+            ):
+                self.enter(rival, rival.name)
+
+
+def _check(request: Request, least: float) -> None:
+    cap = request.cap
+    if cap is not None and cap < least - TOLERANCE:
+        advice = "raise it"
+        if not request.allow:
+            advice += ", or allow recompute or offload (schedule.memory_actions)"
+        raise ConfigError(
+            "schedule.activation_cap",
+            f"{cap:g}",
+            f"must be at least {least:.6g}, what one micro-batch holds on the heaviest rank",
+            advice,
+        )
+
+
 def _at_cap(request: Request, rivals: Iterable[Schedule]) -> Found:
     """Search under the cap of a request alone."""
     if request.num_strips > 1 and request.allow:
@@ -133,46 +188,10 @@ def _at_cap(request: Request, rivals: Iterable[Schedule]) -> Found:
             "leave one of the two out",
         )
     request, problems, rooms = _problems(request)
-    cap = request.cap
-    allow = request.allow
-    least = min(rooms) / SIZES_PER_UNIT
-    if cap is not None and cap < least - TOLERANCE:
-        advice = (
-            "raise it"
-            if allow
-            else "raise it, or allow recompute or offload (schedule.memory_actions)"
-        )
-        raise ConfigError(
-            "schedule.activation_cap",
-            f"{cap:g}",
-            f"must be at least {least:.6g}, what one micro-batch holds on the heaviest rank",
-            advice,
-        )
+    _check(request, min(rooms) / SIZES_PER_UNIT)
     possible = [one for one, room in zip(problems, rooms, strict=True) if room <= one.cap]
-    best: tuple[Simulation, Schedule, str] | None = None
-
-    def faster(schedule: Schedule, method: str) -> tuple[Simulation, Schedule, str] | None:
-        """Return the faster of the best result so far and this schedule, as ranks run it."""
-        costs = request.costs.of(schedule.placement)
-        network = request.network
-        try:
-            result = simulate(schedule, costs, network, cap)
-            is_faster = best is None or result.span < best[0].span
-            # with transfers it is never faster, and on free links it takes the same time
-            if is_faster and network.takes_time(costs.boundary_bytes):
-                result = simulate(add_transfers(schedule, costs, network, cap), costs, network, cap)
-        except ScheduleError:
-            return best
-        return (result, schedule, method) if best is None or result.span < best[0].span else best
-
-    for rival in rivals:
-        if (rival.num_ranks, rival.num_micro_batches) == (
-            request.num_ranks,
-            request.num_micro_batches,
-        ) and (
-            cap is None or max(peaks(rival, request.costs.of(rival.placement))) <= cap + TOLERANCE
-        ):
-            best = faster(rival, rival.name)
+    race = _Race(request)
+    race.enter_rivals(rivals)
     budget = Budget(int(request.budget_s * STEPS_PER_S))
     least_of = {
         one.placement: _any_strips_bound(request, one.placement, one.counts) for one in problems
@@ -181,37 +200,47 @@ def _at_cap(request: Request, rivals: Iterable[Schedule]) -> Found:
         one.name: _time_bound(request, one.placement, one.counts, least_of[one.placement])
         for one in possible
     }
-    shortest = min(bounds.values())
-    shortest_any = min(least_of.values())
-    limit = inf if best is None else best[0].span
     num_tried, listed = _listed(
-        request, _affordable(request, possible, budget), budget, bounds, limit
+        request, _affordable(request, possible, budget), budget, bounds, race.span
     )
     for one, method, schedule in listed:
-        best = faster(schedule, method)
+        race.enter(schedule, method)
         whole = with_whole_backwards(
-            schedule, request.costs.of(schedule.placement), request.network, cap
+            schedule, request.costs.of(schedule.placement), request.network, request.cap
         )
-        best = faster(whole, method) if whole.rows != schedule.rows else best
-        if best is not None and one.num_steps * CHECK_STEPS * NUM_REPLAYED > budget.steps:
+        if whole.rows != schedule.rows:
+            race.enter(whole, method)
+        if race.schedule and one.num_steps * CHECK_STEPS * NUM_REPLAYED > budget.steps:
             break
-    if best is None:
+    return _found(race, num_tried, min(bounds.values()), min(least_of.values()))
+
+
+def _found(race: _Race, num_tried: int, shortest: float, shortest_any: float) -> Found:
+    """Validate the fastest schedule and return it with its quality.
+
+    `shortest` and `shortest_any` are lower bounds of a step's time on the allowed placements, with
+    the request's number of strips and with any.
+    """
+    request = race.request
+    result = race.result
+    schedule = race.schedule
+    if result is None or schedule is None:
         raise ConfigError(
             "schedule.budget_s", request.budget_s, "is too short to find a schedule", "raise it"
         )
-    result, schedule, method = best
-    validate(schedule, request.costs.of(schedule.placement), cap)
+    validate(schedule, request.costs.of(schedule.placement), request.cap)
     counts = Counter(schedule.directions().values())
     own = schedule.placement, [counts[way] for way in range(schedule.num_directions)]
     least_own = _any_strips_bound(request, *own)
     shortest = min(shortest, _time_bound(request, *own, least_own))
     # memory actions allow only one number of strips
-    shortest_any = shortest if allow else min(shortest_any, least_own)
+    shortest_any = shortest if request.allow else min(shortest_any, least_own)
     bound, bound_any = (
         min(1.0, result.efficiency * result.span / least) if least else 1.0
         for least in (shortest, shortest_any)
     )
     known = _placements(replace(request, placements=()))
+    names = (name for name, p in known if p.ranks == schedule.placement.ranks)
     return Found(
         schedule=replace(schedule, name=CAPPED),
         span=result.span,
@@ -219,11 +248,9 @@ def _at_cap(request: Request, rivals: Iterable[Schedule]) -> Found:
         bound=bound,
         bound_any_strips=bound_any,
         gap=1.0 - result.efficiency / bound if bound else 0.0,
-        placement=next(
-            (name for name, p in known if p.ranks == schedule.placement.ranks), f"that of {method}"
-        ),
+        placement=next(names, f"that of {race.method}"),
         peak=result.peak,
-        method=method,
+        method=race.method,
         candidates=num_tried,
     )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from math import floor, inf
 
 from gems.schedule.bounds import Saving, least_time, most_in
@@ -137,10 +137,7 @@ def _ways(
     """Return the directions in which micro-batches run."""
     found = []
     for count, ranks in zip(counts, placement.ranks, strict=True):
-        flights = [
-            0.0 if here == there else network.delay(here, there, costs.boundary_bytes[stage])
-            for stage, (here, there) in enumerate(pairwise(ranks))
-        ]
+        flights = network.hops(ranks, costs.boundary_bytes)
         times = (*costs.forward, *costs.input_grad[::-1])
         ends = accumulate(map(sum, zip(times, (0.0, *flights, 0.0, *flights[::-1]), strict=True)))
         stages: list[list[int]] = [[] for _ in range(placement.num_ranks)]

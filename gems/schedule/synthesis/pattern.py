@@ -95,57 +95,66 @@ def pattern(
     `phases[g]` starts micro-batch g, and `stalls[g][operation]` delays an operation; annealing
     varies both. Return None if an operation finds no slot. All times are in grains.
     """
-    times = problem.time_grains
-    lags = problem.lag_grains
-    recompute = problem.recompute_grains
     num_stages = problem.num_stages
-    num_directions = problem.num_directions
     rings = [_Ring(period) for _ in range(problem.num_ranks)]
-    last = 2 * num_stages - 1
+    delays = stalls or [[0] * (3 * num_stages)] * len(phases)
     starts: list[list[int]] = []
     again: list[dict[int, int]] = []
     for g, phase in enumerate(phases):
-        direction = g % num_directions
-        ranks = problem.rank[direction]
-        lengths = times[direction]
-        flights = lags[direction]
-        now = phase
-        row = []
-        anew = {}
-        for c in range(2 * num_stages):
-            now += flights[c]
-            if stalls is not None:
-                now += stalls[g][c]
-            start = rings[ranks[c]].put(now, lengths[c])
-            if start is None:
-                return None
-            row.append(start)
-            stage = last - c
-            if c >= num_stages and acts[stage] == Act.RECOMPUTE:
-                begin = rings[ranks[c]].put_before(start, recompute[stage])
-                if begin is None or begin < row[stage] + lengths[stage]:
-                    return None
-                anew[stage] = begin
-            now = start + lengths[c]
-        starts.append(row)
-        again.append(anew)
+        chain = _chain(problem, acts, rings, g % problem.num_directions, phase, delays[g])
+        if chain is None:
+            return None
+        starts.append(chain[0])
+        again.append(chain[1])
     for g, row in enumerate(starts):
-        direction = g % num_directions
-        found = [0] * num_stages
+        direction = g % problem.num_directions
+        weights = [0] * num_stages
         for stage in reversed(range(num_stages)):
-            now = row[last - stage] + times[direction][last - stage]
-            now += 0 if stalls is None else stalls[g][2 * num_stages + stage]
-            start = rings[problem.rank[direction][stage]].put(now, problem.weight_grains[stage])
+            end = row[2 * num_stages - 1 - stage]
+            end += problem.time_grains[direction][2 * num_stages - 1 - stage]
+            ring = rings[problem.rank[direction][stage]]
+            now = end + delays[g][2 * num_stages + stage]
+            start = ring.put(now, problem.weight_grains[stage])
             if start is None:
                 return None
-            found[stage] = start
-        row += found
+            weights[stage] = start
+        row += weights
     held = _held(problem, acts, period, starts, again)
     if held is None:
         return None
     return Template(
         period, tuple(map(tuple, starts)), sum(max(0, top - problem.cap) for top in held)
     )
+
+
+def _chain(
+    problem: Problem,
+    acts: Sequence[int],
+    rings: Sequence[_Ring],
+    direction: int,
+    now: int,
+    delays: Sequence[int],
+) -> tuple[list[int], dict[int, int]] | None:
+    """Return the starts of a micro-batch's chain, and of its recomputations by stage."""
+    ranks = problem.rank[direction]
+    lengths = problem.time_grains[direction]
+    lags = problem.lag_grains[direction]
+    num_stages = problem.num_stages
+    row: list[int] = []
+    again = {}
+    for c in range(2 * num_stages):
+        start = rings[ranks[c]].put(now + lags[c] + delays[c], lengths[c])
+        if start is None:
+            return None
+        row.append(start)
+        stage = 2 * num_stages - 1 - c
+        if c >= num_stages and acts[stage] == Act.RECOMPUTE:
+            begin = rings[ranks[c]].put_before(start, problem.recompute_grains[stage])
+            if begin is None or begin < row[stage] + lengths[stage]:
+                return None
+            again[stage] = begin
+        now = start + lengths[c]
+    return row, again
 
 
 def _held(

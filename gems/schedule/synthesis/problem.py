@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from fractions import Fraction
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from math import ceil, floor, gcd, lcm
 
 from gems.schedule.costs import Network, StageCosts
@@ -129,14 +129,7 @@ def problem(
     It is exact if costs are fractions with small denominators, and otherwise accurate to a
     millionth of a unit. Without a cap there is room for all micro-batches.
     """
-    # flights from stage s to stage s + 1, for every s except the last
-    flights = [
-        [
-            0.0 if here == there else network.delay(here, there, costs.boundary_bytes[stage])
-            for stage, (here, there) in enumerate(pairwise(row))
-        ]
-        for row in placement.ranks
-    ]
+    flights = [network.hops(row, costs.boundary_bytes) for row in placement.ranks]
     input_grad = costs.split_input_grad
     values = {*costs.forward, *input_grad, *costs.weight_grad, *costs.recompute, *costs.copy}
     ticks_per_unit = _ticks_per_unit(values.union(*flights))
@@ -147,25 +140,21 @@ def problem(
     def grains(times: Iterable[int]) -> tuple[int, ...]:
         return tuple(max(1, round(time / grain)) if time else 0 for time in times)
 
-    def sizes(amounts: Iterable[float]) -> tuple[int, ...]:
-        return tuple(ceil(amount * SIZES_PER_UNIT - 0.5) for amount in amounts)
-
     chain = ticks((*costs.forward, *input_grad[::-1]))
     lags = tuple((0, *ticks(row), 0, *ticks(row[::-1])) for row in flights)
     weight_grad = ticks(costs.weight_grad)
     recompute = ticks(costs.recompute)
     copy = ticks(costs.copy)
     grain = _grain([*chain, *weight_grad, *(lag for row in lags for lag in row)])
-    size = sizes(costs.activation)
+    size = _sizes(costs.activation)
+    room = sum(size) * num_micro_batches
+    if cap is not None:
+        room = floor((cap + CAP_SLACK) * SIZES_PER_UNIT)
     return Problem(
         name=name,
         placement=placement,
         num_micro_batches=num_micro_batches,
-        cap=(
-            sum(size) * num_micro_batches
-            if cap is None
-            else floor((cap + CAP_SLACK) * SIZES_PER_UNIT)
-        ),
+        cap=room,
         ticks_per_unit=ticks_per_unit,
         grain=grain,
         rank=tuple((*row, *row[::-1]) for row in placement.ranks),
@@ -175,9 +164,9 @@ def problem(
         recompute=recompute,
         copy=copy,
         size=size,
-        moved=sizes(costs.movable),
-        held=sizes(costs.held_for_weights),
-        boundary=sizes(costs.boundary),
+        moved=_sizes(costs.movable),
+        held=_sizes(costs.held_for_weights),
+        boundary=_sizes(costs.boundary),
         num_ranks=placement.num_ranks,
         num_stages=placement.num_stages,
         num_directions=placement.num_directions,
@@ -187,6 +176,10 @@ def problem(
         recompute_grains=grains(recompute),
         copy_grains=grains(copy),
     )
+
+
+def _sizes(amounts: Iterable[float]) -> tuple[int, ...]:
+    return tuple(ceil(amount * SIZES_PER_UNIT - 0.5) for amount in amounts)
 
 
 def _ticks_per_unit(values: Iterable[float]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,6 +16,7 @@ STEPS_A_PERIOD = 150_000
 # in the solver's own deterministic time, which is about the same in seconds
 DETERMINISTIC_TIME = 0.15
 SIZE_DIGITS = 10**6
+Cell = tuple[int, int]  # micro-batch of a period, and operation
 
 
 def is_small(problem: Problem, acts: Sequence[int], template: Template) -> bool:
@@ -54,56 +55,94 @@ def _at_period(problem: Problem, group: int, period: int, seed: int) -> Template
     from ortools.sat.python import cp_model
 
     model: Any = cp_model.CpModel()
-    num_stages = problem.num_stages
-    last = 2 * num_stages - 1
-    slots: dict[tuple[int, int], Any] = {}
-    turns: dict[tuple[int, int], Any] = {}
-    starts: dict[tuple[int, int], Any] = {}
-    busy: list[list[Any]] = [[] for _ in range(problem.num_ranks)]
     length = [
         (*problem.time_grains[g % problem.num_directions], *problem.weight_grains)
         for g in range(group)
     ]
+    if max(map(max, length)) > period:
+        return None
+    cells = [(g, operation) for g in range(group) for operation in range(3 * problem.num_stages)]
     shortest = sum(problem.time_grains[0]) + sum(problem.lag_grains[0])
     horizon = 3 * (shortest + period) // period + 2
-    for g in range(group):
-        direction = g % problem.num_directions
-        ranks = (*problem.rank[direction], *problem.placement.ranks[direction])
-        for operation, ticks in enumerate(length[g]):
-            if ticks > period:
-                return None
-            slot = model.new_int_var(0, period - 1, "")
-            turn = model.new_int_var(0, horizon, "")
-            slots[g, operation], turns[g, operation] = slot, turn
-            starts[g, operation] = slot + period * turn
-            busy[ranks[operation]].append(model.new_fixed_size_interval_var(slot, ticks, ""))
-            # an operation that extends past the end of the period also fills its beginning
-            busy[ranks[operation]].append(
-                model.new_fixed_size_interval_var(slot - period, ticks, "")
-            )
-        for c in range(last):
-            lag = problem.lag_grains[direction][c + 1]
-            model.add(starts[g, c + 1] >= starts[g, c] + length[g][c] + lag)
-        for stage in range(num_stages):
-            end = starts[g, last - stage] + length[g][last - stage]
-            model.add(starts[g, 2 * num_stages + stage] >= end)
+    slots: dict[Cell, Any] = {}
+    turns: dict[Cell, Any] = {}
+    for cell in cells:
+        slots[cell] = model.new_int_var(0, period - 1, "")
+        turns[cell] = model.new_int_var(0, horizon, "")
+    starts = {cell: slots[cell] + period * turns[cell] for cell in cells}
+    busy = _add_order(model, problem, slots, starts, length, period)
     model.add(turns[0, 0] == 0)
     for row in busy:
         model.add_no_overlap(row)
+    _add_cap(model, problem, slots, turns, length, period)
+    last = 2 * problem.num_stages - 1
+    model.minimize(sum(starts[g, last] for g in range(group)))
+    solver: Any = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.random_seed = seed
+    solver.parameters.max_deterministic_time = DETERMINISTIC_TIME
+    if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return None
+    rows = tuple(
+        tuple(
+            int(solver.value(starts[g, operation])) for operation in range(3 * problem.num_stages)
+        )
+        for g in range(group)
+    )
+    return Template(period, rows, 0)
+
+
+def _add_order(
+    model: Any,
+    problem: Problem,
+    slots: Mapping[Cell, Any],
+    starts: Mapping[Cell, Any],
+    length: Sequence[Sequence[int]],
+    period: int,
+) -> list[list[Any]]:
+    """Add that operations follow their data, and return the intervals in which each rank is busy."""
+    last = 2 * problem.num_stages - 1
+    busy: list[list[Any]] = [[] for _ in range(problem.num_ranks)]
+    for g, ticks in enumerate(length):
+        direction = g % problem.num_directions
+        ranks = (*problem.rank[direction], *problem.placement.ranks[direction])
+        for operation, rank in enumerate(ranks):
+            slot = slots[g, operation]
+            # an operation that extends past the end of the period also fills its beginning
+            busy[rank] += [
+                model.new_fixed_size_interval_var(begin, ticks[operation], "")
+                for begin in (slot, slot - period)
+            ]
+        for c in range(last):
+            lag = problem.lag_grains[direction][c + 1]
+            model.add(starts[g, c + 1] >= starts[g, c] + ticks[c] + lag)
+        for stage in range(problem.num_stages):
+            end = starts[g, last - stage] + ticks[last - stage]
+            model.add(starts[g, 2 * problem.num_stages + stage] >= end)
+    return busy
+
+
+def _add_cap(
+    model: Any,
+    problem: Problem,
+    slots: Mapping[Cell, Any],
+    turns: Mapping[Cell, Any],
+    length: Sequence[Sequence[int]],
+    period: int,
+) -> None:
+    """Add the cap at the beginning of each forward, since the held size grows only there."""
     unit = max(1, max(problem.size) // SIZE_DIGITS)
     for rank in range(problem.num_ranks):
         lives = [
             (g, stage)
-            for g in range(group)
+            for g in range(len(length))
             for stage in problem.stages_of(rank, g % problem.num_directions)
         ]
-        # the held size only grows at forwards, so the cap needs to hold only when each of them
-        # begins
         for at in lives:
             moment = slots[at]
             held = []
             for g, stage in lives:
-                weight = 2 * num_stages + stage
+                weight = 2 * problem.num_stages + stage
                 size = -(-problem.size[stage] // unit)
                 begun, ended, wraps = (model.new_bool_var("") for _ in range(3))
                 begin = slots[g, stage]
@@ -116,15 +155,3 @@ def _at_period(problem: Problem, group: int, period: int, seed: int) -> Template
                 model.add(end <= moment + period).only_enforce_if(~wraps)
                 held.append(size * (turns[g, weight] - turns[g, stage] + begun - ended + wraps))
             model.add(sum(held) <= problem.cap // unit)
-    model.minimize(sum(starts[g, last] for g in range(group)))
-    solver: Any = cp_model.CpSolver()
-    solver.parameters.num_workers = 1
-    solver.parameters.random_seed = seed
-    solver.parameters.max_deterministic_time = DETERMINISTIC_TIME
-    if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return None
-    rows = tuple(
-        tuple(int(solver.value(starts[g, operation])) for operation in range(3 * num_stages))
-        for g in range(group)
-    )
-    return Template(period, rows, 0)

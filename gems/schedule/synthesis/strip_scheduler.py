@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from heapq import heappop, heappush
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from math import inf
 
 from gems.schedule.action import Action, Kind
@@ -328,19 +328,12 @@ def _way_there_and_back(
 ) -> tuple[list[float], list[float]]:
     """Return each stage's least time to its first forward, and from a forward to its gradient."""
     there, back = ([0.0] * costs.num_stages for _ in range(2))
-    hops = [
-        (
-            (0.0, 0.0)
-            if one == next_one
-            else (network.delay(one, next_one, size), network.delay(next_one, one, size))
-        )
-        for (one, next_one), size in zip(pairwise(ranks), costs.boundary_bytes, strict=False)
-    ]
-    for stage, (down, _) in enumerate(hops):
-        there[stage + 1] = there[stage] + costs.forward[stage] + down
+    hops = network.hops(ranks, costs.boundary_bytes)
+    for stage, hop in enumerate(hops):
+        there[stage + 1] = there[stage] + costs.forward[stage] + hop
     for stage, hop in reversed(list(enumerate(hops))):
         back[stage] = (
-            back[stage + 1] + sum(hop) + costs.forward[stage + 1] + costs.input_grad[stage + 1]
+            back[stage + 1] + 2 * hop + costs.forward[stage + 1] + costs.input_grad[stage + 1]
         )
     return there, back
 
@@ -383,12 +376,7 @@ def _pass(
     onwards.
     """
     ranks = placement.ranks[way]
-    hops = [pair if pair[0] != pair[1] else None for pair in pairwise(ranks)]
-    there = [0.0, *accumulate(0.0 if hop is None else network.delay(*hop, 0.0) for hop in hops)]
-    back = [
-        0.0,
-        *accumulate(0.0 if hop is None else network.delay(*hop[::-1], 0.0) for hop in hops),
-    ]
+    reach = [0.0, *accumulate(network.hops(ranks, (0.0,) * len(ranks)))]
     forward = backward = 0.0
     for rank in set(ranks):
         stages = [stage for stage, on in enumerate(ranks) if on == rank]
@@ -396,6 +384,6 @@ def _pass(
         last = stages[-1]
         forwards = num_strips * sum(costs.forward[stage] for stage in stages)
         gradients = num_strips * sum(costs.input_grad[stage] for stage in stages)
-        forward = max(forward, there[first] + forwards + there[-1] - there[last])
-        backward = max(backward, back[-1] - back[last] + gradients + back[first])
+        forward = max(forward, reach[first] + forwards + reach[-1] - reach[last])
+        backward = max(backward, reach[-1] - reach[last] + gradients + reach[first])
     return forward + backward
