@@ -58,6 +58,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "jobs.schedulers": (),
     "jobs.status": (),
     "jobs.diagnosis": (),
+    "jobs.probes": (),
     "jobs.preflight": ("psutil",),
     "jobs.launch": (),
     "jobs.studies": ("yaml",),

@@ -16,7 +16,7 @@ MODELS: Registry[Any] = Registry("model.name", "gems.models.families.*")
 DATASETS: Registry[Any] = Registry("data.name", "gems.data.*")
 POLICIES: Registry[Any] = Registry("memory", "gems.memory.registry")
 METHODS: Registry[Any] = Registry("partition", "gems.partition.methods")
-LAUNCHERS: Registry[Any] = Registry("cluster.launcher", "jobs.launch.launchers")
+LAUNCHERS: Registry[Any] = Registry("cluster.launcher", "jobs.batch.launchers")
 SCHEDULERS: Registry[Any] = Registry("cluster.scheduler", "jobs.schedulers.*")
 # Functions from a RunSpec to one with more fields derived, of folders above this one.
 RESOLVERS: Registry[Any] = Registry("resolver", "gems.models.resolve")

@@ -1,1 +1,1 @@
-"""What jobs of all batch systems share: resources, script, records, and how commands are run."""
+"""What jobs of all batch systems share: resources, launchers, scripts, records and commands."""

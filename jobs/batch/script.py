@@ -10,8 +10,7 @@ import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gems.config.schema import ClusterConfig, RunSpec
 from gems.errors import ConfigError, TryLaterError
@@ -46,7 +45,6 @@ def render(system: str, *, command: str, directives: Sequence[str], **blocks: Se
 
 def call_submit(
     argv: Sequence[str],
-    script: Path,
     environment: Mapping[str, str],
     cluster: ClusterConfig,
     system: str,
@@ -54,7 +52,7 @@ def call_submit(
     refuse: Callable[[str], ConfigError],
     find: Callable[[], ListedJob | None],
 ) -> str:
-    """Call the command that submits a script and return the job's ID.
+    """Call the command that submits a script, its last word, and return the job's ID.
 
     `read_id` extracts the ID from the command's output. `refuse` makes the error of a refusal.
     `find` looks for the job if the command did not report it.
@@ -67,11 +65,9 @@ def call_submit(
     """
     # inherit the script's fd from the fork on, before the command line changes, so that an orphaned
     # command can be found
-    with script.open() as file:
+    with open(argv[-1]) as file:
         held = (file.fileno(),)
-        result = run_command(
-            [*argv, str(script)], limit_s=SUBMIT_LIMIT_S, environment=environment, pass_fds=held
-        )
+        result = run_command(argv, limit_s=SUBMIT_LIMIT_S, environment=environment, pass_fds=held)
     job_id = read_id(result.stdout)
     if result.error is None and job_id is not None:
         return job_id
@@ -103,41 +99,48 @@ def report_short_job(job: JobSpec) -> None:
         report("jobs", f"{short}: the run is killed at its time limit")
 
 
-def free_options(
-    key: str,
-    options: Mapping[str, Any],
-    own: Mapping[str, str],
-    form: str,
-    what: str,
-    example: str,
-    lists: Sequence[str] = (),
-    separator: str = "-",
-) -> dict[str, Any]:
-    """Check a free map of options: true is a bare flag, false and null leave the option out.
+class FreeOptions(NamedTuple):
+    """The rules of a free map of options, which is the value of `key`.
 
     `own` has the options that keys of their own set, `lists` those that may be given several times;
     `separator` is what names have between their words.
-
-    Raises:
-        ConfigError: an option that a key of its own sets, no name of one, or text that would leave
-        its line.
     """
-    checked: dict[str, Any] = {}
-    for name, value in options.items():
-        option = str(name).removeprefix("--").replace("_", separator)
-        full = f"{key}.{shown(str(name))}"
-        if option in own:
-            raise ConfigError(full, value, "must not be given here", f"set {own[option]}")
-        if not re.fullmatch(form, option):
-            raise ConfigError(full, value, f"is not {what}", f"as in +{key}.{example}")
-        is_list = isinstance(value, list) and option in lists
-        if isinstance(value, dict | list) and not is_list:
-            raise ConfigError(full, value, "must be one value", f"as in +{key}.{example}")
-        if not all(str(each).isprintable() for each in (value if is_list else [value])):
-            raise ConfigError(full, repr(value), "must be printable text")
-        if value is not None and value is not False:
-            checked[option] = value
-    return checked
+
+    key: str
+    own: Mapping[str, str]
+    form: str
+    what: str
+    example: str
+    lists: Sequence[str] = ()
+    separator: str = "-"
+
+    def checked(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Check options: true is a bare flag, false and null leave the option out.
+
+        Raises:
+            ConfigError: an option that a key of its own sets, no name of one, or text that would
+                leave its line.
+        """
+        checked: dict[str, Any] = {}
+        for name, value in options.items():
+            option = str(name).removeprefix("--").replace("_", self.separator)
+            full = f"{self.key}.{shown(str(name))}"
+            if option in self.own:
+                raise ConfigError(full, value, "must not be given here", f"set {self.own[option]}")
+            if not re.fullmatch(self.form, option):
+                raise ConfigError(
+                    full, value, f"is not {self.what}", f"as in +{self.key}.{self.example}"
+                )
+            is_list = isinstance(value, list) and option in self.lists
+            if isinstance(value, dict | list) and not is_list:
+                raise ConfigError(
+                    full, value, "must be one value", f"as in +{self.key}.{self.example}"
+                )
+            if not all(str(each).isprintable() for each in (value if is_list else [value])):
+                raise ConfigError(full, repr(value), "must be printable text")
+            if value is not None and value is not False:
+                checked[option] = value
+        return checked
 
 
 def module_lines(cluster: ClusterConfig) -> list[str]:

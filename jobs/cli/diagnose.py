@@ -22,10 +22,10 @@ UNKNOWN_CAUSE = 1
 
 
 def diagnose(words: Sequence[str], options: Options) -> int:
-    """Run `gems-jobs diagnose RUN_OR_STUDY ...`, or with --unblock NODE remove a node from the blocklist.
+    """Run `gems-jobs diagnose RUN_OR_STUDY ...`.
 
-    Diagnoses are written to diagnosis.json in the run folders. Return 0 if every cause is known,
-    else 1.
+    With --unblock NODE, remove a node from the blocklist instead. Diagnoses are written to
+    diagnosis.json in the run folders. Return 0 if every cause is known, else 1.
 
     Raises:
         ConfigError: no such run or study, or a node that is not on the list.

@@ -1,4 +1,4 @@
-"""`gems-jobs discover`: a draft of this site's cluster preset, from its SLURM, that a person reads before use."""
+"""`gems-jobs discover`: draft a preset of this site from its SLURM, for a person to check."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def preset_name(cluster_name: str) -> str:
 
 
 def host_pattern(hosts: Sequence[str]) -> str:
-    """Return a pattern for this login node and those numbered like it, with the domain if it is known."""
+    """Return a pattern for this login node and those numbered like it, with a known domain."""
     label, dot, domain = max(hosts, key=len, default="localhost").partition(".")
     return re.sub(r"\d+", "*", label) + dot + domain
 

@@ -70,7 +70,7 @@ def logs(words: Sequence[str], options: Options) -> int:
 
 
 def follow(folder: RunFolder, tail: Tail, printer: _Printer, watch: _Watch) -> None:
-    """Print what is added to a log until the run has ended; a run that starts again has a new log."""
+    """Print what is added to a log until the run has ended; a restarted run has a new log."""
     pause = threading.Event()
     while True:
         has_ended = (
@@ -89,7 +89,7 @@ def follow(folder: RunFolder, tail: Tail, printer: _Printer, watch: _Watch) -> N
 
 
 def find_log(folder: RunFolder) -> Path:
-    """Return the log of a run's ranks, or the newest of its batch script's if they never started."""
+    """Return the log of the ranks, or the newest of the batch script if they never started."""
     log = folder.logs / "ranks.log"
     if read_status(folder).get("state") in ("prepared", *UNFINISHED):
         return log
@@ -97,7 +97,7 @@ def find_log(folder: RunFolder) -> Path:
 
 
 class Tail:
-    """Reads what is added to a file, which may not exist yet, and may be moved away for a new one."""
+    """Reads what is added to a file, which may not exist yet or be replaced by a new one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -111,7 +111,7 @@ class Tail:
         self._file.close()
 
     def skip_to_last(self, count: Callable[[bytes], int], num_lines: int) -> None:
-        """Begin at the last chunks that hold so many lines, by what `count` finds in each, instead of at the start."""
+        """Skip to the last chunks that hold so many lines; `count` counts those of a chunk."""
         with contextlib.suppress(OSError):
             size = self.path.stat().st_size
             with self.path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""`gems-jobs probe`: the probe by itself, here by mpiexec or on a cluster as a small job of two ranks."""
+"""`gems-jobs probe`: the probe by itself, here by mpiexec or as a small job of two ranks."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ from gems.utils.tables import name_values
 from gems.utils.units import MIB, format_rates
 from jobs.batch.job import script_path
 from jobs.batch.resources import JobSpec, job_spec
-from jobs.launch.mpi_probe import probe_argv, probe_json, read_probe, run_probe
 from jobs.launch.transaction import SignalsWait
-from jobs.preflight.known_probe import MPI_MACHINES, RANKS, keep_probe, known_probe, probe_digest
+from jobs.probes.mpi import probe_argv, probe_json, read_probe, run_probe
+from jobs.probes.results import MPI_MACHINES, RANKS, keep_probe, known_probe, probe_digest
 from jobs.schedulers.scheduler import SCHEDULERS
 from jobs.slurm.jobs import SQUEUE, cancel_jobs, query_jobs
-from jobs.slurm.limits import check_submission
 from jobs.slurm.site import max_nodes
 
 LIMIT = "--limit"
@@ -157,11 +156,12 @@ def _by_slurm(spec: RunSpec, job: JobSpec, limit_min: float) -> dict[str, Any]:
     """
     from jobs.slurm.sbatch import call_sbatch, sbatch_script
 
-    if spec.cluster.scheduler != "slurm":
+    scheduler = SCHEDULERS[spec.cluster.scheduler]
+    if not scheduler.has_probe_jobs:
         text = "is probed by the first job of a run, not by this command"
         raise ConfigError("cluster.scheduler", spec.cluster.scheduler, text, "submit a run")
-    check_submission(spec.cluster)
-    SCHEDULERS[spec.cluster.scheduler].check_here()
+    scheduler.check_submission(spec.cluster)
+    scheduler.check_here()
     nodes = min(RANKS, max_nodes(spec.cluster.partition) or RANKS)
     folder = _folder(spec, job)
     small = replace(

@@ -192,7 +192,7 @@ def _result(
     code: int = 0,
     job_id: str | None = None,
 ) -> Result:
-    """Return what became of a run, submitted, finished (here), refused or failed, and print it unless as JSON."""
+    """Return and print the outcome of a run: submitted, finished (here), refused or failed."""
     name = folder.path.name
     if not options.json:
         print(printable(f"{name}: {outcome}, {why}"), flush=True)

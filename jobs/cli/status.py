@@ -1,4 +1,4 @@
-"""`gems-jobs status`: one table of runs and studies, from their folders, SLURM's queue and its accounting."""
+"""`gems-jobs status`: one table of runs and studies, from their folders and SLURM."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def status(words: Sequence[str], options: Options) -> int:
 
 
 def status_table(seen: Overview, *, with_points: bool = False, width: int = 0) -> str:
-    """Return the table, in lines of `width` characters if it is given, and below it what is guessed, and why."""
+    """Return the table with notes on what is guessed; `width` limits its lines unless it is 0."""
     rows = [_row(run, run.folder.path.name) for run in seen.runs]
     for study in seen.studies:
         counts = ", ".join(f"{number} {state}" for state, number in sorted(study.counts.items()))

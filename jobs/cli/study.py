@@ -1,4 +1,4 @@
-"""`gems-jobs study`: the points of a study run, here or as jobs, except finished ones, and all are drawn."""
+"""`gems-jobs study`: run the unfinished points of a study, here or as jobs, and draw all."""
 
 from __future__ import annotations
 
@@ -80,39 +80,46 @@ def study(words: Sequence[str], options: Options) -> int:
     code = runner.run()
     if WAIT in options.flags:
         code = max(code, runner.wait())
-    seen = [
-        (point, run, HELD_BACK if point in runner.waiting else state)
-        for point, run, state in _with_states(points)
-    ]
     if record.is_cancelled:
         code = max(code, CANCELLED_CODE)
     if runner.waiting:
         more = f"{len(runner.waiting)} points wait for the next call (or {WAIT})"
         report("jobs", f"study {name}: the queue is full; {more}")
+    return max(code, _finish(points, runner, record, options))
+
+
+def _finish(
+    points: Sequence[Point], runner: StudyRunner, record: StudyRecord, options: Options
+) -> int:
+    """Show the points, and draw those that have finished; return the drawing's exit code."""
+    seen = [
+        (point, run, HELD_BACK if point in runner.waiting else state)
+        for point, run, state in _with_states(points)
+    ]
     if not options.json:
         _show(seen, options)
+    code = 0
     drawn: dict[str, Any] | None = None
     finished = [
-        point for point, _, state in seen if state == FINISHED and point.spec.machine.kind != PROBE
+        point.folder.path
+        for point, _, state in seen
+        if state == FINISHED and point.spec.machine.kind != PROBE
     ]
     if finished and not record.is_cancelled:
-        drawing_code, drawn = draw(
-            [point.folder.path for point in finished], record.path, as_json=options.json
-        )
-        code = max(code, drawing_code)
+        code, drawn = draw(finished, record.path, as_json=options.json)
     if options.json:
-        _show(seen, options, study=name, num_run=len(due), scaling=drawn)
+        _show(seen, options, study=record.name, num_run=runner.num_due, scaling=drawn)
     return code
 
 
 def _with_states(points: Sequence[Point]) -> list[PointRow]:
-    """Return the points with the status of their runs, by one squeue for all of their jobs, and their own states."""
+    """Return the points, their runs by one squeue for all jobs, and their own states."""
     runs = run_statuses([point.folder for point in points]).runs
     return [(point, run, point_state(run)) for point, run in zip(points, runs, strict=True)]
 
 
 def _show_jobs(due: Sequence[Point]) -> None:
-    """Show on stderr what the jobs of points may cost, and the script and the site's answer for the first of them."""
+    """Show on stderr the cost of some points' jobs, and the first one's script and preflight."""
     jobs = [(point.spec, job) for point in due if (job := job_spec(point.spec)).is_batch]
     if not jobs:
         return
@@ -145,7 +152,7 @@ def is_due(state: str) -> bool:
 
 
 def draw(folders: Iterable[Path], out: Path, *, as_json: bool) -> tuple[int, dict[str, Any] | None]:
-    """Draw the scaling of finished runs into the folder `out`, in a process of its own that loads plotting.
+    """Draw the scaling of finished runs into the folder `out`, in a child that loads plotting.
 
     Return its exit code, and with `as_json` the object that it printed.
     """

@@ -17,18 +17,19 @@ from gems.runs.folder import RunFolder
 from gems.runs.owner import own_job_id, release, take
 from gems.runs.prepare import prepare
 from gems.utils.stdio import report
+from jobs.batch.launchers import command
 from jobs.batch.resources import JobSpec, job_spec
 from jobs.diagnosis.node_blocklist import NodeBlocklist
+from jobs.launch.launch import JSON, STDERR, STDOUT, launch
 from jobs.launch.launch import collect as collect_run
-from jobs.launch.launch import launch
-from jobs.launch.launchers import command
 from jobs.launch.submission import prepare_here, submit_chain, submit_run
 from jobs.preflight.checks import passed, preflight, show
 from jobs.preflight.cost import DRY_RUN, FORCE, YES
 from jobs.schedulers.scheduler import SCHEDULERS
 from jobs.slurm.limits import check_limits, is_on_site
+from jobs.status.job_record import read_chain
 from jobs.status.lookup import RUNS_DIR, find_one_run
-from jobs.status.ownership import gone_verifier, read_chain
+from jobs.status.ownership import gone_verifier
 from jobs.status.run_status import run_statuses
 
 AFTER = "--after"
@@ -61,18 +62,19 @@ def collect(words: Sequence[str], options: Options) -> int:
         )
     folder = RunFolder(Path(words[0]).resolve())
     folder.read_spec()
-    return collect_run(folder, as_json=options.json)
+    return collect_run(folder, JSON if options.json else STDOUT)
 
 
 def submit(spec: RunSpec, options: Options) -> int:
-    """Run here and return the exit code, or submit a job and return 0, or 1 if the user does not confirm the cost.
+    """Run here and return the exit code, or submit a job and return 0.
 
-    A job goes through `jobs.preflight.checks` before it is queued, and an expensive one must be
-    confirmed on the terminal or by --yes. --after RUN starts it when that run's job has ended;
-    --chain N submits N jobs, each of which continues the run where the one before had to stop. With
-    --force a folder's owner is taken for gone if nobody can tell. With --dry-run nothing starts and
-    no folder is made: the batch script (here: the launcher's command line) goes to stdout as it
-    would be used, the resources and the preflight to stderr.
+    The code is 1 if the user does not confirm the cost. A job goes through `jobs.preflight.checks`
+    before it is queued, and an expensive one must be confirmed on the terminal or by --yes. --after
+    RUN starts it when that run's job has ended; --chain N submits N jobs, each of which continues
+    the run where the one before had to stop. With --force a folder's owner is taken for gone if
+    nobody can tell. With --dry-run nothing starts and no folder is made: the batch script (here:
+    the launcher's command line) goes to stdout as it would be used, the resources and the preflight
+    to stderr.
 
     Raises:
         ConfigError: no launcher, no permission, a refused job, a folder in use, or nobody to
@@ -98,7 +100,7 @@ def submit(spec: RunSpec, options: Options) -> int:
     if job.is_batch:
         return _submit_job(spec, job, options, num_jobs)
     folder = prepare_here(spec, job, force=FORCE in options.flags)
-    code = launch(folder, spec, table_on_stderr=options.json)
+    code = launch(folder, spec, summary=STDERR if options.json else STDOUT)
     if options.json:
         print_json({**folder.read_status(), "run_folder": str(folder.path)})
     return code

@@ -22,10 +22,10 @@ from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import FINISHED, read_beats
 from gems.utils.run_module import RUN_MODULE
 from jobs.batch.job import JobId
+from jobs.diagnosis.causes import BEHIND_KILLS, CONSEQUENCE, GONE, JOB_STATES, MOVED, START_CAUSES
 from jobs.diagnosis.launcher_output import LauncherOutput
-from jobs.diagnosis.log_patterns import CONSEQUENCE, Finding, read_lines, scan_lines
+from jobs.diagnosis.log_patterns import Finding, read_lines, scan_lines
 from jobs.diagnosis.root_cause import (
-    START_CAUSES,
     classify_record,
     find_failure,
     has_trained,
@@ -40,35 +40,13 @@ SECOND_NS = 10**9
 KILL_WAIT_S = 35.0  # between SLURM's order and the end of a job that it records
 NODE_WAIT_S = 300.0  # how long SLURM waits for a node that does not answer
 NEAR_LIMIT_S = 90.0  # SLURM checks time limits every half minute, and may end a job early
-JOB_STATE_CAUSES = {
-    "NODE_FAIL": FailureCause.NODE,
-    "BOOT_FAIL": FailureCause.NODE,
-    "TIMEOUT": FailureCause.TIME_LIMIT,
-    "DEADLINE": FailureCause.TIME_LIMIT,
-    "PREEMPTED": FailureCause.PREEMPTED,
-    "CANCELLED": FailureCause.CANCELLED,
-    "OUT_OF_MEMORY": FailureCause.HOST_MEMORY,
-}
 LAUNCH_REASONS = ("JobLaunchFailure", "launch failed requeued held", "launch_failed_requeued_held")
 PROLOG = "Prolog"
-MOVED = "the run folder was moved"
-GONE = "the interpreter"
 OUTPUT, EXEC = "#SBATCH --output=", "exec "
 SCRIPT_LINE = re.compile(f"^({OUTPUT}|{EXEC})(.*)$", re.MULTILINE)
 BATCH_LOGS = ("*_log.out", "*.OU")  # the second is what PBS names its file in a folder
 # Signals by which a launcher, a scheduler or a user ends ranks; a process causes the others itself.
 BY_OTHERS = (9, 15)
-# Possible reasons for the kill of a rank; if one was killed, everything else is a consequence.
-BEHIND_KILLS = (
-    FailureCause.HOST_MEMORY,
-    FailureCause.DEVICE_MEMORY,
-    FailureCause.DEVICE,
-    FailureCause.NODE,
-    FailureCause.TIME_LIMIT,
-    FailureCause.PREEMPTED,
-    FailureCause.CANCELLED,
-    FailureCause.KILLED,
-)
 
 
 class Evidence:
@@ -222,7 +200,7 @@ def _from_job(evidence: Evidence) -> Iterator[Finding]:
         return
     end_ns = None if job.end_utc is None else int(job.end_utc.timestamp()) * SECOND_NS
     for state in dict.fromkeys((job.state, *job.step_states)):
-        cause = JOB_STATE_CAUSES.get(state)
+        cause = JOB_STATES.get(state)
         is_memory = cause is FailureCause.HOST_MEMORY
         if cause is None or (state != job.state and not is_memory):
             continue  # steps are cancelled with their job, whatever has ended it

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from gems.runs.failure_cause import FILE_SYSTEM_ERRORS, FailureCause
-from jobs.slurm.jobs import NODE_FAILURE, parse_cancellation
+from gems.runs.failure_cause import FailureCause
+from jobs.diagnosis.causes import CONSEQUENCE, LOG_PATTERNS
+from jobs.slurm.jobs import parse_cancellation
 
 MAX_PER_CAUSE = 3
 # of a longer log the middle is left out
@@ -21,98 +22,10 @@ HEAD_BYTES = 1 << 20
 TAIL_BYTES = 4 << 20
 LINE_CHARS = 400
 LABEL = re.compile(r"^ *(?P<rank>\d{1,6}): ?")
-NODE = r"(?P<node>[A-Za-z0-9][A-Za-z0-9._-]*)"
-# A network's failures read like those of a file system or of memory: the lines that end with an
-# errno's text.
-NETWORK = r"\bOFI (?:call )?\w+ failed|UCX +ERROR|\bibv_\w+\b.*[Ff]ail|NCCL WARN .*failed"
-FILE_ERRNO = f"(?:{'|'.join(map(str, sorted(FILE_SYSTEM_ERRORS)))})"
-# Causes with a pattern that shows each; a group `node` names the node at fault. The first that
-# matches a line counts.
-PATTERNS = (
-    (FailureCause.EXCEPTION, NETWORK),
-    (FailureCause.NODE, NODE_FAILURE.pattern),
-    (
-        FailureCause.NODE,
-        r"(?i)(?:task|batch|job) launch .*failed.*prolog|prolog (?:failure|failed|error)",
-    ),
-    # MPICH's own shared memory, left behind by killed ranks, reads as a lack of memory.
-    (
-        FailureCause.LAUNCHER,
-        (
-            r"MPIDI_POSIX\w*\(\d+\).*[Oo]ut of memory|unable to open shared"
-            r" memory|mpich_shm_\S+.*(?:denied|exists)"
-        ),
-    ),
-    (
-        FailureCause.DEVICE_MEMORY,
-        r"(?:CUDA|HIP|XPU)(?: error:)? out of memory|OutOfMemoryError|cudaErrorMemoryAllocation"
-        r"|CU(?:BLAS|DNN)_STATUS_ALLOC_FAILED|hipErrorOutOfMemory",
-    ),
-    (
-        FailureCause.HOST_MEMORY,
-        r"[Dd]etected \d+ oom[-_]kill event|oom[-_]kill(?:er)?[:\s]|exceeded (?:job |step )?memory"
-        r" limit"
-        r"|srun: error: " + NODE + r": tasks? [\d,-]+: Out Of Memory"
-        r"|Out of memory: Killed process|Memory cgroup out of memory|[Kk]illed by the cgroup"
-        r" out-of-memory handler"
-        r"|\bMemoryError\b|std::bad_alloc|DefaultCPUAllocator: .*allocate memory|Cannot allocate"
-        r" memory"
-        r"|insufficient shared memory|PBS: job killed: v?mem .* exceeded limit",
-    ),
-    (
-        FailureCause.DEVICE,
-        r"(?i)uncorrectable (?:ECC|NVLink) error|uncorrectable ECC|fallen off the bus|fell off"
-        r" the bus"
-        r"|NVRM: Xid .*: (?:48|62|63|64|74|79|92|94|95|119|120|140),|no CUDA-capable device is"
-        r" detected"
-        r"|CUDA-capable devices? (?:\(s\) )?(?:is|are) busy or unavailable|GPU requires reset",
-    ),
-    (
-        FailureCause.FILE_SYSTEM,
-        # the errno of a file operation, by Python or by HDF5
-        rf"\bOSError: \[Errno {FILE_ERRNO}\]|\berrno = {FILE_ERRNO}, error message",
-    ),
-    (
-        FailureCause.WRONG_MPI,
-        r"MPI sees a world of \d+|not built with SLURM's PMI support|unsupported PMI version"
-        r"|PMI2?_(?:Init|Job_GetId|KVS\w*) .*fail|lib(?:mpi|pmi|pmix)\w*\.so[.\w]*: cannot open"
-        r" shared object file"
-        r"|(?:can not|cannot) load PMIx|Couldn't find the specified plugin name for mpi|[iI]nvalid"
-        r" MPI type"
-        r"|GPU_SUPPORT_ENABLED is requested, but GTL library is not linked|pmix_psquash"
-        r"|OPAL ERROR: .*[Pp]mix|PMIX ERROR|cannot load MPI library",
-    ),
-    (
-        FailureCause.LAUNCHER,
-        r"execve\(\): |[Uu]nable to create step|slurmstepd: error: .*[Nn]o such file"
-        r"|srun: error: (?:Unable to|Invalid|Task launch)|cannot be started|: command not found"
-        r"|[Mm]odule\(s\) are unknown|Unable to locate a modulefile",
-    ),
-    (
-        FailureCause.EXCEPTION,
-        r"^(?:[A-Za-z_][A-Za-z_0-9]*\.)*(?!StalledError|RankFailedError|SystemExit)"
-        r"(?:[A-Z]\w*)?(?:Error|Exception)(?:: |$)",
-    ),
-    (
-        FailureCause.EXCEPTION,
-        (
-            r"NCCL error|ncclInternalError|ncclUnhandledCudaError|MPICH ERROR|Fatal error in"
-            r" \w*MPI|Fatal error in internal_"
-        ),
-    ),
-    (FailureCause.KILLED, r"\bBus error\b|Segmentation fault|Illegal instruction"),
-)
-COMPILED = tuple((cause, re.compile(pattern)) for cause, pattern in PATTERNS)
-# failures of messages, and signals
-MAY_FOLLOW = tuple(pattern for _, pattern in (COMPILED[0], *COMPILED[-2:]))
-# Exceptions that a rank meets because another one has gone.
-CONSEQUENCE = re.compile(
-    r"mpi4py\.MPI\.Exception|\bException: .*MPI|MPI_ERR|\bOFI\b|NCCL"
-    r" error|ncclRemoteError|DistBackendError"
-    r"|DistNetworkError|Connection (?:reset|closed|refused)(?: by"
-    r" peer)?|Connection(?:Reset|Refused|Aborted)Error"
-    r"|BrokenPipeError|KeyboardInterrupt|message of a process group failed"
-)
+COMPILED = [
+    (FailureCause(cause), re.compile(pattern), bool(flags))
+    for cause, pattern, *flags in LOG_PATTERNS
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +74,9 @@ def scan_line(line: str, source: str) -> Finding | None:
             return Finding(
                 ended_by, source, text[:LINE_CHARS], cancellation.time_ns, rank, may_follow=is_kill
             )
-    for cause, pattern in COMPILED:
+    for cause, pattern, may_follow in COMPILED:
         if match := pattern.search(text):
-            follows = pattern in MAY_FOLLOW or (
+            follows = may_follow or (
                 cause is FailureCause.EXCEPTION and CONSEQUENCE.search(text) is not None
             )
             node = match.groupdict().get("node")

@@ -11,7 +11,6 @@ from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from gems.config.schema import RunSpec
 from gems.errors import ConfigError, StalledError
 from gems.runs.failure_cause import FailureCause, device_memory_remedies
 from gems.runs.folder import RunFolder
@@ -19,11 +18,11 @@ from gems.utils.atomic_io import write_json
 from gems.utils.stdio import report
 from gems.utils.tables import printable
 from gems.utils.units import GIB, counted, now_utc
-from jobs.diagnosis.evidence import GONE, MOVED, Evidence, text
+from jobs.diagnosis.causes import ADVICE, BY_SPECIFICITY, NODE_FILE_ERRORS, ORDERS, RUN_STATES
+from jobs.diagnosis.evidence import Evidence, text
 from jobs.diagnosis.log_patterns import Finding
 from jobs.diagnosis.node_blocklist import LIFE, MIN_FAILURES, NodeBlocklist
 from jobs.diagnosis.root_cause import describe_position, is_consequence
-from jobs.slurm.jobs import NEVER_SATISFIED
 from jobs.status.run_status import read_spec, whole
 
 SCHEMA = "gems.diagnosis/1"
@@ -34,90 +33,9 @@ MAX_EVIDENCE = 12
 SHOWN = ("source", "cause", "text", "is_consequence")  # of a finding
 MAX_CONSEQUENCES = 3
 CONSEQUENCE_CHARS = 120
-RUN_STATE_CAUSES = {
-    "finished": FailureCause.FINISHED,
-    "stopped": FailureCause.STOPPED,
-    "missing": FailureCause.UNKNOWN,
-    "running": FailureCause.RUNNING,
-    "stalled": FailureCause.RUNNING,
-    "suspended": FailureCause.RUNNING,
-    **dict.fromkeys(
-        ("requeued", "prepared", "submitting", "submitted", "pending", "starting"),
-        FailureCause.WAITING,
-    ),
-}
-# The causes of findings without a time, the most specific first. The scheduler's orders come last
-# among what is certain: a run that hangs after its failure is ended by its time limit.
-BY_SPECIFICITY = (
-    FailureCause.DEVICE,
-    FailureCause.HOST_MEMORY,
-    FailureCause.WRONG_MPI,
-    FailureCause.DEVICE_MEMORY,
-    FailureCause.DOES_NOT_FIT,
-    FailureCause.FILE_SYSTEM,
-    FailureCause.CONFIGURATION,
-    FailureCause.LAUNCHER,
-    FailureCause.NODE,
-    FailureCause.PREEMPTED,
-    FailureCause.TIME_LIMIT,
-    FailureCause.CANCELLED,
-    FailureCause.EXCEPTION,
-    FailureCause.KILLED,
-    FailureCause.STALLED,
-    FailureCause.UNKNOWN,
-)
-ORDERS = (
-    FailureCause.NODE,
-    FailureCause.PREEMPTED,
-    FailureCause.TIME_LIMIT,
-    FailureCause.CANCELLED,
-)
-
-# Faults of a node itself, which another would not have; a full quota is the user's, and a full disk
-# that of all nodes.
-NODE_FILE_ERRORS = (
-    "Stale",
-    "Input/output error",
-    "Transport endpoint",
-    "Remote I/O",
-    "Read-only file system",
-)
 KEEP = "keep"
-FIXED = {
-    FailureCause.WRONG_MPI: (
-        (
-            "cluster.mpi: pmi2 for MPICH, pmix for Open MPI, cray_shasta for Cray MPICH (`srun"
-            " --mpi=list`)"
-        ),
-        (
-            "cluster.modules and cluster.setup: the MPI that mpi4py was built with must be loaded"
-            " in the job"
-        ),
-    ),
-    FailureCause.CONFIGURATION: ("change the key that is named, and submit again",),
-}
-SETUP = "cluster.python, cluster.modules and cluster.setup"
-# What a death by a signal means.
-SIGNALS = (
-    (
-        ("SIGBUS",),
-        "a full /dev/shm or a file that has vanished ends a process so: look at that node",
-    ),
-    (
-        ("SIGKILL",),
-        (
-            "if the node ran out of memory: +cluster.sbatch.mem, or fewer cluster.ranks_per_node; "
-            "else somebody killed it"
-        ),
-    ),
-    (
-        ("SIGSEGV", "SIGABRT", "SIGILL"),
-        (
-            "native code failed: see the Python stack in logs/ranks.log, and the versions of torch"
-            " and MPI"
-        ),
-    ),
-)
+CHECKPOINTS = "train.checkpoint_s: so that less is lost the next time"
+OFFLOADED = "machine.host_bytes: the host memory that offloaded activations of a node may take"
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +151,7 @@ def diagnose_run(folder: RunFolder, *, with_trace: bool = True) -> Diagnosis:
     evidence = Evidence(folder, with_trace=with_trace)
     run = evidence.run
     found = evidence.findings()
-    if (cause := RUN_STATE_CAUSES.get(run.state)) is not None:
+    if (cause := RUN_STATES.get(run.state)) is not None:
         finding = Finding(
             cause, run.source, run.note or str(evidence.stop.get("reason") or run.state)
         )
@@ -350,37 +268,10 @@ def _diagnosis(evidence: Evidence, finding: Finding, found: list[Finding]) -> Di
     step = whole(record.get("step"))
     action = text(record.get("action")) or (beat.action if beat is not None else None)
     node = node or text(record.get("node")) or (beat.node if beat is not None else None)
-    waits_for = None
-    if cause is FailureCause.STALLED:  # by the first record of who waited for whom
-        stalled = (
-            each for each in evidence.records if each.get("exit_code") == StalledError.exit_code
-        )
-        waits_for = next(
-            filter(None, (text(each.get("waits_for")) for each in (evidence.stall, *stalled))), None
-        )
-    listed = [finding, *found]
-    if job is not None:
-        listed.append(Finding(FailureCause.UNKNOWN, job.source, job.describe()))
-    for name, document in (("stop.json", evidence.stop), ("stopped.json", evidence.stopped)):
-        if document:
-            words = " ".join(f"{key}={value}" for key, value in document.items())
-            listed.append(Finding(FailureCause.STOPPED, name, words))
-    # where ranks of several nodes met a file system's fault, it is that of no node
-    is_file_fault = cause is FailureCause.FILE_SYSTEM and any(
-        words in finding.text for words in NODE_FILE_ERRORS
-    )
-    met_on = {
-        each.node
-        for each in found
-        if each.cause is FailureCause.FILE_SYSTEM and each.node is not None
-    }
-    is_node_fault = cause in (FailureCause.NODE, FailureCause.DEVICE) or (
-        is_file_fault and len(met_on) == 1
-    )
-    kept = {(each.source, each.text): each for each in reversed(listed)}
     rss_bytes = whole(record.get("rss_bytes"))
     if rss_bytes is None and job is not None and cause is FailureCause.HOST_MEMORY:
         rss_bytes = job.max_rss_bytes
+    is_blamed = evidence.is_batch and _is_node_fault(finding, found)
     return Diagnosis(
         evidence.folder,
         cause,
@@ -396,15 +287,43 @@ def _diagnosis(evidence: Evidence, finding: Finding, found: list[Finding]) -> Di
         whole(record.get("device_bytes")),
         _memory(record),
         _consequences(evidence, rank),
-        waits_for,
+        _waits_for(evidence) if cause is FailureCause.STALLED else None,
         evidence.trace_steps,
         evidence.resume_step,
         job_id=evidence.run.job_id,
-        blamed_node=node if node and evidence.is_batch and is_node_fault else None,
-        advice=remedies(cause, finding.text, node, evidence),
-        evidence=tuple(reversed(kept.values()))[:MAX_EVIDENCE],
+        blamed_node=(node or None) if is_blamed else None,
+        advice=advise(cause, finding.text, node, evidence),
+        evidence=_listed(evidence, [finding, *found]),
         query_errors=evidence.errors,
     )
+
+
+def _waits_for(evidence: Evidence) -> str | None:
+    """Return the first record of who waited for whom."""
+    stalled = (each for each in evidence.records if each.get("exit_code") == StalledError.exit_code)
+    records = (evidence.stall, *stalled)
+    return next(filter(None, (text(each.get("waits_for")) for each in records)), None)
+
+
+def _is_node_fault(finding: Finding, found: Iterable[Finding]) -> bool:
+    """Return whether the node is at fault; a file error that several nodes met is that of none."""
+    if finding.cause in (FailureCause.NODE, FailureCause.DEVICE):
+        return True
+    if finding.cause is not FailureCause.FILE_SYSTEM or not NODE_FILE_ERRORS.search(finding.text):
+        return False
+    return len({each.node for each in found if each.cause is finding.cause} - {None}) == 1
+
+
+def _listed(evidence: Evidence, findings: list[Finding]) -> tuple[Finding, ...]:
+    """Return the findings to show, each once, with what the job and the stop requests tell."""
+    if (job := evidence.job) is not None:
+        findings.append(Finding(FailureCause.UNKNOWN, job.source, job.describe()))
+    for name, document in (("stop.json", evidence.stop), ("stopped.json", evidence.stopped)):
+        if document:
+            words = " ".join(f"{key}={value}" for key, value in document.items())
+            findings.append(Finding(FailureCause.STOPPED, name, words))
+    kept = {(each.source, each.text): each for each in reversed(findings)}
+    return tuple(reversed(kept.values()))[:MAX_EVIDENCE]
 
 
 def _memory(record: Mapping[str, Any]) -> str | None:
@@ -444,7 +363,7 @@ def _stages(
     return ()
 
 
-def remedies(
+def advise(
     cause: FailureCause, words: str, node: str | None, evidence: Evidence
 ) -> tuple[str, ...]:
     """Return what to change, most promising first; nothing for a run that has not failed."""
@@ -454,91 +373,37 @@ def remedies(
     command = f"gems-jobs resubmit {run}"
     resumes = "" if step is None else f" resumes at step {step}"
     again = command + resumes
-    # a run without a checkpoint to resume from should write some
-    checkpoints = (
-        () if step is not None else ("train.checkpoint_s: so that less is lost the next time",)
+    has_stacks = evidence.folder.stacks(0).parent.is_dir()
+    values = {
+        "run": run,
+        "command": command,
+        "resumes": resumes,
+        "again": again,
+        "node": node or "NODE",
+        "elsewhere": (
+            f"exclude node {node}: {command} cluster.exclude=[{node}]{resumes}" if node else again
+        ),
+        "checkpoints": CHECKPOINTS if step is None else "",
+        "minutes": f"={2 * spec.cluster.minutes}" if spec is not None else "",
+        "where_it_hung": "read the stacks in stacks/" if has_stacks else "look at that rank's node",
+        "device_memory": _device_memory(evidence),
+        "node_memory": (
+            "+cluster.sbatch.mem: ask for more of the node's memory"
+            if spec is None or spec.cluster.supports_mem_option
+            else "cluster.ranks_per_node: fewer ranks share a node's memory"
+        ),
+        "offloaded": OFFLOADED if spec is None or spec.memory.name != KEEP else "",
+    }
+    lines = next((row[2:] for row in ADVICE if row[0] == cause and re.search(row[1], words)), ())
+    # a value may be several lines, or none
+    return tuple(filter(None, "\n".join(lines).format_map(values).split("\n")))
+
+
+def _device_memory(evidence: Evidence) -> str:
+    """Return the advice of the rank that ran out of memory, or else that for its configuration."""
+    records = (each.get("memory") for each in evidence.records)
+    told = next(
+        (each["advice"] for each in records if isinstance(each, dict) and each.get("advice")), None
     )
-    match cause:
-        case FailureCause.DEVICE_MEMORY | FailureCause.DOES_NOT_FIT:
-            records = (each.get("memory") for each in evidence.records)
-            told = next(
-                (
-                    each["advice"]
-                    for each in records
-                    if isinstance(each, dict) and each.get("advice")
-                ),
-                None,
-            )
-            return tuple(map(str, told)) if isinstance(told, list) else device_memory_remedies(spec)
-        case FailureCause.HOST_MEMORY:
-            return _host_memory(spec)
-        case FailureCause.NODE | FailureCause.DEVICE:
-            return (
-                (
-                    f"exclude node {node}: {command} cluster.exclude=[{node}]{resumes}"
-                    if node
-                    else again
-                ),
-            )
-        case FailureCause.TIME_LIMIT:
-            minutes = f"={2 * spec.cluster.minutes}" if spec is not None else ""
-            return (f"{command} cluster.minutes{minutes}{resumes}", *checkpoints)
-        case FailureCause.PREEMPTED | FailureCause.CANCELLED | FailureCause.STOPPED:
-            return (again, *checkpoints)
-        case FailureCause.WAITING if NEVER_SATISFIED in words:
-            return (
-                f"gems-jobs cancel {run}, then {command} +cluster.sbatch.dependency=null",
-                "to wait for the end of a run, however it ends: gems-jobs submit --after RUN",
-            )
-        case FailureCause.STALLED:
-            has_stacks = evidence.folder.stacks(0).parent.is_dir()
-            return (
-                "read the stacks in stacks/" if has_stacks else "look at that rank's node",
-                (
-                    f"if that node is slow or its file system hangs: {command}"
-                    f" cluster.exclude=[{node or 'NODE'}]"
-                ),
-                "if the action may take that long: train.hang_timeout_s",
-            )
-        case FailureCause.FILE_SYSTEM:
-            if "quota" in words or "No space" in words:
-                where = "of your quota" if "quota" in words else "there"
-                return (f"free space {where}, or runs_dir= on another file system", again)
-            return (f"runs_dir= on a file system that all nodes can write to; else {again}",)
-        case FailureCause.LAUNCHER if words.startswith(MOVED):
-            return (f"move it back, or submit it from where it is: {command}",)
-        case FailureCause.LAUNCHER if words.startswith(GONE):
-            return (f"install it there again, or submit with one that stays: {command}",)
-        case FailureCause.LAUNCHER:
-            if "hared memory" in words or "POSIX" in words or "mpich_shm" in words:
-                return (
-                    (
-                        "remove what killed ranks left on those nodes: python -m"
-                        " gems.launch.mpich_cleanup"
-                    ),
-                    again,
-                )
-            return (f"{SETUP} must name what the nodes have",)
-        case FailureCause.EXCEPTION:
-            if "ImportError" in words or "ModuleNotFoundError" in words:
-                return (f"{SETUP}: the nodes' environment lacks a package",)
-            return ("the traceback is in logs/ranks.log; fix what it names, and submit again",)
-        case FailureCause.KILLED:
-            return (
-                *(hint for names, hint in SIGNALS if any(name in words for name in names)),
-                again,
-            )
-        case FailureCause.UNKNOWN:
-            return (f"read the log: gems-jobs logs {run} --lines all",)
-    return FIXED.get(cause, ())
-
-
-def _host_memory(spec: RunSpec | None) -> tuple[str, ...]:
-    advice = ["+cluster.sbatch.mem: ask for more of the node's memory"]
-    if spec is not None and not spec.cluster.supports_mem_option:
-        advice = ["cluster.ranks_per_node: fewer ranks share a node's memory"]
-    if spec is None or spec.memory.name != KEEP:
-        advice.append(
-            "machine.host_bytes: the host memory that offloaded activations of a node may take"
-        )
-    return (*advice, "data.prefetch_steps: fewer batches read ahead")
+    lines = told if isinstance(told, list) else device_memory_remedies(evidence.spec)
+    return "\n".join(map(str, lines))

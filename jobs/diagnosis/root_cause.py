@@ -13,13 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from gems.errors import SIGNAL_BASE, ConfigError, DoesNotFitError, RankFailedError, StalledError
+from gems.errors import SIGNAL_BASE, ConfigError, RankFailedError, StalledError
 from gems.launch.exit_watcher import read_notes
 from gems.launch.local_launcher import Ended
 from gems.runs.failure_cause import FailureCause
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import FINISHED, Beat, read_beats
 from gems.utils.atomic_io import read_json
+from jobs.diagnosis.causes import CONSEQUENCE, EXIT_CODES, START_CAUSES
 from jobs.diagnosis.launcher_output import (
     LOST_PEER,
     OUT_OF_MEMORY,
@@ -27,7 +28,7 @@ from jobs.diagnosis.launcher_output import (
     Death,
     LauncherOutput,
 )
-from jobs.diagnosis.log_patterns import CONSEQUENCE, classify_text
+from jobs.diagnosis.log_patterns import classify_text
 from jobs.status.run_status import read_or_empty, utc_ns
 
 COMPUTE = re.compile(r"\d+(?:\.\d+)?[FBIWR]\d*(?:/\d+)?")
@@ -37,14 +38,6 @@ LAUNCHER_LINE = re.compile(
 ERROR_LINE = re.compile(r"(?i)error\b|fatal|not found|no such file|cannot")
 BY_LAUNCHER = "launcher"  # in STALLED.json: found by it, from outside
 MPI_KEY = "cluster.mpi="
-CODE_CAUSES = {
-    ConfigError.exit_code: FailureCause.CONFIGURATION,
-    DoesNotFitError.exit_code: FailureCause.DOES_NOT_FIT,
-    StalledError.exit_code: FailureCause.STALLED,
-}
-# Once a rank has been in a step these are settled, and what reads like them is how a launcher
-# itself was lost.
-START_CAUSES = (FailureCause.CONFIGURATION, FailureCause.LAUNCHER, FailureCause.WRONG_MPI)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,15 +100,7 @@ def find_failure(folder: RunFolder, output: LauncherOutput, ended: Ended) -> Fai
     what the first rank recorded that lost another; the last lines of output.
     """
     if ended.stopped_by is not None:
-        number = int(signal.Signals[ended.stopped_by])
-        usual = (
-            "its terminal was closed"
-            if number == signal.SIGHUP
-            else "cancelled, preempted or out of time"
-        )
-        reason = output.cancel_reason or usual
-        what = f"was stopped by {ended.stopped_by}: {reason}"
-        return Failure(SIGNAL_BASE + number, what, signal=number, cause_class=FailureCause.KILLED)
+        return _from_signal(ended.stopped_by, output.cancel_reason)
     records = read_records(folder)
     beats = read_beats(folder.path)
     recorded = {record.get("rank") for record in records}
@@ -149,9 +134,21 @@ def find_failure(folder: RunFolder, output: LauncherOutput, ended: Ended) -> Fai
         return _from_stall(stall, records, beats)
     if records or deaths:
         return _from_record(records[0]) if records else _from_death(deaths[0], beats, ended)
-    code = (
-        f"signal {-ended.returncode}" if ended.returncode < 0 else f"exit code {ended.returncode}"
-    )
+    return _from_output(output, ended, beats)
+
+
+def _from_signal(name: str, reason: str | None) -> Failure:
+    number = int(signal.Signals[name])
+    if reason is None:
+        is_hangup = number == signal.SIGHUP
+        reason = "its terminal was closed" if is_hangup else "cancelled, preempted or out of time"
+    what = f"was stopped by {name}: {reason}"
+    return Failure(SIGNAL_BASE + number, what, signal=number, cause_class=FailureCause.KILLED)
+
+
+def _from_output(output: LauncherOutput, ended: Ended, beats: Mapping[int, Beat]) -> Failure:
+    number = ended.returncode
+    code = f"signal {-number}" if number < 0 else f"exit code {number}"
     last = ended.tail[-1] if ended.tail else "no rank and no launcher gave a reason"
     reason = output.cancel_reason or _error_line(ended) or last
     cause_class = classify_text(reason) or FailureCause.UNKNOWN
@@ -203,8 +200,8 @@ def classify_record(record: Mapping[str, Any]) -> FailureCause:
         return FailureCause(recorded)
     if code == ConfigError.exit_code and text.startswith(MPI_KEY):
         return FailureCause.WRONG_MPI
-    if isinstance(code, int) and code in CODE_CAUSES:
-        return CODE_CAUSES[code]
+    if isinstance(code, int) and code in EXIT_CODES:
+        return EXIT_CODES[code]
     return (
         classify_text(f"{record['kind']}: {text}" if "kind" in record else text)
         or FailureCause.EXCEPTION

@@ -23,8 +23,8 @@ from jobs.batch.resources import TOKEN_VARIABLE
 from jobs.launch.elastic import Recovery
 from jobs.launch.launch import StopRequest, launch
 from jobs.launch.notify import notify
-from jobs.launch.own_job import hand_over, is_over, num_restarts
-from jobs.status.ownership import read_chain
+from jobs.launch.own_job import hand_over, num_restarts
+from jobs.status.job_record import JobRecord, read_chain
 
 SUBMITTED_LIMIT_S = 60.0
 POLL_S = 0.1
@@ -76,10 +76,8 @@ def _has_finished(folder: RunFolder) -> bool:
 
     Errors in the folder are reported later.
     """
-    with contextlib.suppress(GemsError, OSError):
-        status = folder.read_status()
-        return status.get("state") == "finished" and status.get("job_id") == own_job_id()
-    return False
+    status = JobRecord.read(folder).status
+    return status.get("state") == "finished" and status.get("job_id") == own_job_id()
 
 
 def run_prepared(folder: RunFolder, request: StopRequest, token: str) -> int:
@@ -92,10 +90,10 @@ def run_prepared(folder: RunFolder, request: StopRequest, token: str) -> int:
     )  # a job that is new may not be recorded yet
     if other is None:
         wait_for_submission(folder)
-        if own_job_id() in read_chain(folder) and is_over(status := folder.read_status()):
-            report(
-                "jobs", f"the run is {status.get('state')}; this job of its chain has nothing to do"
-            )
+        record = JobRecord.read(folder)
+        if own_job_id() in record.chain and record.is_over:
+            state = record.status.get("state")
+            report("jobs", f"the run is {state}; this job of its chain has nothing to do")
             return 0
         other = claim(folder, token)
     if other is not None:
@@ -107,20 +105,13 @@ def run_prepared(folder: RunFolder, request: StopRequest, token: str) -> int:
         report("jobs", f"the folder belongs to {job} now; this job leaves it alone")
         return 0
     try:
-        work = BatchJob((str(folder.path),))
-        recovery = Recovery(folder, work)
+        recovery = Recovery(folder, BatchJob((str(folder.path),)))
         code = None
         recovery.return_to_own_layout()
         while code is None or recovery.again:
             recovery.again = False
-            code = launch(
-                folder,
-                folder.read_spec(),
-                echo=False,
-                request=request,
-                work=work,
-                recovery=recovery,
-            )
+            spec = folder.read_spec()
+            code = launch(folder, spec, echo=False, request=request, recovery=recovery)
         return 0 if recovery.has_moved else code
     except GemsError as error:
         report("jobs", str(error))
@@ -153,7 +144,8 @@ def wait_for_submission(folder: RunFolder, limit_s: float = SUBMITTED_LIMIT_S) -
 
 def _is_recorded(folder: RunFolder) -> bool:
     _adopt_cluster(folder)
-    return own_job_id() in (folder.read_status().get("job_id"), *read_chain(folder))
+    record = JobRecord.read(folder)
+    return own_job_id() in (record.status.get("job_id"), *record.chain)
 
 
 def _adopt_cluster(folder: RunFolder) -> None:
@@ -162,10 +154,8 @@ def _adopt_cluster(folder: RunFolder) -> None:
     sbatch may have named a cluster that nobody chose.
     """
     own = own_job_id()
-    recorded = list(read_chain(folder))
-    with contextlib.suppress(GemsError, OSError):
-        recorded.append(str(folder.read_status().get("job_id")))
-    for job_id in map(JobId.parse, recorded):
+    record = JobRecord.read(folder)
+    for job_id in map(JobId.parse, (*record.chain, str(record.status.get("job_id")))):
         if job_id.cluster and own is not None and job_id.local == JobId.parse(own).local:
             os.environ[CLUSTER_VARIABLE] = job_id.cluster
 

@@ -23,14 +23,16 @@ from gems.runs.owner import own_job_id, verify_gone
 from gems.runs.prepare import change_layout
 from gems.utils.process_tree import end_family
 from gems.utils.stdio import report
+from jobs.batch.launchers import deputy_by_srun
 from jobs.batch.resources import JobSpec, Work, job_spec
 from jobs.diagnosis.evidence import newest_checkpoint
 from jobs.diagnosis.root_cause import Failure
-from jobs.launch.launchers import deputy_by_srun
-from jobs.launch.nodes import END_LIMIT_S, NodeCheck, note_bad_node, own_nodes
-from jobs.launch.own_job import counted_requeue, next_in_chain, requeue_refusal, requeue_run
+from jobs.launch.nodes import note_bad_node, own_nodes
+from jobs.launch.own_job import counted_requeue, requeue_refusal, requeue_run
 from jobs.launch.transaction import Ownership, submit_owned
 from jobs.preflight.layouts import smaller_plan
+from jobs.probes.nodes import END_LIMIT_S, NodeCheck
+from jobs.status.job_record import JobRecord
 
 CODES = (RankFailedError.exit_code, StalledError.exit_code)
 # Failures that the run itself explains, whatever happened to a node.
@@ -57,7 +59,7 @@ class Recovery:
 
     def __init__(self, folder: RunFolder, work: Work) -> None:
         self._folder = folder
-        self._work = work
+        self.work = work
         self.left_out: dict[str, str] = {}
         self.again = self.has_moved = False
 
@@ -150,7 +152,7 @@ class Recovery:
                 plan = smaller_plan(own, within[0])
                 change_layout(folder, plan, lost, _who(), newest_checkpoint(folder))
                 return self._launch_again(facts, lost, plan.spec)
-            if sizes and next_in_chain(folder) is None:
+            if sizes and JobRecord.read(folder).next_job is None:
                 self._submit(own, sizes[0], facts, lost)
                 return True
         except (ConfigError, OSError) as error:
@@ -159,7 +161,7 @@ class Recovery:
         refusal = requeue_refusal(folder, own.cluster, FailureCause.NODE)
         if refusal is None:
             refusal = requeue_run(
-                folder, now, job, facts | {"cause": lost}, FailureCause.NODE, None, self._work
+                folder, now, job, facts | {"cause": lost}, FailureCause.NODE, None, self.work
             )
         goes_on = (
             "the run starts again by itself"
@@ -192,7 +194,7 @@ class Recovery:
         self.left_out[batch_node] = GONE
         lost = f"node {batch_node} is lost, and the batch script with it"
         note_bad_node(self._folder, job_spec(now), batch_node, GONE)
-        if (following := next_in_chain(self._folder)) is not None:
+        if (following := JobRecord.read(self._folder).next_job) is not None:
             report("jobs", f"{lost}; job {following}, the next of its chain, continues the run")
             return
         sizes = own.cluster.smaller_nodes(now.cluster.nodes or 1)
@@ -224,7 +226,7 @@ class Recovery:
         with Ownership(verify_gone) as ownership:
             ownership.take(folder)
             (new_id,) = submit_owned(
-                spec, job, ownership, [self._work], "requeued", {**facts, "cause": lost}
+                spec, job, ownership, [self.work], "requeued", {**facts, "cause": lost}
             )
         report("jobs", f"{lost}; the run continues as job {new_id}, by {describe_layout(spec)}")
         self.has_moved = True

@@ -12,11 +12,9 @@ import subprocess
 import sys
 import threading
 import types
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import IO, Any, Self
 
-from gems.cli.framework import print_json
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, NodeFailedError, RankFailedError
 from gems.launch.local_launcher import GRACE_S, Ended, rank_environment, run_ranks
@@ -25,23 +23,24 @@ from gems.runs.failure_cause import FailureCause, classify_error
 from gems.runs.folder import CANCELLED_JSON, RunFolder
 from gems.runs.owner import hold, own_job_id, release
 from gems.runs.provenance import check_run_yaml
-from gems.utils.atomic_io import read_json, reserve, write_json
+from gems.utils.atomic_io import reserve, write_json
 from gems.utils.process_tree import start_time
 from gems.utils.run_module import RUN_MODULE
 from gems.utils.stdio import report
 from gems.utils.units import now_utc
-from jobs.batch.resources import PROBE, SIMULATED, JobSpec, Work, job_spec
+from jobs.batch.launchers import command, module_on_each_node
+from jobs.batch.resources import PROBE, SIMULATED, JobSpec, job_spec
 from jobs.diagnosis.launcher_output import RANK_CODES, LauncherOutput
 from jobs.diagnosis.root_cause import Failure, find_failure, read_records
 from jobs.launch import own_job
 from jobs.launch.elastic import Recovery
-from jobs.launch.launchers import command, sweep_by_srun
-from jobs.launch.mpi_probe import probe_in_job
 from jobs.launch.nodes import select_nodes
 from jobs.launch.notify import notify
 from jobs.launch.rank_watch import RankWatch, is_gone
 from jobs.launch.staging import staged
-from jobs.status.ownership import CHAIN_JSON
+from jobs.probes.mpi import probe_in_job
+from jobs.probes.placement import show_placement
+from jobs.status.job_record import CHAIN_JSON, REQUEUES_JSON, SLURM, JobRecord
 from jobs.status.run_status import read_or_empty
 
 # The batch script's own rank. srun gives each task one; ranks of another launcher would all take
@@ -53,12 +52,18 @@ JOB_FILES = (
     "status.json",
     CANCELLED_JSON,
     CHAIN_JSON,
-    own_job.REQUEUES_JSON,
+    REQUEUES_JSON,
     "logs",
 )
+SWEEP = "gems.launch.mpich_cleanup"
 SWEEP_LIMIT_S = 120.0
 # SLURM has signalled the ranks itself, and leaves this process its KillWait to record the end
 BATCH_GRACE_S = 2.0
+# Where the closing table goes.
+STDOUT = "stdout"
+STDERR = "stderr"
+LOGS = "logs"
+JSON = "json"
 
 
 class StopRequest:
@@ -103,37 +108,82 @@ def launch(
     spec: RunSpec,
     *,
     echo: bool = True,
-    table_on_stderr: bool = False,
-    is_quiet: bool = False,
+    summary: str = STDOUT,
     request: StopRequest | None = None,
-    work: Work | None = None,
     recovery: Recovery | None = None,
 ) -> int:
     """Run all ranks of a prepared run and return the run's exit code.
 
     A failed run is reported in one line and recorded in status.json, and as much of its traces as
     possible is collected. With `echo`, the ranks' output goes to stderr as well as to
-    logs/ranks.log. `is_quiet` writes the closing table to logs/, and writes neither table nor
-    pictures of a simulated run. `request` notes SIGUSR2, which makes the ranks save and stop.
-    `work` is what a new job runs if SLURM refuses to requeue this one. `recovery` lets the run
-    continue if nodes are lost. This process, or its job, owns the folder until the end.
+    logs/ranks.log. `summary` is where the closing table goes; in LOGS, no pictures of a simulated
+    run are made. `request` notes SIGUSR2, which makes the ranks save and stop. `recovery`, of a
+    batch job, lets the run continue in a new job or without nodes that are lost. This process, or
+    its job, owns the folder until the end.
 
     Raises:
         ConfigError: the launcher is missing, or the folder has another owner.
         KeyboardInterrupt: the user interrupted the run; it is raised after the ranks have ended.
     """
     job = job_spec(spec)
+    environment = _environment(job, spec, echo)
+    launched = _Launch(folder, spec, job, summary, recovery, environment)
     with contextlib.ExitStack() as stack:
-        if work is None:  # a batch job tells it once the next one of its chain is known
+        if recovery is None:  # a batch job tells it once the next one of its chain is known
             stack.callback(notify, folder)
         stack.callback(_give_back, folder)
+        return launched.run(stack, request, echo)
+
+
+@dataclass
+class _Launch:
+    """One launch of a run; `facts` are the fields of status.json that every state has."""
+
+    folder: RunFolder
+    spec: RunSpec
+    job: JobSpec
+    summary: str
+    recovery: Recovery | None
+    environment: dict[str, str]
+    facts: dict[str, Any] = field(default_factory=dict)
+    nodes: tuple[str, ...] = ()
+    output: LauncherOutput = field(default_factory=LauncherOutput)
+
+    def run(self, stack: contextlib.ExitStack, request: StopRequest | None, echo: bool) -> int:
+        """Run the ranks and record the end; return the exit code."""
+        folder = self.folder
+        self._begin()
+        stop_request = request or stack.enter_context(StopRequest())
+        watch = RankWatch(
+            folder,
+            self.job,
+            self.spec.train.hang_timeout_s,
+            self.output,
+            lambda: stop_request.pass_on(folder),
+        )
+        try:
+            ended = self._run_ranks(stack, watch, echo)
+            if is_gone(folder):
+                report("jobs", f"the run folder {folder.path} is gone: the run has been ended")
+                return RankFailedError.exit_code
+            if ended.stopped_by is None:
+                own_job.record_end(folder)
+        except BaseException as error:
+            code = 130 if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 1)
+            if self._is_recovered(error):
+                return code
+            self._record_error(error, code)
+            raise
+        return self._conclude(ended)
+
+    def _begin(self) -> None:
+        folder, job = self.folder, self.job
         argv = command(job, folder)
-        environment = _environment(job, spec, echo)
         hold(folder)
         pid = os.getpid()
         own_id = own_job_id()
-        requeues = len(own_job.read_requeues(folder))
-        facts: dict[str, Any] = {
+        requeues = len(JobRecord.read(folder).requeues)
+        self.facts = {
             "pid": pid,
             "pid_started": start_time(pid),
             "host": os.uname().nodename,
@@ -144,98 +194,113 @@ def launch(
             **({"requeue_count": requeues} if requeues else {}),
         }
         reserve(folder.status_json)
-        folder.write_status("running", **facts)
-        output = LauncherOutput()
-        stop_request = request or stack.enter_context(StopRequest())
-        watch = RankWatch(
-            folder, job, spec.train.hang_timeout_s, output, lambda: stop_request.pass_on(folder)
+        folder.write_status("running", **self.facts)
+
+    def _run_ranks(self, stack: contextlib.ExitStack, watch: RankWatch, echo: bool) -> Ended:
+        folder = self.folder
+        recovery = self.recovery
+        _check_run_yaml(folder)
+        # SLURM may have requeued the job
+        folder.archive(keep=JOB_FILES, also=[folder.logs / "ranks.log"])
+        own_job.record_start(folder, self.job.snapshot)
+        remove_stale_shared_memory()
+        left_out = recovery.left_out if recovery is not None else {}
+        job, nodes, stopped_early = select_nodes(self.job, folder, self.environment, left_out)
+        self.nodes = nodes
+        self.facts |= {"nodes": nodes} if nodes else {}
+        self.job = job = stack.enter_context(staged(job, folder))
+        self.facts["command"] = argv = command(job, folder)
+        if nodes:
+            folder.write_status("running", **self.facts)
+        stopped_early = stopped_early or _sweep(job, folder, self.environment)
+        stopped_early = stopped_early or probe_in_job(self.spec, job, folder, self.environment)
+        if stopped_early is not None:
+            return stopped_early
+        with contextlib.nullcontext() if recovery is None else recovery.deputy(job, nodes):
+            return run_ranks(
+                argv,
+                self.environment,
+                folder.logs / "ranks.log",
+                on_line=self.output.feed_line,
+                give_up=watch.is_over,
+                echo=echo,
+                grace_s=BATCH_GRACE_S if job.is_batch else GRACE_S,
+            )
+
+    def _is_recovered(self, error: BaseException) -> bool:
+        """Return whether the run continues without the bad nodes that an error names."""
+        if self.recovery is None or not isinstance(error, NodeFailedError):
+            return False
+        if self.folder.cancelled_json.exists():
+            return False
+        report("jobs", str(error))
+        return self.recovery.goes_on(self.job, self.facts, error.good, error.faults)
+
+    def _record_error(self, error: BaseException, code: int) -> None:
+        is_interrupt = isinstance(error, KeyboardInterrupt)
+        state = "cancelled" if self.folder.cancelled_json.exists() else "failed"
+        cause = "interrupted" if is_interrupt else f"{type(error).__name__}: {error}"
+        cause_class = FailureCause.CANCELLED if is_interrupt else classify_error(error).cause
+        self.folder.write_status(
+            state, **self.facts, exit_code=code, cause=cause, cause_class=str(cause_class)
         )
-        try:
-            _check_run_yaml(folder)
-            # SLURM may have requeued the job
-            folder.archive(keep=JOB_FILES, also=[folder.logs / "ranks.log"])
-            own_job.record_start(folder, job.snapshot)
-            remove_stale_shared_memory()
-            left_out = recovery.left_out if recovery is not None else {}
-            job, nodes, stopped_early = select_nodes(job, folder, environment, left_out)
-            facts |= {"nodes": nodes} if nodes else {}
-            job = stack.enter_context(staged(job, folder))
-            facts["command"] = argv = command(job, folder)
-            if nodes:
-                folder.write_status("running", **facts)
-            stopped_early = stopped_early or _sweep(job, folder, environment)
-            stopped_early = stopped_early or probe_in_job(spec, job, folder, environment)
-            with contextlib.nullcontext() if recovery is None else recovery.deputy(job, nodes):
-                ended = stopped_early or run_ranks(
-                    argv,
-                    environment,
-                    folder.logs / "ranks.log",
-                    on_line=output.feed_line,
-                    give_up=watch.is_over,
-                    echo=echo,
-                    grace_s=BATCH_GRACE_S if job.is_batch else GRACE_S,
-                )
-            if is_gone(folder):
-                report("jobs", f"the run folder {folder.path} is gone: the run has been ended")
-                return RankFailedError.exit_code
-            if ended.stopped_by is None:
-                own_job.record_end(folder)
-        except BaseException as error:
-            interrupted = isinstance(error, KeyboardInterrupt)
-            code = 130 if interrupted else getattr(error, "exit_code", 1)
-            cause = "interrupted" if interrupted else f"{type(error).__name__}: {error}"
-            cause_class = str(
-                FailureCause.CANCELLED if interrupted else classify_error(error).cause
-            )
-            state = "cancelled" if folder.cancelled_json.exists() else "failed"
-            if recovery is not None and isinstance(error, NodeFailedError) and state == "failed":
-                report("jobs", str(error))
-                if recovery.goes_on(job, facts, error.good, error.faults):
-                    return code
-            folder.write_status(
-                state, **facts, exit_code=code, cause=cause, cause_class=cause_class
-            )
-            raise
 
-        def collect_traces() -> int:
-            return collect(folder, table_on_stderr=table_on_stderr, is_quiet=is_quiet)
-
+    def _conclude(self, ended: Ended) -> int:
+        """Record how the ranks ended, and return the run's exit code."""
+        folder, job, facts = self.folder, self.job, self.facts
         is_killed = ended.stopped_by is not None
         has_record = bool(read_records(folder))
-        if (
-            stopped := read_or_empty(folder.stopped_json)
-        ) and not has_record:  # all ranks have saved and stopped
-            state = own_job.end_saved_run(folder, spec, job, facts, stopped, is_killed, work)
+        stopped = read_or_empty(folder.stopped_json)
+        if stopped and not has_record:  # all ranks have saved and stopped
+            work = self.recovery.work if self.recovery is not None else None
+            state = own_job.end_saved_run(folder, self.spec, job, facts, stopped, is_killed, work)
             if state == "stopped" and not is_killed:
-                collect_traces()
+                collect(folder, self.summary)
             return own_job.CANCELLED_CODE if state == "cancelled" else 0
         if ended.returncode == 0 and not is_killed and not has_record:
             # the trace is complete, and nobody asks for the rest
-            is_complete = is_quiet and job.launcher == SIMULATED
-            code = 0 if is_complete else collect_traces()
+            is_complete = self.summary == LOGS and job.launcher == SIMULATED
+            code = 0 if is_complete else collect(folder, self.summary)
             folder.write_status("finished", **facts, exit_code=code, collected=code == 0)
             return code
-        state, failure = _find_failure(folder, job, output, ended)
+        state, failure = _find_failure(folder, job, self.output, ended)
+        recovery = self.recovery
         if (
             recovery is not None
             and state == "failed"
-            and recovery.is_concerned(job, nodes, failure)
+            and recovery.is_concerned(job, self.nodes, failure)
         ):
             report("jobs", failure.describe())
-            faults = recovery.find_faults(job, environment, nodes, failure)
-            if faults and recovery.goes_on(
-                job, facts, [node for node in nodes if node not in faults], faults
-            ):
+            faults = recovery.find_faults(job, self.environment, self.nodes, failure)
+            good = [node for node in self.nodes if node not in faults]
+            if faults and recovery.goes_on(job, facts, good, faults):
                 return failure.exit_code
-        return _record_failure(folder, state, failure, facts, ended, collect_traces)
+        return self._record_failure(state, failure, ended)
+
+    def _record_failure(self, state: str, failure: Failure, ended: Ended) -> int:
+        """Report the ranks' failure in status.json and on stderr; return the exit code."""
+        folder = self.folder
+        facts = self.facts
+        if state == "requeued":
+            record = JobRecord.read(folder).with_requeue(failure.what, SLURM, None)
+            facts = facts | {"requeue_count": len(record.requeues)}
+        folder.write_status(state, **facts, **failure.to_dict())
+        has_traces = any((folder.path / "trace").glob("rank*.h5"))
+        where = f"the ranks' output is in {folder.logs / 'ranks.log'}"
+        if has_traces:
+            where = f"traces up to the last finished step are in {folder.path / 'trace'}"
+        report("jobs", f"{failure.describe()}; {where}")
+        if ended.stopped_by is None and has_traces:
+            collect(folder, self.summary)
+        return failure.exit_code
 
 
 def _give_back(folder: RunFolder) -> None:
     """Release the folder unless this job will restart or the next of its chain will continue."""
     with contextlib.suppress(OSError):  # the folder is gone
-        status = read_or_empty(folder.status_json)
-        continues = own_job.next_in_chain(folder) is not None and not own_job.is_over(status)
-        if status.get("state") != "requeued" and not continues:
+        record = JobRecord.read(folder)
+        continues = record.next_job is not None and not record.is_over
+        if record.status.get("state") != "requeued" and not continues:
             release(folder)
 
 
@@ -258,63 +323,27 @@ def _sweep(job: JobSpec, folder: RunFolder, environment: dict[str, str]) -> Ende
     is_first = "SLURM_RESTART_COUNT" not in os.environ  # a job that starts again has its old number
     if job.launcher != "srun" or is_first or job.cluster.checks_nodes:
         return None
-    ended = run_ranks(sweep_by_srun(job, folder), environment, timeout_s=SWEEP_LIMIT_S)
+    ended = run_ranks(module_on_each_node(job, folder, SWEEP), environment, timeout_s=SWEEP_LIMIT_S)
     return ended if ended.stopped_by is not None else None
 
 
-def collect(
-    folder: RunFolder,
-    *,
-    table_on_stderr: bool = False,
-    as_json: bool = False,
-    is_quiet: bool = False,
-) -> int:
-    """Merge the ranks' traces and print the summary.
+def collect(folder: RunFolder, summary: str = STDOUT) -> int:
+    """Merge the ranks' traces and print the summary, as JSON if `summary` is JSON.
 
-    Return the exit code of `gems-analysis collect`. `is_quiet` writes the summary to
+    Return the exit code of `gems-analysis collect`. With LOGS, the summary goes to
     logs/summary.txt. Only the child process loads the plotting and HDF5 libraries.
     """
-    is_probe = folder.read_spec().machine.kind == PROBE
+    is_json = summary == JSON
     sys.stdout.flush()
-    words = [
-        sys.executable,
-        *RUN_MODULE,
-        "analysis",
-        "collect",
-        str(folder.path),
-        *(["--json"] if as_json else []),
-    ]
+    words = [sys.executable, *RUN_MODULE, "analysis", "collect", str(folder.path)]
     with contextlib.ExitStack() as stack:
-        out: IO[str] | None = sys.stderr if table_on_stderr else None
-        if is_quiet:
+        out: IO[str] | None = sys.stderr if summary == STDERR else None
+        if summary == LOGS:
             out = stack.enter_context((folder.logs / "summary.txt").open("w"))
-        if is_probe:
-            return _show_placement(folder, out, as_json)
-        return subprocess.run(words, stdin=subprocess.DEVNULL, stdout=out).returncode
-
-
-def _show_placement(folder: RunFolder, out: IO[str] | None, as_json: bool) -> int:
-    """Report the result of a placement check, which leaves no trace.
-
-    The check has failed if the first rank left no placement.
-    """
-    found = read_json(folder.result_json)
-    if not found:
-        report("jobs", f"no rank of the probe {folder.path} has answered")
-        return RankFailedError.exit_code
-    if as_json:
-        print_json(found)
-        return 0
-    gpus = (
-        (found["visible_gpus"] or "those of its node")
-        if found["gpus_on_node"]
-        else "none asked for"
-    )
-    ranks = f"{found['num_ranks']} ranks on {found['num_nodes']} nodes are where the run wants them"
-    print(
-        f"probe   {ranks}; rank 0 is on {found['node']} and sees GPUs: {gpus}", file=out, flush=True
-    )
-    return 0
+        if folder.read_spec().machine.kind == PROBE:
+            return show_placement(folder, out, is_json)
+        argv = [*words, "--json"] if is_json else words
+        return subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=out).returncode
 
 
 def _find_failure(
@@ -330,30 +359,6 @@ def _find_failure(
     if ended.stopped_by is not None or folder.cancelled_json.exists():
         state, failure = own_job.describe_killed_run(folder, job, failure, ended)
     return state, failure
-
-
-def _record_failure(
-    folder: RunFolder,
-    state: str,
-    failure: Failure,
-    facts: dict[str, Any],
-    ended: Ended,
-    collect_traces: Callable[[], int],
-) -> int:
-    """Report the ranks' failure in status.json and on stderr; return the exit code."""
-    if state == "requeued":
-        facts = facts | {
-            "requeue_count": own_job.add_requeue(folder, failure.what, own_job.SLURM, None)
-        }
-    folder.write_status(state, **facts, **failure.to_dict())
-    has_traces = any((folder.path / "trace").glob("rank*.h5"))
-    where = f"the ranks' output is in {folder.logs / 'ranks.log'}"
-    if has_traces:
-        where = f"traces up to the last finished step are in {folder.path / 'trace'}"
-    report("jobs", f"{failure.describe()}; {where}")
-    if ended.stopped_by is None and has_traces:
-        collect_traces()
-    return failure.exit_code
 
 
 def _environment(job: JobSpec, spec: RunSpec, echo: bool) -> dict[str, str]:

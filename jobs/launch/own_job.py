@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from gems.config.schema import ClusterConfig, RunSpec
-from gems.errors import SIGNAL_BASE, ConfigError, DoesNotFitError, GemsError
+from gems.errors import SIGNAL_BASE, ConfigError, GemsError
 from gems.launch.local_launcher import Ended
 from gems.runs.failure_cause import FailureCause
 from gems.runs.folder import RunFolder
@@ -27,13 +27,8 @@ from jobs.diagnosis.root_cause import Failure
 from jobs.launch.transaction import Ownership, submit_owned
 from jobs.schedulers.scheduler import Scheduler, scheduler_of, title
 from jobs.slurm import jobs as slurm_jobs
-from jobs.status.ownership import read_chain
-from jobs.status.run_status import read_or_empty
+from jobs.status.job_record import CHAIN, LAUNCHER, SLURM, JobRecord
 
-REQUEUES_JSON = "requeues.json"
-LAUNCHER = "launcher"
-SLURM = "SLURM"
-CHAIN = "chain"
 # SLURM kills the job KillWait seconds after its SIGTERM; the answer is needed before that.
 OWN_JOB_LIMIT_S = 3.0
 EARLY_S = 60  # SLURM may send the signal before the end up to this many seconds early
@@ -189,34 +184,17 @@ def stop_cause(job: Job | None, cluster: ClusterConfig, reason: str) -> FailureC
     return FailureCause.TIME_LIMIT if is_near else None
 
 
-def read_requeues(folder: RunFolder) -> list[dict[str, Any]]:
-    """Read the list of the run's requeues, oldest first.
-
-    Each row has the keys utc, why, by, job_id and step.
-    """
-    rows = read_or_empty(folder.path / REQUEUES_JSON).get("requeues", [])
-    return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
-
-
-def add_requeue(folder: RunFolder, why: str, by: str, step: int | None) -> int:
-    """Add a row to requeues.json, which all attempts share, and return the number of rows."""
-    row = {"utc": now_utc(), "why": str(why), "by": by, "job_id": own_job_id(), "step": step}
-    rows = [*read_requeues(folder), row]
-    write_json(folder.path / REQUEUES_JSON, {"requeues": rows})
-    return len(rows)
-
-
 @contextlib.contextmanager
 def counted_requeue(folder: RunFolder, why: str, step: int | None) -> Iterator[dict[str, int]]:
     """Count one more start of the run by its launcher, and yield the count for status.json.
 
     If the block raises because the start is refused, the count is taken back.
     """
-    facts = {"requeue_count": add_requeue(folder, why, LAUNCHER, step)}
+    record = JobRecord.read(folder).with_requeue(why, LAUNCHER, step)
     try:
-        yield facts
+        yield {"requeue_count": len(record.requeues)}
     except (GemsError, OSError):
-        write_json(folder.path / REQUEUES_JSON, {"requeues": read_requeues(folder)[:-1]})
+        record.with_requeues(record.requeues[:-1])
         raise
 
 
@@ -231,12 +209,12 @@ def requeue_refusal(folder: RunFolder, cluster: ClusterConfig, why: str) -> str 
     }
     if options.get("no-requeue"):
         return "the job was submitted with no-requeue"
-    if (following := next_in_chain(folder)) is not None:
-        return f"job {following} of its chain continues"
+    record = JobRecord.read(folder)
+    if record.next_job is not None:
+        return f"job {record.next_job} of its chain continues"
     if cluster.max_requeues == 0:
         return "cluster.max_requeues=0"
-    rows = read_requeues(folder)
-    used = sum(row.get("why") == why and row.get("by") == LAUNCHER for row in rows)
+    used = record.num_requeues(why)
     if (
         why in (FailureCause.TIME_LIMIT, FailureCause.NODE, FailureCause.HOST_MEMORY)
         and used >= cluster.max_requeues
@@ -284,35 +262,20 @@ def requeue_run(
     return None
 
 
-def next_in_chain(folder: RunFolder) -> str | None:
-    """Return the ID of the job that continues this run after this process's job, or None."""
-    own = own_job_id()
-    chain = read_chain(folder)
-    following = chain[chain.index(own) + 1 :] if own in chain else []
-    return following[0] if following else None
-
-
-def is_over(status: Mapping[str, Any]) -> bool:
-    """Return whether a chain has nothing left to do.
-
-    This is so if the run is finished or cancelled, or would fail again.
-    """
-    codes = (ConfigError.exit_code, DoesNotFitError.exit_code)
-    return status.get("state") in ("finished", "cancelled") or status.get("exit_code") in codes
-
-
 def hand_over(folder: RunFolder) -> None:
     """Record that the next job of the chain continues the run.
 
     Do nothing if the run is over or this job itself restarts.
     """
     status = folder.read_status()
-    following = next_in_chain(folder)
-    if following is None or is_over(status) or status.get("state") == "requeued":
+    record = JobRecord.read(folder)
+    job_id = record.next_job
+    if job_id is None or record.is_over or status.get("state") == "requeued":
         return
-    count = add_requeue(folder, str(status.get("cause")), CHAIN, status.get("stopped_step"))
-    folder.change_status(status, "requeued", job_id=following, requeue_count=count)
-    report("jobs", f"the run continues as job {following}, the next of its chain")
+    record = record.with_requeue(str(status.get("cause")), CHAIN, status.get("stopped_step"))
+    count = len(record.requeues)
+    folder.change_status(status, "requeued", job_id=job_id, requeue_count=count)
+    report("jobs", f"the run continues as job {job_id}, the next of its chain")
 
 
 def end_saved_run(
@@ -350,8 +313,9 @@ def end_saved_run(
         return "cancelled"
     facts |= {"exit_code": 0}
     if will_restart(own):
-        count = add_requeue(folder, why or slurm_jobs.REQUEUED, SLURM, step)
-        folder.write_status("requeued", **facts | {"requeue_count": count, "cause": saved})
+        record = JobRecord.read(folder).with_requeue(why or slurm_jobs.REQUEUED, SLURM, step)
+        facts |= {"requeue_count": len(record.requeues), "cause": saved}
+        folder.write_status("requeued", **facts)
         report("jobs", f"the run {saved}; SLURM starts it again")
         return "requeued"
     error = None

@@ -15,8 +15,8 @@ from pathlib import Path
 from gems.runs.folder import RunFolder
 from gems.utils.stdio import report
 from jobs.batch.command import CommandResult, run_command
+from jobs.batch.launchers import on_each_node
 from jobs.batch.resources import CODE, IMAGE, JobSpec
-from jobs.launch.launchers import on_each_node
 
 COPY_LIMIT_S = 600.0  # a container's image has some GB
 REMOVE_LIMIT_S = 10.0

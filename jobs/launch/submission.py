@@ -13,21 +13,21 @@ from gems.plan.evaluate import Plan, evaluate
 from gems.runs.folder import RunFolder, describe_layout
 from gems.runs.owner import check_free, new_token
 from gems.runs.prepare import change_layout, prepare
-from gems.utils.atomic_io import write_json
 from gems.utils.stdio import report
 from jobs.batch.job import name_submission
+from jobs.batch.launchers import command
 from jobs.batch.resources import JobSpec, job_spec
 from jobs.diagnosis.evidence import newest_checkpoint
 from jobs.launch.batch import BatchJob
-from jobs.launch.launch import launch
-from jobs.launch.launchers import command
+from jobs.launch.launch import LOGS, launch
 from jobs.launch.transaction import Ownership, SignalsWait, submit_owned
 from jobs.preflight.checks import Check, passed, preflight
 from jobs.preflight.cost import is_confirmed
 from jobs.preflight.layouts import plan_of_start
 from jobs.schedulers.scheduler import SCHEDULERS
-from jobs.slurm.limits import check_limits, check_submission
-from jobs.status.ownership import CHAIN_JSON, gone_verifier
+from jobs.slurm.limits import check_limits
+from jobs.status.job_record import write_chain
+from jobs.status.ownership import gone_verifier
 
 
 def start_run(spec: RunSpec, *, assume_yes: bool = False, force: bool = False) -> int:
@@ -45,7 +45,7 @@ def start_run(spec: RunSpec, *, assume_yes: bool = False, force: bool = False) -
     check_limits(spec, job)
     if job.is_batch:
         return 0 if submit_run(spec, job, assume_yes=assume_yes, force=force) else 1
-    return launch(prepare_here(spec, job, force=force), spec, echo=False, is_quiet=True)
+    return launch(prepare_here(spec, job, force=force), spec, echo=False, summary=LOGS)
 
 
 def submit_run(
@@ -60,7 +60,7 @@ def submit_run(
     folder = RunFolder.of(spec)
     scheduler = SCHEDULERS[spec.cluster.scheduler]
     scheduler.check_here()
-    check_submission(spec.cluster)
+    scheduler.check_submission(spec.cluster)
     check_free(folder, gone_verifier(force=force))
     plan = cache(partial(evaluate, spec))
     layout = plan_of_start(spec, folder)
@@ -136,7 +136,7 @@ def submit_chain(
                 report("jobs", f"the chain has {len(chain)} of {num_jobs} jobs: {error}")
                 break
             chain.append(following)
-            write_json(folder.path / CHAIN_JSON, {"jobs": chain})
+            write_chain(folder, chain)
             name_submission(folder.logs, token, following)
     return chain
 

@@ -125,34 +125,27 @@ def submit_owned(
     before, unless it is unknown whether SLURM has the job.
     """
     token = ownership.token
-    pid = os.getpid()
     is_array = len(works) > 1
     firsts = [RunFolder(Path(work.run_folders[0])) for work in works]
     home = home if home is not None and is_array else firsts[0]
-    task_of = {path: task for task, work in enumerate(works) for path in work.run_folders}
-    taken = [(folder, owner, task_of[str(folder.path)]) for folder, owner in ownership.taken]
-    where = {
-        "token": token,
-        "scheduler": place(spec.cluster),
-        "host": os.uname().nodename,
-        "pid": pid,
-        "pid_started": start_time(pid),
-    }
+    tasks = {path: task for task, work in enumerate(works) for path in work.run_folders}
+    taken = [(folder, owner, tasks[str(folder.path)]) for folder, owner in ownership.taken]
     before = [folder.read_status() for folder, _, _ in taken]
 
-    def mark(**more: Any) -> None:
+    def mark(pid: int) -> None:
         for folder, _, task in taken:
             own = {"task": task} if is_array else {}
-            folder.write_status(SUBMITTING, **{**(facts or {}), **where, **own, **more})
+            fields = {**(facts or {}), **_submitter(spec, token, pid), **own}
+            folder.write_status(SUBMITTING, **fields)
 
     with SignalsWait() as signals:
-        mark()
+        mark(os.getpid())
         try:
             number = SCHEDULERS[spec.cluster.scheduler].submit(
                 spec, job, home, [work.with_token(token) for work in works], token
             )
-            tasks = map(str, range(len(works))) if is_array else ("",)
-            job_ids = [str(JobId.parse(number)._replace(task=task)) for task in tasks]
+            names = map(str, range(len(works))) if is_array else ("",)
+            job_ids = [str(JobId.parse(number)._replace(task=task)) for task in names]
             name_submission(home.logs, token, number)
             for first, job_id in zip(firsts, job_ids, strict=True):
                 name_submission(first.logs, token, job_id)
@@ -162,7 +155,7 @@ def submit_owned(
             # the next command looks for the job; this process is done with it
             for folder, owner, _ in taken:
                 owner.update(folder, pid=0)
-            mark(pid=0)
+            mark(0)
             raise
         except BaseException:
             for (folder, _, _), status in zip(taken, before, strict=True):
@@ -171,9 +164,17 @@ def submit_owned(
                 )
             raise
         if signals.came or set(SIGNALS) & signal.sigpending():
-            name = firsts[0].path.name
-            report(
-                "jobs",
-                f"interrupted, and job {number} is submitted: `gems-jobs cancel {name}` ends it",
-            )
+            end = f"`gems-jobs cancel {firsts[0].path.name}` ends it"
+            report("jobs", f"interrupted, and job {number} is submitted: {end}")
     return job_ids
+
+
+def _submitter(spec: RunSpec, token: str, pid: int) -> dict[str, Any]:
+    """Return the fields of status.json that identify an interrupted submission."""
+    return {
+        "token": token,
+        "scheduler": place(spec.cluster),
+        "host": os.uname().nodename,
+        "pid": pid,
+        "pid_started": start_time(os.getpid()),
+    }

@@ -25,8 +25,8 @@ from gems.utils.units import GIB
 from jobs.batch.command import SchedulerUnavailableError
 from jobs.batch.resources import JobSpec
 from jobs.preflight.cost import describe_cost
-from jobs.preflight.known_probe import MAX_AGE, RANKS, describe_probe, known_probe, needs_probe
 from jobs.preflight.layouts import check_layouts
+from jobs.probes.results import MAX_AGE, RANKS, describe_probe, known_probe, needs_probe
 from jobs.schedulers.scheduler import SCHEDULERS
 from jobs.slurm.limits import (
     check_account,

@@ -21,7 +21,7 @@ from gems.errors import ConfigError, TryLaterError
 from gems.launch.local_launcher import without_leftovers
 from gems.runs.folder import RunFolder
 from gems.utils.run_module import RUN_MODULE
-from jobs.batch.command import SchedulerError
+from jobs.batch.command import CommandResult, SchedulerError, run_command
 from jobs.batch.job import Job, JobQuery, ListedJob, UnclearSubmissionError, script_path
 from jobs.batch.resources import TOKEN_VARIABLE, JobSpec, Work
 from jobs.batch.script import (
@@ -58,6 +58,8 @@ class ByCommands(Scheduler):
     forbidden: ClassVar[Mapping[str, str]]  # in paths, with the words for them
     full: ClassVar[tuple[str, ...]] = ()  # what the system says if the queue takes no more jobs now
 
+    ended: ClassVar[tuple[str, ...]]  # what the system says of a job that has ended
+
     @abstractmethod
     def directives(self, spec: RunSpec, job: JobSpec, folder: RunFolder) -> list[str]:
         """Return the options of a job, one or more words of a line each."""
@@ -82,6 +84,26 @@ class ByCommands(Scheduler):
 
         Raise SchedulerError if there is no list.
         """
+
+    def cancel_argv(self) -> list[str]:
+        """Return the command that cancels jobs, without their IDs."""
+        return [self.cancel_program]
+
+    def command_environment(self) -> dict[str, str] | None:
+        """Return the environment of the other commands; None for that of `run_command`."""
+        return None
+
+    def error_of(self, result: CommandResult) -> SchedulerError | None:
+        """Return why a command failed, unless all its jobs have ended."""
+        lines = [line for line in result.stderr.splitlines() if line.strip()]
+        has_ended = bool(lines) and all(any(text in line for text in self.ended) for line in lines)
+        return None if has_ended else result.error
+
+    def cancel(self, job_ids: Sequence[str]) -> str | None:
+        """Cancel jobs with one command."""
+        argv = [*self.cancel_argv(), *job_ids]
+        error = self.error_of(run_command(argv, environment=self.command_environment()))
+        return None if error is None else str(error)
 
     def environment(self) -> dict[str, str]:
         """Return the environment of a command that submits."""
@@ -126,12 +148,11 @@ class ByCommands(Scheduler):
         for path in work.run_folders:
             RunFolder(Path(path)).job_sh.write_text(text)
         script.write_text(text)
-        argv = self.submit_argv(spec, token)
+        argv = [*self.submit_argv(spec, token), str(script)]
         environment = self.environment() | {TOKEN_VARIABLE: token}
         try:
             job_id = call_submit(
                 argv,
-                script,
                 environment,
                 spec.cluster,
                 self.title,

@@ -22,7 +22,7 @@ from gems.runs.owner import FLUX_VARIABLE, ascii_flux_id
 from jobs.batch.command import SchedulerUnavailableError, run_command
 from jobs.batch.job import Job
 from jobs.batch.resources import TOKEN_VARIABLE, JobSpec
-from jobs.batch.script import free_options
+from jobs.batch.script import FreeOptions
 from jobs.schedulers.by_commands import ByCommands, FoundJob
 from jobs.schedulers.scheduler import SCHEDULERS
 
@@ -81,7 +81,16 @@ RESULTS = {
     "CANCELED": "CANCELLED",
     "TIMEOUT": "TIMEOUT",
 }
-ENDED = ("job is inactive", "unknown job id")  # the second of a job that Flux has purged
+
+
+OPTIONS = FreeOptions(
+    "cluster.flux_batch",
+    OWN_KEYS,
+    r"[a-z][a-z0-9-]*",
+    "the long name of an option of flux batch",
+    "exclusive=true",
+    REPEATED,
+)
 
 
 class Flux(ByCommands):
@@ -94,20 +103,14 @@ class Flux(ByCommands):
     cancel_program = "flux cancel"
     job_id_form = re.compile(JOB_ID)
     sentinel = "# flux:"
+    # the second of a job that Flux has purged
+    ended = ("job is inactive", "unknown job id")
     forbidden: ClassVar[Mapping[str, str]] = {"{{": "'{{'", "\\": "'\\'"}
 
     def directives(self, spec: RunSpec, job: JobSpec, folder: RunFolder) -> list[str]:
         """Return the options of `flux batch`: a slot for each node, with all that its ranks use."""
         cluster = spec.cluster
-        free = free_options(
-            "cluster.flux_batch",
-            cluster.flux_batch,
-            OWN_KEYS,
-            r"[a-z][a-z0-9-]*",
-            "the long name of an option of flux batch",
-            "exclusive=true",
-            REPEATED,
-        )
+        free = OPTIONS.checked(cluster.flux_batch)
         if any("\\" in str(value) for value in free.values()):
             raise ConfigError(
                 "cluster.flux_batch", free, "must have no '\\', which Flux interprets"
@@ -180,15 +183,13 @@ class Flux(ByCommands):
             raise SchedulerUnavailableError("flux jobs", "printed no list of jobs")
         return [_found(row) for row in rows[1:]]
 
-    def cancel(self, job_ids: Sequence[str]) -> str | None:
-        """Cancel jobs by one `flux cancel`."""
-        result = run_command([*_flux("cancel"), *job_ids], environment=self.environment())
-        lines = [line for line in result.stderr.splitlines() if line.strip()]
-        if result.error is None or (
-            lines and all(any(text in line for text in ENDED) for line in lines)
-        ):
-            return None
-        return str(result.error)
+    def cancel_argv(self) -> list[str]:
+        """Return `flux cancel`."""
+        return _flux("cancel")
+
+    def command_environment(self) -> dict[str, str]:
+        """Return the environment with the variables that locate the Flux instance."""
+        return self.environment()
 
 
 def _flux(verb: str) -> list[str]:

@@ -20,7 +20,7 @@ from gems.runs.folder import RunFolder
 from jobs.batch.command import CommandResult, SchedulerUnavailableError, run_command, user_name
 from jobs.batch.job import Job
 from jobs.batch.resources import TOKEN_VARIABLE, JobSpec
-from jobs.batch.script import free_options
+from jobs.batch.script import FreeOptions
 from jobs.schedulers.by_commands import ByCommands, FoundJob
 from jobs.schedulers.scheduler import SCHEDULERS
 
@@ -62,10 +62,18 @@ STATES = {
 KILLED_BY_WALLTIME = "-29"
 BY_SIGTERM = ("143", "271")  # 128 and 256 and the signal, by release
 KILL = re.compile(r"=>> PBS: job killed: (?P<why>.*)")
-UNKNOWN_JOB = "Unknown Job Id"
-HAS_FINISHED = "has finished"
 NO_HISTORY = "not configured to maintain job history"
 CHUNK = 200  # jobs of one command line
+
+
+OPTIONS = FreeOptions(
+    "cluster.qsub",
+    OWN_KEYS,
+    r"[A-Za-z]|[a-z][a-z0-9_]+",
+    "an option of one letter, or a resource of -l",
+    "filesystems=home",
+    separator="_",
+)
 
 
 class Pbs(ByCommands):
@@ -78,6 +86,7 @@ class Pbs(ByCommands):
     cancel_program = "qdel"
     job_id_form = re.compile(JOB_ID)
     sentinel = "#PBS"
+    ended = ("Unknown Job Id", "has finished")
     forbidden: ClassVar[Mapping[str, str]] = {
         " ": SPACE,
         ",": "','",
@@ -106,7 +115,8 @@ class Pbs(ByCommands):
                 text,
                 "ask the site for a resource of good nodes",
             )
-        select = f"{job.nodes}:ncpus={job.tasks_per_node * job.cpus_per_task}:mpiprocs={job.tasks_per_node}"
+        cpus = job.tasks_per_node * job.cpus_per_task
+        select = f"{job.nodes}:ncpus={cpus}:mpiprocs={job.tasks_per_node}"
         if job.gpu_option is not None:
             select += f":ngpus={job.gpus_per_node}"
         own = [f"-N {self.job_name(spec.name)}", f"-l select={select}{chunk}"]
@@ -160,15 +170,32 @@ class Pbs(ByCommands):
             job_ids = [word for word in listed if self.job_id_form.fullmatch(word)]
         found = []
         for start in range(0, len(job_ids), CHUNK):
-            found += _query([*job_ids[start : start + CHUNK]], limit_s)
+            found += self._qstat([*job_ids[start : start + CHUNK]], limit_s)
         return found
 
-    def cancel(self, job_ids: Sequence[str]) -> str | None:
-        """Cancel jobs by one qdel."""
-        result = run_command(["qdel", *job_ids])
-        lines = [line for line in result.stderr.splitlines() if line.strip()]
-        has_ended = bool(lines) and all(map(_is_forgotten, lines))
-        return None if result.error is None or has_ended else str(result.error)
+    def _qstat(self, job_ids: list[str], limit_s: float | None) -> list[FoundJob]:
+        """Query some jobs by qstat.
+
+        Its JSON is not used: some releases leave out all jobs but the first, or print variables
+        that are not JSON.
+
+        Raises:
+            SchedulerError: qstat does not report each job as known or unknown.
+        """
+        result = _with_history(["qstat"], ["-f", *job_ids], limit_s)
+        if (error := self.error_of(result)) is not None:
+            raise error
+        over = [
+            line for line in result.stderr.splitlines() if any(text in line for text in self.ended)
+        ]
+        forgotten = re.findall(r"\b([0-9]+)\.", "\n".join(over))
+        rows = _rows(result.stdout)
+        missing = [job_id for job_id in job_ids if _number(job_id) not in {*rows, *forgotten}]
+        if missing:
+            raise SchedulerUnavailableError("qstat", f"printed nothing of job {missing[0]}")
+        return [
+            _found(job_id, rows[_number(job_id)]) for job_id in job_ids if _number(job_id) in rows
+        ]
 
     def kill_cause(self, text: str) -> str | None:
         """Read what PBS writes into the job's output before it ends it."""
@@ -185,11 +212,7 @@ def _free(cluster: ClusterConfig) -> tuple[dict[str, Any], dict[str, Any], str]:
 
     The chunks are those of the select option.
     """
-    form = r"[A-Za-z]|[a-z][a-z0-9_]+"
-    what = "an option of one letter, or a resource of -l"
-    options = free_options(
-        "cluster.qsub", cluster.qsub, OWN_KEYS, form, what, "filesystems=home", separator="_"
-    )
+    options = OPTIONS.checked(cluster.qsub)
     if "depend" in str(options.get("W", "")):
         raise ConfigError(
             "cluster.qsub.W", options["W"], "must have no depend", "use --after RUN or --chain N"
@@ -218,36 +241,6 @@ def _with_history(command: list[str], words: list[str], limit_s: float | None) -
     if result.error is not None and NO_HISTORY in result.error.reason:
         return run_command([*command, *words], limit_s=limit_s)
     return result
-
-
-def _query(job_ids: list[str], limit_s: float | None) -> list[FoundJob]:
-    """Query some jobs by qstat.
-
-    Its JSON is not used: some releases leave out all jobs but the first, or print variables that
-    are not JSON.
-
-    Raises:
-        SchedulerError: qstat does not report each job as known or unknown.
-    """
-    result = _with_history(["qstat"], ["-f", *job_ids], limit_s)
-    lines = [line for line in result.stderr.splitlines() if line.strip()]
-    forgotten = {
-        number
-        for line in lines
-        if _is_forgotten(line)
-        for number in re.findall(r"\b([0-9]+)\.", line)
-    }
-    if result.error is not None and not (lines and all(map(_is_forgotten, lines))):
-        raise result.error
-    rows = _rows(result.stdout)
-    missing = [job_id for job_id in job_ids if _number(job_id) not in {*rows, *forgotten}]
-    if missing:
-        raise SchedulerUnavailableError("qstat", f"printed nothing of job {missing[0]}")
-    return [_found(job_id, rows[_number(job_id)]) for job_id in job_ids if _number(job_id) in rows]
-
-
-def _is_forgotten(line: str) -> bool:
-    return UNKNOWN_JOB in line or HAS_FINISHED in line
 
 
 def _number(job_id: str) -> str:

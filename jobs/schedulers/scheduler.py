@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from gems.config import registries
+from gems.config.cluster_presets import host_names
 from gems.config.schema import ClusterConfig, RunSpec
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
@@ -22,6 +23,7 @@ from gems.utils.registry import Registry
 from jobs.batch.command import SchedulerError
 from jobs.batch.job import Job, JobQuery, ListedJob
 from jobs.batch.resources import JobSpec, Work
+from jobs.slurm.limits import is_on_site
 
 
 class Scheduler(ABC):
@@ -39,6 +41,7 @@ class Scheduler(ABC):
     job_id_form: ClassVar[re.Pattern[str]]
     has_arrays: ClassVar[bool] = False
     has_site_checks: ClassVar[bool] = False
+    has_probe_jobs: ClassVar[bool] = False
 
     def check_here(self) -> None:
         """Raise ConfigError if the system's commands are not on this machine."""
@@ -49,6 +52,35 @@ class Scheduler(ABC):
                 " cluster=local"
             )
             raise ConfigError("cluster.scheduler", self.name, text, advice)
+
+    def check_submission(self, cluster: ClusterConfig) -> None:
+        """Raise ConfigError on a machine of another site, or if a required setting is missing.
+
+        A submission needs these settings; a script may be shown without them.
+        """
+        if not is_on_site(cluster):
+            here = f"is not submitted from {host_names()[0]}"
+            text = f"{here}, which is none of its hosts ({', '.join(cluster.hosts)})"
+            advice = (
+                "submit it there, show it here with --dry-run, or set cluster.hosts=[] if this is"
+                " its login node"
+            )
+            raise ConfigError("cluster", cluster.name, text, advice)
+        if cluster.account_required and cluster.account is None and not self.account_of_user():
+            text = f"cluster {cluster.name} takes no job without an account"
+            advice = "give the one that your project is charged to"
+            raise ConfigError("cluster.account", "null", text, advice)
+        passes_nothing = str(cluster.sbatch.get("export", "")).upper() == "NONE"
+        has_setup = cluster.modules or cluster.setup or cluster.container_image is not None
+        if passes_nothing and not has_setup:
+            no_environment = "passes no environment on to jobs (cluster.sbatch.export=NONE)"
+            text = f"cluster {cluster.name} {no_environment}"
+            advice = "name those of the MPI and the CUDA that you use"
+            raise ConfigError("cluster.modules", "[]", text, advice)
+
+    def account_of_user(self) -> str | None:
+        """Return the account that the user's environment names."""
+        return None
 
     def job_name(self, name: str) -> str:
         """Return the name that the job of a run gets."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
-from gems.config.schema import ClusterConfig, RunSpec
+from gems.config.schema import RunSpec
 from gems.runs.folder import RunFolder
 from jobs.batch.command import run_command
-from jobs.batch.job import Job, JobId, JobQuery, ListedJob
+from jobs.batch.job import Job, JobId, ListedJob
 from jobs.batch.resources import JobSpec, Work
 from jobs.schedulers.scheduler import SCHEDULERS, Scheduler
 from jobs.slurm import environment as slurm_environment
@@ -45,7 +46,20 @@ class Slurm(Scheduler):
     queue_program = SQUEUE
     cancel_program = "scancel"
     job_id_form = re.compile(slurm_jobs.JOB_ID)
-    has_arrays = has_site_checks = True
+    has_arrays = has_site_checks = has_probe_jobs = True
+    clusters = staticmethod(slurm_environment.clusters)
+    notes = staticmethod(slurm_environment.notes)
+    find_submitted = staticmethod(slurm_jobs.find_submitted)
+    query_queue = staticmethod(partial(slurm_jobs.query_jobs, source=SQUEUE))
+    query_accounting = staticmethod(partial(slurm_jobs.query_jobs, source=SACCT))
+    find_job = staticmethod(slurm_jobs.find_job)
+    cancel = staticmethod(slurm_jobs.cancel_jobs)
+    num_queued = staticmethod(slurm_jobs.num_queued)
+    max_array_tasks = staticmethod(site.max_array_tasks)
+
+    def account_of_user(self) -> str | None:
+        """Return the account of sbatch's variable."""
+        return os.environ.get("SBATCH_ACCOUNT")
 
     def script(self, spec: RunSpec, job: JobSpec, folder: RunFolder) -> str:
         """Return the batch script of a run, by submitit."""
@@ -61,18 +75,6 @@ class Slurm(Scheduler):
 
         return submit_job(spec, job, folder, works, token)
 
-    def clusters(self, cluster: ClusterConfig) -> str:
-        """Return what `cluster.sbatch.clusters` or the user's environment chooses."""
-        return slurm_environment.clusters(cluster)
-
-    def notes(self, script: str) -> list[str]:
-        """Name the variables of the user's that sbatch gets, and those that it does not."""
-        return slurm_environment.notes(script)
-
-    def find_submitted(self, tokens: Iterable[str], clusters: str = "") -> dict[str, ListedJob]:
-        """Find the jobs of submissions by the names of their batch scripts."""
-        return slurm_jobs.find_submitted(tokens, clusters)
-
     def list_jobs(self, job_ids: Iterable[str]) -> list[ListedJob]:
         """List jobs by squeue; arrays are asked for as a whole."""
         found = []
@@ -81,36 +83,10 @@ class Slurm(Scheduler):
             found += slurm_jobs.list_jobs(f"--jobs={','.join(wholes)}", cluster)
         return found
 
-    def query_queue(self, job_ids: Iterable[str]) -> JobQuery:
-        """Query squeue."""
-        return slurm_jobs.query_jobs(job_ids, SQUEUE)
-
-    def query_accounting(self, job_ids: Iterable[str]) -> JobQuery:
-        """Query sacct."""
-        return slurm_jobs.query_jobs(job_ids, SACCT)
-
-    def find_job(self, job_id: str) -> tuple[Job | None, tuple[str, ...]]:
-        """Query sacct with the steps, or else scontrol."""
-        return slurm_jobs.find_job(job_id)
-
     def own_job(self, job_id: str, limit_s: float) -> Job | None:
         """Query scontrol."""
         local = JobId.parse(job_id).local  # in its own cluster, which is the default there
         return slurm_jobs.query_jobs([local], SCONTROL, limit_s=limit_s).jobs.get(local)
-
-    def cancel(self, job_ids: Sequence[str]) -> str | None:
-        """Cancel jobs by one scancel."""
-        return slurm_jobs.cancel_jobs(job_ids)
-
-    def num_queued(
-        self, partition: str | None = None, qos: str | None = None, clusters: str = ""
-    ) -> int | None:
-        """Count the jobs of this user by squeue."""
-        return slurm_jobs.num_queued(partition, qos, clusters)
-
-    def max_array_tasks(self) -> int:
-        """Return what the site's configuration allows."""
-        return site.max_array_tasks()
 
     def num_restarts(self) -> int:
         """Return the count that SLURM gives a job that starts again."""

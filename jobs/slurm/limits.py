@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
@@ -103,43 +102,6 @@ def is_on_site(cluster: ClusterConfig) -> bool:
     patterns = [pattern.lower() for pattern in cluster.hosts]
     is_named = any(fnmatchcase(name, pattern) for name in host_names() for pattern in patterns)
     return not patterns or is_named or own_job_id() is not None
-
-
-def check_submission(cluster: ClusterConfig) -> None:
-    """Raise ConfigError on a machine of another site, or if a required setting is missing.
-
-    A submission needs these settings; a script may be shown without them.
-    """
-    if not is_on_site(cluster):
-        text = (
-            f"is not submitted from {host_names()[0]}, which is none of its hosts"
-            f" ({', '.join(cluster.hosts)})"
-        )
-        advice = (
-            "submit it there, show it here with --dry-run, or set cluster.hosts=[] if this is its"
-            " login node"
-        )
-        raise ConfigError("cluster", cluster.name, text, advice)
-    is_slurm = cluster.scheduler == "slurm"
-    if (
-        cluster.account_required
-        and cluster.account is None
-        and not (is_slurm and os.environ.get("SBATCH_ACCOUNT"))
-    ):
-        text = f"cluster {cluster.name} takes no job without an account"
-        raise ConfigError(
-            "cluster.account", "null", text, "give the one that your project is charged to"
-        )
-    is_bare = str(cluster.sbatch.get("export", "")).upper() == "NONE" and not (
-        cluster.modules or cluster.setup
-    )
-    if is_bare and cluster.container_image is None:
-        text = (
-            f"cluster {cluster.name} passes no environment on to jobs (cluster.sbatch.export=NONE)"
-        )
-        raise ConfigError(
-            "cluster.modules", "[]", text, "name those of the MPI and the CUDA that you use"
-        )
 
 
 def check_queue(spec: RunSpec, job: JobSpec, num_queued: NumQueued = num_queued) -> None:
@@ -290,68 +252,45 @@ def _refusals(spec: RunSpec, job: JobSpec, found: Partition) -> Iterator[ConfigE
             yield ConfigError("cluster.account", account, f"{where} {text}", OTHER)
     if qos is not None and found.qos and str(qos) not in found.qos:
         yield ConfigError("cluster.sbatch.qos", qos, f"{where} takes {', '.join(found.qos)}", OTHER)
-    asks_gpus = job.gpu_option is not None
-    nodes = job.allocated_nodes
-    cpus = job.tasks_per_node * job.cpus_per_task
-    gpus = job.gpus_per_node if asks_gpus else 0
-    max_gpus, max_cpus = (
-        max((getattr(kind, name) for kind in found.kinds), default=None)
-        for name in ("gpus", "cpus")
-    )
-    fitting = found.count(cpus, gpus) if found.kinds else None
-    max_nodes, minutes = (None, None) if qos is not None else (found.max_nodes, found.minutes)
-    rank_cpus = (
-        f"times {job.tasks_per_node} ranks a node is {cpus}, and a node of {where} has at most"
-        f" {max_cpus} CPUs"
-    )
-    suffix = f" and {gpus} GPUs" if asks_gpus else ""
-    # requested and allowed; the key and its value, the reason, the advice
-    limits = (
-        (
-            gpus,
-            max_gpus,
-            "gpus_per_node",
-            gpus,
-            f"a node of {where} has at most {max_gpus} GPUs",
-            "ask for fewer",
-        ),
-        (cpus, max_cpus, "cpus_per_rank", job.cpus_per_task, rank_cpus, "use fewer of either"),
-        (
-            nodes,
-            found.num_nodes,
-            "nodes",
-            nodes,
-            f"{where} has {found.num_nodes} nodes",
-            "use fewer ranks",
-        ),
-        (
-            nodes,
-            fitting,
-            "nodes",
-            nodes,
-            f"{where} has {fitting} nodes of {cpus} CPUs{suffix} or more",
-            "use fewer ranks",
-        ),
-        (
-            nodes,
-            max_nodes,
-            "nodes",
-            nodes,
-            f"{where} allows a job at most {max_nodes} nodes",
-            "use fewer ranks",
-        ),
-        (
-            job.minutes,
-            minutes,
-            "minutes",
-            job.minutes,
-            f"{where} allows at most {minutes} minutes",
-            "ask for less",
-        ),
-    )
-    for wanted, limit, key, value, reason, advice in limits:
+    for wanted, limit, key, value, reason, advice in _size_limits(
+        job, found, is_lifted=qos is not None
+    ):
         if limit is not None and wanted > limit:
             yield ConfigError(f"cluster.{key}", value, reason, f"{advice}, {OTHER}")
+
+
+def _size_limits(
+    job: JobSpec, found: Partition, *, is_lifted: bool
+) -> Iterator[tuple[int, int | None, str, int, str, str]]:
+    """Yield what a job asks for and may have, the key and its value, the reason, the advice.
+
+    With `is_lifted`, a quality of service lifts the partition's own limits.
+    """
+    where = f"partition {found.name}"
+    nodes = job.allocated_nodes
+    per_node = job.tasks_per_node
+    cpus = per_node * job.cpus_per_task
+    gpus = job.gpus_per_node if job.gpu_option is not None else 0
+    max_gpus = max((kind.gpus for kind in found.kinds), default=None)
+    max_cpus = max((kind.cpus for kind in found.kinds), default=None)
+    most = f"a node of {where} has at most"
+    fewer = "ask for fewer"
+    yield gpus, max_gpus, "gpus_per_node", gpus, f"{most} {max_gpus} GPUs", fewer
+    reason = f"times {per_node} ranks a node is {cpus}, and {most} {max_cpus} CPUs"
+    yield cpus, max_cpus, "cpus_per_rank", job.cpus_per_task, reason, "use fewer of either"
+    fewer = "use fewer ranks"
+    yield nodes, found.num_nodes, "nodes", nodes, f"{where} has {found.num_nodes} nodes", fewer
+    fitting = found.count(cpus, gpus) if found.kinds else None
+    suffix = f" and {gpus} GPUs" if job.gpu_option is not None else ""
+    reason = f"{where} has {fitting} nodes of {cpus} CPUs{suffix} or more"
+    yield nodes, fitting, "nodes", nodes, reason, fewer
+    if is_lifted:
+        return
+    reason = f"{where} allows a job at most {found.max_nodes} nodes"
+    yield nodes, found.max_nodes, "nodes", nodes, reason, fewer
+    minutes = job.minutes
+    reason = f"{where} allows at most {found.minutes} minutes"
+    yield minutes, found.minutes, "minutes", minutes, reason, "ask for less"
 
 
 def _scope(limit: QueueLimit) -> str:

@@ -35,10 +35,10 @@ from gems.utils.run_module import RUN_MODULE
 from jobs.batch.job import JobId, UnclearSubmissionError, pickle_path, script_path
 from jobs.batch.resources import JobSpec, Work
 from jobs.batch.script import (
+    FreeOptions,
     call_submit,
     check_path,
     export_lines,
-    free_options,
     module_lines,
     render,
     report_short_job,
@@ -56,6 +56,9 @@ SUBMITTED = re.compile(
 SUBMITIT_PROGRAM = "submitit.core._submit"
 MAX_TIMEOUTS = 3  # submitit's default: how often it may requeue a job itself
 MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu")
+SBATCH_OPTIONS = FreeOptions(
+    "cluster.sbatch", OWN_KEYS, r"[a-z][a-z0-9-]*", "the long name of an sbatch option", "qos=debug"
+)
 
 
 def sbatch_script(
@@ -145,7 +148,8 @@ def _task_lines(folder: RunFolder, array: Sequence[RunFolder]) -> list[str]:
     """
     if not array:
         return []
-    output = f"{shlex.quote(str(folder.logs))}/${{SLURM_ARRAY_JOB_ID}}_${{SLURM_ARRAY_TASK_ID}}_0_log.out"
+    name = "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}_0_log.out"
+    output = f"{shlex.quote(str(folder.logs))}/{name}"
     return [
         f"runs=({shlex.join(str(run.path) for run in array)})",
         "run=${runs[SLURM_ARRAY_TASK_ID]}",
@@ -199,8 +203,7 @@ def call_sbatch(cluster: ClusterConfig, script: Path, token: str) -> str:
     """
     chosen = clusters(cluster)
     return call_submit(
-        ["sbatch"],
-        script,
+        ["sbatch", str(script)],
         submission_environment(script.read_text()),
         cluster,
         "SLURM",
@@ -224,23 +227,9 @@ def read_id(chosen: str, text: str) -> str | None:
     return found.pop() if is_sure else None
 
 
-def sbatch_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Check the free-form `cluster.sbatch` options.
-
-    True is a bare flag; false and null leave the option out.
-
-    Raises:
-        ConfigError: another key sets the option, or its text would break out of its line.
-    """
-    form = r"[a-z][a-z0-9-]*"
-    return free_options(
-        "cluster.sbatch", options, OWN_KEYS, form, "the long name of an sbatch option", "qos=debug"
-    )
-
-
 def _options(cluster: ClusterConfig, job: JobSpec) -> dict[str, Any]:
     """Return the options that submitit has no parameter for, or that sites request differently."""
-    free = sbatch_options(cluster.sbatch)
+    free = SBATCH_OPTIONS.checked(cluster.sbatch)
     memory = [name for name in free if name in MEMORY]
     if not cluster.supports_mem_option and memory:
         text = f"cluster {cluster.name} refuses options of memory"

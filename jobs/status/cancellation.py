@@ -17,8 +17,8 @@ from gems.utils.atomic_io import write_json
 from gems.utils.process_tree import end_stranger
 from gems.utils.tables import printable
 from jobs.schedulers.scheduler import cancel_jobs, scheduler_of, title
+from jobs.status.job_record import read_chain
 from jobs.status.lookup import Catalogue
-from jobs.status.ownership import read_chain
 from jobs.status.run_status import RunStatus, read_status, run_statuses
 from jobs.status.study_record import StudyRecord, requested_by
 

@@ -19,14 +19,12 @@ from typing import Any
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
 from gems.runs.owner import SUBMITTING, Owner, Verify, in_use, read_owner
-from gems.utils.atomic_io import read_json
 from gems.utils.process_tree import is_mentioned
 from jobs.batch.command import SchedulerError, SchedulerUnavailableError
 from jobs.batch.job import JobId, ListedJob, name_submission, script_path
 from jobs.schedulers.scheduler import find_submitted, is_job_id, list_jobs
+from jobs.status.job_record import JobRecord
 
-CHAIN_JSON = "chain.json"
-SLURM = "slurm"  # the default for submissions that earlier versions recorded without a system
 ABANDONED_WAIT_S = 10.0  # wait for a submission whose caller has ended
 OLD_S = 600.0
 POLL_S = 0.1
@@ -44,29 +42,23 @@ def gone_verifier(*, force: bool = False, find: Find | None = None) -> Verify:
     look_up = find or _find
 
     def verify(folder: RunFolder, owner: Owner) -> None:
-        status = folder.read_status()
-        chain = read_chain(folder)
-        if (
-            owner.is_released
-            and not chain
-            and (owner.job_id is None or status.get("state") == "finished")
-        ):
+        record = JobRecord.read(folder)
+        chain = record.chain
+        has_finished = owner.job_id is None or record.status.get("state") == "finished"
+        if owner.is_released and not chain and has_finished:
             return
         if owner.job_id is None and owner.is_alive_here:
-            what = (
-                "it is being submitted"
-                if status.get("state") == SUBMITTING
-                else "a run goes on there"
-            )
+            is_submitting = record.status.get("state") == SUBMITTING
+            what = "it is being submitted" if is_submitting else "a run goes on there"
             raise in_use(folder, f"{what} (process {owner.pid})", "wait for it, or change name=")
         doubt = None
         found = None
         active = None
         try:
             # the owner may already have the job's number, because status.json is written later
-            if is_submitting(status, owner):
+            if record.is_submission_of(owner):
                 found = complete_submissions([folder]).get(owner.token)
-            own = owner.job_id if found is None else _own_number(found, status)
+            own = owner.job_id if found is None else record.own_number(found)
             for job_id in dict.fromkeys(filter(None, (own, *chain))):
                 job = found if found is not None and found.job_id == job_id else look_up(job_id)
                 if job is not None and job.is_active:
@@ -80,16 +72,12 @@ def gone_verifier(*, force: bool = False, find: Find | None = None) -> Verify:
         if owner.is_released or (force and doubt is not None):
             return
         if doubt is not None:
+            is_unknown = owner.job_id is None
             whose = (
-                f"job {owner.job_id}"
-                if owner.job_id is not None
-                else "a job whose submission was interrupted"
+                "a job whose submission was interrupted" if is_unknown else f"job {owner.job_id}"
             )
-            raise in_use(
-                folder,
-                f"belongs to {whose}, and nobody can tell whether it has ended ({doubt})",
-                UNSURE,
-            )
+            why = f"belongs to {whose}, and nobody can tell whether it has ended ({doubt})"
+            raise in_use(folder, why, UNSURE)
         if owner.job_id is None and owner.is_alive_here is None and found is None:
             _check_other_host(folder, owner, force)
 
@@ -119,15 +107,6 @@ def _check_other_host(folder: RunFolder, owner: Owner, force: bool) -> None:
     )
 
 
-def is_submitting(status: Mapping[str, Any], owner: Owner) -> bool:
-    """Return whether status.json says that this owner submits and has no job ID yet."""
-    return (
-        status.get("state") == SUBMITTING
-        and status.get("token") == owner.token
-        and not owner.is_released
-    )
-
-
 def complete_submissions(folders: Sequence[RunFolder]) -> dict[str, ListedJob]:
     """Complete the interrupted submissions of some folders; return the jobs by token.
 
@@ -141,10 +120,10 @@ def complete_submissions(folders: Sequence[RunFolder]) -> dict[str, ListedJob]:
     for folder in folders:
         with contextlib.suppress(ConfigError, OSError):
             owner = read_owner(folder)
-            status = folder.read_status()
-            if owner is not None and is_submitting(status, owner) and not owner.is_alive_here:
+            record = JobRecord.read(folder)
+            if owner is not None and record.is_submission_of(owner) and not owner.is_alive_here:
                 owners[folder.path] = owner
-                tokens[owner.token] = str(status.get("scheduler", SLURM))
+                tokens[owner.token] = record.system
                 if owner.is_alive_here is False:
                     _await_submission(owner.token)
     found = find_submitted(tokens)
@@ -153,7 +132,7 @@ def complete_submissions(folders: Sequence[RunFolder]) -> dict[str, ListedJob]:
             job = found[owner.token]
             folder = RunFolder(path)
             with contextlib.suppress(OSError):  # the folder may belong to another user
-                job_id = _own_number(job, folder.read_status())
+                job_id = JobRecord.read(folder).own_number(job)
                 if job.command:
                     name_submission(
                         Path(job.command).parent, owner.token, JobId.parse(job.job_id).number
@@ -171,10 +150,14 @@ def record_submission(
     facts: Mapping[str, Any] | None = None,
 ) -> None:
     """Record the job of a submission as the owner, and the state, unless this has been done."""
-    if is_submitting(status := folder.read_status(), owner):
+    record = JobRecord.read(folder)
+    if record.is_submission_of(owner):
         owner.update(folder, job_id=job_id)
         folder.change_status(
-            status, state, ("token", "scheduler", "task"), **{**(facts or {}), "job_id": job_id}
+            record.status,
+            state,
+            ("token", "scheduler", "task"),
+            **{**(facts or {}), "job_id": job_id},
         )
 
 
@@ -190,15 +173,6 @@ def _await_submission(token: str) -> None:
         if time.monotonic() > deadline_s:
             raise SchedulerUnavailableError("the submission", "has not answered yet")
         pause.wait(POLL_S)
-
-
-def _own_number(job: ListedJob, status: Mapping[str, Any]) -> str:
-    """Return the number of a run's own job.
-
-    `job` is any task of the submission, and `status` is the run's status.json.
-    """
-    task = status.get("task")
-    return str(JobId.parse(job.job_id)._replace(task="" if task is None else str(task)))
 
 
 def find_among(job_ids: Iterable[str]) -> Find:
@@ -235,18 +209,3 @@ def _find(job_id: str) -> ListedJob | None:
     if not is_job_id(job_id):
         raise SchedulerError("the queue", f"cannot be asked for job {job_id!r}")
     return next((job for job in list_jobs([job_id]) if job.job_id == job_id), None)
-
-
-def read_chain(folder: RunFolder) -> list[str]:
-    """Read the numbers of the jobs that continue the run one after the other.
-
-    The list is empty if the run has a single job.
-    """
-    job_ids: Any = None
-    with contextlib.suppress(OSError, ValueError):
-        job_ids = read_json(folder.path / CHAIN_JSON).get("jobs")
-    return (
-        [str(job_id) for job_id in job_ids if is_job_id(job_id)]
-        if isinstance(job_ids, list)
-        else []
-    )

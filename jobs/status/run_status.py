@@ -28,7 +28,8 @@ from jobs.schedulers.scheduler import (
     scheduler_of,
 )
 from jobs.slurm.jobs import HELD, NEVER_SATISFIED, SACCT, on
-from jobs.status.ownership import SLURM, complete_submissions, read_chain
+from jobs.status.job_record import JobRecord, read_chain
+from jobs.status.ownership import complete_submissions
 
 MISSING = "missing"
 UNREADABLE = "unreadable"
@@ -224,7 +225,7 @@ def _submission(run: RunStatus, doubt: str | None) -> RunStatus:
     is_here = is_alive_here(run.status)
     if is_here or is_here is None:
         return replace(run, source=PROCESS, is_guess=is_here is None, note=f"by {where}")
-    scheduler = scheduler_at(str(run.status.get("scheduler", SLURM)))
+    scheduler = scheduler_at(JobRecord.read(run.folder).system)
     system = scheduler.title if scheduler is not None else "the batch system"
     if doubt is not None:
         return replace(

@@ -111,9 +111,8 @@ def _words(key: str, choice: Any) -> list[str]:
     """Return the overrides of one choice on an axis."""
     if isinstance(choice, list):
         return choice
-    return [
-        f"{key}={'null' if choice is None else str(choice).lower() if isinstance(choice, bool) else choice}"
-    ]
+    text = str(choice).lower() if isinstance(choice, bool) else choice
+    return [f"{key}={'null' if choice is None else text}"]
 
 
 def _checked(values: dict[str, Any]) -> StudyConfig:

@@ -37,9 +37,10 @@ from jobs.launch.submission import start_run
 from jobs.launch.transaction import Ownership, submit_owned
 from jobs.preflight.checks import passed, preflight, site_checks
 from jobs.schedulers.scheduler import SCHEDULERS
-from jobs.slurm.limits import check_limits, check_submission, is_on_site, queue_limit
+from jobs.slurm.limits import check_limits, is_on_site, queue_limit
 from jobs.slurm.site import cached_site_queries
-from jobs.status.ownership import find_among, gone_verifier, read_chain
+from jobs.status.job_record import read_chain
+from jobs.status.ownership import find_among, gone_verifier
 from jobs.status.run_status import run_statuses
 from jobs.status.study_record import StudyRecord
 from jobs.studies.points import Point
@@ -98,6 +99,7 @@ class StudyRunner:
         self._submitted: list[Point] = []
         self._is_stopped = False
         self._has_arrays = True  # until a site refuses an array but takes its points
+        self.num_due = len(due)
         self.waiting = list(due)
         self.refused: dict[Path, GemsError] = {}
 
@@ -187,7 +189,7 @@ class StudyRunner:
         spec = packs[0][0].spec
         try:
             job = pack_resources(packs[0])
-            check_submission(spec.cluster)
+            SCHEDULERS[spec.cluster.scheduler].check_submission(spec.cluster)
             num_free = slots.num_free(spec, job)
             fitting = packs[: int(min(num_free, len(packs)))]
             self._hold_back(packs[len(fitting) :])

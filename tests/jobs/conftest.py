@@ -107,7 +107,7 @@ def collected(monkeypatch: pytest.MonkeyPatch) -> list[RunFolder]:
     """Put a note in the place of the collection, whose own tests read real traces."""
     seen: list[RunFolder] = []
 
-    def note(folder: RunFolder, **more: Any) -> int:
+    def note(folder: RunFolder, summary: str) -> int:
         seen.append(folder)
         return 0
 

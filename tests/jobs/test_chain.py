@@ -21,7 +21,8 @@ from jobs.launch.launch import StopRequest
 from jobs.launch.own_job import hand_over, requeue_refusal
 from jobs.launch.submission import submit_chain
 from jobs.slurm.sbatch import sbatch_script
-from jobs.status.ownership import CHAIN_JSON, gone_verifier, read_chain
+from jobs.status.job_record import CHAIN_JSON, read_chain
+from jobs.status.ownership import gone_verifier
 from jobs.status.run_status import run_statuses
 from tests.helpers.fake_slurm import FakeSlurm
 

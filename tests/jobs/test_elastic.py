@@ -29,7 +29,7 @@ from jobs.launch.batch import BatchJob, run_prepared
 from jobs.launch.deputy import main as deputy
 from jobs.launch.elastic import Recovery
 from jobs.launch.launch import StopRequest
-from jobs.status.ownership import CHAIN_JSON
+from jobs.status.job_record import CHAIN_JSON
 from jobs.status.run_status import read_recorded
 from tests.helpers.fake_slurm import FakeSlurm
 

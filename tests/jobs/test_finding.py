@@ -8,8 +8,9 @@ from __future__ import annotations
 import pytest
 
 from gems.runs.failure_cause import FailureCause
+from jobs.diagnosis.causes import ADVICE, BY_SPECIFICITY
 from jobs.diagnosis.log_patterns import Finding
-from jobs.diagnosis.report import BY_SPECIFICITY, judge
+from jobs.diagnosis.report import judge
 
 
 def found(cause: FailureCause, time_ns: int | None = None, *, follows: bool = False) -> Finding:
@@ -73,3 +74,9 @@ def test_every_cause_of_a_failure_has_its_place() -> None:
         *BY_SPECIFICITY,
         *(cause for cause in FailureCause if not cause.is_failure),
     }
+
+
+def test_advice_is_for_causes_by_their_names_and_ends_with_what_fits_all() -> None:
+    last = {cause: pattern for cause, pattern, *_ in ADVICE}
+    assert set(last) <= {str(cause) for cause in FailureCause}
+    assert {cause for cause in BY_SPECIFICITY if last[cause]} == set()

@@ -16,8 +16,8 @@ import pytest
 from gems.config.overrides import options_of
 from gems.config.schema import RunSpec
 from gems.runs.folder import RunFolder
+from jobs.batch.launchers import command
 from jobs.batch.resources import job_spec
-from jobs.launch.launchers import command
 from jobs.schedulers.scheduler import SCHEDULERS
 from jobs.slurm.limits import check_limits
 from tests.helpers.job_helpers import ROOT

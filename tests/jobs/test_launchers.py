@@ -15,8 +15,9 @@ from gems.launch import local_launcher as ranks
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
 from gems.utils.run_module import RUN_MODULE
+from jobs.batch.launchers import command, module_on_each_node
 from jobs.batch.resources import job_spec
-from jobs.launch.launchers import command, sweep_by_srun
+from jobs.launch.launch import SWEEP
 
 FOLDER = RunFolder(Path("/runs/it's mine"))
 CODE_ZIP = "/runs/it's mine/provenance/code.zip"
@@ -88,7 +89,7 @@ def test_srun_without_gpus_and_without_an_mpi_plugin(resolved: Callable[..., Run
 
 
 def test_sweep_runs_once_a_node(resolved: Callable[..., RunSpec]) -> None:
-    assert sweep_by_srun(job_spec(resolved("cluster=mini")), FOLDER) == [
+    assert module_on_each_node(job_spec(resolved("cluster=mini")), FOLDER, SWEEP) == [
         "srun",
         "--nodes=2",
         "--ntasks=2",
@@ -104,7 +105,7 @@ def test_sweep_runs_once_a_node(resolved: Callable[..., RunSpec]) -> None:
 def test_without_a_snapshot_the_code_as_it_is(resolved: Callable[..., RunSpec]) -> None:
     job = job_spec(resolved("cluster=mini", "cluster.archive_code=false"))
     assert command(job, FOLDER)[-5:] == [sys.executable, *PROGRAM]
-    assert sweep_by_srun(job, FOLDER)[-4:] == [
+    assert module_on_each_node(job, FOLDER, SWEEP)[-4:] == [
         sys.executable,
         *RUN_MODULE,
         "gems.launch.mpich_cleanup",

@@ -16,8 +16,9 @@ from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from jobs.batch.resources import job_spec
 from jobs.cli.submit import submit
+from jobs.schedulers.scheduler import SCHEDULERS
 from jobs.slurm.jobs import num_queued
-from jobs.slurm.limits import check_limits, check_queue, check_submission, queue_limit
+from jobs.slurm.limits import check_limits, check_queue, queue_limit
 
 LIMITS = [
     QueueLimit(qos="debug", minutes=30, queued_jobs=1),
@@ -148,6 +149,7 @@ def test_what_a_site_wants_of_a_submission(
     resolved: Callable[..., RunSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("SBATCH_ACCOUNT", raising=False)
+    check_submission = SCHEDULERS["slurm"].check_submission
     check_submission(on(resolved).cluster)
     strict = on(resolved, account_required=True).cluster
     with pytest.raises(

@@ -16,7 +16,8 @@ from gems.errors import NodeFailedError
 from gems.runs.folder import RunFolder
 from gems.utils.atomic_io import read_json
 from jobs.batch.resources import JobSpec, job_spec
-from jobs.launch.nodes import NodeCheck, select_nodes
+from jobs.launch.nodes import select_nodes
+from jobs.probes.nodes import NodeCheck
 from tests.helpers.fake_slurm import FakeSlurm
 
 pytestmark = pytest.mark.timeout(60)

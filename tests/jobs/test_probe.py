@@ -20,9 +20,9 @@ from gems.runs.folder import RunFolder
 from gems.utils.atomic_io import write_json
 from jobs.batch.resources import job_spec
 from jobs.cli.probe import probe, probe_table
-from jobs.launch import mpi_probe
-from jobs.launch.mpi_probe import probe_argv, probe_in_job, probe_json, read_probe
-from jobs.preflight.known_probe import describe_probe, keep_probe, known_probe, needs_probe
+from jobs.probes import mpi as mpi_probe
+from jobs.probes.mpi import probe_argv, probe_in_job, probe_json, read_probe
+from jobs.probes.results import describe_probe, keep_probe, known_probe, needs_probe
 from tests.helpers.fake_slurm import FakeSlurm
 
 HOST = {"latency_s": 2e-6, "bytes_per_s": 5e9, "message_bytes": 4194304}

@@ -29,7 +29,9 @@ from jobs.diagnosis.root_cause import Failure
 from jobs.launch import launch as launch_module
 from jobs.launch import own_job
 from jobs.launch.batch import BatchJob
+from jobs.launch.elastic import Recovery
 from jobs.launch.launch import StopRequest, launch
+from jobs.status.job_record import LAUNCHER, JobRecord
 from tests.helpers.fake_slurm import FakeSlurm
 from tests.helpers.job_helpers import ROOT, wait_until
 
@@ -84,7 +86,8 @@ def in_job(
             return ended
 
         monkeypatch.setattr(launch_module, "run_ranks", ranks)
-        return launch(folder, spec, work=BatchJob((str(folder.path),))), folder
+        recovery = Recovery(folder, BatchJob((str(folder.path),)))
+        return launch(folder, spec, recovery=recovery), folder
 
     return go
 
@@ -139,7 +142,7 @@ def test_a_run_that_exceeds_its_memory_is_put_back_until_the_bound(
     folder = RunFolder(tmp_path)
     cluster = replace(resolved("cluster=pbs").cluster, max_requeues=1)
     assert own_job.requeue_refusal(folder, cluster, FailureCause.HOST_MEMORY) is None
-    own_job.add_requeue(folder, FailureCause.HOST_MEMORY, own_job.LAUNCHER, 7)
+    JobRecord.read(folder).with_requeue(FailureCause.HOST_MEMORY, LAUNCHER, 7)
     refusal = own_job.requeue_refusal(folder, cluster, FailureCause.HOST_MEMORY)
     assert refusal == "it has started again 1 times, which is cluster.max_requeues"
 

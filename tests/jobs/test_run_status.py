@@ -17,7 +17,7 @@ from gems.runs.heartbeat import Heartbeat
 from gems.utils.atomic_io import write_json
 from gems.utils.process_tree import start_time
 from jobs.status import run_status
-from jobs.status.ownership import CHAIN_JSON
+from jobs.status.job_record import CHAIN_JSON
 from jobs.status.run_status import RunStatus, is_alive_here, read_recorded, run_statuses
 from tests.helpers.fake_slurm import FakeSlurm
 

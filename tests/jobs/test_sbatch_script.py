@@ -22,7 +22,7 @@ from gems.runs.folder import RunFolder
 from gems.utils.run_module import RUN_MODULE
 from jobs.batch.resources import job_spec
 from jobs.cli.submit import submit
-from jobs.slurm.sbatch import sbatch_options, sbatch_script
+from jobs.slurm.sbatch import SBATCH_OPTIONS, sbatch_script
 
 SBATCH = """#!{python}
 import json, os, pathlib, sys
@@ -200,7 +200,7 @@ def test_a_shell_reads_the_values_as_they_are(
 )
 def test_sbatch_options_that_are_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        sbatch_options(options)
+        SBATCH_OPTIONS.checked(options)
 
 
 def test_sbatch_options_that_are_taken() -> None:
@@ -212,7 +212,12 @@ def test_sbatch_options_that_are_taken() -> None:
         "mem": 0,
         "gres": None,
     }
-    assert sbatch_options(given) == {"qos": "high", "exclusive": True, "mail-type": "END", "mem": 0}
+    assert SBATCH_OPTIONS.checked(given) == {
+        "qos": "high",
+        "exclusive": True,
+        "mail-type": "END",
+        "mem": 0,
+    }
 
 
 @pytest.mark.parametrize(

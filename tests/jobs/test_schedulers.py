@@ -23,16 +23,17 @@ from gems.runs.owner import own_job_id, read_owner
 from gems.utils.run_module import RUN_MODULE
 from jobs.batch.command import SchedulerError
 from jobs.batch.job import UnclearSubmissionError
+from jobs.batch.launchers import command
 from jobs.batch.resources import job_spec
 from jobs.cli.logs import find_log
 from jobs.launch import own_job
 from jobs.launch.batch import BatchJob
-from jobs.launch.launchers import command
 from jobs.launch.submission import start_run, submit_chain
 from jobs.preflight.checks import preflight
 from jobs.schedulers import pbs as pbs_module
 from jobs.schedulers.scheduler import SCHEDULERS, find_job, query_queue, scheduler_of
 from jobs.status.cancellation import cancel_all
+from jobs.status.job_record import JobRecord
 from jobs.status.lookup import Catalogue
 from jobs.status.run_status import RunStatus, run_statuses
 from tests.helpers.fake_schedulers import FakeScheduler
@@ -138,7 +139,7 @@ def test_a_job_that_is_asked_to_save_continues_as_another_until_it_is_cancelled(
     wait_until(lambda: (status(spec).step or 0) > 1, 200.0)
     os.kill(folder.read_status()["pid"], signal.SIGUSR2)
     wait_until(lambda: folder.read_status().get("job_id") == SECOND[system], 60.0)
-    (row,) = own_job.read_requeues(folder)
+    (row,) = JobRecord.read(folder).requeues
     assert (row["why"], row["job_id"]) == (FailureCause.TIME_LIMIT, FIRST[system])
     wait_until(
         lambda: status(spec).state == "running" and (status(spec).step or 0) > row["step"], 100.0

@@ -23,8 +23,9 @@ from gems.errors import ConfigError
 from gems.launch.local_launcher import run_ranks
 from gems.runs.folder import RunFolder
 from gems.utils.run_module import RUN_MODULE
+from jobs.batch.launchers import command, module_on_each_node
 from jobs.batch.resources import job_spec
-from jobs.launch.launchers import command, sweep_by_srun
+from jobs.launch.launch import SWEEP
 from jobs.slurm.sbatch import sbatch_script
 from tests.helpers.job_helpers import ROOT
 
@@ -199,7 +200,7 @@ def written(spec: RunSpec) -> tuple[str, list[str]]:
     job = job_spec(spec)
     folder = RunFolder.of(spec)
     script = sbatch_script(spec, job, folder)
-    sweep_by_srun(job, folder)
+    module_on_each_node(job, folder, SWEEP)
     return script, command(job, folder)
 
 

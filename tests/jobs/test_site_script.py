@@ -20,9 +20,10 @@ from gems.errors import ConfigError
 from gems.launch.local_launcher import Ended
 from gems.runs.folder import RunFolder
 from gems.utils.run_module import RUN_MODULE
+from jobs.batch.launchers import command, module_on_each_node
 from jobs.batch.resources import job_spec
 from jobs.launch import launch as launch_module
-from jobs.launch.launchers import command, sweep_by_srun
+from jobs.launch.launch import SWEEP
 from jobs.slurm.sbatch import sbatch_script
 from tests.helpers.job_helpers import ROOT
 
@@ -161,7 +162,7 @@ def test_apptainer(resolved: Callable[..., RunSpec], runtime: str) -> None:
         "python3",
         *IN_JOB,
     ]
-    sweep = sweep_by_srun(job_spec(on(resolved, **image, python="python3.12")), FOLDER)
+    sweep = module_on_each_node(job_spec(on(resolved, **image, python="python3.12")), FOLDER, SWEEP)
     assert sweep[sweep.index(runtime) :] == [
         runtime,
         "exec",

@@ -10,8 +10,8 @@ import pytest
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
+from jobs.batch.launchers import command
 from jobs.batch.resources import job_spec
-from jobs.launch.launchers import command
 from jobs.launch.staging import staged
 from tests.helpers.fake_slurm import FakeSlurm
 

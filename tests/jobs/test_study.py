@@ -25,11 +25,11 @@ from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
 from gems.utils.run_module import RUN_MODULE
 from jobs.__main__ import VERBS
+from jobs.batch import launchers
+from jobs.batch.launchers import command
 from jobs.batch.resources import JobSpec, job_spec
 from jobs.cli import study as study_module
 from jobs.cli.study import draw, is_due, point_state
-from jobs.launch import launchers
-from jobs.launch.launchers import command
 from jobs.launch.submission import start_run
 from jobs.slurm.limits import refusal as sbatch_refusal
 from jobs.status.run_status import run_statuses
@@ -500,6 +500,7 @@ def test_wait_submits_as_room_comes_and_ends_with_the_last_job(
     assert len(stub.drawn) == 1 and len(stub.drawn[0]) == 2
 
 
+@pytest.mark.usefixtures("queued")
 @pytest.mark.parametrize(
     ("refusal", "others", "waiting", "code"),
     [
@@ -535,7 +536,6 @@ def test_what_sbatch_refuses_for_now_waits_and_what_it_refuses_for_good_is_said(
     waiting: int,
     code: int,
     study: Callable[..., int],
-    queued: list[str],
     slurm: FakeSlurm,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],

@@ -27,7 +27,7 @@ IN_A_JOB = """
 import os, sys, pathlib
 from gems.launch.local_launcher import rank_environment
 from gems.runs.folder import RunFolder
-from jobs.launch.mpi_probe import probe_in_job
+from jobs.probes.mpi import probe_in_job
 from jobs.batch.resources import job_spec
 folder = RunFolder(pathlib.Path(sys.argv[1]))
 spec = folder.read_spec()

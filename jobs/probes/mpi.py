@@ -15,9 +15,9 @@ from gems.errors import ConfigError, RankFailedError, StalledError
 from gems.launch.local_launcher import Ended, mpiexec_argv, run_ranks
 from gems.runs.folder import RunFolder
 from gems.utils.stdio import report
+from jobs.batch.launchers import by_flux, by_hydra, by_pals, by_srun, rank_program
 from jobs.batch.resources import JobSpec
-from jobs.launch.launchers import by_flux, by_hydra, by_pals, by_srun, rank_program
-from jobs.preflight.known_probe import RANKS, describe_probe, keep_probe, needs_probe
+from jobs.probes.results import RANKS, describe_probe, keep_probe, needs_probe
 from jobs.status.run_status import read_or_empty
 
 LIMIT_S = 180.0

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from gems.config import registries
@@ -139,33 +138,18 @@ def by_simulator(job: JobSpec, folder: RunFolder) -> list[str]:
     return [*job.python, *_words(job, "gems.runs.simulated_run"), str(folder.path)]
 
 
-def sweep_by_srun(job: JobSpec, folder: RunFolder) -> list[str]:
-    """Return the command line that removes stale shared-memory files on every node of the ranks."""
-    inside = folder.path if job.snapshot else None
-    program = _in_container(job, _module(job, folder, "gems.launch.mpich_cleanup"), inside)
-    return [*on_each_node(job), *_container_options(job, inside), *program]
-
-
-def check_by_srun(job: JobSpec, folder: RunFolder, nodes: Sequence[str]) -> list[str]:
-    """Return the command line that checks some nodes of an allocation, with their ranks' GPUs."""
-    name, gpus = job.gpu_option or ("", "")
-    option = (
-        (f"--gpus-per-node={job.gpus_per_node}" if name == "gpus-per-task" else f"--{name}={gpus}")
-        if name
-        else ""
-    )
-    words = [
-        *_module(job, folder, "gems.launch.node_check"),
-        str(folder.path),
-        str(job.gpus_per_node),
-    ]
-    every = replace(job, nodes=len(nodes), nodelist=tuple(nodes))
-    program = _in_container(job, words, folder.path)
+def module_on_each_node(
+    job: JobSpec, folder: RunFolder, module: str, *words: str, asks_gpus: bool = False
+) -> list[str]:
+    """Return the command line that runs one of our modules once on each node of a job."""
+    name, gpus = (job.gpu_option if asks_gpus else None) or ("", "")
+    if name == "gpus-per-task":  # a task here is a node
+        name, gpus = "gpus-per-node", str(job.gpus_per_node)
     return [
-        *on_each_node(every),
-        *([option] if option else []),
+        *on_each_node(job),
+        *([f"--{name}={gpus}"] if name else []),
         *_container_options(job, folder.path),
-        *program,
+        *_in_container(job, [*_module(job, folder, module), *words], folder.path),
     ]
 
 
@@ -233,7 +217,7 @@ def _shape(job: JobSpec, tasks_per_node: int) -> list[str]:
     ]
 
 
-def _in_container(job: JobSpec, program: Sequence[str], folder: Path | None) -> list[str]:
+def _in_container(job: JobSpec, program: Sequence[str], folder: Path) -> list[str]:
     """Return the command that runs `program`, wrapped in the job's container runtime if it has one.
 
     shifter keeps the working directory and mounts the site's file systems by itself.
@@ -263,7 +247,7 @@ def _in_container(job: JobSpec, program: Sequence[str], folder: Path | None) -> 
     return [cluster.container, "exec", *binds, *home, *cluster.container_options, image, *program]
 
 
-def _container_options(job: JobSpec, folder: Path | None) -> list[str]:
+def _container_options(job: JobSpec, folder: Path) -> list[str]:
     """Return the container options of srun itself; pyxis and uenv are srun plug-ins.
 
     A uenv sees all file systems.
@@ -275,24 +259,28 @@ def _container_options(job: JobSpec, folder: Path | None) -> list[str]:
     if cluster.container == UENV:
         return [f"--uenv={image}", *cluster.container_options]
     mounts = ",".join(f"{path}:{path}" for path in _shared(job, folder))
-    mount_option = [f"--container-mounts={mounts}"] if mounts else []
     home = [f"--container-workdir={path}" for path in _home(job, folder)]
-    return [f"--container-image={image}", *mount_option, *home, *cluster.container_options]
+    return [
+        f"--container-image={image}",
+        f"--container-mounts={mounts}",
+        *home,
+        *cluster.container_options,
+    ]
 
 
-def _home(job: JobSpec, folder: Path | None) -> list[Path]:
+def _home(job: JobSpec, folder: Path) -> list[Path]:
     """Return the working directory inside the container.
 
     A code archive is in the run folder, so no other folder is needed there.
     """
     if job.snapshot:
-        return [folder] if folder is not None else []
+        return [folder]
     return [CODE] if CHECKOUT.exists() else []
 
 
-def _shared(job: JobSpec, folder: Path | None) -> list[Path]:
+def _shared(job: JobSpec, folder: Path) -> list[Path]:
     code = [CODE] if CHECKOUT.exists() and not job.snapshot else []
-    paths = [*code, *([folder] if folder is not None else [])]
+    paths = [*code, folder]
     for path in paths:
         if any(character in str(path) for character in ",:\\"):
             key = "runs_dir" if path == folder else "folder of the code"
@@ -300,14 +288,7 @@ def _shared(job: JobSpec, folder: Path | None) -> list[Path]:
             raise ConfigError(
                 key, path, f"{text}to be seen in a container", "choose another runs_dir= or name="
             )
-    return [
-        *paths,
-        *(
-            [_code_zip(job, RunFolder(folder))]
-            if STAGED_CODE in job.staged and folder is not None
-            else []
-        ),
-    ]
+    return [*paths, *([_code_zip(job, RunFolder(folder))] if STAGED_CODE in job.staged else [])]
 
 
 LAUNCHERS: Registry[Launcher] = registries.LAUNCHERS

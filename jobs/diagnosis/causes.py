@@ -1,0 +1,255 @@
+"""The diagnosis as tables: what shows each cause of a run's end, and what to change.
+
+Rows are tried from the top; the first that matches counts.
+"""
+
+from __future__ import annotations
+
+import re
+
+from gems.errors import ConfigError, DoesNotFitError, StalledError
+from gems.runs.failure_cause import FILE_SYSTEM_ERRORS, FailureCause
+from jobs.slurm.jobs import NEVER_SATISFIED, NODE_FAILURE
+
+NODE = r"(?P<node>[A-Za-z0-9][A-Za-z0-9._-]*)"
+FILE_ERRNO = f"(?:{'|'.join(map(str, sorted(FILE_SYSTEM_ERRORS)))})"
+
+
+FOLLOWS = "may follow"
+# Cause by its name, pattern in a line of a log; FOLLOWS if the line may be a consequence of something else. A
+# group `node` names the node at fault.
+LOG_PATTERNS: tuple[tuple[str, ...], ...] = (
+    # A network's failures read like those of a file system or of memory: the lines that end with an
+    # errno's text.
+    (
+        "exception",
+        r"\bOFI (?:call )?\w+ failed|UCX +ERROR|\bibv_\w+\b.*[Ff]ail|NCCL WARN .*failed",
+        FOLLOWS,
+    ),
+    ("node failed", NODE_FAILURE.pattern),
+    (
+        "node failed",
+        r"(?i)(?:task|batch|job) launch .*failed.*prolog|prolog (?:failure|failed|error)",
+    ),
+    # MPICH's own shared memory, left behind by killed ranks, reads as a lack of memory.
+    (
+        "launcher",
+        r"MPIDI_POSIX\w*\(\d+\).*[Oo]ut of memory|unable to open shared memory"
+        r"|mpich_shm_\S+.*(?:denied|exists)",
+    ),
+    (
+        "out of memory on device",
+        r"(?:CUDA|HIP|XPU)(?: error:)? out of memory|OutOfMemoryError|cudaErrorMemoryAllocation"
+        r"|CU(?:BLAS|DNN)_STATUS_ALLOC_FAILED|hipErrorOutOfMemory",
+    ),
+    (
+        "out of memory on host",
+        r"[Dd]etected \d+ oom[-_]kill event|oom[-_]kill(?:er)?[:\s]"
+        r"|exceeded (?:job |step )?memory limit"
+        r"|srun: error: " + NODE + r": tasks? [\d,-]+: Out Of Memory"
+        r"|Out of memory: Killed process|Memory cgroup out of memory"
+        r"|[Kk]illed by the cgroup out-of-memory handler"
+        r"|\bMemoryError\b|std::bad_alloc|DefaultCPUAllocator: .*allocate memory"
+        r"|Cannot allocate memory|insufficient shared memory"
+        r"|PBS: job killed: v?mem .* exceeded limit",
+    ),
+    (
+        "device failed",
+        r"(?i)uncorrectable (?:ECC|NVLink) error|uncorrectable ECC|fallen off the bus"
+        r"|fell off the bus|NVRM: Xid .*: (?:48|62|63|64|74|79|92|94|95|119|120|140),"
+        r"|no CUDA-capable device is detected"
+        r"|CUDA-capable devices? (?:\(s\) )?(?:is|are) busy or unavailable|GPU requires reset",
+    ),
+    (
+        "file system",
+        # the errno of a file operation, by Python or by HDF5
+        rf"\bOSError: \[Errno {FILE_ERRNO}\]|\berrno = {FILE_ERRNO}, error message",
+    ),
+    (
+        "wrong MPI",
+        r"MPI sees a world of \d+|not built with SLURM's PMI support|unsupported PMI version"
+        r"|PMI2?_(?:Init|Job_GetId|KVS\w*) .*fail"
+        r"|lib(?:mpi|pmi|pmix)\w*\.so[.\w]*: cannot open shared object file"
+        r"|(?:can not|cannot) load PMIx|Couldn't find the specified plugin name for mpi"
+        r"|[iI]nvalid MPI type|OPAL ERROR: .*[Pp]mix|PMIX ERROR|cannot load MPI library"
+        r"|GPU_SUPPORT_ENABLED is requested, but GTL library is not linked|pmix_psquash",
+    ),
+    (
+        "launcher",
+        r"execve\(\): |[Uu]nable to create step|slurmstepd: error: .*[Nn]o such file"
+        r"|srun: error: (?:Unable to|Invalid|Task launch)|cannot be started"
+        r"|: command not found|[Mm]odule\(s\) are unknown|Unable to locate a modulefile",
+    ),
+    (
+        "exception",
+        r"^(?:[A-Za-z_][A-Za-z_0-9]*\.)*(?!StalledError|RankFailedError|SystemExit)"
+        r"(?:[A-Z]\w*)?(?:Error|Exception)(?:: |$)",
+    ),
+    (
+        "exception",
+        r"NCCL error|ncclInternalError|ncclUnhandledCudaError|MPICH ERROR"
+        r"|Fatal error in \w*MPI|Fatal error in internal_",
+        FOLLOWS,
+    ),
+    ("killed", r"\bBus error\b|Segmentation fault|Illegal instruction", FOLLOWS),
+)
+# Exceptions that a rank meets because another one has gone.
+CONSEQUENCE = re.compile(
+    r"mpi4py\.MPI\.Exception|\bException: .*MPI|MPI_ERR|\bOFI\b|NCCL error|ncclRemoteError"
+    r"|DistBackendError|DistNetworkError|Connection (?:reset|closed|refused)(?: by peer)?"
+    r"|Connection(?:Reset|Refused|Aborted)Error|BrokenPipeError|KeyboardInterrupt"
+    r"|message of a process group failed"
+)
+EXIT_CODES = {
+    ConfigError.exit_code: FailureCause.CONFIGURATION,
+    DoesNotFitError.exit_code: FailureCause.DOES_NOT_FIT,
+    StalledError.exit_code: FailureCause.STALLED,
+}
+JOB_STATES = {
+    "NODE_FAIL": FailureCause.NODE,
+    "BOOT_FAIL": FailureCause.NODE,
+    "TIMEOUT": FailureCause.TIME_LIMIT,
+    "DEADLINE": FailureCause.TIME_LIMIT,
+    "PREEMPTED": FailureCause.PREEMPTED,
+    "CANCELLED": FailureCause.CANCELLED,
+    "OUT_OF_MEMORY": FailureCause.HOST_MEMORY,
+}
+RUN_STATES = {
+    "finished": FailureCause.FINISHED,
+    "stopped": FailureCause.STOPPED,
+    "missing": FailureCause.UNKNOWN,
+    **dict.fromkeys(("running", "stalled", "suspended"), FailureCause.RUNNING),
+    **dict.fromkeys(
+        ("requeued", "prepared", "submitting", "submitted", "pending", "starting"),
+        FailureCause.WAITING,
+    ),
+}
+# Once a rank has been in a step these are settled, and what reads like them is how a launcher
+# itself was lost.
+START_CAUSES = (FailureCause.CONFIGURATION, FailureCause.LAUNCHER, FailureCause.WRONG_MPI)
+ORDERS = (
+    FailureCause.NODE,
+    FailureCause.PREEMPTED,
+    FailureCause.TIME_LIMIT,
+    FailureCause.CANCELLED,
+)
+# Possible reasons for the kill of a rank; if one was killed, everything else is a consequence.
+BEHIND_KILLS = (
+    *ORDERS,
+    FailureCause.HOST_MEMORY,
+    FailureCause.DEVICE_MEMORY,
+    FailureCause.DEVICE,
+    FailureCause.KILLED,
+)
+# The causes of findings without a time, the most specific first. The scheduler's orders come last
+# among what is certain: a run that hangs after its failure is ended by its time limit.
+BY_SPECIFICITY = (
+    FailureCause.DEVICE,
+    FailureCause.HOST_MEMORY,
+    FailureCause.WRONG_MPI,
+    FailureCause.DEVICE_MEMORY,
+    FailureCause.DOES_NOT_FIT,
+    FailureCause.FILE_SYSTEM,
+    FailureCause.CONFIGURATION,
+    FailureCause.LAUNCHER,
+    *ORDERS,
+    FailureCause.EXCEPTION,
+    FailureCause.KILLED,
+    FailureCause.STALLED,
+    FailureCause.UNKNOWN,
+)
+# Faults of a node itself, which another would not have; a full quota is the user's, and a full disk
+# that of all nodes.
+NODE_FILE_ERRORS = re.compile(
+    r"Stale|Input/output error|Transport endpoint|Remote I/O|Read-only file system"
+)
+
+MOVED = "the run folder was moved"
+GONE = "the interpreter"
+SETUP = "cluster.python, cluster.modules and cluster.setup"
+# Cause by its name, pattern in the text that shows it, what to change; names in braces are values of
+# `report.advise`.
+ADVICE: tuple[tuple[str, ...], ...] = (
+    ("out of memory on device", "", "{device_memory}"),
+    ("does not fit", "", "{device_memory}"),
+    (
+        "out of memory on host",
+        "",
+        "{node_memory}",
+        "{offloaded}",
+        "data.prefetch_steps: fewer batches read ahead",
+    ),
+    ("node failed", "", "{elsewhere}"),
+    ("device failed", "", "{elsewhere}"),
+    ("time limit", "", "{command} cluster.minutes{minutes}{resumes}", "{checkpoints}"),
+    ("preempted", "", "{again}", "{checkpoints}"),
+    ("cancelled", "", "{again}", "{checkpoints}"),
+    ("stopped", "", "{again}", "{checkpoints}"),
+    (
+        "waiting",
+        NEVER_SATISFIED,
+        "gems-jobs cancel {run}, then {command} +cluster.sbatch.dependency=null",
+        "to wait for the end of a run, however it ends: gems-jobs submit --after RUN",
+    ),
+    (
+        "stalled",
+        "",
+        "{where_it_hung}",
+        "if that node is slow or its file system hangs: {command} cluster.exclude=[{node}]",
+        "if the action may take that long: train.hang_timeout_s",
+    ),
+    (
+        "file system",
+        "quota",
+        "free space of your quota, or runs_dir= on another file system",
+        "{again}",
+    ),
+    ("file system", "No space", "free space there, or runs_dir= on another file system", "{again}"),
+    ("file system", "", "runs_dir= on a file system that all nodes can write to; else {again}"),
+    ("launcher", f"^{MOVED}", "move it back, or submit it from where it is: {command}"),
+    ("launcher", f"^{GONE}", "install it there again, or submit with one that stays: {command}"),
+    (
+        "launcher",
+        "hared memory|POSIX|mpich_shm",
+        "remove what killed ranks left on those nodes: python -m gems.launch.mpich_cleanup",
+        "{again}",
+    ),
+    ("launcher", "", f"{SETUP} must name what the nodes have"),
+    (
+        "wrong MPI",
+        "",
+        "cluster.mpi: pmi2 for MPICH, pmix for Open MPI, cray_shasta for Cray MPICH"
+        " (`srun --mpi=list`)",
+        "cluster.modules and cluster.setup: the MPI that mpi4py was built with must be loaded"
+        " in the job",
+    ),
+    ("configuration", "", "change the key that is named, and submit again"),
+    (
+        "exception",
+        "ImportError|ModuleNotFoundError",
+        f"{SETUP}: the nodes' environment lacks a package",
+    ),
+    ("exception", "", "the traceback is in logs/ranks.log; fix what it names, and submit again"),
+    (
+        "killed",
+        "SIGBUS",
+        "a full /dev/shm or a file that has vanished ends a process so: look at that node",
+        "{again}",
+    ),
+    (
+        "killed",
+        "SIGKILL",
+        "if the node ran out of memory: +cluster.sbatch.mem, or fewer cluster.ranks_per_node;"
+        " else somebody killed it",
+        "{again}",
+    ),
+    (
+        "killed",
+        "SIGSEGV|SIGABRT|SIGILL",
+        "native code failed: see the Python stack in logs/ranks.log, and the versions of torch"
+        " and MPI",
+        "{again}",
+    ),
+    ("killed", "", "{again}"),
+    ("unknown", "", "read the log: gems-jobs logs {run} --lines all"),
+)

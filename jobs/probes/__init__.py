@@ -1,0 +1,1 @@
+"""Probes of a cluster before the ranks start, and their kept results."""
