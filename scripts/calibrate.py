@@ -1,4 +1,4 @@
-"""Calibrate a machine: short probes of its messages, sums and computes become a machine's file with the fits' errors.
+"""Calibrate a machine: fit its constants to short probes of messages, sums and compute.
 
 `python -m scripts.calibrate --out DIR/machine/NAME.yaml` starts two ranks here (`--ranks`); the
 file then serves as `--config-dir DIR machine=NAME`. On a cluster the probe runs as a job, `srun -N

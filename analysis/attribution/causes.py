@@ -134,15 +134,12 @@ def attribute(trace: Trace) -> Attribution:
     on_processor = trace.source == "measured" and trace.attributes.get("device") == "cpu"
     graph = build_graph(schedule_from(trace.schedule_rows), copies_block=on_processor)
     measured = measure(trace, graph)
-    times = measured.times
     step_s = float(measured.window.step_s.mean())
-    undisturbed_s, times_from = undisturbed_times(trace, graph, times.work_s)
+    undisturbed_s, times_from = undisturbed_times(trace, graph, measured.times.work_s)
     balanced_s = balanced(graph, undisturbed_s)
     ideal_s = float(balanced_s.sum()) / graph.num_ranks
-    spans = [
-        float(replay(graph, level).mean())
-        for level in _levels(graph, times, undisturbed_s, balanced_s)
-    ]
+    levels = _levels(graph, measured.times, undisturbed_s, balanced_s)
+    spans = [float(replay(graph, level).mean()) for level in levels]
     residual_s = step_s - spans[0]
     lost = {
         cause: before - after
@@ -150,6 +147,26 @@ def attribute(trace: Trace) -> Attribution:
     }
     lost["host"] += residual_s
     own = _own(graph, measured, undisturbed_s, ideal_s)
+    causes = _by_rank(lost, own)
+    copies = trace.world_size // ranks_written(trace)
+    lost_s, own_s = (
+        {cause: tuple(each[cause].tolist()) * copies for cause in CAUSES} for each in (causes, own)
+    )
+    return Attribution(
+        trace.source,
+        len(measured.window.steps),
+        step_s,
+        ideal_s,
+        lost_s,
+        own_s,
+        residual_s,
+        times_from,
+        TIME_UNIT in trace.attributes,
+    )
+
+
+def _by_rank(lost: dict[str, float], own: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return what each rank lost by each cause, from the run's loss and what each rank spent."""
     # A rank loses what it spent beyond the mean. In return it waited less; this is subtracted from
     # the causes of waiting.
     beyond = {cause: own[cause] - own[cause].mean() for cause in CAUSES}
@@ -159,23 +176,7 @@ def attribute(trace: Trace) -> Attribution:
     shares = {
         cause: wait / total if total else float(cause == "bubble") for cause, wait in waits.items()
     }
-    causes = {cause: lost[cause] + beyond[cause] - spent * shares[cause] for cause in CAUSES}
-    copies = trace.world_size // ranks_written(trace)
-    lost_s, own_s = (
-        {cause: tuple(each[cause].tolist()) * copies for cause in CAUSES} for each in (causes, own)
-    )
-    num_steps = len(measured.window.steps)
-    return Attribution(
-        trace.source,
-        num_steps,
-        step_s,
-        ideal_s,
-        lost_s,
-        own_s,
-        residual_s,
-        times_from,
-        TIME_UNIT in trace.attributes,
-    )
+    return {cause: lost[cause] + beyond[cause] - spent * shares[cause] for cause in CAUSES}
 
 
 def _levels(

@@ -132,22 +132,6 @@ def _spans(events: np.ndarray, graph: Graph, window: Window) -> tuple[np.ndarray
         2,
         last_micro_batch + 2,
     )
-    nodes = np.flatnonzero(~graph.is_arrival)
-    fields = np.array(
-        [
-            (
-                rank,
-                KINDS.index(a.kind.value),
-                a.stage,
-                0 if a.segment is None else a.segment + 1,
-                a.direction,
-                0 if a.micro_batch is None else a.micro_batch + 1,
-            )
-            for rank, a in zip(graph.rank[nodes], (actions[node] for node in nodes), strict=True)
-        ]
-    ).T
-    codes = np.ravel_multi_index(tuple(fields), sizes)
-    order = np.argsort(codes)
     seen = np.stack(
         [
             events["rank"] % graph.num_ranks,
@@ -160,8 +144,9 @@ def _spans(events: np.ndarray, graph: Graph, window: Window) -> tuple[np.ndarray
     ).astype(np.int64)
     inside = ((seen >= 0) & (seen < np.array(sizes)[:, None])).all(axis=0)
     events = events[inside]
+    nodes, codes = _node_codes(graph, sizes)
     found = np.ravel_multi_index(tuple(seen[:, inside]), sizes)
-    spot = order[np.minimum(np.searchsorted(codes, found, sorter=order), len(codes) - 1)]
+    spot = np.minimum(np.searchsorted(codes, found), len(codes) - 1)
     is_node = codes[spot] == found
     events = events[is_node]
     place = nodes[spot[is_node]], *window.at(events)[1:]
@@ -181,6 +166,25 @@ def _spans(events: np.ndarray, graph: Graph, window: Window) -> tuple[np.ndarray
     for reduction in graph.of_kinds(Kind.REDUCE_GRAD):
         ends[arrivals[int(graph.rank[reduction])]] = starts[reduction]
     return starts, ends
+
+
+def _node_codes(graph: Graph, sizes: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the nodes that have events, and the sorted codes by which their events find them."""
+    nodes = np.flatnonzero(~graph.is_arrival)
+    fields = [
+        (
+            graph.rank[node],
+            KINDS.index(a.kind.value),
+            a.stage,
+            0 if a.segment is None else a.segment + 1,
+            a.direction,
+            0 if a.micro_batch is None else a.micro_batch + 1,
+        )
+        for node, a in ((node, graph.actions[node]) for node in nodes)
+    ]
+    codes = np.ravel_multi_index(tuple(np.array(fields).T), sizes)
+    order = np.argsort(codes)
+    return nodes[order], codes[order]
 
 
 def _inputs(

@@ -34,7 +34,7 @@ RESULTS = (
 
 
 def collect(path: Path) -> tuple[Loaded, Metrics, dict[str, str]]:
-    """Merge the parts in a run folder into trace.h5, draw its pictures, and return the files by name.
+    """Merge the parts in a run folder into trace.h5, draw it, and return the files by name.
 
     A simulated run has no parts, and its trace.h5 is complete from the start. Of a run that was
     stopped, the steps that every rank finished are drawn; without one there is no picture, but the

@@ -48,7 +48,7 @@ class Study:
 
 
 def write_study(paths: Sequence[Path], out: Path) -> Study:
-    """Read runs and write scaling.png, scaling.pdf and scaling.csv into the folder `out`, which is made.
+    """Read runs and write scaling.png, scaling.pdf and scaling.csv into the new folder `out`.
 
     The curves of the laws go to scaling-fits.csv.
 
@@ -136,7 +136,7 @@ def study_table(points: Sequence[Point]) -> str:
 
 
 def _bounds(point: Point, unit: Unit) -> str:
-    """Return an interval as `a-b`, a range as `a to b`, and `-` if all steps are equal, as in a simulation."""
+    """Return an interval as `a-b`, a range as `a to b`, and `-` if all steps are equal."""
     step = point.step_interval_s
     if point.is_deterministic:
         return "-"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -132,6 +132,26 @@ def _speed_rows(metrics: Metrics, trace: Trace) -> list[Row]:
     return rows
 
 
+# A validation metric, that of a constant predictor, the row's label, the note, the format.
+VALIDATION: tuple[tuple[str, str, str, str, Callable[[float], str]], ...] = (
+    ("accuracy", "majority", "validation accuracy [%]", "majority class", percent),
+    (
+        "dice",
+        "dice_constant",
+        "validation Dice, mean of classes [%]",
+        "constant predictor",
+        percent,
+    ),
+    (
+        "mean_absolute_error",
+        "mean_absolute_error_constant",
+        "validation mean absolute error",
+        "always the mean",
+        number,
+    ),
+)
+
+
 def _training_rows(metrics: Metrics, trace: Trace) -> list[Row]:
     rows: list[Row] = []
     if metrics.loss_first is not None and metrics.loss_last is not None:
@@ -141,27 +161,16 @@ def _training_rows(metrics: Metrics, trace: Trace) -> list[Row]:
                 f"{metrics.loss_first:.4g} to {metrics.loss_last:.4g}",
             )
         )
-    accuracy, majority = (
-        trace.attributes.get(f"validation_{name}") for name in ("accuracy", "majority")
-    )
-    if accuracy is not None:
-        beside = "" if majority is None else f" (majority class {percent(float(majority))})"
-        rows.append(("validation accuracy [%]", percent(float(accuracy)) + beside))
-    dice, constant = (trace.attributes.get(f"validation_dice{name}") for name in ("", "_constant"))
-    if dice is not None:
-        beside = "" if constant is None else f" (constant predictor {percent(float(constant))})"
-        rows.append(("validation Dice, mean of classes [%]", percent(float(dice)) + beside))
-    error, constant = (
-        trace.attributes.get(f"validation_mean_absolute_error{name}") for name in ("", "_constant")
-    )
-    if error is not None:
-        beside = "" if constant is None else f" (always the mean {number(float(constant))})"
-        rows.append(("validation mean absolute error", number(float(error)) + beside))
+    for name, constant, label, beside, show in VALIDATION:
+        value, other = (trace.attributes.get(f"validation_{key}") for key in (name, constant))
+        if value is not None:
+            note = "" if other is None else f" ({beside} {show(float(other))})"
+            rows.append((label, show(float(value)) + note))
     return rows
 
 
 def _memory_rows(metrics: Metrics, trace: Trace) -> list[Row]:
-    """Return a row for each of up to 16 ranks, else the extremes with their rank, and the largest prediction."""
+    """Return a row for each of up to 16 ranks, else the extremes, and the largest prediction."""
     rows: list[Row] = []
     for name, peaks in (
         ("device ledger", metrics.peak_device_bytes),

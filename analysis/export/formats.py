@@ -157,8 +157,9 @@ def _rows(rank: int, events: np.ndarray, threads: np.ndarray, origin_ns: int) ->
         strict=True,
     )
     return "".join(
-        f',\n{{"name":"{KINDS[kind]}","cat":"{KINDS[kind]}","ph":"X","pid":{rank},"tid":{thread},"ts":{at_us:.3f},"dur":{us:.3f},'
-        f'"args":{{"stage":{stage},"segment":{segment},"direction":{direction},"micro_batch":{micro_batch},"step":{step},'
+        f',\n{{"name":"{KINDS[kind]}","cat":"{KINDS[kind]}","ph":"X","pid":{rank},"tid":{thread}'
+        f',"ts":{at_us:.3f},"dur":{us:.3f},"args":{{"stage":{stage},"segment":{segment}'
+        f',"direction":{direction},"micro_batch":{micro_batch},"step":{step},'
         f'"moved_bytes":{moved}}}}}'
         for at_us, us, thread, kind, stage, segment, direction, micro_batch, step, moved in rows
     )
@@ -178,7 +179,8 @@ def _counters(rank: int, events: np.ndarray, origin_ns: int) -> Iterator[str]:
                 ((part["end_ns"] - origin_ns) * 1e-3).tolist(), part[name].tolist(), strict=True
             )
             yield "".join(
-                f',\n{{"name":"{name}","ph":"C","pid":{rank},"ts":{at_us:.3f},"args":{{"bytes":{held}}}}}'
+                f',\n{{"name":"{name}","ph":"C","pid":{rank},"ts":{at_us:.3f}'
+                f',"args":{{"bytes":{held}}}}}'
                 for at_us, held in rows
             )
 

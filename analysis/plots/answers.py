@@ -18,6 +18,7 @@ from analysis.plots.figure import (
 from gems.utils.units import MIB, bytes_unit, counted, number
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 BLUE, VERMILION, GREEN, PINK, ORANGE, SKY, _ = LINE_COLOURS
@@ -62,7 +63,28 @@ def partition_figure(answer: dict[str, Any]) -> Figure:
     for axes in (times, sizes):
         for cut in methods[0]["boundaries"][1:-1]:
             axes.axvline(cut, color=TEXT_COLOUR, linewidth=0.8, linestyle=":")
-    has_peaks = answer["stages"] == answer["partitions"]
+    _draw_cuts(cuts, methods, has_peaks=answer["stages"] == answer["partitions"])
+    names = [
+        f"{method['method']}  {number(max(method['peak_bytes']) / MIB)} MiB" for method in methods
+    ]
+    cuts.set_yticks([-row for row in range(len(methods))], names)
+    cuts.set_xlim(0, len(layers))
+    if len(layers) <= MAX_NAMES:
+        cuts.set_xticks(places, [layer["name"] for layer in layers], rotation=90)
+    set_title(
+        figure,
+        times,
+        f"{answer['model']} at {answer['height_px']}x{answer['width_px']} px:"
+        f" {counted(len(layers), 'layer')} in {counted(answer['stages'], 'stage')},"
+        f" {answer['schedule']}",
+        f"PREDICTED from a {answer['profile_source']} profile ({answer['profile_device']}); "
+        f"dotted: the cuts of {methods[0]['method']}",
+    )
+    return figure
+
+
+def _draw_cuts(cuts: Axes, methods: list[dict[str, Any]], *, has_peaks: bool) -> None:
+    """Draw a row of stages for each method, with the peaks of their ranks if `has_peaks`."""
     for row, method in enumerate(methods):
         boundaries = method["boundaries"]
         peaks = method["peak_bytes"]
@@ -88,23 +110,6 @@ def partition_figure(answer: dict[str, Any]) -> Figure:
                     color=TEXT_COLOUR,
                     fontweight="bold" if is_largest else "normal",
                 )
-    names = [
-        f"{method['method']}  {number(max(method['peak_bytes']) / MIB)} MiB" for method in methods
-    ]
-    cuts.set_yticks([-row for row in range(len(methods))], names)
-    cuts.set_xlim(0, len(layers))
-    if len(layers) <= MAX_NAMES:
-        cuts.set_xticks(places, [layer["name"] for layer in layers], rotation=90)
-    set_title(
-        figure,
-        times,
-        f"{answer['model']} at {answer['height_px']}x{answer['width_px']} px:"
-        f" {counted(len(layers), 'layer')} in {counted(answer['stages'], 'stage')},"
-        f" {answer['schedule']}",
-        f"PREDICTED from a {answer['profile_source']} profile ({answer['profile_device']}); "
-        f"dotted: the cuts of {methods[0]['method']}",
-    )
-    return figure
 
 
 def memory_plans_figure(answer: dict[str, Any]) -> Figure:

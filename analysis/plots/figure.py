@@ -48,9 +48,8 @@ def new_figure(
     width_in: float,
     height_in: float,
     rows: int = 1,
-    columns: int = 1,
     *,
-    x: str | Sequence[str] = TIME_AXIS,
+    x: str = TIME_AXIS,
     y: Sequence[str] = (),
     size_pt: float = 8,
     has_grid: bool = False,
@@ -58,13 +57,13 @@ def new_figure(
 ) -> tuple[Figure, list[Axes]]:
     """Build a figure of panels without top and right frames and without pyplot's global state.
 
-    `x` labels the panels of the lowest row, and `y` the first panels. `size_pt` is the size of tick
-    labels. `layout` is passed to `Figure.subplots`.
+    `x` labels the lowest panel, and `y` the first panels. `size_pt` is the size of tick labels.
+    `layout` is passed to `Figure.subplots`.
     """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width_in, height_in), dpi=DPI, layout="constrained")
-    panels: list[Axes] = list(figure.subplots(rows, columns, squeeze=False, **layout).flat)
+    panels: list[Axes] = list(figure.subplots(rows, squeeze=False, **layout).flat)
     for axes in panels:
         axes.tick_params(labelsize=scaled_pt(figure, size_pt), colors=TEXT_COLOUR)
         axes.spines[["top", "right"]].set_visible(False)
@@ -72,10 +71,7 @@ def new_figure(
             axes.grid(True, color="#e5e5e5", linewidth=0.6)
             axes.set_axisbelow(True)
     label_pt = scaled_pt(figure, size_pt + 1)
-    for axes, text in zip(
-        panels[-columns:], [x] * columns if isinstance(x, str) else x, strict=True
-    ):
-        axes.set_xlabel(text, fontsize=label_pt, color=TEXT_COLOUR)
+    panels[-1].set_xlabel(x, fontsize=label_pt, color=TEXT_COLOUR)
     for axes, text in zip(panels, y, strict=False):
         axes.set_ylabel(text, fontsize=label_pt, color=TEXT_COLOUR)
     return figure, panels

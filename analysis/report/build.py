@@ -18,6 +18,7 @@ from analysis.report.proposal import proposal_section
 from analysis.report.run_section import MAX_EVENTS, RunSection, run_section, source_mark
 from analysis.scaling.fits import fit_lines, fit_points, why_not_fitted
 from analysis.scaling.points import (
+    Point,
     agreements,
     base_points,
     describe_base,
@@ -133,6 +134,22 @@ def _study_section(runs: Sequence[Path]) -> Html:
     lines = dict.fromkeys(point.line for point in points)
     stated = [element("li", f"base of {line}: {describe_base(bases[line])}") for line in lines]
     laws = [*fit_lines(fits), *(f"not fitted: {reason}" for reason in why_not_fitted(points, fits))]
+    return element(
+        "section",
+        element("h2", headline),
+        element("p", detail),
+        element("ul", *stated),
+        element(
+            "figure",
+            svg_image(picture.getvalue(), f"{headline}: images/s and efficiency over ranks"),
+        ),
+        element("ul", *(element("li", text) for text in laws)),
+        *(table.html() for table in _study_tables(points)),
+        id="study",
+    )
+
+
+def _study_tables(points: Sequence[Point]) -> list[Table]:
     rows: list[tuple[Cell, ...]] = [
         tuple(row[key] for key in POINT_COLUMNS) for row in point_rows(points)
     ]
@@ -168,19 +185,7 @@ def _study_section(runs: Sequence[Path]) -> Html:
     ]
     asked = ("rule", "it asks for", "verdict", "why")
     tables.append(Table("rules", "Which claims this picture supports", asked, rules, (0,) * 4))
-    return element(
-        "section",
-        element("h2", headline),
-        element("p", detail),
-        element("ul", *stated),
-        element(
-            "figure",
-            svg_image(picture.getvalue(), f"{headline}: images/s and efficiency over ranks"),
-        ),
-        element("ul", *(element("li", text) for text in laws)),
-        *(table.html() for table in tables),
-        id="study",
-    )
+    return tables
 
 
 def _page(sections: Sequence[RunSection], study: Sequence[Html], notes: Sequence[str]) -> str:

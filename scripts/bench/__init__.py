@@ -1,1 +1,1 @@
-"""Benchmarks: a file a question, on one rig; `make bench-NAME` runs `python -m scripts.bench.NAME`."""
+"""Benchmarks, one file each; `make bench-NAME` runs `python -m scripts.bench.NAME`."""

@@ -35,9 +35,10 @@ LINK_KEYS = ("machine.link_latency_s", "machine.link_bytes_per_s")
 STRIPS = (  # of longer actions, since a strip is a sixteenth of one
     "parallel.strips=16 cost.unit_s=0.004"
 )
+Case = tuple[str, float | None, str, int, int, int, float]
 # schedule, activation cap, further keys, ranks, micro-batches, counted steps, the most that
 # emulation may differ
-CASES = (
+CASES: tuple[Case, ...] = (
     ("gems_master", None, "", 8, 32, 3, 0.05),
     ("1f1b", None, "", 8, 32, 6, 0.05),
     ("zb_v", None, "", 8, 32, 6, 0.05),
@@ -70,25 +71,17 @@ def main(overrides: list[str]) -> int:
         "limit %=limit:>9.0f",
         "useful %=useful:>10.1f",
     )
-    results = table.rows(run_case(*case, overrides) for case in CASES)
+    results = table.rows(run_case(case, overrides) for case in CASES)
     return answered(results, any(abs(row["error"]) > row["limit"] for row in results))
 
 
-def run_case(
-    schedule: str,
-    cap: float | None,
-    more: str,
-    ranks: int,
-    micro_batches: int,
-    steps: int,
-    limit: float,
-    overrides: list[str],
-) -> dict[str, Any]:
+def run_case(case: Case, overrides: list[str]) -> dict[str, Any]:
     """Run one case on this machine and simulate the very schedule that its ranks ran.
 
     `useful` is the share of ranks x emulated step in which a rank computes, recomputation not among
     it.
     """
+    schedule, cap, more, ranks, micro_batches, steps, limit = case
     words = (
         f"schedule={schedule} parallel.partitions={ranks} parallel.micro_batches={micro_batches}"
     )

@@ -101,7 +101,7 @@ def compare(
 
 
 def race(contenders: Sequence[Contender], words: Sequence[str], is_alike: bool) -> dict[str, Any]:
-    """Start contenders in turn; return a row for each, and for each of theirs our fastest at its peak."""
+    """Start contenders in turn; return a row for each, and our fastest at the peak of theirs."""
     rig.log(words[1])
     ways = {one: partial(measured, one, words, is_alike) for one in contenders}
     runs = rig.in_turns(ways, STARTS)
@@ -335,7 +335,7 @@ def optimizer_of(spec: RunSpec, modules: Sequence[nn.Module]) -> torch.optim.Opt
 
 
 def error_of(layers: Layers, spec: RunSpec, images: Tensor, labels: Tensor) -> float:
-    """Return how far weights are from those of one unsplit process after a step, relative to the largest change."""
+    """Return the error of weights after a step of one process, relative to the largest change."""
     names = layers_of(spec.model, spec.data)
     model = nn.Sequential(*build_layers(names, 0, len(names), spec.seed)).train()
     before = [parameter.detach().clone() for parameter in model.parameters()]
@@ -358,7 +358,7 @@ def error_of(layers: Layers, spec: RunSpec, images: Tensor, labels: Tensor) -> f
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of storages that come into being inside a `with` block and still live, and their peak.
+    """Counts the live bytes of storages that are made inside a `with` block, and their peak.
 
     A mode is of one thread; in another one `in_thread` counts on.
     """

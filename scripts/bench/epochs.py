@@ -87,7 +87,7 @@ def make_task(overrides: Sequence[str], target_loss: float, most_epochs: float) 
 
 
 def epochs_to_target(task: Task, global_batch: int, rate: float, seed: int) -> float | None:
-    """Train until the validation loss reaches the target, and return the epochs, or None if it does not.
+    """Train until the validation loss reaches the target; return the epochs, or None.
 
     A loss that is not finite ends it too.
     """
@@ -173,7 +173,7 @@ def study(
 
 
 def describe_fit(fit: NoiseFit) -> str:
-    """Return the fitted law, its intervals, and the largest residuals of batches' means and of runs, in one line."""
+    """Describe the fitted law, its intervals and its largest residuals in one line."""
     least = fit.law.least_epochs
     critical = fit.law.critical_batch
     by_batch: dict[float, list[float]] = defaultdict(list)

@@ -83,7 +83,8 @@ def emulated(
         f"cost.boundary_bytes={size_bytes} {more}"
     )
     return (
-        f"{schedule} P={ranks} N={micro_batches} {size_bytes // 1000} kB {more.rpartition('.')[2]}".rstrip(),
+        f"{schedule} P={ranks} N={micro_batches} {size_bytes // 1000} kB"
+        f" {more.rpartition('.')[2]}".rstrip(),
         words,
     )
 
@@ -189,7 +190,7 @@ def emulated_rows(
 def real_rows(
     steps: int, overrides: list[str], facts: dict[str, Any], only: str
 ) -> Iterator[dict[str, Any]]:
-    """Yield real runs beside the simulation of their layers, with the pace that other runs showed before."""
+    """Yield real runs beside the simulation of their layers at the pace of earlier runs."""
     links = calibration_of(take_probe("real"))
     facts["real_machine"] = links.machine()
     steps *= MORE_STEPS

@@ -182,7 +182,7 @@ _child = partial(in_child, limit_s=CHILD_LIMIT_S)
 
 
 def compare_ways(model: str, side_px: int, rounds: int, rates: Rates) -> dict[str, Any]:
-    """Time a step in every way, in turn and in one process, and return medians beside what each holds in a step.
+    """Time a step by every method, in turn and in one process; return medians and peaks.
 
     A way that does not fit, or cannot be imported, is named with the reason. `held_bytes` is the
     most beyond parameters, gradients and optimizer state.

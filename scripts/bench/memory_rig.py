@@ -1,4 +1,4 @@
-"""A run of one rank under a memory policy, and what others do with saved tensors, for the memory benchmarks.
+"""A run of one rank under a memory policy, and the offloading of others, for benchmarks.
 
 The peers (torch's save_on_cpu, torchtune's rule, checkpointing) run the same layers, loss and
 optimizer in a plain loop. What a hook copies is counted when it copies it.
@@ -58,7 +58,7 @@ def planned(spec: RunSpec) -> PlanOutcome:
 
 
 def all_offloaded(spec: RunSpec) -> tuple[Schedule, MemoryPlan]:
-    """Return the schedule and the plan by which every layer's saved tensors leave and come back on demand."""
+    """Return the schedule and plan that offload every layer's saved tensors on demand."""
     boundaries = (0, len(layers_of(spec.model, spec.data)))
     every = {
         layer: Segment(layer, layer + 1, Choice.OFFLOAD, free_after=0, ahead=0)
@@ -220,7 +220,7 @@ def counted_save_on_cpu(traffic: Traffic) -> saved_tensors_hooks:
 
 
 def torchtune_rule(traffic: Traffic) -> saved_tensors_hooks:
-    """Return hooks by the rule of torchtune's OffloadActivations, by which each saved tensor is copied on its own.
+    """Return hooks that copy each saved tensor, as torchtune's OffloadActivations does.
 
     All of 1024 bytes and more, unless it is an nn.Parameter or an nn.Buffer. A view is a tensor of
     its own: of a weight (counted with the parameters here) or of an activation.

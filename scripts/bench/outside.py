@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def forecast_rows(name: str, measured: Sequence[Row]) -> Iterator[dict[str, Any]]:
-    """Yield each forecast of a series, from each number of accelerators to all up to four times as many."""
+    """Yield the forecasts of a series from each size to all up to four times as many devices."""
     for origin in sorted({row.accelerators for row in measured})[:-1]:
         fitted = [row for row in measured if row.accelerators <= origin]
         law = fit_law(fitted)
@@ -76,7 +76,7 @@ def forecast_rows(name: str, measured: Sequence[Row]) -> Iterator[dict[str, Any]
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Return median, mean and worst errors with and without the law, the share inside, and the widest interval."""
+    """Return the errors with and without the law, the share inside, and the widest interval."""
     found = {}
     for key in ("error", "error_without_law"):
         errors = [abs(row[key]) for row in rows]

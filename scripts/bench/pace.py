@@ -1,4 +1,4 @@
-"""The pace of this machine: real steps of two ranks beside the simulation of what their layers take alone.
+"""The pace of this machine: real steps of two ranks beside the simulation of their layers.
 
 A tiny ResNet on 2 ranks in four configurations tells how much longer layers take in a run, as a
 factor and as host time of each layer and pass. Of the steps of a run the first quartile counts, and
@@ -53,7 +53,7 @@ CALIBRATING = (
 
 
 class Step(NamedTuple):
-    """The median (or first quartile) of a run's counted steps, and the most activation bytes of a rank.
+    """The median (or first quartile) of a run's counted steps, and its peak activation bytes.
 
     On emulated devices the bytes are all those that come and go, with the buffers of messages, in
     the median step; `most_bytes` are those of the whole run, to which a message that was late once
@@ -74,7 +74,7 @@ class Pair(NamedTuple):
 
 
 def real_run(case: Case, steps: int, overrides: Sequence[str]) -> RunSpec:
-    """Return the run of a case, cut alike whatever a later profile says, with layers that take what they take alone."""
+    """Return the run of a case by the costs of its layers alone, and with a fixed partition."""
     spec = composed(REAL, case[1], f"train.steps={steps + SKIPPED_STEPS}", overrides)
     spec = replace(spec, machine=replace(spec.machine, pace_factor=None))
     return replace(

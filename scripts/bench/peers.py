@@ -1,4 +1,4 @@
-"""Peers in one run: what others train the same network with on two ranks, beside ours, as `scripts.bench.engine` does.
+"""Peers in one run: other engines that train a network on two ranks, for `bench.engine`.
 
 All have the memory settings of our engine, and one thread a rank (torchgpipe: one process with a
 thread for each part). Peers: torch.distributed.pipelining over gloo; torchgpipe (`pip install
@@ -113,7 +113,7 @@ def of_mpi_loop(
     labels: Tensor,
     live: LiveBytes,
 ) -> tuple[Step, Layers]:
-    """Return the step of a 1F1B loop over two ranks with blocking calls of mpi4py, and the layers of this rank."""
+    """Return the step of a 1F1B loop over two ranks by blocking mpi4py, and the rank's layers."""
     rank = comm.rank
     count = spec.parallel.micro_batches
     names = layers_of(spec.model, spec.data)

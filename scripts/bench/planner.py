@@ -84,7 +84,7 @@ def _large(num_gpus: int, gpu: str, size_gb: int) -> dict[str, Any]:
 
 
 def small() -> dict[str, Any]:
-    """Run a space of schedules, pipelines and micro-batches on emulated ranks, all of it, and plan in it."""
+    """Run a whole space of schedules and pipelines on emulated ranks, and plan in it."""
     planner = Planner(composed(SMALL), None)
     asked = small_space(planner.model(1).profile.num_layers)
     found = search(asked, planner.rules(), 1)
@@ -110,7 +110,7 @@ def small() -> dict[str, Any]:
 
 
 def small_space(num_layers: int) -> list[Candidate]:
-    """Return 40 configurations of pipelines on 4 GPUs, those whose schedule follows from counts before others."""
+    """Return 40 configurations of pipelines on 4 GPUs, those without a search first."""
     every = candidates(SMALL_GPUS, SMALL_BATCH, num_layers, has_policies=False)
     several = [one for one in every if one.partitions > 1 and one.micro_batches > 1]
     several = [one for one in several if one.family.is_quick] + [

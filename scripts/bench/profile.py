@@ -80,7 +80,7 @@ def predicted_bytes(spans: Spans, first: int, end: int, num_in_flight: int) -> i
 def measured_stage(
     model: str, side_px: int, kind: str, first: int, end: int, num_in_flight: int
 ) -> dict[str, int | None]:
-    """Run so many forwards of a stage, then their backwards, and return the most that was allocated and reserved."""
+    """Run forwards of a stage, then their backwards; return the peaks allocated and reserved."""
     spec = _model_run(model, side_px, kind)
     device = torch.device(kind)
     layers = layers_of(spec.model, spec.data)
@@ -151,7 +151,7 @@ def model_rows(model: str, side_px: int, device: str, source: str) -> Iterator[d
 
 
 def layer_rows(model: str, side_px: int, device: str) -> Iterator[dict[str, Any]]:
-    """Yield what the layers of a model take together by a fake profile beside a measured one, a quantity each."""
+    """Yield each quantity of a model's layers by a fake profile beside a measured one."""
     spec = _model_run(model, side_px, device)
     sheet = composed(gpu_machine()).machine if device == "cuda" else spec.machine
     parts = (spec.model, spec.data, spec.parallel.micro_batch_size, spec.train.layer_dtype)
@@ -162,7 +162,7 @@ def layer_rows(model: str, side_px: int, device: str) -> Iterator[dict[str, Any]
 
 
 def compared(fake: ModelProfile, real: ModelProfile, quantity: str) -> dict[str, Any]:
-    """Return a quantity of all layers by both profiles, and the spread of predicted over measured by layer.
+    """Return a quantity of all layers by both profiles, and the spread of their ratio.
 
     Raises:
         ValueError: nothing was measured.

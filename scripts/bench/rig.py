@@ -100,7 +100,7 @@ def log(text: str) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """Print one line about this machine, and return it as facts: where and when figures were taken."""
+    """Print and return the facts of this machine: where and when figures were taken."""
     cpuinfo = Path("/proc/cpuinfo")
     names = re.findall(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else []
     facts = {
@@ -259,7 +259,7 @@ def in_child(
     limit_s: float = RUN_LIMIT_S,
     threads: int | None = None,
 ) -> dict[str, Any]:
-    """Call a module's function in a process of its own, and return the object that it returns, or `{"failed": why}`."""
+    """Call a module's function in a child process; return its object, or `{"failed": why}`."""
     command = [sys.executable, "-m", *call_argv(function, *arguments)]
     environment = os.environ | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
     try:
@@ -293,7 +293,7 @@ def counted_steps_s(folder: RunFolder) -> np.ndarray:
 
 
 def trained_in_turns(specs: Mapping[str, RunSpec], rounds: int) -> list[dict[str, Any]]:
-    """Train in turn; return a row for each way, whose times are over those of the first in the same round.
+    """Train in turn; return a row for each method, with ratios to the first one of the round.
 
     A way that fails in a round has no times; of one whose first way fails there are no ratios.
     """
@@ -315,7 +315,7 @@ def trained_in_turns(specs: Mapping[str, RunSpec], rounds: int) -> list[dict[str
 
 
 def _trained(spec: RunSpec) -> dict[str, Any]:
-    """Train, and return the median step, and the most that any rank held; or why it does not run."""
+    """Train, and return the median step and the peak of any rank, or why it does not run."""
     try:
         with finished_run(spec) as folder:
             result = read_json(folder.result_json)

@@ -1,4 +1,4 @@
-"""Schedules under a cap: every family and the synthesised schedule by efficiency, the targets, and random settings.
+"""Schedules under a cap: families and the synthesised one by efficiency, and random settings.
 
 Prints three parts: efficiency by cap for each family beside `capped` and its bound; the targets
 (target, found, bound); and random settings in which `capped` is compared with every published
@@ -153,7 +153,7 @@ def targets(budget_s: float) -> int:
 
 
 def random_setting(random: Random) -> Request:
-    """Draw a setting: ranks, micro-batches, unequal times, activations over the depth, link, cap."""
+    """Draw a setting: ranks, micro-batches, unequal times, activations by depth, link, cap."""
     num_ranks = random.randint(2, 16)
     num_micro_batches = random.randint(2, 64)
     times = tuple(round(random.uniform(0.5, 1.5), 2) for _ in range(random.choice((1, 2, 4))))
@@ -178,7 +178,7 @@ def random_setting(random: Random) -> Request:
 
 
 def settings(number: int) -> int:
-    """Compare capped with every published schedule that keeps the cap, and return the number of exceptions.
+    """Compare capped with every published schedule under the cap; return the exceptions.
 
     Both are lowered, and simulated as ranks run them. A list that waits for a late receive is an
     exception too.

@@ -105,7 +105,7 @@ def resident_bytes(name: str) -> int:
 
 
 def write_slide(folder: Path, side_px: int) -> None:
-    """Write slide.tif, tile by tile, and labels.csv with a region for training and one for validation."""
+    """Write slide.tif by tiles, and labels.csv with a training and a validation region."""
     picture = fromarray(read_slide())
     with tifffile.TiffWriter(folder / "slide.tif", bigtiff=True) as file:
         for number in range(NUM_LEVELS):

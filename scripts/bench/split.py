@@ -169,7 +169,7 @@ class Bench:
         )
 
     def error(self, way: str) -> float:
-        """Return the largest relative error of the gradients of one way against the full backward's."""
+        """Return the largest relative error of a method's gradients to the full backward's."""
         pairs = zip(self._layers["full"].parameters(), self._layers[way].parameters(), strict=True)
         found = [(a.grad, b.grad) for a, b in pairs if a.grad is not None and b.grad is not None]
         return max(float((a - b).abs().max() / a.abs().max()) for a, b in found)

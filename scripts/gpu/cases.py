@@ -170,7 +170,7 @@ def _predicted(spec: RunSpec) -> dict[str, Any]:
 
 
 def staged(ways: Ways) -> list[dict[str, Any]]:
-    """Train the first run on one rank, and each other staged through the host and, if MPI takes them, with pointers."""
+    """Train the first run on one rank, and the others through the host and by device pointers."""
     (first, words), *others = ways
     runs = [(first, words)]
     takes = bool(in_child(mpi_takes_pointers).get("takes"))
@@ -223,7 +223,7 @@ def offloaded(model: str, side_px: int, policy: str, steps: int) -> dict[str, An
 
 
 def idle_share(model: str, sizes: Sequence[int], micro_batches: int) -> list[dict[str, Any]]:
-    """Return how long no kernel ran in a step on one rank, by torch's profiler, as a share of the step.
+    """Return the share of a step on one rank in which no kernel ran, by torch's profiler.
 
     The step is from its first kernel's start to its last one's end.
     """
@@ -287,7 +287,7 @@ def union(spans: Iterable[tuple[int, int]]) -> int:
 def kernels(
     model: str, side_px: int, steps: int, limit_s: float, precisions: Precisions
 ) -> list[dict[str, Any]]:
-    """Time a step on one rank by precision, kernels and memory format, each in a process of its own."""
+    """Time a step on one rank by precision, kernels and memory format, each in its own process."""
     return _over_the_first(_shown(_kernels(model, side_px, steps, limit_s, precisions)))
 
 

@@ -1,4 +1,4 @@
-"""Part 3, claims: steps beside their predictions, staging, the largest image, strips, and what is learnt."""
+"""Part 3, claims: steps beside predictions, staging, the largest image, strips, learning."""
 
 from __future__ import annotations
 
@@ -31,6 +31,29 @@ STRIP_COLUMNS = (
 
 def rows(is_small: bool, device: str) -> tuple[Row, ...]:
     """Return the rows in order of value; `is_small` is for a device that is slow."""
+    sizes = (64, "2", 128, "4") if is_small else (2048, "8,32", 8192, "32,128")
+    height_px, numbers, large_px, large_numbers = sizes
+    quickstart = "experiment=quickstart"
+    if is_small:
+        quickstart += " train.steps=4 parallel.partitions=2"
+    return (
+        *_step_rows(is_small),
+        *(_strips(name, "", height_px, numbers, 80, is_small) for name in NETWORKS),
+        _largest(is_small),
+        Row(
+            "accuracy",
+            "Does a short training on four ranks learn?",
+            call_argv(cases.trained, [["quickstart", quickstart]]),
+            90,
+        ),
+        *(
+            _strips(name, " of large images", large_px, large_numbers, 140, is_small)
+            for name in NETWORKS
+        ),
+    )
+
+
+def _step_rows(is_small: bool) -> tuple[Row, ...]:
     network, side_px, steps, skip, micro_batches = (
         ("resnet20_v1", 32, 4, 1, 4) if is_small else ("resnet110_v2", 1024, 8, 2, 8)
     )
@@ -47,30 +70,6 @@ def rows(is_small: bool, device: str) -> tuple[Row, ...]:
         ["1 rank" if number == 1 else f"{number} ranks", f"{base} parallel.partitions={number}"]
         for number in (1, 2, 4)
     ]
-    largest = (
-        (
-            "--largest-of",
-            "resnet20_v1",
-            "--first-px",
-            "64",
-            "--step-px",
-            "64",
-            "--device-bytes",
-            "24000000",
-        )
-        if is_small
-        else ("--first-px", "1024", "--step-px", "256", "--device-bytes", str(DEVICE_BYTES))
-    )
-    copies = (
-        ("--copies", "1", "--round-mib", "4")
-        if is_small
-        else ("--copies", "256", "--round-mib", "256")
-    )
-    trained = (
-        "experiment=quickstart train.steps=4 parallel.partitions=2"
-        if is_small
-        else "experiment=quickstart"
-    )
     return (
         Row(
             "steps",
@@ -84,52 +83,34 @@ def rows(is_small: bool, device: str) -> tuple[Row, ...]:
             call_argv(cases.staged, on_ranks),
             130,
         ),
-        *(
-            _strips(name, "", 64 if is_small else 2048, "2" if is_small else "8,32", 80, is_small)
-            for name in NETWORKS
-        ),
-        Row(
-            "largest image",
-            f"How large an image trains in {DEVICE_BYTES // 10**9} GB, with and without a plan?",
-            (
-                "scripts.bench.memory_gpu",
-                "--json",
-                "--part",
-                "largest",
-                "--policies",
-                "keep,plan",
-                *copies,
-                *largest,
-            ),
-            180,
-            read=answer("largest"),
-            columns=(
-                "model",
-                "policy",
-                "side_px",
-                "next_px",
-                "predicted_bytes",
-                "allocated_bytes",
-                "step_s",
-                "why",
-            ),
-        ),
-        Row(
-            "accuracy",
-            "Does a short training on four ranks learn?",
-            call_argv(cases.trained, [["quickstart", trained]]),
-            90,
-        ),
-        *(
-            _strips(
-                name,
-                " of large images",
-                128 if is_small else 8192,
-                "4" if is_small else "32,128",
-                140,
-                is_small,
-            )
-            for name in NETWORKS
+    )
+
+
+def _largest(is_small: bool) -> Row:
+    words = (
+        f"--copies 256 --round-mib 256 --first-px 1024 --step-px 256 --device-bytes {DEVICE_BYTES}"
+    )
+    if is_small:
+        words = (
+            "--copies 1 --round-mib 4 --largest-of resnet20_v1 --first-px 64 --step-px 64"
+            " --device-bytes 24000000"
+        )
+    program = "scripts.bench.memory_gpu --json --part largest --policies keep,plan"
+    return Row(
+        "largest image",
+        f"How large an image trains in {DEVICE_BYTES // 10**9} GB, with and without a plan?",
+        (*program.split(), *words.split()),
+        180,
+        read=answer("largest"),
+        columns=(
+            "model",
+            "policy",
+            "side_px",
+            "next_px",
+            "predicted_bytes",
+            "allocated_bytes",
+            "step_s",
+            "why",
         ),
     )
 

@@ -1,4 +1,4 @@
-"""Part 2, measure: copies, profiles and peaks beside predictions, memory policies, split backward, kernels."""
+"""Part 2, measure: copies, profiles, peaks, memory policies, split backward, kernels."""
 
 from __future__ import annotations
 
@@ -15,21 +15,48 @@ FEW_SMALL_COPIES = ("--copies", "1", "--round-mib", "4")
 
 def rows(is_small: bool, device: str) -> tuple[Row, ...]:
     """Return the rows in order of value; `is_small` is for a device that is slow."""
-    copies = ("--copies", "1,4", "--round-mib", "16") if is_small else ()
-    few = FEW_SMALL_COPIES if is_small else FEW_COPIES
-    model, side_px = ("resnet20_v1", "64") if is_small else ("resnet152", "1024")
-    case = ("--models", model, "--sizes", side_px)
-    profiled = (
-        ("--only", "resnet110_v2", "--sizes", "32")
+    model, side_px, steps, precisions = (
+        ("resnet20_v1", 32, 2, cases.PRECISIONS[-1:])
         if is_small
-        else ("--only", "resnet110_v2", "--sizes", "1024,2048")
+        else ("resnet110_v2", 1024, 5, cases.PRECISIONS)
     )
     split = ("--only", "conv 1x1, 64 ch", "--rounds", "3") if is_small else ("--rounds", "9")
-    chosen = (
-        ("resnet20_v1", 32, 2, 60, cases.PRECISIONS[-1:])
-        if is_small
-        else ("resnet110_v2", 1024, 5, 60, cases.PRECISIONS)
+    return (
+        *_memory_rows(is_small),
+        Row(
+            "split backward",
+            "What do separate input and weight gradients cost, compared with a whole backward?",
+            ("scripts.bench.split", "--json", "--device", "cuda", *split),
+            70,
+            read=answer("cases"),
+            columns=(
+                "case",
+                "full_ms",
+                "ours_ratio",
+                "ours_input_share",
+                "torch_ratio",
+                "bit_equal",
+                "held_for_weights_bytes",
+                "stash_bytes",
+            ),
+        ),
+        Row(
+            "kernels",
+            "How do precision, cudnn_benchmark, TF32 and channels_last change a step?",
+            call_argv(cases.kernels, model, side_px, steps, 60, precisions),
+            150,
+        ),
     )
+
+
+def _memory_rows(is_small: bool) -> tuple[Row, ...]:
+    copies = ("--copies", "1,4", "--round-mib", "16") if is_small else ()
+    few = FEW_SMALL_COPIES if is_small else FEW_COPIES
+    model, side_px, sizes = (
+        ("resnet20_v1", "64", "32") if is_small else ("resnet152", "1024", "1024,2048")
+    )
+    case = ("--models", model, "--sizes", side_px)
+    profiled = ("--part", "layers", "--only", "resnet110_v2", "--sizes", sizes)
     return (
         Row(
             "copy rates",
@@ -41,7 +68,7 @@ def rows(is_small: bool, device: str) -> tuple[Row, ...]:
         Row(
             "profile",
             "How far are layer times and bytes, predicted without a device, from measurements?",
-            ("scripts.bench.profile", "--json", "--device", "cuda", "--part", "layers", *profiled),
+            ("scripts.bench.profile", "--json", "--device", "cuda", *profiled),
             110,
             read=answer("rows"),
         ),
@@ -70,28 +97,5 @@ def rows(is_small: bool, device: str) -> tuple[Row, ...]:
             130,
             read=answer("overhead"),
             columns=("model", "side_px", "way", "step_s", "held_bytes", "overhead", "saved"),
-        ),
-        Row(
-            "split backward",
-            "What do separate input and weight gradients cost, compared with a whole backward?",
-            ("scripts.bench.split", "--json", "--device", "cuda", *split),
-            70,
-            read=answer("cases"),
-            columns=(
-                "case",
-                "full_ms",
-                "ours_ratio",
-                "ours_input_share",
-                "torch_ratio",
-                "bit_equal",
-                "held_for_weights_bytes",
-                "stash_bytes",
-            ),
-        ),
-        Row(
-            "kernels",
-            "How do precision, cudnn_benchmark, TF32 and channels_last change a step?",
-            call_argv(cases.kernels, *chosen),
-            150,
         ),
     )

@@ -13,33 +13,38 @@ from scripts.gpu.row import MEASURED, NOT_MEASURED, NOTES, Row
 
 HEAD = """# GPU
 
-What one command proved and measured on a GPU; this page is generated from the lines that the command wrote.
+What one command proved and measured on a GPU; this page is generated from the lines that the
+command wrote.
 """
 NOTHING = """
-Not measured on a GPU. The tables below say what the three parts will measure. All rows also run on a CUDA device
-emulated in host memory (`make test-device ARGS=on_gpu`), without torch's sanitizer and kernel profiler, which do not
-support it; those figures say nothing about a GPU and are not kept.
+Not measured on a GPU. The tables below say what the three parts will measure. All rows also run on
+a CUDA device emulated in host memory (`make test-device ARGS=on_gpu`), without torch's sanitizer
+and kernel profiler, which do not support it; those figures say nothing about a GPU and are not
+kept.
 """
 HOW = """
 ## Run it
 
-You need one machine with a GPU and torch, and no network. The command ends within eight minutes: the proofs run side by
-side, the rest one by one in order of value, each within its limit in seconds; rows without time left say so.
-`GEMS_WHEELS` is a folder of wheels that the machine's Python lacks; if it lacks none, nothing is installed.
+You need one machine with a GPU and torch, and no network. The command ends within eight minutes:
+the proofs run side by side, the rest one by one in order of value, each within its limit in
+seconds; rows without time left say so. `GEMS_WHEELS` is a folder of wheels that the machine's
+Python lacks; if it lacks none, nothing is installed.
 
 <!-- docs-test: needs a machine with a GPU -->
 ```sh
 # where there is a network, with the same version of Python
-pip wheel --no-deps -w wheels hydra-core omegaconf antlr4-python3-runtime==4.9.3 submitit mpi4py mpich
+pip wheel --no-deps -w wheels hydra-core omegaconf antlr4-python3-runtime==4.9.3 \\
+    submitit mpi4py mpich
 GEMS_WHEELS=wheels scripts/on_gpu.sh         # all; or 1: prove, 2: measure, 3: claims
 scripts/on_gpu.sh 2 --only peaks             # one row
 cat runs/gpu.jsonl >>docs/gpu.jsonl
 python -m scripts.gpu --render docs/gpu.jsonl --page docs/gpu.md
 ```
 
-Each row runs in its own processes. As soon as it ends, its line is appended to `runs/gpu.jsonl` (or `--out`):
-figures, or the reason why there are none, with hardware, versions, date, command and commit. The file keeps the lines
-of earlier runs; the newest line of each GPU and row counts. Rows without time left are recorded as not measured.
+Each row runs in its own processes. As soon as it ends, its line is appended to `runs/gpu.jsonl` (or
+`--out`): figures, or the reason why there are none, with hardware, versions, date, command and
+commit. The file keeps the lines of earlier runs; the newest line of each GPU and row counts. Rows
+without time left are recorded as not measured.
 """
 UNITS: tuple[tuple[str, str, float, str], ...] = (
     ("bytes_per_s", "GB/s", 1e-9, ".1f"),
@@ -106,7 +111,7 @@ def _of_gpu(gpu: str, lines: Sequence[Line]) -> str:
 
 
 def _row(name: str, row: Row | None, line: Line | None) -> str:
-    """Return one row: its question, its figures or the reason for none, and when and how it was measured."""
+    """Return one row: its question, figures or why there are none, and when and how."""
     head = f"\n**{name[:1].upper()}{name[1:]}.** {row.question if row else ''}".rstrip()
     if line is None:
         return f"{head} Not measured on a GPU.\n"

@@ -37,7 +37,7 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where rows run: facts of the hardware and versions, and whether its GPU is one that tests make of host memory."""
+    """Where rows run: hardware, versions, and whether the GPU is a fake one of host memory."""
 
     hardware: Mapping[str, Any]
     versions: Mapping[str, Any]

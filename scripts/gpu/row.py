@@ -1,4 +1,4 @@
-"""A row: one proof or measurement, in processes of its own with a time limit, and what came of it."""
+"""A row: one proof or measurement in its own processes with a time limit, and its outcome."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a row: its figures, whose names end in their units, or the reason why there are none."""
+    """The outcome of a row: figures, whose names end in their units, or why there are none."""
 
     status: str
     figures: Figures
@@ -72,7 +72,7 @@ class Outcome:
 
 
 def run(row: Row, limit_s: float, environment: Mapping[str, str] | None = None) -> Outcome:
-    """Run a row for at most so many seconds, or its own limit if that is less, with these variables set too."""
+    """Run a row with these variables for at most `limit_s`, or its own limit if it is less."""
     limit_s = min(limit_s, row.limit_s)
     if limit_s < min(MIN_ROW_S, row.limit_s):
         return Outcome(NOT_MEASURED, [], TIME_OVER)

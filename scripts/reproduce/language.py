@@ -3,15 +3,17 @@
 `gems verify plugins=[scripts.reproduce.language] model=gnmt data=token_pairs ...` trains one, and
 `python -m scripts.reproduce.language` prints the parameters of the published sizes.
 
-GNMT (Wu et al. 2016, arXiv 1609.08144) has `model.depth` LSTM layers in the encoder, the first in both directions, and
-as many in the decoder, with residuals from the third layer on in either. The lowest decoder layer asks an additive
-attention over the encoder's output for a context, from the place before (section 3.1, y_{i-1}), and all layers above
-read that context too. Dropout and the residuals' clipping for inference are left out. It takes pairs of sequences,
-int64 (N, 2, T): source, and the translation that the decoder is to have said so far.
+GNMT (Wu et al. 2016, arXiv 1609.08144) has `model.depth` LSTM layers in the encoder, the first in
+both directions, and as many in the decoder, with residuals from the third layer on in either. The
+lowest decoder layer asks an additive attention over the encoder's output for a context, from the
+place before (section 3.1, y_{i-1}), and all layers above read that context too. Dropout and the
+residuals' clipping for inference are left out. It takes pairs of sequences, int64 (N, 2, T):
+source, and the translation that the decoder is to have said so far.
 
-BIG LSTM (Jozefowicz et al. 2016, arXiv 1602.02410, section 3) has word embeddings, `model.depth` LSTM layers whose
-outputs are projected (Sak et al. 2014, arXiv 1402.1128) from 8 times `model.width` cells to `model.width`, and a
-softmax over the whole vocabulary; nothing is sampled or dropped. It takes sequences, int64 (N, T).
+BIG LSTM (Jozefowicz et al. 2016, arXiv 1602.02410, section 3) has word embeddings, `model.depth`
+LSTM layers whose outputs are projected (Sak et al. 2014, arXiv 1402.1128) from 8 times
+`model.width` cells to `model.width`, and a softmax over the whole vocabulary; nothing is sampled or
+dropped. It takes sequences, int64 (N, T).
 """
 
 from __future__ import annotations

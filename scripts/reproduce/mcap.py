@@ -1,8 +1,9 @@
-"""The figure of mCAP (Dreuning et al., Euro-Par 2022): how many more parameters fit than by other partitioners.
+"""The figure of mCAP (Dreuning et al., Euro-Par 2022): parameters that fit, by partitioner.
 
-The paper states 1.55 times in its abstract; its networks, rivals and GPUs could not be read. Here `gems partition
---largest depth` finds the deepest VGG and ResNet that each method trains on 16 GB, by predicted peaks: shown are the
-parameters by mCAP, and by the exact partition, over those by torchgpipe's two methods. Takes some minutes.
+The paper states 1.55 times in its abstract; its networks, rivals and GPUs could not be read. Here
+`gems partition --largest depth` finds the deepest VGG and ResNet that each method trains on 16 GB,
+by predicted peaks: shown are the parameters by mCAP, and by the exact partition, over those by
+torchgpipe's two methods. Takes some minutes.
 """
 
 from __future__ import annotations

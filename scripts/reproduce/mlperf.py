@@ -88,7 +88,7 @@ def read_log(path: Path) -> tuple[int, float]:
 
 
 def result(place: Path) -> Iterator[tuple[str, int, int, float, Path]]:
-    """Yield series, accelerators, global batch, seconds and place of a result, one for each batch of its runs."""
+    """Yield series, accelerators, global batch, seconds and place for each batch of a result."""
     steps: dict[int, list[float]] = {}
     for path in sorted(place.glob("result_*.txt")):
         batch, step_s = read_log(path)

@@ -66,7 +66,7 @@ def rounded(value: float, half: float) -> Quantity:
 
 
 def derived(title: str, speedup: float, worker_batch: int, devices: int, gain: float) -> Network:
-    """Return a network whose epochs grow, from half the devices on, by what its published gain implies."""
+    """Return a network whose epochs grow from half the devices on, as its gain implies."""
     low, value, high = (WAYS * (1.0 + gain + off) / speedup for off in (-0.005, 0.0, 0.005))
     epochs = {devices // 2: Quantity.exact(1.0), devices: Quantity(round(value, 3), low, high)}
     return Network(title, rounded(speedup, 0.005), worker_batch, epochs, {devices: gain})
@@ -108,7 +108,7 @@ def percent(gain: Quantity) -> tuple[str, str]:
 
 
 def measured_gains() -> Iterator[tuple[str, str, int, Quantity]]:
-    """Yield series, network, devices, and the gain by the noise scale that is fitted to the measured epochs."""
+    """Yield series, network, devices, and the gain by the noise scale fitted to its epochs."""
     series: dict[str, list[tuple[float, float]]] = defaultdict(list)
     lines = [line for line in EPOCHS.read_text().splitlines() if not line.startswith("#")]
     for row in csv.DictReader(lines):

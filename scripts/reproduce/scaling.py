@@ -43,7 +43,7 @@ class Base:
     inference: Mapping[int, float] = field(default_factory=dict)
 
     def image_s(self, images: float) -> float:
-        """Return the time of an image in a batch of another size, which changes as that of inference does."""
+        """Return the time of an image in another batch, which changes as that of inference does."""
 
         def inferred_s(batch: float) -> float:
             times_s = [size / rate for size, rate in self.inference.items()]
@@ -130,7 +130,7 @@ def quiet_s(spec: RunSpec, **parallel: int) -> float:
 
 
 def spec_of(series: Series, base: Base, accelerators: int, images: int) -> RunSpec:
-    """Return the run of a point with the costs of its layers, scaled so that an image takes as long as by the base.
+    """Return the run of a point, with layers scaled to the base's time for an image.
 
     A base of several GPUs holds their sum too, which is taken off.
     """
@@ -160,7 +160,7 @@ def spec_of(series: Series, base: Base, accelerators: int, images: int) -> RunSp
 def simulated(
     series: Series, bases: Mapping[str, Base], row: Row
 ) -> tuple[Base, float, float, float]:
-    """Return the base of a row, and the simulated step, its exposed sums and its stragglers, in seconds."""
+    """Return a row's base, simulated step, exposed sums and stragglers, in seconds."""
     base = next(base for part, base in bases.items() if part in row.where)
     spec = spec_of(series, base, row.accelerators, int(row.samples))
     step_s = simulate(spec).step_s

@@ -133,7 +133,7 @@ class ContextDecoder(Recurrent):
 
 
 class WordHead(nn.Module):
-    """Takes (T, N, width) and gives logits (N, vocabulary, T), as cross-entropy takes them with labels (N, T)."""
+    """Maps (T, N, width) to logits (N, vocabulary, T), for cross-entropy with labels (N, T)."""
 
     def __init__(self, vocabulary: int, width: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The studies of the vDNN paper (Rhu et al. 2016, arXiv 1602.08124), simulated on its Titan X beside its figures.
+"""The studies of the vDNN paper (Rhu et al. 2016, arXiv 1602.08124), on a simulated Titan X.
 
 Counted are the bytes that vDNN manages: the images, the feature maps, their gradients and the
 convolutions' workspace, but neither parameters nor the classifier. The baseline holds all of it for
@@ -44,7 +44,7 @@ LARGEST_PX = 256
 
 
 class Load(NamedTuple):
-    """A network of the paper: its name there, `model=`, the side of its images, and the images of a mini-batch."""
+    """A network of the paper: its name there, `model=`, the images' side, and the mini-batch."""
 
     title: str
     model: str
@@ -129,7 +129,7 @@ class Network:
         return into
 
     def _add(self, step: Step, given: Map, into: Map | None = None) -> Map:
-        """Add the calls of a step that reads `given` and writes `into`, a part of it, or a map of its own."""
+        """Add the calls of a step that reads `given` and writes `into`, or a map of its own."""
         height_px, width_px = (side_after(px, (step,)) for px in given.px)
         out = Map(-1, channels_after(given.channels, (step,)), (height_px, width_px))
         into = into or self._new(out.channels, out.px)
@@ -155,7 +155,7 @@ class Network:
         return into
 
     def _transforms(self, step: Conv, given: Map, out: Map) -> Iterator[tuple[float, int]]:
-        """Yield seconds and workspace bytes of a convolution by Fourier transforms of the whole map, and of tiles."""
+        """Yield seconds and workspace bytes of FFT convolutions of the whole map and of tiles."""
         if step.stride != 1:
             return
         padded = [side + 2 * edge for side, edge in zip(given.px, step.padding, strict=True)]
@@ -178,7 +178,7 @@ class Network:
 
 
 class Outcome(NamedTuple):
-    """A simulated step: the managed bytes on the device, averaged over time and over calls, and the most of them."""
+    """A simulated step: mean managed bytes on the device, over time and calls, and the peak."""
 
     step_s: float
     lost: float
@@ -188,7 +188,7 @@ class Outcome(NamedTuple):
 
 
 def offloads(network: Network, policy: str) -> list[bool]:
-    """Return for each call whether the buffer that it reads leaves with it, as the last to read it in forward."""
+    """Return for each call whether it is the last in forward to read its input buffer."""
     leaving = [False] * len(network.calls)
     readers: dict[int, list[int]] = {}
     for at, call in enumerate(network.calls):

@@ -36,69 +36,50 @@ from gems.trace import DTYPES, Trace, root_attributes, write_trace
 Write = Callable[..., Path]
 
 
+SHAPE = {"partitions": 4, "replicas": 1, "micro_batches": 8, "micro_batch_size": 2}
+
+
+def step_rows(times_ms: Sequence[float], images: int, warmup_steps: int) -> np.ndarray:
+    """Return the steps of a trace, one after another without a gap."""
+    rows = []
+    at_ns = 0
+    for step, time_ms in enumerate(times_ms):
+        end_ns = at_ns + round(time_ms * 1e6)
+        is_warmup = int(step < warmup_steps)
+        rows.append((step, at_ns, end_ns, images, np.nan, is_warmup, 1, np.nan, np.nan))
+        at_ns = end_ns
+    return np.array(rows, DTYPES["steps"])
+
+
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
     """Return the function that writes a run folder with a trace of steps alone.
 
-    Its step times are in ms.
+    Its step times are in ms. Numbers are sizes of SHAPE, and dictionaries are sections of the
+    configuration.
     """
 
     def make(
-        schedule: str = "1f1b",
-        partitions: int = 4,
-        replicas: int = 1,
-        micro_batches: int = 8,
+        name: str = "1f1b",
         source: str = "measured",
         times_ms: tuple[float, ...] = (50.0, 10.0),
         warmup_steps: int = 1,
-        micro_batch_size: int = 2,
         unit_s: float = 0.001,
-        cap: float | None = None,
-        cap_bytes: int | None = None,
-        allow: Sequence[str] = (),
-        **of_the_rest: dict[str, Any],
+        **more: Any,
     ) -> Path:
-        spec = RunSpec(
-            parallel=ParallelConfig(
-                partitions=partitions,
-                replicas=replicas,
-                micro_batches=micro_batches,
-                micro_batch_size=micro_batch_size,
-            ),
-            schedule=ScheduleConfig(
-                name=schedule,
-                activation_cap=cap,
-                activation_cap_bytes=cap_bytes,
-                memory_actions=list(allow),
-            ),
+        sizes = {key: more.pop(key, size) for key, size in SHAPE.items()}
+        document = RunSpec(
+            parallel=ParallelConfig(**sizes),
+            schedule=ScheduleConfig(name=name),
             cost=CostConfig(unit_s=unit_s),
-        )
-        document = spec.to_dict()
-        for section, values in of_the_rest.items():
+        ).to_dict()
+        for section, values in more.items():
             document[section] |= values
         folder = tmp_path / f"run{len(list(tmp_path.iterdir()))}"
-        images = replicas * micro_batches * micro_batch_size
-        at_ns = 0
-        steps = []
-        for step, time_ms in enumerate(times_ms):
-            end_ns = at_ns + round(time_ms * 1e6)
-            steps.append(
-                (
-                    step,
-                    at_ns,
-                    end_ns,
-                    images,
-                    float("nan"),
-                    int(step < warmup_steps),
-                    1,
-                    np.nan,
-                    np.nan,
-                )
-            )
-            at_ns = end_ns
+        images = sizes["replicas"] * sizes["micro_batches"] * sizes["micro_batch_size"]
         trace = Trace(
-            root_attributes(source, folder.name, partitions * replicas),
-            steps=np.array(steps, DTYPES["steps"]),
+            root_attributes(source, folder.name, sizes["partitions"] * sizes["replicas"]),
+            steps=step_rows(times_ms, images, warmup_steps),
             run_yaml=yaml.safe_dump(document),
         )
         folder.mkdir()
@@ -246,9 +227,9 @@ def test_runs_of_one_point_are_put_together(write: Write) -> None:
 def test_lines_are_told_apart_by_cap_and_by_pipelines(write: Write) -> None:
     points = read_points(
         [
-            write("capped", cap=1.0),
-            write("capped", cap=1.5),
-            write("capped", cap_bytes=99, allow=["recompute"]),
+            write("capped", schedule={"activation_cap": 1.0}),
+            write("capped", schedule={"activation_cap": 1.5}),
+            write("capped", schedule={"activation_cap_bytes": 99, "memory_actions": ["recompute"]}),
             write("gems_master", parallel={"parts": 2}),
             write(partitions=4, replicas=2),
             write(partitions=8),
@@ -431,7 +412,9 @@ def test_two_models_of_one_study_are_two_lines_of_weak_scaling(write: Write) -> 
     deep = {"model": {"depth": 56}, "cost": {"name": "profile"}}
     points = read_points(
         [
-            write("gems_master", partitions, replicas, source="simulated", **of_the_rest)
+            write(
+                "gems_master", "simulated", partitions=partitions, replicas=replicas, **of_the_rest
+            )
             for partitions, of_the_rest in ((4, {"cost": {"name": "profile"}}), (8, deep))
             for replicas in (2, 4)
         ]
