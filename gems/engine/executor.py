@@ -13,12 +13,11 @@ from torch import Tensor
 from gems.autograd.outputs import as_tuple, map_tensors
 from gems.autograd.storages import tensor_bytes
 from gems.engine.action_loop import ActionLoop
-from gems.engine.activation_store.segment import SegmentKey, Segments, StoredSegment
-from gems.engine.activation_store.stored_strips import StoredStrips
 from gems.engine.loss import StepWeight, SummedLoss
 from gems.engine.metrics import LossSums, Metric
 from gems.engine.optimization.update import Update
-from gems.engine.stage import Loss, Stage, StageKey
+from gems.engine.stage import Loss, SegmentKey, Stage, StageKey
+from gems.engine.stages.open_stages import Segments
 from gems.engine.supervision.out_of_memory import note_memory
 from gems.engine.supervision.recorder import Recorder
 from gems.engine.tensor_router import TensorRouter, copy_shared
@@ -163,15 +162,18 @@ class Executor:
         micro_batch = _micro_batch(action)
         loss = self._loss(action)
         inputs = [self._inputs(action)]
-        run = segment.forward
-        if isinstance(segment, StoredSegment | StoredStrips) and self._has(Kind.R, action):
-            run = segment.forward_for_recompute
         if not action.segment and self.schedule.inputs_leave(*action[1:4]):
             self.router.hand_over(inputs[0])
         self._begin_draws(action)
         start = self._recorder.timestamp()
         # pop, so that within a stage this call holds the only reference to the inputs
-        outputs = run(micro_batch, inputs.pop(), loss, self._has(Kind.I, action))
+        outputs = segment.forward(
+            micro_batch,
+            inputs.pop(),
+            loss,
+            is_split=self._has(Kind.I, action),
+            is_run_again=self._has(Kind.R, action),
+        )
         if loss is None:
             self.router.put(action, outputs)
         self.activations.count_bytes(segment.brought_bytes(micro_batch))
@@ -180,7 +182,6 @@ class Executor:
 
     def _recompute(self, action: Action) -> None:
         segment = self._segment(action)
-        assert isinstance(segment, StoredSegment | StoredStrips)
         self._begin_draws(action)
         start = self._recorder.timestamp()
         segment.recompute(_micro_batch(action), self._loss(action))

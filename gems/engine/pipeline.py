@@ -15,7 +15,6 @@ from gems.autograd.random_draws import RandomDraws
 from gems.config.resolve import global_batch
 from gems.config.schema import ORDERED_TRANSPORTS, RunSpec
 from gems.data import find_source, open_dataset
-from gems.engine.activation_store.segment import Segments, needs_store, open_segments
 from gems.engine.device import DTYPES, seed_generators
 from gems.engine.executor import Executor
 from gems.engine.loss import StepWeight, SummedLoss
@@ -25,10 +24,13 @@ from gems.engine.optimization.lr_schedule import LrSchedule
 from gems.engine.optimization.optimizer import build_optimizer
 from gems.engine.optimization.parameter_groups import NumberedLayer, check_frozen, trained
 from gems.engine.optimization.update import Update
-from gems.engine.stage import CompiledStage, Stage, StageKey
+from gems.engine.stage import Stage, StageKey
 from gems.engine.stage_modules import StageModules
+from gems.engine.stages.compiled import CompiledStage
+from gems.engine.stages.open_stages import Segments, needs_store, open_segments
+from gems.engine.stages.strip_forms import draws_in, find_evaluation_forms, find_forms
+from gems.engine.stages.whole import WholeStage
 from gems.engine.step_loop import check_ranks
-from gems.engine.strips.build import draws_in, find_evaluation_forms, find_forms
 from gems.engine.supervision.recorder import Recorder
 from gems.engine.transport.links import Links, Sums
 from gems.engine.transport.memory_format import ChannelsLast
@@ -225,7 +227,9 @@ def build_pipeline(
     }
     compiles = spec.train.compile and trains
     open_stage = (
-        partial(CompiledStage, device=device, is_drawing=draws.is_drawing) if compiles else Stage
+        partial(CompiledStage, device=device, is_drawing=draws.is_drawing)
+        if compiles
+        else WholeStage
     )
     stages: dict[StageKey, Stage] = {
         key: open_stage(of_stage, key[1] == 0, channels.poll) for key, of_stage in modules.items()

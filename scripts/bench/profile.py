@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from gems.config.schema import RunSpec
-from gems.engine.stage import Stage
+from gems.engine.stages.whole import WholeStage
 from gems.models import layers_of
 from gems.models.build import boundary_shapes, build_layers, input_spec
 from gems.partition.even import even
@@ -96,7 +96,7 @@ def measured_stage(
     momentum = [torch.zeros_like(parameter) for parameter in parameters]
     static = [*parameters, *parameters, *momentum, *modules.buffers()]
     loss = training_loss if end == len(layers) else None
-    stage = Stage(modules, first == 0, lambda: None)
+    stage = WholeStage(modules, first == 0, lambda: None)
 
     def tensor(shape: Any) -> Tensor:
         make = torch.randn if shape.dtype.is_floating_point else torch.zeros

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from gems.autograd.outputs import as_tuple
 from gems.config.schema import DataConfig, ModelConfig
-from gems.engine.stage import Stage
+from gems.engine.stages.whole import WholeStage
 from gems.models import layers_of
 from gems.models.build import build_layers
 from scripts.bench.rig import Table, answered, in_turns, machine, opened_device, options
@@ -115,7 +115,8 @@ class Bench:
         self._input = draw.to(device)
         self._layers = {way: self._build() for way in ("full", "ours", "torch")}
         self._full, self.stage = (
-            Stage(self._layers[way], self._is_indices, lambda: None) for way in ("full", "ours")
+            WholeStage(self._layers[way], self._is_indices, lambda: None)
+            for way in ("full", "ours")
         )
         (output,) = as_tuple(self._full.infer((self._input,)))
         self._gradient = torch.randn_like(output)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gems.engine.activation_store.segment import needs_store
+from gems.engine.stages.open_stages import needs_store
 from gems.engine.supervision.recorder import COPY_IN, COPY_OUT
 from gems.errors import ConfigError, DoesNotFitError
 from gems.schedule import generate

@@ -10,16 +10,16 @@ import torch
 from torch import nn
 
 from gems.autograd.storages import StashMeter
-from gems.engine.stage import Stage
+from gems.engine.stages.whole import WholeStage
 
 FLOAT = 4
 
 
-def make_stage(*modules: nn.Module, is_first: bool = False, poll=lambda: None) -> Stage:
-    return Stage(nn.ModuleList(modules), is_first, poll)
+def make_stage(*modules: nn.Module, is_first: bool = False, poll=lambda: None) -> WholeStage:
+    return WholeStage(nn.ModuleList(modules), is_first, poll)
 
 
-def run_once(stage: Stage, shape: tuple[int, ...]) -> None:
+def run_once(stage: WholeStage, shape: tuple[int, ...]) -> None:
     """Let the stage have its metered micro-batch behind it."""
     (out,) = stage.forward(99, (torch.rand(shape),), None, True)
     stage.backward_input(99, (torch.ones_like(out),))
@@ -252,7 +252,7 @@ def test_reset_drops_what_waits_for_its_backward():
 
 
 def test_messages_move_between_layers_in_both_halves(monkeypatch):
-    monkeypatch.setattr("gems.engine.stage.POLL_EVERY_S", 0.0)
+    monkeypatch.setattr("gems.engine.stages.whole.POLL_EVERY_S", 0.0)
     calls: list[int] = []
     stage = make_stage(*(nn.Linear(4, 4) for _ in range(3)), poll=lambda: calls.append(1))
     stage.forward(0, (torch.rand(1, 4),), None, True)

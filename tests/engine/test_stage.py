@@ -17,8 +17,9 @@ from gems.autograd.compiled import compile_layers
 from gems.autograd.outputs import as_tuple
 from gems.autograd.random_draws import RandomDraws
 from gems.autograd.storages import StashMeter
-from gems.engine import stage as stage_module
-from gems.engine.stage import CompiledStage, Stage
+from gems.engine.stages import compiled as stage_module
+from gems.engine.stages.compiled import CompiledStage
+from gems.engine.stages.whole import WholeStage
 from tests.helpers.toys import Fork, Join, Mix, Pass
 
 LAYERS = {
@@ -41,10 +42,10 @@ LAYERS = {
 }
 
 
-def make_stages(modules: list[nn.Module], cuts: list[int]) -> list[Stage]:
+def make_stages(modules: list[nn.Module], cuts: list[int]) -> list[WholeStage]:
     bounds = [0, *cuts, len(modules)]
     return [
-        Stage(nn.ModuleList(modules[first:end]), first == 0, lambda: None)
+        WholeStage(nn.ModuleList(modules[first:end]), first == 0, lambda: None)
         for first, end in pairwise(bounds)
     ]
 
@@ -63,7 +64,7 @@ def gradients_of(modules: list[nn.Module]) -> list[torch.Tensor]:
     return [parameter.grad for module in modules for parameter in module.parameters()]
 
 
-def forward(stages: list[Stage], m: int, is_split: bool = False) -> torch.Tensor:
+def forward(stages: list[WholeStage], m: int, is_split: bool = False) -> torch.Tensor:
     images, labels = batch(m)
     values: tuple[torch.Tensor, ...] = (images,)
     for stage in stages[:-1]:
@@ -72,7 +73,7 @@ def forward(stages: list[Stage], m: int, is_split: bool = False) -> torch.Tensor
     return loss
 
 
-def backward(stages: list[Stage], m: int, scale: float = 0.25, is_split: bool = False) -> None:
+def backward(stages: list[WholeStage], m: int, scale: float = 0.25, is_split: bool = False) -> None:
     gradients: tuple[torch.Tensor, ...] = (torch.tensor(scale),)
     for stage in reversed(stages):
         gradients, _ = (stage.backward_input if is_split else stage.backward)(m, gradients)
@@ -147,7 +148,7 @@ def test_integer_inputs_get_no_gradient_and_unused_ones_get_zeros():
         def forward(self, x, index, unused):
             return x * index, index
 
-    stage = Stage(nn.ModuleList([Half()]), is_first=False, poll=lambda: None)
+    stage = WholeStage(nn.ModuleList([Half()]), is_first=False, poll=lambda: None)
     x = torch.rand(3)
     index = torch.tensor([1, 2, 3])
     unused = torch.rand(2)
@@ -168,7 +169,7 @@ def test_a_gradient_too_many_is_refused():
 @pytest.mark.parametrize("is_first_run", [True, False], ids=["metered", "later"])
 def test_the_stash_does_not_keep_the_output(is_first_run):
     """A linear map saves its input and weight alone, so its output may go once it has been sent."""
-    stage = Stage(nn.ModuleList([nn.Linear(8, 8)]), is_first=False, poll=lambda: None)
+    stage = WholeStage(nn.ModuleList([nn.Linear(8, 8)]), is_first=False, poll=lambda: None)
     if not is_first_run:
         stage.forward(0, (torch.rand(2, 8),))
         stage.backward(0, (torch.ones(2, 8),))
@@ -207,7 +208,7 @@ def test_backward_frees_what_forward_kept(is_first_run):
         def forward(self, x):
             return Square.apply(x)
 
-    stage = Stage(nn.ModuleList([Layer()]), is_first=False, poll=lambda: None)
+    stage = WholeStage(nn.ModuleList([Layer()]), is_first=False, poll=lambda: None)
     if not is_first_run:
         stage.forward(0, (torch.rand(4),))
         stage.backward(0, (torch.ones(4),))
@@ -232,7 +233,7 @@ def test_stash_bytes_equal_a_count_by_hand():
             return x * self.mask
 
     modules = [nn.Conv2d(3, 4, 3, padding=1), nn.Tanh(), Scale(), nn.Flatten(), nn.Linear(96, 5)]
-    stage = Stage(nn.ModuleList(modules), is_first=False, poll=lambda: None)
+    stage = WholeStage(nn.ModuleList(modules), is_first=False, poll=lambda: None)
     assert stage.stash_bytes is None
     stage.forward(0, (torch.rand(2, 3, 4, 6),))
     feature = 2 * 4 * 4 * 6 * 4
@@ -271,9 +272,9 @@ def test_the_meter_changes_no_gradient_and_ends_with_its_block():
 def test_messages_move_between_long_layers_in_forward_backward_and_evaluation(
     monkeypatch, every_s, num_polls
 ):
-    monkeypatch.setattr("gems.engine.stage.POLL_EVERY_S", every_s)
+    monkeypatch.setattr("gems.engine.stages.whole.POLL_EVERY_S", every_s)
     calls = []
-    stage = Stage(
+    stage = WholeStage(
         nn.ModuleList([nn.Linear(4, 4) for _ in range(3)]), False, lambda: calls.append(1)
     )
     stage.forward(0, (torch.rand(1, 4),))
@@ -298,7 +299,7 @@ def test_evaluation_keeps_nothing():
 
 
 def test_state_bytes_count_parameters_gradients_and_buffers():
-    stage = Stage(nn.ModuleList([nn.Linear(4, 3), nn.BatchNorm1d(3)]), True, lambda: None)
+    stage = WholeStage(nn.ModuleList([nn.Linear(4, 3), nn.BatchNorm1d(3)]), True, lambda: None)
     parameters = (4 * 3 + 3 + 3 + 3) * 4
     buffers = (3 + 3) * 4 + 8
     assert stage.state_bytes == 2 * parameters + buffers
@@ -324,7 +325,7 @@ def test_compiled_layers_keep_exactness_and_what_stages_promise(name, cuts, no_k
         draws.watch("layer", module)
     plain = copy.deepcopy(modules)
     bounds = [0, *cuts, len(modules)]
-    stages: list[Stage] = [
+    stages: list[WholeStage] = [
         CompiledStage(
             nn.ModuleList(modules[first:end]),
             first == 0,
@@ -335,7 +336,7 @@ def test_compiled_layers_keep_exactness_and_what_stages_promise(name, cuts, no_k
         for first, end in pairwise(bounds)
     ]
     expected = [
-        Stage(nn.ModuleList(plain[first:end]), first == 0, lambda: None)
+        WholeStage(nn.ModuleList(plain[first:end]), first == 0, lambda: None)
         for first, end in pairwise(bounds)
     ]
     for kind in (stages, expected):

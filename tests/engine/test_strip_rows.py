@@ -15,7 +15,7 @@ from gems.data import open_dataset
 from gems.engine.batch_loader import BatchLoader
 from gems.engine.executor import Batch
 from gems.engine.pipeline import Pipeline, build_pipeline
-from gems.engine.strips.evaluation import EvaluationInStrips
+from gems.engine.stages.strip_evaluation import EvaluationInStrips
 from gems.engine.train import evaluate, open_loader
 from gems.engine.transport.mpi import world
 from gems.streaming.row_rules import even_ends

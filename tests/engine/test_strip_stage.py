@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from gems.autograd.outputs import as_tuple
 from gems.autograd.storages import storage_addresses
-from gems.engine.stage import Stage
-from gems.engine.strips.evaluation import EvaluationInStrips
-from gems.engine.strips.passed import Passed
-from gems.engine.strips.stage import StageInStrips
+from gems.engine.stages.passed import Passed
+from gems.engine.stages.streamed import StreamedStage
+from gems.engine.stages.strip_evaluation import EvaluationInStrips
+from gems.engine.stages.whole import WholeStage
 from gems.streaming.strip_run import StripRun
 from gems.streaming.strip_stage import Boundary, StripStage
 from tests.helpers.own_streams import Dilated
@@ -71,14 +71,14 @@ NETWORKS = {
 
 def make_stages(
     layers: list[nn.Module], cuts: tuple[int, ...], ends: tuple[int, ...] = ENDS
-) -> list[StageInStrips]:
+) -> list[StreamedStage]:
     passed = Passed(images(ends), NUM)
     stages = []
     for first, end in pairwise((0, *cuts, len(layers))):
         named = [(str(number), layers[number]) for number in range(first, end)]
         form = StripStage(named, passed.boundaries, NUM)
         stages.append(
-            StageInStrips(
+            StreamedStage(
                 nn.ModuleList(layers[first:end]), not first, lambda: None, form, passed, CPU
             )
         )
@@ -101,7 +101,7 @@ def loss(output: Tensor) -> Tensor:
     return output.square().sum() + output.exp().mean()
 
 
-def run_forward(stages: list[StageInStrips], image: Tensor, number: int, is_split: bool) -> None:
+def run_forward(stages: list[StreamedStage], image: Tensor, number: int, is_split: bool) -> None:
     for x in range(number * NUM, (number + 1) * NUM):
         tensors: tuple[Tensor, ...] = (image,)
         for stage in stages:
@@ -110,7 +110,7 @@ def run_forward(stages: list[StageInStrips], image: Tensor, number: int, is_spli
             tensors = stage.forward(x, given, loss if stage is stages[-1] else None, is_split)
 
 
-def run_backward(stages: list[StageInStrips], number: int, is_split: bool) -> None:
+def run_backward(stages: list[StreamedStage], number: int, is_split: bool) -> None:
     """Run backward of an image; the memory of messages is overwritten once the stages no longer read it."""
     for x in reversed(range(number * NUM, (number + 1) * NUM)):
         gradients: tuple[Tensor, ...] = (torch.ones((), dtype=DTYPE),)
@@ -213,7 +213,7 @@ def test_bytes_of_strips_add_up() -> None:
     ends = (50, 95, 140)
     image = torch.randn(2, 3, ends[-1], 6, dtype=DTYPE)
     (stage,) = make_stages(layers, (), ends)
-    whole = Stage(nn.ModuleList(layers), True, lambda: None)
+    whole = WholeStage(nn.ModuleList(layers), True, lambda: None)
     whole.forward(0, (image,), loss)
     run_forward([stage], image, 0, True)
     brought, kept = (

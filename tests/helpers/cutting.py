@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from gems.autograd.outputs import as_tuple
 from gems.config.schema import DataConfig, ModelConfig
-from gems.engine.stage import Stage
+from gems.engine.stages.whole import WholeStage
 from gems.models import Layer, layers_of
 from gems.models.build import build_layers
 
@@ -118,7 +118,7 @@ def play_cut(
     pieces = [
         nn.ModuleList(build_layers(layers, first, last, 0, DTYPE)) for first, last in pairwise(cuts)
     ]
-    stages = [Stage(piece, is_first=False, poll=lambda: None) for piece in pieces]
+    stages = [WholeStage(piece, is_first=False, poll=lambda: None) for piece in pieces]
     values: tuple[Tensor, ...] = (inputs.clone(),)
     for stage in stages:
         loss = (
@@ -146,7 +146,7 @@ def evaluate(pieces: Sequence[nn.ModuleList], inputs: Tensor) -> Tensor:
     values: tuple[Tensor, ...] = (inputs,)
     for piece in pieces:
         piece.eval()
-        values = as_tuple(Stage(piece, is_first=False, poll=lambda: None).infer(values))
+        values = as_tuple(WholeStage(piece, is_first=False, poll=lambda: None).infer(values))
     (output,) = values
     return output
 

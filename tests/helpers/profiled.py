@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from gems.autograd.outputs import as_tuple
-from gems.engine.stage import Stage
+from gems.engine.stages.whole import WholeStage
 from gems.models import Layer
 from gems.models.build import boundary_shapes, build_layers
 from gems.profile import ModelProfile
@@ -177,7 +177,7 @@ def whole_stage(
     loss = training_loss if end == len(layers) else None
     modules = nn.ModuleList(build_layers(layers, first, end, seed=0))
     give_gradients(modules)
-    stage = Stage(modules, first == 0, lambda: None)
+    stage = WholeStage(modules, first == 0, lambda: None)
     inputs = [torch.randn(one) for one in shapes]
     gradients = [torch.ones(()) if loss else torch.ones(spec.shape) for spec in specs[end - 1]]
     with LiveBytes([*inputs, *static_tensors(modules)]) as live:

@@ -9,9 +9,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from gems.engine.activation_store.segment import needs_store, open_segments
 from gems.engine.executor import Batch, Executor
-from gems.engine.stage import Stage
+from gems.engine.stages.open_stages import needs_store, open_segments
+from gems.engine.stages.whole import WholeStage
 from gems.engine.supervision.recorder import Recorder
 from gems.engine.transport.message_tags import message_tag
 from gems.engine.transport.mpi import gpu_support
@@ -157,7 +157,7 @@ class Rig:
             schedule, rank, boundaries, self.transports, Staging(DEVICE), self.recorder
         )
         self.stages = {
-            held: Stage(nn.ModuleList(kept).to(DEVICE), held[1] == 0, channels.poll)
+            held: WholeStage(nn.ModuleList(kept).to(DEVICE), held[1] == 0, channels.poll)
             for held, kept in modules.items()
         }
         self.segments = None

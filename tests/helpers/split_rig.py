@@ -7,13 +7,13 @@ import copy
 import torch
 from torch import nn
 
-from gems.engine.stage import Stage
+from gems.engine.stages.whole import WholeStage
 
 SEED = 5
 
 
-def make_stage(modules: list[nn.Module], is_first: bool = False) -> Stage:
-    return Stage(nn.ModuleList(modules), is_first, lambda: None)
+def make_stage(modules: list[nn.Module], is_first: bool = False) -> WholeStage:
+    return WholeStage(nn.ModuleList(modules), is_first, lambda: None)
 
 
 def random_like(tensors, generator) -> tuple[torch.Tensor, ...]:
@@ -49,7 +49,7 @@ def play(modules, batches, is_split: bool, is_first: bool = False, order=None):
     return [[t for out in outputs for t in out], inputs, parameters], stage
 
 
-def is_deferred(stage: Stage, parameter: nn.Parameter) -> bool:
+def is_deferred(stage: WholeStage, parameter: nn.Parameter) -> bool:
     norms = nn.modules.batchnorm._NormBase | nn.GroupNorm | nn.LayerNorm | nn.RMSNorm
     whole = set(stage.split_layers().unsplit)
     return not any(

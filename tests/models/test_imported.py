@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from gems.autograd.outputs import as_tuple, tensors_in
 from gems.config.schema import DataConfig, ModelConfig
-from gems.engine.stage import Stage
+from gems.engine.stages.whole import WholeStage
 from gems.models import layers_of
 from gems.models.build import boundary_shapes, build_layer, build_layers
 from gems.models.imported.user_code import construct, other_generators
@@ -126,7 +126,7 @@ class TestLayers:
         cross_entropy(whole(images.clone()), labels).backward()
         parts = parts_of(own(target))
         stages = [
-            Stage(nn.ModuleList([part]), not index, lambda: None)
+            WholeStage(nn.ModuleList([part]), not index, lambda: None)
             for index, part in enumerate(parts)
         ]
         values: tuple[Tensor, ...] = (images.clone(),)

@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
-from gems.engine.stage import Stage
+from gems.engine.stages.whole import WholeStage
 from gems.streaming.errors import StreamingError
 from gems.streaming.strip_stage import Boundary, StripStage
 from tests.helpers.strips_rig import DTYPE, TOLERANCE, Function, relative, run_strips
@@ -495,7 +495,7 @@ def test_networks_in_strips_split_and_evaluated(name: str) -> None:
     if wanted.requires_grad:
         wanted.backward(back)
 
-    stage = Stage(nn.ModuleList([module for _, module in split]), True, lambda: None)
+    stage = WholeStage(nn.ModuleList([module for _, module in split]), True, lambda: None)
     (made,) = stage.forward(0, (image,), None, True)
     stage.backward_input(0, (back,))
     stage.backward_weight(0)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from gems.engine.executor import Batch
 from gems.engine.optimization.parameter_groups import NumberedLayer
 from gems.engine.pipeline import Pipeline
-from gems.engine.strips.stage import StageInStrips
 from gems.engine.transport.mpi import allgather
 from gems.errors import RankFailedError
 
@@ -63,10 +62,9 @@ def find_nonfinite(pipeline: Pipeline, step: int, batch: Batch) -> Finding:
             )
             watches.callback(hook.remove)
         for stage in pipeline.stages.values():
-            if isinstance(stage, StageInStrips):  # it does not call its modules
-                watches.enter_context(
-                    stage.form.watched(partial(_watch_strips, mine, pipeline.layers, rank))
-                )
+            watches.enter_context(
+                stage.watched(partial(_watch_strips, mine, pipeline.layers, rank))
+            )
         pipeline.train.run(step, batch)
     for layer in pipeline.layers:
         if not all(_is_finite(p.grad) for p in layer.module.parameters() if p.grad is not None):

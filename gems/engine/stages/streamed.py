@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,13 +13,12 @@ from torch.autograd.graph import GradientEdge
 
 from gems.autograd.split_backward.deferred import DeferredGradients
 from gems.autograd.storages import StashMeter, new_bytes, storage_addresses, tensor_bytes
-from gems.engine.stage import Loss, Stage, Stash, gradient_edges, run_backward
-from gems.engine.strips.passed import Passed
+from gems.engine.stage import Loss, Tensors
+from gems.engine.stages.passed import Passed
+from gems.engine.stages.whole import Stash, WholeStage, gradient_edges, run_backward
 from gems.streaming.strip_run import Draws
 from gems.streaming.strip_sample import Cut, StripSample, begin
 from gems.streaming.strip_stage import StripStage
-
-Tensors = tuple[Tensor, ...]
 
 
 @dataclass(slots=True)
@@ -39,7 +40,7 @@ class Image:
     waiting_bytes: int = 0
 
 
-class InStrips(Stage):
+class InStrips(WholeStage):
     """A stage in a streaming form, with the inputs and outputs of each strip.
 
     A tensor that is not ready yet, or has no rows in a strip, is neither taken nor given. The first
@@ -75,7 +76,7 @@ class InStrips(Stage):
         )
 
 
-class StageInStrips(InStrips):
+class StreamedStage(InStrips):
     """Runs forward of strips from the first to the last, then backward from the last to the first.
 
     Strips are numbered in place of micro-batches: x is strip x % k of micro-batch x // k. The last
@@ -100,73 +101,55 @@ class StageInStrips(InStrips):
         super().__init__(modules, is_first, poll, form, takes, device)
         self.draws = draws
         self._images: dict[int, Image] = {}
-        self._brought_bytes: dict[int, int] = {}  # by strip, like the two below
+        self._brought_bytes: dict[int, int] = {}  # by strip, like the one below
         self._kept_bytes: dict[int, int] = {}
-        self._held_bytes: dict[int, int] = {}
 
     def forward(
         self,
-        micro_batch: int,
+        index: int,
         inputs: Sequence[Tensor],
         loss: Loss | None = None,
         is_split: bool = False,
+        is_run_again: bool = False,
     ) -> Tensors:
         """Run a strip and keep what its backward needs.
 
         Return the tensors of the next boundary, detached.
         """
-        image, strip = self._image_of(micro_batch)
+        image, strip = self._image_of(index)
         inputs = self._rows_of(strip, inputs)
         deferred = DeferredGradients() if is_split else None
         if len(self._brought_bytes) < self.form.strips:
             outputs = self._measure(image, strip, inputs, loss, deferred)
         else:
             outputs = self._run_strip(image, strip, inputs, loss, deferred)
-        self._stash[micro_batch] = Stash(tuple(inputs), (), deferred)
+        self._stash[index] = Stash(tuple(inputs), (), deferred)
         return () if loss is not None else self._given_on(strip, outputs)
 
-    def backward(self, micro_batch: int, gradients: Sequence[Tensor]) -> tuple[Tensors, Tensors]:
-        """Add to the parameters' gradients, and free what the strip's forward kept."""
-        return self._back(micro_batch, self._stash.pop(micro_batch), gradients)
+    def watched(self, watch: Callable[[str, tuple[Any, ...]], None]) -> AbstractContextManager[Any]:
+        """Pass the outputs of the operations of each strip to `watch`."""
+        return self.form.watched(watch)
 
-    def backward_input(
-        self, micro_batch: int, gradients: Sequence[Tensor]
-    ) -> tuple[Tensors, Tensors]:
-        """Compute the input gradients like `backward`; keep only what the weight gradients need."""
-        stash = self._stash.pop(micro_batch)
-        strip = micro_batch % self.form.strips
-        assert stash.deferred is not None
-        found = self._back(micro_batch, stash, gradients)
-        self._deferred[micro_batch] = stash.deferred
-        if strip not in self._held_bytes:
-            known = storage_addresses(self._known([*found[1], *gradients]))
-            self._held_bytes[strip] = new_bytes(stash.deferred.tensors(), known)
-        return found
-
-    def brought_bytes(self, micro_batch: int) -> int:
+    def brought_bytes(self, index: int) -> int:
         """Return the bytes that forward of a strip added.
 
         This is the size of what it keeps, plus what it leaves for the next strip, less what the
         strip before left for it.
         """
-        return self._brought_bytes[micro_batch % self.form.strips]
+        return self._brought_bytes[index % self.form.strips]
 
-    def kept_bytes(self, micro_batch: int) -> int:
+    def kept_bytes(self, index: int) -> int:
         """Return the bytes that forward of a strip keeps until its backward."""
-        return self._kept_bytes[micro_batch % self.form.strips]
-
-    def held_bytes(self, micro_batch: int) -> int:
-        """Return the bytes that backward of a strip leaves for its weight gradients."""
-        return self._held_bytes[micro_batch % self.form.strips]
+        return self._kept_bytes[index % self.form.strips]
 
     def reset(self) -> None:
         """Drop all micro-batches in flight after a failed step."""
         super().reset()
         self._images.clear()
 
-    def _image_of(self, micro_batch: int) -> tuple[Image, int]:
+    def _image_of(self, index: int) -> tuple[Image, int]:
         """Return the image of a strip that is about to run, and the number of the strip in it."""
-        number, strip = divmod(micro_batch, self.form.strips)
+        number, strip = divmod(index, self.form.strips)
         if strip == 0:
             self._images[number] = Image(StripSample(self.form, self.draws, not self.is_first))
         return self._images[number], strip
@@ -213,10 +196,16 @@ class StageInStrips(InStrips):
         del strips
         image.loss = gradient_edges((loss(whole),))
 
-    def _back(
-        self, micro_batch: int, stash: Stash, gradients: Sequence[Tensor]
+    def _alike(self, index: int) -> int:
+        return index % self.form.strips
+
+    def _deferring_to(self, deferred: DeferredGradients | None) -> AbstractContextManager[None]:
+        return nullcontext()  # forward has passed it to the operations
+
+    def _backward(
+        self, index: int, stash: Stash, gradients: Sequence[Tensor]
     ) -> tuple[Tensors, Tensors]:
-        number, strip = divmod(micro_batch, self.form.strips)
+        number, strip = divmod(index, self.form.strips)
         image = self._images[number]
         if image.cuts:
             if image.loss:

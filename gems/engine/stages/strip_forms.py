@@ -14,9 +14,9 @@ from gems.autograd.random_draws import RandomDraws
 from gems.config.schema import RunSpec
 from gems.engine.stage import StageKey
 from gems.engine.stage_modules import StageModules
-from gems.engine.strips.evaluation import EvaluationInStrips
-from gems.engine.strips.passed import Passed
-from gems.engine.strips.stage import StageInStrips
+from gems.engine.stages.passed import Passed
+from gems.engine.stages.streamed import StreamedStage
+from gems.engine.stages.strip_evaluation import EvaluationInStrips
 from gems.errors import ConfigError
 from gems.models.build import TensorSpec, input_spec
 from gems.models.mixed import Precision, compute_in
@@ -46,10 +46,10 @@ class StripForms:
         poll: Callable[[], None],
         device: torch.device,
         draws: Mapping[StageKey, Draws],
-    ) -> dict[StageKey, StageInStrips]:
+    ) -> dict[StageKey, StreamedStage]:
         """Return the stages of the rank for training."""
         return {
-            key: StageInStrips(
+            key: StreamedStage(
                 of_stage, key[1] == 0, poll, self.forms[key], self.takes[key], device, draws[key]
             )
             for key, of_stage in modules.items()

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from gems.autograd.storages import storage_addresses
-from gems.engine.strips.passed import Passed
-from gems.engine.strips.stage import InStrips
+from gems.engine.stages.passed import Passed
+from gems.engine.stages.streamed import InStrips
 from gems.streaming.strip_stage import StripStage
 
 

@@ -1,0 +1,133 @@
+"""Stages in strips whose saved tensors are in the activation store.
+
+Recomputed, or in host memory, strip by strip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor
+
+from gems.autograd.split_backward.deferred import DeferredGradients
+from gems.autograd.storages import storage_addresses
+from gems.engine.activation_store.saved_tensor_table import SavedTensor
+from gems.engine.activation_store.store import ActivationStore
+from gems.engine.stage import Loss, StageKey, Tensors
+from gems.engine.stages.stored import Stored
+from gems.engine.stages.streamed import Image, StreamedStage
+from gems.engine.stages.whole import Stash
+
+
+class _Pending(NamedTuple):
+    """What is left of the forward of a strip that will be run again; None stands for no input."""
+
+    given: Tensors  # what stays of the inputs
+    inputs: list[SavedTensor | None]
+    carried: list[Tensor | SavedTensor]  # of what weights alone determine the tensor itself
+    has_gradient: list[bool]  # of what was carried
+    is_split: bool
+
+
+class StoredStrips(Stored, StreamedStage):
+    """Keeps in the store what strips save, so that each can be recomputed or copied to the host.
+
+    A strip that is run again keeps its inputs and the tensors carried to it. The loss is computed
+    once, and its saved tensors stay. Tensors carried between strips are counted here, everything
+    else by the store.
+    """
+
+    def __init__(self, whole: StreamedStage, stage_key: StageKey, store: ActivationStore) -> None:
+        """Take over a stage."""
+        super().__init__(
+            whole.modules,
+            whole.is_first,
+            whole.poll,
+            whole.form,
+            whole.takes,
+            whole.device,
+            whole.draws,
+        )
+        self.keep_in(store, stage_key)
+
+    def forward(
+        self,
+        index: int,
+        inputs: Sequence[Tensor],
+        loss: Loss | None = None,
+        is_split: bool = False,
+        is_run_again: bool = False,
+    ) -> Tensors:
+        """Run a strip and put what autograd saves into the store.
+
+        If it `is_run_again`, keep only its inputs and the tensors that were carried to it.
+        """
+        image, strip = self._image_of(index)
+        rows = self._rows_of(strip, inputs)
+        key = self._key(index)
+        self._store.begin(key, [*rows, *image.sample.static])
+        self._store.activations.count_bytes(-image.left_bytes)
+        deferred = DeferredGradients() if is_split else None
+        if is_run_again:
+            outputs = self._run_once(index, image, rows, deferred)
+            with self._hooks(index):
+                self._end_strip(image, strip, outputs, loss)
+        else:
+            with self._hooks(index):
+                outputs = self._run_strip(image, strip, rows, loss, deferred)
+            self._stash[index] = Stash(self._staying(index, rows), (), deferred)
+        made = () if loss is not None else self._given_on(strip, outputs)
+        self._store.record_outputs(key, 0, made)
+        self._count_left(image, outputs, partial(self._store.is_counted, key))
+        self._store.activations.count_bytes(image.left_bytes)
+        return made
+
+    def recompute(self, index: int, loss: Loss | None = None) -> None:
+        """Run a strip again, now keeping in the store what backward needs.
+
+        Raises:
+            RuntimeError: an input was changed in place meanwhile.
+        """
+        number, strip = divmod(index, self.form.strips)
+        pending: _Pending = self._pending.pop(index)
+        inputs = [None if each is None else self._store.load(each) for each in pending.inputs]
+        carried = [
+            (self._store.load(each) if isinstance(each, SavedTensor) else each).requires_grad_(
+                has_gradient
+            )
+            for each, has_gradient in zip(pending.carried, pending.has_gradient, strict=True)
+        ]
+        deferred = DeferredGradients() if pending.is_split else None
+        with self._hooks(index):
+            self._images[number].sample.run_again(strip, inputs, carried, deferred)
+        self._stash[index] = Stash(pending.given, (), deferred)
+
+    def _hooks(self, index: int) -> AbstractContextManager[None]:
+        return self._store.saved_tensor_hooks(self._key(index), 0)
+
+    def _run_once(
+        self, index: int, image: Image, rows: Tensors, deferred: DeferredGradients | None
+    ) -> tuple[Tensor | None, ...]:
+        """Run a strip without keeping its graph, which says what of the outputs needs a gradient."""
+        key = self._key(index)
+        carried = image.sample.carried
+        static = storage_addresses(image.sample.static)
+        given = self.takes.given(rows, index % self.form.strips, self.device)
+        self._pending[index] = _Pending(
+            self._staying(index, rows),
+            [None if each is None else self._store.save(key, 0, each) for each in given],
+            [
+                each if storage_addresses([each]) & static else self._store.save(key, 0, each)
+                for each in carried
+            ],
+            [each.requires_grad for each in carried],
+            deferred is not None,
+        )
+        return image.sample.forward(given, deferred, is_run_again=True)
+
+    def _staying(self, index: int, rows: Tensors) -> Tensors:
+        """Return the inputs of a strip, unless the store has taken them."""
+        return () if self._store.takes_inputs(self._key(index)) else rows
