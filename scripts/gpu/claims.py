@@ -17,16 +17,7 @@ STRIPS = ("scripts.bench.strips", "--part", "time", "--width", "0", "--rounds", 
 OF_STRIPS = ("machine=cuda", "train.precision=bf16_mixed")
 OF_SMALL_STRIPS = ("machine=cuda", "train.steps=2", "train.evaluate=false")
 NETWORKS = {"ResNet-50": "resnet50", "ConvNeXt-tiny": "convnext_tiny"}
-STRIP_COLUMNS = (
-    "model",
-    "height_px",
-    "way",
-    "step_s",
-    "ratio",
-    "activation_bytes",
-    "predicted_bytes",
-    "device_bytes",
-)
+STRIP_COLUMNS = "model height_px way step_s ratio activation_bytes predicted_bytes device_bytes"
 
 
 def rows(is_small: bool, device: str) -> tuple[Row, ...]:
@@ -102,16 +93,7 @@ def _largest(is_small: bool) -> Row:
         (*program.split(), *words.split()),
         180,
         read=answer("largest"),
-        columns=(
-            "model",
-            "policy",
-            "side_px",
-            "next_px",
-            "predicted_bytes",
-            "allocated_bytes",
-            "step_s",
-            "why",
-        ),
+        columns="model policy side_px next_px predicted_bytes allocated_bytes step_s why",
     )
 
 

@@ -121,7 +121,7 @@ def _row(name: str, row: Row | None, line: Line | None) -> str:
     why = "" if line["status"] == MEASURED and not line["reason"] else f" {_sentence(line)}"
     figures = line["figures"]
     columns = list(
-        (row and row.columns) or dict.fromkeys(key for figure in figures for key in figure)
+        (row and row.columns.split()) or dict.fromkeys(key for figure in figures for key in figure)
     )
     notes = [key for figure in figures for key in figure if key in NOTES]
     columns += [key for key in dict.fromkeys(notes) if key not in columns]

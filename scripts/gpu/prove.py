@@ -144,15 +144,7 @@ def _verify(name: str, schedule: str, is_small: bool) -> Row:
         words += ["parallel.partitions=2", "parallel.micro_batch_size=2"]
     if schedule != "gems_master":
         words += ["parallel.replications=null", "parallel.parts=null", "parallel.micro_batches=8"]
-    columns = (
-        "schedule",
-        "model",
-        "partitions",
-        "micro_batches",
-        "max_rel_error",
-        "is_equal",
-        "worst",
-    )
+    columns = "schedule model partitions micro_batches max_rel_error is_equal worst"
     return Row(
         name,
         "How far are the gradients from those of one unsplit process?",

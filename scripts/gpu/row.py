@@ -43,7 +43,7 @@ class Row:
         limit_s: seconds until its processes are ended.
         environment: variables that it needs beside this process's.
         read: makes figures of the lines that it prints.
-        columns: the figures that the page shows, in order; empty for all.
+        columns: the figures that the page shows, in order, with spaces between; empty for all.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Row:
     limit_s: float
     environment: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     read: Read = field(default_factory=lambda: answer())
-    columns: tuple[str, ...] = ()
+    columns: str = ""
 
     @property
     def command(self) -> str:
