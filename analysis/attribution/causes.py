@@ -320,11 +320,9 @@ def attribution_table(found: Attribution, with_ranks: bool = False) -> str:
     return f"{shown}\n\n{table(columns, by_rank, title='% of the step', indent=2)}"
 
 
-def largest_line(found: Attribution, count: int = 3) -> str:
-    """Return the largest causes in one line, such as `bubble 27.3, host 1.2`."""
-    parts = [
-        f"{LABELS[cause]} {_percent(time_s, found):.1f}" for cause, time_s in found.largest(count)
-    ]
+def largest_line(found: Attribution) -> str:
+    """Return the three largest causes in one line, such as `bubble 27.3, host 1.2`."""
+    parts = [f"{LABELS[cause]} {_percent(time_s, found):.1f}" for cause, time_s in found.largest(3)]
     return ", ".join(parts) or "nothing"
 
 

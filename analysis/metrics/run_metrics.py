@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from analysis.io.run_config import RunFacts, run_facts
+from analysis.io.run_config import run_facts
 from analysis.metrics.events import COMPUTE, USEFUL, of_kinds, ranks_written
 from analysis.metrics.statistics import median_interval, percentile
 from gems.trace import STREAMS, Trace
@@ -68,13 +68,13 @@ class Metrics:
     loss_last: float | None
 
 
-def run_metrics(trace: Trace, facts: RunFacts | None = None) -> Metrics:
-    """Compute the figures of a run; `facts` default to those in `trace.run_yaml`.
+def run_metrics(trace: Trace) -> Metrics:
+    """Compute the figures of a run.
 
     Raises:
         ConfigError: `trace.run_yaml` is malformed.
     """
-    facts = run_facts(trace) if facts is None else facts
+    facts = run_facts(trace)
     steps = np.sort(trace.steps, order="step")
     is_counted = steps["is_warmup"] == 0
     counted = steps[is_counted]

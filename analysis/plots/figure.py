@@ -97,15 +97,13 @@ def label_counts(axes: Axes, counts: Iterable[int], max_ticks: int = 99) -> None
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
 
 
-def add_legend(
-    figure: Figure, handles: Sequence[Any], size_pt: float = 7.5, columns: int = 2, **style: Any
-) -> None:
+def add_legend(figure: Figure, handles: Sequence[Any], columns: int = 2, **style: Any) -> None:
     """Write a legend below the panels."""
     figure.legend(
         handles=handles,
         loc="outside lower center",
         ncols=columns,
-        fontsize=scaled_pt(figure, size_pt),
+        fontsize=scaled_pt(figure, 7.5),
         frameon=False,
         **style,
     )

@@ -57,8 +57,8 @@ class Curve:
         return int(self.held_bytes.max())
 
 
-def memory_figure(trace: Trace, step: int | None = None) -> Figure:
-    """Build the picture of device bytes over a step, by default the last whole one after warm-up.
+def memory_figure(trace: Trace) -> Figure:
+    """Build the picture of device bytes over the last whole step after warm-up.
 
     Each rank has a stepped curve in its own panel with the same axes; the peak is marked and
     labelled. Next to it are the peaks over the whole run of resident memory and of the driver's
@@ -68,11 +68,11 @@ def memory_figure(trace: Trace, step: int | None = None) -> Figure:
     16 with the highest peaks are shown.
 
     Raises:
-        ConfigError: There is no such step, or the trace has no device bytes in it.
+        ConfigError: There is no step, or the trace has no device bytes in it.
     """
     from matplotlib.ticker import MaxNLocator
 
-    window = step_window(trace, step)
+    window = step_window(trace)
     parts = {rank: replace(trace, events=events) for rank, events in by_rank(trace.events).items()}
     curves = [
         curve

@@ -230,16 +230,14 @@ def cause_of(lines: Sequence[str]) -> str:
     return " ".join(" ".join(said).split())[:300]
 
 
-def start_ranks(
-    num_ranks: int, *program: str, log_to: Path | None = None, timeout_s: float = RUN_LIMIT_S
-) -> None:
+def start_ranks(num_ranks: int, *program: str, log_to: Path | None = None) -> None:
     """Run `python -m PROGRAM` on several ranks of this machine, one thread each.
 
     Raises:
         SystemExit: a rank failed; its last lines are the message.
     """
     argv = mpiexec_argv(num_ranks, [sys.executable, "-m", *program])
-    ended = run_ranks(argv, rank_environment(1), log_to, timeout_s=timeout_s, echo=False)
+    ended = run_ranks(argv, rank_environment(1), log_to, timeout_s=RUN_LIMIT_S, echo=False)
     if ended.returncode:
         raise SystemExit("\n".join(ended.tail) or f"exit code {ended.returncode}")
 
