@@ -16,8 +16,8 @@ FILE_ERRNO = f"(?:{'|'.join(map(str, sorted(FILE_SYSTEM_ERRORS)))})"
 
 
 FOLLOWS = "may follow"
-# Cause by its name, pattern in a line of a log; FOLLOWS if the line may be a consequence of something else. A
-# group `node` names the node at fault.
+# Cause by its name, pattern in a line of a log, and FOLLOWS if the line may be a consequence of
+# something else. A group `node` names the node at fault.
 LOG_PATTERNS: tuple[tuple[str, ...], ...] = (
     # A network's failures read like those of a file system or of memory: the lines that end with an
     # errno's text.
@@ -167,8 +167,8 @@ NODE_FILE_ERRORS = re.compile(
 MOVED = "the run folder was moved"
 GONE = "the interpreter"
 SETUP = "cluster.python, cluster.modules and cluster.setup"
-# Cause by its name, pattern in the text that shows it, what to change; names in braces are values of
-# `report.advise`.
+# Cause by its name, pattern in the text that shows it, what to change; names in braces are values
+# of `report.advise`.
 ADVICE: tuple[tuple[str, ...], ...] = (
     ("out of memory on device", "", "{device_memory}"),
     ("does not fit", "", "{device_memory}"),

@@ -30,8 +30,8 @@ def rows(is_small: bool, device: str) -> tuple[Row, ...]:
             70,
             read=answer("cases"),
             columns=(
-                "case full_ms ours_ratio ours_input_share torch_ratio bit_equal "
-                "held_for_weights_bytes stash_bytes"
+                "case full_ms ours_ratio ours_input_share torch_ratio bit_equal"
+                " held_for_weights_bytes stash_bytes"
             ),
         ),
         Row(
@@ -73,8 +73,8 @@ def _memory_rows(is_small: bool) -> tuple[Row, ...]:
             150,
             read=answer("peaks"),
             columns=(
-                "model side_px policy predicted_bytes allocated_bytes error reserved_bytes nvml_bytes "
-                "step_s"
+                "model side_px policy predicted_bytes allocated_bytes error reserved_bytes"
+                " nvml_bytes step_s"
             ),
         ),
         Row(
