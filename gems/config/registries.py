@@ -18,5 +18,6 @@ POLICIES: Registry[Any] = Registry("memory", "gems.memory.registry")
 METHODS: Registry[Any] = Registry("partition", "gems.partition.methods")
 LAUNCHERS: Registry[Any] = Registry("cluster.launcher", "jobs.batch.launchers")
 SCHEDULERS: Registry[Any] = Registry("cluster.scheduler", "jobs.schedulers.*")
+STAGE_WRAPPERS: Registry[Any] = Registry("train.stage_wrappers")
 # Functions from a RunSpec to one with more fields derived, of folders above this one.
 RESOLVERS: Registry[Any] = Registry("resolver", "gems.models.resolve")

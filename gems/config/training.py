@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from gems.config.fields import choice, flag, number, text
 from gems.config.recipe import LOGGERS, MAX_STEPS
+from gems.config.registries import STAGE_WRAPPERS
 
 # What parameters are kept in, and what layers compute in, by train.precision.
 PRECISIONS = {
@@ -135,6 +136,9 @@ class TrainConfig:
         LOGGERS,
         "trackers that get the figures of each step, beside metrics.csv",
         in_run_id=False,
+    )
+    stage_wrappers: list[str] = choice(
+        [], STAGE_WRAPPERS, "wrappers of stages that plugins register, the first innermost"
     )
     log_level: str = choice(
         "info", LOG_LEVELS, "least level of the messages on stderr", in_run_id=False

@@ -27,7 +27,7 @@ from gems.engine.optimization.update import Update
 from gems.engine.stage import Stage, StageKey
 from gems.engine.stage_modules import StageModules
 from gems.engine.stages.compiled import CompiledStage
-from gems.engine.stages.open_stages import Segments, needs_store, open_segments
+from gems.engine.stages.open_stages import Segments, needs_store, open_segments, wrap_stages
 from gems.engine.stages.strip_forms import draws_in, find_evaluation_forms, find_forms
 from gems.engine.stages.whole import WholeStage
 from gems.engine.step_loop import check_ranks
@@ -278,6 +278,7 @@ def build_pipeline(
             spec.memory.min_offload_bytes,
             None if host_bytes is None else host_bytes // num_sharers,
         )
+    running = wrap_stages(stages, segments, spec.train.stage_wrappers)
     loss = SummedLoss(spec.loss, spec.data, dtype, device, stage_modules.output(spec, dtype))
     reads_labels = any(stage == schedule.num_stages - 1 for _, stage in mine)
     label_transport = open_group(int(reads_labels))
@@ -285,7 +286,7 @@ def build_pipeline(
     train = Executor(
         schedule,
         rank,
-        stages,
+        running,
         channels,
         recorder,
         heartbeat,
@@ -301,7 +302,7 @@ def build_pipeline(
     if in_strips is not None and trains:
         by_strips = find_evaluation_forms(spec, stage_modules, modules, precision, comm.rank == 0)
     if by_strips is None:
-        evaluated: Mapping[StageKey, Stage] = stages
+        evaluated = running
         specs = stage_modules.output_specs(spec, precision, training=False)
     else:
         evaluated = by_strips.open_evaluation(modules, channels.poll, device, last)

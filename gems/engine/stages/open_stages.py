@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -18,6 +18,7 @@ from gems.engine.activation_store.store import ActivationStore
 from gems.engine.stage import SegmentKey, Stage, StageKey
 from gems.engine.stages.stored import StoredSegment
 from gems.engine.stages.stored_strips import StoredStrips
+from gems.engine.stages.wrappers import wrap_stage
 from gems.engine.supervision.recorder import Recorder
 from gems.errors import ConfigError
 from gems.memory.plan import Choice, MemoryPlan, Segment
@@ -32,6 +33,17 @@ class Segments:
     by_key: dict[SegmentKey, Stage]
     store: ActivationStore
     pool: HostPool
+
+
+def wrap_stages(
+    stages: Mapping[StageKey, Stage], segments: Segments | None, names: Sequence[str]
+) -> Mapping[StageKey, Stage]:
+    """Wrap what the executor runs: the segments, if there are any, or else the returned stages."""
+    if segments is None:
+        return {key: wrap_stage(stage, (*key, None), names) for key, stage in stages.items()}
+    for key, stage in segments.by_key.items():
+        segments.by_key[key] = wrap_stage(stage, key, names)
+    return stages
 
 
 def needs_store(schedule: Schedule) -> bool:
