@@ -22,7 +22,7 @@ from gems.partition.methods import uses_profile
 from gems.plan.strips_choice import KEY, with_fastest_strips
 from gems.profile import ModelProfile
 from gems.profile.store import profile_of
-from gems.schedule import CAPPED, PLACED
+from gems.schedule import CAPPED
 from gems.schedule.edges import check_message_order
 from gems.schedule.lower import compute_only
 from gems.schedule.schedule import Schedule
@@ -277,7 +277,6 @@ def _check_strips(spec: RunSpec) -> None:
     faults = {
         f"data.name={data.name}, whose samples are no images": kind_of(data) != IMAGES,
         "schedule.memory_actions": bool(spec.schedule.memory_actions),
-        f"schedule={spec.schedule.name}, a graph of stages": spec.schedule.name == PLACED,
         f"data.height_px={data.height_px}, which has fewer rows": strips > data.height_px,
     }
     for fault in (text for text, is_so in faults.items() if is_so):

@@ -70,6 +70,7 @@ STAGE_TIMES = ("forward", "input_grad", "weight_grad", "recompute", "copy", "spl
 STAGE_SIZES = ("activation", "movable", "held_for_weights", "boundary")
 STAGE_BYTES = ("boundary_bytes", "param_bytes")
 STRIP_LOADS = "strip_loads"
+_ZERO = ("copy", "boundary", "boundary_bytes", "reduce", "reduce_link", "step", "split")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,19 +110,12 @@ class StageCosts:
     param_bytes: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        none = (0.0,) * len(self.forward)
-        for name, default in (
-            ("recompute", self.forward),
-            ("copy", none),
-            ("movable", self.activation),
-            ("held_for_weights", self.activation),
-            ("boundary", none),
-            ("boundary_bytes", none),
-            ("reduce", none),
-            ("reduce_link", none),
-            ("step", none),
-            ("split", none),
-        ):
+        defaults = dict.fromkeys(_ZERO, (0.0,) * len(self.forward)) | {
+            "recompute": self.forward,
+            "movable": self.activation,
+            "held_for_weights": self.activation,
+        }
+        for name, default in defaults.items():
             if not getattr(self, name):
                 object.__setattr__(self, name, default)
 

@@ -200,11 +200,7 @@ class _Simulator:
                 self.waiting.setdefault(need, []).append(rank)
                 return False
             if self.is_delayed and need.stage != action.stage:
-                here = self.schedule.rank_of(need)
-                there = self.schedule.rank_of(action)
-                if here != there:
-                    size = self.costs.boundary_bytes[min(need.stage, action.stage)]
-                    ended += self.network.delay(here, there, size)
+                ended += _delay(need, action, self.schedule, self.costs, self.network)
             if ended > begin:
                 begin = ended
         if kind in SEND_KINDS:
@@ -432,9 +428,18 @@ def _flight(
                 last, (max(spans[need][0], spans[send][0]), spans[need][1]), key=itemgetter(1)
             )
         elif need.stage != action.stage and need.kind not in COPY_KINDS:
-            here = schedule.rank_of(need)
-            there = schedule.rank_of(action)
-            size = costs.boundary_bytes[min(need.stage, action.stage)]
-            delay = network.delay(here, there, size) if here != there else 0.0
-            last = max(last, (spans[need][1], spans[need][1] + delay), key=itemgetter(1))
+            end = spans[need][1]
+            arrival = end + _delay(need, action, schedule, costs, network)
+            last = max(last, (end, arrival), key=itemgetter(1))
     return last
+
+
+def _delay(
+    need: Action, action: Action, schedule: Schedule, costs: StageCosts, network: Network
+) -> float:
+    """Return the time of data on its way from one stage to another, without transfers."""
+    here = schedule.rank_of(need)
+    there = schedule.rank_of(action)
+    if here == there:
+        return 0.0
+    return network.delay(here, there, costs.boundary_bytes[min(need.stage, action.stage)])

@@ -20,7 +20,7 @@ from gems.models.blocks.chain import operator_module
 from gems.models.mixed import Precision, compute_in
 from gems.models.steps import operators_of
 from gems.profile.operator_graph import Op, OpGraph
-from gems.profile.profilers.chain import given_tensors
+from gems.profile.profilers.chain import Lab, given_tensors
 from gems.profile.profilers.fake import autocast_elsewhere, fake_lab, made_fake, on_meta, rates_of
 from gems.profile.profilers.layer_run import LayerCall, task_loss
 from gems.profile.profilers.meter import meter
@@ -38,18 +38,19 @@ def take(spec: RunSpec) -> OpGraph:
         ConfigError: The machine has no rate for the dtype.
     """
     precision = Precision.of(spec.train.precision)
-    kind = precision.compute
     lab = fake_lab(spec.machine, precision)
     elsewhere = autocast_elsewhere(spec.machine, precision)
     layers = layers_of(spec.model, spec.data)
     operators = operators_of(layers)
     readers = Counter(other for operator in operators for other in operator.predecessors)
-    states = spec.optimizer.num_states
+    rates = rates_of(spec.machine, precision)
     known: dict[object, tuple[Op, tuple[Tensor, ...]]] = {}
     ops: list[Op] = []
     outputs: list[tuple[Tensor, ...]] = []
     with lab.mode:
-        start = tuple(given_tensors(spec.data, spec.parallel.micro_batch_size, kind, lab.device))
+        start = tuple(
+            given_tensors(spec.data, spec.parallel.micro_batch_size, precision.compute, lab.device)
+        )
     for number, operator in enumerate(operators):
         inputs = tuple(t for other in operator.predecessors for t in outputs[other]) or start
         layer = layers[operator.layer]
@@ -67,36 +68,34 @@ def take(spec: RunSpec) -> OpGraph:
             with lab.mode:
                 compute_in(made_fake(module), precision, elsewhere)
                 call = LayerCall(module, inputs, number == 0, loss)
-                times = lab.times(call)
-                found = meter(call, lab.workspace)
-                made = tuple(
-                    torch.empty(each.shape, dtype=each.dtype)
-                    for each in tensors_in(module(*inputs))
-                )
-            state_bytes = found.layer.param_bytes * (2 + states) + found.layer.buffer_bytes
-            handed_bytes = 0 if loss else sum(output.layout.num_bytes for output in found.outputs)
-            backward_s = times.input_grad_s + times.weight_grad_s
-            known[key] = (
-                Op(
-                    "",
-                    times.forward_s,
-                    backward_s,
-                    handed_bytes,
-                    state_bytes + found.left_bytes,
-                    state_bytes,
-                ),
-                made,
-            )
+                known[key] = _measured(call, lab, spec.optimizer.num_states)
         op, made = known[key]
         outputs.append(made)
-        sums_s = max(0, readers[number] - 1) * rates_of(spec.machine, precision).seconds(
-            0, 3 * op.output_bytes
-        )
+        sums_s = max(0, readers[number] - 1) * rates.seconds(0, 3 * op.output_bytes)
         ops.append(replace(op, name=operator.name, backward_s=op.backward_s + sums_s))
     edges = tuple(
         (other, at) for at, operator in enumerate(operators) for other in operator.predecessors
     )
     return OpGraph(tuple(ops), edges)
+
+
+def _measured(call: LayerCall, lab: Lab, num_states: int) -> tuple[Op, tuple[Tensor, ...]]:
+    """Return the costs of an operator without a name, and its outputs on fake tensors."""
+    times = lab.times(call)
+    found = meter(call, lab.workspace)
+    outputs = tuple(
+        torch.empty(each.shape, dtype=each.dtype) for each in tensors_in(call.module(*call.inputs))
+    )
+    state_bytes = found.layer.param_bytes * (2 + num_states) + found.layer.buffer_bytes
+    op = Op(
+        "",
+        times.forward_s,
+        times.input_grad_s + times.weight_grad_s,
+        0 if call.loss else sum(output.layout.num_bytes for output in found.outputs),
+        state_bytes + found.left_bytes,
+        state_bytes,
+    )
+    return op, outputs
 
 
 if __name__ == "__main__":
