@@ -40,8 +40,7 @@ def memory_time_bound(
     period = 0.0
     for rank in range(placement.num_ranks):
         busy = product = 0.0
-        recompute: list[Saving] = []
-        offload: list[Saving] = []
+        savings: dict[str, list[Saving]] = {"recompute": [], "offload": []}
         for direction, stage in placement.stages_on(rank):
             time = held_for[direction][stage]
             size = costs.activation[stage]
@@ -51,14 +50,10 @@ def memory_time_bound(
             )
             product += share * (size * time + after)
             backward = costs.input_grad[stage] + (0.0 if is_split else costs.weight_grad[stage])
-            idle = max(0.0, time - costs.recompute[stage] - backward)
-            recompute.append(
-                (share * (size - costs.boundary[stage]) * idle, share * costs.recompute[stage])
-            )
-            idle = max(0.0, time - costs.forward[stage] - 2 * costs.copy[stage] - backward)
-            offload.append((share * costs.movable[stage] * idle, share * costs.copy[stage]))
-        allowed = recompute if "recompute" in allow else [], offload if "offload" in allow else []
-        period = max(period, busy if cap is None else least_time(busy, product, cap, *allowed))
+            for name in allow:
+                saved, paid = saving(costs, stage, time - backward, name)
+                savings[name].append((share * max(0.0, saved), share * paid))
+        period = max(period, busy if cap is None else least_time(busy, product, cap, **savings))
     useful = sum(costs.forward) + sum(costs.input_grad) + sum(costs.weight_grad)
     return min(1.0, useful / (placement.num_ranks * period)) if period else 1.0
 
@@ -81,6 +76,18 @@ def _times_held(
         backward = costs.input_grad[stage] + (0.0 if is_split else costs.weight_grad[stage])
         held[stage] = longest + (costs.forward[stage] + backward)
     return held
+
+
+def saving(costs: StageCosts, stage: int, life: float, name: str) -> Saving:
+    """Return the memory-time that a memory action saves for a micro-batch, and its own time.
+
+    `life` is the time from the start of the forward to that of the backward.
+    """
+    if name == "recompute":
+        paid = costs.recompute[stage]
+        return (costs.activation[stage] - costs.boundary[stage]) * (life - paid), paid
+    paid = costs.copy[stage]
+    return costs.movable[stage] * (life - costs.forward[stage] - 2 * paid), paid
 
 
 def least_time(

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from gems.errors import ConfigError
 from gems.schedule.action import RECV_KINDS, SEND_KINDS, Action, Kind
-from gems.schedule.dependencies import dependencies, other_stage
+from gems.schedule.dependencies import other_stage, partner_of
 from gems.schedule.placement import Placement
 from gems.schedule.schedule import Schedule
 
@@ -43,20 +43,19 @@ def check_message_order(schedule: Schedule, transport: str) -> None:
         ConfigError: names the first receive that stands where another message is sent.
     """
     sent: dict[Edge, list[Action]] = {}
-    received: dict[Edge, list[tuple[Action, Action]]] = {}
+    received: dict[Edge, list[Action]] = {}
     for rank, action in schedule.actions():
+        if action.kind not in SEND_KINDS | RECV_KINDS:
+            continue
+        peer = schedule.placement.rank_of(action.direction, other_stage(action))
+        is_backward = action.kind in BACKWARD_KINDS
         if action.kind in SEND_KINDS:
-            peer = schedule.placement.rank_of(action.direction, other_stage(action))
-            sent.setdefault(Edge(rank, peer, action.kind in BACKWARD_KINDS), []).append(action)
-        elif action.kind in RECV_KINDS:
-            (send,) = dependencies(action, schedule)
-            peer = schedule.placement.rank_of(action.direction, other_stage(action))
-            received.setdefault(Edge(peer, rank, action.kind in BACKWARD_KINDS), []).append(
-                (action, send)
-            )
+            sent.setdefault(Edge(rank, peer, is_backward), []).append(action)
+        else:
+            received.setdefault(Edge(peer, rank, is_backward), []).append(action)
     for edge, receives in sorted(received.items()):
-        for (receive, expected), send in zip(receives, sent[edge], strict=True):
-            if send != expected:
+        for receive, send in zip(receives, sent[edge], strict=True):
+            if send != partner_of(receive):
                 raise ConfigError(
                     "machine.transport",
                     transport,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import floor, inf
 
-from gems.schedule.bounds import Saving, least_time, most_in
+from gems.schedule.bounds import Saving, least_time, most_in, saving
 from gems.schedule.costs import FREE, Network, StageCosts
 from gems.schedule.placement import Placement
 from gems.schedule.synthesis.packing import Peak, distance_by_memory_time, distance_by_sequence
@@ -40,7 +40,7 @@ def span_bound(
     longest = rough_span(costs, placement, counts, cap, network, allow)
     if cap is None or allow:
         return longest
-    ways = _ways(costs, placement, counts, network)
+    ways = ways_of(costs, placement, counts, network)
     tightest: tuple[float, list[Peak], float] | None = None
     for rank in range(placement.num_ranks):
         here = [(way, stages) for way in ways if (stages := way.stages[rank])]
@@ -75,7 +75,7 @@ def rough_span(
     schedules, Qi et al. 2024). Memory actions save memory-time as in `least_time`; recomputation
     and copies are considered independently, so the bound holds but may not be attained.
     """
-    ways = _ways(costs, placement, counts, network)
+    ways = ways_of(costs, placement, counts, network)
     longest = min(way.ends[-1] for way in ways) + costs.weight_grad[0]
     for rank in range(placement.num_ranks):
         work = chain = held = 0.0
@@ -97,7 +97,7 @@ def rough_span(
                 )
                 held += way.count * kept
                 for name in allow:
-                    saved, paid = _saving(costs, stage, life + costs.weight_grad[stage], name)
+                    saved, paid = saving(costs, stage, life - costs.input_grad[stage], name)
                     if saved > 0:
                         savings[name].append((way.count * saved, way.count * paid))
         if heads:
@@ -109,7 +109,7 @@ def rough_span(
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class Way:
     """The micro-batches of one direction.
 
     `ends` are the least times from their start to the end of each operation. Operations are the
@@ -131,9 +131,9 @@ class _Way:
         return self.ends[-1 - stage]
 
 
-def _ways(
+def ways_of(
     costs: StageCosts, placement: Placement, counts: Sequence[int], network: Network
-) -> list[_Way]:
+) -> list[Way]:
     """Return the directions in which micro-batches run."""
     found = []
     for count, ranks in zip(counts, placement.ranks, strict=True):
@@ -144,19 +144,8 @@ def _ways(
         for stage, rank in enumerate(ranks):
             stages[rank].append(stage)
         if count:
-            found.append(_Way(count, costs, stages, tuple(ends)))
+            found.append(Way(count, costs, stages, tuple(ends)))
     return found
-
-
-def _saving(costs: StageCosts, stage: int, life: float, name: str) -> Saving:
-    """Return the memory-time that a memory action saves for a micro-batch, and its own time."""
-    size = costs.activation[stage]
-    after = costs.input_grad[stage] + costs.weight_grad[stage]
-    if name == "recompute":
-        paid = costs.recompute[stage]
-        return (size - costs.boundary[stage]) * (life - paid - after), paid
-    paid = costs.copy[stage]
-    return costs.movable[stage] * (life - costs.forward[stage] - 2 * paid - after), paid
 
 
 def _room(costs: StageCosts, stages: Sequence[int], cap: float) -> float:
@@ -177,7 +166,7 @@ def _room(costs: StageCosts, stages: Sequence[int], cap: float) -> float:
     return room
 
 
-def _peak(costs: StageCosts, way: _Way, stages: Sequence[int]) -> Peak:
+def _peak(costs: StageCosts, way: Way, stages: Sequence[int]) -> Peak:
     """Return what a micro-batch must hold on a rank around the start of its last forward there."""
     top = way.start(stages[-1])
     after = []
@@ -200,9 +189,7 @@ def _span(peaks: Sequence[Peak], distance: float) -> float:
     return min(one.peak for one in peaks) + distance + min(one.tail for one in peaks)
 
 
-def _fill_and_drain(
-    costs: StageCosts, here: Sequence[tuple[_Way, list[int]]], room: float
-) -> float:
+def _fill_and_drain(costs: StageCosts, here: Sequence[tuple[Way, list[int]]], room: float) -> float:
     """Return a rank's work plus its least idle time at both ends of the step.
 
     The ends are before its first input gradient and after its last forward. Before the first input

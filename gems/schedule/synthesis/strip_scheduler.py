@@ -16,7 +16,7 @@ from gems.schedule.placement import Placement
 from gems.schedule.registry import CAPPED
 from gems.schedule.schedule import Schedule
 from gems.schedule.strips import strip_costs
-from gems.schedule.synthesis.bound import CAP_SLACK, ROUNDING, SUMMING, rough_span
+from gems.schedule.synthesis.bound import CAP_SLACK, ROUNDING, SUMMING, rough_span, ways_of
 from gems.schedule.synthesis.problem import Problem
 from gems.schedule.synthesis.templates import Budget
 
@@ -285,57 +285,32 @@ def strips_span_bound(
     if cap is None:
         return 0.0
     longest = 0.0
-    passes = [_way_there_and_back(costs, ranks, network) for ranks in placement.ranks]
+    ways = ways_of(costs, placement, counts, network)
     for rank in range(placement.num_ranks):
-        of_way = [
-            [s for way, s in placement.stages_on(rank) if way == d]
-            for d in range(placement.num_directions)
-        ]
-        held = [num_strips * sum(costs.activation[s] for s in stages) for stages in of_way]
+        here = [(way, way.stages[rank]) for way in ways]
+        held = [num_strips * sum(costs.activation[s] for s in stages) for _, stages in here]
         room = [cap * (1 + ROUNDING) + CAP_SLACK - each for each in held]
+        work = {
+            s: costs.forward[s] + costs.input_grad[s] + costs.weight_grad[s]
+            for _, stages in here
+            for s in stages
+        }
         # time per size of activations: the whole backward of an earlier strip, or the forward of a
         # later one
-        rates = [
-            (
-                (costs.forward[s] + costs.input_grad[s] + costs.weight_grad[s]) / size
-                if size > 0
-                else inf
-            )
-            for s in {s for stages in of_way for s in stages}
+        rate = max(
+            work[s] / size if size > 0 else inf
+            for s in work
             for size in (min(costs.activation[s], costs.held_for_weights[s]),)
-        ]
-        is_alone = all(0 <= each < min(held) for each in room)
-        span = 0.0
-        first = inf
-        for count, stages, (there, back), free in zip(counts, of_way, passes, room, strict=True):
-            if count:
-                idle = (
-                    max(0.0, back[stages[-1]] - free * max(rates))
-                    if is_alone and max(rates) < inf
-                    else 0.0
-                )
-                work = sum(
-                    costs.forward[s] + costs.input_grad[s] + costs.weight_grad[s] for s in stages
-                )
-                span += count * work + count // num_strips * idle
-                first = min(first, there[stages[0]])
-        longest = max(longest, span + first)
-    return longest * (1 - SUMMING)
-
-
-def _way_there_and_back(
-    costs: StageCosts, ranks: Sequence[int], network: Network
-) -> tuple[list[float], list[float]]:
-    """Return each stage's least time to its first forward, and from a forward to its gradient."""
-    there, back = ([0.0] * costs.num_stages for _ in range(2))
-    hops = network.hops(ranks, costs.boundary_bytes)
-    for stage, hop in enumerate(hops):
-        there[stage + 1] = there[stage] + costs.forward[stage] + hop
-    for stage, hop in reversed(list(enumerate(hops))):
-        back[stage] = (
-            back[stage + 1] + 2 * hop + costs.forward[stage + 1] + costs.input_grad[stage + 1]
         )
-    return there, back
+        is_alone = rate < inf and all(0 <= each < min(held) for each in room)
+        span = 0.0
+        for (way, stages), free in zip(here, room, strict=True):
+            last = stages[-1]
+            away = way.back(last) - costs.input_grad[last] - way.ends[last]
+            idle = max(0.0, away - free * rate) if is_alone else 0.0
+            span += way.count * sum(work[s] for s in stages) + way.count // num_strips * idle
+        longest = max(longest, span + min(way.start(stages[0]) for way, stages in here))
+    return longest * (1 - SUMMING)
 
 
 def any_strips_span_bound(
