@@ -8,6 +8,7 @@ from __future__ import annotations
 import mmap
 import subprocess
 import sys
+from itertools import groupby
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from torch import nn
 from gems.engine.activation_store.host_pool import HostPool, PinnedMemory
 from gems.engine.transport import mpi
 from gems.engine.transport.mpi import Transport, world
+from gems.profile.profilers.layer_run import LayerCall
+from gems.profile.profilers.measured import measured_times
 from tests.fake_cuda import watch
 from tests.fake_cuda.load import native
 
@@ -315,6 +318,22 @@ def test_waits_of_the_host_are_counted():
         "wait: event": 1,
         "wait: device": 1,
     }
+
+
+def test_a_layer_is_timed_without_waiting_for_the_device_between_its_runs(monkeypatch):
+    calls: list[str] = []
+    for name in ("record", "synchronize"):
+        method = getattr(torch.cuda.Event, name)
+        monkeypatch.setattr(
+            torch.cuda.Event,
+            name,
+            lambda event, method=method, name=name: (calls.append(name), method(event)),
+        )
+    call = LayerCall(nn.Conv2d(2, 3, 3).cuda(), [torch.randn(2, 2, 8, 8).cuda()])
+    times = measured_times(call, 5)
+    assert min(times.forward_s, times.input_grad_s, times.cheap_s) > 0
+    # warm-up and repetitions of the backwards, and those of a selective recompute
+    assert [name for name, _ in groupby(calls)] == ["record", "synchronize"] * 4
 
 
 def test_children_have_the_device_too():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from gems.profile.profilers.layer_run import LayerCall
 from gems.profile.profilers.measured import (
     MAX_RUNS,
     WARM_UP_RUNS,
+    Reading,
     measured_profile,
     measured_times,
     medians_s,
@@ -44,29 +46,86 @@ def untimed(layer: LayerProfile) -> LayerProfile:
     return replace(layer, **dict.fromkeys(TIMES, 0.0))
 
 
-class TestMeasured:
-    def test_small_layers_run_more_often_than_they_are_asked_to(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        taken = [9.0] * WARM_UP_RUNS + [1.0, 3.0, 2.0] + [2.0] * MAX_RUNS
-        times = iter(taken)
-        monkeypatch.setattr(measured, "MIN_TIMED_S", 1e9)
-        assert medians_s(lambda: (next(times), 5.0), 3) == (2.0, 5.0)
-        assert len(list(times)) == len(taken) - WARM_UP_RUNS - MAX_RUNS
+def readings(*seconds: float) -> tuple[Reading, ...]:
+    return tuple(partial(float, each) for each in seconds)
 
-    def test_large_layers_run_as_often_as_they_are_asked_to(
-        self, monkeypatch: pytest.MonkeyPatch
+
+class Card:
+    """Torch's events on a card that runs what Python has launched, in order, and on no real clock."""
+
+    def __init__(self) -> None:
+        self.python_s = 0.0
+        self.done_s = 0.0
+        card = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                card.launch(0.0, 0.0)
+                self.reached_s = card.done_s
+
+            def synchronize(self) -> None:
+                card.python_s = max(card.python_s, self.reached_s)
+
+            def elapsed_time(self, later: Event) -> float:
+                assert card.python_s >= later.reached_s
+                return 1e3 * (later.reached_s - self.reached_s)
+
+        self.Event = Event
+
+    def launch(self, launch_s: float, kernel_s: float, number: int = 1) -> None:
+        for _ in range(number):
+            self.python_s += launch_s
+            self.done_s = max(self.done_s, self.python_s) + kernel_s
+
+
+class TestMeasured:
+    @pytest.mark.parametrize("min_timed_s, runs", [(1e9, MAX_RUNS), (0.0, 3)])
+    def test_small_layers_run_more_often_than_they_are_asked_to(
+        self, monkeypatch: pytest.MonkeyPatch, min_timed_s: float, runs: int
     ) -> None:
-        times = iter([9.0] * WARM_UP_RUNS + [1.0, 3.0, 2.5])
-        monkeypatch.setattr(measured, "MIN_TIMED_S", 0.0)
-        assert medians_s(lambda: (next(times),), 3) == (2.5,)
-        assert not list(times)
+        taken = [9.0] * (WARM_UP_RUNS + 1) + [1.0, 3.0, 2.5] + [2.5] * MAX_RUNS
+        times = iter(taken)
+        monkeypatch.setattr(measured, "MIN_TIMED_S", min_timed_s)
+        assert medians_s(lambda: readings(next(times), 5.0), 3) == (2.5, 5.0)
+        assert len(list(times)) == len(taken) - WARM_UP_RUNS - 1 - runs
+
+    @pytest.mark.parametrize(
+        "forward, backward, expected",
+        [
+            # launch and kernel of each, and the medians. The card is slower; Python is, by 80 of a
+            # run altogether, in which each part ends with a kernel that the next one hides; Python
+            # is in the forward alone, which the kernels of the backward before hide
+            ((1.0, 2.0), (1.0, 4.0), (20.0, 40.0)),
+            ((3.0, 2.0), (5.0, 4.0), (28.0, 52.0)),
+            ((3.0, 2.0), (1.0, 4.0), (20.0, 40.0)),
+        ],
+    )
+    def test_a_card_is_timed_with_the_launches_that_its_queue_does_not_hide(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        forward: tuple[float, float],
+        backward: tuple[float, float],
+        expected: tuple[float, float],
+    ) -> None:
+        card = Card()
+        monkeypatch.setattr(torch.cuda, "Event", card.Event)
+        clock = measured._cuda_clock
+        times = medians_s(
+            lambda: tuple(
+                clock(partial(card.launch, *kernel, number=10)) for kernel in (forward, backward)
+            ),
+            5,
+        )
+        assert times == pytest.approx(expected)
 
     def test_gradients_apart_take_longer_only_where_a_layer_can_be_split(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         clock = iter(range(1, 10**6))
-        monkeypatch.setattr(measured, "_clock", lambda run: (run(), float(next(clock)))[1])
+        monkeypatch.setattr(measured, "_clock", lambda run: (run(), *readings(next(clock)))[1])
         x = torch.randn(2, 3, 8, 8)
         conv = nn.Conv2d(3, 4, 3)
         norm = nn.BatchNorm2d(3)

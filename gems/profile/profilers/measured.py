@@ -4,12 +4,14 @@ The times are medians over repetitions: of a forward, of a whole backward, and o
 which no parameter needs a gradient. The last is the time of the input gradient; the rest of the
 whole backward is the time of the weight gradient. A split backward computes the two separately,
 which takes longer; it is timed as the engine runs it, and so is a selective recompute. A full
-recompute takes the time of a forward. On a CPU, bytes are counted as for fake tensors; on a GPU,
-the allocator's own peaks are used.
+recompute takes the time of a forward. On a GPU the runs of a layer queue up as in a step, so a time
+is the greater of the card's for the kernels and Python's for their launches. On a CPU, bytes are
+counted as for fake tensors; on a GPU, the allocator's own peaks are used.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -39,7 +41,8 @@ MIN_TIMED_S = 0.05
 MAX_RUNS = 50
 _SEED = 0
 
-Clock = Callable[[Callable[[], object]], float]
+Reading = Callable[[], float]  # seconds, once what they time has ended
+Clock = Callable[[Callable[[], object]], Reading]
 
 
 def measured_profile(
@@ -133,7 +136,7 @@ def measured_times(call: LayerCall, repetitions: int) -> Times:
     clock = _cuda_clock if call.device.type == "cuda" else _clock
     layers = SplitLayers(nn.ModuleList([call.module]))
 
-    def backwards() -> tuple[float, float, float, float]:
+    def backwards() -> tuple[Reading, ...]:
         """Time a forward, the backward, one without weight gradients, and separate gradients."""
         forward_s, backward_s = call.forward_and_backward(clock)
         with call.without_weight_gradients():
@@ -147,38 +150,52 @@ def measured_times(call: LayerCall, repetitions: int) -> Times:
     return Times(forward_s, input_grad_s, backward_s - input_grad_s, forward_s, cheap_s, split_s)
 
 
-def medians_s(run: Callable[[], tuple[float, ...]], repetitions: int) -> tuple[float, ...]:
-    """Return the medians of the times that a run's parts take, in seconds."""
+def medians_s(run: Callable[[], tuple[Reading, ...]], repetitions: int) -> tuple[float, ...]:
+    """Return the medians of the times that a run's parts take, in seconds.
+
+    No reading is taken before the last run was launched.
+    """
     for _ in range(WARM_UP_RUNS):
-        run()
-    taken: list[tuple[float, ...]] = []
-    begin = time.perf_counter()
-    while len(taken) < repetitions or (
-        len(taken) < MAX_RUNS and time.perf_counter() - begin < MIN_TIMED_S
-    ):
-        taken.append(run())
-    return tuple(map(statistics.median, zip(*taken, strict=True)))
+        warm = run()
+    seconds = max(1e-6, sum(read() for read in warm))
+    run()  # the reading emptied the card's queue
+    runs = max(repetitions, min(MAX_RUNS, math.ceil(MIN_TIMED_S / seconds)))
+    taken = [run() for _ in range(runs)]
+    return tuple(
+        statistics.median(read() for read in readings) for readings in zip(*taken, strict=True)
+    )
 
 
-def _clock(run: Callable[[], object]) -> float:
+def _clock(run: Callable[[], object]) -> Reading:
     begin = time.perf_counter()
     run()
-    return time.perf_counter() - begin
+    seconds = time.perf_counter() - begin
+    return lambda: seconds
 
 
-def _cuda_clock(run: Callable[[], object]) -> float:
+def _cuda_clock(run: Callable[[], object]) -> Reading:
+    """Time a run by two events in the card's queue, without waiting for the card.
+
+    If the card is behind, they are apart by the time of the kernels; if Python is, by the time of
+    its launches. A wait after every run would add the launch of its first kernel, which the queue
+    of a step hides.
+    """
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     begin.record()
     run()
     end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3
+
+    def read() -> float:
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+    return read
 
 
-def _apart_s(call: LayerCall, layers: SplitLayers, clock: Clock) -> float:
-    """Return the seconds of the input gradient plus the weight gradients in a split backward.
+def _apart_s(call: LayerCall, layers: SplitLayers, clock: Clock) -> Reading:
+    """Time the input gradient plus the weight gradients in a split backward.
 
-    The backward runs as the engine runs it. Return 0 for a layer that cannot be split, so that
+    The backward runs as the engine runs it. It takes 0 s for a layer that cannot be split, so that
     nothing is added to its whole backward.
     """
     later = DeferredGradients()
@@ -187,12 +204,13 @@ def _apart_s(call: LayerCall, layers: SplitLayers, clock: Clock) -> float:
         end = run.take(run.forward())
     input_s = clock(lambda: run.backward(end))
     if next(later.tensors(), None) is None:
-        return 0.0
-    return input_s + clock(lambda: later.run(lambda: None))
+        return lambda: 0.0
+    weights_s = clock(lambda: later.run(lambda: None))
+    return lambda: input_s() + weights_s()
 
 
-def _cheap(call: LayerCall, clock: Clock) -> float:
-    """Return the seconds of a second forward that reuses convolutions and matrix products."""
+def _cheap(call: LayerCall, clock: Clock) -> Reading:
+    """Time a second forward that reuses convolutions and matrix products."""
     recomputation = Recomputation(nn.ModuleList([call.module]), is_selective=True)
     run = Run(call)
     values = tuple(run.values)
