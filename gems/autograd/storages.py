@@ -61,9 +61,11 @@ class StashMeter(torch.autograd.graph.saved_tensors_hooks):
         )
 
     def _pack(self, tensor: Tensor) -> tuple[Tensor, int]:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._known:
-            self.saved[storage.data_ptr()] = storage.nbytes()
+        # forward mode makes tangents of zeros that have no memory
+        if not tensor._is_zerotensor():
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in self._known:
+                self.saved[storage.data_ptr()] = storage.nbytes()
         return tensor, tensor._version
 
     def __enter__(self) -> Self:  # type: ignore[override]

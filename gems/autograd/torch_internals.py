@@ -72,11 +72,12 @@ SET_GRAD_MODE: Any = torch._C._set_grad_enabled
 
 
 def is_transformed() -> bool:
-    """Return whether torch.func (vmap, grad, jvp) runs what is called now.
+    """Return whether torch.func (vmap, grad, jvp) or forward_ad runs what is called now.
 
     If it is gone: return False.
     """
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    is_dual = torch.autograd.forward_ad._current_level >= 0
+    return is_dual or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def is_saving_changed() -> bool:

@@ -59,10 +59,7 @@ def prepare(
         inspect_data(spec.data, spec.seed)
         check_exact(made.spec, made.schedule.has_split_backward)
     try:
-        if folder.run_yaml.exists():
-            _check_configuration(folder, spec)
-            if spec.train.resume != RESUME_NEVER and not folder.result_json.exists():
-                check_schema("train.resume", spec.train.resume, folder.path)
+        check_folder(folder, spec)
         own(folder)
         folder.path.mkdir(parents=True, exist_ok=True)
         if folder.run_yaml.exists():
@@ -126,7 +123,14 @@ def _write_plan(folder: RunFolder, plan: Plan) -> None:
         )
 
 
-def _check_configuration(folder: RunFolder, spec: RunSpec) -> None:
+def check_folder(folder: RunFolder, spec: RunSpec) -> None:
+    """Check that a run can use its folder.
+
+    Raises:
+        ConfigError: another configuration is in it, or a checkpoint of another version's schema.
+    """
+    if not folder.run_yaml.exists():
+        return
     held = run_id(folder.read_own_spec())
     if held != run_id(spec):
         raise ConfigError(
@@ -135,3 +139,5 @@ def _check_configuration(folder: RunFolder, spec: RunSpec) -> None:
             f"holds another configuration ({held}, not {run_id(spec)})",
             "choose another name= or runs_dir=, or move that folder away",
         )
+    if spec.train.resume != RESUME_NEVER and not folder.result_json.exists():
+        check_schema("train.resume", spec.train.resume, folder.path)

@@ -18,6 +18,7 @@ from gems.errors import ConfigError, DoesNotFitError, GemsError
 from gems.launch.recipe import check_recipe, needs_check
 from gems.plan.evaluate import Peak, Plan
 from gems.runs.folder import RunFolder
+from gems.runs.prepare import check_folder
 from gems.simulation.calibration import confidence_of
 from gems.simulation.memory_case import SMALLER
 from gems.utils.stdio import report
@@ -245,6 +246,7 @@ def _shortage(job: JobSpec, partitions: Callable[[], Sequence[Partition]]) -> st
 
 
 def _check_folder(spec: RunSpec, job: JobSpec) -> Outcome:
+    check_folder(RunFolder.of(spec), spec)
     storage = find_storage(spec)
     text = check_free_space(spec, storage)
     if not job.is_batch or storage.is_shared:

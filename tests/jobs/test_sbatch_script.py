@@ -16,9 +16,11 @@ from typing import Any
 import pytest
 
 from gems.cli.framework import Options
+from gems.config.checkpoint_schema import MANIFEST_JSON
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, TryLaterError
 from gems.runs.folder import RunFolder
+from gems.runs.prepare import prepare
 from gems.utils.run_module import RUN_MODULE
 from jobs.batch.resources import job_spec
 from jobs.cli.submit import submit
@@ -391,6 +393,21 @@ def test_local_dry_run_is_the_launchers_line(
     assert words[-4:] == [*RUN_MODULE, "gems.engine.run", str(RunFolder.of(spec).path)]
     assert words[words.index("-n") + 1] == "4"
     assert "tasks 4" in err and not (tmp_path / "my runs").exists()
+
+
+@pytest.mark.cases
+@pytest.mark.parametrize("words", [(), ("cluster=mini",)])
+def test_a_dry_run_refuses_checkpoints_of_another_schema(
+    resolved: Callable[..., RunSpec], tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    spec = replace(resolved(*words), runs_dir=str(tmp_path / "runs"))
+    manifest = prepare(spec).checkpoints / "step00000003" / MANIFEST_JSON
+    manifest.parent.mkdir(parents=True)
+    manifest.write_text('{"schema": "gems.checkpoint/9"}')
+    dry = Options(flags=frozenset({"--dry-run"}))
+    with pytest.raises(ConfigError, match=r"^train\.resume=auto: .*schema gems\.checkpoint/9"):
+        submit(spec, dry)
+    assert submit(replace(spec, train=replace(spec.train, resume="never")), dry) == 0
 
 
 def test_local_submission_runs_here(

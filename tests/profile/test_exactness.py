@@ -15,6 +15,7 @@ from gems.errors import ConfigError
 from gems.profile import exactness
 from gems.profile.exactness import check_exact
 from gems.streaming import buffers
+from tests.helpers.own_gates import Gate
 from tests.helpers.toys import make_spec
 
 pytestmark = pytest.mark.cases
@@ -63,5 +64,23 @@ def test_a_wrong_split_backward_is_found(spec: RunSpec, monkeypatch: pytest.Monk
     monkeypatch.setitem(split_layers._SPLIT_FORWARDS, torch.nn.Linear, linear)
     with pytest.raises(
         ConfigError, match="schedule=1f1b: layer head with a split backward differs from itself"
+    ):
+        check_exact(in_strips(spec, 1), True)
+
+
+def test_a_hook_of_the_graph_that_a_split_backward_loses_is_found(
+    spec: RunSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forward(self: Gate, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.conv(x)
+        if made.grad_fn is not None:
+            made.grad_fn.register_hook(
+                lambda gradients, _: tuple(each if each is None else 2 * each for each in gradients)
+            )
+        return made
+
+    monkeypatch.setattr(Gate, "forward", forward)
+    with pytest.raises(
+        ConfigError, match="schedule=1f1b: layer gate with a split backward differs from itself"
     ):
         check_exact(in_strips(spec, 1), True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from gems.config.checkpoint_schema import MANIFEST_JSON
 from gems.engine.checkpoint.manifest import checkpoint_folders
 from gems.runs.folder import RunFolder
 from gems.utils.atomic_io import read_json
+from jobs.diagnosis.evidence import newest_checkpoint
 from tests.helpers.fault_runs import EMULATED, RUN, ended, last_steps
 from tests.helpers.mini_runs import job_fields, jobs, lines_of_jobs, said, wait_for_step, wait_until
 from tests.helpers.small_disk import SmallDisk, read_only, small_disk
@@ -64,15 +66,25 @@ def test_a_disk_is_full_for_a_while(
 
 
 def test_a_disk_is_full_for_good(preempt_slurm: MiniSlurm, submit: Submit, disk: SmallDisk) -> None:
+    """The newest complete checkpoint remains, and no step runs after a save that failed."""
     job, folder = submit(
         *EMULATED, "parallel.partitions=2", "train.steps=100000", "train.max_failed_saves=1"
     )
     wait_for_step(folder, 7, 2)
+    before = newest_checkpoint(folder)
+    assert before
     disk.fill()
     found = ended(preempt_slurm, "disk full for good", job, folder, 90)
     assert (found["status"]["state"], found["status"]["exit_code"]) == ("failed", 4), said(folder)
-    assert "No space left on device" in found["told"]["text"]
-    assert found["told"]["resume_step"] >= last_steps(folder) + 1 - EVERY
+    told = found["told"]
+    assert "No space left on device" in told["text"]
+    pattern = r"before step (\d+) could not be saved: .* the checkpoint of step (\d+) remains"
+    failed = re.search(pattern, said(folder))
+    assert failed, said(folder)
+    step, remains = map(int, failed.groups())
+    assert before <= remains == told["resume_step"]
+    # one step runs beside a save, and then the manifest finds no room either
+    assert last_steps(folder) <= step <= remains + EVERY + 1
 
 
 def test_a_disk_becomes_read_only(preempt_slurm: MiniSlurm, submit: Submit) -> None:

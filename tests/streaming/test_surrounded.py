@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
@@ -163,6 +164,17 @@ def constant_kernel(self: Any, x: Tensor) -> Any:
 
 def over_images(self: Any, x: Tensor) -> Any:
     return torch.vmap(lambda image: self.conv(image) * 2)(x)
+
+
+def tangent(self: Any, x: Tensor) -> Any:
+    made, along = torch.func.jvp(self.conv, (x,), (torch.cos(x),))
+    return made * along
+
+
+def dual(self: Any, x: Tensor) -> Any:
+    with forward_ad.dual_level():
+        pair = forward_ad.unpack_dual(self.conv(forward_ad.make_dual(x, torch.cos(x))))
+        return pair.primal * pair.tangent
 
 
 def double(weight: Tensor) -> None:
@@ -383,6 +395,8 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "frozen_weight": lambda: with_conv(frozen_weight),
     "constant_kernel": lambda: with_conv(constant_kernel),
     "over_images": lambda: with_conv(over_images),
+    "tangent": lambda: with_conv(tangent),
+    "dual": lambda: with_conv(dual),
     "by_name": lambda: with_conv(lambda self, x: self.conv(input=x)),
     "scaled_by_dict": lambda: Stateful("scaled_by_dict"),
     "scaled_by_object": lambda: Stateful("scaled_by_object"),
@@ -420,6 +434,8 @@ REFUSED = {
     "frozen_weight": "sets requires_grad of a parameter",
     "constant_kernel": "makes a tensor of numbers in its forward",
     "over_images": "cannot be traced into operations",
+    "tangent": "an operation without a streaming form",
+    "dual": "an operation without a streaming form",
     "scaled_by_dict": "computes with what an earlier call has left (calls)",
     "scaled_by_object": "computes with what an earlier call has left (calls)",
     "own_tensor": "has weight as a Tripled",

@@ -234,6 +234,7 @@ class ActivationStore:
             type(tensor) is not Tensor
             or tensor.layout is not torch.strided
             or tensor.device != self._device
+            or tensor._is_zerotensor()  # of forward mode, without memory
         ):
             return False
         memory = tensor.untyped_storage()

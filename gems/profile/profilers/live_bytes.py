@@ -241,6 +241,8 @@ class SavedStorages(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(self._pack, lambda tensor: tensor)
 
     def _pack(self, tensor: Tensor) -> Tensor:
+        if tensor._is_zerotensor():
+            return tensor
         name = storage_of(tensor)
         self.num_bytes[name] = tensor.untyped_storage().nbytes()
         if self._watch is not None and self._watch.is_running:
