@@ -63,9 +63,9 @@ def read_image(path: Path, data: DataConfig, nodata: float | None = None) -> Val
     from PIL.Image import Resampling
 
     name = str(path)
-    if _is_for_tifffile(path, data):
-        return fitted(read_tiff(path, data.page, data.channels), data, name, nodata)
-    with opened(path, data) as picture:
+    with _opened_image(path, data) as picture:
+        if picture is None:
+            return fitted(read_tiff(path, data.page, data.channels), data, name, nodata)
         upright = ImageOps.exif_transpose(picture)
         if upright.mode.startswith("I;16"):
             if data.channels != 1:
@@ -97,7 +97,8 @@ def read_mask(path: Path, data: DataConfig, image: Path | None = None) -> NDArra
     from PIL import ImageOps
     from PIL.Image import Resampling
 
-    with opened(path, data, is_mask=True) as picture:
+    with _readable(path), _open(path) as picture:
+        _go_to_page(picture, path, data)
         upright = (
             ImageOps.exif_transpose(picture)
             if image is None
@@ -146,9 +147,8 @@ def read_nodata(path: Path, data: DataConfig) -> float | None:
 
 def check_header(path: Path, data: DataConfig) -> None:
     """Raise ConfigError if a file's header says that it cannot be read or would be misread."""
-    if not _is_for_tifffile(path, data):
-        with opened(path, data):
-            pass
+    with _opened_image(path, data):
+        pass
 
 
 def read_through(path: Path, data: DataConfig, nodata: float | None = None) -> None:
@@ -157,10 +157,10 @@ def read_through(path: Path, data: DataConfig, nodata: float | None = None) -> N
     Raises:
         ConfigError: The file cannot be read, or would be misread.
     """
-    if _is_for_tifffile(path, data):
-        checked(read_tiff(path, data.page, data.channels), data, str(path), nodata)
-        return
-    with opened(path, data) as picture:
+    with _opened_image(path, data) as picture:
+        if picture is None:
+            checked(read_tiff(path, data.page, data.channels), data, str(path), nodata)
+            return
         is_wide = picture.mode.startswith("I;16")
         has_checksums = picture.format == "PNG" and data.page is None and not is_wide
         if is_wide:
@@ -170,59 +170,73 @@ def read_through(path: Path, data: DataConfig, nodata: float | None = None) -> N
             picture.draft("L", (1, 1))
             picture.load()
     if has_checksums:
-        with opened(path, data, verify=True):
-            pass
+        with _readable(path), _open(path) as picture:
+            picture.verify()
 
 
 @contextmanager
-def opened(
-    path: Path, data: DataConfig, is_mask: bool = False, verify: bool = False
-) -> Iterator[Picture]:
+def _opened_image(
+    path: Path, data: DataConfig, is_checked: bool = True
+) -> Iterator[Picture | None]:
     """Open an image file at its page.
 
-    If `verify` is True, only check its checksums.
+    Yield None if tifffile must read it, because Pillow would cut or cannot decode it.
 
     Raises:
         ConfigError: The file cannot be read, or would be misread.
     """
+    with _readable(path):
+        picture = _for_pillow(path, data)
+        if picture is None:
+            yield None
+            return
+        with picture:
+            _go_to_page(picture, path, data)
+            if is_checked:
+                _check_picture(picture, path, data)
+            yield picture
+
+
+def _for_pillow(path: Path, data: DataConfig) -> Picture | None:
+    if data.channels not in MODES:
+        if path.suffix.lower() not in TIFF_SUFFIXES:
+            advice = "use TIFF files, or 1 (grey), 3 (colour) or 4 (with alpha)"
+            raise ConfigError("data.channels", data.channels, f"{path} is no TIFF file", advice)
+        return None
+    if not is_tiff(path):
+        return _open(path)
+    try:
+        picture = _open(path)
+        picture.seek(data.page or 0)
+    except EOFError:  # no such page, after which the pages cannot be counted
+        picture.close()
+        return _open(path)
+    except Exception:
+        return None
+    is_cut = _is_wide_colour(picture, data) or picture.mode == "F"
+    if is_cut or picture.info.get("compression") in _NOT_DECODED:
+        picture.close()
+        return None
+    return picture
+
+
+def _open(path: Path) -> Picture:
     import PIL.Image
 
     # Pillow's limit protects web services from huge uploads; here huge images are intended, and
     # they are the user's own.
     PIL.Image.MAX_IMAGE_PIXELS = None
+    return PIL.Image.open(path)
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
     try:
-        with PIL.Image.open(path) as picture:
-            if verify:
-                picture.verify()
-            else:
-                _check_picture(picture, path, data, is_mask)
-            yield picture
+        yield
     except ConfigError:
         raise
     except Exception as error:
         raise unreadable(path, error) from error
-
-
-def _is_for_tifffile(path: Path, data: DataConfig) -> bool:
-    """Return whether tifffile must read a file, because Pillow would cut or cannot decode it."""
-    import PIL.Image
-
-    if data.channels not in MODES:
-        if path.suffix.lower() not in TIFF_SUFFIXES:
-            advice = "use TIFF files, or 1 (grey), 3 (colour) or 4 (with alpha)"
-            raise ConfigError("data.channels", data.channels, f"{path} is no TIFF file", advice)
-        return True
-    if not is_tiff(path):
-        return False
-    try:
-        with PIL.Image.open(path) as picture:
-            picture.seek(data.page or 0)
-            is_wide = _is_wide_colour(picture, data)
-            return is_wide or picture.mode == "F" or picture.info.get("compression") in _NOT_DECODED
-    except EOFError:  # no such page
-        return False
-    except Exception:
-        return True
 
 
 def _as_its_image(mask: Picture, path: Path, data: DataConfig, image: Path) -> Picture:
@@ -261,9 +275,9 @@ def _as_its_image(mask: Picture, path: Path, data: DataConfig, image: Path) -> P
 
 def _geometry(path: Path, data: DataConfig) -> tuple[tuple[int, int], int]:
     """Return the stored (width, height) of an image, and its orientation."""
-    if _is_for_tifffile(path, data):
-        return sides_of(path, data.page), _UPRIGHT
-    with opened(path, data, is_mask=True) as picture:
+    with _opened_image(path, data, is_checked=False) as picture:
+        if picture is None:
+            return sides_of(path, data.page), _UPRIGHT
         return picture.size, int(picture.getexif().get(_ORIENTATION, _UPRIGHT))
 
 
@@ -272,7 +286,7 @@ def _nodata_of(picture: Picture) -> float | None:
     return as_nodata(tags.get(NODATA_TAG))
 
 
-def _check_picture(picture: Picture, path: Path, data: DataConfig, is_mask: bool) -> None:
+def _go_to_page(picture: Picture, path: Path, data: DataConfig) -> None:
     pages = getattr(picture, "n_frames", 1)
     if data.page is None and pages > 1:
         raise ConfigError(
@@ -282,8 +296,9 @@ def _check_picture(picture: Picture, path: Path, data: DataConfig, is_mask: bool
         if data.page >= pages:
             raise ConfigError("data.page", data.page, f"{path} has {pages} pages", "count from 0")
         picture.seek(data.page)
-    if is_mask:
-        return
+
+
+def _check_picture(picture: Picture, path: Path, data: DataConfig) -> None:
     if picture.format in _STUBS:
         raise OSError(f"no reader of {picture.format}")
     if picture.mode in ("I", "F"):
