@@ -17,6 +17,7 @@ from gems.memory.registry import POLICIES, plan_of
 from gems.plan.evaluate import policy_case
 from gems.schedule.action import COPY_KINDS, RECV_KINDS, SEND_KINDS
 from gems.simulation.calibration import confidence_of
+from gems.simulation.prediction import with_jitter
 from gems.utils.tables import table
 from gems.utils.units import MIB, counted
 
@@ -99,16 +100,17 @@ def _entry(
 
     `saved` is the share of the kept activations' peak that it takes off the device.
     """
+    step_s, keeping_s = (
+        with_jitter(each, spec.machine.noise, spec.seed)[0].span for each in (outcome, keeping)
+    )
     kept = max(rank.peak_activation_bytes for rank in keeping.ranks)
     held = max(rank.peak_activation_bytes for rank in outcome.ranks)
     peaks = list(outcome.peak_bytes)
     return {
         "policy": outcome.plan.policy,
-        "step_s": outcome.step_s,
-        "images_per_s": global_batch(spec) / outcome.step_s if outcome.step_s else None,
-        "overhead": (
-            round(outcome.step_s / keeping.step_s - 1.0, 9) + 0.0 if keeping.step_s else None
-        ),
+        "step_s": step_s,
+        "images_per_s": global_batch(spec) / step_s if step_s else None,
+        "overhead": round(step_s / keeping_s - 1.0, 9) + 0.0 if keeping_s else None,
         "peak_bytes": peaks,
         "peak_activation_bytes": [rank.peak_activation_bytes for rank in outcome.ranks],
         "host_bytes": list(outcome.host_bytes),

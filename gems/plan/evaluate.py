@@ -31,7 +31,7 @@ from gems.simulation.build import compute_schedule, kept_within, lowered_schedul
 from gems.simulation.costs import RunCosts
 from gems.simulation.memory_case import Room, memory_case, policy_outcome, policy_plan
 from gems.simulation.model_costs import PROFILE
-from gems.simulation.prediction import Prediction, predict
+from gems.simulation.prediction import Prediction, predict, with_jitter
 from gems.simulation.profiled_costs import profiled_costs, with_profiled_costs
 
 MAX_ACTIONS = 200_000  # simulated within a few seconds
@@ -109,14 +109,14 @@ class Plan:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step.
+        """Seconds of a step, the median of drawn ones under machine.noise.
 
         For a run with devices they follow from the profile of its layers, unless costs are
         configured.
         """
         if self.boundaries and self.costs == CostConfig():
-            return self._layers_step_s(self.profile or profile_of(self.spec))
-        return self.memory.step_s
+            return self._median_step_s(self._by_layers(self.profile or profile_of(self.spec)))
+        return self._median_step_s(self.memory)
 
     @property
     def steps_s(self) -> float | None:
@@ -131,28 +131,31 @@ class Plan:
         if spec.machine.kind not in HAS_CLOCK or sum(map(len, self.schedule.rows)) > MAX_ACTIONS:
             return None
         if spec.machine.kind != "real":
-            return steps * self.memory.step_s
+            return steps * self._median_step_s(self.memory)
         if profile is None:
             return None
         is_guess = profile.source == "fake" and spec.machine.name in WITHOUT_RATES
         if is_guess and spec.cluster.gpus_per_node:
             return None
-        return steps * self._layers_step_s(profile)
+        return steps * self._median_step_s(self._by_layers(profile))
 
-    def _layers_step_s(self, profile: ModelProfile) -> float:
-        """Return the seconds of a step from the times of the layers.
+    def _median_step_s(self, outcome: PlanOutcome) -> float:
+        return with_jitter(outcome, self.spec.machine.noise, self.spec.seed)[0].span
+
+    def _by_layers(self, profile: ModelProfile) -> PlanOutcome:
+        """Return the step with the times of the layers.
 
         The activation cap is left out: it was checked with the plan's costs, and has another unit.
         """
         if self.memory.is_segmented or self.costs.name == PROFILE:
-            return self.memory.step_s
+            return self.memory
         free = replace(self.spec.schedule, activation_cap=None, activation_cap_bytes=None)
         costs = replace(
             self.run_costs,
             cost=profiled_costs(self.run_costs, profile, self.boundaries),
             schedule=free,
         )
-        return costs.kept(self.schedule).step_s
+        return costs.kept(self.schedule)
 
     def predict(self) -> Prediction:
         """Simulate one step of one pipeline; all replicas are alike."""

@@ -166,6 +166,14 @@ def test_replicas_reduce_gradients_under_every_policy(gems_: Gems) -> None:
     assert max(simulated["reduce_s"]) > 0
 
 
+@pytest.mark.cases
+def test_the_step_under_noise_is_that_of_simulate(gems_: Gems) -> None:
+    words = (*RUN, "machine.noise=0.1", "memory=vdnn_all", "--json")
+    found = json.loads(gems_("simulate", *words).out)
+    assert json.loads(gems_("memory", *words).out)["choices"][0]["step_s"] == found["step_s"]
+    assert found["step_low_s"] < found["step_s"]
+
+
 def test_schedule_shows_segments_and_copies(gems_: Gems) -> None:
     said = gems_("schedule", *RUN, "memory=vdnn_all")
     assert said.code == 0 and "0.0F0 0.0OFFLOAD0" in said.out and "PREFETCH0" in said.out

@@ -20,7 +20,7 @@ import pytest
 from gems.cli.framework import Options
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, DoesNotFitError, TryLaterError
-from gems.plan.evaluate import evaluate
+from gems.plan.evaluate import evaluate, simulate
 from gems.runs.folder import RunFolder
 from jobs.batch.command import SchedulerUnavailableError
 from jobs.batch.resources import job_spec
@@ -294,6 +294,14 @@ def test_steps_that_take_longer_than_the_minutes(
     assert submit(spec, replace(DRY, json=True)) == 0
     row = rows(capsys.readouterr().out)["time"]
     assert row["ok"] is False and "would not finish" in row["said"]
+
+
+@pytest.mark.cases
+def test_the_predicted_minutes_have_the_step_under_noise(resolved: Callable[..., RunSpec]) -> None:
+    words = ("machine=emulated", "cost.unit_s=10", "train.steps=600", "machine.noise=0.1")
+    spec = resolved("cluster=mini", *words)
+    assert evaluate(spec).steps_s == 600 * simulate(spec).step_s
+    assert simulate(spec).interval[0] < simulate(spec).step_s
 
 
 def test_rates_of_a_processor_tell_nothing_of_a_gpu(
