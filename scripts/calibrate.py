@@ -30,7 +30,7 @@ import numpy as np
 
 from gems import __version__
 from gems.errors import ConfigError, GemsError
-from gems.launch.local_launcher import mpiexec_argv, rank_environment, run_ranks
+from gems.launch.local_launcher import QUIET, mpiexec_argv, rank_environment, run_ranks
 from gems.profile.pace import RunPace
 from gems.profile.store import keep_pace
 from gems.schedule.action import COMPUTE_KINDS
@@ -111,7 +111,7 @@ def take_probe(kind: str, num_ranks: int | None = None) -> dict[str, Any]:
         argv = mpiexec_argv(
             ranks, [sys.executable, "-m", "gems.engine.transport.speed_probe", str(result), kind]
         )
-        ended = run_ranks(argv, rank_environment(1), log=None, timeout_s=LIMIT_S, echo=False)
+        ended = run_ranks(argv, rank_environment(1), QUIET, LIMIT_S)
         if ended.returncode:
             raise ConfigError("--ranks", ranks, "the probe failed: " + " ".join(ended.tail[-3:]))
         return read_probe(result)

@@ -19,7 +19,7 @@ from gems.runs.lookup import find_run
 from gems.utils.tables import RIGHT, name_values, table
 from gems.utils.units import UNKNOWN
 
-EVALUATE = "gems.engine.evaluation.evaluate_run:evaluate_run"
+EVALUATE = "gems.engine.evaluation.predictions:evaluate_run"
 LAST = "last"
 BEST = "best"
 AVERAGE = "average"

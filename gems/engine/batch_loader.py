@@ -13,7 +13,7 @@ import threading
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import tee
 from queue import SimpleQueue
@@ -27,12 +27,15 @@ from torch.utils.data import Dataset as TorchDataset
 
 from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
-from gems.data import Dataset
+from gems.data import Dataset, open_dataset
 from gems.data.dataset import batch_indices, micro_batch_slice
 from gems.data.micro_batch_reader import MicroBatchReader, Request
-from gems.engine.device import CopyIn
+from gems.engine.device import DTYPES, CopyIn
 from gems.engine.executor import Batch
+from gems.engine.transport.mpi import Comm, allgather
 from gems.errors import ConfigError
+from gems.plan.rank_plan import RankPlan
+from gems.schedule.action import Kind
 from gems.streaming.row_rules import even_ends
 
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
@@ -43,50 +46,105 @@ _as_tensors: Any = default_convert
 _PRELOADED = ["torch", "gems.data"]  # imported by the process from which workers are forked
 
 
+@dataclass(frozen=True, slots=True)
+class ReadShare:
+    """What a rank reads in each step.
+
+    Images of the micro-batches that start there, and labels of those that end there. If images run
+    in strips, `strips` are those whose rows it reads, in the order of their forwards.
+    """
+
+    replica: int = 0
+    images: Collection[int] = ()
+    labels: Collection[int] = ()
+    strips: Sequence[int] = ()
+
+    @classmethod
+    def of(cls, plan: RankPlan, rank: int) -> ReadShare:
+        """Return the share of a rank of the run."""
+        schedule = plan.schedule
+        replica, index = plan.position(rank)
+        rank_of = schedule.placement.rank_of
+        images, labels = (
+            [
+                m
+                for m, way in sorted(schedule.whole_directions().items())
+                if rank_of(way, s) == index
+            ]
+            for s in (0, schedule.num_stages - 1)
+        )
+        strips = [
+            action.micro_batch
+            for action in schedule.rows[index]
+            if action.kind is Kind.F and not action.stage and action.micro_batch is not None
+        ]
+        return cls(replica, images, labels, strips if schedule.num_strips > 1 else ())
+
+
 class BatchLoader:
     """Loads images of the micro-batches that start on this rank and labels of those that end on it.
 
     Both ranks draw the same samples from the seed, so no rank sends samples. A rank with neither
     the first nor the last stage needs no dataset. The samples depend only on the seed and the step,
     not on the process that loads them.
+
+    Attributes:
+        num_train, num_validation: The numbers of samples.
     """
 
     def __init__(
         self,
         spec: RunSpec,
         dataset: Dataset | None,
-        replica: int,
-        image_micro_batches: Collection[int],
-        label_micro_batches: Collection[int],
-        dtype: torch.dtype,
+        share: ReadShare,
         device: torch.device,
         first_step: int = 0,
-        strip_order: Sequence[int] = (),
     ) -> None:
-        """Begin to load ahead.
-
-        With `strip_order`, the strips in the order in which the forwards take them, images are read
-        as rows if the source can read rows.
-        """
+        """Begin to load ahead; strips are read as rows if the source can read rows."""
         self._spec = spec
-        self._replica = replica
+        self._share = share
         self.dataset = dataset
         self._data = cast(Dataset, dataset)  # every rank that reads has one
-        self._image_micro_batches = image_micro_batches
-        self._label_micro_batches = label_micro_batches
-        self._dtype = dtype
         self._device = device
         self._copies = CopyIn(device) if device.type == "cuda" else None
-        self.reads = bool(image_micro_batches or label_micro_batches)
-        self._collate = partial(_collate, dtype, spec.machine.channels_last)
+        self.reads = bool(share.images or share.labels)
+        self._collate = partial(
+            _collate, DTYPES[spec.train.compute_dtype], spec.machine.channels_last
+        )
         self._train: Steps | None = None
         self._validation_reader: Reader | None = None
+        self.num_train = self.num_validation = 0
+        if dataset is not None:
+            self.num_train = dataset.num_train
+            self.num_validation = dataset.num_validation
         if not self.reads or first_step >= spec.train.steps:
             return
-        in_strips = bool(strip_order) and self._data.reads_rows("train")
+        in_strips = bool(share.strips) and self._data.reads_rows("train")
         self._train = self._steps(
-            self._requests, strip_order if in_strips else (), (first_step, spec.train.steps)
+            self._requests, share.strips if in_strips else (), (first_step, spec.train.steps)
         )
+
+    @classmethod
+    def open(
+        cls,
+        plan: RankPlan,
+        comm: Comm,
+        device: torch.device,
+        first_step: int = 0,
+        view: Callable[[Dataset], Dataset] | None = None,
+    ) -> BatchLoader:
+        """Open the data of a run, or a `view` of it, if this rank reads any; collective."""
+        spec = plan.spec
+        share = ReadShare.of(plan, comm.rank)
+        dataset = None
+        if share.images or share.labels:
+            dataset = open_dataset(spec.data, spec.seed)
+            dataset = dataset if view is None else view(dataset)
+        loader = cls(spec, dataset, share, device, first_step)
+        counts = loader.num_train, loader.num_validation
+        # from a rank that reads, which rank 0 need not
+        loader.num_train, loader.num_validation = max(allgather(comm, counts))
+        return loader
 
     def batch(self, step: int) -> Batch:
         """Return the batch of a training step, on the rank's device."""
@@ -113,13 +171,13 @@ class BatchLoader:
                 m,
                 Request(
                     "train",
-                    samples[micro_batch_slice(self._replica, m, number, size)],
-                    m in self._image_micro_batches,
-                    m in self._label_micro_batches,
+                    samples[micro_batch_slice(self._share.replica, m, number, size)],
+                    m in self._share.images,
+                    m in self._share.labels,
                 ),
             )
             for m in range(number)
-            if m in self._image_micro_batches or m in self._label_micro_batches
+            if m in self._share.images or m in self._share.labels
         ]
 
     def _steps(
@@ -174,25 +232,19 @@ class BatchLoader:
         )
 
     def validation(
-        self,
-        num_validation: int,
-        num_micro_batches: int,
-        has_images: bool,
-        has_labels: bool,
-        num_strips: int = 1,
+        self, num_micro_batches: int, has_images: bool, has_labels: bool, num_strips: int = 1
     ) -> Iterator[Batch]:
         """Yield this replica's share of the validation samples, `num_micro_batches` at a time.
 
-        There are `num_validation` samples in all replicas together. If they run as `num_strips`
-        strips, images are read by rows if the source can read rows. Every rank of the pipeline gets
-        the same number of batches. The last micro-batch of a replica is filled up with samples
-        without a label, so it has fewer labels than images.
+        If they run as `num_strips` strips, images are read by rows if the source can read rows.
+        Every rank of the pipeline gets the same number of batches. The last micro-batch of a
+        replica is filled up with samples without a label, so it has fewer labels than images.
         """
         size = self._spec.parallel.micro_batch_size
         replicas = self._spec.parallel.replicas
-        per_replica = math.ceil(num_validation / replicas)
-        first = self._replica * per_replica
-        end = min(first + per_replica, num_validation)
+        per_replica = math.ceil(self.num_validation / replicas)
+        first = self._share.replica * per_replica
+        end = min(first + per_replica, self.num_validation)
         num_rounds = math.ceil(per_replica / (size * num_micro_batches))
 
         def requests(number: int) -> Requests:

@@ -13,8 +13,8 @@ from torch import Tensor
 from gems.autograd.outputs import as_tuple, map_tensors
 from gems.autograd.storages import tensor_bytes
 from gems.engine.action_loop import ActionLoop
+from gems.engine.evaluation.metrics import LossSums, Metric
 from gems.engine.loss import StepWeight, SummedLoss
-from gems.engine.metrics import LossSums, Metric
 from gems.engine.optimization.update import Update
 from gems.engine.stage import Loss, SegmentKey, Stage, StageKey
 from gems.engine.stages.open_stages import Segments
@@ -44,6 +44,22 @@ class Batch:
     arrive: Callable[[int], object] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What a training adds to the forwards of a schedule.
+
+    `step_weight` turns summed gradients into those of the mean loss. The schedule says whether
+    there are `segments`. `begin_draws` is called with step and micro-batch before each forward and
+    recomputation, since these may draw random numbers.
+    """
+
+    loss: SummedLoss
+    step_weight: StepWeight
+    update: Update
+    segments: Segments | None
+    begin_draws: Callable[[int, int], None]
+
+
 class Executor:
     """Runs the actions of `rank` in order, each with the handler of its kind.
 
@@ -62,41 +78,30 @@ class Executor:
         channels: P2PChannels,
         recorder: Recorder,
         heartbeat: Heartbeat | None = None,
-        loss: SummedLoss | None = None,
-        step_weight: StepWeight | None = None,
-        update: Update | None = None,
-        segments: Segments | None = None,
-        draws: Callable[[int, int], None] | None = None,
+        training: Training | None = None,
     ) -> None:
-        """Prepare the handlers.
-
-        Training needs a `loss` and the `step_weight`, the weight of all labels of a step, which
-        turns summed gradients into those of the mean loss. `segments` are given if the schedule
-        needs a store. `draws` is called with step and micro-batch before each forward and
-        recomputation, since these may draw random numbers.
-        """
+        """Prepare the handlers; a schedule with a backward needs `training`."""
         self.schedule = schedule
         self.rank = rank
+        self.stages = stages
+        self._training = training
+        self._weight = 1.0
+        self._channels = channels
+        self._recorder = recorder
+        self.metrics: Sequence[Metric] = ()
+        self._last_stage = schedule.num_stages - 1
         self._segments: dict[SegmentKey, Stage] = {
             (*key, None): stage for key, stage in stages.items()
         }
-        self._store = None if segments is None else segments.store
-        if segments is not None:
-            self._segments.update(segments.by_key)
-        self._channels = channels
-        self._recorder = recorder
-        self._loss_function = loss
-        self._step_weight = step_weight
-        self._weight = 1.0
-        self.metrics: Sequence[Metric] = ()
-        self._update = update
-        self._draws = draws
-        self._last_stage = schedule.num_stages - 1
-        # what stages keep between F and the end of backward
-        if segments is not None:
-            self.activations = segments.store.activations
-        else:
+        segments = None if training is None else training.segments
+        # `activations` are what stages keep between F and the end of backward
+        if segments is None:
+            self._store = None
             self.activations = recorder.open_counter("activations")
+        else:
+            self._store = segments.store
+            self.activations = segments.store.activations
+            self._segments.update(segments.by_key)
         self._samples = recorder.open_counter("samples")
         self.router = TensorRouter(schedule, rank, channels, recorder)
         actions = schedule.rows[rank]
@@ -107,20 +112,24 @@ class Executor:
         self._batch = Batch({}, {})
         self._step = 0
         self._sums = LossSums()
+        is_freed_by_poll = schedule.has_any(Kind.OFFLOAD) and not schedule.has_any(Kind.FREE)
+        poll = self._poll_and_free if is_freed_by_poll else channels.poll
+        self._loop = ActionLoop(rank, actions, self._handlers(), poll, heartbeat)
+
+    def _handlers(self) -> dict[Kind, Callable[[Action], None]]:
         handlers: dict[Kind, Callable[[Action], None]] = {
-            Kind.F: self._infer if schedule.forward_only else self._forward,
+            Kind.F: self._infer if self.schedule.forward_only else self._forward,
             Kind.B: self._backward,
             Kind.I: self._input_gradient,
             Kind.W: self._weight_gradient,
             Kind.SEND_F: self._send,
             Kind.SEND_B: self._send,
-            Kind.RECV_F: channels.post_receive,
-            Kind.RECV_B: channels.post_receive,
+            Kind.RECV_F: self._channels.post_receive,
+            Kind.RECV_B: self._channels.post_receive,
             Kind.START_REDUCE: self._start_reduce,
             Kind.REDUCE_GRAD: self._reduce_or_step,
             Kind.STEP: self._reduce_or_step,
         }
-        poll = channels.poll
         if self._store is not None:
             handlers[Kind.R] = self._recompute
             self._copies = {
@@ -130,20 +139,18 @@ class Executor:
                 Kind.AWAIT: self._store.await_copy,
             }
             handlers |= dict.fromkeys(self._copies, self._copy)
-            if schedule.has_any(Kind.OFFLOAD) and not schedule.has_any(Kind.FREE):
-                poll = self._poll_and_free
-        self._loop = ActionLoop(rank, actions, handlers, poll, heartbeat)
+        return handlers
 
     def run(self, step: int, batch: Batch) -> float:
         """Run all actions once; return the summed loss of this rank's last stages; collective."""
         self._batch = batch
         self._step = step
         self._sums = LossSums()
-        if self._step_weight is not None:
-            self._weight = self._step_weight(batch.labels)
+        if self._training is not None:
+            self._weight = self._training.step_weight(batch.labels)
         self._recorder.begin_step(step)
-        if self._update is not None:
-            self._update.begin()
+        if self._training is not None:
+            self._training.update.begin()
         maps = [labels for labels in batch.labels.values() if labels.ndim > 2]
         self._samples.set_bytes(tensor_bytes([*batch.images.values(), *maps]))
         try:
@@ -265,8 +272,8 @@ class Executor:
         self._store.free_copied()
 
     def _begin_draws(self, action: Action) -> None:
-        if self._draws is not None:
-            self._draws(self._step, self._whole(action))
+        if self._training is not None:
+            self._training.begin_draws(self._step, self._whole(action))
 
     def _has(self, kind: Kind, action: Action) -> bool:
         return self.schedule.has(
@@ -293,8 +300,8 @@ class Executor:
         if not self._ends_in_loss(action):
             return None
         labels = self._batch.labels[self._whole(action)]
-        loss = self._loss_function
-        assert loss is not None
+        assert self._training is not None
+        loss = self._training.loss
         if action.kind is Kind.R:
             return lambda output: loss(output, labels)
         return lambda output: self._sums.add(loss(output, labels))
@@ -317,8 +324,9 @@ class Executor:
     def _output_gradients(self, action: Action, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if not self._ends_in_loss(action):
             return received
-        gradient = self._sums.loss_gradient(self._weight)
-        return (gradient if self._update is None else gradient * self._update.loss_scale,)
+        assert self._training is not None
+        scale = self._training.update.loss_scale
+        return (self._sums.loss_gradient(self._weight) * scale,)
 
     def _reset(self) -> None:
         """Release all tensors after a failed step."""
@@ -333,17 +341,18 @@ class Executor:
         self._channels.post_send(action, self.router.take_for_send(action))
 
     def _start_reduce(self, action: Action) -> None:
-        if self._update is not None:
-            done = partial(self._recorder.transfer, action, time.perf_counter_ns())
-            self._update.gradients.start_reduce(action.stage, done)
+        assert self._training is not None
+        done = partial(self._recorder.transfer, action, time.perf_counter_ns())
+        self._training.update.gradients.start_reduce(action.stage, done)
 
     def _reduce_or_step(self, action: Action) -> None:
         self._channels.post_all()  # peers need these messages before they reach the sum
         start = self._recorder.timestamp()
-        if self._update is not None and action.kind is Kind.REDUCE_GRAD:
-            self._update.reduce(self._sums.losses)
-        elif self._update is not None:
-            self._update.step()
+        assert self._training is not None
+        if action.kind is Kind.REDUCE_GRAD:
+            self._training.update.reduce(self._sums.losses)
+        else:
+            self._training.update.step()
         self._recorder.compute(action, start)
 
 

@@ -6,7 +6,7 @@ import logging
 import os
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from gems.config.resolve import resolve
 from gems.config.schema import RunSpec
@@ -20,6 +20,9 @@ from gems.runs.prepare import prepare
 from gems.utils.atomic_io import read_json
 from gems.utils.given import target_of
 from gems.utils.logs import set_up_rank_logging
+
+if TYPE_CHECKING:  # this import starts MPI
+    from gems.engine.transport.mpi import Comm
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +70,39 @@ def train(
         raise ConfigError(
             "machine.kind", "simulated", "has no ranks to train in", "call gems.simulate"
         )
+    comm = _join_world(spec)
+    folder = _prepare_on_first(spec, comm)
+    if not logging.getLogger("gems").hasHandlers():
+        set_up_rank_logging(comm.rank)
+    try:
+        run_rank(folder, StopListener(None, sigterm_asks=False))
+    except BaseException as error:
+        if comm.rank == 0:
+            folder.write_status("failed", cause=f"{type(error).__name__}: {error}")
+            release(folder)
+        if comm.size == 1:
+            raise
+        ensure_exit()
+        abort_all_ranks(report_failure(folder, comm.rank, error), error)
+    if comm.rank == 0:
+        folder.write_status("finished", exit_code=0)
+        release(folder)
+    comm.Barrier()
+    return _read_result(folder)
+
+
+def _join_world(spec: RunSpec) -> Comm:
+    """Return the world of the caller's ranks, once the device is open.
+
+    Raises:
+        ConfigError: There are not partitions x replicas ranks.
+    """
     if spec.machine.kind == "real":
         from gems.engine.device import open_device
 
-        open_device(
-            spec.machine, spec.cluster.device_order
-        )  # before MPI, which looks at the current device
-    from gems.engine.transport.mpi import broadcast, world
+        # before MPI, which looks at the current device
+        open_device(spec.machine, spec.cluster.device_order)
+    from gems.engine.transport.mpi import world
 
     comm = world()
     if comm.size != spec.world_size:
@@ -84,6 +113,17 @@ def train(
             f"and this world has {comm.size}",
             f"start the program by mpiexec -n {spec.world_size}",
         )
+    return comm
+
+
+def _prepare_on_first(spec: RunSpec, comm: Comm) -> RunFolder:
+    """Prepare a run on rank 0, which then owns its folder; collective.
+
+    Raises:
+        GemsError: On all ranks, if it cannot be prepared.
+    """
+    from gems.engine.transport.mpi import broadcast
+
     mine: RunFolder | GemsError | None = None
     if comm.rank == 0:
         try:
@@ -91,30 +131,16 @@ def train(
             mine.write_status("running", host=os.uname().nodename, pid=os.getpid())
         except GemsError as error:
             mine = error
-    found = cast(RunFolder | GemsError, broadcast(comm, mine))
-    if isinstance(found, GemsError):
-        raise found
-    if not logging.getLogger("gems").hasHandlers():
-        set_up_rank_logging(comm.rank)
-    try:
-        run_rank(found, StopListener(None, sigterm_asks=False))
-    except BaseException as error:
-        if comm.rank == 0:
-            found.write_status("failed", cause=f"{type(error).__name__}: {error}")
-            release(found)
-        if comm.size == 1:
-            raise
-        ensure_exit()
-        abort_all_ranks(report_failure(found, comm.rank, error), error)
-    if comm.rank == 0:
-        found.write_status("finished", exit_code=0)
-        release(found)
-    comm.Barrier()
+    prepared = cast(RunFolder | GemsError, broadcast(comm, mine))
+    if isinstance(prepared, GemsError):
+        raise prepared
+    return prepared
+
+
+def _read_result(folder: RunFolder) -> TrainResult:
     known = {field.name for field in fields(TrainResult)}
-    values: dict[str, Any] = {
-        key: value for key, value in read_json(found.result_json).items() if key in known
-    }
-    return TrainResult(folder=found.path, **values)
+    values = {key: value for key, value in read_json(folder.result_json).items() if key in known}
+    return TrainResult(folder=folder.path, **values)
 
 
 def _with_objects(

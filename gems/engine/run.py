@@ -1,12 +1,19 @@
-"""The program that every rank runs: `python -m gems.engine.run RUN_FOLDER`."""
+"""The program that every rank runs: `python -m gems.engine.run RUN_FOLDER [MODULE:FUNCTION]`.
+
+Without a function, it runs the run. A function gets the folder, the world and the device; what it
+returns on rank 0 is the run's result.json.
+"""
 
 from __future__ import annotations
 
 import faulthandler
 import signal
 import sys
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from gems.config.schema import RunSpec
 from gems.engine.supervision.failure import abort_all_ranks, ensure_exit, report_failure
 from gems.engine.supervision.stop_request import StopListener, stop_listener
 from gems.engine.transport.environment import launched_rank
@@ -14,8 +21,11 @@ from gems.engine.transport.polling import WaitState
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat, now_ns, set_clock
 from gems.utils import start_up
-from gems.utils.atomic_io import reserve
+from gems.utils.atomic_io import reserve, write_json
 from gems.utils.logs import set_log_level, set_up_rank_logging
+
+if TYPE_CHECKING:
+    import torch
 
 
 def main(argv: list[str]) -> None:
@@ -24,8 +34,8 @@ def main(argv: list[str]) -> None:
     Without the abort, the other ranks would wait for this one in MPI_Finalize until the job's time
     is over.
     """
-    if len(argv) != 1:
-        print("usage: python -m gems.engine.run RUN_FOLDER", file=sys.stderr)
+    if len(argv) not in (1, 2):
+        print("usage: python -m gems.engine.run RUN_FOLDER [MODULE:FUNCTION]", file=sys.stderr)
         sys.exit(2)
     start_up.begin()
     set_up_rank_logging(launched_rank())
@@ -35,7 +45,10 @@ def main(argv: list[str]) -> None:
     stop = stop_listener(folder.stop_json, launched_rank())
     stop.start()  # before MPI and anything else that has threads
     try:
-        run_rank(folder, stop)
+        if argv[1:]:
+            run_function(folder, argv[1])
+        else:
+            run_rank(folder, stop)
         stop.close()
     except BaseException as error:
         ensure_exit()
@@ -50,12 +63,7 @@ def run_rank(folder: RunFolder, stop: StopListener) -> None:
     """
     spec = folder.read_spec()
     set_log_level(spec.train.log_level)
-    device = None
-    if spec.machine.kind != "emulated":
-        from gems.engine.device import open_device
-
-        # before MPI starts: one that supports GPUs looks at the current device then
-        device = open_device(spec.machine, spec.cluster.device_order)
+    device = None if spec.machine.kind == "emulated" else _open_device(spec)
     from gems.engine.supervision.affinity import write_affinity
     from gems.engine.supervision.watchdog import LocalPeer, Watchdog
     from gems.engine.transport.mpi import broadcast, gather_here, meet, world
@@ -75,12 +83,30 @@ def run_rank(folder: RunFolder, stop: StopListener) -> None:
             from gems.engine.emulation.run import emulate
 
             start_up.end()
-            emulate(folder.read_run(), folder, comm, heartbeat, stop, waits)
+            emulate(folder, comm, heartbeat, stop, waits)
         else:
             from gems.engine.train import train
 
-            train(spec, folder, comm, device, heartbeat, stop, waits)
+            train(folder.read_plan(), folder, comm, device, heartbeat, stop, waits)
     heartbeat.close()
+
+
+def run_function(folder: RunFolder, function: str) -> None:
+    """Call a function, as module:name, on this rank of a prepared run; collective."""
+    device = _open_device(folder.read_spec())
+    from gems.engine.transport.mpi import world
+
+    module, _, name = function.partition(":")
+    result = getattr(import_module(module), name)(folder, world(), device)
+    if world().rank == 0:
+        write_json(folder.result_json, result)
+
+
+def _open_device(spec: RunSpec) -> torch.device:
+    """Open the device before MPI starts: one that supports GPUs looks at the current device."""
+    from gems.engine.device import open_device
+
+    return open_device(spec.machine, spec.cluster.device_order)
 
 
 if __name__ == "__main__":

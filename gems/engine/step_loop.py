@@ -6,8 +6,7 @@ import contextlib
 import math
 import socket
 import time
-from collections.abc import Callable
-from pathlib import Path
+from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 import h5py
@@ -16,13 +15,13 @@ from mpi4py import __version__ as mpi4py_version
 
 from gems import __version__
 from gems.config.resolve import global_batch
-from gems.config.schema import RunSpec
+from gems.engine.checkpoint.resume import find_start
 from gems.engine.checkpoint.saver import Saver
-from gems.engine.evaluation.validator import Validator
-from gems.engine.supervision.loggers import Loggers
 from gems.engine.supervision.progress import Progress
 from gems.engine.transport.mpi import Comm, allgather, library
 from gems.errors import ConfigError
+from gems.plan.rank_plan import RankPlan
+from gems.runs.folder import RunFolder
 from gems.schedule.schedule import Schedule
 from gems.trace import TracePart, root_attributes
 
@@ -40,16 +39,15 @@ class StepResult(NamedTuple):
     learning_rate: float = math.nan
 
 
-Step = Callable[[int], StepResult]
-
-
-def check_ranks(spec: RunSpec, schedule: Schedule, comm: Comm) -> None:
+def check_ranks(plan: RankPlan, comm: Comm) -> None:
     """Check the number of ranks and the digest of their schedule; collective.
 
     Raises:
         ConfigError: There are not partitions x replicas ranks, or two ranks have different
             schedules.
     """
+    spec = plan.spec
+    schedule = plan.schedule
     if comm.size != spec.world_size:
         raise ConfigError(
             "parallel",
@@ -69,54 +67,80 @@ def check_ranks(spec: RunSpec, schedule: Schedule, comm: Comm) -> None:
             )
 
 
-def run_steps(
-    spec: RunSpec,
-    rank: int,
-    part: TracePart,
-    progress_json: Path,
-    saver: Saver,
-    first_step: int,
-    run_step: Step,
-    losses: list[float] | None = None,
-    loggers: Loggers | None = None,
-    validator: Validator | None = None,
-) -> bool:
-    """Run the steps from `first_step` on, and return whether the run stops on request; collective.
+class SteppedRun(ABC):
+    """A run on one rank, real or emulated: its steps are traced, shown and saved.
 
-    Rank 0 shows the progress, appends each loss to `losses` and hands it to `loggers` with the
-    metrics of a validation; an emulated run has none, and returns NaN.
+    Attributes:
+        start: Where this attempt begins.
+        losses: On rank 0, the loss of each step; NaN if the run is emulated.
+        saver: Opened by the subclass.
+        is_over: No further step is needed.
     """
-    images = global_batch(spec)
-    num_steps = spec.train.steps
-    progress = (
-        Progress(spec.name, num_steps, images, progress_json, first_step) if rank == 0 else None
-    )
-    with contextlib.nullcontext() if progress is None else contextlib.closing(progress):
-        for step in range(first_step, num_steps):
-            saver.begin()
-            done = run_step(step)
-            is_warmup = step - first_step < spec.benchmark.skip_steps
-            recipe = {"grad_norm": done.grad_norm, "learning_rate": done.learning_rate}
-            span = done.start_ns, done.end_ns
-            part.add(
-                "rank_steps", (rank, step, *span, images, done.loss, is_warmup, *recipe.values())
-            )
-            part.flush()
-            metrics = {} if validator is None else validator.after(step + 1)
-            if progress is not None:
-                if losses is not None:
-                    losses.append(done.loss)
-                if loggers is not None:
-                    step_s = (done.end_ns - done.start_ns) / 1e9
-                    loggers.log(
-                        step + 1, {"train_loss": done.loss, "step_s": step_s, **recipe, **metrics}
-                    )
-                progress.show(step + 1, done.loss, done.learning_rate)
-            if saver.end(step + 1, losses or (), None if progress is None else progress.show_error):
-                return True
-            if validator is not None and validator.is_over:
-                break
-    return False
+
+    saver: Saver
+    is_over = False
+
+    def __init__(self, plan: RankPlan, folder: RunFolder, comm: Comm, part: TracePart) -> None:
+        """Find the checkpoint to continue from; collective.
+
+        Raises:
+            ConfigError: The run cannot continue from what is there.
+        """
+        self.plan = plan
+        self.folder = folder
+        self.comm = comm
+        self.part = part
+        self.start = find_start(plan.spec, folder, comm)
+        self.losses: list[float] = []
+
+    @abstractmethod
+    def step(self, step: int) -> StepResult:
+        """Run one step; collective."""
+
+    def after(self, num_steps: int, done: StepResult) -> None:  # noqa: B027, emulated: nothing
+        """Act on the result of a step when `num_steps` are done; collective."""
+
+    def run_steps(self) -> bool:
+        """Run the steps that are left; return whether the run stops on request; collective."""
+        spec = self.plan.spec
+        images = global_batch(spec)
+        first = self.start.step
+        with contextlib.ExitStack() as stack:
+            progress = None
+            if self.comm.rank == 0:
+                progress = Progress(
+                    spec.name, spec.train.steps, images, self.folder.progress_json, first
+                )
+                stack.callback(progress.close)
+            for step in range(first, spec.train.steps):
+                self.saver.begin()
+                done = self.step(step)
+                is_warmup = step - first < spec.benchmark.skip_steps
+                self.part.add(
+                    "rank_steps",
+                    (
+                        self.comm.rank,
+                        step,
+                        done.start_ns,
+                        done.end_ns,
+                        images,
+                        done.loss,
+                        is_warmup,
+                        done.grad_norm,
+                        done.learning_rate,
+                    ),
+                )
+                self.part.flush()
+                self.after(step + 1, done)
+                if progress is not None:
+                    self.losses.append(done.loss)
+                    progress.show(step + 1, done.loss, done.learning_rate)
+                show_error = None if progress is None else progress.show_error
+                if self.saver.end(step + 1, self.losses, show_error):
+                    return True
+                if self.is_over:
+                    break
+        return False
 
 
 def trace_attributes(

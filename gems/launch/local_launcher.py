@@ -157,18 +157,29 @@ def rank_environment(threads_per_rank: int, *, keep_slurm: bool = False) -> dict
     return base | threads | switches
 
 
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Where a launcher's output goes: to stderr (`echo`), to a file, and line by line to a call."""
+
+    log: Path | None = None
+    echo: bool = True
+    on_line: Callable[[str], None] | None = None
+
+
+ECHO = Output()
+QUIET = Output(echo=False)
+
+
 def run_ranks(
     argv: Sequence[str],
     environment: Mapping[str, str],
-    log: Path | None = None,
+    output: Output = ECHO,
     timeout_s: float | None = None,
-    on_line: Callable[[str], None] | None = None,
     give_up: Callable[[], bool] | None = None,
-    echo: bool = True,
     grace_s: float = GRACE_S,
     source: int = subprocess.DEVNULL,
 ) -> Ended:
-    """Run a launcher to its end; pass its output to stderr (`echo`), `log` and `on_line`.
+    """Run a launcher to its end.
 
     Its input is the file descriptor `source`, empty by default. The launcher and all its
     descendants are ended on time-out, SIGTERM, SIGHUP, KeyboardInterrupt, or when `give_up`
@@ -182,7 +193,9 @@ def run_ranks(
     timed_out = gave_up = False
     with contextlib.ExitStack() as stack:
         stopped = stack.enter_context(_noting_signals())
-        file = stack.enter_context(log.open("ab", buffering=0)) if log is not None else None
+        log = None
+        if output.log is not None:
+            log = stack.enter_context(output.log.open("ab", buffering=0))
         try:
             process = subprocess.Popen(
                 list(argv),
@@ -197,7 +210,7 @@ def run_ranks(
                 "launcher", argv[0], f"cannot be started ({error.strerror})"
             ) from error
         assert process.stdout is not None
-        pump = _Pump(process.stdout, file, echo, on_line)
+        pump = _Pump(process.stdout, log, output)
         try:
             while process.poll() is None and not (stopped or timed_out or gave_up):
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -215,17 +228,10 @@ def run_ranks(
 class _Pump:
     """A thread that reads a launcher's output to its end, so that ranks never wait for a reader."""
 
-    def __init__(
-        self,
-        source: IO[bytes],
-        log: IO[bytes] | None,
-        echo: bool,
-        on_line: Callable[[str], None] | None,
-    ) -> None:
+    def __init__(self, source: IO[bytes], log: IO[bytes] | None, output: Output) -> None:
         self._source = source
         self._log = log
-        self._echo = echo
-        self._on_line = on_line
+        self._output = output
         self._rest = b""
         self._shown = 0
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)  # the last lines, without empty ones
@@ -255,14 +261,14 @@ class _Pump:
             text = line.decode(errors="replace").strip()
             if text:
                 self.tail.append(text[:2000])
-                if self._on_line is not None:
-                    self._on_line(text)
+                if self._output.on_line is not None:
+                    self._output.on_line(text)
         if not any(start.startswith(self._rest[: len(start)]) for start in NOISE_STARTS):
             self._show(self._rest[self._shown :])
             self._shown = len(self._rest)
 
     def _show(self, text: bytes) -> None:
-        if self._echo and text:
+        if self._output.echo and text:
             with contextlib.suppress(OSError, ValueError):
                 sys.stderr.buffer.write(text)
                 sys.stderr.flush()

@@ -36,7 +36,7 @@ def run_program(
     """Run a function in the ranks of a resolved run, in a scratch folder, and return the result.
 
     The result is the content of result.json. The function, as module:name, is one that
-    `gems.engine.program` accepts; it finds `request` as request.json in the folder. No step counts
+    `gems.engine.run` accepts; it finds `request` as request.json in the folder. No step counts
     for figures, so no warm-up steps are skipped.
 
     Raises:
@@ -50,10 +50,10 @@ def run_program(
         folder = prepare(scratch_spec, evaluate(scratch_spec, trains), needs_labels)
         if request is not None:
             write_json(folder.path / REQUEST_JSON, dict(request))
-        program = [sys.executable, *RUN_MODULE, "gems.engine.program", function, str(folder.path)]
+        program = [sys.executable, *RUN_MODULE, "gems.engine.run", str(folder.path), function]
         argv = mpiexec_argv(spec.world_size, program)
         ended = run_ranks(
-            argv, rank_environment(spec.machine.threads_per_rank), log=None, timeout_s=timeout_s
+            argv, rank_environment(spec.machine.threads_per_rank), timeout_s=timeout_s
         )
         found = read_json(folder.result_json)
         if ended.returncode or not found:

@@ -19,6 +19,7 @@ from gems.memory.case import MemoryCase, PlanOutcome
 from gems.memory.plan import KEEP, MemoryPlan, plan_of_schedule
 from gems.models import layers_of
 from gems.partition.methods import uses_profile
+from gems.plan.rank_plan import RankPlan
 from gems.plan.strips_choice import KEY, with_fastest_strips
 from gems.profile import ModelProfile
 from gems.profile.store import profile_of
@@ -90,6 +91,11 @@ class Plan:
             if self.schedule.num_strips == 1
             else self.memory.plan.between(self.boundaries)
         )
+
+    @property
+    def for_ranks(self) -> RankPlan:
+        """The part of the plan that ranks read."""
+        return RankPlan(self.spec, self.schedule, self.boundaries, self.memory_plan)
 
     @property
     def peak_bytes(self) -> tuple[int, ...] | None:

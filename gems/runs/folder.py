@@ -18,6 +18,7 @@ from gems.config.resolve import run_id
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.memory.plan import MemoryPlan
+from gems.plan.rank_plan import RankPlan
 from gems.runs.code_archive import CODE_ZIP
 from gems.schedule.formats.schedule_json import from_json, to_json
 from gems.schedule.schedule import Schedule
@@ -283,6 +284,16 @@ class RunFolder:
         """
         document = self._read_optional(self.memory_json)
         return MemoryPlan.from_json(document) if document else None
+
+    def read_plan(self) -> RankPlan:
+        """Read what ranks need of the plan.
+
+        Raises:
+            ConfigError: a file is missing or damaged.
+        """
+        return RankPlan(
+            self.read_spec(), self.read_schedule(), self.read_boundaries(), self.read_memory_plan()
+        )
 
     def read_status(self) -> dict[str, Any]:
         """Read status.json; empty if it is missing.

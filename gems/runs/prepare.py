@@ -54,28 +54,14 @@ def prepare(
             f"train.resume={older} goes on from it",
             file=sys.stderr,
         )
-    made = plan or evaluate(spec)
+    plan = plan or evaluate(spec)
     if spec.machine.kind == "real":
         inspect_data(spec.data, spec.seed)
-        check_exact(made.spec, made.schedule.has_split_backward)
+        check_exact(plan.spec, plan.schedule.has_split_backward)
     try:
         check_folder(folder, spec)
         own(folder)
-        folder.path.mkdir(parents=True, exist_ok=True)
-        if folder.run_yaml.exists():
-            folder.archive(also=[folder.checkpoints] if folder.result_json.exists() else [])
-        if folder.layout != folder:
-            folder.add_layout(1, spec, "prepared again", "prepare")
-        _write_plan(folder, made)
-        folder.logs.mkdir(exist_ok=True)
-        folder.heartbeat(0).parent.mkdir(exist_ok=True)
-        summary = (
-            write_bundle(folder.provenance, spec) if like is None else share_bundle(folder, like)
-        )
-        write_json(
-            folder.provenance_json, {**summary, "run_yaml_blake2b": hash_of(folder.run_yaml)}
-        )
-        folder.write_status("prepared")
+        _write(folder, plan, like)
     except OSError as error:
         raise ConfigError(
             "runs_dir",
@@ -84,6 +70,23 @@ def prepare(
             "give runs_dir= a folder of yours",
         ) from error
     return folder
+
+
+def _write(folder: RunFolder, plan: Plan, like: RunFolder | None) -> None:
+    """Write the files of a run; archive those of an earlier attempt."""
+    folder.path.mkdir(parents=True, exist_ok=True)
+    if folder.run_yaml.exists():
+        folder.archive(also=[folder.checkpoints] if folder.result_json.exists() else [])
+    if folder.layout != folder:
+        folder.add_layout(1, plan.spec, "prepared again", "prepare")
+    _write_plan(folder, plan)
+    folder.logs.mkdir(exist_ok=True)
+    folder.heartbeat(0).parent.mkdir(exist_ok=True)
+    summary = (
+        write_bundle(folder.provenance, plan.spec) if like is None else share_bundle(folder, like)
+    )
+    write_json(folder.provenance_json, {**summary, "run_yaml_blake2b": hash_of(folder.run_yaml)})
+    folder.write_status("prepared")
 
 
 def change_layout(folder: RunFolder, plan: Plan, why: str, by: str, step: int | None) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 
@@ -85,64 +86,72 @@ def simulated_trace(spec: RunSpec, schedule: Schedule) -> Trace:
     """
     kept = RunCosts.of(spec).kept(schedule)
     cost = spec.cost
-    replicas = spec.parallel.replicas
-    costs = kept.costs
-    quiet = kept.simulation
-    images = global_batch(spec)
-    warmup = spec.benchmark.skip_steps
-    noise = spec.machine.noise
-    num_steps = min(
-        spec.train.steps, max(warmup + 1, MAX_EVENTS // max(1, sum(map(len, schedule.rows))))
-    )
-    drawn = [quiet]
-    if noise:
-        count = min(num_steps, MAX_NOISY_STEPS)
-        pace = kept.paces[0]
-        drawn = noisy_steps(
-            schedule, costs, kept.network, kept.cap, noise, replicas, spec.seed, count, pace=pace
-        )
-    spans_ns = [round(drawn[k % len(drawn)].span * 1e9) for k in range(num_steps)]
-    starts_ns = [0, *accumulate(spans_ns)]
-    untrained = math.nan, math.nan  # norm of the gradient, learning rate
-    steps = [
-        (k, starts_ns[k], starts_ns[k + 1], images, math.nan, k < warmup, 1, *untrained)
-        for k in range(num_steps)
-    ]
-    ends_ns = [[round(max(row, default=0.0) * 1e9) for row in step.end] for step in drawn]
-    rank_steps = [
-        (
-            rank,
-            k,
-            starts_ns[k],
-            starts_ns[k] + ends_ns[k % len(drawn)][rank],
-            images,
-            math.nan,
-            k < warmup,
-            *untrained,
-        )
-        for rank in range(schedule.num_ranks)
-        for k in range(num_steps)
-    ]
-    held = [
-        memory_over_time(schedule, costs, step, cost.activation_bytes, cost.param_bytes)
+    most = MAX_EVENTS // max(1, sum(map(len, schedule.rows)))
+    num_steps = min(spec.train.steps, max(spec.benchmark.skip_steps + 1, most))
+    drawn = _draw_steps(spec, kept, num_steps)
+    memory = [
+        memory_over_time(schedule, kept.costs, step, cost.activation_bytes, cost.param_bytes)
         for step in drawn
     ]
     events = [
-        _events(kept, step, memory, cost.activation_bytes)
-        for step, memory in zip(drawn, held, strict=True)
+        _events(kept, step, held, cost.activation_bytes)
+        for step, held in zip(drawn, memory, strict=True)
     ]
-    peaks = [
-        round(max(rank.peak - rank.parameters for rank in each)) for each in zip(*held, strict=True)
+    spans_ns = [round(drawn[k % len(drawn)].span * 1e9) for k in range(num_steps)]
+    starts_ns = [0, *accumulate(spans_ns)]
+    ends_ns = [
+        [start + round(max(row, default=0.0) * 1e9) for row in drawn[k % len(drawn)].end]
+        for k, start in enumerate(starts_ns[:-1])
     ]
+    return Trace(
+        attributes=_attributes(spec, memory),
+        events=_all_steps(events, starts_ns[:-1]),
+        steps=_step_rows(spec, "steps", starts_ns[:-1], starts_ns[1:]),
+        rank_steps=np.concatenate(
+            [
+                _step_rows(spec, "rank_steps", starts_ns[:-1], ends, rank)
+                for rank, ends in enumerate(zip(*ends_ns, strict=True))
+            ]
+        ),
+        schedule_rows=tuple(" ".join(map(str, row)) for row in schedule.rows),
+        schedule_sha256=schedule.digest(),
+        boundaries=tuple(spec.parallel.boundaries or ()),
+    )
+
+
+def _draw_steps(spec: RunSpec, kept: PlanOutcome, num_steps: int) -> list[Simulation]:
+    """Return the steps that the run repeats: one, or several that differ by machine.noise."""
+    noise = spec.machine.noise
+    if not noise:
+        return [kept.simulation]
+    return noisy_steps(
+        kept.schedule,
+        kept.costs,
+        kept.network,
+        kept.cap,
+        noise,
+        spec.parallel.replicas,
+        spec.seed,
+        min(num_steps, MAX_NOISY_STEPS),
+        pace=kept.paces[0],
+    )
+
+
+def _attributes(spec: RunSpec, memory: list[tuple[RankMemory, ...]]) -> dict[str, object]:
+    """Return the root attributes, with the bytes of each rank over all drawn steps."""
+    replicas = spec.parallel.replicas
     machine = spec.machine
-    # facts about the machine, and the error of predictions with it
-    known = {
+    known = {  # of the machine, and of how far predictions with it were off
         "calibrated_from": machine.calibrated_from,
         "held_out_error": machine.held_out_error,
-        "noise": noise or None,
+        "noise": machine.noise or None,
         TIME_UNIT: "unit" if counts_units(spec) else None,
     }
-    attributes = root_attributes(
+    peaks = [
+        round(max(rank.peak - rank.parameters for rank in each))
+        for each in zip(*memory, strict=True)
+    ]
+    return root_attributes(
         "simulated",
         run_id(spec),
         spec.world_size,
@@ -150,20 +159,30 @@ def simulated_trace(spec: RunSpec, schedule: Schedule) -> Trace:
         clock="simulated",
         versions=[f"gems {__version__}", f"numpy {np.__version__}"],
         identical_replicas=replicas,
-        param_bytes=[round(rank.parameters) for rank in held[0]] * replicas,
+        param_bytes=[round(rank.parameters) for rank in memory[0]] * replicas,
         peak_allocated_bytes=peaks * replicas,
         steps_asked=spec.train.steps,
         **{name: value for name, value in known.items() if value is not None},
     )
-    return Trace(
-        attributes=attributes,
-        events=_all_steps(events, starts_ns[:-1]),
-        steps=np.array(steps, DTYPES["steps"]),
-        rank_steps=np.array(rank_steps, DTYPES["rank_steps"]),
-        schedule_rows=tuple(" ".join(map(str, row)) for row in schedule.rows),
-        schedule_sha256=schedule.digest(),
-        boundaries=tuple(spec.parallel.boundaries or ()),
-    )
+
+
+def _step_rows(
+    spec: RunSpec, table: str, starts_ns: Sequence[int], ends_ns: Sequence[int], rank: int = 0
+) -> np.ndarray:
+    """Return a row for each step of a run that trains nothing."""
+    rows = np.zeros(len(starts_ns), DTYPES[table])
+    if table == "rank_steps":
+        rows["rank"] = rank
+    else:
+        rows["attempt"] = 1
+    rows["step"] = range(len(rows))
+    rows["start_ns"] = starts_ns
+    rows["end_ns"] = ends_ns
+    rows["images"] = global_batch(spec)
+    rows["is_warmup"] = rows["step"] < spec.benchmark.skip_steps
+    for name in ("loss", "grad_norm", "learning_rate"):
+        rows[name] = math.nan
+    return rows
 
 
 def _events(

@@ -17,7 +17,7 @@ from typing import IO, Any, Self
 
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, NodeFailedError, RankFailedError
-from gems.launch.local_launcher import GRACE_S, Ended, rank_environment, run_ranks
+from gems.launch.local_launcher import GRACE_S, Ended, Output, rank_environment, run_ranks
 from gems.launch.mpich_cleanup import remove_stale_shared_memory
 from gems.runs.failure_cause import FailureCause, classify_error
 from gems.runs.folder import CANCELLED_JSON, RunFolder
@@ -220,10 +220,8 @@ class _Launch:
             return run_ranks(
                 argv,
                 self.environment,
-                folder.logs / "ranks.log",
-                on_line=self.output.feed_line,
+                Output(folder.logs / "ranks.log", echo, self.output.feed_line),
                 give_up=watch.is_over,
-                echo=echo,
                 grace_s=BATCH_GRACE_S if job.is_batch else GRACE_S,
             )
 

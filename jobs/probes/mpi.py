@@ -12,7 +12,7 @@ from typing import Any
 
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, RankFailedError, StalledError
-from gems.launch.local_launcher import Ended, mpiexec_argv, run_ranks
+from gems.launch.local_launcher import Ended, Output, mpiexec_argv, run_ranks
 from gems.runs.folder import RunFolder
 from gems.utils.stdio import report
 from jobs.batch.launchers import by_flux, by_hydra, by_pals, by_srun, rank_program
@@ -51,7 +51,7 @@ def run_probe(
     """Run the two ranks, which write `probe_json`; return how they ended."""
     probe_json(folder).unlink(missing_ok=True)
     argv = probe_argv(spec, job, folder)
-    return run_ranks(argv, environment, folder.logs / "probe.log", timeout_s=LIMIT_S, echo=False)
+    return run_ranks(argv, environment, Output(folder.logs / "probe.log", echo=False), LIMIT_S)
 
 
 def _pair(job: JobSpec) -> JobSpec:

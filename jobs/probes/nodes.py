@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gems.launch.local_launcher import Ended, run_ranks
+from gems.launch.local_launcher import Ended, Output, run_ranks
 from gems.launch.node_check import LINK_LIMIT_S, TOOL_LIMIT_S
 from gems.runs.folder import RunFolder
 from gems.runs.owner import CLOCKS_S
@@ -50,10 +50,8 @@ class NodeCheck:
             ended = run_ranks(
                 argv,
                 environment,
-                folder.logs / "nodes.log",
-                on_line=self.feed,
+                Output(folder.logs / "nodes.log", False, self.feed),
                 give_up=self.is_over,
-                echo=False,
                 source=source,
             )
         finally:

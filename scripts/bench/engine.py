@@ -260,22 +260,22 @@ def timed(comm: Any, step: Step, count: int) -> float:
 
 def of_ours(folder: RunFolder, comm: Any, images: Tensor, labels: Tensor) -> tuple[Step, Layers]:
     """Return the step of a prepared run of ours, and the layers of this rank."""
+    from gems.engine.batch_loader import ReadShare
     from gems.engine.device import open_device
     from gems.engine.executor import Batch
-    from gems.engine.pipeline import build_pipeline
+    from gems.engine.rank import Rank
 
-    spec = folder.read_spec()
-    pipeline = build_pipeline(
-        spec, comm, open_device(spec.machine), schedule=folder.read_schedule()
-    )
-    pipeline.set_training(True)
-    size = spec.parallel.micro_batch_size
+    plan = folder.read_plan()
+    rank = Rank.open(plan, comm, open_device(plan.spec.machine))
+    rank.stages.set_training(True)
+    size = plan.spec.parallel.micro_batch_size
+    share = ReadShare.of(plan, comm.rank)
     batch = Batch(
-        {m: part for m, part in enumerate(images.split(size)) if m in pipeline.image_micro_batches},
-        {m: part for m, part in enumerate(labels.split(size)) if m in pipeline.label_micro_batches},
+        {m: part for m, part in enumerate(images.split(size)) if m in share.images},
+        {m: part for m, part in enumerate(labels.split(size)) if m in share.labels},
     )
-    layers = {layer.place: layer.module for layer in pipeline.layers}
-    return lambda: pipeline.train.run(0, batch), layers
+    layers = {layer.place: layer.module for layer in rank.stages.layers}
+    return lambda: rank.train.run(0, batch), layers
 
 
 def of_torch(

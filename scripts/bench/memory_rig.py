@@ -18,10 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 from gems.autograd.outputs import as_tuple
 from gems.config.schema import RunSpec
-from gems.data import open_dataset
 from gems.engine.batch_loader import BatchLoader
-from gems.engine.device import DTYPES, open_device
-from gems.engine.pipeline import build_pipeline
+from gems.engine.device import open_device
+from gems.engine.rank import Rank
 from gems.engine.transport.mpi import world
 from gems.errors import GemsError
 from gems.memory.case import PlanOutcome
@@ -29,6 +28,7 @@ from gems.memory.plan import Choice, MemoryPlan, Segment, add_memory
 from gems.memory.registry import plan_of
 from gems.models import layers_of
 from gems.models.build import build_layers
+from gems.plan.rank_plan import RankPlan
 from gems.profile.profilers.layer_run import training_loss
 from gems.schedule.lower import lower
 from gems.schedule.schedule import Schedule
@@ -74,14 +74,10 @@ class OneRank:
     def __init__(self, spec: RunSpec, schedule: Schedule, plan: MemoryPlan | None) -> None:
         self.device = open_device(spec.machine)
         cuts = (0, len(layers_of(spec.model, spec.data)))
-        self.pipeline = build_pipeline(
-            spec, world(), self.device, schedule=schedule, boundaries=cuts, plan=plan
-        )
-        self.pipeline.set_training(True)
-        images = self.pipeline.image_micro_batches
-        labels = self.pipeline.label_micro_batches
-        data = open_dataset(spec.data, spec.seed)
-        loader = BatchLoader(spec, data, 0, images, labels, DTYPES[spec.train.dtype], self.device)
+        rank_plan = RankPlan(spec, schedule, cuts, plan)
+        self.rank = Rank.open(rank_plan, world(), self.device)
+        self.rank.stages.set_training(True)
+        loader = BatchLoader.open(rank_plan, world(), self.device)
         self._batch = loader.batch(0)
         loader.close()
         self._step = 0
@@ -98,7 +94,7 @@ class OneRank:
 
     def step(self) -> None:
         """Run one training step."""
-        self.pipeline.train.run(self._step, self._batch)
+        self.rank.train.run(self._step, self._batch)
         self._step += 1
 
     def peaks(self) -> dict[str, Any]:
@@ -108,8 +104,8 @@ class OneRank:
         reserved, and host memory.
         """
         self.step()
-        activations = self.pipeline.train.activations
-        segments = self.pipeline.segments
+        activations = self.rank.train.activations
+        segments = self.rank.training.segments
         activations.peak_bytes = 0
         allocated, reserved = allocator_peaks(self.device, self._static_bytes(), self.step)
         return {
@@ -124,15 +120,13 @@ class OneRank:
 
         Parameters, gradients, optimizer state, buffers and the batch.
         """
-        modules = nn.ModuleList(self.pipeline.modules.values())
+        modules = nn.ModuleList(self.rank.stages.modules.values())
         tensors = [*modules.parameters(), *modules.buffers()]
         tensors += [
             parameter.grad for parameter in modules.parameters() if parameter.grad is not None
         ]
         values = [
-            value
-            for state in self.pipeline.update.optimizer.state.values()
-            for value in state.values()
+            value for state in self.rank.update.optimizer.state.values() for value in state.values()
         ]
         tensors += [value for value in values if isinstance(value, Tensor)]
         tensors += [*self._batch.images.values(), *self._batch.labels.values()]

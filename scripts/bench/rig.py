@@ -33,7 +33,7 @@ from gems.config.compose import compose
 from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
 from gems.errors import GemsError
-from gems.launch.local_launcher import mpiexec_argv, rank_environment, run_ranks
+from gems.launch.local_launcher import Output, mpiexec_argv, rank_environment, run_ranks
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
 from gems.utils.atomic_io import read_json
@@ -237,7 +237,7 @@ def start_ranks(num_ranks: int, *program: str, log_to: Path | None = None) -> No
         SystemExit: a rank failed; its last lines are the message.
     """
     argv = mpiexec_argv(num_ranks, [sys.executable, "-m", *program])
-    ended = run_ranks(argv, rank_environment(1), log_to, timeout_s=RUN_LIMIT_S, echo=False)
+    ended = run_ranks(argv, rank_environment(1), Output(log_to, echo=False), RUN_LIMIT_S)
     if ended.returncode:
         raise SystemExit("\n".join(ended.tail) or f"exit code {ended.returncode}")
 

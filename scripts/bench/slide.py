@@ -61,7 +61,7 @@ def read_region(folder: str, side_px: int, library: str) -> dict[str, float]:
     import torch
 
     from gems.data import open_dataset, pyramid
-    from gems.engine.batch_loader import BatchLoader
+    from gems.engine.batch_loader import BatchLoader, ReadShare
 
     pyramid.LIBRARIES = (library,)
     spec = composed(
@@ -70,7 +70,7 @@ def read_region(folder: str, side_px: int, library: str) -> dict[str, float]:
         "parallel.partitions=2 parallel.micro_batches=1 parallel.micro_batch_size=1",
     )
     dataset = open_dataset(spec.data, spec.seed)
-    loader = BatchLoader(spec, dataset, 0, (0,), (), torch.float32, torch.device("cpu"))
+    loader = BatchLoader(spec, dataset, ReadShare(0, (0,)), torch.device("cpu"))
     open_library(Path(folder))
     before = resident_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew

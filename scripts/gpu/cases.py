@@ -204,8 +204,8 @@ def offloaded(model: str, side_px: int, policy: str, steps: int) -> dict[str, An
     run = OneRank.under(spec, planned(spec))
     for _ in range(steps):
         run.step()
-    assert run.pipeline.segments is not None
-    counters = run.pipeline.segments.store.counters
+    assert run.rank.training.segments is not None
+    counters = run.rank.training.segments.store.counters
     _synchronize()
     return {
         "model": model,

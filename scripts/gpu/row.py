@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from gems.launch.local_launcher import rank_environment, run_ranks
+from gems.launch.local_launcher import Output, rank_environment, run_ranks
 from scripts.bench.rig import cause_of
 
 Figures = list[dict[str, Any]]
@@ -80,7 +80,7 @@ def run(row: Row, limit_s: float, environment: Mapping[str, str] | None = None) 
     argv = [sys.executable, "-m", *row.program]
     variables = rank_environment(1) | dict(environment or {}) | dict(row.environment)
     begin_s = time.monotonic()
-    ended = run_ranks(argv, variables, timeout_s=limit_s, on_line=lines.append, echo=False)
+    ended = run_ranks(argv, variables, Output(None, False, lines.append), limit_s)
     wall_s = time.monotonic() - begin_s
     figures, unread = _read(row, lines)
     if ended.timed_out:

@@ -537,16 +537,15 @@ class TestReading:
 
     def test_workers_and_a_resumed_run_read_the_same(self, folder: Path) -> None:
         torch = pytest.importorskip("torch")
-        from gems.engine.batch_loader import BatchLoader
+        from gems.engine.batch_loader import BatchLoader, ReadShare
         from tests.helpers.toys import make_spec
 
         dataset = opened(folder, augment=True, tissue_share=0)
 
         def loader(first_step: int, **changes: Any) -> BatchLoader:
             spec = make_spec("1f1b", 2, train__steps=5, **changes)
-            return BatchLoader(
-                spec, dataset, 0, (0, 1), (1,), torch.float32, torch.device("cpu"), first_step
-            )
+            share = ReadShare(0, (0, 1), (1,))
+            return BatchLoader(spec, dataset, share, torch.device("cpu"), first_step)
 
         whole = loader(0)
         workers = loader(0, data__num_workers=2)

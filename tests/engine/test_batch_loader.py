@@ -13,7 +13,7 @@ import scripts.reproduce.language  # noqa: F401  registers data=tokens
 from gems.config.schema import DataConfig
 from gems.data import open_dataset
 from gems.data.dataset import batch_indices
-from gems.engine.batch_loader import BatchLoader
+from gems.engine.batch_loader import BatchLoader, ReadShare
 from gems.errors import ConfigError
 from tests.helpers.toys import NumberedDataset, make_spec
 
@@ -39,9 +39,8 @@ def make_loader(
     dataset, replica=0, image_micro_batches=(), label_micro_batches=(), **changes
 ) -> BatchLoader:
     spec = make_spec("1f1b", 2, **changes)
-    return BatchLoader(
-        spec, dataset, replica, image_micro_batches, label_micro_batches, torch.float32, CPU
-    )
+    share = ReadShare(replica, image_micro_batches, label_micro_batches)
+    return BatchLoader(spec, dataset, share, CPU)
 
 
 def read_all(dataset, steps, replicas, micro_batches, **changes) -> list[list[int]]:
@@ -116,7 +115,8 @@ def test_a_rank_that_reads_nothing_needs_no_data_set():
     loader = make_loader(None)
     batch = loader.batch(0)
     assert (batch.images, batch.labels) == ({}, {})
-    assert [(b.images, b.labels) for b in loader.validation(5, 4, False, False)] == [({}, {})]
+    loader.num_validation = 8  # which other ranks tell it
+    assert [(b.images, b.labels) for b in loader.validation(4, False, False)] == [({}, {})]
     loader.close()
 
 
@@ -154,7 +154,7 @@ def test_worker_processes_load_the_same_batches_and_start_no_mpi():
             assert all(torch.equal(one[m], other[m]) for m in one)
     for _ in range(2):  # validations, by the same processes
         rounds = list(
-            zip(here.validation(5, 2, True, True), loader.validation(5, 2, True, True), strict=True)
+            zip(here.validation(2, True, True), loader.validation(2, True, True), strict=True)
         )
         assert len(rounds) == 2
         for one, other in rounds:
@@ -164,10 +164,10 @@ def test_worker_processes_load_the_same_batches_and_start_no_mpi():
     loader.close()
     here.close()
 
-    spec = make_spec("1f1b", 2, data__num_workers=1, train__steps=6)
-    resumed = BatchLoader(
-        spec, WatchedDataset(50, 5, bad=40), 0, (0, 1, 2, 3), (), torch.float64, CPU, first_step=3
-    )
+    changes = {"data__num_workers": 1, "train__steps": 6, "train__precision": "float64"}
+    spec = make_spec("1f1b", 2, **changes)
+    share = ReadShare(0, (0, 1, 2, 3))
+    resumed = BatchLoader(spec, WatchedDataset(50, 5, bad=40), share, CPU, first_step=3)
     (bad,) = (step for step in range(3, 6) if 40 in batch_indices(50, 0, step, 8)[:, 0])
     for step in range(3, bad):
         numbers = torch.cat([resumed.batch(step).images[m].flatten() for m in range(4)])
@@ -201,11 +201,12 @@ def test_validation_counts_every_image_once(num_validation, replicas, size, num_
     for replica in range(replicas):
         common = {"replicas": replicas, "parallel__micro_batch_size": size}
         loaders = [make_loader(data, replica, **common) for data in (dataset, dataset, None)]
+        loaders[2].num_validation = num_validation  # which other ranks tell it
         # a rank of the first stage, one of the last and one between: they must agree on the number
         # of rounds
-        first = list(loaders[0].validation(num_validation, num_micro_batches, True, False))
-        last = list(loaders[1].validation(num_validation, num_micro_batches, False, True))
-        middle = list(loaders[2].validation(num_validation, num_micro_batches, False, False))
+        first = list(loaders[0].validation(num_micro_batches, True, False))
+        last = list(loaders[1].validation(num_micro_batches, False, True))
+        middle = list(loaders[2].validation(num_micro_batches, False, False))
         assert len(first) == len(last) == len(middle)
         num_rounds.add(len(first))
         for with_images, with_labels in zip(first, last, strict=True):
@@ -225,12 +226,13 @@ def test_validation_counts_every_image_once(num_validation, replicas, size, num_
     assert len(num_rounds) == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bf16_pure"])
 @pytest.mark.parametrize("name", ["tokens", "token_pairs"])
 def test_tokens_stay_integers_and_labels_are_one_for_each(name, dtype):
     data = DataConfig(name=name, num_classes=7, length=5, train_samples=40)
     dataset = open_dataset(data, 0)
-    loader = BatchLoader(make_spec("1f1b", 2), dataset, 0, (0, 1), (1,), dtype, CPU)
+    spec = make_spec("1f1b", 2, train__precision=dtype)
+    loader = BatchLoader(spec, dataset, ReadShare(0, (0, 1), (1,)), CPU)
     batch = loader.batch(0)
     loader.close()
     chosen = batch_indices(40, 0, 0, 8)[2:4, 0]
@@ -248,8 +250,8 @@ def test_validation_fills_up_with_sequences_that_count_for_nothing():
     dataset = open_dataset(
         DataConfig(name="tokens", num_classes=7, length=5, validation_samples=3), 0
     )
-    loader = BatchLoader(make_spec("1f1b", 2), dataset, 0, (), (), torch.float32, CPU)
-    (batch,) = loader.validation(3, 2, True, True)
+    loader = BatchLoader(make_spec("1f1b", 2), dataset, ReadShare(), CPU)
+    (batch,) = loader.validation(2, True, True)
     labels = torch.cat([batch.labels[0], batch.labels[1]])
     assert labels.shape == (3, 5)
     assert torch.equal(batch.images[0][:, 1:], labels[:2, :-1])

@@ -12,7 +12,7 @@ from torch import nn
 
 from gems.engine.checkpoint import weights
 from gems.engine.checkpoint.state_dict import restore
-from gems.engine.pipeline import Pipeline
+from gems.engine.rank_stages import Stages
 from gems.engine.stage_modules import StageModules
 from gems.errors import ConfigError
 from gems.models import layers_of
@@ -26,7 +26,7 @@ from tests.helpers.toys import make_spec
 def share(
     boundaries: list[int], num_directions: int = 1, replica: int = 0, seed: int = 0, **changes
 ):
-    """What the checkpoint reads of a pipeline, with all stages of a cut on one rank."""
+    """What the checkpoint reads of a rank, with all stages of a cut on one rank."""
     spec = make_spec(
         "1f1b", len(boundaries) - 1, seed=seed, parallel__boundaries=boundaries, **changes
     )
@@ -36,29 +36,26 @@ def share(
         for direction in range(num_directions)
         for stage, (first, end) in enumerate(pairwise(boundaries))
     }
-    pipeline = SimpleNamespace(
-        spec=spec,
-        replica=replica,
-        stage_modules=StageModules(layers, whole_layers(layers), boundaries),
-        modules=modules,
+    stages = SimpleNamespace(
+        of_model=StageModules(layers, whole_layers(layers), boundaries), modules=modules
     )
-    pipeline.named_layers = lambda held: Pipeline.named_layers(pipeline, held)
-    return pipeline
+    stages.named_layers = lambda held: Stages.named_layers(stages, held)
+    return SimpleNamespace(plan=SimpleNamespace(spec=spec), replica=replica, stages=stages)
 
 
-def values_of(pipeline, direction: int = 0) -> list[torch.Tensor]:
+def values_of(rank, direction: int = 0) -> list[torch.Tensor]:
     return [
         value
-        for (way, _), modules in sorted(pipeline.modules.items())
+        for (way, _), modules in sorted(rank.stages.modules.items())
         if way == direction
         for module in modules
         for value in module.state_dict().values()
     ]
 
 
-def scramble(pipeline) -> None:
+def scramble(rank) -> None:
     for value in (
-        value for modules in pipeline.modules.values() for value in modules.state_dict().values()
+        value for modules in rank.stages.modules.values() for value in modules.state_dict().values()
     ):
         value.copy_(torch.rand(value.shape) * 5)
 
@@ -153,8 +150,9 @@ def test_a_folder_without_a_checkpoint_and_a_truncated_file_are_refused(tmp_path
 def test_a_full_disk_is_named_and_leaves_no_part(tmp_path):
     """torch hides the system's error under its own."""
     layers = [("linear", torch.nn.Linear(500, 500))]
-    pipeline = SimpleNamespace(replica=0, modules={(0, 0): None}, named_layers=lambda key: layers)
+    stages = SimpleNamespace(modules={(0, 0): None}, named_layers=lambda key: layers)
+    rank = SimpleNamespace(replica=0, stages=stages)
     with small_disk(tmp_path / "disk", 256) as disk:
         with pytest.raises(OSError, match="No space left on device"):
-            weights.save(pipeline, disk.path)
+            weights.save(rank, disk.path)
         assert not list(disk.path.iterdir())

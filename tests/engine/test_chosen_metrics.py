@@ -17,8 +17,8 @@ from gems.config.compose import compose
 from gems.config.recipe import FIGURES_OF_TASK, METRICS, TABLES, LossConfig
 from gems.config.schema import DataConfig
 from gems.engine.evaluation.chosen_metrics import open_metrics, roc_auc
+from gems.engine.evaluation.metrics import Metric, compute, metrics_of
 from gems.engine.loss import SummedLoss
-from gems.engine.metrics import Metric, compute, metrics_of
 from gems.errors import ConfigError
 
 torch.manual_seed(0)

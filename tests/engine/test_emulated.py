@@ -9,7 +9,12 @@ from itertools import pairwise
 
 import pytest
 
-from gems.engine.emulation.executor import EmulatedChannels, EmulatedExecutor, EmulatedSums
+from gems.engine.emulation.executor import (
+    EmulatedChannels,
+    EmulatedDevice,
+    EmulatedExecutor,
+    EmulatedSums,
+)
 from gems.engine.supervision.recorder import COMPUTE, COPY_IN, COPY_OUT, LINK, Recorder
 from gems.engine.transport.mpi import Transport
 from gems.engine.transport.polling import Waiter
@@ -48,12 +53,9 @@ class Device:
         self.emulated = EmulatedExecutor(
             schedule,
             0,
-            costs.in_units(1 / UNIT_S, 1.0),
-            UNIT_BYTES,
-            cap,
+            EmulatedDevice(costs.in_units(1 / UNIT_S, 1.0), UNIT_BYTES, cap),
             self.channels,
             waiter,
-            recorder,
             sums,
         )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gems.launch.local_launcher import mpiexec_argv, rank_environment, run_ranks
+from gems.launch.local_launcher import QUIET, mpiexec_argv, rank_environment, run_ranks
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import read_beat
 from gems.runs.prepare import prepare
@@ -36,7 +36,7 @@ def launch(folder: RunFolder, tmp_path: Path):
     (poison / "torch" / "__init__.py").write_text("raise ImportError('torch was imported')")
     environment = rank_environment(1) | {"PYTHONPATH": f"{poison}:{Path.cwd()}"}
     argv = mpiexec_argv(NUM_RANKS, [sys.executable, "-m", "gems.engine.run", str(folder.path)])
-    return run_ranks(argv, environment, timeout_s=100.0, echo=False)
+    return run_ranks(argv, environment, QUIET, 100.0)
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ import torch.nn.functional as functional
 from torch import nn
 
 from gems.autograd.outputs import as_tuple
+from gems.engine.evaluation.metrics import ClassAccuracy
 from gems.engine.executor import Batch
-from gems.engine.metrics import ClassAccuracy
 from gems.models.build import TensorSpec
 from gems.runs.heartbeat import Heartbeat, read_beat
 from gems.schedule import generate

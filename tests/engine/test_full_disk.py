@@ -66,7 +66,7 @@ def run(
     folder = prepare(spec)
     reserve(folder.progress_json)
     try:
-        train(spec, folder, comm, DEVICE, Filler(folder.heartbeat(0), disk, may_free))
+        train(folder.read_plan(), folder, comm, DEVICE, Filler(folder.heartbeat(0), disk, may_free))
     except RankFailedError as error:
         return folder, error
     return folder, None

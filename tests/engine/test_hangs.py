@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from gems.launch.local_launcher import Ended, mpiexec_argv, rank_environment, run_ranks
+from gems.launch.local_launcher import QUIET, Ended, mpiexec_argv, rank_environment, run_ranks
 from gems.launch.mpich_cleanup import remove_stale_shared_memory
 from gems.runs.heartbeat import Beat, read_beat
 from gems.runs.prepare import prepare
@@ -62,9 +62,7 @@ class Run:
 
     def _run(self) -> None:
         environment = rank_environment(1) | {"PYTHONPATH": str(ROOT)}
-        self.ended = run_ranks(
-            self._argv, environment, timeout_s=START_LIMIT_S + END_LIMIT_S, echo=False
-        )
+        self.ended = run_ranks(self._argv, environment, QUIET, START_LIMIT_S + END_LIMIT_S)
         self.ended_s = time.monotonic()
 
     def wait_for_step(self, rank: int, step: int) -> Beat:

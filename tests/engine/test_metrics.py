@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from gems.engine.metrics import AbsoluteError, ClassAccuracy, Dice, LabelAccuracy, Metric, compute
+from gems.engine.evaluation.metrics import (
+    AbsoluteError,
+    ClassAccuracy,
+    Dice,
+    LabelAccuracy,
+    Metric,
+    compute,
+)
 
 GENERATOR = torch.Generator().manual_seed(0)
 

@@ -12,8 +12,8 @@ import yaml
 
 from gems.config.schema import MemoryConfig
 from gems.data import open_dataset
-from gems.engine.batch_loader import BatchLoader
-from gems.engine.pipeline import build_pipeline
+from gems.engine.batch_loader import BatchLoader, ReadShare
+from gems.engine.rank import Rank
 from gems.engine.supervision.failure import report_failure
 from gems.engine.supervision.out_of_memory import (
     NOTE,
@@ -24,15 +24,14 @@ from gems.engine.supervision.out_of_memory import (
 from gems.engine.supervision.recorder import Recorder
 from gems.engine.transport.mpi import Comm
 from gems.engine.transport.staging import ALLOCATOR_SETTINGS
-from gems.launch.local_launcher import mpiexec_argv, rank_environment, run_ranks
-from gems.plan.evaluate import evaluate
+from gems.launch.local_launcher import QUIET, mpiexec_argv, rank_environment, run_ranks
 from gems.runs.failure_cause import FailureCause, classify_error
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
 from gems.utils.atomic_io import read_json
 from gems.utils.units import GIB, MIB
 from tests.helpers.device import DEVICE, NAME, ON_GPU
-from tests.helpers.toys import make_spec
+from tests.helpers.toys import make_spec, plan_of
 
 HUGE = 10**14  # bytes that no machine gives
 ASKED = (
@@ -178,13 +177,10 @@ def test_the_recorder_counts_by_kind():
 def test_a_step_notes_what_it_held_before_it_is_freed(comm: Comm, tmp_path):
     """The second forward asks for more than there is, while the activations of the first are held."""
     spec = make_spec("gpipe", 1, parallel__micro_batches=2)
-    plan = evaluate(spec)
-    pipeline = build_pipeline(
-        spec, comm, DEVICE, schedule=plan.schedule, boundaries=plan.boundaries
-    )
+    rank = Rank.open(plan_of(spec), comm, DEVICE)
     micro_batches = range(2)
     dataset = open_dataset(spec.data, spec.seed)
-    loader = BatchLoader(spec, dataset, 0, micro_batches, micro_batches, torch.float32, DEVICE)
+    loader = BatchLoader(spec, dataset, ReadShare(0, micro_batches, micro_batches), DEVICE)
     calls = []
 
     def fill(module: object, inputs: object) -> None:
@@ -192,17 +188,17 @@ def test_a_step_notes_what_it_held_before_it_is_freed(comm: Comm, tmp_path):
         if len(calls) == 2:
             torch.empty(HUGE, dtype=torch.uint8, device=DEVICE)
 
-    pipeline.modules[0, 0][-1].register_forward_pre_hook(fill)
-    pipeline.set_training(True)
+    rank.stages.modules[0, 0][-1].register_forward_pre_hook(fill)
+    rank.stages.set_training(True)
     with pytest.raises(RuntimeError) as caught:
-        pipeline.train.run(0, loader.batch(0))
+        rank.train.run(0, loader.batch(0))
     loader.close()
     told = explain_out_of_memory(caught.value, RunFolder(tmp_path), 0)
     assert told is not None and told.asked_bytes == HUGE and told.state.counted_bytes is not None
     held = told.state.counted_bytes
-    (stage,) = pipeline.stages.values()
+    (stage,) = rank.train.stages.values()
     assert held["activations"] == stage.stash_bytes and held["weights"] == stage.state_bytes
-    assert held["samples"] > 0 and pipeline.train.activations.held_bytes == 0
+    assert held["samples"] > 0 and rank.train.activations.held_bytes == 0
     if ON_GPU:
         assert told.state.allocated_bytes is not None
         assert told.state.allocated_bytes >= held["activations"] + held["weights"]
@@ -235,7 +231,7 @@ def test_a_run_that_fills_its_device_tells_both_views(tmp_path):
     values["machine"]["device_bytes"] = limit
     folder.run_yaml.write_text(yaml.safe_dump(values))
     argv = mpiexec_argv(2, [sys.executable, "-m", "gems.engine.run", str(folder.path)])
-    ended = run_ranks(argv, rank_environment(1), timeout_s=100, echo=False)
+    ended = run_ranks(argv, rank_environment(1), QUIET, 100)
     assert ended.returncode == 4, "\n".join(ended.tail)
     record = next(read_json(path) for path in sorted(folder.path.glob("FAILED.rank*.json")))
     memory = SimpleNamespace(**record["memory"])

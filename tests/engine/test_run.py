@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 from gems.engine.checkpoint.manifest import checkpoint_folders
 from gems.errors import ConfigError, RankFailedError, StalledError
-from gems.launch.local_launcher import Ended, mpiexec_argv, rank_environment, run_ranks
+from gems.launch.local_launcher import QUIET, Ended, mpiexec_argv, rank_environment, run_ranks
 from gems.launch.mpich_cleanup import remove_stale_shared_memory
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Beat, read_beat
@@ -75,7 +75,7 @@ def make_folder(path: Path, **changes) -> RunFolder:
 
 def launch(folder: RunFolder) -> Ended:
     argv = mpiexec_argv(NUM_RANKS, [sys.executable, "-m", "gems.engine.run", str(folder.path)])
-    return run_ranks(argv, rank_environment(1), timeout_s=LIMIT_S, echo=False)
+    return run_ranks(argv, rank_environment(1), QUIET, LIMIT_S)
 
 
 FAILED = re.compile(r"\[rank \d+\] ERROR failed ")

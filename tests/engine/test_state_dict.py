@@ -43,11 +43,11 @@ def own_share(boundaries: list[int], **changes):
     return share(boundaries, seed=5, **own, **changes)
 
 
-def local_values(pipeline) -> dict[str, Tensor]:
+def local_values(rank) -> dict[str, Tensor]:
     """Tensors by the names of the user's class."""
     return {
         name: value
-        for modules in pipeline.modules.values()
+        for modules in rank.stages.modules.values()
         for module in modules
         for name, value in module.state_dict().items()
     }
@@ -73,9 +73,9 @@ def test_a_file_of_the_whole_class_fills_every_stage(
         save_file(saved, path)
     else:
         torch.save({"epoch": 3, "state_dict": saved} if suffix == ".pth" else saved, path)
-    pipeline = own_share([0, 3, 7])
-    match = restore(pipeline, path)
-    values = local_values(pipeline)
+    rank = own_share([0, 3, 7])
+    match = restore(rank, path)
+    values = local_values(rank)
     assert values.keys() == {name for name in expected if not name.startswith("unused.")}
     assert all(torch.equal(value, expected[name]) for name, value in values.items())
     assert (match.removed_prefix, match.drawn_anew, match.unused) == (prefix, (), ())
@@ -95,10 +95,10 @@ def test_a_new_head_is_drawn_anew_and_said(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match=rf"draw it anew by train\.initial_new=\[{folder}\.\*\]"):
         restore(own_share([0, 3, 7]), tmp_path / "pretrained.pt")
-    pipeline = own_share([0, 3, 7], train__initial_new=[f"{folder}.*"])
-    before = {name: value.clone() for name, value in local_values(pipeline).items()}
-    match = restore(pipeline, tmp_path / "pretrained.pt")
-    values = local_values(pipeline)
+    rank = own_share([0, 3, 7], train__initial_new=[f"{folder}.*"])
+    before = {name: value.clone() for name, value in local_values(rank).items()}
+    match = restore(rank, tmp_path / "pretrained.pt")
+    values = local_values(rank)
     assert set(match.drawn_anew) == set(head)
     for name, value in values.items():
         assert torch.equal(value, before[name] if name in head else expected[name])
@@ -162,12 +162,12 @@ def test_what_is_no_state_dict_is_one_line(tmp_path: Path, content: object, says
     assert "\n" not in str(caught.value)
 
 
-def finished(folder: Path, pipeline) -> Path:
-    """A finished run's folder with the weights of a pipeline."""
+def finished(folder: Path, rank) -> Path:
+    """A finished run's folder with the weights of a rank."""
     run = RunFolder(folder / "mine-00000000")
     run.path.mkdir(parents=True)
-    run.run_yaml.write_text(yaml.safe_dump(pipeline.spec.to_dict()))
-    weights.save(pipeline, run.checkpoint)
+    run.run_yaml.write_text(yaml.safe_dump(rank.plan.spec.to_dict()))
+    weights.save(rank, run.checkpoint)
     return run.path
 
 
@@ -175,18 +175,18 @@ def finished(folder: Path, pipeline) -> Path:
 def test_an_exported_run_loads_into_the_users_class_with_equal_logits(
     tmp_path: Path, name: str
 ) -> None:
-    pipeline = own_share([0, 3, 7])
-    scramble(pipeline)
+    rank = own_share([0, 3, 7])
+    scramble(rank)
     out = tmp_path / name
-    assert export([str(finished(tmp_path, pipeline))], Options(chosen={"--out": str(out)})) == 0
+    assert export([str(finished(tmp_path, rank))], Options(chosen={"--out": str(out)})) == 0
     state = load_file(out) if out.suffix == ".safetensors" else torch.load(out, weights_only=True)
     module = Wrapped().eval()
     module.load_state_dict(state, strict=True)
-    data = pipeline.spec.data
+    data = rank.plan.spec.data
     images = torch.rand(2, data.channels, data.height_px, data.width_px)
     values: tuple[Tensor, ...] = (images,)
     with torch.no_grad():
-        for modules in pipeline.modules.values():
+        for modules in rank.stages.modules.values():
             for part in modules.eval():
                 made = part(*values)
                 values = (made,) if isinstance(made, Tensor) else made
@@ -194,17 +194,17 @@ def test_an_exported_run_loads_into_the_users_class_with_equal_logits(
 
 
 def test_a_network_of_the_toolkit_goes_out_and_in(tmp_path: Path) -> None:
-    pipeline = share([0, 2, 5])
-    scramble(pipeline)
-    run = finished(tmp_path, pipeline)
+    rank = share([0, 2, 5])
+    scramble(rank)
+    run = finished(tmp_path, rank)
     export([str(run)], Options(chosen={"--out": str(tmp_path / "resnet.pt")}))
     other = share([0, 1, 5], seed=8)
     assert restore(other, tmp_path / "resnet.pt").drawn_anew == ()
-    model = trained_model(run, pipeline.spec.model, pipeline.spec.data)
+    model = trained_model(run, rank.plan.spec.model, rank.plan.spec.data)
     images = torch.rand(2, 3, 12, 8)
     values: tuple[Tensor, ...] = (images,)
     with torch.no_grad():
-        for modules in other.modules.values():
+        for modules in other.stages.modules.values():
             for layer in modules.eval():
                 values = (layer(*values),)
         assert torch.equal(model(images), values[0])

@@ -12,14 +12,14 @@ import torch
 from gems.autograd.storages import tensor_bytes
 from gems.config.schema import DataConfig, ModelConfig, RunSpec
 from gems.data import open_dataset
-from gems.engine.batch_loader import BatchLoader
+from gems.engine.batch_loader import BatchLoader, ReadShare
+from gems.engine.evaluation.measure import evaluate
 from gems.engine.executor import Batch
-from gems.engine.pipeline import Pipeline, build_pipeline
+from gems.engine.rank import Rank
 from gems.engine.stages.strip_evaluation import EvaluationInStrips
-from gems.engine.train import evaluate, open_loader
 from gems.engine.transport.mpi import world
 from gems.streaming.row_rules import even_ends
-from tests.helpers.toys import make_spec
+from tests.helpers.toys import make_spec, plan_of
 
 CPU = torch.device("cpu")
 STRIPS = 3
@@ -45,7 +45,7 @@ def strip_spec(height: int = 20, strips: int = STRIPS, **changes: Any) -> RunSpe
 
 def loader(spec: RunSpec, order: tuple[int, ...], first_step: int = 0) -> BatchLoader:
     dataset = open_dataset(spec.data, spec.seed)
-    return BatchLoader(spec, dataset, 0, (0, 1), (1,), torch.float32, CPU, first_step, order)
+    return BatchLoader(spec, dataset, ReadShare(0, (0, 1), (1,), order), CPU, first_step)
 
 
 def rows_of(batch: Batch, order: tuple[int, ...] = ORDER) -> dict[int, torch.Tensor]:
@@ -74,12 +74,12 @@ def test_the_loader_gives_the_rows_of_the_images(changes: dict[str, Any]) -> Non
         if step == 2:
             assert torch.equal(rows_of(resumed.batch(2))[5], again[5])
     for kind in (False, True):
-        of_whole = list(whole.validation(5, MICRO_BATCHES, True, kind))
-        of_strips = list(found.validation(5, MICRO_BATCHES, True, kind, STRIPS))
+        of_whole = list(whole.validation(MICRO_BATCHES, True, kind))
+        of_strips = list(found.validation(MICRO_BATCHES, True, kind, STRIPS))
         assert len(of_whole) == len(of_strips) == 2
     for one, other in zip(
-        whole.validation(5, MICRO_BATCHES, True, True),
-        found.validation(5, MICRO_BATCHES, True, True, STRIPS),
+        whole.validation(MICRO_BATCHES, True, True),
+        found.validation(MICRO_BATCHES, True, True, STRIPS),
         strict=True,
     ):
         rows = rows_of(other, tuple(range(MICRO_BATCHES * STRIPS)))
@@ -92,9 +92,9 @@ def test_the_loader_gives_the_rows_of_the_images(changes: dict[str, Any]) -> Non
         each.close()
 
 
-def built(**changes: Any) -> tuple[Pipeline, BatchLoader, int]:
-    pipeline = build_pipeline(strip_spec(**changes), world(), CPU)
-    return pipeline, *open_loader(pipeline)[:2]
+def built(**changes: Any) -> tuple[Rank, BatchLoader]:
+    rank = Rank.open(plan_of(strip_spec(**changes)), world(), CPU)
+    return rank, BatchLoader.open(rank.plan, rank.comm, CPU)
 
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -107,15 +107,13 @@ POLICIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_training_holds_rows_until_nothing_reads_them(schedule: str, policy: str) -> None:
-    pipeline, loading, _ = built(
-        schedule__name=schedule, parallel__micro_batches=4, **POLICIES[policy]
-    )
-    held = pipeline.train.router.input_rows
+    rank, loading = built(schedule__name=schedule, parallel__micro_batches=4, **POLICIES[policy])
+    held = rank.train.router.input_rows
     images_bytes = 2 * 3 * 20 * 8 * 4
     after = []
     for step in range(2):
-        pipeline.train.run(step, loading.batch(step))
-        after.append(pipeline.recorder.memory.held_bytes)
+        rank.train.run(step, loading.batch(step))
+        after.append(rank.recorder.memory.held_bytes)
         assert held.held_bytes == 0
         assert held.peak_bytes == images_bytes  # of a micro-batch, which waits for its loss
     assert after[0] == after[1]
@@ -144,22 +142,20 @@ def test_evaluation_holds_no_more_of_an_image_if_it_has_more_rows(
     monkeypatch.setattr(EvaluationInStrips, "infer", watched)
     peaks = []
     for strips in (3, 9):
-        pipeline, loading, num_validation = built(
-            height=strips * 12, strips=strips, data__prefetch_steps=0
-        )
+        rank, loading = built(height=strips * 12, strips=strips, data__prefetch_steps=0)
         gc.collect()
         gc.freeze()  # what other tests left is not looked through each time
         held.clear()
         gc.disable()
         before = live_bytes()
-        memory = pipeline.recorder.memory
+        memory = rank.recorder.memory
         held_before = memory.peak_bytes = memory.held_bytes
         try:
-            evaluate(pipeline, loading, num_validation)
+            evaluate(rank, loading)
         finally:
             gc.enable()
         rows_bytes = 2 * 3 * 12 * 8 * 4
-        assert pipeline.evaluate.router.input_rows.peak_bytes == rows_bytes
+        assert rank.evaluate.router.input_rows.peak_bytes == rows_bytes
         assert memory.peak_bytes - held_before < 2 * rows_bytes and memory.held_bytes == held_before
         assert len(held) == 3 * strips  # of three micro-batches
         peaks.append(max(held) - before)
@@ -168,7 +164,7 @@ def test_evaluation_holds_no_more_of_an_image_if_it_has_more_rows(
 
 
 def test_a_failed_step_leaves_no_rows() -> None:
-    pipeline, loading, _ = built()
+    rank, loading = built()
     batch = loading.batch(0)
 
     def fails(strip: int) -> torch.Tensor:
@@ -178,6 +174,6 @@ def test_a_failed_step_leaves_no_rows() -> None:
         return batch.rows(strip)
 
     with pytest.raises(OSError, match="no such tile"):
-        pipeline.train.run(0, Batch({}, batch.labels, fails))
-    assert pipeline.train.router.input_rows.held_bytes == 0 and pipeline.train.router.is_empty
+        rank.train.run(0, Batch({}, batch.labels, fails))
+    assert rank.train.router.input_rows.held_bytes == 0 and rank.train.router.is_empty
     loading.close()

@@ -37,16 +37,14 @@ class Case:
         )
         comm: Comm = world()
         config = TrainConfig(steps=100, **train)  # type: ignore[arg-type]
-        self.validator = Validator(
-            config, self.folder, comm, 10, first_step, self.part, self._measure, self._save
-        )
+        self.validator = Validator(config, self.folder, comm, self.part, 10, first_step, self)
 
-    def _measure(self) -> dict[str, float]:
+    def measure(self) -> dict[str, float]:
         self.measured += 1
         value = next(self._values)
         return {"validation_loss": value, "validation_accuracy": 1 - value}
 
-    def _save(self, path: Path) -> None:
+    def save(self, path: Path) -> None:
         path.mkdir(parents=True)
         (path / "stage0000.pt").write_text(str(self.measured))
 
@@ -165,7 +163,7 @@ def test_weights_that_find_no_room_end_no_run_and_the_earlier_ones_stay(
         path.mkdir(parents=True)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(case.validator, "_save", full)
+    monkeypatch.setattr(case, "save", full)
     assert list(case.run(3, 4)) == [4]
     assert (
         case.validator.best == Best("validation_loss", 2, 0.5)

@@ -10,12 +10,10 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-import torch
 
 from gems.config.schema import MemoryConfig
-from gems.data import open_dataset
 from gems.engine.batch_loader import BatchLoader
-from gems.engine.pipeline import build_pipeline
+from gems.engine.rank import Rank
 from gems.engine.transport.mpi import Comm, allgather, broadcast
 from gems.plan.evaluate import evaluate
 from tests.fake_cuda.load import native
@@ -50,28 +48,13 @@ def waits_of(world: Comm, schedule: str, memory: str, micro_batches: int) -> lis
         memory=MemoryConfig(memory, asynchronous=memory != "keep", min_offload_bytes=0),
     )
     made = broadcast(world, evaluate(spec) if world.rank == 0 else None)
-    pipeline = build_pipeline(
-        spec,
-        world,
-        DEVICE,
-        schedule=made.schedule,
-        boundaries=made.boundaries,
-        plan=made.memory_plan,
-    )
-    loader = BatchLoader(
-        spec,
-        open_dataset(spec.data, spec.seed),
-        pipeline.replica,
-        pipeline.image_micro_batches,
-        pipeline.label_micro_batches,
-        torch.float32,
-        DEVICE,
-    )
-    pipeline.set_training(True)
+    rank = Rank.open(made.for_ranks, world, DEVICE)
+    loader = BatchLoader.open(rank.plan, rank.comm, DEVICE)
+    rank.stages.set_training(True)
     for step in range(2):
         batch = loader.batch(step)
         native().clear_counts()
-        pipeline.train.run(step, batch)
+        rank.train.run(step, batch)
     counts = native().counts()
     loader.close()
     mine = Counter(

@@ -17,7 +17,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gems.launch.local_launcher import mpiexec_argv, rank_environment, run_ranks
+from gems.launch.local_launcher import Output, mpiexec_argv, rank_environment, run_ranks
 from scripts.gpu.prove import ENGINE
 from tests.fake_cuda.build import library, why_not
 from tests.fake_cuda.children import REPORTS
@@ -163,9 +163,8 @@ def _pytest(part: Part, more: dict[str, str]) -> tuple[int, list[str]]:
         ended = run_ranks(
             mpiexec_argv(part.num_ranks, argv),
             environment,
-            timeout_s=LIMIT_S,
-            on_line=lines.append,
-            echo=False,
+            Output(None, False, lines.append),
+            LIMIT_S,
         )
         return ended.returncode, [line.rstrip() for line in lines]
     child = subprocess.run(

@@ -10,14 +10,13 @@ import torch
 from torch import nn
 
 from gems.config.schema import MemoryConfig, RunSpec
-from gems.data import open_dataset
 from gems.engine.activation_store.copies import CudaCopier
 from gems.engine.activation_store.host_pool import HostPool, PinnedMemory
 from gems.engine.activation_store.store import ActivationStore
 from gems.engine.batch_loader import BatchLoader
 from gems.engine.checkpoint.state import HostCopy
 from gems.engine.optimization.gradients import Gradients
-from gems.engine.pipeline import build_pipeline
+from gems.engine.rank import Rank
 from gems.engine.supervision.recorder import Recorder
 from gems.engine.transport import staging
 from gems.engine.transport.mpi import Transport, world
@@ -52,33 +51,20 @@ def _planned(memory: str) -> tuple[RunSpec, Plan]:
 
 def offload() -> Numbers:
     """Train two steps with activations that leave for host memory, and return the weights."""
-    spec, made = _planned("vdnn_all")
-    pipeline = build_pipeline(
-        spec,
-        world(),
-        DEVICE,
-        schedule=made.schedule,
-        boundaries=made.boundaries,
-        plan=made.memory_plan,
-    )
-    dataset = open_dataset(spec.data, spec.seed)
-    loader = BatchLoader(
-        spec,
-        dataset,
-        0,
-        pipeline.image_micro_batches,
-        pipeline.label_micro_batches,
-        torch.float32,
-        DEVICE,
-    )
-    pipeline.set_training(True)
+    _, made = _planned("vdnn_all")
+    rank = Rank.open(made.for_ranks, world(), DEVICE)
+    loader = BatchLoader.open(rank.plan, rank.comm, DEVICE)
+    rank.stages.set_training(True)
     for step in range(STEPS):
-        pipeline.train.run(step, loader.batch(step))
+        rank.train.run(step, loader.batch(step))
     loader.close()
-    assert pipeline.segments is not None and pipeline.segments.store.counters.offloaded_bytes > 0
+    assert (
+        rank.training.segments is not None
+        and rank.training.segments.store.counters.offloaded_bytes > 0
+    )
     return [
         parameter.detach().cpu()
-        for modules in pipeline.modules.values()
+        for modules in rank.stages.modules.values()
         for parameter in modules.parameters()
     ]
 
@@ -187,17 +173,9 @@ def self_test() -> Numbers:
 
 def loaded_images() -> Numbers:
     """Read images and labels of two steps on the device, as forwards and losses do."""
-    spec, _ = _planned("vdnn_all")
+    spec, made = _planned("vdnn_all")
     micro_batches = range(spec.parallel.micro_batches)
-    loader = BatchLoader(
-        spec,
-        open_dataset(spec.data, spec.seed),
-        0,
-        micro_batches,
-        micro_batches,
-        torch.float32,
-        DEVICE,
-    )
+    loader = BatchLoader.open(made.for_ranks, world(), DEVICE)
     found = []
     for step in range(STEPS):
         batch = loader.batch(step)

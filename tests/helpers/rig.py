@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
 
-from gems.engine.executor import Batch, Executor
+from gems.engine.executor import Batch, Executor, Training
 from gems.engine.stages.open_stages import needs_store, open_segments
 from gems.engine.stages.whole import WholeStage
 from gems.engine.supervision.recorder import Recorder
@@ -126,6 +127,22 @@ class LateTransport:
                 done()
 
 
+class NoUpdate:
+    """Leaves the weights as they are."""
+
+    loss_scale = 1.0
+    gradients = SimpleNamespace(start_reduce=lambda stage, done: None)
+
+    def begin(self) -> None:
+        """Clear nothing."""
+
+    def reduce(self, losses) -> None:
+        """Sum nothing."""
+
+    def step(self) -> None:
+        """Change nothing."""
+
+
 class Rig:
     """One rank's executor with its own ledger and events, and a late network where it has neighbours.
 
@@ -143,7 +160,7 @@ class Rig:
         plan=None,
         host_limit_bytes=None,
         labels_per_step=1,
-        **options,
+        heartbeat=None,
     ) -> None:
         self.part = ListPart(rank)
         self.recorder = Recorder(self.part, DEVICE)
@@ -179,8 +196,14 @@ class Rig:
             self.stages,
             channels,
             self.recorder,
-            segments=self.segments,
-            **{"loss": summed_loss, "step_weight": lambda labels: labels_per_step, **options},
+            heartbeat,
+            Training(
+                summed_loss,
+                lambda labels: labels_per_step,
+                NoUpdate(),
+                self.segments,
+                lambda step, micro_batch: None,
+            ),
         )
 
     def run(self, batch: Batch, step: int = 0):

@@ -23,6 +23,9 @@ from gems.config.schema import (
 )
 from gems.data.dataset import Dataset
 from gems.models import MODELS, Layer, ModelFamily
+from gems.plan.evaluate import evaluate
+from gems.plan.rank_plan import RankPlan
+from gems.schedule.schedule import Schedule
 from tests.helpers.device import TRANSPORT
 
 HERE = "tests.helpers.toys"
@@ -193,6 +196,11 @@ def make_spec(
             ),
         )
     return resolve(spec)
+
+
+def plan_of(spec: RunSpec, schedule: Schedule | None = None) -> RankPlan:
+    """Plan a run, for a given schedule if there is one."""
+    return evaluate(spec).for_ranks if schedule is None else RankPlan(spec, schedule)
 
 
 class NumberedDataset(Dataset):

@@ -20,7 +20,7 @@ from gems.config.constraints import check_cluster
 from gems.config.fields import check_fields
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
-from gems.launch.local_launcher import run_ranks
+from gems.launch.local_launcher import QUIET, run_ranks
 from gems.runs.folder import RunFolder
 from gems.utils.run_module import RUN_MODULE
 from jobs.batch.launchers import command, module_on_each_node
@@ -270,7 +270,7 @@ def test_srun_is_given_the_words_as_they_are(
         name=f"n{name}",
     )
     argv = command(job_spec(spec), RunFolder.of(spec))
-    assert run_ranks(argv, os.environ, echo=False).returncode == 0
+    assert run_ranks(argv, os.environ, QUIET).returncode == 0
     assert noted(tmp_path / "notes") == argv[1:]
     assert f"--comment={odd}" in argv and odd in argv and argv[-1] == str(RunFolder.of(spec).path)
     assert list(Path.cwd().iterdir()) == []

@@ -139,7 +139,7 @@ class TestEnvironment:
         program = "import os; print('rank ' + os.environ['PMI_RANK'] + '\\n', end='')"
         argv = ranks.mpiexec_argv(2, [sys.executable, "-c", program])
         ended = ranks.run_ranks(
-            argv, ranks.rank_environment(1), timeout_s=60, on_line=lines.append, echo=False
+            argv, ranks.rank_environment(1), ranks.Output(None, False, lines.append), 60
         )
         assert ended.returncode == 0
         assert {"rank 0", "rank 1"} <= set(lines)
@@ -185,7 +185,9 @@ class TestRunRanks:
             " file=sys.stderr)\nprint('10%\\r20%')\nsys.exit(7)"
         )
         ended = ranks.run_ranks(
-            python(text), {**os.environ, "PYTHONUNBUFFERED": "1"}, log, on_line=lines.append
+            python(text),
+            {**os.environ, "PYTHONUNBUFFERED": "1"},
+            ranks.Output(log, True, lines.append),
         )
         assert ended == ranks.Ended(7, ("out", "err", "10%", "20%"))
         assert log.read_bytes() == b"out\nerr\n10%\r20%\n" == capfdbinary.readouterr().err
@@ -222,13 +224,13 @@ class TestRunRanks:
         lines: list[str] = []
         noise = ["=" * 83, "=   PID 7 RUNNING AT n1", "[mpiexec@n1] Exit codes: [n1] 0,768,0"]
         text = f"print({chr(10).join(noise)!r}); print('[mpiexec@n1] other'); print('=== ours')"
-        ranks.run_ranks(python(text), os.environ, on_line=lines.append)
+        ranks.run_ranks(python(text), os.environ, ranks.Output(on_line=lines.append))
         assert lines == [*noise, "[mpiexec@n1] other", "=== ours"]
         assert capfdbinary.readouterr().err == b"[mpiexec@n1] other\n=== ours\n"
 
     def test_the_tail_is_bounded(self) -> None:
         ended = ranks.run_ranks(
-            python("for k in range(5000): print(k, 'x' * 5000)"), os.environ, echo=False
+            python("for k in range(5000): print(k, 'x' * 5000)"), os.environ, ranks.QUIET
         )
         assert len(ended.tail) == ranks.TAIL_LINES
         assert ended.tail[-1].startswith("4999 ") and len(ended.tail[-1]) == 2000
@@ -251,9 +253,7 @@ class TestRunRanks:
         grace_s = ranks.GRACE_S
         ranks.GRACE_S = 0.2
         try:
-            ended = ranks.run_ranks(
-                python(parent, str(pids), child), os.environ, timeout_s=3.0, echo=False
-            )
+            ended = ranks.run_ranks(python(parent, str(pids), child), os.environ, ranks.QUIET, 3.0)
         finally:
             ranks.GRACE_S = grace_s
         assert ended.timed_out and ended.returncode == -signal.SIGKILL
@@ -298,7 +298,7 @@ class TestRunRanks:
         before = signal.signal(signal.SIGHUP, own)
         try:
             ended = ranks.run_ranks(
-                python(f"import os; os.kill({os.getpid()}, 1)"), os.environ, echo=False
+                python(f"import os; os.kill({os.getpid()}, 1)"), os.environ, ranks.QUIET
             )
             assert (ended.returncode, ended.stopped_by) == (0, None) and signal.getsignal(
                 signal.SIGHUP

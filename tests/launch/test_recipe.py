@@ -54,7 +54,7 @@ def spec_of(*words: str) -> RunSpec:
     [
         (
             "loss.target=tests.helpers.own_losses.Nope",
-            r"^loss\.target=.*nothing named Nope in tests\.engine",
+            r"^loss\.target=.*nothing named Nope in tests\.helpers",
         ),
         (
             "loss.target=mine.Nope",

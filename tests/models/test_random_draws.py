@@ -18,7 +18,7 @@ from gems.models import layers_of
 from gems.models.build import build_layers
 from tests.helpers import own_nets
 from tests.helpers.own_draws import Drops, Noise
-from tests.helpers.toys import make_spec
+from tests.helpers.toys import make_spec, plan_of
 
 CPU = torch.device("cpu")
 NETS = "tests.helpers.own_nets"
@@ -126,7 +126,7 @@ def test_layers_are_in_the_modes_that_the_networks_own_train_sets() -> None:
 
 
 def test_dropout_and_a_frozen_norm_are_those_of_the_uncut_network(comm: Comm) -> None:
-    found = compare(own_spec("KeepsNormFrozen", train__steps=2), comm, CPU)
+    found = compare(plan_of(own_spec("KeepsNormFrozen", train__steps=2)), comm, CPU)
     assert found.max_rel_error <= 1e-12
 
 
@@ -142,11 +142,11 @@ def test_the_uncut_network_is_what_a_run_is_compared_with(
         return whole, parts
 
     monkeypatch.setattr(module, "whole_with_parts", other)
-    assert compare(own_spec("KeepsNormFrozen"), comm, CPU).max_rel_error > 1e-6
+    assert compare(plan_of(own_spec("KeepsNormFrozen")), comm, CPU).max_rel_error > 1e-6
 
 
 def test_draws_outside_of_modules_are_said(comm: Comm) -> None:
     with pytest.raises(
         ConfigError, match=r"Wrapped: draws random numbers outside of its modules.*use nn\.Dropout"
     ):
-        compare(own_spec("Wrapped", model__kwargs={"drop": 0.3}), comm, CPU)
+        compare(plan_of(own_spec("Wrapped", model__kwargs={"drop": 0.3})), comm, CPU)

@@ -39,7 +39,7 @@ def attributed(comm, **changes) -> tuple[RunFolder, Attribution]:
     folder = prepare(spec) if comm.rank == 0 else RunFolder.of(spec)
     meet(comm)
     heartbeat = Heartbeat(folder.heartbeat(comm.rank))
-    emulate(spec, folder, comm, heartbeat)
+    emulate(folder, comm, heartbeat)
     heartbeat.close()
     meet(comm)
     return folder, attribute(load_parts(folder.path).trace)

@@ -69,7 +69,7 @@ def test_random_layers_equal_those_of_the_uncut_network(comm, run, network):
     if part is None:
         return
     made = broadcast(part, evaluate(spec) if part.rank == 0 else None)
-    found = compare(spec, part, DEVICE, made.schedule, made.boundaries, made.memory_plan)
+    found = compare(made.for_ranks, part, DEVICE)
     assert found.max_rel_error <= 1e-12, found
     if ON_GPU:  # whose masks of dropout are of booleans, and of floats in the profile
         pairs = zip(found.peak_activation_bytes, found.predicted_activation_bytes, strict=True)

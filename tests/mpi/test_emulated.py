@@ -37,7 +37,7 @@ def run_on(comm, schedule: str, partitions: int, replicas: int = 1, spoil=None, 
     if spoil is not None:
         folder = spoil(folder)
     heartbeat = Heartbeat(folder.heartbeat(comm.rank))
-    emulate(spec, folder, comm, heartbeat)
+    emulate(folder, comm, heartbeat)
     heartbeat.close()
     made = folder.read_schedule()
     meet(comm)

@@ -24,6 +24,7 @@ from gems.simulation.build import lowered_schedule
 from tests.helpers import toys
 from tests.helpers.device import DEVICE, ON_GPU
 from tests.helpers.halves import halved
+from tests.helpers.toys import plan_of
 from tests.mpi.conftest import sub_world
 
 TOLERANCE = 1e-12
@@ -39,7 +40,7 @@ def check(comm, spec: RunSpec, schedule=None) -> Verification | None:
     part = sub_world(comm, spec.world_size)
     if part is None:
         return None
-    difference = compare(spec, part, DEVICE, schedule)
+    difference = compare(plan_of(spec, schedule), part, DEVICE)
     assert difference.max_rel_error <= TOLERANCE, difference
     assert difference.peak_activation_bytes == difference.predicted_activation_bytes, difference
     assert (
@@ -145,7 +146,7 @@ def test_channels_last_is_exact_and_travels_without_a_conversion(comm, case, mon
     monkeypatch.setattr(ChannelsLast, "post_send", spy_on_stage)
     monkeypatch.setattr(P2PChannels, "post_send", spy_on_message)
     made = evaluate(spec)
-    difference = compare(spec, part, DEVICE, made.schedule, made.boundaries, made.memory_plan)
+    difference = compare(made.for_ranks, part, DEVICE)
     assert difference.max_rel_error <= TOLERANCE, difference
     assert difference.peak_activation_bytes == difference.predicted_activation_bytes, difference
     assert sent and all(sent)
@@ -208,7 +209,7 @@ def test_halves_of_a_backward_have_the_bits_of_the_whole(comm, family, delay, mo
             return 0.0, ""
 
         monkeypatch.setattr(comparing, "relative_error", keep)
-        difference = compare(spec, comm, DEVICE, validate(lower(made)))
+        difference = compare(plan_of(spec, validate(lower(made))), comm, DEVICE)
         assert difference.peak_activation_bytes == difference.predicted_activation_bytes
         found.append(values)
     whole, halves = found
@@ -304,7 +305,7 @@ def test_number_of_classes_and_cut_reach_both_directions(comm, replicas):
 
 
 def test_comparison_sees_a_wrong_gradient(comm, monkeypatch):
-    from gems.engine.metrics import LossSums
+    from gems.engine.evaluation.metrics import LossSums
 
     scale = LossSums.loss_gradient
     monkeypatch.setattr(
@@ -313,7 +314,7 @@ def test_comparison_sees_a_wrong_gradient(comm, monkeypatch):
     spec = make_spec("gems_master", 2)
     part = sub_world(comm, spec.world_size)
     if part is not None:
-        assert compare(spec, part, DEVICE).max_rel_error > 1e-10
+        assert compare(plan_of(spec), part, DEVICE).max_rel_error > 1e-10
 
 
 RECIPES = {
@@ -381,7 +382,7 @@ def test_mixed_precision_computes_as_one_process(
     Bytes are as predicted, weights are copied once, and I and W are split.
     """
     spec = make_spec(schedule, partitions, replicas, train__precision=precision, **changes)
-    difference = compare(spec, comm, DEVICE)
+    difference = compare(plan_of(spec), comm, DEVICE)
     assert difference.dtype == precision and difference.unsplit_layers == ()
     assert difference.max_rel_error <= 1e-5, difference
     assert difference.peak_activation_bytes == difference.predicted_activation_bytes, difference

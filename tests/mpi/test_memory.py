@@ -14,11 +14,10 @@ import pytest
 import torch
 
 from gems.config.schema import DataConfig, MemoryConfig, ModelConfig, RunSpec, ScheduleConfig
-from gems.data import open_dataset
 from gems.engine.batch_loader import BatchLoader
-from gems.engine.pipeline import Pipeline, build_pipeline
+from gems.engine.rank import Rank
 from gems.engine.transport.mpi import allgather, broadcast
-from gems.engine.verification.compare import collect_values
+from gems.engine.verification.unsplit import collect_values
 from gems.errors import DoesNotFitError
 from gems.plan.evaluate import Plan, evaluate
 from gems.schedule.action import Kind
@@ -102,33 +101,17 @@ def spec_of(
     return replace(spec, memory=replace(memory, min_offload_bytes=0))
 
 
-def played(spec: RunSpec, comm, given: Plan) -> tuple[Pipeline, list[torch.Tensor]]:
+def played(spec: RunSpec, comm, given: Plan) -> tuple[Rank, list[torch.Tensor]]:
     """Run two steps from the same random state, and gives what the rank then has, in the order of its layers."""
-    pipeline = build_pipeline(
-        spec,
-        comm,
-        DEVICE,
-        schedule=given.schedule,
-        boundaries=given.boundaries,
-        plan=given.memory_plan,
-    )
-    dataset = open_dataset(spec.data, spec.seed)
-    loader = BatchLoader(
-        spec,
-        dataset,
-        pipeline.replica,
-        pipeline.image_micro_batches,
-        pipeline.label_micro_batches,
-        torch.float32,
-        DEVICE,
-    )
-    pipeline.set_training(True)
+    rank = Rank.open(given.for_ranks, comm, DEVICE)
+    loader = BatchLoader.open(rank.plan, rank.comm, DEVICE)
+    rank.stages.set_training(True)
     torch.manual_seed(comm.rank)
     for step in range(STEPS):
-        pipeline.train.run(step, loader.batch(step))
+        rank.train.run(step, loader.batch(step))
     loader.close()
-    found = [collect_values(pipeline.named_layers(held)) for held in sorted(pipeline.modules)]
-    return pipeline, [value for kinds in found for values in kinds for value in values.values()]
+    found = [collect_values(rank.stages.named_layers(held)) for held in sorted(rank.stages.modules)]
+    return rank, [value for kinds in found for values in kinds for value in values.values()]
 
 
 _last_kept: dict[str, list[torch.Tensor]] = {}
@@ -180,12 +163,12 @@ def test_bits_and_bytes(comm, network, schedule, policy):
     spec = spec_of(network, schedule, POLICIES[policy])
     made = limited(spec, part)
     wanted = played_keeping(spec, part)
-    pipeline, found = played(spec, part, made)
+    rank, found = played(spec, part, made)
     assert len(found) == len(wanted) and found
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     assert all(value.isfinite().all() for value in wanted)
-    train = pipeline.train
-    predicted = made.memory.ranks[pipeline.rank].peak_activation_bytes
+    train = rank.train
+    predicted = made.memory.ranks[rank.index].peak_activation_bytes
     if (
         ON_GPU and spec.model.dropout
     ):  # whose masks are of booleans there, and of floats in the profile
@@ -194,8 +177,8 @@ def test_bits_and_bytes(comm, network, schedule, policy):
         assert train.activations.peak_bytes == predicted
     assert train.activations.held_bytes == 0
     if made.schedule.has_copies:
-        assert pipeline.segments is not None
-        counters = pipeline.segments.store.counters
+        assert rank.training.segments is not None
+        counters = rank.training.segments.store.counters
         assert counters.prefetched_bytes <= counters.offloaded_bytes <= counters.saved_bytes
 
 
@@ -213,17 +196,17 @@ def test_what_stages_received_leaves_until_they_are_recomputed(comm, network, sc
     spec = spec_of(network, schedule, memory, partitions=3)
     made = broadcast(part, evaluate(spec) if part.rank == 0 else None)
     wanted = played_keeping(spec, part)
-    pipeline, found = played(spec, part, made)
+    rank, found = played(spec, part, made)
     assert found and all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-    assert pipeline.segments is not None
-    activations = pipeline.train.activations
-    host = pipeline.segments.store.on_host
-    ours = made.memory.ranks[pipeline.rank]
+    assert rank.training.segments is not None
+    activations = rank.train.activations
+    host = rank.training.segments.store.on_host
+    ours = made.memory.ranks[rank.index]
     assert (activations.peak_bytes, host.peak_bytes) == (
         ours.peak_activation_bytes,
         ours.peak_host_bytes,
     )
-    assert (host.peak_bytes > 0) == (pipeline.rank == 1) and activations.held_bytes == 0
+    assert (host.peak_bytes > 0) == (rank.index == 1) and activations.held_bytes == 0
 
 
 @pytest.mark.parametrize("policy", ["lms", "lms_limit"])
@@ -234,10 +217,10 @@ def test_each_rank_of_data_parallelism_swaps_its_own(comm, policy):
     spec = spec_of("resnet", "layer_parallel", POLICIES[policy], partitions=1, replicas=2)
     made = limited(spec, part)
     wanted = played_keeping(spec, part)
-    pipeline, found = played(spec, part, made)
+    rank, found = played(spec, part, made)
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-    assert pipeline.segments is not None
-    swapped = allgather(part, pipeline.segments.store.counters.offloaded_bytes)
+    assert rank.training.segments is not None
+    swapped = allgather(part, rank.training.segments.store.counters.offloaded_bytes)
     assert min(swapped) > 0 and swapped[0] == swapped[1]
 
 
@@ -259,8 +242,8 @@ def test_bits_and_bytes_of_a_list_found_with_its_actions(comm, network, actions)
     lowered = lower(replace(made.schedule, rows=rows, passes=()))
     kept = replace(made, memory=made.run_costs.kept(lowered))
     wanted = played(spec, part, kept)[1]
-    pipeline, found = played(spec, part, made)
+    rank, found = played(spec, part, made)
     assert found and all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-    activations = pipeline.train.activations
-    assert activations.peak_bytes == made.memory.ranks[pipeline.rank].peak_activation_bytes
+    activations = rank.train.activations
+    assert activations.peak_bytes == made.memory.ranks[rank.index].peak_activation_bytes
     assert activations.peak_bytes <= made.costs.activation_bytes and activations.held_bytes == 0

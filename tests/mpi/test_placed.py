@@ -10,14 +10,12 @@ import pytest
 
 from gems.config.resolve import resolve
 from gems.config.schema import DataConfig, ModelConfig
-from gems.data import open_dataset
 from gems.engine.batch_loader import BatchLoader
 from gems.engine.checkpoint import weights
 from gems.engine.checkpoint.state import layer_owners
 from gems.engine.checkpoint.state_dict import restore
-from gems.engine.device import DTYPES
-from gems.engine.pipeline import build_pipeline
-from gems.engine.train import evaluate
+from gems.engine.evaluation.measure import evaluate
+from gems.engine.rank import Rank
 from gems.engine.transport.mpi import broadcast, meet
 from gems.engine.verification.compare import compare
 from gems.models import layers_of
@@ -29,6 +27,7 @@ from gems.schedule.placement import Placement
 from gems.schedule.validate import validate
 from tests.helpers import toys
 from tests.helpers.device import DEVICE
+from tests.helpers.toys import plan_of
 from tests.mpi.conftest import sub_world
 
 DATA = {"name": "synthetic", "num_classes": 3, "train_samples": 32, "validation_samples": 5}
@@ -83,7 +82,7 @@ def test_gradients_are_those_of_one_process_to_the_bit(comm, model, partitions, 
     part = sub_world(comm, spec.world_size)
     if part is None:
         return
-    difference = compare(spec, part, DEVICE, schedule)
+    difference = compare(plan_of(spec, schedule), part, DEVICE)
     assert difference.max_rel_error <= (0.0 if replicas == 1 else 1e-12), difference
     assert difference.peak_activation_bytes == difference.predicted_activation_bytes, difference
 
@@ -91,56 +90,32 @@ def test_gradients_are_those_of_one_process_to_the_bit(comm, model, partitions, 
 def test_a_step_leaves_nothing_behind_and_weights_go_to_a_chain_and_back(comm, tmp_path_factory):
     folder = broadcast(comm, tmp_path_factory.mktemp("placed") if comm.rank == 0 else None)
     spec, schedule = make_run("googlenet", 4, seed=3)
-    pipeline = build_pipeline(spec, comm, DEVICE, schedule=schedule)
-    loader = BatchLoader(
-        spec,
-        open_dataset(spec.data, spec.seed),
-        0,
-        pipeline.image_micro_batches,
-        pipeline.label_micro_batches,
-        DTYPES["float64"],
-        DEVICE,
-    )
-    pipeline.set_training(True)
-    held = [_step(pipeline, loader, step) for step in range(2)]
+    rank = Rank.open(plan_of(spec, schedule), comm, DEVICE)
+    loader = BatchLoader.open(rank.plan, rank.comm, DEVICE)
+    rank.stages.set_training(True)
+    held = [_step(rank, loader, step) for step in range(2)]
     assert held[0] == held[1]
-    router = pipeline.train.router
+    router = rank.train.router
     assert (
         router.is_empty
         and router.between_stages.held_bytes == 0
         and router.between_stages.peak_bytes > 0
     )
-    accuracy = evaluate(pipeline, loader, 5)
-    assert (
-        pipeline.evaluate.router.is_empty
-        and pipeline.evaluate.router.between_stages.held_bytes == 0
-    )
+    accuracy = evaluate(rank, loader)
+    assert rank.evaluate.router.is_empty and rank.evaluate.router.between_stages.held_bytes == 0
     loader.close()
-    assert set(layer_owners(pipeline)) == {unit.name for unit in pipeline.stage_modules.units}
-    weights.save(pipeline, folder)
+    assert set(layer_owners(rank)) == {unit.name for unit in rank.stages.of_model.units}
+    weights.save(rank, folder)
     meet(comm)
-    chain = build_pipeline(spec, comm, DEVICE)
-    again = build_pipeline(
-        make_run("googlenet", 4, seed=4)[0],
-        comm,
-        DEVICE,
-        schedule=make_run("googlenet", 4, seed=4)[1],
-    )
+    chain = Rank.open(plan_of(spec), comm, DEVICE)
+    again = Rank.open(plan_of(*make_run("googlenet", 4, seed=4)), comm, DEVICE)
     for other in (chain, again):
         restore(other, folder)
-        loader = BatchLoader(
-            spec,
-            open_dataset(spec.data, spec.seed),
-            0,
-            other.image_micro_batches,
-            other.label_micro_batches,
-            DTYPES["float64"],
-            DEVICE,
-        )
-        assert evaluate(other, loader, 5) == accuracy
+        loader = BatchLoader.open(other.plan, other.comm, DEVICE)
+        assert evaluate(other, loader) == accuracy
         loader.close()
 
 
-def _step(pipeline, loader, step: int) -> int:
-    pipeline.train.run(step, loader.batch(step))
-    return pipeline.recorder.memory.held_bytes
+def _step(rank, loader, step: int) -> int:
+    rank.train.run(step, loader.batch(step))
+    return rank.recorder.memory.held_bytes

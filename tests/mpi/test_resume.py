@@ -33,6 +33,7 @@ from gems.models import MODELS, Layer, ModelFamily
 from gems.models.families.shared import Backbone, chain_family, pooled_head
 from gems.models.steps import Fork, conv, max_pool
 from gems.plan.evaluate import Plan, evaluate
+from gems.plan.rank_plan import RankPlan
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat
 from gems.runs.prepare import prepare
@@ -134,7 +135,8 @@ def attempt(
     np.random.seed(seed)
     heartbeat = Fatal(folder.heartbeat(comm.rank), *kill)
     try:
-        train(spec, folder, comm, DEVICE, heartbeat, stop)
+        plan = RankPlan(spec, folder.read_schedule(), folder.read_boundaries())
+        train(plan, folder, comm, DEVICE, heartbeat, stop)
         assert kill[0] < 0, "nothing was killed"
     except KilledError:
         pass
@@ -377,7 +379,7 @@ def test_an_emulated_run_goes_on_at_its_step(comm, tmp_path):
         if comm.rank == 0:
             prepare(spec)
         meet(comm)
-        emulate(spec, folder, comm, Heartbeat(folder.heartbeat(comm.rank)), stop)
+        emulate(folder, comm, Heartbeat(folder.heartbeat(comm.rank)), stop)
         meet(comm)
         if comm.rank == 0:
             folder.write_status(

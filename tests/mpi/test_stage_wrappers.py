@@ -40,7 +40,7 @@ def test_each_action_calls_the_wrapper_once_and_gradients_stay(comm, case):
         return
     made = broadcast(part, plan_run(spec) if part.rank == 0 else None)
     counting_stages.calls.clear()
-    found = compare(spec, part, DEVICE, made.schedule, made.boundaries, made.memory_plan)
+    found = compare(made.for_ranks, part, DEVICE)
     assert found.max_rel_error <= 1e-12, found
     of_a_step = Counter(
         (action.direction, action.stage, action.segment, METHODS[action.kind])

@@ -13,11 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gems.config.schema import DataConfig, LossConfig, ModelConfig, RunSpec
 from gems.data import open_dataset
 from gems.data.dataset import batch_indices
-from gems.engine import pipeline as pipeline_module
+from gems.engine import rank_stages
+from gems.engine.batch_loader import BatchLoader
 from gems.engine.checkpoint.state_dict import restore
+from gems.engine.evaluation.measure import evaluate
 from gems.engine.optimization.nonfinite import find_nonfinite
-from gems.engine.pipeline import build_pipeline
-from gems.engine.train import evaluate, open_loader
+from gems.engine.rank import Rank
 from gems.engine.transport.mpi import broadcast
 from gems.engine.verification.compare import compare
 from gems.errors import ConfigError
@@ -26,7 +27,7 @@ from gems.plan.evaluate import evaluate as plan_run
 from gems.profile import store
 from gems.utils.targets import import_module
 from tests.helpers.device import DEVICE, NAME
-from tests.helpers.toys import make_spec
+from tests.helpers.toys import make_spec, plan_of
 from tests.mpi.conftest import sub_world
 
 OWN = "tests.helpers.own_streams."
@@ -130,14 +131,13 @@ def without_times_of_strips(monkeypatch):
 @pytest.fixture
 def without_evaluation(monkeypatch):
     """Trace no layers for evaluation: it takes as long as the tracing that a comparison needs."""
-    monkeypatch.setattr(pipeline_module, "find_evaluation_forms", lambda *_: None)
+    monkeypatch.setattr(rank_stages, "find_evaluation_forms", lambda *_: None)
 
 
 def built(comm, spec, trains=True):
     """Return the pipeline of a run that rank 0 plans for all, as of one that is submitted; collective."""
     made = broadcast(comm, plan_run(spec, trains) if comm.rank == 0 else None)
-    parts = {"schedule": made.schedule, "boundaries": made.boundaries, "plan": made.memory_plan}
-    return build_pipeline(spec, comm, DEVICE, **parts, trains=trains)
+    return Rank.open(made.for_ranks, comm, DEVICE, trains=trains)
 
 
 def strip_spec(
@@ -167,7 +167,7 @@ def test_trains_as_one_process(comm, name, schedule, partitions, replicas, strip
         return
     made = broadcast(part, plan_run(spec) if part.rank == 0 else None)
     assert made.schedule.num_strips == strips
-    found = compare(spec, part, DEVICE, made.schedule, made.boundaries, made.memory_plan)
+    found = compare(made.for_ranks, part, DEVICE)
     assert found.max_rel_error <= 1e-12, found
     if spec.loss == LossConfig():  # else the loss may save more than that of the task does
         assert_predicted_bytes(found)
@@ -257,7 +257,7 @@ def test_mixed_precision_computes_as_one_process(
     if part is None:
         return
     made = broadcast(part, plan_run(spec) if part.rank == 0 else None)
-    found = compare(spec, part, DEVICE, made.schedule, made.boundaries, made.memory_plan)
+    found = compare(made.for_ranks, part, DEVICE)
     assert found.dtype == precision and found.is_equal, found
     assert_predicted_bytes(found)
 
@@ -295,13 +295,13 @@ def test_trains_torchvision_from_its_weights_with_frozen_statistics(comm, tmp_pa
         train__steps=1,
         optimizer__frozen=["conv1.*", "bn1.*", "layer1.*"],
     )
-    pipeline = built(part, spec)
-    match = restore(pipeline, path)
+    rank = built(part, spec)
+    match = restore(rank, path)
     assert len(match.names) == len(network.state_dict()) and not match.drawn_anew
-    pipeline.set_training(True)
-    loader, _, _ = open_loader(pipeline)
+    rank.stages.set_training(True)
+    loader = BatchLoader.open(rank.plan, rank.comm, DEVICE)
     before = {name: value.clone() for name, value in network.state_dict().items()}
-    pipeline.train.run(0, loader.batch(0))
+    rank.train.run(0, loader.batch(0))
     loader.close()
 
     network.train()
@@ -326,8 +326,8 @@ def test_trains_torchvision_from_its_weights_with_frozen_statistics(comm, tmp_pa
     parameters = dict(network.named_parameters())
     found = {
         name: value
-        for key in pipeline.modules
-        for _, module in pipeline.named_layers(key)
+        for key in rank.stages.modules
+        for _, module in rank.stages.named_layers(key)
         for name, value in module.state_dict().items()
     }
     assert len(found) == len({*found} & {*wanted}) > 0
@@ -337,7 +337,7 @@ def test_trains_torchvision_from_its_weights_with_frozen_statistics(comm, tmp_pa
             torch.equal(value, before[name]) if is_kept else not torch.equal(value, before[name])
         ), name
         torch.testing.assert_close(value, wanted[name], rtol=1e-11, atol=1e-13)
-    pipeline.close()
+    rank.connections.close()
 
 
 class LargestMap(TorchDispatchMode):
@@ -356,14 +356,14 @@ class LargestMap(TorchDispatchMode):
 
 def evaluated(comm, spec, trains=True):
     """Return the metrics, the strips of the schedule, and the bytes of the largest map of a rank."""
-    pipeline = built(comm, spec, trains)
-    loader, num_validation, _ = open_loader(pipeline)
+    rank = built(comm, spec, trains)
+    loader = BatchLoader.open(rank.plan, rank.comm, DEVICE)
     with LargestMap() as largest:
-        metrics = evaluate(pipeline, loader, num_validation)
+        metrics = evaluate(rank, loader)
     loader.close()
-    assert pipeline.evaluate.router.is_empty and pipeline.recorder.memory.held_bytes >= 0
-    pipeline.close()
-    return metrics, pipeline.evaluate.schedule.num_strips, largest.num_bytes
+    assert rank.evaluate.router.is_empty and rank.recorder.memory.held_bytes >= 0
+    rank.connections.close()
+    return metrics, rank.evaluate.schedule.num_strips, largest.num_bytes
 
 
 @pytest.mark.parametrize(
@@ -439,25 +439,25 @@ def test_what_cannot_run_in_strips_is_refused_on_all_ranks_alike(comm, model, wh
         parallel__strips=2,
     )
     with pytest.raises(ConfigError, match=f"parallel.strips=2: .*{why}"):
-        build_pipeline(spec, comm, DEVICE)
+        Rank.open(plan_of(spec), comm, DEVICE)
 
 
 def test_the_layer_that_is_not_finite_is_named(comm):
     spec = strip_spec("resnet", "1f1b", 4, 1, 3, 20)
-    pipeline = built(comm, spec)
-    pipeline.set_training(True)
-    layer = pipeline.layers[0]
+    rank = built(comm, spec)
+    rank.stages.set_training(True)
+    layer = rank.stages.layers[0]
     if comm.rank == 2:
         next(layer.module.parameters()).data.fill_(float("inf"))
-    loader, _, _ = open_loader(pipeline)
+    loader = BatchLoader.open(rank.plan, rank.comm, DEVICE)
     batch = loader.batch(0)
-    pipeline.train.run(0, batch)
-    assert pipeline.update.has_failed
-    found = find_nonfinite(pipeline, 0, batch)
+    rank.train.run(0, batch)
+    assert rank.update.has_failed
+    found = find_nonfinite(rank, 0, batch)
     named = broadcast(comm, layer.name, 2)
     assert (found.rank, found.what) == (
         2,
         f"the first output that is not finite is that of layer {named}",
     )
     loader.close()
-    pipeline.close()
+    rank.connections.close()

@@ -13,10 +13,11 @@ import torch
 from gems.autograd.outputs import as_tuple
 from gems.config.schema import DataConfig, LossConfig, ModelConfig, RunSpec
 from gems.data import open_dataset, task_of
+from gems.engine.batch_loader import BatchLoader
+from gems.engine.evaluation.measure import evaluate
 from gems.engine.evaluation.predictions import Numbered, write_predictions
 from gems.engine.loss import open_loss
-from gems.engine.pipeline import build_pipeline
-from gems.engine.train import evaluate, open_loader
+from gems.engine.rank import Rank
 from gems.engine.transport.mpi import broadcast, meet
 from gems.engine.verification.compare import compare
 from gems.errors import ConfigError
@@ -24,6 +25,7 @@ from gems.models import layers_of
 from gems.models.build import build_layers
 from tests.helpers import toys
 from tests.helpers.device import DEVICE
+from tests.helpers.toys import plan_of
 from tests.mpi.conftest import sub_world
 
 OWN = "tests.helpers.own_losses"
@@ -119,7 +121,7 @@ def test_trains_as_one_process(comm, case):
     spec = make_spec(*CASES[case])
     part = sub_world(comm, spec.world_size)
     if part is not None:
-        difference = compare(spec, part, DEVICE)
+        difference = compare(plan_of(spec), part, DEVICE)
         assert difference.max_rel_error <= 1e-12, difference
         assert difference.peak_activation_bytes == difference.predicted_activation_bytes, difference
 
@@ -134,15 +136,13 @@ def test_evaluation_and_predictions_are_those_of_the_whole(comm, case, tmp_path)
     if part is None:
         return
     out = broadcast(part, tmp_path)
-    pipeline = build_pipeline(spec, part, DEVICE)
-    loader, num_validation, _ = open_loader(pipeline)
-    found = evaluate(pipeline, loader, num_validation)
+    rank = Rank.open(plan_of(spec), part, DEVICE)
+    loader = BatchLoader.open(rank.plan, part, DEVICE)
+    found = evaluate(rank, loader)
     loader.close()
-    numbered, _, _ = open_loader(pipeline, spec.train.steps, Numbered)
+    numbered = BatchLoader.open(rank.plan, part, DEVICE, spec.train.steps, Numbered)
     names = [str(number) for number in range(spec.data.num_classes)]
-    said = write_predictions(
-        pipeline, numbered, num_validation, {"out": str(out), "classes": names}
-    )
+    said = write_predictions(rank, numbered, {"out": str(out), "classes": names})
     numbered.close()
     meet(part)
     layers = layers_of(spec.model, spec.data)
@@ -153,7 +153,7 @@ def test_evaluation_and_predictions_are_those_of_the_whole(comm, case, tmp_path)
     labels = torch.from_numpy(np.stack([dataset.label("validation", n) for n in range(5)]))
     loss = open_loss(spec.loss, task_of(spec.data), torch.float64, torch.device("cpu"))
     labels = labels.double() if labels.is_floating_point() else labels
-    assert num_validation == found["num_validation"] == 5
+    assert found["num_validation"] == 5
     assert found["validation_loss"] == pytest.approx(
         float(loss(output, labels).detach()), rel=1e-12
     )
@@ -185,10 +185,10 @@ def test_uneven_labels_are_not_the_mean_of_means(comm, monkeypatch):
         return 2 * self.mine if labels else 1.0
 
     monkeypatch.setattr(StepWeight, "__call__", alone)
-    assert compare(spec, comm, DEVICE).max_rel_error > 1e-3
+    assert compare(plan_of(spec), comm, DEVICE).max_rel_error > 1e-3
 
 
 def test_a_loss_that_is_no_sum_is_refused_before_the_first_step(comm):
     spec = make_spec(UNET, MASKS, {}, ("1f1b", 2, 2))
     with pytest.raises(ConfigError, match="cannot be summed over micro-batches"):
-        build_pipeline(replace(spec, loss=LossConfig(target=f"{OWN}.batch_dice")), comm, DEVICE)
+        Rank.open(plan_of(replace(spec, loss=LossConfig(target=f"{OWN}.batch_dice"))), comm, DEVICE)

@@ -21,53 +21,47 @@ from gems.data import open_dataset
 from gems.engine.batch_loader import BatchLoader
 from gems.engine.checkpoint import weights
 from gems.engine.checkpoint.state import state_tensors
-from gems.engine.device import DTYPES
+from gems.engine.evaluation.measure import evaluate
 from gems.engine.executor import Batch
 from gems.engine.optimization.gradients import running_statistics
 from gems.engine.optimization.nonfinite import find_nonfinite
-from gems.engine.pipeline import Pipeline, build_pipeline
-from gems.engine.train import evaluate, train
+from gems.engine.rank import Rank
+from gems.engine.train import train
 from gems.engine.transport.mpi import allgather, broadcast, meet
-from gems.engine.verification.compare import compare, named_values
+from gems.engine.verification.compare import compare
+from gems.engine.verification.unsplit import named_values
 from gems.models import layers_of
 from gems.models.build import build_layers
 from gems.plan.evaluate import evaluate as plan_run
+from gems.plan.rank_plan import RankPlan
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat
 from gems.trace import KINDS, merge_parts, part_path, read_part
 from gems.utils.atomic_io import read_json
 from tests.helpers.device import DEVICE
-from tests.helpers.toys import make_spec
+from tests.helpers.toys import make_spec, plan_of
 from tests.mpi.conftest import sub_world
 
 WORLDS = [("gems_master", 4, 1), ("gems_master", 3, 1), ("gems_mast", 2, 2), ("1f1b", 2, 2)]
 
 
-def open_feed(spec, pipeline: Pipeline) -> BatchLoader:
-    return BatchLoader(
-        spec,
-        open_dataset(spec.data, spec.seed),
-        pipeline.replica,
-        pipeline.image_micro_batches,
-        pipeline.label_micro_batches,
-        DTYPES[spec.train.compute_dtype],
-        DEVICE,
-    )
+def open_feed(rank: Rank) -> BatchLoader:
+    return BatchLoader.open(rank.plan, rank.comm, DEVICE)
 
 
-def take_steps(spec, pipeline: Pipeline) -> None:
-    loader = open_feed(spec, pipeline)
-    pipeline.set_training(True)
+def take_steps(spec, rank: Rank) -> None:
+    loader = open_feed(rank)
+    rank.stages.set_training(True)
     for step in range(spec.train.steps):
-        pipeline.train.run(step, loader.batch(step))
+        rank.train.run(step, loader.batch(step))
     loader.close()
 
 
-def copies(pipeline: Pipeline, of) -> list[tuple[int, list[torch.Tensor]]]:
+def copies(rank: Rank, of) -> list[tuple[int, list[torch.Tensor]]]:
     """Return (stage, tensors on the host) of each copy of a stage on this rank."""
     return [
         (stage, [t.detach().cpu().clone() for t in of(module)])
-        for (_, stage), module in pipeline.modules.items()
+        for (_, stage), module in rank.stages.modules.items()
     ]
 
 
@@ -112,7 +106,7 @@ def make_toy(name: str, schedule: str, boundaries: list[int]):
 def check_equal(comm, spec) -> None:
     part = sub_world(comm, spec.world_size)
     if part is not None:
-        difference = compare(spec, part, DEVICE)
+        difference = compare(plan_of(spec), part, DEVICE)
         assert difference.max_rel_error <= 1e-12, difference
 
 
@@ -128,17 +122,19 @@ def test_dropout_comes_from_the_seed_and_differs_between_replicas(comm):
 
     def run(**changes):
         spec = make_spec("1f1b", 1, 2, **({"model__dropout": 0.5} | changes))
-        pipeline = build_pipeline(spec, part, DEVICE)
+        rank = Rank.open(plan_of(spec), part, DEVICE)
         weights = [
-            parameter for module in pipeline.modules.values() for parameter in module.parameters()
+            parameter
+            for module in rank.stages.modules.values()
+            for parameter in module.parameters()
         ]
         start = digest(weights)
         masks = []
-        for module in pipeline.modules.values():
+        for module in rank.stages.modules.values():
             module[-1].dropout.register_forward_hook(
                 lambda _, given, dropped: masks.append(dropped == 0)
             )
-        take_steps(spec, pipeline)
+        take_steps(spec, rank)
         return start, digest(masks), digest(weights)
 
     start, masks, end = run()
@@ -162,23 +158,23 @@ def test_gradients_are_summed_and_statistics_averaged_over_all_copies(
     part = sub_world(comm, spec.world_size)
     if part is None:
         return
-    pipeline = build_pipeline(spec, part, DEVICE)
+    rank = Rank.open(plan_of(spec), part, DEVICE)
     generator = torch.Generator().manual_seed(part.rank)
-    for module in pipeline.modules.values():
+    for module in rank.stages.modules.values():
         for parameter in module.parameters():
             parameter.grad.copy_(torch.randn(parameter.shape, generator=generator))
         for buffer in running_statistics(module):
             buffer.copy_(torch.randn(buffer.shape, generator=generator))
     before = (
-        allgather(part, copies(pipeline, lambda module: [p.grad for p in module.parameters()])),
-        allgather(part, copies(pipeline, running_statistics)),
+        allgather(part, copies(rank, lambda module: [p.grad for p in module.parameters()])),
+        allgather(part, copies(rank, running_statistics)),
     )
-    pipeline.update.gradients.reduce()
+    rank.update.gradients.reduce()
     after = (
-        copies(pipeline, lambda module: [p.grad for p in module.parameters()]),
-        copies(pipeline, running_statistics),
+        copies(rank, lambda module: [p.grad for p in module.parameters()]),
+        copies(rank, running_statistics),
     )
-    num_copies = pipeline.schedule.num_directions * replicas
+    num_copies = rank.plan.schedule.num_directions * replicas
     for given, got, divisor in zip(before, after, (1, num_copies), strict=True):
         for stage, tensors in got:
             same = [held for rank in given for number, held in rank if number == stage]
@@ -191,11 +187,11 @@ def test_gradients_are_summed_and_statistics_averaged_over_all_copies(
 def test_bfloat16_gradients_are_summed_in_float32(comm):
     """256 + 1 + 1 + 1 is 256 when added in bfloat16, and 259 rounds to 260."""
     spec = make_spec("1f1b", 1, 4, train__precision="bf16_pure")
-    pipeline = build_pipeline(spec, comm, DEVICE)
-    for parameter in pipeline.modules[0, 0].parameters():
+    rank = Rank.open(plan_of(spec), comm, DEVICE)
+    for parameter in rank.stages.modules[0, 0].parameters():
         parameter.grad.fill_(256.0 if comm.rank == 0 else 1.0)
-    pipeline.update.gradients.reduce()
-    for parameter in pipeline.modules[0, 0].parameters():
+    rank.update.gradients.reduce()
+    for parameter in rank.stages.modules[0, 0].parameters():
         assert parameter.grad.dtype is torch.bfloat16
         assert bool((parameter.grad == 260).all())
 
@@ -215,18 +211,19 @@ def test_all_copies_stay_bit_equal_in_float32(comm, schedule, partitions, replic
     part = sub_world(comm, spec.world_size)
     if part is None:
         return
-    pipeline = build_pipeline(spec, part, DEVICE)
-    before = digest([p for module in pipeline.modules.values() for p in module.parameters()])
-    take_steps(spec, pipeline)
+    rank = Rank.open(plan_of(spec), part, DEVICE)
+    before = digest([p for module in rank.stages.modules.values() for p in module.parameters()])
+    take_steps(spec, rank)
     assert (
-        digest([p for module in pipeline.modules.values() for p in module.parameters()]) != before
+        digest([p for module in rank.stages.modules.values() for p in module.parameters()])
+        != before
     )
     for of in (lambda module: list(module.parameters()), running_statistics):
-        mine = [(stage, digest(tensors), len(tensors)) for stage, tensors in copies(pipeline, of)]
+        mine = [(stage, digest(tensors), len(tensors)) for stage, tensors in copies(rank, of)]
         everyone = [held for rank in allgather(part, mine) for held in rank]
         for stage in range(partitions):
             same = [held for held in everyone if held[0] == stage]
-            assert len(same) == pipeline.schedule.num_directions * replicas
+            assert len(same) == rank.plan.schedule.num_directions * replicas
             assert len(set(same)) == 1, f"stage {stage}"
         assert sum(num_tensors for *_, num_tensors in everyone) > 0
 
@@ -252,22 +249,22 @@ def test_evaluation_equals_the_unsplit_model(comm, schedule, partitions, replica
     part = sub_world(comm, spec.world_size)
     if part is None:
         return
-    pipeline = build_pipeline(spec, part, DEVICE)
-    take_steps(spec, pipeline)
+    rank = Rank.open(plan_of(spec), part, DEVICE)
+    take_steps(spec, rank)
     dataset = open_dataset(spec.data, spec.seed)
-    loader = open_feed(spec, pipeline)
-    found = evaluate(pipeline, loader, num_validation)
+    loader = open_feed(rank)
+    found = evaluate(rank, loader)
     loader.close()
-    assert all(module.training for modules in pipeline.modules.values() for module in modules)
+    assert all(module.training for modules in rank.stages.modules.values() for module in modules)
 
     layers = layers_of(spec.model, spec.data)
     mine = {
-        layers[pipeline.stage_modules.boundaries[stage] + index].name: {
+        layers[rank.stages.of_model.boundaries[stage] + index].name: {
             key: value.cpu() for key, value in module.state_dict().items()
         }
-        for (direction, stage), modules in pipeline.modules.items()
+        for (direction, stage), modules in rank.stages.modules.items()
         for index, module in enumerate(modules)
-        if direction == 0 and pipeline.replica == 0
+        if direction == 0 and rank.replica == 0
     }
     states = {name: state for held in allgather(part, mine) for name, state in held.items()}
     model = torch.nn.Sequential(*build_layers(layers, 0, len(layers), spec.seed, torch.float64))
@@ -300,7 +297,8 @@ def run_training(comm, spec, path: Path) -> RunFolder:
         folder.write_boundaries(made.boundaries)
     meet(comm)
     heartbeat = Heartbeat(folder.heartbeat(comm.rank))
-    train(spec, folder, comm, DEVICE, heartbeat)
+    plan = RankPlan(spec, folder.read_schedule(), folder.read_boundaries())
+    train(plan, folder, comm, DEVICE, heartbeat)
     heartbeat.close()
     meet(comm)
     return folder
@@ -444,16 +442,16 @@ def test_the_checkpoint_is_restored_in_another_cut(comm, finished, tmp_path):
 
 def test_weights_of_the_checkpoint_are_those_of_the_ranks(comm, tmp_path):
     spec = make_spec("gems_master", 4, train__steps=1)
-    pipeline = build_pipeline(spec, comm, DEVICE)
-    take_steps(spec, pipeline)
+    rank = Rank.open(plan_of(spec), comm, DEVICE)
+    take_steps(spec, rank)
     folder = broadcast(comm, tmp_path)
-    weights.save(pipeline, folder)
+    weights.save(rank, folder)
     meet(comm)
     state = weights.load(folder)
     names = [layer.name for layer in layers_of(spec.model, spec.data)]
     assert list(state) == names
-    cuts = pipeline.stage_modules.boundaries
-    for (_, stage), modules in pipeline.modules.items():
+    cuts = rank.stages.of_model.boundaries
+    for (_, stage), modules in rank.stages.modules.items():
         for name, module in zip(names[cuts[stage] : cuts[stage + 1]], modules, strict=True):
             parameters, _, statistics = named_values(name, module)
             for key, value in (parameters | statistics).items():
@@ -479,36 +477,36 @@ def test_a_skipped_step_leaves_everything_as_it_was(comm, schedule, partitions, 
     part = sub_world(comm, spec.world_size)
     if part is None:
         return
-    pipeline = build_pipeline(spec, part, DEVICE)
-    pipeline.set_training(True)
+    rank = Rank.open(plan_of(spec), part, DEVICE)
+    rank.stages.set_training(True)
 
     def state() -> dict[str, torch.Tensor]:
-        early, late = state_tensors(pipeline)
+        early, late = state_tensors(rank)
         return {
             name: tensor.clone() for name, tensor in (early | late).items() if name != "schedule"
         }
 
-    with closing(open_feed(spec, pipeline)) as loader:
+    with closing(open_feed(rank)) as loader:
         good = loader.batch(0)
-        pipeline.train.run(0, good)
+        rank.train.run(0, good)
         before = state()
         bad = Batch({m: images.clone() for m, images in good.images.items()}, good.labels)
         if part.rank == 0:  # one micro-batch of one direction and replica
             bad.images[min(bad.images)][0, 0, 0, 0] = float("inf")
-        pipeline.train.run(1, bad)
-        assert allgather(part, pipeline.update.has_failed) == [True] * part.size
+        rank.train.run(1, bad)
+        assert allgather(part, rank.update.has_failed) == [True] * part.size
         after = state()
         assert before.keys() == after.keys() and all(
             torch.equal(before[name], after[name]) for name in before
         )
-        found = find_nonfinite(pipeline, 1, bad)
+        found = find_nonfinite(rank, 1, bad)
         assert (found.place, found.rank, found.what) == (
             0,
             0,
             "samples of the batch are not finite",
         )
-        pipeline.train.run(2, good)
-        assert not pipeline.update.has_failed and math.isfinite(pipeline.update.grad_norm)
+        rank.train.run(2, good)
+        assert not rank.update.has_failed and math.isfinite(rank.update.grad_norm)
         assert any(not torch.equal(before[name], value) for name, value in state().items())
 
 
@@ -528,13 +526,13 @@ def updates_of(comm, precision: str, steps: int = 200) -> torch.Tensor:
         optimizer__lr=1e-5,
         parallel__micro_batches=1,
     )
-    pipeline = build_pipeline(spec, comm, DEVICE)
-    parameters = [p for module in pipeline.modules.values() for p in module.parameters()]
+    rank = Rank.open(plan_of(spec), comm, DEVICE)
+    parameters = [p for module in rank.stages.modules.values() for p in module.parameters()]
     before = torch.cat([p.detach().double().reshape(-1) for p in parameters])
-    pipeline.set_training(True)
-    with closing(open_feed(spec, pipeline)) as loader:
+    rank.stages.set_training(True)
+    with closing(open_feed(rank)) as loader:
         for step in range(steps):
-            pipeline.train.run(step, loader.batch(step))
+            rank.train.run(step, loader.batch(step))
     return torch.cat([p.detach().double().reshape(-1) for p in parameters]) - before
 
 
@@ -564,27 +562,27 @@ def test_an_overflow_of_float16_skips_the_step_on_all_ranks(comm, schedule, part
     part = sub_world(comm, spec.world_size)
     if part is None:
         return
-    pipeline = build_pipeline(spec, part, DEVICE)
-    pipeline.set_training(True)
-    update = pipeline.update
+    rank = Rank.open(plan_of(spec), part, DEVICE)
+    rank.stages.set_training(True)
+    update = rank.update
     assert update.scale is not None
     update.scale.value = 2.0**40  # gradients of float16 end at 65504
 
     def state() -> dict[str, torch.Tensor]:
-        early, late = state_tensors(pipeline)
+        early, late = state_tensors(rank)
         kept = ("schedule", "loss_scale")
         return {name: tensor.clone() for name, tensor in (early | late).items() if name not in kept}
 
-    with closing(open_feed(spec, pipeline)) as loader:
+    with closing(open_feed(rank)) as loader:
         before = state()
-        pipeline.train.run(0, loader.batch(0))
+        rank.train.run(0, loader.batch(0))
         assert (
             allgather(part, (update.scale.value, update.has_failed))
             == [(2.0**39, False)] * part.size
         )
         assert all(torch.equal(value, before[name]) for name, value in state().items())
         update.scale.value = 2.0**10
-        pipeline.train.run(1, loader.batch(1))
+        rank.train.run(1, loader.batch(1))
     assert allgather(part, update.scale.value) == [2.0**10] * part.size and math.isfinite(
         update.grad_norm
     )

@@ -10,14 +10,14 @@ import math
 import pytest
 
 from gems.config.schema import DataConfig, ModelConfig, RunSpec
-from gems.data import open_dataset
 from gems.engine.batch_loader import BatchLoader
-from gems.engine.pipeline import build_pipeline
-from gems.engine.train import evaluate
+from gems.engine.evaluation.measure import evaluate
+from gems.engine.rank import Rank
 from gems.engine.verification.compare import compare
 from scripts.reproduce.language import CHANCES
 from tests.helpers import toys
 from tests.helpers.device import DEVICE
+from tests.helpers.toys import plan_of
 from tests.mpi.conftest import sub_world
 
 IMAGES = {"name": "synthetic", "height_px": 21, "width_px": 35, "num_classes": 3}
@@ -60,7 +60,7 @@ def test_trains_as_one_process(comm, name, schedule, partitions, replicas):
     spec = make_spec(name, schedule, partitions, replicas)
     part = sub_world(comm, spec.world_size)
     if part is not None:
-        difference = compare(spec, part, DEVICE)
+        difference = compare(plan_of(spec), part, DEVICE)
         assert difference.max_rel_error <= 1e-12, difference
         assert difference.peak_activation_bytes == difference.predicted_activation_bytes, difference
 
@@ -68,12 +68,12 @@ def test_trains_as_one_process(comm, name, schedule, partitions, replicas):
 def test_the_gradient_is_that_of_the_mean_over_all_tokens(comm):
     """The loss that is reported begins at the logarithm of the vocabulary, whatever the length of a sequence."""
     spec = make_spec("biglstm", "1f1b", 2, 2, model__width=16)
-    pipeline = build_pipeline(spec, comm, DEVICE)
-    loader = open_feed(spec, pipeline)
-    pipeline.set_training(True)
-    loss_sum = pipeline.train.run(0, loader.batch(0))
+    rank = Rank.open(plan_of(spec), comm, DEVICE)
+    loader = BatchLoader.open(rank.plan, comm, DEVICE)
+    rank.stages.set_training(True)
+    loss_sum = rank.train.run(0, loader.batch(0))
     loader.close()
-    sums = comm.allreduce(loss_sum), comm.allreduce(pipeline.step_weight.mine)
+    sums = comm.allreduce(loss_sum), comm.allreduce(rank.training.step_weight.mine)
     assert sums[1] == 2 * 4 * 2 * 6
     assert sums[0] / sums[1] == pytest.approx(math.log(13), rel=0.1)
 
@@ -96,12 +96,12 @@ def test_a_language_model_learns_the_chain(comm):
         data__length=16,
         data__train_samples=512,
     )
-    pipeline = build_pipeline(spec, comm, DEVICE)
-    loader = open_feed(spec, pipeline)
-    pipeline.set_training(True)
+    rank = Rank.open(plan_of(spec), comm, DEVICE)
+    loader = BatchLoader.open(rank.plan, comm, DEVICE)
+    rank.stages.set_training(True)
     for step in range(spec.train.steps):
-        pipeline.train.run(step, loader.batch(step))
-    found = evaluate(pipeline, loader, spec.data.validation_samples)
+        rank.train.run(step, loader.batch(step))
+    found = evaluate(rank, loader)
     loader.close()
     assert found["num_validation"] == 9
     assert found["validation_loss"] < 1.4 < math.log(11)
@@ -111,18 +111,4 @@ def test_a_language_model_learns_the_chain(comm):
         < 0.55
         < found["validation_accuracy"]
         < CHANCES[0] + 0.12
-    )
-
-
-def open_feed(spec: RunSpec, pipeline) -> BatchLoader:
-    dataset = open_dataset(spec.data, spec.seed)
-    dtype = next(next(iter(pipeline.modules.values())).parameters()).dtype
-    return BatchLoader(
-        spec,
-        dataset,
-        pipeline.replica,
-        pipeline.image_micro_batches,
-        pipeline.label_micro_batches,
-        dtype,
-        DEVICE,
     )

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from gems.launch.local_launcher import mpiexec_argv, rank_environment, run_ranks
+from gems.launch.local_launcher import Output, mpiexec_argv, rank_environment, run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 IN_RANK = "GEMS_TEST_RANK" in os.environ
@@ -124,9 +124,8 @@ class World:
             run_ranks,
             argv,
             variables,
-            on_line=self._output.append,
+            Output(None, False, self._output.append),
             give_up=self._is_over.is_set,
-            echo=False,
         )
         self._launcher = threading.Thread(target=target, daemon=True)
         ranks = {}

@@ -26,8 +26,8 @@ from safetensors import SafetensorError
 from gems.config.checkpoint_schema import MANIFEST_JSON, SCHEMA
 from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
+from gems.plan.rank_plan import RankPlan
 from gems.runs.provenance import own_code
-from gems.schedule.schedule import Schedule
 from gems.utils.atomic_io import atomic_write, sync_to_disk
 from gems.utils.targets import source_of
 from gems.utils.units import bytes_unit
@@ -177,13 +177,13 @@ def changed_code(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> str | No
     return next((target for target in now if before.get(target, now[target]) != now[target]), None)
 
 
-def rank_layout(spec: RunSpec, schedule: Schedule, boundaries: tuple[int, ...]) -> dict[str, Any]:
+def rank_layout(plan: RankPlan) -> dict[str, Any]:
     """Return which rank has which layers, as plain values."""
     return {
-        "partitions": spec.parallel.partitions,
-        "replicas": spec.parallel.replicas,
-        "boundaries": list(boundaries),
-        "placement": [list(ranks) for ranks in schedule.placement.ranks],
+        "partitions": plan.spec.parallel.partitions,
+        "replicas": plan.spec.parallel.replicas,
+        "boundaries": list(plan.boundaries),
+        "placement": [list(ranks) for ranks in plan.schedule.placement.ranks],
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gems.config.checkpoint_schema import MANIFEST_JSON, other_schema, schema_error
@@ -23,8 +23,8 @@ from gems.engine.checkpoint.manifest import (
 )
 from gems.engine.transport.mpi import Comm, allgather, broadcast
 from gems.errors import ConfigError
+from gems.plan.rank_plan import RankPlan
 from gems.runs.folder import RunFolder
-from gems.schedule.schedule import Schedule
 
 _log = logging.getLogger(__name__)
 
@@ -65,20 +65,14 @@ class StartPoint:
             "utc_at_ns": time.perf_counter_ns(),
         }
 
-    def manifest(
-        self,
-        spec: RunSpec,
-        schedule: Schedule,
-        boundaries: tuple[int, ...],
-        owners: Mapping[str, int],
-    ) -> Manifest:
+    def manifest(self, plan: RankPlan, owners: Mapping[str, int]) -> Manifest:
         """Return the manifest of the state in which this attempt begins.
 
         Later ones are made from it.
         """
         samples = 0 if self.checkpoint is None else self.checkpoint[1].samples
-        layout = rank_layout(spec, schedule, boundaries)
-        return Manifest(self.step, self.attempt, samples, "", run_identity(spec), layout, owners)
+        identity = run_identity(plan.spec)
+        return Manifest(self.step, self.attempt, samples, "", identity, rank_layout(plan), owners)
 
 
 def find_start(spec: RunSpec, folder: RunFolder, comm: Comm) -> StartPoint:
@@ -94,43 +88,62 @@ def find_start(spec: RunSpec, folder: RunFolder, comm: Comm) -> StartPoint:
     """
     attempt, layout = broadcast(comm, (folder.attempt, folder.layout_number))
     resume = spec.train.resume
-    is_own = True
+    new = StartPoint(attempt, layout=layout)
     if resume == RESUME_NEVER:
-        if (
-            comm.rank == 0 and folder.checkpoints.is_dir()
-        ):  # those of earlier attempts go with the last of them
-            target = (
-                folder.path
-                / "attempts"
-                / f"{max(folder.attempt - 1, 1):03d}"
-                / folder.checkpoints.name
-            )
-            target.parent.mkdir(parents=True, exist_ok=True)
-            if not target.exists():
-                folder.checkpoints.rename(target)
-        return StartPoint(attempt, layout=layout)
-    found = _first_complete(folder.checkpoints, comm, resume, is_own)
-    if found is None and resume not in (RESUME_AUTO, RESUME_FORCE):
+        if comm.rank == 0:
+            _archive_checkpoints(folder)
+        return new
+    is_own = True
+    checkpoint = _first_complete(folder.checkpoints, comm, resume, is_own)
+    if checkpoint is None and resume not in (RESUME_AUTO, RESUME_FORCE):
         is_own = False
-        found = _first_complete(Path(resume), comm, resume, is_own=False)
-        if found is None:
+        checkpoint = _first_complete(Path(resume), comm, resume, is_own)
+        if checkpoint is None:
             raise ConfigError(
                 "train.resume",
                 resume,
                 f"has no complete checkpoint ({MANIFEST_JSON})",
                 "give the folder of a run that saved its state, or of one checkpoint",
             )
-    if found is None:
+    if checkpoint is None:
         if comm.rank == 0 and any(folder.checkpoints.glob("*/")):
             _log.warning(
                 "no checkpoint in %s is complete: the run starts at step 0", folder.checkpoints
             )
-        return StartPoint(attempt, layout=layout)
-    path, manifest = found
+        return new
+    start = replace(new, checkpoint=checkpoint, is_own=is_own)
+    _check_continues(spec, start)
+    if comm.rank == 0:
+        path, manifest = checkpoint
+        megabytes = sum(file.num_bytes for file in manifest.files) / 1e6
+        size = f"{len(manifest.files)} files, {megabytes:.1f} MB"
+        _log.info("continues before step %d from %s (%s)", manifest.step, path, size)
+    return start
+
+
+def _archive_checkpoints(folder: RunFolder) -> None:
+    """Move the checkpoints of earlier attempts to the folder of the last of them."""
+    if folder.checkpoints.is_dir():
+        last = f"{max(folder.attempt - 1, 1):03d}"
+        target = folder.path / "attempts" / last / folder.checkpoints.name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if not target.exists():
+            folder.checkpoints.rename(target)
+
+
+def _check_continues(spec: RunSpec, start: StartPoint) -> None:
+    """Check that a run can continue from a checkpoint.
+
+    Raises:
+        ConfigError: it is of another model, optimizer or global batch, or of other code, or has as
+            many steps done as the run has.
+    """
+    assert start.checkpoint is not None
+    path, manifest = start.checkpoint
     identity = run_identity(spec)
     other = difference(manifest.identity, identity)
     changed = changed_code(manifest.identity, identity)
-    if changed is not None and resume != RESUME_FORCE:
+    if changed is not None and spec.train.resume != RESUME_FORCE:
         raise ConfigError(
             "train.resume",
             path,
@@ -145,20 +158,13 @@ def find_start(spec: RunSpec, folder: RunFolder, comm: Comm) -> StartPoint:
             f"was saved with another {key}: {theirs}, and here it is {mine}",
             "use the same, or start from its weights alone with train.initial_checkpoint",
         )
-    if manifest.step > spec.train.steps or (manifest.step == spec.train.steps and not is_own):
+    if manifest.step >= spec.train.steps + start.is_own:
         raise ConfigError(
             "train.steps",
             spec.train.steps,
             f"{path} has {manifest.step} steps done",
             "give more steps",
         )
-    if comm.rank == 0:
-        size = (
-            f"{len(manifest.files)} files,"
-            f" {sum(file.num_bytes for file in manifest.files) / 1e6:.1f} MB"
-        )
-        _log.info("continues before step %d from %s (%s)", manifest.step, path, size)
-    return StartPoint(attempt, found, is_own, layout)
 
 
 def _first_complete(folder: Path, comm: Comm, resume: str, is_own: bool) -> Checkpoint | None:

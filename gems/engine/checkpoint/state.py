@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from gems.autograd.recompute.layer_state import RandomState
 from gems.engine.checkpoint.manifest import Manifest, rank_layout, shard_name
-from gems.engine.pipeline import Pipeline
+from gems.engine.rank import Rank
 from gems.engine.stage import StageKey
 from gems.errors import ConfigError
 
@@ -31,18 +31,19 @@ NUMBER = ":number"  # suffix of a slot that is no tensor
 _PYTHON = "random/python"
 _NUMPY = "random/numpy"
 _TORCH = "random/torch"
+Averages = Mapping[nn.Parameter, Tensor]
 
 
-def layer_owners(pipeline: Pipeline) -> dict[str, int]:
+def layer_owners(rank: Rank) -> dict[str, int]:
     """Return the rank whose shard has each layer, or each operator if stages are operators.
 
     The equal copies of a stage, over directions and replicas, each write a share of its layers.
     """
-    placement = pipeline.schedule.placement
-    parallel = pipeline.spec.parallel
+    placement = rank.plan.schedule.placement
+    parallel = rank.plan.spec.parallel
     owners = {}
     for stage in range(placement.num_stages):
-        for index, part in enumerate(pipeline.stage_modules.unit_names(stage)):
+        for index, part in enumerate(rank.stages.of_model.unit_names(stage)):
             replica, direction = divmod(index, placement.num_directions)
             owners[part] = replica % parallel.replicas * parallel.partitions + placement.rank_of(
                 direction, stage
@@ -50,7 +51,7 @@ def layer_owners(pipeline: Pipeline) -> dict[str, int]:
     return owners
 
 
-def state_tensors(pipeline: Pipeline) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def state_tensors(rank: Rank) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the tensors that this rank saves.
 
     These are its share of the layers, the counters of its copies, and its random states.
@@ -61,17 +62,17 @@ def state_tensors(pipeline: Pipeline) -> tuple[dict[str, Tensor], dict[str, Tens
     Returns:
         The tensors that the next forward changes, and those that only the optimizer changes.
     """
-    owners = layer_owners(pipeline)
-    mine = pipeline.comm.rank
-    early = _random_states(pipeline)
+    owners = layer_owners(rank)
+    mine = rank.comm.rank
+    early = _random_states(rank)
     late = {}
-    update = pipeline.update
+    update = rank.update
     averages = {} if update.average is None else update.average.by_parameter()
     if mine == 0:
         early[SCHEDULE] = update.schedule.state()
         if update.scale is not None:
             early[LOSS_SCALE] = update.scale.state()
-    for (direction, _), name, part, module in _layers(pipeline):
+    for (direction, _), name, part, module in _layers(rank):
         if owners[part] == mine:
             early |= {f"buffers/{name}/{key}": buffer for key, buffer in module.named_buffers()}
             for key, parameter in module.named_parameters():
@@ -89,7 +90,7 @@ def state_tensors(pipeline: Pipeline) -> tuple[dict[str, Tensor], dict[str, Tens
     return early, late
 
 
-def restore_state(pipeline: Pipeline, folder: Path, manifest: Manifest) -> list[float]:
+def restore_state(rank: Rank, folder: Path, manifest: Manifest) -> list[float]:
     """Load a checkpoint into every layer of this rank, whatever partition it was saved with.
 
     Random states and the counters of copies are restored if the layout is the same. Otherwise,
@@ -101,19 +102,17 @@ def restore_state(pipeline: Pipeline, folder: Path, manifest: Manifest) -> list[
     Raises:
         ConfigError: A tensor is missing or has another shape.
     """
-    optimizer_state: dict[int, dict[str, Any]] = {}
-    update = pipeline.update
+    update = rank.update
     averages = {} if update.average is None else update.average.by_parameter()
+    groups = update.optimizer.state_dict()["param_groups"]
     parameters = (p for group in update.optimizer.param_groups for p in group["params"])
     places = {id(p): place for place, p in enumerate(parameters)}
-    is_same = manifest.layout == rank_layout(
-        pipeline.spec, pipeline.schedule, pipeline.stage_modules.boundaries
-    )
+    optimizer_state: dict[int, dict[str, Any]] = {}
+    is_same = manifest.layout == rank_layout(rank.plan)
     with _Shards(folder) as shards, torch.no_grad():
-        for (direction, _), name, part, module in _layers(pipeline):
-            owner = manifest.owners.get(
-                part, manifest.owners.get(name)
-            )  # of an operator, or of its layer
+        for (direction, _), name, part, module in _layers(rank):
+            # of an operator, or of its layer
+            owner = manifest.owners.get(part, manifest.owners.get(name))
             if owner is None:
                 raise ConfigError(
                     "train.resume",
@@ -122,48 +121,40 @@ def restore_state(pipeline: Pipeline, folder: Path, manifest: Manifest) -> list[
                     "resume it with schedule=placed, or start from its weights"
                     " (train.initial_checkpoint)",
                 )
-            for key, buffer in module.named_buffers():
-                shards.copy_into(buffer, owner, f"buffers/{name}/{key}")
+            _restore_layer(shards, owner, name, module, averages)
             for key, parameter in module.named_parameters():
-                shards.copy_into(parameter, owner, f"parameters/{name}/{key}")
-                slots = {
-                    slot: shards.tensor(owner, saved)
-                    for slot in shards.slots(owner)
-                    if (saved := f"optimizer/{slot}/{name}/{key}") in shards.names(owner)
-                }
-                if slots and parameter.requires_grad:
-                    optimizer_state[places[id(parameter)]] = dict(
-                        _number_or_tensor(*slot) for slot in slots.items()
-                    )
-                if parameter in averages:
-                    saved = f"average/{name}/{key}"
-                    has_average = saved in shards.names(owner)
-                    shards.copy_into(
-                        averages[parameter],
-                        owner,
-                        saved if has_average else f"parameters/{name}/{key}",
-                    )
+                state = shards.optimizer_state(owner, f"{name}/{key}")
+                if state and parameter.requires_grad:
+                    optimizer_state[places[id(parameter)]] = state
             if is_same:
                 for key, buffer in _counters(module):
-                    shards.copy_into(buffer, pipeline.comm.rank, f"copies/{direction}/{name}/{key}")
+                    shards.copy_into(buffer, rank.comm.rank, f"copies/{direction}/{name}/{key}")
         if is_same:
-            _set_random_states(pipeline, shards)
+            _set_random_states(rank, shards)
         else:
-            drawn = np.random.SeedSequence((pipeline.spec.seed, pipeline.comm.rank, manifest.step))
-            seeds = [int(seed) for seed in drawn.generate_state(3, np.uint32)]
-            torch.manual_seed(seeds[0])
-            np.random.seed(seeds[1])
-            random.seed(seeds[2])
-        losses = (
-            [float(loss) for loss in shards.tensor(0, LOSSES)] if pipeline.comm.rank == 0 else []
-        )
+            _seed_random_states(rank.plan.spec.seed, rank.comm.rank, manifest.step)
+        losses = shards.tensor(0, LOSSES).tolist() if rank.comm.rank == 0 else []
         if update.scale is not None and LOSS_SCALE in shards.names(0):
             update.scale.restore(shards.tensor(0, LOSS_SCALE))
         schedule = shards.tensor(0, SCHEDULE) if SCHEDULE in shards.names(0) else None
-    groups = update.optimizer.state_dict()["param_groups"]
     update.optimizer.load_state_dict({"state": optimizer_state, "param_groups": groups})
     update.schedule.restore(manifest.step, schedule)
-    return losses
+    return list(map(float, losses))
+
+
+def _restore_layer(
+    shards: _Shards, owner: int, name: str, module: nn.Module, averages: Averages
+) -> None:
+    """Read the buffers, parameters and averages of a layer from the shard of its owner."""
+    for key, buffer in module.named_buffers():
+        shards.copy_into(buffer, owner, f"buffers/{name}/{key}")
+    for key, parameter in module.named_parameters():
+        weight = f"parameters/{name}/{key}"
+        shards.copy_into(parameter, owner, weight)
+        if parameter in averages:
+            saved = f"average/{name}/{key}"
+            has_average = saved in shards.names(owner)
+            shards.copy_into(averages[parameter], owner, saved if has_average else weight)
 
 
 def _number_or_tensor(slot: str, value: Tensor) -> tuple[str, Any]:
@@ -181,6 +172,7 @@ class _Shards(contextlib.ExitStack):
         super().__init__()
         self._folder = folder
         self._files: dict[int, tuple[Any, frozenset[str]]] = {}
+        self._slots: dict[int, list[str]] = {}  # names of the optimizer's tensors for a parameter
 
     def names(self, rank: int) -> frozenset[str]:
         """Return the names of the tensors in a rank's file."""
@@ -189,12 +181,18 @@ class _Shards(contextlib.ExitStack):
                 safe_open(str(self._folder / shard_name(rank)), framework="pt")
             )
             self._files[rank] = file, frozenset(file.keys())
+            self._slots[rank] = sorted(
+                {name.split("/")[1] for name in self.names(rank) if name.startswith("optimizer/")}
+            )
         return self._files[rank][1]
 
-    def slots(self, rank: int) -> list[str]:
-        """Return the names of the optimizer's tensors for a parameter."""
-        return sorted(
-            {name.split("/")[1] for name in self.names(rank) if name.startswith("optimizer/")}
+    def optimizer_state(self, rank: int, parameter: str) -> dict[str, Any]:
+        """Return the optimizer's state for a parameter; empty if it was not trained."""
+        names = self.names(rank)
+        return dict(
+            _number_or_tensor(slot, self.tensor(rank, name))
+            for slot in self._slots[rank]
+            if (name := f"optimizer/{slot}/{parameter}") in names
         )
 
     def tensor(self, rank: int, name: str) -> Tensor:
@@ -221,11 +219,11 @@ class _Shards(contextlib.ExitStack):
         )
 
 
-def _layers(pipeline: Pipeline) -> Iterator[tuple[StageKey, str, str, nn.Module]]:
+def _layers(rank: Rank) -> Iterator[tuple[StageKey, str, str, nn.Module]]:
     """Yield the stage key, layer name, part name and module of each layer or operator here."""
-    for key in pipeline.modules:
-        parts = pipeline.stage_modules.unit_names(key[1])
-        for part, (name, module) in zip(parts, pipeline.named_layers(key), strict=True):
+    for key in rank.stages.modules:
+        parts = rank.stages.of_model.unit_names(key[1])
+        for part, (name, module) in zip(parts, rank.stages.named_layers(key), strict=True):
             yield key, name, part, module
 
 
@@ -236,11 +234,11 @@ def _counters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     )
 
 
-def _torch_random(pipeline: Pipeline) -> RandomState:
-    return RandomState(nn.ModuleList(pipeline.modules.values()), pipeline.device)
+def _torch_random(rank: Rank) -> RandomState:
+    return RandomState(nn.ModuleList(rank.stages.modules.values()), rank.device)
 
 
-def _random_states(pipeline: Pipeline) -> dict[str, Tensor]:
+def _random_states(rank: Rank) -> dict[str, Tensor]:
     """Return the random states of torch, layers, numpy and Python as tensors."""
     version, key, gauss = random.getstate()
     _, words, place, has_gauss, cached = np.random.get_state(legacy=True)
@@ -252,23 +250,28 @@ def _random_states(pipeline: Pipeline) -> dict[str, Tensor]:
         _NUMPY: torch.tensor(
             [*map(int, words), place, has_gauss, _bits(float(cached))], dtype=torch.int64
         ),
-        **{
-            f"{_TORCH}/{number}": state
-            for number, state in enumerate(_torch_random(pipeline).get())
-        },
+        **{f"{_TORCH}/{number}": state for number, state in enumerate(_torch_random(rank).get())},
     }
 
 
-def _set_random_states(pipeline: Pipeline, shards: _Shards) -> None:
-    rank = pipeline.comm.rank
-    generators = _torch_random(pipeline)
-    version, *key, has_gauss, gauss = shards.tensor(rank, _PYTHON).tolist()
+def _set_random_states(rank: Rank, shards: _Shards) -> None:
+    generators = _torch_random(rank)
+    number = rank.comm.rank
+    version, *key, has_gauss, gauss = shards.tensor(number, _PYTHON).tolist()
     random.setstate((version, tuple(key), _number(gauss) if has_gauss else None))
-    *words, place, has_cached, cached = shards.tensor(rank, _NUMPY).tolist()
+    *words, place, has_cached, cached = shards.tensor(number, _NUMPY).tolist()
     np.random.set_state(("MT19937", np.array(words, np.uint32), place, has_cached, _number(cached)))
     generators.set(
-        [shards.tensor(rank, f"{_TORCH}/{number}") for number in range(len(generators.get()))]
+        [shards.tensor(number, f"{_TORCH}/{place}") for place in range(len(generators.get()))]
     )
+
+
+def _seed_random_states(seed: int, rank: int, step: int) -> None:
+    drawn = np.random.SeedSequence((seed, rank, step))
+    seeds = [int(seed) for seed in drawn.generate_state(3, np.uint32)]
+    torch.manual_seed(seeds[0])
+    np.random.seed(seeds[1])
+    random.seed(seeds[2])
 
 
 def _bits(number: float) -> int:
@@ -336,16 +339,16 @@ class HostCopy:
             self._cuda.current_stream(self._device).wait_event(self._copied)
 
 
-class PipelineState(HostCopy):
-    """Copies of a rank's share of a pipeline's state; on rank 0, also of the losses."""
+class RankState(HostCopy):
+    """Copies of a rank's share of the state; on rank 0, also of the losses."""
 
-    def __init__(self, pipeline: Pipeline) -> None:
-        super().__init__(pipeline.device, pipeline.update.optimizer)
-        self._pipeline = pipeline
+    def __init__(self, rank: Rank) -> None:
+        super().__init__(rank.device, rank.update.optimizer)
+        self._rank = rank
 
     def take(self, losses: Sequence[float]) -> None:
         """Copy the current state; `losses` are those of all steps so far."""
-        early, late = state_tensors(self._pipeline)
-        if self._pipeline.comm.rank == 0:
+        early, late = state_tensors(self._rank)
+        if self._rank.comm.rank == 0:
             early[LOSSES] = torch.tensor(losses, dtype=torch.float64)
         self.begin(early, late)

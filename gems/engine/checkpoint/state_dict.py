@@ -31,7 +31,7 @@ from gems.runs.lookup import find_run
 from gems.utils.atomic_io import atomic_write
 
 if TYPE_CHECKING:
-    from gems.engine.pipeline import Pipeline
+    from gems.engine.rank import Rank
 
 KEY = "train.initial_checkpoint"
 SAFETENSORS = ".safetensors"
@@ -243,7 +243,7 @@ def _shape(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape)) or "()"
 
 
-def restore(pipeline: Pipeline, path: Path) -> Match:
+def restore(rank: Rank, path: Path) -> Match:
     """Load weights into every stage of this rank and return how they fit.
 
     The partition with which the weights were saved does not matter.
@@ -251,7 +251,7 @@ def restore(pipeline: Pipeline, path: Path) -> Match:
     Raises:
         ConfigError: Raised by `read_state_dict` or `match_names`.
     """
-    spec = pipeline.spec
+    spec = rank.plan.spec
     train = spec.train
     model = spec.model
     state = read_state_dict(path, model)
@@ -263,8 +263,8 @@ def restore(pipeline: Pipeline, path: Path) -> Match:
     match = match_names(
         wanted, given, path, train.initial_prefix, train.initial_strict, train.initial_new
     )
-    for key in pipeline.modules:
-        for layer_name, module in pipeline.named_layers(key):
+    for key in rank.stages.modules:
+        for layer_name, module in rank.stages.named_layers(key):
             full = {inner: full_name(model, layer_name, inner) for inner in module.state_dict()}
             found = {
                 inner: state[match.names[name]]

@@ -13,26 +13,26 @@ from gems.runs.folder import RunFolder
 from gems.utils.atomic_io import atomic_write
 
 if TYPE_CHECKING:
-    from gems.engine.pipeline import Pipeline
+    from gems.engine.rank import Rank
 
 Weights = dict[str, dict[str, Tensor]]
 
 
-def save(pipeline: Pipeline, folder: Path) -> None:
+def save(rank: Rank, folder: Path) -> None:
     """Write a file {layer name: state dict} for each stage of this rank in direction 0.
 
     Only replica 0 writes.
 
     Other directions and replicas have equal copies. Each file appears complete or not at all.
     """
-    if pipeline.replica:
+    if rank.replica:
         return
-    for direction, stage in pipeline.modules:
+    for direction, stage in rank.stages.modules:
         if direction:
             continue
         state = {
             name: {key: value.cpu() for key, value in module.state_dict().items()}
-            for name, module in pipeline.named_layers((direction, stage))
+            for name, module in rank.stages.named_layers((direction, stage))
         }
         folder.mkdir(parents=True, exist_ok=True)
         with atomic_write(folder / f"stage{stage:04d}.pt") as partial, partial.open("wb") as file:

@@ -77,7 +77,7 @@ class EmulatedChannels:
             ConfigError: this MPI has too few tags for the messages of a step.
         """
         tags = MessageTags(schedule, 1, transports[0].max_tag)
-        self._recorder = recorder
+        self.recorder = recorder
         self._link_ns = link_ns
         self._under_way: list[_Transfer] = []
         self._transfers: dict[Action, _Transfer] = {}
@@ -125,7 +125,7 @@ class EmulatedChannels:
         transfer.arrived_ns = None
         transfer.posted_ns = time.perf_counter_ns()
         transfer.request.Start()
-        self._recorder.count_bytes(transfer.num_bytes)
+        self.recorder.count_bytes(transfer.num_bytes)
         self._under_way.append(transfer)
 
     def poll(self) -> None:
@@ -138,8 +138,8 @@ class EmulatedChannels:
         for transfer in done:
             transfer.arrived_ns = arrived_ns
             if transfer.is_send:
-                self._recorder.count_bytes(-transfer.num_bytes)
-            self._recorder.span(
+                self.recorder.count_bytes(-transfer.num_bytes)
+            self.recorder.span(
                 transfer.action, LINK, transfer.posted_ns, arrived_ns, transfer.num_bytes
             )
 
@@ -149,7 +149,7 @@ class EmulatedChannels:
 
     def release(self, receive: Action) -> None:
         """Count a receive's buffer as free again."""
-        self._recorder.count_bytes(-self._transfers[receive].num_bytes)
+        self.recorder.count_bytes(-self._transfers[receive].num_bytes)
 
     @property
     def is_idle(self) -> bool:
@@ -217,38 +217,48 @@ class EmulatedSums:
         return self._peers.post_sum(self._gradients[begin : self._used])
 
 
+@dataclass(frozen=True, slots=True)
+class EmulatedDevice:
+    """What the actions of a rank take on its device.
+
+    `costs` are in seconds and units of `activation_bytes`. At most `cap` units of activations are
+    held: an action that allocates some waits for copies to host memory. `pace` makes this rank
+    slower than the costs, or makes it wait for its inputs.
+    """
+
+    costs: StageCosts
+    activation_bytes: int = 0
+    cap: float | None = None
+    pace: Pace = EVEN
+
+
 class EmulatedExecutor:
     """Runs one rank's actions on an emulated device.
 
-    The device has one compute stream and a copy engine in each direction. `costs` are in seconds
-    and units of `activation_bytes`. At most `cap` units of activations are held: an action that
-    allocates some waits for copies to host memory. `sums` are the sums of gradients, if the
-    schedule has any. `pace` makes this rank slower than the costs, or makes it wait for its inputs.
+    The device has one compute stream and a copy engine in each direction. `sums` are the sums of
+    gradients, if the schedule has any.
     """
 
     def __init__(
         self,
         schedule: Schedule,
         rank: int,
-        costs: StageCosts,
-        activation_bytes: int,
-        cap: float | None,
+        device: EmulatedDevice,
         channels: EmulatedChannels,
         waiter: Waiter,
-        recorder: Recorder,
         sums: EmulatedSums | None = None,
         heartbeat: Heartbeat | None = None,
-        pace: Pace = EVEN,
     ) -> None:
         actions = schedule.rows[rank]
+        costs = device.costs
         self._schedule = schedule
         self._rank = rank
-        self._costs = costs
-        self._cap = cap
+        self._device = device
         self._channels = channels
         self._waiter = waiter
-        self._recorder = recorder
+        self._recorder = channels.recorder
         self._sums = sums
+        pace = device.pace
         self._time_ns = {
             action: round(costs.time(action) * pace.factor(rank, action) * 1e9)
             for action in actions
@@ -263,42 +273,25 @@ class EmulatedExecutor:
             for action in actions
         }
         self._ledger = Ledger(schedule, costs)
-        self._brings = {
-            action: round(self._ledger.brings(action) * activation_bytes) for action in actions
-        }
-        self._leaves = {
-            action: round(self._ledger.leaves(action) * activation_bytes) for action in actions
-        }
-        self._copied_bytes = {
-            action: round(costs.moved(action) * activation_bytes)
-            for action in actions
-            if action.kind in COPY_KINDS
-        }
         self._free_ns = self._begin_ns = 0
         self._engine_free_ns: dict[Kind, int] = {}
         self._copy_end_ns: dict[Action, int] = {}
         self._due: list[tuple[int, int, Callable[[], None]]] = []
         self._order = itertools.count()
-        self._loop = ActionLoop(
-            rank,
-            actions,
+        handlers = (
             dict.fromkeys((Kind.F, Kind.B, Kind.I, Kind.W, Kind.R, Kind.STEP), self._compute)
-            | dict.fromkeys((Kind.SEND_F, Kind.SEND_B, Kind.RECV_F, Kind.RECV_B), channels.post)
+            | dict.fromkeys(SEND_KINDS | RECV_KINDS, channels.post)
             | dict.fromkeys(COPY_KINDS, self._copy)
             | dict.fromkeys(WAIT_KINDS, self._wait)
-            | (
-                {}
-                if sums is None
-                else {Kind.START_REDUCE: sums.start, Kind.REDUCE_GRAD: self._reduce}
-            ),
-            self._poll,
-            heartbeat,
         )
+        if sums is not None:
+            handlers |= {Kind.START_REDUCE: sums.start, Kind.REDUCE_GRAD: self._reduce}
+        self._loop = ActionLoop(rank, actions, handlers, self._poll, heartbeat)
 
     def run(self, step: int) -> None:
         """Run all actions once, until the last message has left."""
         self._recorder.begin_step(step)
-        self._ledger = Ledger(self._schedule, self._costs, self._cap)
+        self._ledger = Ledger(self._schedule, self._device.costs, self._device.cap)
         self._engine_free_ns.clear()
         self._copy_end_ns.clear()
         with realtime_priority():
@@ -320,12 +313,12 @@ class EmulatedExecutor:
             begin_ns = ready_ns
         begin_ns = round(self._ledger.take(self._rank, action, begin_ns))
         self._run_due(begin_ns)
-        self._recorder.count_bytes(self._brings[action])
+        self._recorder.count_bytes(self._bytes(self._ledger.brings(action)))
         end_ns = begin_ns + self._time_ns[action]
         self._waiter.wait_until_time(end_ns)
         self._run_due(end_ns)
         self._ledger.give(action)
-        self._recorder.count_bytes(-self._leaves[action])
+        self._recorder.count_bytes(-self._bytes(self._ledger.leaves(action)))
         for receive in self._channels.done_with.get(action, ()):
             self._channels.release(receive)
         self._recorder.span(action, COMPUTE, begin_ns, end_ns)
@@ -347,7 +340,7 @@ class EmulatedExecutor:
                 *(self._copy_end_ns[copy] for copy in self._copies_of[action]),
             )
         )
-        size = self._copied_bytes[action]
+        size = self._bytes(self._device.costs.moved(action))
         is_out = action.kind is Kind.OFFLOAD
         is_freed = is_out and not self._schedule.has(Kind.FREE, *action[1:])
         if not is_out:
@@ -374,8 +367,11 @@ class EmulatedExecutor:
         self._waiter.wait_until_time(end_ns)
         self._run_due(end_ns)
         self._ledger.give(action)
-        self._recorder.count_bytes(-self._leaves[action])
+        self._recorder.count_bytes(-self._bytes(self._ledger.leaves(action)))
         self._free_ns = end_ns
+
+    def _bytes(self, activations: float) -> int:
+        return round(activations * self._device.activation_bytes)
 
     def _schedule_at(self, time_ns: int, act: Callable[[], None]) -> None:
         heapq.heappush(self._due, (time_ns, next(self._order), act))

@@ -6,7 +6,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from gems.engine.emulation.executor import EmulatedChannels, EmulatedExecutor
+from gems.engine.emulation.executor import EmulatedChannels, EmulatedDevice, EmulatedExecutor
 from gems.engine.supervision.recorder import Recorder
 from gems.engine.transport.mpi import Transport, allgather
 from gems.engine.transport.polling import Waiter, WaitState
@@ -68,7 +68,7 @@ def measure_hop(
     )
     waiter = Waiter(channels.poll, poll_interval_s, hang_timeout_s, wait_state)
     costs = uniform(num_ranks, num_ranks, COMPUTE_S, COMPUTE_S, 0.0)
-    executor = EmulatedExecutor(chain, rank, costs, 0, None, channels, waiter, recorder)
+    executor = EmulatedExecutor(chain, rank, EmulatedDevice(costs), channels, waiter)
     control.barrier()
     executor.run(0)
     channels.close()

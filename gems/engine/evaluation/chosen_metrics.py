@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from gems.config.recipe import METRICS
+from gems.engine.evaluation.metrics import Metric, Scores, Values
 from gems.engine.loss import Outputs, first_tensor
-from gems.engine.metrics import Metric, Scores, Values
 from gems.errors import ConfigError, one_of
 from gems.utils.targets import call_target, load_target, target_error
 

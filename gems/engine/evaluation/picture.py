@@ -10,8 +10,8 @@ from torch import Tensor
 
 from gems.data import Dataset
 from gems.data.dataset import NO_LABEL
+from gems.engine.evaluation.metrics import Metric, Scores, Values
 from gems.engine.loss import Outputs
-from gems.engine.metrics import Metric, Scores, Values
 
 SAMPLES = 4
 SIDE_PX = 160

@@ -1,6 +1,6 @@
-"""What a run's weights say of samples.
+"""What the ranks of `gems evaluate` and `gems predict` do with a run's weights.
 
-A table with a row for each, and maps of the classes of pixels as TIFF files.
+Predictions are a table with a row for each sample, and maps of the classes of pixels as TIFF files.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,16 @@ from gems.data import Dataset, Split, task_of
 from gems.data.dataset import Image, Tokens
 from gems.data.slide import SlideDataset
 from gems.engine.batch_loader import BatchLoader
+from gems.engine.checkpoint.state_dict import restore
 from gems.engine.evaluation.heat_map import write_heat_maps
+from gems.engine.evaluation.measure import evaluate, measure
+from gems.engine.evaluation.metrics import Metric, Scores, Values
 from gems.engine.loss import Outputs
-from gems.engine.metrics import Metric, Scores, Values
-from gems.engine.pipeline import Pipeline
-from gems.engine.train import measure
-from gems.engine.transport.mpi import broadcast
-from gems.utils.atomic_io import atomic_write, distinct
+from gems.engine.rank import Rank
+from gems.engine.transport.mpi import Comm, broadcast
+from gems.launch.scratch_run import REQUEST_JSON
+from gems.runs.folder import RunFolder
+from gems.utils.atomic_io import atomic_write, distinct, read_json
 
 CSV = "predictions.csv"
 MAPS = "maps"
@@ -109,8 +113,24 @@ class PredictionRows(Metric):
         return {}
 
 
+def evaluate_run(folder: RunFolder, comm: Comm, device: torch.device) -> dict[str, Any]:
+    """Evaluate a prepared run, whose train.initial_checkpoint are the weights; collective.
+
+    If the folder holds a request, predictions are written as it says, and labels are not read.
+    """
+    plan = folder.read_plan()
+    rank = Rank.open(plan, comm, device, trains=False)
+    restore(rank, Path(str(plan.spec.train.initial_checkpoint)))
+    request = read_json(folder.path / REQUEST_JSON)
+    view = Numbered if request else None
+    with closing(BatchLoader.open(plan, comm, device, plan.spec.train.steps, view)) as loader:
+        if request:
+            return write_predictions(rank, loader, request)
+        return evaluate(rank, loader)
+
+
 def write_predictions(
-    pipeline: Pipeline, loader: BatchLoader, num_samples: int, request: Mapping[str, Any]
+    rank: Rank, loader: BatchLoader, request: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Write the predictions of all samples to the folder of a request.
 
@@ -120,19 +140,20 @@ def write_predictions(
     Returns:
         The number of samples, the table and the folder of maps, if there are any.
     """
-    spec = pipeline.spec
+    spec = rank.plan.spec
     out = Path(request["out"])
     task = task_of(spec.data)
     samples = loader.dataset
+    num_samples = loader.num_validation
     own = [samples.name_of("validation", index) for index in range(num_samples)] if samples else []
-    names = broadcast(pipeline.comm, own)  # of rank 0, which reads samples
+    names = broadcast(rank.comm, own)  # of rank 0, which reads samples
     maps = [f"{MAPS}/{stem}.tif" for stem in stems_of(names)] if task == "segmentation" else []
-    predictions = PredictionRows(task, spec.data.num_classes, pipeline.loss.scores, out, maps)
-    measure(pipeline, loader, num_samples, [predictions])
+    predictions = PredictionRows(task, spec.data.num_classes, rank.training.loss.scores, out, maps)
+    measure(rank, loader, [predictions])
     found = {"num_samples": num_samples, "table": str(out / CSV)}
     if task == "segmentation":
         found["maps"] = str(out / MAPS)
-    if pipeline.comm.rank == 0:
+    if rank.comm.rank == 0:
         rows = np.concatenate([part.numpy() for part in predictions.rows])
         rows = rows[np.argsort(rows[:, 0])]
         write_table(out / CSV, rows, names, maps, request["classes"], task)

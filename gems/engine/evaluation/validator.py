@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Protocol
 
 from gems.config.schema import TrainConfig
 from gems.engine.transport.mpi import Comm, allgather, broadcast
@@ -36,12 +37,20 @@ class Best:
         return f"step{self.step:08d}"
 
 
+class Validated(Protocol):
+    """The weights that are validated."""
+
+    def measure(self) -> Mapping[str, float]:
+        """Return the validation metrics, the same on all ranks; collective."""
+
+    def save(self, path: Path) -> None:
+        """Write this rank's weights to a folder; collective."""
+
+
 class Validator:
     """Validates at regular steps, keeps the best weights, and decides when to stop.
 
-    `measure` returns the validation metrics, the same on all ranks, and `save` writes this rank's
-    weights to a folder; both are collective. A run that continues reads its best value from
-    best.json.
+    All calls are collective. A run that continues reads its best value from best.json.
     """
 
     def __init__(
@@ -49,11 +58,10 @@ class Validator:
         train: TrainConfig,
         folder: RunFolder,
         comm: Comm,
+        part: TracePart,
         steps_per_epoch: int,
         first_step: int,
-        part: TracePart,
-        measure: Callable[[], Mapping[str, float]],
-        save: Callable[[Path], None],
+        weights: Validated,
     ) -> None:
         self._train = train
         self._folder = folder
@@ -62,8 +70,7 @@ class Validator:
         self._every = train.validate_steps
         if train.validate_epochs is not None:
             self._every = train.validate_epochs * steps_per_epoch
-        self._measure = measure
-        self._save = save
+        self._weights = weights
         self._num_steps = first_step
         self._last: tuple[int, Mapping[str, float]] | None = None
         known = broadcast(comm, read_json(folder.best_json) if comm.rank == 0 else None)
@@ -85,7 +92,7 @@ class Validator:
             ConfigError: `train.monitor` is none of the metrics.
         """
         if self._last is None or self._last[0] != self._num_steps:
-            metrics = self._measure()
+            metrics = self._weights.measure()
             self._last = self._num_steps, metrics
             if self._comm.rank == 0:
                 self._part.set_attributes({"metrics": list(metrics)})
@@ -145,7 +152,7 @@ class Validator:
         """Save the weights; if a rank fails, remove them and return its error; collective."""
         mine = None
         try:
-            self._save(folder)
+            self._weights.save(folder)
         except OSError as error:
             mine = f"rank {self._comm.rank}: {error.strerror}"
         fault = next((each for each in allgather(self._comm, mine) if each is not None), None)

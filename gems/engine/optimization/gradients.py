@@ -39,6 +39,7 @@ class Gradients:
         started: Collection[int] = (),
     ) -> None:
         self._transport = transport
+        self._counted = sorted(stage for direction, stage in modules if direction == 0)
         stages = sorted(
             {stage for _, stage in modules}, key=lambda stage: (stage not in started, stage)
         )
@@ -81,6 +82,7 @@ class Gradients:
             for stage in started
             if len(part := self._of_stage[stage])
         }
+        self.starts_early = transport.size > 1 and bool(started)
         self._message_bytes: int = end_of_message * self._flat.element_size()
         self._started: list[GradientSum] = []
         self._unreported: list[tuple[GradientSum, Callable[[], None]]] = []  # the last of them
@@ -94,13 +96,14 @@ class Gradients:
         """Clear all gradients for the next step."""
         self._flat.zero_()
 
-    def squared_norm(self, stages: Iterable[int]) -> float:
-        """Return the squared norm of the gradients of some stages on this rank.
+    def squared_norm(self) -> float:
+        """Return the squared norm of the gradients of this rank's stages in direction 0.
 
         It is summed in float64 and in a fixed order.
         """
         norms = [
-            torch.linalg.vector_norm(self._of_stage[stage], dtype=torch.float64) for stage in stages
+            torch.linalg.vector_norm(self._of_stage[stage], dtype=torch.float64)
+            for stage in self._counted
         ]
         return float(torch.stack(norms).square().sum()) if norms else 0.0
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gems.engine.executor import Batch
 from gems.engine.optimization.parameter_groups import NumberedLayer
-from gems.engine.pipeline import Pipeline
+from gems.engine.rank import Rank
 from gems.engine.transport.mpi import allgather
 from gems.errors import RankFailedError
 
@@ -26,7 +26,7 @@ class Finding(NamedTuple):
     what: str
 
 
-def raise_nonfinite(pipeline: Pipeline, step: int, batch: Batch) -> NoReturn:
+def raise_nonfinite(rank: Rank, step: int, batch: Batch) -> NoReturn:
     """Raise the error of a step that was not finite, on the rank at fault; collective.
 
     The other ranks wait for the end of the job.
@@ -34,52 +34,52 @@ def raise_nonfinite(pipeline: Pipeline, step: int, batch: Batch) -> NoReturn:
     Raises:
         RankFailedError: The error names the step, the rank and the layer.
     """
-    found = find_nonfinite(pipeline, step, batch)
-    if pipeline.comm.rank == found.rank:
-        norm = pipeline.update.grad_norm
+    found = find_nonfinite(rank, step, batch)
+    if rank.comm.rank == found.rank:
+        norm = rank.update.grad_norm
         raise RankFailedError(
             f"step {step} is not finite (gradient norm {norm:g}) at rank {found.rank}:"
             f" {found.what}; no weight has changed since the step before; lower the learning rate,"
             " or set train.max_grad_norm or train.on_nonfinite=skip"
         )
-    pipeline.control.barrier()
+    rank.connections.control.barrier()
     raise RankFailedError(f"step {step} is not finite, as rank {found.rank} reports")
 
 
-def find_nonfinite(pipeline: Pipeline, step: int, batch: Batch) -> Finding:
+def find_nonfinite(rank: Rank, step: int, batch: Batch) -> Finding:
     """Run a step again without changing weights, and return the layer at fault; collective.
 
     This is the first layer whose output is not finite; if all outputs are finite, the last layer
     with a gradient that is not.
     """
     mine: list[Finding] = []
-    rank = pipeline.comm.rank
-    pipeline.recorder.is_on = False
-    with ExitStack() as watches, pipeline.update.repeated():
-        for layer in pipeline.layers:
+    number = rank.comm.rank
+    rank.recorder.is_on = False
+    with ExitStack() as watches, rank.update.repeated():
+        for layer in rank.stages.layers:
             hook = layer.module.register_forward_hook(
-                partial(_watch, mine, layer, rank), always_call=False
+                partial(_watch, mine, layer, number), always_call=False
             )
             watches.callback(hook.remove)
-        for stage in pipeline.stages.values():
+        for stage in rank.train.stages.values():
             watches.enter_context(
-                stage.watched(partial(_watch_strips, mine, pipeline.layers, rank))
+                stage.watched(partial(_watch_strips, mine, rank.stages.layers, number))
             )
-        pipeline.train.run(step, batch)
-    for layer in pipeline.layers:
+        rank.train.run(step, batch)
+    for layer in rank.stages.layers:
         if not all(_is_finite(p.grad) for p in layer.module.parameters() if p.grad is not None):
             mine.append(
                 Finding(
                     1,
                     -layer.place,
-                    rank,
+                    number,
                     f"all outputs are finite, the gradient of {layer.name} is not",
                 )
             )
     nothing = Finding(
         2, 0, 0, "the loss, though all outputs and gradients of a second try are finite"
     )
-    return min(min(found, default=nothing) for found in allgather(pipeline.comm, mine))
+    return min(min(found, default=nothing) for found in allgather(rank.comm, mine))
 
 
 def _watch(

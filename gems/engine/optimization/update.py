@@ -3,35 +3,62 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from gems.config.schema import TrainConfig
+from gems.config.schema import RunSpec, TrainConfig
+from gems.data import find_source, open_dataset
+from gems.engine.device import DTYPES
 from gems.engine.optimization.ema import WeightAverage
 from gems.engine.optimization.gradients import Gradients
 from gems.engine.optimization.loss_scale import LossScale
 from gems.engine.optimization.lr_schedule import LrSchedule
-from gems.engine.optimization.optimizer import state_bytes
-from gems.engine.stage import StageKey
-from gems.engine.transport.mpi import Transport
+from gems.engine.optimization.optimizer import build_optimizer, state_bytes
+from gems.engine.optimization.parameter_groups import trained
+from gems.engine.rank_stages import Stages
+from gems.engine.transport.connections import Connections
+from gems.engine.transport.mpi import Comm, Transport, broadcast
+from gems.plan.rank_plan import RankPlan
+from gems.schedule.action import Kind
 
 STOP = "stop"
 SKIP = "skip"
 IGNORE = "ignore"
+EPOCH = "epoch"
 CLIP_FLOOR = 1e-6  # added to the norm, as in torch.nn.utils.clip_grad_norm_
+
+
+class GlobalNorm:
+    """The norm over all stages of a pipeline, as a sum that has the same bits on all ranks.
+
+    Each entry of the message comes from one rank: the squared norms of the first replica by rank,
+    then the number of ranks with a loss that is not finite.
+    """
+
+    def __init__(self, control: Transport, partitions: int) -> None:
+        self._control = control
+        self._message = np.zeros(partitions + 1)
+
+    def agree(self, squared_norm: Callable[[], float], is_lost: bool) -> tuple[float, bool]:
+        """Return the norm over all stages, and whether a loss of any rank is lost; collective."""
+        self._message[:] = 0
+        if self._control.rank < len(self._message) - 1:
+            self._message[self._control.rank] = squared_norm()
+        self._message[-1] = is_lost
+        self._control.sum_in_place(self._message)
+        return math.sqrt(self._message[:-1].sum()), bool(self._message[-1])
 
 
 class Update:
     """Changes the weights of a rank once a step, in the same way on all ranks.
 
-    The sums of squared gradients of all ranks of a pipeline, and the number of losses that are not
-    finite, travel in one small message to every rank of the run. Each entry of the message comes
-    from one rank, so its sum has the same bits everywhere, and all copies of a stage scale, skip or
-    stop alike. In float16, a gradient that overflows skips the step and halves the loss scale. It
+    One small message tells every rank of the run the norm of the gradient, and whether all losses
+    are finite, so all copies of a stage scale, skip or stop alike. In float16, a gradient that
+    overflows skips the step and halves the loss scale. It
     is no failure until the scale is 1.
 
     Attributes:
@@ -45,17 +72,14 @@ class Update:
     def __init__(
         self,
         train: TrainConfig,
-        modules: Mapping[StageKey, nn.Module],
+        buffers: Iterable[Tensor],
         gradients: Gradients,
         optimizer: torch.optim.Optimizer,
-        control: Transport,
-        rank: int,
-        num_ranks: int,
-        replica: int,
         schedule: LrSchedule,
+        norms: GlobalNorm,
         average: WeightAverage | None = None,
     ) -> None:
-        """Take the parts of a rank's update; `rank` counts in its pipeline of `num_ranks`."""
+        """Take the parts of a rank's update; a skipped step restores the `buffers` of its layers."""
         self.gradients = gradients
         self.optimizer = optimizer
         self.schedule = schedule
@@ -64,21 +88,46 @@ class Update:
         self.has_failed = False
         self._on_nonfinite = train.on_nonfinite
         self._max_norm = train.max_grad_norm
-        self._control = control
-        self._rank = rank
-        self._replica = replica
-        self._counted = sorted({stage for direction, stage in modules if direction == 0})
         self.scale = LossScale.for_precision(train.precision)
         self._has_overflowed = False
         self._needs_message = (
             self._on_nonfinite != IGNORE or self._max_norm is not None or self.scale is not None
         )
-        self._message = np.zeros(
-            num_ranks + 1
-        )  # squared norms by rank of a pipeline, and losses that are not finite
-        self._buffers = [buffer for module in modules.values() for buffer in module.buffers()]
+        self._norms = norms
+        self._buffers = list(buffers)
         self._before: list[Tensor] = []
         self._is_repeated = False
+
+    @classmethod
+    def open(cls, plan: RankPlan, stages: Stages, connections: Connections) -> Update:
+        """Open the gradients, optimizer, learning rate and averages of a rank; collective.
+
+        Raises:
+            ConfigError: The optimizer or the scheduler of learning rates cannot be constructed.
+        """
+        spec = plan.spec
+        control = connections.control
+        _, index = plan.position(control.rank)
+        started = [
+            action.stage for action in plan.schedule.rows[index] if action.kind is Kind.START_REDUCE
+        ]
+        gradients = Gradients(
+            stages.modules, connections.sums, DTYPES[spec.train.dtype], stages.device, started
+        )
+        optimizer = build_optimizer(spec.optimizer, stages.layers, len(stages.of_model.layers))
+        average = None
+        if spec.train.ema_decay is not None:
+            parameters = (p for layer in stages.layers for p in layer.module.parameters())
+            average = WeightAverage(trained(parameters), spec.train.ema_decay)
+        return cls(
+            spec.train,
+            (buffer for module in stages.modules.values() for buffer in module.buffers()),
+            gradients,
+            optimizer,
+            LrSchedule(spec, optimizer, _samples_per_epoch(spec, control.comm)),
+            GlobalNorm(control, spec.parallel.partitions),
+            average,
+        )
 
     def begin(self) -> None:
         """Clear the gradients, and save what a skipped step must leave unchanged."""
@@ -97,15 +146,8 @@ class Update:
         self.gradients.scale(1 / self.loss_scale)
         if not self._needs_message or self._is_repeated:
             return
-        self._message[:] = 0
-        if self._replica == 0:
-            self._message[self._rank] = self.gradients.squared_norm(self._counted)
-        self._message[-1] = bool(losses) and not bool(
-            torch.isfinite(torch.stack(list(losses))).all()
-        )
-        self._control.sum_in_place(self._message)
-        self.grad_norm = math.sqrt(self._message[:-1].sum())
-        is_lost = bool(self._message[-1])
+        is_lost = bool(losses) and not bool(torch.isfinite(torch.stack(list(losses))).all())
+        self.grad_norm, is_lost = self._norms.agree(self.gradients.squared_norm, is_lost)
         is_finite = math.isfinite(self.grad_norm)
         self._has_overflowed = (
             self.scale is not None and self.scale.can_shrink and not is_lost and not is_finite
@@ -162,3 +204,11 @@ class Update:
     def state_bytes(self) -> int:
         """Return the bytes of the optimizer's state and the averaged weights."""
         return state_bytes(self.optimizer) + (0 if self.average is None else self.average.num_bytes)
+
+
+def _samples_per_epoch(spec: RunSpec, comm: Comm) -> int:
+    """Return the number of training samples; collective if the source must be asked for it."""
+    if spec.lr_scheduler.interval != EPOCH or not find_source(spec.data).counts_itself:
+        return spec.data.train_samples
+    mine = open_dataset(spec.data, spec.seed).num_train if comm.rank == 0 else None
+    return int(broadcast(comm, mine))

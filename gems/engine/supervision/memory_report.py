@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gems.engine.pipeline import Pipeline
+from gems.engine.rank import Rank
 from gems.engine.transport.mpi import allgather, broadcast
 from gems.memory.model import OPTIMIZERS
 from gems.memory.plan import MemoryPlan
@@ -20,7 +20,7 @@ from gems.schedule.costs import StageCosts
 from gems.schedule.ledger import peaks
 
 
-def memory_report(pipeline: Pipeline, profile: Path | None = None) -> dict[str, Any]:
+def memory_report(rank: Rank, profile: Path | None = None) -> dict[str, Any]:
     """Return each rank's peak activation bytes, counted and predicted, and the unsplit layers.
 
     The report covers the steps so far; the call is collective, after at least one step. Unsplit
@@ -30,27 +30,27 @@ def memory_report(pipeline: Pipeline, profile: Path | None = None) -> dict[str, 
     predicted from the profile that the run was planned with, or from a fake profile. Peaks of
     strips are predicted on fake tensors.
     """
-    if pipeline.segments is not None or pipeline.schedule.num_strips > 1:
-        predicted = _bytes_from_profile(pipeline, profile)
+    if rank.training.segments is not None or rank.plan.schedule.num_strips > 1:
+        predicted = _bytes_from_profile(rank, profile)
     else:
-        predicted = _bytes_from_stages(pipeline)
-    counted = tuple(allgather(pipeline.comm, pipeline.train.activations.peak_bytes))
+        predicted = _bytes_from_stages(rank)
+    counted = tuple(allgather(rank.comm, rank.train.activations.peak_bytes))
     return {
         "peak_activation_bytes": counted,
         "predicted_activation_bytes": predicted,
-        "unsplit_layers": _unsplit_layers(pipeline),
+        "unsplit_layers": _unsplit_layers(rank),
     }
 
 
-def _bytes_from_stages(pipeline: Pipeline) -> tuple[int, ...]:
+def _bytes_from_stages(rank: Rank) -> tuple[int, ...]:
     """Return each rank's peak by the schedule and the measured sizes of stages' largest copies."""
     sizes: dict[int, tuple[int, int]] = {}
     mine = [
         (key[1], stage.stash_bytes or 0, stage.held_for_weights_bytes or 0)
-        for key, stage in pipeline.stages.items()
+        for key, stage in rank.train.stages.items()
     ]
     for number, stash, held_for_weights in itertools.chain.from_iterable(
-        allgather(pipeline.comm, mine)
+        allgather(rank.comm, mine)
     ):
         before = sizes.get(number, (0, 0))
         sizes[number] = (max(before[0], stash), max(before[1], held_for_weights))
@@ -62,21 +62,21 @@ def _bytes_from_stages(pipeline: Pipeline) -> tuple[int, ...]:
         activation=tuple(float(sizes[number][0]) for number in sorted(sizes)),
         held_for_weights=tuple(float(sizes[number][1]) for number in sorted(sizes)),
     )
-    of_pipeline = tuple(int(peak) for peak in peaks(pipeline.schedule, costs))
-    return of_pipeline * pipeline.spec.parallel.replicas
+    of_pipeline = tuple(int(peak) for peak in peaks(rank.plan.schedule, costs))
+    return of_pipeline * rank.plan.spec.parallel.replicas
 
 
-def _bytes_from_profile(pipeline: Pipeline, path: Path | None) -> tuple[int, ...]:
+def _bytes_from_profile(rank: Rank, path: Path | None) -> tuple[int, ...]:
     """Return each rank's peak by walking its schedule over a profile; collective.
 
     In strips, the profile of the strips is used.
     """
-    spec = pipeline.spec
-    schedule = pipeline.schedule
-    boundaries = pipeline.stage_modules.boundaries
+    spec = rank.plan.spec
+    schedule = rank.plan.schedule
+    boundaries = rank.stages.of_model.boundaries
     found: tuple[int, ...] | None = None
-    if pipeline.comm.rank == 0:
-        plan = pipeline.plan or _kept(pipeline)
+    if rank.comm.rank == 0:
+        plan = rank.plan.memory_plan or _kept(rank)
         strips = None
         if schedule.num_strips > 1:
             strips = strips_of(spec, boundaries)
@@ -94,23 +94,23 @@ def _bytes_from_profile(pipeline: Pipeline, path: Path | None) -> tuple[int, ...
             for rank in range(schedule.num_ranks)
         )
         found = tuple(rank.peak_activation_bytes for rank in walked)
-    of_pipeline: tuple[int, ...] = broadcast(pipeline.comm, found)
+    of_pipeline: tuple[int, ...] = broadcast(rank.comm, found)
     return of_pipeline * spec.parallel.replicas
 
 
-def _kept(pipeline: Pipeline) -> MemoryPlan:
+def _kept(rank: Rank) -> MemoryPlan:
     """Return a plan for a schedule without one; the size limit for offloads is the run's."""
-    whole = MemoryPlan.keeping(pipeline.stage_modules.boundaries)
-    return replace(whole, least_bytes=pipeline.spec.memory.min_offload_bytes)
+    whole = MemoryPlan.keeping(rank.stages.of_model.boundaries)
+    return replace(whole, least_bytes=rank.plan.spec.memory.min_offload_bytes)
 
 
-def _unsplit_layers(pipeline: Pipeline) -> tuple[str, ...]:
+def _unsplit_layers(rank: Rank) -> tuple[str, ...]:
     """Return the layers whose full backward runs at I because it cannot be split; collective."""
     mine = set()
-    if pipeline.schedule.has_split_backward:
-        for key, stage in pipeline.stages.items():
-            names = [name for name, _ in pipeline.named_layers(key)]
+    if rank.plan.schedule.has_split_backward:
+        for key, stage in rank.train.stages.items():
+            names = [name for name, _ in rank.stages.named_layers(key)]
             for inner in stage.split_layers().unsplit:
                 index, _, rest = inner.partition(".")
                 mine.add(f"{names[int(index)]}.{rest}" if rest else names[int(index)])
-    return tuple(sorted(set().union(*allgather(pipeline.comm, mine))))
+    return tuple(sorted(set().union(*allgather(rank.comm, mine))))

@@ -41,10 +41,27 @@ T = TypeVar("T")
 
 
 class _Rendezvous:
-    """Open the place where ranks find each other to open groups; collective over `comm`."""
+    """Where ranks find each other to open groups; collective over `comm`.
 
-    def __init__(self, backend: str, comm: Comm) -> None:
+    A thread opens the groups, since torch waits for the other ranks without a call of MPI, for
+    whose messages they may wait before they get there.
+    """
+
+    def __init__(
+        self,
+        backend: str,
+        comm: Comm,
+        device: torch.device,
+        hang_timeout_s: float,
+        waits: WaitState,
+    ) -> None:
         self._backend = backend
+        self._device = device
+        self._rank = comm.rank
+        self._hang_timeout_s = hang_timeout_s
+        self._waits = waits
+        set_device = partial(torch.cuda.set_device, device) if backend == NCCL else None
+        self._pool = ThreadPoolExecutor(1, "open groups", initializer=set_device)
         is_here = ranks_here(comm) == comm.size
         tcp_store, self._prefix_store = stores()
         host = "127.0.0.1" if is_here else socket.gethostname()
@@ -69,6 +86,29 @@ class _Rendezvous:
 
     def open(self, name: str, rank: int, size: int) -> Any:
         """Open the group of `size` ranks that ask for this name; collective over them."""
+        return self._in_thread(name, lambda: self._open(name, rank, size))
+
+    def exchange_first(self, name: str, post: Callable[[Tensor], Request]) -> None:
+        """Let NCCL connect the ranks of a group, by a message; collective over them."""
+        if self._backend == NCCL:
+            first = self._in_thread(name, lambda: post(torch.zeros(1, device=self._device)))
+            self._wait_until(first.Test, name)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._pool.shutdown()
+
+    def _in_thread(self, name: str, call: Callable[[], T]) -> T:
+        called = self._pool.submit(call)
+        self._wait_until(called.done, name)
+        return called.result()
+
+    def _wait_until(self, is_done: Callable[[], bool], name: str) -> None:
+        what = f"other ranks to open {name}"
+        who = f"rank {self._rank} "
+        self._waits.wait_until(is_done, what, self._hang_timeout_s, WAKE_S, who=who)
+
+    def _open(self, name: str, rank: int, size: int) -> Any:
         store = self._prefix_store(name, self._store)
         if self._backend == NCCL:
             nccl = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
@@ -293,59 +333,35 @@ def open_groups(
     if backend == NCCL:
         _check_nccl(comm, device)
     replica, rank = divmod(comm.rank, placement.num_ranks)
-    waits = wait_state or WaitState()
     is_nccl = backend == NCCL
-    arrived = threading.Event()
+    waits = wait_state or WaitState()
     # over a network what is left of a broadcast may move only while its root is in MPI, where no
     # group waits
     waits.progress_mpi = comm.Iprobe
-    rendezvous = _Rendezvous(backend, comm)
-    pool = ThreadPoolExecutor(
-        1, "open groups", initializer=partial(torch.cuda.set_device, device) if is_nccl else None
-    )
-
-    def wait_until(is_done: Callable[[], bool], name: str) -> None:
-        waits.wait_until(
-            is_done, f"other ranks to open {name}", hang_timeout_s, WAKE_S, who=f"rank {comm.rank} "
-        )
-
-    def in_thread(name: str, call: Callable[..., T], *given: Any) -> T:
-        # torch waits for the other ranks without a call of MPI, for whose messages they may wait
-        # before they get there
-        called = pool.submit(call, *given)
-        wait_until(called.done, name)
-        return called.result()
-
-    def first_message(post: Callable[[Tensor], Request]) -> Request:
-        return post(torch.zeros(1, device=device))
-
+    arrived = threading.Event()
+    rendezvous = _Rendezvous(backend, comm, device, hang_timeout_s, waits)
     to: tuple[dict[int, _Edge], ...] = ({}, {})
     by: tuple[dict[int, _Edge], ...] = ({}, {})
-    for edge in edges_of(
-        placement
-    ):  # in one order on all ranks, so that none waits for another in a circle
+    # in one order on all ranks, so that none waits for another in a circle
+    for edge in edges_of(placement):
         if rank in (edge.source, edge.destination):
             is_source = rank == edge.source
             name = f"{replica}/{edge.source}-{edge.destination}/{int(edge.is_backward)}"
-            group = in_thread(
-                name, rendezvous.open, name, _SOURCE if is_source else _DESTINATION, 2
-            )
+            group = rendezvous.open(name, _SOURCE if is_source else _DESTINATION, 2)
             ends, peer = (to, edge.destination) if is_source else (by, edge.source)
             ends[edge.is_backward][peer] = made = _Edge(group, not is_nccl, arrived)
-            if is_nccl:
-                first = in_thread(name, first_message, made.send if is_source else made.receive)
-                wait_until(first.Test, name)
+            rendezvous.exchange_first(name, made.send if is_source else made.receive)
     forward, backward = (
         GroupLinks(rank, *ends, arrived, is_nccl, hang_timeout_s, waits)
         for ends in zip(to, by, strict=True)
     )
     peers = placement.reduce_group(rank, num_replicas)
     name = f"copies/{peers[0]}"
-    same = in_thread(name, rendezvous.open, name, peers.index(comm.rank), len(peers))
+    same = rendezvous.open(name, peers.index(comm.rank), len(peers))
     sums = GroupSum(same, comm.rank, is_nccl, hang_timeout_s, waits)
-    if is_nccl and sums.size > 1:
-        sums.wait_sum(in_thread(name, first_message, sums.post_sum))
-    pool.shutdown()
+    if sums.size > 1:
+        rendezvous.exchange_first(name, sums.post_sum)
+    rendezvous.close()
     meet(comm)  # all have found each other before the first rank may end, and with it the store
     return Groups((forward, backward), sums)
 

@@ -1,0 +1,160 @@
+"""The stages of a rank: their layers, and the ways in which these run."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from gems.autograd.random_draws import RandomDraws
+from gems.engine.optimization.parameter_groups import NumberedLayer, check_frozen
+from gems.engine.stage import Stage, StageKey
+from gems.engine.stage_modules import StageModules
+from gems.engine.stages.compiled import CompiledStage
+from gems.engine.stages.strip_forms import StripForms, draws_in, find_evaluation_forms, find_forms
+from gems.engine.stages.whole import WholeStage
+from gems.engine.transport.mpi import Comm, allgather
+from gems.models.build import TensorSpec, freeze
+from gems.models.mixed import Precision
+from gems.plan.rank_plan import RankPlan
+from gems.schedule.families.given_placement import forward_only
+from gems.schedule.lower import lower
+from gems.schedule.schedule import Schedule
+from gems.schedule.validate import validate
+
+Specs = Sequence[tuple[TensorSpec, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """The stages of a rank in all directions.
+
+    A rank builds only the layers of its own stages. Seed and layer index determine the weights, so
+    all copies start equal.
+
+    Attributes:
+        of_model: What each stage of the model consists of.
+        forms: The streaming forms of the stages, if the schedule runs strips.
+    """
+
+    plan: RankPlan
+    rank: int  # of the run
+    device: torch.device
+    of_model: StageModules
+    modules: Mapping[StageKey, nn.ModuleList]
+    layers: Sequence[NumberedLayer]
+    draws: RandomDraws
+    precision: Precision
+    forms: StripForms | None
+
+    @classmethod
+    def open(cls, plan: RankPlan, comm: Comm, device: torch.device, trains: bool) -> Stages:
+        """Build the layers; collective.
+
+        If it `trains`, layers that run in strips only in evaluation are refused.
+
+        Raises:
+            ConfigError: A pattern of optimizer.frozen matches nothing in the whole model, or a
+                layer cannot run in strips.
+        """
+        spec = plan.spec
+        placement = plan.schedule.placement
+        precision = Precision.of(spec.train.precision)
+        of_model = StageModules.from_spec(spec, plan.schedule, plan.boundaries)
+        mine = placement.stages_on(plan.position(comm.rank)[1])
+        built = [
+            of_model.build(
+                [stage for way, stage in mine if way == direction], spec.seed, precision, device
+            )
+            for direction in range(placement.num_directions)
+        ]
+        modules = {(direction, stage): built[direction][stage] for direction, stage in mine}
+        if spec.machine.channels_last:
+            for of_stage in modules.values():
+                of_stage.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        layers = [layer for key in modules for layer in of_model.numbered(key[1], modules[key])]
+        _freeze(spec.optimizer.frozen, comm, layers)
+        forms = None
+        if plan.schedule.num_strips > 1:
+            forms = find_forms(spec, of_model, modules, precision, trains)
+        draws = RandomDraws(spec.seed, spec.model.target is not None)
+        return cls(plan, comm.rank, device, of_model, modules, layers, draws, precision, forms)
+
+    def named_layers(self, key: StageKey) -> list[tuple[str, nn.Module]]:
+        """Return the modules of a stage on this rank, in order, with the names of their layers."""
+        return list(zip(self.of_model.layer_names(key[1]), self.modules[key], strict=True))
+
+    def set_training(self, is_training: bool) -> None:
+        """Switch layers such as batch norm between batch and running statistics."""
+        for modules in self.modules.values():
+            modules.train(is_training)
+
+    def output_specs(self) -> Specs:
+        """Return the outputs of each stage of the model but the last in training."""
+        if self.forms is not None:
+            return self.forms.specs
+        return self.of_model.output_specs(self.plan.spec, self.precision)
+
+    def for_training(self, poll: Callable[[], None], is_compiled: bool) -> dict[StageKey, Stage]:
+        """Return the stages as the schedule runs them; `poll` lets messages move meanwhile."""
+        named = {key: self.named_layers(key) for key in self.modules}
+        stages: dict[StageKey, Stage] = {}
+        if self.forms is not None:
+            seeds = {key: draws_in(layers, self.draws) for key, layers in named.items()}
+            stages.update(self.forms.open(self.modules, poll, self.device, seeds))
+        else:
+            open_stage: Callable[..., Stage] = WholeStage
+            if is_compiled:
+                open_stage = partial(
+                    CompiledStage, device=self.device, is_drawing=self.draws.is_drawing
+                )
+            for key, modules in self.modules.items():
+                stages[key] = open_stage(modules, key[1] == 0, poll)
+        for name, layer in itertools.chain.from_iterable(named.values()):
+            self.draws.watch(name, layer)
+        return stages
+
+    def for_evaluation(
+        self, whole: Mapping[StageKey, Stage], poll: Callable[[], None], trains: bool
+    ) -> tuple[Schedule, Mapping[StageKey, Stage], Specs]:
+        """Return the schedule of evaluation, the stages that it runs, and their outputs.
+
+        They are the `whole` stages unless all layers run in strips in evaluation too. Micro-batches
+        go forward in direction 0, as many at once as the stages need to be busy.
+        """
+        spec = self.plan.spec
+        schedule = self.plan.schedule
+        placement = schedule.placement
+        forms = self.forms
+        if forms is not None and trains:
+            forms = find_evaluation_forms(
+                spec, self.of_model, self.modules, self.precision, self.rank == 0
+            )
+        num_strips = 1 if forms is None else schedule.num_strips
+        num_at_once = min(schedule.num_whole, math.ceil(2 * placement.num_stages / num_strips))
+        forward = validate(lower(forward_only(placement, num_at_once, num_strips)))
+        if forms is None:
+            return forward, whole, self.of_model.output_specs(spec, self.precision, training=False)
+        last = placement.num_stages - 1
+        return (forward, forms.open_evaluation(self.modules, poll, self.device, last), forms.specs)
+
+    def begin_draws(self, step: int, micro_batch: int) -> None:
+        """Let layers draw the random numbers of a micro-batch of this replica."""
+        replica, _ = self.plan.position(self.rank)
+        self.draws.at(step, replica * self.plan.schedule.num_whole + micro_batch)
+
+
+def _freeze(patterns: Sequence[str], comm: Comm, layers: Sequence[NumberedLayer]) -> None:
+    """Freeze the parameters that match optimizer.frozen; collective if there are patterns.
+
+    Raises:
+        ConfigError: A pattern matches nothing in the whole model.
+    """
+    if patterns:
+        mine = freeze(((each.name, each.module) for each in layers), patterns)
+        check_frozen(patterns, set().union(*allgather(comm, mine)))
