@@ -10,6 +10,7 @@ import gc
 import importlib.util
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,19 +18,18 @@ import pytest
 from gems.utils.targets import import_module
 from tests.fake_cuda.build import why_not
 from tests.fake_cuda.load import install
+from tests.helpers.commands import Gems, runner
 
-# Folders and files that take a minute or more, or wait most of it: started last, they would leave
-# workers of pytest-xdist idle.
-FIRST = ("mpi", "test_hangs.py", "test_run.py")
+# Folders and files that take a minute or more, or wait most of it, in the order in which they start:
+# the last to start would leave workers of pytest-xdist idle.
+FIRST = ("mpi", "test_fake_cuda.py", "test_run.py", "test_hangs.py")
 
 # Hundreds of processes and ranks start: each would compile all modules anew, and pytest its tests.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # before torch is loaded: the workers of pytest-xdist share the cores
-
+# before torch is loaded: threads of small layers wait for each other, and sums have one order
+os.environ["OMP_NUM_THREADS"] = "1"
 
 IS_FAKE = os.environ.get("GEMS_TEST_DEVICE") == "fake_cuda"
 if IS_FAKE:
@@ -52,9 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items.sort(
-        key=lambda item: not {item.path.name, item.path.parent.name}.isdisjoint(FIRST), reverse=True
-    )
+    items.sort(key=_place)
     # what was imported and collected stays: each full collection would look through it again
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
@@ -64,6 +62,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             items=[item for number, item in enumerate(items) if number % every]
         )
         items[:] = items[::every]
+
+
+def _place(item: pytest.Item) -> int:
+    names = (item.path.name, item.path.parent.name)
+    return next((place for place, name in enumerate(FIRST) if name in names), len(FIRST))
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give all tests of tests/mpi to one worker, whose ranks then start only once; others by file."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "mpi" if nodeid.startswith("tests/mpi/") else super()._split_scope(nodeid)
+
+    return ByFile(config, log)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -82,6 +99,14 @@ def own_environment(tmp_path_factory: pytest.TempPathFactory) -> None:
     )
     patch.delenv("COLUMNS", raising=False)  # which pytest-xdist sets: output would be wrapped
     patch.setenv("MPIR_CVAR_POLLS_BEFORE_YIELD", "10")  # MPICH's own is 1000
+
+
+@pytest.fixture
+def gems(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Gems:
+    """Run commands of `gems` in this process, in a folder of their own."""
+    return runner(capfd, tmp_path, monkeypatch)
 
 
 @pytest.fixture(scope="session")

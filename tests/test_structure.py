@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -15,6 +14,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+
+from tests.helpers.processes import python
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("gems", "jobs", "analysis")
@@ -445,15 +446,11 @@ def test_a_private_name_is_found() -> None:
 @pytest.mark.parametrize("module", LOGIN_NODE)
 def test_the_login_node_loads_nothing_heavy(module: str) -> None:
     program = f"import sys, {module}; print(*[name for name in {HEAVY!r} if name in sys.modules])"
-    ended = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    ended = python("-c", program)
     assert (ended.returncode, ended.stdout.strip(), ended.stderr) == (0, "", "")
 
 
 def test_what_counts_as_heavy_is_seen_when_it_is_loaded() -> None:
     program = f"import sys, gems.trace; print(*[name for name in {HEAVY!r} if name in sys.modules])"
-    ended = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    ended = python("-c", program)
     assert ended.stdout.split() == ["h5py", "gems.trace"]

@@ -17,6 +17,7 @@ from analysis.__main__ import VERBS, main
 from analysis.cli.summary import summary_dict, summary_table
 from analysis.metrics.run_metrics import run_metrics
 from gems.trace import DTYPES, Trace, part_path, write_trace
+from tests.helpers.processes import python
 
 ROOT = Path(__file__).resolve().parents[2]
 Simulate = Callable[..., Trace]
@@ -254,14 +255,7 @@ def test_start_up_loads_nothing_heavy() -> None:
         "import sys, analysis.__main__, analysis.plots.timeline, analysis.plots.memory_curve,"
         f" analysis.cli.summary\nprint([name for name in {heavy!r} if name in sys.modules])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
+    done = python("-c", code, check=True)
     assert done.stdout.strip() == "[]"
 
 

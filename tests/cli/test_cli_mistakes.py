@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,16 +16,10 @@ from hypothesis import strategies as st
 from gems.cli.framework import HYDRA_FLAGS
 from gems.config.overrides import options_of, valid_keys
 from gems.config.schema import RunSpec
-from tests.helpers.commands import MINE, SEEN, Gems, Said, check_refusal, runner
+from tests.helpers.commands import MINE, SEEN, Gems, Said, check_refusal
+from tests.helpers.processes import python
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def gems(
-    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Gems:
-    return runner(capfd, tmp_path, monkeypatch)
 
 
 class TestMistakes:
@@ -108,14 +100,7 @@ class TestProcess:
 
     def run(self, *argv: str, cwd: Path) -> Said:
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        ended = subprocess.run(
-            [sys.executable, "-m", "gems", *argv],
-            cwd=cwd,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        ended = python("-m", "gems", *argv, cwd=cwd, env=environment)
         return Said(ended.returncode, ended.stdout, ended.stderr)
 
     def test_json_is_alone_on_stdout(self, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import csv
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +23,7 @@ from gems.data import open_dataset
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
+from tests.helpers.processes import python
 
 ROOT = Path(__file__).parents[2]
 WORDS = (
@@ -44,15 +44,7 @@ WORDS = (
 
 
 def call(folder: Path, package: str, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", package, *words],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
+    return python("-m", package, *words, cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)})
 
 
 @pytest.fixture(scope="module")

@@ -11,14 +11,7 @@ import pytest
 from gems.__main__ import VERBS
 from gems.cli.framework import Options
 from gems.config.schema import RunSpec
-from tests.helpers.commands import MINE, SEEN, Gems, check_refusal, runner
-
-
-@pytest.fixture
-def gems(
-    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Gems:
-    return runner(capfd, tmp_path, monkeypatch)
+from tests.helpers.commands import MINE, SEEN, Gems, check_refusal
 
 
 class TestVerbs:

@@ -18,7 +18,7 @@ import gems.simulation.memory_case
 import gems.simulation.profiled_costs
 from gems.memory.registry import POLICIES
 from gems.profile import ModelProfile
-from tests.helpers.commands import Gems, check_refusal, runner
+from tests.helpers.commands import Gems, check_refusal
 from tests.helpers.profiles import random_profile
 
 RUN = (
@@ -34,24 +34,25 @@ RUN = (
 NUM_LAYERS = 11
 
 
+MODULES = (
+    gems.partition.methods,
+    gems.plan.evaluate,
+    gems.simulation.profiled_costs,
+    gems.simulation.memory_case,
+    gems.profile.store,
+)
+
+
 @pytest.fixture
-def gems_(
-    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Gems:
+def gems_(gems: Gems, monkeypatch: pytest.MonkeyPatch) -> Gems:
     """Run commands on ResNet-20 with a made-up profile."""
 
     def profile_of(spec: object) -> ModelProfile:
         return random_profile(NUM_LAYERS, seed=5, decay=0.9)
 
-    for module in (
-        gems.partition.methods,
-        gems.plan.evaluate,
-        gems.simulation.profiled_costs,
-        gems.simulation.memory_case,
-        gems.profile.store,
-    ):
+    for module in MODULES:
         monkeypatch.setattr(module, "profile_of", profile_of)
-    return runner(capfd, tmp_path, monkeypatch)
+    return gems
 
 
 def test_one_policy(gems_: Gems) -> None:

@@ -15,33 +15,34 @@ import gems.simulation.memory_case
 import gems.simulation.profiled_costs
 from gems.partition.methods import METHODS
 from gems.profile import ModelProfile
-from tests.helpers.commands import Gems, check_refusal, runner
+from tests.helpers.commands import Gems, check_refusal
 from tests.helpers.profiles import random_profile
 
 RUN = ("data=synthetic", "model=resnet20_v1", "parallel.partitions=4", "parallel.micro_batches=8")
 PLAIN_RUN = (*RUN, "schedule=1f1b")
 
 
+MODULES = (
+    gems.partition.methods,
+    gems.plan.evaluate,
+    gems.simulation.build,
+    gems.simulation.profiled_costs,
+    gems.simulation.memory_case,
+    gems.profile.store,
+)
+
+
 @pytest.fixture
-def gems_(
-    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Gems:
+def gems_(gems: Gems, monkeypatch: pytest.MonkeyPatch) -> Gems:
     """Run commands on ResNet-20 with a made-up profile; deeper ones have more of the same."""
 
     def profile_of(spec: object) -> ModelProfile:
         depth = spec.model.depth  # type: ignore[attr-defined]
         return random_profile((depth - 2) // 2 + 2, seed=5, decay=0.9)
 
-    for module in (
-        gems.partition.methods,
-        gems.plan.evaluate,
-        gems.simulation.build,
-        gems.simulation.profiled_costs,
-        gems.simulation.memory_case,
-        gems.profile.store,
-    ):
+    for module in MODULES:
         monkeypatch.setattr(module, "profile_of", profile_of)
-    return runner(capfd, tmp_path, monkeypatch)
+    return gems
 
 
 def test_one_cut(gems_: Gems) -> None:

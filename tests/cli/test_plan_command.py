@@ -19,7 +19,7 @@ from gems.config.compose import compose
 from gems.config.resolve import global_batch, run_id
 from gems.config.schema import RunSpec
 from gems.plan.evaluate import evaluate, simulate
-from tests.helpers.commands import Gems, check_refusal, runner
+from tests.helpers.commands import Gems, check_refusal
 from tests.helpers.planners import NUM_LAYERS, RUN, made_up, sized
 from tests.helpers.profiles import random_profile
 
@@ -27,12 +27,10 @@ ASKED = ("plan", *RUN, "parallel.gpus=4", "--global-batch", "4", "--budget", "2"
 
 
 @pytest.fixture
-def gems_(
-    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Gems:
+def gems_(gems: Gems, monkeypatch: pytest.MonkeyPatch) -> Gems:
     """Run commands on a made-up model."""
     made_up(monkeypatch, 5)
-    return runner(capfd, tmp_path, monkeypatch)
+    return gems
 
 
 def test_json(gems_: Gems) -> None:

@@ -23,7 +23,7 @@ from gems.profile import ModelProfile
 from gems.simulation.build import lowered_schedule
 from gems.simulation.costs import RunCosts
 from gems.simulation.prediction import Prediction
-from tests.helpers.commands import Gems, check_refusal, runner
+from tests.helpers.commands import Gems, check_refusal
 from tests.helpers.profiles import random_profile
 
 PLAN = {
@@ -46,11 +46,8 @@ LINKS = ("cost.param_bytes=1000000", "machine.link_bytes_per_s=1e8", "machine.li
 
 
 @pytest.fixture
-def gems_(
-    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Gems:
-    run = runner(capfd, tmp_path, monkeypatch)
-    return lambda *words: run("plan", "--hybrid", *words, verbs=PLAN)
+def gems_(gems: Gems) -> Gems:
+    return lambda *words: gems("plan", "--hybrid", *words, verbs=PLAN)
 
 
 def answer_of(gems_: Gems, *words: str) -> dict[str, Any]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ from gems.errors import ConfigError, ScheduleError
 from gems.schedule.formats.schedule_json import from_json
 from gems.schedule.validate import validate
 from tests.helpers.drawings import play, uniform_cost
+from tests.helpers.processes import python
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -166,9 +165,7 @@ def test_the_command_ends_with_the_one_line(tmp_path: Path) -> None:
         f"schedule.path={written(tmp_path, broken)}",
         "parallel.micro_batches=1",
     ]
-    ended = subprocess.run(
-        [sys.executable, "-m", "gems", *words], capture_output=True, text=True, timeout=60, cwd=ROOT
-    )
+    ended = python("-m", "gems", *words)
     assert (ended.returncode, ended.stdout) == (2, "")
     *picture, line = ended.stderr.splitlines()
     assert picture[1] == "rank    0 | !0B0!"

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 
 from gems.config.schema import DataConfig
 from gems.data import DATASETS, Dataset, Image, Source, Split, check_data, open_dataset
 from gems.errors import ConfigError
+from tests.helpers.processes import python
 
 
 class Ramps(Dataset):
@@ -67,7 +65,5 @@ def test_reading_images_loads_no_torch() -> None:
         " open_dataset(DataConfig(name='tissue'), 0).image('train', 0); print('torch' in"
         " sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = python("-c", program, check=True)
     assert done.stdout.split() == ["False", "False", "False"]

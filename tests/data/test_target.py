@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from gems.config.schema import DataConfig
 from gems.data import check_data, kind_of, open_dataset, resolve_data, task_of
 from gems.data.target import TargetDataset
 from gems.errors import ConfigError
+from tests.helpers.processes import python
 
 SIZE = 12
 READS: list[int] = []
@@ -397,14 +396,7 @@ def test_the_login_node_asks_a_child_once(tmp_path: Path) -> None:
     )
     found = []
     for _ in range(2):
-        ended = subprocess.run(
-            [sys.executable, "-c", program],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=True,
-        )
+        ended = python("-c", program, cwd=tmp_path, check=True)
         found.append((ended.stdout.splitlines(), len((tmp_path / "imports").read_text())))
     assert [lines[-1] for lines, _ in found] == ["False", "False"]
     assert all("data.num_classes=2" in lines[0] and "sample" in lines[0] for lines, _ in found)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import platform
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.helpers.processes import python
 
 PROGRAM = """
 import resource, sys
@@ -29,14 +29,7 @@ print(faults() - before)
 
 
 def page_faults(mode: str) -> int:
-    ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM, mode],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=True,
-    )
+    ended = python("-c", PROGRAM, mode, cwd=Path(__file__).parents[2], check=True)
     return int(ended.stdout)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from gems.engine.transport.mpi import Transport
 from gems.errors import ConfigError, RankFailedError
 from gems.launch.local_launcher import Ended, mpiexec_argv, rank_environment, run_ranks
 from jobs.cli.probe import probe
+from tests.helpers.processes import python
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -74,9 +74,7 @@ def test_without_torch_where_there_is_no_gpu() -> None:
         "import gems.engine.transport.probe as p, sys; p._device('cpu', ()); "
         "print('torch' in sys.modules, 'mpi4py' in sys.modules)"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+    ended = python("-c", code)
     assert ended.stdout == "False False\n", ended.stderr
 
 

@@ -30,6 +30,7 @@ from gems.runs.heartbeat import Beat, read_beat
 from gems.runs.prepare import prepare
 from gems.trace import KINDS, part_path, read_part
 from gems.utils.atomic_io import read_json
+from tests.helpers.processes import python
 from tests.helpers.toys import make_spec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -247,14 +248,7 @@ def test_a_killed_rank_leaves_all_parts_readable(tmp_path):
 
 def run_alone(folder: RunFolder, **environment: str) -> subprocess.CompletedProcess:
     """One rank without a launcher: a world of its own."""
-    return subprocess.run(
-        [sys.executable, "-m", "gems.engine.run", str(folder.path)],
-        env=rank_environment(1) | environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
+    return python("-m", "gems.engine.run", str(folder.path), env=rank_environment(1) | environment)
 
 
 @pytest.mark.timeout(150)
@@ -292,9 +286,7 @@ def test_a_broken_run_yaml_is_refused(tmp_path):
 
 
 def test_a_run_needs_a_folder():
-    ended = subprocess.run(
-        [sys.executable, "-m", "gems.engine.run"], capture_output=True, text=True, timeout=LIMIT_S
-    )
+    ended = python("-m", "gems.engine.run")
     assert ended.returncode == 2 and "usage" in ended.stderr
 
 

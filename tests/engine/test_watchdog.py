@@ -27,6 +27,7 @@ from gems.schedule import generate
 from gems.schedule.lower import lower
 from gems.utils.atomic_io import read_json
 from gems.utils.process_tree import start_time
+from tests.helpers.processes import python
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_RANKS = 3
@@ -267,13 +268,7 @@ def test_a_rank_that_stands_still_ends_itself(folder, action: str, least_s: floa
 
     A phase outside of the schedule may take three times as long.
     """
-    ended = subprocess.run(
-        [sys.executable, "-c", ALONE, str(folder.path), action],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    ended = python("-c", ALONE, str(folder.path), action)
     assert ended.returncode == StalledError.exit_code, ended.stderr
     record = read_json(folder.failed_json(0))
     assert (record["kind"], record["exit_code"], record["step"], record["action"]) == (

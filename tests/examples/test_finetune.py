@@ -6,9 +6,9 @@ Weights with another head, batch norm that stays as it was, in bfloat16.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.helpers.processes import python
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -32,12 +32,5 @@ assert (found["stem.weight"] - given["stem.weight"]).abs().max() < 0.01
 
 
 def test_it_starts_from_weights_and_keeps_its_batch_norm(tmp_path: Path) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    ended = python("-c", PROGRAM, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert ended.returncode == 0, ended.stderr

@@ -16,6 +16,7 @@ import gems
 from gems.errors import ConfigError
 from gems.launch.local_launcher import mpiexec_argv, rank_environment
 from gems.utils import given
+from tests.helpers.processes import python
 
 ROOT = Path(__file__).parents[2]
 
@@ -76,9 +77,7 @@ def test_objects_of_a_program(tmp_path: Path) -> None:
     )
     torch.save(network, tmp_path / "network.pt")
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=200
-    )
+    ended = python("-c", code, env=environment)
     assert ended.returncode == 0, ended.stderr
     (run,) = (path for path in tmp_path.iterdir() if path.is_dir())
     saved = {

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -68,9 +67,8 @@ def assert_cut_equals_whole(
         inputs = torch.randn(shape, dtype=DTYPE, generator=random)
     if labels is None:
         labels = torch.randint(data.num_classes, (len(inputs),), generator=random)
-    with one_thread():
-        whole = play_whole(layers, inputs, labels)
-        cut = play_cut(layers, even_cuts(len(layers), parts), inputs, labels, is_split)
+    whole = play_whole(layers, inputs, labels)
+    cut = play_cut(layers, even_cuts(len(layers), parts), inputs, labels, is_split)
     assert whole.gradients, "no parameters"
     assert whole.gradients.keys() == cut.gradients.keys(), "cut and whole have other parameters"
     assert whole.buffers.keys() == cut.buffers.keys(), "cut and whole have other buffers"
@@ -159,17 +157,6 @@ def even_cuts(num_layers: int, parts: int) -> list[int]:
 def same(left: Tensor | None, right: Tensor | None) -> bool:
     """Whether two tensors are equal to the bit, or both are none."""
     return left is right if left is None or right is None else torch.equal(left, right)
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Keep torch to one thread, so that sums have one order."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _left(

@@ -16,6 +16,7 @@ import pytest
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Beat, read_beat
 from gems.utils.atomic_io import read_json
+from tests.helpers.processes import python
 
 if TYPE_CHECKING:
     from tests.slurm.conftest import MiniSlurm
@@ -59,15 +60,7 @@ def no_job_is_left(mini_slurm: MiniSlurm) -> Iterator[None]:
 
 def jobs(*words: str, limit_s: float = 120, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run `gems-jobs` as a user does."""
-    return subprocess.run(
-        [sys.executable, "-m", "jobs", *words],
-        cwd=ROOT,
-        env=os.environ | environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=limit_s,
-    )
+    return python("-m", "jobs", *words, env=os.environ | environment, timeout_s=limit_s)
 
 
 def submit(runs: Path, *words: str) -> tuple[str, RunFolder]:

@@ -21,8 +21,6 @@ from gems.profile.profilers.fake import made_fake, on_meta
 from gems.profile.profilers.layer_run import give_gradients, static_tensors, training_loss
 from gems.profile.profilers.live_bytes import LiveBytes
 
-torch.set_num_threads(1)  # small layers are slower on several
-
 SHAPE = (2, 3, 32, 32)
 HOST = torch.device("cpu")
 Parts = tuple[tuple[int, ...], tuple[int, ...]]

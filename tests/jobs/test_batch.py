@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,7 @@ from gems.runs.folder import RunFolder
 from gems.runs.owner import read_owner, take
 from gems.utils.run_module import RUN_MODULE
 from jobs.launch.batch import BatchJob, claim, wait_for_submission
-from tests.helpers.job_helpers import ROOT
+from tests.helpers.processes import python
 
 Tiny = Callable[..., tuple[RunFolder, RunSpec]]
 
@@ -39,14 +38,12 @@ def run_as_slurm_would(
     submission = DelayedSubmission(BatchJob((str(folder.path),), token))
     submission.set_timeout(10, 0)
     submission.dump(folder.logs / f"{job_id}_submitted.pkl")
-    return subprocess.run(
-        [sys.executable, "-u", *RUN_MODULE, "submitit.core._submit", str(folder.logs)],
+    return python(
+        "-u",
+        *RUN_MODULE,
+        "submitit.core._submit",
+        str(folder.logs),
         env={**os.environ, "SUBMITIT_EXECUTOR": "slurm", "SLURM_JOB_ID": job_id, **more},
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=90,
     )
 
 

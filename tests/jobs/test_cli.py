@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,20 +12,9 @@ from gems.cli.framework import main
 from gems.config.compose import compose
 from gems.runs.prepare import prepare
 from jobs.__main__ import VERBS
-from tests.helpers.job_helpers import ROOT
+from tests.helpers.processes import python
 
 MASTER = ["experiment=gems_master", "data=synthetic"]
-
-
-def jobs(*words: str, timeout_s: float = 90) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "jobs", *words],
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-    )
 
 
 @pytest.mark.parametrize(
@@ -120,7 +107,7 @@ def test_folder_in_use(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Non
 
 
 def test_prepare_prints_the_folder_alone(tmp_path: Path) -> None:
-    ended = jobs("prepare", *MASTER, f"runs_dir={tmp_path}")
+    ended = python("-m", "jobs", "prepare", *MASTER, f"runs_dir={tmp_path}")
     assert (ended.returncode, ended.stderr) == (0, "")
     (line,) = ended.stdout.splitlines()
     assert (Path(line) / "run.yaml").exists() and Path(line).parent == tmp_path
@@ -145,7 +132,7 @@ def test_unknown_command(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_help_of_every_verb() -> None:
     for words in (["--help"], ["submit", "--help"], ["collect", "--help"], ["status", "--help"]):
-        ended = jobs(*words)
+        ended = python("-m", "jobs", *words)
         assert ended.returncode == 0, ended.stderr
         assert ended.stdout
 
@@ -169,9 +156,7 @@ except SystemExit as ended:
 heavy = {{"torch", "mpi4py", "matplotlib", "h5py", "skimage", "scipy", "tqdm"}} & sys.modules.keys()
 assert not heavy, heavy
 """
-    ended = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=90
-    )
+    ended = python("-c", program)
     assert ended.returncode == 0, ended.stderr
 
 
@@ -179,9 +164,7 @@ def test_submitit_is_loaded_for_slurm_alone() -> None:
     program = (
         "import sys, jobs.cli.submit, jobs.launch.launch\nassert 'submitit' not in sys.modules"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=90
-    )
+    ended = python("-c", program)
     assert ended.returncode == 0, ended.stderr
 
 

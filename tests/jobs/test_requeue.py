@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,7 +31,8 @@ from jobs.launch.elastic import Recovery
 from jobs.launch.launch import StopRequest, launch
 from jobs.status.job_record import LAUNCHER, JobRecord
 from tests.helpers.fake_slurm import FakeSlurm
-from tests.helpers.job_helpers import ROOT, wait_until
+from tests.helpers.job_helpers import wait_until
+from tests.helpers.processes import python
 
 Tiny = Callable[..., tuple[RunFolder, RunSpec]]
 
@@ -395,9 +394,7 @@ def test_a_cancelled_run_that_saved_is_not_put_back(
 def test_the_words_of_a_terminal_or_pipe_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "41")
     program = "from jobs.launch.own_job import kill_reason; print(kill_reason())"
-    ended = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    ended = python("-c", program)
     assert (ended.stdout, ended.stderr) == ("None\n", "")
 
 

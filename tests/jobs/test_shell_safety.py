@@ -28,6 +28,7 @@ from jobs.batch.resources import job_spec
 from jobs.launch.launch import SWEEP
 from jobs.slurm.sbatch import sbatch_script
 from tests.helpers.job_helpers import ROOT
+from tests.helpers.processes import python
 
 NOTES = """#!{python}
 import os, sys
@@ -322,15 +323,7 @@ def test_through_the_command_line(tmp_path: Path, words: list[str], key: str | N
         "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
     }
-    said = subprocess.run(
-        [sys.executable, "-m", "jobs", *argv],
-        cwd=tmp_path / "cwd",
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    said = python("-m", "jobs", *argv, cwd=tmp_path / "cwd", env=environment)
     assert "Traceback" not in said.stderr
     assert list((tmp_path / "cwd").iterdir()) == []
     if key is not None:
@@ -348,9 +341,9 @@ def test_through_the_command_line(tmp_path: Path, words: list[str], key: str | N
     assert text == (folder / "provenance" / "job.sh").read_text() and script.parent == kept.parent
     run = tmp_path / "run"
     run.mkdir()
-    python = noting(tmp_path / "python", tmp_path / "python was told")
+    program = noting(tmp_path / "python", tmp_path / "python was told")
     kept.write_text(
-        text.replace(f"exec {shlex.quote(sys.executable)} ", f"exec {shlex.quote(str(python))} ")
+        text.replace(f"exec {shlex.quote(sys.executable)} ", f"exec {shlex.quote(str(program))} ")
     )
     subprocess.run(["bash", str(kept)], cwd=run, check=True, timeout=60)
     assert noted(tmp_path / "python was told") == [

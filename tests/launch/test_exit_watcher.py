@@ -6,24 +6,15 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from gems.launch.exit_watcher import read_notes
+from tests.helpers.job_helpers import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def wait_until(condition: Callable[[], object], limit_s: float = 30.0) -> None:
-    pause = threading.Event()
-    deadline_s = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "the condition did not come true"
-        pause.wait(0.02)
 
 
 def start(folder: Path, rank: str | None, text: str) -> subprocess.Popen[str]:

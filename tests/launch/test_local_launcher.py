@@ -12,8 +12,6 @@ import stat
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +20,9 @@ import pytest
 from gems.errors import ConfigError
 from gems.launch import local_launcher as ranks
 from gems.launch.mpich_cleanup import remove_stale_shared_memory
+from tests.helpers.job_helpers import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def wait_until(condition: Callable[[], object], limit_s: float = 30.0) -> None:
-    pause = threading.Event()
-    deadline_s = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "the condition did not come true"
-        pause.wait(0.02)
 
 
 def alive(pid: int) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.launch import recipe
 from gems.utils.run_module import RUN_MODULE
+from tests.helpers.processes import python
 
 ROOT = Path(__file__).parents[2]
 OWN = "tests.helpers.own_losses"
@@ -168,14 +168,13 @@ def test_a_job_is_refused_by_the_child_process_and_not_by_its_ranks(tmp_path: Pa
         "optimizer.target=torch.optim.LBFGS",
         "--dry-run",
     ]
-    ended = subprocess.run(
-        [sys.executable, *RUN_MODULE, "jobs", "submit", *words],
+    ended = python(
+        *RUN_MODULE,
+        "jobs",
+        "submit",
+        *words,
         cwd=tmp_path,
-        capture_output=True,
-        text=True,
         env=os.environ | {"GEMS_CACHE_DIR": str(tmp_path / "cache")},
-        stdin=subprocess.DEVNULL,
-        timeout=250,
     )
     assert (ended.returncode, ended.stdout) == (2, ""), ended.stderr
     assert (

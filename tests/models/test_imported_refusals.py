@@ -6,8 +6,6 @@ What is derived, what is refused and at which line, and who is asked.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +18,7 @@ from gems.models import check_image, layers_of, title_of
 from gems.models.imported.describe import resolve_target
 from gems.utils.targets import source_of
 from tests.helpers.owned import DATA, NETS, ROOT, UNET, own
+from tests.helpers.processes import python
 
 
 class TestRefusals:
@@ -192,14 +191,6 @@ class TestConfiguration:
         for expected in ("x", "x", "xx"):
             if expected == "xx":
                 (tmp_path / "child_net.py").write_text(code + "# changed\n")
-            done = subprocess.run(
-                [sys.executable, "-c", program],
-                cwd=tmp_path,
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=120,
-                check=True,
-            )
+            done = python("-c", program, cwd=tmp_path, env=environment, check=True)
             assert done.stdout.split() == ["0", "1", "False"]
             assert (tmp_path / "imports").read_text() == expected

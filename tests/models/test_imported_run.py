@@ -9,10 +9,11 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.helpers.processes import python
 
 ROOT = Path(__file__).parents[2]
 WORDS = (
@@ -37,15 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def gems(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "gems", *words],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
+    return python("-m", "gems", *words, cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)})
 
 
 def test_trains_as_one_process_would(folder: Path) -> None:

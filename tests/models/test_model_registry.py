@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from gems.config.schema import DataConfig, ModelConfig
 from gems.errors import ConfigError
 from gems.models import MODELS, ModelFamily, check_image, layers_of, stride_of, title_of
+from tests.helpers.processes import python
 
 
 def test_an_unknown_model_names_the_nearest() -> None:
@@ -38,9 +36,7 @@ def test_every_family_gives_layers_of_the_small_networks_without_torch() -> None
         " [layers_of(ModelConfig(name='convnext', depth=36, norm='layer'), DataConfig())];"
         " print(*map(len, layers), 'torch' in sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = python("-c", program, check=True)
     assert done.stdout.split() == ["8", "13", "17", "8", "416", "52", "41", "False"]
 
 
@@ -95,7 +91,5 @@ def test_counting_layers_loads_no_torch() -> None:
         "layers = layers_of(ModelConfig(depth=1001, version=2), DataConfig()); "
         "check_image(ModelConfig(), DataConfig()); print(len(layers), 'torch' in sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = python("-c", program, check=True)
     assert done.stdout.split() == ["335", "False"]

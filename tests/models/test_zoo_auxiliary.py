@@ -5,8 +5,6 @@ An exact sum of two losses that travels as a second tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -17,17 +15,9 @@ from gems.config.schema import DataConfig
 from gems.models import layers_of
 from gems.models.blocks.heads import joined_scores
 from gems.models.build import boundary_shapes, build_layers
-from tests.helpers.cutting import one_thread
 from tests.helpers.zoo import SMALL
 
 MODEL, _ = SMALL["inception_v3_auxiliary"]
-
-
-@pytest.fixture(autouse=True)
-def on_one_thread() -> Iterator[None]:
-    """Small maps on many threads of a busy machine wait rather than compute."""
-    with one_thread():
-        yield
 
 
 def losses(main: Tensor, auxiliary: Tensor, labels: Tensor, weight: float) -> tuple[Tensor, Tensor]:

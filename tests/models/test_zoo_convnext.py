@@ -11,7 +11,7 @@ from gems.config.schema import DataConfig, ModelConfig
 from gems.engine.checkpoint.state_dict import whole_model
 from gems.models import layers_of
 from gems.models.blocks.parts import StochasticDepth
-from tests.helpers.cutting import DTYPE, assert_cut_equals_whole, one_thread
+from tests.helpers.cutting import DTYPE, assert_cut_equals_whole
 
 SMALL = ModelConfig(name="convnext", depth=18, width=8, norm="layer")
 
@@ -34,11 +34,10 @@ def test_it_computes_what_torchvision_does(torchvision: Any) -> None:
     ours = whole_model(SMALL, data).to(DTYPE)
     ours.load_state_dict(dict(zip(ours.state_dict(), theirs.state_dict().values(), strict=True)))
     images = torch.randn(2, 3, 70, 65, dtype=DTYPE)
-    with one_thread():
-        wanted = theirs(images)
-        found = ours(images)
-        (wanted**2).sum().backward()
-        (found**2).sum().backward()
+    wanted = theirs(images)
+    found = ours(images)
+    (wanted**2).sum().backward()
+    (found**2).sum().backward()
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=0)
     for parameter, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(

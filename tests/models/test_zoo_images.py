@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -14,7 +13,6 @@ from gems.config.schema import DataConfig, ModelConfig
 from gems.errors import ConfigError
 from gems.models import check_image, layers_of, stride_of
 from gems.models.build import boundary_shapes, build_layer, build_layers
-from tests.helpers.cutting import one_thread
 from tests.helpers.zoo import PRESETS, SMALL, num_parameters, published
 
 CHAINS = (
@@ -30,13 +28,6 @@ CHAINS = (
 CLASSIFIERS = [
     path.stem for path in sorted(PRESETS.glob("*.yaml")) if published(path.stem).name in CHAINS
 ]
-
-
-@pytest.fixture(autouse=True)
-def on_one_thread() -> Iterator[None]:
-    """Small maps on many threads of a busy machine wait rather than compute."""
-    with one_thread():
-        yield
 
 
 def logits_of(model: ModelConfig, data: DataConfig) -> torch.Tensor:

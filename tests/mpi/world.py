@@ -29,7 +29,7 @@ START_S = 120.0
 TEST_S = 240.0
 ALONE_S = 20.0  # once a rank has failed, for the others: they may wait for it forever
 END_S = 20.0
-OPTIONS = ("-q", "-o", "addopts=", "-p", "no:cacheprovider", "-p", "no:timeout")
+OPTIONS = ("-q", "-o", "addopts=", "-p", "no:cacheprovider")
 
 
 @dataclass
@@ -116,6 +116,7 @@ class World:
         paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
         variables = rank_environment(1) | {
             "GEMS_TEST_RANK": "1",
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # they take seconds to load
             "PYTHONPATH": os.pathsep.join(paths),
         }
         variables.pop("PYTEST_ADDOPTS", None)

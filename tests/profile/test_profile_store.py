@@ -29,6 +29,7 @@ from gems.profile.pace import RunPace
 from gems.profile.profilers.take import take
 from gems.profile.store import keep_pace, key_of, known_pace, profile_alone, profile_of, versions
 from gems.profile.strip_profile import STRIP_SHARES
+from tests.helpers.processes import python
 
 
 def spec_of(**changes: object) -> RunSpec:
@@ -260,9 +261,7 @@ class TestHere:
 
 def test_the_caller_loads_no_torch() -> None:
     program = "import sys, gems.profile.store, gems.cli.profile; print('torch' in sys.modules)"
-    ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
-    )
+    ended = python("-c", program)
     assert (ended.stdout.strip(), ended.stderr) == ("False", "")
 
 

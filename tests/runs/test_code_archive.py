@@ -19,6 +19,7 @@ import pytest
 from gems.runs import code_archive as snapshot
 from gems.runs.code_archive import PACKAGES, from_snapshot, hash_of, take_snapshot
 from gems.utils.targets import source_of, sources_of
+from tests.helpers.processes import python
 
 ROOT = Path(__file__).resolve().parents[2]
 WHERE = """
@@ -49,15 +50,7 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Run a module from an archive, with nothing of this repository in the environment."""
     base = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    return subprocess.run(
-        [sys.executable, *from_snapshot(archive, words[0]), *words[1:]],
-        env=base | environment,
-        cwd=cwd,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    return python(*from_snapshot(archive, words[0]), *words[1:], cwd=cwd, env=base | environment)
 
 
 def copy_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str]) -> Path:
@@ -204,14 +197,15 @@ def test_from_a_snapshot_the_same_snapshot_is_taken(archive: Path, tmp_path: Pat
         "import sys, pathlib; sys.path.insert(0, sys.argv[1]); from gems.runs.code_archive import"
         " take_snapshot; print(take_snapshot(pathlib.Path(sys.argv[2])))"
     )
-    said = subprocess.run(
-        [sys.executable, "-P", "-c", code, str(archive), str(tmp_path / "code.zip")],
-        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+    said = python(
+        "-P",
+        "-c",
+        code,
+        str(archive),
+        str(tmp_path / "code.zip"),
         cwd=tmp_path,
-        capture_output=True,
-        text=True,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
         check=True,
-        timeout=120,
     )
     assert said.stdout.strip() == hash_of(archive) == hash_of(tmp_path / "code.zip")
 

@@ -21,6 +21,7 @@ from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
 from gems.utils.atomic_io import read_json, write_json
+from tests.helpers.processes import python
 
 ROOT = Path(__file__).resolve().parents[2]
 # Keys that change no result of a run.
@@ -164,14 +165,7 @@ class TestRunId:
             " print(run_id(RunSpec()))"
         )
         for seed in ("1", "2"):
-            ended = subprocess.run(
-                [sys.executable, "-c", program],
-                cwd=ROOT,
-                env=os.environ | {"PYTHONHASHSEED": seed},
-                capture_output=True,
-                text=True,
-                timeout=60,
-            )
+            ended = python("-c", program, env=os.environ | {"PYTHONHASHSEED": seed})
             assert (ended.stdout.strip(), ended.stderr) == (run_id(RunSpec()), "")
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
 from gems.partition.dlplacer import cp_sat
 from gems.profile.operator_graph import Op, OpGraph
-from tests.helpers.commands import Gems, check_refusal, runner
+from tests.helpers.commands import Gems, check_refusal
 
 RUN = (
     "model=googlenet",
@@ -26,9 +25,7 @@ RUN = (
 
 
 @pytest.fixture
-def gems_(
-    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Gems:
+def gems_(gems: Gems, monkeypatch: pytest.MonkeyPatch) -> Gems:
     """Run commands on two blocks of four branches in place of the model's operators."""
     ops = [Op("stem", 1e-3, 2e-3, 100, 30, 10)]
     edges = []
@@ -42,7 +39,7 @@ def gems_(
     monkeypatch.setattr(
         "gems.partition.operator_placement.operators_taken", lambda spec: graph.to_json()
     )
-    return runner(capfd, tmp_path, monkeypatch)
+    return gems
 
 
 def answer_of(gems_: Gems, *words: str) -> dict[str, object]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +26,7 @@ from gems.runs.simulated_run import main, simulated_trace
 from gems.simulation.build import lowered_schedule
 from gems.trace import KINDS, STREAMS, Trace, read_trace
 from gems.utils.atomic_io import read_json
+from tests.helpers.processes import python
 
 ROOT = Path(__file__).resolve().parents[2]
 LINKS = MachineConfig(kind="simulated", link_latency_s=0.001, link_bytes_per_s=1e6)
@@ -162,13 +161,7 @@ def test_a_very_long_run_is_written_in_part(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_program_writes_trace_and_result(tmp_path: Path) -> None:
     folder = prepare(spec_of(runs_dir=str(tmp_path)))
-    ended = subprocess.run(
-        [sys.executable, "-m", "gems.runs.simulated_run", str(folder.path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    ended = python("-m", "gems.runs.simulated_run", str(folder.path))
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
     trace = read_trace(folder.trace_h5)
     result = read_json(folder.result_json)
@@ -199,9 +192,7 @@ def test_nothing_heavy_is_loaded() -> None:
         "import sys, gems.runs.simulated_run; "
         "print(*[m for m in ('torch', 'mpi4py', 'hydra', 'matplotlib') if m in sys.modules])"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    ended = python("-c", program)
     assert (ended.returncode, ended.stdout.strip()) == (0, "")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -98,13 +98,12 @@ def test_pictures(name: str, n: int, parts: int, picture: str) -> None:
 @pytest.mark.parametrize("n", [8, 13])
 @pytest.mark.parametrize("p", [2, 4, 5, 8])
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-def test_order_of_torch(name: str, p: int, n: int) -> None:
+def test_order_of_torch(schedules: ModuleType, name: str, p: int, n: int) -> None:
     """Token for token as torch.distributed.pipelining, but for the last rank of its exported 1F1B.
 
     That list starts at micro-batch 1 and names one that does not exist; torch itself runs from a
     loop.
     """
-    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     cls = {"gpipe": schedules.ScheduleGPipe, "1f1b": schedules.Schedule1F1B}[name]
     if not hasattr(cls, "_get_pipeline_order"):
         pytest.skip("this torch exports no order")

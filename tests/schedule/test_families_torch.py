@@ -14,15 +14,6 @@ from gems.schedule.schedule import Schedule
 SIZES = [(1, 2), (2, 4), (3, 6), (4, 8), (4, 12), (5, 10), (8, 16)]
 
 
-@pytest.fixture(scope="module")
-def schedules() -> ModuleType:
-    module = pytest.importorskip("torch.distributed.pipelining.schedules")
-    for name in ("_Action", "_validate_schedule", "_add_send_recv", "_simulate_comms_compute"):
-        if not hasattr(module, name):
-            pytest.skip(f"this torch has no {name}")
-    return module
-
-
 def theirs(schedules: ModuleType, name: str, p: int, n: int) -> list[list[str]]:
     """Return torch's own order of compute actions, as words; overlapped pairs one after the other."""
     made = object.__new__(getattr(schedules, name))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import io
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -22,7 +23,6 @@ from gems.schedule.schedule import Schedule
 from gems.schedule.validate import validate
 from tests.helpers.drawings import play, text_of, uniform_cost, with_rows
 
-schedules: Any = pytest.importorskip("torch.distributed.pipelining.schedules")
 PLAIN = [
     "layer_parallel",
     "gpipe",
@@ -37,7 +37,7 @@ PLAIN = [
 ]
 
 
-def as_torch_reads(text: str) -> dict[int, list[Any]]:
+def as_torch_reads(schedules: ModuleType, text: str) -> dict[int, list[Any]]:
     """Return the actions as torch's `_load_csv` makes them."""
     cells = csv.reader(io.StringIO(text, newline=""))
     return {
@@ -49,10 +49,10 @@ def as_torch_reads(text: str) -> dict[int, list[Any]]:
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("rounds", [1, 2, 5])
 def test_torchs_validator_and_simulator_accept_our_exports(
-    name: str, num_ranks: int, rounds: int
+    schedules: ModuleType, name: str, num_ranks: int, rounds: int
 ) -> None:
     made = generate(name, num_ranks, rounds * num_ranks)
-    orders = as_torch_reads(to_torch_csv(made))
+    orders = as_torch_reads(schedules, to_torch_csv(made))
     placed = schedules._validate_schedule(
         orders, num_ranks, made.num_stages, made.num_micro_batches
     )
@@ -67,11 +67,11 @@ def test_torchs_validator_and_simulator_accept_our_exports(
     assert len(ran) == sum(map(len, made.rows)) + 4 * hops * made.num_micro_batches
 
 
-def test_torchs_validator_can_say_no() -> None:
+def test_torchs_validator_can_say_no(schedules: ModuleType) -> None:
     made = generate("1f1b", 2, 4)
     shorter = with_rows(made, [text_of(made)[0], text_of(made)[1].replace("1B2", "")])
     with pytest.raises(AssertionError):
-        schedules._validate_schedule(as_torch_reads(to_torch_csv(shorter)), 2, 2, 4)
+        schedules._validate_schedule(as_torch_reads(schedules, to_torch_csv(shorter)), 2, 2, 4)
 
 
 def test_what_is_written() -> None:
@@ -87,7 +87,9 @@ def test_our_exports_come_back(name: str) -> None:
     assert from_torch_csv(to_torch_csv(lower(made)), name) == compute_only(lower(made)) == made
 
 
-def order_of(cls: str, placement: Any, num_micro_batches: int, **more: int) -> str:
+def order_of(
+    schedules: ModuleType, cls: str, placement: Any, num_micro_batches: int, **more: int
+) -> str:
     """Return the CSV of one of torch's own schedules, made without its runtime."""
     made = object.__new__(getattr(schedules, cls))
     num_ranks = placement.num_ranks
@@ -122,9 +124,11 @@ def order_of(cls: str, placement: Any, num_micro_batches: int, **more: int) -> s
         ("ScheduleDualPipeV", v(4), {"num_chunks": 2}),
     ],
 )
-def test_torchs_own_schedules_are_read(cls: str, placement: Any, more: dict[str, int]) -> None:
+def test_torchs_own_schedules_are_read(
+    schedules: ModuleType, cls: str, placement: Any, more: dict[str, int]
+) -> None:
     """Its idle steps are passed over, and an overlapped forward and backward is one after the other."""
-    made = validate(from_torch_csv(order_of(cls, placement, 8, **more), cls))
+    made = validate(from_torch_csv(order_of(schedules, cls, placement, 8, **more), cls))
     assert (made.placement, made.num_micro_batches) == (placement, 8)
     validate(lower(made))
     assert play(made, uniform_cost(1, 2)).span > 0

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,12 +12,11 @@ import pytest
 from analysis.scaling.published import read_table
 from gems.planner.hybrid.quantity import Quantity
 from scripts.reproduce import mcap, mlperf, pal, scaling, vdnn
+from tests.helpers.processes import python
 
 
 def run(*words: str) -> str:
-    ended = subprocess.run(
-        [sys.executable, "-m", *words], capture_output=True, text=True, timeout=200
-    )
+    ended = python("-m", *words)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 

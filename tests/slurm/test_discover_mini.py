@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -13,6 +11,7 @@ import pytest
 import yaml
 
 from gems.runs.folder import RunFolder
+from tests.helpers.processes import python
 
 if TYPE_CHECKING:
     from tests.slurm.conftest import MiniSlurm
@@ -35,17 +34,6 @@ CONFIGURATION = [
 ENDED = ("finished", "failed")
 
 
-def jobs(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "jobs", *words],
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
-
-
 def said(folder: RunFolder) -> str:
     return "\n".join(
         path.read_text() for path in folder.logs.glob("*") if path.suffix in (".out", ".log")
@@ -58,7 +46,7 @@ def test_a_drafted_preset_runs(
     up = other_cluster.script("up", "--nodes", "2", "--cpus", "4", "--gpus", "2")
     assert up.returncode == 0, up.stderr
     monkeypatch.setenv("SLURM_CONF", str(other_cluster.conf))
-    drafted = jobs("discover")
+    drafted = python("-m", "jobs", "discover")
     assert (drafted.returncode, drafted.stderr) == (0, "")
     preset = yaml.safe_load(drafted.stdout)
     assert (preset["name"], preset["gpus_per_node"], preset["usable_cpus_per_node"]) == (
@@ -84,7 +72,7 @@ def test_a_drafted_preset_runs(
         ["cluster.gpu_request=gres", "cluster.cpu_bind=none"],
         ["cluster.gpu_request=gpus-per-task"],
     ):
-        sent = jobs(*on_it, "cluster.minutes=5", *more)
+        sent = python("-m", "jobs", *on_it, "cluster.minutes=5", *more)
         assert sent.returncode == 0, sent.stderr
         folders.append(
             RunFolder(
@@ -100,13 +88,13 @@ def test_a_drafted_preset_runs(
         map(said, folders)
     )
 
-    refused = jobs(*on_it, "cluster.minutes=1441")
+    refused = python("-m", "jobs", *on_it, "cluster.minutes=1441")
     assert refused.returncode == 2
     assert refused.stderr.startswith(
         "jobs: cluster.minutes=1441: cluster mini allows at most 1440 minutes for jobs of 1-2"
         " nodes in "
     )
-    refused = jobs(*on_it, "parallel.replicas=2")
+    refused = python("-m", "jobs", *on_it, "parallel.replicas=2")
     assert refused.returncode == 2
     assert refused.stderr.startswith(
         "jobs: cluster.nodes=4: cluster mini allows jobs of 1-2 nodes in partition debug; "

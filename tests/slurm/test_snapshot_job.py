@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -20,6 +18,7 @@ import pytest
 from gems.runs.code_archive import PACKAGES, code_root, hash_of
 from gems.runs.folder import RunFolder
 from tests.helpers.mini_runs import wait_until
+from tests.helpers.processes import python
 
 if TYPE_CHECKING:
     from tests.slurm.conftest import MiniSlurm
@@ -57,23 +56,16 @@ def checkout(tmp_path: Path) -> Path:
 def submit(checkout: Path, runs: Path, *words: str) -> tuple[str, RunFolder]:
     """Submit from a checkout; gives the job and its folder."""
     base = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    said = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "jobs",
-            "submit",
-            *CONFIGURATION,
-            f'runs_dir="{runs}"',
-            "--json",
-            *words,
-        ],
-        env=base,
+    said = python(
+        "-m",
+        "jobs",
+        "submit",
+        *CONFIGURATION,
+        f'runs_dir="{runs}"',
+        "--json",
+        *words,
         cwd=checkout,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
+        env=base,
     )
     assert said.returncode == 0, said.stderr
     told = json.loads(said.stdout)

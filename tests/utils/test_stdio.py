@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from tests.helpers.processes import python
 
 PROGRAM = """
 import ctypes
@@ -17,9 +16,7 @@ print("after")
 
 
 def test_stdout_is_left_alone() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60
-    )
+    ended = python("-c", PROGRAM)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == "before\nafter\n"
     assert set(ended.stderr.splitlines()) == {"from C", "from Python"}
