@@ -15,6 +15,7 @@ from gems.partition.compare import PLAIN, EvaluatedPartition, compare, evaluate
 from gems.partition.max_model_size import RESOLUTION, max_model_sizes
 from gems.partition.methods import METHODS, PartitionCase, partition_case, partition_model
 from gems.plan.largest_image import largest_image
+from gems.profile.subject import Subject
 from gems.simulation.build import lowered_schedule
 from gems.utils.tables import table
 from gems.utils.units import GIB, MIB
@@ -152,7 +153,7 @@ def _show_largest(spec: RunSpec, axis: str, as_json: bool) -> int:
 
     def case_of(changed: RunSpec) -> PartitionCase:
         print(".", end="", file=sys.stderr, flush=True)
-        return partition_case(changed, schedule, profile_of(changed))
+        return partition_case(changed, schedule, profile_of(Subject.of(changed)))
 
     found = max_model_sizes(spec, axis, tuple(METHODS), case_of)
     strips = None

@@ -13,6 +13,7 @@ from gems.errors import ConfigError
 from gems.profile import ModelProfile
 from gems.profile.spans import Spans
 from gems.profile.store import profile_alone, read_document
+from gems.profile.subject import Subject
 from gems.utils.tables import Cell, table
 from gems.utils.units import format_bytes
 
@@ -39,7 +40,9 @@ def show_profile(spec: RunSpec, options: Options) -> int:
         points = [read_document(Path(path)) for path in options.chosen["--from"].split(",")]
         profile = extrapolated(spec, points)
     else:
-        profile = profile_alone(replace(spec, profile=replace(spec.profile, whole_model_peak=True)))
+        profile = profile_alone(
+            Subject.of(replace(spec, profile=replace(spec.profile, whole_model_peak=True)))
+        )
     if "--hdf5" in options.chosen:
         _write_hdf5(profile, Path(options.chosen["--hdf5"]))
     if options.json:

@@ -27,6 +27,7 @@ from gems.partition.step_time import MAX_SIMULATED, Cost, shortest_step
 from gems.profile import ModelProfile
 from gems.profile.spans import RankCosts, Spans
 from gems.profile.store import profile_of
+from gems.profile.subject import Subject
 from gems.schedule.costs import FREE, Network
 from gems.schedule.families.gpipe import gpipe
 from gems.schedule.lower import compute_only, lower
@@ -191,7 +192,7 @@ def partition_case(
     Raises:
         ConfigError: There are more stages than layers, or the profile is not available.
     """
-    profile = profile or profile_of(spec)
+    profile = profile or profile_of(Subject.of(spec))
     check_depth(spec, schedule.num_stages, profile.num_layers)
     # other policies free memory after the partition is made
     limit_bytes = spec.machine.device_bytes if spec.memory.name == "keep" else None

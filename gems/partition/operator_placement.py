@@ -12,6 +12,7 @@ from gems.partition.dlplacer.place import Placement, place
 from gems.partition.links import links_of
 from gems.profile.operator_graph import OpGraph
 from gems.profile.store import operators_taken
+from gems.profile.subject import Subject
 from gems.schedule.costs import StageCosts
 from gems.schedule.families.given_placement import placed
 from gems.schedule.placement import Placement as StagePlacement
@@ -48,7 +49,7 @@ def graph_of(spec: RunSpec) -> OpGraph:
             "knows whole layers only",
             "use profile=fake, which takes operators by the rates of machine=",
         )
-    return OpGraph.from_json(operators_taken(spec))
+    return OpGraph.from_json(operators_taken(Subject.of(spec)))
 
 
 def devices_of(machine: MachineConfig, num: int) -> Devices:

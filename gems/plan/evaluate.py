@@ -23,6 +23,7 @@ from gems.plan.rank_plan import RankPlan
 from gems.plan.strips_choice import KEY, with_fastest_strips
 from gems.profile import ModelProfile
 from gems.profile.store import profile_of
+from gems.profile.subject import Subject
 from gems.schedule import CAPPED
 from gems.schedule.edges import check_message_order
 from gems.schedule.lower import compute_only
@@ -121,7 +122,9 @@ class Plan:
         configured.
         """
         if self.boundaries and self.costs == CostConfig():
-            return self._median_step_s(self._by_layers(self.profile or profile_of(self.spec)))
+            return self._median_step_s(
+                self._by_layers(self.profile or profile_of(Subject.of(self.spec)))
+            )
         return self._median_step_s(self.memory)
 
     @property
@@ -216,7 +219,7 @@ def evaluate(spec: RunSpec, trains: bool = True, runs: bool = True) -> Plan:
         has_profile = trains or is_whole
     if not has_profile:
         return Plan(spec, costs, costs.kept(schedule), boundaries)
-    profile = profile_of(run)
+    profile = profile_of(Subject.of(run))
     case = memory_case(run, compute_only(schedule), boundaries, profile)
     room = Room.of(run)
     if is_kept:

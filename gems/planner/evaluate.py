@@ -30,6 +30,7 @@ from gems.profile import ModelProfile
 from gems.profile.scaling import extrapolate
 from gems.profile.spans import RankCosts, Spans
 from gems.profile.store import profile_of
+from gems.profile.subject import Subject
 from gems.schedule import CAPPED
 from gems.schedule.formats.schedule_json import from_json
 from gems.schedule.ledger import TOLERANCE, in_flight, peaks
@@ -210,7 +211,7 @@ class Planner:
 
     def _own_profile(self, size: int) -> ModelProfile:
         parallel = replace(self.spec.parallel, micro_batch_size=size, strips=1)
-        return profile_of(replace(self.spec, parallel=parallel))
+        return profile_of(Subject.of(replace(self.spec, parallel=parallel)))
 
     def confirmed(self, best: Sequence[Choice]) -> tuple[Choice, ...]:
         """Return the choices judged again by the real profiles of their micro-batch sizes.

@@ -10,9 +10,10 @@ import logging
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gems.config.schema import RunSpec
+from gems.errors import ConfigError
 from gems.models import layers_of
-from gems.profile.store import EXACTNESS_TAKER, subject_of, take_profile, versions
+from gems.profile.store import EXACTNESS_TAKER, take_profile, versions
+from gems.profile.subject import Subject
 from gems.utils.cache import cached
 from gems.utils.targets import source_of
 
@@ -32,33 +33,43 @@ class Exactness:
         return {"exact": True, **asdict(self)}
 
 
-def check_exact(spec: RunSpec, has_split_backward: bool) -> None:
+def check_exact(subject: Subject, split_by: str | None) -> None:
     """Compare each layer of a user's network with its streaming form and its split backward.
+
+    `split_by` is the name of the run's schedule if that splits the backward.
 
     The toolkit's own networks are not compared, nor runs without strips and with a full backward.
 
     Raises:
         ConfigError: A layer differs; the error names it.
     """
-    layers = layers_of(spec.model, spec.data)
+    layers = layers_of(subject.model, subject.data)
     targets = {
         layer.target for layer in layers if layer.is_part or not layer.target.startswith("gems.")
     }
-    if not targets or (spec.parallel.strips == 1 and not has_split_backward):
+    if not targets or (subject.parallel.strips == 1 and split_by is None):
         return
     code = [source_of(target, None) for target in sorted(targets) if not target.startswith("gems.")]
     known = {
-        **subject_of(spec),
+        **subject.layers,
         "code": code,
-        "is_in_strips": spec.parallel.strips > 1,
-        "frozen": list(spec.optimizer.frozen),
+        "is_in_strips": subject.parallel.strips > 1,
+        "frozen": list(subject.optimizer.frozen),
         "check": CHECK,
         **versions(),
     }
     key = json.dumps(known, sort_keys=True, default=str)
-    found = cached(
-        spec.cache_dir, "exactness", key, lambda: take_profile(spec, EXACTNESS_TAKER, "exact")
-    )
+    try:
+        found = cached(
+            subject.cache_dir,
+            "exactness",
+            key,
+            lambda: take_profile(subject, EXACTNESS_TAKER, "exact"),
+        )
+    except ConfigError as error:
+        if error.key != "schedule":
+            raise
+        raise ConfigError("schedule", split_by, error.allowed, error.advice) from error
     if found["left_out"]:
         _log.warning(
             "some layers were not compared with themselves before the run: %s", found["left_out"]

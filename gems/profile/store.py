@@ -15,22 +15,20 @@ from dataclasses import asdict, replace
 from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import gems
-from gems.config.schema import DataConfig, MachineConfig, ModelConfig, ProfileConfig, RunSpec
-from gems.data import task_of
+from gems.config.schema import MachineConfig, ProfileConfig
 from gems.errors import ConfigError
 from gems.models import layers_of, stride_of
 from gems.profile.model_profile import LIBRARY_BYTES, TIMES, ModelProfile
 from gems.profile.pace import RunPace
 from gems.profile.strip_profile import STRIP_SHARES, StripProfile, StripWork
+from gems.profile.subject import Subject
 from gems.utils.cache import cached, keep_cached, read_cached
 from gems.utils.gpus import may_have_gpu
 from gems.utils.run_module import RUN_MODULE
-from gems.utils.targets import source_of
 
 PROFILER = 12  # increase it if profilers give other figures
 DISTRIBUTIONS = ("torch", "numpy")
@@ -41,8 +39,6 @@ TAKER, OPERATORS_TAKER, STRIPS_TAKER, STRIP_WORK_TAKER, EXACTNESS_TAKER = (
     f"gems.profile.profilers.{name}"
     for name in ("take", "operators", "strips", "strip_work", "exactness")
 )
-# fields of the data that the layers and the loss see
-_SEEN = ("height_px", "width_px", "channels", "num_classes", "length")
 # keys of the configuration that a profile depends on besides its subject
 _ON_FAKE = (
     "machine.name",
@@ -85,74 +81,36 @@ def _version(distribution: str) -> str:
         return "none"
 
 
-def subject(
-    model: ModelConfig, data: DataConfig, micro_batch_size: int, dtype: str
-) -> dict[str, Any]:
-    """Return the model and everything of the data and the run that its layers see.
-
-    The entries are keyed by the keys of the configuration.
-    """
-    code = (
-        {"code of model.target": source_of(model.target, model.path)}
-        if model.target is not None
-        else {}
-    )
-    return {
-        **code,
-        **{f"model.{key}": value for key, value in asdict(model).items()},
-        **{f"data.{key}": getattr(data, key) for key in _SEEN},
-        "data.task": task_of(data),
-        "parallel.micro_batch_size": micro_batch_size,
-        "train.dtype": dtype,
-    }
-
-
-def subject_of(spec: RunSpec) -> dict[str, Any]:
-    """Return the subject of a resolved run's profile."""
-    return subject(spec.model, spec.data, spec.parallel.micro_batch_size, spec.train.layer_dtype)
-
-
 def is_fake(profile: ProfileConfig) -> bool:
     """Return whether a profile is taken on fake tensors."""
     return profile.name == "fake" or (profile.name == "incremental" and profile.on == "fake")
 
 
-def key_of(spec: RunSpec) -> dict[str, Any]:
+def key_of(subject: Subject) -> dict[str, Any]:
     """Return everything that the profile of a resolved run depends on.
 
     This is the subject, the profiler, the machine and the versions.
     """
-    name = spec.profile.name
+    name = subject.profile.name
     where = (
-        _on_fake(spec, _ON_FAKE)
-        if is_fake(spec.profile)
-        else {"node": platform.node(), **_values(spec, _ON_DEVICE)}
+        _on_fake(subject, _ON_FAKE)
+        if is_fake(subject.profile)
+        else {"node": platform.node(), **subject.values(_ON_DEVICE)}
     )
-    more = _values(spec, _INCREMENTAL) if name == "incremental" else {}
-    return {
-        **subject_of(spec),
-        **where,
-        **more,
-        "profile": name,
-        "profiler": PROFILER,
-        **versions(),
-    }
+    more = subject.values(_INCREMENTAL) if name == "incremental" else {}
+    return {**subject.layers, **where, **more, "profile": name, "profiler": PROFILER, **versions()}
 
 
-def _on_fake(spec: RunSpec, keys: Sequence[str]) -> dict[str, Any]:
+def _on_fake(subject: Subject, keys: Sequence[str]) -> dict[str, Any]:
     """Return the values of keys, and whether machine.device=auto stands for a GPU.
 
     The latter is part of the key because nodes with and without GPUs may share a cache.
     """
-    more = {"has_gpu": may_have_gpu()} if spec.machine.device == "auto" else {}
-    return {**_values(spec, keys), **more}
+    more = {"has_gpu": may_have_gpu()} if subject.machine.device == "auto" else {}
+    return {**subject.values(keys), **more}
 
 
-def _values(spec: RunSpec, keys: Sequence[str]) -> dict[str, Any]:
-    return {key: attrgetter(key)(spec) for key in keys}
-
-
-def profile_of(spec: RunSpec) -> ModelProfile:
+def profile_of(subject: Subject) -> ModelProfile:
     """Return the profile of a resolved run, with layer times at the pace of a run if it is known.
 
     The bytes that libraries hold are `machine.library_bytes` if set, else as the profile measured
@@ -162,13 +120,13 @@ def profile_of(spec: RunSpec) -> ModelProfile:
     Raises:
         ConfigError: As `profile_alone`.
     """
-    profile = profile_alone(spec)
-    pace = known_pace(spec)
-    if spec.parallel.strips > 1 and spec.profile.path is None:
-        profile = _with_times_of_strips(spec, profile)
+    profile = profile_alone(subject)
+    pace = known_pace(subject)
+    if subject.parallel.strips > 1 and subject.profile.path is None:
+        profile = _with_times_of_strips(subject, profile)
     if pace is not None and profile.source == "measured":
         profile = pace.of(profile)
-    known = spec.machine.library_bytes
+    known = subject.machine.library_bytes
     return (
         profile
         if known is None
@@ -176,7 +134,7 @@ def profile_of(spec: RunSpec) -> ModelProfile:
     )
 
 
-def _with_times_of_strips(spec: RunSpec, profile: ModelProfile) -> ModelProfile:
+def _with_times_of_strips(subject: Subject, profile: ModelProfile) -> ModelProfile:
     """Return a profile with layer times for strips, and each strip's share of the layers.
 
     A layer's time is the time for an image with the rows of the strips that it takes at once,
@@ -185,17 +143,19 @@ def _with_times_of_strips(spec: RunSpec, profile: ModelProfile) -> ModelProfile:
     form, times stay unchanged.
     """
     try:
-        work = strip_work_of(spec)
+        work = strip_work_of(subject)
     except ConfigError:
         return profile
-    height = spec.data.height_px
-    stride = stride_of(spec.model)
+    height = subject.data.height_px
+    stride = stride_of(subject.model)
     by_rows: dict[int, ModelProfile] = {}
     layers = []
     for number, (layer, of_layer) in enumerate(zip(profile.layers, work.layers, strict=True)):
-        rows = max(stride, -(-height * of_layer.at_once // spec.parallel.strips // stride) * stride)
+        rows = max(
+            stride, -(-height * of_layer.at_once // subject.parallel.strips // stride) * stride
+        )
         if rows not in by_rows:
-            by_rows[rows] = _shorter(spec, profile, rows)
+            by_rows[rows] = _shorter(subject, profile, rows)
         short = by_rows[rows]
         share = height / short.height_px
         layers.append(
@@ -205,7 +165,7 @@ def _with_times_of_strips(spec: RunSpec, profile: ModelProfile) -> ModelProfile:
     return replace(profile, layers=tuple(layers), facts={**profile.facts, STRIP_SHARES: shares})
 
 
-def _shorter(spec: RunSpec, profile: ModelProfile, rows: int) -> ModelProfile:
+def _shorter(subject: Subject, profile: ModelProfile, rows: int) -> ModelProfile:
     """Return the profile of an image of `rows` rows.
 
     Return the given profile if its image has no more rows, or if the model refuses such an image.
@@ -213,7 +173,7 @@ def _shorter(spec: RunSpec, profile: ModelProfile, rows: int) -> ModelProfile:
     if rows >= profile.height_px:
         return profile
     try:
-        short = profile_alone(replace(spec, data=replace(spec.data, height_px=rows)))
+        short = profile_alone(replace(subject, data=replace(subject.data, height_px=rows)))
     except ConfigError:
         return profile
     return (
@@ -223,22 +183,22 @@ def _shorter(spec: RunSpec, profile: ModelProfile, rows: int) -> ModelProfile:
     )
 
 
-def known_pace(spec: RunSpec) -> RunPace | None:
+def known_pace(subject: Subject) -> RunPace | None:
     """Return how much longer measured layers take in a resolved run.
 
     The pace is that of the machine's configuration, or as calibrated on this node; None if neither
     is known. A profile in a file may be of another machine, so the calibration of this node does
     not apply to it.
     """
-    machine = spec.machine
-    if machine.kind != "real" or (spec.profile.path is None and is_fake(spec.profile)):
+    machine = subject.machine
+    if machine.kind != "real" or (subject.profile.path is None and is_fake(subject.profile)):
         return None
     if machine.pace_factor is not None:
         return RunPace(machine.pace_factor, machine.pace_pass_s)
     found = (
         None
-        if spec.profile.path is not None
-        else read_cached(spec.cache_dir, PACE, _pace_key(machine))
+        if subject.profile.path is not None
+        else read_cached(subject.cache_dir, PACE, _pace_key(machine))
     )
     try:
         return None if found is None else RunPace(**found)
@@ -255,7 +215,7 @@ def _pace_key(machine: MachineConfig) -> str:
     return json.dumps([platform.node(), machine.device, machine.threads_per_rank, versions()])
 
 
-def profile_alone(spec: RunSpec) -> ModelProfile:
+def profile_alone(subject: Subject) -> ModelProfile:
     """Return the profile of a resolved run, from `profile.path` or the cache, or taken now.
 
     A measured profile has the times of layers that run alone.
@@ -264,13 +224,13 @@ def profile_alone(spec: RunSpec) -> ModelProfile:
         ConfigError: The file has no profile, or one of another model, shape, dtype or version; or
             the profile could not be taken.
     """
-    if spec.profile.path is not None:
-        profile = read_document(Path(spec.profile.path))
-        check(profile, spec, Path(spec.profile.path))
+    if subject.profile.path is not None:
+        profile = read_document(Path(subject.profile.path))
+        check(profile, subject, Path(subject.profile.path))
         return profile
-    key = json.dumps(key_of(spec), sort_keys=True, default=str)
+    key = json.dumps(key_of(subject), sort_keys=True, default=str)
     return ModelProfile.from_json(
-        cached(spec.cache_dir, "profile", key, lambda: take_profile(spec))
+        cached(subject.cache_dir, "profile", key, lambda: take_profile(subject))
     )
 
 
@@ -297,7 +257,7 @@ def read_document(path: Path) -> ModelProfile:
     return ModelProfile.from_json(document, path)
 
 
-def check(profile: ModelProfile, spec: RunSpec, path: Path) -> None:
+def check(profile: ModelProfile, subject: Subject, path: Path) -> None:
     """Raise ConfigError if a profile differs from the run in layers, shape, dtype or versions."""
     found = {
         "data.height_px": profile.height_px,
@@ -313,8 +273,8 @@ def check(profile: ModelProfile, spec: RunSpec, path: Path) -> None:
         },
     }
     wanted = {
-        **subject_of(spec),
-        "layers": [layer.name for layer in layers_of(spec.model, spec.data)],
+        **subject.layers,
+        "layers": [layer.name for layer in layers_of(subject.model, subject.data)],
         **{f"version of {name}": text for name, text in versions().items()},
     }
     several = [
@@ -330,7 +290,7 @@ def check(profile: ModelProfile, spec: RunSpec, path: Path) -> None:
         )
 
 
-def operators_taken(spec: RunSpec) -> dict[str, Any]:
+def operators_taken(subject: Subject) -> dict[str, Any]:
     """Return the operators of a run's model with roofline times, from the cache or taken now.
 
     The run is resolved; the document has schema gems.operators/1.
@@ -338,14 +298,14 @@ def operators_taken(spec: RunSpec) -> dict[str, Any]:
     Raises:
         ConfigError: As `take_profile`.
     """
-    known = key_of(spec) | _values(spec, ("optimizer.num_states",))
+    known = key_of(subject) | subject.values(("optimizer.num_states",))
     key = json.dumps(known, sort_keys=True, default=str)
     return cached(
-        spec.cache_dir, "operators", key, lambda: take_profile(spec, OPERATORS_TAKER, "ops")
+        subject.cache_dir, "operators", key, lambda: take_profile(subject, OPERATORS_TAKER, "ops")
     )
 
 
-def strips_of(spec: RunSpec, boundaries: Sequence[int]) -> StripProfile:
+def strips_of(subject: Subject, boundaries: Sequence[int]) -> StripProfile:
     """Return what the stages of a resolved run keep of each strip.
 
     The profile comes from the cache or is taken now, on fake tensors.
@@ -353,26 +313,26 @@ def strips_of(spec: RunSpec, boundaries: Sequence[int]) -> StripProfile:
     Raises:
         ConfigError: A layer needs the whole image, or as `take_profile`.
     """
-    cut = replace(spec, parallel=replace(spec.parallel, boundaries=list(boundaries)))
+    cut = replace(subject, parallel=replace(subject.parallel, boundaries=list(boundaries)))
     return StripProfile.from_json(_strips_taken(cut, STRIPS_TAKER, "stages"))
 
 
-def strip_work_of(spec: RunSpec) -> StripWork:
+def strip_work_of(subject: Subject) -> StripWork:
     """Return each strip's share of the layers of a resolved run, from the cache or taken now.
 
     Raises:
         ConfigError: As `strips_of`.
     """
-    parallel = replace(spec.parallel, boundaries=None)  # boundaries do not matter here
+    parallel = replace(subject.parallel, boundaries=None)  # boundaries do not matter here
     return StripWork.from_json(
-        _strips_taken(replace(spec, parallel=parallel), STRIP_WORK_TAKER, "layers")
+        _strips_taken(replace(subject, parallel=parallel), STRIP_WORK_TAKER, "layers")
     )
 
 
-def _strips_taken(spec: RunSpec, taker: str, wanted: str) -> dict[str, Any]:
-    known = {**subject_of(spec), **_on_fake(spec, _ON_STRIPS), "profiler": PROFILER, **versions()}
+def _strips_taken(subject: Subject, taker: str, wanted: str) -> dict[str, Any]:
+    known = {**subject.layers, **_on_fake(subject, _ON_STRIPS), "profiler": PROFILER, **versions()}
     key = json.dumps([taker, known], sort_keys=True, default=str)
-    return cached(spec.cache_dir, "strips", key, lambda: take_profile(spec, taker, wanted))
+    return cached(subject.cache_dir, "strips", key, lambda: take_profile(subject, taker, wanted))
 
 
 def take_in_this_process() -> None:
@@ -383,7 +343,9 @@ def take_in_this_process() -> None:
     import_module(STRIPS_TAKER)
 
 
-def take_profile(spec: RunSpec, taker: str | None = None, wanted: str = "layers") -> dict[str, Any]:
+def take_profile(
+    subject: Subject, taker: str | None = None, wanted: str = "layers"
+) -> dict[str, Any]:
     """Take the profile and return its document.
 
     A measured profile is always taken in a child process. One on fake tensors is taken in this
@@ -393,23 +355,25 @@ def take_profile(spec: RunSpec, taker: str | None = None, wanted: str = "layers"
         ConfigError: The profiler refused the run or failed; the error says why.
     """
     is_strips = taker in (STRIPS_TAKER, STRIP_WORK_TAKER, EXACTNESS_TAKER)
-    what = "profile of strips" if is_strips else f"profile ({spec.profile.name})"
+    what = "profile of strips" if is_strips else f"profile ({subject.profile.name})"
     doing = "comparing layers with themselves" if taker == EXACTNESS_TAKER else f"taking the {what}"
     print(f"gems: {doing} ...", file=sys.stderr, flush=True)
-    if "torch" in sys.modules and (is_strips or spec.profile.name == "fake"):
+    if "torch" in sys.modules and (is_strips or subject.profile.name == "fake"):
         try:
             document: dict[str, Any] = json.loads(
-                json.dumps(import_module(taker or TAKER).take(spec).to_json())
+                json.dumps(import_module(taker or TAKER).take(subject).to_json())
             )
         except ConfigError:
             raise
         except Exception as error:
             notes = getattr(error, "__notes__", [])
-            raise _failure(spec, "; ".join([f"{type(error).__name__}: {error}", *notes])) from error
+            raise _failure(
+                subject, "; ".join([f"{type(error).__name__}: {error}", *notes])
+            ) from error
         return document
     ended = subprocess.run(
         [sys.executable, *RUN_MODULE, taker or TAKER],
-        input=json.dumps(spec.to_dict()),
+        input=json.dumps(asdict(subject)),
         capture_output=True,
         text=True,
     )
@@ -423,9 +387,9 @@ def take_profile(spec: RunSpec, taker: str | None = None, wanted: str = "layers"
         lines = ended.stderr.strip().splitlines() or [f"the process ended with {ended.returncode}"]
         # Python prints an error before its notes, such as the layer at fault
         told = max((n for n, line in enumerate(lines) if ERROR.match(line)), default=len(lines) - 1)
-        raise _failure(spec, "; ".join(lines[told:]))
+        raise _failure(subject, "; ".join(lines[told:]))
     return answer
 
 
-def _failure(spec: RunSpec, reason: str) -> ConfigError:
-    return ConfigError("profile", spec.profile.name, f"could not be taken: {reason[-400:]}")
+def _failure(subject: Subject, reason: str) -> ConfigError:
+    return ConfigError("profile", subject.profile.name, f"could not be taken: {reason[-400:]}")

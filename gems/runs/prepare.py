@@ -15,6 +15,7 @@ from gems.data.inspection import inspect_data
 from gems.errors import ConfigError
 from gems.plan.evaluate import Plan, evaluate, with_strips_chosen
 from gems.profile.exactness import check_exact
+from gems.profile.subject import Subject
 from gems.runs.code_archive import hash_of
 from gems.runs.folder import RunFolder, older_folders, to_yaml
 from gems.runs.owner import check_free
@@ -57,7 +58,8 @@ def prepare(
     plan = plan or evaluate(spec)
     if spec.machine.kind == "real":
         inspect_data(spec.data, spec.seed)
-        check_exact(plan.spec, plan.schedule.has_split_backward)
+        split_by = plan.schedule.name if plan.schedule.has_split_backward else None
+        check_exact(Subject.of(plan.spec), split_by)
     try:
         check_folder(folder, spec)
         own(folder)

@@ -15,6 +15,7 @@ from gems.partition.operator_placement import placed_on
 from gems.partition.problem import Partition
 from gems.profile import ModelProfile
 from gems.profile.store import profile_of
+from gems.profile.subject import Subject
 from gems.schedule import CAPPED, FAMILIES, FROM_FILE, PLACED
 from gems.schedule.families.published_schedules import published_schedules
 from gems.schedule.formats.schedule_json import from_json, to_json
@@ -69,7 +70,11 @@ def search_schedule(spec: RunSpec, profile: ModelProfile | None = None) -> dict[
     Raises:
         ConfigError: no placement can keep the cap, or the profile is not available.
     """
-    model = ModelCosts(spec, profile or profile_of(spec)) if spec.cost.name == PROFILE else None
+    model = (
+        ModelCosts(spec, profile or profile_of(Subject.of(spec)))
+        if spec.cost.name == PROFILE
+        else None
+    )
     request = (
         schedule_request(RunCosts.of(spec), spec.seed)
         if model is None

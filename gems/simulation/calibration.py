@@ -16,6 +16,7 @@ from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.profile.pace import FACT, RunPace
 from gems.profile.store import is_fake, known_pace, read_document
+from gems.profile.subject import Subject
 from gems.schedule.costs import Network
 from gems.schedule.replicas import all_reduce
 
@@ -170,14 +171,15 @@ def confidence_of(spec: RunSpec) -> Confidence:
     With a known pace, it is calibrated. Layers that were measured alone give a band. For layers on
     fake tensors only the rates of the machine are known, and no run has shown the error.
     """
-    path = spec.profile.path
-    pace = known_pace(spec)
+    subject = Subject.of(spec)
+    path = subject.profile.path
+    pace = known_pace(subject)
     profile = None if path is None else read_document(Path(path))
-    is_measured = not is_fake(spec.profile) if profile is None else profile.source == "measured"
+    is_measured = not is_fake(subject.profile) if profile is None else profile.source == "measured"
     device = "" if profile is None else f" on {profile.device}"
     if not is_measured:
         rates = (
-            f"the rates of machine={spec.machine.name}"
+            f"the rates of machine={subject.machine.name}"
             if path is None
             else f"a profile on fake tensors{device}"
         )

@@ -15,6 +15,7 @@ from gems.partition.links import links_of
 from gems.partition.methods import optimizer_name
 from gems.profile import ModelProfile
 from gems.profile.store import profile_of, strips_of
+from gems.profile.subject import Subject
 from gems.schedule import CAPPED
 from gems.schedule.schedule import Schedule
 from gems.simulation.costs import RunCosts
@@ -40,9 +41,9 @@ def memory_case(
     """
     machine = spec.machine
     strips = None
-    profile = profile or profile_of(spec)
+    profile = profile or profile_of(Subject.of(spec))
     if schedule.num_strips > 1:
-        strips = strips_of(spec, boundaries)
+        strips = strips_of(Subject.of(spec), boundaries)
         profile = stages_as_layers(strips, profile)
         boundaries = tuple(range(len(boundaries)))
     return MemoryCase(

@@ -13,6 +13,7 @@ from gems.partition.methods import partition_model
 from gems.partition.operator_placement import stage_costs_of
 from gems.profile import ModelProfile
 from gems.profile.store import profile_of
+from gems.profile.subject import Subject
 from gems.schedule import CAPPED, PLACED
 from gems.schedule.costs import (
     STAGE_BYTES,
@@ -51,7 +52,7 @@ def with_profiled_costs(spec: RunSpec) -> RunSpec:
         )
     if spec.cost.name != PROFILE or spec.cost.activation_bytes:
         return spec
-    profile = profile_of(spec)
+    profile = profile_of(Subject.of(spec))
     costs = RunCosts.of(spec)
     if spec.schedule.name == CAPPED:
         found = search_schedule(spec)

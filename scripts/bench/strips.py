@@ -21,6 +21,7 @@ from gems.models import layers_of
 from gems.plan.evaluate import evaluate
 from gems.profile.profilers.fake import fake_profile
 from gems.profile.store import strips_of
+from gems.profile.subject import Subject
 from scripts.bench.rig import Table, answered, composed, machine, options, square, trained_in_turns
 
 RESNET50 = "resnet50"
@@ -158,7 +159,9 @@ def _bytes(chosen: argparse.Namespace) -> list[dict[str, Any]]:
             row: dict[str, Any] = {"model": name, "height_px": height}
             for k in numbers:
                 spec = replace(whole, parallel=replace(whole.parallel, strips=k))
-                row[str(k)] = sum(strip.kept for strip in strips_of(spec, cut).stages[0]) / saved
+                row[str(k)] = (
+                    sum(strip.kept for strip in strips_of(Subject.of(spec), cut).stages[0]) / saved
+                )
             rows.append(table.row(row))
     return rows
 

@@ -17,6 +17,7 @@ from gems.config.schema import CostConfig, MachineConfig, ParallelConfig, RunSpe
 from gems.errors import ScheduleError
 from gems.plan.evaluate import simulate
 from gems.profile.profilers.take import take
+from gems.profile.subject import Subject
 from gems.simulation.prediction import Prediction
 
 
@@ -250,7 +251,7 @@ def real(request: pytest.FixtureRequest, tmp_path: Path) -> RunSpec:
         ]
     )
     path = tmp_path / "profile.json"
-    path.write_text(json.dumps(replace(take(spec), source=request.param).to_json()))
+    path.write_text(json.dumps(replace(take(Subject.of(spec)), source=request.param).to_json()))
     return replace(spec, profile=replace(spec.profile, path=str(path)))
 
 

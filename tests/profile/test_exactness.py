@@ -14,6 +14,7 @@ from gems.config.schema import DataConfig, ModelConfig, RunSpec
 from gems.errors import ConfigError
 from gems.profile import exactness
 from gems.profile.exactness import check_exact
+from gems.profile.subject import Subject
 from gems.streaming import buffers
 from tests.helpers.own_gates import Gate
 from tests.helpers.toys import make_spec
@@ -36,14 +37,14 @@ def in_strips(spec: RunSpec, strips: int) -> RunSpec:
 def test_layers_that_equal_themselves_are_asked_once(
     spec: RunSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_exact(spec, True)
+    check_exact(Subject.of(spec), "1f1b")
     (kept,) = Path(str(spec.cache_dir)).glob("exactness-*.json")
     assert '"image": [32, 32], "left_out": ""' in kept.read_text()
     monkeypatch.setattr(exactness, "take_profile", lambda *_: pytest.fail("asked again"))
-    check_exact(spec, True)
-    check_exact(in_strips(spec, 1), False)
+    check_exact(Subject.of(spec), "1f1b")
+    check_exact(Subject.of(in_strips(spec, 1)), None)
     own = replace(spec, model=ModelConfig(name="resnet", depth=20, norm="none"))
-    check_exact(own, True)
+    check_exact(Subject.of(own), "1f1b")
 
 
 def test_a_wrong_rule_of_strips_is_found(spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +55,7 @@ def test_a_wrong_rule_of_strips_is_found(spec: RunSpec, monkeypatch: pytest.Monk
     with pytest.raises(
         ConfigError, match=r"parallel\.strips=3: layer gate in strips differs from itself"
     ):
-        check_exact(spec, False)
+        check_exact(Subject.of(spec), None)
 
 
 def test_a_wrong_split_backward_is_found(spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +66,7 @@ def test_a_wrong_split_backward_is_found(spec: RunSpec, monkeypatch: pytest.Monk
     with pytest.raises(
         ConfigError, match="schedule=1f1b: layer head with a split backward differs from itself"
     ):
-        check_exact(in_strips(spec, 1), True)
+        check_exact(Subject.of(in_strips(spec, 1)), "1f1b")
 
 
 def test_a_hook_of_the_graph_that_a_split_backward_loses_is_found(
@@ -83,4 +84,4 @@ def test_a_hook_of_the_graph_that_a_split_backward_loses_is_found(
     with pytest.raises(
         ConfigError, match="schedule=1f1b: layer gate with a split backward differs from itself"
     ):
-        check_exact(in_strips(spec, 1), True)
+        check_exact(Subject.of(in_strips(spec, 1)), "1f1b")

@@ -14,6 +14,7 @@ from gems.models import layers_of
 from gems.models.families import convnext
 from gems.profile.profilers import operators, strips
 from gems.profile.profilers.fake import fake_profile
+from gems.profile.subject import Subject
 from tests.helpers.toys import make_spec
 
 MODELS = {
@@ -52,12 +53,12 @@ def whole_bytes(name: str, device: str, precision: str) -> int:
 
 
 def strip_bytes(name: str, device: str, precision: str, num_strips: int) -> list[int]:
-    (stage,) = strips.take(spec_of(name, device, precision, num_strips)).stages
+    (stage,) = strips.take(Subject.of(spec_of(name, device, precision, num_strips))).stages
     return [sum((*each.saved, *each.saved_outputs, *each.saved_carried)) for each in stage]
 
 
 def left_bytes(name: str, device: str, precision: str) -> int:
-    graph = operators.take(spec_of(name, device, precision))
+    graph = operators.take(Subject.of(spec_of(name, device, precision)))
     return sum(op.held_bytes - op.state_bytes for op in graph.ops)
 
 

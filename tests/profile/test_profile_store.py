@@ -29,6 +29,7 @@ from gems.profile.pace import RunPace
 from gems.profile.profilers.take import take
 from gems.profile.store import keep_pace, key_of, known_pace, profile_alone, profile_of, versions
 from gems.profile.strip_profile import STRIP_SHARES
+from gems.profile.subject import Subject
 from tests.helpers.processes import python
 
 
@@ -45,7 +46,7 @@ def spec_of(**changes: object) -> RunSpec:
 
 @pytest.fixture(scope="module")
 def profile() -> ModelProfile:
-    return take(spec_of())
+    return take(Subject.of(spec_of()))
 
 
 @pytest.fixture
@@ -57,7 +58,7 @@ def path(profile: ModelProfile, tmp_path: Path) -> Path:
 
 def refusal(spec: RunSpec) -> str:
     with pytest.raises(ConfigError) as error:
-        profile_of(spec)
+        profile_of(Subject.of(spec))
     assert len(str(error.value).splitlines()) == 1
     return str(error.value)
 
@@ -68,7 +69,7 @@ def with_path(path: Path, **changes: object) -> RunSpec:
 
 class TestFile:
     def test_it_gives_what_was_written(self, path: Path, profile: ModelProfile) -> None:
-        assert profile_of(with_path(path)) == profile
+        assert profile_of(Subject.of(with_path(path))) == profile
 
     def test_another_resolution(self, path: Path) -> None:
         data = DataConfig(name="synthetic", height_px=64, width_px=32, train_samples=64)
@@ -125,7 +126,7 @@ class TestCache:
         self, taken: list[RunSpec], tmp_path: Path, profile: ModelProfile
     ) -> None:
         spec = spec_of(cache_dir=str(tmp_path))
-        assert profile_of(spec) == profile_of(spec) == profile
+        assert profile_of(Subject.of(spec)) == profile_of(Subject.of(spec)) == profile
         assert len(taken) == 1
 
     @pytest.mark.parametrize(
@@ -141,13 +142,13 @@ class TestCache:
     def test_what_it_depends_on(
         self, taken: list[RunSpec], tmp_path: Path, changes: dict[str, object]
     ) -> None:
-        profile_of(spec_of(cache_dir=str(tmp_path)))
-        profile_of(spec_of(cache_dir=str(tmp_path), **changes))
+        profile_of(Subject.of(spec_of(cache_dir=str(tmp_path))))
+        profile_of(Subject.of(spec_of(cache_dir=str(tmp_path), **changes)))
         assert len(taken) == 2
 
     def test_what_it_does_not_depend_on(self, taken: list[RunSpec], tmp_path: Path) -> None:
-        profile_of(spec_of(cache_dir=str(tmp_path)))
-        profile_of(spec_of(cache_dir=str(tmp_path), name="other", seed=5))
+        profile_of(Subject.of(spec_of(cache_dir=str(tmp_path))))
+        profile_of(Subject.of(spec_of(cache_dir=str(tmp_path), name="other", seed=5)))
         assert len(taken) == 1
 
     def test_a_gpu_is_in_the_key_of_the_device_that_is_there(
@@ -158,12 +159,13 @@ class TestCache:
         for has_gpu in (True, False):
             monkeypatch.setattr(store, "may_have_gpu", lambda has_gpu=has_gpu: has_gpu)
             keys += [
-                key_of(spec_of(machine=MachineConfig(device=device))) for device in ("auto", "cpu")
+                key_of(Subject.of(spec_of(machine=MachineConfig(device=device))))
+                for device in ("auto", "cpu")
             ]
         assert keys[0] != keys[2] and keys[1] == keys[3]
 
     def test_the_versions_are_in_the_key(self) -> None:
-        assert versions().items() <= key_of(spec_of()).items()
+        assert versions().items() <= key_of(Subject.of(spec_of())).items()
 
 
 class TestPace:
@@ -185,36 +187,41 @@ class TestPace:
 
     def test_layers_take_longer(self, tmp_path: Path, measured: ModelProfile) -> None:
         spec = self.on(tmp_path, pace_factor=1.5, pace_pass_s=0.001)
-        found = profile_of(spec)
+        found = profile_of(Subject.of(spec))
         for before, after in zip(measured.layers, found.layers, strict=True):
             assert after.time_s == pytest.approx(1.5 * before.time_s + 0.003)
             assert after.recompute_s == pytest.approx(1.5 * before.recompute_s + 0.001)
             assert after.saved == before.saved
         assert self.PACE.of(found) == found, "once"
-        assert profile_alone(spec) == measured
+        assert profile_alone(Subject.of(spec)) == measured
 
     def test_it_is_kept_for_this_node(self, tmp_path: Path, measured: ModelProfile) -> None:
         spec = self.on(tmp_path)
-        assert known_pace(spec) is None and profile_of(spec) == measured
+        assert known_pace(Subject.of(spec)) is None and profile_of(Subject.of(spec)) == measured
         keep_pace(self.PACE, str(tmp_path), spec.machine)
-        assert known_pace(spec) == self.PACE and profile_of(spec) == self.PACE.of(measured)
+        assert known_pace(Subject.of(spec)) == self.PACE and profile_of(
+            Subject.of(spec)
+        ) == self.PACE.of(measured)
         assert known_pace(self.on(tmp_path, threads_per_rank=2)) is None
         given = self.on(tmp_path, pace_factor=2.0)
-        assert known_pace(given) == RunPace(2.0), "the machine's file comes first"
+        assert known_pace(Subject.of(given)) == RunPace(2.0), "the machine's file comes first"
 
     def test_it_is_not_for_rates_nor_other_machines(
         self, tmp_path: Path, path: Path, profile: ModelProfile
     ) -> None:
         spec = self.on(tmp_path)
         keep_pace(self.PACE, str(tmp_path), spec.machine)
-        assert known_pace(replace(spec, profile=ProfileConfig("fake"))) is None
-        assert known_pace(replace(spec, machine=replace(spec.machine, kind="simulated"))) is None
+        assert known_pace(Subject.of(replace(spec, profile=ProfileConfig("fake")))) is None
+        assert (
+            known_pace(Subject.of(replace(spec, machine=replace(spec.machine, kind="simulated"))))
+            is None
+        )
         assert known_pace(replace(spec, profile=ProfileConfig("measured", path=str(path)))) is None
         fake = spec_of(
             machine=MachineConfig(device="cpu", pace_factor=2.0),
             profile=ProfileConfig(path=str(path)),
         )
-        assert profile_of(fake) == profile, "the file holds no measured times"
+        assert profile_of(Subject.of(fake)) == profile, "the file holds no measured times"
 
     def test_a_pace_is_in_no_identity(self, tmp_path: Path) -> None:
         assert run_id(self.on(tmp_path)) == run_id(
@@ -228,7 +235,7 @@ class TestChild:
         monkeypatch.delitem(sys.modules, "torch")
 
     def test_it_takes_the_same_profile(self, tmp_path: Path, profile: ModelProfile) -> None:
-        assert profile_of(spec_of(cache_dir=str(tmp_path))) == profile
+        assert profile_of(Subject.of(spec_of(cache_dir=str(tmp_path)))) == profile
 
     def test_its_refusal_is_ours(self, tmp_path: Path) -> None:
         spec = spec_of(cache_dir=str(tmp_path))
@@ -249,7 +256,7 @@ class TestHere:
         monkeypatch.delattr(subprocess, "run")
 
     def test_it_is_the_same_profile(self, tmp_path: Path, profile: ModelProfile) -> None:
-        assert profile_of(spec_of(cache_dir=str(tmp_path))) == profile
+        assert profile_of(Subject.of(spec_of(cache_dir=str(tmp_path)))) == profile
 
     def test_a_failure_is_one_line(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(store, "TAKER", "gems.no_such_module")
@@ -272,9 +279,9 @@ def in_strips(strips: int, min_positions: int = 1) -> ParallelConfig:
 class TestStrips:
     def test_times_are_those_of_as_many_short_images(self, tmp_path: Path) -> None:
         spec = spec_of(cache_dir=str(tmp_path), parallel=in_strips(4))
-        found = profile_of(spec)
-        whole = profile_alone(spec)
-        short = profile_alone(replace(spec, data=replace(spec.data, height_px=8)))
+        found = profile_of(Subject.of(spec))
+        whole = profile_alone(Subject.of(spec))
+        short = profile_alone(Subject.of(replace(spec, data=replace(spec.data, height_px=8))))
         assert [layer.time_s for layer in found.layers] == pytest.approx(
             [4 * layer.time_s for layer in short.layers]
         )
@@ -287,14 +294,16 @@ class TestStrips:
 
     def test_none_is_thinner_than_a_row_of_the_last_map(self, tmp_path: Path) -> None:
         spec = spec_of(cache_dir=str(tmp_path), parallel=in_strips(32))
-        short = profile_alone(replace(spec, data=replace(spec.data, height_px=4)))
-        assert profile_of(spec).layers[1].forward_s == pytest.approx(8 * short.layers[1].forward_s)
+        short = profile_alone(Subject.of(replace(spec, data=replace(spec.data, height_px=4))))
+        assert profile_of(Subject.of(spec)).layers[1].forward_s == pytest.approx(
+            8 * short.layers[1].forward_s
+        )
 
     def test_an_image_that_is_too_short_changes_nothing(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         spec = spec_of(cache_dir=str(tmp_path), parallel=in_strips(4))
-        whole = profile_alone(spec)
+        whole = profile_alone(Subject.of(spec))
 
         def alone(asked: RunSpec) -> ModelProfile:
             if asked.data.height_px < spec.data.height_px:
@@ -302,15 +311,15 @@ class TestStrips:
             return whole
 
         monkeypatch.setattr(store, "profile_alone", alone)
-        found = profile_of(spec)
+        found = profile_of(Subject.of(spec))
         assert [layer.time_s for layer in found.layers] == [layer.time_s for layer in whole.layers]
 
     def test_a_layer_that_waits_for_more_strips_has_the_time_of_their_rows(
         self, tmp_path: Path
     ) -> None:
         spec = spec_of(cache_dir=str(tmp_path), parallel=in_strips(4, 10**6))
-        whole = profile_alone(spec)
-        found = profile_of(spec)
+        whole = profile_alone(Subject.of(spec))
+        found = profile_of(Subject.of(spec))
         assert found.layers[0].time_s == whole.layers[0].time_s, "it takes the whole image at once"
         assert found.facts[STRIP_SHARES][0] == pytest.approx([0, 0, 0, 1])
         assert ModelProfile.from_json(json.loads(json.dumps(found.to_json()))) == found

@@ -16,6 +16,7 @@ from gems.profile.profilers.fake import fake_profile
 from gems.profile.profilers.strip_work import take as take_work
 from gems.profile.profilers.strips import take
 from gems.profile.strip_profile import StripProfile
+from gems.profile.subject import Subject
 from gems.streaming.strip_stage import StripStage
 from tests.helpers.toys import make_spec
 
@@ -66,17 +67,17 @@ def test_strips_of_equal_shapes_are_run_once_and_are_equal(
         return forward(form, strip, *given)
 
     monkeypatch.setattr(StripStage, "forward", count)
-    found = take(spec)
+    found = take(Subject.of(spec))
     assert len(ran) < 4 * 9
     monkeypatch.setattr(StripStage, "shapes_of", lambda _, strip: strip)
-    assert take(spec) == found
+    assert take(Subject.of(spec)) == found
     assert StripProfile.from_json(json.loads(json.dumps(found.to_json()))) == found
 
 
 def test_strips_keep_together_little_more_than_the_whole_image_does() -> None:
     """Beside their inputs, which are copied behind the rows that are left from the strip before."""
     spec = cut_spec("resnet", 4, 1024)
-    found = take(spec)
+    found = take(Subject.of(spec))
     whole = fake_profile(
         spec.model, spec.data, spec.parallel.micro_batch_size, "float32", spec.machine
     )
@@ -92,7 +93,9 @@ def test_strips_keep_together_little_more_than_the_whole_image_does() -> None:
 
 
 def test_a_head_waits_for_the_last_strip_and_maps_for_the_loss() -> None:
-    of_class, of_map = (take(cut_spec(name, 3, 96)).stages[1] for name in ("resnet", "dilated"))
+    of_class, of_map = (
+        take(Subject.of(cut_spec(name, 3, 96))).stages[1] for name in ("resnet", "dilated")
+    )
     assert [strip.waiting for strip in of_class] == [0, 0, 0] and of_class[-1].saved_by_loss
     assert of_map[0].waiting > 0 and of_map[-1].loss_gradient >= sum(
         strip.waiting for strip in of_map
@@ -102,14 +105,14 @@ def test_a_head_waits_for_the_last_strip_and_maps_for_the_loss() -> None:
 def test_a_layer_that_needs_the_whole_image_is_named() -> None:
     spec = cut_spec("resnet", 3, 96)
     with pytest.raises(ConfigError, match=r"layer stem.* needs statistics of the whole image"):
-        take(replace(spec, model=replace(spec.model, norm="batch")))
+        take(Subject.of(replace(spec, model=replace(spec.model, norm="batch"))))
 
 
 def test_the_work_of_layers_by_strip() -> None:
     """Deep layers lag behind, and catch up in the last strip; the head is there alone."""
     spec = cut_spec("resnet", 4, 96)
     parallel = [replace(spec.parallel, min_strip_positions=least) for least in (1, 100)]
-    fine, coarse = (take_work(replace(spec, parallel=each)).layers for each in parallel)
+    fine, coarse = (take_work(Subject.of(replace(spec, parallel=each))).layers for each in parallel)
     for layers in (fine, coarse):
         assert all(sum(layer.shares) == pytest.approx(1) for layer in layers)
         assert [layer.shares[0] for layer in layers] == sorted(

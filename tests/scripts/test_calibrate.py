@@ -28,6 +28,7 @@ from gems.config.schema import (
 from gems.errors import ConfigError
 from gems.profile.pace import RunPace
 from gems.profile.store import known_pace
+from gems.profile.subject import Subject
 from gems.runs.simulated_run import simulated_trace
 from gems.schedule.memory import memory_over_time
 from gems.simulation.build import lowered_schedule
@@ -77,9 +78,9 @@ def test_a_probe_becomes_a_file(
     assert (found["name"], found["held_out_error"]) == ("here", 0.02)
     assert (found["pace_factor"], found["pace_pass_s"]) == (1.5, 1e-4)
     for machine in ("cpu", "auto"):
-        assert known_pace(compose(["profile=measured", f"machine={machine}"])) == RunPace(
-            1.5, 1e-4
-        ), "kept for this node"
+        assert known_pace(
+            Subject.of(compose(["profile=measured", f"machine={machine}"]))
+        ) == RunPace(1.5, 1e-4), "kept for this node"
 
 
 def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

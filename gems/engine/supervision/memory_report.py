@@ -16,6 +16,7 @@ from gems.memory.timeline import rank_timeline
 from gems.partition.methods import optimizer_name
 from gems.profile.profilers.fake import fake_profile
 from gems.profile.store import read_document, strips_of
+from gems.profile.subject import Subject
 from gems.schedule.costs import StageCosts
 from gems.schedule.ledger import peaks
 
@@ -79,7 +80,7 @@ def _bytes_from_profile(rank: Rank, path: Path | None) -> tuple[int, ...]:
         plan = rank.plan.memory_plan or _kept(rank)
         strips = None
         if schedule.num_strips > 1:
-            strips = strips_of(spec, boundaries)
+            strips = strips_of(Subject.of(spec), boundaries)
             plan = plan.between(range(len(boundaries)))
             profile = stages_as_layers(strips)
         elif path is not None and path.exists():

@@ -43,7 +43,8 @@ from gems.profile.profilers.layer_run import (
 )
 from gems.profile.profilers.live_bytes import Workspace
 from gems.profile.profilers.meter import BackwardMeter, LayerMeter, meter, meter_backward
-from gems.profile.store import subject, versions
+from gems.profile.store import versions
+from gems.profile.subject import layer_keys
 
 _DATA = -1  # the maker of the model's inputs
 
@@ -139,7 +140,7 @@ def profile_model(
     shape = (data.height_px, data.width_px, micro_batch_size)
     layers = profile_chain(layers_of(model, data), given, lab, task_loss(data))
     input_bytes = sum(tensor.numel() * tensor.element_size() for tensor in given)
-    facts = {**facts, "subject": subject(model, data, micro_batch_size, dtype)}
+    facts = {**facts, "subject": layer_keys(model, data, micro_batch_size, dtype)}
     return ModelProfile(
         title_of(model), *shape, dtype, device, source, layers, input_bytes, versions(), facts
     )

@@ -20,13 +20,14 @@ from torch import Tensor, nn
 from gems.autograd.outputs import tensors_in
 from gems.autograd.split_backward.deferred import DeferredGradients
 from gems.autograd.split_backward.layers import SplitLayers
-from gems.config.schema import DataConfig, RunSpec
+from gems.config.schema import DataConfig
 from gems.errors import ConfigError, one_line
 from gems.models import Layer, layers_of
 from gems.models.build import build_layers, freeze, input_spec
 from gems.models.streaming_errors import KEY
 from gems.profile.exactness import Exactness
 from gems.profile.profilers.take import answer
+from gems.profile.subject import Subject
 from gems.streaming.compare import TOLERANCES, ConstantDraws, largest_difference, play
 from gems.streaming.errors import StreamingError
 from gems.streaming.ghost_norm import set_row_ends
@@ -43,7 +44,7 @@ _PLAIN = (int, float, complex, bool, type(None), torch.dtype, torch.device, set)
 Rows = Sequence[int | None]
 
 
-def take(spec: RunSpec) -> Exactness:
+def take(subject: Subject) -> Exactness:
     """Compare the layers of a resolved run on the smallest image on which all, or most, stream.
 
     Raises:
@@ -54,12 +55,12 @@ def take(spec: RunSpec) -> Exactness:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # several threads are slower for small layers
     try:
-        for data in _images(spec.data):
+        for data in _images(subject.data):
             try:
-                layers = layers_of(spec.model, data)
+                layers = layers_of(subject.model, data)
             except ConfigError:
                 continue
-            comparison = _Comparison(spec, data, layers)
+            comparison = _Comparison(subject, data, layers)
             left_out = comparison.run()
             if best is None or len(left_out) < fewest:
                 text = "; ".join(f"{name} ({why})" for name, why in left_out.items())
@@ -96,18 +97,18 @@ class _Comparison:
     accepts no other type.
     """
 
-    def __init__(self, spec: RunSpec, data: DataConfig, layers: Sequence[Layer]) -> None:
-        self._spec = spec
+    def __init__(self, subject: Subject, data: DataConfig, layers: Sequence[Layer]) -> None:
+        self._subject = subject
         self._dtype = torch.float64
         self._names = [layer.name for layer in layers]
         self._left_out: dict[str, str] = {}
         self.may_be_too_small = False
-        alone = build_layers(layers, 0, len(layers), spec.seed, device="meta")
+        alone = build_layers(layers, 0, len(layers), 0, device="meta")
         self._parameters = sum(each.numel() for module in alone for each in module.parameters())
         self._modules: list[nn.Module] = []
         if self._parameters <= MAX_PARAMETERS:
-            self._modules = build_layers(layers, 0, len(layers), spec.seed)
-            freeze(zip(self._names, self._modules, strict=True), spec.optimizer.frozen)
+            self._modules = build_layers(layers, 0, len(layers), 0)
+            freeze(zip(self._names, self._modules, strict=True), subject.optimizer.frozen)
         self._images = input_spec(data, BATCH, torch.float64)
 
     def run(self) -> dict[str, str]:
@@ -118,7 +119,7 @@ class _Comparison:
             }
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)
-            if self._spec.parallel.strips > 1:
+            if self._subject.parallel.strips > 1:
                 self._each(True, self._train_in_strips)
                 self._each(False, self._evaluate_in_strips)
             else:
@@ -249,9 +250,7 @@ class _Comparison:
         if not error <= TOLERANCES[self._dtype]:
             is_split = how.startswith("with")
             key, value = (
-                ("schedule", self._spec.schedule.name)
-                if is_split
-                else (KEY, self._spec.parallel.strips)
+                ("schedule", "split backward") if is_split else (KEY, self._subject.parallel.strips)
             )
             advice = (
                 "set a schedule with a full backward, such as 1f1b" if is_split else f"set {KEY}=1"

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from gems.autograd.outputs import tensors_in
-from gems.config.schema import RunSpec
 from gems.models import layers_of
 from gems.models.blocks.chain import operator_module
 from gems.models.mixed import Precision, compute_in
@@ -25,9 +24,10 @@ from gems.profile.profilers.fake import autocast_elsewhere, fake_lab, made_fake,
 from gems.profile.profilers.layer_run import LayerCall, task_loss
 from gems.profile.profilers.meter import meter
 from gems.profile.profilers.take import answer
+from gems.profile.subject import Subject
 
 
-def take(spec: RunSpec) -> OpGraph:
+def take(subject: Subject) -> OpGraph:
     """Return the operators of a resolved run's model on one micro-batch, on its machine.
 
     An operator holds its parameters, their gradients, the optimizer's state, and what its forward
@@ -37,24 +37,26 @@ def take(spec: RunSpec) -> OpGraph:
     Raises:
         ConfigError: The machine has no rate for the dtype.
     """
-    precision = Precision.of(spec.train.precision)
-    lab = fake_lab(spec.machine, precision)
-    elsewhere = autocast_elsewhere(spec.machine, precision)
-    layers = layers_of(spec.model, spec.data)
+    precision = Precision.of(subject.train.precision)
+    lab = fake_lab(subject.machine, precision)
+    elsewhere = autocast_elsewhere(subject.machine, precision)
+    layers = layers_of(subject.model, subject.data)
     operators = operators_of(layers)
     readers = Counter(other for operator in operators for other in operator.predecessors)
-    rates = rates_of(spec.machine, precision)
+    rates = rates_of(subject.machine, precision)
     known: dict[object, tuple[Op, tuple[Tensor, ...]]] = {}
     ops: list[Op] = []
     outputs: list[tuple[Tensor, ...]] = []
     with lab.mode:
         start = tuple(
-            given_tensors(spec.data, spec.parallel.micro_batch_size, precision.compute, lab.device)
+            given_tensors(
+                subject.data, subject.parallel.micro_batch_size, precision.compute, lab.device
+            )
         )
     for number, operator in enumerate(operators):
         inputs = tuple(t for other in operator.predecessors for t in outputs[other]) or start
         layer = layers[operator.layer]
-        loss = task_loss(spec.data) if number == len(operators) - 1 else None
+        loss = task_loss(subject.data) if number == len(operators) - 1 else None
         key = (
             layer.target,
             layer.options,
@@ -68,7 +70,7 @@ def take(spec: RunSpec) -> OpGraph:
             with lab.mode:
                 compute_in(made_fake(module), precision, elsewhere)
                 call = LayerCall(module, inputs, number == 0, loss)
-                known[key] = _measured(call, lab, spec.optimizer.num_states)
+                known[key] = _measured(call, lab, subject.optimizer.num_states)
         op, made = known[key]
         outputs.append(made)
         sums_s = max(0, readers[number] - 1) * rates.seconds(0, 3 * op.output_bytes)

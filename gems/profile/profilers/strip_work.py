@@ -7,25 +7,27 @@ from __future__ import annotations
 
 import sys
 
-from gems.config.schema import RunSpec
 from gems.models import layers_of
 from gems.models.mixed import Precision
 from gems.profile.profilers.fake import fake_lab
 from gems.profile.profilers.strips import images, stage_of
 from gems.profile.profilers.take import answer
 from gems.profile.strip_profile import LayerWork, StripWork
+from gems.profile.subject import Subject
 
 
-def take(spec: RunSpec) -> StripWork:
+def take(subject: Subject) -> StripWork:
     """Return the work of the layers of a resolved run by strip.
 
     Raises:
         ConfigError: A layer needs the whole image.
     """
-    precision = Precision.of(spec.train.layer_dtype)
-    layers = layers_of(spec.model, spec.data)
+    precision = Precision.of(subject.train.layer_dtype)
+    layers = layers_of(subject.model, subject.data)
     names = [layer.name for layer in layers]
-    _, form = stage_of(spec, layers, (images(spec, precision),), fake_lab(spec.machine, precision))
+    _, form = stage_of(
+        subject, layers, (images(subject, precision),), fake_lab(subject.machine, precision)
+    )
     made = {name: [0] * form.strips for name in names}
     largest = dict.fromkeys(names, (0, 1))
     for module, at_once, products in form.work():

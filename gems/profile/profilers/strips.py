@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gems.autograd.split_backward.deferred import DeferredGradients
-from gems.config.schema import RunSpec
 from gems.models import Layer, layers_of
 from gems.models.build import freeze, input_spec
 from gems.models.mixed import Precision
@@ -28,41 +27,42 @@ from gems.profile.profilers.layer_run import Loss, give_gradients, static_tensor
 from gems.profile.profilers.live_bytes import LiveBytes, SavedStorages, storage_of, unique_bytes
 from gems.profile.profilers.take import answer
 from gems.profile.strip_profile import StripBytes, StripProfile
+from gems.profile.subject import Subject
 from gems.streaming.strip_sample import Cut, begin
 from gems.streaming.strip_stage import Boundary, StripStage
 
 
-def take(spec: RunSpec) -> StripProfile:
+def take(subject: Subject) -> StripProfile:
     """Return the strips of a resolved run that is cut at parallel.boundaries.
 
     Raises:
         ConfigError: A layer needs the whole image.
     """
-    boundaries = spec.parallel.boundaries
+    boundaries = subject.parallel.boundaries
     assert boundaries is not None
-    precision = Precision.of(spec.train.layer_dtype)
-    lab = fake_lab(spec.machine, precision)
-    passed: tuple[Boundary, ...] = (images(spec, precision),)
-    layers = layers_of(spec.model, spec.data)
+    precision = Precision.of(subject.train.layer_dtype)
+    lab = fake_lab(subject.machine, precision)
+    passed: tuple[Boundary, ...] = (images(subject, precision),)
+    layers = layers_of(subject.model, subject.data)
     stages = []
     for first, end in pairwise(boundaries):
-        modules, form = stage_of(spec, layers[first:end], passed, lab)
+        modules, form = stage_of(subject, layers[first:end], passed, lab)
         with lab.mode:
             give_gradients(modules)
-            loss = task_loss(spec.data) if end == len(layers) else None
+            loss = task_loss(subject.data) if end == len(layers) else None
             stages.append(_Strips(form, modules, passed, first == 0, loss, lab).all())
         passed = form.outputs
     return StripProfile(tuple(boundaries), tuple(stages))
 
 
-def images(spec: RunSpec, precision: Precision) -> Boundary:
+def images(subject: Subject, precision: Precision) -> Boundary:
     """Return the input of the first stage of a resolved run."""
-    given = input_spec(spec.data, spec.parallel.micro_batch_size, precision.compute)
-    return Boundary.even(given.shape, given.dtype, spec.parallel.strips)
+    given = input_spec(subject.data, subject.parallel.micro_batch_size, precision.compute)
+    return Boundary.even(given.shape, given.dtype, subject.parallel.strips)
 
 
 def stage_of(
-    spec: RunSpec, layers: Sequence[Layer], takes: Sequence[Boundary], lab: Lab
+    subject: Subject, layers: Sequence[Layer], takes: Sequence[Boundary], lab: Lab
 ) -> tuple[nn.ModuleList, StripStage]:
     """Return layers on a lab's tensors, and their streaming form.
 
@@ -71,10 +71,10 @@ def stage_of(
     """
     modules = nn.ModuleList([lab.build(layer, place).train() for place, layer in enumerate(layers)])
     named = [(layer.name, module) for layer, module in zip(layers, modules, strict=True)]
-    freeze(named, spec.optimizer.frozen)
-    with config_errors(spec.parallel.strips):
+    freeze(named, subject.optimizer.frozen)
+    with config_errors(subject.parallel.strips):
         return modules, StripStage(
-            named, takes, spec.parallel.strips, spec.parallel.min_strip_positions
+            named, takes, subject.parallel.strips, subject.parallel.min_strip_positions
         )
 
 

@@ -19,18 +19,25 @@ from gems.profile.profilers.incremental import Devices, incremental_profile
 from gems.profile.profilers.measured import measured_profile
 from gems.profile.store import REFUSED, is_fake
 from gems.profile.strip_profile import StripProfile, StripWork
+from gems.profile.subject import Subject
 from gems.utils.registry import load_plugins
 
 
-def take(spec: RunSpec) -> ModelProfile:
+def take(subject: Subject) -> ModelProfile:
     """Return the profile of a resolved run.
 
     Raises:
         ConfigError: The machine lacks the device or a rate.
     """
-    profile = spec.profile
-    machine = spec.machine
-    run = (spec.model, spec.data, spec.parallel.micro_batch_size, spec.train.layer_dtype, machine)
+    profile = subject.profile
+    machine = subject.machine
+    run = (
+        subject.model,
+        subject.data,
+        subject.parallel.micro_batch_size,
+        subject.train.layer_dtype,
+        machine,
+    )
     fake = is_fake(profile)
     base = (
         fake_profile(*run, profile.whole_model_peak)
@@ -39,34 +46,34 @@ def take(spec: RunSpec) -> ModelProfile:
     )
     if profile.name != "incremental":
         return base
-    devices = Devices(*run, fake, spec.optimizer.num_states)
+    devices = Devices(*run, fake, subject.optimizer.num_states)
     return incremental_profile(
-        base, devices.peak_bytes, layers_per_device(spec), machine.device_bytes
+        base, devices.peak_bytes, layers_per_device(subject), machine.device_bytes
     )
 
 
-def layers_per_device(spec: RunSpec) -> int | None:
+def layers_per_device(subject: Subject) -> int | None:
     """Return how many layers share a device in mCAP's runs.
 
     mCAP uses as many devices as the pipeline has ranks.
     """
-    num_layers = len(layers_of(spec.model, spec.data))
-    num_devices = spec.parallel.partitions
+    num_layers = len(layers_of(subject.model, subject.data))
+    num_devices = subject.parallel.partitions
     return None if num_devices < 3 else (num_layers - 2) // (num_devices - 2) + 1
 
 
 def answer(
-    make: Callable[[RunSpec], ModelProfile | OpGraph | StripProfile | StripWork | Exactness],
+    make: Callable[[Subject], ModelProfile | OpGraph | StripProfile | StripWork | Exactness],
 ) -> int:
     """Print what `make` returns for the resolved run on stdin, as JSON; return the exit code.
 
     A ConfigError is printed as {"refused": [key, value, allowed, advice]}.
     """
-    spec = RunSpec.from_dict(json.load(sys.stdin))
-    load_plugins(spec.plugins, spec.plugins_dir)
-    torch.set_num_threads(spec.machine.threads_per_rank)
+    subject = Subject.of(RunSpec.from_dict(json.load(sys.stdin)))
+    load_plugins(subject.plugins, subject.plugins_dir)
+    torch.set_num_threads(subject.machine.threads_per_rank)
     try:
-        document = make(spec).to_json()
+        document = make(subject).to_json()
         code = 0
     except ConfigError as error:
         document = {REFUSED: [error.key, str(error.value), error.allowed, error.advice]}

@@ -1,0 +1,74 @@
+"""What a profile is of: the model, its samples, and how and where its layers run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from operator import attrgetter
+from typing import Any
+
+from gems.config.schema import (
+    DataConfig,
+    MachineConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    ProfileConfig,
+    RunSpec,
+    TrainConfig,
+)
+from gems.data import task_of
+from gems.utils.targets import source_of
+
+# fields of the data that the layers and the loss see
+_SEEN = ("height_px", "width_px", "channels", "num_classes", "length")
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """The sections of a resolved run on which its profiles depend, and where they are cached."""
+
+    model: ModelConfig
+    data: DataConfig
+    parallel: ParallelConfig
+    profile: ProfileConfig
+    machine: MachineConfig
+    optimizer: OptimizerConfig
+    train: TrainConfig
+    plugins: list[str]
+    plugins_dir: str | None
+    cache_dir: str | None
+
+    @classmethod
+    def of(cls, spec: RunSpec) -> Subject:
+        """Return the subject of a resolved run's profiles."""
+        return cls(*(getattr(spec, name) for name in cls.__slots__))
+
+    def values(self, keys: Iterable[str]) -> dict[str, Any]:
+        """Return the values of keys of the configuration."""
+        return {key: attrgetter(key)(self) for key in keys}
+
+    @property
+    def layers(self) -> dict[str, Any]:
+        """The model and everything of the data and the run that its layers see, by key."""
+        size = self.parallel.micro_batch_size
+        return layer_keys(self.model, self.data, size, self.train.layer_dtype)
+
+
+def layer_keys(
+    model: ModelConfig, data: DataConfig, micro_batch_size: int, dtype: str
+) -> dict[str, Any]:
+    """Return the model and everything of the data and the run that its layers see, by key."""
+    code = (
+        {"code of model.target": source_of(model.target, model.path)}
+        if model.target is not None
+        else {}
+    )
+    return {
+        **code,
+        **{f"model.{key}": value for key, value in asdict(model).items()},
+        **{f"data.{key}": getattr(data, key) for key in _SEEN},
+        "data.task": task_of(data),
+        "parallel.micro_batch_size": micro_batch_size,
+        "train.dtype": dtype,
+    }
