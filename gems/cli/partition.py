@@ -13,10 +13,9 @@ from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
 from gems.partition.compare import PLAIN, EvaluatedPartition, compare, evaluate
 from gems.partition.max_model_size import RESOLUTION, max_model_sizes
-from gems.partition.methods import METHODS, PartitionCase, partition_case, partition_model
+from gems.partition.methods import METHODS, PartitionCase
+from gems.plan.draft import Draft
 from gems.plan.largest_image import largest_image
-from gems.profile.subject import Subject
-from gems.simulation.build import lowered_schedule
 from gems.utils.tables import table
 from gems.utils.units import GIB, MIB
 
@@ -31,12 +30,12 @@ def show_partition(spec: RunSpec, options: Options) -> int:
         spec = replace(spec, partition=replace(spec.partition, objective="peak_bytes"))
     is_comparison = "--compare" in options.flags
     picture = picture_path(options, "partition.png" if is_comparison and not options.json else None)
-    schedule = lowered_schedule(spec)
-    case = partition_case(spec, schedule)
+    draft = Draft(spec)
+    case = draft.partitioner.case(draft.lowered)
     if is_comparison:
         evaluated = compare(case, spec.partition.objective, spec.partition.budget_s)
     else:
-        evaluated = [evaluate(case, partition_model(spec, schedule))]
+        evaluated = [evaluate(case, draft.partition(draft.lowered))]
     entries = [_entry(spec, case, each, evaluated[0]) for each in evaluated]
     answer = case_facts(case.profile, case.schedule) | {
         "stages": case.num_stages,
@@ -147,13 +146,13 @@ def _proof(entry: dict[str, Any]) -> str | None:
 
 def _show_largest(spec: RunSpec, axis: str, as_json: bool) -> int:
     """Print, for each method, the largest depth, resolution or micro-batch under machine.device_bytes."""
-    from gems.profile.store import profile_of, take_in_this_process
+    from gems.profile.store import take_in_this_process
 
-    schedule = lowered_schedule(spec)
+    schedule = Draft(spec).lowered
 
     def case_of(changed: RunSpec) -> PartitionCase:
         print(".", end="", file=sys.stderr, flush=True)
-        return partition_case(changed, schedule, profile_of(Subject.of(changed)))
+        return Draft(changed).partitioner.case(schedule)
 
     found = max_model_sizes(spec, axis, tuple(METHODS), case_of)
     strips = None

@@ -19,7 +19,6 @@ from gems.schedule.formats.torch_csv import to_torch_csv
 from gems.schedule.lower import compute_only
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import Simulation, simulate
-from gems.simulation.model_costs import PROFILE
 
 LOWERED = "level=lowered"
 TORCH = "format=torch"
@@ -57,7 +56,7 @@ def show_schedule(spec: RunSpec, options: Options) -> int:
         return 0
     cost = plan.costs
     step = simulate(lowered, costs, plan.memory.links.in_units(cost.unit_s))
-    is_profiled = cost.name == PROFILE
+    is_profiled = cost.from_layers
     unit = "s" if is_profiled else "units"
     print(drawn(lowered, costs, step, is_profiled))
     print(

@@ -10,7 +10,6 @@ from gems.config.schema import RunSpec
 from gems.plan.evaluate import simulate
 from gems.schedule import CAPPED, PLACEMENTS
 from gems.simulation.calibration import Confidence
-from gems.simulation.model_costs import PROFILE
 from gems.simulation.prediction import Prediction, allowed_actions
 from gems.utils.tables import name_values, table
 from gems.utils.units import MIB, percent
@@ -29,7 +28,7 @@ def show_simulation(spec: RunSpec, options: Options) -> int:
         return 0
     schedule = found.schedule
     if schedule.num_ranks <= MAX_RANK_ROWS and not any(schedule.num_segments):
-        print(drawn(schedule, found.costs, found.step, is_profiled=found.run.cost.name == PROFILE))
+        print(drawn(schedule, found.costs, found.step, is_profiled=found.run.cost.from_layers))
     print(_summary(answer, assumed(found), found.confidence))
     print(_rank_table(answer))
     return 0

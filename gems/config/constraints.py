@@ -70,7 +70,7 @@ def check_memory(spec: RunSpec) -> None:
     machine = spec.machine
     actions = spec.schedule.memory_actions
     strips = spec.parallel.strips  # if still open, each number that is tried is checked
-    if memory.name == "keep":
+    if memory.keeps:
         return
     policy = POLICIES[memory.name]
     has_limit = memory.limit_bytes is not None or machine.device_bytes is not None
@@ -86,7 +86,7 @@ def check_memory(spec: RunSpec) -> None:
                 f"give it, a machine of known memory (machine.device_bytes){target}",
             ),
             (
-                machine.kind != "real",
+                not machine.is_real,
                 "memory",
                 memory.name,
                 f"needs a profile of real layers, and machine.kind={machine.kind} has none",
@@ -313,11 +313,9 @@ def _schedule_checks(spec: RunSpec) -> Iterator[Check]:
     num_stages = partitions * (family.stages(schedule.chunks) if family else 1)
     forwards = num_stages * (parallel.micro_batches or 1)
     has_cap = cap is not None or cap_bytes is not None
-    is_profiled = cost.name == "profile" or (
-        schedule.name == "capped" and spec.machine.kind == "real"
-    )
+    is_profiled = cost.from_layers or (schedule.name == "capped" and spec.machine.is_real)
     memory = spec.memory
-    is_under_policy = memory.name != "keep" and memory.target_reduction is None and is_profiled
+    is_under_policy = not memory.keeps and memory.target_reduction is None and is_profiled
     yield from (
         (
             spec.world_size > MAX_WORLD,

@@ -28,8 +28,8 @@ from gems.config.fields import KINDS, RENAMED, keys, renamed_error, renamed_word
 from gems.config.quantities import forms, is_size, plain_number
 from gems.config.recipe import AUTO as AUTO_LOSS
 from gems.config.recipe import LOSSES, LR_SCHEDULERS, METRICS, OPTIMIZERS
-from gems.config.registries import DATASETS, METHODS, MODELS, POLICIES
-from gems.config.schema import COSTS, PROFILES, RunSpec
+from gems.config.registries import COSTS, DATASETS, METHODS, MODELS, POLICIES
+from gems.config.schema import PROFILES, RunSpec
 from gems.config.target_files import SCHEME
 from gems.errors import ConfigError, nearest, one_of
 from gems.schedule import FAMILIES, FROM_FILE, PLACED

@@ -15,6 +15,7 @@ from gems.utils.registry import Registry
 MODELS: Registry[Any] = Registry("model.name", "gems.models.families.*")
 DATASETS: Registry[Any] = Registry("data.name", "gems.data.*")
 POLICIES: Registry[Any] = Registry("memory", "gems.memory.registry")
+COSTS: Registry[Any] = Registry("cost", "gems.simulation.cost_sources")
 METHODS: Registry[Any] = Registry("partition", "gems.partition.methods")
 LAUNCHERS: Registry[Any] = Registry("cluster.launcher", "jobs.batch.launchers")
 SCHEDULERS: Registry[Any] = Registry("cluster.scheduler", "jobs.schedulers.*")

@@ -92,7 +92,7 @@ def run_id(spec: RunSpec) -> str:
     for key in keys(RunSpec):
         section, _, name = key.name.rpartition(".")
         value = getattr(getattr(spec, section) if section else spec, name)
-        is_profiled = section == "cost" and name in PROFILED and spec.cost.name == "profile"
+        is_profiled = section == "cost" and name in PROFILED and spec.cost.from_layers
         is_default = value == key.default or (
             key.name == "train.resume" and value in (RESUME_AUTO, RESUME_NEVER, RESUME_FORCE)
         )
@@ -177,7 +177,7 @@ def check_batch(spec: RunSpec) -> None:
     Raises:
         ConfigError: it has fewer.
     """
-    if spec.machine.kind != "real":
+    if not spec.machine.is_real:
         return
     data = spec.data
     counts_itself = data.target is not None or DATASETS[data.name].counts_itself

@@ -17,7 +17,7 @@ from gems.config.recipe import BenchmarkConfig as BenchmarkConfig
 from gems.config.recipe import LossConfig as LossConfig
 from gems.config.recipe import LrSchedulerConfig as LrSchedulerConfig
 from gems.config.recipe import OptimizerConfig as OptimizerConfig
-from gems.config.registries import METHODS, POLICIES
+from gems.config.registries import COSTS, METHODS, POLICIES
 from gems.config.training import TrainConfig as TrainConfig
 from gems.schedule import ACTIONS, FAMILIES, FROM_FILE, PLACED, PLACEMENTS
 
@@ -29,7 +29,6 @@ OBJECTIVES = ("auto", "peak_bytes", "rank_time", "time")
 DEVICES = ("auto", "cpu", "cuda")
 ORDERED_TRANSPORTS = NCCL, GLOO = "nccl", "gloo"  # which match messages by their order
 TRANSPORTS = ("auto", "mpi", "host", *ORDERED_TRANSPORTS)
-COSTS = ("uniform", "profile")
 MACHINES = ("real", "emulated", "simulated", "probe")
 PROFILES = ("fake", "measured", "incremental")
 MAX_WORLD = 2**20
@@ -418,6 +417,11 @@ class MemoryConfig:
         10.0, "seconds of the search of memory=plan; above 10 its bound is refined too", above=0
     )
 
+    @property
+    def keeps(self) -> bool:
+        """Whether activations stay where they are, so that only the partition makes room."""
+        return self.name == "keep"
+
 
 @dataclass(slots=True)
 class CostConfig:
@@ -451,6 +455,11 @@ class CostConfig:
     activation_bytes: int = number(0, "bytes of a unit of activations")
     boundary_bytes: int = number(0, "bytes of a message between stages")
     param_bytes: int = number(0, "bytes of a rank's parameters")
+
+    @property
+    def from_layers(self) -> bool:
+        """Whether the times of steps are those of the model's layers, and not the keys above."""
+        return COSTS[self.name].times is not None
 
 
 @dataclass(slots=True)
@@ -552,6 +561,11 @@ class MachineConfig:
     held_out_error: float | None = number(
         None, "median error of step times predicted for runs not used to calibrate"
     )
+
+    @property
+    def is_real(self) -> bool:
+        """Whether ranks compute the model's layers."""
+        return self.kind == "real"
 
 
 @dataclass(slots=True)

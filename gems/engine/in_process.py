@@ -97,7 +97,7 @@ def _join_world(spec: RunSpec) -> Comm:
     Raises:
         ConfigError: There are not partitions x replicas ranks.
     """
-    if spec.machine.kind == "real":
+    if spec.machine.is_real:
         from gems.engine.device import open_device
 
         # before MPI, which looks at the current device

@@ -17,7 +17,7 @@ from gems.models.build import TensorSpec, boundary_shapes, build_layer, input_sp
 from gems.models.imported.parts import release
 from gems.models.mixed import Precision, compute_in
 from gems.models.steps import Operator, operators_of, whole_layers
-from gems.partition.methods import partition_model
+from gems.plan.draft import Draft
 from gems.schedule.schedule import Schedule
 
 
@@ -39,7 +39,7 @@ class StageModules:
         """Return those of a run; a chain of stages without `boundaries` is cut anew."""
         layers = layers_of(spec.model, spec.data)
         if schedule.placement.is_chain:
-            boundaries = boundaries or partition_model(spec, schedule).boundaries
+            boundaries = boundaries or Draft(spec).partition(schedule).boundaries
             return cls(layers, whole_layers(layers), boundaries)
         units = operators_of(layers)
         return cls(layers, units, tuple(range(len(units) + 1)))

@@ -21,7 +21,7 @@ CHECKER = "gems.engine.verification.recipe"
 def needs_check(spec: RunSpec) -> bool:
     """Return whether the recipe of a run has more than names that the schema has checked."""
     recipe = (spec.loss, spec.optimizer, spec.lr_scheduler)
-    return spec.machine.kind == "real" and (
+    return spec.machine.is_real and (
         any(part.target is not None or part.kwargs for part in recipe)
         or spec.loss.output is not None
         or spec.lr_scheduler.name != LrSchedulerConfig().name

@@ -86,27 +86,33 @@ def _with_key(error: DoesNotFitError, memory: MemoryConfig, case: MemoryCase) ->
 
 
 def plan_within(memory: MemoryConfig, case: MemoryCase) -> MemoryPlan:
-    """Return the plan of the configured policy; stop early if recomputed segments miss the limit.
+    """Return the plan of the configured policy; stop at the first rank that misses the limit.
 
     Raises:
         DoesNotFitError: the plan does not keep the case's limit, or the policy cannot keep it.
     """
-    limit = case.limit_bytes
-    if limit is None or (memory.name, memory.recompute) != ("recompute", "segment"):
-        return plan_of(memory, case)
+    is_by_segments = (memory.name, memory.recompute) == ("recompute", "segment")
+    if case.limit_bytes is None or not is_by_segments or case.strips is not None:
+        plan = plan_of(memory, case)
+        _peaks_within(case, plan)
+        return plan
     choice = Choice.OFFLOAD_INPUTS if memory.offload_inputs else Choice.RECOMPUTE
     plan = run_again(case, memory.segments, choice)
+    return keep_last(case, plan, _peaks_within(case, plan))
+
+
+def _peaks_within(case: MemoryCase, plan: MemoryPlan) -> list[int]:
     peaks = list[int]()
-    for rank, peak in enumerate(case.peak_bytes(plan)):
-        if peak > limit:
+    for rank, peak in enumerate(case.peak_bytes(plan) if case.limit_bytes is not None else ()):
+        if peak > (case.limit_bytes or 0):
             raise DoesNotFitError(
-                f"rank {rank} under memory=recompute",
+                f"rank {rank} under memory={plan.policy}",
                 peak,
-                limit,
+                case.limit_bytes or 0,
                 "use memory=plan, or more partitions",
             )
         peaks.append(peak)
-    return keep_last(case, plan, peaks)
+    return peaks
 
 
 _PUBLISHED: tuple[tuple[str, Maker, dict[str, Any]], ...] = (

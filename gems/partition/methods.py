@@ -11,7 +11,7 @@ from operator import itemgetter
 
 from gems.config import registries
 from gems.config.constraints import check_boundaries
-from gems.config.schema import OptimizerConfig, RunSpec, TrainConfig
+from gems.config.schema import OptimizerConfig, PartitionConfig, TrainConfig
 from gems.errors import ConfigError, DoesNotFitError
 from gems.memory.model import AVERAGED, MIXED, OPTIMIZERS, MemoryModel, time_costs
 from gems.memory.reserved import reserved_bytes
@@ -26,7 +26,6 @@ from gems.partition.problem import InfeasibleError, Partition, Problem
 from gems.partition.step_time import MAX_SIMULATED, Cost, shortest_step
 from gems.profile import ModelProfile
 from gems.profile.spans import RankCosts, Spans
-from gems.profile.store import profile_of
 from gems.profile.subject import Subject
 from gems.schedule.costs import FREE, Network
 from gems.schedule.families.gpipe import gpipe
@@ -156,7 +155,7 @@ class PartitionCase:
 
     def step_s(self, boundaries: Sequence[int]) -> float:
         """Return the seconds of a step of the slowest replica, including its all-reduces."""
-        timed = self._timed
+        timed = self.timed
         network = self.network
         stages = strip_costs(stage_costs(self.spans, boundaries), timed.num_strips)
         costs = with_all_reduce(stages, timed.placement, network, self.num_replicas)
@@ -165,10 +164,11 @@ class PartitionCase:
     @property
     def num_actions(self) -> int:
         """The number of actions of a step."""
-        return sum(map(len, self._timed.rows))
+        return sum(map(len, self.timed.rows))
 
     @property
-    def _timed(self) -> Schedule:
+    def timed(self) -> Schedule:
+        """The schedule that runs."""
         return self.in_strips or self.schedule
 
     def peak_bytes(self, boundaries: Sequence[int]) -> tuple[int, ...]:
@@ -184,29 +184,6 @@ class PartitionCase:
         )
 
 
-def partition_case(
-    spec: RunSpec, schedule: Schedule, profile: ModelProfile | None = None
-) -> PartitionCase:
-    """Return the case of a resolved run and its lowered schedule.
-
-    Raises:
-        ConfigError: There are more stages than layers, or the profile is not available.
-    """
-    profile = profile or profile_of(Subject.of(spec))
-    check_depth(spec, schedule.num_stages, profile.num_layers)
-    # other policies free memory after the partition is made
-    limit_bytes = spec.machine.device_bytes if spec.memory.name == "keep" else None
-    links = links_of(spec.machine)
-    return PartitionCase(
-        profile,
-        schedule,
-        optimizer_name(spec.train, spec.optimizer),
-        limit_bytes,
-        links,
-        spec.parallel.replicas,
-    )
-
-
 def optimizer_name(train: TrainConfig, optimizer: OptimizerConfig) -> str:
     """Return the name of the run's optimizer state in the memory model."""
     average = AVERAGED if train.ema_decay is not None else ""
@@ -214,55 +191,88 @@ def optimizer_name(train: TrainConfig, optimizer: OptimizerConfig) -> str:
     return f"{('sgd_plain', 'sgd', 'adam')[optimizer.num_states]}{average}{mixed}"
 
 
-def uses_profile(spec: RunSpec, schedule: Schedule) -> bool:
-    """Return whether a run's partition is based on a profile."""
-    return spec.machine.device_bytes is not None or _needs_profile(spec, schedule)
+@dataclass(frozen=True)
+class Partitioner:
+    """The configured partition of a model, whatever its schedule.
 
-
-def _needs_profile(spec: RunSpec, schedule: Schedule) -> bool:
-    return (
-        spec.parallel.boundaries is None
-        and METHODS[spec.partition.name].needs_profile
-        and schedule.num_stages > 1
-    )
-
-
-def partition_model(spec: RunSpec, schedule: Schedule) -> Partition:
-    """Return the partition of a resolved run.
-
-    It is given in parallel.boundaries, or made by the configured method. It depends on the compute
-    of the ranks only. It does not depend on how early they post their receives, because that
-    depends on the partition's costs: a compute-only schedule and every lowered form of it have the
-    same partition.
-
-    Raises:
-        ConfigError: There are more stages than layers, the boundaries do not match the schedule's
-            stages, or the profile is not available.
-        DoesNotFitError: A rank would hold more than machine.device_bytes.
+    `given` are the boundaries of parallel.boundaries, and `limit_bytes` what a rank may hold; None
+    without a limit, or if a memory policy makes room after the partition. `get_profile` is called
+    if a profile is needed.
     """
-    given = spec.parallel.boundaries
-    num_stages = schedule.num_stages
-    num_layers = len(layers_of(spec.model, spec.data))
-    needs_profile = _needs_profile(spec, schedule)
-    check_depth(spec, num_stages, num_layers)
-    case = None
-    if uses_profile(spec, schedule):
-        timed = lower(compute_only(schedule))
-        if schedule.num_strips > 1:
-            case = replace(partition_case(spec, lower(without_strips(schedule))), in_strips=timed)
+
+    subject: Subject
+    config: PartitionConfig
+    given: tuple[int, ...] | None
+    limit_bytes: int | None
+    get_profile: Callable[[], ModelProfile]
+
+    @property
+    def optimizer(self) -> str:
+        """The name under which the memory model knows what the run keeps of its weights."""
+        return optimizer_name(self.subject.train, self.subject.optimizer)
+
+    def uses_profile(self, schedule: Schedule) -> bool:
+        """Return whether the partition is based on a profile."""
+        return self.limit_bytes is not None or self._needs_profile(schedule)
+
+    def _needs_profile(self, schedule: Schedule) -> bool:
+        needs_profile = METHODS[self.config.name].needs_profile
+        return self.given is None and needs_profile and schedule.num_stages > 1
+
+    def case(self, schedule: Schedule) -> PartitionCase:
+        """Return the case of a lowered schedule.
+
+        Raises:
+            ConfigError: there are more stages than layers, or the profile is not available.
+        """
+        profile = self.get_profile()
+        self._check_depth(schedule, profile.num_layers)
+        subject = self.subject
+        links = links_of(subject.machine)
+        replicas = subject.parallel.replicas
+        return PartitionCase(profile, schedule, self.optimizer, self.limit_bytes, links, replicas)
+
+    def partition(self, schedule: Schedule) -> Partition:
+        """Return the partition: the given one, or that of the configured method.
+
+        It depends on the compute of the ranks, and not on how early they post their receives, which
+        depends on its costs: a compute-only schedule and every lowered form of it have the same
+        partition.
+
+        Raises:
+            ConfigError: there are more stages than layers, the boundaries do not make the
+                schedule's stages, or the profile is not available.
+            DoesNotFitError: a rank would hold more than the limit.
+        """
+        given = self.given
+        num_stages = schedule.num_stages
+        num_layers = len(layers_of(self.subject.model, self.subject.data))
+        self._check_depth(schedule, num_layers)
+        case = None
+        if self.uses_profile(schedule):
+            timed = lower(compute_only(schedule))
+            if schedule.num_strips > 1:
+                case = replace(self.case(lower(without_strips(schedule))), in_strips=timed)
+            else:
+                case = self.case(timed)
+        if given is not None:
+            boundaries = check_boundaries(given, num_layers, num_stages)
+            partition = Partition("given", boundaries, float("nan"), float("nan"), False)
+        elif case is None or not self._needs_profile(schedule):
+            partition = Partition(
+                "even", even(num_layers, num_stages), float("nan"), float("nan"), num_stages == 1
+            )
         else:
-            case = partition_case(spec, timed)
-    if given is not None:
-        boundaries = check_boundaries(tuple(given), num_layers, num_stages)
-        partition = Partition("given", boundaries, float("nan"), float("nan"), False)
-    elif case is None or not needs_profile:
-        partition = Partition(
-            "even", even(num_layers, num_stages), float("nan"), float("nan"), num_stages == 1
-        )
-    else:
-        method = spec.partition.name
-        budget_s = spec.partition.budget_s
-        objective = "time" if spec.partition.objective == "auto" else spec.partition.objective
+            partition = self._by_method(case)
+        if case is not None:
+            check_fits(case, partition)
+        return partition
+
+    def _by_method(self, case: PartitionCase) -> Partition:
+        """Return the partition by the configured method, from the cache if it has been made."""
+        method = self.config.name
+        budget_s = self.config.budget_s
+        objective = "time" if self.config.objective == "auto" else self.config.objective
         facts = (
             CUTS,
             method,
@@ -273,18 +283,32 @@ def partition_model(spec: RunSpec, schedule: Schedule) -> Partition:
             case.optimizer,
             budget_s,
         )
-        key = repr((facts, case.profile, timed.digest()))
-        method_case = case
         kept = cached(
-            spec.cache_dir,
+            self.subject.cache_dir,
             "partition",
-            key,
-            lambda: asdict(partition_by(method, method_case, objective, budget_s)),
+            repr((facts, case.profile, case.timed.digest())),
+            lambda: asdict(partition_by(method, case, objective, budget_s)),
         )
-        partition = Partition(**(kept | {"boundaries": tuple(kept["boundaries"])}))
-    if case is not None:
-        check_fits(case, partition)
-    return partition
+        return Partition(**(kept | {"boundaries": tuple(kept["boundaries"])}))
+
+    def _check_depth(self, schedule: Schedule, num_layers: int) -> None:
+        num_stages = schedule.num_stages
+        if num_stages <= num_layers:
+            return
+        partitions = self.subject.parallel.partitions
+        on_a_rank = num_stages // partitions
+        placed = (
+            f" (schedule {schedule.name} puts {on_a_rank} stages on a rank)"
+            if on_a_rank > 1
+            else ""
+        )
+        raise ConfigError(
+            "parallel.partitions",
+            partitions,
+            f"makes {num_stages} stages{placed}, and must make at most {num_layers}, the layers of"
+            f" {self.subject.model.name}",
+            "use fewer partitions or a deeper model",
+        )
 
 
 def partition_by(
@@ -332,29 +356,6 @@ def _too_large(case: PartitionCase, where: str, needed_bytes: int) -> DoesNotFit
         if alone > limit:
             return DoesNotFitError(f"layer {layer.name} alone on a rank", round(alone), limit, HELP)
     return DoesNotFitError(where, needed_bytes, limit, SMALLER)
-
-
-def check_depth(spec: RunSpec, num_stages: int, num_layers: int) -> None:
-    """Check that there is a layer for every stage.
-
-    Raises:
-        ConfigError: There are fewer layers than stages.
-    """
-    if num_stages <= num_layers:
-        return
-    on_a_rank = num_stages // spec.parallel.partitions
-    placed = (
-        f" (schedule {spec.schedule.name} puts {on_a_rank} stages on a rank)"
-        if on_a_rank > 1
-        else ""
-    )
-    raise ConfigError(
-        "parallel.partitions",
-        spec.parallel.partitions,
-        f"makes {num_stages} stages{placed}, and must make at most {num_layers}, the layers of"
-        f" {spec.model.name}",
-        "use fewer partitions or a deeper model",
-    )
 
 
 def _exact(case: PartitionCase, objective: str, budget_s: float) -> Partition:

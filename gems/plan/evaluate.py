@@ -6,7 +6,6 @@ of a run's plan get it here, so that it is the same for all.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NoReturn
@@ -16,25 +15,21 @@ from gems.config.schema import ORDERED_TRANSPORTS, CostConfig, RunSpec
 from gems.data import IMAGES, kind_of
 from gems.errors import ConfigError
 from gems.memory.case import MemoryCase, PlanOutcome
-from gems.memory.plan import KEEP, MemoryPlan, plan_of_schedule
-from gems.models import layers_of
-from gems.partition.methods import uses_profile
+from gems.memory.plan import MemoryPlan, plan_of_schedule
+from gems.plan.draft import Draft
 from gems.plan.rank_plan import RankPlan
 from gems.plan.strips_choice import KEY, with_fastest_strips
 from gems.profile import ModelProfile
-from gems.profile.store import profile_of
-from gems.profile.subject import Subject
 from gems.schedule import CAPPED
 from gems.schedule.edges import check_message_order
 from gems.schedule.lower import compute_only
 from gems.schedule.schedule import Schedule
 from gems.schedule.validate import validate
-from gems.simulation.build import compute_schedule, kept_within, lowered_schedule, partition_of
+from gems.simulation.build import kept_within
 from gems.simulation.costs import RunCosts
-from gems.simulation.memory_case import Room, memory_case, policy_outcome, policy_plan
-from gems.simulation.model_costs import PROFILE
+from gems.simulation.memory_case import Room
 from gems.simulation.prediction import Prediction, predict, with_jitter
-from gems.simulation.profiled_costs import profiled_costs, with_profiled_costs
+from gems.simulation.profiled_costs import profiled_costs
 
 MAX_ACTIONS = 200_000  # simulated within a few seconds
 HAS_CLOCK = ("real", "emulated")
@@ -63,6 +58,8 @@ class Plan:
     spec: RunSpec  # as resolved from the user's configuration; it identifies the run
     run_costs: RunCosts  # the configured costs, or with cost=profile the costs of the profile
     memory: PlanOutcome  # the memory plan, and the step with it
+    # the largest efficiencies under the cap of a search: in its strips, and in any number of them
+    bounds: tuple[float, float | None] | None = None
     # the cuts between layers; none without devices, or if operators are placed
     boundaries: tuple[int, ...] = ()
     profile: ModelProfile | None = None  # the partition's profile, if it needed one
@@ -107,12 +104,12 @@ class Plan:
     def peak(self) -> Peak | None:
         """The peak of the fullest rank; None if the planned run has no profile."""
         peaks = self.peak_bytes
+        if peaks is None:
+            return None
         rank = self.memory.fullest_rank
-        return (
-            None
-            if peaks is None
-            else Peak(rank, peaks[rank], Room.of(self.spec).node_bytes(self.memory.host_bytes))
-        )
+        spec = self.spec
+        room = Room.of(spec.machine, spec.parallel, spec.cluster.ranks_per_node)
+        return Peak(rank, peaks[rank], room.node_bytes(self.memory.host_bytes))
 
     @property
     def step_s(self) -> float:
@@ -122,9 +119,7 @@ class Plan:
         configured.
         """
         if self.boundaries and self.costs == CostConfig():
-            return self._median_step_s(
-                self._by_layers(self.profile or profile_of(Subject.of(self.spec)))
-            )
+            return self._median_step_s(self._by_layers(self.profile or Draft(self.spec).profile))
         return self._median_step_s(self.memory)
 
     @property
@@ -139,7 +134,7 @@ class Plan:
         steps = spec.train.steps
         if spec.machine.kind not in HAS_CLOCK or sum(map(len, self.schedule.rows)) > MAX_ACTIONS:
             return None
-        if spec.machine.kind != "real":
+        if not spec.machine.is_real:
             return steps * self._median_step_s(self.memory)
         if profile is None:
             return None
@@ -156,27 +151,25 @@ class Plan:
 
         The activation cap is left out: it was checked with the plan's costs, and has another unit.
         """
-        if self.memory.is_segmented or self.costs.name == PROFILE:
+        if self.memory.is_segmented or self.costs.from_layers:
             return self.memory
-        free = replace(self.spec.schedule, activation_cap=None, activation_cap_bytes=None)
-        costs = replace(
-            self.run_costs,
-            cost=profiled_costs(self.run_costs, profile, self.boundaries),
-            schedule=free,
-        )
+        costs = profiled_costs(self.run_costs.uncapped, profile, self.boundaries)
         return costs.kept(self.schedule)
 
     def predict(self) -> Prediction:
         """Simulate one step of one pipeline; all replicas are alike."""
-        return predict(replace(self.spec, cost=self.costs), self.memory)
+        run = replace(self.spec, cost=self.costs)
+        return predict(run, self.run_costs, self.memory, self.bounds)
 
 
-def evaluate(spec: RunSpec, trains: bool = True, runs: bool = True) -> Plan:
+def evaluate(
+    spec: RunSpec, trains: bool = True, runs: bool = True, profile: ModelProfile | None = None
+) -> Plan:
     """Return the plan of a resolved run.
 
     If `trains` is False, skip the checks that only strip-wise training needs. If `runs` is False,
     the run is only simulated: its costs are as configured, and its stages may outnumber the layers
-    of its model.
+    of its model. A given `profile` takes the place of the configured one.
 
     A search for a schedule covers the stages of the model and also finds the partition. It uses the
     model's profile unless costs are configured. Its result is cached, so that all callers get the
@@ -189,51 +182,58 @@ def evaluate(spec: RunSpec, trains: bool = True, runs: bool = True) -> Plan:
         DoesNotFitError: a rank would exceed its device, or the ranks of a node its host memory.
         ScheduleError: the schedule would not run.
     """
-    runs = runs or spec.memory.name != KEEP
-    is_real = spec.machine.kind == "real"
+    runs = runs or not spec.memory.keeps
     if runs:
         check_gpus(spec)
         _check_compiled(spec, trains)
     spec = with_strips_chosen(spec, runs)
     if runs:
         _check_strips(spec)
-    run = with_profiled_costs(_of_model(spec) if runs else spec)
-    schedule = lowered_schedule(run)
-    costs = RunCosts.of(run)
-    if runs:
+    return finish(Draft(spec, runs, profile), trains)
+
+
+def finish(draft: Draft, trains: bool = True) -> Plan:
+    """Return the plan of a draft.
+
+    Raises:
+        ConfigError, DoesNotFitError, ScheduleError: as `evaluate`.
+    """
+    spec = draft.spec
+    costs = draft.costs
+    schedule = draft.lowered
+    if draft.runs:
         _check_compiled(spec, trains, schedule)
         check_batch(spec)
-    by_layers = is_real if runs else run.cost.name == PROFILE
+    from_layers = draft.run.cost.from_layers
+    bounds = None
+    if schedule.name == CAPPED and costs.cap is not None:
+        bounds = float(draft.found["bound"]), float(draft.found["bound_any_strips"])
+    by_layers = spec.machine.is_real if draft.runs else from_layers
     if not by_layers or not schedule.placement.is_chain:
-        return Plan(spec, costs, costs.kept(schedule))
+        return Plan(spec, costs, costs.kept(schedule), bounds)
     acts = schedule.has_memory_actions
     is_whole = schedule.num_strips == 1
     if acts and not is_whole:
         _refuse_strips(spec, "a list that recomputes or moves activations")
-    is_kept = spec.memory.name == KEEP and not acts
-    if is_kept and is_whole:
-        boundaries = partition_of(run, schedule).boundaries
-        has_profile = run.cost.name == PROFILE or uses_profile(run, schedule)
-    else:
-        boundaries = _unlimited_partition(run, schedule)
-        has_profile = trains or is_whole
-    if not has_profile:
-        return Plan(spec, costs, costs.kept(schedule), boundaries)
-    profile = profile_of(Subject.of(run))
-    case = memory_case(run, compute_only(schedule), boundaries, profile)
-    room = Room.of(run)
+    is_kept = spec.memory.keeps and not acts
+    is_limited = is_kept and is_whole
+    # a candidate's given cut is judged by the bytes of its ranks alone
+    boundaries = draft.partition(schedule, is_limited and draft.known is None).boundaries
+    uses_profile = from_layers or draft.partitioner.uses_profile(schedule)
+    if not (uses_profile if is_limited else trains or is_whole):
+        return Plan(spec, costs, costs.kept(schedule), bounds, boundaries)
+    policy = draft.policy
+    case = policy.case(compute_only(schedule), boundaries, draft.profile)
     if is_kept:
         outcome = kept_within(costs, schedule, case)
-        room.check(outcome)
+        policy.room.check(outcome)
     else:
-        plan = (
-            plan_of_schedule(case.schedule, case.boundaries)
-            if acts
-            else policy_plan(run.memory, case, run.cache_dir)
-        )
-        outcome = policy_outcome(room, case, plan)
-        validate(outcome.schedule, outcome.costs)
-    return Plan(spec, costs, outcome, boundaries, profile)
+        by_list = plan_of_schedule(case.schedule, case.boundaries) if acts else None
+        plan = by_list or policy.plan(case)
+        outcome = policy.outcome(case, plan)
+        if draft.known is None:
+            validate(outcome.schedule, outcome.costs)
+    return Plan(spec, costs, outcome, bounds, boundaries, draft.profile)
 
 
 def with_strips_chosen(spec: RunSpec, runs: bool = True) -> RunSpec:
@@ -262,9 +262,9 @@ def policy_case(spec: RunSpec) -> MemoryCase:
         ConfigError: the schedule cannot serve the counts, there are more stages than layers, or a
             profile is not available.
     """
-    run = with_profiled_costs(_of_model(with_strips_chosen(spec)))
-    compute = compute_schedule(run)
-    return memory_case(run, compute, _unlimited_partition(run, compute))
+    draft = Draft(with_strips_chosen(spec), runs=True)
+    boundaries = draft.partition(draft.compute, is_limited=False).boundaries
+    return draft.policy.case(draft.compute, boundaries, draft.profile)
 
 
 def simulate(spec: RunSpec) -> Prediction:
@@ -284,7 +284,7 @@ def _check_strips(spec: RunSpec) -> None:
     """
     strips = spec.parallel.strips
     data = spec.data
-    if strips == 1 or spec.machine.kind != "real":
+    if strips == 1 or not spec.machine.is_real:
         return
     faults = {
         f"data.name={data.name}, whose samples are no images": kind_of(data) != IMAGES,
@@ -301,7 +301,7 @@ def _check_compiled(spec: RunSpec, trains: bool, schedule: Schedule | None = Non
     Raises:
         ConfigError: the run splits a layer's own forward or backward, or counts on what they keep.
     """
-    if not (spec.train.compile and trains and spec.machine.kind == "real"):
+    if not (spec.train.compile and trains and spec.machine.is_real):
         return
     strips = spec.parallel.strips
     name = spec.schedule.name
@@ -314,7 +314,7 @@ def _check_compiled(spec: RunSpec, trains: bool, schedule: Schedule | None = Non
             "leave parallel.strips out",
         ),
         (
-            spec.memory.name != "keep",
+            not spec.memory.keeps,
             f"memory={spec.memory.name}, which plans by what layers keep as they are",
             "use memory=keep",
         ),
@@ -349,30 +349,6 @@ def _check_compiled(spec: RunSpec, trains: bool, schedule: Schedule | None = Non
                 f"excludes {fault}",
                 f"{advice}, or set train.compile=false",
             )
-
-
-def _of_model(spec: RunSpec) -> RunSpec:
-    """Return the run with the costs or the stage limit that a search for a real schedule needs.
-
-    Without configured costs it gets cost=profile. With configured costs it only gets the largest
-    number of stages that its layers can form.
-    """
-    if spec.machine.kind != "real" or spec.schedule.name != CAPPED or spec.cost.name == PROFILE:
-        return spec
-    if spec.cost == CostConfig():
-        return replace(spec, cost=CostConfig(name=PROFILE))
-    most = min(len(layers_of(spec.model, spec.data)), spec.schedule.max_stages or sys.maxsize)
-    return replace(spec, schedule=replace(spec.schedule, max_stages=most))
-
-
-def _unlimited_partition(run: RunSpec, schedule: Schedule) -> tuple[int, ...]:
-    """Return the boundaries of a run without a limit of device memory on the partition.
-
-    More than the partition decides whether such a run fits its devices.
-    """
-    return partition_of(
-        replace(run, machine=replace(run.machine, device_bytes=None)), schedule
-    ).boundaries
 
 
 def _refuse_strips(spec: RunSpec, fault: str) -> NoReturn:

@@ -32,9 +32,7 @@ def largest_image(spec: RunSpec) -> LargestImage | None:
 
     None if a layer needs the whole image, or not even a small one fits.
     """
-    memory = (
-        MemoryConfig("recompute", recompute="strip") if spec.memory.name == "keep" else spec.memory
-    )
+    memory = MemoryConfig("recompute", recompute="strip") if spec.memory.keeps else spec.memory
     given = spec.parallel.strips
 
     @cache

@@ -12,7 +12,6 @@ from dataclasses import replace
 from gems.config.constraints import check_constraints
 from gems.config.schema import MAX_FORWARDS, MAX_STRIPS, RunSpec
 from gems.errors import ConfigError, DoesNotFitError
-from gems.simulation.model_costs import PROFILE
 
 KEY = "parallel.strips"
 GAIN = 0.01  # of the step's time, that twice as many strips must bring
@@ -77,6 +76,6 @@ def most_strips(spec: RunSpec) -> int:
     Of a row where the costs are of the image, and of not too long lists.
     """
     parallel = spec.parallel
-    rows = spec.data.height_px if spec.cost.name == PROFILE else MAX_STRIPS
+    rows = spec.data.height_px if spec.cost.from_layers else MAX_STRIPS
     longest = MAX_FORWARDS // (parallel.partitions * (parallel.micro_batches or 1))
     return max(1, min(MAX_STRIPS, rows, longest))

@@ -6,6 +6,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from itertools import chain
@@ -14,14 +15,15 @@ from operator import attrgetter
 
 import numpy as np
 
-from gems.config.schema import CostConfig, RunSpec
+from gems.config.schema import RunSpec
 from gems.errors import ConfigError, DoesNotFitError
-from gems.memory.case import MemoryCase, PlanOutcome
+from gems.memory.case import PlanOutcome
 from gems.memory.model import OPTIMIZERS, MemoryModel, Optimizer
-from gems.memory.registry import plan_within
 from gems.partition.exact import solve
 from gems.partition.methods import PartitionCase, optimizer_name
 from gems.partition.problem import InfeasibleError, Problem
+from gems.plan.draft import PROFILE, Draft
+from gems.plan.evaluate import Plan, finish
 from gems.planner.search import bounds
 from gems.planner.search.best_first import Rules, TooLarge, TooSlow
 from gems.planner.search.candidate import KEEP, Candidate
@@ -29,21 +31,15 @@ from gems.planner.search.choice import Choice
 from gems.profile import ModelProfile
 from gems.profile.scaling import extrapolate
 from gems.profile.spans import RankCosts, Spans
-from gems.profile.store import profile_of
-from gems.profile.subject import Subject
 from gems.schedule import CAPPED
-from gems.schedule.formats.schedule_json import from_json
 from gems.schedule.ledger import TOLERANCE, in_flight, peaks
 from gems.schedule.lower import lower
 from gems.schedule.placement import Placement, looped
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import Simulation, simulate
-from gems.simulation.build import compute_schedule, kept_within, search_schedule
-from gems.simulation.costs import RunCosts, parts_s
-from gems.simulation.memory_case import HOST, Room, memory_case, policy_outcome
-from gems.simulation.model_costs import PROFILE
+from gems.simulation.costs import parts_s
+from gems.simulation.memory_case import HOST, Room
 from gems.simulation.prediction import with_jitter
-from gems.simulation.profiled_costs import profiled_costs
 
 ESTIMATE_ERROR = 1.25  # a candidate may still fit if its estimate is up to this times the limit
 EFFORT = 128  # in actions; up to this, only the bounds order the candidates
@@ -144,29 +140,11 @@ def stashes(schedule: Schedule) -> tuple[int, ...]:
     return tuple(counts)
 
 
-@dataclass(frozen=True)
-class _Scheduled:
-    """A candidate with a partition: its run and its compute-only schedule.
-
-    `is_by_bytes` is True for the partition by bytes, and False for the one by time.
-    """
-
-    boundaries: tuple[int, ...]
-    run: RunSpec
-    is_by_bytes: bool = False
-    found: Schedule | None = None  # the result of a search
-
-    @cached_property
-    def compute(self) -> Schedule:
-        """The compute-only schedule, built at first access."""
-        return self.found or compute_schedule(self.run)
-
-
-def _keeps_cap(made: _Scheduled) -> bool:
-    """Return whether the schedule with this partition stays within its cap."""
-    costs = RunCosts.of(made.run)
-    stages = costs.stages(made.compute.placement)
-    return costs.cap is None or max(peaks(made.compute, stages)) <= costs.cap + TOLERANCE
+def _keeps_cap(draft: Draft) -> bool:
+    """Return whether the schedule of a draft stays within its cap."""
+    costs = draft.costs
+    stages = costs.stages(draft.compute.placement)
+    return costs.cap is None or max(peaks(draft.compute, stages)) <= costs.cap + TOLERANCE
 
 
 @dataclass(frozen=True)
@@ -211,7 +189,7 @@ class Planner:
 
     def _own_profile(self, size: int) -> ModelProfile:
         parallel = replace(self.spec.parallel, micro_batch_size=size, strips=1)
-        return profile_of(Subject.of(replace(self.spec, parallel=parallel)))
+        return Draft(replace(self.spec, parallel=parallel)).profile
 
     def confirmed(self, best: Sequence[Choice]) -> tuple[Choice, ...]:
         """Return the choices judged again by the real profiles of their micro-batch sizes.
@@ -286,15 +264,13 @@ class Planner:
         ):
             return True
         on_host = bounds.estimated_host_bytes(one, self.model(one.micro_batch_size).load)
-        room = Room.of(self.run_of(one))
+        run = self.run_of(one)
+        room = Room.of(run.machine, run.parallel, run.cluster.ranks_per_node)
         node_bytes = room.node_bytes([round(on_host / ESTIMATE_ERROR)])
         return room.host_bytes is not None and node_bytes > room.host_bytes
 
     def run_of(self, one: Candidate, boundaries: tuple[int, ...] = ()) -> RunSpec:
-        """Return the resolved run of a candidate and partition.
-
-        Its costs are not yet taken from the profile.
-        """
+        """Return the resolved run of a candidate and partition, on devices of the limit."""
         spec = self.spec
         on_node = self.spec.cluster.gpus_per_node or self.spec.machine.ranks_per_node
         parallel = replace(
@@ -326,10 +302,18 @@ class Planner:
         )  # offloaded inputs are not among the candidates
         if one.memory == "plan":
             memory = replace(memory, budget_s=min(memory.budget_s, PLAN_BUDGET_S))
-        cost = replace(spec.cost, name=PROFILE, activation_bytes=0)
+        name = spec.cost.name if spec.cost.from_layers else PROFILE
+        cost = replace(spec.cost, name=name, activation_bytes=0)
+        machine = replace(spec.machine, device_bytes=self.limit_bytes)
         cluster = replace(spec.cluster, ranks_per_node=on_node or None)
         return replace(
-            spec, parallel=parallel, schedule=schedule, memory=memory, cost=cost, cluster=cluster
+            spec,
+            parallel=parallel,
+            schedule=schedule,
+            memory=memory,
+            cost=cost,
+            machine=machine,
+            cluster=cluster,
         )
 
     def changes(self, one: Candidate) -> tuple[str, ...]:
@@ -356,11 +340,11 @@ class Planner:
                 self._fits[one] = False
                 if self.limit_bytes is not None and self.least_bytes(one) > self.limit_bytes:
                     return TooLarge(self.least_bytes(one))
-            partitions = self._not_slower(one, worst_s)
-            if partitions is None:
+            drafts = self._not_slower(one, worst_s)
+            if drafts is None:
                 self._fits.pop(one, None)
                 return TooSlow()
-            choice = self._fitting(one, partitions)
+            choice = self._fitting(one, drafts)
             if one.memory == KEEP:
                 self._fits[one] = isinstance(choice, Choice)
             return choice
@@ -372,101 +356,85 @@ class Planner:
         """Whether each candidate that keeps its activations fits; no policy is faster."""
         return {}
 
-    def _not_slower(self, one: Candidate, worst_s: float) -> Iterable[_Scheduled] | None:
-        """Return the partitions of a candidate, or None if all of them score above `worst_s`.
+    def _not_slower(self, one: Candidate, worst_s: float) -> Iterable[Draft] | None:
+        """Return the drafts of a candidate, or None if all of them score above `worst_s`.
 
         The bound holds because a schedule is fastest on free links with all activations kept.
         """
-        partitions = self._scheduled(one)
+        drafts = self._drafts(one)
         slower = []
         if worst_s == inf or one.schedule == CAPPED:
-            return partitions
-        for made in partitions:
-            slower.append(made)
-            if self.score(one, self._compute_s(one, made)) * (1 - ROUNDING) <= worst_s:
-                return chain(slower, partitions)
+            return drafts
+        for draft in drafts:
+            slower.append(draft)
+            if self.score(one, self._compute_s(one, draft)) * (1 - ROUNDING) <= worst_s:
+                return chain(slower, drafts)
         return None
 
-    def _compute_s(self, one: Candidate, made: _Scheduled) -> float:
+    def _compute_s(self, one: Candidate, draft: Draft) -> float:
         """Return the seconds of a step without messages, which no memory policy changes."""
-        key = one.kept, made.boundaries
+        key = one.kept, tuple(draft.spec.parallel.boundaries or ())
         if key not in self._computed_s:
-            stages = RunCosts.of(made.run).stages(made.compute.placement)
-            self._computed_s[key] = simulate(made.compute, stages).span
+            stages = draft.costs.stages(draft.compute.placement)
+            self._computed_s[key] = simulate(draft.compute, stages).span
         return self._computed_s[key]
 
     @cached_property
     def _computed_s(self) -> dict[tuple[Candidate, tuple[int, ...]], float]:
         return {}
 
-    def _fitting(self, one: Candidate, partitions: Iterable[_Scheduled]) -> Choice | TooLarge:
+    def _fitting(self, one: Candidate, drafts: Iterable[Draft]) -> Choice | TooLarge:
         """Return the candidate as it runs, with the first of its partitions that fits."""
         least = sys.maxsize
-        outcome_of = self._kept if one.memory == KEEP else self._under_policy
-        for made in partitions:
+        for number, draft in enumerate(drafts):
             try:
-                return self._choice(one, *outcome_of(one, made))
+                if one.memory == KEEP and self.limit_bytes is not None:
+                    self._check_peak(one, draft, self.limit_bytes)
+                plan = finish(draft)
+                if one.memory == KEEP and number:
+                    plan = self._faster(one, draft) or plan
+                return self._choice(one, plan)
             except DoesNotFitError as error:
                 if error.key != HOST:
                     least = min(least, error.needed_bytes)
         return TooLarge(least)
 
-    def _kept(self, one: Candidate, made: _Scheduled) -> tuple[_Scheduled, PlanOutcome]:
-        limit = self.limit_bytes or sys.maxsize
-        at_least = self.least_bytes(one, bounds.held_at_once(made.compute))
-        peak = at_least if at_least > limit else max(self._peak_bytes(one, made))
+    def _check_peak(self, one: Candidate, draft: Draft, limit: int) -> None:
+        """Check the bytes of a candidate that keeps its activations, before its step is simulated.
+
+        Raises:
+            DoesNotFitError: a rank would hold more than the limit.
+        """
+        peak = self.least_bytes(one, bounds.held_at_once(draft.compute))
+        if peak <= limit:
+            model = MemoryModel(self.model(one.micro_batch_size).spans, self._optimizer)
+            boundaries = draft.spec.parallel.boundaries or draft.found["boundaries"]
+            peak = max(model.peak_bytes(lower(draft.compute), boundaries))
         if peak > limit:
             raise DoesNotFitError(str(one), peak, limit, "")
-        if made.is_by_bytes:
-            made = self._faster(one, made, limit)
-        costs = RunCosts.of(made.run)
-        stages = costs.stages(made.compute.placement)
-        early = lower(made.compute, stages, costs.network, costs.cap)
-        return made, kept_within(costs, early, self._case(one, made))
 
-    def _under_policy(self, one: Candidate, made: _Scheduled) -> tuple[_Scheduled, PlanOutcome]:
-        case = self._case(one, made)
-        plan = plan_within(made.run.memory, case)
-        for peak in case.peak_bytes(plan):
-            if self.limit_bytes is not None and peak > self.limit_bytes:
-                raise DoesNotFitError(str(one), peak, self.limit_bytes, "")
-        return made, policy_outcome(Room.of(made.run), case, plan)
-
-    def _case(self, one: Candidate, made: _Scheduled) -> MemoryCase:
-        profile = self.model(one.micro_batch_size).profile
-        return memory_case(made.run, made.compute, made.boundaries, profile)
-
-    def _peak_bytes(self, one: Candidate, made: _Scheduled) -> tuple[int, ...]:
-        model = MemoryModel(self.model(one.micro_batch_size).spans, self._optimizer)
-        return model.peak_bytes(lower(made.compute), made.boundaries)
-
-    def _faster(self, one: Candidate, made: _Scheduled, limit: int) -> _Scheduled:
-        """Return the exact partition within the bytes if it fits, or else the one by bytes."""
-        model = self.model(one.micro_batch_size)
-        boundaries = model.within(
-            lower(made.compute), optimizer_name(self.spec.train, self.spec.optimizer), limit
+    def _faster(self, one: Candidate, draft: Draft) -> Plan | None:
+        """Return the plan with the exact partition within the bytes, if that fits."""
+        boundaries = self.model(one.micro_batch_size).within(
+            lower(draft.compute), draft.partitioner.optimizer, self.limit_bytes or sys.maxsize
         )
         if boundaries is None:
-            return made
-        other = self._scheduled_at(one, boundaries)
-        is_better = max(self._peak_bytes(one, other)) <= limit and _keeps_cap(other)
-        return other if is_better else made
+            return None
+        other = self._draft(one, boundaries)
+        with suppress(DoesNotFitError):
+            self._check_peak(one, other, self.limit_bytes or sys.maxsize)
+            return finish(other) if _keeps_cap(other) else None
+        return None
 
-    def _scheduled(self, one: Candidate) -> Iterator[_Scheduled]:
+    def _drafts(self, one: Candidate) -> Iterator[Draft]:
         """Yield the candidate with its fastest partition, then with its smallest one if needed."""
         if one.schedule == CAPPED:
-            run = self.run_of(one)
-            profile = self.model(one.micro_batch_size).profile
-            found = search_schedule(run, profile)
-            boundaries, unit_bytes = tuple(found["boundaries"]), found["unit_bytes"]
-            run = self._priced(
-                run, profiled_costs(RunCosts.of(run), profile, boundaries, unit_bytes)
-            )
-            yield _Scheduled(boundaries, run, found=from_json(found["schedule"]))
+            yield self._draft(one)
             return
-        made = self._scheduled_at(one, self._by_time(one)[0])
-        if _keeps_cap(made):
-            yield made
+        fastest = self._by_time(one)[0]
+        draft = self._draft(one, fastest)
+        if _keeps_cap(draft):
+            yield draft
         elif self.limit_bytes is None or one.num_stages == 1:
             raise ConfigError(
                 "schedule.activation_cap", one.cap, f"is less than {one.schedule} holds"
@@ -474,38 +442,29 @@ class Planner:
         if self.limit_bytes is None or one.num_stages == 1:
             return
         # recomputed activations exist for one micro-batch at a time
-        counts = stashes(made.compute) if one.memory == KEEP else (1,) * one.num_stages
+        counts = stashes(draft.compute) if one.memory == KEEP else (1,) * one.num_stages
         boundaries = self.model(one.micro_batch_size).by_bytes(counts)
-        other = replace(self._scheduled_at(one, boundaries), is_by_bytes=True)
-        if boundaries != made.boundaries and _keeps_cap(other):
+        other = self._draft(one, boundaries)
+        if boundaries != fastest and _keeps_cap(other):
             yield other
 
-    def _scheduled_at(self, one: Candidate, boundaries: tuple[int, ...]) -> _Scheduled:
-        spans = self.model(one.micro_batch_size).spans
-        run = self.run_of(one, boundaries)
-        return _Scheduled(
-            boundaries,
-            self._priced(run, profiled_costs(RunCosts.of(run), spans.profile, boundaries)),
-        )
+    def _draft(self, one: Candidate, boundaries: tuple[int, ...] = ()) -> Draft:
+        profile = self.model(one.micro_batch_size).profile
+        return Draft(self.run_of(one, boundaries), known=profile)
 
-    def _priced(self, run: RunSpec, cost: CostConfig) -> RunSpec:
-        """Return a run with its costs, on devices with the limit as their memory."""
-        return replace(run, cost=cost, machine=replace(run.machine, device_bytes=self.limit_bytes))
-
-    def _choice(
-        self, one: Candidate, made: _Scheduled, found: PlanOutcome, step: Simulation | None = None
-    ) -> Choice:
+    def _choice(self, one: Candidate, plan: Plan, step: Simulation | None = None) -> Choice:
+        found = plan.memory
         step = step or found.simulation
         return Choice(
             one,
-            made.boundaries,
+            plan.boundaries,
             step.span,
             self.score(one, step.span),
             step.efficiency,
             found.peak_bytes,
             found.host_bytes,
             partial(parts_s, found, step),
-            lambda: self._choice(one, made, found, self._noisy(found)),
+            lambda: self._choice(one, plan, self._noisy(found)),
             None if self.epochs is None else self.epochs(one.global_batch),
             self.changes(one),
         )

@@ -125,7 +125,7 @@ def _search(planner: Planner, asked: list[Candidate], num_best: int, end: float)
 
 def _candidates(planner: Planner, num_gpus: int, batch: int, num_layers: int) -> list[Candidate]:
     spec = planner.spec
-    asked = candidates(num_gpus, batch, num_layers, has_policies=spec.machine.kind == "real")
+    asked = candidates(num_gpus, batch, num_layers, has_policies=spec.machine.is_real)
     if spec.profile.path is not None:
         asked = [one for one in asked if one.micro_batch_size == spec.parallel.micro_batch_size]
     if not asked:

@@ -93,8 +93,7 @@ def _choice(planner: Planner, one: Candidate) -> Choice:
         ConfigError: it has no such strips.
         DoesNotFitError: a rank would hold more than the limit.
     """
-    run = planner.run_of(one)
-    plan = evaluate(replace(run, machine=replace(run.machine, device_bytes=planner.limit_bytes)))
+    plan = evaluate(planner.run_of(one))
     held = plan.memory
     found = plan.predict()
     return Choice(

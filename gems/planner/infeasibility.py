@@ -98,7 +98,7 @@ def _more_gpus(
     assert planner.limit_bytes is not None
     batch = asked[0].global_batch
     num_layers = planner.model(planner.sizes[0]).profile.num_layers
-    has_policies = planner.spec.machine.kind == "real"
+    has_policies = planner.spec.machine.is_real
     for times in MORE_GPUS:
         more = candidates(times * num_gpus, batch, num_layers, has_policies)
         quick = [one for one in more if one.slowness < 2]

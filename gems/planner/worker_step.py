@@ -11,12 +11,8 @@ from functools import cache
 
 from gems.config.schema import CostConfig, RunSpec, ScheduleConfig
 from gems.errors import ConfigError, DoesNotFitError
-from gems.schedule.schedule import Schedule
-from gems.simulation.build import lowered_schedule
-from gems.simulation.costs import RunCosts
-from gems.simulation.model_costs import PROFILE
+from gems.plan.draft import PROFILE, Draft
 from gems.simulation.prediction import Prediction
-from gems.simulation.profiled_costs import with_profiled_costs
 
 # On one device every schedule is the same work; this one holds least.
 ALONE = "1f1b"
@@ -41,9 +37,9 @@ def with_degree(spec: RunSpec, degree: int) -> RunSpec:
     """
     cost = spec.cost
     before = spec.parallel.partitions
-    if spec.machine.kind == "real" and cost == CostConfig():
+    if spec.machine.is_real and cost == CostConfig():
         cost = CostConfig(name=PROFILE)
-    if cost.name != PROFILE and degree != before:
+    if not cost.from_layers and degree != before:
         share = before / degree
         names = ("forward", "input_grad", "weight_grad", "recompute", "offload")
         times = {
@@ -118,15 +114,14 @@ def modelled_efficiency(spec: RunSpec) -> Callable[[int, int], float]:
     """
 
     @cache
-    def one_worker(degree: int) -> tuple[RunSpec, Schedule]:
-        one = with_profiled_costs(_unlimited(with_degree(spec, degree)))
-        return one, lowered_schedule(one)
+    def one_worker(degree: int) -> Draft:
+        return Draft(_unlimited(with_degree(spec, degree)))
 
     @cache
     def span(workers: int, degree: int) -> float:
-        one, schedule = one_worker(degree)
-        many = replace(one, parallel=replace(one.parallel, replicas=workers))
-        return RunCosts.of(many).kept(schedule).step_s
+        one = one_worker(degree)
+        parallel = replace(one.costs.parallel, replicas=workers)
+        return replace(one.costs, parallel=parallel).kept(one.lowered).step_s
 
     return lambda workers, degree: span(1, degree) / span(workers, degree)
 

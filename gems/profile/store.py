@@ -191,7 +191,7 @@ def known_pace(subject: Subject) -> RunPace | None:
     not apply to it.
     """
     machine = subject.machine
-    if machine.kind != "real" or (subject.profile.path is None and is_fake(subject.profile)):
+    if not machine.is_real or (subject.profile.path is None and is_fake(subject.profile)):
         return None
     if machine.pace_factor is not None:
         return RunPace(machine.pace_factor, machine.pace_pass_s)

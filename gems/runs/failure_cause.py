@@ -137,7 +137,7 @@ def device_memory_remedies(spec: RunSpec | None, is_fragmented: bool = False) ->
             "+cluster.environment.PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: the allocator's"
             " free pieces would have been enough"
         )
-    if spec is not None and spec.memory.name != "keep":
+    if spec is not None and not spec.memory.keeps:
         advice.append(f"a smaller memory.limit_bytes, now under memory={spec.memory.name}")
     else:
         advice.append(

@@ -56,7 +56,7 @@ def prepare(
             file=sys.stderr,
         )
     plan = plan or evaluate(spec)
-    if spec.machine.kind == "real":
+    if spec.machine.is_real:
         inspect_data(spec.data, spec.seed)
         split_by = plan.schedule.name if plan.schedule.has_split_backward else None
         check_exact(Subject.of(plan.spec), split_by)

@@ -6,10 +6,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
 
-from gems.config.schema import CostConfig, MachineConfig, ParallelConfig, RunSpec, ScheduleConfig
+from gems.config.schema import (
+    CostConfig,
+    MachineConfig,
+    MemoryConfig,
+    ParallelConfig,
+    RunSpec,
+    ScheduleConfig,
+)
 from gems.errors import ConfigError
 from gems.memory.case import MemoryCase, PlanOutcome
-from gems.memory.plan import KEEP, MemoryPlan
+from gems.memory.plan import MemoryPlan
 from gems.partition.links import links_of
 from gems.schedule.costs import DepthCosts, Network, StageCosts
 from gems.schedule.placement import Placement
@@ -17,7 +24,6 @@ from gems.schedule.replicas import with_all_reduce
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import Pace, Simulation, rank_times
 from gems.schedule.strips import strip_costs
-from gems.simulation.model_costs import PROFILE
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,17 @@ class RunCosts:
                 "give it, use cost=profile, or give schedule.activation_cap in units",
             )
         return cap_bytes / self.cost.activation_bytes
+
+    @property
+    def cap_bytes(self) -> float | None:
+        """The most activations of a rank, in bytes by the size of a unit; None without a cap."""
+        return None if self.cap is None else self.cap * self.cost.activation_bytes
+
+    @property
+    def uncapped(self) -> RunCosts:
+        """The same costs without the cap, for other units of activations than it was given in."""
+        free = replace(self.schedule, activation_cap=None, activation_cap_bytes=None)
+        return replace(self, schedule=free)
 
     @cached_property
     def network(self) -> Network:
@@ -145,9 +162,9 @@ class RunCosts:
         )
 
 
-def is_by_layers(run: RunSpec) -> bool:
+def is_by_layers(cost: CostConfig, memory: MemoryConfig) -> bool:
     """Return whether a run is simulated by the profile of its layers."""
-    return run.cost.name == PROFILE or run.memory.name != KEEP
+    return cost.from_layers or not memory.keeps
 
 
 def counts_units(run: RunSpec) -> bool:
@@ -155,7 +172,8 @@ def counts_units(run: RunSpec) -> bool:
 
     That is the case for configured costs without cost.unit_s.
     """
-    return not is_by_layers(run) and run.cost.unit_s == 1.0 and run.machine.kind != "emulated"
+    is_emulated = run.machine.kind == "emulated"
+    return run.cost.unit_s == 1.0 and not (is_emulated or is_by_layers(run.cost, run.memory))
 
 
 def parts_s(outcome: PlanOutcome, step: Simulation) -> dict[str, float]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from gems.config.schema import MemoryConfig, RunSpec
+from gems.config.schema import MachineConfig, MemoryConfig, ParallelConfig
 from gems.errors import DoesNotFitError
 from gems.memory.case import MemoryCase, PlanOutcome
 from gems.memory.plan import MemoryPlan
@@ -14,89 +14,94 @@ from gems.memory.strips import stages_as_layers
 from gems.partition.links import links_of
 from gems.partition.methods import optimizer_name
 from gems.profile import ModelProfile
-from gems.profile.store import profile_of, strips_of
+from gems.profile.store import strips_of
 from gems.profile.subject import Subject
 from gems.schedule import CAPPED
 from gems.schedule.schedule import Schedule
-from gems.simulation.costs import RunCosts
+from gems.schedule.simulate import Pace
 from gems.utils.cache import cached
 
 HOST = "machine.host_bytes"
 SMALLER = "use another policy (memory=plan), more partitions, or a smaller image or micro-batch"
 
 
-def memory_case(
-    spec: RunSpec,
-    schedule: Schedule,
-    boundaries: tuple[int, ...],
-    profile: ModelProfile | None = None,
-) -> MemoryCase:
-    """Return the case for which the memory policies of a resolved run plan.
+@dataclass(frozen=True)
+class Policy:
+    """The memory policy of a run, whatever its schedule and partition.
 
-    `schedule` is the compute-only schedule. If the profile is not given, it comes from the source
-    that the run names. In strips, each stage is a layer.
-
-    Raises:
-        ConfigError: the profile is not available, or in strips a layer needs the whole image.
+    `paces` has the disturbances of each replica.
     """
-    machine = spec.machine
-    strips = None
-    profile = profile or profile_of(Subject.of(spec))
-    if schedule.num_strips > 1:
-        strips = strips_of(Subject.of(spec), boundaries)
-        profile = stages_as_layers(strips, profile)
-        boundaries = tuple(range(len(boundaries)))
-    return MemoryCase(
-        profile,
-        schedule,
-        boundaries,
-        optimizer_name(spec.train, spec.optimizer),
-        spec.memory.limit_bytes or machine.device_bytes,
-        machine.d2h_bytes_per_s,
-        machine.h2d_bytes_per_s,
-        links_of(machine),
-        spec.memory.min_offload_bytes,
-        RunCosts.of(spec).paces,
-        strips,
-    )
 
+    subject: Subject
+    config: MemoryConfig
+    paces: tuple[Pace, ...]
+    room: Room
+    make: Callable[[MemoryConfig, MemoryCase], MemoryPlan] = plan_of
 
-def policy_plan(memory: MemoryConfig, case: MemoryCase, cache_dir: str | None) -> MemoryPlan:
-    """Return the plan of a memory policy, from the cache if it has been made.
+    def case(
+        self, schedule: Schedule, boundaries: tuple[int, ...], profile: ModelProfile
+    ) -> MemoryCase:
+        """Return the case of a compute-only schedule; in strips, each stage is a layer.
 
-    Raises:
-        DoesNotFitError: the policy cannot keep the limit.
-    """
-    key = repr(
-        (
-            memory,
-            case.schedule.digest(),
-            case.profile,
-            case.network,
-            case.boundaries,
-            case.optimizer,
-            case.limit_bytes,
-            case.d2h_bytes_per_s,
-            case.h2d_bytes_per_s,
-            case.least_bytes,
-            len(case.paces),
-            case.strips,
+        Raises:
+            ConfigError: in strips a layer needs the whole image.
+        """
+        machine = self.subject.machine
+        strips = None
+        if schedule.num_strips > 1:
+            strips = strips_of(self.subject, boundaries)
+            profile = stages_as_layers(strips, profile)
+            boundaries = tuple(range(len(boundaries)))
+        return MemoryCase(
+            profile,
+            schedule,
+            boundaries,
+            optimizer_name(self.subject.train, self.subject.optimizer),
+            self.config.limit_bytes or machine.device_bytes,
+            machine.d2h_bytes_per_s,
+            machine.h2d_bytes_per_s,
+            links_of(machine),
+            self.config.min_offload_bytes,
+            self.paces,
+            strips,
         )
-    )
-    return MemoryPlan.from_json(
-        cached(cache_dir, "memory", key, lambda: plan_of(memory, case).to_json())
-    )
 
+    def plan(self, case: MemoryCase) -> MemoryPlan:
+        """Return the plan of the policy, from the cache if it has been made.
 
-def policy_outcome(room: Room, case: MemoryCase, plan: MemoryPlan) -> PlanOutcome:
-    """Return the outcome of a plan for a step as it runs.
+        Raises:
+            DoesNotFitError: the policy cannot keep the limit.
+        """
+        key = repr(
+            (
+                self.config,
+                case.schedule.digest(),
+                case.profile,
+                case.network,
+                case.boundaries,
+                case.optimizer,
+                case.limit_bytes,
+                case.d2h_bytes_per_s,
+                case.h2d_bytes_per_s,
+                case.least_bytes,
+                len(case.paces),
+                case.strips,
+            )
+        )
+        kept = cached(
+            self.subject.cache_dir, "memory", key, lambda: self.make(self.config, case).to_json()
+        )
+        return MemoryPlan.from_json(kept)
 
-    Raises:
-        DoesNotFitError: the plan leaves too much on a device or in host memory.
-    """
-    outcome = case.outcome(plan)
-    room.check(outcome)  # first: as it runs it holds no more, unless that fits too
-    return case.as_run(outcome)
+    def outcome(self, case: MemoryCase, plan: MemoryPlan) -> PlanOutcome:
+        """Return the outcome of a plan for a step as it runs.
+
+        Raises:
+            DoesNotFitError: the plan leaves too much on a device or in host memory.
+        """
+        outcome = case.outcome(plan)
+        self.room.check(outcome)  # first: as it runs it holds no more, unless that fits too
+        return case.as_run(outcome)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +113,11 @@ class Room:
     ranks_on_node: int
 
     @classmethod
-    def of(cls, spec: RunSpec) -> Room:
-        """Return the room of a resolved run."""
-        num_ranks = spec.cluster.ranks_per_node or spec.parallel.partitions
-        machine = spec.machine
-        return cls(machine.device_bytes, machine.host_bytes, min(num_ranks, spec.world_size))
+    def of(cls, machine: MachineConfig, parallel: ParallelConfig, on_node: int | None) -> Room:
+        """Return the room of a run with so many ranks on a node, or one pipeline's."""
+        num_ranks = on_node or parallel.partitions
+        most = parallel.partitions * parallel.replicas
+        return cls(machine.device_bytes, machine.host_bytes, min(num_ranks, most))
 
     def node_bytes(self, host_bytes: Sequence[int]) -> int:
         """Return the most bytes that a node's ranks keep in host memory, from the bytes by rank."""

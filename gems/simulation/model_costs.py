@@ -10,11 +10,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 
-from gems.config.schema import RunSpec
 from gems.memory.timeline import acting_stage_costs
-from gems.partition.methods import optimizer_name, partition_model
+from gems.partition.methods import Partitioner
 from gems.partition.step_time import Boundaries, Cost, shortest_step
-from gems.profile import ModelProfile
 from gems.schedule.action import Action, Kind
 from gems.schedule.costs import Network, StageCosts
 from gems.schedule.ledger import TOLERANCE, peaks
@@ -23,7 +21,6 @@ from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import simulate
 from gems.schedule.strips import strip_costs
 
-PROFILE = "profile"  # the name of costs
 CUT_BUDGET_S = 0.5  # of one placement, of which a search tries several
 
 
@@ -41,29 +38,30 @@ class ModelCosts:
 
     def __init__(
         self,
-        spec: RunSpec,
-        profile: ModelProfile,
+        partitioner: Partitioner,
+        least_bytes: int,
         cuts: Mapping[Placement, Boundaries] | None = None,
     ):
-        # whether the model fits is checked once there is a schedule
-        machine = replace(spec.machine, kind="real", device_bytes=None)
-        budget_s = min(CUT_BUDGET_S, spec.partition.budget_s)
-        self._spec = replace(
-            spec, machine=machine, partition=replace(spec.partition, budget_s=budget_s)
-        )
-        self.profile, self._given = profile, dict(cuts or {})
+        config = partitioner.config
+        config = replace(config, budget_s=min(CUT_BUDGET_S, config.budget_s))
+        # what fits is seen once there is a schedule
+        self._partitioner = replace(partitioner, config=config, limit_bytes=None)
+        self._least_bytes = least_bytes
+        self._parallel = partitioner.subject.parallel
+        self.profile = partitioner.get_profile()
+        self._given = dict(cuts or {})
         self._cuts = dict(self._given)
-        self.unit_s = sum(layer.time_s for layer in profile.layers) / (3 * spec.parallel.partitions)
+        total_s = sum(layer.time_s for layer in self.profile.layers)
+        self.unit_s = total_s / (3 * self._parallel.partitions)
         self._made: dict[Placement, StageCosts] = {}
 
     def __repr__(self) -> str:
         """Return everything on which the costs depend, as a part of the cache key of a search."""
-        spec = self._spec
         facts = (
-            spec.partition,
-            spec.parallel.boundaries,
-            optimizer_name(spec.train, spec.optimizer),
-            spec.memory.min_offload_bytes,
+            self._partitioner.config,
+            self._parallel.boundaries,
+            self._partitioner.optimizer,
+            self._least_bytes,
             self._rates,
         )
         return repr((facts, self.profile, sorted(self._given.items(), key=repr)))
@@ -71,25 +69,23 @@ class ModelCosts:
     @cached_property
     def unit_bytes(self) -> int:
         """Bytes in a unit of activations."""
-        parallel = replace(self._spec.parallel, boundaries=None)
-        one = _one_micro_batch(linear(parallel.partitions))
-        boundaries = partition_model(replace(self._spec, parallel=parallel), one).boundaries
+        one = _one_micro_batch(linear(self._parallel.partitions))
+        boundaries = replace(self._partitioner, given=None).partition(one).boundaries
         costs = self._in_bytes(boundaries)
         return max(1, round(max(*costs.activation, *costs.held_for_weights)))
 
     @property
     def is_cut(self) -> bool:
         """Whether the cut of each placement is fixed for all schedules."""
-        method = self._spec.partition
+        method = self._partitioner.config
         is_by_time = method.name == "exact" and method.objective in ("auto", "time")
-        return self._spec.parallel.boundaries is not None or not is_by_time
+        return self._partitioner.given is not None or not is_by_time
 
     def cut(self, placement: Placement) -> Boundaries:
         """Return the boundaries at which the model is cut into the stages of a placement."""
         if placement not in self._cuts:
-            self._cuts[placement] = partition_model(
-                self._spec, _one_micro_batch(placement)
-            ).boundaries
+            one = _one_micro_batch(placement)
+            self._cuts[placement] = self._partitioner.partition(one).boundaries
         return self._cuts[placement]
 
     def of(self, placement: Placement) -> StageCosts:
@@ -125,7 +121,9 @@ class ModelCosts:
 
     def with_cut(self, placement: Placement, boundaries: Boundaries) -> ModelCosts:
         """Return these costs with another cut for a placement."""
-        made = ModelCosts(self._spec, self.profile, self._given | {placement: boundaries})
+        made = ModelCosts(
+            self._partitioner, self._least_bytes, self._given | {placement: boundaries}
+        )
         made.unit_bytes = self.unit_bytes  # that of the model, whatever its cuts
         made._cuts = self._cuts | made._cuts
         made._made = {known: costs for known, costs in self._made.items() if known != placement}
@@ -133,13 +131,11 @@ class ModelCosts:
 
     @property
     def _rates(self) -> tuple[float, float]:
-        machine = self._spec.machine
+        machine = self._partitioner.subject.machine
         return machine.d2h_bytes_per_s, machine.h2d_bytes_per_s
 
     def _in_bytes(self, boundaries: Boundaries) -> StageCosts:
-        return acting_stage_costs(
-            self.profile, boundaries, self._spec.memory.min_offload_bytes, *self._rates
-        )
+        return acting_stage_costs(self.profile, boundaries, self._least_bytes, *self._rates)
 
 
 def _one_micro_batch(placement: Placement) -> Schedule:

@@ -7,10 +7,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from gems.config.schema import RunSpec
 from gems.errors import ConfigError, DoesNotFitError, ScheduleError
 from gems.memory.plan import MemoryPlan
-from gems.partition.methods import partition_model
+from gems.partition.methods import Partitioner
 from gems.partition.step_time import Boundaries
 from gems.schedule import CAPPED, PLACEMENTS
 from gems.schedule.families.published_schedules import published_schedules
@@ -22,7 +21,7 @@ from gems.schedule.simulate import simulate
 from gems.schedule.strips import strip_costs
 from gems.schedule.synthesis import Found, capped, least_cap
 from gems.schedule.synthesis.whole_backward import with_whole_backward
-from gems.simulation.memory_case import Room, memory_case, policy_outcome, policy_plan
+from gems.simulation.memory_case import Policy
 from gems.simulation.model_costs import ModelCosts
 
 MAX_CUTS = 2  # times that the model is cut again where no ladder is climbed
@@ -46,7 +45,7 @@ def search_with_cut(request: Request, model: ModelCosts) -> tuple[Found, Boundar
 
 
 def search_within_bytes(
-    spec: RunSpec, request: Request, model: ModelCosts, cap_bytes: int
+    request: Request, model: ModelCosts, policy: Policy, cap_bytes: int
 ) -> tuple[Found, Boundaries]:
     """Return a schedule in strips, and its cut, whose activations stay within bytes.
 
@@ -67,7 +66,7 @@ def search_within_bytes(
                 raise
             break
         bounds = bounds or found
-        case = memory_case(spec, found.schedule, boundaries, model.profile)
+        case = policy.case(found.schedule, boundaries, model.profile)
         plan = MemoryPlan.keeping(case.boundaries)
         held = max(rank.peak_activation_bytes for rank in case.timelines(plan, case.lowered(plan)))
         if held <= cap_bytes:
@@ -86,7 +85,7 @@ def search_within_bytes(
 
 
 def search_under_policy(
-    spec: RunSpec, request: Request, model: ModelCosts
+    request: Request, model: ModelCosts, policy: Policy, partitioner: Partitioner
 ) -> tuple[Found, Boundaries]:
     """Return the schedule with the shortest step under the memory policy of a run, and its cut.
 
@@ -105,13 +104,13 @@ def search_under_policy(
         ]
     last, _ = tried[-1]
     for rival in published_schedules(request):
-        by_name = model.with_cut(rival.placement, partition_model(spec, rival).boundaries)
+        by_name = model.with_cut(rival.placement, partitioner.partition(rival).boundaries)
         tried.append(
             (replace(last, schedule=replace(rival, name=CAPPED), method=rival.name), by_name)
         )
     kept_s = [_span(one.schedule, request, made) * made.unit_s for one, made in tried]
-    short = replace(spec.memory, budget_s=PLAN_SHARE * spec.memory.budget_s)
-    room = Room.of(spec)
+    config = policy.config
+    short = replace(policy, config=replace(config, budget_s=PLAN_SHARE * config.budget_s))
     fastest_s = math.inf
     best = tried[0]
     least = math.inf
@@ -125,8 +124,8 @@ def search_under_policy(
         if kept_s[number] >= fastest_s:
             break
         try:
-            case = memory_case(spec, found.schedule, key[1], made.profile)
-            step_s = policy_outcome(room, case, policy_plan(short, case, spec.cache_dir)).step_s
+            case = short.case(found.schedule, key[1], made.profile)
+            step_s = short.outcome(case, short.plan(case)).step_s
         except DoesNotFitError as error:
             if fastest_s == math.inf and error.needed_bytes < least:
                 least = error.needed_bytes

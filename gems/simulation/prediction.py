@@ -10,14 +10,12 @@ from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
 from gems.memory.case import PlanOutcome
 from gems.memory.timeline import RankTimeline
-from gems.schedule import CAPPED
 from gems.schedule.action import Kind
 from gems.schedule.bounds import memory_time_bound
 from gems.schedule.costs import Network, StageCosts
 from gems.schedule.memory import Held, RankMemory, memory_over_time
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import RankTime, Simulation, rank_times
-from gems.simulation.build import search_schedule
 from gems.simulation.calibration import Confidence, confidence_of
 from gems.simulation.costs import RunCosts, counts_units, is_by_layers
 from gems.simulation.jitter import interval_of, median_of, noisy_steps
@@ -78,8 +76,9 @@ class Prediction:
 
         It is None if the costs are not those of the run's layers.
         """
-        is_real = self.run.machine.kind == "real"
-        return confidence_of(self.run) if is_real and is_by_layers(self.run) else None
+        run = self.run
+        is_real = run.machine.is_real
+        return confidence_of(run) if is_real and is_by_layers(run.cost, run.memory) else None
 
     @property
     def peak_bytes(self) -> tuple[float, ...] | None:
@@ -147,44 +146,46 @@ class Prediction:
         }
 
 
-def predict(run: RunSpec, outcome: PlanOutcome) -> Prediction:
+def predict(
+    run: RunSpec,
+    costs: RunCosts,
+    outcome: PlanOutcome,
+    bounds: tuple[float, float | None] | None = None,
+) -> Prediction:
     """Simulate a step of a run as planned, with one pipeline for all replicas.
 
-    `run` has the costs of its plan. Bytes on the device come from a walk over the layers if these
+    `run` has the costs of its plan, and `bounds` are the efficiencies that a search has proven.
+    Bytes on the device come from a walk over the layers if these
     are known. Otherwise they cover only activations, messages and parameters.
     """
     schedule = outcome.schedule
-    costs = outcome.costs
+    stages = outcome.costs
     network = outcome.network
     unit_s, unit_bytes = (
         (1.0, 1) if outcome.is_segmented else (run.cost.unit_s, run.cost.activation_bytes)
     )
     step, interval = with_jitter(outcome, run.machine.noise, run.seed)
     memory = (
-        memory_over_time(schedule, costs, step, unit_bytes, run.cost.param_bytes)
+        memory_over_time(schedule, stages, step, unit_bytes, run.cost.param_bytes)
         if outcome.case is None
         else _memory_over_time(outcome.ranks, step)
     )
     cap = outcome.cap
-    limit = RunCosts.of(run).cap
-    bounds: tuple[float, float | None]
-    if schedule.name == CAPPED and limit is not None:
-        found = search_schedule(run)
-        bounds = float(found["bound"]), float(found["bound_any_strips"])
-        cap = limit * run.cost.activation_bytes if outcome.is_segmented else limit
+    if bounds is not None:
+        cap = costs.cap_bytes if outcome.is_segmented else costs.cap
     else:
         most = max(step.peak) if cap is None and not outcome.is_segmented else cap
         allow = allowed_actions(run.schedule.memory_actions, schedule)
         is_split = schedule.has_split_backward
-        bounds = memory_time_bound(costs, schedule.placement, most, is_split, network, allow), None
+        bounds = memory_time_bound(stages, schedule.placement, most, is_split, network, allow), None
     return Prediction(
         run,
         schedule,
-        costs,
+        stages,
         network,
         cap,
         step,
-        rank_times(schedule, costs, step, network, outcome.paces[0]),
+        rank_times(schedule, stages, step, network, outcome.paces[0]),
         memory,
         bounds,
         interval,

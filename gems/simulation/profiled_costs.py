@@ -1,4 +1,4 @@
-"""Costs of a run by its profile and partition, in seconds and bytes, as a `CostConfig`."""
+"""Costs of a run by its profile and partition, in seconds and bytes, as a run's costs."""
 
 from __future__ import annotations
 
@@ -7,14 +7,9 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from gems.config.schema import CostConfig, RunSpec
+from gems.config.schema import CostConfig
 from gems.memory.timeline import acting_stage_costs
-from gems.partition.methods import partition_model
-from gems.partition.operator_placement import stage_costs_of
 from gems.profile import ModelProfile
-from gems.profile.store import profile_of
-from gems.profile.subject import Subject
-from gems.schedule import CAPPED, PLACED
 from gems.schedule.costs import (
     STAGE_BYTES,
     STAGE_SIZES,
@@ -23,56 +18,21 @@ from gems.schedule.costs import (
     DepthCosts,
     StageCosts,
 )
-from gems.simulation.build import compute_schedule, search_schedule
 from gems.simulation.costs import RunCosts
-from gems.simulation.model_costs import PROFILE
 
 MIN_S = 1e-9  # times are above 0
 
 
-def with_profiled_costs(spec: RunSpec) -> RunSpec:
-    """Return the run with the costs of its profile, if it asks for them (cost=profile).
-
-    They replace the configured costs. For schedule=placed they are the costs of its operators. They
-    are for simulation only: the run's identity, and run.yaml, remain those of `spec`. The unit of
-    time is the second; the unit of activations is the size that the heaviest of P equal parts keeps
-    of one micro-batch. A named schedule has the stages of its partition. A searched one has the
-    stages with which it was found, and activations in the unit of its cap.
-
-    Raises:
-        ConfigError: as `profile_of`, `partition_model` and `search_schedule`.
-        DoesNotFitError: a rank would hold more than machine.device_bytes.
-    """
-    if spec.schedule.name == PLACED:
-        return replace(
-            spec,
-            cost=replace(
-                spec.cost, stages=_of_stages(stage_costs_of(spec).in_units(spec.cost.unit_s, 1))
-            ),
-        )
-    if spec.cost.name != PROFILE or spec.cost.activation_bytes:
-        return spec
-    profile = profile_of(Subject.of(spec))
-    costs = RunCosts.of(spec)
-    if spec.schedule.name == CAPPED:
-        found = search_schedule(spec)
-        return replace(
-            spec, cost=profiled_costs(costs, profile, found["boundaries"], found["unit_bytes"])
-        )
-    made = compute_schedule(replace(spec, cost=layer_costs(costs, profile)))
-    boundaries = partition_model(spec, made).boundaries
-    return replace(spec, cost=profiled_costs(costs, profile, boundaries))
-
-
-def layer_costs(costs: RunCosts, profile: ModelProfile) -> CostConfig:
+def layer_costs(costs: RunCosts, profile: ModelProfile) -> RunCosts:
     """Return the costs of a model with unknown stages, with each layer a piece of its depth."""
     kept = [float(layer.kept_bytes) for layer in profile.layers]
-    return _costs(costs, profile, list(range(profile.num_layers + 1)), kept)
+    cost = _costs(costs, profile, list(range(profile.num_layers + 1)), kept)
+    return replace(costs, cost=cost)
 
 
 def profiled_costs(
     costs: RunCosts, profile: ModelProfile, boundaries: Sequence[int], unit_bytes: int | None = None
-) -> CostConfig:
+) -> RunCosts:
     """Return the costs of the stages between boundaries.
 
     `unit_bytes` is the unit of activations, if given.
@@ -81,10 +41,11 @@ def profiled_costs(
     rates = machine.d2h_bytes_per_s, machine.h2d_bytes_per_s
     stages = acting_stage_costs(profile, boundaries, costs.least_bytes, *rates)
     cost = _costs(costs, profile, boundaries, list(stages.activation), unit_bytes)
-    return replace(cost, stages=_of_stages(stages.in_units(1.0, cost.activation_bytes)))
+    cost = replace(cost, stages=to_json(stages.in_units(1.0, cost.activation_bytes)))
+    return replace(costs, cost=cost)
 
 
-def _of_stages(stages: StageCosts) -> dict[str, Any]:
+def to_json(stages: StageCosts) -> dict[str, Any]:
     """Return costs of stages in the form of `cost.stages`."""
     names = (*STAGE_TIMES, *STAGE_SIZES, *STAGE_BYTES)
     of_stages: dict[str, Any] = {name: list(getattr(stages, name)) for name in names}

@@ -392,7 +392,7 @@ def advise(
             if spec is None or spec.cluster.supports_mem_option
             else "cluster.ranks_per_node: fewer ranks share a node's memory"
         ),
-        "offloaded": OFFLOADED if spec is None or spec.memory.name != KEEP else "",
+        "offloaded": OFFLOADED if spec is None or not spec.memory.keeps else "",
     }
     lines = next((row[2:] for row in ADVICE if row[0] == cause and re.search(row[1], words)), ())
     # a value may be several lines, or none

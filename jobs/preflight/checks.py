@@ -195,7 +195,7 @@ def _check(name: str, look: Callable[[], Outcome]) -> Check:
 
 
 def _check_memory(spec: RunSpec, plan: Plan) -> Outcome:
-    if spec.machine.kind != "real":
+    if not spec.machine.is_real:
         return None, f"a run on machine={spec.machine.name} computes nothing"
     peak = plan.peak
     limit = spec.machine.device_bytes
@@ -271,7 +271,7 @@ def _check_time(spec: RunSpec, job: JobSpec, plan: Plan) -> Outcome:
     predicted_s = plan.steps_s
     if predicted_s is None:
         return None, f"{job.minutes} min requested; the steps' time is not predicted"
-    confidence = confidence_of(spec) if spec.machine.kind == "real" else None
+    confidence = confidence_of(spec) if spec.machine.is_real else None
     least_s, most_s = (confidence and confidence.range_s(predicted_s)) or (predicted_s, predicted_s)
     minutes = (
         f"{least_s / 60:.2g} to {most_s / 60:.2g}"

@@ -46,7 +46,7 @@ def smaller_plan(spec: RunSpec, nodes: int) -> Plan:
                 why = f" ({error})"
         if found:
             return min(found, key=lambda plan: (plan.step_s, -plan.spec.parallel.partitions))
-        if run.machine.kind == "real":
+        if run.machine.is_real:
             try:
                 return _searched_plan(run, nodes * per_node)
             except NO_LAYOUT as error:

@@ -17,9 +17,9 @@ from gems.config.compose import compose
 from gems.config.overrides import CONF, options_of
 from gems.config.schema import RunSpec, StudyConfig
 from gems.errors import ConfigError, nearest, one_of
+from gems.plan.draft import Draft
 from gems.plan.evaluate import with_strips_chosen
 from gems.runs.folder import RunFolder
-from gems.simulation.profiled_costs import with_profiled_costs
 
 GROUP = "study"
 KEYS = tuple(field.name for field in dataclasses.fields(StudyConfig))
@@ -86,7 +86,7 @@ def compose_points(study: StudyConfig, name: str, overrides: Sequence[str] = ())
         words = tuple(itertools.chain(*chosen))
         try:
             spec = with_strips_chosen(compose([f"name='{name}'", *study.base, *words, *overrides]))
-            with_profiled_costs(spec)  # fail before any point runs if a point cannot be partitioned
+            _ = Draft(spec).costs  # fail before any point runs if a point cannot be partitioned
         except ConfigError as error:
             key = f"point {number} of study {name} ({' '.join(words)}): {error.key}"
             raise ConfigError(key, error.value, error.allowed, error.advice) from error

@@ -29,14 +29,13 @@ import numpy as np
 from analysis.io.load import load_parts
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
+from gems.plan.draft import Draft
 from gems.schedule.action import Action
 from gems.schedule.costs import StageCosts
 from gems.schedule.memory import memory_over_time
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import Simulation
 from gems.simulation.calibration import calibration_of
-from gems.simulation.costs import RunCosts
-from gems.simulation.profiled_costs import with_profiled_costs
 from gems.trace import KINDS, Trace
 from scripts.bench.pace import (
     CALIBRATING,
@@ -220,7 +219,7 @@ def observed(spec: RunSpec) -> Step:
         trace = load_parts(folder.path).trace
         made = folder.read_schedule()
         cost = spec.cost
-        costs = RunCosts.of(with_profiled_costs(spec)).stages(made.placement)
+        costs = Draft(spec).costs.stages(made.placement)
         peaks = step_peaks(trace, made, costs, cost.activation_bytes)
         return Step(
             step_s, float(np.median(peaks)), float(max(trace.attributes["peak_allocated_bytes"]))

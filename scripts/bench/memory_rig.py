@@ -28,12 +28,11 @@ from gems.memory.plan import Choice, MemoryPlan, Segment, add_memory
 from gems.memory.registry import plan_of
 from gems.models import layers_of
 from gems.models.build import build_layers
+from gems.plan.draft import Draft
 from gems.plan.rank_plan import RankPlan
 from gems.profile.profilers.layer_run import training_loss
 from gems.schedule.lower import lower
 from gems.schedule.schedule import Schedule
-from gems.simulation.build import compute_schedule
-from gems.simulation.memory_case import memory_case
 from scripts.bench.rig import allocator_peaks, composed, square
 
 MIN_BYTES = 1024  # torchtune's min_offload_size
@@ -53,7 +52,9 @@ def layer_modules(spec: RunSpec, device: str = "cpu") -> nn.ModuleList:
 
 def planned(spec: RunSpec) -> PlanOutcome:
     """Return what the configured policy makes of a run of one rank."""
-    case = memory_case(spec, compute_schedule(spec), (0, len(layers_of(spec.model, spec.data))))
+    case = Draft(spec).policy.case(
+        Draft(spec).compute, (0, len(layers_of(spec.model, spec.data))), Draft(spec).profile
+    )
     return case.kept if spec.memory.name == "keep" else case.outcome(plan_of(spec.memory, case))
 
 
@@ -65,7 +66,7 @@ def all_offloaded(spec: RunSpec) -> tuple[Schedule, MemoryPlan]:
         for layer in range(boundaries[-1])
     }
     plan = MemoryPlan.by_layer("all", boundaries, every)
-    return lower(add_memory(compute_schedule(spec), plan)), plan
+    return lower(add_memory(Draft(spec).compute, plan)), plan
 
 
 class OneRank:
@@ -89,7 +90,7 @@ class OneRank:
         One that keeps all runs its stage whole, as a user's does.
         """
         if spec.memory.name == "keep":
-            return cls(spec, lower(compute_schedule(spec)), None)
+            return cls(spec, lower(Draft(spec).compute), None)
         return cls(spec, outcome.schedule, outcome.plan)
 
     def step(self) -> None:

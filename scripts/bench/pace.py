@@ -17,14 +17,13 @@ from typing import NamedTuple
 import numpy as np
 
 from gems.config.schema import RunSpec
+from gems.plan.draft import Draft
 from gems.plan.evaluate import evaluate
 from gems.profile.pace import RunPace
 from gems.schedule.memory import memory_over_time
 from gems.schedule.simulate import simulate
-from gems.simulation.build import lowered_schedule
 from gems.simulation.calibration import Calibration, fit_pace
 from gems.simulation.costs import RunCosts
-from gems.simulation.profiled_costs import with_profiled_costs
 from gems.utils.atomic_io import read_json
 from scripts.bench.rig import composed, counted_steps_s, finished_run, square
 
@@ -116,7 +115,7 @@ def passes_of(spec: RunSpec) -> float:
 
     A forward is a pass, a backward two.
     """
-    made = lowered_schedule(spec)
+    made = Draft(spec).lowered
     layers = [end - first for first, end in pairwise(spec.parallel.boundaries or ())]
     share = sum(layers) / spec.parallel.partitions
     cost = replace(
@@ -135,8 +134,8 @@ def predicted(spec: RunSpec, links: Calibration) -> Step:
     Without noise, since the median step is compared. A search may find another schedule for other
     links: the one for the run's own is simulated.
     """
-    spec = with_profiled_costs(spec)
-    made = lowered_schedule(spec)
+    spec = replace(spec, cost=Draft(spec).costs.cost)
+    made = Draft(spec).lowered
     cost = spec.cost
     values = {key: value for key, value in links.machine().items() if key != "noise"}
     spec = replace(spec, machine=replace(spec.machine, **values))

@@ -14,17 +14,18 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from itertools import product
 from statistics import median
 from typing import Any
 
 from gems.errors import DoesNotFitError
+from gems.plan.draft import Draft
 from gems.planner.evaluate import PROFILED_SIZES, Planner
 from gems.planner.fastest import fastest
 from gems.planner.search.best_first import search
 from gems.planner.search.candidate import Candidate, candidates
 from gems.planner.search.choice import Choice
-from gems.simulation.profiled_costs import with_profiled_costs
 from scripts.bench.rig import (
     answered,
     composed,
@@ -121,7 +122,8 @@ def small_space(num_layers: int) -> list[Candidate]:
 
 def _emulated_s(choice: Choice) -> float:
     words = [word for word in choice.overrides if not word.startswith("memory")]
-    with finished_run(with_profiled_costs(composed(SMALL, words))) as folder:
+    spec = composed(SMALL, words)
+    with finished_run(replace(spec, cost=Draft(spec).costs.cost)) as folder:
         return float(median(counted_steps_s(folder)))
 
 

@@ -22,6 +22,7 @@ from analysis.metrics.run_metrics import run_metrics
 from gems import __version__
 from gems.config.schema import RunSpec
 from gems.errors import GemsError
+from gems.plan.draft import Draft
 from gems.plan.evaluate import evaluate
 from gems.runs.provenance import commit
 from gems.utils.atomic_io import read_json
@@ -232,7 +233,6 @@ def idle_share(model: str, sizes: Sequence[int], micro_batches: int) -> list[dic
     from torch.profiler import ProfilerActivity, profile, supported_activities
 
     from gems.schedule.lower import lower
-    from gems.simulation.build import compute_schedule
     from scripts.bench.memory_rig import OneRank, one_rank
 
     if ProfilerActivity.CUDA not in supported_activities():
@@ -241,7 +241,7 @@ def idle_share(model: str, sizes: Sequence[int], micro_batches: int) -> list[dic
     for side_px in sizes:
         words = f"parallel.micro_batches={micro_batches} parallel.micro_batch_size=1"
         spec = one_rank(model, side_px, words, gpu_machine())
-        run = OneRank(spec, lower(compute_schedule(spec)), None)
+        run = OneRank(spec, lower(Draft(spec).compute), None)
         for _ in range(2):
             run.step()
         _synchronize()
@@ -319,13 +319,12 @@ def step_of(model: str, side_px: int, words: str, steps: int) -> dict[str, Any]:
     import torch
 
     from gems.schedule.lower import lower
-    from gems.simulation.build import compute_schedule
     from scripts.bench.memory_rig import OneRank, one_rank
 
     spec = one_rank(
         model, side_px, "parallel.micro_batches=2 parallel.micro_batch_size=1", gpu_machine(), words
     )
-    run = OneRank(spec, lower(compute_schedule(spec)), None)
+    run = OneRank(spec, lower(Draft(spec).compute), None)
     times_s = []
     for _ in range(2 + steps):
         _synchronize()

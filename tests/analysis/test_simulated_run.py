@@ -35,11 +35,11 @@ from gems.config.schema import (
     ScheduleConfig,
     TrainConfig,
 )
+from gems.plan.draft import Draft
 from gems.runs.prepare import prepare
 from gems.runs.simulated_run import main as simulate_run
 from gems.runs.simulated_run import simulated_trace
 from gems.schedule.memory import memory_over_time
-from gems.simulation.build import lowered_schedule
 from gems.simulation.costs import RunCosts
 from gems.trace import KINDS, STREAMS, Trace, write_trace
 
@@ -102,7 +102,7 @@ def make(tmp_path: Path) -> Make:
 
 
 def trace_of(spec: RunSpec) -> Trace:
-    trace = simulated_trace(spec, lowered_schedule(spec))
+    trace = simulated_trace(spec, Draft(spec).lowered)
     trace.run_yaml = json.dumps(spec.to_dict())
     return trace
 
@@ -123,7 +123,7 @@ def test_recomputation_is_busy_and_not_useful(make: Make) -> None:
     """Rank 0 computes 2 x 3 units and a recomputation of 1, rank 1 computes 6: 10 ms each."""
     spec = make()
     found = run_metrics(trace_of(spec))
-    played = RunCosts.of(spec).kept(lowered_schedule(spec)).simulation
+    played = RunCosts.of(spec).kept(Draft(spec).lowered).simulation
     assert found.busy_s == pytest.approx((2 * 0.07, 2 * 0.06))
     assert found.efficiency == pytest.approx(played.efficiency, rel=1e-6)
     assert found.bubble_measured == pytest.approx(1 - 0.13 / (2 * played.span), rel=1e-6)
@@ -187,7 +187,7 @@ def test_buffers_are_told_from_activations(make: Make) -> None:
     for name, partitions in (("1f1b", 4), ("gems_master", 4), ("interleaved_1f1b", 2), ("file", 2)):
         spec = make(name, partitions, 2 if name == "file" else 8)
         trace = trace_of(spec)
-        schedule = lowered_schedule(spec)
+        schedule = Draft(spec).lowered
         costs = RunCosts.of(spec)
         memory = memory_over_time(
             schedule, costs.stages(schedule.placement), costs.kept(schedule).simulation, 1 << 20

@@ -11,11 +11,7 @@ from pathlib import Path
 
 import pytest
 
-import gems.partition.methods
-import gems.plan.evaluate
-import gems.profile.store
-import gems.simulation.memory_case
-import gems.simulation.profiled_costs
+import gems.plan.draft
 from gems.memory.registry import POLICIES
 from gems.profile import ModelProfile
 from tests.helpers.commands import Gems, check_refusal
@@ -50,8 +46,7 @@ def gems_(gems: Gems, monkeypatch: pytest.MonkeyPatch) -> Gems:
     def profile_of(spec: object) -> ModelProfile:
         return random_profile(NUM_LAYERS, seed=5, decay=0.9)
 
-    for module in MODULES:
-        monkeypatch.setattr(module, "profile_of", profile_of)
+    monkeypatch.setattr(gems.plan.draft, "profile_of", profile_of)
     return gems
 
 

@@ -7,12 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import gems.partition.methods
-import gems.plan.evaluate
-import gems.profile.store
-import gems.simulation.build
-import gems.simulation.memory_case
-import gems.simulation.profiled_costs
+import gems.plan.draft
 from gems.partition.methods import METHODS
 from gems.profile import ModelProfile
 from tests.helpers.commands import Gems, check_refusal
@@ -40,8 +35,7 @@ def gems_(gems: Gems, monkeypatch: pytest.MonkeyPatch) -> Gems:
         depth = spec.model.depth  # type: ignore[attr-defined]
         return random_profile((depth - 2) // 2 + 2, seed=5, decay=0.9)
 
-    for module in MODULES:
-        monkeypatch.setattr(module, "profile_of", profile_of)
+    monkeypatch.setattr(gems.plan.draft, "profile_of", profile_of)
     return gems
 
 

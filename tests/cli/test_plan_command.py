@@ -10,11 +10,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 import gems.errors
-import gems.partition.methods
-import gems.plan.evaluate
+import gems.plan.draft
 import gems.planner.infeasibility
-import gems.simulation.memory_case
-import gems.simulation.profiled_costs
 from gems.config.compose import compose
 from gems.config.resolve import global_batch, run_id
 from gems.config.schema import RunSpec
@@ -90,13 +87,7 @@ def test_what_is_written_runs_as_planned(
     def profile_of(spec: RunSpec) -> object:
         return sized(random_profile(NUM_LAYERS, 5, 0.9), spec.parallel.micro_batch_size)
 
-    for module in (
-        gems.partition.methods,
-        gems.plan.evaluate,
-        gems.simulation.memory_case,
-        gems.simulation.profiled_costs,
-    ):
-        monkeypatch.setattr(module, "profile_of", profile_of)
+    monkeypatch.setattr(gems.plan.draft, "profile_of", profile_of)
     made = evaluate(spec)
     assert list(made.boundaries) == first["boundaries"]
 
@@ -115,13 +106,7 @@ def test_steps_under_noise_are_those_that_simulate_prints(
     def profile_of(spec: RunSpec) -> object:
         return sized(random_profile(NUM_LAYERS, 5, 0.9), spec.parallel.micro_batch_size)
 
-    for module in (
-        gems.partition.methods,
-        gems.plan.evaluate,
-        gems.simulation.memory_case,
-        gems.simulation.profiled_costs,
-    ):
-        monkeypatch.setattr(module, "profile_of", profile_of)
+    monkeypatch.setattr(gems.plan.draft, "profile_of", profile_of)
     for choice in choices:
         words = [*RUN, "machine.device_bytes=12000", *choice["overrides"]]
         noisy, quiet = (simulate(compose([*words, *more])).step_s for more in ([noise], []))

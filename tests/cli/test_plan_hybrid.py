@@ -8,19 +8,15 @@ from typing import Any
 
 import pytest
 
-import gems.partition.methods
-import gems.plan.evaluate
-import gems.profile.store
-import gems.simulation.memory_case
-import gems.simulation.profiled_costs
+import gems.plan.draft
 from gems.cli.framework import Verb
 from gems.config.compose import compose
 from gems.config.schema import RunSpec
+from gems.plan.draft import Draft
 from gems.plan.evaluate import simulate
 from gems.planner.hybrid.inputs import read_speedups
 from gems.planner.worker_step import modelled_efficiency, with_degree, worker_step
 from gems.profile import ModelProfile
-from gems.simulation.build import lowered_schedule
 from gems.simulation.costs import RunCosts
 from gems.simulation.prediction import Prediction
 from tests.helpers.commands import Gems, check_refusal
@@ -140,7 +136,7 @@ def test_efficiency_is_that_of_the_simulated_replicas() -> None:
         spans = []
         for replicas in (1, workers):
             many.parallel.replicas = replicas
-            spans.append(RunCosts.of(many).kept(lowered_schedule(many)).simulation.span)
+            spans.append(RunCosts.of(many).kept(Draft(many).lowered).simulation.span)
         assert modelled(workers, ways) == pytest.approx(spans[0] / spans[1])
         assert modelled(workers, ways) < 1.0
 
@@ -206,14 +202,7 @@ def test_a_real_model_has_the_costs_of_its_profile(
     def profile_of(spec: object) -> ModelProfile:
         return random_profile(11, seed=5, decay=0.9)
 
-    for module in (
-        gems.partition.methods,
-        gems.plan.evaluate,
-        gems.simulation.profiled_costs,
-        gems.simulation.memory_case,
-        gems.profile.store,
-    ):
-        monkeypatch.setattr(module, "profile_of", profile_of)
+    monkeypatch.setattr(gems.plan.draft, "profile_of", profile_of)
     run = ("data=synthetic", "model=resnet20_v1", "schedule=1f1b", "parallel.micro_batches=4")
     answer = answer_of(gems_, *run)
     layers = random_profile(11, seed=5, decay=0.9).layers

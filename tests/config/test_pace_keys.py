@@ -11,10 +11,10 @@ import pytest
 from gems.config.compose import compose
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
+from gems.plan.draft import Draft
 from gems.plan.evaluate import evaluate
 from gems.runs.simulated_run import simulated_trace
 from gems.schedule.simulate import Pace, simulate
-from gems.simulation.build import lowered_schedule
 from gems.simulation.costs import RunCosts
 from gems.trace import KINDS
 
@@ -34,7 +34,7 @@ def test_the_slow_rank_is_one_of_the_world() -> None:
         Pace(2, 2.0, 0.5),
         Pace(None, 2.0, 0.5),
     ]
-    made = lowered_schedule(spec)
+    made = Draft(spec).lowered
     costs = RunCosts.of(spec)
     spans = [
         simulate(made, costs.stages(made.placement), pace=costs.pace(replica)).span
@@ -71,7 +71,7 @@ def test_a_search_that_recomputes_knows_them() -> None:
 
 def test_a_simulated_trace_shows_the_wait() -> None:
     spec = spec_of("cost.input_load=2", "train.steps=3", "benchmark.skip_steps=1")
-    events = simulated_trace(spec, lowered_schedule(spec)).events
+    events = simulated_trace(spec, Draft(spec).lowered).events
     waits = events[(events["kind"] == KINDS.index("INPUT")) & (events["step"] == 0)]
     assert set(waits["rank"]) == {0} and set(waits["stage"]) == {0}
     assert waits["micro_batch"].tolist() == [0, 1, 2, 3], "F3 and later find their input ready"

@@ -19,8 +19,8 @@ from gems.config.schema import (
     ScheduleConfig,
     TrainConfig,
 )
+from gems.plan.draft import Draft
 from gems.runs.simulated_run import simulated_trace
-from gems.simulation.build import lowered_schedule
 from gems.trace import DTYPES, KINDS, STREAMS, Trace, root_attributes
 
 MS = 1_000_000
@@ -52,7 +52,7 @@ def spec_of(
 
 def trace_of(spec: RunSpec) -> Trace:
     """Simulate a run as its trace file would hold it."""
-    trace = simulated_trace(spec, lowered_schedule(spec))
+    trace = simulated_trace(spec, Draft(spec).lowered)
     trace.run_yaml = yaml.safe_dump(spec.to_dict())
     return trace
 

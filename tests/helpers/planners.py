@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-import gems.planner.evaluate
+import gems.plan.draft
 from gems.config.compose import compose
 from gems.config.schema import RunSpec
 from gems.planner.evaluate import Planner
@@ -64,7 +64,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch, seed: int, decay: float = 0.9) -> N
     def profile_of(spec: RunSpec) -> ModelProfile:
         return sized(random_profile(NUM_LAYERS, seed, decay), spec.parallel.micro_batch_size)
 
-    monkeypatch.setattr(gems.planner.evaluate, "profile_of", profile_of)
+    monkeypatch.setattr(gems.plan.draft, "profile_of", profile_of)
 
 
 def planner(limit_bytes: int | None = None, *words: str) -> Planner:

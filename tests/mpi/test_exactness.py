@@ -16,11 +16,11 @@ from gems.engine.verification import compare as comparing
 from gems.engine.verification.compare import compare
 from gems.errors import ConfigError
 from gems.launch.verification import Verification
+from gems.plan.draft import Draft
 from gems.plan.evaluate import evaluate
 from gems.schedule import FAMILIES, generate, published
 from gems.schedule.lower import compute_only, lower
 from gems.schedule.validate import validate
-from gems.simulation.build import lowered_schedule
 from tests.helpers import toys
 from tests.helpers.device import DEVICE, ON_GPU
 from tests.helpers.halves import halved
@@ -168,7 +168,7 @@ def test_a_schedule_found_under_a_cap(comm, cap):
         schedule__budget_s=0.2,
         schedule__placements=["linear", "v"],
     )
-    found = lowered_schedule(spec) if comm.rank == 0 else None
+    found = Draft(spec).lowered if comm.rank == 0 else None
     check(comm, spec, broadcast(comm, found))
 
 
@@ -177,7 +177,7 @@ def test_a_schedule_found_under_a_cap(comm, cap):
 def test_receives_far_ahead_for_slow_links(comm, name, link):
     """Of the second link some ranks post all that their first actions leave room for."""
     spec = make_spec(name, 4, model__depth=14, parallel__micro_batches=8, cost__link=link)
-    made = lowered_schedule(spec)
+    made = Draft(spec).lowered
     assert made.rows != lower(compute_only(made)).rows
     check(comm, spec, made)
 

@@ -19,11 +19,10 @@ from gems.engine.rank import Rank
 from gems.engine.transport.mpi import allgather, broadcast
 from gems.engine.verification.unsplit import collect_values
 from gems.errors import DoesNotFitError
+from gems.plan.draft import Draft
 from gems.plan.evaluate import Plan, evaluate
 from gems.schedule.action import Kind
 from gems.schedule.lower import lower
-from gems.simulation.build import compute_schedule
-from gems.simulation.memory_case import memory_case
 from tests.helpers import toys
 from tests.helpers.device import DEVICE, ON_GPU
 from tests.mpi.conftest import sub_world
@@ -140,7 +139,7 @@ def _limited(spec: RunSpec) -> Plan:
     )
     assert vdnn.memory is not None
     least = max(vdnn.memory.peak_bytes)
-    case = memory_case(spec, compute_schedule(spec), vdnn.boundaries)
+    case = Draft(spec).policy.case(Draft(spec).compute, vdnn.boundaries, Draft(spec).profile)
     most = max(case.kept.peak_bytes)
     limit = most - (most - least) * 2 // 3
     if (

@@ -7,7 +7,7 @@ from itertools import combinations
 
 import pytest
 
-import gems.partition.methods
+import gems.plan.draft
 from gems.config.recipe import OptimizerConfig
 from gems.config.resolve import resolve
 from gems.config.schema import (
@@ -21,15 +21,9 @@ from gems.config.schema import (
 from gems.errors import ConfigError, DoesNotFitError
 from gems.models import layers_of
 from gems.partition.compare import PLAIN, at_most, compare, evaluate, plain_pipeline
-from gems.partition.methods import (
-    METHODS,
-    PartitionCase,
-    check_fits,
-    partition_by,
-    partition_case,
-    partition_model,
-)
+from gems.partition.methods import METHODS, PartitionCase, check_fits, partition_by
 from gems.partition.problem import Partition
+from gems.plan.draft import Draft
 from gems.profile import LayerProfile, ModelProfile
 from gems.schedule import generate
 from gems.schedule.lower import lower
@@ -52,7 +46,7 @@ def decaying(num_layers: int = 18, seed: int = 0) -> ModelProfile:
 def given(monkeypatch: pytest.MonkeyPatch) -> ModelProfile:
     """Make the profile of ResNet-20 one of made-up figures."""
     made = decaying(11)
-    monkeypatch.setattr(gems.partition.methods, "profile_of", lambda spec: made)
+    monkeypatch.setattr(gems.plan.draft, "profile_of", lambda spec: made)
     return made
 
 
@@ -133,24 +127,24 @@ class TestRuns:
         spec = spec_of(
             parallel=ParallelConfig(partitions=2, micro_batches=4, boundaries=[0, 1, 11])
         )
-        assert partition_model(spec, lowered("1f1b", 2, 4)).boundaries == (0, 1, 11)
+        assert Draft(spec).partition(lowered("1f1b", 2, 4)).boundaries == (0, 1, 11)
 
     def test_the_method_of_the_run(self, given: ModelProfile) -> None:
         schedule = lowered("1f1b")
         for method in ALL:
             spec = spec_of(partition=PartitionConfig(method))
             assert (
-                partition_model(spec, schedule).boundaries
-                == partition_by(method, partition_case(spec, schedule), "time").boundaries
+                Draft(spec).partition(schedule).boundaries
+                == partition_by(method, Draft(spec).partitioner.case(schedule), "time").boundaries
             )
 
     def test_a_run_wants_time_unless_it_says_peak(self, given: ModelProfile) -> None:
         schedule = lowered("1f1b")
-        case = partition_case(spec_of(), schedule)
+        case = Draft(spec_of()).partitioner.case(schedule)
         for objective, made in (("auto", "time"), ("time", "time"), ("peak_bytes", "peak_bytes")):
             spec = spec_of(partition=PartitionConfig(objective=objective))
             assert (
-                partition_model(spec, schedule).boundaries
+                Draft(spec).partition(schedule).boundaries
                 == partition_by("exact", case, made).boundaries
             )
         assert (
@@ -162,13 +156,13 @@ class TestRuns:
         def refuse(spec: RunSpec) -> ModelProfile:
             raise AssertionError("nobody needs it")
 
-        monkeypatch.setattr(gems.partition.methods, "profile_of", refuse)
-        assert partition_model(spec_of(partitions=1), lowered("1f1b", 1)).boundaries == (0, 11)
+        monkeypatch.setattr(gems.plan.draft, "profile_of", refuse)
+        assert Draft(spec_of(partitions=1)).partition(lowered("1f1b", 1)).boundaries == (0, 11)
         assert (
             len(
-                partition_model(
-                    spec_of(partition=PartitionConfig("even")), lowered("1f1b")
-                ).boundaries
+                Draft(spec_of(partition=PartitionConfig("even")))
+                .partition(lowered("1f1b"))
+                .boundaries
             )
             == 5
         )
@@ -178,19 +172,19 @@ class TestRuns:
         with pytest.raises(
             ConfigError, match=rf"parallel\.partitions=8: makes 16 stages .* at most {num_layers}"
         ):
-            partition_model(spec_of("zb_v", 8), lowered("zb_v", 8))
+            Draft(spec_of("zb_v", 8)).partition(lowered("zb_v", 8))
 
     def test_a_cut_is_kept(self, given: ModelProfile, monkeypatch: pytest.MonkeyPatch) -> None:
         spec = spec_of()
         schedule = lowered("1f1b")
-        first = partition_model(spec, schedule)
+        first = Draft(spec).partition(schedule)
         monkeypatch.setattr(gems.partition.methods, "partition_by", None)
-        assert partition_model(spec, schedule) == first
+        assert Draft(spec).partition(schedule) == first
 
     def test_the_optimizer_is_the_runs(self, given: ModelProfile) -> None:
         schedule = lowered("1f1b")
         optimizers = [
-            partition_case(spec_of(optimizer=optimizer), schedule).optimizer
+            Draft(spec_of(optimizer=optimizer)).partitioner.case(schedule).optimizer
             for optimizer in (
                 OptimizerConfig(),
                 OptimizerConfig(momentum=0.0),
@@ -203,7 +197,7 @@ class TestRuns:
 class TestWhatDoesNotFit:
     def test_a_rank_above_the_limit(self, given: ModelProfile) -> None:
         schedule = lowered("1f1b")
-        case = partition_case(spec_of(), schedule)
+        case = Draft(spec_of()).partitioner.case(schedule)
         found = partition_by("exact", case)
         most = max(case.peak_bytes(found.boundaries))
         check_fits(replace(case, limit_bytes=most), found)
@@ -222,7 +216,7 @@ class TestWhatDoesNotFit:
                 partition=PartitionConfig(objective=objective),
             )
             with pytest.raises(DoesNotFitError):
-                partition_model(spec, lowered("1f1b"))
+                Draft(spec).partition(lowered("1f1b"))
 
     @pytest.mark.parametrize("objective", ["peak_bytes", "time"])
     def test_a_layer_larger_than_a_device_is_named(self, objective: str) -> None:

@@ -7,7 +7,6 @@ from statistics import median
 
 import pytest
 
-from gems.partition.methods import partition_case
 from gems.planner.evaluate import Planner
 from gems.planner.search.best_first import TooLarge, TooSlow, search
 from gems.planner.search.bounds import held_at_once, least_step_s
@@ -102,8 +101,8 @@ def test_what_a_choice_holds_is_what_the_cut_says(monkeypatch: pytest.MonkeyPatc
     one = Candidate(4, 1, "1f1b", 1, 8)
     choice = judge.evaluate(one)
     assert isinstance(choice, Choice)
-    made = judge._scheduled_at(one, choice.boundaries)
-    case = partition_case(made.run, lower(made.compute), judge.model(1).profile)
+    made = judge._draft(one, choice.boundaries)
+    case = made.partitioner.case(lower(made.compute))
     assert choice.peak_bytes == case.peak_bytes(choice.boundaries)
     fewest = one.family.least_in_flight(one.terms())
     assert fewest == [4, 3, 2, 1]

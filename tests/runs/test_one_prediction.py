@@ -11,12 +11,7 @@ from random import Random
 
 import pytest
 
-import gems.partition.methods
-import gems.plan.evaluate
-import gems.planner.evaluate
-import gems.simulation.build
-import gems.simulation.memory_case
-import gems.simulation.profiled_costs
+import gems.plan.draft
 from gems.config.compose import compose
 from gems.config.schema import RunSpec
 from gems.plan.evaluate import evaluate, simulate
@@ -42,15 +37,7 @@ def run_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[str, ...
         profile = sized(random_profile(NUM_LAYERS, 5, 0.9), spec.parallel.micro_batch_size)
         return replace(profile, height_px=spec.data.height_px, width_px=spec.data.width_px)
 
-    for module in (
-        gems.partition.methods,
-        gems.planner.evaluate,
-        gems.plan.evaluate,
-        gems.simulation.build,
-        gems.simulation.memory_case,
-        gems.simulation.profiled_costs,
-    ):
-        monkeypatch.setattr(module, "profile_of", profile_of)
+    monkeypatch.setattr(gems.plan.draft, "profile_of", profile_of)
     return (
         *RUN,
         f"cache_dir={tmp_path}",

@@ -8,10 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-import gems.partition.methods
-import gems.plan.evaluate
-import gems.simulation.memory_case
-import gems.simulation.profiled_costs
+import gems.plan.draft
 from gems.config.schema import CostConfig, MemoryConfig, ProfileConfig, RunSpec, ScheduleConfig
 from gems.errors import ConfigError, DoesNotFitError
 from gems.memory.plan import Choice, MemoryPlan
@@ -34,8 +31,7 @@ def spec(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RunSpec:
     def profile_of(spec: object) -> ModelProfile:
         return random_profile(5, seed=3, decay=0.9)
 
-    for module in (gems.partition.methods, gems.plan.evaluate, gems.simulation.memory_case):
-        monkeypatch.setattr(module, "profile_of", profile_of)
+    monkeypatch.setattr(gems.plan.draft, "profile_of", profile_of)
     made = toys.make_spec("1f1b", 2)
     memory = MemoryConfig("vdnn_all", min_offload_bytes=0)
     return replace(
@@ -257,14 +253,7 @@ def test_two_caches_are_one_run(
             5, seed=1 if spec.cache_dir == str(tmp_path / "one") else 2, decay=0.9
         )
 
-    modules = (
-        gems.partition.methods,
-        gems.plan.evaluate,
-        gems.simulation.memory_case,
-        gems.simulation.profiled_costs,
-    )
-    for module in modules:
-        monkeypatch.setattr(module, "profile_of", profile_of)
+    monkeypatch.setattr(gems.plan.draft, "profile_of", profile_of)
     asked = replace(
         spec, memory=MemoryConfig(), cost=CostConfig("profile"), profile=ProfileConfig("measured")
     )

@@ -19,11 +19,11 @@ from gems.config.schema import (
     ScheduleConfig,
     TrainConfig,
 )
+from gems.plan.draft import Draft
 from gems.plan.evaluate import evaluate
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
 from gems.runs.simulated_run import main, simulated_trace
-from gems.simulation.build import lowered_schedule
 from gems.trace import KINDS, STREAMS, Trace, read_trace
 from gems.utils.atomic_io import read_json
 from tests.helpers.processes import python
@@ -66,7 +66,7 @@ def spec_of(
 
 
 def trace_of(spec: RunSpec) -> Trace:
-    return simulated_trace(spec, lowered_schedule(spec))
+    return simulated_trace(spec, Draft(spec).lowered)
 
 
 def of_kind(trace: Trace, kind: str, step: int = 0) -> np.ndarray:
@@ -82,7 +82,7 @@ def test_a_simulated_run_cuts_no_model() -> None:
 
 def test_events_are_those_of_the_schedule_in_their_streams() -> None:
     spec = spec_of()
-    schedule = lowered_schedule(spec)
+    schedule = Draft(spec).lowered
     trace = trace_of(spec)
     assert len(trace.events) == 3 * sum(map(len, schedule.rows))
     links = np.isin(

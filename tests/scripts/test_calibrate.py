@@ -26,12 +26,12 @@ from gems.config.schema import (
     TrainConfig,
 )
 from gems.errors import ConfigError
+from gems.plan.draft import Draft
 from gems.profile.pace import RunPace
 from gems.profile.store import known_pace
 from gems.profile.subject import Subject
 from gems.runs.simulated_run import simulated_trace
 from gems.schedule.memory import memory_over_time
-from gems.simulation.build import lowered_schedule
 from gems.simulation.costs import RunCosts
 from gems.trace import write_trace
 from scripts import calibrate
@@ -103,7 +103,7 @@ def spec_of(noise: float = 0.0, steps: int = 3) -> RunSpec:
 
 def test_the_compute_of_a_run_by_step_and_rank(tmp_path: Path) -> None:
     spec = spec_of(noise=0.1, steps=60)
-    write_trace(tmp_path / "trace.h5", simulated_trace(spec, lowered_schedule(spec)))
+    write_trace(tmp_path / "trace.h5", simulated_trace(spec, Draft(spec).lowered))
     found = compute_seconds(tmp_path)
     assert found.shape == (59, 4)
     assert found.mean() == pytest.approx(8 * 0.03, rel=0.05) and np.std(found) == pytest.approx(
@@ -136,7 +136,7 @@ def test_a_searched_list_is_that_of_the_run_whatever_the_links() -> None:
         Calibration({"link": LinkFit(latency, 1e12, 0.0)}, 0.0) for latency in (0.0, 0.05)
     )
     other = replace(spec, machine=replace(spec.machine, link_latency_s=0.05))
-    assert lowered_schedule(spec) != lowered_schedule(other)
+    assert Draft(spec).lowered != Draft(other).lowered
     assert (
         predicted(spec, slow).step_s > predicted(other, slow).step_s > predicted(spec, free).step_s
     )
@@ -146,7 +146,7 @@ def test_the_peak_of_a_step_follows_from_the_times_in_the_trace() -> None:
     """A send that left late in one step holds its buffer in that step alone, among the counted ones."""
     spec = spec_of(steps=4)
     spec = replace(spec, cost=replace(spec.cost, boundary_bytes=300))
-    made = lowered_schedule(spec)
+    made = Draft(spec).lowered
     trace = simulated_trace(spec, made)
     run_costs = RunCosts.of(spec)
     costs = run_costs.stages(made.placement)

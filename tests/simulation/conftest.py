@@ -7,11 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import gems.partition.methods
-import gems.plan.evaluate
-import gems.simulation.build
-import gems.simulation.memory_case
-import gems.simulation.profiled_costs
+import gems.plan.draft
 from gems.config.schema import (
     MemoryConfig,
     ParallelConfig,
@@ -24,13 +20,6 @@ from tests.helpers import toys
 from tests.helpers.profiles import random_profile
 
 NUM_LAYERS = 11
-MODULES = (
-    gems.partition.methods,
-    gems.plan.evaluate,
-    gems.simulation.build,
-    gems.simulation.memory_case,
-    gems.simulation.profiled_costs,
-)
 
 
 def made_up(seed: int) -> ModelProfile:
@@ -40,8 +29,7 @@ def made_up(seed: int) -> ModelProfile:
 @pytest.fixture
 def spec(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RunSpec:
     """ResNet-20 on two ranks with a made-up profile, under a cap."""
-    for module in MODULES:
-        monkeypatch.setattr(module, "profile_of", lambda spec: made_up(3))
+    monkeypatch.setattr(gems.plan.draft, "profile_of", lambda spec: made_up(3))
     made = toys.make_spec("1f1b", 2)
     return replace(
         made,

@@ -13,12 +13,12 @@ from gems.config.resolve import resolve
 from gems.config.schema import CostConfig, MachineConfig, ParallelConfig, RunSpec, ScheduleConfig
 from gems.errors import ConfigError, ScheduleError
 from gems.partition.links import STAGED_PIECE_BYTES
+from gems.plan.draft import Draft
 from gems.plan.evaluate import evaluate
 from gems.schedule import generate
 from gems.schedule.action import Kind
 from gems.schedule.formats.schedule_json import to_json
 from gems.schedule.placement import bidirectional, linear
-from gems.simulation.build import compute_schedule, lowered_schedule, search_schedule
 from gems.simulation.costs import RunCosts
 
 
@@ -35,15 +35,15 @@ def spec_of(
 
 
 def test_the_list_is_lowered_and_whole() -> None:
-    schedule = lowered_schedule(spec_of())
+    schedule = Draft(spec_of()).lowered
     assert schedule.passes == ("add_transfers", "add_reduce", "add_step")
     assert (schedule.num_ranks, schedule.num_micro_batches) == (2, 4)
 
 
 def test_a_cap_that_a_named_schedule_does_not_keep_is_refused() -> None:
-    assert lowered_schedule(spec_of(ScheduleConfig("gpipe", activation_cap=4)))
+    assert Draft(spec_of(ScheduleConfig("gpipe", activation_cap=4))).lowered
     with pytest.raises(ScheduleError, match="above the cap of 3"):
-        lowered_schedule(spec_of(ScheduleConfig("gpipe", activation_cap=3)))
+        _ = Draft(spec_of(ScheduleConfig("gpipe", activation_cap=3))).lowered
 
 
 def test_a_cap_in_bytes_is_one_in_units() -> None:
@@ -72,7 +72,7 @@ class TestFromAFile:
 
     def test_it_is_read(self, tmp_path: Path) -> None:
         spec = spec_of(micro_batches=2, schedule=self.write(tmp_path / "made.json"))
-        assert compute_schedule(spec) == generate("gems_mast", 2, 2)
+        assert Draft(spec).compute == generate("gems_mast", 2, 2)
 
     @pytest.mark.parametrize(
         ("partitions", "micro_batches", "key"), [(3, 2, "partitions"), (2, 4, "micro_batches")]
@@ -82,25 +82,25 @@ class TestFromAFile:
     ) -> None:
         spec = spec_of(self.write(tmp_path / "made.json"), partitions, micro_batches)
         with pytest.raises(ConfigError, match=rf"parallel\.{key}=.*must be 2"):
-            lowered_schedule(spec)
+            _ = Draft(spec).lowered
 
     def test_one_that_would_not_run(self, tmp_path: Path) -> None:
         rows = to_json(generate("gems_mast", 2, 2))["actions"]
         schedule = self.write(tmp_path / "made.json", actions=[rows[0][::-1], rows[1]])
         with pytest.raises(ScheduleError):
-            lowered_schedule(spec_of(micro_batches=2, schedule=schedule))
+            _ = Draft(spec_of(micro_batches=2, schedule=schedule)).lowered
 
     @pytest.mark.parametrize("text", ["", "[]", "{}"])
     def test_none_at_all(self, tmp_path: Path, text: str) -> None:
         (tmp_path / "made.json").write_text(text)
         with pytest.raises(ConfigError):
-            lowered_schedule(
+            _ = Draft(
                 spec_of(schedule=ScheduleConfig("file", path=str(tmp_path / "made.json")))
-            )
+            ).lowered
         with pytest.raises(ConfigError, match=r"schedule\.path=.*holds no schedule"):
-            lowered_schedule(
+            _ = Draft(
                 spec_of(schedule=ScheduleConfig("file", path=str(tmp_path / "missing.json")))
-            )
+            ).lowered
 
 
 class TestCosts:
@@ -177,26 +177,26 @@ class TestSearch:
         """
         spec = spec_of(ScheduleConfig("capped", activation_cap=1.5, budget_s=0.5), 4, 8)
         assert evaluate(spec).schedule.num_stages <= 11
-        assert lowered_schedule(spec).num_stages > 11
+        assert Draft(spec).lowered.num_stages > 11
         few = spec_of(
             ScheduleConfig("capped", activation_cap=1.5, budget_s=0.5, max_stages=4), 4, 8
         )
-        assert lowered_schedule(few).num_stages == 4
+        assert Draft(few).lowered.num_stages == 4
 
     def test_the_search_is_done_once(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         spec = spec_of(
             ScheduleConfig("capped", activation_cap=1, budget_s=0.2), 2, 4, cache_dir=str(tmp_path)
         )
-        found = search_schedule(spec)
+        found = Draft(spec).found
         assert 0 < found["bound"] <= 1 and found["candidates"] > 0
         monkeypatch.setattr(gems.simulation.build, "capped", None)
-        assert search_schedule(spec) == found
+        assert Draft(spec).found == found
 
     def test_a_search_may_recompute_in_a_run(self) -> None:
         schedule = ScheduleConfig(
             "capped", activation_cap=0.75, budget_s=0.5, memory_actions=["recompute"]
         )
-        assert lowered_schedule(spec_of(schedule, 2, 4)).has_any(Kind.R)
+        assert Draft(spec_of(schedule, 2, 4)).lowered.has_any(Kind.R)
         assert evaluate(spec_of(schedule, 2, 4)).schedule.has_any(Kind.R)
         assert (
             evaluate(spec_of(schedule, 2, 4, machine=MachineConfig(kind="emulated"))).boundaries

@@ -6,23 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-import gems.partition.methods
-import gems.partition.step_time
-import gems.plan.evaluate
-import gems.simulation.build
-import gems.simulation.memory_case
-import gems.simulation.model_costs
-import gems.simulation.profiled_costs
 from gems.config.schema import CostConfig, RunSpec
 from gems.errors import ConfigError, DoesNotFitError
 from gems.memory.plan import Choice, MemoryPlan
+from gems.partition.methods import Partitioner
+from gems.plan.draft import Draft
 from gems.plan.evaluate import Plan, evaluate
 from gems.schedule.action import Kind
 from gems.schedule.lower import compute_only
 from gems.schedule.placement import Placement, bidirectional, linear, v, wave
-from gems.simulation.build import model_request, search_schedule
+from gems.simulation.build import model_request
 from gems.simulation.costs import RunCosts
-from gems.simulation.memory_case import memory_case
 from gems.simulation.model_costs import ModelCosts
 from tests.simulation.conftest import NUM_LAYERS, made_up
 
@@ -32,18 +26,22 @@ def peaks_of(plan: Plan) -> tuple[list[int], int]:
     profile = plan.profile
     compute = compute_only(plan.schedule)
     assert profile is not None
-    case = memory_case(plan.spec, compute, plan.boundaries, profile)
+    case = Draft(plan.spec).policy.case(compute, plan.boundaries, profile)
     kept = plan.memory_plan or MemoryPlan.keeping(plan.boundaries)
     return [
         each.peak_activation_bytes for each in case.timelines(kept, plan.schedule)
     ], plan.costs.activation_bytes
 
 
+def costs_of(spec: RunSpec) -> ModelCosts:
+    return ModelCosts(Draft(spec, known=made_up(3)).partitioner, spec.memory.min_offload_bytes)
+
+
 @pytest.mark.parametrize("placement", [linear(2), bidirectional(2), v(2), wave(2, 4)])
 def test_units_are_those_of_a_rank_and_of_the_heaviest_stage(
     spec: RunSpec, placement: Placement
 ) -> None:
-    model = ModelCosts(spec, made_up(3))
+    model = costs_of(spec)
     costs = model.of(placement)
     boundaries = model.cut(placement)
     assert len(boundaries) == placement.num_stages + 1 and boundaries[-1] == NUM_LAYERS
@@ -99,15 +97,15 @@ def test_a_list_with_actions_has_its_memory_plan(spec: RunSpec) -> None:
 def test_a_search_depends_on_all_that_its_cuts_do(spec: RunSpec) -> None:
     """What the optimizer keeps of the weights is a part of the peak bytes that some methods balance."""
     adam = replace(spec, optimizer=replace(spec.optimizer, name="adam"))
-    assert repr(ModelCosts(adam, made_up(3))) != repr(ModelCosts(spec, made_up(3)))
+    assert repr(costs_of(adam)) != repr(costs_of(spec))
 
 
 def test_the_unit_is_found_once(spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = ModelCosts(spec, made_up(3))
+    model = costs_of(spec)
     unit_bytes = model.unit_bytes
-    monkeypatch.setattr(gems.simulation.model_costs, "partition_model", None)
+    monkeypatch.setattr(Partitioner, "partition", None)
     assert model.with_cut(linear(2), (0, 5, NUM_LAYERS)).unit_bytes == unit_bytes
-    assert model_request(spec, ModelCosts(spec, made_up(3))).cap == 1.0, (
+    assert model_request(RunCosts.of(spec), costs_of(spec), spec.seed).cap == 1.0, (
         "no unit is needed for a cap in units"
     )
 
@@ -126,9 +124,9 @@ def test_configured_costs_are_searched_as_they_are(spec: RunSpec) -> None:
     costs = CostConfig(times=[2.0, 1.0])
     plan = evaluate(replace(spec, cost=costs))
     assert plan.costs == costs
-    paper = search_schedule(
+    paper = Draft(
         replace(spec, cost=costs, schedule=replace(spec.schedule, max_stages=NUM_LAYERS))
-    )
+    ).found
     assert "boundaries" not in paper
 
 

@@ -8,8 +8,8 @@ from itertools import pairwise
 
 import pytest
 
-import gems.partition.methods
 import gems.partition.step_time
+import gems.plan.draft
 from gems.config.constraints import check_constraints
 from gems.config.schema import MemoryConfig, ParallelConfig, RunSpec, ScheduleConfig
 from gems.errors import ConfigError, DoesNotFitError
@@ -39,7 +39,7 @@ def test_the_cut_for_the_schedule_is_never_slower(spec: RunSpec, seed: int) -> N
 
 def test_a_larger_cap_gives_no_slower_list(spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     profile = random_profile(30, 3, decay=0.9)
-    monkeypatch.setattr(gems.partition.methods, "profile_of", lambda spec: profile)
+    monkeypatch.setattr(gems.plan.draft, "profile_of", lambda spec: profile)
     monkeypatch.setattr(gems.partition.step_time, "MAX_SIMULATED", 10_000)
     spans = []
     for cap in (2.0, 3.0):

@@ -31,13 +31,10 @@ def test_each_stage_has_its_layers_own_three_times(boundaries: tuple[int, ...]) 
     spec = resolve(
         RunSpec(schedule=ScheduleConfig("zb_h1"), parallel=ParallelConfig(2, micro_batches=4))
     )
-    run = replace(
-        spec,
-        cost=profiled_costs(
-            RunCosts.of(replace(spec, cost=CostConfig("profile"))), PROFILE, boundaries
-        ),
-    )
-    found = RunCosts.of(run).stages(linear(2))
+    costs = RunCosts.of(replace(spec, cost=CostConfig("profile")))
+    profiled = profiled_costs(costs, PROFILE, boundaries)
+    run = replace(spec, cost=profiled.cost)
+    found = profiled.stages(linear(2))
     wanted = stage_costs(Spans(PROFILE), boundaries)
     for name in ("forward", "input_grad", "weight_grad", "recompute"):
         assert getattr(found, name) == pytest.approx(getattr(wanted, name)), name

@@ -1,0 +1,172 @@
+"""A run on its way to a plan."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from gems.config.schema import CostConfig, RunSpec
+from gems.memory.registry import plan_of, plan_within
+from gems.models import layers_of
+from gems.partition.methods import Partitioner
+from gems.partition.operator_placement import placed_on, stage_costs_of
+from gems.partition.problem import Partition
+from gems.profile import ModelProfile
+from gems.profile.store import profile_of
+from gems.profile.subject import Subject
+from gems.schedule import CAPPED, PLACED
+from gems.schedule.formats.schedule_json import from_json
+from gems.schedule.lower import lower
+from gems.schedule.schedule import Schedule
+from gems.schedule.validate import validate
+from gems.simulation.build import generate, search_schedule
+from gems.simulation.cost_sources import COSTS
+from gems.simulation.costs import RunCosts
+from gems.simulation.memory_case import Policy, Room
+from gems.simulation.profiled_costs import layer_costs, profiled_costs, to_json
+
+PROFILE = "profile"  # the costs of a search for a real schedule, unless others are given
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A resolved run and what its plan is made of, each part built at first access.
+
+    If `runs` is False, the run is only simulated: its costs are as configured, and its stages may
+    outnumber the layers of its model. With a `known` profile it is one of many candidates: a given
+    cut is taken as it is, memory policies stop early, and schedules are validated with the choice.
+
+    Reading a part raises:
+        ConfigError: the schedule cannot serve the counts or the cap, there are more stages than
+            layers, or the profile is not available.
+        DoesNotFitError: a rank would hold more than machine.device_bytes.
+        ScheduleError: the schedule would not run.
+    """
+
+    spec: RunSpec
+    runs: bool = False
+    known: ModelProfile | None = None
+
+    @cached_property
+    def run(self) -> RunSpec:
+        """The run with the costs or the stage limit that a search for a real schedule needs.
+
+        Without configured costs it gets cost=profile. With configured costs it only gets the
+        largest number of stages that its layers can form.
+        """
+        spec = self.spec
+        is_searched = spec.machine.is_real and spec.schedule.name == CAPPED
+        if not self.runs or not is_searched or spec.cost.from_layers:
+            return spec
+        if spec.cost == CostConfig():
+            return replace(spec, cost=CostConfig(name=PROFILE))
+        most = min(len(layers_of(spec.model, spec.data)), spec.schedule.max_stages or sys.maxsize)
+        return replace(spec, schedule=replace(spec.schedule, max_stages=most))
+
+    @cached_property
+    def subject(self) -> Subject:
+        """What the profile is of."""
+        return Subject.of(self.spec)
+
+    @cached_property
+    def profile(self) -> ModelProfile:
+        """The profile of the layers, with the times of the cost source."""
+        cost = self.run.cost
+        profile = self.known or profile_of(self.subject)
+        times = COSTS[cost.name].times
+        return profile if times is None else times(profile, cost)
+
+    @cached_property
+    def partitioner(self) -> Partitioner:
+        """The configured partition."""
+        spec = self.spec
+        given = spec.parallel.boundaries
+        # other policies make room after the partition is made
+        limit_bytes = spec.machine.device_bytes if spec.memory.keeps else None
+        return Partitioner(
+            self.subject,
+            spec.partition,
+            None if given is None else tuple(given),
+            limit_bytes,
+            lambda: self.profile,
+        )
+
+    @cached_property
+    def policy(self) -> Policy:
+        """The memory policy."""
+        spec = self.spec
+        room = Room.of(spec.machine, spec.parallel, spec.cluster.ranks_per_node)
+        make = plan_of if self.known is None else plan_within
+        return Policy(self.subject, spec.memory, self.configured.paces, room, make)
+
+    @property
+    def configured(self) -> RunCosts:
+        """The costs as configured, before those of the layers are known."""
+        return RunCosts.of(self.run)
+
+    @cached_property
+    def found(self) -> dict[str, Any]:
+        """The result of the search of schedule=capped."""
+        partitioner = self.partitioner if self.run.cost.from_layers else None
+        return search_schedule(self.configured, self.policy, self.run.seed, partitioner)
+
+    @cached_property
+    def costs(self) -> RunCosts:
+        """The costs of the run: as configured, or of its layers in seconds and bytes.
+
+        For schedule=placed they are the costs of its operators. They are for simulation only: the
+        run's identity, and run.yaml, remain those of `spec`. The unit of activations is the size
+        that the heaviest of P equal parts keeps of one micro-batch. A named schedule has the stages
+        of its partition. A searched one has the stages with which it was found, and activations in
+        the unit of its cap.
+        """
+        costs = self.configured
+        cost = costs.cost
+        if costs.schedule.name == PLACED:
+            stages = stage_costs_of(self.run).in_units(cost.unit_s, 1)
+            return replace(costs, cost=replace(cost, stages=to_json(stages)))
+        if not cost.from_layers or cost.activation_bytes:
+            return costs
+        profile = self.profile
+        given = costs.parallel.boundaries
+        if costs.schedule.name == CAPPED:
+            boundaries, unit_bytes = self.found["boundaries"], self.found["unit_bytes"]
+            return profiled_costs(costs, profile, boundaries, unit_bytes)
+        if given is None or self.known is None:
+            first = generate(layer_costs(costs, profile), self.run.seed)
+            given = list(self.partitioner.partition(first).boundaries)
+        return profiled_costs(costs, profile, given)
+
+    @cached_property
+    def compute(self) -> Schedule:
+        """The compute-only schedule: generated, found by a search, or read from a file."""
+        if self.run.schedule.name == PLACED:
+            return placed_on(self.run)
+        if self.run.schedule.name == CAPPED:
+            return from_json(self.found["schedule"])
+        return generate(self.costs, self.run.seed)
+
+    @cached_property
+    def lowered(self) -> Schedule:
+        """The lowered, validated schedule: the one list that ranks run.
+
+        Its receives are posted in time for the links of the run, by the run's costs.
+        """
+        costs = self.costs
+        stages = costs.stages(self.compute.placement)
+        lowered = lower(self.compute, stages, costs.network, costs.cap)
+        return lowered if self.known else validate(lowered, stages, costs.cap)
+
+    def partition(self, schedule: Schedule, is_limited: bool = True) -> Partition:
+        """Return the partition for a schedule; for one found by layers, the cut found with it.
+
+        Without `is_limited`, more than the partition decides whether the run fits its devices.
+        """
+        partitioner = self.partitioner
+        if not is_limited:
+            partitioner = replace(partitioner, limit_bytes=None)
+        if self.run.schedule.name == CAPPED and self.run.cost.from_layers:
+            partitioner = replace(partitioner, given=tuple(self.found["boundaries"]))
+        return partitioner.partition(schedule)
