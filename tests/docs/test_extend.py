@@ -14,7 +14,7 @@ import pytest
 from tests.helpers.pages import ROOT, blocks
 
 PAGE = ROOT / "docs" / "how-to" / "extend.md"
-FILES = ("my_schedules.py", "my_policies.py", "my_data.py")
+FILES = ("my_schedules.py", "my_policies.py", "my_costs.py", "my_data.py")
 QUICK = ["model.depth=8", "data.height_px=32", "data.width_px=32", "parallel.micro_batch_size=2"]
 TOLERANCE = 1e-12
 
@@ -76,6 +76,14 @@ def test_simulation_takes_the_time_of_the_closed_form(folder: Path) -> None:
         "print(json.dumps([mine.step_units(terms), mine.peak_units(terms)]))"
     )
     assert [found["step_s"], max(found["peak_units"])] == pytest.approx(ask(folder, program))
+
+
+def test_simulation_takes_the_times_of_the_cost_source(folder: Path) -> None:
+    alone = ["parallel.partitions=1", "parallel.micro_batches=1", "schedule=1f1b", *QUICK]
+    words = ["plugins=[my_costs]", "data=synthetic", "--json", *alone]
+    found = json.loads(run(folder, "gems", "simulate", "cost=mine", *words))
+    layers = json.loads(run(folder, "gems", "profile", *words))["layers"]
+    assert found["step_s"] == pytest.approx(3e-9 * sum(each["output_bytes"] for each in layers))
 
 
 def test_the_planner_tries_schedule_and_policy(folder: Path) -> None:
