@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-import gems.plan.draft
 from gems.memory.registry import POLICIES
+from gems.plan import draft
 from gems.profile import ModelProfile
 from tests.helpers.commands import Gems, check_refusal
 from tests.helpers.profiles import random_profile
@@ -30,15 +30,6 @@ RUN = (
 NUM_LAYERS = 11
 
 
-MODULES = (
-    gems.partition.methods,
-    gems.plan.evaluate,
-    gems.simulation.profiled_costs,
-    gems.simulation.memory_case,
-    gems.profile.store,
-)
-
-
 @pytest.fixture
 def gems_(gems: Gems, monkeypatch: pytest.MonkeyPatch) -> Gems:
     """Run commands on ResNet-20 with a made-up profile."""
@@ -46,7 +37,7 @@ def gems_(gems: Gems, monkeypatch: pytest.MonkeyPatch) -> Gems:
     def profile_of(spec: object) -> ModelProfile:
         return random_profile(NUM_LAYERS, seed=5, decay=0.9)
 
-    monkeypatch.setattr(gems.plan.draft, "profile_of", profile_of)
+    monkeypatch.setattr(draft, "profile_of", profile_of)
     return gems
 
 

@@ -7,24 +7,14 @@ from pathlib import Path
 
 import pytest
 
-import gems.plan.draft
 from gems.partition.methods import METHODS
+from gems.plan import draft
 from gems.profile import ModelProfile
 from tests.helpers.commands import Gems, check_refusal
 from tests.helpers.profiles import random_profile
 
 RUN = ("data=synthetic", "model=resnet20_v1", "parallel.partitions=4", "parallel.micro_batches=8")
 PLAIN_RUN = (*RUN, "schedule=1f1b")
-
-
-MODULES = (
-    gems.partition.methods,
-    gems.plan.evaluate,
-    gems.simulation.build,
-    gems.simulation.profiled_costs,
-    gems.simulation.memory_case,
-    gems.profile.store,
-)
 
 
 @pytest.fixture
@@ -35,7 +25,7 @@ def gems_(gems: Gems, monkeypatch: pytest.MonkeyPatch) -> Gems:
         depth = spec.model.depth  # type: ignore[attr-defined]
         return random_profile((depth - 2) // 2 + 2, seed=5, decay=0.9)
 
-    monkeypatch.setattr(gems.plan.draft, "profile_of", profile_of)
+    monkeypatch.setattr(draft, "profile_of", profile_of)
     return gems
 
 
