@@ -386,18 +386,25 @@ class Planner:
     def _fitting(self, one: Candidate, drafts: Iterable[Draft]) -> Choice | TooLarge:
         """Return the candidate as it runs, with the first of its partitions that fits."""
         least = sys.maxsize
-        for number, draft in enumerate(drafts):
+        for draft in drafts:
             try:
                 if one.memory == KEEP and self.limit_bytes is not None:
                     self._check_peak(one, draft, self.limit_bytes)
                 plan = finish(draft)
-                if one.memory == KEEP and number:
+                if (
+                    one.memory == KEEP
+                    and one.schedule != CAPPED
+                    and not self._is_fastest(one, plan)
+                ):
                     plan = self._faster(one, draft) or plan
                 return self._choice(one, plan)
             except DoesNotFitError as error:
                 if error.key != HOST:
                     least = min(least, error.needed_bytes)
         return TooLarge(least)
+
+    def _is_fastest(self, one: Candidate, plan: Plan) -> bool:
+        return plan.boundaries == self._by_time(one)[0]
 
     def _check_peak(self, one: Candidate, draft: Draft, limit: int) -> None:
         """Check the bytes of a candidate that keeps its activations, before its step is simulated.

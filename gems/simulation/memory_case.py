@@ -67,11 +67,13 @@ class Policy:
         )
 
     def plan(self, case: MemoryCase) -> MemoryPlan:
-        """Return the plan of the policy, from the cache if it has been made.
+        """Return the plan of the policy, from the cache if it has been made for a run.
 
         Raises:
             DoesNotFitError: the policy cannot keep the limit.
         """
+        if self.make is not plan_of:  # one of many candidates
+            return self.make(self.config, case)
         key = repr(
             (
                 self.config,

@@ -40,7 +40,7 @@ def test_all_combinations_train_exactly(comm, tmp_path, monkeypatch):
             plan = evaluate(spec)
             assert plan.memory.plan.policy == memory
             assert plan.costs.from_layers is (cost == "mine")
-            found = compare(spec, part, DEVICE, plan.schedule, plan.boundaries, plan.memory_plan)
+            found = compare(plan.for_ranks, part, DEVICE)
             assert found.max_rel_error <= TOLERANCE, names
             assert found.peak_activation_bytes == found.predicted_activation_bytes, names
     finally:  # other tests count what is registered

@@ -16,6 +16,7 @@ from gems.config.schema import (
     ScheduleConfig,
 )
 from gems.profile import ModelProfile
+from gems.simulation.model_costs import ModelCosts
 from tests.helpers import toys
 from tests.helpers.profiles import random_profile
 
@@ -24,6 +25,13 @@ NUM_LAYERS = 11
 
 def made_up(seed: int) -> ModelProfile:
     return random_profile(NUM_LAYERS, seed, decay=0.9)
+
+
+def costs_of(spec: RunSpec, profile: ModelProfile) -> ModelCosts:
+    """Return the costs of a model for the searches of a run."""
+    return ModelCosts(
+        gems.plan.draft.Draft(spec, known=profile).partitioner, spec.memory.min_offload_bytes
+    )
 
 
 @pytest.fixture

@@ -17,8 +17,7 @@ from gems.schedule.lower import compute_only
 from gems.schedule.placement import Placement, bidirectional, linear, v, wave
 from gems.simulation.build import model_request
 from gems.simulation.costs import RunCosts
-from gems.simulation.model_costs import ModelCosts
-from tests.simulation.conftest import NUM_LAYERS, made_up
+from tests.simulation.conftest import NUM_LAYERS, costs_of, made_up
 
 
 def peaks_of(plan: Plan) -> tuple[list[int], int]:
@@ -33,15 +32,11 @@ def peaks_of(plan: Plan) -> tuple[list[int], int]:
     ], plan.costs.activation_bytes
 
 
-def costs_of(spec: RunSpec) -> ModelCosts:
-    return ModelCosts(Draft(spec, known=made_up(3)).partitioner, spec.memory.min_offload_bytes)
-
-
 @pytest.mark.parametrize("placement", [linear(2), bidirectional(2), v(2), wave(2, 4)])
 def test_units_are_those_of_a_rank_and_of_the_heaviest_stage(
     spec: RunSpec, placement: Placement
 ) -> None:
-    model = costs_of(spec)
+    model = costs_of(spec, made_up(3))
     costs = model.of(placement)
     boundaries = model.cut(placement)
     assert len(boundaries) == placement.num_stages + 1 and boundaries[-1] == NUM_LAYERS
@@ -97,15 +92,15 @@ def test_a_list_with_actions_has_its_memory_plan(spec: RunSpec) -> None:
 def test_a_search_depends_on_all_that_its_cuts_do(spec: RunSpec) -> None:
     """What the optimizer keeps of the weights is a part of the peak bytes that some methods balance."""
     adam = replace(spec, optimizer=replace(spec.optimizer, name="adam"))
-    assert repr(costs_of(adam)) != repr(costs_of(spec))
+    assert repr(costs_of(adam, made_up(3))) != repr(costs_of(spec, made_up(3)))
 
 
 def test_the_unit_is_found_once(spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = costs_of(spec)
+    model = costs_of(spec, made_up(3))
     unit_bytes = model.unit_bytes
     monkeypatch.setattr(Partitioner, "partition", None)
     assert model.with_cut(linear(2), (0, 5, NUM_LAYERS)).unit_bytes == unit_bytes
-    assert model_request(RunCosts.of(spec), costs_of(spec), spec.seed).cap == 1.0, (
+    assert model_request(RunCosts.of(spec), costs_of(spec, made_up(3)), spec.seed).cap == 1.0, (
         "no unit is needed for a cap in units"
     )
 

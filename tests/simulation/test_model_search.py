@@ -17,18 +17,17 @@ from gems.plan.evaluate import evaluate
 from gems.schedule.families.published_schedules import published_schedules
 from gems.schedule.synthesis import capped
 from gems.simulation.build import model_request
-from gems.simulation.model_costs import ModelCosts
+from gems.simulation.costs import RunCosts
 from gems.simulation.model_search import search_with_cut
 from tests.helpers.profiles import random_profile
-from tests.simulation.conftest import made_up
+from tests.simulation.conftest import costs_of, made_up
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_cut_for_the_schedule_is_never_slower(spec: RunSpec, seed: int) -> None:
-    model = ModelCosts(spec, made_up(seed))
-    request = model_request(
-        replace(spec, schedule=replace(spec.schedule, activation_cap=1.5)), model
-    )
+    model = costs_of(spec, made_up(seed))
+    costs = RunCosts.of(replace(spec, schedule=replace(spec.schedule, activation_cap=1.5)))
+    request = model_request(costs, model, spec.seed)
     first = capped(request, published_schedules(request))
     found, boundaries = search_with_cut(request, model)
     assert found.span <= first.span * (1 + 1e-9)
@@ -39,7 +38,6 @@ def test_the_cut_for_the_schedule_is_never_slower(spec: RunSpec, seed: int) -> N
 
 def test_a_larger_cap_gives_no_slower_list(spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     profile = random_profile(30, 3, decay=0.9)
-    monkeypatch.setattr(gems.plan.draft, "profile_of", lambda spec: profile)
     monkeypatch.setattr(gems.partition.step_time, "MAX_SIMULATED", 10_000)
     spans = []
     for cap in (2.0, 3.0):
@@ -47,8 +45,9 @@ def test_a_larger_cap_gives_no_slower_list(spec: RunSpec, monkeypatch: pytest.Mo
         parallel = ParallelConfig(partitions=4, micro_batches=8)
         deeper = replace(spec.model, depth=56)
         asked = replace(spec, schedule=schedule, parallel=parallel, model=deeper)
-        model = ModelCosts(asked, profile)
-        spans.append(search_with_cut(model_request(asked, model), model)[0].span)
+        model = costs_of(asked, profile)
+        request = model_request(RunCosts.of(asked), model, asked.seed)
+        spans.append(search_with_cut(request, model)[0].span)
     assert all(later <= earlier * (1 + 1e-9) for earlier, later in pairwise(spans)), spans
 
 
