@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gems.autograd.random_draws import RandomDraws, draws_numbers
 from gems.engine.transport.mpi import Comm
-from gems.engine.verification import compare as module
+from gems.engine.verification import unsplit
 from gems.engine.verification.compare import compare
 from gems.errors import ConfigError
 from gems.models import layers_of
@@ -134,14 +134,14 @@ def test_the_uncut_network_is_what_a_run_is_compared_with(
     comm: Comm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A network that computes something else as a whole than its layers do is DIFFERENT."""
-    real = module.whole_with_parts
+    real = unsplit.whole_with_parts
 
     def other(*given):
         whole, parts = real(*given)
         whole.register_forward_hook(lambda _, inputs, output: output * 1.001)
         return whole, parts
 
-    monkeypatch.setattr(module, "whole_with_parts", other)
+    monkeypatch.setattr(unsplit, "whole_with_parts", other)
     assert compare(plan_of(own_spec("KeepsNormFrozen")), comm, CPU).max_rel_error > 1e-6
 
 

@@ -107,7 +107,8 @@ def with_another(key: str) -> RunSpec:
         dict: lambda: {**value, "x": "1"},
         type(None): lambda: 1,
     }
-    setattr(config, name, others[type(value)]())
+    other = "profile" if key == "cost.name" else others[type(value)]()  # it is looked up
+    setattr(config, name, other)
     return spec
 
 
