@@ -32,7 +32,6 @@ _FROM_OUTPUT: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor, Tensor], 
         lambda gradient, made: torch.ops.aten.tanh_backward.default(gradient, made),
     ),
 }
-WRITTEN = ("copy", "add", "cat", *_FROM_OUTPUT)
 
 
 @dataclass(frozen=True, slots=True)

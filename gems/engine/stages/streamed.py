@@ -212,9 +212,8 @@ class StreamedStage(InStrips):
                 run_backward(image.loss, gradients)
                 image.loss = ()
                 for cut in (each for cuts in image.cuts for each in cuts if each is not None):
-                    if (
-                        cut.gradient is not None
-                    ):  # a part of one for all strips, which each would hold
+                    # a part of the gradient of all strips, which each part would keep alive
+                    if cut.gradient is not None:
                         cut.gradient = cut.gradient.clone()
             given = [None if cut is None else cut.gradient for cut in image.cuts.pop()]
         else:

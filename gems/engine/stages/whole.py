@@ -18,9 +18,8 @@ from gems.autograd.split_backward.layers import SplitLayers
 from gems.autograd.storages import StashMeter, new_bytes, storage_addresses, tensor_bytes
 from gems.engine.stage import Loss, Stage, Tensors
 
-POLL_EVERY_S = (
-    0.005  # of a forward, and of its backward: a hook after each layer of 1 ms took 4 % of a step
-)
+# of a forward, and of its backward: a hook after each layer of 1 ms took 4 % of a step
+POLL_EVERY_S = 0.005
 
 
 class Stash(NamedTuple):
