@@ -31,12 +31,12 @@ def waves(request: Request) -> Schedule:
         raise ConfigError(
             "parallel.micro_batches", num_micro_batches, f"must be a multiple of {num_ranks} ranks"
         )
-    rows: list[tuple[Action, ...]] = []
+    rank_schedules: list[tuple[Action, ...]] = []
     for stage in range(num_ranks):
-        row: list[Action] = []
+        actions: list[Action] = []
         for first in range(0, num_micro_batches, num_ranks):
             wave = range(first, first + num_ranks)
-            row += [forward(stage, m) for m in wave]
-            row += [backward(stage, m) for m in wave]
-        rows.append(tuple(row))
-    return Schedule("waves", num_micro_batches, linear(num_ranks), tuple(rows))
+            actions += [forward(stage, m) for m in wave]
+            actions += [backward(stage, m) for m in wave]
+        rank_schedules.append(tuple(actions))
+    return Schedule("waves", num_micro_batches, linear(num_ranks), tuple(rank_schedules))

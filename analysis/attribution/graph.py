@@ -126,7 +126,7 @@ def build_graph(schedule: Schedule, copies_block: bool = False) -> Graph:
     builder = _Builder(schedule, copies_block)
     while any([builder.advance(rank) for rank in range(schedule.num_ranks)]):
         pass
-    for rank, row in enumerate(schedule.rows):
+    for rank, row in enumerate(schedule.rank_schedules):
         if builder.following[rank] < len(row):
             action = row[builder.following[rank]]
             raise ConfigError(
@@ -162,7 +162,7 @@ class _Builder:
 
         Return whether any was added.
         """
-        row = self.schedule.rows[rank]
+        row = self.schedule.rank_schedules[rank]
         first = self.following[rank]
         while self.following[rank] < len(row) and self.try_next(rank, row[self.following[rank]]):
             pass
@@ -204,7 +204,7 @@ class _Builder:
     def reduce(self, rank: int) -> bool:
         """Add the reductions of a group once all of its ranks have arrived."""
         peers = self.schedule.placement.peers_of(rank)
-        rows = self.schedule.rows
+        rows = self.schedule.rank_schedules
         come = [
             rows[peer][self.following[peer]]
             for peer in peers

@@ -109,7 +109,7 @@ def _as_trace(schedule: Schedule, simulated: Simulation) -> tuple[Trace, StepWin
             0,
             0,
         )
-        for rank, row in enumerate(schedule.rows)
+        for rank, row in enumerate(schedule.rank_schedules)
         for action, start, end in zip(row, simulated.start[rank], simulated.end[rank], strict=True)
         if action.kind in COMPUTE_KINDS or action.kind in COPY_KINDS
     ]

@@ -51,8 +51,10 @@ def show_schedule(spec: RunSpec, options: Options) -> int:
         return 0
     has_segments = any(made.num_segments)
     if LOWERED in options.flags or has_segments:  # segments are too many for a grid
-        for rank, row in enumerate((lowered if LOWERED in options.flags else made).rows):
-            print(f"rank {rank:>4} | " + " ".join(map(str, row)))
+        for rank, actions in enumerate(
+            (lowered if LOWERED in options.flags else made).rank_schedules
+        ):
+            print(f"rank {rank:>4} | " + " ".join(map(str, actions)))
         return 0
     cost = plan.costs
     step = simulate(lowered, costs, plan.memory.links.in_units(cost.unit_s))
@@ -90,7 +92,7 @@ def drawn(schedule: Schedule, costs: StageCosts, step: Simulation, is_profiled: 
     chars = shutil.get_terminal_size((TERMINAL_CHARS, 0)).columns
     fitted = unit_to_fit(schedule, step, chars) if is_profiled else unit
     if fitted is None:
-        most = max(map(len, schedule.rows))
+        most = max(map(len, schedule.rank_schedules))
         return (
             f"(grid left out: up to {most} actions of a rank do not fit {chars} characters; `gems"
             " schedule level=lowered` lists them, COLUMNS=1000 before the command makes room)"

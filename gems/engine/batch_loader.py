@@ -75,7 +75,7 @@ class ReadShare:
         )
         strips = [
             action.micro_batch
-            for action in schedule.rows[index]
+            for action in schedule.rank_schedules[index]
             if action.kind is Kind.F and not action.stage and action.micro_batch is not None
         ]
         return cls(replica, images, labels, strips if schedule.num_strips > 1 else ())

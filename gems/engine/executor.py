@@ -104,7 +104,7 @@ class Executor:
             self._segments.update(segments.by_key)
         self._samples = recorder.open_counter("samples")
         self.router = TensorRouter(schedule, rank, channels, recorder)
-        actions = schedule.rows[rank]
+        actions = schedule.rank_schedules[rank]
         for key in {
             (action.direction, action.stage) for action in actions if action.kind is Kind.I
         }:

@@ -170,7 +170,7 @@ def schedule_record(schedule: Schedule) -> dict[str, object]:
     """Return the entries of result.json about the schedule."""
     return {
         "schedule_sha256": schedule.digest(),
-        "schedule_rows": [" ".join(map(str, row)) for row in schedule.rows],
+        "schedule_rows": [" ".join(map(str, actions)) for actions in schedule.rank_schedules],
     }
 
 

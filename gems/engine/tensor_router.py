@@ -42,7 +42,7 @@ class TensorRouter:
         self.input_rows = MemoryCounter(recorder.count_bytes)
         self._schedule = schedule
         self._channels = channels
-        actions = schedule.rows[rank]
+        actions = schedule.rank_schedules[rank]
         self._needs = {action: self._data_needs(action) for action in actions}
         self._takers: dict[Action, list[Action]] = {}
         for action, needs in self._needs.items():

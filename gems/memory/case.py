@@ -84,8 +84,9 @@ class MemoryCase:
         """
         schedule = lower(compute_only(outcome.schedule), outcome.costs, self.network)
         early = replace(outcome, schedule=schedule)
-        if schedule.rows == outcome.schedule.rows or early.step_s >= outcome.step_s * (
-            1 - TOLERANCE
+        if (
+            schedule.rank_schedules == outcome.schedule.rank_schedules
+            or early.step_s >= outcome.step_s * (1 - TOLERANCE)
         ):
             return outcome
         limit = (

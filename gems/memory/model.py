@@ -138,7 +138,7 @@ def boundary_tensors(schedule: Schedule, rank: int) -> tuple[Counts, Iterator[tu
 
 
 def _count_boundary(schedule: Schedule, rank: int, counts: Counts) -> Iterator[tuple[Action, bool]]:
-    for action in schedule.rows[rank]:
+    for action in schedule.rank_schedules[rank]:
         kind, stage, _, direction, segment = action
         is_compute = kind in COMPUTE_KINDS
         is_backward = kind is _B or kind is _I

@@ -227,10 +227,16 @@ def add_memory(schedule: Schedule, plan: MemoryPlan) -> Schedule:
     copy: this happens for the last ones before the turn.
     """
     if schedule.has_memory_actions:
-        rows = tuple(tuple(action._replace(segment=0) for action in row) for row in schedule.rows)
+        rank_schedules = tuple(
+            tuple(action._replace(segment=0) for action in actions)
+            for actions in schedule.rank_schedules
+        )
     else:
-        rows = tuple(tuple(_with_memory(row, plan, schedule.placement)) for row in schedule.rows)
-    return replace(schedule, rows=rows, passes=(*schedule.passes, PASS))
+        rank_schedules = tuple(
+            tuple(_with_memory(actions, plan, schedule.placement))
+            for actions in schedule.rank_schedules
+        )
+    return replace(schedule, rank_schedules=rank_schedules, passes=(*schedule.passes, PASS))
 
 
 def is_received(placement: Placement, direction: int, stage: int) -> bool:
@@ -253,11 +259,11 @@ def _can_inputs_leave(plan: MemoryPlan, placement: Placement, direction: int, pl
 
 
 def _with_memory(
-    row: tuple[Action, ...], plan: MemoryPlan, placement: Placement
+    actions: tuple[Action, ...], plan: MemoryPlan, placement: Placement
 ) -> Iterator[Action]:
     """Yield a rank's schedule in segments, and the actions before and after each."""
     compute: list[Action] = []
-    for action in row:
+    for action in actions:
         numbers = range(len(plan.stages[action.stage]))
         compute += [
             action._replace(segment=each)

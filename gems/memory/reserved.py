@@ -143,7 +143,7 @@ def reserved_bytes(
     layers = {stage: profile.layers[boundaries[stage] : boundaries[stage + 1]] for stage in held}
     arrived: dict[object, list[Block]] = {}
     kept: dict[object, tuple[list[Block], list[list[Block]]]] = {}
-    for kind, stage, micro_batch, direction, _ in schedule.rows[rank] * STEPS:
+    for kind, stage, micro_batch, direction, _ in schedule.rank_schedules[rank] * STEPS:
         place = (direction, stage, micro_batch)
         if kind is Kind.RECV_F:
             arrived[kind, place] = [allocator.take(profile.given_bytes(boundaries[stage]))]

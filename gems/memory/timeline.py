@@ -118,7 +118,7 @@ def rank_timeline(
             total += counts[name] * num_bytes
         return total
 
-    scripts = micro_batch_scripts(schedule.rows[rank])
+    scripts = micro_batch_scripts(schedule.rank_schedules[rank])
     if strips is None:
         storages = {stage: stage_storages(profile, plan, schedule, stage) for _, stage in held}
         states = {
@@ -316,10 +316,10 @@ def micro_batch_states(storages: StageStorages, script: Script) -> tuple[State, 
     return tuple(micro_batch.act(kind, segment) for kind, segment in script)
 
 
-def micro_batch_scripts(row: Iterable[Action]) -> dict[MicroBatchKey, Script]:
+def micro_batch_scripts(actions: Iterable[Action]) -> dict[MicroBatchKey, Script]:
     """Return the actions of each micro-batch on each stage of a rank, in their order."""
     found: dict[MicroBatchKey, list[tuple[Kind, int]]] = {}
-    for kind, stage, micro_batch, direction, segment in row:
+    for kind, stage, micro_batch, direction, segment in actions:
         if kind in OWN_KINDS:
             found.setdefault((direction, stage, micro_batch), []).append((kind, segment or 0))
     return {key: tuple(script) for key, script in found.items()}
@@ -390,8 +390,8 @@ def segment_costs(
     """
     scripts: dict[int, Script] = {}
     most: dict[int, int] = {}
-    for row in schedule.rows:
-        for (_, stage, _), script in micro_batch_scripts(row).items():
+    for actions in schedule.rank_schedules:
+        for (_, stage, _), script in micro_batch_scripts(actions).items():
             number = sum(kind in (Kind.OFFLOAD, Kind.R) for kind, _ in script)
             if number > most.get(stage, -1):
                 scripts[stage], most[stage] = script, number

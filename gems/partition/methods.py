@@ -164,7 +164,7 @@ class PartitionCase:
     @property
     def num_actions(self) -> int:
         """The number of actions of a step."""
-        return sum(map(len, self.timed.rows))
+        return sum(map(len, self.timed.rank_schedules))
 
     @property
     def timed(self) -> Schedule:

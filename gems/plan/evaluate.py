@@ -132,7 +132,10 @@ class Plan:
         spec = self.spec
         profile = self.profile
         steps = spec.train.steps
-        if spec.machine.kind not in HAS_CLOCK or sum(map(len, self.schedule.rows)) > MAX_ACTIONS:
+        if (
+            spec.machine.kind not in HAS_CLOCK
+            or sum(map(len, self.schedule.rank_schedules)) > MAX_ACTIONS
+        ):
             return None
         if not spec.machine.is_real:
             return steps * self._median_step_s(self.memory)

@@ -134,8 +134,8 @@ class ProfiledModel:
 def stashes(schedule: Schedule) -> tuple[int, ...]:
     """Return the largest number of micro-batches in flight on each stage of a schedule."""
     counts = [1] * schedule.num_stages
-    for row in schedule.rows:
-        for action, now in in_flight(row):
+    for actions in schedule.rank_schedules:
+        for action, now in in_flight(actions):
             counts[action.stage] = max(counts[action.stage], now[action.stage])
     return tuple(counts)
 

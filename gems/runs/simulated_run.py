@@ -86,7 +86,7 @@ def simulated_trace(spec: RunSpec, schedule: Schedule) -> Trace:
     """
     kept = RunCosts.of(spec).kept(schedule)
     cost = spec.cost
-    most = MAX_EVENTS // max(1, sum(map(len, schedule.rows)))
+    most = MAX_EVENTS // max(1, sum(map(len, schedule.rank_schedules)))
     num_steps = min(spec.train.steps, max(spec.benchmark.skip_steps + 1, most))
     drawn = _draw_steps(spec, kept, num_steps)
     memory = [
@@ -113,7 +113,7 @@ def simulated_trace(spec: RunSpec, schedule: Schedule) -> Trace:
                 for rank, ends in enumerate(zip(*ends_ns, strict=True))
             ]
         ),
-        schedule_rows=tuple(" ".join(map(str, row)) for row in schedule.rows),
+        schedule_rows=tuple(" ".join(map(str, actions)) for actions in schedule.rank_schedules),
         schedule_sha256=schedule.digest(),
         boundaries=tuple(spec.parallel.boundaries or ()),
     )
@@ -193,10 +193,10 @@ def _events(
     costs = kept.costs
     pace = kept.paces[0]
     rows = []
-    for rank, row in enumerate(schedule.rows):
+    for rank, actions in enumerate(schedule.rank_schedules):
         inputs_ready = pace.inputs_ready(schedule, rank)
         free = 0.0
-        for action, start, end in zip(row, step.start[rank], step.end[rank], strict=True):
+        for action, start, end in zip(actions, step.start[rank], step.end[rank], strict=True):
             kind, stage, micro_batch, direction, segment = action
             ready = inputs_ready.get(action, 0.0)
             if ready > free:

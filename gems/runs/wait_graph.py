@@ -17,7 +17,7 @@ SILENT_AFTER_S = 10.0  # signs of life come every second, but a network file sys
 SENDS = "sends to leave"  # the wait of a rank whose own messages have not left yet
 SHOWN = 3
 RECORDED_ROOTS = 8
-Point = tuple[int, int]  # (step, index in the rank's row); -1 is before the first action
+Point = tuple[int, int]  # (step, index in the rank's schedule); -1 is before the first action
 
 
 class State(StrEnum):
@@ -132,7 +132,7 @@ class WaitGraph:
         Return an empty text if it need not wait.
         """
         action = parse_action(self._beats[rank].action)
-        if action is None or action not in self._row(rank):
+        if action is None or action not in self._indices(rank):
             return ""
         if action.kind is Kind.REDUCE_GRAD:
             return "the sum of gradients" if self._late(rank) else ""
@@ -140,7 +140,7 @@ class WaitGraph:
             for need in dependencies(action, self._schedule):
                 if need.kind in RECV_KINDS and (other := self._peer(rank, need)) in self._beats:
                     # the index of the send, which has not been posted yet
-                    index = self._row(other).get(partner_of(need))
+                    index = self._indices(other).get(partner_of(need))
                     if index is not None and self._point(other) < (self._beats[rank].step, index):
                         return str(need)
         return ""
@@ -170,13 +170,13 @@ class WaitGraph:
         for other in ranks:
             if other == rank or other not in self._beats:
                 continue
-            row = self._row(other)
+            indices = self._indices(other)
             point = self._point(other)
             beat = self._beats[other]
-            meets = -1 if index < 0 else len(row) - 1
+            meets = -1 if index < 0 else len(indices) - 1
             if is_sum:
                 meets = next(
-                    (i for action, i in row.items() if action.kind is Kind.REDUCE_GRAD), meets
+                    (i for action, i in indices.items() if action.kind is Kind.REDUCE_GRAD), meets
                 )
             is_there = point == (step, meets) and (beat.waits_for != "" or not beat.alive_ns)
             if self._is_silent(beat) or (point <= (step, meets) and not is_there):
@@ -186,9 +186,9 @@ class WaitGraph:
     def _without_receive(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that are silent or have not posted a receive of this rank's messages."""
         found: dict[int, None] = {}
-        for action in self._row(rank):
+        for action in self._indices(rank):
             if action.kind in SEND_KINDS and (other := self._peer(rank, action)) in self._beats:
-                index = self._row(other).get(partner_of(action), -1)
+                index = self._indices(other).get(partner_of(action), -1)
                 if self._is_silent(self._beats[other]) or self._point(other) <= (
                     self._beats[rank].step,
                     index,
@@ -206,12 +206,14 @@ class WaitGraph:
         if beat.action == FINISHED:
             return (1 << 62, 0)
         action = parse_action(beat.action)
-        return beat.step, -1 if action is None else self._row(rank).get(action, -1)
+        return beat.step, -1 if action is None else self._indices(rank).get(action, -1)
 
-    def _row(self, rank: int) -> dict[Action, int]:
+    def _indices(self, rank: int) -> dict[Action, int]:
         place = rank % self._schedule.num_ranks
         if place not in self._index:
-            self._index[place] = {action: i for i, action in enumerate(self._schedule.rows[place])}
+            self._index[place] = {
+                action: i for i, action in enumerate(self._schedule.rank_schedules[place])
+            }
         return self._index[place]
 
 

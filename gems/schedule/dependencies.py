@@ -141,7 +141,9 @@ def stages_summed(action: Action, schedule: Schedule) -> tuple[int, ...]:
     stages = sorted({stage for _, stage in schedule.placement.stages_on(rank)})
     if not schedule.has_any(Kind.START_REDUCE):
         return tuple(stages)
-    started = {other.stage for other in schedule.rows[rank] if other.kind is Kind.START_REDUCE}
+    started = {
+        other.stage for other in schedule.rank_schedules[rank] if other.kind is Kind.START_REDUCE
+    }
     return tuple(stage for stage in stages if stage not in started)
 
 

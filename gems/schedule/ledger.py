@@ -153,10 +153,10 @@ def peaks(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
     when it is posted.
     """
     found = []
-    for row in schedule.rows:
+    for actions in schedule.rank_schedules:
         ledger = Ledger(schedule, costs)
         held = peak = 0.0
-        for action in row:
+        for action in actions:
             held += ledger.brings(action)
             peak = max(peak, held)
             held -= ledger.leaves_at_once(action)
@@ -165,14 +165,14 @@ def peaks(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
     return tuple(found)
 
 
-def in_flight(row: Sequence[Action]) -> Iterator[tuple[Action, Mapping[int, int]]]:
+def in_flight(actions: Sequence[Action]) -> Iterator[tuple[Action, Mapping[int, int]]]:
     """Yield each action of a rank with the micro-batches in flight during it, by stage.
 
     A micro-batch is in flight on a stage from the start of its forward to the end of its
     (input-gradient) backward.
     """
-    counts = dict.fromkeys((action.stage for action in row), 0)
-    for action in row:
+    counts = dict.fromkeys((action.stage for action in actions), 0)
+    for action in actions:
         kind = action[0]
         stage = action[1]
         counts[stage] += kind is _F

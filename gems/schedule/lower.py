@@ -30,7 +30,7 @@ from gems.schedule.simulate import simulate
 MADE_KINDS = COMPUTE_KINDS | COPY_KINDS | WAIT_KINDS
 Receives = list[
     tuple[Action, int]
-]  # of a rank, each with the index in its row of the first action that needs it
+]  # of a rank, each with the index of the first action that needs it
 
 
 def add_transfers(
@@ -53,7 +53,7 @@ def add_transfers(
     causes a deadlock.
     """
     posted = replace(schedule, passes=(*schedule.passes, "add_transfers"))
-    readers = [_first_readers(row, posted) for row in schedule.rows]
+    readers = [_first_readers(actions, posted) for actions in schedule.rank_schedules]
     places = [[max(0, reader - receives_ahead) for _, reader in needed] for needed in readers]
     if costs is not None and network.takes_time(costs.boundary_bytes):
         with contextlib.suppress(
@@ -64,10 +64,10 @@ def add_transfers(
     return _with_receives(posted, readers, places)
 
 
-def _first_readers(row: Sequence[Action], posted: Schedule) -> list[tuple[Action, int]]:
+def _first_readers(actions: Sequence[Action], posted: Schedule) -> list[tuple[Action, int]]:
     """Return a rank's receives, each with the index of the first action that needs it."""
     first: dict[Action, int] = {}
-    for i, action in enumerate(row):
+    for i, action in enumerate(actions):
         for need in dependencies(action, posted):
             if need.kind in RECV_KINDS:
                 first.setdefault(need, i)
@@ -82,7 +82,7 @@ def _latest_places(
     network: Network,
     cap: float | None,
 ) -> list[list[int]]:
-    """Return the last index in its row at which posting each receive delays nothing, by rank.
+    """Return the last index at which posting each receive delays nothing, by rank.
 
     The step is simulated with receives that are never late. A receive is then posted by the start
     of the action that needs it, less the time on the link. If messages compete for links, it is
@@ -93,25 +93,27 @@ def _latest_places(
         schedule = _with_receives(posted, readers, [[0] * len(needed) for needed in readers])
     step = simulate(schedule, costs, network, cap)
     times = [
-        [time for time in zip(row, starts, ends, strict=True) if time[0].kind in MADE_KINDS]
-        for row, starts, ends in zip(schedule.rows, step.start, step.end, strict=True)
+        [time for time in zip(actions, starts, ends, strict=True) if time[0].kind in MADE_KINDS]
+        for actions, starts, ends in zip(schedule.rank_schedules, step.start, step.end, strict=True)
     ]
     made = (
-        {action: end for row in times for action, _, end in row} if network.has_contention else {}
+        {action: end for timed in times for action, _, end in timed}
+        if network.has_contention
+        else {}
     )
     found = []
-    for rank, (needed, row) in enumerate(zip(readers, times, strict=True)):
+    for rank, (needed, timed) in enumerate(zip(readers, times, strict=True)):
         # when the rank comes to each action
         free = list(
             accumulate(
-                (0.0 if a.kind in COPY_KINDS else end for a, _, end in row[:-1]), max, initial=0.0
+                (0.0 if a.kind in COPY_KINDS else end for a, _, end in timed[:-1]), max, initial=0.0
             )
         )
         latest = []
         for receive, reader in needed:
             (send,) = dependencies(receive, posted)
             delay = 0.0
-            limit = row[reader][1]
+            limit = timed[reader][1]
             if network.has_contention:
                 limit = made[dependencies(send, posted)[0]]
             else:
@@ -125,27 +127,29 @@ def _latest_places(
 def _with_receives(
     posted: Schedule, readers: Sequence[Receives], places: Sequence[Sequence[int]]
 ) -> Schedule:
-    """Return the lowered list, with each receive before the action at its place in the row."""
-    rows = []
-    after = [[transfers_after(action, posted) for action in row] for row in posted.rows]
+    """Return the lowered list, with each receive before the action at its place."""
+    rank_schedules = []
+    after = [
+        [transfers_after(action, posted) for action in actions] for actions in posted.rank_schedules
+    ]
     sent = {
         receive: (rank, number)
-        for rank, row in enumerate(after)
-        for number, (_, receive, _) in enumerate(chain.from_iterable(row))
+        for rank, transfers in enumerate(after)
+        for number, (_, receive, _) in enumerate(chain.from_iterable(transfers))
     }
-    for rank, row in enumerate(posted.rows):
+    for rank, actions in enumerate(posted.rank_schedules):
         receives: dict[int, list[Action]] = {}
         for receive, place in _in_sent_order(
             [receive for receive, _ in readers[rank]], places[rank], sent
         ):
             receives.setdefault(place, []).append(receive)
         lowered: list[Action] = []
-        for place, action in enumerate(row):
+        for place, action in enumerate(actions):
             lowered += receives.get(place, ())
             lowered.append(action)
             lowered += [send for send, _, _ in after[rank][place]]
-        rows.append(tuple(lowered))
-    return _with_needs(posted, tuple(rows), posted.passes)
+        rank_schedules.append(tuple(lowered))
+    return _with_needs(posted, tuple(rank_schedules), posted.passes)
 
 
 def _in_sent_order(
@@ -185,21 +189,21 @@ def lower(
     lowered = add_transfers(schedule, costs, network, cap)
     if schedule.forward_only:
         return lowered
-    rows = []
-    for rank, row in enumerate(lowered.rows):
+    rank_schedules = []
+    for rank, actions in enumerate(lowered.rank_schedules):
         stage = schedule.placement.lowest_stage(rank)
-        done = _with_starts(row) if schedule.placement.sums_by_stage else row
-        rows.append((*done, Action(Kind.REDUCE_GRAD, stage), Action(Kind.STEP, stage)))
-    return _with_needs(lowered, tuple(rows), (*lowered.passes, "add_reduce", "add_step"))
+        done = _with_starts(actions) if schedule.placement.sums_by_stage else actions
+        rank_schedules.append((*done, Action(Kind.REDUCE_GRAD, stage), Action(Kind.STEP, stage)))
+    return _with_needs(lowered, tuple(rank_schedules), (*lowered.passes, "add_reduce", "add_step"))
 
 
-def _with_starts(row: Sequence[Action]) -> list[Action]:
+def _with_starts(actions: Sequence[Action]) -> list[Action]:
     """Insert START_REDUCE for each stage but the last to end, after its last compute and sends."""
-    last = {action.stage: at for at, action in enumerate(row) if action.kind in COMPUTE_KINDS}
+    last = {action.stage: at for at, action in enumerate(actions) if action.kind in COMPUTE_KINDS}
     ends = {at: stage for stage, at in last.items() if at != max(last.values())}
     started: list[Action] = []
     ended: int | None = None
-    for at, action in enumerate(row):
+    for at, action in enumerate(actions):
         if ended is not None and action.kind not in SEND_KINDS:
             started.append(Action(Kind.START_REDUCE, ended))
             ended = None
@@ -209,13 +213,13 @@ def _with_starts(row: Sequence[Action]) -> list[Action]:
 
 
 def _with_needs(
-    schedule: Schedule, rows: tuple[tuple[Action, ...], ...], passes: tuple[str, ...]
+    schedule: Schedule, rank_schedules: tuple[tuple[Action, ...], ...], passes: tuple[str, ...]
 ) -> Schedule:
-    """Return the schedule with rows that contain more actions.
+    """Return the schedule with rank schedules that contain more actions.
 
     The dependencies of its present actions are unchanged, so they are copied and not derived again.
     """
-    more = replace(schedule, rows=rows, passes=passes)
+    more = replace(schedule, rank_schedules=rank_schedules, passes=passes)
     more.needs.update(schedule.needs)
     return more
 
@@ -225,8 +229,10 @@ def compute_only(schedule: Schedule) -> Schedule:
 
     Compute actions and the copies to and from host memory, with their waits, remain.
     """
-    rows = tuple(tuple(a for a in row if a.kind in MADE_KINDS) for row in schedule.rows)
-    return replace(schedule, rows=rows, passes=())
+    rank_schedules = tuple(
+        tuple(a for a in actions if a.kind in MADE_KINDS) for actions in schedule.rank_schedules
+    )
+    return replace(schedule, rank_schedules=rank_schedules, passes=())
 
 
 def check_receives(
@@ -237,17 +243,21 @@ def check_receives(
     Raises:
         ScheduleError: names the first such receive; with an earlier one the step would be shorter.
     """
-    early = add_transfers(compute_only(schedule), receives_ahead=max(map(len, schedule.rows)))
+    early = add_transfers(
+        compute_only(schedule), receives_ahead=max(map(len, schedule.rank_schedules))
+    )
     at_best, step = (simulate(each, costs, network, cap) for each in (early, schedule))
     could = {
         action: start
-        for row, starts in zip(early.rows, at_best.start, strict=True)
-        for action, start in zip(row, starts, strict=True)
+        for actions, starts in zip(early.rank_schedules, at_best.start, strict=True)
+        for action, start in zip(actions, starts, strict=True)
     }
     times = {
         action: (start, rank)
-        for rank, (row, starts) in enumerate(zip(schedule.rows, step.start, strict=True))
-        for action, start in zip(row, starts, strict=True)
+        for rank, (actions, starts) in enumerate(
+            zip(schedule.rank_schedules, step.start, strict=True)
+        )
+        for action, start in zip(actions, starts, strict=True)
         if action in could
     }
     for action, (start, rank) in sorted(times.items(), key=lambda item: item[1][0]):

@@ -75,17 +75,17 @@ def memory_over_time(
     parameters of one direction's stages on a rank.
     """
     found = []
-    for rank, row in enumerate(schedule.rows):
+    for rank, actions in enumerate(schedule.rank_schedules):
         ledger = Ledger(schedule, costs)
         changes: list[Change] = []
         arriving: dict[Action, float] = {}
         last_reader = {
             need: action
-            for action in row
+            for action in actions
             if action.kind in COMPUTE_KINDS
             for need in dependencies(action, schedule)
         }
-        for action, start, end in zip(row, result.start[rank], result.end[rank], strict=True):
+        for action, start, end in zip(actions, result.start[rank], result.end[rank], strict=True):
             kind = action.kind
             if kind in SEND_KINDS:
                 size = costs.boundary_bytes[boundary_of(action)]

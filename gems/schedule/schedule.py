@@ -32,7 +32,7 @@ class Schedule:
     name: str
     num_micro_batches: int
     placement: Placement
-    rows: tuple[tuple[Action, ...], ...]
+    rank_schedules: tuple[tuple[Action, ...], ...]
     passes: tuple[str, ...] = ()
     forward_only: bool = False
     num_strips: int = 1
@@ -46,11 +46,13 @@ class Schedule:
     _marked: frozenset[Kind] = field(init=False, repr=False, compare=False)  # their kinds
 
     def __post_init__(self) -> None:
-        marks = frozenset(action for row in self.rows for action in row if action[0] in _MARKS)
+        marks = frozenset(
+            action for actions in self.rank_schedules for action in actions if action[0] in _MARKS
+        )
         last: dict[int, int] = {}
         in_segments: set[int] = set()
-        for row in self.rows:
-            for kind, stage, _, _, segment in row:
+        for actions in self.rank_schedules:
+            for kind, stage, _, _, segment in actions:
                 if segment is not None and kind not in _TRANSFERS:
                     last[stage] = max(segment, last.get(stage, 0))
                     if segment == 0:
@@ -139,8 +141,8 @@ class Schedule:
 
     def actions(self) -> Iterator[tuple[int, Action]]:
         """Yield every (rank, action), rank by rank in the order of the list."""
-        for rank, row in enumerate(self.rows):
-            for action in row:
+        for rank, actions in enumerate(self.rank_schedules):
+            for action in actions:
                 yield rank, action
 
     def rank_of(self, action: Action) -> int:
@@ -153,7 +155,7 @@ class Schedule:
         return {
             action.micro_batch: action.direction
             for rank in sorted(firsts)
-            for action in self.rows[rank]
+            for action in self.rank_schedules[rank]
             if action.stage == 0 and action.kind is Kind.F and action.micro_batch is not None
         }
 
@@ -169,7 +171,7 @@ class Schedule:
         }
 
     def digest(self) -> str:
-        """Return the SHA-256 of the text of all rows, which ranks compare before the first step."""
-        text = "\n".join(" ".join(map(str, row)) for row in self.rows)
+        """Return the SHA-256 of the text of all actions, which ranks compare before the first step."""
+        text = "\n".join(" ".join(map(str, actions)) for actions in self.rank_schedules)
         text += f"\nstrips {self.num_strips}" if self.num_strips > 1 else ""
         return hashlib.sha256(text.encode()).hexdigest()

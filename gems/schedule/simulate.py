@@ -26,7 +26,7 @@ _OFFLOAD = Kind.OFFLOAD
 _PREFETCH = Kind.PREFETCH
 _USEFUL_KINDS = COMPUTE_KINDS - {_R}
 Span = tuple[float, float]
-Posting = tuple[int, int, float]  # rank, place in its row, and time
+Posting = tuple[int, int, float]  # rank, place in its schedule, and time
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Pace:
         first = schedule.first_segment(0)
         readers = (
             a
-            for a in schedule.rows[rank]
+            for a in schedule.rank_schedules[rank]
             if a.kind is Kind.F and a.stage == 0 and a.segment == first
         )
         return {action: (number + 1) * self.input for number, action in enumerate(readers)}
@@ -78,7 +78,7 @@ EVEN = Pace()
 class Simulation:
     """The time at which each action ran, in the units of the costs.
 
-    `start` and `end` follow `Schedule.rows`. For a transfer they are the posting and the arrival,
+    `start` and `end` follow `Schedule.rank_schedules`. For a transfer they are posting and arrival,
     for a reduction that is only started its posting and its end, for a copy its begin and its end
     on the copy engine. `peak` is the most activations that each rank held at once, in their unit.
     """
@@ -152,7 +152,7 @@ class _Simulator:
         self.is_delayed = self.has_delay and not schedule.has_transfers
 
     def run(self) -> Simulation:
-        rows = self.schedule.rows
+        rank_schedules = self.schedule.rank_schedules
         ready = self.ready
         clock = self.clock
         following = self.next
@@ -160,16 +160,16 @@ class _Simulator:
         keeps_time = self.network.has_contention
         while ready:
             now, rank = heapq.heappop(ready)
-            row = rows[rank]
-            while following[rank] < len(row):
+            actions = rank_schedules[rank]
+            while following[rank] < len(actions):
                 if keeps_time and clock[rank] > now and ready and ready[0][0] < clock[rank]:
                     heapq.heappush(ready, (clock[rank], rank))
                     break
-                if not self.advance(rank, row[following[rank]]):
+                if not self.advance(rank, actions[following[rank]]):
                     break
                 following[rank] += 1
         self.refuse_stuck()
-        span = max((max(row, default=0.0) for row in self.end), default=0.0)
+        span = max((max(ends, default=0.0) for ends in self.end), default=0.0)
         peak = tuple(ledger.peak for ledger in self.ledgers)
         return Simulation(
             tuple(map(tuple, self.start)), tuple(map(tuple, self.end)), span, tuple(self.busy), peak
@@ -319,11 +319,11 @@ class _Simulator:
 
     def refuse_stuck(self) -> None:
         """Raise ScheduleError if a rank waits in a cycle, or for something that never comes."""
-        rows = self.schedule.rows
+        rank_schedules = self.schedule.rank_schedules
         stuck = {
-            rank: row[self.next[rank]]
-            for rank, row in enumerate(rows)
-            if self.next[rank] < len(row)
+            rank: actions[self.next[rank]]
+            for rank, actions in enumerate(rank_schedules)
+            if self.next[rank] < len(actions)
         }
         path: list[int] = []
         rank = min(stuck, default=None)
@@ -384,18 +384,20 @@ def rank_times(
     """
     spans = {
         action: (start, end)
-        for row, starts, ends in zip(schedule.rows, simulation.start, simulation.end, strict=True)
-        for action, start, end in zip(row, starts, ends, strict=True)
+        for actions, starts, ends in zip(
+            schedule.rank_schedules, simulation.start, simulation.end, strict=True
+        )
+        for action, start, end in zip(actions, starts, ends, strict=True)
         if action.kind is not Kind.STEP and action.kind is not Kind.REDUCE_GRAD
     }
     times = []
-    for rank, (row, starts, ends) in enumerate(
-        zip(schedule.rows, simulation.start, simulation.end, strict=True)
+    for rank, (actions, starts, ends) in enumerate(
+        zip(schedule.rank_schedules, simulation.start, simulation.end, strict=True)
     ):
         free = 0.0
         parts = dict.fromkeys(("useful", "recompute", "link", "input", "reduce", "step"), 0.0)
         inputs_ready = pace.inputs_ready(schedule, rank)
-        for action, start, end in zip(row, starts, ends, strict=True):
+        for action, start, end in zip(actions, starts, ends, strict=True):
             kind = action.kind
             if kind in COMPUTE_KINDS:
                 parts["recompute" if kind is Kind.R else "useful"] += end - start

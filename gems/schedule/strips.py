@@ -37,9 +37,13 @@ def with_strips(schedule: Schedule, num_strips: int) -> Schedule:
             num_strips,
             f"must be 1 for schedule={schedule.name}, a graph of stages",
         )
-    rows = tuple(tuple(_strips_of(row, num_strips)) for row in schedule.rows)
+    rank_schedules = tuple(
+        tuple(_strips_of(actions, num_strips)) for actions in schedule.rank_schedules
+    )
     num = schedule.num_micro_batches * num_strips
-    return replace(schedule, num_micro_batches=num, num_strips=num_strips, rows=rows)
+    return replace(
+        schedule, num_micro_batches=num, num_strips=num_strips, rank_schedules=rank_schedules
+    )
 
 
 def without_strips(schedule: Schedule) -> Schedule:
@@ -48,25 +52,29 @@ def without_strips(schedule: Schedule) -> Schedule:
     Each forward is placed where its last strip was, and each backward likewise.
     """
     num = schedule.num_strips
-    rows = []
-    for row in schedule.rows:
-        ends = (num - 1 if action.kind is Kind.F else 0 for action in row)
-        rows.append(
+    rank_schedules = []
+    for actions in schedule.rank_schedules:
+        ends = (num - 1 if action.kind is Kind.F else 0 for action in actions)
+        rank_schedules.append(
             tuple(
                 action._replace(micro_batch=action.micro_batch // num)
-                for action, end in zip(row, ends, strict=True)
+                for action, end in zip(actions, ends, strict=True)
                 if action.kind in COMPUTE_KINDS
                 and action.micro_batch is not None
                 and action.micro_batch % num == end
             )
         )
     return replace(
-        schedule, num_micro_batches=schedule.num_whole, num_strips=1, rows=tuple(rows), passes=()
+        schedule,
+        num_micro_batches=schedule.num_whole,
+        num_strips=1,
+        rank_schedules=tuple(rank_schedules),
+        passes=(),
     )
 
 
-def _strips_of(row: tuple[Action, ...], num_strips: int) -> Iterator[Action]:
-    for action in row:
+def _strips_of(actions: tuple[Action, ...], num_strips: int) -> Iterator[Action]:
+    for action in actions:
         first = (action.micro_batch or 0) * num_strips
         strips = range(first, first + num_strips)
         for strip in strips if action.kind is Kind.F else reversed(strips):

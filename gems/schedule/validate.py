@@ -52,11 +52,11 @@ def validate(
         ScheduleError: names the first fault, and carries the schedule.
     """
     try:
-        if len(schedule.rows) != schedule.num_ranks:
+        if len(schedule.rank_schedules) != schedule.num_ranks:
             raise ScheduleError(
-                len(schedule.rows),
+                len(schedule.rank_schedules),
                 "none",
-                f"{len(schedule.rows)} rows for {schedule.num_ranks} ranks",
+                f"{len(schedule.rank_schedules)} rank schedules for {schedule.num_ranks} ranks",
             )
         _check_peers(schedule)
         if not schedule.placement.is_chain:
@@ -64,11 +64,11 @@ def validate(
         _check_places(schedule)
         _check_compute_is_whole(schedule)
         _check_transfers(schedule)
-        for rank, row in enumerate(schedule.rows):
-            _check_order(schedule, rank, row)
-            _check_forwards(rank, row)
-            _check_tail(schedule, rank, row)
-            _check_starts(schedule, rank, row)
+        for rank, actions in enumerate(schedule.rank_schedules):
+            _check_order(schedule, rank, actions)
+            _check_forwards(rank, actions)
+            _check_tail(schedule, rank, actions)
+            _check_starts(schedule, rank, actions)
         equal = uniform(schedule.num_ranks, schedule.num_stages)
         simulate(
             schedule, costs or equal.in_segments([n or 1 for n in schedule.num_segments]), cap=cap
@@ -106,9 +106,9 @@ def _check_whole(schedule: Schedule) -> None:
 
 def _check_places(schedule: Schedule) -> None:
     ranks = schedule.placement.ranks
-    for rank, row in enumerate(schedule.rows):
+    for rank, actions in enumerate(schedule.rank_schedules):
         seen: set[Action] = set()
-        for action in row:
+        for action in actions:
             kind, stage, micro_batch, direction, _ = action
             if kind in _STAGE_KINDS:
                 continue
@@ -131,7 +131,10 @@ def _check_places(schedule: Schedule) -> None:
 
 def _check_compute_is_whole(schedule: Schedule) -> None:
     left: set[tuple[object, ...]] = {
-        action for row in schedule.rows for action in row if action[0] in _MADE_KINDS
+        action
+        for actions in schedule.rank_schedules
+        for action in actions
+        if action[0] in _MADE_KINDS
     }
     directions = schedule.directions()
     if schedule.num_micro_batches % schedule.num_strips:
@@ -159,7 +162,9 @@ def _check_compute_is_whole(schedule: Schedule) -> None:
                         expected = Action(*place)
                         raise ScheduleError(schedule.rank_of(expected), expected, "is missing")
                     left.discard(place)
-    for action in sorted(action for row in schedule.rows for action in row if action in left):
+    for action in sorted(
+        action for actions in schedule.rank_schedules for action in actions if action in left
+    ):
         raise ScheduleError(schedule.rank_of(action), action, "has no place in this step")
 
 
@@ -194,7 +199,12 @@ def _kinds(
 
 
 def _check_transfers(schedule: Schedule) -> None:
-    left = {action for row in schedule.rows for action in row if action[0] in _TRANSFER_KINDS}
+    left = {
+        action
+        for actions in schedule.rank_schedules
+        for action in actions
+        if action[0] in _TRANSFER_KINDS
+    }
     for rank, action in schedule.actions() if schedule.has_transfers else ():
         for send, receive, there in transfers_after(action, schedule):
             if send not in left:
@@ -211,10 +221,10 @@ def _check_transfers(schedule: Schedule) -> None:
         )
 
 
-def _check_order(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> None:
-    position = {action: i for i, action in enumerate(row)}
-    nowhere = len(row)
-    for i, action in enumerate(row):
+def _check_order(schedule: Schedule, rank: int, actions: tuple[Action, ...]) -> None:
+    position = {action: i for i, action in enumerate(actions)}
+    nowhere = len(actions)
+    for i, action in enumerate(actions):
         if action[0] in RECV_KINDS:
             continue
         for need in dependencies(action, schedule):
@@ -222,9 +232,9 @@ def _check_order(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> None
                 raise ScheduleError(rank, action, f"comes before {need}, which it needs")
 
 
-def _check_forwards(rank: int, row: tuple[Action, ...]) -> None:
+def _check_forwards(rank: int, actions: tuple[Action, ...]) -> None:
     last: dict[tuple[int, int, int | None], Action] = {}
-    for action in row:
+    for action in actions:
         if action[0] is _F:
             before = last.get(place := (action.direction, action.stage, action.segment))
             if before is not None and (before.micro_batch or 0) > (action.micro_batch or 0):
@@ -234,11 +244,13 @@ def _check_forwards(rank: int, row: tuple[Action, ...]) -> None:
             last[place] = action
 
 
-def _check_tail(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> None:
-    tail = [(i, action) for i, action in enumerate(row) if action.kind in RANK_KINDS]
+def _check_tail(schedule: Schedule, rank: int, actions: tuple[Action, ...]) -> None:
+    tail = [(i, action) for i, action in enumerate(actions) if action.kind in RANK_KINDS]
     counts = Counter(action.kind for _, action in tail)
     index_of = {action: i for i, action in reversed(tail)}
-    previous = max((i for i, action in enumerate(row) if action.kind in COMPUTE_KINDS), default=-1)
+    previous = max(
+        (i for i, action in enumerate(actions) if action.kind in COMPUTE_KINDS), default=-1
+    )
     for kind, name in ((Kind.REDUCE_GRAD, "add_reduce"), (Kind.STEP, "add_step")):
         action = Action(kind, schedule.placement.lowest_stage(rank))
         expected = int(name in schedule.passes)
@@ -252,19 +264,23 @@ def _check_tail(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> None:
             continue
         index = index_of[action]
         if index < previous:
-            raise ScheduleError(rank, action, f"comes before {row[previous]}, on which it rests")
+            raise ScheduleError(
+                rank, action, f"comes before {actions[previous]}, on which it rests"
+            )
         previous = index
 
 
-def _check_starts(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> None:
+def _check_starts(schedule: Schedule, rank: int, actions: tuple[Action, ...]) -> None:
     if not schedule.has_any(Kind.START_REDUCE):
         return
     left = {stage for _, stage in schedule.placement.stages_on(rank)}
     last = {
-        action.stage: (i, action) for i, action in enumerate(row) if action.kind in COMPUTE_KINDS
+        action.stage: (i, action)
+        for i, action in enumerate(actions)
+        if action.kind in COMPUTE_KINDS
     }
-    end = next((i for i, action in enumerate(row) if action.kind is Kind.REDUCE_GRAD), -1)
-    for i, action in enumerate(row):
+    end = next((i for i, action in enumerate(actions) if action.kind is Kind.REDUCE_GRAD), -1)
+    for i, action in enumerate(actions):
         if action.kind is not Kind.START_REDUCE:
             continue
         if schedule.num_directions > 1:

@@ -80,7 +80,7 @@ def arrivals_of(
     """
     places = [
         (rank, index, action)
-        for rank, row in enumerate(schedule.rows)
+        for rank, row in enumerate(schedule.rank_schedules)
         for index, action in enumerate(row)
         if action.kind in (Kind.START_REDUCE, Kind.REDUCE_GRAD)
     ]

@@ -117,7 +117,9 @@ class ModelCosts:
             is_kept = cap is None or peak <= cap + TOLERANCE
             return simulate(schedule, costs, network).span if is_kept else math.inf, peak
 
-        return shortest_step(best, cost, math.ceil(sum(map(len, schedule.rows)) / share))[0]
+        return shortest_step(best, cost, math.ceil(sum(map(len, schedule.rank_schedules)) / share))[
+            0
+        ]
 
     def with_cut(self, placement: Placement, boundaries: Boundaries) -> ModelCosts:
         """Return these costs with another cut for a placement."""

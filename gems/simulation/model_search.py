@@ -117,7 +117,7 @@ def search_under_policy(
     seen = set()
     for number in sorted(range(len(tried)), key=kept_s.__getitem__):
         found, made = tried[number]
-        key = found.schedule.rows, made.cut(found.schedule.placement)
+        key = found.schedule.rank_schedules, made.cut(found.schedule.placement)
         if key in seen:
             continue
         seen.add(key)

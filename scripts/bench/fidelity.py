@@ -260,7 +260,7 @@ def _as_simulation(events: np.ndarray, schedule: Schedule, replica: int) -> Simu
     first_ns = events["start_ns"].min()
     starts = []
     ends = []
-    for rank, row in enumerate(schedule.rows):
+    for rank, row in enumerate(schedule.rank_schedules):
         mine = events[events["rank"] == replica * schedule.num_ranks + rank]
         keys = zip(*(mine[column].tolist() for column in EVENT_KEY), strict=True)
         times = dict(zip(keys, zip(mine["start_ns"], mine["end_ns"], strict=True), strict=True))

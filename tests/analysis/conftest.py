@@ -113,7 +113,7 @@ class Simulated:
         """
         rows: list[tuple[int, ...]] = []
         for replica in range(self.replicas):
-            for rank, actions in enumerate(schedule.rows):
+            for rank, actions in enumerate(schedule.rank_schedules):
                 for i, action in enumerate(actions):
                     is_link = "SEND" in action.kind.value or "RECV" in action.kind.value
                     rows.append(

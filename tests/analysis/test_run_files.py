@@ -28,7 +28,7 @@ def folder(tmp_path: Path) -> RunFolder:
     """A run under a memory policy whose ranks left two whole steps, one compute action after the other."""
     words = ["parallel.partitions=2", "schedule=1f1b", "memory=recompute", f"runs_dir={tmp_path}"]
     made = prepare(compose(words))
-    for rank, row in enumerate(made.read_schedule().rows):
+    for rank, row in enumerate(made.read_schedule().rank_schedules):
         part = TracePart(part_path(made.path, rank), rank, root_attributes("measured", "0" * 8, 2))
         for step in range(2):
             begin = step * STEP_NS
@@ -57,7 +57,7 @@ def test_a_killed_run_has_what_it_was_prepared_with(folder: RunFolder) -> None:
     loaded = load_trace(folder.path)
     trace = loaded.trace
     schedule = folder.read_schedule()
-    assert trace.schedule_rows == tuple(" ".join(map(str, row)) for row in schedule.rows)
+    assert trace.schedule_rows == tuple(" ".join(map(str, row)) for row in schedule.rank_schedules)
     assert trace.schedule_sha256 == schedule.digest()
     assert trace.boundaries == folder.read_boundaries() != ()
     assert json.loads(trace.memory_plan) == read_json(folder.memory_json)

@@ -99,7 +99,7 @@ def test_buffers_of_receives_are_those_that_the_memory_model_counts(family, rank
     rig = deep_rig(family, 4, 8, 1, rank, link)
     schedule = rig.executor.schedule
     seen = []
-    is_early = schedule.rows[rank] != lower(compute_only(schedule)).rows[rank]
+    is_early = schedule.rank_schedules[rank] != lower(compute_only(schedule)).rank_schedules[rank]
     assert is_early == (link == 4.0) or link == 1.5
     images, labels = images_and_labels(8)
     batch = Batch({}, labels) if schedule.placement.rank_of(0, 0) != rank else Batch(images, labels)
@@ -166,7 +166,7 @@ def test_events_of_a_step_are_the_actions_of_the_row(family):
     for step in (0, 1):
         rig.part.rows.clear()
         rig.run(Batch(images, labels), step)
-        row = rig.executor.schedule.rows[1]
+        row = rig.executor.schedule.rank_schedules[1]
         seen = [
             (KINDS[kind], stage, direction, micro_batch, stream)
             for _, _, kind, stage, _, direction, micro_batch, stream, *_ in sorted(

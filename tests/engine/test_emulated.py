@@ -104,13 +104,13 @@ def test_times_are_those_of_the_simulation(comm, text, num, cap):
     rows = Device(comm, schedule, COSTS, cap).run()
     base_ns = min(row["start_ns"] for row in rows)
     found = {row["action"]: (row["start_ns"] - base_ns, row["end_ns"] - base_ns) for row in rows}
-    assert found.keys() == set(schedule.rows[0])
+    assert found.keys() == set(schedule.rank_schedules[0])
     for action, start, end in zip(
-        schedule.rows[0], simulated.start[0], simulated.end[0], strict=True
+        schedule.rank_schedules[0], simulated.start[0], simulated.end[0], strict=True
     ):
         assert found[action] == pytest.approx((start * UNIT_NS, end * UNIT_NS), abs=20), action
     assert {row["action"]: row["stream"] for row in rows} == {
-        action: STREAMS.get(action.kind, COMPUTE) for action in schedule.rows[0]
+        action: STREAMS.get(action.kind, COMPUTE) for action in schedule.rank_schedules[0]
     }
 
 
@@ -249,7 +249,7 @@ def test_messages_have_their_size_and_their_data_is_waited_for(comm, monkeypatch
             row for row in rows if row["step"] == step and row["action"].kind in COMPUTE_KINDS
         ]
         assert [row["action"] for row in computes] == [
-            a for a in schedule.rows[0] if a.kind in COMPUTE_KINDS
+            a for a in schedule.rank_schedules[0] if a.kind in COMPUTE_KINDS
         ]
         for earlier, later in pairwise(computes):
             assert earlier["end_ns"] <= later["start_ns"]

@@ -75,7 +75,7 @@ def test_every_action_of_the_list_is_in_the_trace_in_every_step(run):
             found = sorted(
                 (KINDS[row["kind"]], int(row["stage"]), int(row["micro_batch"])) for row in mine
             )
-            row = schedule.rows[rank]
+            row = schedule.rank_schedules[rank]
             wanted = sorted(
                 (a.kind.value, a.stage, -1 if a.micro_batch is None else a.micro_batch) for a in row
             )
@@ -109,7 +109,9 @@ def test_the_result_tells_steps_schedule_and_what_a_hop_took(run):
     result = read_json(run.result_json)
     assert result["num_steps"] == NUM_STEPS
     assert result["schedule_sha256"] == run.read_schedule().digest()
-    assert result["schedule_rows"] == [" ".join(map(str, row)) for row in run.read_schedule().rows]
+    assert result["schedule_rows"] == [
+        " ".join(map(str, row)) for row in run.read_schedule().rank_schedules
+    ]
     assert 0 < result["hop_s"] == read_part(part_path(run.path, 0)).attributes["hop_s"]
 
 

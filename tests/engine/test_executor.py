@@ -68,7 +68,7 @@ def test_stages_on_one_rank_hand_over_without_messages(make, order):
     modules = [module.double() for module in make()]
     plain = copy.deepcopy(modules)
     schedule = on_one_rank(4, order)
-    assert not any(action.kind in RECV_KINDS for action in schedule.rows[0])
+    assert not any(action.kind in RECV_KINDS for action in schedule.rank_schedules[0])
     images, labels = images_and_labels()
     images = {m: image.double() for m, image in images.items()}
     rig = Rig(

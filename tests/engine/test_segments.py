@@ -134,7 +134,7 @@ def test_bits_are_those_of_whole_stages(family, num_ranks, rank, network, plan):
     assert counters.num_misses == 0
     assert counters.prefetched_bytes <= counters.offloaded_bytes <= counters.saved_bytes
     if plan == "offload" and any(
-        action.kind is Kind.OFFLOAD for action in ours.executor.schedule.rows[rank]
+        action.kind is Kind.OFFLOAD for action in ours.executor.schedule.rank_schedules[rank]
     ):
         assert counters.prefetched_bytes == counters.offloaded_bytes > 0
 
@@ -276,7 +276,9 @@ def test_copies_are_spans_of_their_streams_with_host_bytes():
         stream: [row for row in rig.part.rows if row[7] == stream] for stream in (COPY_OUT, COPY_IN)
     }
     for stream, kind in ((COPY_OUT, Kind.OFFLOAD), (COPY_IN, Kind.PREFETCH)):
-        actions = [action for action in rig.executor.schedule.rows[0] if action.kind is kind]
+        actions = [
+            action for action in rig.executor.schedule.rank_schedules[0] if action.kind is kind
+        ]
         assert [(KINDS[row[2]], row[3], row[4], row[6]) for row in rows[stream]] == [
             (kind.value, action.stage, action.segment, action.micro_batch) for action in actions
         ]

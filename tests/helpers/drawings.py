@@ -16,12 +16,14 @@ Drawn = list[list[tuple[str, int, int]]]
 
 def text_of(schedule: Schedule) -> list[str]:
     """Return the rows as words."""
-    return [" ".join(map(str, row)) for row in schedule.rows]
+    return [" ".join(map(str, row)) for row in schedule.rank_schedules]
 
 
 def with_rows(schedule: Schedule, texts: list[str]) -> Schedule:
     """Return the schedule with other rows, read from words."""
-    return replace(schedule, rows=tuple(tuple(map(Action.parse, text.split())) for text in texts))
+    return replace(
+        schedule, rank_schedules=tuple(tuple(map(Action.parse, text.split())) for text in texts)
+    )
 
 
 def edited(schedule: Schedule, rank: int, old: str, new: str) -> Schedule:
@@ -85,7 +87,7 @@ def played_rows(schedule: Schedule, played: Simulation) -> Drawn:
             for action, start, end in zip(row, starts, ends, strict=True)
             if action.kind in COMPUTE_KINDS
         ]
-        for row, starts, ends in zip(schedule.rows, played.start, played.end, strict=True)
+        for row, starts, ends in zip(schedule.rank_schedules, played.start, played.end, strict=True)
     ]
 
 

@@ -14,7 +14,9 @@ def halved(schedule: Schedule, delay: int | None = 0) -> Schedule:
 
     None is at the end.
     """
-    return replace(schedule, rows=tuple(_row(row, delay) for row in schedule.rows))
+    return replace(
+        schedule, rank_schedules=tuple(_row(row, delay) for row in schedule.rank_schedules)
+    )
 
 
 def _row(row: tuple[Action, ...], delay: int | None) -> tuple[Action, ...]:

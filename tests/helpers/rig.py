@@ -81,7 +81,7 @@ class LateTransport:
                 action,
                 index,
             )
-            for action in schedule.rows[rank]
+            for action in schedule.rank_schedules[rank]
             for kind in (action.kind,)
             if kind in SEND_KINDS | RECV_KINDS and (kind in BACKWARD_KINDS) == bool(way)
             for index in range(most)

@@ -76,7 +76,7 @@ def test_memory_is_free_before_a_later_segment_brings_it_back(
     """What a segment's copy took may be needed by one behind it, whose copy back would find it still there."""
     case = between(random_network(seed, 24), name, ranks, micro_batches, 0.8)
     plan = vdnn_all(case, asynchronous=True) if policy is vdnn_all else policy(case)
-    for row in case.lowered(plan).rows:
+    for row in case.lowered(plan).rank_schedules:
         back: dict[tuple[int, int, int | None], int] = {}
         for action in row:
             place = (action.direction, action.stage, action.micro_batch)

@@ -38,7 +38,7 @@ def even_cuts(num_stages: int) -> tuple[int, ...]:
 
 
 def words(schedule: Schedule, rank: int = 0) -> str:
-    return " ".join(map(str, schedule.rows[rank]))
+    return " ".join(map(str, schedule.rank_schedules[rank]))
 
 
 def layer_by_layer(*segments: Segment) -> str:
@@ -151,8 +151,8 @@ def test_any_plan_gives_a_list_that_runs(
     assert played.span >= max(plain.busy) - 1e-9
     assert sum(played.busy) == pytest.approx(sum(plain.busy)), "what runs again is not useful"
     assert from_json(json.loads(json.dumps(to_json(schedule)))) == schedule
-    assert compute_only(schedule).rows == made.rows
-    for row, before in zip(made.rows, compute.rows, strict=True):
+    assert compute_only(schedule).rank_schedules == made.rank_schedules
+    for row, before in zip(made.rank_schedules, compute.rank_schedules, strict=True):
         order = [a._replace(segment=None) for a in row if a.kind in COMPUTE_KINDS - {Kind.R}]
         assert list(dict.fromkeys(order)) == list(before), "segments stand where their stage stood"
 

@@ -102,7 +102,11 @@ def test_the_bound_is_below_every_plan_that_fits(name: str, ranks: int, micro_ba
 
 def settled(outcome: PlanOutcome) -> list[Segment]:
     """The segments of a chain's plan, without the copies of those of which none takes anything."""
-    moved = {action.segment for action in outcome.schedule.rows[0] if action.kind is Kind.OFFLOAD}
+    moved = {
+        action.segment
+        for action in outcome.schedule.rank_schedules[0]
+        if action.kind is Kind.OFFLOAD
+    }
     return [
         Segment(each.first, each.end, each.choice if index in moved else each.choice.uncopied)
         for index, each in enumerate(outcome.plan.stages[0])
@@ -136,7 +140,9 @@ def test_the_programme_knows_every_plan_and_takes_none_for_slower_than_it_is(
         if not chosen <= options.keys():
             continue
         for option, at in options.items():
-            model.program.row({at: 1.0}, low=float(option in chosen), high=float(option in chosen))
+            model.program.constrain(
+                {at: 1.0}, low=float(option in chosen), high=float(option in chosen)
+            )
         found = model.solve(is_whole=True, node_limit=50)
         assert found is not None, "a plan that is there fits"
         assert found[1] <= outcome.step_s * (1 + 1e-6)
@@ -164,7 +170,7 @@ def test_copies_out_are_waited_for_in_the_order_in_which_they_leave() -> None:
     case = case_of(network("ccccccccl"), rate=4e9)
     layers = {layer: Segment(layer, layer + 1, Choice.OFFLOAD) for layer in range(9)}
     bare = MemoryPlan.by_layer("test", case.boundaries, layers)
-    row = with_windows(bare, target_limit_bytes(case, 0.4), case.outcome).schedule.rows[0]
+    row = with_windows(bare, target_limit_bytes(case, 0.4), case.outcome).schedule.rank_schedules[0]
     for one, other in itertools.pairwise(action for action in row if action.kind is Kind.FREE):
         left = [row.index(action._replace(kind=Kind.OFFLOAD)) for action in (one, other)]
         between = row[row.index(one) : row.index(other)]
@@ -238,7 +244,9 @@ def test_windows_hold_nothing_longer_than_their_copies_last() -> None:
     assert offloaded
     assert all(segment.free_after <= 1 and segment.ahead <= 2 for segment in offloaded)
     moved = {
-        action.segment for action in found.outcome.schedule.rows[0] if action.kind is Kind.OFFLOAD
+        action.segment
+        for action in found.outcome.schedule.rank_schedules[0]
+        if action.kind is Kind.OFFLOAD
     }
     assert len(moved) == len(offloaded), "what no copy takes is kept"
 
@@ -323,7 +331,7 @@ def test_the_programme_knows_inputs_of_stages_that_leave() -> None:
         for block in model.blocks:
             for option, at in block.at.items():
                 value = float((option.first, option.end, option.choice) in chosen)
-                model.program.row({at: 1.0}, low=value, high=value)
+                model.program.constrain({at: 1.0}, low=value, high=value)
         found = model.solve(is_whole=True, node_limit=50)
         assert found is not None
         bounds_s.append(found[1])

@@ -51,7 +51,7 @@ def test_plans_run(how: str, name: str, ranks: int, micro_batches: int) -> None:
     assert plan.boundaries == case.boundaries
     outcome = case.outcome(plan)
     validate(outcome.schedule)
-    assert any(action.kind is Kind.R for row in outcome.schedule.rows for action in row)
+    assert any(action.kind is Kind.R for row in outcome.schedule.rank_schedules for action in row)
 
 
 def test_a_stage_keeps_its_inputs_only() -> None:

@@ -283,7 +283,7 @@ def counted(made: ModelProfile, plan: MemoryPlan, schedule: Schedule, rank: int)
     leaving: dict[tuple, list[tuple]] = {}
     taken: set[tuple] = set()
     size: dict[tuple, int] = {}
-    for action in schedule.rows[rank]:
+    for action in schedule.rank_schedules[rank]:
         kind, stage, micro_batch, direction, segment = action
         if segment is None:
             yield sum(size[key] for key in held if key not in away)
@@ -420,7 +420,7 @@ def test_whole_stages_that_are_run_again_or_leave() -> None:
     """As the scheduler with a cap makes them: no segments, and no FREE."""
     plan = MemoryPlan.by_layer("keep", (0, 4), {}).joined()
     compute = generate("layer_parallel", 1, 1)
-    (row,) = compute.rows
+    (row,) = compute.rank_schedules
     forward, backward = row
     for kinds, after in (
         ((Kind.R,), {"0F0": 0, "0R0": 550, "0B0": 0}),

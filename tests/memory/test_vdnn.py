@@ -35,7 +35,7 @@ def listed(case: MemoryCase, plan: MemoryPlan) -> list[str]:
     """
     return [
         f"{action.segment}{action.kind.value}"
-        for action in case.lowered(plan).rows[0]
+        for action in case.lowered(plan).rank_schedules[0]
         if action.segment is not None
     ]
 
@@ -43,7 +43,7 @@ def listed(case: MemoryCase, plan: MemoryPlan) -> list[str]:
 def copies(outcome: PlanOutcome) -> list[str]:
     return [
         str(action)
-        for row in outcome.schedule.rows
+        for row in outcome.schedule.rank_schedules
         for action in row
         if action.kind is Kind.OFFLOAD
     ]
@@ -213,7 +213,7 @@ def test_copies_back_follow_the_window(
         for stage, (first, end) in enumerate(pairwise(case.boundaries))
     }
     found = 0
-    for row in schedule.rows:
+    for row in schedule.rank_schedules:
         for place, action in enumerate(row):
             if action.kind is not Kind.PREFETCH:
                 continue
@@ -240,7 +240,9 @@ def test_asynchronous_waits_less(name: str, ranks: int, micro_batches: int, rate
     published = case.outcome(vdnn_all(case))
     free = case.outcome(vdnn_all(case, asynchronous=True))
     assert free.step_s <= published.step_s * (1 + 1e-9)
-    assert not any(action.kind is Kind.AWAIT for row in free.schedule.rows for action in row)
+    assert not any(
+        action.kind is Kind.AWAIT for row in free.schedule.rank_schedules for action in row
+    )
     assert set(offloaded(free.plan)) == set(offloaded(published.plan))
     assert sorted(copies(free)) == sorted(copies(published)), "no copy is given up for it"
     validate(free.schedule)

@@ -105,7 +105,7 @@ def test_nobody_steps_before_all_copies_have_reduced(comm, param_bytes):
 def test_a_sum_starts_beside_compute_and_ends_with_the_reduction(comm):
     schedule, events = run_on(comm, "interleaved_1f1b", 2, 2, cost__param_bytes=400_000)
     for world_rank, mine in enumerate(events):
-        row = schedule.rows[world_rank % 2]
+        row = schedule.rank_schedules[world_rank % 2]
         (started,) = (action for action in row if action.kind is Kind.START_REDUCE)
         (reduce,) = (action for action in row if action.kind is Kind.REDUCE_GRAD)
         after = row[row.index(started) + 1]
@@ -119,8 +119,8 @@ def test_a_rank_with_another_list_is_refused_everywhere(comm):
         if comm.rank != 2:
             return folder
         schedule = folder.read_schedule()
-        rows = (schedule.rows[0][::-1], *schedule.rows[1:])
-        return _Spoilt(folder.path, to_json(replace(schedule, rows=rows)))
+        rows = (schedule.rank_schedules[0][::-1], *schedule.rank_schedules[1:])
+        return _Spoilt(folder.path, to_json(replace(schedule, rank_schedules=rows)))
 
     with pytest.raises(ConfigError, match="rank 2 has another schedule than rank 0"):
         run_on(comm, "1f1b", 4, spoil=spoil)

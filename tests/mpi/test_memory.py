@@ -236,9 +236,12 @@ def test_bits_and_bytes_of_a_list_found_with_its_actions(comm, network, actions)
     spec = replace(spec_of(network, "1f1b", MemoryConfig()), schedule=schedule)
     made = broadcast(part, evaluate(spec) if part.rank == 0 else None)
     assert made.schedule.has_memory_actions
-    plain = [[action for action in row if action.kind in PLAIN_KINDS] for row in made.schedule.rows]
+    plain = [
+        [action for action in row if action.kind in PLAIN_KINDS]
+        for row in made.schedule.rank_schedules
+    ]
     rows = tuple(tuple(action._replace(segment=None) for action in row) for row in plain)
-    lowered = lower(replace(made.schedule, rows=rows, passes=()))
+    lowered = lower(replace(made.schedule, rank_schedules=rows, passes=()))
     kept = replace(made, memory=made.run_costs.kept(lowered))
     wanted = played(spec, part, kept)[1]
     rank, found = played(spec, part, made)

@@ -58,8 +58,8 @@ def make_run(model: str, partitions: int, replicas: int = 1, is_split: bool = Fa
     order = range(len(operators))
     schedule = placed(placement, spec.parallel.micro_batches, order, order[::-1])
     if is_split:
-        rows = (tuple(itertools.chain(*map(_split, row))) for row in schedule.rows)
-        schedule = replace(schedule, rows=tuple(rows))
+        rows = (tuple(itertools.chain(*map(_split, row))) for row in schedule.rank_schedules)
+        schedule = replace(schedule, rank_schedules=tuple(rows))
     return resolve(spec), validate(lower(schedule))
 
 

@@ -44,7 +44,7 @@ def test_each_action_calls_the_wrapper_once_and_gradients_stay(comm, case):
     assert found.max_rel_error <= 1e-12, found
     of_a_step = Counter(
         (action.direction, action.stage, action.segment, METHODS[action.kind])
-        for action in made.schedule.rows[part.rank]
+        for action in made.schedule.rank_schedules[part.rank]
         if action.kind in METHODS
     )
     calls = counting_stages.calls

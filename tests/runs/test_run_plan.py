@@ -74,7 +74,7 @@ def test_strips_are_cut_as_whole_micro_batches_and_hold_what_is_predicted_of_the
     peak = plan.peak
     assert peak is not None
     fits = replace(strips, machine=replace(strips.machine, device_bytes=peak.device_bytes))
-    assert evaluate(fits).schedule.rows == plan.schedule.rows
+    assert evaluate(fits).schedule.rank_schedules == plan.schedule.rank_schedules
     small = replace(strips, machine=replace(strips.machine, device_bytes=peak.device_bytes - 1))
     with pytest.raises(DoesNotFitError, match=f"rank {peak.rank} of 2 under memory=keep"):
         evaluate(small)
@@ -137,21 +137,25 @@ def test_receives_are_early_for_slow_links_if_the_device_has_room(spec: RunSpec)
     )
     early = evaluate(kept)
     fewest = evaluate(replace(kept, cost=CostConfig()))
-    assert early.schedule.rows != fewest.schedule.rows == lower(compute_only(early.schedule)).rows
+    assert (
+        early.schedule.rank_schedules
+        != fewest.schedule.rank_schedules
+        == lower(compute_only(early.schedule)).rank_schedules
+    )
     assert early.boundaries == fewest.boundaries
     most = early.peak
     least = fewest.peak
     assert most is not None and least is not None and most.device_bytes > least.device_bytes
     for device_bytes, expected in ((most.device_bytes, early), (least.device_bytes, fewest)):
         made = evaluate(replace(kept, machine=replace(roomy, device_bytes=device_bytes)))
-        assert made.schedule.rows == expected.schedule.rows
+        assert made.schedule.rank_schedules == expected.schedule.rank_schedules
 
 
 def test_a_policy_has_early_receives_if_they_are_faster(spec: RunSpec) -> None:
     slow = replace(spec, machine=replace(spec.machine, link_latency_s=2.0))
     early = evaluate(slow).memory
     fewest = lower(compute_only(early.schedule))
-    assert early.schedule.rows != fewest.rows
+    assert early.schedule.rank_schedules != fewest.rank_schedules
     assert early.step_s < simulate(fewest, early.costs, links_of(slow.machine)).span
 
 
@@ -198,7 +202,7 @@ def test_the_run_folder_has_plan_and_prediction(spec: RunSpec) -> None:
     plan = folder.read_memory_plan()
     assert plan == made.memory_plan and isinstance(plan, MemoryPlan)
     assert plan.stages[0][0].choice is Choice.OFFLOAD
-    assert folder.read_schedule().rows == made.schedule.rows
+    assert folder.read_schedule().rank_schedules == made.schedule.rank_schedules
     predicted = read_json(folder.memory_json)["predicted"]
     assert predicted["peak_bytes"] == list(made.memory.peak_bytes)
     kept = prepare(replace(spec, name="kept", memory=MemoryConfig()))
@@ -218,7 +222,10 @@ def test_the_step_of_a_policy_has_the_all_reduce_of_its_replicas(spec: RunSpec) 
     least = min(many.costs.reduce)
     most = max(many.costs.reduce)
     assert alone.step_s + least <= many.step_s <= alone.step_s + most
-    assert many.peak_bytes == alone.peak_bytes and many.schedule.rows == alone.schedule.rows
+    assert (
+        many.peak_bytes == alone.peak_bytes
+        and many.schedule.rank_schedules == alone.schedule.rank_schedules
+    )
 
 
 def test_the_step_of_a_policy_is_that_of_the_replica_that_lies_worst(spec: RunSpec) -> None:
@@ -318,4 +325,4 @@ def test_timed_waits_are_not_compiled() -> None:
 def test_a_schedule_with_a_whole_backward_is_planned_as_without_compiled_layers() -> None:
     plain = toys.make_spec("gems_master", 2)
     spec = replace(plain, train=replace(plain.train, compile=True))
-    assert evaluate(spec).schedule.rows == evaluate(plain).schedule.rows
+    assert evaluate(spec).schedule.rank_schedules == evaluate(plain).schedule.rank_schedules

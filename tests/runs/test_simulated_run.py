@@ -84,7 +84,7 @@ def test_events_are_those_of_the_schedule_in_their_streams() -> None:
     spec = spec_of()
     schedule = Draft(spec).lowered
     trace = trace_of(spec)
-    assert len(trace.events) == 3 * sum(map(len, schedule.rows))
+    assert len(trace.events) == 3 * sum(map(len, schedule.rank_schedules))
     links = np.isin(
         trace.events["kind"], [i for i, kind in enumerate(KINDS) if "_F" in kind or "_B" in kind]
     )

@@ -240,7 +240,7 @@ def test_wherever_one_rank_hangs_all_others_lead_to_it(family: str):
     schedule = lower(generate(family, 4, 8))
     num_cases = 0
     for hung in range(4):
-        for index, stuck in enumerate(schedule.rows[hung]):
+        for index, stuck in enumerate(schedule.rank_schedules[hung]):
             if index % 3 or stuck.kind not in COMPUTE_KINDS:
                 continue
             num_cases += 1
@@ -256,12 +256,12 @@ def stopped_at(schedule: Schedule, hung: int, index: int) -> dict[int, Beat]:
     has_moved = True
 
     def awaited(rank: int) -> str:
-        if at[rank] == len(schedule.rows[rank]):
+        if at[rank] == len(schedule.rank_schedules[rank]):
             return "the other ranks"
-        action = schedule.rows[rank][at[rank]]
+        action = schedule.rank_schedules[rank][at[rank]]
         if action.kind is Kind.REDUCE_GRAD:
             group = schedule.placement.reduce_group(rank, 1)
-            is_whole = all(len(schedule.rows[peer]) - at[peer] <= 2 for peer in group)
+            is_whole = all(len(schedule.rank_schedules[peer]) - at[peer] <= 2 for peer in group)
             return "" if is_whole else f"the sum over {len(group)} ranks"
         needs = dependencies(action, schedule) if action.kind in COMPUTE_KINDS else ()
         receives = [need for need in needs if need.kind in RECV_KINDS]
@@ -271,7 +271,7 @@ def stopped_at(schedule: Schedule, hung: int, index: int) -> dict[int, Beat]:
 
     while has_moved:
         has_moved = False
-        for rank, row in enumerate(schedule.rows):
+        for rank, row in enumerate(schedule.rank_schedules):
             while not awaited(rank) and (rank, at[rank]) != (hung, index):
                 done.add(row[at[rank]])
                 at[rank] += 1
@@ -284,5 +284,5 @@ def stopped_at(schedule: Schedule, hung: int, index: int) -> dict[int, Beat]:
             "" if rank == hung else awaited(rank),
             rank=rank,
         )
-        for rank, row in enumerate(schedule.rows)
+        for rank, row in enumerate(schedule.rank_schedules)
     }

@@ -176,7 +176,7 @@ class TestStartedSums:
     def test_a_sum_costs_what_sticks_out(self) -> None:
         costs = uniform(2, 4)
         alone = simulate(self.MADE, costs)
-        row = self.MADE.rows[0]
+        row = self.MADE.rank_schedules[0]
         started = next(i for i, action in enumerate(row) if action.kind is Kind.START_REDUCE)
         left = alone.start[0][-2] - alone.start[0][started]
         assert row[started].stage == 2 and left > 1
@@ -188,7 +188,9 @@ class TestStartedSums:
     def test_sums_of_a_rank_follow_each_other(self) -> None:
         costs = replace(uniform(2, 4), reduce=(2.0, 0.0, 50.0, 0.0))
         played = simulate(self.MADE, costs)
-        started = next(i for i, a in enumerate(self.MADE.rows[0]) if a.kind is Kind.START_REDUCE)
+        started = next(
+            i for i, a in enumerate(self.MADE.rank_schedules[0]) if a.kind is Kind.START_REDUCE
+        )
         assert played.end[0][-1] == pytest.approx(played.start[0][started] + 52.0)
 
     def test_it_waits_for_another_replica(self) -> None:

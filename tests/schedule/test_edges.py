@@ -68,10 +68,13 @@ def test_lists_found_under_a_cap_keep_one_order(cap, allow):
 
 def crossed(schedule: Schedule) -> Schedule:
     """Post the first two receives of rank 1 of a way in the other order."""
-    row = list(schedule.rows[1])
+    row = list(schedule.rank_schedules[1])
     first, second = [place for place, action in enumerate(row) if action.kind is Kind.RECV_F][:2]
     row.insert(first, row.pop(second))
-    return replace(schedule, rows=(schedule.rows[0], tuple(row), *schedule.rows[2:]))
+    return replace(
+        schedule,
+        rank_schedules=(schedule.rank_schedules[0], tuple(row), *schedule.rank_schedules[2:]),
+    )
 
 
 def test_another_order_on_either_side_is_refused_in_one_line():
@@ -90,7 +93,7 @@ def test_any_two_receives_of_an_edge_in_another_order_are_seen():
     random.seed(0)
     for _ in range(50):
         rank = random.randrange(4)
-        row = list(schedule.rows[rank])
+        row = list(schedule.rank_schedules[rank])
         posts: dict[tuple[Kind, int], list[int]] = {}
         for place, action in enumerate(row):
             if action.kind in RECV_KINDS:
@@ -101,7 +104,7 @@ def test_any_two_receives_of_an_edge_in_another_order_are_seen():
             random.choice([found for found in posts.values() if len(found) > 1]), 2
         )
         row[one], row[other] = row[other], row[one]
-        rows = list(schedule.rows)
+        rows = list(schedule.rank_schedules)
         rows[rank] = tuple(row)
         with pytest.raises(ConfigError, match=rf"rank {rank} of gems_master posts"):
-            check_message_order(replace(schedule, rows=tuple(rows)), "nccl")
+            check_message_order(replace(schedule, rank_schedules=tuple(rows)), "nccl")

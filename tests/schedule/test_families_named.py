@@ -37,7 +37,7 @@ def test_none_that_keeps_the_cap_is_left_out(
     costs = DepthCosts(p, activations=activations)
     for cap in (1.0, 2.0, 5.5, 12.0):
         found = {
-            (made.name, made.rows)
+            (made.name, made.rank_schedules)
             for made in published_schedules(Request(p, n, cap=cap, costs=costs))
         }
         for name, parts, chunks in product(published(), range(1, n // 2 + 1), CHUNKS):
@@ -55,7 +55,13 @@ def test_none_that_keeps_the_cap_is_left_out(
             peak = max(simulate(made, costs.stages(made.num_stages)).peak)
             keeps_cap = peak <= cap + TOLERANCE
             if name != "1f1b":
-                assert ((name, made.rows) in found) == keeps_cap, (name, cap, parts, chunks, peak)
+                assert ((name, made.rank_schedules) in found) == keeps_cap, (
+                    name,
+                    cap,
+                    parts,
+                    chunks,
+                    peak,
+                )
             elif keeps_cap:
                 ours = [rows for other, rows in found if other == "1f1b"]
                 assert len(ours) == 1
@@ -85,7 +91,7 @@ def test_1f1b_comes_with_the_most_in_flight_that_the_cap_allows() -> None:
         for made in published_schedules(Request(4, 8, cap=1.0, costs=costs))
         if made.name == "1f1b"
     )
-    assert made.rows == generate("1f1b", 4, 8).rows
+    assert made.rank_schedules == generate("1f1b", 4, 8).rank_schedules
     assert max(simulate(made, costs.stages(4)).peak) == 1.0
 
 

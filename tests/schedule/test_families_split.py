@@ -24,7 +24,7 @@ SPLIT = ["zb_h1", "zb_h2", "zb_v", "v_half", "v_min"]
 
 
 def without_weights(made: Schedule) -> list[list[Action]]:
-    return [[action for action in row if action.kind is not Kind.W] for row in made.rows]
+    return [[action for action in row if action.kind is not Kind.W] for row in made.rank_schedules]
 
 
 def handcrafted(p: int, n: int, warmup: int) -> Schedule:
@@ -48,7 +48,7 @@ def handcrafted(p: int, n: int, warmup: int) -> Schedule:
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
 def test_zb_h1_is_the_handcrafted_schedule(p: int) -> None:
     for n in (p, 2 * p, 2 * p + 3):
-        assert zb_h1(Request(p, n)).rows == handcrafted(p, n, 1).rows
+        assert zb_h1(Request(p, n)).rank_schedules == handcrafted(p, n, 1).rank_schedules
 
 
 @settings(deadline=None, max_examples=40)

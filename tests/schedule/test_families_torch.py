@@ -34,7 +34,9 @@ def theirs(schedules: ModuleType, name: str, p: int, n: int) -> list[list[str]]:
 
 
 def ours(made: Schedule, *without: Kind) -> list[list[str]]:
-    return [[str(action) for action in row if action.kind not in without] for row in made.rows]
+    return [
+        [str(action) for action in row if action.kind not in without] for row in made.rank_schedules
+    ]
 
 
 @pytest.mark.parametrize(("p", "n"), [*SIZES, (4, 10), (4, 3)])
@@ -89,7 +91,7 @@ def test_torch_accepts(schedules: ModuleType, name: str, p: int, n: int) -> None
     }
     orders: dict[int, Any] = {
         rank: [schedules._Action(a.stage, words[a.kind], a.micro_batch) for a in row]
-        for rank, row in enumerate(made.rows)
+        for rank, row in enumerate(made.rank_schedules)
     }
     homes = schedules._validate_schedule(orders, p, made.num_stages, n)
     assert homes == dict(enumerate(made.placement.ranks[0]))

@@ -84,7 +84,7 @@ def test_of_many_ranks_those_around_the_fault_are_shown() -> None:
 
 def test_a_row_too_few_draws_what_is_there() -> None:
     made = generate("gpipe", 3, 1)
-    short = Schedule(made.name, 1, made.placement, made.rows[:2])
+    short = Schedule(made.name, 1, made.placement, made.rank_schedules[:2])
     assert lines("\n".join(drawing(short))) == [
         "step | 0 1 2",
         "rank 0 | 0F0 0B0?",

@@ -98,7 +98,7 @@ def test_any_graph_runs_in_any_order_that_its_edges_allow(seed: int) -> None:
     placement = random_placement(seed, 12, 1 + seed % 4)
     made = placed(placement, 3, range(12), range(11, -1, -1))
     lowered = validate(lower(made))
-    assert compute_only(lowered).rows == made.rows
+    assert compute_only(lowered).rank_schedules == made.rank_schedules
     validate(lower(forward_only(placement, 3)))
     assert from_json(json.loads(json.dumps(to_json(lowered)))) == lowered
 
@@ -135,29 +135,34 @@ def test_lowered_and_not_take_the_same_time() -> None:
 def test_what_is_taken_out_is_missed(text: str, expected: str) -> None:
     lowered = lower(diamond())
     gone = Action.parse(text)
-    rows = tuple(tuple(action for action in row if action != gone) for row in lowered.rows)
+    rows = tuple(
+        tuple(action for action in row if action != gone) for row in lowered.rank_schedules
+    )
     with pytest.raises(ScheduleError, match=expected):
-        validate(replace(lowered, rows=rows))
+        validate(replace(lowered, rank_schedules=rows))
 
 
 def test_stages_of_a_graph_run_whole() -> None:
     made = diamond()
     split = tuple(
         a
-        for action in made.rows[1]
+        for action in made.rank_schedules[1]
         for a in ([action] if str(action) != "2B0" else actions("2I0", "2W0"))
     )
-    validate(lower(replace(made, rows=(made.rows[0], split))))
+    validate(lower(replace(made, rank_schedules=(made.rank_schedules[0], split))))
     segment = tuple(
-        Action.parse("2.0F0") if str(action) == "2F0" else action for action in made.rows[1]
+        Action.parse("2.0F0") if str(action) == "2F0" else action
+        for action in made.rank_schedules[1]
     )
     with pytest.raises(ScheduleError, match="run whole"):
-        validate(replace(made, rows=(made.rows[0], segment)))
+        validate(replace(made, rank_schedules=(made.rank_schedules[0], segment)))
     again = tuple(
-        a for each in made.rows[1] for a in ([Action.parse("2R0")] * (str(each) == "2B0") + [each])
+        a
+        for each in made.rank_schedules[1]
+        for a in ([Action.parse("2R0")] * (str(each) == "2B0") + [each])
     )
     with pytest.raises(ScheduleError, match="keep what they save"):
-        validate(replace(made, rows=(made.rows[0], again)))
+        validate(replace(made, rank_schedules=(made.rank_schedules[0], again)))
 
 
 def test_an_earlier_file_of_a_graph_is_read() -> None:

@@ -134,7 +134,7 @@ def test_no_list_waits_for_a_late_receive(name: str, p: int, network: Network) -
     assert network.has_contention or early.span == simulate(made, costs, network).span
     assert compute_only(lowered) == made
     check_receives(lowered, costs, network)
-    for row, fewest in zip(lowered.rows, lower(made).rows, strict=True):
+    for row, fewest in zip(lowered.rank_schedules, lower(made).rank_schedules, strict=True):
         assert sorted(row) == sorted(fewest)
 
 
@@ -153,7 +153,7 @@ def test_transfers_stand_where_they_should(name: str, p: int) -> None:
     lowered = lower(made)
     assert lowered.passes == ("add_transfers", "add_reduce", "add_step")
     assert compute_only(lowered) == made
-    for row in lowered.rows:
+    for row in lowered.rank_schedules:
         computes = [action for action in row if action.kind in COMPUTE_KINDS]
         for i, action in enumerate(row):
             if action.kind in SEND_KINDS:
@@ -188,7 +188,7 @@ def test_two_stages_on_one_rank_hand_over_without_messages() -> None:
 )
 def test_sums_start_where_a_stage_is_done_before_its_rank(name: str, starts: bool) -> None:
     lowered = lower(generate(name, 4, 8))
-    for row in lowered.rows:
+    for row in lowered.rank_schedules:
         found = [action for action in row if action.kind is Kind.START_REDUCE]
         computes = [action for action in row if action.kind in COMPUTE_KINDS]
         stages = {action.stage for action in computes}
@@ -209,16 +209,16 @@ def test_sums_start_where_a_stage_is_done_before_its_rank(name: str, starts: boo
 def test_reduce_and_step_carry_the_lowest_stage() -> None:
     lowered = lower(generate("gems_mast", 4, 2))
     for place, kind in ((-2, "REDUCE_GRAD"), (-1, "STEP")):
-        last = [row[place] for row in lowered.rows]
+        last = [row[place] for row in lowered.rank_schedules]
         assert last == [Action.parse(f"{stage}{kind}") for stage in (0, 1, 1, 0)]
 
 
 @pytest.mark.parametrize("name", ["1f1b", "gems_master", "zb_v"])
 def test_a_list_that_lacks_an_action_is_lowered_for_the_validator_to_name_it(name):
     made = generate(name, 2, 4)
-    for rank, row in enumerate(made.rows):
+    for rank, row in enumerate(made.rank_schedules):
         for missing in row:
-            rows = [*made.rows]
+            rows = [*made.rank_schedules]
             rows[rank] = tuple(action for action in row if action != missing)
             with pytest.raises(ScheduleError):
-                validate(lower(replace(made, rows=tuple(rows))))
+                validate(lower(replace(made, rank_schedules=tuple(rows))))

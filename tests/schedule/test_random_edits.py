@@ -72,7 +72,9 @@ def runs_to_its_end(schedule: Schedule) -> bool:
     at = [0] * schedule.placement.num_ranks
     done: set[tuple[str, int, int | None, int]] = set()
     listed = {
-        (a.kind.value, a.stage, a.micro_batch, a.direction) for row in schedule.rows for a in row
+        (a.kind.value, a.stage, a.micro_batch, a.direction)
+        for row in schedule.rank_schedules
+        for a in row
     }
 
     def is_ready(action: Action, rank: int) -> bool:
@@ -90,7 +92,10 @@ def runs_to_its_end(schedule: Schedule) -> bool:
             mine = {s for row in stages for s, r in enumerate(row) if r == rank}
             peers = {r for row in stages for s, r in enumerate(row) if s in mine}
             return all(
-                any(str(a.kind) == "REDUCE_GRAD" for a in schedule.rows[peer][: at[peer] + 1])
+                any(
+                    str(a.kind) == "REDUCE_GRAD"
+                    for a in schedule.rank_schedules[peer][: at[peer] + 1]
+                )
                 for peer in peers
             )
         before = {"W": "I", "R": "F", "OFFLOAD": "F", "PREFETCH": "OFFLOAD"}.get(kind)
@@ -113,13 +118,13 @@ def runs_to_its_end(schedule: Schedule) -> bool:
     moved = True
     while moved:
         moved = False
-        for rank, row in enumerate(schedule.rows):
+        for rank, row in enumerate(schedule.rank_schedules):
             while at[rank] < len(row) and is_ready(row[at[rank]], rank):
                 action = row[at[rank]]
                 done.add((action.kind.value, action.stage, action.micro_batch, action.direction))
                 at[rank] += 1
                 moved = True
-    return at == [len(row) for row in schedule.rows]
+    return at == [len(row) for row in schedule.rank_schedules]
 
 
 def is_in_order_at_the_end(row: tuple[Action, ...]) -> bool:
@@ -164,19 +169,24 @@ def is_valid(edited: Schedule, base: Schedule) -> bool:
     One with the same actions is, if it cannot run.
     Sums need not start before the reduction.
     """
-    same = all(needed(a) == needed(b) for a, b in zip(edited.rows, base.rows, strict=True))
-    if not same or not all(map(is_in_order_at_the_end, edited.rows)):
+    same = all(
+        needed(a) == needed(b)
+        for a, b in zip(edited.rank_schedules, base.rank_schedules, strict=True)
+    )
+    if not same or not all(map(is_in_order_at_the_end, edited.rank_schedules)):
         return False
-    if not all(map(starts_sums_of_what_is_done, edited.rows)):
+    if not all(map(starts_sums_of_what_is_done, edited.rank_schedules)):
         return False
-    return all(map(keeps_the_order_of_micro_batches, edited.rows)) and runs_to_its_end(edited)
+    return all(map(keeps_the_order_of_micro_batches, edited.rank_schedules)) and runs_to_its_end(
+        edited
+    )
 
 
 def check_times(schedule: Schedule, played: Simulation, link: float) -> None:
     """No compute action starts before what it needs has ended, with the link's time between two ranks."""
     when = {
         (a.kind, a.direction, a.stage, a.micro_batch): (rank, start, end)
-        for rank, row in enumerate(schedule.rows)
+        for rank, row in enumerate(schedule.rank_schedules)
         for a, start, end in zip(row, played.start[rank], played.end[rank], strict=True)
     }
     for (kind, way, stage, m), (rank, start, _) in when.items():
@@ -244,10 +254,10 @@ def edited_schedules(
     draw: st.DrawFn, edits: list[Callable[..., None]]
 ) -> tuple[Schedule, Schedule]:
     base: Schedule = draw(st.sampled_from(bases()))
-    rows = [list(row) for row in base.rows]
+    rows = [list(row) for row in base.rank_schedules]
     for edit in draw(st.lists(st.sampled_from(edits), min_size=1, max_size=3)):
         edit(draw, rows)
-    return replace(base, rows=tuple(map(tuple, rows))), base
+    return replace(base, rank_schedules=tuple(map(tuple, rows))), base
 
 
 def check(pair: tuple[Schedule, Schedule]) -> None:
@@ -284,8 +294,22 @@ def test_the_oracle_tells_good_from_bad() -> None:
     for base in bases():
         assert is_valid(base, base), base.name
         validate(base)
-        for rank, row in enumerate(base.rows):
-            turned = replace(base, rows=(*base.rows[:rank], row[::-1], *base.rows[rank + 1 :]))
+        for rank, row in enumerate(base.rank_schedules):
+            turned = replace(
+                base,
+                rank_schedules=(
+                    *base.rank_schedules[:rank],
+                    row[::-1],
+                    *base.rank_schedules[rank + 1 :],
+                ),
+            )
             assert not is_valid(turned, base)
-            shorter = replace(base, rows=(*base.rows[:rank], row[1:], *base.rows[rank + 1 :]))
+            shorter = replace(
+                base,
+                rank_schedules=(
+                    *base.rank_schedules[:rank],
+                    row[1:],
+                    *base.rank_schedules[rank + 1 :],
+                ),
+            )
             assert not is_valid(shorter, base)

@@ -40,7 +40,7 @@ def test_directions_of_micro_batches() -> None:
 
 def test_a_schedule_cannot_be_changed() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
-        MADE.rows = ()  # type: ignore[misc]
+        MADE.rank_schedules = ()  # type: ignore[misc]
 
 
 def test_digest_tells_orders_apart() -> None:

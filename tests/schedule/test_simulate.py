@@ -26,7 +26,7 @@ def blocking_span(schedule: Schedule, forward: float, backward: float) -> float:
     """
     done: dict[Action, float] = {}
     clock = [0.0] * schedule.num_ranks
-    left = [list(row) for row in schedule.rows]
+    left = [list(row) for row in schedule.rank_schedules]
     while any(left):
         moved = False
         for rank, row in enumerate(left):
@@ -48,8 +48,8 @@ def received_when_sent(made: Schedule) -> Schedule:
 
     Rank by rank in turn, the receive with its send.
     """
-    rows: list[list[Action]] = [[] for _ in made.rows]
-    left = [list(row) for row in made.rows]
+    rows: list[list[Action]] = [[] for _ in made.rank_schedules]
+    left = [list(row) for row in made.rank_schedules]
     done: set[Action] = set()
     while any(left):
         for rank, row in enumerate(left):
@@ -60,7 +60,7 @@ def received_when_sent(made: Schedule) -> Schedule:
                 for send, receive, there in transfers_after(action, made):
                     rows[rank].append(send)
                     rows[there].append(receive)
-    return replace(made, rows=tuple(map(tuple, rows)), passes=("add_transfers",))
+    return replace(made, rank_schedules=tuple(map(tuple, rows)), passes=("add_transfers",))
 
 
 def test_1f1b_takes_33_units_because_receives_only_post() -> None:
@@ -107,7 +107,7 @@ def test_links_take_their_time(link: float) -> None:
 def test_arrival_is_a_links_time_after_both_sides_are_posted() -> None:
     lowered = lower(generate("gpipe", 2, 1))
     played = play(lowered, uniform_cost(1, 2), link=10)
-    rows = [list(map(str, row)) for row in lowered.rows]
+    rows = [list(map(str, row)) for row in lowered.rank_schedules]
     assert rows[0] == ["0RECV_B0", "0F0", "0SEND_F0", "0B0", "0REDUCE_GRAD", "0STEP"]
     starts = [
         dict(zip(row, start, strict=True)) for row, start in zip(rows, played.start, strict=True)
@@ -126,7 +126,7 @@ def test_a_receive_posted_late_makes_the_data_late(receives_ahead: int, start: f
     """
     schedule = add_transfers(generate("gpipe", 2, 2), receives_ahead=receives_ahead)
     played = play(schedule, lambda action: 10.0 if str(action) == "1F0" else 1.0, link=0.5)
-    assert played.start[1][schedule.rows[1].index(Action(Kind.F, 1, 1))] == start
+    assert played.start[1][schedule.rank_schedules[1].index(Action(Kind.F, 1, 1))] == start
 
 
 @pytest.mark.parametrize("name", published())
@@ -136,10 +136,10 @@ def test_nothing_starts_before_its_data(name: str) -> None:
     played = play(schedule, lambda action: 1 + len(str(action)) % 3, link=0.25)
     end = {
         action: at
-        for row, ends in zip(schedule.rows, played.end, strict=True)
+        for row, ends in zip(schedule.rank_schedules, played.end, strict=True)
         for action, at in zip(row, ends, strict=True)
     }
-    for row, starts, ends in zip(schedule.rows, played.start, played.end, strict=True):
+    for row, starts, ends in zip(schedule.rank_schedules, played.start, played.end, strict=True):
         last_end = 0.0
         for action, at, until in zip(row, starts, ends, strict=True):
             if action.kind in COMPUTE_KINDS:

@@ -24,7 +24,7 @@ def times_of(schedule: Schedule, played: Simulation) -> Times:
     """Return (start, end) by the action's words."""
     return {
         str(action): (start, end)
-        for row, starts, ends in zip(schedule.rows, played.start, played.end, strict=True)
+        for row, starts, ends in zip(schedule.rank_schedules, played.start, played.end, strict=True)
         for action, start, end in zip(row, starts, ends, strict=True)
     }
 

@@ -58,7 +58,7 @@ def test_strips_of_a_stage_need_each_other_in_order() -> None:
 
 
 def test_each_action_makes_room_for_its_strips_and_backward_starts_with_the_last() -> None:
-    row = " ".join(map(str, in_strips("layer_parallel", 2, 1, 3).rows[0]))
+    row = " ".join(map(str, in_strips("layer_parallel", 2, 1, 3).rank_schedules[0]))
     assert row == "0F0 0F1 0F2 0B2 0B1 0B0"
 
 
@@ -124,10 +124,10 @@ def test_json_has_strips_in_schema_2_and_without_them_is_schema_1() -> None:
 
 def test_a_list_that_breaks_the_order_of_strips_is_refused() -> None:
     made = in_strips("layer_parallel", 1, 1, 2)
-    forward = made.rows[0][:2]
-    backward = made.rows[0][2:]
+    forward = made.rank_schedules[0][:2]
+    backward = made.rank_schedules[0][2:]
     with pytest.raises(ScheduleError, match="comes before 0B1, which it needs"):
-        validate(replace(made, rows=((*forward, *reversed(backward)),)))
+        validate(replace(made, rank_schedules=((*forward, *reversed(backward)),)))
     with pytest.raises(ScheduleError, match=r"3 strips are no whole micro-batches of 2"):
         validate(replace(made, num_micro_batches=3))
 

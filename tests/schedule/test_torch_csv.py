@@ -64,7 +64,7 @@ def test_torchs_validator_and_simulator_accept_our_exports(
     hops = sum(
         a != b for a, b in zip(made.placement.ranks[0], made.placement.ranks[0][1:], strict=False)
     )
-    assert len(ran) == sum(map(len, made.rows)) + 4 * hops * made.num_micro_batches
+    assert len(ran) == sum(map(len, made.rank_schedules)) + 4 * hops * made.num_micro_batches
 
 
 def test_torchs_validator_can_say_no(schedules: ModuleType) -> None:
@@ -83,7 +83,11 @@ def test_what_is_written() -> None:
 def test_our_exports_come_back(name: str) -> None:
     made = generate(name, 4, 8)
     back = from_torch_csv(to_torch_csv(made), name)
-    assert (back.rows, back.placement, back.num_micro_batches) == (made.rows, made.placement, 8)
+    assert (back.rank_schedules, back.placement, back.num_micro_batches) == (
+        made.rank_schedules,
+        made.placement,
+        8,
+    )
     assert from_torch_csv(to_torch_csv(lower(made)), name) == compute_only(lower(made)) == made
 
 

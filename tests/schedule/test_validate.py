@@ -434,12 +434,21 @@ def test_collectives_come_in_the_same_order_on_all_peers() -> None:
     """
     made = lower(generate("gems_mast", 4, 4, 2))
     for rank in range(4):
-        row = made.rows[rank]
+        row = made.rank_schedules[rank]
         reduce = row[-2]
         last = max(i for i, action in enumerate(row) if action.kind is Kind.B)
         turned = (*row[:last], reduce, *row[last:-2], row[-1])
         with pytest.raises(ScheduleError, match="on which it rests") as error:
-            validate(replace(made, rows=(*made.rows[:rank], turned, *made.rows[rank + 1 :])))
+            validate(
+                replace(
+                    made,
+                    rank_schedules=(
+                        *made.rank_schedules[:rank],
+                        turned,
+                        *made.rank_schedules[rank + 1 :],
+                    ),
+                )
+            )
         assert (error.value.rank, error.value.action) == (rank, reduce)
 
 
@@ -489,9 +498,9 @@ def test_a_backward_in_a_forward_only_step() -> None:
         validate(made)
 
 
-def test_a_row_too_few() -> None:
-    with pytest.raises(ScheduleError, match="2 rows for 3 ranks"):
-        validate(replace(ONE_WAY, rows=ONE_WAY.rows[:2]))
+def test_a_rank_schedule_too_few() -> None:
+    with pytest.raises(ScheduleError, match="2 rank schedules for 3 ranks"):
+        validate(replace(ONE_WAY, rank_schedules=ONE_WAY.rank_schedules[:2]))
 
 
 def test_a_rank_without_a_stage() -> None:
@@ -521,4 +530,4 @@ def test_the_passes_say_what_must_be_there() -> None:
 def test_scale() -> None:
     """64 ranks x 256 micro-batches, about 100 000 actions."""
     lowered = validate(lower(generate("gems_master", 64, 256, 4)))
-    assert sum(map(len, lowered.rows)) == 2 * 64 * 256 + 2 * 2 * 63 * 256 + 2 * 64
+    assert sum(map(len, lowered.rank_schedules)) == 2 * 64 * 256 + 2 * 2 * 63 * 256 + 2 * 64

@@ -60,7 +60,10 @@ def test_a_run_keeps_its_cap_in_bytes(spec: RunSpec, cap: float, actions: list[s
     found = plan.predict()
     assert found.step.efficiency <= found.bound + 1e-9
     in_bytes = replace(schedule, activation_cap=None, activation_cap_bytes=round(cap * unit_bytes))
-    assert evaluate(replace(spec, schedule=in_bytes)).schedule.rows == plan.schedule.rows
+    assert (
+        evaluate(replace(spec, schedule=in_bytes)).schedule.rank_schedules
+        == plan.schedule.rank_schedules
+    )
 
 
 def test_a_list_with_actions_has_its_memory_plan(spec: RunSpec) -> None:

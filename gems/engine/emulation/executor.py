@@ -85,7 +85,7 @@ class EmulatedChannels:
         self.done_with: dict[Action, tuple[Action, ...]] = {}
         last_reader = {
             need: action
-            for action in schedule.rows[rank]
+            for action in schedule.rank_schedules[rank]
             for need in dependencies(action, schedule)
         }
         sizes = [round(size) for size in boundary_bytes]
@@ -94,7 +94,7 @@ class EmulatedChannels:
         # together.
         free: dict[int, list[np.ndarray]] = {}
         taken: dict[Action, np.ndarray] = {}
-        for action in schedule.rows[rank]:
+        for action in schedule.rank_schedules[rank]:
             if action.kind in SEND_KINDS | RECV_KINDS:
                 size = sizes[boundary_of(action)]
                 transport = transports[action.kind in BACKWARD_KINDS]
@@ -249,7 +249,7 @@ class EmulatedExecutor:
         sums: EmulatedSums | None = None,
         heartbeat: Heartbeat | None = None,
     ) -> None:
-        actions = schedule.rows[rank]
+        actions = schedule.rank_schedules[rank]
         costs = device.costs
         self._schedule = schedule
         self._rank = rank

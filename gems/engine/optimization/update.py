@@ -109,7 +109,9 @@ class Update:
         control = connections.control
         _, index = plan.position(control.rank)
         started = [
-            action.stage for action in plan.schedule.rows[index] if action.kind is Kind.START_REDUCE
+            action.stage
+            for action in plan.schedule.rank_schedules[index]
+            if action.kind is Kind.START_REDUCE
         ]
         gradients = Gradients(
             stages.modules, connections.sums, DTYPES[spec.train.dtype], stages.device, started

@@ -88,7 +88,7 @@ class P2PChannels:
         size = max((sum(map(staging.num_pieces, boundary)) for boundary in boundaries), default=1)
         tags = MessageTags(schedule, size, links[0].max_tag)
         self._transfers: dict[Action, _Transfer] = {}
-        for action in schedule.rows[rank]:
+        for action in schedule.rank_schedules[rank]:
             if action.kind in SEND_KINDS | RECV_KINDS:
                 strip = (action.micro_batch or 0) % schedule.num_strips
                 specs = boundaries[boundary_of(action) * schedule.num_strips + strip]

@@ -47,13 +47,15 @@ class PlanModel:
         whole = tuple(
             tuple(
                 each._replace(kind=Kind.B) if each.kind is Kind.I else each
-                for each in row
+                for each in actions
                 if each.kind is not Kind.W
             )
-            for row in case.schedule.rows
+            for actions in case.schedule.rank_schedules
         )
         layer_plan = MemoryPlan.by_layer("keep", case.boundaries, {})
-        kept = replace(case, schedule=replace(case.schedule, rows=whole)).outcome(layer_plan)
+        kept = replace(case, schedule=replace(case.schedule, rank_schedules=whole)).outcome(
+            layer_plan
+        )
         self.program = Program(max(limit_bytes, 1), max(kept.step_s, 1e-12))
         self.blocks = []
         for stage, (first, end) in enumerate(pairwise(case.boundaries)):
@@ -77,7 +79,7 @@ class PlanModel:
             for need in dependencies(action, case.schedule):
                 if need.stage != action.stage:
                     low = self._delay_s(need, action) * self.program.per_s + time
-                    self.program.row({ended: 1.0, self.ended[need]: -1.0}, low=low)
+                    self.program.constrain({ended: 1.0, self.ended[need]: -1.0}, low=low)
 
     def solve(
         self, is_whole: bool, node_limit: int = 0, gap: float = 0.0, copy_share: float = 0.0
@@ -139,9 +141,9 @@ class _RankRows:
         self.clock = Terms()
         self.on_host: dict[tuple[int, int | None, int], Terms] = {}
         self.left_of: dict[tuple[int, int | None, int], Terms] = {}
-        for action in self.case.schedule.rows[rank]:
+        for action in self.case.schedule.rank_schedules[rank]:
             self._act(action)
-        self.program.row(Terms({self.model.span: 1.0}) - self.clock, low=0.0)
+        self.program.constrain(Terms({self.model.span: 1.0}) - self.clock, low=0.0)
 
     def _act(self, action: Action) -> None:
         """Add the constraints of a whole-stage action.
@@ -161,8 +163,8 @@ class _RankRows:
             other = self.model.blocks[key[0]]
             moved = other.moved_before(other.end, True)
             kept = other.forward_bytes(other.end)
-            program.row(Terms({after: 1.0, left: -1.0, came: 1.0}) - host, low=0.0, high=0.0)
-            program.row(Terms({after: 1.0}) - moved, high=0.0)
+            program.constrain(Terms({after: 1.0, left: -1.0, came: 1.0}) - host, low=0.0, high=0.0)
+            program.constrain(Terms({after: 1.0}) - moved, high=0.0)
             self.resident += moved - host
             self.resident += {left: -1.0}
             self.resident += kept
@@ -184,12 +186,12 @@ class _RankRows:
             if not is_forward:
                 del now_on_host[mine]
                 if self.model.moves_all:
-                    program.row(
+                    program.constrain(
                         self.left_of[mine] - block.moved_before(block.end, is_forward=True), low=0.0
                     )
         for flows, rate in ((self.out, self.out_rate), (self.back, self.in_rate)):
             if flows:
-                program.row(flows | self.lasts * -rate, high=rate * self.lasted)
+                program.constrain(flows | self.lasts * -rate, high=rate * self.lasted)
         self.on_host = now_on_host
         self.model.ended[action] = next(iter(self.clock))
 
@@ -197,7 +199,9 @@ class _RankRows:
         """Advance the clock by a wait, which is returned, and the length of an action."""
         wait = self.program.variable()
         ended = self.program.variable()
-        self.program.row(Terms({ended: 1.0, wait: -1.0}) - self.clock - more, low=time, high=time)
+        self.program.constrain(
+            Terms({ended: 1.0, wait: -1.0}) - self.clock - more, low=time, high=time
+        )
         self.clock = Terms({ended: 1.0})
         self.lasts += {wait: 1.0} | more
         self.lasted += time
@@ -221,14 +225,14 @@ class _RankRows:
         if layer == (block.first if is_forward else block.end - 1):
             self.model.starts.append((action, next(iter(self.clock)), time))
         waited_out, waited_back, left, came, begin, after = (program.variable() for _ in range(6))
-        program.row({waited_out: 1.0, wait: -self.out_rate}, high=0.0)
-        program.row({waited_back: 1.0, wait: -self.in_rate}, high=0.0)
-        program.row(Terms({left: 1.0}) + again * -self.out_rate, high=self.out_rate * time)
-        program.row(Terms({came: 1.0}) + again * -self.in_rate, high=self.in_rate * time)
-        program.row(
+        program.constrain({waited_out: 1.0, wait: -self.out_rate}, high=0.0)
+        program.constrain({waited_back: 1.0, wait: -self.in_rate}, high=0.0)
+        program.constrain(Terms({left: 1.0}) + again * -self.out_rate, high=self.out_rate * time)
+        program.constrain(Terms({came: 1.0}) + again * -self.in_rate, high=self.in_rate * time)
+        program.constrain(
             Terms({begin: 1.0, waited_out: -1.0, waited_back: 1.0}) - host, low=0.0, high=0.0
         )
-        program.row({after: 1.0, begin: -1.0, left: -1.0, came: 1.0}, low=0.0, high=0.0)
+        program.constrain({after: 1.0, begin: -1.0, left: -1.0, came: 1.0}, low=0.0, high=0.0)
         self.out |= {waited_out: 1.0, left: 1.0}
         self.left_of[action.stage, action.micro_batch, action.direction] |= {
             waited_out: 1.0,
@@ -238,8 +242,8 @@ class _RankRows:
         before = posted = block.moved_before(layer, is_forward)
         if is_forward:  # what earlier layers have saved
             posted = block.before(layer, block.moved_own, block.moved_saved)
-        program.row(Terms({begin: 1.0}) - posted, high=0.0)
-        program.row(Terms({after: 1.0}) - posted, high=0.0)
+        program.constrain(Terms({begin: 1.0}) - posted, high=0.0)
+        program.constrain(Terms({after: 1.0}) - posted, high=0.0)
         held = block.forward_bytes(layer) if is_forward else block.backward_bytes(layer)
         coming = Terms({came: 1.0})
         under_way = before | {begin: -1.0}
@@ -267,7 +271,7 @@ class _RankRows:
         """Limit an action's bytes: those if every layer is kept, of the timeline, and the difference to them."""
         kept = sum([block.worth_kept(held), *self.kept])
         limit = self.model.limit_bytes * self.program.per_byte
-        self.program.row(
+        self.program.constrain(
             terms + self.resident, high=limit - kept_bytes * self.program.per_byte + kept
         )
 
@@ -348,21 +352,23 @@ class _WholeCopies:
                     left -= self.block.returned(storage, layer)
                 # on the device as its segment is, if it leaves at all and with that segment
                 leaves = Terms({there: 1.0}) - left
-                program.row(leaves, high=0.0)
+                program.constrain(leaves, high=0.0)
                 is_early = (
                     is_forward and saver >= layer and all(option.end > saver for option in takers)
                 )
                 if is_early and not is_of_several:
-                    program.row(leaves, low=0.0)
+                    program.constrain(leaves, low=0.0)
                 else:
                     bound = Terms({self._offloaded[saver]: 1.0} if is_of_several else {})
-                    program.row(
+                    program.constrain(
                         Terms({there: 1.0, is_there: -1.0}) + bound - taken,
                         high=float(is_of_several),
                     )
-                    program.row(leaves + {is_there: -1.0} - bound + taken, low=-1.0 - is_of_several)
+                    program.constrain(
+                        leaves + {is_there: -1.0} - bound + taken, low=-1.0 - is_of_several
+                    )
                 found[there] = size
                 away += leaves * -size
         for host in hosts:
-            program.row(Terms({host: 1.0}) - away, low=0.0)
+            program.constrain(Terms({host: 1.0}) - away, low=0.0)
         return found

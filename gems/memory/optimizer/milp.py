@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from gems.utils.stdio import stdout_to_stderr
 
-TOLERANCE = 1e-6  # by how much a row may be off, in scaled units, and with it the bound
+TOLERANCE = 1e-6  # by how much a constraint may be off, in scaled units, and with it the bound
 UNITS = 1000.0
 
 
@@ -49,7 +49,7 @@ class Solution(NamedTuple):
 
 
 class Program:
-    """Variables, rows and a cost to be minimised; `bytes_scale` and `s_scale` become 1000 units.
+    """Variables, constraints and a cost to be minimised; `bytes_scale` and `s_scale` become 1000 units.
 
     Multiply bytes by `per_byte` and seconds by `per_s` to scale them.
     """
@@ -60,7 +60,7 @@ class Program:
         self._low: list[float] = []
         self._high: list[float] = []
         self._whole: list[int] = []
-        self._rows: list[tuple[Mapping[int, float], float, float]] = []
+        self._constraints: list[tuple[Mapping[int, float], float, float]] = []
 
     @property
     def num_variables(self) -> int:
@@ -74,9 +74,11 @@ class Program:
         self._whole.append(int(is_whole))
         return len(self._low) - 1
 
-    def row(self, terms: Mapping[int, float], low: float = -np.inf, high: float = np.inf) -> None:
+    def constrain(
+        self, terms: Mapping[int, float], low: float = -np.inf, high: float = np.inf
+    ) -> None:
         """Constrain a sum to lie between two values."""
-        self._rows.append((terms, low, high))
+        self._constraints.append((terms, low, high))
 
     def solve(self, is_whole: bool, node_limit: int = 0, gap: float = 0.0) -> Solution | None:
         """Solve the MILP, or its relaxation; None if it has no solution.
@@ -93,12 +95,14 @@ class Program:
         columns: list[int] = []
         factors: list[float] = []
         starts = [0]
-        for terms, _, _ in self._rows:
+        for terms, _, _ in self._constraints:
             columns.extend(terms.keys())
             factors.extend(terms.values())
             starts.append(len(columns))
-        matrix = csr_array((factors, columns, starts), shape=(len(self._rows), self.num_variables))
-        lows, highs = ([row[side] for row in self._rows] for side in (1, 2))
+        matrix = csr_array(
+            (factors, columns, starts), shape=(len(self._constraints), self.num_variables)
+        )
+        lows, highs = ([constraint[side] for constraint in self._constraints] for side in (1, 2))
         with stdout_to_stderr():
             found = milp(
                 cost,

@@ -146,7 +146,7 @@ def _by_milp(
     """
     is_chain = (
         case.schedule.num_ranks == 1
-        and len({action.micro_batch for action in case.schedule.rows[0]}) == 1
+        and len({action.micro_batch for action in case.schedule.rank_schedules[0]}) == 1
     )
     model = PlanModel(case, limit_bytes, moves_all=is_chain)
     relaxed = model.solve(is_whole=False)
@@ -249,7 +249,8 @@ class Search:
         """Simulate a plan and charge the budget for it."""
         found = self.case.outcome(plan)
         self._left -= (
-            sum(map(len, found.schedule.rows)) + ACTIONS_OF_A_LAYER * self.case.profile.num_layers
+            sum(map(len, found.schedule.rank_schedules))
+            + ACTIONS_OF_A_LAYER * self.case.profile.num_layers
         )
         return found
 

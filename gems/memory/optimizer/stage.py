@@ -224,7 +224,7 @@ class StageBlock:
     def _path(self) -> None:
         """Require the chosen options to form one path from the first layer to the last."""
         for layer in range(self.first, self.end):
-            self.program.row(self._any(self.covering[layer]), low=1.0, high=1.0)
+            self.program.constrain(self._any(self.covering[layer]), low=1.0, high=1.0)
             if layer > self.first:
                 ending = self._any(
                     option for option in self.covering[layer - 1] if option.end == layer
@@ -232,7 +232,7 @@ class StageBlock:
                 starting = self._any(
                     option for option in self.covering[layer] if option.first == layer
                 )
-                self.program.row(ending - starting, low=0.0, high=0.0)
+                self.program.constrain(ending - starting, low=0.0, high=0.0)
 
     def _any(self, options: Iterable[Segment]) -> Terms:
         """Return whether one of some options over a layer is chosen.
@@ -257,7 +257,7 @@ class StageBlock:
         for layer in range(each.last_use, each.maker - 1, -1):
             needing = self._needing(each, layer)
             if needing:
-                self.program.row(Terms({variable: 1.0}) - needing + taken, low=0.0)
+                self.program.constrain(Terms({variable: 1.0}) - needing + taken, low=0.0)
             taken += self._taking(each, layer)
         return variable
 
@@ -270,9 +270,11 @@ class StageBlock:
             taking = self._taking(each, layer)
             for terms in (needing, taking):
                 if terms and each.is_movable:
-                    self.program.row(Terms({variable: 1.0, self.held[each]: 1.0}) - terms, low=0.0)
+                    self.program.constrain(
+                        Terms({variable: 1.0, self.held[each]: 1.0}) - terms, low=0.0
+                    )
             if taking:
-                self.program.row(Terms({variable: 1.0}) - taking + staying, low=0.0)
+                self.program.constrain(Terms({variable: 1.0}) - taking + staying, low=0.0)
             staying += needing
         return variable
 
@@ -319,7 +321,7 @@ class StageBlock:
             if terms:
                 variable = self.program.variable()
                 self.value_kept[variable] = 0.0
-                self.program.row(Terms({variable: 1.0}) - terms, low=0.0, high=0.0)
+                self.program.constrain(Terms({variable: 1.0}) - terms, low=0.0, high=0.0)
                 found[layer] = Terms({variable: 1.0})
         return found
 
@@ -340,7 +342,7 @@ class StageBlock:
             chosen = self._any(
                 option for option in self.covering[saver] if option.choice in is_there
             )
-            self.program.row(Terms({variable: 1.0}) - chosen, low=0.0)
+            self.program.constrain(Terms({variable: 1.0}) - chosen, low=0.0)
         # where an input is that leaves with one segment and is read by a later one too is left open
         recomputed = (
             option
@@ -349,7 +351,7 @@ class StageBlock:
             and not (_is_taken(each, option) and option.end <= each.last_use)
         )
         taking = self._any(option for option in recomputed if _is_input(each, option))
-        self.program.row(Terms({variable: 1.0}) - taking, low=0.0)
+        self.program.constrain(Terms({variable: 1.0}) - taking, low=0.0)
         return variable
 
     def _sums(self) -> None:
@@ -404,7 +406,7 @@ class StageBlock:
             total += self.worth_kept(terms[layer])
             self.value_kept[found[layer]] = total
             so_far = Terms({found[layer]: 1.0}) - self.before(layer, found) - terms[layer]
-            self.program.row(so_far, low=0.0, high=0.0)
+            self.program.constrain(so_far, low=0.0, high=0.0)
         return found
 
     def before(self, layer: int, *sums: dict[int, int]) -> Terms:

@@ -278,8 +278,8 @@ def shortened(outcome: PlanOutcome, limit_bytes: int, simulate: Simulate) -> Pla
     """
     moved = {
         place_of(action)
-        for row in outcome.schedule.rows
-        for action in row
+        for actions in outcome.schedule.rank_schedules
+        for action in actions
         if action.kind is Kind.OFFLOAD
     }
 
@@ -306,11 +306,11 @@ def shortened(outcome: PlanOutcome, limit_bytes: int, simulate: Simulate) -> Pla
 def _in_order(outcome: PlanOutcome) -> Widths:
     """Return windows in which no copy back is posted before one that is needed sooner."""
     ahead: Widths = {}
-    for row in outcome.schedule.rows:
-        index_of = _indices(row)
+    for actions in outcome.schedule.rank_schedules:
+        index_of = _indices(actions)
         latest = 0
         for needed, action in sorted(
-            (index_of[action], action) for action in row if action.kind is Kind.PREFETCH
+            (index_of[action], action) for action in actions if action.kind is Kind.PREFETCH
         ):
             place = place_of(action)
             latest = max(latest, needed - outcome.plan.segment(place).ahead)
@@ -326,13 +326,13 @@ def _used(outcome: PlanOutcome) -> tuple[Widths, Widths]:
     """
     free: Widths = {}
     ahead: Widths = {}
-    for rank, row in enumerate(outcome.schedule.rows):
+    for rank, actions in enumerate(outcome.schedule.rank_schedules):
         start = outcome.simulation.start[rank]
         end = outcome.simulation.end[rank]
-        index_of = _indices(row)
-        compute = [index for index, action in enumerate(row) if _is_counted(action)]
+        index_of = _indices(actions)
+        compute = [index for index, action in enumerate(actions) if _is_counted(action)]
         latest: list[tuple[int, float, Action]] = []
-        for index, action in enumerate(row):
+        for index, action in enumerate(actions):
             if action.kind is Kind.OFFLOAD:
                 place = place_of(action)
                 made = index_of[action]
@@ -353,13 +353,13 @@ def _used(outcome: PlanOutcome) -> tuple[Widths, Widths]:
     return free, ahead
 
 
-def _indices(row: Sequence[Action]) -> dict[Action, int]:
+def _indices(actions: Sequence[Action]) -> dict[Action, int]:
     """Return the index among a rank's compute actions of each copy's own.
 
     A forward for a copy out, or a backward.
     """
     found: dict[Action, int] = {}
-    for index, action in enumerate(filter(_is_counted, row)):
+    for index, action in enumerate(filter(_is_counted, actions)):
         if action.kind is not Kind.W:
             found[
                 action._replace(kind=Kind.OFFLOAD if action.kind is Kind.F else Kind.PREFETCH)

@@ -235,8 +235,8 @@ def _without_waits(case: MemoryCase, plan: MemoryPlan) -> MemoryPlan:
     lowered = case.lowered(plan)
     costs = segment_costs(case.profile, plan, lowered, case.d2h_bytes_per_s, case.h2d_bytes_per_s)
     needed: dict[Place, int] = {}
-    for row in lowered.rows:
-        compute = [action for action in row if action.kind in (Kind.F, Kind.B, Kind.I, Kind.W)]
+    for actions in lowered.rank_schedules:
+        compute = [action for action in actions if action.kind in (Kind.F, Kind.B, Kind.I, Kind.W)]
         ends = list(accumulate(map(costs.time, compute)))
         made = {action: index for index, action in enumerate(compute) if action.kind is Kind.F}
         back: dict[Action, int] = {}
@@ -246,7 +246,7 @@ def _without_waits(case: MemoryCase, plan: MemoryPlan) -> MemoryPlan:
                 back[action._replace(kind=Kind.F)] = index
                 turns.setdefault((action.direction, action.stage, action.micro_batch), index)
         engine = 0.0
-        for action in row:
+        for action in actions:
             if action.kind is not Kind.OFFLOAD:
                 continue
             forward = action._replace(kind=Kind.F)

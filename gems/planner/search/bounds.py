@@ -123,10 +123,10 @@ def held_at_once(schedule: Schedule) -> list[float]:
     has most.
     """
     held = []
-    for row in schedule.rows:
+    for actions in schedule.rank_schedules:
         tops: dict[int, dict[int, int]] = {}
         fewest = 0
-        for action, now in in_flight(row):
+        for action, now in in_flight(actions):
             if now[action.stage] > tops.get(action.stage, {}).get(action.stage, 0):
                 tops[action.stage] = dict(now)
             fewest = max(fewest, min(now.values()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gems.schedule.action import Action, backward, forward
-from gems.schedule.families.rows import in_order_of_time, refuse_odd
+from gems.schedule.families.shared import in_order_of_time, refuse_odd
 from gems.schedule.placement import bidirectional
 from gems.schedule.registry import Request, Terms, schedule_family
 from gems.schedule.schedule import Schedule

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gems.errors import ConfigError
-from gems.schedule.families.rows import from_letters
+from gems.schedule.families.shared import from_letters
 from gems.schedule.placement import v
 from gems.schedule.registry import Request, schedule_family
 from gems.schedule.schedule import Schedule
@@ -38,16 +38,16 @@ def dualpipe_v(request: Request) -> Schedule:
             f" parallel.partitions={num_ranks}",
             "use more micro-batches, or schedule=zb_v",
         )
-    rows = []
+    rank_schedules = []
     for rank in range(num_ranks):
         below = num_ranks - 1 - rank
         above = rank + 1
         steady = num_micro_batches - num_ranks - below
         ends = "".join(("Bb" if k < above else "Ii")[k % 2] for k in range(2 * above))
         letters = "f" * (2 * below) + "fF" * above + "IwF" * below + "fBFb" * steady + "BFb" * below
-        rows.append(
+        rank_schedules.append(
             from_letters(
                 letters + ends + "wi" * below + "w" * above, rank, num_ranks, num_micro_batches
             )
         )
-    return Schedule("dualpipe_v", num_micro_batches, v(num_ranks), tuple(rows))
+    return Schedule("dualpipe_v", num_micro_batches, v(num_ranks), tuple(rank_schedules))

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from gems.schedule.action import backward, forward, input_gradient, weight_gradient
-from gems.schedule.families.rows import refuse_odd
+from gems.schedule.families.shared import refuse_odd
 from gems.schedule.placement import bidirectional
 from gems.schedule.registry import Request, Terms, schedule_family, with_sizes
 from gems.schedule.schedule import Schedule
@@ -74,7 +74,7 @@ def gems_master(request: Request) -> Schedule:
     ranks = range(request.num_ranks)
     parts = request.num_parts
     runs = request.num_micro_batches // parts
-    rows = tuple(
+    rank_schedules = tuple(
         tuple(
             make(stages[run % 2], m, run % 2)
             for run in range(runs)
@@ -83,7 +83,7 @@ def gems_master(request: Request) -> Schedule:
         )
         for stages in zip(ranks, reversed(ranks), strict=True)
     )
-    return Schedule("gems_master", runs * parts, bidirectional(request.num_ranks), rows)
+    return Schedule("gems_master", runs * parts, bidirectional(request.num_ranks), rank_schedules)
 
 
 @schedule_family(
@@ -110,7 +110,7 @@ def gems_zb(request: Request) -> Schedule:
     num_ranks = request.num_ranks
     num_micro_batches = request.num_micro_batches
     refuse_odd("gems_zb", num_micro_batches, "the two directions take turns")
-    rows = tuple(
+    rank_schedules = tuple(
         tuple(
             make(stages[m % 2], m, m % 2)
             for m in range(num_micro_batches)
@@ -118,4 +118,4 @@ def gems_zb(request: Request) -> Schedule:
         )
         for stages in zip(range(num_ranks), reversed(range(num_ranks)), strict=True)
     )
-    return Schedule("gems_zb", num_micro_batches, bidirectional(num_ranks), rows)
+    return Schedule("gems_zb", num_micro_batches, bidirectional(num_ranks), rank_schedules)

@@ -20,14 +20,19 @@ def forward_only(placement: Placement, num_whole: int, num_strips: int = 1) -> S
     wait for each other at every turn. A rank with several stages runs them along the diagonal, so
     that it holds few boundary tensors at once.
     """
-    rows = []
+    rank_schedules = []
     num = num_whole * num_strips
     for rank in range(placement.num_ranks):
         stages = [stage for direction, stage in placement.stages_on(rank) if direction == 0]
         cells = sorted((m + stage, stage, m) for stage in stages for m in range(num))
-        rows.append(tuple(forward(stage, m) for _, stage, m in cells))
+        rank_schedules.append(tuple(forward(stage, m) for _, stage, m in cells))
     return Schedule(
-        "forward_only", num, placement, tuple(rows), forward_only=True, num_strips=num_strips
+        "forward_only",
+        num,
+        placement,
+        tuple(rank_schedules),
+        forward_only=True,
+        num_strips=num_strips,
     )
 
 
@@ -50,8 +55,8 @@ def placed(
         [one for one in both if placement.rank_of(0, one[1]) == rank]
         for rank in range(placement.num_ranks)
     )
-    rows = tuple(
+    rank_schedules = tuple(
         tuple(make(stage, m) for m in range(num_micro_batches) for make, stage in some)
         for some in mine
     )
-    return Schedule("placed", num_micro_batches, placement, rows)
+    return Schedule("placed", num_micro_batches, placement, rank_schedules)

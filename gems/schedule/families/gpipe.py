@@ -20,10 +20,10 @@ def gpipe(request: Request) -> Schedule:
 
     It takes (N + P - 1)(f + b) time and holds N micro-batches of activations on every rank.
     """
-    rows = tuple(
+    rank_schedules = tuple(
         tuple(
             make(stage, m) for make in (forward, backward) for m in range(request.num_micro_batches)
         )
         for stage in range(request.num_ranks)
     )
-    return Schedule("gpipe", request.num_micro_batches, linear(request.num_ranks), rows)
+    return Schedule("gpipe", request.num_micro_batches, linear(request.num_ranks), rank_schedules)

@@ -11,7 +11,7 @@ from math import ceil
 
 from gems.errors import ConfigError
 from gems.schedule.action import Action, forward, input_gradient
-from gems.schedule.families.rows import in_order_of_time
+from gems.schedule.families.shared import in_order_of_time
 from gems.schedule.families.weight_gradients import place_weight_gradients
 from gems.schedule.ledger import TOLERANCE
 from gems.schedule.placement import looped

@@ -55,7 +55,7 @@ def interleaved_1f1b(request: Request) -> Schedule:
     num_groups = max(1, num_micro_batches // num_ranks)
     size = -(-num_micro_batches // num_groups)
     groups = [range(first, first + size) for first in range(0, num_groups * size, size)]
-    rows = []
+    rank_schedules = []
     for rank in range(num_ranks):
         stages = range(rank, num_ranks * chunks, num_ranks)
         forwards = [forward(stage, m) for group in groups for stage in stages for m in group]
@@ -63,14 +63,16 @@ def interleaved_1f1b(request: Request) -> Schedule:
             backward(stage, m) for group in groups for stage in reversed(stages) for m in group
         ]
         warmup = min(len(forwards), (chunks - 1) * size + 2 * (num_ranks - 1 - rank))
-        row: list[Action] = forwards[:warmup]
+        actions: list[Action] = forwards[:warmup]
         for pair in zip(forwards[warmup:], backwards, strict=False):
-            row += pair
-        row += backwards[len(forwards) - warmup :]
-        rows.append(
-            tuple(action for action in row if (action.micro_batch or 0) < num_micro_batches)
+            actions += pair
+        actions += backwards[len(forwards) - warmup :]
+        rank_schedules.append(
+            tuple(action for action in actions if (action.micro_batch or 0) < num_micro_batches)
         )
-    return Schedule("interleaved_1f1b", num_micro_batches, looped(num_ranks, chunks), tuple(rows))
+    return Schedule(
+        "interleaved_1f1b", num_micro_batches, looped(num_ranks, chunks), tuple(rank_schedules)
+    )
 
 
 @schedule_family(
@@ -96,14 +98,16 @@ def looped_bfs(request: Request) -> Schedule:
     micro_batches = range(request.num_micro_batches)
     chunks = request.chunks
     _check_chunks("looped_bfs", chunks)
-    rows = []
+    rank_schedules = []
     for rank in range(num_ranks):
         stages = range(rank, num_ranks * chunks, num_ranks)
-        row = [forward(stage, m) for stage in stages for m in micro_batches]
-        rows.append(
-            (*row, *(backward(stage, m) for stage in reversed(stages) for m in micro_batches))
+        actions = [forward(stage, m) for stage in stages for m in micro_batches]
+        rank_schedules.append(
+            (*actions, *(backward(stage, m) for stage in reversed(stages) for m in micro_batches))
         )
-    return Schedule("looped_bfs", len(micro_batches), looped(num_ranks, chunks), tuple(rows))
+    return Schedule(
+        "looped_bfs", len(micro_batches), looped(num_ranks, chunks), tuple(rank_schedules)
+    )
 
 
 def _check_chunks(name: str, chunks: int) -> None:

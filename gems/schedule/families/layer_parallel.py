@@ -21,10 +21,12 @@ def layer_parallel(request: Request) -> Schedule:
     It takes N P (f + b) time and holds one micro-batch of activations (Jain et al. 2020,
     GEMS-Basic).
     """
-    rows = tuple(
+    rank_schedules = tuple(
         tuple(
             make(stage, m) for m in range(request.num_micro_batches) for make in (forward, backward)
         )
         for stage in range(request.num_ranks)
     )
-    return Schedule("layer_parallel", request.num_micro_batches, linear(request.num_ranks), rows)
+    return Schedule(
+        "layer_parallel", request.num_micro_batches, linear(request.num_ranks), rank_schedules
+    )

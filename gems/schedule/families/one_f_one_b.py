@@ -7,7 +7,7 @@ from math import ceil
 
 from gems.errors import ConfigError
 from gems.schedule.action import Action, backward, forward
-from gems.schedule.families.rows import in_order_of_time
+from gems.schedule.families.shared import in_order_of_time
 from gems.schedule.ledger import TOLERANCE
 from gems.schedule.placement import linear
 from gems.schedule.registry import Request, Terms, schedule_family, with_sizes

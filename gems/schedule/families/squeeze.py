@@ -33,8 +33,8 @@ class _Squeezing:
         ranks = range(order.num_ranks)
         self.order, self.most_held, self.num_places = order, most_held, 2 * order.num_stages
         self.ended: dict[tuple[int, int], int] = {}
-        self.todo = [deque(row) for row in order.rows]
-        self.rows: list[list[Action]] = [[] for _ in ranks]
+        self.todo = [deque(actions) for actions in order.rank_schedules]
+        self.rank_schedules: list[list[Action]] = [[] for _ in ranks]
         self.in_flight = [0 for _ in ranks]  # F without their I
         self.owed = [0 for _ in ranks]  # I without their W
         self.busy = [0 for _ in ranks]
@@ -45,7 +45,7 @@ class _Squeezing:
             now, rank = heapq.heappop(self.events)
             if self.busy[rank] <= now:
                 self.advance(rank, now)
-        return replace(self.order, rows=tuple(map(tuple, self.rows)))
+        return replace(self.order, rank_schedules=tuple(map(tuple, self.rank_schedules)))
 
     def advance(self, rank: int, now: int) -> None:
         """Start an action of a free rank if one is ready; otherwise an arrival wakes the rank."""
@@ -58,7 +58,7 @@ class _Squeezing:
         else:
             action = self.todo[rank][index]
             del self.todo[rank][index]
-            self.rows[rank].append(action)
+            self.rank_schedules[rank].append(action)
             is_forward = action.kind is Kind.F
             self.in_flight[rank] += 1 if is_forward else -1
             self.owed[rank] += not is_forward

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gems.schedule.action import forward, input_gradient
-from gems.schedule.families.rows import in_order_of_time
+from gems.schedule.families.shared import in_order_of_time
 from gems.schedule.families.squeeze import squeeze
 from gems.schedule.families.weight_gradients import place_weight_gradients
 from gems.schedule.placement import v

@@ -52,8 +52,8 @@ class _Filling:
         self.ended: list[list[float | None]] = [
             [None] * order.num_micro_batches for _ in self.times
         ]
-        self.rows: list[list[Action]] = [[] for _ in ranks]
-        self.todo = [deque(row) for row in order.rows]
+        self.rank_schedules: list[list[Action]] = [[] for _ in ranks]
+        self.todo = [deque(actions) for actions in order.rank_schedules]
         self.owed: list[deque[Action]] = [deque() for _ in ranks]
         self.held = [0 for _ in ranks]
         self.last = [0.0 for _ in ranks]
@@ -66,8 +66,10 @@ class _Filling:
                 self.advance(rank, now)
 
     def schedule(self) -> Schedule:
-        rows = tuple((*row, *owed) for row, owed in zip(self.rows, self.owed, strict=True))
-        return replace(self.order, rows=rows)
+        rank_schedules = tuple(
+            (*actions, *owed) for actions, owed in zip(self.rank_schedules, self.owed, strict=True)
+        )
+        return replace(self.order, rank_schedules=rank_schedules)
 
     def span(self) -> float:
         rests = (sum(self.weight_times[weight.stage] for weight in owed) for owed in self.owed)
@@ -88,13 +90,13 @@ class _Filling:
             is_full = is_forward and self.held[rank] >= self.most_held
             if is_full or wait > max(_SLACK, self.share * time - _SLACK):
                 self.held[rank] -= 1
-                self.rows[rank].append(owed.popleft())
+                self.rank_schedules[rank].append(owed.popleft())
                 heapq.heappush(self.free, (now + time, rank))
                 return
         if ready is None:
             self.waiting[place - 1, m] = rank
             return
-        self.rows[rank].append(self.todo[rank].popleft())
+        self.rank_schedules[rank].append(self.todo[rank].popleft())
         if is_forward:
             self.held[rank] += 1
         else:

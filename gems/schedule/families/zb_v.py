@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gems.schedule.families.rows import from_letters
+from gems.schedule.families.shared import from_letters
 from gems.schedule.families.weight_gradients import place_weight_gradients
 from gems.schedule.placement import v
 from gems.schedule.registry import Request, schedule_family
@@ -26,12 +26,12 @@ def zb_v(request: Request) -> Schedule:
     """
     num_ranks = request.num_ranks
     num_micro_batches = request.num_micro_batches
-    rows = []
+    rank_schedules = []
     for rank in range(num_ranks):
         below = num_ranks - rank
         # forwards down until the first one comes up; then both until its gradient comes down; then
         # the chunk at the tip of the V until its gradient is back; then all in turn
         letters = "f" * (2 * below - 1) + "Ff" * rank + "FI" * below + "fiFI" * num_micro_batches
-        rows.append(from_letters(letters, rank, num_ranks, num_micro_batches))
-    order = Schedule("zb_v", num_micro_batches, v(num_ranks), tuple(rows))
+        rank_schedules.append(from_letters(letters, rank, num_ranks, num_micro_batches))
+    order = Schedule("zb_v", num_micro_batches, v(num_ranks), tuple(rank_schedules))
     return place_weight_gradients(order, request.costs.of(order.placement), 2 * num_ranks)

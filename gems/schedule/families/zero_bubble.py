@@ -63,17 +63,17 @@ def zb_h2(request: Request) -> Schedule:
 def _zero_bubble(name: str, request: Request, warmup: int) -> Schedule:
     num_ranks = request.num_ranks
     num_micro_batches = request.num_micro_batches
-    rows = []
+    rank_schedules = []
     for stage in range(num_ranks):
         ahead = min(num_micro_batches, warmup * (num_ranks - 1 - stage))
-        row = [forward(stage, m) for m in range(ahead)]
+        actions = [forward(stage, m) for m in range(ahead)]
         for m in range(ahead, num_micro_batches):
-            row += [forward(stage, m), input_gradient(stage, m - ahead)]
-        row += [
+            actions += [forward(stage, m), input_gradient(stage, m - ahead)]
+        actions += [
             input_gradient(stage, m) for m in range(num_micro_batches - ahead, num_micro_batches)
         ]
-        rows.append(tuple(row))
-    order = Schedule(name, num_micro_batches, linear(num_ranks), tuple(rows))
+        rank_schedules.append(tuple(actions))
+    order = Schedule(name, num_micro_batches, linear(num_ranks), tuple(rank_schedules))
     return place_weight_gradients(
         order, request.costs.of(order.placement), warmup * (num_ranks - 1) + 1
     )

@@ -27,10 +27,10 @@ def grid(schedule: Schedule, result: Simulation, unit: float = 1.0) -> str:
     width = _cell_chars(schedule, chunk_of)
     shown = min(columns, MAX_COLUMNS)
     lines = []
-    for rank, row in enumerate(schedule.rows):
+    for rank, actions in enumerate(schedule.rank_schedules):
         cells = ["." * width] * shown
         free = 0
-        for action, start, end in zip(row, result.start[rank], result.end[rank], strict=True):
+        for action, start, end in zip(actions, result.start[rank], result.end[rank], strict=True):
             if action.kind not in COMPUTE_KINDS:
                 continue
             first = max(round(start / unit), free if end > start else 0)
@@ -52,7 +52,10 @@ def unit_to_fit(schedule: Schedule, result: Simulation, chars: int) -> float | N
     None if a rank has more actions.
     """
     columns = (chars - len(_head(0))) // (_cell_chars(schedule, _chunks(schedule)) + 1)
-    most = max(sum(action.kind in COMPUTE_KINDS for action in row) for row in schedule.rows)
+    most = max(
+        sum(action.kind in COMPUTE_KINDS for action in actions)
+        for actions in schedule.rank_schedules
+    )
     return result.span / columns if columns >= most else None
 
 
@@ -116,41 +119,41 @@ def fault_grid(schedule: Schedule, error: ScheduleError) -> str:
 
 def _cells(schedule: Schedule, error: ScheduleError) -> list[list[str]]:
     """Return the cells of each rank, the last one of a rank that is stuck being what it is stuck at."""
-    rows = schedule.rows
+    rank_schedules = schedule.rank_schedules
     fault = None
     if (
-        0 <= error.rank < len(rows) and error.action in rows[error.rank]
+        0 <= error.rank < len(rank_schedules) and error.action in rank_schedules[error.rank]
     ):  # the second, if it is in the list twice
         fault = (
             error.rank,
-            max(i for i, action in enumerate(rows[error.rank]) if action == error.action),
+            max(i for i, action in enumerate(rank_schedules[error.rank]) if action == error.action),
         )
-    cells: list[list[str]] = [[] for _ in rows]
-    at = [0] * len(rows)
+    cells: list[list[str]] = [[] for _ in rank_schedules]
+    at = [0] * len(rank_schedules)
     done: set[Action] = set()
     while True:
         ready = [
             rank
-            for rank, row in enumerate(rows)
-            if at[rank] < len(row)
+            for rank, actions in enumerate(rank_schedules)
+            if at[rank] < len(actions)
             and (rank, at[rank]) != fault
-            and _is_ready(rank, row[at[rank]], at, done, schedule)
+            and _is_ready(rank, actions[at[rank]], at, done, schedule)
         ]
         if not ready:
             break
-        for rank, row in enumerate(rows):
-            if at[rank] < len(row):
-                cells[rank].append(str(row[at[rank]]) if rank in ready else IDLE)
+        for rank, actions in enumerate(rank_schedules):
+            if at[rank] < len(actions):
+                cells[rank].append(str(actions[at[rank]]) if rank in ready else IDLE)
         for rank in ready:
-            done.add(rows[rank][at[rank]])
+            done.add(rank_schedules[rank][at[rank]])
             at[rank] += 1
-    for rank, row in enumerate(rows):
+    for rank, actions in enumerate(rank_schedules):
         while cells[rank] and cells[rank][-1] == IDLE:
             cells[rank].pop()
         stop = at[rank] + 1
         if rank == error.rank and isinstance(error.action, Action):
-            stop = len(row) if fault is None else fault[1]
-        cells[rank] += [f"{action}?" for action in row[at[rank] : stop]]
+            stop = len(actions) if fault is None else fault[1]
+        cells[rank] += [f"{action}?" for action in actions[at[rank] : stop]]
         if rank == error.rank and isinstance(error.action, Action):
             cells[rank].append(f"!{error.action}!")
     return cells
@@ -161,9 +164,12 @@ def _is_ready(
 ) -> bool:
     placement = schedule.placement
     if action.kind is Kind.REDUCE_GRAD:
-        peers = (peer for peer in placement.peers_of(rank) if peer < len(schedule.rows))
+        peers = (peer for peer in placement.peers_of(rank) if peer < len(schedule.rank_schedules))
         return all(
-            any(other.kind is Kind.REDUCE_GRAD for other in schedule.rows[peer][: at[peer] + 1])
+            any(
+                other.kind is Kind.REDUCE_GRAD
+                for other in schedule.rank_schedules[peer][: at[peer] + 1]
+            )
             for peer in peers
         )
     if action.kind in (Kind.STEP, Kind.START_REDUCE) or action.kind in RECV_KINDS:

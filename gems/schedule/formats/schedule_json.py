@@ -34,7 +34,7 @@ def to_json(schedule: Schedule) -> dict[str, Any]:
         "placement": [list(row) for row in placement.ranks],
         **({} if placement.is_chain else {"predecessors": list(map(list, placement.predecessors))}),
         "passes": list(schedule.passes),
-        "actions": [[_words(action) for action in row] for row in schedule.rows],
+        "actions": [list(map(_words, actions)) for actions in schedule.rank_schedules],
     }
 
 
@@ -48,18 +48,24 @@ def from_json(document: dict[str, Any]) -> Schedule:
     if found not in (SCHEMA, WITH_STRIPS):
         raise ConfigError("schema", found, f"allowed: {SCHEMA}, {WITH_STRIPS}")
     try:
-        rows = tuple(tuple(_action(*words) for words in row) for row in document["actions"])
+        rank_schedules = tuple(
+            tuple(_action(*words) for words in actions) for actions in document["actions"]
+        )
         if int(document.get("strips", 1)) < 1:
             raise ValueError(f"strips of {document['strips']}")
-        if len(rows) != int(document["ranks"]):
-            raise ValueError(f"{len(rows)} lists of actions for {document['ranks']} ranks")
+        if len(rank_schedules) != int(document["ranks"]):
+            raise ValueError(
+                f"{len(rank_schedules)} lists of actions for {document['ranks']} ranks"
+            )
         schedule = Schedule(
             name=str(document["name"]),
             num_micro_batches=int(document["micro_batches"]),
             placement=_placement(document),
-            rows=rows,
+            rank_schedules=rank_schedules,
             passes=tuple(map(str, document.get("passes", ()))),
-            forward_only=not any(action.kind in (Kind.B, Kind.I) for row in rows for action in row),
+            forward_only=not any(
+                action.kind in (Kind.B, Kind.I) for actions in rank_schedules for action in actions
+            ),
             num_strips=int(document.get("strips", 1)),
         )
     except (KeyError, TypeError, ValueError, OverflowError) as error:

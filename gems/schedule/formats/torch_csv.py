@@ -38,8 +38,8 @@ def to_torch_csv(schedule: Schedule) -> str:
             )
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    for row in schedule.rows:
-        writer.writerow(str(action) for action in row if action.kind in _KINDS)
+    for actions in schedule.rank_schedules:
+        writer.writerow(str(action) for action in actions if action.kind in _KINDS)
     return text.getvalue()
 
 
@@ -53,13 +53,13 @@ def from_torch_csv(text: str, name: str = "torch") -> Schedule:
         ConfigError: a cell that is no compute action, a stage on two ranks, or stages that are not
         0 to S - 1.
     """
-    rows = tuple(
+    rank_schedules = tuple(
         tuple(action for cell in cells for action in _actions(cell.strip(), line))
         for line, cells in enumerate(csv.reader(io.StringIO(text)), 1)
     )
     rank_of: dict[int, int] = {}
-    for rank, row in enumerate(rows):
-        for action in row:
+    for rank, actions in enumerate(rank_schedules):
+        for action in actions:
             if rank_of.setdefault(action.stage, rank) != rank:
                 raise ConfigError(
                     "schedule",
@@ -73,10 +73,15 @@ def from_torch_csv(text: str, name: str = "torch") -> Schedule:
         )
     return Schedule(
         name=name,
-        num_micro_batches=1 + max(action.micro_batch or 0 for row in rows for action in row),
-        placement=Placement(len(rows), (tuple(rank_of[stage] for stage in range(len(rank_of))),)),
-        rows=rows,
-        forward_only=not any(action.kind in (Kind.B, Kind.I) for row in rows for action in row),
+        num_micro_batches=1
+        + max(action.micro_batch or 0 for actions in rank_schedules for action in actions),
+        placement=Placement(
+            len(rank_schedules), (tuple(rank_of[stage] for stage in range(len(rank_of))),)
+        ),
+        rank_schedules=rank_schedules,
+        forward_only=not any(
+            action.kind in (Kind.B, Kind.I) for actions in rank_schedules for action in actions
+        ),
     )
 
 

@@ -208,7 +208,7 @@ def _at_cap(request: Request, rivals: Iterable[Schedule]) -> Found:
         whole = with_whole_backwards(
             schedule, request.costs.of(schedule.placement), request.network, request.cap
         )
-        if whole.rows != schedule.rows:
+        if whole.rank_schedules != schedule.rank_schedules:
             race.enter(whole, method)
         if race.schedule and one.num_steps * CHECK_STEPS * NUM_REPLAYED > budget.steps:
             break

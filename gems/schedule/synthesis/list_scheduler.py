@@ -43,7 +43,7 @@ class ListScheduler:
     stage keep the order of the micro-batches, whatever their keys, because the statistics of batch
     norm depend on it. Room is granted so that every micro-batch that has started can still end, in
     the order of their starts (the banker's algorithm: Dijkstra 1965), so no order of the keys leads
-    to a deadlock. `rows` contain micro-batch x 7 S + operation, with operations as in `Acting`.
+    to a deadlock. `rank_schedules` contain micro-batch x 7 S + operation, numbered as in `Acting`.
     `span` is in ticks, or `NEVER` if the step did not end.
     """
 
@@ -68,7 +68,7 @@ class ListScheduler:
         self.ready: list[list[Item]] = [[] for _ in ranks]
         self.weights: list[list[tuple[int, int, int]]] = [[] for _ in ranks]
         self.copies: list[list[tuple[int, int, int]]] = [[] for _ in ranks]
-        self.rows: list[list[int]] = [[] for _ in ranks]
+        self.rank_schedules: list[list[int]] = [[] for _ in ranks]
         ways = [m % problem.num_directions for m in numbers]
         self.held = [[0] * problem.num_micro_batches for _ in ranks]
         self.peak = [[actings[m].peak_at_first[ways[m]][rank] for m in numbers] for rank in ranks]
@@ -99,7 +99,7 @@ class ListScheduler:
             self.span = NEVER
 
     def schedule(self) -> Schedule:
-        """Return the rows as a schedule of actions."""
+        """Return them as a schedule of actions."""
         stages = range(self.num_stages)
         kinds = [(Kind.F, stage) for stage in stages] + [
             (Kind.I, stage) for stage in reversed(stages)
@@ -111,8 +111,10 @@ class ListScheduler:
             m, operation = divmod(code, NUM_OPERATIONS * self.num_stages)
             return Action(*kinds[operation], m, m % self.problem.num_directions)
 
-        rows = tuple(tuple(map(action, row)) for row in self.rows)
-        return Schedule(CAPPED, self.problem.num_micro_batches, self.problem.placement, rows)
+        rank_schedules = tuple(tuple(map(action, actions)) for actions in self.rank_schedules)
+        return Schedule(
+            CAPPED, self.problem.num_micro_batches, self.problem.placement, rank_schedules
+        )
 
     def offer(self, rank: int, item: Item) -> None:
         """Add an operation to those of a rank that wait for their turn."""
@@ -225,8 +227,8 @@ class ListScheduler:
         self.held[rank][m] += size
 
     def note(self, rank: int, m: int, operation: int) -> None:
-        """Append an operation to a rank's row."""
-        self.rows[rank].append(m * NUM_OPERATIONS * self.num_stages + operation)
+        """Append an operation to a rank's schedule."""
+        self.rank_schedules[rank].append(m * NUM_OPERATIONS * self.num_stages + operation)
 
     def occupy(self, rank: int, until: int) -> None:
         """Keep a rank busy, and let it decide again at the end."""

@@ -87,7 +87,7 @@ class StripScheduler:
             ]
             for r in ranks
         ]
-        self.rows: list[list[Action]] = [[] for _ in ranks]
+        self.rank_schedules: list[list[Action]] = [[] for _ in ranks]
         self.events: list[tuple[int, int]] = []
         self.span = 0.0
         for way in range(problem.num_directions):
@@ -103,11 +103,15 @@ class StripScheduler:
                 self.decide(now, rank)
 
     def schedule(self) -> Schedule:
-        """Return the rows as a schedule."""
+        """Return the actions as a schedule."""
         problem = self.problem
-        rows = tuple(map(tuple, self.rows))
+        rank_schedules = tuple(map(tuple, self.rank_schedules))
         return Schedule(
-            CAPPED, problem.num_micro_batches, problem.placement, rows, num_strips=self.num_strips
+            CAPPED,
+            problem.num_micro_batches,
+            problem.placement,
+            rank_schedules,
+            num_strips=self.num_strips,
         )
 
     def whole(self, key: Key, count: int) -> int:
@@ -176,7 +180,7 @@ class StripScheduler:
         count = self.started[kind][key]
         self.started[kind][key] += 1
         strip = count % num if kind is _F else num - 1 - count % num
-        self.rows[rank].append(Action(kind, stage, m * num + strip, way))
+        self.rank_schedules[rank].append(Action(kind, stage, m * num + strip, way))
         if kind is _F:
             end = now + problem.time[way][stage]
             self.take(rank, m, self.size[stage])

@@ -42,7 +42,7 @@ def with_whole_backwards(
 
     def span_of(joinings: Sequence[Joining]) -> float:
         nonlocal left
-        left -= sum(map(len, schedule.rows))
+        left -= sum(map(len, schedule.rank_schedules))
         try:
             return simulate(_joined(schedule, joinings), costs, network, cap).span
         except ScheduleError:  # this order has no room under the cap
@@ -65,12 +65,17 @@ def with_whole_backward(schedule: Schedule) -> Schedule:
 
 
 def _joined(schedule: Schedule, joinings: Sequence[Joining]) -> Schedule:
-    return replace(schedule, rows=tuple(tuple(_joined_row(row, joinings)) for row in schedule.rows))
+    return replace(
+        schedule,
+        rank_schedules=tuple(
+            tuple(_join_backwards(actions, joinings)) for actions in schedule.rank_schedules
+        ),
+    )
 
 
-def _joined_row(row: Sequence[Action], joinings: Sequence[Joining]) -> Iterator[Action]:
+def _join_backwards(actions: Sequence[Action], joinings: Sequence[Joining]) -> Iterator[Action]:
     joined: set[Action] = set()
-    for action, following in zip(row, (*row[1:], None), strict=True):
+    for action, following in zip(actions, (*actions[1:], None), strict=True):
         how = joinings[action.stage]
         weight_gradient = action._replace(kind=Kind.W)
         is_joined = how is Joining.ALL or (

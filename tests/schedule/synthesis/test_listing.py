@@ -69,7 +69,9 @@ def test_a_late_weight_gradient_gives_way_and_an_early_one_does_not() -> None:
     def order(defer: int) -> list[str]:
         return [
             str(action)
-            for action in ListScheduler(made, keys, acts, Rules(defer=defer)).schedule().rows[0]
+            for action in ListScheduler(made, keys, acts, Rules(defer=defer))
+            .schedule()
+            .rank_schedules[0]
         ]
 
     assert order(0) == ["0F0", "0I0", "0W0", "0F1", "0I1", "0W1"]

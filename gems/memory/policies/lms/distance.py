@@ -171,7 +171,7 @@ class RankGraph:
         cuts = case.boundaries
         num_ops = 0
         first: dict[_Held, int | None] = {}
-        for action in case.schedule.rows[rank]:
+        for action in case.schedule.rank_schedules[rank]:
             held = (action.direction, action.stage)
             if (
                 action.kind is Kind.W

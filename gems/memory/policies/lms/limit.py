@@ -183,7 +183,7 @@ class RankPaging:
         for _ in range(MAX_STEPS):
             self.uses = {}
             self._now = 0
-            for action in self._case.schedule.rows[self._rank]:
+            for action in self._case.schedule.rank_schedules[self._rank]:
                 self._act(action)
             self.steps.append(self.allocator.restart())
             if self.uses == before:

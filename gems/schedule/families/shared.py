@@ -1,6 +1,6 @@
 """Helpers that several families share.
 
-They build rows from the times in a paper's figure or from letters, and check counts.
+They build rank schedules from the times in a paper's figure or from letters, and check counts.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ def in_order_of_time(
     make ranks wait in a circle. Of two actions at the same time, a backward goes first, because it
     frees memory, and then direction 0.
     """
-    rows: list[list[tuple[float, bool, int, Action]]] = [[] for _ in range(placement.num_ranks)]
+    rank_schedules: list[list[tuple[float, bool, int, Action]]] = [
+        [] for _ in range(placement.num_ranks)
+    ]
     for time, action in timed:
         rank = placement.rank_of(action.direction, action.stage)
-        rows[rank].append((time, action.kind is Kind.F, action.direction, action))
-    ordered = tuple(tuple(action for *_, action in sorted(row)) for row in rows)
+        rank_schedules[rank].append((time, action.kind is Kind.F, action.direction, action))
+    ordered = tuple(tuple(action for *_, action in sorted(timed)) for timed in rank_schedules)
     return Schedule(name, num_micro_batches, placement, ordered)
 
 
@@ -59,10 +61,10 @@ def from_letters(
     make = {"f": forward, "b": backward, "i": input_gradient}
     next_of = dict.fromkeys(product((False, True), repeat=2), 0)
     owed: deque[Action] = deque()
-    row = []
+    actions = []
     for letter in letters:
         if letter == "w":
-            row.append(owed.popleft())
+            actions.append(owed.popleft())
             continue
         kind = letter.lower()
         is_up = letter.isupper()
@@ -70,7 +72,7 @@ def from_letters(
         if m < num_micro_batches:
             next_of[kind == "f", is_up] += 1
             stage = 2 * num_ranks - 1 - rank if is_up else rank
-            row.append(make[kind](stage, m))
+            actions.append(make[kind](stage, m))
             if kind == "i":
                 owed.append(weight_gradient(stage, m))
-    return tuple(row)
+    return tuple(actions)
