@@ -8,7 +8,7 @@ from gems.cli.framework import Options, print_json
 from gems.cli.schedule import draw_faults, drawn
 from gems.config.schema import RunSpec
 from gems.plan.evaluate import simulate
-from gems.schedule import CAPPED, PLACEMENTS
+from gems.schedule import PLACEMENTS, is_searched
 from gems.simulation.calibration import Confidence
 from gems.simulation.prediction import Prediction, allowed_actions
 from gems.utils.tables import name_values, table
@@ -41,7 +41,7 @@ def assumed(found: Prediction) -> str:
     """
     run = found.run
     schedule = found.schedule
-    if schedule.name == CAPPED:
+    if is_searched(schedule.name):
         orders = (
             "any schedule with a split backward on"
             f" {', '.join(run.schedule.placements or PLACEMENTS)}"

@@ -18,7 +18,7 @@ from gems.config.registries import POLICIES
 from gems.config.schema import MAX_FORWARDS, MAX_WORLD, NCCL, ORDERED_TRANSPORTS, RunSpec
 from gems.config.training import RESUME_AUTO, RESUME_FORCE, RESUME_NEVER
 from gems.errors import ConfigError, one_of
-from gems.schedule import CAPPED, FAMILIES, PLACED
+from gems.schedule import FAMILIES, PLACED, is_searched
 from gems.schedule.costs import STAGE_BYTES, STAGE_SIZES, STAGE_TIMES, STRIP_LOADS
 
 PREDICTED = ("emulated", "simulated")
@@ -128,12 +128,12 @@ def check_memory(spec: RunSpec) -> None:
             ),
             (
                 strips > 1
-                and spec.schedule.name == CAPPED
+                and is_searched(spec.schedule.name)
                 and spec.schedule.activation_cap is None
                 and spec.schedule.activation_cap_bytes is None,
                 "schedule.activation_cap",
                 "null",
-                f"must be given for schedule={CAPPED} in strips",
+                f"must be given for schedule={spec.schedule.name} in strips",
                 "give it, or another schedule",
             ),
             (
@@ -313,7 +313,7 @@ def _schedule_checks(spec: RunSpec) -> Iterator[Check]:
     num_stages = partitions * (family.stages(schedule.chunks) if family else 1)
     forwards = num_stages * (parallel.micro_batches or 1)
     has_cap = cap is not None or cap_bytes is not None
-    is_profiled = cost.from_layers or (schedule.name == "capped" and spec.machine.is_real)
+    is_profiled = cost.from_layers or (is_searched(schedule.name) and spec.machine.is_real)
     memory = spec.memory
     is_under_policy = not memory.keeps and memory.target_reduction is None and is_profiled
     yield from (
@@ -356,10 +356,10 @@ def _schedule_checks(spec: RunSpec) -> Iterator[Check]:
             "give it, use cost=profile, or give schedule.activation_cap in units",
         ),
         (
-            schedule.name == "capped" and not has_cap and not is_under_policy,
+            is_searched(schedule.name) and not has_cap and not is_under_policy,
             "schedule.activation_cap",
             "null",
-            "must be given for schedule=capped",
+            f"must be given for schedule={schedule.name}",
             (
                 "1 is what GEMS holds: one micro-batch on a rank's part of the model; or let"
                 " memory=plan decide"

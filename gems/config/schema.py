@@ -311,15 +311,13 @@ class ScheduleConfig:
     )
     activation_cap_bytes: int | None = number(None, "the same in bytes", min=1)
     memory_actions: list[str] = choice(
-        [], ACTIONS, "what schedule=capped may do with activations under its cap"
+        [], ACTIONS, "what a search may do with activations under its cap"
     )
     placements: list[str] = choice(
-        [], PLACEMENTS, "placements of stages that schedule=capped tries; empty: all"
+        [], PLACEMENTS, "placements of stages that a search tries; empty: all"
     )
-    max_stages: int | None = number(
-        None, "stages that schedule=capped may make", min=1, max=MAX_LAYERS
-    )
-    budget_s: float = number(5.0, "seconds of the search of schedule=capped", above=0)
+    max_stages: int | None = number(None, "stages that a search may make", min=1, max=MAX_LAYERS)
+    budget_s: float = number(5.0, "seconds of a search for a schedule", above=0)
     path: str | None = text(None, "file of schedule=file, from `gems schedule --json`")
 
 

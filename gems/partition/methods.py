@@ -28,7 +28,7 @@ from gems.profile import ModelProfile
 from gems.profile.spans import RankCosts, Spans
 from gems.profile.subject import Subject
 from gems.schedule.costs import FREE, Network
-from gems.schedule.families.gpipe import gpipe
+from gems.schedule.families.one_f_one_b import gpipe
 from gems.schedule.lower import compute_only, lower
 from gems.schedule.registry import Request
 from gems.schedule.replicas import slowest_replica, with_all_reduce

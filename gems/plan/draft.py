@@ -16,7 +16,7 @@ from gems.partition.problem import Partition
 from gems.profile import ModelProfile
 from gems.profile.store import profile_of
 from gems.profile.subject import Subject
-from gems.schedule import CAPPED, PLACED
+from gems.schedule import PLACED, is_searched
 from gems.schedule.formats.schedule_json import from_json
 from gems.schedule.lower import lower
 from gems.schedule.schedule import Schedule
@@ -57,8 +57,8 @@ class Draft:
         largest number of stages that its layers can form.
         """
         spec = self.spec
-        is_searched = spec.machine.is_real and spec.schedule.name == CAPPED
-        if not self.runs or not is_searched or spec.cost.from_layers:
+        is_by_search = spec.machine.is_real and is_searched(spec.schedule.name)
+        if not self.runs or not is_by_search or spec.cost.from_layers:
             return spec
         if spec.cost == CostConfig():
             return replace(spec, cost=CostConfig(name=PROFILE))
@@ -108,7 +108,7 @@ class Draft:
 
     @cached_property
     def found(self) -> dict[str, Any]:
-        """The result of the search of schedule=capped."""
+        """The result of the search for a schedule."""
         partitioner = self.partitioner if self.run.cost.from_layers else None
         return search_schedule(self.configured, self.policy, self.run.seed, partitioner)
 
@@ -131,7 +131,7 @@ class Draft:
             return costs
         profile = self.profile
         given = costs.parallel.boundaries
-        if costs.schedule.name == CAPPED:
+        if is_searched(costs.schedule.name):
             boundaries, unit_bytes = self.found["boundaries"], self.found["unit_bytes"]
             return profiled_costs(costs, profile, boundaries, unit_bytes)
         if given is None or self.known is None:
@@ -144,7 +144,7 @@ class Draft:
         """The compute-only schedule: generated, found by a search, or read from a file."""
         if self.run.schedule.name == PLACED:
             return placed_on(self.run)
-        if self.run.schedule.name == CAPPED:
+        if is_searched(self.run.schedule.name):
             return from_json(self.found["schedule"])
         return generate(self.costs, self.run.seed)
 
@@ -167,6 +167,6 @@ class Draft:
         partitioner = self.partitioner
         if not is_limited:
             partitioner = replace(partitioner, limit_bytes=None)
-        if self.run.schedule.name == CAPPED and self.run.cost.from_layers:
+        if is_searched(self.run.schedule.name) and self.run.cost.from_layers:
             partitioner = replace(partitioner, given=tuple(self.found["boundaries"]))
         return partitioner.partition(schedule)

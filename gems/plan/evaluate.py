@@ -20,7 +20,7 @@ from gems.plan.draft import Draft
 from gems.plan.rank_plan import RankPlan
 from gems.plan.strips_choice import KEY, with_fastest_strips
 from gems.profile import ModelProfile
-from gems.schedule import CAPPED
+from gems.schedule import is_searched
 from gems.schedule.edges import check_message_order
 from gems.schedule.lower import compute_only
 from gems.schedule.schedule import Schedule
@@ -211,7 +211,7 @@ def finish(draft: Draft, trains: bool = True) -> Plan:
         check_batch(spec)
     from_layers = draft.run.cost.from_layers
     bounds = None
-    if schedule.name == CAPPED and costs.cap is not None:
+    if is_searched(schedule.name) and costs.cap is not None:
         bounds = float(draft.found["bound"]), float(draft.found["bound_any_strips"])
     by_layers = spec.machine.is_real if draft.runs else from_layers
     if not by_layers or not schedule.placement.is_chain:

@@ -17,7 +17,6 @@ import numpy as np
 
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, DoesNotFitError
-from gems.memory.case import PlanOutcome
 from gems.memory.model import OPTIMIZERS, MemoryModel, Optimizer
 from gems.partition.exact import solve
 from gems.partition.methods import PartitionCase, optimizer_name
@@ -31,7 +30,6 @@ from gems.planner.search.choice import Choice
 from gems.profile import ModelProfile
 from gems.profile.scaling import extrapolate
 from gems.profile.spans import RankCosts, Spans
-from gems.schedule import CAPPED
 from gems.schedule.ledger import TOLERANCE, in_flight, peaks
 from gems.schedule.lower import lower
 from gems.schedule.placement import Placement, looped
@@ -45,7 +43,7 @@ ESTIMATE_ERROR = 1.25  # a candidate may still fit if its estimate is up to this
 EFFORT = 128  # in actions; up to this, only the bounds order the candidates
 ROUNDING = 1e-8  # of sums in another order, and of scores to nine digits
 PROFILED_SIZES = (1, 2)  # profiles of other micro-batch sizes are extrapolated from these
-# Budgets of memory=plan and schedule=capped: short, because there are many candidates of both.
+# Budgets of memory=plan and of searches for a schedule: short, because there are many candidates of both.
 PLAN_BUDGET_S, SEARCH_BUDGET_S = (3.0, 1.0)
 CHANGED = (
     "schedule.activation_cap",
@@ -281,7 +279,7 @@ class Planner:
             replications=one.micro_batches // one.parts,
             parts=one.parts,
             micro_batch_size=one.micro_batch_size,
-            boundaries=None if one.schedule == CAPPED else list(boundaries) or None,
+            boundaries=None if one.family.is_searched else list(boundaries) or None,
             gpus=None,
             strips=one.strips,
         )
@@ -294,7 +292,7 @@ class Planner:
             path=None,
             memory_actions=[],
         )
-        if one.schedule == CAPPED:
+        if one.family.is_searched:
             schedule = replace(schedule, budget_s=min(schedule.budget_s, SEARCH_BUDGET_S))
         how = one.how or spec.memory.recompute
         memory = replace(
@@ -320,7 +318,7 @@ class Planner:
         """Return the settings that a candidate's run changes besides its overrides."""
         run = self.run_of(one)
         own = {word.partition("=")[0] for word in one.overrides()}
-        names = (*CHANGED, "parallel.boundaries") if one.schedule == CAPPED else CHANGED
+        names = (*CHANGED, "parallel.boundaries") if one.family.is_searched else CHANGED
         values = ((name, attrgetter(name)(run)) for name in names if name not in own)
         words = ((name, value) for name, value in values if value != attrgetter(name)(self.spec))
         return tuple(f"{name}={json.dumps(value)}" for name, value in words)
@@ -363,7 +361,7 @@ class Planner:
         """
         drafts = self._drafts(one)
         slower = []
-        if worst_s == inf or one.schedule == CAPPED:
+        if worst_s == inf or one.family.is_searched:
             return drafts
         for draft in drafts:
             slower.append(draft)
@@ -391,20 +389,14 @@ class Planner:
                 if one.memory == KEEP and self.limit_bytes is not None:
                     self._check_peak(one, draft, self.limit_bytes)
                 plan = finish(draft)
-                if (
-                    one.memory == KEEP
-                    and one.schedule != CAPPED
-                    and not self._is_fastest(one, plan)
-                ):
+                is_cut = one.memory == KEEP and not one.family.is_searched
+                if is_cut and plan.boundaries != self._by_time(one)[0]:
                     plan = self._faster(one, draft) or plan
-                return self._choice(one, plan)
+                return self.choice(one, plan)
             except DoesNotFitError as error:
                 if error.key != HOST:
                     least = min(least, error.needed_bytes)
         return TooLarge(least)
-
-    def _is_fastest(self, one: Candidate, plan: Plan) -> bool:
-        return plan.boundaries == self._by_time(one)[0]
 
     def _check_peak(self, one: Candidate, draft: Draft, limit: int) -> None:
         """Check the bytes of a candidate that keeps its activations, before its step is simulated.
@@ -435,7 +427,7 @@ class Planner:
 
     def _drafts(self, one: Candidate) -> Iterator[Draft]:
         """Yield the candidate with its fastest partition, then with its smallest one if needed."""
-        if one.schedule == CAPPED:
+        if one.family.is_searched:
             yield self._draft(one)
             return
         fastest = self._by_time(one)[0]
@@ -459,7 +451,8 @@ class Planner:
         profile = self.model(one.micro_batch_size).profile
         return Draft(self.run_of(one, boundaries), known=profile)
 
-    def _choice(self, one: Candidate, plan: Plan, step: Simulation | None = None) -> Choice:
+    def choice(self, one: Candidate, plan: Plan, step: Simulation | None = None) -> Choice:
+        """Return a candidate with its plan; its step is the quiet one unless another is given."""
         found = plan.memory
         step = step or found.simulation
         return Choice(
@@ -471,13 +464,12 @@ class Planner:
             found.peak_bytes,
             found.host_bytes,
             partial(parts_s, found, step),
-            lambda: self._choice(one, plan, self._noisy(found)),
+            lambda: self.choice(
+                one, plan, with_jitter(found, self.spec.machine.noise, self.spec.seed)[0]
+            ),
             None if self.epochs is None else self.epochs(one.global_batch),
             self.changes(one),
         )
-
-    def _noisy(self, found: PlanOutcome) -> Simulation:
-        return with_jitter(found, self.spec.machine.noise, self.spec.seed)[0]
 
     def with_noise(self, choice: Choice) -> Choice:
         """Return a choice with the median of its steps under machine.noise.
@@ -499,21 +491,18 @@ class Planner:
         )
 
     def _refined_s(self, one: Candidate) -> float:
-        bottleneck_s = 0.0 if one.schedule == CAPPED else self._by_time(one)[1]
+        bottleneck_s = 0.0 if one.family.is_searched else self._by_time(one)[1]
         return bounds.least_step_s(one, self.model(one.micro_batch_size).load, bottleneck_s)
 
-    def _by_time(
-        self, one: Candidate, placement: Placement | None = None
-    ) -> tuple[tuple[int, ...], float]:
+    def _by_time(self, one: Candidate) -> tuple[tuple[int, ...], float]:
         """Return the fastest partition at the smallest size, and its bottleneck in seconds.
 
         The times of layers grow nearly alike with the micro-batch size, so the partition serves all
         sizes. For other sizes, the layer that grows least bounds the seconds of the heaviest rank
         from below.
         """
-        placement = placement or one.family.place(one.partitions, one.chunks)
         smallest = self.model(self.sizes[0])
-        boundaries, bottleneck_s = smallest.by_time(placement)
+        boundaries, bottleneck_s = smallest.by_time(one.family.place(one.partitions, one.chunks))
         if one.micro_batch_size == self.sizes[0]:
             return boundaries, bottleneck_s
         pairs = zip(

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from gems.config.resolve import check_batch
+from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.planner.evaluate import Planner
 from gems.planner.infeasibility import leanest, leanest_or_refuse
@@ -53,24 +54,30 @@ def fastest(
         if any(one.micro_batch_size >= size for one in asked):
             planner.model(size)
     search_begin = time.perf_counter()
-    found = _search(planner, asked, num_best, search_begin + budget_s)
+    end = search_begin + budget_s
+    found = _search(planner, asked, num_best, end)
     best = [planner.with_noise(choice) for choice in found.best]
     more = [] if also is None else also(planner, best, asked)
     best = sorted((*best, *more), key=lambda each: (each.score_s, each.most_bytes))[:num_best]
+    search_s = time.perf_counter() - search_begin
     found = replace(
         found,
-        best=tuple(best),
+        best=planner.confirmed(best),
         num_simulated=found.num_simulated + len(more),
         num_candidates=found.num_candidates + len(more),
     )
-    search_s = time.perf_counter() - search_begin
-    found = replace(found, best=planner.confirmed(found.best))
     if not found.best:
-        lean = leanest_or_refuse(planner, asked, found, num_gpus, search_begin + budget_s)
+        lean = leanest_or_refuse(planner, asked, found, num_gpus, end)
         found = replace(
             found, best=(planner.with_noise(lean),), num_simulated=found.num_simulated + 1
         )
-    answer = {
+    return _answer(spec, num_gpus, found, search_begin - begin, search_s), found
+
+
+def _answer(
+    spec: RunSpec, num_gpus: int, found: Found[Choice], profile_s: float, search_s: float
+) -> dict[str, Any]:
+    return {
         "source": "simulated",
         "model": spec.model.name,
         "height_px": spec.data.height_px,
@@ -87,10 +94,9 @@ def fastest(
         "pruned_by_time": found.num_pruned_time,
         "impossible": found.num_impossible,
         "left": found.num_left,
-        "profile_s": search_begin - begin,
+        "profile_s": profile_s,
         "search_s": search_s,
     }
-    return answer, found
 
 
 def _search(planner: Planner, asked: list[Candidate], num_best: int, end: float) -> Found[Choice]:

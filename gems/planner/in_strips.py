@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 
 from gems.errors import ConfigError, DoesNotFitError
 from gems.plan.evaluate import evaluate
@@ -19,7 +18,6 @@ from gems.plan.strips_choice import KEY
 from gems.planner.evaluate import Planner
 from gems.planner.search.candidate import Candidate
 from gems.planner.search.choice import Choice
-from gems.simulation.costs import parts_s
 
 ROWS = (256, 128, 64)  # of a strip
 SCHEDULES = ("1f1b", "zb_h1")
@@ -47,7 +45,8 @@ def in_strips(
             break
         for tried in (one, replace(one, memory="recompute", how="strip")):
             try:
-                found.append(_choice(planner, tried))
+                plan = evaluate(planner.run_of(tried))
+                found.append(planner.with_noise(planner.choice(tried, plan)))
                 break
             except DoesNotFitError:
                 continue
@@ -63,7 +62,9 @@ def _candidates(
 ) -> Iterator[Candidate]:
     """Yield shapes of pipelines with each number of strips and each schedule."""
     shapes: dict[tuple[int, int, int, int], Candidate] = {}
-    ordered = [choice.candidate for choice in best] or sorted(asked, key=_by_leanness)
+    ordered = [choice.candidate for choice in best] or sorted(
+        asked, key=lambda one: (-one.partitions, one.micro_batch_size)
+    )
     for one in ordered:
         shapes.setdefault(
             (one.partitions, one.replicas, one.micro_batch_size, one.micro_batches), one
@@ -80,32 +81,3 @@ def _candidates(
                     one.micro_batches,
                     strips=strips,
                 )
-
-
-def _by_leanness(one: Candidate) -> tuple[int, int]:
-    return -one.partitions, one.micro_batch_size
-
-
-def _choice(planner: Planner, one: Candidate) -> Choice:
-    """Return a candidate as it would run.
-
-    Raises:
-        ConfigError: it has no such strips.
-        DoesNotFitError: a rank would hold more than the limit.
-    """
-    plan = evaluate(planner.run_of(one))
-    held = plan.memory
-    found = plan.predict()
-    return Choice(
-        one,
-        plan.boundaries,
-        found.step_s,
-        planner.score(one, found.step_s),
-        found.step.efficiency,
-        held.peak_bytes,
-        held.host_bytes,
-        partial(parts_s, held, found.step),
-        None,
-        None if planner.epochs is None else planner.epochs(one.global_batch),
-        planner.changes(one),
-    )

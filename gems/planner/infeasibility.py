@@ -11,7 +11,6 @@ from gems.planner.evaluate import Planner
 from gems.planner.search.best_first import Found, search
 from gems.planner.search.candidate import Candidate, candidates
 from gems.planner.search.choice import Choice
-from gems.schedule import CAPPED
 from gems.utils.units import GIB
 
 MIN_S = 6.0  # for all questions together, however little time is left
@@ -122,7 +121,7 @@ def leanest(planner: Planner, asked: Sequence[Candidate], limit: int, end: float
             fitting.append(result)
         return None
 
-    tried = [one for one in asked if one.schedule != CAPPED and one.memory != "plan"]
+    tried = [one for one in asked if not one.family.is_searched and one.memory != "plan"]
     lean = judge.estimated_bytes
     rules = replace(
         judge.rules(), least_s=lean, refined_s=lean, evaluate=evaluate, priority=judge.is_unlikely

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from gems.profile.model_profile import (
     STORAGES,
     TIMES,
     ModelProfile,
-    Saved,
 )
 
 ROOT = (
@@ -40,8 +40,7 @@ def write_profile(group: h5py.Group, profile: ModelProfile) -> None:
     """Write a profile into an empty group.
 
     Attributes of the model, and columns with an entry per layer.
-    Pairs are tables of three columns: layer, how many layers away, bytes. Storages are tables of
-    five columns, with a table of three for the layers that save or read them.
+    Pairs are tables of three columns: layer, how many layers away, bytes. Storages are JSON texts.
     """
     group.attrs["schema"] = SCHEMA
     for name in ROOT:
@@ -49,10 +48,12 @@ def write_profile(group: h5py.Group, profile: ModelProfile) -> None:
     group.attrs["versions"] = json.dumps(dict(profile.versions))
     group.attrs["facts"] = json.dumps(dict(profile.facts))
     for name in ("name", "kind"):
-        words = np.array(
-            [getattr(layer, name) for layer in profile.layers], dtype=h5py.string_dtype()
+        _write_texts(
+            group, name, [getattr(layer, name) for layer in profile.layers], f"{name} of the layer"
         )
-        _write(group, name, words, "1", f"{name} of the layer")
+    for name in STORAGES:
+        texts = [json.dumps(list(map(asdict, getattr(layer, name)))) for layer in profile.layers]
+        _write_texts(group, name, texts, f"{LONG_NAMES[name]}: JSON of its storages")
     for names, kind, units in ((TIMES, "f8", "s"), (SIZES, "i8", "byte")):
         for name in names:
             values = np.array([getattr(layer, name) for layer in profile.layers], dtype=kind)
@@ -70,8 +71,6 @@ def write_profile(group: h5py.Group, profile: ModelProfile) -> None:
             "1, 1, byte",
             f"{LONG_NAMES[name]}: layer, layers away, bytes",
         )
-    for name in STORAGES:
-        _write_storages(group, name, [getattr(layer, name) for layer in profile.layers])
 
 
 def add_to_trace(path: Path, profile: ModelProfile) -> None:
@@ -93,50 +92,21 @@ def read_profile(group: h5py.Group) -> ModelProfile:
         for index, away, num_bytes in group[name][:].tolist():
             layers[index][name].append((away, num_bytes))
     for name in STORAGES:
-        if name in group:  # a file that is older has none
-            _read_storages(group, name, layers)
+        # older files have none, or tables of numbers
+        if name in group and h5py.check_string_dtype(group[name].dtype):
+            for layer, text in zip(layers, group[name][:], strict=True):
+                layer[name] = json.loads(text)
     root = {name: _plain(group.attrs[name]) for name in ("schema", *ROOT)}
     more = {name: json.loads(group.attrs[name]) for name in ("versions", "facts")}
     return ModelProfile.from_json({**root, **more, "layers": layers}, group.name)
 
 
-def _write_storages(group: h5py.Group, name: str, layers: Sequence[Sequence[Saved]]) -> None:
-    rows = [
-        (index, one.num_bytes, one.last_use, one.count, one.is_product)
-        for index, storages in enumerate(layers)
-        for one in storages
-    ]
-    savers = [
-        (row, layer, part)
-        for row, one in enumerate(one for storages in layers for one in storages)
-        for part, by in enumerate((one.savers, one.weight_readers, one.conv_savers))
-        for layer in by
-    ]
-    columns = "layer, bytes of one, layer of the last use, how many, whether a product gave it"
-    readers = (
-        "row of the storage, layers away, 0 for who saves it, 1 for whose weight gradient reads it,"
-        " 2 for whose convolution saves it"
-    )
-    _write(group, name, _table(rows, 5), "1, byte, 1, 1, 1", f"{LONG_NAMES[name]}: {columns}")
-    _write(
-        group, f"{name}_by", _table(savers, 3), "1, 1, 1", f"{LONG_NAMES[name]}, by whom: {readers}"
-    )
-
-
-def _read_storages(group: h5py.Group, name: str, layers: list[dict[str, Any]]) -> None:
-    by: dict[tuple[int, int], list[int]] = {}
-    for row, layer, part in group[f"{name}_by"][:].tolist():
-        by.setdefault((row, part), []).append(layer)
-    for row, (layer, *values) in enumerate(group[name][:].tolist()):
-        found = dict(zip(("num_bytes", "last_use", "count", "is_product"), values, strict=True))
-        parts = ("savers", "weight_readers", "conv_savers")
-        layers[layer][name].append(
-            found | {of: by.get((row, part), []) for part, of in enumerate(parts)}
-        )
-
-
 def _table(rows: Sequence[tuple[int, ...]], width: int) -> np.ndarray:
     return np.array(rows, dtype="i8").reshape(-1, width)
+
+
+def _write_texts(group: h5py.Group, name: str, texts: Sequence[str], long_name: str) -> None:
+    _write(group, name, np.array(texts, dtype=h5py.string_dtype()), "1", long_name)
 
 
 def _write(group: h5py.Group, name: str, values: np.ndarray, units: str, long_name: str) -> None:

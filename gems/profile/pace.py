@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 
-from gems.profile.model_profile import LayerProfile, ModelProfile
+from gems.profile.model_profile import TIMES, LayerProfile, ModelProfile
 
 FACT = "pace"  # of a profile, where its times have a pace
 
@@ -38,12 +38,8 @@ class RunPace:
         return replace(profile, layers=layers, facts={**profile.facts, FACT: asdict(self)})
 
     def _layer(self, layer: LayerProfile) -> LayerProfile:
-        return replace(
-            layer,
-            forward_s=self.time_s(layer.forward_s),
-            input_grad_s=self.time_s(layer.input_grad_s),
-            weight_grad_s=self.time_s(layer.weight_grad_s),
-            split_s=self.time_s(layer.split_s, 0.0),
-            recompute_s=self.time_s(layer.recompute_s),
-            cheap_s=self.time_s(layer.cheap_s),
-        )
+        times: dict[str, float] = {
+            name: self.time_s(getattr(layer, name), passes=float(name != "split_s"))
+            for name in TIMES
+        }
+        return replace(layer, **times)  # type: ignore[arg-type]

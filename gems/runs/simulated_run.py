@@ -88,7 +88,12 @@ def simulated_trace(spec: RunSpec, schedule: Schedule) -> Trace:
     cost = spec.cost
     most = MAX_EVENTS // max(1, sum(map(len, schedule.rank_schedules)))
     num_steps = min(spec.train.steps, max(spec.benchmark.skip_steps + 1, most))
-    drawn = _draw_steps(spec, kept, num_steps)
+    noise = spec.machine.noise
+    drawn = (
+        noisy_steps(kept, noise, spec.seed, min(num_steps, MAX_NOISY_STEPS))
+        if noise
+        else [kept.simulation]
+    )
     memory = [
         memory_over_time(schedule, kept.costs, step, cost.activation_bytes, cost.param_bytes)
         for step in drawn
@@ -116,24 +121,6 @@ def simulated_trace(spec: RunSpec, schedule: Schedule) -> Trace:
         schedule_rows=tuple(" ".join(map(str, actions)) for actions in schedule.rank_schedules),
         schedule_sha256=schedule.digest(),
         boundaries=tuple(spec.parallel.boundaries or ()),
-    )
-
-
-def _draw_steps(spec: RunSpec, kept: PlanOutcome, num_steps: int) -> list[Simulation]:
-    """Return the steps that the run repeats: one, or several that differ by machine.noise."""
-    noise = spec.machine.noise
-    if not noise:
-        return [kept.simulation]
-    return noisy_steps(
-        kept.schedule,
-        kept.costs,
-        kept.network,
-        kept.cap,
-        noise,
-        spec.parallel.replicas,
-        spec.seed,
-        min(num_steps, MAX_NOISY_STEPS),
-        pace=kept.paces[0],
     )
 
 

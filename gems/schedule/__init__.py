@@ -9,6 +9,7 @@ from gems.schedule.registry import (
     Request,
     Terms,
     generate,
+    is_searched,
     published,
     schedule_family,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "Schedule",
     "Terms",
     "generate",
+    "is_searched",
     "published",
     "schedule_family",
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -23,7 +22,6 @@ from gems.schedule.action import (
 )
 from gems.schedule.costs import FREE, Network, StageCosts
 from gems.schedule.dependencies import boundary_of, dependencies, transfers_after
-from gems.schedule.ledger import TOLERANCE
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import simulate
 
@@ -233,45 +231,3 @@ def compute_only(schedule: Schedule) -> Schedule:
         tuple(a for a in actions if a.kind in MADE_KINDS) for actions in schedule.rank_schedules
     )
     return replace(schedule, rank_schedules=rank_schedules, passes=())
-
-
-def check_receives(
-    schedule: Schedule, costs: StageCosts, network: Network = FREE, cap: float | None = None
-) -> None:
-    """Check that no rank of a lowered list waits for a message that a late receive has delayed.
-
-    Raises:
-        ScheduleError: names the first such receive; with an earlier one the step would be shorter.
-    """
-    early = add_transfers(
-        compute_only(schedule), receives_ahead=max(map(len, schedule.rank_schedules))
-    )
-    at_best, step = (simulate(each, costs, network, cap) for each in (early, schedule))
-    could = {
-        action: start
-        for actions, starts in zip(early.rank_schedules, at_best.start, strict=True)
-        for action, start in zip(actions, starts, strict=True)
-    }
-    times = {
-        action: (start, rank)
-        for rank, (actions, starts) in enumerate(
-            zip(schedule.rank_schedules, step.start, strict=True)
-        )
-        for action, start in zip(actions, starts, strict=True)
-        if action in could
-    }
-    for action, (start, rank) in sorted(times.items(), key=lambda item: item[1][0]):
-        late = start - could[action]
-        if action.kind not in MADE_KINDS or late <= TOLERANCE * max(1.0, start):
-            continue
-        for need in dependencies(action, schedule):
-            sent = (
-                times[dependencies(need, schedule)[0]][0] if need.kind in RECV_KINDS else math.inf
-            )
-            if times[need][0] > sent:
-                raise ScheduleError(
-                    rank,
-                    need,
-                    f"is posted at {times[need][0]:g} and its message ready at {sent:g}: {action}"
-                    f" starts {late:g} late",
-                )

@@ -156,6 +156,11 @@ class Family:
         False  # whether the planner tries it first, and at any size: it takes no time to build
     )
 
+    @property
+    def is_searched(self) -> bool:
+        """Whether a search finds the schedule, its stages and, for costs of layers, their cut."""
+        return self.stages_per_rank == 0
+
     def stages(self, chunks: int) -> int:
         """Return the stages of a rank in one direction.
 
@@ -194,9 +199,14 @@ def schedule_family(name: str, **known: Any) -> Callable[[Generator], Generator]
     return register
 
 
+def is_searched(name: str) -> bool:
+    """Return whether a schedule of this name is found by a search."""
+    return name in FAMILIES and FAMILIES[name].is_searched
+
+
 def published() -> list[str]:
-    """Return the names of all families except the search."""
-    return [name for name in FAMILIES if name != CAPPED]
+    """Return the names of all families except those of a search."""
+    return [name for name in FAMILIES if not is_searched(name)]
 
 
 def step_units(name: str, terms: Terms) -> float | None:

@@ -11,7 +11,7 @@ from gems.config.schema import ParallelConfig
 from gems.errors import ConfigError
 from gems.memory.case import MemoryCase, PlanOutcome
 from gems.partition.methods import Partitioner
-from gems.schedule import CAPPED, FAMILIES, FROM_FILE
+from gems.schedule import FAMILIES, FROM_FILE
 from gems.schedule.families.published_schedules import published_schedules
 from gems.schedule.formats.schedule_json import from_json, to_json
 from gems.schedule.formats.torch_csv import from_torch_csv
@@ -19,7 +19,7 @@ from gems.schedule.lower import compute_only, lower
 from gems.schedule.registry import Request
 from gems.schedule.schedule import Schedule
 from gems.schedule.strips import with_strips
-from gems.schedule.synthesis import capped
+from gems.schedule.synthesis import find_schedule
 from gems.schedule.synthesis.solver import IS_INSTALLED
 from gems.schedule.validate import validate
 from gems.simulation.costs import RunCosts
@@ -48,7 +48,7 @@ def generate(costs: RunCosts, seed: int) -> Schedule:
 def search_schedule(
     costs: RunCosts, policy: Policy, seed: int, partitioner: Partitioner | None = None
 ) -> dict[str, Any]:
-    """Return the result of the search of schedule=capped, from the cache if it has been done.
+    """Return the result of a search for a schedule, from the cache if it has been done.
 
     Without a cap and under a memory policy, it is the schedule that is fastest under that policy.
     The dictionary has `schedule` (as JSON), `bound` (the efficiency that no schedule exceeds under
@@ -63,21 +63,19 @@ def search_schedule(
     memory = policy.config
     model = None if partitioner is None else ModelCosts(partitioner, memory.min_offload_bytes)
     request = schedule_request(costs, seed) if model is None else model_request(costs, model, seed)
-    facts: tuple[object, ...] = (SEARCH, request, IS_INSTALLED)
-    is_under_policy = not memory.keeps and request.cap is None
-    if is_under_policy:
-        subject = policy.subject
-        facts = (*facts, memory, subject.machine, policy.room, subject.parallel.replicas)
+    subject = policy.subject
     cap_bytes = (
         costs.schedule.activation_cap_bytes if request.num_strips > 1 and memory.keeps else None
     )
-    if cap_bytes is not None:
-        facts = (*facts, cap_bytes)
+    facts: tuple[object, ...] = (SEARCH, request, IS_INSTALLED, cap_bytes)
+    is_under_policy = not memory.keeps and request.cap is None
+    if is_under_policy:
+        facts = (*facts, memory, subject.machine, policy.room, subject.parallel.replicas)
 
     def search() -> dict[str, Any]:
         more: dict[str, Any] = {}
         if model is None or partitioner is None:
-            answer = capped(request, published_schedules(request))
+            answer = find_schedule(request, published_schedules(request))
         else:
             if is_under_policy:
                 answer, boundaries = search_under_policy(request, model, policy, partitioner)
@@ -93,7 +91,7 @@ def search_schedule(
             | more
         )
 
-    return cached(policy.subject.cache_dir, CAPPED, repr(facts), search)
+    return cached(subject.cache_dir, costs.schedule.name, repr(facts), search)
 
 
 def kept_within(costs: RunCosts, lowered: Schedule, case: MemoryCase | None = None) -> PlanOutcome:
@@ -165,17 +163,12 @@ def _read(schedule_path: str | None, parallel: ParallelConfig) -> Schedule:
             f"holds no schedule ({error})",
             "give a file of `gems schedule --json`, or a .csv of `gems schedule format=torch`",
         ) from error
-    if schedule.num_ranks != parallel.partitions:
-        raise ConfigError(
-            "parallel.partitions",
-            parallel.partitions,
-            f"must be {schedule.num_ranks}, the ranks of {path}",
-        )
-    if schedule.num_strips != parallel.strips:
-        raise ConfigError(
-            "parallel.strips", parallel.strips, f"must be {schedule.num_strips}, those of {path}"
-        )
-    if schedule.num_whole != parallel.micro_batches:
-        fault = f"must be {schedule.num_whole}, those of {path}"
-        raise ConfigError("parallel.micro_batches", parallel.micro_batches, fault)
+    for key, needed in (
+        ("partitions", schedule.num_ranks),
+        ("strips", schedule.num_strips),
+        ("micro_batches", schedule.num_whole),
+    ):
+        asked = getattr(parallel, key)
+        if asked != needed:
+            raise ConfigError(f"parallel.{key}", asked, f"must be {needed}, as in {path}")
     return compute_only(validate(schedule))

@@ -107,18 +107,26 @@ def fit_link(sizes_bytes: Sequence[float], times_s: Sequence[float]) -> LinkFit:
             f"{len(sizes)} timings",
             "must be messages of two sizes or more, with times above 0",
         )
-    columns = np.stack([1 / times, sizes / times], axis=1)
-    best, *_ = np.linalg.lstsq(columns, np.ones(len(times)), rcond=None)
-    latency_s, per_byte = (float(value) for value in best)
-    alone = [float(value) for value in columns.sum(axis=0) / (columns**2).sum(axis=0)]
+    (latency_s, per_byte), alone = _fit_relative(np.ones(len(times)), sizes, times)
     if latency_s < 0:
-        latency_s = 0.0
-        per_byte = alone[1]
+        latency_s, per_byte = 0.0, alone[1]
     elif per_byte < 1 / MAX_BYTES_PER_S:
-        latency_s = alone[0]
-        per_byte = 1 / MAX_BYTES_PER_S
+        latency_s, per_byte = alone[0], 1 / MAX_BYTES_PER_S
     predicted = latency_s + per_byte * sizes
     return LinkFit(latency_s, 1 / per_byte, float(np.median(np.abs(predicted / times - 1))))
+
+
+def _fit_relative(
+    first: np.ndarray, second: np.ndarray, times: np.ndarray
+) -> tuple[list[float], list[float]]:
+    """Fit times as a first x + b second; return a and b, and each of them if the other is 0.
+
+    The sum of squares of relative errors is least, so that short times count as much as long ones.
+    """
+    columns = np.stack([first / times, second / times], axis=1)
+    both = np.linalg.lstsq(columns, np.ones(len(times)), rcond=None)[0]
+    alone = columns.sum(axis=0) / np.maximum((columns**2).sum(axis=0), 1e-300)
+    return both.tolist(), alone.tolist()
 
 
 def fit_pace(
@@ -137,13 +145,7 @@ def fit_pace(
         raise ConfigError(
             "calibration", f"{len(steps)} runs", "must be one or more, with times above 0"
         )
-    columns = np.stack([alone / steps, count / steps], axis=1)
-    factor, pass_s = (
-        float(value) for value in np.linalg.lstsq(columns, np.ones(len(steps)), rcond=None)[0]
-    )
-    only = [
-        float(value) for value in columns.sum(axis=0) / np.maximum((columns**2).sum(axis=0), 1e-300)
-    ]
+    (factor, pass_s), only = _fit_relative(alone, count, steps)
     if pass_s < 0:
         return RunPace(only[0], 0.0)
     return RunPace(factor, pass_s) if factor > 0 else RunPace(MIN_FACTOR, only[1])

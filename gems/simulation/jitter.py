@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from gems.memory.case import PlanOutcome
 from gems.schedule.action import Action, Kind
-from gems.schedule.costs import Network, StageCosts
-from gems.schedule.schedule import Schedule
-from gems.schedule.simulate import EVEN, Pace, Simulation, simulate
+from gems.schedule.simulate import Pace, Simulation, simulate
 
 NUM_SAMPLES = 64
 NUM_DRAWS = 100
@@ -62,15 +61,7 @@ def slowdowns(num_ranks: int, noise: float, num: int, rng: np.random.Generator) 
     return factors
 
 
-def arrivals_of(
-    schedule: Schedule,
-    costs: StageCosts,
-    network: Network,
-    cap: float | None,
-    noise: float,
-    rng: np.random.Generator,
-    pace: Pace = EVEN,
-) -> Arrivals:
+def arrivals_of(outcome: PlanOutcome, noise: float, rng: np.random.Generator) -> Arrivals:
     """Simulate one replica under noise, often enough to know when its reductions can begin.
 
     Reductions take no time here, so the result is the same for any number of replicas.
@@ -78,6 +69,7 @@ def arrivals_of(
     Raises:
         ScheduleError: the schedule would not run.
     """
+    schedule = outcome.schedule
     places = [
         (rank, index, action)
         for rank, row in enumerate(schedule.rank_schedules)
@@ -88,13 +80,12 @@ def arrivals_of(
     if not reductions:
         return Arrivals((), np.zeros(0), np.zeros((0, 0)))
     num = max(NUM_SAMPLES, 3 * schedule.num_ranks)
-    none = (0.0,) * costs.num_stages
-    costs = replace(costs, reduce=none, reduce_link=none)
+    none = (0.0,) * schedule.num_stages
+    costs = replace(outcome.costs, reduce=none, reduce_link=none)
     ready = np.zeros((num, len(reductions)))
     for sample, factors in enumerate(slowdowns(schedule.num_ranks, noise, num, rng)):
-        step = simulate(
-            schedule, costs, network, cap, replace(pace, slowdowns=tuple(factors.tolist()))
-        )
+        pace = Pace(slowdowns=tuple(factors.tolist()))
+        step = simulate(schedule, costs, outcome.network, outcome.cap, pace)
         for rank, index, action in places:
             column = reductions.index(action)
             ready[sample, column] = max(ready[sample, column], step.start[rank][index])
@@ -105,49 +96,30 @@ def arrivals_of(
 
 
 def noisy_steps(
-    schedule: Schedule,
-    costs: StageCosts,
-    network: Network,
-    cap: float | None,
-    noise: float,
-    num_replicas: int,
-    seed: int,
-    num_steps: int = NUM_DRAWS,
-    arrivals: Arrivals | None = None,
-    pace: Pace = EVEN,
+    outcome: PlanOutcome, noise: float, seed: int, num_steps: int = NUM_DRAWS
 ) -> list[Simulation]:
-    """Draw steps of `num_replicas` replicas that differ only in their noise.
+    """Draw steps of all replicas of an outcome that differ only in their noise.
 
     Each step is given as replica 0 sees it. Each rank of each replica computes a step faster or
     slower by its own draw. One replica is simulated several times, which gives the distribution of
     the times at which it is ready for its reductions. A step is then a simulation of replica 0 in
     which each reduction begins when the last of all replicas is ready. That time is drawn from the
     distribution: for R replicas it is the largest of R draws. Therefore only one replica is
-    simulated, whatever their number. `arrivals` is that distribution if it is known
-    (`arrivals_of`); it does not depend on the number of replicas. `pace` has additional
-    disturbances of replica 0; the others have none.
+    simulated, whatever their number. Replica 0 also has its pace; the others have none.
 
     Raises:
         ScheduleError: the schedule would not run.
     """
+    schedule = outcome.schedule
+    num_others = len(outcome.paces) - 1
     rng = np.random.default_rng(seed)
-    if arrivals is None and num_replicas > 1:
-        arrivals = arrivals_of(schedule, costs, network, cap, noise, rng)
-    factors = slowdowns(schedule.num_ranks, noise, num_steps, rng)
-    return [
-        simulate(
-            schedule,
-            costs,
-            network,
-            cap,
-            replace(
-                pace,
-                slowdowns=tuple(mine.tolist()),
-                late={} if arrivals is None else arrivals.last(num_replicas - 1, rng),
-            ),
-        )
-        for mine in factors
-    ]
+    arrivals = arrivals_of(outcome, noise, rng) if num_others else None
+    steps = []
+    for factors in slowdowns(schedule.num_ranks, noise, num_steps, rng):
+        late = {} if arrivals is None else arrivals.last(num_others, rng)
+        pace = replace(outcome.paces[0], slowdowns=tuple(factors.tolist()), late=late)
+        steps.append(simulate(schedule, outcome.costs, outcome.network, outcome.cap, pace))
+    return steps
 
 
 def median_of(steps: list[Simulation]) -> Simulation:
@@ -155,7 +127,7 @@ def median_of(steps: list[Simulation]) -> Simulation:
     return sorted(steps, key=lambda step: step.span)[len(steps) // 2]
 
 
-def interval_of(steps: list[Simulation], level: float = LEVEL) -> tuple[float, float]:
-    """Return the central interval of time that contains a share `level` of the drawn steps."""
-    low, high = np.quantile([step.span for step in steps], [(1 - level) / 2, (1 + level) / 2])
+def interval_of(steps: list[Simulation]) -> tuple[float, float]:
+    """Return the central interval of time that contains 95 % of the drawn steps."""
+    low, high = np.quantile([step.span for step in steps], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(low), float(high)

@@ -16,7 +16,7 @@ from gems.partition.methods import optimizer_name
 from gems.profile import ModelProfile
 from gems.profile.store import strips_of
 from gems.profile.subject import Subject
-from gems.schedule import CAPPED
+from gems.schedule import is_searched
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import Pace
 from gems.utils.cache import cached
@@ -136,8 +136,8 @@ class Room:
         worst = outcome.fullest_rank
         policy = f"memory={outcome.plan.policy}"
         smaller = SMALLER
-        if outcome.plan.policy == CAPPED:
-            policy = f"schedule={CAPPED}"
+        if is_searched(outcome.plan.policy):
+            policy = f"schedule={outcome.plan.policy}"
             smaller = "lower schedule.activation_cap, or use a smaller image or micro-batch"
         if self.device_bytes is not None and peaks[worst] > self.device_bytes:
             where = f"rank {worst} of {len(peaks)} under {policy}"

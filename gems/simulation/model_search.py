@@ -11,7 +11,7 @@ from gems.errors import ConfigError, DoesNotFitError, ScheduleError
 from gems.memory.plan import MemoryPlan
 from gems.partition.methods import Partitioner
 from gems.partition.step_time import Boundaries
-from gems.schedule import CAPPED, PLACEMENTS
+from gems.schedule import PLACEMENTS
 from gems.schedule.families.published_schedules import published_schedules
 from gems.schedule.lower import add_transfers
 from gems.schedule.placement import Placement
@@ -19,7 +19,7 @@ from gems.schedule.registry import Request
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import simulate
 from gems.schedule.strips import strip_costs
-from gems.schedule.synthesis import Found, capped, least_cap
+from gems.schedule.synthesis import Found, find_schedule, least_cap
 from gems.schedule.synthesis.whole_backward import with_whole_backward
 from gems.simulation.memory_case import Policy
 from gems.simulation.model_costs import ModelCosts
@@ -106,7 +106,10 @@ def search_under_policy(
     for rival in published_schedules(request):
         by_name = model.with_cut(rival.placement, partitioner.partition(rival).boundaries)
         tried.append(
-            (replace(last, schedule=replace(rival, name=CAPPED), method=rival.name), by_name)
+            (
+                replace(last, schedule=replace(rival, name=last.schedule.name), method=rival.name),
+                by_name,
+            )
         )
     kept_s = [_span(one.schedule, request, made) * made.unit_s for one, made in tried]
     config = policy.config
@@ -176,14 +179,14 @@ def _searched(
 
     Stop when the cut no longer changes.
     """
-    found = capped(request, [*rivals, *published_schedules(request)])
+    found = find_schedule(request, [*rivals, *published_schedules(request)])
     for _ in range(cuts):
         before = model
         model = _cut_for(found.schedule, request, model, share)
         if model is before:
             break
         request = replace(request, costs=model)
-        found = capped(request, [found.schedule, *published_schedules(request)])
+        found = find_schedule(request, [found.schedule, *published_schedules(request)])
     return found, model
 
 
@@ -200,7 +203,7 @@ def _fastest_on_each_placement(
     made = [*known, *published_schedules(request)]
     for name in names:
         with suppress(ConfigError):  # a cap that this placement cannot keep
-            made.append(capped(replace(short, placements=(name,))).schedule)
+            made.append(find_schedule(replace(short, placements=(name,))).schedule)
     fastest: dict[Placement, tuple[float, Schedule]] = {}
     for schedule in made:
         span = _span(schedule, request, model)

@@ -91,7 +91,7 @@ class Prediction:
         Shares (efficiency, bubble, bound, gap) are fractions of 1: useful compute over ranks x
         step, time in which a rank computes nothing, the largest efficiency for this placement under
         the cap (without one, under the peak that the schedule has; times without noise), and the
-        part of the bound that is missed. Of schedule=capped `bound` is that of `strips` strips on
+        part of the bound that is missed. Of a search, `bound` is that of `strips` strips on
         any placement, and `bound_any_strips` that of any number of them, with layers as fast as in
         these; null of others. Lists have an item a rank of one pipeline: replicas are alike. Sizes
         in bytes are null where cost.activation_bytes is not given. `time_unit` is "unit" if costs
@@ -201,16 +201,7 @@ def with_jitter(
     quiet = outcome.simulation
     if not noise:
         return quiet, (quiet.span, quiet.span)
-    steps = noisy_steps(
-        outcome.schedule,
-        outcome.costs,
-        outcome.network,
-        outcome.cap,
-        noise,
-        len(outcome.paces),
-        seed,
-        pace=outcome.paces[0],
-    )
+    steps = noisy_steps(outcome, noise, seed)
     return median_of(steps), interval_of(steps)
 
 

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 from itertools import product
 
-from gems.partition.dlplacer.devices import Devices, phases, simulate
+from gems.partition.dlplacer.devices import Devices
 from gems.profile.operator_graph import Op, OpGraph
 
 
@@ -92,9 +92,3 @@ def phase_s(
         op = graph.ops[v]
         end[v] = free[places[v]] = begin + (op.forward_s if is_forward else op.backward_s)
     return max(end)
-
-
-def played(graph: OpGraph, devices: Devices, places: tuple[int, ...]) -> float:
-    """Return the step of a placement with operators in the graph's own order."""
-    sequences = [phase.with_messages(places, phase.order) for phase in phases(graph)]
-    return simulate(graph, devices, places, sequences).span_s

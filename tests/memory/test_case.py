@@ -9,7 +9,7 @@ import pytest
 from gems.memory.case import MemoryCase, exposures
 from gems.memory.plan import Choice, MemoryPlan, Segment
 from gems.profile import LayerProfile
-from gems.schedule.families.layer_parallel import layer_parallel
+from gems.schedule.families.one_f_one_b import layer_parallel
 from gems.schedule.registry import Request
 from tests.helpers.profiles import profile
 

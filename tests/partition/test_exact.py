@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,11 +11,9 @@ import pytest
 from gems.config.constraints import check_boundaries
 from gems.partition.even import even
 from gems.partition.exact import solve
-from gems.partition.heuristics import block_partition, pipedream
-from gems.partition.mcap import mcap
 from gems.partition.problem import InfeasibleError, Problem
 from gems.partition.solvers import paired, relaxed, several
-from gems.profile.spans import Spans, Table
+from gems.profile.spans import Table
 from tests.helpers.problems import (
     MOST,
     PLACEMENTS,
@@ -26,7 +23,6 @@ from tests.helpers.problems import (
     memory_problem,
     random_problem,
 )
-from tests.helpers.profiles import random_profile
 
 EXACT = 1e-11  # sums of several tables may come in another order
 
@@ -175,42 +171,3 @@ class TestLarge:
             assert found.bound <= found.cost
             assert found.cost <= problem.cost(even(160, problem.num_stages))
             assert found.is_optimal == (found.gap == 0.0)
-
-
-class TestPeers:
-    def test_none_is_below_ours(self) -> None:
-        """With the peak bytes of the framework as it is for mCAP, and layers' bytes or times for the others."""
-        times_better = 0
-        for seed in range(12):
-            for placement, ranks in (("chain", 4), ("v", 2), ("looped", 2)):
-                profile = random_profile(14, seed, 0.85)
-                problem = memory_problem(placement, ranks, 14, seed, 0.85)
-                num_stages = problem.num_stages
-                layers = profile.layers
-
-                def measure(boundaries: tuple[int, ...], problem: Problem = problem) -> list[float]:
-                    table = problem.ranks[0].moments[0][0]()
-                    return [float(table[span]) for span in itertools.pairwise(boundaries)]
-
-                peers = [
-                    even(14, num_stages),
-                    mcap(measure, 14, num_stages),
-                    block_partition(
-                        [layer.stash_bytes + 2 * layer.param_bytes for layer in layers], num_stages
-                    ),
-                    block_partition([layer.time_s for layer in layers], num_stages),
-                    pipedream(
-                        [layer.time_s for layer in layers],
-                        Spans(profile).boundary_bytes(),
-                        num_stages,
-                        1e3,
-                    ),
-                ]
-                ours = solve(problem)
-                assert ours.is_optimal
-                for peer in peers:
-                    assert ours.cost <= problem.cost(check_boundaries(peer, 14, num_stages)) * (
-                        1 + EXACT
-                    )
-                times_better += ours.cost < min(map(problem.cost, peers))
-        assert times_better > 20

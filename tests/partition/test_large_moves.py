@@ -10,7 +10,7 @@ import pytest
 
 from gems.partition.even import even
 from gems.partition.solvers.paired import improve
-from gems.partition.solvers.relaxed import Relaxation, Shaker, _on_simplex, resettle, runs_of
+from gems.partition.solvers.relaxed import Relaxation, Shaker, resettle
 from tests.helpers.problems import (
     PLACEMENTS,
     every_cut,
@@ -55,29 +55,7 @@ class TestBounds:
         assert shaker.cost == problem.cost(shaker.best) <= problem.cost(start)
 
 
-def test_the_nearest_point_of_a_simplex() -> None:
-    chosen = np.array([True, True, True, False])
-    for values, expected in (
-        ([0.2, 0.3, 0.5, 9.0], [0.2, 0.3, 0.5]),
-        ([1.2, 0.3, -0.5, 9.0], [0.95, 0.05, 0.0]),
-        ([5.0, 0.0, 0.0, 9.0], [1.0, 0.0, 0.0]),
-    ):
-        assert _on_simplex(np.array(values), chosen)[:3].tolist() == pytest.approx(expected)
-
-
 class TestMoves:
-    @pytest.mark.parametrize(
-        ("placement", "expected"),
-        [
-            ("chain", [(0, 3)]),
-            ("looped", [(0, 3), (1, 4), (2, 5), (3, 6)]),
-            ("v", [(0, 3), (3, 6)]),
-            ("wave", [(0, 3), (3, 6), (6, 9), (9, 12)]),
-        ],
-    )
-    def test_runs_on_different_ranks(self, placement: str, expected: list[tuple[int, int]]) -> None:
-        assert runs_of(memory_problem(placement, 3, 14)) == expected
-
     @pytest.mark.parametrize("placement", PLACEMENTS)
     @pytest.mark.parametrize("search", [improve, resettle])
     def test_no_move_is_for_the_worse(self, placement: str, search: object) -> None:

@@ -9,31 +9,10 @@ import pytest
 
 from gems.partition.even import even
 from gems.partition.solvers import paired
-from gems.partition.solvers.paired import Pairs, furthest, nearest, partition_pairs
-from gems.partition.solvers.tables import expand, minorant
-from tests.helpers.problems import every_cut, least, memory_problem, random_problem, random_table
+from gems.partition.solvers.paired import Pairs, partition_pairs
+from tests.helpers.problems import every_cut, least, memory_problem, random_problem
 
 PAIRED = ("bidirectional", "v", "odd")
-
-
-def test_searches_by_halves() -> None:
-    rng = np.random.default_rng(0)
-    low = minorant(random_table(rng, 9))
-    for _ in range(300):
-        first, last = sorted(int(x) for x in rng.integers(0, 10, size=2))
-        room = float(rng.uniform(0.0, 1.2) * low[np.isfinite(low)].max())
-        columns = [c for c in range(first, last + 1) if low[first, c] <= room]
-        rows = [r for r in range(first, last + 1) if low[r, last] <= room]
-        one = [np.array([x]) for x in (first, last)]
-        at = np.array([room])
-        assert furthest(low, one[0], one[0], one[1], at) == (max(columns) if columns else first - 1)
-        assert nearest(low, one[1], one[0], one[1], at) == (min(rows) if rows else last + 1)
-
-
-def test_expand_lists_every_member() -> None:
-    which, value = expand(np.array([3, 5, 9]), np.array([4, 4, 9]))
-    assert which.tolist() == [0, 0, 2]
-    assert value.tolist() == [3, 4, 9]
 
 
 @pytest.mark.parametrize("placement", PAIRED)

@@ -13,7 +13,7 @@ from gems.config.schema import DataConfig, MachineConfig, ModelConfig
 from gems.errors import ConfigError
 from gems.profile import LayerProfile, ModelProfile
 from gems.profile.hdf5 import read_profile, write_profile
-from gems.profile.model_profile import PAIRS, SIZES, STORAGES, TIMES, stash_of
+from gems.profile.model_profile import SIZES, STORAGES, TIMES, stash_of
 from gems.profile.profilers.fake import fake_profile
 from gems.profile.scaling import extrapolate
 from tests.helpers.profiled import fake_chain, skipping
@@ -145,8 +145,7 @@ class TestHdf5:
     def test_every_column_says_what_it_is(self, tmp_path: Path) -> None:
         with h5py.File(tmp_path / "trace.h5", "w") as file:
             write_profile(file.create_group("profile"), fake_chain(skipping()))
-            tables = {f"{name}_by" for name in STORAGES}
-            assert set(file["profile"]) == set(LayerProfile.__dataclass_fields__) | tables
+            assert set(file["profile"]) == set(LayerProfile.__dataclass_fields__)
             for dataset in file["profile"].values():
                 assert dataset.attrs["units"] and dataset.attrs["long_name"]
             assert file["profile/stash_bytes"].attrs["units"] == "byte"
@@ -158,7 +157,3 @@ class TestHdf5:
             file["profile"].attrs["schema"] = "gems.profile/9"
             with pytest.raises(ConfigError, match=r"gems\.profile/1, not gems\.profile/9"):
                 read_profile(file["profile"])
-
-    def test_the_columns_are_the_fields(self) -> None:
-        columns = {*TIMES, *SIZES, *PAIRS, *STORAGES}
-        assert columns | {"name", "kind"} == set(LayerProfile.__dataclass_fields__)

@@ -32,16 +32,16 @@ from gems.profile.strip_profile import STRIP_SHARES
 from gems.profile.subject import Subject
 from tests.helpers.processes import python
 
+PLAIN = RunSpec(
+    model=ModelConfig(depth=8, norm="none"),
+    data=DataConfig(name="synthetic", height_px=32, width_px=32, train_samples=64),
+    parallel=ParallelConfig(micro_batch_size=2),
+    machine=MachineConfig(device="cpu"),
+)
+
 
 def spec_of(**changes: object) -> RunSpec:
-    data = DataConfig(name="synthetic", height_px=32, width_px=32, train_samples=64)
-    plain = RunSpec(
-        model=ModelConfig(depth=8, norm="none"),
-        data=data,
-        parallel=ParallelConfig(micro_batch_size=2),
-        machine=MachineConfig(device="cpu"),
-    )
-    return resolve(replace(plain, **changes))
+    return resolve(replace(PLAIN, **changes))
 
 
 @pytest.fixture(scope="module")
@@ -71,20 +71,19 @@ class TestFile:
     def test_it_gives_what_was_written(self, path: Path, profile: ModelProfile) -> None:
         assert profile_of(Subject.of(with_path(path))) == profile
 
-    def test_another_resolution(self, path: Path) -> None:
-        data = DataConfig(name="synthetic", height_px=64, width_px=32, train_samples=64)
-        assert "data.height_px=32 instead of 64" in refusal(with_path(path, data=data))
-
-    def test_another_model_of_as_many_layers(self, path: Path) -> None:
-        assert "model.width=16 instead of 8" in refusal(
-            with_path(path, model=ModelConfig(depth=8, width=8))
-        )
-
-    def test_another_micro_batch(self, path: Path) -> None:
-        parallel = ParallelConfig(micro_batch_size=4)
-        assert "parallel.micro_batch_size=2 instead of 4" in refusal(
-            with_path(path, parallel=parallel)
-        )
+    @pytest.mark.parametrize(
+        ("section", "changed", "said"),
+        [
+            ("data", {"height_px": 64}, "data.height_px=32 instead of 64"),
+            ("model", {"norm": "batch", "width": 8}, "model.width=16 instead of 8"),
+            ("parallel", {"micro_batch_size": 4}, "micro_batch_size=2 instead of 4"),
+        ],
+    )
+    def test_of_another_run(
+        self, path: Path, section: str, changed: dict[str, Any], said: str
+    ) -> None:
+        given = replace(getattr(PLAIN, section), **changed)
+        assert said in refusal(with_path(path, **{section: given}))
 
     def test_another_torch(self, path: Path) -> None:
         document = json.loads(path.read_text())

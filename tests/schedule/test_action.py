@@ -16,8 +16,6 @@ from gems.schedule.action import (
     WAIT_KINDS,
     Action,
     Kind,
-    backward,
-    forward,
 )
 
 COUNTS = st.integers(0, 2000)
@@ -55,12 +53,6 @@ def test_text_goes_round(action: Action) -> None:
     assert Action.parse(str(action)) == action
 
 
-@given(st.lists(ACTIONS, min_size=2, max_size=2, unique=True))
-@settings(max_examples=200, deadline=None, derandomize=True)
-def test_different_actions_have_different_texts(pair: list[Action]) -> None:
-    assert str(pair[0]) != str(pair[1])
-
-
 @pytest.mark.parametrize(
     "text", ["", "F5", "2", "2F5/", "2F-1", "-2F5", "2.F5", "2F5 3F5", "2f5", "2F5.1", "2F1/x"]
 )
@@ -88,8 +80,3 @@ def test_kinds_fall_into_classes() -> None:
     ]
     assert frozenset().union(*classes) == frozenset(Kind)
     assert sum(map(len, classes)) == len(Kind)
-
-
-def test_builders() -> None:
-    assert forward(2, 5, 1) == Action.parse("2F5/1")
-    assert backward(0, 7) == Action.parse("0B7")

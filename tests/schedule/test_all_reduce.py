@@ -74,10 +74,6 @@ class TestClosedForms:
                 form(SHARED, group, sizes[name]).time for form in (ring, hierarchical, trees)
             )
 
-    def test_trees_grow_by_the_logarithm_of_the_nodes(self) -> None:
-        times = [trees(SHARED, range(4 * nodes), 1.0).time for nodes in (64, 128, 256)]
-        assert times[1] - times[0] == pytest.approx(2 * 3) == times[2] - times[1]
-
     def test_nobody_to_sum_with(self) -> None:
         assert all_reduce(NODES, (3,), 1e6).time == 0.0
 
@@ -98,16 +94,6 @@ class TestOverlap:
         alone = simulate(made, gems_costs(num_ranks, 0.0)).span
         exposed = max(max(0.0, reduce - i * b) for i in range(num_ranks // 2))
         assert simulate(made, gems_costs(num_ranks, reduce)).span == pytest.approx(alone + exposed)
-
-    def test_the_inner_pairs_hide_what_the_outer_ones_cannot(self) -> None:
-        made = lower(generate("gems_master", 8, 4))
-        b = 2.0
-        alone = simulate(made, gems_costs(8, 0.0)).span
-        for i in range(4):
-            costs = gems_costs(8, 0.0)
-            mine = tuple(7.0 if stage == i else 0.0 for stage in range(8))
-            span = simulate(made, replace(costs, reduce=mine)).span
-            assert span == pytest.approx(alone + max(0.0, 7.0 - i * b))
 
 
 class TestSharedLinks:

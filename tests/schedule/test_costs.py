@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from gems.schedule.action import Action
-from gems.schedule.costs import DepthCosts, Network, StageCosts, uniform
+from gems.schedule.costs import DepthCosts, StageCosts, uniform
 from gems.schedule.strips import strip_costs
 
 
@@ -74,18 +72,3 @@ def test_time_of_each_action() -> None:
         "0SEND_F0",
     ]
     assert [costs.time(Action.parse(word)) for word in words] == [1, 2, 4, 6, 8, 16, 16, 32, 64, 0]
-
-
-def test_what_is_held_for_the_weights_may_be_less() -> None:
-    assert replace(uniform(2, 2), held_for_weights=(0.5, 0.25)).held_for_weights == (0.5, 0.25)
-
-
-def test_messages_take_their_latency_and_their_bytes() -> None:
-    network = Network(latency=2.0, per_byte=0.5)
-    assert network.delay(0, 1, 10) == 7.0
-
-
-def test_a_node_has_links_of_its_own() -> None:
-    network = Network(2.0, 0.5, ranks_per_node=2, node_latency=1.0, node_per_byte=0.25)
-    assert network.delay(0, 1, 4) == network.delay(3, 2, 4) == 2.0
-    assert network.delay(1, 2, 4) == 4.0

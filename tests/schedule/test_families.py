@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import ModuleType, SimpleNamespace
-
 import pytest
 
 from gems.schedule import FAMILIES, generate, published
@@ -11,7 +9,7 @@ from gems.schedule.families.given_placement import forward_only
 from gems.schedule.lower import lower
 from gems.schedule.placement import Placement, bidirectional, linear
 from gems.schedule.validate import validate
-from tests.helpers.drawings import drawn, lines, play, played_rows, text_of, uniform_cost
+from tests.helpers.drawings import drawn, lines, play, played_rows, uniform_cost
 
 PICTURES = [
     (
@@ -95,34 +93,6 @@ def test_pictures(name: str, n: int, parts: int, picture: str) -> None:
         assert played_rows(schedule, play(schedule, uniform_cost(1, 2))) == expected
 
 
-@pytest.mark.parametrize("n", [8, 13])
-@pytest.mark.parametrize("p", [2, 4, 5, 8])
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-def test_order_of_torch(schedules: ModuleType, name: str, p: int, n: int) -> None:
-    """Token for token as torch.distributed.pipelining, but for the last rank of its exported 1F1B.
-
-    That list starts at micro-batch 1 and names one that does not exist; torch itself runs from a
-    loop.
-    """
-    cls = {"gpipe": schedules.ScheduleGPipe, "1f1b": schedules.Schedule1F1B}[name]
-    if not hasattr(cls, "_get_pipeline_order"):
-        pytest.skip("this torch exports no order")
-    order = cls._get_pipeline_order(SimpleNamespace(_num_stages=p, _n_microbatches=n))
-    kinds = (schedules._ComputationType.FORWARD, schedules._ComputationType.FULL_BACKWARD)
-    theirs = [
-        " ".join(
-            str(action)
-            for action in order[rank]
-            if action is not None and action.computation_type in kinds
-        )
-        for rank in range(p)
-    ]
-    ours = text_of(generate(name, p, n))
-    compared = p - 1 if name == "1f1b" else p
-    assert ours[:compared] == theirs[:compared]
-    assert ours[-1].startswith(f"{p - 1}F0 ")
-
-
 def counts_of(name: str, p: int) -> list[tuple[int, int]]:
     """Return some (micro-batches, parts) that the family serves on `p` ranks."""
     if name == "dualpipe_v":
@@ -166,25 +136,6 @@ def test_many_ranks(name: str) -> None:
     p, n = (17, 34) if name == "dualpipe_v" else (128, 4)
     made = generate(name, p, n, 2)
     validate(made)
-
-
-@pytest.mark.parametrize("name", ["layer_parallel", "gpipe", "1f1b"])
-@pytest.mark.parametrize("p", [1, 3])
-def test_one_micro_batch(name: str, p: int) -> None:
-    assert text_of(generate(name, p, 1)) == [f"{stage}F0 {stage}B0" for stage in range(p)]
-
-
-def test_gems_runs_take_turns_in_direction() -> None:
-    made = generate("gems_master", 3, 12, 3)
-    assert [made.directions()[m] for m in range(12)] == [0, 0, 0, 1, 1, 1] * 2
-
-
-def test_gems_of_odd_ranks_in_words() -> None:
-    assert text_of(generate("gems_mast", 3, 2)) == lines("""
-        0F0 0B0 2F1/1 2B1/1
-        1F0 1B0 1F1/1 1B1/1
-        2F0 2B0 0F1/1 0B1/1
-    """)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -61,41 +60,3 @@ def test_zb_v_has_the_order_of_torch_but_for_weight_gradients(
 @pytest.mark.parametrize(("p", "n"), SIZES)
 def test_dualpipe_v_is_in_the_order_of_torch(schedules: ModuleType, p: int, n: int) -> None:
     assert ours(generate("dualpipe_v", p, n)) == theirs(schedules, "ScheduleDualPipeV", p, n)
-
-
-@pytest.mark.parametrize(("p", "n"), [*SIZES, (5, 13)])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "gpipe",
-        "1f1b",
-        "interleaved_1f1b",
-        "looped_bfs",
-        "group_interleaved",
-        "zb_h1",
-        "zb_h2",
-        "zb_v",
-        "v_half",
-        "v_min",
-        "dualpipe_v",
-    ],
-)
-def test_torch_accepts(schedules: ModuleType, name: str, p: int, n: int) -> None:
-    made = generate(name, p, n)
-    kinds = schedules._ComputationType
-    words = {
-        Kind.F: kinds.FORWARD,
-        Kind.B: kinds.FULL_BACKWARD,
-        Kind.I: kinds.BACKWARD_INPUT,
-        Kind.W: kinds.BACKWARD_WEIGHT,
-    }
-    orders: dict[int, Any] = {
-        rank: [schedules._Action(a.stage, words[a.kind], a.micro_batch) for a in row]
-        for rank, row in enumerate(made.rank_schedules)
-    }
-    homes = schedules._validate_schedule(orders, p, made.num_stages, n)
-    assert homes == dict(enumerate(made.placement.ranks[0]))
-    with_messages = schedules._add_send_recv(orders, homes.__getitem__, made.num_stages)
-    played = schedules._simulate_comms_compute(with_messages, homes.__getitem__, made.num_stages)
-    counts = {rank: sum(a is not None for a in row) for rank, row in played.items()}
-    assert counts == {rank: len(row) for rank, row in with_messages.items()}

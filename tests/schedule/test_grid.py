@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gems.schedule import generate, published
 from gems.schedule.action import Kind
@@ -13,22 +11,6 @@ from gems.schedule.lower import lower
 from gems.schedule.placement import linear
 from gems.schedule.schedule import Schedule
 from tests.helpers.drawings import drawn, play, played_rows, uniform_cost, with_rows
-
-GEMS_MASTER_4_RANKS_4_MICRO_BATCHES = (
-    "rank    0 | F0 .. .. .. .. .. .. .. .. .. B0 -- f1 b1 -- F2 .. .. .. .. .. "
-    ".. .. .. .. .. .. .. B2 -- f3 b3 -- .. .. .. .. .. ..\n"
-    "rank    1 | .. F0 .. .. .. .. .. .. B0 -- f1 .. .. .. .. b1 -- F2 .. .. .. "
-    ".. .. .. .. .. B2 -- f3 .. .. .. .. b3 -- .. .. .. ..\n"
-    "rank    2 | .. .. F0 .. .. .. B0 -- f1 .. .. .. .. .. .. .. .. b1 -- F2 .. "
-    ".. .. .. B2 -- f3 .. .. .. .. .. .. .. .. b3 -- .. ..\n"
-    "rank    3 | .. .. .. F0 B0 -- f1 .. .. .. .. .. .. .. .. .. .. .. .. b1 -- "
-    "F2 B2 -- f3 .. .. .. .. .. .. .. .. .. .. .. .. b3 --"
-)
-
-
-def test_golden() -> None:
-    made = generate("gems_master", 4, 4)
-    assert grid(made, play(made, uniform_cost(1, 2))) == GEMS_MASTER_4_RANKS_4_MICRO_BATCHES
 
 
 @pytest.mark.parametrize("name", published())
@@ -56,31 +38,6 @@ def test_a_long_step_is_cut_and_says_so() -> None:
     text = grid(made, play(made, uniform_cost(1, 2))).splitlines()
     assert text[-1] == f"({768 - MAX_COLUMNS} more columns)"
     assert {len(line.split("|")[1].split()) for line in text[:-1]} == {MAX_COLUMNS}
-
-
-def test_a_small_unit_makes_no_huge_drawing() -> None:
-    made = generate("gpipe", 2, 1)
-    text = grid(made, play(made, uniform_cost(1e-9, 1.0)), unit=1e-9)
-    assert len(text) < 2 * 4 * MAX_COLUMNS and "more columns" in text
-
-
-@given(
-    st.sampled_from(sorted(published())),
-    st.integers(1, 5),
-    st.floats(0.05, 20),
-    st.floats(0.05, 20),
-    st.floats(0, 5),
-)
-@settings(max_examples=100, deadline=None, derandomize=True)
-def test_lines_are_of_one_length(name: str, p: int, f: float, b: float, link: float) -> None:
-    made = generate(name, p, 12, 2)
-    text = [
-        line
-        for line in grid(made, play(made, uniform_cost(f, b), link), min(f, b)).splitlines()
-        if "|" in line
-    ]
-    assert len(text) == p
-    assert len({len(line) for line in text}) == 1
 
 
 def test_the_stages_of_a_rank_have_letters() -> None:

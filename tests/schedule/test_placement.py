@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gems.schedule.placement import Placement, bidirectional, linear, looped, v, wave
+from gems.schedule.placement import bidirectional, linear, looped, v, wave
 
 RANKS = [1, 2, 3, 4, 5, 8]
 
@@ -40,12 +40,6 @@ def test_bidirectional_mirrors(num_ranks: int) -> None:
         assert placement.peers_of(rank) == tuple(sorted({rank, mirror}))
 
 
-def test_odd_middle_rank_holds_both_copies_of_one_stage() -> None:
-    placement = bidirectional(5)
-    assert placement.stages_on(2) == ((0, 2), (1, 2))
-    assert placement.peers_of(2) == (2,)
-
-
 @pytest.mark.parametrize("num_replicas", [1, 2, 3])
 @pytest.mark.parametrize("num_ranks", RANKS)
 def test_reduce_group_is_the_pair_group_of_gems(num_ranks: int, num_replicas: int) -> None:
@@ -57,22 +51,6 @@ def test_reduce_group_is_the_pair_group_of_gems(num_ranks: int, num_replicas: in
         assert linear(num_ranks).reduce_group(rank, num_replicas) == tuple(
             d * num_ranks + rank for d in range(num_replicas)
         )
-
-
-@pytest.mark.parametrize("placement", [linear(6), bidirectional(6), bidirectional(7)])
-def test_reduce_groups_cut_the_world_into_parts(placement: Placement) -> None:
-    groups = {placement.reduce_group(rank, 3) for rank in range(placement.num_ranks)}
-    assert sorted(rank for group in groups for rank in group) == list(
-        range(3 * placement.num_ranks)
-    )
-
-
-def test_several_stages_on_one_rank() -> None:
-    placement = Placement(2, ((0, 1, 1, 0),))
-    assert placement.num_stages == 4
-    assert placement.stages_on(0) == ((0, 0), (0, 3))
-    assert placement.stages_on(1) == ((0, 1), (0, 2))
-    assert placement.lowest_stage(1) == 1
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3, 4])

@@ -6,7 +6,7 @@ The validator accepts exactly those that an independent reading of the rules doe
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 
@@ -58,8 +58,8 @@ def bases() -> list[Schedule]:
 Rows = list[list[Action]]
 
 
-def runs_to_its_end(schedule: Schedule) -> bool:
-    """Simulate the lists by the rules of the design alone, without the code under test.
+class Player:
+    """Run the lists by the rules of the design alone, without the code under test.
 
     Posting is free. A forward or backward waits until its own activations are there (by its
     forward, or where these are in the list by the recomputation or the copy back), and until the
@@ -67,64 +67,61 @@ def runs_to_its_end(schedule: Schedule) -> bool:
     both posted. A send needs its result. The reduction waits for all ranks that hold the same
     stages.
     """
-    stages = schedule.placement.ranks
-    last = len(stages[0]) - 1
-    at = [0] * schedule.placement.num_ranks
-    done: set[tuple[str, int, int | None, int]] = set()
-    listed = {
-        (a.kind.value, a.stage, a.micro_batch, a.direction)
-        for row in schedule.rank_schedules
-        for a in row
-    }
 
-    def is_ready(action: Action, rank: int) -> bool:
-        kind = action.kind.value
-        stage = action.stage
-        m = action.micro_batch
-        way = action.direction
+    def __init__(self, schedule: Schedule) -> None:
+        self.rank_schedules = schedule.rank_schedules
+        self.stages = schedule.placement.ranks
+        self.at = [0] * schedule.placement.num_ranks
+        self.done: set[tuple[str, int, int | None, int]] = set()
+        self.listed = {
+            (a.kind.value, a.stage, a.micro_batch, a.direction)
+            for row in self.rank_schedules
+            for a in row
+        }
+
+    def runs_to_its_end(self) -> bool:
+        moved = True
+        while moved:
+            moved = False
+            for rank, row in enumerate(self.rank_schedules):
+                while self.at[rank] < len(row) and self.is_ready(row[self.at[rank]], rank):
+                    action = row[self.at[rank]]
+                    self.done.add((action.kind.value, *action[1:4]))
+                    self.at[rank] += 1
+                    moved = True
+        return self.at == [len(row) for row in self.rank_schedules]
+
+    def is_ready(self, action: Action, rank: int) -> bool:
+        kind, stage, *place = action.kind.value, *action[1:4]
         if kind.startswith("RECV") or kind in ("STEP", "START_REDUCE"):
             return True
         if kind.startswith("SEND"):
-            return not done.isdisjoint(
-                {(made, stage, m, way) for made in ("F" if kind[-1] == "F" else "BI")}
-            )
+            return self.is_made("F" if kind[-1] == "F" else "BI", stage, *place)
         if kind == "REDUCE_GRAD":
-            mine = {s for row in stages for s, r in enumerate(row) if r == rank}
-            peers = {r for row in stages for s, r in enumerate(row) if s in mine}
+            mine = {s for row in self.stages for s, r in enumerate(row) if r == rank}
+            peers = {r for row in self.stages for s, r in enumerate(row) if s in mine}
             return all(
-                any(
-                    str(a.kind) == "REDUCE_GRAD"
-                    for a in schedule.rank_schedules[peer][: at[peer] + 1]
-                )
+                any(str(a.kind) == kind for a in self.rank_schedules[peer][: self.at[peer] + 1])
                 for peer in peers
             )
         before = {"W": "I", "R": "F", "OFFLOAD": "F", "PREFETCH": "OFFLOAD"}.get(kind)
         if before is not None:
-            return (before, stage, m, way) in done
-        other = stage - 1 if kind == "F" else stage + 1
+            return self.is_made([before], stage, *place)
         if kind in "BI":
-            brought = next((k for k in ("R", "PREFETCH") if (k, stage, m, way) in listed), "F")
-            if (brought, stage, m, way) not in done:
+            again = (k for k in ("R", "PREFETCH") if (k, stage, *place) in self.listed)
+            if not self.is_made([next(again, "F")], stage, *place):
                 return False
-        if not 0 <= other <= last:
+        other = stage - 1 if kind == "F" else stage + 1
+        ranks = self.stages[action.direction]
+        if not 0 <= other < len(ranks):
             return True
-        if stages[way][other] == rank:
-            return not done.isdisjoint(
-                {(made, other, m, way) for made in ("F" if kind == "F" else "BI")}
-            )
+        if ranks[other] == rank:
+            return self.is_made("F" if kind == "F" else "BI", other, *place)
         sent = "F" if kind == "F" else "B"
-        return {(f"SEND_{sent}", other, m, way), (f"RECV_{sent}", stage, m, way)} <= done
+        return {(f"SEND_{sent}", other, *place), (f"RECV_{sent}", stage, *place)} <= self.done
 
-    moved = True
-    while moved:
-        moved = False
-        for rank, row in enumerate(schedule.rank_schedules):
-            while at[rank] < len(row) and is_ready(row[at[rank]], rank):
-                action = row[at[rank]]
-                done.add((action.kind.value, action.stage, action.micro_batch, action.direction))
-                at[rank] += 1
-                moved = True
-    return at == [len(row) for row in schedule.rank_schedules]
+    def is_made(self, kinds: Iterable[str], *place: int | None) -> bool:
+        return any((kind, *place) in self.done for kind in kinds)
 
 
 def is_in_order_at_the_end(row: tuple[Action, ...]) -> bool:
@@ -177,8 +174,8 @@ def is_valid(edited: Schedule, base: Schedule) -> bool:
         return False
     if not all(map(starts_sums_of_what_is_done, edited.rank_schedules)):
         return False
-    return all(map(keeps_the_order_of_micro_batches, edited.rank_schedules)) and runs_to_its_end(
-        edited
+    return (
+        all(map(keeps_the_order_of_micro_batches, edited.rows)) and Player(edited).runs_to_its_end()
     )
 
 

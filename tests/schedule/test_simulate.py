@@ -9,7 +9,7 @@ import pytest
 
 from gems.errors import ScheduleError
 from gems.schedule import generate, published
-from gems.schedule.action import COMPUTE_KINDS, RECV_KINDS, Action, Kind
+from gems.schedule.action import Action, Kind
 from gems.schedule.costs import uniform
 from gems.schedule.dependencies import dependencies, transfers_after
 from gems.schedule.ledger import peaks
@@ -127,28 +127,6 @@ def test_a_receive_posted_late_makes_the_data_late(receives_ahead: int, start: f
     schedule = add_transfers(generate("gpipe", 2, 2), receives_ahead=receives_ahead)
     played = play(schedule, lambda action: 10.0 if str(action) == "1F0" else 1.0, link=0.5)
     assert played.start[1][schedule.rank_schedules[1].index(Action(Kind.F, 1, 1))] == start
-
-
-@pytest.mark.parametrize("name", published())
-def test_nothing_starts_before_its_data(name: str) -> None:
-    """For each compute action of the lowered list, by the ends of what it needs."""
-    schedule = lower(generate(name, 4, 8, 4))
-    played = play(schedule, lambda action: 1 + len(str(action)) % 3, link=0.25)
-    end = {
-        action: at
-        for row, ends in zip(schedule.rank_schedules, played.end, strict=True)
-        for action, at in zip(row, ends, strict=True)
-    }
-    for row, starts, ends in zip(schedule.rank_schedules, played.start, played.end, strict=True):
-        last_end = 0.0
-        for action, at, until in zip(row, starts, ends, strict=True):
-            if action.kind in COMPUTE_KINDS:
-                assert at >= last_end, "a rank computes one thing at a time"
-                assert all(at >= end[need] for need in dependencies(action, schedule))
-                last_end = until
-            elif action.kind in RECV_KINDS:
-                (send,) = dependencies(action, schedule)
-                assert until == end[send] >= at
 
 
 def test_busy_and_efficiency() -> None:

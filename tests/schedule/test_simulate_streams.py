@@ -9,8 +9,8 @@ import pytest
 from gems.errors import ScheduleError
 from gems.schedule import generate
 from gems.schedule.action import Action
-from gems.schedule.costs import Network, StageCosts, uniform
-from gems.schedule.lower import add_transfers, lower
+from gems.schedule.costs import Network, StageCosts
+from gems.schedule.lower import lower
 from gems.schedule.placement import Placement, linear
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import Simulation, simulate
@@ -234,28 +234,6 @@ def test_what_is_held_between_the_two_halves_of_a_backward() -> None:
     assert simulate(made, costs_of(1)).peak == (4.0,)
     with pytest.raises(ScheduleError, match="0F1: brings 1 to 1 held"):
         simulate(made, costs_of(1), cap=1.75)
-
-
-@pytest.mark.parametrize(
-    "name", ["gpipe", "1f1b", "gems_master", "interleaved_1f1b", "zb_h1", "zb_v", "chimera"]
-)
-@pytest.mark.parametrize("num_ranks", [2, 4, 6])
-def test_rendezvous_never_deadlocks_a_lowered_list(name: str, num_ranks: int) -> None:
-    """Send complete only against posted receives, and no receive is matched by its place.
-
-    Tags tell them apart.
-    Whatever the receives' lead, the validator's play comes to its end, and takes no longer with an
-    earlier posting.
-    """
-    made = generate(name, num_ranks, 2 * num_ranks, 2)
-    costs = uniform(num_ranks, made.num_stages)
-    network = Network(latency=0.5)
-    spans = []
-    for receives_ahead in (0, 1, 2, 1000):
-        lowered = validate(add_transfers(made, receives_ahead=receives_ahead))
-        spans.append(simulate(lowered, costs, network).span)
-    assert spans == sorted(spans, reverse=True)
-    assert spans[-1] == simulate(made, costs, network).span
 
 
 def test_receives_may_be_posted_in_any_order() -> None:

@@ -29,6 +29,7 @@ PLAIN = [
     "1f1b",
     "interleaved_1f1b",
     "looped_bfs",
+    "group_interleaved",
     "zb_h1",
     "zb_h2",
     "zb_v",

@@ -7,12 +7,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from gems.schedule import generate
+from gems.memory.case import PlanOutcome
+from gems.memory.plan import MemoryPlan
+from gems.schedule import Schedule, generate
 from gems.schedule.action import Action, Kind
-from gems.schedule.costs import FREE, uniform
+from gems.schedule.costs import FREE, StageCosts, uniform
 from gems.schedule.lower import lower
-from gems.schedule.simulate import Pace, simulate
+from gems.schedule.simulate import EVEN, Pace, simulate
 from gems.simulation.jitter import arrivals_of, interval_of, median_of, noisy_steps, slowdowns
+
+
+def outcome(schedule: Schedule, num_replicas: int, costs: StageCosts | None = None) -> PlanOutcome:
+    costs = costs or uniform(schedule.num_ranks, schedule.num_stages)
+    plan = MemoryPlan.keeping(())
+    return PlanOutcome(plan, schedule, costs, FREE, paces=(EVEN,) * num_replicas)
 
 
 def test_draws_have_their_moments() -> None:
@@ -28,12 +36,9 @@ def test_the_slowest_of_many_is_as_slow_as_the_largest_of_many_normals(num_repli
 
     The step is that of the largest z of all replicas.
     """
-    made = lower(generate("1f1b", 1, 4))
-    costs = uniform(1, 1)
+    made = outcome(lower(generate("1f1b", 1, 4)), num_replicas)
     noise = 0.02
-    drawn = [
-        step.span for step in noisy_steps(made, costs, FREE, None, noise, num_replicas, 0, 400)
-    ]
+    drawn = [step.span for step in noisy_steps(made, noise, 0, 400)]
     largest = np.random.default_rng(1).standard_normal((4000, num_replicas)).max(axis=1)
     error = noise * 12 * largest.std() / np.sqrt(400)
     assert np.mean(drawn) == pytest.approx(12 * (1 + noise * largest.mean()), abs=4 * error)
@@ -58,13 +63,13 @@ def test_one_simulated_replica_stands_for_all() -> None:
             for _ in range(16)
         ]
         spans.append(max(played.span for played in each) + 2.0)  # the outer pair is final last
-    drawn = [step.span for step in noisy_steps(made, costs, FREE, None, noise, 16, 0)]
+    drawn = [step.span for step in noisy_steps(outcome(made, 16, costs), noise, 0)]
     assert np.mean(drawn) == pytest.approx(np.mean(spans), rel=0.004)
 
 
 def test_reductions_of_a_replica_are_ready_one_before_the_other() -> None:
     made = lower(generate("gems_master", 4, 4))
-    ready = arrivals_of(made, uniform(4, 4), FREE, None, 0.01, np.random.default_rng(0))
+    ready = arrivals_of(outcome(made, 2), 0.01, np.random.default_rng(0))
     outer, inner = ready.reductions
     assert (outer, inner) == (Action(Kind.REDUCE_GRAD, 0), Action(Kind.REDUCE_GRAD, 1))
     end = simulate(made, uniform(4, 4)).span
@@ -75,11 +80,8 @@ def test_reductions_of_a_replica_are_ready_one_before_the_other() -> None:
 
 
 def test_steps_are_the_same_for_one_seed_and_their_interval_holds_the_median() -> None:
-    made = lower(generate("gems_master", 4, 4))
-    costs = uniform(4, 4)
-    once, again, other = (
-        noisy_steps(made, costs, FREE, None, 0.02, 8, seed, 20) for seed in (3, 3, 4)
-    )
+    made = outcome(lower(generate("gems_master", 4, 4)), 8)
+    once, again, other = (noisy_steps(made, 0.02, seed, 20) for seed in (3, 3, 4))
     assert once == again != other
     low, high = interval_of(once)
     assert low < median_of(once).span < high
@@ -87,5 +89,4 @@ def test_steps_are_the_same_for_one_seed_and_their_interval_holds_the_median() -
 
 
 def test_a_schedule_without_reductions_has_replicas_that_wait_for_nobody() -> None:
-    made = generate("gpipe", 2, 2)
-    assert len(noisy_steps(made, uniform(2, 2), FREE, None, 0.02, 4, 0, 5)) == 5
+    assert len(noisy_steps(outcome(generate("gpipe", 2, 2), 4), 0.02, 0, 5)) == 5

@@ -15,7 +15,7 @@ from gems.config.schema import MemoryConfig, ParallelConfig, RunSpec, ScheduleCo
 from gems.errors import ConfigError, DoesNotFitError
 from gems.plan.evaluate import evaluate
 from gems.schedule.families.published_schedules import published_schedules
-from gems.schedule.synthesis import capped
+from gems.schedule.synthesis import find_schedule
 from gems.simulation.build import model_request
 from gems.simulation.costs import RunCosts
 from gems.simulation.model_search import search_with_cut
@@ -28,7 +28,7 @@ def test_the_cut_for_the_schedule_is_never_slower(spec: RunSpec, seed: int) -> N
     model = costs_of(spec, made_up(seed))
     costs = RunCosts.of(replace(spec, schedule=replace(spec.schedule, activation_cap=1.5)))
     request = model_request(costs, model, spec.seed)
-    first = capped(request, published_schedules(request))
+    first = find_schedule(request, published_schedules(request))
     found, boundaries = search_with_cut(request, model)
     assert found.span <= first.span * (1 + 1e-9)
     assert max(found.peak) <= 1.5 + 1e-9

@@ -12,7 +12,7 @@ from gems.engine.transport.mpi import Transport, allgather
 from gems.engine.transport.polling import Waiter, WaitState
 from gems.schedule.action import Kind
 from gems.schedule.costs import uniform
-from gems.schedule.families.layer_parallel import layer_parallel
+from gems.schedule.families.one_f_one_b import layer_parallel
 from gems.schedule.lower import add_transfers
 from gems.schedule.registry import Request
 from gems.trace import DTYPES, KINDS

@@ -106,9 +106,7 @@ def device_counts(degrees: Sequence[int], most: int) -> tuple[int, ...]:
     )
 
 
-def plan_hybrid(
-    case: HybridCase, devices: Sequence[int], num_draws: int = NUM_DRAWS, seed: int = 0
-) -> HybridPlan:
+def plan_hybrid(case: HybridCase, devices: Sequence[int], seed: int = 0) -> HybridPlan:
     """Weigh all workers x degrees at each number of devices, with bands from the input intervals.
 
     Raises:
@@ -116,7 +114,7 @@ def plan_hybrid(
             at the last of them.
     """
     rng = np.random.default_rng(seed)
-    draws = [] if is_exact(case) else [drawn(case, rng) for _ in range(num_draws)]
+    draws = [] if is_exact(case) else [drawn(case, rng) for _ in range(NUM_DRAWS)]
     weighed = {count: _costs(case, count) for count in sorted(devices)}
     base = next(
         ((count // degree, degree) for count, (costs, _) in weighed.items() for degree in costs),

@@ -116,24 +116,12 @@ class HybridCase:
             self.step(workers, degree) * self.epochs.epochs(workers * self.worker_batch) / workers
         )
 
-    def threshold(self, workers: int, degree: int) -> float:
-        """Return the right side of the criterion.
-
-        N workers of M devices win if SU^M exceeds it.
-        """
-        many = workers * degree
-        efficiencies = self.efficiency(many, 1) / self.efficiency(workers, degree)
-        epochs = self.epochs.epochs(workers * self.worker_batch) / self.epochs.epochs(
-            many * self.worker_batch
-        )
-        return degree * efficiencies * epochs
-
     def gain(self, workers: int, degree: int) -> float:
         """Return the time of data parallelism over the time of N workers of M, on the same devices.
 
         Hybrid parallelism wins above 1.
         """
-        return self.speedup(degree) / self.threshold(workers, degree)
+        return self.cost(workers * degree, 1) / self.cost(workers, degree)
 
     def seconds(self, cost: float) -> float | None:
         """Return a cost in seconds.

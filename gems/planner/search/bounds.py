@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from gems.memory.model import Optimizer
 from gems.planner.search.candidate import KEEP, Candidate
 from gems.profile import ModelProfile
-from gems.schedule import CAPPED
 from gems.schedule.ledger import in_flight
 from gems.schedule.schedule import Schedule
 
@@ -170,7 +169,7 @@ def effort(one: Candidate, load: Load) -> float:
     A policy that works on segments or layers has more of them, and one that is searched goes
     through them often.
     """
-    if one.schedule == CAPPED:
+    if one.family.is_searched:
         return SEARCH_EFFORT
     pieces = {
         "": load.num_layers,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from gems.memory.registry import POLICIES
-from gems.schedule import CAPPED, FAMILIES, Family, Request, Terms
+from gems.schedule import FAMILIES, Family, Request, Terms
 
 KEEP = "keep"
 # Limits for slow candidates in ranks x micro-batches, and for `plan` in layers x micro-batches.
@@ -72,7 +72,7 @@ class Candidate:
         0: not slow, because the schedule follows from the counts alone. 1: the schedule depends on
         the times of the stages. 2: the policy takes seconds. 3: the schedule is searched.
         """
-        if self.schedule == CAPPED:
+        if self.family.is_searched:
             return 3
         if self.how in POLICIES[self.memory].slow_ways:
             return 2
@@ -112,7 +112,7 @@ class Candidate:
         words += [f"schedule.chunks={self.chunks}"] if self.chunks > 1 else []
         words += [f"schedule.activation_cap={self.cap:g}"] if self.cap is not None else []
         words += [f"memory.recompute={self.how}"] if self.how else []
-        is_cut = bool(boundaries) and self.schedule != CAPPED  # a search also finds the cut
+        is_cut = bool(boundaries) and not self.family.is_searched  # a search also finds the cut
         words += [f"parallel.boundaries=[{','.join(map(str, boundaries))}]"] if is_cut else []
         return tuple(words)
 
@@ -168,7 +168,7 @@ def _is_asked(one: Candidate, num_layers: int) -> bool:
 
     A searched schedule is only evaluated with all activations kept.
     """
-    if one.schedule == CAPPED:
+    if one.family.is_searched:
         return one.memory == KEEP
     if one.memory == "plan" and num_layers * one.micro_batches > MAX_PLANNED:
         return False

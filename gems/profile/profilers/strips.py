@@ -8,7 +8,7 @@ parallel.boundaries, and prints its strip profile.
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -137,14 +137,7 @@ class _Strips:
 
         `flags` are those of the previous strip.
         """
-        inputs = [
-            (
-                None
-                if each.ends is None and not self._is_last(strip)
-                else torch.empty(each.strip_shape(strip), dtype=each.dtype)
-            )
-            for each in self._takes
-        ]
+        inputs = self._inputs(strip)
         shapes = self._form.carries(strip - 1) if strip else ()
         carried = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
         static = set(self._form.static_carries(strip - 1)) if strip else set[int]()
@@ -169,33 +162,16 @@ class _Strips:
             size for name, size in made.by_loss.items() if name not in unsaved | saved.keys()
         )
         outputs, carries = ({storage_of(each) for each in some} for some in (made.outputs, own))
-        waiting = sum(
-            each.untyped_storage().nbytes()
-            for each in (made.outputs if self._loss and not self._is_last(strip) else ())
-            if storage_of(each) not in saved
+        sizes = self._boundary_sizes(
+            made, given, is_loss_ahead=not self._is_last(strip), saved=saved
         )
-        sizes = {
-            "given": unique_bytes(given),
-            "handed_on": 0 if self._loss else unique_bytes(made.outputs),
-            "given_back": 0 if self._loss else _float_bytes(made.outputs),
-            "handed_back": 0 if self._is_first else _float_bytes(given),
-            "left": unique_bytes(made.left),
-            "waiting": waiting,
-            "loss_gradient": sum(each.numel() * each.element_size() for each in before),
-            "carried_back": _float_bytes(
-                each for each, flag in zip(carried, flags, strict=True) if flag
-            ),
-        }
+        sizes["loss_gradient"] = sum(each.numel() * each.element_size() for each in before)
+        sizes["carried_back"] = _float_bytes(
+            each for each, flag in zip(carried, flags, strict=True) if flag
+        )
         needs = [tensor.requires_grad for tensor in made.kept]
         backward_peak, _ = self._backward(made, live)
-        deferred = DeferredGradients()
-        made, live = forward(deferred)
-        input_gradient_peak, received = self._backward(made, live)
-        names = unsaved | {storage_of(each) for each in received}
-        held = unique_bytes(each for each in deferred.tensors() if storage_of(each) not in names)
-        start = live.restart()
-        with live:
-            deferred.run(lambda: None)
+        sizes |= self._split_backward(forward, unsaved)
         return (
             StripBytes(
                 **sizes,
@@ -206,14 +182,55 @@ class _Strips:
                 carried=tuple(each.untyped_storage().nbytes() for each in own if each.numel()),
                 saved_carried=tuple(size for name, size in saved.items() if name in carries),
                 saved_by_loss=by_loss,
-                held_for_weights=held,
                 forward_peak=forward_peak,
                 backward_peak=backward_peak,
-                input_gradient_peak=input_gradient_peak,
-                weight_gradient_peak=live.peak_bytes - start,
             ),
             needs,
         )
+
+    def _inputs(self, strip: int) -> list[Tensor | None]:
+        return [
+            (
+                None
+                if each.ends is None and not self._is_last(strip)
+                else torch.empty(each.strip_shape(strip), dtype=each.dtype)
+            )
+            for each in self._takes
+        ]
+
+    def _boundary_sizes(
+        self, made: _Forward, given: Sequence[Tensor], saved: Container[int], is_loss_ahead: bool
+    ) -> dict[str, int]:
+        """Return the bytes that a strip is given and leaves, by the fields of `StripBytes`."""
+        waiting = made.outputs if self._loss and is_loss_ahead else ()
+        return {
+            "given": unique_bytes(given),
+            "handed_on": 0 if self._loss else unique_bytes(made.outputs),
+            "given_back": 0 if self._loss else _float_bytes(made.outputs),
+            "handed_back": 0 if self._is_first else _float_bytes(given),
+            "left": unique_bytes(made.left),
+            "waiting": sum(
+                each.untyped_storage().nbytes() for each in waiting if storage_of(each) not in saved
+            ),
+        }
+
+    def _split_backward(
+        self, forward: Callable[[DeferredGradients], tuple[_Forward, LiveBytes]], unsaved: set[int]
+    ) -> dict[str, int]:
+        """Return the bytes of a strip whose weight gradients come later, by the fields' names."""
+        deferred = DeferredGradients()
+        made, live = forward(deferred)
+        peak, received = self._backward(made, live)
+        names = unsaved | {storage_of(each) for each in received}
+        held = unique_bytes(each for each in deferred.tensors() if storage_of(each) not in names)
+        start = live.restart()
+        with live:
+            deferred.run(lambda: None)
+        return {
+            "held_for_weights": held,
+            "input_gradient_peak": peak,
+            "weight_gradient_peak": live.peak_bytes - start,
+        }
 
     def _before(self, strip: int) -> list[Tensor]:
         """Return the outputs of earlier strips in the last stage, for the loss."""

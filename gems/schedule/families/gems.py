@@ -5,10 +5,10 @@ There is also a variant with a split backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from gems.schedule.action import backward, forward, input_gradient, weight_gradient
+from gems.schedule.action import Action, backward, forward, input_gradient, weight_gradient
 from gems.schedule.families.shared import refuse_odd
 from gems.schedule.placement import bidirectional
 from gems.schedule.registry import Request, Terms, schedule_family, with_sizes
@@ -71,19 +71,25 @@ def gems_master(request: Request) -> Schedule:
     activations, for any number of runs. For b >= f it takes (P - 1 + m) f + (N / m)(P - 1 + m) b +
     (N / m - 1) m f time; with one part P f + N P b + (N - 1) f.
     """
+    runs = request.num_micro_batches // request.num_parts
+    return _in_turn("gems_master", request, runs, request.num_parts, (forward, backward))
+
+
+def _in_turn(
+    name: str, request: Request, runs: int, parts: int, makes: Sequence[Callable[..., Action]]
+) -> Schedule:
+    """Build runs in alternating directions, each with all actions of a kind before the next."""
     ranks = range(request.num_ranks)
-    parts = request.num_parts
-    runs = request.num_micro_batches // parts
     rank_schedules = tuple(
         tuple(
             make(stages[run % 2], m, run % 2)
             for run in range(runs)
-            for make in (forward, backward)
+            for make in makes
             for m in range(run * parts, (run + 1) * parts)
         )
         for stages in zip(ranks, reversed(ranks), strict=True)
     )
-    return Schedule("gems_master", runs * parts, bidirectional(request.num_ranks), rank_schedules)
+    return Schedule(name, runs * parts, bidirectional(request.num_ranks), rank_schedules)
 
 
 @schedule_family(
@@ -107,15 +113,6 @@ def gems_zb(request: Request) -> Schedule:
     Raises:
         ConfigError: The number of micro-batches is odd.
     """
-    num_ranks = request.num_ranks
-    num_micro_batches = request.num_micro_batches
-    refuse_odd("gems_zb", num_micro_batches, "the two directions take turns")
-    rank_schedules = tuple(
-        tuple(
-            make(stages[m % 2], m, m % 2)
-            for m in range(num_micro_batches)
-            for make in (forward, input_gradient, weight_gradient)
-        )
-        for stages in zip(range(num_ranks), reversed(range(num_ranks)), strict=True)
-    )
-    return Schedule("gems_zb", num_micro_batches, bidirectional(num_ranks), rank_schedules)
+    refuse_odd("gems_zb", request.num_micro_batches, "the two directions take turns")
+    makes = (forward, input_gradient, weight_gradient)
+    return _in_turn("gems_zb", request, request.num_micro_batches, 1, makes)

@@ -1,8 +1,9 @@
-"""1F1B: alternate one forward and one backward; with a cap, in groups of limited size."""
+"""Pipelines with one stage on each rank: layer parallelism, GPipe and 1F1B."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from math import ceil
 
 from gems.errors import ConfigError
@@ -107,3 +108,40 @@ def one_f_one_b(request: Request) -> Schedule:
                 yield start + 2 * num_ranks - 1 - stage, backward(stage, m)
 
     return in_order_of_time("1f1b", num_micro_batches, linear(num_ranks), timed())
+
+
+@schedule_family(
+    "gpipe",
+    step_units=lambda s: s.work + (s.p - 1) * (s.f + s.b),
+    peak_units=lambda s: s.n,
+    siblings="in_flight",
+    planned=None,  # 1F1B takes the same time with less memory
+)
+def gpipe(request: Request) -> Schedule:
+    """Build GPipe's schedule (Huang et al. 2019, section 2.3): all forwards, then all backwards.
+
+    It takes (N + P - 1)(f + b) time and holds N micro-batches of activations on every rank.
+    """
+    rank_schedules = tuple(
+        tuple(
+            make(stage, m) for make in (forward, backward) for m in range(request.num_micro_batches)
+        )
+        for stage in range(request.num_ranks)
+    )
+    return Schedule("gpipe", request.num_micro_batches, linear(request.num_ranks), rank_schedules)
+
+
+@schedule_family(
+    "layer_parallel",
+    step_units=lambda s: s.p * s.work,
+    peak_units=lambda s: 1.0,
+    siblings="in_flight",
+    planned=None,  # 1F1B with a cap of 1 takes the same time
+)
+def layer_parallel(request: Request) -> Schedule:
+    """Build the schedule in which a micro-batch goes down and back up before the next starts.
+
+    It takes N P (f + b) time and holds one micro-batch of activations (Jain et al. 2020,
+    GEMS-Basic).
+    """
+    return replace(one_f_one_b(replace(request, cap=1.0)), name="layer_parallel")

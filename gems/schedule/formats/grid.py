@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import zip_longest
+
 from gems.errors import ScheduleError
 from gems.schedule.action import COMPUTE_KINDS, RECV_KINDS, Action, Kind
 from gems.schedule.dependencies import dependencies
@@ -96,22 +99,19 @@ def fault_grid(schedule: Schedule, error: ScheduleError) -> str:
     marked = next(
         (step for step, cell in enumerate(cells[fault]) if cell.startswith("!")), len(cells[fault])
     )
-    steps = range(max(0, marked + MAX_STEPS // 4 - MAX_STEPS), marked + MAX_STEPS // 4 + 1)
-    steps = range(
-        steps.start, min(steps.stop, max((len(cells[rank]) for rank in shown), default=0))
-    )
-    width = {
-        step: max(
-            [len(str(step)), *(len(cells[rank][step]) for rank in shown if step < len(cells[rank]))]
-        )
-        for step in steps
-    }
-    before = "... " if steps.start else ""
-    lines = ["step      | " + before + " ".join(f"{step:<{width[step]}}" for step in steps)]
-    for rank in shown:
-        texts = (cells[rank][step] if step < len(cells[rank]) else "" for step in steps)
-        drawn = " ".join(f"{text:<{width[step]}}" for step, text in zip(steps, texts, strict=True))
-        lines.append(f"rank {rank:>4} | {before}{drawn}")
+    end = marked + MAX_STEPS // 4 + 1
+    columns = list(enumerate(zip_longest(*(cells[rank] for rank in shown), fillvalue="")))
+    first = max(0, end - 1 - MAX_STEPS)
+    columns = columns[first:end]
+    widths = [max(map(len, (str(step), *texts))) for step, texts in columns]
+
+    def line(head: str, texts: Iterable[object]) -> str:
+        padded = (f"{text!s:<{width}}" for text, width in zip(texts, widths, strict=True))
+        return f"{head} | {'... ' if first else ''}" + " ".join(padded)
+
+    lines = [line("step     ", (step for step, _ in columns))]
+    for place, rank in enumerate(shown):
+        lines.append(line(f"rank {rank:>4}", (texts[place] for _, texts in columns)))
     if len(shown) < len(cells):
         lines.append(f"(ranks {shown.start} to {shown.stop - 1} of {len(cells)})")
     return "\n".join(line.rstrip() for line in lines)

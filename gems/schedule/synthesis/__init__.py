@@ -30,7 +30,7 @@ from gems.schedule.synthesis.templates import STEPS_PER_S, Budget
 from gems.schedule.synthesis.whole_backward import with_whole_backwards
 from gems.schedule.validate import validate
 
-__all__ = ["Found", "capped", "least_cap"]
+__all__ = ["Found", "find_schedule", "least_cap"]
 
 CHECK_STEPS = 9
 CHECK_SHARE = 0.7
@@ -50,10 +50,10 @@ class Found:
     """A schedule and its quality.
 
     `span` is in the units of the costs, `peak` in the units of a cap. `bound` is an efficiency that
-    no schedule on the allowed placements exceeds with this number of strips, `gap` is the relative
-    distance to it, and `bound_any_strips` is an efficiency that none exceeds with any number of
-    strips. `method` is the method that made the schedule (greedy, pattern, annealing, solver, or
-    the name of a published family); `candidates` is the number of simulated schedules.
+    no schedule on the allowed placements exceeds with this number of strips, and `bound_any_strips`
+    one that none exceeds with any number of strips. `method` is the method that made the schedule
+    (greedy, pattern, annealing, solver, or the name of a published family); `candidates` is the
+    number of simulated schedules.
     """
 
     schedule: Schedule
@@ -61,26 +61,28 @@ class Found:
     efficiency: float
     bound: float
     bound_any_strips: float
-    gap: float
     placement: str
     peak: tuple[float, ...]
     method: str
     candidates: int
 
+    @property
+    def gap(self) -> float:
+        """The relative distance of the efficiency to the bound."""
+        return 1.0 - self.efficiency / self.bound if self.bound else 0.0
+
     def or_faster(self, lower: Found) -> Found:
         """Return the faster of this result and one under a lower cap, with bounds for this cap."""
         best = lower if lower.span < self.span else self
-        bound = max(self.bound, lower.bound)
         return replace(
             best,
-            bound=bound,
+            bound=max(self.bound, lower.bound),
             bound_any_strips=max(self.bound_any_strips, lower.bound_any_strips),
-            gap=1.0 - best.efficiency / bound if bound else 0.0,
             candidates=self.candidates + lower.candidates,
         )
 
 
-def capped(request: Request, rivals: Iterable[Schedule] = ()) -> Found:
+def find_schedule(request: Request, rivals: Iterable[Schedule] = ()) -> Found:
     """Return the fastest schedule found for a request.
 
     The result is not slower than any of `rivals`. Templates are patterns (modulo scheduling),
@@ -247,7 +249,6 @@ def _found(race: _Race, num_tried: int, shortest: float, shortest_any: float) ->
         efficiency=result.efficiency,
         bound=bound,
         bound_any_strips=bound_any,
-        gap=1.0 - result.efficiency / bound if bound else 0.0,
         placement=next(names, f"that of {race.method}"),
         peak=result.peak,
         method=race.method,
@@ -298,7 +299,7 @@ def _planned_caps(request: Request) -> Iterable[Request]:
 @schedule_family(CAPPED, stages_per_rank=0, planned=_planned_caps, rival=None)
 def fastest(request: Request) -> Schedule:
     """Return the fastest schedule found, including the published ones."""
-    return capped(request, published_schedules(request)).schedule
+    return find_schedule(request, published_schedules(request)).schedule
 
 
 def least_cap(request: Request) -> float:

@@ -262,7 +262,7 @@ class ListScheduler:
         acting = self.actings[m]
         num_stages = self.num_stages
         direction = m % problem.num_directions
-        end = now + problem.time[direction][operation]
+        end = now + problem.time[operation]
         self.peak[rank][m] = acting.peak_after[direction][operation]
         if operation < num_stages:
             self.following[direction][operation] = m + problem.num_directions

@@ -80,7 +80,7 @@ def _largest_ratio(steps: Sequence[Step]) -> float:
     return largest
 
 
-def distance_by_sequence(peak: Peak, cap: float, most_cells: int = MOST_CELLS) -> float:
+def distance_by_sequence(peak: Peak, cap: float) -> float:
     """Return the least time between the first and last of equal peaks, by what fits together.
 
     At the latest start of each of its forwards, what a micro-batch, the two before it and the next
@@ -94,7 +94,7 @@ def distance_by_sequence(peak: Peak, cap: float, most_cells: int = MOST_CELLS) -
         return 0.0
     times = [time for steps in (peak.before, peak.after) for time, _ in steps]
     num_cells = max(
-        range(FEWEST_CELLS, most_cells + 1),
+        range(FEWEST_CELLS, MOST_CELLS + 1),
         key=lambda num: sum(floor(time * num / span + ROUNDING) for time in times) / num,
     )
     cell = span / num_cells

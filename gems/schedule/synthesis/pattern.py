@@ -111,7 +111,7 @@ def pattern(
         weights = [0] * num_stages
         for stage in reversed(range(num_stages)):
             end = row[2 * num_stages - 1 - stage]
-            end += problem.time_grains[direction][2 * num_stages - 1 - stage]
+            end += problem.time_grains[2 * num_stages - 1 - stage]
             ring = rings[problem.rank[direction][stage]]
             now = end + delays[g][2 * num_stages + stage]
             start = ring.put(now, problem.weight_grains[stage])
@@ -137,7 +137,7 @@ def _chain(
 ) -> tuple[list[int], dict[int, int]] | None:
     """Return the starts of a micro-batch's chain, and of its recomputations by stage."""
     ranks = problem.rank[direction]
-    lengths = problem.time_grains[direction]
+    lengths = problem.time_grains
     lags = problem.lag_grains[direction]
     num_stages = problem.num_stages
     row: list[int] = []
@@ -186,13 +186,13 @@ def _held(
             turn = row[2 * num_stages - 1 - stage]
             change = problem.held[stage] - size
             if change < 0:  # freed by the input gradient
-                turn += problem.time_grains[direction][2 * num_stages - 1 - stage]
+                turn += problem.time_grains[2 * num_stages - 1 - stage]
             if act == Act.RECOMPUTE:
                 boundary = problem.boundary[stage]
                 lives = [(again[g][stage], end, size - boundary), (begin, end, boundary)]
             elif act == Act.OFFLOAD:
                 length = problem.copy_grains[stage]
-                out = away[rank].put(begin + problem.time_grains[direction][stage], length)
+                out = away[rank].put(begin + problem.time_grains[stage], length)
                 home = back[rank].put_before(row[2 * num_stages - 1 - stage], length)
                 if out is None or home is None or home < out + length:
                     return None

@@ -28,7 +28,7 @@ class Problem:
     """One placement with times in integer ticks and sizes in integers; `problem` builds it.
 
     A micro-batch in direction d is a chain of 2 S operations: forward of stages 0 to S - 1, then
-    input gradients of stages S - 1 to 0. `rank[d][c]`, `time[d][c]` and `lag[d][c]` are the rank,
+    input gradients of stages S - 1 to 0. `rank[d][c]`, `time[c]` and `lag[d][c]` are the rank,
     the ticks and the flight before operation c. The other tuples of ticks and sizes are by stage. A
     `grain` is the coarser tick of patterns, in which the fields `*_grains` count.
     """
@@ -40,7 +40,7 @@ class Problem:
     ticks_per_unit: int
     grain: int
     rank: tuple[tuple[int, ...], ...]
-    time: tuple[tuple[int, ...], ...]
+    time: tuple[int, ...]
     lag: tuple[tuple[int, ...], ...]
     weight_grad: tuple[int, ...]
     recompute: tuple[int, ...]
@@ -52,7 +52,7 @@ class Problem:
     num_ranks: int
     num_stages: int
     num_directions: int
-    time_grains: tuple[tuple[int, ...], ...]
+    time_grains: tuple[int, ...]
     lag_grains: tuple[tuple[int, ...], ...]
     weight_grains: tuple[int, ...]
     recompute_grains: tuple[int, ...]
@@ -89,21 +89,17 @@ class Problem:
 
     def work(self) -> int:
         """Return the ticks of one micro-batch over all stages, without recomputation."""
-        return sum(self.time[0]) + sum(self.weight_grad)
+        return sum(self.time) + sum(self.weight_grad)
 
     def work_of(self, stage: int) -> int:
         """Return the ticks of one micro-batch on a stage, without recomputation."""
         return (
-            self.time[0][stage]
-            + self.time[0][2 * self.num_stages - 1 - stage]
-            + self.weight_grad[stage]
+            self.time[stage] + self.time[2 * self.num_stages - 1 - stage] + self.weight_grad[stage]
         )
 
     def reached(self, direction: int) -> list[int]:
         """Return the least ticks from a micro-batch's start to the end of each operation."""
-        spans = (
-            time + lag for time, lag in zip(self.time[direction], self.lag[direction], strict=True)
-        )
+        spans = (time + lag for time, lag in zip(self.time, self.lag[direction], strict=True))
         return list(accumulate(spans))
 
     def lifetimes(self, direction: int) -> list[int]:
@@ -111,7 +107,7 @@ class Problem:
         ends = self.reached(direction)
         last = 2 * self.num_stages - 1
         return [
-            ends[last - stage] - ends[stage] + self.time[direction][stage] + self.weight_grad[stage]
+            ends[last - stage] - ends[stage] + self.time[stage] + self.weight_grad[stage]
             for stage in range(self.num_stages)
         ]
 
@@ -158,7 +154,7 @@ def problem(
         ticks_per_unit=ticks_per_unit,
         grain=grain,
         rank=tuple((*row, *row[::-1]) for row in placement.ranks),
-        time=(chain,) * placement.num_directions,
+        time=chain,
         lag=lags,
         weight_grad=weight_grad,
         recompute=recompute,
@@ -170,7 +166,7 @@ def problem(
         num_ranks=placement.num_ranks,
         num_stages=placement.num_stages,
         num_directions=placement.num_directions,
-        time_grains=(grains(chain),) * placement.num_directions,
+        time_grains=grains(chain),
         lag_grains=tuple(map(grains, lags)),
         weight_grains=grains(weight_grad),
         recompute_grains=grains(recompute),

@@ -55,14 +55,11 @@ def _at_period(problem: Problem, group: int, period: int, seed: int) -> Template
     from ortools.sat.python import cp_model
 
     model: Any = cp_model.CpModel()
-    length = [
-        (*problem.time_grains[g % problem.num_directions], *problem.weight_grains)
-        for g in range(group)
-    ]
+    length = [(*problem.time_grains, *problem.weight_grains) for g in range(group)]
     if max(map(max, length)) > period:
         return None
     cells = [(g, operation) for g in range(group) for operation in range(3 * problem.num_stages)]
-    shortest = sum(problem.time_grains[0]) + sum(problem.lag_grains[0])
+    shortest = sum(problem.time_grains) + sum(problem.lag_grains[0])
     horizon = 3 * (shortest + period) // period + 2
     slots: dict[Cell, Any] = {}
     turns: dict[Cell, Any] = {}

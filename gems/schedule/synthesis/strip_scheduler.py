@@ -182,7 +182,7 @@ class StripScheduler:
         strip = count % num if kind is _F else num - 1 - count % num
         self.rank_schedules[rank].append(Action(kind, stage, m * num + strip, way))
         if kind is _F:
-            end = now + problem.time[way][stage]
+            end = now + problem.time[stage]
             self.take(rank, m, self.size[stage])
             if stage < last:
                 self.arrive(_F, (way, stage + 1), end + problem.lag[way][stage + 1])
@@ -190,7 +190,7 @@ class StripScheduler:
                 self.arrive(_I, key, end)
         elif kind is _I:
             operation = 2 * last + 1 - stage
-            end = now + problem.time[way][operation]
+            end = now + problem.time[operation]
             self.take(rank, m, problem.held[stage] - self.size[stage])
             if stage:
                 self.arrive(_I, (way, stage - 1), end + problem.lag[way][operation + 1])

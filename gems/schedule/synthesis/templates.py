@@ -106,7 +106,7 @@ def least_period(problem: Problem, acts: Sequence[int], group: int) -> int:
     for g in range(group):
         direction = g % problem.num_directions
         lifetimes = problem.lifetimes(direction)
-        times = problem.time_grains[direction]
+        times = problem.time_grains
         for stage in range(problem.num_stages):
             rank = problem.rank[direction][stage]
             load[rank] += times[stage] + times[2 * problem.num_stages - 1 - stage]
@@ -131,9 +131,7 @@ def free_running(problem: Problem, acts: Sequence[int]) -> Template:
     for direction in range(group):
         phase = direction * period // group
         ends = [end // grain for end in problem.reached(direction)]
-        starts = [
-            end - time // grain for end, time in zip(ends, problem.time[direction], strict=True)
-        ]
+        starts = [end - time // grain for end, time in zip(ends, problem.time, strict=True)]
         rows.append(tuple(phase + start for start in (*starts, *ends[: num_stages - 1 : -1])))
     return Template(period, tuple(rows), 0)
 
@@ -221,7 +219,7 @@ def _at_period(
     num_operations = 3 * problem.num_stages
     stalls = [[0] * num_operations for _ in range(group)]
     phases = [g * period // group for g in range(group)]
-    longest = max(max(problem.time_grains[0]), 2)
+    longest = max(max(problem.time_grains), 2)
     delays = (1, 1, 2, longest // 2, longest)
     current = best = float("inf")
     found: Template | None = None

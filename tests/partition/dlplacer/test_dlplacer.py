@@ -17,7 +17,7 @@ from gems.partition.dlplacer.subgraphs import (
     split_at_cut_vertices,
 )
 from gems.profile.operator_graph import Op, OpGraph
-from tests.helpers.op_graphs import best_span_s, branches, played, random_graph
+from tests.helpers.op_graphs import best_span_s, branches, random_graph
 
 TWO = Devices(2, 0.1, 0.2)
 needs_solver = pytest.mark.skipif(not cp_sat.IS_INSTALLED, reason="needs OR-tools")
@@ -130,22 +130,6 @@ def test_the_list_schedule_is_between_bound_and_one_device(seed: int) -> None:
         assert timed is not None
         check(graph, devices, timed)
         assert span_bound_s(graph, devices.num) <= timed.span_s + 1e-9 <= graph.time_s + 2e-9
-
-
-@needs_solver
-def test_messages_that_compete_for_a_link_take_turns() -> None:
-    """Two long branches read what two others give: their messages leave one device one by one."""
-    graph = branches(2, 2, 2, seed=1)
-    free = Devices(2, 0.0, 0.4)
-    both = [place(graph, replace(free, has_contention=has)).timed for has in (False, True)]
-    check(graph, free, both[1])
-    assert both[1].span_s >= both[0].span_s - 1e-9
-    places = (0, 1, 0, 0, 1, 0, 0, 0)
-    crowded = replace(free, has_contention=True, s_per_byte=3.0)
-    assert (
-        played(graph, crowded, places)
-        > played(graph, replace(crowded, has_contention=False), places) - 1e-9
-    )
 
 
 def test_contention_delays_the_second_message() -> None:

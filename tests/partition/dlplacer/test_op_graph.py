@@ -9,7 +9,7 @@ import pytest
 from gems.errors import ConfigError
 from gems.partition.dlplacer.devices import Devices
 from gems.profile.operator_graph import Op, OpGraph
-from tests.helpers.op_graphs import branches, random_graph
+from tests.helpers.op_graphs import branches
 
 A = Op("a", 1.0)
 B = Op("b", 2.0, 3.0)
@@ -67,9 +67,3 @@ def test_json_that_is_no_graph_is_refused(document: dict[str, object]) -> None:
 def test_no_devices_are_refused() -> None:
     with pytest.raises(ConfigError, match="--devices=0"):
         Devices(0)
-
-
-def test_random_graphs_are_in_order() -> None:
-    graph = random_graph(3, 9)
-    position = {v: at for at, v in enumerate(graph.order)}
-    assert all(position[u] < position[v] for u, v in graph.edges)

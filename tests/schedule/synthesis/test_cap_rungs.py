@@ -12,12 +12,12 @@ from gems.schedule.families.published_schedules import published_schedules
 from gems.schedule.ledger import peaks
 from gems.schedule.registry import Request
 from gems.schedule.strips import StripCosts
-from gems.schedule.synthesis import RUNGS, Found, capped
+from gems.schedule.synthesis import RUNGS, Found, find_schedule
 
 
 def found_at(cap: float, costs: DepthCosts, num: int, strips: int) -> Found:
     request = Request(costs.num_ranks, num, cap=cap, costs=costs, num_strips=strips)
-    return capped(request, published_schedules(request))
+    return find_schedule(request, published_schedules(request))
 
 
 def check_rise(found: list[Found]) -> None:

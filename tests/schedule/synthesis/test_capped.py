@@ -12,15 +12,14 @@ from gems.errors import ConfigError
 from gems.schedule.action import Kind
 from gems.schedule.costs import DepthCosts, Network
 from gems.schedule.families.gems import gems_master
-from gems.schedule.families.gpipe import gpipe
-from gems.schedule.families.one_f_one_b import one_f_one_b
+from gems.schedule.families.one_f_one_b import gpipe, one_f_one_b
 from gems.schedule.families.published_schedules import published_schedules
 from gems.schedule.ledger import peaks
 from gems.schedule.lower import lower
 from gems.schedule.registry import Request
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import simulate
-from gems.schedule.synthesis import capped, least_cap
+from gems.schedule.synthesis import find_schedule, least_cap
 from gems.schedule.validate import validate
 
 BUDGET_S = 0.05
@@ -64,9 +63,9 @@ def requests(draw: st.DrawFn) -> Request:
 def test_every_schedule_validates_under_its_cap_and_its_bound(asked: Request) -> None:
     if least_cap(asked) > asked.cap:
         with pytest.raises(ConfigError, match="must be at least"):
-            capped(asked)
+            find_schedule(asked)
         return
-    found = capped(asked)
+    found = find_schedule(asked)
     costs = asked.costs.stages(found.schedule.num_stages)
     validate(found.schedule, costs, asked.cap)
     played = simulate(found.schedule, costs, asked.network, asked.cap)
@@ -108,7 +107,7 @@ def test_it_is_never_slower_than_a_named_schedule_that_keeps_the_cap(
         one_f_one_b(Request(num_ranks, num_micro_batches)),
         gems_master(Request(num_ranks, num_micro_batches)),
     ]
-    found = capped(asked, named)
+    found = find_schedule(asked, named)
     held = [
         simulate(schedule, costs, asked.network).span
         for schedule in named
@@ -127,7 +126,7 @@ def test_it_is_judged_by_the_list_that_ranks_run() -> None:
     )
     asked = request(6, 32, 6, costs=uneven, network=Network(latency=1.0))
     rivals = published_schedules(asked)
-    found = capped(asked, rivals)
+    found = find_schedule(asked, rivals)
 
     def span(schedule: Schedule) -> float:
         costs = uneven.stages(schedule.num_stages)
@@ -139,21 +138,22 @@ def test_it_is_judged_by_the_list_that_ranks_run() -> None:
 
 def test_a_named_schedule_wins_where_the_search_may_not_find_better() -> None:
     asked = request(4, 6, 1, placements=("linear",))
-    winner = replace(capped(replace(asked, placements=("wave",))).schedule, name="published")
-    alone = capped(asked)
-    helped = capped(asked, [one_f_one_b(Request(4, 6)), winner])
+    winner = replace(find_schedule(replace(asked, placements=("wave",))).schedule, name="published")
+    alone = find_schedule(asked)
+    helped = find_schedule(asked, [one_f_one_b(Request(4, 6)), winner])
     assert (helped.method, helped.placement) == ("published", "wave")
     assert helped.span < alone.span
     assert helped.schedule == replace(winner, name="capped")
     assert (
-        capped(asked, [one_f_one_b(Request(4, 1)), one_f_one_b(Request(2, 6))]).span == alone.span
+        find_schedule(asked, [one_f_one_b(Request(4, 1)), one_f_one_b(Request(2, 6))]).span
+        == alone.span
     )  # of another size
 
 
 @pytest.mark.parametrize("allow", [(), ("offload",)])
 def test_the_same_request_gives_the_same_schedule(allow: tuple[str, ...]) -> None:
     asked = request(4, 6, 1.5, costs=DepthCosts(4, 1, 1.2, 0.8, copy=1.0), allow=allow)
-    assert capped(asked).schedule.digest() == capped(asked).schedule.digest()
+    assert find_schedule(asked).schedule.digest() == find_schedule(asked).schedule.digest()
 
 
 @pytest.mark.parametrize(
@@ -172,25 +172,25 @@ def test_known_optima_are_reached(
         num_ranks, num_micro_batches, cap, placements=(placement,), max_stages=4 * num_ranks
     )
     asked = replace(asked, budget_s=0.5)
-    assert capped(asked).efficiency >= efficiency - 0.0005
+    assert find_schedule(asked).efficiency >= efficiency - 0.0005
 
 
 def test_without_a_cap_it_is_as_fast_as_can_be() -> None:
-    found = capped(replace(request(1, 5, 1.0), cap=None))
+    found = find_schedule(replace(request(1, 5, 1.0), cap=None))
     assert found.efficiency == found.bound == 1.0
-    assert capped(replace(request(4, 12, 1.0), cap=None)).efficiency > 0.9
+    assert find_schedule(replace(request(4, 12, 1.0), cap=None)).efficiency > 0.9
 
 
 def test_memory_actions_buy_time() -> None:
-    plain = capped(request(4, 8, 1.0, costs=DepthCosts(4, copy=1.0)))
+    plain = find_schedule(request(4, 8, 1.0, costs=DepthCosts(4, copy=1.0)))
     for action in ("recompute", "offload"):
-        found = capped(request(4, 8, 1.0, costs=DepthCosts(4, copy=1.0), allow=(action,)))
+        found = find_schedule(request(4, 8, 1.0, costs=DepthCosts(4, copy=1.0), allow=(action,)))
         assert found.efficiency > 1.1 * plain.efficiency
         assert max(found.peak) <= 1.0 + 1e-9
 
 
 def test_uneven_directions_take_an_odd_number_of_micro_batches() -> None:
-    found = capped(request(4, 5, 1.0, placements=("bidirectional",)))
+    found = find_schedule(request(4, 5, 1.0, placements=("bidirectional",)))
     ways = list(found.schedule.directions().values())
     assert (ways.count(0), ways.count(1)) == (3, 2)
 
@@ -201,8 +201,8 @@ def test_a_cap_below_the_least_is_refused_with_the_least() -> None:
     with pytest.raises(
         ConfigError, match=r"schedule.activation_cap=0.9: must be at least 1, .* allow recompute"
     ):
-        capped(asked)
-    assert capped(replace(asked, allow=("recompute",))).peak <= (0.9,) * 4
+        find_schedule(asked)
+    assert find_schedule(replace(asked, allow=("recompute",))).peak <= (0.9,) * 4
     assert least_cap(replace(asked, allow=("offload",))) == pytest.approx(1 / 8)
     assert least_cap(replace(asked, allow=("recompute",), max_stages=4)) == 1.0
 
@@ -214,8 +214,11 @@ def test_a_wave_lowers_the_least_cap_of_unequal_stages() -> None:
 
 
 def test_no_placement_has_more_stages_than_the_model_has_parts() -> None:
-    assert capped(request(4, 6, 1.0, max_stages=15)).schedule.num_stages <= 15
-    assert capped(request(4, 6, 1.0, max_stages=16, placements=("wave",))).schedule.num_stages == 16
+    assert find_schedule(request(4, 6, 1.0, max_stages=15)).schedule.num_stages <= 15
+    assert (
+        find_schedule(request(4, 6, 1.0, max_stages=16, placements=("wave",))).schedule.num_stages
+        == 16
+    )
 
 
 @pytest.mark.parametrize(
@@ -234,5 +237,5 @@ def test_a_part_of_a_micro_batch_more_gives_no_slower_list(
         network=Network(latency=1.0),
     )
     asked = replace(asked, budget_s=0.2, seed=seed)
-    spans = [capped(replace(asked, cap=cap)).span for cap in (2.0, 2.25, 2.5)]
+    spans = [find_schedule(replace(asked, cap=cap)).span for cap in (2.0, 2.25, 2.5)]
     assert max(spans[1:]) <= spans[0] * 1.005

@@ -48,7 +48,7 @@ def test_a_pattern_repeats_without_a_clash_and_keeps_the_cap(
 ) -> None:
     made = unit(placement, cap, forward=1, input_grad=1.5, weight_grad=0.5)
     found = best(made, group)
-    lengths = (*made.time_grains[0], *made.weight_grains)
+    lengths = (*made.time_grains, *made.weight_grains)
     ranks = (*made.rank[0], *placement.ranks[0])
     busy: dict[tuple[int, int], int] = {}
     for row in found.starts:

@@ -12,7 +12,7 @@ from gems.schedule.costs import DepthCosts, Network, StageCosts
 from gems.schedule.families.published_schedules import published_schedules
 from gems.schedule.placement import Placement, bidirectional, linear, looped, v, wave
 from gems.schedule.registry import Request
-from gems.schedule.synthesis import capped
+from gems.schedule.synthesis import find_schedule
 from gems.schedule.synthesis.bound import rough_span, span_bound
 from tests.helpers.every_order import least_span
 
@@ -183,7 +183,7 @@ def test_times_that_are_no_fractions_do_not_let_it_be_passed() -> None:
             placements=random.choice((("linear",), ("v",), ("bidirectional",))),
         )
         try:
-            found = capped(asked, published_schedules(asked))
+            found = find_schedule(asked, published_schedules(asked))
         except ConfigError:
             continue
         assert found.efficiency <= found.bound, asked
@@ -193,9 +193,9 @@ def test_the_winner_is_bounded_by_its_own_directions() -> None:
     """A schedule whose directions do not take turns is not judged by those that do."""
     costs = DepthCosts(2, times=(1.0, 3.0))
     asked = Request(2, 3, cap=3.0, costs=costs, budget_s=0.01, placements=("bidirectional",))
-    alone = capped(replace(asked, placements=("linear",))).schedule
+    alone = find_schedule(replace(asked, placements=("linear",))).schedule
     one_way = replace(alone, placement=bidirectional(2))
-    assert capped(asked, [one_way]).bound >= capped(asked).efficiency
+    assert find_schedule(asked, [one_way]).bound >= find_schedule(asked).efficiency
     stages = costs.stages(2)
     assert span_bound(stages, bidirectional(2), [3, 0], 3.0) == pytest.approx(
         span_bound(stages, linear(2), [3], 3.0)

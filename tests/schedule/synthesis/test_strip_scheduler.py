@@ -17,7 +17,7 @@ from gems.schedule.placement import Placement, bidirectional, linear, v, wave
 from gems.schedule.registry import Request
 from gems.schedule.simulate import simulate
 from gems.schedule.strips import StripCosts
-from gems.schedule.synthesis import Found, capped
+from gems.schedule.synthesis import Found, find_schedule
 from gems.schedule.synthesis.problem import problem
 from gems.schedule.synthesis.strip_scheduler import (
     DEPTH_FIRST,
@@ -38,7 +38,7 @@ def found_in(
     request = Request(
         num_ranks, num, cap=cap, costs=DepthCosts(num_ranks), num_strips=num_strips, **more
     )  # type: ignore[arg-type]
-    return capped(request, published_schedules(request))
+    return find_schedule(request, published_schedules(request))
 
 
 def test_strips_reach_at_the_memory_of_gems_what_whole_micro_batches_cannot() -> None:
@@ -84,7 +84,7 @@ def test_lists_of_any_costs_are_valid_keep_the_cap_and_stay_below_the_bound(seed
         network=network,
         num_strips=strips,
     )
-    found = capped(request, published_schedules(request))
+    found = find_schedule(request, published_schedules(request))
     validate(found.schedule, StripCosts(costs, strips).of(found.schedule.placement), request.cap)
     assert found.efficiency <= found.bound + 1e-9
 
@@ -119,7 +119,7 @@ def test_no_number_of_strips_is_faster_than_the_bound_over_all_of_them(seed: int
             shared_latency=link / strips,
             budget_s=0.2,
         )
-        found = capped(request, published_schedules(request))
+        found = find_schedule(request, published_schedules(request))
         work = found.efficiency * found.span
         spans.append(found.span)
         bounds.append(work / found.bound)
@@ -217,7 +217,7 @@ def test_at_cap_one_only_the_turn_of_each_image_is_lost(
     request = Request(
         num_ranks, 5, cap=1.0, costs=DepthCosts(num_ranks, *ratio), num_strips=num_strips
     )
-    found = capped(request, published_schedules(request))
+    found = find_schedule(request, published_schedules(request))
     assert found.placement == "wave" and max(found.schedule.placement.ranks[0]) == num_ranks - 1
     forward, input_grad, _ = (each / num_strips / 8 for each in ratio)
     turn = (num_ranks - 1) * (forward + input_grad)

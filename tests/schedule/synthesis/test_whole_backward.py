@@ -16,7 +16,7 @@ from gems.schedule.ledger import peaks
 from gems.schedule.registry import Request
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import simulate
-from gems.schedule.synthesis import capped
+from gems.schedule.synthesis import find_schedule
 from gems.schedule.synthesis.whole_backward import with_whole_backwards
 from gems.schedule.validate import validate
 
@@ -77,7 +77,7 @@ def test_the_search_takes_whole_backwards_and_simulates_their_own_time() -> None
         request = Request(
             2, 4, 1, cap=1.0, costs=FixedCosts(costs), placements=("linear",), budget_s=0.05
         )
-        found = capped(request)
+        found = find_schedule(request)
         spans[split] = found.span
         assert found.span == pytest.approx(simulate(found.schedule, costs).span)
         assert found.efficiency <= found.bound
