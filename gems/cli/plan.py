@@ -17,11 +17,11 @@ from gems.config.experiment_file import check_experiment, experiment_text, write
 from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
-from gems.planner.evaluate import Epochs, Planner
-from gems.planner.fastest import BUDGET_S, NUM_BEST, fastest
-from gems.planner.in_strips import in_strips
-from gems.planner.search.best_first import Found
-from gems.planner.search.choice import Choice, reasons
+from gems.search.best_first import SearchResult
+from gems.search.choice import Choice, reasons
+from gems.search.evaluate import Epochs, Planner
+from gems.search.fastest import BUDGET_S, NUM_BEST, fastest
+from gems.search.in_strips import in_strips
 from gems.simulation.calibration import confidence_of
 from gems.utils.tables import table
 from gems.utils.units import GIB
@@ -69,7 +69,7 @@ def show_plan(spec: RunSpec, options: Options) -> int:
     budget_s = _seconds("--budget", chosen.get("--budget", str(BUDGET_S)))
     epochs: Epochs | None = None
     if "--epochs" in chosen:
-        read_epochs = importlib.import_module("gems.planner.hybrid.inputs").read_epochs
+        read_epochs = importlib.import_module("gems.search.hybrid.inputs").read_epochs
         epochs = read_epochs(Path(chosen["--epochs"])).law.epochs
     batches = _batches(chosen.get("--global-batch"), spec, has_epochs=epochs is not None)
     path = Path(chosen["--write"]) if "--write" in chosen else None
@@ -98,7 +98,7 @@ def show_plan(spec: RunSpec, options: Options) -> int:
     return 0
 
 
-def _table(answer: dict[str, Any], found: Found[Choice], has_noise: bool) -> str:
+def _table(answer: dict[str, Any], found: SearchResult[Choice], has_noise: bool) -> str:
     first = found.best[0]
     device_bytes = answer["device_bytes"]
     device = (

@@ -10,12 +10,12 @@ from typing import Any
 from gems.cli.framework import Options, print_json
 from gems.config.schema import RunSpec
 from gems.plan.evaluate import simulate
-from gems.planner.hybrid import inputs
-from gems.planner.hybrid.device_allocation import Choice, device_counts, picks, plan_hybrid
-from gems.planner.hybrid.end_to_end_time import HybridCase
-from gems.planner.hybrid.epochs import EQUAL_EPOCHS
-from gems.planner.hybrid.quantity import Quantity
-from gems.planner.worker_step import modelled_efficiency, with_degree, worker_steps
+from gems.search.hybrid import inputs
+from gems.search.hybrid.device_allocation import WorkerChoice, device_counts, picks, plan_hybrid
+from gems.search.hybrid.end_to_end_time import HybridCase
+from gems.search.hybrid.epochs import EQUAL_EPOCHS
+from gems.search.hybrid.quantity import Quantity
+from gems.search.hybrid.worker_step import modelled_efficiency, with_degree, worker_steps
 from gems.simulation.costs import counts_units
 from gems.utils.tables import RIGHT, table
 from gems.utils.units import counted
@@ -101,11 +101,11 @@ def show_hybrid(spec: RunSpec, options: Options) -> int:
         "base": {"workers": plan.base[0], "ways": plan.base[1]},
         "rows": [
             {
-                "devices": row.devices,
-                "choices": [_choice(choice, samples, is_in_units) for choice in row.choices],
-                "left_out": {str(ways): why for ways, why in row.left_out.items()},
+                "devices": allocation.devices,
+                "choices": [_choice(choice, samples, is_in_units) for choice in allocation.choices],
+                "left_out": {str(ways): why for ways, why in allocation.left_out.items()},
             }
-            for row in plan.rows
+            for allocation in plan.allocations
         ],
         "crossings": [_by_ways(asdict(each)) for each in plan.break_evens],
         "picks": {
@@ -125,7 +125,7 @@ def _by_ways(fields: dict[str, Any]) -> dict[str, Any]:
     return {"ways": fields.pop("degree"), **fields}
 
 
-def _choice(choice: Choice, num_samples: int | None, is_in_units: bool) -> dict[str, Any]:
+def _choice(choice: WorkerChoice, num_samples: int | None, is_in_units: bool) -> dict[str, Any]:
     step_s = choice.step_s
     batch = choice.global_batch
     fields = _by_ways(asdict(choice))

@@ -10,7 +10,7 @@ from gems.data.dataset import DATASETS, Source, Split, generator
 from gems.data.files.paths import expanded, files_below, folders_in, split_folders
 from gems.data.images import KEYS, FileDataset, check_images, stamps
 from gems.data.splits import num_held_out
-from gems.data.table import Rows, class_numbers, read_rows, split_rows
+from gems.data.table import Records, class_numbers, read_records, split_records
 from gems.errors import ConfigError
 
 _LAYOUTS = "PATH/train/CLASS/* and PATH/validation/CLASS/* (or val), or PATH/CLASS/*"
@@ -91,7 +91,7 @@ def numbers_of_classes(data: DataConfig) -> dict[str, int]:
     """Return the number of each class, by its folder or its name in the table."""
     root = _root(data)
     if data.labels_path is not None:
-        return _classes_of(data, [row["label"] for row in _rows(data)])
+        return _classes_of(data, [record["label"] for record in _records(data)])
     return _classes_of(data, folders_in(_training_folder(root)))
 
 
@@ -143,8 +143,8 @@ def _root(data: DataConfig) -> Path:
     return root
 
 
-def _rows(data: DataConfig) -> Rows:
-    return read_rows("data.labels_path", str(data.labels_path), [data.image_column, "label"])
+def _records(data: DataConfig) -> Records:
+    return read_records("data.labels_path", str(data.labels_path), [data.image_column, "label"])
 
 
 def _training_folder(root: Path) -> Path:
@@ -157,13 +157,13 @@ def _split(data: DataConfig, seed: int) -> dict[Split, Files]:
     root = _root(data)
     files: dict[Split, Files] = {"train": [], "validation": []}
     if data.labels_path is not None:
-        rows = _rows(data)
-        numbers = _classes_of(data, [row["label"] for row in rows])
-        for split, chosen in split_rows(
-            data, "data.labels_path", rows, [row["label"] for row in rows], seed
+        records = _records(data)
+        numbers = _classes_of(data, [record["label"] for record in records])
+        for split, chosen in split_records(
+            data, "data.labels_path", records, [record["label"] for record in records], seed
         ).items():
             files[split] += [
-                (root / row[data.image_column], numbers[row["label"]]) for row in chosen
+                (root / record[data.image_column], numbers[record["label"]]) for record in chosen
             ]
         return files
     folders = split_folders(root, layouts=_LAYOUTS)

@@ -30,7 +30,7 @@ from gems.data.pyramid import (
     read_facts,
     tissue_mask,
 )
-from gems.data.table import Row, Rows, class_numbers, read_rows, split_rows
+from gems.data.table import Record, Records, class_numbers, read_records, split_records
 from gems.data.tissue import TISSUE_SLIDE, tissue_slide
 from gems.errors import ConfigError
 from gems.utils.cache import cached
@@ -76,7 +76,7 @@ Corners = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class _Regions:
-    """The regions of a row of the table.
+    """The regions of a record of the table.
 
     It has the corners on a slide, and the number of level-0 pixels per side of a sample's pixel.
     """
@@ -87,7 +87,7 @@ class _Regions:
 
 
 class SlideDataset(ImageDataset):
-    """Regions of the slides in a table, each with the label of its row.
+    """Regions of the slides in a table, each with the label of its record.
 
     The regions come from data.coords_path, from the columns x and y of the table, or from a grid
     over data.region or the tissue. All regions of a slide are in one split, unless the table
@@ -96,20 +96,20 @@ class SlideDataset(ImageDataset):
     """
 
     def __init__(self, data: DataConfig, seed: int) -> None:
-        rows = _checked_rows(data)
-        numbers = numbers_of_classes(data, rows)
-        places = dict(zip(map(id, rows), _regions(data, rows), strict=True))
+        records = _checked_records(data)
+        numbers = numbers_of_classes(data, records)
+        places = dict(zip(map(id, records), _regions(data, records), strict=True))
         self._regions: dict[Split, list[_Regions]] = {}
-        # (samples, 2): the row, and the region in that row
+        # (samples, 2): the record, and the region in it
         self._places: dict[Split, NDArray[np.int64]] = {}
-        self._labels: dict[Split, NDArray[np.int64]] = {}  # of each row
-        for split, chosen in _split(data, rows, seed).items():
-            regions = [places[id(row)] for row in chosen]
+        self._labels: dict[Split, NDArray[np.int64]] = {}  # of each record
+        for split, chosen in _split(data, records, seed).items():
+            regions = [places[id(record)] for record in chosen]
             counts = np.array([len(found.corners) for found in regions], dtype=np.int64)
             starts = np.repeat(np.cumsum(counts) - counts, counts)
             self._regions[split] = regions
             self._labels[split] = np.array(
-                [numbers[row["label"]] for row in chosen], dtype=np.int64
+                [numbers[record["label"]] for record in chosen], dtype=np.int64
             )
             self._places[split] = np.stack(
                 [np.repeat(np.arange(len(regions)), counts), np.arange(counts.sum()) - starts],
@@ -181,8 +181,8 @@ class SlideDataset(ImageDataset):
         return int(self._labels[split][self._places[split][index, 0]])
 
     def _place(self, split: Split, index: int) -> tuple[_Regions, tuple[int, int]]:
-        row, region = self._places[split][index].tolist()
-        found = self._regions[split][row]
+        record, region = self._places[split][index].tolist()
+        found = self._regions[split][record]
         x, y = found.corners[region].tolist()
         return found, (x, y)
 
@@ -218,14 +218,14 @@ def check(data: DataConfig) -> None:
 
     At most thumbnails are read.
     """
-    rows = _checked_rows(data)
-    numbers_of_classes(data, rows)
-    _regions(data, rows)
+    records = _checked_records(data)
+    numbers_of_classes(data, records)
+    _regions(data, records)
 
 
-def numbers_of_classes(data: DataConfig, rows: Rows | None = None) -> dict[str, int]:
+def numbers_of_classes(data: DataConfig, records: Records | None = None) -> dict[str, int]:
     """Return the number of each class in the table of labels."""
-    names = [row["label"] for row in (_checked_rows(data) if rows is None else rows)]
+    names = [record["label"] for record in (_checked_records(data) if records is None else records)]
     return class_numbers(data, names, str(_labels_path(data)), is_table=True)
 
 
@@ -250,8 +250,8 @@ def _labels_path(data: DataConfig) -> Path:
     return (root if root.is_dir() else root.parent) / LABELS
 
 
-def _checked_rows(data: DataConfig) -> Rows:
-    """Return the rows of the table of labels.
+def _checked_records(data: DataConfig) -> Records:
+    """Return the records of the table of labels.
 
     Raises:
         ConfigError: Keys contradict each other, or the table lacks something that they need.
@@ -268,8 +268,8 @@ def _checked_rows(data: DataConfig) -> Rows:
         )
     key = "data.labels_path"
     path = str(_labels_path(data))
-    rows = read_rows(key, path, [data.image_column, "label"])
-    is_listed = "x" in rows[0] and "y" in rows[0]
+    records = read_records(key, path, [data.image_column, "label"])
+    is_listed = "x" in records[0] and "y" in records[0]
     scales = [
         ("data.level", data.level),
         ("data.mpp", data.mpp),
@@ -290,40 +290,44 @@ def _checked_rows(data: DataConfig) -> Rows:
             f"is not data.width_px={data.width_px}, and the patches of data.coords_path are square"
         )
         raise ConfigError("data.height_px", data.height_px, text, "set both alike")
-    for line, row in enumerate(rows, start=2):
-        if is_listed and not (row["x"].isdecimal() and row["y"].isdecimal()):
-            text = f"line {line} has x={row['x']}, y={row['y']}"
+    for line, record in enumerate(records, start=2):
+        if is_listed and not (record["x"].isdecimal() and record["y"].isdecimal()):
+            text = f"line {line} has x={record['x']}, y={record['y']}"
             raise ConfigError(key, path, text, "must be whole numbers, in pixels of level 0")
-    names = [row[data.image_column] for row in rows]
+    names = [record[data.image_column] for record in records]
     if not is_listed and len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise ConfigError(
             key, path, f"names {twice} twice", "one row a slide, or add columns x and y"
         )
-    return rows
+    return records
 
 
-def _split(data: DataConfig, rows: Rows, seed: int) -> dict[Split, Rows]:
-    """Return the rows of each split.
+def _split(data: DataConfig, records: Records, seed: int) -> dict[Split, Records]:
+    """Return the records of each split.
 
-    Rows of a slide stay together unless the table divides them.
+    Records of a slide stay together unless the table divides them.
     """
-    if "split" in rows[0]:
-        return split_rows(data, "data.labels_path", rows, [], seed)
-    firsts: dict[str, Row] = {}
-    for row in rows:
-        firsts.setdefault(row[data.image_column], row)
+    if "split" in records[0]:
+        return split_records(data, "data.labels_path", records, [], seed)
+    firsts: dict[str, Record] = {}
+    for record in records:
+        firsts.setdefault(record[data.image_column], record)
     slides = list(firsts.values())
-    found = split_rows(data, "data.labels_path", slides, [row["label"] for row in slides], seed)
-    names = {split: {row[data.image_column] for row in chosen} for split, chosen in found.items()}
+    found = split_records(
+        data, "data.labels_path", slides, [record["label"] for record in slides], seed
+    )
+    names = {
+        split: {record[data.image_column] for record in chosen} for split, chosen in found.items()
+    }
     return {
-        split: [row for row in rows if row[data.image_column] in chosen]
+        split: [record for record in records if record[data.image_column] in chosen]
         for split, chosen in names.items()
     }
 
 
-def _regions(data: DataConfig, rows: Rows) -> list[_Regions]:
-    """Return the regions of each row.
+def _regions(data: DataConfig, records: Records) -> list[_Regions]:
+    """Return the regions of each record.
 
     Raises:
         ConfigError: A slide is missing, cannot be read, or lacks the level, the microns per pixel
@@ -333,8 +337,8 @@ def _regions(data: DataConfig, rows: Rows) -> list[_Regions]:
     by_stem: dict[str, list[Path]] = {}
     slides: dict[str, Slide] = {}
     found = []
-    for row in rows:
-        name = row[data.image_column]
+    for record in records:
+        name = record[data.image_column]
         if name not in slides:
             slides[name] = read_facts(_slide_path(data, root, name, by_stem))
         slide = slides[name]
@@ -342,8 +346,8 @@ def _regions(data: DataConfig, rows: Rows) -> list[_Regions]:
             found.append(_from_coords(data, slide))
             continue
         downsample = _downsample(data, slide)
-        if "x" in row and "y" in row:
-            corners = np.array([[int(row["x"]), int(row["y"])]], dtype=np.int64)
+        if "x" in record and "y" in record:
+            corners = np.array([[int(record["x"]), int(record["y"])]], dtype=np.int64)
             _check_inside(
                 slide,
                 "data.labels_path",

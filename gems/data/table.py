@@ -16,8 +16,8 @@ from gems.data.images import KEYS, FileDataset, check_images, stamps
 from gems.data.splits import NAMES, num_held_out
 from gems.errors import ConfigError, one_of
 
-Row = dict[str, str]
-Rows = list[Row]
+Record = dict[str, str]
+Records = list[Record]
 TASKS = ("classification", "multi_label", "regression")
 
 
@@ -28,18 +28,20 @@ class TableDataset(FileDataset):
     """
 
     def __init__(self, data: DataConfig, seed: int) -> None:
-        rows = _checked_rows(data)
+        records = _checked_records(data)
         self._task = data.task or TASKS[0]
-        kinds = [row[data.label_columns[0]] if self._task == TASKS[0] else "" for row in rows]
-        self._numbers = numbers_of_classes(data, rows)
-        self._rows = split_rows(data, "data.path", rows, kinds, seed)
+        kinds = [
+            record[data.label_columns[0]] if self._task == TASKS[0] else "" for record in records
+        ]
+        self._numbers = numbers_of_classes(data, records)
+        self._records = split_records(data, "data.path", records, kinds, seed)
         self._folder = expanded("data.path", str(data.path)).parent
-        super().__init__(data, len(self._rows["train"]), len(self._rows["validation"]), seed)
+        super().__init__(data, len(self._records["train"]), len(self._records["validation"]), seed)
         self._check_classes()
 
     def path(self, split: Split, index: int) -> Path:
         """Return the file of an image."""
-        return self._folder / self._rows[split][index][self.config.image_column]
+        return self._folder / self._records[split][index][self.config.image_column]
 
     def _check_classes(self) -> None:
         """Raise ConfigError for a class that occurs in validation but not in training."""
@@ -47,8 +49,8 @@ class TableDataset(FileDataset):
             return
         column = self.config.label_columns[0]
         trained, validated = (
-            {self._numbers[row[column]]: row[column] for row in rows}
-            for rows in self._rows.values()
+            {self._numbers[record[column]]: record[column] for record in records}
+            for records in self._records.values()
         )
         if trained and (
             untrained := [validated[each] for each in validated if each not in trained]
@@ -60,8 +62,8 @@ class TableDataset(FileDataset):
         """Return all files that the dataset reads."""
         return [
             self.path(split, index)
-            for split, rows in self._rows.items()
-            for index in range(len(rows))
+            for split, records in self._records.items()
+            for index in range(len(records))
         ]
 
     def identity(self, split: Split) -> str:
@@ -69,7 +71,7 @@ class TableDataset(FileDataset):
         return stamps([self.path(split, index) for index in range(self.num_images(split))])
 
     def _label(self, split: Split, index: int) -> Label:
-        cells = [self._rows[split][index][column] for column in self.config.label_columns]
+        cells = [self._records[split][index][column] for column in self.config.label_columns]
         if self._task == TASKS[0]:
             return self._numbers[cells[0]]
         return as_label(
@@ -82,10 +84,10 @@ class TableDataset(FileDataset):
 
 def check(data: DataConfig) -> None:
     """Raise ConfigError if columns or labels contradict `data`; no image is opened."""
-    _checked_rows(data)
+    _checked_records(data)
 
 
-def _checked_rows(data: DataConfig) -> Rows:
+def _checked_records(data: DataConfig) -> Records:
     check_images(data)
     columns = data.label_columns
     task = data.task or TASKS[0]
@@ -97,7 +99,7 @@ def _checked_rows(data: DataConfig) -> Rows:
         raise ConfigError(
             "data.path", None, "data=table needs a CSV file", "its rows name image files and labels"
         )
-    rows = read_rows("data.path", data.path, [data.image_column, *columns])
+    records = read_records("data.path", data.path, [data.image_column, *columns])
     if task == TASKS[0]:
         if len(columns) != 1:
             raise ConfigError(
@@ -107,28 +109,28 @@ def _checked_rows(data: DataConfig) -> Rows:
                 "set data.task=multi_label or regression",
             )
         class_numbers(
-            data, [row[columns[0]] for row in rows], f"column {columns[0]}", is_table=True
+            data, [record[columns[0]] for record in records], f"column {columns[0]}", is_table=True
         )
-        return rows
+        return records
     if len(columns) != data.num_classes:
         text = f"must be {len(columns)}, the columns of data.label_columns"
         raise ConfigError(
             "data.num_classes", data.num_classes, text, f"set data.num_classes={len(columns)}"
         )
-    for line, row in enumerate(rows, start=2):
+    for line, record in enumerate(records, start=2):
         for column in columns:
             try:
-                is_finite = math.isfinite(float(row[column]))
+                is_finite = math.isfinite(float(record[column]))
             except ValueError:
                 is_finite = False
             if not is_finite:
-                text = f"line {line} has {row[column]!r} in column {column}"
+                text = f"line {line} has {record[column]!r} in column {column}"
                 raise ConfigError("data.path", data.path, text, "must be a number")
-    return rows
+    return records
 
 
-def read_rows(key: str, path: str, columns: list[str]) -> Rows:
-    """Return the rows of a CSV file by column, without spaces around the cells.
+def read_records(key: str, path: str, columns: list[str]) -> Records:
+    """Return the records of a CSV file by column, without spaces around the cells.
 
     Raises:
         ConfigError: The file cannot be read, or lacks a column, a cell or any row.
@@ -137,7 +139,7 @@ def read_rows(key: str, path: str, columns: list[str]) -> Rows:
         with expanded(key, path).open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file, skipinitialspace=True)
             names = list(reader.fieldnames or ())
-            rows = [(reader.line_num, row) for row in reader]
+            records = [(reader.line_num, record) for record in reader]
     except OSError as error:
         raise ConfigError(
             key, path, f"cannot be read ({error.strerror})", "give a CSV file"
@@ -152,26 +154,29 @@ def read_rows(key: str, path: str, columns: list[str]) -> Rows:
                 f"has no column {column}",
                 f"its columns: {one_of(names)}" if names else "",
             )
-    for line, row in rows:
-        if any(row[column] is None for column in columns):
+    for line, record in records:
+        if any(record[column] is None for column in columns):
             raise ConfigError(key, path, f"line {line} has too few cells")
-        empty = next((column for column in columns if not row[column].strip()), None)
+        empty = next((column for column in columns if not record[column].strip()), None)
         if empty is not None:
             advice = f"fill it, or remove the line ({Path(path).name}:{line})"
             raise ConfigError(key, path, f"line {line} has no {empty}", advice)
-    if not rows:
+    if not records:
         raise ConfigError(key, path, "has no rows")
     return [
-        {name: (cell or "").strip() for name, cell in row.items() if isinstance(name, str)}
-        for _, row in rows
+        {name: (cell or "").strip() for name, cell in record.items() if isinstance(name, str)}
+        for _, record in records
     ]
 
 
-def numbers_of_classes(data: DataConfig, rows: Rows | None = None) -> dict[str, int]:
+def numbers_of_classes(data: DataConfig, records: Records | None = None) -> dict[str, int]:
     """Return the number of each class in the table; empty for tasks without classes."""
     if (data.task or TASKS[0]) != TASKS[0]:
         return {}
-    names = [row[data.label_columns[0]] for row in (_checked_rows(data) if rows is None else rows)]
+    names = [
+        record[data.label_columns[0]]
+        for record in (_checked_records(data) if records is None else records)
+    ]
     return class_numbers(data, names, "the table", is_table=True)
 
 
@@ -214,10 +219,10 @@ def class_numbers(data: DataConfig, names: list[str], where: str, is_table: bool
     return {name: number for number, name in enumerate(found)}
 
 
-def split_rows(
-    data: DataConfig, key: str, rows: Rows, kinds: list[str], seed: int
-) -> dict[Split, Rows]:
-    """Return the rows of each split.
+def split_records(
+    data: DataConfig, key: str, records: Records, kinds: list[str], seed: int
+) -> dict[Split, Records]:
+    """Return the records of each split.
 
     They are divided by their column `split`, or else by the seed, with the same share of validation
     for each kind.
@@ -225,21 +230,21 @@ def split_rows(
     Raises:
         ConfigError: The column contains another word.
     """
-    found: dict[Split, Rows] = {"train": [], "validation": []}
-    if "split" in rows[0]:
-        for line, row in enumerate(rows, start=2):
-            if row["split"] not in NAMES:
-                text = f"line {line} names a split {row['split']!r}"
+    found: dict[Split, Records] = {"train": [], "validation": []}
+    if "split" in records[0]:
+        for line, record in enumerate(records, start=2):
+            if record["split"] not in NAMES:
+                text = f"line {line} names a split {record['split']!r}"
                 raise ConfigError(
                     key, data.labels_path or data.path, text, f"use {', '.join(NAMES)}"
                 )
-            split = NAMES[row["split"]]
+            split = NAMES[record["split"]]
             if split is not None:
-                found[split].append(row)
+                found[split].append(record)
         return found
     by_kind = defaultdict(list)
-    for row, kind in zip(rows, kinds, strict=True):
-        by_kind[kind].append(row)
+    for record, kind in zip(records, kinds, strict=True):
+        by_kind[kind].append(record)
     for order, kind in enumerate(sorted(by_kind)):
         group = by_kind[kind]
         held_out = set(
@@ -247,8 +252,8 @@ def split_rows(
             .permutation(len(group))[: num_held_out(data, len(group))]
             .tolist()
         )
-        for number, row in enumerate(group):
-            found["validation" if number in held_out else "train"].append(row)
+        for number, record in enumerate(group):
+            found["validation" if number in held_out else "train"].append(record)
     return found
 
 

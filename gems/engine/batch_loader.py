@@ -40,7 +40,7 @@ from gems.streaming.row_rules import even_ends
 
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 Requests = Sequence[tuple[int, Request]]  # one step's requests: micro-batches, then strips
-Found = tuple[tuple[int, Request], Any]  # the request, and what was read
+Loaded = tuple[tuple[int, Request], Any]  # the request, and what was read
 T = TypeVar("T")
 _as_tensors: Any = default_convert
 _PRELOADED = ["torch", "gems.data"]  # imported by the process from which workers are forked
@@ -317,7 +317,7 @@ class Steps:
             return as_batch([(one, self.reader.read_here(one[1]))]).images[strip]
         return as_batch([self._take(step * self._per_step + place)]).images[strip]
 
-    def _take(self, position: int) -> Found:
+    def _take(self, position: int) -> Loaded:
         if position >= self._next:
             for found in self._found:
                 self._next += 1
@@ -326,7 +326,7 @@ class Steps:
         raise ValueError(f"request {position} was given already or is beyond the last step")
 
 
-def _pair(expected: tuple[int, Request], found: Any) -> Found:
+def _pair(expected: tuple[int, Request], found: Any) -> Loaded:
     return expected, found
 
 
@@ -369,7 +369,7 @@ class _Error(NamedTuple):
     error: BaseException
 
 
-def as_batch(found: Iterable[Found]) -> Batch:
+def as_batch(found: Iterable[Loaded]) -> Batch:
     """Return the batch of micro-batches that were read.
 
     Raises:

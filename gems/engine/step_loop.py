@@ -17,7 +17,7 @@ from gems import __version__
 from gems.config.resolve import global_batch
 from gems.engine.checkpoint.resume import find_start
 from gems.engine.checkpoint.saver import Saver
-from gems.engine.supervision.progress import Progress
+from gems.engine.progress import Progress
 from gems.engine.transport.mpi import Comm, allgather, library
 from gems.errors import ConfigError
 from gems.plan.rank_plan import RankPlan

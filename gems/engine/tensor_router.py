@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 
-from gems.engine.activation_store.store import MicroBatchKey
+from gems.engine.offload.activation_store import MicroBatchKey
 from gems.engine.supervision.recorder import MemoryCounter, Recorder
 from gems.engine.transport.p2p_channels import P2PChannels
 from gems.schedule.action import RECV_KINDS, SEND_KINDS, Action, Kind

@@ -6,8 +6,9 @@ import logging
 from dataclasses import replace
 
 from gems.config.constraints import check_boundaries, check_metrics
+from gems.config.micro_batches import resolve_micro_batches
 from gems.config.registries import RESOLVERS
-from gems.config.resolve import global_batch, resolve_counts
+from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec, TrainConfig
 from gems.data import check_data, kind_of, num_train, resolve_data, sources_of, task_of
 from gems.errors import ConfigError, one_of
@@ -78,7 +79,7 @@ def resolve_epochs(spec: RunSpec) -> RunSpec:
     if epochs is None:
         return spec
     samples = num_train(spec.data, spec.seed)
-    batch = global_batch(replace(spec, parallel=resolve_counts(spec)))
+    batch = global_batch(replace(spec, parallel=resolve_micro_batches(spec)))
     steps = int(epochs * samples // batch)
     if steps < 1:
         text = f"has {samples} samples an epoch, fewer than the {batch} of one step"

@@ -37,7 +37,7 @@ PACE = "pace"
 ERROR = re.compile(r"[\w.]+(Error|Exception|Interrupt)\b")
 TAKER, OPERATORS_TAKER, STRIPS_TAKER, STRIP_WORK_TAKER, EXACTNESS_TAKER = (
     f"gems.profile.profilers.{name}"
-    for name in ("take", "operators", "strips", "strip_work", "exactness")
+    for name in ("layers", "operators", "strips", "strip_work", "exactness")
 )
 # keys of the configuration that a profile depends on besides its subject
 _ON_FAKE = (

@@ -19,7 +19,7 @@ from gems.schedule.registry import Request
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import simulate
 from gems.schedule.strips import strip_costs
-from gems.schedule.synthesis import Found, find_schedule, least_cap
+from gems.schedule.synthesis import FoundSchedule, find_schedule, least_cap
 from gems.schedule.synthesis.whole_backward import with_whole_backward
 from gems.simulation.memory_case import Policy
 from gems.simulation.model_costs import ModelCosts
@@ -38,7 +38,7 @@ MAX_LOWERED, MARGIN = (4, 1e-3)
 NEAR = 1.1  # times the fastest, up to which a placement is cut again once all have been
 
 
-def search_with_cut(request: Request, model: ModelCosts) -> tuple[Found, Boundaries]:
+def search_with_cut(request: Request, model: ModelCosts) -> tuple[FoundSchedule, Boundaries]:
     """Return the fastest schedule found and the cut of the model that it runs with."""
     *_, (found, model) = _climbed(request, model)
     return found, model.cut(found.schedule.placement)
@@ -46,7 +46,7 @@ def search_with_cut(request: Request, model: ModelCosts) -> tuple[Found, Boundar
 
 def search_within_bytes(
     request: Request, model: ModelCosts, policy: Policy, cap_bytes: int
-) -> tuple[Found, Boundaries]:
+) -> tuple[FoundSchedule, Boundaries]:
     """Return a schedule in strips, and its cut, whose activations stay within bytes.
 
     The activations include the rows that strips share. A search assumes costs that are equal shares
@@ -86,7 +86,7 @@ def search_within_bytes(
 
 def search_under_policy(
     request: Request, model: ModelCosts, policy: Policy, partitioner: Partitioner
-) -> tuple[Found, Boundaries]:
+) -> tuple[FoundSchedule, Boundaries]:
     """Return the schedule with the shortest step under the memory policy of a run, and its cut.
 
     Candidates are the schedules found at each cap of the ladder and without a cap, the same
@@ -96,7 +96,7 @@ def search_under_policy(
     best step found. A published schedule is cut as it would be if chosen by name. If the policy
     makes none fit, the schedule that needs the least memory is returned.
     """
-    tried: list[tuple[Found, ModelCosts]] = []
+    tried: list[tuple[FoundSchedule, ModelCosts]] = []
     for one, made in _climbed(request, model):
         tried += [
             (replace(one, schedule=each), made)
@@ -141,7 +141,7 @@ def search_under_policy(
     return found, made.cut(found.schedule.placement)
 
 
-def _climbed(request: Request, model: ModelCosts) -> Iterator[tuple[Found, ModelCosts]]:
+def _climbed(request: Request, model: ModelCosts) -> Iterator[tuple[FoundSchedule, ModelCosts]]:
     """Yield the schedule found at each cap of a ladder up to that of the request, and its cut.
 
     If the cut may change, the model is cut for each placement, by the step time of the fastest
@@ -174,7 +174,7 @@ def _climbed(request: Request, model: ModelCosts) -> Iterator[tuple[Found, Model
 
 def _searched(
     request: Request, model: ModelCosts, rivals: Sequence[Schedule], cuts: int, share: float = 1.0
-) -> tuple[Found, ModelCosts]:
+) -> tuple[FoundSchedule, ModelCosts]:
     """Search, then cut the model for the schedule found and search again, at most `cuts` times.
 
     Stop when the cut no longer changes.

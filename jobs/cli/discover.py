@@ -14,8 +14,14 @@ from gems.config.cluster_presets import host_names
 from gems.errors import ConfigError
 from gems.launch.local_launcher import mpi_family
 from jobs.batch.command import SchedulerUnavailableError
-from jobs.slurm import site as slurm_site
-from jobs.slurm.site import NodeKind, parse_count, parse_kinds, parse_minutes, query_site
+from jobs.schedulers.slurm_client import site as slurm_site
+from jobs.schedulers.slurm_client.site import (
+    NodeKind,
+    parse_count,
+    parse_kinds,
+    parse_minutes,
+    query_site,
+)
 
 # srun's MPI type for the family of the mpiexec on this machine.
 MPI_TYPES = {"mpich": "pmi2", "openmpi": "pmix"}

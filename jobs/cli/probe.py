@@ -27,8 +27,8 @@ from jobs.launch.transaction import SignalsWait
 from jobs.probes.mpi import probe_argv, probe_json, read_probe, run_probe
 from jobs.probes.results import MPI_MACHINES, RANKS, keep_probe, known_probe, probe_digest
 from jobs.schedulers.scheduler import SCHEDULERS
-from jobs.slurm.jobs import SQUEUE, cancel_jobs, query_jobs
-from jobs.slurm.site import max_nodes
+from jobs.schedulers.slurm_client.jobs import SQUEUE, cancel_jobs, query_jobs
+from jobs.schedulers.slurm_client.site import max_nodes
 
 LIMIT = "--limit"
 TWO_RANKS = (
@@ -154,7 +154,7 @@ def _by_slurm(spec: RunSpec, job: JobSpec, limit_min: float) -> dict[str, Any]:
     Its script is that of a run except for the last line, and its job is cancelled when the wait is
     over.
     """
-    from jobs.slurm.sbatch import call_sbatch, sbatch_script
+    from jobs.schedulers.slurm_client.sbatch import call_sbatch, sbatch_script
 
     scheduler = SCHEDULERS[spec.cluster.scheduler]
     if not scheduler.has_probe_jobs:

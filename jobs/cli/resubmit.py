@@ -27,7 +27,7 @@ from jobs.diagnosis.node_blocklist import BlockedNode, NodeBlocklist
 from jobs.diagnosis.report import UNBLOCK, Diagnosis, diagnose_run, record_diagnosis
 from jobs.launch.submission import start_run
 from jobs.preflight.cost import FORCE, YES, is_confirmed
-from jobs.slurm.site import left_nodes
+from jobs.schedulers.slurm_client.site import left_nodes
 from jobs.status.lookup import RUNS_DIR, find_named
 from jobs.status.run_status import read_status, run_statuses
 from jobs.status.study_record import StudyRecord

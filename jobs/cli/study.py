@@ -23,7 +23,7 @@ from jobs.launch.own_job import CANCELLED_CODE
 from jobs.preflight.checks import show, site_checks
 from jobs.preflight.cost import DRY_RUN, YES, describe_cost, is_confirmed
 from jobs.schedulers.scheduler import SCHEDULERS
-from jobs.slurm.limits import is_on_site
+from jobs.schedulers.slurm_client.limits import is_on_site
 from jobs.status.cancellation import cancel_all
 from jobs.status.lookup import find_named
 from jobs.status.run_status import ACTIVE, RunStatus, run_statuses

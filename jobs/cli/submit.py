@@ -26,7 +26,7 @@ from jobs.launch.submission import prepare_here, submit_chain, submit_run
 from jobs.preflight.checks import passed, preflight, show
 from jobs.preflight.cost import DRY_RUN, FORCE, YES
 from jobs.schedulers.scheduler import SCHEDULERS
-from jobs.slurm.limits import check_limits, is_on_site
+from jobs.schedulers.slurm_client.limits import check_limits, is_on_site
 from jobs.status.job_record import read_chain
 from jobs.status.lookup import RUNS_DIR, find_one_run
 from jobs.status.ownership import gone_verifier

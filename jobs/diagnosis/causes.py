@@ -9,7 +9,7 @@ import re
 
 from gems.errors import ConfigError, DoesNotFitError, StalledError
 from gems.runs.failure_cause import FILE_SYSTEM_ERRORS, FailureCause
-from jobs.slurm.jobs import NEVER_SATISFIED, NODE_FAILURE
+from jobs.schedulers.slurm_client.jobs import NEVER_SATISFIED, NODE_FAILURE
 
 NODE = r"(?P<node>[A-Za-z0-9][A-Za-z0-9._-]*)"
 FILE_ERRNO = f"(?:{'|'.join(map(str, sorted(FILE_SYSTEM_ERRORS)))})"

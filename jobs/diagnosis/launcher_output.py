@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gems.errors import SIGNAL_BASE, ConfigError, DoesNotFitError, RankFailedError, StalledError
-from jobs.slurm.jobs import parse_cancellation
+from jobs.schedulers.slurm_client.jobs import parse_cancellation
 
 RANK_CODES = tuple(
     error.exit_code for error in (ConfigError, DoesNotFitError, RankFailedError, StalledError)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from gems.runs.failure_cause import FailureCause
 from jobs.diagnosis.causes import CONSEQUENCE, LOG_PATTERNS
-from jobs.slurm.jobs import parse_cancellation
+from jobs.schedulers.slurm_client.jobs import parse_cancellation
 
 MAX_PER_CAUSE = 3
 # of a longer log the middle is left out

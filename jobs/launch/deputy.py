@@ -24,7 +24,7 @@ from jobs.launch.batch import BatchJob
 from jobs.launch.elastic import DEPUTY_LOG as LOG
 from jobs.launch.elastic import Recovery
 from jobs.launch.nodes import own_nodes
-from jobs.slurm.jobs import cancel_jobs
+from jobs.schedulers.slurm_client.jobs import cancel_jobs
 
 LOOK_EVERY_S = 20.0
 

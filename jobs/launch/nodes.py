@@ -20,7 +20,7 @@ from jobs.batch.resources import JobSpec
 from jobs.diagnosis.node_blocklist import NodeBlocklist
 from jobs.launch.own_job import own_job
 from jobs.probes.nodes import NodeCheck
-from jobs.slurm.site import expand_nodes
+from jobs.schedulers.slurm_client.site import expand_nodes
 
 
 class Selection(NamedTuple):

@@ -26,7 +26,7 @@ from jobs.batch.resources import JobSpec, Work
 from jobs.diagnosis.root_cause import Failure
 from jobs.launch.transaction import Ownership, submit_owned
 from jobs.schedulers.scheduler import Scheduler, scheduler_of, title
-from jobs.slurm import jobs as slurm_jobs
+from jobs.schedulers.slurm_client import jobs as slurm_jobs
 from jobs.status.job_record import CHAIN, LAUNCHER, SLURM, JobRecord
 
 # SLURM kills the job KillWait seconds after its SIGTERM; the answer is needed before that.

@@ -25,7 +25,7 @@ from jobs.preflight.checks import Check, passed, preflight
 from jobs.preflight.cost import is_confirmed
 from jobs.preflight.layouts import plan_of_start
 from jobs.schedulers.scheduler import SCHEDULERS
-from jobs.slurm.limits import check_limits
+from jobs.schedulers.slurm_client.limits import check_limits
 from jobs.status.job_record import write_chain
 from jobs.status.ownership import gone_verifier
 

@@ -29,7 +29,7 @@ from jobs.preflight.cost import describe_cost
 from jobs.preflight.layouts import check_layouts
 from jobs.probes.results import MAX_AGE, RANKS, describe_probe, known_probe, needs_probe
 from jobs.schedulers.scheduler import SCHEDULERS
-from jobs.slurm.limits import (
+from jobs.schedulers.slurm_client.limits import (
     check_account,
     check_limits,
     check_partitions,
@@ -37,7 +37,7 @@ from jobs.slurm.limits import (
     check_script,
     shortage,
 )
-from jobs.slurm.site import Partition, query_accounts, query_partitions
+from jobs.schedulers.slurm_client.site import Partition, query_accounts, query_partitions
 
 CHECKPOINTS = 2
 MARKS = {True: "ok", None: "--", False: "warn"}

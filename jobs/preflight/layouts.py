@@ -16,8 +16,8 @@ from gems.plan.evaluate import Plan, evaluate
 from gems.runs.folder import RunFolder, describe_layout
 from jobs.batch.command import SchedulerUnavailableError
 from jobs.batch.resources import job_spec
-from jobs.slurm.limits import estimate_wait_h
-from jobs.slurm.site import left_nodes
+from jobs.schedulers.slurm_client.limits import estimate_wait_h
+from jobs.schedulers.slurm_client.site import left_nodes
 
 NO_LAYOUT = (ConfigError, DoesNotFitError, ScheduleError)
 SEARCH_BUDGET_S = 10.0
@@ -128,7 +128,7 @@ def _num_left(cluster: ClusterConfig) -> int | None:
 
 
 def _wait_h(spec: RunSpec, folder: RunFolder) -> float | None:
-    from jobs.slurm.sbatch import sbatch_script
+    from jobs.schedulers.slurm_client.sbatch import sbatch_script
 
     return estimate_wait_h(sbatch_script(spec, job_spec(spec), folder))
 
@@ -168,8 +168,8 @@ def _searched_plan(spec: RunSpec, world_size: int) -> Plan:
     Raises:
         ConfigError, DoesNotFitError: there is none.
     """
-    from gems.planner.evaluate import Planner
-    from gems.planner.fastest import fastest
+    from gems.search.evaluate import Planner
+    from gems.search.fastest import fastest
 
     size = spec.parallel.micro_batch_size
     strips = spec.parallel.strips

@@ -23,7 +23,7 @@ from gems.utils.registry import Registry
 from jobs.batch.command import SchedulerError
 from jobs.batch.job import Job, JobQuery, ListedJob
 from jobs.batch.resources import JobSpec, Work
-from jobs.slurm.limits import is_on_site
+from jobs.schedulers.slurm_client.limits import is_on_site
 
 
 class Scheduler(ABC):
@@ -99,7 +99,7 @@ class Scheduler(ABC):
     ) -> str:
         """Submit prepared runs and return the job's ID.
 
-        Raises the errors of `jobs.slurm.sbatch.submit_job`.
+        Raises the errors of `jobs.schedulers.slurm_client.sbatch.submit_job`.
         """
 
     def clusters(self, cluster: ClusterConfig) -> str:

@@ -1,4 +1,4 @@
-"""SLURM: `jobs.slurm` behind the interface of a batch system."""
+"""SLURM behind the interface of a batch system, by `slurm_client`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from jobs.batch.command import run_command
 from jobs.batch.job import Job, JobId, ListedJob
 from jobs.batch.resources import JobSpec, Work
 from jobs.schedulers.scheduler import SCHEDULERS, Scheduler
-from jobs.slurm import environment as slurm_environment
-from jobs.slurm import jobs as slurm_jobs
-from jobs.slurm import site
-from jobs.slurm.jobs import SACCT, SCONTROL, SQUEUE
+from jobs.schedulers.slurm_client import environment as slurm_environment
+from jobs.schedulers.slurm_client import jobs as slurm_jobs
+from jobs.schedulers.slurm_client import site
+from jobs.schedulers.slurm_client.jobs import SACCT, SCONTROL, SQUEUE
 
 REQUEUE_LIMIT_S = 20.0
 STEP_FIELDS = (
@@ -63,7 +63,7 @@ class Slurm(Scheduler):
 
     def script(self, spec: RunSpec, job: JobSpec, folder: RunFolder) -> str:
         """Return the batch script of a run, by submitit."""
-        from jobs.slurm.sbatch import sbatch_script
+        from jobs.schedulers.slurm_client.sbatch import sbatch_script
 
         return sbatch_script(spec, job, folder)
 
@@ -71,7 +71,7 @@ class Slurm(Scheduler):
         self, spec: RunSpec, job: JobSpec, folder: RunFolder, works: Sequence[Work], token: str
     ) -> str:
         """Submit one job, or an array with a task for each of several works."""
-        from jobs.slurm.sbatch import submit_job
+        from jobs.schedulers.slurm_client.sbatch import submit_job
 
         return submit_job(spec, job, folder, works, token)
 

@@ -27,7 +27,7 @@ from jobs.schedulers.scheduler import (
     scheduler_at,
     scheduler_of,
 )
-from jobs.slurm.jobs import HELD, NEVER_SATISFIED, SACCT, on
+from jobs.schedulers.slurm_client.jobs import HELD, NEVER_SATISFIED, SACCT, on
 from jobs.status.job_record import JobRecord, read_chain
 from jobs.status.ownership import complete_submissions
 

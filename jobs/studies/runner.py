@@ -37,8 +37,8 @@ from jobs.launch.submission import start_run
 from jobs.launch.transaction import Ownership, submit_owned
 from jobs.preflight.checks import passed, preflight, site_checks
 from jobs.schedulers.scheduler import SCHEDULERS
-from jobs.slurm.limits import check_limits, is_on_site, queue_limit
-from jobs.slurm.site import cached_site_queries
+from jobs.schedulers.slurm_client.limits import check_limits, is_on_site, queue_limit
+from jobs.schedulers.slurm_client.site import cached_site_queries
 from jobs.status.job_record import read_chain
 from jobs.status.ownership import find_among, gone_verifier
 from jobs.status.run_status import run_statuses

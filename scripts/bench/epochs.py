@@ -40,8 +40,8 @@ from gems.engine.optimization.parameter_groups import NumberedLayer
 from gems.errors import ConfigError
 from gems.models import layers_of
 from gems.models.build import build_layers
-from gems.planner.hybrid.epochs import NoiseFit, fit_noise_scale
-from gems.planner.hybrid.inputs import GivenEpochs, epochs_json
+from gems.search.hybrid.epochs import NoiseFit, fit_noise_scale
+from gems.search.hybrid.inputs import GivenEpochs, epochs_json
 from gems.utils.atomic_io import write_json
 from scripts.bench.rig import answered, composed, log, options
 

@@ -21,11 +21,11 @@ from typing import Any
 
 from gems.errors import DoesNotFitError
 from gems.plan.draft import Draft
-from gems.planner.evaluate import PROFILED_SIZES, Planner
-from gems.planner.fastest import fastest
-from gems.planner.search.best_first import search
-from gems.planner.search.candidate import Candidate, candidates
-from gems.planner.search.choice import Choice
+from gems.search.best_first import search
+from gems.search.candidate import Candidate, candidates
+from gems.search.choice import Choice
+from gems.search.evaluate import PROFILED_SIZES, Planner
+from gems.search.fastest import fastest
 from scripts.bench.rig import (
     answered,
     composed,

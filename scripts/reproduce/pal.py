@@ -21,10 +21,10 @@ from pathlib import Path
 
 import numpy as np
 
-from gems.planner.hybrid.device_allocation import NUM_DRAWS, device_counts
-from gems.planner.hybrid.end_to_end_time import HybridCase, break_even
-from gems.planner.hybrid.epochs import EpochTable, fit_noise_scale
-from gems.planner.hybrid.quantity import Quantity, band, drawn
+from gems.search.hybrid.device_allocation import NUM_DRAWS, device_counts
+from gems.search.hybrid.end_to_end_time import HybridCase, break_even
+from gems.search.hybrid.epochs import EpochTable, fit_noise_scale
+from gems.search.hybrid.quantity import Quantity, band, drawn
 from gems.utils.tables import RIGHT, table
 from scripts.bench.rig import options
 

@@ -12,7 +12,7 @@ from analysis.__main__ import main
 from analysis.io.files import write_csv
 from analysis.plots.answers import hybrid_figure
 from analysis.scaling.points import Point, point_rows
-from gems.planner.hybrid.inputs import read_efficiency
+from gems.search.hybrid.inputs import read_efficiency
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 import gems.errors
 import gems.plan.draft
-import gems.planner.infeasibility
+import gems.search.infeasibility
 from gems.config.compose import compose
 from gems.config.resolve import global_batch, run_id
 from gems.config.schema import RunSpec
@@ -120,7 +120,7 @@ def test_what_does_not_fit_says_what_would(gems_: Gems, monkeypatch: pytest.Monk
 
     A busy machine may need more than the usual ones.
     """
-    monkeypatch.setattr(gems.planner.infeasibility, "MIN_S", 60.0)
+    monkeypatch.setattr(gems.search.infeasibility, "MIN_S", 60.0)
     said = gems_(*ASKED, "machine.device_bytes=2000")
     assert said.code == 3 and said.out == ""
     (line,) = said.err.strip().splitlines()
@@ -134,7 +134,7 @@ def test_what_does_not_fit_says_what_would(gems_: Gems, monkeypatch: pytest.Monk
 def test_what_fits_is_found_even_if_the_search_had_no_time(
     gems_: Gems, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gems.planner.infeasibility, "MIN_S", 60.0)
+    monkeypatch.setattr(gems.search.infeasibility, "MIN_S", 60.0)
     said = gems_(*ASKED[:-1], "0.001", "machine.device_bytes=12000", "--json")
     assert said.code == 0, said.err
     found = json.loads(said.out)
@@ -150,10 +150,10 @@ def test_what_fits_is_found_even_if_the_search_had_no_time(
 def test_the_epochs_of_batches_decide(
     gems_: Gems, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    module = ModuleType("gems.planner.hybrid.inputs")
+    module = ModuleType("gems.search.hybrid.inputs")
     law = SimpleNamespace(epochs=lambda batch: {4: 10.0, 8: 11.0}[batch])
     monkeypatch.setattr(module, "read_epochs", lambda path: SimpleNamespace(law=law), raising=False)
-    monkeypatch.setitem(sys.modules, "gems.planner.hybrid.inputs", module)
+    monkeypatch.setitem(sys.modules, "gems.search.hybrid.inputs", module)
     words = [
         "plan",
         *RUN,

@@ -14,9 +14,9 @@ from gems.config.compose import compose
 from gems.config.schema import RunSpec
 from gems.plan.draft import Draft
 from gems.plan.evaluate import simulate
-from gems.planner.hybrid.inputs import read_speedups
-from gems.planner.worker_step import modelled_efficiency, with_degree, worker_step
 from gems.profile import ModelProfile
+from gems.search.hybrid.inputs import read_speedups
+from gems.search.hybrid.worker_step import modelled_efficiency, with_degree, worker_step
 from gems.simulation.costs import RunCosts
 from gems.simulation.prediction import Prediction
 from tests.helpers.commands import Gems, check_refusal

@@ -16,7 +16,7 @@ from gems.config.resolve import resolve
 from gems.config.schema import CostConfig, MachineConfig, ParallelConfig, RunSpec, ScheduleConfig
 from gems.errors import ScheduleError
 from gems.plan.evaluate import simulate
-from gems.profile.profilers.take import take
+from gems.profile.profilers.layers import take
 from gems.profile.subject import Subject
 from gems.simulation.prediction import Prediction
 

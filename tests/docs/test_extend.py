@@ -90,7 +90,7 @@ def test_the_planner_tries_schedule_and_policy(folder: Path) -> None:
     choices = json.loads(shown(folder, "plan", *QUICK))["choices"]
     assert "mine" in {choice["schedule"] for choice in choices}
     program = (
-        "from gems.planner.search.candidate import candidates\n"
+        "from gems.search.candidate import candidates\n"
         "print(json.dumps(sorted({one.memory for one in candidates(2, 8, 20)})))"
     )
     assert "mine" in ask(folder, program)

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from gems.engine.activation_store.copies import CpuCopier, CudaCopier
-from gems.engine.activation_store.host_pool import HostPool, PinnedMemory
-from gems.engine.activation_store.store import ActivationStore
+from gems.engine.offload.activation_store import ActivationStore
+from gems.engine.offload.host_copies import CpuCopier, CudaCopier
+from gems.engine.offload.host_pool import HostPool, PinnedMemory
 from gems.engine.supervision.recorder import Recorder
 from gems.schedule.action import Action
 from gems.schedule.placement import Placement

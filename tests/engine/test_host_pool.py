@@ -7,7 +7,7 @@ import resource
 import pytest
 import torch
 
-from gems.engine.activation_store.host_pool import PAGE_BYTES, HostPool, PinnedMemory
+from gems.engine.offload.host_pool import PAGE_BYTES, HostPool, PinnedMemory
 from gems.errors import DoesNotFitError
 
 

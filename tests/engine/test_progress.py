@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from gems.engine.supervision import progress
-from gems.engine.supervision.progress import Progress
+from gems.engine import progress
+from gems.engine.progress import Progress
 
 
 @pytest.fixture

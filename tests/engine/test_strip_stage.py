@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gems.autograd.outputs import as_tuple
 from gems.autograd.storages import storage_addresses
-from gems.engine.stages.passed import Passed
+from gems.engine.stages.boundary_tensors import BoundaryTensors
 from gems.engine.stages.streamed import StreamedStage
 from gems.engine.stages.strip_evaluation import EvaluationInStrips
 from gems.engine.stages.whole import WholeStage
@@ -72,7 +72,7 @@ NETWORKS = {
 def make_stages(
     layers: list[nn.Module], cuts: tuple[int, ...], ends: tuple[int, ...] = ENDS
 ) -> list[StreamedStage]:
-    passed = Passed(images(ends), NUM)
+    passed = BoundaryTensors(images(ends), NUM)
     stages = []
     for first, end in pairwise((0, *cuts, len(layers))):
         named = [(str(number), layers[number]) for number in range(first, end)]
@@ -82,7 +82,7 @@ def make_stages(
                 nn.ModuleList(layers[first:end]), not first, lambda: None, form, passed, CPU
             )
         )
-        passed = Passed(form.outputs, NUM)
+        passed = BoundaryTensors(form.outputs, NUM)
     return stages
 
 
@@ -159,13 +159,13 @@ def test_what_is_not_there_is_not_passed_on() -> None:
     first, second = make_stages(layers, (4,))
     image = torch.randn(2, 3, HEIGHT, 6, dtype=DTYPE)
     sizes = [[tuple(tensor.shape) for tensor in first.forward(x, (image,))] for x in range(NUM)]
-    planned = Passed(
+    planned = BoundaryTensors(
         StripStage([(str(n), layers[n]) for n in range(4)], images(ENDS), NUM).outputs, NUM
     )
     assert sizes == [[spec.shape for spec in planned.specs(strip)] for strip in range(NUM)]
     assert sum(shape[2] for shapes in sizes for shape in shapes) == 6
     assert sizes[0] == [] or sizes[0][0][2] < sizes[-1][0][2]  # deeper maps are behind
-    head = Passed(StripStage([("head", layers[4])], planned.boundaries, NUM).outputs, NUM)
+    head = BoundaryTensors(StripStage([("head", layers[4])], planned.boundaries, NUM).outputs, NUM)
     assert [len(head.specs(strip)) for strip in range(NUM)] == [0, 0, 1]
     assert second.num_in_flight == 0
 

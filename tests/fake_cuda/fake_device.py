@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from gems.engine.activation_store.host_pool import HostPool, PinnedMemory
+from gems.engine.offload.host_pool import HostPool, PinnedMemory
 from gems.engine.transport import mpi
 from gems.engine.transport.mpi import Transport, world
 from gems.profile.profilers.layer_run import LayerCall

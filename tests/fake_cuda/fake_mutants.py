@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from gems.engine.activation_store.copies import CudaCopier
 from gems.engine.device import Arrival
+from gems.engine.offload.host_copies import CudaCopier
 from gems.engine.supervision.recorder import Recorder
 from tests.fake_cuda.load import native
 from tests.fake_cuda.workloads import WORKLOADS, Numbers
@@ -38,8 +38,8 @@ class Mutant:
         return f"{self.file}:{self.function}, {self.line} ({self.workload})"
 
 
-COPIES = "activation_store/copies.py"
-STORE = "activation_store/store.py"
+COPIES = "offload/host_copies.py"
+STORE = "offload/activation_store.py"
 STATE = "checkpoint/state.py"
 STAGING = "transport/staging.py"
 RECORDER = "supervision/recorder.py"

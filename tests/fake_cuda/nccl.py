@@ -112,7 +112,7 @@ class ProcessGroupNCCL:
     Options = Options
 
     def __init__(self, store: Any, rank: int, size: int, options: Options) -> None:
-        from gems.engine.transport.process_groups import _Edge
+        from gems.engine.transport.nccl_gloo import _Edge
 
         gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         gloo._timeout = datetime.timedelta(days=1)

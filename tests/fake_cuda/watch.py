@@ -30,7 +30,7 @@ def watch(native: Any) -> None:
     watched = {
         "gems.engine.transport.mpi": lambda module: _watch_mpi(native, module),
         "gems.engine.transport.polling": _advance_in_waits,
-        "gems.engine.transport.process_groups": lambda module: _watch_links(
+        "gems.engine.transport.nccl_gloo": lambda module: _watch_links(
             native, module.GroupLinks, "gloo"
         ),
         "gems.engine.transport.staging": _with_small_pieces,

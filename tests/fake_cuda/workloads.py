@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from gems.config.schema import MemoryConfig, RunSpec
-from gems.engine.activation_store.copies import CudaCopier
-from gems.engine.activation_store.host_pool import HostPool, PinnedMemory
-from gems.engine.activation_store.store import ActivationStore
 from gems.engine.batch_loader import BatchLoader
 from gems.engine.checkpoint.state import HostCopy
+from gems.engine.offload.activation_store import ActivationStore
+from gems.engine.offload.host_copies import CudaCopier
+from gems.engine.offload.host_pool import HostPool, PinnedMemory
 from gems.engine.optimization.gradients import Gradients
 from gems.engine.rank import Rank
 from gems.engine.supervision.recorder import Recorder

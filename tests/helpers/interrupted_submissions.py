@@ -26,7 +26,7 @@ from gems.errors import TryLaterError
 from gems.runs.folder import RunFolder
 from jobs.batch.job import ListedJob
 from jobs.launch.submission import start_run
-from jobs.slurm.jobs import cancel_jobs, list_jobs
+from jobs.schedulers.slurm_client.jobs import cancel_jobs, list_jobs
 from jobs.status.cancellation import cancel_all
 from jobs.status.lookup import Catalogue
 from jobs.status.run_status import run_statuses

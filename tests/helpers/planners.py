@@ -9,8 +9,8 @@ import pytest
 import gems.plan.draft
 from gems.config.compose import compose
 from gems.config.schema import RunSpec
-from gems.planner.evaluate import Planner
 from gems.profile import ModelProfile
+from gems.search.evaluate import Planner
 from tests.helpers.profiles import random_profile
 
 SIZES = (

@@ -20,7 +20,7 @@ from jobs.launch.batch import claim, run_prepared
 from jobs.launch.launch import StopRequest
 from jobs.launch.own_job import hand_over, requeue_refusal
 from jobs.launch.submission import submit_chain
-from jobs.slurm.sbatch import sbatch_script
+from jobs.schedulers.slurm_client.sbatch import sbatch_script
 from jobs.status.job_record import CHAIN_JSON, read_chain
 from jobs.status.ownership import gone_verifier
 from jobs.status.run_status import run_statuses
@@ -135,7 +135,7 @@ def test_a_refused_job_makes_the_chain_shorter(
             raise ConfigError("cluster", "mini", "sbatch refuses the job")
         return str(41 + len(after))
 
-    monkeypatch.setattr("jobs.slurm.sbatch.submit_job", submit)
+    monkeypatch.setattr("jobs.schedulers.slurm_client.sbatch.submit_job", submit)
     assert submit_chain(spec, job_spec(spec), RunFolder(tmp_path), "41", 5) == ["41", "42", "43"]
     assert read_chain(RunFolder(tmp_path)) == ["41", "42", "43"] and after == ["41", "42", "43"]
     assert (

@@ -23,10 +23,10 @@ from jobs.launch.batch import BatchJob, wait_for_submission
 from jobs.launch.submission import start_run
 from jobs.preflight.checks import site_checks
 from jobs.schedulers.scheduler import SCHEDULERS, find_submitted
-from jobs.slurm import environment
-from jobs.slurm.jobs import SACCT, SQUEUE, list_jobs, query_jobs
-from jobs.slurm.sbatch import read_id, sbatch_script
-from jobs.slurm.site import query_accounts
+from jobs.schedulers.slurm_client import environment
+from jobs.schedulers.slurm_client.jobs import SACCT, SQUEUE, list_jobs, query_jobs
+from jobs.schedulers.slurm_client.sbatch import read_id, sbatch_script
+from jobs.schedulers.slurm_client.site import query_accounts
 from jobs.status.cancellation import cancel_all
 from jobs.status.lookup import Catalogue
 from jobs.status.run_status import run_statuses

@@ -28,7 +28,7 @@ from jobs.cli.discover import (
     mpi_type,
     preset_name,
 )
-from jobs.slurm.site import (
+from jobs.schedulers.slurm_client.site import (
     NodeKind,
     parse_config,
     parse_kinds,

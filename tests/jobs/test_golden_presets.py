@@ -19,7 +19,7 @@ from gems.runs.folder import RunFolder
 from jobs.batch.launchers import command
 from jobs.batch.resources import job_spec
 from jobs.schedulers.scheduler import SCHEDULERS
-from jobs.slurm.limits import check_limits
+from jobs.schedulers.slurm_client.limits import check_limits
 from tests.helpers.job_helpers import ROOT
 
 GOLDEN = ROOT / "tests" / "golden"

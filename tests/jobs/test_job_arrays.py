@@ -19,7 +19,14 @@ from gems.runs.folder import RunFolder
 from gems.runs.owner import own_job_id, take
 from jobs.__main__ import VERBS
 from jobs.launch import own_job
-from jobs.slurm.jobs import SACCT, SCONTROL, SQUEUE, is_job_number, job_order, query_jobs
+from jobs.schedulers.slurm_client.jobs import (
+    SACCT,
+    SCONTROL,
+    SQUEUE,
+    is_job_number,
+    job_order,
+    query_jobs,
+)
 from tests.helpers.fake_slurm import FakeSlurm
 
 BASE = [

@@ -16,8 +16,8 @@ from gems.errors import ConfigError
 from gems.runs.folder import RunFolder, describe_layout
 from jobs.batch.resources import job_spec
 from jobs.preflight.layouts import check_layouts, plan_of_start, smaller_plan
-from jobs.slurm.limits import check_limits
-from jobs.slurm.sbatch import sbatch_script
+from jobs.schedulers.slurm_client.limits import check_limits
+from jobs.schedulers.slurm_client.sbatch import sbatch_script
 from tests.helpers.fake_slurm import FakeSlurm
 
 pytestmark = pytest.mark.timeout(120)

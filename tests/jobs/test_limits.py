@@ -17,8 +17,8 @@ from gems.errors import ConfigError
 from jobs.batch.resources import job_spec
 from jobs.cli.submit import submit
 from jobs.schedulers.scheduler import SCHEDULERS
-from jobs.slurm.jobs import num_queued
-from jobs.slurm.limits import check_limits, check_queue, queue_limit
+from jobs.schedulers.slurm_client.jobs import num_queued
+from jobs.schedulers.slurm_client.limits import check_limits, check_queue, queue_limit
 
 LIMITS = [
     QueueLimit(qos="debug", minutes=30, queued_jobs=1),

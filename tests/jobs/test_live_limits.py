@@ -15,8 +15,8 @@ from gems.config.schema import ClusterConfig, RunSpec
 from gems.errors import ConfigError
 from jobs.batch.command import SchedulerUnavailableError
 from jobs.batch.resources import job_spec
-from jobs.slurm.limits import check_account, check_partitions
-from jobs.slurm.site import (
+from jobs.schedulers.slurm_client.limits import check_account, check_partitions
+from jobs.schedulers.slurm_client.site import (
     Accounts,
     expand_nodes,
     left_nodes,

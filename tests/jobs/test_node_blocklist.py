@@ -16,7 +16,7 @@ from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
 from jobs.batch.resources import job_spec
 from jobs.diagnosis.node_blocklist import NodeBlocklist
-from jobs.slurm.sbatch import sbatch_script
+from jobs.schedulers.slurm_client.sbatch import sbatch_script
 
 NOW = datetime.now(UTC)
 

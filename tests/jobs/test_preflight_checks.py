@@ -28,7 +28,12 @@ from jobs.cli.submit import submit
 from jobs.launch.submission import start_run
 from jobs.preflight.checks import check_free_space, check_host_memory, find_storage
 from jobs.preflight.cost import describe_cost, is_confirmed
-from jobs.slurm.limits import check_script, describe_start, is_on_site, parse_estimate
+from jobs.schedulers.slurm_client.limits import (
+    check_script,
+    describe_start,
+    is_on_site,
+    parse_estimate,
+)
 from tests.helpers.fake_slurm import FakeSlurm
 
 SEEN = (

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gems.engine.supervision.progress import Progress
+from gems.engine.progress import Progress
 from gems.runs import heartbeat as heartbeat_module
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat

@@ -24,7 +24,7 @@ from gems.runs.prepare import prepare
 from gems.utils.run_module import RUN_MODULE
 from jobs.batch.resources import job_spec
 from jobs.cli.submit import submit
-from jobs.slurm.sbatch import SBATCH_OPTIONS, sbatch_script
+from jobs.schedulers.slurm_client.sbatch import SBATCH_OPTIONS, sbatch_script
 
 SBATCH = """#!{python}
 import json, os, pathlib, sys

@@ -26,7 +26,7 @@ from gems.utils.run_module import RUN_MODULE
 from jobs.batch.launchers import command, module_on_each_node
 from jobs.batch.resources import job_spec
 from jobs.launch.launch import SWEEP
-from jobs.slurm.sbatch import sbatch_script
+from jobs.schedulers.slurm_client.sbatch import sbatch_script
 from tests.helpers.job_helpers import ROOT
 from tests.helpers.processes import python
 

@@ -24,7 +24,7 @@ from jobs.batch.launchers import command, module_on_each_node
 from jobs.batch.resources import job_spec
 from jobs.launch import launch as launch_module
 from jobs.launch.launch import SWEEP
-from jobs.slurm.sbatch import sbatch_script
+from jobs.schedulers.slurm_client.sbatch import sbatch_script
 from tests.helpers.job_helpers import ROOT
 
 FOLDER = RunFolder(Path("/runs/it's mine"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jobs.slurm.jobs import find_job
+from jobs.schedulers.slurm_client.jobs import find_job
 from tests.helpers.fake_slurm import FakeSlurm
 
 ROWS = (

@@ -7,7 +7,7 @@ from datetime import datetime
 import pytest
 
 from gems.runs.failure_cause import FailureCause
-from jobs.slurm.jobs import REQUEUED, failed_node, parse_cancellation
+from jobs.schedulers.slurm_client.jobs import REQUEUED, failed_node, parse_cancellation
 
 AT = "2026-11-20T12:00:00"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gems.cli.framework import main
-from gems.engine.supervision.progress import Progress
+from gems.engine.progress import Progress
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
 from jobs.__main__ import VERBS

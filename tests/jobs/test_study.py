@@ -31,7 +31,7 @@ from jobs.batch.resources import JobSpec, job_spec
 from jobs.cli import study as study_module
 from jobs.cli.study import draw, is_due, point_state
 from jobs.launch.submission import start_run
-from jobs.slurm.limits import refusal as sbatch_refusal
+from jobs.schedulers.slurm_client.limits import refusal as sbatch_refusal
 from jobs.status.run_status import run_statuses
 from jobs.studies import runner as runner_module
 from tests.helpers.fake_slurm import FakeSlurm
@@ -425,7 +425,7 @@ def queued(monkeypatch: pytest.MonkeyPatch, slurm: FakeSlurm) -> list[str]:
         return number
 
     slurm.says("sbatch")
-    monkeypatch.setattr("jobs.slurm.sbatch.submit_job", take)
+    monkeypatch.setattr("jobs.schedulers.slurm_client.sbatch.submit_job", take)
     return submitted
 
 
@@ -547,7 +547,7 @@ def test_what_sbatch_refuses_for_now_waits_and_what_it_refuses_for_good_is_said(
         raise sbatch_refusal("mini", refusal)
 
     (slurm.here / "queue").write_text(f"{others}\n" if others else "")
-    monkeypatch.setattr("jobs.slurm.sbatch.submit_job", refuse)
+    monkeypatch.setattr("jobs.schedulers.slurm_client.sbatch.submit_job", refuse)
     assert study("cluster=mini", points=WORDS[:2]) == code
     out, err = capfd.readouterr()
     assert [line.split()[1] for line in out.splitlines()[1:]].count("waiting") == waiting

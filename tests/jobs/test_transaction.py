@@ -24,7 +24,7 @@ from jobs.batch.resources import job_spec
 from jobs.launch.batch import BatchJob
 from jobs.launch.submission import start_run, submit_together
 from jobs.launch.transaction import SIGNALS, Ownership, SignalsWait, submit_owned
-from jobs.slurm import sbatch
+from jobs.schedulers.slurm_client import sbatch
 from jobs.status.ownership import gone_verifier
 from jobs.status.run_status import run_statuses
 from tests.helpers.fake_slurm import FakeSlurm

@@ -14,8 +14,8 @@ from gems.engine.step_loop import measure_offset
 from gems.engine.supervision.recorder import Recorder
 from gems.engine.transport.links import Links
 from gems.engine.transport.mpi import Transport, allgather, broadcast
+from gems.engine.transport.nccl_gloo import open_groups
 from gems.engine.transport.p2p_channels import P2PChannels
-from gems.engine.transport.process_groups import open_groups
 from gems.engine.transport.staging import HostStaging
 from gems.errors import ConfigError, LostPeerError, StalledError
 from gems.models.build import TensorSpec

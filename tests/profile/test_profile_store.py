@@ -26,7 +26,7 @@ from gems.config.schema import (
 from gems.errors import ConfigError
 from gems.profile import ModelProfile, store
 from gems.profile.pace import RunPace
-from gems.profile.profilers.take import take
+from gems.profile.profilers.layers import take
 from gems.profile.store import keep_pace, key_of, known_pace, profile_alone, profile_of, versions
 from gems.profile.strip_profile import STRIP_SHARES
 from gems.profile.subject import Subject

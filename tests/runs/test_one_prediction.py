@@ -15,11 +15,11 @@ import gems.plan.draft
 from gems.config.compose import compose
 from gems.config.schema import RunSpec
 from gems.plan.evaluate import evaluate, simulate
-from gems.planner.evaluate import Planner
-from gems.planner.search.candidate import Candidate, candidates
-from gems.planner.search.choice import Choice
 from gems.profile import ModelProfile
 from gems.schedule import CAPPED
+from gems.search.candidate import Candidate, candidates
+from gems.search.choice import Choice
+from gems.search.evaluate import Planner
 from tests.helpers.planners import NUM_LAYERS, RUN, sized
 from tests.helpers.profiles import random_profile
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-import gems.planner.in_strips
+import gems.search.in_strips
 from gems.config.compose import compose
 from gems.config.schema import RunSpec
 from gems.errors import DoesNotFitError
 from gems.plan.evaluate import evaluate, simulate
-from gems.planner.evaluate import Planner
-from gems.planner.fastest import fastest
-from gems.planner.in_strips import in_strips
+from gems.search.evaluate import Planner
+from gems.search.fastest import fastest
+from gems.search.in_strips import in_strips
 
 WORDS = (
     "model=resnet20_v1 model.norm=none model.depth=8 data=synthetic data.height_px=128"
@@ -24,7 +24,7 @@ WORDS = (
 
 @pytest.fixture
 def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunSpec:
-    monkeypatch.setattr(gems.planner.in_strips, "NUM_SHAPES", 1)
+    monkeypatch.setattr(gems.search.in_strips, "NUM_SHAPES", 1)
     return replace(compose(WORDS.split()), cache_dir=str(tmp_path))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gems.planner.hybrid.inputs import read_epochs
+from gems.search.hybrid.inputs import read_epochs
 from scripts.bench.epochs import Task, _batches, epochs_to_target, main, make_task
 
 SMALL = (

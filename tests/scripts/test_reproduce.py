@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from analysis.scaling.published import read_table
-from gems.planner.hybrid.quantity import Quantity
+from gems.search.hybrid.quantity import Quantity
 from scripts.reproduce import mcap, mlperf, pal, scaling, vdnn
 from tests.helpers.processes import python
 

@@ -110,13 +110,13 @@ class Auc(Metric):
         if not labels.is_floating_point():
             scores = scores.softmax(1) if self._num_classes > 2 else scores[:, 1:] - scores[:, :1]
             labels = labels[:, None]
-        self.rows.append(torch.cat([scores, labels.double()], 1))
+        self.by_sample.append(torch.cat([scores, labels.double()], 1))
 
     def compute(self) -> Values:
         """Return the area."""
-        if not self.rows:
+        if not self.by_sample:
             return {"auc": math.nan}
-        rows = torch.cat(self.rows)
+        rows = torch.cat(self.by_sample)
         if rows.shape[1] == 2:
             areas = [roc_auc(rows[:, 0], rows[:, 1] == 1)]
         elif rows.shape[1] == self._num_classes + 1:
@@ -161,13 +161,13 @@ class R2(Metric):
             return
         wanted = labels.double().reshape(len(labels), -1)
         found = self._scores(outputs).detach().double().reshape(wanted.shape)
-        self.rows.append(torch.stack([found, wanted], 1))
+        self.by_sample.append(torch.stack([found, wanted], 1))
 
     def compute(self) -> Values:
         """Return the mean over the values of a sample."""
-        if not self.rows:
+        if not self.by_sample:
             return {"r2": math.nan}
-        found, wanted = torch.cat(self.rows).unbind(1)
+        found, wanted = torch.cat(self.by_sample).unbind(1)
         spread = ((wanted - wanted.mean(0)) ** 2).sum(0)
         return {"r2": float((1 - ((found - wanted) ** 2).sum(0) / spread).mean())}
 
@@ -191,17 +191,17 @@ class TargetMetric(Metric):
     def update(self, outputs: Outputs, labels: Tensor) -> None:
         """Keep the outputs and labels of some samples."""
         scores = self._scores(outputs).detach()
-        self.rows += [
+        self.by_sample += [
             scores.float() if scores.dtype in (torch.bfloat16, torch.float16) else scores,
             labels,
         ]
 
     def compute(self) -> Values:
         """Return the figures of the user's metric, under its name."""
-        if not self.rows:
+        if not self.by_sample:
             return {self._name: math.nan}
         outputs, labels = (
-            torch.cat([part.cpu() for part in self.rows[start::2]]) for start in (0, 1)
+            torch.cat([part.cpu() for part in self.by_sample[start::2]]) for start in (0, 1)
         )
         target = str(self._options["target"])
         kwargs = dict(self._options.get("kwargs") or {})

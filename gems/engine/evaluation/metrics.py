@@ -53,12 +53,12 @@ class Metric(ABC):
 
     Attributes:
         sums: Values that are summed over ranks, in float64.
-        rows: Tensors that are joined over ranks, with a row for each sample.
+        by_sample: Tensors that are joined over ranks, with one entry for each sample.
     """
 
     def __init__(self, num_sums: int) -> None:
         self.sums = torch.zeros(num_sums, dtype=torch.float64)
-        self.rows: list[Tensor] = []
+        self.by_sample: list[Tensor] = []
 
     @abstractmethod
     def update(self, outputs: Outputs, labels: Tensor) -> None:
@@ -70,12 +70,12 @@ class Metric(ABC):
 
     def state(self) -> tuple[NDArray[Any], list[NDArray[Any]]]:
         """Return the state of this rank that the other ranks need."""
-        return self.sums.cpu().numpy(), [part.cpu().numpy() for part in self.rows]
+        return self.sums.cpu().numpy(), [part.cpu().numpy() for part in self.by_sample]
 
     def join(self, states: Sequence[tuple[NDArray[Any], list[NDArray[Any]]]]) -> None:
         """Combine the states of all ranks."""
         self.sums = torch.from_numpy(np.sum([sums for sums, _ in states], axis=0))
-        self.rows = [torch.from_numpy(part) for _, parts in states for part in parts]
+        self.by_sample = [torch.from_numpy(part) for _, parts in states for part in parts]
 
     def _count(self, *counts: Tensor) -> None:
         self.sums = self.sums.to(counts[0].device) + torch.cat(
@@ -199,14 +199,14 @@ class AbsoluteError(Metric):
         wanted = labels.double()
         error = (self._scores(outputs).double().reshape(wanted.shape) - wanted).abs().sum()
         self._count(error, torch.tensor(float(labels.numel()), device=labels.device))
-        self.rows.append(labels)
+        self.by_sample.append(labels)
 
     def compute(self) -> Values:
         """Return the figures by name."""
         total, count = self.sums.tolist()
         constant = math.nan
-        if self.rows:
-            labels = torch.cat([part.double() for part in self.rows])
+        if self.by_sample:
+            labels = torch.cat([part.double() for part in self.by_sample])
             constant = float((labels - labels.mean(0)).abs().mean())
         return {
             "mean_absolute_error": _ratio(total, count),

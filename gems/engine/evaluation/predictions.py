@@ -97,7 +97,7 @@ class PredictionRows(Metric):
                 classes = one[: self._num_classes].argmax(0).cpu().numpy()
                 write_map(self._folder / self._maps[number], classes, self._num_classes)
                 pixels = np.bincount(classes.ravel(), minlength=self._num_classes)
-                self.rows.append(
+                self.by_sample.append(
                     torch.from_numpy(np.concatenate([[number], pixels])).double()[None]
                 )
             return
@@ -106,7 +106,7 @@ class PredictionRows(Metric):
             found = found[:, : self._num_classes].softmax(1)
         elif self._task == "multi_label":
             found = found.sigmoid()
-        self.rows.append(torch.cat([labels.double()[:, None], found], dim=1).cpu())
+        self.by_sample.append(torch.cat([labels.double()[:, None], found], dim=1).cpu())
 
     def compute(self) -> Values:
         """Return no figure."""
@@ -154,7 +154,7 @@ def write_predictions(
     if task == "segmentation":
         found["maps"] = str(out / MAPS)
     if rank.comm.rank == 0:
-        rows = np.concatenate([part.numpy() for part in predictions.rows])
+        rows = np.concatenate([part.numpy() for part in predictions.by_sample])
         rows = rows[np.argsort(rows[:, 0])]
         write_table(out / CSV, rows, names, maps, request["classes"], task)
         if isinstance(samples, Numbered) and isinstance(samples.samples, SlideDataset):

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from gems.config.schema import RunSpec, TrainConfig
 from gems.data import find_source, open_dataset
 from gems.engine.device import DTYPES
+from gems.engine.optimization.clipping import GlobalNorm, clip_factor
 from gems.engine.optimization.ema import WeightAverage
 from gems.engine.optimization.gradients import Gradients
 from gems.engine.optimization.loss_scale import LossScale
@@ -21,7 +21,7 @@ from gems.engine.optimization.optimizer import build_optimizer, state_bytes
 from gems.engine.optimization.parameter_groups import trained
 from gems.engine.rank_stages import Stages
 from gems.engine.transport.connections import Connections
-from gems.engine.transport.mpi import Comm, Transport, broadcast
+from gems.engine.transport.mpi import Comm, broadcast
 from gems.plan.rank_plan import RankPlan
 from gems.schedule.action import Kind
 
@@ -29,28 +29,6 @@ STOP = "stop"
 SKIP = "skip"
 IGNORE = "ignore"
 EPOCH = "epoch"
-CLIP_FLOOR = 1e-6  # added to the norm, as in torch.nn.utils.clip_grad_norm_
-
-
-class GlobalNorm:
-    """The norm over all stages of a pipeline, as a sum that has the same bits on all ranks.
-
-    Each entry of the message comes from one rank: the squared norms of the first replica by rank,
-    then the number of ranks with a loss that is not finite.
-    """
-
-    def __init__(self, control: Transport, partitions: int) -> None:
-        self._control = control
-        self._message = np.zeros(partitions + 1)
-
-    def agree(self, squared_norm: Callable[[], float], is_lost: bool) -> tuple[float, bool]:
-        """Return the norm over all stages, and whether a loss of any rank is lost; collective."""
-        self._message[:] = 0
-        if self._control.rank < len(self._message) - 1:
-            self._message[self._control.rank] = squared_norm()
-        self._message[-1] = is_lost
-        self._control.sum_in_place(self._message)
-        return math.sqrt(self._message[:-1].sum()), bool(self._message[-1])
 
 
 class Update:
@@ -166,7 +144,7 @@ class Update:
                 buffer.copy_(value)
         elif not self.has_failed or self._on_nonfinite == IGNORE:
             if self._max_norm is not None:
-                self.gradients.scale(min(1.0, self._max_norm / (self.grad_norm + CLIP_FLOOR)))
+                self.gradients.scale(clip_factor(self.grad_norm, self._max_norm))
             self.optimizer.step()
             if self.average is not None:
                 self.average.update()

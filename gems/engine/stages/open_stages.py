@@ -12,9 +12,9 @@ from torch import nn
 
 from gems.autograd.convolutions import ConvolutionWatch
 from gems.autograd.mixed import low_copies
-from gems.engine.activation_store.copies import CpuCopier, CudaCopier
-from gems.engine.activation_store.host_pool import HostPool, PinnedMemory
-from gems.engine.activation_store.store import ActivationStore
+from gems.engine.offload.activation_store import ActivationStore
+from gems.engine.offload.host_copies import CpuCopier, CudaCopier
+from gems.engine.offload.host_pool import HostPool, PinnedMemory
 from gems.engine.stage import SegmentKey, Stage, StageKey
 from gems.engine.stages.stored import StoredSegment
 from gems.engine.stages.stored_strips import StoredStrips

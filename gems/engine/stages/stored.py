@@ -11,8 +11,8 @@ from gems.autograd.recompute.recompute import Recomputation, RecomputeContext
 from gems.autograd.split_backward.deferred import DeferredGradients
 from gems.autograd.split_backward.layers import SplitLayers
 from gems.autograd.storages import storage_addresses
-from gems.engine.activation_store.saved_tensor_table import SavedTensor
-from gems.engine.activation_store.store import ActivationStore, MicroBatchKey
+from gems.engine.offload.activation_store import ActivationStore, MicroBatchKey
+from gems.engine.offload.saved_tensor_table import SavedTensor
 from gems.engine.stage import Loss, StageKey, Tensors
 from gems.engine.stages.segment_input import SegmentInput
 from gems.engine.stages.whole import Stash, WholeStage, gradient_edges, run_backward

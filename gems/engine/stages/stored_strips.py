@@ -14,8 +14,8 @@ from torch import Tensor
 
 from gems.autograd.split_backward.deferred import DeferredGradients
 from gems.autograd.storages import storage_addresses
-from gems.engine.activation_store.saved_tensor_table import SavedTensor
-from gems.engine.activation_store.store import ActivationStore
+from gems.engine.offload.activation_store import ActivationStore
+from gems.engine.offload.saved_tensor_table import SavedTensor
 from gems.engine.stage import Loss, StageKey, Tensors
 from gems.engine.stages.stored import Stored
 from gems.engine.stages.streamed import Image, StreamedStage

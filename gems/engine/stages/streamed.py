@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge
 from gems.autograd.split_backward.deferred import DeferredGradients
 from gems.autograd.storages import StashMeter, new_bytes, storage_addresses, tensor_bytes
 from gems.engine.stage import Loss, Tensors
-from gems.engine.stages.passed import Passed
+from gems.engine.stages.boundary_tensors import BoundaryTensors
 from gems.engine.stages.whole import Stash, WholeStage, gradient_edges, run_backward
 from gems.streaming.strip_run import Draws
 from gems.streaming.strip_sample import Cut, StripSample, begin
@@ -53,7 +53,7 @@ class InStrips(WholeStage):
         is_first: bool,
         poll: Callable[[], None],
         form: StripStage,
-        takes: Passed,
+        takes: BoundaryTensors,
         device: torch.device,
     ) -> None:
         """Take the streaming form of the modules and the description of its inputs."""
@@ -61,7 +61,7 @@ class InStrips(WholeStage):
         self.form = form
         self.takes = takes
         self.device = device
-        self._gives = Passed(form.outputs, form.strips)
+        self._gives = BoundaryTensors(form.outputs, form.strips)
 
     def _rows_of(self, strip: int, inputs: Sequence[Tensor]) -> Tensors:
         """Return the inputs of a strip; on the first stage, its rows of the images."""
@@ -90,7 +90,7 @@ class StreamedStage(InStrips):
         is_first: bool,
         poll: Callable[[], None],
         form: StripStage,
-        takes: Passed,
+        takes: BoundaryTensors,
         device: torch.device,
         draws: Draws | None = None,
     ) -> None:

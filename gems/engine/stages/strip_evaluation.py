@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gems.autograd.storages import storage_addresses
-from gems.engine.stages.passed import Passed
+from gems.engine.stages.boundary_tensors import BoundaryTensors
 from gems.engine.stages.streamed import InStrips
 from gems.streaming.strip_stage import StripStage
 
@@ -27,7 +27,7 @@ class EvaluationInStrips(InStrips):
         is_first: bool,
         poll: Callable[[], None],
         form: StripStage,
-        takes: Passed,
+        takes: BoundaryTensors,
         device: torch.device,
         is_last: bool,
     ) -> None:

@@ -14,7 +14,7 @@ from gems.autograd.random_draws import RandomDraws
 from gems.config.schema import RunSpec
 from gems.engine.stage import StageKey
 from gems.engine.stage_modules import StageModules
-from gems.engine.stages.passed import Passed
+from gems.engine.stages.boundary_tensors import BoundaryTensors
 from gems.engine.stages.streamed import StreamedStage
 from gems.engine.stages.strip_evaluation import EvaluationInStrips
 from gems.errors import ConfigError
@@ -36,7 +36,7 @@ class StripForms:
     """
 
     forms: Mapping[StageKey, StripStage]
-    takes: Mapping[StageKey, Passed]
+    takes: Mapping[StageKey, BoundaryTensors]
     specs: Sequence[tuple[TensorSpec, ...]]  # for each strip of each stage but the last, in order
     norm_ends: Mapping[str, tuple[int, ...]]
 
@@ -89,9 +89,9 @@ def find_forms(
     """
     strips = spec.parallel.strips
     given = input_spec(spec.data, spec.parallel.micro_batch_size, precision.compute)
-    passed = Passed((Boundary.even(given.shape, given.dtype, strips),), strips)
+    passed = BoundaryTensors((Boundary.even(given.shape, given.dtype, strips),), strips)
     forms: dict[StageKey, StripStage] = {}
-    takes: dict[StageKey, Passed] = {}
+    takes: dict[StageKey, BoundaryTensors] = {}
     specs: list[tuple[TensorSpec, ...]] = []
     norm_ends: dict[str, tuple[int, ...]] = {}
     num_stages = len(stages.boundaries) - 1
@@ -110,7 +110,7 @@ def find_forms(
             low = (compute_in(module, precision) for module in built)
             form = _form(zip(names, low, strict=True), passed, least, is_training)
         norm_ends |= form.norm_ends
-        passed = Passed(form.outputs, strips)
+        passed = BoundaryTensors(form.outputs, strips)
         if stage < num_stages - 1:
             specs += map(passed.specs, range(strips))
     return StripForms(forms, takes, specs, norm_ends)
@@ -153,7 +153,10 @@ def draws_in(layers: Iterable[tuple[str, nn.Module]], draws: RandomDraws) -> Dra
 
 
 def _form(
-    layers: Iterable[tuple[str, nn.Module]], passed: Passed, min_positions: int, is_training: bool
+    layers: Iterable[tuple[str, nn.Module]],
+    passed: BoundaryTensors,
+    min_positions: int,
+    is_training: bool,
 ) -> StripStage:
     named = [(name, module.train(is_training)) for name, module in layers]
     try:

@@ -13,9 +13,9 @@ from gems.engine.supervision.recorder import Recorder
 from gems.engine.transport.links import Links, Sums
 from gems.engine.transport.memory_format import ChannelsLast
 from gems.engine.transport.mpi import Comm, Transport, ranks_here
+from gems.engine.transport.nccl_gloo import open_groups
 from gems.engine.transport.p2p_channels import Boundary, P2PChannels
 from gems.engine.transport.polling import WaitState, spin_time_s
-from gems.engine.transport.process_groups import open_groups
 from gems.engine.transport.staging import Staging, open_staging
 from gems.plan.rank_plan import RankPlan
 from gems.schedule.edges import check_message_order

@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from gems.memory.case import MemoryCase
-from gems.memory.optimizer.milp import Program, Terms
+from gems.memory.optimizer.milp import LinearSum, Program
 from gems.memory.optimizer.stage import StageBlock, owner_of
 from gems.memory.plan import Choice, MemoryPlan, Segment, is_received
 from gems.memory.storages import Storage, profile_storages
@@ -90,7 +90,7 @@ class PlanModel:
         if it were exposed, more for what is needed sooner: of plans that take the same time, those
         with fewer copies and the farthest next use come first. The bound is then none.
         """
-        self.program.cost = Terms({self.span: 1.0})
+        self.program.cost = LinearSum({self.span: 1.0})
         for block in self.blocks if copy_share else ():
             for option, at in block.at.items():
                 moved = block.copied_bytes(option)
@@ -138,12 +138,12 @@ class _RankRows:
             rate * scale[0] / scale[1]
             for rate in (self.case.d2h_bytes_per_s, self.case.h2d_bytes_per_s)
         )
-        self.clock = Terms()
-        self.on_host: dict[tuple[int, int | None, int], Terms] = {}
-        self.left_of: dict[tuple[int, int | None, int], Terms] = {}
+        self.clock = LinearSum()
+        self.on_host: dict[tuple[int, int | None, int], LinearSum] = {}
+        self.left_of: dict[tuple[int, int | None, int], LinearSum] = {}
         for action in self.case.schedule.rank_schedules[rank]:
             self._act(action)
-        self.program.constrain(Terms({self.model.span: 1.0}) - self.clock, low=0.0)
+        self.program.constrain(LinearSum({self.model.span: 1.0}) - self.clock, low=0.0)
 
     def _act(self, action: Action) -> None:
         """Add the constraints of a whole-stage action.
@@ -153,7 +153,12 @@ class _RankRows:
         program = self.program
         block = self.model.blocks[action.stage]
         mine = (action.stage, action.micro_batch, action.direction)
-        self.out, self.back, self.lasts, self.resident = Terms(), Terms(), Terms(), Terms()
+        self.out, self.back, self.lasts, self.resident = (
+            LinearSum(),
+            LinearSum(),
+            LinearSum(),
+            LinearSum(),
+        )
         self.lasted, self.kept = 0.0, list[float]()
         now_on_host = {key: host for key, host in self.on_host.items() if key != mine}
         for key, host in list(now_on_host.items()):
@@ -163,23 +168,25 @@ class _RankRows:
             other = self.model.blocks[key[0]]
             moved = other.moved_before(other.end, True)
             kept = other.forward_bytes(other.end)
-            program.constrain(Terms({after: 1.0, left: -1.0, came: 1.0}) - host, low=0.0, high=0.0)
-            program.constrain(Terms({after: 1.0}) - moved, high=0.0)
+            program.constrain(
+                LinearSum({after: 1.0, left: -1.0, came: 1.0}) - host, low=0.0, high=0.0
+            )
+            program.constrain(LinearSum({after: 1.0}) - moved, high=0.0)
             self.resident += moved - host
             self.resident += {left: -1.0}
             self.resident += kept
             self.kept.append(other.worth_kept(kept))
             self.out[left], self.back[came] = 1.0, 1.0
             self.left_of[key][left] = 1.0
-            now_on_host[key] = Terms({after: 1.0})
-        self.left_of.setdefault(mine, Terms())
+            now_on_host[key] = LinearSum({after: 1.0})
+        self.left_of.setdefault(mine, LinearSum())
         layers = range(block.first, block.end)
         if action.kind is Kind.W:
             total = sum(self.case.profile.layers[layer].weight_grad_s for layer in layers)
-            self._advance(Terms(), total * program.per_s)
+            self._advance(LinearSum(), total * program.per_s)
         else:
             is_forward = action.kind is Kind.F
-            now = Terms() if is_forward else self.on_host[mine]
+            now = LinearSum() if is_forward else self.on_host[mine]
             for layer in layers if is_forward else reversed(layers):
                 now = self._layer(action, layer, now)
             now_on_host[mine] = now
@@ -195,26 +202,26 @@ class _RankRows:
         self.on_host = now_on_host
         self.model.ended[action] = next(iter(self.clock))
 
-    def _advance(self, more: Terms, time: float) -> int:
+    def _advance(self, more: LinearSum, time: float) -> int:
         """Advance the clock by a wait, which is returned, and the length of an action."""
         wait = self.program.variable()
         ended = self.program.variable()
         self.program.constrain(
-            Terms({ended: 1.0, wait: -1.0}) - self.clock - more, low=time, high=time
+            LinearSum({ended: 1.0, wait: -1.0}) - self.clock - more, low=time, high=time
         )
-        self.clock = Terms({ended: 1.0})
+        self.clock = LinearSum({ended: 1.0})
         self.lasts += {wait: 1.0} | more
         self.lasted += time
         return wait
 
-    def _layer(self, action: Action, layer: int, host: Terms) -> Terms:
+    def _layer(self, action: Action, layer: int, host: LinearSum) -> LinearSum:
         """Add the constraints of a layer of an action, and return what its micro-batch has on the host after it."""
         program = self.program
         block = self.model.blocks[action.stage]
         profile = self.case.profile.layers[layer]
         is_forward = action.kind is Kind.F
         seconds = profile.forward_s
-        again = Terms()
+        again = LinearSum()
         if not is_forward:
             seconds = profile.input_grad_s + (
                 profile.weight_grad_s if action.kind is Kind.B else 0.0
@@ -227,10 +234,12 @@ class _RankRows:
         waited_out, waited_back, left, came, begin, after = (program.variable() for _ in range(6))
         program.constrain({waited_out: 1.0, wait: -self.out_rate}, high=0.0)
         program.constrain({waited_back: 1.0, wait: -self.in_rate}, high=0.0)
-        program.constrain(Terms({left: 1.0}) + again * -self.out_rate, high=self.out_rate * time)
-        program.constrain(Terms({came: 1.0}) + again * -self.in_rate, high=self.in_rate * time)
         program.constrain(
-            Terms({begin: 1.0, waited_out: -1.0, waited_back: 1.0}) - host, low=0.0, high=0.0
+            LinearSum({left: 1.0}) + again * -self.out_rate, high=self.out_rate * time
+        )
+        program.constrain(LinearSum({came: 1.0}) + again * -self.in_rate, high=self.in_rate * time)
+        program.constrain(
+            LinearSum({begin: 1.0, waited_out: -1.0, waited_back: 1.0}) - host, low=0.0, high=0.0
         )
         program.constrain({after: 1.0, begin: -1.0, left: -1.0, came: 1.0}, low=0.0, high=0.0)
         self.out |= {waited_out: 1.0, left: 1.0}
@@ -242,14 +251,14 @@ class _RankRows:
         before = posted = block.moved_before(layer, is_forward)
         if is_forward:  # what earlier layers have saved
             posted = block.before(layer, block.moved_own, block.moved_saved)
-        program.constrain(Terms({begin: 1.0}) - posted, high=0.0)
-        program.constrain(Terms({after: 1.0}) - posted, high=0.0)
+        program.constrain(LinearSum({begin: 1.0}) - posted, high=0.0)
+        program.constrain(LinearSum({after: 1.0}) - posted, high=0.0)
         held = block.forward_bytes(layer) if is_forward else block.backward_bytes(layer)
-        coming = Terms({came: 1.0})
+        coming = LinearSum({came: 1.0})
         under_way = before | {begin: -1.0}
         if self.model.copies:
             under_way = self.model.copies[action.stage].on_device(layer, is_forward, (begin, after))
-            coming = Terms()
+            coming = LinearSum()
         kind = Kind.B if action.kind is Kind.I else action.kind
         part = action._replace(kind=kind, segment=layer - self.case.boundaries[action.stage])
         # by how much an action may need less than if each layer is kept as a segment of its own
@@ -265,9 +274,9 @@ class _RankRows:
             # what a recompute needs that ends with a layer, before the layer's backward
             held = block.again_bytes(layer)
             self._limit(block, held, held + under_way, self.before[part] - block.saved_bytes[layer])
-        return Terms({after: 1.0})
+        return LinearSum({after: 1.0})
 
-    def _limit(self, block: StageBlock, held: Terms, terms: Terms, kept_bytes: int) -> None:
+    def _limit(self, block: StageBlock, held: LinearSum, terms: LinearSum, kept_bytes: int) -> None:
         """Limit an action's bytes: those if every layer is kept, of the timeline, and the difference to them."""
         kept = sum([block.worth_kept(held), *self.kept])
         limit = self.model.limit_bytes * self.program.per_byte
@@ -330,15 +339,15 @@ class _WholeCopies:
                 (each.total_bytes, moved, each.maker, len(each.savers) > 1, each)
             )
 
-    def on_device(self, layer: int, is_forward: bool, hosts: tuple[int, int]) -> Terms:
+    def on_device(self, layer: int, is_forward: bool, hosts: tuple[int, int]) -> LinearSum:
         """Return the bytes of earlier layers that copies take and that are on the device.
 
         They are counted during an action of a layer. `hosts` are the variables of the bytes on the
         host when the action begins and when it ends.
         """
         program = self.program
-        found = Terms()
-        away = Terms()
+        found = LinearSum()
+        away = LinearSum()
         for saver, parts in self._parts.items():
             here = [part for part in parts if part[2] < layer and (is_forward or saver < layer)]
             is_there = program.variable(1.0, is_whole=True) if here else 0
@@ -346,12 +355,12 @@ class _WholeCopies:
                 size = program.per_byte * num_bytes
                 there = program.variable(1.0)
                 takers = [] if storage is None else self.block.takers[storage]
-                taken = Terms((self.block.at[option], 1.0) for option in takers)
-                left = Terms({moved: 1.0})
+                taken = LinearSum((self.block.at[option], 1.0) for option in takers)
+                left = LinearSum({moved: 1.0})
                 if storage is not None and not is_forward:
                     left -= self.block.returned(storage, layer)
                 # on the device as its segment is, if it leaves at all and with that segment
-                leaves = Terms({there: 1.0}) - left
+                leaves = LinearSum({there: 1.0}) - left
                 program.constrain(leaves, high=0.0)
                 is_early = (
                     is_forward and saver >= layer and all(option.end > saver for option in takers)
@@ -359,9 +368,9 @@ class _WholeCopies:
                 if is_early and not is_of_several:
                     program.constrain(leaves, low=0.0)
                 else:
-                    bound = Terms({self._offloaded[saver]: 1.0} if is_of_several else {})
+                    bound = LinearSum({self._offloaded[saver]: 1.0} if is_of_several else {})
                     program.constrain(
-                        Terms({there: 1.0, is_there: -1.0}) + bound - taken,
+                        LinearSum({there: 1.0, is_there: -1.0}) + bound - taken,
                         high=float(is_of_several),
                     )
                     program.constrain(
@@ -370,5 +379,5 @@ class _WholeCopies:
                 found[there] = size
                 away += leaves * -size
         for host in hosts:
-            program.constrain(Terms({host: 1.0}) - away, low=0.0)
+            program.constrain(LinearSum({host: 1.0}) - away, low=0.0)
         return found

@@ -17,28 +17,28 @@ TOLERANCE = 1e-6  # by how much a constraint may be off, in scaled units, and wi
 UNITS = 1000.0
 
 
-class Terms(dict[int, float]):
+class LinearSum(dict[int, float]):
     """A linear expression: the factor of each variable."""
 
-    def __add__(self, other: Mapping[int, float]) -> Terms:
+    def __add__(self, other: Mapping[int, float]) -> LinearSum:
         small, large = (self, other) if len(self) < len(other) else (other, self)
-        found = Terms(large)
+        found = LinearSum(large)
         found += small
         return found
 
-    def __iadd__(self, other: Mapping[int, float]) -> Terms:
+    def __iadd__(self, other: Mapping[int, float]) -> LinearSum:
         for variable, factor in other.items():
             self[variable] = self[variable] + factor if variable in self else factor
         return self
 
-    def __sub__(self, other: Mapping[int, float]) -> Terms:
-        found = Terms(self)
+    def __sub__(self, other: Mapping[int, float]) -> LinearSum:
+        found = LinearSum(self)
         for variable, factor in other.items():
             found[variable] = found[variable] - factor if variable in found else -factor
         return found
 
-    def __mul__(self, factor: float) -> Terms:
-        return Terms({variable: factor * value for variable, value in self.items()})
+    def __mul__(self, factor: float) -> LinearSum:
+        return LinearSum({variable: factor * value for variable, value in self.items()})
 
 
 class Solution(NamedTuple):
@@ -56,7 +56,7 @@ class Program:
 
     def __init__(self, bytes_scale: float, s_scale: float) -> None:
         self.per_byte, self.per_s = UNITS / bytes_scale, UNITS / s_scale
-        self.cost = Terms()
+        self.cost = LinearSum()
         self._low: list[float] = []
         self._high: list[float] = []
         self._whole: list[int] = []

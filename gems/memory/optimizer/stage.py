@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
-from gems.memory.optimizer.milp import Program, Terms
+from gems.memory.optimizer.milp import LinearSum, Program
 from gems.memory.plan import Choice, Segment
 from gems.memory.storages import Storage, profile_storages
 from gems.profile import ModelProfile
@@ -67,7 +67,7 @@ class StageBlock:
         }
         self._back = self._returned(owner_of)
         self._extra = self._returned(lambda each: each.last_use)
-        self._kept_earlier: dict[int, Terms] = {}
+        self._kept_earlier: dict[int, LinearSum] = {}
         self._brought: dict[tuple[int, Choice], dict[int, int]] = {}
         self._sums()
 
@@ -99,25 +99,25 @@ class StageBlock:
                 ):
                     yield Segment(begin, stop, Choice.SELECTIVE)
 
-    def backward_bytes(self, layer: int) -> Terms:
+    def backward_bytes(self, layer: int) -> LinearSum:
         """Return the bytes on the device in a layer's backward, beyond its own saved bytes.
 
         These are the bytes that earlier layers keep, and the bytes that a recomputed segment has
         allocated for layers before this one.
         """
-        return self._earlier(layer) + Terms(
+        return self._earlier(layer) + LinearSum(
             (self.at[option], self.program.per_byte * self._brought_bytes(option, layer))
             for option in self.covering[layer]
             if option.choice.is_recomputed and option.first < layer
         )
 
-    def again_bytes(self, layer: int) -> Terms:
+    def again_bytes(self, layer: int) -> LinearSum:
         """Return the bytes on the device while a segment that ends with a layer is recomputed.
 
         The recompute runs right before the backward of that layer.
         """
         peak = profile_storages(self.profile).recompute_peak_bytes
-        return self._earlier(layer) + Terms(
+        return self._earlier(layer) + LinearSum(
             (
                 at,
                 self.program.per_byte
@@ -126,9 +126,9 @@ class StageBlock:
             for option, at in self._recomputed_for(layer)
         )
 
-    def again_s(self, layer: int) -> Terms:
+    def again_s(self, layer: int) -> LinearSum:
         """Return the scaled seconds of the recompute right before the backward of a layer."""
-        found = Terms()
+        found = LinearSum()
         for option, at in self._recomputed_for(layer):
             layers = self.profile.layers[option.first : option.end]
             is_selective = option.choice is Choice.SELECTIVE
@@ -137,7 +137,7 @@ class StageBlock:
             )
         return found
 
-    def forward_bytes(self, layer: int) -> Terms:
+    def forward_bytes(self, layer: int) -> LinearSum:
         """Return the bytes of earlier layers on the device when the forward of a layer begins.
 
         At the end of the stage, the stage's inputs that leave are subtracted; elsewhere they count
@@ -146,7 +146,7 @@ class StageBlock:
         found = self.before(layer, self.kept_own, self.kept_made)
         return found - self._given_left() if layer == self.end else found
 
-    def moved_before(self, layer: int, is_forward: bool) -> Terms:
+    def moved_before(self, layer: int, is_forward: bool) -> LinearSum:
         """Return the bytes of earlier layers that copies move.
 
         In forward these are the bytes that earlier layers made; in backward, the bytes that only
@@ -157,13 +157,13 @@ class StageBlock:
             return found + self._given_left() if layer == self.end else found
         return self.before(layer, self.moved_own, self.moved_done) - self._back[layer]
 
-    def worth_kept(self, terms: Terms) -> float:
+    def worth_kept(self, terms: LinearSum) -> float:
         """Return the value of an expression if every layer is kept."""
         return sum(
             factor * self.value_kept.get(variable, 0.0) for variable, factor in terms.items()
         )
 
-    def returned(self, each: Storage, layer: int) -> Terms:
+    def returned(self, each: Storage, layer: int) -> LinearSum:
         """Return whether a storage is back before a layer's backward because of a recompute.
 
         The recompute is one that covers later layers, too.
@@ -194,13 +194,13 @@ class StageBlock:
         is_whole = (option.first, option.end) == (self.first, self.end)
         return self.given_bytes if is_whole and option.choice is Choice.OFFLOAD_INPUTS else 0
 
-    def _given_left(self) -> Terms:
+    def _given_left(self) -> LinearSum:
         """Return the bytes of the stage's inputs that leave."""
         sizes = (
             (at, self.program.per_byte * self._given_bytes(option))
             for option, at in self.at.items()
         )
-        return Terms((at, size) for at, size in sizes if size)
+        return LinearSum((at, size) for at, size in sizes if size)
 
     def _recomputed_for(self, layer: int) -> list[tuple[Segment, int]]:
         """Return the options recomputed right before a layer's backward, with their variables."""
@@ -211,7 +211,7 @@ class StageBlock:
         ]
         return [(option, self.at[option]) for option in options]
 
-    def _earlier(self, layer: int) -> Terms:
+    def _earlier(self, layer: int) -> LinearSum:
         """Return the bytes that earlier layers keep on the device at the backward of a layer."""
         if layer not in self._kept_earlier:
             found = self.before(layer, self.kept_own, self.kept_done) + self._extra[layer]
@@ -234,14 +234,14 @@ class StageBlock:
                 )
                 self.program.constrain(ending - starting, low=0.0, high=0.0)
 
-    def _any(self, options: Iterable[Segment]) -> Terms:
+    def _any(self, options: Iterable[Segment]) -> LinearSum:
         """Return whether one of some options over a layer is chosen.
 
         It is their sum, since they exclude each other.
         """
-        return Terms((self.at[option], 1.0) for option in options)
+        return LinearSum((self.at[option], 1.0) for option in options)
 
-    def _offloaded(self, layer: int) -> Terms:
+    def _offloaded(self, layer: int) -> LinearSum:
         return self._any(
             option for option in self.covering[layer] if option.choice is Choice.OFFLOAD
         )
@@ -253,32 +253,32 @@ class StageBlock:
         """
         variable = self.program.variable(1.0)
         self.value_kept[variable] = float(bool(each.savers))
-        taken = Terms()
+        taken = LinearSum()
         for layer in range(each.last_use, each.maker - 1, -1):
             needing = self._needing(each, layer)
             if needing:
-                self.program.constrain(Terms({variable: 1.0}) - needing + taken, low=0.0)
+                self.program.constrain(LinearSum({variable: 1.0}) - needing + taken, low=0.0)
             taken += self._taking(each, layer)
         return variable
 
     def _moved(self, each: Storage) -> int:
         """Make the variable that tells whether a storage leaves."""
         variable = self.program.variable(1.0)
-        staying = Terms()
+        staying = LinearSum()
         for layer in range(each.last_use, each.maker - 1, -1):
             needing = self._needing(each, layer)
             taking = self._taking(each, layer)
             for terms in (needing, taking):
                 if terms and each.is_movable:
                     self.program.constrain(
-                        Terms({variable: 1.0, self.held[each]: 1.0}) - terms, low=0.0
+                        LinearSum({variable: 1.0, self.held[each]: 1.0}) - terms, low=0.0
                     )
             if taking:
-                self.program.constrain(Terms({variable: 1.0}) - taking + staying, low=0.0)
+                self.program.constrain(LinearSum({variable: 1.0}) - taking + staying, low=0.0)
             staying += needing
         return variable
 
-    def _needing(self, each: Storage, layer: int) -> Terms:
+    def _needing(self, each: Storage, layer: int) -> LinearSum:
         """Return the options over a layer that keep a storage on the device until backward."""
 
         def needs(option: Segment) -> bool:
@@ -291,12 +291,12 @@ class StageBlock:
 
         return self._any(filter(needs, self.covering[layer]))
 
-    def _taking(self, each: Storage, layer: int) -> Terms:
+    def _taking(self, each: Storage, layer: int) -> LinearSum:
         """Return the options over a layer that move a storage to the host.
 
         Each option appears only at the last of its layers.
         """
-        found = self._offloaded(layer) if each.is_movable and layer in each.savers else Terms()
+        found = self._offloaded(layer) if each.is_movable and layer in each.savers else LinearSum()
         ending = (
             option for option in self.covering[layer] if layer == min(option.end - 1, each.last_use)
         )
@@ -305,14 +305,14 @@ class StageBlock:
     def _last_takers(self, each: Storage) -> list[Segment]:
         return [option for option in self.takers[each] if each.last_use < option.end]
 
-    def _returned(self, ends_at: Callable[[Storage], int]) -> dict[int, Terms]:
+    def _returned(self, ends_at: Callable[[Storage], int]) -> dict[int, LinearSum]:
         """Make, for each layer, the variable of the bytes present but not read in its backward.
 
         They came back for the recompute of a segment that ends with this layer or a later one. For
         each storage that such a segment takes, they count at the layers after `ends_at`, if nothing
         after the segment reads the storage.
         """
-        found = {layer: Terms() for layer in range(self.first, self.end)}
+        found = {layer: LinearSum() for layer in range(self.first, self.end)}
         for each in self.takers:
             for option in self._last_takers(each):
                 for layer in range(ends_at(each) + 1, option.end):
@@ -321,8 +321,8 @@ class StageBlock:
             if terms:
                 variable = self.program.variable()
                 self.value_kept[variable] = 0.0
-                self.program.constrain(Terms({variable: 1.0}) - terms, low=0.0, high=0.0)
-                found[layer] = Terms({variable: 1.0})
+                self.program.constrain(LinearSum({variable: 1.0}) - terms, low=0.0, high=0.0)
+                found[layer] = LinearSum({variable: 1.0})
         return found
 
     def _rest(self, each: Storage, layer: int) -> int:
@@ -342,7 +342,7 @@ class StageBlock:
             chosen = self._any(
                 option for option in self.covering[saver] if option.choice in is_there
             )
-            self.program.constrain(Terms({variable: 1.0}) - chosen, low=0.0)
+            self.program.constrain(LinearSum({variable: 1.0}) - chosen, low=0.0)
         # where an input is that leaves with one segment and is read by a later one too is left open
         recomputed = (
             option
@@ -351,7 +351,7 @@ class StageBlock:
             and not (_is_taken(each, option) and option.end <= each.last_use)
         )
         taking = self._any(option for option in recomputed if _is_input(each, option))
-        self.program.constrain(Terms({variable: 1.0}) - taking, low=0.0)
+        self.program.constrain(LinearSum({variable: 1.0}) - taking, low=0.0)
         return variable
 
     def _sums(self) -> None:
@@ -369,7 +369,7 @@ class StageBlock:
                 )
                 for choice in Choice
             }
-            own[layer] = Terms(
+            own[layer] = LinearSum(
                 (self.at[option], size[option.choice]) for option in self.covering[layer]
             )
             moved[layer] = self._offloaded(layer) * (
@@ -392,12 +392,12 @@ class StageBlock:
     def _by(
         self, variables: dict[Storage, int], layer_of: Callable[[Storage], int]
     ) -> dict[int, int]:
-        terms = {layer: Terms() for layer in range(self.first, self.end)}
+        terms = {layer: LinearSum() for layer in range(self.first, self.end)}
         for each, variable in variables.items():
             terms[layer_of(each)][variable] = self.program.per_byte * each.total_bytes
         return self._cumulated(terms)
 
-    def _cumulated(self, terms: dict[int, Terms]) -> dict[int, int]:
+    def _cumulated(self, terms: dict[int, LinearSum]) -> dict[int, int]:
         """Make, for each layer, the variable of the sum up to it."""
         found: dict[int, int] = {}
         total = 0.0
@@ -405,13 +405,13 @@ class StageBlock:
             found[layer] = self.program.variable()
             total += self.worth_kept(terms[layer])
             self.value_kept[found[layer]] = total
-            so_far = Terms({found[layer]: 1.0}) - self.before(layer, found) - terms[layer]
+            so_far = LinearSum({found[layer]: 1.0}) - self.before(layer, found) - terms[layer]
             self.program.constrain(so_far, low=0.0, high=0.0)
         return found
 
-    def before(self, layer: int, *sums: dict[int, int]) -> Terms:
+    def before(self, layer: int, *sums: dict[int, int]) -> LinearSum:
         """Return the total of some sums up to the layer before one."""
-        return Terms({each[layer - 1]: 1.0 for each in sums if layer - 1 in each})
+        return LinearSum({each[layer - 1]: 1.0 for each in sums if layer - 1 in each})
 
     def _brought_bytes(self, option: Segment, layer: int) -> int:
         """Return the bytes that a recompute holds at a layer's backward for layers before it.

@@ -26,7 +26,7 @@ from gems.models import Layer, layers_of
 from gems.models.build import build_layers, freeze, input_spec
 from gems.models.streaming_errors import KEY
 from gems.profile.exactness import Exactness
-from gems.profile.profilers.take import answer
+from gems.profile.profilers.layers import answer
 from gems.profile.subject import Subject
 from gems.streaming.compare import TOLERANCES, ConstantDraws, largest_difference, play
 from gems.streaming.errors import StreamingError

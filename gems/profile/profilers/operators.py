@@ -22,8 +22,8 @@ from gems.profile.operator_graph import Op, OpGraph
 from gems.profile.profilers.chain import Lab, given_tensors
 from gems.profile.profilers.fake import autocast_elsewhere, fake_lab, made_fake, on_meta, rates_of
 from gems.profile.profilers.layer_run import LayerCall, task_loss
+from gems.profile.profilers.layers import answer
 from gems.profile.profilers.meter import meter
-from gems.profile.profilers.take import answer
 from gems.profile.subject import Subject
 
 

@@ -10,8 +10,8 @@ import sys
 from gems.models import layers_of
 from gems.models.mixed import Precision
 from gems.profile.profilers.fake import fake_lab
+from gems.profile.profilers.layers import answer
 from gems.profile.profilers.strips import images, stage_of
-from gems.profile.profilers.take import answer
 from gems.profile.strip_profile import LayerWork, StripWork
 from gems.profile.subject import Subject
 

@@ -24,8 +24,8 @@ from gems.models.streaming_errors import config_errors
 from gems.profile.profilers.chain import Lab
 from gems.profile.profilers.fake import fake_lab
 from gems.profile.profilers.layer_run import Loss, give_gradients, static_tensors, task_loss
+from gems.profile.profilers.layers import answer
 from gems.profile.profilers.live_bytes import LiveBytes, SavedStorages, storage_of, unique_bytes
-from gems.profile.profilers.take import answer
 from gems.profile.strip_profile import StripBytes, StripProfile
 from gems.profile.subject import Subject
 from gems.streaming.strip_sample import Cut, begin

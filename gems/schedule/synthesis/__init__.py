@@ -30,7 +30,7 @@ from gems.schedule.synthesis.templates import STEPS_PER_S, Budget
 from gems.schedule.synthesis.whole_backward import with_whole_backwards
 from gems.schedule.validate import validate
 
-__all__ = ["Found", "find_schedule", "least_cap"]
+__all__ = ["FoundSchedule", "find_schedule", "least_cap"]
 
 CHECK_STEPS = 9
 CHECK_SHARE = 0.7
@@ -46,7 +46,7 @@ MAX_PLANNED = 64  # ranks x micro-batches for which `gems plan` may search
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundSchedule:
     """A schedule and its quality.
 
     `span` is in the units of the costs, `peak` in the units of a cap. `bound` is an efficiency that
@@ -71,7 +71,7 @@ class Found:
         """The relative distance of the efficiency to the bound."""
         return 1.0 - self.efficiency / self.bound if self.bound else 0.0
 
-    def or_faster(self, lower: Found) -> Found:
+    def or_faster(self, lower: FoundSchedule) -> FoundSchedule:
         """Return the faster of this result and one under a lower cap, with bounds for this cap."""
         best = lower if lower.span < self.span else self
         return replace(
@@ -82,7 +82,7 @@ class Found:
         )
 
 
-def find_schedule(request: Request, rivals: Iterable[Schedule] = ()) -> Found:
+def find_schedule(request: Request, rivals: Iterable[Schedule] = ()) -> FoundSchedule:
     """Return the fastest schedule found for a request.
 
     The result is not slower than any of `rivals`. Templates are patterns (modulo scheduling),
@@ -180,7 +180,7 @@ def _check(request: Request, least: float) -> None:
         )
 
 
-def _at_cap(request: Request, rivals: Iterable[Schedule]) -> Found:
+def _at_cap(request: Request, rivals: Iterable[Schedule]) -> FoundSchedule:
     """Search under the cap of a request alone."""
     if request.num_strips > 1 and request.allow:
         raise ConfigError(
@@ -217,7 +217,7 @@ def _at_cap(request: Request, rivals: Iterable[Schedule]) -> Found:
     return _found(race, num_tried, min(bounds.values()), min(least_of.values()))
 
 
-def _found(race: _Race, num_tried: int, shortest: float, shortest_any: float) -> Found:
+def _found(race: _Race, num_tried: int, shortest: float, shortest_any: float) -> FoundSchedule:
     """Validate the fastest schedule and return it with its quality.
 
     `shortest` and `shortest_any` are lower bounds of a step's time on the allowed placements, with
@@ -243,7 +243,7 @@ def _found(race: _Race, num_tried: int, shortest: float, shortest_any: float) ->
     )
     known = _placements(replace(request, placements=()))
     names = (name for name, p in known if p.ranks == schedule.placement.ranks)
-    return Found(
+    return FoundSchedule(
         schedule=replace(schedule, name=CAPPED),
         span=result.span,
         efficiency=result.efficiency,

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional
 
-from gems.autograd.split_backward.conv import Geometry, convolution
 from gems.autograd.split_backward.deferred import DeferredGradients
 from gems.autograd.split_backward.linear import linear_map
 
@@ -80,9 +79,16 @@ def plain(call: Call) -> Any:
 
 def linear(call: Call) -> Tensor:
     """Run a linear map; its weight gradient may be deferred."""
-    x, weight, bias = _weights(call)
+    x, weight, bias = weights(call)
     made = None if call.deferred is None else linear_map(call.deferred, call.name, x, weight, bias)
     return functional.linear(x, weight, bias) if made is None else made
+
+
+def weights(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the input, the weight and the bias of a call."""
+    x, weight, *more = call.args
+    bias = more[0] if more else call.kwargs.get("bias")
+    return x, weight, bias
 
 
 def batch_norm(call: Call) -> Any:
@@ -143,53 +149,6 @@ def step_rows(call: Call) -> Tensor:
     """Take every `step`-th row."""
     made: Tensor = aten.slice.Tensor(call.args[0], call.state["dim"], 0, None, call.state["step"])
     return made
-
-
-def convolve(call: Call) -> Tensor:
-    """Convolve rows that already have the padding of the top and bottom."""
-    x, weight, bias = _weights(call)
-    (left, right), stride = call.state["sides"], call.state["stride"]
-    if left != right:
-        x = functional.pad(x, (left, right))
-    padding = (0, left if left == right else 0)
-    geometry = Geometry(
-        stride, padding, call.state["dilation"], False, (0, 0), call.state["groups"]
-    )
-    return convolution(call.deferred, call.name, x, weight, bias, geometry)
-
-
-def convolve_transposed(call: Call) -> Tensor:
-    """Run a transposed convolution, and cut the rows that are not wanted."""
-    x, weight, bias = _weights(call)
-    state = call.state
-    rows = call.rows
-    (stride, _), (dilation, _), (top, side) = state["stride"], state["dilation"], state["padding"]
-    above = rows.first - (rows.there[0] * stride - top)
-    reach = (rows.there[1] - rows.there[0] - 1) * stride + dilation * (state["kernel"] - 1) + 1
-    below = reach - above - rows.num
-    cut = max(0, min(above, below))  # the rows that the padding of a whole image would cut
-    geometry = Geometry(
-        state["stride"],
-        (cut, side),
-        state["dilation"],
-        True,
-        (0, state["output_padding"][1]),
-        state["groups"],
-    )
-    is_short = above < 0 or below < 0
-    made = convolution(call.deferred, call.name, x, weight, None if is_short else bias, geometry)
-    if is_short:  # rows that no input reaches
-        made = functional.pad(made, (0, 0, max(0, -above), max(0, -below))).narrow(
-            2, max(0, above), rows.num
-        )
-        return made if bias is None else made + bias.view(-1, 1, 1)
-    return made if above == below else made.narrow(2, above - cut, rows.num)
-
-
-def _weights(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
-    x, weight, *more = call.args
-    bias = more[0] if more else call.kwargs.get("bias")
-    return x, weight, bias
 
 
 class _MaxPool(Function):

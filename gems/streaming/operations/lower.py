@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from gems.streaming.operations import elementwise, shapes, spatial
+from gems.streaming.operations import convolution, elementwise, shapes, spatial
 from gems.streaming.operations.kernels import run_of
 from gems.streaming.operations.operation import (
     PARTS,
@@ -92,10 +92,10 @@ _REFUSED: dict[str, Callable[[Known, Step], None]] = {
     "_native_multi_head_attention": _refuse_attention,
 }
 _LOWER: dict[str, Callable[[Known, Step], Operation]] = {
-    "conv2d": spatial.conv,
+    "conv2d": convolution.conv,
     "pixel_shuffle": spatial.pixel_shuffle,
     "pixel_unshuffle": spatial.pixel_unshuffle,
-    "conv_transpose2d": spatial.conv_transposed,
+    "conv_transpose2d": convolution.conv_transposed,
     "max_pool2d": spatial.max_pool,
     "avg_pool2d": spatial.average_pool,
     "avg_pool3d": elementwise.average_over_channels,

@@ -1,4 +1,4 @@
-"""Operations that read windows of rows: convolutions, poolings, resampling, padding and crops."""
+"""Operations that read windows of rows: poolings, resampling, padding and crops."""
 
 from __future__ import annotations
 
@@ -12,93 +12,50 @@ from gems.streaming.operations import kernels
 from gems.streaming.operations.kernels import Run, plain
 from gems.streaming.operations.operation import ROWS, Info, Known, Operation, arguments
 from gems.streaming.row_rules import Bins, Lookup, Rule, Transposed, Window
-from gems.streaming.trace import Ref, Step
+from gems.streaming.trace import Step
 
 aten = torch.ops.aten
 
 
-def _pair(value: Any, default: int = 0) -> tuple[int, int]:
+def pair(value: Any, default: int = 0) -> tuple[int, int]:
+    """Return the values of both dimensions, of which torch may be given one or none."""
     values = [value] if isinstance(value, int) else list(value)
     if not values:
         return default, default
     return values[0], values[-1]
 
 
-def _image(known: Known, step: Step) -> Info:
+def check_image(known: Known, step: Step) -> Info:
+    """Return the input, whose rows must be those of (N, C, H, W)."""
     info = known.first(step)
     if info.kind != ROWS or info.value.dim() != 4 or info.dim != 2:
         known.refuse(step, "reads rows that are not the third dimension of (N, C, H, W)")
     return info
 
 
-def _made(step: Step, run: Run, rule: Rule, has_zeros: bool = False, **state: Any) -> Operation:
+def on_rows(step: Step, run: Run, rule: Rule, has_zeros: bool = False, **state: Any) -> Operation:
+    """Return the operation that makes rows of a map by `rule`."""
     return Operation(
         step, Info(ROWS, step.value, 2), run, rule=rule, has_zeros=has_zeros, state=state
     )
-
-
-def conv(known: Known, step: Step) -> Operation:
-    """Return the convolution, whose padding above and below the map is rows of zeros."""
-    _image(known, step)
-    given = arguments(step)
-    kernel = _shape_of(known, given["weight"])[2:]
-    stride = _pair(given["stride"])
-    dilation = _pair(given["dilation"])
-    if given["padding"] == "same":
-        totals = dilation[0] * (kernel[0] - 1), dilation[1] * (kernel[1] - 1)
-        top = totals[0] // 2
-        sides = (totals[1] // 2, totals[1] - totals[1] // 2)
-    else:
-        top, left = (0, 0) if given["padding"] == "valid" else _pair(given["padding"])
-        sides = left, left
-    rule = Window(kernel[0], stride[0], top, dilation[0])
-    state = {"stride": stride, "sides": sides, "dilation": dilation, "groups": given["groups"]}
-    return _made(step, kernels.convolve, rule, True, **state)
-
-
-def conv_transposed(known: Known, step: Step) -> Operation:
-    """Return the transposed convolution."""
-    _image(known, step)
-    given = arguments(step)
-    kernel = _shape_of(known, given["weight"])[2]
-    stride = _pair(given["stride"])
-    dilation = _pair(given["dilation"])
-    padding = _pair(given["padding"])
-    rule = Transposed(kernel, stride[0], padding[0], dilation[0])
-    return _made(
-        step,
-        kernels.convolve_transposed,
-        rule,
-        stride=stride,
-        dilation=dilation,
-        padding=padding,
-        output_padding=_pair(given["output_padding"]),
-        groups=given["groups"],
-        kernel=kernel,
-    )
-
-
-def _shape_of(known: Known, weight: Any) -> tuple[int, ...]:
-    tensor = known.infos[weight.number].value if isinstance(weight, Ref) else weight.get()
-    return tuple(tensor.shape)
 
 
 def _pooling(
     step: Step,
 ) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int], dict[str, Any]]:
     given = arguments(step)
-    kernel = _pair(given["kernel_size"])
-    stride = _pair(given["stride"]) if given["stride"] else kernel
-    return kernel, stride, _pair(given["padding"]), given
+    kernel = pair(given["kernel_size"])
+    stride = pair(given["stride"]) if given["stride"] else kernel
+    return kernel, stride, pair(given["padding"]), given
 
 
 def max_pool(known: Known, step: Step) -> Operation:
     """Return the max pooling."""
-    _image(known, step)
+    check_image(known, step)
     kernel, stride, padding, given = _pooling(step)
-    dilation = _pair(given["dilation"])
+    dilation = pair(given["dilation"])
     rule = Window(kernel[0], stride[0], padding[0], dilation[0])
-    return _made(
+    return on_rows(
         step,
         kernels.max_pool,
         rule,
@@ -112,7 +69,7 @@ def max_pool(known: Known, step: Step) -> Operation:
 
 def average_pool(known: Known, step: Step) -> Operation:
     """Return the average pooling, with how many rows each of its rows counts."""
-    info = _image(known, step)
+    info = check_image(known, step)
     kernel, stride, padding, given = _pooling(step)
     rule = Window(kernel[0], stride[0], padding[0])
     override = given["divisor_override"]
@@ -123,7 +80,7 @@ def average_pool(known: Known, step: Step) -> Operation:
         padded = min(end, info.height + padding[0]), begin
         rows = padded if given["count_include_pad"] else inside
         counts.append(kernel[0] if override else rows[0] - rows[1])
-    return _made(
+    return on_rows(
         step,
         kernels.average_pool,
         rule,
@@ -140,21 +97,21 @@ def average_pool(known: Known, step: Step) -> Operation:
 
 def pixel_shuffle(known: Known, step: Step) -> Operation:
     """Return the operation that makes several rows of the channels of one."""
-    _image(known, step)
+    check_image(known, step)
     factor = arguments(step)["upscale_factor"]
-    return _made(step, kernels.pixel_shuffle, Transposed(factor, factor), factor=factor)
+    return on_rows(step, kernels.pixel_shuffle, Transposed(factor, factor), factor=factor)
 
 
 def pixel_unshuffle(known: Known, step: Step) -> Operation:
     """Return the operation that makes channels of neighbouring rows."""
-    _image(known, step)
+    check_image(known, step)
     factor = arguments(step)["downscale_factor"]
-    return _made(step, plain, Window(factor, factor))
+    return on_rows(step, plain, Window(factor, factor))
 
 
 def adaptive_average(known: Known, step: Step) -> Operation:
     """Return the average over shares of the rows, as sums that run on."""
-    info = _image(known, step)
+    info = check_image(known, step)
     rows, columns = step.value.shape[2:]
     rule = Bins(info.height, rows)
     state = {
@@ -224,7 +181,7 @@ def pad(known: Known, step: Step) -> Operation:
 
 def upsample(known: Known, step: Step) -> Operation:
     """Return the resampling to the nearest row or between two."""
-    info = _image(known, step)
+    info = check_image(known, step)
     given = arguments(step)
     scales = given.get("scale_factors")
     more = {"align_corners": given["align_corners"]} if "align_corners" in given else {}
@@ -265,7 +222,7 @@ def _resampling(
     begins = list(_running(min, reversed(lower)))[::-1]
     ends = [row + 1 for row in _running(max, upper)]
     state = {"lower": lower, "upper": upper, "share": share, "sides": sides}
-    return _made(step, kernels.resample, Lookup(tuple(begins), tuple(ends)), False, **state)
+    return on_rows(step, kernels.resample, Lookup(tuple(begins), tuple(ends)), False, **state)
 
 
 def _running(function: Callable[[int, int], int], values: Iterable[int]) -> Iterator[int]:

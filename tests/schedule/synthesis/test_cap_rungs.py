@@ -12,15 +12,15 @@ from gems.schedule.families.published_schedules import published_schedules
 from gems.schedule.ledger import peaks
 from gems.schedule.registry import Request
 from gems.schedule.strips import StripCosts
-from gems.schedule.synthesis import RUNGS, Found, find_schedule
+from gems.schedule.synthesis import RUNGS, FoundSchedule, find_schedule
 
 
-def found_at(cap: float, costs: DepthCosts, num: int, strips: int) -> Found:
+def found_at(cap: float, costs: DepthCosts, num: int, strips: int) -> FoundSchedule:
     request = Request(costs.num_ranks, num, cap=cap, costs=costs, num_strips=strips)
     return find_schedule(request, published_schedules(request))
 
 
-def check_rise(found: list[Found]) -> None:
+def check_rise(found: list[FoundSchedule]) -> None:
     for low, high in pairwise(found):
         assert high.span <= low.span * (1 + 1e-9)
         assert high.bound >= low.bound * (

@@ -17,7 +17,7 @@ from gems.schedule.placement import Placement, bidirectional, linear, v, wave
 from gems.schedule.registry import Request
 from gems.schedule.simulate import simulate
 from gems.schedule.strips import StripCosts
-from gems.schedule.synthesis import Found, find_schedule
+from gems.schedule.synthesis import FoundSchedule, find_schedule
 from gems.schedule.synthesis.problem import problem
 from gems.schedule.synthesis.strip_scheduler import (
     DEPTH_FIRST,
@@ -34,7 +34,7 @@ from gems.schedule.validate import validate
 
 def found_in(
     num_strips: int, cap: float, num_ranks: int = 8, num: int = 8, **more: object
-) -> Found:
+) -> FoundSchedule:
     request = Request(
         num_ranks, num, cap=cap, costs=DepthCosts(num_ranks), num_strips=num_strips, **more
     )  # type: ignore[arg-type]

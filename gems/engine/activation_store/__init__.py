@@ -1,1 +1,0 @@
-"""Tensors that segments save for backward, on the device or in host memory, and their copies."""

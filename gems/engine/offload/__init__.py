@@ -1,0 +1,1 @@
+"""Activations that leave for host memory and come back: the store, its copies, the host's pool."""

@@ -1,0 +1,318 @@
+"""The activation store: what autograd saves for the backward, on device or host."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gems.autograd.convolutions import ConvolutionWatch
+from gems.autograd.storages import storage_addresses
+from gems.engine.offload.host_copies import Copier, Copy
+from gems.engine.offload.host_pool import HostPool
+from gems.engine.offload.saved_tensor_table import SavedStorage, SavedTensor, SavedTensorTable
+from gems.engine.supervision.recorder import COPY_IN, COPY_OUT, MemoryCounter, Recorder
+from gems.schedule.action import Action, Kind
+from gems.schedule.schedule import Schedule
+
+MicroBatchKey = tuple[int, int, int]  # direction, stage, micro-batch
+
+
+@dataclass(slots=True)
+class Counters:
+    """Bytes saved and moved so far; each storage counts once.
+
+    `num_misses` counts the storages that were read before their copy back was posted, so that the
+    backward had to wait.
+    """
+
+    saved_bytes: int = 0
+    offloaded_bytes: int = 0
+    prefetched_bytes: int = 0
+    num_misses: int = 0
+
+
+class ActivationStore:
+    """Keeps what the forwards of segments save and moves it as the schedule says.
+
+    Tensors are kept by direction, stage and micro-batch. The rules are those of
+    `gems.memory.residency`: each storage is counted once and moved once in each direction, however
+    many tensors share it. Parameters and buffers are never moved. Inputs of a stage are moved only
+    if the schedule recomputes and offloads the stage as one.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        copier: Copier,
+        pool: HostPool,
+        recorder: Recorder,
+        device: torch.device,
+        parameters: Iterable[Tensor] = (),
+        min_offload_bytes: int = 0,
+        convolutions: ConvolutionWatch | None = None,
+    ) -> None:
+        """Start with an empty store.
+
+        The following are never moved: tensors that are not on `device`, `parameters` (of all stages
+        on the rank, and their buffers), and storages smaller than `min_offload_bytes`. With
+        `convolutions`, only tensors that are saved while a convolution runs are moved.
+        """
+        self.activations = recorder.open_counter("activations")
+        self.on_host = MemoryCounter(recorder.count_host_bytes)
+        self.counters = Counters()
+        self._schedule = schedule
+        self._copier = copier
+        self._pool = pool
+        self._recorder = recorder
+        self._device = device
+        self._parameters = storage_addresses(parameters)
+        self._min_offload_bytes = min_offload_bytes
+        self._convolutions = convolutions
+        self._tables: dict[MicroBatchKey, SavedTensorTable] = {}
+        self._lock = threading.RLock()  # saved-tensor hooks run on autograd's threads too
+
+    @property
+    def num_in_flight(self) -> int:
+        """Return the number of micro-batches of stages for which the store keeps something."""
+        return len(self._tables)
+
+    def begin(self, key: MicroBatchKey, inputs: Sequence[Tensor]) -> None:
+        """Begin a micro-batch of a stage with its inputs."""
+        direction, stage, micro_batch = key
+        segments = self._schedule.segments_of(stage)
+        offloaded = [
+            s
+            for s in segments
+            if self._schedule.has(Kind.OFFLOAD, stage, micro_batch, direction, s)
+        ]
+        takes_inputs = self._schedule.inputs_leave(stage, micro_batch, direction)
+        table = SavedTensorTable(
+            (s or 0 for s in segments), {s or 0 for s in offloaded}, inputs, takes_inputs
+        )
+        with self._lock:
+            self._tables[key] = table
+
+    def takes_inputs(self, key: MicroBatchKey) -> bool:
+        """Return whether only the store holds a micro-batch's inputs after its forward."""
+        return self._tables[key].input_bytes is not None
+
+    def saved_tensor_hooks(self, key: MicroBatchKey, segment: int) -> AbstractContextManager[None]:
+        """Return a context that stores what autograd saves for the backward of a segment."""
+        table = self._tables[key]
+        return torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: self._save(table, segment, tensor), self.load
+        )
+
+    def save(self, key: MicroBatchKey, segment: int, tensor: Tensor) -> SavedTensor:
+        """Save a tensor for the recomputation of a segment, as if autograd had saved it."""
+        return self._save(self._tables[key], segment, tensor)
+
+    def load(self, saved: SavedTensor) -> Tensor:
+        """Return a saved tensor on the device; it may be loaded more than once.
+
+        Raises:
+            RuntimeError: The tensor was changed in place after it was saved.
+        """
+        if saved.storage is None:
+            return saved.read()
+        with self._lock:
+            if saved.tensor is None:
+                self._load_missing(saved.storage)
+            self._wait_for_copy_in(saved.storage)
+            return saved.read()
+
+    def record_outputs(self, key: MicroBatchKey, segment: int, outputs: Iterable[Tensor]) -> None:
+        """Record the outputs of a segment, which stay in use for a while."""
+        self._tables[key].record_outputs(segment, outputs)
+
+    def is_counted(self, key: MicroBatchKey, tensor: Tensor) -> bool:
+        """Return whether a tensor's memory is counted already, as saved here or as an input."""
+        table = self._tables.get(key)
+        memory = tensor.untyped_storage()
+        saved = None if table is None else table.find(memory)
+        return table is not None and (
+            (saved is not None and table.residency.is_on_device(saved.number))
+            or table.is_given(memory)
+        )
+
+    def offload(self, action: Action) -> None:
+        """Post the copy of a segment's saved tensors to host memory."""
+        with self._lock:
+            table, segment = self._table(action)
+            pairs = []
+            for saved in table.offload(segment):
+                memory = saved.memory()
+                if memory is not None:
+                    saved.buffer = self._pool.borrow(saved.num_bytes)
+                    self.on_host.count_bytes(saved.num_bytes)
+                    saved.record_copied_version()
+                    pairs.append((memory, saved.buffer))
+            copy = table.leaving[segment] = self._copier.copy_out(pairs)
+            self.counters.offloaded_bytes += copy.num_bytes
+            self._recorder.span(action, COPY_OUT, copy.start, copy.end, copy.num_bytes)
+
+    def free(self, action: Action) -> None:
+        """Make compute wait for the copy of a segment to the host, then free its device memory."""
+        with self._lock:
+            table, segment = self._table(action)
+            self._free(table, segment)
+            self._update_counter(table)
+
+    def prefetch(self, action: Action) -> None:
+        """Post the copy back of what a segment's backward reads and the device lacks."""
+        with self._lock:
+            table, segment = self._table(action)
+            self._free(table, segment)
+            copy = table.coming[segment] = self._copy_in(
+                table, table.select(table.residency.prefetch(segment))
+            )
+            self._update_counter(table)
+            self._recorder.span(action, COPY_IN, copy.start, copy.end, copy.num_bytes)
+
+    def await_copy(self, action: Action) -> None:
+        """Make compute wait for the copy of a segment back to the device."""
+        with self._lock:
+            table, segment = self._table(action)
+            self._copier.wait(table.coming[segment])
+
+    def free_copied(self) -> None:
+        """Free device memory whose copy has ended, if the schedule has no FREE action for it."""
+        with self._lock:
+            for (direction, stage, micro_batch), table in self._tables.items():
+                is_whole = self._schedule.num_segments[stage] is None
+                for segment, copy in list(table.leaving.items()):
+                    where = (stage, micro_batch, direction, None if is_whole else segment)
+                    if not self._schedule.has(Kind.FREE, *where) and self._copier.is_done(copy):
+                        self._free(table, segment)
+                self._update_counter(table)
+
+    def end_backward(
+        self, key: MicroBatchKey, segment: int, for_weights: Iterable[Tensor] = ()
+    ) -> None:
+        """End the backward of a segment; its weight gradients will still read `for_weights`."""
+        with self._lock:
+            table = self._tables[key]
+            for tensor in for_weights:
+                if self._is_managed(table, tensor):
+                    table.for_weights.add(self._add(table, ~segment, tensor))
+                    table.open.add(~segment)
+            self._end(key, segment)
+
+    def end_weight_gradients(self, key: MicroBatchKey, segment: int) -> None:
+        """End the weight gradients of a segment."""
+        with self._lock:
+            if key in self._tables and ~segment in self._tables[key].open:
+                self._end(key, ~segment)
+
+    def reset(self) -> None:
+        """Drop everything after a failed step and return the host memory to the pool."""
+        with self._lock:
+            self._copier.synchronize()
+            for table in self._tables.values():
+                for saved in table.storages:
+                    self._release_buffer(saved)
+                    saved.drop_memory()
+            self._tables.clear()
+            self.activations.set_bytes(0)
+
+    def _table(self, action: Action) -> tuple[SavedTensorTable, int]:
+        assert action.micro_batch is not None
+        return self._tables[action.direction, action.stage, action.micro_batch], action.segment or 0
+
+    def _is_managed(self, table: SavedTensorTable, tensor: Tensor) -> bool:
+        """Return whether a tensor is strided, on the device, and no parameter or kept input."""
+        if (
+            type(tensor) is not Tensor
+            or tensor.layout is not torch.strided
+            or tensor.device != self._device
+            or tensor._is_zerotensor()  # of forward mode, without memory
+        ):
+            return False
+        memory = tensor.untyped_storage()
+        return (
+            memory.nbytes() > 0
+            and memory.data_ptr() not in self._parameters
+            and not table.is_given(memory)
+        )
+
+    def _save(self, table: SavedTensorTable, segment: int, tensor: Tensor) -> SavedTensor:
+        with self._lock:
+            if not self._is_managed(table, tensor):
+                return SavedTensor(tensor)
+            saved = self._add(table, segment, tensor)
+            self._update_counter(table)
+            return saved.save(tensor, table.residency.is_on_device(saved.number))
+
+    def _add(self, table: SavedTensorTable, segment: int, tensor: Tensor) -> SavedStorage:
+        if table.input_bytes is None:
+            is_movable = tensor.untyped_storage().nbytes() >= self._min_offload_bytes and (
+                self._convolutions is None or self._convolutions.is_running
+            )
+        else:  # the inputs of a stage; the profile knows only their sum
+            is_movable = table.input_bytes >= self._min_offload_bytes
+        saved, is_new, is_held = table.save(tensor, segment, is_movable)
+        if is_new:
+            self.counters.saved_bytes += saved.num_bytes
+        if is_held:
+            saved.rebuild(tensor.untyped_storage())
+        return saved
+
+    def _update_counter(self, table: SavedTensorTable) -> None:
+        # once at the end of each method: changes inside a method are no peak
+        before = table.counted_bytes
+        table.counted_bytes = table.residency.device_bytes
+        if table.counted_bytes != before:
+            self.activations.count_bytes(table.counted_bytes - before)
+
+    def _free(self, table: SavedTensorTable, segment: int) -> None:
+        copy = table.leaving.pop(segment, None)
+        if copy is not None:
+            self._copier.wait(copy)
+            for saved in table.select(table.residency.free(segment)):
+                saved.drop_memory()
+
+    def _copy_in(self, table: SavedTensorTable, storages: Sequence[SavedStorage]) -> Copy:
+        """Post the copy of storages to new device memory, and rebuild their tensors over it."""
+        moved = [(saved, saved.buffer) for saved in storages if saved.buffer is not None]
+        copy, made = self._copier.copy_in([(buffer, saved.num_bytes) for saved, buffer in moved])
+        for (saved, _), memory in zip(moved, made, strict=True):
+            saved.coming = copy
+            saved.rebuild(memory)
+            table.add_memory(saved, memory)
+        self.counters.prefetched_bytes += copy.num_bytes
+        return copy
+
+    def _load_missing(self, saved: SavedStorage) -> None:
+        """Copy back one storage that is read before its PREFETCH."""
+        table = next((table for table in self._tables.values() if saved in table.storages), None)
+        if table is None:
+            raise RuntimeError("a backward reads what was saved in a step that has ended")
+        table.residency.fetch(saved.number)
+        self._copy_in(table, [saved])
+        self._update_counter(table)
+        self.counters.num_misses += 1
+
+    def _wait_for_copy_in(self, saved: SavedStorage) -> None:
+        if saved.coming is not None and not saved.coming.is_waited_for:
+            self._copier.wait(saved.coming)
+
+    def _end(self, key: MicroBatchKey, segment: int) -> None:
+        table = self._tables[key]
+        self._free(table, segment)
+        for saved in table.end_backward(segment):
+            self._release_buffer(saved)
+        self._update_counter(table)
+        if not table.open:
+            del self._tables[key]
+
+    def _release_buffer(self, saved: SavedStorage) -> None:
+        if saved.buffer is not None:
+            self._wait_for_copy_in(saved)
+            self._pool.release(saved.buffer)
+            self.on_host.count_bytes(-saved.num_bytes)
+            saved.buffer = None

@@ -1,0 +1,77 @@
+"""The tensors that pass between two stages with each strip."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gems.models.build import TensorSpec
+from gems.streaming.strip_stage import Boundary
+
+
+@dataclass(frozen=True, slots=True)
+class BoundaryTensors:
+    """What a stage gives the next.
+
+    Tensors with rows in each strip that has any, and others in the last strip.
+    """
+
+    boundaries: tuple[Boundary, ...]
+    num_strips: int
+
+    def rows(self, place: int, strip: int) -> tuple[int, int]:
+        """Return the first row of a tensor in a strip, and how many there are."""
+        return self.boundaries[place].rows(strip)
+
+    def is_there(self, place: int, strip: int) -> bool:
+        """Return whether there is anything of a tensor in a strip."""
+        if self.boundaries[place].ends is None:
+            return strip == self.num_strips - 1
+        return self.rows(place, strip)[1] > 0
+
+    def places(self, strip: int, have_gradient: bool = False) -> list[int]:
+        """Return which tensors there are in a strip.
+
+        If they are to `have_gradient`, those of a floating-point type.
+        """
+        return [
+            place
+            for place, boundary in enumerate(self.boundaries)
+            if self.is_there(place, strip)
+            and (boundary.dtype.is_floating_point or not have_gradient)
+        ]
+
+    def spread(
+        self, tensors: Sequence[Tensor], strip: int, have_gradient: bool = False
+    ) -> list[Tensor | None]:
+        """Return the tensors of a strip at their places, and None at those of the others."""
+        found: list[Tensor | None] = [None] * len(self.boundaries)
+        for place, tensor in zip(self.places(strip, have_gradient), tensors, strict=True):
+            found[place] = tensor
+        return found
+
+    def given(
+        self, tensors: Sequence[Tensor], strip: int, device: torch.device
+    ) -> list[Tensor | None]:
+        """Return a strip's tensors like `spread`, with empty tensors for those without rows yet."""
+        found = self.spread(tensors, strip)
+        for place, boundary in enumerate(self.boundaries):
+            if found[place] is None and boundary.ends is not None:
+                found[place] = torch.empty(
+                    boundary.strip_shape(strip), dtype=boundary.dtype, device=device
+                )
+        return found
+
+    def rows_of(self, images: Tensor, strip: int) -> Tensor:
+        """Return the rows of the first tensor in a strip, of the whole or of nothing but them."""
+        first, rows = self.rows(0, strip)
+        dim = self.boundaries[0].dim
+        return images if images.shape[dim] == rows else images.narrow(dim, first, rows)
+
+    def specs(self, strip: int) -> tuple[TensorSpec, ...]:
+        """Return shape and type of the tensors of a strip."""
+        given = [(str(place), self.boundaries[place]) for place in self.places(strip)]
+        return tuple(TensorSpec(name, each.strip_shape(strip), each.dtype) for name, each in given)

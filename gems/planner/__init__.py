@@ -1,1 +1,0 @@
-"""Plans: which configuration to run, and how to spend devices. Pure: no torch, no MPI, no Hydra."""

@@ -1,0 +1,148 @@
+"""The fastest configurations of a run on so many GPUs.
+
+Every candidate of its batches, searched within a budget.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from gems.config.resolve import check_batch
+from gems.config.schema import RunSpec
+from gems.errors import ConfigError
+from gems.search.best_first import SearchResult, TooLarge, TooSlow, search
+from gems.search.candidate import Candidate, candidates
+from gems.search.choice import Choice
+from gems.search.evaluate import Planner
+from gems.search.infeasibility import leanest, leanest_or_refuse
+
+NUM_BEST = 10
+BUDGET_S = 10.0
+# Of the budget, while nothing fits: when the search gives way to one for anything that fits, and
+# that one to what would make it fit.
+SEARCH_SHARE = 0.5
+LEAN_SHARE = 0.75
+
+
+def fastest(
+    planner: Planner,
+    batches: Sequence[int],
+    num_best: int = NUM_BEST,
+    budget_s: float = BUDGET_S,
+    also: Callable[[Planner, Sequence[Choice], Sequence[Candidate]], list[Choice]] | None = None,
+    accepts: Callable[[Candidate], bool] | None = None,
+) -> tuple[dict[str, Any], SearchResult[Choice]]:
+    """Search parallel.gpus GPUs (by default those of the run), and return the answer as plain data and as found.
+
+    `also` gives other choices that fit, from the best and all candidates; only candidates that
+    `accepts` takes are searched.
+
+    Raises:
+        ConfigError: a batch that does not divide, or a profile that cannot be had.
+        DoesNotFitError: no configuration fits; the line says what would.
+    """
+    begin = time.perf_counter()
+    spec = planner.spec
+    num_layers = planner.model(planner.sizes[0]).profile.num_layers
+    num_gpus = spec.parallel.gpus or spec.world_size
+    asked = [one for batch in batches for one in _candidates(planner, num_gpus, batch, num_layers)]
+    asked = [one for one in asked if accepts is None or accepts(one)]
+    for size in planner.sizes[1:]:
+        if any(one.micro_batch_size >= size for one in asked):
+            planner.model(size)
+    search_begin = time.perf_counter()
+    end = search_begin + budget_s
+    found = _search(planner, asked, num_best, end)
+    best = [planner.with_noise(choice) for choice in found.best]
+    more = [] if also is None else also(planner, best, asked)
+    best = sorted((*best, *more), key=lambda each: (each.score_s, each.most_bytes))[:num_best]
+    search_s = time.perf_counter() - search_begin
+    found = replace(
+        found,
+        best=planner.confirmed(best),
+        num_simulated=found.num_simulated + len(more),
+        num_candidates=found.num_candidates + len(more),
+    )
+    if not found.best:
+        lean = leanest_or_refuse(planner, asked, found, num_gpus, end)
+        found = replace(
+            found, best=(planner.with_noise(lean),), num_simulated=found.num_simulated + 1
+        )
+    return _answer(spec, num_gpus, found, search_begin - begin, search_s), found
+
+
+def _answer(
+    spec: RunSpec, num_gpus: int, found: SearchResult[Choice], profile_s: float, search_s: float
+) -> dict[str, Any]:
+    return {
+        "source": "simulated",
+        "model": spec.model.name,
+        "height_px": spec.data.height_px,
+        "width_px": spec.data.width_px,
+        "machine": spec.machine.name,
+        "device_bytes": spec.machine.device_bytes,
+        "gpus": num_gpus,
+        "choices": [choice.to_json(found.best[0]) for choice in found.best],
+        "is_exact": found.is_exact,
+        "candidates": found.num_candidates,
+        "simulated": found.num_simulated,
+        "too_large": found.num_too_large,
+        "pruned_by_bytes": found.num_pruned_bytes,
+        "pruned_by_time": found.num_pruned_time,
+        "impossible": found.num_impossible,
+        "left": found.num_left,
+        "profile_s": profile_s,
+        "search_s": search_s,
+    }
+
+
+def _search(
+    planner: Planner, asked: list[Candidate], num_best: int, end: float
+) -> SearchResult[Choice]:
+    """Search until `end`; while nothing fits, a part of the time is left to find anything that does, or what would."""
+    rules = planner.rules()
+    begin = time.perf_counter()
+    last = begin + (end - begin) * SEARCH_SHARE
+    fitting: list[bool] = []
+    tried: set[Candidate] = set()
+
+    def evaluate(one: Candidate, worst_s: float) -> Choice | TooLarge | TooSlow | None:
+        tried.add(one)
+        result = planner.evaluate(one, worst_s)
+        if isinstance(result, Choice):
+            fitting.append(True)
+        return result
+
+    def is_over() -> bool:
+        return time.perf_counter() > (end if fitting else last)
+
+    found = search(asked, replace(rules, evaluate=evaluate), num_best, is_over)
+    if found.best or planner.limit_bytes is None or not found.num_left:
+        return found
+    rest = [one for one in asked if one not in tried]
+    lean = leanest(planner, rest, planner.limit_bytes, begin + (end - begin) * LEAN_SHARE)
+    if lean is None:
+        return found
+    return replace(
+        found, best=(lean,), num_simulated=found.num_simulated + 1, num_left=found.num_left - 1
+    )
+
+
+def _candidates(planner: Planner, num_gpus: int, batch: int, num_layers: int) -> list[Candidate]:
+    spec = planner.spec
+    asked = candidates(num_gpus, batch, num_layers, has_policies=spec.machine.is_real)
+    if spec.profile.path is not None:
+        asked = [one for one in asked if one.micro_batch_size == spec.parallel.micro_batch_size]
+    if not asked:
+        raise ConfigError(
+            "--global-batch",
+            batch,
+            f"has no split over {num_gpus} GPUs "
+            f"into whole micro-batches and at most {num_layers} stages",
+            "use a multiple of the GPUs",
+        )
+    check_batch(planner.run_of(asked[0]))
+    return asked
