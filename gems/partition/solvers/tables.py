@@ -92,18 +92,6 @@ def run_block(windows: Windows, stage: int, value: float) -> tuple[tuple[slice, 
     return (slice(first, last + 1), slice(low, high + 1)), np.where(is_run, value, np.inf)
 
 
-def is_monotone(table: Table) -> bool:
-    """Return whether no span of layers costs more than a longer one around it, or less than 0."""
-    read = valid(len(table))
-    longer = table[:, 1:] >= table[:, :-1]
-    earlier = table[:-1] >= table[1:]
-    return bool(
-        np.all(longer | ~read[:, :-1])
-        and np.all(earlier | ~read[1:])
-        and np.all(np.diagonal(table, offset=1) >= 0)
-    )
-
-
 def minorant(table: Table) -> Low:
     """Return the largest monotone table (L + 1, L + 1) below another one, in single precision.
 
