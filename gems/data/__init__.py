@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from dataclasses import replace
 
 from gems.config.fields import check_fields
@@ -75,7 +76,7 @@ def open_dataset(data: DataConfig, seed: int) -> Dataset:
 
 def class_names(data: DataConfig) -> list[str]:
     """Return the names of the classes in the source or in data.class_map, or else their numbers."""
-    numbers = dict(data.class_map) if task_of(data) == "classification" else {}
+    numbers: Mapping[str, int] = data.class_map if task_of(data) == "classification" else {}
     with contextlib.suppress(ConfigError, OSError):  # the data may no longer exist
         numbers = find_source(data).class_numbers(data) or numbers
     names = {number: name for name, number in numbers.items()}

@@ -10,10 +10,11 @@ import random
 import sys
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -180,6 +181,10 @@ class Dataset(ABC):
         """Return the name of a sample in errors: its number, and its file if it has its own."""
         return f"sample {index} of {split}"
 
+    def files(self) -> list[Path]:
+        """Return the files that are read completely before a run, by `examine`."""
+        return []
+
     def class_counts(self, split: Split) -> tuple[int, ...]:
         """Return the number of labels of each class.
 
@@ -230,14 +235,14 @@ class Source:
     """
 
     open: Callable[[DataConfig, int], Dataset]
-    check: Callable[[DataConfig], None] = lambda data: None
+    check: Callable[[DataConfig], object] = lambda data: None
     field_of_view_px: Callable[[DataConfig], int | None] = lambda data: data.field_of_view_px
     kind: str = IMAGES
     tasks: tuple[str, ...] = ("classification",)
     counts_itself: bool = False
     keys: tuple[str, ...] = ()
     labelled: bool = True
-    class_numbers: Callable[[DataConfig], dict[str, int]] = lambda data: {}
+    class_numbers: Callable[[DataConfig], Mapping[str, int]] = lambda data: {}
 
 
 DATASETS: Registry[Source] = registries.DATASETS
@@ -300,53 +305,42 @@ def as_label(value: Any, data: DataConfig, task: str, name: str) -> Label:
     shape = {"classification": (), "segmentation": (data.height_px, data.width_px)}.get(
         task, (data.num_classes,)
     )
+    sides = [[side for side in each if side != 1] for each in (given.shape, shape)]
+    if given.shape != shape and given.ndim > len(shape) and sides[0] == sides[1]:
+        given = given.reshape(shape)  # a shape such as (1,) or (1, height, width)
     if given.shape != shape:
-        if given.ndim > len(shape) and [side for side in given.shape if side != 1] == [
-            s for s in shape if s != 1
-        ]:
-            given = given.reshape(shape)  # a shape such as (1,) or (1, height, width)
-        else:
-            text = f"{name} has a label of shape {given.shape}, and data.task={task} takes {shape}"
-            advice = (
-                "set data.task, or data.num_classes for the number of values"
-                if given.shape != ()
-                else ("set data.task=classification, or let the label be an array")
-            )
-            raise ConfigError("data.task", task, text, advice)
+        text = f"{name} has a label of shape {given.shape}, and data.task={task} takes {shape}"
+        advice = "set data.task, or data.num_classes for the number of values"
+        if given.shape == ():
+            advice = "set data.task=classification, or let the label be an array"
+        raise ConfigError("data.task", task, text, advice)
     if task in ("classification", "segmentation"):
-        if not np.issubdtype(given.dtype, np.integer) and given.dtype != bool:
-            text = f"{name} has a label of type {given.dtype}, and a class is a whole number"
-            raise ConfigError(
-                "data.task", task, text, "set data.task=regression, or convert the label"
-            )
-        classes = given.astype(np.int64)
-        ignored = np.zeros_like(classes, dtype=bool)
-        if task == "segmentation":
-            ignored = (
-                classes < 0
-                if data.ignore_label is None
-                else (classes < 0) | (classes == data.ignore_label)
-            )
-        wrong = classes[((classes < 0) | (classes >= data.num_classes)) & ~ignored]
-        if wrong.size:
-            text = (
-                f"{name} has label {wrong.flat[0]}, and there are classes 0 to"
-                f" {data.num_classes - 1}"
-            )
-            values = np.unique(classes[~ignored]).tolist()
-            raise ConfigError(
-                "data.num_classes", data.num_classes, text, _advice_for_values(values, data, task)
-            )
-        classes[ignored] = NO_LABEL
-        return classes if task == "segmentation" else int(classes)
+        return _as_classes(given, data, task, name)
     values = given.astype(np.float32)
     if not np.isfinite(values).all():
         raise ConfigError("data", name, "has a label that is not finite", "repair or remove it")
     if task == "multi_label" and not np.isin(values, (0, 1)).all():
-        raise ConfigError(
-            "data.task", task, f"{name} has a label other than 0 and 1", "set data.task=regression"
-        )
+        text = f"{name} has a label other than 0 and 1"
+        raise ConfigError("data.task", task, text, "set data.task=regression")
     return values
+
+
+def _as_classes(given: NDArray[Any], data: DataConfig, task: str, name: str) -> Label:
+    if not np.issubdtype(given.dtype, np.integer) and given.dtype != bool:
+        text = f"{name} has a label of type {given.dtype}, and a class is a whole number"
+        raise ConfigError("data.task", task, text, "set data.task=regression, or convert the label")
+    classes = given.astype(np.int64)
+    is_mask = task == "segmentation"
+    ignored = is_mask & ((classes < 0) | (classes == data.ignore_label))
+    wrong = classes[((classes < 0) | (classes >= data.num_classes)) & ~ignored]
+    if wrong.size:
+        text = (
+            f"{name} has label {wrong.flat[0]}, and there are classes 0 to {data.num_classes - 1}"
+        )
+        advice = _advice_for_values(np.unique(classes[~ignored]).tolist(), data, task)
+        raise ConfigError("data.num_classes", data.num_classes, text, advice)
+    classes[ignored] = NO_LABEL
+    return classes if is_mask else int(classes)
 
 
 def _advice_for_values(values: list[int], data: DataConfig, task: str) -> str:

@@ -6,18 +6,16 @@ from pathlib import Path
 
 from gems.config.recipe import TASKS
 from gems.config.schema import DataConfig
-from gems.data.dataset import DATASETS, Source, Split, generator
-from gems.data.files.paths import expanded, files_below, folders_in, split_folders
-from gems.data.images import KEYS, FileDataset, check_images, stamps
-from gems.data.splits import num_held_out
+from gems.data.dataset import Split
+from gems.data.files.paths import data_folder, files_below, folders_in, split_folders
+from gems.data.images import KEYS, FileDataset, image_source
 from gems.data.table import Records, class_numbers, read_records, split_records
 from gems.errors import ConfigError
 
 _LAYOUTS = "PATH/train/CLASS/* and PATH/validation/CLASS/* (or val), or PATH/CLASS/*"
 
-Files = list[tuple[Path, int]]
 
-
+@image_source("folder", keys=(*KEYS, "labels_path", "image_column", "class_map"))
 class FolderDataset(FileDataset):
     """Images in folders of classes, with or without folders of splits.
 
@@ -30,26 +28,27 @@ class FolderDataset(FileDataset):
     """
 
     def __init__(self, data: DataConfig, seed: int) -> None:
-        check(data)
-        self._files = _split(data, seed)
-        super().__init__(data, len(self._files["train"]), len(self._files["validation"]), seed)
-
-    def path(self, split: Split, index: int) -> Path:
-        """Return the file of an image."""
-        return self._files[split][index][0]
-
-    def files(self) -> list[Path]:
-        """Return all files that the dataset reads."""
-        return [path for files in self._files.values() for path, _ in files]
-
-    def identity(self, split: Split) -> str:
-        """Return the names, sizes and times of a split's files."""
-        return stamps([path for path, _ in self._files[split]])
+        is_table = data.labels_path is not None
+        records = _records(data)
+        names = [record["label"] for record in records]
+        where = "the table" if is_table else "the folder"
+        self.class_numbers = class_numbers(data, names, where, is_table)
+        split = split_records(data, "data.labels_path", records, names, seed)
+        super().__init__(
+            data,
+            {name: [Path(record["file"]) for record in chosen] for name, chosen in split.items()},
+            seed,
+        )
+        self._labels = {
+            name: [self.class_numbers[record["label"]] for record in chosen]
+            for name, chosen in split.items()
+        }
 
     def _label(self, split: Split, index: int) -> int:
-        return self._files[split][index][1]
+        return self._labels[split][index]
 
 
+@image_source("unlabelled", tasks=TASKS, keys=KEYS, labelled=False)
 class UnlabelledDataset(FileDataset):
     """The images listed in the text file data.path, one per line.
 
@@ -59,156 +58,54 @@ class UnlabelledDataset(FileDataset):
     needs_training = False
 
     def __init__(self, data: DataConfig, seed: int) -> None:
-        check_unlabelled(data)
-        self._files = [Path(line) for line in Path(str(data.path)).read_text().splitlines() if line]
-        super().__init__(data, 0, len(self._files), seed)
+        if data.path is None or not Path(data.path).is_file():
+            text = "must be a text file that names an image a line"
+            raise ConfigError("data.path", data.path, text, "give its path")
+        paths = [Path(line) for line in Path(data.path).read_text().splitlines() if line]
+        super().__init__(data, {"train": [], "validation": paths}, seed)
 
-    def path(self, split: Split, index: int) -> Path:
-        """Return the file of an image."""
-        return self._files[index]
-
-    def identity(self, split: Split) -> str:
-        """Return the names, sizes and times of the files."""
-        return stamps(self._files)
+    def files(self) -> list[Path]:
+        """Return no files, because the command that lists them has checked them."""
+        return []
 
     def _label(self, split: Split, index: int) -> int:
         return 0
 
 
-def check_unlabelled(data: DataConfig) -> None:
-    """Raise ConfigError if the list of images is missing; no image is opened."""
-    check_images(data)
-    if data.path is None or not Path(data.path).is_file():
-        raise ConfigError(
-            "data.path",
-            data.path,
-            "must be a text file that names an image a line",
-            "give its path",
-        )
+def _records(data: DataConfig) -> Records:
+    """Return the file and label of each image, and its split if there are folders of splits.
 
-
-def numbers_of_classes(data: DataConfig) -> dict[str, int]:
-    """Return the number of each class, by its folder or its name in the table."""
-    root = _root(data)
-    if data.labels_path is not None:
-        return _classes_of(data, [record["label"] for record in _records(data)])
-    return _classes_of(data, folders_in(_training_folder(root)))
-
-
-def check(data: DataConfig) -> None:
-    """Raise ConfigError for a missing folder, an empty class or a wrong number of classes.
-
-    No image is opened.
+    Raises:
+        ConfigError: A folder is missing, or a class has no image for training.
     """
-    check_images(data)
-    root = _root(data)
+    root = data_folder(data, _LAYOUTS)
     if data.labels_path is not None:
-        numbers_of_classes(data)
-        return
-    split = split_folders(root, layouts=_LAYOUTS)
-    if split is not None:
-        strays = set(folders_in(split["validation"])) - set(folders_in(split["train"]))
-        if strays:
-            text = f"train/ lacks classes of {split['validation'].name}/: {_listed(strays)}"
-            raise ConfigError("data.path", data.path, text)
-    numbers_of_classes(data)
-    folder = _training_folder(root)
-    for name in folders_in(folder):
-        if not files_below(folder / name):
-            text = f"the class {name} has no image for training: {folder / name} is empty"
-            raise ConfigError("data.path", data.path, text, "add images, or remove the folder")
-
-
-def _classes_of(data: DataConfig, names: list[str]) -> dict[str, int]:
-    """Return the number of each class; there must be data.num_classes of them."""
-    if data.labels_path is not None:
-        return class_numbers(data, names, "the table", is_table=True)
+        records = read_records("data.labels_path", data.labels_path, [data.image_column, "label"])
+        return [record | {"file": str(root / record[data.image_column])} for record in records]
+    folders = split_folders(root, layouts=_LAYOUTS)
+    training = root if folders is None else folders["train"]
+    names = folders_in(training)
     if not names:
         advice = f"lay files out as {_LAYOUTS}"
         raise ConfigError("data.num_classes", data.num_classes, "the folder has no classes", advice)
-    return class_numbers(data, names, "the folder", is_table=False)
-
-
-def _root(data: DataConfig) -> Path:
-    if data.path is None:
-        raise ConfigError(
-            "data.path",
-            None,
-            "data=folder needs a directory of images",
-            f"lay it out as {_LAYOUTS}",
-        )
-    root = expanded("data.path", data.path)
-    if not root.is_dir():
-        raise ConfigError("data.path", data.path, "no such directory", f"lay it out as {_LAYOUTS}")
-    return root
-
-
-def _records(data: DataConfig) -> Records:
-    return read_records("data.labels_path", str(data.labels_path), [data.image_column, "label"])
-
-
-def _training_folder(root: Path) -> Path:
-    """Return the folder of the classes: the training split's folder, or the only one."""
-    split = split_folders(root, layouts=_LAYOUTS)
-    return root if split is None else split["train"]
-
-
-def _split(data: DataConfig, seed: int) -> dict[Split, Files]:
-    root = _root(data)
-    files: dict[Split, Files] = {"train": [], "validation": []}
-    if data.labels_path is not None:
-        records = _records(data)
-        numbers = _classes_of(data, [record["label"] for record in records])
-        for split, chosen in split_records(
-            data, "data.labels_path", records, [record["label"] for record in records], seed
-        ).items():
-            files[split] += [
-                (root / record[data.image_column], numbers[record["label"]]) for record in chosen
-            ]
-        return files
-    folders = split_folders(root, layouts=_LAYOUTS)
-    names = folders_in(_training_folder(root))
-    numbers = _classes_of(data, names)
     if folders is not None:
-        for split, folder in folders.items():
-            files[split] += [
-                (path, numbers[name]) for name in names for path in files_below(folder / name)
-            ]
-        return files
-    for order, name in enumerate(names):
-        paths = files_below(root / name)
-        num_validation = num_held_out(data, len(paths))
-        held_out = set(
-            generator(seed, "split", order).permutation(len(paths))[:num_validation].tolist()
-        )
-        for number, path in enumerate(paths):
-            files["validation" if number in held_out else "train"].append((path, numbers[name]))
-    return files
-
-
-def _listed(names: list[str] | set[str]) -> str:
-    shown = sorted(names)
-    return ", ".join(shown[:5]) + (", ..." if len(shown) > 5 else "")
-
-
-DATASETS.register(
-    "folder",
-    Source(
-        FolderDataset,
-        check,
-        counts_itself=True,
-        keys=(*KEYS, "labels_path", "image_column", "class_map"),
-        class_numbers=numbers_of_classes,
-    ),
-)
-DATASETS.register(
-    "unlabelled",
-    Source(
-        UnlabelledDataset,
-        check_unlabelled,
-        tasks=TASKS,
-        counts_itself=True,
-        keys=KEYS,
-        labelled=False,
-    ),
-)
+        strays = sorted(set(folders_in(folders["validation"])) - set(names))
+        if strays:
+            text = f"train/ lacks classes of {folders['validation'].name}/: {', '.join(strays)}"
+            raise ConfigError("data.path", data.path, text)
+    for name in names:
+        if not files_below(training / name):
+            text = f"the class {name} has no image for training: {training / name} is empty"
+            raise ConfigError("data.path", data.path, text, "add images, or remove the folder")
+    if folders is None:
+        return [
+            {"file": str(path), "label": name}
+            for name in names
+            for path in files_below(root / name)
+        ]
+    return [
+        {"file": str(path), "label": name, "split": split}
+        for split, folder in folders.items()
+        for name in names
+        for path in files_below(folder / name)
+    ]

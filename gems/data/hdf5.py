@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,16 +16,15 @@ from numpy.typing import NDArray
 
 from gems.config.recipe import TASKS
 from gems.config.schema import DataConfig
-from gems.data.dataset import DATASETS, Box, Label, Source, Split, as_label
+from gems.data.dataset import Box, Label, Split, as_label
 from gems.data.files.paths import SPLIT_NAMES, expanded, is_left_over
 from gems.data.files.values import Values, as_nodata, checked, fitted, have_one_shape, range_of
-from gems.data.images import KEYS, ImageDataset, check_images, stamps
+from gems.data.images import KEYS, ImageDataset, image_source, stamps
 from gems.data.masks import check_values_of_map, mapped
 from gems.data.splits import split_indices
 from gems.data.table import class_numbers
 from gems.errors import ConfigError
 
-_SPLITS: tuple[Split, Split] = ("train", "validation")
 _PLACE = "{split}"
 _TEXT = "SUO"  # kinds of text types
 _WHOLE = Box(slice(None), slice(None))
@@ -48,6 +47,11 @@ class _Part:
     has_text: bool  # whether the labels are texts
 
 
+@image_source(
+    "hdf5",
+    tasks=TASKS,
+    keys=(*KEYS, "image_key", "label_key", "layout", "split_path", "class_map", "ignore_label"),
+)
 class Hdf5Dataset(ImageDataset):
     """Images of data.image_key and labels of data.label_key, in the files of data.path.
 
@@ -58,22 +62,22 @@ class Hdf5Dataset(ImageDataset):
     """
 
     def __init__(self, data: DataConfig, seed: int) -> None:
-        check_images(data)
         self._task = data.task or TASKS[0]
-        parts = {
-            split: _parts(data, split) for split in (_SPLITS if _is_split(data) else _SPLITS[:1])
-        }
-        places = {split: _places(found) for split, found in parts.items()}
-        if not _is_split(data):
-            indices = split_indices(data, len(places["train"]), seed)
-            parts = {split: parts["train"] for split in _SPLITS}
-            places = {split: places["train"][indices[split]] for split in _SPLITS}
-        self._parts = parts
-        self._places = places
-        self._numbers = _numbers_of(data, [part for found in parts.values() for part in found])
+        texts = (data.path, data.image_key, data.label_key)
+        if any(_PLACE in str(text) for text in texts):
+            self._parts = {split: _parts(data, split) for split in SPLIT_NAMES}
+            self._places = {split: _places(found) for split, found in self._parts.items()}
+        else:
+            self._parts = dict.fromkeys(SPLIT_NAMES, _parts(data, "train"))
+            places = _places(self._parts["train"])
+            indices = split_indices(data, len(places), seed)
+            self._places = {split: places[indices[split]] for split in SPLIT_NAMES}
+        self.class_numbers = _numbers_of(
+            data, dict.fromkeys(part for parts in self._parts.values() for part in parts)
+        )
         self._open: dict[str, Any] = {}
         self._process = os.getpid()
-        super().__init__(data, len(places["train"]), len(places["validation"]), seed)
+        super().__init__(data, len(self._places["train"]), len(self._places["validation"]), seed)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the open files; another process opens them itself."""
@@ -143,7 +147,7 @@ class Hdf5Dataset(ImageDataset):
         given = self._read(part.path, part.label_key, row)
         name = self.name_of(split, index)
         if part.has_text:
-            return self._numbers[_texts(given)[0]]
+            return self.class_numbers[_texts(given)[0]]
         if self._task == "segmentation" and given.ndim in (2, 3):
             planes = (
                 np.moveaxis(given, -1, 0) if given.ndim == 3 and given.shape[-1] == 1 else given
@@ -182,25 +186,7 @@ class Hdf5Dataset(ImageDataset):
         return np.asarray(self._open[path][key][place])
 
 
-def check(data: DataConfig) -> None:
-    """Raise ConfigError for missing files or keys, or wrong shapes; no image is read."""
-    check_images(data)
-    numbers_of_classes(data)
-
-
-def numbers_of_classes(data: DataConfig) -> dict[str, int]:
-    """Return the number of each class by its name, if labels are names."""
-    return _numbers_of(
-        data,
-        [
-            part
-            for split in (_SPLITS if _is_split(data) else _SPLITS[:1])
-            for part in _parts(data, split)
-        ],
-    )
-
-
-def _numbers_of(data: DataConfig, parts: list[_Part]) -> dict[str, int]:
+def _numbers_of(data: DataConfig, parts: Iterable[_Part]) -> dict[str, int]:
     """Return the number of each class that occurs in text labels."""
     named = [part for part in parts if part.has_text]
     if not named:
@@ -218,10 +204,6 @@ def _texts(labels: Any) -> list[str]:
         (text.decode() if isinstance(text, bytes) else str(text)).strip()
         for text in np.asarray(labels).ravel()
     ]
-
-
-def _is_split(data: DataConfig) -> bool:
-    return any(_PLACE in str(text) for text in (data.path, data.image_key, data.label_key))
 
 
 def _places(parts: list[_Part]) -> NDArray[np.int64]:
@@ -260,65 +242,52 @@ def _by_split(text: str, split: Split) -> list[str]:
     return list(dict.fromkeys(text.replace(_PLACE, name) for name in SPLIT_NAMES[split]))
 
 
+def _found(data: DataConfig, file: Any, name: str, split: Split) -> Any:
+    """Return the dataset of a file that the key data.`name` names."""
+    keys = _by_split(getattr(data, name), split)
+    key = next((key for key in keys if key in file), keys[0])
+    if key in file and hasattr(file[key], "shape"):
+        return file[key]
+    names: list[str] = []
+    file.visititems(lambda name, entry: names.append(name) if hasattr(entry, "shape") else None)
+    text = f"is no dataset of {file.filename}"
+    raise ConfigError(f"data.{name}", key, text, f"it has {', '.join(names[:8]) or 'none'}")
+
+
 def _part(data: DataConfig, path: str, split: Split) -> _Part:
     with _opened(path) as file:
-        choices = [_by_split(key, split) for key in (data.image_key, data.label_key)]
-        image_key, label_key = (
-            next((key for key in keys if key in file), keys[0]) for keys in choices
-        )
-        for name, key in (("data.image_key", image_key), ("data.label_key", label_key)):
-            if key not in file or not hasattr(file[key], "shape"):
-                names: list[str] = []
-                file.visititems(
-                    lambda name, entry, names=names: (
-                        names.append(name) if hasattr(entry, "shape") else None
-                    )
-                )
-                raise ConfigError(
-                    name,
-                    key,
-                    f"is no dataset of {path}",
-                    f"it has {', '.join(names[:8]) or 'none'}",
-                )
-        images = file[image_key]
-        labels = file[label_key]
-        if (
-            len(images.shape) not in (3, 4)
-            or not labels.shape
-            or labels.shape[0] != images.shape[0]
-        ):
+        images, labels = (_found(data, file, name, split) for name in ("image_key", "label_key"))
+        image_key, label_key = images.name.lstrip("/"), labels.name.lstrip("/")
+        if len(images.shape) not in (3, 4) or labels.shape[:1] != images.shape[:1]:
             text = (
                 f"{path} has {image_key} of shape {images.shape} and {label_key} of shape"
                 f" {labels.shape}"
             )
-            raise ConfigError(
-                "data.image_key", image_key, text, "must be samples first, as many in both"
-            )
+            advice = "must be samples first, as many in both"
+            raise ConfigError("data.image_key", image_key, text, advice)
         layout = str(images.attrs.get("layout", "auto")) if data.layout == "auto" else data.layout
         is_last = _is_channels_last(data, path, images.shape, layout)
         axis = 1 if is_last else -2
         sides = images.shape[axis], images.shape[axis + 1]
         is_fine = images.chunks is None or images.chunks[axis] * _LEAST_CHUNKS <= sides[0]
-        gives_parts = is_fine and sides == (data.height_px, data.width_px)
         _check_types(data, path, images, labels)
-        if data.task == "segmentation":
-            mask_sides = tuple(side for side in labels.shape[1:] if side != 1)
-            if len(mask_sides) == 2 and not have_one_shape(mask_sides, sides):
-                text = (
-                    f"{path} has masks of {mask_sides} in {label_key}, and images of {sides} in"
-                    f" {image_key}"
-                )
-                raise ConfigError("data.label_key", label_key, text, "give both one size")
-        nodata = as_nodata(images.attrs.get("_FillValue") if data.nodata is None else data.nodata)
+        mask_sides = tuple(side for side in labels.shape[1:] if side != 1)
+        is_mask = data.task == "segmentation" and len(mask_sides) == 2
+        if is_mask and not have_one_shape(mask_sides, sides):
+            text = (
+                f"{path} has masks of {mask_sides} in {label_key}, and images of {sides} in"
+                f" {image_key}"
+            )
+            raise ConfigError("data.label_key", label_key, text, "give both one size")
         return _Part(
             path,
             image_key,
             label_key,
             images.shape[0],
             is_last,
-            gives_parts,
+            is_fine and sides == (data.height_px, data.width_px),
             images.dtype,
-            nodata,
+            as_nodata(images.attrs.get("_FillValue") if data.nodata is None else data.nodata),
             labels.dtype.kind in _TEXT,
         )
 
@@ -386,16 +355,3 @@ def _opened(path: str) -> Iterator[Any]:
             yield file
     except OSError as error:
         raise ConfigError("data.path", path, f"is no readable HDF5 file ({error})") from error
-
-
-DATASETS.register(
-    "hdf5",
-    Source(
-        Hdf5Dataset,
-        check,
-        tasks=TASKS,
-        counts_itself=True,
-        keys=(*KEYS, "image_key", "label_key", "layout", "split_path", "class_map", "ignore_label"),
-        class_numbers=numbers_of_classes,
-    ),
-)

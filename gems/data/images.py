@@ -6,20 +6,31 @@ import inspect
 import os
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gems.config.schema import DataConfig
-from gems.data.dataset import NO_LABEL, Box, Dataset, Image, Label, Split, Tokens, seeded
+from gems.data.dataset import (
+    DATASETS,
+    NO_LABEL,
+    Box,
+    Dataset,
+    Image,
+    Label,
+    Source,
+    Split,
+    Tokens,
+    seeded,
+)
 from gems.data.files.reader import gives_parts, read_image, read_nodata, read_through
 from gems.data.files.tiff import read_tiff
 from gems.data.files.values import Values, checked, is_nodata, range_of
@@ -35,6 +46,8 @@ IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 KEYS = ("bits", "page", "nodata", "normalization", "mean", "std", "transform", "transform_kwargs")
 EXTRA = {"torchvision": "vision", "albumentations": "albumentations"}
 
+Kind = TypeVar("Kind", bound="ImageDataset")
+
 
 class ImageDataset(Dataset):
     """Images from files; an image has a label or a mask.
@@ -45,8 +58,10 @@ class ImageDataset(Dataset):
     """
 
     needs_training: ClassVar[bool] = True
+    class_numbers: Mapping[str, int] = {}  # by name, if classes have names
 
     def __init__(self, data: DataConfig, num_train: int, num_validation: int, seed: int) -> None:
+        check_images(data)
         shape = (data.channels, data.height_px, data.width_px)
         augment = data.augment and data.transform is None
         super().__init__(shape, data.num_classes, num_train, num_validation, seed, augment)
@@ -80,9 +95,9 @@ class ImageDataset(Dataset):
 
     def image(self, split: Split, index: int, draw: int = 0) -> Image | Tokens:
         """Return one sample as `Dataset.image` does, normalised."""
-        if split != "train" or self.config.transform is None:
-            return super().image(split, index, draw)
-        return self.sample(split, index, draw)[0]
+        if self._is_transformed(split):
+            return self.sample(split, index, draw)[0]
+        return super().image(split, index, draw)
 
     def label(self, split: Split, index: int, draw: int = 0) -> Label:
         """Return the label of one sample as `Dataset.label` does.
@@ -90,13 +105,13 @@ class ImageDataset(Dataset):
         A mask is transformed together with its image.
         """
         found = super().label(split, index, draw)
-        if split != "train" or self.config.transform is None or np.ndim(found) != 2:
-            return found
-        return self.sample(split, index, draw)[1]
+        if self._is_transformed(split) and np.ndim(found) == 2:
+            return self.sample(split, index, draw)[1]
+        return found
 
     def sample(self, split: Split, index: int, draw: int = 0) -> tuple[Image | Tokens, Label]:
         """Return an image and its label; a mask is transformed together with its image."""
-        if split != "train" or self.config.transform is None:
+        if not self._is_transformed(split):
             return self.image(split, index, draw), super().label(split, index, draw)
         values, gaps = self._known(split, index)
         fill = self._fill(values.dtype)
@@ -297,15 +312,24 @@ class ImageDataset(Dataset):
 
 
 class FileDataset(ImageDataset):
-    """Images with one file each."""
+    """Images with one file each; `paths` are those of each split."""
 
-    def __init__(self, data: DataConfig, num_train: int, num_validation: int, seed: int) -> None:
-        super().__init__(data, num_train, num_validation, seed)
+    def __init__(self, data: DataConfig, paths: dict[Split, list[Path]], seed: int) -> None:
+        super().__init__(data, len(paths["train"]), len(paths["validation"]), seed)
+        self._paths = paths
         self._nodata: dict[Path, float | None] = {}
 
-    @abstractmethod
     def path(self, split: Split, index: int) -> Path:
         """Return the file of an image."""
+        return self._paths[split][index]
+
+    def files(self) -> list[Path]:
+        """Return all files that the dataset reads."""
+        return [path for paths in self._paths.values() for path in paths]
+
+    def identity(self, split: Split) -> str:
+        """Return the names, sizes and times of a split's files."""
+        return stamps(self._paths[split])
 
     def name_of(self, split: Split, index: int) -> str:
         """Return the file of an image, as text."""
@@ -336,8 +360,7 @@ class FileDataset(ImageDataset):
             return False
         if split not in self._by_rows:
             self._by_rows[split] = all(
-                gives_parts(self.path(split, index), self.config)
-                for index in range(self.num_images(split))
+                gives_parts(path, self.config) for path in self._paths[split]
             )
         return self._by_rows[split]
 
@@ -347,6 +370,26 @@ class FileDataset(ImageDataset):
         data = self.config
         values = read_tiff(path, data.page, data.channels, box)
         return checked(values, data, str(path), self.nodata(split, index), box.rows.start)
+
+
+def image_source(name: str, **known: Any) -> Callable[[type[Kind]], type[Kind]]:
+    """Register the decorated dataset as data=`name`; `known` are the other fields of `Source`.
+
+    Its constructor reads no pixels, so data are checked by opening them.
+    """
+
+    def register(kind: Any) -> Any:
+        source = Source(
+            kind,
+            check=partial(kind, seed=0),
+            counts_itself=True,
+            class_numbers=lambda data: kind(data, 0).class_numbers,
+            **known,
+        )
+        DATASETS.register(name, source)
+        return kind
+
+    return register
 
 
 def check_images(data: DataConfig) -> None:

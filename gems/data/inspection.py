@@ -50,7 +50,7 @@ def _inspect(data: DataConfig, seed: int) -> None:
     dataset = open_dataset(data, seed)
     if isinstance(dataset, ImageDataset):
         dataset.prepare()
-    files: list[Path] = dataset.files() if hasattr(dataset, "files") else []
+    files = dataset.files()
     key = repr((asdict(data), seed, _stamps(files)))
     if files and read_cached(None, "examination", key) is not None:
         return

@@ -8,10 +8,10 @@ from typing import Any
 from numpy.typing import NDArray
 
 from gems.config.schema import DataConfig
-from gems.data.dataset import DATASETS, Label, Source, Split, as_label
-from gems.data.files.paths import expanded, files_below, split_folders
+from gems.data.dataset import Label, Split, as_label
+from gems.data.files.paths import data_folder, files_below, split_folders
 from gems.data.files.reader import read_mask
-from gems.data.images import KEYS, FileDataset, check_images, stamps
+from gems.data.images import KEYS, FileDataset, image_source
 from gems.data.splits import split_indices
 from gems.errors import ConfigError
 
@@ -20,6 +20,9 @@ _LAYOUTS = "PATH/images/* and PATH/masks/*, or both in PATH/train and PATH/valid
 Pair = tuple[Path, Path]
 
 
+@image_source(
+    "masks", tasks=("segmentation",), keys=(*KEYS, "split_path", "class_map", "ignore_label")
+)
 class MaskDataset(FileDataset):
     """Images in PATH/images and masks in PATH/masks with the same stems.
 
@@ -29,17 +32,25 @@ class MaskDataset(FileDataset):
     """
 
     def __init__(self, data: DataConfig, seed: int) -> None:
-        check(data)
-        self._pairs = _split(data, seed)
-        super().__init__(data, len(self._pairs["train"]), len(self._pairs["validation"]), seed)
-
-    def path(self, split: Split, index: int) -> Path:
-        """Return the file of an image."""
-        return self._pairs[split][index][0]
+        check_values_of_map(data)
+        root = data_folder(data, _LAYOUTS)
+        folders = split_folders(root, "images", _LAYOUTS)
+        if folders is None:
+            whole = _pairs_of(root, data)
+            pairs: dict[Split, list[Pair]] = {
+                split: [whole[index] for index in indices]
+                for split, indices in split_indices(data, len(whole), seed).items()
+            }
+        else:
+            pairs = {split: _pairs_of(folder, data) for split, folder in folders.items()}
+        super().__init__(
+            data, {split: [image for image, _ in found] for split, found in pairs.items()}, seed
+        )
+        self._masks = {split: [mask for _, mask in found] for split, found in pairs.items()}
 
     def files(self) -> list[Path]:
         """Return all files that the dataset reads."""
-        return [path for pairs in self._pairs.values() for pair in pairs for path in pair]
+        return [*super().files(), *(mask for masks in self._masks.values() for mask in masks)]
 
     def examine(self, split: Split, index: int) -> None:
         """Read an image and its mask completely.
@@ -50,12 +61,9 @@ class MaskDataset(FileDataset):
         super().examine(split, index)
         self._label(split, index)
 
-    def identity(self, split: Split) -> str:
-        """Return the names, sizes and times of a split's images."""
-        return stamps([image for image, _ in self._pairs[split]])
-
     def _label(self, split: Split, index: int) -> Label:
-        image, path = self._pairs[split][index]
+        path = self._masks[split][index]
+        image = self.path(split, index)
         mask = mapped(read_mask(path, self.config, image), self.config.class_map)
         return self._without_nodata(
             as_label(mask, self.config, "segmentation", str(path)), split, index
@@ -80,33 +88,6 @@ def check_values_of_map(data: DataConfig) -> None:
         raise ConfigError("data.class_map", data.class_map, f"names {wrong[0]}", advice)
 
 
-def check(data: DataConfig) -> None:
-    """Raise ConfigError for missing folders, or images without a mask; no image is opened."""
-    check_images(data)
-    check_values_of_map(data)
-    if data.path is None or not expanded("data.path", data.path).is_dir():
-        raise ConfigError("data.path", data.path, "no such directory", f"lay it out as {_LAYOUTS}")
-    for folder in _folders(data):
-        _pairs_of(folder, data)
-
-
-def _folders(data: DataConfig) -> list[Path]:
-    """Return the folders of train and validation, or the only folder."""
-    root = expanded("data.path", str(data.path))
-    split = split_folders(root, "images", _LAYOUTS)
-    return [root] if split is None else [split["train"], split["validation"]]
-
-
-def _split(data: DataConfig, seed: int) -> dict[Split, list[Pair]]:
-    found = [_pairs_of(folder, data) for folder in _folders(data)]
-    if len(found) == 2:
-        return {"train": found[0], "validation": found[1]}
-    return {
-        split: [found[0][index] for index in indices]
-        for split, indices in split_indices(data, len(found[0]), seed).items()
-    }
-
-
 def _pairs_of(folder: Path, data: DataConfig) -> list[Pair]:
     """Return each image of a folder with its mask."""
     images, masks = (_by_stem(folder / name, data) for name in ("images", "masks"))
@@ -125,15 +106,3 @@ def _by_stem(folder: Path, data: DataConfig) -> dict[str, Path]:
             "data.path", data.path, f"has no folder {folder}", f"lay it out as {_LAYOUTS}"
         )
     return {str(path.relative_to(folder).with_suffix("")): path for path in files_below(folder)}
-
-
-DATASETS.register(
-    "masks",
-    Source(
-        MaskDataset,
-        check,
-        tasks=("segmentation",),
-        counts_itself=True,
-        keys=(*KEYS, "split_path", "class_map", "ignore_label"),
-    ),
-)

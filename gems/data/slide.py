@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gems.config.schema import DataConfig
-from gems.data.dataset import DATASETS, Box, Image, Source, Split, Tokens
+from gems.data.dataset import Box, Image, Split, Tokens
 from gems.data.files.paths import expanded
 from gems.data.files.reader import MODES
 from gems.data.files.values import Values
-from gems.data.images import ImageDataset, check_images, stamps
+from gems.data.images import ImageDataset, image_source, stamps
 from gems.data.pyramid import (
     SAME_SCALE,
     Handles,
@@ -86,6 +86,7 @@ class _Regions:
     corners: Corners
 
 
+@image_source("slide", keys=KEYS)
 class SlideDataset(ImageDataset):
     """Regions of the slides in a table, each with the label of its record.
 
@@ -97,7 +98,8 @@ class SlideDataset(ImageDataset):
 
     def __init__(self, data: DataConfig, seed: int) -> None:
         records = _checked_records(data)
-        numbers = numbers_of_classes(data, records)
+        names = [record["label"] for record in records]
+        self.class_numbers = class_numbers(data, names, str(_labels_path(data)), is_table=True)
         places = dict(zip(map(id, records), _regions(data, records), strict=True))
         self._regions: dict[Split, list[_Regions]] = {}
         # (samples, 2): the record, and the region in it
@@ -109,7 +111,7 @@ class SlideDataset(ImageDataset):
             starts = np.repeat(np.cumsum(counts) - counts, counts)
             self._regions[split] = regions
             self._labels[split] = np.array(
-                [numbers[record["label"]] for record in chosen], dtype=np.int64
+                [self.class_numbers[record["label"]] for record in chosen], dtype=np.int64
             )
             self._places[split] = np.stack(
                 [np.repeat(np.arange(len(regions)), counts), np.arange(counts.sum()) - starts],
@@ -207,26 +209,11 @@ class SlideDataset(ImageDataset):
                     yield here, band.transpose(2, 0, 1)
 
 
+@image_source("unlabelled_slide", keys=KEYS, labelled=False)
 class UnlabelledSlides(SlideDataset):
     """The slides of a table for prediction: a validation split whose labels have no meaning."""
 
     needs_training = False
-
-
-def check(data: DataConfig) -> None:
-    """Raise ConfigError for slides, labels or regions that contradict `data`.
-
-    At most thumbnails are read.
-    """
-    records = _checked_records(data)
-    numbers_of_classes(data, records)
-    _regions(data, records)
-
-
-def numbers_of_classes(data: DataConfig, records: Records | None = None) -> dict[str, int]:
-    """Return the number of each class in the table of labels."""
-    names = [record["label"] for record in (_checked_records(data) if records is None else records)]
-    return class_numbers(data, names, str(_labels_path(data)), is_table=True)
 
 
 def _root(data: DataConfig) -> Path:
@@ -261,7 +248,6 @@ def _checked_records(data: DataConfig) -> Records:
         raise ConfigError(
             "data.channels", data.channels, "slides have 3 channels (colour), or 1 (grey)"
         )
-    check_images(data)
     if data.region is not None and (len(data.region) != 4 or not all(data.region[2:])):
         raise ConfigError(
             "data.region", data.region, "must be [x,y,width,height], in pixels of level 0"
@@ -581,13 +567,3 @@ def _tissue_corners(slide: Slide, side_px: tuple[float, float], share: float) ->
         )
         shares.append(mask[rows, columns].mean())
     return corners[np.array(shares) >= share]
-
-
-DATASETS.register(
-    "slide",
-    Source(SlideDataset, check, counts_itself=True, keys=KEYS, class_numbers=numbers_of_classes),
-)
-DATASETS.register(
-    "unlabelled_slide",
-    Source(UnlabelledSlides, check, counts_itself=True, keys=KEYS, labelled=False),
-)

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from gems.config.schema import DataConfig
-from gems.data.dataset import DATASETS, Label, Source, Split, as_label, generator
+from gems.data.dataset import Label, Split, as_label, generator
 from gems.data.files.paths import expanded
-from gems.data.images import KEYS, FileDataset, check_images, stamps
+from gems.data.images import KEYS, FileDataset, image_source
 from gems.data.splits import NAMES, num_held_out
 from gems.errors import ConfigError, one_of
 
@@ -21,6 +21,7 @@ Records = list[Record]
 TASKS = ("classification", "multi_label", "regression")
 
 
+@image_source("table", tasks=TASKS, keys=(*KEYS, "label_columns", "image_column", "class_map"))
 class TableDataset(FileDataset):
     """Images listed in a CSV file, relative to its folder, with labels in data.label_columns.
 
@@ -28,20 +29,21 @@ class TableDataset(FileDataset):
     """
 
     def __init__(self, data: DataConfig, seed: int) -> None:
-        records = _checked_records(data)
         self._task = data.task or TASKS[0]
-        kinds = [
-            record[data.label_columns[0]] if self._task == TASKS[0] else "" for record in records
-        ]
-        self._numbers = numbers_of_classes(data, records)
+        records = _checked_records(data, self._task)
+        kinds = [""] * len(records)
+        if self._task == TASKS[0]:
+            (column,) = data.label_columns
+            kinds = [record[column] for record in records]
+            self.class_numbers = class_numbers(data, kinds, f"column {column}", is_table=True)
         self._records = split_records(data, "data.path", records, kinds, seed)
-        self._folder = expanded("data.path", str(data.path)).parent
-        super().__init__(data, len(self._records["train"]), len(self._records["validation"]), seed)
+        folder = expanded("data.path", str(data.path)).parent
+        paths = {
+            split: [folder / record[data.image_column] for record in chosen]
+            for split, chosen in self._records.items()
+        }
+        super().__init__(data, paths, seed)
         self._check_classes()
-
-    def path(self, split: Split, index: int) -> Path:
-        """Return the file of an image."""
-        return self._folder / self._records[split][index][self.config.image_column]
 
     def _check_classes(self) -> None:
         """Raise ConfigError for a class that occurs in validation but not in training."""
@@ -49,7 +51,7 @@ class TableDataset(FileDataset):
             return
         column = self.config.label_columns[0]
         trained, validated = (
-            {self._numbers[record[column]]: record[column] for record in records}
+            {self.class_numbers[record[column]]: record[column] for record in records}
             for records in self._records.values()
         )
         if trained and (
@@ -58,22 +60,10 @@ class TableDataset(FileDataset):
             text = f"the class {untrained[0]} has no image for training"
             raise ConfigError("data.path", self.config.path, text, "add rows of it to train")
 
-    def files(self) -> list[Path]:
-        """Return all files that the dataset reads."""
-        return [
-            self.path(split, index)
-            for split, records in self._records.items()
-            for index in range(len(records))
-        ]
-
-    def identity(self, split: Split) -> str:
-        """Return the names, sizes and times of a split's files."""
-        return stamps([self.path(split, index) for index in range(self.num_images(split))])
-
     def _label(self, split: Split, index: int) -> Label:
         cells = [self._records[split][index][column] for column in self.config.label_columns]
         if self._task == TASKS[0]:
-            return self._numbers[cells[0]]
+            return self.class_numbers[cells[0]]
         return as_label(
             np.array([float(cell) for cell in cells]),
             self.config,
@@ -82,15 +72,8 @@ class TableDataset(FileDataset):
         )
 
 
-def check(data: DataConfig) -> None:
-    """Raise ConfigError if columns or labels contradict `data`; no image is opened."""
-    _checked_records(data)
-
-
-def _checked_records(data: DataConfig) -> Records:
-    check_images(data)
+def _checked_records(data: DataConfig, task: str) -> Records:
     columns = data.label_columns
-    task = data.task or TASKS[0]
     if not columns:
         raise ConfigError(
             "data.label_columns", columns, "must name the columns of the labels", "as in [grade]"
@@ -108,9 +91,6 @@ def _checked_records(data: DataConfig) -> Records:
                 "is one column for classes",
                 "set data.task=multi_label or regression",
             )
-        class_numbers(
-            data, [record[columns[0]] for record in records], f"column {columns[0]}", is_table=True
-        )
         return records
     if len(columns) != data.num_classes:
         text = f"must be {len(columns)}, the columns of data.label_columns"
@@ -167,17 +147,6 @@ def read_records(key: str, path: str, columns: list[str]) -> Records:
         {name: (cell or "").strip() for name, cell in record.items() if isinstance(name, str)}
         for _, record in records
     ]
-
-
-def numbers_of_classes(data: DataConfig, records: Records | None = None) -> dict[str, int]:
-    """Return the number of each class in the table; empty for tasks without classes."""
-    if (data.task or TASKS[0]) != TASKS[0]:
-        return {}
-    names = [
-        record[data.label_columns[0]]
-        for record in (_checked_records(data) if records is None else records)
-    ]
-    return class_numbers(data, names, "the table", is_table=True)
 
 
 def class_numbers(data: DataConfig, names: list[str], where: str, is_table: bool) -> dict[str, int]:
@@ -255,16 +224,3 @@ def split_records(
         for number, record in enumerate(group):
             found["validation" if number in held_out else "train"].append(record)
     return found
-
-
-DATASETS.register(
-    "table",
-    Source(
-        TableDataset,
-        check,
-        tasks=TASKS,
-        counts_itself=True,
-        keys=(*KEYS, "label_columns", "image_column", "class_map"),
-        class_numbers=numbers_of_classes,
-    ),
-)

@@ -145,7 +145,8 @@ def test_a_missing_folder_is_named(tmp_path: Path, path: str | None) -> None:
 def test_another_number_of_classes_is_refused_without_opening_a_file(tmp_path: Path) -> None:
     for name in ("alpha", "beta", "gamma"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "0.png").write_bytes(b"not an image, never opened")
+        for number in range(2):
+            (tmp_path / name / f"{number}.png").write_bytes(b"not an image, never opened")
     with pytest.raises(ConfigError) as caught:
         check_data(folder_data(tmp_path))
     assert caught.value.key == "data.num_classes"

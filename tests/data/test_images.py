@@ -165,10 +165,12 @@ class TestMisread:
         picture = Image.fromarray(classes, mode="P")
         picture.putpalette(noise(1, 768).tolist())
         picture.save(tmp_path / "x.png")
-        np.testing.assert_array_equal(read_mask(tmp_path / "x.png", data_of(tmp_path)), classes)
+        np.testing.assert_array_equal(
+            read_mask(tmp_path / "x.png", data_of(tmp_path), tmp_path / "x.png"), classes
+        )
         Image.fromarray(noise(0, SIDE, SIDE, 3)).save(tmp_path / "y.png")
         with pytest.raises(ConfigError, match="has colours"):
-            read_mask(tmp_path / "y.png", data_of(tmp_path))
+            read_mask(tmp_path / "y.png", data_of(tmp_path), tmp_path / "y.png")
 
 
 class TestNormalization:

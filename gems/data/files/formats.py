@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from gems.errors import ConfigError
@@ -101,12 +103,16 @@ def format_of(path: Path) -> str | None:
     return found
 
 
-def unreadable(path: Path, error: Exception) -> ConfigError:
-    """Return the error for a file that no reader accepts; it names the format if known."""
-    if found := format_of(path):
-        text = f"not a readable image: it is {found}, which is not read here"
-        return ConfigError("data.path", path, text, _ADVICE_OF.get(found, _ADVICE))
-    why = " ".join(str(error).split()) or type(error).__name__
-    return ConfigError(
-        "data.path", path, f"not a readable image: {why}", "repair or remove the file"
-    )
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Raise errors of the readers in the context as ConfigError, which names the format if known."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        if found := format_of(path):
+            text = f"not a readable image: it is {found}, which is not read here"
+            raise ConfigError("data.path", path, text, _ADVICE_OF.get(found, _ADVICE)) from error
+        text = f"not a readable image: {' '.join(str(error).split()) or type(error).__name__}"
+        raise ConfigError("data.path", path, text, "repair or remove the file") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from gems.config.schema import DataConfig
 from gems.data.dataset import Split
 from gems.errors import ConfigError
 
@@ -36,6 +37,18 @@ def expanded(key: str, text: str) -> Path:
     except RuntimeError as error:
         why = "begins with ~, and there is no such home folder"
         raise ConfigError(key, text, why, "set HOME, or give the whole path") from error
+
+
+def data_folder(data: DataConfig, layouts: str) -> Path:
+    """Return the folder data.path.
+
+    Raises:
+        ConfigError: There is no such folder; the error names the expected `layouts`.
+    """
+    root = None if data.path is None else expanded("data.path", data.path)
+    if root is None or not root.is_dir():
+        raise ConfigError("data.path", data.path, "no such directory", f"lay it out as {layouts}")
+    return root
 
 
 def is_left_over(name: str) -> bool:

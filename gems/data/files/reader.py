@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from gems.config.schema import DataConfig
 from gems.data.dataset import NO_LABEL
-from gems.data.files.formats import is_tiff, unreadable
+from gems.data.files.formats import is_tiff, readable
 from gems.data.files.tiff import NODATA_TAG, part_type, read_tiff, sides_of, tag_of
 from gems.data.files.values import Values, as_nodata, checked, fitted, have_one_shape
 from gems.errors import ConfigError
@@ -85,7 +85,7 @@ def read_image(path: Path, data: DataConfig, nodata: float | None = None) -> Val
     return values if nodata is None else fitted(values, data, name, nodata)
 
 
-def read_mask(path: Path, data: DataConfig, image: Path | None = None) -> NDArray[Any]:
+def read_mask(path: Path, data: DataConfig, image: Path) -> NDArray[Any]:
     """Read the numbers in a mask file, of shape (height, width).
 
     Pixels with the file's nodata value become NO_LABEL, unless this value is a class number. The
@@ -97,13 +97,9 @@ def read_mask(path: Path, data: DataConfig, image: Path | None = None) -> NDArra
     from PIL import ImageOps
     from PIL.Image import Resampling
 
-    with _readable(path), _open(path) as picture:
+    with readable(path), _open(path) as picture:
         _go_to_page(picture, path, data)
-        upright = (
-            ImageOps.exif_transpose(picture)
-            if image is None
-            else _as_its_image(picture, path, data, image)
-        )
+        upright = _as_its_image(picture, path, data, image)
         if upright.mode not in _MASK_MODES:
             text = (
                 f"{path} has {'floats' if upright.mode == 'F' else 'colours'} (mode {upright.mode})"
@@ -170,7 +166,7 @@ def read_through(path: Path, data: DataConfig, nodata: float | None = None) -> N
             picture.draft("L", (1, 1))
             picture.load()
     if has_checksums:
-        with _readable(path), _open(path) as picture:
+        with readable(path), _open(path) as picture:
             picture.verify()
 
 
@@ -185,7 +181,7 @@ def _opened_image(
     Raises:
         ConfigError: The file cannot be read, or would be misread.
     """
-    with _readable(path):
+    with readable(path):
         picture = _for_pillow(path, data)
         if picture is None:
             yield None
@@ -229,16 +225,6 @@ def _open(path: Path) -> Picture:
     return PIL.Image.open(path)
 
 
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise unreadable(path, error) from error
-
-
 def _as_its_image(mask: Picture, path: Path, data: DataConfig, image: Path) -> Picture:
     """Return a mask turned like its image.
 
@@ -248,25 +234,13 @@ def _as_its_image(mask: Picture, path: Path, data: DataConfig, image: Path) -> P
         ConfigError: The mask has another shape than its image.
     """
     from PIL import ImageOps
-    from PIL.Image import Transpose
 
     size, orientation = _geometry(image, data)
     upright = size if orientation <= _LAST_UNSWAPPED else size[::-1]
-    turns = {
-        2: Transpose.FLIP_LEFT_RIGHT,
-        3: Transpose.ROTATE_180,
-        4: Transpose.FLIP_TOP_BOTTOM,
-        5: Transpose.TRANSPOSE,
-        6: Transpose.ROTATE_270,
-        7: Transpose.TRANSVERSE,
-        8: Transpose.ROTATE_90,
-    }
-    if mask.getexif().get(_ORIENTATION, _UPRIGHT) != _UPRIGHT:
-        turned = ImageOps.exif_transpose(mask)
-    elif orientation in turns and have_one_shape(mask.size, size):
-        turned = mask.transpose(turns[orientation])
-    else:
-        turned = mask
+    tags = mask.getexif()
+    if tags.get(_ORIENTATION, _UPRIGHT) == _UPRIGHT and have_one_shape(mask.size, size):
+        tags[_ORIENTATION] = orientation
+    turned = ImageOps.exif_transpose(mask)
     if not have_one_shape(turned.size, upright):
         text = "has {} x {} px, and its image {} has {} x {}".format(*turned.size, image, *upright)
         raise ConfigError("data.path", path, text, "give both one size")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from itertools import product
 from math import ceil
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gems.data.files.formats import unreadable
+from gems.data.files.formats import readable
 from gems.errors import ConfigError
 
 # values of the tags PhotometricInterpretation and PlanarConfiguration
@@ -35,23 +37,19 @@ def part_type(path: Path, page: int | None, channels: int, sides_px: tuple[int, 
     """
     import tifffile
 
-    try:
-        with tifffile.TiffFile(path) as file:
-            chosen: Any = file.pages[page or 0]
-            _check(chosen, path, channels)
-            if (chosen.imagelength, chosen.imagewidth) != sides_px or (
-                page is None and len(file.pages) > 1
-            ):
-                return None
-            if not chosen.is_memmappable:
-                codecs: Any = tifffile.TIFF.DECOMPRESSORS
-                if chosen.compression not in _LOSSLESS or chosen.compression not in codecs:
-                    return None
-                if _segment_px(chosen)[0] * _LEAST_SEGMENTS > chosen.imagelength:
-                    return None
-            return chosen.dtype
-    except Exception:  # reading the whole image reports the error
-        return None
+    with suppress(Exception), _pages(path) as pages:  # reading the whole image reports the error
+        chosen = pages[page or 0]
+        _check(chosen, path, channels)
+        if (chosen.imagelength, chosen.imagewidth) != sides_px or (page is None and len(pages) > 1):
+            return None
+        codecs: Any = tifffile.TIFF.DECOMPRESSORS
+        has_small_segments = (
+            chosen.compression in _LOSSLESS
+            and chosen.compression in codecs
+            and _segment_px(chosen)[0] * _LEAST_SEGMENTS <= chosen.imagelength
+        )
+        return chosen.dtype if chosen.is_memmappable or has_small_segments else None
+    return None
 
 
 def read_tiff(
@@ -67,31 +65,19 @@ def read_tiff(
     """
     import tifffile
 
-    try:
-        with tifffile.TiffFile(path) as file:
-            pages: Any = file.pages
-            if page is None and len(pages) > 1:
-                text = f"{path} has {len(pages)} pages"
-                raise ConfigError("data.page", "null", text, f"set data.page=0 to {len(pages) - 1}")
-            if page is not None and page >= len(pages):
-                raise ConfigError(
-                    "data.page", page, f"{path} has {len(pages)} pages", "count from 0"
-                )
-            chosen = pages[page or 0]
-            _check(chosen, path, channels)
-            if chosen.compression not in tifffile.TIFF.DECOMPRESSORS:
-                text = (
-                    f"is compressed by {_name(chosen.compression)}, which no installed library"
-                    " reads"
-                )
-                raise ConfigError(
-                    "data.path", path, text, "pip install imagecodecs, or save it by Deflate"
-                )
-            values = chosen.asarray() if part is None else _read_part(chosen, *part)
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise unreadable(path, error) from error
+    with _pages(path) as pages:
+        if page is None and len(pages) > 1:
+            text = f"{path} has {len(pages)} pages"
+            raise ConfigError("data.page", "null", text, f"set data.page=0 to {len(pages) - 1}")
+        if page is not None and page >= len(pages):
+            raise ConfigError("data.page", page, f"{path} has {len(pages)} pages", "count from 0")
+        chosen = pages[page or 0]
+        _check(chosen, path, channels)
+        if chosen.compression not in tifffile.TIFF.DECOMPRESSORS:
+            text = f"is compressed by {_name(chosen.compression)}, which no installed library reads"
+            advice = "pip install imagecodecs, or save it by Deflate"
+            raise ConfigError("data.path", path, text, advice)
+        values = chosen.asarray() if part is None else _read_part(chosen, *part)
     if values.ndim == 2:
         return np.asarray(values[np.newaxis])
     return np.asarray(values if chosen.planarconfig == _SEPARATE else values.transpose(2, 0, 1))
@@ -103,26 +89,24 @@ def sides_of(path: Path, page: int | None) -> tuple[int, int]:
     Raises:
         ConfigError: The page cannot be read.
     """
-    import tifffile
-
-    try:
-        with tifffile.TiffFile(path) as file:
-            chosen: Any = file.pages[page or 0]
-            return int(chosen.imagewidth), int(chosen.imagelength)
-    except Exception as error:
-        raise unreadable(path, error) from error
+    with _pages(path) as pages:
+        chosen = pages[page or 0]
+        return int(chosen.imagewidth), int(chosen.imagelength)
 
 
 def tag_of(path: Path, page: int | None, number: int) -> Any:
     """Return the value of a page's tag, or None if it has no such tag or cannot be read."""
+    with suppress(Exception), _pages(path) as pages:
+        return pages[page or 0].tags[number].value
+    return None
+
+
+@contextmanager
+def _pages(path: Path) -> Iterator[Any]:
     import tifffile
 
-    try:
-        with tifffile.TiffFile(path) as file:
-            chosen: Any = file.pages[page or 0]
-            return chosen.tags[number].value
-    except Exception:
-        return None
+    with readable(path), tifffile.TiffFile(path) as file:
+        yield file.pages
 
 
 def _name(code: Any) -> str:
