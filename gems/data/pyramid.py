@@ -6,10 +6,12 @@ They have levels, microns per pixel, and regions that openslide or tiffslide rea
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import import_module
+from itertools import pairwise
 from math import ceil, floor
 from pathlib import Path
 from threading import Lock
@@ -36,6 +38,8 @@ _MAX_OPEN = 8
 _CACHE_BYTES = 8 * 2**20
 
 Bytes = NDArray[np.uint8]  # (height, width, 3)
+# from a corner (x, y) and a size (width, height), both at one level
+Reader = Callable[[tuple[int, int], tuple[int, int]], Bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,10 +199,8 @@ def read_bands(
     Raises:
         ConfigError: The file cannot be read there.
     """
-    from PIL.Image import Resampling, fromarray
-
     height, width = shape_px
-    rows, columns = box or Box(slice(0, height), slice(0, width))
+    box = box or Box(slice(0, height), slice(0, width))
     fine = [
         n for n, each in enumerate(slide.levels) if each.downsample <= downsample * (1 + SAME_SCALE)
     ]
@@ -207,23 +209,53 @@ def read_bands(
     ratio = downsample / level.downsample
     left, top = (side / level.downsample for side in corner)
     tile_px = min(level.tile_px, _MAX_TILE_PX)
+    read = partial(_read, handle, slide, number)
     if abs(ratio - 1) < SAME_SCALE:
-        column = round(left)
-        row = round(top)
-        part = rows, columns
-        # pixels may then depend on where a read begins, so all reads begin as for the whole region
-        if not level.downsample.is_integer():
-            part = slice(0, height), slice(0, width)
-        start = part[0].start
-        left_px = column + part[1].start
-        size_px = part[1].stop - part[1].start
-        # bands end at the file's own tiles, so that no tile is decoded twice
-        begins = [start, *range(start + tile_px - (row + start) % tile_px, part[0].stop, tile_px)]
-        for first, end in zip(begins, [*begins[1:], part[0].stop], strict=True):
-            if first < rows.stop and end > rows.start:
-                band = _read(handle, slide, number, (left_px, row + first), (size_px, end - first))
-                yield _cut(band, first, part[1].start, rows, columns)
-        return
+        # pixels may depend on where a read begins, so all reads begin as for the whole region
+        is_whole = not level.downsample.is_integer()
+        part = Box(slice(0, height), slice(0, width)) if is_whole else box
+        bands = _stored_bands(read, (round(left), round(top)), part, box.rows, tile_px)
+        first_px = part.columns.start
+    else:
+        bands = _resampled_bands(read, level, (left, top), ratio, shape_px, box.rows, tile_px)
+        first_px = 0
+    columns = slice(box.columns.start - first_px, box.columns.stop - first_px)
+    for first, band in bands:
+        begin = max(first, box.rows.start)
+        end = min(first + len(band), box.rows.stop)
+        yield slice(begin, end), band[begin - first : end - first, columns]
+
+
+def _stored_bands(
+    read: Reader, corner: tuple[int, int], part: Box, rows: slice, tile_px: int
+) -> Iterator[tuple[int, Bytes]]:
+    """Yield the first row and the pixels of each band of `part` that has some of the `rows`.
+
+    Bands end at the file's own tiles, so that no tile is decoded twice.
+    """
+    column, row = corner
+    start, stop = part.rows.start, part.rows.stop
+    width = part.columns.stop - part.columns.start
+    begins = [start, *range(start + tile_px - (row + start) % tile_px, stop, tile_px), stop]
+    for first, end in pairwise(begins):
+        if first < rows.stop and end > rows.start:
+            yield first, read((column + part.columns.start, row + first), (width, end - first))
+
+
+def _resampled_bands(
+    read: Reader,
+    level: Level,
+    corner: tuple[float, float],
+    ratio: float,
+    shape_px: tuple[int, ...],
+    rows: slice,
+    tile_px: int,
+) -> Iterator[tuple[int, Bytes]]:
+    """Yield the first row and the pixels of each band with some of the `rows`, in all columns."""
+    from PIL.Image import Resampling, fromarray
+
+    height, width = shape_px
+    left, top = corner
     # pixels around a band that its own pixels depend on
     margin = ceil(ratio) + 1
     right = left + width * ratio
@@ -239,25 +271,10 @@ def read_bands(
         first_row = max(floor(upper) - margin, min(0, floor(top)))
         end_row = min(ceil(lower) + margin, max(level.height_px, ceil(bottom)))
         size = end_column - first_column, end_row - first_row
-        source = fromarray(
-            np.ascontiguousarray(_read(handle, slide, number, (first_column, first_row), size))
-        )
+        source = fromarray(np.ascontiguousarray(read((first_column, first_row), size)))
         sides = (left - first_column, upper - first_row, right - first_column, lower - first_row)
-        band = np.asarray(source.resize((width, end - first), Resampling.BILINEAR, box=sides))
-        yield _cut(band, first, 0, rows, columns)
-
-
-def _cut(band: Bytes, first: int, column: int, rows: slice, columns: slice) -> tuple[slice, Bytes]:
-    """Return the rows of a band that are requested, and their pixels in some columns.
-
-    The band begins at row `first` and `column`.
-    """
-    begin = max(first, rows.start)
-    end = min(first + len(band), rows.stop)
-    return (
-        slice(begin, end),
-        band[begin - first : end - first, columns.start - column : columns.stop - column],
-    )
+        resized = source.resize((width, end - first), Resampling.BILINEAR, box=sides)
+        yield first, np.asarray(resized)
 
 
 def thumbnail(slide: Slide) -> tuple[Bytes, float]:

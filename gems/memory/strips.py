@@ -7,7 +7,7 @@ Under strips a segment is a stage: what becomes of a strip of it becomes of all 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -26,6 +26,7 @@ _PEAKS = {
     Kind.R: "forward_peak",
     Kind.B: "backward_peak",
     Kind.I: "input_gradient_peak",
+    Kind.W: "weight_gradient_peak",
 }
 _SIZES = {
     "inputs": "given",
@@ -44,62 +45,50 @@ def strip_states(strip: StripBytes, script: Script, least_bytes: int) -> tuple[S
     """
     kinds = {kind for kind, _ in script}
     residency = Residency({0} if Kind.OFFLOAD in kinds else ())
-    pending = (
-        {("carried", number): size for number, size in enumerate(strip.carried)}
-        if Kind.R in kinds
-        else {}
-    )
-    if inputs_leave(script):
-        pending["given", 0] = strip.given
-    own = {("saved", number): size for number, size in enumerate(strip.saved)}
-    own |= {("output", number): size for number, size in enumerate(strip.saved_outputs)}
-    carried = {("kept", number): size for number, size in enumerate(strip.saved_carried)}
-    loss = {("loss", number): size for number, size in enumerate(strip.saved_by_loss)}
-    outputs = [key for key in own if key[0] == "output"]
-    held = 0
-    used_up = 0
+    outputs = _named("output", strip.saved_outputs)
+    own = _named("saved", strip.saved) | outputs
+    kept = own | _named("kept", strip.saved_carried)
+    if Kind.R in kinds:
+        kept = _named("carried", strip.carried)
+        if inputs_leave(script):
+            kept["given", 0] = strip.given
+    used_up_again = sum(kept.values()) - sum(strip.saved_carried)
+    kept |= _named("loss", strip.saved_by_loss)
+    held = used_up = 0
     states = []
-
-    def save(sizes: dict[tuple[str, int], int]) -> None:
-        for key, size in sizes.items():
-            residency.save(key, size, 0, size >= least_bytes)
-
     for kind, _ in script:
-        moved = 0
-        during = (
-            residency.device_bytes
-            + held
-            - used_up
-            + (getattr(strip, _PEAKS[kind]) if kind in _PEAKS else 0)
-        )
-        if kind is Kind.F:
-            save(pending if Kind.R in kinds else own | carried)
-            save(loss)
-        elif kind is Kind.R:
-            save(own)
-            # these are kept only for the operations that have just run
-            used_up = sum(pending.values()) - sum(strip.saved_carried)
+        moved: list[Hashable] = []
+        during = residency.device_bytes + held - used_up
+        during += getattr(strip, _PEAKS[kind]) if kind in _PEAKS else 0
+        if kind in (Kind.F, Kind.R):
+            for key, size in (kept if kind is Kind.F else own).items():
+                residency.save(key, size, 0, size >= least_bytes)
+            # these were kept only for the operations that have just run again
+            used_up = used_up_again if kind is Kind.R else 0
         elif kind in (Kind.B, Kind.I):
-            moved = _total(residency, residency.prefetch(0))
-            during += moved
+            moved = residency.prefetch(0)
+            during += _total(residency, moved)
             held = strip.held_for_weights if kind is Kind.I else 0
-            residency.done(0)
             used_up = 0
         elif kind is Kind.W:
-            during += strip.weight_gradient_peak
             held = 0
         elif kind is Kind.OFFLOAD:
-            moved = _total(residency, residency.offload(0, outputs))
-            if Kind.FREE not in kinds:
-                residency.free(0)
-        elif kind is Kind.FREE:
-            residency.free(0)
+            moved = residency.offload(0, outputs)
         elif kind is Kind.PREFETCH:
-            moved = _total(residency, residency.prefetch(0))
+            moved = residency.prefetch(0)
+        if kind is Kind.FREE or (kind is Kind.OFFLOAD and Kind.FREE not in kinds):
+            residency.free(0)
+        moved_bytes = _total(residency, moved)
+        if kind in (Kind.B, Kind.I):
+            residency.done(0)
         active = residency.device_bytes + held
         during = max(during, active) if kind is Kind.PREFETCH else during
-        states.append(State(during, active - used_up, active, residency.host_bytes, moved))
+        states.append(State(during, active - used_up, active, residency.host_bytes, moved_bytes))
     return tuple(states)
+
+
+def _named(name: str, sizes: Iterable[int]) -> dict[Hashable, int]:
+    return {(name, number): size for number, size in enumerate(sizes)}
 
 
 def _total(residency: Residency, keys: Iterable[object]) -> int:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from gems.memory.model import TABLES, HeldCounts, Optimizer, boundary_tensors
+from gems.memory.model import TABLES, Counts, HeldCounts, Optimizer, boundary_tensors
 from gems.memory.plan import MemoryPlan, Segment
 from gems.memory.residency import Residency, Script, State, inputs_leave
 from gems.memory.storages import (
@@ -19,7 +19,7 @@ from gems.memory.storages import (
     profile_storages,
     stage_storages,
 )
-from gems.memory.strips import BetweenStrips, boundary_sizes, strip_shares, strip_states
+from gems.memory.strips import BetweenStrips, Change, boundary_sizes, strip_shares, strip_states
 from gems.profile import LayerProfile, ModelProfile
 from gems.profile.spans import Spans
 from gems.profile.strip_profile import StripProfile
@@ -92,11 +92,59 @@ def rank_timeline(
     plan are those of stages (`stages_as_layers`), and what is held between stages is that of the
     largest strip.
     """
+    held, actions = boundary_tensors(schedule, rank)
+    outside = _outside(profile, plan, held, optimizer, strips)
+    states = _states(profile, plan, schedule, rank, strips)
+    between = None if strips is None else BetweenStrips(strips)
+    last: dict[MicroBatchKey, State] = {}
+    device = activations = host = 0
+    outside_bytes = outside()
+    points = []
+    for action, has_run in actions:
+        outside_during = outside_bytes
+        outside_bytes = outside()
+        if not has_run:
+            continue
+        if action.kind not in OWN_KINDS:
+            total = outside_bytes + device
+            points.append(Point(action, total, total, activations, host))
+            continue
+        key = (action.direction, action.stage, action.micro_batch)
+        before = last.get(key, _NOTHING)
+        state = last[key] = next(states[key])
+        change = _UNCHANGED if between is None else between.act(action)
+        others = outside_during + device - before.device_bytes
+        device += state.device_bytes - before.device_bytes + change.device_bytes
+        activations += state.activation_bytes - before.activation_bytes + change.activation_bytes
+        host += state.host_bytes - before.host_bytes
+        points.append(
+            Point(
+                action,
+                others + state.during_bytes - change.counted_bytes,
+                outside_bytes + device,
+                activations,
+                host,
+                state.moved_bytes,
+            )
+        )
+    return RankTimeline(tuple(points))
+
+
+def _outside(
+    profile: ModelProfile,
+    plan: MemoryPlan,
+    held: Counts,
+    optimizer: Optimizer,
+    strips: StripProfile | None,
+) -> Callable[[], int]:
+    """Return a function of the bytes that belong to no micro-batch's own actions.
+
+    They change with the counts in `held`.
+    """
     spans = profile_storages(profile).spans
     cuts = plan.boundaries
-    held, actions = boundary_tensors(schedule, rank)
     static_bytes = profile.library_bytes
-    sizes = []
+    sizes = [] if strips is None else list(boundary_sizes(strips, held))
     for (_, stage), counts in held.items():
         span = (cuts[stage], cuts[stage + 1])
         static_bytes += as_bytes(optimizer.static_bytes(spans.params[span], spans.buffers[span]))
@@ -105,76 +153,46 @@ def rank_timeline(
                 (counts, name, as_bytes(getattr(spans, table)[span]))
                 for name, table in _BETWEEN_STAGES
             ]
-    if strips is not None:
-        sizes += boundary_sizes(strips, held)
 
     def outside() -> int:
-        """Return the bytes that belong to no micro-batch's own actions.
-
-        Only compute and transfers change them.
-        """
         total = static_bytes
         for counts, name, num_bytes in sizes:
             total += counts[name] * num_bytes
         return total
 
+    return outside
+
+
+def _states(
+    profile: ModelProfile,
+    plan: MemoryPlan,
+    schedule: Schedule,
+    rank: int,
+    strips: StripProfile | None,
+) -> dict[MicroBatchKey, Iterator[State]]:
+    """Return the states of each micro-batch or strip on a rank, action by action."""
     scripts = micro_batch_scripts(schedule.rank_schedules[rank])
     if strips is None:
-        storages = {stage: stage_storages(profile, plan, schedule, stage) for _, stage in held}
-        states = {
+        storages = {
+            stage: stage_storages(profile, plan, schedule, stage)
+            for _, stage in schedule.placement.stages_on(rank)
+        }
+        return {
             key: iter(micro_batch_states(storages[key[1]], script))
             for key, script in scripts.items()
         }
-    else:
-        num = strips.num_strips
-        states = {
-            (way, stage, strip): iter(
-                strip_states(strips.stages[stage][(strip or 0) % num], script, plan.least_bytes)
+    return {
+        key: iter(
+            strip_states(
+                strips.stages[key[1]][(key[2] or 0) % strips.num_strips], script, plan.least_bytes
             )
-            for (way, stage, strip), script in scripts.items()
-        }
-    between = None if strips is None else BetweenStrips(strips)
-    last: dict[MicroBatchKey, State] = {}
-    device = activations = host = 0
-    outside_bytes = outside()
-    points = []
-    for action, has_run in actions:
-        kind, stage, micro_batch, direction, _ = action
-        if kind not in OWN_KINDS or kind in COMPUTE_KINDS:
-            during_bytes = outside_bytes
-            outside_bytes = outside()
-        if not has_run:
-            continue
-        if kind not in OWN_KINDS:
-            points.append(
-                Point(action, outside_bytes + device, outside_bytes + device, activations, host)
-            )
-            continue
-        key = (direction, stage, micro_batch)
-        before = last.get(key, _NOTHING)
-        state = next(states[key])
-        last[key] = state
-        during = (
-            (during_bytes if kind in COMPUTE_KINDS else outside_bytes)
-            + device
-            - before.device_bytes
         )
-        device += state.device_bytes - before.device_bytes
-        activations += state.activation_bytes - before.activation_bytes
-        host += state.host_bytes - before.host_bytes
-        during += state.during_bytes
-        if between is not None:
-            change = between.act(action)
-            during -= change.counted_bytes
-            device += change.device_bytes
-            activations += change.activation_bytes
-        points.append(
-            Point(action, during, outside_bytes + device, activations, host, state.moved_bytes)
-        )
-    return RankTimeline(tuple(points))
+        for key, script in scripts.items()
+    }
 
 
 _NOTHING = State()
+_UNCHANGED = Change()
 
 
 class MicroBatch:

@@ -131,17 +131,6 @@ def test_an_image_is_scaled_to_cover_and_its_middle_kept(tmp_path: Path) -> None
     assert np.allclose(image[:, :, 2:-2], 127.5 / 64)
 
 
-@pytest.mark.parametrize("path", [None, "nowhere"])
-def test_a_missing_folder_is_named(tmp_path: Path, path: str | None) -> None:
-    data = DataConfig(name="folder", path=path and str(tmp_path / path))
-    for check in (check_data, lambda data: open_dataset(data, 0)):
-        with pytest.raises(ConfigError) as caught:
-            check(data)
-        assert caught.value.key == "data.path"
-    if path:
-        assert str(tmp_path / path) in str(caught.value)
-
-
 def test_another_number_of_classes_is_refused_without_opening_a_file(tmp_path: Path) -> None:
     for name in ("alpha", "beta", "gamma"):
         (tmp_path / name).mkdir()
@@ -157,11 +146,6 @@ def test_another_number_of_classes_is_refused_without_opening_a_file(tmp_path: P
 
 def test_an_empty_folder_tells_the_layout(tmp_path: Path) -> None:
     assert "PATH/train/CLASS/*" in str(refused(tmp_path))
-
-
-def test_half_a_split_is_refused(tmp_path: Path) -> None:
-    fill(tmp_path / "train")
-    assert "train/ but not the other split" in str(refused(tmp_path))
 
 
 def test_a_class_only_in_validation_is_refused(tmp_path: Path) -> None:
@@ -208,13 +192,6 @@ def test_values_without_a_known_range_are_refused(tmp_path: Path) -> None:
     fill(tmp_path, suffix="tif")
     Image.fromarray(np.zeros((8, 8), dtype=np.int32)).save(tmp_path / "alpha" / "1.tif")
     assert "mode I" in str(refused(tmp_path))
-
-
-def test_hidden_files_are_no_images(tmp_path: Path) -> None:
-    fill(tmp_path)
-    (tmp_path / "alpha" / ".listing").write_text("x")
-    (tmp_path / ".cache").mkdir()
-    assert opened(tmp_path).num_classes == 2
 
 
 def test_names_of_classes(tmp_path: Path) -> None:

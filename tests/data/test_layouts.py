@@ -17,42 +17,10 @@ from gems.config.schema import DataConfig
 from gems.data import check_data, class_names, open_dataset
 from gems.data.dataset import NO_LABEL
 from gems.data.files.values import have_one_shape
-from gems.data.inspection import inspect_data
 from gems.errors import ConfigError
+from tests.helpers.file_data import SIDE, data_of, opened, refused, save
 
-SIDE = 8
 pytestmark = pytest.mark.cases
-
-
-def data_of(name: str, path: Path | str, **changes: Any) -> DataConfig:
-    return DataConfig(
-        **{
-            "name": name,
-            "path": str(path),
-            "height_px": SIDE,
-            "width_px": SIDE,
-            "augment": False,
-            **changes,
-        }
-    )
-
-
-def opened(name: str, path: Path | str, **changes: Any) -> Any:
-    inspect_data(data_of(name, path, **changes), 0)
-    return open_dataset(data_of(name, path, **changes), 0)
-
-
-def refused(name: str, path: Path | str, **changes: Any) -> str:
-    with pytest.raises(ConfigError) as caught:
-        opened(name, path, **changes)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
-def save(path: Path, pixels: np.ndarray, **kwargs: Any) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(pixels.astype(np.uint8)).save(path, **kwargs)
-    return path
 
 
 def save_pair(

@@ -89,30 +89,6 @@ def test_masks_are_those_recomputed_from_the_pixels() -> None:
     assert np.array_equal(mask, np.asarray(same.label("validation", 7)).repeat(2, 0).repeat(2, 1))
 
 
-def test_a_mask_is_flipped_and_turned_as_its_image() -> None:
-    plain = opened(task="segmentation", height_px=64, width_px=64, augment=False)
-    turned = opened(task="segmentation", height_px=64, width_px=64)
-    moved = 0
-    for index in range(12):
-        image, mask = plain.sample("train", index, 3)
-        other, other_mask = turned.sample("train", index, 3)
-        ways = [(flip, turn) for flip in (False, True) for turn in range(4)]
-        found = [
-            way
-            for way in ways
-            if np.array_equal(
-                np.rot90(image[:, :, ::-1] if way[0] else image, way[1], (1, 2)), other
-            )
-        ]
-        flip, turn = found[0]
-        expected = np.asarray(mask)
-        assert np.array_equal(
-            np.rot90(expected[:, ::-1] if flip else expected, turn), np.asarray(other_mask)
-        )
-        moved += (flip, turn) != (False, 0)
-    assert moved > 4
-
-
 @pytest.mark.parametrize("field_of_view_px", [16, 32, 64, 128])
 def test_both_splits_are_half_stained(field_of_view_px: int) -> None:
     dataset = opened(field_of_view_px=field_of_view_px)

@@ -16,46 +16,11 @@ def graph_of(*more: Tensor) -> Graph:
     )
 
 
-def test_levels_are_the_longest_ways() -> None:
-    graph = graph_of()
-    assert graph.levels == (0, 1, 2, 1, 3, 4, 5, 6, 7, 8)
-    assert graph.by_level[1] == (1, 3)
-    assert graph.num_levels == 9
-    assert graph.order == (0, 1, 3, 2, 4, 5, 6, 7, 8, 9)
-
-
 def test_a_tensor_read_before_it_is_made_is_refused() -> None:
     with pytest.raises(ValueError, match="before it is made"):
         Graph(3, (Tensor(1, 1, (0,)),))
     with pytest.raises(ValueError, match="not there"):
         Graph(3, (Tensor(1, 1, (3,)),))
-
-
-def test_what_leads_where() -> None:
-    graph = graph_of()
-    assert graph.leads_to(0, 9) and graph.leads_to(3, 4)
-    assert not graph.leads_to(3, 2) and not graph.leads_to(4, 4) and not graph.leads_to(9, 0)
-
-
-@pytest.mark.parametrize(
-    ("threshold", "far"), [(0, (3, 7, 9)), (1, (7, 9)), (5, (7, 9)), (6, (9,)), (7, (9,)), (8, ())]
-)
-def test_far_is_more_than_the_threshold(threshold: int, far: tuple[int, ...]) -> None:
-    tensor = Tensor(8, 0, (9, 3, 7))
-    assert graph_of(tensor).far_consumers(tensor, threshold) == far
-
-
-@pytest.mark.parametrize(
-    ("groupby", "groups"),
-    [
-        (0, ((3,), (7,), (8,), (9,))),
-        (1, ((3,), (7, 8, 9))),
-        (4, ((3,), (7, 8, 9))),
-        (5, ((3, 7, 8, 9),)),
-    ],
-)
-def test_groups_join_neighbours_in_level(groupby: int, groups: tuple[tuple[int, ...], ...]) -> None:
-    assert graph_of().groups((3, 7, 8, 9), groupby) == groups
 
 
 def test_the_control_operation() -> None:

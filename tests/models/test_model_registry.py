@@ -6,7 +6,7 @@ import pytest
 
 from gems.config.schema import DataConfig, ModelConfig
 from gems.errors import ConfigError
-from gems.models import MODELS, ModelFamily, check_image, layers_of, stride_of, title_of
+from gems.models import MODELS, ModelFamily, check_image, layers_of, title_of
 from tests.helpers.processes import python
 
 
@@ -15,15 +15,6 @@ def test_an_unknown_model_names_the_nearest() -> None:
         layers_of(ModelConfig(name="resnest"), DataConfig())
     assert caught.value.key == "model.name"
     assert "nearest: resnet" in str(caught.value)
-
-
-def test_the_stride_is_the_real_down_sampling() -> None:
-    torch = pytest.importorskip("torch")
-    from gems.models.build import boundary_shapes
-
-    model = ModelConfig(depth=20)
-    shapes = boundary_shapes(layers_of(model, DataConfig()), (1, 3, 64, 96), torch.float32)
-    assert shapes[-2][0].shape[2:] == (64 // stride_of(model), 96 // stride_of(model))
 
 
 def test_every_family_gives_layers_of_the_small_networks_without_torch() -> None:
@@ -38,20 +29,6 @@ def test_every_family_gives_layers_of_the_small_networks_without_torch() -> None
     )
     done = python("-c", program, check=True)
     assert done.stdout.split() == ["8", "13", "17", "8", "416", "52", "41", "False"]
-
-
-@pytest.mark.parametrize(
-    ("height", "width", "key"), [(3, 64, "data.height_px"), (64, 3, "data.width_px")]
-)
-def test_an_image_smaller_than_the_stride_is_refused(height: int, width: int, key: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        check_image(ModelConfig(), DataConfig(height_px=height, width_px=width))
-    assert caught.value.key == key
-    assert "at least 4 px" in str(caught.value)
-
-
-def test_an_image_as_large_as_the_stride_passes() -> None:
-    check_image(ModelConfig(), DataConfig(height_px=4, width_px=4))
 
 
 def test_batch_norm_over_a_single_value_is_refused() -> None:
@@ -83,13 +60,3 @@ def test_a_taken_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_title_names_what_the_family_varies_in(model: ModelConfig, title: str) -> None:
     assert title_of(model) == title
-
-
-def test_counting_layers_loads_no_torch() -> None:
-    program = (
-        "import sys; from gems.config.schema import *; from gems.models import *; "
-        "layers = layers_of(ModelConfig(depth=1001, version=2), DataConfig()); "
-        "check_image(ModelConfig(), DataConfig()); print(len(layers), 'torch' in sys.modules)"
-    )
-    done = python("-c", program, check=True)
-    assert done.stdout.split() == ["335", "False"]

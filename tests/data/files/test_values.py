@@ -13,41 +13,12 @@ import tifffile
 import torch
 
 from gems.config.schema import DataConfig
-from gems.data import check_data, open_dataset
+from gems.data import check_data
 from gems.data.files.values import checked, fitted, is_nodata
-from gems.data.images import ImageDataset
-from gems.data.inspection import inspect_data
 from gems.errors import ConfigError
+from tests.helpers.file_data import SIDE, data_of, opened, refused
 
-SIDE = 8
 pytestmark = pytest.mark.cases
-
-
-def data_of(name: str, path: Path, **changes: Any) -> DataConfig:
-    return DataConfig(
-        **{
-            "name": name,
-            "path": str(path),
-            "height_px": SIDE,
-            "width_px": SIDE,
-            "augment": False,
-            **changes,
-        }
-    )
-
-
-def opened(name: str, path: Path, **changes: Any) -> ImageDataset:
-    inspect_data(data_of(name, path, **changes), 0)
-    dataset = open_dataset(data_of(name, path, **changes), 0)
-    assert isinstance(dataset, ImageDataset)
-    return dataset
-
-
-def refused(name: str, path: Path, **changes: Any) -> str:
-    with pytest.raises(ConfigError) as caught:
-        opened(name, path, **changes)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def floats(count: int = 6) -> np.ndarray:
@@ -201,13 +172,6 @@ class TestNoData:
         np.testing.assert_array_equal(label, expected)
         assert dataset.class_counts("validation") == (0, 5 * SIDE)
 
-    def test_under_a_transform_is_near_the_mean(self, tmp_path: Path) -> None:
-        import torch  # noqa: F401  # which transforms take
-
-        root = with_gap(tmp_path / "x", "65535")
-        image = opened("folder", root, bits=16, transform=f"{__name__}.mirrored").image("train", 0)
-        assert np.abs(np.asarray(image)[:, :2]).max() < 1e-3
-
     def test_of_the_lowest_float_is_known_by_some_digits(self) -> None:
         lowest = np.array([np.finfo(np.float32).min, 1], np.float32)
         assert is_nodata(lowest, -3.40282e38).tolist() == [True, False]
@@ -221,10 +185,6 @@ class TestNoData:
     def test_of_a_word_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="must be a number, or nan"):
             check_data(data_of("folder", tmp_path, nodata="none"))
-
-
-def mirrored(image: Any) -> Any:
-    return image.flip(-1)
 
 
 def test_wide_values_of_either_order_of_bytes_are_checked(tmp_path: Path) -> None:

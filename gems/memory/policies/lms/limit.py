@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from gems.errors import DoesNotFitError
 from gems.memory.case import MemoryCase, PlanOutcome
@@ -69,18 +70,7 @@ def lms_limit(
                 raise DoesNotFitError(
                     f"rank {rank} under lms_limit", needed, allowed, _HELP
                 ) from error
-        counters = {
-            "tries": tries,
-            "ranks": [
-                {
-                    "limit_bytes": limit if limit < _UNLIMITED else None,
-                    "steps": len(ranks[rank].steps),
-                    "first": ranks[rank].steps[0].to_json(),
-                    "steady": ranks[rank].steps[-1].to_json(),
-                }
-                for rank, limit in enumerate(limits)
-            ],
-        }
+        counters = {"tries": tries, "ranks": [ranks[rank].to_json() for rank in sorted(ranks)]}
         plan = replace(_plan(case, ranks.values()), counters=counters)
         if allowed == _UNLIMITED:
             return plan
@@ -169,6 +159,16 @@ class RankPaging:
         self._flights: dict[tuple[int, int, int | None], _Flight] = {}
         self._of: dict[Paged, tuple[_Flight, Storage]] = {}
         self._now = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the counts of the first and of the repeated step."""
+        limit = self.allocator.limit_bytes
+        return {
+            "limit_bytes": limit if limit < _UNLIMITED else None,
+            "steps": len(self.steps),
+            "first": self.steps[0].to_json(),
+            "steady": self.steps[-1].to_json(),
+        }
 
     def settle(self) -> None:
         """Simulate steps until one reclaims as the one before did, at most 8.
