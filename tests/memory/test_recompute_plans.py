@@ -110,23 +110,6 @@ def test_inputs_of_whole_stages_leave_too_where_they_are_received() -> None:
     assert leave.step_s == pytest.approx(stay.step_s, rel=0.01)
 
 
-def test_the_last_segment_is_kept_where_it_would_be_run_again_at_once() -> None:
-    case = case_of(network("c" * 16))
-    plan = recompute(case, "segment")
-    assert choices(plan) == [[Choice.RECOMPUTE] * 3 + [Choice.KEEP]]
-    every = MemoryPlan(
-        "recompute",
-        tuple(
-            tuple(type(one)(one.first, one.end, Choice.RECOMPUTE) for one in stage)
-            for stage in plan.stages
-        ),
-    )
-    kept = case.outcome(plan)
-    again = case.outcome(every)
-    assert kept.peak_bytes == again.peak_bytes
-    assert kept.step_s < again.step_s
-
-
 def test_it_is_run_again_where_other_micro_batches_come_between() -> None:
     """Of 1F1B only the last stage has its backward right behind its forward."""
     case = case_of(network("c" * 18), "1f1b", 3, 6)

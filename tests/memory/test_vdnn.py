@@ -68,6 +68,7 @@ def offloaded(plan: MemoryPlan) -> list[int]:
         ("BatchNorm2d", False, False),
         ("ReLU", False, False),
         ("lstm", False, False),
+        ("Upsample", False, False),
         ("embedding", False, False),
         ("linear", False, True),
         ("Linear", False, True),
@@ -75,12 +76,8 @@ def offloaded(plan: MemoryPlan) -> list[int]:
     ],
 )
 def test_what_a_layer_is(kind: str, conv: bool, classifier: bool) -> None:
-    layer = LayerProfile("one", kind, param_bytes=10)
+    layer = LayerProfile("one", kind, param_bytes=0 if kind == "Upsample" else 10)
     assert (is_conv(layer), is_classifier(layer)) == (conv, classifier)
-
-
-def test_a_composite_without_weights_is_no_convolution() -> None:
-    assert not is_conv(LayerProfile("one", "Upsample"))
 
 
 def test_the_published_list() -> None:
@@ -115,12 +112,6 @@ def test_the_published_list() -> None:
         "0AWAIT",
         "0B",
     ]
-
-
-def test_conv_leaves_poolings() -> None:
-    case = case_of(network("cpcpl"))
-    assert offloaded(vdnn_all(case)) == [0, 1, 2, 3]
-    assert offloaded(vdnn_conv(case)) == [0, 2]
 
 
 @cache
@@ -248,13 +239,6 @@ def test_asynchronous_waits_less(name: str, ranks: int, micro_batches: int, rate
     validate(free.schedule)
     if rate == 3e9 and ranks == 1:
         assert free.step_s < 0.99 * published.step_s
-
-
-def test_the_layers_outputs_leave_the_device() -> None:
-    case = case_of(network("cccccccccl"))
-    outcome = case.outcome(vdnn_all(case))
-    assert outcome.ranks[0].peak_activation_bytes < 0.5 * case.kept.ranks[0].peak_activation_bytes
-    assert outcome.host_bytes[0] >= 8 * 64 << 20
 
 
 def test_dyn_takes_the_first_that_fits() -> None:

@@ -202,19 +202,6 @@ def test_the_head_gives_logits_and_no_softmax(version: int) -> None:
     assert confident.abs().max().item() > 1
 
 
-@pytest.mark.parametrize("num_classes", [2, 7])
-@pytest.mark.parametrize("version", [1, 2])
-def test_the_configured_classes_and_channels_reach_head_and_stem(
-    num_classes: int, version: int
-) -> None:
-    """MPI4DL builds its GEMS copies with the default class count, whatever was asked for."""
-    data = DataConfig(num_classes=num_classes, channels=5)
-    layers = layers_of(ModelConfig(depth=20, version=version), data)
-    stem, *_, head = build_layers(layers, 0, len(layers), seed=0)
-    assert stem.conv.in_channels == 5
-    assert head.linear.out_features == num_classes
-
-
 def test_group_norm_takes_groups_that_divide_the_channels() -> None:
     layers = layers_of(ModelConfig(depth=8, norm="group", width=12), DataConfig())
     modules = build_layers(layers, 0, len(layers), seed=0)

@@ -7,13 +7,7 @@ import pytest
 from gems.config.schema import DataConfig, ModelConfig
 from gems.errors import ConfigError
 from gems.models import layers_of
-from gems.models.build import build_layers
-
-
-def num_parameters(model: ModelConfig, data: DataConfig) -> int:
-    layers = layers_of(model, data)
-    modules = build_layers(layers, 0, len(layers), seed=0, device="meta")
-    return sum(parameter.numel() for module in modules for parameter in module.parameters())
+from tests.helpers.zoo import num_parameters
 
 
 def basic_v1_parameters(depth: int, width: int, channels: int, num_classes: int) -> int:

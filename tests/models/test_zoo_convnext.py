@@ -11,7 +11,7 @@ from gems.config.schema import DataConfig, ModelConfig
 from gems.engine.checkpoint.state_dict import whole_model
 from gems.models import layers_of
 from gems.models.blocks.parts import StochasticDepth
-from tests.helpers.cutting import DTYPE, assert_cut_equals_whole
+from tests.helpers.cutting import DTYPE
 
 SMALL = ModelConfig(name="convnext", depth=18, width=8, norm="layer")
 
@@ -60,10 +60,3 @@ def test_samples_skip_branches_at_rates_that_rise_from_none_to_that_of_the_last_
     assert torch.equal(made, kept[:, None, None, None] * torch.full_like(made, 1 / 0.75))
     assert abs(float(kept.float().mean()) - 0.75) < 0.03
     assert torch.equal(drop.eval()(made), made)
-
-
-def test_a_cut_changes_no_bit() -> None:
-    assert_cut_equals_whole(SMALL, DataConfig(height_px=40, width_px=33, num_classes=3))
-    assert_cut_equals_whole(
-        SMALL, DataConfig(height_px=40, width_px=33, num_classes=3), is_split=True
-    )
