@@ -115,46 +115,32 @@ def _peaks_within(case: MemoryCase, plan: MemoryPlan) -> list[int]:
     return peaks
 
 
-_PUBLISHED: tuple[tuple[str, Maker, dict[str, Any]], ...] = (
-    (
-        "keep",
-        lambda memory, case: MemoryPlan.keeping(case.boundaries),
-        {"quick_ways": ("",), "slow_ways": (), "in_strips": True},
-    ),
-    (
-        "vdnn_all",
-        lambda memory, case: vdnn_all(case, memory.asynchronous),
-        {"slow_ways": (), "in_strips": True},
-    ),
-    ("vdnn_conv", lambda memory, case: vdnn_conv(case, memory.asynchronous), {"slow_ways": ()}),
-    ("vdnn_dyn", lambda memory, case: vdnn_dyn(case, memory.asynchronous), {"needs_limit": True}),
-    (
-        "lms",
-        lambda memory, case: lms(
-            case,
-            memory.swapout_threshold,
-            memory.swapin_ahead,
-            memory.swapin_groupby,
-            memory.sync_mode,
-            memory.ratio,
-        ),
-        {"needs_limit": True, "slow_ways": ()},
-    ),
-    (
-        "lms_limit",
-        lambda memory, case: lms_limit(case, memory.limit_bytes, memory.reclaim),
-        {"needs_limit": True, "slow_ways": ()},
-    ),
-    (
-        "recompute",
-        lambda memory, case: recompute(
-            case, memory.recompute, memory.segments, memory.offload_inputs
-        ),
-        {"quick_ways": ("stage",), "slow_ways": ("selective", "segment"), "in_strips": True},
-    ),
+memory_policy("keep", quick_ways=("",), slow_ways=(), in_strips=True)(
+    lambda memory, case: MemoryPlan.keeping(case.boundaries)
 )
-for _name, _make, _known in _PUBLISHED:
-    memory_policy(_name, **_known)(_make)
+memory_policy("vdnn_all", slow_ways=(), in_strips=True)(
+    lambda memory, case: vdnn_all(case, memory.asynchronous)
+)
+memory_policy("vdnn_conv", slow_ways=())(lambda memory, case: vdnn_conv(case, memory.asynchronous))
+memory_policy("vdnn_dyn", needs_limit=True)(
+    lambda memory, case: vdnn_dyn(case, memory.asynchronous)
+)
+memory_policy("lms", needs_limit=True, slow_ways=())(
+    lambda memory, case: lms(
+        case,
+        memory.swapout_threshold,
+        memory.swapin_ahead,
+        memory.swapin_groupby,
+        memory.sync_mode,
+        memory.ratio,
+    )
+)
+memory_policy("lms_limit", needs_limit=True, slow_ways=())(
+    lambda memory, case: lms_limit(case, memory.limit_bytes, memory.reclaim)
+)
+memory_policy(
+    "recompute", quick_ways=("stage",), slow_ways=("selective", "segment"), in_strips=True
+)(lambda memory, case: recompute(case, memory.recompute, memory.segments, memory.offload_inputs))
 
 
 @memory_policy("plan", needs_limit=True, takes_target=True, in_strips=True)
@@ -169,16 +155,10 @@ def _plan(memory: MemoryConfig, case: MemoryCase) -> MemoryPlan:
     if case.strips is not None:
         return plan_in_strips(case, limit, memory.budget_s)
     limited = replace(case, limit_bytes=limit)
-    recomputing = (partial(recompute, how=how) for how in RECOMPUTES if how != "strip")
-    makers: tuple[Callable[[MemoryCase], MemoryPlan], ...]
-    makers = (
-        vdnn_dyn,
-        partial(vdnn_dyn, asynchronous=True),
-        lms,
-        lms_limit,
-        *recomputing,
-        *(partial(recompute, how=how, offload_inputs=True) for how in ("stage", "segment")),
-    )
+    makers: list[Callable[[MemoryCase], MemoryPlan]]
+    makers = [vdnn_dyn, partial(vdnn_dyn, asynchronous=True), lms, lms_limit]
+    makers += [partial(recompute, how=how) for how in RECOMPUTES if how != "strip"]
+    makers += [partial(recompute, how=how, offload_inputs=True) for how in ("stage", "segment")]
     rivals = []
     for make in makers:
         with suppress(DoesNotFitError):
