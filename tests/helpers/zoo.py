@@ -5,11 +5,14 @@ As published, by their files in conf/model, and small enough to run in a test.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import yaml
+from torch import Tensor, nn
 
+from gems.autograd.outputs import as_tuple
 from gems.config.schema import DataConfig, ModelConfig
 from gems.models import layers_of
 from gems.models.build import build_layers
@@ -50,3 +53,10 @@ def num_parameters(model: ModelConfig, data: DataConfig | None = None) -> int:
     layers = layers_of(model, data or DataConfig(num_classes=1000))
     modules = build_layers(layers, 0, len(layers), seed=0, device="meta")
     return sum(parameter.numel() for module in modules for parameter in module.parameters())
+
+
+def run_all(modules: Iterable[nn.Module], *values: Tensor) -> tuple[Tensor, ...]:
+    """Run modules one after the other, and return the output of the last one as tensors."""
+    for module in modules:
+        values = as_tuple(module(*values))
+    return values

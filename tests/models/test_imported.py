@@ -18,6 +18,7 @@ from gems.models import layers_of
 from gems.models.build import boundary_shapes, build_layer, build_layers
 from gems.models.imported.user_code import construct, other_generators
 from tests.helpers.owned import DATA, NETS, UNET, own
+from tests.helpers.zoo import run_all
 
 SEED = 3
 
@@ -95,15 +96,10 @@ class TestLayers:
         )
         images, labels = batch()
         cross_entropy(whole(images.clone()), labels).backward()
-        values: tuple[Tensor, ...] = (images,)
-        for part in parts:
-            values = as_tuple(part(*values))
-        cross_entropy(values[0], labels).backward()
+        cross_entropy(run_all(parts, images)[0], labels).backward()
         check_equal(union([gradients(part) for part in parts]), gradients(whole))
-        values = (images,)
-        for part in parts:
-            values = as_tuple(part.eval()(*values))
-        assert torch.equal(values[0], whole.eval()(images.clone()))
+        logits = run_all([part.eval() for part in parts], images)[0]
+        assert torch.equal(logits, whole.eval()(images.clone()))
 
     def test_hand_on_what_the_shapes_say(self, target: str) -> None:
         layers = layers_of(own(target), DATA)
@@ -206,25 +202,18 @@ class TestWhole:
 
     def test_another_batch_than_the_traced_one(self) -> None:
         images, _ = batch(5)
-        values: tuple[Tensor, ...] = (images,)
-        for part in parts_of(own(UNET)):
-            values = as_tuple(part.eval()(*values))
-        assert torch.equal(values[0], whole_of(own(UNET)).eval()(images.clone()))
+        logits = run_all([part.eval() for part in parts_of(own(UNET))], images)[0]
+        assert torch.equal(logits, whole_of(own(UNET)).eval()(images.clone()))
 
     def test_dropout_of_its_own_forward_ends_with_training(self) -> None:
         parts = parts_of(own(f"{NETS}.Wrapped", drop=0.5))
         images, _ = batch()
 
-        def run() -> Tensor:
-            values: tuple[Tensor, ...] = (images,)
-            for part in parts:
-                values = as_tuple(part(*values))
-            return values[0]
-
-        assert not torch.equal(run(), run())
-        for part in parts:
-            part.eval()
-        assert torch.equal(run(), run())
+        first, second = (run_all(parts, images)[0] for _ in range(2))
+        assert not torch.equal(first, second)
+        parts = [part.eval() for part in parts]
+        first, second = (run_all(parts, images)[0] for _ in range(2))
+        assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize("name", ["TwoOutputs", "OnlyInTraining"])

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from gems.autograd.outputs import as_tuple
 from gems.config.compose import compose
 from gems.errors import ConfigError
 from gems.models import layers_of
 from gems.models.build import build_layers
 from gems.models.imported.user_code import construct
 from tests.helpers.owned import DATA, own
+from tests.helpers.zoo import run_all
 
 NETS = "tests.helpers.own_inputs"
 pytestmark = pytest.mark.cases
@@ -30,10 +30,8 @@ def test_layers_compute_what_the_network_does(name: str) -> None:
     whole.load_state_dict(state)
     for num in (1, 2, 3) if name != "ReadsSizes" else (2, 4):
         images = torch.rand(num, 3, 9, 10, dtype=torch.float64)
-        out: tuple[torch.Tensor, ...] = (images,)
-        for part in parts:
-            out = as_tuple(part(*out))
-        torch.testing.assert_close(out[0], whole(images), rtol=1e-12, atol=0)
+        logits = run_all(parts, images)[0]
+        torch.testing.assert_close(logits, whole(images), rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize(

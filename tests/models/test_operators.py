@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import torch
 
-from gems.autograd.outputs import as_tuple
 from gems.config.compose import compose
 from gems.models import layers_of
 from gems.models.blocks.chain import operator_module
 from gems.models.build import build_layer
 from gems.models.steps import num_branching, operators_of
+from tests.helpers.zoo import run_all
 
 RUN = ("data=synthetic", "data.height_px=128", "data.width_px=128", "model.width=4")
 
@@ -52,9 +52,7 @@ def test_operators_compute_what_their_layers_do_with_their_parameters() -> None:
     operators = operators_of(layers)
     whole = [build_layer(layer, index, 1, torch.float64) for index, layer in enumerate(layers)]
     image = torch.rand(2, 3, 128, 128, dtype=torch.float64)
-    expected: tuple[torch.Tensor, ...] = (image,)
-    for module in whole:
-        expected = as_tuple(module(*expected))
+    expected = run_all(whole, image)
     made: list[torch.Tensor] = []
     names: set[str] = set()
     for operator in operators:

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gems.autograd.outputs import as_tuple
 from gems.config.schema import DataConfig
 from gems.models import layers_of
 from gems.models.blocks.heads import joined_scores
 from gems.models.build import boundary_shapes, build_layers
-from tests.helpers.zoo import SMALL
+from tests.helpers.zoo import SMALL, run_all
 
 MODEL, _ = SMALL["inception_v3_auxiliary"]
 
@@ -82,10 +81,8 @@ def test_training_gives_joined_scores_and_evaluation_the_main_logits(side_px: in
     layers = layers_of(MODEL, DataConfig(num_classes=5))
     modules = build_layers(layers, 0, len(layers), seed=0)
     images = torch.randn(2, 3, side_px, side_px, generator=torch.Generator().manual_seed(0))
-    values: tuple[Tensor, ...] = (images,)
     with torch.no_grad():
-        for module in modules[:-1]:
-            values = as_tuple(module(*values))
+        values = run_all(modules[:-1], images)
         head = modules[-1]
         main = head.eval()(*values)
         scores = head.train()(*values)
@@ -111,11 +108,7 @@ def test_both_classifiers_learn() -> None:
     """The weights behind either output move, so that the auxiliary loss reaches its own layer."""
     layers = layers_of(MODEL, DataConfig(num_classes=5))
     modules = build_layers(layers, 0, len(layers), seed=0)
-    values: tuple[Tensor, ...] = (
-        torch.randn(2, 3, 75, 75, generator=torch.Generator().manual_seed(0)),
-    )
-    for module in modules:
-        values = as_tuple(module(*values))
+    values = run_all(modules, torch.randn(2, 3, 75, 75, generator=torch.Generator().manual_seed(0)))
     functional.cross_entropy(values[0], torch.tensor([0, 3])).backward()
     by_name = dict(zip((layer.name for layer in layers), modules, strict=True))
     assert by_name["auxiliary"].linear.weight.grad.abs().max() > 0

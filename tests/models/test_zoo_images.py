@@ -8,12 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gems.autograd.outputs import as_tuple
 from gems.config.schema import DataConfig, ModelConfig
 from gems.errors import ConfigError
 from gems.models import check_image, layers_of, stride_of
 from gems.models.build import boundary_shapes, build_layer, build_layers
-from tests.helpers.zoo import PRESETS, SMALL, num_parameters, published
+from tests.helpers.zoo import PRESETS, SMALL, num_parameters, published, run_all
 
 CHAINS = (
     "alexnet",
@@ -32,13 +31,9 @@ CLASSIFIERS = [
 
 def logits_of(model: ModelConfig, data: DataConfig) -> torch.Tensor:
     layers = layers_of(model, data)
-    values: tuple[torch.Tensor, ...] = (
-        torch.randn(2, data.channels, data.height_px, data.width_px),
-    )
+    modules = [module.eval() for module in build_layers(layers, 0, len(layers), seed=0)]
     with torch.no_grad():
-        for module in build_layers(layers, 0, len(layers), seed=0):
-            values = as_tuple(module.eval()(*values))
-    return values[0]
+        return run_all(modules, torch.randn(2, data.channels, data.height_px, data.width_px))[0]
 
 
 @pytest.mark.parametrize("preset", CLASSIFIERS)
@@ -171,10 +166,9 @@ def test_batch_norm_over_a_single_value_is_refused_and_would_indeed_break(
     with pytest.raises(ConfigError, match="one value a channel") as caught:
         check_image(model, data, micro_batch_size=1)
     layers = layers_of(model, data)
-    values: tuple[torch.Tensor, ...] = (torch.randn(1, 3, height_px, width_px),)
+    modules = build_layers(layers, 0, len(layers), seed=0)
     with pytest.raises(ValueError, match="more than 1 value per channel"), torch.no_grad():
-        for module in build_layers(layers, 0, len(layers), seed=0):
-            values = as_tuple(module(*values))
+        run_all(modules, torch.randn(1, 3, height_px, width_px))
     advised = int(caught.value.advice.partition("data.height_px=")[2].partition(" ")[0])
     check_image(model, DataConfig(height_px=advised, width_px=width_px), micro_batch_size=1)
 
@@ -187,10 +181,8 @@ def test_where_a_norm_sees_more_values_a_single_image_is_enough(name: str) -> No
     data = DataConfig(height_px=side_px, width_px=side_px)
     check_image(model, data, micro_batch_size=1)
     layers = layers_of(model, data)
-    values: tuple[torch.Tensor, ...] = (torch.randn(1, 3, side_px, side_px),)
-    for module in build_layers(layers, 0, len(layers), seed=0):
-        values = as_tuple(module(*values))
-    assert values[0].isfinite().all()
+    modules = build_layers(layers, 0, len(layers), seed=0)
+    assert run_all(modules, torch.randn(1, 3, side_px, side_px))[0].isfinite().all()
 
 
 @pytest.mark.parametrize(

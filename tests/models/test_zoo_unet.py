@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gems.autograd.outputs import as_tuple
 from gems.config.resolve import resolve
@@ -15,6 +15,7 @@ from gems.errors import ConfigError
 from gems.models import check_image, layers_of
 from gems.models.build import boundary_shapes, build_layers
 from tests.helpers.cutting import assert_cut_equals_whole
+from tests.helpers.zoo import run_all
 
 PUBLISHED = ModelConfig(name="unet", depth=5, width=64, norm="none")
 SMALL = ModelConfig(name="unet", depth=4, width=4, norm="none")
@@ -88,16 +89,9 @@ def test_a_segmentation_gets_the_map_whose_mean_classifies_the_image() -> None:
     dense = layers_of(SMALL, replace(data, task="segmentation"))
     shapes = [layers_of(SMALL, data), dense]
     images = torch.randn(2, 3, 13, 22, generator=torch.Generator().manual_seed(0))
-    mean, each = (run_all(build_layers(layers, 0, len(layers), 0), images) for layers in shapes)
+    mean, each = (run_all(build_layers(layers, 0, len(layers), 0), images)[0] for layers in shapes)
     assert each.shape == (2, 2, 13, 22)
     torch.testing.assert_close(each.mean(dim=(2, 3)), mean)
-
-
-def run_all(modules: list[nn.Module], images: Tensor) -> Tensor:
-    values: tuple[Tensor, ...] = (images,)
-    for module in modules:
-        values = as_tuple(module(*values))
-    return values[0]
 
 
 def test_a_network_without_a_map_is_refused() -> None:
