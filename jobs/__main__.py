@@ -59,7 +59,7 @@ VERBS = {
         "why runs ended, in one paragraph, and what to change: RUN_OR_STUDY ... "
         "[--unblock NODE: remove a node from the blocklist]",
         (),
-        {"--unblock": (), "--forget": ()},
+        {"--unblock": ()},
         takes_words=True,
     ),
     "resubmit": Verb(
@@ -67,7 +67,7 @@ VERBS = {
         "submit runs again from their newest checkpoint, without blocked nodes: "
         "RUN_OR_STUDY ... [cluster.KEY=value ...] [--yes: unchanged, and whatever it costs] "
         "[--force: finished ones too]",
-        ("--yes", "--force", "--again"),
+        ("--yes", "--force"),
         takes_words=True,
     ),
     "prepare": Verb("jobs.cli.submit:prepare_run", "make the run folder only, and print its path"),

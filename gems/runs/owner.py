@@ -127,7 +127,7 @@ def is_alive_here(record: Mapping[str, Any]) -> bool | None:
 def verify_gone(folder: RunFolder, owner: Owner) -> None:
     """Raise TryLaterError unless the owner's process has ended.
 
-    Of jobs `jobs.status.ownership` knows more.
+    Of jobs `jobs.status.job_record` knows more.
     """
     if owner.is_released or (owner.job_id is None and owner.is_alive_here is False):
         return

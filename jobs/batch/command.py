@@ -62,6 +62,11 @@ class CommandResult:
     error: SchedulerError | None = None
 
     @property
+    def failure(self) -> str | None:
+        """The error in words."""
+        return None if self.error is None else str(self.error)
+
+    @property
     def lines(self) -> list[str]:
         """The lines of stdout."""
         return self.stdout.splitlines()
@@ -116,25 +121,24 @@ def run_command(
             pass_fds=pass_fds,
         )
     except FileNotFoundError:
-        return CommandResult(error=SchedulerUnavailableError(argv[0], "is not on PATH"))
+        reason = "is not on PATH"
     except subprocess.TimeoutExpired:
-        return CommandResult(
-            error=SchedulerUnavailableError(argv[0], f"did not answer within {limit_s:g} s")
-        )
+        reason = f"did not answer within {limit_s:g} s"
     except OSError as error:
-        return CommandResult(
-            error=SchedulerUnavailableError(argv[0], f"cannot be run ({error.strerror})")
-        )
-    if ended.returncode == 0:
-        return CommandResult(ended.stdout, ended.stderr)
-    if ended.returncode < 0:
-        return CommandResult(
-            error=SchedulerUnavailableError(argv[0], f"was ended by signal {-ended.returncode}")
-        )
-    reason = " ".join((ended.stderr or ended.stdout).split()) or f"exit code {ended.returncode}"
-    kind = (
-        SchedulerUnavailableError
-        if any(text in reason for text in UNREACHABLE)
-        else SchedulerRefusedError
-    )
-    return CommandResult(ended.stdout, ended.stderr, kind(argv[0], reason, is_own_message=True))
+        reason = f"cannot be run ({error.strerror})"
+    else:
+        if ended.returncode >= 0:
+            return _answer(argv[0], ended)
+        reason = f"was ended by signal {-ended.returncode}"
+    return CommandResult(error=SchedulerUnavailableError(argv[0], reason))
+
+
+def _answer(command: str, ended: subprocess.CompletedProcess[str]) -> CommandResult:
+    error: SchedulerError | None = None
+    if ended.returncode:
+        words = (ended.stderr or ended.stdout).split()
+        reason = " ".join(words) or f"exit code {ended.returncode}"
+        is_unreachable = any(text in reason for text in UNREACHABLE)
+        kind = SchedulerUnavailableError if is_unreachable else SchedulerRefusedError
+        error = kind(command, reason, is_own_message=True)
+    return CommandResult(ended.stdout, ended.stderr, error)

@@ -54,7 +54,8 @@ class Job:
     """A job as its batch system knows it, in SLURM's words; `source` is the command that was asked.
 
     `start_utc` of a pending job is an estimate. `restarts` counts how often the job was put back
-    into the queue.
+    into the queue. `script` is the path of its batch script, and `token` that of its submission;
+    each is empty where the system does not tell it.
     """
 
     state: str
@@ -71,6 +72,10 @@ class Job:
     step_states: tuple[str, ...] = ()
     restarts: int = 0
     is_preempted: bool = False
+    job_id: str = ""
+    script: str = ""
+    token: str = ""
+    queue: str = ""
 
     @property
     def is_active(self) -> bool:
@@ -90,20 +95,6 @@ class JobQuery:
 
     jobs: Mapping[str, Job] = field(default_factory=dict)
     error: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ListedJob:
-    """A line of squeue's list: a job, its state, and the path of its batch script."""
-
-    job_id: str
-    state: str
-    command: str
-
-    @property
-    def is_active(self) -> bool:
-        """Whether the job waits or runs, as it does in a state that this version does not know."""
-        return self.state not in OVER
 
 
 class JobId(NamedTuple):

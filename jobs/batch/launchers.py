@@ -24,9 +24,6 @@ RANK = "gems.engine.run"
 DEPUTY = "jobs.launch.deputy"
 CODE = code_root()
 CHECKOUT = CODE / "setup.cfg"  # if missing, the code is installed, and the image needs its own
-PYXIS = "pyxis"
-UENV = "uenv"
-OF_SRUN = (PYXIS, UENV)  # srun plug-ins
 Launcher = Callable[[JobSpec, RunFolder], list[str]]
 
 
@@ -218,54 +215,41 @@ def _shape(job: JobSpec, tasks_per_node: int) -> list[str]:
 
 
 def _in_container(job: JobSpec, program: Sequence[str], folder: Path) -> list[str]:
-    """Return the command that runs `program`, wrapped in the job's container runtime if it has one.
-
-    shifter keeps the working directory and mounts the site's file systems by itself.
-    """
-    cluster = job.cluster
-    image = _image(job)
-    if image is None or cluster.container in OF_SRUN:
-        return list(program)
-    if cluster.container == "shifter":
-        return ["shifter", f"--image={image}", *cluster.container_options, *program]
-    if cluster.container == "podman-hpc":
-        binds = [f"--volume={path}:{path}" for path in _shared(job, folder)]
-        home = [f"--workdir={path}" for path in _home(job, folder)]
-        return [
-            "podman-hpc",
-            "run",
-            "--rm",
-            "--env-host",
-            *binds,
-            *home,
-            *cluster.container_options,
-            image,
-            *program,
-        ]
-    binds = [f"--bind={path}" for path in _shared(job, folder)]
-    home = [f"--pwd={path}" for path in _home(job, folder)]
-    return [cluster.container, "exec", *binds, *home, *cluster.container_options, image, *program]
+    """Return the command that runs `program`, in the job's container if it has one."""
+    return [*_container(job, folder)[1], *program]
 
 
 def _container_options(job: JobSpec, folder: Path) -> list[str]:
-    """Return the container options of srun itself; pyxis and uenv are srun plug-ins.
+    """Return the container options of srun itself."""
+    return _container(job, folder)[0]
 
-    A uenv sees all file systems.
+
+def _container(job: JobSpec, folder: Path) -> tuple[list[str], list[str]]:
+    """Return the options of srun, and the words before a program, of the job's container.
+
+    pyxis and uenv are srun plug-ins. A uenv sees all file systems. shifter keeps the working
+    directory and mounts the site's file systems by itself.
     """
-    cluster = job.cluster
+    runtime = job.cluster.container
+    options = job.cluster.container_options
     image = _image(job)
-    if image is None or cluster.container not in OF_SRUN:
-        return []
-    if cluster.container == UENV:
-        return [f"--uenv={image}", *cluster.container_options]
-    mounts = ",".join(f"{path}:{path}" for path in _shared(job, folder))
-    home = [f"--container-workdir={path}" for path in _home(job, folder)]
-    return [
-        f"--container-image={image}",
-        f"--container-mounts={mounts}",
-        *home,
-        *cluster.container_options,
-    ]
+    if image is None:
+        return [], []
+    if runtime == "uenv":
+        return [f"--uenv={image}", *options], []
+    if runtime == "shifter":
+        return [], ["shifter", f"--image={image}", *options]
+    shared = _shared(job, folder)
+    home = _home(job, folder)
+    if runtime == "pyxis":
+        mounts = ",".join(f"{path}:{path}" for path in shared)
+        words = [f"--container-image={image}", f"--container-mounts={mounts}"]
+        return [*words, *(f"--container-workdir={path}" for path in home), *options], []
+    start, bind, workdir = [runtime, "exec"], "--bind={0}", "--pwd={0}"
+    if runtime == "podman-hpc":
+        start = [runtime, "run", "--rm", "--env-host"]
+        bind, workdir = "--volume={0}:{0}", "--workdir={0}"
+    return [], [*start, *map(bind.format, shared), *map(workdir.format, home), *options, image]
 
 
 def _home(job: JobSpec, folder: Path) -> list[Path]:

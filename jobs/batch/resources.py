@@ -92,6 +92,16 @@ class JobSpec:
         return request, values.get(request, str(self.gpus_per_node))
 
     @property
+    def cpus_per_node(self) -> int:
+        """CPUs of a node that its ranks use."""
+        return self.tasks_per_node * self.cpus_per_task
+
+    @property
+    def requested_gpus(self) -> int:
+        """GPUs of a node that an option asks for."""
+        return self.gpus_per_node if self.gpu_option is not None else 0
+
+    @property
     def allocated_nodes(self) -> int:
         """Number of nodes of the allocation: those of the ranks and the spare ones."""
         return self.nodes + self.cluster.spare_nodes

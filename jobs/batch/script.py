@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from gems.config.schema import ClusterConfig, RunSpec
 from gems.errors import ConfigError, TryLaterError
 from gems.runs.folder import RunFolder
-from gems.utils.stdio import report
 from jobs.batch.command import SchedulerError, SchedulerRefusedError, run_command
-from jobs.batch.job import ListedJob, UnclearSubmissionError
+from jobs.batch.job import Job, UnclearSubmissionError
+from jobs.batch.output import report
 from jobs.batch.resources import JobSpec
 
 SUBMIT_LIMIT_S = 180.0  # sbatch tries again for two minutes by itself
@@ -50,7 +50,7 @@ def call_submit(
     system: str,
     read_id: Callable[[str], str | None],
     refuse: Callable[[str], ConfigError],
-    find: Callable[[], ListedJob | None],
+    find: Callable[[], Job | None],
 ) -> str:
     """Call the command that submits a script, its last word, and return the job's ID.
 
@@ -96,7 +96,7 @@ def report_short_job(job: JobSpec) -> None:
     if job.cluster.signal_before_end_s and not job.has_early_signal:
         early = f"cluster.signal_before_end_s={job.cluster.signal_before_end_s} s before the end"
         short = f"cluster.minutes={job.minutes} is too short to save {early}"
-        report("jobs", f"{short}: the run is killed at its time limit")
+        report(f"{short}: the run is killed at its time limit")
 
 
 class FreeOptions(NamedTuple):

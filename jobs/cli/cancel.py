@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from gems.cli.framework import Options
 from gems.errors import ConfigError
-from gems.utils.stdio import report
+from jobs.batch.output import report
 from jobs.preflight.cost import YES, ask_yes
 from jobs.status.cancellation import cancel_all
 from jobs.status.lookup import Overview, find_named, overview
@@ -27,7 +27,7 @@ def cancel(words: Sequence[str], options: Options) -> int:
         study.record.is_running_here() is None for study in seen.studies
     )
     if needs_yes and YES not in options.flags and not _is_confirmed(seen):
-        report("jobs", "nothing is cancelled")
+        report("nothing is cancelled")
         return 1
     return cancel_all(found, as_json=options.json)
 
@@ -41,10 +41,8 @@ def _is_confirmed(seen: Overview) -> bool:
         )
     for run in active:
         report(
-            "jobs",
-            f"{run.folder.path.name} is {run.state}"
-            + (f", job {run.job_id}" if run.job_id else ""),
+            f"{run.folder.path.name} is {run.state}" + (f", job {run.job_id}" if run.job_id else "")
         )
     for study in seen.studies:
-        report("jobs", f"study {study.record.name} starts no more points")
+        report(f"study {study.record.name} starts no more points")
     return ask_yes("cancel?")

@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from gems.cli.framework import Options, print_json
 from gems.errors import ConfigError, one_of
 from gems.runs.failure_cause import FailureCause
-from gems.utils.stdio import report
 from gems.utils.tables import printable
+from jobs.batch.output import report
 from jobs.diagnosis.node_blocklist import NodeBlocklist
 from jobs.diagnosis.report import UNBLOCK, Diagnosis, diagnose_run, record_diagnosis
 from jobs.status.lookup import find_named, split_runs_dir
 
-OLD_UNBLOCK = "--forget"  # until the next release
 UNKNOWN_CAUSE = 1
 
 
@@ -30,8 +29,6 @@ def diagnose(words: Sequence[str], options: Options) -> int:
     Raises:
         ConfigError: no such run or study, or a node that is not on the list.
     """
-    if OLD_UNBLOCK in options.chosen:
-        raise ConfigError("option", OLD_UNBLOCK, f"is now {UNBLOCK}")
     if UNBLOCK in options.chosen:
         return _unblock(words, options.chosen[UNBLOCK], options)
     found = find_named(words, "diagnose")
@@ -51,7 +48,7 @@ def diagnose(words: Sequence[str], options: Options) -> int:
         described = [_describe(name, points) for name, points in studies]
         print("\n\n".join([*(each.paragraph() for each in diagnoses), *described]))
         for error in (error for each in diagnoses for error in each.query_errors):
-            report("jobs", f"no answer: {error}")
+            report(f"no answer: {error}")
     elif len(diagnoses) == 1 and not studies:
         print_json(diagnoses[0].to_dict())
     else:

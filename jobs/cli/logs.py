@@ -18,8 +18,8 @@ from gems.cli.framework import Options
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
 from gems.runs.owner import SUBMITTING, UNFINISHED
-from gems.utils.stdio import report
 from gems.utils.tables import printable
+from jobs.batch.output import report
 from jobs.diagnosis.evidence import log_paths
 from jobs.status.lookup import find_one_run
 from jobs.status.run_status import WAITING, format_start, read_status, run_statuses
@@ -61,7 +61,7 @@ def logs(words: Sequence[str], options: Options) -> int:
             if is_followed and watch is not None:
                 follow(folder, tail, printer, watch)
             elif watch is not None:
-                report("jobs", f"no log yet: {watch.line()}")
+                report(f"no log yet: {watch.line()}")
         except KeyboardInterrupt:
             if not is_followed:
                 raise  # the end of following is an interrupt
@@ -85,7 +85,7 @@ def follow(folder: RunFolder, tail: Tail, printer: _Printer, watch: _Watch) -> N
         if not chunk:
             pause.wait(POLL_S)
     printer.flush()
-    report("jobs", watch.line())
+    report(watch.line())
 
 
 def find_log(folder: RunFolder) -> Path:
@@ -220,7 +220,7 @@ class _Watch:
             f"{state} {self._seen.note}" if state == "pending" else state
         )  # a stalled one's note has seconds
         if state in ("pending", "stalled", SUBMITTING, *WAITING) and news != self._reported:
-            report("jobs", self.line())
+            report(self.line())
         self._reported = news
         return not self._seen.is_active and state != "prepared"
 

@@ -18,15 +18,24 @@ from gems.errors import ConfigError, StalledError
 from gems.launch.local_launcher import Ended, rank_environment
 from gems.runs.folder import RunFolder
 from gems.runs.owner import new_token
-from gems.utils.stdio import report
 from gems.utils.tables import name_values
 from gems.utils.units import MIB, format_rates
 from jobs.batch.job import script_path
+from jobs.batch.output import report
 from jobs.batch.resources import JobSpec, job_spec
 from jobs.launch.transaction import SignalsWait
-from jobs.probes.mpi import probe_argv, probe_json, read_probe, run_probe
-from jobs.probes.results import MPI_MACHINES, RANKS, keep_probe, known_probe, probe_digest
-from jobs.schedulers.scheduler import SCHEDULERS
+from jobs.probes.mpi import (
+    MPI_MACHINES,
+    RANKS,
+    keep_probe,
+    known_probe,
+    probe_argv,
+    probe_digest,
+    probe_json,
+    read_probe,
+    run_probe,
+)
+from jobs.schedulers.scheduler import scheduler_for
 from jobs.schedulers.slurm_client.jobs import SQUEUE, cancel_jobs, query_jobs
 from jobs.schedulers.slurm_client.site import max_nodes
 
@@ -80,7 +89,7 @@ def probe(words: Sequence[str], options: Options) -> int:
         return 0
     print(probe_table(found))
     if before is not None and before.get("mpi") != found["mpi"]:
-        report("jobs", f"the MPI was {before.get('mpi')} on {before.get('utc')}")
+        report(f"the MPI was {before.get('mpi')} on {before.get('utc')}")
     return 0
 
 
@@ -156,7 +165,7 @@ def _by_slurm(spec: RunSpec, job: JobSpec, limit_min: float) -> dict[str, Any]:
     """
     from jobs.schedulers.slurm_client.sbatch import call_sbatch, sbatch_script
 
-    scheduler = SCHEDULERS[spec.cluster.scheduler]
+    scheduler = scheduler_for(spec)
     if not scheduler.has_probe_jobs:
         text = "is probed by the first job of a run, not by this command"
         raise ConfigError("cluster.scheduler", spec.cluster.scheduler, text, "submit a run")
@@ -186,7 +195,7 @@ def _by_slurm(spec: RunSpec, job: JobSpec, limit_min: float) -> dict[str, Any]:
         if job_id is not None:  # interrupted meanwhile
             cancel_jobs([job_id])
         raise
-    report("jobs", f"job {job_id} probes {spec.cluster.name} on {nodes} nodes")
+    report(f"job {job_id} probes {spec.cluster.name} on {nodes} nodes")
     _wait(job_id, limit_min)
     deadline_s = time.monotonic() + VISIBLE_LIMIT_S
     while not result.exists() and time.monotonic() < deadline_s:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,11 @@ from jobs.diagnosis.report import UNBLOCK, Diagnosis, diagnose_run, record_diagn
 from jobs.launch.submission import start_run
 from jobs.preflight.cost import FORCE, YES, is_confirmed
 from jobs.schedulers.slurm_client.site import left_nodes
-from jobs.status.lookup import RUNS_DIR, find_named
+from jobs.status.lookup import RUNS_DIR, StudyRecord, find_named
 from jobs.status.run_status import read_status, run_statuses
-from jobs.status.study_record import StudyRecord
 from jobs.studies.points import Point
 from jobs.studies.runner import StudyRunner
 
-OLD_FORCE = "--again"  # the old one until the next release
 OVERRIDE = re.compile(r"\+{0,2}[A-Za-z_][\w.]*=")
 # Keys that leave the results of a run as they are, or only make it longer.
 CLUSTER = "cluster."
@@ -56,7 +54,6 @@ NEEDS_CHANGE = (
 )
 NOT_CONFIRMED = "its cost was not confirmed"
 FAILED_STATES = ("failed", "lost", "stopped")
-Result = dict[str, Any]
 
 
 def resubmit(words: Sequence[str], options: Options) -> int:
@@ -70,158 +67,147 @@ def resubmit(words: Sequence[str], options: Options) -> int:
     Raises:
         ConfigError: no such run or study, or a key that would make another run of it.
     """
-    if OLD_FORCE in options.flags:
-        raise ConfigError("option", OLD_FORCE, f"is now {FORCE}")
     overrides = [word for word in words if OVERRIDE.match(word) and not word.startswith(RUNS_DIR)]
     for key, _, value in (word.lstrip("+").partition("=") for word in overrides):
         if not key.startswith(CLUSTER) and key not in MAY_CHANGE:
             allowed = f"would make another run; {one_of(MAY_CHANGE)}"
             raise ConfigError(key, value, allowed, "submit a new one: gems-jobs submit")
     found = find_named([word for word in words if word not in overrides], "resubmit")
-    results = [_resubmit(folder, overrides, options) for folder in found.runs]
+    again = _Resubmission(overrides, YES in options.flags, FORCE in options.flags, options.json)
+    for folder in found.runs:
+        again.submit(folder)
     for study in found.studies:
-        results += _resubmit_study(
-            study, {folder.path for folder in found.runs}, overrides, options
-        )
+        again.submit_study(study, {folder.path for folder in found.runs})
     if options.json:
-        print_json({"runs": results})
-    elif not results:
+        print_json({"runs": again.results})
+    elif not again.results:
         print("no point has failed")
-    return max((int(result["exit_code"]) for result in results), default=0)
+    return max((int(result["exit_code"]) for result in again.results), default=0)
 
 
-def _resubmit(folder: RunFolder, overrides: Sequence[str], options: Options) -> Result:
-    try:
-        spec, notes = _next_attempt(folder, overrides, options)
-        code = start_run(spec, assume_yes=YES in options.flags, force=FORCE in options.flags)
-        if code and job_spec(spec).is_batch:
-            raise GemsError(NOT_CONFIRMED)
-    except GemsError as error:
-        return _result(folder, options, "refused", str(error), error.exit_code)
-    return _outcome(RunFolder.of(spec), options, notes, code)
+@dataclass
+class _Resubmission:
+    """What is submitted again with the same options; `results` has a row for each run."""
 
+    overrides: Sequence[str]
+    is_sure: bool
+    is_forced: bool
+    as_json: bool
+    results: list[dict[str, Any]] = field(default_factory=list)
 
-def _resubmit_study(
-    study: StudyRecord, done: Container[Path], overrides: Sequence[str], options: Options
-) -> list[Result]:
-    """Submit the failed points of a study that are not `done`, and return what became of each."""
-    labels = {folder.path: label for label, folder in study.points() if folder.path.is_dir()}
-    statuses = run_statuses([RunFolder(path) for path in labels]).runs
-    failed = [
-        run.folder for run in statuses if run.state in FAILED_STATES and run.folder.path not in done
-    ]
-    if FORCE in options.flags:
-        return [_resubmit(folder, overrides, options) for folder in failed]
-    results = []
-    points = []
-    notes = {}
-    for folder in failed:
+    def submit(self, folder: RunFolder) -> None:
+        """Submit a run, or run it here."""
         try:
-            spec, said = _next_attempt(folder, overrides, options)
+            spec, notes = self._next_attempt(folder)
+            code = start_run(spec, assume_yes=self.is_sure, force=self.is_forced)
+            if code and job_spec(spec).is_batch:
+                raise GemsError(NOT_CONFIRMED)
         except GemsError as error:
-            results.append(_result(folder, options, "refused", str(error), error.exit_code))
-            continue
-        points.append(point := Point((labels[folder.path],), spec))
-        notes[point.folder.path] = said
-    if not points:
-        return results
-    try:
-        if not is_confirmed(
-            [job_spec(point.spec) for point in points], assume_yes=YES in options.flags
-        ):
-            raise GemsError(NOT_CONFIRMED)
-    except GemsError as error:
-        refused = (
-            _result(point.folder, options, "refused", str(error), error.exit_code)
-            for point in points
-        )
-        return [*results, *refused]
-    known = [
-        (label, folder.path) for label, folder in study.points()
-    ]  # those without a folder yet too
-    study.begin([*known, *((point.label, point.folder.path) for point in points)])
-    runner = StudyRunner(points, study, points)
-    runner.run()
-    waiting = {point.folder.path for point in runner.waiting}
-    for folder in (point.folder for point in points):
-        if (refusal := runner.refused.get(folder.path)) is not None:
-            results.append(_result(folder, options, "refused", str(refusal), refusal.exit_code))
-        elif folder.path in waiting:
-            results.append(
-                _result(folder, options, "refused", "the queue is full: call this again", 1)
-            )
+            self._refuse(folder, error)
         else:
-            code = read_status(folder).get("exit_code")
-            results.append(
-                _outcome(folder, options, notes[folder.path], code if isinstance(code, int) else 0)
-            )
-    return results
+            self._note(RunFolder.of(spec), notes, code)
 
+    def submit_study(self, study: StudyRecord, done: Container[Path]) -> None:
+        """Submit the failed points of a study that are not `done`."""
+        labels = {folder.path: label for label, folder in study.points() if folder.path.is_dir()}
+        points = []
+        notes = {}
+        for run in run_statuses([RunFolder(path) for path in labels]).runs:
+            folder = run.folder
+            if run.state not in FAILED_STATES or folder.path in done:
+                continue
+            if self.is_forced:
+                self.submit(folder)
+                continue
+            try:
+                spec, said = self._next_attempt(folder)
+            except GemsError as error:
+                self._refuse(folder, error)
+            else:
+                points.append(point := Point((labels[folder.path],), spec))
+                notes[point.folder.path] = said
+        if not points:
+            return
+        try:
+            if not is_confirmed([job_spec(each.spec) for each in points], assume_yes=self.is_sure):
+                raise GemsError(NOT_CONFIRMED)
+        except GemsError as error:
+            for point in points:
+                self._refuse(point.folder, error)
+            return
+        # those without a folder yet too
+        known = [(label, folder.path) for label, folder in study.points()]
+        study.begin([*known, *((point.label, point.folder.path) for point in points)])
+        runner = StudyRunner(points, study, points)
+        runner.run()
+        for point in points:
+            folder = point.folder
+            if (refusal := runner.refused.get(folder.path)) is not None:
+                self._refuse(folder, refusal)
+            elif point in runner.waiting:
+                self._add(folder, "refused", "the queue is full: call this again", 1)
+            else:
+                self._note(folder, notes[folder.path], read_status(folder).get("exit_code") or 0)
 
-def _next_attempt(
-    folder: RunFolder, overrides: Sequence[str], options: Options
-) -> tuple[RunSpec, list[str]]:
-    """Return the configuration to submit and notes for the user, and record why the run ended.
+    def _next_attempt(self, folder: RunFolder) -> tuple[RunSpec, list[str]]:
+        """Return the configuration to submit and notes for the user, and record why the run ended.
 
-    Raise if it may not.
-    """
-    diagnosis = diagnose_run(folder, with_trace=False)
-    if (refusal := _refusal(diagnosis, overrides, options)) is not None:
-        raise GemsError(refusal)
-    record_diagnosis(diagnosis)
-    return _changed_spec(folder, overrides)
+        Raise if it may not.
+        """
+        diagnosis = diagnose_run(folder, with_trace=False)
+        if (refusal := self._refusal(diagnosis)) is not None:
+            raise GemsError(refusal)
+        record_diagnosis(diagnosis)
+        return _changed_spec(folder, self.overrides)
 
-
-def _outcome(made: RunFolder, options: Options, notes: Sequence[str], code: int) -> Result:
-    """Return what became of a run that was started here, or submitted."""
-    if code:
-        return _result(
-            made, options, "failed", f"exit code {code}, see `jobs diagnose {made.path.name}`", code
+    def _refusal(self, diagnosis: Diagnosis) -> str | None:
+        """Return why a run is not submitted again, or None."""
+        cause = diagnosis.cause
+        if cause in (FailureCause.RUNNING, FailureCause.WAITING) and diagnosis.state != "prepared":
+            return f"it is {diagnosis.state}: {diagnosis.text}"
+        if cause is FailureCause.FINISHED and not self.is_forced:
+            return f"it has finished; {FORCE} runs it again"
+        is_fixed = cause is FailureCause.WRONG_MPI and any(
+            word.lstrip("+").startswith(CLUSTER) for word in self.overrides
         )
-    job_id = read_status(made).get("job_id") if job_spec(made.read_spec()).is_batch else None
-    if job_id is None:
-        return _result(made, options, "finished", ", ".join(notes))
-    return _result(made, options, "submitted", ", ".join([f"job {job_id}", *notes]), 0, job_id)
+        if cause not in NEEDS_CHANGE or is_fixed or self.is_sure:
+            return None
+        first = f"it would fail again, first: {'; '.join(diagnosis.advice)}"
+        return f"{diagnosis.line()}; {first} ({YES} submits it unchanged)"
 
+    def _note(self, folder: RunFolder, notes: Sequence[str], code: int) -> None:
+        """Note what became of a run that was started here, or submitted."""
+        job_id = None
+        if not code and job_spec(folder.read_spec()).is_batch:
+            job_id = read_status(folder).get("job_id")
+        if code:
+            why = f"exit code {code}, see `jobs diagnose {folder.path.name}`"
+            self._add(folder, "failed", why, code)
+        elif job_id is None:
+            self._add(folder, "finished", ", ".join(notes))
+        else:
+            self._add(folder, "submitted", ", ".join([f"job {job_id}", *notes]), job_id=job_id)
 
-def _result(
-    folder: RunFolder,
-    options: Options,
-    outcome: str,
-    why: str,
-    code: int = 0,
-    job_id: str | None = None,
-) -> Result:
-    """Return and print the outcome of a run: submitted, finished (here), refused or failed."""
-    name = folder.path.name
-    if not options.json:
-        print(printable(f"{name}: {outcome}, {why}"), flush=True)
-    return {
-        "run": name,
-        "run_folder": str(folder.path),
-        "outcome": outcome,
-        "why": why,
-        "exit_code": code,
-        "job_id": job_id,
-    }
+    def _refuse(self, folder: RunFolder, error: GemsError) -> None:
+        self._add(folder, "refused", str(error), error.exit_code)
 
-
-def _refusal(diagnosis: Diagnosis, overrides: Sequence[str], options: Options) -> str | None:
-    """Return why a run is not submitted again, or None."""
-    cause = diagnosis.cause
-    if cause in (FailureCause.RUNNING, FailureCause.WAITING) and diagnosis.state != "prepared":
-        return f"it is {diagnosis.state}: {diagnosis.text}"
-    if cause is FailureCause.FINISHED and FORCE not in options.flags:
-        return f"it has finished; {FORCE} runs it again"
-    is_fixed = cause is FailureCause.WRONG_MPI and any(
-        word.lstrip("+").startswith(CLUSTER) for word in overrides
-    )
-    if cause in NEEDS_CHANGE and not is_fixed and YES not in options.flags:
-        advice = "; ".join(diagnosis.advice)
-        return (
-            f"{diagnosis.line()}; it would fail again, first: {advice} ({YES} submits it unchanged)"
+    def _add(
+        self, folder: RunFolder, outcome: str, why: str, code: int = 0, job_id: str | None = None
+    ) -> None:
+        """Note and print an outcome: submitted, finished (here), refused or failed."""
+        name = folder.path.name
+        if not self.as_json:
+            print(printable(f"{name}: {outcome}, {why}"), flush=True)
+        self.results.append(
+            {
+                "run": name,
+                "run_folder": str(folder.path),
+                "outcome": outcome,
+                "why": why,
+                "exit_code": code,
+                "job_id": job_id,
+            }
         )
-    return None
 
 
 def _changed_spec(folder: RunFolder, overrides: Sequence[str]) -> tuple[RunSpec, list[str]]:

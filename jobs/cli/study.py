@@ -16,18 +16,17 @@ from gems.config.overrides import options_of
 from gems.errors import ConfigError, one_of
 from gems.runs.folder import RunFolder
 from gems.utils.run_module import RUN_MODULE
-from gems.utils.stdio import report
 from gems.utils.tables import RIGHT, table
+from jobs.batch.output import report
 from jobs.batch.resources import PROBE, job_spec
 from jobs.launch.own_job import CANCELLED_CODE
 from jobs.preflight.checks import show, site_checks
 from jobs.preflight.cost import DRY_RUN, YES, describe_cost, is_confirmed
-from jobs.schedulers.scheduler import SCHEDULERS
+from jobs.schedulers.scheduler import scheduler_for
 from jobs.schedulers.slurm_client.limits import is_on_site
 from jobs.status.cancellation import cancel_all
-from jobs.status.lookup import find_named
+from jobs.status.lookup import StudyRecord, find_named
 from jobs.status.run_status import ACTIVE, RunStatus, run_statuses
-from jobs.status.study_record import StudyRecord
 from jobs.studies.points import GROUP, Point, compose_points, read_study, study_name
 from jobs.studies.runner import HELD_BACK, StudyRunner
 
@@ -70,11 +69,11 @@ def study(words: Sequence[str], options: Options) -> int:
         return 0
     due = [point for point, _, state in seen if is_due(state)]
     if not is_confirmed([job_spec(point.spec) for point in due], assume_yes=YES in options.flags):
-        report("jobs", "nothing is submitted")
+        report("nothing is submitted")
         return 1
     counts = Counter(state for _, _, state in seen)
     listed = ", ".join(f"{number} {state}" for state, number in sorted(counts.items()))
-    report("jobs", f"study {name}: {len(seen)} points ({listed}); {len(due) or 'nothing'} to run")
+    report(f"study {name}: {len(seen)} points ({listed}); {len(due) or 'nothing'} to run")
     record.begin([(point.label, point.folder.path) for point in points])
     runner = StudyRunner(points, record, due)
     code = runner.run()
@@ -84,7 +83,7 @@ def study(words: Sequence[str], options: Options) -> int:
         code = max(code, CANCELLED_CODE)
     if runner.waiting:
         more = f"{len(runner.waiting)} points wait for the next call (or {WAIT})"
-        report("jobs", f"study {name}: the queue is full; {more}")
+        report(f"study {name}: the queue is full; {more}")
     return max(code, _finish(points, runner, record, options))
 
 
@@ -124,12 +123,11 @@ def _show_jobs(due: Sequence[Point]) -> None:
     if not jobs:
         return
     spec, job = jobs[0]
-    script = SCHEDULERS[spec.cluster.scheduler].script(spec, job, RunFolder.of(spec))
+    script = scheduler_for(spec).script(spec, job, RunFolder.of(spec))
     print(script, end="", file=sys.stderr, flush=True)
     report(
-        "jobs",
         f"the script of the first of {len(jobs)} points, at most"
-        f" {describe_cost([job for _, job in jobs])}",
+        f" {describe_cost([job for _, job in jobs])}"
     )
     show(site_checks(spec, job, script, here=is_on_site(spec.cluster)))
 

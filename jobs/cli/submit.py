@@ -16,8 +16,8 @@ from gems.plan.evaluate import evaluate
 from gems.runs.folder import RunFolder
 from gems.runs.owner import own_job_id, release, take
 from gems.runs.prepare import prepare
-from gems.utils.stdio import report
 from jobs.batch.launchers import command
+from jobs.batch.output import report
 from jobs.batch.resources import JobSpec, job_spec
 from jobs.diagnosis.node_blocklist import NodeBlocklist
 from jobs.launch.launch import JSON, STDERR, STDOUT, launch
@@ -25,11 +25,10 @@ from jobs.launch.launch import collect as collect_run
 from jobs.launch.submission import prepare_here, submit_chain, submit_run
 from jobs.preflight.checks import passed, preflight, show
 from jobs.preflight.cost import DRY_RUN, FORCE, YES
-from jobs.schedulers.scheduler import SCHEDULERS
+from jobs.schedulers.scheduler import scheduler_for
 from jobs.schedulers.slurm_client.limits import check_limits, is_on_site
-from jobs.status.job_record import read_chain
+from jobs.status.job_record import gone_verifier, read_chain
 from jobs.status.lookup import RUNS_DIR, find_one_run
-from jobs.status.ownership import gone_verifier
 from jobs.status.run_status import run_statuses
 
 AFTER = "--after"
@@ -82,7 +81,7 @@ def submit(spec: RunSpec, options: Options) -> int:
         than its host memory.
     """
     job = job_spec(spec)
-    num_jobs = _chain_length(options)
+    num_jobs = options.whole(CHAIN, 1, most=MAX_CHAIN)
     for option in (AFTER, CHAIN):
         if option in options.chosen and not job.is_batch:
             value = options.chosen[option]
@@ -106,10 +105,6 @@ def submit(spec: RunSpec, options: Options) -> int:
     return code
 
 
-def _chain_length(options: Options) -> int:
-    return options.whole(CHAIN, 1, most=MAX_CHAIN)
-
-
 def _job_to_await(spec: RunSpec, options: Options) -> str | None:
     """Return the job that --after names by its run, the last one of a chain.
 
@@ -120,7 +115,7 @@ def _job_to_await(spec: RunSpec, options: Options) -> str | None:
     folder = find_one_run([f"{RUNS_DIR}{spec.runs_dir}", name], "submit")
     (run,) = run_statuses([folder]).runs
     if not run.is_active:
-        report("jobs", f"{AFTER} {name}: it is {run.state}, so that there is nothing to wait for")
+        report(f"{AFTER} {name}: it is {run.state}, so that there is nothing to wait for")
         return None
     if run.job_id is None:
         raise ConfigError(
@@ -135,10 +130,10 @@ def _job_to_await(spec: RunSpec, options: Options) -> str | None:
 def _show(spec: RunSpec, job: JobSpec, options: Options) -> None:
     folder = RunFolder.of(spec)
     argv = command(job, folder)
-    script = SCHEDULERS[spec.cluster.scheduler].script(spec, job, folder) if job.is_batch else None
-    notes = SCHEDULERS[spec.cluster.scheduler].notes(script) if script is not None else []
+    script = scheduler_for(spec).script(spec, job, folder) if job.is_batch else None
+    notes = scheduler_for(spec).notes(script) if script is not None else []
     for note in notes:
-        report("jobs", note)
+        report(note)
     checks = passed(
         preflight(spec, job, script, partial(evaluate, spec), here=is_on_site(spec.cluster))
     )
@@ -167,10 +162,10 @@ def _show(spec: RunSpec, job: JobSpec, options: Options) -> None:
     line = shlex.join(argv)
     print(f"{line}\n" if script is None else script, end="", flush=True)
     if script is not None:
-        report("jobs", f"the script runs: {line}")
-    report("jobs", job.summary())
+        report(f"the script runs: {line}")
+    report(job.summary())
     show(checks)
-    report("jobs", f"nothing is submitted; without {DRY_RUN} the run folder is {folder.path}")
+    report(f"nothing is submitted; without {DRY_RUN} the run folder is {folder.path}")
 
 
 def _finished(spec: RunSpec) -> RunFolder | None:
@@ -191,7 +186,7 @@ def _show_finished(folder: RunFolder, options: Options) -> int:
         print_json({**folder.read_status(), "run_folder": str(folder.path)})
     name = shlex.quote(folder.path.name)
     again = f"`jobs resubmit {name} {FORCE}` runs it again"
-    report("jobs", f"{name} has finished, and nothing is submitted; {again}")
+    report(f"{name} has finished, and nothing is submitted; {again}")
     return 0
 
 
@@ -218,7 +213,7 @@ def _submit_job(spec: RunSpec, job: JobSpec, options: Options, num_jobs: int) ->
         return 0
     show(checks)
     if (note := NodeBlocklist(folder.path.parent).note(spec.cluster.name)) is not None:
-        report("jobs", note)
+        report(note)
     print(f"job     {job_id}: {job.summary()}\nfolder  {folder.path}")
     if len(chain) > 1:
         print(f"chain   {', '.join(chain)}, each after the one before, until the steps are done")

@@ -21,10 +21,19 @@ from gems.runs.failure_cause import FailureCause
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import FINISHED, read_beats
 from gems.utils.run_module import RUN_MODULE
-from jobs.batch.job import JobId
-from jobs.diagnosis.causes import BEHIND_KILLS, CONSEQUENCE, GONE, JOB_STATES, MOVED, START_CAUSES
+from jobs.batch.job import Job, JobId
+from jobs.diagnosis.causes import (
+    BEHIND_KILLS,
+    CONSEQUENCE,
+    GONE,
+    JOB_STATES,
+    MOVED,
+    START_CAUSES,
+    Finding,
+    read_lines,
+    scan_lines,
+)
 from jobs.diagnosis.launcher_output import LauncherOutput
-from jobs.diagnosis.log_patterns import Finding, read_lines, scan_lines
 from jobs.diagnosis.root_cause import (
     classify_record,
     find_failure,
@@ -32,8 +41,9 @@ from jobs.diagnosis.root_cause import (
     is_consequence,
     read_records,
 )
-from jobs.schedulers.scheduler import find_job
-from jobs.status.run_status import WAITING, read_or_empty, read_spec, run_statuses, utc_ns, whole
+from jobs.schedulers.scheduler import system_of
+from jobs.status.job_record import read_or_empty
+from jobs.status.run_status import WAITING, read_spec, run_statuses, utc_ns
 
 TRACE_LIMIT_S = 60.0
 SECOND_NS = 10**9
@@ -67,7 +77,10 @@ class Evidence:
         self.is_batch = (
             job_id is not None
         )  # a job of SLURM's, so that its nodes are not this machine
-        self.job, errors = find_job(job_id) if job_id is not None else (None, ())
+        self.job: Job | None = None
+        errors: tuple[str, ...] = ()
+        if job_id is not None:
+            self.job, errors = system_of(job_id).find_job(job_id)
         self.errors = (*seen.errors, *errors)
         self.spec = read_spec(folder)
         self.records = read_records(folder)
@@ -86,8 +99,8 @@ class Evidence:
                 tail = lines[-TAIL_LINES:]
                 for line in lines:
                     output.feed_line(line)
-        code = whole(self.status.get("exit_code"))
-        number = whole(self.status.get("signal"))
+        code = self.status.get("exit_code")
+        number = self.status.get("signal")
         if number and code is not None and 0 < code <= SIGNAL_BASE and "node" not in self.status:
             code = -number  # of the launcher itself
         ended = Ended(code if code is not None and code and code <= SIGNAL_BASE else 1, tuple(tail))
@@ -173,11 +186,6 @@ def trace_steps(folder: RunFolder) -> int | None:
         return None
 
 
-def text(value: object) -> str | None:
-    """Return a text from a file on one line; None if it is none, or empty."""
-    return " ".join(value.split()) if isinstance(value, str) and value.strip() else None
-
-
 def _from_records(evidence: Evidence) -> Iterator[Finding]:
     for record in evidence.records:
         cause = classify_record(record)
@@ -185,12 +193,12 @@ def _from_records(evidence: Evidence) -> Iterator[Finding]:
         # a rank that found a stall is not its cause: see the failure
         if cause is FailureCause.STALLED and not evidence.is_killed:
             continue
-        rank = whole(record.get("rank"))
+        rank = record.get("rank")
         words = " ".join(str(record.get("cause") or "no reason given").split())
         source = f"FAILED.rank{rank:04d}.json" if rank is not None else "FAILED.rank*.json"
         follows = follows or CONSEQUENCE.search(words) is not None
         yield Finding(
-            cause, source, words, utc_ns(record.get("utc")), rank, text(record.get("node")), follows
+            cause, source, words, utc_ns(record.get("utc")), rank, record.get("node"), follows
         )
 
 
@@ -297,7 +305,7 @@ def _from_silence(evidence: Evidence) -> Iterator[Finding]:
         for record in records
     ):
         return
-    known = {text(record.get("node")) for record in records}
+    known = {record.get("node") for record in records}
     known |= {beat.node for beat in evidence.beats.values() if beat.action == FINISHED}
     silent = {beat.node for beat in evidence.beats.values()} - known
     if len(silent) == 1:
@@ -317,11 +325,7 @@ def _from_status(evidence: Evidence) -> Iterator[Finding]:
         cause = classify_record(status)
         is_vague = cause in (FailureCause.EXCEPTION, FailureCause.KILLED, FailureCause.UNKNOWN)
         if is_vague:
-            cause = (
-                FailureCause.KILLED
-                if whole(status.get("signal")) is not None
-                else FailureCause.UNKNOWN
-            )
+            cause = FailureCause.KILLED if status.get("signal") else FailureCause.UNKNOWN
         yield Finding(cause, "status.json", words, time_ns, may_follow=is_vague)
     elif run.state == "cancelled":
         yield Finding(FailureCause.CANCELLED, run.source, run.note or words, time_ns)

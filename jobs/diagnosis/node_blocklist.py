@@ -6,8 +6,7 @@ MIN_FAILURES of them.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -15,13 +14,12 @@ from typing import Any
 
 from gems.config.cluster import NODE_NAME
 from gems.utils.atomic_io import write_json
-from jobs.status.run_status import read_or_empty
+from jobs.status.job_record import read_or_empty
 
 FILE = "bad_nodes.json"
 LIFE = timedelta(days=14)
 MIN_FAILURES = 2
 MAX_RUNS = 20
-TEXTS = ("cluster", "node", "reason", "run", "utc")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +69,7 @@ class NodeBlocklist:
 
         Others' nodes may have the same names.
         """
-        rows = read_or_empty(self.path).get("nodes")
-        found = map(_parse, rows) if isinstance(rows, list) else ()
+        found = map(_parse, read_or_empty(self.path).get("nodes", ()))
         return tuple(
             entry for entry in found if entry is not None and cluster in (None, entry.cluster)
         )
@@ -125,13 +122,8 @@ class NodeBlocklist:
         write_json(self.path, {"kept_days": LIFE.days, "nodes": rows})
 
 
-def _parse(row: object) -> BlockedNode | None:
-    """Return the entry of a row of the file; None if it is damaged or too old."""
-    with contextlib.suppress(KeyError, TypeError, ValueError):
-        texts: dict[str, Any] = {name: row[name] for name in TEXTS}  # type: ignore[index]
-        is_valid = all(isinstance(text, str) for text in texts.values()) and NODE_NAME.fullmatch(
-            texts["node"]
-        )
-        if is_valid and datetime.now(UTC) - datetime.fromisoformat(texts["utc"]) < LIFE:
-            return BlockedNode(**texts, runs=tuple(map(str, row["runs"])))  # type: ignore[index]
-    return None
+def _parse(row: Mapping[str, Any]) -> BlockedNode | None:
+    """Return the entry of a row of the file; None if it is too old, or names no node."""
+    entry = BlockedNode(**{**row, "runs": tuple(row["runs"])})
+    is_old = datetime.now(UTC) - datetime.fromisoformat(entry.utc) >= LIFE
+    return None if is_old or NODE_NAME.fullmatch(entry.node) is None else entry

@@ -15,15 +15,21 @@ from gems.errors import ConfigError, StalledError
 from gems.runs.failure_cause import FailureCause, device_memory_remedies
 from gems.runs.folder import RunFolder
 from gems.utils.atomic_io import write_json
-from gems.utils.stdio import report
 from gems.utils.tables import printable
 from gems.utils.units import GIB, counted, now_utc
-from jobs.diagnosis.causes import ADVICE, BY_SPECIFICITY, NODE_FILE_ERRORS, ORDERS, RUN_STATES
-from jobs.diagnosis.evidence import Evidence, text
-from jobs.diagnosis.log_patterns import Finding
+from jobs.batch.output import report
+from jobs.diagnosis.causes import (
+    ADVICE,
+    BY_SPECIFICITY,
+    NODE_FILE_ERRORS,
+    ORDERS,
+    RUN_STATES,
+    Finding,
+)
+from jobs.diagnosis.evidence import Evidence
 from jobs.diagnosis.node_blocklist import LIFE, MIN_FAILURES, NodeBlocklist
 from jobs.diagnosis.root_cause import describe_position, is_consequence
-from jobs.status.run_status import read_spec, whole
+from jobs.status.run_status import read_spec
 
 SCHEMA = "gems.diagnosis/1"
 DIAGNOSIS_JSON = "diagnosis.json"
@@ -33,7 +39,6 @@ MAX_EVIDENCE = 12
 SHOWN = ("source", "cause", "text", "is_consequence")  # of a finding
 MAX_CONSEQUENCES = 3
 CONSEQUENCE_CHARS = 120
-KEEP = "keep"
 CHECKPOINTS = "train.checkpoint_s: so that less is lost the next time"
 OFFLOADED = "machine.host_bytes: the host memory that offloaded activations of a node may take"
 
@@ -217,9 +222,8 @@ def record_diagnosis(diagnosis: Diagnosis) -> None:
             write_json(folder.path / DIAGNOSIS_JSON, {**diagnosis.to_dict(), "utc": now_utc()})
         except OSError as error:
             report(
-                "jobs",
                 f"{DIAGNOSIS_JSON} is not written: {folder.path} cannot be written"
-                f" ({error.strerror})",
+                f" ({error.strerror})"
             )
     spec = read_spec(folder) if node is not None else None
     if node is None or spec is None:
@@ -239,9 +243,7 @@ def record_diagnosis(diagnosis: Diagnosis) -> None:
             spec.cluster.name, node, f"{diagnosis.cause}: {diagnosis.text}"[:200], attempt, utc
         )
     except OSError as error:
-        report(
-            "jobs", f"node {node} is not noted: {nodes.path} cannot be written ({error.strerror})"
-        )
+        report(f"node {node} is not noted: {nodes.path} cannot be written ({error.strerror})")
         return
     if entry is not None:
         excludes = (
@@ -249,7 +251,7 @@ def record_diagnosis(diagnosis: Diagnosis) -> None:
         )
         if not entry.is_blocked:
             excludes = f"`jobs resubmit` excludes it after {MIN_FAILURES} failures"
-        report("jobs", f"{entry.describe()}; {excludes}")
+        report(f"{entry.describe()}; {excludes}")
 
 
 def _diagnosis(evidence: Evidence, finding: Finding, found: list[Finding]) -> Diagnosis:
@@ -265,10 +267,10 @@ def _diagnosis(evidence: Evidence, finding: Finding, found: list[Finding]) -> Di
         (each for each in evidence.records if rank is not None and each.get("rank") == rank), {}
     )
     beat = evidence.beats.get(rank) if rank is not None else None
-    step = whole(record.get("step"))
-    action = text(record.get("action")) or (beat.action if beat is not None else None)
-    node = node or text(record.get("node")) or (beat.node if beat is not None else None)
-    rss_bytes = whole(record.get("rss_bytes"))
+    step = record.get("step")
+    action = record.get("action") or (beat.action if beat is not None else None)
+    node = node or record.get("node") or (beat.node if beat is not None else None)
+    rss_bytes = record.get("rss_bytes")
     if rss_bytes is None and job is not None and cause is FailureCause.HOST_MEMORY:
         rss_bytes = job.max_rss_bytes
     is_blamed = evidence.is_batch and _is_node_fault(finding, found)
@@ -284,7 +286,7 @@ def _diagnosis(evidence: Evidence, finding: Finding, found: list[Finding]) -> Di
         beat.step if step is None and beat is not None else step,
         action,
         rss_bytes,
-        whole(record.get("device_bytes")),
+        record.get("device_bytes"),
         _memory(record),
         _consequences(evidence, rank),
         _waits_for(evidence) if cause is FailureCause.STALLED else None,
@@ -302,7 +304,7 @@ def _waits_for(evidence: Evidence) -> str | None:
     """Return the first record of who waited for whom."""
     stalled = (each for each in evidence.records if each.get("exit_code") == StalledError.exit_code)
     records = (evidence.stall, *stalled)
-    return next(filter(None, (text(each.get("waits_for")) for each in records)), None)
+    return next(filter(None, (each.get("waits_for") for each in records)), None)
 
 
 def _is_node_fault(finding: Finding, found: Iterable[Finding]) -> bool:
@@ -327,8 +329,8 @@ def _listed(evidence: Evidence, findings: list[Finding]) -> tuple[Finding, ...]:
 
 
 def _memory(record: Mapping[str, Any]) -> str | None:
-    told = record.get("memory")
-    return text(told.get("text")) if isinstance(told, dict) else None
+    text: str | None = (record.get("memory") or {}).get("text")
+    return text
 
 
 def _consequences(evidence: Evidence, rank: int | None) -> tuple[str, ...]:
@@ -336,7 +338,7 @@ def _consequences(evidence: Evidence, rank: int | None) -> tuple[str, ...]:
     described = []
     for record in evidence.records if rank is not None else ():
         if record.get("rank") not in (rank, None) and is_consequence(record):
-            cause = text(record.get("cause")) or "no reason given"
+            cause = record.get("cause") or "no reason given"
             where = f"rank {record['rank']} on node {record.get('node')}"
             described.append(
                 f"{where} failed with"
@@ -349,7 +351,7 @@ def _stages(
     evidence: Evidence, rank: int | None, record: Mapping[str, Any], action: str | None
 ) -> tuple[int, ...]:
     """Return the stage that the rank was in, else all that it holds."""
-    stage = whole(record.get("stage"))
+    stage = record.get("stage")
     named = STAGE.match(action or "")
     if stage is None and named is not None:
         stage = int(named[1])
@@ -401,9 +403,6 @@ def advise(
 
 def _device_memory(evidence: Evidence) -> str:
     """Return the advice of the rank that ran out of memory, or else that for its configuration."""
-    records = (each.get("memory") for each in evidence.records)
-    told = next(
-        (each["advice"] for each in records if isinstance(each, dict) and each.get("advice")), None
-    )
-    lines = told if isinstance(told, list) else device_memory_remedies(evidence.spec)
-    return "\n".join(map(str, lines))
+    advice = ((each.get("memory") or {}).get("advice") for each in evidence.records)
+    told: list[str] | None = next(filter(None, advice), None)
+    return "\n".join(told or device_memory_remedies(evidence.spec))

@@ -5,7 +5,6 @@ The sources are the records that ranks left, the launcher's output, and the hear
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
 import signal
@@ -19,8 +18,7 @@ from gems.launch.local_launcher import Ended
 from gems.runs.failure_cause import FailureCause
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import FINISHED, Beat, read_beats
-from gems.utils.atomic_io import read_json
-from jobs.diagnosis.causes import CONSEQUENCE, EXIT_CODES, START_CAUSES
+from jobs.diagnosis.causes import CONSEQUENCE, EXIT_CODES, START_CAUSES, classify_text
 from jobs.diagnosis.launcher_output import (
     LOST_PEER,
     OUT_OF_MEMORY,
@@ -28,8 +26,8 @@ from jobs.diagnosis.launcher_output import (
     Death,
     LauncherOutput,
 )
-from jobs.diagnosis.log_patterns import classify_text
-from jobs.status.run_status import read_or_empty, utc_ns
+from jobs.status.job_record import read_or_empty
+from jobs.status.run_status import utc_ns
 
 COMPUTE = re.compile(r"\d+(?:\.\d+)?[FBIWR]\d*(?:/\d+)?")
 LAUNCHER_LINE = re.compile(
@@ -200,7 +198,7 @@ def classify_record(record: Mapping[str, Any]) -> FailureCause:
         return FailureCause(recorded)
     if code == ConfigError.exit_code and text.startswith(MPI_KEY):
         return FailureCause.WRONG_MPI
-    if isinstance(code, int) and code in EXIT_CODES:
+    if code in EXIT_CODES:
         return EXIT_CODES[code]
     return (
         classify_text(f"{record['kind']}: {text}" if "kind" in record else text)
@@ -230,14 +228,7 @@ def has_failed_rank(folder: RunFolder) -> bool:
 
 def read_records(folder: RunFolder) -> list[dict[str, Any]]:
     """Read the records of failing ranks, the earliest first."""
-    records = []
-    for path in folder.path.glob("FAILED.rank*.json"):
-        with contextlib.suppress(OSError, ValueError):
-            whole = ("rank", "pid", "step")
-            items = read_json(path).items()
-            records.append(
-                {key: value for key, value in items if key not in whole or isinstance(value, int)}
-            )
+    records = filter(None, map(read_or_empty, folder.path.glob("FAILED.rank*.json")))
     return sorted(records, key=lambda record: str(record.get("utc", "")))
 
 
@@ -286,23 +277,18 @@ def _from_stall(
         (record for record in records if record.get("exit_code") == StalledError.exit_code), {}
     )
     found = stall or first
-    roots = stall.get(
-        "roots"
-    )  # the ranks that held all others up, the likeliest first, if the finder knew them
-    root = roots[0] if isinstance(roots, list) and roots and isinstance(roots[0], dict) else {}
-    kinds = {"rank": int, "node": str, "pid": int, "step": int, "action": str}
-    root = {key: root[key] for key, kind in kinds.items() if isinstance(root.get(key), kind)}
-    rank = root["rank"] if "rank" in root else _silent_rank(records, beats)
+    # the ranks that held all others up, the likeliest first, if the finder knew them
+    root: dict[str, Any] = next(iter(stall.get("roots", ())), {})
+    rank = root["rank"] if root else _silent_rank(records, beats)
     if rank is None:
         return _from_record(
             {"cause": "no rank moved", **found, **first, "exit_code": StalledError.exit_code}
         )
-    if "rank" not in root:
+    if not root:
         root = asdict(beats[rank])
     cause = str(first.get("cause") or stall.get("cause") or "")
     if found.get("rank") not in (None, rank):
-        waited_s = found.get("waited_s")
-        waited = f" {waited_s:.0f} s" if isinstance(waited_s, int | float) else ""
+        waited = f" {found['waited_s']:.0f} s" if "waited_s" in found else ""
         cause = (
             f"rank {found['rank']} waited{waited} in step {found.get('step')}, action"
             f" {found.get('action')}"

@@ -17,8 +17,8 @@ from gems.runs.failure_cause import classify_error
 from gems.runs.folder import RunFolder
 from gems.runs.owner import CLUSTER_VARIABLE, Owner, own_job_id, read_owner, take
 from gems.utils.process_tree import start_time
-from gems.utils.stdio import report
 from jobs.batch.job import JobId
+from jobs.batch.output import report
 from jobs.batch.resources import TOKEN_VARIABLE
 from jobs.launch.elastic import Recovery
 from jobs.launch.launch import StopRequest, launch
@@ -57,8 +57,9 @@ class BatchJob:
         worst = 0
         for folder in (RunFolder(Path(path)) for path in self.run_folders):
             _adopt_cluster(folder)
-            if _has_finished(folder):
-                report("jobs", f"run {folder.path.name} has finished: nothing is left to do")
+            status = JobRecord.read(folder).status  # errors in the folder are reported later
+            if status.get("state") == "finished" and status.get("job_id") == own_job_id():
+                report(f"run {folder.path.name} has finished: nothing is left to do")
                 continue
             with (
                 StopRequest() as request
@@ -69,15 +70,6 @@ class BatchJob:
                 break
         if worst:
             raise SystemExit(worst)
-
-
-def _has_finished(folder: RunFolder) -> bool:
-    """Return whether this job itself has finished a run before.
-
-    Errors in the folder are reported later.
-    """
-    status = JobRecord.read(folder).status
-    return status.get("state") == "finished" and status.get("job_id") == own_job_id()
 
 
 def run_prepared(folder: RunFolder, request: StopRequest, token: str) -> int:
@@ -93,7 +85,7 @@ def run_prepared(folder: RunFolder, request: StopRequest, token: str) -> int:
         record = JobRecord.read(folder)
         if own_job_id() in record.chain and record.is_over:
             state = record.status.get("state")
-            report("jobs", f"the run is {state}; this job of its chain has nothing to do")
+            report(f"the run is {state}; this job of its chain has nothing to do")
             return 0
         other = claim(folder, token)
     if other is not None:
@@ -102,7 +94,7 @@ def run_prepared(folder: RunFolder, request: StopRequest, token: str) -> int:
             if other.job_id is not None
             else f"process {other.pid} on {other.host}"
         )
-        report("jobs", f"the folder belongs to {job} now; this job leaves it alone")
+        report(f"the folder belongs to {job} now; this job leaves it alone")
         return 0
     try:
         recovery = Recovery(folder, BatchJob((str(folder.path),)))
@@ -114,7 +106,7 @@ def run_prepared(folder: RunFolder, request: StopRequest, token: str) -> int:
             code = launch(folder, spec, echo=False, request=request, recovery=recovery)
         return 0 if recovery.has_moved else code
     except GemsError as error:
-        report("jobs", str(error))
+        report(str(error))
         code = error.exit_code
         cause_class = str(classify_error(error).cause)
         if folder.read_status().get("state") not in ("failed", "cancelled", "requeued", "stopped"):
@@ -131,13 +123,13 @@ def run_prepared(folder: RunFolder, request: StopRequest, token: str) -> int:
         notify(folder)
 
 
-def wait_for_submission(folder: RunFolder, limit_s: float = SUBMITTED_LIMIT_S) -> None:
+def wait_for_submission(folder: RunFolder) -> None:
     """Wait until the submitting process has recorded this job.
 
     Otherwise it would overwrite a later state with "submitted".
     """
     pause = threading.Event()
-    deadline_s = time.monotonic() + limit_s
+    deadline_s = time.monotonic() + SUBMITTED_LIMIT_S
     while not _is_recorded(folder) and time.monotonic() < deadline_s:
         pause.wait(POLL_S)
 

@@ -18,12 +18,11 @@ from pathlib import Path
 from gems.errors import GemsError
 from gems.runs.folder import RunFolder
 from gems.runs.owner import own_job_id
-from gems.utils.stdio import report
 from jobs.batch.job import JobId
+from jobs.batch.output import report
 from jobs.launch.batch import BatchJob
 from jobs.launch.elastic import DEPUTY_LOG as LOG
-from jobs.launch.elastic import Recovery
-from jobs.launch.nodes import own_nodes
+from jobs.launch.elastic import Recovery, own_nodes
 from jobs.schedulers.slurm_client.jobs import cancel_jobs
 
 LOOK_EVERY_S = 20.0
@@ -52,9 +51,7 @@ def main(argv: list[str]) -> int:
     try:
         Recovery(folder, BatchJob((str(folder.path),))).replace_job(batch_node)
     except (GemsError, OSError) as error:
-        report(
-            "jobs", f"the batch script's node {batch_node} is lost; the run does not go on: {error}"
-        )
+        report(f"the batch script's node {batch_node} is lost; the run does not go on: {error}")
         return 1
     finally:
         cancel_jobs([JobId.parse(own_job_id() or "").local])

@@ -11,28 +11,112 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from gems.config.schema import RunSpec
-from gems.errors import ConfigError, GemsError, RankFailedError, StalledError
+from gems.errors import ConfigError, GemsError, NodeFailedError, RankFailedError, StalledError
+from gems.launch.local_launcher import Ended
 from gems.runs.failure_cause import FailureCause
 from gems.runs.folder import RunFolder, describe_layout
 from gems.runs.owner import own_job_id, verify_gone
 from gems.runs.prepare import change_layout
 from gems.utils.process_tree import end_family
-from gems.utils.stdio import report
+from gems.utils.units import now_utc
+from jobs.batch.command import SchedulerUnavailableError
 from jobs.batch.launchers import deputy_by_srun
+from jobs.batch.output import report
 from jobs.batch.resources import JobSpec, Work, job_spec
 from jobs.diagnosis.evidence import newest_checkpoint
+from jobs.diagnosis.node_blocklist import NodeBlocklist
 from jobs.diagnosis.root_cause import Failure
-from jobs.launch.nodes import note_bad_node, own_nodes
-from jobs.launch.own_job import counted_requeue, requeue_refusal, requeue_run
+from jobs.launch.own_job import counted_requeue, own_job, requeue_refusal, requeue_run
 from jobs.launch.transaction import Ownership, submit_owned
 from jobs.preflight.layouts import smaller_plan
 from jobs.probes.nodes import END_LIMIT_S, NodeCheck
+from jobs.schedulers.slurm_client.site import expand_nodes
 from jobs.status.job_record import JobRecord
+
+
+class Selection(NamedTuple):
+    """The job with the good `nodes` that its ranks run on.
+
+    It also has how the check ended if the job was stopped then.
+    """
+
+    job: JobSpec
+    nodes: tuple[str, ...] = ()
+    stopped: Ended | None = None
+
+
+def select_nodes(
+    job: JobSpec, folder: RunFolder, environment: Mapping[str, str], left_out: Collection[str] = ()
+) -> Selection:
+    """Check the nodes of this job if its cluster requests that, and choose the ranks' nodes.
+
+    A bad node goes on the node blocklist; spare nodes, or those of a larger layout, take its place.
+    Nodes in `left_out` are not checked. If the cluster requests neither a check nor spare nodes, no
+    node is checked.
+
+    Raises:
+        NodeFailedError: fewer good nodes are left than the ranks need; it names a bad one and its
+            fault.
+    """
+    cluster = job.cluster
+    if job.launcher != "srun" or not (cluster.outlives_nodes or cluster.checks_nodes):
+        return Selection(job)
+    nodes = tuple(node for node in own_nodes() if node not in left_out)
+    faults = {}
+    if nodes and cluster.checks_nodes:
+        check = NodeCheck(nodes)
+        ended = check.run(job, folder, environment)
+        if ended.stopped_by is not None:
+            return Selection(job, nodes, ended)
+        faults = check.faults()
+    for node, fault in faults.items():
+        note_bad_node(folder, job, node, fault)
+    good = tuple(node for node in nodes if node not in faults)
+    if nodes and len(good) < job.nodes:
+        raise NodeFailedError(_shortage(job, len(good), faults), good, faults)
+    if faults:
+        what = "; ".join(f"node {node} is left out: {fault}" for node, fault in faults.items())
+        report(what)
+    return Selection(replace(job, nodelist=good[: job.nodes]), good)
+
+
+def own_nodes() -> tuple[str, ...]:
+    """Return the nodes that this job has now.
+
+    SLURM removes a failed node from a job that outlives its nodes.
+    """
+    job = own_job()
+    listed = (
+        job.nodes if job is not None and job.nodes else os.environ.get("SLURM_JOB_NODELIST", "")
+    )
+    try:
+        return expand_nodes([listed]) if listed else ()
+    except SchedulerUnavailableError:
+        return ()
+
+
+def note_bad_node(folder: RunFolder, job: JobSpec, node: str, fault: str) -> None:
+    """Put a node on the node blocklist; a folder without write permission ends no run."""
+    attempt = f"{folder.path.name} attempt {folder.attempt}"
+    try:
+        NodeBlocklist(folder.path.parent).add(
+            job.cluster.name, node, fault[:200], attempt, now_utc()
+        )
+    except OSError as error:
+        report(f"node {node} is not noted ({error.strerror})")
+
+
+def _shortage(job: JobSpec, num_good: int, faults: Mapping[str, str]) -> str:
+    named = ", ".join(f"node {node} is bad: {fault}" for node, fault in faults.items())
+    return (
+        f"{named or 'nodes were lost'}; good nodes left: {num_good}, and the ranks need {job.nodes}"
+    )
+
 
 CODES = (RankFailedError.exit_code, StalledError.exit_code)
 # Failures that the run itself explains, whatever happened to a node.
@@ -92,7 +176,7 @@ class Recovery:
                     start_new_session=True,
                 )
             except OSError as error:
-                report("jobs", f"the batch script has no deputy ({error.strerror})")
+                report(f"the batch script has no deputy ({error.strerror})")
             else:
                 stack.callback(end_family, process, END_LIMIT_S)
             yield
@@ -156,7 +240,7 @@ class Recovery:
                 self._submit(own, sizes[0], facts, lost)
                 return True
         except (ConfigError, OSError) as error:
-            report("jobs", f"{lost}; the run does not go on: {error}")
+            report(f"{lost}; the run does not go on: {error}")
             return False
         refusal = requeue_refusal(folder, own.cluster, FailureCause.NODE)
         if refusal is None:
@@ -168,14 +252,14 @@ class Recovery:
             if refusal is None
             else f"the run does not go on: {refusal}"
         )
-        report("jobs", f"{lost}; {goes_on}")
+        report(f"{lost}; {goes_on}")
         self.has_moved = refusal is None
         return self.has_moved
 
     def _launch_again(self, facts: dict[str, Any], lost: str, spec: RunSpec) -> bool:
         cause = f"{lost}; the run goes on by {describe_layout(spec)}"
         self._folder.write_status("requeued", **facts | {"job_id": own_job_id(), "cause": cause})
-        report("jobs", cause)
+        report(cause)
         self.again = True
         return True
 
@@ -195,7 +279,7 @@ class Recovery:
         lost = f"node {batch_node} is lost, and the batch script with it"
         note_bad_node(self._folder, job_spec(now), batch_node, GONE)
         if (following := JobRecord.read(self._folder).next_job) is not None:
-            report("jobs", f"{lost}; job {following}, the next of its chain, continues the run")
+            report(f"{lost}; job {following}, the next of its chain, continues the run")
             return
         sizes = own.cluster.smaller_nodes(now.cluster.nodes or 1)
         if sizes:
@@ -228,7 +312,7 @@ class Recovery:
             (new_id,) = submit_owned(
                 spec, job, ownership, [self.work], "requeued", {**facts, "cause": lost}
             )
-        report("jobs", f"{lost}; the run continues as job {new_id}, by {describe_layout(spec)}")
+        report(f"{lost}; the run continues as job {new_id}, by {describe_layout(spec)}")
         self.has_moved = True
 
 

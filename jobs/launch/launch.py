@@ -12,9 +12,12 @@ import subprocess
 import sys
 import threading
 import types
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import IO, Any, Self
 
+from gems.cli.framework import print_json
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, NodeFailedError, RankFailedError
 from gems.launch.local_launcher import GRACE_S, Ended, Output, rank_environment, run_ranks
@@ -23,25 +26,22 @@ from gems.runs.failure_cause import FailureCause, classify_error
 from gems.runs.folder import CANCELLED_JSON, RunFolder
 from gems.runs.owner import hold, own_job_id, release
 from gems.runs.provenance import check_run_yaml
-from gems.utils.atomic_io import reserve, write_json
+from gems.utils.atomic_io import read_json, reserve, write_json
 from gems.utils.process_tree import start_time
 from gems.utils.run_module import RUN_MODULE
-from gems.utils.stdio import report
 from gems.utils.units import now_utc
-from jobs.batch.launchers import command, module_on_each_node
-from jobs.batch.resources import PROBE, SIMULATED, JobSpec, job_spec
+from jobs.batch.command import run_command
+from jobs.batch.launchers import command, module_on_each_node, on_each_node
+from jobs.batch.output import report
+from jobs.batch.resources import CODE, IMAGE, PROBE, SIMULATED, JobSpec, job_spec
 from jobs.diagnosis.launcher_output import RANK_CODES, LauncherOutput
 from jobs.diagnosis.root_cause import Failure, find_failure, read_records
 from jobs.launch import own_job
-from jobs.launch.elastic import Recovery
-from jobs.launch.nodes import select_nodes
+from jobs.launch.elastic import Recovery, select_nodes
 from jobs.launch.notify import notify
 from jobs.launch.rank_watch import RankWatch, is_gone
-from jobs.launch.staging import staged
 from jobs.probes.mpi import probe_in_job
-from jobs.probes.placement import show_placement
-from jobs.status.job_record import CHAIN_JSON, REQUEUES_JSON, SLURM, JobRecord
-from jobs.status.run_status import read_or_empty
+from jobs.status.job_record import CHAIN_JSON, REQUEUES_JSON, SLURM, JobRecord, read_or_empty
 
 # The batch script's own rank. srun gives each task one; ranks of another launcher would all take
 # these for theirs.
@@ -57,6 +57,8 @@ JOB_FILES = (
 )
 SWEEP = "gems.launch.mpich_cleanup"
 SWEEP_LIMIT_S = 120.0
+COPY_LIMIT_S = 600.0  # a container's image has some GB
+REMOVE_LIMIT_S = 10.0
 # SLURM has signalled the ranks itself, and leaves this process its KillWait to record the end
 BATCH_GRACE_S = 2.0
 # Where the closing table goes.
@@ -164,7 +166,7 @@ class _Launch:
         try:
             ended = self._run_ranks(stack, watch, echo)
             if is_gone(folder):
-                report("jobs", f"the run folder {folder.path} is gone: the run has been ended")
+                report(f"the run folder {folder.path} is gone: the run has been ended")
                 return RankFailedError.exit_code
             if ended.stopped_by is None:
                 own_job.record_end(folder)
@@ -231,7 +233,7 @@ class _Launch:
             return False
         if self.folder.cancelled_json.exists():
             return False
-        report("jobs", str(error))
+        report(str(error))
         return self.recovery.goes_on(self.job, self.facts, error.good, error.faults)
 
     def _record_error(self, error: BaseException, code: int) -> None:
@@ -261,14 +263,21 @@ class _Launch:
             code = 0 if is_complete else collect(folder, self.summary)
             folder.write_status("finished", **facts, exit_code=code, collected=code == 0)
             return code
-        state, failure = _find_failure(folder, job, self.output, ended)
+        state = "failed"
+        failure = find_failure(folder, self.output, ended)
+        if job.launcher == SIMULATED and ended.returncode in RANK_CODES:
+            # there is no rank; the code is the process's own
+            failure = replace(failure, exit_code=ended.returncode)
+        # SLURM may end the ranks first
+        if is_killed or folder.cancelled_json.exists():
+            state, failure = own_job.describe_killed_run(folder, job, failure, ended)
         recovery = self.recovery
         if (
             recovery is not None
             and state == "failed"
             and recovery.is_concerned(job, self.nodes, failure)
         ):
-            report("jobs", failure.describe())
+            report(failure.describe())
             faults = recovery.find_faults(job, self.environment, self.nodes, failure)
             good = [node for node in self.nodes if node not in faults]
             if faults and recovery.goes_on(job, facts, good, faults):
@@ -287,7 +296,7 @@ class _Launch:
         where = f"the ranks' output is in {folder.logs / 'ranks.log'}"
         if has_traces:
             where = f"traces up to the last finished step are in {folder.path / 'trace'}"
-        report("jobs", f"{failure.describe()}; {where}")
+        report(f"{failure.describe()}; {where}")
         if ended.stopped_by is None and has_traces:
             collect(folder, self.summary)
         return failure.exit_code
@@ -344,21 +353,6 @@ def collect(folder: RunFolder, summary: str = STDOUT) -> int:
         return subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=out).returncode
 
 
-def _find_failure(
-    folder: RunFolder, job: JobSpec, output: LauncherOutput, ended: Ended
-) -> tuple[str, Failure]:
-    """Return the state and the failure of a run whose ranks have failed."""
-    state = "failed"
-    failure = find_failure(folder, output, ended)
-    if job.launcher == SIMULATED and ended.returncode in RANK_CODES:
-        # there is no rank; the code is the process's own
-        failure = replace(failure, exit_code=ended.returncode)
-    # SLURM may end the ranks first
-    if ended.stopped_by is not None or folder.cancelled_json.exists():
-        state, failure = own_job.describe_killed_run(folder, job, failure, ended)
-    return state, failure
-
-
 def _environment(job: JobSpec, spec: RunSpec, echo: bool) -> dict[str, str]:
     environment = rank_environment(spec.machine.threads_per_rank, keep_slurm=job.is_batch)
     if echo and sys.stderr.isatty():
@@ -372,3 +366,63 @@ def _environment(job: JobSpec, spec: RunSpec, echo: bool) -> dict[str, str]:
             name: value for name, value in environment.items() if name not in BATCH_SCRIPT_VARIABLES
         }
     return environment | {key: str(value) for key, value in spec.cluster.environment.items()}
+
+
+@contextlib.contextmanager
+def staged(job: JobSpec, folder: RunFolder) -> Iterator[JobSpec]:
+    """Copy the files that `cluster.stage` names; yield the job with commands that use the copies.
+
+    Remove the copies at the end. Files that cannot be copied are read in place. Jobs of few nodes,
+    and of launchers other than srun, copy nothing.
+    """
+    copied: list[str] = []
+    if job.launcher == "srun" and job.nodes > job.cluster.stage_above_nodes:
+        for what, path in sources(job, folder).items():
+            error = _run(["sbcast", "--force", str(path), job.stage_path(what)], COPY_LIMIT_S)
+            if error is None:
+                copied.append(what)
+            else:
+                report(f"cluster.stage: {path} is read by all nodes where it is ({error})")
+    try:
+        yield replace(job, staged=tuple(copied))
+    finally:
+        if copied:
+            _run([*on_each_node(job), "rm", "-f", *map(job.stage_path, copied)], REMOVE_LIMIT_S)
+
+
+def sources(job: JobSpec, folder: RunFolder) -> dict[str, Path]:
+    """Return the files to copy: the code archive, and the container image if it is a file."""
+    files = {}
+    if job.snapshot:
+        files[CODE] = folder.code_zip
+    if job.cluster.container_image is not None:
+        files[IMAGE] = Path(job.cluster.container_image)
+    return {
+        what: files[what] for what in job.cluster.stage if what in files and files[what].is_file()
+    }
+
+
+def _run(argv: list[str], limit_s: float) -> str | None:
+    """Run a command in this process's own job; return its error, or None."""
+    return run_command(argv, limit_s=limit_s, environment=os.environ).failure
+
+
+def show_placement(folder: RunFolder, out: IO[str] | None, as_json: bool) -> int:
+    """Report the result of a placement check, which leaves no trace.
+
+    The check has failed if the first rank left no placement.
+    """
+    found = read_json(folder.result_json)
+    if not found:
+        report(f"no rank of the probe {folder.path} has answered")
+        return RankFailedError.exit_code
+    if as_json:
+        print_json(found)
+        return 0
+    gpus = "none asked for"
+    if found["gpus_on_node"]:
+        gpus = found["visible_gpus"] or "those of its node"
+    ranks = f"{found['num_ranks']} ranks on {found['num_nodes']} nodes are where the run wants them"
+    rank_0 = f"rank 0 is on {found['node']} and sees GPUs: {gpus}"
+    print(f"probe   {ranks}; {rank_0}", file=out, flush=True)
+    return 0

@@ -8,8 +8,8 @@ left to the batch system.
 from __future__ import annotations
 
 import json
+import os
 import shlex
-import subprocess
 import threading
 import urllib.request
 from typing import Any
@@ -17,8 +17,9 @@ from urllib.parse import urlsplit
 
 from gems.errors import ConfigError, StalledError
 from gems.runs.folder import RunFolder
-from gems.utils.stdio import report
-from jobs.status.run_status import read_or_empty, whole
+from jobs.batch.command import run_command
+from jobs.batch.output import report
+from jobs.status.job_record import read_or_empty
 
 LIMIT_S = 10.0
 COMMAND = "command:"
@@ -39,7 +40,7 @@ def notify(folder: RunFolder) -> None:
         if target.partition(":")[0] == MAIL:
             continue
         if (error_text := send(target, document)) is not None:
-            report("jobs", f"cluster.notify: {_shown(target)} was not told ({error_text})")
+            report(f"cluster.notify: {_shown(target)} was not told ({error_text})")
 
 
 def describe(folder: RunFolder) -> dict[str, Any]:
@@ -48,30 +49,15 @@ def describe(folder: RunFolder) -> dict[str, Any]:
     It has the event, the state with its cause, the step, and the run folder.
     """
     status = folder.read_status()
-    progress = read_or_empty(folder.progress_json)
-    state = status.get("state")
-    code = status.get("exit_code")
-    event = (
-        REQUEUED if state == "requeued" else STALLED if code == StalledError.exit_code else ENDED
-    )
-    step = next(
-        (
-            each
-            for each in (status.get("stopped_step"), progress.get("step"))
-            if whole(each) is not None
-        ),
-        None,
-    )
-    fields = {
-        name: status.get(name)
-        for name in ("state", "cause", "exit_code", "job_id", "requeue_count")
-    }
+    steps = status.get("stopped_step"), read_or_empty(folder.progress_json).get("step")
+    event = STALLED if status.get("exit_code") == StalledError.exit_code else ENDED
+    names = ("state", "cause", "exit_code", "job_id", "requeue_count")
     return {
-        "event": event,
+        "event": REQUEUED if status.get("state") == REQUEUED else event,
         "run": folder.path.name,
         "run_folder": str(folder.path),
-        **fields,
-        "step": step,
+        **{name: status.get(name) for name in names},
+        "step": next((step for step in steps if step is not None), None),
     }
 
 
@@ -101,22 +87,10 @@ def send(target: str, document: dict[str, Any]) -> str | None:
 
 def _run(command: str, text: str) -> str | None:
     try:
-        ended = subprocess.run(
-            shlex.split(command),
-            input=text,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=LIMIT_S,
-        )
-    except subprocess.TimeoutExpired:
-        return f"it did not end within {LIMIT_S:g} s"
-    except (OSError, ValueError) as error:
+        argv = shlex.split(command)
+    except ValueError as error:
         return str(error)
-    if ended.returncode == 0:
-        return None
-    last = (ended.stderr or ended.stdout).strip().splitlines()[-1:]
-    return ": ".join([f"exit code {ended.returncode}", *last])
+    return run_command(argv, text, LIMIT_S, os.environ).failure
 
 
 def _shown(target: str) -> str:

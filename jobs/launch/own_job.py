@@ -19,9 +19,9 @@ from gems.runs.folder import RunFolder
 from gems.runs.owner import own_job_id, verify_gone
 from gems.runs.provenance import ENVIRONMENT_JSON, check_code, environment
 from gems.utils.atomic_io import read_json, write_json
-from gems.utils.stdio import report
 from gems.utils.units import now_utc
 from jobs.batch.job import Job
+from jobs.batch.output import report
 from jobs.batch.resources import JobSpec, Work
 from jobs.diagnosis.root_cause import Failure
 from jobs.launch.transaction import Ownership, submit_owned
@@ -77,16 +77,15 @@ def will_restart(job: Job | None) -> bool:
     return job is not None and job.restarts > num_restarts()
 
 
-def kill_reason(log: Path | None = None) -> str | None:
+def kill_reason() -> str | None:
     """Read from the job's own output why its batch system ends it; return None if unknown.
 
     The result is a FailureCause, REQUEUED, or the system's own words. SLURM writes the message to
-    the batch script's stderr before it sends SIGTERM. By default, read what this process has added
-    to its stderr; `log` names another file.
+    the batch script's stderr before it sends SIGTERM: read what this process has added to its own.
     """
-    log, start = (_stderr(), LOG_START_BYTES) if log is None else (log, 0)
+    start = LOG_START_BYTES
     try:
-        with log.open("rb") as file:
+        with _stderr().open("rb") as file:
             if not file.seekable():
                 return None
             size = file.seek(0, os.SEEK_END)
@@ -154,7 +153,7 @@ def _recording() -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
-        report("jobs", f"the batch system's record of the job cannot be written ({error})")
+        report(f"the batch system's record of the job cannot be written ({error})")
 
 
 def _record(job_id: str) -> dict[str, Any] | None:
@@ -214,7 +213,7 @@ def requeue_refusal(folder: RunFolder, cluster: ClusterConfig, why: str) -> str 
         return f"job {record.next_job} of its chain continues"
     if cluster.max_requeues == 0:
         return "cluster.max_requeues=0"
-    used = record.num_requeues(why)
+    used = sum(row.get("why") == why and row.get("by") == LAUNCHER for row in record.requeues)
     if (
         why in (FailureCause.TIME_LIMIT, FailureCause.NODE, FailureCause.HOST_MEMORY)
         and used >= cluster.max_requeues
@@ -258,7 +257,7 @@ def requeue_run(
                 (new_id,) = submit_owned(spec, job, ownership, [work], "requeued", facts)
     except (ConfigError, OSError) as refusal:
         return "no requeue, " + "; ".join(filter(None, (error, str(refusal))))
-    report("jobs", f"no requeue, {error}; the run continues as job {new_id}")
+    report(f"no requeue, {error}; the run continues as job {new_id}")
     return None
 
 
@@ -275,7 +274,7 @@ def hand_over(folder: RunFolder) -> None:
     record = record.with_requeue(str(status.get("cause")), CHAIN, status.get("stopped_step"))
     count = len(record.requeues)
     folder.change_status(status, "requeued", job_id=job_id, requeue_count=count)
-    report("jobs", f"the run continues as job {job_id}, the next of its chain")
+    report(f"the run continues as job {job_id}, the next of its chain")
 
 
 def end_saved_run(
@@ -309,14 +308,14 @@ def end_saved_run(
     if why == FailureCause.CANCELLED or folder.cancelled_json.exists():
         cause = f"{DESCRIPTIONS[FailureCause.CANCELLED]}; it had saved before step {step}"
         folder.write_status("cancelled", **facts, exit_code=CANCELLED_CODE, cause=cause)
-        report("jobs", f"the run {cause}")
+        report(f"the run {cause}")
         return "cancelled"
     facts |= {"exit_code": 0}
     if will_restart(own):
         record = JobRecord.read(folder).with_requeue(why or slurm_jobs.REQUEUED, SLURM, step)
         facts |= {"requeue_count": len(record.requeues), "cause": saved}
         folder.write_status("requeued", **facts)
-        report("jobs", f"the run {saved}; SLURM starts it again")
+        report(f"the run {saved}; SLURM starts it again")
         return "requeued"
     error = None
     if why is not None:
@@ -324,11 +323,11 @@ def end_saved_run(
             folder, spec, job, facts | {"cause": saved}, why, step, work
         )
         if error is None:
-            report("jobs", f"the run {saved}; it starts again by itself")
+            report(f"the run {saved}; it starts again by itself")
             return "requeued"
     cause = f"{saved}; {error}" if error else saved
     folder.write_status("stopped", **facts, cause=cause)
-    report("jobs", f"the run {cause}; the same command resumes at step {step}")
+    report(f"the run {cause}; the same command resumes at step {step}")
     return "stopped"
 
 

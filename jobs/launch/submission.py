@@ -13,9 +13,9 @@ from gems.plan.evaluate import Plan, evaluate
 from gems.runs.folder import RunFolder, describe_layout
 from gems.runs.owner import check_free, new_token
 from gems.runs.prepare import change_layout, prepare
-from gems.utils.stdio import report
 from jobs.batch.job import name_submission
 from jobs.batch.launchers import command
+from jobs.batch.output import report
 from jobs.batch.resources import JobSpec, job_spec
 from jobs.diagnosis.evidence import newest_checkpoint
 from jobs.launch.batch import BatchJob
@@ -24,10 +24,9 @@ from jobs.launch.transaction import Ownership, SignalsWait, submit_owned
 from jobs.preflight.checks import Check, passed, preflight
 from jobs.preflight.cost import is_confirmed
 from jobs.preflight.layouts import plan_of_start
-from jobs.schedulers.scheduler import SCHEDULERS
+from jobs.schedulers.scheduler import scheduler_for
 from jobs.schedulers.slurm_client.limits import check_limits
-from jobs.status.job_record import write_chain
-from jobs.status.ownership import gone_verifier
+from jobs.status.job_record import gone_verifier, write_chain
 
 
 def start_run(spec: RunSpec, *, assume_yes: bool = False, force: bool = False) -> int:
@@ -58,7 +57,7 @@ def submit_run(
     the cost of the whole chain is confirmed.
     """
     folder = RunFolder.of(spec)
-    scheduler = SCHEDULERS[spec.cluster.scheduler]
+    scheduler = scheduler_for(spec)
     scheduler.check_here()
     scheduler.check_submission(spec.cluster)
     check_free(folder, gone_verifier(force=force))
@@ -68,14 +67,14 @@ def submit_run(
     if layout is not None:
         run = layout[0].spec
         job = replace(job_spec(run), after=job.after)
-        report("jobs", f"{layout[1]}: the run starts by {describe_layout(run)}")
+        report(f"{layout[1]}: the run starts by {describe_layout(run)}")
     make_plan = plan if layout is None else lambda: layout[0]
     script = scheduler.script(run, job, folder)
     for note in scheduler.notes(script):
-        report("jobs", note)
+        report(note)
     checks = passed(preflight(run, job, script, make_plan))
     if not is_confirmed([job] * num_jobs, assume_yes=assume_yes):
-        report("jobs", "nothing is submitted")
+        report("nothing is submitted")
         return None
     return submit_together([spec], job, [plan()], force=force, layout=layout), checks
 
@@ -124,7 +123,7 @@ def submit_chain(
     """
     chain = [job_id]
     work = BatchJob((str(folder.path),))
-    submit = SCHEDULERS[spec.cluster.scheduler].submit
+    submit = scheduler_for(spec).submit
     for _ in range(num_jobs - 1):
         token = new_token()
         with SignalsWait():
@@ -133,7 +132,7 @@ def submit_chain(
                     spec, replace(job, after=chain[-1]), folder, [work.with_token(token)], token
                 )
             except ConfigError as error:
-                report("jobs", f"the chain has {len(chain)} of {num_jobs} jobs: {error}")
+                report(f"the chain has {len(chain)} of {num_jobs} jobs: {error}")
                 break
             chain.append(following)
             write_chain(folder, chain)

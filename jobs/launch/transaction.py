@@ -17,11 +17,11 @@ from gems.config.schema import RunSpec
 from gems.runs.folder import RunFolder
 from gems.runs.owner import SUBMITTING, Owner, Verify, new_token, read_owner, take
 from gems.utils.process_tree import start_time
-from gems.utils.stdio import report
 from jobs.batch.job import JobId, UnclearSubmissionError, name_submission
+from jobs.batch.output import report
 from jobs.batch.resources import JobSpec, Work
-from jobs.schedulers.scheduler import SCHEDULERS, place
-from jobs.status.ownership import record_submission
+from jobs.schedulers.scheduler import place, scheduler_for
+from jobs.status.job_record import record_submission
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -141,7 +141,7 @@ def submit_owned(
     with SignalsWait() as signals:
         mark(os.getpid())
         try:
-            number = SCHEDULERS[spec.cluster.scheduler].submit(
+            number = scheduler_for(spec).submit(
                 spec, job, home, [work.with_token(token) for work in works], token
             )
             names = map(str, range(len(works))) if is_array else ("",)
@@ -165,7 +165,7 @@ def submit_owned(
             raise
         if signals.came or set(SIGNALS) & signal.sigpending():
             end = f"`gems-jobs cancel {firsts[0].path.name}` ends it"
-            report("jobs", f"interrupted, and job {number} is submitted: {end}")
+            report(f"interrupted, and job {number} is submitted: {end}")
     return job_ids
 
 

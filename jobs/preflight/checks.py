@@ -21,14 +21,14 @@ from gems.runs.folder import RunFolder
 from gems.runs.prepare import check_folder
 from gems.simulation.calibration import confidence_of
 from gems.simulation.memory_case import SMALLER
-from gems.utils.stdio import report
 from gems.utils.units import GIB
 from jobs.batch.command import SchedulerUnavailableError
+from jobs.batch.output import report
 from jobs.batch.resources import JobSpec
 from jobs.preflight.cost import describe_cost
 from jobs.preflight.layouts import check_layouts
-from jobs.probes.results import MAX_AGE, RANKS, describe_probe, known_probe, needs_probe
-from jobs.schedulers.scheduler import SCHEDULERS
+from jobs.probes.mpi import MAX_AGE, RANKS, describe_probe, known_probe, needs_probe
+from jobs.schedulers.scheduler import scheduler_for
 from jobs.schedulers.slurm_client.limits import (
     check_account,
     check_limits,
@@ -132,7 +132,7 @@ def site_checks(spec: RunSpec, job: JobSpec, script: str, *, here: bool = True) 
     """Check whether the site takes a job; the answer holds for every run with an equal job."""
     yield _check("limits", lambda: _check_limits(spec, job, here))
     away = f"not asked: {host_names()[0]} is no login node of {spec.cluster.name}"
-    scheduler = SCHEDULERS[spec.cluster.scheduler]
+    scheduler = scheduler_for(spec)
     if not scheduler.has_site_checks:
         yield Check(
             "site",
@@ -171,7 +171,7 @@ def passed(checks: Iterable[Check]) -> list[Check]:
 def show(checks: Iterable[Check]) -> None:
     """Print checks on stderr, one per line."""
     for check in checks:
-        report("jobs", f"{MARKS[check.ok]:<4} {check.name:<13} {check.said}")
+        report(f"{MARKS[check.ok]:<4} {check.name:<13} {check.said}")
 
 
 def check_host_memory(spec: RunSpec, peak: Peak) -> None:
@@ -220,7 +220,7 @@ def _check_memory(spec: RunSpec, plan: Plan) -> Outcome:
 def _check_limits(spec: RunSpec, job: JobSpec, here: bool) -> Outcome:
     check_limits(spec, job)
     if here:
-        scheduler = SCHEDULERS[spec.cluster.scheduler]
+        scheduler = scheduler_for(spec)
         check_queue(
             spec, job, partial(scheduler.num_queued, clusters=scheduler.clusters(spec.cluster))
         )

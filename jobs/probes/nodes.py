@@ -13,8 +13,8 @@ from gems.launch.local_launcher import Ended, Output, run_ranks
 from gems.launch.node_check import LINK_LIMIT_S, TOOL_LIMIT_S
 from gems.runs.folder import RunFolder
 from gems.runs.owner import CLOCKS_S
-from gems.utils.stdio import report
 from jobs.batch.launchers import module_on_each_node
+from jobs.batch.output import report
 from jobs.batch.resources import JobSpec
 
 ANSWER_LIMIT_S = 60.0  # a cold file system may take as long to give every node the interpreter
@@ -59,7 +59,7 @@ class NodeCheck:
             self._close()
         if not self._said and ended.stopped_by is None:
             last = f": {ended.tail[-1]}" if ended.tail else ""
-            report("jobs", f"the check of the nodes got no answer, and is left out{last}")
+            report(f"the check of the nodes got no answer, and is left out{last}")
         return ended
 
     def feed(self, line: str) -> None:

@@ -12,7 +12,7 @@ import shlex
 import sys
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,7 +22,7 @@ from gems.launch.local_launcher import without_leftovers
 from gems.runs.folder import RunFolder
 from gems.utils.run_module import RUN_MODULE
 from jobs.batch.command import CommandResult, SchedulerError, run_command
-from jobs.batch.job import Job, JobQuery, ListedJob, UnclearSubmissionError, script_path
+from jobs.batch.job import Job, JobQuery, UnclearSubmissionError, script_path
 from jobs.batch.resources import TOKEN_VARIABLE, JobSpec, Work
 from jobs.batch.script import (
     call_submit,
@@ -35,20 +35,6 @@ from jobs.batch.script import (
 from jobs.schedulers.scheduler import Scheduler
 
 PROGRAM = "jobs.launch.batch"
-
-
-@dataclass(frozen=True, slots=True)
-class FoundJob:
-    """A job of this user: its facts, its queue, and the token of its submission if it is ours."""
-
-    job_id: str
-    job: Job
-    token: str = ""
-    queue: str = ""
-
-    def listed(self) -> ListedJob:
-        """Return the job as a line of a list; its script is the system's own copy."""
-        return ListedJob(self.job_id, self.job.state, "")
 
 
 class ByCommands(Scheduler):
@@ -79,7 +65,7 @@ class ByCommands(Scheduler):
     @abstractmethod
     def fetch(
         self, job_ids: Sequence[str] | None = None, limit_s: float | None = None
-    ) -> list[FoundJob]:
+    ) -> list[Job]:
         """Return this user's jobs, or those of some that are known.
 
         Raise SchedulerError if there is no list.
@@ -179,15 +165,15 @@ class ByCommands(Scheduler):
             "see cluster.partition, cluster.account and cluster.minutes",
         )
 
-    def find_submitted(self, tokens: Iterable[str], clusters: str = "") -> dict[str, ListedJob]:
+    def find_submitted(self, tokens: Iterable[str], clusters: str = "") -> dict[str, Job]:
         """Find the jobs of submissions by token; prefer an active job if a token has several."""
         wanted = set(tokens)
-        found = sorted(self.fetch(), key=lambda each: each.job.is_active)
-        return {each.token: each.listed() for each in found if each.token in wanted}
+        found = sorted(self.fetch(), key=lambda job: job.is_active)
+        return {job.token: job for job in found if job.token in wanted}
 
-    def list_jobs(self, job_ids: Iterable[str]) -> list[ListedJob]:
+    def list_jobs(self, job_ids: Iterable[str]) -> list[Job]:
         """List those of some jobs that the system knows."""
-        return [each.listed() for each in self._fetch_some(job_ids)]
+        return self._list(job_ids)
 
     def query_queue(self, job_ids: Iterable[str]) -> JobQuery:
         """Query some jobs, those that have ended too as long as the system remembers them."""
@@ -221,18 +207,18 @@ class ByCommands(Scheduler):
             found = self.fetch()
         except SchedulerError:
             return None
-        return sum(each.job.is_active and partition in (None, each.queue) for each in found)
+        return sum(job.is_active and partition in (None, job.queue) for job in found)
 
     def _query(self, job_ids: Iterable[str], limit_s: float | None = None) -> JobQuery:
         try:
-            return JobQuery({each.job_id: each.job for each in self._fetch_some(job_ids, limit_s)})
+            return JobQuery({job.job_id: job for job in self._list(job_ids, limit_s)})
         except SchedulerError as error:
             return JobQuery(error=str(error))
 
-    def _fetch_some(self, job_ids: Iterable[str], limit_s: float | None = None) -> list[FoundJob]:
+    def _list(self, job_ids: Iterable[str], limit_s: float | None = None) -> list[Job]:
         wanted = dict.fromkeys(job_ids)
         return (
-            [each for each in self.fetch([*wanted], limit_s) if each.job_id in wanted]
+            [job for job in self.fetch([*wanted], limit_s) if job.job_id in wanted]
             if wanted
             else []
         )

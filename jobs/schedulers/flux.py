@@ -23,7 +23,7 @@ from jobs.batch.command import SchedulerUnavailableError, run_command
 from jobs.batch.job import Job
 from jobs.batch.resources import TOKEN_VARIABLE, JobSpec
 from jobs.batch.script import FreeOptions
-from jobs.schedulers.by_commands import ByCommands, FoundJob
+from jobs.schedulers.by_commands import ByCommands
 from jobs.schedulers.scheduler import SCHEDULERS
 
 JOB_ID = "f[1-9A-HJ-NP-Za-km-z]{1,12}"
@@ -126,7 +126,7 @@ class Flux(ByCommands):
             ("job-name", spec.name),
             ("nodes", job.nodes),
             ("nslots", job.nodes),
-            ("cores-per-slot", job.tasks_per_node * job.cpus_per_task),
+            ("cores-per-slot", job.cpus_per_node),
         ]
         if job.gpu_option is not None:
             own.append(("gpus-per-slot", job.gpus_per_node))
@@ -165,11 +165,12 @@ class Flux(ByCommands):
 
     def environment(self) -> dict[str, str]:
         """Return this process's environment, with the variables that locate its Flux instance."""
-        return without_leftovers(os.environ) | _own_variables()
+        own = {name: value for name, value in os.environ.items() if name.startswith("FLUX_")}
+        return without_leftovers(os.environ) | own
 
     def fetch(
         self, job_ids: Sequence[str] | None = None, limit_s: float | None = None
-    ) -> list[FoundJob]:
+    ) -> list[Job]:
         """Return all of this user's jobs: `flux jobs` fails if it is asked for a forgotten one."""
         columns = "|".join(f"{{{column}}}" for column in COLUMNS)
         argv = [*_flux("jobs"), "-a", "--count=0", "--color=never", f"--format={columns}"]
@@ -200,11 +201,7 @@ def _flux(verb: str) -> list[str]:
     return ["flux", *(["--parent"] if os.environ.get(FLUX_VARIABLE) else []), verb]
 
 
-def _own_variables() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name.startswith("FLUX_")}
-
-
-def _found(row: Sequence[str]) -> FoundJob:
+def _found(row: Sequence[str]) -> Job:
     """Read a line of `flux jobs`; raise SchedulerUnavailableError if it is none."""
     values = dict(zip(COLUMNS, map(str.strip, row), strict=False))
     word = values.get("state", "")
@@ -220,7 +217,7 @@ def _found(row: Sequence[str]) -> FoundJob:
         name = values["name"]
         token = ""
     end = values["expiration"] if state == "RUNNING" else values["t_inactive"]
-    job = Job(
+    return Job(
         state,
         "flux jobs",
         values["dependencies"] or values["exception.type"],
@@ -229,8 +226,10 @@ def _found(row: Sequence[str]) -> FoundJob:
         exit_code=values["returncode"],
         nodes=values["nodelist"],
         end_utc=_utc(end),
+        job_id=values["id.f58plain"],
+        token=token,
+        queue=values["queue"],
     )
-    return FoundJob(values["id.f58plain"], job, token, values["queue"])
 
 
 def _utc(text: str) -> datetime | None:

@@ -21,7 +21,7 @@ from jobs.batch.command import CommandResult, SchedulerUnavailableError, run_com
 from jobs.batch.job import Job
 from jobs.batch.resources import TOKEN_VARIABLE, JobSpec
 from jobs.batch.script import FreeOptions
-from jobs.schedulers.by_commands import ByCommands, FoundJob
+from jobs.schedulers.by_commands import ByCommands
 from jobs.schedulers.scheduler import SCHEDULERS
 
 JOB_ID = r"[0-9]{1,18}\.[A-Za-z0-9][A-Za-z0-9.-]{0,200}"
@@ -115,8 +115,7 @@ class Pbs(ByCommands):
                 text,
                 "ask the site for a resource of good nodes",
             )
-        cpus = job.tasks_per_node * job.cpus_per_task
-        select = f"{job.nodes}:ncpus={cpus}:mpiprocs={job.tasks_per_node}"
+        select = f"{job.nodes}:ncpus={job.cpus_per_node}:mpiprocs={job.tasks_per_node}"
         if job.gpu_option is not None:
             select += f":ngpus={job.gpus_per_node}"
         own = [f"-N {self.job_name(spec.name)}", f"-l select={select}{chunk}"]
@@ -158,7 +157,7 @@ class Pbs(ByCommands):
 
     def fetch(
         self, job_ids: Sequence[str] | None = None, limit_s: float | None = None
-    ) -> list[FoundJob]:
+    ) -> list[Job]:
         """Return jobs by qstat, those that have ended too if PBS keeps a history."""
         if job_ids is None:
             result = _with_history(["qselect"], ["-u", user_name("qselect")], limit_s)
@@ -173,7 +172,7 @@ class Pbs(ByCommands):
             found += self._qstat([*job_ids[start : start + CHUNK]], limit_s)
         return found
 
-    def _qstat(self, job_ids: list[str], limit_s: float | None) -> list[FoundJob]:
+    def _qstat(self, job_ids: list[str], limit_s: float | None) -> list[Job]:
         """Query some jobs by qstat.
 
         Its JSON is not used: some releases leave out all jobs but the first, or print variables
@@ -263,7 +262,7 @@ def _rows(text: str) -> dict[str, dict[str, str]]:
     return rows
 
 
-def _found(job_id: str, row: Mapping[str, str]) -> FoundJob:
+def _found(job_id: str, row: Mapping[str, str]) -> Job:
     letter = row.get("job_state", "")
     if not letter:
         raise SchedulerUnavailableError("qstat", f"printed job {job_id} without a state")
@@ -283,7 +282,7 @@ def _found(job_id: str, row: Mapping[str, str]) -> FoundJob:
         end = start + limit_span
     nodes = dict.fromkeys(re.findall(r"(?:^|\+)([^/+]+)/", row.get("exec_host", "")))
     token = re.search(rf"(?:^|,){TOKEN_VARIABLE}=([0-9a-f]+)", row.get("Variable_List", ""))
-    job = Job(
+    return Job(
         state,
         "qstat",
         row.get("comment", "") if state != "RUNNING" else "",
@@ -294,8 +293,10 @@ def _found(job_id: str, row: Mapping[str, str]) -> FoundJob:
         end_utc=end,
         elapsed=used or "",
         time_limit=limit or "",
+        job_id=job_id,
+        token=token[1] if token is not None else "",
+        queue=row.get("queue", ""),
     )
-    return FoundJob(job_id, job, token[1] if token is not None else "", row.get("queue", ""))
 
 
 def _end_state(code: str | None, *, is_late: bool) -> str:

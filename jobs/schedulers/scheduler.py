@@ -21,7 +21,7 @@ from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
 from gems.utils.registry import Registry
 from jobs.batch.command import SchedulerError
-from jobs.batch.job import Job, JobQuery, ListedJob
+from jobs.batch.job import Job, JobQuery
 from jobs.batch.resources import JobSpec, Work
 from jobs.schedulers.slurm_client.limits import is_on_site
 
@@ -114,14 +114,14 @@ class Scheduler(ABC):
         return []
 
     @abstractmethod
-    def find_submitted(self, tokens: Iterable[str], clusters: str = "") -> dict[str, ListedJob]:
+    def find_submitted(self, tokens: Iterable[str], clusters: str = "") -> dict[str, Job]:
         """Find the jobs of submissions among this user's, by token.
 
         Raise SchedulerError if there is no list.
         """
 
     @abstractmethod
-    def list_jobs(self, job_ids: Iterable[str]) -> list[ListedJob]:
+    def list_jobs(self, job_ids: Iterable[str]) -> list[Job]:
         """List those of some jobs that the system knows.
 
         Raise SchedulerError if there is no list of jobs.
@@ -190,6 +190,11 @@ class Scheduler(ABC):
 SCHEDULERS: Registry[Scheduler] = registries.SCHEDULERS
 
 
+def scheduler_for(spec: RunSpec) -> Scheduler:
+    """Return the system that gets the job of a run."""
+    return SCHEDULERS[spec.cluster.scheduler]
+
+
 def scheduler_of(job_id: object) -> Scheduler | None:
     """Return the system of a job by the form of its ID; None for a value that is no ID.
 
@@ -200,6 +205,13 @@ def scheduler_of(job_id: object) -> Scheduler | None:
     return next(
         (each for each in SCHEDULERS.values() if each.job_id_form.fullmatch(str(job_id))), None
     )
+
+
+def system_of(job_id: str) -> Scheduler:
+    """Return the system of a job whose ID is one."""
+    found = scheduler_of(job_id)
+    assert found is not None, job_id
+    return found
 
 
 def place(cluster: ClusterConfig) -> str:
@@ -239,7 +251,7 @@ def query_accounting(job_ids: Iterable[str]) -> JobQuery:
     return _query(job_ids, lambda system, own: system.query_accounting(own))
 
 
-def list_jobs(job_ids: Iterable[str]) -> list[ListedJob]:
+def list_jobs(job_ids: Iterable[str]) -> list[Job]:
     """List those of some jobs that their systems know.
 
     Raises SchedulerError if one gives no list of jobs.
@@ -247,13 +259,7 @@ def list_jobs(job_ids: Iterable[str]) -> list[ListedJob]:
     return [job for system, own in _by_system(job_ids) for job in system.list_jobs(own)]
 
 
-def find_job(job_id: str) -> tuple[Job | None, tuple[str, ...]]:
-    """Return all that is known of a job, and the errors of commands that did not answer."""
-    found = scheduler_of(job_id)
-    return (None, ()) if found is None else found.find_job(job_id)
-
-
-def find_submitted(tokens: Mapping[str, str]) -> dict[str, ListedJob]:
+def find_submitted(tokens: Mapping[str, str]) -> dict[str, Job]:
     """Find the jobs of submissions, each token with its `place`.
 
     Raises as `Scheduler.find_submitted`.
@@ -261,7 +267,7 @@ def find_submitted(tokens: Mapping[str, str]) -> dict[str, ListedJob]:
     by_place: defaultdict[str, list[str]] = defaultdict(list)
     for token, at in tokens.items():
         by_place[at].append(token)
-    found: dict[str, ListedJob] = {}
+    found: dict[str, Job] = {}
     for at, own in by_place.items():
         if (system := scheduler_at(at)) is None:
             raise SchedulerError(at, "is no scheduler that is known here")

@@ -11,7 +11,7 @@ from typing import Any
 from gems.config.schema import RunSpec
 from gems.runs.folder import RunFolder
 from jobs.batch.command import run_command
-from jobs.batch.job import Job, JobId, ListedJob
+from jobs.batch.job import Job, JobId
 from jobs.batch.resources import JobSpec, Work
 from jobs.schedulers.scheduler import SCHEDULERS, Scheduler
 from jobs.schedulers.slurm_client import environment as slurm_environment
@@ -75,7 +75,7 @@ class Slurm(Scheduler):
 
         return submit_job(spec, job, folder, works, token)
 
-    def list_jobs(self, job_ids: Iterable[str]) -> list[ListedJob]:
+    def list_jobs(self, job_ids: Iterable[str]) -> list[Job]:
         """List jobs by squeue; arrays are asked for as a whole."""
         found = []
         for cluster, numbers in slurm_jobs.by_cluster(job_ids).items():
@@ -94,10 +94,8 @@ class Slurm(Scheduler):
 
     def requeue(self, job_id: str) -> str | None:
         """Call `scontrol requeue`."""
-        error = run_command(
-            ["scontrol", "requeue", JobId.parse(job_id).local], limit_s=REQUEUE_LIMIT_S
-        ).error
-        return None if error is None else str(error)
+        argv = ["scontrol", "requeue", JobId.parse(job_id).local]
+        return run_command(argv, limit_s=REQUEUE_LIMIT_S).failure
 
     def kill_cause(self, text: str) -> str | None:
         """Read SLURM's message of the job's end."""

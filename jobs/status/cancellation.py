@@ -16,11 +16,10 @@ from gems.runs.owner import SUBMITTING, UNFINISHED, is_alive_here
 from gems.utils.atomic_io import write_json
 from gems.utils.process_tree import end_stranger
 from gems.utils.tables import printable
-from jobs.schedulers.scheduler import cancel_jobs, scheduler_of, title
+from jobs.schedulers.scheduler import cancel_jobs, system_of, title
 from jobs.status.job_record import read_chain
-from jobs.status.lookup import Catalogue
+from jobs.status.lookup import Catalogue, StudyRecord, requested_by
 from jobs.status.run_status import RunStatus, read_status, run_statuses
-from jobs.status.study_record import StudyRecord, requested_by
 
 # a launching process allows its ranks some seconds, and then records how they ended
 GRACE_S = 20.0
@@ -120,9 +119,9 @@ def _refusal(run: RunStatus) -> str | None:
     status = run.status
     job_id = run.job_id
     if job_id is not None:
-        scheduler = scheduler_of(job_id)
+        scheduler = system_of(job_id)
         name = run_name(run.folder.path).strip()
-        if scheduler is None or run.job_name in (None, scheduler.job_name(name)):
+        if run.job_name in (None, scheduler.job_name(name)):
             return None
         return (
             f"job {job_id} is called {run.job_name!r}: `{scheduler.cancel_program} {job_id}` if you"

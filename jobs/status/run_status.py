@@ -8,7 +8,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from gems.config.schema import RunSpec
@@ -16,7 +15,6 @@ from gems.errors import SIGNAL_BASE, ConfigError
 from gems.runs.folder import RunFolder, describe_change
 from gems.runs.heartbeat import FINISHED, Beat, read_beats
 from gems.runs.owner import SUBMITTING, UNFINISHED, is_alive_here
-from gems.utils.atomic_io import read_json
 from jobs.batch.command import SchedulerError
 from jobs.batch.job import ACTIVE as JOB_ACTIVE
 from jobs.batch.job import PENDING, STARTING, SUSPENDED, Job, JobId, JobQuery
@@ -25,11 +23,10 @@ from jobs.schedulers.scheduler import (
     query_accounting,
     query_queue,
     scheduler_at,
-    scheduler_of,
+    system_of,
 )
 from jobs.schedulers.slurm_client.jobs import HELD, NEVER_SATISFIED, SACCT, on
-from jobs.status.job_record import JobRecord, read_chain
-from jobs.status.ownership import complete_submissions
+from jobs.status.job_record import JobRecord, complete_submissions, read_chain, read_or_empty
 
 MISSING = "missing"
 UNREADABLE = "unreadable"
@@ -42,7 +39,6 @@ ACTIVE = (*UNFINISHED, "pending", "starting", "suspended", "stalled")
 FOLDER = "status.json"
 PROCESS = "process"
 BEATS = "heartbeats"
-QUEUE = "queue"
 # an action of a step takes less time; loading, saving and starting may take as long as allowed
 STALLED_AFTER_S = 120.0
 LOOK_AGAIN_S = 2.5  # running ranks show a sign of life every second
@@ -73,9 +69,7 @@ class RunStatus:
     images_per_s: float | None = None
     loss: float | None = None
     sign_ns: int | None = None
-    action: str | None = None
     beats: Mapping[int, Beat] = field(default_factory=dict)
-    are_ranks_done: bool = False
     hang_timeout_s: float = math.inf
     sources: Mapping[str, str] = field(default_factory=dict)
     start_utc: datetime | None = None
@@ -85,9 +79,14 @@ class RunStatus:
     layouts: Sequence[Mapping[str, Any]] = ()
 
     @property
-    def has_ranks(self) -> bool:
-        """Whether ranks of an open run have left heartbeats."""
-        return bool(self.beats)
+    def newest(self) -> Beat | None:
+        """The heartbeat of the last new action; None before the ranks of an open run have one."""
+        return max(self.beats.values(), key=lambda beat: beat.time_ns, default=None)
+
+    @property
+    def are_ranks_done(self) -> bool:
+        """Whether all ranks of an open run have finished."""
+        return bool(self.beats) and all(beat.action == FINISHED for beat in self.beats.values())
 
     @property
     def still_s(self) -> float:
@@ -95,10 +94,10 @@ class RunStatus:
 
         They are measured by the clock that the ranks share.
         """
-        begun_ns = max((beat.time_ns for beat in self.beats.values()), default=0)
-        return max(
-            0.0, (max((beat.alive_ns for beat in self.beats.values()), default=0) - begun_ns) / 1e9
-        )
+        if self.newest is None:
+            return 0.0
+        alive_ns = max(beat.alive_ns for beat in self.beats.values())
+        return max(0.0, (alive_ns - self.newest.time_ns) / 1e9)
 
     @property
     def layout_note(self) -> str:
@@ -130,7 +129,7 @@ class RunStatus:
         """
         state = self.recorded_state
         code = self.status.get("exit_code")
-        is_stopped = state == "failed" and isinstance(code, int) and code > SIGNAL_BASE
+        is_stopped = state == "failed" and (code or 0) > SIGNAL_BASE
         return self.job_id is not None and (state in UNFINISHED or is_stopped)
 
     @property
@@ -260,39 +259,39 @@ def read_recorded(folder: RunFolder) -> RunStatus:
     run = replace(run, note=run.cause)
     if run.state == UNREADABLE:
         return run
-    is_open = run.state in (*UNFINISHED, "prepared")
-    spec = read_spec(folder) if is_open else None
     progress = read_or_empty(folder.progress_json)
     result = read_or_empty(folder.result_json)
-    beats = read_beats(folder.path) if is_open else {}
-    newest = max(beats.values(), key=lambda beat: beat.time_ns, default=None)
-    step = whole(progress.get("step"))
-    steps = whole(progress.get("steps"))
+    step = progress.get("step")
+    steps = progress.get("steps")
+    signs = [progress.get("time_ns")]
+    spec = None
+    error = ""
     sources = {}
-    if step is None and newest is not None and newest.step >= 0:
-        step, sources["step"] = max(beat.step for beat in beats.values()), "heartbeats"
-    if step is None and (step := whole(result.get("num_steps"))) is not None:
+    if run.state in (*UNFINISHED, "prepared"):
+        run = replace(run, beats=read_beats(folder.path))
+        spec = read_spec(folder)
+        error = " ".join(str(progress.get("error") or "").split())
+        newest = run.newest
+        signs.append(utc_ns(status.get("updated_utc")) if newest is None else newest.time_ns)
+        if step is None and newest is not None and newest.step >= 0:
+            step, sources["step"] = max(beat.step for beat in run.beats.values()), BEATS
+    if step is None and (step := result.get("num_steps")) is not None:
         steps, sources["step"] = step, "result.json"
-    if steps is None and spec is not None:
-        steps = spec.train.steps
-    signs = [whole(progress.get("time_ns")), newest.time_ns if newest is not None else None]
-    if not beats and is_open:
-        signs.append(utc_ns(status.get("updated_utc")))
-    is_slow = newest is None or newest.step < 0 or newest.action in SLOW
-    limit_s = spec.train.hang_timeout_s if spec is not None else STALLED_AFTER_S
+    limit_s = STALLED_AFTER_S
+    if spec is not None:
+        steps = spec.train.steps if steps is None else steps
+        limit_s = spec.train.hang_timeout_s
+    is_slow = run.newest is None or run.newest.step < 0 or run.newest.action in SLOW
     return replace(
         run,
         step=step,
         steps=steps,
         sources=sources,
-        beats=beats,
-        images_per_s=_number(progress.get("images_per_s", result.get("images_per_s"))),
-        loss=_number(progress.get("loss", result.get("last_loss"))),
+        images_per_s=_finite(progress.get("images_per_s", result.get("images_per_s"))),
+        loss=_finite(progress.get("loss", result.get("last_loss"))),
         sign_ns=max((sign for sign in signs if sign is not None), default=None),
-        action=newest.action if newest is not None else None,
-        are_ranks_done=bool(beats) and all(beat.action == FINISHED for beat in beats.values()),
         hang_timeout_s=limit_s if is_slow else min(STALLED_AFTER_S, limit_s),
-        error=" ".join(str(progress.get("error") or "").split()) if is_open else "",
+        error=error,
     )
 
 
@@ -323,11 +322,10 @@ def _judged(run: RunStatus, queue: JobQuery, accounting: JobQuery) -> RunStatus:
                 job_name=job.name,
             )
         if run.state in UNFINISHED and queue.error is None:
-            system = scheduler_of(run.job_id)
-            source, title = (
-                (system.queue_program, system.title) if system is not None else (QUEUE, QUEUE)
+            system = system_of(run.job_id)
+            return _gone(
+                run, system.queue_program, f"{system.title} does not know the job any more"
             )
-            return _gone(run, source, f"{title} does not know the job any more")
         if run.state in WAITING:
             return replace(run, is_guess=True, note="")
         if run.state in UNFINISHED:
@@ -339,7 +337,7 @@ def _judged(run: RunStatus, queue: JobQuery, accounting: JobQuery) -> RunStatus:
         if is_here is None:
             return _from_ranks(run, f"on {run.status.get('host', 'another host')}")
         return _gone(run, PROCESS, f"its process {run.status.get('pid')} has gone")
-    if run.state == "prepared" and run.has_ranks:
+    if run.state == "prepared" and run.beats:
         return _from_ranks(run, "started by hand")
     if run.state == "finished" and run.status.get("exit_code"):
         return replace(run, state="failed", note=run.cause or "its traces could not be collected")
@@ -404,7 +402,7 @@ def _alive(run: RunStatus, source: str, note: str = "") -> RunStatus:
 def _by_age(run: RunStatus, source: str, note: str, age_s: float) -> RunStatus:
     state = "running"
     if not run.are_ranks_done and age_s > run.hang_timeout_s:
-        last = f", the last in {run.action}" if run.action else ""
+        last = f", the last in {run.newest.action}" if run.newest is not None else ""
         state = "stalled"
         note = f"no rank has moved for {age_s:.0f} s{last}"
     return replace(run, state=state, source=source, note=note, age_s=age_s)
@@ -429,21 +427,8 @@ def read_spec(folder: RunFolder) -> RunSpec | None:
     return None
 
 
-def read_or_empty(path: Path) -> dict[str, Any]:
-    """Read a JSON object; a damaged or unreadable file counts as empty."""
-    with contextlib.suppress(OSError, ValueError):
-        return read_json(path)
-    return {}
-
-
-def whole(value: object) -> int | None:
-    """Return a whole number from a file; None if the value is not one."""
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _number(value: object) -> float | None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and math.isfinite(value) else None  # type: ignore[arg-type]
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def utc_ns(text: object) -> int | None:

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from gems.config.compose import compose
+from gems.config.fields import build
 from gems.config.overrides import CONF, options_of
 from gems.config.schema import RunSpec, StudyConfig
 from gems.errors import ConfigError, nearest, one_of
@@ -22,7 +23,6 @@ from gems.plan.evaluate import with_strips_chosen
 from gems.runs.folder import RunFolder
 
 GROUP = "study"
-KEYS = tuple(field.name for field in dataclasses.fields(StudyConfig))
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def read_study(study: str) -> StudyConfig:
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(GROUP, path, f"cannot be read ({error})") from error
     if not isinstance(values, dict):
-        raise ConfigError(GROUP, path, "must be a mapping of " + ", ".join(KEYS))
+        raise ConfigError(GROUP, path, "must be a mapping of keys to values")
     return _checked(values)
 
 
@@ -110,44 +110,21 @@ def compose_points(study: StudyConfig, name: str, overrides: Sequence[str] = ())
 def _words(key: str, choice: Any) -> list[str]:
     """Return the overrides of one choice on an axis."""
     if isinstance(choice, list):
-        return choice
+        return [*map(str, choice)]
     text = str(choice).lower() if isinstance(choice, bool) else choice
     return [f"{key}={'null' if choice is None else text}"]
 
 
 def _checked(values: dict[str, Any]) -> StudyConfig:
-    for key in values:
-        if key not in KEYS:
-            raise ConfigError(f"{GROUP}.{key}", values[key], one_of(KEYS))
-    study = StudyConfig(**{key: value for key, value in values.items() if value is not None})
-    if not _is_words(study.base):
-        raise ConfigError(
-            f"{GROUP}.base", study.base, "must be a list of overrides", "as in [schedule=1f1b]"
-        )
-    if not isinstance(study.points, list) or not all(map(_is_words, study.points)):
-        text = "must be a list of lists of overrides"
-        raise ConfigError(f"{GROUP}.points", study.points, text, "as in [[parallel.replicas=2]]")
-    if not isinstance(study.axes, dict):
-        raise ConfigError(
-            f"{GROUP}.axes", study.axes, "must be a mapping of keys to lists of choices"
-        )
+    given = {key: value for key, value in values.items() if value is not None}
+    study = build(StudyConfig, given, GROUP)
     for key, choices in study.axes.items():
-        rows = choices if isinstance(choices, list) else []
-        if not rows or not all(
-            _is_words(row) or row is None or isinstance(row, str | int | float) for row in rows
-        ):
+        if not choices:
             text = "must be a list of values, or of lists of overrides"
-            raise ConfigError(
-                f"{GROUP}.axes.{key}", choices, text, "as in parallel.replicas: [1, 2, 4]"
-            )
-    repetitions = study.repetitions
-    if not isinstance(repetitions, int) or isinstance(repetitions, bool) or repetitions < 1:
-        raise ConfigError(f"{GROUP}.repetitions", repetitions, "must be a whole number, 1 or more")
+            raise ConfigError(f"{GROUP}.axes.{key}", choices, text, f"as in {key}: [1, 2, 4]")
+    if study.repetitions < 1:
+        raise ConfigError(f"{GROUP}.repetitions", study.repetitions, "must be 1 or more")
     return study
-
-
-def _is_words(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(word, str) for word in value)
 
 
 def _is_file(study: str) -> bool:

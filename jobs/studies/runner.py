@@ -29,20 +29,19 @@ from gems.runs.folder import RunFolder
 from gems.runs.owner import read_owner
 from gems.runs.prepare import prepare
 from gems.runs.provenance import own_code
-from gems.utils.stdio import report
 from jobs.batch.job import UnclearSubmissionError
+from jobs.batch.output import report
 from jobs.batch.resources import JobSpec, job_spec
 from jobs.launch.batch import BatchJob
 from jobs.launch.submission import start_run
 from jobs.launch.transaction import Ownership, submit_owned
 from jobs.preflight.checks import passed, preflight, site_checks
-from jobs.schedulers.scheduler import SCHEDULERS
+from jobs.schedulers.scheduler import scheduler_for
 from jobs.schedulers.slurm_client.limits import check_limits, is_on_site, queue_limit
 from jobs.schedulers.slurm_client.site import cached_site_queries
-from jobs.status.job_record import read_chain
-from jobs.status.ownership import find_among, gone_verifier
+from jobs.status.job_record import find_among, gone_verifier, read_chain
+from jobs.status.lookup import StudyRecord
 from jobs.status.run_status import run_statuses
-from jobs.status.study_record import StudyRecord
 from jobs.studies.points import Point
 
 HELD_BACK = "waiting"
@@ -72,7 +71,7 @@ class QueueSlots:
             return 0
         key, allowed = _limit(spec, job)
         if allowed is not None and key not in self._slots:
-            scheduler = SCHEDULERS[spec.cluster.scheduler]
+            scheduler = scheduler_for(spec)
             queued = scheduler.num_queued(*key[1:], clusters=scheduler.clusters(spec.cluster))
             self._slots[key] = None if queued is None else allowed - queued
         slots = self._slots.get(key)
@@ -117,10 +116,7 @@ class StudyRunner:
         with cached_site_queries():
             for packs in group_packs(due):
                 if self._record.is_cancelled:
-                    report(
-                        "jobs",
-                        f"study {self._record.name} was cancelled; the other points are left",
-                    )
+                    report(f"study {self._record.name} was cancelled; the other points are left")
                     break
                 point = packs[0][0]
                 if job_spec(point.spec).is_batch:
@@ -159,7 +155,7 @@ class StudyRunner:
                     if self.waiting
                     else ""
                 )
-                report("jobs", f"study {self._record.name}: {states}{more}")
+                report(f"study {self._record.name}: {states}{more}")
                 before = counts
                 poll_s = MIN_POLL_S
             if self.waiting:
@@ -168,9 +164,8 @@ class StudyRunner:
             poll_s = min(MAX_POLL_S, poll_s * POLL_GROWTH)
         ours = [point.folder for point in self._submitted]
         for run in run_statuses(ours).runs:
-            own = run.status.get("exit_code")
             if run.state not in ("finished", "stopped"):
-                code = max(code, own if isinstance(own, int) and own else RankFailedError.exit_code)
+                code = max(code, run.status.get("exit_code") or RankFailedError.exit_code)
         return code
 
     def _run_here(self, point: Point) -> int:
@@ -181,7 +176,7 @@ class StudyRunner:
         except GemsError as error:
             return self._report_refusal(point, error)
         if code:
-            report("jobs", f"{self._label(point)} has failed: {point.folder.path}")
+            report(f"{self._label(point)} has failed: {point.folder.path}")
         return code
 
     def _submit(self, packs: Sequence[Pack], slots: QueueSlots) -> int:
@@ -189,7 +184,7 @@ class StudyRunner:
         spec = packs[0][0].spec
         try:
             job = pack_resources(packs[0])
-            SCHEDULERS[spec.cluster.scheduler].check_submission(spec.cluster)
+            scheduler_for(spec).check_submission(spec.cluster)
             num_free = slots.num_free(spec, job)
             fitting = packs[: int(min(num_free, len(packs)))]
             self._hold_back(packs[len(fitting) :])
@@ -210,12 +205,12 @@ class StudyRunner:
         """
         spec = packs[0][0].spec
         home = RunFolder(self._record.path)
-        scheduler = SCHEDULERS[spec.cluster.scheduler]
+        scheduler = scheduler_for(spec)
         check_limits(spec, job)
         scheduler.check_here()
         script = scheduler.script(spec, job, home)
         for note in scheduler.notes(script):
-            report("jobs", note)
+            report(note)
         passed(site_checks(spec, job, script))
         find = find_among([*_owners(point for pack in packs for point in pack)])
         ownership = Ownership(gone_verifier(find=find))
@@ -263,9 +258,8 @@ class StudyRunner:
                 self._note_submitted(part, job, slots)
                 if refusal is not None:
                     report(
-                        "jobs",
                         f"no job array ({refusal}); each point is a job of its own:"
-                        " cluster.array=false",
+                        " cluster.array=false"
                     )
                     refusal = None
             except TryLaterError as error:
@@ -301,7 +295,7 @@ class StudyRunner:
         Return the exit code.
         """
         spec = packs[0][0].spec
-        scheduler = SCHEDULERS[spec.cluster.scheduler]
+        scheduler = scheduler_for(spec)
         clusters = scheduler.clusters(spec.cluster)
         if isinstance(error, TryLaterError) and scheduler.num_queued(clusters=clusters) != 0:
             slots.full.add(_scope(spec))
@@ -320,15 +314,14 @@ class StudyRunner:
 
     def _report_refusal(self, point: Point, error: GemsError) -> int:
         self.refused[point.folder.path] = error
-        report("jobs", f"{self._label(point)} cannot start: {error}")
+        report(f"{self._label(point)} cannot start: {error}")
         return error.exit_code
 
     def _report_start(self, point: Point, more: str = "") -> None:
         number = self._numbers[point.folder.path]
         report(
-            "jobs",
             f"point {number} of {len(self._points)}: {point.label}, {point.spec.world_size}"
-            f" ranks{more}",
+            f" ranks{more}"
         )
 
     def _label(self, point: Point) -> str:
@@ -344,14 +337,14 @@ def group_packs(packs: Sequence[Pack]) -> list[list[Pack]]:
     for number, pack in enumerate(packs):
         spec = pack[0].spec
         job = pack_resources(pack)
-        has_arrays = job.is_batch and SCHEDULERS[spec.cluster.scheduler].has_arrays
+        has_arrays = job.is_batch and scheduler_for(spec).has_arrays
         is_alone = not has_arrays or not spec.cluster.array
         groups.setdefault(str(number) if is_alone else repr((job, spec.runs_dir)), []).append(pack)
     parts = []
     for group in groups.values():
-        cluster = group[0][0].spec.cluster
-        could_share = len(group) > 1 and is_on_site(cluster)
-        size = SCHEDULERS[cluster.scheduler].max_array_tasks() if could_share else 1
+        spec = group[0][0].spec
+        could_share = len(group) > 1 and is_on_site(spec.cluster)
+        size = scheduler_for(spec).max_array_tasks() if could_share else 1
         parts += [group[at : at + size] for at in range(0, len(group), size)]
     return parts
 
@@ -381,7 +374,7 @@ def pack_resources(points: Sequence[Point]) -> JobSpec:
     if len(jobs) == 1:
         return jobs[0]
     tasks = max(job.tasks_per_node for job in jobs)
-    cpus = max(job.tasks_per_node * job.cpus_per_task for job in jobs)
+    cpus = max(job.cpus_per_node for job in jobs)
     return replace(
         jobs[0],
         tasks=tasks,

@@ -24,7 +24,7 @@ from gems.config.compose import compose
 from gems.config.schema import RunSpec
 from gems.errors import TryLaterError
 from gems.runs.folder import RunFolder
-from jobs.batch.job import ListedJob
+from jobs.batch.job import Job
 from jobs.launch.submission import start_run
 from jobs.schedulers.slurm_client.jobs import cancel_jobs, list_jobs
 from jobs.status.cancellation import cancel_all
@@ -67,12 +67,12 @@ def interrupted(spec: RunSpec, number: int, after: str, delay_s: float) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def active_jobs(folder: RunFolder) -> list[ListedJob]:
+def active_jobs(folder: RunFolder) -> list[Job]:
     """Return the jobs of a run that wait or run, by the path of their script."""
     return [
         job
         for job in list_jobs(f"--user={os.getuid()}")
-        if job.is_active and str(folder.path) in job.command
+        if job.is_active and str(folder.path) in job.script
     ]
 
 

@@ -15,17 +15,19 @@ from typing import Any
 
 import pytest
 
+from gems.cli.framework import main
 from gems.config.compose import compose
 from gems.config.schema import RunSpec
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
+from jobs.__main__ import VERBS
 from jobs.launch import launch as launch_module
 from tests.helpers.fake_slurm import FakeSlurm
-from tests.helpers.job_helpers import ROOT
+from tests.helpers.job_helpers import ROOT, Called, Capture, MonkeyPatch, Prepared, Resolved, Tiny
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
+def _nothing_is_probed(monkeypatch: MonkeyPatch) -> None:
     """Let launches start no probe of MPI before the ranks, which `test_probe.py` tests."""
     monkeypatch.setattr(launch_module, "probe_in_job", lambda *words: None)
 
@@ -72,7 +74,7 @@ heartbeat.close()
 
 
 @pytest.fixture(scope="session")
-def resolved() -> Callable[..., RunSpec]:
+def resolved() -> Resolved:
     """Compose and resolves a configuration; the same overrides are composed once."""
     known: dict[tuple[str, ...], RunSpec] = {}
 
@@ -85,9 +87,7 @@ def resolved() -> Callable[..., RunSpec]:
 
 
 @pytest.fixture
-def tiny(
-    tmp_path: Path, resolved: Callable[..., RunSpec]
-) -> Callable[..., tuple[RunFolder, RunSpec]]:
+def tiny(tmp_path: Path, resolved: Resolved) -> Tiny:
     """Prepare a run whose ranks are the tiny program; keywords become its environment."""
     program = tmp_path / "tiny rank.py"
     program.write_text(TINY_RANK.format(root=str(ROOT)))
@@ -103,7 +103,7 @@ def tiny(
 
 
 @pytest.fixture
-def collected(monkeypatch: pytest.MonkeyPatch) -> list[RunFolder]:
+def collected(monkeypatch: MonkeyPatch) -> list[RunFolder]:
     """Put a note in the place of the collection, whose own tests read real traces."""
     seen: list[RunFolder] = []
 
@@ -139,7 +139,7 @@ def write_failed() -> Callable[..., None]:
 
 
 @pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+def slurm(tmp_path: Path, monkeypatch: MonkeyPatch) -> FakeSlurm:
     """An empty PATH, for commands of a SLURM that a test gives words to."""
     here = tmp_path / "slurm"
     here.mkdir()
@@ -148,11 +148,37 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
 
 
 @pytest.fixture
-def prepared(tmp_path: Path, resolved: Callable[..., RunSpec]) -> Callable[..., RunFolder]:
+def call(tmp_path: Path, capfd: Capture) -> Called:
+    """Call a verb of `gems-jobs` on runs/ of the test, and return its stdout and stderr."""
+
+    def run(verb: str, *words: str, code: int = 0) -> tuple[str, str]:
+        capfd.readouterr()
+        got = main("jobs", VERBS, [verb, f"runs_dir={tmp_path / 'runs'}", *words])
+        out, err = capfd.readouterr()
+        assert got == code, out + err
+        return out, err
+
+    return run
+
+
+@pytest.fixture
+def prepared(tmp_path: Path, resolved: Resolved) -> Prepared:
     """Prepare runs below runs/ by the code itself, told apart by their names."""
 
     def make(name: str = "one", *overrides: str) -> RunFolder:
         spec = resolved("cluster=mini", *overrides)
         return prepare(replace(spec, name=name, runs_dir=str(tmp_path / "runs")))
+
+    return make
+
+
+@pytest.fixture
+def recorded(prepared: Prepared) -> Prepared:
+    """Prepare a run whose status.json has a state."""
+
+    def make(state: str, name: str = "one", **fields: Any) -> RunFolder:
+        folder = prepared(name)
+        folder.write_status(state, **fields)
+        return folder
 
     return make

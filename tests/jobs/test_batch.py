@@ -5,21 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import cloudpickle
 import pytest
 from submitit.core.utils import DelayedSubmission
 
-from gems.config.schema import RunSpec
 from gems.runs.folder import RunFolder
 from gems.runs.owner import read_owner, take
 from gems.utils.run_module import RUN_MODULE
 from jobs.launch.batch import BatchJob, claim, wait_for_submission
+from tests.helpers.job_helpers import MonkeyPatch, Tiny
 from tests.helpers.processes import python
-
-Tiny = Callable[..., tuple[RunFolder, RunSpec]]
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -106,7 +103,7 @@ def test_a_job_that_starts_again_owns_its_folder_again(tiny: Tiny, released: boo
 
 
 def test_a_job_whose_submission_was_interrupted_claims_the_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     """The submitting process was killed before it wrote the job's number.
 
@@ -125,7 +122,7 @@ def test_a_job_whose_submission_was_interrupted_claims_the_folder(
     assert claim(folder, "another token") == claimed
 
 
-def test_waits_for_the_submitting_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_for_the_submitting_process(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     folder = RunFolder(tmp_path)
     monkeypatch.setenv("SLURM_JOB_ID", "41")
     folder.write_status("prepared")
@@ -144,7 +141,8 @@ def test_waits_for_the_submitting_process(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_lost_submitter_is_not_waited_for_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "41")
-    wait_for_submission(RunFolder(tmp_path), limit_s=0.2)
+    monkeypatch.setattr("jobs.launch.batch.SUBMITTED_LIMIT_S", 0.2)
+    wait_for_submission(RunFolder(tmp_path))

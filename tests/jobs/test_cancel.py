@@ -23,12 +23,11 @@ from jobs.__main__ import VERBS
 from jobs.cli import study as study_module
 from jobs.launch.launch import launch
 from jobs.status import cancellation
-from jobs.status.study_record import StudyRecord
+from jobs.status.lookup import StudyRecord
 from jobs.studies import runner as runner_module
 from tests.helpers.fake_slurm import FakeSlurm
-from tests.helpers.job_helpers import ROOT, wait_until
+from tests.helpers.job_helpers import ROOT, Called, Capture, MonkeyPatch, Prepared, Tiny, wait_until
 
-Prepared = Callable[..., RunFolder]
 Cancel = Callable[..., list[str]]
 GONE = 2**22 + 1  # above any process number
 SLEEPER = "import signal, sys\nprint(flush=True)\nsignal.pause()"
@@ -38,21 +37,13 @@ SCANCEL = 'for job in "$@"; do /bin/rm {here}/$job.job || exit 1; done'
 
 
 @pytest.fixture
-def cancel(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Cancel:
-    """Run the command on runs/ of the test and gives the lines that it printed."""
-
-    def run(*words: str, code: int = 0) -> list[str]:
-        capfd.readouterr()
-        got = main("jobs", VERBS, ["cancel", f"runs_dir={tmp_path / 'runs'}", *words])
-        out, err = capfd.readouterr()
-        assert got == code, out + err
-        return (err if code == 2 else out).splitlines()
-
-    return run
+def cancel(call: Called) -> Cancel:
+    """Cancel runs, and return the lines that the command printed."""
+    return lambda *words, code=0: call("cancel", *words, code=code)[code == 2].splitlines()
 
 
 @pytest.fixture
-def queue(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+def queue(slurm: FakeSlurm, monkeypatch: MonkeyPatch) -> FakeSlurm:
     """A SLURM whose jobs are files."""
     monkeypatch.setattr(cancellation, "POLL_S", 0.05)
     slurm.does("squeue", SQUEUE.format(here=slurm.here))
@@ -145,10 +136,9 @@ def test_a_job_of_another_name_is_not_ours_to_end(
 
 @pytest.mark.parametrize("job_id", ["41; touch owned", "--user=root", "$(touch owned)"])
 def test_a_number_that_is_none_reaches_no_command_line(
-    job_id: str, prepared: Prepared, queue: FakeSlurm, cancel: Cancel
+    job_id: str, recorded: Prepared, queue: FakeSlurm, cancel: Cancel
 ) -> None:
-    folder = prepared()
-    folder.write_status("submitted", job_id=job_id)
+    recorded("submitted", job_id=job_id)
     assert "cancelled" not in " ".join(cancel("--yes", "one", code=1))
     assert queue.asked() == []
 
@@ -190,7 +180,7 @@ def test_a_refused_scancel_is_said(prepared: Prepared, queue: FakeSlurm, cancel:
 
 
 def test_a_job_that_takes_its_time_is_said(
-    prepared: Prepared, queue: FakeSlurm, cancel: Cancel, monkeypatch: pytest.MonkeyPatch
+    prepared: Prepared, queue: FakeSlurm, cancel: Cancel, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cancellation, "END_LIMIT_S", 0.0)
     folder = prepared()
@@ -202,17 +192,16 @@ def test_a_job_that_takes_its_time_is_said(
     assert cancel("--yes", "one") == [f"{folder.path.name}: left, it is cancelled"]
 
 
-def test_without_a_queue_to_ask(prepared: Prepared, queue: FakeSlurm, cancel: Cancel) -> None:
+def test_without_a_queue_to_ask(recorded: Prepared, queue: FakeSlurm, cancel: Cancel) -> None:
     (queue.here / "squeue").unlink()
-    folder = prepared()
-    folder.write_status("submitted", job_id="41")
+    folder = recorded("submitted", job_id="41")
     queue.says("scancel")
     assert cancel("--yes", "one") == [f"{folder.path.name}: cancelled, job 41"]
     assert folder.read_status()["state"] == "cancelled"
 
 
 def test_nobody_there_to_ask(
-    prepared: Prepared, queue: FakeSlurm, cancel: Cancel, monkeypatch: pytest.MonkeyPatch
+    prepared: Prepared, queue: FakeSlurm, cancel: Cancel, monkeypatch: MonkeyPatch
 ) -> None:
     folder = prepared()
     job(queue, folder, "41")
@@ -244,10 +233,9 @@ def test_what_to_cancel_must_be_named(prepared: Prepared, slurm: FakeSlurm, canc
 
 
 def test_a_local_run_ends_with_its_process(
-    prepared: Prepared, slurm: FakeSlurm, cancel: Cancel, process: subprocess.Popen[str]
+    recorded: Prepared, slurm: FakeSlurm, cancel: Cancel, process: subprocess.Popen[str]
 ) -> None:
-    folder = prepared()
-    folder.write_status("running", **by(process))
+    folder = recorded("running", **by(process))
     assert cancel("--yes", "one") == [f"{folder.path.name}: cancelled, process {process.pid}"]
     wait_until(lambda: process.returncode is not None)
     assert process.returncode == -15
@@ -271,21 +259,18 @@ def test_a_process_that_may_be_another_is_left_alone(
     other: dict[str, Any],
     says: str,
     code: int,
-    prepared: Prepared,
+    recorded: Prepared,
     slurm: FakeSlurm,
     cancel: Cancel,
     process: subprocess.Popen[str],
 ) -> None:
-    folder = prepared()
-    folder.write_status("running", **by(process) | other)
+    folder = recorded("running", **by(process) | other)
     assert says in cancel("--yes", "one", code=code)[0]
     assert process.poll() is None and folder.read_status()["state"] == "running"
 
 
 @pytest.mark.timeout(120)
-def test_real_ranks_are_cancelled_and_say_so(
-    tiny: Callable[..., tuple[RunFolder, RunSpec]], tmp_path: Path, cancel: Cancel
-) -> None:
+def test_real_ranks_are_cancelled_and_say_so(tiny: Tiny, tmp_path: Path, cancel: Cancel) -> None:
     """The launching process is one of its own, as `jobs submit` is; its ranks wait for ever."""
     folder, _ = tiny(TINY="wait:none")
     program = (
@@ -337,7 +322,7 @@ def test_real_ranks_are_cancelled_and_say_so(
 
 
 def test_a_run_that_is_prepared_again_is_not_cancelled(
-    tiny: Callable[..., tuple[RunFolder, RunSpec]], collected: list[RunFolder]
+    tiny: Tiny, collected: list[RunFolder]
 ) -> None:
     folder, spec = tiny()
     (folder.cancelled_json).write_text("{}")
@@ -351,7 +336,7 @@ class TestStudy:
     """A study whose points are stubs; a test says what happens while one runs."""
 
     @pytest.fixture
-    def study(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    def study(self, tmp_path: Path, monkeypatch: MonkeyPatch) -> Callable[..., int]:
         """Run three points; `during` is called while the first one runs, and may give its exit code."""
         path = tmp_path / "mine.yaml"
         base = [
@@ -381,7 +366,7 @@ class TestStudy:
         return run
 
     def test_a_cancelled_study_starts_no_more_points(
-        self, study: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+        self, study: Callable[..., int], tmp_path: Path, capfd: Capture
     ) -> None:
         record = StudyRecord(tmp_path / "runs" / "mine")
 

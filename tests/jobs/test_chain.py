@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from gems.cli.framework import main
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, GemsError, NodeFailedError, StalledError, TryLaterError
 from gems.runs.folder import RunFolder
-from gems.runs.owner import check_free, read_owner, take
+from gems.runs.owner import check_free, take
 from gems.utils.atomic_io import read_json, write_json
 from jobs.__main__ import VERBS
 from jobs.batch.resources import JobSpec, Work, job_spec
@@ -21,14 +21,21 @@ from jobs.launch.launch import StopRequest
 from jobs.launch.own_job import hand_over, requeue_refusal
 from jobs.launch.submission import submit_chain
 from jobs.schedulers.slurm_client.sbatch import sbatch_script
-from jobs.status.job_record import CHAIN_JSON, read_chain
-from jobs.status.ownership import gone_verifier
-from jobs.status.run_status import run_statuses
+from jobs.status.job_record import CHAIN_JSON, gone_verifier, read_chain
 from tests.helpers.fake_slurm import FakeSlurm
+from tests.helpers.job_helpers import (
+    Capture,
+    MonkeyPatch,
+    Prepared,
+    Resolved,
+    owner_of,
+    refused,
+    status_of,
+)
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+def folder(tmp_path: Path, monkeypatch: MonkeyPatch) -> RunFolder:
     """A run of the chain 41, 42, 43, seen from job 41."""
     write_json(tmp_path / CHAIN_JSON, {"jobs": ["41", "42", "43"]})
     monkeypatch.setenv("SLURM_JOB_ID", "41")
@@ -61,7 +68,7 @@ def test_the_next_job_takes_over_what_is_not_over(
 
 
 def test_a_chain_takes_the_place_of_requeues(
-    folder: RunFolder, resolved: Callable[..., RunSpec], monkeypatch: pytest.MonkeyPatch
+    folder: RunFolder, resolved: Resolved, monkeypatch: MonkeyPatch
 ) -> None:
     cluster = resolved("cluster=mini").cluster
     assert requeue_refusal(folder, cluster, "time limit") == "job 42 of its chain continues"
@@ -71,11 +78,7 @@ def test_a_chain_takes_the_place_of_requeues(
 
 @pytest.mark.parametrize(("state", "code"), [("finished", 0), ("cancelled", 143), ("failed", 3)])
 def test_a_job_with_nothing_left_to_do_ends_at_once(
-    state: str,
-    code: int,
-    folder: RunFolder,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    state: str, code: int, folder: RunFolder, monkeypatch: MonkeyPatch, capfd: Capture
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "43")
     folder.write_status(state, job_id="42", exit_code=code)
@@ -94,11 +97,7 @@ def test_a_job_with_nothing_left_to_do_ends_at_once(
     ],
 )
 def test_the_next_job_takes_over_from_a_launch_that_raises(
-    error: GemsError,
-    state: str,
-    job_id: str,
-    prepared: Callable[..., RunFolder],
-    monkeypatch: pytest.MonkeyPatch,
+    error: GemsError, state: str, job_id: str, prepared: Prepared, monkeypatch: MonkeyPatch
 ) -> None:
     run = prepared()
     write_json(run.path / CHAIN_JSON, {"jobs": ["41", "42"]})
@@ -119,10 +118,7 @@ def test_the_next_job_takes_over_from_a_launch_that_raises(
 
 
 def test_a_refused_job_makes_the_chain_shorter(
-    tmp_path: Path,
-    resolved: Callable[..., RunSpec],
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path, resolved: Resolved, monkeypatch: MonkeyPatch, capfd: Capture
 ) -> None:
     spec = resolved("cluster=mini")
     after = []
@@ -153,40 +149,38 @@ def test_the_status_is_that_of_the_job_that_continues(folder: RunFolder, slurm: 
     take(folder, job_id="41")
     slurm.says("sacct")
     folder.write_status("running", job_id="41")
-    (run,) = run_statuses([folder]).runs
+    run = status_of(folder)
     assert (run.state, run.job_id, run.note) == ("pending", "42", "Dependency (to start again)")
 
 
 @pytest.mark.parametrize("state", ["running", "failed", "finished"])
 def test_a_job_of_the_chain_keeps_the_folder(
-    state: str, folder: RunFolder, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+    state: str, folder: RunFolder, slurm: FakeSlurm, monkeypatch: MonkeyPatch
 ) -> None:
     owner = take(folder, job_id="41")
     folder.write_status(state, job_id="41", exit_code=0)
     owner.update(folder, pid=0, is_released=state != "running")
     slurm.says("squeue", "JOBID|STATE|COMMAND", "41|TIMEOUT|/x", "42|PENDING|/x", "43|PENDING|/x")
     monkeypatch.delenv("SLURM_JOB_ID")
-    with pytest.raises(TryLaterError, match="belongs to job 42, which has not ended"):
+    with refused("belongs to job 42, which has not ended", TryLaterError):
         check_free(folder, gone_verifier())
     slurm.says("squeue", "JOBID|STATE|COMMAND")
     check_free(folder, gone_verifier())
 
 
 def test_a_later_job_takes_the_folder_of_an_earlier_one_and_no_earlier_one_takes_it_back(
-    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+    folder: RunFolder, monkeypatch: MonkeyPatch
 ) -> None:
     take(folder, job_id="41")
     monkeypatch.setenv("SLURM_JOB_ID", "42")
     assert claim(folder, "of 42") is None
-    owner = read_owner(folder)
-    assert owner is not None and (owner.number, owner.job_id, owner.is_mine) == (1, "42", True)
+    owner = owner_of(folder)
+    assert (owner.number, owner.job_id, owner.is_mine) == (1, "42", True)
     monkeypatch.setenv("SLURM_JOB_ID", "41")
     assert claim(folder, "of 41") == owner
 
 
-def test_a_dependency_joins_that_of_the_user(
-    resolved: Callable[..., RunSpec], tmp_path: Path
-) -> None:
+def test_a_dependency_joins_that_of_the_user(resolved: Resolved, tmp_path: Path) -> None:
     for words, expected in (
         ((), "afterany:41"),
         (("+cluster.sbatch.dependency=singleton",), "singleton,afterany:41"),
@@ -197,12 +191,11 @@ def test_a_dependency_joins_that_of_the_user(
 
 
 def test_a_job_that_never_starts_is_named_with_what_to_do(
-    prepared: Callable[..., RunFolder], slurm: FakeSlurm, capfd: pytest.CaptureFixture[str]
+    recorded: Prepared, slurm: FakeSlurm, capfd: Capture
 ) -> None:
-    run = prepared()
-    run.write_status("submitted", job_id="41")
+    run = recorded("submitted", job_id="41")
     slurm.says("squeue", "41|PENDING|N/A|DependencyNeverSatisfied|one")
-    (seen,) = run_statuses([run]).runs
+    seen = status_of(run)
     assert seen.state == "pending" and seen.note.startswith(
         "DependencyNeverSatisfied: it never starts, as a job that"
     )
@@ -227,9 +220,7 @@ def test_a_job_that_never_starts_is_named_with_what_to_do(
         (["--after"], "jobs: --after=none: must have a value"),
     ],
 )
-def test_bad_words_are_one_line(
-    words: list[str], says: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_words_are_one_line(words: list[str], says: str, capfd: Capture) -> None:
     assert main("jobs", VERBS, ["submit", "experiment=quickstart", "cluster=mini", *words]) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith(says)

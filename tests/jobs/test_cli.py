@@ -12,6 +12,7 @@ from gems.cli.framework import main
 from gems.config.compose import compose
 from gems.runs.prepare import prepare
 from jobs.__main__ import VERBS
+from tests.helpers.job_helpers import Called, Capture
 from tests.helpers.processes import python
 
 MASTER = ["experiment=gems_master", "data=synthetic"]
@@ -55,26 +56,16 @@ MASTER = ["experiment=gems_master", "data=synthetic"]
 )
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]])
 def test_bad_input(
-    words: list[str],
-    key: str,
-    value: str,
-    says: str,
-    dry: list[str],
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
+    words: list[str], key: str, value: str, says: str, dry: list[str], call: Called, tmp_path: Path
 ) -> None:
-    assert (
-        main("jobs", VERBS, ["submit", *MASTER, f"runs_dir={tmp_path / 'runs'}", *words, *dry]) == 2
-    )
-    out, err = capfd.readouterr()
-    assert out == ""
+    out, err = call("submit", *MASTER, *words, *dry, code=2)
     (line,) = err.splitlines()
-    assert line.startswith(f"jobs: {key}={value}: ")
+    assert out == "" and line.startswith(f"jobs: {key}={value}: ")
     assert re.search(says, line)
     assert not (tmp_path / "runs").exists()
 
 
-def test_runs_dir_that_cannot_be_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_runs_dir_that_cannot_be_written(tmp_path: Path, capfd: Capture) -> None:
     file = tmp_path / "file"
     file.touch()
     for verb in ("submit", "prepare"):
@@ -86,23 +77,19 @@ def test_runs_dir_that_cannot_be_written(tmp_path: Path, capfd: pytest.CaptureFi
         )
 
 
-def test_folder_of_another_configuration(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_folder_of_another_configuration(call: Called, tmp_path: Path) -> None:
     """As after two configurations of one signature, or a run.yaml that someone changed."""
-    words = [*MASTER, f"runs_dir={tmp_path}"]
-    folder = prepare(compose(words))
+    folder = prepare(compose([*MASTER, f"runs_dir={tmp_path / 'runs'}"]))
     text = folder.run_yaml.read_text()
     folder.run_yaml.write_text(text.replace("seed: 0", "seed: 1"))
-    assert main("jobs", VERBS, ["submit", *words]) == 2
-    (line,) = capfd.readouterr().err.splitlines()
+    (line,) = call("submit", *MASTER, code=2)[1].splitlines()
     assert line.startswith(f"jobs: run folder={folder.path}: holds another configuration")
 
 
-def test_folder_in_use(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    words = [*MASTER, f"runs_dir={tmp_path}"]
-    folder = prepare(compose(words))
+def test_folder_in_use(call: Called, tmp_path: Path) -> None:
+    folder = prepare(compose([*MASTER, f"runs_dir={tmp_path / 'runs'}"]))
     folder.write_status("running", pid=os.getppid(), host=os.uname().nodename)
-    assert main("jobs", VERBS, ["prepare", *words]) == 2
-    (line,) = capfd.readouterr().err.splitlines()
+    (line,) = call("prepare", *MASTER, code=2)[1].splitlines()
     assert f"a run goes on there (process {os.getppid()})" in line
 
 
@@ -114,18 +101,18 @@ def test_prepare_prints_the_folder_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [[], ["a", "b"]])
-def test_collect_takes_one_folder(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+def test_collect_takes_one_folder(words: list[str], capfd: Capture) -> None:
     assert main("jobs", VERBS, ["collect", *words]) == 2
     assert "takes one run folder" in capfd.readouterr().err
 
 
-def test_collect_needs_a_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_collect_needs_a_run(tmp_path: Path, capfd: Capture) -> None:
     assert main("jobs", VERBS, ["collect", str(tmp_path)]) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith(f"jobs: run folder={tmp_path}: holds no readable run.yaml")
 
 
-def test_unknown_command(capfd: pytest.CaptureFixture[str]) -> None:
+def test_unknown_command(capfd: Capture) -> None:
     assert main("jobs", VERBS, ["submti"]) == 2
     assert "nearest: submit" in capfd.readouterr().err
 
@@ -166,17 +153,3 @@ def test_submitit_is_loaded_for_slurm_alone() -> None:
     )
     ended = python("-c", program)
     assert ended.returncode == 0, ended.stderr
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["diagnose", "--forget", "n1"], "jobs: option=--forget: is now --unblock"),
-        (["resubmit", "one", "--again"], "jobs: option=--again: is now --force"),
-    ],
-)
-def test_old_options_answer_with_the_new_name(
-    words: list[str], line: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main("jobs", VERBS, words) == 2
-    assert capsys.readouterr().err == f"{line}\n"

@@ -13,7 +13,7 @@ import pytest
 
 from gems.config.cluster import QueueLimit
 from gems.config.schema import RunSpec
-from gems.errors import ConfigError, TryLaterError
+from gems.errors import TryLaterError
 from gems.runs.folder import RunFolder
 from gems.runs.owner import CLUSTER_VARIABLE, own_job_id
 from jobs.batch.command import SchedulerUnavailableError
@@ -31,9 +31,17 @@ from jobs.status.cancellation import cancel_all
 from jobs.status.lookup import Catalogue
 from jobs.status.run_status import run_statuses
 from tests.helpers.fake_slurm import FakeSlurm
+from tests.helpers.job_helpers import (
+    Capture,
+    MonkeyPatch,
+    Prepared,
+    Resolved,
+    refused,
+    script_of,
+    status_of,
+)
 
 pytestmark = pytest.mark.cases
-Make = Callable[..., RunSpec]
 # Before a command of the second cluster: without the option it knows no job.
 ELSEWHERE = """
 case "$*" in *--clusters=serial*) ;; *) echo "JOBID|STATE|COMMAND"; exit 0 ;; esac
@@ -42,7 +50,7 @@ echo "CLUSTER: serial"
 
 
 @pytest.fixture
-def make(resolved: Callable[..., RunSpec], tmp_path: Path) -> Make:
+def make(resolved: Resolved, tmp_path: Path) -> Resolved:
     def make(**sbatch: str) -> RunSpec:
         spec = resolved("cluster=mini")
         cluster = replace(spec.cluster, sbatch=sbatch)
@@ -64,7 +72,7 @@ def edit(slurm: FakeSlurm, name: str, change: Callable[[str], str]) -> None:
     path.write_text(change(path.read_text()))
 
 
-def test_the_checks_of_a_second_cluster_ask_it(slurm: FakeSlurm, make: Make) -> None:
+def test_the_checks_of_a_second_cluster_ask_it(slurm: FakeSlurm, make: Resolved) -> None:
     """The default cluster has no partition of this name, and as many jobs as it takes."""
     row = "PartitionName=serial Default=NO MaxNodes=4 MaxTime=02:00:00 State=UP TotalNodes=4"
     for name, line in (
@@ -85,7 +93,7 @@ def test_the_checks_of_a_second_cluster_ask_it(slurm: FakeSlurm, make: Make) -> 
     assert "1 jobs are queued" in checks["limits"].said
 
 
-def test_a_job_of_a_second_cluster_is_known_by_it(queue: FakeSlurm, make: Make) -> None:
+def test_a_job_of_a_second_cluster_is_known_by_it(queue: FakeSlurm, make: Resolved) -> None:
     edit(queue, "sbatch", lambda text: text.replace("job $number", "job $number on cluster serial"))
     edit(queue, "squeue", lambda text: text.replace("header=yes", f"{ELSEWHERE}\nheader=yes"))
     edit(
@@ -99,16 +107,14 @@ def test_a_job_of_a_second_cluster_is_known_by_it(queue: FakeSlurm, make: Make) 
     assert folder.read_status()["job_id"] == "41@serial"
     assert "41_submission.sh" in {path.name for path in folder.logs.iterdir()}
     assert f"export {CLUSTER_VARIABLE}=serial" in folder.job_sh.read_text()
-    (run,) = run_statuses([folder]).runs
+    run = status_of(folder)
     assert (run.state, run.job_id, run.is_guess) == ("pending", "41@serial", False)
-    with pytest.raises(TryLaterError, match="belongs to job 41@serial, which has not ended"):
+    with refused("belongs to job 41@serial, which has not ended", TryLaterError):
         start_run(spec, assume_yes=True)
     assert queue.jobs() == ["41"]
     assert cancel_all(Catalogue((folder,), ()), as_json=False) == 0
     assert queue.jobs("CANCELLED") == ["41"]
-    with pytest.raises(
-        ConfigError, match="is a job of the default cluster, and this one is of cluster serial"
-    ):
+    with refused("is a job of the default cluster, and this one is of cluster serial"):
         sbatch_script(spec, replace(job_spec(spec), after="40"), folder)
     script = sbatch_script(spec, replace(job_spec(spec), after="41@serial"), folder)
     assert "#SBATCH --dependency=afterany:41\n" in script
@@ -144,13 +150,12 @@ def test_queries_and_ids_of_two_clusters(slurm: FakeSlurm) -> None:
 
 
 def test_a_job_takes_the_cluster_that_its_submission_recorded(
-    prepared: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch
+    recorded: Prepared, monkeypatch: MonkeyPatch
 ) -> None:
-    folder = prepared()
-    folder.write_status("submitted", job_id="41@serial")
+    folder = recorded("submitted", job_id="41@serial")
     monkeypatch.setenv(CLUSTER_VARIABLE, "")
     monkeypatch.setenv("SLURM_JOB_ID", "41")
-    wait_for_submission(folder, limit_s=0)
+    wait_for_submission(folder)
     assert own_job_id() == "41@serial"
 
 
@@ -173,7 +178,7 @@ def test_the_number_in_what_sbatch_prints(chosen: str, said: str, job_id: str | 
     assert read_id(chosen, said) == job_id
 
 
-def test_of_two_numbers_squeue_knows_the_jobs(queue: FakeSlurm, make: Make) -> None:
+def test_of_two_numbers_squeue_knows_the_jobs(queue: FakeSlurm, make: Resolved) -> None:
     edit(
         queue,
         "sbatch",
@@ -207,18 +212,16 @@ def test_lines_that_are_no_job_are_skipped(slurm: FakeSlurm) -> None:
 
 @pytest.mark.parametrize("recorded", ["submitted", "running"])
 def test_a_state_that_is_not_known_is_alive_and_shown(
-    recorded: str, prepared: Callable[..., RunFolder], slurm: FakeSlurm
+    recorded: str, prepared: Prepared, slurm: FakeSlurm
 ) -> None:
     slurm.says("squeue", "41|POWERING_UP|N/A|None|one")
     folder = prepared()
     folder.write_status(recorded, job_id="41")
-    (run,) = run_statuses([folder]).runs
+    run = status_of(folder)
     assert run.is_active and run.note == "POWERING_UP"
 
 
-def test_a_suspended_job_and_a_held_one(
-    prepared: Callable[..., RunFolder], slurm: FakeSlurm
-) -> None:
+def test_a_suspended_job_and_a_held_one(prepared: Prepared, slurm: FakeSlurm) -> None:
     slurm.says("squeue", "41|SUSPENDED|N/A|None|one", "42|PENDING|N/A|JobHeldUser|two")
     folders = prepared("one"), prepared("two")
     folders[0].write_status("running", job_id="41")
@@ -229,12 +232,9 @@ def test_a_suspended_job_and_a_held_one(
 
 
 def test_a_finished_run_is_left_as_it_is(
-    prepared: Callable[..., RunFolder],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    recorded: Prepared, monkeypatch: MonkeyPatch, capsys: Capture
 ) -> None:
-    folder = prepared()
-    folder.write_status("finished", job_id="41", exit_code=0)
+    folder = recorded("finished", job_id="41", exit_code=0)
     folder.result_json.write_text("{}")
 
     def contents() -> dict[str, bytes]:
@@ -248,9 +248,7 @@ def test_a_finished_run_is_left_as_it_is(
     assert "has finished: nothing is left to do" in capsys.readouterr().err
 
 
-def test_variables_of_the_shell_are_kept_or_named(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_variables_of_the_shell_are_kept_or_named(make: Resolved, monkeypatch: MonkeyPatch) -> None:
     for name in [name for name in os.environ if re.match("SLURM_|SBATCH_", name)]:
         monkeypatch.delenv(name)
     own = {"SBATCH_RESERVATION": "r", "SBATCH_QOS": "q", "SLURM_CLUSTERS": "serial"}
@@ -264,7 +262,7 @@ def test_variables_of_the_shell_are_kept_or_named(
         monkeypatch.setenv(name, value)
     spec = make()
     assert SCHEDULERS["slurm"].clusters(spec.cluster) == "serial"
-    script = sbatch_script(spec, job_spec(spec), RunFolder.of(spec))
+    script = script_of(spec)
     passed = environment.submission_environment(script)
     assert {name: passed[name] for name in passed if name.startswith(("SLURM_", "SBATCH_"))} == own
     (line,) = SCHEDULERS["slurm"].notes(script)
@@ -276,11 +274,11 @@ def test_variables_of_the_shell_are_kept_or_named(
     assert "SLURM_MPI_TYPE=none is ignored: set +cluster.environment.SLURM_MPI_TYPE" in line
     assert "SBATCH_TIMELIMIT=5 is ignored: cluster.minutes is decisive" in line
     chosen = make(qos="debug")
-    script = sbatch_script(chosen, job_spec(chosen), RunFolder.of(chosen))
+    script = script_of(chosen)
     assert "SBATCH_QOS" not in environment.submission_environment(script)
 
 
-def test_a_user_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_name(monkeypatch: MonkeyPatch) -> None:
     def unknown(uid: int) -> None:
         raise KeyError(f"getpwuid(): uid not found: {uid}")
 

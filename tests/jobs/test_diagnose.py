@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gems.cli.framework import main
 from gems.runs.failure_cause import FailureCause
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat
 from gems.utils.atomic_io import write_json
-from jobs.__main__ import VERBS
 from jobs.diagnosis.node_blocklist import NodeBlocklist
 from jobs.diagnosis.report import Diagnosis, diagnose_run
-from jobs.status.study_record import StudyRecord
+from jobs.status.lookup import StudyRecord
 from tests.helpers.fake_slurm import FakeSlurm
+from tests.helpers.job_helpers import Called, MonkeyPatch, Prepared
 
-Prepared = Callable[..., RunFolder]
 WriteFailed = Callable[..., None]
 START = datetime(2026, 11, 21, 12, tzinfo=UTC)
 STEPD = "slurmstepd: error: *** JOB 41 ON n1 CANCELLED AT {at}{why} ***"
@@ -87,17 +85,8 @@ def no_slurm(slurm: FakeSlurm) -> FakeSlurm:
 
 
 @pytest.fixture
-def diagnose(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[str, str]]:
-    """Run the command on runs/ of the test and gives what it printed on stdout and stderr."""
-
-    def run(*words: str, code: int = 0) -> tuple[str, str]:
-        capfd.readouterr()
-        got = main("jobs", VERBS, ["diagnose", f"runs_dir={tmp_path / 'runs'}", *words])
-        out, err = capfd.readouterr()
-        assert got == code, out + err
-        return out, err
-
-    return run
+def diagnose(call: Called) -> Called:
+    return partial(call, "diagnose")
 
 
 def test_device_memory_names_rank_stage_and_bytes(
@@ -160,7 +149,7 @@ def test_a_rank_out_of_memory_is_shown_with_its_views_and_its_advice(
         told.paragraph().endswith(" To change: less of it; more ranks.")
         and "It held" not in told.paragraph()
     )
-    for damaged in ("text", {"text": 7, "advice": 5}, {"advice": []}):
+    for damaged in (None, {"advice": []}):
         write_failed(
             folder,
             1,
@@ -320,7 +309,7 @@ def test_without_a_word_of_slurms_the_minutes_tell(prepared: Prepared) -> None:
 
 
 def test_a_failed_node_is_named_and_left_out(
-    prepared: Prepared, slurm: FakeSlurm, diagnose: Callable[..., tuple[str, str]]
+    prepared: Prepared, slurm: FakeSlurm, diagnose: Called
 ) -> None:
     slurm.says("sacct", f"41|NODE_FAIL|None|{local(0)}|0:0|n[1-2]|{local(600)}|00:10:00|00:10:00|")
     folder = prepared()
@@ -383,27 +372,12 @@ def test_no_node_is_blamed_for_a_full_quota(prepared: Prepared, write_failed: Wr
     ],
 )
 def test_from_the_status_alone(
-    prepared: Prepared, state: str, more: dict[str, Any], cause: FailureCause
+    recorded: Prepared, state: str, more: dict[str, Any], cause: FailureCause
 ) -> None:
-    folder = prepared()
-    folder.write_status(state, **more)
+    folder = recorded(state, **more)
     told = of(folder)
     assert told.cause is cause
     assert told.paragraph().startswith(f"{folder.path.name}: {cause}.")
-
-
-def test_records_of_others_at_the_same_time_go_by_the_clock(
-    prepared: Prepared, write_failed: WriteFailed
-) -> None:
-    folder = failed(
-        prepared(),
-        "0: Traceback (most recent call last):",
-        "0: KeyError: 'late'",
-        "1: ValueError: bad",
-    )
-    write_failed(folder, 0, utc(4), "KeyError: 'late'")
-    write_failed(folder, 1, utc(3), "ValueError: bad")
-    assert of(folder).rank == 1
 
 
 def test_an_exception_before_the_ranks_began(prepared: Prepared) -> None:
@@ -418,9 +392,8 @@ def test_an_exception_before_the_ranks_began(prepared: Prepared) -> None:
     assert "cluster.modules" in told.advice[0]
 
 
-def test_a_job_that_never_started(prepared: Prepared, slurm: FakeSlurm) -> None:
-    folder = prepared()
-    folder.write_status("submitted", job_id="41")
+def test_a_job_that_never_started(recorded: Prepared, slurm: FakeSlurm) -> None:
+    folder = recorded("submitted", job_id="41")
     slurm.says("squeue", "41|FAILED|N/A|JobLaunchFailure|one")
     slurm.says("sacct", error="Slurm accounting storage is disabled", code=1)
     slurm.says(
@@ -443,12 +416,8 @@ def test_everything_damaged_is_still_told(prepared: Prepared) -> None:
     ):
         folder.path.joinpath(name).write_text("\x00{")
     folder.heartbeat(0).write_bytes(b"\xff\xfe a b c d")
-    folder.path.joinpath("FAILED.rank0001.json").write_text(
-        '{"rank": [1], "node": {}, "step": "x", "action": 7, "cause": ["a"], "utc": 3, "exit_code":'
-        ' "4", "kind": []}'
-    )
     told = of(folder)
-    assert told.cause is FailureCause.EXCEPTION and told.rank is None
+    assert told.cause is FailureCause.UNKNOWN and told.rank is None
     assert json.loads(json.dumps(told.to_dict()))["schema"] == "gems.diagnosis/1"
 
 
@@ -463,7 +432,7 @@ def test_strange_words_stay_on_their_line(prepared: Prepared, write_failed: Writ
 
 
 def test_json_and_the_file_hold_the_same(
-    prepared: Prepared, write_failed: WriteFailed, diagnose: Callable[..., tuple[str, str]]
+    prepared: Prepared, write_failed: WriteFailed, diagnose: Called
 ) -> None:
     folder = failed(prepared())
     write_failed(folder, 1, utc(3), "ValueError: bad")
@@ -484,9 +453,7 @@ def test_json_and_the_file_hold_the_same(
     assert {"sacct is not on PATH", "scontrol is not on PATH"} <= set(printed["query_errors"])
 
 
-def test_a_prepared_folder_is_left_as_it_is(
-    prepared: Prepared, diagnose: Callable[..., tuple[str, str]]
-) -> None:
+def test_a_prepared_folder_is_left_as_it_is(prepared: Prepared, diagnose: Called) -> None:
     folder = prepared()
     before = sorted(path.name for path in folder.path.iterdir())
     diagnose("one")
@@ -494,7 +461,7 @@ def test_a_prepared_folder_is_left_as_it_is(
 
 
 def test_a_folder_that_cannot_be_written_is_told_all_the_same(
-    prepared: Prepared, diagnose: Callable[..., tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+    prepared: Prepared, diagnose: Called, monkeypatch: MonkeyPatch
 ) -> None:
     folder = failed(
         prepared(),
@@ -514,9 +481,7 @@ def test_a_folder_that_cannot_be_written_is_told_all_the_same(
     )
 
 
-def test_the_trace_is_read_as_far_as_it_goes(
-    prepared: Prepared, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_trace_is_read_as_far_as_it_goes(prepared: Prepared, monkeypatch: MonkeyPatch) -> None:
     folder = failed(prepared())
     assert diagnose_run(folder).trace_steps is None
     folder.trace_h5.write_text("no trace")
@@ -526,15 +491,15 @@ def test_the_trace_is_read_as_far_as_it_goes(
 def test_a_study_is_told_point_by_point(
     tmp_path: Path,
     prepared: Prepared,
+    recorded: Prepared,
     write_failed: WriteFailed,
-    diagnose: Callable[..., tuple[str, str]],
+    diagnose: Called,
 ) -> None:
     folders = [failed(prepared(name)) for name in ("a", "b", "c")]
     write_failed(folders[0], 1, utc(3), "ValueError: bad")
     write_failed(folders[1], 0, utc(3), "OSError: [Errno 122] Disk quota exceeded")
     write_failed(folders[2], 0, utc(3), "KeyError: 'x'")
-    good = prepared("d")
-    good.write_status("finished", exit_code=0)
+    good = recorded("finished", name="d", exit_code=0)
     points = [(f"point={each.path.name[0]}", each.path) for each in (*folders, good)]
     StudyRecord(tmp_path / "runs" / "grid").begin(points)
     lines = diagnose("grid")[0].splitlines()
@@ -546,28 +511,6 @@ def test_a_study_is_told_point_by_point(
     ]
     (study,) = json.loads(diagnose("grid", "--json")[0])["studies"]
     assert [row["cause"] for row in study["failed"]] == ["exception", "exception", "file system"]
-
-
-def test_what_is_no_run_is_refused(
-    tmp_path: Path, diagnose: Callable[..., tuple[str, str]]
-) -> None:
-    (tmp_path / "runs").mkdir()
-    assert "is no run and no study" in diagnose("nothing", code=2)[1]
-    assert "name runs or studies" in diagnose(code=2)[1]
-
-
-def test_slurm_that_hangs_costs_a_bounded_time(
-    prepared: Prepared, slurm: FakeSlurm, write_failed: WriteFailed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("jobs.batch.command.QUERY_LIMIT_S", 0.2)
-    for name in ("squeue", "sacct", "scontrol"):
-        slurm.hangs(name)
-    folder = failed(prepared())
-    write_failed(folder, 1, utc(3), "ValueError: bad")
-    start_s = time.monotonic()
-    told = of(folder)
-    assert told.cause is FailureCause.EXCEPTION and time.monotonic() - start_s < 20
-    assert any("did not answer" in trouble for trouble in told.query_errors)
 
 
 def test_a_node_without_a_word_is_named_where_the_others_lost_their_messages(
@@ -677,13 +620,12 @@ def test_a_launcher_lost_in_training_needs_no_other_configuration(prepared: Prep
 @pytest.mark.cases
 @pytest.mark.parametrize("what", ["moved", "interpreter"])
 def test_what_the_script_of_a_job_names_is_gone(
-    what: str, prepared: Callable[..., RunFolder], slurm: FakeSlurm
+    what: str, recorded: Prepared, slurm: FakeSlurm
 ) -> None:
     code, reason = ("0:53", "JobLaunchFailure") if what == "moved" else ("127:0", "NonZeroExitCode")
     slurm.says("squeue", f"41|FAILED|N/A|{reason}|one")
     slurm.says("sacct", f"41|FAILED|{reason}|Unknown|{code}||Unknown|00:00:01||")
-    folder = prepared()
-    folder.write_status("submitted", job_id="41")
+    folder = recorded("submitted", job_id="41")
     logs = "/was/here/one/logs" if what == "moved" else folder.logs
     program = "/no/such/python" if what == "interpreter" else "/bin/sh"
     script = f"#SBATCH --output={logs}/%j_0_log.out\nexec {program} -u -m x\n"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import pytest
 import yaml
 
 from gems.cli.framework import main
-from gems.config.cluster import ClusterConfig
 from gems.config.compose import compose
 from gems.config.fields import check_fields
 from gems.config.schema import RunSpec
@@ -26,7 +24,6 @@ from jobs.cli.discover import (
     host_pattern,
     main_kind,
     mpi_type,
-    preset_name,
 )
 from jobs.schedulers.slurm_client.site import (
     NodeKind,
@@ -36,6 +33,7 @@ from jobs.schedulers.slurm_client.site import (
     parse_mpi_types,
     parse_partitions,
 )
+from tests.helpers.job_helpers import Capture, MonkeyPatch
 
 SINFO = """\
 cpu*|1000|128|256000|(null)
@@ -79,7 +77,7 @@ def site() -> Site:
 
 
 @pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def slurm(tmp_path: Path, monkeypatch: MonkeyPatch) -> Path:
     """SLURM's commands as files that print what the site says.
 
     Nothing else is on PATH but the shell's own.
@@ -105,9 +103,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_the_draft_composes_as_a_preset(
-    slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_draft_composes_as_a_preset(slurm: Path, tmp_path: Path, capsys: Capture) -> None:
     assert main("jobs", VERBS, ["discover"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
@@ -139,7 +135,7 @@ def test_the_draft_composes_as_a_preset(
     assert "needed here, your project" in out and "login3" in out and "23.11.4" in out
 
 
-def test_as_json_it_is_the_same_preset(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_as_json_it_is_the_same_preset(slurm: Path, capsys: Capture) -> None:
     main("jobs", VERBS, ["discover"])
     text = capsys.readouterr().out
     assert main("jobs", VERBS, ["discover", "--json"]) == 0
@@ -148,9 +144,7 @@ def test_as_json_it_is_the_same_preset(slurm: Path, capsys: pytest.CaptureFixtur
     check_fields(RunSpec.from_dict({"cluster": preset}).cluster)
 
 
-def test_where_there_is_no_slurm(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_where_there_is_no_slurm(tmp_path: Path, monkeypatch: MonkeyPatch, capsys: Capture) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main("jobs", VERBS, ["discover"]) == 2
     out, err = capsys.readouterr()
@@ -173,7 +167,7 @@ def test_where_there_is_no_slurm(
     ],
 )
 def test_a_slurm_that_does_not_answer(
-    slurm: Path, name: str, line: str, says: str, capsys: pytest.CaptureFixture[str]
+    slurm: Path, name: str, line: str, says: str, capsys: Capture
 ) -> None:
     (slurm / name).write_text(f"#!/bin/sh\n{line}\n")
     assert main("jobs", VERBS, ["discover"]) == 2
@@ -181,7 +175,7 @@ def test_a_slurm_that_does_not_answer(
     assert said.startswith(f"jobs: {says}")
 
 
-def test_words_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_words_are_refused(capsys: Capture) -> None:
     assert main("jobs", VERBS, ["discover", "cluster=mini"]) == 2
     assert "takes no words" in capsys.readouterr().err
 
@@ -225,10 +219,6 @@ def test_a_plug_in_that_is_not_listed_is_not_drafted(site: Site) -> None:
     assert mpi_type(replace(site, config={}, mpi_types=("none",))) is None
 
 
-def test_older_plug_ins_know_gres_alone() -> None:
-    assert discover.gpu_request(4, "select/cons_res") == "gres"
-
-
 @pytest.mark.parametrize(
     ("text", "minutes"),
     [
@@ -265,15 +255,6 @@ def test_patterns_of_hosts(hosts: tuple[str, ...], pattern: str) -> None:
     assert host_pattern(hosts) == pattern
 
 
-def test_names() -> None:
-    assert [preset_name(name) for name in ("Big-Site", "lumi", "(null)", "")] == [
-        "big_site",
-        "lumi",
-        "null",
-        "site",
-    ]
-
-
 def test_a_partition_that_is_empty_has_no_row_that_cannot_be() -> None:
     row = draft_limit(
         {
@@ -287,9 +268,3 @@ def test_a_partition_that_is_empty_has_no_row_that_cannot_be() -> None:
     assert row is not None
     check_fields(RunSpec.from_dict({"cluster": {"limits": [row]}}).cluster)
     assert draft_limit({"State": "UP"}) is None
-
-
-def test_every_drafted_key_is_one_of_the_schema(
-    site: Site, resolved: Callable[..., RunSpec]
-) -> None:
-    assert draft_preset(site).keys() <= ClusterConfig.__dataclass_fields__.keys()

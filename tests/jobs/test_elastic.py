@@ -32,6 +32,7 @@ from jobs.launch.launch import StopRequest
 from jobs.status.job_record import CHAIN_JSON
 from jobs.status.run_status import read_recorded
 from tests.helpers.fake_slurm import FakeSlurm
+from tests.helpers.job_helpers import Capture, MonkeyPatch, Prepared, with_cluster
 
 pytestmark = pytest.mark.timeout(120)
 FOUR = (
@@ -55,9 +56,7 @@ def has_nodes(slurm: FakeSlurm, *nodes: str) -> None:
 
 
 @pytest.fixture
-def make(
-    prepared: Callable[..., RunFolder], slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> Make:
+def make(prepared: Prepared, slurm: FakeSlurm, monkeypatch: MonkeyPatch) -> Make:
     """Prepare a run of four nodes whose job, 41, this process is in."""
 
     def make(*words: str) -> tuple[RunFolder, JobSpec, Recovery]:
@@ -71,7 +70,7 @@ def make(
     return make
 
 
-def test_a_spare_node_keeps_the_layout(make: Make, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_spare_node_keeps_the_layout(make: Make, capfd: Capture) -> None:
     folder, job, recovery = make("cluster.spare_nodes=1", "cluster.elastic=[2]")
     assert recovery.goes_on(job, {"pid": 1}, ["n1", "n2", "n3", "n5"], {"n4": "it did not answer"})
     assert (recovery.again, recovery.has_moved, [*recovery.left_out]) == (True, False, ["n4"])
@@ -126,7 +125,7 @@ def test_too_few_nodes_left_are_a_new_job(make: Make) -> None:
 
 
 def test_without_a_smaller_layout_the_job_is_put_back_as_often_as_allowed(
-    make: Make, slurm: FakeSlurm, capfd: pytest.CaptureFixture[str]
+    make: Make, slurm: FakeSlurm, capfd: Capture
 ) -> None:
     _, job, recovery = make("cluster.spare_nodes=1", "cluster.max_requeues=1")
     assert recovery.goes_on(job, {}, ["n1", "n2"], {"n3": "gone", "n4": "gone"})
@@ -147,7 +146,7 @@ def test_only_a_node_s_loss_is_repaired(make: Make, slurm: FakeSlurm) -> None:
     ):
         assert not recovery.is_concerned(job, NODES, replace(failure, cause_class=settled))
     assert not recovery.is_concerned(job, NODES, replace(failure, exit_code=2))
-    plain = replace(job, cluster=replace(job.cluster, elastic=[]))
+    plain = with_cluster(job, elastic=[])
     assert not recovery.is_concerned(plain, NODES, failure) and not recovery.goes_on(
         plain, {}, NODES, {"n4": "gone"}
     )
@@ -203,7 +202,7 @@ def test_the_same_command_prepares_the_own_layout_again(make: Make) -> None:
 
 
 def test_an_edited_layout_is_refused(
-    make: Make, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+    make: Make, slurm: FakeSlurm, monkeypatch: MonkeyPatch
 ) -> None:
     folder, job, recovery = make("cluster.elastic=[2]")
     recovery.goes_on(job, {}, ["n1", "n2", "n3"], {"n4": "gone"})
@@ -220,8 +219,8 @@ def test_a_batch_job_launches_again_on_what_is_left(
     make: Make,
     slurm: FakeSlurm,
     collected: list[RunFolder],
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    monkeypatch: MonkeyPatch,
+    capfd: Capture,
 ) -> None:
     """The ranks' srun reports the failure of a node, which SLURM has taken from the job by then."""
     folder, _, _ = make("cluster.elastic=[2]", "cluster.check_nodes=false")
@@ -250,7 +249,7 @@ def test_a_batch_job_launches_again_on_what_is_left(
 
 
 def test_a_deputy_replaces_a_job_whose_batch_script_is_lost(
-    make: Make, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+    make: Make, slurm: FakeSlurm, monkeypatch: MonkeyPatch
 ) -> None:
     folder, _, _ = make("cluster.elastic=[3]")
     slurm.says("scancel")
@@ -268,7 +267,7 @@ def test_a_deputy_replaces_a_job_whose_batch_script_is_lost(
 
 
 def test_the_next_job_of_a_chain_replaces_one_whose_batch_script_is_lost(
-    make: Make, slurm: FakeSlurm, capfd: pytest.CaptureFixture[str]
+    make: Make, slurm: FakeSlurm, capfd: Capture
 ) -> None:
     folder, _, recovery = make("cluster.elastic=[3]")
     write_json(folder.path / CHAIN_JSON, {"jobs": ["41", "43"]})

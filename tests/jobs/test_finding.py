@@ -8,8 +8,7 @@ from __future__ import annotations
 import pytest
 
 from gems.runs.failure_cause import FailureCause
-from jobs.diagnosis.causes import ADVICE, BY_SPECIFICITY
-from jobs.diagnosis.log_patterns import Finding
+from jobs.diagnosis.causes import ADVICE, BY_SPECIFICITY, Finding
 from jobs.diagnosis.report import judge
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable
 
 import pytest
 
@@ -20,7 +19,7 @@ from jobs.batch.launchers import command
 from jobs.batch.resources import job_spec
 from jobs.schedulers.scheduler import SCHEDULERS
 from jobs.schedulers.slurm_client.limits import check_limits
-from tests.helpers.job_helpers import ROOT
+from tests.helpers.job_helpers import ROOT, MonkeyPatch, Resolved
 
 GOLDEN = ROOT / "tests" / "golden"
 RENEW = "GEMS_RENEW_GOLDEN"
@@ -47,9 +46,7 @@ def shown(spec: RunSpec) -> str:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_script(
-    name: str, resolved: Callable[..., RunSpec], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_script(name: str, resolved: Resolved, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.delenv("SBATCH_ACCOUNT", raising=False)
     overrides = ["cluster.nodes=4"] if name == "mini" else []
     text = shown(resolved(*PAPER, f"cluster={name}", *overrides))

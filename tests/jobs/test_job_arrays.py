@@ -19,15 +19,9 @@ from gems.runs.folder import RunFolder
 from gems.runs.owner import own_job_id, take
 from jobs.__main__ import VERBS
 from jobs.launch import own_job
-from jobs.schedulers.slurm_client.jobs import (
-    SACCT,
-    SCONTROL,
-    SQUEUE,
-    is_job_number,
-    job_order,
-    query_jobs,
-)
+from jobs.schedulers.slurm_client.jobs import SACCT, SCONTROL, SQUEUE, job_order, query_jobs
 from tests.helpers.fake_slurm import FakeSlurm
+from tests.helpers.job_helpers import Capture, MonkeyPatch
 
 BASE = [
     "data=synthetic",
@@ -102,9 +96,7 @@ def site(slurm: FakeSlurm) -> Site:
 
 
 @pytest.fixture
-def study(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, list[dict[str, Any]], str]]:
+def study(tmp_path: Path, capfd: Capture) -> Callable[..., tuple[int, list[dict[str, Any]], str]]:
     """Call `jobs study`, and give the exit code, the points and what was said."""
 
     def call(*words: str, **axes: list[Any]) -> tuple[int, list[dict[str, Any]], str]:
@@ -193,7 +185,7 @@ def test_the_next_call_submits_what_is_missing_by_one_query(study: Study, site: 
 
 
 def test_the_failed_points_of_a_study_are_resubmitted_as_one_array(
-    study: Study, site: Site, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    study: Study, site: Site, tmp_path: Path, capfd: Capture
 ) -> None:
     _, points, _ = study(seed=[1, 2, 3, 4])
     (site.here / "queue").write_text(
@@ -295,26 +287,6 @@ def test_the_number_of_commands_is_that_of_the_sizes_and_not_of_the_points(
     }
 
 
-@pytest.mark.parametrize(
-    ("value", "is_one"),
-    [
-        ("41", True),
-        (41, True),
-        ("41_7", True),
-        ("41_", False),
-        ("_7", False),
-        ("41_7_1", False),
-        ("41_[0-7]", False),
-        ("--all", False),
-        ("41 42", False),
-        ("41_7\n", False),
-        (None, False),
-    ],
-)
-def test_a_number_is_that_of_a_job_or_of_a_task(value: object, is_one: bool) -> None:
-    assert is_job_number(value) is is_one
-
-
 def test_a_later_job_comes_after_every_task_of_an_array() -> None:
     assert sorted(["41_10", "42", "9", "41_9"], key=job_order) == ["9", "41_9", "41_10", "42"]
 
@@ -346,7 +318,7 @@ def test_every_source_knows_tasks_by_the_number_of_their_array(slurm: FakeSlurm)
 
 
 def test_a_task_knows_its_number_and_reads_its_own_end(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: MonkeyPatch, tmp_path: Path
 ) -> None:
     for name, value in {
         "JOB_ID": "57",
@@ -361,7 +333,9 @@ def test_a_task_knows_its_number_and_reads_its_own_end(
         "slurmstepd: error: *** JOB 57 ON n1 CANCELLED AT 2026-11-25T20:42:22 DUE TO TIME LIMIT"
         " ***\n"
     )
-    assert own_job.kill_reason(log) == FailureCause.TIME_LIMIT
+    monkeypatch.setattr(own_job, "_stderr", lambda: log)
+    monkeypatch.setattr(own_job, "LOG_START_BYTES", 0)
+    assert own_job.kill_reason() == FailureCause.TIME_LIMIT
     folder = RunFolder(tmp_path)
     owner = take(folder, job_id=own_job_id())
     assert owner.is_mine

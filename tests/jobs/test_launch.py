@@ -16,8 +16,6 @@ from typing import Any
 import pytest
 
 from gems.config.compose import compose
-from gems.config.schema import RunSpec
-from gems.errors import ConfigError
 from gems.launch.local_launcher import Ended
 from gems.runs.failure_cause import FailureCause
 from gems.runs.folder import RunFolder
@@ -26,11 +24,11 @@ from gems.runs.prepare import prepare
 from jobs.diagnosis.report import diagnose_run
 from jobs.launch import launch as launch_module
 from jobs.launch import rank_watch
-from jobs.launch.launch import JOB_FILES, collect, launch
-from tests.helpers.job_helpers import wait_until
+from jobs.launch.launch import collect, launch
+from tests.helpers.job_helpers import Capture, MonkeyPatch, Resolved, Tiny, refused, wait_until
 from tests.helpers.small_disk import small_disk
 
-Tiny = Callable[..., tuple[RunFolder, RunSpec]]
+Collected = list[RunFolder]
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -44,9 +42,7 @@ def lines_of_jobs(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("jobs: ")]
 
 
-def test_a_run_that_succeeds_is_collected(
-    tiny: Tiny, collected: list[RunFolder], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_succeeds_is_collected(tiny: Tiny, collected: Collected, capfd: Capture) -> None:
     folder, spec = tiny()
     assert launch(folder, spec) == 0
     assert collected == [folder]
@@ -61,9 +57,7 @@ def test_a_run_that_succeeds_is_collected(
     assert out == ""
 
 
-def test_output_can_go_to_the_log_alone(
-    tiny: Tiny, collected: list[RunFolder], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_output_can_go_to_the_log_alone(tiny: Tiny, collected: Collected, capfd: Capture) -> None:
     folder, spec = tiny()
     assert launch(folder, spec, echo=False) == 0
     assert capfd.readouterr() == ("", "")
@@ -71,7 +65,7 @@ def test_output_can_go_to_the_log_alone(
 
 
 def test_killed_rank_ends_the_run_and_is_named(
-    tiny: Tiny, collected: list[RunFolder], capfd: pytest.CaptureFixture[str]
+    tiny: Tiny, collected: Collected, capfd: Capture
 ) -> None:
     folder, spec = tiny(TINY="wait:none")
 
@@ -106,12 +100,7 @@ def test_killed_rank_ends_the_run_and_is_named(
     ],
 )
 def test_ranks_that_die_without_a_word(
-    tiny: Tiny,
-    collected: list[RunFolder],
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    mode: str,
-    text: str,
+    tiny: Tiny, collected: Collected, capfd: Capture, monkeypatch: MonkeyPatch, mode: str, text: str
 ) -> None:
     folder, spec = tiny(TINY=mode)
     monkeypatch.setattr(rank_watch, "ABORT_LIMIT_S", 0.5)
@@ -122,7 +111,7 @@ def test_ranks_that_die_without_a_word(
 
 @pytest.mark.parametrize("code", [2, 4])
 def test_a_ranks_own_record_decides(
-    tiny: Tiny, collected: list[RunFolder], capfd: pytest.CaptureFixture[str], code: int
+    tiny: Tiny, collected: Collected, capfd: Capture, code: int
 ) -> None:
     folder, spec = tiny(TINY="raise:3", CODE=str(code))
     assert launch(folder, spec) == code
@@ -135,7 +124,7 @@ def test_a_ranks_own_record_decides(
 
 
 def test_a_failed_rank_whose_abort_reaches_nobody(
-    tiny: Tiny, collected: list[RunFolder], monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, collected: Collected, monkeypatch: MonkeyPatch
 ) -> None:
     folder, spec = tiny(TINY="linger:1", CODE="2")
     monkeypatch.setattr(rank_watch, "ABORT_LIMIT_S", 0.5)
@@ -144,7 +133,7 @@ def test_a_failed_rank_whose_abort_reaches_nobody(
 
 
 def test_a_rank_that_ends_before_mpi_starts_does_not_leave_the_others_waiting(
-    tiny: Tiny, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, capfd: Capture, monkeypatch: MonkeyPatch
 ) -> None:
     folder, spec = tiny(TINY="early:2")
     monkeypatch.setattr(rank_watch, "ABORT_LIMIT_S", 0.5)
@@ -154,10 +143,7 @@ def test_a_rank_that_ends_before_mpi_starts_does_not_leave_the_others_waiting(
 
 
 def test_ranks_that_are_all_stopped_have_stalled(
-    tiny: Tiny,
-    collected: list[RunFolder],
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    tiny: Tiny, collected: Collected, capfd: Capture, monkeypatch: MonkeyPatch
 ) -> None:
     folder, spec = tiny(TINY="wait:none")
     spec = replace(spec, train=replace(spec.train, hang_timeout_s=1.0))
@@ -183,7 +169,7 @@ def test_ranks_that_are_all_stopped_have_stalled(
 
 
 def test_a_run_folder_that_is_gone_ends_the_run_with_one_line(
-    tiny: Tiny, collected: list[RunFolder], capfd: pytest.CaptureFixture[str]
+    tiny: Tiny, collected: Collected, capfd: Capture
 ) -> None:
     folder, spec = tiny(TINY="wait:none")
 
@@ -201,7 +187,7 @@ def test_a_run_folder_that_is_gone_ends_the_run_with_one_line(
 
 
 def test_failure_without_traces_points_to_the_log(
-    tiny: Tiny, collected: list[RunFolder], capfd: pytest.CaptureFixture[str]
+    tiny: Tiny, collected: Collected, capfd: Capture
 ) -> None:
     folder, spec = tiny()
     spec.cluster.python = f"{sys.executable} {folder.path / 'missing.py'}"
@@ -213,10 +199,7 @@ def test_failure_without_traces_points_to_the_log(
 
 
 def test_ranks_that_end_with_0_beside_a_record_have_failed(
-    tiny: Tiny,
-    collected: list[RunFolder],
-    write_failed: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
+    tiny: Tiny, collected: Collected, write_failed: Callable[..., None], monkeypatch: MonkeyPatch
 ) -> None:
     """As when every rank is a world of its own: srun gives 0 when the last words of all are lost."""
     folder, spec = tiny()
@@ -231,7 +214,7 @@ def test_ranks_that_end_with_0_beside_a_record_have_failed(
 
 
 def test_sigterm_ends_the_run_with_a_status(
-    tiny: Tiny, collected: list[RunFolder], capfd: pytest.CaptureFixture[str]
+    tiny: Tiny, collected: Collected, capfd: Capture
 ) -> None:
     folder, spec = tiny(TINY="wait:none")
 
@@ -250,7 +233,7 @@ def test_sigterm_ends_the_run_with_a_status(
     assert collected == []
 
 
-def test_interruption_is_kept_in_the_status(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interruption_is_kept_in_the_status(tiny: Tiny, monkeypatch: MonkeyPatch) -> None:
     folder, spec = tiny()
 
     def interrupt(*words: Any, **more: Any) -> Ended:
@@ -266,16 +249,16 @@ def test_interruption_is_kept_in_the_status(tiny: Tiny, monkeypatch: pytest.Monk
 
 
 def test_missing_srun_is_kept_in_the_status(
-    tiny: Tiny, resolved: Callable[..., RunSpec], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    tiny: Tiny, resolved: Resolved, monkeypatch: MonkeyPatch, tmp_path: Path
 ) -> None:
     folder, _ = tiny()
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match="srun: cannot be started"):
+    with refused("srun: cannot be started"):
         launch(folder, resolved("cluster=mini"))
     assert folder.read_status()["exit_code"] == 2
 
 
-def test_ranks_learn_whether_a_person_looks_on(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_learn_whether_a_person_looks_on(tiny: Tiny, monkeypatch: MonkeyPatch) -> None:
     folder, spec = tiny(OMP_NUM_THREADS="7")
     seen: list[dict[str, str]] = []
 
@@ -293,7 +276,7 @@ def test_ranks_learn_whether_a_person_looks_on(tiny: Tiny, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("first", ["probe", "sweep", "ranks"])
 def test_a_cancelled_job_is_cancelled_whatever_ends_first(
-    first: str, tiny: Tiny, resolved: Callable[..., RunSpec], monkeypatch: pytest.MonkeyPatch
+    first: str, tiny: Tiny, resolved: Resolved, monkeypatch: MonkeyPatch
 ) -> None:
     folder, _ = tiny()
     stopped = Ended(-signal.SIGTERM, (), stopped_by="SIGTERM")
@@ -320,7 +303,7 @@ def test_a_cancelled_job_is_cancelled_whatever_ends_first(
 
 
 def test_a_restarted_job_sweeps_every_node_and_a_job_probes_first(
-    tiny: Tiny, resolved: Callable[..., RunSpec], monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, resolved: Resolved, monkeypatch: MonkeyPatch
 ) -> None:
     folder, _ = tiny()
     started: list[list[str]] = []
@@ -350,7 +333,7 @@ def test_a_restarted_job_sweeps_every_node_and_a_job_probes_first(
 
 
 def test_nothing_of_an_earlier_launch_is_lost_or_mistaken(
-    tiny: Tiny, collected: list[RunFolder], write_failed: Callable[..., None]
+    tiny: Tiny, collected: Collected, write_failed: Callable[..., None]
 ) -> None:
     folder, spec = tiny()
     write_failed(folder, 1, "2026", "of yesterday")
@@ -364,16 +347,7 @@ def test_nothing_of_an_earlier_launch_is_lost_or_mistaken(
     assert "of yesterday" not in (folder.logs / "ranks.log").read_text()
 
 
-def test_a_fresh_folder_has_nothing_to_set_aside(tiny: Tiny) -> None:
-    folder, _ = tiny()
-    before = sorted(folder.path.rglob("*"))
-    folder.archive(keep=JOB_FILES)
-    assert sorted(folder.path.rglob("*")) == before
-
-
-def test_collection_is_a_child_with_its_own_exit_code(
-    tiny: Tiny, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_collection_is_a_child_with_its_own_exit_code(tiny: Tiny, capfd: Capture) -> None:
     """There is no trace to collect, so the real child fails.
 
     It says so and leaves this process alone.
@@ -386,17 +360,15 @@ def test_collection_is_a_child_with_its_own_exit_code(
 
 
 def test_a_configuration_that_was_edited_is_refused_in_one_line(
-    tiny: Tiny, collected: list[RunFolder]
+    tiny: Tiny, collected: Collected
 ) -> None:
     folder, spec = tiny()
     text = folder.run_yaml.read_text()
     folder.run_yaml.write_text(text.replace("  log_level: info\n", "  log_level: debug\n"))
     assert folder.run_yaml.read_text() != text
-    with pytest.raises(
-        ConfigError, match=r"^run folder=.*: its run\.yaml is not what was prepared"
-    ) as refused:
+    with refused(r"^run folder=.*: its run\.yaml is not what was prepared") as caught:
         launch(folder, folder.read_spec())
-    assert "\n" not in str(refused.value) and refused.value.exit_code == 2
+    assert "\n" not in str(caught.value) and caught.value.exit_code == 2
     status = folder.read_status()
     assert (status["state"], status["exit_code"], status["cause_class"]) == (
         "failed",
@@ -408,7 +380,7 @@ def test_a_configuration_that_was_edited_is_refused_in_one_line(
 
 
 def test_a_disk_that_stays_full_is_a_failure_with_a_status(
-    tmp_path: Path, collected: list[RunFolder], capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, collected: Collected, capfd: Capture
 ) -> None:
     words = (
         "experiment=gems_master",

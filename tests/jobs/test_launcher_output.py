@@ -154,3 +154,5 @@ def test_why_slurm_cancelled() -> None:
         " LIMIT ***"
     )
     assert words.cancel_reason == "time limit"
+    words.feed_line("*** STEP 7.0 ON n1 CANCELLED AT noon DUE TO BAD LUCK ***")
+    assert words.cancel_reason == "bad luck"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gems.runs.failure_cause import FailureCause
-from jobs.diagnosis.log_patterns import (
+from jobs.diagnosis.causes import (
     HEAD_BYTES,
     TAIL_BYTES,
     classify_text,

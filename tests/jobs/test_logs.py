@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,9 +18,8 @@ from gems.utils.process_tree import start_time
 from jobs.__main__ import VERBS
 from jobs.cli.logs import Tail
 from tests.helpers.fake_slurm import FakeSlurm
-from tests.helpers.job_helpers import ROOT, wait_until
+from tests.helpers.job_helpers import ROOT, Capture, MonkeyPatch, Prepared, wait_until
 
-Prepared = Callable[..., RunFolder]
 HERE = {"pid": os.getpid(), "host": os.uname().nodename, "pid_started": start_time(os.getpid())}
 
 
@@ -34,9 +32,8 @@ def write(folder: RunFolder, text: str) -> None:
         file.write(text)
 
 
-def test_the_last_lines(prepared: Prepared, capfd: pytest.CaptureFixture[str]) -> None:
-    folder = prepared()
-    folder.write_status("finished", exit_code=0)
+def test_the_last_lines(recorded: Prepared, capfd: Capture) -> None:
+    folder = recorded("finished", exit_code=0)
     write(folder, "".join(f"{number}\n" for number in range(300000)) + "an end without a break")
     logs(folder.path)
     out = capfd.readouterr().out.splitlines()
@@ -48,7 +45,7 @@ def test_the_last_lines(prepared: Prepared, capfd: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize("cluster", ["mini", "flux"])
-def test_one_rank(cluster: str, prepared: Prepared, capfd: pytest.CaptureFixture[str]) -> None:
+def test_one_rank(cluster: str, prepared: Prepared, capfd: Capture) -> None:
     folder = prepared("one", f"cluster={cluster}")
     folder.write_status("finished", exit_code=0)
     write(folder, "0: a\n1: b\n10: x\nsrun: error: n1: task 1: Killed\n01: c\n1: d")
@@ -64,12 +61,9 @@ def test_one_rank(cluster: str, prepared: Prepared, capfd: pytest.CaptureFixture
     assert "mpiexec does not label lines" in capfd.readouterr().err
 
 
-def test_no_log_yet(
-    prepared: Prepared, slurm: FakeSlurm, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_no_log_yet(recorded: Prepared, slurm: FakeSlurm, capfd: Capture) -> None:
     slurm.says("squeue", "41|PENDING|2030-01-02T03:04:05|Resources|one")
-    folder = prepared()
-    folder.write_status("submitted", job_id="41")
+    folder = recorded("submitted", job_id="41")
     logs(folder.path)
     out, err = capfd.readouterr()
     assert out == ""
@@ -81,26 +75,22 @@ def test_no_log_yet(
 
 
 def test_a_run_whose_ranks_never_started_shows_the_batch_scripts_log(
-    prepared: Prepared, capfd: pytest.CaptureFixture[str]
+    recorded: Prepared, capfd: Capture
 ) -> None:
-    folder = prepared()
-    folder.write_status("failed", exit_code=2, cause="no srun")
+    folder = recorded("failed", exit_code=2, cause="no srun")
     (folder.logs / "41_0_log.out").write_text("jobs: no srun\n")
     for words in ([], ["-f"]):
         logs(folder.path, *words)
         assert capfd.readouterr().out == "jobs: no srun\n"
 
 
-def test_following_to_the_end(
-    prepared: Prepared, slurm: FakeSlurm, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_following_to_the_end(recorded: Prepared, slurm: FakeSlurm, capfd: Capture) -> None:
     """Pending, starting, a log that is replaced by a second one, and an end.
 
     Nothing is lost and nothing comes twice.
     """
     slurm.says("squeue", "41|PENDING|N/A|Priority|one")
-    folder = prepared()
-    folder.write_status("submitted", job_id="41")
+    folder = recorded("submitted", job_id="41")
     thread = threading.Thread(target=logs, args=(folder.path, "-f"))
     thread.start()
     said = {"out": "", "err": ""}
@@ -130,7 +120,7 @@ def test_following_to_the_end(
 
 
 def test_following_a_run_that_is_killed_without_a_word(
-    prepared: Prepared, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    prepared: Prepared, capfd: Capture, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr("jobs.cli.logs.QUERY_EVERY_S", 0.1)
     folder = prepared()
@@ -148,9 +138,8 @@ def test_following_a_run_that_is_killed_without_a_word(
     assert out == "a\n" and f"is lost: its process {process.pid} has gone" in err
 
 
-def test_an_interrupt_is_a_clean_end(prepared: Prepared) -> None:
-    folder = prepared()
-    folder.write_status("running", **HERE)
+def test_an_interrupt_is_a_clean_end(recorded: Prepared) -> None:
+    folder = recorded("running", **HERE)
     write(folder, "a\nb")
     process = subprocess.Popen(
         [sys.executable, "-m", "jobs", "logs", "-f", str(folder.path)],
@@ -182,10 +171,9 @@ def test_a_tail_sees_a_file_that_comes_later_and_drains_one_that_goes(tmp_path: 
         assert (tail.read(), tail.read(), tail.read()) == (b" more", b"two", b"")
 
 
-def test_status_json_is_what_ends_it(prepared: Prepared) -> None:
+def test_status_json_is_what_ends_it(recorded: Prepared) -> None:
     """A failed run that SLURM does not start again has ended, too."""
-    folder = prepared()
-    folder.write_status("failed", exit_code=4, cause="x")
+    folder = recorded("failed", exit_code=4, cause="x")
     assert json.loads(folder.status_json.read_text())["state"] == "failed"
     logs(folder.path, "-f")
 
@@ -196,11 +184,8 @@ def bytes_read() -> int:
 
 @pytest.mark.cases
 @pytest.mark.parametrize("start", ["a line\n", ""])
-def test_a_long_log_is_read_from_its_end(
-    start: str, prepared: Prepared, capfd: pytest.CaptureFixture[str]
-) -> None:
-    folder = prepared()
-    folder.write_status("finished", exit_code=0)
+def test_a_long_log_is_read_from_its_end(start: str, recorded: Prepared, capfd: Capture) -> None:
+    folder = recorded("finished", exit_code=0)
     log = folder.logs / "ranks.log"
     with log.open("wb") as file:
         file.truncate(2 << 30)
@@ -214,7 +199,7 @@ def test_a_long_log_is_read_from_its_end(
 
 @pytest.mark.cases
 def test_a_carriage_return_ends_a_line(
-    prepared: Prepared, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    prepared: Prepared, capfd: Capture, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr("jobs.cli.logs.CHUNK_BYTES", 8)
     folder = prepared("one", "cluster=mini")

@@ -6,19 +6,20 @@ import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from gems.config.schema import RunSpec
 from gems.errors import NodeFailedError
 from gems.runs.folder import RunFolder
 from gems.utils.atomic_io import read_json
 from jobs.batch.resources import JobSpec, job_spec
-from jobs.launch.nodes import select_nodes
+from jobs.launch.elastic import select_nodes
 from jobs.probes.nodes import NodeCheck
 from tests.helpers.fake_slurm import FakeSlurm
+from tests.helpers.job_helpers import Capture, MonkeyPatch, Resolved, with_cluster
+
+InJob = Callable[..., tuple[JobSpec, RunFolder]]
 
 pytestmark = pytest.mark.timeout(60)
 NODES = ("n1", "n2", "n3")
@@ -65,12 +66,7 @@ def test_each_fault_names_its_node() -> None:
 
 
 @pytest.fixture
-def in_job(
-    resolved: Callable[..., RunSpec],
-    slurm: FakeSlurm,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> Callable[..., tuple[JobSpec, RunFolder]]:
+def in_job(resolved: Resolved, slurm: FakeSlurm, tmp_path: Path, monkeypatch: MonkeyPatch) -> InJob:
     """Return a job of two nodes of ranks that has three, of which some answer with these lines."""
     monkeypatch.setenv("SLURM_JOB_ID", "41")
     slurm.does(
@@ -87,7 +83,7 @@ def in_job(
             f'{said}\nread addresses\necho "$addresses" > {tmp_path}/told\n{links}\nread end',
         )
         spec = resolved("cluster=mini")
-        spec = replace(spec, cluster=replace(spec.cluster, **cluster))  # type: ignore[arg-type]
+        spec = with_cluster(spec, **cluster)  # type: ignore[arg-type]
         folder = RunFolder(tmp_path / "runs" / "my-run")
         folder.logs.mkdir(parents=True, exist_ok=True)
         return job_spec(spec), folder
@@ -96,10 +92,7 @@ def in_job(
 
 
 def test_a_spare_node_takes_the_place_of_a_bad_one(
-    in_job: Callable[..., tuple[JobSpec, RunFolder]],
-    slurm: FakeSlurm,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
+    in_job: InJob, slurm: FakeSlurm, tmp_path: Path, capfd: Capture
 ) -> None:
     job, folder = in_job(facts("n1"), facts("n2", "it has 3 of 4 GPUs"), facts("n3"), spare_nodes=1)
     selected = select_nodes(job, folder, os.environ)
@@ -116,7 +109,7 @@ def test_a_spare_node_takes_the_place_of_a_bad_one(
     assert (entry["node"], entry["reason"]) == ("n2", "it has 3 of 4 GPUs")
 
 
-def test_too_few_good_nodes_end_the_job(in_job: Callable[..., tuple[JobSpec, RunFolder]]) -> None:
+def test_too_few_good_nodes_end_the_job(in_job: InJob) -> None:
     job, folder = in_job(
         facts("n1"), facts("n2", "it is bad"), facts("n3", "it is worse"), check_nodes=True
     )
@@ -131,18 +124,14 @@ def test_too_few_good_nodes_end_the_job(in_job: Callable[..., tuple[JobSpec, Run
     assert (raised.value.good, [*raised.value.faults]) == (("n1",), ["n2", "n3"])
 
 
-def test_nodes_left_out_are_not_asked(
-    in_job: Callable[..., tuple[JobSpec, RunFolder]], slurm: FakeSlurm
-) -> None:
+def test_nodes_left_out_are_not_asked(in_job: InJob, slurm: FakeSlurm) -> None:
     job, folder = in_job(facts("n1"), facts("n3"), spare_nodes=1)
     assert select_nodes(job, folder, os.environ, {"n2": "lost"}).nodes == ("n1", "n3")
     assert any("--nodelist=n1,n3" in line for line in slurm.asked())
 
 
 def test_a_check_that_cannot_run_ends_no_job(
-    in_job: Callable[..., tuple[JobSpec, RunFolder]],
-    slurm: FakeSlurm,
-    capfd: pytest.CaptureFixture[str],
+    in_job: InJob, slurm: FakeSlurm, capfd: Capture
 ) -> None:
     job, folder = in_job(spare_nodes=1)
     slurm.does("srun", "echo 'srun: error: no such option' >&2; exit 1")
@@ -153,9 +142,7 @@ def test_a_check_that_cannot_run_ends_no_job(
     )
 
 
-def test_a_job_without_these_keys_asks_nothing(
-    in_job: Callable[..., tuple[JobSpec, RunFolder]], slurm: FakeSlurm
-) -> None:
+def test_a_job_without_these_keys_asks_nothing(in_job: InJob, slurm: FakeSlurm) -> None:
     job, folder = in_job()
     assert select_nodes(job, folder, os.environ) == (job, (), None)
     assert slurm.asked() == []

@@ -7,7 +7,7 @@ import shlex
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -16,19 +16,25 @@ from typing import Any
 import pytest
 
 from gems.config.schema import RunSpec
-from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
 from gems.utils.atomic_io import write_json
-from jobs.batch.resources import job_spec
 from jobs.launch import notify as notify_module
 from jobs.launch.batch import BatchJob
 from jobs.launch.launch import launch
 from jobs.launch.notify import describe, notify, send
-from jobs.schedulers.scheduler import SCHEDULERS
+from tests.helpers.job_helpers import (
+    Capture,
+    MonkeyPatch,
+    Prepared,
+    Resolved,
+    Tiny,
+    refused,
+    script_of,
+    with_cluster,
+)
 
 pytestmark = pytest.mark.timeout(120)
-Tiny = Callable[..., tuple[RunFolder, RunSpec]]
 
 
 class Hook:
@@ -56,7 +62,7 @@ class Hook:
 
 
 @pytest.fixture
-def hook(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hook]:
+def hook(monkeypatch: MonkeyPatch) -> Iterator[Hook]:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     made = Hook()
     yield made
@@ -66,11 +72,11 @@ def hook(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hook]:
 
 def told(spec: RunSpec, *targets: str) -> RunFolder:
     """Prepare a run that tells these."""
-    return prepare(replace(spec, cluster=replace(spec.cluster, notify=[*targets])))
+    return prepare(with_cluster(spec, notify=[*targets]))
 
 
 @pytest.fixture
-def folder(resolved: Callable[..., RunSpec], tmp_path: Path) -> Callable[..., RunFolder]:
+def folder(resolved: Resolved, tmp_path: Path) -> Prepared:
     """Prepare a run that tells some targets."""
     return lambda *targets: told(replace(resolved(), runs_dir=str(tmp_path / "runs")), *targets)
 
@@ -92,7 +98,7 @@ def test_a_run_of_this_machine_tells_its_end(
 
 
 def test_a_job_tells_once_how_its_run_failed(
-    tiny: Tiny, hook: Hook, collected: list[RunFolder], monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, hook: Hook, collected: list[RunFolder], monkeypatch: MonkeyPatch
 ) -> None:
     _, spec = tiny(TINY="raise:1", CODE="5")
     run = told(replace(spec, name="another"), hook.url)
@@ -113,9 +119,7 @@ def test_a_job_tells_once_how_its_run_failed(
         ({"state": "finished", "exit_code": 0}, "ended", 7),
     ],
 )
-def test_what_is_sent(
-    folder: Callable[..., RunFolder], status: dict[str, Any], event: str, step: int
-) -> None:
+def test_what_is_sent(folder: Prepared, status: dict[str, Any], event: str, step: int) -> None:
     run = folder()
     write_json(run.progress_json, {"step": 7})
     run.write_status(**status)
@@ -126,7 +130,7 @@ def test_what_is_sent(
     }
 
 
-def test_a_command_gets_it_on_stdin(folder: Callable[..., RunFolder], tmp_path: Path) -> None:
+def test_a_command_gets_it_on_stdin(folder: Prepared, tmp_path: Path) -> None:
     out = tmp_path / "it's told"
     code = "import sys; open(sys.argv[1], 'w').write(sys.stdin.read())"
     run = folder(f"command:{shlex.join([sys.executable, '-c', code, str(out)])}")
@@ -136,7 +140,7 @@ def test_a_command_gets_it_on_stdin(folder: Callable[..., RunFolder], tmp_path: 
 
 
 def test_what_fails_is_one_line_without_the_address(
-    folder: Callable[..., RunFolder], hook: Hook, capsys: pytest.CaptureFixture[str]
+    folder: Prepared, hook: Hook, capsys: Capture
 ) -> None:
     hook.code = 503
     fails = shlex.join(["command:" + sys.executable, "-c", "raise SystemExit('no mail here')"])
@@ -146,18 +150,18 @@ def test_what_fails_is_one_line_without_the_address(
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 4 and all(line.startswith("jobs: cluster.notify: ") for line in lines)
     assert lines[0].endswith("127.0.0.1 was not told (HTTP Error 503: Service Unavailable)")
-    assert lines[1].endswith("(exit code 1: no mail here)")
-    assert "No such file" in lines[2] and "Connection refused" in lines[3]
+    assert lines[1].endswith(f"({sys.executable} failed: no mail here)")
+    assert "(/no/such/program is not on PATH)" in lines[2] and "Connection refused" in lines[3]
     assert "secret" not in "".join(lines)
     assert run.read_status()["state"] == "finished"
 
 
-def test_nobody_is_waited_for_longer_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_is_waited_for_longer_than_the_limit(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(notify_module, "LIMIT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         error = send(f"http://127.0.0.1:{silent.getsockname()[1]}/", {})
     assert error is not None and ("no answer within 0.2 s" in error or "timed out" in error)
-    assert send("command:sleep 60", {}) == "it did not end within 0.2 s"
+    assert send("command:sleep 60", {}) == "sleep did not answer within 0.2 s"
 
 
 @pytest.mark.parametrize(
@@ -174,18 +178,16 @@ def test_nobody_is_waited_for_longer_than_the_limit(monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_mail_is_the_batch_systems(
-    resolved: Callable[..., RunSpec], system: str, notify: str, lines: list[str]
+    resolved: Resolved, system: str, notify: str, lines: list[str]
 ) -> None:
     spec = resolved(f"cluster={system}", f"cluster.notify=['{notify}']")
-    script = SCHEDULERS[spec.cluster.scheduler].script(spec, job_spec(spec), RunFolder.of(spec))
+    script = script_of(spec)
     assert [
         line for line in script.splitlines() if "mail" in line or line[:7] in ("#PBS -m", "#PBS -M")
     ] == lines
 
 
-def test_flux_sends_no_mail(resolved: Callable[..., RunSpec]) -> None:
+def test_flux_sends_no_mail(resolved: Resolved) -> None:
     spec = resolved("cluster=flux", "cluster.notify=[mail]")
-    with pytest.raises(
-        ConfigError, match=r"cluster\.notify=\['mail'\]: Flux sends no mail; use command:WORDS"
-    ):
-        SCHEDULERS["flux"].script(spec, job_spec(spec), RunFolder.of(spec))
+    with refused(r"cluster\.notify=\['mail'\]: Flux sends no mail; use command:WORDS"):
+        script_of(spec)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
 from jobs.launch.own_job import record_end, record_start
 from jobs.schedulers.scheduler import SCHEDULERS
 from tests.helpers.fake_slurm import FakeSlurm
+from tests.helpers.job_helpers import Capture, MonkeyPatch, Prepared, refused
 
 ONELINER = (
     "JobId=41 JobName=my run=2 UserId=me(1000) GroupId=me(1000) JobState=RUNNING Reason=None"
@@ -26,9 +25,7 @@ STEPS = (
 
 
 @pytest.fixture
-def folder(
-    prepared: Callable[..., RunFolder], slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> RunFolder:
+def folder(prepared: Prepared, slurm: FakeSlurm, monkeypatch: MonkeyPatch) -> RunFolder:
     """A prepared run inside of its job."""
     monkeypatch.setenv("SLURM_JOB_ID", "41")
     slurm.says("scontrol", ONELINER)
@@ -68,7 +65,7 @@ def test_fields_keep_their_blanks_and_people_are_left_out(folder: RunFolder) -> 
     assert not fields.keys() & {"UserId", "GroupId"}
 
 
-def test_another_start_keeps_the_first(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_start_keeps_the_first(folder: RunFolder, monkeypatch: MonkeyPatch) -> None:
     record_start(folder, True)
     folder.affinity_json.write_text('{"ranks": ["first"]}')
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
@@ -93,22 +90,18 @@ def test_changed_code_is_refused(folder: RunFolder) -> None:
     folder.code_zip.unlink()
     folder.code_zip.write_bytes(b"other code")
     record_start(folder, False)  # it runs the code that lies there
-    with pytest.raises(ConfigError, match=r"code\.zip is not what was prepared .*submit it again"):
+    with refused(r"code\.zip is not what was prepared .*submit it again"):
         record_start(folder, True)
 
 
-def test_outside_of_slurm_nothing_is_noted(
-    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_outside_of_slurm_nothing_is_noted(folder: RunFolder, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_ID")
     record_start(folder, True)
     record_end(folder)
     assert not folder.slurm_json.exists()
 
 
-def test_notes_that_cannot_be_taken_end_no_run(
-    folder: RunFolder, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_notes_that_cannot_be_taken_end_no_run(folder: RunFolder, capsys: Capture) -> None:
     folder.slurm_json.mkdir()
     record_start(folder, True)
     record_end(folder)

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from gems.config.schema import RunSpec
 from gems.runs.folder import RunFolder
 from jobs.launch.batch import BatchJob
 from jobs.launch.launch import StopRequest
 from jobs.studies.points import Point
 from jobs.studies.runner import pack_points, pack_resources
+from tests.helpers.job_helpers import MonkeyPatch, Resolved
 
 CLUSTER = ("cluster=mini", "cluster.nodes=1", "cluster.minutes=10")
 
 
 @pytest.fixture
-def point(resolved: Callable[..., RunSpec]) -> Callable[..., Point]:
+def point(resolved: Resolved) -> Callable[..., Point]:
     def make(*words: str, size: int = 3) -> Point:
         return Point(words, resolved(*CLUSTER, f"cluster.runs_per_job={size}", *words))
 
@@ -88,7 +88,7 @@ def test_a_failure_ends_no_other_and_an_end_of_the_job_ends_all(
     ran: int,
     code: int | None,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: MonkeyPatch,
 ) -> None:
     all_ran: list[str] = []
 

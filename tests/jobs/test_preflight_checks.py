@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -19,22 +18,17 @@ import pytest
 
 from gems.cli.framework import Options
 from gems.config.schema import RunSpec
-from gems.errors import ConfigError, DoesNotFitError, TryLaterError
+from gems.errors import DoesNotFitError, TryLaterError
 from gems.plan.evaluate import evaluate, simulate
 from gems.runs.folder import RunFolder
-from jobs.batch.command import SchedulerUnavailableError
 from jobs.batch.resources import job_spec
 from jobs.cli.submit import submit
 from jobs.launch.submission import start_run
 from jobs.preflight.checks import check_free_space, check_host_memory, find_storage
 from jobs.preflight.cost import describe_cost, is_confirmed
-from jobs.schedulers.slurm_client.limits import (
-    check_script,
-    describe_start,
-    is_on_site,
-    parse_estimate,
-)
+from jobs.schedulers.slurm_client.limits import describe_start, is_on_site, parse_estimate
 from tests.helpers.fake_slurm import FakeSlurm
+from tests.helpers.job_helpers import Capture, MonkeyPatch, Resolved, refused, with_cluster
 
 SEEN = (
     "sbatch: Job 41 to start at 2030-01-02T03:04:05 using 4 processors on nodes n[1-2] in partition"
@@ -62,9 +56,15 @@ esac""",
     return slurm
 
 
-def on(resolved: Callable[..., RunSpec], tmp_path: Path, *overrides: str, **more: Any) -> RunSpec:
-    spec = resolved("cluster=mini", *overrides)
-    return replace(spec, runs_dir=str(tmp_path / "runs"), cluster=replace(spec.cluster, **more))
+@pytest.fixture
+def on(resolved: Resolved, tmp_path: Path) -> Resolved:
+    """Compose a run on the mini cluster, with some of its values changed."""
+
+    def make(*overrides: str, **more: Any) -> RunSpec:
+        spec = resolved("cluster=mini", *overrides)
+        return replace(spec, runs_dir=str(tmp_path / "runs"), cluster=replace(spec.cluster, **more))
+
+    return make
 
 
 def rows(text: str) -> dict[str, dict[str, Any]]:
@@ -72,12 +72,9 @@ def rows(text: str) -> dict[str, dict[str, Any]]:
 
 
 def test_every_check_has_a_row(
-    site: FakeSlurm,
-    resolved: Callable[..., RunSpec],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    site: FakeSlurm, on: Resolved, tmp_path: Path, capsys: Capture
 ) -> None:
-    spec = on(resolved, tmp_path)
+    spec = on()
     assert submit(spec, replace(DRY, json=True)) == 0
     out = capsys.readouterr().out
     found = rows(out)
@@ -105,13 +102,8 @@ def test_every_check_has_a_row(
     assert not (tmp_path / "runs").exists()
 
 
-def test_the_table_of_a_submission(
-    site: FakeSlurm,
-    resolved: Callable[..., RunSpec],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    spec = on(resolved, tmp_path)
+def test_the_table_of_a_submission(site: FakeSlurm, on: Resolved, capsys: Capture) -> None:
+    spec = on()
     assert submit(spec, Options()) == 0
     out, err = capsys.readouterr()
     assert out.startswith("job     41: ")
@@ -132,42 +124,32 @@ def test_the_table_of_a_submission(
     ],
 )
 def test_nothing_is_submitted_of_what_is_refused(
-    site: FakeSlurm,
-    resolved: Callable[..., RunSpec],
-    tmp_path: Path,
-    more: dict[str, Any],
-    says: str,
-    capfd: pytest.CaptureFixture[str],
+    site: FakeSlurm, on: Resolved, tmp_path: Path, more: dict[str, Any], says: str, capfd: Capture
 ) -> None:
-    spec = on(resolved, tmp_path, **more)
-    with pytest.raises(ConfigError, match=says):
+    spec = on(**more)
+    with refused(says):
         submit(spec, Options())
     assert capfd.readouterr() == ("", "")
-    with pytest.raises(ConfigError, match=says):
+    with refused(says):
         start_run(spec)
     assert not (tmp_path / "runs").exists()
-    with pytest.raises(ConfigError, match=says):
+    with refused(says):
         submit(spec, DRY)
     assert capfd.readouterr() == ("", "")
     assert all("--test-only" in words for words in site.asked() if words.startswith("sbatch"))
 
 
-def test_a_script_that_sbatch_refuses(
-    site: FakeSlurm, resolved: Callable[..., RunSpec], tmp_path: Path
-) -> None:
+def test_a_script_that_sbatch_refuses(site: FakeSlurm, on: Resolved, tmp_path: Path) -> None:
     site.says(
         "sbatch",
         error="allocation failure: Requested node configuration is not available\n",
         code=1,
     )
-    with pytest.raises(
-        ConfigError,
-        match=(
-            r"^cluster=mini: sbatch refuses the job: Requested node configuration is not"
-            r" available; see"
-        ),
+    with refused(
+        r"^cluster=mini: sbatch refuses the job: Requested node configuration is not"
+        r" available; see"
     ):
-        submit(on(resolved, tmp_path), Options())
+        submit(on(), Options())
     assert not (tmp_path / "runs").exists()
 
 
@@ -190,14 +172,7 @@ def test_a_script_that_sbatch_refuses(
     ],
 )
 def test_what_cannot_run_now_is_queued_with_a_warning(
-    site: FakeSlurm,
-    resolved: Callable[..., RunSpec],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    state: str,
-    nodes: str,
-    reason: str,
-    says: str,
+    site: FakeSlurm, on: Resolved, capsys: Capture, state: str, nodes: str, reason: str, says: str
 ) -> None:
     site.says("scontrol", PARTITION.replace("State=UP", f"State={state}"))
     site.says("sinfo", "debug*|1|4|9000|gpu:2|idle", f"debug*|{nodes}")
@@ -205,7 +180,7 @@ def test_what_cannot_run_now_is_queued_with_a_warning(
     site.does(
         "sbatch", f"case $1 in --test-only) {answer} ;; *) echo Submitted batch job 41 ;; esac"
     )
-    assert submit(on(resolved, tmp_path), Options()) == 0
+    assert submit(on(), Options()) == 0
     out, err = capsys.readouterr()
     assert out.startswith("job     41: ")
     warned = {line.split()[2]: line for line in err.splitlines() if line.startswith("jobs: warn")}
@@ -214,29 +189,25 @@ def test_what_cannot_run_now_is_queued_with_a_warning(
 
 
 def test_a_refusal_for_another_reason_is_one_though_nodes_are_drained(
-    site: FakeSlurm, resolved: Callable[..., RunSpec], tmp_path: Path
+    site: FakeSlurm, on: Resolved
 ) -> None:
     site.says("sinfo", "debug*|2|4|9000|gpu:2|drained")
     site.says("sbatch", error="allocation failure: Invalid feature specification\n", code=1)
-    with pytest.raises(ConfigError, match="sbatch refuses the job: Invalid feature specification"):
-        submit(on(resolved, tmp_path), Options())
+    with refused("sbatch refuses the job: Invalid feature specification"):
+        submit(on(), Options())
 
 
-def test_a_partition_that_takes_no_jobs_is_for_later(
-    site: FakeSlurm, resolved: Callable[..., RunSpec], tmp_path: Path
-) -> None:
+def test_a_partition_that_takes_no_jobs_is_for_later(site: FakeSlurm, on: Resolved) -> None:
     site.says("scontrol", PARTITION.replace("State=UP", "State=DRAIN"))
-    with pytest.raises(TryLaterError, match=r"takes no jobs now .state DRAIN."):
-        submit(on(resolved, tmp_path), Options())
+    with refused(r"takes no jobs now .state DRAIN.", TryLaterError):
+        submit(on(), Options())
 
 
-def test_a_slurm_that_cannot_be_reached_refuses_nothing(
-    site: FakeSlurm, resolved: Callable[..., RunSpec], tmp_path: Path
-) -> None:
+def test_a_slurm_that_cannot_be_reached_refuses_nothing(site: FakeSlurm, on: Resolved) -> None:
     for name in ("scontrol", "sinfo", "squeue", "sbatch"):
         site.says(name, error="Unable to contact slurm controller (connect failure)\n", code=1)
-    spec = on(resolved, tmp_path)
-    with pytest.raises(TryLaterError, match="SLURM cannot be reached, and nothing is submitted"):
+    spec = on()
+    with refused("SLURM cannot be reached, and nothing is submitted", TryLaterError):
         submit(spec, Options())
     assert RunFolder.of(spec).read_status()["state"] == "prepared"
     site.says("sbatch", "Submitted batch job 42")
@@ -244,12 +215,9 @@ def test_a_slurm_that_cannot_be_reached_refuses_nothing(
 
 
 def test_more_memory_than_the_device_has_is_exit_code_3(
-    site: FakeSlurm,
-    resolved: Callable[..., RunSpec],
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
+    site: FakeSlurm, on: Resolved, tmp_path: Path, capfd: Capture
 ) -> None:
-    spec = on(resolved, tmp_path, "machine.device_bytes=100000")
+    spec = on("machine.device_bytes=100000")
     for options in (Options(), DRY):
         with pytest.raises(DoesNotFitError, match=r"above machine\.device_bytes=100000") as caught:
             submit(spec, options)
@@ -261,39 +229,26 @@ def test_more_memory_than_the_device_has_is_exit_code_3(
     ] == []
 
 
-def test_predicted_memory_beside_the_device(
-    site: FakeSlurm,
-    resolved: Callable[..., RunSpec],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    submit(on(resolved, tmp_path, "machine.device_bytes=4294967296"), replace(DRY, json=True))
+def test_predicted_memory_beside_the_device(site: FakeSlurm, on: Resolved, capsys: Capture) -> None:
+    submit(on("machine.device_bytes=4294967296"), replace(DRY, json=True))
     row = rows(capsys.readouterr().out)["memory"]
     assert row["ok"] is True and row["said"].endswith(" of 4.00 GiB")
 
 
-def test_more_host_memory_than_a_node_has(resolved: Callable[..., RunSpec], tmp_path: Path) -> None:
-    spec = on(resolved, tmp_path, "memory=vdnn_all")
+def test_more_host_memory_than_a_node_has(on: Resolved) -> None:
+    spec = on("memory=vdnn_all")
     peak = evaluate(spec).peak
     assert peak is not None and peak.host_bytes > 0
-    check_host_memory(
-        replace(spec, cluster=replace(spec.cluster, node_memory_bytes=peak.host_bytes)), peak
-    )
+    check_host_memory(with_cluster(spec, node_memory_bytes=peak.host_bytes), peak)
     with pytest.raises(DoesNotFitError, match=r"above cluster\.node_memory_bytes="):
-        check_host_memory(
-            replace(spec, cluster=replace(spec.cluster, node_memory_bytes=peak.host_bytes - 1)),
-            peak,
-        )
+        check_host_memory(with_cluster(spec, node_memory_bytes=peak.host_bytes - 1), peak)
 
 
 def test_steps_that_take_longer_than_the_minutes(
-    site: FakeSlurm,
-    resolved: Callable[..., RunSpec],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    site: FakeSlurm, on: Resolved, capsys: Capture
 ) -> None:
     """Ten hours of timed waits in ten minutes: a warning, for a prediction may be wrong."""
-    spec = on(resolved, tmp_path, "machine=emulated", "cost.unit_s=10", "train.steps=600")
+    spec = on("machine=emulated", "cost.unit_s=10", "train.steps=600")
     seconds = evaluate(spec).steps_s
     assert seconds is not None and seconds > 600
     assert submit(spec, replace(DRY, json=True)) == 0
@@ -302,28 +257,21 @@ def test_steps_that_take_longer_than_the_minutes(
 
 
 @pytest.mark.cases
-def test_the_predicted_minutes_have_the_step_under_noise(resolved: Callable[..., RunSpec]) -> None:
+def test_the_predicted_minutes_have_the_step_under_noise(resolved: Resolved) -> None:
     words = ("machine=emulated", "cost.unit_s=10", "train.steps=600", "machine.noise=0.1")
     spec = resolved("cluster=mini", *words)
     assert evaluate(spec).steps_s == 600 * simulate(spec).step_s
     assert simulate(spec).interval[0] < simulate(spec).step_s
 
 
-def test_rates_of_a_processor_tell_nothing_of_a_gpu(
-    resolved: Callable[..., RunSpec], tmp_path: Path
-) -> None:
-    spec = on(resolved, tmp_path)
+def test_rates_of_a_processor_tell_nothing_of_a_gpu(on: Resolved) -> None:
+    spec = on()
     made = evaluate(spec)
     assert made.profile is not None and (made.steps_s or 0) > 0
-    assert (
-        replace(made, spec=replace(spec, cluster=replace(spec.cluster, gpus_per_node=2))).steps_s
-        is None
-    )
+    assert replace(made, spec=with_cluster(spec, gpus_per_node=2)).steps_s is None
 
 
-def test_the_time_of_a_schedule_found_under_a_cap_is_predicted(
-    resolved: Callable[..., RunSpec],
-) -> None:
+def test_the_time_of_a_schedule_found_under_a_cap_is_predicted(resolved: Resolved) -> None:
     """Its cap is in units of equal parts, which the parts of the profile are not."""
     words = (
         "experiment=1f1b",
@@ -335,36 +283,26 @@ def test_the_time_of_a_schedule_found_under_a_cap_is_predicted(
 
 
 def test_a_preset_of_elsewhere_is_not_asked_here(
-    site: FakeSlurm,
-    resolved: Callable[..., RunSpec],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    site: FakeSlurm, on: Resolved, capsys: Capture, monkeypatch: MonkeyPatch
 ) -> None:
-    spec = on(resolved, tmp_path, hosts=["login*.far.away"], partition="theirs")
+    spec = on(hosts=["login*.far.away"], partition="theirs")
     assert not is_on_site(spec.cluster)
     assert submit(spec, replace(DRY, json=True)) == 0
     found = rows(capsys.readouterr().out)
     assert {found[name]["ok"] for name in ("partition", "account", "sbatch")} == {None}
     assert site.asked() == []
-    with pytest.raises(
-        ConfigError,
-        match=r"^cluster=\w+: is not submitted from .* none of its hosts \(login\*.far.away\)",
-    ):
+    with refused(r"^cluster=\w+: is not submitted from .* none of its hosts \(login\*.far.away\)"):
         submit(spec, Options())
     assert site.asked() == []
     monkeypatch.setenv("SLURM_JOB_ID", "41")  # compute nodes have names of their own
-    with pytest.raises(ConfigError, match=r"cluster.partition=theirs"):
+    with refused(r"cluster.partition=theirs"):
         submit(spec, Options())
 
 
 def test_without_any_slurm_a_dry_run_goes_on(
-    slurm: FakeSlurm,
-    resolved: Callable[..., RunSpec],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    slurm: FakeSlurm, on: Resolved, capsys: Capture
 ) -> None:
-    assert submit(on(resolved, tmp_path), replace(DRY, json=True)) == 0
+    assert submit(on(), replace(DRY, json=True)) == 0
     found = rows(capsys.readouterr().out)
     assert found["sbatch"] == {
         "check": "sbatch",
@@ -396,20 +334,8 @@ def test_the_estimate_of_a_start(said: str, start: datetime | None, words: str) 
     assert describe_start(found, nodes, datetime(2030, 1, 2, 0, 4, 5)) == words
 
 
-def test_sbatch_that_reaches_nobody(slurm: FakeSlurm) -> None:
-    slurm.says(
-        "sbatch",
-        error="allocation failure: Unable to contact slurm controller (connect failure)",
-        code=1,
-    )
-    with pytest.raises(SchedulerUnavailableError):
-        check_script("mini", "#!/bin/sh\n")
-
-
-def test_cost_in_words(resolved: Callable[..., RunSpec], tmp_path: Path) -> None:
-    one = job_spec(
-        on(resolved, tmp_path, gpus_per_node=4, minutes=90, charge_per="gpu-hour", charge_rate=2.0)
-    )
+def test_cost_in_words(on: Resolved) -> None:
+    one = job_spec(on(gpus_per_node=4, minutes=90, charge_per="gpu-hour", charge_rate=2.0))
     assert describe_cost([one]) == "12 GPU-hours (8 GPUs for 90 min, charge 24 gpu-hour)"
     assert describe_cost([one, one]) == "24 GPU-hours (2 jobs, charge 48 gpu-hour)"
 
@@ -425,15 +351,14 @@ class Terminal(io.StringIO):
 )
 def test_a_question_on_the_terminal(
     site: FakeSlurm,
-    resolved: Callable[..., RunSpec],
-    tmp_path: Path,
+    on: Resolved,
     answer: str,
     agreed: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    monkeypatch: MonkeyPatch,
+    capsys: Capture,
 ) -> None:
     monkeypatch.setattr(sys, "stdin", Terminal(answer))
-    spec = on(resolved, tmp_path, gpus_per_node=2, minutes=60, confirm_above_gpu_hours=3.9)
+    spec = on(gpus_per_node=2, minutes=60, confirm_above_gpu_hours=3.9)
     assert submit(spec, Options()) == (0 if agreed else 1)
     out, err = capsys.readouterr()
     assert (
@@ -445,56 +370,43 @@ def test_a_question_on_the_terminal(
 
 
 def test_nobody_is_there_to_ask(
-    site: FakeSlurm,
-    resolved: Callable[..., RunSpec],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    site: FakeSlurm, on: Resolved, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
-    spec = on(resolved, tmp_path, gpus_per_node=2, minutes=60, confirm_above_gpu_hours=0)
-    with pytest.raises(
-        ConfigError,
-        match=(
-            r"^cluster\.confirm_above_gpu_hours=0: 4 GPU-hours .* stdin is no terminal; add --yes$"
-        ),
+    spec = on(gpus_per_node=2, minutes=60, confirm_above_gpu_hours=0)
+    with refused(
+        r"^cluster\.confirm_above_gpu_hours=0: 4 GPU-hours .* stdin is no terminal; add --yes$"
     ):
         submit(spec, Options())
-    with pytest.raises(ConfigError, match=r"stdin is no terminal"):
+    with refused(r"stdin is no terminal"):
         start_run(spec)
     assert not (tmp_path / "runs").exists()
     assert start_run(spec, assume_yes=True) == 0
 
 
-def test_no_question_below_the_limit(resolved: Callable[..., RunSpec], tmp_path: Path) -> None:
+def test_no_question_below_the_limit(resolved: Resolved, on: Resolved) -> None:
     for limit in (None, 4.0):
-        job = job_spec(
-            on(resolved, tmp_path, gpus_per_node=2, minutes=60, confirm_above_gpu_hours=limit)
-        )
+        job = job_spec(on(gpus_per_node=2, minutes=60, confirm_above_gpu_hours=limit))
         assert is_confirmed([job], assume_yes=False)
     here = job_spec(resolved())
-    assert is_confirmed(
-        [replace(here, cluster=replace(here.cluster, confirm_above_gpu_hours=0.0))],
-        assume_yes=False,
-    )
+    assert is_confirmed([with_cluster(here, confirm_above_gpu_hours=0.0)], assume_yes=False)
 
 
-def test_a_folder_that_cannot_be_written(resolved: Callable[..., RunSpec], tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written(on: Resolved, tmp_path: Path) -> None:
     (tmp_path / "runs").touch()
-    with pytest.raises(
-        ConfigError, match=r"^runs_dir=.*/runs: cannot write there \(Not a directory: .*/runs\)"
-    ):
-        find_storage(on(resolved, tmp_path))
+    with refused(r"^runs_dir=.*/runs: cannot write there \(Not a directory: .*/runs\)"):
+        find_storage(on())
 
 
-def test_free_space(resolved: Callable[..., RunSpec], tmp_path: Path) -> None:
-    spec = on(resolved, tmp_path)
+def test_free_space(on: Resolved, tmp_path: Path) -> None:
+    spec = on()
     storage = find_storage(spec)
     assert storage.path == tmp_path and storage.kind != "unknown"
     check_free_space(spec, replace(storage, free_bytes=1 << 30), 1 << 30)
     for poor in (replace(storage, free_bytes=1 << 20), replace(storage, files=3)):
-        with pytest.raises(ConfigError, match=r"^runs_dir="):
+        with refused(r"^runs_dir="):
             check_free_space(spec, poor)
-    with pytest.raises(ConfigError, match=r"1.00 GiB are free there, and the run writes 2.00 GiB"):
+    with refused(r"1.00 GiB are free there, and the run writes 2.00 GiB"):
         check_free_space(spec, replace(storage, free_bytes=1 << 30), 2 << 30)
     kinds = ("tmpfs", "nfs4", "lustre", "fuse.beegfs", "ext4")
     assert [replace(storage, kind=kind).is_shared for kind in kinds] == [

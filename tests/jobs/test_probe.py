@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -21,9 +20,18 @@ from gems.utils.atomic_io import write_json
 from jobs.batch.resources import job_spec
 from jobs.cli.probe import probe, probe_table
 from jobs.probes import mpi as mpi_probe
-from jobs.probes.mpi import probe_argv, probe_in_job, probe_json, read_probe
-from jobs.probes.results import describe_probe, keep_probe, known_probe, needs_probe
+from jobs.probes.mpi import (
+    describe_probe,
+    keep_probe,
+    known_probe,
+    needs_probe,
+    probe_argv,
+    probe_in_job,
+    probe_json,
+    read_probe,
+)
 from tests.helpers.fake_slurm import FakeSlurm
+from tests.helpers.job_helpers import Capture, MonkeyPatch, Resolved, refused
 
 HOST = {"latency_s": 2e-6, "bytes_per_s": 5e9, "message_bytes": 4194304}
 FOUND: dict[str, Any] = {
@@ -41,9 +49,17 @@ FOUND: dict[str, Any] = {
 }
 
 
-def on(resolved: Callable[..., RunSpec], tmp_path: Path, **more: Any) -> RunSpec:
-    spec = resolved("cluster=mini")
-    return replace(spec, cache_dir=str(tmp_path / "cache"), cluster=replace(spec.cluster, **more))
+@pytest.fixture
+def on(resolved: Resolved, tmp_path: Path) -> Resolved:
+    """Compose a run on the mini cluster, with some of its values changed."""
+
+    def make(**more: Any) -> RunSpec:
+        spec = resolved("cluster=mini")
+        return replace(
+            spec, cache_dir=str(tmp_path / "cache"), cluster=replace(spec.cluster, **more)
+        )
+
+    return make
 
 
 def keep(spec: RunSpec, age: timedelta = timedelta(), **more: Any) -> None:
@@ -55,8 +71,8 @@ def is_known(spec: RunSpec) -> bool:
     return known_probe(spec, job_spec(spec)) is not None
 
 
-def test_an_answer_counts_for_thirty_days(resolved: Callable[..., RunSpec], tmp_path: Path) -> None:
-    spec = on(resolved, tmp_path)
+def test_an_answer_counts_for_thirty_days(on: Resolved) -> None:
+    spec = on()
     assert not is_known(spec) and needs_probe(spec, job_spec(spec))
     keep(spec, timedelta(days=29))
     assert is_known(spec) and not needs_probe(spec, job_spec(spec))
@@ -81,53 +97,45 @@ def test_an_answer_counts_for_thirty_days(resolved: Callable[..., RunSpec], tmp_
         {"gpus_per_node": 2},
     ],
 )
-def test_an_answer_is_of_one_environment(
-    resolved: Callable[..., RunSpec], tmp_path: Path, more: dict[str, Any]
-) -> None:
-    keep(on(resolved, tmp_path))
-    assert not is_known(on(resolved, tmp_path, **more))
+def test_an_answer_is_of_one_environment(on: Resolved, more: dict[str, Any]) -> None:
+    keep(on())
+    assert not is_known(on(**more))
 
 
 def test_modules_loaded_by_hand_count_where_the_preset_loads_none(
-    resolved: Callable[..., RunSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    on: Resolved, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOADEDMODULES", "openmpi/4")
-    bare = on(resolved, tmp_path)
-    full = on(resolved, tmp_path, modules=["gcc"])
+    bare = on()
+    full = on(modules=["gcc"])
     keep(bare)
     keep(full)
     monkeypatch.setenv("LOADEDMODULES", "openmpi/5")
     assert (is_known(bare), is_known(full)) == (False, True)
 
 
-def test_minutes_and_size_change_no_answer(
-    resolved: Callable[..., RunSpec], tmp_path: Path
-) -> None:
-    keep(on(resolved, tmp_path))
-    assert is_known(on(resolved, tmp_path, minutes=99, nodes=1, ranks_per_node=4))
+def test_minutes_and_size_change_no_answer(on: Resolved) -> None:
+    keep(on())
+    assert is_known(on(minutes=99, nodes=1, ranks_per_node=4))
 
 
-def test_an_answer_of_one_node_says_nothing_of_two(
-    resolved: Callable[..., RunSpec], tmp_path: Path
-) -> None:
+def test_an_answer_of_one_node_says_nothing_of_two(on: Resolved) -> None:
     one = [{**rank, "node": "n1"} for rank in FOUND["ranks"]]
-    keep(on(resolved, tmp_path), ranks=one, nodes=1)
-    assert not is_known(on(resolved, tmp_path))
-    assert is_known(on(resolved, tmp_path, nodes=1, ranks_per_node=4))
-    keep(on(resolved, tmp_path), ranks=one, nodes=2)  # two nodes under one host name
-    assert is_known(on(resolved, tmp_path))
+    keep(on(), ranks=one, nodes=1)
+    assert not is_known(on())
+    assert is_known(on(nodes=1, ranks_per_node=4))
+    keep(on(), ranks=one, nodes=2)  # two nodes under one host name
+    assert is_known(on())
 
 
-def test_runs_that_need_none(resolved: Callable[..., RunSpec]) -> None:
+def test_runs_that_need_none(resolved: Resolved) -> None:
     for overrides in (["cluster=local"], ["cluster=slurm", "machine=simulated"]):
         spec = resolved(*overrides)
         assert not needs_probe(spec, job_spec(spec))
 
 
-def test_two_ranks_start_as_all_would(resolved: Callable[..., RunSpec], tmp_path: Path) -> None:
-    spec = on(
-        resolved, tmp_path, gpus_per_node=2, device_order=[1, 0], python="py", srun=["--network=x"]
-    )
+def test_two_ranks_start_as_all_would(on: Resolved, tmp_path: Path) -> None:
+    spec = on(gpus_per_node=2, device_order=[1, 0], python="py", srun=["--network=x"])
     folder = RunFolder(tmp_path)
     argv = probe_argv(spec, job_spec(spec), folder)
     assert argv[:5] == [
@@ -146,13 +154,13 @@ def test_two_ranks_start_as_all_would(resolved: Callable[..., RunSpec], tmp_path
         "auto",
         "1,0",
     ]
-    one = on(resolved, tmp_path, nodes=1, ranks_per_node=4)
+    one = on(nodes=1, ranks_per_node=4)
     assert probe_argv(one, job_spec(one), folder)[1:4] == [
         "--nodes=1",
         "--ntasks=2",
         "--ntasks-per-node=2",
     ]
-    site = on(resolved, tmp_path, launcher="ibrun", python="py")
+    site = on(launcher="ibrun", python="py")
     assert probe_argv(site, job_spec(site), folder)[:4] == ["ibrun", "-n", "2", "py"]
 
 
@@ -221,7 +229,7 @@ def ended(*tail: str, code: int = 1, timed_out: bool = False) -> Ended:
     ],
 )
 def test_what_a_failed_probe_says(
-    resolved: Callable[..., RunSpec],
+    on: Resolved,
     tmp_path: Path,
     left: dict[str, Any] | None,
     how: Ended,
@@ -235,7 +243,7 @@ def test_what_a_failed_probe_says(
             {key: value for key, value in left.items() if value is not None or key != "wall_s"},
         )
     with pytest.raises(error, match=says):
-        read_probe(on(resolved, tmp_path), how, result)
+        read_probe(on(), how, result)
 
 
 def test_what_was_found_in_one_line() -> None:
@@ -265,13 +273,8 @@ for word; do case "$word" in *probe.json) result=$word ;; esac; done
 exit {code}"""
 
 
-def test_a_job_probes_once(
-    slurm: FakeSlurm,
-    resolved: Callable[..., RunSpec],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    spec = on(resolved, tmp_path)
+def test_a_job_probes_once(slurm: FakeSlurm, on: Resolved, tmp_path: Path, capsys: Capture) -> None:
+    spec = on()
     folder = RunFolder(tmp_path / "run")
     folder.logs.mkdir(parents=True)
     probe_json(folder).write_text("of an earlier attempt")
@@ -286,10 +289,8 @@ def test_a_job_probes_once(
     assert is_known(spec) and json.loads(probe_json(folder).read_text())["mpi"] == FOUND["mpi"]
 
 
-def test_a_failed_probe_is_not_kept(
-    slurm: FakeSlurm, resolved: Callable[..., RunSpec], tmp_path: Path
-) -> None:
-    spec = on(resolved, tmp_path)
+def test_a_failed_probe_is_not_kept(slurm: FakeSlurm, on: Resolved, tmp_path: Path) -> None:
+    spec = on()
     folder = RunFolder(tmp_path / "run")
     folder.logs.mkdir(parents=True)
     slurm.does("srun", "echo no PMI here; exit 1")
@@ -300,9 +301,9 @@ def test_a_failed_probe_is_not_kept(
 
 
 def test_a_probe_that_is_stopped_is_no_failure_and_not_kept(
-    resolved: Callable[..., RunSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    on: Resolved, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
-    spec = on(resolved, tmp_path)
+    spec = on()
     folder = RunFolder(tmp_path / "run")
     stopped = Ended(-15, (), stopped_by="SIGTERM")
     monkeypatch.setattr(mpi_probe, "run_ranks", lambda *words, **more: stopped)
@@ -311,10 +312,7 @@ def test_a_probe_that_is_stopped_is_no_failure_and_not_kept(
 
 
 def test_the_probes_own_job(
-    slurm: FakeSlurm,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    slurm: FakeSlurm, tmp_path: Path, monkeypatch: MonkeyPatch, capsys: Capture
 ) -> None:
     """A stand-in runs the very script, whose srun leaves an answer.
 
@@ -343,7 +341,7 @@ def test_the_probes_own_job(
 
 
 def test_a_job_that_does_not_start_is_cancelled(
-    slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    slurm: FakeSlurm, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr("jobs.cli.probe.POLL_S", 0.01)
     monkeypatch.setattr("jobs.cli.probe._minutes", lambda options: 0.005)
@@ -371,16 +369,16 @@ def test_a_job_whose_submission_is_interrupted_is_cancelled(
 def test_a_submission_without_a_job_is_no_answer(slurm: FakeSlurm, tmp_path: Path) -> None:
     slurm.says("sbatch")
     slurm.says("squeue", "JOBID|STATE|COMMAND")
-    with pytest.raises(ConfigError, match="cannot determine whether SLURM accepted the job"):
+    with refused("cannot determine whether SLURM accepted the job"):
         probe(["cluster=mini", f"runs_dir={tmp_path}"], Options())
 
 
 @pytest.mark.parametrize("limit", ["0", "x", "1.5"])
 def test_a_limit_that_is_none(limit: str, slurm: FakeSlurm, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"^--limit={limit}: "):
+    with refused(f"^--limit={limit}: "):
         probe(["cluster=mini", f"runs_dir={tmp_path}"], Options(chosen={"--limit": limit}))
 
 
 def test_a_simulated_machine_has_no_ranks() -> None:
-    with pytest.raises(ConfigError, match="has no ranks to probe"):
+    with refused("has no ranks to probe"):
         probe(["machine=simulated"], Options())

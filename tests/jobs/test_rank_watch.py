@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from gems.config.schema import RunSpec
 from gems.runs import heartbeat as heartbeat_module
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat
@@ -20,6 +19,7 @@ from jobs.batch.resources import job_spec
 from jobs.diagnosis.launcher_output import OUR_LINE, LauncherOutput
 from jobs.launch import rank_watch
 from jobs.launch.rank_watch import MARGIN_S, PHASE_FACTOR, RankWatch, Reason
+from tests.helpers.job_helpers import MonkeyPatch, Prepared, Resolved
 
 LIMIT_S = 20.0
 
@@ -34,7 +34,7 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch: MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(rank_watch, "time", clock)
     return clock
@@ -46,13 +46,13 @@ def output() -> LauncherOutput:
 
 
 @pytest.fixture
-def folder(prepared: Callable[..., RunFolder]) -> RunFolder:
+def folder(prepared: Prepared) -> RunFolder:
     return prepared("one", "partition=even")
 
 
 @pytest.fixture
 def watch(
-    clock: Clock, folder: RunFolder, output: LauncherOutput, resolved: Callable[..., RunSpec]
+    clock: Clock, folder: RunFolder, output: LauncherOutput, resolved: Resolved
 ) -> Callable[[float], Reason | None]:
     """Watch for some seconds, and return why the ranks are to be ended, if they are."""
     watch = RankWatch(folder, job_spec(resolved("cluster=mini")), LIMIT_S, output, lambda: None)
@@ -81,7 +81,7 @@ def ranks(folder: RunFolder, *actions: str, step: int = 7) -> list[Heartbeat]:
 def test_ranks_that_are_all_still_have_stalled_whatever_their_clock_says(
     watch: Callable[..., Reason | None],
     folder: RunFolder,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: MonkeyPatch,
     ahead_s: int,
     output: LauncherOutput,
 ) -> None:
@@ -131,7 +131,7 @@ def test_a_folder_that_is_gone_ends_the_ranks(
 
 
 def test_a_file_system_that_does_not_answer_is_no_missing_folder(
-    watch: Callable[..., Reason | None], monkeypatch: pytest.MonkeyPatch
+    watch: Callable[..., Reason | None], monkeypatch: MonkeyPatch
 ) -> None:
     def stale(path: Path, **more: object) -> None:
         raise OSError(116, "Stale file handle")

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from gems.config.schema import RunSpec
 from gems.launch.local_launcher import Ended
 from gems.runs.failure_cause import FailureCause
 from gems.runs.folder import RunFolder
@@ -31,10 +30,10 @@ from jobs.launch.elastic import Recovery
 from jobs.launch.launch import StopRequest, launch
 from jobs.status.job_record import LAUNCHER, JobRecord
 from tests.helpers.fake_slurm import FakeSlurm
-from tests.helpers.job_helpers import wait_until
+from tests.helpers.job_helpers import Capture, MonkeyPatch, Resolved, Tiny, wait_until
 from tests.helpers.processes import python
 
-Tiny = Callable[..., tuple[RunFolder, RunSpec]]
+InJob = Callable[..., tuple[int, RunFolder]]
 
 pytestmark = pytest.mark.timeout(120)
 CLEAN = Ended(0, ())
@@ -53,7 +52,7 @@ def shown(
 
 
 @pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+def slurm(tmp_path: Path, monkeypatch: MonkeyPatch) -> FakeSlurm:
     """Return a SLURM in whose job 41 this process is."""
     here = tmp_path / "slurm"
     here.mkdir()
@@ -64,12 +63,17 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
 
 
 @pytest.fixture
+def log(tmp_path: Path, monkeypatch: MonkeyPatch) -> Path:
+    """The output of the job that this process is in."""
+    monkeypatch.setattr(own_job, "_stderr", lambda: tmp_path / "41.out")
+    monkeypatch.setattr(own_job, "LOG_START_BYTES", 0)
+    return tmp_path / "41.out"
+
+
+@pytest.fixture
 def in_job(
-    tiny: Tiny,
-    resolved: Callable[..., RunSpec],
-    collected: list[RunFolder],
-    monkeypatch: pytest.MonkeyPatch,
-) -> Callable[..., tuple[int, RunFolder]]:
+    tiny: Tiny, resolved: Resolved, collected: list[RunFolder], monkeypatch: MonkeyPatch
+) -> InJob:
     """Launch a run of cluster=mini whose ranks end as told, and leave this stopped.json."""
     folder, _ = tiny()
 
@@ -98,10 +102,7 @@ def scontrol(slurm: FakeSlurm, line: str, refuses: str = "") -> None:
 
 
 def test_a_run_out_of_time_is_put_back_until_the_bound(
-    slurm: FakeSlurm,
-    in_job: Callable[..., tuple[int, RunFolder]],
-    collected: list[RunFolder],
-    capfd: pytest.CaptureFixture[str],
+    slurm: FakeSlurm, in_job: InJob, collected: list[RunFolder], capfd: Capture
 ) -> None:
     scontrol(slurm, shown(left_s=100))
     for number in (1, 2):
@@ -136,7 +137,7 @@ def test_a_run_out_of_time_is_put_back_until_the_bound(
 
 
 def test_a_run_that_exceeds_its_memory_is_put_back_until_the_bound(
-    tmp_path: Path, resolved: Callable[..., RunSpec]
+    tmp_path: Path, resolved: Resolved
 ) -> None:
     folder = RunFolder(tmp_path)
     cluster = replace(resolved("cluster=pbs").cluster, max_requeues=1)
@@ -146,9 +147,7 @@ def test_a_run_that_exceeds_its_memory_is_put_back_until_the_bound(
     assert refusal == "it has started again 1 times, which is cluster.max_requeues"
 
 
-def test_a_preempted_run_is_put_back_beyond_the_bound(
-    slurm: FakeSlurm, in_job: Callable[..., tuple[int, RunFolder]]
-) -> None:
+def test_a_preempted_run_is_put_back_beyond_the_bound(slurm: FakeSlurm, in_job: InJob) -> None:
     scontrol(slurm, shown(preempted="2026-11-21T21:46:49"))
     for number in (1, 2, 3):
         _, folder = in_job({"step": number, "reason": "SIGTERM"}, cluster={"max_requeues": 1})
@@ -175,11 +174,7 @@ def test_a_preempted_run_is_put_back_beyond_the_bound(
     ],
 )
 def test_a_run_that_is_to_stay_stopped(
-    slurm: FakeSlurm,
-    in_job: Callable[..., tuple[int, RunFolder]],
-    line: str,
-    cluster: dict[str, Any],
-    cause: str,
+    slurm: FakeSlurm, in_job: InJob, line: str, cluster: dict[str, Any], cause: str
 ) -> None:
     scontrol(slurm, line)
     code, folder = in_job({"step": 7, "reason": "SIGUSR2"}, cluster=cluster)
@@ -190,7 +185,7 @@ def test_a_run_that_is_to_stay_stopped(
 
 
 def test_a_refused_requeue_is_a_new_job(
-    slurm: FakeSlurm, in_job: Callable[..., tuple[int, RunFolder]], monkeypatch: pytest.MonkeyPatch
+    slurm: FakeSlurm, in_job: InJob, monkeypatch: MonkeyPatch
 ) -> None:
     scontrol(
         slurm, shown(left_s=100), refuses="Requested operation is presently disabled for job 41"
@@ -203,7 +198,7 @@ def test_a_refused_requeue_is_a_new_job(
 
 
 def test_a_job_that_slurm_puts_back_is_not_submitted_anew_though_the_answer_is_lost(
-    slurm: FakeSlurm, in_job: Callable[..., tuple[int, RunFolder]], monkeypatch: pytest.MonkeyPatch
+    slurm: FakeSlurm, in_job: InJob, monkeypatch: MonkeyPatch
 ) -> None:
     """SLURM ends all processes of the job, among them the one that asked for it."""
     log = slurm.here / "41.out"
@@ -228,9 +223,7 @@ def test_a_job_that_slurm_puts_back_is_not_submitted_anew_though_the_answer_is_l
     assert (folder.read_status()["job_id"], folder.read_status()["requeue_count"]) == ("42", 2)
 
 
-def test_where_nothing_can_be_submitted_the_run_is_stopped(
-    slurm: FakeSlurm, in_job: Callable[..., tuple[int, RunFolder]]
-) -> None:
+def test_where_nothing_can_be_submitted_the_run_is_stopped(slurm: FakeSlurm, in_job: InJob) -> None:
     scontrol(slurm, shown(left_s=100), refuses="disabled")
     slurm.says("sbatch", error="sbatch: error: no jobs from compute nodes\n", code=1)
     code, folder = in_job({"step": 7, "reason": "SIGUSR2"})
@@ -241,7 +234,7 @@ def test_where_nothing_can_be_submitted_the_run_is_stopped(
 
 
 def test_slurm_that_does_not_answer_is_taken_to_end_the_time(
-    slurm: FakeSlurm, in_job: Callable[..., tuple[int, RunFolder]]
+    slurm: FakeSlurm, in_job: InJob
 ) -> None:
     slurm.does("scontrol", "if [ $1 = show ]; then echo 'Unable to contact' >&2; exit 1; fi")
     _, folder = in_job({"step": 7, "reason": "SIGUSR2"})
@@ -270,23 +263,13 @@ def test_slurm_that_does_not_answer_is_taken_to_end_the_time(
     ],
 )
 def test_who_ended_a_run_that_has_not_saved(
-    slurm: FakeSlurm,
-    in_job: Callable[..., tuple[int, RunFolder]],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    said: str,
-    line: str,
-    state: str,
-    cause: str,
+    slurm: FakeSlurm, in_job: InJob, log: Path, said: str, line: str, state: str, cause: str
 ) -> None:
     scontrol(slurm, line)
-    log = tmp_path / "41.out"
     log.write_text(
         "slurmstepd-n1: error: *** JOB 40 ON n1 CANCELLED AT 2026-11-21T21:45:47 DUE TO TIME LIMIT"
         f" ***\nslurmstepd-n1: error: *** JOB 41 ON n1 CANCELLED AT 2026-11-21T21:45:47{said} ***\n"
     )
-    kill_reason = own_job.kill_reason
-    monkeypatch.setattr(own_job, "kill_reason", lambda: kill_reason(log))
     tail = ("srun: error: Node failure on n2",) if "NODE" in said else ()
     code, folder = in_job(None, Ended(143, tail, stopped_by="SIGTERM"))
     status = folder.read_status()
@@ -316,19 +299,16 @@ def test_who_ended_a_run_that_has_not_saved(
 )
 def test_a_run_that_pbs_ended_names_pbs(
     tiny: Tiny,
-    resolved: Callable[..., RunSpec],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    resolved: Resolved,
+    monkeypatch: MonkeyPatch,
+    log: Path,
     text: str,
     cause: FailureCause,
     what: str,
 ) -> None:
     monkeypatch.setenv("PBS_JOBID", "41.server")
     monkeypatch.setattr(own_job, "own_job", lambda: None)
-    log = tmp_path / "41.OU"
     log.write_text(f"=>> PBS: job killed: {text}\n")
-    kill_reason = own_job.kill_reason
-    monkeypatch.setattr(own_job, "kill_reason", lambda: kill_reason(log))
     failure = Failure(143, "was ended by SIGTERM", cause_class=FailureCause.KILLED)
     job = job_spec(resolved("cluster=pbs"))
     ended = own_job.describe_killed_run(tiny()[0], job, failure, Ended(143, ()))
@@ -346,8 +326,8 @@ def test_a_run_that_pbs_ended_names_pbs(
 )
 def test_a_run_that_saved_while_slurm_ended_it(
     slurm: FakeSlurm,
-    in_job: Callable[..., tuple[int, RunFolder]],
-    monkeypatch: pytest.MonkeyPatch,
+    in_job: InJob,
+    log: Path,
     ended: Ended,
     said: str,
     restarts: int,
@@ -356,12 +336,9 @@ def test_a_run_that_saved_while_slurm_ended_it(
 ) -> None:
     """One whose ranks were quick to save when scancel sent them SIGTERM is cancelled all the same."""
     scontrol(slurm, shown(left_s=0, restarts=restarts, state="COMPLETING"))
-    log = slurm.here / "41.out"
     log.write_text(
         f"slurmstepd-n1: error: *** JOB 41 ON n1 CANCELLED AT 2026-11-21T21:45:47{said} ***\n"
     )
-    kill_reason = own_job.kill_reason
-    monkeypatch.setattr(own_job, "kill_reason", lambda: kill_reason(log))
     found, folder = in_job({"step": 7, "reason": "SIGTERM"}, ended)
     status = folder.read_status()
     assert (found, status["exit_code"], status["state"], status["stopped_step"]) == (
@@ -375,7 +352,7 @@ def test_a_run_that_saved_while_slurm_ended_it(
 
 
 def test_a_cancelled_run_that_saved_is_not_put_back(
-    slurm: FakeSlurm, in_job: Callable[..., tuple[int, RunFolder]], monkeypatch: pytest.MonkeyPatch
+    slurm: FakeSlurm, in_job: InJob, monkeypatch: MonkeyPatch
 ) -> None:
     """`jobs cancel` leaves its mark before scancel, whose signal may come to the ranks first."""
     scontrol(slurm, shown(left_s=10))
@@ -391,7 +368,7 @@ def test_a_cancelled_run_that_saved_is_not_put_back(
     assert "scontrol requeue 41" not in slurm.asked()
 
 
-def test_the_words_of_a_terminal_or_pipe_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_words_of_a_terminal_or_pipe_are_not_read(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "41")
     program = "from jobs.launch.own_job import kill_reason; print(kill_reason())"
     ended = python("-c", program)
@@ -399,7 +376,7 @@ def test_the_words_of_a_terminal_or_pipe_are_not_read(monkeypatch: pytest.Monkey
 
 
 def test_sigusr2_makes_a_run_here_save_and_stop(
-    tiny: Tiny, collected: list[RunFolder], capfd: pytest.CaptureFixture[str]
+    tiny: Tiny, collected: list[RunFolder], capfd: Capture
 ) -> None:
     folder, spec = tiny(TINY="stop:all")
 

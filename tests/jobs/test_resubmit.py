@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gems.cli.framework import main
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
-from jobs.__main__ import VERBS
 from jobs.diagnosis.node_blocklist import NodeBlocklist
-from jobs.status.study_record import StudyRecord
+from jobs.status.lookup import StudyRecord
 from tests.helpers.fake_slurm import FakeSlurm
+from tests.helpers.job_helpers import Called, MonkeyPatch, Prepared
 
-Prepared = Callable[..., RunFolder]
-Resubmit = Callable[..., tuple[str, str]]
+Sent = list[RunSpec]
 
 
 @pytest.fixture
@@ -42,12 +40,12 @@ def prepared(prepared: Prepared, slurm: FakeSlurm) -> Prepared:
 
 
 @pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> list[RunSpec]:
+def sent(monkeypatch: MonkeyPatch) -> Sent:
     """Put a note in the place of SLURM.
 
     The run is prepared as it would be, and gets a job's number.
     """
-    seen: list[RunSpec] = []
+    seen: Sent = []
 
     def note(spec: RunSpec, *, assume_yes: bool, force: bool) -> int:
         seen.append(spec)
@@ -60,17 +58,8 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[RunSpec]:
 
 
 @pytest.fixture
-def resubmit(tmp_path: Path, capfd: pytest.CaptureFixture[str], sent: list[RunSpec]) -> Resubmit:
-    """Run the command on runs/ of the test and gives what it printed on stdout and stderr."""
-
-    def run(*words: str, code: int = 0) -> tuple[str, str]:
-        capfd.readouterr()
-        got = main("jobs", VERBS, ["resubmit", f"runs_dir={tmp_path / 'runs'}", *words])
-        out, err = capfd.readouterr()
-        assert got == code, out + err
-        return out, err
-
-    return run
+def resubmit(call: Called, sent: Sent) -> Called:
+    return partial(call, "resubmit")
 
 
 def checkpoint(folder: RunFolder, step: int) -> None:
@@ -80,7 +69,7 @@ def checkpoint(folder: RunFolder, step: int) -> None:
 
 
 def test_it_goes_on_in_its_folder_with_more_time(
-    prepared: Prepared, resubmit: Resubmit, sent: list[RunSpec], tmp_path: Path
+    prepared: Prepared, resubmit: Called, sent: Sent, tmp_path: Path
 ) -> None:
     folder = prepared()
     checkpoint(folder, 120)
@@ -92,7 +81,7 @@ def test_it_goes_on_in_its_folder_with_more_time(
 
 
 def test_bad_nodes_of_its_cluster_are_left_out(
-    prepared: Prepared, resubmit: Resubmit, sent: list[RunSpec]
+    prepared: Prepared, resubmit: Called, sent: Sent
 ) -> None:
     folder = prepared()
     nodes = NodeBlocklist(folder.path.parent)
@@ -111,7 +100,7 @@ def test_bad_nodes_of_its_cluster_are_left_out(
 
 
 def test_a_node_that_has_just_failed_is_noted_on_the_way(
-    prepared: Prepared, resubmit: Resubmit, sent: list[RunSpec]
+    prepared: Prepared, resubmit: Called, sent: Sent
 ) -> None:
     folder = prepared()
     NodeBlocklist(folder.path.parent).add(
@@ -127,7 +116,7 @@ def test_a_node_that_has_just_failed_is_noted_on_the_way(
 
 
 def test_too_few_nodes_left_are_told(
-    prepared: Prepared, resubmit: Resubmit, sent: list[RunSpec], slurm: FakeSlurm
+    prepared: Prepared, resubmit: Called, sent: Sent, slurm: FakeSlurm
 ) -> None:
     folder = prepared()
     for run in "xy":
@@ -151,7 +140,7 @@ def test_too_few_nodes_left_are_told(
 
 
 def test_keys_that_are_part_of_the_run_give_it_a_new_folder(
-    prepared: Prepared, resubmit: Resubmit, sent: list[RunSpec]
+    prepared: Prepared, resubmit: Called, sent: Sent
 ) -> None:
     folder = prepared()
     out, _ = resubmit("one", "train.steps=7")
@@ -160,7 +149,7 @@ def test_keys_that_are_part_of_the_run_give_it_a_new_folder(
 
 
 def test_a_new_folder_resumes_from_the_old_one(
-    prepared: Prepared, resubmit: Resubmit, sent: list[RunSpec]
+    prepared: Prepared, resubmit: Called, sent: Sent
 ) -> None:
     folder = prepared()
     checkpoint(folder, 3)
@@ -184,12 +173,7 @@ def test_a_new_folder_resumes_from_the_old_one(
     ],
 )
 def test_what_is_refused(
-    prepared: Prepared,
-    resubmit: Resubmit,
-    sent: list[RunSpec],
-    state: str,
-    more: dict[str, Any],
-    says: str,
+    prepared: Prepared, resubmit: Called, sent: Sent, state: str, more: dict[str, Any], says: str
 ) -> None:
     prepared("one", state, **more)
     out, _ = resubmit("one", code=1)
@@ -198,7 +182,7 @@ def test_what_is_refused(
 
 
 def test_it_is_sent_all_the_same_when_one_insists(
-    prepared: Prepared, resubmit: Resubmit, sent: list[RunSpec]
+    prepared: Prepared, resubmit: Called, sent: Sent
 ) -> None:
     prepared("a", "failed", cause="data.path=/x: does not exist", exit_code=2)
     prepared("b", "finished", exit_code=0)
@@ -220,7 +204,7 @@ def test_it_is_sent_all_the_same_when_one_insists(
     ],
 )
 def test_wrong_words_are_one_line(
-    prepared: Prepared, resubmit: Resubmit, words: tuple[str, ...], says: str
+    prepared: Prepared, resubmit: Called, words: tuple[str, ...], says: str
 ) -> None:
     prepared()
     out, err = resubmit(*words, code=2)
@@ -231,7 +215,7 @@ def test_wrong_words_are_one_line(
     "word", ["cluster.exclude=['$(touch owned)']", "cluster.exclude=['-n1']", "cluster.minutes=x"]
 )
 def test_a_value_that_cannot_be_is_refused(
-    prepared: Prepared, resubmit: Resubmit, sent: list[RunSpec], word: str
+    prepared: Prepared, resubmit: Called, sent: Sent, word: str
 ) -> None:
     prepared()
     out, _ = resubmit("one", word, code=2)
@@ -239,7 +223,7 @@ def test_a_value_that_cannot_be_is_refused(
 
 
 def test_of_a_study_the_failed_points_are_sent_and_with_force_one_by_one(
-    tmp_path: Path, prepared: Prepared, resubmit: Resubmit, sent: list[RunSpec]
+    tmp_path: Path, prepared: Prepared, resubmit: Called, sent: Sent
 ) -> None:
     folders = [
         prepared("a"),
@@ -273,7 +257,7 @@ def test_of_a_study_the_failed_points_are_sent_and_with_force_one_by_one(
 
 
 def test_a_refused_submission_is_told_and_the_others_go_on(
-    prepared: Prepared, resubmit: Resubmit, monkeypatch: pytest.MonkeyPatch, sent: list[RunSpec]
+    prepared: Prepared, resubmit: Called, monkeypatch: MonkeyPatch, sent: Sent
 ) -> None:
     prepared("a")
     prepared("b")
@@ -294,7 +278,7 @@ COSTLY = ("cluster.confirm_above_gpu_hours=0", "cluster.gpus_per_node=2")
 
 
 def test_a_run_whose_cost_is_not_confirmed_is_refused(
-    prepared: Prepared, resubmit: Resubmit, monkeypatch: pytest.MonkeyPatch
+    prepared: Prepared, resubmit: Called, monkeypatch: MonkeyPatch
 ) -> None:
     prepared()
     asked = []
@@ -310,7 +294,7 @@ def test_a_run_whose_cost_is_not_confirmed_is_refused(
 
 
 def test_the_cost_of_a_studys_points_is_confirmed_together(
-    tmp_path: Path, prepared: Prepared, resubmit: Resubmit, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, prepared: Prepared, resubmit: Called, monkeypatch: MonkeyPatch
 ) -> None:
     StudyRecord(tmp_path / "runs" / "grid").begin([(name, prepared(name).path) for name in "ab"])
     out, _ = resubmit("grid", *COSTLY, code=2)
@@ -329,7 +313,7 @@ def test_the_cost_of_a_studys_points_is_confirmed_together(
 
 
 def test_a_run_that_was_moved_goes_on_where_it_is(
-    tmp_path: Path, prepared: Prepared, resubmit: Resubmit, sent: list[RunSpec]
+    tmp_path: Path, prepared: Prepared, resubmit: Called, sent: Sent
 ) -> None:
     folder = prepared('a "b" $(touch owned)')
     spec = folder.read_spec()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +17,11 @@ from gems.utils.atomic_io import write_json
 from gems.utils.process_tree import start_time
 from jobs.status import run_status
 from jobs.status.job_record import CHAIN_JSON
-from jobs.status.run_status import RunStatus, is_alive_here, read_recorded, run_statuses
+from jobs.status.run_status import read_recorded, run_statuses
 from tests.helpers.fake_slurm import FakeSlurm
+from tests.helpers.job_helpers import MonkeyPatch, Prepared, status_of
 
-Prepared = Callable[..., RunFolder]
 RESOURCES = "41|PENDING|2026-11-21T12:00:00|Resources|one"
-
-
-def of(folder: RunFolder) -> RunStatus:
-    (found,) = run_statuses([folder]).runs
-    return found
 
 
 def beat(folder: RunFolder, step: int, action: str, age_s: float = 0.0, rank: int = 0) -> None:
@@ -76,16 +70,15 @@ def test_states(
     queue: str | None,
     accounting: str | None,
     expected: str,
-    prepared: Prepared,
+    recorded: Prepared,
     slurm: FakeSlurm,
 ) -> None:
     """A command that is None is not there; one that is empty knows no job."""
     for name, line in (("squeue", queue), ("sacct", accounting)):
         if line is not None:
             slurm.says(name, *filter(None, [line]))
-    folder = prepared()
-    folder.write_status(state, job_id="41", **more)
-    found = of(folder)
+    folder = recorded(state, job_id="41", **more)
+    found = status_of(folder)
     assert found.state == expected
     knew = [line for line in (queue, accounting) if line]
     if expected in ("pending", "starting") and knew:
@@ -113,13 +106,12 @@ def test_one_call_of_each_for_all_jobs(prepared: Prepared, slurm: FakeSlurm) -> 
 
 
 def test_a_users_own_filters_do_not_hide_jobs(
-    prepared: Prepared, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+    recorded: Prepared, slurm: FakeSlurm, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SQUEUE_USERS", "someone")
     slurm.does("squeue", f'[ -z "$SQUEUE_USERS" ] && echo "{RESOURCES}"')
-    folder = prepared()
-    folder.write_status("submitted", job_id="41")
-    assert of(folder).state == "pending"
+    folder = recorded("submitted", job_id="41")
+    assert status_of(folder).state == "pending"
 
 
 def test_a_job_number_that_is_none_reaches_no_command_line(
@@ -129,19 +121,18 @@ def test_a_job_number_that_is_none_reaches_no_command_line(
     folder = prepared()
     for job_id in ("41; touch owned", "--all", "$(touch owned)", "4\n1", "٤١", True, [41], -1):
         folder.write_status("running", job_id=job_id)
-        found = of(folder)
+        found = status_of(folder)
         assert (found.job_id, slurm.asked()) == (None, []), job_id
         assert found.is_guess
 
 
 def test_what_could_not_be_asked_is_said(
-    prepared: Prepared, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+    recorded: Prepared, slurm: FakeSlurm, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr("jobs.batch.command.QUERY_LIMIT_S", 0.2)
     slurm.hangs("squeue")
     slurm.says("sacct", error="Slurm accounting storage is disabled\n", code=1)
-    folder = prepared()
-    folder.write_status("submitted", job_id="41")
+    folder = recorded("submitted", job_id="41")
     found = run_statuses([folder])
     assert found.errors == (
         "squeue did not answer within 0.2 s",
@@ -150,23 +141,21 @@ def test_what_could_not_be_asked_is_said(
     assert (found.runs[0].state, found.runs[0].is_guess) == ("submitted", True)
 
 
-def test_one_job_that_squeue_has_forgotten_is_lost(prepared: Prepared, slurm: FakeSlurm) -> None:
+def test_one_job_that_squeue_has_forgotten_is_lost(recorded: Prepared, slurm: FakeSlurm) -> None:
     slurm.says("squeue", error="slurm_load_jobs error: Invalid job id specified\n", code=1)
-    folder = prepared()
-    folder.write_status("running", job_id="41")
-    found = of(folder)
+    folder = recorded("running", job_id="41")
+    found = status_of(folder)
     assert (found.state, found.source) == ("lost", "squeue")
     write_json(folder.cancelled_json, {})
-    assert of(folder).state == "cancelled"
+    assert status_of(folder).state == "cancelled"
 
 
-def test_a_run_that_ends_between_the_two_looks(prepared: Prepared, slurm: FakeSlurm) -> None:
-    folder = prepared()
-    folder.write_status("finished", job_id="41", exit_code=0)
+def test_a_run_that_ends_between_the_two_looks(recorded: Prepared, slurm: FakeSlurm) -> None:
+    folder = recorded("finished", job_id="41", exit_code=0)
     end = folder.status_json.read_text()
     folder.write_status("running", job_id="41")
     slurm.does("squeue", f"/bin/cat > '{folder.status_json}' <<'END'\n{end}END\n")
-    assert of(folder).state == "finished"
+    assert status_of(folder).state == "finished"
 
 
 def test_of_a_killed_job_in_a_chain_the_second_look_counts(
@@ -180,27 +169,26 @@ def test_of_a_killed_job_in_a_chain_the_second_look_counts(
         "squeue",
         f"echo '{progress}' > '{folder.progress_json}'; echo '42|PENDING|N/A|Dependency|one'",
     )
-    found = of(folder)
+    found = status_of(folder)
     assert (found.state, found.job_id, found.step) == ("pending", "42", 7)
 
 
 def test_step_rate_and_loss_are_those_that_rank_0_noted(
-    prepared: Prepared, slurm: FakeSlurm
+    recorded: Prepared, slurm: FakeSlurm
 ) -> None:
     slurm.says("squeue", "41|RUNNING|N/A|None|one")
-    folder = prepared()
-    folder.write_status("running", job_id="41")
+    folder = recorded("running", job_id="41")
     beat(folder, 12, "0F3", age_s=3.0)
-    found = of(folder)
+    found = status_of(folder)
     assert (found.step, found.sources) == (12, {"step": "heartbeats"})
     assert found.steps == folder.read_spec().train.steps
     Progress("one", 70, 8, folder.progress_json).show(11, 0.25)
-    found = of(folder)
+    found = status_of(folder)
     assert (found.step, found.steps, found.loss, found.sources) == (11, 70, 0.25, {})
     assert found.images_per_s is not None and found.images_per_s > 0
     assert found.age_s is not None and found.age_s < 2.0
     Progress("one", 70, 8, folder.progress_json).show(12, float("nan"))
-    assert of(folder).loss is None
+    assert status_of(folder).loss is None
 
 
 @pytest.mark.parametrize(
@@ -216,13 +204,12 @@ def test_step_rate_and_loss_are_those_that_rank_0_noted(
     ],
 )
 def test_stalled_after_its_limit(
-    step: int, action: str, age_s: float, state: str, prepared: Prepared, slurm: FakeSlurm
+    step: int, action: str, age_s: float, state: str, recorded: Prepared, slurm: FakeSlurm
 ) -> None:
     slurm.says("squeue", "41|RUNNING|N/A|None|one")
-    folder = prepared()
-    folder.write_status("running", job_id="41")
+    folder = recorded("running", job_id="41")
     beat(folder, step, action, age_s)
-    found = of(folder)
+    found = status_of(folder)
     assert found.state == state
     assert found.age_s == pytest.approx(age_s, abs=5)
     if state == "stalled":
@@ -230,16 +217,15 @@ def test_stalled_after_its_limit(
             f"the last in {action}"
         )
     slurm.says("squeue")
-    assert of(folder).state == "lost"
+    assert status_of(folder).state == "lost"
 
 
-def test_the_newest_of_all_ranks_counts(prepared: Prepared, slurm: FakeSlurm) -> None:
+def test_the_newest_of_all_ranks_counts(recorded: Prepared, slurm: FakeSlurm) -> None:
     slurm.says("squeue", "41|RUNNING|N/A|None|one")
-    folder = prepared()
-    folder.write_status("running", job_id="41")
+    folder = recorded("running", job_id="41")
     beat(folder, 3, "0F3", age_s=500.0)
     beat(folder, 4, "1F0", age_s=1.0, rank=1)
-    assert of(folder).state == "running"
+    assert status_of(folder).state == "running"
 
 
 def test_runs_of_this_machine_by_their_process(prepared: Prepared, slurm: FakeSlurm) -> None:
@@ -253,10 +239,10 @@ def test_runs_of_this_machine_by_their_process(prepared: Prepared, slurm: FakeSl
         (me | {"pid": None}, "lost"),
     ):
         folder.write_status("running", **more)
-        found = of(folder)
+        found = status_of(folder)
         assert (found.state, found.source, found.is_guess) == (state, "process", False), more
     folder.write_status("running", **me | {"host": "elsewhere"})
-    found = of(folder)
+    found = status_of(folder)
     assert (found.state, found.source, found.is_guess, found.note) == (
         "running",
         "heartbeats",
@@ -268,21 +254,21 @@ def test_runs_of_this_machine_by_their_process(prepared: Prepared, slurm: FakeSl
 
 def test_a_run_that_was_started_by_hand(prepared: Prepared, slurm: FakeSlurm) -> None:
     folder = prepared()
-    assert of(folder).state == "prepared"
+    assert status_of(folder).state == "prepared"
     beat(folder, 3, "0F3")
-    found = of(folder)
+    found = status_of(folder)
     assert (found.state, found.is_guess) == ("running", True)
     beat(folder, -1, "finished")
-    assert of(folder).state == "finished"
+    assert status_of(folder).state == "finished"
 
 
 def test_damaged_files_are_facts_too(prepared: Prepared, slurm: FakeSlurm, tmp_path: Path) -> None:
     folder = prepared()
     folder.status_json.write_text("{")
-    found = of(folder)
+    found = status_of(folder)
     assert found.state == "unreadable" and "damaged" in found.note
     folder.write_status("running", job_id="41")
-    folder.progress_json.write_text('{"step": "many", "loss": [1], "images_per_s": true}')
+    folder.progress_json.write_text("{")
     folder.heartbeat(0).write_text("nothing that is a mark")
     folder.run_yaml.write_text("- no configuration")
     facts = read_recorded(folder)
@@ -290,22 +276,13 @@ def test_damaged_files_are_facts_too(prepared: Prepared, slurm: FakeSlurm, tmp_p
     assert read_recorded(RunFolder(tmp_path / "none")).state == "missing"
 
 
-def test_who_lives_here() -> None:
-    me = {"pid": os.getpid(), "host": os.uname().nodename, "pid_started": start_time(os.getpid())}
-    assert is_alive_here(me) is True
-    assert is_alive_here(me | {"host": "elsewhere"}) is None
-    assert is_alive_here(me | {"pid": "7; ls"}) is False
-    assert is_alive_here(me | {"pid": -1}) is False
-
-
 @pytest.mark.parametrize("behind_s", [3600, -3600])
 @pytest.mark.parametrize(("waits_s", "state"), [(5, "running"), (200, "stalled")])
 def test_a_clock_of_the_ranks_that_is_an_hour_off_changes_nothing(
-    prepared: Prepared, monkeypatch: pytest.MonkeyPatch, behind_s: int, waits_s: int, state: str
+    recorded: Prepared, monkeypatch: MonkeyPatch, behind_s: int, waits_s: int, state: str
 ) -> None:
     """They show signs of life, and began their action some seconds before by the clock that they share."""
-    folder = prepared()
-    folder.write_status("running", pid=os.getpid(), host=os.uname().nodename)
+    folder = recorded("running", pid=os.getpid(), host=os.uname().nodename)
     now_ns = time.time_ns() - behind_s * 10**9
     heartbeat = Heartbeat(folder.heartbeat(0))
     monkeypatch.setattr(heartbeat_module, "now_ns", lambda: now_ns - waits_s * 10**9)
@@ -318,5 +295,5 @@ def test_a_clock_of_the_ranks_that_is_an_hour_off_changes_nothing(
         heartbeat.live()
 
     monkeypatch.setattr(run_status.time, "sleep", sleep)
-    found = of(folder)
+    found = status_of(folder)
     assert (found.state, round(found.age_s or 0)) == (state, waits_s)

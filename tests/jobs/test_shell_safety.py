@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,14 +19,13 @@ from gems.config.constraints import check_cluster
 from gems.config.fields import check_fields
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
-from gems.launch.local_launcher import QUIET, run_ranks
 from gems.runs.folder import RunFolder
 from gems.utils.run_module import RUN_MODULE
 from jobs.batch.launchers import command, module_on_each_node
 from jobs.batch.resources import job_spec
 from jobs.launch.launch import SWEEP
 from jobs.schedulers.slurm_client.sbatch import sbatch_script
-from tests.helpers.job_helpers import ROOT
+from tests.helpers.job_helpers import ROOT, MonkeyPatch, Resolved, script_of, with_cluster
 from tests.helpers.processes import python
 
 NOTES = """#!{python}
@@ -83,25 +81,25 @@ ODD = [
 SLOTS: dict[str, Callable[[RunSpec, str], RunSpec]] = {
     "name": lambda spec, odd: replace(spec, name=odd),
     "runs_dir": lambda spec, odd: replace(spec, runs_dir=f"{spec.runs_dir}/{odd}"),
-    "account": lambda spec, odd: of_cluster(spec, account=odd),
-    "account_suffix": lambda spec, odd: of_cluster(spec, account="a", account_suffix=odd),
-    "partition": lambda spec, odd: of_cluster(spec, partition=odd),
-    "mpi": lambda spec, odd: of_cluster(spec, mpi=odd),
-    "sbatch": lambda spec, odd: of_cluster(spec, sbatch={"comment": odd}),
-    "sbatch_key": lambda spec, odd: of_cluster(spec, sbatch={odd: "1"}),
-    "environment": lambda spec, odd: of_cluster(spec, environment={"ODD": odd}),
-    "environment_name": lambda spec, odd: of_cluster(spec, environment={odd: "1"}),
-    "modules": lambda spec, odd: of_cluster(spec, modules=[odd]),
-    "exclude": lambda spec, odd: of_cluster(spec, exclude=[odd]),
-    "srun": lambda spec, odd: of_cluster(spec, srun=[f"--comment={odd}"]),
-    "gpu_bind": lambda spec, odd: of_cluster(spec, gpu_bind=odd),
-    "cpu_bind": lambda spec, odd: of_cluster(spec, cpu_bind=odd),
-    "image": lambda spec, odd: of_cluster(spec, container="apptainer", container_image=odd),
-    "pyxis": lambda spec, odd: of_cluster(spec, container="pyxis", container_image=odd),
-    "container_options": lambda spec, odd: of_cluster(
+    "account": lambda spec, odd: with_cluster(spec, account=odd),
+    "account_suffix": lambda spec, odd: with_cluster(spec, account="a", account_suffix=odd),
+    "partition": lambda spec, odd: with_cluster(spec, partition=odd),
+    "mpi": lambda spec, odd: with_cluster(spec, mpi=odd),
+    "sbatch": lambda spec, odd: with_cluster(spec, sbatch={"comment": odd}),
+    "sbatch_key": lambda spec, odd: with_cluster(spec, sbatch={odd: "1"}),
+    "environment": lambda spec, odd: with_cluster(spec, environment={"ODD": odd}),
+    "environment_name": lambda spec, odd: with_cluster(spec, environment={odd: "1"}),
+    "modules": lambda spec, odd: with_cluster(spec, modules=[odd]),
+    "exclude": lambda spec, odd: with_cluster(spec, exclude=[odd]),
+    "srun": lambda spec, odd: with_cluster(spec, srun=[f"--comment={odd}"]),
+    "gpu_bind": lambda spec, odd: with_cluster(spec, gpu_bind=odd),
+    "cpu_bind": lambda spec, odd: with_cluster(spec, cpu_bind=odd),
+    "image": lambda spec, odd: with_cluster(spec, container="apptainer", container_image=odd),
+    "pyxis": lambda spec, odd: with_cluster(spec, container="pyxis", container_image=odd),
+    "container_options": lambda spec, odd: with_cluster(
         spec, container="apptainer", container_image="i", container_options=[f"--env=A={odd}"]
     ),
-    "python": lambda spec, odd: of_cluster(spec, python=f"python {shlex.quote(odd)}"),
+    "python": lambda spec, odd: with_cluster(spec, python=f"python {shlex.quote(odd)}"),
 }
 
 STRICT = (
@@ -114,14 +112,8 @@ STRICT = (
 )  # no free text at all
 
 
-def of_cluster(spec: RunSpec, **more: Any) -> RunSpec:
-    return replace(spec, cluster=replace(spec.cluster, **more))
-
-
 @pytest.fixture
-def base(
-    resolved: Callable[..., RunSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> RunSpec:
+def base(resolved: Resolved, tmp_path: Path, monkeypatch: MonkeyPatch) -> RunSpec:
     """A run on SLURM, in a folder where nothing may appear.
 
     SBATCH_ACCOUNT of the user does not count.
@@ -210,7 +202,7 @@ RUN_BY_BASH = [odd for odd in ODD if odd.isprintable() and "%" not in odd and "\
 
 @pytest.mark.parametrize("odd", RUN_BY_BASH, ids=ascii)
 def test_bash_runs_the_script_and_nothing_else(
-    base: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, odd: str
+    base: RunSpec, tmp_path: Path, monkeypatch: MonkeyPatch, odd: str
 ) -> None:
     """All places at once, an interpreter of such a name too."""
     name = odd.replace("/", "") or "x"
@@ -229,7 +221,7 @@ def test_bash_runs_the_script_and_nothing_else(
         base, name=f"n{name}", runs_dir=str(tmp_path / "runs" / f"d{name}"), cluster=cluster
     )
     script = tmp_path / "script"
-    script.write_text(sbatch_script(spec, job_spec(spec), RunFolder.of(spec)))
+    script.write_text(script_of(spec))
     ended = subprocess.run(["bash", str(script)], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stderr) == (0, "")
     folder = RunFolder.of(spec)
@@ -246,34 +238,14 @@ def test_bash_runs_the_script_and_nothing_else(
     ids=ascii,
 )
 def test_a_variable_may_hold_anything(
-    base: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, odd: str
+    base: RunSpec, tmp_path: Path, monkeypatch: MonkeyPatch, odd: str
 ) -> None:
     notes = tmp_path / "notes"
     monkeypatch.setattr(sys, "executable", str(noting(tmp_path / "python", notes)))
-    spec = of_cluster(base, environment={"ODD": odd})
-    (tmp_path / "script").write_bytes(
-        sbatch_script(spec, job_spec(spec), RunFolder.of(spec)).encode()
-    )
+    spec = with_cluster(base, environment={"ODD": odd})
+    (tmp_path / "script").write_bytes(script_of(spec).encode())
     subprocess.run(["bash", str(tmp_path / "script")], check=True, timeout=60)
     assert environment_of(notes)["ODD"] == odd
-    assert list(Path.cwd().iterdir()) == []
-
-
-@pytest.mark.parametrize("odd", RUN_BY_BASH, ids=ascii)
-def test_srun_is_given_the_words_as_they_are(
-    base: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, odd: str
-) -> None:
-    noting(tmp_path / "bin" / "srun", tmp_path / "notes")
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
-    name = odd.replace("/", "") or "x"
-    spec = replace(
-        of_cluster(base, srun=[f"--comment={odd}"], python=f"python {shlex.quote(odd)}"),
-        name=f"n{name}",
-    )
-    argv = command(job_spec(spec), RunFolder.of(spec))
-    assert run_ranks(argv, os.environ, QUIET).returncode == 0
-    assert noted(tmp_path / "notes") == argv[1:]
-    assert f"--comment={odd}" in argv and odd in argv and argv[-1] == str(RunFolder.of(spec).path)
     assert list(Path.cwd().iterdir()) == []
 
 

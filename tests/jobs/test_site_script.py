@@ -5,18 +5,14 @@ Requests, bindings, modules, containers, ibrun.
 
 from __future__ import annotations
 
-import shlex
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gems.config.schema import RunSpec
-from gems.errors import ConfigError
 from gems.launch.local_launcher import Ended
 from gems.runs.folder import RunFolder
 from gems.utils.run_module import RUN_MODULE
@@ -24,21 +20,34 @@ from jobs.batch.launchers import command, module_on_each_node
 from jobs.batch.resources import job_spec
 from jobs.launch import launch as launch_module
 from jobs.launch.launch import SWEEP
-from jobs.schedulers.slurm_client.sbatch import sbatch_script
-from tests.helpers.job_helpers import ROOT
+from tests.helpers.job_helpers import (
+    ROOT,
+    MonkeyPatch,
+    Resolved,
+    Tiny,
+    refused,
+    script_of,
+    with_cluster,
+)
 
 FOLDER = RunFolder(Path("/runs/it's mine"))
 CODE_ZIP = "/runs/it's mine/provenance/code.zip"
 IN_JOB = [CODE_ZIP, "gems.engine.run", "/runs/it's mine"]
 
 
-def on(resolved: Callable[..., RunSpec], **more: Any) -> RunSpec:
-    spec = resolved("cluster=slurm", "parallel.replicas=2")
-    return replace(spec, cluster=replace(spec.cluster, **more))
+@pytest.fixture
+def on(resolved: Resolved) -> Resolved:
+    """Compose a run of two nodes on SLURM, with some values of a preset."""
+
+    def make(**more: Any) -> RunSpec:
+        spec = resolved("cluster=slurm", "parallel.replicas=2")
+        return with_cluster(spec, **more)
+
+    return make
 
 
 def script(spec: RunSpec) -> list[str]:
-    return sbatch_script(spec, job_spec(spec), RunFolder.of(spec)).splitlines()
+    return script_of(spec).splitlines()
 
 
 @pytest.mark.parametrize(
@@ -51,9 +60,9 @@ def script(spec: RunSpec) -> list[str]:
     ],
 )
 def test_gpus_are_asked_for_once_and_alike(
-    resolved: Callable[..., RunSpec], values: dict[str, Any], asked: str | None, bound: list[str]
+    on: Resolved, values: dict[str, Any], asked: str | None, bound: list[str]
 ) -> None:
-    spec = on(resolved, **values)
+    spec = on(**values)
     wanted = [asked] if asked else []
     assert [line for line in script(spec) if "gpu:" in line or "--gpus" in line] == [
         f"#SBATCH {word}" for word in wanted
@@ -63,10 +72,8 @@ def test_gpus_are_asked_for_once_and_alike(
     assert job_spec(spec).gpus == 8, "what is charged does not depend on how it is asked for"
 
 
-def test_cpu_binding_stands_before_free_options(resolved: Callable[..., RunSpec]) -> None:
-    argv = command(
-        job_spec(on(resolved, cpu_bind="map_cpu:1,2,3,4", srun=["--network=a b"])), FOLDER
-    )
+def test_cpu_binding_stands_before_free_options(on: Resolved) -> None:
+    argv = command(job_spec(on(cpu_bind="map_cpu:1,2,3,4", srun=["--network=a b"])), FOLDER)
     assert argv[argv.index("--gpu-bind=none") + 1 :] == [
         "--cpu-bind=map_cpu:1,2,3,4",
         "--network=a b",
@@ -75,10 +82,8 @@ def test_cpu_binding_stands_before_free_options(resolved: Callable[..., RunSpec]
     ]
 
 
-def test_modules_are_loaded_first_or_the_job_ends(
-    resolved: Callable[..., RunSpec], tmp_path: Path
-) -> None:
-    lines = script(on(resolved, modules=["LUMI/25.03", "gcc"], setup=["ulimit -c 0"]))
+def test_modules_are_loaded_first_or_the_job_ends(on: Resolved, tmp_path: Path) -> None:
+    lines = script(on(modules=["LUMI/25.03", "gcc"], setup=["ulimit -c 0"]))
     start = lines.index("# setup")
     assert lines[start + 1 : start + 4] == [
         "module load LUMI/25.03 gcc || exit 2",
@@ -91,46 +96,36 @@ def test_modules_are_loaded_first_or_the_job_ends(
     assert (tmp_path / "loaded").read_text() == "load LUMI/25.03 gcc\n" * 2
 
 
-def test_account_with_the_sites_suffix(resolved: Callable[..., RunSpec]) -> None:
-    assert "#SBATCH --account=m1_g" in script(on(resolved, account="m1", account_suffix="_g"))
+def test_account_with_the_sites_suffix(on: Resolved) -> None:
+    assert "#SBATCH --account=m1_g" in script(on(account="m1", account_suffix="_g"))
 
 
 @pytest.mark.parametrize("option", ["mem", "mem_per_cpu", "--mem-per-gpu"])
-def test_a_site_that_refuses_options_of_memory(
-    resolved: Callable[..., RunSpec], option: str
-) -> None:
-    assert any("--mem" in line for line in script(on(resolved, sbatch={option: "1G"})))
-    with pytest.raises(
-        ConfigError, match=r"^cluster\.sbatch\.mem.*=1G: cluster slurm refuses options of memory; "
-    ):
-        script(on(resolved, sbatch={option: "1G"}, supports_mem_option=False))
+def test_a_site_that_refuses_options_of_memory(on: Resolved, option: str) -> None:
+    assert any("--mem" in line for line in script(on(sbatch={option: "1G"})))
+    with refused(r"^cluster\.sbatch\.mem.*=1G: cluster slurm refuses options of memory; "):
+        script(on(sbatch={option: "1G"}, supports_mem_option=False))
 
 
-def test_gpus_by_hand_beside_the_presets_own(resolved: Callable[..., RunSpec]) -> None:
+def test_gpus_by_hand_beside_the_presets_own(on: Resolved) -> None:
     assert "#SBATCH --gres=gpu:a100:2" in script(
-        on(resolved, gpu_request="none", sbatch={"gres": "gpu:a100:2"})
+        on(gpu_request="none", sbatch={"gres": "gpu:a100:2"})
     )
-    with pytest.raises(
-        ConfigError, match=r"^cluster\.sbatch\.gres=nvme: conflicts with cluster\.gpu_request=gres"
-    ):
-        script(on(resolved, gpu_request="gres", sbatch={"gres": "nvme"}))
+    with refused(r"^cluster\.sbatch\.gres=nvme: conflicts with cluster\.gpu_request=gres"):
+        script(on(gpu_request="gres", sbatch={"gres": "nvme"}))
 
 
-def test_ibrun(resolved: Callable[..., RunSpec]) -> None:
-    spec = on(resolved, launcher="ibrun", gpus_per_node=0)
+def test_ibrun(on: Resolved) -> None:
+    spec = on(launcher="ibrun", gpus_per_node=0)
     assert command(job_spec(spec), FOLDER) == ["ibrun", sys.executable, *IN_JOB]
     lines = script(spec)
     assert {"#SBATCH --nodes=2", "#SBATCH --ntasks=8", "#SBATCH --ntasks-per-node=4"} <= set(lines)
-    assert not any(line.startswith("#SBATCH --ntasks=") for line in script(on(resolved)))
+    assert not any(line.startswith("#SBATCH --ntasks=") for line in script(on()))
 
 
 @pytest.mark.parametrize(("launcher", "kept"), [("srun", True), ("ibrun", False)])
 def test_ranks_of_ibrun_do_not_take_the_batch_scripts_place(
-    resolved: Callable[..., RunSpec],
-    tiny: Callable[..., tuple[RunFolder, RunSpec]],
-    monkeypatch: pytest.MonkeyPatch,
-    launcher: str,
-    kept: bool,
+    on: Resolved, tiny: Tiny, monkeypatch: MonkeyPatch, launcher: str, kept: bool
 ) -> None:
     folder, _ = tiny()
     seen: list[dict[str, str]] = []
@@ -142,16 +137,16 @@ def test_ranks_of_ibrun_do_not_take_the_batch_scripts_place(
     monkeypatch.setattr(launch_module, "run_ranks", note)
     for name, value in {"SLURM_LOCALID": "0", "SLURM_PROCID": "0", "SLURM_JOB_ID": "7"}.items():
         monkeypatch.setenv(name, value)
-    launch_module.launch(folder, on(resolved, launcher=launcher))
+    launch_module.launch(folder, on(launcher=launcher))
     assert ("SLURM_LOCALID" in seen[0], "SLURM_PROCID" in seen[0]) == (kept, kept)
     assert (seen[0]["SLURM_JOB_ID"], seen[0]["SLURM_EXPORT_ENV"]) == ("7", "ALL")
     assert folder.read_status()["job_id"] == "7"
 
 
 @pytest.mark.parametrize("runtime", ["apptainer", "singularity"])
-def test_apptainer(resolved: Callable[..., RunSpec], runtime: str) -> None:
+def test_apptainer(on: Resolved, runtime: str) -> None:
     image = {"container": runtime, "container_image": "my image.sif", "container_options": ["--nv"]}
-    argv = command(job_spec(on(resolved, **image)), FOLDER)
+    argv = command(job_spec(on(**image)), FOLDER)
     assert argv[argv.index("--gpu-bind=none") + 1 :] == [
         runtime,
         "exec",
@@ -162,7 +157,7 @@ def test_apptainer(resolved: Callable[..., RunSpec], runtime: str) -> None:
         "python3",
         *IN_JOB,
     ]
-    sweep = module_on_each_node(job_spec(on(resolved, **image, python="python3.12")), FOLDER, SWEEP)
+    sweep = module_on_each_node(job_spec(on(**image, python="python3.12")), FOLDER, SWEEP)
     assert sweep[sweep.index(runtime) :] == [
         runtime,
         "exec",
@@ -174,7 +169,7 @@ def test_apptainer(resolved: Callable[..., RunSpec], runtime: str) -> None:
         CODE_ZIP,
         "gems.launch.mpich_cleanup",
     ]
-    live = command(job_spec(on(resolved, **image, archive_code=False)), FOLDER)
+    live = command(job_spec(on(**image, archive_code=False)), FOLDER)
     assert live[live.index("exec") + 1 :] == [
         f"--bind={ROOT}",
         "--bind=/runs/it's mine",
@@ -187,13 +182,13 @@ def test_apptainer(resolved: Callable[..., RunSpec], runtime: str) -> None:
     ]
 
 
-def test_pyxis(resolved: Callable[..., RunSpec]) -> None:
+def test_pyxis(on: Resolved) -> None:
     image = {
         "container": "pyxis",
         "container_image": "site/image:1",
         "container_options": ["--no-container-mount-home"],
     }
-    argv = command(job_spec(on(resolved, **image)), FOLDER)
+    argv = command(job_spec(on(**image)), FOLDER)
     assert argv[argv.index("--gpu-bind=none") + 1 :] == [
         "--container-image=site/image:1",
         "--container-mounts=/runs/it's mine:/runs/it's mine",
@@ -202,7 +197,7 @@ def test_pyxis(resolved: Callable[..., RunSpec]) -> None:
         "python3",
         *IN_JOB,
     ]
-    live = command(job_spec(on(resolved, **image, archive_code=False)), FOLDER)
+    live = command(job_spec(on(**image, archive_code=False)), FOLDER)
     assert live[live.index("--gpu-bind=none") + 2 :] == [
         f"--container-mounts={ROOT}:{ROOT},/runs/it's mine:/runs/it's mine",
         f"--container-workdir={ROOT}",
@@ -213,9 +208,9 @@ def test_pyxis(resolved: Callable[..., RunSpec]) -> None:
     ]
 
 
-def test_a_runtime_without_an_image_is_not_used(resolved: Callable[..., RunSpec]) -> None:
-    spec = on(resolved, container="apptainer", container_options=["--nv"])
-    assert command(job_spec(spec), FOLDER) == command(job_spec(on(resolved)), FOLDER)
+def test_a_runtime_without_an_image_is_not_used(on: Resolved) -> None:
+    spec = on(container="apptainer", container_options=["--nv"])
+    assert command(job_spec(spec), FOLDER) == command(job_spec(on()), FOLDER)
 
 
 @pytest.mark.parametrize(
@@ -238,45 +233,19 @@ def test_a_runtime_without_an_image_is_not_used(resolved: Callable[..., RunSpec]
         ("uenv", ["--uenv=site/image:1", "--module=gpu"]),  # options of srun
     ],
 )
-def test_containers_of_single_sites(
-    resolved: Callable[..., RunSpec], runtime: str, words: list[str]
-) -> None:
+def test_containers_of_single_sites(on: Resolved, runtime: str, words: list[str]) -> None:
     image = {
         "container": runtime,
         "container_image": "site/image:1",
         "container_options": ["--module=gpu"],
     }
-    argv = command(job_spec(on(resolved, **image)), FOLDER)
+    argv = command(job_spec(on(**image)), FOLDER)
     assert argv[argv.index("--gpu-bind=none") + 1 :] == [*words, "python3", *IN_JOB]
 
 
 @pytest.mark.parametrize("runtime", ["apptainer", "pyxis"])
 @pytest.mark.parametrize("path", ["/runs/a:b", "/runs/a,b"])
-def test_a_path_that_a_container_would_take_apart(
-    resolved: Callable[..., RunSpec], runtime: str, path: str
-) -> None:
-    spec = on(resolved, container=runtime, container_image="i")
-    with pytest.raises(ConfigError, match=r"^runs_dir=.*: must have no ',', ':'"):
+def test_a_path_that_a_container_would_take_apart(on: Resolved, runtime: str, path: str) -> None:
+    spec = on(container=runtime, container_image="i")
+    with refused(r"^runs_dir=.*: must have no ',', ':'"):
         command(job_spec(spec), RunFolder(Path(path)))
-
-
-def test_no_value_of_a_preset_is_read_by_a_shell(
-    resolved: Callable[..., RunSpec], tmp_path: Path
-) -> None:
-    odd = "$(touch owned) `touch owned`; touch owned"
-    spec = on(resolved, account=odd, account_suffix=odd, partition=odd, environment={"ODD": odd})
-    lines = [
-        line
-        for line in script(replace(spec, runs_dir=str(tmp_path)))
-        if not line.startswith("exec ")
-    ]
-    shown = subprocess.run(
-        ["bash", "-c", "\n".join([*lines, 'printf %s "$ODD"'])],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert shown.stdout == odd and list(tmp_path.iterdir()) == []
-    (line,) = (line for line in lines if "--partition" in line)
-    assert shlex.split(line.removeprefix("#SBATCH ")) == [f"--partition={odd}"]

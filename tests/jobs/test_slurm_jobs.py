@@ -52,22 +52,6 @@ def test_without_slurm_there_is_no_record(slurm: FakeSlurm) -> None:
     assert find_job("41") == (None, ("sacct is not on PATH", "scontrol is not on PATH"))
 
 
-def test_what_is_no_number_is_never_asked(slurm: FakeSlurm) -> None:
-    slurm.says("sacct", *ROWS)
-    assert find_job("41; touch owned") == (None, ())
-    assert slurm.asked() == []
-
-
-def test_a_command_that_hangs_is_left(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jobs.batch.command.QUERY_LIMIT_S", 0.2)
-    slurm.hangs("sacct")
-    slurm.hangs("scontrol")
-    record, errors = find_job("41")
-    assert record is None and errors == tuple(
-        f"{name} did not answer within 0.2 s" for name in ("sacct", "scontrol")
-    )
-
-
 @pytest.mark.parametrize("rows", [ROWS, ("411|FAILED",), ("", "41", "41|")])
 def test_another_jobs_rows_are_not_taken(slurm: FakeSlurm, rows: tuple[str, ...]) -> None:
     slurm.says("sacct", *rows)

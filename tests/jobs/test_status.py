@@ -11,29 +11,20 @@ import pytest
 
 from gems.cli.framework import main
 from gems.engine.progress import Progress
-from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
 from jobs.__main__ import VERBS
 from jobs.cli.status import status_table
-from jobs.status.lookup import find_one_run, find_runs, overview
-from jobs.status.study_record import StudyRecord
+from jobs.status.lookup import StudyRecord, find_one_run, find_runs, overview
 from tests.helpers.fake_slurm import FakeSlurm
+from tests.helpers.job_helpers import Called, Capture, MonkeyPatch, Prepared, refused
 
-Prepared = Callable[..., RunFolder]
 Status = Callable[..., str]
 
 
 @pytest.fixture
-def status(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Status:
-    """Run the command on runs/ of the test and gives what it printed."""
-
-    def run(*words: str, code: int = 0) -> str:
-        capfd.readouterr()
-        assert main("jobs", VERBS, ["status", f"runs_dir={tmp_path / 'runs'}", *words]) == code
-        out, err = capfd.readouterr()
-        return err if code else out
-
-    return run
+def status(call: Called) -> Status:
+    """Show the status, and return what the command printed."""
+    return lambda *words, code=0: call("status", *words, code=code)[code != 0]
 
 
 @pytest.fixture
@@ -127,9 +118,9 @@ def test_names(some: dict[str, RunFolder], status: Status, tmp_path: Path) -> No
     (line,) = status("wait", code=2).splitlines()
     assert line.startswith("jobs: run=wait: is no run and no study of ") and "nearest: " in line
     runs_dir = f"runs_dir={tmp_path / 'runs'}"
-    with pytest.raises(ConfigError, match="is a study; name one of its runs: grid-"):
+    with refused("is a study; name one of its runs: grid-"):
         find_one_run([runs_dir, "grid"], "logs")
-    with pytest.raises(ConfigError, match="takes one run"):
+    with refused("takes one run"):
         find_one_run([runs_dir, "waits", "goes"], "logs")
 
 
@@ -139,7 +130,7 @@ def test_a_name_without_signature_means_all_of_that_name_or_the_only_one(
     same = {prepared("same").path, prepared("same", "seed=1").path}
     words = [f"runs_dir={tmp_path / 'runs'}", "same"]
     assert {folder.path for folder in find_runs(words).runs} == same
-    with pytest.raises(ConfigError, match="names several runs; same-"):
+    with refused("names several runs; same-"):
         find_runs(words, allows_several=False)
 
 
@@ -171,14 +162,14 @@ def test_nothing_there(status: Status, slurm: FakeSlurm) -> None:
 
 def test_a_folder_of_runs_that_is_none(tmp_path: Path, slurm: FakeSlurm) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with refused("cannot be read"):
         find_runs([f"runs_dir={tmp_path / 'file'}"])
-    with pytest.raises(ConfigError, match="is no run and no study"):
+    with refused("is no run and no study"):
         find_runs(["x" * 5000])
 
 
 def test_watching_ends_with_the_last_run(
-    some: dict[str, RunFolder], status: Status, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+    some: dict[str, RunFolder], status: Status, slurm: FakeSlurm, monkeypatch: MonkeyPatch
 ) -> None:
     waits: list[float | None] = []
 
@@ -195,7 +186,7 @@ def test_watching_ends_with_the_last_run(
 
 
 def test_a_watcher_may_stop(
-    some: dict[str, RunFolder], status: Status, monkeypatch: pytest.MonkeyPatch
+    some: dict[str, RunFolder], status: Status, monkeypatch: MonkeyPatch
 ) -> None:
     def stop(self: threading.Event, timeout: float | None = None) -> bool:
         raise KeyboardInterrupt
@@ -224,13 +215,13 @@ def test_saves_that_fail_are_in_the_note(some: dict[str, RunFolder], status: Sta
 
 @pytest.mark.cases
 def test_help_and_status_wrap_at_the_width_of_the_terminal(
-    prepared: Callable[..., RunFolder],
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    recorded: Prepared, capfd: Capture, monkeypatch: MonkeyPatch
 ) -> None:
-    folder = prepared("a_name_as_long_as_those_of_users_are")
-    folder.write_status(
-        "failed", exit_code=4, cause="rank 3 on node n1 was killed by signal 9 (SIGKILL) " * 3
+    folder = recorded(
+        "failed",
+        name="a_name_as_long_as_those_of_users_are",
+        exit_code=4,
+        cause="rank 3 on node n1 was killed by signal 9 (SIGKILL) " * 3,
     )
     monkeypatch.setenv("COLUMNS", "80")
     for words in (["--help"], ["status", "--help"], ["status", str(folder.path)]):

@@ -32,9 +32,11 @@ from jobs.cli import study as study_module
 from jobs.cli.study import draw, is_due, point_state
 from jobs.launch.submission import start_run
 from jobs.schedulers.slurm_client.limits import refusal as sbatch_refusal
-from jobs.status.run_status import run_statuses
 from jobs.studies import runner as runner_module
 from tests.helpers.fake_slurm import FakeSlurm
+from tests.helpers.job_helpers import Capture, MonkeyPatch, Resolved, Tiny, status_of
+
+Study = Callable[..., int]
 
 BASE = ["data=synthetic", "schedule=1f1b", "parallel.partitions=2", "parallel.micro_batches=4"]
 WORDS = ("parallel.replicas=1", "parallel.replicas=2", "parallel.replicas=3")
@@ -76,7 +78,7 @@ class Stub:
 
 
 @pytest.fixture
-def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stub:
+def stub(tmp_path: Path, monkeypatch: MonkeyPatch) -> Stub:
     made = Stub(tmp_path / "runs")
     monkeypatch.setattr(runner_module, "start_run", made.start)
     monkeypatch.setattr(study_module, "draw", made.draw)
@@ -84,7 +86,7 @@ def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stub:
 
 
 @pytest.fixture
-def study(tmp_path: Path) -> Callable[..., int]:
+def study(tmp_path: Path) -> Study:
     """Run `jobs study` of three points in this process and gives its exit code."""
 
     def run(*words: str, points: tuple[str, ...] = WORDS, base: list[str] = BASE) -> int:
@@ -97,9 +99,7 @@ def study(tmp_path: Path) -> Callable[..., int]:
     return run
 
 
-def test_every_point_runs_once(
-    stub: Stub, study: Callable[..., int], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_every_point_runs_once(stub: Stub, study: Study, capfd: Capture) -> None:
     assert study() == 0
     out, err = capfd.readouterr()
     assert stub.started == [1, 2, 3]
@@ -114,9 +114,7 @@ def test_every_point_runs_once(
     assert stub.out == stub.runs / "mine"
 
 
-def test_a_second_call_runs_nothing_and_says_so(
-    stub: Stub, study: Callable[..., int], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_second_call_runs_nothing_and_says_so(stub: Stub, study: Study, capfd: Capture) -> None:
     study()
     stub.take_started()
     capfd.readouterr()
@@ -127,7 +125,7 @@ def test_a_second_call_runs_nothing_and_says_so(
 
 
 def test_a_failed_point_is_said_the_rest_go_on_and_it_alone_runs_again(
-    stub: Stub, study: Callable[..., int], capfd: pytest.CaptureFixture[str]
+    stub: Stub, study: Study, capfd: Capture
 ) -> None:
     stub.codes = {1: 5, 2: 4}
     assert study() == 5
@@ -145,9 +143,7 @@ def test_a_failed_point_is_said_the_rest_go_on_and_it_alone_runs_again(
     assert stub.take_started() == [2]
 
 
-def test_a_point_that_cannot_start_is_one_line(
-    stub: Stub, study: Callable[..., int], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_point_that_cannot_start_is_one_line(stub: Stub, study: Study, capfd: Capture) -> None:
     stub.codes = {2: 2}
     assert study() == 2
     out, err = capfd.readouterr()
@@ -159,9 +155,7 @@ def test_a_point_that_cannot_start_is_one_line(
     assert [line.split()[1] for line in out.splitlines()[1:]] == ["finished", "missing", "finished"]
 
 
-def test_a_stopped_run_ends_the_study(
-    stub: Stub, study: Callable[..., int], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stopped_run_ends_the_study(stub: Stub, study: Study, capfd: Capture) -> None:
     stub.codes = {2: 143}
     assert study() == 143
     assert stub.started == [1, 2]
@@ -172,9 +166,7 @@ def test_a_stopped_run_ends_the_study(
     ]
 
 
-def test_json_is_one_object(
-    stub: Stub, study: Callable[..., int], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_json_is_one_object(stub: Stub, study: Study, capfd: Capture) -> None:
     stub.codes = {3: 4}
     stub.drawing_code = 2
     assert study("--json") == 4
@@ -190,21 +182,19 @@ def test_json_is_one_object(
     assert RunFolder(Path(answer["points"][2]["run_folder"])).read_status()["exit_code"] == 4
 
 
-def test_a_drawing_that_fails_is_in_the_exit_code(stub: Stub, study: Callable[..., int]) -> None:
+def test_a_drawing_that_fails_is_in_the_exit_code(stub: Stub, study: Study) -> None:
     stub.drawing_code = 2
     assert study() == 2
     assert stub.started == [1, 2, 3]
 
 
-def test_nothing_is_drawn_of_nothing(stub: Stub, study: Callable[..., int]) -> None:
+def test_nothing_is_drawn_of_nothing(stub: Stub, study: Study) -> None:
     stub.codes = dict.fromkeys((1, 2, 3), 4)
     assert study() == 4
     assert stub.drawn == []
 
 
-def test_a_dry_run_starts_nothing(
-    stub: Stub, study: Callable[..., int], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_starts_nothing(stub: Stub, study: Study, capfd: Capture) -> None:
     assert study("--dry-run") == 0
     out, err = capfd.readouterr()
     assert (stub.started, stub.drawn, err) == ([], [], "")
@@ -218,7 +208,7 @@ def test_a_dry_run_starts_nothing(
     ] * 3
 
 
-def test_overrides_go_to_every_point(stub: Stub, study: Callable[..., int], tmp_path: Path) -> None:
+def test_overrides_go_to_every_point(stub: Stub, study: Study, tmp_path: Path) -> None:
     study("train.steps=7")
     assert study() == 0
     assert stub.started == [1, 2, 3, 1, 2, 3]
@@ -235,18 +225,14 @@ def test_overrides_go_to_every_point(stub: Stub, study: Callable[..., int], tmp_
         (["study=emulated_scaling", "--dry"], r"jobs: option=--dry: unknown; nearest: --dry-run"),
     ],
 )
-def test_bad_words_are_one_line(
-    words: list[str], says: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_words_are_one_line(words: list[str], says: str, capfd: Capture) -> None:
     assert main("jobs", VERBS, ["study", *words]) == 2
     out, err = capfd.readouterr()
     (line,) = err.splitlines()
     assert out == "" and re.match(says, line), line
 
 
-def test_one_bad_point_and_none_runs(
-    stub: Stub, study: Callable[..., int], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_one_bad_point_and_none_runs(stub: Stub, study: Study, capfd: Capture) -> None:
     assert study(points=(*WORDS, "parallel.replica=1")) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith(
@@ -256,7 +242,7 @@ def test_one_bad_point_and_none_runs(
 
 
 def test_a_run_that_goes_on_is_left_alone_and_one_that_has_gone_runs_again(
-    stub: Stub, study: Callable[..., int], capfd: pytest.CaptureFixture[str]
+    stub: Stub, study: Study, capfd: Capture
 ) -> None:
     study()
     folders = [stub.runs / name for name in stub.drawn[0]]
@@ -273,35 +259,7 @@ def test_a_run_that_goes_on_is_left_alone_and_one_that_has_gone_runs_again(
 
 
 def state(folder: RunFolder) -> str:
-    (found,) = run_statuses([folder]).runs
-    return point_state(found)
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("41|PENDING|N/A|Priority|run", "pending"),
-        ("41|RUNNING|N/A|None|run", "starting"),
-        (None, "failed"),
-    ],
-)
-def test_a_job_is_left_alone_while_the_queue_has_it(
-    line: str | None, expected: str, tmp_path: Path, slurm: FakeSlurm
-) -> None:
-    slurm.says("squeue", *([line] if line else []))
-    slurm.says("sacct", error="accounting storage is disabled", code=1)
-    folder = RunFolder(tmp_path)
-    folder.write_status("submitted", job_id="41")
-    assert state(folder) == expected
-    assert is_due(expected) == (expected == "failed")
-
-
-def test_a_job_is_left_alone_where_the_queue_cannot_be_asked(
-    tmp_path: Path, slurm: FakeSlurm
-) -> None:
-    folder = RunFolder(tmp_path)
-    folder.write_status("submitted", job_id="41")
-    assert (state(folder), is_due(state(folder))) == ("submitted", False)
+    return point_state(status_of(folder))
 
 
 def test_states_by_status_alone(tmp_path: Path) -> None:
@@ -323,11 +281,7 @@ def test_states_by_status_alone(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(120)
 def test_a_study_of_real_ranks(
-    study: Callable[..., int],
-    tiny: Callable[..., tuple[RunFolder, RunSpec]],
-    collected: list[RunFolder],
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    study: Study, tiny: Tiny, collected: list[RunFolder], monkeypatch: MonkeyPatch, capfd: Capture
 ) -> None:
     """The ranks are a tiny program under mpiexec; one point's rank 1 fails."""
     _, spec = tiny()
@@ -353,11 +307,11 @@ def test_a_study_of_real_ranks(
 def test_a_simulated_point_is_one_process_whose_code_counts(
     code: int,
     state: str,
-    study: Callable[..., int],
+    study: Study,
     stub: Stub,
     collected: list[RunFolder],
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    monkeypatch: MonkeyPatch,
+    capfd: Capture,
 ) -> None:
     program = f"import sys; print('gems: it cannot be' if {code} else 'fine'); sys.exit({code})"
     monkeypatch.setattr(
@@ -375,7 +329,7 @@ def test_a_simulated_point_is_one_process_whose_code_counts(
 
 @pytest.mark.timeout(120)
 def test_simulated_points_from_the_file_to_the_picture(
-    study: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    study: Study, tmp_path: Path, capfd: Capture
 ) -> None:
     base = [
         *BASE,
@@ -409,7 +363,7 @@ def test_simulated_points_from_the_file_to_the_picture(
 
 
 @pytest.fixture
-def queued(monkeypatch: pytest.MonkeyPatch, slurm: FakeSlurm) -> list[str]:
+def queued(monkeypatch: MonkeyPatch, slurm: FakeSlurm) -> list[str]:
     """A SLURM that takes every job and keeps it waiting.
 
     Gives the names of the folders, in the order of submission.
@@ -430,10 +384,7 @@ def queued(monkeypatch: pytest.MonkeyPatch, slurm: FakeSlurm) -> list[str]:
 
 
 def test_points_on_slurm_are_submitted_once_and_one_call_asks_for_all(
-    study: Callable[..., int],
-    queued: list[str],
-    slurm: FakeSlurm,
-    capfd: pytest.CaptureFixture[str],
+    study: Study, queued: list[str], slurm: FakeSlurm, capfd: Capture
 ) -> None:
     assert study("cluster=mini", points=WORDS[:2]) == 0
     lines = [line.split()[1:3] for line in capfd.readouterr().out.splitlines()[1:]]
@@ -448,10 +399,7 @@ def test_points_on_slurm_are_submitted_once_and_one_call_asks_for_all(
 
 
 def test_what_the_queue_does_not_take_waits_for_the_next_call(
-    study: Callable[..., int],
-    queued: list[str],
-    slurm: FakeSlurm,
-    capfd: pytest.CaptureFixture[str],
+    study: Study, queued: list[str], slurm: FakeSlurm, capfd: Capture
 ) -> None:
     words = ("cluster=mini", "+cluster.limits=[{queued_jobs: 2}]")
     assert study(*words) == 0
@@ -470,12 +418,12 @@ def test_what_the_queue_does_not_take_waits_for_the_next_call(
 
 
 def test_wait_submits_as_room_comes_and_ends_with_the_last_job(
-    study: Callable[..., int],
+    study: Study,
     queued: list[str],
     slurm: FakeSlurm,
     stub: Stub,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    monkeypatch: MonkeyPatch,
+    capfd: Capture,
 ) -> None:
     """At each look the oldest job has ended, the second one with a failure."""
     monkeypatch.setattr(runner_module, "start_run", start_run)
@@ -535,10 +483,10 @@ def test_what_sbatch_refuses_for_now_waits_and_what_it_refuses_for_good_is_said(
     others: str,
     waiting: int,
     code: int,
-    study: Callable[..., int],
+    study: Study,
     slurm: FakeSlurm,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    monkeypatch: MonkeyPatch,
+    capfd: Capture,
 ) -> None:
     asked: list[str] = []
 
@@ -556,11 +504,7 @@ def test_what_sbatch_refuses_for_now_waits_and_what_it_refuses_for_good_is_said(
 
 
 def test_stop_cancels_the_whole_study(
-    study: Callable[..., int],
-    queued: list[str],
-    slurm: FakeSlurm,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    study: Study, queued: list[str], slurm: FakeSlurm, capfd: Capture, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr("jobs.status.cancellation.COMMAND_LIMIT_S", 0.1)  # of this very process
     study("cluster=mini")
@@ -578,9 +522,7 @@ def test_stop_cancels_the_whole_study(
     )
 
 
-def test_a_simulated_run_is_one_process_here_whatever_the_cluster(
-    resolved: Callable[..., RunSpec],
-) -> None:
+def test_a_simulated_run_is_one_process_here_whatever_the_cluster(resolved: Resolved) -> None:
     job = job_spec(resolved("machine=simulated", "cluster=slurm", "parallel.replicas=2"))
     assert (job.launcher, job.nodes, job.tasks, job.gpus) == ("simulated", 1, 1, 0)
     folder = RunFolder(Path("/runs/one"))
@@ -592,7 +534,7 @@ def test_a_simulated_run_is_one_process_here_whatever_the_cluster(
     ]
 
 
-def test_a_study_is_not_a_run(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_study_is_not_a_run(capfd: Capture) -> None:
     assert main("jobs", VERBS, ["submit", "study=emulated_scaling"]) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert (
@@ -601,7 +543,7 @@ def test_a_study_is_not_a_run(capfd: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_the_drawing_is_a_child(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_drawing_is_a_child(monkeypatch: MonkeyPatch, tmp_path: Path) -> None:
     code, answer = draw([tmp_path / "none"], tmp_path / "out", as_json=True)
     assert (code, answer) == (2, None)
     script = tmp_path / "python"

@@ -12,8 +12,8 @@ import yaml
 from gems.config import compose, overrides
 from gems.config.overrides import CONF
 from gems.config.schema import StudyConfig
-from gems.errors import ConfigError
 from jobs.studies.points import compose_points, read_study, study_name
+from tests.helpers.job_helpers import refused
 
 BASE = ["data=synthetic", "schedule=1f1b", "parallel.partitions=2", "parallel.micro_batches=4"]
 
@@ -126,7 +126,7 @@ def test_a_study_is_no_part_of_a_runs_id() -> None:
 def test_a_point_that_does_not_compose_is_named(
     points: list[list[str]], overrides: list[str], says: str
 ) -> None:
-    with pytest.raises(ConfigError, match=says) as caught:
+    with refused(says) as caught:
         compose_points(StudyConfig(BASE, {}, points), "mine", overrides)
     assert "\n" not in str(caught.value)
 
@@ -134,20 +134,19 @@ def test_a_point_that_does_not_compose_is_named(
 @pytest.mark.parametrize(
     ("study", "says"),
     [
-        ("[1, 2]", "must be a mapping of base, axes, points"),
+        ("[1, 2]", "must be a mapping of keys to values"),
         ("base: [a", "cannot be read"),
-        ({"axis": {}}, r"study\.axis=\{\}: allowed: base, axes, points"),
-        ({"base": "schedule=1f1b"}, r"study\.base=schedule=1f1b: must be a list of overrides"),
-        ({"base": [1]}, r"study\.base="),
-        ({"points": ["train.steps=3"]}, r"study\.points=.*must be a list of lists of overrides"),
+        ({"axis": {}}, r"study\.axis=\{\}: allowed: axes"),
+        ({"base": "schedule=1f1b"}, r"study\.base=schedule=1f1b: must be a list"),
+        ({"base": [1]}, r"study\.base\[0\]=1: must be text"),
+        ({"points": ["train.steps=3"]}, r"study\.points\[0\]=train.steps=3: must be a list"),
         ({"axes": ["schedule"]}, r"study\.axes=.*must be a mapping"),
         ({"axes": {"schedule": "gpipe"}}, r"study\.axes\.schedule=gpipe: must be a list"),
         ({"axes": {"schedule": []}}, r"study\.axes\.schedule=\[\]: must be a list"),
-        ({"axes": {"schedule": [{"a": 1}]}}, r"study\.axes\.schedule=.*must be a list"),
     ],
 )
 def test_a_file_of_another_form_is_one_line(study: Any, says: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=says) as caught:
+    with refused(says) as caught:
         read_study(write(tmp_path, study))
     assert "\n" not in str(caught.value)
 
@@ -159,11 +158,9 @@ def test_a_users_own_file(tmp_path: Path) -> None:
 
 
 def test_an_unknown_study_names_the_nearest(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"study=emulated_scalin: allowed: .*; nearest: emulated_scaling, or give"
-    ):
+    with refused(r"study=emulated_scalin: allowed: .*; nearest: emulated_scaling, or give"):
         read_study("emulated_scalin")
-    with pytest.raises(ConfigError, match=r"study=.*none\.yaml: cannot be read"):
+    with refused(r"study=.*none\.yaml: cannot be read"):
         read_study(str(tmp_path / "none.yaml"))
 
 
@@ -245,5 +242,5 @@ def test_two_points_never_follow_themselves() -> None:
 
 @pytest.mark.parametrize("repetitions", [0, "two", True])
 def test_repetitions_are_a_whole_number(repetitions: object, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^study\.repetitions="):
+    with refused(r"^study\.repetitions="):
         read_study(write(tmp_path, {"base": BASE, "repetitions": repetitions}))

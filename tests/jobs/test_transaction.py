@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,13 +24,13 @@ from jobs.launch.batch import BatchJob
 from jobs.launch.submission import start_run, submit_together
 from jobs.launch.transaction import SIGNALS, Ownership, SignalsWait, submit_owned
 from jobs.schedulers.slurm_client import sbatch
-from jobs.status.ownership import gone_verifier
+from jobs.status.job_record import gone_verifier
 from jobs.status.run_status import run_statuses
 from tests.helpers.fake_slurm import FakeSlurm
 from tests.helpers.interrupted_submissions import measure
+from tests.helpers.job_helpers import MonkeyPatch, Resolved, owner_of, refused, status_of
 
 pytestmark = pytest.mark.timeout(300)
-Make = Callable[..., RunSpec]
 # Goes on by a shell whose command line has no script, as that of sbatch has none between fork and
 # exec.
 NAMELESS = """if [ -z "$SCRIPT" ]; then
@@ -56,7 +55,7 @@ def queue(slurm: FakeSlurm) -> FakeSlurm:
 
 
 @pytest.fixture
-def make(resolved: Callable[..., RunSpec], tmp_path: Path) -> Make:
+def make(resolved: Resolved, tmp_path: Path) -> Resolved:
     """Return a run on SLURM below runs/, by its name."""
     return lambda name="one": replace(
         resolved("cluster=mini"), name=name, runs_dir=str(tmp_path / "runs")
@@ -82,7 +81,7 @@ def test_no_signal_leaves_an_orphan(queue: FakeSlurm, tmp_path: Path) -> None:
     ],
 )
 def test_a_submission_that_was_killed_is_completed_by_the_next_look(
-    queue: FakeSlurm, make: Make, moment: str, script: str
+    queue: FakeSlurm, make: Resolved, moment: str, script: str
 ) -> None:
     """sbatch itself kills its caller, before or after it has taken the job, and goes on."""
     spec = make()
@@ -96,17 +95,17 @@ def test_a_submission_that_was_killed_is_completed_by_the_next_look(
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
     assert folder.read_status()["state"] == "submitting"
     (queue.here / f"sbatch.{moment}").write_text("")
-    (run,) = run_statuses([folder]).runs
+    run = status_of(folder)
     assert (run.state, run.job_id, folder.read_status()["job_id"]) == ("pending", "42", "42")
     assert {"42_submission.sh", "42_submitted.pkl"} <= {path.name for path in folder.logs.iterdir()}
-    owner = read_owner(folder)
-    assert owner is not None and (owner.job_id, owner.is_released) == ("42", False)
-    with pytest.raises(TryLaterError, match="belongs to job 42, which has not ended"):
+    owner = owner_of(folder)
+    assert (owner.job_id, owner.is_released) == ("42", False)
+    with refused("belongs to job 42, which has not ended", TryLaterError):
         start_run(spec, assume_yes=True)
     assert queue.jobs() == ["41", "42"]
 
 
-def test_a_submission_that_never_came_to_slurm_is_lost(queue: FakeSlurm, make: Make) -> None:
+def test_a_submission_that_never_came_to_slurm_is_lost(queue: FakeSlurm, make: Resolved) -> None:
     spec = make()
     folder = RunFolder.of(spec)
     start_run(make("warm"), assume_yes=True)
@@ -117,7 +116,7 @@ def test_a_submission_that_never_came_to_slurm_is_lost(queue: FakeSlurm, make: M
         os._exit(1)
     os.waitpid(pid, 0)
     (queue.here / "sbatch.before").write_text("")
-    (run,) = run_statuses([folder]).runs
+    run = status_of(folder)
     assert (run.state, run.is_active) == (
         "lost",
         False,
@@ -130,7 +129,7 @@ def test_a_submission_that_never_came_to_slurm_is_lost(queue: FakeSlurm, make: M
 
 @pytest.mark.parametrize("num", [3, 6])
 def test_of_several_submissions_at_once_one_gets_the_folder(
-    queue: FakeSlurm, make: Make, num: int
+    queue: FakeSlurm, make: Resolved, num: int
 ) -> None:
     start_run(make("warm"), assume_yes=True)
     spec = make()
@@ -151,21 +150,11 @@ def test_of_several_submissions_at_once_one_gets_the_folder(
     assert queue.jobs() == ["41", "42"]
 
 
-def test_an_sbatch_that_lost_its_answer_is_asked_for_by_squeue(
-    queue: FakeSlurm, make: Make
-) -> None:
-    (queue.here / "sbatch.after").write_text(
-        "echo 'Socket timed out on send/recv operation' >&2; exit 1\n"
-    )
-    assert start_run(make(), assume_yes=True) == 0
-    assert RunFolder.of(make()).read_status()["job_id"] == "41"
-
-
 @pytest.mark.parametrize(
     "answer", ["echo 'Socket timed out on send/recv operation' >&2; exit 1", "kill -KILL $$"]
 )
 def test_where_nobody_can_tell_nothing_is_submitted_again(
-    queue: FakeSlurm, make: Make, answer: str
+    queue: FakeSlurm, make: Resolved, answer: str
 ) -> None:
     folder = RunFolder.of(make())
     (queue.here / "sbatch.after").write_text(f"{answer}\n")
@@ -176,19 +165,17 @@ def test_where_nobody_can_tell_nothing_is_submitted_again(
     ):
         start_run(make(), assume_yes=True)
     assert folder.read_status()["state"] == "submitting"
-    with pytest.raises(
-        TryLaterError, match="a job whose submission was interrupted, and nobody can tell"
-    ):
+    with refused("a job whose submission was interrupted, and nobody can tell", TryLaterError):
         start_run(make(), assume_yes=True)
-    (run,) = run_statuses([folder]).runs
+    run = status_of(folder)
     assert (run.state, run.is_guess) == ("submitting", True)
     assert queue.jobs() == ["41"]
     (queue.here / "squeue").write_text(listing)
-    (run,) = run_statuses([folder]).runs
+    run = status_of(folder)
     assert (run.state, run.job_id) == ("pending", "41")
 
 
-def test_a_pack_is_recorded_together(queue: FakeSlurm, make: Make) -> None:
+def test_a_pack_is_recorded_together(queue: FakeSlurm, make: Resolved) -> None:
     specs = [make("a"), make("b")]
     job_id = submit_together(specs, job_spec(specs[0]), [None, None])
     for spec in specs:
@@ -199,10 +186,10 @@ def test_a_pack_is_recorded_together(queue: FakeSlurm, make: Make) -> None:
         )
 
 
-def test_of_a_pack_with_a_folder_in_use_nothing_is_kept(queue: FakeSlurm, make: Make) -> None:
+def test_of_a_pack_with_a_folder_in_use_nothing_is_kept(queue: FakeSlurm, make: Resolved) -> None:
     specs = [make("a"), make("b")]
     start_run(specs[1], assume_yes=True)
-    with pytest.raises(TryLaterError, match="belongs to job 41"):
+    with refused("belongs to job 41", TryLaterError):
         submit_together(specs, job_spec(specs[0]), [None, None])
     owner = read_owner(RunFolder.of(specs[0]))
     assert owner is not None and owner.is_released
@@ -217,7 +204,9 @@ def submit_array(specs: list[RunSpec], home: Path) -> list[str]:
         return submit_owned(specs[0], job_spec(specs[0]), ownership, works, home=RunFolder(home))
 
 
-def test_an_array_is_recorded_by_its_tasks(queue: FakeSlurm, make: Make, tmp_path: Path) -> None:
+def test_an_array_is_recorded_by_its_tasks(
+    queue: FakeSlurm, make: Resolved, tmp_path: Path
+) -> None:
     specs = [make("a"), make("b")]
     assert submit_array(specs, tmp_path / "home") == ["41_0", "41_1"]
     for task, folder in enumerate(map(RunFolder.of, specs)):
@@ -229,14 +218,14 @@ def test_an_array_is_recorded_by_its_tasks(queue: FakeSlurm, make: Make, tmp_pat
             and "task" not in status
         )
         assert (folder.logs / f"41_{task}_submitted.pkl").exists()
-        with pytest.raises(TryLaterError, match=f"belongs to job 41_{task}, which has not ended"):
+        with refused(f"belongs to job 41_{task}, which has not ended", TryLaterError):
             check_free(folder, gone_verifier())
     assert (tmp_path / "home" / "logs" / "41_submission.sh").exists()
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_an_array_whose_submission_was_killed_is_completed_by_the_next_look(
-    queue: FakeSlurm, make: Make, tmp_path: Path, moment: str
+    queue: FakeSlurm, make: Resolved, tmp_path: Path, moment: str
 ) -> None:
     specs = [make("a"), make("b")]
     start_run(make("warm"), assume_yes=True)
@@ -248,7 +237,7 @@ def test_an_array_whose_submission_was_killed_is_completed_by_the_next_look(
     (queue.here / f"sbatch.{moment}").write_text("")
     folders = [RunFolder.of(spec) for spec in specs]
     assert [folder.read_status()["task"] for folder in folders] == [0, 1]
-    with pytest.raises(TryLaterError, match="belongs to job 42_1, which has not ended"):
+    with refused("belongs to job 42_1, which has not ended", TryLaterError):
         start_run(specs[1], assume_yes=True)
     assert (
         folders[0].read_status()["state"] == "submitting"
@@ -273,7 +262,7 @@ def test_signals_wait_and_then_come() -> None:
     )
 
 
-def test_a_signal_that_comes_at_the_end_leaves_no_handler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_that_comes_at_the_end_leaves_no_handler(monkeypatch: MonkeyPatch) -> None:
     """As one does that another thread took: it raises as soon as its own handler is back."""
     before = [signal.getsignal(number) for number in SIGNALS]
     real = signal.signal

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from gems.runs.failure_cause import FailureCause
 from jobs.batch.command import SchedulerUnavailableError, run_command
-from jobs.batch.job import Job, JobId, JobQuery, ListedJob, script_path
+from jobs.batch.job import Job, JobId, JobQuery, script_path
 
 # Held by its user, who may release it; only an administrator releases what an administrator holds.
 HELD = "JobHeldUser"
@@ -72,13 +72,10 @@ def job_order(job_id: str) -> tuple[int, ...]:
     return tuple(map(int, JobId.parse(job_id).local.split("_")))
 
 
-def by_cluster(job_ids: Iterable[object]) -> dict[str, list[str]]:
-    """Group job numbers by cluster; the key "" is the default cluster.
-
-    Values that are no job IDs are left out.
-    """
+def by_cluster(job_ids: Iterable[str]) -> dict[str, list[str]]:
+    """Group job numbers by cluster; the key "" is the default cluster."""
     groups: dict[str, list[str]] = {}
-    for job_id in (JobId.parse(str(value)) for value in job_ids if is_job_number(value)):
+    for job_id in map(JobId.parse, job_ids):
         groups.setdefault(job_id.cluster, []).append(job_id.local)
     return {cluster: sorted({*numbers}, key=job_order) for cluster, numbers in groups.items()}
 
@@ -96,10 +93,10 @@ def query_jobs(
 ) -> JobQuery:
     """Query squeue or sacct once for all jobs of a cluster, or scontrol for one job.
 
-    Values that are no job IDs are left out. A job array is queried as a whole, and all its tasks
-    are returned. squeue also knows jobs that ended some minutes ago. For a job that SLURM
-    restarted, sacct returns the last start. With `steps`, sacct also reads the steps, for their
-    states and their memory. `limit_s` bounds the wait.
+    A job array is queried as a whole, and all its tasks are returned. squeue also knows jobs that
+    ended some minutes ago. For a job that SLURM restarted, sacct returns the last start. With
+    `steps`, sacct also reads the steps, for their states and their memory. `limit_s` bounds the
+    wait.
     """
     found: dict[str, Job] = {}
     errors = []
@@ -121,7 +118,7 @@ def query_jobs(
     return JobQuery(found, "; ".join(errors) or None)
 
 
-def list_jobs(chosen: str, clusters: str = "") -> list[ListedJob]:
+def list_jobs(chosen: str, clusters: str = "") -> list[Job]:
     """List the jobs that a squeue option selects, including those that ended some minutes ago.
 
     A job that is missing from the list does not exist: squeue prints its header even if there are
@@ -152,7 +149,8 @@ def list_jobs(chosen: str, clusters: str = "") -> list[ListedJob]:
         elif row == [*LISTED.values()]:
             has_header = True
         elif has_header and _is_row(row, len(LISTED)):
-            found.append(ListedJob(str(JobId.parse(row[0])._replace(cluster=cluster)), *row[1:]))
+            job_id = str(JobId.parse(row[0])._replace(cluster=cluster))
+            found.append(Job(row[1], job_id=job_id, script=row[2]))
         elif not found and has_header and row != [""]:
             raise SchedulerUnavailableError(
                 "squeue", f"printed {'|'.join(row)[:80]!r}, which is no job"
@@ -169,7 +167,7 @@ def _is_row(row: Sequence[str], size: int) -> bool:
     )
 
 
-def find_submitted(tokens: Iterable[str], clusters: str = "") -> dict[str, ListedJob]:
+def find_submitted(tokens: Iterable[str], clusters: str = "") -> dict[str, Job]:
     """Find this user's jobs of some submissions, by token, with one squeue.
 
     Of an array, prefer an active task. Raises the errors of `list_jobs`.
@@ -179,7 +177,7 @@ def find_submitted(tokens: Iterable[str], clusters: str = "") -> dict[str, Liste
         (token, job)
         for token in tokens
         for job in found
-        if script_path(Path(), token).name in job.command
+        if script_path(Path(), token).name in job.script
     )
     return dict(named)
 
@@ -187,7 +185,7 @@ def find_submitted(tokens: Iterable[str], clusters: str = "") -> dict[str, Liste
 def find_job(job_id: str) -> tuple[Job | None, tuple[str, ...]]:
     """Return a job from sacct, or else from scontrol, and the errors of the queries that failed."""
     errors: list[str] = []
-    for source in (SACCT, SCONTROL) if is_job_number(job_id) else ():
+    for source in (SACCT, SCONTROL):
         query = query_jobs([job_id], source, steps=True)
         if job_id in query.jobs:
             return query.jobs[job_id], tuple(errors)
@@ -224,11 +222,11 @@ def num_queued(
 
 def cancel_jobs(job_ids: Sequence[str]) -> str | None:
     """Cancel jobs with one scancel per cluster; return the error, or None."""
-    results = (
-        run_command(["scancel", *on(cluster), *numbers])
+    failures = (
+        run_command(["scancel", *on(cluster), *numbers]).failure
         for cluster, numbers in by_cluster(job_ids).items()
     )
-    return "; ".join(str(result.error) for result in results if result.error is not None) or None
+    return "; ".join(filter(None, failures)) or None
 
 
 def _read_squeue(lines: Sequence[str]) -> dict[str, Job]:

@@ -54,7 +54,7 @@ def check_limits(spec: RunSpec, job: JobSpec) -> None:
     if not job.is_batch:
         return
     cluster = spec.cluster
-    cpus = job.tasks_per_node * job.cpus_per_task
+    cpus = job.cpus_per_node
     usable = cluster.usable_cpus_per_node
     if usable is not None and cpus > usable:
         text = (
@@ -77,20 +77,19 @@ def check_limits(spec: RunSpec, job: JobSpec) -> None:
         raise ConfigError(
             "cluster.cpu_bind", cluster.cpu_bind, text, "name one for each: ranks would share CPUs"
         )
-    limit = queue_limit(cluster, job.allocated_nodes)
-    if limit is not None and limit.minutes is not None and job.minutes > limit.minutes:
-        text = (
-            f"cluster {cluster.name} allows at most {limit.minutes} minutes for jobs of"
-            f" {_scope(limit)}"
-        )
-        raise ConfigError("cluster.minutes", job.minutes, text, f"ask for less; {IF_CHANGED}")
     nodes = job.allocated_nodes
+    limit = queue_limit(cluster, nodes)
+    if limit is None:
+        return
     hours = nodes * job.minutes / 60
-    if limit is not None and limit.node_hours is not None and hours > limit.node_hours:
-        text = (
-            f"times {nodes} nodes is {hours:g} node-hours, and {_scope(limit)} take at most"
-            f" {limit.node_hours:g}"
-        )
+    text = ""
+    if limit.minutes is not None and job.minutes > limit.minutes:
+        most = f"at most {limit.minutes} minutes for jobs of {_scope(limit)}"
+        text = f"cluster {cluster.name} allows {most}"
+    elif limit.node_hours is not None and hours > limit.node_hours:
+        most = f"{_scope(limit)} take at most {limit.node_hours:g}"
+        text = f"times {nodes} nodes is {hours:g} node-hours, and {most}"
+    if text:
         raise ConfigError("cluster.minutes", job.minutes, text, f"ask for less; {IF_CHANGED}")
 
 
@@ -184,12 +183,10 @@ def shortage(job: JobSpec, partitions: Sequence[Partition]) -> str | None:
     Return None if one of them could. A partition may be down, or too few of its nodes may be up
     because the others are drained, down or in maintenance.
     """
-    cpus = job.tasks_per_node * job.cpus_per_task
-    gpus = job.gpus_per_node if job.gpu_option is not None else 0
     reasons = []
     for found in partitions:
         states = sorted({kind.state for kind in found.kinds if kind.state not in UP})
-        num_up = found.count(cpus, gpus, (*UP, ""))
+        num_up = found.count(job.cpus_per_node, job.requested_gpus, (*UP, ""))
         if found.state == "DOWN":
             reasons.append(f"partition {found.name} is down")
         elif found.kinds and num_up < job.allocated_nodes:
@@ -237,60 +234,58 @@ def _refusals(spec: RunSpec, job: JobSpec, found: Partition) -> Iterator[ConfigE
     where = f"partition {found.name}"
     qos = spec.cluster.sbatch.get("qos")
     if found.state in CLOSED:
-        yield TryLaterError(
-            "cluster.partition", found.name, f"takes no jobs now (state {found.state})", OTHER[3:]
-        )
+        text = f"takes no jobs now (state {found.state})"
+        yield TryLaterError("cluster.partition", found.name, text, OTHER[3:])
     account = spec.cluster.full_account
     if account is not None:
         allowed, denied = (
             [name.lower() for name in names] for names in (found.accounts, found.denied_accounts)
         )
         if (allowed and account.lower() not in allowed) or account.lower() in denied:
-            text = (
-                f"is open to {', '.join(found.accounts)}" if allowed else f"is closed to {account}"
-            )
-            yield ConfigError("cluster.account", account, f"{where} {text}", OTHER)
+            to = f"open to {', '.join(found.accounts)}" if allowed else f"closed to {account}"
+            yield ConfigError("cluster.account", account, f"{where} is {to}", OTHER)
     if qos is not None and found.qos and str(qos) not in found.qos:
         yield ConfigError("cluster.sbatch.qos", qos, f"{where} takes {', '.join(found.qos)}", OTHER)
-    for wanted, limit, key, value, reason, advice in _size_limits(
-        job, found, is_lifted=qos is not None
-    ):
+    for wanted, limit, key, reason, advice in _size_limits(job, found, is_lifted=qos is not None):
         if limit is not None and wanted > limit:
+            value = job.cpus_per_task if key == "cpus_per_rank" else wanted
             yield ConfigError(f"cluster.{key}", value, reason, f"{advice}, {OTHER}")
 
 
 def _size_limits(
     job: JobSpec, found: Partition, *, is_lifted: bool
-) -> Iterator[tuple[int, int | None, str, int, str, str]]:
-    """Yield what a job asks for and may have, the key and its value, the reason, the advice.
+) -> list[tuple[int, int | None, str, str, str]]:
+    """Return what a job asks for and may have, the key, the reason and the advice.
 
     With `is_lifted`, a quality of service lifts the partition's own limits.
     """
     where = f"partition {found.name}"
     nodes = job.allocated_nodes
-    per_node = job.tasks_per_node
-    cpus = per_node * job.cpus_per_task
-    gpus = job.gpus_per_node if job.gpu_option is not None else 0
+    cpus = job.cpus_per_node
+    gpus = job.requested_gpus
     max_gpus = max((kind.gpus for kind in found.kinds), default=None)
     max_cpus = max((kind.cpus for kind in found.kinds), default=None)
     most = f"a node of {where} has at most"
-    fewer = "ask for fewer"
-    yield gpus, max_gpus, "gpus_per_node", gpus, f"{most} {max_gpus} GPUs", fewer
-    reason = f"times {per_node} ranks a node is {cpus}, and {most} {max_cpus} CPUs"
-    yield cpus, max_cpus, "cpus_per_rank", job.cpus_per_task, reason, "use fewer of either"
+    times = f"times {job.tasks_per_node} ranks a node is {cpus}, and {most} {max_cpus} CPUs"
     fewer = "use fewer ranks"
-    yield nodes, found.num_nodes, "nodes", nodes, f"{where} has {found.num_nodes} nodes", fewer
     fitting = found.count(cpus, gpus) if found.kinds else None
     suffix = f" and {gpus} GPUs" if job.gpu_option is not None else ""
-    reason = f"{where} has {fitting} nodes of {cpus} CPUs{suffix} or more"
-    yield nodes, fitting, "nodes", nodes, reason, fewer
+    fit = f"{where} has {fitting} nodes of {cpus} CPUs{suffix} or more"
+    limits = [
+        (gpus, max_gpus, "gpus_per_node", f"{most} {max_gpus} GPUs", "ask for fewer"),
+        (cpus, max_cpus, "cpus_per_rank", times, "use fewer of either"),
+        (nodes, found.num_nodes, "nodes", f"{where} has {found.num_nodes} nodes", fewer),
+        (nodes, fitting, "nodes", fit, fewer),
+    ]
     if is_lifted:
-        return
-    reason = f"{where} allows a job at most {found.max_nodes} nodes"
-    yield nodes, found.max_nodes, "nodes", nodes, reason, fewer
-    minutes = job.minutes
-    reason = f"{where} allows at most {found.minutes} minutes"
-    yield minutes, found.minutes, "minutes", minutes, reason, "ask for less"
+        return limits
+    size = f"{where} allows a job at most {found.max_nodes} nodes"
+    time = f"{where} allows at most {found.minutes} minutes"
+    return [
+        *limits,
+        (nodes, found.max_nodes, "nodes", size, fewer),
+        (job.minutes, found.minutes, "minutes", time, "ask for less"),
+    ]
 
 
 def _scope(limit: QueueLimit) -> str:
