@@ -8,7 +8,7 @@ from gems.cli.answers import draw, picture_path
 from gems.cli.framework import Options, print_json
 from gems.config.schema import RunSpec
 from gems.models import title_of
-from gems.partition.dlplacer.place import Placement
+from gems.partition.dlplacer.place import OperatorPlacement
 from gems.partition.dlplacer.subgraphs import closed_form_s
 from gems.partition.operator_placement import placement_of
 from gems.utils.tables import table
@@ -46,7 +46,7 @@ def show_dlplacer(spec: RunSpec, options: Options) -> int:
     return 0
 
 
-def _answer(spec: RunSpec, found: Placement) -> dict[str, Any]:
+def _answer(spec: RunSpec, found: OperatorPlacement) -> dict[str, Any]:
     graph = found.graph
     timed = found.timed
     devices = found.devices

@@ -14,7 +14,7 @@ from gems.utils.targets import target_error
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ReadRequest:
     """The (index, draw) pairs of one micro-batch, shape (size, 2), and the parts that a rank needs.
 
     Samples after the first `num_known` only fill the micro-batch and have no label; if None, all
@@ -36,7 +36,7 @@ class MicroBatchReader:
         self._dataset = dataset
 
     def __getitem__(
-        self, request: Request
+        self, request: ReadRequest
     ) -> tuple[NDArray[Any] | None, NDArray[Any] | None] | ConfigError:
         """Return images and labels, or the error of a sample that cannot be read.
 
@@ -54,7 +54,7 @@ class MicroBatchReader:
         return self._dataset.num_train + self._dataset.num_validation
 
     def _read(
-        self, request: Request, samples: NDArray[np.int64]
+        self, request: ReadRequest, samples: NDArray[np.int64]
     ) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
         if request.rows is None:
             return self._dataset.batch(request.split, samples, request.images, request.labels)
@@ -64,7 +64,7 @@ class MicroBatchReader:
         ]
         return found[0][np.newaxis] if len(found) == 1 else np.stack(found), None
 
-    def _error(self, request: Request, whole: Exception) -> ConfigError:
+    def _error(self, request: ReadRequest, whole: Exception) -> ConfigError:
         """Return the error of the first failing sample, found by reading the samples one by one."""
         for index, draw in request.samples.tolist():
             name = self._dataset.name_of(request.split, index)

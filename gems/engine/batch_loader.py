@@ -29,7 +29,7 @@ from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
 from gems.data import Dataset, open_dataset
 from gems.data.dataset import batch_indices, micro_batch_slice
-from gems.data.micro_batch_reader import MicroBatchReader, Request
+from gems.data.micro_batch_reader import MicroBatchReader, ReadRequest
 from gems.engine.device import DTYPES, CopyIn
 from gems.engine.executor import Batch
 from gems.engine.transport.mpi import Comm, allgather
@@ -39,8 +39,8 @@ from gems.schedule.action import Kind
 from gems.streaming.row_rules import even_ends
 
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
-Requests = Sequence[tuple[int, Request]]  # one step's requests: micro-batches, then strips
-Loaded = tuple[tuple[int, Request], Any]  # the request, and what was read
+Requests = Sequence[tuple[int, ReadRequest]]  # one step's requests: micro-batches, then strips
+Loaded = tuple[tuple[int, ReadRequest], Any]  # the request, and what was read
 T = TypeVar("T")
 _as_tensors: Any = default_convert
 _PRELOADED = ["torch", "gems.data"]  # imported by the process from which workers are forked
@@ -169,7 +169,7 @@ class BatchLoader:
         return [
             (
                 m,
-                Request(
+                ReadRequest(
                     "train",
                     samples[micro_batch_slice(self._share.replica, m, number, size)],
                     m in self._share.images,
@@ -256,7 +256,9 @@ class BatchLoader:
                     [np.where(indices < end, indices, 0), np.zeros_like(indices)], axis=1
                 )
                 num_known = max(0, min(size, end - start))
-                made.append((m, Request("validation", samples, has_images, has_labels, num_known)))
+                made.append(
+                    (m, ReadRequest("validation", samples, has_images, has_labels, num_known))
+                )
             return made
 
         if not (has_images or has_labels):
@@ -326,7 +328,7 @@ class Steps:
         raise ValueError(f"request {position} was given already or is beyond the last step")
 
 
-def _pair(expected: tuple[int, Request], found: Any) -> Loaded:
+def _pair(expected: tuple[int, ReadRequest], found: Any) -> Loaded:
     return expected, found
 
 
@@ -449,7 +451,7 @@ class Reader:
             **in_processes,
         )
 
-    def read(self, requests: Iterable[Request]) -> Iterator[Any]:
+    def read(self, requests: Iterable[ReadRequest]) -> Iterator[Any]:
         """Begin to read requests.
 
         Raises:
@@ -471,7 +473,7 @@ class Reader:
             ) from error
         return self._guarded(found) if self._num_workers else found
 
-    def read_here(self, request: Request) -> Any:
+    def read_here(self, request: ReadRequest) -> Any:
         """Read a micro-batch in this process and return it."""
         return self._collate(self._dataset[request])
 
@@ -516,11 +518,11 @@ def _clean_start() -> Iterator[None]:
             os.environ[key] = before
 
 
-class _Order(Sampler[Request]):
+class _Order(Sampler[ReadRequest]):
     """The requests in reading order, replaced for each sequence of steps."""
 
     def __init__(self) -> None:
-        self.requests: Iterable[Request] = ()
+        self.requests: Iterable[ReadRequest] = ()
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[ReadRequest]:
         return iter(self.requests)

@@ -8,19 +8,19 @@ from typing import Any
 from gems.config.schema import MachineConfig, RunSpec
 from gems.errors import ConfigError
 from gems.partition.dlplacer.devices import Devices, TimedPlacement
-from gems.partition.dlplacer.place import Placement, place
+from gems.partition.dlplacer.place import OperatorPlacement, place
 from gems.partition.links import links_of
 from gems.profile.operator_graph import OpGraph
 from gems.profile.store import operators_taken
 from gems.profile.subject import Subject
 from gems.schedule.costs import StageCosts
 from gems.schedule.families.given_placement import placed
-from gems.schedule.placement import Placement as StagePlacement
+from gems.schedule.placement import Placement
 from gems.schedule.schedule import Schedule
 from gems.utils.cache import cached
 
 
-def placement_of(spec: RunSpec, num_devices: int, method: str = "auto") -> Placement:
+def placement_of(spec: RunSpec, num_devices: int, method: str = "auto") -> OperatorPlacement:
     """Place the operators of a resolved run's model for one micro-batch, within partition.budget_s.
 
     Raises:
@@ -90,7 +90,7 @@ def placed_on(spec: RunSpec) -> Schedule:
         )
     by_forward = sorted(graph.order, key=lambda v: timed.forward_start_s[v])
     by_backward = sorted(graph.order[::-1], key=lambda v: timed.backward_start_s[v])
-    placement = StagePlacement(num_ranks, (tuple(timed.places),), graph.predecessors)
+    placement = Placement(num_ranks, (tuple(timed.places),), graph.predecessors)
     return placed(placement, spec.parallel.micro_batches or 1, by_forward, by_backward)
 
 

@@ -34,7 +34,7 @@ Draws = Callable[[int], int]
 _MASK = 2**63 - 1
 
 
-class Held(NamedTuple):
+class CarriedTensor(NamedTuple):
     """An item that is kept from a strip for the next.
 
     It is rows, partial sums of rows, or a value that depends on no input.
@@ -45,7 +45,7 @@ class Held(NamedTuple):
     rows: Span = (0, 0)
 
 
-class Network:
+class StripNetwork:
     """Operations in order, and the plan of the values with rows.
 
     `rows` maps the number of a value to its number in the plan.
@@ -90,7 +90,7 @@ class Network:
         """Return the plan of a value in a strip."""
         return self.plan.strips[strip][self.rows[number]]
 
-    def shape_of(self, held: Held) -> tuple[tuple[int, ...], torch.dtype]:
+    def shape_of(self, held: CarriedTensor) -> tuple[tuple[int, ...], torch.dtype]:
         """Return shape and type of a kept item."""
         value = self.infos[held.number].value
         shape = list(value.shape)
@@ -146,14 +146,14 @@ class Network:
         )
         return torch.device("cpu") if found is None else found.device
 
-    def _held(self, strip: int) -> list[Held]:
+    def _held(self, strip: int) -> list[CarriedTensor]:
         """Return the items that are kept after a strip, in order."""
         if strip == len(self.plan.strips) - 1:
             return []
         found = []
         for number in self.rows:
             found += [
-                Held("rows", number, (piece.begin, piece.end))
+                CarriedTensor("rows", number, (piece.begin, piece.end))
                 for piece in self.at(strip, number).kept
             ]
             if number < self.num_inputs:
@@ -163,7 +163,7 @@ class Network:
                 assert isinstance(operation.rule, Bins)
                 done = self.plan.ends[self.rows[number]][strip]
                 begun = operation.rule.begun(self.plan.ends[self.rows[operation.reads[0]]][strip])
-                found += [Held("sum", number, (done, begun))] if begun > done else []
+                found += [CarriedTensor("sum", number, (done, begun))] if begun > done else []
         used = {
             ref.number
             for each in self.operations
@@ -173,7 +173,7 @@ class Network:
         statics = sorted(
             number for number in used | {*self.outputs} if self.infos[number].kind == STATIC
         )
-        return [*found, *(Held("static", number) for number in statics)]
+        return [*found, *(CarriedTensor("static", number) for number in statics)]
 
 
 class StripRun:
@@ -181,7 +181,7 @@ class StripRun:
 
     def __init__(
         self,
-        network: Network,
+        network: StripNetwork,
         strip: int,
         inputs: Sequence[Tensor | None],
         carries: Sequence[Tensor],

@@ -32,8 +32,8 @@ from gems.streaming.operations.operation import (
 )
 from gems.streaming.row_plan import RowValue, plan_rows
 from gems.streaming.row_rules import even_ends
-from gems.streaming.strip_run import Draws, Network, StripRun
-from gems.streaming.trace import Trace, Weight, trace
+from gems.streaming.strip_run import Draws, StripNetwork, StripRun
+from gems.streaming.trace import LayerTrace, Weight, trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Boundary:
         return (*self.shape[: self.dim], rows, *self.shape[self.dim + 1 :])
 
 
-def trace_stage(layers: Sequence[tuple[str, nn.Module]], inputs: Sequence[Boundary]) -> Trace:
+def trace_stage(layers: Sequence[tuple[str, nn.Module]], inputs: Sequence[Boundary]) -> LayerTrace:
     """Trace layers to operations that hold for any number of strips of such inputs.
 
     Raises:
@@ -99,7 +99,7 @@ class StripStage:
 
     def __init__(
         self,
-        layers: Sequence[tuple[str, nn.Module]] | Trace,
+        layers: Sequence[tuple[str, nn.Module]] | LayerTrace,
         inputs: Sequence[Boundary],
         strips: int,
         min_positions: int = 1,
@@ -112,7 +112,7 @@ class StripStage:
         Raises:
             StreamingError: A layer needs the whole image, or has an unknown operation.
         """
-        traced = layers if isinstance(layers, Trace) else trace_stage(layers, inputs)
+        traced = layers if isinstance(layers, LayerTrace) else trace_stage(layers, inputs)
         given = zip(inputs, traced.inputs, strict=True)
         known = Known(
             [Info(WHOLE if each.ends is None else ROWS, meta, each.dim) for each, meta in given]
@@ -140,7 +140,9 @@ class StripStage:
                     RowValue(operation.height, (), operation.rule, reads, *flags, at_once)
                 )
         plan = plan_rows(values, strips)
-        self._network = Network(operations, known.infos, len(inputs), traced.outputs, rows, plan)
+        self._network = StripNetwork(
+            operations, known.infos, len(inputs), traced.outputs, rows, plan
+        )
         self.draws = any(draws_numbers(operation) for operation in operations)
         self.draws_by_row = next(
             (each.step.name for each in operations if each.run is drop_rows), None

@@ -95,7 +95,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class LayerTrace:
     """The steps of neighbouring layers, the values that they return, and the structure of these."""
 
     inputs: tuple[Tensor, ...]
@@ -122,7 +122,7 @@ class _Layer:
     grad_modes: list[bool]
 
 
-def trace(layers: Sequence[tuple[str, nn.Module]], inputs: Sequence[Tensor]) -> Trace:
+def trace(layers: Sequence[tuple[str, nn.Module]], inputs: Sequence[Tensor]) -> LayerTrace:
     """Trace named layers in their current modes.
 
     Each layer takes the values that the layer before returns. `inputs` are tensors of the meta
@@ -148,7 +148,7 @@ def trace(layers: Sequence[tuple[str, nn.Module]], inputs: Sequence[Tensor]) -> 
             cause = " ".join(str(error).split())[:200]
             text = f"layer {name} cannot be traced into operations ({cause})"
             raise StreamingError(text, "") from error
-    return Trace(tuple(inputs), tuple(steps), tuple(numbers), structure)
+    return LayerTrace(tuple(inputs), tuple(steps), tuple(numbers), structure)
 
 
 def _graph_of(

@@ -15,12 +15,12 @@ from gems.models import layers_of
 from gems.models.build import build_layers
 from gems.streaming.strip_sample import StripSample
 from gems.streaming.strip_stage import Boundary, StripStage, trace_stage
-from gems.streaming.trace import Trace
+from gems.streaming.trace import LayerTrace
 
 DTYPE = torch.float64
 TOLERANCE = 1e-12
 Layers = Sequence[tuple[str, nn.Module]]
-Traces = dict[tuple[int, int], Trace]
+Traces = dict[tuple[int, int], LayerTrace]
 Case = tuple[tuple[int, ...], int] | tuple[tuple[int, ...], int, int]
 
 

@@ -14,7 +14,7 @@ from gems.errors import ConfigError
 from gems.profile import LayerProfile, ModelProfile
 from gems.profile.profilers import measured
 from gems.profile.profilers.fake import Rates, Roofline, fake_profile, rates_of, roofline_times
-from gems.profile.profilers.incremental import Devices, incremental_profile
+from gems.profile.profilers.incremental import McapDevices, incremental_profile
 from gems.profile.profilers.layer_run import LayerCall
 from gems.profile.profilers.measured import (
     MAX_RUNS,
@@ -38,8 +38,8 @@ def fake() -> ModelProfile:
 
 
 @pytest.fixture(scope="module")
-def devices() -> Devices:
-    return Devices(MODEL, DATA, 2, "float32", CPU, is_fake=True)
+def devices() -> McapDevices:
+    return McapDevices(MODEL, DATA, 2, "float32", CPU, is_fake=True)
 
 
 def untimed(layer: LayerProfile) -> LayerProfile:
@@ -228,7 +228,7 @@ class TestRoofline:
 
 class TestIncremental:
     def test_a_devices_peak_is_what_the_tables_say(
-        self, fake: ModelProfile, devices: Devices
+        self, fake: ModelProfile, devices: McapDevices
     ) -> None:
         spans = Spans(fake)
         num = fake.num_layers
@@ -244,7 +244,7 @@ class TestIncremental:
                 assert devices.peak_bytes(first, end) == told
 
     def test_layers_are_added_until_the_device_has_its_share(
-        self, fake: ModelProfile, devices: Devices
+        self, fake: ModelProfile, devices: McapDevices
     ) -> None:
         found = incremental_profile(fake, devices.peak_bytes, layers_per_device=2)
         isolated = found.facts["isolated"]
@@ -256,7 +256,7 @@ class TestIncremental:
             assert added[layer] == devices.peak_bytes(layer - 1, layer + 1) - isolated[layer - 1]
 
     def test_layers_are_added_until_the_device_is_full(
-        self, fake: ModelProfile, devices: Devices
+        self, fake: ModelProfile, devices: McapDevices
     ) -> None:
         num = fake.num_layers
         limit = max(devices.peak_bytes(layer, layer + 1) for layer in range(num))

@@ -26,7 +26,7 @@ Solver = Callable[[OpGraph, Devices, TimedPlacement, float], tuple[TimedPlacemen
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class OperatorPlacement:
     """The answer: a placement in time, a lower bound of its time, and the method that found it."""
 
     graph: OpGraph
@@ -55,7 +55,7 @@ class Placement:
 
 def place(
     graph: OpGraph, devices: Devices, budget_s: float = 50.0, method: str = "auto", seed: int = 0
-) -> Placement:
+) -> OperatorPlacement:
     """Place operators on equal devices for the shortest step of one micro-batch.
 
     The step is a forward and a backward. Pieces between cut vertices are solved separately, equal
@@ -102,7 +102,7 @@ def place(
         timed = best
         bound_s = max(bound_s, whole_s)
     solve_s = time.perf_counter() - begin
-    return Placement(
+    return OperatorPlacement(
         graph, devices, timed, min(bound_s, timed.span_s), name, len(subgraphs), solve_s
     )
 

@@ -66,7 +66,7 @@ def incremental_profile(
     return replace(base, source="incremental", facts=facts)
 
 
-class Devices:
+class McapDevices:
     """A trainer of spans of layers, each alone on a device, that returns their peaks.
 
     A peak is that of one micro-batch in flight: parameters, gradients and `optimizer_states`

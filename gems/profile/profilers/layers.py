@@ -15,7 +15,7 @@ from gems.profile.exactness import Exactness
 from gems.profile.model_profile import ModelProfile
 from gems.profile.operator_graph import OpGraph
 from gems.profile.profilers.fake import fake_profile
-from gems.profile.profilers.incremental import Devices, incremental_profile
+from gems.profile.profilers.incremental import McapDevices, incremental_profile
 from gems.profile.profilers.measured import measured_profile
 from gems.profile.store import REFUSED, is_fake
 from gems.profile.strip_profile import StripProfile, StripWork
@@ -46,7 +46,7 @@ def take(subject: Subject) -> ModelProfile:
     )
     if profile.name != "incremental":
         return base
-    devices = Devices(*run, fake, subject.optimizer.num_states)
+    devices = McapDevices(*run, fake, subject.optimizer.num_states)
     return incremental_profile(
         base, devices.peak_bytes, layers_per_device(subject), machine.device_bytes
     )

@@ -44,7 +44,7 @@ PATTERN_SLACK = 1.15
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ListingPlan:
     """The input of the list scheduler.
 
     It has keys by micro-batch and operation, acts by micro-batch, and rules. `template` is the
@@ -86,11 +86,11 @@ class Search:
         self.least = least
         self.seed, self.random = seed, Random(seed)
         self.tried = 0
-        self.best: dict[int, Plan] = {}
+        self.best: dict[int, ListingPlan] = {}
         self.fastest = float("inf")
         self._actings: dict[tuple[str, tuple[int, ...], int], Acting] = {}
 
-    def run(self) -> list[Plan]:
+    def run(self) -> list[ListingPlan]:
         """Return the plans found, the fastest first; there is at least one, whatever the budget."""
         templates = self.templates()
         whole = self.budget
@@ -102,11 +102,11 @@ class Search:
         self.climb()
         return self.plans()
 
-    def plans(self) -> list[Plan]:
+    def plans(self) -> list[ListingPlan]:
         """Return the best plan of each template, the fastest first."""
         return sorted(self.best.values(), key=lambda plan: (plan.time, plan.template))
 
-    def listed(self, plan: Plan) -> ListScheduler:
+    def listed(self, plan: ListingPlan) -> ListScheduler:
         """Run the list scheduler with a plan."""
         actings = []
         ahead = plan.rules.ahead
@@ -117,7 +117,7 @@ class Search:
             actings.append(self._actings[key])
         return ListScheduler(plan.problem, plan.keys, actings, plan.rules)
 
-    def evaluate(self, plan: Plan, must: bool = False) -> Plan | None:
+    def evaluate(self, plan: ListingPlan, must: bool = False) -> ListingPlan | None:
         """Return a plan with its span.
 
         Return None if the budget is spent or the least time has been reached.
@@ -134,7 +134,7 @@ class Search:
         self.tried += 1
         return replace(plan, span=self.listed(plan).span)
 
-    def keep(self, plan: Plan) -> None:
+    def keep(self, plan: ListingPlan) -> None:
         """Keep a plan if it is the best of its template."""
         known = self.best.get(plan.template)
         if plan.span < NEVER and (known is None or plan.time < known.time):
@@ -212,7 +212,7 @@ class Search:
                 ahead = AHEADS[0] if problem.num_stages < 4 * problem.num_ranks else AHEADS[1]
                 num = problem.num_micro_batches
                 rules = _rules(problem, lead, defer, 0.0, ahead)
-                plan = Plan(
+                plan = ListingPlan(
                     problem,
                     method,
                     tuple(template.keys(problem.grain, num)),
@@ -251,7 +251,7 @@ class Search:
 
         Variations that are not worse are kept.
         """
-        best: dict[str, Plan] = {}
+        best: dict[str, ListingPlan] = {}
         for plan in self.plans():
             best.setdefault(plan.problem.name, plan)
         leaders = list(best.values())[:NUM_CLIMBED]
@@ -270,7 +270,7 @@ class Search:
         for plan in leaders:
             self.keep(plan)
 
-    def vary(self, plan: Plan) -> Plan:
+    def vary(self, plan: ListingPlan) -> ListingPlan:
         """Return a plan with one change.
 
         It changes the keys of some micro-batches or operations, the rules, or an act.
@@ -309,7 +309,7 @@ class Search:
             keys[m] = row
         return replace(plan, keys=tuple(keys))
 
-    def vary_acts(self, plan: Plan) -> Plan:
+    def vary_acts(self, plan: ListingPlan) -> ListingPlan:
         """Return a plan with another act for a stage, for some micro-batches at the ends or all."""
         random = self.random
         problem = plan.problem
