@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from gems.models.build import input_spec
+from gems.plan.evaluate import evaluate
 from scripts.bench import memory_rig
 from scripts.bench.memory_rig import HOOKS, OneRank, one_rank
 from scripts.bench.rig import Table, answered, in_child, machine, options
@@ -60,7 +61,7 @@ def _traffic_row(model: str, side_px: int) -> dict[str, Any]:
         )
         row["unique_bytes"] = found.saved_bytes
         row[name] = _moved(row, found.moved_bytes, found.known_bytes)
-    ours = OneRank(spec, *memory_rig.all_offloaded(spec))
+    ours = OneRank(memory_rig.all_offloaded(spec))
     ours.step()
     assert ours.rank.training.segments is not None
     counters = ours.rank.training.segments.store.counters
@@ -96,7 +97,7 @@ def _traffic(only: str) -> list[dict[str, Any]]:
 def measured_policy(model: str, side_px: int, policy: str) -> dict[str, Any]:
     """Measure one policy in this process, beside its prediction."""
     words = f"parallel.micro_batches={MICRO_BATCHES} parallel.micro_batch_size=1 schedule=1f1b"
-    (kept,) = memory_rig.planned(one_rank(model, side_px, words, "memory=keep")).ranks
+    (kept,) = evaluate(one_rank(model, side_px, words, "memory=keep")).memory.ranks
     limit = kept.peak_bytes - kept.peak_activation_bytes // 2
     return memory_rig.under_policy(
         one_rank(model, side_px, words, POLICIES[policy].format(limit=limit))

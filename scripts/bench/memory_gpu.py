@@ -29,6 +29,7 @@ import torch
 from gems.engine.supervision.monitor import _open_gpu
 from gems.errors import DoesNotFitError
 from gems.models.build import input_spec
+from gems.plan.evaluate import evaluate
 from scripts.bench import memory_rig
 from scripts.bench.memory_rig import PEERS, OneRank, PlainLoop, one_rank, why_not
 from scripts.bench.rig import (
@@ -235,7 +236,7 @@ def _build(way: str, model: str, side_px: int, rates: Rates) -> OneRank | PlainL
         spec = one_rank(
             model, side_px, gpu_machine(**rates), PROFILE, _two_micro_batches(), OURS[way]
         )
-        return OneRank.under(spec, memory_rig.planned(spec))
+        return OneRank(evaluate(spec).for_ranks)
     if way == "torchtune":
         try:
             PEERS[way]()

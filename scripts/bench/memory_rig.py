@@ -23,16 +23,14 @@ from gems.engine.device import open_device
 from gems.engine.rank import Rank
 from gems.engine.transport.mpi import world
 from gems.errors import GemsError
-from gems.memory.case import PlanOutcome
 from gems.memory.plan import Choice, MemoryPlan, Segment, add_memory
-from gems.memory.registry import plan_of
 from gems.models import layers_of
 from gems.models.build import build_layers
 from gems.plan.draft import Draft
+from gems.plan.evaluate import evaluate
 from gems.plan.rank_plan import RankPlan
 from gems.profile.profilers.layer_run import training_loss
 from gems.schedule.lower import lower
-from gems.schedule.schedule import Schedule
 from scripts.bench.rig import allocator_peaks, composed, square
 
 MIN_BYTES = 1024  # torchtune's min_offload_size
@@ -41,7 +39,8 @@ MIN_BYTES = 1024  # torchtune's min_offload_size
 def one_rank(model: str, side_px: int, *words: str) -> RunSpec:
     """Return a run of one rank on square images; `words` are more Hydra overrides."""
     sizes = f"model={model} data=synthetic {square(side_px)}"
-    return composed(sizes, "schedule=gpipe parallel.partitions=1 benchmark.skip_steps=0", *words)
+    ranks = "schedule=gpipe parallel.partitions=1 benchmark.skip_steps=0 cost=profile"
+    return composed(sizes, ranks, *words)
 
 
 def layer_modules(spec: RunSpec, device: str = "cpu") -> nn.ModuleList:
@@ -50,48 +49,28 @@ def layer_modules(spec: RunSpec, device: str = "cpu") -> nn.ModuleList:
     return nn.ModuleList(build_layers(layers, 0, len(layers), spec.seed, device=device))
 
 
-def planned(spec: RunSpec) -> PlanOutcome:
-    """Return what the configured policy makes of a run of one rank."""
-    case = Draft(spec).policy.case(
-        Draft(spec).compute, (0, len(layers_of(spec.model, spec.data))), Draft(spec).profile
-    )
-    return case.kept if spec.memory.name == "keep" else case.outcome(plan_of(spec.memory, case))
-
-
-def all_offloaded(spec: RunSpec) -> tuple[Schedule, MemoryPlan]:
-    """Return the schedule and plan that offload every layer's saved tensors on demand."""
+def all_offloaded(spec: RunSpec) -> RankPlan:
+    """Return the plan that offloads every layer's saved tensors on demand."""
     boundaries = (0, len(layers_of(spec.model, spec.data)))
     every = {
         layer: Segment(layer, layer + 1, Choice.OFFLOAD, free_after=0, ahead=0)
         for layer in range(boundaries[-1])
     }
     plan = MemoryPlan.by_layer("all", boundaries, every)
-    return lower(add_memory(Draft(spec).compute, plan)), plan
+    return RankPlan(spec, lower(add_memory(Draft(spec).compute, plan)), boundaries, plan)
 
 
 class OneRank:
     """The engine on one rank, with one batch of images that every step uses."""
 
-    def __init__(self, spec: RunSpec, schedule: Schedule, plan: MemoryPlan | None) -> None:
-        self.device = open_device(spec.machine)
-        cuts = (0, len(layers_of(spec.model, spec.data)))
-        rank_plan = RankPlan(spec, schedule, cuts, plan)
-        self.rank = Rank.open(rank_plan, world(), self.device)
+    def __init__(self, plan: RankPlan) -> None:
+        self.device = open_device(plan.spec.machine)
+        self.rank = Rank.open(plan, world(), self.device)
         self.rank.stages.set_training(True)
-        loader = BatchLoader.open(rank_plan, world(), self.device)
+        loader = BatchLoader.open(plan, world(), self.device)
         self._batch = loader.batch(0)
         loader.close()
         self._step = 0
-
-    @classmethod
-    def under(cls, spec: RunSpec, outcome: PlanOutcome) -> OneRank:
-        """Return the run of a policy's outcome.
-
-        One that keeps all runs its stage whole, as a user's does.
-        """
-        if spec.memory.name == "keep":
-            return cls(spec, lower(Draft(spec).compute), None)
-        return cls(spec, outcome.schedule, outcome.plan)
 
     def step(self) -> None:
         """Run one training step."""
@@ -141,12 +120,12 @@ def under_policy(spec: RunSpec) -> tuple[dict[str, Any], OneRank | None]:
     Return what a step held beside the prediction, or that it was refused, and the run.
     """
     try:
-        outcome = planned(spec)
-        run = OneRank.under(spec, outcome)
+        plan = evaluate(spec)
+        run = OneRank(plan.for_ranks)
         found = run.peaks()
     except (torch.OutOfMemoryError, GemsError) as error:
         return {"refused": " ".join(str(error).split())[:200]}, None
-    (rank,) = outcome.ranks
+    (rank,) = plan.memory.ranks
     return {
         "predicted_bytes": rank.peak_bytes,
         "predicted_activation_bytes": rank.peak_activation_bytes,

@@ -55,6 +55,13 @@ UNITS = {
     "GB": 1e-9,
     "GB/s": 1e-9,
 }
+RESULTS = (
+    "first_loss",
+    "last_loss",
+    "validation_accuracy",
+    "validation_majority",
+    "num_validation",
+)
 SHEETS = ("v100", "a100", "h100", "h200")  # GPUs of conf/machine
 Rows = Iterable[dict[str, Any]]
 K = TypeVar("K")
@@ -99,12 +106,17 @@ def log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def machine() -> dict[str, Any]:
-    """Print and return the facts of this machine: where and when figures were taken."""
+def processor() -> str:
+    """Return the name of this machine's processor."""
     cpuinfo = Path("/proc/cpuinfo")
     names = re.findall(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else []
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def machine() -> dict[str, Any]:
+    """Print and return the facts of this machine: where and when figures were taken."""
     facts = {
-        "cpu": names[0] if names else platform.processor() or platform.machine(),
+        "cpu": processor(),
         "cores": os.cpu_count(),
         "load_at_start": os.getloadavg()[0],
         "python": platform.python_version(),
@@ -295,7 +307,7 @@ def trained_in_turns(specs: Mapping[str, RunSpec], rounds: int) -> list[dict[str
 
     A way that fails in a round has no times; of one whose first way fails there are no ratios.
     """
-    found = in_turns({way: partial(_trained, spec) for way, spec in specs.items()}, rounds)
+    found = in_turns({way: partial(trained, spec) for way, spec in specs.items()}, rounds)
     first = next(iter(found.values()))
     rows = []
     for way, runs in found.items():
@@ -312,18 +324,23 @@ def trained_in_turns(specs: Mapping[str, RunSpec], rounds: int) -> list[dict[str
     return rows
 
 
-def _trained(spec: RunSpec) -> dict[str, Any]:
-    """Train, and return the median step and the peak of any rank, or why it does not run."""
+def trained(spec: RunSpec) -> dict[str, Any]:
+    """Train on this machine.
+
+    Return the median step, the peaks of the fullest rank and the results, or why it does not run.
+    """
     try:
         with finished_run(spec) as folder:
             result = read_json(folder.result_json)
             metrics = run_metrics(load_parts(folder.path).trace)
             return {
                 "step_s": statistics.median(counted_steps_s(folder).tolist()),
+                "images_per_s": metrics.images_per_s,
                 "activation_bytes": max(result["peak_activation_bytes"]),
                 "predicted_bytes": max(result["predicted_activation_bytes"]),
                 "device_bytes": max(size or 0 for size in metrics.peak_device_bytes),
                 "rss_bytes": max(size or 0 for size in metrics.peak_rss_bytes),
+                **{name: result[name] for name in RESULTS if name in result},
             }
     except (GemsError, SystemExit) as error:
         return {"failed": cause_of(str(error).splitlines())}

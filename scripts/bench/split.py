@@ -42,46 +42,40 @@ class SelfAttention(nn.Module):
         return made
 
 
-def resnet_stage(depth: int, version: int, height_px: int) -> list[nn.Module]:
-    """Build the second of four equal parts of a ResNet."""
-    layers = layers_of(
-        ModelConfig(depth=depth, version=version),
-        DataConfig(height_px=height_px, width_px=height_px),
-    )
-    return build_layers(layers, len(layers) // 4, len(layers) // 2, seed=0)
-
-
 # A row of the table: its layers and the shape of their input, whose batch is 16 times as large on a
 # GPU.
 Case = tuple[str, Callable[[], nn.Module | list[nn.Module]], tuple[int, ...]]
 EMBEDDING = "embedding, 1000 x 256"
+
+
+def conv(side: int, channels: int, side_px: int, batch: int, network: str) -> Case:
+    """Return the case of a convolution of `side` x `side`."""
+    return (
+        f"conv {side}x{side}, {channels} ch, {side_px} px ({network})",
+        lambda: nn.Conv2d(channels, channels, side, padding=side // 2, bias=False),
+        (batch, channels, side_px, side_px),
+    )
+
+
+def resnet_stage(depth: int, version: int, side_px: int, batch: int, channels: int) -> Case:
+    """Return the case of the second of four equal parts of a ResNet."""
+
+    def build() -> list[nn.Module]:
+        data = DataConfig(height_px=side_px, width_px=side_px)
+        layers = layers_of(ModelConfig(depth=depth, version=version), data)
+        return build_layers(layers, len(layers) // 4, len(layers) // 2, seed=0)
+
+    name = f"ResNet-{depth} v{version}, stage 2 of 4, {side_px} px"
+    return name, build, (batch, channels, side_px, side_px)
+
+
 CASES: tuple[Case, ...] = (
-    (
-        "conv 3x3, 16 ch, 32 px (ResNet)",
-        lambda: nn.Conv2d(16, 16, 3, padding=1, bias=False),
-        (16, 16, 32, 32),
-    ),
-    (
-        "conv 3x3, 64 ch, 8 px (ResNet)",
-        lambda: nn.Conv2d(64, 64, 3, padding=1, bias=False),
-        (16, 64, 8, 8),
-    ),
-    ("conv 1x1, 64 ch, 32 px (ResNet)", lambda: nn.Conv2d(64, 64, 1, bias=False), (8, 64, 32, 32)),
-    (
-        "conv 1x1, 256 ch, 14 px (ResNet)",
-        lambda: nn.Conv2d(256, 256, 1, bias=False),
-        (8, 256, 14, 14),
-    ),
-    (
-        "conv 3x3, 64 ch, 112 px (VGG)",
-        lambda: nn.Conv2d(64, 64, 3, padding=1, bias=False),
-        (1, 64, 112, 112),
-    ),
-    (
-        "conv 3x3, 256 ch, 28 px (VGG)",
-        lambda: nn.Conv2d(256, 256, 3, padding=1, bias=False),
-        (2, 256, 28, 28),
-    ),
+    conv(3, 16, 32, 16, "ResNet"),
+    conv(3, 64, 8, 16, "ResNet"),
+    conv(1, 64, 32, 8, "ResNet"),
+    conv(1, 256, 14, 8, "ResNet"),
+    conv(3, 64, 112, 1, "VGG"),
+    conv(3, 256, 28, 2, "VGG"),
     ("linear 512 -> 512", lambda: nn.Linear(512, 512), (256, 512)),
     ("linear 4096 -> 1024 (VGG)", lambda: nn.Linear(4096, 1024), (32, 4096)),
     ("batch norm, 64 ch", lambda: nn.BatchNorm2d(64), (8, 64, 32, 32)),
@@ -89,10 +83,10 @@ CASES: tuple[Case, ...] = (
     ("layer norm, 512", lambda: nn.LayerNorm(512), (8, 128, 512)),
     (EMBEDDING, lambda: nn.Embedding(1000, 256), (8, 256)),
     ("attention, 256 wide, 128 long", lambda: SelfAttention(256, 8), (4, 128, 256)),
-    ("ResNet-20 v1, stage 2 of 4, 32 px", lambda: resnet_stage(20, 1, 32), (32, 16, 32, 32)),
-    ("ResNet-56 v1, stage 2 of 4, 32 px", lambda: resnet_stage(56, 1, 32), (8, 16, 32, 32)),
-    ("ResNet-110 v2, stage 2 of 4, 32 px", lambda: resnet_stage(110, 2, 32), (4, 64, 32, 32)),
-    ("ResNet-56 v1, stage 2 of 4, 128 px", lambda: resnet_stage(56, 1, 128), (1, 16, 128, 128)),
+    resnet_stage(20, 1, 32, 32, 16),
+    resnet_stage(56, 1, 32, 8, 16),
+    resnet_stage(110, 2, 32, 4, 64),
+    resnet_stage(56, 1, 128, 1, 16),
 )
 
 

@@ -69,66 +69,56 @@ def _size(height: int, width: int) -> str:
     return f"data.height_px={height} data.width_px={width or height}"
 
 
-def _device(chosen: argparse.Namespace) -> list[dict[str, Any]]:
-    table = Table("height=height_px:<8", *_COLUMNS)
-    rows = []
-    for height in chosen.heights:
-        size = _size(height, chosen.width)
-        strips = f"parallel.strips={height // STRIP_ROWS}"
-        ways = {
-            WHOLE: "",
-            "segment recompute": "memory=recompute",
-            f"strips of {STRIP_ROWS} rows": strips,
-            "strips, run again": f"{strips} {AGAIN}",
-        }
-        specs = {
-            way: composed(RESNET, ONE, size, words, chosen.overrides) for way, words in ways.items()
-        }
-        rows += table.rows(
-            ({"height_px": height, **row} for row in trained_in_turns(specs, chosen.rounds)),
-            _why_not,
-        )
-    return rows
+Ways = dict[str, str]
 
 
-def _ranks(chosen: argparse.Namespace) -> list[dict[str, Any]]:
-    table = Table("height=height_px:<8", *_COLUMNS)
-    rows = []
-    for height in chosen.heights:
-        words = {WHOLE: "schedule=layer_parallel"}
-        words |= {
-            f"{k} strips": f"schedule=1f1b parallel.strips={k}"
-            for k in (2, 4, 8)
-            if height // k >= MIN_ROWS
-        }
-        two = "parallel.partitions=2 profile=measured"
-        specs = {
-            way: composed(RESNET, ONE, square(height), two, more, chosen.overrides)
-            for way, more in words.items()
-        }
-        rows += table.rows(
-            ({"height_px": height, **row} for row in trained_in_turns(specs, chosen.rounds)),
-            _why_not,
-        )
-    return rows
-
-
-def _time(chosen: argparse.Namespace) -> list[dict[str, Any]]:
+def _raced(
+    chosen: argparse.Namespace, models: Ways, words: Callable[[int], tuple[str, Ways]]
+) -> list[dict[str, Any]]:
+    """Train each model at each height; `words` are those of all ways at a height, and by way."""
     table = Table("model:<14", "height=height_px:<8", *_COLUMNS)
     rows = []
-    for name, model in (MODELS[key] for key in chosen.models):
+    for name, model in models.items():
         for height in chosen.heights:
-            ways = {WHOLE: ""} | {f"{k} strips": f"parallel.strips={k}" for k in chosen.strips}
-            size = _size(height, chosen.width)
+            of_all, ways = words(height)
             specs = {
-                way: composed(model, ONE, size, words, chosen.overrides)
-                for way, words in ways.items()
+                way: composed(model, ONE, of_all, own, chosen.overrides)
+                for way, own in ways.items()
             }
             found = trained_in_turns(specs, chosen.rounds)
             rows += table.rows(
                 ({"model": name, "height_px": height, **row} for row in found), _why_not
             )
     return rows
+
+
+def _device(chosen: argparse.Namespace) -> list[dict[str, Any]]:
+    def words(height: int) -> tuple[str, Ways]:
+        strips = f"parallel.strips={height // STRIP_ROWS}"
+        return _size(height, chosen.width), {
+            WHOLE: "",
+            "segment recompute": "memory=recompute",
+            f"strips of {STRIP_ROWS} rows": strips,
+            "strips, run again": f"{strips} {AGAIN}",
+        }
+
+    return _raced(chosen, dict([MODELS[RESNET50]]), words)
+
+
+def _ranks(chosen: argparse.Namespace) -> list[dict[str, Any]]:
+    def words(height: int) -> tuple[str, Ways]:
+        strips = [k for k in (2, 4, 8) if height // k >= MIN_ROWS]
+        ways = {f"{k} strips": f"schedule=1f1b parallel.strips={k}" for k in strips}
+        two = "parallel.partitions=2 profile=measured"
+        return f"{square(height)} {two}", {WHOLE: "schedule=layer_parallel"} | ways
+
+    return _raced(chosen, dict([MODELS[RESNET50]]), words)
+
+
+def _time(chosen: argparse.Namespace) -> list[dict[str, Any]]:
+    ways = {WHOLE: ""} | {f"{k} strips": f"parallel.strips={k}" for k in chosen.strips}
+    models = dict(MODELS[key] for key in chosen.models)
+    return _raced(chosen, models, lambda height: (_size(height, chosen.width), ways))
 
 
 def _why_not(row: dict[str, Any]) -> str:

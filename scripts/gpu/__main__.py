@@ -21,13 +21,14 @@ from typing import Any
 
 from gems.errors import ConfigError, GemsError
 from scripts.bench.rig import answered, in_child, options
-from scripts.gpu import cases, prove
+from scripts.gpu import cases
 from scripts.gpu.page import page
 from scripts.gpu.parts import LIMIT_S, MARGIN_S, TITLES, rows_of
-from scripts.gpu.record import Line, Machine, has_failed, read_lines, run_part
+from scripts.gpu.record import Line, has_failed, read_lines, run_part
 
 OUT = Path("runs/gpu.jsonl")
 FACTS_LIMIT_S = 60.0
+PROOFS = "Prove"  # the part whose rows may run side by side
 CORES_OF_A_PROOF = 4  # of which some run on four ranks
 
 
@@ -78,19 +79,19 @@ def _measure(
     if not any(only in name for name in names):
         raise ConfigError("--only", only, "is in no name of a row", f"they are {', '.join(names)}")
     machine = _machine()
-    if out is None and not machine.is_fake:
+    if out is None and not machine["is_fake"]:
         out = OUT
     lines = []
     for part in parts:
-        rows = rows_of(part, is_small or machine.is_fake, machine.is_fake)
+        rows = rows_of(part, is_small or machine["is_fake"], machine["is_fake"])
         chosen = [row for row in rows if only in row.name]
-        is_proof = TITLES[part] == prove.TITLE
+        is_proof = TITLES[part] == PROOFS
         side_by_side = max(1, (os.cpu_count() or 1) // CORES_OF_A_PROOF) if is_proof else 1
         lines += run_part(part, chosen, machine, out, end_s - time.monotonic(), side_by_side)
     return lines
 
 
-def _machine() -> Machine:
+def _machine() -> dict[str, Any]:
     found = in_child(cases.facts, limit_s=FACTS_LIMIT_S)
     if "failed" in found:
         raise ConfigError(
@@ -99,7 +100,7 @@ def _machine() -> Machine:
             f"{found['failed']}: nothing was measured",
             "run it on a machine with a GPU",
         )
-    return Machine(**found)
+    return found
 
 
 def _render(path: Path, out: Path | None) -> int:

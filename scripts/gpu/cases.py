@@ -13,42 +13,22 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from analysis.io.load import load_parts
-from analysis.metrics.run_metrics import run_metrics
 from gems import __version__
-from gems.config.schema import RunSpec
-from gems.errors import GemsError
-from gems.plan.draft import Draft
 from gems.plan.evaluate import evaluate
 from gems.runs.provenance import commit
-from gems.utils.atomic_io import read_json
-from scripts.bench.rig import (
-    cause_of,
-    composed,
-    counted_steps_s,
-    finished_run,
-    gpu_machine,
-    in_child,
-)
+from scripts.bench import rig
+from scripts.bench.rig import composed, gpu_machine, in_child
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-Ways = Sequence[tuple[str, str]]  # the name of each run, and its overrides
-OF_VALIDATION = "validation_accuracy", "validation_majority", "num_validation"
+Ways = Mapping[str, str]  # the overrides of each run by its name
 SANITIZER = "TORCH_CUDA_SANITIZER"
 NO_DEVICE_POINTERS = "this MPI takes no device pointers"
 HOST_BYTES = "SC_PHYS_PAGES", "SC_PAGE_SIZE"
-Precisions = Sequence[tuple[str, bool | None]]
-# with the use of TF32
-PRECISIONS: Precisions = (
-    ("float32", False),
-    ("float32", True),
-    ("bf16_mixed", None),
-    ("bf16_pure", None),
-)
+Precisions = Sequence[tuple[str, bool | None]]  # with the use of TF32
 
 
 def facts() -> dict[str, Any]:
@@ -69,7 +49,7 @@ def facts() -> dict[str, Any]:
         "num_gpus": torch.cuda.device_count(),
         "gpu_bytes": device.total_memory,
         "compute_capability": f"{device.major}.{device.minor}",
-        "cpu": _processor(),
+        "cpu": rig.processor(),
         "num_cores": os.cpu_count(),
         "host_bytes": os.sysconf(HOST_BYTES[0]) * os.sysconf(HOST_BYTES[1]),
     }
@@ -89,13 +69,6 @@ def facts() -> dict[str, Any]:
     return {"hardware": hardware, "versions": versions, "commit": commit(ROOT), "is_fake": is_fake}
 
 
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
 def _driver() -> str | None:
     try:
         import pynvml
@@ -107,16 +80,22 @@ def _driver() -> str | None:
     return found.decode() if isinstance(found, bytes) else str(found)
 
 
+def machine() -> dict[str, Any]:
+    """Return the hardware and the versions of this machine as figures."""
+    found = facts()
+    return {**found["hardware"], **found["versions"]} if "hardware" in found else found
+
+
 def trained(
-    ways: Ways, predicts: bool = False, first_is_base: bool = False
+    words: str, ways: Ways, predicts: bool = False, first_is_base: bool = False
 ) -> list[dict[str, Any]]:
-    """Train each run on this machine.
+    """Train each run on this machine; `words` are overrides of all.
 
     Return what it took and held, beside the prediction if `predicts`.
     `ratio` is a step's time over the first run's, with `first_is_base`. A run that fails is named
     with the reason.
     """
-    rows = _shown({"way": way, **_trained(words, predicts)} for way, words in ways)
+    rows = _shown({"way": way, **_trained(f"{words} {own}", predicts)} for way, own in ways.items())
     return _over_the_first(rows) if first_is_base else rows
 
 
@@ -137,49 +116,30 @@ def _over_the_first(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _trained(words: str, predicts: bool) -> dict[str, Any]:
-    try:
-        spec = composed(words, gpu_machine())
-        row: dict[str, Any] = _predicted(spec) if predicts else {}
-        with finished_run(spec) as folder:
-            result = read_json(folder.result_json)
-            metrics = run_metrics(load_parts(folder.path).trace)
-            row |= {
-                "step_s": statistics.median(counted_steps_s(folder).tolist()),
-                "images_per_s": metrics.images_per_s,
-                "device_bytes": max(size or 0 for size in metrics.peak_device_bytes),
-                "first_loss": result["first_loss"],
-                "last_loss": result["last_loss"],
-                **{name: result[name] for name in OF_VALIDATION if name in result},
-            }
-    except (GemsError, SystemExit) as error:
-        return {"failed": cause_of(str(error).splitlines())}
-    if row.get("predicted_s"):
+    spec = composed(words, gpu_machine())
+    row = rig.trained(spec)
+    if "failed" in row or not predicts:
+        return row
+    plan = evaluate(spec)
+    if plan.steps_s is not None:
+        row["predicted_s"] = plan.steps_s / spec.train.steps
         row["time_error"] = row["predicted_s"] / row["step_s"] - 1
-    if row.get("predicted_bytes"):
-        row["bytes_error"] = row["predicted_bytes"] / row["device_bytes"] - 1
+    if plan.peak is not None:
+        row["predicted_bytes"] = plan.peak.device_bytes
+        row["bytes_error"] = plan.peak.device_bytes / row["device_bytes"] - 1
     return row
 
 
-def _predicted(spec: RunSpec) -> dict[str, Any]:
-    plan = evaluate(spec)
-    steps_s = plan.steps_s
-    peak = plan.peak
-    return {
-        "predicted_s": None if steps_s is None else steps_s / spec.train.steps,
-        "predicted_bytes": None if peak is None else peak.device_bytes,
-    }
-
-
-def staged(ways: Ways) -> list[dict[str, Any]]:
+def staged(words: str, ways: Ways) -> list[dict[str, Any]]:
     """Train the first run on one rank, and the others through the host and by device pointers."""
-    (first, words), *others = ways
-    runs = [(first, words)]
+    (first, own), *others = ways.items()
+    runs = {first: own}
     takes = bool(in_child(mpi_takes_pointers).get("takes"))
-    for way, words in others:
-        runs.append((f"{way}, through the host", f"{words} machine.transport=host"))
+    for way, own in others:
+        runs[f"{way}, through the host"] = f"{own} machine.transport=host"
         if takes:
-            runs.append((f"{way}, device pointers", f"{words} machine.transport=auto"))
-    rows = trained(runs, first_is_base=True)
+            runs[f"{way}, device pointers"] = f"{own} machine.transport=auto"
+    rows = trained(words, runs, first_is_base=True)
     return rows if takes else [*rows, {"way": "device pointers", "unmeasured": NO_DEVICE_POINTERS}]
 
 
@@ -195,14 +155,14 @@ def offloaded(model: str, side_px: int, policy: str, steps: int) -> dict[str, An
 
     Torch's CUDA sanitizer, if it is on, raises at a race.
     """
-    from scripts.bench.memory_rig import OneRank, one_rank, planned
+    from scripts.bench.memory_rig import OneRank, one_rank
 
     words = (
         "schedule=1f1b parallel.micro_batches=2 parallel.micro_batch_size=1"
         " memory.min_offload_bytes=0"
     )
     spec = one_rank(model, side_px, words, gpu_machine(), f"memory={policy}")
-    run = OneRank.under(spec, planned(spec))
+    run = OneRank(evaluate(spec).for_ranks)
     for _ in range(steps):
         run.step()
     assert run.rank.training.segments is not None
@@ -232,7 +192,6 @@ def idle_share(model: str, sizes: Sequence[int], micro_batches: int) -> list[dic
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile, supported_activities
 
-    from gems.schedule.lower import lower
     from scripts.bench.memory_rig import OneRank, one_rank
 
     if ProfilerActivity.CUDA not in supported_activities():
@@ -241,7 +200,7 @@ def idle_share(model: str, sizes: Sequence[int], micro_batches: int) -> list[dic
     for side_px in sizes:
         words = f"parallel.micro_batches={micro_batches} parallel.micro_batch_size=1"
         spec = one_rank(model, side_px, words, gpu_machine())
-        run = OneRank(spec, lower(Draft(spec).compute), None)
+        run = OneRank(evaluate(spec).for_ranks)
         for _ in range(2):
             run.step()
         _synchronize()
@@ -318,13 +277,12 @@ def step_of(model: str, side_px: int, words: str, steps: int) -> dict[str, Any]:
     """Return the median step of one rank that keeps its activations, and the allocator's peak."""
     import torch
 
-    from gems.schedule.lower import lower
     from scripts.bench.memory_rig import OneRank, one_rank
 
     spec = one_rank(
         model, side_px, "parallel.micro_batches=2 parallel.micro_batch_size=1", gpu_machine(), words
     )
-    run = OneRank(spec, lower(Draft(spec).compute), None)
+    run = OneRank(evaluate(spec).for_ranks)
     times_s = []
     for _ in range(2 + steps):
         _synchronize()

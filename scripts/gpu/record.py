@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -35,20 +35,10 @@ KEYS = (
 Line = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """Where rows run: hardware, versions, and whether the GPU is a fake one of host memory."""
-
-    hardware: Mapping[str, Any]
-    versions: Mapping[str, Any]
-    commit: str
-    is_fake: bool
-
-
 def run_part(
     part: int,
     rows: Sequence[Row],
-    machine: Machine,
+    machine: Mapping[str, Any],
     out: Path | None,
     limit_s: float,
     side_by_side: int = 1,
@@ -56,7 +46,8 @@ def run_part(
     """Run rows in order within `limit_s` seconds, so many `side_by_side`.
 
     The line of each is appended to `out` as soon as it ended. Rows that would begin too late are
-    recorded as not run. Profiles are kept for these rows alone.
+    recorded as not run. Profiles are kept for these rows alone. `machine` is where rows run, as
+    `scripts.gpu.cases.facts` tells it.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -74,21 +65,17 @@ def run_part(
         return list((pool.map if side_by_side > 1 else map)(run_row, rows))
 
 
-def _recorded(part: int, row: Row, outcome: Outcome, machine: Machine, out: Path | None) -> Line:
+def _recorded(
+    part: int, row: Row, outcome: Outcome, machine: Mapping[str, Any], out: Path | None
+) -> Line:
     line = {
         "schema": SCHEMA,
         "part": part,
         "row": row.name,
-        "status": outcome.status,
-        "figures": outcome.figures,
-        "reason": outcome.reason,
-        "wall_s": round(outcome.wall_s, 1),
+        **asdict(outcome),
         "command": row.command,
         "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        "commit": machine.commit,
-        "hardware": dict(machine.hardware),
-        "versions": dict(machine.versions),
-        "is_fake": machine.is_fake,
+        **machine,
     }
     if out is not None:
         append(out, line)

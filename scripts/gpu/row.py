@@ -81,7 +81,7 @@ def run(row: Row, limit_s: float, environment: Mapping[str, str] | None = None) 
     variables = rank_environment(1) | dict(environment or {}) | dict(row.environment)
     begin_s = time.monotonic()
     ended = run_ranks(argv, variables, Output(None, False, lines.append), limit_s)
-    wall_s = time.monotonic() - begin_s
+    wall_s = round(time.monotonic() - begin_s, 1)
     figures, unread = _read(row, lines)
     if ended.timed_out:
         return Outcome(FAILED, figures, _why(lines, f"did not end within {limit_s:.0f} s"), wall_s)

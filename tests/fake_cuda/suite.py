@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gems.launch.local_launcher import Output, mpiexec_argv, rank_environment, run_ranks
-from scripts.gpu.prove import ENGINE
+from scripts.gpu.parts import rows_of
 from tests.fake_cuda.build import library, why_not
 from tests.fake_cuda.children import REPORTS
 from tests.fake_cuda.watch import APART, DIRECT
@@ -26,6 +26,11 @@ from tests.fake_cuda.watch import APART, DIRECT
 ROOT = Path(__file__).resolve().parent.parent.parent
 NUM_RANKS = 4
 LIMIT_S = 3600
+(ENGINE_TESTS,) = (
+    tuple(word for word in row.program if word.startswith("tests/"))
+    for row in rows_of(1)
+    if row.name == "engine tests"
+)
 DIRECTLY = {DIRECT: "1"}
 LATE = {"GEMS_FAKE_CUDA_LATE": "3"}
 TRANSPORT = "GEMS_TEST_TRANSPORT"
@@ -62,9 +67,7 @@ PARTS = (
         environment={"GEMS_FAKE_CUDA_SEEDS": "6"},
         num_ranks=1,
     ),
-    Part(
-        "the engine's parts", tuple(f"tests/engine/test_{name}.py" for name in ENGINE), num_ranks=1
-    ),
+    Part("the engine's parts", ENGINE_TESTS, num_ranks=1),
     Part("waits, staged", ("tests/fake_cuda/fake_waits.py",)),
     Part("waits, device pointers", ("tests/fake_cuda/fake_waits.py",), environment=DIRECTLY),
     _mpi("exactness"),

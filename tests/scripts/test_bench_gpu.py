@@ -78,19 +78,8 @@ def test_strips_name_what_does_not_run(
         yield
 
     monkeypatch.setattr(rig, "finished_run", run)
-    words = [
-        "--part",
-        "time",
-        "--models",
-        "convnext_tiny",
-        "--heights",
-        "256",
-        "--width",
-        "0",
-        "--strips",
-        "2,4",
-    ]
-    assert strips.main([*words, "--rounds", "1", "train.precision=bf16_mixed"]) == 0
+    words = "--part time --models convnext_tiny --heights 256 --width 0 --strips 2,4 --rounds 1"
+    assert strips.main([*words.split(), "train.precision=bf16_mixed"]) == 0
     assert [spec.parallel.strips for spec in tried] == [1, 2, 4]
     assert {(spec.data.height_px, spec.data.width_px) for spec in tried} == {(256, 256)}
     assert {spec.train.precision for spec in tried} == {"bf16_mixed"}

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from gems.models.build import input_spec
+from gems.plan.evaluate import evaluate
 from scripts.bench import memory_gpu
 from scripts.bench.memory_rig import (
     OneRank,
@@ -16,7 +17,6 @@ from scripts.bench.memory_rig import (
     layer_modules,
     one_rank,
     plain_loss,
-    planned,
 )
 
 SIDE = 16
@@ -81,7 +81,7 @@ def test_ours_moves_each_storage_once_and_nothing_else():
     plain = hook_traffic(
         "save_on_cpu", layer_modules(spec), torch.randn(input_spec(spec.data, 2).shape)
     )
-    ours = OneRank(spec, *all_offloaded(spec))
+    ours = OneRank(all_offloaded(spec))
     ours.step()
     assert ours.rank.training.segments is not None
     counters = ours.rank.training.segments.store.counters
@@ -95,9 +95,9 @@ def test_ours_moves_each_storage_once_and_nothing_else():
 )
 def test_peaks_are_measured_where_they_were_predicted(words):
     spec = one_rank("resnet20_v1", SIDE_OF_RUN, *SMALL, "schedule=1f1b", *words)
-    outcome = planned(spec)
-    found = OneRank.under(spec, outcome).peaks()
-    (walked,) = outcome.ranks
+    plan = evaluate(spec)
+    found = OneRank(plan.for_ranks).peaks()
+    (walked,) = plan.memory.ranks
     assert found["activation_bytes"] == pytest.approx(walked.peak_activation_bytes, rel=0.05)
     assert found["allocated_bytes"] == pytest.approx(walked.peak_bytes, rel=0.05)
     assert found["allocated_bytes"] > found["activation_bytes"] > 0

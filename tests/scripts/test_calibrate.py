@@ -15,16 +15,7 @@ import yaml
 
 from analysis.metrics.events import of_kinds
 from gems.config.compose import compose
-from gems.config.resolve import resolve
-from gems.config.schema import (
-    BenchmarkConfig,
-    CostConfig,
-    MachineConfig,
-    ParallelConfig,
-    RunSpec,
-    ScheduleConfig,
-    TrainConfig,
-)
+from gems.config.schema import CostConfig, RunSpec, ScheduleConfig
 from gems.errors import ConfigError
 from gems.plan.draft import Draft
 from gems.profile.pace import RunPace
@@ -46,6 +37,7 @@ from scripts.bench.fidelity import (
 )
 from scripts.bench.pace import CALIBRATING, Pair, pace_of
 from scripts.calibrate import compute_seconds, main
+from tests.helpers import attributed
 
 
 @pytest.mark.timeout(200)
@@ -59,19 +51,8 @@ def test_a_probe_becomes_a_file(
         calibrate, "take_pace", lambda links, steps, overrides: RunPace(1.0 + steps / 10, 1e-4)
     )
     monkeypatch.setenv("GEMS_CACHE_DIR", str(tmp_path / "cache"))
-    words = [
-        "--out",
-        str(out),
-        "--device",
-        "cpu",
-        "--base",
-        "cpu",
-        "--held-out",
-        str(answer),
-        "--steps",
-        "5",
-    ]
-    assert main(words) == 0
+    words = f"--out {out} --device cpu --base cpu --held-out {answer} --steps 5"
+    assert main(words.split()) == 0
     assert capsys.readouterr().out == f"{out}\n"
     found = yaml.safe_load(out.read_text())
     assert found["link_bytes_per_s"] > 0 and 0 <= found["noise"] <= 0.5
@@ -89,16 +70,9 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def spec_of(noise: float = 0.0, steps: int = 3) -> RunSpec:
-    return resolve(
-        RunSpec(
-            schedule=ScheduleConfig("1f1b"),
-            parallel=ParallelConfig(4, micro_batches=8),
-            cost=CostConfig(unit_s=0.01, activation_bytes=1000),
-            machine=MachineConfig(kind="emulated", noise=noise),
-            train=TrainConfig(steps=steps),
-            benchmark=BenchmarkConfig(skip_steps=1),
-        )
-    )
+    machine: dict[str, object] = {"kind": "emulated", "noise": noise}
+    spec = attributed.spec_of(machine=machine, unit_s=0.01, activation_bytes=1000)
+    return replace(spec, train=replace(spec.train, steps=steps))
 
 
 def test_the_compute_of_a_run_by_step_and_rank(tmp_path: Path) -> None:

@@ -11,12 +11,12 @@ import torch
 from gems.search.hybrid.inputs import read_epochs
 from scripts.bench.epochs import Task, _batches, epochs_to_target, main, make_task
 
-SMALL = (
+SMALL = [
     "data.train_samples=64",
     "data.validation_samples=32",
     "data.height_px=8",
     "data.width_px=8",
-)
+]
 
 
 @pytest.fixture(scope="module")
@@ -47,20 +47,8 @@ def test_the_file_is_what_the_planner_reads(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "epochs.json"
-    words = [
-        "--out",
-        str(out),
-        "--batches",
-        "4,32",
-        "--seeds",
-        "1",
-        "--target-loss",
-        "0.6",
-        "--most-epochs",
-        "20",
-        *SMALL,
-    ]
-    assert main(words) == 0
+    words = f"--out {out} --batches 4,32 --seeds 1 --target-loss 0.6 --most-epochs 20"
+    assert main([*words.split(), *SMALL]) == 0
     said = capsys.readouterr().out
     document = json.loads(out.read_text())
     assert {run["global_batch"] for run in document["runs"]} | set(document["missed"]) == {4, 32}
@@ -72,20 +60,8 @@ def test_the_file_is_what_the_planner_reads(
 def test_no_batch_at_the_target_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [
-        "--out",
-        str(tmp_path / "e.json"),
-        "--batches",
-        "32",
-        "--seeds",
-        "1",
-        "--target-loss",
-        "0",
-        "--most-epochs",
-        "1",
-        *SMALL,
-    ]
-    assert main(words) == 2
+    words = f"--out {tmp_path}/e.json --batches 32 --seeds 1 --target-loss 0 --most-epochs 1"
+    assert main([*words.split(), *SMALL]) == 2
     assert (
         capsys.readouterr()
         .err.splitlines()[-1]

@@ -19,7 +19,7 @@ from scripts.gpu import __main__ as program
 from scripts.gpu import cases
 from scripts.gpu.page import page
 from scripts.gpu.parts import LIMIT_S, TITLES, rows_of
-from scripts.gpu.record import Machine, read_lines, run_part
+from scripts.gpu.record import read_lines, run_part
 from scripts.gpu.row import FAILED, MEASURED, NOT_MEASURED, Row, answer, pytest_counts, run
 from tests.fake_cuda.build import library, why_not
 
@@ -27,7 +27,12 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PAGE = ROOT / "docs" / "gpu.md"
 LINES = ROOT / "docs" / "gpu.jsonl"
 HARDWARE = {"gpu": "A GPU", "gpu_bytes": 2**34, "num_cores": 8}
-MACHINE = Machine(HARDWARE, {"torch": "2.11", "cuda": "13.0"}, "0123456789abcdef", False)
+MACHINE = {
+    "hardware": HARDWARE,
+    "versions": {"torch": "2.11", "cuda": "13.0"},
+    "commit": "0123456789abcdef",
+    "is_fake": False,
+}
 
 
 def a_row(statement: str, limit_s: float = 30.0, **more: Any) -> Row:
@@ -205,8 +210,8 @@ def test_configurations_of_rows_are_composed(is_small: bool) -> None:
             if row.program[0] == "scripts.bench.rig" and row.program[1].endswith(
                 (":trained", ":staged")
             ):
-                ways, *_ = json.loads(row.program[2])
-                found += [composed(words, "machine=cuda") for _, words in ways]
+                words, ways, *_ = json.loads(row.program[2])
+                found += [composed(words, own, "machine=cuda") for own in ways.values()]
     assert len(found) >= 9
     assert {spec.world_size for spec in found} >= {1, 2, 4}
 
@@ -266,18 +271,8 @@ def test_lines_of_the_fake_device_make_no_figures() -> None:
 def test_a_row_runs_on_the_fake_device(tmp_path: Path) -> None:
     library()
     out = tmp_path / "gpu.jsonl"
-    argv = [
-        sys.executable,
-        "-m",
-        "tests.fake_cuda",
-        "-m",
-        "scripts.gpu",
-        "1",
-        "--only",
-        "machine",
-        "--out",
-        str(out),
-    ]
+    words = f"-m tests.fake_cuda -m scripts.gpu 1 --only machine --out {out}"
+    argv = [sys.executable, *words.split()]
     ended = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
     (line,) = read_lines(out)
