@@ -132,7 +132,7 @@ def attribute(trace: Trace) -> Attribution:
         ConfigError: The trace has no counted steps, no schedule, or ranks that do not match it.
     """
     on_processor = trace.source == "measured" and trace.attributes.get("device") == "cpu"
-    graph = build_graph(schedule_from(trace.schedule_rows), copies_block=on_processor)
+    graph = build_graph(schedule_from(trace), copies_block=on_processor)
     measured = measure(trace, graph)
     step_s = float(measured.window.step_s.mean())
     undisturbed_s, times_from = undisturbed_times(trace, graph, measured.times.work_s)

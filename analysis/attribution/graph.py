@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from itertools import zip_longest
+from typing import NamedTuple
 
 import numpy as np
 
 from gems.errors import ConfigError
-from gems.schedule.action import (
-    BLOCKING_KINDS,
-    COPY_KINDS,
-    RANK_KINDS,
-    RECV_KINDS,
-    SEND_KINDS,
-    Action,
-    Kind,
-)
+from gems.schedule.action import BLOCKING_KINDS, COPY_KINDS, SEND_KINDS, Action, Kind
 from gems.schedule.dependencies import dependencies
 from gems.schedule.placement import Placement
 from gems.schedule.schedule import Schedule
+from gems.trace import PREDECESSORS, Trace
 
 _CODE_OF = {kind: code for code, kind in enumerate(Kind)}
 
@@ -29,9 +26,10 @@ class Graph:
     """The dependencies of each node of one pipeline's step.
 
     A node is an action on its rank, except sends, which are only posted. A gradient reduction has
-    two nodes, the rank's arrival and its end. Nodes wait for rows of a table of M + P + I + 1 rows:
-    the M nodes, the beginnings of the P ranks, the inputs of the I forwards that read one, and a
-    last row that is always ready.
+    two nodes, the rank's arrival and its end. Nodes wait for rows of a table of M + I + P + 1 rows:
+    the M nodes, the inputs of the I forwards that read one (the first is the last row), the
+    beginnings of the P ranks, and a last row that is always ready. Rows that are no nodes are
+    counted from the end, as -1.
 
     Attributes:
         schedule: The lowered schedule.
@@ -83,20 +81,20 @@ class Graph:
         return np.isin(self.kind, [_CODE_OF[kind] for kind in kinds])
 
 
-def schedule_from(rows: Sequence[str]) -> Schedule:
-    """Read the schedule in a trace, a text with the actions of each rank of a pipeline.
+def schedule_from(trace: Trace) -> Schedule:
+    """Read the schedule in a trace, which has a text with the actions of each rank of a pipeline.
 
     Raises:
         ConfigError: There is no schedule, or a word is not an action.
     """
-    if not rows:
+    if not trace.schedule_rows:
         raise ConfigError(
             "trace",
             "without a schedule",
             "holds no schedule of the ranks, from which dependencies follow",
             "give the run folder or trace.h5 of a run that has ended",
         )
-    parsed = tuple(tuple(Action.parse(word) for word in row.split()) for row in rows)
+    parsed = tuple(tuple(Action.parse(word) for word in row.split()) for row in trace.schedule_rows)
     ranks = {
         (a.direction, a.stage): rank
         for rank, row in enumerate(parsed)
@@ -110,11 +108,20 @@ def schedule_from(rows: Sequence[str]) -> Schedule:
     placement = Placement(
         len(parsed),
         tuple(tuple(ranks[d, s] for s in range(num_stages)) for d in range(num_directions)),
+        tuple(map(tuple, json.loads(trace.attributes.get(PREDECESSORS, "[]")))),
     )
     micro_batches = {
         action.micro_batch for row in parsed for action in row if action.kind is Kind.F
     }
     return Schedule("trace", len(micro_batches), placement, parsed, passes=("add_transfers",))
+
+
+class _Node(NamedTuple):
+    rank: int
+    action: Action
+    is_arrival: bool
+    before: int
+    waits: list[int]
 
 
 def build_graph(schedule: Schedule, copies_block: bool = False) -> Graph:
@@ -123,155 +130,88 @@ def build_graph(schedule: Schedule, copies_block: bool = False) -> Graph:
     Raises:
         ConfigError: An action waits for something that never happens.
     """
-    builder = _Builder(schedule, copies_block)
-    while any([builder.advance(rank) for rank in range(schedule.num_ranks)]):
-        pass
+    blocking = BLOCKING_KINDS | COPY_KINDS if copies_block else BLOCKING_KINDS
+    nodes: list[_Node] = []
+    # the row that is ready once an action is done; for a send, once it is posted
+    done: dict[Action, int] = {}
+    arrivals: dict[int, int] = {}
+    readers: list[int] = []
+    last = []
     for rank, row in enumerate(schedule.rank_schedules):
-        if builder.following[rank] < len(row):
-            action = row[builder.following[rank]]
-            raise ConfigError(
-                "trace",
-                "schedule",
-                f"{action} of rank {rank} waits for something that never happens",
-            )
-    return builder.graph()
-
-
-class _Builder:
-    """A builder that adds nodes after the nodes that they wait for.
-
-    Until all are added, rows -1 - r are the beginnings of the ranks r. The rows after these, -1 - P
-    - i, are the inputs.
-    """
-
-    def __init__(self, schedule: Schedule, copies_block: bool) -> None:
-        self.schedule = schedule
-        self.copies_block = copies_block
-        self.blocking = BLOCKING_KINDS | COPY_KINDS if copies_block else BLOCKING_KINDS
-        self.nodes: list[tuple[int, Action, bool, int, tuple[int, ...]]] = []
-        self.place: dict[Action, int] = {}
-        self.before = [-1 - rank for rank in range(schedule.num_ranks)]
-        self.following = [0] * schedule.num_ranks
-        self.engines: dict[tuple[int, Kind], int] = {}
-        self.sends: dict[Action, int] = {}
-        self.receives: dict[Action, tuple[Action, int]] = {}
-        self.readers: list[int] = []
-
-    def advance(self, rank: int) -> bool:
-        """Add the next actions of a rank whose dependencies have all been added.
-
-        Return whether any was added.
-        """
-        row = self.schedule.rank_schedules[rank]
-        first = self.following[rank]
-        while self.following[rank] < len(row) and self.try_next(rank, row[self.following[rank]]):
-            pass
-        return self.following[rank] > first
-
-    def try_next(self, rank: int, action: Action) -> bool:
-        kind = action.kind
-        if kind is Kind.REDUCE_GRAD:
-            return self.reduce(rank)
-        if kind in RECV_KINDS:
-            (send,) = dependencies(action, self.schedule)
-            self.receives[send] = action, self.before[rank]
-            self.meet(send)
-        elif kind in SEND_KINDS:
-            self.sends[action] = self.before[rank]
-            self.meet(action)
-        # the remaining time counts for the reduction that waits for it
-        elif kind is not Kind.START_REDUCE:
-            needs = () if kind in RANK_KINDS else dependencies(action, self.schedule)
-            if any(need not in self.place for need in needs):
-                return False
-            waits = [self.place[need] for need in needs]
-            if (rank, kind) in self.engines:
-                waits.append(self.engines[rank, kind])
-            self.add(rank, action, waits)
+        before = rank - schedule.num_ranks - 1
+        engines: dict[Kind, int] = {}
+        for action in row:
+            kind = action.kind
+            # the remaining time of a started reduction counts for the one that waits for it
+            if kind in SEND_KINDS or kind is Kind.START_REDUCE:
+                done[action] = before
+                continue
+            if kind is Kind.REDUCE_GRAD:
+                arrivals[rank] = len(nodes)
+                nodes.append(_Node(rank, action, True, before, [before]))
+                before = arrivals[rank]
+            place = done[action] = len(nodes)
+            waits = [before, engines.get(kind, before)]
             if kind in COPY_KINDS:
-                self.engines[rank, kind] = len(self.nodes) - 1
-        self.following[rank] += 1
-        return True
-
-    def meet(self, send: Action) -> None:
-        """Add the receive of a message once both sides have posted it."""
-        if send in self.sends and send in self.receives:
-            receive, before = self.receives[send]
-            self.place[receive] = len(self.nodes)
-            rank = self.schedule.rank_of(receive)
-            self.nodes.append((rank, receive, False, before, (before, self.sends[send])))
-
-    def reduce(self, rank: int) -> bool:
-        """Add the reductions of a group once all of its ranks have arrived."""
-        peers = self.schedule.placement.peers_of(rank)
-        rows = self.schedule.rank_schedules
-        come = [
-            rows[peer][self.following[peer]]
-            for peer in peers
-            if self.following[peer] < len(rows[peer])
-        ]
-        if len(come) < len(peers) or any(action.kind is not Kind.REDUCE_GRAD for action in come):
-            return False
-        arrivals = range(len(self.nodes), len(self.nodes) + len(peers))
-        for waits in ([], list(arrivals)):
-            for peer, action in zip(peers, come, strict=True):
-                self.add(peer, action, waits, is_arrival=not waits)
-        for peer in peers:
-            self.following[peer] += 1
-        return True
-
-    def add(self, rank: int, action: Action, waits: list[int], is_arrival: bool = False) -> None:
-        before = self.before[rank]
-        place = len(self.nodes)
-        if (
-            action.kind is Kind.F
-            and action.stage == 0
-            and action.segment == self.schedule.first_segment(0)
-        ):
-            waits = [*waits, -1 - self.schedule.num_ranks - len(self.readers)]
-            self.readers.append(place)
-        self.nodes.append((rank, action, is_arrival, before, (before, *waits)))
-        if action.kind in self.blocking:
-            self.before[rank] = place
-        if action.kind not in RANK_KINDS:
-            self.place[action] = place
-
-    def graph(self) -> Graph:
-        num_nodes = len(self.nodes)
-        ranks, actions, are_arrivals, befores, rows = zip(*self.nodes, strict=True)
-        never = num_nodes + self.schedule.num_ranks + len(self.readers)
-        waits = np.full((num_nodes, max(map(len, rows), default=1)), never)
-        depth = np.zeros(num_nodes, dtype=np.int64)
-        for place, row in enumerate(rows):
-            waits[place, : len(row)] = _table_rows(row, num_nodes)
-            depth[place] = 1 + max((depth[wait] for wait in row if wait >= 0), default=0)
-        kind = np.array([_CODE_OF[action.kind] for action in actions])
-        is_arrival = np.array(are_arrivals, dtype=bool)
-        is_end = (kind == _CODE_OF[Kind.REDUCE_GRAD]) & ~is_arrival
-        order = np.lexsort((is_end, depth))
-        cuts = np.flatnonzero(np.diff(depth[order]) | np.diff(is_end[order].astype(np.int64))) + 1
-        batches = tuple(
-            (batch, bool(is_end[batch[0]])) for batch in np.split(order, cuts) if len(batch)
-        )
-        return Graph(
-            self.schedule,
-            self.copies_block,
-            actions,
-            kind,
-            np.array(ranks),
-            is_arrival,
-            _table_rows(befores, num_nodes),
-            waits,
-            batches,
-            np.array(self.readers, dtype=np.int64),
-            _table_rows(self.before, num_nodes),
-        )
+                engines[kind] = place
+            if kind is Kind.F and not action.stage and action.segment == schedule.first_segment(0):
+                waits.append(-2 - schedule.num_ranks - len(readers))
+                readers.append(place)
+            nodes.append(_Node(rank, action, False, before, waits))
+            if kind in blocking:
+                before = place
+        last.append(before)
+    for node in nodes:
+        try:
+            node.waits.extend(done[need] for need in dependencies(node.action, schedule))
+            if node.action.kind is Kind.REDUCE_GRAD and not node.is_arrival:
+                peers = schedule.placement.peers_of(node.rank)
+                node.waits.extend(arrivals[peer] for peer in peers)
+        except KeyError:
+            raise _never_ready(node) from None
+    ranks, actions, are_arrivals, befores, waits_of = zip(*nodes, strict=True)
+    return Graph(
+        schedule,
+        copies_block,
+        actions,
+        np.array([_CODE_OF[action.kind] for action in actions]),
+        np.array(ranks),
+        np.array(are_arrivals, dtype=bool),
+        np.array(befores),
+        np.array(list(zip_longest(*waits_of, fillvalue=-1))).T,
+        tuple(_batches(nodes)),
+        np.array(readers, dtype=np.int64),
+        np.array(last),
+    )
 
 
-def _table_rows(rows: Sequence[int], num_nodes: int) -> np.ndarray:
-    """Return the table rows of nodes, and of ranks and inputs given by negative numbers."""
-    found = np.array(rows)
-    return np.where(found < 0, num_nodes - 1 - found, found)
+def _batches(nodes: Sequence[_Node]) -> Iterator[tuple[np.ndarray, bool]]:
+    """Yield the groups of independent nodes in order; ends of reductions are groups of their own.
+
+    Raises:
+        ConfigError: Nodes wait for each other.
+    """
+    sorter = TopologicalSorter(
+        {place: [row for row in node.waits if row >= 0] for place, node in enumerate(nodes)}
+    )
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        raise _never_ready(nodes[error.args[1][0]]) from None
+    while sorter.is_active():
+        ready = sorter.get_ready()
+        sorter.done(*ready)
+        groups: tuple[list[int], list[int]] = ([], [])
+        for place in ready:
+            node = nodes[place]
+            groups[node.action.kind is Kind.REDUCE_GRAD and not node.is_arrival].append(place)
+        batches = zip(groups, (False, True), strict=True)
+        yield from ((np.array(group), is_end) for group, is_end in batches if group)
+
+
+def _never_ready(node: _Node) -> ConfigError:
+    about = f"{node.action} of rank {node.rank} waits for something that never happens"
+    return ConfigError("trace", "schedule", about)
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +246,7 @@ def start_table(
     """
     nodes = np.full((graph.num_nodes, *begin_s.shape[1:]), np.nan)
     always = np.full((1, *begin_s.shape[1:]), -np.inf)
-    return np.concatenate([nodes, np.maximum(begin_s, data_s), input_s, always])
+    return np.concatenate([nodes, input_s[::-1], np.maximum(begin_s, data_s), always])
 
 
 def ready_times(graph: Graph, table: np.ndarray, batch: np.ndarray, is_end: bool) -> np.ndarray:

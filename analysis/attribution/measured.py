@@ -10,13 +10,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from analysis.attribution.graph import Graph, Times, ready_times, start_table
-from analysis.metrics.events import of_kinds, ranks_written
+from analysis.metrics.events import of_kinds, place_numbers, ranks_written
 from analysis.metrics.run_metrics import step_times_s
 from gems.errors import ConfigError
 from gems.schedule.action import COMPUTE_KINDS, COPY_KINDS, RECV_KINDS, WAIT_KINDS, Kind
 from gems.trace import KINDS, Trace
 
 NS = 1e-9
+PLACE = ("rank", "kind", "stage", "segment", "direction", "micro_batch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,36 +121,27 @@ def _spans(events: np.ndarray, graph: Graph, window: Window) -> tuple[np.ndarray
 
     They are NaN without an event.
     """
-    schedule = graph.schedule
-    actions = graph.actions
-    last_micro_batch = max((action.micro_batch or 0 for action in actions), default=0)
-    most_segments = max((count or 0 for count in schedule.num_segments), default=0)
-    sizes = (
-        graph.num_ranks,
-        len(KINDS),
-        schedule.num_stages,
-        most_segments + 1,
-        2,
-        last_micro_batch + 2,
-    )
-    seen = np.stack(
-        [
-            events["rank"] % graph.num_ranks,
-            events["kind"],
-            events["stage"],
-            events["segment"] + 1,
-            events["direction"],
-            events["micro_batch"] + 1,
-        ]
-    ).astype(np.int64)
-    inside = ((seen >= 0) & (seen < np.array(sizes)[:, None])).all(axis=0)
-    events = events[inside]
-    nodes, codes = _node_codes(graph, sizes)
-    found = np.ravel_multi_index(tuple(seen[:, inside]), sizes)
-    spot = np.minimum(np.searchsorted(codes, found), len(codes) - 1)
-    is_node = codes[spot] == found
-    events = events[is_node]
-    place = nodes[spot[is_node]], *window.at(events)[1:]
+    nodes = np.flatnonzero(~graph.is_arrival)
+    places = [
+        (
+            graph.rank[node],
+            KINDS.index(action.kind.value),
+            action.stage,
+            -1 if action.segment is None else action.segment,
+            action.direction,
+            -1 if action.micro_batch is None else action.micro_batch,
+        )
+        for node, action in ((node, graph.actions[node]) for node in nodes)
+    ]
+    table = np.array(places, [(column, np.int64) for column in PLACE])
+    own = events.copy()
+    own["rank"] %= graph.num_ranks
+    of_nodes, of_events = place_numbers(PLACE, table, own)
+    node_of = np.full(len(nodes) + len(events), -1)
+    node_of[of_nodes] = nodes
+    found = node_of[of_events]
+    events = events[found >= 0]
+    place = found[found >= 0], *window.at(events)[1:]
     starts, ends = (window.filled(graph.num_nodes, np.nan) for _ in range(2))
     starts[place], ends[place] = (
         window.since_begin_s(events, column) for column in ("start_ns", "end_ns")
@@ -160,31 +152,14 @@ def _spans(events: np.ndarray, graph: Graph, window: Window) -> tuple[np.ndarray
         node, where, step = (int(index) for index in missing[0])
         rank = where * graph.num_ranks + graph.rank[compute[node]]
         raise ConfigError(
-            "trace", f"step {window.steps[step]}", f"lacks {actions[compute[node]]} on rank {rank}"
+            "trace",
+            f"step {window.steps[step]}",
+            f"lacks {graph.actions[compute[node]]} on rank {rank}",
         )
     arrivals = {int(graph.rank[node]): int(node) for node in np.flatnonzero(graph.is_arrival)}
     for reduction in graph.of_kinds(Kind.REDUCE_GRAD):
         ends[arrivals[int(graph.rank[reduction])]] = starts[reduction]
     return starts, ends
-
-
-def _node_codes(graph: Graph, sizes: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the nodes that have events, and the sorted codes by which their events find them."""
-    nodes = np.flatnonzero(~graph.is_arrival)
-    fields = [
-        (
-            graph.rank[node],
-            KINDS.index(a.kind.value),
-            a.stage,
-            0 if a.segment is None else a.segment + 1,
-            a.direction,
-            0 if a.micro_batch is None else a.micro_batch + 1,
-        )
-        for node, a in ((node, graph.actions[node]) for node in nodes)
-    ]
-    codes = np.ravel_multi_index(tuple(np.array(fields).T), sizes)
-    order = np.argsort(codes)
-    return nodes[order], codes[order]
 
 
 def _inputs(

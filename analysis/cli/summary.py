@@ -11,7 +11,7 @@ from typing import Any
 from analysis.attribution.causes import attribute, largest_line
 from analysis.io.run_config import run_facts
 from analysis.metrics.run_metrics import Metrics
-from analysis.metrics.statistics import min_values
+from analysis.metrics.statistics import MIN_VALUES
 from gems.errors import ConfigError
 from gems.trace import TIME_UNIT, Trace
 from gems.utils.tables import name_values
@@ -81,11 +81,7 @@ def _plain(value: Any) -> Any:
 def _headline(trace: Trace) -> str:
     facts = run_facts(trace)
     note = SOURCE_NOTES.get(trace.source)
-    size = counted(trace.world_size, "rank")
-    if facts.partitions and facts.replicas:
-        size += (
-            f" ({counted(facts.partitions, 'partition')} x {counted(facts.replicas, 'replica')})"
-        )
+    size = facts.describe_ranks(trace.world_size)
     work = (
         f", {counted(facts.micro_batches, 'micro-batch', 'es')} a step"
         if facts.micro_batches
@@ -111,9 +107,7 @@ def _speed_rows(metrics: Metrics, trace: Trace) -> list[Row]:
         (f"step time, median [{unit.name}]", unit.show(metrics.step_median_s)),
     ]
     if metrics.step_low_s != metrics.step_high_s:
-        name = (
-            "median's 95 % interval" if metrics.num_steps >= min_values() else "fastest to slowest"
-        )
+        name = "median's 95 % interval" if metrics.num_steps >= MIN_VALUES else "fastest to slowest"
         bounds = f"{unit.show(metrics.step_low_s)} to {unit.show(metrics.step_high_s)}"
         rows.append((f"step time, {name} [{unit.name}]", bounds))
     rows += [

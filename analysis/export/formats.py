@@ -124,24 +124,19 @@ def thread_numbers(events: np.ndarray) -> np.ndarray:
 
 
 def _names(rank: int, name: str, threads: list[int]) -> str:
-    rows = [
-        {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": name}},
-        {"name": "process_sort_index", "ph": "M", "pid": rank, "args": {"sort_index": rank}},
+    rows: list[tuple[str, dict[str, int], dict[str, object]]] = [
+        ("process_name", {}, {"name": name}),
+        ("process_sort_index", {}, {"sort_index": rank}),
     ]
     for thread in threads:
         stream, more = divmod(thread, THREADS)
-        name = STREAMS[stream] + (f" {more + 1}" if more else "")
-        rows += [
-            {"name": "thread_name", "ph": "M", "pid": rank, "tid": thread, "args": {"name": name}},
-            {
-                "name": "thread_sort_index",
-                "ph": "M",
-                "pid": rank,
-                "tid": thread,
-                "args": {"sort_index": thread},
-            },
-        ]
-    return "".join(",\n" + json.dumps(row) for row in rows)
+        of = {"tid": thread}
+        rows.append(("thread_name", of, {"name": STREAMS[stream] + f" {more + 1}" * bool(more)}))
+        rows.append(("thread_sort_index", of, {"sort_index": thread}))
+    return "".join(
+        ",\n" + json.dumps({"name": kind, "ph": "M", "pid": rank, **of, "args": told})
+        for kind, of, told in rows
+    )
 
 
 def _rows(rank: int, events: np.ndarray, threads: np.ndarray, origin_ns: int) -> str:

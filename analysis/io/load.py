@@ -175,9 +175,7 @@ def _add_run_files(trace: Trace, folder: RunFolder) -> list[str]:
             if path == commit:
                 trace.attributes["git_commit"] = read_json(path).get("git_commit", "unknown")
             elif path == schedule:
-                made = folder.read_schedule()
-                rows = tuple(" ".join(map(str, row)) for row in made.rank_schedules)
-                trace.schedule_rows, trace.schedule_sha256 = rows, made.digest()
+                trace.record(folder.read_schedule())
             elif path == partition:
                 trace.boundaries = folder.read_boundaries()
             elif path == folder.memory_json:

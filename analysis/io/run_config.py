@@ -14,6 +14,7 @@ from gems.errors import ConfigError
 from gems.schedule.registry import Terms, step_units
 from gems.trace import DTYPES, Trace, open_trace, read_column
 from gems.trace.hdf5 import get_attributes
+from gems.utils.units import counted
 
 Section = TypeVar("Section")
 
@@ -30,6 +31,14 @@ class RunFacts:
     chunks: int = 2
     cap: float | None = None
     strips: int = 1
+
+    def describe_ranks(self, num_ranks: int) -> str:
+        """Return a run's ranks with their partitions and replicas as text."""
+        text = counted(num_ranks, "rank")
+        if self.partitions and self.replicas:
+            parts = counted(self.partitions, "partition")
+            text += f" ({parts} x {counted(self.replicas, 'replica')})"
+        return text
 
     def bubble(
         self, forward_s: float | None, backward_s: float | None, weight_grad_s: float | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,19 @@ def of_kinds(events: np.ndarray, *kinds: str) -> np.ndarray:
     """Return the mask of the events of some kinds; names are as in a schedule's text."""
     mask: np.ndarray = np.isin(events["kind"], [KINDS.index(kind) for kind in kinds])
     return mask
+
+
+def place_numbers(columns: Iterable[str], *tables: np.ndarray) -> list[np.ndarray]:
+    """Return a number for each row of each table; rows with equal values in the columns share it.
+
+    The values are from -1 on.
+    """
+    keys = np.zeros(sum(map(len, tables)), np.int64)
+    for column in columns:
+        values = np.concatenate([table[column] for table in tables]).astype(np.int64)
+        keys = keys * (values.max(initial=0) + 2) + values + 1
+    numbers = np.unique(keys, return_inverse=True)[1]
+    return np.split(numbers, np.cumsum([len(table) for table in tables])[:-1])
 
 
 def by_rank(events: np.ndarray) -> dict[int, np.ndarray]:

@@ -9,7 +9,8 @@ import numpy as np
 from analysis.io.run_config import run_facts
 from analysis.metrics.events import COMPUTE, USEFUL, of_kinds, ranks_written
 from analysis.metrics.statistics import median_interval, percentile
-from gems.trace import STREAMS, Trace
+from gems.trace import STREAMS, TIME_UNIT, Trace
+from gems.utils.units import MS, UNITS, Unit
 
 NS = 1e-9
 
@@ -120,6 +121,11 @@ def run_metrics(trace: Trace) -> Metrics:
         loss_first=losses[0],
         loss_last=losses[1],
     )
+
+
+def table_unit(trace: Trace) -> Unit:
+    """Return the unit of times in tables and charts: ms, or the units of configured costs."""
+    return UNITS if TIME_UNIT in trace.attributes else MS
 
 
 def step_times_s(steps: np.ndarray) -> np.ndarray:

@@ -14,24 +14,25 @@ import numpy as np
 
 from gems.errors import ConfigError
 
-LEVEL = 0.95
+PERCENTS = (2.5, 97.5)  # the bounds of a 95 % interval
+# The median lies between the smallest and the largest of n values in all but 2^(1 - n) of cases,
+# whatever the distribution. With fewer values, no interval between them reaches 95 %.
+MIN_VALUES = 6
 NUM_DRAWS = 2000
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """An estimate between its bounds.
+    """An estimate between its bounds, which contain the true value in 95 % of cases.
 
     If `is_range`, the bounds are the smallest and the largest value, because there are too few
-    values for an interval. `level` is the share of cases in which such an interval contains the
-    true value; it has no meaning for a range.
+    values for an interval.
     """
 
     low: float
     value: float
     high: float
     is_range: bool = False
-    level: float = LEVEL
 
     @property
     def relative_half_width(self) -> float:
@@ -47,20 +48,6 @@ class Interval:
     def overlaps(self, other: Interval) -> bool:
         """Return whether the two intervals have a value in common."""
         return self.low <= other.high and other.low <= self.high
-
-
-def min_values(level: float = LEVEL) -> int:
-    """Return how many values an interval of the median needs: 6 for 95 %.
-
-    The median lies between the smallest and the largest of n values in all but 2^(1 - n) of cases,
-    whatever the distribution. With fewer values, no interval between them reaches the level.
-
-    Raises:
-        ConfigError: The level is not between 0 and 1.
-    """
-    if not 0.0 < level < 1.0:
-        raise ConfigError("level", level, "allowed: above 0 and below 1")
-    return 1 + int(np.ceil(np.log2(1.0 / (1.0 - level)) - 1e-9))
 
 
 def median_draws(
@@ -89,35 +76,31 @@ def median_draws(
     return drawn
 
 
-def median_interval(
-    values: Sequence[float] | np.ndarray, level: float = LEVEL, seed: int = 0
-) -> Interval:
+def median_interval(values: Sequence[float] | np.ndarray, seed: int = 0) -> Interval:
     """Return the median with its bootstrap interval: the percentiles of the medians of resamples.
 
-    With fewer than `min_values`, the bounds are the smallest and the largest value, and `is_range`
+    With fewer than `MIN_VALUES`, the bounds are the smallest and the largest value, and `is_range`
     is set.
 
     Raises:
-        ConfigError: There are no values, or the level is not between 0 and 1.
+        ConfigError: There are no values.
     """
     ordered = _sorted(values)
-    if len(ordered) < min_values(level):
-        return Interval(
-            float(ordered[0]), float(np.median(ordered)), float(ordered[-1]), True, level
-        )
-    return percentile_interval(median_draws(ordered, seed=seed), float(np.median(ordered)), level)
+    median = float(np.median(ordered))
+    if len(ordered) < MIN_VALUES:
+        return Interval(float(ordered[0]), median, float(ordered[-1]), True)
+    return percentile_interval(median_draws(ordered, seed=seed), median)
 
 
-def percentile_interval(draws: np.ndarray, value: float, level: float = LEVEL) -> Interval:
+def percentile_interval(draws: np.ndarray, value: float) -> Interval:
     """Return an estimate with the percentiles of its draws as bounds.
 
     The bounds are widened if necessary to contain the estimate.
     """
-    percents = [50 * (1 - level), 50 * (1 + level)]
     # interpolation between a number and infinity is impossible
     is_finite = np.isfinite(draws).all()
-    low, high = np.percentile(draws, percents, method="linear" if is_finite else "nearest").tolist()
-    return Interval(min(low, value), value, max(high, value), False, level)
+    low, high = np.percentile(draws, PERCENTS, method="linear" if is_finite else "nearest").tolist()
+    return Interval(min(low, value), value, max(high, value))
 
 
 def percentile(values: Sequence[float] | np.ndarray, percent: float) -> float:
@@ -148,7 +131,7 @@ def further_values(interval: Interval, count: int, relative_half_width: float) -
     a range, the result is the number of values that an interval needs at all.
     """
     if interval.is_range:
-        return max(1, min_values(interval.level) - count)
+        return max(1, MIN_VALUES - count)
     share = interval.relative_half_width / relative_half_width
     return max(0, int(np.ceil(count * (share * share - 1.0))))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -155,6 +156,13 @@ def save_figure(figure: Figure, path: Path) -> None:
     check_picture_path(path)
     with refuse_unwritable(path):
         figure.savefig(path, dpi=DPI, facecolor="white")
+
+
+def as_svg(figure: Figure) -> bytes:
+    """Return the figure as the text of an SVG file."""
+    svg = io.BytesIO()
+    figure.savefig(svg, format="svg", facecolor="white")
+    return svg.getvalue()
 
 
 def draw_answer_file(

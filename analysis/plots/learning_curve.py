@@ -1,4 +1,4 @@
-"""The learning curve, from a trace: the loss of each step, and the metrics of each validation."""
+"""Curves over the steps of a trace: losses, the metrics of each validation, and step times."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from analysis.io.run_config import run_facts
+from analysis.metrics.run_metrics import step_times_s, table_unit
 from analysis.plots.figure import LINE_COLOURS, WIDTH_IN, new_figure, set_title, source_mark
 from gems.errors import ConfigError
 from gems.trace import Trace
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 PREFIX = "validation_"
 LOSS = "validation_loss"
+STEP_AXIS = "optimizer step"
 # number of drawn points of the loss, which are means over neighbouring steps
 MAX_POINTS = 2000
 
@@ -49,7 +51,7 @@ def learning_figure(trace: Trace) -> Figure:
         1.2 + 2.2 * panels_in,
         panels_in,
         sharex=True,
-        x="optimizer step",
+        x=STEP_AXIS,
         y=("loss", "metric"),
         has_grid=True,
     )
@@ -78,6 +80,18 @@ def learning_figure(trace: Trace) -> Figure:
     )
     last = f"last training loss {float(steps['loss'][-1]):.4g}"
     set_title(figure, panels[0], headline, f"{counted(len(steps), 'step')}, {last}")
+    return figure
+
+
+def step_times_figure(trace: Trace) -> Figure:
+    """Build the picture of the time of each step, warm-up steps among them."""
+    steps = np.sort(trace.steps, order="step")
+    unit = table_unit(trace)
+    label = f"step time ({unit.name})"
+    figure, (axes,) = new_figure(WIDTH_IN, 2.4, x=STEP_AXIS, y=[label], has_grid=True)
+    at, times = _thinned(steps["step"] + 1, step_times_s(steps) / unit.size)
+    axes.plot(at, times, color=LINE_COLOURS[0], linewidth=0.9)
+    axes.set_ylim(bottom=0.0)
     return figure
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from analysis.io.run_config import run_facts
-from analysis.metrics.events import StepWindow, by_rank, of_kinds, step_window
+from analysis.metrics.events import StepWindow, by_rank, of_kinds, place_numbers, step_window
 from analysis.plots.figure import (
     TEXT_COLOUR,
     WIDTH_IN,
@@ -244,14 +244,9 @@ def buffer_bytes(events: np.ndarray, times_ns: np.ndarray) -> np.ndarray:
 
 def _read_ns(receives: np.ndarray, readers: np.ndarray) -> np.ndarray:
     """Return the end of each receive's last reader, or the receive's own end without a reader."""
-    both = np.concatenate([readers, receives])
-    keys = np.zeros(len(both), np.int64)
-    for name in MESSAGE:
-        values = both[name].astype(np.int64)
-        keys = keys * (values.max(initial=0) + 2) + values + 1
-    places = np.unique(keys, return_inverse=True)[1]
-    end_ns = np.full(int(places.max(initial=0)) + 1, -1, np.int64)
-    end_ns[places[: len(readers)]] = readers["end_ns"]
-    found = end_ns[places[len(readers) :]]
+    read_at, places = place_numbers(MESSAGE, readers, receives)
+    end_ns = np.full(len(readers) + len(receives), -1, np.int64)
+    end_ns[read_at] = readers["end_ns"]
+    found = end_ns[places]
     read_ns: np.ndarray = np.where(found < 0, receives["end_ns"], found)
     return read_ns

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.resources import files
 from pathlib import Path
 
 from analysis.io.files import refuse_unwritable
 from analysis.io.load import load_trace
+from analysis.plots.figure import as_svg
 from analysis.plots.scaling import scaling_figure
 from analysis.report.canvas_data import TRACKS, looks_json
-from analysis.report.html import Cell, Html, Table, data_element, element, joined, svg_image
+from analysis.report.html import (
+    Cell,
+    Html,
+    Table,
+    data_element,
+    element,
+    filled,
+    joined,
+    own_file,
+    picture,
+)
 from analysis.report.proposal import proposal_section
 from analysis.report.run_section import MAX_EVENTS, RunSection, run_section, source_mark
 from analysis.scaling.fits import fit_lines, fit_points, why_not_fitted
@@ -34,7 +43,6 @@ from gems.errors import ConfigError
 from gems.utils.atomic_io import atomic_write
 
 MAX_RUNS = 16
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 POINT_COLUMNS = {
     "schedule": "schedule",
     "source": "source",
@@ -128,8 +136,6 @@ def _study_section(runs: Sequence[Path]) -> Html:
     points = read_points(runs)
     fits = fit_points(points)
     headline, detail = title(points)
-    picture = io.BytesIO()
-    scaling_figure(points, fits).savefig(picture, format="svg", facecolor="white")
     bases = base_points(points)
     lines = dict.fromkeys(point.line for point in points)
     stated = [element("li", f"base of {line}: {describe_base(bases[line])}") for line in lines]
@@ -139,9 +145,8 @@ def _study_section(runs: Sequence[Path]) -> Html:
         element("h2", headline),
         element("p", detail),
         element("ul", *stated),
-        element(
-            "figure",
-            svg_image(picture.getvalue(), f"{headline}: images/s and efficiency over ranks"),
+        picture(
+            as_svg(scaling_figure(points, fits)), f"{headline}: images/s and efficiency over ranks"
         ),
         element("ul", *(element("li", text) for text in laws)),
         *(table.html() for table in _study_tables(points)),
@@ -193,46 +198,25 @@ def _page(sections: Sequence[RunSection], study: Sequence[Html], notes: Sequence
 
     Every text from a run is escaped.
     """
-    name = sections[0].title if len(sections) == 1 else f"{len(sections)} runs"
-    head = element(
-        "head",
-        element("meta", charset="utf-8"),
-        element("meta", http_equiv="Content-Security-Policy", content=POLICY),
-        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        element("meta", name="referrer", content="no-referrer"),
-        element("title", f"{name} - gems-train"),
-        element("style", _own_file("report.css")),
-    )
-    made = datetime.now(UTC).isoformat(timespec="minutes")
     sources = dict.fromkeys(section.source for section in sections)
-    marks = joined(joined([source_mark(source), " "]) for source in sources)
-    header = element(
-        "header",
-        element("h1", "gems-train report"),
-        element("p", marks, f"page made {made}"),
-        *(element("p", note, class_="note") for note in notes if len(sections) > 1),
-    )
-    overview = []
+    parts = [*study, *(section.html for section in sections)]
+    shown_notes = []
     if len(sections) > 1:
         rows: list[tuple[Cell, ...]] = [
             (place, section.title, section.source, *section.overview.values())
             for place, section in enumerate(sections, start=1)
         ]
-        overview = [
-            Table("overview", "Runs", ("no.", "run", "source", *sections[0].overview), rows).html()
-        ]
-    main = element("main", *overview, *study, *(section.html for section in sections))
-    body = element(
-        "body",
-        header,
-        main,
-        element("div", class_="tip", id="tip", role="status", hidden=True),
-        data_element("looks", {"looks": looks_json(), "tracks": TRACKS}),
-        element("script", _own_file("report.js")),
+        columns = ("no.", "run", "source", *sections[0].overview)
+        parts.insert(0, Table("overview", "Runs", columns, rows).html())
+        shown_notes = [element("p", note, class_="note") for note in notes]
+    return filled(
+        "page.html",
+        title=sections[0].title if len(sections) == 1 else f"{len(sections)} runs",
+        style=own_file("report.css"),
+        marks=joined(joined([source_mark(source), " "]) for source in sources),
+        made=datetime.now(UTC).isoformat(timespec="minutes"),
+        notes=joined(shown_notes),
+        sections=joined(parts),
+        looks=data_element("looks", {"looks": looks_json(), "tracks": TRACKS}),
+        script=own_file("report.js"),
     )
-    return f"<!DOCTYPE html>\n{element('html', head, body, lang='en')}\n"
-
-
-def _own_file(name: str) -> Html:
-    """Read a file of this package that is part of the page unchanged."""
-    return Html(files(__package__).joinpath(name).read_text(encoding="utf-8"))

@@ -122,44 +122,38 @@ def memory_block(trace: Trace, events: np.ndarray, origin_ns: int) -> dict[str, 
     ):
         known = events[events[column] >= 0]
         if known[column].any():
-            curves.append(
-                _curve(name, ranks, known["rank"], known["end_ns"] - origin_ns, known[column], True)
-            )
+            times_ns = known["end_ns"] - origin_ns
+            curves.append(_curve(name, ranks, known, column, times_ns, is_ledger=True))
     samples = trace.samples[np.isin(trace.samples["rank"], ranks)]
     for column, name in SAMPLED.items():
         known = samples[samples[column] > 0]
         if len(known):
-            curves.append(
-                _curve(name, ranks, known["rank"], known["t_ns"] - origin_ns, known[column], False)
-            )
+            times_ns = known["t_ns"] - origin_ns
+            curves.append(_curve(name, ranks, known, column, times_ns, is_ledger=False))
     return {"ranks": ranks.tolist(), "curves": curves} if curves else None
 
 
 def _curve(
     name: str,
     ranks: np.ndarray,
-    rank: np.ndarray,
+    points: np.ndarray,
+    column: str,
     time_ns: np.ndarray,
-    value: np.ndarray,
+    *,
     is_ledger: bool,
 ) -> dict[str, Any]:
-    order = np.lexsort((time_ns, rank))
-    rank = rank[order]
-    time_ns = time_ns[order]
-    value = value[order]
-    is_new = np.ones(len(value), bool)
-    is_new[1:] = (value[1:] != value[:-1]) | (rank[1:] != rank[:-1])
-    rank = rank[is_new]
-    time_ns = time_ns[is_new]
-    value = value[is_new]
-    offsets = np.searchsorted(rank, [*ranks, ranks[-1] + 1])
+    order = np.lexsort((time_ns, points["rank"]))
+    points = points[order]
+    is_new = np.ones(len(points), bool)
+    is_new[1:] = (np.diff(points[column]) != 0) | (np.diff(points["rank"]) != 0)
+    points = points[is_new]
     return {
         "name": name,
         "is_ledger": is_ledger,
-        "peak_bytes": int(value.max()),
-        "offsets": packed(offsets),
-        "time_ns": packed(time_ns, is_sum=True),
-        "value_bytes": packed(value, is_sum=True),
+        "peak_bytes": int(points[column].max()),
+        "offsets": packed(np.searchsorted(points["rank"], [*ranks, ranks[-1] + 1])),
+        "time_ns": packed(time_ns[order][is_new], is_sum=True),
+        "value_bytes": packed(points[column], is_sum=True),
     }
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
-
-from analysis.plots.figure import SOURCE_MARKS
+from analysis.plots.figure import SOURCE_MARKS, as_svg
 from analysis.plots.scaling import scaling_figure
-from analysis.report.html import Cell, Html, Table, element, svg_image
+from analysis.report.html import Cell, Html, Table, element, picture
 from analysis.scaling.fits import fit_points
 from analysis.scaling.proposal import Proposal
 
@@ -28,12 +26,13 @@ COLUMNS = {
 
 def proposal_section(proposal: Proposal) -> Html:
     """Build the section, which is printed on separate pages."""
-    figures = []
-    for kind, points in proposal.points.items():
-        picture = io.BytesIO()
-        scaling_figure(points, fit_points(points)).savefig(picture, format="svg", facecolor="white")
-        alt = f"{kind} scaling: images/s and efficiency over GPUs"
-        figures.append(element("figure", svg_image(picture.getvalue(), alt)))
+    figures = [
+        picture(
+            as_svg(scaling_figure(points, fit_points(points))),
+            f"{kind} scaling: images/s and efficiency over GPUs",
+        )
+        for kind, points in proposal.points.items()
+    ]
     rows: list[tuple[Cell, ...]] = [tuple(row[key] for key in COLUMNS) for row in proposal.rows]
     sources = dict.fromkeys(row["source"] for row in proposal.rows)
     marks = " and ".join(SOURCE_MARKS[source] for source in sources)

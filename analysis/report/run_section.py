@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 from dataclasses import dataclass
 
@@ -13,12 +12,12 @@ import yaml
 from analysis.attribution.causes import attribute
 from analysis.io.load import Loaded
 from analysis.io.run_config import run_facts
-from analysis.metrics.run_metrics import run_metrics, step_times_s
-from analysis.plots.figure import DPI, SOURCE_MARKS
-from analysis.plots.learning_curve import validation_curves
+from analysis.metrics.run_metrics import run_metrics
+from analysis.plots.figure import SOURCE_MARKS, as_svg
+from analysis.plots.learning_curve import learning_figure, step_times_figure
 from analysis.plots.waterfall import waterfall_figure
 from analysis.report.canvas_data import memory_block, timeline_block, windows_json
-from analysis.report.html import Cell, Html, data_element, element, joined, line_chart, svg_image
+from analysis.report.html import Cell, Html, data_element, element, filled, picture
 from analysis.report.run_tables import (
     cause_table,
     key_figures,
@@ -26,30 +25,12 @@ from analysis.report.run_tables import (
     prediction_table,
     rank_table,
     stage_table,
-    table_unit,
 )
 from gems.errors import ConfigError
 from gems.trace import TIME_UNIT, Trace
 from gems.utils.units import counted
 
 MAX_EVENTS = 1 << 20
-CANVASES = (
-    ("timeline", "Timeline: rank x time", "Timeline, rank by time"),
-    ("memory", "Memory over time", "Memory of each rank over time"),
-)
-BUTTONS = (
-    ("in", "+", "zoom in"),
-    ("out", "\u2212", "zoom out"),
-    ("left", "\u2190", "earlier"),
-    ("right", "\u2192", "later"),
-    ("previous", "previous step", ""),
-    ("next", "next step", ""),
-    ("all", "all steps", ""),
-)
-HELP = (
-    "Wheel or + and \u2212: zoom. Drag or arrow keys: move. Shift and wheel, or Page Up and Page"
-    " Down: other ranks. Hover: what it is."
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,20 +58,14 @@ def run_section(place: int, name: str, loaded: Loaded, max_events: int) -> RunSe
     with contextlib.suppress(ConfigError):  # the trace lacks data that the attribution needs
         causes = attribute(trace)
     facts = run_facts(trace)
-    size = counted(trace.world_size, "rank")
-    if facts.partitions and facts.replicas:
-        size += (
-            f" ({counted(facts.partitions, 'partition')} x {counted(facts.replicas, 'replica')})"
-        )
-    heading = f"{name}: {facts.schedule or 'run'} on {size}"
+    ranks = facts.describe_ranks(trace.world_size)
+    heading = f"{name}: {facts.schedule or 'run'} on {ranks}"
     events, left_out = select_events(trace, max_events)
     waterfall = []
     if causes is not None:
-        picture = io.BytesIO()
-        waterfall_figure(causes).savefig(picture, format="svg", dpi=DPI, facecolor="white")
-        caption = element("figcaption", f"Where the time of a step was lost, {trace.source}")
-        drawn = svg_image(picture.getvalue(), "Waterfall from ideal to actual step time")
-        waterfall = [element("figure", caption, drawn)]
+        caption = f"Where the time of a step was lost, {trace.source}"
+        alt = "Waterfall from ideal to actual step time"
+        waterfall = [picture(as_svg(waterfall_figure(causes)), alt, caption)]
     tables = (
         None if causes is None else cause_table(f"causes-{place}", causes, trace),
         prediction_table(f"predictions-{place}", metrics, trace),
@@ -114,7 +89,7 @@ def run_section(place: int, name: str, loaded: Loaded, max_events: int) -> RunSe
         element("dl", *keys, class_="keys"),
         pictures,
         *waterfall,
-        element("div", *_charts(place, trace), class_="charts"),
+        *_charts(trace),
         *(table.html() for table in tables if table is not None),
         *_texts(trace),
     ]
@@ -162,66 +137,33 @@ def _pictures(place: int, trace: Trace, events: np.ndarray) -> tuple[Html, int]:
     timeline = timeline_block(trace, events)
     memory = memory_block(trace, events, timeline["origin_ns"])
     windows = windows_json(trace, events, timeline["origin_ns"])
-    is_in_units = TIME_UNIT in trace.attributes
     data = {
         "source": trace.source,
-        "is_in_units": is_in_units,
+        "is_in_units": TIME_UNIT in trace.attributes,
         "timeline": timeline,
         "memory": memory,
         "windows": windows,
     }
-    buttons = [
-        element("button", shown, type="button", data_act=act, title=title or shown)
-        for act, shown, title in BUTTONS
-    ]
-    drawn = [
-        element(
-            "figure",
-            element("figcaption", caption, " ", source_mark(trace.source)),
-            element(
-                "canvas",
-                "This picture needs JavaScript.",
-                id=f"{kind}-{place}",
-                class_=kind,
-                tabindex="0",
-                role="img",
-                aria_label=f"{label}. {HELP}",
-            ),
-        )
-        for kind, caption, label in CANVASES
-        if kind != "memory" or memory is not None
-    ]
-    bar = element("div", *buttons, element("output", "", class_="range"), class_="bar")
-    legend = element("ul", class_="legend")
-    parts = (bar, *drawn[:1], legend, *drawn[1:], element("p", HELP, class_="help"))
-    shown = element("div", *parts, class_="views", data_run=str(place))
-    return joined([shown, data_element(f"data-{place}", data)]), timeline["count"]
+    views = filled(
+        "views.html",
+        place=str(place),
+        mark=source_mark(trace.source),
+        memory="hidden" if memory is None else "",
+        data=data_element(f"data-{place}", data),
+    )
+    return views, timeline["count"]
 
 
-def _charts(place: int, trace: Trace) -> list[Html]:
-    steps = np.sort(trace.steps, order="step")
-    if not len(steps):
+def _charts(trace: Trace) -> list[Html]:
+    if not len(trace.steps):
         return []
-    name = "optimizer step"
-    loss = line_chart(
-        f"loss-{place}", steps["step"], steps["loss"], name, f"Training loss, {trace.source}"
+    times = picture(
+        as_svg(step_times_figure(trace)), "Time of each step", f"Step times, {trace.source}"
     )
-    unit = table_unit(trace)
-    times = step_times_s(steps) / unit.size
-    about = f"Step time in {unit.name}, {trace.source}"
-    step_times = line_chart(
-        f"step-times-{place}", steps["step"], times, name, about, is_from_zero=True
-    )
-    validations = [
-        line_chart(
-            f"{metric}-{place}",
-            *curve,
-            name,
-            f"{metric.replace('_', ' ').capitalize()}, {trace.source}",
-        )
-        for metric, curve in validation_curves(trace).items()
-    ]
-    return [loss, *validations, step_times]
+    if not np.isfinite(trace.steps["loss"]).any():
+        return [times]
+    about = f"Training loss and validation, {trace.source}"
+    return [picture(as_svg(learning_figure(trace)), "Loss and metrics over steps", about), times]
 
 
 def _texts(trace: Trace) -> list[Html]:

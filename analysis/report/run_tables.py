@@ -12,17 +12,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from analysis.attribution.causes import Attribution
-from analysis.metrics.events import COMPUTE, of_kinds
-from analysis.metrics.run_metrics import NS, Metrics
-from analysis.metrics.statistics import min_values
+from analysis.metrics.events import COMPUTE, of_kinds, place_numbers
+from analysis.metrics.run_metrics import NS, Metrics, table_unit
+from analysis.metrics.statistics import MIN_VALUES
 from analysis.report.html import Cell, Table
 from gems.trace import KINDS, TIME_UNIT, Trace
-from gems.utils.units import MIB, MS, UNITS, UNKNOWN, Unit, bytes_unit, number, time_unit
+from gems.utils.units import MIB, UNITS, UNKNOWN, Unit, bytes_unit, number, time_unit
 
 PEAKS = (
     ("activations", "predicted_activation_bytes", "peak_activation_bytes"),
     ("allocated", "peak_bytes", "peak_allocated_bytes"),
 )
+# events that are equal in these are the segments of one pass
+PASS = ("stage", "kind", "micro_batch", "direction", "step", "rank")
 
 
 class Figure(NamedTuple):
@@ -81,11 +83,6 @@ def overview_row(metrics: Metrics, trace: Trace) -> dict[str, Cell]:
     }
 
 
-def table_unit(trace: Trace) -> Unit:
-    """Return the unit of times in tables and charts: ms, or the units of configured costs."""
-    return UNITS if TIME_UNIT in trace.attributes else MS
-
-
 def _joules(metrics: Metrics) -> str:
     return (
         UNKNOWN
@@ -100,7 +97,7 @@ def _step_time(metrics: Metrics, is_in_units: bool) -> Figure:
     low = metrics.step_low_s
     high = metrics.step_high_s
     if low is not None and high is not None and low < high:
-        name = "95 % interval" if metrics.num_steps >= min_values() else "fastest to slowest"
+        name = "95 % interval" if metrics.num_steps >= MIN_VALUES else "fastest to slowest"
         bounds = f"{name} {unit.show(low)} to {unit.show(high)}; "
     warm_up = f", {metrics.num_warmup_steps} warm-up left out" if metrics.num_warmup_steps else ""
     detail = (
@@ -218,22 +215,16 @@ def stage_medians_s(trace: Trace) -> dict[int, dict[str, float]]:
     events = trace.events[of_kinds(trace.events, *COMPUTE) & np.isin(trace.events["step"], counted)]
     if not len(events):
         return {}
-    group = events["stage"].astype(np.int64) * len(KINDS) + events["kind"]
-    keys = ("micro_batch", "direction", "step", "rank")
-    order = np.lexsort([*(events[key] for key in keys), group])
-    events = events[order]
-    group = group[order]
-    is_new = np.ones(len(events), bool)
-    is_new[1:] = group[1:] != group[:-1]
-    for key in keys:
-        is_new[1:] |= events[key][1:] != events[key][:-1]
-    starts = np.flatnonzero(is_new)
-    passes_ns = np.add.reduceat(events["end_ns"] - events["start_ns"], starts)
+    (passes,) = place_numbers(PASS, events)
+    first = np.unique(passes, return_index=True)[1]
+    durations_s = np.bincount(passes, events["end_ns"] - events["start_ns"]) * NS
+    (groups,) = place_numbers(("stage", "kind"), events[first])
     found: dict[int, dict[str, float]] = {}
-    places, firsts = np.unique(group[starts], return_index=True)
-    for place, times_ns in zip(places.tolist(), np.split(passes_ns, firsts[1:]), strict=True):
-        stage, kind = divmod(place, len(KINDS))
-        found.setdefault(stage, {})[KINDS[kind]] = float(np.median(times_ns)) * NS
+    for group in range(groups.max() + 1):
+        is_mine = groups == group
+        event = events[first[is_mine][0]]
+        times = found.setdefault(int(event["stage"]), {})
+        times[KINDS[event["kind"]]] = float(np.median(durations_s[is_mine]))
     return found
 
 

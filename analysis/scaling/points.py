@@ -128,7 +128,7 @@ class Point:
         """The images/s with the bounds that follow from those of the step time."""
         step = self.step_interval_s
         low, high = (self.images_per_step / bound for bound in (step.high, step.low))
-        return Interval(low, self.images_per_s, high, step.is_range, step.level)
+        return Interval(low, self.images_per_s, high, step.is_range)
 
     @property
     def rank_s_per_image(self) -> float:
@@ -438,7 +438,7 @@ def point_rows(points: Sequence[Point]) -> list[dict[str, Any]]:
             "step_median_s": step.value,
             "step_low_s": step.low,
             "step_high_s": step.high,
-            "step_bounds": "range" if step.is_range else f"{100 * step.level:g} % interval",
+            "step_bounds": "range" if step.is_range else "95 % interval",
             "step_min_s": min(point.step_s),
             "step_p95_s": point.step_p95_s,
             "step_max_s": max(point.step_s),

@@ -37,16 +37,12 @@ class Ask:
     gpus: int | None = None
 
     def __post_init__(self) -> None:
-        """Check the numbers.
+        """Check that runs and GPUs are given with steps alone.
 
         Raises:
-            ConfigError: A number is below 1, or runs or GPUs are given without steps.
+            ConfigError: They are given without.
         """
-        for name in self.__slots__:
-            value = getattr(self, name)
-            key = name.replace("_", "-")
-            if value is not None and value < 1:
-                raise ConfigError(key, value, "allowed: a whole number from 1")
+        for key, value in (("num-runs", self.num_runs), ("gpus", self.gpus)):
             if value is not None and self.num_steps is None:
                 raise ConfigError(key, value, "needs the steps of a run", "--num-steps N")
 
@@ -169,7 +165,7 @@ def _request(points: Sequence[Point], asked: Point | None, ask: Ask) -> tuple[In
         runs = f"the {counted(len(points), 'run')} of this study once more, by their {kinds} steps"
         return Interval(total, total, total), f"{number(total)} GPU-hours: {runs}; {extra}"
     hours = ask.hours(asked)
-    bounds = "range" if hours.is_range else f"{100 * hours.level:g} % interval"
+    bounds = "range" if hours.is_range else "95 % interval"
     between = f" ({number(hours.low)} to {number(hours.high)}, {bounds} of the step)"
     figure = "predicted by simulation" if asked.source == "simulated" else f"{asked.source}, median"
     step = f"{asked.images_per_step} images and {number(asked.step_median_s)} s a step"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 
-from analysis.metrics.statistics import further_values, min_values
+from analysis.metrics.statistics import MIN_VALUES, further_values
 from analysis.scaling.points import (
     Point,
     base_points,
@@ -114,7 +114,7 @@ def _intervals(points: Sequence[Point]) -> Finding:
     return _failing(
         points,
         lambda point: point.has_range,
-        f"{{}} have fewer than {min_values()} steps, so bars are ranges; raise train.steps, or"
+        f"{{}} have fewer than {MIN_VALUES} steps, so bars are ranges; raise train.steps, or"
         " repeat the runs",
     ) or _failing(
         points,

@@ -108,7 +108,7 @@ def simulated_trace(spec: RunSpec, schedule: Schedule) -> Trace:
         [start + round(max(row, default=0.0) * 1e9) for row in drawn[k % len(drawn)].end]
         for k, start in enumerate(starts_ns[:-1])
     ]
-    return Trace(
+    trace = Trace(
         attributes=_attributes(spec, memory),
         events=_all_steps(events, starts_ns[:-1]),
         steps=_step_rows(spec, "steps", starts_ns[:-1], starts_ns[1:]),
@@ -118,10 +118,10 @@ def simulated_trace(spec: RunSpec, schedule: Schedule) -> Trace:
                 for rank, ends in enumerate(zip(*ends_ns, strict=True))
             ]
         ),
-        schedule_rows=tuple(" ".join(map(str, actions)) for actions in schedule.rank_schedules),
-        schedule_sha256=schedule.digest(),
         boundaries=tuple(spec.parallel.boundaries or ()),
     )
+    trace.record(schedule)
+    return trace
 
 
 def _attributes(spec: RunSpec, memory: list[tuple[RankMemory, ...]]) -> dict[str, object]:

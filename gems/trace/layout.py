@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+if TYPE_CHECKING:
+    from gems.schedule.schedule import Schedule
+
 # root attribute of simulated runs whose seconds are abstract units
 TIME_UNIT = "time_unit"
+# root attribute of a run of a graph of stages: the stages that each reads, JSON
+PREDECESSORS = "predecessors"
 SCHEMA_VERSION = "1.3"
 SOURCES = ("measured", "emulated", "simulated")
 # The kinds of actions, followed by what a rank does outside its list of actions: INPUT is the wait
@@ -169,6 +175,13 @@ class Trace:
     boundaries: tuple[int, ...] = ()
     memory_plan: str = ""
     layer_times: LayerTimes | None = None
+
+    def record(self, schedule: Schedule) -> None:
+        """Take up a pipeline's schedule, and for a graph of stages which of them each reads."""
+        self.schedule_rows = tuple(" ".join(map(str, row)) for row in schedule.rank_schedules)
+        self.schedule_sha256 = schedule.digest()
+        if not schedule.placement.is_chain:
+            self.attributes[PREDECESSORS] = json.dumps(schedule.placement.predecessors)
 
     @property
     def source(self) -> str:

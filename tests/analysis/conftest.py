@@ -5,18 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import yaml
 
-from gems.config.schema import ModelConfig, ParallelConfig, RunSpec, ScheduleConfig
+from gems.config.schema import CostConfig, ModelConfig, ParallelConfig, RunSpec, ScheduleConfig
 from gems.schedule import generate
 from gems.schedule.action import Action, Kind
 from gems.schedule.lower import lower
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import Simulation
-from gems.trace import DTYPES, KINDS, STREAMS, Trace, TracePart, part_path, root_attributes
+from gems.trace import (
+    DTYPES,
+    KINDS,
+    STREAMS,
+    Trace,
+    TracePart,
+    part_path,
+    root_attributes,
+    write_trace,
+)
 from tests.helpers.drawings import play
 
 STASH_BYTES = 3 << 20
@@ -206,5 +216,62 @@ def _write_parts(
             )
             part.flush()
         part.close()
-    (folder / "run.yaml").write_text(trace.run_yaml)
+    if not (folder / "run.yaml").exists():  # of a run that was prepared
+        (folder / "run.yaml").write_text(trace.run_yaml)
     return trace
+
+
+SHAPE = {"partitions": 4, "replicas": 1, "micro_batches": 8, "micro_batch_size": 2}
+
+
+def step_rows(times_ms: Sequence[float], images: int, warmup_steps: int) -> np.ndarray:
+    """Return the steps of a trace, one after another without a gap."""
+    rows = []
+    at_ns = 0
+    for step, time_ms in enumerate(times_ms):
+        end_ns = at_ns + round(time_ms * 1e6)
+        is_warmup = int(step < warmup_steps)
+        rows.append((step, at_ns, end_ns, images, np.nan, is_warmup, 1, np.nan, np.nan))
+        at_ns = end_ns
+    return np.array(rows, DTYPES["steps"])
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    """Return the function that writes a run folder with a trace of steps alone.
+
+    Its step times are in ms. Numbers are sizes of SHAPE, dictionaries are sections of the
+    configuration, and `attributes` those of the trace.
+    """
+
+    def make(
+        name: str = "1f1b",
+        source: str = "measured",
+        times_ms: tuple[float, ...] = (50.0, 10.0),
+        warmup_steps: int = 1,
+        unit_s: float = 0.001,
+        attributes: dict[str, Any] | None = None,
+        **more: Any,
+    ) -> Path:
+        sizes = {key: more.pop(key, size) for key, size in SHAPE.items()}
+        document = RunSpec(
+            parallel=ParallelConfig(**sizes),
+            schedule=ScheduleConfig(name=name),
+            cost=CostConfig(unit_s=unit_s),
+        ).to_dict()
+        for section, values in more.items():
+            document[section] |= values
+        folder = tmp_path / f"run{len(list(tmp_path.iterdir()))}"
+        images = sizes["replicas"] * sizes["micro_batches"] * sizes["micro_batch_size"]
+        trace = Trace(
+            root_attributes(
+                source, folder.name, sizes["partitions"] * sizes["replicas"], **(attributes or {})
+            ),
+            steps=step_rows(times_ms, images, warmup_steps),
+            run_yaml=yaml.safe_dump(document),
+        )
+        folder.mkdir()
+        write_trace(folder / "trace.h5", trace)
+        return folder
+
+    return make

@@ -75,6 +75,28 @@ def test_what_copies_and_recomputation_cost(tmp_path: Path) -> None:
         assert found.own_s[cause] == pytest.approx((step - 3.0,))
 
 
+def test_a_graph_of_stages_is_attributed(tmp_path: Path) -> None:
+    """Stages 1 and 2 read stage 0, 3 reads both; rank 1 runs stage 2 beside 1, 0.5 units away."""
+    path = tmp_path / "graph.json"
+    ranks = ["F0 F1 F3 B3 B1 B0", "F2 B2"]
+    document = {
+        "schema": "gems.schedule/1",
+        "name": "graph",
+        "ranks": 2,
+        "stages": 4,
+        "micro_batches": 1,
+        "directions": 1,
+        "placement": [[0, 0, 1, 0]],
+        "predecessors": [[], [0], [0], [1, 2]],
+        "actions": [[[word[0], int(word[1]), 0, 0] for word in row.split()] for row in ranks],
+    }
+    path.write_text(json.dumps(document))
+    found = attribute(trace_of(spec_of("file", 2, 1, path=path, link=0.5)))
+    check_sums(found)
+    assert found.residual_s == pytest.approx(0, abs=1e-9)
+    assert found.step_s > found.ideal_s and found.run_s["point_to_point"] > 0
+
+
 @pytest.mark.parametrize("name", published())
 def test_the_parts_sum_to_the_step_whatever_the_schedule(name: str) -> None:
     spec = (

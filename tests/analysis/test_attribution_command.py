@@ -117,15 +117,9 @@ def test_a_cause_that_saved_time_goes_back() -> None:
     assert bar.get_width() == pytest.approx(-1.4)
 
 
-def test_what_cannot_be_drawn_is_refused(
+def test_a_table_that_cannot_be_written_is_refused(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for arguments, words in (
-        (["--out", str(tmp_path / "a.jpg")], "suffix .jpg"),
-        (["--out", str(tmp_path / "no" / "a.png")], "folder does not exist"),
-    ):
-        assert main(["attribution", str(path), *arguments]) == 2
-        assert words in capsys.readouterr().err
     (tmp_path / "b.csv").mkdir()
     assert main(["attribution", str(path), "--out", str(tmp_path / "b.png")]) == 2
     assert "cannot be written" in capsys.readouterr().err

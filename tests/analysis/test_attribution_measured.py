@@ -164,7 +164,7 @@ def test_a_message_that_a_busy_rank_sees_late_flew_no_longer_than_others() -> No
         (0, "B", 0, 1, 11, 12),
     ]
     trace = by_hand(rows, events, (0, 12))  # type: ignore[arg-type]
-    graph = build_graph(schedule_from(rows))
+    graph = build_graph(schedule_from(trace))
     measured = measure(trace, graph)
     flights = {
         str(action): float(measured.times.lag_s[node].max() * 1e3)
@@ -226,11 +226,13 @@ def test_ranks_that_begin_before_the_step_is_charged_are_told_as_they_were() -> 
 
 def test_what_cannot_be_attributed_is_refused_in_one_line() -> None:
     whole = trace_of(spec_of())
+    three = trace_of(spec_of(partitions=3))
     for spoil, line in (
         ({"schedule_rows": ()}, "holds no schedule of the ranks"),
         ({"schedule_rows": ("0B0",)}, "has stages without a forward"),
         ({"schedule_rows": ("0F0 1F0 0B0",)}, "waits for something that never happens"),
-        ({"schedule_rows": whole.schedule_rows[:3]}, "is no multiple of the 3 rows"),
+        ({"schedule_rows": whole.schedule_rows[:3]}, "waits for something that never happens"),
+        ({"schedule_rows": three.schedule_rows}, "is no multiple of the 3 rows"),
         ({"steps": whole.steps[:1]}, "no step that every rank finished"),
         ({"events": whole.events[:-10]}, "lacks 3F6 on rank 3"),
     ):

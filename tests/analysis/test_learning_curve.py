@@ -7,7 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from analysis.plots.learning_curve import MAX_POINTS, learning_figure, validation_curves
+from analysis.plots.learning_curve import (
+    MAX_POINTS,
+    learning_figure,
+    step_times_figure,
+    validation_curves,
+)
 from gems.errors import ConfigError
 from gems.trace import DTYPES
 
@@ -34,6 +39,15 @@ def test_losses_and_metrics_have_panels(simulate) -> None:
         [2, 4],
         [0.7, 0.8],
     )
+
+
+def test_step_times_are_drawn_with_warm_up(simulate) -> None:
+    trace = simulate(steps=4, warmup_steps=2)
+    (axes,) = step_times_figure(trace).axes
+    at, times_ms = axes.lines[0].get_data()
+    assert at.tolist() == [1, 2, 3, 4] and axes.get_ylim()[0] == 0
+    spans_ns = trace.steps["end_ns"] - trace.steps["start_ns"]
+    assert times_ms.tolist() == pytest.approx((spans_ns * 1e-6).tolist())
 
 
 def test_many_steps_are_drawn_as_means(simulate) -> None:

@@ -62,13 +62,3 @@ def test_the_command_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str
     document.write_text(json.dumps(ANSWER))
     assert main(["memory", str(document), "--out", str(out)]) == 0
     assert capsys.readouterr().out.strip() == str(out) and "SIMULATED" in out.read_text()
-
-
-@pytest.mark.parametrize("text", ["", "{}", '{"curves": 3}'])
-def test_a_file_that_is_none_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
-) -> None:
-    document = tmp_path / "memory.json"
-    document.write_text(text)
-    assert main(["memory", str(document), "--out", str(tmp_path / "memory.png")]) == 2
-    assert "holds no answer of gems memory" in capsys.readouterr().err

@@ -154,14 +154,6 @@ def test_no_such_step_is_refused(simulate: Simulate) -> None:
         timeline_figure(Trace(attributes=root_attributes("measured", "x", 1)))
 
 
-def test_a_picture_needs_a_folder_and_a_known_suffix(simulate: Simulate, tmp_path: Path) -> None:
-    trace = simulate(partitions=1)
-    with pytest.raises(ConfigError, match="folder"):
-        save_figure(timeline_figure(trace), tmp_path / "none" / "x.png")
-    with pytest.raises(ConfigError, match=r"\.png, \.pdf, \.svg"):
-        save_figure(timeline_figure(trace), tmp_path / "x.jpeg")
-
-
 def test_the_curve_follows_the_ledger(simulate: Simulate) -> None:
     trace = simulate(name="gpipe", partitions=1, micro_batches=2)
     curve = rank_curve(trace, step_window(trace), 0)

@@ -82,7 +82,7 @@ def test_the_section_and_its_figures(
     assert answer["csv"] == str(tmp_path / "proposal.csv")
     with (tmp_path / "proposal.csv").open() as file:
         rows = list(csv.DictReader(file))
-    keys = (
+    keys = [
         "scaling",
         "source",
         "ranks",
@@ -90,14 +90,14 @@ def test_the_section_and_its_figures(
         "num_runs",
         "num_steps",
         "num_warmup_steps",
-    )
-    assert [tuple(row[key] for key in keys) for row in rows] == [
-        ("strong", "measured", "2", "16", "2", "14", "1"),
-        ("strong", "measured", "4", "16", "1", "7", "1"),
-        ("strong", "measured", "8", "16", "1", "7", "1"),
-        ("weak", "measured", "2", "16", "2", "14", "1"),
-        ("weak", "measured", "4", "32", "1", "7", "1"),
-        ("weak", "measured", "8", "64", "1", "7", "1"),
+    ]
+    assert [" ".join(row[key] for key in keys) for row in rows] == [
+        "strong measured 2 16 2 14 1",
+        "strong measured 4 16 1 7 1",
+        "strong measured 8 16 1 7 1",
+        "weak measured 2 16 2 14 1",
+        "weak measured 4 32 1 7 1",
+        "weak measured 8 64 1 7 1",
     ]
 
     def column(name: str) -> list[float]:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 from matplotlib.collections import PolyCollection
 
 from analysis.__main__ import main
@@ -20,8 +19,6 @@ from analysis.cli.scaling import study_table, write_study
 from analysis.plots.scaling import scaling_figure
 from analysis.scaling.fits import fit_points
 from analysis.scaling.points import Point, base_points, point_rows, read_points
-from gems.config.schema import ParallelConfig, RunSpec, ScheduleConfig
-from gems.trace import DTYPES, Trace, root_attributes, write_trace
 from tests.helpers.planted import noisy, point
 
 SERIAL = 0.01
@@ -29,46 +26,28 @@ Runs = Callable[..., list[Path]]
 
 
 @pytest.fixture
-def runs(tmp_path: Path) -> Runs:
+def runs(write: Callable[..., Path]) -> Runs:
     """Return the function that writes runs of weak scaling, one for each number of replicas of 4 ranks.
 
     Amdahl's law.
     """
+    told = {
+        "git_commit": "abc",
+        "versions": ["gems 0.1"],
+        "hostnames": ["n0"],
+        "clock_error_ns": [7, 9],
+    }
 
-    def make(
-        *replicas: int, source: str = "measured", count: int = 12, **attributes: object
-    ) -> list[Path]:
-        folders = []
-        for number in replicas:
-            folder = tmp_path / f"run{len(list(tmp_path.iterdir()))}"
-            folder.mkdir()
-            spec = RunSpec(
-                parallel=ParallelConfig(
-                    partitions=4, replicas=number, micro_batches=8, micro_batch_size=2
-                ),
-                schedule=ScheduleConfig(name="1f1b"),
+    def make(*replicas: int, source: str = "measured", **attributes: object) -> list[Path]:
+        return [
+            write(
+                source=source,
+                replicas=number,
+                times_ms=noisy(50 * (1 + SERIAL * (4 * number - 1)), 13, seed=number),
+                attributes=told | attributes,
             )
-            step_s = noisy(0.05 * (1 + SERIAL * (4 * number - 1)), count + 1, seed=number)
-            ends_ns = np.cumsum(np.round(np.array(step_s) * 1e9)).astype(int)
-            starts_ns = np.concatenate([[0], ends_ns[:-1]])
-            rows = [
-                (step, start, end, 16 * number, 1.0, int(step == 0), 1, np.nan, np.nan)
-                for step, (start, end) in enumerate(zip(starts_ns, ends_ns, strict=True))
-            ]
-            told = {
-                "git_commit": "abc",
-                "versions": ["gems 0.1"],
-                "hostnames": ["n0"],
-                "clock_error_ns": [7, 9],
-            }
-            trace = Trace(
-                root_attributes(source, folder.name, 4 * number, **(told | attributes)),
-                steps=np.array(rows, DTYPES["steps"]),
-                run_yaml=yaml.safe_dump(spec.to_dict()),
-            )
-            write_trace(folder / "trace.h5", trace)
-            folders.append(folder)
-        return folders
+            for number in replicas
+        ]
 
     return make
 

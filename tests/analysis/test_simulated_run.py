@@ -25,23 +25,14 @@ from analysis.plots.memory_curve import buffer_bytes, memory_figure, rank_curve
 from analysis.plots.timeline import LOOKS, timeline_figure
 from analysis.report.build import build_report
 from analysis.scaling.points import read_points
-from gems.config.resolve import resolve
-from gems.config.schema import (
-    BenchmarkConfig,
-    CostConfig,
-    MachineConfig,
-    ParallelConfig,
-    RunSpec,
-    ScheduleConfig,
-    TrainConfig,
-)
+from gems.config.schema import RunSpec
 from gems.plan.draft import Draft
 from gems.runs.prepare import prepare
 from gems.runs.simulated_run import main as simulate_run
-from gems.runs.simulated_run import simulated_trace
 from gems.schedule.memory import memory_over_time
 from gems.simulation.costs import RunCosts
-from gems.trace import KINDS, STREAMS, Trace, write_trace
+from gems.trace import KINDS, STREAMS, write_trace
+from tests.helpers.attributed import spec_of, trace_of
 
 MEMORY = {
     "schema": "gems.schedule/1",
@@ -78,33 +69,24 @@ def make(tmp_path: Path) -> Make:
     path.write_text(json.dumps(MEMORY))
 
     def build(
-        name: str = "file", partitions: int = 2, micro_batches: int = 2, **more: int
+        name: str = "file", partitions: int = 2, micro_batches: int = 2, replicas: int = 1
     ) -> RunSpec:
-        return resolve(
-            RunSpec(
-                runs_dir=str(tmp_path / "runs"),
-                schedule=ScheduleConfig(name=name, path=str(path)),
-                parallel=ParallelConfig(partitions=partitions, micro_batches=micro_batches, **more),
-                cost=CostConfig(
-                    unit_s=0.01,
-                    activation_bytes=1 << 20,
-                    boundary_bytes=1 << 18,
-                    offload=1.0,
-                    param_bytes=1 << 21,
-                ),
-                machine=MachineConfig(kind="simulated", link_latency_s=0.002),
-                train=TrainConfig(steps=3),
-                benchmark=BenchmarkConfig(skip_steps=1),
-            )
+        spec = spec_of(
+            name,
+            partitions,
+            micro_batches,
+            replicas,
+            path,
+            {"link_latency_s": 0.002},
+            unit_s=0.01,
+            activation_bytes=1 << 20,
+            boundary_bytes=1 << 18,
+            offload=1.0,
+            param_bytes=1 << 21,
         )
+        return replace(spec, runs_dir=str(tmp_path / "runs"))
 
     return build
-
-
-def trace_of(spec: RunSpec) -> Trace:
-    trace = simulated_trace(spec, Draft(spec).lowered)
-    trace.run_yaml = json.dumps(spec.to_dict())
-    return trace
 
 
 def test_the_run_with_all_kinds_has_them(make: Make) -> None:

@@ -43,7 +43,7 @@ def spec_of(
                 partitions=partitions, micro_batches=micro_batches, replicas=replicas
             ),
             cost=CostConfig(**cost),  # type: ignore[arg-type]
-            machine=MachineConfig(kind="simulated", **(machine or {})),  # type: ignore[arg-type]
+            machine=MachineConfig(**{"kind": "simulated"} | (machine or {})),  # type: ignore[arg-type]
             train=TrainConfig(steps=3),
             benchmark=BenchmarkConfig(skip_steps=1),
         )
