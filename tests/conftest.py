@@ -39,6 +39,7 @@ if IS_FAKE:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until all is imported and collected, most of which stays
     if IS_FAKE:
         from tests.fake_cuda import plugin
 
@@ -56,6 +57,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     # what was imported and collected stays: each full collection would look through it again
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
+    gc.enable()
     every = config.getoption("--every")
     if every > 1:
         config.hook.pytest_deselected(

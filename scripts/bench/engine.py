@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed import pipelining
 from torch.nn import functional
 
 from gems.autograd.torch_internals import TorchDispatchMode, tree_leaves
@@ -292,6 +291,8 @@ def of_torch(
     distributed.init_process_group(
         "gloo", init_method=f"file://{path}/gloo", rank=comm.rank, world_size=comm.size
     )
+    from torch.distributed import pipelining  # takes seconds to load
+
     rank = comm.rank
     size = comm.size
     num_stages = len(cuts) - 1

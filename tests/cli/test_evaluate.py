@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +22,7 @@ from gems.data import open_dataset
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
+from tests.helpers.commands import Gems, runner
 from tests.helpers.processes import python
 
 ROOT = Path(__file__).parents[2]
@@ -43,25 +43,30 @@ WORDS = (
 )
 
 
-def call(folder: Path, package: str, *words: str) -> subprocess.CompletedProcess[str]:
-    return python("-m", package, *words, cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)})
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that validated after three steps and at its end."""
     folder = tmp_path_factory.mktemp("trained")
-    ended = call(folder, "jobs", "submit", *WORDS)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    ended = python("-m", "jobs", "submit", *WORDS, cwd=folder, env=environment)
     assert ended.returncode == 0, ended.stderr
     (run,) = (folder / "runs").iterdir()
     return run
 
 
-def test_strips_measure_what_whole_images_did(trained: Path) -> None:
+@pytest.fixture
+def command(
+    trained: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Gems:
+    """Run commands beside the run, in this process: another would load torch and profiles anew."""
+    return runner(capfd, trained.parents[1], monkeypatch)
+
+
+def test_strips_measure_what_whole_images_did(trained: Path, command: Gems) -> None:
     """A network with batch norm, which could not train in strips."""
-    ended = call(trained.parents[1], "gems", "evaluate", "run", "parallel.strips=4", "--json")
-    assert ended.returncode == 0, ended.stderr
-    found = json.loads(ended.stdout)
+    said = command("evaluate", "run", "parallel.strips=4", "--json")
+    assert said.code == 0, said.err
+    found = json.loads(said.out)
     result = json.loads(RunFolder(trained).result_json.read_text())
     assert (
         found["num_validation"] == 10
@@ -70,18 +75,10 @@ def test_strips_measure_what_whole_images_did(trained: Path) -> None:
     assert found["validation_loss"] == pytest.approx(result["validation_loss"], rel=1e-5)
 
 
-def test_one_rank_measures_what_two_ranks_did(trained: Path) -> None:
-    ended = call(
-        trained.parents[1],
-        "gems",
-        "evaluate",
-        "run",
-        "parallel.partitions=1",
-        "schedule=gpipe",
-        "--json",
-    )
-    assert ended.returncode == 0, ended.stderr
-    found = json.loads(ended.stdout)
+def test_one_rank_measures_what_two_ranks_did(trained: Path, command: Gems) -> None:
+    said = command("evaluate", "run", "parallel.partitions=1", "schedule=gpipe", "--json")
+    assert said.code == 0, said.err
+    found = json.loads(said.out)
     result = json.loads(RunFolder(trained).result_json.read_text())
     assert found["num_validation"] == result["num_validation"] == 10
     assert found["validation_accuracy"] == result["validation_accuracy"]
@@ -154,16 +151,16 @@ def probabilities(run: Path, images: torch.Tensor) -> list[list[float]]:
         return gems.load_model(run)(images).softmax(1).tolist()
 
 
-def predicted(run: Path, *words: str) -> list[dict[str, str]]:
-    out = run.parents[1] / f"out{len(list(run.parents[1].glob('out*')))}"
-    ended = call(run.parents[1], "gems", "predict", "run", "--out", out.name, *words)
-    assert ended.returncode == 0, ended.stderr
+def predicted(command: Gems, *words: str) -> list[dict[str, str]]:
+    out = Path(f"out{len(list(Path().glob('out*')))}")
+    said = command("predict", "run", "--out", out.name, *words)
+    assert said.code == 0, said.err
     return list(csv.DictReader((out / "predictions.csv").read_text().splitlines()))
 
 
-def test_three_ranks_predict_what_the_model_in_one_piece_says(trained: Path) -> None:
+def test_three_ranks_predict_what_the_model_in_one_piece_says(trained: Path, command: Gems) -> None:
     """Of the run's own validation split, whose accuracy they have."""
-    rows = predicted(trained, "parallel.partitions=3", "schedule=gems_master")
+    rows = predicted(command, "parallel.partitions=3", "schedule=gems_master")
     spec = RunFolder(trained).read_spec()
     data = open_dataset(spec.data, spec.seed)
     images = torch.stack([torch.from_numpy(data.image("validation", index)) for index in range(10)])
@@ -180,7 +177,7 @@ def test_three_ranks_predict_what_the_model_in_one_piece_says(trained: Path) -> 
     ]
 
 
-def test_images_of_files_are_predicted(trained: Path, tmp_path: Path) -> None:
+def test_images_of_files_are_predicted(trained: Path, command: Gems, tmp_path: Path) -> None:
     """A pattern and a folder, without labels; files of two folders may have one name."""
     pixels = np.random.default_rng(3).integers(256, size=(3, 16, 16, 3), dtype=np.uint8)
     paths = [tmp_path / name for name in ("more/a.png", "more/deep/b.png", "a.png")]
@@ -188,7 +185,7 @@ def test_images_of_files_are_predicted(trained: Path, tmp_path: Path) -> None:
         path.parent.mkdir(exist_ok=True, parents=True)
         Image.fromarray(image).save(path)
     rows = predicted(
-        trained, "--input", str(tmp_path / "more"), str(tmp_path / "*.png"), "parallel.partitions=1"
+        command, "--input", str(tmp_path / "more"), str(tmp_path / "*.png"), "parallel.partitions=1"
     )
     assert [row["sample"] for row in rows] == [str(path) for path in paths]
     images = (torch.from_numpy(pixels).permute(0, 3, 1, 2).float() - 127.5) / 64
@@ -239,22 +236,12 @@ def test_refusals_of_predict(
         predict([str(trained), *rest], Options(chosen=chosen))
 
 
-def test_a_file_that_is_no_image_ends_with_its_name(trained: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_no_image_ends_with_its_name(command: Gems, tmp_path: Path) -> None:
     (tmp_path / "a.png").write_text("no image")
-    folder = trained.parents[1]
-    ended = call(
-        folder,
-        "gems",
-        "predict",
-        "run",
-        "parallel.partitions=1",
-        "--input",
-        str(tmp_path),
-        "--out",
-        "none",
-    )
-    assert not (folder / "none").exists()
-    assert ended.returncode == 2 and f"{tmp_path}/a.png: not a readable image" in ended.stderr
+    words = ["parallel.partitions=1", "--input", str(tmp_path), "--out", "none"]
+    said = command("predict", "run", *words)
+    assert not Path("none").exists()
+    assert said.code == 2 and f"{tmp_path}/a.png: not a readable image" in said.err
 
 
 def test_what_has_no_labels_is_not_trained_on(tmp_path: Path) -> None:

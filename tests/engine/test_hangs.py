@@ -156,7 +156,7 @@ def test_a_rank_that_is_slow_but_moves_is_left_alone(tmp_path):
 
 @pytest.mark.timeout(240)
 def test_sigusr1_shows_the_stacks_and_ends_nothing(tmp_path):
-    run = Run(tmp_path, train__steps=100)
+    run = Run(tmp_path, train__steps=40)
     beat = run.wait_for_step(2, 2)
     os.kill(beat.pid, signal.SIGUSR1)
     ended = run.wait()

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from gems.autograd.kernels import choose_kernels
-from gems.config.schema import MachineConfig
-from gems.engine.transport.mpi import Comm, meet, world
+from gems.config.schema import MachineConfig, RunSpec
+from gems.engine.transport.mpi import Comm, broadcast, meet, world
+from gems.plan.evaluate import Plan, evaluate
 from gems.utils.logs import set_up_rank_logging
 from tests.helpers.device import ON_GPU
 from tests.mpi.world import IN_RANK, World
@@ -50,6 +51,11 @@ def same_bits_each_time() -> None:
     if ON_GPU:
         choose_kernels(MachineConfig(deterministic=True))
         torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def plan_once(comm: Comm, spec: RunSpec, trains: bool = True) -> Plan:
+    """Plan a run on the first rank, which tells the others, as of one that is submitted; collective."""
+    return broadcast(comm, evaluate(spec, trains) if comm.rank == 0 else None)
 
 
 def sub_world(comm: Comm, size: int) -> Comm | None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import tempfile
+from typing import TYPE_CHECKING
 
 import pytest
 
-from analysis.attribution.causes import Attribution, attribute
-from analysis.io.load import load_parts
 from gems.engine.emulation.run import emulate
 from gems.engine.transport.mpi import broadcast, meet
 from gems.runs.folder import RunFolder
@@ -15,6 +14,9 @@ from gems.runs.heartbeat import Heartbeat
 from gems.runs.prepare import prepare
 from gems.trace import KINDS, part_path, read_part
 from tests.helpers.toys import make_spec
+
+if TYPE_CHECKING:
+    from analysis.attribution.causes import Attribution
 
 PLANTS = {
     "imbalance": {"cost__times": [1.0, 2.0, 1.0, 1.0]},
@@ -42,7 +44,15 @@ def attributed(comm, **changes) -> tuple[RunFolder, Attribution]:
     emulate(folder, comm, heartbeat)
     heartbeat.close()
     meet(comm)
-    return folder, attribute(load_parts(folder.path).trace)
+    return folder, broadcast(comm, _attributed(folder) if comm.rank == 0 else None)
+
+
+def _attributed(folder: RunFolder) -> Attribution:
+    """Load the analysis on one rank alone: it takes seconds."""
+    from analysis.attribution.causes import attribute
+    from analysis.io.load import load_parts
+
+    return attribute(load_parts(folder.path).trace)
 
 
 @pytest.fixture(scope="module")

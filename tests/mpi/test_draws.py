@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from gems.engine.transport.mpi import broadcast
 from gems.engine.verification.compare import compare
-from gems.plan.evaluate import evaluate
 from tests.helpers.device import DEVICE, ON_GPU
 from tests.helpers.toys import make_spec
-from tests.mpi.conftest import sub_world
+from tests.mpi.conftest import plan_once, sub_world
 
 OWN = {
     "model__target": "tests.helpers.own_draws.Random",
@@ -68,8 +66,7 @@ def test_random_layers_equal_those_of_the_uncut_network(comm, run, network):
     part = sub_world(comm, spec.world_size)
     if part is None:
         return
-    made = broadcast(part, evaluate(spec) if part.rank == 0 else None)
-    found = compare(made.for_ranks, part, DEVICE)
+    found = compare(plan_once(part, spec).for_ranks, part, DEVICE)
     assert found.max_rel_error <= 1e-12, found
     if ON_GPU:  # whose masks of dropout are of booleans, and of floats in the profile
         pairs = zip(found.peak_activation_bytes, found.predicted_activation_bytes, strict=True)

@@ -17,7 +17,6 @@ from gems.engine.verification.compare import compare
 from gems.errors import ConfigError
 from gems.launch.verification import Verification
 from gems.plan.draft import Draft
-from gems.plan.evaluate import evaluate
 from gems.schedule import FAMILIES, generate, published
 from gems.schedule.lower import compute_only, lower
 from gems.schedule.validate import validate
@@ -25,7 +24,7 @@ from tests.helpers import toys
 from tests.helpers.device import DEVICE, ON_GPU
 from tests.helpers.halves import halved
 from tests.helpers.toys import plan_of
-from tests.mpi.conftest import sub_world
+from tests.mpi.conftest import plan_once, sub_world
 
 TOLERANCE = 1e-12
 
@@ -145,8 +144,7 @@ def test_channels_last_is_exact_and_travels_without_a_conversion(comm, case, mon
 
     monkeypatch.setattr(ChannelsLast, "post_send", spy_on_stage)
     monkeypatch.setattr(P2PChannels, "post_send", spy_on_message)
-    made = evaluate(spec)
-    difference = compare(made.for_ranks, part, DEVICE)
+    difference = compare(plan_once(part, spec).for_ranks, part, DEVICE)
     assert difference.max_rel_error <= TOLERANCE, difference
     assert difference.peak_activation_bytes == difference.predicted_activation_bytes, difference
     assert sent and all(sent)
@@ -382,7 +380,7 @@ def test_mixed_precision_computes_as_one_process(
     Bytes are as predicted, weights are copied once, and I and W are split.
     """
     spec = make_spec(schedule, partitions, replicas, train__precision=precision, **changes)
-    difference = compare(plan_of(spec), comm, DEVICE)
+    difference = compare(plan_once(comm, spec).for_ranks, comm, DEVICE)
     assert difference.dtype == precision and difference.unsplit_layers == ()
     assert difference.max_rel_error <= 1e-5, difference
     assert difference.peak_activation_bytes == difference.predicted_activation_bytes, difference

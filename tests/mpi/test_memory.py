@@ -25,7 +25,7 @@ from gems.schedule.action import Kind
 from gems.schedule.lower import lower
 from tests.helpers import toys
 from tests.helpers.device import DEVICE, ON_GPU
-from tests.mpi.conftest import sub_world
+from tests.mpi.conftest import plan_once, sub_world
 
 STEPS = 2
 MIB = 2**20
@@ -122,9 +122,7 @@ def played_keeping(spec: RunSpec, comm) -> list[torch.Tensor]:
     key = json.dumps(kept.to_dict())
     if key not in _last_kept:  # the same on every rank
         _last_kept.clear()
-        _last_kept[key] = played(
-            kept, comm, broadcast(comm, evaluate(kept) if comm.rank == 0 else None)
-        )[1]
+        _last_kept[key] = played(kept, comm, plan_once(comm, kept))[1]
     return _last_kept[key]
 
 
@@ -193,7 +191,7 @@ def test_what_stages_received_leaves_until_they_are_recomputed(comm, network, sc
         return
     memory = MemoryConfig("recompute", recompute="stage", offload_inputs=True)
     spec = spec_of(network, schedule, memory, partitions=3)
-    made = broadcast(part, evaluate(spec) if part.rank == 0 else None)
+    made = plan_once(part, spec)
     wanted = played_keeping(spec, part)
     rank, found = played(spec, part, made)
     assert found and all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
@@ -234,7 +232,7 @@ def test_bits_and_bytes_of_a_list_found_with_its_actions(comm, network, actions)
         "capped", activation_cap=1.0, memory_actions=actions, budget_s=0.3, placements=["v"]
     )
     spec = replace(spec_of(network, "1f1b", MemoryConfig()), schedule=schedule)
-    made = broadcast(part, evaluate(spec) if part.rank == 0 else None)
+    made = plan_once(part, spec)
     assert made.schedule.has_memory_actions
     plain = [
         [action for action in row if action.kind in PLAIN_KINDS]

@@ -6,13 +6,11 @@ from collections import Counter
 
 import pytest
 
-from gems.engine.transport.mpi import broadcast
 from gems.engine.verification.compare import compare
-from gems.plan.evaluate import evaluate as plan_run
 from gems.schedule.action import Kind
 from tests.helpers import counting_stages
 from tests.helpers.device import DEVICE
-from tests.mpi.conftest import sub_world
+from tests.mpi.conftest import plan_once, sub_world
 from tests.mpi.test_strips import POLICIES, strip_spec
 
 METHODS = {
@@ -38,7 +36,7 @@ def test_each_action_calls_the_wrapper_once_and_gradients_stay(comm, case):
     part = sub_world(comm, 2)
     if part is None:
         return
-    made = broadcast(part, plan_run(spec) if part.rank == 0 else None)
+    made = plan_once(part, spec)
     counting_stages.calls.clear()
     found = compare(made.for_ranks, part, DEVICE)
     assert found.max_rel_error <= 1e-12, found

@@ -23,12 +23,11 @@ from gems.engine.transport.mpi import broadcast
 from gems.engine.verification.compare import compare
 from gems.errors import ConfigError
 from gems.launch.verification import Verification
-from gems.plan.evaluate import evaluate as plan_run
 from gems.profile import store
 from gems.utils.targets import import_module
 from tests.helpers.device import DEVICE, NAME
 from tests.helpers.toys import make_spec, plan_of
-from tests.mpi.conftest import sub_world
+from tests.mpi.conftest import plan_once, sub_world
 
 OWN = "tests.helpers.own_streams."
 CLASSES = {
@@ -135,9 +134,7 @@ def without_evaluation(monkeypatch):
 
 
 def built(comm, spec, trains=True):
-    """Return the pipeline of a run that rank 0 plans for all, as of one that is submitted; collective."""
-    made = broadcast(comm, plan_run(spec, trains) if comm.rank == 0 else None)
-    return Rank.open(made.for_ranks, comm, DEVICE, trains=trains)
+    return Rank.open(plan_once(comm, spec, trains).for_ranks, comm, DEVICE, trains=trains)
 
 
 def strip_spec(
@@ -165,7 +162,7 @@ def test_trains_as_one_process(comm, name, schedule, partitions, replicas, strip
     part = sub_world(comm, spec.world_size)
     if part is None:
         return
-    made = broadcast(part, plan_run(spec) if part.rank == 0 else None)
+    made = plan_once(part, spec)
     assert made.schedule.num_strips == strips
     found = compare(made.for_ranks, part, DEVICE)
     assert found.max_rel_error <= 1e-12, found
@@ -256,59 +253,34 @@ def test_mixed_precision_computes_as_one_process(
     part = sub_world(comm, spec.world_size)
     if part is None:
         return
-    made = broadcast(part, plan_run(spec) if part.rank == 0 else None)
+    made = plan_once(part, spec)
     found = compare(made.for_ranks, part, DEVICE)
     assert found.dtype == precision and found.is_equal, found
     assert_predicted_bytes(found)
 
 
-def test_trains_torchvision_from_its_weights_with_frozen_statistics(comm, tmp_path_factory):
-    """One step of SGD on two ranks in strips is that of torchvision's own network with batch norm in evaluation."""
-    if importlib.util.find_spec("torchvision") is None:
-        pytest.skip("torchvision is not installed")
-    part = sub_world(comm, 2)
-    if part is None:
-        return
-    options = {"num_classes": 3}
+TORCHVISION = {"num_classes": 3}
+FROZEN = ("conv1.", "bn1.", "layer1.")
+
+
+def torchvision_network() -> tuple[nn.Module, list[nn.BatchNorm2d]]:
+    """Return ResNet-18 with drawn running statistics, and its norms."""
     torch.manual_seed(0)
-    network = import_module("torchvision").models.resnet18(**options).double()
+    network = import_module("torchvision").models.resnet18(**TORCHVISION).double()
     norms = [module for module in network.modules() if isinstance(module, nn.BatchNorm2d)]
     for norm in norms:
         norm.running_mean.normal_(std=0.1)
         norm.running_var.uniform_(0.5, 2)
-    path = broadcast(
-        part, tmp_path_factory.mktemp("weights") / "resnet18.pt" if part.rank == 0 else None
-    )
-    if part.rank == 0:
-        torch.save(network.state_dict(), path)
-    part.Barrier()
-    model = ModelConfig(target="torchvision.models.resnet18", kwargs=options, norm="frozen_batch")
-    spec = make_spec(
-        "1f1b",
-        2,
-        model=model,
-        data=DataConfig(**CLASSES, height_px=67),
-        parallel__strips=3,
-        parallel__micro_batch_size=1,
-        parallel__micro_batches=2,
-        train__precision="float64",
-        train__steps=1,
-        optimizer__frozen=["conv1.*", "bn1.*", "layer1.*"],
-    )
-    rank = built(part, spec)
-    match = restore(rank, path)
-    assert len(match.names) == len(network.state_dict()) and not match.drawn_anew
-    rank.stages.set_training(True)
-    loader = BatchLoader.open(rank.plan, rank.comm, DEVICE)
-    before = {name: value.clone() for name, value in network.state_dict().items()}
-    rank.train.run(0, loader.batch(0))
-    loader.close()
+    return network, norms
 
+
+def step_of_torchvision(network: nn.Module, norms: list[nn.BatchNorm2d], spec: RunSpec) -> None:
+    """Take one step of SGD in one process, with norms in evaluation."""
     network.train()
     for norm in norms:
         norm.eval()
     for name, parameter in network.named_parameters():
-        parameter.requires_grad_(not name.startswith(("conv1.", "bn1.", "layer1.")))
+        parameter.requires_grad_(not name.startswith(FROZEN))
     dataset = open_dataset(spec.data, spec.seed)
     chosen = [
         (int(index), int(draw)) for index, draw in batch_indices(dataset.num_train, spec.seed, 0, 2)
@@ -322,6 +294,46 @@ def test_trains_torchvision_from_its_weights_with_frozen_statistics(comm, tmp_pa
     trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
     torch.optim.SGD(trained, config.lr, config.momentum, weight_decay=config.weight_decay).step()
 
+
+def test_trains_torchvision_from_its_weights_with_frozen_statistics(comm, tmp_path_factory):
+    """One step of SGD on two ranks in strips is that of torchvision's own network with batch norm in evaluation."""
+    if importlib.util.find_spec("torchvision") is None:
+        pytest.skip("torchvision is not installed")
+    part = sub_world(comm, 2)
+    if part is None:
+        return
+    network, norms = torchvision_network()
+    path = broadcast(
+        part, tmp_path_factory.mktemp("weights") / "resnet18.pt" if part.rank == 0 else None
+    )
+    if part.rank == 0:
+        torch.save(network.state_dict(), path)
+    part.Barrier()
+    model = ModelConfig(
+        target="torchvision.models.resnet18", kwargs=TORCHVISION, norm="frozen_batch"
+    )
+    spec = make_spec(
+        "1f1b",
+        2,
+        model=model,
+        data=DataConfig(**CLASSES, height_px=67),
+        parallel__strips=3,
+        parallel__micro_batch_size=1,
+        parallel__micro_batches=2,
+        train__precision="float64",
+        train__steps=1,
+        optimizer__frozen=[f"{name}*" for name in FROZEN],
+    )
+    rank = built(part, spec)
+    match = restore(rank, path)
+    assert len(match.names) == len(network.state_dict()) and not match.drawn_anew
+    rank.stages.set_training(True)
+    loader = BatchLoader.open(rank.plan, rank.comm, DEVICE)
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+    rank.train.run(0, loader.batch(0))
+    loader.close()
+
+    step_of_torchvision(network, norms, spec)
     wanted = network.state_dict()
     parameters = dict(network.named_parameters())
     found = {
@@ -332,7 +344,7 @@ def test_trains_torchvision_from_its_weights_with_frozen_statistics(comm, tmp_pa
     }
     assert len(found) == len({*found} & {*wanted}) > 0
     for name, value in found.items():
-        is_kept = name.startswith(("conv1.", "bn1.", "layer1.")) or name not in parameters
+        is_kept = name.startswith(FROZEN) or name not in parameters
         assert (
             torch.equal(value, before[name]) if is_kept else not torch.equal(value, before[name])
         ), name

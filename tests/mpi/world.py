@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from gems.engine.transport import links, polling
 from gems.launch.local_launcher import Output, mpiexec_argv, rank_environment, run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -221,6 +222,9 @@ def _file_of(test: str) -> str:
 
 def main(address: str) -> None:
     """Run tests until there are no more."""
+    # ranks share cores with each other and with other tests: let those that wait poll less often
+    polling.SPIN_S = polling.OWN_CORE_SPIN_S = 0.0
+    links.SLEEP_S = 0.0005
     from gems.engine.transport.mpi import world
 
     link = Client(address, family="AF_UNIX")
